@@ -202,6 +202,7 @@ fn main() {
         o().ranks_per_node(2).circulate(Circulate::Keys),
         o().ranks_per_node(2).circulate(Circulate::Queries),
         o().ranks_per_node(2).gather(true),
+        o().ranks_per_node(2).gather(Gather::Together),
     ];
     let batch = Batch::from_lengths(&[23, 0, 9, 40]).unwrap();
     for mesh in [mesh(1, 1), mesh(3, 1), mesh(1, 4), mesh(2, 2), mesh(4, 2)] {

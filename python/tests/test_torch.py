@@ -116,9 +116,9 @@ def nodes(rank: int, world: int) -> None:
             context = Context(group, heads=9, kv_heads=3, head_dim=8, ring=dist.get_world_size(group), **more)  # type: ignore[arg-type]
             assert told not in context.batch(DOCUMENTS).plan.explain()
             leave(context)
-        context = Context(heads=9, kv_heads=3, head_dim=8, ring=4, gather="together")
-        for words in ("gather together over several nodes", "ranks_per_node is 2 by LOCAL_WORLD_SIZE: give another, 0"):
-            refused(cpattn.Unsupported, words, context.batch, DOCUMENTS)
+        context = Context(heads=9, kv_heads=3, head_dim=8, dtype=torch.float64, ring=4, gather="together")
+        assert told in context.batch(DOCUMENTS).plan.explain()
+        compare(context, DOCUMENTS, shape, 1e-14)
         leave(context)
         if rank < 3:
             for words in ("nodes is 1 ranks in the node of rank 2, expected 2", "LOCAL_WORLD_SIZE is 2", "give ranks_per_node, 0 for"):
@@ -126,6 +126,15 @@ def nodes(rank: int, world: int) -> None:
         differing(rank)
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
+
+
+def three_nodes(rank: int, world: int) -> None:
+    """Nodes of torchrun that a mesh does not fit are refused with the way out."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    context = Context(heads=9, kv_heads=3, head_dim=8, ulysses=3, ring=2)
+    for words in ("expected a multiple or a divisor of the 3 Ulysses ranks", "ranks_per_node is 2 by LOCAL_WORLD_SIZE: give another, 0"):
+        refused(cpattn.InvalidArgument, words, context.batch, DOCUMENTS)
+    leave(context)
 
 
 def differing(rank: int) -> None:
@@ -649,6 +658,9 @@ def alone(rank: int, world: int) -> None:
 class Processes(unittest.TestCase):
     def test_four(self) -> None:
         run(everything, 4, seconds=400)
+
+    def test_six(self) -> None:
+        run(three_nodes, 6)
 
     def test_one(self) -> None:
         run(alone, 1)

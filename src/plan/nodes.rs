@@ -10,7 +10,7 @@
 
 use alloc::{collections::BTreeMap, format};
 
-use super::{Gather, Options};
+use super::Options;
 use crate::{
     error::{Error, Result},
     mesh::Mesh,
@@ -89,13 +89,6 @@ pub(super) fn check(mesh: Mesh, options: Options) -> Result<()> {
             format!("a multiple or a divisor of the {ulysses} Ulysses ranks of {mesh}"),
             "give ulysses a divisor of ranks_per_node, so that the ranks of one all-to-all lie in one node",
         );
-    }
-    if ring_ranks_of_node(mesh, options) < mesh.ring && options.gather == Gather::Together && !options.reproducible {
-        return Err(Error::unsupported(
-            "gather together over several nodes",
-            "the gradients of one call over all keys would have to be summed in each node before they leave it",
-            "leave it out, for ring steps, or leave out ranks_per_node",
-        ));
     }
     Ok(())
 }

@@ -121,7 +121,9 @@ impl Plan {
                 let mut ring = rows * (slots * row + leaving * gradient) + readers * most * gradient * inside;
                 ring += node_slots * node_rows * (row + gradient * a);
                 if crosses && w != a {
-                    ring += (node_rows + most * n(mesh.ring)) * gradient * w;
+                    // Of a slot that holds everything, the rows next to the share cross back.
+                    let leaving = if form == Form::Together { rows } else { node_rows };
+                    ring += (leaving + most * n(mesh.ring)) * gradient * w;
                 }
                 ring + leaving_packed(most * row)
             };

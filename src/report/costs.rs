@@ -195,6 +195,9 @@ mod tests {
             Options::new().circulate(Circulate::Keys).ranks_per_node(2),
             Options::new().circulate(Circulate::Queries).wire(Wire::Bf16).ranks_per_node(2),
             Options::new().gather(true).ranks_per_node(2),
+            Options::new().gather(Gather::Together).circulate(Circulate::Keys).wire(Wire::Bf16).ranks_per_node(2),
+            Options::new().gather(Gather::Together).circulate(Circulate::Queries).ranks_per_node(2),
+            Options::new().gather(Gather::Together).circulate(Circulate::Keys).passes(2).ranks_per_node(2),
             Options::new().reproducible(true).ranks_per_node(2),
         ];
         for dtype in [Dtype::F32, Dtype::Bf16] {

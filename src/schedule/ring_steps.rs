@@ -181,14 +181,25 @@ impl RingSteps {
         self.of_hop(Hop::Crossed).map(|v| v.node as usize).max().unwrap_or(0).min(2)
     }
 
+    /// The ring steps whose gradients, summed over a node, go back over its border.
+    fn crossing_back(&self) -> impl Iterator<Item = &RingStep> {
+        let beside = self.form.holds_own();
+        self.list.iter().filter(move |v| if beside { !v.attends() } else { v.hop == Hop::Crossed })
+    }
+
+    /// Rows of the largest sum of a node.
+    pub fn node_sum_rows(&self) -> u64 {
+        self.crossing_back().map(|v| v.rows_in).max().unwrap_or(0)
+    }
+
     /// Rows of the largest gradient that comes home from another node.
     pub fn node_return_rows(&self) -> u64 {
-        self.of_hop(Hop::Crossed).map(|v| v.rows_out).max().unwrap_or(0)
+        self.crossing_back().map(|v| v.rows_out).max().unwrap_or(0)
     }
 
     /// Rows of the largest gradient that comes home from one ring step.
     pub fn return_rows(&self) -> u64 {
-        self.of_hop(Hop::Local).chain(self.of_hop(Hop::Crossed)).map(|v| v.rows_out).max().unwrap_or(0)
+        self.of_hop(Hop::Local).chain(self.crossing_back()).map(|v| v.rows_out).max().unwrap_or(0)
     }
 
     /// The ring rank that these are the steps of.

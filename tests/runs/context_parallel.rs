@@ -176,6 +176,8 @@ fn several_nodes() {
         o().circulate(Circulate::Queries),
         o().gather(true),
         o().circulate(Circulate::Keys).passes(2).pack_inputs(true),
+        o().gather(Gather::Together).circulate(Circulate::Keys).passes(2),
+        o().gather(Gather::Together).circulate(Circulate::Queries),
         o().reproducible(true),
     ];
     let base = Problem::new(Batch::from_lengths(&[57, 0, 9, 30, 4]).unwrap(), 6, 2, 8, Dtype::F32).with_sinks(true);
@@ -413,8 +415,6 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
         let option = if kv_heads < option.passes { option.passes(1) } else { option };
         let option = match nodes {
             1 => option,
-            // Refused over several nodes.
-            _ if option.gather == Gather::Together => option,
             _ => option.ranks_per_node(per_node * mesh.ulysses),
         };
         let plan = Plan::with_options(&p, mesh, layout, option).unwrap();

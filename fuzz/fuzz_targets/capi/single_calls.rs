@@ -39,13 +39,17 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
     let pairs: Vec<u32> =
         (0..b.below(5)).map(|_| b.below(k.len().max(1) as u64) as u32 + u32::from(b.rarely())).collect();
     let q: Vec<cpattn_q_range> = (0..b.below(3))
-        .map(|_| cpattn_q_range {
-            range: a_range(b),
-            document: if b.rarely() { [b.below(40) as u32, b.below(40) as u32] } else { [0; 2] },
-            keys_begin: b.below(2) as u32,
-            keys_end: b.below(pairs.len() as u64 + 2) as u32,
-            mode: b.below(5) as u8,
-            reserved: [u8::from(b.rarely()); 7],
+        .map(|_| {
+            let range = a_range(b);
+            cpattn_q_range {
+                range,
+                // Draws nothing, so that the inputs that are kept mean what they meant.
+                document: if range.pos & 3 == 3 { [8, 8 >> (range.pos & 4)] } else { [0; 2] },
+                keys_begin: b.below(2) as u32,
+                keys_end: b.below(pairs.len() as u64 + 2) as u32,
+                mode: b.below(5) as u8,
+                reserved: [u8::from(b.rarely()); 7],
+            }
         })
         .collect();
     let ranges = cpattn_ranges {

@@ -10,8 +10,9 @@
 //! steps of the node before. They are attended there, and fetched from there. The partial gradients of the ranks of a node
 //! are returned to the gateway, which adds them to its own; that sum crosses back after the node's last return.
 //!
-//! Where a slot holds the own share (the ordered form), rows of other nodes cross into the slot itself, next to the share,
-//! and the other ranks of the node take from there.
+//! Where a slot holds the own share (the ordered form and the together form), rows of other nodes cross into the slot itself,
+//! next to the share, and the other ranks of the node take from there. Their partial gradients come back to the same rows of
+//! the gradients of that slot.
 
 use alloc::vec::Vec;
 
@@ -222,7 +223,8 @@ impl Builder<'_> {
                 ring.lanes.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after: [free, None] });
             }
             attended = arrival.slot.map(|_| ring.lanes.compute.len() - 1);
-            if let (true, Some(home)) = (arrival.slot.is_some() && t.staying() > 0, &t.home) {
+            let crosses = t.ring_steps.crosses();
+            if let (true, Some(home)) = (arrival.slot.is_some() && t.staying() > 0 && !crosses, &t.home) {
                 // The own share's begin the sums, and what comes home is added to them.
                 let blocks = home.sums.iter().zip(&home.fresh[turn]);
                 let kind = self.transform(blocks.map(|(&sum, from)| (sum, from.slice(0, t.staying()))));
@@ -230,55 +232,122 @@ impl Builder<'_> {
                 begun = Some(ring.lanes.compute.len() - 1);
             }
         }
-        if let (Some(home), true) = (&t.home, v.step > 0 && t.travels(ring_step)) {
-            self.come_home(ring, t, home, &v, ring_step, turn, (attended, begun));
+        let Some(home) = t.home.as_ref().filter(|_| v.step > 0) else { return };
+        if t.ring_steps.form().holds_own() && t.ring_steps.crosses() {
+            self.slot_comes_home(ring, t, home, ring_step, turn, attended);
+        } else if t.travels(ring_step) {
+            self.come_home(ring, t, home, ring_step, turn, (attended, begun));
         }
     }
 
-    /// Adds the return of the gradients that a ring step made, from the buffers of `turn`, and the sum of what comes home for
-    /// the rows that left. `made` is the operation that made them, `begun` the one that begins the sums, if that is known.
-    #[allow(clippy::too_many_arguments)]
+    /// Adds the return of the gradients that a ring step made, from the buffers of `turn`. `made` is the operation that made
+    /// them, `begun` the one that begins the sums, if that is known.
     fn come_home(
         &mut self,
         ring: &mut Ring,
         t: &Travel,
         home: &Home,
-        v: &RingStep,
         ring_step: usize,
         turn: usize,
         (made, begun): (Option<usize>, Option<usize>),
     ) {
-        let crossed = v.hop == Hop::Crossed;
+        let v = t.ring_steps.list()[ring_step];
+        let (sent, used) = if v.hop == Hop::Crossed {
+            (self.cross_back(ring, t, home, ring_step, &home.node_sums[turn], made), &mut ring.node_sums[turn])
+        } else {
+            let sums = if v.node > 0 { &home.node_sums[turn_of(v.node)] } else { &home.sums };
+            let buffers = [&home.leaving[turn][..], &home.arriving, sums];
+            let sent = self.send_home(ring, t, ring_step, return_order(v.step), buffers, (made, begun));
+            (sent, &mut ring.partials.used[turn])
+        };
+        if made.is_some() {
+            *used = Some(sent);
+        }
+    }
+
+    /// As [`Builder::come_home`], where the slot holds the own share and rows of other nodes next to it: what the ranks of the
+    /// node return is added to both in the slot's gradients, before the one begins the sums and the other crosses back.
+    fn slot_comes_home(
+        &mut self,
+        ring: &mut Ring,
+        t: &Travel,
+        home: &Home,
+        ring_step: usize,
+        turn: usize,
+        made: Option<usize>,
+    ) {
+        let (own, beside, fresh) = (t.staying(), t.beside(), &home.fresh[turn]);
+        let part = |first, rows| -> Vec<BufferView> { fresh.iter().map(|f| f.slice(first, rows)).collect() };
+        let v = t.ring_steps.list()[ring_step];
+        let order = return_order(v.step);
+        if t.travels(ring_step) {
+            let buffers = [&fresh[..], &home.arriving, &part(0, own + beside)];
+            self.send_home(ring, t, ring_step, order, buffers, (made, made));
+        }
+        if own > 0 {
+            let kind = self.transform(home.sums.iter().copied().zip(part(0, own)));
+            let item = PendingOp { kind, step: v.step, phase: LOCAL, after: [made, None] };
+            ring.lanes.communication.push(((t.round, order), item));
+        }
+        if let Some(crossing) = t.ring_steps.list().iter().position(|v| !v.attends()) {
+            self.cross_back(ring, t, home, crossing, &part(own, beside), made);
+        }
+        ring.partials.used[turn] = ring.lanes.communication.len().checked_sub(1);
+    }
+
+    /// Adds the return over the border of a node of what its ranks summed in `of_node`. Returns which of the communication
+    /// lane it is.
+    fn cross_back(
+        &mut self,
+        ring: &mut Ring,
+        t: &Travel,
+        home: &Home,
+        ring_step: usize,
+        of_node: &[BufferView],
+        made: Option<usize>,
+    ) -> usize {
+        let v = t.ring_steps.list()[ring_step];
         // A node's sum is whole after its last step, whose place is before that of the next node's first.
-        let order = if crossed { node_return_order(t.ring_steps.last_of_node(v)) } else { return_order(v.step) };
-        let (order, phase) = ((t.round, order), phase_of(v));
-        let (mut leaving, mut arriving) =
-            (if crossed { &home.node_sums[turn] } else { &home.leaving[turn] }, &home.arriving);
-        if let (true, Some((narrow, arrives))) = (crossed, &home.narrowed) {
-            if made.is_some() {
-                let blocks =
-                    narrow.iter().zip(leaving).map(|(to, from)| (to.slice(0, v.rows_in), from.slice(0, v.rows_in)));
-                let kind = self.transform(blocks);
-                ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [made, None] }));
+        let order = node_return_order(t.ring_steps.last_of_node(&v));
+        let (mut leaving, mut arriving) = (of_node, &home.arriving);
+        if let Some((narrow, arrives)) = &home.narrowed {
+            if v.rows_in > 0 {
+                let blocks = narrow.iter().zip(of_node);
+                let kind = self.transform(blocks.map(|(to, from)| (to.slice(0, v.rows_in), from.slice(0, v.rows_in))));
+                let item = PendingOp { kind, step: v.step, phase: phase_of(&v), after: [made, None] };
+                ring.lanes.communication.push(((t.round, order), item));
             }
             (leaving, arriving) = (narrow, arrives);
         }
-        let sums = if !crossed && v.node > 0 { &home.node_sums[turn_of(v.node)] } else { &home.sums };
+        self.send_home(ring, t, ring_step, order, [leaving, arriving, &home.sums], (made, None))
+    }
+
+    /// Adds the exchange that returns gradients from the first of three buffers and receives in the second what comes home for
+    /// the rows that left, and the addition of that to the third. Returns which of the communication lane the exchange is.
+    fn send_home(
+        &mut self,
+        ring: &mut Ring,
+        t: &Travel,
+        ring_step: usize,
+        order: u32,
+        [leaving, arriving, sums]: [&[BufferView]; 3],
+        (made, begun): (Option<usize>, Option<usize>),
+    ) -> usize {
+        let v = t.ring_steps.list()[ring_step];
+        let (order, phase) = ((t.round, order), phase_of(&v));
         let pairs =
             |own: &[BufferView]| own.iter().zip(arriving).map(|(&own, &slot)| StepTensor { own, slot }).collect();
         let (ring_step, ring_steps) = (ring_step as u32, t.circulating_side);
         let kind = OpKind::Return { ring_step, ring_steps, tensors: pairs(leaving) };
         ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [made, None] }));
-        if made.is_some() {
-            let sent = if crossed { &mut ring.node_sums[turn] } else { &mut ring.partials.used[turn] };
-            *sent = Some(ring.lanes.communication.len() - 1);
-        }
+        let sent = ring.lanes.communication.len() - 1;
         if v.rows_out > 0 {
             // The sums begin with the own share's call, or that of the node slot, the round's first that writes them.
             let begun = begun.or_else(|| ring.lanes.compute.iter().rposition(|i| writes(&i.kind, sums[0])));
             let kind = OpKind::Reduce { ring_step, ring_steps, tensors: pairs(sums) };
             ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [begun, None] }));
         }
+        sent
     }
 }
 

@@ -162,7 +162,7 @@ impl Builder<'_> {
             let fresh = if narrow { [fresh[0].clone(), fresh[0].clone()] } else { fresh };
             let [arriving, _] = third(self, 2, "gradient from peer", wire, ring_steps.return_rows(), 1);
             let narrowed = (crossing != wire).then(|| {
-                let [leaving, _] = third(self, 1, "sum of a node to travel", crossing, node_rows, 1);
+                let [leaving, _] = third(self, 1, "sum of a node to travel", crossing, ring_steps.node_sum_rows(), 1);
                 // The slot is the second of the region pair, since both are in use at a time.
                 let rows = ring_steps.node_return_rows();
                 (leaving, self.second_of(&homes[n..2 * n], "gradient from a node", &sums, crossing, rows))

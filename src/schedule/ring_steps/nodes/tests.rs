@@ -6,7 +6,7 @@ use alloc::{collections::BTreeSet, vec::Vec};
 
 use crate::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Side,
-    plan::{Circulate, Wire, form::Direction},
+    plan::{Circulate, Gather, Wire, form::Direction},
     schedule::{CirculatingSide, Lane, Schedule},
 };
 
@@ -68,6 +68,10 @@ fn plans_over_nodes_are_proved_and_rows_cross_once() {
         Options::new().reproducible(true),
         Options::new().circulate(Circulate::Keys).wire(Wire::Bf16),
         Options::new().gather(false).circulate(Circulate::Queries).wire(Wire::Bf16),
+        Options::new().gather(Gather::Together).circulate(Circulate::Keys),
+        Options::new().gather(Gather::Together).circulate(Circulate::Queries),
+        Options::new().gather(Gather::Together).circulate(Circulate::Keys).passes(2),
+        Options::new().gather(Gather::Together).wire(Wire::Bf16),
     ];
     let (mut proved, mut crossed) = (0, 0);
     for (b, batch) in batches().iter().enumerate() {
@@ -121,7 +125,8 @@ fn cards_are_loaded_evenly() {
     let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped { stripe: 4 }, Layout::Balanced { chunks: 4 }];
     for (layout, mask) in layouts.into_iter().flat_map(|l| [(l, Mask::full()), (l, Mask::causal())]) {
         let problem = Problem::new(batch.clone(), 2, 1, 8, Dtype::Bf16).with_mask(mask);
-        for options in [Options::new().circulate(Circulate::Keys), Options::new().gather(true)] {
+        let together = Options::new().gather(Gather::Together);
+        for options in [Options::new().circulate(Circulate::Keys), Options::new().gather(true), together] {
             let mesh = Mesh::ring(12).unwrap();
             let plan = Plan::with_options(&problem, mesh, layout, options.ranks_per_node(4)).unwrap();
             let (forward, backward) = plan.verify().unwrap();
@@ -185,7 +190,6 @@ fn nodes_that_do_not_fit_are_refused() {
         (group(3, 3, 1), o(), "options.ranks_per_node is 4, expected a divisor of the 9 ranks of"),
         (group(1, 4, 3), o(), "options.ranks_per_node is 4, expected a multiple or a divisor of the 3 Ulysses ranks"),
         (group(3, 2, 1), o(), "options.ranks_per_node is 4, expected a divisor of the 6 ranks of 3 replicas of"),
-        (group(1, 8, 1), o().gather(crate::plan::Gather::Together), "gather together over several nodes"),
     ] {
         let text = refused(mesh, options);
         assert!(text.contains(said), "{mesh}: {text}");
@@ -193,8 +197,8 @@ fn nodes_that_do_not_fit_are_refused() {
     // Ulysses ranks over whole nodes; one node; a node that is one ring rank; a node of replicas.
     for (mesh, options) in [
         (group(1, 2, 8), o()),
-        (group(1, 4, 1), o().gather(crate::plan::Gather::Together)),
-        (group(1, 2, 4), o().gather(crate::plan::Gather::Together)),
+        (group(1, 4, 1), o().gather(Gather::Together)),
+        (group(1, 2, 4), o().gather(Gather::Together)),
         (group(2, 4, 2), o()),
     ] {
         Plan::with_options(&problem, mesh, Layout::Contiguous, options).unwrap();

@@ -98,6 +98,12 @@ fn subjects() -> Vec<Subject> {
         ("nodes, narrow", &packed, mesh(1, 4), Layout::Zigzag, Mask::causal(), 2, 1, Dtype::F32, {
             o().ranks_per_node(2).circulate(Circulate::Keys).wire(Wire::Bf16)
         }),
+        ("nodes, together", &packed, mesh(1, 4), Layout::Zigzag, Mask::causal(), 2, 1, Dtype::F32, {
+            o().ranks_per_node(2).gather(Gather::Together).wire(Wire::Bf16)
+        }),
+        ("nodes, queries together", &crossed, mesh(1, 4), Layout::Contiguous, Mask::full(), 2, 1, Dtype::F32, {
+            o().ranks_per_node(2).gather(Gather::Together).circulate(Circulate::Queries)
+        }),
         ("nodes, ordered", &packed, mesh(1, 4), Layout::Contiguous, Mask::causal(), 2, 1, Dtype::F32, {
             o().ranks_per_node(2).reproducible(true)
         }),
