@@ -56,7 +56,6 @@ mod lent_staging;
 mod load;
 mod loaded;
 mod loaded_kernel;
-mod margins;
 mod metadata;
 mod metadata_buffer;
 mod params;
@@ -86,7 +85,6 @@ use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
 use kept_maps::KeptMaps;
-use margins::Margins;
 use shapes::{SHAPES, Shape};
 use spare_staging::SpareStaging;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -103,7 +101,7 @@ pub struct Cuda {
     /// Whether it runs those of them, too, that are not taken unless they are asked for.
     every_hopper: bool,
     maps: KeptMaps,
-    margins: Margins,
+    margin_requests: sm_margin::MarginRequests,
     kernels: Mutex<LoadedKernels>,
     spare_staging: SpareStaging,
 }
@@ -164,7 +162,7 @@ impl Cuda {
             hopper,
             every_hopper: family == Some(Family::Sm90a),
             maps: KeptMaps::new(hopper),
-            margins: Margins::default(),
+            margin_requests: sm_margin::MarginRequests::default(),
             kernels: Mutex::new(LoadedKernels::default()),
             spare_staging: SpareStaging::default(),
         })

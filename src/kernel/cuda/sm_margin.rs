@@ -9,7 +9,9 @@
 use super::Cuda;
 use crate::error::{Error, Result};
 use alloc::format;
-use alloc::sync::Arc;
+use alloc::{sync::Arc, vec::Vec};
+use core::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// Multiprocessors that a device leaves free for as long as this lives.
 #[derive(Debug)]
@@ -28,14 +30,14 @@ impl SmMargin {
             let expected = format!("below the {} multiprocessors of device {}", cuda.multiprocessors(), cuda.ordinal());
             return Err(Error::invalid(argument, n, expected));
         }
-        cuda.margins.add(n);
+        cuda.margin_requests.add(n);
         Ok(Self { cuda: Arc::clone(cuda), n })
     }
 }
 
 impl Drop for SmMargin {
     fn drop(&mut self) {
-        self.cuda.margins.remove(self.n);
+        self.cuda.margin_requests.remove(self.n);
     }
 }
 
@@ -44,11 +46,60 @@ impl Cuda {
     /// used), so that communication kernels find room beside them. Blocks then take several tiles each. An
     /// [`SmMargin`] may ask for more while it lives.
     pub fn set_sm_margin(&self, n: u32) {
-        self.margins.set_own(n);
+        self.margin_requests.set_own(n);
     }
 
     /// The multiprocessors that attention leaves free now: the most that is asked for.
     pub fn sm_margin(&self) -> u32 {
-        self.margins.most()
+        self.margin_requests.most()
+    }
+}
+
+/// The margins that were requested on one device.
+#[derive(Debug, Default)]
+pub(super) struct MarginRequests {
+    /// The largest request, for launches.
+    most: AtomicU32,
+    asked: Mutex<RequestList>,
+}
+
+#[derive(Debug, Default)]
+struct RequestList {
+    /// By the device's owner.
+    own: u32,
+    /// By each [`SmMargin`].
+    others: Vec<u32>,
+}
+
+impl MarginRequests {
+    /// The most that is asked for now.
+    pub fn most(&self) -> u32 {
+        self.most.load(Ordering::Relaxed)
+    }
+
+    /// Sets what the device's owner asks for.
+    pub fn set_own(&self, n: u32) {
+        self.change(|asked| asked.own = n);
+    }
+
+    /// One more asks for `n`.
+    pub fn add(&self, n: u32) {
+        self.change(|asked| asked.others.push(n));
+    }
+
+    /// One of those that asked for `n` no longer does.
+    pub fn remove(&self, n: u32) {
+        self.change(|asked| {
+            if let Some(at) = asked.others.iter().position(|&m| m == n) {
+                asked.others.swap_remove(at);
+            }
+        });
+    }
+
+    fn change(&self, change: impl FnOnce(&mut RequestList)) {
+        // A panic leaves the list as it was, or longer by a number.
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut asked);
+        self.most.store(asked.others.iter().copied().fold(asked.own, u32::max), Ordering::Relaxed);
     }
 }
