@@ -39,7 +39,7 @@
 
 mod allocate;
 mod attention;
-pub(crate) mod bases;
+pub(crate) mod base_addresses;
 mod blocks;
 mod check;
 mod dq_semaphore;

@@ -9,7 +9,7 @@
 //! All launches that count do so in the same words, one after the other: they are those of one stream.
 
 use super::Cuda;
-use super::bases::{BaseOffset, BaseShapes, Bases, Meaning, meaning, metadata_symbol, words_symbol};
+use super::base_addresses::{BaseAddresses, BaseOffset, BaseShapes, Meaning, meaning, metadata_symbol, words_symbol};
 use super::launch::{Launch, Launches};
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part, SortBuffers, Writer, padded};
 use super::params::Tensor;
@@ -215,7 +215,7 @@ impl RecordedLaunches {
     }
 
     /// Writes the addresses of a run into all launches.
-    pub(crate) fn set_bases(&mut self, bases: &Bases) {
+    pub(crate) fn set_bases(&mut self, bases: &BaseAddresses) {
         for RecordedLaunch { launch, tensors, .. } in &mut self.launches {
             for &(offset, place) in &*tensors {
                 let own =
