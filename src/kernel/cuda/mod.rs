@@ -56,6 +56,7 @@ mod lent_staging;
 mod load;
 mod loaded;
 mod loaded_kernel;
+mod margin_requests;
 mod metadata;
 mod metadata_buffer;
 mod params;
@@ -85,6 +86,7 @@ use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
 use kept_maps::KeptMaps;
+use margin_requests::MarginRequests;
 use shapes::{SHAPES, Shape};
 use spare_staging::SpareStaging;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -101,7 +103,7 @@ pub struct Cuda {
     /// Whether it runs those of them, too, that are not taken unless they are asked for.
     every_hopper: bool,
     maps: KeptMaps,
-    margin_requests: sm_margin::MarginRequests,
+    margin_requests: MarginRequests,
     kernels: Mutex<LoadedKernels>,
     spare_staging: SpareStaging,
 }
@@ -162,7 +164,7 @@ impl Cuda {
             hopper,
             every_hopper: family == Some(Family::Sm90a),
             maps: KeptMaps::new(hopper),
-            margin_requests: sm_margin::MarginRequests::default(),
+            margin_requests: MarginRequests::default(),
             kernels: Mutex::new(LoadedKernels::default()),
             spare_staging: SpareStaging::default(),
         })
