@@ -7,7 +7,7 @@ use super::warp::{self, State, Stop, Warp};
 use crate::mem::Memory;
 use crate::mem::shared::SharedMemory;
 use crate::module::Kernel;
-use crate::op::{Code, Cx, Special, Trouble, Value};
+use crate::op::{Code, Cx, LaneFault, Special, Value};
 use crate::report::{Fault, Report};
 
 /// How a launch is run and what is checked.
@@ -253,7 +253,7 @@ fn fill(kernel: &Kernel, warp: &mut Warp, grid: &Grid, how: &Launch<'_>, block: 
 }
 
 /// Runs one warp of a block for a while.
-fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) -> Result<(), (Trouble, usize)> {
+fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) -> Result<(), (LaneFault, usize)> {
     let ready = |w: &Option<Warp>| w.as_ref().is_some_and(|w| w.state == State::Ready);
     let n = r.warps.iter().filter(|w| ready(w)).count();
     if n == 0 {
@@ -265,7 +265,7 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
         if impatient || r.patience > 0 && grid.random(r.patience) == 0 {
             let moving = r.block.flights.moving();
             let k = moving[grid.random(moving.len() as u32) as usize];
-            r.block.advance(mem, k).map_err(|(fault, detail, pc)| (Trouble { fault, lane: None, detail }, pc))?;
+            r.block.advance(mem, k).map_err(|(fault, detail, pc)| (LaneFault { fault, lane: None, detail }, pc))?;
             grid.effect(true);
             r.polls = 0;
         }
@@ -303,7 +303,7 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
     match stop {
         Stop::Fault => {
             r.warps[w] = Some(warp);
-            let unknown = Trouble { fault: Fault::Illegal, lane: None, detail: String::new() };
+            let unknown = LaneFault { fault: Fault::Illegal, lane: None, detail: String::new() };
             let mut trouble = fault.unwrap_or(unknown);
             // Remember whose lane it was.
             trouble.lane = trouble.lane.map(|l| l + w as u32 * 32);
@@ -338,14 +338,14 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
     if grid.spins() {
         let limit = grid.options.spin_limit;
         let detail = format!("{limit} instructions without any change of memory: this waits for what never comes");
-        return Err((Trouble { fault: Fault::Livelock, lane: None, detail }, pc));
+        return Err((LaneFault { fault: Fault::Livelock, lane: None, detail }, pc));
     }
     Ok(())
 }
 
 /// A warp has ended: what it began has to be waited for.
-fn ended(r: &mut Resident, mem: &mut Memory, warp: usize) -> Result<(), (Trouble, usize)> {
-    let trouble = |detail: String, pc| (Trouble { fault: Fault::AsyncPending, lane: None, detail }, pc);
+fn ended(r: &mut Resident, mem: &mut Memory, warp: usize) -> Result<(), (LaneFault, usize)> {
+    let trouble = |detail: String, pc| (LaneFault { fault: Fault::AsyncPending, lane: None, detail }, pc);
     if let Some(pc) = r.block.unread(warp) {
         let text = format!("warp {warp} has ended without waiting until this store was read from shared memory");
         return Err(trouble(text, pc));
@@ -354,13 +354,13 @@ fn ended(r: &mut Resident, mem: &mut Memory, warp: usize) -> Result<(), (Trouble
         return Err(trouble(format!("warp {warp} has ended without waiting for this product"), pc));
     }
     if r.left == 0 {
-        r.block.finish(mem).map_err(|(fault, detail, pc)| (Trouble { fault, lane: None, detail }, pc))?;
+        r.block.finish(mem).map_err(|(fault, detail, pc)| (LaneFault { fault, lane: None, detail }, pc))?;
     }
     Ok(())
 }
 
 #[cold]
-fn deadlock(code: &Code, r: &Resident) -> (Trouble, usize) {
+fn deadlock(code: &Code, r: &Resident) -> (LaneFault, usize) {
     let mut at = Vec::new();
     let mut pc = 0;
     for w in r.warps.iter().flatten() {
@@ -372,10 +372,10 @@ fn deadlock(code: &Code, r: &Resident) -> (Trouble, usize) {
     let ended = r.warps.iter().filter(|w| w.is_none()).count();
     let detail =
         format!("no warp can go on: {} ({ended} warps have ended); {}", at.join(", "), r.block.waiting_barriers());
-    (Trouble { fault: Fault::Deadlock, lane: None, detail }, pc)
+    (LaneFault { fault: Fault::Deadlock, lane: None, detail }, pc)
 }
 
-fn report(kernel: &Kernel, r: &Resident, t: Trouble, pc: usize) -> Report {
+fn report(kernel: &Kernel, r: &Resident, t: LaneFault, pc: usize) -> Report {
     let line = kernel.code.ins.get(pc).map_or(0, |i| i.line);
     let [nx, ny, _] = r.block.shape;
     Report {

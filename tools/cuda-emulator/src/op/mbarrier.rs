@@ -6,7 +6,7 @@
 
 use super::memory::address;
 use super::{Cx, Flow, Ins, lanes};
-use crate::exec::mbarrier::{MOST_ARRIVALS, Waited};
+use crate::exec::mbarrier::{MAX_ARRIVALS, Waited};
 use crate::mem::{SHARED_WINDOW, WINDOW_MASK};
 use crate::ptx::Space;
 use crate::report::Fault;
@@ -39,8 +39,8 @@ pub(super) unsafe fn init(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
             Err(flow) => return flow,
         };
         let count = cx.get32(i.a, l) + i.e;
-        if !(1..=MOST_ARRIVALS).contains(&count) {
-            let text = format!("a barrier of {count} arrivals: 1 to {MOST_ARRIVALS}");
+        if !(1..=MAX_ARRIVALS).contains(&count) {
+            let text = format!("a barrier of {count} arrivals: 1 to {MAX_ARRIVALS}");
             return cx.fail(Fault::Illegal, Some(l as u32), text);
         }
         let clock = cx.block.known[w].own[w];
