@@ -60,7 +60,7 @@ pub const LAYOUTS: [Layout; 6] = [
 /// How evenly a layout distributes a problem over ring ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub(crate) struct Dealt {
+pub(crate) struct LayoutLoad {
     /// The layout.
     pub layout: Layout,
     /// The largest of each figure over the ring ranks.
@@ -71,7 +71,7 @@ pub(crate) struct Dealt {
     pub ring: usize,
 }
 
-impl Dealt {
+impl LayoutLoad {
     /// The busiest ring rank's mask area over the mean; 1 when there is no work.
     pub fn work_imbalance(&self) -> f64 {
         ratio(self.largest.area, self.total.area, self.ring)
@@ -120,32 +120,32 @@ pub struct Choice {
 }
 
 /// Computes how `layout` distributes the problem over `ring` ranks.
-pub(crate) fn dealt(problem: &Problem, layout: Layout, ring: usize) -> Result<Dealt> {
-    dealt_with(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), layout, ring)
+pub(crate) fn layout_load(problem: &Problem, layout: Layout, ring: usize) -> Result<LayoutLoad> {
+    load_with(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), layout, ring)
 }
 
-/// As [`dealt`], of one problem for many layouts and rings: what all of them need is counted once.
-pub(crate) fn dealer(problem: &Problem) -> impl Fn(Layout, usize) -> Result<Dealt> {
+/// As [`layout_load`], of one problem for many layouts and rings: what all of them need is counted once.
+pub(crate) fn dealer(problem: &Problem) -> impl Fn(Layout, usize) -> Result<LayoutLoad> {
     let counted = Counted::new(problem.batch(), problem.mask());
-    move |layout, ring| dealt_with(problem, counted.as_ref(), layout, ring)
+    move |layout, ring| load_with(problem, counted.as_ref(), layout, ring)
 }
 
-fn dealt_with(problem: &Problem, counted: Option<&Counted>, layout: Layout, ring: usize) -> Result<Dealt> {
+fn load_with(problem: &Problem, counted: Option<&Counted>, layout: Layout, ring: usize) -> Result<LayoutLoad> {
     if let Some(loads) = counted.map(|c| c.loads(layout, ring)).transpose()?.flatten() {
-        return Ok(dealt_of(layout, ring, loads.into_iter()));
+        return Ok(largest_and_total(layout, ring, loads.into_iter()));
     }
-    Ok(dealt_by(problem, &Shares::new(problem.batch(), problem.mask(), layout, ring)?))
+    Ok(load_of_shares(problem, &Shares::new(problem.batch(), problem.mask(), layout, ring)?))
 }
 
 /// How these shares distribute the problem, whichever mask decided them.
-pub(crate) fn dealt_by(problem: &Problem, shares: &Shares) -> Dealt {
+pub(crate) fn load_of_shares(problem: &Problem, shares: &Shares) -> LayoutLoad {
     let (batch, mask, ring) = (problem.batch(), problem.mask(), shares.ring());
     let mut lists = SegmentLists::default();
-    dealt_of(shares.layout(), ring, (0..ring).map(|r| load(shares, batch, mask, r, &mut lists)))
+    largest_and_total(shares.layout(), ring, (0..ring).map(|r| load(shares, batch, mask, r, &mut lists)))
 }
 
 /// The largest and the total of the ranks' loads.
-fn dealt_of(layout: Layout, ring: usize, loads: impl Iterator<Item = Load>) -> Dealt {
+fn largest_and_total(layout: Layout, ring: usize, loads: impl Iterator<Item = Load>) -> LayoutLoad {
     let (mut largest, mut total) = (Load::default(), Load::default());
     for l in loads {
         let fold = |into: &mut Load, f: fn(u64, u64) -> u64| {
@@ -157,7 +157,7 @@ fn dealt_of(layout: Layout, ring: usize, loads: impl Iterator<Item = Load>) -> D
         fold(&mut largest, u64::max);
         fold(&mut total, |a, b| a + b);
     }
-    Dealt { layout, largest, total, ring }
+    LayoutLoad { layout, largest, total, ring }
 }
 
 /// The automatic layout for `ring` ranks: rule 3 of the [module](crate::plan::auto).
@@ -171,11 +171,11 @@ pub(super) fn layouts(ring: usize) -> impl Iterator<Item = Layout> {
     LAYOUTS.into_iter().filter(move |l| !matches!(l, Layout::Balanced { chunks } if *chunks as usize * ring > 1 << 20))
 }
 
-fn best_layout(problem: &Problem, counted: Option<&Counted>, ring: usize) -> Result<Dealt> {
+fn best_layout(problem: &Problem, counted: Option<&Counted>, ring: usize) -> Result<LayoutLoad> {
     if ring == 1 {
-        return dealt_with(problem, counted, Layout::Contiguous, 1);
+        return load_with(problem, counted, Layout::Contiguous, 1);
     }
-    let all = layouts(ring).map(|layout| dealt_with(problem, counted, layout, ring)).collect::<Result<Vec<_>>>()?;
+    let all = layouts(ring).map(|layout| load_with(problem, counted, layout, ring)).collect::<Result<Vec<_>>>()?;
     let least = all.iter().map(|d| u128::from(d.largest.area)).min().unwrap_or(0);
     // `min_by_key` keeps the first of equals.
     all.into_iter()
@@ -243,7 +243,7 @@ pub fn choose_over(world: usize, problem: &Problem, balance: u32, ranks_per_node
 }
 
 /// The cost of a mesh with a layout.
-pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &Dealt, balance: u32) -> Candidate {
+pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &LayoutLoad, balance: u32) -> Candidate {
     let (heads, kv_heads) = (problem.heads() as u32, problem.kv_heads() as u32);
     let u = mesh.ulysses as u128;
     let (mut hq, mut hkv, mut kv_sum) = (0u128, 0u128, 0u128);

@@ -10,7 +10,7 @@ use alloc::{format, vec::Vec};
 
 use super::{
     AttentionKind, BALANCE, Options, Plan, Problem,
-    auto::{Dealt, dealt_by, judge, layouts},
+    auto::{LayoutLoad, judge, layouts, load_of_shares},
     nodes::holds_ulysses,
 };
 use crate::{
@@ -22,18 +22,18 @@ use crate::{
 /// One way of dealing the tokens, and how each kind of layer fares with it.
 struct Deal {
     shares: Shares,
-    dealt: Vec<Dealt>,
+    loads: Vec<LayoutLoad>,
 }
 
 impl Deal {
     fn new(kinds: &[(Problem, usize)], shares: Shares) -> Self {
-        let dealt = kinds.iter().map(|(problem, _)| dealt_by(problem, &shares)).collect();
-        Self { shares, dealt }
+        let loads = kinds.iter().map(|(problem, _)| load_of_shares(problem, &shares)).collect();
+        Self { shares, loads }
     }
 
     /// A figure of each kind times its number of layers, added up.
-    fn sum(&self, kinds: &[(Problem, usize)], figure: impl Fn(&Problem, &Dealt) -> u128) -> u128 {
-        kinds.iter().zip(&self.dealt).map(|((problem, layers), d)| *layers as u128 * figure(problem, d)).sum()
+    fn sum(&self, kinds: &[(Problem, usize)], figure: impl Fn(&Problem, &LayoutLoad) -> u128) -> u128 {
+        kinds.iter().zip(&self.loads).map(|((problem, layers), d)| *layers as u128 * figure(problem, d)).sum()
     }
 }
 
@@ -52,7 +52,7 @@ fn best_deal(kinds: &[(Problem, usize)], ring: usize) -> Result<Deal> {
     }
     let width = |p: &Problem| (p.head_dim() + p.value_dim()) as u128;
     let work = |d: &Deal| {
-        let figure = |p: &Problem, d: &Dealt| u128::from(d.largest.area) * p.heads() as u128 * width(p);
+        let figure = |p: &Problem, d: &LayoutLoad| u128::from(d.largest.area) * p.heads() as u128 * width(p);
         d.sum(kinds, figure)
     };
     let rows = |d: &Deal| {

@@ -23,8 +23,8 @@ use crate::{
     schedule::Purpose,
     transport::{
         Transport,
+        carrier::Carrier,
         ring_check::{Link, RingFault},
-        staged::Carrier,
     },
 };
 

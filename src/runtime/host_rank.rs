@@ -29,8 +29,8 @@ use crate::{
     schedule::Purpose,
     transport::{
         Transport,
+        carrier::{Carrier, HostCarrier},
         ring_check::{self, Link, RingFault},
-        staged::{Carrier, HostCarrier},
     },
 };
 

@@ -17,7 +17,7 @@ use crate::{
     plan::{Plan, ShiftMessage},
     transport::{
         Label,
-        staged::{self, Carrier, Parcel},
+        carrier::{self, Carrier, Parcel},
     },
 };
 
@@ -221,6 +221,6 @@ fn exchange(carrier: &dyn Carrier, sends: &[Vec<u8>], recvs: &mut [Vec<u8>]) -> 
     for (peer, room) in &mut from {
         room.put(&sends[*peer])?;
     }
-    staged::exchange(carrier, Label::new("shift", 0), &mut from, &mut to)?;
+    carrier::exchange(carrier, Label::new("shift", 0), &mut from, &mut to)?;
     to.iter().try_for_each(|(peer, room)| room.get(&mut recvs[*peer]))
 }

@@ -12,7 +12,7 @@ use std::vec::Vec;
 
 use super::{
     Label,
-    staged::{self, Carrier, WireBuffer},
+    carrier::{self, Carrier, WireBuffer},
 };
 use crate::error::{Error, Result};
 
@@ -58,7 +58,7 @@ pub(crate) fn gather(carrier: &dyn Carrier, now: &dyn Fn() -> u64, mine: &[u8]) 
         if !mine.is_empty() {
             let mut room = carrier.room(mine.len())?;
             room.put(mine)?;
-            staged::carry(carrier, Label::new("gather", 0), 0, &mut *room, true)?;
+            carrier::carry(carrier, Label::new("gather", 0), 0, &mut *room, true)?;
         }
         return Ok(Vec::new());
     }
@@ -73,10 +73,10 @@ pub(crate) fn gather(carrier: &dyn Carrier, now: &dyn Fn() -> u64, mine: &[u8]) 
         }
         let length = number(carrier, ROUNDS, peer, &mut *word, None)?;
         let length = usize::try_from(length).map_err(|_| Error::invalid("bytes", length, "what memory holds"))?;
-        let mut bytes = staged::zeros(length)?;
+        let mut bytes = carrier::zeros(length)?;
         if length > 0 {
             let mut room = carrier.room(length)?;
-            staged::carry(carrier, Label::new("gather", 0), peer, &mut *room, false)?;
+            carrier::carry(carrier, Label::new("gather", 0), peer, &mut *room, false)?;
             room.get(&mut bytes)?;
         }
         all.push(Gathered { offset_ns: offset(&trips), bytes });
@@ -90,7 +90,7 @@ fn number(carrier: &dyn Carrier, step: u32, peer: usize, word: &mut dyn WireBuff
     if send.is_some() {
         word.put(&bytes)?;
     }
-    staged::carry(carrier, Label::new("clock", step), peer, word, send.is_some())?;
+    carrier::carry(carrier, Label::new("clock", step), peer, word, send.is_some())?;
     if send.is_none() {
         word.get(&mut bytes)?;
     }
@@ -100,7 +100,7 @@ fn number(carrier: &dyn Carrier, step: u32, peer: usize, word: &mut dyn WireBuff
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transport::{local, staged::HostCarrier};
+    use crate::transport::{carrier::HostCarrier, local};
     use std::{
         thread,
         time::{Duration, Instant},

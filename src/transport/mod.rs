@@ -38,6 +38,8 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 #[cfg(feature = "std")]
+pub(crate) mod carrier;
+#[cfg(feature = "std")]
 pub mod engine;
 #[cfg(feature = "std")]
 mod fault;
@@ -55,8 +57,6 @@ pub mod nccl;
 pub mod peer;
 #[cfg(feature = "std")]
 pub mod ring_check;
-#[cfg(feature = "std")]
-pub(crate) mod staged;
 
 /// Contiguous bytes to send to `peer`, or to receive from it.
 #[derive(Clone, Copy, Debug)]

@@ -86,19 +86,19 @@ pub struct Mpi {
 /// The state of calls that wait.
 struct Calls {
     pipes: Pipes,
-    votes: AgreementMessages,
+    agreements: AgreementMessages,
 }
 
 impl Calls {
     /// After a failure: cancels requests and waits a little for them. Memory of the others is never freed.
     fn settle(&mut self) {
         self.pipes.cancel();
-        self.votes.cancel();
+        self.agreements.cancel();
         let began = Instant::now();
         while began.elapsed() < SETTLE {
             // All of them are looked at, every time.
-            let (pipes, votes) = (self.pipes.is_free(), self.votes.is_free());
-            if pipes && votes {
+            let (pipes, agreements) = (self.pipes.is_free(), self.agreements.is_free());
+            if pipes && agreements {
                 return;
             }
             std::thread::yield_now();
@@ -174,7 +174,7 @@ impl Mpi {
             group: MpiGroup::new(rank, world, Notices::new(others, world)?),
             messages,
             others,
-            calls: Mutex::new(Calls { pipes: Pipes::new(world), votes: AgreementMessages::new(world) }),
+            calls: Mutex::new(Calls { pipes: Pipes::new(world), agreements: AgreementMessages::new(world) }),
         };
         end.set_deadline(deadline);
         end.same_version(env!("CARGO_PKG_VERSION"))?;
@@ -281,7 +281,7 @@ impl Transport for Mpi {
         }
         let label = Label::new(AGREEMENT, 0);
         let mut calls = self.enter(label)?;
-        let outcome = calls.votes.take(&self.group, self.others, group.clone(), fingerprint);
+        let outcome = calls.agreements.take(&self.group, self.others, group.clone(), fingerprint);
         self.group.notices.wait_for_none();
         match outcome {
             Ok(None) => Ok(()),

@@ -15,10 +15,10 @@ use std::{
 };
 
 #[cfg(feature = "cuda")]
-use super::staged::DeviceCarrier;
+use super::carrier::DeviceCarrier;
 use super::{
     Label, Transport,
-    staged::{self, Carrier, HostCarrier, WireBuffer},
+    carrier::{self, Carrier, HostCarrier, WireBuffer},
 };
 use crate::error::{Cause, Error, Result};
 
@@ -182,7 +182,7 @@ fn round(carrier: &dyn Carrier, bytes: usize) -> Result<Vec<Link>, RingFault> {
     if bytes == 0 {
         return Err(refused(Error::invalid("bytes", 0, "at least 1")));
     }
-    let stamps = staged::zeros(bytes).map_err(refused)?;
+    let stamps = carrier::zeros(bytes).map_err(refused)?;
     let room = |bytes| carrier.room(bytes).map_err(refused);
     let (word, large, pages) = (room(8)?, room(bytes)?, room(2 * world * size_of::<LedgerEntry>())?);
     let ledger = std::vec![[0; 4]; 2 * world];
@@ -317,7 +317,7 @@ impl LedgerRound<'_> {
             Which::Pages => &mut self.pages,
         };
         let label = Label::new("ring check", self.hop as u32);
-        staged::carry(self.carrier, label, peer, &mut **room, send).map_err(|error| self.trouble(error))
+        carrier::carry(self.carrier, label, peer, &mut **room, send).map_err(|error| self.trouble(error))
     }
 
     /// The fault that an error at this hop stands for.

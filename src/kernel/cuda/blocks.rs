@@ -3,7 +3,7 @@
 
 use super::Cuda;
 use super::attention::lse_words;
-use super::bases::{self, BaseOffset};
+use super::base_addresses::{self, BaseOffset};
 use super::check::{self, Checker, TensorSpec};
 use super::launch::{Grid, Launch, Launches, items};
 use super::metadata::run;
@@ -93,7 +93,7 @@ impl Cuda {
 
         let function = self.blocks(&mut self.kernels())?.transform;
         let located = |t: &RawTensor| {
-            let params::Tensor { ptr, token, head } = bases::bytes(t);
+            let params::Tensor { ptr, token, head } = base_addresses::bytes(t);
             let BaseOffset { base, row, first_head } =
                 if BlockSteps::of(t).count() == 0 { NOWHERE } else { address_space.of(ptr) };
             params::TransformTensor { row, token, head, first_head, base }
@@ -346,7 +346,7 @@ impl BlockSteps {
 
 /// Whether all rows begin at multiples of 16 bytes.
 fn is_aligned(t: &RawTensor) -> bool {
-    let bytes = bases::bytes(t);
+    let bytes = base_addresses::bytes(t);
     bytes.ptr.is_multiple_of(16) && (t.tokens <= 1 || bytes.token % 16 == 0) && (t.heads <= 1 || bytes.head % 16 == 0)
 }
 

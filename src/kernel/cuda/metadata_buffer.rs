@@ -2,7 +2,7 @@
 //! Where the scheduler metadata of a call is written: into a ring that is uploaded with the call, or into the metadata
 //! of a recorded run.
 
-use super::bases::{BaseOffset, BaseShapes};
+use super::base_addresses::{BaseOffset, BaseShapes};
 use super::params::Work;
 use crate::error::Result;
 use alloc::vec::Vec;

@@ -39,7 +39,7 @@
 
 mod allocate;
 mod attention;
-pub(crate) mod bases;
+pub(crate) mod base_addresses;
 mod blocks;
 mod check;
 mod dq_semaphore;
@@ -56,7 +56,7 @@ mod lent_staging;
 mod load;
 mod loaded;
 mod loaded_kernel;
-mod margins;
+mod margin_requests;
 mod metadata;
 mod metadata_buffer;
 mod params;
@@ -86,7 +86,7 @@ use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
 use kept_maps::KeptMaps;
-use margins::Margins;
+use margin_requests::MarginRequests;
 use shapes::{SHAPES, Shape};
 use spare_staging::SpareStaging;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -105,7 +105,7 @@ pub struct Cuda {
     /// Whether it runs those of them, too, that are not taken unless they are asked for.
     every_hopper: bool,
     maps: KeptMaps,
-    margins: Margins,
+    margin_requests: MarginRequests,
     kernels: Mutex<LoadedKernels>,
     spare_staging: SpareStaging,
 }
@@ -168,7 +168,7 @@ impl Cuda {
             can_be_hopper,
             every_hopper: family == Some(Family::Sm90a),
             maps: KeptMaps::new(hopper),
-            margins: Margins::default(),
+            margin_requests: MarginRequests::default(),
             kernels: Mutex::new(LoadedKernels::default()),
             spare_staging: SpareStaging::default(),
         })

@@ -10,7 +10,7 @@
 //! `sm_90a` counts in a word of the metadata, which every launch leaves at zero.
 
 use super::Cuda;
-use super::bases::{BaseOffset, BaseShapes, Bases, Meaning, meaning, metadata_symbol, words_symbol};
+use super::base_addresses::{BaseAddresses, BaseOffset, BaseShapes, Meaning, meaning, metadata_symbol, words_symbol};
 use super::launch::{Launch, Launches};
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part, SortBuffers, Writer, padded};
 use super::params::Tensor;
@@ -230,7 +230,7 @@ impl RecordedLaunches {
     }
 
     /// Writes the addresses of a run into all launches.
-    pub(crate) fn set_bases(&mut self, bases: &Bases) {
+    pub(crate) fn set_bases(&mut self, bases: &BaseAddresses) {
         for RecordedLaunch { launch, tensors, .. } in &mut self.launches {
             for &(offset, place) in &*tensors {
                 let own =

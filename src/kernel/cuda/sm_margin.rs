@@ -28,14 +28,14 @@ impl SmMargin {
             let expected = format!("below the {} multiprocessors of device {}", cuda.multiprocessors(), cuda.ordinal());
             return Err(Error::invalid(argument, n, expected));
         }
-        cuda.margins.add(n);
+        cuda.margin_requests.add(n);
         Ok(Self { cuda: Arc::clone(cuda), n })
     }
 }
 
 impl Drop for SmMargin {
     fn drop(&mut self) {
-        self.cuda.margins.remove(self.n);
+        self.cuda.margin_requests.remove(self.n);
     }
 }
 
@@ -44,11 +44,11 @@ impl Cuda {
     /// used), so that communication kernels find room beside them. Blocks then take several tiles each. An
     /// [`SmMargin`] may ask for more while it lives.
     pub fn set_sm_margin(&self, n: u32) {
-        self.margins.set_own(n);
+        self.margin_requests.set_own(n);
     }
 
     /// The multiprocessors that attention leaves free now: the most that is asked for.
     pub fn sm_margin(&self) -> u32 {
-        self.margins.most()
+        self.margin_requests.most()
     }
 }

@@ -11,7 +11,7 @@
 //! receives is overwritten with NaN at once: results that depend on it are NaN, here and on ranks that it is sent to.
 
 use super::Cuda;
-use super::bases::{Meaning, meaning};
+use super::base_addresses::{Meaning, meaning};
 use super::launch::{Grid, Launch, Launches};
 use super::metadata_buffer::{MetadataBuffer, Part, padded};
 use super::params::{

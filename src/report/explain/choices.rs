@@ -16,7 +16,7 @@ use crate::{
     layout::{Layout, Shares},
     plan::{
         BALANCE, Choice, LAYOUTS, MESSAGE, Plan,
-        auto::{Dealt, dealt, dealt_by},
+        auto::{LayoutLoad, layout_load, load_of_shares},
         choose_over,
     },
 };
@@ -117,8 +117,12 @@ impl Plan {
         for (i, layout) in layouts.into_iter().enumerate() {
             // A layout that this ring is too large for is left out.
             let own = i == 0;
-            let d = if own { Ok(dealt_by(self.problem(), self.shares())) } else { dealt(self.problem(), layout, ring) };
-            let Ok(d): Result<Dealt> = d else { continue };
+            let d = if own {
+                Ok(load_of_shares(self.problem(), self.shares()))
+            } else {
+                layout_load(self.problem(), layout, ring)
+            };
+            let Ok(d): Result<LayoutLoad> = d else { continue };
             rows.push((d.largest.needed, layout));
             t.row([
                 if own { "→".to_string() } else { String::new() },

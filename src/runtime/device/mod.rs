@@ -49,8 +49,8 @@ use crate::{
     schedule::{Purpose, TensorId},
     transport::{
         DeviceTransport, Transport,
+        carrier::{Carrier, DeviceCarrier},
         ring_check::{self, Link, RingFault},
-        staged::{Carrier, DeviceCarrier},
     },
 };
 

@@ -18,7 +18,7 @@ use crate::{
     error::Result,
     kernel::cuda::{
         Cuda,
-        bases::{BaseOffset, BaseShapes, Bases},
+        base_addresses::{BaseAddresses, BaseOffset, BaseShapes},
         recorded::{LaunchRecorder, RecordedLaunches},
         tags::{self, RunCount, TAG_BYTES},
     },
@@ -289,7 +289,7 @@ impl Sequence {
         transport: &dyn DeviceTransport,
         mut tracer: Option<&mut Tracer>,
     ) -> Result<()> {
-        let bases = Bases::new(workspace, tensors.all());
+        let bases = BaseAddresses::new(workspace, tensors.all());
         self.launches.set_bases(&bases);
         for &(i, place) in &self.offsets {
             self.messages[i as usize].ptr = place.address(&bases) as usize as *mut u8;

@@ -15,10 +15,10 @@ use crate::transport::fault::GroupFailure;
 /// Beside the tag of notices on the same communicator.
 const TAG: c_int = 1;
 
-/// The vote of a rank: its number, and first and end of the group.
+/// The message of a rank: its number, and first and end of the group.
 pub(super) type AgreementWords = [u64; 3];
 
-/// By rank: the votes sent and received. MPI may read or write them.
+/// By rank: the messages sent and received. MPI may read or write them.
 pub(super) struct AgreementMessages {
     ours: NonNull<AgreementWords>,
     theirs: NonNull<AgreementWords>,
@@ -35,7 +35,7 @@ impl AgreementMessages {
         Self { ours: room(), theirs: room(), requests }
     }
 
-    /// Asks every rank of `group` for its vote, and gives them ours; the first other rank whose vote is not the same.
+    /// Exchanges the message with every rank of `group`; the first rank whose message is not the same.
     pub(super) fn take(
         &mut self,
         own: &MpiGroup,
@@ -44,14 +44,14 @@ impl AgreementMessages {
         number: u64,
     ) -> Result<Option<(usize, AgreementWords)>, GroupFailure> {
         let Self { ours, theirs, requests } = self;
-        let vote = [number, group.start as u64, group.end as u64];
+        let message = [number, group.start as u64, group.end as u64];
         let peers = group.filter(|&peer| peer != own.rank);
         for peer in peers.clone() {
             // SAFETY: both rooms have a place for every rank; MPI holds none of them, since the last agreement ended
             // well. Nothing touches them until the requests are complete.
             let begun = unsafe {
-                ours.add(peer).write(vote);
-                let bytes = size_of_val(&vote);
+                ours.add(peer).write(message);
+                let bytes = size_of_val(&message);
                 let receive = comm.receive(theirs.add(peer).as_ptr().cast(), bytes, Some(peer), TAG);
                 requests[peer].1 = receive.map_err(|refused| own.fail_mpi(peer, refused))?;
                 comm.send(ours.add(peer).as_ptr().cast_const().cast(), bytes, peer, TAG)
@@ -82,8 +82,8 @@ impl AgreementMessages {
             left = now;
         }
         // SAFETY: the agreement is complete, so every member's place was written, and MPI holds none of them.
-        let vote_of = |peer: usize| unsafe { theirs.add(peer).read() };
-        Ok(peers.map(|peer| (peer, vote_of(peer))).find(|other| other.1 != vote))
+        let message_of = |peer: usize| unsafe { theirs.add(peer).read() };
+        Ok(peers.map(|peer| (peer, message_of(peer))).find(|other| other.1 != message))
     }
 
     /// After a failure: cancels receives.

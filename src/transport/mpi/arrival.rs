@@ -50,8 +50,8 @@ struct There {
 /// Duplicates `comm` twice, unless not all processes ask for it in time.
 pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Duration) -> Result<[Comm; 2]> {
     // SAFETY: the one place that keeps anything; the caller's communicator lives while a transport is made of it.
-    let kept = unsafe { comm.kept(|| Mutex::new(Duplicates::default())) }?;
-    let mut duplicates = kept.lock().unwrap_or_else(PoisonError::into_inner);
+    let attribute = unsafe { comm.attribute(|| Mutex::new(Duplicates::default())) }?;
+    let mut duplicates = attribute.lock().unwrap_or_else(PoisonError::into_inner);
     let attempt = duplicates.new_attempt();
     let mut state = DeadlineState::new(deadline);
     let (mut went_on, mut stopped) = (state.since(), Duration::ZERO);

@@ -218,7 +218,10 @@ impl Comm {
     ///
     /// # Safety
     /// Every call is for the same type, and the communicator is not freed while the result is used.
-    pub(super) unsafe fn kept<'a, T: Send + Sync + 'static>(self, new: impl FnOnce() -> T) -> Result<&'a T, Refused> {
+    pub(super) unsafe fn attribute<'a, T: Send + Sync + 'static>(
+        self,
+        new: impl FnOnce() -> T,
+    ) -> Result<&'a T, Refused> {
         static KEY: Mutex<Option<c_int>> = Mutex::new(None);
         let mut key = KEY.lock().unwrap_or_else(PoisonError::into_inner);
         let key = match *key {
@@ -227,7 +230,12 @@ impl Comm {
                 let mut made = 0;
                 // SAFETY: two functions that live as long as the program, and room for the key.
                 check("MPI_Comm_create_keyval", unsafe {
-                    ffi::MPI_Comm_create_keyval(Some(not_copied), Some(drop_kept::<T>), &raw mut made, ptr::null_mut())
+                    ffi::MPI_Comm_create_keyval(
+                        Some(not_copied),
+                        Some(drop_attribute::<T>),
+                        &raw mut made,
+                        ptr::null_mut(),
+                    )
                 })?;
                 *key.insert(made)
             }
@@ -308,8 +316,8 @@ unsafe extern "C" fn not_copied(
 }
 
 /// The communicator is freed, and its attribute too.
-unsafe extern "C" fn drop_kept<T>(_comm: MPI_Comm, _key: c_int, value: *mut c_void, _extra: *mut c_void) -> c_int {
-    // SAFETY: made by Box in `Comm::kept` for this type, and used by nothing any more (the contract of `kept`).
+unsafe extern "C" fn drop_attribute<T>(_comm: MPI_Comm, _key: c_int, value: *mut c_void, _extra: *mut c_void) -> c_int {
+    // SAFETY: made by Box in `Comm::attribute` for this type, and used by nothing any more (the contract of `attribute`).
     drop(unsafe { Box::from_raw(value.cast::<T>()) });
     ffi::MPI_SUCCESS as c_int
 }

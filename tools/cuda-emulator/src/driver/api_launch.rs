@@ -9,7 +9,7 @@ use super::codes;
 use super::entry::{in_context, stream_of};
 use super::machine::Machine;
 use super::queue::Work;
-use crate::exec::MOST_BLOCKS;
+use crate::exec::MAX_BLOCKS;
 use std::ffi::{c_uint, c_void};
 
 /// The launch itself, with its checks.
@@ -53,8 +53,8 @@ unsafe fn start(
     let size = shape.iter().map(|&n| u64::from(n)).product::<u64>();
     let why = if cluster != [1; 3] && cluster != shape {
         Some(format!("clusters {cluster:?} of `{}`, which is for clusters {shape:?}", kernel.name()))
-    } else if size == 0 || size > MOST_BLOCKS.into() || size > 1 && m.config.sm < 90 {
-        Some(format!("clusters {shape:?}: compute capability 9.0 runs up to {MOST_BLOCKS} blocks, others one"))
+    } else if size == 0 || size > MAX_BLOCKS.into() || size > 1 && m.config.sm < 90 {
+        Some(format!("clusters {shape:?}: compute capability 9.0 runs up to {MAX_BLOCKS} blocks, others one"))
     } else if (0..3).any(|d| !grid[d].is_multiple_of(shape[d])) {
         Some(format!("grid {grid:?} is not made of clusters {shape:?}"))
     } else {

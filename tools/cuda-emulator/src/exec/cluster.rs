@@ -16,7 +16,7 @@ use std::collections::HashMap;
 /// Where the rank begins in an address.
 pub(crate) const RANK_SHIFT: u32 = 24;
 /// The most blocks of a cluster that every device of compute capability 9.0 runs.
-pub(crate) const MOST_BLOCKS: u32 = 8;
+pub(crate) const MAX_BLOCKS: u32 = 8;
 
 /// What the blocks of a cluster share.
 pub(crate) struct Cluster {

@@ -2,13 +2,13 @@
 //! Launches: which blocks are resident, which warp runs next and for how long.
 
 use super::block::Block;
-use super::cluster::{MOST_BLOCKS, Peers};
+use super::cluster::{MAX_BLOCKS, Peers};
 use super::grid::Grid;
 use super::resident::{Found, Resident, Where, deadlock, place, start};
 use super::warp::{self, State, Stop, Warp};
 use crate::mem::Memory;
 use crate::module::Kernel;
-use crate::op::{Cx, Trouble};
+use crate::op::{Cx, LaneFault};
 use crate::report::{Fault, Report};
 
 /// How a launch is run and what is checked.
@@ -140,8 +140,8 @@ pub fn launch(kernel: &Kernel, mem: &mut Memory, how: &Launch<'_>) -> Result<Sta
         None => how.cluster,
     };
     let size = cluster.iter().map(|&n| u64::from(n)).product::<u64>();
-    if size == 0 || size > MOST_BLOCKS.into() || (0..3).any(|d| !how.grid[d].is_multiple_of(cluster[d])) {
-        return Err(refuse(format!("clusters {cluster:?} of at most {MOST_BLOCKS} blocks in a grid {:?}", how.grid)));
+    if size == 0 || size > MAX_BLOCKS.into() || (0..3).any(|d| !how.grid[d].is_multiple_of(cluster[d])) {
+        return Err(refuse(format!("clusters {cluster:?} of at most {MAX_BLOCKS} blocks in a grid {:?}", how.grid)));
     }
     if how.params.len() != code.param_bytes {
         return Err(refuse(format!("{} bytes of parameters, the kernel has {}", how.params.len(), code.param_bytes)));
@@ -202,7 +202,7 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
             let (rank, k) = moving[grid.random(moving.len() as u32) as usize];
             let block = &mut r.blocks[rank];
             let done = block.advance(mem, k);
-            done.map_err(|(fault, detail, pc)| (Trouble { fault, lane: None, detail }, (pc, place(block))))?;
+            done.map_err(|(fault, detail, pc)| (LaneFault { fault, lane: None, detail }, (pc, place(block))))?;
             grid.effect(true);
             r.polls = 0;
         }
@@ -247,7 +247,7 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
     match stop {
         Stop::Fault => {
             r.warps[w] = Some(warp);
-            let unknown = Trouble { fault: Fault::Illegal, lane: None, detail: String::new() };
+            let unknown = LaneFault { fault: Fault::Illegal, lane: None, detail: String::new() };
             let mut trouble = fault.unwrap_or(unknown);
             // Remember whose lane it was.
             trouble.lane = trouble.lane.map(|l| l + (w % r.each) as u32 * 32);
@@ -282,7 +282,7 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
     if grid.spins() {
         let limit = grid.options.spin_limit;
         let detail = format!("{limit} instructions without any change of memory: this waits for what never comes");
-        return Err((Trouble { fault: Fault::Livelock, lane: None, detail }, (pc, at)));
+        return Err((LaneFault { fault: Fault::Livelock, lane: None, detail }, (pc, at)));
     }
     Ok(())
 }
@@ -290,7 +290,7 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
 /// A warp has ended: what it began has to be waited for. With the last one the block ends.
 fn ended(b: &mut Block, mem: &mut Memory, (kernel, first): (&Kernel, u32), warp: usize) -> Result<(), Found> {
     let at = place(b);
-    let trouble = |fault, detail: String, pc| (Trouble { fault, lane: None, detail }, (pc, at));
+    let trouble = |fault, detail: String, pc| (LaneFault { fault, lane: None, detail }, (pc, at));
     if let Some(pc) = b.unread(warp) {
         let text = format!("warp {warp} has ended without waiting until this store was read from shared memory");
         return Err(trouble(Fault::AsyncPending, text, pc));
@@ -315,7 +315,7 @@ fn ended(b: &mut Block, mem: &mut Memory, (kernel, first): (&Kernel, u32), warp:
     Ok(())
 }
 
-fn report(kernel: &Kernel, t: Trouble, (pc, (block, [nx, ny, _])): (usize, Where)) -> Report {
+fn report(kernel: &Kernel, t: LaneFault, (pc, (block, [nx, ny, _])): (usize, Where)) -> Report {
     let line = kernel.code.ins.get(pc).map_or(0, |i| i.line);
     Report {
         fault: t.fault,

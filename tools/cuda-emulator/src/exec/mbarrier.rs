@@ -17,9 +17,9 @@
 use super::clock::{Clocks, Knowledge, Published, slot};
 
 /// The most bytes that may be outstanding, as the PTX manual says.
-const MOST_BYTES: i64 = (1 << 20) - 1;
+const MAX_BYTES: i64 = (1 << 20) - 1;
 /// The most arrivals a phase may expect.
-pub(crate) const MOST_ARRIVALS: u32 = (1 << 20) - 1;
+pub(crate) const MAX_ARRIVALS: u32 = (1 << 20) - 1;
 
 /// One barrier.
 pub(crate) struct MBarrier {
@@ -136,7 +136,7 @@ impl MBarriers {
         };
         let known_by = b.known_by();
         b.bytes -= i64::from(bytes);
-        if b.pending == 0 && b.bytes < 0 || b.bytes < -MOST_BYTES {
+        if b.pending == 0 && b.bytes < 0 || b.bytes < -MAX_BYTES {
             return Err(format!("{} bytes more have landed than the barrier at {at} expects in this phase", -b.bytes));
         }
         b.complete(&mut self.clocks);
@@ -153,8 +153,8 @@ impl MBarriers {
     ) -> Result<u32, String> {
         let b = self.list.iter_mut().find(|b| b.at == at).ok_or("there is no barrier")?;
         b.bytes += i64::from(bytes);
-        if b.bytes > MOST_BYTES {
-            return Err(format!("{} bytes are outstanding at the barrier at {at}, {MOST_BYTES} are allowed", b.bytes));
+        if b.bytes > MAX_BYTES {
+            return Err(format!("{} bytes are outstanding at the barrier at {at}, {MAX_BYTES} are allowed", b.bytes));
         }
         if b.pending < arrivals {
             let missing = b.pending;

@@ -13,5 +13,5 @@ pub(crate) mod registers;
 mod resident;
 pub(crate) mod warp;
 
-pub(crate) use cluster::MOST_BLOCKS;
+pub(crate) use cluster::MAX_BLOCKS;
 pub use launch::{Launch, Options, Stats, launch};

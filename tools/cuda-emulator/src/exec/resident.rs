@@ -8,7 +8,7 @@ use super::launch::Launch;
 use super::warp::Warp;
 use crate::mem::shared::SharedMemory;
 use crate::module::Kernel;
-use crate::op::{Code, Special, Trouble, Value};
+use crate::op::{Code, LaneFault, Special, Value};
 use crate::report::Fault;
 
 /// A cluster that runs, of one block as a rule.
@@ -29,7 +29,7 @@ pub(crate) struct Resident {
 }
 
 /// A fault, its instruction, and the block it is about.
-pub(crate) type Found = (Trouble, (usize, Where));
+pub(crate) type Found = (LaneFault, (usize, Where));
 
 /// A block's index and shape.
 pub(crate) type Where = ([u32; 3], [u32; 3]);
@@ -146,5 +146,5 @@ pub(crate) fn deadlock(code: &Code, r: &Resident) -> Found {
     let ended = r.warps.iter().filter(|w| w.is_none()).count();
     let detail = format!("no warp can go on: {} ({ended} warps have ended); {}", at.join(", "), more.join("; "));
     let (pc, rank) = found.unwrap_or_default();
-    (Trouble { fault: Fault::Deadlock, lane: None, detail }, (pc, place(&r.blocks[rank])))
+    (LaneFault { fault: Fault::Deadlock, lane: None, detail }, (pc, place(&r.blocks[rank])))
 }

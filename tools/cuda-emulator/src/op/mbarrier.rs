@@ -8,7 +8,7 @@ use super::cluster::reach;
 use super::memory::address;
 use super::{Cx, Flow, Ins, lanes};
 use crate::exec::cluster::RANK_SHIFT;
-use crate::exec::mbarrier::{Arriving, MOST_ARRIVALS, Waited};
+use crate::exec::mbarrier::{Arriving, MAX_ARRIVALS, Waited};
 use crate::mem::{SHARED_WINDOW, WINDOW_MASK};
 use crate::ptx::Space;
 use crate::report::Fault;
@@ -55,8 +55,8 @@ pub(super) unsafe fn init(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
             Err(flow) => return flow,
         };
         let count = cx.get32(i.a, l) + i.e;
-        if !(1..=MOST_ARRIVALS).contains(&count) {
-            let text = format!("a barrier of {count} arrivals: 1 to {MOST_ARRIVALS}");
+        if !(1..=MAX_ARRIVALS).contains(&count) {
+            let text = format!("a barrier of {count} arrivals: 1 to {MAX_ARRIVALS}");
             return cx.fail(Fault::Illegal, Some(l as u32), text);
         }
         let clock = cx.block.known[w].own[w];

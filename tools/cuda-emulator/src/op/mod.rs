@@ -276,12 +276,12 @@ pub(crate) struct Cx<'a> {
     pub(crate) pc: usize,
     /// Lanes of the executing group, whatever the guard says.
     pub(crate) group: u32,
-    pub(crate) fault: Option<Trouble>,
+    pub(crate) fault: Option<LaneFault>,
 }
 
 /// A fault before it is turned into a report.
 #[derive(Clone, Debug)]
-pub(crate) struct Trouble {
+pub(crate) struct LaneFault {
     pub(crate) fault: Fault,
     pub(crate) lane: Option<u32>,
     pub(crate) detail: String,
@@ -357,7 +357,7 @@ impl Cx<'_> {
 
     #[cold]
     pub(crate) fn fail(&mut self, fault: Fault, lane: Option<u32>, detail: impl Into<String>) -> Flow {
-        self.fault = Some(Trouble { fault, lane, detail: detail.into() });
+        self.fault = Some(LaneFault { fault, lane, detail: detail.into() });
         Flow::Fault
     }
 

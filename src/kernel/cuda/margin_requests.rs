@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How many multiprocessors of a device are to be left free, by all that ask: the most counts.
+//! How many multiprocessors of a device are to be left free: the largest of all requests applies.
 
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -7,21 +7,21 @@ use std::sync::{Mutex, PoisonError};
 
 /// The margins that were requested on one device.
 #[derive(Debug, Default)]
-pub(super) struct Margins {
+pub(super) struct MarginRequests {
     /// The largest request, for launches.
     most: AtomicU32,
-    asked: Mutex<MarginRequests>,
+    asked: Mutex<RequestList>,
 }
 
 #[derive(Debug, Default)]
-struct MarginRequests {
+struct RequestList {
     /// By the device's owner.
     own: u32,
     /// By each [`SmMargin`](super::sm_margin::SmMargin).
     others: Vec<u32>,
 }
 
-impl Margins {
+impl MarginRequests {
     /// The most that is asked for now.
     pub fn most(&self) -> u32 {
         self.most.load(Ordering::Relaxed)
@@ -46,7 +46,7 @@ impl Margins {
         });
     }
 
-    fn change(&self, change: impl FnOnce(&mut MarginRequests)) {
+    fn change(&self, change: impl FnOnce(&mut RequestList)) {
         // A panic leaves the list as it was, or longer by a number.
         let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut asked);

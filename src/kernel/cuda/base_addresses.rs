@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Bases: the memory whose addresses are known only when a run begins.
+//! Base addresses: the memory whose addresses are known only when a run begins.
 //!
 //! A plan is prepared before the addresses of the workspace and of the caller's tensors, and their strides, are known.
 //! Until then an address is a *symbol*: the number of a base and an offset. Base 0 is the workspace; the others are the
@@ -63,14 +63,14 @@ pub(crate) struct BaseOffset {
 
 impl BaseOffset {
     /// Its address.
-    pub fn address(&self, bases: &Bases) -> u64 {
+    pub fn address(&self, bases: &BaseAddresses) -> u64 {
         let Tensor { ptr, token, head } = bases.0[self.base as usize];
         let by = self.row.wrapping_mul(token).wrapping_add(i64::from(self.first_head).wrapping_mul(head));
         ptr.wrapping_add_signed(by)
     }
 
     /// The tensor there, whose own strides are those of a part of base 0.
-    pub(super) fn tensor(&self, bases: &Bases, own: Tensor) -> Tensor {
+    pub(super) fn tensor(&self, bases: &BaseAddresses, own: Tensor) -> Tensor {
         let Tensor { token, head, .. } = if self.base == 0 { own } else { bases.0[self.base as usize] };
         Tensor { ptr: self.address(bases), token, head }
     }
@@ -113,9 +113,9 @@ impl BaseShapes {
 
 /// Where the bases are in one run: addresses and strides in bytes. A row of base 0 is a byte.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Bases(pub(super) [Tensor; BASES]);
+pub(crate) struct BaseAddresses(pub(super) [Tensor; BASES]);
 
-impl Bases {
+impl BaseAddresses {
     /// The workspace, and the tensors with numbers from 1 on.
     pub fn new<'a>(workspace: *mut u8, tensors: impl IntoIterator<Item = &'a RawTensor>) -> Self {
         let mut bases = [Tensor::default(); BASES];
@@ -162,7 +162,7 @@ mod tests {
             },
             RawTensor { token_stride: 1, head_stride: 100, ..RawTensor::compact(at(1 << 30), Dtype::F32, 100, 3, 1) },
         ];
-        let bases = Bases::new(at(512), &tensors);
+        let bases = BaseAddresses::new(at(512), &tensors);
         let expected = [tensors[0].rows(7, 2).heads(3, 1), tensors[1].rows(99, 1).heads(1, 2)];
         for (found, expected) in [q, lse].iter().zip(&expected) {
             let found = place(found.ptr).tensor(&bases, Tensor::default());
