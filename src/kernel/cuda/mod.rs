@@ -205,7 +205,7 @@ impl Cuda {
         Ok(if self.hopper_shape(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
     }
 
-    /// The same of the backward kernels for all gradients. Gradients of one side alone are always made by those for
+    /// The family of the backward kernels for all gradients. Gradients of one side alone are always made by those for
     /// `sm_80`.
     ///
     /// # Errors
@@ -213,6 +213,16 @@ impl Cuda {
     pub fn backward_family(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Family> {
         let (_, shape, _) = find(dtype, head_dim, value_dim)?;
         Ok(if self.hopper_backward(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
+    }
+
+    /// Whether forward calls with these head dims run in clusters of two blocks where their q heads and tiles allow it: see
+    /// [`Cuda::new`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for types and dims there is no kernel for.
+    pub fn clusters(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<bool> {
+        let (_, shape, _) = find(dtype, head_dim, value_dim)?;
+        Ok(self.has_clusters(shape))
     }
 
     /// Loads the kernels for an element type and head dims, which can take the driver seconds. Call it when you make
