@@ -101,10 +101,12 @@ fn measure(device: &Device, options: &Options, held: &mut Held) -> Result<String
         _ => device.cuda.family(case.dtype, dim, value_dim),
     };
     let family = device::text(family)?.name();
+    let clusters = case.kind != Kind::Backward && device::text(device.cuda.clusters(case.dtype, dim, value_dim))?;
     let rate = |work: f64| if work > 0.0 { format!("{:.3}", work / seconds / 1e12) } else { "null".to_owned() };
     Ok(format!(
         "{{\"case\": {:?}, \"direction\": {:?}, \"dtype\": \"{}\", \"ours_s\": {seconds:e}, \"fastest_s\": {:e}, \
-         \"slowest_s\": {:e}, \"samples\": {}, \"tflops\": {}, \"tb_per_s\": {}, \"error\": {:.4}, \"family\": {:?}, \"device\": {:?}}}",
+         \"slowest_s\": {:e}, \"samples\": {}, \"tflops\": {}, \"tb_per_s\": {}, \"error\": {:.4}, \"family\": {:?}, \
+         \"clusters\": {clusters}, \"device\": {:?}}}",
         case.name,
         case.direction(),
         case.dtype,

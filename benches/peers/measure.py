@@ -25,8 +25,13 @@ import steps
 HERE = pathlib.Path(__file__).resolve().parent
 
 
-FAMILIES = {"ours-sm80": "sm_80", "ours-sm90a": "sm_90a"}
-"""Peers that are our own kernel of a family which CPATTN_CUDA_FAMILY forces, in a program of its own."""
+FORMS = {
+    "ours-sm80": ("CPATTN_CUDA_FAMILY", "sm_80", {"family": "sm_80"}),
+    "ours-sm90a": ("CPATTN_CUDA_FAMILY", "sm_90a", {"family": "sm_90a"}),
+    "ours-clusters": ("CPATTN_CUDA_CLUSTER", "1", {"clusters": True}),
+}
+"""Peers that are another form of our own kernel, in a program of its own: the variable that forces it, its value, and what
+the program then says of what ran."""
 
 
 class Server:
@@ -127,18 +132,18 @@ def kernel_of(case):
 class Device:
     """Ours and the peers on one device, and what is known about both: which of them hung, whether the device answers."""
 
-    def __init__(self, ours, others, answers=lambda: True, limit_s=60.0, families=None):
+    def __init__(self, ours, others, answers=lambda: True, limit_s=60.0, forms=None):
         self.ours, self.others, self.answers, self.limit_s = ours, others, answers, limit_s
-        self.families = families or {}
+        self.forms = forms or {}
         self.hung, self.given_up = set(), False
 
     def stop(self, patience_s=3.0):
-        for server in (self.ours, self.others, *self.families.values()):
+        for server in (self.ours, self.others, *self.forms.values()):
             if server:
                 server.stop(patience_s)
 
     def close(self):
-        for server in (self.ours, self.others, *self.families.values()):
+        for server in (self.ours, self.others, *self.forms.values()):
             if server:
                 server.close()
 
@@ -154,18 +159,19 @@ class Device:
         return answer
 
     @staticmethod
-    def of_family(answer, family):
-        """As a peer's answer, if it was that family's kernel that ran."""
+    def of_form(answer, form):
+        """As a peer's answer, if it was that form of our kernel that ran."""
         if "ours_s" not in answer:
             return answer
-        if answer.get("family") != family:
-            return {"failed": f"the kernel for {answer.get('family')} ran, not the one for {family}"}
+        for what, expected in form.items():
+            if answer.get(what) != expected:
+                return {"failed": f"a kernel ran whose {what} is {answer.get(what)}, not {expected}"}
         return answer | {"peer_s": answer["ours_s"]}
 
     def one(self, line, rounds, about):
         """The rows of a case. Of whoever fails in it nothing more is asked; the others are timed nevertheless."""
         case = peers.Case(line)
-        names = [peer for peer in case.peers if self.others or peer == "ours-first" or peer in self.families]
+        names = [peer for peer in case.peers if self.others or peer == "ours-first" or peer in self.forms]
         answers, times, failed, wrong = [], {peer: [] for peer in names}, {}, None
         for _ in range(rounds):
             if wrong is None:
@@ -182,9 +188,9 @@ class Device:
                 if peer == "ours-first":
                     answer = self.ask(self.ours, line.replace("kind=merge", "kind=first"), peer)
                     answer = answer | {"peer_s": answer["ours_s"]} if "ours_s" in answer else answer
-                elif peer in self.families:
-                    answer = self.ask(self.families[peer], line, (peer, kernel_of(case)))
-                    answer = self.of_family(answer, FAMILIES[peer])
+                elif peer in self.forms:
+                    answer = self.ask(self.forms[peer], line, (peer, kernel_of(case)))
+                    answer = self.of_form(answer, FORMS[peer][2])
                 else:
                     answer = self.ask(self.others, f"{peer} {line}", peer)
                 if "failed" in answer:
@@ -275,10 +281,10 @@ def main():
     limit_s = options.case_limit_s
     command = (options.ours, "--serve", "--warmup", counts[0], "--repeats", counts[1])
     ours = Server(*command, limit_s=limit_s)
-    families = {name: Server(*command, env={**os.environ, "CPATTN_CUDA_FAMILY": family}, limit_s=limit_s)
-                for name, family in FAMILIES.items()}
+    forms = {name: Server(*command, env={**os.environ, variable: value}, limit_s=limit_s)
+             for name, (variable, value, _) in FORMS.items()}
     others = None if options.ours_only else Others(sys.executable, str(HERE / "peers.py"), *counts, limit_s=limit_s)
-    device = Device(ours, others, lambda: answers(options.ours), limit_s, families)
+    device = Device(ours, others, lambda: answers(options.ours), limit_s, forms)
     lines = (HERE / ("tiny.txt" if options.tiny else "cases.txt")).read_text().splitlines()
     lines = [line for line in lines if line and not line.startswith("#") and re.search(options.only, line.split()[0])]
     rows, left, status = [], None, 0

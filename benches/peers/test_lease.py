@@ -211,16 +211,18 @@ class Servers(Folder):
         self.assertTrue(all("there is no PyTorch" in row["no_peers"] for row in rows))
         self.assertIn("there is no PyTorch in this Python; nothing to compare with: our kernels alone are timed", done.stderr)
 
-    def test_families_are_forced_by_the_environment(self):
-        answer = json.dumps(ANSWER | {"family": "F"}).replace('"F"', '"\'${CPATTN_CUDA_FAMILY:-sm_90a}\'"')
-        ours = program(self.folder / "ours", f"while read -r line; do echo '{answer}'; done")
+    def test_forms_are_forced_by_the_environment(self):
+        answer = json.dumps(ANSWER | {"family": "F", "clusters": "C"}).replace('"F"', '"\'${CPATTN_CUDA_FAMILY:-sm_90a}\'"')
+        answer = answer.replace('"C"', "'$clusters'")
+        asked = '[ "$CPATTN_CUDA_CLUSTER" = 1 ] && clusters=true || clusters=false'
+        ours = program(self.folder / "ours", f"{asked}; while read -r line; do echo '{answer}'; done")
         subprocess.run(
             [sys.executable, HERE / "measure.py", "--ours", ours, "--json", self.folder / "rows.json", "--ours-only",
              "--only", "forward-bf16-(128-gqa64-causal-8k|96-)"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"CPATTN_CUDA_FAMILY": ""}, check=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"CPATTN_CUDA_FAMILY": "", "CPATTN_CUDA_CLUSTER": ""}, check=True,
         )
         found = [(row["case"].split("-")[2], row["peer"], row["peer_s"]) for row in json.loads((self.folder / "rows.json").read_text())]
-        self.assertIn(("128", "ours-sm80", 1.0), found)
+        self.assertLessEqual({("128", "ours-sm80", 1.0), ("128", "ours-clusters", 1.0)}, set(found))
         self.assertLessEqual({("96", "ours-sm80", 1.0), ("96", "ours-sm90a", 1.0)}, set(found))
 
     def test_a_pytorch_that_hangs_is_not_waited_for(self):

@@ -78,11 +78,19 @@ class Rows(unittest.TestCase):
     def test_our_other_family_is_a_peer_if_its_kernel_ran(self):
         for family, expected in (("sm_80", 4.0), ("sm_90a", None)):
             other = Scripted([ours(4.0, family=family)] * 2)
-            device = measure.Device(Scripted([ours(2.0, family="sm_90a")] * 2), None, families={"ours-sm80": other})
+            device = measure.Device(Scripted([ours(2.0, family="sm_90a")] * 2), None, forms={"ours-sm80": other})
             [row] = device.one(LINE.format("forward", "flash,ours-sm80"), 2, {})
             self.assertEqual((row["peer"], row["peer_s"], row["family"]), ("ours-sm80", expected, "sm_90a"))
-        self.assertEqual(row["failed"], "the kernel for sm_90a ran, not the one for sm_80")
+        self.assertEqual(row["failed"], "a kernel ran whose family is sm_90a, not sm_80")
         self.assertEqual(len(other.asked), 1)
+
+    def test_clusters_are_a_peer_if_there_were_any(self):
+        for clusters, expected in ((True, 4.0), (False, None)):
+            other = Scripted([ours(4.0, clusters=clusters)] * 2)
+            device = measure.Device(Scripted([ours(2.0, clusters=False)] * 2), None, forms={"ours-clusters": other})
+            [row] = device.one(LINE.format("forward", "ours-clusters"), 2, {})
+            self.assertEqual((row["peer"], row["peer_s"], row["clusters"]), ("ours-clusters", expected, False))
+        self.assertEqual(row["failed"], "a kernel ran whose clusters is False, not True")
 
     def test_without_peers_there_is_still_a_row(self):
         [row] = one(LINE.format("forward", "flash"), Scripted([ours(2.0)]), None, 1, {})
@@ -270,11 +278,11 @@ class Cases(unittest.TestCase):
             cases = [peers.Case(line) for line in lines]
             self.assertEqual(len({case.name for case in cases}), len(cases))
             for case in cases:
-                self.assertTrue(set(case.peers) <= {*peers.PEERS, "ours-first", *measure.FAMILIES}, case.name)
+                self.assertTrue(set(case.peers) <= {*peers.PEERS, "ours-first", *measure.FORMS}, case.name)
                 self.assertEqual(case.heads % case.kv_heads, 0)
                 self.assertTrue(re.fullmatch("forward|backward|merge|pack|unpack", case.kind))
                 if len(set(case.lengths)) > 1:
-                    self.assertTrue(all("varlen" in peer or peer in measure.FAMILIES for peer in case.peers), case.name)
+                    self.assertTrue(all("varlen" in peer or peer in measure.FORMS for peer in case.peers), case.name)
 
     def test_packs_are_long_tailed(self):
         packs = [peers.Case(line) for line in (HERE / "cases.txt").read_text().splitlines() if line.startswith("packed")]

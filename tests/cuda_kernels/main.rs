@@ -8,6 +8,7 @@
 mod blocks;
 mod captured;
 mod case;
+mod clusters;
 mod device;
 mod family;
 mod hopper;

@@ -8,7 +8,7 @@ use super::metadata::{self, Metadata, TileRows};
 use super::metadata_buffer::{MetadataBuffer, Part};
 use super::params::{BackwardParams, ForwardParams, HeadParams, SCORE_GENERAL, SCORE_SOFTCAP, ScoreParams, Tensor};
 use super::staging::Staging;
-use super::{Cuda, dq_semaphore, find, hopper_calls};
+use super::{Cuda, clusters, dq_semaphore, find, hopper_calls};
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawStream, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -107,7 +107,14 @@ impl Cuda {
         }
 
         let hopper = match self.hopper_shape(shape) {
-            Some(_) => Some(self.load_hopper(&mut self.kernels(), element, shape)?),
+            Some(_) => {
+                let mut kernels = self.kernels();
+                let cluster = match self.has_clusters(shape) && clusters::are_pairs(call) {
+                    true => Some(self.load_hopper_cluster(&mut kernels, element, shape)?),
+                    false => None,
+                };
+                Some((self.load_hopper(&mut kernels, element, shape)?, cluster))
+            }
             None => None,
         };
         let tiles = TileRows { queries: s.forward.rows, keys: 0 };

@@ -225,6 +225,8 @@ impl MapShape {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hopper {
     pub kernel: LoadedKernel,
+    /// The same in clusters of two blocks, where the call can.
+    pub cluster: Option<LoadedKernel>,
     /// Its tiles times heads.
     pub items: u32,
     pub tensors: [MapShape; 3],

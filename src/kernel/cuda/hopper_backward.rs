@@ -73,7 +73,7 @@ pub(super) fn launch(
     let fourth = Some((of(&call.d_o, q_span, queries), 3));
     let items = params.call.heads.items;
     let other = Other { pass: HopperPass::Backward, element, shape, items };
-    let hopper = Hopper { kernel, items, tensors, fourth, other };
+    let hopper = Hopper { kernel, cluster: None, items, tensors, fourth, other };
     Launch::hopper_or_other(hopper, &HopperBackwardParams { call: params, q_span, k_span })
 }
 

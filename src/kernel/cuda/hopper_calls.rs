@@ -8,7 +8,7 @@ use super::metadata::TileRows;
 use super::metadata_buffer::{SortBuffers, Writer};
 use super::params::ForwardParams;
 use super::shared_tiles::{HopperTiles, Sharing};
-use super::{metadata, shared_tiles};
+use super::{clusters, metadata, shared_tiles};
 use crate::call::{Attend, Range};
 
 /// Bytes of the list of tiles that the kernel for a shape has of its own, beside tiles of `rows` rows for the other one.
@@ -53,12 +53,17 @@ impl Cuda {
         FORWARD[shape].filter(|s| self.hopper && runs(s))
     }
 
+    /// Whether calls of a shape run in clusters where they can.
+    pub(super) fn has_clusters(&self, shape: usize) -> bool {
+        self.clusters && clusters::HAS_KERNEL[shape] && self.hopper_shape(shape).is_some()
+    }
+
     /// The parameters of a call whose other ones are `params`, for both kernels, and what the maps of this one are made of.
     /// `split` says where the tiles of this one lie.
     pub(super) fn hopper_params(
         &self,
         call: &Attend,
-        kernel: LoadedKernel,
+        (kernel, cluster): (LoadedKernel, Option<LoadedKernel>),
         (element, shape): (usize, usize),
         params: ForwardParams,
         split: HopperTiles,
@@ -69,6 +74,7 @@ impl Cuda {
         let of = MapShape::new;
         let tensors = [of(&call.q, q_span, kernel.launch.rows), of(&call.k, k_span, keys), of(&call.v, k_span, keys)];
         let HopperTiles { work, tiles, shared } = split;
+        let cluster = cluster.filter(|_| shared.tiles == 0);
         // q once more, for tiles that several heads share.
         let fourth = (shared.tiles > 0).then(|| {
             let rows = 1 << shared.token_bits;
@@ -82,6 +88,6 @@ impl Cuda {
         let other = Other { pass: HopperPass::Forward, element, shape, items: params.heads.items };
         let params =
             HopperParams { call: params, tile_counter, work, q_span, k_span, tiles, section, shared, has_metadata: 0 };
-        (params, Hopper { kernel, items, tensors, fourth, other })
+        (params, Hopper { kernel, cluster, items, tensors, fourth, other })
     }
 }

@@ -179,12 +179,17 @@ impl Launch {
     /// says of this launch.
     unsafe fn start_hopper(
         &self,
-        (Hopper { kernel, items, .. }, maps): &(Hopper, Maps),
+        (Hopper { kernel, cluster, items, .. }, maps): &(Hopper, Maps),
         cuda: &Cuda,
         stream: RawStream,
         metadata: &InlineMetadata,
     ) -> Result<()> {
         let blocks = cuda.grid(*items, kernel.each, true);
+        // Where two blocks run at a time; both kernels take the same parameters.
+        let (kernel, blocks) = match cluster {
+            Some(cluster) if blocks > 1 => (cluster, blocks & !1),
+            _ => (kernel, blocks),
+        };
         let params =
             [core::ptr::from_ref(maps).cast(), self.params.as_ptr().cast(), core::ptr::from_ref(metadata).cast()];
         // SAFETY: the maps are those of the tensors in the parameters, which are in a block that is not shorter than the

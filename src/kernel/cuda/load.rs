@@ -85,6 +85,18 @@ impl Cuda {
         self.load(&mut kernels.hopper, ("hopper_forward", element, shape), make).map_err(Family::with_way_out)
     }
 
+    /// The forward for `sm_90a` in clusters of two blocks, of a shape that has one.
+    pub(super) fn load_hopper_cluster(
+        &self,
+        kernels: &mut LoadedKernels,
+        element: usize,
+        shape: usize,
+    ) -> Result<LoadedKernel> {
+        let launch = FORWARD[shape].expect("asked before").launch;
+        let make = |module: &Module| self.function(module, c"cpattn_hopper_cluster", launch);
+        self.load(&mut kernels.hopper_cluster, ("hopper_cluster", element, shape), make).map_err(Family::with_way_out)
+    }
+
     /// The backward for `sm_90a` of a shape that has one.
     pub(super) fn load_hopper_backward(
         &self,

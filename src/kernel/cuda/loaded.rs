@@ -25,6 +25,7 @@ pub(super) struct LoadedKernels {
     pub fused: ByShape<Loaded>,
     pub sides: ByShape<Sides>,
     pub hopper: ByShape<Loaded>,
+    pub hopper_cluster: ByShape<Loaded>,
     pub hopper_backward: ByShape<Loaded>,
     pub blocks: Option<Blocks>,
 }

@@ -31,6 +31,7 @@
 //! loaded    the kernels that were loaded so far; load: how each is
 //! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward)
 //! shared_tiles  which tiles of those kernels several heads share
+//! clusters  those for clusters of two blocks, and which calls they take
 //! allocate  memory and waiting, for callers; shared: one device for all callers that name it
 //! tags      what runs on devices carry along, so that ranks which differ are found
 //! stream_kernels  single calls of a caller's, with the staging memory they need
@@ -42,6 +43,7 @@ mod attention;
 pub(crate) mod base_addresses;
 mod blocks;
 mod check;
+mod clusters;
 mod dq_semaphore;
 mod embedded;
 mod family;
@@ -104,6 +106,8 @@ pub struct Cuda {
     can_be_hopper: bool,
     /// Whether it runs those of them, too, that are not taken unless they are asked for.
     every_hopper: bool,
+    /// Whether calls run in clusters of two blocks where they can.
+    clusters: bool,
     maps: KeptMaps,
     margin_requests: MarginRequests,
     kernels: Mutex<LoadedKernels>,
@@ -117,10 +121,16 @@ impl Cuda {
     /// value dim is 65 to 96, or the value dim is 129 to 192 and the head dim at most 192 (neither was measured there
     /// yet), and the backward for `sm_80` where the larger of both is 65 to 96 or above 128 (there is no other).
     ///
+    /// The variable `CPATTN_CUDA_CLUSTER`, which [`Cuda::with_family`] reads too, asks with `1` for clusters of two blocks that
+    /// share what they copy of k and v, in the forward for `sm_90a` (`0`, empty or unset: no clusters; their speed has not
+    /// been measured). Calls take them whose larger head dim is at most 64 or 97 to 128, and whose q heads are pairs that read one
+    /// kv head each (an even group, and no pair of which the call holds one head); calls in which heads share tiles, because ranges are
+    /// short or end in short tiles, do not. Results have the same bits with and without.
+    ///
     /// # Errors
     /// [`Error::Unsupported`] when no driver is installed, the device is older than compute capability 8.0, or it does
-    /// not run the kernels that the environment variable names; [`Error::Invalid`] when there is no such device or the
-    /// variable has no valid name; [`Error::Device`] when the driver fails (with code 100 when it sees no device at
+    /// not run the kernels that the environment variable names; [`Error::Invalid`] when there is no such device or a
+    /// variable has no valid value; [`Error::Device`] when the driver fails (with code 100 when it sees no device at
     /// all, as when `CUDA_VISIBLE_DEVICES` is empty).
     pub fn new(ordinal: i32) -> Result<Self> {
         Self::open(ordinal, Family::of_environment()?)
@@ -130,13 +140,14 @@ impl Cuda {
     /// every head dim.
     ///
     /// # Errors
-    /// As [`Cuda::new`], except those of the variable; [`Error::Unsupported`] when the device or its driver does not
+    /// As [`Cuda::new`], except those of the variable that names a family; [`Error::Unsupported`] when the device or its driver does not
     /// run the kernels.
     pub fn with_family(ordinal: i32, family: Family) -> Result<Self> {
         Self::open(ordinal, Some(family))
     }
 
     fn open(ordinal: i32, family: Option<Family>) -> Result<Self> {
+        let clusters = clusters::of_environment()?;
         let context = Context::new(ordinal)?;
         let major = context.attribute(sys::DEVICE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = context.attribute(sys::DEVICE_COMPUTE_CAPABILITY_MINOR)?;
@@ -167,6 +178,7 @@ impl Cuda {
             hopper,
             can_be_hopper,
             every_hopper: family == Some(Family::Sm90a),
+            clusters: hopper && clusters,
             maps: KeptMaps::new(hopper),
             margin_requests: MarginRequests::default(),
             kernels: Mutex::new(LoadedKernels::default()),
@@ -194,7 +206,7 @@ impl Cuda {
         Ok(if self.hopper_shape(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
     }
 
-    /// The same of the backward kernels for all gradients. Gradients of one side alone are always made by those for
+    /// The family of the backward kernels for all gradients. Gradients of one side alone are always made by those for
     /// `sm_80`.
     ///
     /// # Errors
@@ -202,6 +214,16 @@ impl Cuda {
     pub fn backward_family(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Family> {
         let (_, shape, _) = find(dtype, head_dim, value_dim)?;
         Ok(if self.hopper_backward(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
+    }
+
+    /// Whether forward calls with these head dims run in clusters of two blocks where their q heads and tiles allow it: see
+    /// [`Cuda::new`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for types and dims there is no kernel for.
+    pub fn clusters(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<bool> {
+        let (_, shape, _) = find(dtype, head_dim, value_dim)?;
+        Ok(self.has_clusters(shape))
     }
 
     /// Loads the kernels for an element type and head dims, which can take the driver seconds. Call it when you make
@@ -217,6 +239,9 @@ impl Cuda {
         let mut kernels = self.kernels();
         if self.hopper_shape(shape).is_some() {
             self.load_hopper(&mut kernels, element, shape)?;
+            if self.has_clusters(shape) {
+                self.load_hopper_cluster(&mut kernels, element, shape)?;
+            }
         } else {
             self.load_forward(&mut kernels, element, shape)?;
         }
@@ -254,7 +279,8 @@ impl Cuda {
         } else {
             kernels.sides[element][shape].is_some()
         };
-        Ok(forward[element][shape].is_some() && backward)
+        let clusters = !self.has_clusters(shape) || kernels.hopper_cluster[element][shape].is_some();
+        Ok(forward[element][shape].is_some() && clusters && backward)
     }
 
     /// Allocates a ring buffer of `bytes` bytes for the scheduler metadata of calls, up to `launches` of them in

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The forward kernels for `sm_90a` in clusters of two blocks: whether they are asked for, and which calls they take.
+//!
+//! Two q heads of one kv head read the same k and v under any mask. The two blocks of a cluster multiply a tile of each, and
+//! each copies half of every tile of keys to both: k and v come from L2 once for two heads. Bits are those of the kernels
+//! without clusters, which do all other calls. Whether it is quicker has not been measured: it is off unless it is asked for.
+
+use super::shapes::SHAPES;
+use crate::call::Attend;
+use crate::error::{Error, Result};
+use std::ffi::OsString;
+
+/// The environment variable that asks for them.
+pub(super) const VARIABLE: &str = "CPATTN_CUDA_CLUSTER";
+
+/// Whether there is such a kernel, by the index of [`SHAPES`].
+pub(super) const HAS_KERNEL: [bool; SHAPES.len()] = [true, false, true, false, false, false];
+
+/// Whether the environment asks for them.
+pub(super) fn of_environment() -> Result<bool> {
+    from_variable(std::env::var_os(VARIABLE))
+}
+
+/// What a value of the environment variable says.
+fn from_variable(value: Option<OsString>) -> Result<bool> {
+    match value {
+        Some(value) if value == "1" => Ok(true),
+        Some(value) if !value.is_empty() && value != "0" => {
+            Err(Error::invalid(VARIABLE, std::format!("{value:?}"), "0 or 1")
+                .hint("or unset it: there are no clusters then"))
+        }
+        _ => Ok(false),
+    }
+}
+
+/// Whether the q heads of a call are pairs, each of one kv head.
+pub(super) fn are_pairs(call: &Attend) -> bool {
+    call.heads.group.is_multiple_of(2) && call.heads.q_offset.is_multiple_of(2) && call.q.heads.is_multiple_of(2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::string::ToString;
+
+    #[test]
+    fn values_of_the_variable() {
+        for (value, asked) in [(None, false), (Some(""), false), (Some("0"), false), (Some("1"), true)] {
+            assert_eq!(from_variable(value.map(OsString::from)), Ok(asked));
+        }
+        for wrong in ["2", "on", " 1", "true"] {
+            let error = from_variable(Some(wrong.into())).unwrap_err().to_string();
+            assert!(error.starts_with(&std::format!("CPATTN_CUDA_CLUSTER is {wrong:?}, expected 0 or 1")), "{error}");
+        }
+    }
+}
