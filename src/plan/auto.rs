@@ -378,14 +378,14 @@ mod tests {
         assert_eq!(layout(&long, 1), Layout::Contiguous);
         // Causal: the last of contiguous ranks works twice the mean; a zigzag is even.
         assert_eq!(layout(&long, 8), Layout::ZigzagPack);
-        assert!(dealt(&long, Layout::Contiguous, 8).unwrap().work_imbalance() > 1.8);
+        assert!(layout_load(&long, Layout::Contiguous, 8).unwrap().work_imbalance() > 1.8);
         // Where every rank works alike, the one that sends least: contiguous.
         assert_eq!(layout(&long.clone().with_mask(Mask::window(127, 0)), 8), Layout::Contiguous);
         assert_eq!(layout(&long.clone().with_mask(Mask::full()), 8), Layout::Contiguous);
         // Equal documents, one for each rank: nothing travels at all.
         let equal = problem(&[4096; 8], 8, 8);
         assert_eq!(layout(&equal, 8), Layout::Contiguous);
-        assert_eq!(dealt(&equal, Layout::Contiguous, 8).unwrap().largest.needed, 0);
+        assert_eq!(layout_load(&equal, Layout::Contiguous, 8).unwrap().largest.needed, 0);
     }
 
     #[test]
@@ -397,9 +397,9 @@ mod tests {
         }
         let p = problem(&lengths, 8, 8);
         for ring in [2, 3, 8, 16] {
-            let chosen = dealt(&p, auto_layout(&p, ring).unwrap(), ring).unwrap();
+            let chosen = layout_load(&p, auto_layout(&p, ring).unwrap(), ring).unwrap();
             for layout in LAYOUTS {
-                let other = dealt(&p, layout, ring).unwrap();
+                let other = layout_load(&p, layout, ring).unwrap();
                 assert_eq!(u128::from(other.total.area), p.area());
                 assert!(chosen.largest.area as f64 <= 1.01 * other.largest.area as f64, "{ring} {layout}");
             }
@@ -415,9 +415,9 @@ mod tests {
         assert!(lengths.iter().max().unwrap() > &(50 * lengths.iter().min().unwrap()));
         let p = problem(&lengths, 8, 8);
         for ring in [8, 64] {
-            let d = dealt(&p, Layout::Balanced { chunks: 16 }, ring).unwrap();
+            let d = layout_load(&p, Layout::Balanced { chunks: 16 }, ring).unwrap();
             assert!(d.work_imbalance() <= 1.05 && d.token_imbalance() <= 1.05, "{ring}: {d:?}");
-            assert!(dealt(&p, Layout::Contiguous, ring).unwrap().work_imbalance() > 1.3);
+            assert!(layout_load(&p, Layout::Contiguous, ring).unwrap().work_imbalance() > 1.3);
         }
     }
 
