@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The kernels that read or write whole tensors, row by row: delta, finish, the sinks' gradient, merge, transform.
 //!
-//! On the CPU they need no memory, so that their scratch may be NULL there.
+//! On the CPU they need no memory, so their scratch may be NULL.
 
 use core::ffi::c_void;
 use std::sync::MutexGuard;
@@ -24,7 +24,7 @@ use cpattn::{
 
 const MAX_SOURCES: usize = 64;
 
-/// The kernels of a scratch, or those of the CPU, which is where NULL is.
+/// The kernels of a scratch, or for NULL those of the CPU.
 #[allow(clippy::large_enum_variant, reason = "lives on the stack for one call")]
 enum Where<'a> {
     Scratch(Device, MutexGuard<'a, Kernels>),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Plans, and what can be asked of them.
+//! Plans and their properties.
 
 use core::ffi::c_char;
 
@@ -296,7 +296,7 @@ pub unsafe extern "C" fn cpattn_plan_all_to_all_workspace(
     })
 }
 
-/// Refuses what the library has no kernels for.
+/// Refuses plans that the library has no kernels for.
 pub(super) fn runs(plan: &Plan) -> Result<()> {
     if plan.problem().kind() == AttentionKind::Softmax {
         return Ok(());

@@ -61,7 +61,7 @@ pub enum RingFault {
 }
 
 impl RingFault {
-    /// What to try.
+    /// The way out.
     pub fn advice(&self) -> &'static str {
         match self {
             Self::OtherBytes { .. } => {
@@ -101,10 +101,10 @@ impl fmt::Display for RingFault {
 
 impl std::error::Error for RingFault {}
 
-/// A link as it travels: from, to, latency and transfer in nanoseconds.
+/// A link as it is sent: from, to, latency and transfer in nanoseconds.
 type LedgerEntry = [u64; 4];
 
-/// Byte `at` of what `from` sends at hop `hop`.
+/// Byte `at` of the message that `from` sends at hop `hop`.
 fn stamp(from: usize, hop: usize, at: usize) -> u8 {
     (from.wrapping_mul(167) ^ hop.wrapping_mul(29) ^ at.wrapping_mul(13) ^ (at >> 8) ^ (at >> 16).wrapping_mul(37))
         as u8
@@ -128,7 +128,7 @@ struct LedgerRound<'a> {
     ledger: Vec<LedgerEntry>,
     /// The bytes of a large message.
     stamps: Vec<u8>,
-    /// What travels: eight bytes, a large message, the ledger.
+    /// The messages: eight bytes, a large message, the ledger.
     word: Box<dyn WireBuffer>,
     large: Box<dyn WireBuffer>,
     pages: Box<dyn WireBuffer>,
@@ -209,7 +209,7 @@ fn round(carrier: &dyn Carrier, bytes: usize) -> Result<Vec<Link>, RingFault> {
     Ok(walk.ledger[..known].iter().map(entry).collect())
 }
 
-/// Which of the rooms travels.
+/// The buffer to send.
 #[derive(Clone, Copy)]
 enum Which {
     Word,
@@ -230,7 +230,7 @@ impl LedgerRound<'_> {
             if round == 0
                 && let Err(fault) = self.same_bytes(to)
             {
-                // The receiver has found the same. No other rank is told of it otherwise.
+                // The receiver has found the same fault; this abort notifies the other ranks.
                 self.end.abort(Cause::Failed);
                 return Err(fault);
             }
@@ -281,7 +281,7 @@ impl LedgerRound<'_> {
         let read = self.pages.get(bytemuck::cast_slice_mut(&mut self.ledger));
         read.map_err(|error| self.fault(error))?;
         if let Some(at) = other {
-            // No other rank is told of it otherwise.
+            // This abort notifies the other ranks.
             self.end.abort(Cause::Failed);
             return Err(RingFault::OtherBytes { link: link(self.end.world(), self.hop), at });
         }
