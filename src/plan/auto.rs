@@ -24,9 +24,10 @@
 
 use alloc::{format, vec::Vec};
 
+pub(crate) use super::layout_load::dealer;
 use super::{
     AttentionKind, Options, Plan, Problem,
-    area::{Load, SegmentLists, load},
+    layout_load::{LayoutLoad, load_with},
     loads::Counted,
     nodes::holds_ulysses,
 };
@@ -34,7 +35,7 @@ use crate::{
     batch::Batch,
     error::{Error, Result},
     heads::{HeadShare, shared_kv},
-    layout::{Layout, Shares},
+    layout::Layout,
     mesh::Mesh,
 };
 
@@ -56,36 +57,6 @@ pub const LAYOUTS: [Layout; 6] = [
     Layout::Zigzag,
     Layout::Striped { stripe: 128 },
 ];
-
-/// How evenly a layout distributes a problem over ring ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub(crate) struct LayoutLoad {
-    /// The layout.
-    pub layout: Layout,
-    /// The largest of each figure over the ring ranks.
-    pub largest: Load,
-    /// The sum of each figure over the ring ranks.
-    pub total: Load,
-    /// Ring ranks.
-    pub ring: usize,
-}
-
-impl LayoutLoad {
-    /// The busiest ring rank's mask area over the mean; 1 when there is no work.
-    pub fn work_imbalance(&self) -> f64 {
-        ratio(self.largest.area, self.total.area, self.ring)
-    }
-
-    /// The largest share of q tokens over the mean; 1 when there are none.
-    pub fn token_imbalance(&self) -> f64 {
-        ratio(self.largest.q_tokens, self.total.q_tokens, self.ring)
-    }
-}
-
-fn ratio(largest: u64, total: u64, ring: usize) -> f64 {
-    if total == 0 { 1.0 } else { largest as f64 * ring as f64 / total as f64 }
-}
 
 /// One mesh with its automatic layout and their cost by the rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,47 +88,6 @@ pub struct Choice {
     pub balance: u32,
     /// All candidates, by decreasing `ulysses`.
     pub candidates: Vec<Candidate>,
-}
-
-/// Computes how `layout` distributes the problem over `ring` ranks.
-pub(crate) fn layout_load(problem: &Problem, layout: Layout, ring: usize) -> Result<LayoutLoad> {
-    load_with(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), layout, ring)
-}
-
-/// As [`layout_load`], of one problem for many layouts and rings: what all of them need is counted once.
-pub(crate) fn dealer(problem: &Problem) -> impl Fn(Layout, usize) -> Result<LayoutLoad> {
-    let counted = Counted::new(problem.batch(), problem.mask());
-    move |layout, ring| load_with(problem, counted.as_ref(), layout, ring)
-}
-
-fn load_with(problem: &Problem, counted: Option<&Counted>, layout: Layout, ring: usize) -> Result<LayoutLoad> {
-    if let Some(loads) = counted.map(|c| c.loads(layout, ring)).transpose()?.flatten() {
-        return Ok(largest_and_total(layout, ring, loads.into_iter()));
-    }
-    Ok(load_of_shares(problem, &Shares::new(problem.batch(), problem.mask(), layout, ring)?))
-}
-
-/// How these shares distribute the problem, whichever mask decided them.
-pub(crate) fn load_of_shares(problem: &Problem, shares: &Shares) -> LayoutLoad {
-    let (batch, mask, ring) = (problem.batch(), problem.mask(), shares.ring());
-    let mut lists = SegmentLists::default();
-    largest_and_total(shares.layout(), ring, (0..ring).map(|r| load(shares, batch, mask, r, &mut lists)))
-}
-
-/// The largest and the total of the ranks' loads.
-fn largest_and_total(layout: Layout, ring: usize, loads: impl Iterator<Item = Load>) -> LayoutLoad {
-    let (mut largest, mut total) = (Load::default(), Load::default());
-    for l in loads {
-        let fold = |into: &mut Load, f: fn(u64, u64) -> u64| {
-            into.area = f(into.area, l.area);
-            into.q_tokens = f(into.q_tokens, l.q_tokens);
-            into.k_tokens = f(into.k_tokens, l.k_tokens);
-            into.needed = f(into.needed, l.needed);
-        };
-        fold(&mut largest, u64::max);
-        fold(&mut total, |a, b| a + b);
-    }
-    LayoutLoad { layout, largest, total, ring }
 }
 
 /// The automatic layout for `ring` ranks: rule 3 of the [module](crate::plan::auto).
@@ -324,7 +254,7 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Batch, Dtype, Mask};
+    use crate::{Batch, Dtype, Mask, plan::layout_load::layout_load};
     use alloc::{string::ToString, vec};
 
     fn problem(lengths: &[usize], heads: usize, kv_heads: usize) -> Problem {

@@ -21,6 +21,7 @@ mod auto_for;
 mod distribution;
 mod fingerprint;
 pub(crate) mod form;
+pub(crate) mod layout_load;
 mod loads;
 mod nodes;
 mod options;
