@@ -84,10 +84,12 @@ impl<E: Entry> Remembered<E> {
         self.entries.iter().position(|(_, e)| e.prepared().is(plan, run))
     }
 
-    /// Records a use of a schedule.
-    pub(super) fn renew(&mut self, at: usize) {
+    /// As [`find`](Self::find), and records a use.
+    pub(super) fn reuse(&mut self, plan: &Plan, run: Purpose) -> Option<usize> {
+        let at = self.find(plan, run)?;
         self.uses += 1;
         self.entries[at].0 = self.uses;
+        Some(at)
     }
 
     /// Index of the least recently used schedule that may be forgotten, if the cache is full.
@@ -171,7 +173,7 @@ mod tests {
         }
         let place = |all: &Remembered<Mark>, tokens| all.find(&plan(tokens), run);
         assert_eq!(all.least_recent(), place(&all, 21));
-        all.renew(place(&all, 21).unwrap());
+        assert!(all.reuse(&plan(21), run).is_some());
         assert_eq!(all.least_recent(), place(&all, 22));
         all.remove(place(&all, 22).unwrap());
         assert_eq!((all.least_recent(), place(&all, 22)), (None, None));

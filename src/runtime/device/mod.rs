@@ -180,8 +180,7 @@ impl DeviceRank {
     }
 
     fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
-        if let Some(i) = self.prepared.find(plan, run) {
-            self.prepared.renew(i);
+        if let Some(i) = self.prepared.reuse(plan, run) {
             return Ok(i);
         }
         self.suits(plan, run)?;
