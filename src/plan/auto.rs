@@ -20,7 +20,7 @@
 //! Everything is counted in integers from the problem alone, so all ranks make the same choice. Where q and k are the
 //! same tokens it takes about one step for each document, and for each mesh one for each run of a layout and, for a
 //! zigzag, for each rank and length ([`loads`](super::loads)); otherwise `O(documents × ring)` steps for each mesh and
-//! layout. These are rules of thumb: where the machine is known, `Plan::auto_on` goes by its description.
+//! layout. These are rules of thumb: if the machine is known, `Plan::auto_on` uses its description.
 
 use alloc::{format, vec::Vec};
 
@@ -96,7 +96,7 @@ pub fn auto_layout(problem: &Problem, ring: usize) -> Result<Layout> {
     Ok(best_layout(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), ring)?.layout)
 }
 
-/// Those of [`LAYOUTS`] that `ring` is not too large for.
+/// The layouts of [`LAYOUTS`] that are possible with `ring` ranks.
 pub(super) fn layouts(ring: usize) -> impl Iterator<Item = Layout> {
     LAYOUTS.into_iter().filter(move |l| !matches!(l, Layout::Balanced { chunks } if *chunks as usize * ring > 1 << 20))
 }
@@ -230,7 +230,7 @@ impl Plan {
     ///
     /// For steps of a training run that differ only in the lengths of their documents. It takes about as long as reading
     /// `cu_seqlens` (and for [`Layout::Balanced`] as dealing the chunks). Whether the kept choice is still the best is
-    /// not looked at: [`choose`] says so.
+    /// not considered: see [`choose`].
     ///
     /// # Errors
     /// As [`Plan::with_options`].
