@@ -117,7 +117,7 @@ macro_rules! boundary {
 macro_rules! given {
     ($($($read:ident)::+($($argument:expr),* $(,)?)),+ $(,)?) => {
         // SAFETY: the header promises what these functions need: handles are NULL or live, structs are as long as their first
-        // word says, arrays as long as their counts; results and tensors are memory of the caller's.
+        // word says, arrays as long as their counts; results and tensors are memory of the caller's, streams are the driver's.
         unsafe { ($($($read)::+($($argument),*)?),+) }
     };
 }
