@@ -10,6 +10,8 @@
 //! `cargo bench --bench context_parallel [-- --rounds N --tokens N]`; 8,192 tokens, 8 heads, head_dim 64, causal, f32.
 //! CPU time comes from `/proc`, so Linux only.
 
+mod median;
+
 use std::{
     sync::mpsc,
     time::{Duration, Instant},
@@ -19,6 +21,7 @@ use cpattn::{
     Backward, Batch, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, schedule::Direction,
     transport::local,
 };
+use median::median;
 
 /// Target of the ratio: a ring's forward merges in the kernel, and reads what is running to do so.
 fn target(mesh: &Mesh, direction: Direction) -> f64 {
@@ -150,11 +153,6 @@ impl Drop for Team {
         self.tasks.clear();
         self.threads.drain(..).for_each(|t| t.join().expect("a rank that ended well"));
     }
-}
-
-fn median(mut x: Vec<f64>) -> f64 {
-    x.sort_unstable_by(f64::total_cmp);
-    x[x.len() / 2]
 }
 
 fn distribution(tokens: usize, rounds: usize) {

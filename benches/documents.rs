@@ -4,11 +4,13 @@
 //!
 //! `cargo bench --bench documents [-- --rounds N]`
 
+mod median;
 mod pack;
 
 use cpattn::Dtype;
 use cpattn::kernel::cpu::{Dims, Isa, Scratch};
-use pack::{Shape, Tensors, median};
+use median::median;
+use pack::{Shape, Tensors};
 
 const HEADS: u32 = 8;
 const KV_HEADS: u32 = 2;

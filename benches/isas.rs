@@ -6,11 +6,13 @@
 //!
 //! `--only` takes the cases whose line contains a text, `--isa` one instruction set, `--length` documents of so many tokens.
 
+mod median;
 mod pack;
 
 use cpattn::Dtype;
 use cpattn::kernel::cpu::{Dims, Isa, Scratch};
-use pack::{Shape, Tensors, median};
+use median::median;
+use pack::{Shape, Tensors};
 
 /// Lengths of the 64 documents of `benches/peers/cpu_cases.txt`.
 const MIXED: [u32; 64] = [

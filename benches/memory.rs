@@ -13,6 +13,8 @@
 //! Rows of the JSON: `case`, `direction`, `dtype`, `ours_s`, `peer` (always `copy`), `peer_s`, `ratio` (`peer_s / ours_s`,
 //! the share), `bytes`, `date`, `machine`.
 
+mod median;
+
 use std::{hint::black_box, time::Instant};
 
 use cpattn::{
@@ -20,6 +22,7 @@ use cpattn::{
     call::{Block, Delta, RawTensor, Transform},
     kernel::{cpu, merge},
 };
+use median::median;
 
 const PEERS: usize = 8;
 /// What has to be reached where memory is the limit. Within the second cache a copy is as fast as registers are, and what
@@ -158,11 +161,6 @@ fn seconds(run: &mut dyn FnMut()) -> f64 {
     let began = Instant::now();
     run();
     began.elapsed().as_secs_f64()
-}
-
-fn median(mut x: Vec<f64>) -> f64 {
-    x.sort_unstable_by(f64::total_cmp);
-    x[x.len() / 2]
 }
 
 /// Seconds of ours and of the copy, and the share.

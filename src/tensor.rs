@@ -318,7 +318,7 @@ impl<'a, T: Element> ViewMut<'a, T> {
         ViewMut { raw: heads(&self.raw, range), memory: PhantomData }
     }
 
-    /// The tokens before `at`, and those from `at` on.
+    /// The tokens before `at`, and the tokens from `at` on.
     ///
     /// # Panics
     ///
@@ -330,7 +330,7 @@ impl<'a, T: Element> ViewMut<'a, T> {
         (Self { raw: first, memory: PhantomData }, Self { raw: second, memory: PhantomData })
     }
 
-    /// The heads before `at`, and those from `at` on.
+    /// The heads before `at`, and the heads from `at` on.
     ///
     /// # Panics
     ///

@@ -13,6 +13,7 @@ use cpattn::{
 
 use crate::{
     Options,
+    median::median,
     tap::{Mode, Tap, tap},
 };
 
@@ -100,11 +101,6 @@ fn measure<T: Transport + 'static>(
         all.push(round);
     }
     Ok((all, tap.written()))
-}
-
-fn median(mut x: Vec<f64>) -> f64 {
-    x.sort_unstable_by(f64::total_cmp);
-    x[x.len() / 2]
 }
 
 /// Brings every rank's rounds to rank 0: wall times of the slowest, CPU times together.

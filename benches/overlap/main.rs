@@ -17,6 +17,8 @@
 //! With `--operations RUNS` it measures instead what an operation costs beside its copy and its kernel (`operations.rs`).
 
 mod case;
+#[path = "../median/mod.rs"]
+mod median;
 mod operations;
 mod tap;
 #[allow(dead_code, reason = "each program uses its part")]

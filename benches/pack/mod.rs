@@ -91,8 +91,3 @@ impl Tensors {
         [(middle - begin).as_secs_f64(), middle.elapsed().as_secs_f64()]
     }
 }
-
-pub fn median(mut x: Vec<f64>) -> f64 {
-    x.sort_unstable_by(f64::total_cmp);
-    x[x.len() / 2]
-}

@@ -126,19 +126,7 @@ fn main() {
             assert_eq!(status, CPATTN_OK);
         });
         queries.push(batch(|| {
-            let mut info = cpattn_share {
-                struct_size: size_of::<cpattn_share>(),
-                replica: 0,
-                ring: 0,
-                ulysses: 0,
-                reserved: 0,
-                q_tokens: 0,
-                k_tokens: 0,
-                q_head_begin: 0,
-                q_head_end: 0,
-                kv_head_begin: 0,
-                kv_head_end: 0,
-            };
+            let mut info = cpattn_share { struct_size: size_of::<cpattn_share>(), ..Default::default() };
             // SAFETY: a live handle and a struct of its size.
             assert_eq!(unsafe { cpattn_plan_share(c_plan, 0, black_box(&mut info)) }, CPATTN_OK);
         }));

@@ -83,7 +83,7 @@ unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> 
     let [q, k, v, alibi_slopes, sinks, running, running_lse, o, lse] = given!(disjoint_tensors(at, list, "running"));
     let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
     let ranges = given!(ranges(&a.ranges));
-    // Without one of its own, the running lse is kept where the final one goes, in one word.
+    // If it is not given, `lse` holds the running lse too, in one word.
     let running_lse = if running_lse.is_none() { lse } else { running_lse };
     Ok(Attend { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, heads, score, ranges, aligned })
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The kernels that read or write whole tensors, row by row: delta, finish, the sinks' gradient, merge, transform.
 //!
-//! On the CPU they need no memory, so that their scratch may be NULL there.
+//! On the CPU they need no memory, so their scratch may be NULL.
 
 use core::ffi::c_void;
 use std::sync::MutexGuard;
@@ -24,7 +24,7 @@ use cpattn::{
 
 const MAX_SOURCES: usize = 64;
 
-/// The kernels of a scratch, or those of the CPU, which is where NULL is.
+/// The kernels of a scratch, or for NULL those of the CPU.
 #[allow(clippy::large_enum_variant, reason = "lives on the stack for one call")]
 enum Where<'a> {
     Scratch(Device, MutexGuard<'a, Kernels>),
@@ -72,8 +72,7 @@ pub unsafe extern "C" fn cpattn_delta(
         if o.tokens == 0 || o.heads == 0 {
             return Ok(());
         }
-        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
-        unsafe { at.kernels().delta(&Delta { o, d_o, delta }, stream) }?;
+        given!(Kernels::delta(at.kernels(), &Delta { o, d_o, delta }, stream));
     })
 }
 
@@ -95,8 +94,7 @@ pub unsafe extern "C" fn cpattn_finish(
             written("lse", lse, Axes::HeadMajor),
         ];
         let ([sinks, o, lse], rows) = given!(disjoint_tensors(at.device(), list, ""), self::rows(rows, row_count));
-        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
-        unsafe { at.kernels().finish(&Finish { o, lse, sinks, rows }, stream) }?;
+        given!(Kernels::finish(at.kernels(), &Finish { o, lse, sinks, rows }, stream));
     })
 }
 
@@ -118,8 +116,7 @@ pub unsafe extern "C" fn cpattn_sink_gradient(
             written("dsinks", dsinks, Axes::PerHead),
         ];
         let [lse, delta, sinks, dsinks] = given!(disjoint_tensors(at.device(), list, ""));
-        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
-        unsafe { at.kernels().sink_gradient(&SinkGradient { lse, delta, sinks, dsinks }, stream) }?;
+        given!(Kernels::sink_gradient(at.kernels(), &SinkGradient { lse, delta, sinks, dsinks }, stream));
     })
 }
 
@@ -144,8 +141,7 @@ pub unsafe extern "C" fn cpattn_merge(
         if o.dim == 0 {
             return Err(Error::invalid("o.shape[2]", 0, "at least 1").into());
         }
-        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
-        unsafe { at.kernels().merge(&Merge { o, lse, with_o, with_lse }, stream) }?;
+        given!(Kernels::merge(at.kernels(), &Merge { o, lse, with_o, with_lse }, stream));
     })
 }
 
@@ -180,7 +176,6 @@ pub unsafe extern "C" fn cpattn_transform(
         if dst.tokens == 0 || dst.heads == 0 || dst.dim == 0 {
             return Ok(());
         }
-        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
-        unsafe { at.kernels().transform(&call, stream) }?;
+        given!(Kernels::transform(at.kernels(), &call, stream));
     })
 }

@@ -2,10 +2,9 @@
 //! DLPack tensors in, [`RawTensor`]s out.
 //!
 //! The three structs are DLPack's `DLDevice`, `DLDataType` and `DLTensor`, which have kept their layout since version
-//! 0.2. A `DLTensor` says where memory is and never how long, so what can be checked is that it makes sense: device,
-//! type, number of dimensions, strides, alignment, and that every offset stays within the address space, so that nothing
-//! later has to check one again. Device addresses are numbers like any other here; whose they are, the driver is asked
-//! by the backend.
+//! 0.2. A `DLTensor` has an address and no length. So the checks here are of device, type, number of dimensions, strides
+//! and alignment, and that every offset stays within the address space; later code computes offsets without checks. The
+//! backend asks the driver whether a device address belongs to the device.
 
 use core::ffi::c_void;
 #[cfg(feature = "cuda")]
@@ -76,7 +75,7 @@ pub(super) struct TensorFields {
     pub dtype: cpattn_dl_dtype,
     pub ndim: usize,
     pub shape: [u64; 3],
-    /// Those of dimensions of 0 or 1 are what compact ones would be.
+    /// A dimension of 0 or 1 has the stride of a compact tensor.
     pub strides: [i64; 3],
 }
 
@@ -123,7 +122,7 @@ pub(super) fn device_of(name: &str, device_type: i32, device_id: i32) -> Result<
     }
 }
 
-/// Reads what every tensor has to get right. It has to lie at `at`.
+/// Reads a tensor and makes the checks that all tensors need. It must be on device `at`.
 ///
 /// # Safety
 /// `t` is null or misaligned, or a DLTensor whose shape and strides have `ndim` entries.
@@ -248,7 +247,7 @@ pub(super) struct Given {
     pub name: &'static str,
     pub tensor: *const cpattn_tensor,
     pub form: Axes,
-    /// NULL leaves it out.
+    /// May be NULL.
     pub optional: bool,
     pub written: bool,
 }
@@ -342,7 +341,7 @@ pub(super) unsafe fn one(at: Device, given: &Given) -> Result<RawTensor> {
     };
     let mut ptr = p.ptr;
     if optional && ptr.is_null() {
-        // Without elements and without an address: an address is what tells it from an argument that was left out.
+        // A tensor without elements may have no address. It gets one here, since NULL stands for an omitted argument.
         ptr = core::ptr::without_provenance_mut(dtype.size());
     }
     Ok(RawTensor { ptr, token_stride, head_stride, tokens, heads, dim, dtype })

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Groups over an engine of the caller's: how they are made, and what they do beside a rank.
+//! Groups over an engine of the caller's: how they are made, and the calls that need no rank.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ pub unsafe extern "C" fn cpattn_engine_group(
         let (table, out) = given!(sized("table", table), result("transport", transport));
         let deadline = deadline(deadline_ms)?;
         functions!(table: open, connect, post, wait, close, put, look, wait_for);
-        // Before the engine is taken over, which would be released.
+        // Checked before the engine is taken over: a refusal must not release it.
         super::table::place(table.rank, table.world)?;
         out.write(handle::create(Any::Engine(Arc::new(EngineTransport::new(EngineTable(table), deadline)?))));
     })

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A table of the caller's functions as an engine of sends and receives.
 //!
-//! The functions say in words what went wrong, in a buffer of ours, and whether it was their own fault.
+//! A function that fails writes a text into our buffer; its status says whether the fault is its own.
 
 use core::ffi::{CStr, c_char, c_void};
 use std::{ffi::CString, time::Duration};
@@ -11,7 +11,7 @@ use cpattn::transport::engine::{Engine, Failed, LONGEST_VALUE, MessageDirection}
 
 pub const CPATTN_ENGINE_TEXT: usize = 512;
 pub const CPATTN_ENGINE_VALUE: usize = LONGEST_VALUE;
-/// What a function returns that failed for another reason than its own.
+/// The status of a function that failed because a peer or a connection did.
 pub const CPATTN_ENGINE_GROUP: i32 = 1;
 
 #[derive(Clone, Copy, Debug)]
@@ -74,7 +74,7 @@ unsafe impl Send for EngineTable {}
 // SAFETY: as above.
 unsafe impl Sync for EngineTable {}
 
-/// What a function's status and text say.
+/// The result of a function, from its status and text.
 fn outcome(function: &str, code: i32, text: &mut [c_char; CPATTN_ENGINE_TEXT]) -> Result<(), Failed> {
     if code == 0 {
         return Ok(());
@@ -97,7 +97,7 @@ macro_rules! call {
     }};
 }
 
-/// Where a value of the store goes.
+/// Room for a value of the store.
 struct Value {
     room: Box<[u8; CPATTN_ENGINE_VALUE]>,
     bytes: usize,

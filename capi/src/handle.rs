@@ -19,7 +19,7 @@ use std::{
 
 use super::status::{CPATTN_BUSY, CPATTN_INVALID_HANDLE, Fail, Outcome};
 
-/// What a handle holds.
+/// The content of a kind of handle.
 pub(super) trait HandleKind: Send + Sync + 'static {
     /// As the header calls it.
     const NAME: &'static str;
@@ -29,7 +29,7 @@ pub(super) trait HandleKind: Send + Sync + 'static {
 
 const DEAD: u64 = u64::from_le_bytes(*b"cpatDEAD");
 
-/// A handle of the C interface: the word that tells whether it is alive, and what it holds.
+/// A handle of the C interface: the word that tells whether it is live, and its content.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Handle<T> {
@@ -49,7 +49,7 @@ pub(super) fn create<T: HandleKind>(state: T) -> *mut Handle<T> {
     handle
 }
 
-/// Refuses what is certainly not a live handle of this kind.
+/// Refuses pointers that are certainly not live handles of this kind.
 ///
 /// # Safety
 /// `ptr` is null, or came from [`create`] of some kind; in release builds, it was not destroyed either.
@@ -72,7 +72,7 @@ unsafe fn check<T: HandleKind>(ptr: *const Handle<T>) -> Outcome {
     }
 }
 
-/// What a handle holds.
+/// The content of a handle.
 ///
 /// # Safety
 /// As [`check`], and no thread destroys the handle while the reference is used.
@@ -83,7 +83,7 @@ pub(super) unsafe fn borrow<'a, T: HandleKind>(ptr: *const Handle<T>) -> Outcome
     Ok(unsafe { &(*ptr).state })
 }
 
-/// Ends a handle and hands back what it held.
+/// Ends a handle and returns its content.
 ///
 /// # Safety
 /// As [`check`], and nothing else uses the handle.
@@ -105,7 +105,7 @@ pub(super) unsafe fn take<T: HandleKind>(ptr: *mut Handle<T>) -> Outcome<T> {
     Ok(state)
 }
 
-/// Ends a handle and drops what it held; null is none.
+/// Ends a handle and drops its content; does nothing for null.
 ///
 /// # Safety
 /// As [`take`].

@@ -13,7 +13,7 @@ use core::{
 
 use cpattn::error::{Error, Result};
 
-/// The longest struct that is believed to be one.
+/// Structs with a larger size are refused.
 const LONGEST: usize = 4096;
 
 fn check<T>(name: &'static str, ptr: *const T) -> Result<()> {
@@ -35,7 +35,7 @@ pub(super) unsafe trait Versioned: Copy {
     const FIRST: usize;
 }
 
-/// Which structs these are, and the last member that each had in the first header. Later members are not named here.
+/// Declares such structs, each with its last member in the first header. Later members are not named here.
 macro_rules! versioned {
     ($($name:ident through $last:ident;)+) => {$(
         // SAFETY: declared so, of integers, floats, pointers and optional functions, whose null is a value too.
@@ -95,7 +95,7 @@ pub(super) unsafe fn sized<T: Versioned>(name: &'static str, ptr: *const T) -> R
     })
 }
 
-/// Where a struct of results goes: its size is checked, the part that both sides know is written.
+/// Writes a struct of results: checks its size, and writes the members that both sides know.
 ///
 /// # Safety
 /// As [`sized`], and valid for writes.
@@ -138,7 +138,7 @@ pub(super) unsafe fn text<'a>(name: &'static str, ptr: *const c_char) -> Result<
     bytes.to_str().map_err(|e| Error::invalid(name, format!("byte {} of it", e.valid_up_to()), "UTF-8"))
 }
 
-/// An array to write; what it holds is not looked at.
+/// An array to write; its content is not read.
 ///
 /// # Safety
 /// As [`array`], for writes, by nothing else.
@@ -175,7 +175,8 @@ pub(super) unsafe fn result<'a, T>(name: &'static str, ptr: *mut T) -> Result<&'
     Ok(unsafe { &mut *ptr.cast() })
 }
 
-/// Writes a text and the 0 behind it into what room there is, cut where a character ends, and how many bytes the whole takes.
+/// Writes a text and a 0, cut at the end of a character if the room is too small; `needed` gets the bytes of the whole text
+/// and its 0.
 pub(super) fn write_text(said: &str, text: &mut [MaybeUninit<u8>], needed: &mut MaybeUninit<usize>) {
     needed.write(said.len() + 1);
     if let Some(room) = text.len().checked_sub(1) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Events as files: a picture, and a trace for browsers.
 //!
-//! Events are the caller's here: those of ranks, of several groups, or its own with any names. An event of the crate
-//! has names that live as long as the program, so every new name is kept.
+//! The events come from the caller: from ranks, from several groups, or its own with any names. The crate's events have
+//! names that live as long as the program, so every new name is kept.
 
 use core::ffi::{CStr, c_char};
 
@@ -20,7 +20,7 @@ use cpattn::{
     schedule::Lane,
 };
 
-/// Up to the 0, or all of it; characters that are none become the sign for that, and control characters go.
+/// The name up to its 0, if it has one. Invalid UTF-8 becomes the replacement character; control characters are removed.
 fn text(name: &[c_char; 32]) -> &'static str {
     let bytes = name.map(|c| c as u8);
     let end = CStr::from_bytes_until_nul(&bytes).map_or(bytes.len(), CStr::count_bytes);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Plans, and what can be asked of them.
+//! Plans and their properties.
 
 use core::ffi::c_char;
 
@@ -23,7 +23,7 @@ impl HandleKind for Plan {
     const MAGIC: u64 = u64::from_le_bytes(*b"cpatPLAN");
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct cpattn_plan_info {
     pub struct_size: usize,
@@ -38,7 +38,7 @@ pub struct cpattn_plan_info {
     pub fingerprint: u64,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct cpattn_share {
     pub struct_size: usize,
@@ -163,16 +163,15 @@ pub unsafe extern "C" fn cpattn_plan_describe(plan: *const cpattn_plan, info: *m
         };
         let (mesh, batch) = (plan.mesh(), plan.problem().batch());
         let value = cpattn_plan_info {
-            struct_size: 0,
             replicas: mesh.replicas as u32,
             ring: mesh.ring as u32,
             ulysses: mesh.ulysses as u32,
             layout,
             layout_parameter,
-            reserved: 0,
             q_tokens: batch.tokens(Side::Q) as u64,
             k_tokens: batch.tokens(Side::K) as u64,
             fingerprint: plan.fingerprint(),
+            ..Default::default()
         };
         given!(write_sized("info", info, value));
     })
@@ -194,17 +193,16 @@ pub unsafe extern "C" fn cpattn_plan_share(plan: *const cpattn_plan, rank: u32, 
         let rank = rank_of(plan, rank)?;
         let (at, heads) = (plan.mesh().coordinates(rank), plan.heads_of(rank));
         let value = cpattn_share {
-            struct_size: 0,
             replica: at.replica as u32,
             ring: at.ring as u32,
             ulysses: at.ulysses as u32,
-            reserved: 0,
             q_tokens: plan.local_tokens(Side::Q, rank) as u64,
             k_tokens: plan.local_tokens(Side::K, rank) as u64,
             q_head_begin: heads.q.start,
             q_head_end: heads.q.end,
             kv_head_begin: heads.kv.start,
             kv_head_end: heads.kv.end,
+            ..Default::default()
         };
         given!(write_sized("share", share, value));
     })
@@ -296,7 +294,7 @@ pub unsafe extern "C" fn cpattn_plan_all_to_all_workspace(
     })
 }
 
-/// Refuses what the library has no kernels for.
+/// Refuses plans that the library has no kernels for.
 pub(super) fn runs(plan: &Plan) -> Result<()> {
     if plan.problem().kind() == AttentionKind::Softmax {
         return Ok(());

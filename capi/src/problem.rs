@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is to be planned, as C says it: problem and options.
+//! The problem and the options of a plan.
 
 use super::input::{array, flag, one_of, reserved, sized};
 use cpattn::{
@@ -64,7 +64,7 @@ versioned! {
 
 pub(super) const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
 
-/// In the order of the header, where 1 has always been what it is.
+/// In the order of the header.
 const GATHER: [Gather; 4] = [Gather::Auto, Gather::Others, Gather::Steps, Gather::Together];
 
 pub(super) fn window(name: &'static str, limit: i64) -> Result<Option<u32>> {
@@ -124,7 +124,7 @@ pub(super) unsafe fn read_problem(
         .with_mask(mask)
         .with_sinks(flag("problem.sinks", p.sinks)?)
         .with_kind(kind);
-    // What cannot be said with 0 as "default" is refused by `check` (a NaN) or meant as the default (±0).
+    // 0 stands for the default. `check` refuses a NaN.
     if p.scale != 0.0 {
         out = out.with_scale(p.scale);
     }
@@ -161,7 +161,7 @@ fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
     })
 }
 
-/// What does not decide who holds which tokens.
+/// The options that do not change which rank holds which tokens.
 fn options(o: &cpattn_options) -> Result<Options> {
     Ok(Options::new()
         .gather(one_of("options.gather", o.gather, &GATHER)?)
@@ -173,7 +173,7 @@ fn options(o: &cpattn_options) -> Result<Options> {
         .ranks_per_node(o.ranks_per_node as usize))
 }
 
-/// Without options it has those of `base`.
+/// A plan with the tokens of `base`, and without `o` with its options too.
 pub(super) fn with_tokens_of(base: &Plan, problem: &Problem, o: Option<&cpattn_options>) -> Result<Plan> {
     let Some(o) = o else { return Plan::with_tokens_of(base, problem, base.options()) };
     let options = options(o)?;
@@ -194,7 +194,7 @@ pub(super) fn with_tokens_of(base: &Plan, problem: &Problem, o: Option<&cpattn_o
     }
 }
 
-/// Refuses options that give what is chosen.
+/// Refuses options that set something which this call chooses.
 fn nothing_given(o: &cpattn_options, expected: &str, hint: &'static str) -> Result<()> {
     for (name, found) in [("ulysses", i64::from(o.ulysses)), ("ring", o.ring.into()), ("layout", o.layout.into())] {
         if found != 0 {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks: create, prepare, lend workspace, poll and abort. Their runs are in `run`.
 //!
-//! The rank is behind a mutex that is only ever tried: a second call is refused instead of queued, because ranks that
-//! run plans in different orders would wait for each other for ever. `poll` and `abort` do not touch it.
+//! A second call on a rank in use is refused instead of queued ([`Exclusive`]), because ranks that run plans in different
+//! orders would wait for each other for ever. `poll` and `abort` are allowed at any time.
 
 use core::ffi::c_void;
 use std::{collections::VecDeque, sync::Mutex};
@@ -41,15 +41,15 @@ pub struct cpattn_rank_options {
 
 versioned! { cpattn_rank_options through sm_margin; }
 
-/// What a rank's handle holds.
+/// The content of a rank's handle.
 #[doc(hidden)]
 pub struct RankState {
     rank: Mutex<Rank>,
-    /// What the rank recorded and C has not taken.
+    /// Recorded events that the caller has not taken yet.
     pub(super) untaken: Mutex<VecDeque<trace::Event>>,
     pub(super) device: Device,
     handle: runtime::AbortHandle,
-    /// What the rank asks of its device beyond kernels.
+    /// The multiprocessors that the rank asks its device to leave free.
     #[cfg(feature = "cuda")]
     _margin: Option<SmMargin>,
 }
@@ -113,7 +113,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
             if given.device().is_some_and(|at| at != wanted) {
                 return Err(Error::invalid("options.device", wanted, format!("{at}, where the transport is")).into());
             }
-            // Before what the build lacks: another build would not help.
+            // Refused before missing features of the build: another build would not help.
             if o.workers > 1 && wanted != Device::Cpu {
                 let expected = "1 on a device, which has threads of its own";
                 return Err(Error::invalid("options.workers", o.workers, expected).into());
@@ -159,7 +159,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
     })
 }
 
-/// What a rank asks of its device besides.
+/// The request for multiprocessors that stay free, if there is one.
 #[cfg(feature = "cuda")]
 fn margin(at: Device, sm_margin: u32) -> Result<Option<SmMargin>> {
     match at {

@@ -15,7 +15,7 @@ use cpattn::{
     transport::ring_check::{Link, RingFault},
 };
 
-/// One link, one way.
+/// One link in one direction.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_link {
@@ -94,7 +94,7 @@ fn failed(fault: &RingFault) -> Fail {
     Fail { status, text: fault.to_string(), peer }
 }
 
-/// How many there are.
+/// Writes the links; their number.
 fn write(out: &mut [MaybeUninit<cpattn_link>], known: &[Link]) -> usize {
     for (to, link) in out.iter_mut().zip(known) {
         to.write(cpattn_link {

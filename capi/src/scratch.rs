@@ -18,12 +18,12 @@ use super::{
 use cpattn::kernel::cuda::StreamKernels;
 use cpattn::{Device, error::Error, kernel::Kernels, plan::MAX_HEAD_DIM};
 
-/// Rings beyond this are a mistake.
+/// A larger ring buffer is taken for a mistake.
 const MAX_METADATA_BYTES: u64 = 1 << 32;
-/// Calls in flight, likewise: each has an event.
+/// More calls in flight are taken for a mistake: each has an event.
 const MAX_CALLS: u32 = 1 << 16;
 
-/// What a scratch's handle holds.
+/// The content of a scratch's handle.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct ScratchState {

@@ -139,10 +139,10 @@ impl Rows {
     }
 }
 
-/// A tensor of a call that copies rows: its name, and how many rows it has to have.
+/// A tensor of a call that copies rows: its name, its address, and the number of rows that it must have.
 pub(super) type Wanted = (&'static str, *const cpattn_tensor, usize);
 
-/// Reads two tensors and refuses what does not belong together: other types or shapes than `first` has.
+/// Reads two tensors; refuses `second` if its type or shape differs from that of `first`.
 ///
 /// # Safety
 /// The header's promise about tensors.

@@ -15,7 +15,7 @@ use super::{
 };
 use cpattn::{batch::Side, runtime::ShiftedRows};
 
-/// Both tensors of a call, and what a row without a source gets.
+/// Both tensors of a call, and the element for rows without a source.
 struct Shifted {
     kind: u64,
     rows: Rows,
@@ -65,7 +65,7 @@ impl ShiftedRows for Shifted {
     }
 }
 
-/// What the ranks' tensors have in common beside the bytes of a row: type, dimensions, and how many runs make a row.
+/// A number that must be equal on all ranks beside the bytes of a row: type, dimensions, and runs of a row.
 fn kind(p: &TensorFields, rows: &Rows) -> u64 {
     let runs = if p.ndim == 3 { rows.parts as u64 } else { 1 };
     u64::from(p.dtype.code) | u64::from(p.dtype.bits) << 8 | (p.ndim as u64) << 16 | runs << 24

@@ -53,9 +53,9 @@ thread_local! {
 fn keep(text: String, peer: Option<usize>) {
     let mut bytes = text.into_bytes();
     bytes.retain(|&b| b != 0);
-    // What has no zero byte is a C string.
+    // A text without a zero byte is a C string.
     let text = CString::new(bytes).unwrap_or_default();
-    // While the thread ends nothing reads it any more.
+    // While the thread ends, nothing can read it any more.
     let _ = LAST.try_with(|last| {
         if let Ok(mut last) = last.try_borrow_mut() {
             *last = Some((text, peer.map_or(-1, |rank| rank as i64)));
@@ -112,13 +112,12 @@ macro_rules! boundary {
     };
 }
 
-/// The arguments of an exported function, each read by an unsafe function: `given!(handle::borrow(plan), sized("args", args))`
-/// is what both give; the first refusal ends the body of [`boundary!`].
+/// Reads arguments of an exported function, each by an unsafe function: `given!(handle::borrow(plan), sized("args", args))`
+/// gives both results as a tuple. The first refusal ends the body of [`boundary!`].
 macro_rules! given {
     ($($($read:ident)::+($($argument:expr),* $(,)?)),+ $(,)?) => {
-        // SAFETY: what an exported function is given is as the header promises it, which is what the functions that read it
-        // ask for: handles are NULL or live, structs as long as their first word says, arrays as long as their counts,
-        // results and tensors memory of the caller's.
+        // SAFETY: the header promises what these functions need: handles are NULL or live, structs are as long as their first
+        // word says, arrays as long as their counts; results and tensors are memory of the caller's, streams are the driver's.
         unsafe { ($($($read)::+($($argument),*)?),+) }
     };
 }

@@ -82,7 +82,7 @@ versioned! { cpattn_transport_table through release; }
 /// A table without one of its functions is refused (`functions!`).
 pub(super) const CHECKED: &str = "checked when the transport was made";
 
-/// Refuses a rank that is none of its world.
+/// Refuses a rank outside its world.
 pub(super) fn place(rank: u32, world: u32) -> Result<()> {
     if world == 0 || world > 1 << 20 {
         return Err(Error::invalid("table.world", world, "1 to 1048576"));
@@ -108,7 +108,7 @@ unsafe impl Send for TableTransport {}
 unsafe impl Sync for TableTransport {}
 
 impl TableTransport {
-    /// What one of the caller's functions, by its name, makes of a call.
+    /// The result of one of the caller's functions.
     fn outcome(&self, function: &'static str, code: i32, blame: i64, label: Label) -> Result<()> {
         if code == 0 {
             return Ok(());
@@ -207,7 +207,7 @@ impl Drop for TableTransport {
 /// The caller's functions, given a stream.
 #[cfg(feature = "cuda")]
 pub(super) struct DeviceTableTransport {
-    // First: what its release destroys may still work on the stream.
+    // Dropped first: the objects that its release destroys may still use the stream.
     table: Arc<TableTransport>,
     stream: OwnStream,
     cuda: Arc<Cuda>,
@@ -264,6 +264,6 @@ impl DeviceTransport for DeviceTableTransport {
     }
 
     fn reserve(&self, _messages: usize) {
-        // Messages are handed on as they are; what the caller's functions need is theirs.
+        // Messages are passed on unchanged; the caller's functions have memory of their own.
     }
 }

@@ -34,7 +34,7 @@ pub struct cpattn_event {
     pub reserved: u32,
 }
 
-/// Cut where it is too long, and with a 0 behind it.
+/// A name that is cut if it is too long, and ends with a 0.
 fn name(text: &str) -> [c_char; NAME] {
     let mut out = [0; NAME];
     for (to, &from) in out.iter_mut().zip(&text.as_bytes()[..text.len().min(NAME - 1)]) {
@@ -96,7 +96,7 @@ pub unsafe extern "C" fn cpattn_rank_trace(
             given!(handle::borrow(rank), array_mut("events", events, capacity), result("count", count));
         let mut locked = rank.lock()?;
         let mut untaken = rank.untaken.lock().unwrap_or_else(PoisonError::into_inner);
-        // The rank keeps what does not fit, within its own capacity; what was gathered from others comes first.
+        // Events that do not fit stay with the rank, within its capacity; events gathered from other ranks come first.
         if untaken.is_empty() {
             untaken.extend(locked.events());
         }

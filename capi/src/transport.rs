@@ -27,7 +27,7 @@ use cpattn::{
 /// Threads of one process beyond this number are a mistake.
 const MAX_THREADS: u32 = 4096;
 
-/// Any kind, until it becomes a rank.
+/// A transport of any kind, until a rank takes it.
 #[doc(hidden)]
 #[derive(Clone)]
 pub enum Any {

@@ -20,13 +20,14 @@
 //! Everything is counted in integers from the problem alone, so all ranks make the same choice. Where q and k are the
 //! same tokens it takes about one step for each document, and for each mesh one for each run of a layout and, for a
 //! zigzag, for each rank and length ([`loads`](super::loads)); otherwise `O(documents × ring)` steps for each mesh and
-//! layout. These are rules of thumb: where the machine is known, `Plan::auto_on` goes by its description.
+//! layout. These are rules of thumb: if the machine is known, `Plan::auto_on` uses its description.
 
 use alloc::{format, vec::Vec};
 
+pub(crate) use super::layout_load::dealer;
 use super::{
     AttentionKind, Options, Plan, Problem,
-    area::{Load, SegmentLists, load},
+    layout_load::{LayoutLoad, load_with},
     loads::Counted,
     nodes::holds_ulysses,
 };
@@ -34,7 +35,7 @@ use crate::{
     batch::Batch,
     error::{Error, Result},
     heads::{HeadShare, shared_kv},
-    layout::{Layout, Shares},
+    layout::Layout,
     mesh::Mesh,
 };
 
@@ -56,36 +57,6 @@ pub const LAYOUTS: [Layout; 6] = [
     Layout::Zigzag,
     Layout::Striped { stripe: 128 },
 ];
-
-/// How evenly a layout distributes a problem over ring ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub(crate) struct LayoutLoad {
-    /// The layout.
-    pub layout: Layout,
-    /// The largest of each figure over the ring ranks.
-    pub largest: Load,
-    /// The sum of each figure over the ring ranks.
-    pub total: Load,
-    /// Ring ranks.
-    pub ring: usize,
-}
-
-impl LayoutLoad {
-    /// The busiest ring rank's mask area over the mean; 1 when there is no work.
-    pub fn work_imbalance(&self) -> f64 {
-        ratio(self.largest.area, self.total.area, self.ring)
-    }
-
-    /// The largest share of q tokens over the mean; 1 when there are none.
-    pub fn token_imbalance(&self) -> f64 {
-        ratio(self.largest.q_tokens, self.total.q_tokens, self.ring)
-    }
-}
-
-fn ratio(largest: u64, total: u64, ring: usize) -> f64 {
-    if total == 0 { 1.0 } else { largest as f64 * ring as f64 / total as f64 }
-}
 
 /// One mesh with its automatic layout and their cost by the rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,54 +90,13 @@ pub struct Choice {
     pub candidates: Vec<Candidate>,
 }
 
-/// Computes how `layout` distributes the problem over `ring` ranks.
-pub(crate) fn layout_load(problem: &Problem, layout: Layout, ring: usize) -> Result<LayoutLoad> {
-    load_with(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), layout, ring)
-}
-
-/// As [`layout_load`], of one problem for many layouts and rings: what all of them need is counted once.
-pub(crate) fn dealer(problem: &Problem) -> impl Fn(Layout, usize) -> Result<LayoutLoad> {
-    let counted = Counted::new(problem.batch(), problem.mask());
-    move |layout, ring| load_with(problem, counted.as_ref(), layout, ring)
-}
-
-fn load_with(problem: &Problem, counted: Option<&Counted>, layout: Layout, ring: usize) -> Result<LayoutLoad> {
-    if let Some(loads) = counted.map(|c| c.loads(layout, ring)).transpose()?.flatten() {
-        return Ok(largest_and_total(layout, ring, loads.into_iter()));
-    }
-    Ok(load_of_shares(problem, &Shares::new(problem.batch(), problem.mask(), layout, ring)?))
-}
-
-/// How these shares distribute the problem, whichever mask decided them.
-pub(crate) fn load_of_shares(problem: &Problem, shares: &Shares) -> LayoutLoad {
-    let (batch, mask, ring) = (problem.batch(), problem.mask(), shares.ring());
-    let mut lists = SegmentLists::default();
-    largest_and_total(shares.layout(), ring, (0..ring).map(|r| load(shares, batch, mask, r, &mut lists)))
-}
-
-/// The largest and the total of the ranks' loads.
-fn largest_and_total(layout: Layout, ring: usize, loads: impl Iterator<Item = Load>) -> LayoutLoad {
-    let (mut largest, mut total) = (Load::default(), Load::default());
-    for l in loads {
-        let fold = |into: &mut Load, f: fn(u64, u64) -> u64| {
-            into.area = f(into.area, l.area);
-            into.q_tokens = f(into.q_tokens, l.q_tokens);
-            into.k_tokens = f(into.k_tokens, l.k_tokens);
-            into.needed = f(into.needed, l.needed);
-        };
-        fold(&mut largest, u64::max);
-        fold(&mut total, |a, b| a + b);
-    }
-    LayoutLoad { layout, largest, total, ring }
-}
-
 /// The automatic layout for `ring` ranks: rule 3 of the [module](crate::plan::auto).
 pub fn auto_layout(problem: &Problem, ring: usize) -> Result<Layout> {
     problem.check()?;
     Ok(best_layout(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), ring)?.layout)
 }
 
-/// Those of [`LAYOUTS`] that `ring` is not too large for.
+/// The layouts of [`LAYOUTS`] that are possible with `ring` ranks.
 pub(super) fn layouts(ring: usize) -> impl Iterator<Item = Layout> {
     LAYOUTS.into_iter().filter(move |l| !matches!(l, Layout::Balanced { chunks } if *chunks as usize * ring > 1 << 20))
 }
@@ -300,7 +230,7 @@ impl Plan {
     ///
     /// For steps of a training run that differ only in the lengths of their documents. It takes about as long as reading
     /// `cu_seqlens` (and for [`Layout::Balanced`] as dealing the chunks). Whether the kept choice is still the best is
-    /// not looked at: [`choose`] says so.
+    /// not considered: see [`choose`].
     ///
     /// # Errors
     /// As [`Plan::with_options`].
@@ -324,7 +254,7 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Batch, Dtype, Mask};
+    use crate::{Batch, Dtype, Mask, plan::layout_load::layout_load};
     use alloc::{string::ToString, vec};
 
     fn problem(lengths: &[usize], heads: usize, kv_heads: usize) -> Problem {
@@ -378,14 +308,14 @@ mod tests {
         assert_eq!(layout(&long, 1), Layout::Contiguous);
         // Causal: the last of contiguous ranks works twice the mean; a zigzag is even.
         assert_eq!(layout(&long, 8), Layout::ZigzagPack);
-        assert!(dealt(&long, Layout::Contiguous, 8).unwrap().work_imbalance() > 1.8);
+        assert!(layout_load(&long, Layout::Contiguous, 8).unwrap().work_imbalance() > 1.8);
         // Where every rank works alike, the one that sends least: contiguous.
         assert_eq!(layout(&long.clone().with_mask(Mask::window(127, 0)), 8), Layout::Contiguous);
         assert_eq!(layout(&long.clone().with_mask(Mask::full()), 8), Layout::Contiguous);
         // Equal documents, one for each rank: nothing travels at all.
         let equal = problem(&[4096; 8], 8, 8);
         assert_eq!(layout(&equal, 8), Layout::Contiguous);
-        assert_eq!(dealt(&equal, Layout::Contiguous, 8).unwrap().largest.needed, 0);
+        assert_eq!(layout_load(&equal, Layout::Contiguous, 8).unwrap().largest.needed, 0);
     }
 
     #[test]
@@ -397,9 +327,9 @@ mod tests {
         }
         let p = problem(&lengths, 8, 8);
         for ring in [2, 3, 8, 16] {
-            let chosen = dealt(&p, auto_layout(&p, ring).unwrap(), ring).unwrap();
+            let chosen = layout_load(&p, auto_layout(&p, ring).unwrap(), ring).unwrap();
             for layout in LAYOUTS {
-                let other = dealt(&p, layout, ring).unwrap();
+                let other = layout_load(&p, layout, ring).unwrap();
                 assert_eq!(u128::from(other.total.area), p.area());
                 assert!(chosen.largest.area as f64 <= 1.01 * other.largest.area as f64, "{ring} {layout}");
             }
@@ -415,9 +345,9 @@ mod tests {
         assert!(lengths.iter().max().unwrap() > &(50 * lengths.iter().min().unwrap()));
         let p = problem(&lengths, 8, 8);
         for ring in [8, 64] {
-            let d = dealt(&p, Layout::Balanced { chunks: 16 }, ring).unwrap();
+            let d = layout_load(&p, Layout::Balanced { chunks: 16 }, ring).unwrap();
             assert!(d.work_imbalance() <= 1.05 && d.token_imbalance() <= 1.05, "{ring}: {d:?}");
-            assert!(dealt(&p, Layout::Contiguous, ring).unwrap().work_imbalance() > 1.3);
+            assert!(layout_load(&p, Layout::Contiguous, ring).unwrap().work_imbalance() > 1.3);
         }
     }
 

@@ -10,7 +10,8 @@ use alloc::{format, vec::Vec};
 
 use super::{
     AttentionKind, BALANCE, Options, Plan, Problem,
-    auto::{LayoutLoad, judge, layouts, load_of_shares},
+    auto::{judge, layouts},
+    layout_load::{LayoutLoad, load_of_shares},
     nodes::holds_ulysses,
 };
 use crate::{

@@ -3,11 +3,12 @@
 //!
 //! A model has layers of several kinds: a window here, full attention there, other heads, dims and score options. All of
 //! them work on the same tokens of a rank, in the same order. Plans made one by one do not promise that: the automatic
-//! and the balanced layout go by mask area, so two masks may give a rank other tokens, often in equal numbers, and then
-//! no shape tells that a tensor belongs to another plan. So one plan decides, and those of the other kinds are made with
-//! its tokens: [`Plan::with_tokens_of`].
+//! and the balanced layout depend on mask area, so two masks may give a rank different tokens, often in equal numbers, and
+//! then the shape of a tensor does not show that it belongs to another plan. So one plan decides, and the plans of the
+//! other kinds are made with its tokens: [`Plan::with_tokens_of`].
 //!
-//! [`Plan::distribution`] names who holds what. Tensors of one distribution may meet any plan of it, and none of another.
+//! [`Plan::distribution`] identifies which rank holds which tokens. A tensor may be used with any plan of its distribution,
+//! and with no other plan.
 
 use alloc::{format, vec::Vec};
 

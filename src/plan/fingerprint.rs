@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The number by which ranks compare what they planned, and what they are about to do.
+//! Fingerprints: ranks compare their plans and their next calls by them.
 
 use crate::batch::{Batch, Side};
 
@@ -12,7 +12,7 @@ impl Fingerprint {
         Self(0x6370_6174_746e_0001)
     }
 
-    /// Of a version of this library: one that plans, or speaks, otherwise must not pass for the same.
+    /// The fingerprint of a version of this library. Another version may plan or communicate differently, so it must differ.
     pub(crate) fn of_version(version: &str) -> Self {
         let mut h = Self::new();
         version.bytes().for_each(|byte| h.word(byte.into()));

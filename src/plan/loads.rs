@@ -35,7 +35,7 @@ pub(super) struct Counted<'a> {
 }
 
 impl<'a> Counted<'a> {
-    /// None where q and k differ.
+    /// None if q and k are different tokens.
     pub fn new(batch: &'a Batch, mask: Mask) -> Option<Self> {
         if !batch.is_self_attention() {
             return None;
@@ -106,7 +106,7 @@ impl<'a> Counted<'a> {
     fn runs(&self, ring: usize, runs: impl Iterator<Item = (usize, usize)>) -> Vec<Load> {
         let (left, right) = (self.mask.left_limit(), self.mask.right_limit());
         let mut loads = vec![Load::default(); ring];
-        // The document that a rank needs rows of, and the end of what it needs so far.
+        // By rank: the document whose rows it needs, and the end of the rows that it needs so far.
         let mut open = vec![(usize::MAX, 0i64); ring];
         let mut at = 0;
         let (mut start, mut low) = (0, 0);

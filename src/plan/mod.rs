@@ -21,6 +21,7 @@ mod auto_for;
 mod distribution;
 mod fingerprint;
 pub(crate) mod form;
+pub(crate) mod layout_load;
 mod loads;
 mod nodes;
 mod options;
@@ -41,7 +42,7 @@ pub use shard::ShiftMessage;
 use together::form_of;
 pub(crate) use together::{FEW_KEYS, GATHERED, MANY_DOCUMENTS};
 
-/// What all ranks compute, and how.
+/// The computation of all ranks, and its distribution over them.
 #[derive(Clone, Debug)]
 pub struct Plan {
     inner: Arc<Inner>,
@@ -56,7 +57,7 @@ struct Inner {
     form: Form,
     shares: Shares,
     fingerprint: u64,
-    /// Why the mesh was chosen, where a machine's description decided. Says nothing of what the plan is.
+    /// The reason of the choice, if a machine's description decided. Not part of the plan's identity.
     reason: Option<Arc<str>>,
 }
 
@@ -76,7 +77,7 @@ impl Inner {
             Layout::Striped { stripe } => h.word(3 | u64::from(stripe) << 8),
             Layout::Balanced { chunks } => h.word(4 | u64::from(chunks) << 8),
         }
-        // What a balanced layout gave to whom: another plan's mask may have decided it.
+        // The chunks of each rank in a balanced layout: another plan's mask may have decided them.
         self.shares
             .deal()
             .unwrap_or(&[])
@@ -126,7 +127,7 @@ impl Plan {
         Ok(Self::over(problem, mesh, shares, options))
     }
 
-    /// A plan over shares that exist, of what was checked.
+    /// A plan over given shares, of checked arguments.
     fn over(problem: &Problem, mesh: Mesh, shares: Shares, options: Options) -> Self {
         let layout = shares.layout();
         let form = form_of(problem, mesh, layout, options);
@@ -320,7 +321,7 @@ impl Plan {
     }
 }
 
-/// Refuses what no layout could make a plan of.
+/// Refuses problems, meshes and options that have no plan with any layout.
 fn check(problem: &Problem, mesh: Mesh, options: Options) -> Result<()> {
     problem.check()?;
     if mesh.replicas == 0 || mesh.ring == 0 || mesh.ulysses == 0 {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How the ranks of a group lie in nodes: what [`Options::ranks_per_node`] means for a mesh, and what it refuses.
+//! Nodes of ranks: the meaning of [`Options::ranks_per_node`] for a mesh, and its refusals.
 //!
 //! Nodes are equal and consecutive: rank r is in node `r / ranks_per_node`. Any list of groups that a mesh can use is of
 //! this kind, so a list is only a way to say the number ([`ranks_per_node`]), and racks are nodes.
 //!
-//! Only a ring over several nodes of several ring ranks each has rows that more than one rank of another node needs. Between
-//! Ulysses ranks each row of a head goes to one rank, wherever that is. So a node of one ring rank, and Ulysses ranks that
-//! fill whole nodes, have the schedules of one level.
+//! A row is needed by more than one rank of another node only in a ring over several nodes with several ring ranks each:
+//! an all-to-all sends each row of a head to one rank. So nodes of one ring rank, and Ulysses ranks that fill whole nodes,
+//! have the schedules of one level.
 
 use alloc::{collections::BTreeMap, format};
 
@@ -16,8 +16,8 @@ use crate::{
     mesh::Mesh,
 };
 
-/// What [`Options::ranks_per_node`] is for ranks that lie in these nodes: `nodes[r]` is any number that the ranks of rank
-/// r's node have in common, and no others. A rack, or whatever else a slow link joins, is a node too.
+/// The value of [`Options::ranks_per_node`] for ranks in these nodes. `nodes[r]` is a number of rank r's node: equal for
+/// the ranks of one node, different for different nodes. A rack, or any group of ranks behind a slow link, is a node too.
 ///
 /// # Errors
 /// No ranks; nodes whose ranks are not numbered one after another, or nodes of different sizes. Where sizes differ, a number
@@ -58,7 +58,7 @@ pub(super) fn holds_ulysses(ulysses: usize, world: usize, ranks_per_node: usize)
     ranks_per_node == 0 || ranks_per_node >= world || ranks_per_node.is_multiple_of(ulysses)
 }
 
-/// The ring ranks of a node: all of the ring where its rows do not cross from node to node, or cross once anyway.
+/// The ring ranks of a node: the whole ring if its rows do not cross nodes, or cross only once anyway.
 pub(super) fn ring_ranks_of_node(mesh: Mesh, options: Options) -> usize {
     let per_node = options.ranks_per_node / mesh.ulysses;
     if per_node <= 1 || per_node >= mesh.ring { mesh.ring } else { per_node }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is computed, independent of the number of ranks.
+//! The computation, independent of the number of ranks.
 //!
 //! A [`Problem`] describes the attention as if one device held the whole batch: documents, heads, mask, score options,
 //! element type. It does not depend on ranks. It is checked here, once; later stages rely on that.
@@ -237,7 +237,7 @@ impl Problem {
         self.heads / self.kv_heads
     }
 
-    /// What a kernel needs to make scores.
+    /// The parameters of scores, for kernels.
     pub fn score(&self) -> Score {
         Score {
             scale: self.scale.unwrap_or_else(|| inverse_sqrt(self.head_dim as f64)),

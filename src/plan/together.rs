@@ -117,7 +117,7 @@ mod tests {
         assert_ne!(made(Gather::Auto).fingerprint(), made(Gather::Steps).fingerprint());
     }
 
-    /// What is chosen is right.
+    /// The chosen form is right.
     #[test]
     fn a_chosen_plan_is_proved() {
         let lengths: alloc::vec::Vec<usize> = (0..MANY_DOCUMENTS + 3).map(|i| i * 7 % 13).collect();

@@ -27,7 +27,7 @@ use crate::{
 /// How many fingerprints a group remembers.
 const REMEMBERED: usize = 64;
 
-/// By group of ranks: what was agreed on, and how many runs there were.
+/// By group of ranks: the fingerprints that were agreed on, and the number of runs.
 #[derive(Debug, Default)]
 pub(super) struct Agreements {
     groups: Vec<GroupRuns>,
@@ -49,8 +49,8 @@ impl Agreements {
         }
     }
 
-    /// Begins a run of a prepared schedule on a rank that has not failed: fingerprint and number of the run, or none where
-    /// the rank runs it alone.
+    /// Begins a run of a prepared schedule on a rank that has not failed. Returns the fingerprint and the run's number, or
+    /// `None` if the rank runs it alone.
     ///
     /// # Errors
     /// [`Error::Disagreement`], with what is run in words, after which the ranks may plan again. Any other error is

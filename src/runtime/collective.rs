@@ -21,7 +21,7 @@ pub(super) fn number(parts: &[u64]) -> u64 {
     fingerprint.finish()
 }
 
-/// Agrees with `group` on `number`, and then does `work`. `what` is said in a disagreement.
+/// Agrees with `group` on `number`, then calls `work`. The error of a disagreement names the call by `what`.
 ///
 /// # Errors
 /// [`Error::Disagreement`] on all ranks of the group, which has not failed then. Any other is kept, and ends the group.

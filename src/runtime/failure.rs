@@ -22,13 +22,13 @@ use crate::{
     transport::{Label, Transport},
 };
 
-/// The way out of a call behind one that was refused in the middle of a run.
+/// The hint of calls after a refusal that ended the group.
 const ENDED: &str = "an earlier call failed with this, which has ended the group: make its transports and ranks again";
 
-/// What a device has found out by itself, behind the host's back.
+/// Failures that a device records while the host does not wait for it.
 #[cfg(feature = "cuda")]
 pub(super) trait Found: Send + Sync {
-    /// The error, and whether it stands even where the transport has failed; never waits.
+    /// The error, and whether it is certain even if the transport has failed too. Never waits.
     fn found(&self) -> Option<(Error, bool)>;
 }
 
@@ -36,20 +36,20 @@ pub(super) trait Found: Send + Sync {
 #[derive(Clone, Default)]
 pub(super) struct FirstFailure {
     first: Arc<OnceLock<Error>>,
-    /// Gone with its rank: a handle holds no memory of a device.
+    /// Weak: a handle keeps no memory of a device.
     #[cfg(feature = "cuda")]
     device: Option<Weak<dyn Found>>,
 }
 
 impl FirstFailure {
-    /// As the default, with what a device finds out.
+    /// A new one that also reports the failures of a device.
     #[cfg(feature = "cuda")]
     pub(super) fn with_device(device: &Arc<impl Found + 'static>) -> Self {
         let device: Arc<dyn Found> = device.clone();
         Self { first: Arc::default(), device: Some(Arc::downgrade(&device)) }
     }
 
-    /// Refuses if something has failed. Tells the peers of what a device has found out.
+    /// Returns the first failure, if there is one. Notifies the peers of a failure that the device recorded.
     pub(super) fn check(&self, transport: &dyn Transport) -> Result<()> {
         #[cfg(feature = "cuda")]
         self.look(transport);
@@ -57,13 +57,13 @@ impl FirstFailure {
         self.first.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Keeps what the device has found out, if nothing has failed before.
+    /// Keeps a failure that the device recorded, unless there is an earlier one.
     #[cfg(feature = "cuda")]
     fn look(&self, transport: &dyn Transport) {
         if self.first.get().is_none()
             && let Some((error, certain)) = self.device.as_ref().and_then(Weak::upgrade).and_then(|d| d.found())
         {
-            // What a failed exchange has left proves nothing by itself.
+            // After a failed exchange the data that the device compared may be incomplete.
             let error = if certain { error } else { transport.poll().err().unwrap_or(error) };
             self.keep(&error);
             abort(transport, cause_of(&error));
@@ -72,7 +72,7 @@ impl FirstFailure {
 
     /// Keeps an error, unless there is one already.
     pub(super) fn keep(&self, error: &Error) {
-        // A second error says nothing new. What the first call could have done instead helps no later one.
+        // Later errors follow from the first. The hint of the first call does not help a later one.
         let _ = self.first.set(error.clone().hint(ENDED));
     }
 
@@ -91,8 +91,8 @@ impl FirstFailure {
     }
 }
 
-/// Ends the group when it is dropped, that is, when what it watches unwinds: the peers are about to wait for this rank,
-/// and the code that catches the panic may keep it.
+/// Ends the group when it is dropped, that is, when the watched code unwinds: the peers will wait for this rank, and the
+/// code that catches the panic may keep the rank.
 pub(super) struct AbortOnUnwind<'a> {
     pub(super) transport: &'a dyn Transport,
     pub(super) failure: &'a FirstFailure,
@@ -124,7 +124,7 @@ pub(super) const fn cause_of(error: &Error) -> Cause {
 /// progress; the transport may be the caller's code, so a panic of its `abort` is caught here.
 pub(super) fn abort(transport: &dyn Transport, cause: Cause) {
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| transport.abort(cause))) {
-        // What a panic carries may itself panic when it is dropped.
+        // Dropping the payload of a panic may panic too.
         std::mem::forget(panic);
     }
 }

@@ -14,7 +14,7 @@ use crate::{
     transport::gather::gather,
 };
 
-/// What the ranks agree on: "trace", and the number of this way of doing it.
+/// The number that ranks compare: "trace", and the version of the protocol.
 const GATHER: [u64; 2] = [u64::from_le_bytes(*b"trace\0\0\0"), 1];
 
 impl Rank {

@@ -65,14 +65,13 @@ impl HostRank {
         }
     }
 
-    /// Finds what a run takes, or makes it; its index in `prepared`.
+    /// The index in `prepared` of a run's schedule, which is prepared first if it is not there.
     ///
     /// # Errors
-    /// Those of planning, and what is asked of the kernels and cannot be had, so that no run begins with them.
+    /// Those of planning; an instruction set that the CPU lacks, so that no run begins with it.
     fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
         self.scratch.isa()?;
-        if let Some(i) = self.prepared.find(plan, run) {
-            self.prepared.renew(i);
+        if let Some(i) = self.prepared.reuse(plan, run) {
             return Ok(i);
         }
         plan.fits_world(self.transport.world())?;
@@ -89,7 +88,7 @@ impl HostRank {
     fn work_at(&mut self, at: usize) -> Result<*mut u8> {
         let needed = self.prepared[at].schedule.workspace;
         if self.workspace.is_short(needed) {
-            // Before there is more.
+            // Freed first, so that the rank never holds both.
             drop(self.workspace.take_own());
             self.workspace.set_own(HostMemory::new(needed)?);
         }

@@ -28,7 +28,7 @@ use crate::{
     transport::Transport,
 };
 
-/// What the communication lane does in one run.
+/// The communication lane's part of one run.
 pub type Task<'a> = dyn FnMut(&Progress) -> Result<()> + Send + 'a;
 
 /// The task of one run. It lies on the stack of [`LaneThreads::run`], which does not return before the lane is done with it.
@@ -40,13 +40,13 @@ unsafe impl Send for TaskPointer {}
 #[derive(Default)]
 struct LaneState {
     job: Option<TaskPointer>,
-    /// The communication lane has a job, or is at it.
+    /// The communication lane has a job or is executing it.
     busy: bool,
     leave: bool,
-    /// How many operations of the list each lane has behind it: all those with a lower index are done.
+    /// Progress of each lane: all of its operations with a lower index are complete.
     done: [usize; 2],
-    /// What each lane is parked for, until it is notified: a call of the operating system for each notification, and one
-    /// that finds no lane parked costs nearly as much as one that does.
+    /// The event that each lane is parked for. Only a parked lane is notified, because a notification is a system call
+    /// even if no thread waits.
     parked: [Option<Parked>; 2],
     /// One lane failed: stop at the next wait.
     stop: bool,
@@ -55,7 +55,7 @@ struct LaneState {
     recorder: Option<TraceRecorder>,
 }
 
-/// What ends the wait of a parked lane, beside the end of the run.
+/// The event that wakes a parked lane. The failure of a run wakes it too.
 #[derive(Clone, Copy)]
 enum Parked {
     /// This operation of the other lane is done.
@@ -65,7 +65,7 @@ enum Parked {
 }
 
 impl LaneState {
-    /// Whether what `lane` is parked for, or is about to be, has come about.
+    /// Whether the event that `lane` waits for has happened.
     const fn ends(&self, lane: Lane, until: Parked) -> bool {
         match (until, lane) {
             (Parked::Operation(op), _) => self.stop || self.done[1 - index(lane)] > op,
@@ -81,7 +81,7 @@ struct TraceRecorder {
     events: Vec<trace::Event>,
 }
 
-/// How far both lanes have come, and what ends a run.
+/// The progress of both lanes, and the failure of a run.
 pub struct Progress {
     state: Mutex<LaneState>,
     compute: Condvar,
@@ -114,7 +114,7 @@ impl Progress {
         }
     }
 
-    /// Lets other threads work a few times, then parks `lane`, once. May end for no reason.
+    /// Yields the core a few times, then parks `lane` once. May return before the event.
     fn park<'a>(
         &'a self,
         mut state: MutexGuard<'a, LaneState>,
@@ -125,7 +125,7 @@ impl Progress {
             drop(state);
             let again = sync::yield_core();
             state = self.lock();
-            // The lock was given back: what is waited for may be there, and then nothing would wake this lane.
+            // The event may have happened while the lock was free; then no notification would follow.
             if state.ends(lane, until) {
                 return state;
             }
@@ -139,7 +139,7 @@ impl Progress {
         state
     }
 
-    /// Gives the lock back and wakes `lane` if it is parked, for an operation that is done by now or for its job.
+    /// Releases the lock, and wakes `lane` if it is parked and its event has happened.
     fn wake(&self, mut state: MutexGuard<'_, LaneState>, lane: Lane) {
         let i = index(lane);
         let ends = state.parked[i].is_some_and(|until| state.ends(lane, until));
@@ -162,7 +162,7 @@ impl Progress {
         !state.stop
     }
 
-    /// Notes that `lane` has done everything below `upto`.
+    /// Records that `lane` has completed all of its operations below `upto`.
     pub fn advance(&self, lane: Lane, upto: usize, event: Option<trace::Event>) {
         let mut state = self.lock();
         state.done[index(lane)] = upto;
@@ -188,14 +188,14 @@ impl Progress {
     /// Ends the run for both lanes.
     fn fail(&self, error: Option<Error>, panic: Option<Box<dyn Any + Send>>) {
         let mut state = self.lock();
-        // The first error is the cause; what follows from it says less.
+        // The first error is the cause; later ones follow from it.
         if !state.stop {
             state.error = error;
         }
         if state.panic.is_none() {
             state.panic = panic;
         } else {
-            // What a second panic carries may itself panic when it is dropped, and a lane must not unwind from here.
+            // Dropping the payload of a second panic may panic too, and a lane must not unwind from here.
             std::mem::forget(panic);
         }
         state.stop = true;
@@ -203,7 +203,7 @@ impl Progress {
         self.wake(self.lock(), Lane::Communication);
     }
 
-    /// Does one lane's part of a run; an error or a panic ends the run for both lanes and for the peers.
+    /// Runs one lane's part. An error or a panic ends the run for both lanes and for the peers.
     fn part(&self, transport: &dyn Transport, lane: impl FnOnce() -> Result<()>) {
         match catch_unwind(AssertUnwindSafe(lane)) {
             Ok(Ok(())) => {}
@@ -303,7 +303,7 @@ impl LaneThreads {
     }
 }
 
-/// What the communication lane's thread does from its start to its end.
+/// The body of the communication lane's thread.
 fn communicate(progress: &Progress, transport: &dyn Transport) {
     loop {
         let job = {

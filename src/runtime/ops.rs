@@ -56,7 +56,7 @@ pub(super) trait Operations {
     fn alibi_slopes(&self, plan: &Plan) -> RawTensor;
 }
 
-/// What one lane lists an operation into.
+/// The lists of one lane, filled anew for each operation.
 #[derive(Default)]
 pub(super) struct Listing {
     expansion: Expansion,
@@ -64,7 +64,7 @@ pub(super) struct Listing {
     sources: Vec<RawTensor>,
     sends: Vec<Message>,
     recvs: Vec<Message>,
-    /// What precedes the first message with each peer; nothing where every run is agreed on instead.
+    /// The tags before the first message with each peer; none if the ranks agree before every run.
     pub tags: Tags,
     /// How errors name the run.
     run: Option<RunName>,
@@ -199,7 +199,7 @@ pub(super) unsafe fn perform(
                 // SAFETY: the messages lie in tensors and buffers that are valid, and that no other operation which may
                 // run now touches (promised); tags lie in memory of the listing's own.
                 let outcome = unsafe { backend.exchange(label, sends, recvs) };
-                // What peers say that they run explains a failure better than the failure does.
+                // A peer's tag of another run explains a failure better than the failure itself.
                 tags.check(op, outcome.is_err())?;
                 outcome?;
             }

@@ -41,7 +41,7 @@ impl Prepared {
         self
     }
 
-    /// What the ranks of a group compare.
+    /// The fingerprint that the ranks of a group compare.
     pub(super) fn fingerprint(&self) -> u64 {
         self.run.fingerprint(&self.plan)
     }
@@ -54,7 +54,7 @@ impl Prepared {
 /// How many schedules a rank remembers, beside those that it may not forget.
 const REMEMBERED: usize = 16;
 
-/// What a rank remembers of a schedule.
+/// An entry of [`Remembered`].
 pub(super) trait Entry {
     /// The schedule.
     fn prepared(&self) -> &Prepared;
@@ -79,15 +79,17 @@ impl<E: Entry> Default for Remembered<E> {
 }
 
 impl<E: Entry> Remembered<E> {
-    /// The number of a run's schedule.
+    /// Index of a run's schedule.
     pub(super) fn find(&self, plan: &Plan, run: Purpose) -> Option<usize> {
         self.entries.iter().position(|(_, e)| e.prepared().is(plan, run))
     }
 
-    /// Notes that a schedule is used.
-    pub(super) fn renew(&mut self, at: usize) {
+    /// As [`find`](Self::find), and records a use.
+    pub(super) fn reuse(&mut self, plan: &Plan, run: Purpose) -> Option<usize> {
+        let at = self.find(plan, run)?;
         self.uses += 1;
         self.entries[at].0 = self.uses;
+        Some(at)
     }
 
     /// Index of the least recently used schedule that may be forgotten, if the cache is full.
@@ -104,7 +106,7 @@ impl<E: Entry> Remembered<E> {
         self.entries.remove(at).1
     }
 
-    /// Remembers a schedule; its number.
+    /// Remembers a schedule; its index.
     pub(super) fn push(&mut self, entry: E) -> usize {
         self.uses += 1;
         self.entries.push((self.uses, entry));
@@ -152,7 +154,7 @@ mod tests {
         }
     }
 
-    /// What may not be forgotten takes no room from the rest, and of the rest goes what was not used for longest.
+    /// Entries that must be kept do not count; of the others, the least recently used is forgotten.
     #[test]
     fn the_least_recently_used_goes_first() {
         let run = Purpose::Attention(Direction::Forward);
@@ -171,7 +173,7 @@ mod tests {
         }
         let place = |all: &Remembered<Mark>, tokens| all.find(&plan(tokens), run);
         assert_eq!(all.least_recent(), place(&all, 21));
-        all.renew(place(&all, 21).unwrap());
+        assert!(all.reuse(&plan(21), run).is_some());
         assert_eq!(all.least_recent(), place(&all, 22));
         all.remove(place(&all, 22).unwrap());
         assert_eq!((all.least_recent(), place(&all, 22)), (None, None));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The check of a ring's links by ranks, which have taken their transports over.
+//! The check of a ring's links by ranks, which own their transports.
 
 use std::vec::Vec;
 
@@ -12,7 +12,7 @@ use crate::{
     },
 };
 
-/// Runs `check` over a rank's transport. What ends the group is kept, as after a run.
+/// Runs `check` over a rank's transport. An error that ends the group is kept, as after a run.
 pub(super) fn checked(
     transport: &dyn Transport,
     failure: &FirstFailure,
@@ -23,13 +23,13 @@ pub(super) fn checked(
     let outcome = check();
     watch.over();
     match &outcome {
-        // A refusal: this rank has sent nothing, or its peer has found the same and ended the group.
+        // A refusal: this rank has sent nothing, or its peer has refused too and ended the group.
         Ok(_) | Err(RingFault::Failed { error: Error::Invalid { .. }, .. }) => {}
         Err(RingFault::Failed { error, .. }) => {
             failure.keep(error);
             abort(transport, Cause::Failed);
         }
-        // The check has aborted.
+        // The check has aborted the transport.
         Err(RingFault::OtherBytes { .. }) => failure.ended(transport.rank(), Cause::Failed),
     }
     outcome

@@ -11,7 +11,7 @@ use crate::{
     schedule::{AllToAll, AllToAllDirection, Direction, OWN_HEADS, OWN_TOKENS, Purpose, Schedule, TensorId},
 };
 
-/// One of the caller's tensors, as a run takes it.
+/// One of the caller's tensors, as a run uses it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TensorForm {
     /// The argument's name.
@@ -23,7 +23,7 @@ pub(super) struct TensorForm {
 }
 
 impl Purpose {
-    /// How a rank's run takes a tensor; `None` where it has no use for one.
+    /// How a rank's run uses a tensor; `None` if it does not.
     pub(super) fn form(self, plan: &Plan, rank: usize, tensor: TensorId) -> Option<TensorForm> {
         let p = plan.problem();
         match self {
@@ -49,7 +49,7 @@ impl Purpose {
         }
     }
 
-    /// What a rank does in such a run.
+    /// The schedule of such a run on one rank.
     ///
     /// # Errors
     /// Those of planning: a rank outside the mesh; tensors without an innermost dimension.
@@ -71,7 +71,7 @@ impl Purpose {
         RunName::new(kind, plan.fingerprint())
     }
 
-    /// What the ranks of a group compare before a run.
+    /// The fingerprint that the ranks of a group compare before a run.
     pub(super) fn fingerprint(self, plan: &Plan) -> u64 {
         let salt = match self {
             Self::Attention(Direction::Forward) => 0,

@@ -32,7 +32,7 @@ use crate::{
 };
 use slices::{ScheduleCheck, Touch, extents, flaw};
 
-/// Proves a schedule; see the module.
+/// Checks a schedule; see the module.
 ///
 /// # Errors
 /// [`Error::Schedule`](crate::Error::Schedule) with the operation and what is wrong with it.
@@ -224,8 +224,8 @@ impl ScheduleCheck<'_> {
         Ok(list)
     }
 
-    /// That operations which may run at the same time do not trip over each other: the order within each lane and the
-    /// edges `after`, closed under both, say which those are.
+    /// Checks that operations which may run at the same time do not conflict. The order within each lane and the edges
+    /// `after`, closed under both, determine which may.
     fn lanes(&self, touched: &[Vec<Touch>]) -> Result<()> {
         let s = self.schedule;
         let clocks = clocks(s);
@@ -233,7 +233,7 @@ impl ScheduleCheck<'_> {
         let communication: Vec<usize> = of(Lane::Communication).collect();
         let (c, m) = (Lane::Compute as usize, Lane::Communication as usize);
         for a in of(Lane::Compute) {
-            // Of the other lane: those before this number are complete, and those after the last wait for this one.
+            // Of the other lane, operations before this index are complete, and operations after the last wait for this one.
             for &b in communication.iter().skip(clocks[a].0[m]) {
                 if clocks[b].0[c] > clocks[a].1 {
                     break;
@@ -257,7 +257,7 @@ impl ScheduleCheck<'_> {
 /// Two slices of two operations that share a byte, one of them written. Both lists are sorted by first byte.
 fn hit<'a>(a: &'a [Touch], b: &'a [Touch]) -> Option<(&'a Touch, &'a Touch)> {
     let mut begin = 0;
-    // Slices that end before all that is still to come are passed over for good.
+    // Slices that end before all later ones begin are never visited again.
     let reach = |list: &[Touch]| list.iter().map(|t| t.high - t.low).max().unwrap_or(0);
     let longest = reach(b);
     for x in a.iter().filter(|x| x.low < x.high) {

@@ -21,7 +21,7 @@ use crate::{
     },
 };
 
-/// What the ranks agree on first: "shift", and the number of this way of doing it.
+/// The number that ranks compare first: "shift", and the version of the protocol.
 const SHIFT: [u64; 2] = [u64::from_le_bytes(*b"shift\0\0\0"), 1];
 
 /// A rank's rows before and after a [`Rank::shift_rows`], in any storage: strided, of a framework's tensors, on disk.
@@ -34,13 +34,13 @@ pub trait ShiftedRows {
     /// size.
     fn kind(&self) -> u64;
 
-    /// Copies a row that is given.
+    /// Copies a row of the input.
     fn read(&self, row: usize, to: &mut [u8]);
 
     /// Writes a row of the result.
     fn write(&mut self, row: usize, from: &[u8]);
 
-    /// Writes what a row of the result is when the document has none for it.
+    /// Writes a row of the result for which the document has no source.
     fn fill(&mut self, row: usize);
 }
 
@@ -48,7 +48,7 @@ pub trait ShiftedRows {
 struct Slices<'a, T> {
     rows: &'a [T],
     row_len: usize,
-    /// Begins with what rows have that have no source.
+    /// Begins as rows of the fill value, which rows without a source keep.
     out: Vec<T>,
 }
 
@@ -208,7 +208,7 @@ fn moved(carrier: &dyn Carrier, messages: &[ShiftMessage], rows: &mut dyn Shifte
     Ok(())
 }
 
-/// Sends each peer its packet and fills those that come; one exchange, or none.
+/// Sends each peer its packet and receives the packets of the peers, in at most one exchange.
 fn exchange(carrier: &dyn Carrier, sends: &[Vec<u8>], recvs: &mut [Vec<u8>]) -> Result<()> {
     let rooms = |packets: &[Vec<u8>]| -> Result<Vec<Parcel>> {
         let full = packets.iter().enumerate().filter(|(_, packet)| !packet.is_empty());

@@ -27,7 +27,7 @@ use crate::{
     transport::Message,
 };
 
-/// What a message of the check holds. All ranks have the same byte order, as for everything else that they send.
+/// The content of a tag. All ranks have the same byte order, as for all other data that they send.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 struct RunTag {
@@ -40,10 +40,10 @@ struct RunTag {
 #[derive(Clone, Copy, Debug)]
 struct First {
     op: u32,
-    /// Which message of the operation, in the order in which it lists them.
+    /// Index of the message in the operation's list.
     message: u32,
     peer: usize,
-    /// Which entry of `memory`: 0, the own tag, for what is sent.
+    /// Index in `memory`: 0, the rank's own tag, for sends.
     slot: u32,
 }
 
@@ -52,9 +52,9 @@ struct First {
 pub(super) struct Tags {
     /// In the order of operations and of their messages.
     firsts: Vec<First>,
-    /// The own tag, and what arrived from each peer. Empty where a device has them.
+    /// The rank's own tag, then the tag received from each peer. Empty if a device holds them.
     memory: Vec<RunTag>,
-    /// Where a device has them, as the backend says it, and bytes of each.
+    /// If a device holds them: their address there, and the bytes of each.
     on_device: Option<(usize, usize)>,
     /// Which ranks send the tags from slot 1 on.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only devices say it by slot"))]
@@ -64,7 +64,7 @@ pub(super) struct Tags {
 }
 
 impl Tags {
-    /// Where the tags of a schedule go.
+    /// The tags of a schedule, in host memory.
     pub(super) fn new(plan: &Plan, run: Purpose, schedule: &Schedule, expansion: &mut Expansion) -> Self {
         let (mut firsts, mut seen, mut senders) = (Vec::new(), BTreeSet::new(), Vec::new());
         for (op, _) in schedule.ops.iter().enumerate().filter(|(_, op)| op.kind.is_exchange()) {
@@ -99,7 +99,7 @@ impl Tags {
         self.firsts.chunk_by(|a, b| a.op == b.op).map(<[First]>::len).max().unwrap_or(0)
     }
 
-    /// Sets what this run sends and expects.
+    /// Sets the tag that this run sends and expects.
     pub(super) fn begin(&mut self, fingerprint: u64, run: u64) {
         self.memory.fill(RunTag::default());
         if let Some(own) = self.memory.first_mut() {
@@ -113,7 +113,7 @@ impl Tags {
         &self.firsts[begin..end]
     }
 
-    /// The tag that goes before a message of an operation, if one does.
+    /// The tag before a message of an operation, if there is one.
     pub(super) fn before(&mut self, op: usize, message: usize) -> Option<Message> {
         let key = |f: &First| (f.op as usize, f.message as usize);
         let f = self.firsts[self.firsts.binary_search_by_key(&(op, message), key).ok()?];

@@ -39,7 +39,7 @@ impl<M> Default for Workspace<M> {
 }
 
 impl<M: OwnMemory> Workspace<M> {
-    /// Refuses memory that cannot be lent, whatever it is memory of.
+    /// Refuses memory that cannot be lent, on the host or on a device.
     pub(super) fn accept(ptr: *mut u8) -> Result<()> {
         if (ptr as usize).is_multiple_of(ALIGNMENT as usize) {
             return Ok(());
@@ -92,7 +92,7 @@ impl<M: OwnMemory> Workspace<M> {
                     .hint("ask every plan, in each direction and for each all-to-all, for its workspace, and lend the largest"))
             }
             Some((ptr, bytes)) if bytes > 0 => Ok(ptr),
-            // An address of nothing is the caller's to choose, and may be NULL; slices of nothing need another.
+            // For 0 bytes the caller may give any address, also NULL; empty slices need a non-null one.
             Some(_) | None => {
                 Ok(self.own.as_ref().map_or(NonNull::<AlignedUnit>::dangling().as_ptr().cast(), OwnMemory::ptr))
             }
@@ -132,7 +132,7 @@ impl HostMemory {
     /// Zeros.
     ///
     /// # Errors
-    /// A machine without the memory.
+    /// The machine does not have the memory.
     pub(super) fn new(bytes: u64) -> Result<Self> {
         let count = usize::try_from(bytes.div_ceil(ALIGNMENT)).unwrap_or(usize::MAX);
         let mut units = Vec::new();

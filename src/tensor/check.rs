@@ -51,7 +51,7 @@ pub(crate) fn expect_dims(
     refuse_unaligned(name, t)
 }
 
-/// Makes the description of a tensor over `len` elements at `ptr`, or says what is wrong with it.
+/// Describes a tensor over `len` elements at `ptr`, or refuses it with an error.
 pub(super) fn describe<T: Element>(
     ptr: *mut T,
     len: usize,

@@ -10,9 +10,9 @@
 //! rest without a search.
 //!
 //! The search counts its steps and gives up after [`BUDGET`] of them, which takes strides that neither nest nor agree
-//! nor divide, and extents in the tens of thousands. Such a pair is refused, with an error that says so: refusing in
-//! doubt costs a copy, accepting in doubt costs the result. All arithmetic is in bytes and in `i128`, where none of it
-//! can wrap: 64-bit strides are bounded by [`hull`] first. Nothing here allocates unless it refuses, and no memory is
+//! nor divide, and extents in the tens of thousands. Such a pair is refused, with an error that names this reason: the
+//! caller can copy a tensor, but an unnoticed overlap would give a wrong result. All arithmetic is in bytes and in `i128`,
+//! where it cannot wrap: 64-bit strides are bounded by [`hull`] first. Nothing here allocates unless it refuses, and no memory is
 //! touched.
 
 use super::extent::{hull, is_empty, part, refuse_unaddressable};
@@ -81,7 +81,7 @@ fn reaches(low: i128, high: i128, terms: &[Term], budget: &mut u32) -> SharesByt
     SharesBytes::No
 }
 
-/// Sorts, merges equal strides, drops what cannot move a sum, and searches.
+/// Sorts, merges equal strides, drops terms that are always 0, and searches.
 fn search(low: i128, high: i128, mut terms: [Term; 4]) -> SharesBytes {
     for term in &mut terms {
         *term = term.positive();

@@ -22,7 +22,7 @@ const ROUNDS: u32 = 16;
 /// The contribution of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Gathered {
-    /// What to add to times of its clock for times of rank 0's.
+    /// The difference to add to times of the rank's clock to get times of rank 0's clock.
     pub(crate) offset_ns: i64,
     pub(crate) bytes: Vec<u8>,
 }

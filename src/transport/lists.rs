@@ -5,7 +5,7 @@ use super::Message;
 use crate::error::{Error, Result};
 use std::format;
 
-/// Refuses a list that breaks the contract, before anything of it is begun. `argument` is `sends` or `recvs`.
+/// Refuses a list that breaks the contract, before any of its messages begins. `argument` is `sends` or `recvs`.
 pub(super) fn check(rank: usize, world: usize, argument: &str, list: &[Message]) -> Result<()> {
     for (at, message) in list.iter().enumerate() {
         let argument = |field| format!("{argument}[{at}].{field}");

@@ -182,7 +182,7 @@ struct WaitProgress {
     limit: Option<Limit>,
     since: Instant,
     moved: u64,
-    /// How often it gave the core away before it parks.
+    /// How often the rank yielded its core before it parks.
     yields: u32,
 }
 
@@ -227,7 +227,7 @@ impl Local {
         if progress.yields < YIELDS {
             drop(board);
             progress.yields = if yield_core() { progress.yields + 1 } else { YIELDS };
-            // The mutex was released: the caller has to look again before this rank parks.
+            // The mutex was released, so the caller must check again before this rank parks.
             return (lock(&self.shared.board), Ok(()));
         }
         let limit = *progress.limit.get_or_insert_with(|| Limit::after(deadline));

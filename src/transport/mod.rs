@@ -83,7 +83,7 @@ pub struct Label {
     pub operation: &'static str,
     /// The step of the schedule.
     pub step: u32,
-    /// The run that it belongs to, if any.
+    /// The run that the call belongs to, if any.
     pub run: Option<RunName>,
 }
 

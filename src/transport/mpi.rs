@@ -96,7 +96,7 @@ impl Calls {
         self.agreements.cancel();
         let began = Instant::now();
         while began.elapsed() < SETTLE {
-            // All of them are looked at, every time.
+            // Both are tested every time, since each test makes progress.
             let (pipes, agreements) = (self.pipes.is_free(), self.agreements.is_free());
             if pipes && agreements {
                 return;
@@ -334,7 +334,7 @@ impl Drop for Mpi {
             self.abort(Cause::Panicked);
         }
         if self.group.has_failed() {
-            // Nothing is freed of what MPI may still work on.
+            // Memory that MPI may still use is not freed.
             self.group.notices.close(SETTLE);
             left_ranks::sweep();
         } else {

@@ -60,7 +60,7 @@ pub struct Peer {
 struct PeerStream {
     stream: OwnStream,
     ready: CudaEvent,
-    /// By sender: behind the copies from it to this rank.
+    /// By sender: recorded after the copies from that sender to this rank.
     done: Vec<CudaEvent>,
     /// The device of the stream.
     cuda: Arc<Cuda>,
@@ -205,12 +205,12 @@ impl PeerStream {
 }
 
 impl Peer {
-    /// Has the rank's stream wait for the copies out of its memory.
+    /// Makes the rank's stream wait for the copies out of its memory.
     fn hold_until_sent(&self, sends: &[Message]) -> Result<()> {
         let (me, stream) = (self.local.rank(), self.own().stream.handle());
         let mut last = None;
         for peer in sends.iter().map(|m| m.peer) {
-            // Messages to one peer mostly follow each other; a second wait does no harm.
+            // Messages to one peer are mostly adjacent; a second wait for one event does no harm.
             if last.replace(peer) != Some(peer) {
                 self.streams[peer].done[me].hold(stream)?;
             }

@@ -61,7 +61,7 @@ pub enum RingFault {
 }
 
 impl RingFault {
-    /// What to try.
+    /// The way out.
     pub fn advice(&self) -> &'static str {
         match self {
             Self::OtherBytes { .. } => {
@@ -101,10 +101,10 @@ impl fmt::Display for RingFault {
 
 impl std::error::Error for RingFault {}
 
-/// A link as it travels: from, to, latency and transfer in nanoseconds.
+/// A link as it is sent: from, to, latency and transfer in nanoseconds.
 type LedgerEntry = [u64; 4];
 
-/// Byte `at` of what `from` sends at hop `hop`.
+/// Byte `at` of the message that `from` sends at hop `hop`.
 fn stamp(from: usize, hop: usize, at: usize) -> u8 {
     (from.wrapping_mul(167) ^ hop.wrapping_mul(29) ^ at.wrapping_mul(13) ^ (at >> 8) ^ (at >> 16).wrapping_mul(37))
         as u8
@@ -128,7 +128,7 @@ struct LedgerRound<'a> {
     ledger: Vec<LedgerEntry>,
     /// The bytes of a large message.
     stamps: Vec<u8>,
-    /// What travels: eight bytes, a large message, the ledger.
+    /// The messages: eight bytes, a large message, the ledger.
     word: Box<dyn WireBuffer>,
     large: Box<dyn WireBuffer>,
     pages: Box<dyn WireBuffer>,
@@ -209,7 +209,7 @@ fn round(carrier: &dyn Carrier, bytes: usize) -> Result<Vec<Link>, RingFault> {
     Ok(walk.ledger[..known].iter().map(entry).collect())
 }
 
-/// Which of the rooms travels.
+/// The buffer to send.
 #[derive(Clone, Copy)]
 enum Which {
     Word,
@@ -228,16 +228,16 @@ impl LedgerRound<'_> {
             self.carry(to, Which::Word, false)?;
             latency = latency.min(began.elapsed() / 2);
             if round == 0
-                && let Err(trouble) = self.same_bytes(to)
+                && let Err(fault) = self.same_bytes(to)
             {
-                // The receiver has found the same. No other rank is told of it otherwise.
+                // The receiver has found the same fault; this abort notifies the other ranks.
                 self.end.abort(Cause::Failed);
-                return Err(trouble);
+                return Err(fault);
             }
         }
         self.stamps.iter_mut().enumerate().for_each(|(at, byte)| *byte = stamp(rank, hop, at));
         let filled = self.large.put(&self.stamps);
-        filled.map_err(|error| self.trouble(error))?;
+        filled.map_err(|error| self.fault(error))?;
         let mut transfer = Duration::MAX;
         for _ in 0..LARGE {
             let began = Instant::now();
@@ -249,7 +249,7 @@ impl LedgerRound<'_> {
         }
         self.ledger[hop] = [rank as u64, to as u64, latency.as_nanos() as u64, transfer.as_nanos() as u64];
         let written = self.pages.put(bytemuck::cast_slice(&self.ledger));
-        written.map_err(|error| self.trouble(error))?;
+        written.map_err(|error| self.fault(error))?;
         self.carry(to, Which::Pages, true)
     }
 
@@ -269,19 +269,19 @@ impl LedgerRound<'_> {
         for _ in 0..LARGE {
             self.stamps.fill(!stamp(from, hop, 0));
             let cleared = self.large.put(&self.stamps);
-            cleared.map_err(|error| self.trouble(error))?;
+            cleared.map_err(|error| self.fault(error))?;
             self.carry(from, Which::Large, false)?;
             self.carry(from, Which::Word, true)?;
             let read = self.large.get(&mut self.stamps);
-            read.map_err(|error| self.trouble(error))?;
+            read.map_err(|error| self.fault(error))?;
             let differs = |(at, &byte): (usize, &u8)| byte != stamp(from, hop, at);
             other = other.or_else(|| self.stamps.iter().enumerate().position(differs));
         }
         self.carry(from, Which::Pages, false)?;
         let read = self.pages.get(bytemuck::cast_slice_mut(&mut self.ledger));
-        read.map_err(|error| self.trouble(error))?;
+        read.map_err(|error| self.fault(error))?;
         if let Some(at) = other {
-            // No other rank is told of it otherwise.
+            // This abort notifies the other ranks.
             self.end.abort(Cause::Failed);
             return Err(RingFault::OtherBytes { link: link(self.end.world(), self.hop), at });
         }
@@ -291,14 +291,14 @@ impl LedgerRound<'_> {
     /// Into the word that travels: the number of bytes that this rank was called with.
     fn write_bytes(&mut self) -> Result<(), RingFault> {
         let written = self.word.put(&(self.stamps.len() as u64).to_ne_bytes());
-        written.map_err(|error| self.trouble(error))
+        written.map_err(|error| self.fault(error))
     }
 
     /// Compares it with what `peer` was called with: a large message of another size would be refused in other words by each
     /// transport, or not at all.
     fn same_bytes(&mut self, peer: usize) -> Result<(), RingFault> {
         let mut word = [0; 8];
-        self.word.get(&mut word).map_err(|error| self.trouble(error))?;
+        self.word.get(&mut word).map_err(|error| self.fault(error))?;
         let (theirs, ours) = (u64::from_ne_bytes(word), self.stamps.len() as u64);
         if theirs == ours {
             return Ok(());
@@ -317,11 +317,11 @@ impl LedgerRound<'_> {
             Which::Pages => &mut self.pages,
         };
         let label = Label::new("ring check", self.hop as u32);
-        carrier::carry(self.carrier, label, peer, &mut **room, send).map_err(|error| self.trouble(error))
+        carrier::carry(self.carrier, label, peer, &mut **room, send).map_err(|error| self.fault(error))
     }
 
     /// The fault that an error at this hop stands for.
-    fn trouble(&self, error: Error) -> RingFault {
+    fn fault(&self, error: Error) -> RingFault {
         let (from, to) = link(self.end.world(), self.hop);
         let here = match &error {
             Error::Peer { peer, .. } | Error::Found { peer: Some(peer), .. } => [from, to].contains(peer),

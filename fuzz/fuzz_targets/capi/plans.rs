@@ -87,15 +87,9 @@ pub fn ask_plan(w: &mut World, b: &mut Bytes) {
     let rank = b.number(8) as u32;
     let mut info = cpattn_plan_info {
         struct_size: size::<cpattn_plan_info>(b),
-        replicas: 0,
-        ring: 0,
-        ulysses: 0,
-        layout: 0,
-        layout_parameter: 0,
-        reserved: 0,
         q_tokens: u64::MAX,
         k_tokens: u64::MAX,
-        fingerprint: 0,
+        ..Default::default()
     };
     unsafe {
         let known = called(cpattn_plan_describe(plan, &mut info)) == 0;
@@ -127,19 +121,7 @@ pub fn ask_plan(w: &mut World, b: &mut Bytes) {
 
 /// Rows of a plan's rank 0, and its shape, if the plan lives.
 pub fn share_of(plan: *const cpattn_plan, b: &mut Bytes) -> Option<(i64, i64)> {
-    let mut s = cpattn_share {
-        struct_size: size::<cpattn_share>(b),
-        replica: 0,
-        ring: 0,
-        ulysses: 0,
-        reserved: 0,
-        q_tokens: 0,
-        k_tokens: 0,
-        q_head_begin: 0,
-        q_head_end: 0,
-        kv_head_begin: 0,
-        kv_head_end: 0,
-    };
+    let mut s = cpattn_share { struct_size: size::<cpattn_share>(b), ..Default::default() };
     let ok = called(unsafe { cpattn_plan_share(plan, 0, &mut s) }) == 0;
     (ok && s.q_tokens < 4000 && s.k_tokens < 4000).then_some((s.q_tokens as i64, s.k_tokens as i64))
 }

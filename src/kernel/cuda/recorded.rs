@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Launches that stay with a plan: made once, their scheduler metadata on the device, run any number of times.
 //!
-//! A [`LaunchRecorder`] takes the calls of a plan, with symbols for addresses ([`bases`](super::bases)), and makes
+//! A [`LaunchRecorder`] takes the calls of a plan, with symbols for addresses ([`base_addresses`](super::base_addresses)), and makes
 //! their launches and metadata. [`LaunchRecorder::keep`] puts all metadata into one block of device memory. What is
 //! left for a run is to write the addresses of its bases into the parameters, to clear the words that a launch counts
 //! in, and to launch.

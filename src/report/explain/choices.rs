@@ -15,9 +15,8 @@ use crate::{
     heads,
     layout::{Layout, Shares},
     plan::{
-        BALANCE, Choice, LAYOUTS, MESSAGE, Plan,
-        auto::{LayoutLoad, layout_load, load_of_shares},
-        choose_over,
+        BALANCE, Choice, LAYOUTS, MESSAGE, Plan, choose_over,
+        layout_load::{LayoutLoad, layout_load, load_of_shares},
     },
 };
 

@@ -17,7 +17,7 @@ use crate::{
     schedule::Purpose,
 };
 
-/// What the stream of a run is part of, and the rank with it.
+/// The capture that the stream of a run, and so the rank, is part of.
 const CAPTURED: &str = "a stream that is being captured";
 
 impl DeviceRank {

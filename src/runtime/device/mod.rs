@@ -71,7 +71,7 @@ pub(super) struct DeviceRank {
     workspace: Workspace<DeviceMemory>,
     /// Workspaces that graphs still use.
     retired: Vec<DeviceMemory>,
-    /// The stream that was last found to be one of the device's.
+    /// The last stream that was checked to belong to the device.
     accepted: Option<RawStream>,
     marks: Marks,
     agreements: Agreements,
@@ -102,11 +102,11 @@ impl Marks {
 // SAFETY: of its fields only `accepted` is not `Send`: a stream that is compared with others, and never used.
 unsafe impl Send for DeviceRank {}
 
-/// A schedule and what it is on the device.
+/// A schedule, and its sequence on the device.
 struct OnDevice {
     prepared: Prepared,
     sequence: Sequence,
-    /// Whether a graph was captured, which uses what is here for as long as the rank lives.
+    /// Whether a graph was captured: it may use this entry for as long as the rank lives.
     captured: bool,
 }
 
@@ -150,13 +150,13 @@ impl DeviceRank {
         self.marks.over.wait()
     }
 
-    /// Whether a run of a plan takes nothing that is not made yet.
+    /// Whether a run of a plan needs no preparation and no larger workspace.
     fn is_ready(&self, plan: &Plan, run: Purpose) -> bool {
         let found = self.prepared.find(plan, run);
         found.is_some_and(|at| !self.workspace.is_short(self.prepared[at].prepared.schedule.workspace))
     }
 
-    /// Refuses what no run of a plan could honour here. Found while planning, it ends no run.
+    /// Refuses plans that a device cannot run, before any run of them begins.
     fn suits(&self, plan: &Plan, run: Purpose) -> Result<()> {
         plan.fits_world(self.transport.world())?;
         let p = plan.problem();
@@ -180,8 +180,7 @@ impl DeviceRank {
     }
 
     fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
-        if let Some(i) = self.prepared.find(plan, run) {
-            self.prepared.renew(i);
+        if let Some(i) = self.prepared.reuse(plan, run) {
             return Ok(i);
         }
         self.suits(plan, run)?;
@@ -199,11 +198,11 @@ impl DeviceRank {
         }
         let count = self.counts.iter().find(|(of, _)| of == group).map(|(_, count)| count);
         let sequence = Sequence::record(&cuda, &mut prepared, count, &self.marks.disagreements)?;
-        // What operations were listed in: the sequence has all of it.
+        // The sequence replaces the lists.
         (prepared.compute, prepared.communication) = (Listing::default(), Listing::default());
         self.transport.reserve(sequence.most_messages);
         if let Some(oldest) = self.prepared.least_recent() {
-            // What its runs have to tell is told before it goes.
+            // Its runs may have recorded disagreements: they are read first.
             self.synchronize()?;
             let gone = self.prepared.remove(oldest);
             self.marks.disagreements.remove(gone.prepared.fingerprint());
@@ -299,7 +298,7 @@ impl Backend for DeviceRank {
     fn events(&mut self) -> Vec<trace::Event> {
         let Some(tracer) = &mut self.tracer else { return Vec::new() };
         let context = self.transport.device().context();
-        // What cannot be asked is not over.
+        // A failed query counts as not over.
         let over = context.enter().and_then(|_entered| self.marks.over.is_done()).unwrap_or(false);
         tracer.take(context, over.then(|| self.transport.stream()))
     }
@@ -356,8 +355,8 @@ impl Backend for DeviceRank {
         tensors.check(&prepared.expected)?;
         let attention = matches!(run, Purpose::Attention(_));
         for (tensor, name, raw) in prepared.expected.used(tensors) {
-            // What attention itself may read or write is read 16 bytes at a time, on whatever mesh; the rest is only
-            // copied, which needs no alignment unless a tensor is huge.
+            // Attention reads and writes 16 bytes at a time, on every mesh. Other tensors are only copied, which needs no
+            // alignment unless a tensor is huge.
             let whole = sequence.must_align(tensor)
                 || attention && matches!(tensor, TensorId::Q | TensorId::K | TensorId::V | TensorId::O | TensorId::DO);
             self.gpu().accept(name, raw, if whole { 16 } else { raw.dtype.size() })?;

@@ -46,9 +46,9 @@ pub(super) const fn base_of(tensor: TensorId) -> usize {
     tensor as usize + 1
 }
 
-/// What a stream is given next.
+/// A command for one of the two streams.
 enum StreamCommand {
-    /// An operation begins here, or is over: of use to a trace alone.
+    /// Begin and end of an operation: only a trace uses them.
     Begin {
         stream: usize,
         op: u32,
@@ -61,7 +61,7 @@ enum StreamCommand {
         stream: usize,
         event: u32,
     },
-    /// Mark an event.
+    /// Record an event.
     Mark {
         stream: usize,
         event: u32,
@@ -83,19 +83,19 @@ pub(super) struct Sequence {
     steps: Vec<StreamCommand>,
     launches: RecordedLaunches,
     messages: Vec<Message>,
-    /// Which messages a run sets the address of, and where their bytes are; tags are where they are.
+    /// The messages whose addresses a run sets, and where their bytes are. The addresses of tags are fixed.
     offsets: Vec<(u32, BaseOffset)>,
     events: Vec<CudaEvent>,
-    /// By the number of the operation.
+    /// By operation index.
     named: Vec<Named>,
-    /// Of one exchange, the longer way.
+    /// The most messages of an exchange in one direction.
     pub most_messages: usize,
 }
 
 // SAFETY: the addresses in the messages are those of the run before, and are written anew before they are used.
 unsafe impl Send for Sequence {}
 
-/// Takes the calls of a schedule.
+/// Records the calls of a schedule.
 struct Recording<'a> {
     recorder: LaunchRecorder<'a>,
     alibi_slopes: RawTensor,
@@ -110,7 +110,7 @@ struct Recording<'a> {
 }
 
 impl Recording<'_> {
-    /// Has the launches of one call made, and lists them.
+    /// Makes and lists the launches of one call.
     fn launch(&mut self, make: impl FnOnce(&mut LaunchRecorder<'_>) -> Result<()>) -> Result<()> {
         let first = self.recorder.len() as u32;
         make(&mut self.recorder)?;

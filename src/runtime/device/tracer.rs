@@ -54,14 +54,14 @@ pub(super) struct Tracer {
     rank: usize,
     epoch: Instant,
     base: CudaEvent,
-    /// A base that is tried.
+    /// An event that may become the base.
     other: CudaEvent,
     base_ns: u64,
     accuracy_ns: u64,
     free: Vec<Pair>,
-    /// Recorded, and not yet read; in the order of the runs.
+    /// Recorded operations whose times were not read yet, in the order of the runs.
     recorded: Vec<(Named, Pair)>,
-    /// Begun: the operation that is being put on its stream.
+    /// The operation that is being enqueued.
     open: Option<(Named, Pair)>,
 }
 
@@ -91,7 +91,7 @@ impl Tracer {
         Ok(made)
     }
 
-    /// Ties the base to the clock of the host, on a stream that has nothing to do.
+    /// Aligns the base with the clock of the host, on an idle stream.
     fn tie(&mut self, context: &Context, idle: RawStream) -> Result<()> {
         let mut shortest = None;
         for _ in 0..TRIES {
@@ -159,7 +159,7 @@ impl Tracer {
         }
         self.recorded = later;
         if let Some(stream) = idle.filter(|_| self.recorded.is_empty()) {
-            // A base that cannot be tied anew stays as it was; `Rank::poll` says what is wrong with the device.
+            // If the alignment fails, the old base stays; `Rank::poll` reports the device's error.
             let _ = self.tie(context, stream);
         }
         list

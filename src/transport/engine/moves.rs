@@ -16,7 +16,7 @@ use super::{
     waits::Wait,
 };
 
-// What different calls, and parts of one, say to the engine: messages of one tag meet in their order.
+// The tags of messages; messages of one tag match in their order.
 const AGREEMENT: u32 = 7001;
 const HEADERS: u32 = 7002;
 const BODIES: u32 = 7003;
@@ -62,7 +62,7 @@ pub(super) struct MessageBuffers {
     /// For a header and a small packet each.
     free: Vec<MessageBuffer>,
     used: Vec<MessageBuffer>,
-    /// Of joined messages that are large together, in the call that goes on.
+    /// Memory of large joined messages of the current call.
     large: Vec<MessageBuffer>,
 }
 

@@ -29,7 +29,7 @@ impl Packet {
         self.messages.iter().map(|m| m.bytes).sum()
     }
 
-    /// Whether it travels with its header.
+    /// Whether it is sent together with its header.
     pub(super) fn is_small(&self) -> bool {
         self.bytes() <= SMALL
     }

@@ -15,7 +15,7 @@ use std::{
 const LATE: Duration = Duration::from_millis(50);
 
 pub(super) struct Pulse {
-    /// The interval between two looks.
+    /// The interval between two polls.
     pub(super) every: Duration,
     began: Instant,
     state: Mutex<PulseState>,

@@ -36,7 +36,7 @@ use crate::transport::fault::grace;
 const STORE: Duration = Duration::from_secs(10);
 /// The value of keys that say all by being there.
 const THERE: &[u8] = b"1";
-/// In place of the rank that asks.
+/// Stands for the rank that asks.
 const JOINING: &[u8] = b"joining";
 
 /// The state that the threads of one rank share.
@@ -67,7 +67,7 @@ struct SearchState {
     left: bool,
 }
 
-/// How many threads there are that a rank which leaves waits for.
+/// The number of threads that a leaving rank waits for.
 #[derive(Default)]
 struct Threads {
     count: Mutex<usize>,

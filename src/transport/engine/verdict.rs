@@ -28,10 +28,10 @@ const SHOWN: usize = 8;
 
 /// The ranks that can be asked.
 pub(super) trait Ranks {
-    /// Whether it has ever come.
+    /// Whether the rank has started.
     fn came(&mut self, rank: usize) -> Result<bool, Failed>;
 
-    /// Its answer; none if it does not answer in time.
+    /// The rank's answer; none if it does not answer in time.
     fn answer(&mut self, rank: usize) -> Result<Option<Said>, Failed>;
 }
 

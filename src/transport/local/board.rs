@@ -25,9 +25,9 @@ pub(super) enum Phase {
     Exchange,
     /// In an agree that is not complete.
     Agree,
-    /// In an agree that is complete; it has not noticed yet.
+    /// In an agreement that is complete, but the rank has not read the result yet.
     Answered,
-    /// In a call that has failed; it waits until nothing reads its memory any more.
+    /// In a call that has failed; the rank waits until no peer reads its memory.
     Ending,
     /// Dropped.
     Gone,
@@ -64,7 +64,7 @@ pub(super) struct RankOnBoard {
     /// Its current call, or its last one.
     pub(super) label: Label,
     pub(super) deadline: Duration,
-    /// It is parked, and no rank has woken it since.
+    /// The rank is parked, and no other rank has woken it since.
     pub(super) parked: bool,
     sends: PostedList,
     recvs: PostedList,

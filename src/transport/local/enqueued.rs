@@ -46,13 +46,13 @@ impl Shared {
         }
     }
 
-    /// Wakes them. The mutex is free by now: a rank that was woken before would run into it and sleep again.
+    /// Wakes the ranks, after the mutex was released: a rank woken earlier would only wait for the mutex.
     fn notify(&self, woken: &ToWake) {
         woken.ranks[..woken.count].iter().for_each(|&rank| self.condvars[rank].notify_one());
     }
 }
 
-/// Ranks that are to be woken; what does not fit is woken at once.
+/// Ranks to be woken later; ranks that do not fit are woken at once.
 #[derive(Default)]
 struct ToWake {
     ranks: [usize; 8],

@@ -40,10 +40,10 @@ type Words = [u64; 4];
 /// For how long a rank has been there, in milliseconds.
 #[derive(Clone, Copy)]
 struct There {
-    /// For which it has waited, without the time in which its process did not run.
+    /// How long the rank has waited, without the time in which its process did not run.
     waited: u64,
-    /// For which others could have met it: since it last went on, or what is left of `waited` without as much time as its
-    /// process did not run, whichever is longer. The same as `waited` if its process always ran.
+    /// How long others could have met the rank: the time since its process last resumed, or `waited` less the time in which
+    /// the process did not run, whichever is longer. Equal to `waited` if the process always ran.
     met: u64,
 }
 
@@ -87,7 +87,7 @@ struct Roll {
     rank: usize,
     world: usize,
     attempt: u64,
-    /// By rank: for how long it said that it has been there.
+    /// By rank: how long it has been there, by its last message.
     there: Vec<Option<There>>,
 }
 
@@ -100,7 +100,7 @@ impl Roll {
             let mut request = unsafe { self.comm.receive(words.cast(), size_of::<Words>(), None, TAG) }?;
             let mut state = DeadlineState::new(Duration::from_secs(1));
             while !request.test("MPI_Irecv")? {
-                // It has arrived, says MPI; another thread of the caller's may have taken it all the same.
+                // The probe found a message, but another thread of the caller's may have received it since.
                 state.runs();
                 if state.is_over() {
                     return Ok(false);
@@ -117,7 +117,7 @@ impl Roll {
 
     /// Says that this rank is there, hears who else is, and names one that is not, or that could be met for the shortest time.
     fn call(mut self, there: There, deadline: Duration) -> Result<Error> {
-        // A process that is gone must not end this one.
+        // A process that has ended must not end this one.
         let _errors = self.comm.return_errors_for_now()?;
         self.there[self.rank] = Some(there);
         let words = Box::into_raw(Box::new([self.rank as u64, self.attempt, there.waited, there.met]));

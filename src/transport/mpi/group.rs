@@ -68,7 +68,7 @@ impl MpiGroup {
         failure.error(self.rank, label)
     }
 
-    /// Notes a failure, unless there is one, and tells all ranks; the failure that counts.
+    /// Records a failure unless there is an earlier one, and notifies all ranks; the first failure.
     pub(super) fn fail(&self, failure: GroupFailure) -> GroupFailure {
         if self.failure.set(failure).is_ok() && raw::usable().is_ok() {
             for peer in (0..self.world).filter(|&peer| peer != self.rank) {
@@ -116,7 +116,7 @@ impl MpiGroup {
         wait: WaitsFor,
         waiting: impl FnOnce() -> u64,
     ) -> Result<(), GroupFailure> {
-        // Before questions are answered: the answer must not count time in which the process was stopped.
+        // Before questions are answered, so that the answer leaves out the time in which the process was stopped.
         state.runs();
         self.notices.wait_for(wait, state.since());
         if let Some(failure) = self.look() {

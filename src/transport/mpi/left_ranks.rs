@@ -31,7 +31,7 @@ enum Departures {
     /// Not all others have left.
     Waiting,
     Freed,
-    /// The group failed after this rank had left: what MPI holds is never freed.
+    /// The group failed after this rank had left: memory that MPI holds is never freed.
     Abandoned,
 }
 
@@ -53,7 +53,7 @@ impl LeftRank {
 
 static LEFT_RANKS: Mutex<Vec<LeftRank>> = Mutex::new(Vec::new());
 
-/// Tells all others that this rank leaves, and waits for a moment whether they do too.
+/// Notifies all others that this rank leaves, and waits a moment for them to leave too.
 pub(super) fn leave(rank: usize, world: usize, notices: Notices, comms: [Comm; 2]) {
     for peer in (0..world).filter(|&peer| peer != rank) {
         notices.send(peer, Notice::Left { from: rank });

@@ -46,7 +46,7 @@ type Asked = (usize, u64);
 /// Beside the tag of agreements on the same communicator.
 const TAG: c_int = 2;
 
-/// A notice as it travels.
+/// A notice as it is sent.
 type Words = [u64; 5];
 
 /// A notice in flight: words that MPI may still read or write.
@@ -97,7 +97,7 @@ impl Notice {
                     Cause::Aborted => (4, 0, 0),
                     Cause::Size { ours, theirs } => (5, ours, theirs),
                     Cause::Disagreed { with } => (7, with as u64, 0),
-                    // What another process's own code returned means nothing here.
+                    // A code that another process's own function returned has no meaning here.
                     _ => (6, 0, 0),
                 };
                 [kind, a, b, peer as u64, other as u64]

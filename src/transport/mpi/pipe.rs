@@ -24,7 +24,7 @@ const SLOTS: usize = 3;
 /// The header of each piece: the size of its message, and the message's index among those of this pair.
 const HEADER: usize = 16;
 
-/// Which way.
+/// Direction of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PipeDirection {
     Send,

@@ -122,7 +122,7 @@ impl Pipes {
         self.recvs.iter_mut().for_each(Pipe::cancel);
     }
 
-    /// Whether MPI holds nothing any more; looks at all of it.
+    /// Whether all requests are complete; tests all of them.
     pub(super) fn is_free(&mut self) -> bool {
         let pipes = self.sends.iter_mut().chain(&mut self.recvs);
         pipes.filter_map(|p| (!p.is_free()).then_some(())).count() == 0

@@ -33,7 +33,7 @@ fn check(call: &'static str, code: c_int) -> Result<(), Refused> {
     if code == ffi::MPI_SUCCESS as c_int { Ok(()) } else { Err(Refused { call, code }) }
 }
 
-/// What MPI says about an error code.
+/// MPI's text for an error code.
 fn text(code: c_int) -> String {
     let mut room = [0 as c_char; ffi::MPI_MAX_ERROR_STRING as usize + 1];
     let mut len = 0;
@@ -390,7 +390,7 @@ impl Request {
         self.0 == unsafe { ffi::RSMPI_REQUEST_NULL }
     }
 
-    /// Whether it is complete, or nothing. Lets MPI work on everything that is under way. `call` began it.
+    /// Whether the request is complete or empty. Lets MPI make progress. `call` is the function that began it.
     pub(super) fn test(&mut self, call: &'static str) -> Result<bool, Refused> {
         let mut done = 0;
         // SAFETY: a live request, or none.
@@ -398,7 +398,7 @@ impl Request {
         Ok(done != 0)
     }
 
-    /// Asks MPI to give up a receive; it succeeds unless a message has already met it.
+    /// Asks MPI to cancel a receive, which succeeds unless a message has already matched it.
     pub(super) fn cancel(&mut self) {
         if !self.is_none() {
             // SAFETY: a live request. What cannot be cancelled shows in `test`.

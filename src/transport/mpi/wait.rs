@@ -21,7 +21,7 @@ use crate::{
 /// How long a failed call, or a rank that leaves, waits for MPI to release memory, before it abandons that memory.
 pub(super) const SETTLE: Duration = Duration::from_millis(20);
 
-/// How often a call yields its core and looks again before it sleeps.
+/// How often a call yields its core and polls again before it sleeps.
 const YIELDS: u32 = 64;
 
 const SHORTEST: Duration = Duration::from_micros(10);
@@ -30,13 +30,13 @@ const LONGEST: Duration = Duration::from_micros(200);
 /// How long a call still polls for messages of a rank that has left.
 const LEFT: Duration = Duration::from_millis(50);
 
-/// A process that has not polled for that long did not run: it was stopped, or got no core.
+/// A longer gap between two polls means that the process did not run: it was stopped, or got no core.
 const STOPPED: Duration = Duration::from_millis(100);
 
 /// How long a rank that is asked has at least.
 pub(super) const SHORTEST_GRACE: Duration = Duration::from_millis(250);
 
-/// A question that is open, to the rank that the search asks.
+/// The open question to the rank that the search asks.
 struct Question {
     number: u64,
     at: Instant,

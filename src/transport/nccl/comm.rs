@@ -37,7 +37,7 @@ static MADE: Mutex<Vec<([u8; 128], usize)>> = Mutex::new(Vec::new());
 pub(super) enum Owner {
     /// This transport made it.
     Us,
-    /// Its owner, which lets this transport abort it.
+    /// The caller, who allows this transport to abort it.
     OthersAbort,
     /// Its owner alone.
     Others,
@@ -54,7 +54,7 @@ pub(super) struct Communicator {
     handle: AtomicPtr<core::ffi::c_void>,
     /// No call is begun any more.
     closed: AtomicBool,
-    /// What it is known by in `MADE`.
+    /// Its entry in `MADE`.
     name: Option<([u8; 128], usize)>,
 }
 
@@ -217,7 +217,7 @@ impl Communicator {
         self.closed.load(Ordering::SeqCst)
     }
 
-    /// Lets no more calls begin, and ends what is under way where that is allowed. May be called any number of times.
+    /// Refuses further calls, and ends the current one if that is allowed. May be called any number of times.
     pub(super) fn abort(&self) {
         self.closed.store(true, Ordering::SeqCst);
         if !self.may_abort() {
@@ -277,7 +277,7 @@ impl Communicator {
         }
         // SAFETY: live until now, and taken by this swap alone.
         let code = unsafe { (self.api.ncclCommDestroy)(handle) };
-        // Nothing can be done about a failure, nor need be: nothing of it is used any more.
+        // A failure needs no handling: the communicator is not used any more.
         let _ = self.api.begun("ncclCommDestroy", code);
         Ok(())
     }
@@ -285,7 +285,7 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // What `end` has not ended failed, or was never whole.
+        // A communicator that `end` has not ended has failed, or was never complete.
         if self.owner == Owner::Us {
             self.abort();
         }
@@ -300,7 +300,7 @@ impl CallRight<'_> {
         self.comm.handle.load(Ordering::SeqCst)
     }
 
-    /// What `ncclCommGetAsyncError` says: success, in progress, or a code.
+    /// The state from `ncclCommGetAsyncError`: success, in progress, or an error code.
     pub(super) fn state(&self) -> Result<i32> {
         let (api, mut state) = (self.comm.api, SUCCESS);
         // SAFETY: a live communicator, of which this thread has the turn; a pointer to a local.
@@ -322,7 +322,7 @@ impl CallRight<'_> {
                 code => return Err(self.comm.api.error("ncclGroupEnd", code)),
             }
             asked += 1;
-            // The library's own thread needs some ten microseconds; with a rank that is late it can be any time.
+            // NCCL's thread needs some ten microseconds, or longer if a rank is late.
             if asked < 1000 {
                 thread::yield_now();
             } else {
@@ -332,7 +332,7 @@ impl CallRight<'_> {
     }
 }
 
-/// Which rank could not join, and the way out.
+/// The error of a rank that could not join.
 fn not_joined(mut error: Error, rank: usize, world: usize, cuda: &Cuda) -> Error {
     if let Error::Device { code, message, .. } = &mut error {
         let (what, way_out) = match *code {

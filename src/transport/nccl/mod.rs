@@ -73,7 +73,7 @@ pub struct UniqueId([u8; 128]);
 
 impl core::fmt::Debug for UniqueId {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        // It holds an address, with which anything can connect.
+        // The id contains an address that any process could connect to.
         f.write_str("UniqueId(…)")
     }
 }
@@ -123,7 +123,7 @@ pub struct Nccl {
     numbers: Mutex<Numbers>,
 }
 
-/// Where `agree` keeps the number of this rank and those of all ranks.
+/// Memory of `agree` for the numbers of all ranks and this rank's own.
 struct Numbers {
     device: ManuallyDrop<DeviceMemory>,
     host: Vec<u64>,
@@ -282,7 +282,7 @@ impl Nccl {
         const SIZE: usize = size_of::<u64>();
         let stream = self.stream.handle();
         let at = |place: usize| numbers.device.ptr().wrapping_add(place * SIZE);
-        // The number of this rank lies behind those of all.
+        // This rank's number is stored after the numbers of all ranks.
         let out = at(self.world);
         {
             let _entered = self.cuda.context().enter()?;
@@ -382,7 +382,7 @@ impl DeviceTransport for Nccl {
     /// the caller's and [left alone](OnFailure::Leave).
     fn synchronize(&self) -> Result<()> {
         if self.watch.comm.may_abort() {
-            // The watchdog ends what does not end by itself.
+            // The watchdog ends work that does not end by itself.
             self.stream.synchronize()?;
         } else {
             while !self.stream.query()? {
@@ -394,7 +394,7 @@ impl DeviceTransport for Nccl {
     }
 
     fn reserve(&self, _messages: usize) {
-        // What an exchange needs is an entry of the watchdog's, and those are used again.
+        // An exchange needs only an entry of the watchdog, and entries are reused.
     }
 }
 

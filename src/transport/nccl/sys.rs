@@ -47,7 +47,7 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Of a communicator whose calls never wait for other ranks.
+    /// The configuration of a communicator whose calls never wait for other ranks.
     pub(super) fn non_blocking() -> Self {
         Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: NEEDED as u32, blocking: 0 }
     }

@@ -30,7 +30,7 @@ use std::{
 /// The label of errors while no exchange is under way.
 const NO_EXCHANGE: Label = Label::new("no exchange", 0);
 
-/// Exchanges in flight for which there is room from the beginning.
+/// Initial capacity for exchanges in flight.
 const ROOM: usize = 64;
 
 /// An exchange that may not be over.
@@ -216,7 +216,7 @@ impl Watchdog {
             if queue.leaving {
                 return;
             }
-            // Whatever wakes it early, to look once more does no harm.
+            // An early wake-up only causes one more check.
             let (queue, _) = self.bell.wait_timeout(queue, tick).unwrap_or_else(PoisonError::into_inner);
             if queue.leaving {
                 return;

@@ -87,7 +87,7 @@ impl<E: Engine> EngineGroup<E> {
         self.pulse.close();
         if self.is_asking() {
             self.spawn("cpattn leaving", |group| {
-                // If the store is gone, no rank can ask either.
+                // Without the store no other rank can ask either.
                 let _ = group.say();
                 let _ = group.engine.put(&format!("ask/{}", group.rank), THERE);
             });
