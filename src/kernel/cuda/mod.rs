@@ -29,7 +29,7 @@
 //! attention, fused, blocks, sinks   the launches
 //! family    which forward kernels a device runs, and how that is forced
 //! loaded    the kernels that were loaded so far; load: how each is
-//! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward); shared_tiles: which of their tiles several heads share
+//! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its parameters); shared_tiles: which of their tiles several heads share
 //! allocate  memory and waiting, for callers; shared: one device for all callers that name it
 //! tags      what runs on devices carry along, so that ranks which differ are found
 //! stream_kernels  single calls of a caller's, with the staging memory they need
@@ -42,6 +42,7 @@ pub(crate) mod bases;
 mod blocks;
 mod check;
 mod dq_semaphore;
+mod either_backward;
 mod embedded;
 mod family;
 mod fused;
