@@ -63,6 +63,30 @@ __device__ __forceinline__ float2 reload_shared_pair(u32 address) {
     return r;
 }
 
+// Four words of 32 bits to shared memory, at a multiple of 16 bytes, and from there.
+__device__ __forceinline__ void store_shared_words(u32 address, const u32 (&x)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
+__device__ __forceinline__ void load_shared_words(u32 (&x)[4], u32 address) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Two elements to two floats, as `unpack`, by the same instruction for both types.
+#define WIDEN(type, name)                                                                                              \
+    __device__ __forceinline__ void widen(type, u32 x, float& low, float& high) {                                     \
+        asm("{\n\t.reg .b16 l, h;\n\tcvt.u16.u32 l, %2;\n\tcvt.u16.u32 h, %3;\n\tcvt.f32." name " %0, l;\n\tcvt.f32." name    \
+            " %1, h;\n\t}"                                                                                            \
+            : "=f"(low), "=f"(high)                                                                                   \
+            : "r"(x), "r"(x >> 16));                                                                                  \
+    }
+WIDEN(F16, "f16")
+WIDEN(Bf16, "bf16")
+#undef WIDEN
+
 // -- Barriers of the block by number: threads that wait, and threads that only arrive.
 
 template <u32 THREADS>

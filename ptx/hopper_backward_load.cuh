@@ -65,7 +65,7 @@ struct HopperBackwardBlock {
         DqStep batch[BATCH];
         Round round;
     };
-    static_assert(sizeof(Control) <= Shape::CONTROL, "behind the tiles");
+    static_assert(sizeof(Control) + Shape::PARKED <= Shape::CONTROL, "behind the tiles");
 
     // Addresses in shared memory.
     struct Shared {
@@ -85,6 +85,7 @@ struct HopperBackwardBlock {
         __device__ __forceinline__ u32 turn(u32 s) const { return control + offsetof(Control, turn) + 8 * s; }
         __device__ __forceinline__ u32 added(u32 s) const { return control + offsetof(Control, added) + 8 * s; }
         __device__ __forceinline__ u32 stats(u32 s) const { return control + offsetof(Control, stats) + 8 * BM * s; }
+        __device__ __forceinline__ u32 parked() const { return control + Shape::CONTROL - Shape::PARKED; }
         __device__ __forceinline__ u32 zeros() const { return control + offsetof(Control, zeros); }
     };
 

@@ -46,15 +46,17 @@ pub(crate) fn shared_tiles(len: u32) -> u32 {
     (if len <= SHORT_ROWS { len } else { a.max(b) }).div_ceil(SHARED_ROWS)
 }
 
-/// Bytes of the lists of one attention call, in which two kernels may have tiles of q rows of their own, and heads may
-/// share some; and of the words that a backward counts in, for so many heads of q and of dk.
+/// Bytes of the lists of one attention call, in which two kernels may have tiles of their own (of q rows in a forward, of keys in a
+/// backward), and heads may share some; and of the words that a backward counts in, for so many heads of q and of dk.
 fn attention(r: &Ranges<'_>, is_shared: bool, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
     let (q, k) = (tiles(r.q.iter().map(|q| q.range.len)), tiles(r.k.iter().map(|k| k.len)));
     let shared: u64 = if is_shared { r.q.iter().map(|q| u64::from(shared_tiles(q.range.len))).sum() } else { 0 };
     let met: u64 = r.q.iter().map(|q| u64::from(q.keys_end - q.keys_begin)).sum();
     let (q_runs, k_runs) = (r.q.len() as u64, r.k.len() as u64);
-    let lists =
-        (q_runs + k_runs) * (RUN + 4) + r.pairs.len() as u64 * 4 + met * 4 + (2 * q + shared + k) * WORK + PADDING;
+    let backward = u64::from(q_heads > 0);
+    let runs = (q_runs + k_runs) * (RUN + 4) + backward * k_runs * 4;
+    let work = (2 * q + shared + (1 + backward) * k) * WORK;
+    let lists = runs + r.pairs.len() as u64 * 4 + met * 4 + work + PADDING;
     (lists, (1 + q * q_heads + k * key_heads) * 4 + PADDING)
 }
 

@@ -2,7 +2,7 @@
 //! The backward kernels for `sm_90a` against attention in f64, with every option and kind of range; which calls they take; and
 //! that they give the same bits in every order of blocks and warps.
 //!
-//! Tiles are 64 q rows by 128 keys. On a device of another compute capability the same cases run on the kernels for `sm_80`.
+//! Tiles are 64 q rows by 128 keys; at head dims 192 and 128 (`MLA`) the steps have an order of their own. On a device of another compute capability the same cases run on the kernels for `sm_80`.
 
 use crate::case::{Case, Cut, encode, random};
 use crate::device::{Device, Memory, emulated_count};
@@ -14,6 +14,7 @@ use cpattn::call::{AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Rang
 use cpattn::kernel::cuda::{Cuda, Family};
 
 const DIMS: (usize, usize) = (128, 128);
+const MLA: (usize, usize) = (192, 128);
 
 fn all(cases: &[Case]) {
     let _turn = turn();
@@ -35,6 +36,8 @@ fn lengths() {
         new(&[(1, 1, 0), (1, 3, 2), (2, 1, -1), (0, 5, 5), (5, 0, -5)], Dtype::F16),
         new(&[(63, 127, 64), (65, 129, 64)], Dtype::Bf16),
         new(&[(64, 128, 64), (128, 128, 0), (129, 40, -80)], Dtype::F16),
+        of(Dtype::F16, MLA, &new(&[(76, 270, 194), (20, 0, 0), (0, 20, 0)], Dtype::F16)),
+        of(Dtype::Bf16, MLA, &new(&[(1, 1, 0), (63, 127, 64), (65, 129, 64), (5, 0, -5)], Dtype::Bf16)),
     ]);
 }
 
@@ -44,6 +47,7 @@ fn dims() {
     let base = Case { documents: vec![(70, 150, 80)], ..Case::new("hopper backward dims", Dtype::F16, (8, 8)) };
     all(&[(104, 128), (128, 72), (8, 104), (120, 8)].map(|dims| of(Dtype::Bf16, dims, &base)));
     all(&[(64, 64), (40, 24), (8, 56), (64, 8)].map(|dims| of(Dtype::F16, dims, &base)));
+    all(&[MLA, (136, 128), (184, 72), (160, 8), (144, 120)].map(|dims| of(Dtype::Bf16, dims, &base)));
 }
 
 /// Full, causal, windows on both sides, and windows that hide everything.
@@ -54,10 +58,13 @@ fn windows() {
         ..Case::new("hopper backward windows", Dtype::Bf16, DIMS)
     };
     let windows = [(i64::MAX, i64::MAX), (10, 0), (0, 0), (70, 30), (i64::MAX, 5), (0, i64::MAX)];
-    all(&windows.map(|(window_left, window_right)| Case {
+    let with = |base: &Case, (window_left, window_right)| Case {
         score: Score { window_left, window_right, ..base.score },
         ..base.clone()
-    }));
+    };
+    all(&windows.map(|window| with(&base, window)));
+    let base = of(Dtype::F16, MLA, &base);
+    all(&windows.map(|window| with(&base, window)));
 }
 
 /// Softcap, ALiBi, sinks, and scales that are not positive or nearly 0.
@@ -72,6 +79,8 @@ fn scores() {
     };
     all(&base.with_scores());
     all(&of(Dtype::Bf16, (64, 64), &base).with_scores());
+    all(&of(Dtype::F16, MLA, &base).with_scores());
+    all(&of(Dtype::Bf16, MLA, &base).with_scores());
 }
 
 /// Groups of heads, calls that hold only some heads of the problem, dk and dv of each q head, and such that are added to.
@@ -91,6 +100,12 @@ fn heads() {
         Case { held: 1..5, ..base.clone() },
         Case { held: 4..6, per_q_head: true, ..base.clone() },
         Case { held: 2..5, accumulate: true, ..base.clone() },
+        Case { heads: 16, kv_heads: 1, held: 0..16, documents: vec![(20, 40, 20)], ..base.clone() },
+    ]);
+    let base = of(Dtype::Bf16, MLA, &base);
+    all(&[
+        Case { held: 1..5, accumulate: true, ..base.clone() },
+        Case { held: 4..6, per_q_head: true, ..base.clone() },
         Case { heads: 16, kv_heads: 1, held: 0..16, documents: vec![(20, 40, 20)], ..base },
     ]);
 }
@@ -115,7 +130,16 @@ fn ranges() {
         Case { cut: Cut::Striped(4, 16), ring_steps: 2, score: open, accumulate: true, ..base.clone() },
         Case { cut: Cut::Chunks(4), ..long.clone() },
         Case { cut: Cut::Striped(2, 150), score: narrow, ring_steps: 2, dtype: Dtype::F16, ..long.clone() },
-        Case { cut: Cut::Chunks(3), score: ahead, per_q_head: true, ..long },
+        Case { cut: Cut::Chunks(3), score: ahead, per_q_head: true, ..long.clone() },
+        Case { cut: Cut::Chunks(5), ring_steps: 3, ..of(Dtype::Bf16, MLA, &base) },
+        Case { cut: Cut::Striped(2, 150), ring_steps: 2, accumulate: true, ..of(Dtype::F16, MLA, &long) },
+        Case {
+            cut: Cut::Striped(2, 5),
+            ring_steps: 2,
+            alibi_slopes: true,
+            score: narrow,
+            ..of(Dtype::Bf16, MLA, &base)
+        },
     ]);
 }
 
@@ -130,6 +154,11 @@ fn bf16_128() {
 #[test]
 fn bf16_64() {
     by_one_block((64, 64));
+}
+
+#[test]
+fn bf16_192128() {
+    by_one_block(MLA);
 }
 
 fn by_one_block(dims: (usize, usize)) {
@@ -153,47 +182,57 @@ fn by_one_block(dims: (usize, usize)) {
 fn runs_repeat() {
     let _turn = turn();
     let Some(device) = Device::open_hopper() else { return };
-    runs_repeat_of(&device, "hopper backward repeat", &[DIMS, (64, 64)], check);
+    runs_repeat_of(&device, "hopper backward repeat", &[DIMS, (64, 64), MLA], check);
 }
 
 struct Call {
     // Freed before the device is.
     memory: Vec<Memory>,
     device: Device,
+    dims: (usize, usize),
+    tokens: usize,
 }
 
 impl Call {
-    const TOKENS: usize = 40;
-
-    fn new(device: Device) -> Self {
+    fn new(device: Device, (d, dv): (usize, usize), tokens: usize) -> Self {
         let input = |seed, dtype: Dtype, dim: usize| {
-            let numbers = random(Self::TOKENS * 2 * dim, seed);
+            let numbers = random(tokens * 2 * dim, seed);
             device.upload(&numbers.into_iter().flat_map(|x| encode(dtype, x)).collect::<Vec<_>>())
         };
-        let mut memory: Vec<Memory> = (1..5).map(|seed| input(seed, Dtype::Bf16, 128)).collect();
+        let mut memory: Vec<Memory> = (1..5).zip([d, d, dv, dv]).map(|(i, dim)| input(i, Dtype::Bf16, dim)).collect();
         memory.extend((5..7).map(|seed| input(seed, Dtype::F32, 1)));
-        memory.extend((7..10).map(|seed| input(seed, Dtype::F32, 128)));
-        Self { memory, device }
+        memory.extend((7..10).zip([d, d, dv]).map(|(seed, dim)| input(seed, Dtype::F32, dim)));
+        Self { memory, device, dims: (d, dv), tokens }
     }
 
     /// How many launches of the three kernels it makes; dq, dk and dv after it.
     fn launched(&self, change: impl Fn(&mut AttendBackward)) -> ([u64; 3], Vec<Vec<f32>>) {
-        self.try_launched(change).expect("a legal call")
+        self.try_launched(1, change).expect("a legal call")
     }
 
-    fn try_launched(&self, change: impl Fn(&mut AttendBackward)) -> cpattn::Result<([u64; 3], Vec<Vec<f32>>)> {
-        let of = |i: usize, dtype, dim: usize| self.memory[i].tensor(dtype, Self::TOKENS, 2, dim as u32, 2 * dim);
-        let range = Range::plain(0, Self::TOKENS as u32, 0, 0);
+    /// The same call a second time, when the device has its metadata.
+    fn launched_twice(&self, change: impl Fn(&mut AttendBackward)) -> ([u64; 3], Vec<Vec<f32>>) {
+        self.try_launched(2, change).expect("a legal call")
+    }
+
+    fn try_launched(
+        &self,
+        times: usize,
+        change: impl Fn(&mut AttendBackward),
+    ) -> cpattn::Result<([u64; 3], Vec<Vec<f32>>)> {
+        let of = |i: usize, dtype, dim: usize| self.memory[i].tensor(dtype, self.tokens, 2, dim as u32, 2 * dim);
+        let range = Range::plain(0, self.tokens as u32, 0, 0);
+        let (d, dv) = self.dims;
         let q = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only }];
         let keys = [range];
         let mut call = AttendBackward {
             lse: of(4, Dtype::F32, 1),
             delta: of(5, Dtype::F32, 1),
-            dq: of(6, Dtype::F32, 128),
-            dk: of(7, Dtype::F32, 128),
-            dv: of(8, Dtype::F32, 128),
+            dq: of(6, Dtype::F32, d),
+            dk: of(7, Dtype::F32, d),
+            dv: of(8, Dtype::F32, dv),
             ..AttendBackward::new(
-                [0, 1, 2, 3].map(|i| of(i, Dtype::Bf16, 128)),
+                [(0, d), (1, d), (2, dv), (3, dv)].map(|(i, dim)| of(i, Dtype::Bf16, dim)),
                 HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
                 Score { scale: 0.1, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX },
                 Ranges { q: &q, k: &keys, pairs: &[0] },
@@ -206,9 +245,11 @@ impl Call {
         };
         let before = counts();
         let bytes = self.device.cuda.attend_backward_bytes(&call).expect("a supported call");
-        let mut staging = self.device.cuda.staging(bytes, 1).expect("memory");
-        // SAFETY: everything lives until the downloads below; changed tensors lie in the same memory.
-        unsafe { self.device.cuda.attend_backward(&call, &mut staging, self.device.stream) }?;
+        let mut staging = self.device.cuda.staging(bytes, times).expect("memory");
+        for _ in 0..times {
+            // SAFETY: everything lives until the downloads below; changed tensors lie in the same memory.
+            unsafe { self.device.cuda.attend_backward(&call, &mut staging, self.device.stream) }?;
+        }
         let found = (6..9).map(|i| self.device.download_f32(&self.memory[i])).collect();
         let after = counts();
         Ok(([0, 1, 2].map(|i| after[i] - before[i]), found))
@@ -217,8 +258,39 @@ impl Call {
 
 /// Heads from the last to the first.
 fn backwards(t: &mut RawTensor) {
-    t.ptr = t.ptr.wrapping_add(128 * t.dtype.size());
-    t.head_stride = -128;
+    t.ptr = t.ptr.wrapping_add(t.dim as usize * t.dtype.size());
+    t.head_stride = -i64::from(t.dim);
+}
+
+/// All tensors' heads from the last to the first, which is the same problem.
+fn all_backwards(c: &mut AttendBackward) {
+    let all = [&mut c.q, &mut c.k, &mut c.v, &mut c.d_o, &mut c.dq, &mut c.dk, &mut c.dv, &mut c.lse, &mut c.delta];
+    all.into_iter().for_each(backwards);
+}
+
+/// At head dims 192 and 128 the two kernels have tiles of 128 and of 64 keys, each in a list of its own. A launch takes the list of
+/// the kernel that does it, in the first copy of the metadata and in one that the device has already.
+#[test]
+fn each_kernel_has_its_own_tiles() {
+    if !alone("hopper_backward::each_kernel_has_its_own_tiles") {
+        return;
+    }
+    let Some(device) = Device::open() else { return };
+    if device.cuda.backward_family(Dtype::Bf16, 192, 128) != Ok(Family::Sm90a) || emulated_count(c"boxes").is_none() {
+        return;
+    }
+    let call = Call::new(device, MLA, 330);
+    let (by, plain) = call.launched(|_| ());
+    assert_eq!(by, [1, 0, 0]);
+    let (by, found) = call.launched_twice(all_backwards);
+    assert_eq!(by, [0, 2, 0]);
+    for (a, b) in found.iter().zip(&plain) {
+        let largest = b.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
+        for (i, (a, b)) in a.iter().zip(b).enumerate() {
+            assert!((a - b).abs() <= 1e-2 * largest, "element {i} is {a}, not {b}; the largest is {largest}");
+        }
+    }
+    assert_eq!(call.launched_twice(|_| ()), ([2, 0, 0], plain));
 }
 
 /// Devices of compute capability 9.0 take these kernels at the head dims that have one, for all gradients, and the fused ones
@@ -234,7 +306,7 @@ fn the_family_follows_device_dims_and_tensors() {
     }
     let is_hopper = std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm == "90");
     for (d, dv) in [(64, 64), (96, 96), (104, 96), (128, 128), (64, 128), (192, 128), (192, 192), (256, 256)] {
-        let taken = is_hopper && (d.max(dv) <= 64 || d.max(dv) > 96 && d.max(dv) <= 128);
+        let taken = is_hopper && (d.max(dv) <= 64 || d.max(dv) > 96 && d.max(dv) <= 128 || (d, dv) == (192, 128));
         let expected = if taken { Family::Sm90a } else { Family::Sm80 };
         assert_eq!(device.cuda.backward_family(Dtype::F16, d, dv), Ok(expected), "{d}/{dv}");
     }
@@ -243,17 +315,10 @@ fn the_family_follows_device_dims_and_tensors() {
     if !is_hopper {
         return;
     }
-    let call = Call::new(device);
+    let call = Call::new(device, DIMS, 40);
     let (by, plain) = call.launched(|_| ());
     assert_eq!(by, [1, 0, 0]);
-    // All tensors' heads the other way round are the same problem.
-    let (by, found) = call.launched(|c| {
-        [&mut c.q, &mut c.k, &mut c.v, &mut c.d_o, &mut c.dq, &mut c.dk, &mut c.dv].into_iter().for_each(backwards);
-        for t in [&mut c.lse, &mut c.delta] {
-            t.ptr = t.ptr.wrapping_add(4);
-            t.head_stride = -1;
-        }
-    });
+    let (by, found) = call.launched(all_backwards);
     assert_eq!(by, [0, 1, 0], "negative strides");
     for (i, (a, b)) in found.iter().flatten().zip(plain.iter().flatten()).enumerate() {
         assert!((a - b).abs() <= 2e-3 * b.abs().max(1.0), "element {i} is {a}, not {b}");
@@ -274,8 +339,8 @@ fn a_driver_that_refuses_the_text_is_not_hidden() {
     let test = "hopper_backward::a_driver_that_refuses_the_text_is_not_hidden";
     if alone_with(test, &[("CPATTN_EMU_REFUSE", "sm_90a")]) && std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm == "90")
     {
-        let call = Call::new(Device::open().expect("a device"));
-        let said = call.try_launched(|_| ()).expect_err("refused").to_string();
+        let call = Call::new(Device::open().expect("a device"), DIMS, 40);
+        let said = call.try_launched(1, |_| ()).expect_err("refused").to_string();
         assert!(said.contains("hopper_backward_bf16_128.ptx") && said.contains("CPATTN_CUDA_FAMILY=sm_80"), "{said}");
     }
 }

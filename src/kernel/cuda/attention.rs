@@ -2,13 +2,12 @@
 //! Forward and backward attention: from a call to one launch per kernel.
 
 use super::check::{self, Checker, TensorSpec};
-use super::fused::heads;
 use super::launch::{Launch, Launches, items};
 use super::metadata::{self, Metadata, TileRows};
 use super::metadata_buffer::{MetadataBuffer, Part};
 use super::params::{BackwardParams, ForwardParams, HeadParams, SCORE_GENERAL, SCORE_SOFTCAP, ScoreParams, Tensor};
 use super::staging::Staging;
-use super::{Cuda, clusters, dq_semaphore, find, hopper_calls};
+use super::{Cuda, clusters, find, hopper_calls};
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawStream, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -33,9 +32,9 @@ impl Cuda {
     /// # Errors
     /// As [`Cuda::attend_bytes`].
     pub fn attend_backward_bytes(&self, call: &AttendBackward) -> Result<usize> {
-        let (_, _, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
+        let (_, at, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         Ok(match self.fused(shape).filter(|_| call.gradients == Gradients::All) {
-            Some(fused) => dq_semaphore::bytes(&call.ranges, fused.tiles(), heads(call)),
+            Some(fused) => self.fused_bytes(call, at, fused),
             None => metadata::bytes(&call.ranges, backward_tiles(call.gradients, shape)),
         })
     }

@@ -27,12 +27,11 @@ pub(super) struct DqSemaphore {
     pub keys_of: u64,
     /// Of each k run, the q runs that read it.
     pub queries_of: u64,
-    /// Of each q run, the tiles of those before it; of each k run too.
+    /// Of each q run, the tiles of those before it.
     pub query_tiles: u64,
-    pub key_tiles: u64,
-    pub work: u64,
-    /// Tiles of work.
-    pub tiles: usize,
+    pub own: TilesOfKeys,
+    /// Those of the kernel that does the launch where tensor maps cannot describe its tensors: `own` where they have as many keys.
+    pub other: TilesOfKeys,
     /// Tiles of q rows times q heads.
     pub words: usize,
     pub tile_counter: u64,
@@ -41,25 +40,39 @@ pub(super) struct DqSemaphore {
     pub key_semaphore: u64,
 }
 
+/// Tiles of keys, and where their lists lie.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TilesOfKeys {
+    /// Of each k run, the tiles of those before it.
+    pub before: u64,
+    pub work: u64,
+    /// Tiles of work.
+    pub tiles: usize,
+}
+
 /// Tiles of a run.
 fn tiles_of(len: u32, rows: u32) -> usize {
     len.div_ceil(rows) as usize
 }
 
 /// Bytes of the metadata and words, at most, for a call that has so many heads of q and of dk.
-pub(super) fn bytes(ranges: &Ranges, tiles: TileRows, (q_heads, key_heads): (u32, u32)) -> usize {
+///
+/// `other_keys` are the rows of the other kernel's tiles of keys.
+pub(super) fn bytes(ranges: &Ranges, tiles: TileRows, other_keys: u32, (q_heads, key_heads): (u32, u32)) -> usize {
     let query_tiles: usize = ranges.q.iter().map(|q| tiles_of(q.range.len, tiles.queries)).sum();
-    let key_tiles: usize = ranges.k.iter().map(|k| tiles_of(k.len, tiles.keys)).sum();
+    let key_tiles = |rows| ranges.k.iter().map(|k| tiles_of(k.len, rows)).sum::<usize>();
+    let lists = |rows| padded(ranges.k.len() * 4) + padded((query_tiles + key_tiles(rows)) * size_of::<Work>());
+    let other = if other_keys == tiles.keys { 0 } else { lists(other_keys) };
     padded(ranges.q.len() * size_of::<Run>())
         + padded(ranges.k.len() * size_of::<Run>())
         + padded(ranges.pairs.len() * 4)
         + padded(inverse_len(ranges) * 4)
         + padded(ranges.q.len() * 4)
-        + padded(ranges.k.len() * 4)
-        + padded((query_tiles + key_tiles) * size_of::<Work>())
+        + lists(tiles.keys)
+        + other
         + padded(4)
         + padded(query_tiles * q_heads as usize * 4)
-        + padded(key_tiles * key_heads as usize * 4)
+        + padded(key_tiles(tiles.keys.min(other_keys)) * key_heads as usize * 4)
 }
 
 /// The tiles of `rows` rows whose last position is at least `low` and whose first is at most `high`: `tiles_met` of
@@ -80,6 +93,7 @@ pub(super) fn write(
     writer: &mut Writer<'_>,
     ranges: &Ranges,
     tiles: TileRows,
+    other_keys: u32,
     window: (i64, i64),
     (q_heads, key_heads): (u32, u32),
 ) -> DqSemaphore {
@@ -97,24 +111,28 @@ pub(super) fn write(
     invert(ranges, key_runs, inverse);
     let (before, query_tiles) = writer.array::<u32>(ranges.q.len());
     let count = number(before, ranges.q.iter().map(|q| tiles_of(q.range.len, tiles.queries)));
-    let (before, key_tiles) = writer.array::<u32>(ranges.k.len());
-    let key_count = number(before, ranges.k.iter().map(|k| tiles_of(k.len, tiles.keys)));
-    order(&mut scratch.tiles, &mut scratch.runs, ranges, (key_runs, inverse), tiles, window);
-    let (work, items) = work(&mut scratch.tiles, writer);
+    let mut list = |keys| {
+        let (before, at) = writer.array::<u32>(ranges.k.len());
+        let count = number(before, ranges.k.iter().map(|k| tiles_of(k.len, keys)));
+        let tiles = TileRows { keys, ..tiles };
+        order(&mut scratch.tiles, &mut scratch.runs, ranges, (key_runs, inverse), tiles, window);
+        let (work, tiles) = work(&mut scratch.tiles, writer);
+        (count, TilesOfKeys { before: at, work, tiles })
+    };
+    let (key_count, own) = list(tiles.keys);
+    let (other_count, other) = if other_keys == tiles.keys { (key_count, own) } else { list(other_keys) };
     let tile_counter = writer.words(1);
     let words = count * q_heads as usize;
     let dq_semaphore = writer.words(words);
-    let key_semaphore = writer.words(key_count * key_heads as usize);
-    let tiles = items;
+    let key_semaphore = writer.words(key_count.max(other_count) * key_heads as usize);
     DqSemaphore {
         queries,
         keys,
         keys_of,
         queries_of,
         query_tiles,
-        key_tiles,
-        work,
-        tiles,
+        own,
+        other,
         words,
         tile_counter,
         dq_semaphore,

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The launch of the fused backward: one kernel for dq, dk and dv, for either family. Both have the same metadata.
+//! The launch of the fused backward: one kernel for dq, dk and dv, for either family. Both have the same metadata, but for the
+//! lists of tiles of keys where those of one have more keys than the other's.
 
-use super::dq_semaphore::{self, DqSemaphore};
+use super::dq_semaphore::{self, DqSemaphore, TilesOfKeys};
+use super::either_backward::DealtOut;
 use super::launch::{Launch, Launches, items};
 use super::metadata::TileRows;
 use super::metadata_buffer::{MetadataBuffer, Part};
@@ -33,6 +35,16 @@ impl shapes::Fused {
 }
 
 impl Cuda {
+    /// The tiles of the kernel that is to run where `fused` is that for `sm_80`.
+    fn fused_tiles(&self, shape: usize, fused: shapes::Fused) -> TileRows {
+        self.hopper_backward(shape).unwrap_or(fused).tiles()
+    }
+
+    /// Bytes of the metadata of [`Cuda::fused_launches`].
+    pub(super) fn fused_bytes(&self, call: &AttendBackward, shape: usize, fused: shapes::Fused) -> usize {
+        dq_semaphore::bytes(&call.ranges, self.fused_tiles(shape, fused), fused.launch.rows, heads(call))
+    }
+
     /// The launch of the fused kernel for a checked call, whose metadata `params` lack yet.
     pub(super) fn fused_launches(
         &self,
@@ -48,34 +60,40 @@ impl Cuda {
             None => (false, self.load_fused(&mut self.kernels(), element, shape)?),
         };
         let heads = heads(call);
-        let tiles = fused.tiles();
-        let (mut writer, scratch) = buffer.begin(dq_semaphore::bytes(&call.ranges, tiles, heads))?;
-        let metadata = dq_semaphore::write(scratch, &mut writer, &call.ranges, tiles, window, heads);
-        let DqSemaphore { keys_of, query_tiles, key_tiles, dq_semaphore, key_semaphore, tile_counter, .. } = metadata;
+        let tiles = self.fused_tiles(shape, fused);
+        let (mut writer, scratch) = buffer.begin(self.fused_bytes(call, shape, fused))?;
+        let other_keys = fused.launch.rows;
+        let metadata = dq_semaphore::write(scratch, &mut writer, &call.ranges, tiles, other_keys, window, heads);
+        let DqSemaphore { keys_of, query_tiles, own, other, dq_semaphore, key_semaphore, tile_counter, .. } = metadata;
         // Words are counted with 32 bits.
         items(metadata.words, 1)?;
         let wanted = ITEMS * self.multiprocessors * kernel.each;
         // Without q heads dk and dv are zeros, which a launch has to write.
         let group = if call.per_q_head { 1 } else { call.heads.group.min(call.q.heads).max(1) };
-        let (parts, part_heads) = split(group, items(metadata.tiles, heads.1)?, wanted);
-        params.heads.items = items(metadata.tiles * parts as usize, heads.1)?;
+        let dealt_out = |keys: TilesOfKeys| {
+            let (parts, part_heads) = split(group, items(keys.tiles, heads.1)?, wanted);
+            let items = items(keys.tiles * parts as usize, heads.1)?;
+            Ok(DealtOut { key_tiles: keys.before, work: keys.work, items, parts, part_heads, unused: 0 })
+        };
+        let (own, other) = (dealt_out(own)?, dealt_out(other)?);
+        params.heads.items = own.items;
         let mut launches = Launches::default();
         if params.heads.items > 0 {
             (params.queries, params.keys) = (metadata.queries, metadata.keys);
-            (params.partners, params.work) = (metadata.queries_of, metadata.work);
+            (params.partners, params.work) = (metadata.queries_of, own.work);
             let params = Params {
                 call: params,
                 keys_of,
                 query_tiles,
-                key_tiles,
+                key_tiles: own.key_tiles,
                 dq_semaphore,
                 key_semaphore,
                 tile_counter,
-                parts,
-                part_heads,
+                parts: own.parts,
+                part_heads: own.part_heads,
             };
             launches.push(match is_hopper {
-                true => hopper_backward::launch(call, kernel, (element, shape), params),
+                true => hopper_backward::launch(call, kernel, (element, shape), params, other),
                 false => Launch::tiles(kernel, params.call.heads.items, true, &params),
             });
         }

@@ -1,55 +1,44 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The backward kernels for `sm_90a`: which launches they take, and their parameters.
 //!
-//! They make all gradients, with the tiles, the metadata and the parameters of the fused kernel for `sm_80`, which does what
-//! tensor maps cannot describe, and every shape that has no kernel here. Of the options of a call none decides.
+//! They make all gradients, with the metadata and the parameters of the fused kernel for `sm_80`, which does what tensor maps
+//! cannot describe, and every shape that has no kernel here. Of the options of a call none decides. At head dims 192 and 128 tiles
+//! have twice the keys of that kernel's, which then has a list of its own ([`DealtOut`]); everything else serves both.
 
 use super::Cuda;
+use super::either_backward::{DealtOut, EitherParams, HopperBackwardParams};
 use super::hopper::{Hopper, HopperPass, MapShape, Other};
 use super::hopper_calls::longest;
 use super::launch::Launch;
 use super::loaded_kernel::LoadedKernel;
-use super::params::{FusedParams, Parameters};
+use super::params::FusedParams;
 use super::shapes::{Fused, SHAPES, Shaped};
 use crate::call::AttendBackward;
-use bytemuck::NoUninit;
 
 /// Bytes of shared memory behind the tiles, for barriers.
 const CONTROL: u32 = 2560;
 
 const fn backward(d: u32, dv: u32, m: u32, n: u32) -> Option<Fused> {
-    let shared = 2 * (n * (d + dv) + 2 * m * (d + dv) + 2 * m * n) + CONTROL;
+    // Where dk and dv leave too few registers, a part of the probabilities waits there.
+    let parked = if d + dv > 256 { 32 * n } else { 0 };
+    let shared = 2 * (n * (d + dv) + 2 * m * (d + dv) + 2 * m * n) + CONTROL + parked;
     Some(Fused { launch: Shaped { rows: n, threads: 2 * n + 128, shared }, queries: m, control: 0 })
 }
 
 /// By the index of [`SHAPES`].
 pub(super) const BACKWARD: [Option<Fused>; SHAPES.len()] =
-    [backward(64, 64, 64, 128), None, backward(128, 128, 64, 128), None, None, None];
+    [backward(64, 64, 64, 128), None, backward(128, 128, 64, 128), backward(192, 128, 64, 128), None, None];
 
-// The metadata of a launch serves both kernels.
+// The order of additions to dq is of tiles of q rows, in one list for both kernels.
 const _: () = {
     let mut i = 0;
     while i < SHAPES.len() {
         if let Some(Fused { launch, queries, .. }) = BACKWARD[i] {
-            assert!(launch.rows == SHAPES[i].fused.launch.rows && queries == SHAPES[i].fused.queries);
+            assert!(launch.rows >= SHAPES[i].fused.launch.rows && queries == SHAPES[i].fused.queries);
         }
         i += 1;
     }
 };
-
-/// `HopperBackwardParams`. It begins with the parameters of the kernel for `sm_80`, which can be launched with it.
-#[derive(Clone, Copy, Debug, NoUninit)]
-#[repr(C)]
-pub(super) struct HopperBackwardParams {
-    pub call: FusedParams,
-    pub q_span: u32,
-    pub k_span: u32,
-}
-
-impl Parameters for HopperBackwardParams {
-    const TENSORS: &'static [usize] = FusedParams::TENSORS;
-    const METADATA: &'static [usize] = FusedParams::METADATA;
-}
 
 impl Cuda {
     /// The kernel for a shape, if there is one and the device is to run it.
@@ -64,6 +53,7 @@ pub(super) fn launch(
     kernel: LoadedKernel,
     (element, shape): (usize, usize),
     params: FusedParams,
+    other: DealtOut,
 ) -> Launch {
     let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
     let queries = BACKWARD[shape].map_or(1, |s| s.queries);
@@ -71,10 +61,16 @@ pub(super) fn launch(
     let of = MapShape::new;
     let tensors = [of(&call.q, q_span, queries), of(&call.k, k_span, keys), of(&call.v, k_span, keys)];
     let fourth = Some((of(&call.d_o, q_span, queries), 3));
-    let items = params.call.heads.items;
-    let other = Other { pass: HopperPass::Backward, element, shape, items };
-    let hopper = Hopper { kernel, cluster: None, items, tensors, fourth, other };
-    Launch::hopper_or_other(hopper, &HopperBackwardParams { call: params, q_span, k_span })
+    let hopper = Hopper {
+        kernel,
+        cluster: None,
+        items: params.call.heads.items,
+        tensors,
+        fourth,
+        other: Other { pass: HopperPass::Backward, element, shape, items: other.items },
+    };
+    let hopper_params = HopperBackwardParams { call: params, q_span, k_span };
+    Launch::hopper_or_other(hopper, &EitherParams { hopper: hopper_params, other })
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 
 use super::Cuda;
 use super::check::Checker;
+use super::either_backward::turn_to_other;
 use super::hopper::{self, Hopper, HopperPass, InlineMetadata, METADATA_BYTES, MapShape, Maps, NO_METADATA, Other};
 use super::loaded_kernel::LoadedKernel;
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part};
@@ -152,13 +153,17 @@ impl Launch {
             // SAFETY: the promise of this function; the metadata is on the device.
             return unsafe { self.start_hopper(&hopper, cuda, stream, &NO_METADATA) };
         }
+        let mut params = self.params;
         let (function, grid, threads, shared) = match self.kernel {
             Kernel::Loaded { function, grid, threads, shared } => (function, grid, threads, shared),
             Kernel::Hopper(Hopper { other: Other { pass, element, shape, items }, .. }) => {
                 let resident = pass == HopperPass::Backward;
                 let LoadedKernel { function, launch, each } = match pass {
                     HopperPass::Forward => cuda.load_forward(&mut cuda.kernels(), element, shape)?,
-                    HopperPass::Backward => cuda.load_fused(&mut cuda.kernels(), element, shape)?,
+                    HopperPass::Backward => {
+                        turn_to_other(&mut params);
+                        cuda.load_fused(&mut cuda.kernels(), element, shape)?
+                    }
                 };
                 (function, Grid::Tiles { items, each, resident }, launch.threads, launch.shared)
             }
@@ -169,7 +174,7 @@ impl Launch {
         };
         // SAFETY: the parameters are those of the kernel (`Launch::new`), in a block that is not shorter; the rest is the
         // promise of this function.
-        unsafe { function.launch(blocks, threads, shared, stream, &self.params) }
+        unsafe { function.launch(blocks, threads, shared, stream, &params) }
     }
 
     /// The same by the kernel for `sm_90a`.

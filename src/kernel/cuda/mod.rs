@@ -29,7 +29,7 @@
 //! attention, fused, blocks, sinks   the launches
 //! family    which forward kernels a device runs, and how that is forced
 //! loaded    the kernels that were loaded so far; load: how each is
-//! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward)
+//! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its parameters)
 //! shared_tiles  which tiles of those kernels several heads share
 //! clusters  those for clusters of two blocks, and which calls they take
 //! allocate  memory and waiting, for callers; shared: one device for all callers that name it
@@ -45,6 +45,7 @@ mod blocks;
 mod check;
 mod clusters;
 mod dq_semaphore;
+mod either_backward;
 mod embedded;
 mod family;
 mod fused;

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// What the multiplying warps of the backward kernel of sm_90a do with the tiles that `hopper_backward_load.cuh` fills: the products
+// of a step, and what stands between them. `hopper_backward_steps.cuh` has their order.
+//
+// Scores are made transposed, keys by q rows, so that p^T and ds^T, rounded, are left matrices in the registers that they were
+// made in:
+//
+//   s^T = k q^T, dp^T = v do^T, dv += p^T do, dk += ds^T q          each warpgroup for its 64 keys
+//   dq = ds k                                                       each warpgroup half of the columns, over all keys
+//
+// Only ds passes through shared memory, for dq alone. dq is added to global memory from registers, in the order of the dq
+// semaphore, and stored where nothing is yet. Staged through shared memory for a bulk addition, it would make shared memory
+// what bounds the kernel (2,944 of its cycles beside 2,560 of the products in a step of 64 q rows at head dim 128; so it takes 2,432).
+#pragma once
+#include "hopper_backward_load.cuh"
+
+// The number of `bar.sync` of both multiplying warpgroups.
+enum : u32 { BARRIER_BOTH = 1 };
+
+// Adds two neighbouring f32 to global memory. The semaphore orders all that are added to one address.
+__device__ __forceinline__ void add_pair(char* to, float x, float y) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+
+// Four 8 x 8 matrices, each with its rows and columns exchanged. Lane 8 i + r says where row r of matrix i goes.
+__device__ __forceinline__ void store_matrices_transposed(u32 address, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+template <class T, class Shape>
+struct HopperBackwardProducts {
+    using Block = HopperBackwardBlock<Shape>;
+    using Item = typename Block::Item;
+    static constexpr int D = Block::D, DV = Block::DV, BM = Block::BM, BN = Block::BN;
+    static constexpr int NT = BM / 8;
+    static constexpr u32 Q_PANEL = Block::Q_PANEL, K_PANEL = Block::K_PANEL;
+    static_assert(BN == 128 && BM == 64, "two warpgroups of 64 keys, and as many rows of dq");
+
+    using Scores = float[1][NT][4];
+    using Weights = u32[NT / 2][4];
+
+    static __device__ __forceinline__ u32 lane() { return fresh_thread() & 31; }
+    // The warp's first row of 64, among its warpgroup's keys and among the q rows of dq.
+    static __device__ __forceinline__ u32 warp_row() { return (fresh_thread() >> 5 & 3) * 16; }
+
+    static __device__ __forceinline__ void release(u32 barrier) {
+        __syncwarp();
+        if (lane() == 0) barrier_arrive(barrier);
+    }
+
+    // c = A B^T over all WIDTH columns, not waited for: A of tiles with panels of A_PANEL bytes, B of such with B_PANEL.
+    template <int WIDTH, u32 A_PANEL, u32 B_PANEL>
+    static __device__ __forceinline__ void multiply_rows(Scores& c, u64 a, u64 b) {
+#pragma unroll
+        for (int i = 0; i < WIDTH / 16; ++i) {
+            const u64 x = a + (i / 4) * (A_PANEL >> 4) + (i % 4) * 2, y = b + (i / 4) * (B_PANEL >> 4) + (i % 4) * 2;
+            if (i == 0)
+                product_new(T{}, c, x, y);
+            else
+                product_add(T{}, c, x, y);
+        }
+    }
+
+    // c += A B with A in registers and the BM q rows as the inner dimension, not waited for.
+    template <int N>
+    static __device__ __forceinline__ void multiply_weights(float (&c)[1][N][4], const Weights& a, u64 b) {
+#pragma unroll
+        for (int i = 0; i < BM / 16; ++i) product_add(T{}, c, a[i], b + i * (16 * 128 >> 4));
+    }
+
+    // Rounds to a left matrix.
+    static __device__ __forceinline__ void round(Weights& weights, const Scores& s) {
+#pragma unroll
+        for (int i = 0; i < BM / 16; ++i) round_pair(weights[i], s, 2 * i);
+    }
+
+    // The n-th of its tiles and the one behind it.
+    template <int N>
+    static __device__ __forceinline__ void round_pair(u32 (&weights)[4], const float (&s)[1][N][4], int n) {
+        weights[0] = pack(T{}, s[0][n][0], s[0][n][1]);
+        weights[1] = pack(T{}, s[0][n][2], s[0][n][3]);
+        weights[2] = pack(T{}, s[0][n + 1][0], s[0][n + 1][1]);
+        weights[3] = pack(T{}, s[0][n + 1][2], s[0][n + 1][3]);
+    }
+
+    // Everything between the two products and p and ds, where a step is not plain: both are there, and g is made less by delta.
+    static __device__ __forceinline__ void shape(Scores& s, Scores& g, const BackwardParams& p, volatile const Item& item,
+                                                 volatile const DqStep& step, u32 stats, u32 group) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const float2 delta = load_shared_pair(stats + BM * 4 + (n * 8 + 2 * (lane() & 3)) * 4);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) g[0][n][i] -= i & 1 ? delta.y : delta.x;
+        }
+        const Window window = {p.score.right, p.score.left};
+        const u32 row = group * 64 + warp_row() + lane() / 4;
+        const Run& key = p.keys[item.own.run];
+        const Run& query = p.queries[step.run];
+        general_gradients(s, g, p.score, p.alibi_slopes, step.head, key, item.own.first + row, query, step.first);
+        // Rows of the own tile past its end must not make ds either: lse of a q row may be anything.
+        if (!step.full)
+            mask_gradients(s, g, window, key, item.own.first + row, (int)item.own.rows - (int)row, query, step.first);
+    }
+
+    // p, from scores. `stats` is where the lane's bases of exponents lie.
+    static __device__ __forceinline__ void probabilities(Scores& s, const BackwardParams& p, u32 stats) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const float2 base = load_shared_pair(stats + n * 32);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[0][n][i] = exp2_fast(s[0][n][i] * p.score.exp_scale - (i & 1 ? base.y : base.x));
+        }
+    }
+
+    // Adds columns of dq from `column` on, or stores them where nothing is yet. WHOLE: all rows and columns are there.
+    template <bool WHOLE, int N>
+    static __device__ __forceinline__ void add_queries(const BackwardParams& p, volatile const DqStep& step, bool add, u32 column,
+                                                       const float (&dq)[1][N][4]) {
+        const int row = (int)(warp_row() + lane() / 4), from = (int)(column + 2 * (lane() & 3));
+        char* const to = p.dq.ptr + step.head * p.dq.head + (step.row + row) * p.dq.token + from * 4;
+        const int rows = (int)step.rows - row, columns = (int)p.heads.dim - from;
+        const float scale = p.score.scale;
+        // One branch, so that all additions follow one another.
+        if (add) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+                    if (WHOLE || (h * 8 < rows && n * 8 < columns))
+                        add_pair(to + h * 8 * p.dq.token + n * 32, dq[0][n][2 * h] * scale, dq[0][n][2 * h + 1] * scale);
+        } else {
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+                    if (WHOLE || (h * 8 < rows && n * 8 < columns))
+                        *(float2*)(to + h * 8 * p.dq.token + n * 32) =
+                            make_float2(dq[0][n][2 * h] * scale, dq[0][n][2 * h + 1] * scale);
+        }
+    }
+
+    // Columns of dq = ds k from `column` on, not waited for: ds has q rows by keys, in a panel for each warpgroup's keys; of k, the
+    // keys are the inner dimension. Columns that begin 64 bytes into the rows of a panel end with it: there the swizzle, by bits of
+    // the address, is that of the whole panel.
+    template <int N>
+    static __device__ __forceinline__ void multiply_keys(float (&dq)[1][N][4], u64 ds, u32 k, u32 column) {
+        const u64 from = matrix_at(k + column / 64 * K_PANEL + column % 64 * 2, K_PANEL);
+#pragma unroll
+        for (int i = 0; i < BN / 16; ++i) {
+            const u64 x = ds + (i / 4) * (Q_PANEL >> 4) + (i % 4) * 2, y = from + i * (16 * 128 >> 4);
+            if (i == 0)
+                product_new_columns(T{}, dq, x, y);
+            else
+                product_add_columns(T{}, dq, x, y);
+        }
+    }
+};

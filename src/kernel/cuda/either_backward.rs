@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Parameters of a backward launch that the kernel for `sm_90a` or the fused one for `sm_80` does: which one is known when the
+//! launch is put on a stream, since it depends on strides.
+//!
+//! Both read the same struct, but for how their tiles of keys are dealt out. A launch keeps that twice, and the kernel for
+//! `sm_80` gets its own in the place of the other's.
+
+use super::params::{BackwardParams, FusedParams, HeadParams, Parameters};
+use bytemuck::{NoUninit, Pod, Zeroable};
+use core::mem::offset_of;
+
+/// `HopperBackwardParams`. It begins with the parameters of the kernel for `sm_80`, which can be launched with it.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+pub(super) struct HopperBackwardParams {
+    pub call: FusedParams,
+    pub q_span: u32,
+    pub k_span: u32,
+}
+
+/// How the tiles of keys are dealt out over blocks: fields of [`FusedParams`] that depend on the keys of a tile.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct DealtOut {
+    pub key_tiles: u64,
+    pub work: u64,
+    pub items: u32,
+    pub parts: u32,
+    pub part_heads: u32,
+    pub unused: u32,
+}
+
+/// What a launch keeps: the kernel's parameters, and what the one for `sm_80` is given in the place of some of them.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+pub(super) struct EitherParams {
+    pub hopper: HopperBackwardParams,
+    pub other: DealtOut,
+}
+
+impl Parameters for EitherParams {
+    const TENSORS: &'static [usize] = FusedParams::TENSORS;
+    const METADATA: &'static [usize] = &{
+        let mut out = [0; FusedParams::METADATA.len() + 2];
+        let mut i = 0;
+        while i < FusedParams::METADATA.len() {
+            out[i] = FusedParams::METADATA[i];
+            i += 1;
+        }
+        out[i] = OTHER + offset_of!(DealtOut, key_tiles);
+        out[i + 1] = OTHER + offset_of!(DealtOut, work);
+        out
+    };
+}
+
+const OTHER: usize = offset_of!(EitherParams, other);
+
+/// Makes the parameters that a launch keeps those of the kernel for `sm_80`.
+pub(super) fn turn_to_other(params: &mut [u64]) {
+    let other: DealtOut =
+        bytemuck::pod_read_unaligned(bytemuck::cast_slice(&params[OTHER / 8..][..size_of::<DealtOut>() / 8]));
+    params[offset_of!(FusedParams, key_tiles) / 8] = other.key_tiles;
+    params[offset_of!(BackwardParams, work) / 8] = other.work;
+    let words: &mut [u32] = bytemuck::cast_slice_mut(params);
+    words[(offset_of!(BackwardParams, heads) + offset_of!(HeadParams, items)) / 4] = other.items;
+    words[offset_of!(FusedParams, parts) / 4] = other.parts;
+    words[offset_of!(FusedParams, part_heads) / 4] = other.part_heads;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_other_kernel_reads_its_own_tiles() {
+        let mut params = [u64::MAX; size_of::<EitherParams>() / 8];
+        let other = DealtOut { key_tiles: 1, work: 2, items: 3, parts: 4, part_heads: 5, unused: 0 };
+        params[OTHER / 8..].copy_from_slice(bytemuck::cast_slice(&[other]));
+        turn_to_other(&mut params);
+        let words: &[u32] = bytemuck::cast_slice(&params[..size_of::<FusedParams>() / 8]);
+        let changed: alloc::vec::Vec<_> = words.iter().enumerate().filter(|(_, w)| **w != u32::MAX).collect();
+        let (work, items) =
+            (offset_of!(BackwardParams, work), offset_of!(BackwardParams, heads) + offset_of!(HeadParams, items));
+        let tiles = offset_of!(FusedParams, key_tiles);
+        let parts = offset_of!(FusedParams, parts);
+        let expected = [(work, 2), (work + 4, 0), (items, 3), (tiles, 1), (tiles + 4, 0), (parts, 4), (parts + 4, 5)];
+        assert_eq!(changed, expected.each_ref().map(|(at, value)| (at / 4, value)));
+    }
+}
