@@ -75,7 +75,7 @@ struct HopperLoad {
     // The item after the one that `n` counts.
     static __device__ __forceinline__ u32 next_item(const Shared& at, volatile const Control& control, const ItemState& n) {
         if (takes()) return control.next_item;
-        barrier_wait(at.item_full(), n.parity());
+        barrier_acquire(at.item_full(), n.parity());
         const u32 next = control.next_item;
         barrier_release_at(at.item_empty(), 0);
         return next;

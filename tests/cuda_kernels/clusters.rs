@@ -149,7 +149,8 @@ fn grids() {
     let Some(devices) = devices() else { return };
     for dims in [(64, 64), (128, 128)] {
         let base = base("cluster grids", dims);
-        let case = Case { documents: vec![(380, 500, 120), (100, 0, 0), (128, 200, 0)], ..base };
+        // Items of many tiles of keys, of none, of two and of one.
+        let case = Case { documents: vec![(380, 500, 120), (100, 0, 0), (128, 200, 0), (128, 100, 0)], ..base };
         let case = Case { score: Score { window_right: i64::MAX, ..case.score }, ..case };
         for (left, clustered) in [(0, true), (3, true), (2, true), (4, false)] {
             devices.iter().for_each(|d| d.cuda.set_sm_margin(left));
