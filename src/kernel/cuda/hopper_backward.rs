@@ -106,4 +106,34 @@ mod tests {
             }
         }
     }
+
+    /// Cycles of the tensor cores and of shared memory (128 bytes each) in a step of a block: every product stands in the text
+    /// once, for one of two warpgroups. Each reads its right matrix from shared memory, and its left one where registers do not
+    /// hold it; ds is written there, and q and do are copied there. `ptx/README.md` has these figures.
+    fn cycles(shape: &super::super::shapes::Shape, queries: u32) -> (u32, u32) {
+        let name = format!("hopper_backward_bf16_{}", shape.name);
+        let text = super::super::embedded::find(&name).expect("embedded").into_string().expect("text");
+        let (mut tensor, mut bytes) = (0, 0);
+        for line in text.lines() {
+            let Some((_, product)) = line.split_once("wgmma.mma_async.sync.aligned.m64n") else { continue };
+            let columns: u32 = product.split('k').next().and_then(|n| n.parse().ok()).expect("a number");
+            let left = if product.contains("}, {") { 0 } else { 64 * 16 * 2 };
+            // Half a cycle for each column, twice.
+            tensor += columns;
+            bytes += 2 * (columns * 16 * 2 + left);
+        }
+        let (d, dv) = (shape.head_dim, shape.value_dim);
+        // The parked probabilities are written once and read once.
+        let parked = if d + dv > 256 { 2 * 256 * 16 } else { 0 };
+        (tensor, (bytes + queries * 128 * 2 + queries * (d + dv) * 2 + parked) / 128)
+    }
+
+    #[test]
+    fn shared_memory_keeps_up_with_the_products() {
+        let found = SHAPES.iter().zip(BACKWARD).filter_map(|(shape, b)| Some((shape.name, cycles(shape, b?.queries))));
+        let expected = [(64, (1280, 1408)), (128, (2560, 2432)), (192128, (3328, 3328))];
+        assert_eq!(found.collect::<Vec<_>>(), expected);
+        let (_, (tensor, shared)) = expected[1];
+        assert!(shared * 100 <= tensor * 95);
+    }
 }
