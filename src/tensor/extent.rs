@@ -48,7 +48,7 @@ pub(super) fn part(name: &str, part: &str) -> String {
     if name.is_empty() { String::from(part) } else { format!("{name}.{part}") }
 }
 
-/// The unit of a stride.
+/// The dimension of a stride, in words.
 pub(super) fn name_of(stride: &str) -> &'static str {
     if stride == "token_stride" { "tokens" } else { "heads" }
 }
