@@ -63,7 +63,13 @@ impl Tensors {
     pub fn run(&mut self, documents: &[Range], scratch: &mut Scratch) -> [f64; 2] {
         let q: Vec<_> = (0..)
             .zip(documents)
-            .map(|(i, &range)| QRange { range, document: [0; 2], keys_begin: i, keys_end: i + 1, mode: Mode::Only })
+            .map(|(i, &range)| QRange {
+                range,
+                document: [range.len; 2],
+                keys_begin: i,
+                keys_end: i + 1,
+                mode: Mode::Only,
+            })
             .collect();
         let pairs: Vec<u32> = (0..documents.len() as u32).collect();
         let ranges = Ranges { q: &q, k: documents, pairs: &pairs };
