@@ -50,13 +50,13 @@ impl Schedule {
     /// As [`Schedule::new`].
     pub fn both(plan: &Plan, rank: usize) -> Result<[Self; 2]> {
         let forward = Self::new(plan, rank, Direction::Forward)?;
-        let backward = Self::backward_after(plan, &forward)?;
+        let backward = Self::backward_with(plan, rank, forward.keys.as_ref())?;
         Ok([forward, backward])
     }
 
     /// The backward of a rank, with the ring steps of its forward where the same side circulates.
-    pub(super) fn backward_after(plan: &Plan, forward: &Self) -> Result<Self> {
-        Self::with_steps(plan, forward.rank, Direction::Backward, forward.keys.as_ref())
+    pub(super) fn backward_with(plan: &Plan, rank: usize, keys: Option<&Arc<RingSteps>>) -> Result<Self> {
+        Self::with_steps(plan, rank, Direction::Backward, keys)
     }
 
     /// As [`Schedule::new`], with the ring steps of k and v where they are known.

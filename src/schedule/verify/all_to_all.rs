@@ -24,8 +24,8 @@ pub(super) fn bring(p: &mut Prover, all_to_all: AllToAll) {
     if all_to_all.way == AllToAllDirection::ToHeads {
         return;
     }
-    for r in 0..p.schedules.len() {
-        let (tokens, heads) = held(p.plan, p.schedules[r].rank, all_to_all.side);
+    for r in 0..p.ranks.len() {
+        let (tokens, heads) = held(p.plan, p.ranks[r].rank(), all_to_all.side);
         let view = whole(OWN_HEADS, tokens.len(), heads.len());
         for (row, token) in tokens.into_iter().enumerate() {
             for (i, h) in heads.clone().enumerate() {
@@ -44,7 +44,7 @@ fn whole(tensor: TensorId, rows: usize, heads: usize) -> BufferView {
 /// That every rank got what was promised, all of it, and nothing moved in vain. No pairs are attended.
 pub(super) fn check(p: &mut Prover, all_to_all: AllToAll) -> Result<u128> {
     outputs::tokens_are_dealt_once(p)?;
-    for r in 0..p.schedules.len() {
+    for r in 0..p.ranks.len() {
         p.memories[r].check_all_read()?;
         match all_to_all.way {
             AllToAllDirection::ToHeads => heads(p, r, all_to_all)?,
@@ -55,8 +55,8 @@ pub(super) fn check(p: &mut Prover, all_to_all: AllToAll) -> Result<u128> {
 }
 
 fn heads(p: &mut Prover, r: usize, all_to_all: AllToAll) -> Result<()> {
-    let (tokens, heads) = held(p.plan, p.schedules[r].rank, all_to_all.side);
-    let last = p.schedules[r].ops.len().max(1) - 1;
+    let (tokens, heads) = held(p.plan, p.ranks[r].rank(), all_to_all.side);
+    let last = p.ranks[r].last();
     let view = whole(OWN_HEADS, tokens.len(), heads.len());
     for (row, token) in tokens.into_iter().enumerate() {
         for (i, h) in heads.clone().enumerate() {
@@ -68,14 +68,14 @@ fn heads(p: &mut Prover, r: usize, all_to_all: AllToAll) -> Result<()> {
 }
 
 fn tokens(p: &mut Prover, r: usize, all_to_all: AllToAll) -> Result<()> {
-    let rank = p.schedules[r].rank;
+    let rank = p.ranks[r].rank();
     let ring = p.plan.mesh().coordinates(rank).ring;
-    let holders: Vec<(usize, core::ops::Range<u32>)> = (0..p.schedules.len())
-        .filter(|&i| p.plan.mesh().coordinates(p.schedules[i].rank).ring == ring)
-        .map(|i| (i, held(p.plan, p.schedules[i].rank, all_to_all.side).1))
+    let holders: Vec<(usize, core::ops::Range<u32>)> = (0..p.ranks.len())
+        .filter(|&i| p.plan.mesh().coordinates(p.ranks[i].rank()).ring == ring)
+        .map(|i| (i, held(p.plan, p.ranks[i].rank(), all_to_all.side).1))
         .collect();
     let heads = all_heads(p.plan, all_to_all.side);
-    let last = p.schedules[r].ops.len().max(1) - 1;
+    let last = p.ranks[r].last();
     let tokens = p.plan.token_indices(all_to_all.side, rank);
     let view = whole(OWN_TOKENS, tokens.len(), heads as usize);
     for (row, token) in tokens.into_iter().enumerate() {

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Kernel calls, by their contract: the tokens of the rows, the pairs that are computed, and how results are stored.
 
-use alloc::{format, vec, vec::Vec};
+use alloc::{format, vec::Vec};
 
 use super::{
+    calls::NamedTokens,
     cell::{Cell, What},
     contributions::Atom,
-    execute::{AttendCall, NamedTokens, Prover},
+    execute::Prover,
     geometry::{Geometry, RangePart},
     listed::Met,
     memory::Piece,
@@ -17,9 +18,9 @@ use crate::{
     schedule::{AttendOp, BackwardOp, BufferView, TensorId},
 };
 
-impl<'a> Prover<'a> {
-    /// Remembers a call; no token may be in two of its ranges.
-    fn remember(&mut self, r: usize, op: usize, met: &'a Met, g: &Geometry) -> Result<u32> {
+impl Prover<'_> {
+    /// Remembers a call for those of q's side and k's that it computes results for; no token may be in two of its ranges.
+    fn remember(&mut self, r: usize, op: usize, met: &Met, g: &Geometry, [of_q, of_k]: [bool; 2]) -> Result<u32> {
         let by_token = |ranges: &[Vec<RangePart>]| {
             let named = |(i, parts)| {
                 let of = move |p: &RangePart| NamedTokens { token: p.token, tokens: p.rows, range: i };
@@ -41,12 +42,7 @@ impl<'a> Prover<'a> {
                 return Err(self.err(r, op, format!("{name} token {} is in two ranges of one call", w[1].token)));
             }
         }
-        let mut readers = vec![Vec::new(); met.k.len()];
-        for i in 0..met.q.len() {
-            met.keys(i).iter().for_each(|&k| readers[k as usize].push(i as u32));
-        }
-        self.calls.push(AttendCall { rank: r, op, q, k, readers, met: Some(met) });
-        Ok(self.calls.len() as u32 - 1)
+        Ok(self.calls.add(r, op, met, of_q.then_some(&q), of_k.then_some(&k)))
     }
 
     /// That the heads of a call are those its map says, each read; `(first q head, q heads, first kv head, kv heads)`.
@@ -79,7 +75,7 @@ impl<'a> Prover<'a> {
         r: usize,
         op: usize,
         views: &[(&BufferView, What)],
-        ranges: &mut dyn Iterator<Item = &'a Range>,
+        ranges: &mut dyn Iterator<Item = &Range>,
         parts: &[Vec<RangePart>],
         first_head: u32,
     ) -> Result<()> {
@@ -97,7 +93,7 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    pub(super) fn attend(&mut self, r: usize, op: usize, a: &AttendOp, met: &'a Met) -> Result<()> {
+    pub(super) fn attend(&mut self, r: usize, op: usize, a: &AttendOp, met: &Met) -> Result<()> {
         let p = self.plan.problem();
         let (element, accumulator) = (p.dtype(), p.dtype().accumulator());
         self.heads(r, op, a.heads, &a.q, &a.k)?;
@@ -119,7 +115,7 @@ impl<'a> Prover<'a> {
         }
         let g = self.geometry(r, op, met)?;
         self.met_for_queries += g.pairs * u128::from(a.q.heads);
-        let call = self.remember(r, op, met, &g)?;
+        let call = self.remember(r, op, met, &g, [true, false])?;
         let (q0, kv0) = (a.heads.q_offset, a.heads.kv_offset);
         let mut queries = met.q.iter().map(|q| &q.range);
         self.inputs(r, op, &[(&a.q, What::Input(TensorId::Q))], &mut queries, &g.q, q0)?;
@@ -195,7 +191,7 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    pub(super) fn backward(&mut self, r: usize, op: usize, b: &BackwardOp, met: &'a Met) -> Result<()> {
+    pub(super) fn backward(&mut self, r: usize, op: usize, b: &BackwardOp, met: &Met) -> Result<()> {
         let p = self.plan.problem();
         let (element, accumulator) = (p.dtype(), p.dtype().accumulator());
         let (dk, dv) = (p.head_dim(), p.value_dim());
@@ -213,7 +209,8 @@ impl<'a> Prover<'a> {
             self.typed(r, op, v, dtype, dim)?;
         }
         let g = self.geometry(r, op, met)?;
-        let call = self.remember(r, op, met, &g)?;
+        let of = [b.gradients != Gradients::Keys, b.gradients != Gradients::Queries];
+        let call = self.remember(r, op, met, &g, of)?;
         let (q0, kv0) = (b.heads.q_offset, b.heads.kv_offset);
         let mut queries = met.q.iter().map(|q| &q.range);
         let views = [
@@ -225,7 +222,7 @@ impl<'a> Prover<'a> {
         self.inputs(r, op, &views, &mut queries, &g.q, q0)?;
         let views = [(&b.k, What::Input(TensorId::K)), (&b.v, What::Input(TensorId::V))];
         self.inputs(r, op, &views, &mut met.k.iter(), &g.k, kv0)?;
-        if b.gradients != Gradients::Keys {
+        if of[0] {
             let Some(dq) = &b.dq else { return Err(self.err(r, op, "makes dq without a place for it")) };
             self.same_shape(r, op, &b.q, &[dq])?;
             self.typed(r, op, dq, accumulator, dk)?;
@@ -239,7 +236,7 @@ impl<'a> Prover<'a> {
                 }
             }
         }
-        if b.gradients != Gradients::Queries {
+        if of[1] {
             let Some((to_k, to_v)) = &b.dkv else {
                 return Err(self.err(r, op, "makes dk and dv without a place for them"));
             };

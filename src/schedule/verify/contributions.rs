@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What was added to a running result or a sum, call by call.
 
-use alloc::{collections::BTreeMap, vec, vec::Vec};
+use alloc::{vec, vec::Vec};
 
 /// What one call added to a sum: of q heads `head..head + heads`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Atom {
     pub call: u32,
     pub head: u32,
@@ -15,14 +15,24 @@ pub(super) struct Atom {
 /// another list; entry 0 is empty.
 pub(super) struct Contributions {
     all: Vec<(u32, Atom)>,
-    index: BTreeMap<(u32, Atom), u32>,
+    /// Entries of `all`, each at the first free place from the one that its hash names; 0 is a free place. There are twice
+    /// as many places as entries or more, a power of two.
+    places: Vec<u32>,
     /// The last sum: runs one after another usually add the same.
     last: (u32, u32, u32),
 }
 
+fn hash((list, atom): (u32, Atom)) -> usize {
+    // Factors of a multiplicative hash: odd, with bits spread evenly.
+    let word = u64::from(list) << 32 | u64::from(atom.call);
+    let heads = u64::from(atom.head) << 32 | u64::from(atom.heads);
+    let mixed = (word ^ heads.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)).wrapping_mul(0xd6e8_feb8_6659_fd93);
+    (mixed ^ mixed >> 32) as usize
+}
+
 impl Contributions {
     pub fn new() -> Self {
-        Self { all: vec![(0, Atom { call: 0, head: 0, heads: 0 })], index: BTreeMap::new(), last: (0, 0, 0) }
+        Self { all: vec![(0, Atom { call: 0, head: 0, heads: 0 })], places: vec![0; 16], last: (0, 0, 0) }
     }
 
     pub fn get(&self, list: u32) -> Vec<Atom> {
@@ -37,12 +47,34 @@ impl Contributions {
         atoms
     }
 
+    /// Where an entry is, or the free place where it would be.
+    fn place(&self, entry: (u32, Atom)) -> usize {
+        let mask = self.places.len() - 1;
+        let mut at = hash(entry) & mask;
+        while self.places[at] > 0 && self.all[self.places[at] as usize] != entry {
+            at = (at + 1) & mask;
+        }
+        at
+    }
+
     fn add(&mut self, list: u32, atom: Atom) -> u32 {
-        let all = &mut self.all;
-        *self.index.entry((list, atom)).or_insert_with(|| {
-            all.push((list, atom));
-            all.len() as u32 - 1
-        })
+        let at = self.place((list, atom));
+        if self.places[at] > 0 {
+            return self.places[at];
+        }
+        let new = self.all.len() as u32;
+        self.all.push((list, atom));
+        self.places[at] = new;
+        if 2 * self.all.len() > self.places.len() {
+            let places = 2 * self.places.len();
+            self.places.clear();
+            self.places.resize(places, 0);
+            for entry in 1..=new {
+                let at = self.place(self.all[entry as usize]);
+                self.places[at] = entry;
+            }
+        }
+        new
     }
 
     pub fn one(&mut self, atom: Atom) -> u32 {
@@ -62,5 +94,44 @@ impl Contributions {
             self.last = (a, b, sum);
         }
         self.last.2
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Random joins, against lists written out: equal lists have one number, and different ones have not.
+    #[test]
+    fn lists_are_kept_once_each() {
+        let mut draw = fastrand::Rng::with_seed(7);
+        let mut c = Contributions::new();
+        let mut known: Vec<(u32, Vec<Atom>)> = vec![(0, Vec::new())];
+        let mut found = 0;
+        for _ in 0..4000 {
+            let atom = Atom { call: draw.u32(..3), head: draw.u32(..2), heads: draw.u32(1..3) };
+            let (a, x) = known[draw.usize(..known.len())].clone();
+            let (b, y) = match draw.bool() {
+                true => (c.one(atom), vec![atom]),
+                false => known[draw.usize(..known.len())].clone(),
+            };
+            let sum = [x, y].concat();
+            if sum.len() > 6 {
+                continue;
+            }
+            let list = c.join(a, b);
+            assert_eq!(c.get(list), sum);
+            match known.iter().find(|k| k.1 == sum) {
+                Some(k) => {
+                    assert_eq!(k.0, list);
+                    found += 1;
+                }
+                None => {
+                    assert!(known.iter().all(|k| k.0 != list));
+                    known.push((list, sum));
+                }
+            }
+        }
+        assert!(known.len() > 500 && found > 100, "{} {found}", known.len());
     }
 }

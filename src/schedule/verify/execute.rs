@@ -5,58 +5,39 @@ use alloc::{format, vec, vec::Vec};
 
 use super::{
     borders::NodeBorders,
+    calls::AttendCalls,
     cell::{Cell, What},
     contributions::{Atom, Contributions},
     flaw::flaw,
-    listed::{ListedOp, Met, Sum},
+    listed::{ListedOp, Sum},
     memory::{Memory, Piece},
+    packed::RankOps,
     report::{RankReport, Traffic},
 };
 use crate::{
     batch::Side,
     error::{Error, Result},
     plan::{Plan, Wire},
-    schedule::{Buf, BufferView, SINK_DIGITS, Schedule, TensorId},
+    schedule::{Buf, BufferView, OpKind, SINK_DIGITS, TensorId, expand::Expansion},
 };
-
-/// Tokens one after another that a range of a call names.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct NamedTokens {
-    pub token: u32,
-    pub tokens: u32,
-    pub range: u32,
-}
-
-/// A call of a kernel, kept until the outputs are checked.
-pub(super) struct AttendCall<'a> {
-    /// Index of the rank in the group.
-    pub rank: usize,
-    pub op: usize,
-    /// Tokens of the q ranges, by token.
-    pub q: Vec<NamedTokens>,
-    /// Tokens of the k ranges likewise.
-    pub k: Vec<NamedTokens>,
-    /// The q ranges of each k range.
-    pub readers: Vec<Vec<u32>>,
-    /// None for the gradient of the sinks.
-    pub met: Option<&'a Met>,
-}
 
 /// All ranks while they run.
 pub(super) struct Prover<'a> {
     pub plan: &'a Plan,
-    pub schedules: &'a [Schedule],
-    pub listed: &'a [Vec<ListedOp>],
+    /// The schedules.
+    pub ranks: Vec<RankOps<'a>>,
     pub memories: Vec<Memory>,
     /// Whether a cell stands for all heads of a row.
     pub whole_rows: bool,
     pub lists: Contributions,
-    pub calls: Vec<AttendCall<'a>>,
+    pub calls: AttendCalls,
     /// Allowed pairs that calls met, times their q heads: for o or dq, and for dk and dv.
     pub met_for_queries: u128,
     pub met_for_keys: u128,
     /// Room for what an operation writes.
     pub pieces: Vec<Piece>,
+    /// Room for the lists of an operation.
+    expansion: Expansion,
     traffic: Vec<RankReport>,
     /// What crosses from node to node.
     pub borders: Option<NodeBorders>,
@@ -65,30 +46,31 @@ pub(super) struct Prover<'a> {
 impl<'a> Prover<'a> {
     pub fn new(
         plan: &'a Plan,
-        schedules: &'a [Schedule],
-        listed: &'a [Vec<ListedOp>],
+        ranks: Vec<RankOps<'a>>,
         memories: Vec<Memory>,
         whole_rows: bool,
+        expansion: Expansion,
     ) -> Self {
-        let report = |s: &Schedule| RankReport {
-            rank: s.rank,
-            operations: s.ops.len(),
-            exchanges: s.ops.iter().filter(|op| op.kind.is_exchange()).count(),
-            workspace: s.workspace,
+        let report = |ops: &RankOps| RankReport {
+            rank: ops.rank(),
+            operations: ops.len(),
+            exchanges: (0..ops.len()).filter(|&i| ops.form(i).kind.is_exchange()).count(),
+            workspace: ops.frame().workspace,
             traffic: Vec::new(),
         };
+        let traffic = ranks.iter().map(report).collect();
         Self {
             plan,
-            schedules,
-            listed,
+            ranks,
             memories,
             whole_rows,
             lists: Contributions::new(),
-            calls: Vec::new(),
+            calls: AttendCalls::default(),
             met_for_queries: 0,
             met_for_keys: 0,
             pieces: Vec::new(),
-            traffic: schedules.iter().map(report).collect(),
+            expansion,
+            traffic,
             borders: NodeBorders::new(plan),
         }
     }
@@ -98,13 +80,17 @@ impl<'a> Prover<'a> {
     }
 
     pub fn err(&self, r: usize, op: usize, text: impl Into<alloc::string::String>) -> Error {
-        flaw(self.schedules[r].rank, op, text)
+        flaw(self.ranks[r].rank(), op, text)
     }
 
-    /// Runs an operation of rank `r` (an index of the group) that meets no other rank.
-    pub fn execute(&mut self, r: usize, op: usize) -> Result<()> {
-        let listed: &'a [Vec<ListedOp>] = self.listed;
-        match &listed[r][op] {
+    /// Writes out an operation of rank `r` (an index of the group).
+    pub fn list(&mut self, r: usize, op: usize) -> Result<ListedOp> {
+        self.ranks[r].list(op, &mut self.expansion)
+    }
+
+    /// Runs an operation of rank `r` that meets no other rank.
+    pub fn execute(&mut self, r: usize, op: usize, work: &ListedOp) -> Result<()> {
+        match work {
             ListedOp::Delta { delta } => self.delta(r, op, delta),
             ListedOp::SinkGradient { delta, partial } => self.sink_gradient(r, op, delta, partial),
             ListedOp::SinkTotal(sum) => self.sink_total(r, op, sum),
@@ -138,7 +124,7 @@ impl<'a> Prover<'a> {
 
     /// All rows and heads that the caller of rank `r` brought of q's side, or nothing.
     fn whole(&self, r: usize, op: usize, v: &BufferView) -> Result<()> {
-        let rows = self.plan.local_tokens(Side::Q, self.schedules[r].rank) as u64;
+        let rows = self.plan.local_tokens(Side::Q, self.ranks[r].rank()) as u64;
         if (v.rows, v.heads as usize) != (rows, self.plan.problem().heads()) {
             return Err(self.err(r, op, format!("{v:?} is not all of the rank's {rows} rows")));
         }
@@ -179,8 +165,7 @@ impl<'a> Prover<'a> {
             }
             self.memories[r].read(delta, 0, delta.rows, h, |_| true);
         }
-        let call = self.calls.len() as u32;
-        self.calls.push(AttendCall { rank: r, op, q: Vec::new(), k: Vec::new(), readers: Vec::new(), met: None });
+        let call = self.calls.add_plain(r, op);
         let piece = |head| {
             let list = self.lists.one(Atom { call, head, heads: 1 });
             Piece { head, row: 0, cell: Cell::new(What::Sum(TensorId::Dsinks), 0, head, list) }
@@ -293,18 +278,17 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    /// Moves a message, given as (index in the group, operation, message).
-    pub fn transfer(&mut self, from: (usize, usize, usize), to: (usize, usize, usize)) -> Result<()> {
-        let listed: &'a [Vec<ListedOp>] = self.listed;
-        let (ListedOp::Exchange { messages: sends, .. }, ListedOp::Exchange { messages: recvs, strict }) =
-            (&listed[from.0][from.1], &listed[to.0][to.1])
-        else {
-            return Ok(());
-        };
-        let (out, into) = (sends[from.2].view, recvs[to.2].view);
-        let home = self.schedules[to.0].ops[to.1].kind.name() == "return";
+    /// Moves a message, given as (index in the group, operation, rows). `strict`: as in [`ListedOp::Exchange`].
+    pub fn transfer(
+        &mut self,
+        from: (usize, usize, BufferView),
+        to: (usize, usize, BufferView),
+        strict: bool,
+    ) -> Result<()> {
+        let (out, into) = (from.2, to.2);
+        let home = matches!(self.ranks[to.0].form(to.1).kind, OpKind::Return { .. });
         let apart = self.borders.as_ref().is_some_and(|b| b.apart(from.0, to.0));
-        let crosses = apart && (home || *strict);
+        let crosses = apart && (home || strict);
         let mut pieces = core::mem::take(&mut self.pieces);
         pieces.clear();
         for head in self.memories[from.0].heads(&out) {
@@ -328,13 +312,13 @@ impl<'a> Prover<'a> {
                     let text = format!("sends row {at}, head {head} of {name} ({}), {wrong}", cell.describe());
                     return Err(self.err(from.0, from.1, text));
                 }
-                let cell = Cell { strict: *strict, crossed: crosses && *strict, unread: 0, ..cell };
+                let cell = Cell { strict, crossed: crosses && strict, unread: 0, ..cell };
                 pieces.push(Piece { head, row, cell });
                 row += rows;
             }
             // What is fetched stays unread at a sender that only relays it, unless it came from another node and stays
             // in this one.
-            let passes_on = *strict && !apart;
+            let passes_on = strict && !apart;
             self.memories[from.0].read(&out, 0, out.rows, head, |c| !c.strict || (c.crossed && passes_on));
         }
         self.memories[to.0].write(to.1, &into, 0, into.rows, &pieces)?;
@@ -343,8 +327,8 @@ impl<'a> Prover<'a> {
         if let (Some(borders), true) = (&mut self.borders, crosses) {
             borders.count(from.0, to.0, home, bytes);
         }
-        let count = |p: &mut Self, (r, op, _): (usize, usize, usize), sent: bool| {
-            let op = &p.schedules[r].ops[op];
+        let count = |p: &mut Self, (r, op, _): (usize, usize, BufferView), sent: bool| {
+            let op = p.ranks[r].form(op);
             let (phase, kind) = (op.phase, op.kind.name());
             let traffic = &mut p.traffic[r].traffic;
             let at = traffic.iter().position(|t| (t.phase, t.kind) == (phase, kind)).unwrap_or(traffic.len());

@@ -64,12 +64,13 @@ pub(super) enum ListedOp {
 }
 
 /// Writes out every operation of a schedule.
-pub(super) fn list(s: &Schedule) -> Result<Vec<ListedOp>> {
-    let mut e = Expansion::new(s);
-    (0..s.ops.len()).map(|i| list_one(s, i, &mut e)).collect()
+pub(super) fn list(s: &Schedule, e: &mut Expansion) -> Result<Vec<ListedOp>> {
+    e.reserve(s);
+    (0..s.ops.len()).map(|i| list_one(s, i, e)).collect()
 }
 
-fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<ListedOp> {
+/// Writes out one operation.
+pub(super) fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<ListedOp> {
     let err = |text| flaw(s.rank, i, text);
     let ring_step_exists = |circulating_side: CirculatingSide, ring_step: u32| {
         let ring_steps = match circulating_side {
@@ -218,6 +219,9 @@ pub(super) fn check_views(s: &Schedule, listed: &[ListedOp], memory: &Memory) ->
                 }
             }
             ListedOp::Exchange { messages, .. } => {
+                if messages.is_empty() {
+                    return Err(err("an exchange without messages".into()));
+                }
                 let mut sent: BTreeMap<usize, usize> = BTreeMap::new();
                 for m in messages.iter().filter(|m| m.send) {
                     let count = sent.entry(m.peer).or_default();

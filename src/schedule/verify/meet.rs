@@ -8,65 +8,67 @@
 
 use alloc::{
     collections::{BTreeMap, VecDeque},
-    format, vec,
+    format,
+    string::String,
+    vec,
     vec::Vec,
 };
 
 use super::{execute::Prover, flaw::flaw, listed::ListedOp, memory::Memory};
 use crate::{
-    error::Result,
-    schedule::{Lane, MessageView, Schedule},
+    error::{Error, Result},
+    schedule::{BufferView, Lane, MessageView},
 };
 
 /// Where a message's other end is: (index in the group, operation, message).
-pub(super) type Partners = Vec<Vec<Vec<(usize, usize, usize)>>>;
+type Partners = Vec<Vec<Vec<(usize, usize, usize)>>>;
 
 type Ends = Vec<(usize, usize)>;
 
-/// Matches all messages.
-pub(super) fn partners(schedules: &[Schedule], listed: &[Vec<ListedOp>], memories: &[Memory]) -> Result<Partners> {
-    let start = schedules[0].group.start;
-    let mut pairs: BTreeMap<(usize, usize), (Ends, Ends)> = BTreeMap::new();
-    let mut partners: Partners = Vec::with_capacity(listed.len());
-    for (r, ops) in listed.iter().enumerate() {
-        let mut of_rank = Vec::with_capacity(ops.len());
-        for (i, work) in ops.iter().enumerate() {
-            let mut of_op = Vec::new();
-            if let ListedOp::Exchange { messages, .. } = work {
-                if messages.is_empty() {
-                    return Err(flaw(schedules[r].rank, i, "an exchange without messages"));
-                }
-                of_op.resize(messages.len(), (0, 0, 0));
-                for (n, m) in messages.iter().enumerate() {
-                    let peer = m.peer - start;
-                    if m.send {
-                        pairs.entry((r, peer)).or_default().0.push((i, n));
-                    } else {
-                        pairs.entry((peer, r)).or_default().1.push((i, n));
-                    }
-                }
-            }
-            of_rank.push(of_op);
-        }
-        partners.push(of_rank);
+/// The messages of each operation; none of one that is no exchange.
+pub(super) fn messages(work: ListedOp) -> Vec<MessageView> {
+    match work {
+        ListedOp::Exchange { messages, .. } => messages,
+        _ => Vec::new(),
     }
-    let message = |r: usize, (i, n): (usize, usize)| -> &MessageView {
-        match &listed[r][i] {
-            ListedOp::Exchange { messages, .. } => &messages[n],
-            _ => unreachable!("only exchanges have messages"),
-        }
+}
+
+/// That what one rank sends is what the other expects.
+fn fits(send: (&BufferView, &Memory), recv: (&BufferView, &Memory)) -> Result<(), [String; 2]> {
+    let shape = |(v, memory): (&BufferView, &Memory)| {
+        let t = memory.table(v.buf);
+        (v.rows, v.heads, t.dim, t.dtype)
     };
-    for ((from, to), (sends, recvs)) in pairs {
-        let (a, b) = (schedules[from].rank, schedules[to].rank);
-        for (&s, &t) in sends.iter().zip(&recvs) {
-            let (x, y) = (message(from, s), message(to, t));
-            let (p, q) = (memories[from].table(x.view.buf), memories[to].table(y.view.buf));
-            let shape = |m: &MessageView, dim: u32, dtype| (m.view.rows, m.view.heads, dim, dtype);
-            let (sent, taken) = (shape(x, p.dim, p.dtype), shape(y, q.dim, q.dtype));
-            if sent != taken {
-                let text = format!("expects {taken:?} of rank {a}, whose operation {} sends {sent:?}", s.0);
-                return Err(flaw(b, t.0, text));
+    let (sent, taken) = (shape(send), shape(recv));
+    if sent == taken { Ok(()) } else { Err([format!("{sent:?}"), format!("{taken:?}")]) }
+}
+
+fn unfit(sender: usize, op: usize, receiver: usize, at: usize, [sent, taken]: [String; 2]) -> Error {
+    flaw(receiver, at, format!("expects {taken} of rank {sender}, whose operation {op} sends {sent}"))
+}
+
+/// Matches all messages, given by rank and operation. The first rank of the group is `start`.
+pub(super) fn partners(start: usize, messages: &[Vec<Vec<MessageView>>], memories: &[Memory]) -> Result<Partners> {
+    let mut pairs: BTreeMap<(usize, usize), (Ends, Ends)> = BTreeMap::new();
+    let mut partners: Partners = Vec::with_capacity(messages.len());
+    for (r, ops) in messages.iter().enumerate() {
+        for (i, of_op) in ops.iter().enumerate() {
+            for (n, m) in of_op.iter().enumerate() {
+                let peer = m.peer - start;
+                if m.send {
+                    pairs.entry((r, peer)).or_default().0.push((i, n));
+                } else {
+                    pairs.entry((peer, r)).or_default().1.push((i, n));
+                }
             }
+        }
+        partners.push(ops.iter().map(|of_op| vec![(0, 0, 0); of_op.len()]).collect());
+    }
+    for ((from, to), (sends, recvs)) in pairs {
+        let (a, b) = (start + from, start + to);
+        for (&s, &t) in sends.iter().zip(&recvs) {
+            let (x, y) = (&messages[from][s.0][s.1].view, &messages[to][t.0][t.1].view);
+            fits((x, &memories[from]), (y, &memories[to])).map_err(|shapes| unfit(a, s.0, b, t.0, shapes))?;
             partners[from][s.0][s.1] = (to, t.0, t.1);
             partners[to][t.0][t.1] = (from, s.0, s.1);
         }
@@ -80,113 +82,160 @@ pub(super) fn partners(schedules: &[Schedule], listed: &[Vec<ListedOp>], memorie
     Ok(partners)
 }
 
-/// A rank's progress.
-struct RankProgress {
-    lanes: [Vec<usize>; 2],
-    next: [usize; 2],
-    done: Vec<bool>,
-    posted: Vec<bool>,
-    /// Messages of the posted exchange that have not moved.
+/// An exchange whose messages move.
+struct Posted {
+    op: usize,
+    messages: Vec<MessageView>,
+    strict: bool,
+    /// Messages by peer and way, otherwise in the order of the list.
+    order: Vec<u32>,
+    /// How many have moved, of those with the peer and the way of an entry of `order` that is the first of its like.
+    moved: Vec<u32>,
     left: usize,
 }
 
+impl Posted {
+    fn new(op: usize, messages: Vec<MessageView>, strict: bool) -> Self {
+        let mut order: Vec<u32> = (0..messages.len() as u32).collect();
+        order.sort_by_key(|&i| (messages[i as usize].peer, messages[i as usize].send));
+        Self { op, moved: vec![0; messages.len()], left: messages.len(), messages, strict, order }
+    }
+
+    /// The rows of the next message that moves between this rank and another.
+    fn take(&mut self, peer: usize, send: bool) -> Option<BufferView> {
+        let key = |i: u32| (self.messages[i as usize].peer, self.messages[i as usize].send);
+        let first = self.order.partition_point(|&i| key(i) < (peer, send));
+        let next = first + *self.moved.get(first)? as usize;
+        let message = *self.order.get(next).filter(|&&i| key(i) == (peer, send))?;
+        self.moved[first] += 1;
+        self.left -= 1;
+        Some(self.messages[message as usize].view)
+    }
+}
+
+/// A rank's progress. Operations of a lane run in order, so all before the next one of it are complete.
+struct RankProgress {
+    /// The next operation of each lane, or how many there are.
+    next: [usize; 2],
+    posted: Option<Posted>,
+}
+
+impl RankProgress {
+    fn has_posted(&self, exchange: usize) -> bool {
+        exchange < self.next[Lane::Communication as usize] || self.posted.as_ref().is_some_and(|p| p.op == exchange)
+    }
+}
+
 /// Runs all ranks to the end, tags and all.
-pub(super) fn run(prover: &mut Prover, partners: &Partners) -> Result<()> {
-    let schedules = prover.schedules;
-    let lane = |s: &Schedule, lane| (0..s.ops.len()).filter(|&i| s.ops[i].lane == lane).collect();
-    let mut ranks: Vec<RankProgress> = schedules
-        .iter()
-        .map(|s| RankProgress {
-            lanes: [lane(s, Lane::Compute), lane(s, Lane::Communication)],
-            next: [0; 2],
-            done: vec![false; s.ops.len()],
-            posted: vec![false; s.ops.len()],
-            left: 0,
-        })
-        .collect();
+///
+/// Between two ranks the next message sent is the next received, which is right if all messages match. Where a run fails
+/// they are all matched, because one that does not match may be why.
+pub(super) fn run(prover: &mut Prover) -> Result<()> {
+    let next = |prover: &Prover, r: usize| [0, 1].map(|lane| next_of(prover, r, lane, 0));
+    let mut ranks: Vec<RankProgress> =
+        (0..prover.ranks.len()).map(|r| RankProgress { next: next(prover, r), posted: None }).collect();
+    let result = run_all(prover, &mut ranks);
+    let complete = |(r, p): (usize, &RankProgress)| p.next == [prover.ranks[r].len(); 2];
+    if result.is_ok() && ranks.iter().enumerate().all(complete) {
+        return Ok(());
+    }
+    let mut listed = Vec::with_capacity(ranks.len());
+    for r in 0..ranks.len() {
+        let of_rank = (0..prover.ranks[r].len()).map(|i| prover.list(r, i).map(messages));
+        listed.push(of_rank.collect::<Result<Vec<_>>>()?);
+    }
+    let partners = partners(prover.ranks[0].rank(), &listed, &prover.memories)?;
+    result?;
+    for (r, p) in ranks.iter().enumerate() {
+        // A stuck exchange explains a stuck kernel, not the other way round.
+        if let Some(&i) = [p.next[1], p.next[0]].iter().find(|&&i| i < prover.ranks[r].len()) {
+            return Err(stuck(prover, &partners, &ranks, r, i));
+        }
+    }
+    Ok(())
+}
+
+/// The first operation of a lane from one on, or how many operations there are.
+fn next_of(prover: &Prover, r: usize, lane: usize, from: usize) -> usize {
+    let ops = &prover.ranks[r];
+    (from..ops.len()).find(|&i| ops.form(i).lane as usize == lane).unwrap_or(ops.len())
+}
+
+fn run_all(prover: &mut Prover, ranks: &mut [RankProgress]) -> Result<()> {
     let mut queue: VecDeque<usize> = (0..ranks.len()).collect();
     while let Some(r) = queue.pop_front() {
         let mut moved = true;
         while moved {
             moved = false;
             for l in 0..2 {
-                while let Some(&i) = ranks[r].lanes[l].get(ranks[r].next[l]) {
-                    let waits = schedules[r].ops[i].after.is_some_and(|a| !ranks[r].done[a as usize]);
-                    if waits {
+                while ranks[r].next[l] < prover.ranks[r].len() {
+                    let i = ranks[r].next[l];
+                    let done = |a: usize| a < ranks[r].next[prover.ranks[r].form(a).lane as usize];
+                    if prover.ranks[r].after(i).is_some_and(|a| !done(a)) {
                         break;
                     }
-                    if let ListedOp::Exchange { .. } = &prover.listed[r][i] {
-                        if !ranks[r].posted[i] {
-                            ranks[r].posted[i] = true;
-                            ranks[r].left = partners[r][i].len();
-                            post(prover, partners, &mut ranks, r, i, &mut queue)?;
+                    if prover.ranks[r].form(i).kind.is_exchange() {
+                        if ranks[r].posted.is_none() {
+                            post(prover, ranks, r, i, &mut queue)?;
                             moved = true;
                         }
-                        if ranks[r].left > 0 {
+                        if ranks[r].posted.as_ref().is_some_and(|p| p.left > 0) {
                             break;
                         }
+                        ranks[r].posted = None;
                     } else {
-                        prover.execute(r, i)?;
+                        let work = prover.list(r, i)?;
+                        prover.execute(r, i, &work)?;
                     }
-                    ranks[r].done[i] = true;
-                    ranks[r].next[l] += 1;
+                    ranks[r].next[l] = next_of(prover, r, l, i + 1);
                     moved = true;
                 }
             }
         }
     }
-    for (r, p) in ranks.iter().enumerate() {
-        // A stuck exchange explains a stuck kernel, not the other way round.
-        for l in [1, 0] {
-            if let Some(&i) = p.lanes[l].get(p.next[l]) {
-                return Err(stuck(schedules, partners, &ranks, r, i));
-            }
-        }
-    }
     Ok(())
 }
 
-/// Moves every message of a newly posted exchange whose other end is posted.
+/// Posts an exchange, and moves every message of it whose other end is posted.
 fn post(
     prover: &mut Prover,
-    partners: &Partners,
     ranks: &mut [RankProgress],
     r: usize,
     i: usize,
     queue: &mut VecDeque<usize>,
 ) -> Result<()> {
-    for (n, &(peer, j, m)) in partners[r][i].iter().enumerate() {
-        if !ranks[peer].posted[j] {
-            continue;
-        }
-        let sends = matches!(&prover.listed[r][i], ListedOp::Exchange { messages, .. } if messages[n].send);
-        if sends {
-            prover.transfer((r, i, n), (peer, j, m))?;
-        } else {
-            prover.transfer((peer, j, m), (r, i, n))?;
-        }
-        ranks[r].left -= 1;
-        ranks[peer].left -= 1;
-        if ranks[peer].left == 0 {
-            queue.push_back(peer);
+    let ListedOp::Exchange { messages, strict } = prover.list(r, i)? else {
+        return Err(prover.err(r, i, "is no exchange"));
+    };
+    let (me, start) = (prover.ranks[r].rank(), prover.ranks[0].rank());
+    let mut own = Posted::new(i, messages, strict);
+    for n in 0..own.messages.len() {
+        let MessageView { peer, send, .. } = own.messages[n];
+        let there = peer - start;
+        let Some(other) = &mut ranks[there].posted else { continue };
+        let Some(theirs) = other.take(me, !send) else { continue };
+        let Some(mine) = own.take(peer, send) else { continue };
+        let (op, left) = (other.op, other.left);
+        let ends = [(r, i, mine), (there, op, theirs)];
+        let ([from, to], strict) = if send { (ends, other.strict) } else { ([ends[1], ends[0]], own.strict) };
+        fits((&from.2, &prover.memories[from.0]), (&to.2, &prover.memories[to.0]))
+            .map_err(|shapes| unfit(start + from.0, from.1, start + to.0, to.1, shapes))?;
+        prover.transfer(from, to, strict)?;
+        if left == 0 {
+            queue.push_back(there);
         }
     }
+    ranks[r].posted = Some(own);
     Ok(())
 }
 
-fn stuck(
-    schedules: &[Schedule],
-    partners: &Partners,
-    ranks: &[RankProgress],
-    r: usize,
-    i: usize,
-) -> crate::error::Error {
-    let absent = partners[r][i].iter().find(|&&(peer, j, _)| !ranks[peer].posted[j]);
+fn stuck(prover: &Prover, partners: &Partners, ranks: &[RankProgress], r: usize, i: usize) -> Error {
+    let absent = partners[r][i].iter().find(|&&(peer, j, _)| !ranks[peer].has_posted(j));
     let text = match absent {
-        Some(&(peer, j, _)) if ranks[r].posted[i] => {
-            format!("waits for ever: rank {} never reaches operation {j}", schedules[peer].rank)
+        Some(&(peer, j, _)) if ranks[r].has_posted(i) => {
+            format!("waits for ever: rank {} never reaches operation {j}", prover.ranks[peer].rank())
         }
         _ => "is never reached: ranks wait for one another".into(),
     };
-    flaw(schedules[r].rank, i, text)
+    prover.err(r, i, text)
 }

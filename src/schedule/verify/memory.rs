@@ -187,6 +187,11 @@ impl Memory {
         Ok(())
     }
 
+    /// Whether a cell stands for all heads of a row.
+    pub fn takes_whole_rows(&self) -> bool {
+        self.whole_rows
+    }
+
     fn column(&self, v: &BufferView, head: u32) -> usize {
         if self.whole_rows { 0 } else { (v.head + head) as usize }
     }

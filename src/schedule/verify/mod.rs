@@ -7,7 +7,7 @@
 //!
 //! 1. *Shape* (`listed`, `memory`): views lie inside buffers, buffers inside the workspace, messages are contiguous,
 //!    not empty, not to oneself, at most eight to one peer, and each send matches one receive of the same shape, in
-//!    order.
+//!    order (found by the run of part 3, which moves only such).
 //! 2. *No race* (`races`): two operations of different lanes that are not ordered by happens-before never access the
 //!    same bytes if one of them writes. Buffers are compared by bytes, because several share the same.
 //! 3. *No deadlock* (`meet`): one simulated run of all ranks. Progress of one rank never disables a step of another (an
@@ -27,10 +27,12 @@
 //!
 //! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is some steps for each range of each call, for
 //! each head where heads can be told apart: rows that hold the same but for their token are one entry (`column`).
+//! A rank's operations are listed together while that rank is checked by itself, then kept in a small form (`packed`) and listed
+//! one by one as the run comes to them.
 
 use alloc::{format, vec::Vec};
 
-use super::{AllToAll, Direction, Form, Lane, OpKind, Purpose, Schedule};
+use super::{AllToAll, Direction, Form, Lane, OpKind, Purpose, Schedule, expand::Expansion};
 use crate::{
     error::{Error, Result},
     plan::Plan,
@@ -39,6 +41,7 @@ use crate::{
 mod all_to_all;
 mod attend;
 mod borders;
+mod calls;
 mod cell;
 mod column;
 mod contributions;
@@ -51,6 +54,7 @@ mod memory;
 #[cfg(test)]
 mod mutations;
 mod outputs;
+mod packed;
 mod promise;
 mod races;
 mod report;
@@ -65,7 +69,7 @@ pub use report::{RankReport, Report, Traffic};
 /// [`Error::Schedule`] with the first flaw found; [`Error::Invalid`] if `schedules` are not those of all ranks of one
 /// group.
 pub fn verify(schedules: &[Schedule], plan: &Plan) -> Result<Report> {
-    let direction = group_of(schedules, plan)?;
+    let direction = group_of(schedules.iter(), plan)?;
     list_and_prove(schedules, plan, Purpose::Attention(direction))
 }
 
@@ -74,62 +78,92 @@ pub fn verify(schedules: &[Schedule], plan: &Plan) -> Result<Report> {
 /// # Errors
 /// As [`verify`].
 pub(crate) fn verify_all_to_all(schedules: &[Schedule], plan: &Plan, all_to_all: AllToAll) -> Result<Report> {
-    group_of(schedules, plan)?;
+    group_of(schedules.iter(), plan)?;
     list_and_prove(schedules, plan, Purpose::AllToAll(all_to_all))
 }
 
 fn list_and_prove(schedules: &[Schedule], plan: &Plan, purpose: Purpose) -> Result<Report> {
-    let mut listed = Vec::with_capacity(schedules.len());
-    for s in schedules {
-        check_order(s)?;
-        listed.push(listed::list(s)?);
-    }
-    prove(schedules, &listed, plan, purpose)
+    let mut proof = Proof::new(plan, purpose);
+    schedules.iter().try_for_each(|s| proof.add(s.clone(), None))?;
+    proof.finish()
 }
 
-/// Everything after listing.
-fn prove(schedules: &[Schedule], listed: &[Vec<listed::ListedOp>], plan: &Plan, purpose: Purpose) -> Result<Report> {
-    let whole_rows = takes_whole_rows(schedules, listed, plan, purpose);
-    let mut memories = Vec::with_capacity(schedules.len());
-    for (s, work) in schedules.iter().zip(listed) {
-        if s.aligned != plan.options().reproducible {
+/// A proof while ranks are added to it, in order.
+struct Proof<'a> {
+    plan: &'a Plan,
+    purpose: Purpose,
+    ranks: Vec<packed::RankOps<'a>>,
+    memories: Vec<memory::Memory>,
+    /// Whether every view of every operation so far takes all heads of its buffer. Then nothing can tell the heads of a row
+    /// apart, and they are proved together. Not where partials of q heads are summed to kv heads, as the ordered form does.
+    whole_rows: bool,
+    expansion: Expansion,
+}
+
+impl<'a> Proof<'a> {
+    fn new(plan: &'a Plan, purpose: Purpose) -> Self {
+        let whole_rows = matches!(purpose, Purpose::Attention(_)) && plan.form() != Form::Ordered;
+        Self { plan, purpose, ranks: Vec::new(), memories: Vec::new(), whole_rows, expansion: Expansion::default() }
+    }
+
+    /// Adds the next rank: checks all that needs no other rank. What is `written` is checked and runs in place of what the
+    /// operations list.
+    fn add(&mut self, s: Schedule, written: Option<&'a [listed::ListedOp]>) -> Result<()> {
+        check_order(&s)?;
+        let own = if written.is_none() { listed::list(&s, &mut self.expansion)? } else { Vec::new() };
+        let listed = written.unwrap_or(&own);
+        self.whole_rows = self.whole_rows && listed.iter().all(|op| op.takes_whole_rows(&s, self.plan));
+        if s.aligned != self.plan.options().reproducible {
             let text = format!("kernels break tiles by position: {}, reproducible: {}", s.aligned, !s.aligned);
             return Err(flaw(s.rank, 0, text));
         }
-        let memory = memory::Memory::new(s, promise::tables(s, plan, purpose, whole_rows), whole_rows)?;
-        listed::check_views(s, work, &memory)?;
-        listed::check_tensors(s, work, &memory)?;
-        races::check(s, work, &memory)?;
-        memories.push(memory);
+        let memory = self.memory(&s)?;
+        listed::check_views(&s, listed, &memory)?;
+        listed::check_tensors(&s, listed, &memory)?;
+        races::check(&s, listed, &memory)?;
+        self.memories.push(memory);
+        self.ranks.push(packed::RankOps::new(s, written));
+        Ok(())
     }
-    let partners = meet::partners(schedules, listed, &memories)?;
-    let mut prover = execute::Prover::new(plan, schedules, listed, memories, whole_rows);
-    if let Purpose::AllToAll(all_to_all) = purpose {
-        all_to_all::bring(&mut prover, all_to_all);
-    }
-    meet::run(&mut prover, &partners)?;
-    if let Some((rank, text)) = prover.borders.as_ref().and_then(borders::NodeBorders::uneven) {
-        return Err(prover.err(rank, 0, text));
-    }
-    let pairs = match purpose {
-        Purpose::Attention(direction) => outputs::check(&mut prover, direction)?,
-        Purpose::AllToAll(all_to_all) => all_to_all::check(&mut prover, all_to_all)?,
-    };
-    Ok(Report { pairs, ranks: prover.traffic() })
-}
 
-/// Whether every view of every operation takes all heads of its buffer. Then nothing can tell the heads of a row apart, and
-/// they are proved together. Not where partials of q heads are summed to kv heads, as the ordered form does.
-fn takes_whole_rows(schedules: &[Schedule], listed: &[Vec<listed::ListedOp>], plan: &Plan, purpose: Purpose) -> bool {
-    matches!(purpose, Purpose::Attention(_))
-        && plan.form() != Form::Ordered
-        && schedules.iter().zip(listed).all(|(s, ops)| ops.iter().all(|op| op.takes_whole_rows(s, plan)))
+    fn memory(&self, s: &Schedule) -> Result<memory::Memory> {
+        let tables = promise::tables(s, self.plan, self.purpose, self.whole_rows);
+        memory::Memory::new(s, tables, self.whole_rows)
+    }
+
+    /// The schedules so far, without their operations.
+    fn frames(&self) -> impl ExactSizeIterator<Item = &Schedule> + Clone {
+        self.ranks.iter().map(packed::RankOps::frame)
+    }
+
+    /// Runs all ranks, and checks what they end with.
+    fn finish(mut self) -> Result<Report> {
+        if !self.whole_rows && self.memories.first().is_some_and(memory::Memory::takes_whole_rows) {
+            // Those added before the first that tells heads apart have a cell for a row.
+            let memories: Result<_> = self.ranks.iter().map(|ops| self.memory(ops.frame())).collect();
+            self.memories = memories?;
+        }
+        let Self { plan, purpose, ranks, memories, whole_rows, expansion } = self;
+        let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows, expansion);
+        if let Purpose::AllToAll(all_to_all) = purpose {
+            all_to_all::bring(&mut prover, all_to_all);
+        }
+        meet::run(&mut prover)?;
+        if let Some((rank, text)) = prover.borders.as_ref().and_then(borders::NodeBorders::uneven) {
+            return Err(prover.err(rank, 0, text));
+        }
+        let pairs = match purpose {
+            Purpose::Attention(direction) => outputs::check(&mut prover, direction)?,
+            Purpose::AllToAll(all_to_all) => all_to_all::check(&mut prover, all_to_all)?,
+        };
+        Ok(Report { pairs, ranks: prover.traffic() })
+    }
 }
 
 /// That `schedules` are one group's, whole and in order; returns their direction.
-fn group_of(schedules: &[Schedule], plan: &Plan) -> Result<Direction> {
-    let first =
-        schedules.first().ok_or_else(|| Error::invalid("schedules", "empty", "one for each rank of a group"))?;
+fn group_of<'s>(schedules: impl ExactSizeIterator<Item = &'s Schedule> + Clone, plan: &Plan) -> Result<Direction> {
+    let first = schedules.clone().next();
+    let first = first.ok_or_else(|| Error::invalid("schedules", "empty", "one for each rank of a group"))?;
     let group = first.group.clone();
     if first.rank >= plan.mesh().world() || group != plan.mesh().group_of(first.rank) || group.len() != schedules.len()
     {
@@ -139,7 +173,7 @@ fn group_of(schedules: &[Schedule], plan: &Plan) -> Result<Direction> {
             format!("one for each of the {} ranks of a group", plan.mesh().group()),
         ));
     }
-    for (s, rank) in schedules.iter().zip(group.clone()) {
+    for (s, rank) in schedules.zip(group.clone()) {
         if s.rank != rank || s.group != group || s.direction != first.direction || s.ulysses != plan.mesh().ulysses {
             return Err(Error::invalid(
                 format!("schedules[{}]", rank - group.start),
@@ -180,12 +214,22 @@ impl Plan {
     /// # Errors
     /// [`Error::Schedule`] with the first flaw found.
     pub fn verify(&self) -> Result<(Report, Report)> {
-        let forward: Vec<Schedule> =
-            (0..self.mesh().group()).map(|r| Schedule::new(self, r, Direction::Forward)).collect::<Result<_>>()?;
-        let proved = verify(&forward, self)?;
-        let backward: Vec<Schedule> =
-            forward.into_iter().map(|s| Schedule::backward_after(self, &s)).collect::<Result<_>>()?;
-        Ok((proved, verify(&backward, self)?))
+        // A rank's operations are made, checked, and kept in a small form before those of the next are made.
+        let mut proof = Proof::new(self, Purpose::Attention(Direction::Forward));
+        let mut steps = Vec::with_capacity(self.mesh().group());
+        for rank in 0..self.mesh().group() {
+            let forward = Schedule::new(self, rank, Direction::Forward)?;
+            steps.push(forward.keys.clone());
+            proof.add(forward, None)?;
+        }
+        group_of(proof.frames(), self)?;
+        let forward = proof.finish()?;
+        let mut proof = Proof::new(self, Purpose::Attention(Direction::Backward));
+        for (rank, keys) in steps.into_iter().enumerate() {
+            proof.add(Schedule::backward_with(self, rank, keys.as_ref())?, None)?;
+        }
+        group_of(proof.frames(), self)?;
+        Ok((forward, proof.finish()?))
     }
 
     /// Verifies the schedules of one replica's ranks for the all-to-all of one tensor.

@@ -7,7 +7,7 @@ use alloc::{format, string::String, vec::Vec};
 use super::{
     cell::{Cell, What},
     contributions::Atom,
-    execute::{AttendCall, Prover},
+    execute::Prover,
     geometry::rows_between,
 };
 use crate::{
@@ -20,7 +20,7 @@ use crate::{
 /// Checks all ranks; returns how many (q, k, q head) triples were attended.
 pub(super) fn check(p: &mut Prover, direction: Direction) -> Result<u128> {
     tokens_are_dealt_once(p)?;
-    for r in 0..p.schedules.len() {
+    for r in 0..p.ranks.len() {
         p.memories[r].check_all_read()?;
         match direction {
             Direction::Forward => {
@@ -40,7 +40,7 @@ pub(super) fn check(p: &mut Prover, direction: Direction) -> Result<u128> {
     }
     // Each output is complete and each pair is in it once, so anything beyond that was computed in vain.
     let needed = p.plan.problem().area() * p.plan.problem().heads() as u128;
-    let last = p.schedules[0].ops.len().max(1) - 1;
+    let last = p.ranks[0].last();
     let wrong = |name: &str, met: u128| format!("calls meet {met} pairs for {name} where {needed} are allowed");
     if p.met_for_queries != needed {
         return Err(p.err(0, last, wrong("queries", p.met_for_queries)));
@@ -54,7 +54,7 @@ pub(super) fn check(p: &mut Prover, direction: Direction) -> Result<u128> {
 /// That the ranks of the group bring every token of the batch once.
 pub(super) fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
     for side in [Side::Q, Side::K] {
-        let mut all: Vec<usize> = p.schedules.iter().flat_map(|s| p.plan.token_indices(side, s.rank)).collect();
+        let mut all: Vec<usize> = p.ranks.iter().flat_map(|s| p.plan.token_indices(side, s.rank())).collect();
         all.sort_unstable();
         if !all.iter().copied().eq(0..p.plan.problem().batch().tokens(side)) {
             return Err(p.err(0, 0, format!("ranks do not bring every token of side {side:?} once")));
@@ -65,12 +65,12 @@ pub(super) fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
 
 /// One output of one rank.
 fn tensor(p: &mut Prover, r: usize, tensor: TensorId, want: What) -> Result<()> {
-    let rank = p.schedules[r].rank;
+    let rank = p.ranks[r].rank();
     let side = super::memory::side_of(tensor);
     let tokens = p.plan.token_indices(side, rank);
     let heads = if side == Side::K { p.plan.problem().kv_heads() } else { p.plan.problem().heads() } as u32;
     let view = BufferView { buf: Buf::User(tensor), row: 0, rows: tokens.len() as u64, head: 0, heads };
-    let last = p.schedules[r].ops.len().max(1) - 1;
+    let last = p.ranks[r].last();
     let cells: Vec<u32> = p.memories[r].heads(&view).collect();
     let mut first = 0;
     while first < tokens.len() {
@@ -151,26 +151,6 @@ fn allowed(p: &Prover, side: Side, token: usize) -> (i64, i64) {
     (pos.saturating_sub(mask.left_limit()).max(start), pos.saturating_add(mask.right_limit()).min(end))
 }
 
-/// The range of a call that holds a token, and how many tokens from it on.
-fn range_of(call: &AttendCall, side: Side, token: u32) -> Option<(u32, usize)> {
-    let list = if side == Side::Q { &call.q } else { &call.k };
-    let named = list[..list.partition_point(|n| n.token <= token)].last()?;
-    let left = (named.token + named.tokens).checked_sub(token).filter(|&n| n > 0)?;
-    Some((named.range, left as usize))
-}
-
-/// The ranges of the other side that a range of a call meets, in the order of the call.
-fn partners<'c>(call: &'c AttendCall, side: Side, range: u32) -> impl Iterator<Item = &'c Range> {
-    let (keys, queries) = match (call.met, side) {
-        (Some(met), Side::Q) => (met.keys(range as usize), [].as_slice()),
-        (Some(_), Side::K) => ([].as_slice(), call.readers[range as usize].as_slice()),
-        (None, _) => ([].as_slice(), [].as_slice()),
-    };
-    let met = call.met;
-    let keys = keys.iter().filter_map(move |&k| met.map(|met| &met.k[k as usize]));
-    keys.chain(queries.iter().filter_map(move |&q| met.map(|met| &met.q[q as usize].range)))
-}
-
 /// That over all `calls` the token meets every allowed partner once. Returns how many of the `rows` tokens from it on do:
 /// of one document, and in the same calls.
 ///
@@ -187,13 +167,12 @@ fn exactly_once(
     let mut rows = rows;
     let mut met: Vec<&Range> = Vec::new();
     for &c in calls {
-        let call = &p.calls[c as usize];
-        let Some((range, tokens)) = range_of(call, side, token as u32) else {
+        let Some((partners, tokens)) = p.calls.partners(c, side, token as u32) else {
             rows = 1;
             continue;
         };
         rows = rows.min(tokens);
-        met.extend(partners(call, side, range));
+        met.extend(partners);
     }
     let (low, high) = allowed(p, side, token);
     if rows > 1 && tile(&met, low, allowed(p, side, token + rows - 1).1).is_ok() {
@@ -237,11 +216,11 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> core::resul
         return Err(format!("token {token} is not summed head by head: {atoms:?}"));
     }
     for a in atoms {
-        let call = &p.calls[a.call as usize];
-        let Some((range, _)) = range_of(call, side, token as u32) else { continue };
-        let found: Vec<&Range> = partners(call, side, range).collect();
+        let Some((partners, _)) = p.calls.partners(a.call, side, token as u32) else { continue };
+        let found: Vec<&Range> = partners.collect();
         if found.windows(2).any(|w| w[0].last() >= w[1].pos) {
-            let (rank, op) = (p.schedules[call.rank].rank, call.op);
+            let call = p.calls.get(a.call);
+            let (rank, op) = (p.ranks[call.rank as usize].rank(), call.op);
             return Err(format!("token {token} does not meet its partners in order (rank {rank}, operation {op})"));
         }
     }
@@ -252,11 +231,11 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> core::resul
 fn sinks(p: &mut Prover, r: usize) -> Result<()> {
     let heads = p.plan.problem().heads() as u32;
     let view = BufferView { buf: Buf::User(TensorId::Dsinks), row: 0, rows: 1, head: 0, heads };
-    let last = p.schedules[r].ops.len().max(1) - 1;
+    let last = p.ranks[r].last();
     for h in p.memories[r].heads(&view) {
         p.expect(r, last, &view, 0, 1, h, Cell::new(What::Sum(TensorId::Dsinks), 0, h, 0))?;
         let atoms = p.lists.get(p.memories[r].at(&view, 0, h).0.list);
-        if !atoms.iter().map(|a| p.calls[a.call as usize].rank).eq(0..p.schedules.len()) {
+        if !atoms.iter().map(|a| p.calls.get(a.call).rank as usize).eq(0..p.ranks.len()) {
             return Err(p.err(r, last, format!("dsinks of head {h} is not the sum over all ranks in order")));
         }
     }

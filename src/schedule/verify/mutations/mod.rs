@@ -5,9 +5,8 @@
 use alloc::{collections::BTreeSet, format, string::String, vec, vec::Vec};
 
 use super::{
-    check_order, list_and_prove,
-    listed::{ListedOp, list},
-    prove, takes_whole_rows,
+    Proof, list_and_prove,
+    listed::{self, ListedOp},
 };
 use crate::{
     batch::{Batch, Side},
@@ -20,6 +19,7 @@ use crate::{
     plan::{Circulate, Gather, Options, Plan, Problem, Wire},
     schedule::{
         AllToAll, AllToAllDirection, Buf, BufferView, Direction, Lane, OpKind, Purpose, Schedule, StepTensor, TensorId,
+        expand::Expansion,
     },
 };
 
@@ -33,6 +33,17 @@ struct Subject {
     purpose: Purpose,
     schedules: Vec<Schedule>,
     listed: Vec<Vec<ListedOp>>,
+}
+
+fn list(s: &Schedule) -> Result<Vec<ListedOp>> {
+    listed::list(s, &mut Expansion::default())
+}
+
+/// A subject's ranks with what was written out.
+fn proof<'a>(s: &'a Subject, listed: &'a [Vec<ListedOp>]) -> Result<Proof<'a>> {
+    let mut proof = Proof::new(&s.plan, s.purpose);
+    s.schedules.iter().zip(listed).try_for_each(|(x, written)| proof.add(x.clone(), Some(written)))?;
+    Ok(proof)
 }
 
 fn subjects() -> Vec<Subject> {
@@ -189,7 +200,7 @@ impl Trial {
     fn listed(&mut self, subject: &Subject, site: String, change: impl FnOnce(&mut Vec<Vec<ListedOp>>)) {
         let mut listed = subject.listed.clone();
         change(&mut listed);
-        self.judge(subject, prove(&subject.schedules, &listed, &subject.plan, subject.purpose), site);
+        self.judge(subject, proof(subject, &listed).and_then(Proof::finish), site);
     }
 
     fn done(self, at_least: usize) {
@@ -215,15 +226,15 @@ fn each_op(s: &Subject, mut each: impl FnMut(usize, usize, &ListedOp)) {
 #[test]
 fn right_schedules_are_proved() {
     for s in subjects() {
-        s.schedules.iter().for_each(|x| check_order(x).unwrap());
-        prove(&s.schedules, &s.listed, &s.plan, s.purpose).unwrap();
+        let written = proof(&s, &s.listed).unwrap().finish().unwrap();
+        assert_eq!(list_and_prove(&s.schedules, &s.plan, s.purpose).unwrap(), written);
     }
 }
 
 /// Both ways to keep cells are under test: one for a row, and one for each head.
 #[test]
 fn some_subjects_take_whole_rows_and_some_do_not() {
-    let whole = |s: &Subject| takes_whole_rows(&s.schedules, &s.listed, &s.plan, s.purpose);
+    let whole = |s: &Subject| proof(s, &s.listed).unwrap().whole_rows;
     let of = |name: &str| subjects().iter().find(|s| s.name == name).map(whole);
     assert_eq!(of("ring, Forward"), Some(true));
     assert_eq!(of("ring, Backward"), Some(true));

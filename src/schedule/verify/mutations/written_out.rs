@@ -99,7 +99,9 @@ fn other_end(s: &Subject, r: usize, i: usize, n: usize) -> (usize, usize, usize)
                 .unwrap()
         })
         .collect();
-    super::super::meet::partners(&s.schedules, &s.listed, &memories).unwrap()[r][i][n]
+    let messages: Vec<Vec<_>> =
+        s.listed.iter().map(|ops| ops.iter().cloned().map(super::super::meet::messages).collect()).collect();
+    super::super::meet::partners(0, &messages, &memories).unwrap()[r][i][n]
 }
 
 fn messages(listed: &mut [Vec<ListedOp>], r: usize, i: usize) -> &mut Vec<MessageView> {

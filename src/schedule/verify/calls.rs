@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The calls of kernels, kept until the outputs are checked: which tokens each names, and which ranges these meet.
+//!
+//! There are as many calls as ranks times ring steps, so they lie in a few long lists, and of a call only the side is kept
+//! that it computes results for.
+
+use alloc::{vec, vec::Vec};
+
+use super::listed::Met;
+use crate::{batch::Side, call::Range};
+
+/// Tokens one after another that a range of a call names.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NamedTokens {
+    pub token: u32,
+    pub tokens: u32,
+    pub range: u32,
+}
+
+/// Tokens that a call names, and how many ranges of the other side they meet, of `AttendCalls::links` from the first on.
+struct MetTokens {
+    token: u32,
+    tokens: u32,
+    first: usize,
+    links: u32,
+}
+
+/// A call of a kernel.
+pub(super) struct AttendCall {
+    /// Index of the rank in the group.
+    pub rank: u32,
+    pub op: u32,
+    /// Where its tokens of q's side begin, those of k's side, and where these end.
+    tokens: [usize; 3],
+}
+
+/// All calls so far.
+#[derive(Default)]
+pub(super) struct AttendCalls {
+    list: Vec<AttendCall>,
+    /// Of one call and side in ascending order.
+    tokens: Vec<MetTokens>,
+    /// Entries of `ranges`.
+    links: Vec<u32>,
+    ranges: Vec<Range>,
+}
+
+impl AttendCalls {
+    pub fn get(&self, call: u32) -> &AttendCall {
+        &self.list[call as usize]
+    }
+
+    /// Adds a call that names no tokens.
+    pub fn add_plain(&mut self, rank: usize, op: usize) -> u32 {
+        self.add(rank, op, &Met::default(), None, None)
+    }
+
+    /// Adds a call with its tokens of q's side, of k's side, or of both.
+    pub fn add(
+        &mut self,
+        rank: usize,
+        op: usize,
+        met: &Met,
+        q: Option<&[NamedTokens]>,
+        k: Option<&[NamedTokens]>,
+    ) -> u32 {
+        let begin = self.tokens.len();
+        if let Some(q) = q {
+            let base = self.ranges.len() as u32;
+            self.ranges.extend(&met.k);
+            let mut at = Vec::with_capacity(met.q.len());
+            for i in 0..met.q.len() {
+                at.push((self.links.len(), met.keys(i).len() as u32));
+                self.links.extend(met.keys(i).iter().map(|k| base + k));
+            }
+            self.name(q, &at);
+        }
+        let middle = self.tokens.len();
+        if let Some(k) = k {
+            let base = self.ranges.len() as u32;
+            self.ranges.extend(met.q.iter().map(|q| q.range));
+            // The q ranges of each k range, in ascending order.
+            let mut at = vec![(0, 0); met.k.len()];
+            (0..met.q.len()).flat_map(|i| met.keys(i)).for_each(|&k| at[k as usize].1 += 1);
+            let mut next = self.links.len();
+            for (first, links) in &mut at {
+                *first = next;
+                next += core::mem::take(links) as usize;
+            }
+            self.links.resize(next, 0);
+            for i in 0..met.q.len() {
+                for &k in met.keys(i) {
+                    let (first, links) = &mut at[k as usize];
+                    self.links[*first + *links as usize] = base + i as u32;
+                    *links += 1;
+                }
+            }
+            self.name(k, &at);
+        }
+        let tokens = [begin, middle, self.tokens.len()];
+        self.list.push(AttendCall { rank: rank as u32, op: op as u32, tokens });
+        self.list.len() as u32 - 1
+    }
+
+    fn name(&mut self, named: &[NamedTokens], at: &[(usize, u32)]) {
+        self.tokens.extend(named.iter().map(|n| {
+            let (first, links) = at[n.range as usize];
+            MetTokens { token: n.token, tokens: n.tokens, first, links }
+        }));
+    }
+
+    /// The ranges of the other side that a token meets in a call, in the order of the call, and for how many tokens from it
+    /// on they are the same. None if the call does not name the token.
+    pub fn partners(&self, call: u32, side: Side, token: u32) -> Option<(impl Iterator<Item = &Range>, usize)> {
+        let [q, k, end] = self.get(call).tokens;
+        let list = &self.tokens[if side == Side::Q { q..k } else { k..end }];
+        let named = list[..list.partition_point(|n| n.token <= token)].last()?;
+        let left = (named.token + named.tokens).checked_sub(token).filter(|&n| n > 0)?;
+        let links = &self.links[named.first..named.first + named.links as usize];
+        Some((links.iter().map(|&range| &self.ranges[range as usize]), left as usize))
+    }
+}

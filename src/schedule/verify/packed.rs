@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The operations of one rank, kept small until the run of all ranks comes to them.
+//!
+//! An operation is some hundred bytes, most of them views, and lists its arguments in kilobytes. A thousand ranks have
+//! millions of operations, but few that differ in more than their ring step: slots take turns. So each form is kept once,
+//! and an operation is listed when it runs. All operations of a rank are listed together only while that rank's own are
+//! checked.
+
+use alloc::{vec, vec::Vec};
+
+use super::listed::{ListedOp, list_one};
+use crate::{
+    error::Result,
+    schedule::{Op, OpKind, Schedule, expand::Expansion},
+};
+
+/// An operation: its form, and the figures in which it differs from others of that form.
+#[derive(Clone, Copy)]
+struct PackedOp {
+    form: u32,
+    ring_step: u32,
+    after: Option<u32>,
+}
+
+/// How many of the last forms an operation is compared with.
+const LOOKED_AT: usize = 16;
+
+/// One rank's schedule.
+pub(super) struct RankOps<'a> {
+    /// All but the operations; of these, the one that is being listed.
+    frame: Schedule,
+    forms: Vec<Op>,
+    entries: Vec<PackedOp>,
+    /// What its operations are instead of what they list (the mutants').
+    written: Option<&'a [ListedOp]>,
+}
+
+fn ring_step(kind: &mut OpKind) -> Option<&mut u32> {
+    match kind {
+        OpKind::Pack { ring_step, .. }
+        | OpKind::Fetch { ring_step, .. }
+        | OpKind::Return { ring_step, .. }
+        | OpKind::Reduce { ring_step, .. } => Some(ring_step),
+        OpKind::Attend(op) => Some(&mut op.ring_step),
+        OpKind::Backward(op) => Some(&mut op.ring_step),
+        OpKind::Delta { .. }
+        | OpKind::SinkGradient { .. }
+        | OpKind::SinkTotal { .. }
+        | OpKind::Transform { .. }
+        | OpKind::Exchange { .. } => None,
+    }
+}
+
+impl<'a> RankOps<'a> {
+    pub fn new(mut frame: Schedule, written: Option<&'a [ListedOp]>) -> Self {
+        let ops = core::mem::take(&mut frame.ops);
+        let mut forms: Vec<Op> = Vec::new();
+        let mut entries = Vec::with_capacity(ops.len());
+        for mut op in ops {
+            let ring_step = ring_step(&mut op.kind).map_or(0, core::mem::take);
+            op.step = 0;
+            let after = op.after.take();
+            let looked_at = forms.len().saturating_sub(LOOKED_AT);
+            let known = forms[looked_at..].iter().rposition(|f| *f == op).map(|i| looked_at + i);
+            let form = known.unwrap_or(forms.len()) as u32;
+            entries.push(PackedOp { form, ring_step, after });
+            if known.is_none() {
+                forms.push(op);
+            }
+        }
+        forms.shrink_to_fit();
+        Self { frame, forms, entries, written }
+    }
+
+    /// The schedule without its operations.
+    pub fn frame(&self) -> &Schedule {
+        &self.frame
+    }
+
+    pub fn rank(&self) -> usize {
+        self.frame.rank
+    }
+
+    /// How many operations there are.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// The last operation, which errors about results name.
+    pub fn last(&self) -> usize {
+        self.len().max(1) - 1
+    }
+
+    /// An operation without its step, its ring step and what it waits for.
+    pub fn form(&self, op: usize) -> &Op {
+        &self.forms[self.entries[op].form as usize]
+    }
+
+    /// What an operation waits for.
+    pub fn after(&self, op: usize) -> Option<usize> {
+        self.entries[op].after.map(|after| after as usize)
+    }
+
+    /// Writes out an operation.
+    pub fn list(&mut self, op: usize, expansion: &mut Expansion) -> Result<ListedOp> {
+        if let Some(written) = self.written {
+            return Ok(written[op].clone());
+        }
+        let entry = self.entries[op];
+        let mut one = self.form(op).clone();
+        if let Some(ring_step) = ring_step(&mut one.kind) {
+            *ring_step = entry.ring_step;
+        }
+        self.frame.ops = vec![one];
+        list_one(&self.frame, 0, expansion)
+    }
+}
