@@ -1,20 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Runs cases on ranks that are threads, and puts the predicted makespan beside the measured one.
+//! The cases that predictions are held against, and the laps of one rank over one of them.
 //!
-//! A makespan is the time from the first rank's start to the last rank's end. Cases take turns, round after round, and
-//! the shortest time of each counts.
+//! Threads take problems of 1 to 4 ranks. Processes take problems of all their ranks; over several nodes those with rows that
+//! cross between nodes once are beside the same without.
 
-use std::{sync::Barrier, time::Instant};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use cpattn::{
-    Batch, Dtype, Layout, Machine, Mask, Mesh, Options, Plan, Problem, Rank, Result,
+    Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result,
     call::RawTensor,
     runtime::Bindings,
     schedule::{Direction, TensorId},
-    transport::local,
 };
-
-use crate::links::DEADLINE;
 
 /// Memory of at least `count` finite numbers of a type. For half precision each f32 is two equal ones.
 pub fn finite(random: &mut fastrand::Rng, count: usize, dtype: Dtype) -> Vec<f32> {
@@ -49,15 +46,17 @@ impl Tensors {
     }
 }
 
-struct Case {
-    name: &'static str,
-    plan: Plan,
+/// A plan to run in both directions.
+pub struct Case {
+    pub name: &'static str,
+    pub plan: Plan,
 }
 
 /// Lengths, heads, kv heads, dim, type, mask, Ulysses, ring, layout, options.
-type Spec = (&'static str, &'static [usize], [usize; 3], Dtype, Mask, [usize; 2], Layout, Options);
+type Spec<'a> = (&'static str, &'a [usize], [usize; 3], Dtype, Mask, [usize; 2], Layout, Options);
 
-fn cases() -> Result<Vec<Case>> {
+/// The cases of ranks that are threads.
+pub fn of_threads() -> Result<Vec<Case>> {
     use Layout::{Balanced, Contiguous, Striped, Zigzag, ZigzagPack};
     let (causal, full, window) = (Mask::causal(), Mask::full(), Mask::sliding(256));
     let o = Options::new;
@@ -65,7 +64,7 @@ fn cases() -> Result<Vec<Case>> {
     const ONE: &[usize] = &[2048];
     const SHORT: &[usize] = &[1024];
     const MANY: &[usize] = &[700, 150, 48, 520, 300, 330];
-    let specs: [Spec; 19] = [
+    let specs: [Spec<'_>; 19] = [
         ("one document", SHORT, [4, 4, 64], f32, causal, [1, 1], Contiguous, o()),
         ("one document", SHORT, [4, 2, 64], f32, full, [1, 1], Contiguous, o()),
         ("one document", ONE, [4, 4, 64], f32, causal, [1, 2], Zigzag, o()),
@@ -86,102 +85,73 @@ fn cases() -> Result<Vec<Case>> {
         ("one document, gather", ONE, [4, 4, 64], f32, causal, [1, 4], Zigzag, o().gather(true)),
         ("one document", ONE, [4, 4, 64], bf16, causal, [2, 2], Zigzag, o()),
     ];
-    specs
-        .into_iter()
-        .map(|(name, lengths, [heads, kv_heads, dim], dtype, mask, [ulysses, ring], layout, options)| {
-            let problem = Problem::new(Batch::from_lengths(lengths)?, heads, kv_heads, dim, dtype).with_mask(mask);
-            let mesh = Mesh::explicit(ulysses * ring, ulysses, ring)?;
-            Ok(Case { name, plan: Plan::with_options(&problem, mesh, layout, options)? })
-        })
-        .collect()
+    specs.into_iter().map(case).collect()
 }
 
-/// The shortest makespan of some runs.
-fn makespan(plan: &Plan, direction: Direction, runs: usize) -> Result<f64> {
-    let world = plan.mesh().world();
-    let (barrier, epoch) = (Barrier::new(world), Instant::now());
-    let spans = local::run(world, DEADLINE, |end| {
-        let mut rank = Rank::new(end);
-        let tensors = Tensors::new(plan, rank.rank(), direction);
-        let mut spans = Vec::with_capacity(runs);
-        for _ in 0..=runs {
-            barrier.wait();
-            let start = epoch.elapsed();
-            // SAFETY: the tensors are this function's, of the plan's shapes, and live longer than the rank.
-            unsafe { rank.run(plan, direction, &tensors.bindings) }?;
-            spans.push((start.as_secs_f64(), epoch.elapsed().as_secs_f64()));
+/// The cases of `world` ranks that are processes, `node` of them on each node.
+#[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "of processes"))]
+pub fn of_processes(world: usize, node: usize, tokens: usize) -> Result<Vec<Case>> {
+    use Layout::{Balanced, Contiguous, Striped, Zigzag};
+    let (causal, full, window) = (Mask::causal(), Mask::full(), Mask::sliding(tokens as u32 / 8));
+    let (o, twice) = (Options::new, if node < world { 2 } else { 1 });
+    let levels = |number: usize| if number == 2 { o().ranks_per_node(node) } else { o() };
+    let (f32, one) = (Dtype::F32, [tokens]);
+    let many = [4, 1, 3].map(|part| tokens * part / 8);
+    let (all, pairs) = ([1, world], [2, world / 2]);
+    let mut specs: Vec<Spec<'_>> = Vec::new();
+    for number in 1..=twice {
+        specs.push(("one document", &one, [4, 4, 64], f32, causal, all, Zigzag, levels(number)));
+        specs.push(("one document", &one, [4, 4, 64], f32, full, all, Contiguous, levels(number)));
+        specs.push(("3 documents", &many, [8, 2, 64], f32, causal, all, Balanced { chunks: 4 }, levels(number)));
+    }
+    specs.push(("one document", &one, [4, 4, 64], f32, window, all, Contiguous, o()));
+    specs.push(("one document", &one, [4, 4, 64], f32, causal, pairs, Zigzag, o()));
+    specs.push(("one document", &one, [4, 4, 64], f32, causal, [4, world / 4], Contiguous, o()));
+    specs.push(("one document", &one, [4, 4, 64], f32, causal, all, Striped { stripe: 64 }, o()));
+    specs.push(("one document, gather", &one, [4, 2, 64], f32, causal, all, Zigzag, o().gather(true)));
+    specs.into_iter().map(case).collect()
+}
+
+fn case(
+    (name, lengths, [heads, kv_heads, dim], dtype, mask, [ulysses, ring], layout, options): Spec<'_>,
+) -> Result<Case> {
+    let problem = Problem::new(Batch::from_lengths(lengths)?, heads, kv_heads, dim, dtype).with_mask(mask);
+    let mesh = Mesh::explicit(ulysses * ring, ulysses, ring)?;
+    Ok(Case { name, plan: Plan::with_options(&problem, mesh, layout, options)? })
+}
+
+/// Nanoseconds of the machine's clock, which all its processes share.
+pub fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64)
+}
+
+/// Begin and end of some runs of one rank; `meet` waits for the others before each. One more run, the first, prepares the plan.
+pub fn laps(
+    rank: &mut Rank,
+    plan: &Plan,
+    direction: Direction,
+    runs: usize,
+    mut meet: impl FnMut() -> Result<()>,
+) -> Result<Vec<[u64; 2]>> {
+    let tensors = Tensors::new(plan, rank.rank(), direction);
+    let mut laps = Vec::with_capacity(runs);
+    for lap in 0..=runs {
+        meet()?;
+        let begin = now();
+        // SAFETY: the tensors are this function's, of the plan's shapes, and live longer than the run.
+        unsafe { rank.run(plan, direction, &tensors.bindings) }?;
+        if lap > 0 {
+            laps.push([begin, now()]);
         }
-        Ok(spans)
-    })?;
-    // The first run prepares the plan.
-    let of = |i: usize| {
-        let start = spans.iter().map(|s| s[i].0).fold(f64::INFINITY, f64::min);
-        spans.iter().map(|s| s[i].1).fold(0.0, f64::max) - start
+    }
+    Ok(laps)
+}
+
+/// The shortest time from the first rank's begin to the last rank's end, in seconds, of the laps of all ranks.
+pub fn makespan(ranks: &[Vec<[u64; 2]>]) -> f64 {
+    let of = |lap: usize| {
+        let begin = ranks.iter().map(|laps| laps[lap][0]).min().unwrap_or(0);
+        ranks.iter().map(|laps| laps[lap][1]).max().unwrap_or(0).saturating_sub(begin)
     };
-    Ok((1..=runs).map(of).fold(f64::INFINITY, f64::min))
-}
-
-/// All cases, with their best makespans so far.
-pub struct Cases {
-    list: Vec<Case>,
-    best: Vec<[f64; 2]>,
-}
-
-const DIRECTIONS: [Direction; 2] = [Direction::Forward, Direction::Backward];
-
-impl Cases {
-    pub fn new() -> Result<Self> {
-        let list = cases()?;
-        Ok(Self { best: vec![[f64::INFINITY; 2]; list.len()], list })
-    }
-
-    /// Runs every case again.
-    pub fn round(&mut self) -> Result<()> {
-        for (case, best) in self.list.iter().zip(&mut self.best) {
-            for (direction, best) in DIRECTIONS.into_iter().zip(best) {
-                *best = best.min(makespan(&case.plan, direction, 4)?);
-            }
-        }
-        Ok(())
-    }
-
-    /// Predicts every case; prints a table as Markdown.
-    pub fn print(&self, machine: &Machine) -> Result<()> {
-        println!("| case | type, dim | mask | mesh | layout | direction | predicted ms | measured ms | error |");
-        println!("|---|---|---|---|---|---|---|---|---|");
-        let mut errors = Vec::new();
-        for (case, best) in self.list.iter().zip(&self.best) {
-            let p = case.plan.problem();
-            let mask = if p.mask() == Mask::causal() {
-                "causal".to_string()
-            } else {
-                p.mask().left.map_or("full".into(), |left| format!("window {}", left + 1))
-            };
-            for (direction, &measured) in DIRECTIONS.into_iter().zip(best) {
-                let predicted = case.plan.simulate(direction, machine)?.makespan;
-                let error = predicted / measured - 1.0;
-                println!(
-                    "| {} | {} {} | {mask} | {} | {} | {} | {:.2} | {:.2} | {:+.1} % |",
-                    case.name,
-                    p.dtype(),
-                    p.head_dim(),
-                    case.plan.mesh(),
-                    case.plan.layout(),
-                    format!("{direction:?}").to_lowercase(),
-                    predicted * 1e3,
-                    measured * 1e3,
-                    100.0 * error
-                );
-                errors.push(error.abs());
-            }
-        }
-        errors.sort_unstable_by(f64::total_cmp);
-        println!(
-            "\n{} cases: error {:.1} % in the median, {:.1} % at worst.",
-            errors.len(),
-            100.0 * errors[errors.len() / 2],
-            100.0 * errors[errors.len() - 1]
-        );
-        Ok(())
-    }
+    (0..ranks[0].len()).map(of).min().unwrap_or(0) as f64 * 1e-9
 }

@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Links between ranks that are threads, and what an operation takes beside its work.
+//! Links between ranks, and what an operation takes beside its work.
+//!
+//! `check_ring` measures one link at a time: half a round trip of eight bytes, and large messages of some size. A link
+//! between hosts may have a rate limit with a bucket (`tc tbf`), so it is measured with three sizes. One that is smaller than
+//! the bucket takes what cores need for it; the difference of two larger ones takes the rate; and what the
+//! smaller of these two took less than its bytes over that rate is the bucket.
 
 use std::{
     sync::Barrier,
@@ -10,29 +15,97 @@ use cpattn::{
     Batch, Dtype, Error, Layout, Mesh, Plan, Problem, Rank, Result,
     machine::LinkRate,
     schedule::{Direction, Schedule},
-    transport::{local, ring_check::RingFault},
+    transport::{
+        local,
+        ring_check::{Link, RingFault},
+    },
 };
 
 use crate::cases::Tensors;
 
 pub const DEADLINE: Duration = Duration::from_secs(120);
 
-/// The shortest latency and the highest rate of the links of two ranks.
-pub fn link(rounds: usize) -> Result<LinkRate> {
-    let ends = local::run(2, DEADLINE, |end| {
-        let mut rank = Rank::new(end);
-        let mut best = LinkRate { latency: f64::INFINITY, rate: 0.0 };
-        for _ in 0..rounds {
-            let links = rank.check_ring(1 << 19).map_err(|fault| match fault {
+/// Bytes of messages: of links inside a node, below the bucket of a rate limit, and twice above it.
+const INSIDE: usize = 1 << 19;
+const BELOW: usize = 1 << 17;
+const ABOVE: [usize; 2] = [1 << 20, 3 << 20];
+
+/// The best latency of the links of a level, and the shortest seconds of a message of one size without it.
+#[derive(Clone, Copy)]
+struct Shortest {
+    latency: f64,
+    seconds: f64,
+}
+
+impl Shortest {
+    const NONE: Self = Self { latency: f64::INFINITY, seconds: f64::INFINITY };
+
+    fn add(&mut self, link: &Link, bytes: usize) {
+        self.latency = self.latency.min(link.latency.as_secs_f64());
+        self.seconds = self.seconds.min(bytes as f64 / link.bytes_per_second);
+    }
+}
+
+/// What was found of the links so far.
+pub struct Links {
+    node: usize,
+    inside: Shortest,
+    below: Shortest,
+    above: [Shortest; 2],
+}
+
+impl Links {
+    /// Of ranks of which `node` are on each node.
+    pub fn new(node: usize) -> Self {
+        Self { node, inside: Shortest::NONE, below: Shortest::NONE, above: [Shortest::NONE; 2] }
+    }
+
+    /// Measures every link again; `pause` waits until all ranks have come and buckets are full. Rank 0 has the figures.
+    pub fn round(&mut self, rank: &mut Rank, mut pause: impl FnMut() -> Result<()>) -> Result<()> {
+        let node = self.node;
+        let is_inside = |link: &Link| link.from / node == link.to / node;
+        let Self { inside, below, above: [first, second], .. } = self;
+        let within: (usize, bool, &mut Shortest) = (INSIDE, true, inside);
+        let between = [(BELOW, false, below), (ABOVE[0], false, first), (ABOVE[1], false, second)];
+        let some = rank.world() > node;
+        for (bytes, level, shortest) in std::iter::once(within).chain(between.into_iter().filter(|_| some)) {
+            pause()?;
+            let links = rank.check_ring(bytes).map_err(|fault| match fault {
                 RingFault::Failed { error, .. } => error,
                 fault => Error::Unsupported { option: "links".into(), limit: fault.to_string(), hint: "" },
             })?;
-            for l in links {
-                best.latency = best.latency.min(l.latency.as_secs_f64());
-                best.rate = best.rate.max(l.bytes_per_second);
-            }
+            links.iter().filter(|link| is_inside(link) == level).for_each(|link| shortest.add(link, bytes));
         }
-        Ok(best)
+        Ok(())
+    }
+
+    /// Latency and rate inside a node.
+    pub fn inside(&self) -> LinkRate {
+        LinkRate { latency: self.inside.latency, rate: INSIDE as f64 / self.inside.seconds }
+    }
+
+    /// Between nodes: latency and rate, the bytes of the bucket, and seconds of cores for a byte. With one node, as inside,
+    /// where a message is a copy.
+    #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "of processes"))]
+    pub fn between(&self) -> (LinkRate, f64, f64) {
+        if self.below.seconds.is_infinite() {
+            return (self.inside(), 0.0, 0.0);
+        }
+        let [first, second] = self.above.map(|s| s.seconds);
+        let [less, more] = ABOVE.map(|bytes| bytes as f64);
+        let rate = (more - less) / (second - first);
+        let latency = self.above.iter().map(|s| s.latency).fold(self.below.latency, f64::min);
+        let burst = (less - first * rate).max(0.0);
+        (LinkRate { latency, rate }, burst, self.below.seconds / BELOW as f64)
+    }
+}
+
+/// The links of two ranks that are threads.
+pub fn of_threads(rounds: usize) -> Result<LinkRate> {
+    let ends = local::run(2, DEADLINE, |end| {
+        let (mut rank, mut links) = (Rank::new(end), Links::new(2));
+        (0..rounds).try_for_each(|_| links.round(&mut rank, || Ok(())))?;
+        Ok(links.inside())
     })?;
     Ok(ends[0])
 }
