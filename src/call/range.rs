@@ -139,8 +139,9 @@ pub struct QRange {
 impl QRange {
     /// Those of a document, of ranges in the order of their documents.
     pub(crate) fn of_document(q: &[Self], doc: u32) -> &[Self] {
-        let begin = q.partition_point(|r| r.range.doc < doc);
-        &q[begin..begin + q[begin..].partition_point(|r| r.range.doc == doc)]
+        let q = &q[q.partition_point(|r| r.range.doc < doc)..];
+        // Most documents have few: to search all that follow for the end would take as long as the search above.
+        &q[..q.iter().take_while(|r| r.range.doc == doc).count()]
     }
 }
 
