@@ -30,7 +30,7 @@ use crate::{
     machine::Machine,
     mesh::Mesh,
     plan::{LAYOUTS, Load, Options, Plan, Problem, auto::dealer},
-    report::size::tensor_bytes,
+    report::{bound::ShareSizes, size::tensor_bytes},
     schedule::Direction,
 };
 
@@ -213,8 +213,9 @@ fn rate(
     let candidate = |plan: &Plan| {
         let [forward, backward] = aggregate::passes(plan, load, machine, rates);
         let of = |rank| {
-            let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound(rank, d));
-            tensor_bytes(plan, rank, Direction::Backward) + work[0].max(work[1])
+            let sizes = ShareSizes::new(plan, rank);
+            let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound_of(&sizes, d));
+            tensor_bytes(plan, &sizes, Direction::Backward) + work[0].max(work[1])
         };
         let memory = of(0).max(of(mesh.world() - 1));
         let levels = if plan.ring_ranks_of_node() < mesh.ring { 2 } else { 1 };

@@ -13,9 +13,30 @@
 use crate::plan::{Options, Plan, Wire};
 use crate::{
     batch::Side,
-    layout::Layout,
+    layout::{Layout, cut},
     schedule::{ALIGNMENT, CirculatingSide, Direction, Form, SINK_DIGITS},
 };
+
+/// The sizes of a rank's share, counted once: of a zigzag, every document has to be looked at.
+pub(crate) struct ShareSizes {
+    rank: usize,
+    /// Rows of its ring rank's share of q's side, and of k's.
+    share: [usize; 2],
+    /// Those that are the rank's own tokens.
+    pub own: [usize; 2],
+}
+
+impl ShareSizes {
+    /// Counts them. The rank lies in the mesh.
+    pub fn new(plan: &Plan, rank: usize) -> Self {
+        let (mesh, at) = (plan.mesh(), plan.mesh().coordinates(rank));
+        let q = plan.shares().rows(Side::Q, at.ring);
+        let alike = plan.problem().batch().is_self_attention();
+        let share = [q, if alike { q } else { plan.shares().rows(Side::K, at.ring) }];
+        let own = share.map(|rows| cut(at.ulysses + 1, rows, mesh.ulysses) - cut(at.ulysses, rows, mesh.ulysses));
+        Self { rank, share, own }
+    }
+}
 
 impl Plan {
     /// An upper bound on a rank's workspace in bytes, from the sizes of shares and heads alone. [`Plan::costs`] returns
@@ -24,8 +45,14 @@ impl Plan {
     /// # Panics
     /// When the rank is outside the mesh.
     pub fn workspace_bound(&self, rank: usize, direction: Direction) -> u64 {
-        let (p, mesh, coordinates) = (self.problem(), self.mesh(), self.mesh().coordinates(rank));
-        assert!(rank < mesh.world(), "rank {rank} of a world of {}", mesh.world());
+        assert!(rank < self.mesh().world(), "rank {rank} of a world of {}", self.mesh().world());
+        self.workspace_bound_of(&ShareSizes::new(self, rank), direction)
+    }
+
+    /// As [`Plan::workspace_bound`], of a rank whose sizes are known.
+    pub(crate) fn workspace_bound_of(&self, sizes: &ShareSizes, direction: Direction) -> u64 {
+        let (p, mesh, rank) = (self.problem(), self.mesh(), sizes.rank);
+        let coordinates = mesh.coordinates(rank);
         let Options { passes, pack_inputs, wire, .. } = self.options();
         let n = |x: usize| x as u64;
         let (e, a) = (n(p.dtype().size()), n(p.dtype().accumulator().size()));
@@ -34,9 +61,7 @@ impl Plan {
         let dims = dk + dv;
         let share = self.heads_of(rank);
         let (hq, hkv) = (n(share.q.len()), n(share.kv.len()));
-        let rows = |side| n(self.shares().rows(side, coordinates.ring));
-        let (nq, nk) = (rows(Side::Q), rows(Side::K));
-        let (lq, lk) = (n(self.local_tokens(Side::Q, rank)), n(self.local_tokens(Side::K, rank)));
+        let ([nq, nk], [lq, lk]) = (sizes.share.map(n), sizes.own.map(n));
         let first = rank - coordinates.ulysses;
         let others = || (first..first + mesh.ulysses).filter(|&r| r != rank).map(|r| self.heads_of(r));
         let others_q: u64 = others().map(|s| n(s.q.len())).sum();
@@ -66,10 +91,12 @@ impl Plan {
         let slots = if form == Form::Ring || passes > 1 || crosses { 2 } else { 1 };
         // Rows of a node slot, and the slots; none where rows cross into a slot that holds everything.
         let node_slot = |side| {
+            if !crosses {
+                return (0, 0);
+            }
             let others = mesh.ring / self.ring_ranks_of_node() - 1;
             let largest = (0..mesh.ring).map(|r| n(self.shares().rows(side, r))).max().unwrap_or(0);
             match form {
-                _ if !crosses => (0, 0),
                 Form::Ring => (largest, n(others.min(2))),
                 Form::Gather => (largest * n(others), 1),
                 Form::Together | Form::Ordered => (0, 0),

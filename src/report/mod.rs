@@ -3,7 +3,7 @@
 //!
 //! This module only reads plans, schedules and recorded events. Lower modules must not depend on it.
 
-mod bound;
+pub(crate) mod bound;
 pub(crate) mod costs;
 mod explain;
 pub(crate) mod metadata;

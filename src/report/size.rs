@@ -10,6 +10,7 @@ use alloc::vec::Vec;
 use crate::{
     call::Gradients,
     plan::{Plan, area},
+    report::bound::ShareSizes,
     schedule::{Buf, BufferView, CirculatingSide, OpKind, Schedule, TensorId, expand::Expansion},
 };
 
@@ -152,11 +153,12 @@ fn bytes(plan: &Plan, schedule: &Schedule, view: &BufferView) -> u64 {
 }
 
 /// Bytes of the caller's tensors of one rank: all that the direction reads or writes.
-pub(crate) fn tensor_bytes(plan: &Plan, rank: usize, direction: crate::schedule::Direction) -> u64 {
+pub(crate) fn tensor_bytes(plan: &Plan, sizes: &ShareSizes, direction: crate::schedule::Direction) -> u64 {
     let used = |t: &TensorId| t.is_written(direction, plan.problem().sinks()).is_some();
     let bytes = |t: TensorId| {
-        let [tokens, heads, dim] = t.shape(plan, rank);
-        (tokens * heads * dim * t.dtype(plan.problem()).size()) as u64
+        let p = plan.problem();
+        let tokens = if t.is_per_head() { 1 } else { sizes.own[t.side() as usize] };
+        (tokens * t.heads(p) * t.dim(p) * t.dtype(p).size()) as u64
     };
     TensorId::ALL.into_iter().filter(used).map(bytes).sum()
 }
