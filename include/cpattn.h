@@ -858,7 +858,8 @@ typedef struct cpattn_range {
  * i < keys_end, in this order.
  *
  * document: the tokens of q and of k of the whole document, of which a call may have parts, as a step of a ring has; {0, 0} if
- * they are not given. All q ranges of a document in a call have the same. They matter with CPATTN_ISA_AMX: calls in f32 and
+ * they are not given. All q ranges of a document in a call have the same, and if any has lengths, q ranges are in the order of
+ * their documents. They matter with CPATTN_ISA_AMX: calls in f32 and
  * f16 compute long documents with tiles and short ones with vectors, and in f32 the error with vectors is twice as large. If
  * the lengths are given, each part uses what one call over the whole document would use, so the sum of the parts has the error
  * of that call; the ranges of plans have them. If not, the ranges of each call decide. */

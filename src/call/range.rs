@@ -126,7 +126,7 @@ pub struct QRange {
     /// Tokens of q and of k of the whole document, of which a call may have parts; `[0, 0]` if they are not given. They mask
     /// nothing: where one way to compute suits long documents and another one short ones, all parts of a document take the way
     /// of the whole, and their error does not depend on how it is cut. Not given, the ranges of each call decide. All q ranges
-    /// of a document in a call have the same.
+    /// of a document in a call have the same, and if any has lengths, q ranges are in the order of their documents.
     pub document: [u32; 2],
     /// First entry of `pairs`.
     pub keys_begin: u32,
@@ -146,22 +146,26 @@ impl QRange {
 }
 
 impl Ranges<'_> {
-    /// Refuses lengths of a document that are shorter than a range of it, or that are not the same in all its q ranges. Pairs
-    /// were checked to lie within their lists.
+    /// Refuses lengths of a document that are shorter than a range of it, or that are not the same in all its q ranges, and
+    /// lengths in ranges that are in no order of documents, where the ranges of one would have to be searched for. Pairs were
+    /// checked to lie within their lists.
     pub(crate) fn check_documents(&self) -> Result<()> {
-        let mut in_order = true;
+        if self.q.iter().all(|q| q.document == [0; 2]) {
+            return Ok(());
+        }
         for (i, q) in self.q.iter().enumerate() {
-            let (doc, before) = (q.range.doc, &self.q[..i]);
-            in_order &= before.last().is_none_or(|b| b.range.doc <= doc);
-            let first = match in_order {
-                true => i.checked_sub(1).filter(|&b| before[b].range.doc == doc),
-                false => before.iter().position(|b| b.range.doc == doc),
-            };
+            let before = i.checked_sub(1).map(|at| (at, &self.q[at]));
             let refused = |expected| {
                 Err(Error::invalid(format!("ranges.q[{i}].document"), format!("{:?}", q.document), expected))
             };
-            if let Some(first) = first.filter(|&b| before[b].document != q.document) {
-                return refused(format!("{:?}, as in ranges.q[{first}] of the same document", before[first].document));
+            if let Some((at, b)) = before.filter(|(_, b)| b.range.doc > q.range.doc) {
+                let expected = format!("at least {}, as in ranges.q[{at}]", b.range.doc);
+                return Err(Error::invalid(format!("ranges.q[{i}].range.doc"), q.range.doc, expected).hint(
+                    "lengths of documents need q ranges in the order of documents: sort them, or give [0, 0] in all",
+                ));
+            }
+            if let Some((at, b)) = before.filter(|(_, b)| b.range.doc == q.range.doc && b.document != q.document) {
+                return refused(format!("{:?}, as in ranges.q[{at}] of the same document", b.document));
             }
             if q.document == [0; 2] {
                 continue;

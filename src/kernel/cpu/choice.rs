@@ -41,7 +41,7 @@ pub(super) struct EngineChoice<'a> {
 struct Rule<'a> {
     ranges: Ranges<'a>,
     by: By,
-    /// One decision for all documents without lengths, if the ranges of a document need not be contiguous.
+    /// One decision for all documents, if the ranges of a document need not be contiguous: then no lengths are given.
     together: Option<bool>,
 }
 
@@ -133,16 +133,15 @@ impl Documents<'_> {
 
 impl Rule<'_> {
     fn tiles(&self, doc: u32) -> bool {
-        let q = self.ranges.q;
-        let q = match self.together {
-            None => QRange::of_document(q, doc),
-            Some(_) => &q[q.iter().position(|q| q.range.doc == doc).unwrap_or(q.len())..],
-        };
+        if let Some(together) = self.together {
+            return together;
+        }
+        let q = QRange::of_document(self.ranges.q, doc);
         match (self.by, q.first()) {
             (By::Lengths { score, group }, Some(q)) if q.document != [0; 2] => {
                 tiles_pay(core::iter::once(q.document.map(u64::from)), &score, group)
             }
-            _ => self.together.unwrap_or_else(|| self.decides(q)),
+            _ => self.decides(q),
         }
     }
 
@@ -227,13 +226,11 @@ mod tests {
         assert_eq!(chosen(&lengths, Dtype::Bf16, false, &[])[1], [[1, 1].as_slice(), &[0, 0]]);
     }
 
-    /// Where the ranges of a document need not follow each other, those without lengths decide together.
+    /// Where the ranges of a document need not follow each other, all decide together.
     #[test]
     fn out_of_order() {
         let lengths = [(1, 900), (0, 10), (1, 10)];
         let expected = [[1, 0, 1].as_slice(), &[]];
         assert_eq!(chosen(&lengths, Dtype::F32, false, &[]), [expected, expected]);
-        let expected = [[1, 1].as_slice(), &[0]];
-        assert_eq!(chosen(&lengths, Dtype::F32, false, &[[10, 10]]), [expected, expected]);
     }
 }
