@@ -46,7 +46,7 @@ def _word(options: Mapping[str, Any]) -> int:
     if ARGUMENT in options:
         source, number = ARGUMENT, attempt(whole, ARGUMENT, options[ARGUMENT], 0, _BASE - 2)
     elif TORCHRUN in os.environ:
-        source, number = TORCHRUN, attempt(lambda: whole(TORCHRUN, int(os.environ[TORCHRUN]), 0, _BASE - 2))
+        source, number = TORCHRUN, _number()
     else:
         return 0
     return _SOURCES.index(source) * _BASE + (0 if number is None else number + 1)
@@ -80,12 +80,16 @@ def _runs(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
+def _number() -> int | None:
+    """Torchrun's number of ranks on this node, or None if it is no number of ranks."""
+    return attempt(lambda: whole(TORCHRUN, int(os.environ[TORCHRUN]), 0, _BASE - 2))
+
+
 def _of_torchrun(members: Sequence[int]) -> int:
     """How many members of a group share a node, 0 for all of them."""
-    told = os.environ[TORCHRUN]
-    each = attempt(int, told)
-    if each is None or each < 1:
-        raise refused(TORCHRUN, told, f"a whole number of at least 1 is needed, or {ARGUMENT}, 0 for links that are all alike")
+    each = _number()
+    if not each:
+        raise refused(TORCHRUN, os.environ[TORCHRUN], f"a whole number of at least 1 is needed, or {ARGUMENT}, 0 for links that are all alike")
     if len({rank // each for rank in members}) == 1:
         return 0
     try:
