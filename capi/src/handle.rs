@@ -139,14 +139,14 @@ pub(super) trait Exclusive: HandleKind {
 /// As [`destroy`]; refused while a call of another thread uses the handle.
 ///
 /// # Safety
-/// As [`take`], except that calls may be in progress.
+/// As [`take`], except that a call of another thread may be in progress. None may begin now, as [`take`] says.
 pub(super) unsafe fn destroy_idle<T: Exclusive>(ptr: *mut Handle<T>) -> Outcome {
     if ptr.is_null() {
         return Ok(());
     }
     // SAFETY: of `create` and not freed (promised).
     drop(unsafe { borrow(ptr) }?.lock()?);
-    // SAFETY: as above, and no call was in progress.
+    // SAFETY: as above; no call was in progress, and none begins (promised).
     unsafe { destroy(ptr) }
 }
 

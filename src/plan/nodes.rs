@@ -64,7 +64,7 @@ pub(super) fn ring_ranks_of_node(mesh: Mesh, options: Options) -> usize {
     if per_node <= 1 || per_node >= mesh.ring { mesh.ring } else { per_node }
 }
 
-/// Refuses nodes that a mesh does not fit, and options that several nodes do not have.
+/// Refuses nodes that a mesh does not fit.
 pub(super) fn check(mesh: Mesh, options: Options) -> Result<()> {
     let (ranks, group, ulysses) = (options.ranks_per_node, mesh.group(), mesh.ulysses);
     if ranks == 0 || ranks >= mesh.world() {
