@@ -177,6 +177,47 @@ fn a_machine_without_the_kernel_is_refused() {
     assert!(!meshes(&p, 2, &h100(), Effort::default()).unwrap().exact_kernels);
 }
 
+/// The fields are public: each value that no description has is refused by name, in both models.
+#[test]
+fn a_machine_that_no_description_has_is_refused() {
+    type Set = fn(&mut Machine);
+    let fields: [(Set, &str); 16] = [
+        (|m| m.ranks_per_node = 0, "machine.ranks_per_node is 0, expected a whole number above 0"),
+        (|m| m.cards_per_node = 0, "machine.cards_per_node is 0, expected a whole number above 0"),
+        (|m| m.cores = Some(0), "machine.cores is 0, expected a whole number above 0"),
+        (
+            |m| m.nodes_share_cores = true,
+            "machine.nodes_share_cores is set, without cores, expected machine.cores beside it",
+        ),
+        (|m| m.between_work = 1e-9, "machine.between_work is set, without cores, expected machine.cores beside it"),
+        (|m| m.between_work = -1.0, "machine.between_work is -1, expected a number from 0"),
+        (|m| m.between_burst = f64::NAN, "machine.between_burst is NaN, expected a number from 0"),
+        (|m| m.between_burst = f64::INFINITY, "machine.between_burst is inf, expected a number from 0"),
+        (|m| m.memory = 0.0, "machine.memory is 0, expected a number above 0"),
+        (|m| m.operation = -1.0, "machine.operation is -1, expected a number from 0"),
+        (|m| m.copy = 0.0, "machine.copy is 0, expected a number above 0"),
+        (|m| m.inside.rate = f64::NAN, "machine.inside.rate is NaN, expected a number above 0"),
+        (|m| m.inside.latency = -1.0, "machine.inside.latency is -1, expected a number from 0"),
+        (|m| m.between.rate = -1.0, "machine.between.rate is -1, expected a number above 0"),
+        (|m| m.between.latency = f64::NAN, "machine.between.latency is NaN, expected a number from 0"),
+        (|m| m.kernels[0].rate = 0.0, ": rate is 0, expected a number above 0"),
+    ];
+    let p = problem(&[1 << 13]);
+    let plan = Plan::new(&p, Mesh::ring(2).unwrap(), Layout::Zigzag).unwrap();
+    for (set, expected) in fields {
+        let mut machine = h100();
+        set(&mut machine);
+        let refusals = [
+            plan.simulate(Direction::Forward, &machine).unwrap_err(),
+            meshes(&p, 2, &machine, Effort::new(0, 0)).unwrap_err(),
+            Plan::auto_on(&p, 2, &machine, Options::new()).unwrap_err(),
+        ];
+        for text in refusals.map(|e| alloc::string::ToString::to_string(&e)) {
+            assert!(text.ends_with(expected), "{text}\n{expected}");
+        }
+    }
+}
+
 /// What the machine says decides, and the plan tells so.
 #[test]
 fn a_plan_is_chosen_by_the_machine() {
