@@ -4,8 +4,6 @@
 //! Threads take problems of 1 to 4 ranks. Processes take problems of all their ranks; over several nodes those with rows that
 //! cross between nodes once are beside the same without.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result,
     call::RawTensor,
@@ -120,9 +118,22 @@ fn case(
     Ok(Case { name, plan: Plan::with_options(&problem, mesh, layout, options)? })
 }
 
-/// Nanoseconds of the machine's clock, which all its processes share.
+/// Nanoseconds of a clock that is never set, and that all ranks share: processes of one machine read the same.
+#[cfg(feature = "mpi")]
 pub fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64)
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes the struct, which is this function's.
+    let code = unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    assert_eq!(code, 0, "CLOCK_MONOTONIC is there on all systems that have MPI");
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Nanoseconds of a clock that is never set, and that all threads share.
+#[cfg(not(feature = "mpi"))]
+pub fn now() -> u64 {
+    use std::{sync::OnceLock, time::Instant};
+    static EPOCH: OnceLock<Instant> = OnceLock::new();
+    EPOCH.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
 /// Begin and end of some runs of one rank; `meet` waits for the others before each. One more run, the first, prepares the plan.
@@ -148,10 +159,11 @@ pub fn laps(
 }
 
 /// The shortest time from the first rank's begin to the last rank's end, in seconds, of the laps of all ranks.
+/// A lap shorter than a tick of the clock does not count; infinite where none counts.
 pub fn makespan(ranks: &[Vec<[u64; 2]>]) -> f64 {
     let of = |lap: usize| {
         let begin = ranks.iter().map(|laps| laps[lap][0]).min().unwrap_or(0);
         ranks.iter().map(|laps| laps[lap][1]).max().unwrap_or(0).saturating_sub(begin)
     };
-    (0..ranks[0].len()).map(of).min().unwrap_or(0) as f64 * 1e-9
+    (0..ranks[0].len()).map(of).filter(|&ns| ns > 0).min().map_or(f64::INFINITY, |ns| ns as f64 * 1e-9)
 }

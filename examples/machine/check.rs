@@ -5,7 +5,7 @@
 
 use std::fmt::Write;
 
-use cpattn::{Machine, Mask, Result, schedule::Direction};
+use cpattn::{Error, Machine, Mask, Result, schedule::Direction};
 
 use crate::cases::Case;
 
@@ -55,6 +55,14 @@ impl Cases {
             let mask = if p.mask() == Mask::causal() { "causal".into() } else { window() };
             let levels = if plan.options().ranks_per_node > 0 { "2" } else { "1" };
             for (direction, &measured) in DIRECTIONS.into_iter().zip(best) {
+                if measured.is_infinite() {
+                    return Err(Error::Invalid {
+                        argument: format!("the time of {name}, {} {}, {direction:?}", plan.mesh(), plan.layout()),
+                        found: "shorter than a tick of the clock".into(),
+                        expected: "a longer one".into(),
+                        hint: "more --tokens",
+                    });
+                }
                 let words = [
                     name.to_string(),
                     format!("{} {}", p.dtype(), p.head_dim()),

@@ -67,8 +67,9 @@ impl Links {
         let Self { inside, below, above: [first, second], .. } = self;
         let within: (usize, bool, &mut Shortest) = (INSIDE, true, inside);
         let between = [(BELOW, false, below), (ABOVE[0], false, first), (ABOVE[1], false, second)];
-        let some = rank.world() > node;
-        for (bytes, level, shortest) in std::iter::once(within).chain(between.into_iter().filter(|_| some)) {
+        let (inner, outer) = (node > 1, rank.world() > node);
+        let within = std::iter::once(within).filter(|_| inner);
+        for (bytes, level, shortest) in within.chain(between.into_iter().filter(|_| outer)) {
             pause()?;
             let links = rank.check_ring(bytes).map_err(|fault| match fault {
                 RingFault::Failed { error, .. } => error,
@@ -79,24 +80,45 @@ impl Links {
         Ok(())
     }
 
-    /// Latency and rate inside a node.
-    pub fn inside(&self) -> LinkRate {
-        LinkRate { latency: self.inside.latency, rate: INSIDE as f64 / self.inside.seconds }
+    /// Latency and rate inside a node. With one rank on each node there is no such link: as between nodes.
+    pub fn inside(&self) -> Result<LinkRate> {
+        if self.inside.seconds.is_infinite() {
+            return self.limited().map(|(link, ..)| link);
+        }
+        Ok(self.within())
     }
 
     /// Between nodes: latency and rate, the bytes of the bucket, and seconds of cores for a byte. With one node, as inside,
     /// where a message is a copy.
     #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "of processes"))]
-    pub fn between(&self) -> (LinkRate, f64, f64) {
+    pub fn between(&self) -> Result<(LinkRate, f64, f64)> {
         if self.below.seconds.is_infinite() {
-            return (self.inside(), 0.0, 0.0);
+            return Ok((self.within(), 0.0, 0.0));
         }
+        self.limited()
+    }
+
+    fn within(&self) -> LinkRate {
+        LinkRate { latency: self.inside.latency, rate: INSIDE as f64 / self.inside.seconds }
+    }
+
+    fn limited(&self) -> Result<(LinkRate, f64, f64)> {
         let [first, second] = self.above.map(|s| s.seconds);
         let [less, more] = ABOVE.map(|bytes| bytes as f64);
-        let rate = (more - less) / (second - first);
+        let longer = second - first;
+        // A comparison the other way would let a NaN of two infinite times pass.
+        if !(longer > 0.0) {
+            return Err(Error::Invalid {
+                argument: format!("the shortest time of {more} bytes between nodes"),
+                found: format!("{second:e} s"),
+                expected: format!("more than {first:e} s, that of {less} bytes"),
+                hint: "more --rounds, on a machine that does nothing else",
+            });
+        }
+        let rate = (more - less) / longer;
         let latency = self.above.iter().map(|s| s.latency).fold(self.below.latency, f64::min);
         let burst = (less - first * rate).max(0.0);
-        (LinkRate { latency, rate }, burst, self.below.seconds / BELOW as f64)
+        Ok((LinkRate { latency, rate }, burst, self.below.seconds / BELOW as f64))
     }
 }
 
@@ -105,7 +127,7 @@ pub fn of_threads(rounds: usize) -> Result<LinkRate> {
     let ends = local::run(2, DEADLINE, |end| {
         let (mut rank, mut links) = (Rank::new(end), Links::new(2));
         (0..rounds).try_for_each(|_| links.round(&mut rank, || Ok(())))?;
-        Ok(links.inside())
+        links.inside()
     })?;
     Ok(ends[0])
 }

@@ -2,7 +2,7 @@
 //! Ranks as processes over MPI: all of them measure links and run cases together, and rank 0 has the figures.
 //!
 //! Kernels, copies and operations are measured by rank 0 alone, on a thread for each core; the others wait. All processes
-//! read one clock: they are on one machine, be it as hosts of `examples/hosts`.
+//! read one clock, which is never set: they are on one machine, be it as hosts of `examples/hosts`.
 
 use std::{sync::Arc, thread::sleep, time::Duration};
 
@@ -133,7 +133,7 @@ fn described(
     host: &Host,
     links: &Links,
 ) -> Result<Machine> {
-    let (inside, (between, burst, work)) = (links.inside(), links.between());
+    let (inside, (between, burst, work)) = (links.inside()?, links.between()?);
     let mut text = format!(
         "name = {} hosts of {node} ranks, {cores} cores{}, ranks as processes over MPI\nestimate = no\nranks_per_node = {node}\n\
          cards_per_node = 1\ncores = {cores}\nmemory = {:e}\n",

@@ -93,6 +93,45 @@ pub struct Machine {
 }
 
 impl Machine {
+    /// Refuses values that a description cannot have: the fields are public.
+    pub(crate) fn check(&self) -> Result<()> {
+        let counts = [self.ranks_per_node, self.cards_per_node, self.cores.unwrap_or(1)];
+        for (field, count) in ["ranks_per_node", "cards_per_node", "cores"].into_iter().zip(counts) {
+            if count == 0 {
+                return Err(Error::invalid(format!("machine.{field}"), 0, "a whole number above 0"));
+            }
+        }
+        for (field, figure, zero) in [
+            ("memory", self.memory, false),
+            ("operation", self.operation, true),
+            ("copy", self.copy, false),
+            ("inside.latency", self.inside.latency, true),
+            ("inside.rate", self.inside.rate, false),
+            ("between.latency", self.between.latency, true),
+            ("between.rate", self.between.rate, false),
+            ("between_burst", self.between_burst, true),
+            ("between_work", self.between_work, true),
+        ] {
+            figure_fits(figure, zero)
+                .map_err(|expected| Error::invalid(format!("machine.{field}"), figure, expected))?;
+        }
+        for k in &self.kernels {
+            for (field, figure, zero) in
+                [("rate", k.rate, false), ("row", k.row, true), ("key", k.key, true), ("call", k.call, true)]
+            {
+                let argument = || format!("machine.kernels, {}: {field}", k.shape);
+                figure_fits(figure, zero).map_err(|expected| Error::invalid(argument(), figure, expected))?;
+            }
+        }
+        let needs_cores = [("nodes_share_cores", self.nodes_share_cores), ("between_work", self.between_work > 0.0)];
+        match needs_cores.into_iter().find(|(_, is_set)| *is_set && self.cores.is_none()) {
+            Some((field, _)) => {
+                Err(Error::invalid(format!("machine.{field}"), "set, without cores", "machine.cores beside it"))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// The level of the links between two ranks.
     pub const fn level(&self, a: usize, b: usize) -> Level {
         if a / self.ranks_per_node == b / self.ranks_per_node { Level::Inside } else { Level::Between }
@@ -158,6 +197,16 @@ impl KernelRate {
     /// Seconds of one call: `flops` of all heads together, `rows` and `keys` times heads.
     pub fn seconds(&self, flops: f64, rows: f64, keys: f64) -> f64 {
         self.call + flops / self.rate + rows * self.row + keys * self.key
+    }
+}
+
+/// Whether a figure can be one of a machine; otherwise the values that can.
+pub(super) fn figure_fits(figure: f64, zero: bool) -> core::result::Result<(), &'static str> {
+    match (figure.is_finite(), zero) {
+        (true, true) if figure >= 0.0 => Ok(()),
+        (true, false) if figure > 0.0 => Ok(()),
+        (_, true) => Err("a number from 0"),
+        (_, false) => Err("a number above 0"),
     }
 }
 

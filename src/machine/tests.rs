@@ -169,4 +169,13 @@ fn the_descriptions_of_the_repository_are_read() {
         count += 1;
     }
     assert!(count >= 3, "{count}");
+    // The example beside the table of keys, and the table has every key of a line that is refused.
+    let page = include_str!("../../machines/README.md");
+    let example = page.split("```").nth(1).unwrap().strip_prefix("text").unwrap();
+    assert_eq!(Machine::parse(example).unwrap().kernels.len(), 2);
+    let text = Machine::parse("x = 1").unwrap_err().to_string();
+    let keys = text.split("expected ").nth(1).unwrap().replace(" or ", ", ");
+    for key in keys.split(", ").map(str::trim).filter(|key| *key != "kernel") {
+        assert!(page.contains(&alloc::format!("\n| `{key}` | ")), "{key}");
+    }
 }

@@ -29,7 +29,7 @@ use alloc::{
 };
 use core::fmt;
 
-use super::figures::{KernelRate, KernelShape, LinkRate, Machine, direction};
+use super::figures::{KernelRate, KernelShape, LinkRate, Machine, direction, figure_fits};
 use crate::{
     element::Dtype,
     error::{Error, Result},
@@ -53,9 +53,9 @@ impl FigureLine<'_> {
 
     /// A number from 0, or above it.
     fn number(&self, figure: &str, zero: bool) -> Result<f64> {
-        let fits = |x: &f64| x.is_finite() && (*x > 0.0 || zero && *x == 0.0);
-        let expected = if zero { "a number from 0" } else { "a number above 0" };
-        figure.trim().parse().ok().filter(fits).ok_or_else(|| self.refuse(figure.trim(), expected))
+        let number = figure.trim().parse().unwrap_or(f64::NAN);
+        figure_fits(number, zero).map_err(|expected| self.refuse(figure.trim(), expected))?;
+        Ok(number)
     }
 
     fn count(&self) -> Result<usize> {
@@ -263,7 +263,7 @@ impl fmt::Display for KernelShape {
     }
 }
 
-/// The description, as [`Machine::parse`] reads it.
+/// The description, as [`Machine::parse`] reads it, unless a field has a value that no description has.
 impl fmt::Display for Machine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // A name is one line, and a comment ends it.

@@ -129,7 +129,8 @@ pub struct Outlook {
 /// Rates every mesh `ulysses × ring = world` with every layout of [`LAYOUTS`].
 ///
 /// # Errors
-/// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element type.
+/// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element type, or with a
+/// field that no description has, such as a rate of 0.
 pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort) -> Result<Outlook> {
     let over_nodes = Options::new().ranks_per_node(machine.ranks_per_node);
     outlook(problem, world, machine, effort, &[Options::new(), over_nodes])
@@ -138,6 +139,7 @@ pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort
 /// As [`meshes`], of plans with the first options, and with others where these give two levels.
 fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, forms: &[Options]) -> Result<Outlook> {
     problem.check()?;
+    machine.check()?;
     Mesh::ring(world)?;
     let (rates, exact_kernels) = aggregate::rates(problem, machine)?;
     let (mut candidates, mut refused) = (Vec::new(), None);

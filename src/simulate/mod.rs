@@ -96,7 +96,8 @@ impl Plan {
     /// for each message.
     ///
     /// # Errors
-    /// A machine without a kernel of the problem's element type; those of scheduling.
+    /// A machine without a kernel of the problem's element type, or with a field that no description has, such as a rate of 0;
+    /// those of scheduling.
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Layout, Machine, Mesh, Plan, Problem, schedule::Direction};
@@ -110,6 +111,7 @@ impl Plan {
     /// # Ok::<(), cpattn::Error>(())
     /// ```
     pub fn simulate(&self, direction: Direction, machine: &Machine) -> Result<Simulation> {
+        machine.check()?;
         let schedules =
             (0..self.mesh().group()).map(|r| Schedule::new(self, r, direction)).collect::<Result<Vec<_>>>()?;
         let mut exact = true;
