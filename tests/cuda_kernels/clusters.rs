@@ -3,27 +3,43 @@
 //! against the same kernels without clusters; and which calls take it.
 //!
 //! A tile of keys is copied by both blocks of a cluster to both. The cases are such that no heads share a tile: q ranges that fill
-//! more than half of their last tile, whose rows meet equally many tiles of keys from its beginning to its end. On devices without
-//! these kernels the cases run on the others.
+//! more than half of their last tile, whose rows meet equally many tiles of keys from its beginning to its end. Devices without
+//! these kernels refuse the variable.
 
 use crate::case::{Case, Cut};
 use crate::device::{Device, emulated_count};
 use crate::hopper::{alone_with, of};
 use crate::run::forward;
-use cpattn::Dtype;
 use cpattn::call::Score;
-use cpattn::kernel::cuda::Cuda;
+use cpattn::kernel::cuda::{Cuda, Family};
+use cpattn::{Dtype, Error};
 
 const VARIABLE: &str = "CPATTN_CUDA_CLUSTER";
 const ASKED: &[(&str, &str)] = &[(VARIABLE, "1")];
 
-/// A device whose calls take clusters, and the same without them. Only in a process with one test, in which the variable
-/// asks for clusters.
+/// A device whose calls take clusters, and the same without them; none where there are no clusters, which the variable's
+/// refusal has to say. Only in a process with one test, in which the variable asks for clusters.
 fn devices() -> Option<[Device; 2]> {
-    let with = Device::open()?;
+    let with = Cuda::new(0);
     // SAFETY: this process runs one test, and no other thread of it reads or writes the environment meanwhile.
     unsafe { std::env::remove_var(VARIABLE) };
-    Some([with, Device::open()?])
+    let without = Device::open()?;
+    if without.cuda.family(Dtype::Bf16, 64, 64) == Ok(Family::Sm80) {
+        refused(with, &["9.0"]);
+        return None;
+    }
+    Some([Device::of(with)?, without])
+}
+
+/// That the device could not be opened, for want of clusters, and the message names these too.
+#[track_caller]
+fn refused(opened: cpattn::Result<Cuda>, named: &[&str]) {
+    let error = opened.map(|_| ()).expect_err("no clusters");
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    let said = error.to_string();
+    for name in ["CPATTN_CUDA_CLUSTER=1", "unset CPATTN_CUDA_CLUSTER"].iter().chain(named) {
+        assert!(said.contains(name), "{said}: no `{name}`");
+    }
 }
 
 /// Launches so far with clusters and without; none where nobody counts.
@@ -187,10 +203,36 @@ fn calls_without_pairs() {
 #[test]
 fn a_variable_that_says_nothing_is_refused() {
     if alone_with("clusters::a_variable_that_says_nothing_is_refused", &[(VARIABLE, "2")]) {
-        for opened in [Cuda::new(0), Cuda::with_family(0, cpattn::kernel::cuda::Family::Sm80)] {
+        for opened in [Cuda::new(0), Cuda::with_family(0, Family::Sm80)] {
             let error = opened.map(|_| ()).expect_err("no such number of blocks").to_string();
             assert!(error.starts_with("CPATTN_CUDA_CLUSTER is \"2\", expected 0 or 1"), "{error}");
         }
+    }
+}
+
+/// Kernels for `sm_80` that are forced have no clusters, whether the environment or the program names them.
+#[test]
+fn a_family_without_clusters_is_refused() {
+    let test = "clusters::a_family_without_clusters_is_refused";
+    if alone_with(test, &[(VARIABLE, "1"), (Family::VARIABLE, "sm_80")]) && is_hopper() {
+        for opened in [Cuda::new(0), Cuda::with_family(0, Family::Sm80)] {
+            refused(opened, &["sm_80 are forced", "CPATTN_CUDA_FAMILY"]);
+        }
+        let cuda = Cuda::with_family(0, Family::Sm90a).expect("what a program names comes first");
+        assert_eq!(cuda.clusters(Dtype::Bf16, 128, 128), Ok(true));
+    }
+}
+
+#[test]
+fn a_device_without_clusters_is_refused() {
+    let test = "clusters::a_device_without_clusters_is_refused";
+    if alone_with(test, &[(VARIABLE, "1"), ("CPATTN_EMU_SM", "80")]) && emulated_count(c"boxes").is_some() {
+        for opened in [Cuda::new(0), Cuda::with_family(0, Family::Sm80)] {
+            refused(opened, &["device 0 has compute capability 8.0", "9.0"]);
+        }
+        // Where both are asked for, the family is refused first.
+        let said = Cuda::with_family(0, Family::Sm90a).map(|_| ()).expect_err("no kernels").to_string();
+        assert!(said.contains("the kernels for sm_90a") && said.contains("CPATTN_CUDA_FAMILY"), "{said}");
     }
 }
 

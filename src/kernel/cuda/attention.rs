@@ -117,7 +117,7 @@ impl Cuda {
             None => None,
         };
         let tiles = TileRows { queries: s.forward.rows, keys: 0 };
-        let tile_counter = if hopper.is_some() { buffer.counter() } else { 0 };
+        let tile_counter = if hopper.is_some() { buffer.counter()? } else { 0 };
         let (mut writer, scratch) = buffer.begin(self.attend_bytes(call)?)?;
         let metadata = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
         params.heads.items = items(metadata.query_tiles, q_heads)?;

@@ -8,6 +8,7 @@
 use super::shapes::SHAPES;
 use crate::call::Attend;
 use crate::error::{Error, Result};
+use alloc::string::String;
 use std::ffi::OsString;
 
 /// The environment variable that asks for them.
@@ -31,6 +32,18 @@ fn from_variable(value: Option<OsString>) -> Result<bool> {
         }
         _ => Ok(false),
     }
+}
+
+/// The refusal of a device that runs no kernels for `sm_90a`: why it cannot, or none where others are forced.
+pub(super) fn refused(why: Option<String>) -> Error {
+    let (why, way_out) = match why {
+        Some(why) => (why, "unset CPATTN_CUDA_CLUSTER, or set it to 0"),
+        None => (
+            "they are kernels for sm_90a, and those for sm_80 are forced".into(),
+            "unset CPATTN_CUDA_CLUSTER, or CPATTN_CUDA_FAMILY, or name the family sm_90a",
+        ),
+    };
+    Error::unsupported("clusters of two blocks (CPATTN_CUDA_CLUSTER=1)", why, way_out)
 }
 
 /// Whether the q heads of a call are pairs, each of one kv head.

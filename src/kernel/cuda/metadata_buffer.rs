@@ -38,8 +38,8 @@ impl AddressSpace {
 /// Where the metadata of a call is written, and the kind of its tensors' addresses.
 pub(super) trait MetadataBuffer {
     /// The address of a word that is zero on the device when the launch of the next writer begins, and that this launch must
-    /// leave at zero: nothing clears it between launches.
-    fn counter(&mut self) -> u64;
+    /// leave at zero: nothing clears it between launches. The context that launches is current.
+    fn counter(&mut self) -> Result<u64>;
 
     /// A writer of at most `bytes` bytes, and vectors to sort in.
     fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)>;

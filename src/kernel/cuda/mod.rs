@@ -124,13 +124,14 @@ impl Cuda {
     ///
     /// The variable `CPATTN_CUDA_CLUSTER`, which [`Cuda::with_family`] reads too, asks with `1` for clusters of two blocks that
     /// share what they copy of k and v, in the forward for `sm_90a` (`0`, empty or unset: no clusters; their speed has not
-    /// been measured). Calls take them whose larger head dim is at most 64 or 97 to 128, and whose q heads are pairs that read one
-    /// kv head each (an even group, and no pair of which the call holds one head); calls in which heads share tiles, because ranges are
+    /// been measured). Where the kernels for `sm_90a` cannot run, or those for `sm_80` are forced, `1` is refused. Calls
+    /// take them whose larger head dim is at most 64 or 97 to 128, and whose q heads are pairs that read one kv head each
+    /// (an even group, and no pair of which the call holds one head); calls in which heads share tiles, because ranges are
     /// short or end in short tiles, do not. Results have the same bits with and without.
     ///
     /// # Errors
     /// [`Error::Unsupported`] when no driver is installed, the device is older than compute capability 8.0, or it does
-    /// not run the kernels that the environment variable names; [`Error::Invalid`] when there is no such device or a
+    /// not run the kernels or the clusters that a variable asks for; [`Error::Invalid`] when there is no such device or a
     /// variable has no valid value; [`Error::Device`] when the driver fails (with code 100 when it sees no device at
     /// all, as when `CUDA_VISIBLE_DEVICES` is empty).
     pub fn new(ordinal: i32) -> Result<Self> {
@@ -162,15 +163,19 @@ impl Cuda {
         let multiprocessors = context.attribute(sys::DEVICE_MULTIPROCESSOR_COUNT)?.max(1) as u32;
         let shared_limit = context.attribute(sys::DEVICE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as u32;
         let l2_bytes = context.attribute(sys::DEVICE_L2_CACHE_SIZE)?.max(0) as u64;
-        let (is_hopper, has_maps) = ((major, minor) == (9, 0), hopper::driver_makes_maps());
-        let can_be_hopper = is_hopper && has_maps;
-        if family == Some(Family::Sm90a) && !can_be_hopper {
-            return Err(Family::refused(match is_hopper {
-                true => format!("the driver of device {ordinal} encodes no tensor maps"),
-                false => format!("device {ordinal} has compute capability {major}.{minor}, and they run on 9.0 alone"),
-            }));
-        }
+        // Why it cannot run the kernels for `sm_90a`.
+        let obstacle = match (major, minor) {
+            (9, 0) if hopper::driver_makes_maps() => None,
+            (9, 0) => Some(format!("the driver of device {ordinal} encodes no tensor maps")),
+            _ => Some(format!("device {ordinal} has compute capability {major}.{minor}, and they run on 9.0 alone")),
+        };
+        let can_be_hopper = obstacle.is_none();
         let hopper = can_be_hopper && family != Some(Family::Sm80);
+        match obstacle {
+            Some(why) if family == Some(Family::Sm90a) => return Err(Family::refused(why)),
+            why if clusters && !hopper => return Err(clusters::refused(why)),
+            _ => {}
+        }
         Ok(Self {
             context,
             multiprocessors,
@@ -179,7 +184,7 @@ impl Cuda {
             hopper,
             can_be_hopper,
             every_hopper: family == Some(Family::Sm90a),
-            clusters: hopper && clusters,
+            clusters,
             maps: KeptMaps::new(hopper),
             margin_requests: MarginRequests::default(),
             kernels: Mutex::new(LoadedKernels::default()),

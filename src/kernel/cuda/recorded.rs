@@ -64,10 +64,10 @@ pub(crate) struct RecordedLaunches {
 }
 
 impl MetadataBuffer for LaunchRecorder<'_> {
-    fn counter(&mut self) -> u64 {
+    fn counter(&mut self) -> Result<u64> {
         let symbol = self.counter.unwrap_or_else(|| metadata_symbol(self.array(&0u32.to_ne_bytes())));
         self.counter = Some(symbol);
-        symbol
+        Ok(symbol)
     }
 
     fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)> {

@@ -183,9 +183,11 @@ impl Staging {
 
 impl MetadataBuffer for Staging {
     /// That of the next event, which [`MetadataBuffer::begin`] waits for where a launch is still counting in it.
-    fn counter(&mut self) -> u64 {
+    fn counter(&mut self) -> Result<u64> {
+        // Another device's ring may have none.
+        self.mirror.at_home()?;
         let counters = self.counters.as_ref().expect("made with the ring of a device whose kernels count");
-        counters.ptr() as usize as u64 + (self.next_event * size_of::<u32>()) as u64
+        Ok(counters.ptr() as usize as u64 + (self.next_event * size_of::<u32>()) as u64)
     }
 
     /// The next part of the ring, free for `bytes` bytes. The context that launches is current.
@@ -244,5 +246,30 @@ impl Drop for Staging {
     fn drop(&mut self) {
         // Memory must outlive the launches that read it. A failure means that the context is gone, and they with it.
         let _ = self.drain();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::string::ToString;
+
+    /// The ring of a device without kernels that count, used where another context is current.
+    #[test]
+    fn a_ring_of_another_device_is_refused_before_its_counters_are_missed() {
+        let context = match Context::new(0) {
+            Ok(context) => context,
+            Err(Error::Unsupported { .. }) if std::env::var_os("CPATTN_REQUIRE_CUDA").is_none() => return,
+            Err(error) => panic!("{error}"),
+        };
+        let mut ring = Staging::new(&context, 64, 1, false).expect("memory");
+        for refused in [ring.counter().map(|_| ()), ring.begin(16).map(|_| ())] {
+            let error = refused.expect_err("no context is current").to_string();
+            assert!(error.starts_with("staging is memory of device 0, expected memory of the device"), "{error}");
+        }
+        let mut ring = Staging::new(&context, 64, 2, true).expect("memory");
+        let _here = context.enter().expect("a context");
+        let counter = ring.counter().expect("at home");
+        assert_eq!(ring.counter(), Ok(counter), "one for each launch");
     }
 }
