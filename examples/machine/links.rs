@@ -106,8 +106,8 @@ impl Links {
         let [first, second] = self.above.map(|s| s.seconds);
         let [less, more] = ABOVE.map(|bytes| bytes as f64);
         let longer = second - first;
-        // A comparison the other way would let a NaN of two infinite times pass.
-        if !(longer > 0.0) {
+        // Not a number where nothing was measured.
+        if longer.is_nan() || longer <= 0.0 {
             return Err(Error::Invalid {
                 argument: format!("the shortest time of {more} bytes between nodes"),
                 found: format!("{second:e} s"),
