@@ -182,6 +182,7 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
                 for (int i = 0; i < 8; ++i) factors[0][i / 4][i % 4] = 1.0f;
                 general_gradients(*(float(*)[1][2][4])&s[0][n], factors, p.score, p.alibi_slopes, step.head, key,
                                   item.own.first + row, query, step.first + n * 8);
+                if (!(p.score.flags & SCORE_SOFTCAP)) continue;
                 u32 packed[4];
                 round_pair(packed, factors, 0);
                 store_shared_words(own_ds + n / 2 * 16 * 128, packed);

@@ -57,7 +57,8 @@
  * would invalidate the capture are refused with CPATTN_UNSUPPORTED, and the capture stays valid: lending workspace or
  * taking it back, preparing a plan that is not prepared, cpattn_rank_record with a capacity other than 0, and a run on a
  * stream outside of the capture. cpattn_rank_poll is allowed. Each replay reads and writes the tensors and the
- * workspace of the captured run. The rank must live, and a lent workspace must stay valid, until the last replay is
+ * workspace of the captured run. Replays and runs of one rank must not overlap: the rank orders those that are launched
+ * one after the other, so do not launch them from several threads at the same time. The rank must live, and a lent workspace must stay valid, until the last replay is
  * done. Ranks of a cpattn_peer_group are captured into one graph, all of them, their streams joined by events: a run
  * that finds a peer in another graph, or in none, ends the group, and later calls report it. Over a caller's own
  * transport table, and for kernels called directly, a stream that is being captured is refused.

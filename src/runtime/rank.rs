@@ -321,8 +321,9 @@ impl Rank {
     /// While `stream` is being captured, the run becomes part of the graph: each replay reads and writes the tensors
     /// and the workspace of the captured run, after the rank's runs and replays that were enqueued before it. Call
     /// [`Rank::prepare`] before the capture begins. The rank keeps what its graphs use until it is dropped: the last
-    /// replay must be complete by then, and a lent workspace must stay valid. Replays and runs of one rank must not be
-    /// launched by several threads at the same time. Ranks of transport [`peer`](crate::transport::peer) are captured
+    /// replay must be complete by then, and a lent workspace must stay valid. Replays and runs of one rank must not
+    /// overlap, since kernels of a plan count in memory that all of them share. The rank orders those that are launched
+    /// one after the other; they must not be launched by several threads at the same time. Ranks of transport [`peer`](crate::transport::peer) are captured
     /// into one graph, all of them: the capture begins on the stream of one, and the streams of the others join it by
     /// an event and join back before it ends. A rank whose peer is in another graph, or in none, refuses the exchange
     /// with [`Error::Unsupported`](crate::Error::Unsupported), and the group has failed.

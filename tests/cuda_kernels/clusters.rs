@@ -156,6 +156,33 @@ fn keys_are_copied_once_for_two_heads() {
     }
 }
 
+/// For the kernel of a shape, named as its file: mutants are tried on it (`mutate --only`), so it is small. One cluster takes
+/// items of many tiles of keys and of none, and of a mask that begins late.
+fn walk(dims: (usize, usize)) {
+    let Some(device) = devices().map(|[device, _]| device) else { return };
+    device.cuda.set_sm_margin(device.cuda.multiprocessors() - 2);
+    let case = Case { documents: vec![(128, 400, 256), (128, 0, 0)], ..base("cluster walk", dims) };
+    let before = launches();
+    forward(&device, &case);
+    if let (Some(before), Some(after)) = (before, launches()) {
+        assert_eq!((after[0] > before[0], after[1]), (true, before[1]), "{case:?}: all launches are clustered");
+    }
+}
+
+#[test]
+fn bf16_64() {
+    if alone_with("clusters::bf16_64", ASKED) {
+        walk((64, 64));
+    }
+}
+
+#[test]
+fn bf16_128() {
+    if alone_with("clusters::bf16_128", ASKED) {
+        walk((128, 128));
+    }
+}
+
 /// One cluster that takes all items, as many as fit, and one multiprocessor, on which there is no cluster.
 #[test]
 fn grids() {

@@ -287,9 +287,24 @@ mod tests {
     use alloc::string::String;
     use alloc::vec::Vec;
 
-    fn text(element: &str, name: u32) -> String {
-        let name = format!("hopper_forward_{element}_{name}");
-        super::super::embedded::find(&name).expect("embedded").into_string().expect("text")
+    fn text(name: &str) -> Option<String> {
+        super::super::embedded::find(name).map(|text| text.into_string().expect("text"))
+    }
+
+    /// What the host passes to the kernel of this module, and how it launches it.
+    #[track_caller]
+    fn agrees(kernel: &str, text: &str, version: &str, launch: Shaped) {
+        let parameter = |i: u32, bytes: usize| format!("cpattn_hopper_{kernel}_param_{i}[{bytes}]");
+        for expected in [
+            format!(".version {version}\n"),
+            ".target sm_90a\n".into(),
+            parameter(0, size_of::<Maps>()),
+            parameter(1, size_of::<HopperParams>()),
+            parameter(2, METADATA_BYTES),
+            format!(".maxntid {},", launch.threads),
+        ] {
+            assert!(text.contains(&expected), "{kernel}: no {expected}");
+        }
     }
 
     #[test]
@@ -307,12 +322,24 @@ mod tests {
             assert_eq!((hopper.launch, hopper.keys), (same.launch, same.keys));
             assert!(hopper.launch.shared <= 227 * 1024, "{hopper:?}");
             for element in ELEMENTS {
-                let text = text(element, shape.name);
-                assert!(text.contains(".target sm_90a") && text.contains(".version 8.0"));
-                assert!(text.contains(&format!("cpattn_hopper_forward_param_0[{}]", size_of::<Maps>())));
-                assert!(text.contains(&format!("cpattn_hopper_forward_param_1[{}]", size_of::<HopperParams>())));
-                assert!(text.contains(&format!("cpattn_hopper_forward_param_2[{METADATA_BYTES}]")));
-                assert!(text.contains(&format!(".maxntid {},", hopper.launch.threads)));
+                let text = text(&format!("hopper_forward_{element}_{}", shape.name)).expect("embedded");
+                agrees("forward", &text, "8.0", hopper.launch);
+                assert!(!text.contains(".reqnctapercluster"));
+            }
+        }
+    }
+
+    /// The launch in clusters is that of the forward, but for the shape of a cluster, which the text alone has.
+    #[test]
+    fn clusters_are_those_of_the_sources() {
+        for ((shape, hopper), has_kernel) in SHAPES.iter().zip(FORWARD).zip(super::super::clusters::HAS_KERNEL) {
+            for element in ELEMENTS {
+                let found = text(&format!("hopper_cluster_{element}_{}", shape.name));
+                assert_eq!(found.is_some(), has_kernel, "{}", shape.name);
+                let Some(text) = found else { continue };
+                agrees("cluster", &text, "8.1", hopper.expect("a forward without clusters").launch);
+                // `Launch::start_hopper` rounds the grid down to pairs.
+                assert!(text.contains(".explicitcluster\n.reqnctapercluster 2, 1, 1\n"));
             }
         }
     }

@@ -6,8 +6,9 @@
 //! left for a run is to write the addresses of its bases into the parameters, to clear the words that a launch counts
 //! in, and to launch.
 //!
-//! All launches that count do so in the same words, one after the other: they are those of one stream. A forward for
-//! `sm_90a` counts in a word of the metadata, which every launch leaves at zero.
+//! All launches that count do so in the same words, one after the other: they are those of one stream. All forwards for
+//! `sm_90a` take their items by one word of the metadata, which every launch leaves at zero: one after the other, too, and
+//! so are the runs of a plan and the replays of its graphs.
 
 use super::Cuda;
 use super::base_addresses::{BaseAddresses, BaseOffset, BaseShapes, Meaning, meaning, metadata_symbol, words_symbol};
@@ -247,8 +248,9 @@ impl RecordedLaunches {
     ///
     /// # Safety
     /// The bases were set, to memory that is as the call of this launch needs it when the launch runs, in stream order, for
-    /// tensors of the shapes that were recorded. All launches that count words are put on one stream, and no other run of
-    /// the same launches is between. `cuda` is the device that recorded them.
+    /// tensors of the shapes that were recorded. All launches that count words or take items by the counter are put on one
+    /// stream, and no launch of another run of them, or of a replay of a graph that has captured one, is between or
+    /// beside. `cuda` is the device that recorded them.
     pub(crate) unsafe fn start(&self, i: usize, cuda: &Cuda, stream: RawStream) -> Result<()> {
         let RecordedLaunch { launch, words, .. } = &self.launches[i];
         if *words > 0 {

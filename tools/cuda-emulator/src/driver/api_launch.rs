@@ -48,6 +48,8 @@ unsafe fn start(
         m.tell(&format!("launch refused: {why}"));
         return Err(codes::INVALID_VALUE);
     }
+    let per = occupancy(m, f, threads as u32, dynamic).max(1);
+    let resident = per * m.config.multiprocessors;
     let required = kernel.required_cluster();
     let shape = required.unwrap_or(cluster);
     let size = shape.iter().map(|&n| u64::from(n)).product::<u64>();
@@ -57,6 +59,11 @@ unsafe fn start(
         Some(format!("clusters {shape:?}: compute capability 9.0 runs up to {MAX_BLOCKS} blocks, others one"))
     } else if (0..3).any(|d| !grid[d].is_multiple_of(shape[d])) {
         Some(format!("grid {grid:?} is not made of clusters {shape:?}"))
+    } else if size > u64::from(resident) {
+        Some(format!(
+            "clusters {shape:?} of `{}`, of whose blocks the device holds {resident} at a time",
+            kernel.name()
+        ))
     } else {
         None
     };
@@ -64,8 +71,6 @@ unsafe fn start(
         m.tell(&format!("launch refused: {why}"));
         return Err(codes::INVALID_CLUSTER_SIZE);
     }
-    let per = occupancy(m, f, threads as u32, dynamic).max(1);
-    let resident = per * m.config.multiprocessors;
     let blocks = grid.iter().map(|&n| u64::from(n)).product::<u64>();
     if cooperative && blocks > u64::from(resident) {
         return Err(codes::COOPERATIVE_LAUNCH_TOO_LARGE);

@@ -106,12 +106,12 @@ impl Mutants {
         let strict = Options { global_lanes: true, ..how.options.clone() };
         let lanes = launch(kernel, mem, &Launch { options: strict, ..how.clone() }).is_ok();
         mem.take_footprints();
-        // In other orders of warps and blocks, and as a single block: what is only needed between two tiles of a block
-        // shows there. Only where the kernel itself gives the same bytes, or the mutant would be blamed for the order.
+        // In other orders of warps and blocks, and as a single block or cluster: what is only needed between two tiles of
+        // a block shows there. Only where the kernel itself gives the same bytes, or the mutant would be blamed for the order.
         let options =
             |seed: u64| Options { seed: how.options.seed ^ seed << 40, global_lanes: lanes, ..how.options.clone() };
-        let mut ways = vec![(0, how.grid)];
-        for (seed, grid) in (0..SEEDS).flat_map(|s| [(s, how.grid), (s, [1; 3])]) {
+        let (one, mut ways) = (kernel.required_cluster().unwrap_or(how.cluster), vec![(0, how.grid)]);
+        for (seed, grid) in (0..SEEDS).flat_map(|s| [(s, how.grid), (s, one)]) {
             if !ways.contains(&(seed, grid)) {
                 mem.restore(before);
                 let same = launch(kernel, mem, &Launch { options: options(seed), grid, ..how.clone() }).is_ok()

@@ -191,12 +191,13 @@ fn limits() {
     result::ctx::synchronize().unwrap();
 }
 
-/// Clusters that a launch asks for: only where the device has them, of no more than eight blocks, and such as the grid is made of.
+/// Clusters that a launch asks for: only where the device has them, of no more than eight blocks, such as the grid is made of, and
+/// such as the device holds at a time.
 fn clusters() {
     let raw = Raw::new();
     let (mut x, mut n) = (raw.x, N);
     let mut params = [(&raw mut x).cast(), (&raw mut n).cast()];
-    let mut launch = |grid: u32, cluster: u32| {
+    let mut launch = |grid: u32, cluster: u32, threads: u32| {
         let mut attribute = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
             pad: [0; 4],
@@ -208,7 +209,7 @@ fn clusters() {
             gridDimX: grid,
             gridDimY: 1,
             gridDimZ: 1,
-            blockDimX: 32,
+            blockDimX: threads,
             blockDimY: 1,
             blockDimZ: 1,
             sharedMemBytes: 0,
@@ -221,11 +222,16 @@ fn clusters() {
     };
     let refused = sys::CUresult::CUDA_ERROR_INVALID_CLUSTER_SIZE;
     let has_clusters = std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm == "90");
-    assert_eq!(launch(4, 2), if has_clusters { sys::CUresult::CUDA_SUCCESS } else { refused });
-    assert_eq!(launch(4, 1), sys::CUresult::CUDA_SUCCESS);
+    let if_it = |can| if can { sys::CUresult::CUDA_SUCCESS } else { refused };
+    assert_eq!(launch(4, 2, 32), if_it(has_clusters));
+    assert_eq!(launch(4, 1, 32), sys::CUresult::CUDA_SUCCESS);
     for (grid, cluster) in [(3, 2), (16, 16), (4, 0)] {
-        assert_eq!(launch(grid, cluster), refused);
+        assert_eq!(launch(grid, cluster, 32), refused);
     }
+    // A multiprocessor holds eight of these blocks, but not of those.
+    let one = std::env::var("CPATTN_EMU_SMS").is_ok_and(|n| n == "1");
+    assert_eq!(launch(8, 8, 32), if_it(has_clusters));
+    assert_eq!(launch(8, 8, 1024), if_it(has_clusters && !one));
     result::ctx::synchronize().unwrap();
 }
 
@@ -281,8 +287,9 @@ fn launch_limits() {
 
 #[test]
 fn launches_of_clusters() {
-    for sm in ["80", "90"] {
-        let (ok, text) = super::child("clusters", &[("CPATTN_EMU_SM", sm)]);
+    for (sm, multiprocessors) in [("80", "8"), ("90", "8"), ("90", "1")] {
+        let variables = [("CPATTN_EMU_SM", sm), ("CPATTN_EMU_SMS", multiprocessors)];
+        let (ok, text) = super::child("clusters", &variables);
         assert!(ok, "{text}");
     }
 }

@@ -6,7 +6,7 @@
 //! which tries the mutants of every kernel at each of its launches (`driver::mutants`): as many processes as there are
 //! cores, each with its share of the mutants, and a later workload tries only what the earlier ones did not catch.
 //! Survivors are looked up in `equivalent.txt`, where each that is truly equivalent is listed with the reason. Ends with
-//! `caught N of M, E equivalent`, and fails when a survivor is not listed. Event waits of the runtime are mutants too
+//! `caught N of M, E equivalent`, and fails when a survivor is not listed, or a kernel that `--only` names was never launched. Event waits of the runtime are mutants too
 //! (`driver::trace`): one is caught when the race detector would report its absence.
 //!
 //! ```text
@@ -29,7 +29,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
-use survivors::{Only, equivalents, excuse, files, is_settled, matching, survivors};
+use survivors::{Only, equivalents, excuse, files, is_settled, matching, never_launched, survivors};
 use workloads::{Program, REGISTRY, Workload};
 
 #[derive(Default)]
@@ -220,7 +220,11 @@ fn mutate() -> Result<bool, String> {
     let all = mutants.len() + caught + redundant + idle;
     let found = mutants.len() - equivalent - unknown + caught;
     println!("caught {found} of {all}, {} equivalent", equivalent + redundant + idle);
-    Ok(unknown == 0 && !mutants.is_empty())
+    let left = only.as_ref().map_or(Vec::new(), |only| never_launched(only, &mutants, &files));
+    for kernel in &left {
+        println!("never launched: {kernel}");
+    }
+    Ok(unknown == 0 && left.is_empty() && !mutants.is_empty())
 }
 
 fn main() -> ExitCode {

@@ -62,21 +62,24 @@ pub struct Only {
     pub files: Vec<String>,
 }
 
-/// The shipped kernels whose file and name contain the text.
+/// The shipped kernels whose file and name contain the text, but for those that have no mutants.
 pub fn matching(text: &str) -> Result<Only, String> {
     let (mut kernels, mut chosen) = (Vec::new(), Vec::new());
     for (file, source) in texts() {
         let entries = source.split(".entry ").skip(1).filter_map(|t| t.split(['(', ' ', '\n']).next());
-        let wanted: Vec<&str> = entries.filter(|name| format!("{file} {name}").contains(text)).collect();
+        let mut wanted: Vec<&str> = entries.filter(|name| format!("{file} {name}").contains(text)).collect();
         if wanted.is_empty() {
             continue;
         }
-        let hash = cuda_emulator::Module::parse(&source).map_err(|e| format!("{file}: {e}"))?.hash();
+        let module = cuda_emulator::Module::parse(&source).map_err(|e| format!("{file}: {e}"))?;
+        let loaded = module.load(&mut cuda_emulator::Memory::new()).map_err(|e| format!("{file}: {e}"))?;
+        wanted.retain(|name| loaded.kernel(name).is_some_and(|kernel| !kernel.mutants().is_empty()));
+        let hash = module.hash();
         kernels.extend(wanted.iter().map(|name| format!("{hash:016x} {name}")));
         chosen.push(file);
     }
     if kernels.is_empty() {
-        return Err(format!("--only {text}: no file and kernel of ptx/ contain that"));
+        return Err(format!("--only {text}: no file and kernel of ptx/ that has mutants contains that"));
     }
     Ok(Only { kernels: kernels.join(","), files: chosen })
 }
@@ -106,6 +109,16 @@ pub fn excuse<'a>(
         .find(|k| file.contains(&k.file) && kernel.contains(&k.kernel) && text.starts_with(&k.text) && n <= k.count)
 }
 
+/// The kernels that were asked for, have mutants, and were launched by no workload: their files and names.
+pub fn never_launched(only: &Only, mutants: &BTreeMap<Key, Mutant>, files: &BTreeMap<String, String>) -> Vec<String> {
+    let launched = |k: &str| mutants.keys().any(|(module, kernel, _)| k == format!("{module} {kernel}"));
+    let named = |k: &str| {
+        let (module, kernel) = k.split_once(' ').unwrap_or((k, ""));
+        format!("{} {kernel}", files.get(module).map_or(module, |file| file))
+    };
+    only.kernels.split(',').filter(|k| !launched(k)).map(named).collect()
+}
+
 /// Whether every kernel that was asked for was launched and nothing survives that is not listed.
 pub fn is_settled(
     only: &Only,
@@ -113,7 +126,31 @@ pub fn is_settled(
     known: &[Equivalent],
     files: &BTreeMap<String, String>,
 ) -> bool {
-    let launched = |k: &str| mutants.keys().any(|(module, kernel, _)| k == format!("{module} {kernel}"));
-    only.kernels.split(',').all(launched)
+    never_launched(only, mutants, files).is_empty()
         && survivors(mutants, files).iter().all(|(which, lines)| excuse(known, which, lines.len()).is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A kernel that no workload launches is named, whatever happens to the others.
+    #[test]
+    fn what_was_never_launched_is_named() {
+        let (only, files) = (matching("_bf16_64.ptx cpattn_hopper").unwrap(), files());
+        let mut left = never_launched(&only, &BTreeMap::new(), &files);
+        left.sort();
+        let expected = ["backward", "cluster", "forward"].map(|k| format!("hopper_{k}_bf16_64.ptx cpattn_hopper_{k}"));
+        assert_eq!(left, expected);
+        let mutant = || Mutant { text: String::new(), caught: Some("OtherResult".to_owned()) };
+        let key = |of: &str| {
+            let (module, kernel) = of.split_once(' ').unwrap();
+            (module.to_owned(), kernel.to_owned(), (1, String::new()))
+        };
+        let all: BTreeMap<Key, Mutant> = only.kernels.split(',').map(|of| (key(of), mutant())).collect();
+        assert!(never_launched(&only, &all, &files).is_empty() && is_settled(&only, &all, &[], &files));
+        let without = all.into_iter().filter(|((_, kernel, _), _)| kernel != "cpattn_hopper_cluster").collect();
+        assert_eq!(never_launched(&only, &without, &files), expected[1..2]);
+        assert!(!is_settled(&only, &without, &[], &files));
+    }
 }

@@ -49,6 +49,8 @@ impl Test {
 /// only those with long walks first: a mutant is tried at so many launches only); and those that run whole plans on a device.
 pub const REGISTRY: &[Test] = &[
     Test { name: "cuda_kernels", device: "90", filters: &["hopper_walks"], of: Some("hopper_forward_") },
+    // Each of these starts a process that asks for clusters, and logs what this one would.
+    Test { name: "cuda_kernels", device: "90", filters: &["clusters"], of: Some("hopper_cluster_") },
     Test { name: "cuda_kernels", device: "90", filters: &["hopper_backward"], of: Some("hopper_backward_") },
     Test { name: "cuda_kernels", device: "90", filters: &[], of: None },
     Test { name: "cuda_kernels", device: "86", filters: &["long_walks", "ranges", "shapes", "turns"], of: None },
