@@ -80,9 +80,7 @@ impl Cuda {
         element: usize,
         shape: usize,
     ) -> Result<LoadedKernel> {
-        let launch = FORWARD[shape].expect("asked before").launch;
-        let make = |module: &Module| self.function(module, c"cpattn_hopper_forward", launch);
-        self.load(&mut kernels.hopper, ("hopper_forward", element, shape), make).map_err(Family::with_way_out)
+        self.load_hopper_forward(&mut kernels.hopper, c"cpattn_hopper_forward", ("hopper_forward", element, shape))
     }
 
     /// The forward for `sm_90a` in clusters of two blocks, of a shape that has one.
@@ -92,9 +90,21 @@ impl Cuda {
         element: usize,
         shape: usize,
     ) -> Result<LoadedKernel> {
-        let launch = FORWARD[shape].expect("asked before").launch;
-        let make = |module: &Module| self.function(module, c"cpattn_hopper_cluster", launch);
-        self.load(&mut kernels.hopper_cluster, ("hopper_cluster", element, shape), make).map_err(Family::with_way_out)
+        self.load_hopper_forward(
+            &mut kernels.hopper_cluster,
+            c"cpattn_hopper_cluster",
+            ("hopper_cluster", element, shape),
+        )
+    }
+
+    fn load_hopper_forward(
+        &self,
+        kernels: &mut ByShape<Loaded>,
+        kernel: &CStr,
+        name: (&str, usize, usize),
+    ) -> Result<LoadedKernel> {
+        let launch = FORWARD[name.2].expect("asked before").launch;
+        self.load(kernels, name, |module| self.function(module, kernel, launch)).map_err(Family::with_way_out)
     }
 
     /// The backward for `sm_90a` of a shape that has one.
