@@ -2,6 +2,9 @@
 //! Hopper's asynchronous instructions: a kernel that synchronises as it should computes right and is not reported, in any
 //! order; each thing it may leave out is.
 
+mod common;
+
+use common::{Outcome, SEEDS, replaced, without};
 use cuda_emulator::{Fault, Launch, Memory, Module, Options, launch};
 
 /// A kernel of one pointer, in `%rd1`, to 4096 bytes: words that count from 0. `%r1` is the thread; `s` and `bar` are shared.
@@ -16,10 +19,8 @@ fn kernel(body: &str) -> String {
     )
 }
 
-const SEEDS: u64 = 24;
-
 /// The words after a run of 128 threads, or the fault and what is said about it.
-fn run(ptx: &str, seed: u64, eager: bool) -> Result<Vec<u32>, (Fault, String)> {
+fn run(ptx: &str, seed: u64, eager: bool) -> Outcome {
     let mut mem = Memory::new();
     let loaded = Module::parse(ptx).and_then(|m| m.load(&mut mem)).unwrap_or_else(|e| panic!("{e}\n{ptx}"));
     let p = mem.alloc(4096);
@@ -44,33 +45,10 @@ fn silent(body: &str) -> Vec<u32> {
     first
 }
 
-/// Is reported in every order, as one of these; what was said last.
+/// Is reported in every order, as one of these; the last message.
 #[track_caller]
 fn fires(body: &str, faults: &[Fault]) -> String {
-    let ptx = kernel(body);
-    let mut last = String::new();
-    for seed in 0..SEEDS {
-        match run(&ptx, seed, false) {
-            Err((fault, said)) => {
-                assert!(faults.contains(&fault), "seed {seed}: {said}");
-                last = said;
-            }
-            Ok(_) => panic!("seed {seed}: none of {faults:?} in\n{ptx}"),
-        }
-    }
-    last
-}
-
-/// Text without one of its parts, which has to be there once.
-#[track_caller]
-fn without(text: &str, part: &str) -> String {
-    replaced(text, part, "")
-}
-
-#[track_caller]
-fn replaced(text: &str, part: &str, by: &str) -> String {
-    assert_eq!(text.matches(part).count(), 1, "`{part}` in\n{text}");
-    text.replace(part, by)
+    common::fires(&kernel(body), faults, |ptx, seed| run(ptx, seed, false))
 }
 
 /// What touching a copy's destination too early can be called: it depends on who comes first.

@@ -2,6 +2,9 @@
 //! Clusters of blocks: what reaches into another block computes right in every order where it is synchronised, and each
 //! thing that can be left out is reported.
 
+mod common;
+
+use common::{Outcome, SEEDS, replaced, without};
 use cuda_emulator::{Fault, Launch, Memory, Module, Options, launch};
 
 /// A kernel for clusters of two blocks. `%rd1` points to 4096 bytes, words that count from 0, `%rd2` to the thread's word of
@@ -22,11 +25,10 @@ fn kernel(body: &str) -> String {
     )
 }
 
-const SEEDS: u64 = 24;
 const BLOCKS: usize = 4;
 
 /// The results of four blocks of 64 threads, or the fault and what is said about it.
-fn run(ptx: &str, seed: u64, eager: bool) -> Result<Vec<u32>, (Fault, String)> {
+fn run(ptx: &str, seed: u64, eager: bool) -> Outcome {
     let mut mem = Memory::new();
     let loaded = Module::parse(ptx).and_then(|m| m.load(&mut mem)).unwrap_or_else(|e| panic!("{e}\n{ptx}"));
     let p = mem.alloc(4096);
@@ -52,32 +54,10 @@ fn silent(body: &str, want: impl Fn(u32, u32) -> u32) {
     }
 }
 
-/// Is reported in every order, as one of these; what was said last.
+/// Is reported in every order, as one of these; the last message.
 #[track_caller]
 fn fires(body: &str, faults: &[Fault]) -> String {
-    let ptx = kernel(body);
-    let mut last = String::new();
-    for seed in 0..SEEDS {
-        match run(&ptx, seed, false) {
-            Err((fault, said)) => {
-                assert!(faults.contains(&fault), "seed {seed}: {said}");
-                last = said;
-            }
-            Ok(_) => panic!("seed {seed}: none of {faults:?} in\n{ptx}"),
-        }
-    }
-    last
-}
-
-#[track_caller]
-fn without(text: &str, part: &str) -> String {
-    replaced(text, part, "")
-}
-
-#[track_caller]
-fn replaced(text: &str, part: &str, by: &str) -> String {
-    assert_eq!(text.matches(part).count(), 1, "`{part}` in\n{text}");
-    text.replace(part, by)
+    common::fires(&kernel(body), faults, |ptx, seed| run(ptx, seed, false))
 }
 
 /// All threads of the cluster meet.
