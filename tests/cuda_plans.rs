@@ -173,6 +173,7 @@ fn ulysses_ring_and_hybrid() {
             (4, 1, Layout::Contiguous, Options::new()),
             (3, 2, Layout::ZigzagPack, Options::new().circulate(Circulate::Queries)),
             (1, 2, Layout::Striped { stripe: 4 }, Options::new().circulate(Circulate::Keys).pack_inputs(true)),
+            (1, 3, Layout::Zigzag, Options::new().circulate_forward(Circulate::Queries)),
             (2, 2, Layout::Balanced { chunks: 2 }, Options::new().gather(true)),
             (1, 3, Layout::Zigzag, Options::new().gather(Gather::Together)),
             (1, 3, Layout::Contiguous, Options::new().wire(Wire::Bf16).passes(2)),
@@ -198,6 +199,7 @@ fn every_option_at_once() {
         &[
             (1, 3, Layout::Zigzag, Options::new()),
             (2, 2, Layout::Contiguous, Options::new().circulate(Circulate::Queries)),
+            (2, 2, Layout::Contiguous, Options::new().circulate_forward(Circulate::Queries)),
             (4, 1, Layout::Contiguous, Options::new()),
         ],
     );

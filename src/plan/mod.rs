@@ -86,7 +86,7 @@ impl Inner {
         let options = &self.options;
         h.word(options.gather as u64 | u64::from(options.reproducible) << 4 | (options.wire as u64) << 5);
         h.word(self.form as u64);
-        h.word(options.passes as u64 | (options.circulate as u64) << 32);
+        h.word(options.passes as u64 | (options.circulate as u64) << 32 | (options.circulate_forward as u64) << 34);
         h.word(nodes::ring_ranks_of_node(self.mesh, *options) as u64);
         h.finish()
     }
@@ -254,6 +254,15 @@ impl Plan {
         }
     }
 
+    /// Which side is sent round the ring in the forward: what [`Options::circulate_forward`] says, and k and v where it is
+    /// automatic.
+    pub fn forward_circulates(&self) -> CirculatingSide {
+        match self.options().circulate_forward {
+            Circulate::Queries => CirculatingSide::Queries,
+            Circulate::Keys | Circulate::Auto => CirculatingSide::Keys,
+        }
+    }
+
     /// The bytes per ring step in the backward, both ways, for one token of k's side and for one of q's side.
     pub fn bytes_per_circulating_token(&self) -> (u128, u128) {
         let p = self.problem();
@@ -356,6 +365,9 @@ fn check(problem: &Problem, mesh: Mesh, options: Options) -> Result<()> {
         if options.circulate != Circulate::Auto {
             return clash("circulate with reproducible", "the ordered form gathers both sides");
         }
+        if options.circulate_forward != Circulate::Auto {
+            return clash("circulate_forward with reproducible", "the ordered form gathers k and v");
+        }
     }
     if options.circulate == Circulate::Queries && options.passes > 1 {
         return Err(Error::unsupported(
@@ -363,6 +375,22 @@ fn check(problem: &Problem, mesh: Mesh, options: Options) -> Result<()> {
             "passes divide the kv heads that travel, and here the q side does",
             "leave out one of them",
         ));
+    }
+    if options.circulate_forward == Circulate::Queries {
+        if options.passes > 1 {
+            return Err(Error::unsupported(
+                "options.passes with circulate_forward queries",
+                "passes divide the kv heads that travel, and here q does",
+                "leave out one of them",
+            ));
+        }
+        if matches!(options.gather, Gather::Others | Gather::Together) {
+            return Err(Error::unsupported(
+                "options.gather with circulate_forward queries",
+                "it says how k and v arrive, and here they stay where they are",
+                "leave out one of them, or receive step by step",
+            ));
+        }
     }
     nodes::check(mesh, options)
 }

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Options of a plan: how it is run.
 
-/// Which side is sent round the ring in the backward.
+/// Which side is sent round the ring, in the backward ([`Options::circulate`]) or in the forward
+/// ([`Options::circulate_forward`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Circulate {
-    /// Whichever moves fewer bytes.
+    /// Backward: whichever moves fewer bytes. Forward: k and v.
     #[default]
     Auto,
-    /// k and v; dk and dv are sent back to their owners.
+    /// k and v; in the backward dk and dv are sent back to their owners.
     Keys,
-    /// q, do, lse and delta; dq is sent back to its owner.
+    /// Backward: q, do, lse and delta; dq is sent back to its owner. Forward: q; partial o and lse, in the accumulator's type, are
+    /// sent back to its owner and merged there, and no row of k or v moves.
     Queries,
 }
 
@@ -66,6 +68,9 @@ pub struct Options {
     pub passes: usize,
     /// Which side is sent round the ring in the backward.
     pub circulate: Circulate,
+    /// Which side is sent round the ring in the forward. [`Circulate::Queries`] is for few q rows over many keys, as when tokens are
+    /// generated from a KV cache that is spread over the ranks; it needs one pass, and ring steps one after another.
+    pub circulate_forward: Circulate,
     /// The type in which partial gradients are sent.
     pub wire: Wire,
     /// The same bits for any number of ranks: see [`Form::Ordered`](super::Form::Ordered).
@@ -87,6 +92,7 @@ impl Default for Options {
             gather: Gather::Auto,
             passes: 1,
             circulate: Circulate::Auto,
+            circulate_forward: Circulate::Auto,
             wire: Wire::Full,
             reproducible: false,
             pack_inputs: false,
@@ -119,6 +125,13 @@ impl Options {
     #[must_use]
     pub fn circulate(mut self, circulate: Circulate) -> Self {
         self.circulate = circulate;
+        self
+    }
+
+    /// Sets [`Options::circulate_forward`].
+    #[must_use]
+    pub fn circulate_forward(mut self, circulate: Circulate) -> Self {
+        self.circulate_forward = circulate;
         self
     }
 

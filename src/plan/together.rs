@@ -26,7 +26,8 @@ pub const GATHERED: u64 = 16 << 20;
 /// The form that the options ask for, or leave to be chosen.
 pub(super) fn form_of(problem: &Problem, mesh: Mesh, layout: Layout, options: Options) -> Form {
     let one_level = ring_ranks_of_node(mesh, options) == mesh.ring;
-    let free = options.passes == 1 && options.circulate != Circulate::Queries && one_level;
+    let queries = options.circulate == Circulate::Queries || options.circulate_forward == Circulate::Queries;
+    let free = options.passes == 1 && !queries && one_level;
     match options.gather {
         _ if options.reproducible => Form::Ordered,
         Gather::Others => Form::Gather,

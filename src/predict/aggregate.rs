@@ -142,7 +142,11 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
         CirculatingSide::Queries => [queries, q_rows * dk * w],
         CirculatingSide::Keys => [keys * e, keys * w],
     };
-    let ring = [[keys * e, 0.0], backward];
+    let forward = match plan.forward_circulates() {
+        CirculatingSide::Queries => [q_rows * dk * e, q_rows * (dv + 2.0) * a],
+        CirculatingSide::Keys => [keys * e, 0.0],
+    };
+    let ring = [forward, backward];
     let at_once = plan.form() != Form::Ring;
     let area = load.area as f64 * hq * 2.0;
     // Two calls of the ordered form compute scores twice, for dq and for dk and dv.

@@ -111,8 +111,16 @@ impl Plan {
         let leaving_packed = |bytes: u64| if pieces { readers * bytes } else { 0 };
         let keys_in = lk * others_kv * dims * e;
         let (throughout, phases) = if direction == Direction::Forward {
-            let share = packed(nk * hkv * dims * e) + exchanged(nq * hq * (dims * e + a));
-            let ring = {
+            let queries = self.forward_circulates() == CirculatingSide::Queries;
+            let held_q = if queries && ringed && pack_inputs && !exchanging { nq * hq * dk * e } else { 0 };
+            let share = packed(nk * hkv * dims * e) + exchanged(nq * hq * (dims * e + a)) + held_q;
+            let ring = if queries {
+                // As in the backward: q in two slots, partials that leave, and what comes home for the own share.
+                let (node_rows, node_slots) = node_slot(Side::Q);
+                let (row, partial, most) = (hq * dk * e, hq * (dv + 2) * a, nq.max(node_rows));
+                let travelling = (slots * ring_step(Side::Q) + node_slots * node_rows) * (row + partial);
+                on_ring(nq * partial + travelling + readers * most * partial + leaving_packed(most * row))
+            } else {
                 let (rows, node_slots) = node_slot(Side::K);
                 let packed = leaving_packed(nk.max(rows) * pass * dims * e);
                 let all = slots * ring_step(Side::K) + node_slots * rows;

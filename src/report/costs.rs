@@ -190,6 +190,8 @@ mod tests {
             Options::new().gather(Gather::Together),
             Options::new().passes(2),
             Options::new().circulate(Circulate::Queries),
+            Options::new().circulate_forward(Circulate::Queries),
+            Options::new().circulate_forward(Circulate::Queries).ranks_per_node(2),
             Options::new().circulate(Circulate::Keys).wire(Wire::Bf16),
             Options::new().reproducible(true),
             Options::new().circulate(Circulate::Keys).ranks_per_node(2),

@@ -11,7 +11,7 @@ use alloc::collections::BTreeSet;
 use crate::{
     call::Ranges,
     plan::Plan,
-    schedule::{CirculatingSide, OpKind, Schedule, expand::Expansion},
+    schedule::{OpKind, Schedule, expand::Expansion},
 };
 
 /// Bytes of a range.
@@ -67,11 +67,15 @@ pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
     // Peers that send something: each sends a tag.
     let mut peers = BTreeSet::new();
     for (i, op) in schedule.ops.iter().enumerate() {
-        let (side, step, heads) = match &op.kind {
-            OpKind::Attend(a) => (CirculatingSide::Keys, a.ring_step, None),
+        let heads = match &op.kind {
+            OpKind::Attend(a) => {
+                schedule.attend_ranges(a, &mut expansion.scratch);
+                None
+            }
             OpKind::Backward(b) => {
                 let key_heads = if b.per_q_head { b.q.heads } else { b.k.heads };
-                (b.ring_steps, b.ring_step, Some((u64::from(b.q.heads), u64::from(key_heads))))
+                schedule.ring_steps(b.ring_steps).ranges(b.ring_step as usize, &mut expansion.scratch);
+                Some((u64::from(b.q.heads), u64::from(key_heads)))
             }
             kind if kind.is_exchange() => {
                 let arriving = expansion.messages(schedule, i).iter().filter(|m| !m.send);
@@ -94,7 +98,6 @@ pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
         };
         // The forward's, where several q heads read one kv head.
         let is_shared = heads.is_none() && plan.problem().heads() > plan.problem().kv_heads();
-        schedule.ring_steps(side).ranges(step as usize, &mut expansion.scratch);
         let (bytes, counted) = attention(&expansion.scratch.ranges(), is_shared, heads.unwrap_or((0, 0)));
         lists += bytes;
         if heads.is_some() {

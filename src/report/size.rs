@@ -11,7 +11,7 @@ use crate::{
     call::Gradients,
     plan::{Plan, area},
     report::bound::ShareSizes,
-    schedule::{Buf, BufferView, CirculatingSide, OpKind, Schedule, TensorId, expand::Expansion},
+    schedule::{AttendPart, Buf, BufferView, CirculatingSide, OpKind, Schedule, TensorId, expand::Expansion},
 };
 
 /// What one head of an attention call reads.
@@ -78,7 +78,8 @@ impl<'a> OpSizes<'a> {
         let schedule = self.schedule;
         let (dk, dv) = (self.plan.problem().head_dim() as u64, self.plan.problem().value_dim() as u64);
         let (side, ring_step, heads, dims, backward) = match &schedule.ops[op].kind {
-            OpKind::Attend(a) => (CirculatingSide::Keys, a.ring_step, a.q.heads, dk + dv, false),
+            OpKind::Attend(a) if a.part == AttendPart::Finish => return None,
+            OpKind::Attend(a) => (a.part.ring_steps(), a.ring_step, a.q.heads, dk + dv, false),
             OpKind::Backward(b) => {
                 let dims = match b.gradients {
                     Gradients::All => 3 * dk + 2 * dv,
@@ -119,6 +120,9 @@ impl<'a> OpSizes<'a> {
             (tokens * heads * dim * tensor.dtype(plan.problem()).size()) as u64
         };
         match &schedule.ops[op].kind {
+            OpKind::Attend(a) if a.part == AttendPart::Finish => {
+                a.running.iter().chain(&a.result).map(|(o, lse)| of(o) + of(lse)).sum()
+            }
             OpKind::Attend(_) | OpKind::Backward(_) => 0,
             kind if kind.is_exchange() => 0,
             OpKind::Delta { delta } => user(TensorId::O) + user(TensorId::DO) + of(delta),

@@ -10,10 +10,10 @@ use super::{
     prepared::Prepared,
 };
 use crate::{
-    call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
+    call::{Attend, AttendBackward, Delta, Merge, RawTensor, SinkGradient, Transform},
     element::Dtype,
     error::Result,
-    kernel::{cpu, sinks},
+    kernel::{cpu, merge, sinks},
     plan::Plan,
     report::trace,
     schedule::{Lane, Schedule},
@@ -127,6 +127,11 @@ impl Operations for HostOperations<'_> {
     unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
         // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
         unsafe { cpu::transform(args) }
+    }
+
+    unsafe fn merge(&mut self, args: &Merge) -> Result<()> {
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
+        unsafe { merge::merge(&args.o, &args.lse, &args.with_o, &args.with_lse) }
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {

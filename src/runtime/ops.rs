@@ -8,10 +8,10 @@ use std::vec::Vec;
 
 use super::{bind::Bindings, tags::Tags};
 use crate::{
-    call::{Attend, AttendBackward, Block, Delta, RawTensor, SinkGradient, Transform},
-    error::{Result, RunName},
+    call::{Attend, AttendBackward, Block, Delta, Merge, RawTensor, SinkGradient, Transform},
+    error::{Error, Result, RunName},
     plan::Plan,
-    schedule::{AttendOp, BackwardOp, Buf, BufferView, CirculatingSide, OpKind, Schedule, TensorId, expand::Expansion},
+    schedule::{AttendOp, BackwardOp, Buf, BufferView, OpKind, Schedule, TensorId, expand::Expansion},
     transport::{Label, Message},
 };
 
@@ -32,6 +32,11 @@ pub(super) trait Operations {
     /// # Safety
     /// As [`Operations::attend`].
     unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()>;
+    /// See [`Merge`].
+    ///
+    /// # Safety
+    /// As [`Operations::attend`].
+    unsafe fn merge(&mut self, args: &Merge) -> Result<()>;
     /// See [`Delta`].
     ///
     /// # Safety
@@ -178,6 +183,23 @@ pub(super) unsafe fn perform(
                 unsafe { backend.transform(&Transform { blocks, sources }) }
             })?;
         }
+        OpKind::Merge { .. } => {
+            listing.expansion.blocks(schedule, op, |list, from| {
+                for pair in list.chunks_exact(2) {
+                    let [o, lse] = [pair[0], pair[1]].map(|b| b.sources_begin as usize);
+                    let args = Merge {
+                        o: at(from[o]),
+                        lse: at(from[lse]),
+                        with_o: at(from[o + 1]),
+                        with_lse: at(from[lse + 1]),
+                    };
+                    // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+                    // proved of this schedule by `schedule_check`.
+                    unsafe { backend.merge(&args) }?;
+                }
+                Ok::<(), Error>(())
+            })?;
+        }
         kind @ (OpKind::Exchange { .. } | OpKind::Fetch { .. } | OpKind::Return { .. }) => {
             let Listing { expansion, sends, recvs, tags, run, .. } = listing;
             sends.clear();
@@ -206,7 +228,7 @@ pub(super) unsafe fn perform(
             return Ok(moved);
         }
         OpKind::Attend(a) => {
-            schedule.ring_steps(CirculatingSide::Keys).ranges(a.ring_step as usize, &mut listing.expansion.scratch);
+            schedule.attend_ranges(a, &mut listing.expansion.scratch);
             let args = attend(plan, schedule, a, &at, &user, backend.alibi_slopes(plan), listing);
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
             // this schedule by `schedule_check`.
@@ -237,14 +259,16 @@ fn attend<'a>(
     alibi_slopes: RawTensor,
     listing: &'a Listing,
 ) -> Attend<'a> {
+    let words = |pair: Option<(BufferView, BufferView)>| pair.map_or([RawTensor::NONE; 2], |(o, lse)| [at(o), at(lse)]);
+    let ([running, running_lse], [o, lse]) = (words(a.running), words(a.result));
     Attend {
         q: at(a.q),
         k: at(a.k),
         v: at(a.v),
-        running: a.running.map_or(RawTensor::NONE, |(o, _)| at(o)),
-        running_lse: a.running.map_or(RawTensor::NONE, |(_, lse)| at(lse)),
-        o: at(a.o),
-        lse: at(a.lse),
+        running,
+        running_lse,
+        o,
+        lse,
         alibi_slopes: heads_of(alibi_slopes, a.heads.q_offset, a.q.heads),
         sinks: if plan.problem().sinks() {
             heads_of(user(TensorId::Sinks), a.heads.q_offset, a.q.heads)

@@ -83,7 +83,9 @@ impl ScheduleCheck<'_> {
                 }
                 list = self.blocks(i, expansion)?;
             }
-            OpKind::Pack { ring_step, ring_steps, tensors } | OpKind::Reduce { ring_step, ring_steps, tensors } => {
+            OpKind::Pack { ring_step, ring_steps, tensors }
+            | OpKind::Reduce { ring_step, ring_steps, tensors }
+            | OpKind::Merge { ring_step, ring_steps, tensors } => {
                 self.ring_step(*ring_steps, *ring_step)?;
                 let pack = matches!(kind, OpKind::Pack { .. });
                 let whole = self.whole(tensors, !pack, pack)?;
@@ -113,11 +115,11 @@ impl ScheduleCheck<'_> {
                 self.inside(&list, &whole)?;
             }
             OpKind::Attend(a) => {
-                self.ring_step(CirculatingSide::Keys, a.ring_step)?;
+                self.ring_step(a.part.ring_steps(), a.ring_step)?;
                 for view in [a.q, a.k, a.v] {
                     add(view, false)?;
                 }
-                for view in [a.o, a.lse].into_iter().chain(a.running.map(|(o, lse)| [o, lse]).into_iter().flatten()) {
+                for view in a.result.into_iter().chain(a.running).flat_map(|(o, lse)| [o, lse]) {
                     add(view, true)?;
                 }
             }
@@ -141,7 +143,7 @@ impl ScheduleCheck<'_> {
         }
         if let OpKind::Attend(a) = kind {
             // A running o may be the very slice that the result goes to; of one tensor, the same rows.
-            self.clash(&list, |x, y| x.view == y.view && x.view == a.o)?;
+            self.clash(&list, |x, y| x.view == y.view && a.result.is_some_and(|(o, _)| x.view == o))?;
         }
         Ok(list)
     }

@@ -121,7 +121,8 @@ impl Expansion {
     }
 
     /// Lists the blocks of a transform or a reduce. What several peers return for one row is added peer by peer, so a
-    /// reduce comes in parts whose blocks do not overlap: calls `each(blocks, sources)` for every part, in order.
+    /// reduce comes in parts whose blocks do not overlap: calls `each(blocks, sources)` for every part, in order. A merge
+    /// is listed as a reduce is; its blocks come in pairs, of o and of lse.
     pub fn blocks<E>(
         &mut self,
         schedule: &Schedule,
@@ -154,7 +155,7 @@ impl Expansion {
                 }
                 each(&self.blocks, &self.sources)
             }
-            OpKind::Reduce { ring_step, ring_steps, tensors } => {
+            OpKind::Reduce { ring_step, ring_steps, tensors } | OpKind::Merge { ring_step, ring_steps, tensors } => {
                 let v = schedule.ring_steps(*ring_steps);
                 v.outgoing(*ring_step as usize, &mut self.scratch);
                 self.list_runs(v);

@@ -36,7 +36,8 @@ pub use all_to_all::{AllToAll, AllToAllDirection};
 pub(crate) use all_to_all::{OWN_HEADS, OWN_TOKENS};
 pub use ops::{ALIGNMENT, Lane};
 pub(crate) use ops::{
-    AttendOp, BackwardOp, BlockView, Buf, Buffer, BufferView, MessageView, Op, OpKind, SINK_DIGITS, StepTensor,
+    AttendOp, AttendPart, BackwardOp, BlockView, Buf, Buffer, BufferView, MessageView, Op, OpKind, SINK_DIGITS,
+    StepTensor,
 };
 pub(crate) use purpose::Purpose;
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
@@ -131,6 +132,16 @@ impl Schedule {
             CirculatingSide::Queries => self.queries.as_ref(),
         }
         .expect("an operation's ring steps are part of its schedule")
+    }
+
+    /// Lists the ranges of a forward call in `s`, with its modes.
+    pub(crate) fn attend_ranges(&self, a: &AttendOp, s: &mut RangeScratch) {
+        self.ring_steps(a.part.ring_steps()).ranges(a.ring_step as usize, s);
+        match a.part {
+            AttendPart::Keys => {}
+            AttendPart::Queries => s.begin_all(),
+            AttendPart::Finish => s.finish_all(),
+        }
     }
 
     /// The rank that holds ring share `j` for the same heads.

@@ -123,9 +123,32 @@ pub(crate) struct StepTensor {
     pub slot: BufferView,
 }
 
+/// What a forward call of the kernel is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AttendPart {
+    /// The rank's own q over k and v of a ring step.
+    Keys,
+    /// q of a ring step over the rank's own k and v: a partial result, which only its owner finishes.
+    Queries,
+    /// No key: the merged result of the rank's own q is finished, with the sink, in the element type.
+    Finish,
+}
+
+impl AttendPart {
+    /// Which list of ring steps it names one of.
+    pub const fn ring_steps(self) -> CirculatingSide {
+        match self {
+            Self::Keys => CirculatingSide::Keys,
+            Self::Queries | Self::Finish => CirculatingSide::Queries,
+        }
+    }
+}
+
 /// A forward call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct AttendOp {
+    /// What it is for.
+    pub part: AttendPart,
     /// Whose rows: an entry of the ring steps.
     pub ring_step: u32,
     /// Queries.
@@ -136,10 +159,8 @@ pub(crate) struct AttendOp {
     pub v: BufferView,
     /// Running o and its lse in two words, when there is more than one ring step.
     pub running: Option<(BufferView, BufferView)>,
-    /// Final o.
-    pub o: BufferView,
-    /// Final lse.
-    pub lse: BufferView,
+    /// Final o and lse; none of a partial result.
+    pub result: Option<(BufferView, BufferView)>,
     /// Which heads these are.
     pub heads: HeadMap,
 }
@@ -236,7 +257,7 @@ pub(crate) enum OpKind {
     Attend(AttendOp),
     /// Backward attention.
     Backward(BackwardOp),
-    /// Partial gradients are returned to their owner: `own` are this rank's partials for what this rank attended to (compact, as the slot was), `slot`
+    /// Partial gradients or results are returned to their owner: `own` are this rank's partials for what this rank attended to (compact, as the slot was), `slot`
     /// receives what others made of its own rows.
     Return {
         /// Which ring step.
@@ -253,6 +274,15 @@ pub(crate) enum OpKind {
         /// Of which list of ring steps.
         ring_steps: CirculatingSide,
         /// Sums and what arrived.
+        tensors: Vec<StepTensor>,
+    },
+    /// Partial results that came home are merged into the running ones, row by row.
+    Merge {
+        /// Which ring step.
+        ring_step: u32,
+        /// Of which list of ring steps.
+        ring_steps: CirculatingSide,
+        /// Running o and what arrived of it, then its lse likewise.
         tensors: Vec<StepTensor>,
     },
 }
@@ -272,6 +302,7 @@ impl OpKind {
             Self::Backward(_) => "attend backward",
             Self::Return { .. } => "return",
             Self::Reduce { .. } => "reduce",
+            Self::Merge { .. } => "merge",
         }
     }
 

@@ -232,6 +232,7 @@ fn bytes_and_times_are_conserved() {
         Options::new().gather(Gather::Together),
         Options::new().passes(2),
         Options::new().circulate(Circulate::Queries),
+        Options::new().circulate_forward(Circulate::Queries),
         Options::new().reproducible(true),
     ];
     let mut between = 0;

@@ -33,6 +33,10 @@ pub fn of(world: usize) -> Vec<(&'static str, Plan)> {
                 let o = o().circulate(Circulate::Queries).pack_inputs(true);
                 plan(&mla, 1, 2, Layout::Striped { stripe: 3 }, o)
             }),
+            (
+                "ring, q circulates forward",
+                plan(&window, 1, 2, Layout::Zigzag, o().circulate_forward(Circulate::Queries)),
+            ),
             ("together", plan(&window, 1, 2, Layout::Zigzag, o().gather(Gather::Together))),
             ("gather, bf16 on the wire", plan(&mla, 1, 2, Layout::Zigzag, o().gather(true).wire(Wire::Bf16))),
         ],

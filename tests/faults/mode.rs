@@ -116,6 +116,7 @@ pub fn modes() -> Vec<Mode> {
         Mode::new("gather", p(), mesh(1, 3), o().gather(true)),
         Mode::new("together", p(), mesh(1, 3), o().gather(Gather::Together)),
         Mode::new("queries", p(), mesh(1, 3), o().circulate(Circulate::Queries)),
+        Mode::new("queries forward", p(), mesh(1, 3), o().circulate_forward(Circulate::Queries)),
         Mode::new("reproducible", p(), mesh(2, 2), o().reproducible(true)),
         Mode::new("passes", p(), mesh(1, 3), o().passes(2)),
         Mode::new("sinks", p().with_sinks(true).with_softcap(2.0), mesh(2, 2), o()),

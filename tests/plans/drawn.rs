@@ -34,12 +34,14 @@ fn options() -> impl Strategy<Value = Options> {
     let passes = prop_oneof![8 => Just(1usize), 2 => 2usize..4, 1 => Just(0)];
     let gather = prop_oneof![Just(Gather::Auto), Just(Gather::Steps), Just(Gather::Others), Just(Gather::Together)];
     let nodes = prop_oneof![2 => Just(0usize), 1 => 1usize..9];
-    (gather, passes, circulate, any::<bool>(), 0..4, any::<bool>(), nodes).prop_map(
-        |(gather, passes, circulate, bf16, reproducible, pack, nodes)| {
+    let queries = prop_oneof![2 => Just(false), 1 => Just(true)];
+    (gather, passes, (circulate, queries), any::<bool>(), 0..4, any::<bool>(), nodes).prop_map(
+        |(gather, passes, (circulate, queries), bf16, reproducible, pack, nodes)| {
             Options::new()
                 .gather(gather)
                 .passes(passes)
                 .circulate(circulate)
+                .circulate_forward(if queries { Circulate::Queries } else { Circulate::Auto })
                 .wire(if bf16 { Wire::Bf16 } else { Wire::Full })
                 .reproducible(reproducible == 0)
                 .pack_inputs(pack)

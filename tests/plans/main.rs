@@ -45,6 +45,8 @@ fn options() -> Vec<Options> {
         o().circulate(Circulate::Keys),
         o().circulate(Circulate::Keys).wire(Wire::Bf16).pack_inputs(true),
         o().circulate(Circulate::Queries),
+        o().circulate_forward(Circulate::Queries),
+        o().circulate_forward(Circulate::Queries).pack_inputs(true),
         o().circulate(Circulate::Queries).gather(true),
         o().circulate(Circulate::Queries).wire(Wire::Bf16).pack_inputs(true),
         o().reproducible(true),

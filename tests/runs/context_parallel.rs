@@ -22,7 +22,7 @@ fn mesh(ulysses: usize, ring: usize) -> Mesh {
     Mesh::explicit(ulysses * ring, ulysses, ring).unwrap()
 }
 
-fn forms() -> [Options; 9] {
+fn forms() -> [Options; 10] {
     [
         Options::new(),
         Options::new().gather(true),
@@ -31,6 +31,7 @@ fn forms() -> [Options; 9] {
         Options::new().gather(Gather::Together),
         Options::new().gather(Gather::Together).circulate(Circulate::Queries),
         Options::new().circulate(Circulate::Queries),
+        Options::new().circulate_forward(Circulate::Queries),
         Options::new().circulate(Circulate::Keys).pack_inputs(true),
         Options::new().reproducible(true),
     ]
@@ -174,6 +175,8 @@ fn several_nodes() {
     let forms = [
         o().circulate(Circulate::Keys),
         o().circulate(Circulate::Queries),
+        o().circulate_forward(Circulate::Queries),
+        o().circulate_forward(Circulate::Queries).pack_inputs(true),
         o().gather(true),
         o().circulate(Circulate::Keys).passes(2).pack_inputs(true),
         o().gather(Gather::Together).circulate(Circulate::Keys).passes(2),
@@ -411,7 +414,7 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
             3 => Layout::Striped { stripe: 1 + r.below(6) as u32 },
             _ => Layout::Balanced { chunks: 1 + r.below(5) as u32 },
         };
-        let option = forms()[r.below(7)];
+        let option = forms()[r.below(8)];
         let option = if kv_heads < option.passes { option.passes(1) } else { option };
         let option = match nodes {
             1 => option,

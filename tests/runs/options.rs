@@ -20,7 +20,8 @@ fn all() -> Vec<Options> {
                     for reproducible in flags {
                         for pack in flags {
                             let o = Options::new().gather(gather).passes(passes).circulate(circulate);
-                            list.push(o.wire(wire).reproducible(reproducible).pack_inputs(pack));
+                            let o = o.wire(wire).reproducible(reproducible).pack_inputs(pack);
+                            list.extend([o, o.circulate_forward(Circulate::Queries)]);
                         }
                     }
                 }
@@ -44,7 +45,11 @@ fn every_combination_of_options_is_honoured_or_refused() {
     for options in all() {
         let clash = options.reproducible
             && (options.wire == Wire::Bf16 || options.passes > 1 || options.circulate != Circulate::Auto)
-            || options.circulate == Circulate::Queries && options.passes > 1;
+            || options.circulate == Circulate::Queries && options.passes > 1
+            || options.circulate_forward == Circulate::Queries
+                && (options.reproducible
+                    || options.passes > 1
+                    || matches!(options.gather, Gather::Others | Gather::Together));
         for (mesh, ranks_per_node) in
             [(mesh(3, 1), 0), (mesh(1, 3), 0), (mesh(2, 2), 0), (mesh(1, 4), 2), (mesh(2, 4), 4), (mesh(2, 2), 2)]
         {
@@ -73,7 +78,7 @@ fn every_combination_of_options_is_honoured_or_refused() {
             honoured += 1;
         }
     }
-    assert_eq!((honoured, refused), (528, 624), "honoured, refused");
+    assert_eq!((honoured, refused), (672, 1632), "honoured, refused");
 }
 
 /// The results of every mode are those with the option, and clearly not those without it.
@@ -97,6 +102,7 @@ fn every_score_option_makes_a_difference_in_every_mode() {
     let forms = [
         o().circulate(Circulate::Keys),
         o().circulate(Circulate::Queries),
+        o().circulate_forward(Circulate::Queries),
         o().gather(true),
         o().gather(Gather::Together),
         o().passes(3),

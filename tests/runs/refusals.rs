@@ -102,6 +102,15 @@ fn options_that_contradict_each_other() {
     refused(plan(o().reproducible(true).circulate(Circulate::Keys)), &["circulate with reproducible", "leave"]);
     refused(plan(o().reproducible(true).circulate(Circulate::Queries)), &["circulate with reproducible"]);
     refused(plan(o().circulate(Circulate::Queries).passes(2)), &["passes with circulate queries", "leave"]);
+    let queries = o().circulate_forward(Circulate::Queries);
+    refused(plan(queries.reproducible(true)), &["circulate_forward with reproducible", "leave"]);
+    refused(
+        plan(o().reproducible(true).circulate_forward(Circulate::Keys)),
+        &["circulate_forward with reproducible", "leave"],
+    );
+    refused(plan(queries.passes(2)), &["passes with circulate_forward queries", "leave"]);
+    refused(plan(queries.gather(true)), &["gather with circulate_forward queries", "leave"]);
+    refused(plan(queries.gather(Gather::Together)), &["gather with circulate_forward queries", "leave"]);
     let other = problem().with_kind(AttentionKind::Other);
     refused(Plan::new(&other, ring(2), Layout::Zigzag), &["kind other on a ring", "2 ranks", "all of them to ulysses"]);
     let plan = Plan::new(&other, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
@@ -281,6 +290,7 @@ fn ranks_that_planned_different_things() {
         ("gather together", plan(&base, mesh, layout, o().gather(Gather::Together))),
         ("passes", plan(&base, mesh, layout, o().passes(2))),
         ("circulate", plan(&base, mesh, layout, o().circulate(Circulate::Queries))),
+        ("circulate_forward", plan(&base, mesh, layout, o().circulate_forward(Circulate::Queries))),
         ("wire", plan(&base, mesh, layout, o().wire(Wire::Bf16))),
         ("reproducible", plan(&base, mesh, layout, o().reproducible(true))),
     ];

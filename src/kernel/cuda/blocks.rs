@@ -258,7 +258,15 @@ impl Cuda {
     /// # Safety
     /// As [`Cuda::attend`]: o and lse are valid for reads and writes, the others for reads, and nothing overlaps.
     pub unsafe fn merge(&self, call: &Merge, stream: RawStream) -> Result<()> {
-        let checker = self.memory_checker();
+        let _entered = self.enter()?;
+        let Some(launch) = self.merge_launch(call, self.memory_checker())? else { return Ok(()) };
+        // SAFETY: the tensors are valid and apart when the launch runs, the stream is of this context (the contract of
+        // `Cuda::merge`).
+        unsafe { launch.start(self, stream) }
+    }
+
+    /// The launch of a merge; none of no rows.
+    pub(super) fn merge_launch(&self, call: &Merge, checker: Checker) -> Result<Option<Launch>> {
         if !call.o.dim.is_multiple_of(4) {
             return Err(Error::unsupported(format!("o.dim {}", call.o.dim), "multiples of 4", "pad with zeros"));
         }
@@ -281,15 +289,11 @@ impl Cuda {
             with_lse_words: lse_words(&call.with_lse),
         };
         if params.rows == 0 {
-            return Ok(());
+            return Ok(None);
         }
-        let _entered = self.enter()?;
         let function = self.blocks(&mut self.kernels())?.merge;
         let grid = params.rows.div_ceil(u64::from(THREADS / 32)).min(1 << 30) as u32;
-        let launch = Launch::new(function, Grid::Blocks(grid), (THREADS, 0), &params);
-        // SAFETY: the tensors are valid and apart when the launch runs, the stream is of this context (the contract of
-        // `Cuda::merge`).
-        unsafe { launch.start(self, stream) }
+        Ok(Some(Launch::new(function, Grid::Blocks(grid), (THREADS, 0), &params)))
     }
 }
 

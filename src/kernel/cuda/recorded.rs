@@ -15,7 +15,7 @@ use super::base_addresses::{BaseAddresses, BaseOffset, BaseShapes, Meaning, mean
 use super::launch::{Launch, Launches};
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part, SortBuffers, Writer, padded};
 use super::params::Tensor;
-use crate::call::{Attend, AttendBackward, Delta, RawStream, RawTensor, SinkGradient, Transform};
+use crate::call::{Attend, AttendBackward, Delta, Merge, RawStream, RawTensor, SinkGradient, Transform};
 use crate::device::driver::call;
 use crate::device::memory::DeviceMemory;
 use crate::element::Dtype;
@@ -155,6 +155,12 @@ impl<'a> LaunchRecorder<'a> {
 
     pub(crate) fn delta(&mut self, call: &Delta) -> Result<()> {
         let launch = self.cuda.delta_launch(call, self.cuda.checker(self))?;
+        launch.into_iter().for_each(|launch| self.add_one(launch, 0));
+        Ok(())
+    }
+
+    pub(crate) fn merge(&mut self, call: &Merge) -> Result<()> {
+        let launch = self.cuda.merge_launch(call, self.cuda.checker(self))?;
         launch.into_iter().for_each(|launch| self.add_one(launch, 0));
         Ok(())
     }

@@ -50,6 +50,11 @@ impl Plan {
             self.describe_price(out, ranks);
         }
         self.describe_nodes(out, ranks);
+        if self.forward_circulates() == CirculatingSide::Queries && ring > 1 {
+            let text =
+                "forward: q circulates, partial o and lse are returned to its owner and merged: as the options ask";
+            let _ = writeln!(out, "  {text}");
+        }
         let (k, q) = self.bytes_per_circulating_token();
         let b = self.problem().batch();
         let (nk, nq) = (b.tokens(Side::K) as u128, b.tokens(Side::Q) as u128);

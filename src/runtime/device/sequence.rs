@@ -13,7 +13,7 @@ use super::{
     tracer::{Named, Tracer},
 };
 use crate::{
-    call::{Attend, AttendBackward, Delta, RawStream, RawTensor, SinkGradient, Transform},
+    call::{Attend, AttendBackward, Delta, Merge, RawStream, RawTensor, SinkGradient, Transform},
     device::driver::CudaEvent,
     error::Result,
     kernel::cuda::{
@@ -141,6 +141,10 @@ impl Operations for Recording<'_> {
 
     unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
         self.launch(|recorder| recorder.transform(args))
+    }
+
+    unsafe fn merge(&mut self, args: &Merge) -> Result<()> {
+        self.launch(|recorder| recorder.merge(args))
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {

@@ -53,6 +53,7 @@ fn plans() -> Vec<Plan> {
                 for options in [
                     o().circulate(Circulate::Keys),
                     o().circulate(Circulate::Queries).wire(Wire::Bf16),
+                    o().circulate_forward(Circulate::Queries),
                     o().gather(true),
                     o().gather(Gather::Together).circulate(Circulate::Keys),
                     o().passes(2).pack_inputs(true),
@@ -109,15 +110,16 @@ fn slices(kind: &mut OpKind, mut each: impl FnMut(usize, &mut BufferView)) {
         OpKind::SinkGradient { delta, partial } => vec![delta, partial],
         OpKind::SinkTotal { digits } => vec![digits],
         OpKind::Transform { .. } | OpKind::Exchange { .. } => Vec::new(),
-        OpKind::Pack { tensors, .. } | OpKind::Return { tensors, .. } | OpKind::Reduce { tensors, .. } => {
-            tensors.iter_mut().flat_map(|c| [&mut c.own, &mut c.slot]).collect()
-        }
+        OpKind::Pack { tensors, .. }
+        | OpKind::Return { tensors, .. }
+        | OpKind::Reduce { tensors, .. }
+        | OpKind::Merge { tensors, .. } => tensors.iter_mut().flat_map(|c| [&mut c.own, &mut c.slot]).collect(),
         OpKind::Fetch { tensors, packed, .. } => {
             tensors.iter_mut().flat_map(|c| [&mut c.own, &mut c.slot]).chain(packed).collect()
         }
         OpKind::Attend(a) => {
-            let running = a.running.iter_mut().flat_map(|(o, lse)| [o, lse]);
-            [&mut a.q, &mut a.k, &mut a.v, &mut a.o, &mut a.lse].into_iter().chain(running).collect()
+            let results = a.result.iter_mut().chain(&mut a.running).flat_map(|(o, lse)| [o, lse]);
+            [&mut a.q, &mut a.k, &mut a.v].into_iter().chain(results).collect()
         }
         OpKind::Backward(b) => {
             let keys = b.dkv.iter_mut().flat_map(|(dk, dv)| [dk, dv]);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Builds schedules.
 //!
-//! A schedule has three phases: tokens are exchanged for heads ([`ulysses`]), k and v are sent round the ring
+//! A schedule has three phases: tokens are exchanged for heads ([`ulysses`]), k and v (or q) are sent round the ring
 //! ([`ring`]), heads are exchanged for tokens again. With one Ulysses rank the first and last phases are empty, and
 //! kernels work on the caller's tensors directly.
 
@@ -76,7 +76,8 @@ impl Schedule {
             |side| Some(Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), at.ring, per_node)));
         let backward = direction == Direction::Backward;
         let both = backward && plan.options().reproducible;
-        let queries_travel = backward && plan.backward_circulates() == CirculatingSide::Queries;
+        let side = if backward { plan.backward_circulates() } else { plan.forward_circulates() };
+        let queries_travel = side == CirculatingSide::Queries && (backward || plan.mesh().ring > 1);
         let of_keys = || keys.cloned().or_else(|| ring_steps(Side::K));
         b.out.keys = if both || !queries_travel { of_keys() } else { None };
         b.out.queries = if both || queries_travel { ring_steps(Side::Q) } else { None };

@@ -29,6 +29,10 @@ fn shows(what: &str, plan: &Plan) {
     // kv heads of this rank bound the passes that it makes.
     let passes = o.passes.min(plan.heads_of(plan.mesh().world() - 1).kv.len());
     assert_eq!(fetches, steps * passes, "{what}: gather or passes");
+    let queries = o.circulate_forward == Circulate::Queries;
+    assert_eq!((forward.keys.is_none(), forward.queries.is_some()), (queries, queries), "{what}: circulate_forward");
+    let merges = count(&forward, &|k| matches!(k, OpKind::Merge { .. }));
+    assert_eq!(merges, if queries { steps } else { 0 }, "{what}: circulate_forward");
     match o.circulate {
         _ if o.reproducible => assert!(backward.keys.is_some() && backward.queries.is_some(), "{what}: reproducible"),
         Circulate::Queries => assert!(backward.keys.is_none() && backward.queries.is_some(), "{what}: circulate"),
@@ -52,7 +56,8 @@ fn schedules_show_their_options() {
             for (wire, reproducible) in [(Wire::Full, false), (Wire::Full, true), (Wire::Bf16, false)] {
                 for pack in flags {
                     let o = Options::new().gather(gather).passes(passes).circulate(circulate);
-                    list.push(o.wire(wire).reproducible(reproducible).pack_inputs(pack));
+                    let o = o.wire(wire).reproducible(reproducible).pack_inputs(pack);
+                    list.extend([o, o.circulate_forward(Circulate::Queries)]);
                 }
             }
         }
@@ -67,5 +72,5 @@ fn schedules_show_their_options() {
             shown += 1;
         }
     }
-    assert_eq!(shown, 174);
+    assert_eq!(shown, 210);
 }

@@ -16,7 +16,7 @@ use crate::{
     call::{Gradients, HeadMap},
     element::Dtype,
     plan::Wire,
-    schedule::{AttendOp, BackwardOp, BufferView, CirculatingSide, Form, OpKind, TensorId},
+    schedule::{AttendOp, AttendPart, BackwardOp, BufferView, CirculatingSide, Form, OpKind, TensorId},
 };
 
 impl Builder<'_> {
@@ -35,8 +35,8 @@ impl Builder<'_> {
 
     pub(super) fn forward(&mut self) {
         let held = self.all_to_all_in();
-        let (rows, heads, dim) = (self.share(Side::Q), self.mine().q.len() as u32, self.plan.problem().value_dim());
         let (o, lse) = if self.out.ulysses > 1 {
+            let (rows, heads, dim) = (self.share(Side::Q), self.mine().q.len() as u32, self.plan.problem().value_dim());
             (
                 self.buffer(Life::Throughout, "o", self.element(), rows, heads, dim),
                 self.buffer(Life::Throughout, "lse of the share", self.accumulator(), rows, heads, 1),
@@ -44,16 +44,13 @@ impl Builder<'_> {
         } else {
             (self.user(TensorId::O), self.user(TensorId::Lse))
         };
+        if self.out.queries.is_some() {
+            self.forward_queries(&held, (o, lse));
+            self.all_to_all_out_forward(o, lse);
+            return;
+        }
         let many = self.out.ring_steps(CirculatingSide::Keys).continues();
-        let running = many.then(|| {
-            let accumulator = self.accumulator();
-            let running = if self.element() == accumulator {
-                o
-            } else {
-                self.buffer(Life::Ring, "running o", accumulator, rows, heads, dim)
-            };
-            (running, self.buffer(Life::Ring, "running lse", accumulator, rows, heads, 2))
-        });
+        let running = many.then(|| self.running(o));
         let mut ring = Ring::default();
         for (round, pass) in self.passes().into_iter().enumerate() {
             let t =
@@ -64,13 +61,13 @@ impl Builder<'_> {
                 let Some(arrival) = self.fetch(&mut ring, &t, ring_step) else { continue };
                 self.attend(&mut ring, &t, ring_step, &arrival, |at, _| {
                     OpKind::Attend(AttendOp {
+                        part: AttendPart::Keys,
                         ring_step: ring_step as u32,
                         q: of_pass(held.q),
                         k: at[0],
                         v: at[1],
                         running: running.map(|(o, lse)| (of_pass(o), of_pass(lse))),
-                        o: of_pass(o),
-                        lse: of_pass(lse),
+                        result: Some((of_pass(o), of_pass(lse))),
                         heads,
                     })
                 });
@@ -78,6 +75,50 @@ impl Builder<'_> {
         }
         self.weave(ring.lanes, Self::entry(&held));
         self.all_to_all_out_forward(o, lse);
+    }
+
+    /// Running o, which is `o` itself where that has the accumulator's type, and its lse.
+    fn running(&mut self, o: BufferView) -> (BufferView, BufferView) {
+        let (accumulator, dim) = (self.accumulator(), self.plan.problem().value_dim());
+        let running = if self.element() == accumulator {
+            o
+        } else {
+            self.buffer(Life::Ring, "running o", accumulator, o.rows, o.heads, dim)
+        };
+        (running, self.buffer(Life::Ring, "running lse", accumulator, o.rows, o.heads, 2))
+    }
+
+    /// q circulates. The own share begins the running result, the partial results of the other ranks come home and are merged into
+    /// it, and in the end it is finished.
+    fn forward_queries(&mut self, held: &Held, result: (BufferView, BufferView)) {
+        let running = self.running(result.0);
+        let mut ring = Ring::default();
+        let home = (vec![running.0, running.1], self.accumulator());
+        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, 0, vec![held.q], Some(home));
+        let heads = self.mine().map(self.plan.problem().group() as u32);
+        let (k, v) = (held.k[0], held.v[0]);
+        for ring_step in 0..t.ring_steps.list().len() {
+            let Some(arrival) = self.fetch(&mut ring, &t, ring_step) else { continue };
+            self.attend(&mut ring, &t, ring_step, &arrival, |at, partials| {
+                let to = partials.map_or(running, |p| (p[0], p[1]));
+                let (part, ring_step) = (AttendPart::Queries, ring_step as u32);
+                OpKind::Attend(AttendOp { part, ring_step, q: at[0], k, v, running: Some(to), result: None, heads })
+            });
+        }
+        self.finish_running(
+            &mut ring,
+            AttendOp {
+                part: AttendPart::Finish,
+                ring_step: t.ring_steps.first() as u32,
+                q: held.q,
+                k,
+                v,
+                running: Some(running),
+                result: Some(result),
+                heads,
+            },
+        );
+        self.weave(ring.lanes, Self::entry(held));
     }
 
     /// A sum in the accumulator's type: the caller's own tensor where that will do.

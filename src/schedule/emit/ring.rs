@@ -4,7 +4,7 @@
 //! While the kernel computes one ring step, the rows of the next step are received into the other of two slots; ranks
 //! synchronise only in exchanges. In the backward the partial gradients of a ring step are sent directly to their owner
 //! while the next step is computed, and are added to the owner's sums on the communication lane, so that the compute
-//! lane does not wait for them.
+//! lane does not wait for them. In a forward in which q circulates, partial results take the same way and are merged.
 //!
 //! Over several nodes ([`crate::schedule::ring_steps`]) rows of another node cross into one of two node slots, beside the
 //! steps of the node before. They are attended there, and fetched from there. The partial gradients of the ranks of a node
@@ -22,7 +22,7 @@ use super::{
     travel::{Home, Travel, TravelRegions, turn_of},
 };
 use crate::schedule::{
-    BETWEEN_NODES, BufferView, OpKind, StepTensor,
+    AttendOp, BETWEEN_NODES, BufferView, Direction, OpKind, StepTensor,
     ring_steps::{Hop, RingStep},
 };
 
@@ -240,6 +240,15 @@ impl Builder<'_> {
         }
     }
 
+    /// Adds the call that finishes a running result, after the last merge into it.
+    pub(super) fn finish_running(&mut self, ring: &mut Ring, finish: AttendOp) {
+        let merges = ring.lanes.communication.iter().enumerate();
+        let merges = merges.filter(|(_, (_, item))| matches!(item.kind, OpKind::Merge { .. }));
+        let last = merges.max_by_key(|(i, (order, _))| (*order, *i)).map(|(i, _)| i);
+        let kind = OpKind::Attend(finish);
+        ring.lanes.compute.push(PendingOp { kind, step: 0, phase: LOCAL, after: [last, None] });
+    }
+
     /// Adds the return of the gradients that a ring step made, from the buffers of `turn`. `made` is the operation that made
     /// them, `begun` the one that begins the sums, if that is known.
     fn come_home(
@@ -344,7 +353,11 @@ impl Builder<'_> {
         if v.rows_out > 0 {
             // The sums begin with the own share's call, or that of the node slot, the round's first that writes them.
             let begun = begun.or_else(|| ring.lanes.compute.iter().rposition(|i| writes(&i.kind, sums[0])));
-            let kind = OpKind::Reduce { ring_step, ring_steps, tensors: pairs(sums) };
+            let tensors = pairs(sums);
+            let kind = match self.out.direction {
+                Direction::Forward => OpKind::Merge { ring_step, ring_steps, tensors },
+                Direction::Backward => OpKind::Reduce { ring_step, ring_steps, tensors },
+            };
             ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [begun, None] }));
         }
         sent
@@ -359,6 +372,7 @@ fn phase_of(v: &RingStep) -> &'static str {
 /// Whether a call begins the sums that `first` belongs to.
 fn writes(kind: &OpKind, first: BufferView) -> bool {
     match kind {
+        OpKind::Attend(op) => op.running.is_some_and(|(o, _)| o == first),
         OpKind::Backward(op) => op.dq == Some(first) || op.dkv.is_some_and(|(dk, _)| dk == first),
         _ => false,
     }

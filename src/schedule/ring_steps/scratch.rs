@@ -7,7 +7,7 @@
 use alloc::vec::Vec;
 
 use crate::{
-    call::{QRange, Range, Ranges},
+    call::{Mode, QRange, Range, Ranges},
     layout::Segment,
     schedule::join::Fragment,
 };
@@ -55,6 +55,18 @@ impl RangeScratch {
     /// The ranges of the ring step that was listed last.
     pub fn ranges(&self) -> Ranges<'_> {
         Ranges { q: &self.q, k: &self.k, pairs: &self.pairs }
+    }
+
+    /// Makes every q range one whose running result begins here and is not finished.
+    pub(crate) fn begin_all(&mut self) {
+        self.q.iter_mut().for_each(|q| q.mode = Mode::First);
+    }
+
+    /// Makes every q range one that is finished without any keys.
+    pub(crate) fn finish_all(&mut self) {
+        self.k.clear();
+        self.pairs.clear();
+        self.q.iter_mut().for_each(|q| (q.mode, q.keys_begin, q.keys_end) = (Mode::Last, 0, 0));
     }
 
     /// Makes room for lists of these lengths.

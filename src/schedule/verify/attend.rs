@@ -98,15 +98,15 @@ impl Prover<'_> {
         let (element, accumulator) = (p.dtype(), p.dtype().accumulator());
         self.heads(r, op, a.heads, &a.q, &a.k)?;
         self.same_shape(r, op, &a.k, &[&a.v])?;
-        self.same_shape(r, op, &a.q, &[&a.o, &a.lse])?;
-        for (v, dtype, dim) in [
-            (&a.q, element, p.head_dim()),
-            (&a.k, element, p.head_dim()),
-            (&a.v, element, p.value_dim()),
-            (&a.o, element, p.value_dim()),
-            (&a.lse, accumulator, 1),
-        ] {
+        for (v, dtype, dim) in
+            [(&a.q, element, p.head_dim()), (&a.k, element, p.head_dim()), (&a.v, element, p.value_dim())]
+        {
             self.typed(r, op, v, dtype, dim)?;
+        }
+        if let Some((o, lse)) = &a.result {
+            self.same_shape(r, op, &a.q, &[o, lse])?;
+            self.typed(r, op, o, element, p.value_dim())?;
+            self.typed(r, op, lse, accumulator, 1)?;
         }
         if let Some((o, lse)) = &a.running {
             self.same_shape(r, op, &a.q, &[o, lse])?;
@@ -181,7 +181,12 @@ impl Prover<'_> {
         }
         let targets = match (mode.finishes(), &a.running) {
             (false, Some((o, lse))) => [(o, What::Running(TensorId::O)), (lse, What::Running(TensorId::Lse))],
-            _ => [(&a.o, What::Final(TensorId::O)), (&a.lse, What::Final(TensorId::Lse))],
+            _ => {
+                let Some((o, lse)) = &a.result else {
+                    return Err(self.err(r, op, format!("mode {mode:?} without a place for o")));
+                };
+                [(o, What::Final(TensorId::O)), (lse, What::Final(TensorId::Lse))]
+            }
         };
         for (v, what) in targets {
             pieces.iter_mut().for_each(|p| p.cell.what = what);

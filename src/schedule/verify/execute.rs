@@ -95,6 +95,9 @@ impl<'a> Prover<'a> {
             ListedOp::SinkGradient { delta, partial } => self.sink_gradient(r, op, delta, partial),
             ListedOp::SinkTotal(sum) => self.sink_total(r, op, sum),
             ListedOp::Sums(parts) => parts.iter().flatten().try_for_each(|s| self.sum(r, op, s)),
+            ListedOp::Merges(parts) => {
+                parts.iter().try_for_each(|part| part.chunks(2).try_for_each(|pair| self.merge(r, op, pair)))
+            }
             ListedOp::Attend(a, met) => self.attend(r, op, a, met),
             ListedOp::Backward(b, met) => self.backward(r, op, b, met),
             ListedOp::Exchange { .. } => Ok(()),
@@ -278,6 +281,62 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
+    /// A partial o and its lse are merged into running ones: all four of one row, each pair of the same calls, and no call in
+    /// both (which `outputs` would find in the end).
+    fn merge(&mut self, r: usize, op: usize, pair: &[Sum]) -> Result<()> {
+        let p = self.plan.problem();
+        let (accumulator, dims) = (p.dtype().accumulator(), [p.value_dim(), 2]);
+        let [o, lse] = pair else { return Err(self.err(r, op, "merges o without its lse")) };
+        if (o.dst.rows, o.dst.heads) != (lse.dst.rows, lse.dst.heads) {
+            return Err(self.err(r, op, format!("{:?} and its lse {:?} differ in rows or heads", o.dst, lse.dst)));
+        }
+        for (sum, dim) in pair.iter().zip(dims) {
+            if sum.sources.len() != 2 || sum.sources[0] != sum.dst {
+                return Err(self.err(r, op, "a merge is of a running result and one other"));
+            }
+            sum.sources.iter().try_for_each(|v| self.typed(r, op, v, accumulator, dim))?;
+        }
+        let mut pieces = core::mem::take(&mut self.pieces);
+        pieces.clear();
+        for head in self.memories[r].heads(&o.dst) {
+            let mut row = 0;
+            while row < o.dst.rows {
+                let (first, mut rows) = self.memories[r].at(&o.dst, row, head);
+                rows = rows.min(o.dst.rows - row);
+                for v in o.sources.iter().chain(&lse.sources) {
+                    rows = rows.min(self.memories[r].at(v, row, head).1);
+                }
+                let mut list = 0;
+                for (o, lse) in o.sources.iter().zip(&lse.sources) {
+                    let want = |t| Cell { what: What::Running(t), ..first };
+                    self.expect(r, op, o, row, rows, head, want(TensorId::O))?;
+                    self.expect(r, op, lse, row, rows, head, want(TensorId::Lse))?;
+                    let [of_o, of_lse] = [o, lse].map(|v| self.memories[r].at(v, row, head).0.list);
+                    if of_o != of_lse {
+                        let token = first.token;
+                        return Err(self.err(r, op, format!("o and lse of token {token} have met different keys")));
+                    }
+                    list = self.lists.join(list, of_o);
+                }
+                pieces.push(Piece {
+                    head,
+                    row,
+                    cell: Cell::new(What::Running(TensorId::O), first.token, first.head, list),
+                });
+                row += rows;
+            }
+            for v in o.sources.iter().chain(&lse.sources) {
+                self.memories[r].read(v, 0, o.dst.rows, head, |_| true);
+            }
+        }
+        for (sum, tensor) in pair.iter().zip([TensorId::O, TensorId::Lse]) {
+            pieces.iter_mut().for_each(|p| p.cell.what = What::Running(tensor));
+            self.memories[r].write(op, &sum.dst, 0, sum.dst.rows, &pieces)?;
+        }
+        self.pieces = pieces;
+        Ok(())
+    }
+
     /// Moves a message, given as (index in the group, operation, rows). `strict`: as in [`ListedOp::Exchange`].
     pub fn transfer(
         &mut self,
@@ -302,8 +361,8 @@ impl<'a> Prover<'a> {
                 }
                 let wrong = match cell.what {
                     What::Unset => Some("which was never written"),
-                    What::Running(_) => Some("which is not finished"),
-                    What::Sum(_) if home && cell.list == 0 => Some("to which no rank contributed"),
+                    What::Running(_) if !home => Some("which is not finished"),
+                    What::Sum(_) | What::Running(_) if home && cell.list == 0 => Some("to which no rank contributed"),
                     _ => None,
                 };
                 if let Some(wrong) = wrong {

@@ -54,6 +54,9 @@ pub(super) enum ListedOp {
     SinkTotal(Sum),
     /// Parts run one after another; blocks of a part in any order.
     Sums(Vec<Vec<Sum>>),
+    /// Parts run one after another; each block is the merge of its two sources, the first of which is its own. The block after
+    /// one of o is that of its lse.
+    Merges(Vec<Vec<Sum>>),
     /// `strict`: what arrives must meet an allowed pair.
     Exchange {
         messages: Vec<MessageView>,
@@ -101,11 +104,15 @@ pub(super) fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<List
             for b in &s.blocks[*begin as usize..*end as usize] {
                 entries(b.sources_begin, b.sources_end, s.sources.len())?;
             }
-            sums(s, i, e)?
+            ListedOp::Sums(sums(s, i, e)?)
         }
         OpKind::Pack { ring_step, ring_steps, .. } | OpKind::Reduce { ring_step, ring_steps, .. } => {
             ring_step_exists(*ring_steps, *ring_step)?;
-            sums(s, i, e)?
+            ListedOp::Sums(sums(s, i, e)?)
+        }
+        OpKind::Merge { ring_step, ring_steps, .. } => {
+            ring_step_exists(*ring_steps, *ring_step)?;
+            ListedOp::Merges(sums(s, i, e)?)
         }
         OpKind::Exchange { begin, end } => {
             entries(*begin, *end, s.messages.len())?;
@@ -117,17 +124,19 @@ pub(super) fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<List
             ListedOp::Exchange { messages: e.messages(s, i).to_vec(), strict }
         }
         OpKind::Attend(op) => {
-            ring_step_exists(CirculatingSide::Keys, op.ring_step)?;
-            ListedOp::Attend(*op, met(s, CirculatingSide::Keys, op.ring_step, e))
+            ring_step_exists(op.part.ring_steps(), op.ring_step)?;
+            s.attend_ranges(op, &mut e.scratch);
+            ListedOp::Attend(*op, met(e))
         }
         OpKind::Backward(op) => {
             ring_step_exists(op.ring_steps, op.ring_step)?;
-            ListedOp::Backward(*op, met(s, op.ring_steps, op.ring_step, e))
+            s.ring_steps(op.ring_steps).ranges(op.ring_step as usize, &mut e.scratch);
+            ListedOp::Backward(*op, met(e))
         }
     })
 }
 
-fn sums(s: &Schedule, i: usize, e: &mut Expansion) -> Result<ListedOp> {
+fn sums(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Vec<Vec<Sum>>> {
     let mut parts = Vec::new();
     e.blocks(s, i, |blocks, sources| -> Result<()> {
         let sum = |b: &crate::schedule::BlockView| Sum {
@@ -137,11 +146,10 @@ fn sums(s: &Schedule, i: usize, e: &mut Expansion) -> Result<ListedOp> {
         parts.push(blocks.iter().map(sum).collect());
         Ok(())
     })?;
-    Ok(ListedOp::Sums(parts))
+    Ok(parts)
 }
 
-fn met(s: &Schedule, circulating_side: CirculatingSide, ring_step: u32, e: &mut Expansion) -> Met {
-    s.ring_steps(circulating_side).ranges(ring_step as usize, &mut e.scratch);
+fn met(e: &Expansion) -> Met {
     let r = e.scratch.ranges();
     Met { q: r.q.to_vec(), k: r.k.to_vec(), pairs: r.pairs.to_vec() }
 }
@@ -178,14 +186,14 @@ impl ListedOp {
                 each(&s.dst)?;
                 s.sources.iter().try_for_each(each)
             }
-            Self::Sums(parts) => parts.iter().flatten().try_for_each(|s| {
+            Self::Sums(parts) | Self::Merges(parts) => parts.iter().flatten().try_for_each(|s| {
                 each(&s.dst)?;
                 s.sources.iter().try_for_each(&mut each)
             }),
             Self::Exchange { messages, .. } => messages.iter().try_for_each(|m| each(&m.view)),
             Self::Attend(a, _) => {
-                let (o, lse) = a.running.unzip();
-                [Some(a.q), Some(a.k), Some(a.v), o, lse, Some(a.o), Some(a.lse)].iter().flatten().try_for_each(each)
+                let results = a.running.into_iter().chain(a.result).flat_map(|(o, lse)| [o, lse]);
+                [a.q, a.k, a.v].into_iter().chain(results).try_for_each(|v| each(&v))
             }
             Self::Backward(b, _) => {
                 let (dk, dv) = (b.dkv.map(|d| d.0), b.dkv.map(|d| d.1));
@@ -204,7 +212,7 @@ pub(super) fn check_views(s: &Schedule, listed: &[ListedOp], memory: &Memory) ->
         let err = |text| flaw(s.rank, i, text);
         work.views(|v| memory.check_view(v).map_err(err))?;
         match work {
-            ListedOp::Sums(parts) => {
+            ListedOp::Sums(parts) | ListedOp::Merges(parts) => {
                 for sum in parts.iter().flatten() {
                     if let Some(v) = sum.sources.iter().find(|v| (v.rows, v.heads) != (sum.dst.rows, sum.dst.heads)) {
                         return Err(err(format!(
@@ -258,9 +266,10 @@ pub(super) fn check_tensors(s: &Schedule, listed: &[ListedOp], memory: &Memory) 
         let err = |text| flaw(s.rank, i, text);
         let (tensors, packed) = match &op.kind {
             OpKind::Fetch { tensors, packed, .. } => (tensors, packed.as_slice()),
-            OpKind::Pack { tensors, .. } | OpKind::Return { tensors, .. } | OpKind::Reduce { tensors, .. } => {
-                (tensors, [].as_slice())
-            }
+            OpKind::Pack { tensors, .. }
+            | OpKind::Return { tensors, .. }
+            | OpKind::Reduce { tensors, .. }
+            | OpKind::Merge { tensors, .. } => (tensors, [].as_slice()),
             _ => continue,
         };
         if !packed.is_empty() && packed.len() != tensors.len() {

@@ -191,7 +191,7 @@ fn check_order(s: &Schedule) -> Result<()> {
         let wanted = match op.kind {
             OpKind::Transform { .. } => None,
             _ if op.kind.is_exchange() => Some(Lane::Communication),
-            OpKind::Pack { .. } | OpKind::Reduce { .. } => Some(Lane::Communication),
+            OpKind::Pack { .. } | OpKind::Reduce { .. } | OpKind::Merge { .. } => Some(Lane::Communication),
             _ => Some(Lane::Compute),
         };
         if wanted.is_some_and(|w| w != op.lane) {

@@ -40,7 +40,8 @@ fn ring_step(kind: &mut OpKind) -> Option<&mut u32> {
         OpKind::Pack { ring_step, .. }
         | OpKind::Fetch { ring_step, .. }
         | OpKind::Return { ring_step, .. }
-        | OpKind::Reduce { ring_step, .. } => Some(ring_step),
+        | OpKind::Reduce { ring_step, .. }
+        | OpKind::Merge { ring_step, .. } => Some(ring_step),
         OpKind::Attend(op) => Some(&mut op.ring_step),
         OpKind::Backward(op) => Some(&mut op.ring_step),
         OpKind::Delta { .. }

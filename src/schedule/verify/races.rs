@@ -15,7 +15,7 @@ use super::{
 use crate::{
     call::{Gradients, Mode, Range},
     error::Result,
-    schedule::{BufferView, Lane, Schedule},
+    schedule::{AttendOp, BufferView, Lane, Schedule},
 };
 
 /// What an operation reads and writes.
@@ -77,7 +77,7 @@ pub(super) fn touched(work: &ListedOp, memory: &Memory) -> Touched {
             t.reads.extend([rect(delta), user(TensorId::Lse), user(TensorId::Sinks)]);
         }
         ListedOp::SinkTotal(sum) => return of_sums(core::iter::once(sum)),
-        ListedOp::Sums(parts) => return of_sums(parts.iter().flatten()),
+        ListedOp::Sums(parts) | ListedOp::Merges(parts) => return of_sums(parts.iter().flatten()),
         ListedOp::Exchange { messages, .. } => {
             for m in messages {
                 if m.send { t.reads.push(rect(&m.view)) } else { t.writes.push(rect(&m.view)) }
@@ -89,7 +89,7 @@ pub(super) fn touched(work: &ListedOp, memory: &Memory) -> Touched {
                 met.k.iter().zip(&read).filter(|(_, read)| **read).for_each(|(k, _)| add(&mut t.reads, view, k));
             }
             met.q.iter().for_each(|q| add(&mut t.reads, &a.q, &q.range));
-            for view in [&a.o, &a.lse] {
+            for view in a.result.iter().flat_map(|(o, lse)| [o, lse]) {
                 met.q.iter().filter(|q| q.mode.finishes()).for_each(|q| add(&mut t.writes, view, &q.range));
             }
             if let Some((o, lse)) = &a.running {
@@ -197,7 +197,7 @@ fn within(s: &Schedule, i: usize, work: &ListedOp, t: &Touched, memory: &Memory)
         Ok(())
     };
     match work {
-        ListedOp::Sums(parts) => {
+        ListedOp::Sums(parts) | ListedOp::Merges(parts) => {
             for part in parts {
                 let writes: Vec<Rect> = part.iter().map(|s| rect(&s.dst)).collect();
                 // The first source may be the destination itself; nothing else may meet any destination.
@@ -211,9 +211,9 @@ fn within(s: &Schedule, i: usize, work: &ListedOp, t: &Touched, memory: &Memory)
             }
             Ok(())
         }
-        ListedOp::Attend(a, _) if a.running.is_some_and(|(o, _)| o == a.o) => {
+        ListedOp::Attend(AttendOp { running: Some((running, _)), result: Some((o, _)), .. }, _) if running == o => {
             // The running result may be the very tensor o: its rows are then read and written by the same q range.
-            let at = |r: &&Rect| r.table != table_of(a.o.buf);
+            let at = |r: &&Rect| r.table != table_of(o.buf);
             let reads: Vec<Rect> = t.reads.iter().filter(at).copied().collect();
             hit(memory, &t.writes, &reads).map_or(Ok(()), |(a, b)| err(&a, &b))
         }

@@ -68,6 +68,15 @@ fn subjects() -> Vec<Subject> {
         ("queries", &packed, mesh(1, 3), Layout::Striped { stripe: 2 }, Mask::causal(), 2, 2, Dtype::Bf16, {
             o().circulate(Circulate::Queries).wire(Wire::Bf16).pack_inputs(true)
         }),
+        ("queries forward", &packed, mesh(1, 3), Layout::Striped { stripe: 2 }, Mask::causal(), 2, 1, Dtype::Bf16, {
+            o().circulate_forward(Circulate::Queries)
+        }),
+        ("queries forward, hybrid", &crossed, mesh(2, 2), Layout::Zigzag, Mask::causal(), 4, 2, Dtype::F32, {
+            o().circulate_forward(Circulate::Queries).pack_inputs(true)
+        }),
+        ("nodes, queries forward", &crossed, mesh(1, 4), Layout::ZigzagPack, Mask::full(), 4, 2, Dtype::F32, {
+            o().circulate_forward(Circulate::Queries).ranks_per_node(2)
+        }),
         ("hybrid", &crossed, mesh(2, 2), Layout::ZigzagPack, Mask::causal(), 4, 2, Dtype::Bf16, o().passes(2)),
         (
             "uneven heads",

@@ -188,7 +188,7 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
                         rows.sum::<u64>() == a.q.rows
                     };
                     if all_rows(Mode::finishes) {
-                        [a.o, a.lse].iter().for_each(&mut note);
+                        a.result.iter().flat_map(|(o, lse)| [o, lse]).for_each(&mut note);
                     }
                     if let Some((o, lse)) = a.running.filter(|_| all_rows(|mode| mode != Mode::Only)) {
                         [o, lse].iter().for_each(&mut note);
@@ -287,7 +287,8 @@ fn tensors_of_a_ring_step_elsewhere() {
                 OpKind::Pack { tensors, .. }
                 | OpKind::Fetch { tensors, .. }
                 | OpKind::Return { tensors, .. }
-                | OpKind::Reduce { tensors, .. } => tensors.len(),
+                | OpKind::Reduce { tensors, .. }
+                | OpKind::Merge { tensors, .. } => tensors.len(),
                 _ => 0,
             };
             for n in 0..count {
@@ -296,7 +297,8 @@ fn tensors_of_a_ring_step_elsewhere() {
                         OpKind::Pack { tensors, .. }
                         | OpKind::Fetch { tensors, .. }
                         | OpKind::Return { tensors, .. }
-                        | OpKind::Reduce { tensors, .. } => change(&mut tensors[n]),
+                        | OpKind::Reduce { tensors, .. }
+                        | OpKind::Merge { tensors, .. } => change(&mut tensors[n]),
                         _ => unreachable!("an operation of the ring"),
                     });
                 };

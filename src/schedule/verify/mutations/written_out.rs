@@ -191,12 +191,12 @@ fn blocks_changed() {
     let mut t = Trial::new("block");
     for s in &subjects() {
         each_op(s, |r, i, w| {
-            let ListedOp::Sums(parts) = w else { return };
+            let (ListedOp::Sums(parts) | ListedOp::Merges(parts)) = w else { return };
             for (a, part) in parts.iter().enumerate() {
                 for (b, sum) in part.iter().enumerate() {
                     let mut change = |what: &str, change: &dyn Fn(&mut super::super::listed::Sum)| {
                         t.listed(s, format!("rank {r} op {i} block {a}.{b} {what}"), |x| {
-                            if let ListedOp::Sums(parts) = &mut x[r][i] {
+                            if let ListedOp::Sums(parts) | ListedOp::Merges(parts) = &mut x[r][i] {
                                 change(&mut parts[a][b]);
                             }
                         });
@@ -224,6 +224,33 @@ fn blocks_changed() {
         });
     }
     t.done(300);
+}
+
+/// Merges that are left out, made twice, or made of o alone.
+#[test]
+fn merges_changed() {
+    let mut t = Trial::new("merge");
+    for s in &subjects() {
+        each_op(s, |r, i, w| {
+            let ListedOp::Merges(parts) = w else { return };
+            for a in 0..parts.len() {
+                let mut change = |what: &str, change: &dyn Fn(&mut Vec<Vec<super::super::listed::Sum>>)| {
+                    t.listed(s, format!("rank {r} op {i} part {a} {what}"), |x| {
+                        if let ListedOp::Merges(parts) = &mut x[r][i] {
+                            change(parts);
+                        }
+                    });
+                };
+                change("left out", &|parts| _ = parts.remove(a));
+                change("made twice", &|parts| parts.push(parts[a].clone()));
+                change("lse left out", &|parts| _ = parts[a].remove(1));
+                change("o left out", &|parts| _ = parts[a].remove(0));
+                change("o for lse", &|parts| parts[a].swap(0, 1));
+                change("own for the other", &|parts| parts[a][0].sources[1] = parts[a][0].dst);
+            }
+        });
+    }
+    t.done(100);
 }
 
 #[test]
