@@ -88,6 +88,7 @@ impl Inner {
         h.word(self.form as u64);
         h.word(options.passes as u64 | (options.circulate as u64) << 32);
         h.word(nodes::ring_ranks_of_node(self.mesh, *options) as u64);
+        h.word(nodes::ulysses_ranks_of_node(&self.problem, self.mesh, *options) as u64);
         h.finish()
     }
 }
@@ -172,6 +173,12 @@ impl Plan {
     /// The ring ranks of a node: all of them, unless rows cross from node to node ([`Options::ranks_per_node`]).
     pub fn ring_ranks_of_node(&self) -> usize {
         nodes::ring_ranks_of_node(self.mesh(), self.options())
+    }
+
+    /// The Ulysses ranks of a node: all of them, unless rows of k and v cross to a node once and are passed on to several of
+    /// its ranks, which hold the same kv head ([`Options::ranks_per_node`]).
+    pub fn ulysses_ranks_of_node(&self) -> usize {
+        nodes::ulysses_ranks_of_node(self.problem(), self.mesh(), self.options())
     }
 
     /// The shares of the ring ranks.

@@ -17,6 +17,9 @@ use builder::Builder;
 
 mod all_to_all;
 mod builder;
+#[cfg(test)]
+mod gateway_tests;
+mod gateways;
 mod lanes;
 #[cfg(test)]
 mod option_tests;
