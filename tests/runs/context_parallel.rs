@@ -197,6 +197,41 @@ fn several_nodes() {
     every_way::<f32>("replicas", &base, &[two_batches], &LAYOUTS, &forms.map(|form| form.ranks_per_node(2)));
 }
 
+/// All-to-alls over several nodes: one kv head for all ranks, heads that several ranks of a node hold, heads over a border,
+/// and several of them on a rank; beside a ring, and in replicas.
+#[test]
+fn all_to_alls_over_several_nodes() {
+    let o = Options::new;
+    let forms = [
+        o().circulate(Circulate::Keys),
+        o().circulate(Circulate::Queries).pack_inputs(true),
+        o().gather(true).passes(2),
+        o().circulate(Circulate::Keys).passes(2).pack_inputs(true),
+        o().gather(Gather::Together).circulate(Circulate::Keys),
+        o().reproducible(true),
+    ];
+    let batch = Batch::from_lengths(&[57, 0, 9, 30, 4]).unwrap();
+    let crossed = Batch::cross(&[0, 9, 9, 50], &[0, 21, 25, 77], Some(&[3, 0, 20])).unwrap();
+    let problem = |heads, kv_heads| Problem::new(batch.clone(), heads, kv_heads, 8, Dtype::F32).with_sinks(true);
+    let layouts = [Layout::Zigzag, Layout::Striped { stripe: 5 }];
+    for (what, p, meshes) in [
+        ("one kv head", problem(6, 1), [(mesh(4, 1), 2), (mesh(6, 1), 3), (mesh(4, 2), 2)]),
+        ("window", problem(8, 2).with_mask(Mask::sliding(11)), [(mesh(8, 1), 2), (mesh(8, 1), 4), (mesh(4, 3), 2)]),
+        ("uneven", problem(9, 3).with_mask(Mask::full()), [(mesh(4, 1), 2), (mesh(6, 2), 3), (mesh(8, 1), 4)]),
+        ("several", problem(12, 6), [(mesh(4, 2), 2), (mesh(8, 1), 2), (mesh(8, 1), 4)]),
+        ("cross", Problem::new(crossed, 6, 2, 8, Dtype::F32), [(mesh(4, 2), 2), (mesh(6, 1), 2), (mesh(6, 2), 3)]),
+    ] {
+        for (mesh, ranks) in meshes {
+            let forms = forms.map(|form| form.passes(form.passes.min(p.kv_heads())).ranks_per_node(ranks));
+            every_way::<f32>(what, &p, &[mesh], &layouts, &forms);
+        }
+    }
+    let bf16_problem = Problem::new(batch.clone(), 8, 2, 8, Dtype::Bf16);
+    every_way::<bf16>("bf16", &bf16_problem, &[mesh(8, 1), mesh(4, 2)], &layouts, &[o().ranks_per_node(2)]);
+    let two_batches = Mesh::explicit(8, 4, 1).unwrap();
+    every_way::<f32>("replicas", &problem(4, 1), &[two_batches], &layouts, &[o().ranks_per_node(2)]);
+}
+
 #[test]
 fn replicas_run_the_same_plan_on_their_own() {
     let p = nine_and_three();
@@ -258,9 +293,9 @@ fn reproducible_plans_give_the_bits_of_one_rank() {
             mesh(1, 8),
         ];
         let one_level = meshes.map(|mesh| (mesh, 0));
-        for (mesh, ranks) in
-            one_level.into_iter().chain([(mesh(1, 4), 2), (mesh(2, 4), 4), (mesh(1, 6), 3), (mesh(1, 6), 2)])
-        {
+        let ring = [(mesh(1, 4), 2), (mesh(2, 4), 4), (mesh(1, 6), 3), (mesh(1, 6), 2)];
+        let ulysses = [(mesh(4, 1), 2), (mesh(4, 2), 2), (mesh(6, 1), 3), (mesh(6, 1), 2)];
+        for (mesh, ranks) in one_level.into_iter().chain(ring).chain(ulysses) {
             for layout in LAYOUTS {
                 let got =
                     run(&Plan::with_options(p, mesh, layout, option.ranks_per_node(ranks)).unwrap(), &data).unwrap();
@@ -277,6 +312,7 @@ fn reproducible_plans_give_the_bits_of_one_rank() {
     let batch = Batch::from_lengths(&[150, 1, 77]).unwrap();
     let p = |dtype| Problem::new(batch.clone(), 6, 3, 16, dtype);
     of::<f32>(&p(Dtype::F32));
+    of::<f32>(&Problem::new(batch.clone(), 6, 1, 16, Dtype::F32));
     of::<bf16>(&p(Dtype::Bf16).with_mask(Mask::window(40, 7)).with_softcap(4.0).with_sinks(true));
 }
 
@@ -414,7 +450,9 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
         let option = forms()[r.below(7)];
         let option = if kv_heads < option.passes { option.passes(1) } else { option };
         let option = match nodes {
-            1 => option,
+            // As many Ulysses ranks as lie in a node.
+            1 => option
+                .ranks_per_node((1..=mesh.ulysses).filter(|n| mesh.ulysses.is_multiple_of(*n)).nth(1).unwrap_or(0)),
             _ => option.ranks_per_node(per_node * mesh.ulysses),
         };
         let plan = Plan::with_options(&p, mesh, layout, option).unwrap();

@@ -138,7 +138,8 @@ impl Builder<'_> {
             }
         }
         let crossed = crossing.then(|| {
-            [("k", TensorId::K), ("v", TensorId::V)].map(|(name, tensor)| self.bring_over_nodes(name, self.user(tensor)))
+            [("k", TensorId::K), ("v", TensorId::V)]
+                .map(|(name, tensor)| self.bring_over_nodes(name, self.user(tensor)))
         });
         self.push_blocks(blocks, "ulysses in", None);
         let mut compute = self.last().compute;
@@ -175,7 +176,14 @@ impl Builder<'_> {
     }
 
     /// Sends `u` its rows of `held`; returns where the rows of its `count` heads arrive.
-    pub(super) fn exchange_back(&mut self, held: BufferView, side: Side, u: usize, count: u32, me: usize) -> BufferView {
+    pub(super) fn exchange_back(
+        &mut self,
+        held: BufferView,
+        side: Side,
+        u: usize,
+        count: u32,
+        me: usize,
+    ) -> BufferView {
         let (off, rows) = self.part(side, u);
         if u == me {
             return held.slice(off, rows);
@@ -225,7 +233,14 @@ impl Builder<'_> {
     }
 
     /// Appends what `of_rank`, made by rank `u`, has of kv head `g`: a sum, or a partial for each q head.
-    pub(super) fn add_parts(&self, g: u32, u: usize, of_rank: BufferView, per_q_head: bool, parts: &mut Vec<BufferView>) {
+    pub(super) fn add_parts(
+        &self,
+        g: u32,
+        u: usize,
+        of_rank: BufferView,
+        per_q_head: bool,
+        parts: &mut Vec<BufferView>,
+    ) {
         let (share, group) = (&self.heads[u], self.plan.problem().group() as u32);
         if per_q_head {
             let (a, e) = (share.q.start.max(g * group), share.q.end.min((g + 1) * group));

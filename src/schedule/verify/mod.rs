@@ -20,7 +20,8 @@
 //!    read, and a received row that is in no allowed pair at its reader, are flaws too: nothing unneeded is sent.
 //!    Over several nodes (`borders`), a row from another node may also be read by passing it on in its node, but no row
 //!    crosses to a node twice, or to the one that holds it, and no gradient of one crosses back twice: the bytes that cross
-//!    are the least that can be, counted for each Ulysses rank by itself: a kv head that several hold crosses to each. And no gateway carries more of them than 1.1 × the mean, or than the busiest owner must.
+//!    are the least that can be. On the ring they are counted for each Ulysses rank by itself: a kv head that several hold crosses to each. In an
+//!    all-to-all over several nodes a row crosses once for all of a node. And no gateway carries more of them than 1.1 × the mean, or than the busiest owner must.
 //!
 //! The two separate all-to-alls ([`AllToAll`]) are verified by the same four parts; `all_to_all` specifies their inputs
 //! and outputs.
@@ -147,6 +148,8 @@ impl<'a> Proof<'a> {
         let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows, expansion);
         if let Purpose::AllToAll(all_to_all) = purpose {
             all_to_all::bring(&mut prover, all_to_all);
+            // Its rows go from rank to rank, and a copy of each to every rank that holds the head.
+            prover.borders = None;
         }
         meet::run(&mut prover)?;
         if let Some((rank, text)) = prover.borders.as_ref().and_then(borders::NodeBorders::uneven) {

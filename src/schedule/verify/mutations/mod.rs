@@ -23,6 +23,7 @@ use crate::{
     },
 };
 
+mod gateways;
 mod operations;
 mod written_out;
 
@@ -116,6 +117,16 @@ fn subjects() -> Vec<Subject> {
             o().ranks_per_node(2).gather(Gather::Together).circulate(Circulate::Queries)
         }),
         ("nodes, ordered", &packed, mesh(1, 4), Layout::Contiguous, Mask::causal(), 2, 1, Dtype::F32, {
+            o().ranks_per_node(2).reproducible(true)
+        }),
+        ("gateways", &packed, mesh(4, 1), Layout::Contiguous, Mask::causal(), 4, 1, Dtype::Bf16, o().ranks_per_node(2)),
+        ("gateways, uneven heads", &packed, mesh(4, 1), Layout::Contiguous, Mask::full(), 9, 3, Dtype::F32, {
+            o().ranks_per_node(2).wire(Wire::Bf16)
+        }),
+        ("gateways, passes", &crossed, mesh(4, 2), Layout::ZigzagPack, Mask::causal(), 12, 6, Dtype::Bf16, {
+            o().ranks_per_node(2).passes(2)
+        }),
+        ("ordered gateways", &packed, mesh(4, 1), Layout::Contiguous, Mask::causal(), 4, 1, Dtype::F32, {
             o().ranks_per_node(2).reproducible(true)
         }),
     ];

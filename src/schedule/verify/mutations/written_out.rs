@@ -6,7 +6,7 @@ use alloc::{format, string::String, vec::Vec};
 use super::{Subject, Trial, each_op, subjects};
 use crate::{
     call::{Gradients, Mode},
-    schedule::{BackwardOp, Buf, BufferView, MessageView, OpKind, Schedule, verify::listed::ListedOp},
+    schedule::{BackwardOp, Buf, BufferView, Form, MessageView, OpKind, Schedule, verify::listed::ListedOp},
 };
 
 #[test]
@@ -104,7 +104,7 @@ fn other_end(s: &Subject, r: usize, i: usize, n: usize) -> (usize, usize, usize)
     super::super::meet::partners(0, &messages, &memories).unwrap()[r][i][n]
 }
 
-fn messages(listed: &mut [Vec<ListedOp>], r: usize, i: usize) -> &mut Vec<MessageView> {
+pub(super) fn messages(listed: &mut [Vec<ListedOp>], r: usize, i: usize) -> &mut Vec<MessageView> {
     match &mut listed[r][i] {
         ListedOp::Exchange { messages, .. } => messages,
         _ => unreachable!("listed as an exchange"),
@@ -216,7 +216,7 @@ fn blocks_changed() {
                         change("a source dropped", &|s| _ = s.sources.remove(n));
                         change("a source repeated", &|s| s.sources.push(s.sources[n]));
                     }
-                    if sum.sources.len() > 1 && s.name.starts_with("ordered") {
+                    if sum.sources.len() > 1 && s.plan.form() == Form::Ordered {
                         change("sources swapped", &|s| s.sources.swap(0, 1));
                     }
                 }
