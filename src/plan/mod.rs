@@ -181,6 +181,11 @@ impl Plan {
         nodes::ulysses_ranks_of_node(self.problem(), self.mesh(), self.options())
     }
 
+    /// Whether rows cross from node to node once and are passed on inside: on the ring, or in its all-to-alls.
+    pub fn has_two_levels(&self) -> bool {
+        self.ring_ranks_of_node() < self.mesh().ring || self.ulysses_ranks_of_node() < self.mesh().ulysses
+    }
+
     /// The shares of the ring ranks.
     pub(crate) fn shares(&self) -> &Shares {
         &self.inner.shares

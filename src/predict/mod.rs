@@ -74,7 +74,8 @@ pub struct MeshTime {
     pub mesh: Mesh,
     /// The layout.
     pub layout: Layout,
-    /// Levels of the schedule: 2 if rows cross from node to node once ([`Options::ranks_per_node`]), 1 if not.
+    /// Levels of the schedule: 2 if rows cross from node to node once, on the ring or in all-to-alls ([`Options::ranks_per_node`]), 1
+    /// if not.
     pub levels: usize,
     /// The forward.
     pub forward: PassTime,
@@ -220,7 +221,7 @@ fn rate(
             tensor_bytes(plan, &sizes, Direction::Backward) + work[0].max(work[1])
         };
         let memory = of(0).max(of(mesh.world() - 1));
-        let levels = if plan.ring_ranks_of_node() < mesh.ring { 2 } else { 1 };
+        let levels = if plan.has_two_levels() { 2 } else { 1 };
         MeshTime { mesh, layout, levels, forward, backward, memory, model: Model::Aggregate }
     };
     let over_nodes = forms[1..].iter().filter_map(|&options| Plan::with_tokens_of(&first, problem, options).ok());

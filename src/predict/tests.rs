@@ -2,7 +2,7 @@
 //! The two models agree where both can be had, and figures follow from the machine.
 
 use super::*;
-use crate::{Batch, Dtype, Mask};
+use crate::{Batch, Dtype, Mask, plan::Wire};
 
 fn h100() -> Machine {
     Machine::parse(include_str!("../../machines/h100_8x400g.machine")).unwrap()
@@ -66,13 +66,13 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
                 let ratio = c.seconds() / (forward.makespan + backward.makespan);
                 let what = alloc::format!("{tokens} {mask:?} {options:?} {} {}: {ratio}", c.mesh, c.layout);
                 // Messages of few tokens are little more than latencies, which the model does not overlap as a run does. The
-                // ordered form's wide rings with a mask are rated up to 45 % too slow.
+                // ordered form's wide rings with a mask are rated up to 46 % too slow.
                 let range = match (tokens, mask == Mask::full(), options.reproducible) {
-                    (8192, ..) => 0.75..1.18,
+                    (8192, ..) => 0.75..1.20,
                     (_, true, false) => 0.90..1.02,
                     (_, false, false) => 0.79..1.03,
                     (_, true, true) => 0.99..1.18,
-                    (_, false, true) => 0.99..1.45,
+                    (_, false, true) => 0.99..1.46,
                 };
                 assert!(range.contains(&ratio), "{what}");
                 // Both gathered sides of the ordered form: no more than is sent, and three quarters of it at least.
@@ -82,6 +82,38 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
                 assert!(!full || (least..1.01).contains(&bytes), "{what}, bytes {bytes}");
             }
         }
+    }
+}
+
+/// All-to-alls over nodes, of kv heads that several ranks of a node hold: the bytes of cards are those of the simulation, in
+/// both directions, and with two levels they are fewer.
+#[test]
+fn the_aggregate_model_knows_all_to_alls_over_nodes() {
+    let machine = Machine { ranks_per_node: 4, cards_per_node: 4, ..h100() };
+    let forms =
+        [Options::new(), Options::new().passes(2), Options::new().wire(Wire::Bf16), Options::new().reproducible(true)];
+    for (kv_heads, options) in [1, 2, 8].into_iter().flat_map(|kv| forms.map(|o| (kv, o.passes(o.passes.min(kv))))) {
+        let p = Problem::new(Batch::from_lengths(&[1 << 17]).unwrap(), 32, kv_heads, 128, Dtype::Bf16);
+        let p = p.with_mask(Mask::full());
+        let levels = [options, options.ranks_per_node(4)];
+        let all = outlook(&p, 16, &machine, Effort::new(0, 0), &levels).unwrap().candidates;
+        let wide: Vec<_> = all.iter().filter(|c| c.mesh.ulysses == 16).collect();
+        assert_eq!(wide.len(), 2);
+        for c in &wide {
+            let plan = Plan::with_options(&p, c.mesh, c.layout, levels[c.levels - 1]).unwrap();
+            for (direction, quick) in [(Direction::Forward, c.forward), (Direction::Backward, c.backward)] {
+                let exact = plan.simulate(direction, &machine).unwrap();
+                let inside = exact.ranks.iter().map(|r| r.bytes_inside).max().unwrap() as f64;
+                let cards = quick.bytes_of_card / exact.bytes_of_card(&machine) as f64;
+                let (inside, time) = (quick.bytes_inside / inside, quick.seconds / exact.makespan);
+                let what = alloc::format!("{kv_heads} {options:?} {} {direction:?}: {cards} {inside} {time}", c.levels);
+                assert!((0.99..1.01).contains(&cards) && (0.9..1.1).contains(&inside), "{what}");
+                assert!((0.9..1.05).contains(&time), "{what}");
+            }
+        }
+        let [one, two] = [1, 2].map(|levels| wide.iter().find(|c| c.levels == levels).unwrap());
+        assert!(two.forward.bytes_of_card < one.forward.bytes_of_card, "{kv_heads} {options:?}");
+        assert!(two.backward.bytes_of_card < one.backward.bytes_of_card, "{kv_heads} {options:?}");
     }
 }
 

@@ -96,14 +96,14 @@ impl Purpose {
             Side::K => (p.batch().tokens(side), p.kv_heads()),
         };
         let documents = p.batch().documents();
-        let (ring_ranks, mesh) = (plan.ring_ranks_of_node(), plan.mesh());
-        let nodes = match ring_ranks < mesh.ring {
-            true => format!(", nodes of {} ranks", ring_ranks * mesh.ulysses),
+        let nodes = match plan.has_two_levels() {
+            true => format!(", nodes of {} ranks", plan.options().ranks_per_node),
             false => String::new(),
         };
         format!(
-            "the {} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {mesh}, {}{nodes}",
+            "the {} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {}, {}{nodes}",
             self.name(plan).kind,
+            plan.mesh(),
             plan.layout()
         )
     }
