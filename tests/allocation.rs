@@ -198,7 +198,7 @@ fn main() {
         o().wire(Wire::Bf16),
         o().pack_inputs(true),
         o().circulate(Circulate::Queries).pack_inputs(true).wire(Wire::Bf16),
-        // Several nodes where the ring has four ranks.
+        // Several nodes where the ring or the all-to-alls have four ranks.
         o().ranks_per_node(2).circulate(Circulate::Keys),
         o().ranks_per_node(2).circulate(Circulate::Queries),
         o().ranks_per_node(2).gather(true),
@@ -207,7 +207,7 @@ fn main() {
     let batch = Batch::from_lengths(&[23, 0, 9, 40]).unwrap();
     for mesh in [mesh(1, 1), mesh(3, 1), mesh(1, 4), mesh(2, 2), mesh(4, 2)] {
         for form in forms {
-            if form.ranks_per_node > 0 && mesh.ring != 4 {
+            if form.ranks_per_node > 0 && mesh.ring != 4 && mesh.ulysses != 4 {
                 continue;
             }
             for layout in [Layout::Zigzag, Layout::Striped { stripe: 3 }] {

@@ -182,17 +182,20 @@ fn expect_disagreement(
 /// Ranks that were told of different nodes find it before any data moves, and each says which nodes it was told of.
 #[test]
 fn nodes_that_differ() {
-    let of = |ranks: usize| {
-        let options = Options::new().circulate(Circulate::Keys).ranks_per_node(ranks);
-        Job::new(&[64], [4, 2], Mesh::ring(4).unwrap(), Layout::Zigzag, options)
-    };
-    let (one, two) = (of(0), of(2));
-    let errors = on_ranks(4, FAR, |mut rank| {
-        let job = if rank.rank() == 3 { &two } else { &one };
-        job.forward(&mut rank).unwrap_err().to_string()
-    });
-    assert!(errors[3].contains("zigzag, nodes of 2 ranks") && errors[3].contains("runs something else"), "{errors:?}");
-    assert!(errors[..3].iter().all(|e| !e.contains("nodes of") && e.contains("something else")), "{errors:?}");
+    for mesh in [Mesh::ring(4).unwrap(), Mesh::ulysses(4).unwrap()] {
+        let of = |ranks: usize| {
+            let options = Options::new().circulate(Circulate::Keys).ranks_per_node(ranks);
+            Job::new(&[64], [4, 2], mesh, Layout::Zigzag, options)
+        };
+        let (one, two) = (of(0), of(2));
+        let errors = on_ranks(4, FAR, |mut rank| {
+            let job = if rank.rank() == 3 { &two } else { &one };
+            job.forward(&mut rank).unwrap_err().to_string()
+        });
+        let odd = &errors[3];
+        assert!(odd.contains("zigzag, nodes of 2 ranks") && odd.contains("runs something else"), "{errors:?}");
+        assert!(errors[..3].iter().all(|e| !e.contains("nodes of") && e.contains("something else")), "{errors:?}");
+    }
 }
 
 #[test]

@@ -4,7 +4,8 @@
 //! Any kernel that mixes tokens separately for each head (linear attention, state space models, convolutions) can run
 //! between two of these: to heads, where a rank holds every token of its ring share for some heads, and back to tokens.
 //! A kv head that several ranks hold is sent to each of them, and on the way back the copies are summed in rank order.
-//! This is the transpose of the first direction, so the same two work for values and gradients.
+//! This is the transpose of the first direction, so the same two work for values and gradients. Both have one level: over
+//! several nodes a row goes to each rank that holds its head, and each copy comes back.
 
 use alloc::{format, vec::Vec};
 
