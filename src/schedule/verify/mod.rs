@@ -53,14 +53,15 @@ mod meet;
 mod memory;
 #[cfg(test)]
 mod mutations;
+pub(crate) mod one_rank;
 mod outputs;
 mod packed;
 mod promise;
 mod races;
 mod report;
+mod slices;
 
 use flaw::flaw;
-pub(crate) use races::clocks;
 pub use report::{RankReport, Report, Traffic};
 
 /// Verifies the schedules of all ranks of one group, in rank order, for one direction.

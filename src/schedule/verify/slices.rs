@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Slices of buffers and tensors: whether each is within its buffer or tensor, and which of them share bytes.
 
-use std::{format, string::String, vec::Vec};
+use alloc::{format, string::String, vec::Vec};
+
+use super::flaw::flaw;
 
 use crate::{
     element::Dtype,
     error::{Error, Result},
-    plan::Plan,
-    schedule::{ALIGNMENT, Buf, BufferView, Purpose, Schedule, StepTensor, TensorId},
+    schedule::{ALIGNMENT, Buf, BufferView, Schedule, StepTensor, TensorForm, TensorId},
 };
 
 /// A buffer or a tensor of the caller's.
@@ -40,16 +41,11 @@ pub(super) struct ScheduleCheck<'a> {
     pub extents: Vec<Extent>,
 }
 
-pub(super) fn flaw(schedule: &Schedule, operation: usize, flaw: String) -> Error {
-    Error::Schedule { rank: schedule.rank, operation, flaw }
-}
-
 /// The caller's tensors in the order of their numbers, then the buffers.
-pub(super) fn extents(plan: &Plan, run: Purpose, s: &Schedule) -> Result<Vec<Extent>> {
+pub(super) fn extents(s: &Schedule, tensors: &[Option<TensorForm>; TensorId::COUNT]) -> Result<Vec<Extent>> {
     let mut base = s.workspace.next_multiple_of(ALIGNMENT);
     let mut extents = Vec::with_capacity(TensorId::COUNT + s.buffers.len());
-    for t in TensorId::ALL {
-        let form = run.form(plan, s.rank, t);
+    for (t, form) in TensorId::ALL.into_iter().zip(tensors) {
         let ([rows, heads, dim], dtype) = form.map_or(([0; 3], Dtype::F32), |f| (f.shape, f.dtype));
         let (name, writable) = (form.map_or(t.name(), |f| f.name), form.map(|f| f.written));
         let (rows, heads, dim) = (rows as u64, heads as u32, dim as u32);
@@ -72,7 +68,7 @@ pub(super) fn extents(plan: &Plan, run: Purpose, s: &Schedule) -> Result<Vec<Ext
                 "buffer {} of {} rows × {} heads × {} begins at byte {} of a workspace of {}",
                 b.name, b.rows, b.heads, b.dim, b.offset, s.workspace
             );
-            return Err(flaw(s, 0, text));
+            return Err(flaw(s.rank, 0, text));
         }
         let (name, rows, heads, dim, base) = (b.name, b.rows, b.heads, b.dim, b.offset);
         extents.push(Extent { name, rows, heads, dim, cell, base, writable: Some(true) });

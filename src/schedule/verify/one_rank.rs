@@ -5,8 +5,8 @@
 //! list before the first run, and refuses the schedule unless
 //!
 //! 1. every buffer lies in the workspace, at a multiple of the alignment;
-//! 2. every slice of every operation lies inside its buffer, or inside the caller's tensor as [`bind`](super::bind) checks
-//!    it in each run; tensors that a direction does not have are not named, and those that it reads are not written;
+//! 2. every slice of every operation lies inside its buffer, or inside the caller's tensor, as long as that has the given
+//!    form; tensors that a direction does not have are not named, and those that it reads are not written;
 //! 3. messages are contiguous, not empty, and with other ranks of the group;
 //! 4. what an operation writes is apart from everything else that it touches, but for sums that begin with their own
 //!    destination and a running result that lies in o itself;
@@ -16,31 +16,35 @@
 //! row: it is for tests. This check looks at the slices of one rank only. It assumes for 5 that an attention accesses
 //! all rows of its slices. Kernels check the given ranges against their tensors in every call.
 
-use std::{format, string::String, vec, vec::Vec};
+use alloc::{format, string::String, vec, vec::Vec};
 
-mod slices;
-
+use super::{
+    flaw::flaw,
+    races::clocks,
+    slices::{ScheduleCheck, Touch, extents},
+};
 use crate::{
     call::Gradients,
     error::Result,
-    plan::Plan,
     schedule::{
-        Buf, BufferView, CirculatingSide, Lane, MessageView, Op, OpKind, Purpose, Schedule, TensorId,
+        Buf, BufferView, CirculatingSide, Lane, MessageView, Op, OpKind, Schedule, TensorForm, TensorId,
         expand::{Expansion, ROWS_PER_PEER},
-        verify::clocks,
     },
 };
-use slices::{ScheduleCheck, Touch, extents, flaw};
 
 /// Checks a schedule; see the module.
 ///
 /// # Errors
 /// [`Error::Schedule`](crate::Error::Schedule) with the operation and what is wrong with it.
-pub(super) fn check(plan: &Plan, run: Purpose, schedule: &Schedule, expansion: &mut Expansion) -> Result<()> {
-    let check = ScheduleCheck { schedule, extents: extents(plan, run, schedule)? };
+pub(crate) fn check(
+    schedule: &Schedule,
+    tensors: &[Option<TensorForm>; TensorId::COUNT],
+    expansion: &mut Expansion,
+) -> Result<()> {
+    let check = ScheduleCheck { schedule, extents: extents(schedule, tensors)? };
     let mut touched = Vec::with_capacity(schedule.ops.len());
     for op in 0..schedule.ops.len() {
-        touched.push(check.operation(op, expansion).map_err(|text| flaw(schedule, op, text))?);
+        touched.push(check.operation(op, expansion).map_err(|text| flaw(schedule.rank, op, text))?);
     }
     check.lanes(&touched)
 }
@@ -246,7 +250,7 @@ impl ScheduleCheck<'_> {
                         self.describe(x),
                         self.describe(y)
                     );
-                    return Err(flaw(s, last, text));
+                    return Err(flaw(s.rank, last, text));
                 }
             }
         }
