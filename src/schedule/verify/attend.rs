@@ -9,7 +9,7 @@ use super::{
     contributions::Atom,
     execute::Prover,
     geometry::{Geometry, RangePart},
-    listed::Met,
+    listed::{Met, check_met},
     memory::Piece,
 };
 use crate::{
@@ -96,6 +96,7 @@ impl Prover<'_> {
     pub(super) fn attend(&mut self, r: usize, op: usize, a: &AttendOp, met: &Met) -> Result<()> {
         let p = self.plan.problem();
         let (element, accumulator) = (p.dtype(), p.dtype().accumulator());
+        check_met(met, a.q.rows, a.k.rows).map_err(|text| self.err(r, op, text))?;
         self.heads(r, op, a.heads, &a.q, &a.k)?;
         self.same_shape(r, op, &a.k, &[&a.v])?;
         self.same_shape(r, op, &a.q, &[&a.o, &a.lse])?;
@@ -195,6 +196,7 @@ impl Prover<'_> {
         let p = self.plan.problem();
         let (element, accumulator) = (p.dtype(), p.dtype().accumulator());
         let (dk, dv) = (p.head_dim(), p.value_dim());
+        check_met(met, b.q.rows, b.k.rows).map_err(|text| self.err(r, op, text))?;
         self.heads(r, op, b.heads, &b.q, &b.k)?;
         self.same_shape(r, op, &b.k, &[&b.v])?;
         self.same_shape(r, op, &b.q, &[&b.d_o, &b.lse, &b.delta])?;

@@ -84,7 +84,7 @@ impl<'a> Prover<'a> {
     }
 
     /// Writes out an operation of rank `r` (an index of the group).
-    pub fn list(&mut self, r: usize, op: usize) -> Result<ListedOp> {
+    pub fn list(&mut self, r: usize, op: usize) -> ListedOp {
         self.ranks[r].list(op, &mut self.expansion)
     }
 

@@ -141,8 +141,7 @@ pub(super) fn run(prover: &mut Prover) -> Result<()> {
     }
     let mut listed = Vec::with_capacity(ranks.len());
     for r in 0..ranks.len() {
-        let of_rank = (0..prover.ranks[r].len()).map(|i| prover.list(r, i).map(messages));
-        listed.push(of_rank.collect::<Result<Vec<_>>>()?);
+        listed.push((0..prover.ranks[r].len()).map(|i| messages(prover.list(r, i))).collect::<Vec<_>>());
     }
     let partners = partners(prover.ranks[0].rank(), &listed, &prover.memories)?;
     result?;
@@ -184,7 +183,7 @@ fn run_all(prover: &mut Prover, ranks: &mut [RankProgress]) -> Result<()> {
                         }
                         ranks[r].posted = None;
                     } else {
-                        let work = prover.list(r, i)?;
+                        let work = prover.list(r, i);
                         prover.execute(r, i, &work)?;
                     }
                     ranks[r].next[l] = next_of(prover, r, l, i + 1);
@@ -204,9 +203,12 @@ fn post(
     i: usize,
     queue: &mut VecDeque<usize>,
 ) -> Result<()> {
-    let ListedOp::Exchange { messages, strict } = prover.list(r, i)? else {
+    let ListedOp::Exchange { messages, strict } = prover.list(r, i) else {
         return Err(prover.err(r, i, "is no exchange"));
     };
+    if messages.is_empty() {
+        return Err(prover.err(r, i, "an exchange without messages"));
+    }
     let (me, start) = (prover.ranks[r].rank(), prover.ranks[0].rank());
     let mut own = Posted::new(i, messages, strict);
     for n in 0..own.messages.len() {

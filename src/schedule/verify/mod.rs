@@ -5,10 +5,10 @@
 //! plan's specification: which tokens each rank holds, and which pairs the mask allows. It does not use the code that
 //! made the lists. It has four parts, each of which relies on the one before:
 //!
-//! 1. *Shape* (`listed`, `memory`): views lie inside buffers, buffers inside the workspace, messages are contiguous,
+//! 1. *Shape* (`one_rank`): views lie inside buffers, buffers inside the workspace, messages are contiguous,
 //!    not empty, not to oneself, at most eight to one peer, and each send matches one receive of the same shape, in
 //!    order (found by the run of part 3, which moves only such).
-//! 2. *No race* (`races`): two operations of different lanes that are not ordered by happens-before never access the
+//! 2. *No race* (`one_rank`): two operations of different lanes that are not ordered by happens-before never access the
 //!    same bytes if one of them writes. Buffers are compared by bytes, because several share the same.
 //! 3. *No deadlock* (`meet`): one simulated run of all ranks. Progress of one rank never disables a step of another (an
 //!    exchange that may be posted stays so until it is posted, a message with both sides posted stays so until it
@@ -32,7 +32,7 @@
 
 use alloc::{format, vec::Vec};
 
-use super::{AllToAll, Direction, Form, Lane, OpKind, Purpose, Schedule, expand::Expansion};
+use super::{AllToAll, Direction, Form, OpKind, Purpose, Schedule, TensorId, expand::Expansion};
 use crate::{
     error::{Error, Result},
     plan::Plan,
@@ -57,7 +57,6 @@ pub(crate) mod one_rank;
 mod outputs;
 mod packed;
 mod promise;
-mod races;
 mod report;
 mod slices;
 
@@ -110,24 +109,28 @@ impl<'a> Proof<'a> {
     /// Adds the next rank: checks all that needs no other rank. What is `written` is checked and runs in place of what the
     /// operations list.
     fn add(&mut self, s: Schedule, written: Option<&'a [listed::ListedOp]>) -> Result<()> {
-        check_order(&s)?;
-        let own = if written.is_none() { listed::list(&s, &mut self.expansion)? } else { Vec::new() };
-        let listed = written.unwrap_or(&own);
-        self.whole_rows = self.whole_rows && listed.iter().all(|op| op.takes_whole_rows(&s, self.plan));
+        let tensors = TensorId::ALL.map(|tensor| promise::form(tensor, &s, self.plan, self.purpose));
+        let check = slices::ScheduleCheck::new(&s, &tensors)?;
+        self.expansion.reserve(&s);
+        let touched = match written {
+            Some(mut listed) => check.operations(&mut listed),
+            None => check.operations(&mut self.expansion),
+        }?;
+        check.lanes(&touched)?;
+        // Partials of q heads are results with other heads than their operands.
+        let per_q_head = s.ops.iter().any(|op| matches!(&op.kind, OpKind::Backward(b) if b.per_q_head));
+        let whole = |t| check.takes_whole_rows(t);
+        self.whole_rows = self.whole_rows && !per_q_head && touched.iter().flatten().all(whole);
         if s.aligned != self.plan.options().reproducible {
             let text = format!("kernels break tiles by position: {}, reproducible: {}", s.aligned, !s.aligned);
             return Err(flaw(s.rank, 0, text));
         }
-        let memory = self.memory(&s)?;
-        listed::check_views(&s, listed, &memory)?;
-        listed::check_tensors(&s, listed, &memory)?;
-        races::check(&s, listed, &memory)?;
-        self.memories.push(memory);
+        self.memories.push(self.memory(&s));
         self.ranks.push(packed::RankOps::new(s, written));
         Ok(())
     }
 
-    fn memory(&self, s: &Schedule) -> Result<memory::Memory> {
+    fn memory(&self, s: &Schedule) -> memory::Memory {
         let tables = promise::tables(s, self.plan, self.purpose, self.whole_rows);
         memory::Memory::new(s, tables, self.whole_rows)
     }
@@ -141,8 +144,7 @@ impl<'a> Proof<'a> {
     fn finish(mut self) -> Result<Report> {
         if !self.whole_rows && self.memories.first().is_some_and(memory::Memory::takes_whole_rows) {
             // Those added before the first that tells heads apart have a cell for a row.
-            let memories: Result<_> = self.ranks.iter().map(|ops| self.memory(ops.frame())).collect();
-            self.memories = memories?;
+            self.memories = self.ranks.iter().map(|ops| self.memory(ops.frame())).collect();
         }
         let Self { plan, purpose, ranks, memories, whole_rows, expansion } = self;
         let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows, expansion);
@@ -184,29 +186,6 @@ fn group_of<'s>(schedules: impl ExactSizeIterator<Item = &'s Schedule> + Clone, 
         }
     }
     Ok(first.direction)
-}
-
-/// That dependencies come first, name the other lane, and that exchanges are on theirs.
-fn check_order(s: &Schedule) -> Result<()> {
-    for (i, op) in s.ops.iter().enumerate() {
-        let wanted = match op.kind {
-            OpKind::Transform { .. } => None,
-            _ if op.kind.is_exchange() => Some(Lane::Communication),
-            OpKind::Pack { .. } | OpKind::Reduce { .. } => Some(Lane::Communication),
-            _ => Some(Lane::Compute),
-        };
-        if wanted.is_some_and(|w| w != op.lane) {
-            return Err(flaw(s.rank, i, format!("{} is on the {:?} lane", op.kind.name(), op.lane)));
-        }
-        let Some(after) = op.after else { continue };
-        if after as usize >= i {
-            return Err(flaw(s.rank, i, format!("waits for operation {after}, which does not come before it")));
-        }
-        if s.ops[after as usize].lane == op.lane {
-            return Err(flaw(s.rank, i, format!("waits for operation {after} of its own lane")));
-        }
-    }
-    Ok(())
 }
 
 impl Plan {

@@ -6,13 +6,10 @@
 //! and an operation is listed when it runs. All operations of a rank are listed together only while that rank's own are
 //! checked.
 
-use alloc::{vec, vec::Vec};
+use alloc::vec::Vec;
 
 use super::listed::{ListedOp, list_one};
-use crate::{
-    error::Result,
-    schedule::{Op, OpKind, Schedule, expand::Expansion},
-};
+use crate::schedule::{Op, OpKind, Schedule, expand::Expansion};
 
 /// An operation: its form, and the figures in which it differs from others of that form.
 #[derive(Clone, Copy)]
@@ -102,16 +99,17 @@ impl<'a> RankOps<'a> {
     }
 
     /// Writes out an operation.
-    pub fn list(&mut self, op: usize, expansion: &mut Expansion) -> Result<ListedOp> {
+    pub fn list(&mut self, op: usize, expansion: &mut Expansion) -> ListedOp {
         if let Some(written) = self.written {
-            return Ok(written[op].clone());
+            return written[op].clone();
         }
         let entry = self.entries[op];
         let mut one = self.form(op).clone();
         if let Some(ring_step) = ring_step(&mut one.kind) {
             *ring_step = entry.ring_step;
         }
-        self.frame.ops = vec![one];
+        self.frame.ops.clear();
+        self.frame.ops.push(one);
         list_one(&self.frame, 0, expansion)
     }
 }
