@@ -7,7 +7,7 @@ use super::{
     calls::NamedTokens,
     cell::{Cell, What},
     contributions::Atom,
-    execute::Prover,
+    execute::{Prover, TOO_MANY_CALLS},
     geometry::{Geometry, RangePart},
     listed::{Met, check_met},
     memory::Piece,
@@ -42,7 +42,8 @@ impl Prover<'_> {
                 return Err(self.err(r, op, format!("{name} token {} is in two ranges of one call", w[1].token)));
             }
         }
-        Ok(self.calls.add(r, op, met, of_q.then_some(&q), of_k.then_some(&k)))
+        let call = self.calls.add(r, op, met, of_q.then_some(&q), of_k.then_some(&k));
+        call.ok_or_else(|| self.err(r, op, TOO_MANY_CALLS))
     }
 
     /// That the heads of a call are those its map says, each read; `(first q head, q heads, first kv head, kv heads)`.

@@ -6,7 +6,8 @@
 //! Where every view of every rank takes all heads of its buffer, all heads of a row hold the same at any time, but for their
 //! number. One cell, named by the first head, then stands for the row (`whole_rows`).
 
-use alloc::{format, vec, vec::Vec};
+use alloc::{format, vec::Vec};
+use core::ops::{Deref, DerefMut};
 
 use super::{cell::Cell, column::Column, flaw::flaw};
 use crate::{
@@ -16,6 +17,48 @@ use crate::{
     schedule::{Buf, BufferView, Schedule, TensorForm, TensorId},
 };
 
+/// A column for each head, or one; none of an absent tensor. One is kept in place: the proof looks at a column of another
+/// rank in nearly every step.
+#[derive(Clone, Debug)]
+pub(super) enum Columns {
+    One(Column),
+    Each(Vec<Column>),
+}
+
+impl Columns {
+    /// So many columns of nothing.
+    fn unset(rows: u64, columns: u32) -> Self {
+        (0..columns).map(|_| Column::unset(rows)).collect()
+    }
+}
+
+impl FromIterator<Column> for Columns {
+    fn from_iter<I: IntoIterator<Item = Column>>(columns: I) -> Self {
+        let mut each: Vec<Column> = columns.into_iter().collect();
+        if each.len() == 1 { each.pop().map_or(Self::Each(each), Self::One) } else { Self::Each(each) }
+    }
+}
+
+impl Deref for Columns {
+    type Target = [Column];
+
+    fn deref(&self) -> &[Column] {
+        match self {
+            Self::One(column) => core::slice::from_ref(column),
+            Self::Each(columns) => columns,
+        }
+    }
+}
+
+impl DerefMut for Columns {
+    fn deref_mut(&mut self) -> &mut [Column] {
+        match self {
+            Self::One(column) => core::slice::from_mut(column),
+            Self::Each(columns) => columns,
+        }
+    }
+}
+
 /// A table of cells.
 #[derive(Clone, Debug)]
 pub(super) struct CellTable {
@@ -24,8 +67,7 @@ pub(super) struct CellTable {
     pub heads: u32,
     pub dim: u32,
     pub dtype: Dtype,
-    /// One for each head, or one; none of an absent tensor.
-    columns: Vec<Column>,
+    columns: Columns,
     /// First byte in the workspace.
     offset: u64,
     /// Tables that share some of its bytes.
@@ -34,7 +76,7 @@ pub(super) struct CellTable {
 
 impl CellTable {
     /// A tensor of the caller's and what it holds at first; without a form one that is absent.
-    pub fn of_user(tensor: TensorId, form: Option<TensorForm>, columns: Vec<Column>) -> Self {
+    pub fn of_user(tensor: TensorId, form: Option<TensorForm>, columns: Columns) -> Self {
         let ([rows, heads, dim], dtype) = form.map_or(([0; 3], Dtype::F32), |f| (f.shape, f.dtype));
         let (name, rows, heads, dim) = (tensor.name(), rows as u64, heads as u32, dim as u32);
         Self { name, rows, heads, dim, dtype, columns, offset: 0, aliases: Vec::new() }
@@ -90,7 +132,7 @@ impl Memory {
     /// `whole_rows`: a cell for a row.
     pub fn new(s: &Schedule, mut tables: Vec<CellTable>, whole_rows: bool) -> Self {
         tables.extend(s.buffers.iter().map(|b| CellTable {
-            columns: vec![Column::unset(b.rows); if whole_rows { b.heads.min(1) } else { b.heads } as usize],
+            columns: Columns::unset(b.rows, if whole_rows { b.heads.min(1) } else { b.heads }),
             name: b.name,
             rows: b.rows,
             heads: b.heads,
@@ -121,11 +163,6 @@ impl Memory {
 
     pub fn name(&self, buf: Buf) -> &'static str {
         self.table(buf).name
-    }
-
-    /// Whether a cell stands for all heads of a row.
-    pub fn takes_whole_rows(&self) -> bool {
-        self.whole_rows
     }
 
     fn column(&self, v: &BufferView, head: u32) -> usize {

@@ -8,7 +8,7 @@ use alloc::{vec, vec::Vec};
 use super::{
     cell::{Cell, What},
     column::Column,
-    memory::{CellTable, side_of},
+    memory::{CellTable, Columns, side_of},
 };
 use crate::{
     batch::Side,
@@ -22,7 +22,9 @@ use crate::{
 /// The caller's tensors of one rank, in the order of [`TensorId`]. `whole_rows`: with a cell for a row.
 pub(super) fn tables(s: &Schedule, plan: &Plan, purpose: Purpose, whole_rows: bool) -> Vec<CellTable> {
     let table = |tensor: TensorId| {
-        let Some(form) = form(tensor, s, plan, purpose) else { return CellTable::of_user(tensor, None, Vec::new()) };
+        let Some(form) = form(tensor, s, plan, purpose) else {
+            return CellTable::of_user(tensor, None, [].into_iter().collect());
+        };
         let [rows, heads, _] = form.shape;
         let (tokens, first) = match purpose {
             _ if form.written => (Vec::new(), 0),
@@ -36,7 +38,7 @@ pub(super) fn tables(s: &Schedule, plan: &Plan, purpose: Purpose, whole_rows: bo
         };
         let heads = first..first + if whole_rows { 1 } else { heads as u32 };
         let columns = match form.written {
-            true => vec![Column::unset(rows as u64); heads.len()],
+            true => heads.map(|_| Column::unset(rows as u64)).collect(),
             false => given(tensor, &tokens, heads),
         };
         CellTable::of_user(tensor, Some(form), columns)
@@ -100,7 +102,7 @@ fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToA
 }
 
 /// The rows of these tokens as the caller gives them, a column for each head.
-fn given(tensor: TensorId, tokens: &[usize], heads: core::ops::Range<u32>) -> Vec<Column> {
+fn given(tensor: TensorId, tokens: &[usize], heads: core::ops::Range<u32>) -> Columns {
     let cells = |h| tokens.iter().map(move |&token| Cell::new(What::Input(tensor), token as u32, h, 0));
     heads.map(|h| Column::of(cells(h))).collect()
 }

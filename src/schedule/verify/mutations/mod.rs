@@ -5,7 +5,7 @@
 use alloc::{format, string::String, vec, vec::Vec};
 
 use super::{
-    Proof, list_and_prove,
+    Proof, check_rank, list_and_prove,
     listed::{ListedOp, list_one},
     promise,
     slices::ScheduleCheck,
@@ -43,9 +43,10 @@ fn list(s: &Schedule) -> Vec<ListedOp> {
 
 /// A subject's ranks with what was written out.
 fn proof<'a>(s: &'a Subject, listed: &'a [Vec<ListedOp>]) -> Result<Proof<'a>> {
-    let mut proof = Proof::new(&s.plan, s.purpose);
-    s.schedules.iter().zip(listed).try_for_each(|(x, written)| proof.add(x.clone(), Some(written)))?;
-    Ok(proof)
+    let (plan, purpose, e) = (&s.plan, s.purpose, &mut Expansion::default());
+    let ranks =
+        s.schedules.iter().zip(listed).map(|(x, written)| check_rank(x.clone(), Some(written), plan, purpose, e));
+    Ok(Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()? })
 }
 
 fn subjects() -> Vec<Subject> {
@@ -236,7 +237,7 @@ fn right_schedules_are_proved() {
 /// Both ways to keep cells are under test: one for a row, and one for each head.
 #[test]
 fn some_subjects_take_whole_rows_and_some_do_not() {
-    let whole = |s: &Subject| proof(s, &s.listed).unwrap().whole_rows;
+    let whole = |s: &Subject| proof(s, &s.listed).unwrap().takes_whole_rows();
     let of = |name: &str| subjects().iter().find(|s| s.name == name).map(whole);
     assert_eq!(of("ring, Forward"), Some(true));
     assert_eq!(of("ring, Backward"), Some(true));
