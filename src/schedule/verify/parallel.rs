@@ -29,7 +29,7 @@ pub(super) fn each<T: Send>(ranks: usize, work: impl Fn(usize, &mut Expansion) -
     let mut done = std::thread::scope(|scope| {
         let threads = processors().min(ranks / RANKS_OF_A_THREAD);
         // Where a thread cannot be started, others do its part.
-        let start = |_| std::thread::Builder::new().spawn_scoped(scope, &take).ok();
+        let start = |_| std::thread::Builder::new().spawn_scoped(scope, take).ok();
         let helpers: Vec<_> = (1..threads).filter_map(start).collect();
         let mut done = take();
         helpers.into_iter().for_each(|helper| done.extend(joined(helper)));

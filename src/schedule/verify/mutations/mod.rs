@@ -129,7 +129,7 @@ fn subjects() -> Vec<Subject> {
         for direction in [Direction::Forward, Direction::Backward] {
             let schedules: Vec<Schedule> =
                 (0..mesh.group()).map(|r| Schedule::new(&plan, r, direction).unwrap()).collect();
-            let listed = schedules.iter().map(|s| list(s)).collect();
+            let listed = schedules.iter().map(list).collect();
             subjects.push(Subject {
                 name: format!("{name}, {direction:?}"),
                 plan: plan.clone(),
@@ -159,7 +159,7 @@ fn all_to_alls() -> Vec<Subject> {
                 let all_to_all = AllToAll { way, side, dim: 5, dtype };
                 let schedules: Vec<Schedule> =
                     (0..mesh.group()).map(|r| Schedule::all_to_all(&plan, r, all_to_all).unwrap()).collect();
-                let listed = schedules.iter().map(|s| list(s)).collect();
+                let listed = schedules.iter().map(list).collect();
                 subjects.push(Subject {
                     name: format!("{all_to_all:?} over {mesh:?}"),
                     plan: plan.clone(),
