@@ -3,13 +3,12 @@
 
 use std::{format, vec::Vec};
 
-use super::run::TensorForm;
 use crate::{
     call::RawTensor,
     element::Dtype,
     error::{Error, Result},
     plan::Plan,
-    schedule::{ALIGNMENT, Buf, OWN_HEADS, OpKind, Purpose, Schedule, TensorId},
+    schedule::{ALIGNMENT, Buf, OWN_HEADS, OpKind, Purpose, Schedule, TensorForm, TensorId},
     tensor::{disjoint, expect_dims},
 };
 
@@ -115,7 +114,7 @@ pub(super) fn apart_from(
 /// What a schedule expects of the caller's tensors.
 pub(super) struct ExpectedTensors {
     run: Purpose,
-    forms: [Option<TensorForm>; TensorId::COUNT],
+    pub forms: [Option<TensorForm>; TensorId::COUNT],
     /// Tensors that are sent in place.
     sent: Vec<TensorId>,
 }

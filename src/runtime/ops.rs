@@ -101,10 +101,10 @@ pub(super) struct BufferAddresses {
     pub workspace: *mut u8,
 }
 
-// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `schedule_check` checks of
+// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `verify::one_rank` checks of
 // every schedule that is prepared.
 unsafe impl Send for BufferAddresses {}
-// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `schedule_check` checks
+// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `verify::one_rank` checks
 // of every schedule that is prepared.
 unsafe impl Sync for BufferAddresses {}
 
@@ -143,7 +143,7 @@ pub(super) unsafe fn perform(
         OpKind::Delta { delta } => {
             let args = Delta { o: user(TensorId::O), d_o: user(TensorId::DO), delta: at(*delta) };
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `schedule_check`.
+            // this schedule by `verify::one_rank`.
             unsafe { backend.delta(&args) }?;
         }
         OpKind::SinkGradient { delta, partial } => {
@@ -154,12 +154,12 @@ pub(super) unsafe fn perform(
                 dsinks: at(*partial),
             };
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `schedule_check`.
+            // this schedule by `verify::one_rank`.
             unsafe { backend.sink_gradient(&args) }?;
         }
         OpKind::SinkTotal { digits } => {
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `schedule_check`.
+            // this schedule by `verify::one_rank`.
             unsafe { backend.sink_total(&at(*digits), &user(TensorId::Dsinks)) }?;
         }
         OpKind::Transform { .. } | OpKind::Pack { .. } | OpKind::Reduce { .. } => {
@@ -174,7 +174,7 @@ pub(super) unsafe fn perform(
                     blocks.push(Block { dst: at(b.dst), sources_begin: begin, sources_end });
                 }
                 // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-                // this schedule by `schedule_check`.
+                // this schedule by `verify::one_rank`.
                 unsafe { backend.transform(&Transform { blocks, sources }) }
             })?;
         }
@@ -209,14 +209,14 @@ pub(super) unsafe fn perform(
             schedule.ring_steps(CirculatingSide::Keys).ranges(a.ring_step as usize, &mut listing.expansion.scratch);
             let args = attend(plan, schedule, a, &at, &user, backend.alibi_slopes(plan), listing);
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `schedule_check`.
+            // this schedule by `verify::one_rank`.
             unsafe { backend.attend(&args) }?;
         }
         OpKind::Backward(b) => {
             schedule.ring_steps(b.ring_steps).ranges(b.ring_step as usize, &mut listing.expansion.scratch);
             let args = backward(plan, schedule, b, &at, backend.alibi_slopes(plan), listing);
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `schedule_check`.
+            // this schedule by `verify::one_rank`.
             unsafe { backend.attend_backward(&args) }?;
         }
     }

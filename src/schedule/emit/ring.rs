@@ -41,6 +41,19 @@ pub(super) struct Ring {
     node_sums: [Option<usize>; 2],
     /// The last fetch of rows into a node slot.
     crossed: Option<usize>,
+    /// The call that begins the sums asked for last, of the first so many calls.
+    begun: Option<(BufferView, usize, Option<usize>)>,
+}
+
+impl Ring {
+    /// The last call that begins these sums. Each call is looked at once for as long as the sums are the same.
+    fn begun(&mut self, sums: BufferView) -> Option<usize> {
+        let (_, looked_at, known) = self.begun.filter(|begun| begun.0 == sums).unwrap_or((sums, 0, None));
+        let calls = &self.lanes.compute;
+        let found = calls[looked_at..].iter().rposition(|i| writes(&i.kind, sums)).map(|i| looked_at + i);
+        self.begun = Some((sums, calls.len(), found.or(known)));
+        found.or(known)
+    }
 }
 
 /// Two slots used in turn, and the item that used each last.
@@ -343,7 +356,7 @@ impl Builder<'_> {
         let sent = ring.lanes.communication.len() - 1;
         if v.rows_out > 0 {
             // The sums begin with the own share's call, or that of the node slot, the round's first that writes them.
-            let begun = begun.or_else(|| ring.lanes.compute.iter().rposition(|i| writes(&i.kind, sums[0])));
+            let begun = begun.or_else(|| ring.begun(sums[0]));
             let kind = OpKind::Reduce { ring_step, ring_steps, tensors: pairs(sums) };
             ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [begun, None] }));
         }

@@ -50,12 +50,12 @@ impl AttendCalls {
         &self.list[call as usize]
     }
 
-    /// Adds a call that names no tokens.
-    pub fn add_plain(&mut self, rank: usize, op: usize) -> u32 {
+    /// Adds a call that names no tokens. None if there are too many calls or ranges to number.
+    pub fn add_plain(&mut self, rank: usize, op: usize) -> Option<u32> {
         self.add(rank, op, &Met::default(), None, None)
     }
 
-    /// Adds a call with its tokens of q's side, of k's side, or of both.
+    /// Adds a call with its tokens of q's side, of k's side, or of both. None as [`AttendCalls::add_plain`].
     pub fn add(
         &mut self,
         rank: usize,
@@ -63,7 +63,10 @@ impl AttendCalls {
         met: &Met,
         q: Option<&[NamedTokens]>,
         k: Option<&[NamedTokens]>,
-    ) -> u32 {
+    ) -> Option<u32> {
+        // Both sides' ranges and the call itself have numbers below this.
+        u32::try_from(self.ranges.len() + met.k.len() + met.q.len()).ok()?;
+        let number = u32::try_from(self.list.len()).ok()?;
         let begin = self.tokens.len();
         if let Some(q) = q {
             let base = self.ranges.len() as u32;
@@ -99,7 +102,7 @@ impl AttendCalls {
         }
         let tokens = [begin, middle, self.tokens.len()];
         self.list.push(AttendCall { rank: rank as u32, op: op as u32, tokens });
-        self.list.len() as u32 - 1
+        Some(number)
     }
 
     fn name(&mut self, named: &[NamedTokens], at: &[(usize, u32)]) {

@@ -21,6 +21,9 @@ use crate::{
     schedule::{Buf, BufferView, Form, OpKind, SINK_DIGITS, TensorId, expand::Expansion},
 };
 
+/// What is wrong where calls or their ranges cannot be numbered.
+pub(super) const TOO_MANY_CALLS: &str = "is one of too many calls: a proof numbers calls and ranges in 32 bits";
+
 /// All ranks while they run.
 pub(super) struct Prover<'a> {
     pub plan: &'a Plan,
@@ -44,13 +47,7 @@ pub(super) struct Prover<'a> {
 }
 
 impl<'a> Prover<'a> {
-    pub fn new(
-        plan: &'a Plan,
-        ranks: Vec<RankOps<'a>>,
-        memories: Vec<Memory>,
-        whole_rows: bool,
-        expansion: Expansion,
-    ) -> Self {
+    pub fn new(plan: &'a Plan, ranks: Vec<RankOps<'a>>, memories: Vec<Memory>, whole_rows: bool) -> Self {
         let report = |ops: &RankOps| RankReport {
             rank: ops.rank(),
             operations: ops.len(),
@@ -69,7 +66,7 @@ impl<'a> Prover<'a> {
             met_for_queries: 0,
             met_for_keys: 0,
             pieces: Vec::new(),
-            expansion,
+            expansion: Expansion::default(),
             traffic,
             borders: NodeBorders::new(plan),
         }
@@ -84,7 +81,7 @@ impl<'a> Prover<'a> {
     }
 
     /// Writes out an operation of rank `r` (an index of the group).
-    pub fn list(&mut self, r: usize, op: usize) -> Result<ListedOp> {
+    pub fn list(&mut self, r: usize, op: usize) -> ListedOp {
         self.ranks[r].list(op, &mut self.expansion)
     }
 
@@ -165,7 +162,7 @@ impl<'a> Prover<'a> {
             }
             self.memories[r].read(delta, 0, delta.rows, h, |_| true);
         }
-        let call = self.calls.add_plain(r, op);
+        let call = self.calls.add_plain(r, op).ok_or_else(|| self.err(r, op, TOO_MANY_CALLS))?;
         let piece = |head| {
             let list = self.lists.one(Atom { call, head, heads: 1 });
             Piece { head, row: 0, cell: Cell::new(What::Sum(TensorId::Dsinks), 0, head, list) }
