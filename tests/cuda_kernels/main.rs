@@ -14,6 +14,7 @@ mod family;
 mod hopper;
 mod hopper_backward;
 mod hopper_walks;
+mod narrow;
 mod repeated;
 mod run;
 mod sections;

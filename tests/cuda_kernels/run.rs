@@ -196,7 +196,7 @@ fn compare(case: &Case, what: &str, found: &[f64], expected: &[f64], bound: f64)
 }
 
 /// What the device gave: o, and dq, dk and dv of one call and of two.
-#[derive(Default, PartialEq)]
+#[derive(Debug, Default, PartialEq)]
 pub struct Found {
     o: Vec<f64>,
     all: [Vec<f64>; 3],

@@ -323,7 +323,8 @@ impl Cuda {
 
     /// The shape's fused backward, where the device has the shared memory for it.
     fn fused(&self, shape: &Shape) -> Option<shapes::Fused> {
-        Some(shape.fused).filter(|f| f.launch.shared + f.control <= self.shared_limit)
+        let fits = |f: &shapes::Fused| f.launch.shared + f.control <= self.shared_limit;
+        Some(shape.fused).filter(fits).or(shape.narrow_fused.filter(fits))
     }
 
     /// Blocks of a launch over `items` tiles, of which a multiprocessor holds `each`: one for each tile, or, if `resident`
