@@ -10,12 +10,11 @@
 // goes rounded from each thread of the first warpgroup to the same thread of the second, by 64 bytes of shared memory: each score is made
 // once, and by one warpgroup. Beside dk or dv (128 registers) a thread has 32 for s^T or dp^T, then 16 for p or ds, then 64 for dq.
 //
-// Of shared memory, the products of a step read as much as they take time of the tensor cores; with copies, p and ds it takes 2,624
-// cycles beside 2,560. A tile of 64 keys by 80 q rows, whose columns of dk and dv are halved, would take 4,128 beside 3,200: p and ds
-// are then left matrices in shared memory.
+// A step takes 2,624 cycles of shared memory (products, copies, p and ds) beside 2,560 of the tensor cores. A tile of 64 keys by 80 q
+// rows, whose columns of dk and dv are halved, would take 4,128 beside 3,200: p and ds are then left matrices in shared memory.
 //
-// Two meetings a step. Behind the first, p is there (the first warpgroup does not wait). Behind the second, ds is there, and p has been read; all
-// have then made dq of the step before, so that the buffer of ds of the next one is free. Softcap's slopes wait in it with p.
+// Two meetings a step. Behind the first, p is there; the first warpgroup does not wait. Behind the second, ds is there, and p has been
+// read; all have then made dq of the step before, so that the buffer of ds of the next one is free. Softcap's slopes wait in it with p.
 #pragma once
 #include "hopper_backward_steps.cuh"
 
