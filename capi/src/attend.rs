@@ -151,9 +151,7 @@ pub unsafe extern "C" fn cpattn_attend(scratch: *mut cpattn_scratch, args: *cons
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_attend_metadata(
-    scratch: *mut cpattn_scratch,
-    args: *const cpattn_attend_args,
-    bytes: *mut u64,
+    scratch: *mut cpattn_scratch, args: *const cpattn_attend_args, bytes: *mut u64,
 ) -> i32 {
     boundary!({
         let (scratch, a, bytes) = given!(handle::borrow(scratch), sized("args", args), result("bytes", bytes));
@@ -164,8 +162,7 @@ pub unsafe extern "C" fn cpattn_attend_metadata(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_attend_backward(
-    scratch: *mut cpattn_scratch,
-    args: *const cpattn_attend_backward_args,
+    scratch: *mut cpattn_scratch, args: *const cpattn_attend_backward_args,
 ) -> i32 {
     boundary!({
         let (scratch, a) = given!(handle::borrow(scratch), sized("args", args));
@@ -176,9 +173,7 @@ pub unsafe extern "C" fn cpattn_attend_backward(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_attend_backward_metadata(
-    scratch: *mut cpattn_scratch,
-    args: *const cpattn_attend_backward_args,
-    bytes: *mut u64,
+    scratch: *mut cpattn_scratch, args: *const cpattn_attend_backward_args, bytes: *mut u64,
 ) -> i32 {
     boundary!({
         let (scratch, a, bytes) = given!(handle::borrow(scratch), sized("args", args), result("bytes", bytes));

@@ -59,10 +59,7 @@ unsafe fn kernels<'a>(scratch: *mut cpattn_scratch) -> Outcome<Where<'a>> {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_delta(
-    scratch: *mut cpattn_scratch,
-    o: *const cpattn_tensor,
-    d_o: *const cpattn_tensor,
-    delta: *const cpattn_tensor,
+    scratch: *mut cpattn_scratch, o: *const cpattn_tensor, d_o: *const cpattn_tensor, delta: *const cpattn_tensor,
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
@@ -78,13 +75,8 @@ pub unsafe extern "C" fn cpattn_delta(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_finish(
-    scratch: *mut cpattn_scratch,
-    o: *const cpattn_tensor,
-    lse: *const cpattn_tensor,
-    sinks: *const cpattn_tensor,
-    rows: *const cpattn_range,
-    row_count: usize,
-    stream: *mut c_void,
+    scratch: *mut cpattn_scratch, o: *const cpattn_tensor, lse: *const cpattn_tensor, sinks: *const cpattn_tensor,
+    rows: *const cpattn_range, row_count: usize, stream: *mut c_void,
 ) -> i32 {
     boundary!({
         let mut at = given!(kernels(scratch));
@@ -100,12 +92,8 @@ pub unsafe extern "C" fn cpattn_finish(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_sink_gradient(
-    scratch: *mut cpattn_scratch,
-    lse: *const cpattn_tensor,
-    delta: *const cpattn_tensor,
-    sinks: *const cpattn_tensor,
-    dsinks: *const cpattn_tensor,
-    stream: *mut c_void,
+    scratch: *mut cpattn_scratch, lse: *const cpattn_tensor, delta: *const cpattn_tensor, sinks: *const cpattn_tensor,
+    dsinks: *const cpattn_tensor, stream: *mut c_void,
 ) -> i32 {
     boundary!({
         let mut at = given!(kernels(scratch));
@@ -122,12 +110,8 @@ pub unsafe extern "C" fn cpattn_sink_gradient(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_merge(
-    scratch: *mut cpattn_scratch,
-    o: *const cpattn_tensor,
-    lse: *const cpattn_tensor,
-    other_o: *const cpattn_tensor,
-    other_lse: *const cpattn_tensor,
-    stream: *mut c_void,
+    scratch: *mut cpattn_scratch, o: *const cpattn_tensor, lse: *const cpattn_tensor, other_o: *const cpattn_tensor,
+    other_lse: *const cpattn_tensor, stream: *mut c_void,
 ) -> i32 {
     boundary!({
         let mut at = given!(kernels(scratch));
@@ -147,10 +131,7 @@ pub unsafe extern "C" fn cpattn_merge(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_transform(
-    scratch: *mut cpattn_scratch,
-    dst: *const cpattn_tensor,
-    sources: *const *const cpattn_tensor,
-    source_count: usize,
+    scratch: *mut cpattn_scratch, dst: *const cpattn_tensor, sources: *const *const cpattn_tensor, source_count: usize,
     stream: *mut c_void,
 ) -> i32 {
     boundary!({

@@ -127,10 +127,7 @@ pub(super) fn device_of(name: &str, device_type: i32, device_id: i32) -> Result<
 /// # Safety
 /// `t` is null or misaligned, or a DLTensor whose shape and strides have `ndim` entries.
 pub(super) unsafe fn parts(
-    name: &'static str,
-    t: *const cpattn_tensor,
-    ndims: core::ops::RangeInclusive<i32>,
-    at: Device,
+    name: &'static str, t: *const cpattn_tensor, ndims: core::ops::RangeInclusive<i32>, at: Device,
 ) -> Result<TensorFields> {
     if t.is_null() || !t.is_aligned() {
         let found = if t.is_null() { "NULL" } else { "misaligned" };
@@ -274,9 +271,7 @@ impl Given {
 /// # Safety
 /// As [`parts`], for each.
 pub(super) unsafe fn disjoint_tensors<const N: usize>(
-    at: Device,
-    list: [Given; N],
-    shared: &str,
+    at: Device, list: [Given; N], shared: &str,
 ) -> Result<[RawTensor; N]> {
     let (mut out, mut named) = ([RawTensor::NONE; N], [("", RawTensor::NONE, false); N]);
     // SAFETY: each tensor of the list is a DLTensor or refused by `parts` (the contract of this function).
@@ -296,10 +291,7 @@ unsafe fn read_all(at: Device, list: &[Given], out: &mut [RawTensor]) -> Result<
 }
 
 fn apart(
-    list: &[Given],
-    tensors: &[RawTensor],
-    shared: &str,
-    named: &mut [(&'static str, RawTensor, bool)],
+    list: &[Given], tensors: &[RawTensor], shared: &str, named: &mut [(&'static str, RawTensor, bool)],
 ) -> Result<()> {
     for (i, (to, given)) in named.iter_mut().zip(list).enumerate() {
         let twin =

@@ -143,9 +143,7 @@ pub(super) unsafe fn text<'a>(name: &'static str, ptr: *const c_char) -> Result<
 /// # Safety
 /// As [`array`], for writes, by nothing else.
 pub(super) unsafe fn array_mut<'a, T: Copy>(
-    name: &'static str,
-    ptr: *mut T,
-    count: usize,
+    name: &'static str, ptr: *mut T, count: usize,
 ) -> Result<&'a mut [MaybeUninit<T>]> {
     if count == 0 {
         return Ok(&mut []);

@@ -30,13 +30,7 @@ pub unsafe extern "C" fn cpattn_nccl_unique_id(unique_id: *mut u8) -> i32 {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_nccl_group(
-    unique_id: *const u8,
-    comm: *mut c_void,
-    may_abort: i32,
-    rank: u32,
-    world: u32,
-    device_id: i32,
-    deadline_ms: u64,
+    unique_id: *const u8, comm: *mut c_void, may_abort: i32, rank: u32, world: u32, device_id: i32, deadline_ms: u64,
     transport: *mut *mut cpattn_transport,
 ) -> i32 {
     boundary!({

@@ -57,11 +57,7 @@ fn event(at: usize, e: &cpattn_event) -> Result<Event> {
 /// # Safety
 /// The header's promise about arrays and results.
 unsafe fn drawn(
-    events: *const cpattn_event,
-    count: usize,
-    to: *mut c_char,
-    capacity: usize,
-    needed: *mut usize,
+    events: *const cpattn_event, count: usize, to: *mut c_char, capacity: usize, needed: *mut usize,
     draw: fn(&[Event]) -> String,
 ) -> Outcome {
     let (events, to) = given!(array("events", events, count), array_mut("text", to.cast::<u8>(), capacity));
@@ -73,22 +69,14 @@ unsafe fn drawn(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_timeline_svg(
-    events: *const cpattn_event,
-    count: usize,
-    text: *mut c_char,
-    capacity: usize,
-    needed: *mut usize,
+    events: *const cpattn_event, count: usize, text: *mut c_char, capacity: usize, needed: *mut usize,
 ) -> i32 {
     boundary!({ given!(drawn(events, count, text, capacity, needed, timeline::timeline_svg)) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_chrome_trace(
-    events: *const cpattn_event,
-    count: usize,
-    text: *mut c_char,
-    capacity: usize,
-    needed: *mut usize,
+    events: *const cpattn_event, count: usize, text: *mut c_char, capacity: usize, needed: *mut usize,
 ) -> i32 {
     boundary!({ given!(drawn(events, count, text, capacity, needed, trace::chrome_trace)) })
 }

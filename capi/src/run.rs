@@ -74,11 +74,7 @@ const TENSORS: [(TensorId, &str, Axes); 11] = [
 /// # Safety
 /// The header's promise about handles and tensors; streams are the driver's.
 unsafe fn run(
-    rank: &RankState,
-    plan: &Plan,
-    direction: Direction,
-    tensors: &[*const cpattn_tensor],
-    stream: *mut c_void,
+    rank: &RankState, plan: &Plan, direction: Direction, tensors: &[*const cpattn_tensor], stream: *mut c_void,
 ) -> Outcome {
     runs(plan)?;
     let mut bindings = Bindings::default();
@@ -95,9 +91,7 @@ unsafe fn run(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_forward(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    args: *const cpattn_forward_args,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const cpattn_forward_args,
 ) -> i32 {
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
@@ -107,9 +101,7 @@ pub unsafe extern "C" fn cpattn_forward(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_backward(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    args: *const cpattn_backward_args,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const cpattn_backward_args,
 ) -> i32 {
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
@@ -127,11 +119,7 @@ pub unsafe extern "C" fn cpattn_backward(
 /// # Safety
 /// The header's promises about handles and tensors.
 unsafe fn all_to_all(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    side: i32,
-    way: AllToAllDirection,
-    [tokens, held]: [Given; 2],
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, side: i32, way: AllToAllDirection, [tokens, held]: [Given; 2],
     stream: *mut c_void,
 ) -> Outcome {
     let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
@@ -146,11 +134,7 @@ unsafe fn all_to_all(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_to_heads(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    side: i32,
-    from: *const cpattn_tensor,
-    to: *const cpattn_tensor,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, side: i32, from: *const cpattn_tensor, to: *const cpattn_tensor,
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
@@ -161,11 +145,7 @@ pub unsafe extern "C" fn cpattn_rank_to_heads(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_to_tokens(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    side: i32,
-    from: *const cpattn_tensor,
-    to: *const cpattn_tensor,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, side: i32, from: *const cpattn_tensor, to: *const cpattn_tensor,
     stream: *mut c_void,
 ) -> i32 {
     boundary!({

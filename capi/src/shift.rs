@@ -73,11 +73,7 @@ fn kind(p: &TensorFields, rows: &Rows) -> u64 {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_shift(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    by: i64,
-    fill: *const c_void,
-    rows: *const cpattn_tensor,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, by: i64, fill: *const c_void, rows: *const cpattn_tensor,
     out: *const cpattn_tensor,
 ) -> i32 {
     boundary!({
