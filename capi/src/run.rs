@@ -4,7 +4,7 @@
 use core::ffi::c_void;
 
 use super::{
-    dlpack::{Axes, Given, cpattn_tensor, one, read, written},
+    dlpack::{self, Axes, Given, cpattn_tensor, one, tensor},
     handle::{self, Exclusive as _},
     input::sized,
     plan::{cpattn_plan, runs, side},
@@ -80,8 +80,10 @@ unsafe fn run(
     let mut bindings = Bindings::default();
     for (&(id, name, form), &tensor) in TENSORS.iter().zip(tensors) {
         // Only sinks and their gradient have one value for each head, and only they may be left out.
-        let optional = matches!(form, Axes::PerHead);
-        let given = Given { name, tensor, form, optional, written: false };
+        let mut given = dlpack::tensor(name, tensor, form);
+        if matches!(form, Axes::PerHead) {
+            given = given.optional();
+        }
         bindings.set(id, given!(one(rank.device, &given)));
     }
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
@@ -138,7 +140,7 @@ pub unsafe extern "C" fn cpattn_rank_to_heads(
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
-        let tensors = [read("from", from, Axes::Rows), written("to", to, Axes::Rows)];
+        let tensors = [tensor("from", from, Axes::Rows), tensor("to", to, Axes::Rows)];
         given!(all_to_all(rank, plan, side, AllToAllDirection::ToHeads, tensors, stream));
     })
 }
@@ -149,7 +151,7 @@ pub unsafe extern "C" fn cpattn_rank_to_tokens(
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
-        let tensors = [written("to", to, Axes::Rows), read("from", from, Axes::Rows)];
+        let tensors = [tensor("to", to, Axes::Rows), tensor("from", from, Axes::Rows)];
         given!(all_to_all(rank, plan, side, AllToAllDirection::ToTokens, tensors, stream));
     })
 }

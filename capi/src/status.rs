@@ -113,12 +113,21 @@ macro_rules! boundary {
 }
 
 /// Reads arguments of an exported function, each by an unsafe function: `given!(handle::borrow(plan), sized("args", args))`
-/// gives both results as a tuple. The first refusal ends the body of [`boundary!`].
+/// gives both results as a tuple. The first refusal ends the body of [`boundary!`]. Their own arguments are evaluated outside
+/// of the unsafe block.
 macro_rules! given {
-    ($($($read:ident)::+($($argument:expr),* $(,)?)),+ $(,)?) => {
+    (@call $($read:ident)::+, ($argument:expr $(, $rest:expr)*) $($value:ident)*) => {
+        match $argument {
+            value => given!(@call $($read)::+, ($($rest),*) $($value)* value),
+        }
+    };
+    (@call $($read:ident)::+, () $($value:ident)*) => {
         // SAFETY: the header promises what these functions need: handles are NULL or live, structs are as long as their first
         // word says, arrays as long as their counts; results and tensors are memory of the caller's, streams are the driver's.
-        unsafe { ($($($read)::+($($argument),*)?),+) }
+        unsafe { $($read)::+($($value),*) }
+    };
+    ($($($read:ident)::+($($argument:expr),* $(,)?)),+ $(,)?) => {
+        ($(given!(@call $($read)::+, ($($argument),*))?),+)
     };
 }
 
