@@ -14,12 +14,7 @@
 //! - [`RawStream`]: the stream of a call on a device;
 //! - [`Delta`], [`Finish`]: the row sums before the backward, and rows that no range covers.
 
-use alloc::format;
-
-use crate::{
-    element::Dtype,
-    error::{Error, Result},
-};
+use crate::element::Dtype;
 
 mod range;
 
@@ -120,17 +115,6 @@ impl Score {
     #[inline]
     pub const fn allows(&self, q_pos: i64, k_pos: i64) -> bool {
         q_pos - k_pos <= self.window_left && k_pos - q_pos <= self.window_right
-    }
-
-    /// Refuses windows that no [`Mask`](crate::Mask) has. What plans refuse, single kernel calls refuse too.
-    pub(crate) fn check_windows(&self) -> Result<()> {
-        for (name, limit) in [("window_left", self.window_left), ("window_right", self.window_right)] {
-            if limit != i64::MAX && !(0..=i64::from(u32::MAX)).contains(&limit) {
-                let expected = format!("0 to {}, or i64::MAX for no limit", u32::MAX);
-                return Err(Error::invalid(name, limit, expected));
-            }
-        }
-        Ok(())
     }
 }
 

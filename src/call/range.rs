@@ -5,10 +5,6 @@
 //! which positions of rows, or rows at given positions, are computed: no tokens are listed. A [`QRange`] adds the k
 //! ranges that it attends to, the length of its document and how the result is stored; [`Ranges`] is the argument of one call.
 
-use alloc::format;
-
-use crate::error::{Error, Result};
-
 /// Consecutive rows of a `[tokens, heads, dim]` tensor, with the positions of its tokens.
 ///
 /// Row `row + i` holds the token at position `pos + (i / block) · period + i mod block` of document `doc`. In a plain
@@ -134,58 +130,6 @@ pub struct QRange {
     pub keys_end: u32,
     /// How the result is stored.
     pub mode: Mode,
-}
-
-impl QRange {
-    /// Those of a document, of ranges in the order of their documents.
-    pub(crate) fn of_document(q: &[Self], doc: u32) -> &[Self] {
-        let q = &q[q.partition_point(|r| r.range.doc < doc)..];
-        // Most documents have few: to search all that follow for the end would take as long as the search above.
-        &q[..q.iter().take_while(|r| r.range.doc == doc).count()]
-    }
-}
-
-impl Ranges<'_> {
-    /// Refuses lengths of a document that are shorter than a range of it, or that are not the same in all its q ranges, and
-    /// lengths in ranges that are in no order of documents, where the ranges of one would have to be searched for. Pairs were
-    /// checked to lie within their lists.
-    pub(crate) fn check_documents(&self) -> Result<()> {
-        if self.q.iter().all(|q| q.document == [0; 2]) {
-            return Ok(());
-        }
-        for (i, q) in self.q.iter().enumerate() {
-            let before = i.checked_sub(1).map(|at| (at, &self.q[at]));
-            let refused = |expected| {
-                Err(Error::invalid(format!("ranges.q[{i}].document"), format!("{:?}", q.document), expected))
-            };
-            if let Some((at, b)) = before.filter(|(_, b)| b.range.doc > q.range.doc) {
-                let expected = format!("at least {}, as in ranges.q[{at}]", b.range.doc);
-                return Err(Error::invalid(format!("ranges.q[{i}].range.doc"), q.range.doc, expected).hint(
-                    "lengths of documents need q ranges in the order of documents: sort them, or give [0, 0] in all",
-                ));
-            }
-            if let Some((at, b)) = before.filter(|(_, b)| b.range.doc == q.range.doc && b.document != q.document) {
-                return refused(format!("{:?}, as in ranges.q[{at}] of the same document", b.document));
-            }
-            if q.document == [0; 2] {
-                continue;
-            }
-            if q.range.len > q.document[0] {
-                return refused(format!(
-                    "at least {} tokens of q, the rows of its range, or [0, 0] if not given",
-                    q.range.len
-                ));
-            }
-            let keys = &self.pairs[q.keys_begin as usize..q.keys_end as usize];
-            if let Some(&k) = keys.iter().find(|&&k| self.k[k as usize].len > q.document[1]) {
-                let len = self.k[k as usize].len;
-                return refused(format!(
-                    "at least {len} tokens of k, the rows of ranges.k[{k}], or [0, 0] if not given"
-                ));
-            }
-        }
-        Ok(())
-    }
 }
 
 /// The pairs of one call, by q range. A row that the call writes may be in only one range, which is checked; rows that

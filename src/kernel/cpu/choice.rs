@@ -176,6 +176,15 @@ fn tiles_pay(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32)
     rows > 0 && q_len >= least(FILLED) && k_len >= least(LONG)
 }
 
+impl QRange {
+    /// Those of a document, of ranges in the order of their documents.
+    pub(super) fn of_document(q: &[Self], doc: u32) -> &[Self] {
+        let q = &q[q.partition_point(|r| r.range.doc < doc)..];
+        // Most documents have few: to search all that follow for the end would take as long as the search above.
+        &q[..q.iter().take_while(|r| r.range.doc == doc).count()]
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

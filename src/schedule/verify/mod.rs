@@ -60,6 +60,7 @@ mod races;
 mod report;
 
 use flaw::flaw;
+#[cfg(feature = "std")]
 pub(crate) use races::clocks;
 pub use report::{RankReport, Report, Traffic};
 

@@ -16,7 +16,7 @@ use crate::kernel::cpu::vector::simd::Real;
 const LANES: usize = 16;
 
 pub(crate) fn check_delta(d: &Delta) -> Result<()> {
-    check::same_shape(|| "d_o [tokens, heads, dim]".into(), &d.d_o, &d.o)?;
+    check::same_shape(|| "d_o".into(), &d.d_o, &d.o)?;
     check::tensor("d_o", &d.d_o, d.o.heads, d.o.dim, d.o.dtype)?;
     check::tensor("delta", &d.delta, d.o.heads, 1, d.o.dtype.accumulator())?;
     if d.delta.tokens != d.o.tokens {

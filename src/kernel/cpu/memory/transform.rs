@@ -33,7 +33,7 @@ pub(crate) fn check_transform(t: &Transform) -> Result<()> {
             ));
         };
         for (j, s) in sources.iter().enumerate() {
-            check::same_shape(|| format!("blocks[{i}].sources[{j}] [tokens, heads, dim]"), s, &b.dst)?;
+            check::same_shape(|| format!("blocks[{i}].sources[{j}]"), s, &b.dst)?;
         }
         b.check_in_place(i, sources)?;
     }
