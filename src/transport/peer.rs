@@ -233,8 +233,7 @@ impl Transport for Peer {
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        self.local.check("sends", sends)?;
-        self.local.check("recvs", recvs)?;
+        self.local.check(sends, recvs)?;
         let _entered = self.cuda.context().enter()?;
         let own = self.own();
         own.ready.record(own.stream.handle())?;

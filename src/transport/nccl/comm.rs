@@ -12,7 +12,7 @@ use super::sys::{self, Api, IN_PROGRESS, RawId, SUCCESS};
 use crate::device::driver::Entered;
 use crate::error::{Cause, Error, Result};
 use crate::kernel::cuda::Cuda;
-use crate::transport::Label;
+use crate::transport::{Label, rules};
 use std::{
     format,
     ptr::null_mut,
@@ -370,8 +370,5 @@ pub(super) fn check_numbers(rank: usize, world: usize, deadline: Duration) -> Re
     if rank >= world {
         return Err(Error::invalid("rank", rank, format!("below the world of {world}")));
     }
-    if deadline.is_zero() {
-        return Err(Error::invalid("deadline", "0", "more than 0"));
-    }
-    Ok(())
+    rules::check_deadline(deadline)
 }

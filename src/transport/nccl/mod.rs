@@ -46,7 +46,7 @@ mod comm;
 mod sys;
 mod watch;
 
-use super::{DeviceTransport, Label, Message, Transport, lists};
+use super::{DeviceTransport, Label, Message, Transport, rules};
 use crate::{
     call::RawStream,
     device::{
@@ -326,28 +326,18 @@ impl Transport for Nccl {
 
     fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
         let rank = self.rank;
-        if !group.contains(&rank) || group.end > self.world {
-            return Err(Error::invalid(
-                "group",
-                format!("{group:?}"),
-                format!("a range within 0..{} that contains rank {rank}", self.world),
-            ));
-        }
+        rules::check_group(rank, self.world, &group)?;
         self.watch.verdict()?;
         if group.len() == 1 {
             return Ok(());
         }
         let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
         self.gather(&mut numbers, group.clone(), fingerprint).map_err(|error| self.failed(error))?;
-        match group.zip(&numbers.host).find(|&(_, &theirs)| theirs != fingerprint) {
-            Some((peer, &theirs)) => Err(Error::disagreement(rank, peer, fingerprint, theirs)),
-            None => Ok(()),
-        }
+        rules::compare(rank, group, fingerprint, &numbers.host)
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        lists::check(self.rank, self.world, "sends", sends)?;
-        lists::check(self.rank, self.world, "recvs", recvs)?;
+        rules::check_messages(self.rank, self.world, sends, recvs)?;
         self.watch.verdict()?;
         if sends.is_empty() && recvs.is_empty() {
             return Ok(());
