@@ -112,6 +112,22 @@ impl Drop for AbortOnUnwind<'_> {
     }
 }
 
+/// Runs `body`, for whose result the other ranks are about to wait. If it fails or unwinds, the group ends: its error is kept,
+/// and the peers are notified.
+pub(super) fn watched<T>(
+    transport: &dyn Transport,
+    failure: &FirstFailure,
+    body: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let watch = AbortOnUnwind { transport, failure };
+    let outcome = body();
+    watch.over();
+    outcome.inspect_err(|error| {
+        failure.keep(error);
+        abort(transport, Cause::Failed);
+    })
+}
+
 /// The cause that peers get for an error of this rank.
 pub(super) const fn cause_of(error: &Error) -> Cause {
     match error {
