@@ -171,11 +171,7 @@ fn play<T: Element>(what: &str, plan: &Plan) {
         own.backward(&mut rank, plan).unwrap();
         own.results()
     };
-    let clean: Vec<Vec<Vec<u8>>> = thread::scope(|scope| {
-        let ends = local::group(world, Duration::from_secs(60)).unwrap();
-        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(|| run(end))).collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    });
+    let clean: Vec<Vec<Vec<u8>>> = local::run(world, Duration::from_secs(60), |end| Ok(run(end))).unwrap();
     for (rank, (found, clean)) in found.iter().zip(clean).enumerate() {
         assert!(found.results == clean, "{what}: rank {rank} has other bits in lent memory");
     }

@@ -75,11 +75,25 @@ pub struct Results<T: Element> {
     pub dsinks: Vec<T::Acc>,
 }
 
-fn gather<T: Copy>(all: &[T], tokens: &[usize], row: usize) -> Vec<T> {
+impl<T: Element> Results<T> {
+    /// Results that are NaN: a row that nothing writes must show.
+    pub fn unwritten(p: &Problem) -> Self {
+        let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
+        let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
+        let nan = |n: usize| vec![T::from_f64(f64::NAN); n];
+        let lse = vec![<T::Acc as Element>::from_f64(f64::NAN); nq * hq];
+        let (dq, dk) = (nan(nq * hq * d), nan(nk * hk * d));
+        Self { o: nan(nq * hq * dv), lse, dq, dk, dv: nan(nk * hk * dv), dsinks: Vec::new() }
+    }
+}
+
+/// The rows of a rank's tokens.
+pub fn gather<T: Copy>(all: &[T], tokens: &[usize], row: usize) -> Vec<T> {
     tokens.iter().flat_map(|&t| all[t * row..(t + 1) * row].iter().copied()).collect()
 }
 
-fn scatter<T: Copy>(all: &mut [T], part: &[T], tokens: &[usize], row: usize) {
+/// Puts the rows of a rank's tokens in their places.
+pub fn scatter<T: Copy>(all: &mut [T], part: &[T], tokens: &[usize], row: usize) {
     for (i, &t) in tokens.iter().enumerate() {
         all[t * row..(t + 1) * row].copy_from_slice(&part[i * row..(i + 1) * row]);
     }
@@ -95,19 +109,11 @@ pub fn run<T: Element>(plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
 /// As [`run`], on ranks that exist.
 pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
     let p = plan.problem();
-    let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
     let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
     // Results start as NaN: a row that nothing writes must show.
     let nan = T::from_f64(f64::NAN);
     let acc_nan = <T::Acc as Element>::from_f64(f64::NAN);
-    let all = Mutex::new(Results {
-        o: vec![nan; nq * hq * dv],
-        lse: vec![acc_nan; nq * hq],
-        dq: vec![nan; nq * hq * d],
-        dk: vec![nan; nk * hk * d],
-        dv: vec![nan; nk * hk * dv],
-        dsinks: Vec::new(),
-    });
+    let all = Mutex::new(Results::unwritten(p));
     let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
         let threads: Vec<_> = ranks
             .into_iter()

@@ -10,6 +10,8 @@ mod captured;
 mod case;
 mod clusters;
 mod device;
+#[path = "../common/driver.rs"]
+mod driver;
 mod family;
 mod hopper;
 mod hopper_backward;

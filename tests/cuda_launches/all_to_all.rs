@@ -9,6 +9,7 @@ use crate::{
     device::{Counters, Stream, enter},
     graphs::{begin, behind, end},
     ok,
+    refused::refused,
 };
 use cpattn::{
     Device, Dtype, Element, Plan, Rank, Side, View, ViewMut,
@@ -139,14 +140,6 @@ fn replayed(cuda: &Arc<Cuda>, world: usize) {
         members.iter().for_each(|(rank, _)| rank.synchronize().unwrap());
         ok!(cuGraphExecDestroy(exec));
     }
-}
-
-#[track_caller]
-fn refused<T: std::fmt::Debug>(result: cpattn::Result<T>, words: &[&str]) {
-    let error = result.expect_err("accepted");
-    assert!(matches!(error, cpattn::Error::Invalid { .. } | cpattn::Error::Unsupported { .. }), "{error:?}");
-    let text = error.to_string();
-    words.iter().for_each(|word| assert!(text.contains(word), "{text:?} lacks {word:?}"));
 }
 
 /// What is wrong is said before anything moves, and the rank goes on.

@@ -25,9 +25,13 @@ mod bits;
 mod cases;
 mod counts;
 mod device;
+#[path = "../common/driver.rs"]
+mod driver;
 mod failures;
 mod graphs;
 mod plans;
+#[path = "../common/refused.rs"]
+mod refused;
 mod single_calls;
 mod tensors;
 #[allow(dead_code, reason = "each test program uses its part")]
@@ -61,7 +65,7 @@ fn main() {
         parts.iter().for_each(|(name, _)| println!("{name}: test"));
         return;
     }
-    let Some(cuda) = device::device() else { return };
+    let Some(cuda) = driver::device() else { return };
     let wanted: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     for (name, part) in parts {
         if wanted.is_empty() || wanted.iter().any(|w| w == name) {

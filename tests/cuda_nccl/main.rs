@@ -21,7 +21,10 @@ mod hosts;
 #[path = "../common/between_runs.rs"]
 mod one_rank;
 mod plans;
+mod processes;
 mod raw;
 mod refusals;
+#[path = "../common/refused.rs"]
+mod refused;
 mod ring;
 mod work;

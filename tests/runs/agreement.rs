@@ -37,11 +37,7 @@ const SOON: Duration = Duration::from_secs(40);
 /// One rank's part of a test.
 fn on_ranks<T: Send>(world: usize, deadline: Duration, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     let start = Instant::now();
-    let results = thread::scope(|scope| {
-        let run = |end| scope.spawn(|| body(Rank::new(end)));
-        let threads: Vec<_> = local::group(world, deadline).unwrap().into_iter().map(run).collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    });
+    let results = local::run(world, deadline, |end| Ok(body(Rank::new(end)))).unwrap();
     assert!(start.elapsed() < SOON, "the ranks waited for a deadline");
     results
 }

@@ -16,13 +16,11 @@ fn value(token: usize, head: usize, i: usize) -> f64 {
 
 /// Runs `each` on every rank of a plan.
 fn ranks(plan: &Plan, each: impl Fn(&Plan, &mut Rank) + Sync) {
-    let ends = local::group(plan.mesh().world(), Duration::from_secs(30)).unwrap();
-    std::thread::scope(|scope| {
-        for end in ends {
-            let each = &each;
-            scope.spawn(move || each(plan, &mut Rank::new(end)));
-        }
-    });
+    local::run(plan.mesh().world(), Duration::from_secs(30), |end| {
+        each(plan, &mut Rank::new(end));
+        Ok(())
+    })
+    .unwrap();
 }
 
 fn local_rows(plan: &Plan, rank: &Rank, side: Side, heads: usize) -> Vec<f64> {
