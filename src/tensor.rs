@@ -131,9 +131,9 @@ impl<'a, T: Element> View<'a, T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`](crate::Error::Invalid) when the last element lies beyond `data`; when heads or dim exceed 32 bits; when
-    /// `tokens · token_stride + heads · head_stride + dim`, or the number of elements, exceeds an i64 in bytes.
-    /// Shapes without elements are legal over any data.
+    /// [`Error::Invalid`](crate::Error::Invalid) when the last element lies beyond `data`; when heads or dim exceed 32
+    /// bits; when `tokens · token_stride + heads · head_stride + dim`, or the number of elements, exceeds an i64 in
+    /// bytes. Shapes without elements are legal over any data.
     pub fn strided(data: &'a [T], shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
         Self::over(data, shape, strides, false)
     }

@@ -2,8 +2,8 @@
 //! After `prepare`, running a plan allocates nothing on any thread, and stays within the workspace it asked for.
 //!
 //! The workspace is lent with exactly the bytes that `workspace_bytes` names for each direction, every one of them
-//! poison, between guards; a byte less is refused. The allocator counts for the whole process, so this is a program of its
-//! own: the usual harness allocates on a thread of its own at moments of its own.
+//! poison, between guards; a byte less is refused. The allocator counts for the whole process, so this is a program of
+//! its own: the usual harness allocates on a thread of its own at moments of its own.
 
 mod common;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whole plans on a CUDA device: several ranks of one process, each with streams of its own, exchanging by device copies
-//! that events alone order.
+//! Whole plans on a CUDA device: several ranks of one process, each with streams of its own, exchanging by device
+//! copies that events alone order.
 //!
 //! Runs on whatever driver is found; an emulated one on `LD_LIBRARY_PATH` serves as well as a real one. Without any,
 //! these tests say so and pass; with `CPATTN_REQUIRE_CUDA` set, that is a failure.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The ring check over devices: it measures each link both ways, names the link at which a rank is silent, and is there in C.
-//! And what else ranks on devices do between runs: they shift rows of the host, and gather a trace.
+//! The ring check over devices: it measures each link both ways, names the link at which a rank is silent, and is there
+//! in C. And what else ranks on devices do between runs: they shift rows of the host, and gather a trace.
 //!
 //! Runs on whatever driver is found, see `cuda_plans`.
 #![cfg(feature = "cuda")]

@@ -2,9 +2,9 @@
 //! DLPack tensors in, [`RawTensor`]s out.
 //!
 //! The three structs are DLPack's `DLDevice`, `DLDataType` and `DLTensor`, which have kept their layout since version
-//! 0.2. A `DLTensor` has an address and no length. So the checks here are of device, type, number of dimensions, strides
-//! and alignment, and that every offset stays within the address space; later code computes offsets without checks. The
-//! backend asks the driver whether a device address belongs to the device.
+//! 0.2. A `DLTensor` has an address and no length. So the checks here are of device, type, number of dimensions,
+//! strides and alignment, and that every offset stays within the address space; later code computes offsets without
+//! checks. The backend asks the driver whether a device address belongs to the device.
 
 use core::{array, ffi::c_void};
 #[cfg(feature = "cuda")]
@@ -261,8 +261,8 @@ impl Given {
     }
 }
 
-/// Reads all tensors of a call, and refuses those that share memory with a written one. `shared` names one that may be `o`
-/// itself, and no other.
+/// Reads all tensors of a call, and refuses those that share memory with a written one. `shared` names one that may be
+/// `o` itself, and no other.
 ///
 /// # Safety
 /// As [`parts`], for each.

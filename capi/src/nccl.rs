@@ -53,8 +53,8 @@ pub unsafe extern "C" fn cpattn_nccl_group(
                 Nccl::new(&UniqueId::from_bytes(id), rank, world, &cuda, deadline)?
             } else {
                 let on_failure = if may_abort { OnFailure::Abort } else { OnFailure::Leave };
-                // SAFETY: the header's promise: a communicator that lives as long as the transport, and that others leave
-                // alone meanwhile.
+                // SAFETY: the header's promise: a communicator that lives as long as the transport, and that others
+                // leave alone meanwhile.
                 unsafe { Nccl::from_raw(comm, rank, world, &cuda, deadline, on_failure) }?
             };
             out.write(handle::create(Any::Device(std::sync::Arc::new(end))));

@@ -20,7 +20,8 @@ use cpattn::{
     schedule::Lane,
 };
 
-/// The name up to its 0, if it has one. Invalid UTF-8 becomes the replacement character; control characters are removed.
+/// The name up to its 0, if it has one. Invalid UTF-8 becomes the replacement character; control characters are
+/// removed.
 fn text(name: &[c_char; 32]) -> &'static str {
     let bytes = name.map(|c| c as u8);
     let end = CStr::from_bytes_until_nul(&bytes).map_or(bytes.len(), CStr::count_bytes);

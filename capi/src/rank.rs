@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks: create, prepare, lend workspace, poll and abort. Their runs are in `run`.
 //!
-//! A second call on a rank in use is refused instead of queued ([`Exclusive`]), because ranks that run plans in different
-//! orders would wait for each other for ever. `poll` and `abort` are allowed at any time.
+//! A second call on a rank in use is refused instead of queued ([`Exclusive`]), because ranks that run plans in
+//! different orders would wait for each other for ever. `poll` and `abort` are allowed at any time.
 
 use core::ffi::c_void;
 use std::{collections::VecDeque, sync::Mutex};

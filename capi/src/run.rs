@@ -128,8 +128,8 @@ unsafe fn all_to_all(
     let side = self::side(side)?;
     let (tokens, held) = given!(one(rank.device, &tokens), one(rank.device, &held));
     let all_to_all = AllToAll { way, side, dim: tokens.dim, dtype: tokens.dtype };
-    // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises; shapes
-    // are checked against the plan.
+    // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
+    // shapes are checked against the plan.
     unsafe { rank.lock()?.all_to_all(plan, all_to_all, tokens, held, stream) }?;
     Ok(())
 }

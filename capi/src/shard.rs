@@ -77,7 +77,8 @@ pub(super) struct Rows {
 impl Rows {
     pub(super) fn new(name: &'static str, p: &TensorFields) -> Result<Self> {
         let size = p.item;
-        // The address space holds all of a tensor with elements (checked), so these fit; without any, nothing is copied.
+        // The address space holds all of a tensor with elements (checked), so these fit; without any, nothing is
+        // copied.
         let bytes = |stride: i64| (stride as usize).wrapping_mul(size);
         let [n, a, b] = p.shape;
         let [s, sa, sb] = p.strides;

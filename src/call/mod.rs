@@ -160,7 +160,8 @@ pub struct Attend<'a> {
     pub o: RawTensor,
     /// Final lse (natural log), accumulator's type, `[*, q heads, 1]`; may be NONE when no mode finishes.
     pub lse: RawTensor,
-    /// ALiBi slopes of the call's q heads, f32 `[1, q heads, 1]`, or NONE; a positive one lowers the scores of far keys.
+    /// ALiBi slopes of the call's q heads, f32 `[1, q heads, 1]`, or NONE; a positive one lowers the scores of far
+    /// keys.
     pub alibi_slopes: RawTensor,
     /// Sinks (logits) of the call's q heads, f32 `[1, q heads, 1]`, or NONE. Applied once, by the modes that finish
     /// (`Last`, `Only`).
@@ -331,7 +332,7 @@ pub struct SinkGradient {
     pub delta: RawTensor,
     /// f32 `[1, q heads, 1]`.
     pub sinks: RawTensor,
-    /// The result, `[1, q heads, 1]`, of lse's type; or the digits of an exact sum, `[1, q heads, DIGITS]` (the CPU only,
-    /// see `sinks::DIGITS`).
+    /// The result, `[1, q heads, 1]`, of lse's type; or the digits of an exact sum, `[1, q heads, DIGITS]` (the CPU
+    /// only, see `sinks::DIGITS`).
     pub dsinks: RawTensor,
 }

@@ -3,7 +3,8 @@
 //!
 //! A layout gives a rank consecutive tokens or stripes of tokens. A [`Range`] describes either with six numbers, from
 //! which positions of rows, or rows at given positions, are computed: no tokens are listed. A [`QRange`] adds the k
-//! ranges that it attends to, the length of its document and how the result is stored; [`Ranges`] is the argument of one call.
+//! ranges that it attends to, the length of its document and how the result is stored; [`Ranges`] is the argument of
+//! one call.
 
 /// Consecutive rows of a `[tokens, heads, dim]` tensor, with the positions of its tokens.
 ///
@@ -119,10 +120,11 @@ impl Mode {
 pub struct QRange {
     /// The rows of q (and of o, lse, do, delta, dq).
     pub range: Range,
-    /// Tokens of q and of k of the whole document, of which a call may have parts; `[0, 0]` if they are not given. They mask
-    /// nothing: where one way to compute suits long documents and another one short ones, all parts of a document take the way
-    /// of the whole, and their error does not depend on how it is cut. Not given, the ranges of each call decide. All q ranges
-    /// of a document in a call have the same, and if any has lengths, q ranges are in the order of their documents.
+    /// Tokens of q and of k of the whole document, of which a call may have parts; `[0, 0]` if they are not given. They
+    /// mask nothing: where one way to compute suits long documents and another one short ones, all parts of a document
+    /// take the way of the whole, and their error does not depend on how it is cut. Not given, the ranges of each call
+    /// decide. All q ranges of a document in a call have the same, and if any has lengths, q ranges are in the order of
+    /// their documents.
     pub document: [u32; 2],
     /// First entry of `pairs`.
     pub keys_begin: u32,

@@ -49,8 +49,8 @@ impl Agreements {
         }
     }
 
-    /// Begins a run of a prepared schedule on a rank that has not failed. Returns the fingerprint and the run's number, or
-    /// `None` if the rank runs it alone.
+    /// Begins a run of a prepared schedule on a rank that has not failed. Returns the fingerprint and the run's number,
+    /// or `None` if the rank runs it alone.
     ///
     /// # Errors
     /// [`Error::Disagreement`], with what is run in words, after which the ranks may plan again. Any other error is
@@ -82,7 +82,8 @@ impl Agreements {
         })?
     }
 
-    /// Begins a run: agrees on it if it is the first of its kind. The number of the run in the life of the group, from 1.
+    /// Begins a run: agrees on it if it is the first of its kind. The number of the run in the life of the group,
+    /// from 1.
     ///
     /// # Errors
     /// Those of [`Transport::agree`]; the run then does not count.

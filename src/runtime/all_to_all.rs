@@ -67,7 +67,8 @@ impl Rank {
         unsafe { self.all_to_all_of(plan, AllToAllDirection::ToTokens, side, from, to, null_mut()) }
     }
 
-    /// [`Rank::to_heads`] on device tensors, in the order of `stream`: see [`Rank::run_on`]. Elements are f16, bf16 or f32.
+    /// [`Rank::to_heads`] on device tensors, in the order of `stream`: see [`Rank::run_on`]. Elements are f16, bf16 or
+    /// f32.
     ///
     /// # Errors
     /// As [`Rank::run_on`]; a tensor of another device than the rank's.
@@ -203,7 +204,8 @@ impl Rank {
             .zip(&mut made)
             .map(|((side, y), held)| ViewMut::new(held, shape(*side)[0], shape(*side)[1], y.dim()))
             .collect::<Result<_>>()?;
-        // Nothing else tells the other ranks when `local` fails or panics: the code that catches the panic may keep the rank.
+        // Nothing else tells the other ranks when `local` fails or panics: the code that catches the panic may keep the
+        // rank.
         watched(self.backend.transport(), self.backend.failure(), || local(&share, &seen, &mut written))?;
         for ((side, y), held) in outputs.iter_mut().zip(&written) {
             self.to_tokens(plan, *side, held.as_view(), y.reborrow())?;

@@ -91,8 +91,8 @@ impl FirstFailure {
     }
 }
 
-/// Ends the group when it is dropped, that is, when the watched code unwinds: the peers will wait for this rank, and the
-/// code that catches the panic may keep the rank.
+/// Ends the group when it is dropped, that is, when the watched code unwinds: the peers will wait for this rank, and
+/// the code that catches the panic may keep the rank.
 pub(super) struct AbortOnUnwind<'a> {
     pub(super) transport: &'a dyn Transport,
     pub(super) failure: &'a FirstFailure,
@@ -112,8 +112,8 @@ impl Drop for AbortOnUnwind<'_> {
     }
 }
 
-/// Runs `body`, for whose result the other ranks are about to wait. If it fails or unwinds, the group ends: its error is kept,
-/// and the peers are notified.
+/// Runs `body`, for whose result the other ranks are about to wait. If it fails or unwinds, the group ends: its error
+/// is kept, and the peers are notified.
 pub(super) fn watched<T>(
     transport: &dyn Transport,
     failure: &FirstFailure,

@@ -15,8 +15,8 @@
 //! it. A rank whose call fails first removes its lists, so that no rank starts to copy from them, and then waits for
 //! copies in progress; so no memory is accessed after an exchange has returned.
 //!
-//! - A rank that is dropped fails the group only once another rank needs it; a rank that is dropped by a panic fails the
-//!   group at once.
+//! - A rank that is dropped fails the group only once another rank needs it; a rank that is dropped by a panic fails
+//!   the group at once.
 //! - The deadline counts from the last message that moved. The error names the nearest rank that is in no call, along
 //!   the chain of ranks that wait for each other; it does not name a peer that is itself waiting.
 //! - An exchange that is complete returns `Ok` even if something failed meanwhile; the next call reports the failure.

@@ -70,7 +70,8 @@ pub struct Message {
     pub bytes: usize,
 }
 
-// SAFETY: a Message is an address and numbers; the contract of `Transport::exchange` says which thread may touch the bytes.
+// SAFETY: a Message is an address and numbers; the contract of `Transport::exchange` says which thread may touch the
+// bytes.
 unsafe impl Send for Message {}
 // SAFETY: a Message is an address and numbers; the contract of `Transport::exchange` says which thread may touch the
 // bytes.

@@ -31,10 +31,10 @@
 //! - After a failure, memory that MPI still holds is never freed: some pieces, and the two duplicates. After an `abort`
 //!   all processes stay usable and can make new transports. A rank that leaves long before the others frees its
 //!   duplicates when it next makes or drops a transport (`left_ranks.rs`).
-//! - If not all ranks came to make their transports, a duplicate of the caller's communicator stays under way until they
-//!   come to a later attempt. Until then, with Open MPI 4.1, do not make any communicator (duplicate, split, a transport of
-//!   another communicator), and call no non-blocking collective on this one: they may wait for ever. Each rank counts its
-//!   attempts: one that missed an attempt must make one more than the others.
+//! - If not all ranks came to make their transports, a duplicate of the caller's communicator stays under way until
+//!   they come to a later attempt. Until then, with Open MPI 4.1, do not make any communicator (duplicate, split, a
+//!   transport of another communicator), and call no non-blocking collective on this one: they may wait for ever. Each
+//!   rank counts its attempts: one that missed an attempt must make one more than the others.
 //! - Nothing is sent on the caller's communicator itself, unless a rank does not make its transport in time
 //!   (`arrival.rs`).
 
@@ -178,14 +178,14 @@ impl Mpi {
         Ok(end)
     }
 
-    /// How many ranks of `comm` share a node, for [`Options::ranks_per_node`](crate::Options::ranks_per_node): processes
-    /// of a node share memory (`MPI_COMM_TYPE_SHARED`). All processes of `comm` make this call; it is a collective of MPI
-    /// on `comm`, and waits as such.
+    /// How many ranks of `comm` share a node, for [`Options::ranks_per_node`](crate::Options::ranks_per_node):
+    /// processes of a node share memory (`MPI_COMM_TYPE_SHARED`). All processes of `comm` make this call; it is a
+    /// collective of MPI on `comm`, and waits as such.
     ///
     /// # Errors
-    /// As [`ranks_per_node`](crate::plan::ranks_per_node), where ranks are not numbered node by node or nodes have different
-    /// numbers of them; [`Error::Invalid`] if MPI is not usable or `comm` null or of two groups; [`Error::Device`] if a call of
-    /// MPI fails.
+    /// As [`ranks_per_node`](crate::plan::ranks_per_node), where ranks are not numbered node by node or nodes have
+    /// different numbers of them; [`Error::Invalid`] if MPI is not usable or `comm` null or of two groups;
+    /// [`Error::Device`] if a call of MPI fails.
     pub fn ranks_per_node(comm: &impl AsRaw<Raw = MPI_Comm>) -> Result<usize> {
         raw::usable()?;
         // SAFETY: `AsRaw` vouches for the handle while MPI is usable.

@@ -32,8 +32,8 @@ pub fn opened(cuda: Result<Cuda>) -> Option<Cuda> {
 pub fn emulated_count(what: &CStr) -> Option<u64> {
     let mut f = null_mut();
     let mut status = sys::CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
-    // SAFETY: a name that ends in a zero byte, pointers to locals; only the stand-in driver has a function of that name, with
-    // this signature.
+    // SAFETY: a name that ends in a zero byte, pointers to locals; only the stand-in driver has a function of that
+    // name, with this signature.
     unsafe {
         let code = sys::cuGetProcAddress_v2(c"cuEmuCount".as_ptr(), &raw mut f, 13000, 0, &raw mut status);
         if code != sys::CUresult::CUDA_SUCCESS || f.is_null() {

@@ -226,8 +226,8 @@ pub fn error<T: Element>(got: &[T], want: &[f64]) -> f64 {
     rms(got.iter().zip(want).map(|(g, &w)| if g.to_f64() == w { 0.0 } else { g.to_f64() - w }))
 }
 
-/// The error rule: RMS error against f64 at most `1.1 × the one-rank error of the same kernel + 4·2⁻²⁴ · RMS(reference)`
-/// (more where large sinks are), and lse within `1e-5`.
+/// The error rule: RMS error against f64 at most `1.1 × the one-rank error of the same kernel + 4·2⁻²⁴ ·
+/// RMS(reference)` (more where large sinks are), and lse within `1e-5`.
 pub fn check<T: Element>(what: &str, got: &Results<T>, one: &Results<T>, want: &Results<f64>) {
     check_within(1.0, what, got, one, want);
 }
@@ -240,8 +240,8 @@ pub fn check_within<T: Element>(slack: f64, what: &str, got: &Results<T>, one: &
     let largest = want.lse.iter().filter(|l| l.is_finite()).fold(0.0, |m: f64, l| m.max(l.abs()));
     let sinks = if want.dsinks.is_empty() { 1.0 } else { (largest / 4.0).max(1.0) };
     let floor = slack * 4.0 * T::Acc::DTYPE.unit_roundoff() * sinks;
-    // ds is a difference, do·v − delta, and nothing is left of it where a row sees one key. Where (nearly) all rows are such,
-    // what rounds are its terms, which are of the size of o and dv.
+    // ds is a difference, do·v − delta, and nothing is left of it where a row sees one key. Where (nearly) all rows are
+    // such, what rounds are its terms, which are of the size of o and dv.
     let terms = rms(want.o.iter().copied()) * rms(want.dv.iter().copied());
     let of_terms = |scale: f64| if scale < 1e-3 * terms { terms } else { scale };
     let rule = |name: &str, got: &[T], one: &[T], want: &[f64]| {
@@ -270,7 +270,8 @@ pub fn one_rank<T: Element>(p: &Problem, data: &Data<T>) -> Results<T> {
     run(&Plan::new(p, Mesh::single(), Layout::Contiguous).unwrap(), data).unwrap()
 }
 
-/// The rule for the CUDA kernels, whose f32 sums come in another order on one rank than on several; `slack` is for a bf16 wire.
+/// The rule for the CUDA kernels, whose f32 sums come in another order on one rank than on several; `slack` is for a
+/// bf16 wire.
 pub fn check_on_device<T: Element<Acc = f32>>(
     what: &str,
     got: &Results<T>,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The two all-to-alls as calls of their own: the bits of ranks on the CPU, what their runs ask of the driver, their replays
-//! in graphs, and what is refused.
+//! The two all-to-alls as calls of their own: the bits of ranks on the CPU, what their runs ask of the driver, their
+//! replays in graphs, and what is refused.
 
 use crate::{
     bits::ranks,

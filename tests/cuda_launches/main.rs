@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What a run on a device does once its plan is prepared: it sets addresses and launches.
 //!
-//! - `counts`: neither the host nor the device allocates, nothing is uploaded or waited for, and the driver is asked one
-//!   thing about each tensor and one about the stream, whatever strides the tensors have;
-//! - `bits`: plans that a rank remembers, run in turn on memory of other addresses and strides, in workspaces that are lent,
-//!   give the bits that a new rank gives;
+//! - `counts`: neither the host nor the device allocates, nothing is uploaded or waited for, and the driver is asked
+//!   one thing about each tensor and one about the stream, whatever strides the tensors have;
+//! - `bits`: plans that a rank remembers, run in turn on memory of other addresses and strides, in workspaces that are
+//!   lent, give the bits that a new rank gives;
 //! - `graphs`: runs that are captured and replayed with new data give the bits of runs;
 //! - `beside`: calls during a capture are refused where they would end it, and leave it valid;
 //! - `all_to_all`: the two all-to-alls as calls of their own, in all of these ways;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a rank on a device records: the operations that a rank on the CPU records, at times in the order of the schedule.
+//! What a rank on a device records: the operations that a rank on the CPU records, at times in the order of the
+//! schedule.
 
 use crate::{
     bits::{both, expected, ranks},

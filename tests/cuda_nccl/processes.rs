@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What goes wrong between ranks that are processes: what a real engine and real signals can do, and that nothing is left of
-//! a group.
+//! What goes wrong between ranks that are processes: what a real engine and real signals can do, and that nothing is
+//! left of a group.
 //!
 //! What only the stand-in can be asked for (`CPATTN_NCCL_FAULT`) is tested where the loader finds the stand-in.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a rank on a CUDA device and its transport refuse, in words that name the argument, and that both go on after it;
-//! and that a group whose exchange fails on one side hears of it on the other at once.
+//! What a rank on a CUDA device and its transport refuse, in words that name the argument, and that both go on after
+//! it; and that a group whose exchange fails on one side hears of it on the other at once.
 //!
 //! Runs on whatever driver is found, see `cuda_plans`.
 #![cfg(feature = "cuda")]
@@ -198,8 +198,9 @@ fn exchanges_are_refused_or_end_on_both_sides() {
         let named = matches!(error, Err(Error::Peer { peer, cause, .. }) if peer == 1 - me && cause == sizes[me]);
         assert!(named, "rank {me}: {error:?}");
     }
-    // An address that no driver knows: the copy is refused to the rank that came second, and the other hears of it. A driver that shares the
-    // host's page tables may take it for the host's memory, and find out on the device, which ends the context.
+    // An address that no driver knows: the copy is refused to the rank that came second, and the other hears of it. A
+    // driver that shares the host's page tables may take it for the host's memory, and find out on the device, which
+    // ends the context.
     if emulated_count(c"peer copies").is_none() {
         return;
     }
@@ -210,8 +211,8 @@ fn exchanges_are_refused_or_end_on_both_sides() {
     assert!(told, "{said:?}");
 }
 
-/// A rank whose exchange fails has its stream wait for the copies out of its memory that are under way: what it has waited for
-/// its stream it may free, although the copies are on the stream of the receiver.
+/// A rank whose exchange fails has its stream wait for the copies out of its memory that are under way: what it has
+/// waited for its stream it may free, although the copies are on the stream of the receiver.
 #[test]
 fn a_rank_that_fails_waits_for_copies_out_of_its_memory() {
     let Some(cuda) = device() else { return };
@@ -246,7 +247,8 @@ fn a_rank_that_fails_waits_for_copies_out_of_its_memory() {
     }
 }
 
-/// Typed views that carry their device: the bits of untyped tensors; what lies elsewhere, or needs the host, is refused.
+/// Typed views that carry their device: the bits of untyped tensors; what lies elsewhere, or needs the host, is
+/// refused.
 #[test]
 fn typed_views() {
     let Some(cuda) = device() else { return };

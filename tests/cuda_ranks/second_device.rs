@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ranks on two devices: the bits of one, direct copies where the driver can make them, and refusals of what belongs to the
-//! other device.
+//! Ranks on two devices: the bits of one, direct copies where the driver can make them, and refusals of what belongs to
+//! the other device.
 
 use std::{sync::Arc, thread, time::Duration};
 

@@ -43,8 +43,8 @@ fn large_scores_keep_their_digits() {
     }
 }
 
-/// Ranges of a ring are short where documents are not. Where an instruction set sums short ones in another way (AMX), all
-/// parts of a document are summed in the way of the whole: the rule has no floor here.
+/// Ranges of a ring are short where documents are not. Where an instruction set sums short ones in another way (AMX),
+/// all parts of a document are summed in the way of the whole: the rule has no floor here.
 #[test]
 fn the_error_of_f32_does_not_depend_on_the_mesh() {
     for (lengths, heads, kv_heads) in [(&[800][..], 4, 4), (&[400, 230, 10], 8, 2), (&[300, 20], 4, 4)] {

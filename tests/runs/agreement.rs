@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ranks that do not run the same: found in the first run of a plan by an agreement, in later runs by what their messages
-//! carry along; and a transport that failed once, which is not used again.
+//! Ranks that do not run the same: found in the first run of a plan by an agreement, in later runs by what their
+//! messages carry along; and a transport that failed once, which is not used again.
 //!
-//! Every group has a deadline that no test may reach: what differs is found at once, or the test takes too long and fails.
+//! Every group has a deadline that no test may reach: what differs is found at once, or the test takes too long and
+//! fails.
 
 use crate::common::{
     Data,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Padding: rows that stand for nothing are documents of their own, q rows one without keys, k rows one without queries.
-//! They attend to nothing, nothing attends to them, and their gradients are zero, whatever they hold.
+//! Padding: rows that stand for nothing are documents of their own, q rows one without keys, k rows one without
+//! queries. They attend to nothing, nothing attends to them, and their gradients are zero, whatever they hold.
 
 use crate::common::{
     Data,

@@ -198,7 +198,8 @@ fn tensors_lie_apart_from_a_lent_workspace() {
     drop(rank);
 }
 
-/// Planning and both calls refuse by name what no machine could address, and shapes are named as an all-to-all has them.
+/// Planning and both calls refuse by name what no machine could address, and shapes are named as an all-to-all has
+/// them.
 #[test]
 fn dims_are_refused_by_name() {
     let huge = Problem::new(Batch::from_lengths(&[1 << 30]).unwrap(), 128, 2, 4, Dtype::F32);

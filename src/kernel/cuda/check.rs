@@ -26,8 +26,8 @@ pub(super) struct TensorSpec {
     pub align: usize,
 }
 
-/// The device, and whether addresses are those of memory that the driver knows: symbols are checked when a run brings what
-/// they stand for.
+/// The device, and whether addresses are those of memory that the driver knows: symbols are checked when a run brings
+/// what they stand for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Checker {
     pub ordinal: i32,

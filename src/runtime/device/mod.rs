@@ -294,8 +294,8 @@ impl Backend for DeviceRank {
         tensors.check(&prepared.expected)?;
         let attention = matches!(run, Purpose::Attention(_));
         for (tensor, name, raw) in prepared.expected.used(tensors) {
-            // Attention reads and writes 16 bytes at a time, on every mesh. Other tensors are only copied, which needs no
-            // alignment unless a tensor is huge.
+            // Attention reads and writes 16 bytes at a time, on every mesh. Other tensors are only copied, which needs
+            // no alignment unless a tensor is huge.
             let whole = sequence.must_align(tensor)
                 || attention && matches!(tensor, TensorId::Q | TensorId::K | TensorId::V | TensorId::O | TensorId::DO);
             self.gpu().accept(name, raw, if whole { 16 } else { raw.dtype.size() })?;
@@ -335,8 +335,8 @@ impl Backend for DeviceRank {
 
 impl Drop for DeviceRank {
     fn drop(&mut self) {
-        // Workspace and metadata must outlive what was enqueued; a failure means that the context is gone. What is being
-        // captured has not begun, and runs before it are behind `over`.
+        // Workspace and metadata must outlive what was enqueued; a failure means that the context is gone. What is
+        // being captured has not begun, and runs before it are behind `over`.
         let _ = match self.beside_no_capture("drop") {
             Ok(()) => self.settle(),
             Err(_) => self.marks.over.wait(),

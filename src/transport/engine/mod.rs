@@ -281,8 +281,8 @@ impl<E: Engine> Transport for EngineTransport<E> {
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         let EngineGroup { rank, world, .. } = *self.group;
         rules::check_messages(rank, world, sends, recvs)?;
-        // SAFETY: the messages are valid until this returns (the contract of `exchange`): all of them have moved then, or
-        // the engine is closed.
+        // SAFETY: the messages are valid until this returns (the contract of `exchange`): all of them have moved then,
+        // or the engine is closed.
         self.moving(label, |moves| unsafe { moves.exchange(sends, recvs) })
     }
 

@@ -237,15 +237,16 @@ impl Communicator {
         if !handle.is_null()
             && let Ok(_entered) = self.cuda.context().enter()
         {
-            // SAFETY: the handle was live and is taken by this swap alone. Either no thread is in a call, or one call does not
-            // return, and to abort from another thread is NCCL's way to end it. What it returns changes nothing.
+            // SAFETY: the handle was live and is taken by this swap alone. Either no thread is in a call, or one call
+            // does not return, and to abort from another thread is NCCL's way to end it. What it returns changes
+            // nothing.
             unsafe { (self.api.ncclCommAbort)(handle) };
         }
         drop(turn);
     }
 
-    /// Gives it back when all work is done: destroys it, or aborts it when that takes too long; leaves it alone when it is
-    /// the caller's.
+    /// Gives it back when all work is done: destroys it, or aborts it when that takes too long; leaves it alone when it
+    /// is the caller's.
     pub(super) fn end(&self, limit: Duration) {
         if self.owner != Owner::Us || self.is_closed() {
             self.closed.store(true, Ordering::SeqCst);

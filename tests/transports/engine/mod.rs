@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks over an engine of sends and receives: what arrives, what is refused, and who is named when something fails.
 //!
-//! The engine is one between threads (`engine/mail.rs`). A rank that is stopped makes no call of it return, and its listener gives no
-//! answer; to the others it looks like a process that was stopped or killed.
+//! The engine is one between threads (`engine/mail.rs`). A rank that is stopped makes no call of it return, and its
+//! listener gives no answer; to the others it looks like a process that was stopped or killed.
 
 mod at_fault;
 mod group;

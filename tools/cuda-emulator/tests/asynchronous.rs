@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Hopper's asynchronous instructions: a kernel that synchronises as it should computes right and is not reported, in any
-//! order; each thing it may leave out is.
+//! Hopper's asynchronous instructions: a kernel that synchronises as it should computes right and is not reported, in
+//! any order; each thing it may leave out is.
 
 mod common;
 
 use common::{SEEDS, counting, replaced, without, words};
 use cuda_emulator::{Fault, Report};
 
-/// A kernel of one pointer, in `%rd1`, to 4096 bytes: words that count from 0. `%r1` is the thread; `s` and `bar` are shared.
+/// A kernel of one pointer, in `%rd1`, to 4096 bytes: words that count from 0. `%r1` is the thread; `s` and `bar` are
+/// shared.
 fn kernel(body: &str) -> String {
     format!(
         ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry k(.param .u64 p) {{\n\

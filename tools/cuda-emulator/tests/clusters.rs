@@ -7,9 +7,10 @@ mod common;
 use common::{SEEDS, counting, replaced, without, words};
 use cuda_emulator::{Fault, Launch, Memory, Module, Options, Report, launch};
 
-/// A kernel for clusters of two blocks. `%rd1` points to 4096 bytes, words that count from 0, `%rd2` to the thread's word of
-/// the results (from byte 2048 on). `%r1` is the thread, `%r10` the rank, `%r11` the other one; `s` and four barriers are shared,
-/// at `%r2` and `%r3`, and `%r5` is the thread's word of `s`. `%p1` is set in thread 0, `%p3` in the first lane of each warp.
+/// A kernel for clusters of two blocks. `%rd1` points to 4096 bytes, words that count from 0, `%rd2` to the thread's
+/// word of the results (from byte 2048 on). `%r1` is the thread, `%r10` the rank, `%r11` the other one; `s` and four
+/// barriers are shared, at `%r2` and `%r3`, and `%r5` is the thread's word of `s`. `%p1` is set in thread 0, `%p3` in
+/// the first lane of each warp.
 fn kernel(body: &str) -> String {
     format!(
         ".version 8.1\n.target sm_90a\n.address_size 64\n\
@@ -162,7 +163,8 @@ fn a_multicast() {
     fires(&early, &[Fault::AsyncPending, Fault::SharedRace, Fault::Uninitialised]);
 }
 
-/// Threads have written where the multicast lands: the asynchronous proxy has to be told, by who writes or by who copies.
+/// Threads have written where the multicast lands: the asynchronous proxy has to be told, by who writes or by who
+/// copies.
 #[test]
 fn a_multicast_over_what_was_written() {
     let meet = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;";
@@ -232,7 +234,8 @@ barrier.cluster.arrive; barrier.cluster.wait;";
 fn buffers_that_both_blocks_give_back() {
     silent(ROUNDS, |_, thread| 64 + thread);
     const LATE: &[Fault] = &[Fault::SharedRace, Fault::AsyncPending, Fault::Barrier];
-    // What was read by instructions of the other block is known by a release to the cluster and an acquire from it alone.
+    // What was read by instructions of the other block is known by a release to the cluster and an acquire from it
+    // alone.
     fires(&replaced(ROUNDS, ".release.cluster.shared", ".release.cta.shared"), LATE);
     fires(&replaced(ROUNDS, ".release.cluster.shared::cluster", ".shared::cluster"), LATE);
     fires(&without(ROUNDS, ".acquire.cluster"), LATE);

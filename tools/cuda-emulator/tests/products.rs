@@ -6,8 +6,8 @@ mod common;
 use common::{SEEDS, replaced};
 use cuda_emulator::{Fault, Report};
 
-/// A kernel of one pointer, in `%rd1`, to 512 words of zeros, `%rd2` at the thread's own. In shared memory lie A (64 × 16, ones)
-/// and B (8 × 16, twos) without swizzle; `%rd3` and `%rd4` describe them; `%f0` to `%f3` are zeros.
+/// A kernel of one pointer, in `%rd1`, to 512 words of zeros, `%rd2` at the thread's own. In shared memory lie A (64 ×
+/// 16, ones) and B (8 × 16, twos) without swizzle; `%rd3` and `%rd4` describe them; `%f0` to `%f3` are zeros.
 fn kernel(body: &str) -> String {
     format!(
         ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry k(.param .u64 p) {{\n\

@@ -2,14 +2,14 @@
 //! Forward: online softmax over tiles of keys (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
 //!
 //! A unit is a block of rows of one q range with one kv head. Each row, for each q head that reads this kv head, is a
-//! lane; lanes are processed in panels. The keys are packed once for all lanes, a few tiles at a time, and each panel goes
-//! through these tiles, so that its sums stay in the L1 cache. Per tile and panel: scores = K·Qᵀ, their maximum,
+//! lane; lanes are processed in panels. The keys are packed once for all lanes, a few tiles at a time, and each panel
+//! goes through these tiles, so that its sums stay in the L1 cache. Per tile and panel: scores = K·Qᵀ, their maximum,
 //! `p = exp(s − m)` (`softmax.rs`), and `Oᵀ += Vᵀ·P`. Blocks of keys that no lane of the panel sees are skipped. At the
 //! end the result is normalised, and, as the mode of the range says, merged into the running result and finished.
 //!
 //! The result of a lane does not depend on the other lanes of its panel: a tile of which it sees no key does not change
-//! its bits (`exp(0)` is exactly 1, a product with p = 0 adds nothing). If tiles also begin at fixed positions (an aligned
-//! call), results do not depend on how rows and keys were cut.
+//! its bits (`exp(0)` is exactly 1, a product with p = 0 adds nothing). If tiles also begin at fixed positions (an
+//! aligned call), results do not depend on how rows and keys were cut.
 
 mod ahead;
 mod result;
@@ -36,8 +36,8 @@ pub(crate) struct ForwardPass<'a, A> {
     pub documents: Documents<'a>,
     /// Lanes of a unit and of a block; see `row_blocks::lanes`.
     pub lanes: [usize; 2],
-    /// Whether few rows with few keys may be multiplied without packing (`small.rs`). Their scores are then rounded otherwise
-    /// than in the backward, which matters for types that are not rounded elsewhere.
+    /// Whether few rows with few keys may be multiplied without packing (`small.rs`). Their scores are then rounded
+    /// otherwise than in the backward, which matters for types that are not rounded elsewhere.
     pub few: bool,
     /// Whether o is so large that it is written past the caches (non-temporal stores).
     pub stream: bool,

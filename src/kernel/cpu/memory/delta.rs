@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Row sums before the backward: `delta = rowsum(do ∘ o)`.
 //!
-//! Every row is summed in sixteen lanes, which are then added in pairs. The order is the same on every instruction set, and
-//! there are no fused multiply-adds, so the bits are the same on all of them.
+//! Every row is summed in sixteen lanes, which are then added in pairs. The order is the same on every instruction set,
+//! and there are no fused multiply-adds, so the bits are the same on all of them.
 
 use super::convert::{self, Convert, Four, VectorLoop};
 use super::rows::address;

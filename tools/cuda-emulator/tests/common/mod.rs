@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What tests of kernels with a defect share: a launch, that the defect is reported in every order, and the text with it.
+//! What tests of kernels with a defect share: a launch, that the defect is reported in every order, and the text with
+//! it.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use cuda_emulator::{Fault, Launch, Memory, Module, Options, Report, Stats, launch};

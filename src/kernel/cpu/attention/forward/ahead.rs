@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Prefetches of the forward: rows are asked for before they are packed, since a short range computes for less time than rows
-//! take to arrive from memory.
+//! Prefetches of the forward: rows are asked for before they are packed, since a short range computes for less time
+//! than rows take to arrive from memory.
 
 use super::ForwardPass;
 use crate::kernel::cpu::attention::row_blocks::{FEW_ROWS, RowUnit, readers};
@@ -9,8 +9,8 @@ use crate::kernel::cpu::vector::simd::Real;
 use core::ops::Range;
 
 impl<A: Real> ForwardPass<'_, A> {
-    /// Prefetches rows of k and v, one tile before they are packed. Where many heads are adjacent in memory, the rows of one
-    /// head are a page apart, and the hardware does not prefetch across pages.
+    /// Prefetches rows of k and v, one tile before they are packed. Where many heads are adjacent in memory, the rows
+    /// of one head are a page apart, and the hardware does not prefetch across pages.
     ///
     /// # Safety
     /// The rows and the head are within k and v.
@@ -25,8 +25,9 @@ impl<A: Real> ForwardPass<'_, A> {
         }
     }
 
-    /// Prefetches the rows of the unit that most likely comes next: the next kv head of the same range or, after the last one,
-    /// the next range. A range of few rows computes for less time than the next one's rows take to arrive from memory.
+    /// Prefetches the rows of the unit that most likely comes next: the next kv head of the same range or, after the
+    /// last one, the next range. A range of few rows computes for less time than the next one's rows take to arrive
+    /// from memory.
     ///
     /// # Safety
     /// Ranges and heads of the call lie within its tensors.
@@ -35,7 +36,8 @@ impl<A: Real> ForwardPass<'_, A> {
         let c = self.call;
         let (range, kv) = if unit.kv + 1 < c.k.heads { (unit.range, unit.kv + 1) } else { (unit.range + 1, 0) };
         let Some(q) = c.ranges.q.get(range).filter(|q| q.range.len <= FEW_ROWS) else { return };
-        // SAFETY: rows and heads are within the tensors (the contract), within o and the running result where the mode uses them.
+        // SAFETY: rows and heads are within the tensors (the contract), within o and the running result where the mode
+        // uses them.
         unsafe {
             for row in (q.range.row..).take(q.range.len as usize) {
                 for head in readers(&c.heads, kv, c.q.heads) {

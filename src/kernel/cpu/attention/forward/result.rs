@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The end of a unit of the forward: sums become rows of the result, merged and finished as the mode of their range says.
+//! The end of a unit of the forward: sums become rows of the result, merged and finished as the mode of their range
+//! says.
 
 use super::{ForwardPass, ForwardTiles};
 use crate::call::QRange;
@@ -10,8 +11,8 @@ use crate::kernel::cpu::vector::simd::{Real, Vector};
 use crate::kernel::merge::{self, LogSumExp};
 
 impl<A: Real> ForwardPass<'_, A> {
-    /// Normalises up to [`Vector::W`] lanes from `first` on, whose sums are in `rows`, and merges and finishes them as the mode
-    /// of their range says.
+    /// Normalises up to [`Vector::W`] lanes from `first` on, whose sums are in `rows`, and merges and finishes them as
+    /// the mode of their range says.
     ///
     /// # Safety
     /// The lanes' rows and heads lie within the tensors of the call; the instruction set is present.
@@ -28,7 +29,8 @@ impl<A: Real> ForwardPass<'_, A> {
         let end = t.lanes.n.min(first + E::V::W);
         if q.mode.continues() {
             for (lane, other) in (first..end).zip(t.others.chunks_exact_mut(dv)) {
-                // SAFETY: the running result exists (checked). It may be o itself, so it is copied before anything is written.
+                // SAFETY: the running result exists (checked). It may be o itself, so it is copied before anything is
+                // written.
                 unsafe {
                     let running = at::<A>(&c.running, t.lanes.row[lane], t.lanes.head[lane]);
                     other.copy_from_slice(core::slice::from_raw_parts(running, dv));
