@@ -8,7 +8,8 @@ fn main() {
     embed();
 }
 
-/// Writes each text as a file of zlib's format, with a zero byte at its end for the driver, and a table that names them.
+/// Writes each text as a file of zlib's format, with a zero byte at its end for the driver, and a table that names
+/// them.
 #[cfg(feature = "cuda")]
 fn embed() {
     use std::path::{Path, PathBuf};

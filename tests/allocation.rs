@@ -2,8 +2,8 @@
 //! After `prepare`, running a plan allocates nothing on any thread, and stays within the workspace it asked for.
 //!
 //! The workspace is lent with exactly the bytes that `workspace_bytes` names for each direction, every one of them
-//! poison, between guards; a byte less is refused. The allocator counts for the whole process, so this is a program of its
-//! own: the usual harness allocates on a thread of its own at moments of its own.
+//! poison, between guards; a byte less is refused. The allocator counts for the whole process, so this is a program of
+//! its own: the usual harness allocates on a thread of its own at moments of its own.
 
 mod common;
 
@@ -171,11 +171,7 @@ fn play<T: Element>(what: &str, plan: &Plan) {
         own.backward(&mut rank, plan).unwrap();
         own.results()
     };
-    let clean: Vec<Vec<Vec<u8>>> = thread::scope(|scope| {
-        let ends = local::group(world, Duration::from_secs(60)).unwrap();
-        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(|| run(end))).collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    });
+    let clean: Vec<Vec<Vec<u8>>> = local::run(world, Duration::from_secs(60), |end| Ok(run(end))).unwrap();
     for (rank, (found, clean)) in found.iter().zip(clean).enumerate() {
         assert!(found.results == clean, "{what}: rank {rank} has other bits in lent memory");
     }

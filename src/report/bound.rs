@@ -121,8 +121,8 @@ impl Plan {
         let others_kv: u64 = others().map(|s| n(s.kv.len())).sum();
         let (exchanging, ringed) = (mesh.ulysses > 1, mesh.ring > 1);
         let form = self.form();
-        // The rows of one ring step: a share, but that a zigzag's front and back chunks come from two owners and their sizes
-        // differ by a row for each document.
+        // The rows of one ring step: a share, but that a zigzag's front and back chunks come from two owners and their
+        // sizes differ by a row for each document.
         let ring_step = |side| {
             let (batch, all) = (p.batch(), n(p.batch().tokens(side)));
             let largest = match self.layout() {

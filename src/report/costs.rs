@@ -21,7 +21,8 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepCost {
-    /// `"ulysses in"`, `"ring"`, `"between nodes"` (what of the ring crosses from node to node), `"ulysses out"`, `"sinks"`.
+    /// `"ulysses in"`, `"ring"`, `"between nodes"` (what of the ring crosses from node to node), `"ulysses out"`,
+    /// `"sinks"`.
     pub phase: &'static str,
     /// The ring step; 0 outside the ring.
     pub step: u32,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Executes one operation: converts rows of buffers into addresses and calls a backend.
 //!
-//! A [`Operations`] is the CPU or a device; the rest is the same for both. All lists use memory that was reserved when the
-//! plan was prepared.
+//! A [`Operations`] is the CPU or a device; the rest is the same for both. All lists use memory that was reserved when
+//! the plan was prepared.
 
 use std::vec::Vec;
 
@@ -125,9 +125,9 @@ impl BufferAddresses {
 /// Runs operation `op`.
 ///
 /// # Safety
-/// The schedule was proved (`Prepared::new`). The tensors have the shapes that it was proved with (`Bindings::check`) and
-/// are apart where they are written, the workspace has its bytes, and all of it is valid and used by nothing else but the
-/// operations that the schedule allows to run at the same time.
+/// The schedule was proved (`Prepared::new`). The tensors have the shapes that it was proved with (`Bindings::check`)
+/// and are apart where they are written, the workspace has its bytes, and all of it is valid and used by nothing else
+/// but the operations that the schedule allows to run at the same time.
 pub(super) unsafe fn perform(
     plan: &Plan,
     schedule: &Schedule,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Every option is honoured in every mode, or refused.
 //!
-//! All combinations of [`Options`] on Ulysses, ring and hybrid: what is accepted gives the reference's results (that its
-//! schedules show each option is tested beside them). All score options: leaving one out would be noticed.
+//! All combinations of [`Options`] on Ulysses, ring and hybrid: what is accepted gives the reference's results (that
+//! its schedules show each option is tested beside them). All score options: leaving one out would be noticed.
 
 use crate::common::{Data, check, error, one_rank, reference, rms, run};
 use cpattn::{

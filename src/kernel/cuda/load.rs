@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How each kernel is loaded: when a call first needs it.
 //!
-//! A driver that refuses a text for `sm_90a` fails the call rather than leaving it to the kernel for `sm_80`: that would be
-//! slower, and never noticed.
+//! A driver that refuses a text for `sm_90a` fails the call rather than leaving it to the kernel for `sm_80`: that
+//! would be slower, and never noticed.
 
 use super::Cuda;
 use super::embedded;

@@ -267,8 +267,9 @@ mod tests {
         }
     }
 
-    /// What a kernel declares may not cost the second block that its tiles leave room for on a multiprocessor of compute
-    /// capability 8.0: that has 164 KB, of which each block costs one more, and declared memory goes in units of 128 bytes.
+    /// What a kernel declares may not cost the second block that its tiles leave room for on a multiprocessor of
+    /// compute capability 8.0: that has 164 KB, of which each block costs one more, and declared memory goes in units
+    /// of 128 bytes.
     #[test]
     fn declared_memory_costs_no_block() {
         let two = |bytes: u32| 2 * (bytes.next_multiple_of(128) + 1024) <= 164 * 1024;

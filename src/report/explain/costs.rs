@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a plan costs: its form and the price of it, bytes, messages and multiply-adds of every step, the peak of the workspace.
+//! What a plan costs: its form and the price of it, bytes, messages and multiply-adds of every step, the peak of the
+//! workspace.
 
 use alloc::{
     format,

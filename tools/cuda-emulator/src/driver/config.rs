@@ -37,7 +37,8 @@ pub struct Config {
     pub calls: Option<PathBuf>,
     /// `CPATTN_EMU_PEERS=0`: no device can be given access to the memory of another.
     pub peers: bool,
-    /// `CPATTN_EMU_IDLE=1`: calls are checked and counted, and nothing is done: for the time that a program spends on them.
+    /// `CPATTN_EMU_IDLE=1`: calls are checked and counted, and nothing is done: for the time that a program spends on
+    /// them.
     pub idle: bool,
     /// `CPATTN_EMU_PATIENCE`: seconds that the host waits for what cannot go on, before that is an error.
     pub patience: Duration,
