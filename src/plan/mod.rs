@@ -30,7 +30,7 @@ mod shard;
 mod together;
 
 pub(crate) use area::Load;
-pub use area::area;
+pub use area::{area, edges};
 pub use auto::{BALANCE, Candidate, Choice, LAYOUTS, MESSAGE, auto_layout, choose, choose_over};
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The time of a plan from the load of its busiest rank.
 //!
-//! What is counted: the largest mask area, rows and needed rows of any ring rank, the largest share of heads of any
-//! Ulysses rank, the bytes of every exchange by the level of its links, one latency and one operation for each step.
+//! What is counted: the largest mask area, rows and needed rows of any ring rank, how many edges of the mask a row meets in
+//! the mean, the largest share of heads of any Ulysses rank, the bytes of every exchange by the level of its links, one
+//! latency and one operation for each step.
 //!
 //! What is approximated, so that no rank's schedule is needed:
 //! - the largest figures are taken to be those of one rank, which is so or nearly so in all layouts but the contiguous one
@@ -23,15 +24,26 @@
 
 use crate::{
     batch::Side,
+    call::Range,
     error::Result,
     heads::HeadShare,
     layout::Layout,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{CirculatingSide, Form, Load, Plan, Problem, Wire},
+    plan::{CirculatingSide, Form, Load, Plan, Problem, Wire, edges},
 };
 
-/// The kernels of a problem, forward and backward, and whether they are those of its dims.
-pub(super) fn rates(problem: &Problem, machine: &Machine) -> Result<([KernelRate; 2], bool)> {
+/// The kernels of a problem.
+pub(super) struct Kernels {
+    /// Forward and backward.
+    pub rates: [KernelRate; 2],
+    /// Whether they are those of its dims.
+    pub exact: bool,
+    /// Edges of the mask among the keys of a q row, in the mean.
+    edges: f64,
+}
+
+/// The kernels of a problem.
+pub(super) fn kernels(problem: &Problem, machine: &Machine) -> Result<Kernels> {
     let shape = |backward| KernelShape {
         dtype: problem.dtype(),
         head_dim: problem.head_dim(),
@@ -40,7 +52,13 @@ pub(super) fn rates(problem: &Problem, machine: &Machine) -> Result<([KernelRate
     };
     let (forward, a) = machine.kernel(shape(false))?;
     let (backward, b) = machine.kernel(shape(true))?;
-    Ok(([forward, backward], a && b))
+    let batch = problem.batch();
+    let of_document = |d| {
+        let [q, k] = [Side::Q, Side::K].map(|side| batch.document(side, d).len() as u32);
+        edges(&Range::plain(0, q, batch.start(Side::Q, d), 0), &Range::plain(0, k, 0, 0), problem.mask())
+    };
+    let edges = (0..batch.documents()).map(of_document).sum::<u64>() as f64 / batch.tokens(Side::Q).max(1) as f64;
+    Ok(Kernels { rates: [forward, backward], exact: a && b, edges })
 }
 
 /// One direction of a candidate; seconds, and bytes of the busiest rank or card.
@@ -82,7 +100,7 @@ struct Sizes<'a> {
 }
 
 /// Forward and backward, of a plan with this load of its busiest ring rank.
-pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[KernelRate; 2]) -> [PassTime; 2] {
+pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, kernels: &Kernels) -> [PassTime; 2] {
     let (p, mesh) = (plan.problem(), plan.mesh());
     let (h, hk) = (p.heads() as f64, p.kv_heads() as f64);
     let (mut hq, mut hkv, mut kv_sum) = (0.0f64, 0.0f64, 0.0);
@@ -153,10 +171,13 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
     let steps = if at_once { 1.0 } else { sizes.steps + 1.0 };
     let calls = steps * rounds;
     let pass = |i: usize| {
-        let rows = load.q_tokens as f64 * hq * steps;
+        let rows = load.q_tokens as f64 * hq;
         let read = (load.k_tokens as f64 + needed) * hq;
-        let kernel = KernelRate { call: 0.0, ..rates[i] }.seconds(flops[i], rows, read);
-        let kernel = (kernel + calls * (rates[i].call + machine.operation)) * sizes.slower;
+        // The kernels of dq and of dk and dv both meet the edges.
+        let at_edges = rows * kernels.edges * if ordered && i == 1 { 2.0 } else { 1.0 };
+        let rate = kernels.rates[i];
+        let kernel = KernelRate { call: 0.0, ..rate }.seconds(flops[i], rows * steps, read, at_edges);
+        let kernel = (kernel + calls * (rate.call + machine.operation)) * sizes.slower;
         sizes.pass(kernel, [calls, rounds], into[i], out[i], ring[i], at_once)
     };
     [pass(0), pass(1)]
