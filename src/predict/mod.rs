@@ -216,7 +216,7 @@ fn rate(
     let candidate = |plan: &Plan| {
         let [forward, backward] = aggregate::passes(plan, load, machine, kernels);
         let of = |rank| {
-            let sizes = ShareSizes::new(plan, rank);
+            let sizes = ShareSizes::new(plan, rank, [load.q_tokens, load.k_tokens]);
             let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound_of(&sizes, d));
             tensor_bytes(plan, &sizes, Direction::Backward) + work[0].max(work[1])
         };
