@@ -15,11 +15,13 @@
 //!   zigzag layouts some ranks have more work than others at a step, though not in total, so this is up to 16 % too quick,
 //!   and up to 31 % with two levels and documents shorter than a node's share;
 //! - passes over groups of kv heads do all steps for each group, and overlap as steps do: with a mask that is up to 21 % too quick
-//!   where rows are gathered. The ordered form is rated up to 45 % too slow with a mask, 18 % without;
+//!   where rows are gathered. The ordered form is rated up to 38 % too slow with a mask in the contiguous layout, where the rank with
+//!   most work for dq has the least for dk and dv;
 //! - every step reads every q row, and ranks do not wait for each other otherwise;
 //! - on a machine with cores, kernels and exchanges do not overlap at all, and ranks that share cores share them evenly
-//!   until the end. With a mask that is up to 2 times too slow in the contiguous layout, where some ranks end early, and up to
-//!   1.6 times in others, where some ranks work while others wait;
+//!   until the end; only where all ranks share them, kernels take no longer than the work of all. With a mask that is up to
+//!   1.9 times too slow in the contiguous layout, where some ranks end early, and up to 1.6 times in others, where some ranks
+//!   work while others wait;
 //! - the bytes that the bucket of a rate limit passes at once (`between.burst`) are not counted: all bytes take the card's rate.
 
 use crate::{
@@ -29,7 +31,7 @@ use crate::{
     heads::HeadShare,
     layout::Layout,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{CirculatingSide, Form, Load, Plan, Problem, Wire, edges},
+    plan::{CirculatingSide, Form, LayoutLoad, Plan, Problem, Wire, edges},
 };
 
 /// The kernels of a problem.
@@ -100,7 +102,8 @@ struct Sizes<'a> {
 }
 
 /// Forward and backward, of a plan with this load of its busiest ring rank.
-pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, kernels: &Kernels) -> [PassTime; 2] {
+pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels: &Kernels) -> [PassTime; 2] {
+    let load = loads.largest;
     let (p, mesh) = (plan.problem(), plan.mesh());
     let (h, hk) = (p.heads() as f64, p.kv_heads() as f64);
     let (mut hq, mut hkv, mut kv_sum) = (0.0f64, 0.0f64, 0.0);
@@ -153,7 +156,7 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, kernels: &Kerne
     let tokens = |side| p.batch().tokens(side).max(1) as f64;
     let q_rows = needed * tokens(Side::Q) / tokens(Side::K) * hq;
     let queries = q_rows * (dims * e + 2.0 * a);
-    // The ordered form gathers both sides, and sends no gradients home.
+    // The ordered form gathers both sides, q's while k's are computed with, and sends no gradients home.
     let ordered = plan.form() == Form::Ordered;
     let backward = match plan.backward_circulates() {
         _ if ordered => [keys * e + queries, 0.0],
@@ -162,7 +165,13 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, kernels: &Kerne
     };
     let ring = [[keys * e, 0.0], backward];
     let at_once = plan.form() != Form::Ring;
-    let area = load.area as f64 * hq * 2.0;
+    // Where all ranks share cores, the busiest has more of them when others have ended.
+    let slower = sizes.slower;
+    let area = match load.area as f64 {
+        largest if pool < mesh.world() => largest,
+        largest => (largest / slower).max(loads.total.area as f64 / mesh.ring as f64),
+    };
+    let area = area * hq * 2.0;
     // Two calls of the ordered form compute scores twice, for dq and for dk and dv.
     let products = if ordered { 4.0 * dk + 3.0 * dv } else { 3.0 * dk + 2.0 * dv };
     let flops = [area * dims, area * products];
@@ -178,7 +187,8 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, kernels: &Kerne
         let rate = kernels.rates[i];
         let kernel = KernelRate { call: 0.0, ..rate }.seconds(flops[i], rows * steps, read, at_edges);
         let kernel = (kernel + calls * (rate.call + machine.operation)) * sizes.slower;
-        sizes.pass(kernel, [calls, rounds], into[i], out[i], ring[i], at_once)
+        let first = if ordered && i == 1 { kernel * (2.0 * dk + dv) / products } else { 0.0 };
+        sizes.pass(kernel, (first, queries), [calls, rounds], into[i], out[i], ring[i], at_once)
     };
     [pass(0), pass(1)]
 }
@@ -194,6 +204,7 @@ impl Sizes<'_> {
     fn pass(
         &self,
         kernel: f64,
+        (first, beside): (f64, f64),
         [calls, rounds]: [f64; 2],
         into: f64,
         out: f64,
@@ -220,8 +231,11 @@ impl Sizes<'_> {
         let home = home + returns * (step + m.operation);
         let fetch = self.link(split(fetched, self.rows_inside)) + if fetched > 0.0 { exchanges * step } else { 0.0 };
         let one = |x: f64| if x > 0.0 { x / exchanges.max(1.0) } else { 0.0 };
-        let ring = if at_once && rounds == 1.0 || m.cores.is_some() {
+        let ring = if m.cores.is_some() {
             fetch + kernel + home
+        } else if at_once && rounds == 1.0 {
+            // These rows come while the first of two kernels runs.
+            fetch + kernel + home - first.min(self.link(split(beside, self.rows_inside)))
         } else {
             (kernel + one(home)).max(fetch + home + kernel / calls)
         };

@@ -29,7 +29,7 @@ use crate::{
     layout::Layout,
     machine::Machine,
     mesh::Mesh,
-    plan::{LAYOUTS, Load, Options, Plan, Problem, auto::dealer},
+    plan::{LAYOUTS, LayoutLoad, Options, Plan, Problem, auto::dealer},
     report::{bound::ShareSizes, size::tensor_bytes},
     schedule::Direction,
 };
@@ -153,7 +153,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
             }
             // A mesh that cannot compute this kind of attention, or that an option rules out, is no candidate.
             let rated =
-                dealt(layout, mesh.ring).and_then(|d| rate(problem, mesh, layout, d.largest, machine, &kernels, forms));
+                dealt(layout, mesh.ring).and_then(|d| rate(problem, mesh, layout, &d, machine, &kernels, forms));
             match rated {
                 Ok(levels) => candidates.extend(levels),
                 Err(error) => refused = refused.or(Some(error)),
@@ -207,16 +207,16 @@ fn rate(
     problem: &Problem,
     mesh: Mesh,
     layout: Layout,
-    load: Load,
+    loads: &LayoutLoad,
     machine: &Machine,
     kernels: &aggregate::Kernels,
     forms: &[Options],
 ) -> Result<Vec<MeshTime>> {
     let first = Plan::with_options(problem, mesh, layout, forms[0])?;
     let candidate = |plan: &Plan| {
-        let [forward, backward] = aggregate::passes(plan, load, machine, kernels);
+        let [forward, backward] = aggregate::passes(plan, loads, machine, kernels);
         let of = |rank| {
-            let sizes = ShareSizes::new(plan, rank, [load.q_tokens, load.k_tokens]);
+            let sizes = ShareSizes::new(plan, rank, [loads.largest.q_tokens, loads.largest.k_tokens]);
             let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound_of(&sizes, d));
             tensor_bytes(plan, &sizes, Direction::Backward) + work[0].max(work[1])
         };
