@@ -35,7 +35,7 @@ use crate::{
 };
 
 /// The kernels of a problem.
-pub(super) struct Kernels {
+pub(super) struct ProblemKernels {
     /// Forward and backward.
     pub rates: [KernelRate; 2],
     /// Whether they are those of its dims.
@@ -45,7 +45,7 @@ pub(super) struct Kernels {
 }
 
 /// The kernels of a problem.
-pub(super) fn kernels(problem: &Problem, machine: &Machine) -> Result<Kernels> {
+pub(super) fn kernels(problem: &Problem, machine: &Machine) -> Result<ProblemKernels> {
     let shape = |backward| KernelShape {
         dtype: problem.dtype(),
         head_dim: problem.head_dim(),
@@ -60,7 +60,7 @@ pub(super) fn kernels(problem: &Problem, machine: &Machine) -> Result<Kernels> {
         edges(&Range::plain(0, q, batch.start(Side::Q, d), 0), &Range::plain(0, k, 0, 0), problem.mask())
     };
     let edges = (0..batch.documents()).map(of_document).sum::<u64>() as f64 / batch.tokens(Side::Q).max(1) as f64;
-    Ok(Kernels { rates: [forward, backward], exact: a && b, edges })
+    Ok(ProblemKernels { rates: [forward, backward], exact: a && b, edges })
 }
 
 /// One direction of a candidate; seconds, and bytes of the busiest rank or card.
@@ -102,7 +102,7 @@ struct Sizes<'a> {
 }
 
 /// Forward and backward, of a plan with this load of its busiest ring rank.
-pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels: &Kernels) -> [PassTime; 2] {
+pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels: &ProblemKernels) -> [PassTime; 2] {
     let load = loads.largest;
     let (p, mesh) = (plan.problem(), plan.mesh());
     let (h, hk) = (p.heads() as f64, p.kv_heads() as f64);

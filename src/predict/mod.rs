@@ -209,7 +209,7 @@ fn rate(
     layout: Layout,
     loads: &LayoutLoad,
     machine: &Machine,
-    kernels: &aggregate::Kernels,
+    kernels: &aggregate::ProblemKernels,
     forms: &[Options],
 ) -> Result<Vec<MeshTime>> {
     let first = Plan::with_options(problem, mesh, layout, forms[0])?;
