@@ -275,7 +275,7 @@ mod tests {
             let mask = [Mask::causal(), Mask::full(), Mask::window(9, 2)][random.usize(..3)];
             let p = Problem::new(Batch::from_lengths(&lengths).unwrap(), 16, 16, 512, Dtype::F32).with_mask(mask);
             let ring = random.usize(2..7);
-            let levels = if random.bool() && ring % 2 == 0 { ring / 2 } else { 0 };
+            let levels = if random.bool() && ring.is_multiple_of(2) { ring / 2 } else { 0 };
             let options = [Options::new(), Options::new().gather(true), Options::new().circulate(Circulate::Queries)]
                 [random.usize(..3)]
             .ranks_per_node(levels);
