@@ -11,7 +11,7 @@
 //! ```
 //!
 //! The proof, with as many documents as ranks and with one, and the memory are measured once each, after the rest; FILTER
-//! `proof` or `memory` runs them alone. Only FILTER `large` proves one document over 1,024 ranks: that takes a minute and 0.6 GB.
+//! `proof` or `memory` runs them alone. Only FILTER `large` proves one document over 1,024 ranks: that takes half a minute and 0.6 GB.
 
 use std::{
     alloc::{GlobalAlloc, Layout as Block, System},

@@ -26,7 +26,12 @@ mod processes;
 use std::{path::PathBuf, process::ExitCode, sync::Barrier, thread::available_parallelism};
 
 use clap::{Parser, ValueEnum};
-use cpattn::{Dtype, Machine, Rank, Result, machine::LinkRate, schedule::Direction, transport::local};
+use cpattn::{
+    Dtype, Machine, Rank, Result,
+    machine::{KernelRate, LinkRate},
+    schedule::Direction,
+    transport::local,
+};
 
 use crate::{cases::Case, check::Cases, links::DEADLINE};
 
@@ -98,8 +103,9 @@ impl Host {
     fn lines(&self) -> String {
         let mut text = format!("operation = {:e}\ncopy = {:e}\n", self.operation, self.copy);
         for k in self.kernels.rates() {
-            let (shape, row, key, call) = (k.shape, k.row, k.key, k.call);
-            text += &format!("kernel {shape} = rate {:e}, row {row:e}, key {key:e}, call {call:e}\n", k.rate);
+            let KernelRate { shape, rate, row, key, edge, call } = k;
+            text +=
+                &format!("kernel {shape} = rate {rate:e}, row {row:e}, key {key:e}, edge {edge:e}, call {call:e}\n");
         }
         text
     }

@@ -6,9 +6,10 @@
 //!
 //! The model is small on purpose, so that each figure can be measured alone:
 //!
-//! - *Kernels*: a call takes `call + heads · (pairs · flops / rate + rows · row + keys · key)` seconds. `pairs` are the
-//!   allowed (q, k) pairs of one head, `rows` and `keys` the q rows and k rows that the call reads. `row` and `key` stand
-//!   for what does not grow with pairs: loading, merging, the unused corners of tiles at the edge of the mask.
+//! - *Kernels*: a call takes `call + heads · (pairs · flops / rate + rows · row + keys · key + edges · edge)` seconds.
+//!   `pairs` are the allowed (q, k) pairs of one head, `rows` and `keys` the q rows and k rows that the call reads. `row` and
+//!   `key` stand for what does not grow with pairs: loading and merging. `edges` are the pairs on an edge of the mask
+//!   ([`edges`](crate::plan::edges)): where it crosses a tile, the pairs beyond it are computed too, and the others masked.
 //! - *Copies*: packing, unpacking and sums take their bytes, read and written, over `copy`; each operation of any kind
 //!   takes `operation` seconds besides.
 //! - *Links*: a message takes the latency of its level and its bytes over the level's rate. Inside a node each rank has

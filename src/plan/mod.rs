@@ -29,12 +29,12 @@ mod problem;
 mod shard;
 mod together;
 
-pub(crate) use area::Load;
-pub use area::area;
+pub use area::{area, edges};
 pub use auto::{BALANCE, Candidate, Choice, LAYOUTS, MESSAGE, auto_layout, choose, choose_over};
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
 pub(crate) use form::{CirculatingSide, Form};
+pub(crate) use layout_load::LayoutLoad;
 pub use nodes::ranks_per_node;
 pub use options::{Circulate, Gather, Options, Wire};
 pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};

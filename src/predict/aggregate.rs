@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The time of a plan from the load of its busiest rank.
 //!
-//! What is counted: the largest mask area, rows and needed rows of any ring rank, the largest share of heads of any
-//! Ulysses rank, the bytes of every exchange by the level of its links, one latency and one operation for each step.
+//! What is counted: the largest mask area, rows and needed rows of any ring rank, how many edges of the mask a row meets in
+//! the mean, the largest share of heads of any Ulysses rank, the bytes of every exchange by the level of its links, one
+//! latency and one operation for each step.
 //!
 //! What is approximated, so that no rank's schedule is needed:
 //! - the largest figures are taken to be those of one rank, which is so or nearly so in all layouts but the contiguous one
@@ -14,26 +15,39 @@
 //!   zigzag layouts some ranks have more work than others at a step, though not in total, so this is up to 16 % too quick,
 //!   and up to 31 % with two levels and documents shorter than a node's share;
 //! - passes over groups of kv heads do all steps for each group, and overlap as steps do: with a mask that is up to 21 % too quick
-//!   where rows are gathered. The ordered form is rated up to 46 % too slow with a mask, 19 % without;
+//!   where rows are gathered. The ordered form is rated up to 38 % too slow with a mask in the contiguous layout, where the rank with
+//!   most work for dq has the least for dk and dv;
 //! - every step reads every q row, and ranks do not wait for each other otherwise;
 //! - on a machine with cores, kernels and exchanges do not overlap at all, and ranks that share cores share them evenly
-//!   until the end. With a mask that is up to 2 times too slow in the contiguous layout, where some ranks end early, and up to
-//!   1.6 times in others, where some ranks work while others wait;
+//!   until the end; only where all ranks share them, kernels take no longer than the work of all. With a mask that is up to
+//!   1.9 times too slow in the contiguous layout, where some ranks end early, and up to 1.6 times in others, where some ranks
+//!   work while others wait;
 //! - the bytes that the bucket of a rate limit passes at once (`between.burst`) are not counted: all bytes take the card's rate.
 
 use alloc::vec::Vec;
 
 use crate::{
     batch::Side,
+    call::Range,
     error::Result,
     heads::HeadShare,
     layout::Layout,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{CirculatingSide, Form, Load, Plan, Problem, Wire},
+    plan::{CirculatingSide, Form, LayoutLoad, Plan, Problem, Wire, edges},
 };
 
-/// The kernels of a problem, forward and backward, and whether they are those of its dims.
-pub(super) fn rates(problem: &Problem, machine: &Machine) -> Result<([KernelRate; 2], bool)> {
+/// The kernels of a problem.
+pub(super) struct ProblemKernels {
+    /// Forward and backward.
+    pub rates: [KernelRate; 2],
+    /// Whether they are those of its dims.
+    pub exact: bool,
+    /// Edges of the mask among the keys of a q row, in the mean.
+    edges: f64,
+}
+
+/// The kernels of a problem.
+pub(super) fn kernels(problem: &Problem, machine: &Machine) -> Result<ProblemKernels> {
     let shape = |backward| KernelShape {
         dtype: problem.dtype(),
         head_dim: problem.head_dim(),
@@ -42,7 +56,13 @@ pub(super) fn rates(problem: &Problem, machine: &Machine) -> Result<([KernelRate
     };
     let (forward, a) = machine.kernel(shape(false))?;
     let (backward, b) = machine.kernel(shape(true))?;
-    Ok(([forward, backward], a && b))
+    let batch = problem.batch();
+    let of_document = |d| {
+        let [q, k] = [Side::Q, Side::K].map(|side| batch.document(side, d).len() as u32);
+        edges(&Range::plain(0, q, batch.start(Side::Q, d), 0), &Range::plain(0, k, 0, 0), problem.mask())
+    };
+    let edges = (0..batch.documents()).map(of_document).sum::<u64>() as f64 / batch.tokens(Side::Q).max(1) as f64;
+    Ok(ProblemKernels { rates: [forward, backward], exact: a && b, edges })
 }
 
 /// One direction of a candidate; seconds, and bytes of the busiest rank or card.
@@ -113,7 +133,8 @@ struct Sizes<'a> {
 }
 
 /// Forward and backward, of a plan with this load of its busiest ring rank.
-pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[KernelRate; 2]) -> [PassTime; 2] {
+pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels: &ProblemKernels) -> [PassTime; 2] {
+    let load = loads.largest;
     let (p, mesh) = (plan.problem(), plan.mesh());
     let (h, hk) = (p.heads() as f64, p.kv_heads() as f64);
     let (mut hq, mut hkv, mut kv_sum) = (0.0f64, 0.0f64, 0.0);
@@ -190,7 +211,7 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
     let tokens = |side| p.batch().tokens(side).max(1) as f64;
     let q_rows = needed * tokens(Side::Q) / tokens(Side::K) * hq;
     let queries = q_rows * (dims * e + 2.0 * a);
-    // The ordered form gathers both sides, and sends no gradients home.
+    // The ordered form gathers both sides, q's while k's are computed with, and sends no gradients home.
     let backward = match plan.backward_circulates() {
         _ if ordered => [keys * e + queries, 0.0],
         CirculatingSide::Queries => [queries, q_rows * dk * w],
@@ -198,7 +219,13 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
     };
     let ring = [[keys * e, 0.0], backward];
     let at_once = plan.form() != Form::Ring;
-    let area = load.area as f64 * hq * 2.0;
+    // Where all ranks share cores, the busiest has more of them when others have ended.
+    let slower = sizes.slower;
+    let area = match load.area as f64 {
+        largest if pool < mesh.world() => largest,
+        largest => (largest / slower).max(loads.total.area as f64 / mesh.ring as f64),
+    };
+    let area = area * hq * 2.0;
     // Two calls of the ordered form compute scores twice, for dq and for dk and dv.
     let products = if ordered { 4.0 * dk + 3.0 * dv } else { 3.0 * dk + 2.0 * dv };
     let flops = [area * dims, area * products];
@@ -207,11 +234,15 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
     let steps = if at_once { 1.0 } else { sizes.steps + 1.0 };
     let calls = steps * rounds;
     let pass = |i: usize| {
-        let rows = load.q_tokens as f64 * hq * steps;
+        let rows = load.q_tokens as f64 * hq;
         let read = (load.k_tokens as f64 + needed) * hq;
-        let kernel = KernelRate { call: 0.0, ..rates[i] }.seconds(flops[i], rows, read);
-        let kernel = (kernel + calls * (rates[i].call + machine.operation)) * sizes.slower;
-        sizes.pass(kernel, [calls, rounds], [into[i], out[i]], ring[i], at_once)
+        // The kernels of dq and of dk and dv both meet the edges.
+        let at_edges = rows * kernels.edges * if ordered && i == 1 { 2.0 } else { 1.0 };
+        let rate = kernels.rates[i];
+        let kernel = KernelRate { call: 0.0, ..rate }.seconds(flops[i], rows * steps, read, at_edges);
+        let kernel = (kernel + calls * (rate.call + machine.operation)) * sizes.slower;
+        let first = if ordered && i == 1 { kernel * (2.0 * dk + dv) / products } else { 0.0 };
+        sizes.pass(kernel, (first, queries), [calls, rounds], [into[i], out[i]], ring[i], at_once)
     };
     [pass(0), pass(1)]
 }
@@ -262,6 +293,7 @@ impl Sizes<'_> {
     fn pass(
         &self,
         kernel: f64,
+        (first, beside): (f64, f64),
         [calls, rounds]: [f64; 2],
         [into, out]: [AllToAllBytes; 2],
         [fetched, returned]: [f64; 2],
@@ -289,8 +321,11 @@ impl Sizes<'_> {
         let home = home + returns * (step + m.operation);
         let fetch = self.link(split(fetched, self.rows_inside)) + if fetched > 0.0 { exchanges * step } else { 0.0 };
         let one = |x: f64| if x > 0.0 { x / exchanges.max(1.0) } else { 0.0 };
-        let ring = if at_once && rounds == 1.0 || m.cores.is_some() {
+        let ring = if m.cores.is_some() {
             fetch + kernel + home
+        } else if at_once && rounds == 1.0 {
+            // These rows come while the first of two kernels runs.
+            fetch + kernel + home - first.min(self.link(split(beside, self.rows_inside)))
         } else {
             (kernel + one(home)).max(fetch + home + kernel / calls)
         };

@@ -29,7 +29,7 @@ use crate::{
     layout::Layout,
     machine::Machine,
     mesh::Mesh,
-    plan::{LAYOUTS, Load, Options, Plan, Problem, auto::dealer},
+    plan::{LAYOUTS, LayoutLoad, Options, Plan, Problem, auto::dealer},
     report::{bound::ShareSizes, size::tensor_bytes},
     schedule::Direction,
 };
@@ -142,7 +142,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
     problem.check()?;
     machine.check()?;
     Mesh::ring(world)?;
-    let (rates, exact_kernels) = aggregate::rates(problem, machine)?;
+    let kernels = aggregate::kernels(problem, machine)?;
     let (mut candidates, mut refused) = (Vec::new(), None);
     let dealt = dealer(problem);
     for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
@@ -154,7 +154,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
             }
             // A mesh that cannot compute this kind of attention, or that an option rules out, is no candidate.
             let rated =
-                dealt(layout, mesh.ring).and_then(|d| rate(problem, mesh, layout, d.largest, machine, &rates, forms));
+                dealt(layout, mesh.ring).and_then(|d| rate(problem, mesh, layout, &d, machine, &kernels, forms));
             match rated {
                 Ok(levels) => candidates.extend(levels),
                 Err(error) => refused = refused.or(Some(error)),
@@ -183,11 +183,12 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
     }
     let flops = 2.0 * problem.area() as f64 * problem.heads() as f64;
     let dims = (problem.head_dim() as f64, problem.value_dim() as f64);
-    let ideal = flops * ((dims.0 + dims.1) / rates[0].rate + (3.0 * dims.0 + 2.0 * dims.1) / rates[1].rate);
+    let ideal =
+        flops * ((dims.0 + dims.1) / kernels.rates[0].rate + (3.0 * dims.0 + 2.0 * dims.1) / kernels.rates[1].rate);
     Ok(Outlook {
         world,
         ideal: ideal / machine.ranks_at_once(world),
-        exact_kernels,
+        exact_kernels: kernels.exact,
         machine: machine.name.clone(),
         estimate: machine.estimate,
         memory: machine.memory,
@@ -207,16 +208,16 @@ fn rate(
     problem: &Problem,
     mesh: Mesh,
     layout: Layout,
-    load: Load,
+    loads: &LayoutLoad,
     machine: &Machine,
-    rates: &[crate::machine::KernelRate; 2],
+    kernels: &aggregate::ProblemKernels,
     forms: &[Options],
 ) -> Result<Vec<MeshTime>> {
     let first = Plan::with_options(problem, mesh, layout, forms[0])?;
     let candidate = |plan: &Plan| {
-        let [forward, backward] = aggregate::passes(plan, load, machine, rates);
+        let [forward, backward] = aggregate::passes(plan, loads, machine, kernels);
         let of = |rank| {
-            let sizes = ShareSizes::new(plan, rank);
+            let sizes = ShareSizes::new(plan, rank, [loads.largest.q_tokens, loads.largest.k_tokens]);
             let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound_of(&sizes, d));
             tensor_bytes(plan, &sizes, Direction::Backward) + work[0].max(work[1])
         };

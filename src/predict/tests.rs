@@ -65,14 +65,15 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
                 let (forward, backward) = (exact(Direction::Forward), exact(Direction::Backward));
                 let ratio = c.seconds() / (forward.makespan + backward.makespan);
                 let what = alloc::format!("{tokens} {mask:?} {options:?} {} {}: {ratio}", c.mesh, c.layout);
-                // Messages of few tokens are little more than latencies, which the model does not overlap as a run does. The
-                // ordered form's wide rings with a mask are rated up to 46 % too slow.
+                // Messages of few tokens are little more than latencies, which the model does not overlap as a run does. In the
+                // ordered form the contiguous rank with most work for dq has the least for dk and dv, which the model does not know.
                 let range = match (tokens, mask == Mask::full(), options.reproducible) {
                     (8192, ..) => 0.75..1.20,
                     (_, true, false) => 0.90..1.02,
                     (_, false, false) => 0.79..1.03,
-                    (_, true, true) => 0.99..1.18,
-                    (_, false, true) => 0.99..1.46,
+                    (_, true, true) => 0.98..1.01,
+                    (_, false, true) if c.layout != Layout::Contiguous => 0.98..1.05,
+                    (_, false, true) => 0.98..1.39,
                 };
                 assert!(range.contains(&ratio), "{what}");
                 // Both gathered sides of the ordered form: no more than is sent, and three quarters of it at least.
@@ -149,7 +150,13 @@ fn the_aggregate_model_knows_shared_cores() {
                 );
                 assert!(c.seconds() >= quick.ideal && exact.seconds() >= quick.ideal, "{what}");
                 // Ranks with less work than the busiest end earlier and leave it more of the cores, which the model does not know.
-                let most = if mask == Mask::full() { 1.31 } else { 2.02 };
+                let most: f64 = match (mask == Mask::full(), c.layout) {
+                    (true, _) => 1.31,
+                    (false, Layout::Contiguous) => 1.91,
+                    (false, _) => 1.59,
+                };
+                // Ranks that share all cores do the same work in sum, whoever has most of it.
+                let most = if shared && work == 0.0 { most.min(1.19) } else { most };
                 assert!((0.90..most).contains(&ratio), "{what}");
             }
         }

@@ -17,24 +17,26 @@ use crate::{
     schedule::{ALIGNMENT, CirculatingSide, Direction, Form, SINK_DIGITS},
 };
 
-/// The sizes of a rank's share, counted once: of a zigzag, every document has to be looked at.
+/// The sizes of shares, counted once: of a zigzag, every document has to be looked at.
 pub(crate) struct ShareSizes {
     rank: usize,
     /// Rows of its ring rank's share of q's side, and of k's.
     share: [usize; 2],
     /// Those that are the rank's own tokens.
     pub own: [usize; 2],
+    /// Rows of the largest share of any ring rank.
+    largest: [u64; 2],
 }
 
 impl ShareSizes {
-    /// Counts them. The rank lies in the mesh.
-    pub fn new(plan: &Plan, rank: usize) -> Self {
+    /// Those of a rank of the mesh, where the largest shares are known.
+    pub fn new(plan: &Plan, rank: usize, largest: [u64; 2]) -> Self {
         let (mesh, at) = (plan.mesh(), plan.mesh().coordinates(rank));
         let q = plan.shares().rows(Side::Q, at.ring);
         let alike = plan.problem().batch().is_self_attention();
         let share = [q, if alike { q } else { plan.shares().rows(Side::K, at.ring) }];
         let own = share.map(|rows| cut(at.ulysses + 1, rows, mesh.ulysses) - cut(at.ulysses, rows, mesh.ulysses));
-        Self { rank, share, own }
+        Self { rank, share, own, largest }
     }
 }
 
@@ -99,7 +101,8 @@ impl Plan {
     /// When the rank is outside the mesh.
     pub fn workspace_bound(&self, rank: usize, direction: Direction) -> u64 {
         assert!(rank < self.mesh().world(), "rank {rank} of a world of {}", self.mesh().world());
-        self.workspace_bound_of(&ShareSizes::new(self, rank), direction)
+        let rows = |side| (0..self.mesh().ring).map(|r| self.shares().rows(side, r) as u64).max().unwrap_or(0);
+        self.workspace_bound_of(&ShareSizes::new(self, rank, [rows(Side::Q), rows(Side::K)]), direction)
     }
 
     /// As [`Plan::workspace_bound`], of a rank whose sizes are known.
@@ -121,21 +124,15 @@ impl Plan {
         let others_kv: u64 = others().map(|s| n(s.kv.len())).sum();
         let (exchanging, ringed) = (mesh.ulysses > 1, mesh.ring > 1);
         let form = self.form();
-        // The rows of one ring step: a share, but that a zigzag's front and back chunks come from two owners and their
-        // sizes differ by a row for each document.
+        // The rows of one ring step: a share, but that a zigzag's front and back chunks come from two owners.
         let ring_step = |side| {
             let (batch, all) = (p.batch(), n(p.batch().tokens(side)));
+            let chunk = |rows: usize| n(rows.div_ceil(2 * mesh.ring));
             let largest = match self.layout() {
                 _ if form != Form::Ring => all,
-                // Of each document one front and one back chunk; to look at each rank's share would take long.
-                Layout::Zigzag => {
-                    let chunk = |d| batch.document(side, d).len().div_ceil(2 * mesh.ring);
-                    (0..batch.documents()).map(|d| 2 * n(chunk(d))).sum()
-                }
-                _ => {
-                    let share = (0..mesh.ring).map(|r| n(self.shares().rows(side, r))).max().unwrap_or(0);
-                    share + 2 * n(batch.documents())
-                }
+                Layout::Zigzag => (0..batch.documents()).map(|d| 2 * chunk(batch.document(side, d).len())).sum(),
+                Layout::ZigzagPack => 2 * chunk(batch.tokens(side)),
+                _ => sizes.largest[side as usize],
             };
             all.min(largest)
         };
@@ -148,7 +145,7 @@ impl Plan {
                 return (0, 0);
             }
             let others = mesh.ring / self.ring_ranks_of_node() - 1;
-            let largest = (0..mesh.ring).map(|r| n(self.shares().rows(side, r))).max().unwrap_or(0);
+            let largest = sizes.largest[side as usize];
             match form {
                 Form::Ring => (largest, n(others.min(2))),
                 Form::Gather => (largest * n(others), 1),

@@ -9,7 +9,7 @@ use alloc::vec::Vec;
 
 use crate::{
     call::Gradients,
-    plan::{Plan, area},
+    plan::{Plan, area, edges},
     report::bound::ShareSizes,
     schedule::{Buf, BufferView, CirculatingSide, OpKind, Schedule, TensorId, expand::Expansion},
 };
@@ -23,6 +23,8 @@ pub(crate) struct HeadSize {
     pub rows: u64,
     /// k rows, each once.
     pub keys: u64,
+    /// Allowed pairs on an edge of the mask.
+    pub edges: u64,
 }
 
 /// An attention call.
@@ -103,7 +105,10 @@ impl<'a> OpSizes<'a> {
         let mut head = HeadSize { keys: r.k.iter().map(|k| u64::from(k.len)).sum(), ..HeadSize::default() };
         for q in r.q {
             let keys = &r.pairs[q.keys_begin as usize..q.keys_end as usize];
-            head.pairs += keys.iter().map(|&k| u128::from(area(&q.range, &r.k[k as usize], mask))).sum::<u128>();
+            for k in keys.iter().map(|&k| &r.k[k as usize]) {
+                head.pairs += u128::from(area(&q.range, k, mask));
+                head.edges += edges(&q.range, k, mask);
+            }
             head.rows += if keys.is_empty() { 0 } else { u64::from(q.range.len) };
         }
         self.known.push((side, ring_step, head));
