@@ -14,8 +14,7 @@ use crate::{
 fn carried(plan: &Plan, direction: Direction) -> [Vec<Vec<u64>>; 2] {
     let world = plan.mesh().world();
     let mut bytes = ["ulysses in", "ulysses out"].map(|_| alloc::vec![alloc::vec![0; world]; world]);
-    for rank in 0..world {
-        let s = Schedule::new(plan, rank, direction).unwrap();
+    for s in (0..world).map(|rank| Schedule::new(plan, rank, direction).unwrap()) {
         for op in &s.ops {
             let OpKind::Exchange { begin, end } = op.kind else { continue };
             let Some(way) = ["ulysses in", "ulysses out"].iter().position(|phase| *phase == op.phase) else { continue };
@@ -23,7 +22,7 @@ fn carried(plan: &Plan, direction: Direction) -> [Vec<Vec<u64>>; 2] {
                 let Buf::Work(i) = m.view.buf else { panic!("the caller's own tensor is sent") };
                 let b = &s.buffers[i as usize];
                 let row = u64::from(m.view.heads) * u64::from(b.dim) * b.dtype.size() as u64;
-                bytes[way][rank][m.peer] += m.view.rows * row;
+                bytes[way][s.rank][m.peer] += m.view.rows * row;
             }
         }
     }
