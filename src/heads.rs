@@ -3,8 +3,9 @@
 //!
 //! Ulysses rank u of U holds q heads `⌊uH/U⌋ .. ⌊(u+1)H/U⌋` and the kv heads that those read. Kernels take the offset
 //! of the first head, so any `U ≤ H` works: H need not be a multiple of U, and there may be fewer kv heads than ranks.
-//! A kv head that several ranks read is sent to each of them from one source (over several nodes to one rank of each, which
-//! passes it on), and its partial gradients are sent back and summed in rank order; nothing is replicated in the caller's memory and nothing is padded.
+//! A kv head that several ranks read is sent to each of them from one source (over several nodes to one rank of each,
+//! which passes it on), and its partial gradients are sent back and summed in rank order; nothing is replicated in the
+//! caller's memory and nothing is padded.
 
 use core::ops::Range;
 

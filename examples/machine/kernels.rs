@@ -182,7 +182,8 @@ impl Bench {
         (gradients.dk, gradients.dv) = (tensor(dk, Dtype::F32, keys, dim), tensor(dv, Dtype::F32, keys, dim));
         let start = Instant::now();
         if backward {
-            // SAFETY: all tensors are this bench's vectors, large enough for the largest call, and used by nothing else.
+            // SAFETY: all tensors are this bench's vectors, large enough for the largest call, and used by nothing
+            // else.
             unsafe { cpu::attend_backward(&gradients, &mut self.scratch) }?;
         } else {
             // SAFETY: as above.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Measures the machine that it runs on, and writes its description; with `--check` it also runs cases, predicts each from that
-//! description, and prints both.
+//! Measures the machine that it runs on, and writes its description; with `--check` it also runs cases, predicts each
+//! from that description, and prints both.
 //!
 //! ```text
 //! cargo run --release --example machine -- --ranks 4 > mine.machine
@@ -8,8 +8,8 @@
 //! mpirun -n 4 target/release/examples/machine --transport mpi > mine.machine      built with --features mpi
 //! ```
 //!
-//! Ranks are threads, or processes over MPI on one host or on several. Hosts that `examples/hosts` makes on one machine share
-//! its cores and its clock (`--one-machine`). `benches/predictions/run` starts all of these.
+//! Ranks are threads, or processes over MPI on one host or on several. Hosts that `examples/hosts` makes on one machine
+//! share its cores and its clock (`--one-machine`). `benches/predictions/run` starts all of these.
 //!
 //! Every figure is the best of many short measurements, spread over the time that the program runs: other programs
 //! only ever make a measurement slower.

@@ -85,11 +85,11 @@ pub struct Machine {
     pub inside: LinkRate,
     /// Links between nodes.
     pub between: LinkRate,
-    /// Bytes that a card passes at once after a pause, in each direction, before its rate holds: the size of the bucket of a
-    /// rate limit. The bucket fills at the card's rate. 0 where there is no such limit.
+    /// Bytes that a card passes at once after a pause, in each direction, before its rate holds: the size of the bucket
+    /// of a rate limit. The bucket fills at the card's rate. 0 where there is no such limit.
     pub between_burst: f64,
-    /// Seconds of a core for each byte of a message between nodes, half at each end: copies and protocols. 0 where cards
-    /// move bytes without cores.
+    /// Seconds of a core for each byte of a message between nodes, half at each end: copies and protocols. 0 where
+    /// cards move bytes without cores.
     pub between_work: f64,
     /// Kernels.
     pub kernels: Vec<KernelRate>,

@@ -125,8 +125,8 @@ impl Machine {
     /// Reads a description.
     ///
     /// # Errors
-    /// [`Error::Invalid`] that names the line and the key: a line that is not `key = value`, an unknown key, a key given
-    /// twice, a figure that is missing, negative or not a number.
+    /// [`Error::Invalid`] that names the line and the key: a line that is not `key = value`, an unknown key, a key
+    /// given twice, a figure that is missing, negative or not a number.
     ///
     /// ```
     /// use cpattn::machine::Machine;

@@ -41,8 +41,8 @@ pub fn area(q: &Range, k: &Range, mask: Mask) -> u64 {
     }
 }
 
-/// The (q, k) pairs between two ranges of one document that lie on an edge of the mask: for each side that it limits, the
-/// last key that a q row sees on that side, where the k range has that key.
+/// The (q, k) pairs between two ranges of one document that lie on an edge of the mask: for each side that it limits,
+/// the last key that a q row sees on that side, where the k range has that key.
 ///
 /// Kernels compute a tile that an edge crosses whole, or nearly so: the cost of it grows with these pairs.
 ///

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which mesh and layout suit a machine: every candidate with its predicted time.
 //!
-//! Two models answer. `aggregate` counts the load of the busiest rank and turns it into seconds by a few sums; it is quick
-//! for any number of ranks and knows nothing of single messages. [`Plan::simulate`] executes every operation. [`meshes`]
-//! rates all candidates by the first, and where the group is small enough replaces the figures of the best by those of the
-//! second; each line says which model it is from.
+//! Two models answer. `aggregate` counts the load of the busiest rank and turns it into seconds by a few sums; it is
+//! quick for any number of ranks and knows nothing of single messages. [`Plan::simulate`] executes every operation.
+//! [`meshes`] rates all candidates by the first, and where the group is small enough replaces the figures of the best
+//! by those of the second; each line says which model it is from.
 //!
 //! ```
 //! use cpattn::{Batch, Dtype, Machine, Problem, predict};
@@ -74,8 +74,8 @@ pub struct MeshTime {
     pub mesh: Mesh,
     /// The layout.
     pub layout: Layout,
-    /// Levels of the schedule: 2 if rows cross from node to node once, on the ring or in all-to-alls ([`Options::ranks_per_node`]), 1
-    /// if not.
+    /// Levels of the schedule: 2 if rows cross from node to node once, on the ring or in all-to-alls
+    /// ([`Options::ranks_per_node`]), 1 if not.
     pub levels: usize,
     /// The forward.
     pub forward: PassTime,
@@ -121,17 +121,17 @@ pub struct Outlook {
     pub estimate: bool,
     /// Bytes of memory of a rank of the machine.
     pub memory: f64,
-    /// The candidates: those that were simulated, then the others; of each, those that fit in memory first, by time. The
-    /// two models are not compared with each other: the aggregate one is up to 16 % too quick for zigzag layouts, and up to 31 % with two
-    /// levels and documents shorter than a node's share.
+    /// The candidates: those that were simulated, then the others; of each, those that fit in memory first, by time.
+    /// The two models are not compared with each other: the aggregate one is up to 16 % too quick for zigzag layouts,
+    /// and up to 31 % with two levels and documents shorter than a node's share.
     pub candidates: Vec<MeshTime>,
 }
 
 /// Rates every mesh `ulysses × ring = world` with every layout of [`LAYOUTS`].
 ///
 /// # Errors
-/// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element type, or with a
-/// field that no description has, such as a rate of 0.
+/// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element
+/// type, or with a field that no description has, such as a rate of 0.
 pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort) -> Result<Outlook> {
     let over_nodes = Options::new().ranks_per_node(machine.ranks_per_node);
     outlook(problem, world, machine, effort, &[Options::new(), over_nodes])

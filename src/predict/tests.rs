@@ -30,7 +30,8 @@ fn the_aggregate_model_is_near_the_simulation() {
             let ratio = c.seconds() / exact.seconds();
             // At a ring step of zigzag some ranks have more work than others, and all wait for them.
             let uneven = matches!(c.layout, Layout::Zigzag | Layout::ZigzagPack);
-            // Over two levels a rank has one partner at a step, which is even but for documents shorter than its node's share.
+            // Over two levels a rank has one partner at a step, which is even but for documents shorter than its node's
+            // share.
             let least = match (uneven, c.levels) {
                 (true, 2) if lengths.len() > 1 => 0.69,
                 (true, _) => 0.83,
@@ -65,8 +66,9 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
                 let (forward, backward) = (exact(Direction::Forward), exact(Direction::Backward));
                 let ratio = c.seconds() / (forward.makespan + backward.makespan);
                 let what = alloc::format!("{tokens} {mask:?} {options:?} {} {}: {ratio}", c.mesh, c.layout);
-                // Messages of few tokens are little more than latencies, which the model does not overlap as a run does. In the
-                // ordered form the contiguous rank with most work for dq has the least for dk and dv, which the model does not know.
+                // Messages of few tokens are little more than latencies, which the model does not overlap as a run
+                // does. In the ordered form the contiguous rank with most work for dq has the least for dk and dv,
+                // which the model does not know.
                 let range = match (tokens, mask == Mask::full(), options.reproducible) {
                     (8192, ..) => 0.75..1.20,
                     (_, true, false) => 0.90..1.02,
@@ -86,8 +88,8 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
     }
 }
 
-/// All-to-alls over nodes, of kv heads that several ranks of a node hold: the bytes of cards are those of the simulation, in
-/// both directions, and with two levels they are fewer.
+/// All-to-alls over nodes, of kv heads that several ranks of a node hold: the bytes of cards are those of the
+/// simulation, in both directions, and with two levels they are fewer.
 #[test]
 fn the_aggregate_model_knows_all_to_alls_over_nodes() {
     let machine = Machine { ranks_per_node: 4, cards_per_node: 4, ..h100() };
@@ -149,7 +151,8 @@ fn the_aggregate_model_knows_shared_cores() {
                     exact.seconds()
                 );
                 assert!(c.seconds() >= quick.ideal && exact.seconds() >= quick.ideal, "{what}");
-                // Ranks with less work than the busiest end earlier and leave it more of the cores, which the model does not know.
+                // Ranks with less work than the busiest end earlier and leave it more of the cores, which the model
+                // does not know.
                 let most: f64 = match (mask == Mask::full(), c.layout) {
                     (true, _) => 1.31,
                     (false, Layout::Contiguous) => 1.91,

@@ -8,7 +8,8 @@
 //! first, once for each reader. Over several nodes there are two node slots, and for gradients two sums of the same
 //! rows, each of an owner's share, or in the gather form one of an owner's share of each other node. Ulysses adds the
 //! share itself for the rank's heads, and room for what the all-to-alls move, twice: going in and coming out, over the
-//! bytes that the ring uses in between. Where they cross by gateways, these have rows of one owner of each other node too.
+//! bytes that the ring uses in between. Where they cross by gateways, these have rows of one owner of each other node
+//! too.
 
 use crate::plan::{Options, Plan, Wire};
 use crate::{
@@ -84,8 +85,8 @@ impl GatewayRows {
         self.own * (self.others[1] + self.of_other_nodes) + self.of_owners * (self.of_node + self.others[1])
     }
 
-    /// What ranks of the node return, for this rank and for owners, and what crosses: of the ordered form (`group` q heads read
-    /// a kv head) partials of one kv head too.
+    /// What ranks of the node return, for this rank and for owners, and what crosses: of the ordered form (`group` q
+    /// heads read a kv head) partials of one kv head too.
     fn on_the_way_out(&self, group: Option<u64>) -> u64 {
         let (returned, partials) = (self.others[usize::from(group.is_none())], group.unwrap_or(0));
         self.own * (returned + self.of_other_nodes + self.other_nodes * partials)

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How much each operation of a schedule computes, copies and sends.
 //!
-//! Costs and simulations look at operations only here, so that an operation of a new kind has one place to be counted. Two
-//! of three questions are answered for any kind by the lists that the runtime uses: an exchange has messages, and what
-//! neither exchanges nor attends reads and writes the rows of blocks. Only attention needs its kinds by name.
+//! Costs and simulations look at operations only here, so that an operation of a new kind has one place to be counted.
+//! Two of three questions are answered for any kind by the lists that the runtime uses: an exchange has messages, and
+//! what neither exchanges nor attends reads and writes the rows of blocks. Only attention needs its kinds by name.
 
 use alloc::vec::Vec;
 

@@ -101,11 +101,11 @@ pub(super) struct BufferAddresses {
     pub workspace: *mut u8,
 }
 
-// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `verify::one_rank` checks of
-// every schedule that is prepared.
+// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which
+// `verify::one_rank` checks of every schedule that is prepared.
 unsafe impl Send for BufferAddresses {}
-// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `verify::one_rank` checks
-// of every schedule that is prepared.
+// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which
+// `verify::one_rank` checks of every schedule that is prepared.
 unsafe impl Sync for BufferAddresses {}
 
 impl BufferAddresses {
@@ -142,8 +142,8 @@ pub(super) unsafe fn perform(
     match &schedule.ops[op].kind {
         OpKind::Delta { delta } => {
             let args = Delta { o: user(TensorId::O), d_o: user(TensorId::DO), delta: at(*delta) };
-            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `verify::one_rank`.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+            // proved of this schedule by `verify::one_rank`.
             unsafe { backend.delta(&args) }?;
         }
         OpKind::SinkGradient { delta, partial } => {
@@ -153,13 +153,13 @@ pub(super) unsafe fn perform(
                 sinks: user(TensorId::Sinks),
                 dsinks: at(*partial),
             };
-            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `verify::one_rank`.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+            // proved of this schedule by `verify::one_rank`.
             unsafe { backend.sink_gradient(&args) }?;
         }
         OpKind::SinkTotal { digits } => {
-            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `verify::one_rank`.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+            // proved of this schedule by `verify::one_rank`.
             unsafe { backend.sink_total(&at(*digits), &user(TensorId::Dsinks)) }?;
         }
         OpKind::Transform { .. } | OpKind::Pack { .. } | OpKind::Reduce { .. } => {
@@ -173,8 +173,8 @@ pub(super) unsafe fn perform(
                     let sources_end = sources.len() as u32;
                     blocks.push(Block { dst: at(b.dst), sources_begin: begin, sources_end });
                 }
-                // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-                // this schedule by `verify::one_rank`.
+                // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+                // proved of this schedule by `verify::one_rank`.
                 unsafe { backend.transform(&Transform { blocks, sources }) }
             })?;
         }
@@ -208,15 +208,15 @@ pub(super) unsafe fn perform(
         OpKind::Attend(a) => {
             schedule.ring_steps(CirculatingSide::Keys).ranges(a.ring_step as usize, &mut listing.expansion.scratch);
             let args = attend(plan, schedule, a, &at, &user, backend.alibi_slopes(plan), listing);
-            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `verify::one_rank`.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+            // proved of this schedule by `verify::one_rank`.
             unsafe { backend.attend(&args) }?;
         }
         OpKind::Backward(b) => {
             schedule.ring_steps(b.ring_steps).ranges(b.ring_step as usize, &mut listing.expansion.scratch);
             let args = backward(plan, schedule, b, &at, backend.alibi_slopes(plan), listing);
-            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `verify::one_rank`.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+            // proved of this schedule by `verify::one_rank`.
             unsafe { backend.attend_backward(&args) }?;
         }
     }

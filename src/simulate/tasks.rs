@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The operations of a schedule as tasks: a lane, a predecessor, and either seconds or messages.
 //!
-//! This is all that the simulation reads of a schedule. The sizes come from the report's count of operations, the seconds
-//! from the machine's figures.
+//! This is all that the simulation reads of a schedule. The sizes come from the report's count of operations, the
+//! seconds from the machine's figures.
 
 use alloc::vec::Vec;
 

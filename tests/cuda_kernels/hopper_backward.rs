@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The backward kernels for `sm_90a` against attention in f64, with every option and kind of range; which calls they take; and
-//! that they give the same bits in every order of blocks and warps.
+//! The backward kernels for `sm_90a` against attention in f64, with every option and kind of range; which calls they
+//! take; and that they give the same bits in every order of blocks and warps.
 //!
-//! Tiles are 64 q rows by 128 keys; at head dims 192 and 128 (`MLA`) the steps have an order of their own. At 256 (`LARGE`) tiles have
-//! 64 keys, and the two warpgroups make different products. On a device of another compute capability the same cases run on the
-//! kernels for `sm_80`.
+//! Tiles are 64 q rows by 128 keys; at head dims 192 and 128 (`MLA`) the steps have an order of their own. At 256
+//! (`LARGE`) tiles have 64 keys, and the two warpgroups make different products. On a device of another compute
+//! capability the same cases run on the kernels for `sm_80`.
 
 use crate::case::{Case, Cut, encode, random};
 use crate::device::{Device, Memory, emulated_count};
@@ -94,7 +94,8 @@ fn scores() {
     }
 }
 
-/// Groups of heads, calls that hold only some heads of the problem, dk and dv of each q head, and such that are added to.
+/// Groups of heads, calls that hold only some heads of the problem, dk and dv of each q head, and such that are added
+/// to.
 #[test]
 fn heads() {
     let base = Case {
@@ -123,7 +124,8 @@ fn heads() {
     }
 }
 
-/// Ranges of every kind, keys spread over several calls, tiles that meet others in every order in which lists may name them.
+/// Ranges of every kind, keys spread over several calls, tiles that meet others in every order in which lists may name
+/// them.
 #[test]
 fn ranges() {
     let base = Case {
@@ -155,9 +157,9 @@ fn ranges() {
     }
 }
 
-/// What tells most mutants of the kernel, small cases first (`mutate --only` tries them on this test, which is named as the
-/// kernel's file). One block takes all items, so that what is left of one shows in the next; q heads of a group in several
-/// items; more steps than are prepared at once; tiles that meet nothing between others.
+/// What tells most mutants of the kernel, small cases first (`mutate --only` tries them on this test, which is named as
+/// the kernel's file). One block takes all items, so that what is left of one shows in the next; q heads of a group in
+/// several items; more steps than are prepared at once; tiles that meet nothing between others.
 #[test]
 fn bf16_128() {
     by_one_block(DIMS);
@@ -285,8 +287,8 @@ fn all_backwards(c: &mut AttendBackward) {
     all.into_iter().for_each(backwards);
 }
 
-/// At head dims 192 and 128 the two kernels have tiles of 128 and of 64 keys, each in a list of its own. A launch takes the list of
-/// the kernel that does it, in the first copy of the metadata and in one that the device has already.
+/// At head dims 192 and 128 the two kernels have tiles of 128 and of 64 keys, each in a list of its own. A launch takes
+/// the list of the kernel that does it, in the first copy of the metadata and in one that the device has already.
 #[test]
 fn each_kernel_has_its_own_tiles() {
     if !alone("hopper_backward::each_kernel_has_its_own_tiles") {
@@ -310,8 +312,8 @@ fn each_kernel_has_its_own_tiles() {
     assert_eq!(call.launched_twice(|_| ()), ([2, 0, 0], plain));
 }
 
-/// Devices of compute capability 9.0 take these kernels at the head dims that have one, for all gradients, and the fused ones
-/// for `sm_80` where maps cannot describe a tensor: they compute the same.
+/// Devices of compute capability 9.0 take these kernels at the head dims that have one, for all gradients, and the
+/// fused ones for `sm_80` where maps cannot describe a tensor: they compute the same.
 #[test]
 fn the_family_follows_device_dims_and_tensors() {
     if !alone("hopper_backward::the_family_follows_device_dims_and_tensors") {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The backward at head dim 128 on devices with 99 KB of shared memory to a block (compute capability 8.6, 8.9, 12.0): one
-//! kernel, with v in registers. The stand-in driver is asked for such devices, in processes of their own.
+//! The backward at head dim 128 on devices with 99 KB of shared memory to a block (compute capability 8.6, 8.9, 12.0):
+//! one kernel, with v in registers. The stand-in driver is asked for such devices, in processes of their own.
 
 use crate::case::{Case, Cut};
 use crate::device::{Device, emulated_count};

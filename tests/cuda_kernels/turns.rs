@@ -105,8 +105,8 @@ fn pairs_may_repeat() {
     };
     check(&device, Dtype::Bf16, 64, &job);
     check(&device, Dtype::F16, 128, &job);
-    // At 256 the kernel for `sm_90a` makes ds from rounded probabilities, which the other does not: f16, which rounds less, and
-    // probabilities that it holds.
+    // At 256 the kernel for `sm_90a` makes ds from rounded probabilities, which the other does not: f16, which rounds
+    // less, and probabilities that it holds.
     let small = Job { score: Score { scale: 0.03, ..job.score }, ..job };
     check(&device, Dtype::F16, 256, &small);
 }

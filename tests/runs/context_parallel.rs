@@ -197,8 +197,8 @@ fn several_nodes() {
     every_way::<f32>("replicas", &base, &[two_batches], &LAYOUTS, &forms.map(|form| form.ranks_per_node(2)));
 }
 
-/// All-to-alls over several nodes: one kv head for all ranks, heads that several ranks of a node hold, heads over a border,
-/// and several of them on a rank; beside a ring, and in replicas.
+/// All-to-alls over several nodes: one kv head for all ranks, heads that several ranks of a node hold, heads over a
+/// border, and several of them on a rank; beside a ring, and in replicas.
 #[test]
 fn all_to_alls_over_several_nodes() {
     let o = Options::new;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The backward kernels for `sm_90a`: which launches they take, and their parameters.
 //!
-//! They make all gradients, with the metadata and the parameters of the fused kernel for `sm_80`, which does what tensor maps
-//! cannot describe, and every shape that has no kernel here. Of the options of a call none decides. At head dims 192 and 128 tiles
-//! have twice the keys of that kernel's, which then has a list of its own ([`DealtOut`]); everything else serves both. At 256 the two
-//! multiplying warpgroups share the keys of a tile, and at other head dims each has 64 of its own.
+//! They make all gradients, with the metadata and the parameters of the fused kernel for `sm_80`, which does what
+//! tensor maps cannot describe, and every shape that has no kernel here. Of the options of a call none decides. At head
+//! dims 192 and 128 tiles have twice the keys of that kernel's, which then has a list of its own ([`DealtOut`]);
+//! everything else serves both. At 256 the two multiplying warpgroups share the keys of a tile, and at other head dims
+//! each has 64 of its own.
 
 use super::Cuda;
 use super::either_backward::{DealtOut, EitherParams, HopperBackwardParams};
@@ -19,8 +20,8 @@ use crate::call::AttendBackward;
 /// Bytes of shared memory behind the tiles, for barriers.
 const CONTROL: u32 = 2560;
 
-/// Bytes of probabilities that wait in shared memory: a quarter where dk and dv leave too few registers, and all where they are made
-/// by one warpgroup for both.
+/// Bytes of probabilities that wait in shared memory: a quarter where dk and dv leave too few registers, and all where
+/// they are made by one warpgroup for both.
 const fn parked(d: u32, dv: u32, m: u32, n: u32) -> u32 {
     if n == 64 {
         2 * m * n
@@ -125,9 +126,9 @@ mod tests {
         }
     }
 
-    /// Cycles of the tensor cores and of shared memory (128 bytes each) in a step of a block: every product stands in the text
-    /// once, for one of two warpgroups. Each reads its right matrix from shared memory, and its left one where registers do not
-    /// hold it; ds is written there, and q and do are copied there. `ptx/README.md` has these figures.
+    /// Cycles of the tensor cores and of shared memory (128 bytes each) in a step of a block: every product stands in
+    /// the text once, for one of two warpgroups. Each reads its right matrix from shared memory, and its left one where
+    /// registers do not hold it; ds is written there, and q and do are copied there. `ptx/README.md` has these figures.
     fn cycles(shape: &super::super::shapes::Shape, kernel: Fused) -> (u32, u32) {
         let name = format!("hopper_backward_bf16_{}", shape.name);
         let text = super::super::embedded::find(&name).expect("embedded").into_string().expect("text");

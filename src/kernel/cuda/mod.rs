@@ -117,10 +117,10 @@ pub struct Cuda {
 
 impl Cuda {
     /// Opens the device with this number. The environment variable [`Family::VARIABLE`], which is read only here,
-    /// selects its attention kernels. Without it, devices of compute capability 9.0 use the kernels for `sm_90a` and all
-    /// others those for `sm_80`. Compute capability 9.0 also uses the kernels for `sm_80` where the larger of head dim and
-    /// value dim is 65 to 96, or the value dim is 129 to 192 and the head dim at most 192: the forwards for `sm_90a` were not
-    /// measured there yet, and there is no such backward.
+    /// selects its attention kernels. Without it, devices of compute capability 9.0 use the kernels for `sm_90a` and
+    /// all others those for `sm_80`. Compute capability 9.0 also uses the kernels for `sm_80` where the larger of head
+    /// dim and value dim is 65 to 96, or the value dim is 129 to 192 and the head dim at most 192: the forwards for
+    /// `sm_90a` were not measured there yet, and there is no such backward.
     ///
     /// The variable `CPATTN_CUDA_CLUSTER`, which [`Cuda::with_family`] reads too, asks with `1` for clusters of two
     /// blocks that share what they copy of k and v, in the forward for `sm_90a` (`0`, empty or unset: no clusters;

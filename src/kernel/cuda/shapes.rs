@@ -30,7 +30,8 @@ pub(super) struct Shape {
     pub split: bool,
     /// dq, dk and dv at once.
     pub fused: Fused,
-    /// The same with v in registers, for devices that have too little shared memory for the other. Its tiles are the other's.
+    /// The same with v in registers, for devices that have too little shared memory for the other. Its tiles are the
+    /// other's.
     pub narrow_fused: Option<Fused>,
 }
 

@@ -62,8 +62,8 @@ fn all_to_alls_over_nodes() {
         &plan(1, o().ranks_per_node(2)).explain(),
         &[
             "2 nodes of 2 ranks in an all-to-all: a row of k or v crosses to each once, to the rank at its owner's place, which passes it on; gradients are summed in the node before they cross back",
-            // 16 rows of a head of 128, in bf16, packed for the other node; it arrives in place. Then also partials in f32 from
-            // the other rank of the node, their sum, and the sum that comes back.
+            // 16 rows of a head of 128, in bf16, packed for the other node; it arrives in place. Then also partials in
+            // f32 from the other rank of the node, their sum, and the sum that comes back.
             "bytes of the buffers for it, at most: 4,096 forward, 20,480 backward",
         ],
     );

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! All-to-alls over nodes: that their plans are proved, and that the bytes between nodes are the least that can be, by brute
-//! force.
+//! All-to-alls over nodes: that their plans are proved, and that the bytes between nodes are the least that can be, by
+//! brute force.
 
 use alloc::{collections::BTreeSet, format, vec::Vec};
 
@@ -29,8 +29,8 @@ fn carried(plan: &Plan, direction: Direction) -> [Vec<Vec<u64>>; 2] {
     bytes
 }
 
-/// The least that a node of ranks (indices of its Ulysses group) can get of an owner's rows, and give back: bytes on the way
-/// in, on the way out, and of these the bytes of k, v and their gradients.
+/// The least that a node of ranks (indices of its Ulysses group) can get of an owner's rows, and give back: bytes on
+/// the way in, on the way out, and of these the bytes of k, v and their gradients.
 fn least(plan: &Plan, direction: Direction, owner: usize, node: core::ops::Range<usize>) -> [[u64; 2]; 2] {
     let (p, group) = (plan.problem(), plan.problem().group() as u32);
     let rows = |side| plan.local_tokens(side, owner) as u64;
@@ -76,8 +76,8 @@ fn options() -> [Options; 9] {
     ]
 }
 
-/// Ulysses ranks, ranks of a node, q heads, kv heads: one for all, a whole number for each node or one over a border, uneven
-/// ones, and several on a rank.
+/// Ulysses ranks, ranks of a node, q heads, kv heads: one for all, a whole number for each node or one over a border,
+/// uneven ones, and several on a rank.
 const HEADS: [(usize, usize, usize, usize); 9] = [
     (4, 2, 4, 1),
     (4, 2, 8, 2),
@@ -139,8 +139,8 @@ fn all_to_alls_over_nodes_are_proved_and_rows_cross_once() {
     assert!(proved == 243 && gateways > 1000, "{proved} {gateways}");
 }
 
-/// Where no ranks of a node hold the same kv head, where a node is one rank and where it is all of them, schedules are those
-/// of one level.
+/// Where no ranks of a node hold the same kv head, where a node is one rank and where it is all of them, schedules are
+/// those of one level.
 #[test]
 fn one_level_where_it_is_the_same() {
     let batch = Batch::from_lengths(&[40, 9]).unwrap();

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The all-to-alls of k and v where a node has several ranks that hold the same kv head: a row crosses to a node once.
 //!
-//! Ulysses ranks `n · L .. (n + 1) · L` are node n. All kv heads that its ranks hold, taken together, are heads one after
-//! another. The rows of the owner at place i of its node cross with these heads to the rank at place i of the reading node,
-//! its *gateway*. So each network card carries the rows of one owner of each other node, as on the ring
-//! ([`ring_steps`](crate::schedule::ring_steps)). A second exchange, inside the node, passes on to each rank the heads it
-//! holds. What the ranks of a node have of each other's tokens goes directly, in the first exchange.
+//! Ulysses ranks `n · L .. (n + 1) · L` are node n. All kv heads that its ranks hold, taken together, are heads one
+//! after another. The rows of the owner at place i of its node cross with these heads to the rank at place i of the
+//! reading node, its *gateway*. So each network card carries the rows of one owner of each other node, as on the ring
+//! ([`ring_steps`](crate::schedule::ring_steps)). A second exchange, inside the node, passes on to each rank the heads
+//! it holds. What the ranks of a node have of each other's tokens goes directly, in the first exchange.
 //!
-//! Gradients take the same way back. The ranks of a node send theirs to the gateway of each owner, which adds them up in rank
-//! order, in the accumulator's type; the sums cross to the owners in a second exchange. A sum is rounded before it crosses
-//! where all ranks that hold its head are in the node, which changes no bit, or where the plan's wire says so.
+//! Gradients take the same way back. The ranks of a node send theirs to the gateway of each owner, which adds them up
+//! in rank order, in the accumulator's type; the sums cross to the owners in a second exchange. A sum is rounded before
+//! it crosses where all ranks that hold its head are in the node, which changes no bit, or where the plan's wire says
+//! so.
 //!
-//! In the ordered form a sum is made q head by q head, from the first one on, so that its bits do not depend on where heads
-//! are. A node can only begin it: of a kv head whose first q heads are in an earlier node, the partials cross one by one, and
-//! the owner adds them.
+//! In the ordered form a sum is made q head by q head, from the first one on, so that its bits do not depend on where
+//! heads are. A node can only begin it: of a kv head whose first q heads are in an earlier node, the partials cross one
+//! by one, and the owner adds them.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -172,8 +173,8 @@ impl Builder<'_> {
         }
     }
 
-    /// The first exchange of gradients back, inside the node: `held` has the ring share's rows for the rank's own kv heads,
-    /// or a partial for each of its q heads.
+    /// The first exchange of gradients back, inside the node: `held` has the ring share's rows for the rank's own kv
+    /// heads, or a partial for each of its q heads.
     pub(super) fn gather_in_node(&mut self, held: BufferView, per_q_head: bool) -> NodeParts {
         let (me, node, dim) = (self.coordinates.ulysses, self.node_place().0, self.dim_of(held));
         let mine = self.part(Side::K, me);

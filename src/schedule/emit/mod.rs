@@ -46,8 +46,8 @@ impl Schedule {
         Self::with_steps(plan, rank, direction, None)
     }
 
-    /// One rank's operations forward and backward. Where the same side circulates in both, its ring steps are found once:
-    /// about half the work of two calls of [`Schedule::new`], with the same result.
+    /// One rank's operations forward and backward. Where the same side circulates in both, its ring steps are found
+    /// once: about half the work of two calls of [`Schedule::new`], with the same result.
     ///
     /// # Errors
     /// As [`Schedule::new`].

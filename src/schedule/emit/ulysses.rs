@@ -5,8 +5,8 @@
 //! The rows are received directly in their final place, because a token-major buffer of few heads is contiguous in
 //! tokens; only the sender needs a packing transform. In the second one it is the other way round: rows are sent in
 //! place and unpacked by the receiver. The gradients of a kv head that several ranks read are received from each of
-//! them and summed in rank order. Where such ranks share a node and others are in another node, k, v and their gradients
-//! cross by [`gateways`](super::gateways).
+//! them and summed in rank order. Where such ranks share a node and others are in another node, k, v and their
+//! gradients cross by [`gateways`](super::gateways).
 
 use alloc::vec::Vec;
 

@@ -19,7 +19,8 @@ use crate::{
 };
 
 impl Prover<'_> {
-    /// Remembers a call for those of q's side and k's that it computes results for; no token may be in two of its ranges.
+    /// Remembers a call for those of q's side and k's that it computes results for; no token may be in two of its
+    /// ranges.
     fn remember(&mut self, r: usize, op: usize, met: &Met, g: &Geometry, [of_q, of_k]: [bool; 2]) -> Result<u32> {
         let by_token = |ranges: &[Vec<RangePart>]| {
             let named = |(i, parts)| {

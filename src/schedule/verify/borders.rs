@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The borders between nodes: that what crosses them is the least that can be, on cards that are loaded evenly.
 //!
-//! A row that is fetched into a node crosses its border once at most, and never into the node that owns it; a row that no
-//! rank of the node reads is a flaw of its own (`execute`). So, for each Ulysses rank by itself, the rows that cross are exactly those that are needed there and
-//! not held there, once each. Gradients are the same rows on the way back: each leaves a node once, and not the owner's.
+//! A row that is fetched into a node crosses its border once at most, and never into the node that owns it; a row that
+//! no rank of the node reads is a flaw of its own (`execute`). So, for each Ulysses rank by itself, the rows that cross
+//! are exactly those that are needed there and not held there, once each. Gradients are the same rows on the way back:
+//! each leaves a node once, and not the owner's.
 //!
-//! Where the ranks of an all-to-all lie in several nodes, the same holds of all its rows, whichever ranks of the node hold a
-//! head. In the ordered form a gradient of k or v is a sum over q heads, from the first on. A node that has the first sends one
-//! sum; of another node each partial crosses once. One to which no query contributed does not tell its q head, and is not looked at.
+//! Where the ranks of an all-to-all lie in several nodes, the same holds of all its rows, whichever ranks of the node
+//! hold a head. In the ordered form a gradient of k or v is a sum over q heads, from the first on. A node that has the
+//! first sends one sum; of another node each partial crosses once. One to which no query contributed does not tell its
+//! q head, and is not looked at.
 //!
 //! Rows are kept as runs of tokens, as operations move them: a run costs some steps, however long it is.
 //!
-//! An owner must send what other nodes need of its share; where the mask makes that uneven, no choice of gateways changes it.
-//! Of what crosses from one node to another no other rank carries more than the busiest owner, or than 1.1 × the mean.
+//! An owner must send what other nodes need of its share; where the mask makes that uneven, no choice of gateways
+//! changes it. Of what crosses from one node to another no other rank carries more than the busiest owner, or than 1.1
+//! × the mean.
 
 use alloc::{collections::BTreeMap, format, string::String, vec::Vec};
 
@@ -21,8 +24,8 @@ use core::ops::Range;
 use super::cell::{Cell, What};
 use crate::{batch::Side, plan::Plan, schedule::TensorId};
 
-/// Rows that were brought into a node, or whose gradients left one: content, head, node, Ulysses rank (0 in an all-to-all), and
-/// the first token of a run.
+/// Rows that were brought into a node, or whose gradients left one: content, head, node, Ulysses rank (0 in an
+/// all-to-all), and the first token of a run.
 type Crossing = (What, u32, usize, usize, u32);
 
 /// How the ranks of a mesh lie in nodes.
@@ -30,7 +33,8 @@ type Crossing = (What, u32, usize, usize, u32);
 enum Nodes {
     /// Several ring ranks in each: what is fetched and returned crosses.
     OfRingRanks,
-    /// Several in each all-to-all: what that exchanges crosses. `gateways`: k, v and their gradients by ranks that pass them on.
+    /// Several in each all-to-all: what that exchanges crosses. `gateways`: k, v and their gradients by ranks that pass
+    /// them on.
     OfUlyssesRanks { gateways: bool },
 }
 
@@ -102,8 +106,8 @@ impl NodeBorders {
         rank / self.ranks * self.ranks
     }
 
-    /// A run of rows, of which `first` is the first, goes from one node to another: fetched, or a gradient on its way `home`.
-    /// Returns what is wrong with that.
+    /// A run of rows, of which `first` is the first, goes from one node to another: fetched, or a gradient on its way
+    /// `home`. Returns what is wrong with that.
     pub fn cross(&mut self, from: usize, to: usize, home: bool, first: Cell, rows: u64) -> Option<String> {
         let node = if home { from } else { to } / self.ranks;
         let way = if home { "from" } else { "to" };

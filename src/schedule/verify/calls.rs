@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The calls of kernels, kept until the outputs are checked: which tokens each names, and which ranges these meet.
 //!
-//! There are as many calls as ranks times ring steps, so they lie in a few long lists, and of a call only the side is kept
-//! that it computes results for.
+//! There are as many calls as ranks times ring steps, so they lie in a few long lists, and of a call only the side is
+//! kept that it computes results for.
 
 use alloc::{vec, vec::Vec};
 
@@ -17,7 +17,8 @@ pub(super) struct NamedTokens {
     pub range: u32,
 }
 
-/// Tokens that a call names, and how many ranges of the other side they meet, of `AttendCalls::links` from the first on.
+/// Tokens that a call names, and how many ranges of the other side they meet, of `AttendCalls::links` from the first
+/// on.
 struct MetTokens {
     token: u32,
     tokens: u32,
@@ -112,8 +113,8 @@ impl AttendCalls {
         }));
     }
 
-    /// The ranges of the other side that a token meets in a call, in the order of the call, and for how many tokens from it
-    /// on they are the same. None if the call does not name the token.
+    /// The ranges of the other side that a token meets in a call, in the order of the call, and for how many tokens
+    /// from it on they are the same. None if the call does not name the token.
     pub fn partners(&self, call: u32, side: Side, token: u32) -> Option<(impl Iterator<Item = &Range>, usize)> {
         let [q, k, end] = self.get(call).tokens;
         let list = &self.tokens[if side == Side::Q { q..k } else { k..end }];

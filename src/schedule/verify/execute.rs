@@ -186,8 +186,8 @@ impl<'a> Prover<'a> {
         self.sum(r, op, sum)
     }
 
-    /// That rows from `row` on hold what they should (contributions aside): the first `want`, and each after it the next
-    /// token.
+    /// That rows from `row` on hold what they should (contributions aside): the first `want`, and each after it the
+    /// next token.
     pub fn expect(
         &self,
         r: usize,
@@ -275,8 +275,8 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    /// Of a row that an all-to-all moves from rank `r`: whether it is on its way home, and how it is told from others at the
-    /// border of a node. None of one that is not counted there.
+    /// Of a row that an all-to-all moves from rank `r`: whether it is on its way home, and how it is told from others
+    /// at the border of a node. None of one that is not counted there.
     fn exchanged_row(&self, r: usize, cell: Cell) -> Option<(bool, Cell)> {
         let home = match cell.what {
             What::Input(_) | What::Delta => false,

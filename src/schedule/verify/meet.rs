@@ -87,8 +87,8 @@ struct Posted {
     op: usize,
     messages: Vec<MessageView>,
     strict: bool,
-    /// Messages by peer and way, otherwise in the order of the list. Beside the first of each peer and way: how many of these
-    /// have moved.
+    /// Messages by peer and way, otherwise in the order of the list. Beside the first of each peer and way: how many of
+    /// these have moved.
     order: Vec<(u32, u32)>,
     left: usize,
 }
@@ -127,8 +127,8 @@ impl RankProgress {
 
 /// Runs all ranks to the end, tags and all.
 ///
-/// Between two ranks the next message sent is the next received, which is right if all messages match. Where a run fails
-/// they are all matched, because one that does not match may be why.
+/// Between two ranks the next message sent is the next received, which is right if all messages match. Where a run
+/// fails they are all matched, because one that does not match may be why.
 pub(super) fn run(prover: &mut Prover) -> Result<()> {
     let next = |prover: &Prover, r: usize| [0, 1].map(|lane| next_of(prover, r, lane, 0));
     let mut ranks: Vec<RankProgress> =

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One rank's memory, as the proof sees it: the caller's tensors and the buffers of the workspace, each a table of
-//! cells, one for each row and head, kept as runs of rows (`column`). Buffers that share bytes are kept apart; a write to one forgets what the others
-//! held in those bytes.
+//! cells, one for each row and head, kept as runs of rows (`column`). Buffers that share bytes are kept apart; a write
+//! to one forgets what the others held in those bytes.
 //!
-//! Where every view of every rank takes all heads of its buffer, all heads of a row hold the same at any time, but for their
-//! number. One cell, named by the first head, then stands for the row (`whole_rows`).
+//! Where every view of every rank takes all heads of its buffer, all heads of a row hold the same at any time, but for
+//! their number. One cell, named by the first head, then stands for the row (`whole_rows`).
 
 use alloc::{format, vec::Vec};
 use core::ops::{Deref, DerefMut};
@@ -17,8 +17,8 @@ use crate::{
     schedule::{Buf, BufferView, Schedule, TensorForm, TensorId},
 };
 
-/// A column for each head, or one; none of an absent tensor. One is kept in place: the proof looks at a column of another
-/// rank in nearly every step.
+/// A column for each head, or one; none of an absent tensor. One is kept in place: the proof looks at a column of
+/// another rank in nearly every step.
 #[derive(Clone, Debug)]
 pub(super) enum Columns {
     One(Column),

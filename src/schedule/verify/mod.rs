@@ -14,22 +14,23 @@
 //!    exchange that may be posted stays so until it is posted, a message with both sides posted stays so until it
 //!    moves), so all runs reach the same end: if one completes, all do, with any timing. And since conflicting accesses
 //!    are ordered by part 2, every run leaves the same content in every buffer.
-//! 4. *Content* (`execute`, `geometry`, `attend`, `outputs`): during that run every row of every head carries a tag: a copy of this
-//!    token's k, a running sum of these calls' contributions. Kernels check that rows hold the tokens that their ranges
-//!    claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that is never
-//!    read, and a received row that is in no allowed pair at its reader, are flaws too: nothing unneeded is sent.
-//!    Over several nodes (`borders`), a row from another node may also be read by passing it on in its node, but no row
-//!    crosses to a node twice, or to the one that holds it, and no gradient of one crosses back twice: the bytes that cross
-//!    are the least that can be. On the ring they are counted for each Ulysses rank by itself: a kv head that several hold crosses to each. In an
-//!    all-to-all over several nodes a row crosses once for all of a node. And no gateway carries more of them than 1.1 × the mean, or than the busiest owner must.
+//! 4. *Content* (`execute`, `geometry`, `attend`, `outputs`): during that run every row of every head carries a tag: a
+//!    copy of this token's k, a running sum of these calls' contributions. Kernels check that rows hold the tokens that
+//!    their ranges claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that
+//!    is never read, and a received row that is in no allowed pair at its reader, are flaws too: nothing unneeded is
+//!    sent. Over several nodes (`borders`), a row from another node may also be read by passing it on in its node, but
+//!    no row crosses to a node twice, or to the one that holds it, and no gradient of one crosses back twice: the bytes
+//!    that cross are the least that can be. On the ring they are counted for each Ulysses rank by itself: a kv head
+//!    that several hold crosses to each. In an all-to-all over several nodes a row crosses once for all of a node. And
+//!    no gateway carries more of them than 1.1 × the mean, or than the busiest owner must.
 //!
 //! The two separate all-to-alls ([`AllToAll`]) are verified by the same four parts; `all_to_all` specifies their inputs
 //! and outputs.
 //!
-//! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is some steps for each range of each call, for
-//! each head where heads can be told apart: rows that hold the same but for their token are one entry (`column`).
-//! A rank's operations are kept in a small form once that rank is checked by itself (`packed`), and listed one by one as the
-//! run comes to them.
+//! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is some steps for each range of each call,
+//! for each head where heads can be told apart: rows that hold the same but for their token are one entry (`column`). A
+//! rank's operations are kept in a small form once that rank is checked by itself (`packed`), and listed one by one as
+//! the run comes to them.
 
 use alloc::{format, vec::Vec};
 
@@ -129,8 +130,9 @@ impl Proof<'_> {
         self.ranks.iter().map(RankOps::frame)
     }
 
-    /// Whether every view of every operation takes all heads of its buffer. Then nothing can tell the heads of a row apart,
-    /// and they are proved together. Not where partials of q heads are summed to kv heads, as the ordered form does.
+    /// Whether every view of every operation takes all heads of its buffer. Then nothing can tell the heads of a row
+    /// apart, and they are proved together. Not where partials of q heads are summed to kv heads, as the ordered form
+    /// does.
     fn takes_whole_rows(&self) -> bool {
         matches!(self.purpose, Purpose::Attention(_))
             && self.plan.form() != Form::Ordered
@@ -187,8 +189,8 @@ fn group_of<'s>(schedules: impl ExactSizeIterator<Item = &'s Schedule> + Clone, 
 }
 
 impl Plan {
-    /// Verifies the schedules of one replica's ranks, forward and backward. With `std` it takes two threads or more where
-    /// there are as many processors; the flaw that is reported does not depend on that.
+    /// Verifies the schedules of one replica's ranks, forward and backward. With `std` it takes two threads or more
+    /// where there are as many processors; the flaw that is reported does not depend on that.
     ///
     /// # Errors
     /// [`Error::Schedule`] with the first flaw found.

@@ -4,18 +4,19 @@
 //! It goes through the whole list, and refuses the schedule unless
 //!
 //! 1. every buffer lies in the workspace, at a multiple of the alignment;
-//! 2. every slice of every operation lies inside its buffer, or inside the caller's tensor, as long as that has the given
-//!    form; tensors that a direction does not have are not named, and those that it reads are not written;
+//! 2. every slice of every operation lies inside its buffer, or inside the caller's tensor, as long as that has the
+//!    given form; tensors that a direction does not have are not named, and those that it reads are not written;
 //! 3. messages are contiguous, not empty, and with other ranks of the group;
 //! 4. what an operation writes is apart from everything else that it touches, but for sums that begin with their own
 //!    destination and a running result that lies in o itself;
 //! 5. operations of the two lanes that may run at the same time do not touch the same bytes, if one of them writes.
-//!    Happens-before is the order within each lane and the edges `after`, closed under both. An exchange is one operation
-//!    here: transports may move its messages in any order, so these must not overlap either.
+//!    Happens-before is the order within each lane and the edges `after`, closed under both. An exchange is one
+//!    operation here: transports may move its messages in any order, so these must not overlap either.
 //!
 //! A run turns every slice of a schedule into an address without further checks, so each schedule is checked when it is
-//! prepared, also in release builds. The proof of all ranks begins with the same check, on which its other parts rely. An
-//! attention is taken to access all rows of its slices. Kernels check the given ranges against their tensors in every call.
+//! prepared, also in release builds. The proof of all ranks begins with the same check, on which its other parts rely.
+//! An attention is taken to access all rows of its slices. Kernels check the given ranges against their tensors in
+//! every call.
 
 use alloc::{format, string::String, vec, vec::Vec};
 
@@ -241,8 +242,8 @@ impl ScheduleCheck<'_> {
         Ok(all)
     }
 
-    /// Messages: contiguous, few for each peer, and apart from each other where they arrive. `counts`, of each peer and way,
-    /// are 0 before and after.
+    /// Messages: contiguous, few for each peer, and apart from each other where they arrive. `counts`, of each peer and
+    /// way, are 0 before and after.
     fn messages(&self, messages: &[MessageView], counts: &mut [[u8; 2]]) -> Result<Vec<Touch>, String> {
         let mut list = Vec::with_capacity(messages.len());
         for m in messages {
@@ -278,7 +279,8 @@ impl ScheduleCheck<'_> {
         let communication: Vec<usize> = of(Lane::Communication).collect();
         let (c, m) = (Lane::Compute as usize, Lane::Communication as usize);
         for a in of(Lane::Compute) {
-            // Of the other lane, operations before this index are complete, and operations after the last wait for this one.
+            // Of the other lane, operations before this index are complete, and operations after the last wait for this
+            // one.
             for &b in communication.iter().skip(clocks[a].0[m]) {
                 if clocks[b].0[c] > clocks[a].1 {
                     break;

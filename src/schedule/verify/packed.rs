@@ -2,8 +2,8 @@
 //! The operations of one rank, kept small until the run of all ranks comes to them.
 //!
 //! An operation is some hundred bytes, most of them views, and lists its arguments in kilobytes. A thousand ranks have
-//! millions of operations, but few that differ in more than their ring step: slots take turns. So each form is kept once,
-//! and an operation is listed when it runs.
+//! millions of operations, but few that differ in more than their ring step: slots take turns. So each form is kept
+//! once, and an operation is listed when it runs.
 
 use alloc::vec::Vec;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Work on several processors, where there are threads. Results do not depend on how many: each is its own work's, and they
-//! are returned in order.
+//! Work on several processors, where there are threads. Results do not depend on how many: each is its own work's, and
+//! they are returned in order.
 
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};

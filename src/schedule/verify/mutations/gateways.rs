@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Right results by the wrong way: all-to-alls over nodes where rows cross more often than they must, or by too few cards.
+//! Right results by the wrong way: all-to-alls over nodes where rows cross more often than they must, or by too few
+//! cards.
 
 use super::*;
 use crate::schedule::MessageView;
 use alloc::string::ToString;
 use written_out::messages;
 
-/// The schedules of one level, for a plan whose k, v and their gradients cross by gateways: each is refused for what crosses
-/// again, in the order of the ranks that send it.
+/// The schedules of one level, for a plan whose k, v and their gradients cross by gateways: each is refused for what
+/// crosses again, in the order of the ranks that send it.
 #[test]
 fn rows_that_cross_to_each_reader() {
     let mut caught = 0;
@@ -25,8 +26,8 @@ fn rows_that_cross_to_each_reader() {
     assert_eq!(caught, 8);
 }
 
-/// A gateway takes the rows of one more owner, and passes them on to the rank that was their gateway: all arrives, each row
-/// crosses once, but one card carries more than its part.
+/// A gateway takes the rows of one more owner, and passes them on to the rank that was their gateway: all arrives, each
+/// row crosses once, but one card carries more than its part.
 #[test]
 fn a_gateway_of_too_many_owners() {
     let all = subjects();

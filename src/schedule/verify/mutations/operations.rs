@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Mutants of operations: dropped, repeated and reordered ones, lost dependencies, buffers, workspaces, heads and tiles that
-//! are not those of the plan, and groups that are not whole. Mutants of what operations carry are in `written_out`.
+//! Mutants of operations: dropped, repeated and reordered ones, lost dependencies, buffers, workspaces, heads and tiles
+//! that are not those of the plan, and groups that are not whole. Mutants of what operations carry are in
+//! `written_out`.
 
 use super::*;
 
@@ -131,7 +132,8 @@ fn exchanges_swapped_on_one_rank() {
     t.done(9);
 }
 
-/// Whether messages of two buffers would overlap if the buffers began at one byte. Of other operations the views are whole.
+/// Whether messages of two buffers would overlap if the buffers began at one byte. Of other operations the views are
+/// whole.
 fn share_rows(work: &ListedOp, a: u16, b: u16) -> bool {
     let ListedOp::Exchange { messages, .. } = work else { return true };
     let of = |buffer| messages.iter().map(|m| m.view).filter(move |v| v.buf == Buf::Work(buffer));
@@ -252,8 +254,8 @@ fn tiles_broken_elsewhere() {
     t.done(100);
 }
 
-/// The slices that stand for all that is moved, packed or summed in an operation of the ring: a run checks them too, also
-/// where no row of them is.
+/// The slices that stand for all that is moved, packed or summed in an operation of the ring: a run checks them too,
+/// also where no row of them is.
 #[test]
 fn tensors_of_a_ring_step_elsewhere() {
     let mut t = Trial::new("tensor of a ring step");
