@@ -8,7 +8,8 @@ fn main() {
     embed();
 }
 
-/// Writes each text as a file of zlib's format, with a zero byte at its end for the driver, and a table that names them.
+/// Writes each text as a file of zlib's format, with a zero byte at its end for the driver, and a table that names
+/// them.
 #[cfg(feature = "cuda")]
 fn embed() {
     use std::path::{Path, PathBuf};
@@ -16,8 +17,8 @@ fn embed() {
 
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
     let folder = Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("ptx");
-    // Build scripts are not optimised: the better level takes seconds.
-    let level = if env::var_os("PROFILE").is_some_and(|profile| profile == "release") { 6 } else { 1 };
+    // Build scripts are not optimised: the best level takes seconds.
+    let level = if env::var_os("PROFILE").is_some_and(|profile| profile == "release") { 9 } else { 1 };
     let mut files: Vec<PathBuf> = fs::read_dir(&folder)
         .expect("ptx/ is part of the crate")
         .map(|entry| entry.expect("a readable folder").path())

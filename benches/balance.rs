@@ -2,8 +2,8 @@
 //! Simulates how evenly the work units of the CPU kernels are distributed over many workers: the time of the slowest
 //! worker over the mean.
 //!
-//! See `cpattn::kernel::cpu::forward_balance`: no machine with so many cores is needed. Only the division of work is simulated,
-//! not memory or clocks.
+//! See `cpattn::kernel::cpu::forward_balance`: no machine with so many cores is needed. Only the division of work is
+//! simulated, not memory or clocks.
 //!
 //! `cargo bench --bench balance [-- --json FILE]`
 

@@ -4,8 +4,8 @@
 //! Ranks are threads of this process, so the process's CPU time is the sum over all ranks, both lanes and every wait
 //! that burns cycles; it hardly depends on how many cores there are or who else uses them, which wall time does. One
 //! rank and all meshes are measured in turn, round after round, and each round gives one ratio for each mesh: what
-//! disturbs a round disturbs both sides of its ratios. The median of them is the figure, forward and backward apart. What
-//! the copies of an all-to-all cost by themselves is in `memory.rs`.
+//! disturbs a round disturbs both sides of its ratios. The median of them is the figure, forward and backward apart.
+//! What the copies of an all-to-all cost by themselves is in `memory.rs`.
 //!
 //! `cargo bench --bench context_parallel [-- --rounds N --tokens N]`; 8,192 tokens, 8 heads, head_dim 64, causal, f32.
 //! CPU time comes from `/proc`, so Linux only.

@@ -5,7 +5,8 @@
 //! Ranks are threads of this process, all in one forward or backward at a time; both forms in turn, round after round.
 //! Wall time of the slowest rank, medians. With as many cores as ranks, steps can overlap communication with compute.
 //!
-//! `cargo bench --bench gather [-- --rounds N --ring N]`; about 6,000 tokens, 8 heads, 2 kv heads, head_dim 64, causal, f32.
+//! `cargo bench --bench gather [-- --rounds N --ring N]`; about 6,000 tokens, 8 heads, 2 kv heads, head_dim 64, causal,
+//! f32.
 
 use std::{
     sync::{Barrier, Mutex},

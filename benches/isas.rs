@@ -4,7 +4,8 @@
 //!
 //! `cargo bench --bench isas [-- --rounds N] [--only TEXT] [--isa NAME] [--length N] [--json FILE]`
 //!
-//! `--only` takes the cases whose line contains a text, `--isa` one instruction set, `--length` documents of so many tokens.
+//! `--only` takes the cases whose line contains a text, `--isa` one instruction set, `--length` documents of so many
+//! tokens.
 
 mod median;
 mod pack;

@@ -78,7 +78,8 @@ fn measure(cuda: &Arc<Cuda>, plan: &Plan) -> (usize, f64) {
                 let mut run = |runs: usize| {
                     for _ in 0..runs {
                         for direction in DIRECTIONS {
-                            // SAFETY: the memory lives until the rank is dropped, and the default stream is the device's.
+                            // SAFETY: the memory lives until the rank is dropped, and the default stream is the
+                            // device's.
                             unsafe { rank.run(plan, direction, &bindings) }.expect("a run");
                         }
                     }

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The speed of a rank's memory-bound operations, relative to a copy of as many bytes.
 //!
-//! Packing and unpacking for an all-to-all, casts, row sums, ordered sums, merges. Each is timed in turn with the standard
-//! library's copy of half the bytes that it reads and writes (a copy reads and writes each byte once), on one thread, and
-//! the median of the rounds' ratios is the share: what disturbs a round disturbs both. Two sizes: memory far beyond the
-//! second cache, which is what long batches are, and memory that stays in it.
+//! Packing and unpacking for an all-to-all, casts, row sums, ordered sums, merges. Each is timed in turn with the
+//! standard library's copy of half the bytes that it reads and writes (a copy reads and writes each byte once), on one
+//! thread, and the median of the rounds' ratios is the share: what disturbs a round disturbs both. Two sizes: memory
+//! far beyond the second cache, which is what long batches are, and memory that stays in it.
 //!
 //! ```text
 //! cargo bench --bench memory [-- --rounds N] [--only TEXT] [--json FILE]
 //! ```
 //!
-//! Rows of the JSON: `case`, `direction`, `dtype`, `ours_s`, `peer` (always `copy`), `peer_s`, `ratio` (`peer_s / ours_s`,
-//! the share), `bytes`, `date`, `machine`.
+//! Rows of the JSON: `case`, `direction`, `dtype`, `ours_s`, `peer` (always `copy`), `peer_s`, `ratio` (`peer_s /
+//! ours_s`, the share), `bytes`, `date`, `machine`.
 
 mod median;
 
@@ -25,8 +25,8 @@ use cpattn::{
 use median::median;
 
 const PEERS: usize = 8;
-/// What has to be reached where memory is the limit. Within the second cache a copy is as fast as registers are, and what
-/// computes is not.
+/// What has to be reached where memory is the limit. Within the second cache a copy is as fast as registers are, and
+/// what computes is not.
 const TARGET: f64 = 0.9;
 const LONG: usize = 16_384;
 

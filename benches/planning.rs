@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Planning: the automatic choice, a choice that is kept, one rank's plan with both schedules, the proof of all ranks, and
-//! the memory of the last two. Documents change every step, so all but the proof occur every step.
+//! Planning: the automatic choice, a choice that is kept, one rank's plan with both schedules, the proof of all ranks,
+//! and the memory of the last two. Documents change every step, so all but the proof occur every step.
 //!
-//! Goals on two cores, 1 M tokens: the choice over 8 ranks ≤ 1, 5 and 50 ms for 1,000, 10,000 and 100,000 documents, over
-//! 1,024 ranks ≤ 20, 60 and 400 ms; kept ≤ 100 µs; a plan and both schedules ≤ 15 ms, and ≤ 64 MB with 100,000 documents;
-//! the proof of 64, 256 and 1,024 ranks ≤ 0.3, 2 and 15 s, the last in 1 GB.
+//! Goals on two cores, 1 M tokens: the choice over 8 ranks ≤ 1, 5 and 50 ms for 1,000, 10,000 and 100,000 documents,
+//! over 1,024 ranks ≤ 20, 60 and 400 ms; kept ≤ 100 µs; a plan and both schedules ≤ 15 ms, and ≤ 64 MB with 100,000
+//! documents; the proof of 64, 256 and 1,024 ranks ≤ 0.3, 2 and 15 s, the last in 1 GB.
 //!
 //! ```text
 //! cargo bench --bench planning [-- FILTER]
 //! ```
 //!
-//! The proof, with as many documents as ranks and with one, and the memory are measured once each, after the rest; FILTER
-//! `proof` or `memory` runs them alone. Only FILTER `large` proves one document over 1,024 ranks: that takes a minute and 0.6 GB.
+//! The proof, with as many documents as ranks and with one, and the memory are measured once each, after the rest;
+//! FILTER `proof` or `memory` runs them alone. Only FILTER `large` proves one document over 1,024 ranks: that takes
+//! half a minute and 0.6 GB.
 
 use std::{
     alloc::{GlobalAlloc, Layout as Block, System},

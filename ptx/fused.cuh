@@ -24,10 +24,18 @@
 //   192, 128  64    144  96    16         64   80   80   40     520  1664
 //   192       64    144  144   16         80   80   80   48     592  1920
 //   256       64    192  192   16         96   96   128  64     784  2560
+//   128, held 128   192  128   16         128  128  192  32     816  2560
 //
 // At head dim 128 that is 5120 cycles of shared memory; the products take as many on sm_80, and some 4100 on sm_90. Global
 // memory is read for q and do, and for dq both read and written, in f32: 96 KB a step there, and 192 KB at head dim 256.
 // That is why tiles have 128 keys where their sums fit.
+//
+// "Held" is head dim 128 on devices where a block has 99 KB (sm_86, sm_89, sm_120), of which this takes 98. Each warp owns 16 keys
+// over all columns, as at head dim 64, and reads its rows of v once, into 32 registers of a thread. do has one buffer: behind
+// the second barrier it is free, and its copy runs beside the products of dq. dq is made in two pieces: in one, it takes all
+// 255 registers, and spills for sm_90. Their multiprocessors make at most half as many products a cycle as that of sm_80: 10240 cycles a step, of which
+// shared memory is read in 6528. Two kernels apart, at head dim 128, would take 3584 mma instructions (14336 cycles), 1056 KB of
+// shared memory, every exponential twice, and the same 96 KB of global memory, with 4 warps on a multiprocessor in the place of 8.
 //
 // Where tiles of keys times heads are too few to fill the device, the q heads of a group are dealt out over several blocks,
 // which add to dk and dv one after the other.
@@ -101,13 +109,15 @@ struct BackwardFused {
     static constexpr int QUERY_PARTS = Shape::QUERY_PARTS, DQ_PARTS = WARPS / QUERY_PARTS;
     static constexpr int MT = BN / (16 * KEY_PARTS), NT = SUB / 8;
     static constexpr int KN = D / 8 / PARTS, VN = DV / 8 / PARTS;
+    static constexpr bool HELD = Shape::HELD;
     // dq is made in pieces of columns where its sums and what they are added to would not fit beside those of dk and dv.
-    static constexpr int PIECES = D > 192 ? 2 : 1;
+    static constexpr int PIECES = D > 192 || HELD ? 2 : 1;
     static constexpr int QM = BM / (16 * QUERY_PARTS), QN = D / 8 / DQ_PARTS / PIECES;
     static constexpr u32 BATCH = Shape::BATCH, STEPS = 2 * BATCH;
     using Control = FusedControl<BATCH>;
     static_assert(sizeof(Control) + sizeof(Round) <= Shape::CONTROL, "what the host counts on");
     static_assert(Shape::STAGES == 2, "the next tile is loaded while this one is used");
+    static_assert(!HELD || (PARTS == 1 && BN <= 2 * BM), "do is read before ds is in place; v passes through the room of both");
     static_assert(2 * BM <= THREADS, "one thread per q row for lse, and one for delta");
     static_assert(PARTS == 1 || PARTS * SUB == BM, "one piece of scores per warp where they pass through shared memory");
     static_assert(THREADS > 64, "three warps for what is not a product");
@@ -120,11 +130,19 @@ struct BackwardFused {
     static __device__ __forceinline__ int query_row() { return warp() % QUERY_PARTS * 16 * QM; }
     static __device__ __forceinline__ int dq_part() { return warp() / QUERY_PARTS; }
 
+    // Fragments of the warp's rows of v, where it keeps them.
+    using Held = u32[MT][HELD ? DV / 16 : 1][4];
+
+    static __device__ __forceinline__ void load_outputs(const BackwardParams& p, u32 to, volatile const DqStep& step) {
+        load_tile<BM, DV, THREADS>(to, p.d_o.ptr + step.head * p.d_o.head + step.row * p.d_o.token, (int)p.d_o.token,
+                                   (int)step.rows, (int)p.heads.value);
+    }
+
+    // q, and do behind it where it has as many buffers.
     static __device__ __forceinline__ void load_queries(const BackwardParams& p, u32 to, volatile const DqStep& step) {
         load_tile<BM, D, THREADS>(to, p.q.ptr + step.head * p.q.head + step.row * p.q.token, (int)p.q.token,
                                   (int)step.rows, (int)p.heads.dim);
-        load_tile<BM, DV, THREADS>(to + BM * D * 2, p.d_o.ptr + step.head * p.d_o.head + step.row * p.d_o.token,
-                                   (int)p.d_o.token, (int)step.rows, (int)p.heads.value);
+        if constexpr (!HELD) load_outputs(p, to + BM * D * 2, step);
     }
 
     // lse and delta, one after the other. Rows past the end get zeros, and are masked.
@@ -140,13 +158,15 @@ struct BackwardFused {
     // p^T and ds^T of the warp's keys and SUB q rows from `sub` on.
     static __device__ __forceinline__ void scores(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const FusedParams& p,
                                                   volatile const Control& control, volatile const DqStep& step,
-                                                  u32 sk, u32 sq, u32 stats, int sub) {
+                                                  u32 sk, u32 sq, u32 sdo, const Held& held, u32 stats, int sub) {
         const Window window = {p.call.score.right, p.call.score.left};
         clear(s);
         multiply_rows<T, MT, NT, D>(s, walk_a<D>(sk, key_row()), walk_b<D>(sq + sub * D * 2));
         clear(g);
-        multiply_rows<T, MT, NT, DV>(g, walk_a<DV>(sk + BN * D * 2, key_row()),
-                                     walk_b<DV>(sq + BM * D * 2 + sub * DV * 2));
+        if constexpr (HELD)
+            multiply_held<T, MT, NT, DV>(g, held, walk_b<DV>(sdo + sub * DV * 2));
+        else
+            multiply_rows<T, MT, NT, DV>(g, walk_a<DV>(sk + BN * D * 2, key_row()), walk_b<DV>(sdo + sub * DV * 2));
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             const float2 delta = load_shared_pair(stats + BM * 4 + (sub + n * 8 + 2 * (fresh_thread() & 3)) * 4);
@@ -271,8 +291,9 @@ struct BackwardFused {
     }
 
     static __device__ __forceinline__ void tile(const FusedParams& p, volatile Control& control, Round& round, u32 sk) {
-        const u32 sv = sk + BN * D * 2, sqs = sv + BN * DV * 2;
+        const u32 sqs = sk + BN * (HELD ? D : D + DV) * 2, outputs = sqs + 2 * STAGE;
         const u32 sds = sk + Shape::TILES, sp = sds + Shape::PROBABILITIES, stats = sk + Shape::STATS;
+        const u32 sv = HELD ? outputs : sk + BN * D * 2;
         volatile const Own& own = control.own;
         load_tile<BN, D, THREADS>(sk, p.call.k.ptr + own.partner * p.call.k.head + own.row * p.call.k.token,
                                   (int)p.call.k.token, (int)own.rows, (int)p.call.heads.dim);
@@ -283,6 +304,15 @@ struct BackwardFused {
             load_stats(p.call, stats, control.steps[0]);
         }
         copy_commit();
+        Held held;
+        if constexpr (HELD) {
+            copy_wait<0>();
+            __syncthreads();
+            load_fragments<MT, DV>(held, walk_a<DV>(sv, key_row()));
+            __syncthreads();
+            if (control.steps[0].rows) load_outputs(p.call, outputs, control.steps[0]);
+            copy_commit();
+        }
 
         float dk[MT][KN][4], dv[MT][VN][4];
         clear(dk);
@@ -292,7 +322,7 @@ struct BackwardFused {
         for (; control.steps[at].rows; at = at + 1 == STEPS ? 0 : at + 1) {
             volatile const DqStep& step = control.steps[at];
             volatile const DqStep& next = control.steps[(at + 1) % STEPS];
-            const u32 sq = sqs + at % 2 * STAGE, sdo = sq + BM * D * 2;
+            const u32 sq = sqs + at % 2 * STAGE, sdo = HELD ? outputs : sq + BM * D * 2;
             copy_wait<0>();
             __syncthreads();
             // First of all: another block waits for it, and the release would wait for copies that were issued before.
@@ -310,20 +340,23 @@ struct BackwardFused {
 #pragma unroll 1
                 for (int sub = 0; sub < BM; sub += SUB) {
                     float s[MT][NT][4], g[MT][NT][4];
-                    scores(s, g, p, control, step, sk, sq, stats, sub);
+                    scores(s, g, p, control, step, sk, sq, sdo, held, stats, sub);
                     store(sds, g, sub);
                     multiply_columns<T, MT, NT, DV>(dv, s, walk_b_transposed<DV>(sdo + sub * DV * 2), 0);
                     multiply_columns<T, MT, NT, D>(dk, g, walk_b_transposed<D>(sq + sub * D * 2), 0);
                 }
             } else {
                 float s[MT][NT][4], g[MT][NT][4];
-                scores(s, g, p, control, step, sk, sq, stats, part() * SUB);
+                scores(s, g, p, control, step, sk, sq, sdo, held, stats, part() * SUB);
                 store(sp, s, part() * SUB);
                 store(sds, g, part() * SUB);
             }
             if (threadIdx.x == 32 && step.after) wait_semaphore(p.dq_semaphore + step.semaphore, step.after, seen);
             __syncthreads();
-            if (next.rows) load_stats(p.call, stats, next);
+            if (next.rows) {
+                load_stats(p.call, stats, next);
+                if constexpr (HELD) load_outputs(p.call, outputs, next);
+            }
             copy_commit();
 
             add_queries(p.call, step, sk, sds);

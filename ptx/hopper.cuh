@@ -317,6 +317,10 @@ PRODUCT_COLUMNS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", product_new_c
 PRODUCT_COLUMNS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", product_new_columns, NEW, "0")
 PRODUCT_COLUMNS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", product_add_columns, ADDED, "1")
 PRODUCT_COLUMNS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", product_add_columns, ADDED, "1")
+PRODUCT_COLUMNS(F16, "f16", 128, SUMS64, REGISTERS64, "%64", "%65", product_new_columns, NEW, "0")
+PRODUCT_COLUMNS(Bf16, "bf16", 128, SUMS64, REGISTERS64, "%64", "%65", product_new_columns, NEW, "0")
+PRODUCT_COLUMNS(F16, "f16", 128, SUMS64, REGISTERS64, "%64", "%65", product_add_columns, ADDED, "1")
+PRODUCT_COLUMNS(Bf16, "bf16", 128, SUMS64, REGISTERS64, "%64", "%65", product_add_columns, ADDED, "1")
 #undef PRODUCT_COLUMNS
 PRODUCTS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
 PRODUCTS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")

@@ -2,15 +2,17 @@
 // Backward attention on sm_90a: the items of a block, and what becomes of dk and dv.
 //
 // The sums and their order are those of `fused.cuh`: a block owns a tile of keys and walks over the q rows that read it. Two
-// warpgroups own 64 keys each over all columns of dk and dv (`hopper_backward_steps.cuh`); a third one loads.
+// warpgroups own 64 keys each over all columns of dk and dv (`hopper_backward_steps.cuh`), or one of the two over the same 64 keys
+// (`hopper_backward_pair.cuh`); a third one loads.
 #pragma once
-#include "hopper_backward_steps.cuh"
+#include "hopper_backward_pair.cuh"
 
 template <class T, class Shape>
 struct HopperBackward {
     using Block = HopperBackwardBlock<Shape>;
     using Load = HopperBackwardLoad<Shape>;
     using Steps = HopperBackwardSteps<T, Shape>;
+    using Pair = HopperBackwardPair<T, Shape>;
     using Control = typename Block::Control;
     using Shared = typename Block::Shared;
     using PipelineState = typename Block::PipelineState;
@@ -28,6 +30,23 @@ struct HopperBackward {
             if (h * 8 < rows) write_row(at + h * 8 * to.token, c[0], h, scale, add, dim);
     }
 
+    // Parts of a group add to one dk and dv, in order; the word of their semaphore is how many have. Whether they are to be added to.
+    static __device__ __forceinline__ bool begin_keys(const FusedParams& p, volatile const Item& item) {
+        u32* const semaphore = p.key_semaphore + item.key_semaphore;
+        const u32 part = item.part;
+        if (part) {
+            if (threadIdx.x == 128) wait_semaphore(semaphore, part, poll_semaphore(semaphore));
+            named_wait<2 * 128>(BARRIER_BOTH);
+        }
+        return p.call.accumulate || part;
+    }
+
+    static __device__ __forceinline__ void end_keys(const FusedParams& p, volatile const Item& item) {
+        if (item.part + 1 >= p.parts) return;
+        named_wait<2 * 128>(BARRIER_BOTH);
+        if (threadIdx.x == 128) store_semaphore(p.key_semaphore + item.key_semaphore, item.part + 1);
+    }
+
     static __device__ __forceinline__ void consume(const FusedParams& p, const Shared& at, volatile Control& control) {
         // Which of the two: read from one lane, so that the compiler can see that it is the same in all.
         const u32 group = __shfl_sync(~0u, threadIdx.x >> 7, 0) - 1;
@@ -42,26 +61,26 @@ struct HopperBackward {
                 Steps::release(at.kv_empty());
                 continue;
             }
-            typename Steps::KeySums dk;
-            typename Steps::ValueSums dv;
-            clear(dk);
-            clear(dv);
-            if (item.meets) Steps::multiply(p.call, at, control, item, group, position, dk, dv);
-            Steps::release(at.kv_empty());
-            // Parts of a group add to one dk and dv, in order; the word is how many have.
-            u32* const semaphore = p.key_semaphore + item.key_semaphore;
-            const u32 part = item.part;
-            if (part) {
-                if (threadIdx.x == 128) wait_semaphore(semaphore, part, poll_semaphore(semaphore));
-                named_wait<2 * 128>(BARRIER_BOTH);
+            if constexpr (Shape::PAIR) {
+                typename Pair::Sums sums;
+                clear(sums);
+                if (item.meets) Pair::multiply(p.call, at, control, item, group, position, sums);
+                Steps::release(at.kv_empty());
+                const bool add = begin_keys(p, item);
+                const Tensor to = group ? p.call.dk : p.call.dv;
+                write_keys(to, item, 0, sums, group ? p.call.score.scale : 1.0f, (int)(group ? p.call.heads.dim : p.call.heads.value), add);
+            } else {
+                typename Steps::KeySums dk;
+                typename Steps::ValueSums dv;
+                clear(dk);
+                clear(dv);
+                if (item.meets) Steps::multiply(p.call, at, control, item, group, position, dk, dv);
+                Steps::release(at.kv_empty());
+                const bool add = begin_keys(p, item);
+                write_keys(p.call.dk, item, group, dk, p.call.score.scale, (int)p.call.heads.dim, add);
+                write_keys(p.call.dv, item, group, dv, 1.0f, (int)p.call.heads.value, add);
             }
-            const bool add = p.call.accumulate || part;
-            write_keys(p.call.dk, item, group, dk, p.call.score.scale, (int)p.call.heads.dim, add);
-            write_keys(p.call.dv, item, group, dv, 1.0f, (int)p.call.heads.value, add);
-            if (part + 1 < p.parts) {
-                named_wait<2 * 128>(BARRIER_BOTH);
-                if (threadIdx.x == 128) store_semaphore(semaphore, part + 1);
-            }
+            end_keys(p, item);
         }
     }
 

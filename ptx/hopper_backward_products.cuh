@@ -36,7 +36,7 @@ struct HopperBackwardProducts {
     static constexpr int D = Block::D, DV = Block::DV, BM = Block::BM, BN = Block::BN;
     static constexpr int NT = BM / 8;
     static constexpr u32 Q_PANEL = Block::Q_PANEL, K_PANEL = Block::K_PANEL;
-    static_assert(BN == 128 && BM == 64, "two warpgroups of 64 keys, and as many rows of dq");
+    static_assert(BN % 64 == 0 && BM == 64, "64 keys to a warpgroup, and as many rows of dq");
 
     using Scores = float[1][NT][4];
     using Weights = u32[NT / 2][4];

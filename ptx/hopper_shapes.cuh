@@ -32,18 +32,21 @@ HOPPER_FORWARD(256, 128, 80, 2)
 // The backward: BM q rows by BN keys, in two buffers of q and do, and two of ds. Two warpgroups own 64 keys each and have 232
 // registers a thread: at head dim 128 64 each for dk and dv, 32 each for scores and their gradients, and 16 for the
 // probabilities; half for dk and dv at 64. At 192/128 they are 96 and 64, and PARKED bytes behind the barriers hold a quarter of the
-// probabilities, 16 bytes for each thread (see hopper_backward_steps.cuh).
+// probabilities, 16 bytes for each thread (see hopper_backward_steps.cuh). At 256 both warpgroups have the same 64 keys, and 128
+// registers for either dk or dv; there they hold all probabilities, on their way from one to the other (hopper_backward_pair.cuh).
 template <int S>
 struct HopperBackwardShape;
 #define HOPPER_BACKWARD(shape, m, n, batch)                                                               \
     template <>                                                                                           \
     struct HopperBackwardShape<shape> : Dims<shape> {                                                     \
-        static constexpr int BM = m, BN = n, BATCH = batch, THREADS = 2 * n + 128;                        \
+        static constexpr int BM = m, BN = n, BATCH = batch, THREADS = 384;                                \
+        static constexpr bool PAIR = n == 64;                                                             \
         static constexpr int TILES = 2 * (n * (D + DV) + 2 * m * (D + DV) + 2 * m * n);                   \
-        static constexpr int PARKED = D + DV > 256 ? 32 * n : 0;                                          \
+        static constexpr int PARKED = PAIR ? 2 * m * n : D + DV > 256 ? 32 * n : 0;                       \
         static constexpr int CONTROL = 2560 + PARKED, SHARED = TILES + CONTROL;                           \
     };
 HOPPER_BACKWARD(64, 64, 128, 16)
 HOPPER_BACKWARD(128, 64, 128, 16)
 HOPPER_BACKWARD(192128, 64, 128, 16)
+HOPPER_BACKWARD(256, 64, 64, 16)
 #undef HOPPER_BACKWARD

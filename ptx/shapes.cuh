@@ -3,8 +3,8 @@
 //
 // A shape is named by the head dims it holds: SHAPE 128 serves q, k and v of up to 128, 192128 serves q and k of up to
 // 192 with v of up to 128. What bounds the choices: no spills at 255 registers, at most 99 KB of shared memory (so that
-// sm_86, sm_89 and sm_120 run the same code; the fused backward takes more, and is left out where there is less), and as
-// many own rows per warp as fit, since each B fragment read from shared memory then serves more products.
+// sm_86, sm_89 and sm_120 run the same code; the fused backward takes more, and where there is less, head dim 128 alone has one
+// that fits), and as many own rows per warp as fit, since each B fragment read from shared memory then serves more products.
 //
 // BATCH is how many steps of its walk a block prepares at a time: 16, and fewer where the steps, which lie in shared memory
 // too, would leave no room for a second block on a multiprocessor of sm_80.
@@ -21,6 +21,10 @@ struct Dims<192128> {
 template <>
 struct Dims<6464> {
     static constexpr int D = 64, DV = 64;
+};
+template <>
+struct Dims<128128> {
+    static constexpr int D = 128, DV = 128;
 };
 
 // BM q rows, BN keys, WARPS warps of BM / WARPS q rows each; BLOCKS per multiprocessor is what registers are bounded for.
@@ -87,21 +91,27 @@ KEYS(256, 64, 32, 32, 4, 1, 1, true, 16)
 // columns. With one column part, p stays in registers and one tile of 16-bit ds lies behind the stages, else both do; then
 // lse and delta of one tile of q rows. All that is declared statically takes CONTROL bytes at most. Two blocks of head dim 64
 // just fit on sm_80.
+//
+// A buffer holds q and do, STAGE bytes, and there are two. Where v is HELD in registers, it takes no shared memory, and there is
+// one buffer of do behind two of q: 128128 is what serves head dim 128 on sm_86, sm_89 and sm_120.
 template <int S>
 struct FusedShape;
-#define FUSED(shape, n, m, sub, kp, cp, qp, st, b, batch)                                                   \
+#define FUSED(shape, n, m, sub, kp, cp, qp, st, b, batch, held)                                             \
     template <>                                                                                            \
     struct FusedShape<shape> : Dims<shape> {                                                               \
         static constexpr int BN = n, BM = m, SUB = sub, KEY_PARTS = kp, COLUMN_PARTS = cp, QUERY_PARTS = qp; \
         static constexpr int WARPS = kp * cp, STAGES = st, BLOCKS = b, THREADS = 32 * kp * cp;             \
-        static constexpr int STAGE = 2 * m * (D + DV), TILES = 2 * n * (D + DV) + st * STAGE;              \
+        static constexpr bool HELD = held;                                                                 \
+        static constexpr int STAGE = 2 * m * (held ? D : D + DV);                                          \
+        static constexpr int TILES = 2 * n * (held ? D : D + DV) + st * STAGE + (held ? 2 * m * DV : 0);   \
         static constexpr int PROBABILITIES = 2 * n * m, STATS = TILES + (cp > 1 ? 2 : 1) * PROBABILITIES;  \
         static constexpr int SHARED = STATS + 2 * m * 4, BATCH = batch, CONTROL = batch > 6 ? 1280 : 512;     \
     };
-FUSED(64, 128, 64, 32, 4, 1, 2, 2, 2, 6)
-FUSED(96, 128, 64, 32, 4, 2, 4, 2, 1, 16)
-FUSED(128, 128, 64, 32, 4, 2, 2, 2, 1, 16)
-FUSED(192, 64, 64, 16, 2, 4, 2, 2, 1, 16)
-FUSED(192128, 64, 64, 16, 2, 4, 2, 2, 1, 16)
-FUSED(256, 64, 64, 16, 2, 4, 2, 2, 1, 16)
+FUSED(64, 128, 64, 32, 4, 1, 2, 2, 2, 6, false)
+FUSED(96, 128, 64, 32, 4, 2, 4, 2, 1, 16, false)
+FUSED(128, 128, 64, 32, 4, 2, 2, 2, 1, 16, false)
+FUSED(128128, 128, 64, 32, 8, 1, 2, 2, 1, 16, true)
+FUSED(192, 64, 64, 16, 2, 4, 2, 2, 1, 16, false)
+FUSED(192128, 64, 64, 16, 2, 4, 2, 2, 1, 16, false)
+FUSED(256, 64, 64, 16, 2, 4, 2, 2, 1, 16, false)
 #undef FUSED

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The types of cudarc: views of its slices, ranks on its contexts, runs on its streams; nothing is copied.
 //!
-//! cudarc orders the uses of a slice by events: it asks for the address on a stream, and is told when the work there has
-//! been enqueued. [`Slice`] and [`SliceMut`] do both. Making one lets its stream wait for earlier writes of the slice;
-//! dropping it records that the work which was enqueued on the stream in between has used it. So:
+//! cudarc orders the uses of a slice by events: it asks for the address on a stream, and is told when the work there
+//! has been enqueued. [`Slice`] and [`SliceMut`] do both. Making one lets its stream wait for earlier writes of the
+//! slice; dropping it records that the work which was enqueued on the stream in between has used it. So:
 //!
 //! - make the slices of a run with the stream of the run ([`stream`]),
 //! - drop them after the call that enqueues the run, and not before.
 //!
 //! The borrows see to the second: a [`DeviceView`] cannot outlive the slice that it comes from.
 //!
-//! This crate chooses no version of CUDA and no way to load the driver for cudarc: the features that your program gives to
-//! cudarc decide. With none, cudarc does not build and says so.
+//! This crate chooses no version of CUDA and no way to load the driver for cudarc: the features that your program gives
+//! to cudarc decide. With none, cudarc does not build and says so.
 //!
 //! ```no_run
 //! use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, cudarc, runtime::DeviceForward, transport::peer};
@@ -110,8 +110,8 @@ impl<'a, T: Element> Slice<'a, T> {
         let device = fits(slice.stream(), stream, slice.len(), start, shape, strides)?;
         let (address, order) = slice.device_ptr(stream);
         let first = (address as usize as *const T).wrapping_add(start);
-        // SAFETY: the rows are in the slice, which is borrowed for as long as the view lives. After that its owner waits for
-        // the event that `order` records before it frees or writes the memory.
+        // SAFETY: the rows are in the slice, which is borrowed for as long as the view lives. After that its owner
+        // waits for the event that `order` records before it frees or writes the memory.
         let view = unsafe { DeviceView::new(device, first, shape, strides) }?;
         Ok(Self { view, _order: order })
     }
@@ -160,8 +160,8 @@ impl<'a, T: Element> SliceMut<'a, T> {
 
     /// The tensor.
     pub fn view(&mut self) -> DeviceViewMut<'_, T> {
-        // SAFETY: the rows are in the slice, which is borrowed for as long as the view lives, by this view alone. After that
-        // its owner waits for the event that `_order` records before it frees or uses the memory.
+        // SAFETY: the rows are in the slice, which is borrowed for as long as the view lives, by this view alone. After
+        // that its owner waits for the event that `_order` records before it frees or uses the memory.
         unsafe { DeviceViewMut::new(self.device, self.address, self.shape, self.strides) }.expect("checked by `new`")
     }
 }

@@ -130,8 +130,8 @@ macro_rules! element {
 
 /// `x` as an f32, rounded to odd: exact, or the neighbour whose last bit is 1. What is rounded from there to a type of
 /// fewer than 23 bits is what rounding `x` itself gives, because no tie is made and none is lost (Boldo and Melquiond,
-/// "Emulation of a FMA and correctly-rounded sums: proved algorithms using rounding to odd", 2008). `half` drops the low
-/// half of an f64 instead, which makes ties.
+/// "Emulation of a FMA and correctly-rounded sums: proved algorithms using rounding to odd", 2008). `half` drops the
+/// low half of an f64 instead, which makes ties.
 fn odd(x: f64) -> f32 {
     let nearest = x as f32;
     let back = f64::from(nearest);

@@ -173,8 +173,8 @@ pub enum Cause {
     Deadline {
         /// Milliseconds in which none of the call's messages moved.
         ms: u64,
-        /// Bytes of its messages, sent and received, that the rank whose deadline passed still waited for; 0 in `agree`,
-        /// which has none.
+        /// Bytes of its messages, sent and received, that the rank whose deadline passed still waited for; 0 in
+        /// `agree`, which has none.
         bytes: u64,
     },
     /// It did not make its transport within the time that the others waited, or made it later.

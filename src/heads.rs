@@ -3,8 +3,9 @@
 //!
 //! Ulysses rank u of U holds q heads `⌊uH/U⌋ .. ⌊(u+1)H/U⌋` and the kv heads that those read. Kernels take the offset
 //! of the first head, so any `U ≤ H` works: H need not be a multiple of U, and there may be fewer kv heads than ranks.
-//! A kv head that several ranks read is sent to each of them from one source, and its partial gradients are sent back
-//! and summed in rank order; nothing is replicated in the caller's memory and nothing is padded.
+//! A kv head that several ranks read is sent to each of them from one source (over several nodes to one rank of each,
+//! which passes it on), and its partial gradients are sent back and summed in rank order; nothing is replicated in the
+//! caller's memory and nothing is padded.
 
 use core::ops::Range;
 
@@ -38,9 +39,13 @@ impl HeadShare {
 
 /// Whether some kv head is read by more than one Ulysses rank.
 pub(crate) fn shared_kv(ulysses: usize, heads: u32, kv_heads: u32) -> bool {
-    (1..ulysses).any(|u| {
-        HeadShare::new(u - 1, ulysses, heads, kv_heads).kv.end > HeadShare::new(u, ulysses, heads, kv_heads).kv.start
-    })
+    shared_kv_in(ulysses, ulysses, [heads, kv_heads])
+}
+
+/// Whether some kv head is read by more than one of the Ulysses ranks `n · ranks .. (n + 1) · ranks`, for any n.
+pub(crate) fn shared_kv_in(ranks: usize, ulysses: usize, [heads, kv_heads]: [u32; 2]) -> bool {
+    let kv = |u| HeadShare::new(u, ulysses, heads, kv_heads).kv;
+    (1..ulysses).any(|u| u % ranks > 0 && kv(u - 1).end > kv(u).start)
 }
 
 /// `⌈H/U⌉·U/H`: the busiest rank's heads over the mean.
@@ -80,6 +85,8 @@ mod tests {
     fn nine_heads_on_four_ranks_share_kv_heads() {
         assert!(shared_kv(4, 9, 3));
         assert!(!shared_kv(3, 9, 3));
+        assert!(shared_kv_in(2, 4, [9, 3]) && shared_kv_in(2, 4, [4, 1]));
+        assert!(!shared_kv_in(1, 4, [9, 3]) && !shared_kv_in(3, 6, [12, 6]));
         assert!((imbalance(4, 9) - 12.0 / 9.0).abs() < 1e-12);
     }
 }

@@ -30,8 +30,8 @@ pub(crate) use deal::deal;
 pub enum Layout {
     /// Rank r holds tokens `⌊r·n/R⌋ .. ⌊(r+1)·n/R⌋` of the pack.
     Contiguous,
-    /// Each document is cut into 2R chunks; rank r holds chunk r, then chunk 2R−1−r, document by document. Slow for packs of short
-    /// documents, which are cut for every rank: `ZigzagPack` or an automatic choice is faster there.
+    /// Each document is cut into 2R chunks; rank r holds chunk r, then chunk 2R−1−r, document by document. Slow for
+    /// packs of short documents, which are cut for every rank: `ZigzagPack` or an automatic choice is faster there.
     Zigzag,
     /// The whole pack is cut into 2R chunks; rank r holds chunk r, then chunk 2R−1−r.
     ZigzagPack,
@@ -175,8 +175,8 @@ impl Shares {
         self.layout
     }
 
-    /// What a balanced layout gave to whom: the chunks of rank r at `[r·chunks .. (r+1)·chunks]`. The tokens of other layouts
-    /// follow from the batch and the ring.
+    /// What a balanced layout gave to whom: the chunks of rank r at `[r·chunks .. (r+1)·chunks]`. The tokens of other
+    /// layouts follow from the batch and the ring.
     pub(crate) fn deal(&self) -> Option<&[u32]> {
         self.deal.as_deref()
     }

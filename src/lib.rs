@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Exact context-parallel attention in one low-level crate.
 //!
-//! One long packed batch of documents is spread over many ranks; each ends with the exact attention output and gradients
-//! of its own tokens. The modules:
+//! One long packed batch of documents is spread over many ranks; each ends with the exact attention output and
+//! gradients of its own tokens. The modules:
 //!
 //! | | |
 //! |---|---|

@@ -63,9 +63,9 @@ pub(crate) const YIELDS: u32 = 4;
 
 /// Yields the core once, so that a thread can look again without being parked and notified, which costs two calls of
 /// the operating system and its scheduler. False where that does not pay at the moment: where a yield has just returned
-/// late, other programs use the core, and each gets a slice of milliseconds before this thread looks again, whereas one that
-/// is parked is woken in time. After such a yield no thread of the process yields for sixteen times as long as it took, at
-/// most 100 ms. Models do not yield.
+/// late, other programs use the core, and each gets a slice of milliseconds before this thread looks again, whereas one
+/// that is parked is woken in time. After such a yield no thread of the process yields for sixteen times as long as it
+/// took, at most 100 ms. Models do not yield.
 pub(crate) fn yield_core() -> bool {
     #[cfg(cpattn_loom)]
     return false;

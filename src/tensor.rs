@@ -29,11 +29,13 @@
 //! # Ok::<(), cpattn::Error>(())
 //! ```
 
+mod cast;
 mod check;
 mod device;
 mod extent;
 mod overlap;
 
+pub use cast::{cast, cast_mut};
 pub use check::expect;
 #[cfg(feature = "std")]
 pub(crate) use check::expect_dims;
@@ -41,7 +43,7 @@ pub use device::{DeviceView, DeviceViewMut};
 pub use overlap::disjoint;
 
 use crate::{call::RawTensor, element::Element, error::Result};
-use check::{check_raw, compact_strides, describe, element, elements, heads, refuse_cast, rows, start};
+use check::{check_raw, compact_strides, describe, element, elements, heads, rows, start};
 use core::{marker::PhantomData, ops::Range};
 
 /// A `[tokens, heads, dim]` tensor that is read.
@@ -129,9 +131,9 @@ impl<'a, T: Element> View<'a, T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`](crate::Error::Invalid) when the last element lies beyond `data`; when heads or dim exceed 32 bits; when
-    /// `tokens · token_stride + heads · head_stride + dim`, or the number of elements, exceeds an i64 in bytes.
-    /// Shapes without elements are legal over any data.
+    /// [`Error::Invalid`](crate::Error::Invalid) when the last element lies beyond `data`; when heads or dim exceed 32
+    /// bits; when `tokens · token_stride + heads · head_stride + dim`, or the number of elements, exceeds an i64 in
+    /// bytes. Shapes without elements are legal over any data.
     pub fn strided(data: &'a [T], shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
         Self::over(data, shape, strides, false)
     }
@@ -379,25 +381,4 @@ impl<'a, T: Element> ViewMut<'a, T> {
             }
         }
     }
-}
-
-/// The bytes as elements, in the host's byte order; nothing is copied.
-///
-/// # Errors
-///
-/// [`Error::Invalid`](crate::Error::Invalid) when the bytes are not aligned to the element's size, or not a whole
-/// number of elements.
-pub fn cast<T: Element>(bytes: &[u8]) -> Result<&[T]> {
-    let (address, count) = (bytes.as_ptr().addr(), bytes.len());
-    bytemuck::try_cast_slice(bytes).map_err(|e| refuse_cast::<T>(e, address, count))
-}
-
-/// As [`cast`], to write.
-///
-/// # Errors
-///
-/// As [`cast`].
-pub fn cast_mut<T: Element>(bytes: &mut [u8]) -> Result<&mut [T]> {
-    let (address, count) = (bytes.as_ptr().addr(), bytes.len());
-    bytemuck::try_cast_slice_mut(bytes).map_err(|e| refuse_cast::<T>(e, address, count))
 }

@@ -1,21 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whole plans on a CUDA device: several ranks of one process, each with streams of its own, exchanging by device copies
-//! that events alone order.
+//! Whole plans on a CUDA device: several ranks of one process, each with streams of its own, exchanging by device
+//! copies that events alone order.
 //!
 //! Runs on whatever driver is found; an emulated one on `LD_LIBRARY_PATH` serves as well as a real one. Without any,
 //! these tests say so and pass; with `CPATTN_REQUIRE_CUDA` set, that is a failure.
 #![cfg(feature = "cuda")]
 
 mod common;
+#[path = "common/driver.rs"]
+mod driver;
 
 use std::{
     sync::{Arc, Mutex},
     time::Duration,
 };
 
-use common::{Data, Results, check_on_device as check, reference};
+use common::{Data, Results, check_on_device as check, gather, reference, scatter};
 use cpattn::{
-    Batch, Dtype, Element, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
+    Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
     call::RawTensor,
     kernel::cuda::{Cuda, DeviceMemory},
     plan::{Circulate, Gather, Wire},
@@ -23,18 +25,8 @@ use cpattn::{
     schedule::{Direction, TensorId},
     transport::peer,
 };
+use driver::device;
 use half::{bf16, f16};
-
-fn device() -> Option<Arc<Cuda>> {
-    match Cuda::new(0) {
-        Ok(cuda) => Some(Arc::new(cuda)),
-        Err(Error::Unsupported { option, limit, .. }) if std::env::var_os("CPATTN_REQUIRE_CUDA").is_none() => {
-            eprintln!("not run: {option}: {limit}");
-            None
-        }
-        Err(e) => panic!("{e}"),
-    }
-}
 
 /// A tensor on the device, and how it is shaped.
 struct Held(DeviceMemory, RawTensor);
@@ -58,30 +50,11 @@ impl Held {
     }
 }
 
-fn gather<T: Copy>(all: &[T], tokens: &[usize], row: usize) -> Vec<T> {
-    tokens.iter().flat_map(|&t| all[t * row..(t + 1) * row].iter().copied()).collect()
-}
-
-fn scatter<T: Copy>(all: &mut [T], part: &[T], tokens: &[usize], row: usize) {
-    for (i, &t) in tokens.iter().enumerate() {
-        all[t * row..(t + 1) * row].copy_from_slice(&part[i * row..(i + 1) * row]);
-    }
-}
-
 /// Forward and backward, one thread for each rank, all on one device.
 fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
     let p = plan.problem();
-    let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
     let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
-    let nan = T::from_f64(f64::NAN);
-    let all = Mutex::new(Results::<T> {
-        o: vec![nan; nq * hq * dv],
-        lse: vec![f32::NAN; nq * hq],
-        dq: vec![nan; nq * hq * d],
-        dk: vec![nan; nk * hk * d],
-        dv: vec![nan; nk * hk * dv],
-        dsinks: Vec::new(),
-    });
+    let all = Mutex::new(Results::<T>::unwritten(p));
     let devices = vec![Arc::clone(cuda); plan.mesh().world()];
     let peers = peer::group(&devices, Duration::from_secs(120))?;
     let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
@@ -180,6 +153,7 @@ fn ulysses_ring_and_hybrid() {
             (1, 4, Layout::Zigzag, Options::new().circulate(Circulate::Keys).ranks_per_node(2)),
             (1, 4, Layout::Contiguous, Options::new().circulate(Circulate::Queries).wire(Wire::Bf16).ranks_per_node(2)),
             (1, 4, Layout::Zigzag, Options::new().gather(Gather::Together).wire(Wire::Bf16).ranks_per_node(2)),
+            (4, 1, Layout::Contiguous, Options::new().wire(Wire::Bf16).ranks_per_node(2)),
         ],
     );
 }

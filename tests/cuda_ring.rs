@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The ring check over devices: it measures each link both ways, names the link at which a rank is silent, and is there in C.
-//! And what else ranks on devices do between runs: they shift rows of the host, and gather a trace.
+//! The ring check over devices: it measures each link both ways, names the link at which a rank is silent, and is there
+//! in C. And what else ranks on devices do between runs: they shift rows of the host, and gather a trace.
 //!
 //! Runs on whatever driver is found, see `cuda_plans`.
 #![cfg(feature = "cuda")]
 
 #[path = "common/between_runs.rs"]
 mod between_runs;
+#[path = "common/driver.rs"]
+mod driver;
 
 use std::{
     sync::Arc,
@@ -26,14 +28,7 @@ use cpattn::{
 
 /// Ranks on the devices that there are, in turn.
 fn group(world: usize, deadline: Duration) -> Option<Vec<Peer>> {
-    let first = match Cuda::new(0) {
-        Ok(cuda) => Arc::new(cuda),
-        Err(Error::Unsupported { option, limit, .. }) if std::env::var_os("CPATTN_REQUIRE_CUDA").is_none() => {
-            eprintln!("not run: {option}: {limit}");
-            return None;
-        }
-        Err(e) => panic!("{e}"),
-    };
+    let first = driver::device()?;
     let second = Cuda::new(1).map_or_else(|_| Arc::clone(&first), Arc::new);
     let devices: Vec<_> = (0..world).map(|r| Arc::clone([&first, &second][r % 2])).collect();
     Some(peer::group(&devices, deadline).unwrap())

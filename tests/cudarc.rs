@@ -72,7 +72,8 @@ fn on_the_host(plan: &Plan) -> Vec<Outputs> {
     .unwrap()
 }
 
-/// One rank over slices. Inputs are on one stream of cudarc's and the run on another, so that the events of slices order them.
+/// One rank over slices. Inputs are on one stream of cudarc's and the run on another, so that the events of slices
+/// order them.
 fn over_slices(context: &Arc<CudaContext>, plan: &Plan, end: peer::Peer) -> Outputs {
     let mut rank = Rank::on_device(end).unwrap();
     let n = plan.local_tokens(Side::Q, rank.rank());

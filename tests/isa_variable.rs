@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A `CPATTN_CPU_ISA` that names nothing, or what the machine lacks, is refused by every call before a run begins, and ends
-//! no group. The variable is read once in a process, so each test starts this program again, with itself alone to run; there it
-//! finds what the error has to say.
+//! A `CPATTN_CPU_ISA` that names nothing, or what the machine lacks, is refused by every call before a run begins, and
+//! ends no group. The variable is read once in a process, so each test starts this program again, with itself alone to
+//! run; there it finds what the error has to say.
 
 use std::{env, process::Command, thread, time::Duration};
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What this CPU can do at most: the ceilings that shares of the CPU kernels refer to.
 //!
-//! Each probe keeps one execution unit busy with independent operations on registers and nothing else, for some 10 ms on
-//! every thread at once, and counts floating-point operations per second (a multiply-add is two). Copy is the standard
-//! library's copy of 128 MiB, and counts bytes read and bytes written. A probe whose instructions the CPU lacks is null.
+//! Each probe keeps one execution unit busy with independent operations on registers and nothing else, for some 10 ms
+//! on every thread at once, and counts floating-point operations per second (a multiply-add is two). Copy is the
+//! standard library's copy of 128 MiB, and counts bytes read and bytes written. A probe whose instructions the CPU
+//! lacks is null.
 //!
 //! ```text
 //! cargo bench --bench ceilings                 the best of some seconds, as a table

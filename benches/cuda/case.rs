@@ -5,8 +5,8 @@
 //! NAME kind=forward dtype=bf16 heads=16/16 dims=128/128 mask=causal lengths=8192*2 peers=cudnn,flash
 //! ```
 //!
-//! `heads` are q heads and kv heads, `dims` head_dim and value_dim, `lengths` the documents of the pack (`8192*2` is two
-//! of 8192). `first` and `merge` are forward with that output mode. `pack` and `unpack` move heads between
+//! `heads` are q heads and kv heads, `dims` head_dim and value_dim, `lengths` the documents of the pack (`8192*2` is
+//! two of 8192). `first` and `merge` are forward with that output mode. `pack` and `unpack` move heads between
 //! `[tokens, heads, dim]` and `parts` buffers of `[tokens, heads / parts, dim]`.
 
 use crate::Result;

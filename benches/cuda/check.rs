@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Attention in f64 for single rows and keys: whole results of these sizes would take the host hours.
 //!
-//! A q row needs its own document's keys alone. A key's gradient needs lse and delta of every query that reads it; those
-//! are taken from the device, and are themselves compared where rows are.
+//! A q row needs its own document's keys alone. A key's gradient needs lse and delta of every query that reads it;
+//! those are taken from the device, and are themselves compared where rows are.
 
 use crate::case::Case;
 use crate::device::decode;

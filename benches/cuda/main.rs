@@ -6,8 +6,8 @@
 //! each call, over several sets of buffers that together exceed the L2 cache, and the median counts. All that a call
 //! puts on the stream is inside: the copy of its lists, delta before the backward, the casts of the gradients after it.
 //!
-//! Cases come from `benches/peers/cases.txt` (`tiny.txt` with `--tiny`, for an emulated driver), or with `--serve` one by
-//! one from the standard input: that is how `benches/peers/run` takes turns with other libraries.
+//! Cases come from `benches/peers/cases.txt` (`tiny.txt` with `--tiny`, for an emulated driver), or with `--serve` one
+//! by one from the standard input: that is how `benches/peers/run` takes turns with other libraries.
 
 mod attention;
 mod case;
@@ -121,8 +121,8 @@ fn measure(device: &Device, options: &Options, held: &mut Held) -> Result<String
     ))
 }
 
-/// Answers every line; a failure is an answer too. A fault of a kernel spoils the context for good, and with it every case
-/// after: the program then ends behind the answer, which says `"ended": true`, and its caller starts it anew.
+/// Answers every line; a failure is an answer too. A fault of a kernel spoils the context for good, and with it every
+/// case after: the program then ends behind the answer, which says `"ended": true`, and its caller starts it anew.
 fn serve(device: &Device, options: &Options) -> Result<()> {
     let mut held: Option<Held> = None;
     for line in std::io::stdin().lock().lines() {
@@ -153,8 +153,8 @@ fn serve(device: &Device, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// How long the driver takes to make the kernels of each type and dims ready, as one line of JSON. `CUDA_CACHE_DISABLE=1`
-/// keeps earlier runs' results out of it.
+/// How long the driver takes to make the kernels of each type and dims ready, as one line of JSON.
+/// `CUDA_CACHE_DISABLE=1` keeps earlier runs' results out of it.
 fn jit() -> Result<()> {
     let device = Device::open()?;
     let mut seconds = Vec::new();

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How much of the communication of a run shows in its time: attention alone, its exchanges alone, both together.
 //!
-//! `benches/overlap/run` is the command; it starts this program for ranks that are threads (transport `local`) and, under
-//! `mpirun`, for ranks that are processes (`--mpi`), and puts gloo beside them (`gloo.py`). Every rank measures three
-//! things in turn, round after round:
+//! `benches/overlap/run` is the command; it starts this program for ranks that are threads (transport `local`) and,
+//! under `mpirun`, for ranks that are processes (`--mpi`), and puts gloo beside them (`gloo.py`). Every rank measures
+//! three things in turn, round after round:
 //!
 //! - *attention*: the run, over a transport that moves nothing (`tap.rs`);
 //! - *exchanges*: the same messages, in the same batches, one batch after another, without any attention between;
 //! - *both*: the run.
 //!
 //! What is exposed is both minus attention, in each round; its median is the figure. Wall time is that of the slowest
-//! rank, between two agreements. CPU time is that of all ranks and all of their threads. Where there are fewer cores than
-//! ranks, no copy can hide: it takes a core from some rank's attention. What CPU time is added is then the steadier
-//! measure; it says what the transport costs, and nothing about who waits for whom.
+//! rank, between two agreements. CPU time is that of all ranks and all of their threads. Where there are fewer cores
+//! than ranks, no copy can hide: it takes a core from some rank's attention. What CPU time is added is then the
+//! steadier measure; it says what the transport costs, and nothing about who waits for whom.
 //!
-//! With `--operations RUNS` it measures instead what an operation costs beside its copy and its kernel (`operations.rs`).
+//! With `--operations RUNS` it measures instead what an operation costs beside its copy and its kernel
+//! (`operations.rs`).
 
 mod case;
 #[path = "../median/mod.rs"]

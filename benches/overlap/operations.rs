@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What an operation costs beside its copy and its kernel: a plan of a few tokens, run thousands of times.
 //!
-//! Eight tokens a rank, one head of 16: the kernels and copies of such a run take next to nothing, so what is left is the
-//! runtime and the transport. The same runs over a transport that moves nothing (`tap.rs`) are the runtime alone; the
-//! difference, over the exchanges, is what an exchange costs. What the kernels take is measured in runs that are recorded:
-//! the median time of each operation of the compute lane, which an interruption does not move. CPU time is that of all ranks
-//! and all of their threads, so that it hardly depends on who else uses the machine; the clock counts what waiting for a
-//! core takes too. A real-time priority keeps other work away (`chrt -f 10 benches/overlap/run --operations 3000`).
+//! Eight tokens a rank, one head of 16: the kernels and copies of such a run take next to nothing, so what is left is
+//! the runtime and the transport. The same runs over a transport that moves nothing (`tap.rs`) are the runtime alone;
+//! the difference, over the exchanges, is what an exchange costs. What the kernels take is measured in runs that are
+//! recorded: the median time of each operation of the compute lane, which an interruption does not move. CPU time is
+//! that of all ranks and all of their threads, so that it hardly depends on who else uses the machine; the clock counts
+//! what waiting for a core takes too. A real-time priority keeps other work away (`chrt -f 10 benches/overlap/run
+//! --operations 3000`).
 
 use std::time::Instant;
 
@@ -61,7 +62,8 @@ fn measure<T: Transport + 'static>(tap: &Tap<T>, plan: &Plan, runs: usize, count
     Ok(times)
 }
 
-/// Microseconds that the kernels of a run take, over a transport that moves nothing: the sum of each operation's median.
+/// Microseconds that the kernels of a run take, over a transport that moves nothing: the sum of each operation's
+/// median.
 fn kernels<T: Transport + 'static>(tap: &Tap<T>, rank: &mut Rank, plan: &Plan, tensors: &Bindings) -> Result<f64> {
     let mut all: Vec<Vec<u64>> = Vec::new();
     rank.record(Instant::now(), 64)?;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A hook that records the exchanges of a transport, and can hold them back.
 //!
-//! Held back, an exchange returns at once and moves nothing: a run then takes the time of its attention, and its results
-//! are meaningless. What a run checks on the way is the tag of 16 bytes before the first message from each peer: a number
-//! of the plan and direction, and the number of the run. Ranks that run the same have the same tag, so the rank is given
-//! its own: the one that it sends in this run, or, before it has sent any, that of its last run with the next number.
+//! Held back, an exchange returns at once and moves nothing: a run then takes the time of its attention, and its
+//! results are meaningless. What a run checks on the way is the tag of 16 bytes before the first message from each
+//! peer: a number of the plan and direction, and the number of the run. Ranks that run the same have the same tag, so
+//! the rank is given its own: the one that it sends in this run, or, before it has sent any, that of its last run with
+//! the next number.
 //!
 //! What was written down can be sent again, batch by batch, while no run is under way: the addresses are those of the
 //! rank's workspace and of tensors that outlive the rank.

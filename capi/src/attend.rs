@@ -4,7 +4,7 @@
 use core::ffi::c_void;
 
 use super::{
-    dlpack::{Axes, cpattn_tensor, disjoint_tensors, read, written},
+    dlpack::{Axes, cpattn_tensor, disjoint_tensors, tensor},
     handle::{self, Exclusive as _},
     input::{flag, one_of, reserved, result, sized},
     ranges::{cpattn_head_map, cpattn_ranges, cpattn_score, head_map, ranges, score},
@@ -69,18 +69,21 @@ versioned! {
 /// # Safety
 /// Tensors and arrays are as the header says, as long as the result lives.
 unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> {
-    let list = [
-        read("q", a.q, Axes::Rows),
-        read("k", a.k, Axes::Rows),
-        read("v", a.v, Axes::Rows),
-        read("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
-        read("sinks", a.sinks, Axes::PerHead).optional(),
-        written("running", a.running, Axes::Rows).optional(),
-        written("running_lse", a.running_lse, Axes::PartialLse).optional(),
-        written("o", a.o, Axes::Rows).optional(),
-        written("lse", a.lse, Axes::HeadMajor).optional(),
+    let read = [
+        tensor("q", a.q, Axes::Rows),
+        tensor("k", a.k, Axes::Rows),
+        tensor("v", a.v, Axes::Rows),
+        tensor("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
+        tensor("sinks", a.sinks, Axes::PerHead).optional(),
     ];
-    let [q, k, v, alibi_slopes, sinks, running, running_lse, o, lse] = given!(disjoint_tensors(at, list, "running"));
+    let written = [
+        tensor("running", a.running, Axes::Rows).optional(),
+        tensor("running_lse", a.running_lse, Axes::PartialLse).optional(),
+        tensor("o", a.o, Axes::Rows).optional(),
+        tensor("lse", a.lse, Axes::HeadMajor).optional(),
+    ];
+    let ([q, k, v, alibi_slopes, sinks], [running, running_lse, o, lse]) =
+        given!(disjoint_tensors(at, read, written, "running"));
     let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
     let ranges = given!(ranges(&a.ranges));
     // If it is not given, `lse` holds the running lse too, in one word.
@@ -102,19 +105,21 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
             return Err(Error::invalid(name, found, format!("{expected} with gradients {}", a.gradients)));
         }
     }
-    let list = [
-        read("q", a.q, Axes::Rows),
-        read("k", a.k, Axes::Rows),
-        read("v", a.v, Axes::Rows),
-        read("d_o", a.d_o, Axes::Rows),
-        read("lse", a.lse, Axes::HeadMajor),
-        read("delta", a.delta, Axes::HeadMajor),
-        read("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
-        written("dq", a.dq, Axes::Rows).optional(),
-        written("dk", a.dk, Axes::Rows).optional(),
-        written("dv", a.dv, Axes::Rows).optional(),
+    let read = [
+        tensor("q", a.q, Axes::Rows),
+        tensor("k", a.k, Axes::Rows),
+        tensor("v", a.v, Axes::Rows),
+        tensor("d_o", a.d_o, Axes::Rows),
+        tensor("lse", a.lse, Axes::HeadMajor),
+        tensor("delta", a.delta, Axes::HeadMajor),
+        tensor("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
     ];
-    let [q, k, v, d_o, lse, delta, alibi_slopes, dq, dk, dv] = given!(disjoint_tensors(at, list, ""));
+    let written = [
+        tensor("dq", a.dq, Axes::Rows).optional(),
+        tensor("dk", a.dk, Axes::Rows).optional(),
+        tensor("dv", a.dv, Axes::Rows).optional(),
+    ];
+    let ([q, k, v, d_o, lse, delta, alibi_slopes], [dq, dk, dv]) = given!(disjoint_tensors(at, read, written, ""));
     let accumulate_keys = flag("accumulate_keys", a.accumulate_keys)?;
     let per_q_head = flag("per_q_head", a.per_q_head)?;
     let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
@@ -151,9 +156,7 @@ pub unsafe extern "C" fn cpattn_attend(scratch: *mut cpattn_scratch, args: *cons
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_attend_metadata(
-    scratch: *mut cpattn_scratch,
-    args: *const cpattn_attend_args,
-    bytes: *mut u64,
+    scratch: *mut cpattn_scratch, args: *const cpattn_attend_args, bytes: *mut u64,
 ) -> i32 {
     boundary!({
         let (scratch, a, bytes) = given!(handle::borrow(scratch), sized("args", args), result("bytes", bytes));
@@ -164,8 +167,7 @@ pub unsafe extern "C" fn cpattn_attend_metadata(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_attend_backward(
-    scratch: *mut cpattn_scratch,
-    args: *const cpattn_attend_backward_args,
+    scratch: *mut cpattn_scratch, args: *const cpattn_attend_backward_args,
 ) -> i32 {
     boundary!({
         let (scratch, a) = given!(handle::borrow(scratch), sized("args", args));
@@ -176,9 +178,7 @@ pub unsafe extern "C" fn cpattn_attend_backward(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_attend_backward_metadata(
-    scratch: *mut cpattn_scratch,
-    args: *const cpattn_attend_backward_args,
-    bytes: *mut u64,
+    scratch: *mut cpattn_scratch, args: *const cpattn_attend_backward_args, bytes: *mut u64,
 ) -> i32 {
     boundary!({
         let (scratch, a, bytes) = given!(handle::borrow(scratch), sized("args", args), result("bytes", bytes));

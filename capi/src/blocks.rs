@@ -7,7 +7,7 @@ use core::ffi::c_void;
 use std::sync::MutexGuard;
 
 use super::{
-    dlpack::{Axes, cpattn_tensor, disjoint_tensors, one, read, written},
+    dlpack::{Axes, cpattn_tensor, disjoint_tensors, one, tensor},
     handle::{self, Exclusive as _},
     input::array,
     ranges::{cpattn_range, rows},
@@ -59,16 +59,14 @@ unsafe fn kernels<'a>(scratch: *mut cpattn_scratch) -> Outcome<Where<'a>> {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_delta(
-    scratch: *mut cpattn_scratch,
-    o: *const cpattn_tensor,
-    d_o: *const cpattn_tensor,
-    delta: *const cpattn_tensor,
+    scratch: *mut cpattn_scratch, o: *const cpattn_tensor, d_o: *const cpattn_tensor, delta: *const cpattn_tensor,
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
         let mut at = given!(kernels(scratch));
-        let list = [read("o", o, Axes::Rows), read("d_o", d_o, Axes::Rows), written("delta", delta, Axes::HeadMajor)];
-        let [o, d_o, delta] = given!(disjoint_tensors(at.device(), list, ""));
+        let read = [tensor("o", o, Axes::Rows), tensor("d_o", d_o, Axes::Rows)];
+        let written = [tensor("delta", delta, Axes::HeadMajor)];
+        let ([o, d_o], [delta]) = given!(disjoint_tensors(at.device(), read, written, ""));
         if o.tokens == 0 || o.heads == 0 {
             return Ok(());
         }
@@ -78,66 +76,47 @@ pub unsafe extern "C" fn cpattn_delta(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_finish(
-    scratch: *mut cpattn_scratch,
-    o: *const cpattn_tensor,
-    lse: *const cpattn_tensor,
-    sinks: *const cpattn_tensor,
-    rows: *const cpattn_range,
-    row_count: usize,
-    stream: *mut c_void,
+    scratch: *mut cpattn_scratch, o: *const cpattn_tensor, lse: *const cpattn_tensor, sinks: *const cpattn_tensor,
+    rows: *const cpattn_range, row_count: usize, stream: *mut c_void,
 ) -> i32 {
     boundary!({
         let mut at = given!(kernels(scratch));
-        let list = [
-            read("sinks", sinks, Axes::PerHead).optional(),
-            written("o", o, Axes::Rows),
-            written("lse", lse, Axes::HeadMajor),
-        ];
-        let ([sinks, o, lse], rows) = given!(disjoint_tensors(at.device(), list, ""), self::rows(rows, row_count));
+        let read = [tensor("sinks", sinks, Axes::PerHead).optional()];
+        let written = [tensor("o", o, Axes::Rows), tensor("lse", lse, Axes::HeadMajor)];
+        let (([sinks], [o, lse]), rows) =
+            given!(disjoint_tensors(at.device(), read, written, ""), self::rows(rows, row_count));
         given!(Kernels::finish(at.kernels(), &Finish { o, lse, sinks, rows }, stream));
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_sink_gradient(
-    scratch: *mut cpattn_scratch,
-    lse: *const cpattn_tensor,
-    delta: *const cpattn_tensor,
-    sinks: *const cpattn_tensor,
-    dsinks: *const cpattn_tensor,
-    stream: *mut c_void,
+    scratch: *mut cpattn_scratch, lse: *const cpattn_tensor, delta: *const cpattn_tensor, sinks: *const cpattn_tensor,
+    dsinks: *const cpattn_tensor, stream: *mut c_void,
 ) -> i32 {
     boundary!({
         let mut at = given!(kernels(scratch));
-        let list = [
-            read("lse", lse, Axes::HeadMajor),
-            read("delta", delta, Axes::HeadMajor),
-            read("sinks", sinks, Axes::PerHead),
-            written("dsinks", dsinks, Axes::PerHead),
+        let read = [
+            tensor("lse", lse, Axes::HeadMajor),
+            tensor("delta", delta, Axes::HeadMajor),
+            tensor("sinks", sinks, Axes::PerHead),
         ];
-        let [lse, delta, sinks, dsinks] = given!(disjoint_tensors(at.device(), list, ""));
+        let written = [tensor("dsinks", dsinks, Axes::PerHead)];
+        let ([lse, delta, sinks], [dsinks]) = given!(disjoint_tensors(at.device(), read, written, ""));
         given!(Kernels::sink_gradient(at.kernels(), &SinkGradient { lse, delta, sinks, dsinks }, stream));
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_merge(
-    scratch: *mut cpattn_scratch,
-    o: *const cpattn_tensor,
-    lse: *const cpattn_tensor,
-    other_o: *const cpattn_tensor,
-    other_lse: *const cpattn_tensor,
-    stream: *mut c_void,
+    scratch: *mut cpattn_scratch, o: *const cpattn_tensor, lse: *const cpattn_tensor, other_o: *const cpattn_tensor,
+    other_lse: *const cpattn_tensor, stream: *mut c_void,
 ) -> i32 {
     boundary!({
         let mut at = given!(kernels(scratch));
-        let list = [
-            read("other_o", other_o, Axes::Rows),
-            read("other_lse", other_lse, Axes::PartialLse),
-            written("o", o, Axes::Rows),
-            written("lse", lse, Axes::PartialLse),
-        ];
-        let [with_o, with_lse, o, lse] = given!(disjoint_tensors(at.device(), list, ""));
+        let read = [tensor("other_o", other_o, Axes::Rows), tensor("other_lse", other_lse, Axes::PartialLse)];
+        let written = [tensor("o", o, Axes::Rows), tensor("lse", lse, Axes::PartialLse)];
+        let ([with_o, with_lse], [o, lse]) = given!(disjoint_tensors(at.device(), read, written, ""));
         if o.dim == 0 {
             return Err(Error::invalid("o.shape[2]", 0, "at least 1").into());
         }
@@ -147,10 +126,7 @@ pub unsafe extern "C" fn cpattn_merge(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_transform(
-    scratch: *mut cpattn_scratch,
-    dst: *const cpattn_tensor,
-    sources: *const *const cpattn_tensor,
-    source_count: usize,
+    scratch: *mut cpattn_scratch, dst: *const cpattn_tensor, sources: *const *const cpattn_tensor, source_count: usize,
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
@@ -161,11 +137,11 @@ pub unsafe extern "C" fn cpattn_transform(
                 .into());
         }
         let (dst, pointers) =
-            given!(one(at.device(), &written("dst", dst, Axes::Rows)), array("sources", sources, source_count));
+            given!(one(at.device(), &tensor("dst", dst, Axes::Rows)), array("sources", sources, source_count));
         let mut list = [RawTensor::NONE; MAX_SOURCES];
         let mut named = [("", RawTensor::NONE, false); MAX_SOURCES + 1];
         for (i, (to, &from)) in list.iter_mut().zip(pointers).enumerate() {
-            *to = given!(one(at.device(), &read("sources", from, Axes::Rows)));
+            *to = given!(one(at.device(), &tensor("sources", from, Axes::Rows)));
             let itself = i == 0 && *to == dst;
             named[i] = ("sources", if itself { RawTensor::NONE } else { *to }, false);
         }

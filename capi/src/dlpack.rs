@@ -2,11 +2,11 @@
 //! DLPack tensors in, [`RawTensor`]s out.
 //!
 //! The three structs are DLPack's `DLDevice`, `DLDataType` and `DLTensor`, which have kept their layout since version
-//! 0.2. A `DLTensor` has an address and no length. So the checks here are of device, type, number of dimensions, strides
-//! and alignment, and that every offset stays within the address space; later code computes offsets without checks. The
-//! backend asks the driver whether a device address belongs to the device.
+//! 0.2. A `DLTensor` has an address and no length. So the checks here are of device, type, number of dimensions,
+//! strides and alignment, and that every offset stays within the address space; later code computes offsets without
+//! checks. The backend asks the driver whether a device address belongs to the device.
 
-use core::ffi::c_void;
+use core::{array, ffi::c_void};
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
 
@@ -127,10 +127,7 @@ pub(super) fn device_of(name: &str, device_type: i32, device_id: i32) -> Result<
 /// # Safety
 /// `t` is null or misaligned, or a DLTensor whose shape and strides have `ndim` entries.
 pub(super) unsafe fn parts(
-    name: &'static str,
-    t: *const cpattn_tensor,
-    ndims: core::ops::RangeInclusive<i32>,
-    at: Device,
+    name: &'static str, t: *const cpattn_tensor, ndims: core::ops::RangeInclusive<i32>, at: Device,
 ) -> Result<TensorFields> {
     if t.is_null() || !t.is_aligned() {
         let found = if t.is_null() { "NULL" } else { "misaligned" };
@@ -241,25 +238,21 @@ fn dtype(name: &'static str, d: cpattn_dl_dtype) -> Result<Dtype> {
     }
 }
 
-/// An argument of a call.
+/// More than any call has.
+const MAX_TENSORS: usize = 10;
+
+/// A tensor argument of a call.
 #[derive(Clone, Copy)]
 pub(super) struct Given {
-    pub name: &'static str,
-    pub tensor: *const cpattn_tensor,
-    pub form: Axes,
+    name: &'static str,
+    tensor: *const cpattn_tensor,
+    form: Axes,
     /// May be NULL.
-    pub optional: bool,
-    pub written: bool,
+    optional: bool,
 }
 
-/// A tensor that is read.
-pub(super) const fn read(name: &'static str, tensor: *const cpattn_tensor, form: Axes) -> Given {
-    Given { name, tensor, form, optional: false, written: false }
-}
-
-/// A tensor that is written.
-pub(super) const fn written(name: &'static str, tensor: *const cpattn_tensor, form: Axes) -> Given {
-    Given { name, tensor, form, optional: false, written: true }
+pub(super) const fn tensor(name: &'static str, tensor: *const cpattn_tensor, form: Axes) -> Given {
+    Given { name, tensor, form, optional: false }
 }
 
 impl Given {
@@ -268,45 +261,29 @@ impl Given {
     }
 }
 
-/// Reads all tensors of a call and refuses those that are written and share memory. `shared` names one that may be
+/// Reads all tensors of a call, and refuses those that share memory with a written one. `shared` names one that may be
 /// `o` itself, and no other.
 ///
 /// # Safety
 /// As [`parts`], for each.
-pub(super) unsafe fn disjoint_tensors<const N: usize>(
-    at: Device,
-    list: [Given; N],
-    shared: &str,
-) -> Result<[RawTensor; N]> {
-    let (mut out, mut named) = ([RawTensor::NONE; N], [("", RawTensor::NONE, false); N]);
-    // SAFETY: each tensor of the list is a DLTensor or refused by `parts` (the contract of this function).
-    unsafe { read_all(at, &list, &mut out) }?;
-    apart(&list, &out, shared, &mut named)?;
+pub(super) unsafe fn disjoint_tensors<const R: usize, const W: usize>(
+    at: Device, read: [Given; R], written: [Given; W], shared: &str,
+) -> Result<([RawTensor; R], [RawTensor; W])> {
+    const { assert!(R + W <= MAX_TENSORS) };
+    let mut named = [("", RawTensor::NONE, false); MAX_TENSORS];
+    for (i, given) in read.iter().chain(&written).enumerate() {
+        // SAFETY: each tensor of the lists is a DLTensor or refused by `parts` (the contract of this function).
+        named[i] = (given.name, unsafe { one(at, given) }?, i >= R);
+    }
+    let out = (array::from_fn(|i| named[i].1), array::from_fn(|i| named[R + i].1));
+    let of = |name| named.iter().position(|(found, ..)| *found == name);
+    if let (Some(twin), Some(o)) = (of(shared), of("o"))
+        && named[twin].1 == named[o].1
+    {
+        named[twin].1 = RawTensor::NONE;
+    }
+    disjoint(&named[..R + W])?;
     Ok(out)
-}
-
-/// # Safety
-/// As [`parts`], for each.
-unsafe fn read_all(at: Device, list: &[Given], out: &mut [RawTensor]) -> Result<()> {
-    for (to, given) in out.iter_mut().zip(list) {
-        // SAFETY: each entry is as `parts` needs it (the contract of this function).
-        *to = unsafe { one(at, given) }?;
-    }
-    Ok(())
-}
-
-fn apart(
-    list: &[Given],
-    tensors: &[RawTensor],
-    shared: &str,
-    named: &mut [(&'static str, RawTensor, bool)],
-) -> Result<()> {
-    for (i, (to, given)) in named.iter_mut().zip(list).enumerate() {
-        let twin =
-            given.name == shared && list.iter().zip(tensors).any(|(other, t)| other.name == "o" && *t == tensors[i]);
-        *to = (given.name, if twin { RawTensor::NONE } else { tensors[i] }, given.written);
-    }
-    disjoint(named)
 }
 
 /// # Safety

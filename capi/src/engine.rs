@@ -18,9 +18,7 @@ use cpattn::{
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_engine_group(
-    table: *const cpattn_engine_table,
-    deadline_ms: u64,
-    transport: *mut *mut cpattn_transport,
+    table: *const cpattn_engine_table, deadline_ms: u64, transport: *mut *mut cpattn_transport,
 ) -> i32 {
     boundary!({
         let (table, out) = given!(sized("table", table), result("transport", transport));
@@ -52,8 +50,7 @@ pub unsafe extern "C" fn cpattn_engine_connect(transport: *mut cpattn_transport)
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_engine_share(
-    transport: *mut cpattn_transport,
-    other: *mut *mut cpattn_transport,
+    transport: *mut cpattn_transport, other: *mut *mut cpattn_transport,
 ) -> i32 {
     boundary!({
         let (end, out) = given!(group(transport), result("other", other));
@@ -63,11 +60,7 @@ pub unsafe extern "C" fn cpattn_engine_share(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_engine_agree(
-    transport: *mut cpattn_transport,
-    first: u32,
-    end: u32,
-    number: u64,
-    all: *mut u64,
+    transport: *mut cpattn_transport, first: u32, end: u32, number: u64, all: *mut u64,
 ) -> i32 {
     boundary!({
         let group = given!(group(transport));
@@ -81,12 +74,8 @@ pub unsafe extern "C" fn cpattn_engine_agree(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_engine_exchange(
-    transport: *mut cpattn_transport,
-    step: u32,
-    sends: *const cpattn_message,
-    send_count: usize,
-    recvs: *const cpattn_message,
-    recv_count: usize,
+    transport: *mut cpattn_transport, step: u32, sends: *const cpattn_message, send_count: usize,
+    recvs: *const cpattn_message, recv_count: usize,
 ) -> i32 {
     boundary!({
         let group = given!(group(transport));

@@ -139,12 +139,7 @@ unsafe impl Engine for EngineTable {
     }
 
     unsafe fn post(
-        &self,
-        way: MessageDirection,
-        peer: usize,
-        tag: u32,
-        data: *mut u8,
-        bytes: usize,
+        &self, way: MessageDirection, peer: usize, tag: u32, data: *mut u8, bytes: usize,
     ) -> Result<u64, Failed> {
         let (mut request, receive) = (0, i32::from(way == MessageDirection::Receive));
         call!(self.post(receive, peer as u32, tag, data.cast(), bytes, &raw mut request))?;

@@ -126,7 +126,8 @@ pub(super) trait Exclusive: HandleKind {
     fn lock(&self) -> Outcome<MutexGuard<'_, Self::State>> {
         match self.mutex().try_lock() {
             Ok(state) => Ok(state),
-            // A rank that panicked has aborted its transport, and its next call reports that; a scratch keeps no results.
+            // A rank that panicked has aborted its transport, and its next call reports that; a scratch keeps no
+            // results.
             Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => {
                 let text = format!("{} is inside a call of another thread, expected one call at a time", Self::NAME);

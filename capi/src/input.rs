@@ -72,7 +72,8 @@ unsafe fn size<T: Versioned>(name: &'static str, ptr: *const T) -> Result<usize>
 /// Reads a struct of this header, of an earlier or of a later one.
 ///
 /// # Safety
-/// `ptr` is null or misaligned, or valid for reads of the size that its first word gives, as long as that is believable.
+/// `ptr` is null or misaligned, or valid for reads of the size that its first word gives, as long as that is
+/// believable.
 pub(super) unsafe fn sized<T: Versioned>(name: &'static str, ptr: *const T) -> Result<T> {
     // SAFETY: the first word lies in what the caller says can be read.
     let found = unsafe { size(name, ptr) }?;
@@ -87,8 +88,8 @@ pub(super) unsafe fn sized<T: Versioned>(name: &'static str, ptr: *const T) -> R
         ));
     }
     let mut value = MaybeUninit::<T>::zeroed();
-    // SAFETY: both hold the smaller number of bytes; a value on the stack is apart from the caller's memory. Any bytes make
-    // a T, by its trait.
+    // SAFETY: both hold the smaller number of bytes; a value on the stack is apart from the caller's memory. Any bytes
+    // make a T, by its trait.
     Ok(unsafe {
         value.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(ptr.cast(), found.min(ours));
         value.assume_init()
@@ -103,8 +104,8 @@ pub(super) unsafe fn write_sized<T: Versioned>(name: &'static str, ptr: *mut T, 
     // SAFETY: what `sized` asks is asked here too.
     unsafe { sized(name, ptr.cast_const()) }?;
     let word = size_of::<usize>();
-    // SAFETY: the struct has the bytes of its first word, which `sized` has found to be at least the word itself. That word
-    // stays as the caller wrote it.
+    // SAFETY: the struct has the bytes of its first word, which `sized` has found to be at least the word itself. That
+    // word stays as the caller wrote it.
     unsafe {
         let bytes = ptr.cast::<usize>().read().min(size_of::<T>());
         let (from, to) = ((&raw const value).cast::<u8>(), ptr.cast::<u8>());
@@ -143,9 +144,7 @@ pub(super) unsafe fn text<'a>(name: &'static str, ptr: *const c_char) -> Result<
 /// # Safety
 /// As [`array`], for writes, by nothing else.
 pub(super) unsafe fn array_mut<'a, T: Copy>(
-    name: &'static str,
-    ptr: *mut T,
-    count: usize,
+    name: &'static str, ptr: *mut T, count: usize,
 ) -> Result<&'a mut [MaybeUninit<T>]> {
     if count == 0 {
         return Ok(&mut []);
@@ -175,8 +174,8 @@ pub(super) unsafe fn result<'a, T>(name: &'static str, ptr: *mut T) -> Result<&'
     Ok(unsafe { &mut *ptr.cast() })
 }
 
-/// Writes a text and a 0, cut at the end of a character if the room is too small; `needed` gets the bytes of the whole text
-/// and its 0.
+/// Writes a text and a 0, cut at the end of a character if the room is too small; `needed` gets the bytes of the whole
+/// text and its 0.
 pub(super) fn write_text(said: &str, text: &mut [MaybeUninit<u8>], needed: &mut MaybeUninit<usize>) {
     needed.write(said.len() + 1);
     if let Some(room) = text.len().checked_sub(1) {

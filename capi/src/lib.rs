@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The C interface. Its manual is `include/cpattn.h`; `capi/build` makes the library.
 //!
-//! This crate is a thin layer over the public interface of `cpattn`: it converts C arguments into those of its functions,
-//! checks everything that can be checked here (null, alignment, sizes, flags, handles), and converts errors into a status
-//! and a text. It computes nothing. Names, fields and their order are exactly those of the header; `tests/header.rs`
-//! compares the two, and the C compiler's sizes and offsets with ours.
+//! This crate is a thin layer over the public interface of `cpattn`: it converts C arguments into those of its
+//! functions, checks everything that can be checked here (null, alignment, sizes, flags, handles), and converts errors
+//! into a status and a text. It computes nothing. Names, fields and their order are exactly those of the header;
+//! `tests/header.rs` compares the two, and the C compiler's sizes and offsets with ours.
 //!
 //! - `status`: the one boundary that no panic crosses, statuses, the thread's last error;
 //! - `handle`: opaque handles, and how destroyed ones are detected;

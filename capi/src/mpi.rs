@@ -22,9 +22,7 @@ fn given_comm(comm: *const c_void) -> Result<()> {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_mpi_group(
-    comm: *const c_void,
-    deadline_ms: u64,
-    transport: *mut *mut cpattn_transport,
+    comm: *const c_void, deadline_ms: u64, transport: *mut *mut cpattn_transport,
 ) -> i32 {
     boundary!({
         let deadline = deadline(deadline_ms)?;

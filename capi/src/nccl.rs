@@ -30,13 +30,7 @@ pub unsafe extern "C" fn cpattn_nccl_unique_id(unique_id: *mut u8) -> i32 {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_nccl_group(
-    unique_id: *const u8,
-    comm: *mut c_void,
-    may_abort: i32,
-    rank: u32,
-    world: u32,
-    device_id: i32,
-    deadline_ms: u64,
+    unique_id: *const u8, comm: *mut c_void, may_abort: i32, rank: u32, world: u32, device_id: i32, deadline_ms: u64,
     transport: *mut *mut cpattn_transport,
 ) -> i32 {
     boundary!({
@@ -59,8 +53,8 @@ pub unsafe extern "C" fn cpattn_nccl_group(
                 Nccl::new(&UniqueId::from_bytes(id), rank, world, &cuda, deadline)?
             } else {
                 let on_failure = if may_abort { OnFailure::Abort } else { OnFailure::Leave };
-                // SAFETY: the header's promise: a communicator that lives as long as the transport, and that others leave
-                // alone meanwhile.
+                // SAFETY: the header's promise: a communicator that lives as long as the transport, and that others
+                // leave alone meanwhile.
                 unsafe { Nccl::from_raw(comm, rank, world, &cuda, deadline, on_failure) }?
             };
             out.write(handle::create(Any::Device(std::sync::Arc::new(end))));

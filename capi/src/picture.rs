@@ -20,7 +20,8 @@ use cpattn::{
     schedule::Lane,
 };
 
-/// The name up to its 0, if it has one. Invalid UTF-8 becomes the replacement character; control characters are removed.
+/// The name up to its 0, if it has one. Invalid UTF-8 becomes the replacement character; control characters are
+/// removed.
 fn text(name: &[c_char; 32]) -> &'static str {
     let bytes = name.map(|c| c as u8);
     let end = CStr::from_bytes_until_nul(&bytes).map_or(bytes.len(), CStr::count_bytes);
@@ -57,11 +58,7 @@ fn event(at: usize, e: &cpattn_event) -> Result<Event> {
 /// # Safety
 /// The header's promise about arrays and results.
 unsafe fn drawn(
-    events: *const cpattn_event,
-    count: usize,
-    to: *mut c_char,
-    capacity: usize,
-    needed: *mut usize,
+    events: *const cpattn_event, count: usize, to: *mut c_char, capacity: usize, needed: *mut usize,
     draw: fn(&[Event]) -> String,
 ) -> Outcome {
     let (events, to) = given!(array("events", events, count), array_mut("text", to.cast::<u8>(), capacity));
@@ -73,22 +70,14 @@ unsafe fn drawn(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_timeline_svg(
-    events: *const cpattn_event,
-    count: usize,
-    text: *mut c_char,
-    capacity: usize,
-    needed: *mut usize,
+    events: *const cpattn_event, count: usize, text: *mut c_char, capacity: usize, needed: *mut usize,
 ) -> i32 {
     boundary!({ given!(drawn(events, count, text, capacity, needed, timeline::timeline_svg)) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_chrome_trace(
-    events: *const cpattn_event,
-    count: usize,
-    text: *mut c_char,
-    capacity: usize,
-    needed: *mut usize,
+    events: *const cpattn_event, count: usize, text: *mut c_char, capacity: usize, needed: *mut usize,
 ) -> i32 {
     boundary!({ given!(drawn(events, count, text, capacity, needed, trace::chrome_trace)) })
 }

@@ -69,9 +69,7 @@ pub unsafe extern "C" fn cpattn_ranks_per_node(nodes: *const u64, ranks: usize, 
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_create(
-    problem: *const cpattn_problem,
-    options: *const cpattn_options,
-    plan: *mut *mut cpattn_plan,
+    problem: *const cpattn_problem, options: *const cpattn_options, plan: *mut *mut cpattn_plan,
 ) -> i32 {
     boundary!({
         let (problem, options, out) =
@@ -82,9 +80,7 @@ pub unsafe extern "C" fn cpattn_plan_create(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_with_tokens_of(
-    base: *const cpattn_plan,
-    problem: *const cpattn_problem,
-    options: *const cpattn_options,
+    base: *const cpattn_plan, problem: *const cpattn_problem, options: *const cpattn_options,
     plan: *mut *mut cpattn_plan,
 ) -> i32 {
     boundary!({
@@ -98,10 +94,7 @@ pub unsafe extern "C" fn cpattn_plan_with_tokens_of(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_auto_for(
-    problems: *const *const cpattn_problem,
-    layers: *const u64,
-    kinds: usize,
-    options: *const cpattn_options,
+    problems: *const *const cpattn_problem, layers: *const u64, kinds: usize, options: *const cpattn_options,
     plans: *mut *mut cpattn_plan,
 ) -> i32 {
     boundary!({
@@ -121,10 +114,7 @@ pub unsafe extern "C" fn cpattn_plan_auto_for(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_create_on(
-    problem: *const cpattn_problem,
-    options: *const cpattn_options,
-    machine: *const c_char,
-    plan: *mut *mut cpattn_plan,
+    problem: *const cpattn_problem, options: *const cpattn_options, machine: *const c_char, plan: *mut *mut cpattn_plan,
 ) -> i32 {
     boundary!({
         let (problem, options) = given!(read_problem("problem", problem, None), sized("options", options));
@@ -210,10 +200,7 @@ pub unsafe extern "C" fn cpattn_plan_share(plan: *const cpattn_plan, rank: u32, 
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_explain(
-    plan: *const cpattn_plan,
-    text: *mut c_char,
-    capacity: usize,
-    needed: *mut usize,
+    plan: *const cpattn_plan, text: *mut c_char, capacity: usize, needed: *mut usize,
 ) -> i32 {
     boundary!({
         let (plan, text, needed) =
@@ -235,10 +222,7 @@ pub unsafe extern "C" fn cpattn_plan_verify(plan: *const cpattn_plan) -> i32 {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_verify_all_to_all(
-    plan: *const cpattn_plan,
-    side: i32,
-    dim: u32,
-    dtype: i32,
+    plan: *const cpattn_plan, side: i32, dim: u32, dtype: i32,
 ) -> i32 {
     boundary!({
         let plan = given!(handle::borrow(plan));
@@ -261,10 +245,7 @@ pub(super) fn side(value: i32) -> Result<Side> {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_workspace(
-    plan: *const cpattn_plan,
-    rank: u32,
-    direction: i32,
-    bytes: *mut u64,
+    plan: *const cpattn_plan, rank: u32, direction: i32, bytes: *mut u64,
 ) -> i32 {
     boundary!({
         let (plan, bytes) = given!(handle::borrow(plan), result("bytes", bytes));
@@ -276,12 +257,7 @@ pub unsafe extern "C" fn cpattn_plan_workspace(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_all_to_all_workspace(
-    plan: *const cpattn_plan,
-    rank: u32,
-    side: i32,
-    dim: u32,
-    dtype: i32,
-    bytes: *mut u64,
+    plan: *const cpattn_plan, rank: u32, side: i32, dim: u32, dtype: i32, bytes: *mut u64,
 ) -> i32 {
     boundary!({
         let (plan, bytes) = given!(handle::borrow(plan), result("bytes", bytes));

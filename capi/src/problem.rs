@@ -101,9 +101,7 @@ unsafe fn batch(p: &cpattn_problem) -> Result<Batch> {
 /// # Safety
 /// `given` is as [`sized`] needs it, and its pointers are null or as long as the header says.
 pub(super) unsafe fn read_problem(
-    name: &'static str,
-    given: *const cpattn_problem,
-    base: Option<&Batch>,
+    name: &'static str, given: *const cpattn_problem, base: Option<&Batch>,
 ) -> Result<Problem> {
     let p = &given!(sized(name, given));
     reserved("problem.reserved", p.reserved == 0)?;

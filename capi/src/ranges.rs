@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranges, heads and scores, as the kernels take them.
 //!
-//! Ranges and pairs are not copied: their structs have the layout of the crate's own (asserted below). Modes, which must be
-//! values of an enum, and positions, whose arithmetic must not overflow, are checked first.
+//! Ranges and pairs are not copied: their structs have the layout of the crate's own (asserted below). Modes, which
+//! must be values of an enum, and positions, whose arithmetic must not overflow, are checked first.
 
 use core::mem::offset_of;
 

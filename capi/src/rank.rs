@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks: create, prepare, lend workspace, poll and abort. Their runs are in `run`.
 //!
-//! A second call on a rank in use is refused instead of queued ([`Exclusive`]), because ranks that run plans in different
-//! orders would wait for each other for ever. `poll` and `abort` are allowed at any time.
+//! A second call on a rank in use is refused instead of queued ([`Exclusive`]), because ranks that run plans in
+//! different orders would wait for each other for ever. `poll` and `abort` are allowed at any time.
 
 use core::ffi::c_void;
 use std::{collections::VecDeque, sync::Mutex};
@@ -100,9 +100,7 @@ pub(super) fn instruction_set(name: &'static str, number: i32) -> Result<Option<
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_create(
-    transport: *mut cpattn_transport,
-    options: *const cpattn_rank_options,
-    rank: *mut *mut cpattn_rank,
+    transport: *mut cpattn_transport, options: *const cpattn_rank_options, rank: *mut *mut cpattn_rank,
 ) -> i32 {
     boundary!({
         let (out, given) = given!(result("rank", rank), handle::borrow(transport));
@@ -205,9 +203,7 @@ pub unsafe extern "C" fn cpattn_rank_prepare(rank: *mut cpattn_rank, plan: *cons
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_lend_workspace(
-    rank: *mut cpattn_rank,
-    workspace: *mut c_void,
-    bytes: usize,
+    rank: *mut cpattn_rank, workspace: *mut c_void, bytes: usize,
 ) -> i32 {
     boundary!({
         let rank = given!(handle::borrow(rank));
@@ -228,11 +224,7 @@ pub unsafe extern "C" fn cpattn_rank_lend_workspace(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_prepare_all_to_all(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    side: i32,
-    dim: u32,
-    dtype: i32,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, side: i32, dim: u32, dtype: i32,
 ) -> i32 {
     boundary!({
         let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));

@@ -27,11 +27,7 @@ pub struct cpattn_link {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_ring_check(
-    transport: *mut cpattn_transport,
-    bytes: usize,
-    links: *mut cpattn_link,
-    capacity: usize,
-    count: *mut usize,
+    transport: *mut cpattn_transport, bytes: usize, links: *mut cpattn_link, capacity: usize, count: *mut usize,
 ) -> i32 {
     boundary!({
         let (given, count) = given!(handle::borrow(transport), result("count", count));
@@ -50,11 +46,7 @@ pub unsafe extern "C" fn cpattn_ring_check(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_ring_check(
-    rank: *mut cpattn_rank,
-    bytes: usize,
-    links: *mut cpattn_link,
-    capacity: usize,
-    count: *mut usize,
+    rank: *mut cpattn_rank, bytes: usize, links: *mut cpattn_link, capacity: usize, count: *mut usize,
 ) -> i32 {
     boundary!({
         let (rank, count) = given!(handle::borrow(rank), result("count", count));
@@ -74,9 +66,7 @@ pub unsafe extern "C" fn cpattn_rank_ring_check(
 /// # Safety
 /// The header's promise about arrays.
 unsafe fn room<'a>(
-    world: usize,
-    links: *mut cpattn_link,
-    capacity: usize,
+    world: usize, links: *mut cpattn_link, capacity: usize,
 ) -> cpattn::Result<&'a mut [MaybeUninit<cpattn_link>]> {
     if capacity < 2 * world {
         let expected = format!("at least {}, two for each of {world} ranks", 2 * world);

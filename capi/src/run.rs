@@ -4,7 +4,7 @@
 use core::ffi::c_void;
 
 use super::{
-    dlpack::{Axes, Given, cpattn_tensor, one, read, written},
+    dlpack::{self, Axes, Given, cpattn_tensor, one, tensor},
     handle::{self, Exclusive as _},
     input::sized,
     plan::{cpattn_plan, runs, side},
@@ -74,18 +74,16 @@ const TENSORS: [(TensorId, &str, Axes); 11] = [
 /// # Safety
 /// The header's promise about handles and tensors; streams are the driver's.
 unsafe fn run(
-    rank: &RankState,
-    plan: &Plan,
-    direction: Direction,
-    tensors: &[*const cpattn_tensor],
-    stream: *mut c_void,
+    rank: &RankState, plan: &Plan, direction: Direction, tensors: &[*const cpattn_tensor], stream: *mut c_void,
 ) -> Outcome {
     runs(plan)?;
     let mut bindings = Bindings::default();
     for (&(id, name, form), &tensor) in TENSORS.iter().zip(tensors) {
         // Only sinks and their gradient have one value for each head, and only they may be left out.
-        let optional = matches!(form, Axes::PerHead);
-        let given = Given { name, tensor, form, optional, written: false };
+        let mut given = dlpack::tensor(name, tensor, form);
+        if matches!(form, Axes::PerHead) {
+            given = given.optional();
+        }
         bindings.set(id, given!(one(rank.device, &given)));
     }
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
@@ -95,9 +93,7 @@ unsafe fn run(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_forward(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    args: *const cpattn_forward_args,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const cpattn_forward_args,
 ) -> i32 {
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
@@ -107,9 +103,7 @@ pub unsafe extern "C" fn cpattn_forward(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_backward(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    args: *const cpattn_backward_args,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const cpattn_backward_args,
 ) -> i32 {
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
@@ -127,49 +121,37 @@ pub unsafe extern "C" fn cpattn_backward(
 /// # Safety
 /// The header's promises about handles and tensors.
 unsafe fn all_to_all(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    side: i32,
-    way: AllToAllDirection,
-    [tokens, held]: [Given; 2],
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, side: i32, way: AllToAllDirection, [tokens, held]: [Given; 2],
     stream: *mut c_void,
 ) -> Outcome {
     let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
     let side = self::side(side)?;
     let (tokens, held) = given!(one(rank.device, &tokens), one(rank.device, &held));
     let all_to_all = AllToAll { way, side, dim: tokens.dim, dtype: tokens.dtype };
-    // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises; shapes
-    // are checked against the plan.
+    // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
+    // shapes are checked against the plan.
     unsafe { rank.lock()?.all_to_all(plan, all_to_all, tokens, held, stream) }?;
     Ok(())
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_to_heads(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    side: i32,
-    from: *const cpattn_tensor,
-    to: *const cpattn_tensor,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, side: i32, from: *const cpattn_tensor, to: *const cpattn_tensor,
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
-        let tensors = [read("from", from, Axes::Rows), written("to", to, Axes::Rows)];
+        let tensors = [tensor("from", from, Axes::Rows), tensor("to", to, Axes::Rows)];
         given!(all_to_all(rank, plan, side, AllToAllDirection::ToHeads, tensors, stream));
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_to_tokens(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    side: i32,
-    from: *const cpattn_tensor,
-    to: *const cpattn_tensor,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, side: i32, from: *const cpattn_tensor, to: *const cpattn_tensor,
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
-        let tensors = [written("to", to, Axes::Rows), read("from", from, Axes::Rows)];
+        let tensors = [tensor("to", to, Axes::Rows), tensor("from", from, Axes::Rows)];
         given!(all_to_all(rank, plan, side, AllToAllDirection::ToTokens, tensors, stream));
     })
 }

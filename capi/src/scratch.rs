@@ -82,10 +82,7 @@ pub unsafe extern "C" fn cpattn_scratch_destroy(scratch: *mut cpattn_scratch) ->
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_scratch_reserve(
-    scratch: *mut cpattn_scratch,
-    dtype: i32,
-    head_dim: u32,
-    value_dim: u32,
+    scratch: *mut cpattn_scratch, dtype: i32, head_dim: u32, value_dim: u32,
 ) -> i32 {
     boundary!({
         let scratch = given!(handle::borrow(scratch));

@@ -24,10 +24,7 @@ use cpattn::{
 /// # Safety
 /// The header's promise about handles and arrays.
 unsafe fn list(
-    plan: *const cpattn_plan,
-    side: i32,
-    rank: u32,
-    (name, out, capacity): (&'static str, *mut i64, usize),
+    plan: *const cpattn_plan, side: i32, rank: u32, (name, out, capacity): (&'static str, *mut i64, usize),
     number: fn(usize, i64) -> i64,
 ) -> Outcome {
     let (plan, out) = given!(handle::borrow(plan), array_mut(name, out, capacity));
@@ -46,22 +43,14 @@ unsafe fn list(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_tokens(
-    plan: *const cpattn_plan,
-    side: i32,
-    rank: u32,
-    tokens: *mut i64,
-    capacity: usize,
+    plan: *const cpattn_plan, side: i32, rank: u32, tokens: *mut i64, capacity: usize,
 ) -> i32 {
     boundary!({ given!(list(plan, side, rank, ("tokens", tokens, capacity), |token, _| token as i64)) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_positions(
-    plan: *const cpattn_plan,
-    side: i32,
-    rank: u32,
-    positions: *mut i64,
-    capacity: usize,
+    plan: *const cpattn_plan, side: i32, rank: u32, positions: *mut i64, capacity: usize,
 ) -> i32 {
     boundary!({ given!(list(plan, side, rank, ("positions", positions, capacity), |_, pos| pos)) })
 }
@@ -88,7 +77,8 @@ pub(super) struct Rows {
 impl Rows {
     pub(super) fn new(name: &'static str, p: &TensorFields) -> Result<Self> {
         let size = p.item;
-        // The address space holds all of a tensor with elements (checked), so these fit; without any, nothing is copied.
+        // The address space holds all of a tensor with elements (checked), so these fit; without any, nothing is
+        // copied.
         let bytes = |stride: i64| (stride as usize).wrapping_mul(size);
         let [n, a, b] = p.shape;
         let [s, sa, sb] = p.strides;
@@ -190,12 +180,7 @@ pub(super) fn apart(first: (&str, &Rows), second: (&str, &Rows), written: usize)
 /// # Safety
 /// The header's promise about tensors.
 unsafe fn pair(
-    plan: &Plan,
-    side: Side,
-    rank: usize,
-    whole: *const cpattn_tensor,
-    local: *const cpattn_tensor,
-    whole_written: bool,
+    plan: &Plan, side: Side, rank: usize, whole: *const cpattn_tensor, local: *const cpattn_tensor, whole_written: bool,
 ) -> Result<Option<(Rows, Rows)>> {
     let (all, mine) = (plan.problem().batch().tokens(side), plan.local_tokens(side, rank));
     // SAFETY: both tensors are as the header says (the contract of this function).
@@ -224,11 +209,7 @@ unsafe fn copy(whole: &Rows, token: usize, local: &Rows, row: usize, whole_writt
 /// # Safety
 /// The header's promise about handles and tensors.
 unsafe fn move_rows(
-    plan: *const cpattn_plan,
-    side: i32,
-    rank: u32,
-    whole: *const cpattn_tensor,
-    local: *const cpattn_tensor,
+    plan: *const cpattn_plan, side: i32, rank: u32, whole: *const cpattn_tensor, local: *const cpattn_tensor,
     whole_written: bool,
 ) -> Outcome {
     let plan = given!(handle::borrow(plan));
@@ -246,33 +227,21 @@ unsafe fn move_rows(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_shard(
-    plan: *const cpattn_plan,
-    side: i32,
-    rank: u32,
-    whole: *const cpattn_tensor,
-    local: *const cpattn_tensor,
+    plan: *const cpattn_plan, side: i32, rank: u32, whole: *const cpattn_tensor, local: *const cpattn_tensor,
 ) -> i32 {
     boundary!({ given!(move_rows(plan, side, rank, whole, local, false)) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_unshard(
-    plan: *const cpattn_plan,
-    side: i32,
-    rank: u32,
-    local: *const cpattn_tensor,
-    whole: *const cpattn_tensor,
+    plan: *const cpattn_plan, side: i32, rank: u32, local: *const cpattn_tensor, whole: *const cpattn_tensor,
 ) -> i32 {
     boundary!({ given!(move_rows(plan, side, rank, whole, local, true)) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_shift(
-    plan: *const cpattn_plan,
-    rank: u32,
-    by: i64,
-    fill: *const c_void,
-    whole: *const cpattn_tensor,
+    plan: *const cpattn_plan, rank: u32, by: i64, fill: *const c_void, whole: *const cpattn_tensor,
     local: *const cpattn_tensor,
 ) -> i32 {
     boundary!({

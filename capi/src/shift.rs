@@ -45,7 +45,8 @@ impl ShiftedRows for Shifted {
     fn read(&self, row: usize, to: &mut [u8]) {
         Self::runs(&self.rows, row, |from, bytes| {
             let to = &mut to[bytes];
-            // SAFETY: a run of a row that exists (checked by `runs`), in the caller's tensor, which is valid during the call.
+            // SAFETY: a run of a row that exists (checked by `runs`), in the caller's tensor, which is valid during the
+            // call.
             unsafe { core::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len()) };
         });
     }
@@ -73,11 +74,7 @@ fn kind(p: &TensorFields, rows: &Rows) -> u64 {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_shift(
-    rank: *mut cpattn_rank,
-    plan: *const cpattn_plan,
-    by: i64,
-    fill: *const c_void,
-    rows: *const cpattn_tensor,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, by: i64, fill: *const c_void, rows: *const cpattn_tensor,
     out: *const cpattn_tensor,
 ) -> i32 {
     boundary!({

@@ -86,8 +86,8 @@ fn said(panic: &(dyn Any + Send)) -> &str {
 
 /// Runs the body of an exported function; see [`boundary!`].
 pub(super) fn guard(body: impl FnOnce() -> Outcome) -> i32 {
-    // Unwind safety: what a body changes is behind a mutex whose poison is handled, or is the caller's output, which the
-    // header leaves undefined after a failure.
+    // Unwind safety: what a body changes is behind a mutex whose poison is handled, or is the caller's output, which
+    // the header leaves undefined after a failure.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => CPATTN_OK,
         Ok(Err(Fail { status, text, peer })) => {
@@ -112,18 +112,28 @@ macro_rules! boundary {
     };
 }
 
-/// Reads arguments of an exported function, each by an unsafe function: `given!(handle::borrow(plan), sized("args", args))`
-/// gives both results as a tuple. The first refusal ends the body of [`boundary!`].
+/// Reads arguments of an exported function, each by an unsafe function: `given!(handle::borrow(plan), sized("args",
+/// args))` gives both results as a tuple. The first refusal ends the body of [`boundary!`]. Their own arguments are
+/// evaluated outside of the unsafe block.
 macro_rules! given {
+    (@call $($read:ident)::+, ($argument:expr $(, $rest:expr)*) $($value:ident)*) => {
+        match $argument {
+            value => given!(@call $($read)::+, ($($rest),*) $($value)* value),
+        }
+    };
+    (@call $($read:ident)::+, () $($value:ident)*) => {
+        // SAFETY: the header promises what these functions need: handles are NULL or live, structs are as long as their
+        // first word says, arrays as long as their counts; results and tensors are memory of the caller's, streams are
+        // the driver's.
+        unsafe { $($read)::+($($value),*) }
+    };
     ($($($read:ident)::+($($argument:expr),* $(,)?)),+ $(,)?) => {
-        // SAFETY: the header promises what these functions need: handles are NULL or live, structs are as long as their first
-        // word says, arrays as long as their counts; results and tensors are memory of the caller's, streams are the driver's.
-        unsafe { ($($($read)::+($($argument),*)?),+) }
+        ($(given!(@call $($read)::+, ($($argument),*))?),+)
     };
 }
 
-/// The part of an exported function that needs a feature; a build without it refuses the function by its name. The arguments
-/// in parentheses are those that nothing else uses.
+/// The part of an exported function that needs a feature; a build without it refuses the function by its name. The
+/// arguments in parentheses are those that nothing else uses.
 macro_rules! with_feature {
     ($feature:literal, $function:ident, ($($unused:expr),*), $body:block) => {{
         #[cfg(feature = $feature)]

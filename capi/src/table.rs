@@ -135,8 +135,8 @@ impl TableTransport {
         let (mut blame, name, step) = (-1, name.as_ptr().cast(), label.step);
         let (exchange, context) = (self.table.exchange.expect(CHECKED), self.table.context);
         let (send_list, recv_list) = (sends.as_ptr().cast(), recvs.as_ptr().cast());
-        // SAFETY: the table's own function, as the header describes it; a Message has the layout of cpattn_message; the lists
-        // are valid during the call.
+        // SAFETY: the table's own function, as the header describes it; a Message has the layout of cpattn_message; the
+        // lists are valid during the call.
         let status = unsafe {
             exchange(context, name, step, send_list, sends.len(), recv_list, recvs.len(), stream, &raw mut blame)
         };

@@ -86,10 +86,7 @@ pub unsafe extern "C" fn cpattn_rank_record(rank: *mut cpattn_rank, capacity: u6
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_trace(
-    rank: *mut cpattn_rank,
-    events: *mut cpattn_event,
-    capacity: usize,
-    count: *mut usize,
+    rank: *mut cpattn_rank, events: *mut cpattn_event, capacity: usize, count: *mut usize,
 ) -> i32 {
     boundary!({
         let (rank, events, count) =

@@ -95,9 +95,7 @@ fn threads(world: u32) -> Result<usize> {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_local_group(
-    world: u32,
-    deadline_ms: u64,
-    transports: *mut *mut cpattn_transport,
+    world: u32, deadline_ms: u64, transports: *mut *mut cpattn_transport,
 ) -> i32 {
     boundary!({
         let (world, deadline) = (threads(world)?, deadline(deadline_ms)?);
@@ -110,10 +108,7 @@ pub unsafe extern "C" fn cpattn_local_group(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_peer_group(
-    world: u32,
-    devices: *const i32,
-    deadline_ms: u64,
-    transports: *mut *mut cpattn_transport,
+    world: u32, devices: *const i32, deadline_ms: u64, transports: *mut *mut cpattn_transport,
 ) -> i32 {
     boundary!({
         let (world, deadline) = (threads(world)?, deadline(deadline_ms)?);
@@ -131,8 +126,7 @@ pub unsafe extern "C" fn cpattn_peer_group(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_transport_create(
-    table: *const cpattn_transport_table,
-    transport: *mut *mut cpattn_transport,
+    table: *const cpattn_transport_table, transport: *mut *mut cpattn_transport,
 ) -> i32 {
     boundary!({
         let (table, out) = given!(sized("table", table), result("transport", transport));

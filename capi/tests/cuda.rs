@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The C library with CUDA, as its users meet it: programs in C and Python that bring their own device memory and streams.
+//! The C library with CUDA, as its users meet it: programs in C and Python that bring their own device memory and
+//! streams.
 //!
-//! They run on whatever driver is found; an emulated one on `LD_LIBRARY_PATH` serves as well as a real one (`.ci/cuda`).
-//! Without any, they say so and pass; with `CPATTN_REQUIRE_CUDA` set, that is a failure. `CPATTN_CUDA_PREFIX` names an
-//! installed library to test instead of one built here.
+//! They run on whatever driver is found; an emulated one on `LD_LIBRARY_PATH` serves as well as a real one
+//! (`.ci/cuda`). Without any, they say so and pass; with `CPATTN_REQUIRE_CUDA` set, that is a failure.
+//! `CPATTN_CUDA_PREFIX` names an installed library to test instead of one built here.
 
 #[path = "library.rs"]
 mod library;

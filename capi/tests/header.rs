@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The committed header against the library, from both sides.
 //!
-//! Both texts are read: every prototype, struct and member of `include/cpattn.h` must be in `capi/src`, of the same name,
-//! type and order, and nothing else may be exported there. Then a C compiler is asked for sizes and offsets, because two
-//! texts that agree could still be laid out differently.
+//! Both texts are read: every prototype, struct and member of `include/cpattn.h` must be in `capi/src`, of the same
+//! name, type and order, and nothing else may be exported there. Then a C compiler is asked for sizes and offsets,
+//! because two texts that agree could still be laid out differently.
 
 use std::{collections::BTreeMap, fmt::Write as _, fs, mem::offset_of, path::Path, process::Command};
 
@@ -281,8 +281,8 @@ fn each_source(folder: &Path, each: &mut impl FnMut(&Path, &str)) {
     }
 }
 
-/// One text serves callers in Rust and in C, so it names arguments and options, which both have, and no function or type
-/// of either: what a refusal says is read in all of `src` and `capi/src`, whether or not a test provokes it.
+/// One text serves callers in Rust and in C, so it names arguments and options, which both have, and no function or
+/// type of either: what a refusal says is read in all of `src` and `capi/src`, whether or not a test provokes it.
 #[test]
 fn refusals_name_no_rust() {
     let mut seen = 0;

@@ -33,8 +33,8 @@ pub fn run(command: &mut Command) -> String {
 /// How a program begins a line that repeats what a refusal said.
 pub const REFUSED: &str = "refused: ";
 
-/// A message is of use to a program in C only if the header knows its words: it names no path, call or type of Rust, and
-/// whatever has an underscore is a member, a macro or a function there.
+/// A message is of use to a program in C only if the header knows its words: it names no path, call or type of Rust,
+/// and whatever has an underscore is a member, a macro or a function there.
 fn speaks_the_header(message: &str) {
     static HEADER: OnceLock<String> = OnceLock::new();
     let header = HEADER.get_or_init(|| fs::read_to_string(root().join("include/cpattn.h")).unwrap());

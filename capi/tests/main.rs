@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The C library as its users meet it: built and installed by `capi/build`, found by pkg-config, linked by a C and a C++
-//! compiler, loaded by Python. The examples are the tests; each program says by its exit status whether it is right.
+//! The C library as its users meet it: built and installed by `capi/build`, found by pkg-config, linked by a C and a
+//! C++ compiler, loaded by Python. The examples are the tests; each program says by its exit status whether it is
+//! right.
 //!
 //! The library is a debug build, which knows destroyed handles for certain. `CPATTN_PREFIX` names an installed one to
 //! test instead. What needs NumPy or PyTorch says so when it has to be skipped; `CPATTN_PYTHON` names the interpreter.

@@ -122,8 +122,8 @@ static void plan_on_a_machine(void) {
   const char *machine =
       "name = two hosts\nestimate = yes\nranks_per_node = 1\ncards_per_node = 1\nmemory = 1e9\noperation = 1e-6\ncopy = 1e10\n"
       "inside.latency = 1e-6\ninside.rate = 1e10\nbetween.latency = 1e-5\nbetween.rate = 1e9\n"
-      "kernel f32 16/16 forward = rate 1e11, row 1e-9, key 1e-9, call 1e-6\n"
-      "kernel f32 16/16 backward = rate 1e11, row 1e-9, key 1e-9, call 1e-6\n";
+      "kernel f32 16/16 forward = rate 1e11, row 1e-9, key 1e-9, edge 0, call 1e-6\n"
+      "kernel f32 16/16 backward = rate 1e11, row 1e-9, key 1e-9, edge 0, call 1e-6\n";
   cpattn_problem p = small_problem();
   cpattn_options o = CPATTN_OPTIONS_INIT;
   cpattn_plan *plan = NULL;

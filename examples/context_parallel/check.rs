@@ -8,25 +8,26 @@
 //!   before it, plus sums in the accumulator's type;
 //! - dq, dk: the same plus `u·(M + R) + 2·u·S + (32 + e)·a·L`: the backward reads the rounded o, so
 //!   `delta = rowsum(do ∘ o)` has an error of its own, which every key of a row multiplies.
-//!   `S = scale·√value_dim·RMS(do)·RMS(o)·RMS(k or q)` is the usual size of what cancels in `ds = p·(do·v − delta)`. L is the
-//!   same for the largest row and element: `L = scale·max(√Σ(do·o)²)·max|k|`, and `√group·max|q|` for dk. It matters where
-//!   the gradient itself is nearly 0, as for a document of one token, whose ds is the rounding of two equal sums;
+//!   `S = scale·√value_dim·RMS(do)·RMS(o)·RMS(k or q)` is the usual size of what cancels in `ds = p·(do·v − delta)`. L
+//!   is the same for the largest row and element: `L = scale·max(√Σ(do·o)²)·max|k|`, and `√group·max|q|` for dk. It
+//!   matters where the gradient itself is nearly 0, as for a document of one token, whose ds is the rounding of two
+//!   equal sums;
 //! - lse, never rounded to the element type: `128·a·max(M, 1)`;
 //! - dsinks, sums of `exp(sink − lse)·delta` over n rows: `128·a·max(M, 1) + e·a·M` plus
 //!   `u·(M + R) + (2·u + (32 + e)·a)·√n·√value_dim·RMS(do)·RMS(o)`.
 //!
-//! `e·a` is the relative error of a probability, with `e = (2 + √head_dim)·max|lse|`. A probability is `exp(s − lse)`, so its
-//! relative error is the absolute error of `s − lse`. Rounding s and lse to the accumulator's type is at most `a·|s|` and
-//! `a·|lse|`; the head_dim roundings inside the dot product have random signs and each is at most `a·|s|`, where all terms
-//! have one sign, so that they add up to about `√head_dim·a·|s|`. And |lse| may stand for |s|: with `s = lse − t` the
-//! probability is `exp(−t)`, and `exp(−t)·|s|` is at most `|lse| + 1/2`. In f32 the term is as large as the others once scores
-//! reach about 10.
+//! `e·a` is the relative error of a probability, with `e = (2 + √head_dim)·max|lse|`. A probability is `exp(s − lse)`,
+//! so its relative error is the absolute error of `s − lse`. Rounding s and lse to the accumulator's type is at most
+//! `a·|s|` and `a·|lse|`; the head_dim roundings inside the dot product have random signs and each is at most `a·|s|`,
+//! where all terms have one sign, so that they add up to about `√head_dim·a·|s|`. And |lse| may stand for |s|: with `s
+//! = lse − t` the probability is `exp(−t)`, and `exp(−t)·|s|` is at most `|lse| + 1/2`. In f32 the term is as large as
+//! the others once scores reach about 10.
 //!
-//! A bf16 wire rounds every partial gradient that travels once, by `2⁻⁸` of itself: `2·2⁻⁸·M` more for dq where the q side
-//! circulates, for dk and dv where k and v do or a kv head is shared by ranks.
+//! A bf16 wire rounds every partial gradient that travels once, by `2⁻⁸` of itself: `2·2⁻⁸·M` more for dq where the q
+//! side circulates, for dk and dv where k and v do or a kv head is shared by ranks.
 //!
-//! An accumulator in bf16 would lose `2⁻⁸·M` in a single rounding: four times the bound of o and dv for f16, about twice
-//! that of dq and dk, and hundreds of times for f32.
+//! An accumulator in bf16 would lose `2⁻⁸·M` in a single rounding: four times the bound of o and dv for f16, about
+//! twice that of dq and dk, and hundreds of times for f32.
 
 use std::sync::{
     Mutex,
@@ -261,8 +262,8 @@ mod tests {
 
     const HEADS: usize = 4;
 
-    /// Documents of two tokens whose two scores are nearly equal and as large as 72, of dot products whose terms have one
-    /// sign: the roundings of the scores decide the probabilities.
+    /// Documents of two tokens whose two scores are nearly equal and as large as 72, of dot products whose terms have
+    /// one sign: the roundings of the scores decide the probabilities.
     fn large_scores<T: Element>(head_dim: usize) -> (Problem, Inputs<T>) {
         let documents = 100;
         let batch = Batch::from_lengths(&vec![2; documents]).unwrap();
@@ -308,7 +309,8 @@ mod tests {
         of::<f64>();
     }
 
-    /// The exact result, rounded once as an accumulator in bf16 would, is over every bound, scores as large as they may be.
+    /// The exact result, rounded once as an accumulator in bf16 would, is over every bound, scores as large as they may
+    /// be.
     #[test]
     fn an_accumulator_in_bf16_is_over_the_bounds() {
         fn of<T: Element>() {

@@ -7,8 +7,8 @@
 //! compares the bits with those of one process. `--help` lists the options. The exit code is 0 when every error is
 //! within its bound, 1 when one is not, 2 when the input or the options are refused.
 //!
-//! - `options`: the command line; `input`: a file or a seed; `team`: ranks as threads (start reading there); `processes`:
-//!   as processes; `together`: what they do after a run; `ring`: the check of their links;
+//! - `options`: the command line; `input`: a file or a seed; `team`: ranks as threads (start reading there);
+//!   `processes`: as processes; `together`: what they do after a run; `ring`: the check of their links;
 //! - `check`: errors and their bounds; `report`: what is printed; `suite`: every combination of options.
 #![allow(missing_docs, reason = "a program has no users of its items")]
 

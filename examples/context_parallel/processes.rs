@@ -77,7 +77,8 @@ fn end(comm: &SimpleCommunicator) -> ! {
     comm.abort(2)
 }
 
-/// What a process found before anything is run. Where all of them are refused for the same reason rank 0 says so, for all.
+/// What a process found before anything is run. Where all of them are refused for the same reason rank 0 says so, for
+/// all.
 fn compared<T>(rank: &Mpi, comm: &SimpleCommunicator, found: Result<T, String>) -> Result<T, String> {
     let mut hasher = DefaultHasher::new();
     found.as_ref().err().hash(&mut hasher);
@@ -116,16 +117,16 @@ impl Processes {
         self.rank.world()
     }
 
-    /// Says it on standard error and ends all processes: MPI cannot be finalised with one that is dead or waits. Those that
-    /// wait for this rank, in a run or after it, say so first.
+    /// Says it on standard error and ends all processes: MPI cannot be finalised with one that is dead or waits. Those
+    /// that wait for this rank, in a run or after it, say so first.
     pub fn give_up(&self, text: &str) -> ! {
         self.rank.handle().abort();
         self.side.abort(Cause::Failed);
         leave(&self.world, text)
     }
 
-    /// Waits for rank 0, which still compares results, without taking its cores: `MPI_Finalize` may spin. All ranks call it
-    /// last; an error names one that does not.
+    /// Waits for rank 0, which still compares results, without taking its cores: `MPI_Finalize` may spin. All ranks
+    /// call it last; an error names one that does not.
     pub fn meet(&mut self) -> Result<(), String> {
         together::meet(&*self.side, self.alive.take())
     }

@@ -85,9 +85,9 @@ fn wait(end: &impl Transport) -> cpattn::Result<()> {
     Ok(())
 }
 
-/// The last call of every rank before MPI is finalised: rank 0, with its `alive`, is done, and the others have waited for that.
-/// Then all agree, within the deadline: `MPI_Finalize` would wait without a limit for one that has died or was stopped while
-/// rank 0 compared, and could not name it.
+/// The last call of every rank before MPI is finalised: rank 0, with its `alive`, is done, and the others have waited
+/// for that. Then all agree, within the deadline: `MPI_Finalize` would wait without a limit for one that has died or
+/// was stopped while rank 0 compared, and could not name it.
 pub fn meet(end: &impl Transport, alive: Option<Alive>) -> Result<(), String> {
     match alive {
         Some(alive) => alive.finish()?,

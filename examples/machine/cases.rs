@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The cases that predictions are held against, and the laps of one rank over one of them.
 //!
-//! Threads take problems of 1 to 4 ranks. Processes take problems of all their ranks; over several nodes those with rows that
-//! cross between nodes once are beside the same without.
+//! Threads take problems of 1 to 4 ranks. Processes take problems of all their ranks; over several nodes those with
+//! rows that cross between nodes once are beside the same without.
 
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result,
@@ -136,7 +136,8 @@ pub fn now() -> u64 {
     EPOCH.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
-/// Begin and end of some runs of one rank; `meet` waits for the others before each. One more run, the first, prepares the plan.
+/// Begin and end of some runs of one rank; `meet` waits for the others before each. One more run, the first, prepares
+/// the plan.
 pub fn laps(
     rank: &mut Rank,
     plan: &Plan,

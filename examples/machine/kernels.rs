@@ -4,10 +4,11 @@
 use std::{sync::Barrier, thread, time::Instant};
 
 use cpattn::{
-    Dtype, Result,
+    Dtype, Mask, Result,
     call::{Attend, AttendBackward, Block, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform},
     kernel::cpu::{self, Dims, Scratch},
     machine::{KernelRate, KernelShape},
+    plan,
 };
 
 use crate::{
@@ -17,22 +18,53 @@ use crate::{
 
 const HEADS: u32 = 4;
 
-/// A call of the kernel: q rows, k rows, whether causal, and whether it merges into a running result.
-type Call = (u32, u32, bool, bool);
+/// A call of the kernel.
+struct Call {
+    rows: u32,
+    keys: u32,
+    /// The position of the first q row; that of the first key is 0.
+    first: u32,
+    mask: Mask,
+    /// Whether it merges into a running result.
+    running: bool,
+}
 
-/// As ring steps and all-to-alls make them: square, wide, high, short, with and without a mask.
-const CALLS: [Call; 10] = [
-    (512, 512, true, false),
-    (1024, 1024, true, false),
-    (512, 512, false, true),
-    (256, 1024, false, true),
-    (1024, 256, false, true),
-    (256, 256, true, false),
-    (256, 256, false, true),
-    (768, 768, false, false),
-    (64, 64, true, false),
-    (128, 512, false, true),
+const fn call(rows: u32, keys: u32, mask: Mask) -> Call {
+    Call { rows, keys, first: 0, mask, running: false }
+}
+
+const fn merging(rows: u32, keys: u32, first: u32, mask: Mask) -> Call {
+    Call { rows, keys, first, mask, running: true }
+}
+
+/// As ring steps and all-to-alls make them: square, wide, high, short, without a mask and with its edges.
+const CALLS: [Call; 14] = [
+    call(512, 512, Mask::causal()),
+    call(1024, 1024, Mask::causal()),
+    merging(512, 512, 0, Mask::full()),
+    merging(256, 1024, 0, Mask::full()),
+    merging(1024, 256, 0, Mask::full()),
+    call(256, 256, Mask::causal()),
+    merging(256, 256, 0, Mask::full()),
+    call(768, 768, Mask::full()),
+    call(64, 64, Mask::causal()),
+    merging(128, 512, 0, Mask::full()),
+    call(512, 512, Mask::sliding(256)),
+    call(1024, 1024, Mask::sliding(64)),
+    // The keys of the rank before, as far as the window reaches.
+    merging(512, 255, 255, Mask::sliding(256)),
+    merging(256, 127, 127, Mask::sliding(128)),
 ];
+
+impl Call {
+    /// What its time may grow with: flops of this many for each pair, rows, keys, edges, and 1.
+    fn counts(&self, flops: u64) -> [f64; 5] {
+        let (q, k) = (Range::plain(0, self.rows, self.first.into(), 0), Range::plain(0, self.keys, 0, 0));
+        let [pairs, edges] = [plan::area(&q, &k, self.mask), plan::edges(&q, &k, self.mask)];
+        let of_heads = |n: u64| (n * u64::from(HEADS)) as f64;
+        [of_heads(pairs * flops), of_heads(self.rows.into()), of_heads(self.keys.into()), of_heads(edges), 1.0]
+    }
+}
 
 /// The best times so far of every call, on several threads at once.
 pub struct Kernels {
@@ -69,22 +101,15 @@ impl Kernels {
 }
 
 fn fitted(dtype: Dtype, dim: usize, backward: bool, times: &mut impl Iterator<Item = f64>) -> KernelRate {
-    let samples: Vec<Sample> = CALLS
-        .iter()
-        .zip(times)
-        .map(|(&(q, k, causal, _), seconds)| {
-            let pairs = if causal { u64::from(q) * u64::from(q + 1) / 2 } else { u64::from(q) * u64::from(k) };
-            let flops = 2 * pairs * u64::from(HEADS) * dim as u64 * if backward { 5 } else { 2 };
-            let [flops, rows, keys] = [flops, u64::from(q * HEADS), u64::from(k * HEADS)].map(|x| x as f64);
-            ([flops, rows, keys, 1.0], seconds)
-        })
-        .collect();
-    let [flop, row, key, call] = non_negative(&samples);
+    let flops = 2 * dim as u64 * if backward { 5 } else { 2 };
+    let samples: Vec<Sample> = CALLS.iter().map(|c| c.counts(flops)).zip(times).collect();
+    let [flop, row, key, edge, call] = non_negative(&samples);
     let shape = KernelShape { dtype, head_dim: dim, value_dim: dim, backward };
-    let kernel = KernelRate { shape, rate: 1.0 / flop, row, key, call };
-    for ((x, t), c) in samples.iter().zip(CALLS) {
-        let fitted = kernel.seconds(x[0], x[1], x[2]);
-        eprintln!("{shape} {c:?}: {:.3} ms, fitted {:+.1} %", t * 1e3, 100.0 * (fitted / t - 1.0));
+    let kernel = KernelRate { shape, rate: 1.0 / flop, row, key, edge, call };
+    for (([flops, rows, keys, edges, _], t), c) in samples.iter().zip(&CALLS) {
+        let error = 100.0 * (kernel.seconds(*flops, *rows, *keys, *edges) / t - 1.0);
+        let Call { rows, keys, first, mask, .. } = c;
+        eprintln!("{shape} {rows} rows from {first}, {keys} keys, {mask:?}: {:.3} ms, fitted {error:+.1} %", t * 1e3);
     }
     kernel
 }
@@ -94,7 +119,7 @@ fn best_times(benches: &mut [Bench], best: &mut [f64], barrier: &Barrier) -> Res
     let mut slot = best.iter_mut();
     for bench in benches {
         for backward in [false, true] {
-            for call in CALLS {
+            for call in &CALLS {
                 let slot = slot.next().expect("a slot for each");
                 for _ in 0..3 {
                     *slot = slot.min(bench.run(call, backward)?);
@@ -116,7 +141,7 @@ struct Bench {
 
 impl Bench {
     fn new(dtype: Dtype, dim: usize) -> Self {
-        let most = CALLS.iter().map(|c| c.0.max(c.1)).max().unwrap_or(0) as usize * HEADS as usize;
+        let most = CALLS.iter().map(|c| c.rows.max(c.keys)).max().unwrap_or(0) as usize * HEADS as usize;
         let mut random = fastrand::Rng::with_seed(1);
         let mut numbers = || finite(&mut random, most * dim, dtype);
         let inputs = [numbers(), numbers(), numbers(), numbers()];
@@ -127,7 +152,8 @@ impl Bench {
     }
 
     /// Seconds of one call.
-    fn run(&mut self, (rows, keys, causal, running): Call, backward: bool) -> Result<f64> {
+    fn run(&mut self, call: &Call, backward: bool) -> Result<f64> {
+        let &Call { rows, keys, first, mask, running } = call;
         let (dtype, dim) = (self.dtype, self.dim as u32);
         let tensor = |ptr: *mut u8, dtype, tokens: u32, dim| RawTensor::compact(ptr, dtype, tokens.into(), HEADS, dim);
         let inputs = self.inputs.each_mut().map(|x| x.as_mut_ptr().cast());
@@ -137,12 +163,17 @@ impl Bench {
         let (run, run_lse) = (tensor(run, Dtype::F32, rows, dim), tensor(run_lse, Dtype::F32, rows, 2));
         let lse = tensor(lse, Dtype::F32, rows, 1);
         let mode = if running { Mode::Merge } else { Mode::Only };
-        let q_ranges =
-            [QRange { range: Range::plain(0, rows, 0, 0), document: [0; 2], keys_begin: 0, keys_end: 1, mode }];
+        let q_ranges = [QRange {
+            range: Range::plain(0, rows, first.into(), 0),
+            document: [0; 2],
+            keys_begin: 0,
+            keys_end: 1,
+            mode,
+        }];
         let ranges = Ranges { q: &q_ranges, k: &[Range::plain(0, keys, 0, 0)], pairs: &[0] };
         let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
         let score =
-            Score { scale: 0.1, softcap: 0.0, window_left: i64::MAX, window_right: if causal { 0 } else { i64::MAX } };
+            Score { scale: 0.1, softcap: 0.0, window_left: mask.left_limit(), window_right: mask.right_limit() };
         let o = tensor(o, dtype, rows, dim);
         let forward =
             Attend { running: run, running_lse: run_lse, lse, ..Attend::new([q, k, v, o], heads, score, ranges) };
@@ -151,7 +182,8 @@ impl Bench {
         (gradients.dk, gradients.dv) = (tensor(dk, Dtype::F32, keys, dim), tensor(dv, Dtype::F32, keys, dim));
         let start = Instant::now();
         if backward {
-            // SAFETY: all tensors are this bench's vectors, large enough for the largest call, and used by nothing else.
+            // SAFETY: all tensors are this bench's vectors, large enough for the largest call, and used by nothing
+            // else.
             unsafe { cpu::attend_backward(&gradients, &mut self.scratch) }?;
         } else {
             // SAFETY: as above.

@@ -2,8 +2,8 @@
 //! Links between ranks, and what an operation takes beside its work.
 //!
 //! `check_ring` measures one link at a time: half a round trip of eight bytes, and large messages of some size. A link
-//! between hosts may have a rate limit with a bucket (`tc tbf`), so it is measured with three sizes. One that is smaller than
-//! the bucket takes what cores need for it; the difference of two larger ones takes the rate; and what the
+//! between hosts may have a rate limit with a bucket (`tc tbf`), so it is measured with three sizes. One that is
+//! smaller than the bucket takes what cores need for it; the difference of two larger ones takes the rate; and what the
 //! smaller of these two took less than its bytes over that rate is the bucket.
 
 use std::{
@@ -88,8 +88,8 @@ impl Links {
         Ok(self.within())
     }
 
-    /// Between nodes: latency and rate, the bytes of the bucket, and seconds of cores for a byte. With one node, as inside,
-    /// where a message is a copy.
+    /// Between nodes: latency and rate, the bytes of the bucket, and seconds of cores for a byte. With one node, as
+    /// inside, where a message is a copy.
     #[cfg_attr(not(feature = "mpi"), allow(dead_code, reason = "of processes"))]
     pub fn between(&self) -> Result<(LinkRate, f64, f64)> {
         if self.below.seconds.is_infinite() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Measures the machine that it runs on, and writes its description; with `--check` it also runs cases, predicts each from that
-//! description, and prints both.
+//! Measures the machine that it runs on, and writes its description; with `--check` it also runs cases, predicts each
+//! from that description, and prints both.
 //!
 //! ```text
 //! cargo run --release --example machine -- --ranks 4 > mine.machine
@@ -8,8 +8,8 @@
 //! mpirun -n 4 target/release/examples/machine --transport mpi > mine.machine      built with --features mpi
 //! ```
 //!
-//! Ranks are threads, or processes over MPI on one host or on several. Hosts that `examples/hosts` makes on one machine share
-//! its cores and its clock (`--one-machine`). `benches/predictions/run` starts all of these.
+//! Ranks are threads, or processes over MPI on one host or on several. Hosts that `examples/hosts` makes on one machine
+//! share its cores and its clock (`--one-machine`). `benches/predictions/run` starts all of these.
 //!
 //! Every figure is the best of many short measurements, spread over the time that the program runs: other programs
 //! only ever make a measurement slower.
@@ -26,7 +26,12 @@ mod processes;
 use std::{path::PathBuf, process::ExitCode, sync::Barrier, thread::available_parallelism};
 
 use clap::{Parser, ValueEnum};
-use cpattn::{Dtype, Machine, Rank, Result, machine::LinkRate, schedule::Direction, transport::local};
+use cpattn::{
+    Dtype, Machine, Rank, Result,
+    machine::{KernelRate, LinkRate},
+    schedule::Direction,
+    transport::local,
+};
 
 use crate::{cases::Case, check::Cases, links::DEADLINE};
 
@@ -98,8 +103,9 @@ impl Host {
     fn lines(&self) -> String {
         let mut text = format!("operation = {:e}\ncopy = {:e}\n", self.operation, self.copy);
         for k in self.kernels.rates() {
-            let (shape, row, key, call) = (k.shape, k.row, k.key, k.call);
-            text += &format!("kernel {shape} = rate {:e}, row {row:e}, key {key:e}, call {call:e}\n", k.rate);
+            let KernelRate { shape, rate, row, key, edge, call } = k;
+            text +=
+                &format!("kernel {shape} = rate {rate:e}, row {row:e}, key {key:e}, edge {edge:e}, call {call:e}\n");
         }
         text
     }

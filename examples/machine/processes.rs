@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks as processes over MPI: all of them measure links and run cases together, and rank 0 has the figures.
 //!
-//! Kernels, copies and operations are measured by rank 0 alone, on a thread for each core; the others wait. All processes
-//! read one clock, which is never set: they are on one machine, be it as hosts of `examples/hosts`.
+//! Kernels, copies and operations are measured by rank 0 alone, on a thread for each core; the others wait. All
+//! processes read one clock, which is never set: they are on one machine, be it as hosts of `examples/hosts`.
 
 use std::{sync::Arc, thread::sleep, time::Duration};
 
@@ -22,7 +22,8 @@ use crate::{
     print,
 };
 
-/// From the meeting of all ranks until a run begins: messages of the meeting are over, and buckets of rate limits are full.
+/// From the meeting of all ranks until a run begins: messages of the meeting are over, and buckets of rate limits are
+/// full.
 const PAUSE: Duration = Duration::from_millis(60);
 
 /// All ranks, for what is between runs.

@@ -107,8 +107,8 @@ def refused(rank: int, world: int) -> str:
     for first, end, words in (
         (0, 3, "end is 3, at most 2"),
         (-1, 2, "first is -1, at least 0"),
-        (other, other + 1, f"group is {other} to {other + 1}, expected a range within 0 to 2 that contains rank {rank}"),
-        (rank, rank, f"group is {rank} to {rank}, "),
+        (other, other + 1, f"group is {other}..{other + 1}, expected a range within 0..2 that contains rank {rank}"),
+        (rank, rank, f"group is {rank}..{rank}, "),
     ):
         try:
             transport.agree(first, end, 5)

@@ -14,12 +14,7 @@
 //! - [`RawStream`]: the stream of a call on a device;
 //! - [`Delta`], [`Finish`]: the row sums before the backward, and rows that no range covers.
 
-use alloc::format;
-
-use crate::{
-    element::Dtype,
-    error::{Error, Result},
-};
+use crate::element::Dtype;
 
 mod range;
 
@@ -121,17 +116,6 @@ impl Score {
     pub const fn allows(&self, q_pos: i64, k_pos: i64) -> bool {
         q_pos - k_pos <= self.window_left && k_pos - q_pos <= self.window_right
     }
-
-    /// Refuses windows that no [`Mask`](crate::Mask) has. What plans refuse, single kernel calls refuse too.
-    pub(crate) fn check_windows(&self) -> Result<()> {
-        for (name, limit) in [("window_left", self.window_left), ("window_right", self.window_right)] {
-            if limit != i64::MAX && !(0..=i64::from(u32::MAX)).contains(&limit) {
-                let expected = format!("0 to {}, or i64::MAX for no limit", u32::MAX);
-                return Err(Error::invalid(name, limit, expected));
-            }
-        }
-        Ok(())
-    }
 }
 
 /// Which heads of the whole problem the tensors of a call hold: q head `h` of the call is head `q_offset + h`, and
@@ -176,7 +160,8 @@ pub struct Attend<'a> {
     pub o: RawTensor,
     /// Final lse (natural log), accumulator's type, `[*, q heads, 1]`; may be NONE when no mode finishes.
     pub lse: RawTensor,
-    /// ALiBi slopes of the call's q heads, f32 `[1, q heads, 1]`, or NONE; a positive one lowers the scores of far keys.
+    /// ALiBi slopes of the call's q heads, f32 `[1, q heads, 1]`, or NONE; a positive one lowers the scores of far
+    /// keys.
     pub alibi_slopes: RawTensor,
     /// Sinks (logits) of the call's q heads, f32 `[1, q heads, 1]`, or NONE. Applied once, by the modes that finish
     /// (`Last`, `Only`).
@@ -347,7 +332,7 @@ pub struct SinkGradient {
     pub delta: RawTensor,
     /// f32 `[1, q heads, 1]`.
     pub sinks: RawTensor,
-    /// The result, `[1, q heads, 1]`, of lse's type; or the digits of an exact sum, `[1, q heads, DIGITS]` (the CPU only,
-    /// see `sinks::DIGITS`).
+    /// The result, `[1, q heads, 1]`, of lse's type; or the digits of an exact sum, `[1, q heads, DIGITS]` (the CPU
+    /// only, see `sinks::DIGITS`).
     pub dsinks: RawTensor,
 }

@@ -3,11 +3,8 @@
 //!
 //! A layout gives a rank consecutive tokens or stripes of tokens. A [`Range`] describes either with six numbers, from
 //! which positions of rows, or rows at given positions, are computed: no tokens are listed. A [`QRange`] adds the k
-//! ranges that it attends to, the length of its document and how the result is stored; [`Ranges`] is the argument of one call.
-
-use alloc::format;
-
-use crate::error::{Error, Result};
+//! ranges that it attends to, the length of its document and how the result is stored; [`Ranges`] is the argument of
+//! one call.
 
 /// Consecutive rows of a `[tokens, heads, dim]` tensor, with the positions of its tokens.
 ///
@@ -123,10 +120,11 @@ impl Mode {
 pub struct QRange {
     /// The rows of q (and of o, lse, do, delta, dq).
     pub range: Range,
-    /// Tokens of q and of k of the whole document, of which a call may have parts; `[0, 0]` if they are not given. They mask
-    /// nothing: where one way to compute suits long documents and another one short ones, all parts of a document take the way
-    /// of the whole, and their error does not depend on how it is cut. Not given, the ranges of each call decide. All q ranges
-    /// of a document in a call have the same, and if any has lengths, q ranges are in the order of their documents.
+    /// Tokens of q and of k of the whole document, of which a call may have parts; `[0, 0]` if they are not given. They
+    /// mask nothing: where one way to compute suits long documents and another one short ones, all parts of a document
+    /// take the way of the whole, and their error does not depend on how it is cut. Not given, the ranges of each call
+    /// decide. All q ranges of a document in a call have the same, and if any has lengths, q ranges are in the order of
+    /// their documents.
     pub document: [u32; 2],
     /// First entry of `pairs`.
     pub keys_begin: u32,
@@ -134,58 +132,6 @@ pub struct QRange {
     pub keys_end: u32,
     /// How the result is stored.
     pub mode: Mode,
-}
-
-impl QRange {
-    /// Those of a document, of ranges in the order of their documents.
-    pub(crate) fn of_document(q: &[Self], doc: u32) -> &[Self] {
-        let q = &q[q.partition_point(|r| r.range.doc < doc)..];
-        // Most documents have few: to search all that follow for the end would take as long as the search above.
-        &q[..q.iter().take_while(|r| r.range.doc == doc).count()]
-    }
-}
-
-impl Ranges<'_> {
-    /// Refuses lengths of a document that are shorter than a range of it, or that are not the same in all its q ranges, and
-    /// lengths in ranges that are in no order of documents, where the ranges of one would have to be searched for. Pairs were
-    /// checked to lie within their lists.
-    pub(crate) fn check_documents(&self) -> Result<()> {
-        if self.q.iter().all(|q| q.document == [0; 2]) {
-            return Ok(());
-        }
-        for (i, q) in self.q.iter().enumerate() {
-            let before = i.checked_sub(1).map(|at| (at, &self.q[at]));
-            let refused = |expected| {
-                Err(Error::invalid(format!("ranges.q[{i}].document"), format!("{:?}", q.document), expected))
-            };
-            if let Some((at, b)) = before.filter(|(_, b)| b.range.doc > q.range.doc) {
-                let expected = format!("at least {}, as in ranges.q[{at}]", b.range.doc);
-                return Err(Error::invalid(format!("ranges.q[{i}].range.doc"), q.range.doc, expected).hint(
-                    "lengths of documents need q ranges in the order of documents: sort them, or give [0, 0] in all",
-                ));
-            }
-            if let Some((at, b)) = before.filter(|(_, b)| b.range.doc == q.range.doc && b.document != q.document) {
-                return refused(format!("{:?}, as in ranges.q[{at}] of the same document", b.document));
-            }
-            if q.document == [0; 2] {
-                continue;
-            }
-            if q.range.len > q.document[0] {
-                return refused(format!(
-                    "at least {} tokens of q, the rows of its range, or [0, 0] if not given",
-                    q.range.len
-                ));
-            }
-            let keys = &self.pairs[q.keys_begin as usize..q.keys_end as usize];
-            if let Some(&k) = keys.iter().find(|&&k| self.k[k as usize].len > q.document[1]) {
-                let len = self.k[k as usize].len;
-                return refused(format!(
-                    "at least {len} tokens of k, the rows of ranges.k[{k}], or [0, 0] if not given"
-                ));
-            }
-        }
-        Ok(())
-    }
 }
 
 /// The pairs of one call, by q range. A row that the call writes may be in only one range, which is checked; rows that

@@ -8,7 +8,8 @@ use alloc::format;
 use alloc::sync::Arc;
 use core::ptr::null_mut;
 
-/// A stream that is destroyed with its owner, for a transport of device memory. It does not wait for the default stream.
+/// A stream that is destroyed with its owner, for a transport of device memory. It does not wait for the default
+/// stream.
 #[derive(Debug)]
 pub struct OwnStream {
     context: Arc<Context>,
@@ -116,9 +117,8 @@ impl DeviceMemory {
         let _beside = self.context.enter_beside_captures()?;
         // SAFETY: both sides hold that many bytes.
         check("cuMemcpyHtoD", unsafe { sys::cuMemcpyHtoD_v2(self.address, from.as_ptr().cast(), from.len()) })?;
-        // That call returns once the bytes are staged. The copy is then work of the default stream, which orders nothing
-        // on the streams of a rank.
-        // SAFETY: the default stream of the context that is current.
+        // That call returns once the bytes are staged. The copy is then work of the default stream, which orders
+        // nothing on the streams of a rank. SAFETY: the default stream of the context that is current.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(null_mut()) })
     }
 

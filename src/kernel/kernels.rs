@@ -45,26 +45,6 @@ pub(crate) fn no_isa(isa: cpu::Isa, ordinal: i32) -> Error {
     )
 }
 
-/// The call on the CPU, or on the device.
-macro_rules! call {
-    ($self:ident, $stream:ident, $scratch:pat => $cpu:expr, $stream_kernels:ident => $cuda:expr) => {
-        match $self {
-            Self::Cpu($scratch) => {
-                no_stream($stream)?;
-                // SAFETY: tensors are as the call of the same name in `cpu` needs them (the contract of each method).
-                unsafe { $cpu }
-            }
-            #[cfg(feature = "cuda")]
-            Self::Cuda($stream_kernels) => {
-                let $stream = $stream.cast();
-                // SAFETY: tensors and stream are as the call of the same name in `StreamKernels` needs them (the
-                // contract of each method).
-                unsafe { $cuda }
-            }
-        }
-    };
-}
-
 impl Kernels {
     /// The CPU's kernels, on `workers` threads.
     pub fn cpu(workers: usize) -> Self {
@@ -181,82 +161,49 @@ impl Kernels {
             Self::Cuda(stream_kernels) => stream_kernels.device().attend_backward_bytes(call),
         }
     }
+}
 
+/// The calls, each on the CPU or on the device: its name, its arguments, and the function of the CPU.
+macro_rules! calls {
+    ($($(#[$doc:meta])* $name:ident($args:ident: $type:ty, $scratch:pat) => $cpu:expr;)*) => {
+        impl Kernels {$(
+            $(#[$doc])*
+            ///
+            /// # Errors
+            /// As the function of this name in [`cpu`], or of [`cuda::Cuda`].
+            ///
+            /// # Safety
+            /// As there.
+            pub unsafe fn $name(&mut self, $args: &$type, stream: RawStream) -> Result<()> {
+                match self {
+                    Self::Cpu($scratch) => {
+                        no_stream(stream)?;
+                        // SAFETY: tensors are as the call of the same name in `cpu` needs them (the contract).
+                        unsafe { $cpu }
+                    }
+                    #[cfg(feature = "cuda")]
+                    // SAFETY: tensors and stream are as the call of the same name in `StreamKernels` needs them (the
+                    // contract).
+                    Self::Cuda(kernels) => unsafe { kernels.$name($args, stream) },
+                }
+            }
+        )*}
+    };
+}
+
+calls! {
     /// See [`Attend`].
-    ///
-    /// # Errors
-    /// As [`cpu::attend`], or [`cuda::Cuda::attend`].
-    ///
-    /// # Safety
-    /// As there.
-    pub unsafe fn attend(&mut self, args: &Attend<'_>, stream: RawStream) -> Result<()> {
-        call!(self, stream, scratch => cpu::attend(args, scratch), stream_kernels => stream_kernels.attend(args, stream))
-    }
-
+    attend(args: Attend<'_>, scratch) => cpu::attend(args, scratch);
     /// See [`AttendBackward`].
-    ///
-    /// # Errors
-    /// As [`Kernels::attend`].
-    ///
-    /// # Safety
-    /// As [`Kernels::attend`].
-    pub unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>, stream: RawStream) -> Result<()> {
-        call!(self, stream, scratch => cpu::attend_backward(args, scratch), stream_kernels => stream_kernels.attend_backward(args, stream))
-    }
-
+    attend_backward(args: AttendBackward<'_>, scratch) => cpu::attend_backward(args, scratch);
     /// See [`Transform`].
-    ///
-    /// # Errors
-    /// As [`Kernels::attend`].
-    ///
-    /// # Safety
-    /// As [`Kernels::attend`].
-    pub unsafe fn transform(&mut self, args: &Transform<'_>, stream: RawStream) -> Result<()> {
-        call!(self, stream, _ => cpu::transform(args), stream_kernels => stream_kernels.transform(args, stream))
-    }
-
+    transform(args: Transform<'_>, _) => cpu::transform(args);
     /// See [`Delta`].
-    ///
-    /// # Errors
-    /// As [`Kernels::attend`].
-    ///
-    /// # Safety
-    /// As [`Kernels::attend`].
-    pub unsafe fn delta(&mut self, args: &Delta, stream: RawStream) -> Result<()> {
-        call!(self, stream, _ => cpu::delta(args), stream_kernels => stream_kernels.delta(args, stream))
-    }
-
+    delta(args: Delta, _) => cpu::delta(args);
     /// See [`Finish`].
-    ///
-    /// # Errors
-    /// As [`Kernels::attend`].
-    ///
-    /// # Safety
-    /// As [`Kernels::attend`].
-    pub unsafe fn finish(&mut self, args: &Finish<'_>, stream: RawStream) -> Result<()> {
-        call!(self, stream, _ => cpu::finish(args), stream_kernels => stream_kernels.finish(args, stream))
-    }
-
+    finish(args: Finish<'_>, _) => cpu::finish(args);
     /// See [`SinkGradient`].
-    ///
-    /// # Errors
-    /// As [`Kernels::attend`].
-    ///
-    /// # Safety
-    /// As [`Kernels::attend`].
-    pub unsafe fn sink_gradient(&mut self, args: &SinkGradient, stream: RawStream) -> Result<()> {
-        call!(self, stream, _ => sinks::sink_gradient(args), stream_kernels => stream_kernels.sink_gradient(args, stream))
-    }
-
+    sink_gradient(args: SinkGradient, _) => sinks::sink_gradient(args);
     /// See [`Merge`].
-    ///
-    /// # Errors
-    /// As [`Kernels::attend`].
-    ///
-    /// # Safety
-    /// As [`Kernels::attend`].
-    pub unsafe fn merge(&mut self, args: &Merge, stream: RawStream) -> Result<()> {
-        call!(self, stream, _ => merge::merge(&args.o, &args.lse, &args.with_o, &args.with_lse),
-            stream_kernels => stream_kernels.merge(args, stream))
-    }
+    merge(args: Merge, _) => merge::merge(&args.o, &args.lse, &args.with_o, &args.with_lse);
 }

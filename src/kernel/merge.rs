@@ -19,8 +19,8 @@ use crate::call::RawTensor;
 use crate::element::{Accumulator, Dtype};
 use crate::error::{Error, Result};
 
-/// A log-sum-exp in two words: `lse + rest`, where `rest` is what rounding lost, at most half a unit in the last place of
-/// `lse`. It is 0 where `lse` is not finite, and for a number that was only kept to one word.
+/// A log-sum-exp in two words: `lse + rest`, where `rest` is what rounding lost, at most half a unit in the last place
+/// of `lse`. It is 0 where `lse` is not finite, and for a number that was only kept to one word.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LogSumExp<A> {
     /// The rounded number: what a final result holds.

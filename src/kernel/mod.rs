@@ -8,6 +8,7 @@
 //! - [`merge`], [`sinks`]: partial results and the gradients of sinks, on the CPU;
 //! - [`Kernels`]: one type for both backends, for callers that choose at run time.
 
+mod check;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;

@@ -33,8 +33,8 @@ impl Ranges<'_> {
 }
 
 impl Block {
-    /// The sources of block `i` that begin where it does, which only its first may, with its type and strides (those that
-    /// anything steps by).
+    /// The sources of block `i` that begin where it does, which only its first may, with its type and strides (those
+    /// that anything steps by).
     pub(super) fn check_in_place(&self, i: usize, sources: &[RawTensor]) -> Result<()> {
         let dst = &self.dst;
         if dst.tokens == 0 || dst.heads == 0 || dst.dim == 0 {
@@ -130,8 +130,8 @@ mod tests {
         }
     }
 
-    /// Lists of several parts, in an order that mixes them, and one range that shares a single row with another, far away
-    /// or near, before it or behind it in the list.
+    /// Lists of several parts, in an order that mixes them, and one range that shares a single row with another, far
+    /// away or near, before it or behind it in the list.
     #[test]
     fn long_lists_in_any_order() {
         let n = 3 * PART as i64 + 17;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How balanced chunks are dealt to ring ranks.
 //!
-//! All ranks deal the same chunks by themselves and must come to the same result, so the rule has integers only, and ties go to
-//! the lower index. It runs for each batch, so neither its sort nor its heap looks anything up: their keys hold what they compare.
+//! All ranks deal the same chunks by themselves and must come to the same result, so the rule has integers only, and
+//! ties go to the lower index. It runs for each batch, so neither its sort nor its heap looks anything up: their keys
+//! hold what they compare.
 
 use alloc::{
     collections::{BTreeSet, BinaryHeap, binary_heap::PeekMut},
@@ -180,8 +181,8 @@ mod tests {
         mask::Mask,
     };
 
-    /// The rule as it reads: every rank looked at for every chunk, and every pair of chunks for every swap. Also how many
-    /// swaps there were.
+    /// The rule as it reads: every rank looked at for every chunk, and every pair of chunks for every swap. Also how
+    /// many swaps there were.
     fn deal_slowly(areas: &[u64], ring: usize, per: usize) -> (Vec<u32>, usize) {
         let area = |c: u32| areas[c as usize];
         let load = |chunks: &Vec<u32>| chunks.iter().map(|&c| area(c)).sum::<u64>();

@@ -52,6 +52,9 @@ pub struct KernelRate {
     pub row: f64,
     /// Seconds for each k row and q head.
     pub key: f64,
+    /// Seconds for each q row, head and edge of the mask among the keys: its part of the pairs that a tile at the edge
+    /// computes in vain.
+    pub edge: f64,
     /// Seconds for each call.
     pub call: f64,
 }
@@ -82,11 +85,11 @@ pub struct Machine {
     pub inside: LinkRate,
     /// Links between nodes.
     pub between: LinkRate,
-    /// Bytes that a card passes at once after a pause, in each direction, before its rate holds: the size of the bucket of a
-    /// rate limit. The bucket fills at the card's rate. 0 where there is no such limit.
+    /// Bytes that a card passes at once after a pause, in each direction, before its rate holds: the size of the bucket
+    /// of a rate limit. The bucket fills at the card's rate. 0 where there is no such limit.
     pub between_burst: f64,
-    /// Seconds of a core for each byte of a message between nodes, half at each end: copies and protocols. 0 where cards
-    /// move bytes without cores.
+    /// Seconds of a core for each byte of a message between nodes, half at each end: copies and protocols. 0 where
+    /// cards move bytes without cores.
     pub between_work: f64,
     /// Kernels.
     pub kernels: Vec<KernelRate>,
@@ -116,9 +119,13 @@ impl Machine {
                 .map_err(|expected| Error::invalid(format!("machine.{field}"), figure, expected))?;
         }
         for k in &self.kernels {
-            for (field, figure, zero) in
-                [("rate", k.rate, false), ("row", k.row, true), ("key", k.key, true), ("call", k.call, true)]
-            {
+            for (field, figure, zero) in [
+                ("rate", k.rate, false),
+                ("row", k.row, true),
+                ("key", k.key, true),
+                ("edge", k.edge, true),
+                ("call", k.call, true),
+            ] {
                 let argument = || format!("machine.kernels, {}: {field}", k.shape);
                 figure_fits(figure, zero).map_err(|expected| Error::invalid(argument(), figure, expected))?;
             }
@@ -194,9 +201,9 @@ impl Machine {
 }
 
 impl KernelRate {
-    /// Seconds of one call: `flops` of all heads together, `rows` and `keys` times heads.
-    pub fn seconds(&self, flops: f64, rows: f64, keys: f64) -> f64 {
-        self.call + flops / self.rate + rows * self.row + keys * self.key
+    /// Seconds of one call: `flops` of all heads together; `rows`, `keys` and `edges` times heads.
+    pub fn seconds(&self, flops: f64, rows: f64, keys: f64, edges: f64) -> f64 {
+        self.call + flops / self.rate + rows * self.row + keys * self.key + edges * self.edge
     }
 }
 

@@ -6,19 +6,21 @@
 //!
 //! The model is small on purpose, so that each figure can be measured alone:
 //!
-//! - *Kernels*: a call takes `call + heads · (pairs · flops / rate + rows · row + keys · key)` seconds. `pairs` are the
-//!   allowed (q, k) pairs of one head, `rows` and `keys` the q rows and k rows that the call reads. `row` and `key` stand
-//!   for what does not grow with pairs: loading, merging, the unused corners of tiles at the edge of the mask.
+//! - *Kernels*: a call takes `call + heads · (pairs · flops / rate + rows · row + keys · key + edges · edge)` seconds.
+//!   `pairs` are the allowed (q, k) pairs of one head, `rows` and `keys` the q rows and k rows that the call reads.
+//!   `row` and `key` stand for what does not grow with pairs: loading and merging. `edges` are the pairs on an edge of
+//!   the mask ([`edges`](crate::plan::edges)): where it crosses a tile, the pairs beyond it are computed too, and the
+//!   others masked.
 //! - *Copies*: packing, unpacking and sums take their bytes, read and written, over `copy`; each operation of any kind
 //!   takes `operation` seconds besides.
 //! - *Links*: a message takes the latency of its level and its bytes over the level's rate. Inside a node each rank has
 //!   that rate out and in; between nodes each network card has, and a node's ranks share its cards evenly.
-//! - *Cores*: where `cores` is given, ranks have no engines of their own. Kernels, copies and messages inside a node then
-//!   need a core of the node while they run, and if there are more of them than cores, all slow down alike.
+//! - *Cores*: where `cores` is given, ranks have no engines of their own. Kernels, copies and messages inside a node
+//!   then need a core of the node while they run, and if there are more of them than cores, all slow down alike.
 //!   `nodes_share_cores` says that all nodes are made on one machine: they have these cores together.
-//! - *Messages between nodes over cores*: each byte takes `between.work` seconds of a core, half at the sender and half at
-//!   the receiver, beside its time on the cards. A machine with `between.burst` limits the rate of its cards by a bucket of so
-//!   many bytes (`tc tbf`): they pass at once after a pause, and come back at the card's rate.
+//! - *Messages between nodes over cores*: each byte takes `between.work` seconds of a core, half at the sender and half
+//!   at the receiver, beside its time on the cards. A machine with `between.burst` limits the rate of its cards by a
+//!   bucket of so many bytes (`tc tbf`): they pass at once after a pause, and come back at the card's rate.
 //!
 //! What is not here: topologies deeper than two levels, and contention between kernels and copies for memory.
 

@@ -18,9 +18,9 @@ inside.latency = 4e-6
 inside.rate = 8e9
 between.latency = 3e-5
 between.rate = 1.25e9
-kernel f32 64/32 forward = rate 6e10, row 2e-7, key 0, call 3e-6
-kernel f32 64/32 backward = call 3e-6, rate 5e10, row 2e-7, key 1e-8
-kernel f32 128/128 forward = rate 7e10, row 2e-7, key 0, call 3e-6
+kernel f32 64/32 forward = rate 6e10, row 2e-7, key 0, edge 2e-8, call 3e-6
+kernel f32 64/32 backward = call 3e-6, rate 5e10, row 2e-7, key 1e-8, edge 4e-8
+kernel f32 128/128 forward = rate 7e10, row 2e-7, key 0, edge 2e-8, call 3e-6
 ";
 
 fn refusal(from: &str, to: &str) -> String {
@@ -34,7 +34,10 @@ fn a_description_is_read_as_it_was_written() {
     assert_eq!((m.name.as_str(), m.estimate, m.cores), ("two nodes", true, None));
     assert_eq!((m.memory, m.copy, m.between), (8e9, 1e10, LinkRate { latency: 3e-5, rate: 1.25e9 }));
     assert_eq!(m.kernels.len(), 3);
-    assert_eq!((m.kernels[1].rate, m.kernels[1].key, m.kernels[1].shape.value_dim), (5e10, 1e-8, 32));
+    assert_eq!(
+        (m.kernels[1].rate, m.kernels[1].key, m.kernels[1].edge, m.kernels[1].shape.value_dim),
+        (5e10, 1e-8, 4e-8, 32)
+    );
     let again = Machine::parse(&m.to_string()).unwrap();
     assert_eq!(m, again);
     let with_cores = Machine { cores: Some(2), name: "a # b".into(), ..m };
@@ -107,12 +110,12 @@ fn refusals_name_the_line_the_key_and_both_values() {
         (
             ", key 0",
             "",
-            "line 14 of the machine description, kernel f32 64/32 forward is rate 6e10, row 2e-7, call 3e-6, expected key with a number",
+            "line 14 of the machine description, kernel f32 64/32 forward is rate 6e10, row 2e-7, edge 2e-8, call 3e-6, expected key with a number",
         ),
         (
             "key 0",
             "kez 0",
-            "line 14 of the machine description, kernel f32 64/32 forward is kez 0, expected rate, row, key and call",
+            "line 14 of the machine description, kernel f32 64/32 forward is kez 0, expected rate, row, key, edge and call",
         ),
         (
             "key 0",
@@ -152,7 +155,7 @@ fn a_kernel_is_that_of_the_shape_or_the_nearest() {
     let other = KernelShape { dtype: Dtype::F64, ..shape(64, 32, true) };
     let text = m.kernel(other).unwrap_err().to_string();
     assert!(text.starts_with("machine is two nodes without a backward kernel of f64, expected"), "{text}");
-    assert_eq!(m.kernels[0].seconds(6e10, 10.0, 5.0), 3e-6 + 1.0 + 10.0 * 2e-7);
+    assert_eq!(m.kernels[0].seconds(6e10, 10.0, 5.0, 4.0), 3e-6 + 1.0 + 10.0 * 2e-7 + 4.0 * 2e-8);
 }
 
 /// Those that come with the project.

@@ -17,7 +17,7 @@
 //! between.rate = 1.25e9
 //! between.burst = 2.6e5           # bytes; only where a rate limit lets so many pass at once after a pause
 //! between.work = 4e-10            # seconds of a core per byte; only where messages between nodes need cores
-//! kernel f32 64/64 forward = rate 6e10, row 2e-7, key 1e-8, call 3e-6
+//! kernel f32 64/64 forward = rate 6e10, row 2e-7, key 1e-8, edge 3e-8, call 3e-6
 //! ```
 //!
 //! Every key without "only" must be there, once. An error names the line.
@@ -35,7 +35,7 @@ use crate::{
     error::{Error, Result},
 };
 
-const KERNEL_FIGURES: [&str; 4] = ["rate", "row", "key", "call"];
+const KERNEL_FIGURES: [&str; 5] = ["rate", "row", "key", "edge", "call"];
 const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
 
 /// A line without its comment.
@@ -125,8 +125,8 @@ impl Machine {
     /// Reads a description.
     ///
     /// # Errors
-    /// [`Error::Invalid`] that names the line and the key: a line that is not `key = value`, an unknown key, a key given
-    /// twice, a figure that is missing, negative or not a number.
+    /// [`Error::Invalid`] that names the line and the key: a line that is not `key = value`, an unknown key, a key
+    /// given twice, a figure that is missing, negative or not a number.
     ///
     /// ```
     /// use cpattn::machine::Machine;
@@ -210,7 +210,7 @@ fn check(entry: &FigureLine<'_>) -> Result<()> {
     }
 }
 
-/// `DTYPE HEAD_DIM/VALUE_DIM forward|backward` and its four figures.
+/// `DTYPE HEAD_DIM/VALUE_DIM forward|backward` and its five figures.
 fn kernel(entry: &FigureLine<'_>, shape: &str) -> Result<KernelRate> {
     let shape = kernel_shape(shape).ok_or_else(|| {
         Error::invalid(
@@ -219,14 +219,14 @@ fn kernel(entry: &FigureLine<'_>, shape: &str) -> Result<KernelRate> {
             "kernel DTYPE HEAD_DIM/VALUE_DIM forward or backward, such as kernel bf16 128/128 forward",
         )
     })?;
-    let mut figures = [None; 4];
+    let mut figures = [None; 5];
     for part in entry.value.split(',').map(str::trim) {
         let (name, figure) = part.split_once(' ').unwrap_or((part, ""));
         let Some(i) = KERNEL_FIGURES.iter().position(|f| *f == name) else {
-            return Err(entry.refuse(part, "rate, row, key and call, each with a number"));
+            return Err(entry.refuse(part, "rate, row, key, edge and call, each with a number"));
         };
         if figures[i].is_some() {
-            return Err(entry.refuse(part, "each of rate, row, key and call once"));
+            return Err(entry.refuse(part, "each of rate, row, key, edge and call once"));
         }
         let named = FigureLine { key: &format!("{}: {name}", entry.key), ..*entry };
         figures[i] = Some(named.number(figure, i > 0)?);
@@ -235,8 +235,8 @@ fn kernel(entry: &FigureLine<'_>, shape: &str) -> Result<KernelRate> {
         let expected = format!("{} with a number, beside the others", KERNEL_FIGURES[i]);
         return Err(entry.refuse(entry.value, &expected));
     }
-    let [rate, row, key, call] = figures.map(|f| f.unwrap_or(0.0));
-    Ok(KernelRate { shape, rate, row, key, call })
+    let [rate, row, key, edge, call] = figures.map(|f| f.unwrap_or(0.0));
+    Ok(KernelRate { shape, rate, row, key, edge, call })
 }
 
 fn kernel_shape(text: &str) -> Option<KernelShape> {
@@ -287,7 +287,8 @@ impl fmt::Display for Machine {
             }
         }
         for k in &self.kernels {
-            writeln!(f, "kernel {} = rate {:e}, row {:e}, key {:e}, call {:e}", k.shape, k.rate, k.row, k.key, k.call)?;
+            let KernelRate { shape, rate, row, key, edge, call } = k;
+            writeln!(f, "kernel {shape} = rate {rate:e}, row {row:e}, key {key:e}, edge {edge:e}, call {call:e}")?;
         }
         Ok(())
     }

@@ -41,6 +41,25 @@ pub fn area(q: &Range, k: &Range, mask: Mask) -> u64 {
     }
 }
 
+/// The (q, k) pairs between two ranges of one document that lie on an edge of the mask: for each side that it limits,
+/// the last key that a q row sees on that side, where the k range has that key.
+///
+/// Kernels compute a tile that an edge crosses whole, or nearly so: the cost of it grows with these pairs.
+///
+/// ```
+/// use cpattn::{Mask, call::Range, plan::edges};
+/// let (q, k) = (Range::plain(0, 4, 4, 0), Range::plain(0, 8, 0, 0)); // positions 4..8 and 0..8
+/// assert_eq!(edges(&q, &k, Mask::full()), 0);
+/// assert_eq!(edges(&q, &k, Mask::causal()), 4);
+/// // The left edge of the first row is before the keys.
+/// assert_eq!(edges(&q, &k, Mask::window(5, 0)), 4 + 3);
+/// ```
+pub fn edges(q: &Range, k: &Range, mask: Mask) -> u64 {
+    let shifts = [mask.right.map(i64::from), mask.left.map(|left| -i64::from(left))];
+    let on_edge = |shift| area(&Range { pos: q.pos.saturating_add(shift), ..*q }, k, Mask::window(0, 0));
+    shifts.into_iter().flatten().map(on_edge).sum()
+}
+
 /// The blocks of a stripe as plain runs.
 fn blocks(r: &Range) -> impl Iterator<Item = Range> + '_ {
     (0..r.len).step_by(r.block as usize).map(|i| Range {
@@ -188,7 +207,7 @@ mod tests {
     ];
 
     #[test]
-    fn area_is_what_counting_gives() {
+    fn areas_and_edges_are_what_counting_gives() {
         let mut shapes = vec![];
         for (block, period) in [(1, 1), (1, 2), (2, 5), (3, 4), (4, 4), (1, 7)] {
             for len in [0u32, 1, 2, 5, 9] {
@@ -197,7 +216,7 @@ mod tests {
                 }
             }
         }
-        let mut seen = 0;
+        let (mut seen, mut crossed) = (0, 0);
         for q in &shapes {
             for k in &shapes {
                 for mask in MASKS {
@@ -206,10 +225,15 @@ mod tests {
                         positions(q).iter().map(|&x| positions(k).iter().filter(|&&y| mask.allows(x, y)).count()).sum();
                     assert_eq!(area(q, k, mask), want as u64, "{q:?} {k:?} {mask:?}");
                     seen += want;
+                    let ends = |x: i64| [mask.right.map(|r| x + i64::from(r)), mask.left.map(|l| x - i64::from(l))];
+                    let ends = positions(q).into_iter().flat_map(ends).flatten();
+                    let want = ends.filter(|end| positions(k).contains(end)).count();
+                    assert_eq!(edges(q, k, mask), want as u64, "{q:?} {k:?} {mask:?}");
+                    crossed += want;
                 }
             }
         }
-        assert!(seen > 100_000);
+        assert!(seen > 100_000 && crossed > 10_000, "{seen} {crossed}");
     }
 
     #[test]

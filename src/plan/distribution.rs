@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One distribution of tokens for many plans.
 //!
-//! A model has layers of several kinds: a window here, full attention there, other heads, dims and score options. All of
-//! them work on the same tokens of a rank, in the same order. Plans made one by one do not promise that: the automatic
-//! and the balanced layout depend on mask area, so two masks may give a rank different tokens, often in equal numbers, and
-//! then the shape of a tensor does not show that it belongs to another plan. So one plan decides, and the plans of the
-//! other kinds are made with its tokens: [`Plan::with_tokens_of`].
+//! A model has layers of several kinds: a window here, full attention there, other heads, dims and score options. All
+//! of them work on the same tokens of a rank, in the same order. Plans made one by one do not promise that: the
+//! automatic and the balanced layout depend on mask area, so two masks may give a rank different tokens, often in equal
+//! numbers, and then the shape of a tensor does not show that it belongs to another plan. So one plan decides, and the
+//! plans of the other kinds are made with its tokens: [`Plan::with_tokens_of`].
 //!
-//! [`Plan::distribution`] identifies which rank holds which tokens. A tensor may be used with any plan of its distribution,
-//! and with no other plan.
+//! [`Plan::distribution`] identifies which rank holds which tokens. A tensor may be used with any plan of its
+//! distribution, and with no other plan.
 
 use alloc::{format, vec::Vec};
 
@@ -64,7 +64,8 @@ impl Plan {
         Ok(Self::over(problem, base.mesh(), base.shares().clone(), options))
     }
 
-    /// The name of who holds which tokens. Takes `O(documents × ring)` steps, more for stripes: a step for each of them.
+    /// The name of who holds which tokens. Takes `O(documents × ring)` steps, more for stripes: a step for each of
+    /// them.
     pub fn distribution(&self) -> Distribution {
         let mut h = Fingerprint::new();
         h.batch(self.problem().batch());

@@ -12,7 +12,8 @@ impl Fingerprint {
         Self(0x6370_6174_746e_0001)
     }
 
-    /// The fingerprint of a version of this library. Another version may plan or communicate differently, so it must differ.
+    /// The fingerprint of a version of this library. Another version may plan or communicate differently, so it must
+    /// differ.
     pub(crate) fn of_version(version: &str) -> Self {
         let mut h = Self::new();
         version.bytes().for_each(|byte| h.word(byte.into()));
@@ -45,8 +46,8 @@ impl Fingerprint {
         self.0 = z ^ (z >> 31);
     }
 
-    /// A list, by its length and its entries, two a word. Long lists of documents are folded at every step, so their words
-    /// go to four fingerprints in turn, which a processor computes side by side.
+    /// A list, by its length and its entries, two a word. Long lists of documents are folded at every step, so their
+    /// words go to four fingerprints in turn, which a processor computes side by side.
     pub(crate) fn slice_i32(&mut self, s: &[i32]) {
         self.word(s.len() as u64);
         let pair = |a: i32, b: i32| u64::from(a as u32) | u64::from(b as u32) << 32;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How evenly a layout distributes a problem over ring ranks: the largest and the total load of a rank.
 //!
-//! The automatic choice ([`auto`](super::auto)) compares layouts by it, and `Plan::explain` prints it. Where q and k are
-//! the same tokens, loads are counted without making the shares ([`loads`](super::loads)).
+//! The automatic choice ([`auto`](super::auto)) compares layouts by it, and `Plan::explain` prints it. Where q and k
+//! are the same tokens, loads are counted without making the shares ([`loads`](super::loads)).
 
 use super::{
     Problem,

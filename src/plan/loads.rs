@@ -5,12 +5,12 @@
 //! segments of every rank. Two observations make it short:
 //!
 //! - Every layout but the zigzag of documents cuts the *pack* into runs of one rank each. The mask area of the pack's
-//!   first `t` tokens is a prefix sum over documents, so a run has its area by two look-ups, however many documents lie in
-//!   it. A document that lies in one run needs no row of another rank. Only the two documents that a run cuts do.
+//!   first `t` tokens is a prefix sum over documents, so a run has its area by two look-ups, however many documents lie
+//!   in it. A document that lies in one run needs no row of another rank. Only the two documents that a run cuts do.
 //! - A zigzag cuts documents of the same length alike, so each length is counted once, times its documents.
 //!
-//! A query always attends to its own position, so a rank's own rows are among those it needs, and the rows of others are
-//! the union of its rows' reach without its own. Everything is in integers, and equal to the sum over
+//! A query always attends to its own position, so a rank's own rows are among those it needs, and the rows of others
+//! are the union of its rows' reach without its own. Everything is in integers, and equal to the sum over
 //! [`load`](super::area::load) (a test compares them), which serves batches whose q and k differ.
 
 use alloc::{vec, vec::Vec};
@@ -56,8 +56,8 @@ impl<'a> Counted<'a> {
         Some(Self { batch, cu, mask, before, lengths })
     }
 
-    /// The load of every ring rank under a layout; none where the layout has so many runs that it is quicker to count rank
-    /// by rank.
+    /// The load of every ring rank under a layout; none where the layout has so many runs that it is quicker to count
+    /// rank by rank.
     pub fn loads(&self, layout: Layout, ring: usize) -> Result<Option<Vec<Load>>> {
         let n = self.cu.last().map_or(0, |&n| n as usize);
         let runs = |parts: usize| (1..=parts).map(move |i| cut(i, n, parts));

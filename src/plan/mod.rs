@@ -29,12 +29,12 @@ mod problem;
 mod shard;
 mod together;
 
-pub(crate) use area::Load;
-pub use area::area;
+pub use area::{area, edges};
 pub use auto::{BALANCE, Candidate, Choice, LAYOUTS, MESSAGE, auto_layout, choose, choose_over};
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
 pub(crate) use form::{CirculatingSide, Form};
+pub(crate) use layout_load::LayoutLoad;
 pub use nodes::ranks_per_node;
 pub use options::{Circulate, Gather, Options, Wire};
 pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};
@@ -88,6 +88,7 @@ impl Inner {
         h.word(self.form as u64);
         h.word(options.passes as u64 | (options.circulate as u64) << 32 | (options.circulate_forward as u64) << 34);
         h.word(nodes::ring_ranks_of_node(self.mesh, *options) as u64);
+        h.word(nodes::ulysses_ranks_of_node(&self.problem, self.mesh, *options) as u64);
         h.finish()
     }
 }
@@ -172,6 +173,17 @@ impl Plan {
     /// The ring ranks of a node: all of them, unless rows cross from node to node ([`Options::ranks_per_node`]).
     pub fn ring_ranks_of_node(&self) -> usize {
         nodes::ring_ranks_of_node(self.mesh(), self.options())
+    }
+
+    /// The Ulysses ranks of a node: all of them, unless rows of k and v cross to a node once and are passed on to several of
+    /// its ranks, which hold the same kv head ([`Options::ranks_per_node`]).
+    pub fn ulysses_ranks_of_node(&self) -> usize {
+        nodes::ulysses_ranks_of_node(self.problem(), self.mesh(), self.options())
+    }
+
+    /// Whether rows cross from node to node once and are passed on inside: on the ring, or in its all-to-alls.
+    pub fn has_two_levels(&self) -> bool {
+        self.ring_ranks_of_node() < self.mesh().ring || self.ulysses_ranks_of_node() < self.mesh().ulysses
     }
 
     /// The shares of the ring ranks.

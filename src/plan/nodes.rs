@@ -4,15 +4,16 @@
 //! Nodes are equal and consecutive: rank r is in node `r / ranks_per_node`. Any list of groups that a mesh can use is of
 //! this kind, so a list is only a way to say the number ([`ranks_per_node`]), and racks are nodes.
 //!
-//! A row is needed by more than one rank of another node only in a ring over several nodes with several ring ranks each:
-//! an all-to-all sends each row of a head to one rank. So nodes of one ring rank, and Ulysses ranks that fill whole nodes,
-//! have the schedules of one level.
+//! A row is needed by more than one rank of another node in a ring over several nodes with several ring ranks each, and in
+//! an all-to-all over several nodes where ranks of one node hold the same kv head. Elsewhere (nodes of one ring rank, Ulysses
+//! ranks that fill whole nodes and hold different kv heads) one level is the same, and plans have its schedules.
 
 use alloc::{collections::BTreeMap, format};
 
-use super::Options;
+use super::{Options, Problem};
 use crate::{
     error::{Error, Result},
+    heads::shared_kv_in,
     mesh::Mesh,
 };
 
@@ -62,6 +63,15 @@ pub(super) fn holds_ulysses(ulysses: usize, world: usize, ranks_per_node: usize)
 pub(super) fn ring_ranks_of_node(mesh: Mesh, options: Options) -> usize {
     let per_node = options.ranks_per_node / mesh.ulysses;
     if per_node <= 1 || per_node >= mesh.ring { mesh.ring } else { per_node }
+}
+
+/// The Ulysses ranks of a node: all ranks of an all-to-all if they lie in one node, or if no rank of a node holds a kv head
+/// of another, so that each row crosses only once anyway.
+pub(super) fn ulysses_ranks_of_node(problem: &Problem, mesh: Mesh, options: Options) -> usize {
+    let (per_node, ulysses) = (options.ranks_per_node, mesh.ulysses);
+    let heads = [problem.heads() as u32, problem.kv_heads() as u32];
+    let gateways = 1 < per_node && per_node < ulysses && shared_kv_in(per_node, ulysses, heads);
+    if gateways { per_node } else { ulysses }
 }
 
 /// Refuses nodes that a mesh does not fit.

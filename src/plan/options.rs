@@ -22,8 +22,8 @@ pub enum Circulate {
 #[non_exhaustive]
 pub enum Gather {
     /// [`Steps`](Self::Steps), or [`Together`](Self::Together) if there are many short documents, each cut for every
-    /// rank: at least 32, in a ring step fewer than 64 keys for each q row on average, and over all ranks at most 16 MiB
-    /// of k and v of a rank's heads. [`Plan::form`](super::Plan::form) is the choice.
+    /// rank: at least 32, in a ring step fewer than 64 keys for each q row on average, and over all ranks at most 16
+    /// MiB of k and v of a rank's heads. [`Plan::form`](super::Plan::form) is the choice.
     #[default]
     Auto,
     /// Receive k and v of all other ranks at once, while the kernel computes with the rank's own.
@@ -52,7 +52,8 @@ pub enum Wire {
     /// bf16: half the bytes, and each partial is rounded once to 8 bits before it is summed. Measured on f32 inputs
     /// (one document of 200 tokens, full mask, CPU): a relative RMS error of 1.5e-3 to 1.9e-3 in the gradients that are
     /// sent, on a ring of 8 and on Ulysses 4 × ring 2, against 4e-7 with `Full`;
-    /// `cargo test --test runs bf16_wire -- --nocapture`. Over several nodes only what crosses is bf16: the sum over a node.
+    /// `cargo test --test runs bf16_wire -- --nocapture`. Over several nodes only what crosses is bf16: the sum over a
+    /// node.
     Bf16,
 }
 
@@ -79,9 +80,10 @@ pub struct Options {
     /// Without it, tensors that are sent in place must be compact.
     pub pack_inputs: bool,
     /// Ranks of a node (or of whatever a slow link joins), 0 if all links are alike. Node n has ranks
-    /// `n · ranks_per_node ..`; [`ranks_per_node`](super::ranks_per_node) makes the number of a list. Then each row that other
-    /// nodes need crosses to each of them once, and is passed on inside it; gradients are summed inside a node before they
-    /// cross back. Where a node has one ring rank, and where it has all of them, schedules are
+    /// `n · ranks_per_node ..`; [`ranks_per_node`](super::ranks_per_node) makes the number of a list. Then each row
+    /// that other nodes need crosses to each of them once, and is passed on inside it; gradients are summed inside a
+    /// node before they cross back. So it is on a ring with several ranks in a node, and in the all-to-alls of an
+    /// attention whose ranks lie in several nodes, where ranks of a node hold the same kv head. Elsewhere schedules are
     /// the same. An automatic mesh keeps Ulysses inside a node, so with 1 it is a ring.
     pub ranks_per_node: usize,
 }

@@ -109,8 +109,8 @@ impl Problem {
     }
 
     /// Each q head has a learnable sink: a logit that takes part in the softmax and has no value. The logits are given
-    /// with each run; the backward returns their gradients. A sink is finite, or −∞ for none; one that is +∞ or NaN makes
-    /// all results of its head NaN.
+    /// with each run; the backward returns their gradients. A sink is finite, or −∞ for none; one that is +∞ or NaN
+    /// makes all results of its head NaN.
     #[must_use]
     pub fn with_sinks(mut self, sinks: bool) -> Self {
         self.sinks = sinks;

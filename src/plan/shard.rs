@@ -165,8 +165,8 @@ impl Plan {
     /// [`Plan::shift`] where no rank holds the whole: which rows go from which rank to which.
     ///
     /// A rank applies its copies (`peer` is itself), sends each peer the rows listed for it in the order listed, and
-    /// writes what arrives from each peer in the order listed. Rows that are in no list get the fill value. All ranks list
-    /// the messages between two of them alike. Takes `O(tokens)` time and memory for the runs of the whole group.
+    /// writes what arrives from each peer in the order listed. Rows that are in no list get the fill value. All ranks
+    /// list the messages between two of them alike. Takes `O(tokens)` time and memory for the runs of the whole group.
     ///
     /// # Errors
     /// A rank outside the mesh.

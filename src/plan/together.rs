@@ -9,8 +9,8 @@
 //! price: k and v of all ranks are in the workspace at once, and nothing is computed while they are received.
 //!
 //! The rule, [`together_pays`], depends only on the problem, the mesh and the layout, so that all ranks make the same
-//! choice. It applies if the option `gather` is automatic, with one pass, without a circulating q side being requested, and
-//! if the ring lies in one node.
+//! choice. It applies if the option `gather` is automatic, with one pass, without a circulating q side being requested,
+//! and if the ring lies in one node.
 
 use super::{Circulate, Form, Gather, Options, Problem, nodes::ring_ranks_of_node};
 use crate::{batch::Side, layout::Layout, mesh::Mesh};
@@ -39,9 +39,9 @@ pub(super) fn form_of(problem: &Problem, mesh: Mesh, layout: Layout, options: Op
 
 /// Whether gathering all k and v, and one call over them, is quicker than ring steps, and takes little memory.
 ///
-/// The layout cuts every document for every rank (zigzag, striped), there are at least [`MANY_DOCUMENTS`], a q row has on average
-/// fewer than [`FEW_KEYS`] keys in each ring step, and k and v of all ring ranks, of the heads of one rank, take at most
-/// [`GATHERED`] bytes.
+/// The layout cuts every document for every rank (zigzag, striped), there are at least [`MANY_DOCUMENTS`], a q row has
+/// on average fewer than [`FEW_KEYS`] keys in each ring step, and k and v of all ring ranks, of the heads of one rank,
+/// take at most [`GATHERED`] bytes.
 pub fn together_pays(problem: &Problem, mesh: Mesh, layout: Layout) -> bool {
     let batch = problem.batch();
     if mesh.ring == 1

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The time of a plan from the load of its busiest rank.
 //!
-//! What is counted: the largest mask area, rows and needed rows of any ring rank, the largest share of heads of any
-//! Ulysses rank, the bytes of every exchange by the level of its links, one latency and one operation for each step.
+//! What is counted: the largest mask area, rows and needed rows of any ring rank, how many edges of the mask a row meets in
+//! the mean, the largest share of heads of any Ulysses rank, the bytes of every exchange by the level of its links, one
+//! latency and one operation for each step.
 //!
 //! What is approximated, so that no rank's schedule is needed:
 //! - the largest figures are taken to be those of one rank, which is so or nearly so in all layouts but the contiguous one
@@ -14,24 +15,39 @@
 //!   zigzag layouts some ranks have more work than others at a step, though not in total, so this is up to 16 % too quick,
 //!   and up to 31 % with two levels and documents shorter than a node's share;
 //! - passes over groups of kv heads do all steps for each group, and overlap as steps do: with a mask that is up to 21 % too quick
-//!   where rows are gathered. The ordered form is rated up to 45 % too slow with a mask, 18 % without;
+//!   where rows are gathered. The ordered form is rated up to 38 % too slow with a mask in the contiguous layout, where the rank with
+//!   most work for dq has the least for dk and dv;
 //! - every step reads every q row, and ranks do not wait for each other otherwise;
 //! - on a machine with cores, kernels and exchanges do not overlap at all, and ranks that share cores share them evenly
-//!   until the end. With a mask that is up to 2 times too slow in the contiguous layout, where some ranks end early, and up to
-//!   1.6 times in others, where some ranks work while others wait;
+//!   until the end; only where all ranks share them, kernels take no longer than the work of all. With a mask that is up to
+//!   1.9 times too slow in the contiguous layout, where some ranks end early, and up to 1.6 times in others, where some ranks
+//!   work while others wait;
 //! - the bytes that the bucket of a rate limit passes at once (`between.burst`) are not counted: all bytes take the card's rate.
+
+use alloc::vec::Vec;
 
 use crate::{
     batch::Side,
+    call::Range,
     error::Result,
     heads::HeadShare,
     layout::Layout,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{CirculatingSide, Form, Load, Plan, Problem, Wire},
+    plan::{CirculatingSide, Form, LayoutLoad, Plan, Problem, Wire, edges},
 };
 
-/// The kernels of a problem, forward and backward, and whether they are those of its dims.
-pub(super) fn rates(problem: &Problem, machine: &Machine) -> Result<([KernelRate; 2], bool)> {
+/// The kernels of a problem.
+pub(super) struct ProblemKernels {
+    /// Forward and backward.
+    pub rates: [KernelRate; 2],
+    /// Whether they are those of its dims.
+    pub exact: bool,
+    /// Edges of the mask among the keys of a q row, in the mean.
+    edges: f64,
+}
+
+/// The kernels of a problem.
+pub(super) fn kernels(problem: &Problem, machine: &Machine) -> Result<ProblemKernels> {
     let shape = |backward| KernelShape {
         dtype: problem.dtype(),
         head_dim: problem.head_dim(),
@@ -40,7 +56,13 @@ pub(super) fn rates(problem: &Problem, machine: &Machine) -> Result<([KernelRate
     };
     let (forward, a) = machine.kernel(shape(false))?;
     let (backward, b) = machine.kernel(shape(true))?;
-    Ok(([forward, backward], a && b))
+    let batch = problem.batch();
+    let of_document = |d| {
+        let [q, k] = [Side::Q, Side::K].map(|side| batch.document(side, d).len() as u32);
+        edges(&Range::plain(0, q, batch.start(Side::Q, d), 0), &Range::plain(0, k, 0, 0), problem.mask())
+    };
+    let edges = (0..batch.documents()).map(of_document).sum::<u64>() as f64 / batch.tokens(Side::Q).max(1) as f64;
+    Ok(ProblemKernels { rates: [forward, backward], exact: a && b, edges })
 }
 
 /// One direction of a candidate; seconds, and bytes of the busiest rank or card.
@@ -64,6 +86,35 @@ struct LevelBytes {
     between: f64,
 }
 
+impl LevelBytes {
+    /// `part` of them inside nodes.
+    fn split(bytes: f64, part: f64) -> Self {
+        Self { inside: bytes * part, between: bytes * (1.0 - part) }
+    }
+
+    fn times(self, by: f64) -> Self {
+        Self { inside: self.inside * by, between: self.between * by }
+    }
+
+    fn plus(self, other: Self) -> Self {
+        Self { inside: self.inside + other.inside, between: self.between + other.between }
+    }
+
+    fn all(self) -> f64 {
+        self.inside + self.between
+    }
+}
+
+/// What an all-to-all sends.
+#[derive(Clone, Copy)]
+struct AllToAllBytes {
+    bytes: LevelBytes,
+    /// Bytes that are packed and unpacked.
+    copied: f64,
+    /// Whether there is a second exchange, of what gateways pass on.
+    twice: bool,
+}
+
 /// What both directions need of the plan.
 struct Sizes<'a> {
     machine: &'a Machine,
@@ -82,7 +133,8 @@ struct Sizes<'a> {
 }
 
 /// Forward and backward, of a plan with this load of its busiest ring rank.
-pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[KernelRate; 2]) -> [PassTime; 2] {
+pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels: &ProblemKernels) -> [PassTime; 2] {
+    let load = loads.largest;
     let (p, mesh) = (plan.problem(), plan.mesh());
     let (h, hk) = (p.heads() as f64, p.kv_heads() as f64);
     let (mut hq, mut hkv, mut kv_sum) = (0.0f64, 0.0f64, 0.0);
@@ -123,20 +175,43 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
     let dims = dk + dv;
     let [own_q, own_k] = sizes.own;
     // The all-to-alls: what the busiest rank's own tokens send for the heads of others, and get back.
-    let (others_q, others_kv) = (h - hq, kv_sum - hkv);
-    let keys_there = own_k * others_kv * dims * e;
-    let shared = if plan.shares_kv_heads() { kv_sum * a } else { hk * e };
-    let keys_back = own_k * (shared - hkv * if plan.shares_kv_heads() { a } else { e }) * dims;
-    let into = [own_q * others_q * dk * e + keys_there, own_q * others_q * (dims * e + 2.0 * a) + keys_there];
-    let out = [own_q * others_q * (dv * e + a), own_q * others_q * dk * e + keys_back];
+    let ordered = plan.form() == Form::Ordered;
+    let q_heads = LevelBytes::split(h - hq, sizes.peers_inside);
+    let ranks = plan.ulysses_ranks_of_node();
+    // Of what is sent of k's side inside nodes, the part that gateways have from other nodes, or for them.
+    let passed_on = 1.0 - ranks as f64 / u;
+    let [keys_there, keys_back] = if ranks < mesh.ulysses {
+        heads_by_gateways(plan, node, kv_sum, w)
+    } else {
+        // What one rank holds is rounded before it is sent; of the ordered form there is a partial for each q head.
+        let back = match (ordered, plan.shares_kv_heads()) {
+            (true, _) => (h - hq) * a,
+            (_, true) => (kv_sum - hkv) * w,
+            (_, false) => (hk - hkv) * e,
+        };
+        [LevelBytes::split(kv_sum - hkv, sizes.peers_inside), LevelBytes::split(back, sizes.peers_inside)]
+    };
+    let keys_there = keys_there.times(own_k * dims * e);
+    let keys_back = keys_back.times(own_k * dims);
+    let exchange = |others: LevelBytes, keys: LevelBytes, copied: f64| {
+        let passed_on = keys.inside * passed_on;
+        let copied = others.all() + copied * (keys.all() - passed_on);
+        AllToAllBytes { bytes: others.plus(keys), copied, twice: passed_on > 0.0 }
+    };
+    let into = [dk * e, dims * e + 2.0 * a].map(|row| exchange(q_heads.times(own_q * row), keys_there, 1.0));
+    // Partials of the ordered form are sent as they lie, and read once.
+    let partials = if ordered { 0.25 } else { 1.0 };
+    let out = [
+        exchange(q_heads.times(own_q * (dv * e + a)), LevelBytes::default(), 1.0),
+        exchange(q_heads.times(own_q * dk * e), keys_back, partials),
+    ];
     // The ring: the rows that come, and in the backward their gradients.
     let needed = load.needed as f64;
     let keys = needed * hkv * dims;
     let tokens = |side| p.batch().tokens(side).max(1) as f64;
     let q_rows = needed * tokens(Side::Q) / tokens(Side::K) * hq;
     let queries = q_rows * (dims * e + 2.0 * a);
-    // The ordered form gathers both sides, and sends no gradients home.
-    let ordered = plan.form() == Form::Ordered;
+    // The ordered form gathers both sides, q's while k's are computed with, and sends no gradients home.
     let backward = match plan.backward_circulates() {
         _ if ordered => [keys * e + queries, 0.0],
         CirculatingSide::Queries => [queries, q_rows * dk * w],
@@ -148,7 +223,13 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
     };
     let ring = [forward, backward];
     let at_once = plan.form() != Form::Ring;
-    let area = load.area as f64 * hq * 2.0;
+    // Where all ranks share cores, the busiest has more of them when others have ended.
+    let slower = sizes.slower;
+    let area = match load.area as f64 {
+        largest if pool < mesh.world() => largest,
+        largest => (largest / slower).max(loads.total.area as f64 / mesh.ring as f64),
+    };
+    let area = area * hq * 2.0;
     // Two calls of the ordered form compute scores twice, for dq and for dk and dv.
     let products = if ordered { 4.0 * dk + 3.0 * dv } else { 3.0 * dk + 2.0 * dv };
     let flops = [area * dims, area * products];
@@ -157,13 +238,52 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
     let steps = if at_once { 1.0 } else { sizes.steps + 1.0 };
     let calls = steps * rounds;
     let pass = |i: usize| {
-        let rows = load.q_tokens as f64 * hq * steps;
+        let rows = load.q_tokens as f64 * hq;
         let read = (load.k_tokens as f64 + needed) * hq;
-        let kernel = KernelRate { call: 0.0, ..rates[i] }.seconds(flops[i], rows, read);
-        let kernel = (kernel + calls * (rates[i].call + machine.operation)) * sizes.slower;
-        sizes.pass(kernel, [calls, rounds], into[i], out[i], ring[i], at_once)
+        // The kernels of dq and of dk and dv both meet the edges.
+        let at_edges = rows * kernels.edges * if ordered && i == 1 { 2.0 } else { 1.0 };
+        let rate = kernels.rates[i];
+        let kernel = KernelRate { call: 0.0, ..rate }.seconds(flops[i], rows * steps, read, at_edges);
+        let kernel = (kernel + calls * (rate.call + machine.operation)) * sizes.slower;
+        let first = if ordered && i == 1 { kernel * (2.0 * dk + dv) / products } else { 0.0 };
+        sizes.pass(kernel, (first, queries), [calls, rounds], [into[i], out[i]], ring[i], at_once)
     };
     [pass(0), pass(1)]
+}
+
+/// Heads of k or v that a token of the busiest rank sends where k and v cross by gateways, and bytes for each of its dims
+/// that it gets back: inside a node and between nodes.
+fn heads_by_gateways(plan: &Plan, node: usize, kv_sum: f64, wire: f64) -> [LevelBytes; 2] {
+    let (p, ulysses, ranks) = (plan.problem(), plan.mesh().ulysses, plan.ulysses_ranks_of_node());
+    let (e, a) = (p.dtype().size() as f64, p.dtype().accumulator().size() as f64);
+    let (group, ordered) = (p.group() as u32, plan.form() == Form::Ordered);
+    // Of each node: heads that cross to it, and bytes that cross back.
+    let of_node = |n: usize| {
+        let (first, last) = (plan.heads_of(n * ranks), plan.heads_of((n + 1) * ranks - 1));
+        let heads = f64::from(last.kv.end - first.kv.start);
+        let (begun_before, ends) = (first.q.start % group, last.q.end % group == 0);
+        if !ordered {
+            let sum = if begun_before == 0 && ends { e.min(wire) } else { wire };
+            return [heads, heads * sum];
+        }
+        let partials = if begun_before == 0 { 0 } else { (group - begun_before).min(last.q.end - first.q.start) };
+        let sums = heads - f64::from(u32::from(partials > 0));
+        [heads, sums * if ends { e } else { a } + f64::from(partials) * a]
+    };
+    let nodes: Vec<[f64; 2]> = (0..ulysses / ranks).map(of_node).collect();
+    // The busiest rank is one of the node that the fewest heads go to, and one of that which the most bytes come from.
+    let heads: f64 = nodes.iter().map(|n| n[0]).sum();
+    let there = heads - nodes.iter().map(|n| n[0]).fold(f64::INFINITY, f64::min);
+    let back = nodes.iter().map(|n| n[1]).fold(0.0, f64::max) * (nodes.len() - 1) as f64;
+    // The machine's nodes may be others than the plan's.
+    let (near, far) =
+        ((ranks.min(node) - 1) as f64 / (ranks - 1) as f64, node.min(ulysses).saturating_sub(ranks) as f64);
+    let far = far / (ulysses - ranks) as f64;
+    // A rank's own rows to the ranks of its node, and those of one owner of each other node.
+    let inside = (ranks - 1) as f64 / ranks as f64;
+    let held = if ordered { p.heads() as f64 } else { kv_sum };
+    let by_level = |inside: f64, between: f64| LevelBytes::split(inside, near).plus(LevelBytes::split(between, far));
+    [by_level(kv_sum * inside, there), by_level(held * a * inside, back)]
 }
 
 impl Sizes<'_> {
@@ -177,22 +297,24 @@ impl Sizes<'_> {
     fn pass(
         &self,
         kernel: f64,
+        (first, beside): (f64, f64),
         [calls, rounds]: [f64; 2],
-        into: f64,
-        out: f64,
+        [into, out]: [AllToAllBytes; 2],
         [fetched, returned]: [f64; 2],
         at_once: bool,
     ) -> PassTime {
         let m = self.machine;
-        let split = |bytes: f64, part: f64| LevelBytes { inside: bytes * part, between: bytes * (1.0 - part) };
+        let split = LevelBytes::split;
         let latency = |part: f64| if part < 1.0 { m.between.latency } else { m.inside.latency };
         // An all-to-all: packed, sent, unpacked.
-        let all_to_all = |bytes: f64| {
-            if bytes == 0.0 {
+        let all_to_all = |of: AllToAllBytes| {
+            if of.bytes.all() == 0.0 {
                 return (0.0, 0.0);
             }
-            let copies = 4.0 * bytes / m.copy * self.slower + 2.0 * m.operation;
-            (copies, self.link(split(bytes, self.peers_inside)) + latency(self.peers_inside) + m.operation)
+            let copies = 4.0 * of.copied / m.copy * self.slower + 2.0 * m.operation;
+            // Rows are packed or added up between the two exchanges.
+            let second = if of.twice { m.inside.latency + 2.0 * m.operation } else { 0.0 };
+            (copies, self.link(of.bytes) + latency(self.peers_inside) + m.operation + second)
         };
         let ((pack, there), (unpack, back)) = (all_to_all(into), all_to_all(out));
         let step = m.operation + latency(self.rows_inside);
@@ -203,13 +325,16 @@ impl Sizes<'_> {
         let home = home + returns * (step + m.operation);
         let fetch = self.link(split(fetched, self.rows_inside)) + if fetched > 0.0 { exchanges * step } else { 0.0 };
         let one = |x: f64| if x > 0.0 { x / exchanges.max(1.0) } else { 0.0 };
-        let ring = if at_once && rounds == 1.0 || m.cores.is_some() {
+        let ring = if m.cores.is_some() {
             fetch + kernel + home
+        } else if at_once && rounds == 1.0 {
+            // These rows come while the first of two kernels runs.
+            fetch + kernel + home - first.min(self.link(split(beside, self.rows_inside)))
         } else {
             (kernel + one(home)).max(fetch + home + kernel / calls)
         };
         let seconds = pack + there + ring + back + unpack;
-        let exchanged = split(into + out, self.peers_inside);
+        let exchanged = into.bytes.plus(out.bytes);
         let rows = split(fetched + returned, self.rows_inside);
         PassTime {
             seconds,

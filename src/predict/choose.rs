@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The automatic choice where the machine is known.
 //!
-//! [`Plan::auto`] goes by rules of thumb, in integers. Here the candidates are those of [`meshes`](super::meshes), and the
-//! first of its list is taken: of those that fit in memory the quickest. The model is the one of the busiest rank, because
-//! a choice must not take longer than the run it is for.
+//! [`Plan::auto`] goes by rules of thumb, in integers. Here the candidates are those of [`meshes`](super::meshes), and
+//! the first of its list is taken: of those that fit in memory the quickest. The model is the one of the busiest rank,
+//! because a choice must not take longer than the run it is for.
 //!
 //! Ranks must choose the same. The times are sums, products and quotients of f64, which IEEE 754 rounds alike on every
-//! processor, so equal descriptions give equal choices; ranks compare their plans when they run them, so that unequal ones
-//! end in an error on all. A job that would not rest on that chooses on one rank and gives mesh and layout to the others.
+//! processor, so equal descriptions give equal choices; ranks compare their plans when they run them, so that unequal
+//! ones end in an error on all. A job that would not rest on that chooses on one rank and gives mesh and layout to the
+//! others.
 
 use super::{Effort, outlook};
 use crate::{
@@ -20,8 +21,8 @@ use crate::{
 const LISTED: usize = 8;
 
 impl Plan {
-    /// Plans with the mesh and the layout that are predicted to take the least time for one forward and one backward on a
-    /// machine; those that fit in the memory of a rank come first. [`Plan::explain`] lists the candidates.
+    /// Plans with the mesh and the layout that are predicted to take the least time for one forward and one backward on
+    /// a machine; those that fit in the memory of a rank come first. [`Plan::explain`] lists the candidates.
     ///
     /// Of options with `ranks_per_node` the plans have two levels, otherwise one.
     ///

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which mesh and layout suit a machine: every candidate with its predicted time.
 //!
-//! Two models answer. `aggregate` counts the load of the busiest rank and turns it into seconds by a few sums; it is quick
-//! for any number of ranks and knows nothing of single messages. [`Plan::simulate`] executes every operation. [`meshes`]
-//! rates all candidates by the first, and where the group is small enough replaces the figures of the best by those of the
-//! second; each line says which model it is from.
+//! Two models answer. `aggregate` counts the load of the busiest rank and turns it into seconds by a few sums; it is
+//! quick for any number of ranks and knows nothing of single messages. [`Plan::simulate`] executes every operation.
+//! [`meshes`] rates all candidates by the first, and where the group is small enough replaces the figures of the best
+//! by those of the second; each line says which model it is from.
 //!
 //! ```
 //! use cpattn::{Batch, Dtype, Machine, Problem, predict};
@@ -29,7 +29,7 @@ use crate::{
     layout::Layout,
     machine::Machine,
     mesh::Mesh,
-    plan::{LAYOUTS, Load, Options, Plan, Problem, auto::dealer},
+    plan::{LAYOUTS, LayoutLoad, Options, Plan, Problem, auto::dealer},
     report::{bound::ShareSizes, size::tensor_bytes},
     schedule::Direction,
 };
@@ -74,7 +74,8 @@ pub struct MeshTime {
     pub mesh: Mesh,
     /// The layout.
     pub layout: Layout,
-    /// Levels of the schedule: 2 if rows cross from node to node once ([`Options::ranks_per_node`]), 1 if not.
+    /// Levels of the schedule: 2 if rows cross from node to node once, on the ring or in all-to-alls
+    /// ([`Options::ranks_per_node`]), 1 if not.
     pub levels: usize,
     /// The forward.
     pub forward: PassTime,
@@ -120,17 +121,17 @@ pub struct Outlook {
     pub estimate: bool,
     /// Bytes of memory of a rank of the machine.
     pub memory: f64,
-    /// The candidates: those that were simulated, then the others; of each, those that fit in memory first, by time. The
-    /// two models are not compared with each other: the aggregate one is up to 16 % too quick for zigzag layouts, and up to 31 % with two
-    /// levels and documents shorter than a node's share.
+    /// The candidates: those that were simulated, then the others; of each, those that fit in memory first, by time.
+    /// The two models are not compared with each other: the aggregate one is up to 16 % too quick for zigzag layouts,
+    /// and up to 31 % with two levels and documents shorter than a node's share.
     pub candidates: Vec<MeshTime>,
 }
 
 /// Rates every mesh `ulysses × ring = world` with every layout of [`LAYOUTS`].
 ///
 /// # Errors
-/// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element type, or with a
-/// field that no description has, such as a rate of 0.
+/// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element
+/// type, or with a field that no description has, such as a rate of 0.
 pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort) -> Result<Outlook> {
     let over_nodes = Options::new().ranks_per_node(machine.ranks_per_node);
     outlook(problem, world, machine, effort, &[Options::new(), over_nodes])
@@ -141,7 +142,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
     problem.check()?;
     machine.check()?;
     Mesh::ring(world)?;
-    let (rates, exact_kernels) = aggregate::rates(problem, machine)?;
+    let kernels = aggregate::kernels(problem, machine)?;
     let (mut candidates, mut refused) = (Vec::new(), None);
     let dealt = dealer(problem);
     for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
@@ -153,7 +154,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
             }
             // A mesh that cannot compute this kind of attention, or that an option rules out, is no candidate.
             let rated =
-                dealt(layout, mesh.ring).and_then(|d| rate(problem, mesh, layout, d.largest, machine, &rates, forms));
+                dealt(layout, mesh.ring).and_then(|d| rate(problem, mesh, layout, &d, machine, &kernels, forms));
             match rated {
                 Ok(levels) => candidates.extend(levels),
                 Err(error) => refused = refused.or(Some(error)),
@@ -182,11 +183,12 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
     }
     let flops = 2.0 * problem.area() as f64 * problem.heads() as f64;
     let dims = (problem.head_dim() as f64, problem.value_dim() as f64);
-    let ideal = flops * ((dims.0 + dims.1) / rates[0].rate + (3.0 * dims.0 + 2.0 * dims.1) / rates[1].rate);
+    let ideal =
+        flops * ((dims.0 + dims.1) / kernels.rates[0].rate + (3.0 * dims.0 + 2.0 * dims.1) / kernels.rates[1].rate);
     Ok(Outlook {
         world,
         ideal: ideal / machine.ranks_at_once(world),
-        exact_kernels,
+        exact_kernels: kernels.exact,
         machine: machine.name.clone(),
         estimate: machine.estimate,
         memory: machine.memory,
@@ -206,21 +208,21 @@ fn rate(
     problem: &Problem,
     mesh: Mesh,
     layout: Layout,
-    load: Load,
+    loads: &LayoutLoad,
     machine: &Machine,
-    rates: &[crate::machine::KernelRate; 2],
+    kernels: &aggregate::ProblemKernels,
     forms: &[Options],
 ) -> Result<Vec<MeshTime>> {
     let first = Plan::with_options(problem, mesh, layout, forms[0])?;
     let candidate = |plan: &Plan| {
-        let [forward, backward] = aggregate::passes(plan, load, machine, rates);
+        let [forward, backward] = aggregate::passes(plan, loads, machine, kernels);
         let of = |rank| {
-            let sizes = ShareSizes::new(plan, rank);
+            let sizes = ShareSizes::new(plan, rank, [loads.largest.q_tokens, loads.largest.k_tokens]);
             let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound_of(&sizes, d));
             tensor_bytes(plan, &sizes, Direction::Backward) + work[0].max(work[1])
         };
         let memory = of(0).max(of(mesh.world() - 1));
-        let levels = if plan.ring_ranks_of_node() < mesh.ring { 2 } else { 1 };
+        let levels = if plan.has_two_levels() { 2 } else { 1 };
         MeshTime { mesh, layout, levels, forward, backward, memory, model: Model::Aggregate }
     };
     let over_nodes = forms[1..].iter().filter_map(|&options| Plan::with_tokens_of(&first, problem, options).ok());

@@ -2,7 +2,7 @@
 //! The two models agree where both can be had, and figures follow from the machine.
 
 use super::*;
-use crate::{Batch, Dtype, Mask};
+use crate::{Batch, Dtype, Mask, plan::Wire};
 
 fn h100() -> Machine {
     Machine::parse(include_str!("../../machines/h100_8x400g.machine")).unwrap()
@@ -30,7 +30,8 @@ fn the_aggregate_model_is_near_the_simulation() {
             let ratio = c.seconds() / exact.seconds();
             // At a ring step of zigzag some ranks have more work than others, and all wait for them.
             let uneven = matches!(c.layout, Layout::Zigzag | Layout::ZigzagPack);
-            // Over two levels a rank has one partner at a step, which is even but for documents shorter than its node's share.
+            // Over two levels a rank has one partner at a step, which is even but for documents shorter than its node's
+            // share.
             let least = match (uneven, c.levels) {
                 (true, 2) if lengths.len() > 1 => 0.69,
                 (true, _) => 0.83,
@@ -65,14 +66,16 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
                 let (forward, backward) = (exact(Direction::Forward), exact(Direction::Backward));
                 let ratio = c.seconds() / (forward.makespan + backward.makespan);
                 let what = alloc::format!("{tokens} {mask:?} {options:?} {} {}: {ratio}", c.mesh, c.layout);
-                // Messages of few tokens are little more than latencies, which the model does not overlap as a run does. The
-                // ordered form's wide rings with a mask are rated up to 45 % too slow.
+                // Messages of few tokens are little more than latencies, which the model does not overlap as a run
+                // does. In the ordered form the contiguous rank with most work for dq has the least for dk and dv,
+                // which the model does not know.
                 let range = match (tokens, mask == Mask::full(), options.reproducible) {
-                    (8192, ..) => 0.75..1.18,
+                    (8192, ..) => 0.75..1.20,
                     (_, true, false) => 0.90..1.02,
                     (_, false, false) => 0.79..1.03,
-                    (_, true, true) => 0.99..1.18,
-                    (_, false, true) => 0.99..1.45,
+                    (_, true, true) => 0.98..1.01,
+                    (_, false, true) if c.layout != Layout::Contiguous => 0.98..1.05,
+                    (_, false, true) => 0.98..1.39,
                 };
                 assert!(range.contains(&ratio), "{what}");
                 // Both gathered sides of the ordered form: no more than is sent, and three quarters of it at least.
@@ -82,6 +85,38 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
                 assert!(!full || (least..1.01).contains(&bytes), "{what}, bytes {bytes}");
             }
         }
+    }
+}
+
+/// All-to-alls over nodes, of kv heads that several ranks of a node hold: the bytes of cards are those of the
+/// simulation, in both directions, and with two levels they are fewer.
+#[test]
+fn the_aggregate_model_knows_all_to_alls_over_nodes() {
+    let machine = Machine { ranks_per_node: 4, cards_per_node: 4, ..h100() };
+    let forms =
+        [Options::new(), Options::new().passes(2), Options::new().wire(Wire::Bf16), Options::new().reproducible(true)];
+    for (kv_heads, options) in [1, 2, 8].into_iter().flat_map(|kv| forms.map(|o| (kv, o.passes(o.passes.min(kv))))) {
+        let p = Problem::new(Batch::from_lengths(&[1 << 17]).unwrap(), 32, kv_heads, 128, Dtype::Bf16);
+        let p = p.with_mask(Mask::full());
+        let levels = [options, options.ranks_per_node(4)];
+        let all = outlook(&p, 16, &machine, Effort::new(0, 0), &levels).unwrap().candidates;
+        let wide: Vec<_> = all.iter().filter(|c| c.mesh.ulysses == 16).collect();
+        assert_eq!(wide.len(), 2);
+        for c in &wide {
+            let plan = Plan::with_options(&p, c.mesh, c.layout, levels[c.levels - 1]).unwrap();
+            for (direction, quick) in [(Direction::Forward, c.forward), (Direction::Backward, c.backward)] {
+                let exact = plan.simulate(direction, &machine).unwrap();
+                let inside = exact.ranks.iter().map(|r| r.bytes_inside).max().unwrap() as f64;
+                let cards = quick.bytes_of_card / exact.bytes_of_card(&machine) as f64;
+                let (inside, time) = (quick.bytes_inside / inside, quick.seconds / exact.makespan);
+                let what = alloc::format!("{kv_heads} {options:?} {} {direction:?}: {cards} {inside} {time}", c.levels);
+                assert!((0.99..1.01).contains(&cards) && (0.9..1.1).contains(&inside), "{what}");
+                assert!((0.9..1.05).contains(&time), "{what}");
+            }
+        }
+        let [one, two] = [1, 2].map(|levels| wide.iter().find(|c| c.levels == levels).unwrap());
+        assert!(two.forward.bytes_of_card < one.forward.bytes_of_card, "{kv_heads} {options:?}");
+        assert!(two.backward.bytes_of_card < one.backward.bytes_of_card, "{kv_heads} {options:?}");
     }
 }
 
@@ -116,8 +151,15 @@ fn the_aggregate_model_knows_shared_cores() {
                     exact.seconds()
                 );
                 assert!(c.seconds() >= quick.ideal && exact.seconds() >= quick.ideal, "{what}");
-                // Ranks with less work than the busiest end earlier and leave it more of the cores, which the model does not know.
-                let most = if mask == Mask::full() { 1.31 } else { 2.02 };
+                // Ranks with less work than the busiest end earlier and leave it more of the cores, which the model
+                // does not know.
+                let most: f64 = match (mask == Mask::full(), c.layout) {
+                    (true, _) => 1.31,
+                    (false, Layout::Contiguous) => 1.91,
+                    (false, _) => 1.59,
+                };
+                // Ranks that share all cores do the same work in sum, whoever has most of it.
+                let most = if shared && work == 0.0 { most.min(1.19) } else { most };
                 assert!((0.90..most).contains(&ratio), "{what}");
             }
         }

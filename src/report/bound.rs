@@ -8,7 +8,8 @@
 //! first, once for each reader. Over several nodes there are two node slots, and for gradients two sums of the same
 //! rows, each of an owner's share, or in the gather form one of an owner's share of each other node. Ulysses adds the
 //! share itself for the rank's heads, and room for what the all-to-alls move, twice: going in and coming out, over the
-//! bytes that the ring uses in between.
+//! bytes that the ring uses in between. Where they cross by gateways, these have rows of one owner of each other node
+//! too.
 
 use crate::plan::{Options, Plan, Wire};
 use crate::{
@@ -17,24 +18,79 @@ use crate::{
     schedule::{ALIGNMENT, CirculatingSide, Direction, Form, SINK_DIGITS},
 };
 
-/// The sizes of a rank's share, counted once: of a zigzag, every document has to be looked at.
+/// The sizes of shares, counted once: of a zigzag, every document has to be looked at.
 pub(crate) struct ShareSizes {
     rank: usize,
     /// Rows of its ring rank's share of q's side, and of k's.
     share: [usize; 2],
     /// Those that are the rank's own tokens.
     pub own: [usize; 2],
+    /// Rows of the largest share of any ring rank.
+    largest: [u64; 2],
 }
 
 impl ShareSizes {
-    /// Counts them. The rank lies in the mesh.
-    pub fn new(plan: &Plan, rank: usize) -> Self {
+    /// Those of a rank of the mesh, where the largest shares are known.
+    pub fn new(plan: &Plan, rank: usize, largest: [u64; 2]) -> Self {
         let (mesh, at) = (plan.mesh(), plan.mesh().coordinates(rank));
         let q = plan.shares().rows(Side::Q, at.ring);
         let alike = plan.problem().batch().is_self_attention();
         let share = [q, if alike { q } else { plan.shares().rows(Side::K, at.ring) }];
         let own = share.map(|rows| cut(at.ulysses + 1, rows, mesh.ulysses) - cut(at.ulysses, rows, mesh.ulysses));
-        Self { rank, share, own }
+        Self { rank, share, own, largest }
+    }
+}
+
+/// Rows × heads of k's side in the buffers of a rank whose all-to-alls cross by gateways.
+struct GatewayRows {
+    /// The rank's own rows, and those of all owners whose gateway it is, at most.
+    own: u64,
+    of_owners: u64,
+    /// q and kv heads of the other ranks of the node, kv heads of the node, and of all other nodes, with their number.
+    others: [u64; 2],
+    of_node: u64,
+    of_other_nodes: u64,
+    other_nodes: u64,
+}
+
+impl GatewayRows {
+    /// None of a plan without gateways.
+    fn of(plan: &Plan, sizes: &ShareSizes) -> Option<Self> {
+        let (ranks, ulysses) = (plan.ulysses_ranks_of_node(), plan.mesh().ulysses);
+        if ranks == ulysses {
+            return None;
+        }
+        let place = plan.mesh().coordinates(sizes.rank).ulysses;
+        let first = sizes.rank - place;
+        let kv = |node: usize| {
+            let (a, e) = (plan.heads_of(first + node * ranks), plan.heads_of(first + (node + 1) * ranks - 1));
+            u64::from(e.kv.end - a.kv.start)
+        };
+        let (node, nodes) = (place / ranks, ulysses / ranks);
+        let beside = (node * ranks..(node + 1) * ranks).filter(|&u| u != place).map(|u| plan.heads_of(first + u));
+        let others = beside.fold([0, 0], |[q, kv], s| [q + s.q.len() as u64, kv + s.kv.len() as u64]);
+        let part = sizes.share[1].div_ceil(ulysses);
+        Some(Self {
+            own: sizes.own[1] as u64,
+            of_owners: (part * (nodes - 1)) as u64,
+            others,
+            of_node: kv(node),
+            of_other_nodes: (0..nodes).filter(|&n| n != node).map(kv).sum(),
+            other_nodes: nodes as u64 - 1,
+        })
+    }
+
+    /// What is packed for ranks and nodes, what crossed, and what of it is packed for ranks.
+    fn on_the_way_in(&self) -> u64 {
+        self.own * (self.others[1] + self.of_other_nodes) + self.of_owners * (self.of_node + self.others[1])
+    }
+
+    /// What ranks of the node return, for this rank and for owners, and what crosses: of the ordered form (`group` q
+    /// heads read a kv head) partials of one kv head too.
+    fn on_the_way_out(&self, group: Option<u64>) -> u64 {
+        let (returned, partials) = (self.others[usize::from(group.is_none())], group.unwrap_or(0));
+        self.own * (returned + self.of_other_nodes + self.other_nodes * partials)
+            + self.of_owners * (returned + self.of_node + partials)
     }
 }
 
@@ -46,7 +102,8 @@ impl Plan {
     /// When the rank is outside the mesh.
     pub fn workspace_bound(&self, rank: usize, direction: Direction) -> u64 {
         assert!(rank < self.mesh().world(), "rank {rank} of a world of {}", self.mesh().world());
-        self.workspace_bound_of(&ShareSizes::new(self, rank), direction)
+        let rows = |side| (0..self.mesh().ring).map(|r| self.shares().rows(side, r) as u64).max().unwrap_or(0);
+        self.workspace_bound_of(&ShareSizes::new(self, rank, [rows(Side::Q), rows(Side::K)]), direction)
     }
 
     /// As [`Plan::workspace_bound`], of a rank whose sizes are known.
@@ -68,21 +125,15 @@ impl Plan {
         let others_kv: u64 = others().map(|s| n(s.kv.len())).sum();
         let (exchanging, ringed) = (mesh.ulysses > 1, mesh.ring > 1);
         let form = self.form();
-        // The rows of one ring step: a share, but that a zigzag's front and back chunks come from two owners and their sizes
-        // differ by a row for each document.
+        // The rows of one ring step: a share, but that a zigzag's front and back chunks come from two owners.
         let ring_step = |side| {
             let (batch, all) = (p.batch(), n(p.batch().tokens(side)));
+            let chunk = |rows: usize| n(rows.div_ceil(2 * mesh.ring));
             let largest = match self.layout() {
                 _ if form != Form::Ring => all,
-                // Of each document one front and one back chunk; to look at each rank's share would take long.
-                Layout::Zigzag => {
-                    let chunk = |d| batch.document(side, d).len().div_ceil(2 * mesh.ring);
-                    (0..batch.documents()).map(|d| 2 * n(chunk(d))).sum()
-                }
-                _ => {
-                    let share = (0..mesh.ring).map(|r| n(self.shares().rows(side, r))).max().unwrap_or(0);
-                    share + 2 * n(batch.documents())
-                }
+                Layout::Zigzag => (0..batch.documents()).map(|d| 2 * chunk(batch.document(side, d).len())).sum(),
+                Layout::ZigzagPack => 2 * chunk(batch.tokens(side)),
+                _ => sizes.largest[side as usize],
             };
             all.min(largest)
         };
@@ -95,7 +146,7 @@ impl Plan {
                 return (0, 0);
             }
             let others = mesh.ring / self.ring_ranks_of_node() - 1;
-            let largest = (0..mesh.ring).map(|r| n(self.shares().rows(side, r))).max().unwrap_or(0);
+            let largest = sizes.largest[side as usize];
             match form {
                 Form::Ring => (largest, n(others.min(2))),
                 Form::Gather => (largest * n(others), 1),
@@ -109,7 +160,8 @@ impl Plan {
         let pieces =
             p.batch().documents() > 1 || matches!(self.layout(), Layout::Striped { .. } | Layout::Balanced { .. });
         let leaving_packed = |bytes: u64| if pieces { readers * bytes } else { 0 };
-        let keys_in = lk * others_kv * dims * e;
+        let nodes = GatewayRows::of(self, sizes);
+        let keys_in = nodes.as_ref().map_or(lk * others_kv, GatewayRows::on_the_way_in) * dims * e;
         let (throughout, phases) = if direction == Direction::Forward {
             let queries = self.forward_circulates() == CirculatingSide::Queries;
             let held_q = if queries && ringed && pack_inputs && !exchanging { nq * hq * dk * e } else { 0 };
@@ -164,10 +216,11 @@ impl Plan {
             };
             let back_heads = if ordered { others_q } else { others_kv };
             let back = if ordered || self.shares_kv_heads() { a } else { e };
-            let out = nq * hq * dk * e
-                + nk * key_heads * dims * e.max(w)
-                + lq * others_q * dk * e
-                + lk * back_heads * dims * back;
+            let keys_out = match &nodes {
+                Some(nodes) => nodes.on_the_way_out(ordered.then_some(n(p.group()))) * dims * a,
+                None => (nk * key_heads * e.max(w) + lk * back_heads * back) * dims,
+            };
+            let out = nq * hq * dk * e + lq * others_q * dk * e + keys_out;
             let into = lq * others_q * (dims * e + 2 * a) + keys_in;
             (lq * n(p.heads()) * a + share + sums + sinks, [exchanged(into), on_ring(ring), exchanged(out)])
         };

@@ -35,11 +35,11 @@ const STEPS: usize = 16;
 
 impl Plan {
     /// The plan in plain text: the problem, the mesh and the reason for it, the layout and its balance, what each rank
-    /// holds, every step's bytes, messages and multiply-adds in both directions, the form and its cost, and the peak of the
-    /// workspace.
+    /// holds, every step's bytes, messages and multiply-adds in both directions, the form and its cost, and the peak of
+    /// the workspace.
     ///
-    /// Counts the schedules of all ranks of a group, so it takes as long as planning all of them; of a group of more than
-    /// 64 ranks it counts 16 and says so.
+    /// Counts the schedules of all ranks of a group, so it takes as long as planning all of them; of a group of more
+    /// than 64 ranks it counts 16 and says so.
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Plan, Problem};

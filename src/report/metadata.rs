@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a device keeps of a plan: the scheduler metadata that its kernels read (ranges, tiles, counters), which is uploaded when
-//! the plan is prepared.
+//! What a device keeps of a plan: the scheduler metadata that its kernels read (ranges, tiles, counters), which is
+//! uploaded when the plan is prepared.
 //!
-//! How many tiles a range is cut into depends on the kernels that a device runs; here every tile has the fewest rows that
-//! any of them has, so that what is said is a bound for all devices. The sizes are those of the structs in
+//! How many tiles a range is cut into depends on the kernels that a device runs; here every tile has the fewest rows
+//! that any of them has, so that what is said is a bound for all devices. The sizes are those of the structs in
 //! `ptx/params.cuh`, and the CUDA backend asserts that they are.
 
 use alloc::collections::BTreeSet;
@@ -46,8 +46,9 @@ pub(crate) fn shared_tiles(len: u32) -> u32 {
     (if len <= SHORT_ROWS { len } else { a.max(b) }).div_ceil(SHARED_ROWS)
 }
 
-/// Bytes of the lists of one attention call, in which two kernels may have tiles of their own (of q rows in a forward, of keys in a
-/// backward), and heads may share some; and of the words that a backward counts in, for so many heads of q and of dk.
+/// Bytes of the lists of one attention call, in which two kernels may have tiles of their own (of q rows in a forward,
+/// of keys in a backward), and heads may share some; and of the words that a backward counts in, for so many heads of q
+/// and of dk.
 fn attention(r: &Ranges<'_>, is_shared: bool, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
     let (q, k) = (tiles(r.q.iter().map(|q| q.range.len)), tiles(r.k.iter().map(|k| k.len)));
     let shared: u64 = if is_shared { r.q.iter().map(|q| u64::from(shared_tiles(q.range.len))).sum() } else { 0 };

@@ -20,8 +20,8 @@ use crate::{
 /// Numbers of an event: start, end, bytes, step, lane, and the lengths of name and phase, which follow.
 const NUMBERS: usize = 7;
 
-/// A name for an [`Event`]: the same text, for as long as the program lives. The memory of a text that comes for the first
-/// time is not given back.
+/// A name for an [`Event`]: the same text, for as long as the program lives. The memory of a text that comes for the
+/// first time is not given back.
 ///
 /// ```
 /// use cpattn::report::{event_name, trace::{Event, chrome_trace}};

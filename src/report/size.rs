@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How much each operation of a schedule computes, copies and sends.
 //!
-//! Costs and simulations look at operations only here, so that an operation of a new kind has one place to be counted. Two
-//! of three questions are answered for any kind by the lists that the runtime uses: an exchange has messages, and what
-//! neither exchanges nor attends reads and writes the rows of blocks. Only attention needs its kinds by name.
+//! Costs and simulations look at operations only here, so that an operation of a new kind has one place to be counted.
+//! Two of three questions are answered for any kind by the lists that the runtime uses: an exchange has messages, and
+//! what neither exchanges nor attends reads and writes the rows of blocks. Only attention needs its kinds by name.
 
 use alloc::vec::Vec;
 
 use crate::{
     call::Gradients,
-    plan::{Plan, area},
+    plan::{Plan, area, edges},
     report::bound::ShareSizes,
     schedule::{AttendPart, Buf, BufferView, CirculatingSide, OpKind, Schedule, TensorId, expand::Expansion},
 };
@@ -23,6 +23,8 @@ pub(crate) struct HeadSize {
     pub rows: u64,
     /// k rows, each once.
     pub keys: u64,
+    /// Allowed pairs on an edge of the mask.
+    pub edges: u64,
 }
 
 /// An attention call.
@@ -104,7 +106,10 @@ impl<'a> OpSizes<'a> {
         let mut head = HeadSize { keys: r.k.iter().map(|k| u64::from(k.len)).sum(), ..HeadSize::default() };
         for q in r.q {
             let keys = &r.pairs[q.keys_begin as usize..q.keys_end as usize];
-            head.pairs += keys.iter().map(|&k| u128::from(area(&q.range, &r.k[k as usize], mask))).sum::<u128>();
+            for k in keys.iter().map(|&k| &r.k[k as usize]) {
+                head.pairs += u128::from(area(&q.range, k, mask));
+                head.edges += edges(&q.range, k, mask);
+            }
             head.rows += if keys.is_empty() { 0 } else { u64::from(q.range.len) };
         }
         self.known.push((side, ring_step, head));

@@ -16,11 +16,11 @@
 use std::{collections::VecDeque, ops::Range, vec::Vec};
 
 use super::{
-    failure::{AbortOnUnwind, FirstFailure, abort},
+    failure::{FirstFailure, watched},
     prepared::Prepared,
 };
 use crate::{
-    error::{Cause, Error, Result},
+    error::{Error, Result},
     transport::Transport,
 };
 
@@ -49,8 +49,8 @@ impl Agreements {
         }
     }
 
-    /// Begins a run of a prepared schedule on a rank that has not failed. Returns the fingerprint and the run's number, or
-    /// `None` if the rank runs it alone.
+    /// Begins a run of a prepared schedule on a rank that has not failed. Returns the fingerprint and the run's number,
+    /// or `None` if the rank runs it alone.
     ///
     /// # Errors
     /// [`Error::Disagreement`], with what is run in words, after which the ranks may plan again. Any other error is
@@ -65,27 +65,25 @@ impl Agreements {
             return Ok(None);
         }
         let fingerprint = prepared.fingerprint();
-        let watch = AbortOnUnwind { transport, failure };
-        transport.announce(Some(prepared.run.name(&prepared.plan)));
-        let begun = self.begin(transport, &prepared.schedule.group, fingerprint);
-        transport.announce(None);
-        watch.over();
-        match begun {
-            Ok(run) => Ok(Some((fingerprint, run))),
-            Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
-                let what = prepared.run.describe(&prepared.plan);
-                Err(Error::Disagreement { rank, peer, ours, theirs, what, runs })
+        let name = || prepared.run.name(&prepared.plan);
+        watched(transport, failure, || {
+            transport.announce(Some(name()));
+            let begun = self.begin(transport, &prepared.schedule.group, fingerprint);
+            transport.announce(None);
+            match begun {
+                Ok(run) => Ok(Ok(Some((fingerprint, run)))),
+                // It does not end the group.
+                Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
+                    let what = prepared.run.describe(&prepared.plan);
+                    Ok(Err(Error::Disagreement { rank, peer, ours, theirs, what, runs }))
+                }
+                Err(error) => Err(error.of_run(name())),
             }
-            Err(error) => {
-                let error = error.of_run(prepared.run.name(&prepared.plan));
-                failure.keep(&error);
-                abort(transport, Cause::Failed);
-                Err(error)
-            }
-        }
+        })?
     }
 
-    /// Begins a run: agrees on it if it is the first of its kind. The number of the run in the life of the group, from 1.
+    /// Begins a run: agrees on it if it is the first of its kind. The number of the run in the life of the group,
+    /// from 1.
     ///
     /// # Errors
     /// Those of [`Transport::agree`]; the run then does not count.
@@ -107,6 +105,7 @@ impl Agreements {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Cause;
     use crate::transport::{Label, Message};
     use std::sync::Mutex;
 

@@ -11,7 +11,7 @@ use std::{vec, vec::Vec};
 
 use super::{
     bind::Bindings,
-    failure::AbortOnUnwind,
+    failure::watched,
     rank::Rank,
     tensors::{AnyView, raw_on},
 };
@@ -22,7 +22,7 @@ use crate::{
     call::RawStream,
     call::RawTensor,
     element::{Dtype, Element},
-    error::{Cause, Error, Result},
+    error::{Error, Result},
     heads::HeadShare,
     plan::Plan,
     schedule::{AllToAll, AllToAllDirection, OWN_HEADS, OWN_TOKENS, Purpose},
@@ -67,7 +67,8 @@ impl Rank {
         unsafe { self.all_to_all_of(plan, AllToAllDirection::ToTokens, side, from, to, null_mut()) }
     }
 
-    /// [`Rank::to_heads`] on device tensors, in the order of `stream`: see [`Rank::run_on`]. Elements are f16, bf16 or f32.
+    /// [`Rank::to_heads`] on device tensors, in the order of `stream`: see [`Rank::run_on`]. Elements are f16, bf16 or
+    /// f32.
     ///
     /// # Errors
     /// As [`Rank::run_on`]; a tensor of another device than the rank's.
@@ -203,24 +204,13 @@ impl Rank {
             .zip(&mut made)
             .map(|((side, y), held)| ViewMut::new(held, shape(*side)[0], shape(*side)[1], y.dim()))
             .collect::<Result<_>>()?;
-        self.watched(|| local(&share, &seen, &mut written))?;
+        // Nothing else tells the other ranks when `local` fails or panics: the code that catches the panic may keep the
+        // rank.
+        watched(self.backend.transport(), self.backend.failure(), || local(&share, &seen, &mut written))?;
         for ((side, y), held) in outputs.iter_mut().zip(&written) {
             self.to_tokens(plan, *side, held.as_view(), y.reborrow())?;
         }
         Ok(())
-    }
-
-    /// Runs what the caller does between two all-to-alls. The other ranks are about to wait for its result, and nothing
-    /// else tells them when it fails or panics: the code that catches the panic may keep the rank.
-    fn watched(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
-        let (transport, failure) = (self.backend.transport(), self.backend.failure());
-        let watch = AbortOnUnwind { transport, failure };
-        let outcome = body();
-        watch.over();
-        outcome.inspect_err(|error| {
-            failure.keep(error);
-            transport.abort(Cause::Failed);
-        })
     }
 
     /// Rows and heads that this rank holds between the two all-to-alls.

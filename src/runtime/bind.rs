@@ -3,20 +3,19 @@
 
 use std::{format, vec::Vec};
 
-use super::run::TensorForm;
 use crate::{
     call::RawTensor,
     element::Dtype,
     error::{Error, Result},
     plan::Plan,
-    schedule::{ALIGNMENT, Buf, OWN_HEADS, OpKind, Purpose, Schedule, TensorId},
+    schedule::{ALIGNMENT, Buf, OWN_HEADS, OpKind, Purpose, Schedule, TensorForm, TensorId},
     tensor::{disjoint, expect_dims},
 };
 
 /// One tensor for each name; [`RawTensor::NONE`] for those that a direction does not use.
 ///
-/// Forward reads q, k, v (and sinks) and writes o and lse. Backward reads q, k, v, o, lse, do (and sinks) and writes dq,
-/// dk, dv (and dsinks). Shapes are those of the rank's own tokens, and a rank without any gives tensors of 0 rows.
+/// Forward reads q, k, v (and sinks) and writes o and lse. Backward reads q, k, v, o, lse, do (and sinks) and writes
+/// dq, dk, dv (and dsinks). Shapes are those of the rank's own tokens, and a rank without any gives tensors of 0 rows.
 ///
 /// | tensors | shape | type |
 /// |---|---|---|
@@ -115,7 +114,7 @@ pub(super) fn apart_from(
 /// What a schedule expects of the caller's tensors.
 pub(super) struct ExpectedTensors {
     run: Purpose,
-    forms: [Option<TensorForm>; TensorId::COUNT],
+    pub forms: [Option<TensorForm>; TensorId::COUNT],
     /// Tensors that are sent in place.
     sent: Vec<TensorId>,
 }

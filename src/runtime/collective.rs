@@ -7,9 +7,9 @@
 
 use std::{ops::Range, string::String};
 
-use super::failure::{AbortOnUnwind, FirstFailure, abort};
+use super::failure::{FirstFailure, watched};
 use crate::{
-    error::{Cause, Error, Result},
+    error::{Error, Result},
     plan::Fingerprint,
     transport::Transport,
 };
@@ -34,19 +34,13 @@ pub(super) fn agreed<R>(
     work: impl FnOnce() -> Result<R>,
 ) -> Result<R> {
     failure.check(transport)?;
-    let watch = AbortOnUnwind { transport, failure };
-    let agreement = if group.len() > 1 { transport.agree(group, number) } else { Ok(()) };
-    let outcome = match agreement {
+    let agree = || if group.len() > 1 { transport.agree(group, number) } else { Ok(()) };
+    watched(transport, failure, || match agree() {
+        // It does not end the group.
         Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
-            watch.over();
-            return Err(Error::Disagreement { rank, peer, ours, theirs, what: what(), runs });
+            Ok(Err(Error::Disagreement { rank, peer, ours, theirs, what: what(), runs }))
         }
-        Ok(()) => work(),
+        Ok(()) => work().map(Ok),
         Err(error) => Err(error),
-    };
-    watch.over();
-    outcome.inspect_err(|error| {
-        failure.keep(error);
-        abort(transport, Cause::Failed);
-    })
+    })?
 }

@@ -91,8 +91,8 @@ impl FirstFailure {
     }
 }
 
-/// Ends the group when it is dropped, that is, when the watched code unwinds: the peers will wait for this rank, and the
-/// code that catches the panic may keep the rank.
+/// Ends the group when it is dropped, that is, when the watched code unwinds: the peers will wait for this rank, and
+/// the code that catches the panic may keep the rank.
 pub(super) struct AbortOnUnwind<'a> {
     pub(super) transport: &'a dyn Transport,
     pub(super) failure: &'a FirstFailure,
@@ -110,6 +110,22 @@ impl Drop for AbortOnUnwind<'_> {
         self.failure.ended(self.transport.rank(), Cause::Panicked);
         abort(self.transport, Cause::Panicked);
     }
+}
+
+/// Runs `body`, for whose result the other ranks are about to wait. If it fails or unwinds, the group ends: its error
+/// is kept, and the peers are notified.
+pub(super) fn watched<T>(
+    transport: &dyn Transport,
+    failure: &FirstFailure,
+    body: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let watch = AbortOnUnwind { transport, failure };
+    let outcome = body();
+    watch.over();
+    outcome.inspect_err(|error| {
+        failure.keep(error);
+        abort(transport, Cause::Failed);
+    })
 }
 
 /// The cause that peers get for an error of this rank.

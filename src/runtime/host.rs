@@ -40,16 +40,16 @@ pub(super) unsafe fn run(
     let (plan, schedule) = (&*plan, &*schedule);
     let mut other = |progress: &Progress| {
         let operations = HostOperations { scratch: None, transport };
-        // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the contract of
-        // `run`); this lane has the listing `communication` to itself.
+        // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the
+        // contract of `run`); this lane has the listing `communication` to itself.
         unsafe { perform_lane(progress, Lane::Communication, plan, schedule, memory, communication, operations) }
     };
     let other = communicates(schedule).then_some(&mut other as &mut Task<'_>);
     lanes.run(
         |progress| {
             let operations = HostOperations { scratch: Some(scratch), transport };
-            // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the contract
-            // of `run`); this lane has the listing `compute` to itself.
+            // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the
+            // contract of `run`); this lane has the listing `compute` to itself.
             unsafe { perform_lane(progress, Lane::Compute, plan, schedule, memory, compute, operations) }
         },
         other,
@@ -77,8 +77,8 @@ unsafe fn perform_lane(
             return Ok(());
         }
         let start = clock.map(|(epoch, _)| epoch.elapsed());
-        // SAFETY: the memory fits the proved schedule and is used by nothing else (the contract of this function); the waits above
-        // are the order that the schedule asks for.
+        // SAFETY: the memory fits the proved schedule and is used by nothing else (the contract of this function); the
+        // waits above are the order that the schedule asks for.
         let bytes = unsafe { perform(plan, schedule, i, memory, listing, &mut operations) }?;
         let event = start.zip(clock).map(|(start, (epoch, rank))| trace::Event {
             rank,
@@ -115,17 +115,20 @@ impl HostOperations<'_> {
 
 impl Operations for HostOperations<'_> {
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+        // `Operations`.
         unsafe { cpu::attend(args, self.scratch()) }
     }
 
     unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+        // `Operations`.
         unsafe { cpu::attend_backward(args, self.scratch()) }
     }
 
     unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+        // `Operations`.
         unsafe { cpu::transform(args) }
     }
 
@@ -135,22 +138,26 @@ impl Operations for HostOperations<'_> {
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+        // `Operations`.
         unsafe { cpu::delta(args) }
     }
 
     unsafe fn sink_gradient(&mut self, args: &SinkGradient) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+        // `Operations`.
         unsafe { sinks::sink_gradient(args) }
     }
 
     unsafe fn sink_total(&mut self, digits: &RawTensor, dsinks: &RawTensor) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+        // `Operations`.
         unsafe { sinks::sink_total(digits, dsinks) }
     }
 
     unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+        // `Operations`.
         unsafe { self.transport.exchange(label, sends, recvs) }
     }
 

@@ -173,8 +173,8 @@ impl Backend for HostRank {
         }
         let watch = AbortOnUnwind { transport: &*self.transport, failure: &self.failure };
         let memory = BufferAddresses { tensors: *tensors, workspace };
-        // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the call (the
-        // contract of this function); the workspace is as large as the schedule needs (`work_at`).
+        // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the call
+        // (the contract of this function); the workspace is as large as the schedule needs (`work_at`).
         let outcome = unsafe { host::run(&mut self.lanes, &*self.transport, prepared, &memory, &mut self.scratch) };
         watch.over();
         outcome.map_err(|error| error.of_run(prepared.run.name(&prepared.plan))).inspect_err(|e| self.failure.keep(e))

@@ -31,7 +31,8 @@ use crate::{
 /// The communication lane's part of one run.
 pub type Task<'a> = dyn FnMut(&Progress) -> Result<()> + Send + 'a;
 
-/// The task of one run. It lies on the stack of [`LaneThreads::run`], which does not return before the lane is done with it.
+/// The task of one run. It lies on the stack of [`LaneThreads::run`], which does not return before the lane is done
+/// with it.
 struct TaskPointer(*mut Task<'static>);
 
 // SAFETY: the task is `Send`, and used by one thread, the communication lane, while `LaneThreads::run` waits for it.
@@ -263,8 +264,8 @@ impl LaneThreads {
         Ok(())
     }
 
-    /// Runs `compute` on this thread and, at the same time, `communication` on the other lane's; a run without one never
-    /// waits for that lane. Returns when both are over, with the first error, or goes on with a panic.
+    /// Runs `compute` on this thread and, at the same time, `communication` on the other lane's; a run without one
+    /// never waits for that lane. Returns when both are over, with the first error, or goes on with a panic.
     ///
     /// # Errors
     /// What a lane returns; [`Error::Device`] when the thread cannot be started.

@@ -9,8 +9,8 @@
 //!
 //! - [`rank`]: the rank; [`tensors`]: its typed calls, for host memory and devices; [`all_to_all`]: the two all-to-alls
 //!   as separate calls; [`handle`]: the calls that other threads may make;
-//! - [`bind`]: checks the caller's tensors; [`prepared`]: a plan as a rank keeps it; [`schedule_check`]: what its unsafe
-//!   calls rely on; [`run`]: how a run of each purpose is named, compared and given its tensors;
+//! - [`bind`]: checks the caller's tensors; [`prepared`]: a plan as a rank keeps it; [`run`]: how a run of each purpose
+//!   is named and compared;
 //! - `ring`: the check of the links between ranks; `collective`: other calls of all ranks between runs: `gather`, the
 //!   trace of a group, and `shift`, labels and the like;
 //! - [`agreement`] and [`tags`]: check that all ranks run the same plan; [`failure`]: keeps a failed group failed;
@@ -42,7 +42,6 @@ mod prepared;
 mod rank;
 mod ring;
 mod run;
-mod schedule_check;
 mod shift;
 mod tags;
 mod tensors;

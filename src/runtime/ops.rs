@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Executes one operation: converts rows of buffers into addresses and calls a backend.
 //!
-//! A [`Operations`] is the CPU or a device; the rest is the same for both. All lists use memory that was reserved when the
-//! plan was prepared.
+//! A [`Operations`] is the CPU or a device; the rest is the same for both. All lists use memory that was reserved when
+//! the plan was prepared.
 
 use std::vec::Vec;
 
@@ -106,11 +106,11 @@ pub(super) struct BufferAddresses {
     pub workspace: *mut u8,
 }
 
-// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `schedule_check` checks of
-// every schedule that is prepared.
+// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which
+// `verify::one_rank` checks of every schedule that is prepared.
 unsafe impl Send for BufferAddresses {}
-// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `schedule_check` checks
-// of every schedule that is prepared.
+// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which
+// `verify::one_rank` checks of every schedule that is prepared.
 unsafe impl Sync for BufferAddresses {}
 
 impl BufferAddresses {
@@ -130,9 +130,9 @@ impl BufferAddresses {
 /// Runs operation `op`.
 ///
 /// # Safety
-/// The schedule was proved (`Prepared::new`). The tensors have the shapes that it was proved with (`Bindings::check`) and
-/// are apart where they are written, the workspace has its bytes, and all of it is valid and used by nothing else but the
-/// operations that the schedule allows to run at the same time.
+/// The schedule was proved (`Prepared::new`). The tensors have the shapes that it was proved with (`Bindings::check`)
+/// and are apart where they are written, the workspace has its bytes, and all of it is valid and used by nothing else
+/// but the operations that the schedule allows to run at the same time.
 pub(super) unsafe fn perform(
     plan: &Plan,
     schedule: &Schedule,
@@ -147,8 +147,8 @@ pub(super) unsafe fn perform(
     match &schedule.ops[op].kind {
         OpKind::Delta { delta } => {
             let args = Delta { o: user(TensorId::O), d_o: user(TensorId::DO), delta: at(*delta) };
-            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `schedule_check`.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+            // proved of this schedule by `verify::one_rank`.
             unsafe { backend.delta(&args) }?;
         }
         OpKind::SinkGradient { delta, partial } => {
@@ -158,13 +158,13 @@ pub(super) unsafe fn perform(
                 sinks: user(TensorId::Sinks),
                 dsinks: at(*partial),
             };
-            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `schedule_check`.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+            // proved of this schedule by `verify::one_rank`.
             unsafe { backend.sink_gradient(&args) }?;
         }
         OpKind::SinkTotal { digits } => {
-            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `schedule_check`.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+            // proved of this schedule by `verify::one_rank`.
             unsafe { backend.sink_total(&at(*digits), &user(TensorId::Dsinks)) }?;
         }
         OpKind::Transform { .. } | OpKind::Pack { .. } | OpKind::Reduce { .. } => {
@@ -178,8 +178,8 @@ pub(super) unsafe fn perform(
                     let sources_end = sources.len() as u32;
                     blocks.push(Block { dst: at(b.dst), sources_begin: begin, sources_end });
                 }
-                // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-                // this schedule by `schedule_check`.
+                // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+                // proved of this schedule by `verify::one_rank`.
                 unsafe { backend.transform(&Transform { blocks, sources }) }
             })?;
         }
@@ -230,15 +230,15 @@ pub(super) unsafe fn perform(
         OpKind::Attend(a) => {
             schedule.attend_ranges(a, &mut listing.expansion.scratch);
             let args = attend(plan, schedule, a, &at, &user, backend.alibi_slopes(plan), listing);
-            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `schedule_check`.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+            // proved of this schedule by `verify::one_rank`.
             unsafe { backend.attend(&args) }?;
         }
         OpKind::Backward(b) => {
             schedule.ring_steps(b.ring_steps).ranges(b.ring_step as usize, &mut listing.expansion.scratch);
             let args = backward(plan, schedule, b, &at, backend.alibi_slopes(plan), listing);
-            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `schedule_check`.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+            // proved of this schedule by `verify::one_rank`.
             unsafe { backend.attend_backward(&args) }?;
         }
     }

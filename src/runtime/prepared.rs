@@ -3,11 +3,11 @@
 
 use std::vec::Vec;
 
-use super::{bind::ExpectedTensors, ops::Listing, schedule_check, tags::Tags};
+use super::{bind::ExpectedTensors, ops::Listing, tags::Tags};
 use crate::{
     error::Result,
     plan::Plan,
-    schedule::{Purpose, Schedule, expand::Expansion},
+    schedule::{Purpose, Schedule, expand::Expansion, verify::one_rank},
 };
 
 /// A schedule with the room that running it takes.
@@ -23,11 +23,12 @@ pub(super) struct Prepared {
 impl Prepared {
     pub(super) fn new(plan: &Plan, rank: usize, run: Purpose) -> Result<Self> {
         let schedule = run.schedule(plan, rank)?;
-        schedule_check::check(plan, run, &schedule, &mut Expansion::new(&schedule))?;
+        let expected = ExpectedTensors::new(plan, run, &schedule);
+        one_rank::check(&schedule, &expected.forms, &mut Expansion::new(&schedule))?;
         Ok(Self {
             plan: plan.clone(),
             run,
-            expected: ExpectedTensors::new(plan, run, &schedule),
+            expected,
             compute: Listing::new(&schedule, run.name(plan)),
             communication: Listing::new(&schedule, run.name(plan)),
             schedule,

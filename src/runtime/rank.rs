@@ -31,7 +31,8 @@ use crate::{
 #[cfg(feature = "cuda")]
 use crate::{kernel::cuda::Cuda, transport::DeviceTransport};
 
-/// Operations that a rank records at most until they are taken: each has memory, and on a device two events, from the start.
+/// Operations that a rank records at most until they are taken: each has memory, and on a device two events, from the
+/// start.
 const MAX_RECORDED: usize = 1 << 24;
 
 /// One participant of a group: runs the plans that all ranks of its group run.
@@ -178,7 +179,8 @@ impl Rank {
     /// A failure ends the group.
     ///
     /// # Errors
-    /// As there; [`RingFault::Failed`] without a link if the group has failed before, or one of this rank's runs is being captured.
+    /// As there; [`RingFault::Failed`] without a link if the group has failed before, or one of this rank's runs is
+    /// being captured.
     pub fn check_ring(&mut self, bytes: usize) -> Result<Vec<Link>, RingFault> {
         self.backend.check_ring(bytes)
     }
@@ -323,10 +325,11 @@ impl Rank {
     /// [`Rank::prepare`] before the capture begins. The rank keeps what its graphs use until it is dropped: the last
     /// replay must be complete by then, and a lent workspace must stay valid. Replays and runs of one rank must not
     /// overlap, since kernels of a plan count in memory that all of them share. The rank orders those that are launched
-    /// one after the other; they must not be launched by several threads at the same time. Ranks of transport [`peer`](crate::transport::peer) are captured
-    /// into one graph, all of them: the capture begins on the stream of one, and the streams of the others join it by
-    /// an event and join back before it ends. A rank whose peer is in another graph, or in none, refuses the exchange
-    /// with [`Error::Unsupported`](crate::Error::Unsupported), and the group has failed.
+    /// one after the other; they must not be launched by several threads at the same time. Ranks of transport
+    /// [`peer`](crate::transport::peer) are captured into one graph, all of them: the capture begins on the stream of
+    /// one, and the streams of the others join it by an event and join back before it ends. A rank whose peer is in
+    /// another graph, or in none, refuses the exchange with [`Error::Unsupported`](crate::Error::Unsupported), and the
+    /// group has failed.
     ///
     /// # Errors
     /// A tensor that does not fit the plan or shares memory with another that is written; ranks that run different

@@ -1,54 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The kinds of runs: the fingerprint that ranks compare, the name in errors, and the tensors that each kind takes.
+//! The kinds of runs: the fingerprint that ranks compare, and the name in errors.
 
 use std::{format, string::String};
 
 use crate::{
     batch::Side,
-    element::Dtype,
     error::{Result, RunKind, RunName},
     plan::Plan,
-    schedule::{AllToAll, AllToAllDirection, Direction, OWN_HEADS, OWN_TOKENS, Purpose, Schedule, TensorId},
+    schedule::{AllToAll, AllToAllDirection, Direction, Purpose, Schedule},
 };
 
-/// One of the caller's tensors, as a run uses it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct TensorForm {
-    /// The argument's name.
-    pub name: &'static str,
-    pub dtype: Dtype,
-    /// `[tokens, heads, dim]`
-    pub shape: [usize; 3],
-    pub written: bool,
-}
-
 impl Purpose {
-    /// How a rank's run uses a tensor; `None` if it does not.
-    pub(super) fn form(self, plan: &Plan, rank: usize, tensor: TensorId) -> Option<TensorForm> {
-        let p = plan.problem();
-        match self {
-            Self::Attention(direction) => tensor.is_written(direction, p.sinks()).map(|written| TensorForm {
-                name: tensor.name(),
-                dtype: tensor.dtype(p),
-                shape: tensor.shape(plan, rank),
-                written,
-            }),
-            Self::AllToAll(AllToAll { way, side, dim, dtype }) => {
-                let (share, dim, to_heads) = (plan.heads_of(rank), dim as usize, way == AllToAllDirection::ToHeads);
-                let (all, own) = match side {
-                    Side::Q => (p.heads(), share.q.len()),
-                    Side::K => (p.kv_heads(), share.kv.len()),
-                };
-                let (shape, written) = match tensor {
-                    OWN_TOKENS => ([plan.local_tokens(side, rank), all, dim], !to_heads),
-                    OWN_HEADS => ([plan.held_tokens(side, rank), own, dim], to_heads),
-                    _ => return None,
-                };
-                Some(TensorForm { name: if written { "to" } else { "from" }, dtype, shape, written })
-            }
-        }
-    }
-
     /// The schedule of such a run on one rank.
     ///
     /// # Errors
@@ -83,8 +45,8 @@ impl Purpose {
         plan.fingerprint() ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)
     }
 
-    /// A run in words: direction, tokens, heads, mesh, layout. An all-to-all has a dim and an element type of its own, and
-    /// the tokens and heads of its side.
+    /// A run in words: direction, tokens, heads, mesh, layout. An all-to-all has a dim and an element type of its own,
+    /// and the tokens and heads of its side.
     pub(super) fn describe(self, plan: &Plan) -> String {
         let p = plan.problem();
         let (side, dim, dtype) = match self {
@@ -96,14 +58,14 @@ impl Purpose {
             Side::K => (p.batch().tokens(side), p.kv_heads()),
         };
         let documents = p.batch().documents();
-        let (ring_ranks, mesh) = (plan.ring_ranks_of_node(), plan.mesh());
-        let nodes = match ring_ranks < mesh.ring {
-            true => format!(", nodes of {} ranks", ring_ranks * mesh.ulysses),
+        let nodes = match plan.has_two_levels() {
+            true => format!(", nodes of {} ranks", plan.options().ranks_per_node),
             false => String::new(),
         };
         format!(
-            "the {} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {mesh}, {}{nodes}",
+            "the {} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {}, {}{nodes}",
             self.name(plan).kind,
+            plan.mesh(),
             plan.layout()
         )
     }
@@ -112,7 +74,7 @@ impl Purpose {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{batch::Batch, layout::Layout, mesh::Mesh, plan::Problem};
+    use crate::{batch::Batch, element::Dtype, layout::Layout, mesh::Mesh, plan::Problem};
 
     /// An all-to-all is named by its own tensors: side, dim and element type are not those of attention.
     #[test]

@@ -125,8 +125,8 @@ impl Tags {
         Some(Message { peer: f.peer, ptr, bytes: size_of::<RunTag>() })
     }
 
-    /// Compares what arrived with an operation whose exchange is over. Where the exchange has failed, what has not arrived
-    /// proves nothing.
+    /// Compares what arrived with an operation whose exchange is over. Where the exchange has failed, what has not
+    /// arrived proves nothing.
     ///
     /// # Errors
     /// [`Error::Disagreement`] with the first peer whose tag is another.

@@ -294,8 +294,8 @@ impl Rank {
         stream: RawStream,
     ) -> Result<()> {
         let bindings = t.bindings(plan, self.device())?;
-        // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive ones for
-        // having it alone; the stream is as promised.
+        // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive ones
+        // for having it alone; the stream is as promised.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings, stream) }
     }
 
@@ -314,8 +314,8 @@ impl Rank {
         stream: RawStream,
     ) -> Result<()> {
         let bindings = t.bindings(plan, self.device())?;
-        // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive ones for
-        // having it alone; the stream is as promised.
+        // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive ones
+        // for having it alone; the stream is as promised.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Backward), &bindings, stream) }
     }
 }

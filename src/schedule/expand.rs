@@ -73,6 +73,7 @@ impl Expansion {
     }
 
     /// The most messages, blocks and sources of any one operation.
+    #[cfg(feature = "std")]
     pub fn capacity(&self) -> (usize, usize, usize) {
         (self.messages.capacity(), self.blocks.capacity(), self.sources.capacity())
     }

@@ -111,8 +111,9 @@ pub(crate) fn by_document<'a>(
     }
 }
 
-/// Appends the fragments of `circulating` that `stationary` needs, compact from slot row `row` on; returns the row after
-/// them. `mask` is seen from the stationary side: it is the problem's mask when k circulates and its transpose when q does.
+/// Appends the fragments of `circulating` that `stationary` needs, compact from slot row `row` on; returns the row
+/// after them. `mask` is seen from the stationary side: it is the problem's mask when k circulates and its transpose
+/// when q does.
 pub(crate) fn join(
     stationary: &[Segment],
     circulating: &[Segment],

@@ -39,7 +39,7 @@ pub(crate) use ops::{
     AttendOp, AttendPart, BackwardOp, BlockView, Buf, Buffer, BufferView, MessageView, Op, OpKind, SINK_DIGITS,
     StepTensor,
 };
-pub(crate) use purpose::Purpose;
+pub(crate) use purpose::{Purpose, TensorForm};
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
 pub use tensor_id::TensorId;
 

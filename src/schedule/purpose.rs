@@ -1,11 +1,51 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a schedule is for: a direction of attention, or one all-to-all.
+//! What a schedule is for: a direction of attention, or one all-to-all; and which tensors that takes.
 
-use super::{AllToAll, Direction};
+use super::{AllToAll, AllToAllDirection, Direction, OWN_HEADS, OWN_TOKENS, TensorId};
+use crate::{batch::Side, element::Dtype, plan::Plan};
 
 /// What the schedules of a group are to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
     Attention(Direction),
     AllToAll(AllToAll),
+}
+
+/// One of the caller's tensors, as a run uses it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TensorForm {
+    /// The argument's name.
+    pub name: &'static str,
+    pub dtype: Dtype,
+    /// `[tokens, heads, dim]`
+    pub shape: [usize; 3],
+    pub written: bool,
+}
+
+impl Purpose {
+    /// How a rank's run uses a tensor; `None` if it does not.
+    pub(crate) fn form(self, plan: &Plan, rank: usize, tensor: TensorId) -> Option<TensorForm> {
+        let p = plan.problem();
+        match self {
+            Self::Attention(direction) => tensor.is_written(direction, p.sinks()).map(|written| TensorForm {
+                name: tensor.name(),
+                dtype: tensor.dtype(p),
+                shape: tensor.shape(plan, rank),
+                written,
+            }),
+            Self::AllToAll(AllToAll { way, side, dim, dtype }) => {
+                let (share, dim, to_heads) = (plan.heads_of(rank), dim as usize, way == AllToAllDirection::ToHeads);
+                let (all, own) = match side {
+                    Side::Q => (p.heads(), share.q.len()),
+                    Side::K => (p.kv_heads(), share.kv.len()),
+                };
+                let (shape, written) = match tensor {
+                    OWN_TOKENS => ([plan.local_tokens(side, rank), all, dim], !to_heads),
+                    OWN_HEADS => ([plan.held_tokens(side, rank), own, dim], to_heads),
+                    _ => return None,
+                };
+                Some(TensorForm { name: if written { "to" } else { "from" }, dtype, shape, written })
+            }
+        }
+    }
 }

@@ -67,8 +67,8 @@ pub enum Hop {
     Own,
     /// Rows of ranks of the same node are received and attended: of their shares, or of another node's that they hold.
     Local,
-    /// A part of the rows of another node is received into the node slot, or beside the own share where a slot holds that.
-    /// Nothing is attended.
+    /// A part of the rows of another node is received into the node slot, or beside the own share where a slot holds
+    /// that. Nothing is attended.
     Crossing {
         /// Which part.
         part: u32,

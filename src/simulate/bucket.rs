@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The bucket of a rate limit: after a pause a card passes some bytes at once.
 //!
-//! A limit of `tc tbf` lets bytes pass while its bucket has as many tokens. Tokens come at the rate of the limit, up to the
-//! size of the bucket. Here a message takes the tokens that there are when it starts, and the rest of it uses the card at
-//! its rate: then tokens come only for the part of the rate that nothing uses.
+//! A limit of `tc tbf` lets bytes pass while its bucket has as many tokens. Tokens come at the rate of the limit, up to
+//! the size of the bucket. Here a message takes the tokens that there are when it starts, and the rest of it uses the
+//! card at its rate: then tokens come only for the part of the rate that nothing uses.
 
 use crate::machine::Machine;
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Executes the tasks of all ranks in simulated time.
 //!
-//! Each lane takes its tasks in order. A task begins when the one before it in its lane has ended, and its predecessor in
-//! the other lane too. An exchange first takes the time of an operation, then posts its messages; a message starts when
-//! both ends are posted, waits for the latency, and then uses what its level has: the two ranks' ports inside a node, the
-//! two cards between nodes. On a machine with cores a message inside a node is a copy by the receiver, and one between nodes
-//! has a copy at each end beside its time on the cards; a rank makes one copy after another. An exchange ends when all its
-//! messages have.
+//! Each lane takes its tasks in order. A task begins when the one before it in its lane has ended, and its predecessor
+//! in the other lane too. An exchange first takes the time of an operation, then posts its messages; a message starts
+//! when both ends are posted, waits for the latency, and then uses what its level has: the two ranks' ports inside a
+//! node, the two cards between nodes. On a machine with cores a message inside a node is a copy by the receiver, and
+//! one between nodes has a copy at each end beside its time on the cards; a rank makes one copy after another. An
+//! exchange ends when all its messages have.
 
 use alloc::{
     collections::{BTreeMap, VecDeque},

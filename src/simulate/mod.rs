@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How long a plan takes on a machine, predicted by running its schedules as discrete events.
 //!
-//! The schedules of all ranks are executed in simulated time: both lanes of each rank in the order of their lists, waits
-//! between the lanes where an operation names a predecessor, and exchanges under the contract of transports, whole and
-//! without buffering. A message starts when both its ranks have come to it; links and network cards are shared evenly by
-//! the messages that use them. Nothing is random, no thread runs and no memory of tensors is touched, so a simulation
-//! gives the same figures everywhere and every time.
+//! The schedules of all ranks are executed in simulated time: both lanes of each rank in the order of their lists,
+//! waits between the lanes where an operation names a predecessor, and exchanges under the contract of transports,
+//! whole and without buffering. A message starts when both its ranks have come to it; links and network cards are
+//! shared evenly by the messages that use them. Nothing is random, no thread runs and no memory of tensors is touched,
+//! so a simulation gives the same figures everywhere and every time.
 //!
 //! - `tasks` turns the operations of a schedule into seconds and messages, by a [`Machine`];
 //! - `bucket` is a rate limit's bucket, which passes some bytes at once after a pause;
 //! - `resources` shares cores, links and cards among what uses them at the same time;
 //! - `engine` executes the tasks of all ranks.
 //!
-//! What is taken and not taken into account is said in [`machine`](crate::machine). Replicas work on their own batches, so
-//! one group is simulated; it is the first, and has its cards for itself.
+//! What is taken and not taken into account is said in [`machine`](crate::machine). Replicas work on their own batches,
+//! so one group is simulated; it is the first, and has its cards for itself.
 
 mod bucket;
 mod engine;
@@ -92,12 +92,12 @@ impl Simulation {
 impl Plan {
     /// Simulates a run of the first group on a machine.
     ///
-    /// Makes the schedules of all ranks of the group, so it takes as long as planning all of them, and about a microsecond
-    /// for each message.
+    /// Makes the schedules of all ranks of the group, so it takes as long as planning all of them, and about a
+    /// microsecond for each message.
     ///
     /// # Errors
-    /// A machine without a kernel of the problem's element type, or with a field that no description has, such as a rate of 0;
-    /// those of scheduling.
+    /// A machine without a kernel of the problem's element type, or with a field that no description has, such as a
+    /// rate of 0; those of scheduling.
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Layout, Machine, Mesh, Plan, Problem, schedule::Direction};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Jobs in progress, and the resources that they share: cores, links, cards.
 //!
-//! A job has an amount of work and uses up to three resources. A resource divides its capacity evenly among the jobs that
-//! use it; a job is as fast as the slowest of its resources lets it be, and never faster than its own limit. When a job
-//! begins or ends, the speeds of those that share a resource with it change, and so do their ends.
+//! A job has an amount of work and uses up to three resources. A resource divides its capacity evenly among the jobs
+//! that use it; a job is as fast as the slowest of its resources lets it be, and never faster than its own limit. When
+//! a job begins or ends, the speeds of those that share a resource with it change, and so do their ends.
 //!
 //! An even division leaves some capacity unused where a job is held back elsewhere; with the few jobs that meet on a
 //! resource here that is close to what networks do, and it keeps the cost of a change to the jobs concerned.

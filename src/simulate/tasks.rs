@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The operations of a schedule as tasks: a lane, a predecessor, and either seconds or messages.
 //!
-//! This is all that the simulation reads of a schedule. The sizes come from the report's count of operations, the seconds
-//! from the machine's figures.
+//! This is all that the simulation reads of a schedule. The sizes come from the report's count of operations, the
+//! seconds from the machine's figures.
 
 use alloc::vec::Vec;
 
@@ -72,11 +72,10 @@ pub(super) fn tasks(plan: &Plan, schedule: &Schedule, machine: &Machine) -> Resu
             };
             let (kernel, fits) = machine.kernel(shape)?;
             exact &= fits;
-            let (heads, head) = (call.heads as f64, call.head);
+            let of_heads = |count: u64| call.heads as f64 * count as f64;
+            let [rows, keys, edges] = [call.head.rows, call.head.keys, call.head.edges].map(of_heads);
             let flops = 2.0 * call.multiply_adds() as f64;
-            TaskWork::Compute(
-                machine.operation + kernel.seconds(flops, heads * head.rows as f64, heads * head.keys as f64),
-            )
+            TaskWork::Compute(machine.operation + kernel.seconds(flops, rows, keys, edges))
         } else {
             TaskWork::Compute(machine.operation + sizes.copied(i) as f64 / machine.copy)
         };

@@ -22,6 +22,7 @@ fn machine(ranks_per_node: usize, cards_per_node: usize, cores: Option<usize>) -
         rate: 1024.0,
         row: 0.125,
         key: 0.25,
+        edge: 0.0625,
         call: 2.0,
     };
     Machine {
@@ -167,7 +168,8 @@ fn a_bucket_passes_its_bytes_at_once_and_fills_again() {
             vec![exchange(&[(0, 10, RECEIVE)], None), exchange(&[(0, second, RECEIVE)], None)],
         ]
     };
-    // Latency 1, of 10 bytes 6 at once and 4 at 2 a second. Then a bucket of what came in the pause and the next latency.
+    // Latency 1, of 10 bytes 6 at once and 4 at 2 a second. Then a bucket of what came in the pause and the next
+    // latency.
     let s = spans(&lists(0.5, 10), &machine);
     assert_eq!((s[1][0].1, s[1][1].1), (3.0, 4.5 + 7.0 / 2.0));
     // Never more than its size.
@@ -203,8 +205,9 @@ fn a_ring_of_two_by_hand() {
     let plan = Plan::new(&problem, Mesh::ring(2).unwrap(), Layout::Contiguous).unwrap();
     let m = machine(2, 1, None);
     let run = plan.simulate(Direction::Forward, &m).unwrap();
-    // Own share: 10 pairs of 2 · 16 operations at 1,024 a second, 4 rows, 4 keys, the call.
-    let own = 10.0 * 32.0 / 1024.0 + 4.0 * 0.125 + 4.0 * 0.25 + 2.0;
+    // Own share: 10 pairs of 2 · 16 operations at 1,024 a second, 4 rows, 4 keys, 4 rows at the edge of the mask, the
+    // call.
+    let own = 10.0 * 32.0 / 1024.0 + 4.0 * 0.125 + 4.0 * 0.25 + 4.0 * 0.0625 + 2.0;
     let other = 16.0 * 32.0 / 1024.0 + 4.0 * 0.125 + 4.0 * 0.25 + 2.0;
     // k and v, 4 rows of 8 f32 each, from rank 0 to rank 1.
     let fetch = 0.5 + 256.0 / 8.0;
@@ -218,7 +221,7 @@ fn a_ring_of_two_by_hand() {
     // One rank has nothing to wait for.
     let plan = Plan::new(&problem, Mesh::single(), Layout::Contiguous).unwrap();
     let run = plan.simulate(Direction::Forward, &m).unwrap();
-    assert_eq!(run.makespan, 36.0 * 32.0 / 1024.0 + 8.0 * 0.125 + 8.0 * 0.25 + 2.0);
+    assert_eq!(run.makespan, 36.0 * 32.0 / 1024.0 + 8.0 * 0.125 + 8.0 * 0.25 + 8.0 * 0.0625 + 2.0);
     assert_eq!((run.ranks[0].idle, run.exposed()), (0.0, 0.0));
 }
 

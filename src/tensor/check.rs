@@ -15,7 +15,6 @@ use crate::{
     error::{Error, Result},
 };
 use alloc::format;
-use bytemuck::PodCastError;
 use core::ops::Range;
 
 /// Checks that an argument is what a call needs: dtype, shape, an address that is neither null nor unaligned when
@@ -146,17 +145,6 @@ fn refuse_unaligned(name: &str, t: &RawTensor) -> Result<()> {
     }
     let expected = format!("a multiple of {size}, the size of {}", t.dtype);
     Err(Error::invalid(part(name, "ptr"), format!("{address:#x}"), expected).hint("copy into aligned memory"))
-}
-
-pub(super) fn refuse_cast<T: Element>(error: PodCastError, address: usize, count: usize) -> Error {
-    let (size, dtype) = (size_of::<T>(), T::DTYPE);
-    match error {
-        PodCastError::TargetAlignmentGreaterAndInputNotAligned => {
-            Error::invalid("bytes.ptr", format!("{address:#x}"), format!("a multiple of {size}, the size of {dtype}"))
-                .hint("copy the bytes into aligned memory, or place the tensor at an aligned offset")
-        }
-        _ => Error::invalid("bytes.len", count, format!("a multiple of {size}, the size of {dtype}")),
-    }
 }
 
 pub(super) fn rows(t: &RawTensor, range: Range<usize>) -> RawTensor {

@@ -11,9 +11,9 @@
 //!
 //! The search counts its steps and gives up after [`BUDGET`] of them, which takes strides that neither nest nor agree
 //! nor divide, and extents in the tens of thousands. Such a pair is refused, with an error that names this reason: the
-//! caller can copy a tensor, but an unnoticed overlap would give a wrong result. All arithmetic is in bytes and in `i128`,
-//! where it cannot wrap: 64-bit strides are bounded by [`hull`] first. Nothing here allocates unless it refuses, and no memory is
-//! touched.
+//! caller can copy a tensor, but an unnoticed overlap would give a wrong result. All arithmetic is in bytes and in
+//! `i128`, where it cannot wrap: 64-bit strides are bounded by [`hull`] first. Nothing here allocates unless it
+//! refuses, and no memory is touched.
 
 use super::extent::{hull, is_empty, part, refuse_unaddressable};
 use crate::{

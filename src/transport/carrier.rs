@@ -150,8 +150,8 @@ fn message(peer: usize, room: &mut dyn WireBuffer) -> Message {
 /// # Safety
 /// The messages are in rooms that nothing else uses during the call, nor after one that has failed.
 unsafe fn moved(carrier: &dyn Carrier, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-    // SAFETY: the rooms are used by nothing else until the exchange is complete (the contract of this function); after a failure
-    // they are only dropped, and the driver frees memory of a device once nothing there works with it.
+    // SAFETY: the rooms are used by nothing else until the exchange is complete (the contract of this function); after
+    // a failure they are only dropped, and the driver frees memory of a device once nothing there works with it.
     unsafe { carrier.end().exchange(label, sends, recvs) }?;
     carrier.complete()
 }

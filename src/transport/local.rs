@@ -15,8 +15,8 @@
 //! it. A rank whose call fails first removes its lists, so that no rank starts to copy from them, and then waits for
 //! copies in progress; so no memory is accessed after an exchange has returned.
 //!
-//! - A rank that is dropped fails the group only once another rank needs it; a rank that is dropped by a panic fails the
-//!   group at once.
+//! - A rank that is dropped fails the group only once another rank needs it; a rank that is dropped by a panic fails
+//!   the group at once.
 //! - The deadline counts from the last message that moved. The error names the nearest rank that is in no call, along
 //!   the chain of ranks that wait for each other; it does not name a peer that is itself waiting.
 //! - An exchange that is complete returns `Ok` even if something failed meanwhile; the next call reports the failure.
@@ -31,6 +31,7 @@ mod enqueued;
 use super::{
     Label, Message, Transport,
     fault::{AGREEMENT, GroupFailure},
+    rules,
 };
 use crate::error::{Cause, Error, Result};
 use crate::sync::{AtomicBool, Condvar, Lent, Limit, Mutex, MutexGuard, YIELDS, lock, wait, yield_core};
@@ -68,9 +69,7 @@ pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
     if world == 0 {
         return Err(Error::invalid("world", 0, "at least 1 rank"));
     }
-    if deadline.is_zero() {
-        return Err(Error::invalid("deadline", "0", "longer than 0"));
-    }
+    rules::check_deadline(deadline)?;
     let shared = Arc::new(Shared {
         board: Mutex::new(Board::new(world, deadline)),
         condvars: (0..world).map(|_| Condvar::new()).collect(),
@@ -199,8 +198,8 @@ impl Local {
     }
 
     /// Refuses a list that breaks the contract, before anything of it is posted.
-    pub(super) fn check(&self, argument: &str, list: &[Message]) -> Result<()> {
-        super::lists::check(self.rank, self.shared.world, argument, list)
+    pub(super) fn check(&self, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        rules::check_messages(self.rank, self.shared.world, sends, recvs)
     }
 
     /// Parks this rank, whose call is not complete, unless that call cannot become complete any more.
@@ -257,13 +256,7 @@ impl Transport for Local {
 
     fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
         let (rank, shared) = (self.rank, &*self.shared);
-        if !group.contains(&rank) || group.end > shared.world {
-            return Err(Error::invalid(
-                "group",
-                format_args!("{group:?}"),
-                format_args!("a range within 0..{} that contains rank {rank}", shared.world),
-            ));
-        }
+        rules::check_group(rank, shared.world, &group)?;
         let label = Label::new(AGREEMENT, 0);
         let mut board = lock(&shared.board);
         board.enter(rank, label)?;
@@ -287,8 +280,7 @@ impl Transport for Local {
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        self.check("sends", sends)?;
-        self.check("recvs", recvs)?;
+        self.check(sends, recvs)?;
         let (rank, shared) = (self.rank, &*self.shared);
         let mut board = lock(&shared.board);
         board.enter(rank, label)?;

@@ -46,8 +46,6 @@ mod fault;
 #[cfg(feature = "std")]
 pub(crate) mod gather;
 #[cfg(feature = "std")]
-mod lists;
-#[cfg(feature = "std")]
 pub mod local;
 #[cfg(feature = "mpi")]
 pub mod mpi;
@@ -57,6 +55,8 @@ pub mod nccl;
 pub mod peer;
 #[cfg(feature = "std")]
 pub mod ring_check;
+#[cfg(feature = "std")]
+mod rules;
 
 /// Contiguous bytes to send to `peer`, or to receive from it.
 #[derive(Clone, Copy, Debug)]
@@ -70,7 +70,8 @@ pub struct Message {
     pub bytes: usize,
 }
 
-// SAFETY: a Message is an address and numbers; the contract of `Transport::exchange` says which thread may touch the bytes.
+// SAFETY: a Message is an address and numbers; the contract of `Transport::exchange` says which thread may touch the
+// bytes.
 unsafe impl Send for Message {}
 // SAFETY: a Message is an address and numbers; the contract of `Transport::exchange` says which thread may touch the
 // bytes.

@@ -31,10 +31,10 @@
 //! - After a failure, memory that MPI still holds is never freed: some pieces, and the two duplicates. After an `abort`
 //!   all processes stay usable and can make new transports. A rank that leaves long before the others frees its
 //!   duplicates when it next makes or drops a transport (`left_ranks.rs`).
-//! - If not all ranks came to make their transports, a duplicate of the caller's communicator stays under way until they
-//!   come to a later attempt. Until then, with Open MPI 4.1, do not make any communicator (duplicate, split, a transport of
-//!   another communicator), and call no non-blocking collective on this one: they may wait for ever. Each rank counts its
-//!   attempts: one that missed an attempt must make one more than the others.
+//! - If not all ranks came to make their transports, a duplicate of the caller's communicator stays under way until
+//!   they come to a later attempt. Until then, with Open MPI 4.1, do not make any communicator (duplicate, split, a
+//!   transport of another communicator), and call no non-blocking collective on this one: they may wait for ever. Each
+//!   rank counts its attempts: one that missed an attempt must make one more than the others.
 //! - Nothing is sent on the caller's communicator itself, unless a rank does not make its transport in time
 //!   (`arrival.rs`).
 
@@ -50,7 +50,6 @@ mod raw;
 mod wait;
 
 use std::{
-    format,
     ops::Range,
     sync::{Mutex, MutexGuard, PoisonError, TryLockError},
     time::{Duration, Instant},
@@ -58,7 +57,7 @@ use std::{
 
 use ::mpi::{ffi::MPI_Comm, raw::AsRaw};
 
-use super::{Label, Message, Transport, fault::AGREEMENT};
+use super::{Label, Message, Transport, fault::AGREEMENT, rules};
 use crate::error::{Cause, Error, Result};
 use crate::plan::{Fingerprint, ranks_per_node};
 use agreement::AgreementMessages;
@@ -161,9 +160,7 @@ impl Mpi {
         raw::multiple_threads()?;
         raw::own_launcher()?;
         left_ranks::sweep();
-        if deadline.is_zero() {
-            return Err(Error::invalid("deadline", "0 ms", "at least 1 ms"));
-        }
+        rules::check_deadline(deadline)?;
         // SAFETY: `comm` is live or null (the contract of this function); MPI is usable (checked above).
         let comm = unsafe { Comm::new(comm) }?;
         let (rank, world) = comm.place()?;
@@ -181,14 +178,14 @@ impl Mpi {
         Ok(end)
     }
 
-    /// How many ranks of `comm` share a node, for [`Options::ranks_per_node`](crate::Options::ranks_per_node): processes
-    /// of a node share memory (`MPI_COMM_TYPE_SHARED`). All processes of `comm` make this call; it is a collective of MPI
-    /// on `comm`, and waits as such.
+    /// How many ranks of `comm` share a node, for [`Options::ranks_per_node`](crate::Options::ranks_per_node):
+    /// processes of a node share memory (`MPI_COMM_TYPE_SHARED`). All processes of `comm` make this call; it is a
+    /// collective of MPI on `comm`, and waits as such.
     ///
     /// # Errors
-    /// As [`ranks_per_node`](crate::plan::ranks_per_node), where ranks are not numbered node by node or nodes have different
-    /// numbers of them; [`Error::Invalid`] if MPI is not usable or `comm` null or of two groups; [`Error::Device`] if a call of
-    /// MPI fails.
+    /// As [`ranks_per_node`](crate::plan::ranks_per_node), where ranks are not numbered node by node or nodes have
+    /// different numbers of them; [`Error::Invalid`] if MPI is not usable or `comm` null or of two groups;
+    /// [`Error::Device`] if a call of MPI fails.
     pub fn ranks_per_node(comm: &impl AsRaw<Raw = MPI_Comm>) -> Result<usize> {
         raw::usable()?;
         // SAFETY: `AsRaw` vouches for the handle while MPI is usable.
@@ -246,10 +243,7 @@ impl Mpi {
                 poisoned.into_inner()
             }
             Err(TryLockError::WouldBlock) => {
-                let Label { operation, step, .. } = self.group.label();
-                let found = format!("called on rank {} while it is in {operation}, step {step}", self.group.rank);
-                return Err(Error::invalid(label.operation, found, "one call at a time")
-                    .hint("the exchanges and agreements of one rank are serial: start them from one thread"));
+                return Err(rules::not_serial(label, self.group.rank, Some(self.group.label())));
             }
         };
         raw::usable()?;
@@ -272,13 +266,7 @@ impl Transport for Mpi {
 
     fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
         let MpiGroup { rank, world, .. } = self.group;
-        if !group.contains(&rank) || group.end > world {
-            return Err(Error::invalid(
-                "group",
-                format_args!("{group:?}"),
-                format_args!("a range within 0..{world} that contains rank {rank}"),
-            ));
-        }
+        rules::check_group(rank, world, &group)?;
         let label = Label::new(AGREEMENT, 0);
         let mut calls = self.enter(label)?;
         let outcome = calls.agreements.take(&self.group, self.others, group.clone(), fingerprint);
@@ -300,8 +288,7 @@ impl Transport for Mpi {
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        super::lists::check(self.group.rank, self.group.world, "sends", sends)?;
-        super::lists::check(self.group.rank, self.group.world, "recvs", recvs)?;
+        rules::check_messages(self.group.rank, self.group.world, sends, recvs)?;
         let mut calls = self.enter(label)?;
         calls.pipes.list(sends, recvs);
         // SAFETY: the messages' bytes are valid until this returns (the contract of `Transport::exchange`).

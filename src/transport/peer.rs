@@ -9,9 +9,9 @@
 //! 1. each rank records its event `ready` after the work that writes the bytes it sends, and enters the exchange;
 //! 2. for each pair of ranks, the second to arrive makes the receiver's stream wait for the sender's `ready`, enqueues
 //!    the copies on the receiver's stream, and records the pair's event `done` after them;
-//! 3. when all copies from and to a rank are enqueued, it has its own stream wait for `done` of all that it sent to, so that
-//!    the bytes are not overwritten too early. (These waits come behind its own receives: both ways of a link copy at the
-//!    same time.) A pair's `done` is recorded anew in an exchange that the sender has come to, hence after this.
+//! 3. when all copies from and to a rank are enqueued, it has its own stream wait for `done` of all that it sent to, so
+//!    that the bytes are not overwritten too early. (These waits come behind its own receives: both ways of a link copy
+//!    at the same time.) A pair's `done` is recorded anew in an exchange that the sender has come to, hence after this.
 //!
 //! A rank that fails also waits for `done` before its run returns the error: after that, no copy from or to its memory
 //! is enqueued or in progress.
@@ -171,7 +171,8 @@ fn apart(rank: usize, peer: usize, [ours, theirs]: [u64; 2]) -> Error {
 }
 
 impl PeerStream {
-    /// Enqueues the messages from one rank to another, on the stream of the second: behind what wrote them, and before `done`.
+    /// Enqueues the messages from one rank to another, on the stream of the second: behind what wrote them, and before
+    /// `done`.
     fn enqueue(streams: &[Self], [from, to]: [usize; 2], next: &mut dyn FnMut() -> Option<[Message; 2]>) -> Result<()> {
         let Some(first) = next() else { return Ok(()) };
         let (sender, receiver) = (&streams[from], &streams[to]);
@@ -186,8 +187,8 @@ impl PeerStream {
             sender.ready.hold(stream)?;
             let mut message = Some(first);
             while let Some([send, recv]) = message {
-                // SAFETY: both ranks are in exchanges that list these bytes, of one size, and so promise them until the batch
-                // is complete, which the events order.
+                // SAFETY: both ranks are in exchanges that list these bytes, of one size, and so promise them until the
+                // batch is complete, which the events order.
                 unsafe { copy(recv.ptr, send.ptr, recv.bytes, stream) }?;
                 message = next();
             }
@@ -195,8 +196,8 @@ impl PeerStream {
         };
         enqueue().inspect_err(|_| {
             // The sender's memory is its own again once its call has returned: what was enqueued is over first. If the
-            // driver cannot even wait, the first error says more. What is captured has not begun, and its stream cannot be
-            // waited for.
+            // driver cannot even wait, the first error says more. What is captured has not begun, and its stream cannot
+            // be waited for.
             if captures == [0, 0] {
                 let _ = receiver.stream.synchronize();
             }
@@ -233,8 +234,7 @@ impl Transport for Peer {
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        self.local.check("sends", sends)?;
-        self.local.check("recvs", recvs)?;
+        self.local.check(sends, recvs)?;
         let _entered = self.cuda.context().enter()?;
         let own = self.own();
         own.ready.record(own.stream.handle())?;
@@ -245,8 +245,8 @@ impl Transport for Peer {
         if outcome.is_ok() {
             return self.hold_until_sent(sends);
         }
-        // Of a call that failed some messages may be on their way: the run waits for them on the host, behind this stream.
-        // Where a graph is captured nothing is. A second error says nothing new.
+        // Of a call that failed some messages may be on their way: the run waits for them on the host, behind this
+        // stream. Where a graph is captured nothing is. A second error says nothing new.
         if own.capture.load(Ordering::Relaxed) == 0 {
             let _ = self.hold_until_sent(sends);
         }

@@ -138,7 +138,8 @@ struct LedgerRound<'a> {
 /// all links in the order in which they were measured, other ranks those measured before their last turn.
 ///
 /// # Errors
-/// What failed, on every rank that noticed; [`RingFault::Failed`] with [`Error::Invalid`] for a ring of one rank or 0 bytes.
+/// What failed, on every rank that noticed; [`RingFault::Failed`] with [`Error::Invalid`] for a ring of one rank or 0
+/// bytes.
 ///
 /// ```
 /// use cpattn::transport::{local, ring_check};
@@ -294,8 +295,8 @@ impl LedgerRound<'_> {
         written.map_err(|error| self.fault(error))
     }
 
-    /// Compares it with what `peer` was called with: a large message of another size would be refused in other words by each
-    /// transport, or not at all.
+    /// Compares it with what `peer` was called with: a large message of another size would be refused in other words by
+    /// each transport, or not at all.
     fn same_bytes(&mut self, peer: usize) -> Result<(), RingFault> {
         let mut word = [0; 8];
         self.word.get(&mut word).map_err(|error| self.fault(error))?;

@@ -61,7 +61,6 @@ pub type Arrived = [Vec<u8>; 2];
 
 /// What ranks on the CPU make of it, rank by rank.
 pub fn on_the_cpu<T: Element>(plan: &Plan, side: Side, dim: usize, seed: u64) -> Vec<Arrived> {
-    let ends = local::group(plan.mesh().world(), Duration::from_secs(60)).unwrap();
     let run = |end| -> Arrived {
         let mut rank = Rank::new(end);
         let me = rank.rank();
@@ -78,10 +77,7 @@ pub fn on_the_cpu<T: Element>(plan: &Plan, side: Side, dim: usize, seed: u64) ->
         rank.to_tokens(plan, side, view.unwrap(), out.unwrap()).unwrap();
         [at_heads, back].map(|list| bytemuck::cast_slice(&list).to_vec())
     };
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(|| run(end))).collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    })
+    local::run(plan.mesh().world(), Duration::from_secs(60), |end| Ok(run(end))).unwrap()
 }
 
 /// Bytes between rows, which stay as they are.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What ranks on devices do together between runs, whatever their transport: rows of the host that lie some tokens on, and the
-//! trace of a run.
+//! What ranks on devices do together between runs, whatever their transport: rows of the host that lie some tokens on,
+//! and the trace of a run.
 
 use cpattn::{
     Batch, Dtype, Error, Layout, Mesh, Plan, Problem, Rank, Side,

@@ -75,11 +75,25 @@ pub struct Results<T: Element> {
     pub dsinks: Vec<T::Acc>,
 }
 
-fn gather<T: Copy>(all: &[T], tokens: &[usize], row: usize) -> Vec<T> {
+impl<T: Element> Results<T> {
+    /// Results that are NaN: a row that nothing writes must show.
+    pub fn unwritten(p: &Problem) -> Self {
+        let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
+        let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
+        let nan = |n: usize| vec![T::from_f64(f64::NAN); n];
+        let lse = vec![<T::Acc as Element>::from_f64(f64::NAN); nq * hq];
+        let (dq, dk) = (nan(nq * hq * d), nan(nk * hk * d));
+        Self { o: nan(nq * hq * dv), lse, dq, dk, dv: nan(nk * hk * dv), dsinks: Vec::new() }
+    }
+}
+
+/// The rows of a rank's tokens.
+pub fn gather<T: Copy>(all: &[T], tokens: &[usize], row: usize) -> Vec<T> {
     tokens.iter().flat_map(|&t| all[t * row..(t + 1) * row].iter().copied()).collect()
 }
 
-fn scatter<T: Copy>(all: &mut [T], part: &[T], tokens: &[usize], row: usize) {
+/// Puts the rows of a rank's tokens in their places.
+pub fn scatter<T: Copy>(all: &mut [T], part: &[T], tokens: &[usize], row: usize) {
     for (i, &t) in tokens.iter().enumerate() {
         all[t * row..(t + 1) * row].copy_from_slice(&part[i * row..(i + 1) * row]);
     }
@@ -95,19 +109,11 @@ pub fn run<T: Element>(plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
 /// As [`run`], on ranks that exist.
 pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
     let p = plan.problem();
-    let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
     let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
     // Results start as NaN: a row that nothing writes must show.
     let nan = T::from_f64(f64::NAN);
     let acc_nan = <T::Acc as Element>::from_f64(f64::NAN);
-    let all = Mutex::new(Results {
-        o: vec![nan; nq * hq * dv],
-        lse: vec![acc_nan; nq * hq],
-        dq: vec![nan; nq * hq * d],
-        dk: vec![nan; nk * hk * d],
-        dv: vec![nan; nk * hk * dv],
-        dsinks: Vec::new(),
-    });
+    let all = Mutex::new(Results::unwritten(p));
     let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
         let threads: Vec<_> = ranks
             .into_iter()
@@ -220,8 +226,8 @@ pub fn error<T: Element>(got: &[T], want: &[f64]) -> f64 {
     rms(got.iter().zip(want).map(|(g, &w)| if g.to_f64() == w { 0.0 } else { g.to_f64() - w }))
 }
 
-/// The error rule: RMS error against f64 at most `1.1 × the one-rank error of the same kernel + 4·2⁻²⁴ · RMS(reference)`
-/// (more where large sinks are), and lse within `1e-5`.
+/// The error rule: RMS error against f64 at most `1.1 × the one-rank error of the same kernel + 4·2⁻²⁴ ·
+/// RMS(reference)` (more where large sinks are), and lse within `1e-5`.
 pub fn check<T: Element>(what: &str, got: &Results<T>, one: &Results<T>, want: &Results<f64>) {
     check_within(1.0, what, got, one, want);
 }
@@ -234,8 +240,8 @@ pub fn check_within<T: Element>(slack: f64, what: &str, got: &Results<T>, one: &
     let largest = want.lse.iter().filter(|l| l.is_finite()).fold(0.0, |m: f64, l| m.max(l.abs()));
     let sinks = if want.dsinks.is_empty() { 1.0 } else { (largest / 4.0).max(1.0) };
     let floor = slack * 4.0 * T::Acc::DTYPE.unit_roundoff() * sinks;
-    // ds is a difference, do·v − delta, and nothing is left of it where a row sees one key. Where (nearly) all rows are such,
-    // what rounds are its terms, which are of the size of o and dv.
+    // ds is a difference, do·v − delta, and nothing is left of it where a row sees one key. Where (nearly) all rows are
+    // such, what rounds are its terms, which are of the size of o and dv.
     let terms = rms(want.o.iter().copied()) * rms(want.dv.iter().copied());
     let of_terms = |scale: f64| if scale < 1e-3 * terms { terms } else { scale };
     let rule = |name: &str, got: &[T], one: &[T], want: &[f64]| {
@@ -264,7 +270,8 @@ pub fn one_rank<T: Element>(p: &Problem, data: &Data<T>) -> Results<T> {
     run(&Plan::new(p, Mesh::single(), Layout::Contiguous).unwrap(), data).unwrap()
 }
 
-/// The rule for the CUDA kernels, whose f32 sums come in another order on one rank than on several; `slack` is for a bf16 wire.
+/// The rule for the CUDA kernels, whose f32 sums come in another order on one rank than on several; `slack` is for a
+/// bf16 wire.
 pub fn check_on_device<T: Element<Acc = f32>>(
     what: &str,
     got: &Results<T>,

@@ -84,8 +84,8 @@ pub enum Fault {
     Silence,
 }
 
-/// Makes call number `at` go wrong; `agree` and `exchange` count, from 0. Give one rank of a group a fault and the others
-/// [`Fault::None`], so that all ranks have the same type.
+/// Makes call number `at` go wrong; `agree` and `exchange` count, from 0. Give one rank of a group a fault and the
+/// others [`Fault::None`], so that all ranks have the same type.
 pub struct FaultAt {
     at: u64,
     fault: Fault,

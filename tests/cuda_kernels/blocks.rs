@@ -17,8 +17,8 @@ fn download(device: &Device, dtype: Dtype, memory: &Memory) -> Vec<f64> {
     device.download(memory).chunks_exact(dtype.size()).map(|b| decode(dtype, b)).collect()
 }
 
-/// Copies, casts and sums between all pairs of types, for shapes that do and do not allow 16-byte accesses, in one tile of
-/// a block of threads and in several.
+/// Copies, casts and sums between all pairs of types, for shapes that do and do not allow 16-byte accesses, in one tile
+/// of a block of threads and in several.
 #[test]
 fn transforms() {
     let Some(device) = Device::open() else { return };

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A problem, and one way of cutting it into ranges.
 //!
-//! Rows that belong to no range, and columns between one token and the next, hold NaN: whatever reads a neighbour shows.
+//! Rows that belong to no range, and columns between one token and the next, hold NaN: whatever reads a neighbour
+//! shows.
 
 use cpattn::call::{Range, Score};
 use cpattn::kernel::reference::{Attention, Gradient, Output};

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The forward for `sm_90a` in clusters of two blocks, as `CPATTN_CUDA_CLUSTER` asks for: against attention in f64, and bit by bit
-//! against the same kernels without clusters; and which calls take it.
+//! The forward for `sm_90a` in clusters of two blocks, as `CPATTN_CUDA_CLUSTER` asks for: against attention in f64, and
+//! bit by bit against the same kernels without clusters; and which calls take it.
 //!
-//! A tile of keys is copied by both blocks of a cluster to both. The cases are such that no heads share a tile: q ranges that fill
-//! more than half of their last tile, whose rows meet equally many tiles of keys from its beginning to its end. Devices without
-//! these kernels refuse the variable.
+//! A tile of keys is copied by both blocks of a cluster to both. The cases are such that no heads share a tile: q
+//! ranges that fill more than half of their last tile, whose rows meet equally many tiles of keys from its beginning to
+//! its end. Devices without these kernels refuse the variable.
 
 use crate::case::{Case, Cut};
 use crate::device::{Device, emulated_count};
@@ -17,8 +17,8 @@ use cpattn::{Dtype, Error};
 const VARIABLE: &str = "CPATTN_CUDA_CLUSTER";
 const ASKED: &[(&str, &str)] = &[(VARIABLE, "1")];
 
-/// A device whose calls take clusters, and the same without them; none where there are no clusters, which the variable's
-/// refusal has to say. Only in a process with one test, in which the variable asks for clusters.
+/// A device whose calls take clusters, and the same without them; none where there are no clusters, which the
+/// variable's refusal has to say. Only in a process with one test, in which the variable asks for clusters.
 fn devices() -> Option<[Device; 2]> {
     let with = Cuda::new(0);
     // SAFETY: this process runs one test, and no other thread of it reads or writes the environment meanwhile.
@@ -118,8 +118,8 @@ fn options() {
             let documents = vec![(100, 300, 200)];
             same(&devices, &Case { documents, score: Score { window_left: i64::MAX, ..scored.score }, ..scored }, true);
         }
-        // Stretches of many tiles, tiles that meet nothing, rows without keys; then ranges of which each fills its tiles, in calls
-        // that begin a result, add to it and end it.
+        // Stretches of many tiles, tiles that meet nothing, rows without keys; then ranges of which each fills its
+        // tiles, in calls that begin a result, add to it and end it.
         let long = vec![(330, 700, 0), (0, 140, 0), (100, 0, 0), (128, 128, -900)];
         let long = Case { documents: long, score: open, ..base.clone() };
         same(&devices, &long, true);
@@ -156,8 +156,8 @@ fn keys_are_copied_once_for_two_heads() {
     }
 }
 
-/// For the kernel of a shape, named as its file: mutants are tried on it (`mutate --only`), so it is small. One cluster takes
-/// items of many tiles of keys and of none, and of a mask that begins late.
+/// For the kernel of a shape, named as its file: mutants are tried on it (`mutate --only`), so it is small. One cluster
+/// takes items of many tiles of keys and of none, and of a mask that begins late.
 fn walk(dims: (usize, usize)) {
     let Some(device) = devices().map(|[device, _]| device) else { return };
     device.cuda.set_sm_margin(device.cuda.multiprocessors() - 2);
@@ -204,7 +204,8 @@ fn grids() {
     }
 }
 
-/// Calls that cannot: single heads, odd groups, pairs of which the call holds one, tiles that heads share, other head dims.
+/// Calls that cannot: single heads, odd groups, pairs of which the call holds one, tiles that heads share, other head
+/// dims.
 #[test]
 fn calls_without_pairs() {
     if !alone_with("clusters::calls_without_pairs", ASKED) {

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A device for tests: a driver (real or emulated), a stream, and memory that is allocated to the byte.
 
+use crate::driver;
+pub use crate::driver::emulated_count;
 use core::ptr::null_mut;
+use cpattn::Dtype;
 use cpattn::call::{RawStream, RawTensor};
 use cpattn::kernel::cuda::{Cuda, Family};
-use cpattn::{Dtype, Error};
 use cudarc::driver::sys;
 
 /// Panics unless a driver call succeeded.
@@ -17,22 +19,6 @@ macro_rules! ok {
 }
 
 pub(crate) use ok;
-
-/// How often the stand-in driver did this, by its name; none of another driver.
-pub fn emulated_count(what: &std::ffi::CStr) -> Option<u64> {
-    let mut f = null_mut();
-    let mut status = sys::CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
-    // SAFETY: a name that ends in a zero byte, pointers to locals; only the stand-in driver has a function of that name, with
-    // this signature.
-    unsafe {
-        let code = sys::cuGetProcAddress_v2(c"cuEmuCount".as_ptr(), &raw mut f, 13000, 0, &raw mut status);
-        if code != sys::CUresult::CUDA_SUCCESS || f.is_null() {
-            return None;
-        }
-        let count: unsafe extern "C" fn(*const std::ffi::c_char) -> u64 = std::mem::transmute(f);
-        Some(count(what.as_ptr()))
-    }
-}
 
 pub struct Device {
     pub cuda: Cuda,
@@ -52,14 +38,7 @@ impl Device {
 
     /// With this one.
     pub fn of(cuda: cpattn::Result<Cuda>) -> Option<Self> {
-        let cuda = match cuda {
-            Ok(cuda) => cuda,
-            Err(Error::Unsupported { option, limit, .. }) if std::env::var_os("CPATTN_REQUIRE_CUDA").is_none() => {
-                eprintln!("no driver, nothing tested: {option}: {limit}");
-                return None;
-            }
-            Err(error) => panic!("{error}"),
-        };
+        let cuda = driver::opened(cuda)?;
         let (mut context, mut stream) = (null_mut(), null_mut());
         ok!(cuDevicePrimaryCtxRetain(&raw mut context, 0));
         ok!(cuCtxSetCurrent(context));

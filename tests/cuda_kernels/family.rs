@@ -98,7 +98,8 @@ fn a_variable_that_names_nothing_is_refused() {
     }
 }
 
-/// A driver that refuses tensor maps: calls whose tensors need them fail, and say what to do; no other kernel takes them.
+/// A driver that refuses tensor maps: calls whose tensors need them fail, and say what to do; no other kernel takes
+/// them.
 #[test]
 fn a_driver_that_refuses_maps_is_not_hidden() {
     let test = "family::a_driver_that_refuses_maps_is_not_hidden";

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The forward kernels for `sm_90a` on the cases of the others, at the head dims that they have shapes for. Their tiles are
-//! 128 q rows by 128 keys (112 at head dims above 128, 80 above 192; 128 where those of v are at most 128), in two warpgroups
-//! of 64 rows each; at head dims up to 64 there are three.
+//! The forward kernels for `sm_90a` on the cases of the others, at the head dims that they have shapes for. Their tiles
+//! are 128 q rows by 128 keys (112 at head dims above 128, 80 above 192; 128 where those of v are at most 128), in two
+//! warpgroups of 64 rows each; at head dims up to 64 there are three.
 //!
 //! On a device of another compute capability the same cases run on the kernels for `sm_80`.
 
@@ -160,8 +160,8 @@ fn runs_repeat() {
     runs_repeat_of(&device, "hopper repeat", &EVERY, forward);
 }
 
-/// Lists among a kernel's parameters and lists on the device, which those of many documents are: the same bits. Tiles of one
-/// head and shared ones, softcap and slopes, walks over several ranges.
+/// Lists among a kernel's parameters and lists on the device, which those of many documents are: the same bits. Tiles
+/// of one head and shared ones, softcap and slopes, walks over several ranges.
 #[test]
 fn lists_give_the_same_bits_wherever_they_are() {
     let _turn = turn();
@@ -193,7 +193,8 @@ fn gradients_follow() {
     }
 }
 
-/// Whether this process runs one test only; if not, makes one that does. The stand-in driver counts what a process does.
+/// Whether this process runs one test only; if not, makes one that does. The stand-in driver counts what a process
+/// does.
 pub fn alone(test: &str) -> bool {
     alone_with(test, &[])
 }
@@ -253,9 +254,9 @@ fn launch_with(device: &Device, staging: &mut Staging, change: impl Fn(&mut Atte
     Ok(device.download(&o).chunks_exact(2).map(|b| decode(Dtype::Bf16, b)).collect())
 }
 
-/// A launch leaves the counter of its items at zero for the next one, and nothing is cleared in between: with blocks that take
-/// several items and with one for each, with two counters in turn, after calls that failed, after such that ran as the
-/// kernel for `sm_80`, and in a ring that was made for that kernel.
+/// A launch leaves the counter of its items at zero for the next one, and nothing is cleared in between: with blocks
+/// that take several items and with one for each, with two counters in turn, after calls that failed, after such that
+/// ran as the kernel for `sm_80`, and in a ring that was made for that kernel.
 #[test]
 fn counters_come_back_to_zero() {
     if !alone("hopper::counters_come_back_to_zero") {
@@ -289,8 +290,8 @@ fn counters_come_back_to_zero() {
     }
 }
 
-/// Devices of compute capability 9.0 take these kernels, all others those for `sm_80`, and so do calls whose tensors maps
-/// cannot describe: they compute the same.
+/// Devices of compute capability 9.0 take these kernels, all others those for `sm_80`, and so do calls whose tensors
+/// maps cannot describe: they compute the same.
 #[test]
 fn the_family_follows_device_and_tensors() {
     if !alone("hopper::the_family_follows_device_and_tensors") {
@@ -334,8 +335,8 @@ fn the_family_follows_device_and_tensors() {
     let (expected, by) = launched(&grouped);
     assert_eq!(by, [Some(u64::from(on_hopper)), Some(u64::from(!on_hopper))], "a group");
     close("heads at one place", &o, &expected);
-    // Heads 2^40 bytes apart, of which a call with one q head reads the first; and more rows than a map has coordinates for. One
-    // step less of either is a map's.
+    // Heads 2^40 bytes apart, of which a call with one q head reads the first; and more rows than a map has coordinates
+    // for. One step less of either is a map's.
     let one_head = |call: &mut Attend| [&mut call.q, &mut call.o, &mut call.lse].into_iter().for_each(|t| t.heads = 1);
     let apart = |stride: i64| {
         move |call: &mut Attend| {

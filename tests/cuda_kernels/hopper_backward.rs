@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The backward kernels for `sm_90a` against attention in f64, with every option and kind of range; which calls they take; and
-//! that they give the same bits in every order of blocks and warps.
+//! The backward kernels for `sm_90a` against attention in f64, with every option and kind of range; which calls they
+//! take; and that they give the same bits in every order of blocks and warps.
 //!
-//! Tiles are 64 q rows by 128 keys; at head dims 192 and 128 (`MLA`) the steps have an order of their own. On a device of another compute capability the same cases run on the kernels for `sm_80`.
+//! Tiles are 64 q rows by 128 keys; at head dims 192 and 128 (`MLA`) the steps have an order of their own. At 256
+//! (`LARGE`) tiles have 64 keys, and the two warpgroups make different products. On a device of another compute
+//! capability the same cases run on the kernels for `sm_80`.
 
 use crate::case::{Case, Cut, encode, random};
 use crate::device::{Device, Memory, emulated_count};
@@ -15,6 +17,7 @@ use cpattn::kernel::cuda::{Cuda, Family};
 
 const DIMS: (usize, usize) = (128, 128);
 const MLA: (usize, usize) = (192, 128);
+const LARGE: (usize, usize) = (256, 256);
 
 fn all(cases: &[Case]) {
     let _turn = turn();
@@ -38,6 +41,9 @@ fn lengths() {
         new(&[(64, 128, 64), (128, 128, 0), (129, 40, -80)], Dtype::F16),
         of(Dtype::F16, MLA, &new(&[(76, 270, 194), (20, 0, 0), (0, 20, 0)], Dtype::F16)),
         of(Dtype::Bf16, MLA, &new(&[(1, 1, 0), (63, 127, 64), (65, 129, 64), (5, 0, -5)], Dtype::Bf16)),
+        of(Dtype::F16, LARGE, &new(&[(76, 150, 74), (20, 0, 0), (0, 20, 0)], Dtype::F16)),
+        of(Dtype::Bf16, LARGE, &new(&[(1, 1, 0), (63, 65, 2), (65, 63, -2), (5, 0, -5)], Dtype::Bf16)),
+        of(Dtype::F16, LARGE, &new(&[(64, 64, 0), (129, 40, -80)], Dtype::F16)),
     ]);
 }
 
@@ -48,6 +54,7 @@ fn dims() {
     all(&[(104, 128), (128, 72), (8, 104), (120, 8)].map(|dims| of(Dtype::Bf16, dims, &base)));
     all(&[(64, 64), (40, 24), (8, 56), (64, 8)].map(|dims| of(Dtype::F16, dims, &base)));
     all(&[MLA, (136, 128), (184, 72), (160, 8), (144, 120)].map(|dims| of(Dtype::Bf16, dims, &base)));
+    all(&[(200, 256), (256, 72), (8, 232), (248, 8)].map(|dims| of(Dtype::F16, dims, &base)));
 }
 
 /// Full, causal, windows on both sides, and windows that hide everything.
@@ -63,8 +70,10 @@ fn windows() {
         ..base.clone()
     };
     all(&windows.map(|window| with(&base, window)));
-    let base = of(Dtype::F16, MLA, &base);
-    all(&windows.map(|window| with(&base, window)));
+    for dims in [MLA, LARGE] {
+        let base = of(Dtype::F16, dims, &base);
+        all(&windows.map(|window| with(&base, window)));
+    }
 }
 
 /// Softcap, ALiBi, sinks, and scales that are not positive or nearly 0.
@@ -79,11 +88,14 @@ fn scores() {
     };
     all(&base.with_scores());
     all(&of(Dtype::Bf16, (64, 64), &base).with_scores());
-    all(&of(Dtype::F16, MLA, &base).with_scores());
-    all(&of(Dtype::Bf16, MLA, &base).with_scores());
+    for dims in [MLA, LARGE] {
+        all(&of(Dtype::F16, dims, &base).with_scores());
+        all(&of(Dtype::Bf16, dims, &base).with_scores());
+    }
 }
 
-/// Groups of heads, calls that hold only some heads of the problem, dk and dv of each q head, and such that are added to.
+/// Groups of heads, calls that hold only some heads of the problem, dk and dv of each q head, and such that are added
+/// to.
 #[test]
 fn heads() {
     let base = Case {
@@ -102,15 +114,18 @@ fn heads() {
         Case { held: 2..5, accumulate: true, ..base.clone() },
         Case { heads: 16, kv_heads: 1, held: 0..16, documents: vec![(20, 40, 20)], ..base.clone() },
     ]);
-    let base = of(Dtype::Bf16, MLA, &base);
-    all(&[
-        Case { held: 1..5, accumulate: true, ..base.clone() },
-        Case { held: 4..6, per_q_head: true, ..base.clone() },
-        Case { heads: 16, kv_heads: 1, held: 0..16, documents: vec![(20, 40, 20)], ..base },
-    ]);
+    for dims in [MLA, LARGE] {
+        let base = of(Dtype::Bf16, dims, &base);
+        all(&[
+            Case { held: 1..5, accumulate: true, ..base.clone() },
+            Case { held: 4..6, per_q_head: true, ..base.clone() },
+            Case { heads: 16, kv_heads: 1, held: 0..16, documents: vec![(20, 40, 20)], ..base },
+        ]);
+    }
 }
 
-/// Ranges of every kind, keys spread over several calls, tiles that meet others in every order in which lists may name them.
+/// Ranges of every kind, keys spread over several calls, tiles that meet others in every order in which lists may name
+/// them.
 #[test]
 fn ranges() {
     let base = Case {
@@ -131,21 +146,20 @@ fn ranges() {
         Case { cut: Cut::Chunks(4), ..long.clone() },
         Case { cut: Cut::Striped(2, 150), score: narrow, ring_steps: 2, dtype: Dtype::F16, ..long.clone() },
         Case { cut: Cut::Chunks(3), score: ahead, per_q_head: true, ..long.clone() },
-        Case { cut: Cut::Chunks(5), ring_steps: 3, ..of(Dtype::Bf16, MLA, &base) },
-        Case { cut: Cut::Striped(2, 150), ring_steps: 2, accumulate: true, ..of(Dtype::F16, MLA, &long) },
-        Case {
-            cut: Cut::Striped(2, 5),
-            ring_steps: 2,
-            alibi_slopes: true,
-            score: narrow,
-            ..of(Dtype::Bf16, MLA, &base)
-        },
     ]);
+    for dims in [MLA, LARGE] {
+        let short = of(Dtype::Bf16, dims, &base);
+        all(&[
+            Case { cut: Cut::Chunks(5), ring_steps: 3, ..short.clone() },
+            Case { cut: Cut::Striped(2, 150), ring_steps: 2, accumulate: true, ..of(Dtype::F16, dims, &long) },
+            Case { cut: Cut::Striped(2, 5), ring_steps: 2, alibi_slopes: true, score: narrow, ..short },
+        ]);
+    }
 }
 
-/// What tells most mutants of the kernel, small cases first (`mutate --only` tries them on this test, which is named as the
-/// kernel's file). One block takes all items, so that what is left of one shows in the next; q heads of a group in several
-/// items; more steps than are prepared at once; tiles that meet nothing between others.
+/// What tells most mutants of the kernel, small cases first (`mutate --only` tries them on this test, which is named as
+/// the kernel's file). One block takes all items, so that what is left of one shows in the next; q heads of a group in
+/// several items; more steps than are prepared at once; tiles that meet nothing between others.
 #[test]
 fn bf16_128() {
     by_one_block(DIMS);
@@ -159,6 +173,11 @@ fn bf16_64() {
 #[test]
 fn bf16_192128() {
     by_one_block(MLA);
+}
+
+#[test]
+fn bf16_256() {
+    by_one_block(LARGE);
 }
 
 fn by_one_block(dims: (usize, usize)) {
@@ -182,7 +201,7 @@ fn by_one_block(dims: (usize, usize)) {
 fn runs_repeat() {
     let _turn = turn();
     let Some(device) = Device::open_hopper() else { return };
-    runs_repeat_of(&device, "hopper backward repeat", &[DIMS, (64, 64), MLA], check);
+    runs_repeat_of(&device, "hopper backward repeat", &[DIMS, (64, 64), MLA, LARGE], check);
 }
 
 struct Call {
@@ -268,8 +287,8 @@ fn all_backwards(c: &mut AttendBackward) {
     all.into_iter().for_each(backwards);
 }
 
-/// At head dims 192 and 128 the two kernels have tiles of 128 and of 64 keys, each in a list of its own. A launch takes the list of
-/// the kernel that does it, in the first copy of the metadata and in one that the device has already.
+/// At head dims 192 and 128 the two kernels have tiles of 128 and of 64 keys, each in a list of its own. A launch takes
+/// the list of the kernel that does it, in the first copy of the metadata and in one that the device has already.
 #[test]
 fn each_kernel_has_its_own_tiles() {
     if !alone("hopper_backward::each_kernel_has_its_own_tiles") {
@@ -293,8 +312,8 @@ fn each_kernel_has_its_own_tiles() {
     assert_eq!(call.launched_twice(|_| ()), ([2, 0, 0], plain));
 }
 
-/// Devices of compute capability 9.0 take these kernels at the head dims that have one, for all gradients, and the fused ones
-/// for `sm_80` where maps cannot describe a tensor: they compute the same.
+/// Devices of compute capability 9.0 take these kernels at the head dims that have one, for all gradients, and the
+/// fused ones for `sm_80` where maps cannot describe a tensor: they compute the same.
 #[test]
 fn the_family_follows_device_dims_and_tensors() {
     if !alone("hopper_backward::the_family_follows_device_dims_and_tensors") {
@@ -305,8 +324,10 @@ fn the_family_follows_device_dims_and_tensors() {
         return;
     }
     let is_hopper = std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm == "90");
-    for (d, dv) in [(64, 64), (96, 96), (104, 96), (128, 128), (64, 128), (192, 128), (192, 192), (256, 256)] {
-        let taken = is_hopper && (d.max(dv) <= 64 || d.max(dv) > 96 && d.max(dv) <= 128 || (d, dv) == (192, 128));
+    for (d, dv) in
+        [(64, 64), (96, 96), (104, 96), (128, 128), (64, 128), (192, 128), (192, 192), (136, 200), (256, 256)]
+    {
+        let taken = is_hopper && !matches!((d, dv), (96, 96) | (192, 192));
         let expected = if taken { Family::Sm90a } else { Family::Sm80 };
         assert_eq!(device.cuda.backward_family(Dtype::F16, d, dv), Ok(expected), "{d}/{dv}");
     }

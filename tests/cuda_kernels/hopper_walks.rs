@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Long walks of each forward kernel for `sm_90a`: over many tiles of keys, in one range and in many, by blocks that take
-//! several items, with merges, masks and shared tiles. A test for each kernel, named as its file: mutants of a kernel are tried
-//! on its own test first (`mutate --only`), so what tells most of them comes first and is small.
+//! Long walks of each forward kernel for `sm_90a`: over many tiles of keys, in one range and in many, by blocks that
+//! take several items, with merges, masks and shared tiles. A test for each kernel, named as its file: mutants of a
+//! kernel are tried on its own test first (`mutate --only`), so what tells most of them comes first and is small.
 
 use crate::case::{Case, Cut};
 use crate::device::Device;
@@ -15,8 +15,8 @@ fn walks(dims: (usize, usize)) {
     let Some(device) = Device::open_hopper() else { return };
     let base = Case::new("hopper walks", Dtype::Bf16, dims);
     let open = Score { window_right: i64::MAX, ..base.score };
-    // All items by one block: what is left of one item shows in the next. Three calls: one begins a result, one adds to it in
-    // place, one ends it.
+    // All items by one block: what is left of one item shows in the next. Three calls: one begins a result, one adds to
+    // it in place, one ends it.
     device.cuda.set_sm_margin(u32::MAX);
     let documents = vec![(140, 300, 160), (20, 20, 0), (20, 0, 0), (0, 20, 0)];
     let merged = Case { documents, heads: 4, kv_heads: 2, held: 0..4, cut: Cut::Striped(2, 8), ..base.clone() };

@@ -10,10 +10,13 @@ mod captured;
 mod case;
 mod clusters;
 mod device;
+#[path = "../common/driver.rs"]
+mod driver;
 mod family;
 mod hopper;
 mod hopper_backward;
 mod hopper_walks;
+mod narrow;
 mod repeated;
 mod run;
 mod sections;
@@ -178,8 +181,8 @@ fn every_kernel_takes_turns() {
     all(&cases);
 }
 
-/// Tiles that meet many more others than are prepared at once, on either side: each in a range of its own, or all in one,
-/// which is then cut in its midst.
+/// Tiles that meet many more others than are prepared at once, on either side: each in a range of its own, or all in
+/// one, which is then cut in its midst.
 #[test]
 fn long_walks() {
     let mut cases = Vec::new();
@@ -233,8 +236,8 @@ fn empty_tiles_on_a_bounded_grid() {
     }
 }
 
-/// The same call gives the same bits, whatever order blocks and warps ran in, and however many blocks there were. (On the
-/// emulated driver each launch has another seed.)
+/// The same call gives the same bits, whatever order blocks and warps ran in, and however many blocks there were. (On
+/// the emulated driver each launch has another seed.)
 #[test]
 fn runs_repeat() {
     let Some(device) = Device::open() else { return };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls that come again: their lists are on the device already, and their tensor maps are encoded. Counted on the stand-in
-//! driver, in a process of its own.
+//! Calls that come again: their lists are on the device already, and their tensor maps are encoded. Counted on the
+//! stand-in driver, in a process of its own.
 
 use crate::case::{decode, encode, random};
 use crate::device::{Device, Memory, emulated_count};
@@ -150,8 +150,8 @@ fn counted(f: impl FnOnce()) -> [u64; 2] {
     [after[0] - before[0], after[1] - before[1]]
 }
 
-/// The same ranges again are not copied, nor are maps of the same tensors encoded; other ranges and tensors are. Results are
-/// those of the first call, whose counters and semaphores were used up.
+/// The same ranges again are not copied, nor are maps of the same tensors encoded; other ranges and tensors are.
+/// Results are those of the first call, whose counters and semaphores were used up.
 #[test]
 fn lists_and_maps_stay() {
     if !alone("repeated::lists_and_maps_stay") {
@@ -230,8 +230,8 @@ fn what_is_not_there_is_copied() {
     assert_eq!([one.take_o(&device), two.take_o(&device)], [first.clone(), first]);
 }
 
-/// Lists that fit into the parameters of a kernel for `sm_90a` travel there: nothing is copied, and the bits are those that
-/// lists on the device give. Lists of one more document do not fit, and the kernel for `sm_80` takes none.
+/// Lists that fit into the parameters of a kernel for `sm_90a` travel there: nothing is copied, and the bits are those
+/// that lists on the device give. Lists of one more document do not fit, and the kernel for `sm_80` takes none.
 #[test]
 fn short_lists_are_parameters() {
     if !alone("repeated::short_lists_are_parameters") {

@@ -121,9 +121,10 @@ pub struct Shared {
     pub parts: u64,
 }
 
-/// How many tiles of `keys` rows of k a forward must load, and how many tiles of q: of each k range all tiles between the first
-/// and the last row that some row of the q tile may meet, row by row; q where there are any. A tile has `rows` q rows of one
-/// head, or fewer of several, whichever makes fewer steps for these rows; each tile of q is one step more.
+/// How many tiles of `keys` rows of k a forward must load, and how many tiles of q: of each k range all tiles between
+/// the first and the last row that some row of the q tile may meet, row by row; q where there are any. A tile has
+/// `rows` q rows of one head, or fewer of several, whichever makes fewer steps for these rows; each tile of q is one
+/// step more.
 pub fn tiles_met(case: &Case, (rows, keys): (usize, usize), shared: Option<Shared>) -> (u64, u64) {
     let q_side = Side::new(&case.documents.iter().map(|d| (d.0, d.2)).collect::<Vec<_>>(), case.cut, 3);
     let k_side = Side::new(&case.documents.iter().map(|d| (d.1, 0)).collect::<Vec<_>>(), case.cut, 7);
@@ -196,7 +197,7 @@ fn compare(case: &Case, what: &str, found: &[f64], expected: &[f64], bound: f64)
 }
 
 /// What the device gave: o, and dq, dk and dv of one call and of two.
-#[derive(Default, PartialEq)]
+#[derive(Debug, Default, PartialEq)]
 pub struct Found {
     o: Vec<f64>,
     all: [Vec<f64>; 3],

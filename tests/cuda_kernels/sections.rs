@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls whose heads are taken in several sections, because k and v of all of them do not fit half of the L2 cache: the stand-in
-//! device says that its cache is one byte, so that every kv head is a section of its own.
+//! Calls whose heads are taken in several sections, because k and v of all of them do not fit half of the L2 cache: the
+//! stand-in device says that its cache is one byte, so that every kv head is a section of its own.
 
 use crate::case::{Case, Cut};
 use crate::device::{Device, ok};
@@ -15,8 +15,8 @@ fn l2_bytes() -> i32 {
     bytes
 }
 
-/// Whole groups, calls that begin and end inside one (the last section is shorter), shared tiles beside, several calls that are
-/// merged; on grids of every size, so that blocks go from one section to the next.
+/// Whole groups, calls that begin and end inside one (the last section is shorter), shared tiles beside, several calls
+/// that are merged; on grids of every size, so that blocks go from one section to the next.
 #[test]
 fn every_head_is_its_own_section() {
     if !alone_with("sections::every_head_is_its_own_section", &[("CPATTN_EMU_L2", "1")]) {

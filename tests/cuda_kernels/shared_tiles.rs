@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tiles that the q heads of a group share, in the forward kernels for `sm_90a`: 16, 32 or 64 q rows of as many heads as
-//! fill 128 rows (192 at head dims up to 64), where ranges are short. What is loaded is counted on the stand-in driver.
+//! Tiles that the q heads of a group share, in the forward kernels for `sm_90a`: 16, 32 or 64 q rows of as many heads
+//! as fill 128 rows (192 at head dims up to 64), where ranges are short. What is loaded is counted on the stand-in
+//! driver.
 //!
 //! On a device of another compute capability the same cases run on the kernels for `sm_80`, which have no such tiles.
 
@@ -72,8 +73,8 @@ fn options() {
     }
 }
 
-/// Ranges of every kind, keys spread over several calls, so that results are merged: with a running lse of one word (three
-/// calls) and of two.
+/// Ranges of every kind, keys spread over several calls, so that results are merged: with a running lse of one word
+/// (three calls) and of two.
 #[test]
 fn merges() {
     let base =
@@ -93,8 +94,8 @@ fn merges() {
     all(&[Case { documents: vec![(60, 60, 0)], cut: Cut::Chunks(4), ring_steps: 2, sinks: true, ..three }]);
 }
 
-/// Calls that hold some heads of the problem, and begin and end inside a group: where all kv heads need one tile each, and
-/// where they do not, so that tiles stay those of one head.
+/// Calls that hold some heads of the problem, and begin and end inside a group: where all kv heads need one tile each,
+/// and where they do not, so that tiles stay those of one head.
 #[test]
 fn held_heads() {
     let base = |heads, kv_heads, held| Case {
@@ -139,8 +140,8 @@ fn counts() -> bool {
     emulated_count(c"boxes").is_some() && std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm == "90")
 }
 
-/// Copies load each tile of keys that some row meets once for each tile of q rows, and no others; q once, where anything is
-/// met. What they load is right in the other tests, which leaves no room for a tile too few.
+/// Copies load each tile of keys that some row meets once for each tile of q rows, and no others; q once, where
+/// anything is met. What they load is right in the other tests, which leaves no room for a tile too few.
 #[test]
 fn tiles_are_loaded_once() {
     if !alone("shared_tiles::tiles_are_loaded_once") {
@@ -186,9 +187,9 @@ fn tiles_are_loaded_once() {
     }
 }
 
-/// Eight heads that read one: documents of 16 rows load an eighth of what a tile for each head would, and make an eighth of
-/// the scores; one row that meets many keys likewise; documents of 40 rows three eighths; a tile of 128 rows the same, and
-/// its rest of 40 rows three eighths again.
+/// Eight heads that read one: documents of 16 rows load an eighth of what a tile for each head would, and make an
+/// eighth of the scores; one row that meets many keys likewise; documents of 40 rows three eighths; a tile of 128 rows
+/// the same, and its rest of 40 rows three eighths again.
 #[test]
 fn short_documents_load_an_eighth() {
     if !alone("shared_tiles::short_documents_load_an_eighth") {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ranks on devices that do not run the same: the first run of a plan is agreed on, later runs carry the check along, and
-//! what a rank met that runs something else makes of its results is NaN and an error.
+//! Ranks on devices that do not run the same: the first run of a plan is agreed on, later runs carry the check along,
+//! and what a rank met that runs something else makes of its results is NaN and an error.
 
 use crate::{
     bits::both,

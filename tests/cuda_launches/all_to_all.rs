@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The two all-to-alls as calls of their own: the bits of ranks on the CPU, what their runs ask of the driver, their replays
-//! in graphs, and what is refused.
+//! The two all-to-alls as calls of their own: the bits of ranks on the CPU, what their runs ask of the driver, their
+//! replays in graphs, and what is refused.
 
 use crate::{
     bits::ranks,
@@ -9,6 +9,7 @@ use crate::{
     device::{Counters, Stream, enter},
     graphs::{begin, behind, end},
     ok,
+    refused::refused,
 };
 use cpattn::{
     Device, Dtype, Element, Plan, Rank, Side, View, ViewMut,
@@ -139,14 +140,6 @@ fn replayed(cuda: &Arc<Cuda>, world: usize) {
         members.iter().for_each(|(rank, _)| rank.synchronize().unwrap());
         ok!(cuGraphExecDestroy(exec));
     }
-}
-
-#[track_caller]
-fn refused<T: std::fmt::Debug>(result: cpattn::Result<T>, words: &[&str]) {
-    let error = result.expect_err("accepted");
-    assert!(matches!(error, cpattn::Error::Invalid { .. } | cpattn::Error::Unsupported { .. }), "{error:?}");
-    let text = error.to_string();
-    words.iter().for_each(|word| assert!(text.contains(word), "{text:?} lacks {word:?}"));
 }
 
 /// What is wrong is said before anything moves, and the rank goes on.

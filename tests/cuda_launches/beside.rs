@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls that are made while a graph is being captured: refused by name where they would end the capture, made otherwise,
-//! and the capture gives the bits of a run in both cases.
+//! Calls that are made while a graph is being captured: refused by name where they would end the capture, made
+//! otherwise, and the capture gives the bits of a run in both cases.
 
 use crate::{
     bits::{both, expected, ranks},
@@ -128,7 +128,8 @@ fn own_capture(cuda: &Arc<Cuda>) {
     rank.take_workspace_back().unwrap();
 }
 
-/// All calls of a rank that has no part in a capture leave it valid: one of the thread that captures, and one of another.
+/// All calls of a rank that has no part in a capture leave it valid: one of the thread that captures, and one of
+/// another.
 fn capture_of_others(cuda: &Arc<Cuda>) {
     let [(_, plan), (_, other)] = &plans::of(1)[..] else { panic!("two plans") };
     let (tensors, stream) = (Tensors::new(cuda, plan, 0, |_| Form::Compact), Stream::new());
@@ -226,7 +227,8 @@ fn in_a_group(cuda: &Arc<Cuda>) {
     ok!(cuGraphExecDestroy(exec));
 }
 
-/// A capture that something else has ended is refused as that, and the rank is as it was; so is one that is dropped meanwhile.
+/// A capture that something else has ended is refused as that, and the rank is as it was; so is one that is dropped
+/// meanwhile.
 fn failed_capture(cuda: &Arc<Cuda>) {
     let plan = &plans::of(1)[0].1;
     let (tensors, stream) = (Tensors::new(cuda, plan, 0, |_| Form::Compact), Stream::new());

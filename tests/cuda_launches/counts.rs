@@ -66,8 +66,8 @@ const BOTH: [Direction; 2] = [Direction::Forward, Direction::Backward];
 /// The driver's counters by name.
 pub type Found = [(&'static str, u64); 14];
 
-/// What all ranks do between the second time and the third that they come to the barrier: the driver's counters, and host
-/// allocations.
+/// What all ranks do between the second time and the third that they come to the barrier: the driver's counters, and
+/// host allocations.
 pub fn between(barrier: &Barrier, counters: Option<Counters>) -> (Option<Found>, u64) {
     barrier.wait();
     if let Some(c) = counters {

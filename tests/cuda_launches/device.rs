@@ -1,24 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The device, streams, and the stand-in driver's counters.
 
-use cpattn::{Error, kernel::cuda::Cuda};
 use cudarc::driver::sys;
 use std::{
     ffi::{CStr, CString, c_char, c_void},
     ptr::null_mut,
-    sync::Arc,
 };
-
-pub fn device() -> Option<Arc<Cuda>> {
-    match Cuda::new(0) {
-        Ok(cuda) => Some(Arc::new(cuda)),
-        Err(Error::Unsupported { option, limit, .. }) if std::env::var_os("CPATTN_REQUIRE_CUDA").is_none() => {
-            eprintln!("not run: {option}: {limit}");
-            None
-        }
-        Err(e) => panic!("{e}"),
-    }
-}
 
 /// A driver call that must succeed.
 #[macro_export]

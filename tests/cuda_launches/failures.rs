@@ -21,8 +21,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A run that fails half way ends on every rank at once, nothing of it is left on the device, and the next run of each rank
-/// is refused.
+/// A run that fails half way ends on every rank at once, nothing of it is left on the device, and the next run of each
+/// rank is refused.
 fn half_way(cuda: &Arc<Cuda>) {
     let plan = &plans::of(2)[0].1;
     for (fails, nth) in [(0, 2), (1, 2), (0, 1)] {

@@ -215,7 +215,8 @@ fn refusals(cuda: &Arc<Cuda>) {
     rank.poll().unwrap();
 }
 
-/// Ranks of transport `peer` that are captured into different graphs, or of which one is in none, refuse their first exchange.
+/// Ranks of transport `peer` that are captured into different graphs, or of which one is in none, refuse their first
+/// exchange.
 fn apart(cuda: &Arc<Cuda>) {
     let plan = &plans::of(2)[1].1;
     for captured in [[true, true], [true, false]] {

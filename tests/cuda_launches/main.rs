@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What a run on a device does once its plan is prepared: it sets addresses and launches.
 //!
-//! - `counts`: neither the host nor the device allocates, nothing is uploaded or waited for, and the driver is asked one
-//!   thing about each tensor and one about the stream, whatever strides the tensors have;
-//! - `bits`: plans that a rank remembers, run in turn on memory of other addresses and strides, in workspaces that are lent,
-//!   give the bits that a new rank gives;
+//! - `counts`: neither the host nor the device allocates, nothing is uploaded or waited for, and the driver is asked
+//!   one thing about each tensor and one about the stream, whatever strides the tensors have;
+//! - `bits`: plans that a rank remembers, run in turn on memory of other addresses and strides, in workspaces that are
+//!   lent, give the bits that a new rank gives;
 //! - `graphs`: runs that are captured and replayed with new data give the bits of runs;
 //! - `beside`: calls during a capture are refused where they would end it, and leave it valid;
 //! - `all_to_all`: the two all-to-alls as calls of their own, in all of these ways;
@@ -25,9 +25,13 @@ mod bits;
 mod cases;
 mod counts;
 mod device;
+#[path = "../common/driver.rs"]
+mod driver;
 mod failures;
 mod graphs;
 mod plans;
+#[path = "../common/refused.rs"]
+mod refused;
 mod single_calls;
 mod tensors;
 #[allow(dead_code, reason = "each test program uses its part")]
@@ -61,7 +65,7 @@ fn main() {
         parts.iter().for_each(|(name, _)| println!("{name}: test"));
         return;
     }
-    let Some(cuda) = device::device() else { return };
+    let Some(cuda) = driver::device() else { return };
     let wanted: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     for (name, part) in parts {
         if wanted.is_empty() || wanted.iter().any(|w| w == name) {

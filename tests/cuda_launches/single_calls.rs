@@ -61,8 +61,8 @@ impl Case {
     }
 }
 
-/// Dropped with calls in flight on several streams: with the device going on for others, so that the ring is used anew at
-/// once, and as the device's last holder, so that the kernels are unloaded.
+/// Dropped with calls in flight on several streams: with the device going on for others, so that the ring is used anew
+/// at once, and as the device's last holder, so that the kernels are unloaded.
 fn dropped_with_calls_in_flight(cuda: &Arc<Cuda>) {
     let streams = [(); 3].map(|()| Stream::new());
     for last_holder in [false, true] {

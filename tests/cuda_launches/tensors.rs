@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One rank's tensors in device memory, in several forms of strides and addresses, among bytes that no kernel may touch.
+//! One rank's tensors in device memory, in several forms of strides and addresses, among bytes that no kernel may
+//! touch.
 
 use cpattn::{
     Dtype, Plan, Side,

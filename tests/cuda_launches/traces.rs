@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a rank on a device records: the operations that a rank on the CPU records, at times in the order of the schedule.
+//! What a rank on a device records: the operations that a rank on the CPU records, at times in the order of the
+//! schedule.
 
 use crate::{
     bits::{both, expected, ranks},
@@ -36,7 +37,6 @@ fn what(events: &[Event], lane: Lane) -> Vec<What> {
 
 /// What ranks on the CPU record of a forward and a backward.
 fn on_the_cpu(plan: &Plan) -> Vec<Vec<Event>> {
-    let ends = local::group(plan.mesh().world(), Duration::from_secs(60)).unwrap();
     let run = |end| {
         let mut rank = Rank::new(end);
         let p = plan.problem();
@@ -76,10 +76,7 @@ fn on_the_cpu(plan: &Plan) -> Vec<Vec<Event>> {
         rank.backward(plan, backward).unwrap();
         rank.events()
     };
-    thread::scope(|scope| {
-        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(|| run(end))).collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    })
+    local::run(plan.mesh().world(), Duration::from_secs(60), |end| Ok(run(end))).unwrap()
 }
 
 /// Times of one lane do not overlap by more than the driver's resolution.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ranks over NCCL that do not run the same: hosts meet for the first run of a plan alone, and in later runs the devices
-//! find out.
+//! Ranks over NCCL that do not run the same: hosts meet for the first run of a plan alone, and in later runs the
+//! devices find out.
 
 use std::{
     sync::{

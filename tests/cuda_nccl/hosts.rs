@@ -24,6 +24,6 @@ fn one_process() {
             std::fs::write(folder.join(format!("{rank}.{k}")), bytes).unwrap();
         }
     } else {
-        crate::faults::one_process(&case, &id, rank, world, &device, &folder);
+        crate::processes::one_process(&case, &id, rank, world, &device, &folder);
     }
 }

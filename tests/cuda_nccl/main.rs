@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks over NCCL: whole plans as threads with a device each and as processes, what goes wrong, and what is refused.
 //!
-//! Runs on whatever `libcuda.so.1` and `libnccl.so.2` the loader finds; the stand-ins (`.ci/nccl`) serve as well as real
-//! ones. Ranks as threads need as many devices as there are ranks, and tests of more ranks than devices say so and pass;
-//! with `CPATTN_REQUIRE_CUDA` set, that is a failure. Faults that only the stand-ins can make are tested on them alone.
+//! Runs on whatever `libcuda.so.1` and `libnccl.so.2` the loader finds; the stand-ins (`.ci/nccl`) serve as well as
+//! real ones. Ranks as threads need as many devices as there are ranks, and tests of more ranks than devices say so and
+//! pass; with `CPATTN_REQUIRE_CUDA` set, that is a failure. Faults that only the stand-ins can make are tested on them
+//! alone.
 #![cfg(feature = "nccl")]
 
 #[path = "../common/mod.rs"]
@@ -21,7 +22,10 @@ mod hosts;
 #[path = "../common/between_runs.rs"]
 mod one_rank;
 mod plans;
+mod processes;
 mod raw;
 mod refusals;
+#[path = "../common/refused.rs"]
+mod refused;
 mod ring;
 mod work;

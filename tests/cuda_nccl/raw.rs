@@ -23,7 +23,8 @@ impl Raw {
     pub fn make(id: UniqueId, rank: i32, world: i32, cuda: &Cuda) -> Self {
         let mut context = null_mut();
         let mut comm = null_mut();
-        // SAFETY: NCCL's library and its prototype; the primary context of the device, which `cuda` retains, is current.
+        // SAFETY: NCCL's library and its prototype; the primary context of the device, which `cuda` retains, is
+        // current.
         unsafe {
             let library = libloading::Library::new("libnccl.so.2").unwrap();
             sys::cuDevicePrimaryCtxRetain(&raw mut context, cuda.ordinal()).result().unwrap();

@@ -4,7 +4,7 @@
 use std::{process::Command, ptr::null_mut, time::Duration};
 
 use cpattn::{
-    Error, Result,
+    Result,
     transport::{
         DeviceTransport, Label, Message, Transport,
         nccl::{Nccl, OnFailure, UniqueId},
@@ -14,17 +14,8 @@ use cpattn::{
 use crate::{
     faults::stand_in,
     group::{LONG, devices, threads},
+    refused::refused,
 };
-
-#[track_caller]
-fn refused<T: std::fmt::Debug>(result: Result<T>, words: &[&str]) {
-    let error = result.expect_err("accepted");
-    assert!(matches!(error, Error::Invalid { .. } | Error::Unsupported { .. }), "{error:?}");
-    let text = error.to_string();
-    for word in words {
-        assert!(text.contains(word), "{text:?} lacks {word:?}");
-    }
-}
 
 #[test]
 fn numbers_and_ids() {

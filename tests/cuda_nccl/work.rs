@@ -14,7 +14,7 @@ use cpattn::{
 };
 use half::bf16;
 
-use crate::common::{Data, Results};
+use crate::common::{self, Data, Results};
 
 pub type T = bf16;
 
@@ -152,22 +152,11 @@ pub fn forward_and_backward(end: Nccl, plan: &Plan) -> Result<Part> {
 /// The results of all ranks, put together.
 pub fn whole(plan: &Plan, parts: &[Part]) -> Results<T> {
     let p = plan.problem();
-    let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
     let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
-    let nan = T::from_f64(f64::NAN);
-    let mut all = Results::<T> {
-        o: vec![nan; nq * hq * dv],
-        lse: vec![f32::NAN; nq * hq],
-        dq: vec![nan; nq * hq * d],
-        dk: vec![nan; nk * hk * d],
-        dv: vec![nan; nk * hk * dv],
-        dsinks: Vec::new(),
-    };
+    let mut all = Results::<T>::unwritten(p);
     fn scatter<E: Element>(all: &mut [E], part: &[u8], tokens: &[usize], row: usize) {
         let part: Vec<E> = part.chunks_exact(size_of::<E>()).map(bytemuck::pod_read_unaligned).collect();
-        for (i, &t) in tokens.iter().enumerate() {
-            all[t * row..(t + 1) * row].copy_from_slice(&part[i * row..(i + 1) * row]);
-        }
+        common::scatter(all, &part, tokens, row);
     }
     for (rank, part) in parts.iter().enumerate() {
         let (tq, tk) = (plan.token_indices(Side::Q, rank), plan.token_indices(Side::K, rank));

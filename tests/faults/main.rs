@@ -2,8 +2,8 @@
 //! Whole runs in which one rank goes wrong, at every call of its transport, in every mode.
 //!
 //! A good run of each mode is tapped first: what each rank returns, and which calls of its transport it makes, with
-//! which peers. A trial then repeats that run and lets one rank die, leave, fail, fall silent, come late or panic at one
-//! of those calls, or in its own code before or between the two directions. What must hold every time:
+//! which peers. A trial then repeats that run and lets one rank die, leave, fail, fall silent, come late or panic at
+//! one of those calls, or in its own code before or between the two directions. What must hold every time:
 //!
 //! - every rank returns, in time: far below the deadline when the fault is one that is noticed at once;
 //! - a rank that still needed the culprit gets an error that names itself, the culprit and what it did;

@@ -116,8 +116,9 @@ fn transforms() {
     assert_eq!(lse[2..], [1.5, f32::NEG_INFINITY, 1.5, f32::NEG_INFINITY]);
 }
 
-/// Transforms so large that they take other ways through memory: streaming stores, blocks walked together, long runs read
-/// in several places. Each element is compared with its own conversion and sum; what lies between rows stays as it was.
+/// Transforms so large that they take other ways through memory: streaming stores, blocks walked together, long runs
+/// read in several places. Each element is compared with its own conversion and sum; what lies between rows stays as it
+/// was.
 #[test]
 fn large_transforms() {
     let mut random = Random::new(5);

@@ -117,8 +117,8 @@ fn fixture() {
     against("dv_causal", &from_f32(&wides[3]), 1e-6 + rounding);
 }
 
-/// o and lse of a small f32 problem, whole or with its keys in two partial results that are merged as tensors: an lse of
-/// two words with one of one.
+/// o and lse of a small f32 problem, whole or with its keys in two partial results that are merged as tensors: an lse
+/// of two words with one of one.
 #[test]
 fn merged_tensors_are_the_whole() {
     let p = Problem { cut: Cut::Pieces(20), sinks: false, ring_steps: 1, ..problem(12) };

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Long and short documents in one call: each is computed as it is alone, to the bit, whatever the others take.
 //!
-//! Where an instruction set has matrix units, long documents take these and short ones vectors; a choice for the whole call
-//! would give the short ones, or the long ones, the bits of another sum. Nor do bits depend on the number of workers.
+//! Where an instruction set has matrix units, long documents take these and short ones vectors; a choice for the whole
+//! call would give the short ones, or the long ones, the bits of another sum. Nor do bits depend on the number of
+//! workers.
 
 use crate::harness::*;
 use cpattn::Element;

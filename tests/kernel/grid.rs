@@ -184,8 +184,8 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
     for (rms, (what, floor)) in rms.iter().zip([("running o", 0.0), ("dq", floor), ("dk", floor), ("dv", 0.0)]) {
         rms.assert_below(bound + rounding::<E>(isa), floor, &format!("{what} on {isa} of {p:?}"));
     }
-    // One rounding at the end, of the element type: relative down to its smallest normal number (a large sink brings o of
-    // a row there), absolute below. Only f16's is not far below all that occurs.
+    // One rounding at the end, of the element type: relative down to its smallest normal number (a large sink brings o
+    // of a row there), absolute below. Only f16's is not far below all that occurs.
     let floor = if E::DTYPE == Dtype::F16 { f16::MIN_POSITIVE.to_f64() } else { 0.0 };
     let bound = bound + E::DTYPE.unit_roundoff() + rounding::<E>(isa);
     final_error.assert_below(bound, floor, &format!("o on {isa} of {p:?}"));

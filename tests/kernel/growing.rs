@@ -2,8 +2,8 @@
 //! Scores that grow, or fall, along the keys.
 //!
 //! The forward pass keeps the reference of a row until a score is far above it. On matrix units a tile is done on the
-//! chance that this does not happen, and done again if it does. Here it happens in no tile, in some, and in every one, for
-//! rows that meet their first key in different tiles, over more tiles than are packed together.
+//! chance that this does not happen, and done again if it does. Here it happens in no tile, in some, and in every one,
+//! for rows that meet their first key in different tiles, over more tiles than are packed together.
 
 use crate::harness::*;
 use cpattn::Element;
@@ -78,8 +78,8 @@ fn check<E: Element>(isa: Isa, growth: f64, left: i64, right: i64) {
     unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
     let mut rms = Rms::default();
     rms.add(&o.iter().map(|x| x.to_f64()).collect::<Vec<_>>(), &expected.o);
-    // Sums of f32 that are as large as the scores lose as many digits. Many values, of both signs, nearly cancel: what p is
-    // off by counts for more.
+    // Sums of f32 that are as large as the scores lose as many digits. Many values, of both signs, nearly cancel: what
+    // p is off by counts for more.
     let largest = score.scale * growth.abs() * KEYS as f64;
     rms.assert_below(1e-6 + 2f64.powi(-23) * largest + 1.3 * rounding::<E>(isa), 0.0, &what);
     for (word, expected) in words.chunks(2).zip(&expected.lse) {

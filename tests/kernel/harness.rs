@@ -28,8 +28,8 @@ impl Random {
     }
 }
 
-/// How many of so many problems are tried: all with `CPATTN_LONG` set (`.ci/long`), else the first of them. Seeds choose by
-/// remainders of 2, 3 and 4, so that 12 of them have every choice.
+/// How many of so many problems are tried: all with `CPATTN_LONG` set (`.ci/long`), else the first of them. Seeds
+/// choose by remainders of 2, 3 and 4, so that 12 of them have every choice.
 pub fn some_of(seeds: std::ops::Range<u64>) -> std::ops::Range<u64> {
     let most = if std::env::var_os("CPATTN_LONG").is_some() {
         u64::MAX
@@ -39,8 +39,8 @@ pub fn some_of(seeds: std::ops::Range<u64>) -> std::ops::Range<u64> {
     seeds.start..seeds.end.min(seeds.start.saturating_add(most))
 }
 
-/// The instruction sets of this machine that have kernels of their own for elements `E`; of them that which `CPATTN_TEST_ISA`
-/// names, where it is set: an emulator takes its time.
+/// The instruction sets of this machine that have kernels of their own for elements `E`; of them that which
+/// `CPATTN_TEST_ISA` names, where it is set: an emulator takes its time.
 pub fn isas<E: Element>() -> impl Iterator<Item = Isa> {
     let named = std::env::var("CPATTN_TEST_ISA").ok();
     Isa::ALL.into_iter().filter(move |isa| {
@@ -54,8 +54,8 @@ pub fn isas<E: Element>() -> impl Iterator<Item = Isa> {
     })
 }
 
-/// What products of p and of ds may be off by (relative RMS) on this instruction set: half of a rounding of each, which a
-/// sum in the element type would exceed.
+/// What products of p and of ds may be off by (relative RMS) on this instruction set: half of a rounding of each, which
+/// a sum in the element type would exceed.
 pub fn rounding<E: Element>(isa: Isa) -> f64 {
     0.4 * isa.roundoff(E::DTYPE)
 }
@@ -303,8 +303,8 @@ impl Rms {
     }
 }
 
-/// The pairs of visit `visit`: each k range belongs to one visit, each q range reads all of its document, whose lengths are
-/// said to be `document`'s.
+/// The pairs of visit `visit`: each k range belongs to one visit, each q range reads all of its document, whose lengths
+/// are said to be `document`'s.
 pub fn ring_step(
     q: &[Range],
     k: &[Range],

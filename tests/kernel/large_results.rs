@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Results of many megabytes.
 //!
-//! On x86-64 some of them are written around the caches, where rows are whole lines. The same call with results one element
-//! further, whose rows are not, writes them as small ones: both have the same bits, by one worker and by two, and nothing is
-//! written beside them.
+//! On x86-64 some of them are written around the caches, where rows are whole lines. The same call with results one
+//! element further, whose rows are not, writes them as small ones: both have the same bits, by one worker and by two,
+//! and nothing is written beside them.
 
 use crate::harness::*;
 use cpattn::Element;

@@ -2,8 +2,8 @@
 //! Partial results of large scores.
 //!
 //! The keys of a document come in eight calls, whose results are merged on the way or afterwards; a constant in every
-//! score puts |lse| where f32 has few digits left. Whatever is merged may not err more than one call over all keys does,
-//! by the error rule: RMS error at most 1.1 times as large.
+//! score puts |lse| where f32 has few digits left. Whatever is merged may not err more than one call over all keys
+//! does, by the error rule: RMS error at most 1.1 times as large.
 
 use crate::harness::*;
 use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
@@ -147,8 +147,8 @@ fn partial_results_keep_their_digits_as_scores_grow() {
             }
         }
     }
-    // Differences are taken in f64, so an f64 problem's own lse is as exact as they are and no more: its partial results
-    // still lose |lse| · 2⁻⁵³.
+    // Differences are taken in f64, so an f64 problem's own lse is as exact as they are and no more: its partial
+    // results still lose |lse| · 2⁻⁵³.
     of::<f32>();
 }
 

@@ -175,8 +175,8 @@ fn numbers_without_parts() {
                 (2, 9, huge),
             ] {
                 let mut one = One::<E>::new(40, 50);
-                // Scores with a huge number are to be like others. Where v has it, q and k stay: the products of its ds with numbers
-                // that tiles take for 0 would be missed.
+                // Scores with a huge number are to be like others. Where v has it, q and k stay: the products of its ds
+                // with numbers that tiles take for 0 would be missed.
                 if tensor < 2 {
                     let column = |x: &mut E| *x = E::from_f64(x.to_f64() * 16.0 / huge);
                     one.q.iter_mut().skip(3).step_by(DIM).for_each(column);
@@ -210,8 +210,8 @@ fn numbers_without_parts() {
     check::<f16>(f16::MAX.to_f64());
 }
 
-/// A key whose scores are all −∞ is one that no row sees, whatever the panels of lanes are filled up with: its gradients are 0,
-/// and those of the others are finite.
+/// A key whose scores are all −∞ is one that no row sees, whatever the panels of lanes are filled up with: its
+/// gradients are 0, and those of the others are finite.
 #[test]
 fn a_key_of_minus_infinity_takes_no_part() {
     fn check<E: Element<Acc = f32>>() {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The order in which units of the backward add to dq, under loom: workers take units, and each adds to rows that another unit
-//! adds to.
+//! The order in which units of the backward add to dq, under loom: workers take units, and each adds to rows that
+//! another unit adds to.
 //!
-//! The rows are cells that loom watches: it reports a unit that writes one while, or before, the unit before it does. The sum in
-//! each tells their order. A model has two entries for units under way, so that the third unit takes over that of the first.
+//! The rows are cells that loom watches: it reports a unit that writes one while, or before, the unit before it does.
+//! The sum in each tells their order. A model has two entries for units under way, so that the third unit takes over
+//! that of the first.
 //!
 //! Run by `.ci/loom`.
 
@@ -21,8 +22,8 @@ use std::{
 struct Call {
     order: DqOrder,
     next: AtomicUsize,
-    /// For each chain a row for each place: the numbers of its units, as digits of a number to base 10, in the order in which they
-    /// came.
+    /// For each chain a row for each place: the numbers of its units, as digits of a number to base 10, in the order in
+    /// which they came.
     rows: Vec<Vec<UnsafeCell<usize>>>,
     turns: usize,
     units: usize,
@@ -59,8 +60,8 @@ impl Call {
     }
 }
 
-/// Two workers, `units` units in `turns` chains over so many places; what each row of each chain must hold. A worker is interrupted
-/// at most `interrupted` times, which bounds the time that a model takes.
+/// Two workers, `units` units in `turns` chains over so many places; what each row of each chain must hold. A worker is
+/// interrupted at most `interrupted` times, which bounds the time that a model takes.
 fn check([units, turns, places]: [usize; 3], panics: Option<usize>, interrupted: usize, expected: &'static [usize]) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(interrupted);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The two lanes of a rank under loom: start, waits between the lanes, an error and a panic in either, the next run after
-//! them, the end of the thread.
+//! The two lanes of a rank under loom: start, waits between the lanes, an error and a panic in either, the next run
+//! after them, the end of the thread.
 //!
-//! What the lanes do here is to write and read cells that loom watches, in the order that their waits promise. After each
-//! run the caller writes the cells itself: loom reports a lane that is not done with them yet.
+//! What the lanes do here is to write and read cells that loom watches, in the order that their waits promise. After
+//! each run the caller writes the cells itself: loom reports a lane that is not done with them yet.
 //!
 //! Run by `.ci/loom`.
 

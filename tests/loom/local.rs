@@ -53,8 +53,8 @@ fn label(step: u32) -> Label {
     Label::new("ring", step)
 }
 
-/// Both kinds of exchange of [`Local`]: each rank copies what it receives, or, as devices enqueue it, the one of two that
-/// comes second copies for both.
+/// Both kinds of exchange of [`Local`]: each rank copies what it receives, or, as devices enqueue it, the one of two
+/// that comes second copies for both.
 const EXCHANGES: [Exchange; 2] = [<Local as Transport>::exchange, Local::exchange_copied];
 type Exchange = unsafe fn(&Local, Label, &[Message], &[Message]) -> Result<()>;
 

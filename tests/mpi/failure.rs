@@ -91,7 +91,8 @@ pub fn silent() {
     println!("{FINE}");
 }
 
-/// The question which rank it waits for finds rank 1 in no call, but looking; then it waits for rank 2, which is to blame.
+/// The question which rank it waits for finds rank 1 in no call, but looking; then it waits for rank 2, which is to
+/// blame.
 pub fn between_calls() {
     let (_universe, comm) = init();
     let deadline = 4 * SHORT;
@@ -130,7 +131,8 @@ pub fn circle() {
     println!("{FINE}");
 }
 
-/// One rank agrees on something new while the others exchange, then the other way round: each names one on the other side.
+/// One rank agrees on something new while the others exchange, then the other way round: each names one on the other
+/// side.
 pub fn different() {
     let (_universe, comm) = init();
     for one_agrees in [true, false] {
@@ -210,8 +212,8 @@ pub fn panics() {
     println!("{FINE}");
 }
 
-/// A rank that leaves in good order: what it sent arrives, and those that still need it say at once that it left. Then all make
-/// a new group.
+/// A rank that leaves in good order: what it sent arrives, and those that still need it say at once that it left. Then
+/// all make a new group.
 pub fn leaves() {
     let (_universe, comm) = init();
     let me = comm.rank() as usize;
@@ -397,8 +399,8 @@ pub fn too_late() {
     println!("{FINE}");
 }
 
-/// Attempts that fail on some ranks or on all, one right after the other; then all of them come, and their messages meet.
-/// Duplicates of earlier attempts are still under way when later ones begin.
+/// Attempts that fail on some ranks or on all, one right after the other; then all of them come, and their messages
+/// meet. Duplicates of earlier attempts are still under way when later ones begin.
 pub fn come_and_go() {
     let (_universe, comm) = init();
     let me = comm.rank() as usize;
@@ -416,13 +418,14 @@ pub fn come_and_go() {
     println!("{FINE}");
 }
 
-/// A process that is stopped while it waits for the others to make their transport. If it goes on in time all meet, though
-/// more than the deadline has passed since it came; else all name it, itself too.
+/// A process that is stopped while it waits for the others to make their transport. If it goes on in time all meet,
+/// though more than the deadline has passed since it came; else all name it, itself too.
 pub fn stopped_while_made() {
     let (_universe, comm) = init();
     let me = comm.rank() as usize;
     let deadline = 2 * SHORT;
-    // Of rank 2: when it is stopped, and for how long. It goes on in time, just after the others have given up, and long after.
+    // Of rank 2: when it is stopped, and for how long. It goes on in time, just after the others have given up, and
+    // long after.
     for (round, (stop, asleep)) in [(0.2, 1.5), (0.9, 1.8), (0.2, 3.8)].into_iter().enumerate() {
         comm.barrier();
         if me == 2 {
@@ -451,8 +454,8 @@ pub fn stopped_while_made() {
     println!("{FINE}");
 }
 
-/// Rank 2 is stopped, or dies, while rank 0 does something alone after the last run. `MPI_Finalize` would wait for it; what the
-/// example does before that names it, on both other ranks.
+/// Rank 2 is stopped, or dies, while rank 0 does something alone after the last run. `MPI_Finalize` would wait for it;
+/// what the example does before that names it, on both other ranks.
 fn lost_while_one_compares(script: &str) {
     let (universe, comm) = init();
     let side = Arc::new(Mpi::new(&comm, SHORT).unwrap());

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A rank that runs another plan, which all had agreed on before.
 //!
-//! What shows it first depends on timing: the tag in front of the first message, a message of another size, or what another
-//! rank tells. Each says which two ranks differ, and the odd one is always one of them.
+//! What shows it first depends on timing: the tag in front of the first message, a message of another size, or what
+//! another rank tells. Each says which two ranks differ, and the odd one is always one of them.
 
 use cpattn::{Batch, Cause, Dtype, Error, Layout, Mesh, Plan, Problem, Rank, transport::mpi::Mpi};
 

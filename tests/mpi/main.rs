@@ -3,12 +3,12 @@
 //!
 //! Started plainly (`cargo test --features mpi --test mpi`), the program starts itself under `mpirun`, once for each
 //! trial, with a limit on the time; started there, it plays one rank. What a rank finds wrong it panics about, and its
-//! exit code ends the trial. A name as an argument picks the trials whose names contain it; what takes more memory than a
-//! test should is played only then.
+//! exit code ends the trial. A name as an argument picks the trials whose names contain it; what takes more memory than
+//! a test should is played only then.
 //!
-//! - `launch`: how the processes are started and judged; `exchange`: what must work; `failure`, `later_plan`: what must fail, and how;
-//!   `refusals`: what is refused from the start; `trials`: `-- --trials N [--seed S]`, jobs that go wrong at random;
-//!   `together`: of the example, what its ranks do after a run.
+//! - `launch`: how the processes are started and judged; `exchange`: what must work; `failure`, `later_plan`: what must
+//!   fail, and how; `refusals`: what is refused from the start; `trials`: `-- --trials N [--seed S]`, jobs that go
+//!   wrong at random; `together`: of the example, what its ranks do after a run.
 
 mod exchange;
 mod failure;

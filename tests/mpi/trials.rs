@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Many jobs in which one process goes wrong, at a moment drawn from a seed: `-- --trials 1000 --seed 1`.
 //!
-//! Four ranks run a plan again and again. One of them is killed, is stopped for good or for a while, never makes its transport,
-//! leaves in good order, or goes over to another plan. Each of the others must end with an error that names it, after nothing
-//! but right results; so must one that was stopped for a while, or all of them end well. No job may outlast its limit or leave
-//! a process behind.
+//! Four ranks run a plan again and again. One of them is killed, is stopped for good or for a while, never makes its
+//! transport, leaves in good order, or goes over to another plan. Each of the others must end with an error that names
+//! it, after nothing but right results; so must one that was stopped for a while, or all of them end well. No job may
+//! outlast its limit or leave a process behind.
 
 use std::{
     env, fs,
@@ -120,7 +120,8 @@ pub fn rank(seed: u64) -> ! {
                     Act::Stopped if now => {
                         thread::spawn(move || {
                             thread::sleep(after);
-                            // Ended when the others have long had their errors. MPICH's launcher signals the whole group.
+                            // Ended when the others have long had their errors. MPICH's launcher signals the whole
+                            // group.
                             do_to_me("trap '' USR1 TERM; kill -STOP ME; sleep 10; kill -9 ME");
                         });
                     }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which tokens each rank gets, what it then has to fetch and send home, and how evenly the work is spread.
 //!
-//! A verifier proves that every rank receives what it needs; it does not notice a rank that receives too much. So these numbers are
-//! not the planner's: tokens follow from the borders that a layout is defined by, bytes from counting rows on paper.
+//! A verifier proves that every rank receives what it needs; it does not notice a rank that receives too much. So these
+//! numbers are not the planner's: tokens follow from the borders that a layout is defined by, bytes from counting rows
+//! on paper.
 
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Side,
@@ -160,9 +161,9 @@ fn balanced_layouts_balance_long_tailed_packs() {
     }
 }
 
-/// 300 documents on a ring of 4: causal zigzag leaves two runs of rows for each document in a share, of which a peer may
-/// need one. They are packed: eight messages to a peer at most (the verifier holds every exchange to it), and as many
-/// bytes as without.
+/// 300 documents on a ring of 4: causal zigzag leaves two runs of rows for each document in a share, of which a peer
+/// may need one. They are packed: eight messages to a peer at most (the verifier holds every exchange to it), and as
+/// many bytes as without.
 #[test]
 fn many_documents_travel_in_few_messages() {
     let batch = Batch::from_lengths(&[20; 300]).unwrap();

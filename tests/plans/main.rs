@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Plans, proved whole: every rank's schedule of both directions goes through the verifier.
 //!
-//! Here a grid of layouts, masks and options over shapes that divide nothing; in `dealt` what a layout deals and what then
-//! travels, in numbers that were worked out by hand; in `drawn` problems at random, which are right or refused.
+//! Here a grid of layouts, masks and options over shapes that divide nothing; in `dealt` what a layout deals and what
+//! then travels, in numbers that were worked out by hand; in `drawn` problems at random, which are right or refused.
 
 mod dealt;
 mod drawn;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ranks that do not run the same: found in the first run of a plan by an agreement, in later runs by what their messages
-//! carry along; and a transport that failed once, which is not used again.
+//! Ranks that do not run the same: found in the first run of a plan by an agreement, in later runs by what their
+//! messages carry along; and a transport that failed once, which is not used again.
 //!
-//! Every group has a deadline that no test may reach: what differs is found at once, or the test takes too long and fails.
+//! Every group has a deadline that no test may reach: what differs is found at once, or the test takes too long and
+//! fails.
 
 use crate::common::{
     Data,
@@ -37,11 +38,7 @@ const SOON: Duration = Duration::from_secs(40);
 /// One rank's part of a test.
 fn on_ranks<T: Send>(world: usize, deadline: Duration, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     let start = Instant::now();
-    let results = thread::scope(|scope| {
-        let run = |end| scope.spawn(|| body(Rank::new(end)));
-        let threads: Vec<_> = local::group(world, deadline).unwrap().into_iter().map(run).collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    });
+    let results = local::run(world, deadline, |end| Ok(body(Rank::new(end)))).unwrap();
     assert!(start.elapsed() < SOON, "the ranks waited for a deadline");
     results
 }
@@ -182,17 +179,20 @@ fn expect_disagreement(
 /// Ranks that were told of different nodes find it before any data moves, and each says which nodes it was told of.
 #[test]
 fn nodes_that_differ() {
-    let of = |ranks: usize| {
-        let options = Options::new().circulate(Circulate::Keys).ranks_per_node(ranks);
-        Job::new(&[64], [4, 2], Mesh::ring(4).unwrap(), Layout::Zigzag, options)
-    };
-    let (one, two) = (of(0), of(2));
-    let errors = on_ranks(4, FAR, |mut rank| {
-        let job = if rank.rank() == 3 { &two } else { &one };
-        job.forward(&mut rank).unwrap_err().to_string()
-    });
-    assert!(errors[3].contains("zigzag, nodes of 2 ranks") && errors[3].contains("runs something else"), "{errors:?}");
-    assert!(errors[..3].iter().all(|e| !e.contains("nodes of") && e.contains("something else")), "{errors:?}");
+    for mesh in [Mesh::ring(4).unwrap(), Mesh::ulysses(4).unwrap()] {
+        let of = |ranks: usize| {
+            let options = Options::new().circulate(Circulate::Keys).ranks_per_node(ranks);
+            Job::new(&[64], [4, 2], mesh, Layout::Zigzag, options)
+        };
+        let (one, two) = (of(0), of(2));
+        let errors = on_ranks(4, FAR, |mut rank| {
+            let job = if rank.rank() == 3 { &two } else { &one };
+            job.forward(&mut rank).unwrap_err().to_string()
+        });
+        let odd = &errors[3];
+        assert!(odd.contains("zigzag, nodes of 2 ranks") && odd.contains("runs something else"), "{errors:?}");
+        assert!(errors[..3].iter().all(|e| !e.contains("nodes of") && e.contains("something else")), "{errors:?}");
+    }
 }
 
 #[test]

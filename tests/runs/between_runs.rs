@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What ranks do together between runs: rows that lie some tokens on, and the trace of a group.
 //!
-//! A shift from the ranks' own rows is compared with that of the whole batch, and its messages are counted. Ranks that call
-//! different things find out and go on; a rank that leaves ends the call on all others.
+//! A shift from the ranks' own rows is compared with that of the whole batch, and its messages are counted. Ranks that
+//! call different things find out and go on; a rank that leaves ends the call on all others.
 
 use crate::common::through::{Fault, Hook, Through};
 use cpattn::{

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Plans with the tokens of another plan: every layout, meshes of 1 to 8 ranks, windows, heads and dims. Each rank holds
-//! the same tokens in the same order, the schedules are proved, and runs give what one rank gives.
+//! Plans with the tokens of another plan: every layout, meshes of 1 to 8 ranks, windows, heads and dims. Each rank
+//! holds the same tokens in the same order, the schedules are proved, and runs give what one rank gives.
 
 use crate::common::{Data, Random, check, one_rank, reference, run};
 use cpattn::{
@@ -55,7 +55,8 @@ fn derived_plans_hold_the_same_tokens_and_are_proved() {
                 assert_eq!(plan.distribution(), base.distribution(), "{what}");
                 assert_eq!((plan.mesh(), plan.layout()), (mesh, layout));
                 plan.verify().unwrap_or_else(|e| panic!("{what}: {e}"));
-                // A plan made by itself may deal otherwise. It is equal, and has an equal number, only where it does not.
+                // A plan made by itself may deal otherwise. It is equal, and has an equal number, only where it does
+                // not.
                 let own = Plan::with_options(&problem, mesh, layout, options).unwrap();
                 let same = tokens(&own) == tokens(&plan);
                 assert_eq!(own.distribution() == plan.distribution(), same, "{what}");

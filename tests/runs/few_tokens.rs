@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whole runs over a few tokens: small enough for Miri, which interprets plan, schedule, proof, lanes, transport `local` and
-//! the portable kernels here, with their threads. Ranks of every kind of mesh against one rank.
+//! Whole runs over a few tokens: small enough for Miri, which interprets plan, schedule, proof, lanes, transport
+//! `local` and the portable kernels here, with their threads. Ranks of every kind of mesh against one rank.
 
 use cpattn::{
     Backward, Batch, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, transport::local,

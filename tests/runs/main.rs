@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a rank does with its tensors: runs of whole plans on threads against the f64 reference, the bits that every way of
-//! running must give, and what is refused.
+//! What a rank does with its tensors: runs of whole plans on threads against the f64 reference, the bits that every way
+//! of running must give, and what is refused.
 //!
 //! - `tensor`: views of memory; `refusals`: bad input, at the door it comes through;
-//! - `context_parallel`, `options`, `padding`, `ulysses`: results against the reference; `executor`, `poison`: against other runs;
+//! - `context_parallel`, `accuracy`, `options`, `padding`, `ulysses`: results against the reference; `executor`,
+//!   `poison`: against other runs;
 //! - `agreement`: ranks that do not run the same; `between_runs`: what ranks do together besides runs;
 //! - `distribution`: plans with the tokens of another plan;
 //! - `few_tokens`: small enough for Miri.
 #![cfg(feature = "std")]
 
+mod accuracy;
 mod agreement;
 mod between_runs;
 #[path = "../common/mod.rs"]
@@ -21,5 +23,7 @@ mod options;
 mod padding;
 mod poison;
 mod refusals;
+#[path = "../common/refused.rs"]
+mod refused;
 mod tensor;
 mod ulysses;

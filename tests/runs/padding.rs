@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Padding: rows that stand for nothing are documents of their own, q rows one without keys, k rows one without queries.
-//! They attend to nothing, nothing attends to them, and their gradients are zero, whatever they hold.
+//! Padding: rows that stand for nothing are documents of their own, q rows one without keys, k rows one without
+//! queries. They attend to nothing, nothing attends to them, and their gradients are zero, whatever they hold.
 
 use crate::common::{
     Data,
     own::{Own, compact},
 };
 use cpattn::{Batch, Dtype, Layout, Mask, Mesh, Plan, Problem, Rank, Side, transport::local};
-use std::{thread, time::Duration};
+use std::time::Duration;
 
 const HEADS: usize = 4;
 const KV: usize = 2;
@@ -19,23 +19,19 @@ type Results = Vec<(Vec<usize>, Vec<usize>, [Vec<f32>; 5])>;
 fn run(batch: &Batch, data: &Data<f32>, mesh: Mesh, mask: Mask) -> Results {
     let p = Problem::new(batch.clone(), HEADS, KV, DIM, Dtype::F32).with_mask(mask);
     let plan = Plan::new(&p, mesh, Layout::Zigzag).unwrap();
-    let ends = local::group(mesh.world(), Duration::from_secs(60)).unwrap();
-    thread::scope(|scope| {
-        let one = |end| {
-            let mut rank = Rank::new(end);
-            let mut own = Own::new(&plan, data, rank.rank(), compact);
-            own.forward(&mut rank, &plan).unwrap();
-            own.backward(&mut rank, &plan).unwrap();
-            let numbers = |bytes: Vec<u8>| -> Vec<f32> {
-                bytes.chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect()
-            };
-            let mut results = own.results().into_iter().map(numbers);
-            let tokens = |side| plan.token_indices(side, rank.rank());
-            (tokens(Side::Q), tokens(Side::K), std::array::from_fn(|_| results.next().unwrap()))
+    let one = |end| {
+        let mut rank = Rank::new(end);
+        let mut own = Own::new(&plan, data, rank.rank(), compact);
+        own.forward(&mut rank, &plan).unwrap();
+        own.backward(&mut rank, &plan).unwrap();
+        let numbers = |bytes: Vec<u8>| -> Vec<f32> {
+            bytes.chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect()
         };
-        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(move || one(end))).collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    })
+        let mut results = own.results().into_iter().map(numbers);
+        let tokens = |side| plan.token_indices(side, rank.rank());
+        (tokens(Side::Q), tokens(Side::K), std::array::from_fn(|_| results.next().unwrap()))
+    };
+    local::run(mesh.world(), Duration::from_secs(60), |end| Ok(one(end))).unwrap()
 }
 
 #[test]

@@ -15,7 +15,7 @@ use cpattn::{
     transport::local,
 };
 use half::{bf16, f16};
-use std::{thread, time::Duration};
+use std::time::Duration;
 
 #[derive(Clone, Copy)]
 #[repr(align(256))]
@@ -47,11 +47,7 @@ fn play<T: Element>(plan: &Plan, data: &Data<T>, style: Style, poison: bool) -> 
         drop(rank);
         own
     };
-    thread::scope(|scope| {
-        let ends = local::group(plan.mesh().world(), Duration::from_secs(60)).unwrap();
-        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(|| one_rank(end))).collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    })
+    local::run(plan.mesh().world(), Duration::from_secs(60), |end| Ok(one_rank(end))).unwrap()
 }
 
 fn every_way<T: Element>(p: &Problem, meshes: &[Mesh]) {
@@ -171,11 +167,7 @@ fn fused_buffers_are_packed() {
                 }
                 own.results()
             };
-            let got: Vec<_> = thread::scope(|scope| {
-                let ends = local::group(mesh.world(), Duration::from_secs(60)).unwrap();
-                let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(|| one_rank(end))).collect();
-                threads.into_iter().map(|t| t.join().unwrap()).collect()
-            });
+            let got: Vec<_> = local::run(mesh.world(), Duration::from_secs(60), |end| Ok(one_rank(end))).unwrap();
             for (rank, (got, clean)) in got.iter().zip(&clean).enumerate() {
                 assert!(*got == clean.results(), "{mesh}, {circulate:?}, rank {rank}");
             }

@@ -6,6 +6,7 @@ use crate::common::{
     Data,
     own::{Own, compact, gaps},
 };
+use crate::refused::refused;
 use cpattn::{
     Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
     call::RawTensor,
@@ -14,18 +15,7 @@ use cpattn::{
     schedule::{ALIGNMENT, Direction, Schedule, TensorId},
     transport::local,
 };
-use std::{fmt::Debug, thread, time::Duration};
-
-/// Refused before anything moved, in these words.
-#[track_caller]
-fn refused<T: Debug>(result: Result<T>, words: &[&str]) {
-    let error = result.expect_err("accepted");
-    assert!(matches!(error, Error::Invalid { .. } | Error::Unsupported { .. }), "{error:?}");
-    let text = error.to_string();
-    for word in words {
-        assert!(text.contains(word), "{text:?} lacks {word:?}");
-    }
-}
+use std::time::Duration;
 
 fn batch() -> Batch {
     Batch::from_lengths(&[7, 4]).unwrap()
@@ -244,11 +234,7 @@ fn sinks_given_and_planned() {
 
 /// Runs on threads; every rank's own result.
 fn on_ranks<R: Send>(world: usize, each: impl Fn(Rank) -> R + Sync) -> Vec<R> {
-    thread::scope(|scope| {
-        let ends = local::group(world, Duration::from_secs(30)).unwrap();
-        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(|| each(Rank::new(end)))).collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    })
+    local::run(world, Duration::from_secs(30), |end| Ok(each(Rank::new(end)))).unwrap()
 }
 
 /// Every way in which one rank may have planned something else: found on every rank, nothing written, and the ranks go
@@ -339,15 +325,19 @@ fn ranks_that_planned_different_things() {
 #[test]
 fn strides_of_what_is_sent() {
     let data = Data::<f32>::random(&problem(), 5);
-    for (circulate, mesh, forward, backward) in [
-        (Circulate::Keys, ring(3), Some("k.token_stride"), Some("k.token_stride")),
-        (Circulate::Queries, ring(3), Some("k.token_stride"), Some("q.token_stride")),
-        (Circulate::Auto, Mesh::ulysses(3).unwrap(), None, None),
+    let o = Options::new;
+    for (options, mesh, forward, backward) in [
+        (o().circulate(Circulate::Keys), ring(3), Some("k.token_stride"), Some("k.token_stride")),
+        (o().circulate(Circulate::Queries), ring(3), Some("k.token_stride"), Some("q.token_stride")),
+        (
+            o().circulate(Circulate::Keys).circulate_forward(Circulate::Queries),
+            ring(3),
+            Some("q.token_stride"),
+            Some("k.token_stride"),
+        ),
+        (o(), Mesh::ulysses(3).unwrap(), None, None),
     ] {
-        let plan = |pack| {
-            let options = Options::new().circulate(circulate).pack_inputs(pack);
-            Plan::with_options(&problem(), mesh, Layout::Zigzag, options).unwrap()
-        };
+        let plan = |pack| Plan::with_options(&problem(), mesh, Layout::Zigzag, options.pack_inputs(pack)).unwrap();
         let run = |pack: bool, direction: Direction| {
             let plan = plan(pack);
             on_ranks(3, |mut rank| {

@@ -16,13 +16,11 @@ fn value(token: usize, head: usize, i: usize) -> f64 {
 
 /// Runs `each` on every rank of a plan.
 fn ranks(plan: &Plan, each: impl Fn(&Plan, &mut Rank) + Sync) {
-    let ends = local::group(plan.mesh().world(), Duration::from_secs(30)).unwrap();
-    std::thread::scope(|scope| {
-        for end in ends {
-            let each = &each;
-            scope.spawn(move || each(plan, &mut Rank::new(end)));
-        }
-    });
+    local::run(plan.mesh().world(), Duration::from_secs(30), |end| {
+        each(plan, &mut Rank::new(end));
+        Ok(())
+    })
+    .unwrap();
 }
 
 fn local_rows(plan: &Plan, rank: &Rank, side: Side, heads: usize) -> Vec<f64> {
@@ -200,7 +198,8 @@ fn tensors_lie_apart_from_a_lent_workspace() {
     drop(rank);
 }
 
-/// Planning and both calls refuse by name what no machine could address, and shapes are named as an all-to-all has them.
+/// Planning and both calls refuse by name what no machine could address, and shapes are named as an all-to-all has
+/// them.
 #[test]
 fn dims_are_refused_by_name() {
     let huge = Problem::new(Batch::from_lengths(&[1 << 30]).unwrap(), 128, 2, 4, Dtype::F32);

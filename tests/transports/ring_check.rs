@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The ring check finds what was put there to be found: a rank that is silent, fails or leaves, bytes that change on the
-//! way, a slow link; and it measures every link both ways when nothing is wrong.
+//! The ring check finds what was put there to be found: a rank that is silent, fails or leaves, bytes that change on
+//! the way, a slow link; and it measures every link both ways when nothing is wrong.
 
 use crate::through::{Fault, Hook, Through};
 use cpattn::transport::{

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Context-parallel attention as an operation of candle's, with its backward.
 //!
-//! Tensors are used where they lie: a view is made from candle's storage, shape, strides and start offset. The operation has
-//! one result, o; lse, which the backward needs, stays beside it in the operation, of which each call makes a new one.
+//! Tensors are used where they lie: a view is made from candle's storage, shape, strides and start offset. The
+//! operation has one result, o; lse, which the backward needs, stays beside it in the operation, of which each call
+//! makes a new one.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A small language model trained with candle's autograd on four ranks, which are threads here, beside candle alone.
 //!
-//! `cargo run` in this folder. All that a program of candle's needs for context parallelism is `attention.rs`: one custom
-//! operation. Each rank holds its tokens of every document, all of the weights, and sums gradients with the others.
+//! `cargo run` in this folder. All that a program of candle's needs for context parallelism is `attention.rs`: one
+//! custom operation. Each rank holds its tokens of every document, all of the weights, and sums gradients with the
+//! others.
 
 mod attention;
 mod model;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The input as a source of choices, and the count of calls that it made. Where the bytes end, every choice is the first:
-//! an input that is cut short is still a program.
+//! The input as a source of choices, and the count of calls that it made. Where the bytes end, every choice is the
+//! first: an input that is cut short is still a program.
 
 use std::{
     ffi::CStr,

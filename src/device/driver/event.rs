@@ -49,7 +49,8 @@ impl CudaEvent {
         unsafe { call!(cuStreamWaitEvent(stream, self.handle, 0)) }
     }
 
-    /// Has each replay of the graph that a stream is captured into mark this point, as [`CudaEvent::record`] does elsewhere.
+    /// Has each replay of the graph that a stream is captured into mark this point, as [`CudaEvent::record`] does
+    /// elsewhere.
     pub fn record_in_replays(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: as in `record`.
         unsafe { call!(cuEventRecordWithFlags(self.handle, stream, sys::EVENT_RECORD_EXTERNAL)) }
@@ -71,8 +72,8 @@ impl CudaEvent {
         }
     }
 
-    /// Nanoseconds from another point to this one, both of events with timing, as exact as an f32 of milliseconds; `None`
-    /// while either is not over.
+    /// Nanoseconds from another point to this one, both of events with timing, as exact as an f32 of milliseconds;
+    /// `None` while either is not over.
     pub fn ns_since(&self, start: &Self) -> Result<Option<i64>> {
         let _entered = self.context.enter()?;
         let mut milliseconds = 0f32;

@@ -179,8 +179,8 @@ impl Context {
         Ok(unsafe { self.capture_of(stream) }?.is_some())
     }
 
-    /// The capture that a stream is part of, if it is part of one: a number that no other capture of the process has, from 1;
-    /// 0 for one that an error has ended, until the caller ends it as well.
+    /// The capture that a stream is part of, if it is part of one: a number that no other capture of the process has,
+    /// from 1; 0 for one that an error has ended, until the caller ends it as well.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for the default stream, while a stream that it is ordered with is being captured.
@@ -212,9 +212,10 @@ impl Context {
         unsafe { self.capture_of(null_mut()) }.map(|_| ())
     }
 
-    /// As [`Context::enter`], for calls that ask, wait, allocate or load code: while any thread captures a graph in the mode
-    /// that programs use, such a call of any thread would end that capture with an error. Until the guard is dropped this
-    /// thread's do not. A stream or event that is part of a capture must not be asked or waited for all the same.
+    /// As [`Context::enter`], for calls that ask, wait, allocate or load code: while any thread captures a graph in the
+    /// mode that programs use, such a call of any thread would end that capture with an error. Until the guard is
+    /// dropped this thread's do not. A stream or event that is part of a capture must not be asked or waited for all
+    /// the same.
     pub fn enter_beside_captures(&self) -> Result<Beside<'_>> {
         let entered = self.enter()?;
         let mut mode = sys::STREAM_CAPTURE_MODE_RELAXED;

@@ -2,7 +2,8 @@
 //! The part of the CUDA driver that this crate calls: types, numbers and functions as `cuda.h` declares them.
 //!
 //! Codes and attributes are integers, because a newer driver may answer with one that no enumeration here would know.
-//! Names with `_v2` are those that the header's macros have stood for since CUDA 4; the default stream is the legacy one.
+//! Names with `_v2` are those that the header's macros have stood for since CUDA 4; the default stream is the legacy
+//! one.
 
 pub(crate) use super::table::NOT_SUPPORTED;
 use super::table::functions;

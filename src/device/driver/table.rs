@@ -50,7 +50,8 @@ macro_rules! functions {
                 $($new: unsafe { find(&library, file, stringify!($new), $way_out) }.ok(),)*
                 _library: library,
             };
-            // Of two threads that come at once one is late: its table is the same, and its handle of the library is closed.
+            // Of two threads that come at once one is late: its table is the same, and its handle of the library is
+            // closed.
             let _ = TABLE.set(table);
             Ok(())
         }
@@ -62,8 +63,8 @@ macro_rules! functions {
             /// The arguments are as the library documents them.
             pub(crate) unsafe fn $name($($arg: $type),*) -> i32 {
                 match TABLE.get() {
-                    // SAFETY: the pointer is the function's, since statics are not dropped and this one holds the library; what
-                    // the library asks of the arguments is asked of the caller, above.
+                    // SAFETY: the pointer is the function's, since statics are not dropped and this one holds the
+                    // library; what the library asks of the arguments is asked of the caller, above.
                     Some(table) => unsafe { (table.$name)($($arg),*) },
                     None => $crate::device::driver::table::NOT_INITIALIZED,
                 }

@@ -5,21 +5,9 @@ use super::scratch::Dims;
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, Range, Ranges, RawTensor, Score};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
+use crate::kernel::check::{self, heads, stripe};
+pub(super) use crate::kernel::check::{per_head, same_shape, tensor};
 use alloc::format;
-
-/// Checks heads, dim and dtype of a tensor; its tokens are checked with the ranges.
-pub(super) fn tensor(name: &'static str, t: &RawTensor, heads: u32, dim: u32, dtype: Dtype) -> Result<()> {
-    if t.heads != heads {
-        return Err(Error::invalid(format!("{name}.heads"), t.heads, heads));
-    }
-    if t.dim != dim {
-        return Err(Error::invalid(format!("{name}.dim"), t.dim, dim));
-    }
-    if t.dtype != dtype {
-        return Err(Error::invalid(format!("{name}.dtype"), t.dtype, dtype));
-    }
-    Ok(())
-}
 
 /// Rows of a range lie within `t`, which has memory.
 fn rows(name: &'static str, t: &RawTensor, argument: &'static str, i: usize, range: &Range) -> Result<()> {
@@ -40,27 +28,9 @@ fn rows(name: &'static str, t: &RawTensor, argument: &'static str, i: usize, ran
     Ok(())
 }
 
-/// A range by itself.
-fn range(argument: &'static str, i: usize, r: &Range) -> Result<()> {
-    if r.block == 0 || r.period < r.block {
-        return Err(Error::invalid(
-            format!("{argument}[{i}]"),
-            format!("block {} and period {}", r.block, r.period),
-            "1 <= block <= period",
-        ));
-    }
-    Ok(())
-}
-
 /// Checks the parameters of a score in the type in which scores are computed. `Problem::check` has the same limits.
 fn score(s: &Score, acc: Dtype) -> Result<()> {
-    s.check_windows()?;
-    if !s.scale.is_finite() {
-        return Err(Error::invalid("scale", s.scale, "a finite number"));
-    }
-    if !(s.softcap >= 0.0 && s.softcap.is_finite()) {
-        return Err(Error::invalid("softcap", s.softcap, "a finite number above 0, or 0 for none"));
-    }
+    check::score(s)?;
     let (least, most) = match acc {
         Dtype::F64 => (f64::MIN_POSITIVE, f64::MAX),
         _ => (f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX)),
@@ -75,68 +45,16 @@ fn score(s: &Score, acc: Dtype) -> Result<()> {
     Ok(())
 }
 
-fn heads(map: &HeadMap, q: u32, kv: u32) -> Result<()> {
-    if map.group == 0 {
-        return Err(Error::invalid("heads.group", 0, "at least 1"));
-    }
-    let last = |h: u64| (u64::from(map.q_offset) + h) / u64::from(map.group);
-    let (first, end) = (last(0), last(u64::from(q).saturating_sub(1)) + 1);
-    let (have, have_end) = (u64::from(map.kv_offset), u64::from(map.kv_offset) + u64::from(kv));
-    if q > 0 && (first < have || end > have_end) {
-        return Err(Error::invalid(
-            "k.heads",
-            format!("kv heads {have}..{have_end}"),
-            format!("to hold {first}..{end}"),
-        )
-        .hint("q head h of the call reads kv head (q_offset + h) / group"));
-    }
-    Ok(())
-}
-
-pub(super) fn per_head(name: &'static str, t: &RawTensor, heads: u32) -> Result<()> {
-    if t.is_none() {
-        return Ok(());
-    }
-    if t.tokens != 1 {
-        return Err(Error::invalid(format!("{name}.tokens"), t.tokens, "1: there is one number for each head"));
-    }
-    tensor(name, t, heads, 1, Dtype::F32)
-}
-
 fn ranges(r: &Ranges, k: &RawTensor, v: &RawTensor) -> Result<()> {
     for (i, x) in r.k.iter().enumerate() {
-        range("ranges.k", i, x)?;
+        stripe("ranges.k", i, x)?;
         rows("k", k, "ranges.k", i, x)?;
         rows("v", v, "ranges.k", i, x)?;
     }
     for (i, x) in r.q.iter().enumerate() {
-        range("ranges.q", i, &x.range)?;
-        let (begin, end) = (x.keys_begin as usize, x.keys_end as usize);
-        let Some(pairs) = r.pairs.get(begin..end) else {
-            return Err(Error::invalid(
-                format!("ranges.q[{i}].keys"),
-                format!("{begin}..{end}"),
-                format!("entries of pairs, which has {}", r.pairs.len()),
-            ));
-        };
-        for &p in pairs {
-            match r.k.get(p as usize) {
-                None => {
-                    let have = format!("an index of ranges.k, which has {}", r.k.len());
-                    return Err(Error::invalid(format!("ranges.pairs of q range {i}"), p, have));
-                }
-                Some(key) if key.doc != x.range.doc => {
-                    return Err(Error::invalid(
-                        format!("ranges.k[{p}].doc"),
-                        key.doc,
-                        format!("{}, the document of q range {i}", x.range.doc),
-                    ));
-                }
-                Some(_) => {}
-            }
-        }
+        stripe("ranges.q", i, &x.range)?;
     }
-    r.check_documents()
+    check::pairs(r, |_, _| Ok(()))
 }
 
 fn qkv(q: &RawTensor, k: &RawTensor, v: &RawTensor, map: &HeadMap) -> Result<Dims> {
@@ -225,18 +143,6 @@ pub(super) fn backward(c: &AttendBackward) -> Result<Dims> {
     }
     c.ranges.one_writer(c.gradients != Gradients::Keys, c.gradients != Gradients::Queries)?;
     Ok(dims)
-}
-
-/// Equal tokens, heads and dim.
-pub(super) fn same_shape(name: impl Fn() -> alloc::string::String, t: &RawTensor, of: &RawTensor) -> Result<()> {
-    if (t.tokens, t.heads, t.dim) == (of.tokens, of.heads, of.dim) {
-        return Ok(());
-    }
-    Err(Error::invalid(
-        name(),
-        format!("[{}, {}, {}]", t.tokens, t.heads, t.dim),
-        format!("[{}, {}, {}]", of.tokens, of.heads, of.dim),
-    ))
 }
 
 pub(super) fn finish_rows(t: &RawTensor, name: &'static str, r: &[Range]) -> Result<()> {

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which documents of a call run on matrix units, and which on vectors.
 //!
-//! Types that need several parts per number (`forms.rs`) are faster on tiles for long documents only; in the backward all
-//! types are, for documents of more than a few rows. A pack may have documents of both kinds, so the choice is made for
-//! each document. Documents share no row that is written. The units of a call are therefore two lists, those on tiles and
-//! those on vectors; a worker begins the second list when the first is empty.
+//! Types that need several parts per number (`forms.rs`) are faster on tiles for long documents only; in the backward
+//! all types are, for documents of more than a few rows. A pack may have documents of both kinds, so the choice is made
+//! for each document. Documents share no row that is written. The units of a call are therefore two lists, those on
+//! tiles and those on vectors; a worker begins the second list when the first is empty.
 //!
-//! The rule depends on the document alone, so that forward and backward of f32 choose alike: on its length, if the caller
-//! has given it ([`QRange::document`]), or else on the ranges of the document in the call.
+//! The rule depends on the document alone, so that forward and backward of f32 choose alike: on its length, if the
+//! caller has given it ([`QRange::document`]), or else on the ranges of the document in the call.
 
 use super::isa::Isa;
 use crate::call::{Attend, AttendBackward, Gradients, QRange, Ranges, Score};
 
-/// Rows of a document in q, times the heads of a group, from which tiles of several parts are used: they then fill panels.
+/// Rows of a document in q, times the heads of a group, from which tiles of several parts are used: they then fill
+/// panels.
 const FILLED: u64 = 96;
 /// Keys that a row may see, times the heads of a group, from which tiles of several parts are faster than vectors: the
 /// masked part of tiles of a causal document is then small enough.
@@ -63,8 +64,8 @@ impl<'a> EngineChoice<'a> {
             return Self { tiles: Some(Documents::all(isa)), vectors: None };
         }
         // The backward of an aligned call has no tiles. The scores of a document must have the same bits in forward and
-        // backward, since lse contains the forward's rounding errors. For types of one part the rounding of p is larger than
-        // these, and forward and backward may choose differently.
+        // backward, since lse contains the forward's rounding errors. For types of one part the rounding of p is larger
+        // than these, and forward and backward may choose differently.
         if call.aligned {
             return Self::vectors(Isa::Avx512);
         }
@@ -163,8 +164,8 @@ impl Rule<'_> {
     }
 }
 
-/// Whether tiles of several parts are faster than vectors for a document of this many rows of q and k, with `group` q heads
-/// per kv head. Counts the keys that `score` allows a row, as the mean over the rows of q.
+/// Whether tiles of several parts are faster than vectors for a document of this many rows of q and k, with `group` q
+/// heads per kv head. Counts the keys that `score` allows a row, as the mean over the rows of q.
 fn tiles_pay(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) -> bool {
     let (mut rows, mut q_len, mut k_len) = (0, 0, 0);
     let window = score.window_left.saturating_add(score.window_right).saturating_add(1).max(0) as u64;
@@ -174,6 +175,15 @@ fn tiles_pay(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32)
     }
     let least = |mean: u64| rows * u128::from(mean.div_ceil(group.max(1).into()));
     rows > 0 && q_len >= least(FILLED) && k_len >= least(LONG)
+}
+
+impl QRange {
+    /// Those of a document, of ranges in the order of their documents.
+    pub(super) fn of_document(q: &[Self], doc: u32) -> &[Self] {
+        let q = &q[q.partition_point(|r| r.range.doc < doc)..];
+        // Most documents have few: to search all that follow for the end would take as long as the search above.
+        &q[..q.iter().take_while(|r| r.range.doc == doc).count()]
+    }
 }
 
 #[cfg(test)]

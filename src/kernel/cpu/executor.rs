@@ -3,8 +3,8 @@
 //!
 //! The kernels start no threads. With the feature `rayon` workers run in rayon's pool; a program with a pool of its own
 //! gives it as an [`Executor`]. What a worker does does not depend on which thread it runs on, when, or how many others
-//! there are: work units are handed out by a counter, and the thread that made the call does what is left when the executor
-//! returns. So an executor can make a call slow, and never wrong.
+//! there are: work units are handed out by a counter, and the thread that made the call does what is left when the
+//! executor returns. So an executor can make a call slow, and never wrong.
 
 use core::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};

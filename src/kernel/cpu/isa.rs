@@ -3,8 +3,8 @@
 //!
 //! It is the fastest one of this machine, unless the caller sets another: with [`super::Scratch::with_isa`], or for the
 //! whole program with the environment variable [`Isa::VARIABLE`]. An instruction set that the machine lacks is refused
-//! before anything runs. [`Isa::Amx`] is the fastest wherever it is available. For bf16 dot products availability does not
-//! decide: on an Intel Xeon with AMX `vdpbf16ps` does half as many operations a second as f32 multiply-adds, and
+//! before anything runs. [`Isa::Amx`] is the fastest wherever it is available. For bf16 dot products availability does
+//! not decide: on an Intel Xeon with AMX `vdpbf16ps` does half as many operations a second as f32 multiply-adds, and
 //! [`Isa::Avx512Bf16`] takes 1.2 to 1.6 times as long as [`Isa::Avx512`]; on a Zen 5 it is 1.7 and 2.0 times as fast
 //! (`benches/NOTES.md`). The choice between the two is made by the processor's vendor and family.
 
@@ -24,12 +24,12 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F and DQ.
     Avx512,
-    /// AVX-512 with BF16 dot products, for bf16; AVX-512 for the other types, and for the backward of aligned calls. The
-    /// instruction takes subnormal bf16 for 0, as matrix units do.
+    /// AVX-512 with BF16 dot products, for bf16; AVX-512 for the other types, and for the backward of aligned calls.
+    /// The instruction takes subnormal bf16 for 0, as matrix units do.
     Avx512Bf16,
-    /// AMX tiles of bf16: for bf16, for f16 as the sum of two of them (as it is where the machine has AMX-FP16), for f32 as
-    /// the sum of three. AVX-512 for f64, for the backward of aligned calls, for f32 and f16 in parts in aligned calls and for
-    /// short documents, and in the backward for very short ones of every type. Matrix units take
+    /// AMX tiles of bf16: for bf16, for f16 as the sum of two of them (as it is where the machine has AMX-FP16), for
+    /// f32 as the sum of three. AVX-512 for f64, for the backward of aligned calls, for f32 and f16 in parts in aligned
+    /// calls and for short documents, and in the backward for very short ones of every type. Matrix units take
     /// subnormal numbers for 0, and so f32 tensors with nothing but numbers below 1e-30 lose digits: force
     /// [`Isa::Avx512`] for those.
     Amx,
@@ -134,9 +134,9 @@ impl Isa {
         ))
     }
 
-    /// The relative error of the roundings that this instruction set makes beside those of the sums: it rounds p, and in
-    /// the backward ds, to the element type, as every flash attention of half precision does; an f16 in two parts of bf16 to
-    /// 16 bits. 0 where it does not.
+    /// The relative error of the roundings that this instruction set makes beside those of the sums: it rounds p, and
+    /// in the backward ds, to the element type, as every flash attention of half precision does; an f16 in two parts of
+    /// bf16 to 16 bits. 0 where it does not.
     pub fn roundoff(self, dtype: Dtype) -> f64 {
         match dtype {
             Dtype::F16 if self.has_tiles(dtype) && !self.has_tiles_of(dtype) => 1.0 / 65_536.0,

@@ -3,8 +3,8 @@
 //!
 //! Five functions, one for each structure of [`crate::kernel`]. Each checks what it is given (shapes, types, rows
 //! against tensors) and answers with a typed error before it touches memory; none allocates unless it refuses; all
-//! sums are in the accumulator's type. They are unsafe because a [`crate::call::RawTensor`] is an address: that it is valid, and
-//! in no other use while the call runs, is the caller's promise.
+//! sums are in the accumulator's type. They are unsafe because a [`crate::call::RawTensor`] is an address: that it is
+//! valid, and in no other use while the call runs, is the caller's promise.
 //!
 //! ```text
 //! attention  forward: a unit is a block of q rows with a kv head (row_blocks); keys stream by in tiles of 128 (stream, tile);
@@ -113,7 +113,8 @@ unsafe fn forward<A: SumType>(call: &Attend, isa: Isa, crew: Crew<'_>) {
     });
     crew.run(&|lines| {
         for units in units.iter().flatten() {
-            // SAFETY: checked, valid and with sums of `A` (the contract of this function), and the instruction set is present.
+            // SAFETY: checked, valid and with sums of `A` (the contract of this function), and the instruction set is
+            // present.
             unsafe { units.work(lines) };
         }
     });

@@ -2,8 +2,8 @@
 //! The memory of the kernels' buffers, allocated once and used by every call.
 //!
 //! A kernel call allocates nothing. The caller owns a [`Scratch`], reserves the largest head dims that it will use with
-//! [`Scratch::reserve`], and passes it to each call, which divides it into one part per worker and each part into buffers.
-//! The contents do not survive a call.
+//! [`Scratch::reserve`], and passes it to each call, which divides it into one part per worker and each part into
+//! buffers. The contents do not survive a call.
 
 #[cfg(target_arch = "x86_64")]
 use super::attention::forward::MAX_TILES;
@@ -46,8 +46,8 @@ impl Scratch {
     /// Memory for `workers` (at least one) parallel workers. More than one are used with the feature `rayon` or an
     /// [`Executor`] only; results do not depend on their number.
     ///
-    /// Calls run on [`Isa::chosen`]. What that refuses (an instruction set that the environment asks for and the machine
-    /// lacks), every call refuses.
+    /// Calls run on [`Isa::chosen`]. What that refuses (an instruction set that the environment asks for and the
+    /// machine lacks), every call refuses.
     pub fn new(workers: usize) -> Self {
         Self { lines: Vec::new(), workers: workers.max(1), isa: Isa::chosen(), executor: None }
     }
@@ -63,8 +63,8 @@ impl Scratch {
     /// From now on calls run on this instruction set; on [`Isa::chosen`] for `None`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) when the machine lacks it, and as [`Isa::chosen`]; the scratch then
-    /// stays as it was.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) when the machine lacks it, and as [`Isa::chosen`]; the scratch
+    /// then stays as it was.
     pub fn set_isa(&mut self, isa: Option<Isa>) -> Result<()> {
         self.isa = Ok(isa.map_or_else(Isa::chosen, Isa::required)?);
         Ok(())

@@ -32,10 +32,10 @@ fn seen(score: &Score, pos: i64, k: &Range) -> u64 {
     between(k, pos.saturating_sub(score.window_left), pos.saturating_add(score.window_right))
 }
 
-/// How evenly the work of [`attend`](super::attend) on `isa` falls on `workers` workers: how many units it has, and when the
-/// last worker ends over when all would, if the work were even. That is a simulation, in which each unit goes to the worker that
-/// is idle first and takes as long as it has pairs of a query and a key that the mask leaves; one that adds to the same rows as
-/// an earlier one ends after that one. The documents are not known beforehand.
+/// How evenly the work of [`attend`](super::attend) on `isa` falls on `workers` workers: how many units it has, and
+/// when the last worker ends over when all would, if the work were even. That is a simulation, in which each unit goes
+/// to the worker that is idle first and takes as long as it has pairs of a query and a key that the mask leaves; one
+/// that adds to the same rows as an earlier one ends after that one. The documents are not known beforehand.
 ///
 /// # Panics
 /// Without workers, or for a call without any such pair.

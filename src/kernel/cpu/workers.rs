@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The workers of a call: how units of work are distributed, and on which instruction set they run.
 //!
-//! A job is a list of units with disjoint results. One worker computes a unit from start to end, in an order that does not
-//! depend on other units, so results have the same bits for any number of workers. Workers draw units from a counter.
+//! A job is a list of units with disjoint results. One worker computes a unit from start to end, in an order that does
+//! not depend on other units, so results have the same bits for any number of workers. Workers draw units from a
+//! counter.
 
 #[cfg(target_arch = "x86_64")]
 use super::attention::{dq_order::DqOrder, tiled::Tiled};
@@ -69,8 +70,8 @@ impl<J: Job> Units<J> {
     /// Does units until none is left.
     ///
     /// # Safety
-    /// The instruction set is present; the tensors of the call are valid, and no other code writes them (or, for the results,
-    /// reads them) meanwhile.
+    /// The instruction set is present; the tensors of the call are valid, and no other code writes them (or, for the
+    /// results, reads them) meanwhile.
     pub(super) unsafe fn work(&self, lines: &mut [Line]) {
         let (job, next) = (&self.job, &self.next);
         // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.

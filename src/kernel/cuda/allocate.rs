@@ -22,7 +22,8 @@ impl Cuda {
     /// The stream is of the device's primary context.
     ///
     /// # Errors
-    /// [`Error::Device`] when something on the device failed; [`Error::Unsupported`] for a stream that is being captured.
+    /// [`Error::Device`] when something on the device failed; [`Error::Unsupported`] for a stream that is being
+    /// captured.
     pub unsafe fn synchronize(&self, stream: RawStream) -> Result<()> {
         // SAFETY: the stream is of the device's primary context (the contract of this function).
         if unsafe { self.context().is_capturing(stream) }? {

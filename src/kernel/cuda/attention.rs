@@ -42,8 +42,8 @@ impl Cuda {
     /// Forward attention: see [`Attend`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] and [`Error::Unsupported`] before anything is launched, also for a stream that is being captured
-    /// into a graph: the ring's metadata would not last for replays. [`Error::Device`] when the driver fails.
+    /// [`Error::Invalid`] and [`Error::Unsupported`] before anything is launched, also for a stream that is being
+    /// captured into a graph: the ring's metadata would not last for replays. [`Error::Device`] when the driver fails.
     ///
     /// # Safety
     /// The stream is of the device's primary context. When the launch runs, in stream order, the rows of the ranges are
@@ -143,9 +143,9 @@ impl Cuda {
         Ok((writer.part(), launches))
     }
 
-    /// Backward attention: see [`AttendBackward`]. All gradients are one launch where a block of the device has the shared
-    /// memory for it (99 KB: head dims up to 64; 163 KB: up to 192; 227 KB: 256); else dq is one, dk and dv another (two
-    /// above head dim 192).
+    /// Backward attention: see [`AttendBackward`]. All gradients are one launch where a block of the device has the
+    /// shared memory for it (99 KB: head dims up to 64, of 97 to 128; 163 KB: up to 192; 227 KB: 256); else dq is one,
+    /// dk and dv another (two above head dim 192).
     ///
     /// # Errors
     /// As [`Cuda::attend`].

@@ -71,7 +71,7 @@ impl Cuda {
             movable(checker, &format!("blocks[{i}].dst"), &block.dst)?;
             for (j, source) in sources.iter().enumerate() {
                 let name = format!("blocks[{i}].sources[{j}]");
-                check::same_shape(&name, source, &block.dst)?;
+                check::same_shape(|| name.clone(), source, &block.dst)?;
                 movable(checker, &name, source)?;
             }
             block.check_in_place(i, sources)?;

@@ -2,10 +2,12 @@
 //! The checks of a call before anything is launched: shapes, types, alignment, ranges, and the device of its memory.
 
 use super::params::Tensor;
-use crate::call::{HeadMap, Range, Ranges, RawTensor, Score};
+use crate::call::{Range, Ranges, RawTensor, Score};
 use crate::device::driver::device_of;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
+use crate::kernel::check;
+pub(super) use crate::kernel::check::{heads, same_shape};
 use alloc::format;
 use core::f64::consts::LOG2_E;
 
@@ -24,8 +26,8 @@ pub(super) struct TensorSpec {
     pub align: usize,
 }
 
-/// The device, and whether addresses are those of memory that the driver knows: symbols are checked when a run brings what
-/// they stand for.
+/// The device, and whether addresses are those of memory that the driver knows: symbols are checked when a run brings
+/// what they stand for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Checker {
     pub ordinal: i32,
@@ -35,15 +37,7 @@ pub(super) struct Checker {
 impl Checker {
     /// A tensor that the call cannot do without.
     pub fn needed(self, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
-        if t.heads != expected.heads {
-            return Err(Error::invalid(format!("{name}.heads"), t.heads, expected.heads));
-        }
-        if t.dim != expected.dim {
-            return Err(Error::invalid(format!("{name}.dim"), t.dim, expected.dim));
-        }
-        if t.dtype != expected.dtype {
-            return Err(Error::invalid(format!("{name}.dtype"), t.dtype, expected.dtype));
-        }
+        check::tensor(name, t, expected.heads, expected.dim, expected.dtype)?;
         self.memory(name, t, expected.align)
     }
 
@@ -54,9 +48,7 @@ impl Checker {
 
     /// A table of one f32 for each head, `[1, heads, 1]`, or nothing.
     pub fn per_head(self, name: &str, t: &RawTensor, heads: u32) -> Result<Tensor> {
-        if !t.is_none() && t.tokens != 1 {
-            return Err(Error::invalid(format!("{name}.tokens"), t.tokens, "1: there is one number for each head"));
-        }
+        check::per_head(name, t, heads)?;
         self.optional(name, t, TensorSpec { heads, dim: 1, dtype: Dtype::F32, align: 4 })
     }
 
@@ -147,33 +139,9 @@ pub(super) fn dim(name: &str, dim: u32, largest: u32) -> Result<()> {
     Ok(())
 }
 
-/// Every q head finds its kv head.
-pub(super) fn heads(map: &HeadMap, q: u32, kv: u32) -> Result<()> {
-    if map.group == 0 {
-        return Err(Error::invalid("heads.group", 0, "at least 1"));
-    }
-    let of = |h: u64| (u64::from(map.q_offset) + h) / u64::from(map.group);
-    let (have, have_end) = (u64::from(map.kv_offset), u64::from(map.kv_offset) + u64::from(kv));
-    if q > 0 && (of(0) < have || of(u64::from(q) - 1) >= have_end) {
-        return Err(Error::invalid(
-            "k.heads",
-            format!("kv heads {have}..{have_end}"),
-            format!("to hold {}..={}", of(0), of(u64::from(q) - 1)),
-        )
-        .hint("q head h of the call reads kv head (q_offset + h) / group"));
-    }
-    Ok(())
-}
-
 /// The score's numbers; windows come back cut to what positions can reach.
 pub(super) fn score(s: &Score) -> Result<(i64, i64)> {
-    s.check_windows()?;
-    if !s.scale.is_finite() {
-        return Err(Error::invalid("scale", s.scale, "a finite number"));
-    }
-    if !(s.softcap >= 0.0 && s.softcap.is_finite()) {
-        return Err(Error::invalid("softcap", s.softcap, "a finite number above 0, or 0 for none"));
-    }
+    check::score(s)?;
     // The kernels are handed products of these in f32, where one that is not finite makes NaN of a score of 0.
     let most = f64::from(f32::MAX) / LOG2_E;
     if s.scale.abs() > most {
@@ -190,13 +158,7 @@ pub(super) fn score(s: &Score) -> Result<(i64, i64)> {
 }
 
 fn range(argument: &str, i: usize, r: &Range, tokens: u64) -> Result<()> {
-    if r.block == 0 || r.period < r.block {
-        return Err(Error::invalid(
-            format!("{argument}[{i}]"),
-            format!("block {} and period {}", r.block, r.period),
-            "1 <= block <= period",
-        ));
-    }
+    check::stripe(argument, i, r)?;
     if r.len == 0 {
         return Ok(());
     }
@@ -231,47 +193,18 @@ pub(super) fn ranges(ranges: &Ranges, q_tokens: u64, k_tokens: u64, distances: b
     }
     for (i, q) in ranges.q.iter().enumerate() {
         range("ranges.q", i, &q.range, q_tokens)?;
-        let (begin, end) = (q.keys_begin as usize, q.keys_end as usize);
-        let Some(pairs) = ranges.pairs.get(begin..end) else {
-            return Err(Error::invalid(
-                format!("ranges.q[{i}].keys"),
-                format!("{begin}..{end}"),
-                format!("entries of {} pairs", ranges.pairs.len()),
-            ));
-        };
-        for &pair in pairs {
-            let Some(k) = ranges.k.get(pair as usize) else {
-                return Err(Error::invalid("ranges.pairs", pair, format!("an index below {}", ranges.k.len())));
-            };
-            if k.doc != q.range.doc {
-                let (found, expected) = (k.doc, format!("{}, the document of q range {i}", q.range.doc));
-                return Err(Error::invalid(format!("ranges.k[{pair}].doc"), found, expected));
-            }
-            if distances && q.range.len > 0 && k.len > 0 {
-                let far = (q.range.last() - k.pos).abs().max((k.last() - q.range.pos).abs());
-                if far > i64::from(i32::MAX) {
-                    return Err(Error::unsupported(
-                        format!("ALiBi over a distance of {far}"),
-                        "distances of at most 2^31 positions",
-                        "leave out the slopes",
-                    ));
-                }
+    }
+    check::pairs(ranges, |q, k| {
+        if distances && q.len > 0 && k.len > 0 {
+            let far = (q.last() - k.pos).abs().max((k.last() - q.pos).abs());
+            if far > i64::from(i32::MAX) {
+                return Err(Error::unsupported(
+                    format!("ALiBi over a distance of {far}"),
+                    "distances of at most 2^31 positions",
+                    "leave out the slopes",
+                ));
             }
         }
-    }
-    ranges.check_documents()
-}
-
-/// Blocks and sources have one shape.
-pub(super) fn same_shape(name: &str, t: &RawTensor, like: &RawTensor) -> Result<()> {
-    for (field, found, expected) in [
-        ("tokens", t.tokens, like.tokens),
-        ("heads", u64::from(t.heads), u64::from(like.heads)),
-        ("dim", u64::from(t.dim), u64::from(like.dim)),
-    ] {
-        if found != expected {
-            return Err(Error::invalid(format!("{name}.{field}"), found, expected));
-        }
-    }
-    Ok(())
+        Ok(())
+    })
 }

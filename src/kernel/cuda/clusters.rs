@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The forward kernels for `sm_90a` in clusters of two blocks: whether they are asked for, and which calls they take.
 //!
-//! Two q heads of one kv head read the same k and v under any mask. The two blocks of a cluster multiply a tile of each, and
-//! each copies half of every tile of keys to both: k and v come from L2 once for two heads. Bits are those of the kernels
-//! without clusters, which do all other calls. Whether it is quicker has not been measured: it is off unless it is asked for.
+//! Two q heads of one kv head read the same k and v under any mask. The two blocks of a cluster multiply a tile of
+//! each, and each copies half of every tile of keys to both: k and v come from L2 once for two heads. Bits are those of
+//! the kernels without clusters, which do all other calls. Whether it is quicker has not been measured: it is off
+//! unless it is asked for.
 
 use super::shapes::SHAPES;
 use crate::call::Attend;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The scheduler metadata of the fused backward, in which tiles of keys add to the dq of one tile of q rows one after the other.
+//! The scheduler metadata of the fused backward, in which tiles of keys add to the dq of one tile of q rows one after
+//! the other.
 //!
 //! Which tile waits for which is found on the device (`ptx/dq_semaphore.cuh`): tiles of keys add in the order of k runs
 //! and of rows, each waits for the one before it that has the same q rows. The host must provide three things. *Which
@@ -8,9 +9,9 @@
 //! one by one in that order, so the earliest unfinished tile never waits, for any number of blocks. *The semaphores*,
 //! and the counter of the tiles that were taken, must be zero when the launch begins.
 //!
-//! Within what pairs tie together (a document, as a rule) the order of work is therefore that of waiting; between the rest
-//! the longest tiles come first. That is a merge of lists by the cost of their heads, or, the same, a sort by the least
-//! cost on the way to each tile.
+//! Within what pairs tie together (a document, as a rule) the order of work is therefore that of waiting; between the
+//! rest the longest tiles come first. That is a merge of lists by the cost of their heads, or, the same, a sort by the
+//! least cost on the way to each tile.
 
 use super::metadata::{TileRows, cut, inverse_len, invert, key_cost, run, work};
 use super::metadata_buffer::{SortBuffers, Writer, padded};
@@ -30,7 +31,8 @@ pub(super) struct DqSemaphore {
     /// Of each q run, the tiles of those before it.
     pub query_tiles: u64,
     pub own: TilesOfKeys,
-    /// Those of the kernel that does the launch where tensor maps cannot describe its tensors: `own` where they have as many keys.
+    /// Those of the kernel that does the launch where tensor maps cannot describe its tensors: `own` where they have as
+    /// many keys.
     pub other: TilesOfKeys,
     /// Tiles of q rows times q heads.
     pub words: usize,

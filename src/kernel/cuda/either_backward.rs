@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Parameters of a backward launch that the kernel for `sm_90a` or the fused one for `sm_80` does: which one is known when the
-//! launch is put on a stream, since it depends on strides.
+//! Parameters of a backward launch that the kernel for `sm_90a` or the fused one for `sm_80` does: which one is known
+//! when the launch is put on a stream, since it depends on strides.
 //!
-//! Both read the same struct, but for how their tiles of keys are dealt out. A launch keeps that twice, and the kernel for
-//! `sm_80` gets its own in the place of the other's.
+//! Both read the same struct, but for how their tiles of keys are dealt out. A launch keeps that twice, and the kernel
+//! for `sm_80` gets its own in the place of the other's.
 
 use super::params::{BackwardParams, FusedParams, HeadParams, Parameters};
 use bytemuck::{NoUninit, Pod, Zeroable};

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The PTX of `ptx/`, as `build.rs` packs it: a sixth of its size (release builds), inflated when a kernel is first asked for.
+//! The PTX of `ptx/`, as `build.rs` packs it: a sixth of its size (release builds), inflated when a kernel is first
+//! asked for.
 //!
 //! There is one text for both element types, that of bf16. The kernel for f16 has the same instructions with the other
 //! type in their names, so it is made here. Two texts would double the library for what one replacement gives;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The forward kernels for `sm_90a`: which launches they take, and their parameters beside those of the others.
 //!
-//! They load through tensor maps, which the driver encodes on the host: one for each tensor, when a launch is put on a stream
-//! that brings other addresses or strides than those before, which are kept (`kept_maps`). A map has columns, rows, heads and parts
-//! (`ptx/hopper_load.cuh` says what for), strides that are positive multiples of 16 bytes below 2^40, and coordinates of
-//! 32 bits. What it cannot say, the kernel for `sm_80` does with the same metadata and the same parameters: negative strides
-//! and strides of 0, tensors of 2^31 rows, addresses too close to 0.
+//! They load through tensor maps, which the driver encodes on the host: one for each tensor, when a launch is put on a
+//! stream that brings other addresses or strides than those before, which are kept (`kept_maps`). A map has columns,
+//! rows, heads and parts (`ptx/hopper_load.cuh` says what for), strides that are positive multiples of 16 bytes below
+//! 2^40, and coordinates of 32 bits. What it cannot say, the kernel for `sm_80` does with the same metadata and the
+//! same parameters: negative strides and strides of 0, tensors of 2^31 rows, addresses too close to 0.
 
 use super::family::Family;
 use super::loaded_kernel::LoadedKernel;
@@ -89,7 +89,8 @@ pub(super) struct HopperParams {
     pub tiles: u32,
     pub section: u32,
     pub shared: SharedTiles,
-    /// 1 where the metadata is among the parameters: its addresses are then bytes from the beginning of [`InlineMetadata`].
+    /// 1 where the metadata is among the parameters: its addresses are then bytes from the beginning of
+    /// [`InlineMetadata`].
     pub has_metadata: u64,
 }
 
@@ -188,8 +189,8 @@ impl MapShape {
         })
     }
 
-    /// The map, or None where it cannot say it. A driver that refuses one that can be said is an error rather than a reason
-    /// to take the other kernel: that would be slower, and never noticed.
+    /// The map, or None where it cannot say it. A driver that refuses one that can be said is an error rather than a
+    /// reason to take the other kernel: that would be slower, and never noticed.
     pub fn encode(&self, t: Tensor) -> Result<Option<Map>> {
         let Some(ragged) = self.ragged(t) else { return Ok(None) };
         let mut map = Map([0; 128]);
@@ -242,8 +243,8 @@ pub(super) enum HopperPass {
     Backward,
 }
 
-/// The kernel for `sm_80` that does a launch where maps cannot describe its tensors: its element type and shape, and its
-/// tiles times heads.
+/// The kernel for `sm_80` that does a launch where maps cannot describe its tensors: its element type and shape, and
+/// its tiles times heads.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Other {
     pub pass: HopperPass,

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The backward kernels for `sm_90a`: which launches they take, and their parameters.
 //!
-//! They make all gradients, with the metadata and the parameters of the fused kernel for `sm_80`, which does what tensor maps
-//! cannot describe, and every shape that has no kernel here. Of the options of a call none decides. At head dims 192 and 128 tiles
-//! have twice the keys of that kernel's, which then has a list of its own ([`DealtOut`]); everything else serves both.
+//! They make all gradients, with the metadata and the parameters of the fused kernel for `sm_80`, which does what
+//! tensor maps cannot describe, and every shape that has no kernel here. Of the options of a call none decides. At head
+//! dims 192 and 128 tiles have twice the keys of that kernel's, which then has a list of its own ([`DealtOut`]);
+//! everything else serves both. At 256 the two multiplying warpgroups share the keys of a tile, and at other head dims
+//! each has 64 of its own.
 
 use super::Cuda;
 use super::either_backward::{DealtOut, EitherParams, HopperBackwardParams};
@@ -18,16 +20,33 @@ use crate::call::AttendBackward;
 /// Bytes of shared memory behind the tiles, for barriers.
 const CONTROL: u32 = 2560;
 
+/// Bytes of probabilities that wait in shared memory: a quarter where dk and dv leave too few registers, and all where
+/// they are made by one warpgroup for both.
+const fn parked(d: u32, dv: u32, m: u32, n: u32) -> u32 {
+    if n == 64 {
+        2 * m * n
+    } else if d + dv > 256 {
+        32 * n
+    } else {
+        0
+    }
+}
+
 const fn backward(d: u32, dv: u32, m: u32, n: u32) -> Option<Fused> {
-    // Where dk and dv leave too few registers, a part of the probabilities waits there.
-    let parked = if d + dv > 256 { 32 * n } else { 0 };
+    let parked = parked(d, dv, m, n);
     let shared = 2 * (n * (d + dv) + 2 * m * (d + dv) + 2 * m * n) + CONTROL + parked;
-    Some(Fused { launch: Shaped { rows: n, threads: 2 * n + 128, shared }, queries: m, control: 0 })
+    Some(Fused { launch: Shaped { rows: n, threads: 384, shared }, queries: m, control: 0 })
 }
 
 /// By the index of [`SHAPES`].
-pub(super) const BACKWARD: [Option<Fused>; SHAPES.len()] =
-    [backward(64, 64, 64, 128), None, backward(128, 128, 64, 128), backward(192, 128, 64, 128), None, None];
+pub(super) const BACKWARD: [Option<Fused>; SHAPES.len()] = [
+    backward(64, 64, 64, 128),
+    None,
+    backward(128, 128, 64, 128),
+    backward(192, 128, 64, 128),
+    None,
+    backward(256, 256, 64, 64),
+];
 
 // The order of additions to dq is of tiles of q rows, in one list for both kernels.
 const _: () = {
@@ -107,10 +126,10 @@ mod tests {
         }
     }
 
-    /// Cycles of the tensor cores and of shared memory (128 bytes each) in a step of a block: every product stands in the text
-    /// once, for one of two warpgroups. Each reads its right matrix from shared memory, and its left one where registers do not
-    /// hold it; ds is written there, and q and do are copied there. `ptx/README.md` has these figures.
-    fn cycles(shape: &super::super::shapes::Shape, queries: u32) -> (u32, u32) {
+    /// Cycles of the tensor cores and of shared memory (128 bytes each) in a step of a block: every product stands in
+    /// the text once, for one of two warpgroups. Each reads its right matrix from shared memory, and its left one where
+    /// registers do not hold it; ds is written there, and q and do are copied there. `ptx/README.md` has these figures.
+    fn cycles(shape: &super::super::shapes::Shape, kernel: Fused) -> (u32, u32) {
         let name = format!("hopper_backward_bf16_{}", shape.name);
         let text = super::super::embedded::find(&name).expect("embedded").into_string().expect("text");
         let (mut tensor, mut bytes) = (0, 0);
@@ -123,15 +142,16 @@ mod tests {
             bytes += 2 * (columns * 16 * 2 + left);
         }
         let (d, dv) = (shape.head_dim, shape.value_dim);
+        let (queries, keys) = (kernel.queries, kernel.launch.rows);
         // The parked probabilities are written once and read once.
-        let parked = if d + dv > 256 { 2 * 256 * 16 } else { 0 };
-        (tensor, (bytes + queries * 128 * 2 + queries * (d + dv) * 2 + parked) / 128)
+        let parked = 2 * parked(d, dv, queries, keys);
+        (tensor, (bytes + queries * keys * 2 + queries * (d + dv) * 2 + parked) / 128)
     }
 
     #[test]
     fn shared_memory_keeps_up_with_the_products() {
-        let found = SHAPES.iter().zip(BACKWARD).filter_map(|(shape, b)| Some((shape.name, cycles(shape, b?.queries))));
-        let expected = [(64, (1280, 1408)), (128, (2560, 2432)), (192128, (3328, 3328))];
+        let found = SHAPES.iter().zip(BACKWARD).filter_map(|(shape, b)| Some((shape.name, cycles(shape, b?))));
+        let expected = [(64, (1280, 1408)), (128, (2560, 2432)), (192128, (3328, 3328)), (256, (2560, 2624))];
         assert_eq!(found.collect::<Vec<_>>(), expected);
         let (_, (tensor, shared)) = expected[1];
         assert!(shared * 100 <= tensor * 95);

@@ -11,7 +11,8 @@ use super::shared_tiles::{HopperTiles, Sharing};
 use super::{clusters, metadata, shared_tiles};
 use crate::call::{Attend, Range};
 
-/// Bytes of the list of tiles that the kernel for a shape has of its own, beside tiles of `rows` rows for the other one.
+/// Bytes of the list of tiles that the kernel for a shape has of its own, beside tiles of `rows` rows for the other
+/// one.
 pub(super) fn work_bytes(call: &Attend, shape: usize, rows: u32) -> usize {
     let Some(HopperShape { launch, .. }) = FORWARD[shape] else { return 0 };
     if Sharing::of(call.q.heads, &call.heads, launch.rows).is_some() {
@@ -58,8 +59,8 @@ impl Cuda {
         self.clusters && clusters::HAS_KERNEL[shape] && self.hopper_shape(shape).is_some()
     }
 
-    /// The parameters of a call whose other ones are `params`, for both kernels, and what the maps of this one are made of.
-    /// `split` says where the tiles of this one lie.
+    /// The parameters of a call whose other ones are `params`, for both kernels, and what the maps of this one are made
+    /// of. `split` says where the tiles of this one lie.
     pub(super) fn hopper_params(
         &self,
         call: &Attend,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensor maps that were encoded lately. A map is made of numbers alone (type, dims, strides, box, address), so one that was
-//! made for them serves whatever launch comes with the same ones.
+//! Tensor maps that were encoded lately. A map is made of numbers alone (type, dims, strides, box, address), so one
+//! that was made for them serves whatever launch comes with the same ones.
 
 use super::hopper::{Map, MapShape};
 use super::params::Tensor;

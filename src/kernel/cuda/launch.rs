@@ -2,8 +2,9 @@
 //! A launch as plain data: the kernel, its grid, and its parameters as bytes.
 //!
 //! Every call is made into launches first and launched then. What is made needs no driver, so that a plan can make the
-//! launches of all its calls once and keep them ([`recorded`](super::recorded)); a single call makes its launches and puts them on
-//! a stream at once ([`Cuda::launch`]). Where the metadata of a call is written to is said by [`MetadataBuffer`].
+//! launches of all its calls once and keep them ([`recorded`](super::recorded)); a single call makes its launches and
+//! puts them on a stream at once ([`Cuda::launch`]). Where the metadata of a call is written to is said by
+//! [`MetadataBuffer`].
 
 use super::Cuda;
 use super::check::Checker;
@@ -58,8 +59,8 @@ enum Kernel {
         threads: u32,
         shared: u32,
     },
-    /// A kernel for `sm_90a` where it can, with parameters that begin with q, k and v; else the one for `sm_80`, which is
-    /// loaded then.
+    /// A kernel for `sm_90a` where it can, with parameters that begin with q, k and v; else the one for `sm_80`, which
+    /// is loaded then.
     Hopper(Hopper),
 }
 
@@ -146,8 +147,9 @@ impl Launch {
     /// Puts it on a stream. The context is current.
     ///
     /// # Safety
-    /// All addresses in the parameters are those of device memory that is as the kernel expects it when the launch runs,
-    /// in stream order; the stream is of the current context, which is that of `cuda`; the kernel's module is loaded.
+    /// All addresses in the parameters are those of device memory that is as the kernel expects it when the launch
+    /// runs, in stream order; the stream is of the current context, which is that of `cuda`; the kernel's module is
+    /// loaded.
     pub unsafe fn start(&self, cuda: &Cuda, stream: RawStream) -> Result<()> {
         if let Some(hopper) = self.hopper(cuda)? {
             // SAFETY: the promise of this function; the metadata is on the device.
@@ -172,8 +174,8 @@ impl Launch {
             Grid::Blocks(n) => n,
             Grid::Tiles { items, each, resident } => cuda.grid(items, each, resident),
         };
-        // SAFETY: the parameters are those of the kernel (`Launch::new`), in a block that is not shorter; the rest is the
-        // promise of this function.
+        // SAFETY: the parameters are those of the kernel (`Launch::new`), in a block that is not shorter; the rest is
+        // the promise of this function.
         unsafe { function.launch(blocks, threads, shared, stream, &params) }
     }
 
@@ -197,8 +199,8 @@ impl Launch {
         };
         let params =
             [core::ptr::from_ref(maps).cast(), self.params.as_ptr().cast(), core::ptr::from_ref(metadata).cast()];
-        // SAFETY: the maps are those of the tensors in the parameters, which are in a block that is not shorter than the
-        // kernel's; the rest is the promise of this function.
+        // SAFETY: the maps are those of the tensors in the parameters, which are in a block that is not shorter than
+        // the kernel's; the rest is the promise of this function.
         unsafe { kernel.function.launch_all(blocks, kernel.launch.threads, kernel.launch.shared, stream, params) }
     }
 }
@@ -255,11 +257,12 @@ impl Cuda {
         Checker { ordinal: self.ordinal(), is_memory: true }
     }
 
-    /// Makes the launches of a call, uploads their metadata and launches them. Metadata that the device has already is not
-    /// uploaded again, nor is what fits among the parameters of a kernel for `sm_90a`.
+    /// Makes the launches of a call, uploads their metadata and launches them. Metadata that the device has already is
+    /// not uploaded again, nor is what fits among the parameters of a kernel for `sm_90a`.
     ///
     /// # Safety
-    /// Of the launches that `make` returns, see [`Launch::start`]. Metadata live in the ring until the launches are done.
+    /// Of the launches that `make` returns, see [`Launch::start`]. Metadata live in the ring until the launches are
+    /// done.
     pub(super) unsafe fn launch(
         &self,
         staging: &mut Staging,
@@ -267,8 +270,8 @@ impl Cuda {
         make: impl FnOnce(&mut Staging) -> Result<(Part, Launches)>,
     ) -> Result<()> {
         let _entered = self.enter()?;
-        // Before the ring is touched: an event that was recorded into a capture tells nothing about when a part is free.
-        // SAFETY: a live stream of the context (the promise of this function).
+        // Before the ring is touched: an event that was recorded into a capture tells nothing about when a part is
+        // free. SAFETY: a live stream of the context (the promise of this function).
         unsafe { self.refuse_capture(stream) }?;
         let (part, mut launches) = make(staging)?;
         if launches.is_empty() {

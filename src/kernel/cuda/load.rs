@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How each kernel is loaded: when a call first needs it.
 //!
-//! A driver that refuses a text for `sm_90a` fails the call rather than leaving it to the kernel for `sm_80`: that would be
-//! slower, and never noticed.
+//! A driver that refuses a text for `sm_90a` fails the call rather than leaving it to the kernel for `sm_80`: that
+//! would be slower, and never noticed.
 
 use super::Cuda;
 use super::embedded;
@@ -67,10 +67,14 @@ impl Cuda {
         self.load(&mut kernels.forward, ("forward", element, shape), make)
     }
 
-    /// The fused backward for `sm_80`.
+    /// The fused backward for `sm_80` of a shape for which the device has the shared memory.
     pub(super) fn load_fused(&self, kernels: &mut LoadedKernels, element: usize, shape: usize) -> Result<LoadedKernel> {
-        let make = |module: &Module| self.function(module, c"cpattn_backward_fused", SHAPES[shape].fused.launch);
-        self.load(&mut kernels.fused, ("fused", element, shape), make)
+        let fused = self.fused(&SHAPES[shape]).expect("asked before");
+        let (file, kernel) = match fused == SHAPES[shape].fused {
+            true => ("fused", c"cpattn_backward_fused"),
+            false => ("fused_narrow", c"cpattn_backward_fused_narrow"),
+        };
+        self.load(&mut kernels.fused, (file, element, shape), |module| self.function(module, kernel, fused.launch))
     }
 
     /// The forward for `sm_90a` of a shape that has one.

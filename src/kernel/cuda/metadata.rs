@@ -24,7 +24,7 @@ pub(super) struct Metadata {
 }
 
 /// Rows of a tile, for the kernels that own q rows and those that own keys; 0 if there is no such kernel.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TileRows {
     pub queries: u32,
     pub keys: u32,

@@ -37,8 +37,8 @@ impl AddressSpace {
 
 /// Where the metadata of a call is written, and the kind of its tensors' addresses.
 pub(super) trait MetadataBuffer {
-    /// The address of a word that is zero on the device when the launch of the next writer begins, and that this launch must
-    /// leave at zero: nothing clears it between launches. The context that launches is current.
+    /// The address of a word that is zero on the device when the launch of the next writer begins, and that this launch
+    /// must leave at zero: nothing clears it between launches. The context that launches is current.
     fn counter(&mut self) -> Result<u64>;
 
     /// A writer of at most `bytes` bytes, and vectors to sort in.
@@ -84,7 +84,8 @@ pub(super) struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    /// A writer of arrays into `memory`, which is, or will be, at `device`, with words at `words_at`, or behind the arrays.
+    /// A writer of arrays into `memory`, which is, or will be, at `device`, with words at `words_at`, or behind the
+    /// arrays.
     pub fn new(memory: &'a mut [u8], begin: usize, device: u64, words_at: Option<u64>) -> Self {
         Self { rest: memory, begin, device, words_at, filled: 0, words: 0 }
     }

@@ -117,23 +117,23 @@ pub struct Cuda {
 
 impl Cuda {
     /// Opens the device with this number. The environment variable [`Family::VARIABLE`], which is read only here,
-    /// selects its attention kernels. Without it, devices of compute capability 9.0 use the kernels for `sm_90a` and all
-    /// others those for `sm_80`. Compute capability 9.0 also uses the forward for `sm_80` where the larger of head dim and
-    /// value dim is 65 to 96, or the value dim is 129 to 192 and the head dim at most 192 (neither was measured there
-    /// yet), and the backward for `sm_80` where the larger of both is 65 to 96, or above 128 unless the head dim is 129 to 192 and
-    /// the value dim at most 128 (there is no other).
+    /// selects its attention kernels. Without it, devices of compute capability 9.0 use the kernels for `sm_90a` and
+    /// all others those for `sm_80`. Compute capability 9.0 also uses the kernels for `sm_80` where the larger of head
+    /// dim and value dim is 65 to 96, or the value dim is 129 to 192 and the head dim at most 192: the forwards for
+    /// `sm_90a` were not measured there yet, and there is no such backward.
     ///
-    /// The variable `CPATTN_CUDA_CLUSTER`, which [`Cuda::with_family`] reads too, asks with `1` for clusters of two blocks that
-    /// share what they copy of k and v, in the forward for `sm_90a` (`0`, empty or unset: no clusters; their speed has not
-    /// been measured). Where the kernels for `sm_90a` cannot run, or those for `sm_80` are forced, `1` is refused. Calls
-    /// take them whose larger head dim is at most 64 or 97 to 128, and whose q heads are pairs that read one kv head each
-    /// (an even group, and no pair of which the call holds one head); calls in which heads share tiles, because ranges are
-    /// short or end in short tiles, do not. Results have the same bits with and without.
+    /// The variable `CPATTN_CUDA_CLUSTER`, which [`Cuda::with_family`] reads too, asks with `1` for clusters of two
+    /// blocks that share what they copy of k and v, in the forward for `sm_90a` (`0`, empty or unset: no clusters;
+    /// their speed has not been measured). Where the kernels for `sm_90a` cannot run, or those for `sm_80` are forced,
+    /// `1` is refused. Calls take them whose larger head dim is at most 64 or 97 to 128, and whose q heads are pairs
+    /// that read one kv head each (an even group, and no pair of which the call holds one head); calls in which heads
+    /// share tiles, because ranges are short or end in short tiles, do not. Results have the same bits with and
+    /// without.
     ///
     /// # Errors
     /// [`Error::Unsupported`] when no driver is installed, the device is older than compute capability 8.0, or it does
-    /// not run the kernels or the clusters that a variable asks for; [`Error::Invalid`] when there is no such device or a
-    /// variable has no valid value; [`Error::Device`] when the driver fails (with code 100 when it sees no device at
+    /// not run the kernels or the clusters that a variable asks for; [`Error::Invalid`] when there is no such device or
+    /// a variable has no valid value; [`Error::Device`] when the driver fails (with code 100 when it sees no device at
     /// all, as when `CUDA_VISIBLE_DEVICES` is empty).
     pub fn new(ordinal: i32) -> Result<Self> {
         Self::open(ordinal, Family::of_environment()?)
@@ -143,8 +143,8 @@ impl Cuda {
     /// every head dim.
     ///
     /// # Errors
-    /// As [`Cuda::new`], except those of the variable that names a family; [`Error::Unsupported`] when the device or its driver does not
-    /// run the kernels.
+    /// As [`Cuda::new`], except those of the variable that names a family; [`Error::Unsupported`] when the device or
+    /// its driver does not run the kernels.
     pub fn with_family(ordinal: i32, family: Family) -> Result<Self> {
         Self::open(ordinal, Some(family))
     }
@@ -223,8 +223,8 @@ impl Cuda {
         Ok(if self.hopper_backward(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
     }
 
-    /// Whether forward calls with these head dims run in clusters of two blocks where their q heads and tiles allow it: see
-    /// [`Cuda::new`].
+    /// Whether forward calls with these head dims run in clusters of two blocks where their q heads and tiles allow it:
+    /// see [`Cuda::new`].
     ///
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
@@ -323,11 +323,12 @@ impl Cuda {
 
     /// The shape's fused backward, where the device has the shared memory for it.
     fn fused(&self, shape: &Shape) -> Option<shapes::Fused> {
-        Some(shape.fused).filter(|f| f.launch.shared + f.control <= self.shared_limit)
+        let fits = |f: &shapes::Fused| f.launch.shared + f.control <= self.shared_limit;
+        Some(shape.fused).filter(fits).or(shape.narrow_fused.filter(fits))
     }
 
-    /// Blocks of a launch over `items` tiles, of which a multiprocessor holds `each`: one for each tile, or, if `resident`
-    /// or where multiprocessors are left free, no more than run at a time.
+    /// Blocks of a launch over `items` tiles, of which a multiprocessor holds `each`: one for each tile, or, if
+    /// `resident` or where multiprocessors are left free, no more than run at a time.
     fn grid(&self, items: u32, each: u32, resident: bool) -> u32 {
         let sm_margin = self.sm_margin();
         if sm_margin == 0 && !resident {

@@ -273,7 +273,8 @@ pub(super) struct Sinks {
     pub rows: u64,
 }
 
-/// Says where the addresses of a parameter struct are: `tensors` are [`Tensor`]s, `metadata` addresses of scheduler metadata.
+/// Says where the addresses of a parameter struct are: `tensors` are [`Tensor`]s, `metadata` addresses of scheduler
+/// metadata.
 macro_rules! addresses {
     ($($name:ident { tensors: [$($tensor:ident),*], metadata: [$($list:ident),*] })*) => {$(
         impl Parameters for $name {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the host writes and a device reads: page-locked memory and as much on the device, which it is copied to in stream
-//! order. Only page-locked memory is copied without a wait of the host's.
+//! What the host writes and a device reads: page-locked memory and as much on the device, which it is copied to in
+//! stream order. Only page-locked memory is copied without a wait of the host's.
 
 use crate::device::driver::{Context, call, check_room, sys};
 use crate::error::{Error, Result};
@@ -67,8 +67,8 @@ impl PinnedMirror {
             "{offset} and {bytes} of {}",
             self.bytes
         );
-        // SAFETY: `self` owns the memory, which was zeroed when it was allocated and holds the part (above). The borrow is
-        // of `self`, so nothing else on the host has it; copies to the device only read, and a writer has waited for
+        // SAFETY: `self` owns the memory, which was zeroed when it was allocated and holds the part (above). The borrow
+        // is of `self`, so nothing else on the host has it; copies to the device only read, and a writer has waited for
         // those of this part.
         unsafe { core::slice::from_raw_parts_mut(self.host.add(offset), bytes) }
     }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Launches that stay with a plan: made once, their scheduler metadata on the device, run any number of times.
 //!
-//! A [`LaunchRecorder`] takes the calls of a plan, with symbols for addresses ([`base_addresses`](super::base_addresses)), and makes
-//! their launches and metadata. [`LaunchRecorder::keep`] puts all metadata into one block of device memory. What is
-//! left for a run is to write the addresses of its bases into the parameters, to clear the words that a launch counts
-//! in, and to launch.
+//! A [`LaunchRecorder`] takes the calls of a plan, with symbols for addresses
+//! ([`base_addresses`](super::base_addresses)), and makes their launches and metadata. [`LaunchRecorder::keep`] puts
+//! all metadata into one block of device memory. What is left for a run is to write the addresses of its bases into the
+//! parameters, to clear the words that a launch counts in, and to launch.
 //!
 //! All launches that count do so in the same words, one after the other: they are those of one stream. All forwards for
-//! `sm_90a` take their items by one word of the metadata, which every launch leaves at zero: one after the other, too, and
-//! so are the runs of a plan and the replays of its graphs.
+//! `sm_90a` take their items by one word of the metadata, which every launch leaves at zero: one after the other, too,
+//! and so are the runs of a plan and the replays of its graphs.
 
 use super::Cuda;
 use super::base_addresses::{BaseAddresses, BaseOffset, BaseShapes, Meaning, meaning, metadata_symbol, words_symbol};
@@ -47,8 +47,8 @@ struct RecordedLaunch {
     launch: Launch,
     /// Bytes of words that are cleared before it.
     words: usize,
-    /// Tensors among its parameters whose addresses a run sets: the byte offset in the parameters, and the base and offset in
-    /// memory that the address is made of.
+    /// Tensors among its parameters whose addresses a run sets: the byte offset in the parameters, and the base and
+    /// offset in memory that the address is made of.
     tensors: Vec<(usize, BaseOffset)>,
 }
 
@@ -194,7 +194,8 @@ impl<'a> LaunchRecorder<'a> {
         self.launches.push(RecordedLaunch { launch, words, tensors });
     }
 
-    /// Puts the metadata on the device and the addresses of metadata and words into the launches. The host waits for the upload.
+    /// Puts the metadata on the device and the addresses of metadata and words into the launches. The host waits for
+    /// the upload.
     pub(crate) fn keep(mut self) -> Result<RecordedLaunches> {
         let bytes = self.used + self.words;
         let memory = if bytes > 0 { Some(self.cuda.allocate(bytes)?) } else { None };
@@ -253,14 +254,15 @@ impl RecordedLaunches {
     /// Puts launch `i` on a stream, behind what clears its words. The context is current.
     ///
     /// # Safety
-    /// The bases were set, to memory that is as the call of this launch needs it when the launch runs, in stream order, for
-    /// tensors of the shapes that were recorded. All launches that count words or take items by the counter are put on one
-    /// stream, and no launch of another run of them, or of a replay of a graph that has captured one, is between or
-    /// beside. `cuda` is the device that recorded them.
+    /// The bases were set, to memory that is as the call of this launch needs it when the launch runs, in stream order,
+    /// for tensors of the shapes that were recorded. All launches that count words or take items by the counter are put
+    /// on one stream, and no launch of another run of them, or of a replay of a graph that has captured one, is between
+    /// or beside. `cuda` is the device that recorded them.
     pub(crate) unsafe fn start(&self, i: usize, cuda: &Cuda, stream: RawStream) -> Result<()> {
         let RecordedLaunch { launch, words, .. } = &self.launches[i];
         if *words > 0 {
-            // SAFETY: `memory` holds the words of every launch behind its metadata; the stream orders the launch behind.
+            // SAFETY: `memory` holds the words of every launch behind its metadata; the stream orders the launch
+            // behind.
             unsafe { call!(cuMemsetD32Async(self.words_at, 0, words / 4, stream)) }?;
         }
         // SAFETY: metadata and words are in memory that lives as long as `self`; the rest is promised above.

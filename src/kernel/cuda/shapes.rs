@@ -30,6 +30,9 @@ pub(super) struct Shape {
     pub split: bool,
     /// dq, dk and dv at once.
     pub fused: Fused,
+    /// The same with v in registers, for devices that have too little shared memory for the other. Its tiles are the
+    /// other's.
+    pub narrow_fused: Option<Fused>,
 }
 
 /// The kernel that makes all gradients at once.
@@ -65,6 +68,13 @@ const fn fused(d: u32, dv: u32, n: u32, m: u32, key_parts: u32, column_parts: u3
     Fused { launch: Shaped { rows: n, threads: 32 * key_parts * column_parts, shared }, queries: m, control }
 }
 
+/// Without v, and with one buffer of do.
+const fn narrow_fused(d: u32, dv: u32, n: u32, m: u32, key_parts: u32, column_parts: u32, batch: u32) -> Fused {
+    let mut narrow = fused(d, dv, n, m, key_parts, column_parts, batch);
+    narrow.launch.shared -= 2 * (n + m) * dv;
+    narrow
+}
+
 /// All shapes, smallest first.
 pub(super) const SHAPES: [Shape; 6] = [
     Shape {
@@ -77,6 +87,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         keys: keys(64, 64, 128, 64, 4, 2),
         split: false,
         fused: fused(64, 64, 128, 64, 4, 1, 6),
+        narrow_fused: None,
     },
     Shape {
         name: 96,
@@ -88,6 +99,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         keys: keys(96, 96, 64, 64, 4, 2),
         split: false,
         fused: fused(96, 96, 128, 64, 4, 2, 16),
+        narrow_fused: None,
     },
     Shape {
         name: 128,
@@ -99,6 +111,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         keys: keys(128, 128, 64, 64, 4, 2),
         split: false,
         fused: fused(128, 128, 128, 64, 4, 2, 16),
+        narrow_fused: Some(narrow_fused(128, 128, 128, 64, 8, 1, 16)),
     },
     Shape {
         name: 192128,
@@ -110,6 +123,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         keys: keys(192, 128, 64, 32, 4, 2),
         split: false,
         fused: fused(192, 128, 64, 64, 2, 4, 16),
+        narrow_fused: None,
     },
     Shape {
         name: 192,
@@ -121,6 +135,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         keys: keys(192, 192, 64, 32, 4, 2),
         split: false,
         fused: fused(192, 192, 64, 64, 2, 4, 16),
+        narrow_fused: None,
     },
     Shape {
         name: 256,
@@ -132,6 +147,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         keys: keys(256, 256, 64, 32, 4, 1),
         split: true,
         fused: fused(256, 256, 64, 64, 2, 4, 16),
+        narrow_fused: None,
     },
 ];
 
@@ -175,9 +191,15 @@ mod tests {
                 ("backward", "cpattn_backward_queries", shape.queries.threads),
                 ("backward", "cpattn_backward_keys", shape.keys.threads),
                 ("fused", "cpattn_backward_fused", shape.fused.launch.threads),
+                ("fused", "cpattn_backward_fused_narrow", 0),
+                ("fused_narrow", "cpattn_backward_fused_narrow", shape.narrow_fused.map_or(0, |n| n.launch.threads)),
             ] {
                 let name = format!("{file}_bf16_{}", shape.name);
-                let text = crate::kernel::cuda::embedded::find(&name).expect("embedded").into_string().expect("text");
+                let Some(text) = crate::kernel::cuda::embedded::find(&name) else {
+                    assert!(file == "fused_narrow" && threads == 0, "{name}");
+                    continue;
+                };
+                let text = text.into_string().expect("text");
                 if threads == 0 {
                     assert!(!text.contains(entry), "{name} has {entry}");
                     continue;
@@ -204,15 +226,16 @@ mod tests {
     fn tiles_are_those_of_the_sources() {
         let (f, q, k) = (lines("FORWARD"), lines("QUERIES"), lines("KEYS"));
         let fuse = lines("FUSED");
-        assert_eq!(fuse.len(), SHAPES.len());
+        assert_eq!(fuse.len(), SHAPES.len() + 1);
         assert_eq!((f.len(), q.len(), k.len()), (SHAPES.len() + 1, SHAPES.len(), SHAPES.len()));
         for shape in SHAPES {
             let (d, dv) = (shape.head_dim, shape.value_dim);
-            let of = |lines: &[Vec<u32>]| lines.iter().find(|l| l[0] == shape.name).expect("a line").clone();
+            let of_name = |lines: &[Vec<u32>], name| lines.iter().find(|l| l[0] == name).expect("a line").clone();
+            let of = |lines: &[Vec<u32>]| of_name(lines, shape.name);
             let (f, q, k) = (of(&f), of(&q), of(&k));
             assert_eq!(shape.forward, forward(d, dv, f[1], f[2], f[3]));
             if let Some(narrow) = shape.narrow {
-                let n = lines("FORWARD").into_iter().find(|l| l[0] == 6464).expect("a line");
+                let n = of_name(&lines("FORWARD"), 6464);
                 assert_eq!((shape.name, narrow), (64, forward(d, dv, n[1], n[2], n[3])));
                 assert_eq!(narrow.rows, shape.forward.rows, "metadata is made for either");
             }
@@ -220,6 +243,11 @@ mod tests {
             assert_eq!(shape.keys, keys(d, dv, k[1], k[2], k[4], k[5]));
             let f = of(&fuse);
             assert_eq!(shape.fused, fused(d, dv, f[1], f[2], f[4], f[5], f[9]));
+            if let Some(narrow) = shape.narrow_fused {
+                let n = of_name(&fuse, 128128);
+                assert_eq!((shape.name, narrow), (128, narrow_fused(d, dv, n[1], n[2], n[4], n[5], n[9])));
+                assert_eq!(narrow.tiles(), shape.fused.tiles(), "bits are those of the other");
+            }
         }
     }
 
@@ -240,8 +268,9 @@ mod tests {
         }
     }
 
-    /// What a kernel declares may not cost the second block that its tiles leave room for on a multiprocessor of compute
-    /// capability 8.0: that has 164 KB, of which each block costs one more, and declared memory goes in units of 128 bytes.
+    /// What a kernel declares may not cost the second block that its tiles leave room for on a multiprocessor of
+    /// compute capability 8.0: that has 164 KB, of which each block costs one more, and declared memory goes in units
+    /// of 128 bytes.
     #[test]
     fn declared_memory_costs_no_block() {
         let two = |bytes: u32| 2 * (bytes.next_multiple_of(128) + 1024) <= 164 * 1024;
@@ -272,6 +301,10 @@ mod tests {
             let name = format!("fused_bf16_{}", shape.name);
             let bytes: u32 = declared(&name).into_iter().sum();
             assert!((1..=control).contains(&bytes), "{name} declares {bytes} bytes");
+            let Some(Fused { launch, control, .. }) = shape.narrow_fused else { continue };
+            assert!(launch.shared + control <= 99 * 1024, "{}: {launch:?}", shape.name);
+            let bytes: u32 = declared(&format!("fused_narrow_bf16_{}", shape.name)).into_iter().sum();
+            assert!((1..=control).contains(&bytes), "{bytes} bytes");
         }
     }
 }

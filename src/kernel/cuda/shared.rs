@@ -54,8 +54,9 @@ impl Cuda {
         super::check::score(score).map(|_| ())
     }
 
-    /// Refuses a stream of another context, or one that is being captured into a graph: the kernels of a single call, and
-    /// the scheduler metadata of calls with ranges or blocks, are kept until the call is over, and replays come later.
+    /// Refuses a stream of another context, or one that is being captured into a graph: the kernels of a single call,
+    /// and the scheduler metadata of calls with ranges or blocks, are kept until the call is over, and replays come
+    /// later.
     ///
     /// # Errors
     /// [`Error::Invalid`], [`Error::Unsupported`], or the driver's.

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which q rows the kernels for `sm_90a` take in tiles that the q heads of a group share.
 //!
-//! A tile has 128 rows, or 192. One of a single head holds as many q rows of it, and where a range is shorter the rest is
-//! wasted. A shared tile holds 16, 32 or 64 q rows of as many heads as fill it, all of which read one kv head: less is wasted
-//! at the end of a range, and the keys that its rows meet are loaded once for these heads.
+//! A tile has 128 rows, or 192. One of a single head holds as many q rows of it, and where a range is shorter the rest
+//! is wasted. A shared tile holds 16, 32 or 64 q rows of as many heads as fill it, all of which read one kv head: less
+//! is wasted at the end of a range, and the keys that its rows meet are loaded once for these heads.
 //!
-//! A range is looked at in stretches of a tile's rows. Shared tiles take a stretch where that makes fewer steps, by which a
-//! tile of keys and, once for each tile, what comes before and behind the keys are meant. In ranges above [`SHORT_ROWS`] rows
-//! only a last stretch of fewer rows is asked about: the others have little to gain, and the metadata stays small.
+//! A range is looked at in stretches of a tile's rows. Shared tiles take a stretch where that makes fewer steps, by
+//! which a tile of keys and, once for each tile, what comes before and behind the keys are meant. In ranges above
+//! [`SHORT_ROWS`] rows only a last stretch of fewer rows is asked about: the others have little to gain, and the
+//! metadata stays small.
 
 use super::metadata::{TileRows, cut, met, partners, work};
 use super::metadata_buffer::{SortBuffers, Writer, padded};
@@ -31,8 +32,8 @@ pub(super) struct Sharing {
 }
 
 impl Sharing {
-    /// For tiles of `rows` rows. None where no two q heads read one kv head, or where kv heads would need different numbers
-    /// of tiles.
+    /// For tiles of `rows` rows. None where no two q heads read one kv head, or where kv heads would need different
+    /// numbers of tiles.
     pub fn of(held: u32, heads: &HeadMap, rows: u32) -> Option<Self> {
         let group = heads.group.min(held);
         if group <= 1 {

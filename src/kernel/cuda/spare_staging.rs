@@ -2,8 +2,8 @@
 //! Staging memory of a device that no user has at present.
 //!
 //! To free memory, a driver waits until the whole device is idle. A [`StreamKernels`](super::StreamKernels) that is
-//! dropped therefore frees nothing: its staging memory stays with the device for the next one that is of the same size, and is
-//! freed with the device. Only what is beyond a bound is freed at once.
+//! dropped therefore frees nothing: its staging memory stays with the device for the next one that is of the same size,
+//! and is freed with the device. Only what is beyond a bound is freed at once.
 
 use super::staging::Staging;
 use alloc::vec::Vec;

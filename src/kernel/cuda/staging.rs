@@ -6,9 +6,10 @@
 //! flight, the host never waits; with a smaller ring it waits here, and nowhere else in the backend. Nothing is
 //! allocated after `new`.
 //!
-//! Metadata that fits into the parameters of a kernel for `sm_90a` is not copied (`Cuda::launch`): the host writes it here and the
-//! launch takes them along. Such a kernel takes its items by a counter that it leaves at zero, so that nothing is cleared
-//! before a launch. There is one for each launch in flight, since those on other streams run beside it.
+//! Metadata that fits into the parameters of a kernel for `sm_90a` is not copied (`Cuda::launch`): the host writes it
+//! here and the launch takes them along. Such a kernel takes its items by a counter that it leaves at zero, so that
+//! nothing is cleared before a launch. There is one for each launch in flight, since those on other streams run beside
+//! it.
 //!
 //! A part stays on the device until the ring reuses it. A call with the same metadata as such a part uses it there and
 //! copies nothing, for example the calls of one batch, layer after layer. Parts that a launch on another stream may
@@ -231,8 +232,8 @@ impl MetadataBuffer for Staging {
     fn must_align(&mut self, _: u64) {}
 }
 
-/// Device memory that is zero for every stream. It is cleared on a stream of its own: the default stream might be ordered with
-/// one that is being captured.
+/// Device memory that is zero for every stream. It is cleared on a stream of its own: the default stream might be
+/// ordered with one that is being captured.
 fn zeros(context: &Arc<Context>, bytes: usize) -> Result<DeviceMemory> {
     let (memory, stream) = (DeviceMemory::new(context, bytes)?, OwnStream::new(context)?);
     let _beside = context.enter_beside_captures()?;

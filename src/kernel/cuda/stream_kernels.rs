@@ -179,52 +179,36 @@ impl StreamKernels {
             self.cuda.finish(call, &mut self.staging, stream)
         }
     }
+}
 
+/// The calls that upload nothing.
+macro_rules! without_metadata {
+    ($($(#[$doc:meta])* $name:ident($type:ty);)*) => {
+        impl StreamKernels {$(
+            $(#[$doc])*
+            ///
+            /// # Errors
+            /// As [`StreamKernels::attend`].
+            ///
+            /// # Safety
+            /// As [`StreamKernels::attend`].
+            pub unsafe fn $name(&mut self, call: &$type, stream: RawStream) -> Result<()> {
+                // SAFETY: tensors and stream are as the call of this name of `Cuda` needs them (the contract).
+                unsafe {
+                    self.cuda.accept_stream(stream)?;
+                    self.cuda.$name(call, stream)?;
+                }
+                self.last_calls.mark(stream)
+            }
+        )*}
+    };
+}
+
+without_metadata! {
     /// See [`Cuda::delta`].
-    ///
-    /// # Errors
-    /// As [`StreamKernels::attend`].
-    ///
-    /// # Safety
-    /// As [`StreamKernels::attend`].
-    pub unsafe fn delta(&mut self, call: &Delta, stream: RawStream) -> Result<()> {
-        // SAFETY: tensors and stream are as `Cuda::delta` needs them (the contract).
-        unsafe {
-            self.cuda.accept_stream(stream)?;
-            self.cuda.delta(call, stream)?;
-        }
-        self.last_calls.mark(stream)
-    }
-
+    delta(Delta);
     /// See [`Cuda::sink_gradient`].
-    ///
-    /// # Errors
-    /// As [`StreamKernels::attend`].
-    ///
-    /// # Safety
-    /// As [`StreamKernels::attend`].
-    pub unsafe fn sink_gradient(&mut self, call: &SinkGradient, stream: RawStream) -> Result<()> {
-        // SAFETY: tensors and stream are as `Cuda::sink_gradient` needs them (the contract).
-        unsafe {
-            self.cuda.accept_stream(stream)?;
-            self.cuda.sink_gradient(call, stream)?;
-        }
-        self.last_calls.mark(stream)
-    }
-
+    sink_gradient(SinkGradient);
     /// See [`Cuda::merge`].
-    ///
-    /// # Errors
-    /// As [`StreamKernels::attend`].
-    ///
-    /// # Safety
-    /// As [`StreamKernels::attend`].
-    pub unsafe fn merge(&mut self, call: &Merge, stream: RawStream) -> Result<()> {
-        // SAFETY: tensors and stream are as `Cuda::merge` needs them (the contract).
-        unsafe {
-            self.cuda.accept_stream(stream)?;
-            self.cuda.merge(call, stream)?;
-        }
-        self.last_calls.mark(stream)
-    }
+    merge(Merge);
 }

@@ -127,8 +127,8 @@ impl Drop for NoteMemory {
 }
 
 impl LaunchRecorder<'_> {
-    /// Adds the launch that begins a run: it counts in `runs` and sets `count` tags, the own one first. Gives the symbol of
-    /// the tags, which are part of the metadata.
+    /// Adds the launch that begins a run: it counts in `runs` and sets `count` tags, the own one first. Gives the
+    /// symbol of the tags, which are part of the metadata.
     pub(crate) fn begin_run(&mut self, fingerprint: u64, count: usize, runs: &RunCount) -> Result<*mut u8> {
         let function = self.cuda().blocks(&mut self.cuda().kernels())?.begin_run;
         let (mut writer, _) = self.begin(padded(count * TAG_BYTES))?;

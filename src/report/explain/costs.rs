@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a plan costs: its form and the price of it, bytes, messages and multiply-adds of every step, the peak of the workspace.
+//! What a plan costs: its form and the price of it, bytes, messages and multiply-adds of every step, the peak of the
+//! workspace.
 
 use alloc::{
     format,
@@ -96,9 +97,13 @@ impl Plan {
                 "  partial gradients are summed in each node in {accumulator}; the sums cross in bf16: half the bytes, each rounded once to 8 bits"
             ),
             Wire::Bf16 => {
+                let summed = match self.ulysses_ranks_of_node() < self.mesh().ulysses {
+                    true => format!("; those of an all-to-all are summed in each node first, in {accumulator}"),
+                    false => String::new(),
+                };
                 writeln!(
                     out,
-                    "  partial gradients are sent in bf16: half the bytes, each partial rounded once to 8 bits"
+                    "  partial gradients are sent in bf16: half the bytes, each partial rounded once to 8 bits{summed}"
                 )
             }
         };
@@ -108,6 +113,46 @@ impl Plan {
     fn describe_nodes(&self, out: &mut String, ranks: &[usize]) {
         let (each, ring, per_node) = (self.options().ranks_per_node, self.mesh().ring, self.ring_ranks_of_node());
         if each == 0 || each >= self.mesh().group() {
+            return;
+        }
+        let ordered = self.form() == Form::Ordered;
+        // The most bytes that buffers of these names take on a rank.
+        let buffers = |names: &[&str]| {
+            let of = |direction| {
+                let bytes = ranks.iter().filter_map(|&rank| {
+                    let buffers = Schedule::new(self, rank, direction).ok()?.buffers;
+                    let of_nodes = |b: &&Buffer| names.contains(&b.name);
+                    Some(buffers.iter().filter(of_nodes).map(|b| u128::from(b.bytes())).sum::<u128>())
+                });
+                grouped(bytes.max().unwrap_or(0))
+            };
+            format!("{} forward, {} backward", of(Direction::Forward), of(Direction::Backward))
+        };
+        let ulysses = self.mesh().ulysses;
+        if self.ulysses_ranks_of_node() < ulysses {
+            let _ = writeln!(
+                out,
+                "  {} nodes of {each} ranks in an all-to-all: a row of k or v crosses to each once, to the rank at its owner's place, which passes it on; {}",
+                ulysses / each,
+                if ordered {
+                    "gradients of a kv head are summed in the node of its first q head, and cross for each q head from others"
+                } else {
+                    "gradients are summed in the node before they cross back"
+                }
+            );
+            if ring > 1 {
+                out.push_str("    on the ring a row crosses once for each Ulysses rank that holds its head\n");
+            }
+            let names = [
+                "packed for a node",
+                "from another node",
+                "returned to a gateway",
+                "sum of a node",
+                "partials to cross",
+                "sum from a node",
+                "partials from a node",
+            ];
+            let _ = writeln!(out, "    bytes of the buffers for it, at most: {}", buffers(&names));
             return;
         }
         if per_node == ring {
@@ -121,22 +166,17 @@ impl Plan {
             out,
             "  {} nodes of {per_node} ring ranks: a row that a node needs of another one crosses once for each Ulysses rank that holds its head, to the rank at its owner's place, which passes it on{}",
             ring / per_node,
-            if self.form() == Form::Ordered { "" } else { "; gradients are summed in the node before they cross back" }
+            if ordered { "" } else { "; gradients are summed in the node before they cross back" }
         );
-        let mut parts = Vec::new();
-        for (direction, title) in [(Direction::Forward, "forward"), (Direction::Backward, "backward")] {
-            let bytes = ranks.iter().filter_map(|&rank| {
-                let buffers = Schedule::new(self, rank, direction).ok()?.buffers;
-                let of_nodes = |b: &&Buffer| ["node slot", "sum of a node"].contains(&b.name);
-                Some(buffers.iter().filter(of_nodes).map(|b| u128::from(b.bytes())).sum::<u128>())
-            });
-            parts.push(format!("{} {title}", grouped(bytes.max().unwrap_or(0))));
-        }
         let _ = match self.form() {
             Form::Ordered => {
                 writeln!(out, "    rows cross into the slot that all keys are gathered in: no buffer of their own")
             }
-            _ => writeln!(out, "    bytes of the node slots and of the sums for them, at most: {}", parts.join(", ")),
+            _ => writeln!(
+                out,
+                "    bytes of the node slots and of the sums for them, at most: {}",
+                buffers(&["node slot", "sum of a node"])
+            ),
         };
     }
 

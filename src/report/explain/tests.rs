@@ -50,6 +50,33 @@ fn nine_heads_on_eight_ranks() {
     );
 }
 
+/// Nodes of two Ulysses ranks: what crosses once, what it costs, and that one level says nothing of it.
+#[test]
+fn all_to_alls_over_nodes() {
+    let p = Problem::new(Batch::from_lengths(&[64]).unwrap(), 8, 2, 64, Dtype::Bf16);
+    let plan = |ring, options: Options| {
+        Plan::with_options(&p, Mesh { replicas: 1, ring, ulysses: 4 }, Layout::Zigzag, options).unwrap()
+    };
+    let o = || Options::new().circulate(Circulate::Keys);
+    has(
+        &plan(1, o().ranks_per_node(2)).explain(),
+        &[
+            "2 nodes of 2 ranks in an all-to-all: a row of k or v crosses to each once, to the rank at its owner's place, which passes it on; gradients are summed in the node before they cross back",
+            // 16 rows of a head of 128, in bf16, packed for the other node; it arrives in place. Then also partials in
+            // f32 from the other rank of the node, their sum, and the sum that comes back.
+            "bytes of the buffers for it, at most: 4,096 forward, 20,480 backward",
+        ],
+    );
+    let wire = plan(2, o().ranks_per_node(2).wire(Wire::Bf16)).explain();
+    has(
+        &wire,
+        &["those of an all-to-all are summed in each node first, in f32", "on the ring a row crosses once for each"],
+    );
+    let ordered = plan(1, Options::new().reproducible(true).ranks_per_node(2)).explain();
+    has(&ordered, &["summed in the node of its first q head, and cross for each q head from others"]);
+    assert!(!plan(2, o()).explain().contains("all-to-all: a row"));
+}
+
 /// A window of 128 tokens over 64 ranks of 1,024: 127 rows of k and v from one neighbour.
 #[test]
 fn a_window_over_many_ranks_is_summarised() {

@@ -21,8 +21,8 @@ use crate::{
 const CAPTURED: &str = "a stream that is being captured";
 
 impl DeviceRank {
-    /// Refuses a call that waits for what the rank enqueued, or begins anew what its runs share, while one of its runs is
-    /// being captured.
+    /// Refuses a call that waits for what the rank enqueued, or begins anew what its runs share, while one of its runs
+    /// is being captured.
     pub(super) fn beside_no_capture(&self, call: &'static str) -> Result<()> {
         // SAFETY: a live stream of the transport's (the contract of `DeviceTransport`).
         match unsafe { self.gpu().context().capture_of(self.transport.stream()) }? {
@@ -38,8 +38,8 @@ impl DeviceRank {
     /// The capture that a run on `stream` becomes part of, if it does.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a run in another capture than the rank's stream, or in none while that is in one; for a
-    /// capture that has failed; and for the default stream while it takes no work.
+    /// [`Error::Unsupported`] for a run in another capture than the rank's stream, or in none while that is in one; for
+    /// a capture that has failed; and for the default stream while it takes no work.
     ///
     /// # Safety
     /// `stream` is a live stream of the device.

@@ -35,7 +35,8 @@ impl Disagreements {
         Ok(Self { device: tags::NoteMemory::new(cuda)?, kinds: Mutex::default() })
     }
 
-    /// Remembers what the tags of a kind of run mean. (A rank that forgot such a run and prepares it anew says the same.)
+    /// Remembers what the tags of a kind of run mean. (A rank that forgot such a run and prepares it anew says the
+    /// same.)
     pub(super) fn add(&self, rank: usize, fingerprint: u64, what: String, senders: &[usize]) {
         let mut kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
         if !kinds.iter().any(|k| k.fingerprint == fingerprint) {

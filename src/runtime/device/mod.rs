@@ -29,7 +29,6 @@ use super::{
     bind::Bindings,
     failure::{AbortOnUnwind, FirstFailure},
     handle::AbortHandle,
-    ops::Listing,
     prepared::{Entry, Prepared, Remembered},
     ring,
     workspace::Workspace,
@@ -37,8 +36,7 @@ use super::{
 use crate::{
     call::RawStream,
     device::{Device, driver::CudaEvent},
-    element::Dtype,
-    error::{Cause, Error, Result},
+    error::{Cause, Result},
     kernel::{
         cpu,
         cuda::{Cuda, DeviceMemory, tags::RunCount},
@@ -57,6 +55,7 @@ use crate::{
 mod capture;
 mod disagreements;
 mod memory;
+mod prepare;
 mod sequence;
 mod tracer;
 
@@ -148,66 +147,6 @@ impl DeviceRank {
     pub(super) fn settle(&self) -> Result<()> {
         self.transport.synchronize()?;
         self.marks.over.wait()
-    }
-
-    /// Whether a run of a plan needs no preparation and no larger workspace.
-    fn is_ready(&self, plan: &Plan, run: Purpose) -> bool {
-        let found = self.prepared.find(plan, run);
-        found.is_some_and(|at| !self.workspace.is_short(self.prepared[at].prepared.schedule.workspace))
-    }
-
-    /// Refuses plans that a device cannot run, before any run of them begins.
-    fn suits(&self, plan: &Plan, run: Purpose) -> Result<()> {
-        plan.fits_world(self.transport.world())?;
-        let p = plan.problem();
-        if let Purpose::AllToAll(a) = run {
-            return if a.dtype == Dtype::F64 {
-                let limit = "the CUDA kernels move and sum f16, bf16 and f32";
-                Err(Error::unsupported("an all-to-all of f64 on a device", limit, "convert, or use a rank on the CPU"))
-            } else {
-                Ok(())
-            };
-        }
-        if plan.options().reproducible {
-            return Err(Error::unsupported(
-                "reproducible on a device",
-                "the CUDA kernels do not align tiles to positions",
-                "run it on the CPU, or plan without it: runs still repeat bit for bit on one mesh",
-            ));
-        }
-        self.gpu().accept_score(&p.score())?;
-        self.gpu().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
-    }
-
-    fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
-        if let Some(i) = self.prepared.reuse(plan, run) {
-            return Ok(i);
-        }
-        self.suits(plan, run)?;
-        let p = plan.problem();
-        let cuda = Arc::clone(self.transport.device());
-        match run {
-            Purpose::Attention(_) => cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?,
-            Purpose::AllToAll(_) => cuda.prepare_blocks()?,
-        }
-        let mut prepared = Prepared::new(plan, self.transport.rank(), run)?;
-        self.agreements.reserve(&prepared.schedule.group);
-        let group = &prepared.schedule.group;
-        if group.len() > 1 && !self.counts.iter().any(|(of, _)| of == group) {
-            self.counts.push((group.clone(), RunCount::new(&cuda)?));
-        }
-        let count = self.counts.iter().find(|(of, _)| of == group).map(|(_, count)| count);
-        let sequence = Sequence::record(&cuda, &mut prepared, count, &self.marks.disagreements)?;
-        // The sequence replaces the lists.
-        (prepared.compute, prepared.communication) = (Listing::default(), Listing::default());
-        self.transport.reserve(sequence.most_messages);
-        if let Some(oldest) = self.prepared.least_recent() {
-            // Its runs may have recorded disagreements: they are read first.
-            self.synchronize()?;
-            let gone = self.prepared.remove(oldest);
-            self.marks.disagreements.remove(gone.prepared.fingerprint());
-        }
-        Ok(self.prepared.push(OnDevice { prepared, sequence, captured: false }))
     }
 
     /// # Safety
@@ -355,8 +294,8 @@ impl Backend for DeviceRank {
         tensors.check(&prepared.expected)?;
         let attention = matches!(run, Purpose::Attention(_));
         for (tensor, name, raw) in prepared.expected.used(tensors) {
-            // Attention reads and writes 16 bytes at a time, on every mesh. Other tensors are only copied, which needs no
-            // alignment unless a tensor is huge.
+            // Attention reads and writes 16 bytes at a time, on every mesh. Other tensors are only copied, which needs
+            // no alignment unless a tensor is huge.
             let whole = sequence.must_align(tensor)
                 || attention && matches!(tensor, TensorId::Q | TensorId::K | TensorId::V | TensorId::O | TensorId::DO);
             self.gpu().accept(name, raw, if whole { 16 } else { raw.dtype.size() })?;
@@ -396,8 +335,8 @@ impl Backend for DeviceRank {
 
 impl Drop for DeviceRank {
     fn drop(&mut self) {
-        // Workspace and metadata must outlive what was enqueued; a failure means that the context is gone. What is being
-        // captured has not begun, and runs before it are behind `over`.
+        // Workspace and metadata must outlive what was enqueued; a failure means that the context is gone. What is
+        // being captured has not begun, and runs before it are behind `over`.
         let _ = match self.beside_no_capture("drop") {
             Ok(()) => self.settle(),
             Err(_) => self.marks.over.wait(),

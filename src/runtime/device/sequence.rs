@@ -179,8 +179,8 @@ impl Operations for Recording<'_> {
 }
 
 impl Sequence {
-    /// Makes the sequence of a schedule, whose kernels were loaded. The host waits for the upload of the metadata. `runs` are
-    /// those of the schedule's group; none where the rank is alone in it.
+    /// Makes the sequence of a schedule, whose kernels were loaded. The host waits for the upload of the metadata.
+    /// `runs` are those of the schedule's group; none where the rank is alone in it.
     pub(super) fn record(
         cuda: &Cuda,
         prepared: &mut Prepared,
@@ -282,8 +282,8 @@ impl Sequence {
     /// operation where a trace is recorded. The context is current.
     ///
     /// # Safety
-    /// The tensors are those of the plan, checked; they and the workspace are valid when the run gets to them, in the order
-    /// of the streams, and nothing else uses them until it is over. `cuda` is the device of [`Sequence::record`].
+    /// The tensors are those of the plan, checked; they and the workspace are valid when the run gets to them, in the
+    /// order of the streams, and nothing else uses them until it is over. `cuda` is the device of [`Sequence::record`].
     pub(super) unsafe fn enqueue(
         &mut self,
         tensors: &Bindings,

@@ -2,9 +2,9 @@
 //! What each lane of a device does, from events with timing that a run puts around its operations.
 //!
 //! Events are made when the recording begins ([`Tracer::new`]), a pair for each operation that is to be recorded. A run
-//! that records puts one pair around each of its operations on the stream of its lane, and does nothing else that other runs
-//! do not do: no wait, no query. The times are read when the trace is taken ([`Tracer::take`]), of operations that are
-//! over by then.
+//! that records puts one pair around each of its operations on the stream of its lane, and does nothing else that other
+//! runs do not do: no wait, no query. The times are read when the trace is taken ([`Tracer::take`]), of operations that
+//! are over by then.
 //!
 //! # Which clock
 //! The driver returns the milliseconds between two events of one device. One event, the base, is aligned with the host
@@ -140,8 +140,9 @@ impl Tracer {
         self.free.extend(self.open.take().map(|(_, pair)| pair));
     }
 
-    /// What was recorded and is over by now; the rest is for a later call, and so is what a failed device does not tell.
-    /// Never waits for a run: only where all runs are over (`idle`) is the base tied anew, on that stream of the transport.
+    /// What was recorded and is over by now; the rest is for a later call, and so is what a failed device does not
+    /// tell. Never waits for a run: only where all runs are over (`idle`) is the base tied anew, on that stream of the
+    /// transport.
     pub(super) fn take(&mut self, context: &Context, idle: Option<RawStream>) -> Vec<trace::Event> {
         let mut list = Vec::with_capacity(self.recorded.len());
         let mut later = Vec::with_capacity(self.recorded.capacity());

@@ -46,6 +46,8 @@ pub(super) struct Builder<'a> {
     pub(super) coordinates: Coordinates,
     /// Of every Ulysses rank.
     pub(super) heads: Vec<HeadShare>,
+    /// As [`Plan::ulysses_ranks_of_node`].
+    pub(super) ranks_of_node: usize,
     /// Rows of the ring share of q's side and of k's: counting them takes a pass over all documents.
     pub(super) rows: [usize; 2],
     pub(super) regions: Vec<(Life, u64)>,
@@ -69,6 +71,7 @@ impl<'a> Builder<'a> {
             plan,
             rank,
             coordinates,
+            ranks_of_node: plan.ulysses_ranks_of_node(),
             rows: [Side::Q, Side::K].map(|side| plan.shares().rows(side, coordinates.ring)),
             heads: (0..mesh.ulysses).map(|u| HeadShare::new(u, mesh.ulysses, heads, kv_heads)).collect(),
             regions: Vec::new(),

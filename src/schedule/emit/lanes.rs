@@ -46,22 +46,21 @@ impl Builder<'_> {
     /// operation of each lane waits for: (compute lane, communication lane).
     pub(super) fn weave(&mut self, lanes: PendingLanes, entry: (Option<u32>, Option<u32>)) {
         let PendingLanes { compute, communication } = lanes;
-        let mut sorted: Vec<(usize, (usize, u32), PendingOp)> =
-            communication.into_iter().enumerate().map(|(i, (order, item))| (i, order, item)).collect();
-        sorted.sort_by_key(|(i, order, _)| (*order, *i));
-        let mut place_of = vec![0; sorted.len()];
-        for (place, (i, ..)) in sorted.iter().enumerate() {
-            place_of[*i] = place;
-        }
+        let mut order: Vec<usize> = (0..communication.len()).collect();
+        order.sort_by_key(|&i| communication[i].0);
+        let mut place_of = vec![0; order.len()];
+        order.iter().enumerate().for_each(|(place, &i)| place_of[i] = place);
+        let mut communication: Vec<Option<PendingOp>> = communication.into_iter().map(|(_, item)| Some(item)).collect();
         let mut compute = compute.into_iter().peekable();
-        let mut communication = sorted.into_iter().peekable();
         let (mut compute_ops, mut communication_ops) = (Vec::new(), Vec::new());
         let (mut compute_entry, mut communication_entry) = entry;
         loop {
             // Exchanges first: what travels early hides behind what is computed late.
-            let ready = communication.peek().map(|(_, _, i)| i.after.iter().flatten().all(|&c| c < compute_ops.len()));
+            let next = order.get(communication_ops.len()).and_then(|&i| communication[i].as_ref());
+            let ready = next.map(|item| item.after.iter().flatten().all(|&c| c < compute_ops.len()));
             if ready == Some(true) || (ready.is_some() && compute.peek().is_none()) {
-                let Some((_, _, item)) = communication.next() else { break };
+                let next = order.get(communication_ops.len()).and_then(|&i| communication[i].take());
+                let Some(item) = next else { break };
                 let after = item.after.iter().flatten().map(|&c| compute_ops[c]).max().or(communication_entry.take());
                 communication_ops.push(self.place(item, Lane::Communication, after));
             } else if let Some(item) = compute.next() {

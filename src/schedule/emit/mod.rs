@@ -17,6 +17,9 @@ use builder::Builder;
 
 mod all_to_all;
 mod builder;
+#[cfg(test)]
+mod gateway_tests;
+mod gateways;
 mod lanes;
 #[cfg(test)]
 mod option_tests;
@@ -43,8 +46,8 @@ impl Schedule {
         Self::with_steps(plan, rank, direction, None)
     }
 
-    /// One rank's operations forward and backward. Where the same side circulates in both, its ring steps are found once:
-    /// about half the work of two calls of [`Schedule::new`], with the same result.
+    /// One rank's operations forward and backward. Where the same side circulates in both, its ring steps are found
+    /// once: about half the work of two calls of [`Schedule::new`], with the same result.
     ///
     /// # Errors
     /// As [`Schedule::new`].

@@ -6,13 +6,13 @@
 //! while the next step is computed, and are added to the owner's sums on the communication lane, so that the compute
 //! lane does not wait for them. In a forward in which q circulates, partial results take the same way and are merged.
 //!
-//! Over several nodes ([`crate::schedule::ring_steps`]) rows of another node cross into one of two node slots, beside the
-//! steps of the node before. They are attended there, and fetched from there. The partial gradients of the ranks of a node
-//! are returned to the gateway, which adds them to its own; that sum crosses back after the node's last return.
+//! Over several nodes ([`crate::schedule::ring_steps`]) rows of another node cross into one of two node slots, beside
+//! the steps of the node before. They are attended there, and fetched from there. The partial gradients of the ranks of
+//! a node are returned to the gateway, which adds them to its own; that sum crosses back after the node's last return.
 //!
-//! Where a slot holds the own share (the ordered form and the together form), rows of other nodes cross into the slot itself,
-//! next to the share, and the other ranks of the node take from there. Their partial gradients come back to the same rows of
-//! the gradients of that slot.
+//! Where a slot holds the own share (the ordered form and the together form), rows of other nodes cross into the slot
+//! itself, next to the share, and the other ranks of the node take from there. Their partial gradients come back to the
+//! same rows of the gradients of that slot.
 
 use alloc::vec::Vec;
 
@@ -41,6 +41,19 @@ pub(super) struct Ring {
     node_sums: [Option<usize>; 2],
     /// The last fetch of rows into a node slot.
     crossed: Option<usize>,
+    /// The call that begins the sums asked for last, of the first so many calls.
+    begun: Option<(BufferView, usize, Option<usize>)>,
+}
+
+impl Ring {
+    /// The last call that begins these sums. Each call is looked at once for as long as the sums are the same.
+    fn begun(&mut self, sums: BufferView) -> Option<usize> {
+        let (_, looked_at, known) = self.begun.filter(|begun| begun.0 == sums).unwrap_or((sums, 0, None));
+        let calls = &self.lanes.compute;
+        let found = calls[looked_at..].iter().rposition(|i| writes(&i.kind, sums)).map(|i| looked_at + i);
+        self.begun = Some((sums, calls.len(), found.or(known)));
+        found.or(known)
+    }
 }
 
 /// Two slots used in turn, and the item that used each last.
@@ -72,7 +85,8 @@ enum ArrivalSlot {
 }
 
 impl Builder<'_> {
-    /// Adds the fetch of a ring step, if it has one. Follow it with [`Builder::attend`] where it returns something to attend.
+    /// Adds the fetch of a ring step, if it has one. Follow it with [`Builder::attend`] where it returns something to
+    /// attend.
     pub(super) fn fetch(&mut self, ring: &mut Ring, t: &Travel, ring_step: usize) -> Option<Arrival> {
         let v = t.ring_steps.list()[ring_step];
         match v.hop {
@@ -136,8 +150,9 @@ impl Builder<'_> {
         Some(Arrival { at: at.clone(), wait, slot: slot.map(ArrivalSlot::Ring) })
     }
 
-    /// Adds the exchange of a ring step that sends rows of the first of two buffers and receives rows in the other, once the
-    /// items `after` are done, and before it the packing of the rows that leave. Returns which of the communication lane it is.
+    /// Adds the exchange of a ring step that sends rows of the first of two buffers and receives rows in the other,
+    /// once the items `after` are done, and before it the packing of the rows that leave. Returns which of the
+    /// communication lane it is.
     fn exchange_rows(
         &mut self,
         ring: &mut Ring,
@@ -249,8 +264,8 @@ impl Builder<'_> {
         ring.lanes.compute.push(PendingOp { kind, step: 0, phase: LOCAL, after: [last, None] });
     }
 
-    /// Adds the return of the gradients that a ring step made, from the buffers of `turn`. `made` is the operation that made
-    /// them, `begun` the one that begins the sums, if that is known.
+    /// Adds the return of the gradients that a ring step made, from the buffers of `turn`. `made` is the operation that
+    /// made them, `begun` the one that begins the sums, if that is known.
     fn come_home(
         &mut self,
         ring: &mut Ring,
@@ -274,8 +289,9 @@ impl Builder<'_> {
         }
     }
 
-    /// As [`Builder::come_home`], where the slot holds the own share and rows of other nodes next to it: what the ranks of the
-    /// node return is added to both in the slot's gradients, before the one begins the sums and the other crosses back.
+    /// As [`Builder::come_home`], where the slot holds the own share and rows of other nodes next to it: what the ranks
+    /// of the node return is added to both in the slot's gradients, before the one begins the sums and the other
+    /// crosses back.
     fn slot_comes_home(
         &mut self,
         ring: &mut Ring,
@@ -304,8 +320,8 @@ impl Builder<'_> {
         ring.partials.used[turn] = ring.lanes.communication.len().checked_sub(1);
     }
 
-    /// Adds the return over the border of a node of what its ranks summed in `of_node`. Returns which of the communication
-    /// lane it is.
+    /// Adds the return over the border of a node of what its ranks summed in `of_node`. Returns which of the
+    /// communication lane it is.
     fn cross_back(
         &mut self,
         ring: &mut Ring,
@@ -331,8 +347,9 @@ impl Builder<'_> {
         self.send_home(ring, t, ring_step, order, [leaving, arriving, &home.sums], (made, None))
     }
 
-    /// Adds the exchange that returns gradients from the first of three buffers and receives in the second what comes home for
-    /// the rows that left, and the addition of that to the third. Returns which of the communication lane the exchange is.
+    /// Adds the exchange that returns gradients from the first of three buffers and receives in the second what comes
+    /// home for the rows that left, and the addition of that to the third. Returns which of the communication lane the
+    /// exchange is.
     fn send_home(
         &mut self,
         ring: &mut Ring,
@@ -352,7 +369,7 @@ impl Builder<'_> {
         let sent = ring.lanes.communication.len() - 1;
         if v.rows_out > 0 {
             // The sums begin with the own share's call, or that of the node slot, the round's first that writes them.
-            let begun = begun.or_else(|| ring.lanes.compute.iter().rposition(|i| writes(&i.kind, sums[0])));
+            let begun = begun.or_else(|| ring.begun(sums[0]));
             let tensors = pairs(sums);
             let kind = match self.out.direction {
                 Direction::Forward => OpKind::Merge { ring_step, ring_steps, tensors },

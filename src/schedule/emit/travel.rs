@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One side's travel around the ring: the buffers that its rows, and the partial gradients of them, use.
 //!
-//! Rows arrive in two slots that take turns, rows of other nodes in two node slots. The travels of one schedule (one for
-//! each pass over heads) come one after another, so they share the memory of these buffers. Over several nodes only what
-//! crosses is narrowed to the type of the wire: inside a node partial gradients keep the accumulator's type.
+//! Rows arrive in two slots that take turns, rows of other nodes in two node slots. The travels of one schedule (one
+//! for each pass over heads) come one after another, so they share the memory of these buffers. Over several nodes only
+//! what crosses is narrowed to the type of the wire: inside a node partial gradients keep the accumulator's type.
 
 use alloc::{sync::Arc, vec::Vec};
 

@@ -5,7 +5,8 @@
 //! The rows are received directly in their final place, because a token-major buffer of few heads is contiguous in
 //! tokens; only the sender needs a packing transform. In the second one it is the other way round: rows are sent in
 //! place and unpacked by the receiver. The gradients of a kv head that several ranks read are received from each of
-//! them and summed in rank order.
+//! them and summed in rank order. Where such ranks share a node and others are in another node, k, v and their
+//! gradients cross by [`gateways`](super::gateways).
 
 use alloc::vec::Vec;
 
@@ -43,13 +44,13 @@ pub(super) struct RowSide {
 
 /// Which heads of a tensor a Ulysses rank holds.
 #[derive(Clone, Copy)]
-enum Heads {
+pub(super) enum Heads {
     Q,
     Kv(usize),
 }
 
 impl Builder<'_> {
-    fn span(&self, heads: Heads, u: usize) -> (u32, u32) {
+    pub(super) fn span(&self, heads: Heads, u: usize) -> (u32, u32) {
         let share = &self.heads[u];
         match heads {
             Heads::Q => (share.q.start, share.q.len() as u32),
@@ -125,7 +126,8 @@ impl Builder<'_> {
             delta: self.bring("delta of the share", delta, Side::Q, Heads::Q, false),
         });
         let (mut k, mut v) = (Vec::new(), Vec::new());
-        for pass in 0..options.passes {
+        let crossing = self.ranks_of_node < self.out.ulysses;
+        for pass in 0..if crossing { 0 } else { options.passes } {
             let brought = (
                 self.bring("k", self.user(TensorId::K), Side::K, Heads::Kv(pass), pack_k),
                 self.bring("v", self.user(TensorId::V), Side::K, Heads::Kv(pass), pack_k),
@@ -135,28 +137,53 @@ impl Builder<'_> {
                 v.push(brought.1);
             }
         }
+        let crossed = crossing.then(|| {
+            [("k", TensorId::K), ("v", TensorId::V)]
+                .map(|(name, tensor)| self.bring_over_nodes(name, self.user(tensor)))
+        });
         self.push_blocks(blocks, "ulysses in", None);
-        let compute = self.last().compute;
-        let communication = self.push_messages(messages, "ulysses in", compute);
+        let mut compute = self.last().compute;
+        let mut communication = self.push_messages(messages, "ulysses in", compute);
+        if let Some(tensors) = crossed {
+            let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
+            tensors.iter().for_each(|t| self.pass_on(t));
+            compute = self.push_blocks(blocks, "ulysses in", communication).or(compute);
+            communication = self.push_messages(messages, "ulysses in", compute).or(communication);
+            [k, v] = tensors.map(|t| t.held);
+        }
         Held { q, k, v, row, local_delta: row_source, compute, communication }
     }
 
     /// Returns rows of `held` (the ring share for the rank's own q heads) to the ranks that brought them.
     fn give_back(&mut self, tensor: TensorId, held: BufferView) {
-        let user = self.user(tensor);
-        if held.buf == user.buf {
-            return;
-        }
-        let me = self.coordinates.ulysses;
-        for u in 0..self.out.ulysses {
-            let (first, count) = self.span(Heads::Q, u);
-            let arrived = self.exchange_back(held, Side::Q, u, count, me);
-            self.block(user.of_heads(first, count), &[arrived]);
+        for (to, arrived) in self.exchange_all_back(tensor, held) {
+            self.block(to, &[arrived]);
         }
     }
 
+    /// Sends rows of `held` back; returns what arrives of the caller's `tensor`, and where it belongs.
+    fn exchange_all_back(&mut self, tensor: TensorId, held: BufferView) -> Vec<(BufferView, BufferView)> {
+        let user = self.user(tensor);
+        if held.buf == user.buf {
+            return Vec::new();
+        }
+        let me = self.coordinates.ulysses;
+        let back = (0..self.out.ulysses).map(|u| {
+            let (first, count) = self.span(Heads::Q, u);
+            (user.of_heads(first, count), self.exchange_back(held, Side::Q, u, count, me))
+        });
+        back.collect()
+    }
+
     /// Sends `u` its rows of `held`; returns where the rows of its `count` heads arrive.
-    fn exchange_back(&mut self, held: BufferView, side: Side, u: usize, count: u32, me: usize) -> BufferView {
+    pub(super) fn exchange_back(
+        &mut self,
+        held: BufferView,
+        side: Side,
+        u: usize,
+        count: u32,
+        me: usize,
+    ) -> BufferView {
         let (off, rows) = self.part(side, u);
         if u == me {
             return held.slice(off, rows);
@@ -180,8 +207,7 @@ impl Builder<'_> {
         let own = held.slice(self.part(Side::K, me).0, self.part(Side::K, me).1);
         let from: Vec<BufferView> = (0..self.out.ulysses)
             .map(|u| {
-                let share = &self.heads[u];
-                let count = if per_q_head { share.q.len() } else { share.kv.len() } as u32;
+                let count = self.key_heads(u, per_q_head);
                 if u == me { own } else { self.exchange_back(wire.unwrap_or(held), Side::K, u, count, me) }
             })
             .collect();
@@ -192,20 +218,35 @@ impl Builder<'_> {
             }
             return;
         }
-        let group = self.plan.problem().group() as u32;
         let mut sources = Vec::new();
         for g in 0..user.heads {
             sources.clear();
-            for (u, arrived) in from.iter().enumerate() {
-                let share = &self.heads[u];
-                if per_q_head {
-                    let (a, e) = (share.q.start.max(g * group), share.q.end.min((g + 1) * group));
-                    sources.extend((a..e).map(|h| arrived.of_heads(h - share.q.start, 1)));
-                } else if share.kv.contains(&g) {
-                    sources.push(arrived.of_heads(g - share.kv.start, 1));
-                }
-            }
+            from.iter().enumerate().for_each(|(u, &of_rank)| self.add_parts(g, u, of_rank, per_q_head, &mut sources));
             self.block(user.of_heads(g, 1), &sources);
+        }
+    }
+
+    /// Heads of a gradient of k or v that rank `u` holds.
+    pub(super) fn key_heads(&self, u: usize, per_q_head: bool) -> u32 {
+        let share = &self.heads[u];
+        (if per_q_head { share.q.len() } else { share.kv.len() }) as u32
+    }
+
+    /// Appends what `of_rank`, made by rank `u`, has of kv head `g`: a sum, or a partial for each q head.
+    pub(super) fn add_parts(
+        &self,
+        g: u32,
+        u: usize,
+        of_rank: BufferView,
+        per_q_head: bool,
+        parts: &mut Vec<BufferView>,
+    ) {
+        let (share, group) = (&self.heads[u], self.plan.problem().group() as u32);
+        if per_q_head {
+            let (a, e) = (share.q.start.max(g * group), share.q.end.min((g + 1) * group));
+            parts.extend((a..e).map(|h| of_rank.of_heads(h - share.q.start, 1)));
+        } else if share.kv.contains(&g) {
+            parts.push(of_rank.of_heads(g - share.kv.start, 1));
         }
     }
 
@@ -246,11 +287,28 @@ impl Builder<'_> {
         };
         let dq_out = if exchanging && e != a { self.narrowed(dq, e, None) } else { dq };
         let own = self.part(Side::K, self.coordinates.ulysses);
-        let narrow =
-            |b: &mut Self, held: BufferView| (exchanging && wire != a).then(|| b.narrowed(held, wire, Some(own)));
+        let crossing = self.ranks_of_node < self.out.ulysses;
+        let narrow = |b: &mut Self, held: BufferView| {
+            (exchanging && !crossing && wire != a).then(|| b.narrowed(held, wire, Some(own)))
+        };
         let (dk_wire, dv_wire) = (narrow(self, dkv.0), narrow(self, dkv.1));
         let cast = self.push_blocks(blocks, "ulysses out", last.communication);
         let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
+        if crossing {
+            let rows = self.exchange_all_back(TensorId::Dq, dq_out);
+            let keys = [(TensorId::Dk, dkv.0), (TensorId::Dv, dkv.1)]
+                .map(|(tensor, held)| (tensor, self.gather_in_node(held, per_q_head)));
+            let arrived = self.push_messages(messages, "ulysses out", cast.or(last.compute));
+            let messages = self.out.messages.len();
+            let keys = keys.map(|(tensor, parts)| (tensor, self.exchange_sums(parts, wire, per_q_head)));
+            let summed = self.push_blocks(blocks, "ulysses out", arrived.or(last.communication));
+            let arrived = self.push_messages(messages, "ulysses out", summed.or(cast).or(last.compute)).or(arrived);
+            let blocks = self.out.blocks.len();
+            rows.into_iter().for_each(|(to, from)| self.block(to, &[from]));
+            keys.iter().for_each(|(tensor, parts)| self.add_up(*tensor, parts, per_q_head));
+            self.push_blocks(blocks, "ulysses out", arrived.or(last.communication));
+            return;
+        }
         self.give_back(TensorId::Dq, dq_out);
         self.give_back_keys(TensorId::Dk, dkv.0, dk_wire, per_q_head);
         self.give_back_keys(TensorId::Dv, dkv.1, dv_wire, per_q_head);

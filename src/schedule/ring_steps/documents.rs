@@ -3,8 +3,8 @@
 
 use crate::{layout::Segment, schedule::join::Fragment};
 
-/// Calls `each(first stationary index, stationary segments, first place in order, fragments)` for every document that both sides
-/// hold; `order` lists fragments by document.
+/// Calls `each(first stationary index, stationary segments, first place in order, fragments)` for every document that
+/// both sides hold; `order` lists fragments by document.
 pub(super) fn documents<'a>(
     stationary: &'a [Segment],
     fragments: &[Fragment],

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Measures the ring steps when a plan is made: which there are, how many rows each moves, and how much room its lists take.
+//! Measures the ring steps when a plan is made: which there are, how many rows each moves, and how much room its lists
+//! take.
 //!
 //! The general way lists the rows of every step that there may be, and counts them. A zigzag over documents within one
 //! level has a faster way (`schedule::sweep`), with the same result.

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ring steps over several nodes: a row crosses from one node to another once.
 //!
-//! Ring ranks `n · per_node .. (n + 1) · per_node` are node n. The rows that a node needs of another one are the union of
-//! what its ranks need. Those of the owner at place i of its node cross to the rank at place i of the reading node, its
-//! *gateway*, into a buffer there: the *node slot*. Every rank is the gateway of one owner of each other node, so each
-//! network card carries the rows of one share. From the node slot each rank of the node fetches the rows it needs, as it
-//! fetches those of the node's own shares.
+//! Ring ranks `n · per_node .. (n + 1) · per_node` are node n. The rows that a node needs of another one are the union
+//! of what its ranks need. Those of the owner at place i of its node cross to the rank at place i of the reading node,
+//! its *gateway*, into a buffer there: the *node slot*. Every rank is the gateway of one owner of each other node, so
+//! each network card carries the rows of one share. From the node slot each rank of the node fetches the rows it needs,
+//! as it fetches those of the node's own shares.
 //!
 //! With N nodes of L ranks, in the ring form, the ring steps of a rank are, in this order:
 //!
@@ -14,9 +14,10 @@
 //! ```
 //!
 //! Beside each local step a part of the next node's rows crosses, one of L − 1. So the network is busy while the node's
-//! own steps are computed, and two node slots suffice. In the gather form there are two rounds: the own node at once while
-//! the rows of all other nodes cross, then the node slots at once. Where a slot holds the own share too, the rows of all other
-//! nodes cross into that slot, next to the own share; then each rank of the node takes what it needs of both.
+//! own steps are computed, and two node slots suffice. In the gather form there are two rounds: the own node at once
+//! while the rows of all other nodes cross, then the node slots at once. Where a slot holds the own share too, the rows
+//! of all other nodes cross into that slot, next to the own share; then each rank of the node takes what it needs of
+//! both.
 //!
 //! In the backward the gateway sums the gradients of its node slot over the node, and the sum crosses back once.
 //!
@@ -112,8 +113,8 @@ impl RingSteps {
         })
     }
 
-    /// Appends the rows of `owner` that a rank of the node of `gateway` needs to `s.nodes.union`, from slot row `row` on,
-    /// as rows of `peer`; returns the row after them.
+    /// Appends the rows of `owner` that a rank of the node of `gateway` needs to `s.nodes.union`, from slot row `row`
+    /// on, as rows of `peer`; returns the row after them.
     fn add_union(&self, owner: usize, gateway: usize, peer: usize, mut row: i64, s: &mut RangeScratch) -> i64 {
         let NodeScratch { union, held, needed, intervals } = &mut s.nodes;
         self.shares.segments(self.circulating, owner, held);
@@ -210,8 +211,8 @@ impl RingSteps {
         rows as u64
     }
 
-    /// `s.fragments` := the rows of `s.nodes.union`, of which there are `rows`, that are in the part that crosses; all of
-    /// them where they have crossed. Parts are equal, to one row.
+    /// `s.fragments` := the rows of `s.nodes.union`, of which there are `rows`, that are in the part that crosses; all
+    /// of them where they have crossed. Parts are equal, to one row.
     fn take_part(&self, hop: Hop, rows: i64, s: &mut RangeScratch) -> u64 {
         let (first, end) = match hop {
             Hop::Crossing { part } => {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The rows that arrive and that leave at one ring step, as fragments of shares.
 //!
-//! Listed when the step is executed, into a [`RangeScratch`] that has room for them. Owner and reader list the same rows in
-//! the same order, so messages carry no description of their rows.
+//! Listed when the step is executed, into a [`RangeScratch`] that has room for them. Owner and reader list the same
+//! rows in the same order, so messages carry no description of their rows.
 
 use alloc::vec::Vec;
 
@@ -14,8 +14,8 @@ use crate::{
 };
 
 impl RingSteps {
-    /// `(ring rank, class)` of those of the node whose rows arrive at place `place` of the node's steps, or of those that
-    /// take this rank's.
+    /// `(ring rank, class)` of those of the node whose rows arrive at place `place` of the node's steps, or of those
+    /// that take this rank's.
     pub(super) fn others(&self, place: usize, arriving: bool) -> impl Iterator<Item = (usize, Class)> + use<> {
         let (n, form, crosses) = (self.per_node, self.form, self.crosses());
         let (first, me) = (self.me / n * n, self.me % n);
@@ -101,8 +101,8 @@ impl RingSteps {
         self.list_incoming(&self.list[ring_step], scratch);
     }
 
-    /// Lists the rows that leave at a ring step, of the own share or of the node slot; `range.row` counts from the start of
-    /// what comes home for them.
+    /// Lists the rows that leave at a ring step, of the own share or of the node slot; `range.row` counts from the
+    /// start of what comes home for them.
     pub fn outgoing(&self, ring_step: usize, scratch: &mut RangeScratch) {
         self.list_outgoing(&self.list[ring_step], scratch);
     }

@@ -29,8 +29,8 @@ fn sources(plan: &Plan) -> Vec<Vec<usize>> {
         .collect()
 }
 
-/// Three documents of 120, 1,128 and 2,984 tokens over eight ranks of 529: which rank needs which, written by hand from where
-/// documents begin (ranks 0, 0 and 2).
+/// Three documents of 120, 1,128 and 2,984 tokens over eight ranks of 529: which rank needs which, written by hand from
+/// where documents begin (ranks 0, 0 and 2).
 #[test]
 fn steps_that_nobody_needs_are_left_out() {
     let batch = Batch::new(&[0, 120, 1248, 4232]).unwrap();

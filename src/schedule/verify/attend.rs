@@ -7,9 +7,9 @@ use super::{
     calls::NamedTokens,
     cell::{Cell, What},
     contributions::Atom,
-    execute::Prover,
+    execute::{Prover, TOO_MANY_CALLS},
     geometry::{Geometry, RangePart},
-    listed::Met,
+    listed::{Met, check_met},
     memory::Piece,
 };
 use crate::{
@@ -19,7 +19,8 @@ use crate::{
 };
 
 impl Prover<'_> {
-    /// Remembers a call for those of q's side and k's that it computes results for; no token may be in two of its ranges.
+    /// Remembers a call for those of q's side and k's that it computes results for; no token may be in two of its
+    /// ranges.
     fn remember(&mut self, r: usize, op: usize, met: &Met, g: &Geometry, [of_q, of_k]: [bool; 2]) -> Result<u32> {
         let by_token = |ranges: &[Vec<RangePart>]| {
             let named = |(i, parts)| {
@@ -42,7 +43,8 @@ impl Prover<'_> {
                 return Err(self.err(r, op, format!("{name} token {} is in two ranges of one call", w[1].token)));
             }
         }
-        Ok(self.calls.add(r, op, met, of_q.then_some(&q), of_k.then_some(&k)))
+        let call = self.calls.add(r, op, met, of_q.then_some(&q), of_k.then_some(&k));
+        call.ok_or_else(|| self.err(r, op, TOO_MANY_CALLS))
     }
 
     /// That the heads of a call are those its map says, each read; `(first q head, q heads, first kv head, kv heads)`.
@@ -96,6 +98,7 @@ impl Prover<'_> {
     pub(super) fn attend(&mut self, r: usize, op: usize, a: &AttendOp, met: &Met) -> Result<()> {
         let p = self.plan.problem();
         let (element, accumulator) = (p.dtype(), p.dtype().accumulator());
+        check_met(met, a.q.rows, a.k.rows).map_err(|text| self.err(r, op, text))?;
         self.heads(r, op, a.heads, &a.q, &a.k)?;
         self.same_shape(r, op, &a.k, &[&a.v])?;
         for (v, dtype, dim) in
@@ -200,6 +203,7 @@ impl Prover<'_> {
         let p = self.plan.problem();
         let (element, accumulator) = (p.dtype(), p.dtype().accumulator());
         let (dk, dv) = (p.head_dim(), p.value_dim());
+        check_met(met, b.q.rows, b.k.rows).map_err(|text| self.err(r, op, text))?;
         self.heads(r, op, b.heads, &b.q, &b.k)?;
         self.same_shape(r, op, &b.k, &[&b.v])?;
         self.same_shape(r, op, &b.q, &[&b.d_o, &b.lse, &b.delta])?;

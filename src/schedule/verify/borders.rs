@@ -1,14 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The borders between nodes: that what crosses them is the least that can be, on cards that are loaded evenly.
 //!
-//! A row that is fetched into a node crosses its border once at most, and never into the node that owns it; a row that no
-//! rank of the node reads is a flaw of its own (`execute`). So, for each Ulysses rank by itself, the rows that cross are exactly those that are needed there and
-//! not held there, once each. Gradients are the same rows on the way back: each leaves a node once, and not the owner's.
+//! A row that is fetched into a node crosses its border once at most, and never into the node that owns it; a row that
+//! no rank of the node reads is a flaw of its own (`execute`). So, for each Ulysses rank by itself, the rows that cross
+//! are exactly those that are needed there and not held there, once each. Gradients are the same rows on the way back:
+//! each leaves a node once, and not the owner's.
+//!
+//! Where the ranks of an all-to-all lie in several nodes, the same holds of all its rows, whichever ranks of the node
+//! hold a head. In the ordered form a gradient of k or v is a sum over q heads, from the first on. A node that has the
+//! first sends one sum; of another node each partial crosses once. One to which no query contributed does not tell its
+//! q head, and is not looked at.
 //!
 //! Rows are kept as runs of tokens, as operations move them: a run costs some steps, however long it is.
 //!
-//! An owner must send what other nodes need of its share; where the mask makes that uneven, no choice of gateways changes it.
-//! Of what crosses from one node to another no other rank carries more than the busiest owner, or than 1.1 × the mean.
+//! An owner must send what other nodes need of its share; where the mask makes that uneven, no choice of gateways
+//! changes it. Of what crosses from one node to another no other rank carries more than the busiest owner, or than 1.1
+//! × the mean.
 
 use alloc::{collections::BTreeMap, format, string::String, vec::Vec};
 
@@ -17,15 +24,31 @@ use core::ops::Range;
 use super::cell::{Cell, What};
 use crate::{batch::Side, plan::Plan, schedule::TensorId};
 
-/// Rows that were fetched into a node, or whose gradients left one: content, head, node, Ulysses rank, and the first token
-/// of a run.
+/// Rows that were brought into a node, or whose gradients left one: content, head, node, Ulysses rank (0 in an
+/// all-to-all), and the first token of a run.
 type Crossing = (What, u32, usize, usize, u32);
+
+/// How the ranks of a mesh lie in nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Nodes {
+    /// Several ring ranks in each: what is fetched and returned crosses.
+    OfRingRanks,
+    /// Several in each all-to-all: what that exchanges crosses. `gateways`: k, v and their gradients by ranks that pass
+    /// them on.
+    OfUlyssesRanks { gateways: bool },
+}
 
 /// Tokens one after another that one node holds: first, end, node.
 type Home = (u32, u32, usize);
 
+/// Whether it is k, v or a gradient of them.
+fn is_of_keys(what: What) -> bool {
+    matches!(what, What::Input(TensorId::K | TensorId::V) | What::Sum(TensorId::Dk | TensorId::Dv))
+}
+
 /// What has crossed so far.
 pub(super) struct NodeBorders {
+    nodes: Nodes,
     /// Ranks of a node, and Ulysses ranks.
     ranks: usize,
     ulysses: usize,
@@ -40,11 +63,14 @@ pub(super) struct NodeBorders {
 impl NodeBorders {
     /// None where the group has one level.
     pub fn new(plan: &Plan) -> Option<Self> {
-        let (mesh, ring_ranks) = (plan.mesh(), plan.ring_ranks_of_node());
-        if ring_ranks == mesh.ring {
+        let (mesh, ring_ranks, per_node) = (plan.mesh(), plan.ring_ranks_of_node(), plan.options().ranks_per_node);
+        let (nodes, ranks) = if ring_ranks < mesh.ring {
+            (Nodes::OfRingRanks, ring_ranks * mesh.ulysses)
+        } else if 0 < per_node && per_node < mesh.ulysses {
+            (Nodes::OfUlyssesRanks { gateways: plan.ulysses_ranks_of_node() == per_node }, per_node)
+        } else {
             return None;
-        }
-        let ranks = ring_ranks * mesh.ulysses;
+        };
         let homes = [Side::Q, Side::K].map(|side| {
             let mut homes: Vec<Home> = Vec::new();
             for rank in 0..mesh.group() {
@@ -62,7 +88,7 @@ impl NodeBorders {
             });
             homes
         });
-        Some(Self { ranks, ulysses: mesh.ulysses, homes, crossed: BTreeMap::new(), flows: BTreeMap::new() })
+        Some(Self { nodes, ranks, ulysses: mesh.ulysses, homes, crossed: BTreeMap::new(), flows: BTreeMap::new() })
     }
 
     /// Whether two ranks (indices of the group) lie in different nodes.
@@ -70,16 +96,23 @@ impl NodeBorders {
         a / self.ranks != b / self.ranks
     }
 
-    /// A run of rows, of which `first` is the first, goes from one node to another: fetched, or a gradient on its way `home`.
-    /// Returns what is wrong with that.
+    /// Whether what an all-to-all exchanges crosses; otherwise what the ring does.
+    pub fn of_exchanges(&self) -> bool {
+        self.nodes != Nodes::OfRingRanks
+    }
+
+    /// The first rank of the node of another (indices of the group).
+    pub fn first_of_node(&self, rank: usize) -> usize {
+        rank / self.ranks * self.ranks
+    }
+
+    /// A run of rows, of which `first` is the first, goes from one node to another: fetched, or a gradient on its way
+    /// `home`. Returns what is wrong with that.
     pub fn cross(&mut self, from: usize, to: usize, home: bool, first: Cell, rows: u64) -> Option<String> {
         let node = if home { from } else { to } / self.ranks;
         let way = if home { "from" } else { "to" };
-        let side = match first.what {
-            What::Input(TensorId::K | TensorId::V) | What::Sum(TensorId::Dk | TensorId::Dv) => Side::K,
-            _ => Side::Q,
-        };
-        let (what, head, place) = (first.what, first.head, to % self.ulysses);
+        let side = if is_of_keys(first.what) { Side::K } else { Side::Q };
+        let (what, head, place) = (first.what, first.head, if self.of_exchanges() { 0 } else { to % self.ulysses });
         let key = move |token| (what, head, node, place, token);
         // Rows that hold no token are all alike: the second is the first again.
         let alike = first.after(1) == first;
@@ -127,8 +160,15 @@ impl NodeBorders {
         met.find(|home| home.2 == node).map(|home| home.0.max(tokens.start))
     }
 
-    /// Counts the bytes of a message that crosses.
-    pub fn count(&mut self, from: usize, to: usize, home: bool, bytes: u64) {
+    /// Counts the bytes of a message that crosses, where there are gateways for `what` it holds.
+    pub fn count(&mut self, from: usize, to: usize, home: bool, what: What, bytes: u64) {
+        let by_gateways = match self.nodes {
+            Nodes::OfRingRanks => true,
+            Nodes::OfUlyssesRanks { gateways } => gateways && is_of_keys(what),
+        };
+        if !by_gateways {
+            return;
+        }
         let (owner, gateway) = if home { (to, from) } else { (from, to) };
         let [owners, gateways] = self.flows.entry((owner / self.ranks, gateway / self.ranks, home)).or_default();
         *owners.entry(owner).or_default() += bytes;
@@ -183,6 +223,31 @@ mod tests {
         assert!(b.cross(1, 2, true, dk, 1).unwrap().ends_with("from node 0, which holds it"));
     }
 
+    /// Four Ulysses ranks in two nodes: it does not matter which rank of a node gets a row, and q rows have no gateway.
+    #[test]
+    fn what_an_all_to_all_carries() {
+        let batch = Batch::from_lengths(&[16]).unwrap();
+        let plan = |heads: (usize, usize), ranks| {
+            let problem = Problem::new(batch.clone(), heads.0, heads.1, 8, Dtype::F32);
+            let options = Options::new().ranks_per_node(ranks);
+            Plan::with_options(&problem, Mesh::ulysses(4).unwrap(), Layout::Contiguous, options).unwrap()
+        };
+        let mut b = NodeBorders::new(&plan((4, 1), 2)).unwrap();
+        assert!(b.of_exchanges() && b.first_of_node(3) == 2);
+        let k = Cell::new(What::Input(TensorId::K), 3, 0, 0);
+        assert_eq!(b.cross(0, 2, false, k, 1), None);
+        assert!(b.cross(0, 3, false, k, 1).unwrap().ends_with("to node 1 again"));
+        b.count(0, 2, false, What::Input(TensorId::Q), 100);
+        assert_eq!(b.uneven(), None);
+        for (owner, gateway) in [(0, 2), (1, 2)] {
+            b.count(owner, gateway, false, What::Input(TensorId::K), 100);
+        }
+        assert!(b.uneven().unwrap().1.contains("200 of 200 bytes"));
+        // Nobody passes anything on where heads are not shared.
+        assert_eq!(NodeBorders::new(&plan((4, 4), 2)).unwrap().nodes, Nodes::OfUlyssesRanks { gateways: false });
+        assert!(NodeBorders::new(&plan((4, 1), 4)).is_none() && NodeBorders::new(&plan((4, 1), 0)).is_none());
+    }
+
     /// Random runs, against a set of rows.
     #[test]
     fn runs_cross_as_their_rows_do() {
@@ -231,16 +296,16 @@ mod tests {
 
     #[test]
     fn a_gateway_that_carries_too_much() {
-        let mut b = borders();
-        b.count(0, 2, false, 100);
-        b.count(1, 3, false, 100);
+        let (mut b, k) = (borders(), What::Input(TensorId::K));
+        b.count(0, 2, false, k, 100);
+        b.count(1, 3, false, k, 100);
         assert_eq!(b.uneven(), None);
         // The owner has no choice.
-        b.count(0, 2, false, 50);
+        b.count(0, 2, false, k, 50);
         assert_eq!(b.uneven(), None);
         // A gateway has: back to owners that are alike, one of two carries three quarters.
         for (gateway, owner, bytes) in [(2, 0, 100), (2, 1, 50), (3, 1, 50)] {
-            b.count(gateway, owner, true, bytes);
+            b.count(gateway, owner, true, What::Sum(TensorId::Dk), bytes);
         }
         let (rank, text) = b.uneven().unwrap();
         assert!(rank == 2 && text.contains("150 of 200 bytes") && text.contains("more than 100"), "{text}");

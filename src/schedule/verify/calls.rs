@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The calls of kernels, kept until the outputs are checked: which tokens each names, and which ranges these meet.
 //!
-//! There are as many calls as ranks times ring steps, so they lie in a few long lists, and of a call only the side is kept
-//! that it computes results for.
+//! There are as many calls as ranks times ring steps, so they lie in a few long lists, and of a call only the side is
+//! kept that it computes results for.
 
 use alloc::{vec, vec::Vec};
 
@@ -17,7 +17,8 @@ pub(super) struct NamedTokens {
     pub range: u32,
 }
 
-/// Tokens that a call names, and how many ranges of the other side they meet, of `AttendCalls::links` from the first on.
+/// Tokens that a call names, and how many ranges of the other side they meet, of `AttendCalls::links` from the first
+/// on.
 struct MetTokens {
     token: u32,
     tokens: u32,
@@ -50,12 +51,12 @@ impl AttendCalls {
         &self.list[call as usize]
     }
 
-    /// Adds a call that names no tokens.
-    pub fn add_plain(&mut self, rank: usize, op: usize) -> u32 {
+    /// Adds a call that names no tokens. None if there are too many calls or ranges to number.
+    pub fn add_plain(&mut self, rank: usize, op: usize) -> Option<u32> {
         self.add(rank, op, &Met::default(), None, None)
     }
 
-    /// Adds a call with its tokens of q's side, of k's side, or of both.
+    /// Adds a call with its tokens of q's side, of k's side, or of both. None as [`AttendCalls::add_plain`].
     pub fn add(
         &mut self,
         rank: usize,
@@ -63,7 +64,10 @@ impl AttendCalls {
         met: &Met,
         q: Option<&[NamedTokens]>,
         k: Option<&[NamedTokens]>,
-    ) -> u32 {
+    ) -> Option<u32> {
+        // Both sides' ranges and the call itself have numbers below this.
+        u32::try_from(self.ranges.len() + met.k.len() + met.q.len()).ok()?;
+        let number = u32::try_from(self.list.len()).ok()?;
         let begin = self.tokens.len();
         if let Some(q) = q {
             let base = self.ranges.len() as u32;
@@ -99,7 +103,7 @@ impl AttendCalls {
         }
         let tokens = [begin, middle, self.tokens.len()];
         self.list.push(AttendCall { rank: rank as u32, op: op as u32, tokens });
-        self.list.len() as u32 - 1
+        Some(number)
     }
 
     fn name(&mut self, named: &[NamedTokens], at: &[(usize, u32)]) {
@@ -109,8 +113,8 @@ impl AttendCalls {
         }));
     }
 
-    /// The ranges of the other side that a token meets in a call, in the order of the call, and for how many tokens from it
-    /// on they are the same. None if the call does not name the token.
+    /// The ranges of the other side that a token meets in a call, in the order of the call, and for how many tokens
+    /// from it on they are the same. None if the call does not name the token.
     pub fn partners(&self, call: u32, side: Side, token: u32) -> Option<(impl Iterator<Item = &Range>, usize)> {
         let [q, k, end] = self.get(call).tokens;
         let list = &self.tokens[if side == Side::Q { q..k } else { k..end }];

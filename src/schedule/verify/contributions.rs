@@ -15,8 +15,8 @@ pub(super) struct Atom {
 /// another list; entry 0 is empty.
 pub(super) struct Contributions {
     all: Vec<(u32, Atom)>,
-    /// Entries of `all`, each at the first free place from the one that its hash names; 0 is a free place. There are twice
-    /// as many places as entries or more, a power of two.
+    /// Entries of `all`, each at the first free place from the one that its hash names; 0 is a free place. There are
+    /// twice as many places as entries or more, a power of two.
     places: Vec<u32>,
     /// The last sum: runs one after another usually add the same.
     last: (u32, u32, u32),

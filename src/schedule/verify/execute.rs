@@ -18,8 +18,11 @@ use crate::{
     batch::Side,
     error::{Error, Result},
     plan::{Plan, Wire},
-    schedule::{Buf, BufferView, OpKind, SINK_DIGITS, TensorId, expand::Expansion},
+    schedule::{Buf, BufferView, Form, OpKind, SINK_DIGITS, TensorId, expand::Expansion},
 };
+
+/// What is wrong where calls or their ranges cannot be numbered.
+pub(super) const TOO_MANY_CALLS: &str = "is one of too many calls: a proof numbers calls and ranges in 32 bits";
 
 /// All ranks while they run.
 pub(super) struct Prover<'a> {
@@ -44,13 +47,7 @@ pub(super) struct Prover<'a> {
 }
 
 impl<'a> Prover<'a> {
-    pub fn new(
-        plan: &'a Plan,
-        ranks: Vec<RankOps<'a>>,
-        memories: Vec<Memory>,
-        whole_rows: bool,
-        expansion: Expansion,
-    ) -> Self {
+    pub fn new(plan: &'a Plan, ranks: Vec<RankOps<'a>>, memories: Vec<Memory>, whole_rows: bool) -> Self {
         let report = |ops: &RankOps| RankReport {
             rank: ops.rank(),
             operations: ops.len(),
@@ -69,7 +66,7 @@ impl<'a> Prover<'a> {
             met_for_queries: 0,
             met_for_keys: 0,
             pieces: Vec::new(),
-            expansion,
+            expansion: Expansion::default(),
             traffic,
             borders: NodeBorders::new(plan),
         }
@@ -84,7 +81,7 @@ impl<'a> Prover<'a> {
     }
 
     /// Writes out an operation of rank `r` (an index of the group).
-    pub fn list(&mut self, r: usize, op: usize) -> Result<ListedOp> {
+    pub fn list(&mut self, r: usize, op: usize) -> ListedOp {
         self.ranks[r].list(op, &mut self.expansion)
     }
 
@@ -168,7 +165,7 @@ impl<'a> Prover<'a> {
             }
             self.memories[r].read(delta, 0, delta.rows, h, |_| true);
         }
-        let call = self.calls.add_plain(r, op);
+        let call = self.calls.add_plain(r, op).ok_or_else(|| self.err(r, op, TOO_MANY_CALLS))?;
         let piece = |head| {
             let list = self.lists.one(Atom { call, head, heads: 1 });
             Piece { head, row: 0, cell: Cell::new(What::Sum(TensorId::Dsinks), 0, head, list) }
@@ -192,8 +189,8 @@ impl<'a> Prover<'a> {
         self.sum(r, op, sum)
     }
 
-    /// That rows from `row` on hold what they should (contributions aside): the first `want`, and each after it the next
-    /// token.
+    /// That rows from `row` on hold what they should (contributions aside): the first `want`, and each after it the
+    /// next token.
     pub fn expect(
         &self,
         r: usize,
@@ -337,6 +334,26 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
+    /// Of a row that an all-to-all moves from rank `r`: whether it is on its way home, and how it is told from others
+    /// at the border of a node. None of one that is not counted there.
+    fn exchanged_row(&self, r: usize, cell: Cell) -> Option<(bool, Cell)> {
+        let home = match cell.what {
+            What::Input(_) | What::Delta => false,
+            What::Final(_) => true,
+            What::Sum(TensorId::Dsinks) | What::Unset | What::Zero | What::Running(_) => return None,
+            What::Sum(_) => true,
+        };
+        if !matches!(cell.what, What::Sum(TensorId::Dk | TensorId::Dv)) || self.plan.form() != Form::Ordered {
+            return Some((home, cell));
+        }
+        // Sums of q heads, which only a node with the first of them makes.
+        let first = cell.head * self.plan.problem().group() as u32;
+        let node = self.borders.as_ref()?.first_of_node(r);
+        let begins = self.plan.heads_of(self.ranks[node].rank()).q.start <= first;
+        let head = if begins { first } else { self.lists.get(cell.list).first()?.head };
+        Some((home, Cell { head, ..cell }))
+    }
+
     /// Moves a message, given as (index in the group, operation, rows). `strict`: as in [`ListedOp::Exchange`].
     pub fn transfer(
         &mut self,
@@ -346,8 +363,11 @@ impl<'a> Prover<'a> {
     ) -> Result<()> {
         let (out, into) = (from.2, to.2);
         let home = matches!(self.ranks[to.0].form(to.1).kind, OpKind::Return { .. });
+        let exchanged = matches!(self.ranks[to.0].form(to.1).kind, OpKind::Exchange { .. });
         let apart = self.borders.as_ref().is_some_and(|b| b.apart(from.0, to.0));
-        let crosses = apart && (home || strict);
+        let of_exchanges = self.borders.as_ref().is_some_and(NodeBorders::of_exchanges);
+        let crosses = apart && if of_exchanges { exchanged } else { home || strict };
+        let (mut way_home, mut what) = (home, What::Unset);
         let mut pieces = core::mem::take(&mut self.pieces);
         pieces.clear();
         for head in self.memories[from.0].heads(&out) {
@@ -355,9 +375,16 @@ impl<'a> Prover<'a> {
             while row < out.rows {
                 let (cell, rows) = self.memories[from.0].at(&out, row, head);
                 let rows = rows.min(out.rows - row);
-                let borders = self.borders.as_mut().filter(|_| crosses);
-                if let Some(text) = borders.and_then(|b| b.cross(from.0, to.0, home, cell, rows)) {
-                    return Err(self.err(from.0, from.1, text));
+                let at_border = match crosses {
+                    true if exchanged => self.exchanged_row(from.0, cell),
+                    true => Some((home, cell)),
+                    false => None,
+                };
+                if let (Some((home, row)), Some(borders)) = (at_border, &mut self.borders) {
+                    (way_home, what) = (home, row.what);
+                    if let Some(text) = borders.cross(from.0, to.0, home, row, rows) {
+                        return Err(self.err(from.0, from.1, text));
+                    }
                 }
                 let wrong = match cell.what {
                     What::Unset => Some("which was never written"),
@@ -384,7 +411,7 @@ impl<'a> Prover<'a> {
         self.pieces = pieces;
         let bytes = out.rows * u64::from(out.heads) * self.memories[from.0].table(out.buf).cell_bytes();
         if let (Some(borders), true) = (&mut self.borders, crosses) {
-            borders.count(from.0, to.0, home, bytes);
+            borders.count(from.0, to.0, way_home, what, bytes);
         }
         let count = |p: &mut Self, (r, op, _): (usize, usize, BufferView), sent: bool| {
             let op = p.ranks[r].form(op);

@@ -87,27 +87,26 @@ struct Posted {
     op: usize,
     messages: Vec<MessageView>,
     strict: bool,
-    /// Messages by peer and way, otherwise in the order of the list.
-    order: Vec<u32>,
-    /// How many have moved, of those with the peer and the way of an entry of `order` that is the first of its like.
-    moved: Vec<u32>,
+    /// Messages by peer and way, otherwise in the order of the list. Beside the first of each peer and way: how many of
+    /// these have moved.
+    order: Vec<(u32, u32)>,
     left: usize,
 }
 
 impl Posted {
     fn new(op: usize, messages: Vec<MessageView>, strict: bool) -> Self {
-        let mut order: Vec<u32> = (0..messages.len() as u32).collect();
-        order.sort_by_key(|&i| (messages[i as usize].peer, messages[i as usize].send));
-        Self { op, moved: vec![0; messages.len()], left: messages.len(), messages, strict, order }
+        let mut order: Vec<(u32, u32)> = (0..messages.len() as u32).map(|i| (i, 0)).collect();
+        order.sort_unstable_by_key(|&(i, _)| (messages[i as usize].peer, messages[i as usize].send, i));
+        Self { op, left: messages.len(), messages, strict, order }
     }
 
     /// The rows of the next message that moves between this rank and another.
     fn take(&mut self, peer: usize, send: bool) -> Option<BufferView> {
         let key = |i: u32| (self.messages[i as usize].peer, self.messages[i as usize].send);
-        let first = self.order.partition_point(|&i| key(i) < (peer, send));
-        let next = first + *self.moved.get(first)? as usize;
-        let message = *self.order.get(next).filter(|&&i| key(i) == (peer, send))?;
-        self.moved[first] += 1;
+        let first = self.order.partition_point(|&(i, _)| key(i) < (peer, send));
+        let next = first + self.order.get(first)?.1 as usize;
+        let message = self.order.get(next).filter(|&&(i, _)| key(i) == (peer, send))?.0;
+        self.order[first].1 += 1;
         self.left -= 1;
         Some(self.messages[message as usize].view)
     }
@@ -128,8 +127,8 @@ impl RankProgress {
 
 /// Runs all ranks to the end, tags and all.
 ///
-/// Between two ranks the next message sent is the next received, which is right if all messages match. Where a run fails
-/// they are all matched, because one that does not match may be why.
+/// Between two ranks the next message sent is the next received, which is right if all messages match. Where a run
+/// fails they are all matched, because one that does not match may be why.
 pub(super) fn run(prover: &mut Prover) -> Result<()> {
     let next = |prover: &Prover, r: usize| [0, 1].map(|lane| next_of(prover, r, lane, 0));
     let mut ranks: Vec<RankProgress> =
@@ -141,8 +140,7 @@ pub(super) fn run(prover: &mut Prover) -> Result<()> {
     }
     let mut listed = Vec::with_capacity(ranks.len());
     for r in 0..ranks.len() {
-        let of_rank = (0..prover.ranks[r].len()).map(|i| prover.list(r, i).map(messages));
-        listed.push(of_rank.collect::<Result<Vec<_>>>()?);
+        listed.push((0..prover.ranks[r].len()).map(|i| messages(prover.list(r, i))).collect::<Vec<_>>());
     }
     let partners = partners(prover.ranks[0].rank(), &listed, &prover.memories)?;
     result?;
@@ -184,7 +182,7 @@ fn run_all(prover: &mut Prover, ranks: &mut [RankProgress]) -> Result<()> {
                         }
                         ranks[r].posted = None;
                     } else {
-                        let work = prover.list(r, i)?;
+                        let work = prover.list(r, i);
                         prover.execute(r, i, &work)?;
                     }
                     ranks[r].next[l] = next_of(prover, r, l, i + 1);
@@ -204,9 +202,12 @@ fn post(
     i: usize,
     queue: &mut VecDeque<usize>,
 ) -> Result<()> {
-    let ListedOp::Exchange { messages, strict } = prover.list(r, i)? else {
+    let ListedOp::Exchange { messages, strict } = prover.list(r, i) else {
         return Err(prover.err(r, i, "is no exchange"));
     };
+    if messages.is_empty() {
+        return Err(prover.err(r, i, "an exchange without messages"));
+    }
     let (me, start) = (prover.ranks[r].rank(), prover.ranks[0].rank());
     let mut own = Posted::new(i, messages, strict);
     for n in 0..own.messages.len() {

@@ -1,28 +1,62 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One rank's memory, as the proof sees it: the caller's tensors and the buffers of the workspace, each a table of
-//! cells, one for each row and head, kept as runs of rows (`column`). Buffers that share bytes are kept apart; a write to one forgets what the others
-//! held in those bytes.
+//! cells, one for each row and head, kept as runs of rows (`column`). Buffers that share bytes are kept apart; a write
+//! to one forgets what the others held in those bytes.
 //!
-//! Where every view of every rank takes all heads of its buffer, all heads of a row hold the same at any time, but for their
-//! number. One cell, named by the first head, then stands for the row (`whole_rows`).
+//! Where every view of every rank takes all heads of its buffer, all heads of a row hold the same at any time, but for
+//! their number. One cell, named by the first head, then stands for the row (`whole_rows`).
 
-use alloc::{format, string::String, vec, vec::Vec};
+use alloc::{format, vec::Vec};
+use core::ops::{Deref, DerefMut};
 
 use super::{cell::Cell, column::Column, flaw::flaw};
 use crate::{
     batch::Side,
     element::Dtype,
     error::Result,
-    schedule::{ALIGNMENT, Buf, BufferView, Schedule, TensorId},
+    schedule::{Buf, BufferView, Schedule, TensorForm, TensorId},
 };
 
-/// Which operations may touch a table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Access {
-    Absent,
-    Input,
-    Output,
-    Work,
+/// A column for each head, or one; none of an absent tensor. One is kept in place: the proof looks at a column of
+/// another rank in nearly every step.
+#[derive(Clone, Debug)]
+pub(super) enum Columns {
+    One(Column),
+    Each(Vec<Column>),
+}
+
+impl Columns {
+    /// So many columns of nothing.
+    fn unset(rows: u64, columns: u32) -> Self {
+        (0..columns).map(|_| Column::unset(rows)).collect()
+    }
+}
+
+impl FromIterator<Column> for Columns {
+    fn from_iter<I: IntoIterator<Item = Column>>(columns: I) -> Self {
+        let mut each: Vec<Column> = columns.into_iter().collect();
+        if each.len() == 1 { each.pop().map_or(Self::Each(each), Self::One) } else { Self::Each(each) }
+    }
+}
+
+impl Deref for Columns {
+    type Target = [Column];
+
+    fn deref(&self) -> &[Column] {
+        match self {
+            Self::One(column) => core::slice::from_ref(column),
+            Self::Each(columns) => columns,
+        }
+    }
+}
+
+impl DerefMut for Columns {
+    fn deref_mut(&mut self) -> &mut [Column] {
+        match self {
+            Self::One(column) => core::slice::from_mut(column),
+            Self::Each(columns) => columns,
+        }
+    }
 }
 
 /// A table of cells.
@@ -33,9 +67,7 @@ pub(super) struct CellTable {
     pub heads: u32,
     pub dim: u32,
     pub dtype: Dtype,
-    pub access: Access,
-    /// One for each head, or one; none of an absent tensor.
-    columns: Vec<Column>,
+    columns: Columns,
     /// First byte in the workspace.
     offset: u64,
     /// Tables that share some of its bytes.
@@ -43,11 +75,11 @@ pub(super) struct CellTable {
 }
 
 impl CellTable {
-    /// A tensor of the caller's, by rows of heads: what it holds at first, or that it is absent.
-    pub fn of_user(tensor: TensorId, shape: [u64; 3], dtype: Dtype, access: Access, columns: Vec<Column>) -> Self {
-        let [rows, heads, dim] = shape;
-        let (name, heads, dim) = (tensor.name(), heads as u32, dim as u32);
-        Self { name, rows, heads, dim, dtype, access, columns, offset: 0, aliases: Vec::new() }
+    /// A tensor of the caller's and what it holds at first; without a form one that is absent.
+    pub fn of_user(tensor: TensorId, form: Option<TensorForm>, columns: Columns) -> Self {
+        let ([rows, heads, dim], dtype) = form.map_or(([0; 3], Dtype::F32), |f| (f.shape, f.dtype));
+        let (name, rows, heads, dim) = (tensor.name(), rows as u64, heads as u32, dim as u32);
+        Self { name, rows, heads, dim, dtype, columns, offset: 0, aliases: Vec::new() }
     }
 
     /// Bytes of a head of a row.
@@ -74,16 +106,6 @@ pub(super) struct Piece {
     pub cell: Cell,
 }
 
-/// Rows and heads of a table.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Rect {
-    pub table: usize,
-    pub row: u64,
-    pub rows: u64,
-    pub head: u32,
-    pub heads: u32,
-}
-
 #[derive(Clone, Debug)]
 pub(super) struct Memory {
     rank: usize,
@@ -91,7 +113,7 @@ pub(super) struct Memory {
     tables: Vec<CellTable>,
 }
 
-pub(super) fn table_of(buf: Buf) -> usize {
+fn table_of(buf: Buf) -> usize {
     match buf {
         Buf::User(t) => t as usize,
         Buf::Work(i) => TensorId::COUNT + i as usize,
@@ -106,40 +128,19 @@ pub(super) fn side_of(tensor: TensorId) -> Side {
 }
 
 impl Memory {
-    /// The caller's tensors, in the order of [`TensorId`], and the buffers of a schedule. `whole_rows`: a cell for a row.
-    ///
-    /// # Errors
-    /// A buffer that does not lie in the workspace.
-    pub fn new(s: &Schedule, mut tables: Vec<CellTable>, whole_rows: bool) -> Result<Self> {
-        for b in &s.buffers {
-            let bytes = b
-                .rows
-                .checked_mul(u64::from(b.heads))
-                .and_then(|n| n.checked_mul(u64::from(b.dim) * b.dtype.size() as u64))
-                .and_then(|n| n.checked_add(b.offset));
-            let text = if b.dim == 0 {
-                format!("buffer {} has no dim", b.name)
-            } else if !b.offset.is_multiple_of(ALIGNMENT) {
-                format!("buffer {} begins at byte {}, not at a multiple of {ALIGNMENT}", b.name, b.offset)
-            } else if bytes.is_none_or(|end| end > s.workspace) {
-                format!("buffer {} does not end inside the workspace of {} bytes", b.name, s.workspace)
-            } else {
-                let columns = if whole_rows { b.heads.min(1) } else { b.heads };
-                tables.push(CellTable {
-                    columns: vec![Column::unset(b.rows); columns as usize],
-                    name: b.name,
-                    rows: b.rows,
-                    heads: b.heads,
-                    dim: b.dim,
-                    dtype: b.dtype,
-                    access: Access::Work,
-                    offset: b.offset,
-                    aliases: Vec::new(),
-                });
-                continue;
-            };
-            return Err(flaw(s.rank, 0, text));
-        }
+    /// The caller's tensors, in the order of [`TensorId`], and the buffers of a schedule, which lie in its workspace.
+    /// `whole_rows`: a cell for a row.
+    pub fn new(s: &Schedule, mut tables: Vec<CellTable>, whole_rows: bool) -> Self {
+        tables.extend(s.buffers.iter().map(|b| CellTable {
+            columns: Columns::unset(b.rows, if whole_rows { b.heads.min(1) } else { b.heads }),
+            name: b.name,
+            rows: b.rows,
+            heads: b.heads,
+            dim: b.dim,
+            dtype: b.dtype,
+            offset: b.offset,
+            aliases: Vec::new(),
+        }));
         let span = |t: &CellTable| (t.offset, t.offset + t.cells() * t.column_bytes());
         let mut by_offset: Vec<usize> = (TensorId::COUNT..tables.len()).filter(|&i| tables[i].cells() > 0).collect();
         by_offset.sort_by_key(|&i| tables[i].offset);
@@ -153,43 +154,15 @@ impl Memory {
                 tables[j].aliases.push(i);
             }
         }
-        Ok(Self { rank: s.rank, whole_rows, tables })
+        Self { rank: s.rank, whole_rows, tables }
     }
 
     pub fn table(&self, buf: Buf) -> &CellTable {
         &self.tables[table_of(buf)]
     }
 
-    pub fn shape(&self, buf: Buf) -> &CellTable {
-        self.table(buf)
-    }
-
     pub fn name(&self, buf: Buf) -> &'static str {
         self.table(buf).name
-    }
-
-    /// That a view lies inside its table.
-    pub fn check_view(&self, v: &BufferView) -> Result<(), String> {
-        let Some(t) = self.tables.get(table_of(v.buf)) else {
-            return Err(format!("{:?} is no buffer of this schedule", v.buf));
-        };
-        if t.access == Access::Absent {
-            return Err(format!("{} is not given in this direction", t.name));
-        }
-        let rows = v.row.checked_add(v.rows).is_some_and(|end| end <= t.rows);
-        let heads = v.head.checked_add(v.heads).is_some_and(|end| end <= t.heads);
-        if !rows || !heads {
-            return Err(format!(
-                "rows {}+{}, heads {}+{} do not lie in {} of {} rows × {} heads",
-                v.row, v.rows, v.head, v.heads, t.name, t.rows, t.heads
-            ));
-        }
-        Ok(())
-    }
-
-    /// Whether a cell stands for all heads of a row.
-    pub fn takes_whole_rows(&self) -> bool {
-        self.whole_rows
     }
 
     fn column(&self, v: &BufferView, head: u32) -> usize {
@@ -224,9 +197,6 @@ impl Memory {
             return Ok(());
         }
         let t = table_of(v.buf);
-        if matches!(self.tables[t].access, Access::Input | Access::Absent) {
-            return Err(flaw(self.rank, op, format!("writes {}, which is only read", self.tables[t].name)));
-        }
         let (first, end) = (v.row + row, v.row + row + rows);
         for of_head in pieces.chunk_by(|a, b| a.head == b.head) {
             let column = self.column(v, of_head[0].head);
@@ -275,56 +245,9 @@ impl Memory {
 
     /// That, at the end, everything written but the caller's results was read.
     pub fn check_all_read(&self) -> Result<()> {
-        for (t, table) in self.tables.iter().enumerate() {
-            if table.access == Access::Work {
-                (0..table.columns.len()).try_for_each(|column| self.lost(t, column, 0, table.rows))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether two rectangles share a byte.
-    pub fn overlap(&self, a: &Rect, b: &Rect) -> bool {
-        if a.rows == 0 || b.rows == 0 || a.heads == 0 || b.heads == 0 {
-            return false;
-        }
-        if a.table == b.table {
-            return a.row < b.row + b.rows
-                && b.row < a.row + a.rows
-                && a.head < b.head + b.heads
-                && b.head < a.head + a.heads;
-        }
-        self.tables[a.table].aliases.contains(&b.table) && self.runs_overlap(a, b)
-    }
-
-    /// The bytes of row `i` of a rectangle; of all of it where rows are contiguous.
-    fn run(&self, r: &Rect, i: u64) -> (u64, u64) {
-        let t = &self.tables[r.table];
-        let first = t.offset + ((r.row + i) * u64::from(t.heads) + u64::from(r.head)) * t.cell_bytes();
-        let rows = if r.heads == t.heads { r.rows - 1 } else { 0 };
-        (first, first + (rows * u64::from(t.heads) + u64::from(r.heads)) * t.cell_bytes())
-    }
-
-    fn runs_overlap(&self, a: &Rect, b: &Rect) -> bool {
-        let runs = |r: &Rect| if r.heads == self.tables[r.table].heads { 1 } else { r.rows };
-        (0..runs(a)).any(|i| {
-            let (low, high) = self.run(a, i);
-            (0..runs(b)).any(|j| {
-                let (l, h) = self.run(b, j);
-                low < h && l < high
-            })
+        let mut buffers = self.tables.iter().enumerate().skip(TensorId::COUNT);
+        buffers.try_for_each(|(t, table)| {
+            (0..table.columns.len()).try_for_each(|column| self.lost(t, column, 0, table.rows))
         })
-    }
-
-    /// Calls `each(space, byte)` for every byte of a cell; the workspace is one space.
-    #[cfg(test)]
-    pub fn bytes_of(&self, table: usize, row: u64, head: u32, mut each: impl FnMut(usize, u64)) {
-        let t = &self.tables[table];
-        let first = t.offset + (row * u64::from(t.heads) + u64::from(head)) * t.cell_bytes();
-        (first..first + t.cell_bytes()).for_each(|byte| each(table.min(TensorId::COUNT), byte));
-    }
-
-    pub fn describe(&self, r: &Rect) -> String {
-        format!("rows {}+{}, heads {}+{} of {}", r.row, r.rows, r.head, r.heads, self.tables[r.table].name)
     }
 }

@@ -5,34 +5,36 @@
 //! plan's specification: which tokens each rank holds, and which pairs the mask allows. It does not use the code that
 //! made the lists. It has four parts, each of which relies on the one before:
 //!
-//! 1. *Shape* (`listed`, `memory`): views lie inside buffers, buffers inside the workspace, messages are contiguous,
+//! 1. *Shape* (`one_rank`): views lie inside buffers, buffers inside the workspace, messages are contiguous,
 //!    not empty, not to oneself, at most eight to one peer, and each send matches one receive of the same shape, in
 //!    order (found by the run of part 3, which moves only such).
-//! 2. *No race* (`races`): two operations of different lanes that are not ordered by happens-before never access the
+//! 2. *No race* (`one_rank`): two operations of different lanes that are not ordered by happens-before never access the
 //!    same bytes if one of them writes. Buffers are compared by bytes, because several share the same.
 //! 3. *No deadlock* (`meet`): one simulated run of all ranks. Progress of one rank never disables a step of another (an
 //!    exchange that may be posted stays so until it is posted, a message with both sides posted stays so until it
 //!    moves), so all runs reach the same end: if one completes, all do, with any timing. And since conflicting accesses
 //!    are ordered by part 2, every run leaves the same content in every buffer.
-//! 4. *Content* (`execute`, `geometry`, `attend`, `outputs`): during that run every row of every head carries a tag: a copy of this
-//!    token's k, a running sum of these calls' contributions. Kernels check that rows hold the tokens that their ranges
-//!    claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that is never
-//!    read, and a received row that is in no allowed pair at its reader, are flaws too: nothing unneeded is sent.
-//!    Over several nodes (`borders`), a row from another node may also be read by passing it on in its node, but no row
-//!    crosses to a node twice, or to the one that holds it, and no gradient of one crosses back twice: the bytes that cross
-//!    are the least that can be, counted for each Ulysses rank by itself: a kv head that several hold crosses to each. And no gateway carries more of them than 1.1 × the mean, or than the busiest owner must.
+//! 4. *Content* (`execute`, `geometry`, `attend`, `outputs`): during that run every row of every head carries a tag: a
+//!    copy of this token's k, a running sum of these calls' contributions. Kernels check that rows hold the tokens that
+//!    their ranges claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that
+//!    is never read, and a received row that is in no allowed pair at its reader, are flaws too: nothing unneeded is
+//!    sent. Over several nodes (`borders`), a row from another node may also be read by passing it on in its node, but
+//!    no row crosses to a node twice, or to the one that holds it, and no gradient of one crosses back twice: the bytes
+//!    that cross are the least that can be. On the ring they are counted for each Ulysses rank by itself: a kv head
+//!    that several hold crosses to each. In an all-to-all over several nodes a row crosses once for all of a node. And
+//!    no gateway carries more of them than 1.1 × the mean, or than the busiest owner must.
 //!
 //! The two separate all-to-alls ([`AllToAll`]) are verified by the same four parts; `all_to_all` specifies their inputs
 //! and outputs.
 //!
-//! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is some steps for each range of each call, for
-//! each head where heads can be told apart: rows that hold the same but for their token are one entry (`column`).
-//! A rank's operations are listed together while that rank is checked by itself, then kept in a small form (`packed`) and listed
-//! one by one as the run comes to them.
+//! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is some steps for each range of each call,
+//! for each head where heads can be told apart: rows that hold the same but for their token are one entry (`column`). A
+//! rank's operations are kept in a small form once that rank is checked by itself (`packed`), and listed one by one as
+//! the run comes to them.
 
 use alloc::{format, vec::Vec};
 
-use super::{AllToAll, Direction, Form, Lane, OpKind, Purpose, Schedule, expand::Expansion};
+use super::{AllToAll, Direction, Form, OpKind, Purpose, Schedule, TensorId, expand::Expansion};
 use crate::{
     error::{Error, Result},
     plan::Plan,
@@ -53,14 +55,16 @@ mod meet;
 mod memory;
 #[cfg(test)]
 mod mutations;
+pub(crate) mod one_rank;
 mod outputs;
 mod packed;
+mod parallel;
 mod promise;
-mod races;
 mod report;
+mod slices;
 
 use flaw::flaw;
-pub(crate) use races::clocks;
+use packed::RankOps;
 pub use report::{RankReport, Report, Traffic};
 
 /// Verifies the schedules of all ranks of one group, in rank order, for one direction.
@@ -83,70 +87,69 @@ pub(crate) fn verify_all_to_all(schedules: &[Schedule], plan: &Plan, all_to_all:
 }
 
 fn list_and_prove(schedules: &[Schedule], plan: &Plan, purpose: Purpose) -> Result<Report> {
-    let mut proof = Proof::new(plan, purpose);
-    schedules.iter().try_for_each(|s| proof.add(s.clone(), None))?;
-    proof.finish()
+    let ranks = schedules.iter().map(|s| check_rank(s.clone(), None, plan, purpose, &mut Expansion::default()));
+    Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()? }.finish()
 }
 
-/// A proof while ranks are added to it, in order.
+/// Checks all that needs no other rank. What is `written` is checked and runs in place of what the operations list.
+fn check_rank<'a>(
+    s: Schedule,
+    written: Option<&'a [listed::ListedOp]>,
+    plan: &Plan,
+    purpose: Purpose,
+    expansion: &mut Expansion,
+) -> Result<RankOps<'a>> {
+    let tensors = TensorId::ALL.map(|tensor| promise::form(tensor, &s, plan, purpose));
+    let check = slices::ScheduleCheck::new(&s, &tensors)?;
+    expansion.reserve(&s);
+    let touched = match written {
+        Some(mut listed) => check.operations(&mut listed),
+        None => check.operations(expansion),
+    }?;
+    check.lanes(&touched)?;
+    if s.aligned != plan.options().reproducible {
+        let text = format!("kernels break tiles by position: {}, reproducible: {}", s.aligned, !s.aligned);
+        return Err(flaw(s.rank, 0, text));
+    }
+    // Partials of q heads are results with other heads than their operands.
+    let per_q_head = s.ops.iter().any(|op| matches!(&op.kind, OpKind::Backward(b) if b.per_q_head));
+    let whole_rows = !per_q_head && touched.iter().flatten().all(|t| check.takes_whole_rows(t));
+    Ok(RankOps::new(s, written, whole_rows))
+}
+
+/// A proof of ranks each of which was checked by itself, in order.
 struct Proof<'a> {
     plan: &'a Plan,
     purpose: Purpose,
-    ranks: Vec<packed::RankOps<'a>>,
-    memories: Vec<memory::Memory>,
-    /// Whether every view of every operation so far takes all heads of its buffer. Then nothing can tell the heads of a row
-    /// apart, and they are proved together. Not where partials of q heads are summed to kv heads, as the ordered form does.
-    whole_rows: bool,
-    expansion: Expansion,
+    ranks: Vec<RankOps<'a>>,
 }
 
-impl<'a> Proof<'a> {
-    fn new(plan: &'a Plan, purpose: Purpose) -> Self {
-        let whole_rows = matches!(purpose, Purpose::Attention(_)) && plan.form() != Form::Ordered;
-        Self { plan, purpose, ranks: Vec::new(), memories: Vec::new(), whole_rows, expansion: Expansion::default() }
-    }
-
-    /// Adds the next rank: checks all that needs no other rank. What is `written` is checked and runs in place of what the
-    /// operations list.
-    fn add(&mut self, s: Schedule, written: Option<&'a [listed::ListedOp]>) -> Result<()> {
-        check_order(&s)?;
-        let own = if written.is_none() { listed::list(&s, &mut self.expansion)? } else { Vec::new() };
-        let listed = written.unwrap_or(&own);
-        self.whole_rows = self.whole_rows && listed.iter().all(|op| op.takes_whole_rows(&s, self.plan));
-        if s.aligned != self.plan.options().reproducible {
-            let text = format!("kernels break tiles by position: {}, reproducible: {}", s.aligned, !s.aligned);
-            return Err(flaw(s.rank, 0, text));
-        }
-        let memory = self.memory(&s)?;
-        listed::check_views(&s, listed, &memory)?;
-        listed::check_tensors(&s, listed, &memory)?;
-        races::check(&s, listed, &memory)?;
-        self.memories.push(memory);
-        self.ranks.push(packed::RankOps::new(s, written));
-        Ok(())
-    }
-
-    fn memory(&self, s: &Schedule) -> Result<memory::Memory> {
-        let tables = promise::tables(s, self.plan, self.purpose, self.whole_rows);
-        memory::Memory::new(s, tables, self.whole_rows)
-    }
-
-    /// The schedules so far, without their operations.
+impl Proof<'_> {
+    /// The schedules, with forms in place of their operations.
     fn frames(&self) -> impl ExactSizeIterator<Item = &Schedule> + Clone {
-        self.ranks.iter().map(packed::RankOps::frame)
+        self.ranks.iter().map(RankOps::frame)
+    }
+
+    /// Whether every view of every operation takes all heads of its buffer. Then nothing can tell the heads of a row
+    /// apart, and they are proved together. Not where partials of q heads are summed to kv heads, as the ordered form
+    /// does.
+    fn takes_whole_rows(&self) -> bool {
+        matches!(self.purpose, Purpose::Attention(_))
+            && self.plan.form() != Form::Ordered
+            && self.ranks.iter().all(RankOps::takes_whole_rows)
     }
 
     /// Runs all ranks, and checks what they end with.
-    fn finish(mut self) -> Result<Report> {
-        if !self.whole_rows && self.memories.first().is_some_and(memory::Memory::takes_whole_rows) {
-            // Those added before the first that tells heads apart have a cell for a row.
-            let memories: Result<_> = self.ranks.iter().map(|ops| self.memory(ops.frame())).collect();
-            self.memories = memories?;
-        }
-        let Self { plan, purpose, ranks, memories, whole_rows, expansion } = self;
-        let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows, expansion);
+    fn finish(self) -> Result<Report> {
+        let whole_rows = self.takes_whole_rows();
+        let Self { plan, purpose, ranks } = self;
+        let memory = |s| memory::Memory::new(s, promise::tables(s, plan, purpose, whole_rows), whole_rows);
+        let memories = ranks.iter().map(|rank| memory(rank.frame())).collect();
+        let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows);
         if let Purpose::AllToAll(all_to_all) = purpose {
             all_to_all::bring(&mut prover, all_to_all);
+            // Its rows go from rank to rank, and a copy of each to every rank that holds the head.
+            prover.borders = None;
         }
         meet::run(&mut prover)?;
         if let Some((rank, text)) = prover.borders.as_ref().and_then(borders::NodeBorders::uneven) {
@@ -185,51 +188,35 @@ fn group_of<'s>(schedules: impl ExactSizeIterator<Item = &'s Schedule> + Clone, 
     Ok(first.direction)
 }
 
-/// That dependencies come first, name the other lane, and that exchanges are on theirs.
-fn check_order(s: &Schedule) -> Result<()> {
-    for (i, op) in s.ops.iter().enumerate() {
-        let wanted = match op.kind {
-            OpKind::Transform { .. } => None,
-            _ if op.kind.is_exchange() => Some(Lane::Communication),
-            OpKind::Pack { .. } | OpKind::Reduce { .. } | OpKind::Merge { .. } => Some(Lane::Communication),
-            _ => Some(Lane::Compute),
-        };
-        if wanted.is_some_and(|w| w != op.lane) {
-            return Err(flaw(s.rank, i, format!("{} is on the {:?} lane", op.kind.name(), op.lane)));
-        }
-        let Some(after) = op.after else { continue };
-        if after as usize >= i {
-            return Err(flaw(s.rank, i, format!("waits for operation {after}, which does not come before it")));
-        }
-        if s.ops[after as usize].lane == op.lane {
-            return Err(flaw(s.rank, i, format!("waits for operation {after} of its own lane")));
-        }
-    }
-    Ok(())
-}
-
 impl Plan {
-    /// Verifies the schedules of one replica's ranks, forward and backward.
+    /// Verifies the schedules of one replica's ranks, forward and backward. With `std` it takes two threads or more
+    /// where there are as many processors; the flaw that is reported does not depend on that.
     ///
     /// # Errors
     /// [`Error::Schedule`] with the first flaw found.
     pub fn verify(&self) -> Result<(Report, Report)> {
         // A rank's operations are made, checked, and kept in a small form before those of the next are made.
-        let mut proof = Proof::new(self, Purpose::Attention(Direction::Forward));
-        let mut steps = Vec::with_capacity(self.mesh().group());
-        for rank in 0..self.mesh().group() {
-            let forward = Schedule::new(self, rank, Direction::Forward)?;
-            steps.push(forward.keys.clone());
-            proof.add(forward, None)?;
-        }
-        group_of(proof.frames(), self)?;
-        let forward = proof.finish()?;
-        let mut proof = Proof::new(self, Purpose::Attention(Direction::Backward));
-        for (rank, keys) in steps.into_iter().enumerate() {
-            proof.add(Schedule::backward_with(self, rank, keys.as_ref())?, None)?;
-        }
-        group_of(proof.frames(), self)?;
-        Ok((forward, proof.finish()?))
+        let check = |s: Result<Schedule>, e: &mut Expansion| {
+            s.and_then(|s| {
+                let purpose = Purpose::Attention(s.direction);
+                check_rank(s, None, self, purpose, e)
+            })
+        };
+        let both = |rank: usize, e: &mut Expansion| {
+            let forward = Schedule::new(self, rank, Direction::Forward);
+            let keys = forward.as_ref().ok().and_then(|s| s.keys.clone());
+            (check(forward, e), check(Schedule::backward_with(self, rank, keys.as_ref()), e))
+        };
+        let prove = |ranks: Vec<Result<RankOps>>, direction| {
+            let purpose = Purpose::Attention(direction);
+            let proof = Proof { plan: self, purpose, ranks: ranks.into_iter().collect::<Result<_>>()? };
+            group_of(proof.frames(), self)?;
+            proof.finish()
+        };
+        let (forward, backward): (Vec<_>, Vec<_>) = parallel::each(self.mesh().group(), both).into_iter().unzip();
+        let (forward, backward) =
+            parallel::two(|| prove(forward, Direction::Forward), || prove(backward, Direction::Backward));
+        Ok((forward?, backward?))
     }
 
     /// Verifies the schedules of one replica's ranks for the all-to-all of one tensor.

@@ -119,8 +119,8 @@ fn tensor(p: &mut Prover, r: usize, tensor: TensorId, want: What) -> Result<()> 
     Ok(())
 }
 
-/// How many of these rows from the first on are a run in every column, of tokens one after another of one document. One,
-/// in the ordered form, whose order is looked at token by token.
+/// How many of these rows from the first on are a run in every column, of tokens one after another of one document.
+/// One, in the ordered form, whose order is looked at token by token.
 fn alike(p: &Prover, r: usize, view: &BufferView, tokens: &[usize], first: u64, side: Side) -> usize {
     if p.plan.form() == Form::Ordered {
         return 1;
@@ -151,8 +151,8 @@ fn allowed(p: &Prover, side: Side, token: usize) -> (i64, i64) {
     (pos.saturating_sub(mask.left_limit()).max(start), pos.saturating_add(mask.right_limit()).min(end))
 }
 
-/// That over all `calls` the token meets every allowed partner once. Returns how many of the `rows` tokens from it on do:
-/// of one document, and in the same calls.
+/// That over all `calls` the token meets every allowed partner once. Returns how many of the `rows` tokens from it on
+/// do: of one document, and in the same calls.
 ///
 /// Tokens that lie in the same range of each call meet the same ranges. What they may meet begins and ends later from
 /// token to token. So if those ranges hold each position from where the first token's begin to where the last one's end

@@ -2,17 +2,13 @@
 //! The operations of one rank, kept small until the run of all ranks comes to them.
 //!
 //! An operation is some hundred bytes, most of them views, and lists its arguments in kilobytes. A thousand ranks have
-//! millions of operations, but few that differ in more than their ring step: slots take turns. So each form is kept once,
-//! and an operation is listed when it runs. All operations of a rank are listed together only while that rank's own are
-//! checked.
+//! millions of operations, but few that differ in more than their ring step: slots take turns. So each form is kept
+//! once, and an operation is listed when it runs.
 
-use alloc::{vec, vec::Vec};
+use alloc::vec::Vec;
 
 use super::listed::{ListedOp, list_one};
-use crate::{
-    error::Result,
-    schedule::{Op, OpKind, Schedule, expand::Expansion},
-};
+use crate::schedule::{Op, OpKind, Schedule, expand::Expansion};
 
 /// An operation: its form, and the figures in which it differs from others of that form.
 #[derive(Clone, Copy)]
@@ -27,12 +23,12 @@ const LOOKED_AT: usize = 16;
 
 /// One rank's schedule.
 pub(super) struct RankOps<'a> {
-    /// All but the operations; of these, the one that is being listed.
+    /// The schedule, with a form for its operations; the ring step of one is that which was listed last.
     frame: Schedule,
-    forms: Vec<Op>,
     entries: Vec<PackedOp>,
     /// What its operations are instead of what they list (the mutants').
     written: Option<&'a [ListedOp]>,
+    whole_rows: bool,
 }
 
 fn ring_step(kind: &mut OpKind) -> Option<&mut u32> {
@@ -53,7 +49,7 @@ fn ring_step(kind: &mut OpKind) -> Option<&mut u32> {
 }
 
 impl<'a> RankOps<'a> {
-    pub fn new(mut frame: Schedule, written: Option<&'a [ListedOp]>) -> Self {
+    pub fn new(mut frame: Schedule, written: Option<&'a [ListedOp]>, whole_rows: bool) -> Self {
         let ops = core::mem::take(&mut frame.ops);
         let mut forms: Vec<Op> = Vec::new();
         let mut entries = Vec::with_capacity(ops.len());
@@ -70,12 +66,18 @@ impl<'a> RankOps<'a> {
             }
         }
         forms.shrink_to_fit();
-        Self { frame, forms, entries, written }
+        frame.ops = forms;
+        Self { frame, entries, written, whole_rows }
     }
 
-    /// The schedule without its operations.
+    /// The schedule, with forms in place of its operations.
     pub fn frame(&self) -> &Schedule {
         &self.frame
+    }
+
+    /// Whether every view takes all heads of its buffer.
+    pub fn takes_whole_rows(&self) -> bool {
+        self.whole_rows
     }
 
     pub fn rank(&self) -> usize {
@@ -94,7 +96,7 @@ impl<'a> RankOps<'a> {
 
     /// An operation without its step, its ring step and what it waits for.
     pub fn form(&self, op: usize) -> &Op {
-        &self.forms[self.entries[op].form as usize]
+        &self.frame.ops[self.entries[op].form as usize]
     }
 
     /// What an operation waits for.
@@ -103,16 +105,15 @@ impl<'a> RankOps<'a> {
     }
 
     /// Writes out an operation.
-    pub fn list(&mut self, op: usize, expansion: &mut Expansion) -> Result<ListedOp> {
+    pub fn list(&mut self, op: usize, expansion: &mut Expansion) -> ListedOp {
         if let Some(written) = self.written {
-            return Ok(written[op].clone());
+            return written[op].clone();
         }
-        let entry = self.entries[op];
-        let mut one = self.form(op).clone();
-        if let Some(ring_step) = ring_step(&mut one.kind) {
-            *ring_step = entry.ring_step;
+        let PackedOp { form, ring_step: step, .. } = self.entries[op];
+        let form = form as usize;
+        if let Some(ring_step) = ring_step(&mut self.frame.ops[form].kind) {
+            *ring_step = step;
         }
-        self.frame.ops = vec![one];
-        list_one(&self.frame, 0, expansion)
+        list_one(&self.frame, form, expansion)
     }
 }

@@ -8,76 +8,101 @@ use alloc::{vec, vec::Vec};
 use super::{
     cell::{Cell, What},
     column::Column,
-    memory::{Access, CellTable, side_of},
+    memory::{CellTable, Columns, side_of},
 };
 use crate::{
     batch::Side,
     element::Dtype,
     plan::Plan,
-    schedule::{AllToAll, AllToAllDirection, Direction, OWN_HEADS, OWN_TOKENS, Purpose, Schedule, TensorId},
+    schedule::{
+        AllToAll, AllToAllDirection, Direction, OWN_HEADS, OWN_TOKENS, Purpose, Schedule, TensorForm, TensorId,
+    },
 };
-
-const TENSORS: [TensorId; TensorId::COUNT] = [
-    TensorId::Q,
-    TensorId::K,
-    TensorId::V,
-    TensorId::O,
-    TensorId::Lse,
-    TensorId::DO,
-    TensorId::Dq,
-    TensorId::Dk,
-    TensorId::Dv,
-    TensorId::Sinks,
-    TensorId::Dsinks,
-];
 
 /// The caller's tensors of one rank, in the order of [`TensorId`]. `whole_rows`: with a cell for a row.
 pub(super) fn tables(s: &Schedule, plan: &Plan, purpose: Purpose, whole_rows: bool) -> Vec<CellTable> {
-    let table = |&tensor: &TensorId| match purpose {
-        Purpose::Attention(_) => of_attention(tensor, s, plan, whole_rows),
-        Purpose::AllToAll(all_to_all) => of_all_to_all(tensor, s, plan, all_to_all),
+    let table = |tensor: TensorId| {
+        let Some(form) = form(tensor, s, plan, purpose) else {
+            return CellTable::of_user(tensor, None, [].into_iter().collect());
+        };
+        let [rows, heads, _] = form.shape;
+        let (tokens, first) = match purpose {
+            _ if form.written => (Vec::new(), 0),
+            Purpose::AllToAll(a) if tensor == OWN_HEADS => {
+                let (tokens, heads) = held(plan, s.rank, a.side);
+                (tokens, heads.start)
+            }
+            Purpose::AllToAll(a) => (plan.token_indices(a.side, s.rank), 0),
+            Purpose::Attention(_) if tensor == TensorId::Sinks => (vec![0], 0),
+            Purpose::Attention(_) => (plan.token_indices(side_of(tensor), s.rank), 0),
+        };
+        let heads = first..first + if whole_rows { 1 } else { heads as u32 };
+        let columns = match form.written {
+            true => heads.map(|_| Column::unset(rows as u64)).collect(),
+            false => given(tensor, &tokens, heads),
+        };
+        CellTable::of_user(tensor, Some(form), columns)
     };
-    TENSORS.iter().map(table).collect()
+    TensorId::ALL.into_iter().map(table).collect()
 }
 
-fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan, whole_rows: bool) -> CellTable {
+/// The form of one of the caller's tensors; `None` if it is absent.
+pub(super) fn form(tensor: TensorId, s: &Schedule, plan: &Plan, purpose: Purpose) -> Option<TensorForm> {
+    match purpose {
+        Purpose::Attention(direction) => of_attention(tensor, s, plan, direction),
+        Purpose::AllToAll(all_to_all) => of_all_to_all(tensor, s, plan, all_to_all),
+    }
+}
+
+fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan, direction: Direction) -> Option<TensorForm> {
     let p = plan.problem();
-    let forward = s.direction == Direction::Forward;
-    let access = match tensor {
-        TensorId::Q | TensorId::K | TensorId::V => Access::Input,
-        TensorId::O | TensorId::Lse if forward => Access::Output,
-        TensorId::O | TensorId::Lse | TensorId::DO if !forward => Access::Input,
-        TensorId::Dq | TensorId::Dk | TensorId::Dv if !forward => Access::Output,
-        TensorId::Sinks if p.sinks() => Access::Input,
-        TensorId::Dsinks if p.sinks() && !forward => Access::Output,
-        _ => Access::Absent,
+    let forward = direction == Direction::Forward;
+    let written = match tensor {
+        TensorId::Q | TensorId::K | TensorId::V => false,
+        TensorId::O | TensorId::Lse => forward,
+        TensorId::DO if !forward => false,
+        TensorId::Dq | TensorId::Dk | TensorId::Dv if !forward => true,
+        TensorId::Sinks if p.sinks() => false,
+        TensorId::Dsinks if p.sinks() && !forward => true,
+        _ => return None,
     };
     let side = side_of(tensor);
     let one_row = matches!(tensor, TensorId::Sinks | TensorId::Dsinks);
-    let rows = if one_row { 1 } else { plan.local_tokens(side, s.rank) as u64 };
-    let heads = if side == Side::K { p.kv_heads() } else { p.heads() } as u32;
+    let rows = if one_row { 1 } else { plan.local_tokens(side, s.rank) };
+    let heads = if side == Side::K { p.kv_heads() } else { p.heads() };
     let dim = match tensor {
         TensorId::Q | TensorId::K | TensorId::Dq | TensorId::Dk => p.head_dim(),
         TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv => p.value_dim(),
         TensorId::Lse | TensorId::Sinks | TensorId::Dsinks => 1,
-    } as u32;
+    };
     let dtype = match tensor {
         TensorId::Lse | TensorId::Dsinks => p.dtype().accumulator(),
         TensorId::Sinks => Dtype::F32,
         _ => p.dtype(),
     };
-    let held = 0..if whole_rows { 1 } else { heads };
-    let columns = match access {
-        Access::Input if one_row => given(tensor, &[0], held),
-        Access::Input => given(tensor, &plan.token_indices(side, s.rank), held),
-        Access::Output => vec![Column::unset(rows); held.len()],
-        _ => Vec::new(),
+    Some(TensorForm { name: tensor.name(), dtype, shape: [rows, heads, dim], written })
+}
+
+/// The two tensors of an all-to-all; the others are absent.
+fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToAll) -> Option<TensorForm> {
+    let to_heads = all_to_all.way == AllToAllDirection::ToHeads;
+    let (rows, heads, written) = match tensor {
+        OWN_HEADS => {
+            let (tokens, heads) = held(plan, s.rank, all_to_all.side);
+            (tokens.len(), heads.len(), to_heads)
+        }
+        OWN_TOKENS => {
+            let tokens = plan.token_indices(all_to_all.side, s.rank);
+            (tokens.len(), all_heads(plan, all_to_all.side) as usize, !to_heads)
+        }
+        _ => return None,
     };
-    CellTable::of_user(tensor, [rows, heads.into(), dim.into()], dtype, access, columns)
+    let shape = [rows, heads, all_to_all.dim as usize];
+    Some(TensorForm { name: tensor.name(), dtype: all_to_all.dtype, shape, written })
 }
 
 /// The rows of these tokens as the caller gives them, a column for each head.
-fn given(tensor: TensorId, tokens: &[usize], heads: core::ops::Range<u32>) -> Vec<Column> {
+fn given(tensor: TensorId, tokens: &[usize], heads: core::ops::Range<u32>) -> Columns {
     let cells = |h| tokens.iter().map(move |&token| Cell::new(What::Input(tensor), token as u32, h, 0));
     heads.map(|h| Column::of(cells(h))).collect()
 }
@@ -97,26 +122,4 @@ pub(super) fn held(plan: &Plan, rank: usize, side: Side) -> (Vec<usize>, core::o
 
 pub(super) fn all_heads(plan: &Plan, side: Side) -> u32 {
     (if side == Side::Q { plan.problem().heads() } else { plan.problem().kv_heads() }) as u32
-}
-
-/// The two tensors of an all-to-all; the others are absent.
-fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToAll) -> CellTable {
-    let (brought, taken) = match all_to_all.way {
-        AllToAllDirection::ToHeads => (OWN_TOKENS, OWN_HEADS),
-        AllToAllDirection::ToTokens => (OWN_HEADS, OWN_TOKENS),
-    };
-    let (tokens, heads) = if tensor == OWN_HEADS {
-        held(plan, s.rank, all_to_all.side)
-    } else {
-        (plan.token_indices(all_to_all.side, s.rank), 0..all_heads(plan, all_to_all.side))
-    };
-    let shape = [tokens.len() as u64, heads.len() as u64, all_to_all.dim.into()];
-    let (access, columns) = if tensor == brought {
-        (Access::Input, given(tensor, &tokens, heads))
-    } else if tensor == taken {
-        (Access::Output, vec![Column::unset(tokens.len() as u64); heads.len()])
-    } else {
-        (Access::Absent, Vec::new())
-    };
-    CellTable::of_user(tensor, shape, all_to_all.dtype, access, columns)
 }

@@ -35,7 +35,7 @@ use std::{
 
 use core::ops::Range;
 
-use super::{Label, Message, Transport, lists};
+use super::{Label, Message, Transport, rules};
 use crate::error::{Cause, Error, Result, RunName};
 pub use contract::{Engine, Failed, LONGEST_VALUE, MessageDirection};
 use moves::{MessageBuffers, Stop};
@@ -80,9 +80,7 @@ impl<E: Engine> EngineTransport<E> {
         if rank >= world {
             return Err(Error::invalid("rank", rank, format_args!("below the world of {world}")));
         }
-        if deadline.is_zero() {
-            return Err(Error::invalid("deadline", "0 ms", "at least 1 ms"));
-        }
+        rules::check_deadline(deadline)?;
         let group = Arc::new(EngineGroup::new(engine, deadline));
         Ok(Self { group, rooms: Mutex::default(), run: Mutex::default() })
     }
@@ -143,13 +141,7 @@ impl<E: Engine> EngineTransport<E> {
     /// As [`Transport::agree`], without [`Error::Disagreement`].
     pub fn gather(&self, ranks: Range<usize>, number: u64, all: &mut [u64]) -> Result<()> {
         let EngineGroup { rank, world, .. } = *self.group;
-        if !ranks.contains(&rank) || ranks.end > world {
-            return Err(Error::invalid(
-                "group",
-                format_args!("{} to {}", ranks.start, ranks.end),
-                format_args!("a range within 0 to {world} that contains rank {rank}"),
-            ));
-        }
+        rules::check_group(rank, world, &ranks)?;
         if all.len() != ranks.len() {
             return Err(Error::invalid("all", format_args!("{} numbers", all.len()), format_args!("{}", ranks.len())));
         }
@@ -166,9 +158,7 @@ impl<E: Engine> EngineTransport<E> {
                 poisoned.into_inner()
             }
             Err(TryLockError::WouldBlock) => {
-                let found = format!("called on rank {} while it is in another call", self.group.rank);
-                return Err(Error::invalid(label.operation, found, "one call at a time")
-                    .hint("the exchanges and agreements of one rank are serial: start them from one thread"));
+                return Err(rules::not_serial(label, self.group.rank, None));
             }
         };
         if self.group.has_failed() {
@@ -285,18 +275,14 @@ impl<E: Engine> Transport for EngineTransport<E> {
     fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
         let mut all = std::vec![!fingerprint; group.len()];
         self.gather(group.clone(), fingerprint, &mut all)?;
-        match group.zip(all).find(|&(_, theirs)| theirs != fingerprint) {
-            Some((peer, theirs)) => Err(Error::disagreement(self.group.rank, peer, fingerprint, theirs)),
-            None => Ok(()),
-        }
+        rules::compare(self.group.rank, group, fingerprint, &all)
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         let EngineGroup { rank, world, .. } = *self.group;
-        lists::check(rank, world, "sends", sends)?;
-        lists::check(rank, world, "recvs", recvs)?;
-        // SAFETY: the messages are valid until this returns (the contract of `exchange`): all of them have moved then, or
-        // the engine is closed.
+        rules::check_messages(rank, world, sends, recvs)?;
+        // SAFETY: the messages are valid until this returns (the contract of `exchange`): all of them have moved then,
+        // or the engine is closed.
         self.moving(label, |moves| unsafe { moves.exchange(sends, recvs) })
     }
 

@@ -51,7 +51,8 @@ impl MessageBuffer {
 
 impl Drop for MessageBuffer {
     fn drop(&mut self) {
-        // SAFETY: of `new`; what the engine was given it has moved, or it is closed (`Rooms` says when rooms are dropped).
+        // SAFETY: of `new`; what the engine was given it has moved, or it is closed (`Rooms` says when rooms are
+        // dropped).
         drop(unsafe { Box::from_raw(core::ptr::slice_from_raw_parts_mut(self.at, self.bytes)) });
     }
 }
@@ -140,7 +141,8 @@ impl<'a, E: Engine> Moves<'a, E> {
         unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), 8) };
         let mut posted = Vec::with_capacity(2 * ranks.len());
         for peer in peers.clone() {
-            // SAFETY: each rank has eight bytes of the room, which lives until the messages have moved or the engine is closed.
+            // SAFETY: each rank has eight bytes of the room, which lives until the messages have moved or the engine is
+            // closed.
             posted.push(unsafe { self.post(MessageDirection::Receive, peer, AGREEMENT, from.add(place(peer)), 8, 8) }?);
         }
         for peer in peers {
@@ -163,8 +165,8 @@ impl<'a, E: Engine> Moves<'a, E> {
     /// Moves a batch.
     ///
     /// # Safety
-    /// The messages are valid, as `Transport::exchange` asks for, until this has returned and, after a failure, the engine was
-    /// closed.
+    /// The messages are valid, as `Transport::exchange` asks for, until this has returned and, after a failure, the
+    /// engine was closed.
     pub(super) unsafe fn exchange(&mut self, sends: &[Message], recvs: &[Message]) -> Result<(), Stop> {
         let (incoming, outgoing) = (packets(recvs), packets(sends));
         let mut heads = Vec::with_capacity(incoming.len());

@@ -37,7 +37,8 @@ impl GroupFailure {
         Self { peer: agreeing, cause: Cause::Disagreed { with: exchanging }, other: exchanging }
     }
 
-    /// The deadline of `rank` has passed, and the search has ended. Calls are told apart by whether they are agreements.
+    /// The deadline of `rank` has passed, and the search has ended. Calls are told apart by whether they are
+    /// agreements.
     pub(in crate::transport) fn of_deadline(rank: usize, at_fault: AtFault<bool>, ms: u64, bytes: u64) -> Self {
         let cause = Cause::Deadline { ms, bytes };
         match at_fault {

@@ -8,8 +8,9 @@
 //!    which the process was stopped does not count.
 //! 2. *Search.* A rank whose deadline has passed asks its peer for which rank that one waits, then that rank, and so on
 //!    ([`Search`]). A rank has a [`grace`] of half a deadline for its answer.
-//! 3. *Verdict.* The nearest rank that does not answer, or is in no call, is at fault ([`AtFault`]). If all wait for each
-//!    other it is the one that has only begun to wait; otherwise ranks whose calls differ; otherwise it is not known.
+//! 3. *Verdict.* The nearest rank that does not answer, or is in no call, is at fault ([`AtFault`]). If all wait for
+//!    each other it is the one that has only begun to wait; otherwise ranks whose calls differ; otherwise it is not
+//!    known.
 //! 4. *Error.* The first failure of a group counts for all its ranks. Each reports it from its own side
 //!    ([`GroupFailure`]).
 //!

@@ -28,8 +28,8 @@ pub(in crate::transport) enum AtFault<C> {
     Late(usize, Duration),
     /// Two ranks that wait for each other in different calls: they run different things.
     Differ([(usize, C); 2]),
-    /// Ranks wait for each other, all in the same call and for about as long. It is not known which is at fault; this is
-    /// the first rank that the asking one waits for.
+    /// Ranks wait for each other, all in the same call and for about as long. It is not known which is at fault; this
+    /// is the first rank that the asking one waits for.
     Circle(usize),
 }
 
@@ -102,8 +102,8 @@ mod tests {
 
     const DEADLINE: Duration = Duration::from_secs(4);
 
-    /// Searches from rank 0; `answers[r]` is rank r's: none for no answer, else the ranks it waits for (none: it is in no
-    /// call), its call, and the seconds.
+    /// Searches from rank 0; `answers[r]` is rank r's: none for no answer, else the ranks it waits for (none: it is in
+    /// no call), its call, and the seconds.
     fn found(answers: &[Option<(&[usize], char, f64)>]) -> AtFault<char> {
         let mut search = Search::new(0, DEADLINE);
         loop {

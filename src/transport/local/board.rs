@@ -11,7 +11,7 @@
 
 mod waits;
 
-use super::super::{Label, Message, fault::GroupFailure};
+use super::super::{Label, Message, fault::GroupFailure, rules};
 use crate::error::{Error, Result};
 use std::ops::Range;
 use std::time::Duration;
@@ -130,10 +130,7 @@ impl Board {
     pub(super) fn enter(&mut self, rank: usize, label: Label) -> Result<()> {
         let place = &mut self.ranks[rank];
         if place.phase != Phase::Idle {
-            let Label { operation, step, .. } = place.label;
-            let found = format!("called on rank {rank} while it is in {operation}, step {step}");
-            return Err(Error::invalid(label.operation, found, "one call at a time")
-                .hint("the exchanges and agreements of one rank are serial: start them from one thread"));
+            return Err(rules::not_serial(label, rank, Some(place.label)));
         }
         place.label = label;
         self.error(rank, label).map_or(Ok(()), Err)

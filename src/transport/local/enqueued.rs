@@ -12,8 +12,8 @@
 use super::{Board, GroupFailure, Label, Local, Message, Phase, Shared, WaitProgress, lock};
 use crate::error::{Cause, Result};
 
-/// Begins messages from one rank to another: calls `next` for the send and the receive of each, until it gives no more. It
-/// may be called for ranks that have none.
+/// Begins messages from one rank to another: calls `next` for the send and the receive of each, until it gives no more.
+/// It may be called for ranks that have none.
 pub(in crate::transport) type Enqueue<'a> =
     dyn FnMut([usize; 2], &mut dyn FnMut() -> Option<[Message; 2]>) -> Result<()> + 'a;
 
@@ -60,8 +60,8 @@ struct ToWake {
 }
 
 impl Local {
-    /// As [`exchange`](super::Transport::exchange), with messages that `enqueue` begins. The call returns when all of them are
-    /// begun. An error of `enqueue` fails the group, and is what this rank's call returns.
+    /// As [`exchange`](super::Transport::exchange), with messages that `enqueue` begins. The call returns when all of
+    /// them are begun. An error of `enqueue` fails the group, and is what this rank's call returns.
     ///
     /// The lists are checked before ([`Local::check`]).
     pub(in crate::transport) fn exchange_enqueued(
@@ -117,8 +117,8 @@ impl Local {
         self.shared.memory[self.rank].own();
         let outcome = self.exchange_enqueued(label, sends, recvs, &mut |[from, to], next| {
             while let Some([send, recv]) = next() {
-                // SAFETY: both ranges are valid, and written by nothing else, until the exchanges that listed them return
-                // (the contract of both), and neither does while the board is locked.
+                // SAFETY: both ranges are valid, and written by nothing else, until the exchanges that listed them
+                // return (the contract of both), and neither does while the board is locked.
                 let copy = || unsafe { std::ptr::copy_nonoverlapping(send.ptr.cast_const(), recv.ptr, recv.bytes) };
                 self.shared.memory[from].borrow(copy);
                 self.shared.memory[to].own();

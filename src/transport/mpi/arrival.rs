@@ -31,7 +31,8 @@ use crate::transport::{Label, fault::grace};
 /// The operation, in errors.
 const MAKING: &str = "making the transport";
 
-/// On the caller's communicator: below the least upper bound of tags that MPI promises, and unlikely to be the caller's.
+/// On the caller's communicator: below the least upper bound of tags that MPI promises, and unlikely to be the
+/// caller's.
 const TAG: c_int = 32_611;
 
 /// Rank, attempt, and the two times of [`There`].
@@ -42,8 +43,8 @@ type Words = [u64; 4];
 struct There {
     /// How long the rank has waited, without the time in which its process did not run.
     waited: u64,
-    /// How long others could have met the rank: the time since its process last resumed, or `waited` less the time in which
-    /// the process did not run, whichever is longer. Equal to `waited` if the process always ran.
+    /// How long others could have met the rank: the time since its process last resumed, or `waited` less the time in
+    /// which the process did not run, whichever is longer. Equal to `waited` if the process always ran.
     met: u64,
 }
 
@@ -115,7 +116,8 @@ impl Roll {
         Ok(self.there.iter().any(Option::is_some))
     }
 
-    /// Says that this rank is there, hears who else is, and names one that is not, or that could be met for the shortest time.
+    /// Says that this rank is there, hears who else is, and names one that is not, or that could be met for the
+    /// shortest time.
     fn call(mut self, there: There, deadline: Duration) -> Result<Error> {
         // A process that has ended must not end this one.
         let _errors = self.comm.return_errors_for_now()?;
@@ -123,7 +125,8 @@ impl Roll {
         let words = Box::into_raw(Box::new([self.rank as u64, self.attempt, there.waited, there.met]));
         let mut sends: Vec<Request> = Vec::with_capacity(self.world);
         for peer in (0..self.world).filter(|&peer| peer != self.rank) {
-            // SAFETY: the words live until the requests are complete, or for ever. A rank that cannot be reached is not told.
+            // SAFETY: the words live until the requests are complete, or for ever. A rank that cannot be reached is not
+            // told.
             sends.extend(unsafe { self.comm.send(words.cast_const().cast(), size_of::<Words>(), peer, TAG) });
         }
         // As long as a rank that waits may take to get a core, and those that came a little later to hear of it.

@@ -2,15 +2,16 @@
 //! The duplicates of a caller's communicator: two for each transport that is made of it, one after the other.
 //!
 //! MPI matches duplicates by their order: the third that one process begins is the third of all others too. A process
-//! that gives up cannot take back one that it has begun. So the order is kept on the communicator: attempt `n` to make a
-//! transport uses duplicates `2 n` and `2 n + 1` on every process, and a process that gave up before it began all of
+//! that gives up cannot take back one that it has begun. So the order is kept on the communicator: attempt `n` to make
+//! a transport uses duplicates `2 n` and `2 n + 1` on every process, and a process that gave up before it began all of
 //! its own begins them in its next attempt.
 //!
-//! At most one is under way at a time. MPI allows more, but Open MPI (4.1) then waits for ever now and then: a duplicate
-//! takes several reductions over the communicator, and those of two duplicates of one communicator may be begun in a
-//! different order on different processes. A C program with four at once hangs in every run. Open MPI gives numbers to new
-//! communicators of one process in turn (`ompi_comm_nextcid_nb`), so a duplicate that cannot complete, because a process
-//! does not come, holds up others that the program makes; the module `mpi` says what callers must not do then.
+//! At most one is under way at a time. MPI allows more, but Open MPI (4.1) then waits for ever now and then: a
+//! duplicate takes several reductions over the communicator, and those of two duplicates of one communicator may be
+//! begun in a different order on different processes. A C program with four at once hangs in every run. Open MPI gives
+//! numbers to new communicators of one process in turn (`ompi_comm_nextcid_nb`), so a duplicate that cannot complete,
+//! because a process does not come, holds up others that the program makes; the module `mpi` says what callers must not
+//! do then.
 
 use super::raw::{Comm, Duplicate, Refused};
 
@@ -27,8 +28,8 @@ pub(super) struct Duplicates {
 }
 
 impl Duplicates {
-    /// Begins the next attempt; its number, from 0. Duplicates of earlier ones are not used any more, and not freed, since
-    /// other processes may still send on them.
+    /// Begins the next attempt; its number, from 0. Duplicates of earlier ones are not used any more, and not freed,
+    /// since other processes may still send on them.
     pub(super) fn new_attempt(&mut self) -> u64 {
         self.first = None;
         self.attempts += 1;

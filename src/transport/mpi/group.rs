@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The state of a group on one rank: whether it has failed, which rank made it fail, and how long this rank waits for others.
+//! The state of a group on one rank: whether it has failed, which rank made it fail, and how long this rank waits for
+//! others.
 //!
 //! The first failure counts: the rank that finds it notifies every rank (`notices.rs`), and from then on all calls
 //! return it, each rank from its own side ([`GroupFailure::error`]).

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The calls of MPI that the transport makes, with Rust's results.
 //!
-//! Handles of MPI are numbers in one implementation and addresses in another; here they are only passed back. Every call
-//! is made with `MPI_THREAD_MULTIPLE`, which `Mpi::new` asks for, so any thread may make it.
+//! Handles of MPI are numbers in one implementation and addresses in another; here they are only passed back. Every
+//! call is made with `MPI_THREAD_MULTIPLE`, which `Mpi::new` asks for, so any thread may make it.
 
 use std::{
     ffi::{c_char, c_int, c_void},
@@ -88,11 +88,12 @@ pub(super) fn multiple_threads() -> Result<()> {
         .hint("a rank calls MPI from a thread of its own: ask MPI_Init_thread for MPI_THREAD_MULTIPLE"))
 }
 
-/// Where launchers write how many processes they start: Open MPI's, and those that speak PMI, such as MPICH's and Slurm's.
+/// Where launchers write how many processes they start: Open MPI's, and those that speak PMI, such as MPICH's and
+/// Slurm's.
 const LAUNCHED: [&str; 2] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
 
-/// Refuses a process that is one of several for its launcher and the only one for MPI. Another MPI's launcher started it, and
-/// each process would do all of the work, as a world of its own.
+/// Refuses a process that is one of several for its launcher and the only one for MPI. Another MPI's launcher started
+/// it, and each process would do all of the work, as a world of its own.
 pub(super) fn own_launcher() -> Result<()> {
     let mut world = 0;
     // SAFETY: a constant of the library; MPI is usable, as the caller has checked.
@@ -213,8 +214,8 @@ impl Comm {
         Ok(flag != 0)
     }
 
-    /// The value that this crate keeps on the communicator: made by `new` when it is asked for the first time, and dropped
-    /// when the communicator is freed. Duplicates do not inherit it.
+    /// The value that this crate keeps on the communicator: made by `new` when it is asked for the first time, and
+    /// dropped when the communicator is freed. Duplicates do not inherit it.
     ///
     /// # Safety
     /// Every call is for the same type, and the communicator is not freed while the result is used.
@@ -255,8 +256,8 @@ impl Comm {
                 return Err(refused);
             }
         }
-        // SAFETY: made by Box above, in this call or an earlier one, for the same type; it is dropped with the communicator,
-        // which lives (both the contract of this function).
+        // SAFETY: made by Box above, in this call or an earlier one, for the same type; it is dropped with the
+        // communicator, which lives (both the contract of this function).
         Ok(unsafe { &*value.cast::<T>() })
     }
 
@@ -317,7 +318,8 @@ unsafe extern "C" fn not_copied(
 
 /// The communicator is freed, and its attribute too.
 unsafe extern "C" fn drop_attribute<T>(_comm: MPI_Comm, _key: c_int, value: *mut c_void, _extra: *mut c_void) -> c_int {
-    // SAFETY: made by Box in `Comm::attribute` for this type, and used by nothing any more (the contract of `attribute`).
+    // SAFETY: made by Box in `Comm::attribute` for this type, and used by nothing any more (the contract of
+    // `attribute`).
     drop(unsafe { Box::from_raw(value.cast::<T>()) });
     ffi::MPI_SUCCESS as c_int
 }
@@ -330,7 +332,8 @@ pub(super) struct ErrorsReturn {
 
 impl Drop for ErrorsReturn {
     fn drop(&mut self) {
-        // SAFETY: a live communicator, and the handle that `MPI_Comm_get_errhandler` gave, which is not used after this.
+        // SAFETY: a live communicator, and the handle that `MPI_Comm_get_errhandler` gave, which is not used after
+        // this.
         unsafe {
             let _ = ffi::MPI_Comm_set_errhandler(self.comm.0, self.before);
             let _ = ffi::MPI_Errhandler_free(&raw mut self.before);

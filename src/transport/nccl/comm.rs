@@ -12,7 +12,7 @@ use super::sys::{self, Api, IN_PROGRESS, RawId, SUCCESS};
 use crate::device::driver::Entered;
 use crate::error::{Cause, Error, Result};
 use crate::kernel::cuda::Cuda;
-use crate::transport::Label;
+use crate::transport::{Label, rules};
 use std::{
     format,
     ptr::null_mut,
@@ -237,15 +237,16 @@ impl Communicator {
         if !handle.is_null()
             && let Ok(_entered) = self.cuda.context().enter()
         {
-            // SAFETY: the handle was live and is taken by this swap alone. Either no thread is in a call, or one call does not
-            // return, and to abort from another thread is NCCL's way to end it. What it returns changes nothing.
+            // SAFETY: the handle was live and is taken by this swap alone. Either no thread is in a call, or one call
+            // does not return, and to abort from another thread is NCCL's way to end it. What it returns changes
+            // nothing.
             unsafe { (self.api.ncclCommAbort)(handle) };
         }
         drop(turn);
     }
 
-    /// Gives it back when all work is done: destroys it, or aborts it when that takes too long; leaves it alone when it is
-    /// the caller's.
+    /// Gives it back when all work is done: destroys it, or aborts it when that takes too long; leaves it alone when it
+    /// is the caller's.
     pub(super) fn end(&self, limit: Duration) {
         if self.owner != Owner::Us || self.is_closed() {
             self.closed.store(true, Ordering::SeqCst);
@@ -370,8 +371,5 @@ pub(super) fn check_numbers(rank: usize, world: usize, deadline: Duration) -> Re
     if rank >= world {
         return Err(Error::invalid("rank", rank, format!("below the world of {world}")));
     }
-    if deadline.is_zero() {
-        return Err(Error::invalid("deadline", "0", "more than 0"));
-    }
-    Ok(())
+    rules::check_deadline(deadline)
 }

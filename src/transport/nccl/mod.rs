@@ -46,7 +46,7 @@ mod comm;
 mod sys;
 mod watch;
 
-use super::{DeviceTransport, Label, Message, Transport, lists};
+use super::{DeviceTransport, Label, Message, Transport, rules};
 use crate::{
     call::RawStream,
     device::{
@@ -156,7 +156,8 @@ impl Nccl {
     /// `rank`, `world` and `device` must be those of the communicator.
     ///
     /// # Errors
-    /// As [`Nccl::new`], and [`Error::Invalid`] when the communicator is null, or of another rank, another world or another device.
+    /// As [`Nccl::new`], and [`Error::Invalid`] when the communicator is null, or of another rank, another world or
+    /// another device.
     ///
     /// # Safety
     /// `comm` is null, or a communicator that lives until the transport is dropped. Nothing else makes calls with it
@@ -211,8 +212,8 @@ impl Nccl {
         Ok(())
     }
 
-    /// Writes down what went wrong in a call of this rank's, ends the communicator, and gives the failure that counts. A call
-    /// that fails since the engine has failed is an error of the engine, whichever of them is noticed first.
+    /// Writes down what went wrong in a call of this rank's, ends the communicator, and gives the failure that counts.
+    /// A call that fails since the engine has failed is an error of the engine, whichever of them is noticed first.
     fn failed(&self, error: Error) -> Error {
         let of_engine = || self.watch.engines_report().unwrap_or(error);
         self.watch.verdict().err().unwrap_or_else(|| self.watch.fail(of_engine()))
@@ -241,8 +242,8 @@ impl Nccl {
         api.check("ncclGroupStart", unsafe { (api.ncclGroupStart)() })?;
         let mut outcome = Ok(());
         for m in sends {
-            // SAFETY: a live communicator of which this thread has the turn, a stream of its device, and memory that the
-            // caller promised to be valid for reads until the exchange is over.
+            // SAFETY: a live communicator of which this thread has the turn, a stream of its device, and memory that
+            // the caller promised to be valid for reads until the exchange is over.
             let code = unsafe { (api.ncclSend)(m.ptr.cast(), m.bytes, sys::UINT8, m.peer as i32, comm, stream) };
             outcome = outcome.and_then(|()| api.begun("ncclSend", code).map(|_| ()));
         }
@@ -295,15 +296,15 @@ impl Nccl {
         let others = || group.clone().filter(|&peer| peer != self.rank);
         let sends: Vec<Message> = others().map(|peer| Message { peer, ptr: out, bytes: SIZE }).collect();
         let recvs: Vec<Message> = others().map(|peer| Message { peer, ptr: at(peer), bytes: SIZE }).collect();
-        // SAFETY: room for the numbers of all ranks, which `self` keeps until its stream is done, and nothing else uses:
-        // the mutex is held.
+        // SAFETY: room for the numbers of all ranks, which `self` keeps until its stream is done, and nothing else
+        // uses: the mutex is held.
         let number = unsafe { self.enqueue(AGREE, &sends, &recvs) }?;
         self.wait_for(number)?;
         numbers.host.clear();
         numbers.host.resize(group.len(), 0);
         let _entered = self.cuda.context().enter()?;
-        // SAFETY: the numbers of the group, on both sides; the copy is over when the call returns, because the memory of the
-        // host is not page-locked.
+        // SAFETY: the numbers of the group, on both sides; the copy is over when the call returns, because the memory
+        // of the host is not page-locked.
         check("cuMemcpyDtoHAsync", unsafe {
             let to = numbers.host.as_mut_ptr().cast();
             driver::cuMemcpyDtoHAsync_v2(to, at(group.start) as u64, group.len() * SIZE, stream)
@@ -326,28 +327,18 @@ impl Transport for Nccl {
 
     fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
         let rank = self.rank;
-        if !group.contains(&rank) || group.end > self.world {
-            return Err(Error::invalid(
-                "group",
-                format!("{group:?}"),
-                format!("a range within 0..{} that contains rank {rank}", self.world),
-            ));
-        }
+        rules::check_group(rank, self.world, &group)?;
         self.watch.verdict()?;
         if group.len() == 1 {
             return Ok(());
         }
         let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
         self.gather(&mut numbers, group.clone(), fingerprint).map_err(|error| self.failed(error))?;
-        match group.zip(&numbers.host).find(|&(_, &theirs)| theirs != fingerprint) {
-            Some((peer, &theirs)) => Err(Error::disagreement(rank, peer, fingerprint, theirs)),
-            None => Ok(()),
-        }
+        rules::compare(rank, group, fingerprint, &numbers.host)
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        lists::check(self.rank, self.world, "sends", sends)?;
-        lists::check(self.rank, self.world, "recvs", recvs)?;
+        rules::check_messages(self.rank, self.world, sends, recvs)?;
         self.watch.verdict()?;
         if sends.is_empty() && recvs.is_empty() {
             return Ok(());
@@ -378,8 +369,8 @@ impl DeviceTransport for Nccl {
     }
 
     /// # Errors
-    /// The driver's, or the failure of the group. After a failure the stream is done all the same, unless the communicator is
-    /// the caller's and [left alone](OnFailure::Leave).
+    /// The driver's, or the failure of the group. After a failure the stream is done all the same, unless the
+    /// communicator is the caller's and [left alone](OnFailure::Leave).
     fn synchronize(&self) -> Result<()> {
         if self.watch.comm.may_abort() {
             // The watchdog ends work that does not end by itself.
@@ -403,8 +394,8 @@ impl Drop for Nccl {
         if thread::panicking() {
             self.abort(Cause::Panicked);
         }
-        // Waits for what is enqueued, as long as the watchdog lets it be. A failure has been reported, or concerns no rank
-        // any more.
+        // Waits for what is enqueued, as long as the watchdog lets it be. A failure has been reported, or concerns no
+        // rank any more.
         let done = self.synchronize().is_ok();
         self.watch.leave();
         if let Some(watchdog) = self.watchdog.take() {

@@ -2,8 +2,8 @@
 //! The part of NCCL that this crate calls: types, numbers and functions as `nccl.h` declares them.
 //!
 //! The library is opened when the first communicator is made or taken, by the name that its package and PyTorch's
-//! wheels give it; where a framework of the same process has loaded it already, the loader hands out that one. Codes are
-//! integers, because a newer library may answer with one that no enumeration here would know.
+//! wheels give it; where a framework of the same process has loaded it already, the loader hands out that one. Codes
+//! are integers, because a newer library may answer with one that no enumeration here would know.
 //!
 //! The functions are those of version 2.14: that is where `ncclCommInitRankConfig`, `ncclCommFinalize` and
 //! communicators that do not block came (NCCL's release notes; `ncclSend` and `ncclRecv` are older). The configuration
@@ -148,8 +148,8 @@ impl Api {
     /// The library of this process.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] when there is none, or it is older than 2.14: says the names that were tried, or the version
-    /// that was found and the one that is needed.
+    /// [`Error::Unsupported`] when there is none, or it is older than 2.14: says the names that were tried, or the
+    /// version that was found and the one that is needed.
     pub(super) fn get() -> Result<&'static Self> {
         static API: OnceLock<Api> = OnceLock::new();
         if let Some(api) = API.get() {

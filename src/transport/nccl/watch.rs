@@ -268,8 +268,8 @@ impl Pending {
 }
 
 impl Queue {
-    /// Removes exchanges that have ended. Exchanges end in the order of their stream, so halving finds the last of them with a few
-    /// questions to the driver.
+    /// Removes exchanges that have ended. Exchanges end in the order of their stream, so halving finds the last of them
+    /// with a few questions to the driver.
     fn retire(&mut self) -> Result<()> {
         let (mut over, mut unknown) = (0, self.pending.iter().take_while(|p| p.issued).count());
         while over < unknown {

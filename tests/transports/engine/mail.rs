@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! An engine between threads, with a store, in which ranks can be stopped and the store can be stopped or lost.
 //!
-//! A message is copied when it is posted, and arrives in the wait of its receiver. A rank that is stopped is in its next call of
-//! the engine until it goes on.
+//! A message is copied when it is posted, and arrives in the wait of its receiver. A rank that is stopped is in its
+//! next call of the engine until it goes on.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,7 +36,8 @@ pub struct State {
     pub no_store: bool,
     /// The rank whose calls into the store take [`FAR`] more.
     pub far: Option<usize>,
-    /// The rank whose next `post` or `connect` fails by itself; while there is one, `connect` of others does not return.
+    /// The rank whose next `post` or `connect` fails by itself; while there is one, `connect` of others does not
+    /// return.
     pub broken: Option<usize>,
 }
 

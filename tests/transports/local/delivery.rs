@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is delivered: every byte of every message, in the order of its pair, to the rank that asked for it, and one answer
-//! to all when a group agrees.
+//! What is delivered: every byte of every message, in the order of its pair, to the rank that asked for it, and one
+//! answer to all when a group agrees.
 //!
 //! A transport stores nothing between two calls, so there is little that a single exchange could show. Patterns are
 //! drawn by the hundred instead, the same on every rank, over worlds of one to eight: rings, all pairs, neighbours,

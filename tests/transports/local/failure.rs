@@ -5,8 +5,8 @@
 //! Blame is the hard part. A rank that waits for a rank that waits is innocent, so an error must follow the chain to
 //! the one that does not take part: through exchanges, through agreements, and round a circle, where all are to blame
 //! alike and must at least tell the same story. A group that failed stays failed, except by a rank that merely left:
-//! those who do not need it go on. And a rank that is let go may overwrite its memory at once, so a failure in the middle of
-//! a copy must have stopped that copy before.
+//! those who do not need it go on. And a rank that is let go may overwrite its memory at once, so a failure in the
+//! middle of a copy must have stopped that copy before.
 
 use super::harness::{LONG, SHORT, exchange, label, run, timed};
 use cpattn::transport::{Transport, local};
@@ -244,8 +244,8 @@ fn abort_from_another_thread_reaches_everybody() {
 
 #[test]
 fn failure_in_mid_copy_never_lets_go_of_memory_that_is_read() {
-    // Large messages, and an abort at a random moment: a rank that returns overwrites what it sent, and a copy that went on
-    // afterwards would show as a mixture.
+    // Large messages, and an abort at a random moment: a rank that returns overwrites what it sent, and a copy that
+    // went on afterwards would show as a mixture.
     for round in 0..30 {
         let ranks: Vec<_> = local::group(3, LONG).unwrap().into_iter().map(Arc::new).collect();
         let handle = Arc::clone(&ranks[0]);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Mutants: a kernel with one piece of its synchronisation lost or wrong.
 //!
-//! Every barrier, fence, commit, wait, arrival and release is removed in turn, and every addition of vectors to memory. What names a number has mutants of that number too:
-//! bytes that are announced to a barrier, arrivals that it expects, the parity of a wait. A test that cannot tell a
-//! mutant from the kernel does not test that piece.
+//! Every barrier, fence, commit, wait, arrival and release is removed in turn, and every addition of vectors to memory.
+//! What names a number has mutants of that number too: bytes that are announced to a barrier, arrivals that it expects,
+//! the parity of a wait. A test that cannot tell a mutant from the kernel does not test that piece.
 
 use crate::module::Kernel;
 use crate::op::{Code, control, mbarrier};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tensor maps: what a tensor copy knows of its tensor.
 //!
-//! A map says where a tensor of up to five dimensions lies, how large a box a copy moves, and how the box lies in shared
-//! memory: rows of the innermost dimension one after another, their pieces of 16 bytes exchanged by a swizzle. What is
-//! in the box and not in the tensor reads as zeros (or NaN) and is not written.
+//! A map says where a tensor of up to five dimensions lies, how large a box a copy moves, and how the box lies in
+//! shared memory: rows of the innermost dimension one after another, their pieces of 16 bytes exchanged by a swizzle.
+//! What is in the box and not in the tensor reads as zeros (or NaN) and is not written.
 //!
 //! The 128 bytes of a map are opaque on a device. Here they hold the fields of [`TensorMap`] in the order in which
 //! [`TensorMap::encode`] writes them, and a sum by which anything else is told apart.

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Hopper's asynchronous instructions: a kernel that synchronises as it should computes right and is not reported, in any
-//! order; each thing it may leave out is.
+//! Hopper's asynchronous instructions: a kernel that synchronises as it should computes right and is not reported, in
+//! any order; each thing it may leave out is.
 
 mod common;
 
-use common::{Outcome, SEEDS, replaced, without};
-use cuda_emulator::{Fault, Launch, Memory, Module, Options, launch};
+use common::{SEEDS, counting, replaced, without, words};
+use cuda_emulator::{Fault, Report};
 
-/// A kernel of one pointer, in `%rd1`, to 4096 bytes: words that count from 0. `%r1` is the thread; `s` and `bar` are shared.
+/// A kernel of one pointer, in `%rd1`, to 4096 bytes: words that count from 0. `%r1` is the thread; `s` and `bar` are
+/// shared.
 fn kernel(body: &str) -> String {
     format!(
         ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry k(.param .u64 p) {{\n\
@@ -19,27 +20,18 @@ fn kernel(body: &str) -> String {
     )
 }
 
-/// The words after a run of 128 threads, or the fault and what is said about it.
-fn run(ptx: &str, seed: u64, eager: bool) -> Outcome {
-    let mut mem = Memory::new();
-    let loaded = Module::parse(ptx).and_then(|m| m.load(&mut mem)).unwrap_or_else(|e| panic!("{e}\n{ptx}"));
-    let p = mem.alloc(4096);
-    mem.write(p, &(0..1024u32).flat_map(u32::to_le_bytes).collect::<Vec<u8>>()).unwrap();
-    let options = Options { seed, eager, spin_limit: 200_000, ..Options::default() };
-    let params = p.to_le_bytes();
-    let how = Launch { grid: [1; 3], block: [128, 1, 1], cluster: [1; 3], dynamic_shared: 0, params: &params, options };
-    launch(loaded.kernel("k").unwrap(), &mut mem, &how).map_err(|r| (r.fault, r.to_string()))?;
-    let bytes = mem.read(p, 4096).unwrap();
-    Ok(bytes.as_chunks::<4>().0.iter().map(|c| u32::from_le_bytes(*c)).collect())
+/// The words after a run of 128 threads.
+fn run(ptx: &str, seed: u64, eager: bool) -> Result<Vec<u32>, Box<Report>> {
+    common::run(ptx, [1, 128], &counting(), seed, eager).map(|(bytes, _)| words(&bytes))
 }
 
 /// Runs right in every order: the words in the end.
 #[track_caller]
 fn silent(body: &str) -> Vec<u32> {
     let ptx = kernel(body);
-    let first = run(&ptx, 0, true).unwrap_or_else(|r| panic!("eager: {}\n{ptx}", r.1));
+    let first = run(&ptx, 0, true).unwrap_or_else(|r| panic!("eager: {r}\n{ptx}"));
     for seed in 0..SEEDS {
-        let words = run(&ptx, seed, false).unwrap_or_else(|r| panic!("seed {seed}: {}\n{ptx}", r.1));
+        let words = run(&ptx, seed, false).unwrap_or_else(|r| panic!("seed {seed}: {r}\n{ptx}"));
         assert_eq!(words, first, "seed {seed}");
     }
     first
@@ -48,7 +40,8 @@ fn silent(body: &str) -> Vec<u32> {
 /// Is reported in every order, as one of these; the last message.
 #[track_caller]
 fn fires(body: &str, faults: &[Fault]) -> String {
-    common::fires(&kernel(body), faults, |ptx, seed| run(ptx, seed, false))
+    let ptx = kernel(body);
+    common::fires(&ptx, faults, |seed| run(&ptx, seed, false)).to_string()
 }
 
 /// What touching a copy's destination too early can be called: it depends on who comes first.
@@ -116,7 +109,10 @@ fn a_load_that_is_not_waited_for() {
     let text = kernel(LOAD.split("WAIT:").next().unwrap());
     let said: Vec<_> = (0..SEEDS).filter_map(|seed| run(&text, seed, false).err()).collect();
     assert!(said.len() > SEEDS as usize / 2, "{} of {SEEDS}", said.len());
-    assert!(said.iter().all(|s| s.0 == Fault::AsyncPending && s.1.contains("nothing has waited for this copy")));
+    for report in said {
+        assert_eq!(report.fault, Fault::AsyncPending, "{report}");
+        assert!(report.to_string().contains("nothing has waited for this copy"), "{report}");
+    }
 }
 
 #[test]
@@ -376,11 +372,11 @@ fn registers_that_nobody_gives_up() {
                      LESS:";
     let text = kernel(move_them).replace("(.param .u64 p) {", "(.param .u64 p) .maxnreg 168 {");
     let said = run(&text, 1, false).unwrap_err();
-    assert_eq!(said.0, Fault::Deadlock, "{}", said.1);
+    assert_eq!(said.fault, Fault::Deadlock, "{said}");
     let given = text.replace("LESS:", "LESS:\nsetmaxnreg.dec.sync.aligned.u32 80;");
     for seed in 0..SEEDS {
-        run(&given, seed, false).unwrap_or_else(|e| panic!("{}", e.1));
+        run(&given, seed, false).unwrap_or_else(|e| panic!("{e}"));
     }
     let less = text.replace("LESS:", "LESS:\nsetmaxnreg.dec.sync.aligned.u32 200;");
-    assert!((0..SEEDS).any(|seed| run(&less, seed, false).is_err_and(|e| e.0 == Fault::Illegal)));
+    assert!((0..SEEDS).any(|seed| run(&less, seed, false).is_err_and(|e| e.fault == Fault::Illegal)));
 }

@@ -4,12 +4,13 @@
 
 mod common;
 
-use common::{Outcome, SEEDS, replaced, without};
-use cuda_emulator::{Fault, Launch, Memory, Module, Options, launch};
+use common::{SEEDS, counting, replaced, without, words};
+use cuda_emulator::{Fault, Launch, Memory, Module, Options, Report, launch};
 
-/// A kernel for clusters of two blocks. `%rd1` points to 4096 bytes, words that count from 0, `%rd2` to the thread's word of
-/// the results (from byte 2048 on). `%r1` is the thread, `%r10` the rank, `%r11` the other one; `s` and four barriers are shared,
-/// at `%r2` and `%r3`, and `%r5` is the thread's word of `s`. `%p1` is set in thread 0, `%p3` in the first lane of each warp.
+/// A kernel for clusters of two blocks. `%rd1` points to 4096 bytes, words that count from 0, `%rd2` to the thread's
+/// word of the results (from byte 2048 on). `%r1` is the thread, `%r10` the rank, `%r11` the other one; `s` and four
+/// barriers are shared, at `%r2` and `%r3`, and `%r5` is the thread's word of `s`. `%p1` is set in thread 0, `%p3` in
+/// the first lane of each warp.
 fn kernel(body: &str) -> String {
     format!(
         ".version 8.1\n.target sm_90a\n.address_size 64\n\
@@ -27,18 +28,10 @@ fn kernel(body: &str) -> String {
 
 const BLOCKS: usize = 4;
 
-/// The results of four blocks of 64 threads, or the fault and what is said about it.
-fn run(ptx: &str, seed: u64, eager: bool) -> Outcome {
-    let mut mem = Memory::new();
-    let loaded = Module::parse(ptx).and_then(|m| m.load(&mut mem)).unwrap_or_else(|e| panic!("{e}\n{ptx}"));
-    let p = mem.alloc(4096);
-    mem.write(p, &(0..1024u32).flat_map(u32::to_le_bytes).collect::<Vec<u8>>()).unwrap();
-    let options = Options { seed, eager, spin_limit: 200_000, ..Options::default() };
-    let (grid, params) = ([BLOCKS as u32, 1, 1], p.to_le_bytes());
-    let how = Launch { grid, block: [64, 1, 1], cluster: [1; 3], dynamic_shared: 0, params: &params, options };
-    launch(loaded.kernel("k").unwrap(), &mut mem, &how).map_err(|r| (r.fault, r.to_string()))?;
-    let bytes = mem.read(p + 2048, BLOCKS * 256).unwrap();
-    Ok(bytes.as_chunks::<4>().0.iter().map(|c| u32::from_le_bytes(*c)).collect())
+/// The results of four blocks of 64 threads.
+fn run(ptx: &str, seed: u64, eager: bool) -> Result<Vec<u32>, Box<Report>> {
+    let (bytes, _) = common::run(ptx, [BLOCKS as u32, 64], &counting(), seed, eager)?;
+    Ok(words(&bytes[2048..2048 + BLOCKS * 256]))
 }
 
 /// Runs in every order, and leaves the word that `want` says for block and thread.
@@ -46,7 +39,7 @@ fn run(ptx: &str, seed: u64, eager: bool) -> Outcome {
 fn silent(body: &str, want: impl Fn(u32, u32) -> u32) {
     let ptx = kernel(body);
     for seed in 0..=SEEDS {
-        let words = run(&ptx, seed, seed == SEEDS).unwrap_or_else(|r| panic!("seed {seed}: {}\n{ptx}", r.1));
+        let words = run(&ptx, seed, seed == SEEDS).unwrap_or_else(|r| panic!("seed {seed}: {r}\n{ptx}"));
         for (n, &word) in words.iter().enumerate() {
             let (block, thread) = (n as u32 / 64, n as u32 % 64);
             assert_eq!(word, want(block, thread), "seed {seed}: thread {thread} of block {block}");
@@ -57,7 +50,8 @@ fn silent(body: &str, want: impl Fn(u32, u32) -> u32) {
 /// Is reported in every order, as one of these; the last message.
 #[track_caller]
 fn fires(body: &str, faults: &[Fault]) -> String {
-    common::fires(&kernel(body), faults, |ptx, seed| run(ptx, seed, false))
+    let ptx = kernel(body);
+    common::fires(&ptx, faults, |seed| run(&ptx, seed, false)).to_string()
 }
 
 /// All threads of the cluster meet.
@@ -169,7 +163,8 @@ fn a_multicast() {
     fires(&early, &[Fault::AsyncPending, Fault::SharedRace, Fault::Uninitialised]);
 }
 
-/// Threads have written where the multicast lands: the asynchronous proxy has to be told, by who writes or by who copies.
+/// Threads have written where the multicast lands: the asynchronous proxy has to be told, by who writes or by who
+/// copies.
 #[test]
 fn a_multicast_over_what_was_written() {
     let meet = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;";
@@ -239,7 +234,8 @@ barrier.cluster.arrive; barrier.cluster.wait;";
 fn buffers_that_both_blocks_give_back() {
     silent(ROUNDS, |_, thread| 64 + thread);
     const LATE: &[Fault] = &[Fault::SharedRace, Fault::AsyncPending, Fault::Barrier];
-    // What was read by instructions of the other block is known by a release to the cluster and an acquire from it alone.
+    // What was read by instructions of the other block is known by a release to the cluster and an acquire from it
+    // alone.
     fires(&replaced(ROUNDS, ".release.cluster.shared", ".release.cta.shared"), LATE);
     fires(&replaced(ROUNDS, ".release.cluster.shared::cluster", ".shared::cluster"), LATE);
     fires(&without(ROUNDS, ".acquire.cluster"), LATE);
@@ -336,7 +332,7 @@ fn boxes_for_several_blocks() {
         let mut mem = Memory::new();
         let loaded = Module::parse(&ptx).and_then(|m| m.load(&mut mem)).unwrap_or_else(|e| panic!("{e}\n{ptx}"));
         let p = mem.alloc(4096);
-        mem.write(p, &(0..1024u32).flat_map(u32::to_le_bytes).collect::<Vec<u8>>()).unwrap();
+        mem.write(p, &counting()).unwrap();
         let map = TensorMap {
             element: 4,
             f32: false,

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Each detector fires on a kernel with one defect, for every seed, and stays silent on the kernel without it.
 
+mod common;
+
+use common::words;
 use cuda_emulator::{Fault, Launch, Memory, Module, Options, Report, Stats, launch};
 
 const HEADER: &str = ".version 8.0\n.target sm_80\n.address_size 64\n";
@@ -23,37 +26,12 @@ struct Setup {
 const ONE: Setup = Setup { blocks: 1, threads: 64, bytes: 1024 };
 
 fn run(ptx: &str, s: &Setup, seed: u64, eager: bool) -> Result<(Vec<u8>, Stats), Box<Report>> {
-    let mut mem = Memory::new();
-    let loaded = Module::parse(ptx).and_then(|m| m.load(&mut mem)).unwrap_or_else(|e| panic!("{e}\n{ptx}"));
-    let p = mem.alloc(s.bytes);
-    mem.write(p, &vec![0; s.bytes]).unwrap();
-    let params = p.to_le_bytes();
-    let options = Options { seed, eager, spin_limit: 200_000, ..Options::default() };
-    let how = Launch {
-        grid: [s.blocks, 1, 1],
-        block: [s.threads, 1, 1],
-        cluster: [1; 3],
-        dynamic_shared: 0,
-        params: &params,
-        options,
-    };
-    let stats = launch(loaded.kernel("k").unwrap(), &mut mem, &how)?;
-    Ok((mem.read(p, s.bytes).unwrap(), stats))
+    common::run(ptx, [s.blocks, s.threads], &vec![0; s.bytes], seed, eager)
 }
 
 #[track_caller]
 fn fires(ptx: &str, s: &Setup, fault: Fault) -> Box<Report> {
-    let mut last = None;
-    for seed in 0..16 {
-        match run(ptx, s, seed, false) {
-            Err(r) => {
-                assert_eq!(r.fault, fault, "seed {seed}: {r}");
-                last = Some(r);
-            }
-            Ok(_) => panic!("seed {seed}: no {fault:?} in\n{ptx}"),
-        }
-    }
-    last.unwrap()
+    common::fires(ptx, &[fault], |seed| run(ptx, s, seed, false))
 }
 
 #[track_caller]
@@ -64,10 +42,6 @@ fn silent(ptx: &str, s: &Setup) -> Vec<u8> {
         assert_eq!(*first.get_or_insert_with(|| bytes.clone()), bytes, "seed {seed}");
     }
     first.unwrap()
-}
-
-fn words(bytes: &[u8]) -> Vec<u32> {
-    bytes.chunks_exact(4).map(|c| u32::from_le_bytes(c.try_into().unwrap())).collect()
 }
 
 #[test]

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The shipped forward kernels for `sm_90a`, launched by hand: every order of warps and copies gives the same right numbers.
+//! The shipped forward kernels for `sm_90a`, launched by hand: every order of warps and copies gives the same right
+//! numbers.
 //!
-//! Two q heads read one kv head, and take some of its q rows in tiles of their own, others in tiles that both share. q rows and keys lie inside longer tensors whose other rows are NaN; two ranges of keys
-//! follow one another, the second of which ends in the midst of a tile. Elements are multiples of 1/16, exact in both types.
+//! Two q heads read one kv head, and take some of its q rows in tiles of their own, others in tiles that both share. q
+//! rows and keys lie inside longer tensors whose other rows are NaN; two ranges of keys follow one another, the second
+//! of which ends in the midst of a tile. Elements are multiples of 1/16, exact in both types.
 
 use cuda_emulator::{Launch, Memory, Module, Options, Swizzle, TensorMap, launch};
 
@@ -139,8 +141,8 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
         (256, _) => (128, 80),
         _ => (128, 128),
     };
-    // Tiles of one head, then shared ones of 64 rows: all of the first kind, one of each, all of the second. The number of
-    // the first shared item.
+    // Tiles of one head, then shared ones of 64 rows: all of the first kind, one of each, all of the second. The number
+    // of the first shared item.
     let (single, shared, begin): (&[u32], &[u32], u32) = match (seed % 3, rows_of_q) {
         (0, 192) => (&[0], &[], 2),
         (0, _) => (&[128, 0], &[], 4),
@@ -203,7 +205,8 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     };
     let stats =
         launch(loaded.kernel("cpattn_hopper_forward").unwrap(), &mut mem, &how).unwrap_or_else(|r| panic!("{r}"));
-    // With three warpgroups, pairs of a row's largest score and sum lie 16 bytes apart while a step is masked: two passes each.
+    // With three warpgroups, pairs of a row's largest score and sum lie 16 bytes apart while a step is masked: two
+    // passes each.
     let conflicts = if rows_of_q > 128 { 672 } else { 0 };
     assert!(stats.bank_conflicts() <= conflicts, "{} bank conflicts", stats.bank_conflicts());
 

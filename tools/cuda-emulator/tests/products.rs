@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Products of a warpgroup: what has to stand around `wgmma.mma_async`, and what is said when it does not.
 
-use cuda_emulator::{Fault, Launch, Memory, Module, Options, launch};
+mod common;
 
-const SEEDS: u64 = 24;
+use common::{SEEDS, replaced};
+use cuda_emulator::{Fault, Report};
 
-/// A kernel of one pointer, in `%rd1`, to 512 words of zeros, `%rd2` at the thread's own. In shared memory lie A (64 × 16, ones)
-/// and B (8 × 16, twos) without swizzle; `%rd3` and `%rd4` describe them; `%f0` to `%f3` are zeros.
+/// A kernel of one pointer, in `%rd1`, to 512 words of zeros, `%rd2` at the thread's own. In shared memory lie A (64 ×
+/// 16, ones) and B (8 × 16, twos) without swizzle; `%rd3` and `%rd4` describe them; `%f0` to `%f3` are zeros.
 fn kernel(body: &str) -> String {
     format!(
         ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry k(.param .u64 p) {{\n\
@@ -22,25 +23,17 @@ fn kernel(body: &str) -> String {
     )
 }
 
-fn run(ptx: &str, threads: u32, seed: u64, eager: bool) -> Result<Vec<f32>, (Fault, String)> {
-    let mut mem = Memory::new();
-    let loaded = Module::parse(ptx).and_then(|m| m.load(&mut mem)).unwrap_or_else(|e| panic!("{e}\n{ptx}"));
-    let p = mem.alloc(4096);
-    mem.write(p, &[0; 4096]).unwrap();
-    let options = Options { seed, eager, spin_limit: 200_000, ..Options::default() };
-    let params = p.to_le_bytes();
-    let how =
-        Launch { grid: [1; 3], block: [threads, 1, 1], cluster: [1; 3], dynamic_shared: 0, params: &params, options };
-    launch(loaded.kernel("k").unwrap(), &mut mem, &how).map_err(|r| (r.fault, r.to_string()))?;
-    let bytes = mem.read(p, 2048).unwrap();
-    Ok(bytes.as_chunks::<4>().0.iter().map(|c| f32::from_le_bytes(*c)).collect())
+/// The first 512 numbers after a run.
+fn run(ptx: &str, threads: u32, seed: u64, eager: bool) -> Result<Vec<f32>, Box<Report>> {
+    let (bytes, _) = common::run(ptx, [1, threads], &[0; 4096], seed, eager)?;
+    Ok(bytes[..2048].as_chunks::<4>().0.iter().map(|c| f32::from_le_bytes(*c)).collect())
 }
 
 #[track_caller]
 fn gives(body: &str, value: f32) {
     let ptx = kernel(body);
     for seed in 0..=SEEDS {
-        let words = run(&ptx, 128, seed, seed == SEEDS).unwrap_or_else(|r| panic!("seed {seed}: {}\n{ptx}", r.1));
+        let words = run(&ptx, 128, seed, seed == SEEDS).unwrap_or_else(|r| panic!("seed {seed}: {r}\n{ptx}"));
         assert_eq!(words, [value; 512], "seed {seed}");
     }
 }
@@ -48,23 +41,7 @@ fn gives(body: &str, value: f32) {
 #[track_caller]
 fn fires(body: &str, faults: &[Fault]) -> String {
     let ptx = kernel(body);
-    let mut last = String::new();
-    for seed in 0..SEEDS {
-        match run(&ptx, 128, seed, false) {
-            Err((fault, said)) => {
-                assert!(faults.contains(&fault), "seed {seed}: {said}");
-                last = said;
-            }
-            Ok(_) => panic!("seed {seed}: none of {faults:?} in\n{ptx}"),
-        }
-    }
-    last
-}
-
-#[track_caller]
-fn replaced(text: &str, part: &str, by: &str) -> String {
-    assert_eq!(text.matches(part).count(), 1, "`{part}` in\n{text}");
-    text.replace(part, by)
+    common::fires(&ptx, faults, |seed| run(&ptx, 128, seed, false)).to_string()
 }
 
 /// 16 ones times 16 twos.
@@ -190,5 +167,6 @@ fn warps_of_a_warpgroup() {
         &[Fault::Divergence],
     );
     let part = run(&kernel(PRODUCT), 96, 0, false).unwrap_err();
-    assert!(part.0 == Fault::Illegal && part.1.contains("3 warps are no whole number of warpgroups"), "{}", part.1);
+    assert_eq!(part.fault, Fault::Illegal, "{part}");
+    assert!(part.to_string().contains("3 warps are no whole number of warpgroups"), "{part}");
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Communicators: what a handle stands for, what the work in streams shares with it, and the thread that lets devices go
-//! on while no host of this process waits.
+//! Communicators: what a handle stands for, what the work in streams shares with it, and the thread that lets devices
+//! go on while no host of this process waits.
 
 use crate::codes::{Failure, IN_PROGRESS, INVALID_ARGUMENT, INVALID_USAGE, Outcome, SUCCESS, SYSTEM_ERROR, keep};
 use crate::config::{Config, report};
@@ -225,8 +225,8 @@ impl Comm {
     }
 }
 
-/// Devices go on by themselves; the stand-in driver's go on when a thread waits. While groups are in streams, this thread
-/// lets it work on them, so that a process whose hosts do something else does not hold up the others.
+/// Devices go on by themselves; the stand-in driver's go on when a thread waits. While groups are in streams, this
+/// thread lets it work on them, so that a process whose hosts do something else does not hold up the others.
 fn keep_going() {
     static BEGUN: Once = Once::new();
     BEGUN.call_once(|| {

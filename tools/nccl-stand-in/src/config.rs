@@ -37,8 +37,8 @@ pub(crate) enum What {
     Exit,
 }
 
-/// `absent@RANK`, `stall@RANK#GROUP`, `error@RANK#GROUP` (ncclInternalError), `error@RANK#GROUP=CODE`, `exit@RANK#GROUP`;
-/// groups of a communicator count from 0.
+/// `absent@RANK`, `stall@RANK#GROUP`, `error@RANK#GROUP` (ncclInternalError), `error@RANK#GROUP=CODE`,
+/// `exit@RANK#GROUP`; groups of a communicator count from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Fault {
     pub(crate) what: What,

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is needed of the stand-in driver: the few functions of `cuda.h`, and its own way to take work of another library.
+//! What is needed of the stand-in driver: the few functions of `cuda.h`, and its own way to take work of another
+//! library.
 //!
-//! They are found in the library that the process has loaded as its driver. On NVIDIA's driver `cuEmuExchange` is missing,
-//! and no communicator can be made.
+//! They are found in the library that the process has loaded as its driver. On NVIDIA's driver `cuEmuExchange` is
+//! missing, and no communicator can be made.
 
 use crate::codes::{Failure, Outcome, SYSTEM_ERROR, UNHANDLED_CUDA_ERROR};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};

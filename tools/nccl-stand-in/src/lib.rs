@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A stand-in for NCCL on the stand-in CUDA driver: the calls that a transport of point-to-point messages needs, between
-//! threads of one process and between processes of one machine.
+//! A stand-in for NCCL on the stand-in CUDA driver: the calls that a transport of point-to-point messages needs,
+//! between threads of one process and between processes of one machine.
 //!
 //! It keeps what NCCL's manual promises and nothing else:
 //!
 //! - a group is one piece of work of its stream: its messages go on together, and it is over when all of them are;
-//! - a send meets the receive of the same number between the same two ranks. It is over no earlier than that receive has
-//!   begun: nothing is buffered. Groups that do not fit each other hang, as they do with NCCL, and a report says why;
+//! - a send meets the receive of the same number between the same two ranks. It is over no earlier than that receive
+//!   has begun: nothing is buffered. Groups that do not fit each other hang, as they do with NCCL, and a report says
+//!   why;
 //! - the groups of a communicator run in the order in which they were issued, whatever streams they are in, and their
 //!   streams are not ordered by that;
 //! - with a non-blocking communicator a call may return `ncclInProgress`, and its work is in the stream only after

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A peer: frames over a socket that never blocks.
 //!
-//! Messages from one rank to another are numbered, those of collectives apart from the others. Who is to receive message n
-//! says so and how large it is (`Ready`); the sender answers with the bytes (`Data`). Nothing is sent that no receiver has said
-//! to be ready for, so that a send is over no earlier than its receive began.
+//! Messages from one rank to another are numbered, those of collectives apart from the others. Who is to receive
+//! message n says so and how large it is (`Ready`); the sender answers with the bytes (`Data`). Nothing is sent that no
+//! receiver has said to be ready for, so that a send is over no earlier than its receive began.
 
 use std::collections::HashMap;
 use std::io::{ErrorKind, Read as _};

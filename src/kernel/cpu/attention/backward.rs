@@ -24,8 +24,8 @@ pub(crate) const FLUSH: i64 = 512;
 /// When the first stage of a sum is added to the total.
 pub(crate) struct Flush {
     aligned: bool,
-    /// The contents of the first stage, if anything was added: in an aligned call the index of a run of [`FLUSH`] positions,
-    /// otherwise the number of rows.
+    /// The contents of the first stage, if anything was added: in an aligned call the index of a run of [`FLUSH`]
+    /// positions, otherwise the number of rows.
     run: Option<i64>,
 }
 

@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The order in which units of work add to the same rows of dq.
 //!
-//! The units of one document and kv head hold blocks of its keys, and each adds to the same rows of dq. A unit adds to a
-//! row only after the unit of the previous block has done so; the sums then have the same bits for any number of workers.
-//! A unit *passes* a row once it has added to all rows up to it. It never passes a row before its predecessor has.
-//! Units are handed out in order, so a predecessor is already with some worker, and that worker waits only for still
-//! earlier units. This rules out a deadlock for any number of threads, and a single worker never waits.
+//! The units of one document and kv head hold blocks of its keys, and each adds to the same rows of dq. A unit adds to
+//! a row only after the unit of the previous block has done so; the sums then have the same bits for any number of
+//! workers. A unit *passes* a row once it has added to all rows up to it. It never passes a row before its predecessor
+//! has. Units are handed out in order, so a predecessor is already with some worker, and that worker waits only for
+//! still earlier units. This rules out a deadlock for any number of threads, and a single worker never waits.
 
 use crate::sync::{AtomicU64, thread};
 use core::sync::atomic::Ordering;
 
-/// Entries, one for each unit in progress. Under loom there are two, so that a third unit reuses the entry of the first.
+/// Entries, one for each unit in progress. Under loom there are two, so that a third unit reuses the entry of the
+/// first.
 const UNITS: usize = if cfg!(cpattn_loom) { 2 } else { 256 };
 
-/// The progress of each unit in progress: its number plus 1 in the upper half, the last row that it passed in the lower.
+/// The progress of each unit in progress: its number plus 1 in the upper half, the last row that it passed in the
+/// lower.
 pub struct DqOrder([AtomicU64; UNITS]);
 
 /// One unit's entry in the order.
@@ -29,8 +31,8 @@ impl DqOrder {
         Self(core::array::from_fn(|_| AtomicU64::new(0)))
     }
 
-    /// Begins unit number `unit`; units are numbered from 0 as they are handed out. `before` is the earlier unit that adds to
-    /// the same rows, if there is one.
+    /// Begins unit number `unit`; units are numbered from 0 as they are handed out. `before` is the earlier unit that
+    /// adds to the same rows, if there is one.
     pub fn begin(&self, unit: usize, before: Option<usize>) -> DqTurn<'_> {
         let turn = DqTurn { order: self, unit: unit as u64, before: before.map(|unit| unit as u64) };
         // The previous unit of this entry must be done. Its waiters see a larger number in the entry and stop waiting.
@@ -80,8 +82,9 @@ mod tests {
     use core::sync::atomic::AtomicUsize;
     use std::sync::Mutex;
 
-    /// Chains of seven units over five places, run by several threads, `turns` chains at a time: at every place the units of a
-    /// chain follow each other. With 300 chains at a time the predecessor's entry has been reused before its successor begins.
+    /// Chains of seven units over five places, run by several threads, `turns` chains at a time: at every place the
+    /// units of a chain follow each other. With 300 chains at a time the predecessor's entry has been reused before its
+    /// successor begins.
     #[test]
     fn units_of_a_chain_keep_their_order() {
         for turns in [1, 3, 300] {

@@ -2,29 +2,30 @@
 //! Forward: online softmax over tiles of keys (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
 //!
 //! A unit is a block of rows of one q range with one kv head. Each row, for each q head that reads this kv head, is a
-//! lane; lanes are processed in panels. The keys are packed once for all lanes, a few tiles at a time, and each panel goes
-//! through these tiles, so that its sums stay in the L1 cache. Per tile and panel: scores = K·Qᵀ, their maximum,
+//! lane; lanes are processed in panels. The keys are packed once for all lanes, a few tiles at a time, and each panel
+//! goes through these tiles, so that its sums stay in the L1 cache. Per tile and panel: scores = K·Qᵀ, their maximum,
 //! `p = exp(s − m)` (`softmax.rs`), and `Oᵀ += Vᵀ·P`. Blocks of keys that no lane of the panel sees are skipped. At the
 //! end the result is normalised, and, as the mode of the range says, merged into the running result and finished.
 //!
 //! The result of a lane does not depend on the other lanes of its panel: a tile of which it sees no key does not change
-//! its bits (`exp(0)` is exactly 1, a product with p = 0 adds nothing). If tiles also begin at fixed positions (an aligned
-//! call), results do not depend on how rows and keys were cut.
+//! its bits (`exp(0)` is exactly 1, a product with p = 0 adds nothing). If tiles also begin at fixed positions (an
+//! aligned call), results do not depend on how rows and keys were cut.
 
-use super::row_blocks::{FEW_ROWS, RowUnit, RowUnits, readers, unit_rows};
+mod ahead;
+mod result;
+
+use super::row_blocks::{RowUnit, RowUnits, readers, unit_rows};
 use super::small::{Small, is_small};
 use super::softmax::rescale;
 use super::stream::{BLOCK, KeyStream, KeyTile};
-use super::tile::{Cover, Lanes, Scores, Scoring, VisibleKeys, at};
+use super::tile::{Cover, Lanes, Scores, Scoring, VisibleKeys};
 use crate::call::{Attend, QRange};
 use crate::kernel::cpu::choice::Documents;
 use crate::kernel::cpu::job::{Job, SumType};
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES, LANES_MOST, Line};
 use crate::kernel::cpu::memory::panel::to_rows;
-use crate::kernel::cpu::memory::rows::{narrow, prefetch};
 use crate::kernel::cpu::product::engine::{AttentionEngine, Operands, Values};
 use crate::kernel::cpu::vector::simd::{Real, Vector};
-use crate::kernel::merge::{self, LogSumExp};
 use core::marker::PhantomData;
 use core::ops::Range;
 use core::sync::atomic::AtomicUsize;
@@ -35,8 +36,8 @@ pub(crate) struct ForwardPass<'a, A> {
     pub documents: Documents<'a>,
     /// Lanes of a unit and of a block; see `row_blocks::lanes`.
     pub lanes: [usize; 2],
-    /// Whether few rows with few keys may be multiplied without packing (`small.rs`). Their scores are then rounded otherwise
-    /// than in the backward, which matters for types that are not rounded elsewhere.
+    /// Whether few rows with few keys may be multiplied without packing (`small.rs`). Their scores are then rounded
+    /// otherwise than in the backward, which matters for types that are not rounded elsewhere.
     pub few: bool,
     /// Whether o is so large that it is written past the caches (non-temporal stores).
     pub stream: bool,
@@ -375,125 +376,6 @@ impl<A: Real> ForwardPass<'_, A> {
                 rescale::<E::V>(o, dv, E::PANEL, width, t.alpha.as_ptr());
             }
             E::weigh(&v, s, p, o, range.clone(), width);
-        }
-    }
-
-    /// Prefetches rows of k and v, one tile before they are packed. Where many heads are adjacent in memory, the rows of one
-    /// head are a page apart, and the hardware does not prefetch across pages.
-    ///
-    /// # Safety
-    /// The rows and the head are within k and v.
-    #[inline(always)]
-    unsafe fn ask(&self, rows: Range<i64>, head: u32) {
-        for row in rows {
-            // SAFETY: the rows and the head are within k and v (the contract).
-            unsafe {
-                prefetch(&self.call.k, row, head);
-                prefetch(&self.call.v, row, head);
-            }
-        }
-    }
-
-    /// Prefetches the rows of the unit that most likely comes next: the next kv head of the same range or, after the last one,
-    /// the next range. A range of few rows computes for less time than the next one's rows take to arrive from memory.
-    ///
-    /// # Safety
-    /// Ranges and heads of the call lie within its tensors.
-    #[inline(never)]
-    unsafe fn prefetch_next(&self, unit: &RowUnit) {
-        let c = self.call;
-        let (range, kv) = if unit.kv + 1 < c.k.heads { (unit.range, unit.kv + 1) } else { (unit.range + 1, 0) };
-        let Some(q) = c.ranges.q.get(range).filter(|q| q.range.len <= FEW_ROWS) else { return };
-        // SAFETY: rows and heads are within the tensors (the contract), within o and the running result where the mode uses them.
-        unsafe {
-            for row in (q.range.row..).take(q.range.len as usize) {
-                for head in readers(&c.heads, kv, c.q.heads) {
-                    prefetch(&c.q, row, head);
-                    if q.mode.finishes() {
-                        prefetch(&c.o, row, head);
-                    }
-                    if q.mode.continues() || !q.mode.finishes() {
-                        prefetch(&c.running, row, head);
-                    }
-                }
-            }
-            let mut left = 2 * FEW_ROWS;
-            for &pair in &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
-                let k = &c.ranges.k[pair as usize];
-                let rows = k.len.min(left);
-                self.ask(k.row..k.row + i64::from(rows), kv);
-                left -= rows;
-                if left == 0 {
-                    break;
-                }
-            }
-        }
-    }
-
-    /// Normalises up to [`Vector::W`] lanes from `first` on, whose sums are in `rows`, and merges and finishes them as the mode
-    /// of their range says.
-    ///
-    /// # Safety
-    /// The lanes' rows and heads lie within the tensors of the call; the instruction set is present.
-    #[inline(always)]
-    unsafe fn finish<E: AttentionEngine<Sum = A>>(
-        &self,
-        t: &mut ForwardTiles<E::T, A>,
-        scoring: &Scoring<A>,
-        first: usize,
-        q: &QRange,
-    ) {
-        let c = self.call;
-        let dv = c.v.dim as usize;
-        let end = t.lanes.n.min(first + E::V::W);
-        if q.mode.continues() {
-            for (lane, other) in (first..end).zip(t.others.chunks_exact_mut(dv)) {
-                // SAFETY: the running result exists (checked). It may be o itself, so it is copied before anything is written.
-                unsafe {
-                    let running = at::<A>(&c.running, t.lanes.row[lane], t.lanes.head[lane]);
-                    other.copy_from_slice(core::slice::from_raw_parts(running, dv));
-                }
-            }
-        }
-        for (lane, (row, other)) in (first..end).zip(t.rows.chunks_exact_mut(dv).zip(t.others.chunks_exact_mut(dv))) {
-            let (token, head) = (t.lanes.row[lane], t.lanes.head[lane]);
-            let (m, l) = (t.m[lane], t.l[lane]);
-            let mut lse = LogSumExp::NOTHING;
-            if m == A::NEG_INFINITY && l == A::ZERO {
-                row.fill(A::ZERO);
-            } else {
-                lse = LogSumExp::of(scoring.lse(m, l));
-                let inverse = A::from_f64(1.0) / l;
-                for x in row.iter_mut() {
-                    // Adding 0 makes −0 (a product that underflowed) the 0 it would be with one more masked key.
-                    *x = *x * inverse + A::ZERO;
-                }
-            }
-            // SAFETY: the tensors that the mode uses exist (checked).
-            unsafe {
-                if q.mode.continues() {
-                    let before = LogSumExp::load(at::<A>(&c.running_lse, token, head), c.running_lse.dim);
-                    let w = merge::weights(before, lse);
-                    merge::combine(&w, other, row);
-                    row.copy_from_slice(other);
-                    lse = w.lse;
-                }
-                if q.mode.finishes() {
-                    if !c.sinks.is_none() {
-                        let sink = A::from_f64((*at::<f32>(&c.sinks, 0, head)).into());
-                        let (factor, with_sink) = merge::sink(lse, sink);
-                        for x in row.iter_mut() {
-                            *x = *x * factor;
-                        }
-                        lse.lse = with_sink;
-                    }
-                    E::write(row, &c.o, token, head, self.stream);
-                    *at::<A>(&c.lse, token, head) = lse.lse;
-                } else {
-                    narrow(row, &c.running, token, head);
-                    lse.store(at::<A>(&c.running_lse, token, head), c.running_lse.dim);
-                }
-            }
         }
     }
 }

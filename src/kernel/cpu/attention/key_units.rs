@@ -3,9 +3,9 @@
 //!
 //! Units of one document and kv head add to the same rows of dq, one after another (`dq_order.rs`). Several workers
 //! therefore take blocks of several heads in turn, so that they do not wait for each other. A single worker takes all
-//! blocks of one head first, so that q and do of that head stay in its cache. Under a window each block reads only a few
-//! rows of q and do; if heads are then adjacent in memory, blocks of all heads are taken in turn, since they read and
-//! write the same pages. The results do not depend on this: the blocks of one head always have the same order.
+//! blocks of one head first, so that q and do of that head stay in its cache. Under a window each block reads only a
+//! few rows of q and do; if heads are then adjacent in memory, blocks of all heads are taken in turn, since they read
+//! and write the same pages. The results do not depend on this: the blocks of one head always have the same order.
 
 use super::stream::KeyStream;
 use crate::call::{AttendBackward, Range};
@@ -92,8 +92,8 @@ impl<'a> KeyUnits<'a> {
         None
     }
 
-    /// The keys of a unit and all later ones of its document. Successive blocks of a worker are mostly of the same document, so
-    /// the position in the list of keys is remembered.
+    /// The keys of a unit and all later ones of its document. Successive blocks of a worker are mostly of the same
+    /// document, so the position in the list of keys is remembered.
     pub(crate) fn keys(&mut self, unit: &KeyUnit) -> KeyStream<'a> {
         let (from, mut keys) = match self.walked.take() {
             Some((first, block, keys)) if first == unit.first && block <= unit.block => (block, keys),

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The backward pass of keys: keys outside, rows inside, dk and dv (and dq on the way).
 //!
-//! A unit is a tile of a document's keys with one kv head. Only this unit writes dk and dv of these keys; units add to dq
-//! in the order of their keys (`dq_order.rs`), so the bits do not depend on the number of workers. For each q head the
-//! unit goes through the q ranges in the order of the call: `dV += Pᵀ·dO`, `dK += dSᵀ·Q`. Each element is summed over the
-//! rows in that order. Where ranges are short, several q heads are processed together; not in aligned calls, where the
-//! order of a sum must not depend on how the rows are cut.
+//! A unit is a tile of a document's keys with one kv head. Only this unit writes dk and dv of these keys; units add to
+//! dq in the order of their keys (`dq_order.rs`), so the bits do not depend on the number of workers. For each q head
+//! the unit goes through the q ranges in the order of the call: `dV += Pᵀ·dO`, `dK += dSᵀ·Q`. Each element is summed
+//! over the rows in that order. Where ranges are short, several q heads are processed together; not in aligned calls,
+//! where the order of a sum must not depend on how the rows are cut.
 
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
 use super::dq_order::{DqOrder, DqTurn};
@@ -117,13 +117,14 @@ impl<A: Real> Keys<'_, A> {
             let (doc, kv) = (k[unit.first].doc, unit.kv);
             let q = if q_sorted { QRange::of_document(c.ranges.q, doc) } else { c.ranges.q };
             let mut stream = units.keys(&unit);
-            // Most ring steps attend to some of the keys only; adding 0 to the others would cost reading and writing them.
+            // Most ring steps attend to some of the keys only; adding 0 to the others would cost reading and writing
+            // them.
             let next = tiles.keys.next(&mut stream, c.aligned, false);
             if !next || (c.accumulate_keys && !self.reached(&mut tiles, q, doc)) {
                 continue;
             }
-            // SAFETY: ranges and heads are within the call, whose shapes are checked and memory is valid; the unit alone writes
-            // dk and dv of these keys and this kv head, and dq is added to in turn.
+            // SAFETY: ranges and heads are within the call, whose shapes are checked and memory is valid; the unit
+            // alone writes dk and dv of these keys and this kv head, and dq is added to in turn.
             unsafe {
                 tiles.keys.load::<Dense<V>>(&c.k, &c.v, kv);
                 self.tile::<V>(&mut tiles, &scoring, q, doc, kv, &turn);
@@ -149,8 +150,8 @@ impl<A: Real> Keys<'_, A> {
         ranges.iter().any(|q| q.range.doc == doc && !self.rows(t, q).is_empty())
     }
 
-    /// How many q heads share the lanes. Where a document's ranges have few rows, one head would leave most lanes empty. If
-    /// sums must keep their order, or are written per q head, it is one.
+    /// How many q heads share the lanes. Where a document's ranges have few rows, one head would leave most lanes
+    /// empty. If sums must keep their order, or are written per q head, it is one.
     fn heads_together(&self, ranges: &[QRange], doc: u32) -> u32 {
         if self.call.aligned || self.call.per_q_head {
             return 1;
@@ -225,8 +226,8 @@ impl<A: Real> Keys<'_, A> {
         }
     }
 
-    /// If the document has few rows, prefetches them for the next kv head: so short a unit computes for less time than the
-    /// next one's rows take to arrive from memory.
+    /// If the document has few rows, prefetches them for the next kv head: so short a unit computes for less time than
+    /// the next one's rows take to arrive from memory.
     ///
     /// # Safety
     /// As [`Job::work`].

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The backward pass of queries: rows outside, keys inside, dq.
 //!
-//! Units, tiles and the order of keys are those of the forward. `dQᵀ += Kᵀ·dS` stays in the cache until the last key, and
-//! is then written to dq or added to it, as the mode of the range says.
+//! Units, tiles and the order of keys are those of the forward. `dQᵀ += Kᵀ·dS` stays in the cache until the last key,
+//! and is then written to dq or added to it, as the mode of the range says.
 
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
 use super::row_blocks::{RowUnit, RowUnits, readers};

@@ -35,14 +35,14 @@ pub(crate) struct RowUnit {
     pub first: u32,
     pub rows: u32,
     pub kv: u32,
-    /// The rows of its block. Tiles are cut from the keys that any of these rows sees, so the tiles are the same however the
-    /// block is divided into units.
+    /// The rows of its block. Tiles are cut from the keys that any of these rows sees, so the tiles are the same
+    /// however the block is divided into units.
     pub block: Range<u32>,
 }
 
 impl<'a> RowUnits<'a> {
-    /// Units of `rows` rows, in blocks of `block` rows. Where heads are adjacent in memory, all units of the same rows come one
-    /// after another, since they read the same pages.
+    /// Units of `rows` rows, in blocks of `block` rows. Where heads are adjacent in memory, all units of the same rows
+    /// come one after another, since they read the same pages.
     pub(crate) fn new(q: &'a [QRange], documents: Documents<'a>, (rows, block): (usize, usize), k: &RawTensor) -> Self {
         let heads_first = k.head_stride.unsigned_abs() < k.token_stride.unsigned_abs();
         let (rows, block) = (rows as u32, block as u32);
@@ -57,7 +57,8 @@ impl<'a> RowUnits<'a> {
             let of_range = (len / self.block * each + (len % self.block).div_ceil(self.rows)) as usize;
             let units = of_range * self.kv_heads as usize;
             if unit < self.base + units {
-                // Last rows first: under a causal mask they have the most keys, and the longest units should not come last.
+                // Last rows first: under a causal mask they have the most keys, and the longest units should not come
+                // last.
                 let at = unit - self.base;
                 let heads = self.kv_heads as usize;
                 let (kv, at) = if self.heads_first { (at % heads, at / heads) } else { (at / of_range, at % of_range) };
@@ -84,8 +85,8 @@ pub(crate) fn readers(map: &HeadMap, kv: u32, q_heads: u32) -> Range<u32> {
     begin..end
 }
 
-/// Lanes of a unit, and of a block of units, for some documents of a call. Matrix units take the most lanes. If there would
-/// be too few units per worker they are made smaller: packing keys more often costs less than an idle worker.
+/// Lanes of a unit, and of a block of units, for some documents of a call. Matrix units take the most lanes. If there
+/// would be too few units per worker they are made smaller: packing keys more often costs less than an idle worker.
 pub(crate) fn lanes(call: &Attend, mut documents: Documents, workers: usize) -> [usize; 2] {
     let block = if documents.isa.has_tiles(call.q.dtype) { LANES_MOST } else { LANES };
     let mut enough = |lanes, each: usize| {

@@ -30,8 +30,8 @@ pub(crate) struct Small<'a, A> {
     pub row: &'a mut [A],
 }
 
-/// Whether the rows of `q`, for `heads` heads, and the keys at positions `lo..=hi` that they attend to are few. The answer
-/// does not depend on the number of workers or on how rows are cut into units.
+/// Whether the rows of `q`, for `heads` heads, and the keys at positions `lo..=hi` that they attend to are few. The
+/// answer does not depend on the number of workers or on how rows are cut into units.
 #[inline(always)]
 pub(crate) fn is_small<V: Vector>(c: &Attend, q: &QRange, heads: usize, (lo, hi): (i64, i64)) -> bool {
     let lanes = q.range.len as usize * heads;
@@ -61,13 +61,13 @@ impl<A: Real> Small<'_, A> {
         self.sums[..n * dv].fill(A::ZERO);
     }
 
-    /// Attends from the lanes to the keys of one tile of kv head `kv`. [`Small::sums`] then holds the rows of o before they
-    /// are normalised.
+    /// Attends from the lanes to the keys of one tile of kv head `kv`. [`Small::sums`] then holds the rows of o before
+    /// they are normalised.
     ///
     /// # Safety
-    /// The instruction set of `V` is present; the lanes' rows and heads, the keys' rows and `kv` lie within the tensors of the
-    /// call, whose memory is valid and whose sums are `A`s; scores and sums are as long as their comments say, the other
-    /// buffers as long as a panel.
+    /// The instruction set of `V` is present; the lanes' rows and heads, the keys' rows and `kv` lie within the tensors
+    /// of the call, whose memory is valid and whose sums are `A`s; scores and sums are as long as their comments say,
+    /// the other buffers as long as a panel.
     #[inline(always)]
     pub(crate) unsafe fn run<V: Vector<T = A>>(
         &mut self,

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Scores to probabilities, one vector of lanes at a time.
 //!
-//! In logarithms to the base 2, `p = exp2(s·log2 − m·log2)`: one multiply-add and one exp2 for each score. The reference
-//! `m` of a lane is not its running maximum: the maximum may exceed it by up to [`SLACK`]. Beyond that m is raised to the
-//! maximum, and the sums so far are multiplied by `alpha = exp2((m_old − m)·log2)`. Most tiles therefore do not rescale the
-//! sums of o. p is at most `2^SLACK`, which loses neither range nor precision (FlashAttention-4, 2025, does the same).
-//! Whether m is raised depends on the lane alone, and a factor of 1 changes no bits, so the lanes of a panel are
-//! independent.
+//! In logarithms to the base 2, `p = exp2(s·log2 − m·log2)`: one multiply-add and one exp2 for each score. The
+//! reference `m` of a lane is not its running maximum: the maximum may exceed it by up to [`SLACK`]. Beyond that m is
+//! raised to the maximum, and the sums so far are multiplied by `alpha = exp2((m_old − m)·log2)`. Most tiles therefore
+//! do not rescale the sums of o. p is at most `2^SLACK`, which loses neither range nor precision (FlashAttention-4,
+//! 2025, does the same). Whether m is raised depends on the lane alone, and a factor of 1 changes no bits, so the lanes
+//! of a panel are independent.
 //!
 //! Code with vectors must not use closures: a closure is compiled as a function without the instruction set, and every
 //! vector operation in it becomes a call.
@@ -21,12 +21,12 @@ use core::ops::Range;
 pub(crate) const SLACK: f64 = 8.0;
 
 impl<A: Real> Scores<'_, A> {
-    /// Converts the products `s` of one vector of lanes with the keys `range` to p, updates the reference `m` and the sum `l`,
-    /// and writes `alpha`. If the result is true, the lanes' sums of o must be multiplied by `alpha`.
+    /// Converts the products `s` of one vector of lanes with the keys `range` to p, updates the reference `m` and the
+    /// sum `l`, and writes `alpha`. If the result is true, the lanes' sums of o must be multiplied by `alpha`.
     ///
     /// # Safety
-    /// The engine's instruction set is present; `s` and `p` are as the engine says, with a row behind an odd range; `m`,
-    /// `l` and `alpha` are of W.
+    /// The engine's instruction set is present; `s` and `p` are as the engine says, with a row behind an odd range;
+    /// `m`, `l` and `alpha` are of W.
     #[inline(always)]
     pub(crate) unsafe fn run<E: AttentionEngine<Sum = A>>(
         &self,

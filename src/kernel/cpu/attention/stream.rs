@@ -2,12 +2,12 @@
 //! The keys of a call as a stream of tiles.
 //!
 //! A tile takes keys from as many ranges as it needs, so that many short ranges do not make many small tiles. It ends
-//! early in two cases. In an aligned call it ends at positions that are multiples of a tile's keys, so that tiles do not
-//! depend on how keys were cut. In all calls it ends where positions are too far apart: a tile stores positions relative
-//! to a base in the type of the accumulator, which is exact in f32 while no tile spans more than [`SPAN`].
+//! early in two cases. In an aligned call it ends at positions that are multiples of a tile's keys, so that tiles do
+//! not depend on how keys were cut. In all calls it ends where positions are too far apart: a tile stores positions
+//! relative to a base in the type of the accumulator, which is exact in f32 while no tile spans more than [`SPAN`].
 //!
-//! A tile may place keys by position and not one after another. The slot of a key then does not depend on which other keys
-//! are present, so products that sum keys in groups have the same bits.
+//! A tile may place keys by position and not one after another. The slot of a key then does not depend on which other
+//! keys are present, so products that sum keys in groups have the same bits.
 
 use super::tile::SPAN;
 use crate::call::{Range, RawTensor};
@@ -221,8 +221,8 @@ impl<'a, A: Real> Slots<'a, A> {
         n > 0
     }
 
-    /// `range` of the slots, shortened at both ends by groups of `grain` slots whose positions are all outside `lo..=hi`. If no
-    /// slot is inside, the result is any part of `range`.
+    /// `range` of the slots, shortened at both ends by groups of `grain` slots whose positions are all outside
+    /// `lo..=hi`. If no slot is inside, the result is any part of `range`.
     #[inline(always)]
     pub(crate) fn seen(&self, range: Span<usize>, grain: usize, (lo, hi): (i64, i64)) -> Span<usize> {
         let relative = |p: i64| A::from_f64(p.saturating_sub(self.base).clamp(-2 * SPAN, 2 * SPAN) as f64);

@@ -179,8 +179,8 @@ impl<'a, A: Real> Lanes<'a, A> {
         cover
     }
 
-    /// Packs a row of each lane transposed: element `d` of lane `l` to `[l / panel][d][l mod panel]`. Unused lanes get zeros.
-    /// `rows` holds `V::W` rows.
+    /// Packs a row of each lane transposed: element `d` of lane `l` to `[l / panel][d][l mod panel]`. Unused lanes get
+    /// zeros. `rows` holds `V::W` rows.
     ///
     /// # Safety
     /// The lanes' rows and heads lie within `t`, whose memory is valid and whose sums are `A`s; the instruction set of
@@ -243,8 +243,8 @@ pub(crate) struct Scoring<A> {
     pub softcap: A,
     pub capped: bool,
     pub alibi: bool,
-    /// Whether a score is its product times a positive factor. The softmax then applies the factor, and no pass over the
-    /// scores is needed before it.
+    /// Whether a score is its product times a positive factor. The softmax then applies the factor, and no pass over
+    /// the scores is needed before it.
     pub plain: bool,
     /// Factor from scores (if plain, from products) to logarithms to the base 2.
     pub log2: A,
@@ -271,7 +271,8 @@ impl<A: Real> Scoring<A> {
     }
 
     /// The natural logarithm of the sum of exponentials of a lane with reference `m` and sum `l`. Computed in f64, and
-    /// corrected for the rounding of `m · log2` that is contained in l, so that its error does not grow with the scores.
+    /// corrected for the rounding of `m · log2` that is contained in l, so that its error does not grow with the
+    /// scores.
     pub(crate) fn lse(&self, m: A, l: A) -> f64 {
         let rounding = m.to_f64() * self.log2.to_f64() - (m * self.log2).to_f64();
         m.to_f64() * self.natural + l.to_f64().ln() - rounding * core::f64::consts::LN_2

@@ -30,8 +30,8 @@ unsafe impl Pod for Line {}
 
 /// Elements from one row of a tile of k or v to the next, `size` bytes an element: an odd number of cache lines.
 ///
-/// Products read columns of tiles. If rows are a power of two apart, a column maps to a few sets of the L1 cache and evicts
-/// itself: at 512 bytes `Vᵀ·P` was a sixteenth slower, `Kᵀ·dS` a tenth.
+/// Products read columns of tiles. If rows are a power of two apart, a column maps to a few sets of the L1 cache and
+/// evicts itself: at 512 bytes `Vᵀ·P` was a sixteenth slower, `Kᵀ·dS` a tenth.
 #[inline(always)]
 pub(crate) fn row(n: usize, size: usize) -> usize {
     ((n * size).div_ceil(size_of::<Line>()) | 1) * size_of::<Line>() / size

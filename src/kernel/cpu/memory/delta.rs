@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Row sums before the backward: `delta = rowsum(do ∘ o)`.
 //!
-//! Every row is summed in sixteen lanes, which are then added in pairs. The order is the same on every instruction set, and
-//! there are no fused multiply-adds, so the bits are the same on all of them.
+//! Every row is summed in sixteen lanes, which are then added in pairs. The order is the same on every instruction set,
+//! and there are no fused multiply-adds, so the bits are the same on all of them.
 
 use super::convert::{self, Convert, Four, VectorLoop};
 use super::rows::address;
@@ -16,7 +16,7 @@ use crate::kernel::cpu::vector::simd::Real;
 const LANES: usize = 16;
 
 pub(crate) fn check_delta(d: &Delta) -> Result<()> {
-    check::same_shape(|| "d_o [tokens, heads, dim]".into(), &d.d_o, &d.o)?;
+    check::same_shape(|| "d_o".into(), &d.d_o, &d.o)?;
     check::tensor("d_o", &d.d_o, d.o.heads, d.o.dim, d.o.dtype)?;
     check::tensor("delta", &d.delta, d.o.heads, 1, d.o.dtype.accumulator())?;
     if d.delta.tokens != d.o.tokens {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Conversion of rows between a tensor's element type and the type of the sums.
 //!
-//! The kernels compute in the type of the sums only. The element type of a tensor is looked up once for each row that is
-//! packed or written, so the same code serves f16, bf16 and f32 on each instruction set.
+//! The kernels compute in the type of the sums only. The element type of a tensor is looked up once for each row that
+//! is packed or written, so the same code serves f16, bf16 and f32 on each instruction set.
 
 use crate::call::RawTensor;
 use crate::element::{Dtype, Element};
@@ -109,8 +109,8 @@ pub(crate) unsafe fn narrow_to<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
         // SAFETY: A is f32.
         let src = unsafe { core::slice::from_raw_parts(src.as_ptr().cast::<f32>(), src.len()) };
         if dtype == Dtype::F16 {
-            // `half` converts slices with the machine's instructions, and single elements after a check of the machine for
-            // each. Through a buffer on the stack, since `dst` may be uninitialised.
+            // `half` converts slices with the machine's instructions, and single elements after a check of the machine
+            // for each. Through a buffer on the stack, since `dst` may be uninitialised.
             let mut rounded = [f16::ZERO; 64];
             for (i, part) in src.chunks(64).enumerate() {
                 let rounded = &mut rounded[..part.len()];
@@ -131,8 +131,8 @@ pub(crate) unsafe fn narrow_to<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
     }
 }
 
-/// The bits of `bf16::from_f32` (nearest, ties to even, NaNs made quiet), without a branch, so that the compiler vectorises
-/// it.
+/// The bits of `bf16::from_f32` (nearest, ties to even, NaNs made quiet), without a branch, so that the compiler
+/// vectorises it.
 #[inline(always)]
 fn nearest_bf16(x: f32) -> u16 {
     let bits = x.to_bits();

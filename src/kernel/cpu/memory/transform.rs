@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Copies, casts and ordered sums of blocks; rows that no pair covers.
 //!
-//! All are bound by memory bandwidth, so they run on the calling thread. The order of memory accesses decides their speed.
+//! All are bound by memory bandwidth, so they run on the calling thread. The order of memory accesses decides their
+//! speed.
 
 use super::convert::{self, Convert, VectorLoop};
 use super::rows::{address, load, store};
@@ -18,8 +19,8 @@ use alloc::format;
 const TOGETHER: usize = 16;
 const AT_A_TIME: usize = 512;
 
-/// A long run is read at several places at once, this many elements apart. The hardware prefetches each stream; one stream
-/// alone reaches half of the memory bandwidth.
+/// A long run is read at several places at once, this many elements apart. The hardware prefetches each stream; one
+/// stream alone reaches half of the memory bandwidth.
 const PLACES: usize = 4;
 const APART: usize = 4096;
 
@@ -33,7 +34,7 @@ pub(crate) fn check_transform(t: &Transform) -> Result<()> {
             ));
         };
         for (j, s) in sources.iter().enumerate() {
-            check::same_shape(|| format!("blocks[{i}].sources[{j}] [tokens, heads, dim]"), s, &b.dst)?;
+            check::same_shape(|| format!("blocks[{i}].sources[{j}]"), s, &b.dst)?;
         }
         b.check_in_place(i, sources)?;
     }
@@ -61,7 +62,8 @@ fn is_wide(b: &Block, t: &Transform) -> bool {
     b.dst.dtype == Dtype::F64 || sources(b, t).iter().any(|s| s.dtype == Dtype::F64)
 }
 
-/// The runs of a block: `tokens` times `heads` runs of `run` elements, the longest that are contiguous in all its tensors.
+/// The runs of a block: `tokens` times `heads` runs of `run` elements, the longest that are contiguous in all its
+/// tensors.
 #[derive(Clone, Copy)]
 struct RunGrid {
     tokens: usize,
@@ -93,9 +95,9 @@ fn row(t: &RawTensor, token: usize, head: usize) -> *mut u8 {
 struct Narrow<'a>(&'a Transform<'a>);
 
 impl VectorLoop for Narrow<'_> {
-    /// A block of one run is processed from start to end. Other blocks are processed together, a few tokens of each in turn:
-    /// the blocks of an all-to-all hold different heads of the same tokens, so memory is then read, or written, once from
-    /// start to end, and not with a stride once for each block.
+    /// A block of one run is processed from start to end. Other blocks are processed together, a few tokens of each in
+    /// turn: the blocks of an all-to-all hold different heads of the same tokens, so memory is then read, or written,
+    /// once from start to end, and not with a stride once for each block.
     #[inline(always)]
     unsafe fn run<V: Convert>(&self) {
         let t = self.0;

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The softmax of a panel, interleaved with products of the matrix unit.
 //!
-//! If products and softmax of a tile run one after the other, the matrix unit is idle during the softmax, and the vector
-//! units are idle while products wait for operands from the L2 cache. Here the scores of a panel are computed a block of 32
-//! keys at a time. While the vector units compute p of one block, the matrix unit computes the scores of the next block and
-//! adds `Vᵀ·P` of the previous panel: one step of a product (four tile products) after every few vectors, close enough for
-//! the processor to execute both at once. The scores of a block take 8 KiB and stay in the L1 cache.
+//! If products and softmax of a tile run one after the other, the matrix unit is idle during the softmax, and the
+//! vector units are idle while products wait for operands from the L2 cache. Here the scores of a panel are computed a
+//! block of 32 keys at a time. While the vector units compute p of one block, the matrix unit computes the scores of
+//! the next block and adds `Vᵀ·P` of the previous panel: one step of a product (four tile products) after every few
+//! vectors, close enough for the processor to execute both at once. The scores of a block take 8 KiB and stay in the L1
+//! cache.
 //!
-//! The maximum score of a lane is known only after all blocks. p is therefore computed with the lane's current reference,
-//! and discarded in the rare case that the reference has to be raised (`softmax.rs` says when). An accepted tile has the
-//! same operations in the same order as without interleaving, and so the same bits.
+//! The maximum score of a lane is known only after all blocks. p is therefore computed with the lane's current
+//! reference, and discarded in the rare case that the reference has to be raised (`softmax.rs` says when). An accepted
+//! tile has the same operations in the same order as without interleaving, and so the same bits.
 
 use super::amx_product::{Apart, PANEL, Product, TILE, begin, end, scores_of, values_of};
 use super::engine::Operands;

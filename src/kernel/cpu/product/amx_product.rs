@@ -35,7 +35,8 @@ pub(crate) struct Product {
     pub add: bool,
 }
 
-/// The product of the 32 keys from `key` on with a panel of q, into 32 rows of scores at `s`. Operands have `parts` parts.
+/// The product of the 32 keys from `key` on with a panel of q, into 32 rows of scores at `s`. Operands have `parts`
+/// parts.
 ///
 /// # Safety
 /// `k` and `q` are as long as the engine says, and `key` is within the tile.
@@ -155,7 +156,8 @@ macro_rules! two {
     };
 }
 
-/// A step of operands of three parts of bf16: left and right part 1 with 3, 1 with 2, 2 with 2, 2 with 1, 3 with 1, 1 with 1.
+/// A step of operands of three parts of bf16: left and right part 1 with 3, 1 with 2, 2 with 2, 2 with 1, 3 with 1, 1
+/// with 1.
 macro_rules! three {
     ($then:ident, $name:ident) => {
         $then!(
@@ -209,8 +211,8 @@ macro_rules! product {
         /// reads, and those of C 16 rows of 64 bytes, valid for writes (and reads, where it is added to).
         #[inline(always)]
         pub(crate) unsafe fn $name(p: &Product) {
-            // SAFETY: the block reads and writes the memory of the contract, changes the registers named below, and does not
-            // use the stack. The compiler uses no tile registers: no function is compiled for them.
+            // SAFETY: the block reads and writes the memory of the contract, changes the registers named below, and
+            // does not use the stack. The compiler uses no tile registers: no function is compiled for them.
             unsafe {
                 asm!(
                     "test {add:e}, {add:e}",
@@ -263,8 +265,8 @@ one!(product, product_f16, "tdpfp16ps", "tileloadd");
 two!(product, product_two);
 three!(product, product_three);
 
-/// Initialises the result tiles of a product that runs a step at a time: with C if the product is added to it and operands
-/// have one part, else with zeros.
+/// Initialises the result tiles of a product that runs a step at a time: with C if the product is added to it and
+/// operands have one part, else with zeros.
 ///
 /// # Safety
 /// Tiles are configured; those of C are 16 rows of 64 bytes, valid for reads if the product is added. Until [`end`] no
@@ -299,8 +301,8 @@ pub(crate) unsafe fn begin(p: &Product, parts: usize) {
     }
 }
 
-/// A product of operands of several parts that is added to C. Adding each part's product to C would round C each time, so
-/// the sum of all steps is computed first and C is rounded once.
+/// A product of operands of several parts that is added to C. Adding each part's product to C would round C each time,
+/// so the sum of all steps is computed first and C is rounded once.
 #[repr(align(64))]
 pub(crate) struct Apart([f32; 32 * PANEL]);
 
@@ -364,7 +366,8 @@ macro_rules! step {
         /// The next step of a product that was begun.
         ///
         /// # Safety
-        /// As [`begin`]; the instruction is present, and the four tiles of the step are 1,024 bytes a part, valid for reads.
+        /// As [`begin`]; the instruction is present, and the four tiles of the step are 1,024 bytes a part, valid for
+        /// reads.
         #[inline(always)]
         pub(crate) unsafe fn $name(p: &Product) {
             // SAFETY: as in [`begin`].

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Products by the BF16 dot products of AVX-512, in place of AMX tiles: `vdpbf16ps` adds the products of two pairs of bf16
-//! to each f32 of a vector.
+//! Products by the BF16 dot products of AVX-512, in place of AMX tiles: `vdpbf16ps` adds the products of two pairs of
+//! bf16 to each f32 of a vector.
 //!
 //! Operands have the layout of tiles (`tile_engine.rs`): A as rows of 32 numbers, B as pairs of 16 columns. A broadcast
-//! pair of a row of A with a row of B gives 16 sums of two products. Packing, softmax, masks and the treatment of numbers
-//! that are not finite are therefore the same as on AMX. Eight rows by two vectors of C stay in registers, enough
-//! independent sums to hide the latency of the instruction.
+//! pair of a row of A with a row of B gives 16 sums of two products. Packing, softmax, masks and the treatment of
+//! numbers that are not finite are therefore the same as on AMX. Eight rows by two vectors of C stay in registers,
+//! enough independent sums to hide the latency of the instruction.
 //!
 //! Products and softmax use the same units here, so they are not interleaved. Like the matrix unit, the instruction
 //! reads subnormal bf16 as 0 and flushes subnormal results.
@@ -45,8 +45,8 @@ impl TileForm for DotBf16 {
 /// The product of 32 rows of A with 32 columns of B.
 ///
 /// # Safety
-/// AVX-512 F and BF16 are present; tiles are 1,024 bytes, valid for reads, and those of C 16 rows of 64 bytes, valid for
-/// writes (and reads, where it is added to).
+/// AVX-512 F and BF16 are present; tiles are 1,024 bytes, valid for reads, and those of C 16 rows of 64 bytes, valid
+/// for writes (and reads, where it is added to).
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn product_dots(p: &Product) {
     for (a, c) in [(p.a0, p.c0), (p.a1, p.c1)] {
@@ -66,8 +66,8 @@ unsafe fn product_dots(p: &Product) {
 unsafe fn rows(p: &Product, mut a: *const u16, c: *mut f32) {
     let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
     let (mut b0, mut b1) = (p.b0, p.b1);
-    // SAFETY: rows and columns are within the tiles of A, B and C (the contract); a tile of B has 16 rows of 32 numbers;
-    // pairs of bf16, and vectors of them, are integers of as many bits.
+    // SAFETY: rows and columns are within the tiles of A, B and C (the contract); a tile of B has 16 rows of 32
+    // numbers; pairs of bf16, and vectors of them, are integers of as many bits.
     unsafe {
         if p.add {
             for (i, sums) in sums.iter_mut().enumerate() {
@@ -103,8 +103,8 @@ mod tests {
     use alloc::vec;
     use half::bf16;
 
-    /// Products of several depths, written and added to, against sums in f64. Operands begin at odd addresses of two bytes,
-    /// steps skip tiles, and rows of C are apart: nothing but what `Product` names may be read or written.
+    /// Products of several depths, written and added to, against sums in f64. Operands begin at odd addresses of two
+    /// bytes, steps skip tiles, and rows of C are apart: nothing but what `Product` names may be read or written.
     #[test]
     fn products_of_dots() {
         if !crate::kernel::cpu::vector::x86::has_avx512_bf16() {

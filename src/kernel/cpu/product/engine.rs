@@ -2,12 +2,13 @@
 //! The two products of the forward pass, and the layout of their operands on each kind of machine.
 //!
 //! The algorithm exists once (`forward.rs`): lanes in panels, keys in tiles, an online softmax between `S = K·Qᵀ` and
-//! `Oᵀ += Vᵀ·P`. An [`AttentionEngine`] defines the memory layout of a panel of q and of tiles of k and v, and multiplies
-//! them. [`Dense`] holds operands in the type of the sums and multiplies with the vectors of an instruction set; matrix
-//! units (`tile_engine.rs`) hold them in the element type, in tiles. Scores and sums have the same layout for all:
-//! `[key][lane]` and `[dim][lane]`, in the type of the sums.
+//! `Oᵀ += Vᵀ·P`. An [`AttentionEngine`] defines the memory layout of a panel of q and of tiles of k and v, and
+//! multiplies them. [`Dense`] holds operands in the type of the sums and multiplies with the vectors of an instruction
+//! set; matrix units (`tile_engine.rs`) hold them in the element type, in tiles. Scores and sums have the same layout
+//! for all: `[key][lane]` and `[dim][lane]`, in the type of the sums.
 //!
-//! An engine may round p to its operands' type ([`crate::kernel::cpu::Isa::roundoff`] says so); it may not round anything else.
+//! An engine may round p to its operands' type ([`crate::kernel::cpu::Isa::roundoff`] says so); it may not round
+//! anything else.
 
 use crate::call::RawTensor;
 use crate::element::{Accumulator, Element};
@@ -24,10 +25,10 @@ use core::ops::Range;
 /// The layout of the operands of the two products, and their multiplication.
 ///
 /// # Safety
-/// Every method needs the instruction set to be present; all but [`AttentionEngine::enter`] need `enter` to have been called
-/// on this thread. Tiles and panels have the lengths [`AttentionEngine::keys_len`], [`AttentionEngine::values_len`] and
-/// [`AttentionEngine::queries_len`], `s` is `[KEYS][PANEL]`, `p` has [`AttentionEngine::weights_len`] elements, and `o` is
-/// `[value_dim padded to GRAIN][PANEL]`.
+/// Every method needs the instruction set to be present; all but [`AttentionEngine::enter`] need `enter` to have been
+/// called on this thread. Tiles and panels have the lengths [`AttentionEngine::keys_len`],
+/// [`AttentionEngine::values_len`] and [`AttentionEngine::queries_len`], `s` is `[KEYS][PANEL]`, `p` has
+/// [`AttentionEngine::weights_len`] elements, and `o` is `[value_dim padded to GRAIN][PANEL]`.
 pub(crate) trait AttentionEngine {
     /// The type of sums.
     type Sum: Real;
@@ -44,8 +45,8 @@ pub(crate) trait AttentionEngine {
     const TILES: usize = 1;
     /// Whether [`AttentionEngine::interleaved`] is implemented.
     const INTERLEAVES: bool = false;
-    /// Whether packing writes everything that products read. If not, products also read the padding between rows, which must
-    /// be zero.
+    /// Whether packing writes everything that products read. If not, products also read the padding between rows, which
+    /// must be zero.
     const WRITES_ALL: bool = false;
     /// The deferred products of [`AttentionEngine::interleaved`].
     type Later: Default;
@@ -80,11 +81,11 @@ pub(crate) trait AttentionEngine {
         rows: &mut [Self::Sum],
     ) -> bool;
 
-    /// `s[keys][..width] = K·Qᵀ` for the keys of a range that begins, and ends unless the tile does, at a multiple of 2 and of
-    /// [`AttentionEngine::GRAIN`].
+    /// `s[keys][..width] = K·Qᵀ` for the keys of a range that begins, and ends unless the tile does, at a multiple of 2
+    /// and of [`AttentionEngine::GRAIN`].
     unsafe fn scores(k: &[Self::T], q: *const Self::T, dim: usize, s: *mut Self::Sum, keys: Range<usize>, width: usize);
-    /// Recomputes the scores of keys (`rows` of `head` of k) and lanes (from `first` on) whose rows have numbers that the
-    /// engine cannot multiply. Called if [`AttentionEngine::keys`] or [`AttentionEngine::queries`] returned false.
+    /// Recomputes the scores of keys (`rows` of `head` of k) and lanes (from `first` on) whose rows have numbers that
+    /// the engine cannot multiply. Called if [`AttentionEngine::keys`] or [`AttentionEngine::queries`] returned false.
     unsafe fn scores_again(
         _lanes: &Lanes<Self::Sum>,
         _first: usize,
@@ -94,10 +95,11 @@ pub(crate) trait AttentionEngine {
         _keys: Range<usize>,
     ) {
     }
-    /// Stores p of keys `j` (even) and `j + 1`, for the vector of lanes at `lane` of the panel, as an operand of `weigh`.
+    /// Stores p of keys `j` (even) and `j + 1`, for the vector of lanes at `lane` of the panel, as an operand of
+    /// `weigh`.
     unsafe fn put(s: *mut Self::Sum, p: *mut Self::T, j: usize, lane: usize, a: Self::V, b: Self::V);
-    /// `o[..dim][..width] += Vᵀ·P` for those keys. A key with p = 0 adds nothing, even if its v is NaN. `finite` is the result
-    /// of [`AttentionEngine::values`] for the rows `rows` of `head` of `t`.
+    /// `o[..dim][..width] += Vᵀ·P` for those keys. A key with p = 0 adds nothing, even if its v is NaN. `finite` is the
+    /// result of [`AttentionEngine::values`] for the rows `rows` of `head` of `t`.
     unsafe fn weigh(
         v: &Values<Self::T>,
         s: *const Self::Sum,
@@ -116,9 +118,9 @@ pub(crate) trait AttentionEngine {
     }
 
     /// Computes scores and p of a whole panel with the keys of a range of whole blocks, with the bits of
-    /// [`AttentionEngine::scores`] and the softmax, interleaved with the deferred products and the first scores of `next`.
-    /// Scores must be plain and finite. Returns false if the reference of some lane has to be raised; then only `s` and `p`
-    /// have changed.
+    /// [`AttentionEngine::scores`] and the softmax, interleaved with the deferred products and the first scores of
+    /// `next`. Scores must be plain and finite. Returns false if the reference of some lane has to be raised; then only
+    /// `s` and `p` have changed.
     unsafe fn interleaved(
         _scores: &Scores<Self::Sum>,
         _of: &Operands<Self::T>,

@@ -2,12 +2,12 @@
 //! The representation of each element type on matrix units.
 //!
 //! Tiles hold half-precision numbers. A number with more digits than bf16 is represented as a sum of bf16 numbers, its
-//! *parts*; each part is the remainder of the parts before it, rounded. An f16 is exactly the sum of two parts and an f32
-//! of three (while the last part is a normal number, which holds from 2⁻¹⁰⁹ on). A product of such sums is the sum of the
-//! products of their parts, computed from the smallest. Of the nine products for f32, three are omitted: together they are
-//! below 2⁻²² of the product, of either sign, and on average as large as the rounding error of an f32 multiplication. Each
-//! tile product sums 32 products before it rounds, so the error of a sum is no larger than that of a chain of f32
-//! multiply-adds (`tests/kernel` has the same bounds for both).
+//! *parts*; each part is the remainder of the parts before it, rounded. An f16 is exactly the sum of two parts and an
+//! f32 of three (while the last part is a normal number, which holds from 2⁻¹⁰⁹ on). A product of such sums is the sum
+//! of the products of their parts, computed from the smallest. Of the nine products for f32, three are omitted:
+//! together they are below 2⁻²² of the product, of either sign, and on average as large as the rounding error of an f32
+//! multiplication. Each tile product sums 32 products before it rounds, so the error of a sum is no larger than that of
+//! a chain of f32 multiply-adds (`tests/kernel` has the same bounds for both).
 //!
 //! Whether a number is finite is determined by its first part only; if it is not, the other parts are undefined.
 
@@ -26,10 +26,11 @@ pub(crate) type Parts = [__m512i; MOST];
 pub(crate) trait TileForm: 'static {
     /// The number of parts, and so of tiles, for one tile of elements.
     const PARTS: usize;
-    /// Whether products run on the matrix unit, which must be configured and works in parallel with the vector units. If not,
-    /// they run on the vector units, and [`TileForm::step`] is not implemented.
+    /// Whether products run on the matrix unit, which must be configured and works in parallel with the vector units.
+    /// If not, they run on the vector units, and [`TileForm::step`] is not implemented.
     const MATRIX_UNIT: bool = true;
-    /// The bits of infinity as a first part. A number whose first part is not below it (without the sign) is not finite.
+    /// The bits of infinity as a first part. A number whose first part is not below it (without the sign) is not
+    /// finite.
     const INFINITY: u16 = 0x7f80;
     /// Whether the type has a narrow range, so that gradients must be scaled.
     const NARROW: bool = false;
@@ -173,8 +174,8 @@ unsafe fn rows_of(parts: usize, mut a: __m512, mut b: __m512) -> Parts {
     }
 }
 
-/// `parts` parts of two vectors in pairs, with fewer instructions than [`rows_of`]. The first part is truncated, so it is
-/// finite or NaN exactly if its number is. The others are rounded, ties away from 0.
+/// `parts` parts of two vectors in pairs, with fewer instructions than [`rows_of`]. The first part is truncated, so it
+/// is finite or NaN exactly if its number is. The others are rounded, ties away from 0.
 ///
 /// # Safety
 /// AVX-512 F is present.

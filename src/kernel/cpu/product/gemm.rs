@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The one matrix product of the kernels over vectors: `C = A·B` or `C += A·B`, on tiles that fit the cache.
 //!
-//! A is read element by element (broadcast), so it may be stored by rows or by columns; B and C are rows of vectors. Every
-//! element of C is one chain of multiply-adds in the order of k: its bits depend on its own row and column alone, not on
-//! its place in a register block. The reproducible mode depends on this.
+//! A is read element by element (broadcast), so it may be stored by rows or by columns; B and C are rows of vectors.
+//! Every element of C is one chain of multiply-adds in the order of k: its bits depend on its own row and column alone,
+//! not on its place in a register block. The reproducible mode depends on this.
 //!
 //! `0 · NaN` is NaN, but a masked key must not contribute, even if it is NaN. Tiles with a number that is not finite
 //! therefore take a scalar path, which skips products with a probability of exactly 0.
@@ -35,9 +35,9 @@ pub(crate) unsafe fn gemm<V: Vector>(g: &Gemm<V::T>) {
 
 /// One column of blocks, `N` vectors wide.
 ///
-/// A block of few rows has too few sums to hide the latency of a multiply-add; 4 rows of 2 vectors have just enough. The
-/// remainder after blocks of [`Vector::MR`] rows is therefore made of blocks of 4 if possible: 32 rows are 4 blocks of 6
-/// and 2 of 4.
+/// A block of few rows has too few sums to hide the latency of a multiply-add; 4 rows of 2 vectors have just enough.
+/// The remainder after blocks of [`Vector::MR`] rows is therefore made of blocks of 4 if possible: 32 rows are 4 blocks
+/// of 6 and 2 of 4.
 ///
 /// # Safety
 /// As [`gemm`]; `n + N · W ≤ g.n`.

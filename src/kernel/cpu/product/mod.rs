@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Matrix products: by vectors (`gemm`), by matrix units (`amx`, `amx_product`, `amx_interleaved`), by BF16 dot products
-//! (`dots`), and the trait through which attention calls them (`engine`).
+//! Matrix products: by vectors (`gemm`), by matrix units (`amx`, `amx_product`, `amx_interleaved`), by BF16 dot
+//! products (`dots`), and the trait through which attention calls them (`engine`).
 //!
 //! This file defines the arguments of a product over vectors: sizes, addresses, and how the result is stored.
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The engine for tiles: products of 16 × 32 with 32 × 16 half-precision numbers, summed in f32, by AMX or by dot products
-//! of vectors (`dots.rs`), which take the same operands.
+//! The engine for tiles: products of 16 × 32 with 32 × 16 half-precision numbers, summed in f32, by AMX or by dot
+//! products of vectors (`dots.rs`), which take the same operands.
 //!
-//! Stable Rust has no intrinsics for tile instructions, so they are written as assembly: one block of instructions for two
-//! by two result tiles, with the whole loop over the inner dimension. Of the eight tile registers four hold results, two
-//! the left and two the right operands. Each operand is used twice, so there is one load for each product. Operands are
-//! tiles of 1,024 bytes one after another, with the parts of a tile (`forms.rs`) adjacent:
+//! Stable Rust has no intrinsics for tile instructions, so they are written as assembly: one block of instructions for
+//! two by two result tiles, with the whole loop over the inner dimension. Of the eight tile registers four hold
+//! results, two the left and two the right operands. Each operand is used twice, so there is one load for each product.
+//! Operands are tiles of 1,024 bytes one after another, with the parts of a tile (`forms.rs`) adjacent:
 //!
 //! ```text
 //! k        [key / 16][dim / 32][16 keys][32 dims]         as it is, copied: rows of a tensor may lie far apart
@@ -38,8 +38,8 @@ use core::ops::Range;
 pub(crate) struct TileEngine<H>(PhantomData<H>);
 
 impl<H: TileForm> TileEngine<H> {
-    /// Packs rows transposed, `[dim / 16][row / 32][16 dims][32 rows]`, into the blocks of 32 rows from `first` on, of `deep`
-    /// blocks; with `CLEAN`, numbers that are not finite become 0. Returns whether all are finite.
+    /// Packs rows transposed, `[dim / 16][row / 32][16 dims][32 rows]`, into the blocks of 32 rows from `first` on, of
+    /// `deep` blocks; with `CLEAN`, numbers that are not finite become 0. Returns whether all are finite.
     ///
     /// # Safety
     /// As [`AttentionEngine::values`].
@@ -238,8 +238,8 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
         unsafe {
             let mut largest = _mm512_setzero_si512();
             for tile in 0..PANEL / 16 {
-                // Prefetch the rows of the next tile, and of this one if it is the first. Packing reads a line of one row after
-                // another, and would wait for each of them.
+                // Prefetch the rows of the next tile, and of this one if it is the first. Packing reads a line of one
+                // row after another, and would wait for each of them.
                 let here = first + 16 * tile;
                 let asked = if here == 0 { 0 } else { here + 16 };
                 prefetch_lanes::<_MM_HINT_T0>(t, lanes, asked..(here + 32).min(lanes.n));

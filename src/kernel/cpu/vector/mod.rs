@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Vectors: the trait that the algorithms are written in, and one thin file for each instruction set that implements it.
+//! Vectors: the trait that the algorithms are written in, and one thin file for each instruction set that implements
+//! it.
 //!
-//! The file of an instruction set only wraps its instructions. It contains no algorithm, so every machine runs the same one.
+//! The file of an instruction set only wraps its instructions. It contains no algorithm, so every machine runs the same
+//! one.
 
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod neon;

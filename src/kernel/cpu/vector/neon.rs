@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The vectors of NEON, which every AArch64 has.
 //!
-//! A vector of the kernels is two registers. The register block of the matrix product, six rows by two vectors, then has
-//! its sums in 24 of the 32 registers: 24 multiply-adds for ten loads, and enough independent sums to hide their latency.
+//! A vector of the kernels is two registers. The register block of the matrix product, six rows by two vectors, then
+//! has its sums in 24 of the 32 registers: 24 multiply-adds for ten loads, and enough independent sums to hide their
+//! latency.
 
 #![allow(unused_unsafe, reason = "newer compilers take these intrinsics for safe where the target has NEON")]
 
@@ -74,7 +75,8 @@ macro_rules! vector {
             }
             #[inline(always)]
             unsafe fn max(a: Self, b: Self) -> Self {
-                // SAFETY: NEON is part of the target; registers alone. NEON's own maximum gives NaN where either is one.
+                // SAFETY: NEON is part of the target; registers alone. NEON's own maximum gives NaN where either is
+                // one.
                 unsafe { Self::gt(a, b, a, b) }
             }
             #[inline(always)]

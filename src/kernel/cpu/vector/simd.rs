@@ -5,8 +5,8 @@
 //! `__m256`, or plain arrays), in `x86.rs`, `neon.rs` and `portable.rs`. It provides loads, stores, arithmetic, a
 //! comparison and exp2; exp and tanh are computed here.
 //!
-//! Methods of [`Vector`] must be called from functions that are compiled for the instruction set: elsewhere they are not
-//! inlined and slow. `mul_add` of the standard library must not be used: without the instruction it is a call.
+//! Methods of [`Vector`] must be called from functions that are compiled for the instruction set: elsewhere they are
+//! not inlined and slow. `mul_add` of the standard library must not be used: without the instruction it is a call.
 
 use crate::element::Accumulator;
 
@@ -57,9 +57,9 @@ pub(crate) trait Vector: Copy {
     unsafe fn gt(a: Self, b: Self, x: Self, y: Self) -> Self;
     /// Whether `a > b` in any lane.
     unsafe fn any_gt(a: Self, b: Self) -> bool;
-    /// 2 to the power of each lane, up to 127, within [`EXP2_ULPS`](self::EXP2_ULPS) (f32) or with the standard library's
-    /// error (f64). Exactly 0 at −127 and below, and exactly 1 at 0. A result below the smallest normal number may be any
-    /// number between 0 and that. A default NaN gives a NaN; a NaN with a payload need not.
+    /// 2 to the power of each lane, up to 127, within [`EXP2_ULPS`](self::EXP2_ULPS) (f32) or with the standard
+    /// library's error (f64). Exactly 0 at −127 and below, and exactly 1 at 0. A result below the smallest normal
+    /// number may be any number between 0 and that. A default NaN gives a NaN; a NaN with a payload need not.
     unsafe fn exp2(self) -> Self;
     /// Transposes `[W][W]` from rows `ld` apart to rows `to_ld` apart.
     #[inline(always)]
@@ -67,8 +67,8 @@ pub(crate) trait Vector: Copy {
         // SAFETY: `from` has W rows `ld` apart and `to` W rows `to_ld` apart, of W elements each (the contract).
         unsafe { by_element(from, ld, to, to_ld, Self::W) }
     }
-    /// e to the power of each lane, within 2 ulp (f32) or with the standard library's error (f64); 0 where the result is below
-    /// the smallest normal number, exactly 1 at 0, NaN for NaN.
+    /// e to the power of each lane, within 2 ulp (f32) or with the standard library's error (f64); 0 where the result
+    /// is below the smallest normal number, exactly 1 at 0, NaN for NaN.
     unsafe fn exp(self) -> Self;
     /// The hyperbolic tangent, with the same error.
     unsafe fn tanh(self) -> Self;
@@ -251,8 +251,8 @@ mod tests {
         out.iter().zip(expected).map(|(&x, &y)| ulps(x, y)).fold(0.0, f64::max)
     }
 
-    /// What a softmax asks for, from −126 to 8, on every instruction set: each 61st f32, or each so-many-th as the environment
-    /// says. All of them (`CPATTN_EXP2_STEP=1`) are two thousand million, and take minutes.
+    /// What a softmax asks for, from −126 to 8, on every instruction set: each 61st f32, or each so-many-th as the
+    /// environment says. All of them (`CPATTN_EXP2_STEP=1`) are two thousand million, and take minutes.
     #[test]
     fn exp2_of_all_numbers() {
         let step = std::env::var("CPATTN_EXP2_STEP").map_or(61, |step| step.parse().unwrap());

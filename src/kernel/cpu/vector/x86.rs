@@ -110,7 +110,8 @@ macro_rules! vector {
             }
             #[inline(always)]
             unsafe fn transpose($p: *const $t, $ld: usize, $q: *mut $t, $qd: usize) {
-                // SAFETY: the instruction set is present, `p` and `q` are to W rows of W elements (the contract of `Vector`).
+                // SAFETY: the instruction set is present, `p` and `q` are to W rows of W elements (the contract of
+                // `Vector`).
                 unsafe { $transpose }
             }
             #[inline(always)]
@@ -164,9 +165,9 @@ vector!(__m256d, f64, 4, 6, "avx2,fma",
     |a, b, x, y| _mm256_blendv_pd(y, x, _mm256_cmp_pd::<_CMP_GT_OQ>(a, b)),
     |x| map_f64(x, f64::exp), |x| map_f64(x, f64::tanh));
 
-/// exp2 of f32 with two instructions of AVX-512: the fractional part of x, and a product with a power of two. Between them
-/// is the polynomial of degree 5 with the least relative error on [0, 1] among those with the value 1 at 0. A subnormal
-/// result becomes 0, since the instruction would take a hundred cycles to produce it.
+/// exp2 of f32 with two instructions of AVX-512: the fractional part of x, and a product with a power of two. Between
+/// them is the polynomial of degree 5 with the least relative error on [0, 1] among those with the value 1 at 0. A
+/// subnormal result becomes 0, since the instruction would take a hundred cycles to produce it.
 ///
 /// # Safety
 /// AVX-512 F and DQ are present.
@@ -209,8 +210,8 @@ impl Pow2 for __m256 {
     }
 }
 
-/// Transposes `[8][8]` f32. Halves of rows are exchanged by the loads, so that transpositions of four by four within halves
-/// remain.
+/// Transposes `[8][8]` f32. Halves of rows are exchanged by the loads, so that transpositions of four by four within
+/// halves remain.
 ///
 /// # Safety
 /// AVX2 is present; `from` and `to` are valid for 8 rows of 8, `ld` and `to_ld` apart, and do not overlap.
@@ -242,8 +243,8 @@ unsafe fn transpose8(from: *const f32, ld: usize, to: *mut f32, to_ld: usize) {
     }
 }
 
-/// Transposes `[16][16]` dwords. Quarters of rows are exchanged by the loads, so that transpositions of four by four within
-/// quarters remain.
+/// Transposes `[16][16]` dwords. Quarters of rows are exchanged by the loads, so that transpositions of four by four
+/// within quarters remain.
 ///
 /// # Safety
 /// AVX-512 is present; `from` and `to` are valid for 16 rows of 16, `ld` and `to_ld` apart, and do not overlap.

@@ -144,8 +144,8 @@ fn cards_are_loaded_evenly() {
     }
 }
 
-/// What the network carries is fetched before a node's own steps need the compute lane to wait: the first part of the next
-/// node's rows is the first exchange, and a part comes before each local step.
+/// What the network carries is fetched before a node's own steps need the compute lane to wait: the first part of the
+/// next node's rows is the first exchange, and a part comes before each local step.
 #[test]
 fn rows_cross_beside_the_steps_of_a_node() {
     let batch = Batch::from_lengths(&[240]).unwrap();

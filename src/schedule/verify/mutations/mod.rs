@@ -2,11 +2,13 @@
 //! The verifier verified: right schedules are corrupted at every site that a kind of mistake can be made at, and each
 //! time the proof must fail. A site where the change would make no difference is left out, with the reason.
 
-use alloc::{collections::BTreeSet, format, string::String, vec, vec::Vec};
+use alloc::{format, string::String, vec, vec::Vec};
 
 use super::{
-    Proof, list_and_prove,
-    listed::{self, ListedOp},
+    Proof, check_rank, list_and_prove,
+    listed::{ListedOp, list_one},
+    promise,
+    slices::ScheduleCheck,
 };
 use crate::{
     batch::{Batch, Side},
@@ -23,6 +25,7 @@ use crate::{
     },
 };
 
+mod gateways;
 mod operations;
 mod written_out;
 
@@ -35,15 +38,16 @@ struct Subject {
     listed: Vec<Vec<ListedOp>>,
 }
 
-fn list(s: &Schedule) -> Result<Vec<ListedOp>> {
-    listed::list(s, &mut Expansion::default())
+fn list(s: &Schedule) -> Vec<ListedOp> {
+    (0..s.ops.len()).map(|i| list_one(s, i, &mut Expansion::new(s))).collect()
 }
 
 /// A subject's ranks with what was written out.
 fn proof<'a>(s: &'a Subject, listed: &'a [Vec<ListedOp>]) -> Result<Proof<'a>> {
-    let mut proof = Proof::new(&s.plan, s.purpose);
-    s.schedules.iter().zip(listed).try_for_each(|(x, written)| proof.add(x.clone(), Some(written)))?;
-    Ok(proof)
+    let (plan, purpose, e) = (&s.plan, s.purpose, &mut Expansion::default());
+    let ranks =
+        s.schedules.iter().zip(listed).map(|(x, written)| check_rank(x.clone(), Some(written), plan, purpose, e));
+    Ok(Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()? })
 }
 
 fn subjects() -> Vec<Subject> {
@@ -127,6 +131,16 @@ fn subjects() -> Vec<Subject> {
         ("nodes, ordered", &packed, mesh(1, 4), Layout::Contiguous, Mask::causal(), 2, 1, Dtype::F32, {
             o().ranks_per_node(2).reproducible(true)
         }),
+        ("gateways", &packed, mesh(4, 1), Layout::Contiguous, Mask::causal(), 4, 1, Dtype::Bf16, o().ranks_per_node(2)),
+        ("gateways, uneven heads", &packed, mesh(4, 1), Layout::Contiguous, Mask::full(), 9, 3, Dtype::F32, {
+            o().ranks_per_node(2).wire(Wire::Bf16)
+        }),
+        ("gateways, passes", &crossed, mesh(4, 2), Layout::ZigzagPack, Mask::causal(), 12, 6, Dtype::Bf16, {
+            o().ranks_per_node(2).passes(2)
+        }),
+        ("ordered gateways", &packed, mesh(4, 1), Layout::Contiguous, Mask::causal(), 4, 1, Dtype::F32, {
+            o().ranks_per_node(2).reproducible(true)
+        }),
     ];
     let mut subjects = Vec::new();
     for (name, batch, mesh, layout, mask, heads, kv_heads, dtype, options) in cases {
@@ -135,7 +149,7 @@ fn subjects() -> Vec<Subject> {
         for direction in [Direction::Forward, Direction::Backward] {
             let schedules: Vec<Schedule> =
                 (0..mesh.group()).map(|r| Schedule::new(&plan, r, direction).unwrap()).collect();
-            let listed = schedules.iter().map(|s| list(s).unwrap()).collect();
+            let listed = schedules.iter().map(list).collect();
             subjects.push(Subject {
                 name: format!("{name}, {direction:?}"),
                 plan: plan.clone(),
@@ -165,7 +179,7 @@ fn all_to_alls() -> Vec<Subject> {
                 let all_to_all = AllToAll { way, side, dim: 5, dtype };
                 let schedules: Vec<Schedule> =
                     (0..mesh.group()).map(|r| Schedule::all_to_all(&plan, r, all_to_all).unwrap()).collect();
-                let listed = schedules.iter().map(|s| list(s).unwrap()).collect();
+                let listed = schedules.iter().map(list).collect();
                 subjects.push(Subject {
                     name: format!("{all_to_all:?} over {mesh:?}"),
                     plan: plan.clone(),
@@ -243,7 +257,7 @@ fn right_schedules_are_proved() {
 /// Both ways to keep cells are under test: one for a row, and one for each head.
 #[test]
 fn some_subjects_take_whole_rows_and_some_do_not() {
-    let whole = |s: &Subject| proof(s, &s.listed).unwrap().whole_rows;
+    let whole = |s: &Subject| proof(s, &s.listed).unwrap().takes_whole_rows();
     let of = |name: &str| subjects().iter().find(|s| s.name == name).map(whole);
     assert_eq!(of("ring, Forward"), Some(true));
     assert_eq!(of("ring, Backward"), Some(true));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Mutants of operations: dropped, repeated and reordered ones, lost dependencies, buffers, workspaces, heads and tiles that
-//! are not those of the plan, and groups that are not whole. Mutants of what operations carry are in `written_out`.
+//! Mutants of operations: dropped, repeated and reordered ones, lost dependencies, buffers, workspaces, heads and tiles
+//! that are not those of the plan, and groups that are not whole. Mutants of what operations carry are in
+//! `written_out`.
 
 use super::*;
 
@@ -45,7 +46,7 @@ fn a_repeated_operation() {
 }
 
 /// Whether two operations of a rank race, found the slow way: every byte, and every path of the graph of dependencies.
-fn races(x: &Schedule, work: &[ListedOp], memory: &super::super::memory::Memory) -> bool {
+fn races(x: &Schedule, plan: &Plan, purpose: Purpose) -> bool {
     let n = x.ops.len();
     let mut before = vec![vec![false; n]; n];
     for i in 0..n {
@@ -56,29 +57,12 @@ fn races(x: &Schedule, work: &[ListedOp], memory: &super::super::memory::Memory)
             before[i][j] = true;
         }
     }
-    let bytes = |rects: &[super::super::memory::Rect]| -> BTreeSet<(usize, u64)> {
-        let mut set = BTreeSet::new();
-        for r in rects {
-            for row in r.row..r.row + r.rows {
-                for head in r.head..r.head + r.heads {
-                    memory.bytes_of(r.table, row, head, |space, byte| {
-                        set.insert((space, byte));
-                    });
-                }
-            }
-        }
-        set
-    };
-    let touched: Vec<_> = work
-        .iter()
-        .map(|w| {
-            let t = super::super::races::touched(w, memory);
-            (bytes(&t.reads), bytes(&t.writes))
-        })
-        .collect();
+    let tensors = TensorId::ALL.map(|tensor| promise::form(tensor, x, plan, purpose));
+    let check = ScheduleCheck::new(x, &tensors).unwrap();
+    let touched: Vec<_> = check.operations(&mut Expansion::new(x)).unwrap().iter().map(|t| check.bytes_of(t)).collect();
     (0..n).any(|i| {
         (0..i).any(|j| {
-            let ((r, w), (s, v)) = (&touched[i], &touched[j]);
+            let ([r, w], [s, v]) = (&touched[i], &touched[j]);
             !before[i][j] && (!w.is_disjoint(v) || !w.is_disjoint(s) || !r.is_disjoint(v))
         })
     })
@@ -96,13 +80,7 @@ fn a_dropped_dependency() {
             }
             let mut x = s.schedules[r].clone();
             x.ops[i].after = None;
-            let memory = super::super::memory::Memory::new(
-                &x,
-                super::super::promise::tables(&x, &s.plan, s.purpose, false),
-                false,
-            )
-            .unwrap();
-            if races(&x, &s.listed[r], &memory) {
+            if races(&x, &s.plan, s.purpose) {
                 t.schedule(s, r, format!("rank {r} op {i} {w:?}"), |y| *y = x);
             } else {
                 let mut schedules = s.schedules.clone();
@@ -154,7 +132,8 @@ fn exchanges_swapped_on_one_rank() {
     t.done(9);
 }
 
-/// Whether messages of two buffers would overlap if the buffers began at one byte. Of other operations the views are whole.
+/// Whether messages of two buffers would overlap if the buffers began at one byte. Of other operations the views are
+/// whole.
 fn share_rows(work: &ListedOp, a: u16, b: u16) -> bool {
     let ListedOp::Exchange { messages, .. } = work else { return true };
     let of = |buffer| messages.iter().map(|m| m.view).filter(move |v| v.buf == Buf::Work(buffer));
@@ -275,8 +254,8 @@ fn tiles_broken_elsewhere() {
     t.done(100);
 }
 
-/// The slices that stand for all that is moved, packed or summed in an operation of the ring: a run checks them too, also
-/// where no row of them is.
+/// The slices that stand for all that is moved, packed or summed in an operation of the ring: a run checks them too,
+/// also where no row of them is.
 #[test]
 fn tensors_of_a_ring_step_elsewhere() {
     let mut t = Trial::new("tensor of a ring step");

@@ -6,7 +6,10 @@ use alloc::{format, string::String, vec::Vec};
 use super::{Subject, Trial, each_op, subjects};
 use crate::{
     call::{Gradients, Mode},
-    schedule::{BackwardOp, Buf, BufferView, MessageView, OpKind, Schedule, verify::listed::ListedOp},
+    schedule::{
+        BackwardOp, Buf, BufferView, Form, MessageView, OpKind, Schedule,
+        verify::{listed::ListedOp, memory::Memory, promise},
+    },
 };
 
 #[test]
@@ -91,20 +94,14 @@ fn ranges_and_pairs_changed() {
 
 /// The other end of a message: (rank, operation, index).
 fn other_end(s: &Subject, r: usize, i: usize, n: usize) -> (usize, usize, usize) {
-    let memories: Vec<_> = s
-        .schedules
-        .iter()
-        .map(|x| {
-            super::super::memory::Memory::new(x, super::super::promise::tables(x, &s.plan, s.purpose, false), false)
-                .unwrap()
-        })
-        .collect();
+    let memories: Vec<_> =
+        s.schedules.iter().map(|x| Memory::new(x, promise::tables(x, &s.plan, s.purpose, false), false)).collect();
     let messages: Vec<Vec<_>> =
         s.listed.iter().map(|ops| ops.iter().cloned().map(super::super::meet::messages).collect()).collect();
     super::super::meet::partners(0, &messages, &memories).unwrap()[r][i][n]
 }
 
-fn messages(listed: &mut [Vec<ListedOp>], r: usize, i: usize) -> &mut Vec<MessageView> {
+pub(super) fn messages(listed: &mut [Vec<ListedOp>], r: usize, i: usize) -> &mut Vec<MessageView> {
     match &mut listed[r][i] {
         ListedOp::Exchange { messages, .. } => messages,
         _ => unreachable!("listed as an exchange"),
@@ -216,7 +213,7 @@ fn blocks_changed() {
                         change("a source dropped", &|s| _ = s.sources.remove(n));
                         change("a source repeated", &|s| s.sources.push(s.sources[n]));
                     }
-                    if sum.sources.len() > 1 && s.name.starts_with("ordered") {
+                    if sum.sources.len() > 1 && s.plan.form() == Form::Ordered {
                         change("sources swapped", &|s| s.sources.swap(0, 1));
                     }
                 }
@@ -262,8 +259,8 @@ fn backward_calls_changed() {
             // A call without pairs makes zeros of whatever it reads.
             let met = !met.pairs.is_empty();
             let mut change = |what: &str, change: &dyn Fn(&mut BackwardOp)| {
-                t.listed(s, format!("rank {r} op {i} {what}"), |x| {
-                    if let ListedOp::Backward(b, _) = &mut x[r][i] {
+                t.schedule(s, r, format!("rank {r} op {i} {what}"), |x| {
+                    if let OpKind::Backward(b) = &mut x.ops[i].kind {
                         change(b);
                     }
                 });

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How a rank ends: by an abort, of which it notifies all other ranks, or by leaving, which they notice when they ask.
 //!
-//! The process may end right after either, and with it its threads, its connections and perhaps the store. So a rank that
-//! aborts writes its answer before the question, because nobody can ask it afterwards, and returns when all other ranks
-//! have the verdict, and so does a call that returns the verdict as an error. Neither waits for a rank that has not
-//! connected, and every wait has a limit.
+//! The process may end right after either, and with it its threads, its connections and perhaps the store. So a rank
+//! that aborts writes its answer before the question, because nobody can ask it afterwards, and returns when all other
+//! ranks have the verdict, and so does a call that returns the verdict as an error. Neither waits for a rank that has
+//! not connected, and every wait has a limit.
 
 use std::{
     format,
@@ -25,8 +25,8 @@ use super::{
 const ENDING: Duration = Duration::from_secs(1);
 
 impl<E: Engine> EngineGroup<E> {
-    /// This rank stops taking part, by its own decision. Returns when all connected ranks know of it, after the grace at the
-    /// latest.
+    /// This rank stops taking part, by its own decision. Returns when all connected ranks know of it, after the grace
+    /// at the latest.
     pub(in super::super) fn end(self: &Arc<Self>, why: &str) {
         let first = {
             let mut state = self.state();

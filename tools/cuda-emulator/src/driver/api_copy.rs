@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Copies and fills, and how much of each is over when the call returns.
 //!
-//! The driver's manual ("API synchronization behavior") promises less than the names do, and nothing more is given here:
+//! The driver's manual ("API synchronization behavior") promises less than the names do, and nothing more is given
+//! here:
 //!
 //! | call | when it returns |
 //! |---|---|
@@ -13,8 +14,8 @@
 //! | `…Async` from pageable memory | the bytes were staged |
 //! | other `…Async` | nothing was waited for; page-locked memory is read and written when the copy runs |
 //!
-//! What is still to come is ordered with the default stream and with streams that are not independent of it. A stream made
-//! with `CU_STREAM_NON_BLOCKING` is behind it only after a host wait.
+//! What is still to come is ordered with the default stream and with streams that are not independent of it. A stream
+//! made with `CU_STREAM_NON_BLOCKING` is behind it only after a host wait.
 
 use super::calls::Piece;
 use super::codes;

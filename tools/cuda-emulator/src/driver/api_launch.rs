@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Launches: what the driver checks before a kernel is queued.
 //!
-//! The grid, the block, dynamic shared memory and every attribute are honoured or refused; parameters are copied when the
-//! call is made, as the driver copies them, so that the caller's variables may go.
+//! The grid, the block, dynamic shared memory and every attribute are honoured or refused; parameters are copied when
+//! the call is made, as the driver copies them, so that the caller's variables may go.
 
 use super::api_kernel::occupancy;
 use super::codes;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tensor maps: `cuTensorMapEncodeTiled`, and a new address for a map that is there.
 //!
-//! What the driver refuses is refused, with a line that says why. What the emulator does not model (interleaved layouts,
-//! steps between elements, elements that are rounded on the way, rows of a box that are shorter than its swizzle) is
-//! refused as not supported, not computed almost right.
+//! What the driver refuses is refused, with a line that says why. What the emulator does not model (interleaved
+//! layouts, steps between elements, elements that are rounded on the way, rows of a box that are shorter than its
+//! swizzle) is refused as not supported, not computed almost right.
 
 use super::codes;
 use super::entry::call;

@@ -5,9 +5,9 @@
 //! counts what the graph does. A wait is a call that returns only after work of the device; its copies are counted too.
 //! `boxes` are what tensor copies inside of kernels loaded, of the launches that are over.
 //!
-//! `cuEmuCount(name)` answers for the name of a function or of a kind below, `cuEmuCounts` gives all of them as lines of
-//! name and number, `cuEmuCountReset` sets them to 0. `CPATTN_EMU_CALLS` names a file that the lines are appended to when
-//! the program ends.
+//! `cuEmuCount(name)` answers for the name of a function or of a kind below, `cuEmuCounts` gives all of them as lines
+//! of name and number, `cuEmuCountReset` sets them to 0. `CPATTN_EMU_CALLS` names a file that the lines are appended to
+//! when the program ends.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -33,8 +33,8 @@ pub(crate) enum Kind {
 
 use Kind::{Allocation, Context, Object, Own, Query, Wait, Work};
 
-/// The kind of a function, and whether it is "potentially unsafe" while a stream is being captured: allocations, calls that
-/// loads code, and whatever asks or waits for streams and events.
+/// The kind of a function, and whether it is "potentially unsafe" while a stream is being captured: allocations, calls
+/// that loads code, and whatever asks or waits for streams and events.
 #[rustfmt::skip]
 pub(crate) fn kind(name: &str) -> (Kind, bool) {
     match name {

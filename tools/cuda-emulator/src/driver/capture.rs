@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Capture of streams: what is put into a capturing stream becomes a node of a graph and does not run.
 //!
-//! A capture begins in one stream, its origin. Other streams join it by waiting for an event that was recorded in it, and
-//! must be joined back before it ends. Each stream of a capture has a frontier: the nodes that the next node put into it
-//! comes behind.
+//! A capture begins in one stream, its origin. Other streams join it by waiting for an event that was recorded in it,
+//! and must be joined back before it ends. Each stream of a capture has a frontier: the nodes that the next node put
+//! into it comes behind.
 //!
 //! What may not be done while a stream is being captured ends with the code that the manual gives for it and makes the
 //! capture invalid: from then on its streams refuse everything until the capture is ended in its origin, which gives no
-//! graph. The manual calls some functions unsafe during captures without listing them; here these are all that allocate,
-//! load code, ask or wait (`calls`). Whom they are refused to depends on the mode of the capture and of the thread.
+//! graph. The manual calls some functions unsafe during captures without listing them; here these are all that
+//! allocate, load code, ask or wait (`calls`). Whom they are refused to depends on the mode of the capture and of the
+//! thread.
 //!
 //! Not supported in a capture, and refused: copies from and to pageable memory, `cuMemAllocAsync` and `cuMemFreeAsync`.
 

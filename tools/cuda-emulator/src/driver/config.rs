@@ -37,7 +37,8 @@ pub struct Config {
     pub calls: Option<PathBuf>,
     /// `CPATTN_EMU_PEERS=0`: no device can be given access to the memory of another.
     pub peers: bool,
-    /// `CPATTN_EMU_IDLE=1`: calls are checked and counted, and nothing is done: for the time that a program spends on them.
+    /// `CPATTN_EMU_IDLE=1`: calls are checked and counted, and nothing is done: for the time that a program spends on
+    /// them.
     pub idle: bool,
     /// `CPATTN_EMU_PATIENCE`: seconds that the host waits for what cannot go on, before that is an error.
     pub patience: Duration,
@@ -97,8 +98,8 @@ impl Config {
     /// Bytes of shared memory a block may opt in to.
     pub(crate) fn shared_optin(&self) -> u32 {
         match self.sm {
-            90.. => 227 << 10,
-            86..=89 => 99 << 10,
+            90..=119 => 227 << 10,
+            86..=89 | 120.. => 99 << 10,
             80..=85 => 163 << 10,
             75..=79 => 64 << 10,
             _ => 96 << 10,
@@ -112,6 +113,6 @@ impl Config {
 
     /// Threads of a multiprocessor.
     pub(crate) fn threads_total(&self) -> u32 {
-        if matches!(self.sm, 86..=89) { 1536 } else { 2048 }
+        if matches!(self.sm, 86..=89 | 120..) { 1536 } else { 2048 }
     }
 }

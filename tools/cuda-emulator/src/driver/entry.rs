@@ -100,8 +100,8 @@ fn checked(m: &mut Machine, f: impl FnOnce(&mut Machine, usize) -> Outcome) -> O
     m.devices[device].sticky.map_or(Ok(()), Err)
 }
 
-/// Runs a call in the current context: gives its device, and its sticky error if it has one. Calls that are unsafe while
-/// a stream is being captured end here when one is.
+/// Runs a call in the current context: gives its device, and its sticky error if it has one. Calls that are unsafe
+/// while a stream is being captured end here when one is.
 pub(super) fn in_context(name: &'static str, f: impl FnOnce(&mut Machine, usize) -> Outcome) -> i32 {
     call(name, |m| {
         checked(m, |m, device| {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Work that another library does in a stream: what a stand-in for NCCL puts between kernels and copies.
 //!
-//! Such work names the bytes it reads and writes, so that the race detector knows it, and is asked again and again, while
-//! it is the next of its stream, until it says that it is over. Nothing behind it in the stream runs before. It is asked
-//! under the driver's lock: it must answer at once and may not call the driver, and reaches device memory only through
-//! [`Access`].
+//! Such work names the bytes it reads and writes, so that the race detector knows it, and is asked again and again,
+//! while it is the next of its stream, until it says that it is over. Nothing behind it in the stream runs before. It
+//! is asked under the driver's lock: it must answer at once and may not call the driver, and reaches device memory only
+//! through [`Access`].
 //!
 //! This is no part of CUDA: `cuEmuExchange` and `cuEmuProgress` are for stand-ins of libraries beside the driver.
 

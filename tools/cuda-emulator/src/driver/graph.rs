@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Graphs: work that was captured once and is replayed by one call.
 //!
-//! A node comes behind the nodes it was captured behind and behind nothing else of its graph. To keep it so, a graph that
-//! is instantiated gets streams of its own, which no program sees: a node goes into the stream of a node it comes behind
-//! where that is the last one there, and into another one otherwise. A replay is ordered behind what its stream held and
-//! behind the graph's replay before, and the stream's next work behind all of it. The race detector then sees a replay as
-//! it sees everything else.
+//! A node comes behind the nodes it was captured behind and behind nothing else of its graph. To keep it so, a graph
+//! that is instantiated gets streams of its own, which no program sees: a node goes into the stream of a node it comes
+//! behind where that is the last one there, and into another one otherwise. A replay is ordered behind what its stream
+//! held and behind the graph's replay before, and the stream's next work behind all of it. The race detector then sees
+//! a replay as it sees everything else.
 
 use super::calls::Piece;
 use super::codes;

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Finding the shared library and putting it where programs look for a driver.
 //!
-//! Cargo builds the library as `libcuda_emulator.so` beside everything else of this crate. There are two ways to use it:
+//! Cargo builds the library as `libcuda_emulator.so` beside everything else of this crate. There are two ways to use
+//! it:
 //!
-//! - [`library_dir`] makes a folder that holds it as `libcuda.so.1` (and `libcuda.so`), for `LD_LIBRARY_PATH` of a child;
-//! - [`install`] loads it into this very process. Its name, as the loader knows it, is `libcuda.so`: a program that loads that
-//!   afterwards gets it.
+//! - [`library_dir`] makes a folder that holds it as `libcuda.so.1` (and `libcuda.so`), for `LD_LIBRARY_PATH` of a
+//!   child;
+//! - [`install`] loads it into this very process. Its name, as the loader knows it, is `libcuda.so`: a program that
+//!   loads that afterwards gets it.
 
 use std::ffi::{CString, OsStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -72,8 +74,8 @@ fn link(folder: &Path, library: &Path, names: &[&str]) -> Result<(), String> {
         if std::fs::read_link(&to).is_ok_and(|t| t == *library) {
             continue;
         }
-        // Made under a name of this call's own and renamed: a process that looks meanwhile finds the old one or the new one, and
-        // tests that run at the same time, in this process or another, do not take each other's away.
+        // Made under a name of this call's own and renamed: a process that looks meanwhile finds the old one or the new
+        // one, and tests that run at the same time, in this process or another, do not take each other's away.
         let fresh = folder.join(format!(".{name}.{}.{call}", std::process::id()));
         let _ = std::fs::remove_file(&fresh);
         std::os::unix::fs::symlink(library, &fresh).map_err(|e| e.to_string())?;
@@ -82,8 +84,8 @@ fn link(folder: &Path, library: &Path, names: &[&str]) -> Result<(), String> {
     Ok(())
 }
 
-/// A folder for `LD_LIBRARY_PATH` that holds the stand-in as `libcuda.so.1`, and the stand-in for NCCL as `libnccl.so.2`
-/// where that is built.
+/// A folder for `LD_LIBRARY_PATH` that holds the stand-in as `libcuda.so.1`, and the stand-in for NCCL as
+/// `libnccl.so.2` where that is built.
 pub fn library_dir() -> Result<PathBuf, InstallError> {
     let library = library()?;
     let folder = library.parent().unwrap_or(Path::new(".")).join("cuda-emulator-lib");

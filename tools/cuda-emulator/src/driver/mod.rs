@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The stand-in driver: what `libcuda.so.1` exports, on top of the interpreter.
 //!
-//! - [`machine`]: devices, streams, reports; [`schedule`]: the order of work; [`perform`]: what an operation does when its
-//!   turn comes;
+//! - [`machine`]: devices, streams, reports; [`schedule`]: the order of work; [`perform`]: what an operation does when
+//!   its turn comes;
 //! - [`queue`]: operations and vector clocks between streams;
-//! - [`capture`] and [`graph`]: streams that are captured, and replays of what was; [`exchange`]: work of other stand-ins;
+//! - [`capture`] and [`graph`]: streams that are captured, and replays of what was; [`exchange`]: work of other
+//!   stand-ins;
 //! - [`calls`]: counts of what a program asks for;
 //! - [`mutants`]: trials of launches with a barrier or a wait removed; [`trace`]: the same for event waits;
 //! - [`entry`]: the one lock, the current context of a thread, and how a call becomes a result code;

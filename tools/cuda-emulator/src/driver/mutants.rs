@@ -2,20 +2,21 @@
 //! Mutants of kernels: what happens when one barrier, wait or fence is missing, or one number in them is wrong.
 //!
 //! With `CPATTN_EMU_MUTANTS` set, every launch of any program is also a trial. The launch runs as it is; then memory is
-//! put back, and it runs again with one synchronising instruction removed or wrong (`mutation`), for each of the kernel. A
-//! mutant is caught when the emulator reports it or when any byte of memory differs afterwards. One that was caught is
-//! not tried again; one that survives is tried at later launches, up to a limit. Addresses are the same in every
-//! run, so the workload needs no description: it is whatever the program launches.
+//! put back, and it runs again with one synchronising instruction removed or wrong (`mutation`), for each of the
+//! kernel. A mutant is caught when the emulator reports it or when any byte of memory differs afterwards. One that was
+//! caught is not tried again; one that survives is tried at later launches, up to a limit. Addresses are the same in
+//! every run, so the workload needs no description: it is whatever the program launches.
 //!
 //! The file gets a line for each mutant when its kernel is first launched, and one when it is caught:
-//! `mutant <module> <kernel> <line> <text>` (the line with the change behind it where more is wrong than that it is gone), `caught <module> <kernel> <line> <how>`, `tried <module> <kernel> <line>`.
-//! `unstable <module> <kernel> -` says that the kernel itself gave other bytes in another order. What is in the file
-//! already counts: a mutant that an earlier program caught is not tried again.
+//! `mutant <module> <kernel> <line> <text>` (the line with the change behind it where more is wrong than that it is
+//! gone), `caught <module> <kernel> <line> <how>`, `tried <module> <kernel> <line>`. `unstable <module> <kernel> -`
+//! says that the kernel itself gave other bytes in another order. What is in the file already counts: a mutant that an
+//! earlier program caught is not tried again.
 //!
-//! `CPATTN_EMU_MUTANTS_ONLY` names the kernels to try, `<module> <kernel>` separated by commas; `CPATTN_EMU_MUTANTS_PART`
-//! is `<k>/<n>` when this process is to try every n-th mutant only, because others try the rest. With `CPATTN_EMU_MUTANTS_KINDS=1`
-//! one caught mutant speaks for all of its kind in the kernel (the same change of the same opcode): they are not tried, and
-//! logged as caught `OfItsKind`.
+//! `CPATTN_EMU_MUTANTS_ONLY` names the kernels to try, `<module> <kernel>` separated by commas;
+//! `CPATTN_EMU_MUTANTS_PART` is `<k>/<n>` when this process is to try every n-th mutant only, because others try the
+//! rest. With `CPATTN_EMU_MUTANTS_KINDS=1` one caught mutant speaks for all of its kind in the kernel (the same change
+//! of the same opcode): they are not tried, and logged as caught `OfItsKind`.
 
 use crate::exec::{Launch, Options, launch};
 use crate::mem::{Memory, Snapshot};
@@ -106,8 +107,9 @@ impl Mutants {
         let strict = Options { global_lanes: true, ..how.options.clone() };
         let lanes = launch(kernel, mem, &Launch { options: strict, ..how.clone() }).is_ok();
         mem.take_footprints();
-        // In other orders of warps and blocks, and as a single block or cluster: what is only needed between two tiles of
-        // a block shows there. Only where the kernel itself gives the same bytes, or the mutant would be blamed for the order.
+        // In other orders of warps and blocks, and as a single block or cluster: what is only needed between two tiles
+        // of a block shows there. Only where the kernel itself gives the same bytes, or the mutant would be blamed for
+        // the order.
         let options =
             |seed: u64| Options { seed: how.options.seed ^ seed << 40, global_lanes: lanes, ..how.options.clone() };
         let (one, mut ways) = (kernel.required_cluster().unwrap_or(how.cluster), vec![(0, how.grid)]);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What an operation does when its turn comes, and whether it may: launches, copies, fills, allocations, callbacks.
 //!
-//! Every operation leaves the bytes it read and wrote. Two that overlap and that nothing orders are a race, whatever came
-//! out this time.
+//! Every operation leaves the bytes it read and wrote. Two that overlap and that nothing orders are a race, whatever
+//! came out this time.
 
 use super::entry::inside;
 use super::machine::{Machine, name_of};

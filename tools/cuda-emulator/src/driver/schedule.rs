@@ -87,7 +87,8 @@ impl Machine {
         }
     }
 
-    /// With `CPATTN_EMU_IDLE`: work is over as soon as it is put in, and was never done. Functions of the host are called.
+    /// With `CPATTN_EMU_IDLE`: work is over as soon as it is put in, and was never done. Functions of the host are
+    /// called.
     fn pretend(&mut self, id: u64, work: Work) {
         match work {
             Work::Host { f, data } => {

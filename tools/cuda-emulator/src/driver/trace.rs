@@ -3,9 +3,10 @@
 //!
 //! No second run is needed to know. With `CPATTN_EMU_EVENTS` set, the driver keeps every operation with the edges that
 //! order it and the bytes it touched. Taking one wait away and computing the clocks again tells whether two operations
-//! that touch the same bytes would have been left without an order: then the race detector reports that mutant, in every
-//! seed. A wait whose removal leaves the order of all operations as it was is redundant; one that orders only operations
-//! which share no bytes is idle (the first use of a buffer, say). Either way nothing can come out differently.
+//! that touch the same bytes would have been left without an order: then the race detector reports that mutant, in
+//! every seed. A wait whose removal leaves the order of all operations as it was is redundant; one that orders only
+//! operations which share no bytes is idle (the first use of a buffer, say). Either way nothing can come out
+//! differently.
 //!
 //! Each time the device is idle and the host knows it, the file gets a line per wait: `event caught|redundant|idle
 //! <what waits for what>`.

@@ -108,8 +108,8 @@ impl Knowledge {
         self.others.get(&block).map_or(0, |v| v.clocks[slot as usize])
     }
 
-    /// What is known of a block and seen by the asynchronous proxy in its shared memory; None where nothing tells that it
-    /// has begun.
+    /// What is known of a block and seen by the asynchronous proxy in its shared memory; None where nothing tells that
+    /// it has begun.
     pub(crate) fn about(&self, block: u32) -> Option<(Clocks, WarpClocks)> {
         let shared = Fenced::Shared as usize;
         if block == self.block {
@@ -155,8 +155,8 @@ impl Knowledge {
         Published(map)
     }
 
-    /// What an arrival tells another block that orders no memory between the two: how far what the hardware does on its own
-    /// has come, as far as this warp has waited for it.
+    /// What an arrival tells another block that orders no memory between the two: how far what the hardware does on its
+    /// own has come, as far as this warp has waited for it.
     pub(crate) fn publish_ended(&self) -> Published {
         let mut clocks = self.own;
         clocks[..WARPS].fill(0);

@@ -5,9 +5,9 @@
 //! each other. An address of another block's shared memory has that block's rank, plus one, above bit 24; an address
 //! without is the own block's.
 //!
-//! A block's shared memory exists from its first instruction to its last. Who reaches into it has to know that the block has
-//! begun: by the barrier of the cluster, or because it says so by way of a third. When it ends, it has to know
-//! of all that others have done there. Both are decided by what warps know, so they are found in every order.
+//! A block's shared memory exists from its first instruction to its last. Who reaches into it has to know that the
+//! block has begun: by the barrier of the cluster, or because it says so by way of a third. When it ends, it has to
+//! know of all that others have done there. Both are decided by what warps know, so they are found in every order.
 
 use super::block::Block;
 use super::clock::{Knowledge, Published};
@@ -151,7 +151,8 @@ impl Visits {
         self.0.insert((by.block, warp, phase.0), Visit { clock: by.own[warp], phase, pc });
     }
 
-    /// One that a block which ends, and knows this much, is not ordered after: the other block, its warp, the instruction.
+    /// One that a block which ends, and knows this much, is not ordered after: the other block, its warp, the
+    /// instruction.
     pub(crate) fn unknown(&self, knowledge: &Knowledge) -> Option<(u32, usize, usize)> {
         let knows = |block: u32, warp: usize, v: &Visit| {
             let (slot, clock) = v.phase;

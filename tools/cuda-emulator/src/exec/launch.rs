@@ -99,7 +99,8 @@ impl Stats {
     }
 }
 
-/// Polls in a row, for each warp, after which no other lane is coming: a group of lanes that could go on would have been chosen.
+/// Polls in a row, for each warp, after which no other lane is coming: a group of lanes that could go on would have
+/// been chosen.
 const HOPELESS: u32 = 4096;
 /// Instructions without a poll after which a warp is not waiting for anything.
 const BUSY: u64 = 256;

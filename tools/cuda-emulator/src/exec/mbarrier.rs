@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Barriers in shared memory (`mbarrier`): arrivals, bytes of copies, phases.
 //!
-//! A phase ends when all expected arrivals have come and the bytes that landed are those that were announced. Threads wait
-//! for the end of a phase by its parity alone, so a thread that falls two phases behind cannot tell: that is a fault here. What
-//! a waiter believes to be the current phase follows from what it knows: the phases it has seen end, by itself or by
-//! way of other barriers. If the barrier is further than that by two, it has lapped its waiter.
+//! A phase ends when all expected arrivals have come and the bytes that landed are those that were announced. Threads
+//! wait for the end of a phase by its parity alone, so a thread that falls two phases behind cannot tell: that is a
+//! fault here. What a waiter believes to be the current phase follows from what it knows: the phases it has seen end,
+//! by itself or by way of other barriers. If the barrier is further than that by two, it has lapped its waiter.
 //!
-//! Warps of other blocks of a cluster arrive as well. Such an arrival always tells the waiters how far copies and products have
-//! come that the arriving warp has waited for: that needs no fence of memory, and is what a buffer given back to a copy
-//! of another block rests on. What the warp itself has read or written it tells only when it releases to the cluster, and
-//! only to waiters that acquire from it.
+//! Warps of other blocks of a cluster arrive as well. Such an arrival always tells the waiters how far copies and
+//! products have come that the arriving warp has waited for: that needs no fence of memory, and is what a buffer given
+//! back to a copy of another block rests on. What the warp itself has read or written it tells only when it releases to
+//! the cluster, and only to waiters that acquire from it.
 //!
-//! The object in memory is opaque. Its state is kept here, by address, and its eight bytes belong to the barrier alone while
-//! it lives.
+//! The object in memory is opaque. Its state is kept here, by address, and its eight bytes belong to the barrier alone
+//! while it lives.
 
 use super::clock::{Clocks, Knowledge, Published, slot};
 
@@ -70,7 +70,8 @@ pub(crate) struct MBarriers {
 pub(crate) enum Arriving<'a> {
     /// A warp of the block, and whether all its lanes do.
     Own(usize, bool, &'a mut Knowledge),
-    /// A warp of another block of the cluster: what all waiters learn, and what those learn that acquire from the cluster.
+    /// A warp of another block of the cluster: what all waiters learn, and what those learn that acquire from the
+    /// cluster.
     Other(Published, Option<Published>),
 }
 
@@ -212,7 +213,8 @@ impl MBarrier {
         }
     }
 
-    /// Asks whether the phase of a parity has ended; a warp for which it has learns what was known by those that arrived.
+    /// Asks whether the phase of a parity has ended; a warp for which it has learns what was known by those that
+    /// arrived.
     pub(crate) fn wait_parity(&mut self, parity: u32, knowledge: &mut Knowledge, cluster: bool) -> Waited {
         if let Some(k) = self.slot {
             let known = knowledge.own[slot::BARRIERS + k].saturating_sub(self.base);

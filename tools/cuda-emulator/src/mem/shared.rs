@@ -3,8 +3,8 @@
 //!
 //! Each line of 16 bytes has a record: the last writer (warp and clock), its instruction, and for every warp the clock
 //! of its last read. A read is ordered when the reader knows the writer's clock; a write when the writer knows that
-//! clock and the clocks of all readers. Readers need not be forgotten at a write: a thread that is ordered after the write is
-//! ordered after them too. Lines of which different bytes have different histories are split into bytes.
+//! clock and the clocks of all readers. Readers need not be forgotten at a write: a thread that is ordered after the
+//! write is ordered after them too. Lines of which different bytes have different histories are split into bytes.
 //!
 //! An asynchronous copy owns its destination from the instruction to the wait: any access in between is a fault, and
 //! the bytes are poison until then. What the hardware reads on its own (bulk stores, products of a warpgroup) is held
@@ -36,7 +36,8 @@ pub(crate) enum SharedFault {
     Read { by: u32, at: u32 },
     /// An asynchronous copy is under way, or a barrier lives there.
     Pending { by: u32, pc: u32, at: u32 },
-    /// Being read asynchronously by a bulk store of this warp, or by a product of a warpgroup (from [`slot::PRODUCTS`]).
+    /// Being read asynchronously by a bulk store of this warp, or by a product of a warpgroup (from
+    /// [`slot::PRODUCTS`]).
     Held { by: u32, at: u32 },
     /// Written through the generic proxy and not fenced for the asynchronous one.
     Unfenced { by: u32, pc: u32, at: u32 },
@@ -296,7 +297,8 @@ impl SharedMemory {
         debug_assert!(done.is_ok());
     }
 
-    /// The first of these bytes that nothing wrote: no warp, and no copy either (a copy may bring bytes that nothing wrote).
+    /// The first of these bytes that nothing wrote: no warp, and no copy either (a copy may bring bytes that nothing
+    /// wrote).
     pub(crate) fn never_written(&self, line: u32, mask: u16) -> Option<u32> {
         let missing = mask & !self.written[line as usize];
         if missing == 0 || self.records.is_empty() {

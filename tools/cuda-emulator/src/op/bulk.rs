@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Bulk copies: `cp.async.bulk`, `cp.reduce.async.bulk`, their groups and waits.
 //!
-//! Each lane that executes one issues a copy of its own. What a copy will touch is checked when it is issued: bounds, the
-//! order after every thread that touched those bytes before, and the proxy fence after what was written through the generic
-//! proxy. From then on the destination of a load belongs to the copy, and the source of a store may not be written.
+//! Each lane that executes one issues a copy of its own. What a copy will touch is checked when it is issued: bounds,
+//! the order after every thread that touched those bytes before, and the proxy fence after what was written through the
+//! generic proxy. From then on the destination of a load belongs to the copy, and the source of a store may not be
+//! written.
 //!
 //! A source in global memory that nothing has written is no fault: boxes reach into rows that are masked later. Those
 //! bytes arrive as bytes that nothing has written.
@@ -38,8 +39,8 @@ fn run(lane: usize, shared: u32, global: u64, bytes: u32) -> Request {
     Request { lane, pieces: (0..bytes / 16).map(piece).collect(), runs: vec![(global, bytes)] }
 }
 
-/// Rank of the block, both addresses and the size of a lane's copy: access `x` in shared memory, access `x + 1` in global memory, bytes in
-/// row `a`.
+/// Rank of the block, both addresses and the size of a lane's copy: access `x` in shared memory, access `x + 1` in
+/// global memory, bytes in row `a`.
 fn operands(cx: &mut Cx, i: &Ins, l: usize) -> Result<(usize, u32, u64, u32), Flow> {
     let bytes = cx.get32(i.a, l);
     if bytes == 0 || !bytes.is_multiple_of(16) {
@@ -63,8 +64,8 @@ fn operands(cx: &mut Cx, i: &Ins, l: usize) -> Result<(usize, u32, u64, u32), Fl
     Ok((rank, shared, global, bytes))
 }
 
-/// `cp.async.bulk.shared.global`: operands as above, the barrier in access `x + 2`; of a multicast the row of the mask is `b`
-/// and `c` is 1.
+/// `cp.async.bulk.shared.global`: operands as above, the barrier in access `x + 2`; of a multicast the row of the mask
+/// is `b` and `c` is 1.
 pub(super) unsafe fn load(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     let mask = (i.c == 1).then_some(i.b);
     for l in lanes(m) {
@@ -92,8 +93,8 @@ pub(super) unsafe fn store(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     Flow::Next
 }
 
-/// Issues a load to the block of a rank, which tells the barrier of access `barrier` of `bytes` bytes. With a row of masks it
-/// is a multicast: to the same offset in each block of the mask, whose barrier at the same offset is told.
+/// Issues a load to the block of a rank, which tells the barrier of access `barrier` of `bytes` bytes. With a row of
+/// masks it is a multicast: to the same offset in each block of the mask, whose barrier at the same offset is told.
 pub(super) fn begin_load(
     cx: &mut Cx,
     (rank, r): (usize, Request),
@@ -130,9 +131,9 @@ pub(super) fn begin_load(
     Ok(())
 }
 
-/// The bytes of the pieces, in the shared memory of the block of a rank, belong to a copy from now on that tells a barrier
-/// there. `fences` are what the asynchronous proxy sees of that block, where that does not follow from what the warp knows.
-/// The slot and clock by which the copy is known to have landed.
+/// The bytes of the pieces, in the shared memory of the block of a rank, belong to a copy from now on that tells a
+/// barrier there. `fences` are what the asynchronous proxy sees of that block, where that does not follow from what the
+/// warp knows. The slot and clock by which the copy is known to have landed.
 pub(super) fn begin_pieces(
     cx: &mut Cx,
     (rank, barrier): (usize, u32),
@@ -228,8 +229,8 @@ pub(super) enum Touch {
     Add,
 }
 
-/// Checks and records what a copy will do to a run of global memory. `known_by` is the block, and the slot whose clock tells others that
-/// it is done, 0 for the warp itself.
+/// Checks and records what a copy will do to a run of global memory. `known_by` is the block, and the slot whose clock
+/// tells others that it is done, 0 for the warp itself.
 fn global_run(
     cx: &mut Cx,
     lane: usize,
@@ -301,7 +302,8 @@ pub(super) unsafe fn commit(cx: &mut Cx, _: &Ins, m: u32) -> Flow {
     Flow::Next
 }
 
-/// `cp.async.bulk.wait_group`: at most `c` groups may be left; `b` is 1 for `.read`, which waits for shared memory only.
+/// `cp.async.bulk.wait_group`: at most `c` groups may be left; `b` is 1 for `.read`, which waits for shared memory
+/// only.
 pub(super) unsafe fn wait(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     let w = cx.warp.index;
     let committed = cx.warp.bulk_committed;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Clusters of blocks: their barrier, addresses in the shared memory of another block, and stores to it.
 //!
-//! What reaches into another block has to know that it has begun, and is noted there, so that the block may not end without
-//! knowing of it (see [`crate::exec::cluster`]).
+//! What reaches into another block has to know that it has begun, and is noted there, so that the block may not end
+//! without knowing of it (see [`crate::exec::cluster`]).
 
 use super::bulk::{at_once, begin_pieces};
 use super::mbarrier::place;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `cp.async`: copies from global to shared memory that land at their wait.
 //!
-//! Landing as late as allowed is the adversarial choice: a thread that does not wait reads poison. Between the instruction
-//! and the wait the destination belongs to the copy.
+//! Landing as late as allowed is the adversarial choice: a thread that does not wait reads poison. Between the
+//! instruction and the wait the destination belongs to the copy.
 
 use super::global::global;
 use super::memory::address;

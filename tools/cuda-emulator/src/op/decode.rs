@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! From instructions as written to instructions as executed.
 //!
-//! Anything that is not understood in full, down to the last modifier, is an error that names it: an instruction that is
-//! executed almost right would be worse than none.
+//! Anything that is not understood in full, down to the last modifier, is an error that names it: an instruction that
+//! is executed almost right would be worse than none.
 
 use super::rows::Kind;
 use super::table::Table;

@@ -150,7 +150,8 @@ impl Decoder<'_> {
         }
     }
 
-    /// Adds accesses one after another; returns the first. Those of shared memory may be of another block of a cluster, or not.
+    /// Adds accesses one after another; returns the first. Those of shared memory may be of another block of a cluster,
+    /// or not.
     pub(super) fn places(&mut self, list: &[(&Operand, Space)], cluster: bool) -> Result<u32, Refused> {
         let x = self.code.accesses.len() as u32;
         for (o, space) in list {

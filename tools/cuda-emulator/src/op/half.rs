@@ -8,7 +8,8 @@ use super::rows::{Bf16, F16};
 use super::table::Table;
 use crate::num::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16, max_num, min_num, saturate};
 
-/// Rounds an f64 to f32 so that rounding on to a shorter format cannot round twice: inexact results get an odd last bit.
+/// Rounds an f64 to f32 so that rounding on to a shorter format cannot round twice: inexact results get an odd last
+/// bit.
 #[inline(always)]
 pub(crate) fn to_odd(x: f64) -> f32 {
     let r = x as f32;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Barriers in shared memory: `mbarrier.init`, `.inval`, `.expect_tx`, `.arrive`, `.test_wait`, `.try_wait`.
 //!
-//! Arriving publishes what the warp knows; a wait that succeeds learns what all that arrived knew. `try_wait` may give up
-//! at any time, so here it does at random.
+//! Arriving publishes what the warp knows; a wait that succeeds learns what all that arrived knew. `try_wait` may give
+//! up at any time, so here it does at random.
 
 use super::cluster::reach;
 use super::memory::address;
@@ -13,7 +13,8 @@ use crate::mem::{SHARED_WINDOW, WINDOW_MASK};
 use crate::ptx::Space;
 use crate::report::Fault;
 
-/// The offset in the block's shared memory that a lane's address means, a multiple of `size` with so many bytes behind it.
+/// The offset in the block's shared memory that a lane's address means, a multiple of `size` with so many bytes behind
+/// it.
 pub(super) fn offset(cx: &mut Cx, access: u32, l: usize, size: u32) -> Result<u32, Flow> {
     debug_assert!(!cx.code.accesses[access as usize].cluster);
     Ok(place(cx, access, l, size)?.1)
@@ -160,8 +161,8 @@ fn arrive_elsewhere(
     Ok(peer.mbarriers.arrive((peer.number, at), bytes, arrivals, who))
 }
 
-/// `mbarrier.test_wait`, `.try_wait` (`c` is 1): address in access `x`, predicate in `dst`, parity in row `a` or state in
-/// row `b`. A mutant, of which `e` is 1, asks for the other parity.
+/// `mbarrier.test_wait`, `.try_wait` (`c` is 1): address in access `x`, predicate in `dst`, parity in row `a` or state
+/// in row `b`. A mutant, of which `e` is 1, asks for the other parity.
 pub(super) unsafe fn wait(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     let w = cx.warp.index;
     let gives_up = i.c == 1 && !cx.grid.options.eager && cx.grid.random(4) == 0;

@@ -5,8 +5,8 @@
 //! slots (64-bit registers take two rows, one after the other). Immediates, symbols and special registers are rows too,
 //! filled when a warp starts, so that no opcode needs to tell them apart from registers. Predicates are masks.
 //!
-//! Each family of opcodes is a file: its functions, and its part of the decoder. A family that is added later is another
-//! file and a line in [`decode`].
+//! Each family of opcodes is a file: its functions, and its part of the decoder. A family that is added later is
+//! another file and a line in [`decode`].
 
 pub(crate) mod atomic;
 pub(crate) mod bits;

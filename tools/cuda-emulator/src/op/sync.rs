@@ -126,8 +126,8 @@ fn lanes_apart(cx: &mut Cx, i: &Ins, m: u32, id: usize, count: (u32, bool)) -> F
     Flow::Scatter
 }
 
-/// `fence.proxy.async`: `c` has bit 0 for the block's shared memory, bit 1 for global memory, bit 2 for the shared memory of
-/// all blocks of the cluster.
+/// `fence.proxy.async`: `c` has bit 0 for the block's shared memory, bit 1 for global memory, bit 2 for the shared
+/// memory of all blocks of the cluster.
 pub(super) unsafe fn proxy_fence(cx: &mut Cx, i: &Ins, _: u32) -> Flow {
     let w = cx.warp.index;
     for (bit, memory) in [(1, Fenced::Shared), (2, Fenced::Global)] {

@@ -50,7 +50,8 @@ fn map_of_rank(cx: &mut Cx, x: u32, l: usize, rank: usize) -> Result<TensorMap, 
     Ok(map)
 }
 
-/// What a lane's copy moves, and the rank of the block. Access `x` is shared memory, `x + 1` the map; `lists[a..]` has `b` rows of coordinates.
+/// What a lane's copy moves, and the rank of the block. Access `x` is shared memory, `x + 1` the map; `lists[a..]` has
+/// `b` rows of coordinates.
 fn request(cx: &mut Cx, i: &Ins, l: usize) -> Result<(usize, Request, TensorMap), Flow> {
     let map = map_of_rank(cx, i.x + 1, l, i.b as usize)?;
     // A swizzle repeats after eight rows of its width; without one, 128 bytes are asked for.
@@ -82,8 +83,8 @@ fn request(cx: &mut Cx, i: &Ins, l: usize) -> Result<(usize, Request, TensorMap)
     Ok((rank, r, map))
 }
 
-/// `cp.async.bulk.tensor.Nd.shared.global`: the barrier is access `x + 2`; of a multicast the row of the mask is `c` and `e`
-/// is 1.
+/// `cp.async.bulk.tensor.Nd.shared.global`: the barrier is access `x + 2`; of a multicast the row of the mask is `c`
+/// and `e` is 1.
 pub(super) unsafe fn load(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     let mask = (i.e == 1).then_some(i.c);
     for l in lanes(m) {

@@ -84,7 +84,8 @@ impl Matrix {
         Ok(Self { start: field(0), leading: field(16), strided: field(32), swizzle, transposed })
     }
 
-    /// The address of eight contiguous elements: of row `r` from `k = 8c` on, or, transposed, of `k = r` from row 8c on.
+    /// The address of eight contiguous elements: of row `r` from `k = 8c` on, or, transposed, of `k = r` from row 8c
+    /// on.
     fn line(&self, r: u32, c: u32) -> u32 {
         let w = self.swizzle.width();
         let (group, within) = (r / 8, r % 8 * w);

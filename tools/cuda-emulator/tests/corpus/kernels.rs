@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The kernels of the corpus and how they are launched: tensors in memory that nothing else has written, their maps, parameters.
+//! The kernels of the corpus and how they are launched: tensors in memory that nothing else has written, their maps,
+//! parameters.
 
 use cuda_emulator::{Kernel, Launch, Memory, Module, Mutant, Options, Report, Swizzle, TensorMap, launch};
 use std::path::Path;
@@ -43,8 +44,8 @@ pub fn all() -> Vec<Entry> {
         .collect()
 }
 
-/// A matrix in device memory: rows of `stride` elements, of which the first `columns` are its own. What lies between and
-/// behind them was never written.
+/// A matrix in device memory: rows of `stride` elements, of which the first `columns` are its own. What lies between
+/// and behind them was never written.
 #[derive(Clone, Debug)]
 pub struct Matrix {
     pub at: u64,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Mutants of the corpus: each arrival, announced byte, parity, proxy fence, commit and wait is lost or made wrong in turn, and
-//! a report or a wrong number has to tell.
+//! Mutants of the corpus: each arrival, announced byte, parity, proxy fence, commit and wait is lost or made wrong in
+//! turn, and a report or a wrong number has to tell.
 //!
 //! Those that nothing can tell are listed here with the reason.
 
@@ -12,8 +12,8 @@ use std::collections::BTreeMap;
 /// Seeds after which a mutant counts as a survivor.
 const SEEDS: u64 = 4;
 
-/// Kernel (its beginning), change (empty for what is removed), instruction (its beginning), how many survive in a kernel, and
-/// why nothing can tell.
+/// Kernel (its beginning), change (empty for what is removed), instruction (its beginning), how many survive in a
+/// kernel, and why nothing can tell.
 const EQUIVALENT: &[(&str, &str, &str, usize, &str)] = &[
     (
         "",

@@ -112,7 +112,8 @@ fn replay() {
     assert_ne!(code!(cuGraphLaunch(exec, s)), CUDA_SUCCESS);
 }
 
-/// A second stream joins by an event and is joined back by another; both work on the same numbers, in order if `ordered`.
+/// A second stream joins by an event and is joined back by another; both work on the same numbers, in order if
+/// `ordered`.
 fn fork_and_join(ordered: bool) {
     let raw = Raw::new();
     let (a, b, fork, join) = (stream(), stream(), event(), event());

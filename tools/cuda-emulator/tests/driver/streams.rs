@@ -191,8 +191,8 @@ fn limits() {
     result::ctx::synchronize().unwrap();
 }
 
-/// Clusters that a launch asks for: only where the device has them, of no more than eight blocks, such as the grid is made of, and
-/// such as the device holds at a time.
+/// Clusters that a launch asks for: only where the device has them, of no more than eight blocks, such as the grid is
+/// made of, and such as the device holds at a time.
 fn clusters() {
     let raw = Raw::new();
     let (mut x, mut n) = (raw.x, N);

@@ -4,19 +4,19 @@
 //! A unit is a block of up to [`SUPER`] tiles of a document's keys with one kv head. k (plain and transposed) and v are
 //! packed once; then the rows are processed in blocks of [`ROWS`] lanes. For each panel of a block: `S = K·Qᵀ` and
 //! `dP = V·dOᵀ`; from these p and ds in the format of their type (`forms.rs`); and `dQᵀ = Kᵀ·dS` over all keys of the
-//! unit, which is added to dq. After all panels: `dV += P·dO` and `dK += dS·Q` over all lanes of the block. Blocks of 32
-//! keys by 32 lanes without an allowed pair are skipped.
+//! unit, which is added to dq. After all panels: `dV += P·dO` and `dK += dS·Q` over all lanes of the block. Blocks of
+//! 32 keys by 32 lanes without an allowed pair are skipped.
 //!
-//! Units of one document add to the same rows of dq in the order of their keys (`dq_order.rs`), and each row of dk and dv is
-//! written by one unit, so results have the same bits for any number of workers.
+//! Units of one document add to the same rows of dq in the order of their keys (`dq_order.rs`), and each row of dk and
+//! dv is written by one unit, so results have the same bits for any number of workers.
 //!
-//! ds does not contain the factor between products and scores, except for a power of 2; the factor is applied when dq and
-//! dk are written. In f16 ds could overflow or underflow, so it is multiplied by a power of 2, the largest that the maxima
-//! of v, do and delta allow. During a unit this power only decreases, and the sums of dk are rescaled with it. p could
-//! underflow where a sink has most of a row's weight, so it is multiplied by a constant.
+//! ds does not contain the factor between products and scores, except for a power of 2; the factor is applied when dq
+//! and dk are written. In f16 ds could overflow or underflow, so it is multiplied by a power of 2, the largest that the
+//! maxima of v, do and delta allow. During a unit this power only decreases, and the sums of dk are rescaled with it. p
+//! could underflow where a sink has most of a row's weight, so it is multiplied by a constant.
 //!
-//! `tiles` has the buffers of a worker and writes its sums, `rows` computes the products of a block of rows, and `weights`
-//! computes p and ds of single blocks.
+//! `tiles` has the buffers of a worker and writes its sums, `rows` computes the products of a block of rows, and
+//! `weights` computes p and ds of single blocks.
 
 mod rows;
 mod tiles;
@@ -53,7 +53,8 @@ impl Tiled<'_> {
     /// Takes units until none is left.
     ///
     /// # Safety
-    /// AVX-512 with BF16 and the products of `H` are present, the tensors of the call are valid, and each unit is taken once.
+    /// AVX-512 with BF16 and the products of `H` are present, the tensors of the call are valid, and each unit is taken
+    /// once.
     #[inline(always)]
     pub(crate) unsafe fn work<H: TileForm>(&self, lines: &mut [Line], next: &AtomicUsize, order: &DqOrder) {
         let c = self.call;
@@ -73,8 +74,8 @@ impl Tiled<'_> {
             while t.n < SUPER && t.slots[t.n].next(&mut stream, false, false) {
                 t.n += 1;
             }
-            // SAFETY: rows and heads are within the tensors (checked); dk and dv of these keys and this kv head are this
-            // unit's alone, and dq is added to in turn.
+            // SAFETY: rows and heads are within the tensors (checked); dk and dv of these keys and this kv head are
+            // this unit's alone, and dq is added to in turn.
             unsafe { self.unit::<H>(&mut t, &scoring, q, doc, unit.kv, &turn) };
         }
         // SAFETY: as above.
@@ -100,8 +101,8 @@ impl Tiled<'_> {
         let heads = readers(&c.heads, kv, c.q.heads);
         let mut loaded = false;
         t.clear(c);
-        // With few rows, as many heads as fill a block are processed together. Where heads are adjacent in memory, a block is
-        // one panel of each of several heads: rows of q, do and dq are then read in longer runs.
+        // With few rows, as many heads as fill a block are processed together. Where heads are adjacent in memory, a
+        // block is one panel of each of several heads: rows of q, do and dq are then read in longer runs.
         let total: u32 = ranges().map(|q| q.range.len).sum();
         let beside = c.q.head_stride.unsigned_abs() < c.q.token_stride.unsigned_abs();
         let share =
@@ -147,8 +148,8 @@ impl Tiled<'_> {
     }
 }
 
-/// Rows of q in a block of this many heads. If they exceed a panel they are rounded down to whole panels, so that no panel
-/// has rows of two heads.
+/// Rows of q in a block of this many heads. If they exceed a panel they are rounded down to whole panels, so that no
+/// panel has rows of two heads.
 fn block_rows(heads: u32) -> u32 {
     let rows = ROWS as u32 / heads;
     if rows > PANEL as u32 { rows - rows % PANEL as u32 } else { rows }

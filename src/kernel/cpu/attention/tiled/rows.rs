@@ -212,7 +212,8 @@ impl Tiled<'_> {
         }
     }
 
-    /// Adds `dQᵀ = Kᵀ·dS` over the blocks of keys `range` to the rows of a panel, after the preceding unit has added to them.
+    /// Adds `dQᵀ = Kᵀ·dS` over the blocks of keys `range` to the rows of a panel, after the preceding unit has added to
+    /// them.
     ///
     /// # Safety
     /// As [`Tiled::rows_in_hand`].
@@ -229,7 +230,8 @@ impl Tiled<'_> {
         let d = c.q.dim as usize;
         let scale = c.score.scale as f32 / t.factor;
         let whole = TILE * H::PARTS;
-        // SAFETY: tiles are as large as their sizes say; lanes' rows and heads are those of dq, which units add to in turn.
+        // SAFETY: tiles are as large as their sizes say; lanes' rows and heads are those of dq, which units add to in
+        // turn.
         unsafe {
             let b0 = t.pairs.as_ptr().add(2 * range.start * whole);
             for at in (0..d).step_by(32) {

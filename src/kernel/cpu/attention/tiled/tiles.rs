@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The buffers of a unit of the backward pass on matrix units: packed keys, sums of dk and dv, and the factors that keep
-//! f16 in range.
+//! The buffers of a unit of the backward pass on matrix units: packed keys, sums of dk and dv, and the factors that
+//! keep f16 in range.
 
 use super::super::stream::{BLOCK, KeyBlock, Slots};
 use super::super::tile::{Lanes, at};
@@ -170,7 +170,8 @@ impl<'a> MatrixTiles<'a> {
         }
     }
 
-    /// The rows of a q range that may see a key of the unit. Also sets the positions of keys for this range (`rel`, `blocks`).
+    /// The rows of a q range that may see a key of the unit. Also sets the positions of keys for this range (`rel`,
+    /// `blocks`).
     #[inline(always)]
     pub(crate) fn rows(&mut self, c: &AttendBackward, q: &QRange) -> core::ops::Range<u32> {
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
@@ -246,7 +247,8 @@ impl<'a> MatrixTiles<'a> {
                     // contiguous.
                     let dst = unsafe { core::slice::from_raw_parts_mut(at::<f32>(tensor, row, head), dim) };
                     let sums = &sums[key * dim.next_multiple_of(32)..][..dim];
-                    // SAFETY: AVX-512 is present (the contract of `Tiled::work`); with `stream` rows are whole lines (`streams`).
+                    // SAFETY: AVX-512 is present (the contract of `Tiled::work`); with `stream` rows are whole lines
+                    // (`streams`).
                     unsafe { write_row(dst, sums, scale, c.accumulate_keys, self.stream) }
                 }
             }
@@ -254,8 +256,8 @@ impl<'a> MatrixTiles<'a> {
     }
 }
 
-/// `dst = sums · scale`, or adds it; with `stream` by stores past the caches. Not inlined, since every kernel would contain
-/// a copy.
+/// `dst = sums · scale`, or adds it; with `stream` by stores past the caches. Not inlined, since every kernel would
+/// contain a copy.
 ///
 /// # Safety
 /// AVX-512 is present; with `stream`, `dst` consists of whole lines and nothing is added.

@@ -111,7 +111,8 @@ impl Of<'_> {
             if !CAREFUL {
                 return (p, ds);
             }
-            // A masked key contributes nothing, even if a NaN is involved. The NaN of an unmasked key is kept (exp2 may lose it).
+            // A masked key contributes nothing, even if a NaN is involved. The NaN of an unmasked key is kept (exp2 may
+            // lose it).
             let p = __m512::gt(x, __m512::splat(<f32 as Real>::LOWEST), p, __m512::max(zero, x));
             let p = __m512::gt(__m512::splat(<f32 as Real>::LOWEST), s, zero, p);
             let ds = p.mul(difference).mul(slope);
@@ -120,8 +121,8 @@ impl Of<'_> {
     }
 }
 
-/// Packs the lanes' rows as `[panel][dim / 16][16 pairs of lanes][16 dims][2]`, with zeros for numbers that are not finite.
-/// Returns a bit for each lane that has such numbers, and the bits of the largest finite number.
+/// Packs the lanes' rows as `[panel][dim / 16][16 pairs of lanes][16 dims][2]`, with zeros for numbers that are not
+/// finite. Returns a bit for each lane that has such numbers, and the bits of the largest finite number.
 ///
 /// # Safety
 /// As [`AttentionEngine::queries`](crate::kernel::cpu::product::engine::AttentionEngine::queries).

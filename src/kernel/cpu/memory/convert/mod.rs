@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Conversion between f16, bf16 and f32 in memory and vectors of f32, for loops that are bound by memory bandwidth.
 //!
-//! A conversion gives the bits of [`crate::element`] on every instruction set, also for NaNs and subnormal numbers. bf16 is
-//! rounded in integers, because the instruction for it reads subnormals as zero.
+//! A conversion gives the bits of [`crate::element`] on every instruction set, also for NaNs and subnormal numbers.
+//! bf16 is rounded in integers, because the instruction for it reads subnormals as zero.
 //!
 //! A streaming (non-temporal) store bypasses the caches. For a large result this avoids reading every line before it is
-//! written. For a small result, which would have stayed in the cache for its reader, it is slower; the caller decides by
-//! size.
+//! written. For a small result, which would have stayed in the cache for its reader, it is slower; the caller decides
+//! by size.
 
 #[cfg(target_arch = "aarch64")]
 mod neon;
@@ -22,11 +22,12 @@ use crate::element::Dtype;
 use crate::kernel::cpu::vector::portable::FourLanes;
 use crate::kernel::cpu::vector::simd::Vector;
 
-/// Bytes of results from which streaming is used. On a Xeon with 2 MiB of L2 cache both kinds of store take the same time at
-/// 4 MiB; at 32 MiB and more streaming takes two thirds of the time.
+/// Bytes of results from which streaming is used. On a Xeon with 2 MiB of L2 cache both kinds of store take the same
+/// time at 4 MiB; at 32 MiB and more streaming takes two thirds of the time.
 pub(crate) const STREAM: usize = 8 << 20;
 
-/// Whether to stream `rows` rows of every head of `t`, each written once: they are large enough, and rows are whole lines.
+/// Whether to stream `rows` rows of every head of `t`, each written once: they are large enough, and rows are whole
+/// lines.
 pub(crate) fn streams(t: &RawTensor, rows: u64) -> bool {
     let size = t.dtype.size() as u64;
     let row = u64::from(t.dim) * size;
@@ -41,8 +42,8 @@ const AHEAD: usize = 2048;
 /// A vector of f32 that converts from and to the other types.
 ///
 /// # Safety
-/// As [`Vector`]: every method needs the instruction set; pointers are to `W` elements of any alignment, those of `stream`
-/// aligned to what they write, which [`finished`](Convert::finished) makes visible to others.
+/// As [`Vector`]: every method needs the instruction set; pointers are to `W` elements of any alignment, those of
+/// `stream` aligned to what they write, which [`finished`](Convert::finished) makes visible to others.
 pub(crate) trait Convert: Vector<T = f32> {
     unsafe fn load_f16(p: *const u8) -> Self;
     /// Loads bf16. A signalling NaN stays one, until arithmetic or [`quiet`](Convert::quiet).
@@ -52,8 +53,8 @@ pub(crate) trait Convert: Vector<T = f32> {
     unsafe fn total(self) -> f32;
     unsafe fn store_f16(self, p: *mut u8);
     unsafe fn store_bf16(self, p: *mut u8);
-    /// Stores past the caches, if the machine has such an instruction. Two vectors of f32 become one vector of halves, so the
-    /// caller passes two adjacent vectors.
+    /// Stores past the caches, if the machine has such an instruction. Two vectors of f32 become one vector of halves,
+    /// so the caller passes two adjacent vectors.
     #[inline(always)]
     unsafe fn stream(self, p: *mut u8) {
         // SAFETY: the contract, here and below.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The conversions of NEON. The instructions between f16 and f32 are part of every AArch64, but their intrinsics need a type
-//! that stable Rust lacks, so they are written as assembly.
+//! The conversions of NEON. The instructions between f16 and f32 are part of every AArch64, but their intrinsics need a
+//! type that stable Rust lacks, so they are written as assembly.
 
 #![allow(unused_unsafe, reason = "newer compilers take these intrinsics for safe where the target has NEON")]
 

@@ -20,7 +20,8 @@ pub(crate) type ElementRun = (*mut u8, Dtype);
 /// `dst = Σ sources`, in their order, for `n` contiguous elements; zeros if there are no sources.
 ///
 /// # Safety
-/// As [`Convert`], with `n` elements in each run; `dst` overlaps no source but the first, and that one only by being it.
+/// As [`Convert`], with `n` elements in each run; `dst` overlaps no source but the first, and that one only by being
+/// it.
 #[inline(always)]
 pub(crate) unsafe fn sum<V: Convert>(
     dst: ElementRun,
@@ -158,8 +159,8 @@ mod tests {
         }
     }
 
-    /// Every half and every kind of f32, at every offset of a line, in every length up to some units: what `sum` makes of
-    /// them, and that it touches nothing else.
+    /// Every half and every kind of f32, at every offset of a line, in every length up to some units: what `sum` makes
+    /// of them, and that it touches nothing else.
     ///
     /// # Safety
     /// The instruction set of `V` is present.

@@ -80,7 +80,8 @@ impl Convert for __m512 {
     }
     #[inline(always)]
     unsafe fn stream(self, p: *mut u8) {
-        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`), and aligned to 64 bytes.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`), and aligned to
+        // 64 bytes.
         unsafe { _mm512_stream_ps(p.cast(), self) }
     }
     #[inline(always)]
@@ -154,7 +155,8 @@ impl Convert for __m256 {
     }
     #[inline(always)]
     unsafe fn stream(self, p: *mut u8) {
-        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`), and aligned to 32 bytes.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`), and aligned to
+        // 32 bytes.
         unsafe { _mm256_stream_ps(p.cast(), self) }
     }
     #[inline(always)]

@@ -138,8 +138,8 @@ impl Device {
         struct Aligned([u8; 128]);
         let mut out = Aligned([0; 128]);
         let (rank, ones) = (m.dims.len() as c_uint, vec![1; m.dims.len()]);
-        // SAFETY: room for a map, aligned as the driver wants it, and lists of `rank` numbers, one fewer of strides; the
-        // address is only written down.
+        // SAFETY: room for a map, aligned as the driver wants it, and lists of `rank` numbers, one fewer of strides;
+        // the address is only written down.
         let code = unsafe {
             (self.f.encode_map)(
                 (&raw mut out.0).cast(),

@@ -5,21 +5,22 @@
 //! The workload is a test program that launches the kernels through the CUDA backend. It runs on the stand-in driver,
 //! which tries the mutants of every kernel at each of its launches (`driver::mutants`): as many processes as there are
 //! cores, each with its share of the mutants, and a later workload tries only what the earlier ones did not catch.
-//! Survivors are looked up in `equivalent.txt`, where each that is truly equivalent is listed with the reason. Ends with
-//! `caught N of M, E equivalent`, and fails when a survivor is not listed, or a kernel that `--only` names was never launched. Event waits of the runtime are mutants too
-//! (`driver::trace`): one is caught when the race detector would report its absence.
+//! Survivors are looked up in `equivalent.txt`, where each that is truly equivalent is listed with the reason. Ends
+//! with `caught N of M, E equivalent`, and fails when a survivor is not listed, or a kernel that `--only` names was
+//! never launched. Event waits of the runtime are mutants too (`driver::trace`): one is caught when the race detector
+//! would report its absence.
 //!
 //! ```text
 //! mutate [--only TEXT] [--kinds] [--jobs N] [PROGRAM [ARGUMENT…]]
 //! ```
 //!
-//! Without a program the registry below is built and run. `--only` tries the kernels whose file in `ptx/` and name, as in
-//! `forward_f16_64.ptx cpattn_forward`, contain TEXT, and no event waits. It begins with the tests that the registry has for
-//! these files, and ends when nothing survives that is not listed: a mutant that is listed is tried by all workloads without
-//! `--only`.
+//! Without a program the registry below is built and run. `--only` tries the kernels whose file in `ptx/` and name, as
+//! in `forward_f16_64.ptx cpattn_forward`, contain TEXT, and no event waits. It begins with the tests that the registry
+//! has for these files, and ends when nothing survives that is not listed: a mutant that is listed is tried by all
+//! workloads without `--only`.
 //!
-//! `--kinds` is a slice of that, for every day: in each kernel, one mutant of each kind (each change of each opcode) has to be
-//! caught by the tests for its file, built without optimisation, in one process.
+//! `--kinds` is a slice of that, for every day: in each kernel, one mutant of each kind (each change of each opcode)
+//! has to be caught by the tests for its file, built without optimisation, in one process.
 
 mod survivors;
 mod workloads;

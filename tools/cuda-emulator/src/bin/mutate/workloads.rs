@@ -11,8 +11,8 @@ const FEATURES: &str = "rayon,cuda,nccl,cudarc";
 pub trait Workload {
     /// What the progress bar calls it.
     fn name(&self) -> String;
-    /// The command, ready to run, where there is something to run for these files of `ptx/` (all where none are named). A
-    /// slice is built as tests are, and is nothing but tests for files.
+    /// The command, ready to run, where there is something to run for these files of `ptx/` (all where none are named).
+    /// A slice is built as tests are, and is nothing but tests for files.
     fn command(&self, only: Option<&[String]>, is_slice: bool) -> Result<Option<Command>, String>;
     /// The compute capability of the device, as `CPATTN_EMU_SM` has it.
     fn device(&self) -> &str {
@@ -26,8 +26,8 @@ pub struct Test {
     device: &'static str,
     /// Which of its tests; all where there is none.
     filters: &'static [&'static str],
-    /// Where `filters` is a module of tests that are for one file each: what the names of such files begin with. The rest
-    /// of a name is that of the test.
+    /// Where `filters` is a module of tests that are for one file each: what the names of such files begin with. The
+    /// rest of a name is that of the test.
     of: Option<&'static str>,
 }
 
@@ -45,8 +45,9 @@ impl Test {
     }
 }
 
-/// The tests that launch every shipped kernel, on a device with the shared memory for all but one, and on one for that (there
-/// only those with long walks first: a mutant is tried at so many launches only); and those that run whole plans on a device.
+/// The tests that launch every shipped kernel, on a device with the shared memory for all but one, and on one for that
+/// (there only those with long walks first: a mutant is tried at so many launches only); and those that run whole plans
+/// on a device.
 pub const REGISTRY: &[Test] = &[
     Test { name: "cuda_kernels", device: "90", filters: &["hopper_walks"], of: Some("hopper_forward_") },
     // Each of these starts a process that asks for clusters, and logs what this one would.

@@ -40,7 +40,8 @@ impl Layout {
             let (inner, outer) = if self.long { (k, r) } else { (r, k) };
             return r / 8 * 256 + k / 8 * 128 + inner % 8 * 16 + outer % 8 * 2;
         }
-        // Rows of the swizzle's width: an element's row, the piece of 16 bytes in it, and the panel where there are more.
+        // Rows of the swizzle's width: an element's row, the piece of 16 bytes in it, and the panel where there are
+        // more.
         let (panel, row, c) = if self.long { (r / (w / 2), k, r % (w / 2) * 2) } else { (0, r, k * 2) };
         let start = panel * self.rows * w + row * w;
         start + 16 * ((c / 16) ^ (start / 128 % (w / 16))) + c % 16
@@ -245,8 +246,8 @@ pub fn cases() -> Vec<Case> {
             cases.push(p.case(&format!("A in registers, {}", order(b))));
         }
     }
-    // P V of the forward kernels: all steps over a tile of keys, in as many panels as v has columns. Of 96 columns the second
-    // panel is filled by half.
+    // P V of the forward kernels: all steps over a tile of keys, in as many panels as v has columns. Of 96 columns the
+    // second panel is filled by half.
     for (n, rows) in [(64, 128), (96, 128), (128, 128), (192, 96), (256, 64)] {
         let b = Layout { width: 128, long: true, rows };
         for brain in [true, false] {

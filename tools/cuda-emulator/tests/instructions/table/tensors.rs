@@ -2,8 +2,8 @@
 //! Tensor copies: boxes of one to five dimensions, over every edge of their tensors, with every swizzle.
 //!
 //! The number of an element names its place in memory, so that a box in shared memory shows what was copied where. What
-//! is expected is worked out element by element: its place in the box, that place in the tensor, whether there is such an
-//! element; and for a swizzle, which piece of 16 bytes of its row the manual exchanges it with.
+//! is expected is worked out element by element: its place in the box, that place in the tensor, whether there is such
+//! an element; and for a swizzle, which piece of 16 bytes of its row the manual exchanges it with.
 
 use super::case::Ty::B32;
 use super::case::{Case, Float, Map, Want};

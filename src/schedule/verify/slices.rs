@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Slices of buffers and tensors: whether each is within its buffer or tensor, and which of them share bytes.
 
-use std::{format, string::String, vec::Vec};
+#[cfg(test)]
+use alloc::collections::BTreeSet;
+use alloc::{format, string::String, vec::Vec};
+
+use super::flaw::flaw;
 
 use crate::{
     element::Dtype,
     error::{Error, Result},
-    plan::Plan,
-    schedule::{ALIGNMENT, Buf, BufferView, Purpose, Schedule, StepTensor, TensorId},
+    schedule::{ALIGNMENT, Buf, BufferView, Schedule, StepTensor, TensorForm, TensorId},
 };
 
 /// A buffer or a tensor of the caller's.
@@ -40,47 +43,17 @@ pub(super) struct ScheduleCheck<'a> {
     pub extents: Vec<Extent>,
 }
 
-pub(super) fn flaw(schedule: &Schedule, operation: usize, flaw: String) -> Error {
-    Error::Schedule { rank: schedule.rank, operation, flaw }
-}
-
-/// The caller's tensors in the order of their numbers, then the buffers.
-pub(super) fn extents(plan: &Plan, run: Purpose, s: &Schedule) -> Result<Vec<Extent>> {
-    let mut base = s.workspace.next_multiple_of(ALIGNMENT);
-    let mut extents = Vec::with_capacity(TensorId::COUNT + s.buffers.len());
-    for t in TensorId::ALL {
-        let form = run.form(plan, s.rank, t);
-        let ([rows, heads, dim], dtype) = form.map_or(([0; 3], Dtype::F32), |f| (f.shape, f.dtype));
-        let (name, writable) = (form.map_or(t.name(), |f| f.name), form.map(|f| f.written));
-        let (rows, heads, dim) = (rows as u64, heads as u32, dim as u32);
-        let cell = u64::from(dim) * dtype.size() as u64;
-        extents.push(Extent { name, rows, heads, dim, cell, base, writable });
-        let bytes = rows.checked_mul(u64::from(heads)).and_then(|n| n.checked_mul(cell));
-        base = bytes.and_then(|n| base.checked_add(n)).ok_or_else(|| {
-            Error::invalid(name, format!("{rows} rows of {heads} heads"), "tensors that a machine can address")
-        })?;
+impl<'a> ScheduleCheck<'a> {
+    /// Refuses buffers that do not lie in the workspace.
+    pub(super) fn new(schedule: &'a Schedule, tensors: &[Option<TensorForm>; TensorId::COUNT]) -> Result<Self> {
+        Ok(Self { schedule, extents: extents(schedule, tensors)? })
     }
-    for b in &s.buffers {
-        let cell = u64::from(b.dim) * b.dtype.size() as u64;
-        let end = b
-            .rows
-            .checked_mul(u64::from(b.heads))
-            .and_then(|n| n.checked_mul(cell))
-            .and_then(|n| n.checked_add(b.offset));
-        if !b.offset.is_multiple_of(ALIGNMENT) || end.is_none_or(|end| end > s.workspace) {
-            let text = format!(
-                "buffer {} of {} rows × {} heads × {} begins at byte {} of a workspace of {}",
-                b.name, b.rows, b.heads, b.dim, b.offset, s.workspace
-            );
-            return Err(flaw(s, 0, text));
-        }
-        let (name, rows, heads, dim, base) = (b.name, b.rows, b.heads, b.dim, b.offset);
-        extents.push(Extent { name, rows, heads, dim, cell, base, writable: Some(true) });
-    }
-    Ok(extents)
-}
 
-impl ScheduleCheck<'_> {
+    /// Whether a slice takes all heads of its buffer or tensor.
+    pub(super) fn takes_whole_rows(&self, t: &Touch) -> bool {
+        t.view.head == 0 && self.extent(t.view.buf).is_ok_and(|extent| extent.heads == t.view.heads)
+    }
+
     pub(super) fn extent(&self, buf: Buf) -> Result<&Extent, String> {
         let at = match buf {
             Buf::User(t) => t as usize,
@@ -128,6 +101,21 @@ impl ScheduleCheck<'_> {
                 && w.head < v.head + v.heads)
     }
 
+    /// The bytes that are read, and those that are written, one by one.
+    #[cfg(test)]
+    pub(super) fn bytes_of(&self, touched: &[Touch]) -> [BTreeSet<u64>; 2] {
+        let mut bytes = [BTreeSet::new(), BTreeSet::new()];
+        for Touch { view: v, write, .. } in touched {
+            let t = self.extent(v.buf).unwrap();
+            for cell in (v.row..v.row + v.rows).flat_map(|row| (v.head..v.head + v.heads).map(move |head| (row, head)))
+            {
+                let first = t.base + (cell.0 * u64::from(t.heads) + u64::from(cell.1)) * t.cell;
+                bytes[usize::from(*write)].extend(first..first + t.cell);
+            }
+        }
+        bytes
+    }
+
     pub(super) fn describe(&self, t: &Touch) -> String {
         let name = self.extent(t.view.buf).map_or("?", |t| t.name);
         let how = if t.write { "written" } else { "read" };
@@ -149,8 +137,15 @@ impl ScheduleCheck<'_> {
 
     /// All of what travels, or is packed or summed.
     pub(super) fn whole(&self, tensors: &[StepTensor], own: bool, slot: bool) -> Result<Vec<Touch>, String> {
-        let each = tensors.iter().flat_map(|c| [(c.own, own), (c.slot, slot)]);
-        each.map(|(view, write)| self.touch(view, write)).collect()
+        let mut list = Vec::with_capacity(2 * tensors.len());
+        for c in tensors {
+            list.extend([self.touch(c.own, own)?, self.touch(c.slot, slot)?]);
+            let (from, to) = (self.extent(c.own.buf)?, self.extent(c.slot.buf)?);
+            if (c.own.heads, from.dim) != (c.slot.heads, to.dim) {
+                return Err(format!("{} and {} differ in heads or dim", from.name, to.name));
+            }
+        }
+        Ok(list)
     }
 
     /// That every part lies in one of the slices that stand for all of them, and is written only if that is.
@@ -169,4 +164,39 @@ impl ScheduleCheck<'_> {
             None => Ok(()),
         }
     }
+}
+
+/// The caller's tensors in the order of their numbers, then the buffers.
+fn extents(s: &Schedule, tensors: &[Option<TensorForm>; TensorId::COUNT]) -> Result<Vec<Extent>> {
+    let mut base = s.workspace.next_multiple_of(ALIGNMENT);
+    let mut extents = Vec::with_capacity(TensorId::COUNT + s.buffers.len());
+    for (t, form) in TensorId::ALL.into_iter().zip(tensors) {
+        let ([rows, heads, dim], dtype) = form.map_or(([0; 3], Dtype::F32), |f| (f.shape, f.dtype));
+        let (name, writable) = (form.map_or(t.name(), |f| f.name), form.map(|f| f.written));
+        let (rows, heads, dim) = (rows as u64, heads as u32, dim as u32);
+        let cell = u64::from(dim) * dtype.size() as u64;
+        extents.push(Extent { name, rows, heads, dim, cell, base, writable });
+        let bytes = rows.checked_mul(u64::from(heads)).and_then(|n| n.checked_mul(cell));
+        base = bytes.and_then(|n| base.checked_add(n)).ok_or_else(|| {
+            Error::invalid(name, format!("{rows} rows of {heads} heads"), "tensors that a machine can address")
+        })?;
+    }
+    for b in &s.buffers {
+        let cell = u64::from(b.dim) * b.dtype.size() as u64;
+        let end = b
+            .rows
+            .checked_mul(u64::from(b.heads))
+            .and_then(|n| n.checked_mul(cell))
+            .and_then(|n| n.checked_add(b.offset));
+        if b.dim == 0 || !b.offset.is_multiple_of(ALIGNMENT) || end.is_none_or(|end| end > s.workspace) {
+            let text = format!(
+                "buffer {} of {} rows × {} heads × {} begins at byte {} of a workspace of {}",
+                b.name, b.rows, b.heads, b.dim, b.offset, s.workspace
+            );
+            return Err(flaw(s.rank, 0, text));
+        }
+        let (name, rows, heads, dim, base) = (b.name, b.rows, b.heads, b.dim, b.offset);
+        extents.push(Extent { name, rows, heads, dim, cell, base, writable: Some(true) });
+    }
+    Ok(extents)
 }

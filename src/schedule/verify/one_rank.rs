@@ -1,57 +1,102 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checks what the unsafe calls of a run rely on: once, when a schedule is prepared, also in release builds.
+//! Checks the schedule of one rank by itself: whatever needs neither another rank nor the content of a row.
 //!
-//! A run turns every slice of a schedule into an address without further checks. So [`check`] goes through the whole
-//! list before the first run, and refuses the schedule unless
+//! It goes through the whole list, and refuses the schedule unless
 //!
 //! 1. every buffer lies in the workspace, at a multiple of the alignment;
-//! 2. every slice of every operation lies inside its buffer, or inside the caller's tensor as [`bind`](super::bind) checks
-//!    it in each run; tensors that a direction does not have are not named, and those that it reads are not written;
+//! 2. every slice of every operation lies inside its buffer, or inside the caller's tensor, as long as that has the
+//!    given form; tensors that a direction does not have are not named, and those that it reads are not written;
 //! 3. messages are contiguous, not empty, and with other ranks of the group;
 //! 4. what an operation writes is apart from everything else that it touches, but for sums that begin with their own
 //!    destination and a running result that lies in o itself;
 //! 5. operations of the two lanes that may run at the same time do not touch the same bytes, if one of them writes.
+//!    Happens-before is the order within each lane and the edges `after`, closed under both. An exchange is one
+//!    operation here: transports may move its messages in any order, so these must not overlap either.
 //!
-//! [`schedule::verify`](crate::schedule::verify) proves much more, over all ranks together, and needs a table of every
-//! row: it is for tests. This check looks at the slices of one rank only. It assumes for 5 that an attention accesses
-//! all rows of its slices. Kernels check the given ranges against their tensors in every call.
+//! A run turns every slice of a schedule into an address without further checks, so each schedule is checked when it is
+//! prepared, also in release builds. The proof of all ranks begins with the same check, on which its other parts rely.
+//! An attention is taken to access all rows of its slices. Kernels check the given ranges against their tensors in
+//! every call.
 
-use std::{format, string::String, vec, vec::Vec};
+use alloc::{format, string::String, vec, vec::Vec};
 
-mod slices;
-
+use super::{
+    flaw::flaw,
+    slices::{ScheduleCheck, Touch},
+};
 use crate::{
     call::Gradients,
     error::Result,
-    plan::Plan,
     schedule::{
-        Buf, BufferView, CirculatingSide, Lane, MessageView, Op, OpKind, Purpose, Schedule, TensorId,
+        BlockView, Buf, BufferView, CirculatingSide, Lane, MessageView, Op, OpKind, Schedule, TensorForm, TensorId,
         expand::{Expansion, ROWS_PER_PEER},
-        verify::clocks,
     },
 };
-use slices::{ScheduleCheck, Touch, extents, flaw};
 
-/// Checks a schedule; see the module.
+/// Where the messages and blocks of operations are listed.
+pub(super) trait Lists {
+    /// The messages of an exchange.
+    fn messages(&mut self, schedule: &Schedule, op: usize) -> &[MessageView];
+
+    /// Calls `each(blocks, sources)` for every part of a transform, of what is packed or of a reduce.
+    fn blocks<E>(
+        &mut self,
+        schedule: &Schedule,
+        op: usize,
+        each: impl FnMut(&[BlockView], &[BufferView]) -> Result<(), E>,
+    ) -> Result<(), E>;
+}
+
+impl Lists for Expansion {
+    fn messages(&mut self, schedule: &Schedule, op: usize) -> &[MessageView] {
+        self.messages(schedule, op)
+    }
+
+    fn blocks<E>(
+        &mut self,
+        schedule: &Schedule,
+        op: usize,
+        each: impl FnMut(&[BlockView], &[BufferView]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.blocks(schedule, op, each)
+    }
+}
+
+/// Checks a schedule, see the module, for tensors of the caller's of these forms.
 ///
 /// # Errors
 /// [`Error::Schedule`](crate::Error::Schedule) with the operation and what is wrong with it.
-pub(super) fn check(plan: &Plan, run: Purpose, schedule: &Schedule, expansion: &mut Expansion) -> Result<()> {
-    let check = ScheduleCheck { schedule, extents: extents(plan, run, schedule)? };
-    let mut touched = Vec::with_capacity(schedule.ops.len());
-    for op in 0..schedule.ops.len() {
-        touched.push(check.operation(op, expansion).map_err(|text| flaw(schedule, op, text))?);
-    }
-    check.lanes(&touched)
+pub(crate) fn check(
+    schedule: &Schedule,
+    tensors: &[Option<TensorForm>; TensorId::COUNT],
+    expansion: &mut Expansion,
+) -> Result<()> {
+    let check = ScheduleCheck::new(schedule, tensors)?;
+    check.lanes(&check.operations(expansion)?)
 }
 
 impl ScheduleCheck<'_> {
+    /// The slices that each operation accesses, after checking each operation by itself.
+    pub(super) fn operations(&self, lists: &mut impl Lists) -> Result<Vec<Vec<Touch>>> {
+        let mut counts = vec![[0; 2]; self.schedule.group.len()];
+        let operation = |op| {
+            let touched = self.operation(op, lists, &mut counts);
+            touched.map_err(|text| flaw(self.schedule.rank, op, text))
+        };
+        (0..self.schedule.ops.len()).map(operation).collect()
+    }
+
     /// The slices that an operation accesses, sorted by first byte, after checking that they are in bounds and do not
-    /// overlap.
-    fn operation(&self, i: usize, expansion: &mut Expansion) -> Result<Vec<Touch>, String> {
+    /// overlap. `counts`: room for [`ScheduleCheck::messages`].
+    fn operation(&self, i: usize, lists: &mut impl Lists, counts: &mut [[u8; 2]]) -> Result<Vec<Touch>, String> {
         let Op { kind, lane, after, .. } = &self.schedule.ops[i];
         if after.is_some_and(|a| a as usize >= i || self.schedule.ops[a as usize].lane == *lane) {
             return Err(format!("waits for operation {after:?}, which is not one before it in the other lane"));
+        }
+        let communicates =
+            kind.is_exchange() || matches!(kind, OpKind::Pack { .. } | OpKind::Reduce { .. } | OpKind::Merge { .. });
+        if !matches!(kind, OpKind::Transform { .. }) && communicates != (*lane == Lane::Communication) {
+            return Err(format!("{} is on the {lane:?} lane", kind.name()));
         }
         let mut list = Vec::new();
         let mut add = |view: BufferView, write: bool| self.touch(view, write).map(|t| list.push(t));
@@ -81,7 +126,7 @@ impl ScheduleCheck<'_> {
                 for b in blocks {
                     self.entries(b.sources_begin, b.sources_end, self.schedule.sources.len())?;
                 }
-                list = self.blocks(i, expansion)?;
+                list = self.blocks(i, lists)?;
             }
             OpKind::Pack { ring_step, ring_steps, tensors }
             | OpKind::Reduce { ring_step, ring_steps, tensors }
@@ -89,12 +134,12 @@ impl ScheduleCheck<'_> {
                 self.ring_step(*ring_steps, *ring_step)?;
                 let pack = matches!(kind, OpKind::Pack { .. });
                 let whole = self.whole(tensors, !pack, pack)?;
-                list = self.blocks(i, expansion)?;
+                list = self.blocks(i, lists)?;
                 self.inside(&list, &whole)?;
             }
             OpKind::Exchange { begin, end } => {
                 self.entries(*begin, *end, self.schedule.messages.len())?;
-                list = self.messages(expansion.messages(self.schedule, i))?;
+                list = self.messages(lists.messages(self.schedule, i), counts)?;
             }
             OpKind::Fetch { ring_step, ring_steps, tensors, packed } => {
                 self.ring_step(*ring_steps, *ring_step)?;
@@ -105,13 +150,13 @@ impl ScheduleCheck<'_> {
                 for view in packed {
                     whole.push(self.touch(*view, false)?);
                 }
-                list = self.messages(expansion.messages(self.schedule, i))?;
+                list = self.messages(lists.messages(self.schedule, i), counts)?;
                 self.inside(&list, &whole)?;
             }
             OpKind::Return { ring_step, ring_steps, tensors } => {
                 self.ring_step(*ring_steps, *ring_step)?;
                 let whole = self.whole(tensors, false, true)?;
-                list = self.messages(expansion.messages(self.schedule, i))?;
+                list = self.messages(lists.messages(self.schedule, i), counts)?;
                 self.inside(&list, &whole)?;
             }
             OpKind::Attend(a) => {
@@ -128,17 +173,18 @@ impl ScheduleCheck<'_> {
                 for view in [b.q, b.k, b.v, b.d_o, b.lse, b.delta] {
                     add(view, false)?;
                 }
-                for view in b.dq.into_iter().filter(|_| b.gradients != Gradients::Keys) {
-                    add(view, true)?;
-                }
-                let keys = b.dkv.filter(|_| b.gradients != Gradients::Queries);
-                for view in keys.into_iter().flat_map(|(dk, dv)| [dk, dv]) {
-                    add(view, true)?;
+                let (dk, dv) = b.dkv.unzip();
+                for (view, unless) in [(b.dq, Gradients::Keys), (dk, Gradients::Queries), (dv, Gradients::Queries)] {
+                    let touch = view.map(|view| self.touch(view, true)).transpose()?;
+                    list.extend(touch.filter(|_| b.gradients != unless));
                 }
             }
         }
         list.sort_unstable_by_key(|t| t.low);
-        if matches!(kind, OpKind::Delta { .. } | OpKind::SinkGradient { .. } | OpKind::Backward(_)) {
+        if matches!(
+            kind,
+            OpKind::Delta { .. } | OpKind::SinkGradient { .. } | OpKind::SinkTotal { .. } | OpKind::Backward(_)
+        ) {
             self.clash(&list, |_, _| false)?;
         }
         if let OpKind::Attend(a) = kind {
@@ -168,10 +214,10 @@ impl ScheduleCheck<'_> {
     }
 
     /// Sums: of one shape, apart from each other within each part, and from their sources but the first.
-    fn blocks(&self, i: usize, expansion: &mut Expansion) -> Result<Vec<Touch>, String> {
+    fn blocks(&self, i: usize, lists: &mut impl Lists) -> Result<Vec<Touch>, String> {
         let mut all = Vec::new();
         let mut part = Vec::new();
-        expansion.blocks(self.schedule, i, |blocks, sources| -> Result<(), String> {
+        lists.blocks(self.schedule, i, |blocks, sources| -> Result<(), String> {
             part.clear();
             for b in blocks {
                 self.entries(b.sources_begin, b.sources_end, sources.len())?;
@@ -199,17 +245,17 @@ impl ScheduleCheck<'_> {
         Ok(all)
     }
 
-    /// Messages: contiguous, few for each peer, and apart from each other where they arrive.
-    fn messages(&self, messages: &[MessageView]) -> Result<Vec<Touch>, String> {
+    /// Messages: contiguous, few for each peer, and apart from each other where they arrive. `counts`, of each peer and
+    /// way, are 0 before and after.
+    fn messages(&self, messages: &[MessageView], counts: &mut [[u8; 2]]) -> Result<Vec<Touch>, String> {
         let mut list = Vec::with_capacity(messages.len());
-        let mut count = vec![[0usize; 2]; self.schedule.group.len()];
         for m in messages {
             if !self.schedule.group.contains(&m.peer) || m.peer == self.schedule.rank {
                 return Err(format!("a message to rank {}, group {:?}", m.peer, self.schedule.group));
             }
-            let n = &mut count[m.peer - self.schedule.group.start][usize::from(m.send)];
+            let n = &mut counts[m.peer - self.schedule.group.start][usize::from(m.send)];
             *n += 1;
-            if *n > ROWS_PER_PEER {
+            if usize::from(*n) > ROWS_PER_PEER {
                 return Err(format!("more than {ROWS_PER_PEER} messages with rank {}, one way", m.peer));
             }
             let t = self.extent(m.view.buf)?;
@@ -221,6 +267,7 @@ impl ScheduleCheck<'_> {
             }
             list.push(self.touch(m.view, !m.send)?);
         }
+        messages.iter().for_each(|m| counts[m.peer - self.schedule.group.start] = [0; 2]);
         list.sort_unstable_by_key(|t| t.low);
         self.clash(&list, |_, _| false)?;
         Ok(list)
@@ -228,14 +275,15 @@ impl ScheduleCheck<'_> {
 
     /// Checks that operations which may run at the same time do not conflict. The order within each lane and the edges
     /// `after`, closed under both, determine which may.
-    fn lanes(&self, touched: &[Vec<Touch>]) -> Result<()> {
+    pub(super) fn lanes(&self, touched: &[Vec<Touch>]) -> Result<()> {
         let s = self.schedule;
         let clocks = clocks(s);
         let of = |lane: Lane| (0..s.ops.len()).filter(move |&i| s.ops[i].lane == lane);
         let communication: Vec<usize> = of(Lane::Communication).collect();
         let (c, m) = (Lane::Compute as usize, Lane::Communication as usize);
         for a in of(Lane::Compute) {
-            // Of the other lane, operations before this index are complete, and operations after the last wait for this one.
+            // Of the other lane, operations before this index are complete, and operations after the last wait for this
+            // one.
             for &b in communication.iter().skip(clocks[a].0[m]) {
                 if clocks[b].0[c] > clocks[a].1 {
                     break;
@@ -248,12 +296,31 @@ impl ScheduleCheck<'_> {
                         self.describe(x),
                         self.describe(y)
                     );
-                    return Err(flaw(s, last, text));
+                    return Err(flaw(s.rank, last, text));
                 }
             }
         }
         Ok(())
     }
+}
+
+/// How many operations of each lane are complete when each operation begins, and its own number in its lane.
+fn clocks(s: &Schedule) -> Vec<([usize; 2], usize)> {
+    let mut lanes = [([0usize; 2], 0usize); 2];
+    let mut clocks: Vec<([usize; 2], usize)> = Vec::with_capacity(s.ops.len());
+    for op in &s.ops {
+        let me = op.lane as usize;
+        let (mut clock, number) = lanes[me];
+        clock[me] = number;
+        if let Some(after) = op.after {
+            let (before, n) = clocks[after as usize];
+            clock[me] = clock[me].max(before[me]);
+            clock[1 - me] = clock[1 - me].max(before[1 - me]).max(n + 1);
+        }
+        clocks.push((clock, number));
+        lanes[me] = (clock, number + 1);
+    }
+    clocks
 }
 
 /// Two slices of two operations that share a byte, one of them written. Both lists are sorted by first byte.

@@ -11,9 +11,13 @@ use crate::{
     layout::Layout,
     mask::Mask,
     mesh::Mesh,
-    plan::{AttentionKind, Circulate, Gather, Options, Problem, Wire},
-    schedule::{AllToAll, AllToAllDirection, Direction},
+    plan::{AttentionKind, Circulate, Gather, Options, Plan, Problem, Wire},
+    schedule::{AllToAll, AllToAllDirection, Direction, Purpose},
 };
+
+fn checked(plan: &Plan, run: Purpose, schedule: &Schedule, expansion: &mut Expansion) -> Result<()> {
+    check(schedule, &TensorId::ALL.map(|t| run.form(plan, schedule.rank, t)), expansion)
+}
 
 struct Case {
     plan: Plan,
@@ -23,7 +27,7 @@ struct Case {
 
 impl Case {
     fn check(&self) -> Result<()> {
-        check(&self.plan, self.run, &self.schedule, &mut Expansion::new(&self.schedule))
+        checked(&self.plan, self.run, &self.schedule, &mut Expansion::new(&self.schedule))
     }
 
     /// Refused with one change, in words that name an operation.
@@ -211,7 +215,7 @@ fn a_missing_wait_is_refused() {
             }
             let mut without = case.schedule.clone();
             without.ops[op].after = None;
-            let outcome = check(&case.plan, case.run, &without, &mut Expansion::new(&without));
+            let outcome = checked(&case.plan, case.run, &without, &mut Expansion::new(&without));
             found[usize::from(outcome.is_err())] += 1;
         }
     }
@@ -219,7 +223,7 @@ fn a_missing_wait_is_refused() {
     assert!(found[1] > 2 * found[0] && found[1] > 500, "{found:?}");
 }
 
-/// What it costs: `cargo test --release --lib schedule_check -- --nocapture`.
+/// What it costs: `cargo test --release --lib one_rank -- --nocapture`.
 #[test]
 fn the_cost_on_big_plans() {
     let lengths: Vec<usize> = (0..300).map(|i| 700 + i * 37 % 900).collect();
@@ -235,7 +239,7 @@ fn the_cost_on_big_plans() {
             let schedule = Schedule::new(&plan, 5, direction).unwrap();
             let mut expansion = Expansion::new(&schedule);
             let written = start.elapsed();
-            check(&plan, Purpose::Attention(direction), &schedule, &mut expansion).unwrap();
+            checked(&plan, Purpose::Attention(direction), &schedule, &mut expansion).unwrap();
             let proved = start.elapsed() - written;
             println!(
                 "{mesh}, {layout}, {direction:?}: {} ops, written in {written:?}, proved in {proved:?}",

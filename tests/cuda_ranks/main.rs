@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a rank on a CUDA device and its transport refuse, in words that name the argument, and that both go on after it;
-//! and that a group whose exchange fails on one side hears of it on the other at once.
+//! What a rank on a CUDA device and its transport refuse, in words that name the argument, and that both go on after
+//! it; and that a group whose exchange fails on one side hears of it on the other at once.
 //!
 //! Runs on whatever driver is found, see `cuda_plans`.
 #![cfg(feature = "cuda")]
+
+#[path = "../common/driver.rs"]
+mod driver;
+#[path = "../common/refused.rs"]
+mod refused;
+mod second_device;
 
 use std::{
     sync::Arc,
@@ -13,39 +19,19 @@ use std::{
 
 use cpattn::{
     Batch, Cause, Device, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut,
-    call::{Block, RawTensor, Transform},
+    call::RawTensor,
     kernel::{
         cpu::Isa,
-        cuda::{Cuda, DeviceMemory, StreamKernels},
+        cuda::{Cuda, DeviceMemory},
     },
     runtime::{Bindings, DeviceBackward, DeviceForward},
     schedule::{ALIGNMENT, Direction, Schedule, TensorId},
     tensor::{DeviceView, DeviceViewMut},
     transport::{DeviceTransport, Label, Message, Transport, peer},
 };
+use driver::{device, emulated_count};
 use half::f16;
-
-fn device() -> Option<Arc<Cuda>> {
-    match Cuda::new(0) {
-        Ok(cuda) => Some(Arc::new(cuda)),
-        Err(Error::Unsupported { option, limit, .. }) if std::env::var_os("CPATTN_REQUIRE_CUDA").is_none() => {
-            eprintln!("not run: {option}: {limit}");
-            None
-        }
-        Err(e) => panic!("{e}"),
-    }
-}
-
-/// Refused before anything moved, in these words.
-#[track_caller]
-fn refused<T: std::fmt::Debug>(result: Result<T>, words: &[&str]) {
-    let error = result.expect_err("accepted");
-    assert!(matches!(error, Error::Invalid { .. } | Error::Unsupported { .. }), "{error:?}");
-    let text = error.to_string();
-    for word in words {
-        assert!(text.contains(word), "{text:?} lacks {word:?}");
-    }
-}
+use refused::refused;
 
 fn problem(tokens: usize) -> Problem {
     Problem::new(Batch::from_lengths(&[tokens]).unwrap(), 2, 2, 16, Dtype::F16)
@@ -212,9 +198,10 @@ fn exchanges_are_refused_or_end_on_both_sides() {
         let named = matches!(error, Err(Error::Peer { peer, cause, .. }) if peer == 1 - me && cause == sizes[me]);
         assert!(named, "rank {me}: {error:?}");
     }
-    // An address that no driver knows: the copy is refused to the rank that came second, and the other hears of it. A driver that shares the
-    // host's page tables may take it for the host's memory, and find out on the device, which ends the context.
-    if !emulated() {
+    // An address that no driver knows: the copy is refused to the rank that came second, and the other hears of it. A
+    // driver that shares the host's page tables may take it for the host's memory, and find out on the device, which
+    // ends the context.
+    if emulated_count(c"peer copies").is_none() {
         return;
     }
     let said = all_to_all(group(), 8, std::ptr::without_provenance_mut(64), 8);
@@ -224,8 +211,8 @@ fn exchanges_are_refused_or_end_on_both_sides() {
     assert!(told, "{said:?}");
 }
 
-/// A rank whose exchange fails has its stream wait for the copies out of its memory that are under way: what it has waited for
-/// its stream it may free, although the copies are on the stream of the receiver.
+/// A rank whose exchange fails has its stream wait for the copies out of its memory that are under way: what it has
+/// waited for its stream it may free, although the copies are on the stream of the receiver.
 #[test]
 fn a_rank_that_fails_waits_for_copies_out_of_its_memory() {
     let Some(cuda) = device() else { return };
@@ -260,145 +247,8 @@ fn a_rank_that_fails_waits_for_copies_out_of_its_memory() {
     }
 }
 
-/// Whether device 0 is one of the stand-in driver.
-fn emulated() -> bool {
-    let mut name = [0u8; 256];
-    // SAFETY: the driver is loaded and initialised, and writes at most as many bytes.
-    let status = unsafe { cudarc::driver::sys::cuDeviceGetName(name.as_mut_ptr().cast(), 255, 0) };
-    assert_eq!(status as u32, 0);
-    String::from_utf8_lossy(&name).contains("emulator")
-}
-
-/// Device 0 and another, where there are two.
-fn two_devices() -> Option<[Arc<Cuda>; 2]> {
-    let first = device()?;
-    match Cuda::new(1) {
-        Ok(second) => Some([first, Arc::new(second)]),
-        Err(e) => {
-            eprintln!("not run: {e}");
-            None
-        }
-    }
-}
-
-/// A ring of another device is memory that a launch here may not be able to read, and a stream of another device is
-/// none that it can be put on.
-#[test]
-fn rings_and_streams_of_another_device_are_refused() {
-    let Some([first, second]) = two_devices() else { return };
-    let memory = first.allocate(64).unwrap();
-    let fill =
-        [Block { dst: RawTensor::compact(memory.ptr(), Dtype::F32, 1, 1, 16), sources_begin: 0, sources_end: 0 }];
-    let call = Transform { blocks: &fill, sources: &[] };
-    let mut rings = [first.staging(4096, 4).unwrap(), second.staging(4096, 4).unwrap()];
-    let stream = std::ptr::null_mut();
-    // SAFETY: refused before anything is launched.
-    refused(
-        unsafe { first.transform(&call, &mut rings[1], stream) },
-        &["staging is memory of device 1", "the device that makes the call"],
-    );
-    // SAFETY: the memory lives until the call was waited for.
-    unsafe { first.transform(&call, &mut rings[0], stream) }.unwrap();
-    let elsewhere = peer::group(&[second], Duration::from_secs(60)).unwrap();
-    let mut kernels = StreamKernels::new(Arc::clone(&first)).unwrap();
-    // SAFETY: refused before anything is launched.
-    refused(unsafe { kernels.transform(&call, elsewhere[0].stream()) }, &["stream is ", "expected one of device 0"]);
-    wait(&first);
-}
-
-/// How often the stand-in driver did this; none of another driver.
-fn counted(what: &std::ffi::CStr) -> Option<u64> {
-    use cudarc::driver::sys;
-    if !emulated() {
-        return None;
-    }
-    let mut f = std::ptr::null_mut();
-    let mut status = sys::CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
-    // SAFETY: a name that ends in a zero byte, pointers to locals; the stand-in driver has a function of that name with
-    // this signature.
-    unsafe {
-        let code = sys::cuGetProcAddress_v2(c"cuEmuCount".as_ptr(), &raw mut f, 13000, 0, &raw mut status);
-        assert_eq!(code as u32, 0);
-        let count: unsafe extern "C" fn(*const std::ffi::c_char) -> u64 = std::mem::transmute(f);
-        Some(count(what.as_ptr()))
-    }
-}
-
-/// Whether the machine lets device 0 use memory of device 1.
-fn can_access() -> bool {
-    let mut can = -1;
-    // SAFETY: the driver is initialised and has two devices; a pointer to a local.
-    let code = unsafe { cudarc::driver::sys::cuDeviceCanAccessPeer(&raw mut can, 0, 1) };
-    assert_eq!(code as u32, 0);
-    can != 0
-}
-
-/// Copies between devices are direct where the driver can make them so, and the transport knows.
-#[test]
-fn access_between_devices() {
-    let Some([first, second]) = two_devices() else { return };
-    let ends = peer::group(&[Arc::clone(&first), second, first], Duration::from_secs(60)).unwrap();
-    let direct: Vec<bool> = (0..3).map(|peer| ends[0].is_direct(peer)).collect();
-    assert_eq!(direct, [true, can_access(), true]);
-    // Made again, with access that is there already.
-    let devices = [Arc::clone(ends[0].device()), Arc::clone(ends[1].device())];
-    let again = peer::group(&devices, Duration::from_secs(60)).unwrap();
-    assert_eq!(again[1].is_direct(0), can_access());
-}
-
-/// The same bits, wherever the ranks are.
-#[test]
-fn ranks_on_two_devices() {
-    let Some([first, second]) = two_devices() else { return };
-    let p = Problem::new(Batch::from_lengths(&[9, 0, 23]).unwrap(), 2, 2, 16, Dtype::F16);
-    for (ulysses, ring) in [(1, 2), (2, 1)] {
-        let plan = Plan::new(&p, Mesh::explicit(2, ulysses, ring).unwrap(), Layout::Zigzag).unwrap();
-        let results = |devices: [&Arc<Cuda>; 2]| -> Vec<Vec<Vec<u8>>> {
-            let ends = peer::group(&devices.map(Arc::clone), Duration::from_secs(60)).unwrap();
-            let run = |end: peer::Peer| {
-                let mut rank = Rank::on_device(end).unwrap();
-                let cuda = Arc::clone(rank.cuda().unwrap());
-                let (tensors, memory) = tensors(&cuda, &plan, rank.rank());
-                for (i, m) in memory.iter().enumerate() {
-                    // Halves of moderate size, for the inputs of both directions; the rest is overwritten.
-                    let values: Vec<u8> = (0..m.bytes()).map(|b| [(b * 7 + i) as u8, 0x34][b % 2]).collect();
-                    m.upload(&values).unwrap();
-                }
-                for direction in [Direction::Forward, Direction::Backward] {
-                    // SAFETY: the tensors live until the end; the default stream.
-                    unsafe { rank.run(&plan, direction, &tensors) }.unwrap();
-                }
-                wait(&cuda);
-                let read = |m: &DeviceMemory| {
-                    let mut bytes = vec![0; m.bytes()];
-                    m.download(&mut bytes).unwrap();
-                    bytes
-                };
-                memory.iter().map(read).collect()
-            };
-            thread::scope(|scope| {
-                let threads: Vec<_> = ends
-                    .into_iter()
-                    .map(|end| {
-                        let run = &run;
-                        scope.spawn(move || run(end))
-                    })
-                    .collect();
-                threads.into_iter().map(|t| t.join().unwrap()).collect()
-            })
-        };
-        let (together, apart) = (results([&first, &first]), results([&first, &second]));
-        assert!(together == apart, "ulysses {ulysses} × ring {ring}");
-        let kinds = [c"peer copies", c"staged copies"].map(counted);
-        if let [Some(direct), Some(staged)] = kinds {
-            let expected = (can_access(), !can_access());
-            assert_eq!((direct > 0, staged > 0), expected, "{direct} direct copies, {staged} staged");
-        }
-        assert!(together[0][6].iter().any(|&b| b != 0), "dq is something");
-    }
-}
-
-/// Typed views that carry their device: the bits of untyped tensors; what lies elsewhere, or needs the host, is refused.
+/// Typed views that carry their device: the bits of untyped tensors; what lies elsewhere, or needs the host, is
+/// refused.
 #[test]
 fn typed_views() {
     let Some(cuda) = device() else { return };

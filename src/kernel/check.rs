@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The rules for the arguments of a call that do not depend on the backend. They allocate only to build an error.
+//!
+//! A backend adds its own: the CPU that rows lie within each tensor, CUDA alignment, the device of an address, and how
+//! far positions may reach.
+
+use alloc::{format, string::String};
+
+use crate::{
+    call::{HeadMap, Range, Ranges, RawTensor, Score},
+    element::Dtype,
+    error::{Error, Result},
+};
+
+/// Heads, dim and dtype of a tensor.
+pub(super) fn tensor(name: &str, t: &RawTensor, heads: u32, dim: u32, dtype: Dtype) -> Result<()> {
+    if t.heads != heads {
+        return Err(Error::invalid(format!("{name}.heads"), t.heads, heads));
+    }
+    if t.dim != dim {
+        return Err(Error::invalid(format!("{name}.dim"), t.dim, dim));
+    }
+    if t.dtype != dtype {
+        return Err(Error::invalid(format!("{name}.dtype"), t.dtype, dtype));
+    }
+    Ok(())
+}
+
+/// A table of one f32 for each head, `[1, heads, 1]`, or nothing.
+pub(super) fn per_head(name: &str, t: &RawTensor, heads: u32) -> Result<()> {
+    if t.is_none() {
+        return Ok(());
+    }
+    if t.tokens != 1 {
+        return Err(Error::invalid(format!("{name}.tokens"), t.tokens, "1: there is one number for each head"));
+    }
+    tensor(name, t, heads, 1, Dtype::F32)
+}
+
+/// Every q head finds its kv head.
+pub(super) fn heads(map: &HeadMap, q: u32, kv: u32) -> Result<()> {
+    if map.group == 0 {
+        return Err(Error::invalid("heads.group", 0, "at least 1"));
+    }
+    let of = |h: u64| (u64::from(map.q_offset) + h) / u64::from(map.group);
+    let (first, end) = (of(0), of(u64::from(q).saturating_sub(1)) + 1);
+    let (have, have_end) = (u64::from(map.kv_offset), u64::from(map.kv_offset) + u64::from(kv));
+    if q > 0 && (first < have || end > have_end) {
+        return Err(Error::invalid(
+            "k.heads",
+            format!("kv heads {have}..{have_end}"),
+            format!("to hold {first}..{end}"),
+        )
+        .hint("q head h of the call reads kv head (q_offset + h) / group"));
+    }
+    Ok(())
+}
+
+/// Windows that a [`Mask`](crate::Mask) can have, and numbers that are finite in f64. What plans refuse, single calls
+/// refuse too.
+pub(super) fn score(s: &Score) -> Result<()> {
+    for (name, limit) in [("window_left", s.window_left), ("window_right", s.window_right)] {
+        if limit != i64::MAX && !(0..=i64::from(u32::MAX)).contains(&limit) {
+            let expected = format!("0 to {}, or i64::MAX for no limit", u32::MAX);
+            return Err(Error::invalid(name, limit, expected));
+        }
+    }
+    if !s.scale.is_finite() {
+        return Err(Error::invalid("scale", s.scale, "a finite number"));
+    }
+    if !(s.softcap >= 0.0 && s.softcap.is_finite()) {
+        return Err(Error::invalid("softcap", s.softcap, "a finite number above 0, or 0 for none"));
+    }
+    Ok(())
+}
+
+/// The stripe of a range.
+pub(super) fn stripe(argument: &str, i: usize, r: &Range) -> Result<()> {
+    if r.block == 0 || r.period < r.block {
+        return Err(Error::invalid(
+            format!("{argument}[{i}]"),
+            format!("block {} and period {}", r.block, r.period),
+            "1 <= block <= period",
+        ));
+    }
+    Ok(())
+}
+
+/// Pairs lie within the ranges and in one document each, as `each` accepts them; then the lengths of documents.
+pub(super) fn pairs(r: &Ranges, each: impl Fn(&Range, &Range) -> Result<()>) -> Result<()> {
+    for (i, q) in r.q.iter().enumerate() {
+        let (begin, end) = (q.keys_begin as usize, q.keys_end as usize);
+        let Some(pairs) = r.pairs.get(begin..end) else {
+            return Err(Error::invalid(
+                format!("ranges.q[{i}].keys"),
+                format!("{begin}..{end}"),
+                format!("entries of pairs, which has {}", r.pairs.len()),
+            ));
+        };
+        for &pair in pairs {
+            let Some(k) = r.k.get(pair as usize) else {
+                let expected = format!("an index of ranges.k, which has {}", r.k.len());
+                return Err(Error::invalid(format!("ranges.pairs of q range {i}"), pair, expected));
+            };
+            if k.doc != q.range.doc {
+                let expected = format!("{}, the document of q range {i}", q.range.doc);
+                return Err(Error::invalid(format!("ranges.k[{pair}].doc"), k.doc, expected));
+            }
+            each(&q.range, k)?;
+        }
+    }
+    documents(r)
+}
+
+/// Refuses lengths of a document that are shorter than a range of it, or that are not the same in all its q ranges, and
+/// lengths in ranges that are in no order of documents, where the ranges of one would have to be searched for.
+fn documents(r: &Ranges) -> Result<()> {
+    if r.q.iter().all(|q| q.document == [0; 2]) {
+        return Ok(());
+    }
+    for (i, q) in r.q.iter().enumerate() {
+        let before = i.checked_sub(1).map(|at| (at, &r.q[at]));
+        let refused =
+            |expected| Err(Error::invalid(format!("ranges.q[{i}].document"), format!("{:?}", q.document), expected));
+        if let Some((at, b)) = before.filter(|(_, b)| b.range.doc > q.range.doc) {
+            let expected = format!("at least {}, as in ranges.q[{at}]", b.range.doc);
+            return Err(Error::invalid(format!("ranges.q[{i}].range.doc"), q.range.doc, expected).hint(
+                "lengths of documents need q ranges in the order of documents: sort them, or give [0, 0] in all",
+            ));
+        }
+        if let Some((at, b)) = before.filter(|(_, b)| b.range.doc == q.range.doc && b.document != q.document) {
+            return refused(format!("{:?}, as in ranges.q[{at}] of the same document", b.document));
+        }
+        if q.document == [0; 2] {
+            continue;
+        }
+        if q.range.len > q.document[0] {
+            let len = q.range.len;
+            return refused(format!("at least {len} tokens of q, the rows of its range, or [0, 0] if not given"));
+        }
+        let keys = &r.pairs[q.keys_begin as usize..q.keys_end as usize];
+        if let Some(&k) = keys.iter().find(|&&k| r.k[k as usize].len > q.document[1]) {
+            let len = r.k[k as usize].len;
+            return refused(format!("at least {len} tokens of k, the rows of ranges.k[{k}], or [0, 0] if not given"));
+        }
+    }
+    Ok(())
+}
+
+/// Equal tokens, heads and dim.
+pub(super) fn same_shape(name: impl Fn() -> String, t: &RawTensor, of: &RawTensor) -> Result<()> {
+    if (t.tokens, t.heads, t.dim) == (of.tokens, of.heads, of.dim) {
+        return Ok(());
+    }
+    let shape = |t: &RawTensor| format!("[{}, {}, {}]", t.tokens, t.heads, t.dim);
+    Err(Error::invalid(format!("{} [tokens, heads, dim]", name()), shape(t), shape(of)))
+}

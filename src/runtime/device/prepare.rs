@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a rank on a device does before the first run of a plan: it refuses plans that a device cannot run, loads
+//! kernels, and records the sequence of the schedule.
+
+use std::sync::Arc;
+
+use super::{DeviceRank, OnDevice, sequence::Sequence};
+use crate::{
+    element::Dtype,
+    error::{Error, Result},
+    kernel::cuda::tags::RunCount,
+    plan::Plan,
+    runtime::{backend::Backend, ops::Listing, prepared::Prepared},
+    schedule::Purpose,
+};
+
+impl DeviceRank {
+    /// Whether a run of a plan needs no preparation and no larger workspace.
+    pub(super) fn is_ready(&self, plan: &Plan, run: Purpose) -> bool {
+        let found = self.prepared.find(plan, run);
+        found.is_some_and(|at| !self.workspace.is_short(self.prepared[at].prepared.schedule.workspace))
+    }
+
+    /// Refuses plans that a device cannot run, before any run of them begins.
+    pub(super) fn suits(&self, plan: &Plan, run: Purpose) -> Result<()> {
+        plan.fits_world(self.transport.world())?;
+        let p = plan.problem();
+        if let Purpose::AllToAll(a) = run {
+            return if a.dtype == Dtype::F64 {
+                let limit = "the CUDA kernels move and sum f16, bf16 and f32";
+                Err(Error::unsupported("an all-to-all of f64 on a device", limit, "convert, or use a rank on the CPU"))
+            } else {
+                Ok(())
+            };
+        }
+        if plan.options().reproducible {
+            return Err(Error::unsupported(
+                "reproducible on a device",
+                "the CUDA kernels do not align tiles to positions",
+                "run it on the CPU, or plan without it: runs still repeat bit for bit on one mesh",
+            ));
+        }
+        self.gpu().accept_score(&p.score())?;
+        self.gpu().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
+    }
+
+    pub(super) fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
+        if let Some(i) = self.prepared.reuse(plan, run) {
+            return Ok(i);
+        }
+        self.suits(plan, run)?;
+        let p = plan.problem();
+        let cuda = Arc::clone(self.transport.device());
+        match run {
+            Purpose::Attention(_) => cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?,
+            Purpose::AllToAll(_) => cuda.prepare_blocks()?,
+        }
+        let mut prepared = Prepared::new(plan, self.transport.rank(), run)?;
+        self.agreements.reserve(&prepared.schedule.group);
+        let group = &prepared.schedule.group;
+        if group.len() > 1 && !self.counts.iter().any(|(of, _)| of == group) {
+            self.counts.push((group.clone(), RunCount::new(&cuda)?));
+        }
+        let count = self.counts.iter().find(|(of, _)| of == group).map(|(_, count)| count);
+        let sequence = Sequence::record(&cuda, &mut prepared, count, &self.marks.disagreements)?;
+        // The sequence replaces the lists.
+        (prepared.compute, prepared.communication) = (Listing::default(), Listing::default());
+        self.transport.reserve(sequence.most_messages);
+        if let Some(oldest) = self.prepared.least_recent() {
+            // Its runs may have recorded disagreements: they are read first.
+            self.synchronize()?;
+            let gone = self.prepared.remove(oldest);
+            self.marks.disagreements.remove(gone.prepared.fingerprint());
+        }
+        Ok(self.prepared.push(OnDevice { prepared, sequence, captured: false }))
+    }
+}

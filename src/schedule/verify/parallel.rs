@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Work on several processors, where there are threads. Results do not depend on how many: each is its own work's, and
+//! they are returned in order.
+
+use alloc::vec::Vec;
+use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use crate::schedule::expand::Expansion;
+
+/// How many threads are worth starting.
+#[cfg(feature = "std")]
+fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, core::num::NonZero::get)
+}
+
+/// The fewest ranks that a further thread is started for.
+#[cfg(feature = "std")]
+const RANKS_OF_A_THREAD: usize = 16;
+
+/// Calls `work` for each of so many ranks.
+pub(super) fn each<T: Send>(ranks: usize, work: impl Fn(usize, &mut Expansion) -> T + Sync) -> Vec<T> {
+    let next = AtomicUsize::new(0);
+    let take = || {
+        let mut expansion = Expansion::default();
+        let left = core::iter::from_fn(|| Some(next.fetch_add(1, Relaxed)).filter(|&rank| rank < ranks));
+        left.map(|rank| (rank, work(rank, &mut expansion))).collect::<Vec<_>>()
+    };
+    #[cfg(feature = "std")]
+    let mut done = std::thread::scope(|scope| {
+        let threads = processors().min(ranks / RANKS_OF_A_THREAD);
+        // Where a thread cannot be started, others do its part.
+        let start = |_| std::thread::Builder::new().spawn_scoped(scope, take).ok();
+        let helpers: Vec<_> = (1..threads).filter_map(start).collect();
+        let mut done = take();
+        helpers.into_iter().for_each(|helper| done.extend(joined(helper)));
+        done
+    });
+    #[cfg(not(feature = "std"))]
+    let mut done = take();
+    done.sort_unstable_by_key(|of_rank| of_rank.0);
+    done.into_iter().map(|of_rank| of_rank.1).collect()
+}
+
+/// The results of both.
+#[cfg(feature = "std")]
+pub(super) fn two<A: Send, B>(a: impl FnOnce() -> A + Send, b: impl FnOnce() -> B) -> (A, B) {
+    if processors() == 1 {
+        return (a(), b());
+    }
+    std::thread::scope(|scope| {
+        let helper = scope.spawn(a);
+        let b = b();
+        (joined(helper), b)
+    })
+}
+
+/// The results of both.
+#[cfg(not(feature = "std"))]
+pub(super) fn two<A, B>(a: impl FnOnce() -> A, b: impl FnOnce() -> B) -> (A, B) {
+    (a(), b())
+}
+
+/// What a thread returns; a panic goes on in this one.
+#[cfg(feature = "std")]
+fn joined<T>(helper: std::thread::ScopedJoinHandle<'_, T>) -> T {
+    helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
