@@ -168,6 +168,40 @@ fn awkward_lengths_on_eight_ranks() {
     }
 }
 
+/// A few new tokens over a cache that is spread over the ranks: q travels in the forward, and no row of k or v does.
+#[test]
+fn few_queries_over_a_spread_cache() {
+    let o = Options::new;
+    let options = [
+        o().circulate_forward(Circulate::Queries),
+        o().circulate_forward(Circulate::Queries).pack_inputs(true),
+        o().circulate_forward(Circulate::Queries).circulate(Circulate::Keys),
+    ];
+    let lengths = |q: &[i32], k: &[i32], starts: &[i64]| Batch::cross(q, k, Some(starts)).unwrap();
+    // One token each, none, and a chunk of a prompt.
+    let batch = lengths(&[0, 1, 2, 2, 9], &[0, 64, 101, 110, 140], &[63, 36, 0, 23]);
+    let base = Problem::new(batch, 6, 2, 16, Dtype::F32).with_value_dim(8);
+    let slopes = [0.5, 0.25, 0.1, 0.3, 0.2, 0.7];
+    let problems = [
+        base.clone(),
+        base.clone().with_sinks(true).with_softcap(3.0),
+        base.clone().with_mask(Mask::sliding(20)).with_alibi_slopes(&slopes),
+        base.with_mask(Mask::full()),
+    ];
+    for p in problems {
+        every_way::<f32>("cache, f32", &p, &[mesh(1, 4), mesh(2, 2), mesh(3, 2)], &LAYOUTS, &options);
+        every_way::<f32>("cache, nodes", &p, &[mesh(1, 4)], &LAYOUTS, &options.map(|o| o.ranks_per_node(2)));
+        // Without sinks: over a dozen rows of half precision their gradients exceed the bound of `check`.
+        let of = |dtype| {
+            let batch = p.batch().clone();
+            Problem::new(batch, 6, 2, 16, dtype).with_value_dim(8).with_mask(p.mask())
+        };
+        every_way::<bf16>("cache, bf16", &of(Dtype::Bf16), &[mesh(1, 4)], &LAYOUTS, &options[..1]);
+        every_way::<f16>("cache, f16", &of(Dtype::F16), &[mesh(2, 2)], &LAYOUTS, &options[..1]);
+        every_way::<f64>("cache, f64", &of(Dtype::F64), &[mesh(1, 3)], &LAYOUTS, &options[..1]);
+    }
+}
+
 /// What a forward with travelling q moves: q to each rank with keys, a partial o and its lse back.
 #[test]
 fn a_token_moves_q_and_partial_results() {
