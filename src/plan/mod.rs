@@ -31,11 +31,12 @@ mod together;
 
 pub(crate) use area::Load;
 pub use area::area;
-pub use auto::{BALANCE, Candidate, Choice, LAYOUTS, MESSAGE, auto_layout, choose, choose_over};
+pub use auto::{BALANCE, BETWEEN, Candidate, Choice, LAYOUTS, MESSAGE, auto_layout, choose, choose_over};
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
 pub(crate) use form::{CirculatingSide, Form};
 pub use nodes::ranks_per_node;
+pub(crate) use nodes::{crossing, ring_steps};
 pub use options::{Circulate, Gather, Options, Wire};
 pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};
 pub use shard::ShiftMessage;

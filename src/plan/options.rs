@@ -77,7 +77,8 @@ pub struct Options {
     /// `n · ranks_per_node ..`; [`ranks_per_node`](super::ranks_per_node) makes the number of a list. Then each row that other
     /// nodes need crosses to each of them once, and is passed on inside it; gradients are summed inside a node before they
     /// cross back. Where a node has one ring rank, and where it has all of them, schedules are
-    /// the same. An automatic mesh keeps Ulysses inside a node, so with 1 it is a ring.
+    /// the same. An automatic mesh keeps Ulysses inside a node, so with 1 it is a ring, and counts a byte from
+    /// another node [`BETWEEN`](super::BETWEEN) times.
     pub ranks_per_node: usize,
 }
 

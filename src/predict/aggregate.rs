@@ -7,9 +7,8 @@
 //! What is approximated, so that no rank's schedule is needed:
 //! - the largest figures are taken to be those of one rank, which is so or nearly so in all layouts but the contiguous one
 //!   with documents;
-//! - the rows that a rank needs are taken to come evenly from the ring ranks they can come from. Where a window or short
-//!   documents make that fewer than all, those are the neighbours in runs of the pack (contiguous, zigzag of the pack), so
-//!   that the first rank of a node gets them all from other nodes, and any ranks in other layouts;
+//! - the rows that a rank needs are taken to come evenly from the ring ranks they can come from, or from neighbours
+//!   ([`crossing`]);
 //! - ring steps overlap perfectly: the ring takes the longer of kernels and exchanges, and one step more of the other. In
 //!   zigzag layouts some ranks have more work than others at a step, though not in total, so this is up to 16 % too quick,
 //!   and up to 31 % with two levels and documents shorter than a node's share;
@@ -25,9 +24,8 @@ use crate::{
     batch::Side,
     error::Result,
     heads::HeadShare,
-    layout::Layout,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{CirculatingSide, Form, Load, Plan, Problem, Wire},
+    plan::{CirculatingSide, Form, Load, Plan, Problem, Wire, crossing, ring_steps},
 };
 
 /// The kernels of a problem, forward and backward, and whether they are those of its dims.
@@ -93,13 +91,8 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
         kv_sum += share.kv.len() as f64;
     }
     let node = machine.ranks_per_node;
-    let in_node = (node / mesh.ulysses).clamp(1, mesh.ring);
-    // Rows that cross once, and are passed on inside: of a node's ranks, each receives its part of them from outside.
-    let ring_ranks = plan.ring_ranks_of_node();
-    let readers = if ring_ranks < mesh.ring { ring_ranks as f64 } else { 1.0 };
+    let crossing = crossing(mesh, plan.layout(), &load, node, plan.ring_ranks_of_node());
     let u = mesh.ulysses as f64;
-    let steps = load.needed.div_ceil(load.k_tokens.max(1)).min(mesh.ring as u64 - 1);
-    let near = matches!(plan.layout(), Layout::Contiguous | Layout::ZigzagPack) && steps + 1 < mesh.ring as u64;
     // The ranks of one pool of cores.
     let pool = if machine.nodes_share_cores { mesh.world() } else { mesh.world().min(node) };
     let sizes = Sizes {
@@ -107,15 +100,9 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
         slower: pool as f64 / machine.ranks_at_once(pool),
         sharing: machine.ranks_per_card() as f64,
         own: [load.q_tokens as f64 / u, load.k_tokens as f64 / u],
-        peers_inside: if mesh.ulysses > 1 { (mesh.ulysses.min(node) - 1) as f64 / (u - 1.0) } else { 1.0 },
-        rows_inside: match mesh.ring {
-            1 => 1.0,
-            ring if in_node == ring => 1.0,
-            // A gateway has the rows of one owner, and the owners are so many neighbours.
-            _ if near => 1.0 - 1.0 / readers.min(steps.max(1) as f64),
-            ring => 1.0 - (ring - in_node) as f64 / (ring - 1) as f64 / readers,
-        },
-        steps: steps as f64,
+        peers_inside: 1.0 - crossing.exchanged.as_f64(),
+        rows_inside: 1.0 - crossing.rows.as_f64(),
+        steps: ring_steps(mesh, &load) as f64,
     };
     let (e, a) = (p.dtype().size() as f64, p.dtype().accumulator().size() as f64);
     let w = if plan.options().wire == Wire::Bf16 { 2.0 } else { a };
