@@ -86,7 +86,7 @@ impl Fraction {
 
 /// The parts of a mesh's bytes that cross between nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Crossing {
+pub(crate) struct CrossingShares {
     /// Of the bytes of the all-to-alls.
     pub exchanged: Fraction,
     /// Of the bytes of needed rows and their gradients.
@@ -100,7 +100,7 @@ pub(crate) struct Crossing {
 /// The rows that a rank needs are taken to come evenly from the ring ranks they can come from. Where a window or short
 /// documents make that fewer than all, those are the neighbours in layouts of runs of the pack, so the first rank of a
 /// node gets them all from other nodes; in other layouts they are any ranks.
-pub(crate) fn crossing(mesh: Mesh, layout: Layout, load: &Load, node: usize, ring_ranks: usize) -> Crossing {
+pub(crate) fn crossing(mesh: Mesh, layout: Layout, load: &Load, node: usize, ring_ranks: usize) -> CrossingShares {
     let (ring, ulysses) = (mesh.ring as u64, mesh.ulysses as u64);
     let in_node = ((node / mesh.ulysses) as u64).clamp(1, ring);
     let readers = if ring_ranks < mesh.ring { ring_ranks as u64 } else { 1 };
@@ -114,7 +114,7 @@ pub(crate) fn crossing(mesh: Mesh, layout: Layout, load: &Load, node: usize, rin
         _ => (ring - in_node, (ring - 1) * readers),
     };
     let exchanged = if ulysses > 1 { (ulysses - ulysses.min(node as u64), ulysses - 1) } else { (0, 1) };
-    Crossing { exchanged: Fraction { of: exchanged }, rows: Fraction { of: rows } }
+    CrossingShares { exchanged: Fraction { of: exchanged }, rows: Fraction { of: rows } }
 }
 
 /// Ring steps that bring rows.
