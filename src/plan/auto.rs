@@ -3,16 +3,18 @@
 //!
 //! These are the rules. [`Plan::explain`] prints every candidate with its figures:
 //!
-//! 1. *Meshes* are all `ulysses × ring = world` with `ulysses ≤ heads`, of several nodes those whose Ulysses ranks lie in
-//!    one node. Each is rated with its own automatic layout.
-//!    The lowest cost is chosen; of equal costs the one with the larger `ulysses`.
+//! 1. *Meshes* are all `ulysses × ring = world` with `ulysses ≤ heads`, of several nodes those whose Ulysses ranks lie
+//!    in one node. Each is rated with its own automatic layout. The lowest cost is chosen; of equal costs the one with
+//!    the larger `ulysses`.
 //! 2. *Cost* is the multiply-adds of the busiest rank plus `balance` times the bytes that the busiest rank receives,
 //!    both for one forward and one backward. Multiply-adds are the largest mask area of any ring rank times the largest
 //!    number of q heads of any Ulysses rank, so heads that do not divide evenly count with the factor `⌈H/U⌉·U/H`.
 //!    Bytes are those of the two all-to-alls of each direction, and on the ring, for each row that another rank needs,
 //!    k and v twice and their gradients once; rows that windows or document boundaries make unneeded are not counted.
 //!    Every message adds [`MESSAGE`] bytes: k and v, and later their gradients, in each ring step that the needed rows
-//!    fill, and each tensor to each peer in an all-to-all.
+//!    fill, and each tensor to each peer in an all-to-all. Over several nodes ([`Options::ranks_per_node`]) a byte from
+//!    another node counts [`BETWEEN`] times: of an all-to-all the part of the peers that are in other nodes, of the
+//!    ring's rows those whose owners are, once for each node where the schedule has two levels.
 //! 3. *Layouts*: with one ring rank nothing is sent, and contiguous is chosen. Otherwise consider those of [`LAYOUTS`]
 //!    whose busiest rank has at most 1 % more work than the best one's. Of these, choose the one whose busiest rank
 //!    needs the fewest rows of other ranks; of equals the first in the list.
@@ -29,7 +31,7 @@ use super::{
     AttentionKind, Options, Plan, Problem,
     layout_load::{LayoutLoad, load_with},
     loads::Counted,
-    nodes::holds_ulysses,
+    nodes::{crossing, holds_ulysses, ring_ranks_of_node, ring_steps},
 };
 use crate::{
     batch::Batch,
@@ -47,6 +49,11 @@ pub const BALANCE: u32 = 1024;
 /// The fixed cost of a message, in bytes: 64 KiB take some microseconds on a link of ten gigabytes per second. A
 /// convention, as [`BALANCE`] is.
 pub const MESSAGE: u32 = 1 << 16;
+
+/// Bytes inside a node that take as long as one byte from another node. 8 is the order of magnitude of a node of eight
+/// accelerators with links of a few hundred gigabytes per second and a card of 400 Gb/s for each; a convention, as
+/// [`BALANCE`] is. It says nothing unless [`Options::ranks_per_node`] is given.
+pub const BETWEEN: u32 = 8;
 
 /// The layouts that the automatic choice considers, in order of preference.
 pub const LAYOUTS: [Layout; 6] = [
@@ -70,9 +77,12 @@ pub struct Candidate {
     pub multiply_adds: u128,
     /// Bytes that the busiest rank receives, forward and backward.
     pub bytes: u128,
-    /// About how many messages the busiest rank receives, forward and backward: an estimate, before there is a schedule.
+    /// Of these, bytes from other nodes: about, because no schedule is looked at. 0 if all links are alike.
+    pub bytes_between: u128,
+    /// About how many messages the busiest rank receives, forward and backward: an estimate, before there is a
+    /// schedule.
     pub messages: u64,
-    /// `multiply_adds + balance · (bytes + MESSAGE · messages)`.
+    /// `multiply_adds + balance · (bytes + (BETWEEN − 1) · bytes_between + MESSAGE · messages)`.
     pub cost: u128,
 }
 
@@ -137,11 +147,20 @@ pub fn choose(world: usize, problem: &Problem, balance: u32) -> Result<Choice> {
     choose_over(world, problem, balance, 0)
 }
 
-/// As [`choose`], over nodes of [`Options::ranks_per_node`] ranks: only meshes whose Ulysses ranks lie in one node, where the
-/// kind of attention leaves a choice.
+/// As [`choose`], over nodes of [`Options::ranks_per_node`] ranks: only meshes whose Ulysses ranks lie in one node,
+/// where the kind of attention leaves a choice, and bytes from other nodes count [`BETWEEN`] times.
 ///
 /// # Errors
 /// As [`choose`].
+///
+/// ```
+/// use cpattn::{Batch, Dtype, Problem, plan};
+/// let problem = Problem::new(Batch::from_lengths(&[1 << 17])?, 32, 8, 128, Dtype::Bf16);
+/// let choice = plan::choose_over(16, &problem, plan::BALANCE, 8)?;
+/// // All-to-alls inside each of the two nodes, a ring across.
+/// assert_eq!((choice.mesh.ulysses, choice.mesh.ring), (8, 2));
+/// # Ok::<(), cpattn::Error>(())
+/// ```
 pub fn choose_over(world: usize, problem: &Problem, balance: u32, ranks_per_node: usize) -> Result<Choice> {
     problem.check()?;
     Mesh::ring(world)?;
@@ -162,7 +181,7 @@ pub fn choose_over(world: usize, problem: &Problem, balance: u32, ranks_per_node
         }
         let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
         let d = best_layout(problem, counted.as_ref(), mesh.ring)?;
-        candidates.push(judge(problem, mesh, &d, balance));
+        candidates.push(judge(problem, mesh, &d, balance, ranks_per_node));
     }
     let best = candidates
         .iter()
@@ -172,8 +191,8 @@ pub fn choose_over(world: usize, problem: &Problem, balance: u32, ranks_per_node
     Ok(Choice { mesh: best.mesh, layout: best.layout, balance, candidates })
 }
 
-/// The cost of a mesh with a layout.
-pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &LayoutLoad, balance: u32) -> Candidate {
+/// The cost of a mesh with a layout, over nodes of this many ranks.
+pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &LayoutLoad, balance: u32, ranks_per_node: usize) -> Candidate {
     let (heads, kv_heads) = (problem.heads() as u32, problem.kv_heads() as u32);
     let u = mesh.ulysses as u128;
     let (mut hq, mut hkv, mut kv_sum) = (0u128, 0u128, 0u128);
@@ -198,13 +217,19 @@ pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &LayoutLoad, balance: u32)
         hk.saturating_sub(hkv) * (dk + dv) * e
     };
     let back = own_q * (h - hq) * (dv * e + a + dk * e) + own_k * keys_back;
-    let bytes = ring + if u > 1 { into_heads + back } else { 0 };
-    let steps = d.largest.needed.div_ceil(d.largest.k_tokens.max(1)).min(mesh.ring as u64 - 1);
+    let exchanged = if u > 1 { into_heads + back } else { 0 };
+    let bytes = ring + exchanged;
+    let node = if ranks_per_node == 0 { mesh.world() } else { ranks_per_node };
+    let ring_ranks = ring_ranks_of_node(mesh, Options::new().ranks_per_node(ranks_per_node));
+    let cross = crossing(mesh, d.layout, &d.largest, node, ring_ranks);
+    let bytes_between = cross.exchanged.bytes(exchanged) + cross.rows.bytes(ring);
+    let steps = ring_steps(mesh, &d.largest);
     // Forward: q, k, v there, o and lse back. Backward: q, k, v, do, lse, delta there, dq, dk, dv back.
     let peers = if bytes > ring { mesh.ulysses as u64 - 1 } else { 0 };
     let messages = 6 * steps + 14 * peers;
-    let cost = multiply_adds + u128::from(balance) * (bytes + u128::from(MESSAGE) * u128::from(messages));
-    Candidate { mesh, layout: d.layout, multiply_adds, bytes, messages, cost }
+    let weighed = bytes + u128::from(BETWEEN - 1) * bytes_between + u128::from(MESSAGE) * u128::from(messages);
+    let cost = multiply_adds + u128::from(balance) * weighed;
+    Candidate { mesh, layout: d.layout, multiply_adds, bytes, bytes_between, messages, cost }
 }
 
 impl Mesh {
@@ -226,11 +251,12 @@ impl Plan {
         Self::with_options(problem, choice.mesh, choice.layout, options)
     }
 
-    /// The plan of another batch with the mesh, the layout, the options and all else of `previous`: nothing is chosen again.
+    /// The plan of another batch with the mesh, the layout, the options and all else of `previous`: nothing is chosen
+    /// again.
     ///
-    /// For steps of a training run that differ only in the lengths of their documents. It takes about as long as reading
-    /// `cu_seqlens` (and for [`Layout::Balanced`] as dealing the chunks). Whether the kept choice is still the best is
-    /// not considered: see [`choose`].
+    /// For steps of a training run that differ only in the lengths of their documents. It takes about as long as
+    /// reading `cu_seqlens` (and for [`Layout::Balanced`] as dealing the chunks). Whether the kept choice is still the
+    /// best is not considered: see [`choose`].
     ///
     /// # Errors
     /// As [`Plan::with_options`].

@@ -111,7 +111,7 @@ impl Plan {
             }
             let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
             let deal = best_deal(kinds, mesh.ring)?;
-            let cost = deal.sum(kinds, |p, d| judge(p, mesh, d, BALANCE).cost);
+            let cost = deal.sum(kinds, |p, d| judge(p, mesh, d, BALANCE, options.ranks_per_node).cost);
             if best.as_ref().is_none_or(|b| cost < b.0) {
                 best = Some((cost, mesh, deal));
             }

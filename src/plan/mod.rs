@@ -30,12 +30,13 @@ mod shard;
 mod together;
 
 pub use area::{area, edges};
-pub use auto::{BALANCE, Candidate, Choice, LAYOUTS, MESSAGE, auto_layout, choose, choose_over};
+pub use auto::{BALANCE, BETWEEN, Candidate, Choice, LAYOUTS, MESSAGE, auto_layout, choose, choose_over};
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
 pub(crate) use form::{CirculatingSide, Form};
 pub(crate) use layout_load::LayoutLoad;
 pub use nodes::ranks_per_node;
+pub(crate) use nodes::{crossing, ring_steps};
 pub use options::{Circulate, Gather, Options, Wire};
 pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};
 pub use shard::ShiftMessage;
@@ -62,8 +63,8 @@ struct Inner {
 }
 
 impl Inner {
-    /// The number that ranks compare. The same plan may have other schedules in another version of this library, so the version
-    /// is part of the number.
+    /// The number that ranks compare. The same plan may have other schedules in another version of this library, so the
+    /// version is part of the number.
     fn fingerprint(&self, version: &str) -> u64 {
         let mut h = Fingerprint::of_version(version);
         self.problem.hash_into(&mut h);
@@ -175,8 +176,8 @@ impl Plan {
         nodes::ring_ranks_of_node(self.mesh(), self.options())
     }
 
-    /// The Ulysses ranks of a node: all of them, unless rows of k and v cross to a node once and are passed on to several of
-    /// its ranks, which hold the same kv head ([`Options::ranks_per_node`]).
+    /// The Ulysses ranks of a node: all of them, unless rows of k and v cross to a node once and are passed on to
+    /// several of its ranks, which hold the same kv head ([`Options::ranks_per_node`]).
     pub fn ulysses_ranks_of_node(&self) -> usize {
         nodes::ulysses_ranks_of_node(self.problem(), self.mesh(), self.options())
     }

@@ -1,28 +1,34 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Nodes of ranks: the meaning of [`Options::ranks_per_node`] for a mesh, and its refusals.
 //!
-//! Nodes are equal and consecutive: rank r is in node `r / ranks_per_node`. Any list of groups that a mesh can use is of
-//! this kind, so a list is only a way to say the number ([`ranks_per_node`]), and racks are nodes.
+//! Nodes are equal and consecutive: rank r is in node `r / ranks_per_node`. Any list of groups that a mesh can use is
+//! of this kind, so a list is only a way to say the number ([`ranks_per_node`]), and racks are nodes.
 //!
-//! A row is needed by more than one rank of another node in a ring over several nodes with several ring ranks each, and in
-//! an all-to-all over several nodes where ranks of one node hold the same kv head. Elsewhere (nodes of one ring rank, Ulysses
-//! ranks that fill whole nodes and hold different kv heads) one level is the same, and plans have its schedules.
+//! A row is needed by more than one rank of another node in a ring over several nodes with several ring ranks each, and
+//! in an all-to-all over several nodes where ranks of one node hold the same kv head. Elsewhere (nodes of one ring
+//! rank, Ulysses ranks that fill whole nodes and hold different kv heads) one level is the same, and plans have its
+//! schedules.
+//!
+//! How much of a mesh's bytes crosses between nodes ([`crossing`]) is counted here for both choices, that of rules of
+//! thumb and that of a machine's description.
 
 use alloc::{collections::BTreeMap, format};
 
-use super::{Options, Problem};
+use super::{Options, Problem, area::Load};
 use crate::{
     error::{Error, Result},
     heads::shared_kv_in,
+    layout::Layout,
     mesh::Mesh,
 };
 
-/// The value of [`Options::ranks_per_node`] for ranks in these nodes. `nodes[r]` is a number of rank r's node: equal for
-/// the ranks of one node, different for different nodes. A rack, or any group of ranks behind a slow link, is a node too.
+/// The value of [`Options::ranks_per_node`] for ranks in these nodes. `nodes[r]` is a number of rank r's node: equal
+/// for the ranks of one node, different for different nodes. A rack, or any group of ranks behind a slow link, is a
+/// node too.
 ///
 /// # Errors
-/// No ranks; nodes whose ranks are not numbered one after another, or nodes of different sizes. Where sizes differ, a number
-/// that divides them all may be given in place of this one: rows then cross once to each such part of a node.
+/// No ranks; nodes whose ranks are not numbered one after another, or nodes of different sizes. Where sizes differ, a
+/// number that divides them all may be given in place of this one: rows then cross once to each such part of a node.
 ///
 /// ```
 /// use cpattn::plan::ranks_per_node;
@@ -54,9 +60,66 @@ pub fn ranks_per_node(nodes: &[u64]) -> Result<usize> {
     }
 }
 
-/// Whether the ranks of an all-to-all lie in one node, which the automatic choice prefers.
+/// Whether the ranks of an all-to-all lie in one node, which the automatic choice asks for: nothing is computed during
+/// an all-to-all, while ring steps are sent beside kernels.
 pub(super) fn holds_ulysses(ulysses: usize, world: usize, ranks_per_node: usize) -> bool {
     ranks_per_node == 0 || ranks_per_node >= world || ranks_per_node.is_multiple_of(ulysses)
+}
+
+/// A part of a whole: `of.0 / of.1`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Fraction {
+    pub of: (u64, u64),
+}
+
+impl Fraction {
+    /// This part of some bytes, rounded down.
+    pub fn bytes(self, bytes: u128) -> u128 {
+        bytes * u128::from(self.of.0) / u128::from(self.of.1)
+    }
+
+    /// The part as a number from 0 to 1.
+    pub fn as_f64(self) -> f64 {
+        self.of.0 as f64 / self.of.1 as f64
+    }
+}
+
+/// The parts of a mesh's bytes that cross between nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CrossingShares {
+    /// Of the bytes of the all-to-alls.
+    pub exchanged: Fraction,
+    /// Of the bytes of needed rows and their gradients.
+    pub rows: Fraction,
+}
+
+/// What crosses between nodes of `node` ranks. `ring_ranks` are those of a node whose schedule has two levels, and the
+/// whole ring where it has one ([`ring_ranks_of_node`]). Rows that cross once are passed on inside: of a node's ranks,
+/// each receives its part of them from outside.
+///
+/// The rows that a rank needs are taken to come evenly from the ring ranks they can come from. Where a window or short
+/// documents make that fewer than all, those are the neighbours in layouts of runs of the pack, so the first rank of a
+/// node gets them all from other nodes; in other layouts they are any ranks.
+pub(crate) fn crossing(mesh: Mesh, layout: Layout, load: &Load, node: usize, ring_ranks: usize) -> CrossingShares {
+    let (ring, ulysses) = (mesh.ring as u64, mesh.ulysses as u64);
+    let in_node = ((node / mesh.ulysses) as u64).clamp(1, ring);
+    let readers = if ring_ranks < mesh.ring { ring_ranks as u64 } else { 1 };
+    let steps = ring_steps(mesh, load);
+    let near = matches!(layout, Layout::Contiguous | Layout::ZigzagPack) && steps + 1 < ring;
+    let rows = match ring {
+        1 => (0, 1),
+        _ if in_node == ring => (0, 1),
+        // A gateway has the rows of one owner, and the owners are so many neighbours.
+        _ if near => (1, readers.min(steps.max(1))),
+        _ => (ring - in_node, (ring - 1) * readers),
+    };
+    let exchanged = if ulysses > 1 { (ulysses - ulysses.min(node as u64), ulysses - 1) } else { (0, 1) };
+    CrossingShares { exchanged: Fraction { of: exchanged }, rows: Fraction { of: rows } }
+}
+
+/// Ring steps that bring rows.
+pub(crate) fn ring_steps(mesh: Mesh, load: &Load) -> u64 {
+    load.needed.div_ceil(load.k_tokens.max(1)).min(mesh.ring as u64 - 1)
 }
 
 /// The ring ranks of a node: the whole ring if its rows do not cross nodes, or cross only once anyway.
@@ -65,8 +128,8 @@ pub(super) fn ring_ranks_of_node(mesh: Mesh, options: Options) -> usize {
     if per_node <= 1 || per_node >= mesh.ring { mesh.ring } else { per_node }
 }
 
-/// The Ulysses ranks of a node: all ranks of an all-to-all if they lie in one node, or if no rank of a node holds a kv head
-/// of another, so that each row crosses only once anyway.
+/// The Ulysses ranks of a node: all ranks of an all-to-all if they lie in one node, or if no rank of a node holds a kv
+/// head of another, so that each row crosses only once anyway.
 pub(super) fn ulysses_ranks_of_node(problem: &Problem, mesh: Mesh, options: Options) -> usize {
     let (per_node, ulysses) = (options.ranks_per_node, mesh.ulysses);
     let heads = [problem.heads() as u32, problem.kv_heads() as u32];

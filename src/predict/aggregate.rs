@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The time of a plan from the load of its busiest rank.
 //!
-//! What is counted: the largest mask area, rows and needed rows of any ring rank, how many edges of the mask a row meets in
-//! the mean, the largest share of heads of any Ulysses rank, the bytes of every exchange by the level of its links, one
-//! latency and one operation for each step.
+//! What is counted: the largest mask area, rows and needed rows of any ring rank, how many edges of the mask a row
+//! meets in the mean, the largest share of heads of any Ulysses rank, the bytes of every exchange by the level of its
+//! links, one latency and one operation for each step.
 //!
 //! What is approximated, so that no rank's schedule is needed:
-//! - the largest figures are taken to be those of one rank, which is so or nearly so in all layouts but the contiguous one
-//!   with documents;
-//! - the rows that a rank needs are taken to come evenly from the ring ranks they can come from. Where a window or short
-//!   documents make that fewer than all, those are the neighbours in runs of the pack (contiguous, zigzag of the pack), so
-//!   that the first rank of a node gets them all from other nodes, and any ranks in other layouts;
-//! - ring steps overlap perfectly: the ring takes the longer of kernels and exchanges, and one step more of the other. In
-//!   zigzag layouts some ranks have more work than others at a step, though not in total, so this is up to 16 % too quick,
-//!   and up to 31 % with two levels and documents shorter than a node's share;
-//! - passes over groups of kv heads do all steps for each group, and overlap as steps do: with a mask that is up to 21 % too quick
-//!   where rows are gathered. The ordered form is rated up to 38 % too slow with a mask in the contiguous layout, where the rank with
-//!   most work for dq has the least for dk and dv;
+//! - the largest figures are taken to be those of one rank, which is so or nearly so in all layouts but the contiguous
+//!   one with documents;
+//! - the rows that a rank needs are taken to come evenly from the ring ranks they can come from, or from neighbours
+//!   ([`crossing`]);
+//! - ring steps overlap perfectly: the ring takes the longer of kernels and exchanges, and one step more of the other.
+//!   In zigzag layouts some ranks have more work than others at a step, though not in total, so this is up to 16 % too
+//!   quick, and up to 31 % with two levels and documents shorter than a node's share;
+//! - passes over groups of kv heads do all steps for each group, and overlap as steps do: with a mask that is up to 21
+//!   % too quick where rows are gathered. The ordered form is rated up to 38 % too slow with a mask in the contiguous
+//!   layout, where the rank with most work for dq has the least for dk and dv;
 //! - every step reads every q row, and ranks do not wait for each other otherwise;
 //! - on a machine with cores, kernels and exchanges do not overlap at all, and ranks that share cores share them evenly
-//!   until the end; only where all ranks share them, kernels take no longer than the work of all. With a mask that is up to
-//!   1.9 times too slow in the contiguous layout, where some ranks end early, and up to 1.6 times in others, where some ranks
-//!   work while others wait;
-//! - the bytes that the bucket of a rate limit passes at once (`between.burst`) are not counted: all bytes take the card's rate.
+//!   until the end; only where all ranks share them, kernels take no longer than the work of all. With a mask that is
+//!   up to 1.9 times too slow in the contiguous layout, where some ranks end early, and up to 1.6 times in others,
+//!   where some ranks work while others wait;
+//! - the bytes that the bucket of a rate limit passes at once (`between.burst`) are not counted: all bytes take the
+//!   card's rate.
 
 use alloc::vec::Vec;
 
@@ -31,9 +31,8 @@ use crate::{
     call::Range,
     error::Result,
     heads::HeadShare,
-    layout::Layout,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{CirculatingSide, Form, LayoutLoad, Plan, Problem, Wire, edges},
+    plan::{CirculatingSide, Form, LayoutLoad, Plan, Problem, Wire, crossing, edges, ring_steps},
 };
 
 /// The kernels of a problem.
@@ -145,13 +144,8 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         kv_sum += share.kv.len() as f64;
     }
     let node = machine.ranks_per_node;
-    let in_node = (node / mesh.ulysses).clamp(1, mesh.ring);
-    // Rows that cross once, and are passed on inside: of a node's ranks, each receives its part of them from outside.
-    let ring_ranks = plan.ring_ranks_of_node();
-    let readers = if ring_ranks < mesh.ring { ring_ranks as f64 } else { 1.0 };
+    let crossing = crossing(mesh, plan.layout(), &load, node, plan.ring_ranks_of_node());
     let u = mesh.ulysses as f64;
-    let steps = load.needed.div_ceil(load.k_tokens.max(1)).min(mesh.ring as u64 - 1);
-    let near = matches!(plan.layout(), Layout::Contiguous | Layout::ZigzagPack) && steps + 1 < mesh.ring as u64;
     // The ranks of one pool of cores.
     let pool = if machine.nodes_share_cores { mesh.world() } else { mesh.world().min(node) };
     let sizes = Sizes {
@@ -159,15 +153,9 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         slower: pool as f64 / machine.ranks_at_once(pool),
         sharing: machine.ranks_per_card() as f64,
         own: [load.q_tokens as f64 / u, load.k_tokens as f64 / u],
-        peers_inside: if mesh.ulysses > 1 { (mesh.ulysses.min(node) - 1) as f64 / (u - 1.0) } else { 1.0 },
-        rows_inside: match mesh.ring {
-            1 => 1.0,
-            ring if in_node == ring => 1.0,
-            // A gateway has the rows of one owner, and the owners are so many neighbours.
-            _ if near => 1.0 - 1.0 / readers.min(steps.max(1) as f64),
-            ring => 1.0 - (ring - in_node) as f64 / (ring - 1) as f64 / readers,
-        },
-        steps: steps as f64,
+        peers_inside: 1.0 - crossing.exchanged.as_f64(),
+        rows_inside: 1.0 - crossing.rows.as_f64(),
+        steps: ring_steps(mesh, &load) as f64,
     };
     let (e, a) = (p.dtype().size() as f64, p.dtype().accumulator().size() as f64);
     let w = if plan.options().wire == Wire::Bf16 { 2.0 } else { a };
@@ -251,8 +239,8 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
     [pass(0), pass(1)]
 }
 
-/// Heads of k or v that a token of the busiest rank sends where k and v cross by gateways, and bytes for each of its dims
-/// that it gets back: inside a node and between nodes.
+/// Heads of k or v that a token of the busiest rank sends where k and v cross by gateways, and bytes for each of its
+/// dims that it gets back: inside a node and between nodes.
 fn heads_by_gateways(plan: &Plan, node: usize, kv_sum: f64, wire: f64) -> [LevelBytes; 2] {
     let (p, ulysses, ranks) = (plan.problem(), plan.mesh().ulysses, plan.ulysses_ranks_of_node());
     let (e, a) = (p.dtype().size() as f64, p.dtype().accumulator().size() as f64);

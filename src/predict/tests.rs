@@ -2,7 +2,10 @@
 //! The two models agree where both can be had, and figures follow from the machine.
 
 use super::*;
-use crate::{Batch, Dtype, Mask, plan::Wire};
+use crate::{
+    Batch, Dtype, Mask,
+    plan::{BALANCE, BETWEEN, Candidate, Wire},
+};
 
 fn h100() -> Machine {
     Machine::parse(include_str!("../../machines/h100_8x400g.machine")).unwrap()
@@ -301,4 +304,42 @@ fn options_that_rule_out_meshes_leave_the_others() {
     let text = |options| alloc::string::ToString::to_string(&Plan::auto_on(&p, 16, &machine, options).unwrap_err());
     assert_eq!(text(Options::new().passes(9)), "options.passes is 9, expected 1 to kv_heads = 8");
     assert!(text(Options::new().ranks_per_node(3)).contains("options.ranks_per_node is 3"));
+}
+
+/// The rules of thumb know no machine, only how many ranks a node has. Two and four nodes of eight.
+#[test]
+fn rules_of_thumb_weigh_what_crosses_nodes() {
+    let (machine, options) = (h100(), Options::new().ranks_per_node(8));
+    // Grouped kv heads; MLA's shape.
+    let shapes = [(32, 8, 128), (128, 128, 192)];
+    let short = alloc::vec![1 << 10; 256];
+    // A document is about as long as a rank's tokens: rows of neighbours, which cross nodes at their borders.
+    let (long, like_a_rank) = (alloc::vec![1 << 18], alloc::vec![12_000; 22]);
+    let tail = (0..60).map(|i| if i % 15 == 7 { 40_000 } else { 100 + 61 * i }).collect();
+    let mut changed = 0;
+    let mut gain = 1.0;
+    for (heads, kv_heads, head_dim) in shapes {
+        for (lengths, expected) in [(&long, Some(8)), (&short, Some(1)), (&like_a_rank, Some(8)), (&tail, None)] {
+            for world in [16, 32] {
+                let batch = Batch::from_lengths(lengths).unwrap();
+                let p = Problem::new(batch, heads, kv_heads, head_dim, Dtype::Bf16).with_value_dim(128);
+                let choice = crate::plan::choose_over(world, &p, BALANCE, 8).unwrap();
+                assert!(expected.is_none_or(|ulysses| ulysses == choice.mesh.ulysses), "{world}: {}", choice.mesh);
+                // Of the same meshes, the one that links of one kind would give.
+                let weight = |c: &Candidate| u128::from(BALANCE) * u128::from(BETWEEN - 1) * c.bytes_between;
+                let alike = choice.candidates.iter().min_by_key(|c| c.cost - weight(c)).unwrap();
+                let all = outlook(&p, world, &machine, Effort::new(0, 0), &[options]).unwrap().candidates;
+                let seconds = |mesh, layout| {
+                    let this = all.iter().find(|c| (c.mesh, c.layout) == (mesh, layout));
+                    this.unwrap().seconds()
+                };
+                let (chosen, alone) = (seconds(choice.mesh, choice.layout), seconds(alike.mesh, alike.layout));
+                assert!(chosen < 1.31 * all[0].seconds(), "{world}: {} {}", choice.mesh, choice.layout);
+                changed += usize::from(alike.mesh != choice.mesh);
+                gain *= alone / chosen;
+            }
+        }
+    }
+    // Some choices are others than with links of one kind, and the machine finds them quicker in the mean.
+    assert!(changed >= 3 && gain > 1.2, "{changed} {gain}");
 }

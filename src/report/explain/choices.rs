@@ -15,7 +15,7 @@ use crate::{
     heads,
     layout::{Layout, Shares},
     plan::{
-        BALANCE, Choice, LAYOUTS, MESSAGE, Plan, choose_over,
+        BALANCE, BETWEEN, Choice, LAYOUTS, MESSAGE, Plan, choose_over,
         layout_load::{LayoutLoad, layout_load, load_of_shares},
     },
 };
@@ -73,11 +73,23 @@ impl Plan {
             "  rule: the least cost; of equals the larger ulysses. cost = multiply-adds of the busiest rank + {} × (bytes it receives + {MESSAGE} × messages it receives), forward and backward, each mesh with its automatic layout",
             choice.balance
         );
-        let mut t =
-            TextTable::new(2, &["", "mesh", "q heads", "layout", "multiply-adds", "bytes", "messages (about)", "cost"]);
+        let node = self.options().ranks_per_node;
+        let over_nodes = (1..mesh.group()).contains(&node);
+        if over_nodes {
+            let _ = writeln!(
+                out,
+                "  nodes of {} were weighed: a byte from another node counts {BETWEEN} times",
+                ranks(node)
+            );
+        }
+        let mut columns = vec!["", "mesh", "q heads", "layout", "multiply-adds", "bytes", "messages (about)", "cost"];
+        if over_nodes {
+            columns.insert(6, "of other nodes (about)");
+        }
+        let mut t = TextTable::new(2, &columns);
         for c in &choice.candidates {
             let here = (c.mesh.ulysses, c.mesh.ring) == (mesh.ulysses, mesh.ring);
-            t.row([
+            let mut row = vec![
                 if here { "→".to_string() } else { String::new() },
                 c.mesh.to_string(),
                 format!("×{:.3}", heads::imbalance(c.mesh.ulysses, self.problem().heads() as u32)),
@@ -86,7 +98,11 @@ impl Plan {
                 grouped(c.bytes),
                 grouped(c.messages.into()),
                 grouped(c.cost),
-            ]);
+            ];
+            if over_nodes {
+                row.insert(6, grouped(c.bytes_between));
+            }
+            t.row(row);
         }
         t.write(out);
     }

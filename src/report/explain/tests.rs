@@ -162,3 +162,16 @@ fn of_very_many_ranks_some_are_counted_and_named() {
     let text = Plan::auto(&p, 96).unwrap().explain();
     has(&text, &["16 ranks counted of 96: [0, 6, 12, 19,", "95]"]);
 }
+
+#[test]
+fn nodes_that_were_weighed_are_named() {
+    let p = Problem::new(Batch::from_lengths(&[1 << 15]).unwrap(), 32, 8, 128, Dtype::Bf16);
+    let text = |n| Plan::auto_with(&p, 16, Options::new().ranks_per_node(n)).unwrap().explain();
+    has(
+        &text(8),
+        &["nodes of 8 ranks were weighed: a byte from another node counts 8 times", "of other nodes (about)"],
+    );
+    for alike in [0, 16] {
+        assert!(!text(alike).contains("weighed") && !text(alike).contains("of other nodes (about)"));
+    }
+}
