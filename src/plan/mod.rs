@@ -267,8 +267,8 @@ impl Plan {
         }
     }
 
-    /// Which side is sent round the ring in the forward: what [`Options::circulate_forward`] says, and k and v where it is
-    /// automatic.
+    /// Which side is sent round the ring in the forward: what [`Options::circulate_forward`] says, and k and v where it
+    /// is automatic.
     pub fn forward_circulates(&self) -> CirculatingSide {
         match self.options().circulate_forward {
             Circulate::Queries => CirculatingSide::Queries,

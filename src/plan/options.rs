@@ -11,8 +11,8 @@ pub enum Circulate {
     Auto,
     /// k and v; in the backward dk and dv are sent back to their owners.
     Keys,
-    /// Backward: q, do, lse and delta; dq is sent back to its owner. Forward: q; partial o and lse, in the accumulator's type, are
-    /// sent back to its owner and merged there, and no row of k or v moves.
+    /// Backward: q, do, lse and delta; dq is sent back to its owner. Forward: q; partial o and lse, in the
+    /// accumulator's type, are sent back to its owner and merged there, and no row of k or v moves.
     Queries,
 }
 
@@ -69,8 +69,9 @@ pub struct Options {
     pub passes: usize,
     /// Which side is sent round the ring in the backward.
     pub circulate: Circulate,
-    /// Which side is sent round the ring in the forward. [`Circulate::Queries`] is for few q rows over many keys, as when tokens are
-    /// generated from a KV cache that is spread over the ranks; it needs one pass, and ring steps one after another.
+    /// Which side is sent round the ring in the forward. [`Circulate::Queries`] is for few q rows over many keys, as
+    /// when tokens are generated from a KV cache that is spread over the ranks; it needs one pass, and ring steps one
+    /// after another.
     pub circulate_forward: Circulate,
     /// The type in which partial gradients are sent.
     pub wire: Wire,

@@ -133,7 +133,8 @@ impl Operations for HostOperations<'_> {
     }
 
     unsafe fn merge(&mut self, args: &Merge) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+        // `Operations`.
         unsafe { merge::merge(&args.o, &args.lse, &args.with_o, &args.with_lse) }
     }
 

@@ -193,8 +193,8 @@ pub(super) unsafe fn perform(
                         with_o: at(from[o + 1]),
                         with_lse: at(from[lse + 1]),
                     };
-                    // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
-                    // proved of this schedule by `schedule_check`.
+                    // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised,
+                    // and proved of this schedule by `schedule_check`.
                     unsafe { backend.merge(&args) }?;
                 }
                 Ok::<(), Error>(())

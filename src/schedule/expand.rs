@@ -122,8 +122,8 @@ impl Expansion {
     }
 
     /// Lists the blocks of a transform or a reduce. What several peers return for one row is added peer by peer, so a
-    /// reduce comes in parts whose blocks do not overlap: calls `each(blocks, sources)` for every part, in order. A merge
-    /// is listed as a reduce is; its blocks come in pairs, of o and of lse.
+    /// reduce comes in parts whose blocks do not overlap: calls `each(blocks, sources)` for every part, in order. A
+    /// merge is listed as a reduce is; its blocks come in pairs, of o and of lse.
     pub fn blocks<E>(
         &mut self,
         schedule: &Schedule,

@@ -257,8 +257,8 @@ pub(crate) enum OpKind {
     Attend(AttendOp),
     /// Backward attention.
     Backward(BackwardOp),
-    /// Partial gradients or results are returned to their owner: `own` are this rank's partials for what this rank attended
-    /// to (compact, as the slot was), `slot` receives what others made of its own rows.
+    /// Partial gradients or results are returned to their owner: `own` are this rank's partials for what this rank
+    /// attended to (compact, as the slot was), `slot` receives what others made of its own rows.
     Return {
         /// Which ring step.
         ring_step: u32,

@@ -191,7 +191,8 @@ fn few_queries_over_a_spread_cache() {
     for p in problems {
         every_way::<f32>("cache, f32", &p, &[mesh(1, 4), mesh(2, 2), mesh(3, 2)], &LAYOUTS, &options);
         every_way::<f32>("cache, nodes", &p, &[mesh(1, 4)], &LAYOUTS, &options.map(|o| o.ranks_per_node(2)));
-        // Without sinks: over a dozen rows of half precision their gradients exceed the bound of `check`.
+        // Without sinks: over a dozen rows of half precision their gradients exceed the bound of `check`, whichever
+        // side circulates.
         let of = |dtype| {
             let batch = p.batch().clone();
             Problem::new(batch, 6, 2, 16, dtype).with_value_dim(8).with_mask(p.mask())

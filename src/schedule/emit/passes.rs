@@ -88,8 +88,8 @@ impl Builder<'_> {
         (running, self.buffer(Life::Ring, "running lse", accumulator, o.rows, o.heads, 2))
     }
 
-    /// q circulates. The own share begins the running result, the partial results of the other ranks come home and are merged into
-    /// it, and in the end it is finished.
+    /// q circulates. The own share begins the running result, the partial results of the other ranks come home and are
+    /// merged into it, and in the end it is finished.
     fn forward_queries(&mut self, held: &Held, result: (BufferView, BufferView)) {
         let running = self.running(result.0);
         let mut ring = Ring::default();

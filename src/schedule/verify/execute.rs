@@ -278,8 +278,8 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    /// A partial o and its lse are merged into running ones: all four of one row, each pair of the same calls, and no call in
-    /// both (which `outputs` would find in the end).
+    /// A partial o and its lse are merged into running ones: all four of one row, each pair of the same calls, and no
+    /// call in both (which `outputs` would find in the end).
     fn merge(&mut self, r: usize, op: usize, pair: &[Sum]) -> Result<()> {
         let p = self.plan.problem();
         let (accumulator, dims) = (p.dtype().accumulator(), [p.value_dim(), 2]);

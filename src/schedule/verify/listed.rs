@@ -48,8 +48,8 @@ pub(super) enum ListedOp {
     SinkTotal(Sum),
     /// Parts run one after another; blocks of a part in any order.
     Sums(Vec<Vec<Sum>>),
-    /// Parts run one after another; each block is the merge of its two sources, the first of which is its own. The block after
-    /// one of o is that of its lse.
+    /// Parts run one after another; each block is the merge of its two sources, the first of which is its own. The
+    /// block after one of o is that of its lse.
     Merges(Vec<Vec<Sum>>),
     /// `strict`: what arrives must meet an allowed pair.
     Exchange {
