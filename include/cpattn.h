@@ -249,10 +249,11 @@ typedef struct cpattn_problem {
 #define CPATTN_LAYOUT_STRIPED 4     /* token t goes to (t / layout_parameter) mod R */
 #define CPATTN_LAYOUT_BALANCED 5    /* layout_parameter chunks for each rank, assigned by mask area */
 
-/* Which side is sent round the ring in the backward: k and v, or q. */
-#define CPATTN_CIRCULATE_AUTO 0 /* whichever moves fewer bytes */
+/* Which side is sent round the ring, in the backward (circulate) and in the forward (circulate_forward): k and v, or q. */
+#define CPATTN_CIRCULATE_AUTO 0 /* backward: whichever moves fewer bytes; forward: k and v */
 #define CPATTN_CIRCULATE_KEYS 1
-#define CPATTN_CIRCULATE_QUERIES 2
+#define CPATTN_CIRCULATE_QUERIES 2 /* forward: partial o and lse come back to the owner of q, and k and v stay; for few q rows over
+                                      many keys. Needs 1 pass, CPATTN_GATHER_AUTO or _STEPS, and no reproducible */
 
 /* Whether a rank receives k and v step by step or all at once. A reproducible plan always gathers them. */
 #define CPATTN_GATHER_AUTO 0     /* STEPS, or TOGETHER if there are many short documents, each cut for every rank */
@@ -285,10 +286,12 @@ typedef struct cpattn_options {
   int32_t pack_inputs;       /* 1: tensors that are sent may have any strides; 0: they must be compact */
   uint32_t ranks_per_node;   /* ranks that share a node: rank r is in node r / ranks_per_node, and a row crosses from one node
                                 to another once; 0: all links are alike. See cpattn_ranks_per_node */
+  int32_t circulate_forward; /* CPATTN_CIRCULATE_... */
+  int32_t reserved;          /* 0 */
 } cpattn_options;
 
 #define CPATTN_OPTIONS_INIT \
-  { sizeof(cpattn_options), 1, 0, 0, CPATTN_LAYOUT_AUTO, 0, 1, CPATTN_CIRCULATE_AUTO, CPATTN_WIRE_FULL, CPATTN_GATHER_AUTO, 0, 0, 0 }
+  { sizeof(cpattn_options), 1, 0, 0, CPATTN_LAYOUT_AUTO, 0, 1, CPATTN_CIRCULATE_AUTO, CPATTN_WIRE_FULL, CPATTN_GATHER_AUTO, 0, 0, 0, CPATTN_CIRCULATE_AUTO, 0 }
 
 /* ---- Plan -------------------------------------------------------------------------------------------------------- */
 

@@ -55,6 +55,8 @@ pub struct cpattn_options {
     pub reproducible: i32,
     pub pack_inputs: i32,
     pub ranks_per_node: u32,
+    pub circulate_forward: i32,
+    pub reserved: i32,
 }
 
 versioned! {
@@ -63,6 +65,9 @@ versioned! {
 }
 
 pub(super) const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
+
+/// In the order of the header.
+const CIRCULATE: [Circulate; 3] = [Circulate::Auto, Circulate::Keys, Circulate::Queries];
 
 /// In the order of the header.
 const GATHER: [Gather; 4] = [Gather::Auto, Gather::Others, Gather::Steps, Gather::Together];
@@ -161,10 +166,12 @@ fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
 
 /// The options that do not change which rank holds which tokens.
 fn options(o: &cpattn_options) -> Result<Options> {
+    reserved("options.reserved", o.reserved == 0)?;
     Ok(Options::new()
         .gather(one_of("options.gather", o.gather, &GATHER)?)
         .passes(o.passes as usize)
-        .circulate(one_of("options.circulate", o.circulate, &[Circulate::Auto, Circulate::Keys, Circulate::Queries])?)
+        .circulate(one_of("options.circulate", o.circulate, &CIRCULATE)?)
+        .circulate_forward(one_of("options.circulate_forward", o.circulate_forward, &CIRCULATE)?)
         .wire(one_of("options.wire", o.wire, &[Wire::Full, Wire::Bf16])?)
         .reproducible(flag("options.reproducible", o.reproducible)?)
         .pack_inputs(flag("options.pack_inputs", o.pack_inputs)?)

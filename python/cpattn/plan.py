@@ -101,6 +101,8 @@ class PlanOptions(TypedDict, total=False):
       last. True is OTHERS, False is STEPS (AUTO).
     - passes: over groups of kv heads, 1 to kv_heads, which divide the workspace for k and v in flight (1).
     - circulate: what is sent round the ring in the backward: KEYS (k, v), QUERIES (q and its gradients), or what takes fewer bytes (AUTO).
+    - circulate_forward: what is sent round the ring in the forward: KEYS, or QUERIES, for few q rows over many keys, as where tokens
+      are generated from a cache that is spread over ranks: q is sent, partial results come back, and k and v stay (AUTO: KEYS).
     - wire: partial gradients are sent in f32 (FULL), or in BF16: half the bytes, each rounded once to 8 bits (FULL).
     - reproducible: bit-equal results for any number of ranks; on the CPU (False).
     - pack_inputs: tensors that are sent may have any strides, and are packed first; without it they must be compact (False).
@@ -124,6 +126,7 @@ class PlanOptions(TypedDict, total=False):
     layout_parameter: int
     passes: int
     circulate: Circulate | str
+    circulate_forward: Circulate | str
     wire: Wire | str
     gather: Gather | str | bool
     reproducible: bool
@@ -131,9 +134,16 @@ class PlanOptions(TypedDict, total=False):
     ranks_per_node: int
 
 
-_ENUMS: dict[str, type[enum.IntEnum]] = {"kind": Kind, "layout": Layout, "circulate": Circulate, "wire": Wire, "gather": Gather}
+_ENUMS: dict[str, type[enum.IntEnum]] = {
+    "kind": Kind,
+    "layout": Layout,
+    "circulate": Circulate,
+    "circulate_forward": Circulate,
+    "wire": Wire,
+    "gather": Gather,
+}
 _FLAGS = {"sinks", "reproducible", "pack_inputs"}
-RUNS = {"passes", "circulate", "wire", "gather", "reproducible", "pack_inputs", "ranks_per_node"}
+RUNS = {"passes", "circulate", "circulate_forward", "wire", "gather", "reproducible", "pack_inputs", "ranks_per_node"}
 # Options that say who holds which tokens.
 CHOSEN = ("ulysses", "ring", "layout", "layout_parameter")
 _OPTIONAL = {"kv_heads", "value_dim", "scale", "softcap", "alibi_slopes"}
@@ -261,8 +271,8 @@ class Plan:
         """A plan for another kind of layer over the documents of `base`, with its tokens: each rank holds the same ones in the
         same order. Two plans made one by one may give ranks other tokens, often in equal numbers, which no shape tells.
 
-        Mesh and layout are those of `base`, and so are, unless given, dtype and how it runs (gather, passes, circulate, wire,
-        reproducible, pack_inputs, ranks_per_node). Mask, score and dims are as `Plan` has them: causal, without a window, unless given.
+        Mesh and layout are those of `base`, and so are, unless given, dtype and how it runs (gather, passes, circulate,
+        circulate_forward, wire, reproducible, pack_inputs, ranks_per_node). Mask, score and dims are as `Plan` has them: causal, without a window, unless given.
         """
         plan, given = cls.__new__(cls), {**instance("base", base, Plan)._how, "world": base.world}
         problem, how = plan._describe(given, heads, head_dim, base.dtype if dtype is None else dtype, options)

@@ -388,6 +388,20 @@ class Plans(unittest.TestCase):
         with self.assertRaisesRegex(cpattn.InvalidArgument, "ranks_per_node is 3, expected a divisor of the 4 ranks"):
             cpattn.Plan([0, 64], 2, 8, world=4, ring=4, ranks_per_node=3)
 
+    def test_q_circulates_in_the_forward(self) -> None:
+        """One new token of each of two sequences, over slots of a cache."""
+        cache = {"cu_seqlens_k": [0, 64, 128], "q_start": [40, 7], "layout": "striped", "layout_parameter": 4}
+        keys, queries = (
+            cpattn.Plan([0, 1, 2], 6, 8, kv_heads=2, world=4, ring=4, circulate_forward=side, **cache)  # type: ignore[arg-type]
+            for side in ("keys", "queries")
+        )
+        queries.verify()
+        self.assertNotEqual(keys.fingerprint, queries.fingerprint)
+        self.assertNotEqual(keys.explain(), queries.explain())
+        self.assertEqual(keys.tokens("k", 1), queries.tokens("k", 1))
+        with self.assertRaisesRegex(cpattn.Unsupported, "options.passes with circulate_forward queries"):
+            cpattn.Plan([0, 64], 6, 8, kv_heads=2, world=4, ring=4, circulate_forward="queries", passes=2)
+
     def test_names_of_members(self) -> None:
         """Strings, as PyTorch has them for its own options, are the members of these names; None is nothing given."""
         want = plan(layout=cpattn.Layout.ZIGZAG_PACK, circulate=cpattn.Circulate.KEYS, dtype=cpattn.Dtype.BF16)

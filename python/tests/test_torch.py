@@ -83,6 +83,7 @@ def results(rank: int, world: int) -> None:
         (f64, 1e-14, {"ulysses": 2, "ring": 2, "layout": Layout.STRIPED, "layout_parameter": 3}),
         (f32, 1e-6, {"ulysses": 2, "ring": 2, "layout": Layout.ZIGZAG_PACK}),
         (f32, 1e-6, {"ring": 4, "layout": Layout.BALANCED, "layout_parameter": 2, "circulate": cpattn.Circulate.QUERIES}),
+        (f32, 1e-6, {"ulysses": 2, "ring": 2, "circulate_forward": "queries"}),
         (bf16, 1e-2, {"ulysses": 2, "ring": 2}),
     ):
         context = Context(heads=9, kv_heads=3, head_dim=8, dtype=dtype, **more)
@@ -278,7 +279,7 @@ def precision(rank: int, world: int) -> None:
 def strides(rank: int, world: int) -> None:
     """Heads first, as Transformers has them, slices of one projection, expanded heads: nothing is copied by PyTorch, results and
     gradients are those of compact tensors, and gradients lie as their tensors do."""
-    for more in ({"ring": 4}, {"ring": 2, "ulysses": 2}, {"ulysses": 4}, {"ring": 4, "circulate": "queries"}):
+    for more in ({"ring": 4}, {"ring": 2, "ulysses": 2}, {"ulysses": 4}, {"ring": 4, "circulate": "queries"}, {"ring": 4, "circulate_forward": "queries"}):
         context = Context(heads=4, kv_heads=4, head_dim=8, **more)  # type: ignore[arg-type]
         batch = context.batch(DOCUMENTS)
         n = len(batch.tokens)

@@ -7,7 +7,7 @@
 //!   `poison`: against other runs;
 //! - `agreement`: ranks that do not run the same; `between_runs`: what ranks do together besides runs;
 //! - `distribution`: plans with the tokens of another plan;
-//! - `few_tokens`: small enough for Miri.
+//! - `few_tokens`: small enough for Miri; `serving`: tokens generated from a cache that is spread over ranks.
 #![cfg(feature = "std")]
 
 mod accuracy;
@@ -25,5 +25,6 @@ mod poison;
 mod refusals;
 #[path = "../common/refused.rs"]
 mod refused;
+mod serving;
 mod tensor;
 mod ulysses;
