@@ -32,10 +32,11 @@
 //
 // "Held" is head dim 128 on devices where a block has 99 KB (sm_86, sm_89, sm_120), of which this takes 98. Each warp owns 16 keys
 // over all columns, as at head dim 64, and reads its rows of v once, into 32 registers of a thread. do has one buffer: behind
-// the second barrier it is free, and its copy runs beside the products of dq. dq is made in two pieces: in one, it takes all
-// 255 registers, and spills for sm_90. Their multiprocessors make at most half as many products a cycle as that of sm_80: 10240 cycles a step, of which
-// shared memory is read in 6528. Two kernels apart, at head dim 128, would take 3584 mma instructions (14336 cycles), 1056 KB of
-// shared memory, every exponential twice, and the same 96 KB of global memory, with 4 warps on a multiprocessor in the place of 8.
+// the second barrier it is free, and its copy runs beside the products of dq. dq is made in two pieces: in one, the kernel was too
+// close to the limit of 255 registers (assembled for sm_90, where it is never run, it spilled 20 bytes in bf16). Their
+// multiprocessors make at most half as many products a cycle as that of sm_80: 10240 cycles a step, of which shared memory is
+// read in 6528. Two kernels apart, at head dim 128, would take 3584 mma instructions (14336 cycles), 1056 KB of shared memory,
+// every exponential twice, and the same 96 KB of global memory, with 4 warps on a multiprocessor in the place of 8.
 //
 // Where tiles of keys times heads are too few to fill the device, the q heads of a group are dealt out over several blocks,
 // which add to dk and dv one after the other.

@@ -3,7 +3,7 @@
 //
 // A shape is named by the head dims it holds: SHAPE 128 serves q, k and v of up to 128, 192128 serves q and k of up to
 // 192 with v of up to 128. What bounds the choices: no spills at 255 registers, at most 99 KB of shared memory (so that
-// sm_86, sm_89 and sm_120 run the same code; the fused backward takes more, and where there is less, head dim 128 alone has one
+// sm_86, sm_89 and sm_120 run the same code; above head dim 64 the fused backward takes more, and head dim 128 has a second one
 // that fits), and as many own rows per warp as fit, since each B fragment read from shared memory then serves more products.
 //
 // BATCH is how many steps of its walk a block prepares at a time: 16, and fewer where the steps, which lie in shared memory

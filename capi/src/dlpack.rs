@@ -238,7 +238,7 @@ fn dtype(name: &'static str, d: cpattn_dl_dtype) -> Result<Dtype> {
     }
 }
 
-/// More than any call has.
+/// As many as the call with the most has.
 const MAX_TENSORS: usize = 10;
 
 /// A tensor argument of a call.
@@ -276,7 +276,7 @@ pub(super) unsafe fn disjoint_tensors<const R: usize, const W: usize>(
         named[i] = (given.name, unsafe { one(at, given) }?, i >= R);
     }
     let out = (array::from_fn(|i| named[i].1), array::from_fn(|i| named[R + i].1));
-    let of = |name| named.iter().position(|(found, ..)| *found == name);
+    let of = |name| named[..R + W].iter().position(|(found, ..)| *found == name);
     if let (Some(twin), Some(o)) = (of(shared), of("o"))
         && named[twin].1 == named[o].1
     {
@@ -289,7 +289,7 @@ pub(super) unsafe fn disjoint_tensors<const R: usize, const W: usize>(
 /// # Safety
 /// As [`parts`].
 pub(super) unsafe fn one(at: Device, given: &Given) -> Result<RawTensor> {
-    let &Given { name, tensor, form, optional, .. } = given;
+    let &Given { name, tensor, form, optional } = given;
     if optional && tensor.is_null() {
         return Ok(RawTensor::NONE);
     }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The rules for the arguments of a call that do not depend on the backend. They allocate only to build an error.
 //!
-//! A backend adds its own: the CPU that rows lie within each tensor, CUDA alignment, the device of an address, and how
-//! far positions may reach.
+//! A backend adds its own: each that rows lie within their tensors, CUDA also alignment, the device of an address, and
+//! how far positions may reach.
 
 use alloc::{format, string::String};
 
@@ -56,8 +56,8 @@ pub(super) fn heads(map: &HeadMap, q: u32, kv: u32) -> Result<()> {
     Ok(())
 }
 
-/// Windows that a [`Mask`](crate::Mask) can have, and numbers that are finite in f64. What plans refuse, single calls
-/// refuse too.
+/// Windows that a [`Mask`](crate::Mask) can have, and numbers that are finite in f64: the limits of plans, for single
+/// calls too.
 pub(super) fn score(s: &Score) -> Result<()> {
     for (name, limit) in [("window_left", s.window_left), ("window_right", s.window_right)] {
         if limit != i64::MAX && !(0..=i64::from(u32::MAX)).contains(&limit) {

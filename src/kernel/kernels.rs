@@ -170,7 +170,7 @@ macro_rules! calls {
             $(#[$doc])*
             ///
             /// # Errors
-            /// As the function of this name in [`cpu`], or of [`cuda::Cuda`].
+            /// As the function of this name for the CPU, in [`cpu`], [`sinks`] or [`merge`], or of [`cuda::Cuda`].
             ///
             /// # Safety
             /// As there.
@@ -178,7 +178,7 @@ macro_rules! calls {
                 match self {
                     Self::Cpu($scratch) => {
                         no_stream(stream)?;
-                        // SAFETY: tensors are as the call of the same name in `cpu` needs them (the contract).
+                        // SAFETY: tensors are as the function of the same name for the CPU needs them (the contract).
                         unsafe { $cpu }
                     }
                     #[cfg(feature = "cuda")]

@@ -18,6 +18,7 @@
 use crate::call::RawTensor;
 use crate::element::{Accumulator, Dtype};
 use crate::error::{Error, Result};
+use crate::kernel::check;
 
 /// A log-sum-exp in two words: `lse + rest`, where `rest` is what rounding lost, at most half a unit in the last place
 /// of `lse`. It is 0 where `lse` is not finite, and for a number that was only kept to one word.
@@ -151,19 +152,11 @@ pub fn sink<A: Accumulator>(lse: LogSumExp<A>, sink: A) -> (A, A) {
 /// Every element of the four tensors must be valid for reads, those of `o` and `lse` for writes, on this thread alone;
 /// `o` and `lse` overlap nothing else.
 pub unsafe fn merge(o: &RawTensor, lse: &RawTensor, other_o: &RawTensor, other_lse: &RawTensor) -> Result<()> {
-    let shape = |t: &RawTensor| (t.tokens, t.heads, t.dim);
     let words = |t: &RawTensor| if t.dim == 2 { 2 } else { 1 };
     for (name, t, against, dim) in
         [("other_o", other_o, o, o.dim), ("lse", lse, o, words(lse)), ("other_lse", other_lse, lse, words(other_lse))]
     {
-        let expected = (against.tokens, against.heads, dim);
-        if shape(t) != expected {
-            return Err(Error::invalid(
-                alloc::format!("{name} [tokens, heads, dim]"),
-                alloc::format!("{:?}", shape(t)),
-                alloc::format!("{expected:?}"),
-            ));
-        }
+        check::same_shape(|| name.into(), t, &RawTensor { dim, ..*against })?;
         if t.dtype != o.dtype {
             return Err(Error::invalid(alloc::format!("{name}.dtype"), t.dtype, o.dtype));
         }

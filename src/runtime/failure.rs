@@ -99,7 +99,7 @@ pub(super) struct AbortOnUnwind<'a> {
 }
 
 impl AbortOnUnwind<'_> {
-    /// The watched code has succeeded, or has notified its peers itself.
+    /// The watched code has returned. If it failed, it is for the caller to end the group.
     pub(super) fn over(self) {
         std::mem::forget(self);
     }

@@ -197,7 +197,7 @@ impl Local {
         lock(&self.shared.board).ranks[self.rank].deadline = deadline;
     }
 
-    /// Refuses a list that breaks the contract, before anything of it is posted.
+    /// Refuses lists that break the contract, before any of their messages is posted.
     pub(super) fn check(&self, sends: &[Message], recvs: &[Message]) -> Result<()> {
         rules::check_messages(self.rank, self.shared.world, sends, recvs)
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The part of the contract that one rank can check alone, for every transport.
+//! The rules of the contract that transports share: refusals that one rank makes alone, and the comparison of the
+//! numbers of all ranks in an agreement.
 
 use core::ops::Range;
 use std::{format, time::Duration};

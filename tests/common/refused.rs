@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What tests of bad input ask of an error.
+//! The check of an error by tests of bad input.
 
 use cpattn::{Error, Result};
 

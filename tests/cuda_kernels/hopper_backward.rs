@@ -291,14 +291,26 @@ fn all_backwards(c: &mut AttendBackward) {
 /// the list of the kernel that does it, in the first copy of the metadata and in one that the device has already.
 #[test]
 fn each_kernel_has_its_own_tiles() {
-    if !alone("hopper_backward::each_kernel_has_its_own_tiles") {
+    strides_choose_the_kernel("hopper_backward::each_kernel_has_its_own_tiles", MLA, 330);
+}
+
+/// At 256 one list serves both kernels.
+#[test]
+fn the_kernel_for_sm_80_stands_in_at_256() {
+    strides_choose_the_kernel("hopper_backward::the_kernel_for_sm_80_stands_in_at_256", LARGE, 150);
+}
+
+/// Launches that maps cannot describe, between others that they can.
+fn strides_choose_the_kernel(test: &str, dims: (usize, usize), tokens: usize) {
+    if !alone(test) {
         return;
     }
     let Some(device) = Device::open() else { return };
-    if device.cuda.backward_family(Dtype::Bf16, 192, 128) != Ok(Family::Sm90a) || emulated_count(c"boxes").is_none() {
+    let family = device.cuda.backward_family(Dtype::Bf16, dims.0 as u32, dims.1 as u32);
+    if family != Ok(Family::Sm90a) || emulated_count(c"boxes").is_none() {
         return;
     }
-    let call = Call::new(device, MLA, 330);
+    let call = Call::new(device, dims, tokens);
     let (by, plain) = call.launched(|_| ());
     assert_eq!(by, [1, 0, 0]);
     let (by, found) = call.launched_twice(all_backwards);

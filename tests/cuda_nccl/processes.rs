@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What goes wrong between ranks that are processes: what a real engine and real signals can do, and that nothing is
+//! Failures between ranks that are processes: those that a real engine and real signals can cause, and that nothing is
 //! left of a group.
 //!
-//! What only the stand-in can be asked for (`CPATTN_NCCL_FAULT`) is tested where the loader finds the stand-in.
+//! Faults that only the stand-in can make (`CPATTN_NCCL_FAULT`) are tested where the loader finds the stand-in.
 
 use std::{
     path::Path,

@@ -49,7 +49,7 @@ impl Checker {
     /// A table of one f32 for each head, `[1, heads, 1]`, or nothing.
     pub fn per_head(self, name: &str, t: &RawTensor, heads: u32) -> Result<Tensor> {
         check::per_head(name, t, heads)?;
-        self.optional(name, t, TensorSpec { heads, dim: 1, dtype: Dtype::F32, align: 4 })
+        if t.is_none() { Ok(Tensor::default()) } else { self.memory(name, t, 4) }
     }
 
     /// Address, strides and device of a tensor of any shape.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a rank on a device does before the first run of a plan: it refuses plans that a device cannot run, loads
-//! kernels, and records the sequence of the schedule.
+//! The preparation of a plan on a device, before its first run: plans that a device cannot run are refused, kernels are
+//! loaded, and the sequence of the schedule is recorded.
 
 use std::sync::Arc;
 

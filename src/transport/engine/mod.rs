@@ -273,9 +273,11 @@ impl<E: Engine> Transport for EngineTransport<E> {
     }
 
     fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
+        let EngineGroup { rank, world, .. } = *self.group;
+        rules::check_group(rank, world, &group)?;
         let mut all = std::vec![!fingerprint; group.len()];
         self.gather(group.clone(), fingerprint, &mut all)?;
-        rules::compare(self.group.rank, group, fingerprint, &all)
+        rules::compare(rank, group, fingerprint, &all)
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
