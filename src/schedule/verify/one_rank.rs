@@ -161,8 +161,12 @@ impl ScheduleCheck<'_> {
                 for view in [a.q, a.k, a.v] {
                     add(view, false)?;
                 }
-                for view in [a.o, a.lse].into_iter().chain(a.running.map(|(o, lse)| [o, lse]).into_iter().flatten()) {
+                for view in [a.o, a.lse].into_iter().chain(a.running.map(|(_, lse)| lse)) {
                     add(view, true)?;
+                }
+                // A running o may be the very slice that the result goes to.
+                if let Some((o, _)) = a.running.filter(|(o, _)| *o != a.o) {
+                    add(o, true)?;
                 }
             }
             OpKind::Backward(b) => {
@@ -180,13 +184,13 @@ impl ScheduleCheck<'_> {
         list.sort_unstable_by_key(|t| t.low);
         if matches!(
             kind,
-            OpKind::Delta { .. } | OpKind::SinkGradient { .. } | OpKind::SinkTotal { .. } | OpKind::Backward(_)
+            OpKind::Delta { .. }
+                | OpKind::SinkGradient { .. }
+                | OpKind::SinkTotal { .. }
+                | OpKind::Attend(_)
+                | OpKind::Backward(_)
         ) {
-            self.clash(&list, |_, _| false)?;
-        }
-        if let OpKind::Attend(a) = kind {
-            // A running o may be the very slice that the result goes to; of one tensor, the same rows.
-            self.clash(&list, |x, y| x.view == y.view && x.view == a.o)?;
+            self.clash(&list)?;
         }
         Ok(list)
     }
@@ -235,7 +239,7 @@ impl ScheduleCheck<'_> {
                 }
             }
             part.sort_unstable_by_key(|t| t.low);
-            self.clash(&part, |_, _| false)?;
+            self.clash(&part)?;
             all.extend_from_slice(&part);
             Ok(())
         })?;
@@ -266,7 +270,7 @@ impl ScheduleCheck<'_> {
         }
         messages.iter().for_each(|m| counts[m.peer - self.schedule.group.start] = [0; 2]);
         list.sort_unstable_by_key(|t| t.low);
-        self.clash(&list, |_, _| false)?;
+        self.clash(&list)?;
         Ok(list)
     }
 
