@@ -177,7 +177,8 @@ impl Plan {
     }
 
     /// The Ulysses ranks of a node: all of them, unless rows of k and v cross to a node once and are passed on to
-    /// several of its ranks, which hold the same kv head ([`Options::ranks_per_node`]).
+    /// several of its ranks, which hold the same kv head ([`Options::ranks_per_node`]). If no ranks of a node hold the
+    /// same kv head, each row crosses once anyway, but in `reproducible`, where the partials of all q heads cross.
     pub fn ulysses_ranks_of_node(&self) -> usize {
         nodes::ulysses_ranks_of_node(self.problem(), self.mesh(), self.options())
     }

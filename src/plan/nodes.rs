@@ -6,8 +6,8 @@
 //!
 //! A row is needed by more than one rank of another node in a ring over several nodes with several ring ranks each, and
 //! in an all-to-all over several nodes where ranks of one node hold the same kv head. Elsewhere (nodes of one ring
-//! rank, Ulysses ranks that fill whole nodes and hold different kv heads) one level is the same, and plans have its
-//! schedules.
+//! rank, Ulysses ranks that fill whole nodes and hold different kv heads) one level is the same, but in `reproducible`,
+//! where the partials of all q heads cross, and plans have its schedules.
 //!
 //! How much of a mesh's bytes crosses between nodes ([`crossing`]) is counted here for both choices, that of rules of
 //! thumb and that of a machine's description.
@@ -129,7 +129,8 @@ pub(super) fn ring_ranks_of_node(mesh: Mesh, options: Options) -> usize {
 }
 
 /// The Ulysses ranks of a node: all ranks of an all-to-all if they lie in one node, or if no rank of a node holds a kv
-/// head of another, so that each row crosses only once anyway.
+/// head of another, so that each row crosses only once anyway (but in `reproducible`, where the partials of all q heads
+/// cross).
 pub(super) fn ulysses_ranks_of_node(problem: &Problem, mesh: Mesh, options: Options) -> usize {
     let (per_node, ulysses) = (options.ranks_per_node, mesh.ulysses);
     let heads = [problem.heads() as u32, problem.kv_heads() as u32];

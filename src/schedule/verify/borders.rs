@@ -8,8 +8,8 @@
 //!
 //! Where the ranks of an all-to-all lie in several nodes, the same holds of all its rows, whichever ranks of the node
 //! hold a head. In the ordered form a gradient of k or v is a sum over q heads, from the first on. A node that has the
-//! first sends one sum; of another node each partial crosses once. One to which no query contributed does not tell its
-//! q head, and is not looked at.
+//! first sends one sum where there are gateways; from other nodes, and without gateways, each partial crosses once. One
+//! to which no query contributed does not tell its q head, and is not looked at.
 //!
 //! Rows are kept as runs of tokens, as operations move them: a run costs some steps, however long it is.
 //!

@@ -346,10 +346,12 @@ impl<'a> Prover<'a> {
         if !matches!(cell.what, What::Sum(TensorId::Dk | TensorId::Dv)) || self.plan.form() != Form::Ordered {
             return Some((home, cell));
         }
-        // Sums of q heads, which only a node with the first of them makes.
+        // Sums of q heads, which only a node with the first of them makes, and only in two levels. In one level the
+        // partial of each q head crosses.
         let first = cell.head * self.plan.problem().group() as u32;
         let node = self.borders.as_ref()?.first_of_node(r);
-        let begins = self.plan.heads_of(self.ranks[node].rank()).q.start <= first;
+        let two_levels = self.plan.ulysses_ranks_of_node() < self.plan.mesh().ulysses;
+        let begins = two_levels && self.plan.heads_of(self.ranks[node].rank()).q.start <= first;
         let head = if begins { first } else { self.lists.get(cell.list).first()?.head };
         Some((home, Cell { head, ..cell }))
     }

@@ -3,7 +3,7 @@
 //!
 //! The proof uses only the lists that the runtime would execute (every message, block and range, fully listed) and the
 //! plan's specification: which tokens each rank holds, and which pairs the mask allows. It does not use the code that
-//! made the lists. It has four parts, each of which relies on the one before:
+//! plans the lists. It has four parts, each of which relies on the one before:
 //!
 //! 1. *Shape* (`one_rank`): views lie inside buffers, buffers inside the workspace, messages are contiguous,
 //!    not empty, not to oneself, at most eight to one peer, and each send matches one receive of the same shape, in

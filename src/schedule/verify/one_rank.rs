@@ -164,8 +164,13 @@ impl ScheduleCheck<'_> {
                 for view in [a.q, a.k, a.v] {
                     add(view, false)?;
                 }
-                for view in a.result.into_iter().chain(a.running).flat_map(|(o, lse)| [o, lse]) {
+                let written = a.result.into_iter().flat_map(|(o, lse)| [o, lse]);
+                for view in written.chain(a.running.map(|(_, lse)| lse)) {
                     add(view, true)?;
+                }
+                // A running o may be the very slice that the result goes to.
+                if let Some((o, _)) = a.running.filter(|(o, _)| a.result.is_none_or(|(final_o, _)| *o != final_o)) {
+                    add(o, true)?;
                 }
             }
             OpKind::Backward(b) => {
@@ -183,13 +188,13 @@ impl ScheduleCheck<'_> {
         list.sort_unstable_by_key(|t| t.low);
         if matches!(
             kind,
-            OpKind::Delta { .. } | OpKind::SinkGradient { .. } | OpKind::SinkTotal { .. } | OpKind::Backward(_)
+            OpKind::Delta { .. }
+                | OpKind::SinkGradient { .. }
+                | OpKind::SinkTotal { .. }
+                | OpKind::Attend(_)
+                | OpKind::Backward(_)
         ) {
-            self.clash(&list, |_, _| false)?;
-        }
-        if let OpKind::Attend(a) = kind {
-            // A running o may be the very slice that the result goes to; of one tensor, the same rows.
-            self.clash(&list, |x, y| x.view == y.view && a.result.is_some_and(|(o, _)| x.view == o))?;
+            self.clash(&list)?;
         }
         Ok(list)
     }
@@ -238,7 +243,7 @@ impl ScheduleCheck<'_> {
                 }
             }
             part.sort_unstable_by_key(|t| t.low);
-            self.clash(&part, |_, _| false)?;
+            self.clash(&part)?;
             all.extend_from_slice(&part);
             Ok(())
         })?;
@@ -269,7 +274,7 @@ impl ScheduleCheck<'_> {
         }
         messages.iter().for_each(|m| counts[m.peer - self.schedule.group.start] = [0; 2]);
         list.sort_unstable_by_key(|t| t.low);
-        self.clash(&list, |_, _| false)?;
+        self.clash(&list)?;
         Ok(list)
     }
 

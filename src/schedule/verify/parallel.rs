@@ -4,6 +4,8 @@
 
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+#[cfg(feature = "std")]
+use std::sync::{Mutex, PoisonError};
 
 use crate::schedule::expand::Expansion;
 
@@ -47,10 +49,18 @@ pub(super) fn two<A: Send, B>(a: impl FnOnce() -> A + Send, b: impl FnOnce() -> 
     if processors() == 1 {
         return (a(), b());
     }
+    // A thread that cannot be started drops the closure it was given, so `a` is kept apart from that.
+    let waiting = Mutex::new(Some(a));
+    let take = || waiting.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let run = || take().map(|a| a());
     std::thread::scope(|scope| {
-        let helper = scope.spawn(a);
+        let helper = std::thread::Builder::new().spawn_scoped(scope, run);
         let b = b();
-        (joined(helper), b)
+        let done = match helper {
+            Ok(helper) => joined(helper),
+            Err(_) => run(),
+        };
+        (done.expect("nothing else took it"), b)
     })
 }
 

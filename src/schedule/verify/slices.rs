@@ -123,11 +123,11 @@ impl<'a> ScheduleCheck<'a> {
     }
 
     /// The first two slices that share a byte of which one is written. `sorted` by first byte.
-    pub(super) fn clash(&self, sorted: &[Touch], besides: impl Fn(&Touch, &Touch) -> bool) -> Result<(), String> {
+    pub(super) fn clash(&self, sorted: &[Touch]) -> Result<(), String> {
         let mut open: Vec<&Touch> = Vec::new();
         for t in sorted.iter().filter(|t| t.low < t.high) {
             open.retain(|o| o.high > t.low);
-            if let Some(o) = open.iter().find(|o| (o.write || t.write) && Self::meet(o, t) && !besides(o, t)) {
+            if let Some(o) = open.iter().find(|o| (o.write || t.write) && Self::meet(o, t)) {
                 return Err(format!("touches the same bytes twice: {} and {}", self.describe(o), self.describe(t)));
             }
             open.push(t);

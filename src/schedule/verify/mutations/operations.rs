@@ -199,6 +199,45 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
     t.done(200);
 }
 
+/// The result of an attention takes the place of an operand everywhere: every row still goes where it should, but the
+/// kernel overwrites what it reads.
+#[test]
+fn a_result_in_the_place_of_an_operand() {
+    let mut t = Trial::new("result in the place of an operand");
+    for s in &subjects() {
+        each_op(s, |r, i, w| {
+            let ListedOp::Attend(a, _) = w else { return };
+            let Some((BufferView { buf: Buf::Work(result), rows, .. }, _)) = a.result else { return };
+            let form = |i: u16| {
+                let b = &s.schedules[r].buffers[i as usize];
+                (b.rows, b.heads, b.dim, b.dtype)
+            };
+            for (name, read) in [("q", a.q), ("k", a.k), ("v", a.v)] {
+                let Buf::Work(operand) = read.buf else { continue };
+                if form(operand) != form(result) || rows == 0 {
+                    continue;
+                }
+                t.schedule(s, r, format!("rank {r} op {i} {name}"), |x| {
+                    let move_one = |v: &mut BufferView| {
+                        if v.buf == Buf::Work(result) {
+                            v.buf = Buf::Work(operand);
+                        }
+                    };
+                    for op in &mut x.ops {
+                        if let OpKind::Attend(a) = &mut op.kind {
+                            a.result.iter_mut().chain(&mut a.running).for_each(|(o, _)| move_one(o));
+                        }
+                    }
+                    x.messages.iter_mut().for_each(|m| move_one(&mut m.view));
+                    x.blocks.iter_mut().for_each(|b| move_one(&mut b.dst));
+                    x.sources.iter_mut().for_each(move_one);
+                });
+            }
+        });
+    }
+    t.done(10);
+}
+
 #[test]
 fn a_workspace_too_small_or_misaligned() {
     let mut t = Trial::new("workspace");

@@ -12,7 +12,7 @@ use crate::{
     mask::Mask,
     mesh::Mesh,
     plan::{AttentionKind, Circulate, Gather, Options, Plan, Problem, Wire},
-    schedule::{AllToAll, AllToAllDirection, Direction, Purpose},
+    schedule::{AllToAll, AllToAllDirection, AttendOp, Direction, Purpose},
 };
 
 fn checked(plan: &Plan, run: Purpose, schedule: &Schedule, expansion: &mut Expansion) -> Result<()> {
@@ -202,6 +202,26 @@ fn each_wrong_slice_is_refused() {
         }
     }
     assert!(changed > 3000, "{changed}");
+}
+
+/// A kernel writes o while it still reads q, k and v, so o is none of them, also not where their shapes agree.
+#[test]
+fn an_attention_that_writes_what_it_reads_is_refused() {
+    let mut changed = 0;
+    for case in &mut cases(&plans().into_iter().step_by(3).collect::<Vec<_>>()) {
+        for op in 0..case.schedule.ops.len() {
+            let OpKind::Attend(AttendOp { result, running, .. }) = case.schedule.ops[op].kind else { continue };
+            let written = result.into_iter().chain(running).map(|(o, _)| o).filter(|o| o.rows > 0 && o.heads > 0);
+            for (written, read) in written.flat_map(|o| (0..3).map(move |read| (o, read))) {
+                case.refused("an operand that is the result", |s| {
+                    let OpKind::Attend(a) = &mut s.ops[op].kind else { unreachable!("it is one") };
+                    *[&mut a.q, &mut a.k, &mut a.v][read] = written;
+                });
+                changed += 1;
+            }
+        }
+    }
+    assert!(changed > 1000, "{changed}");
 }
 
 /// A schedule from which the waiting between lanes is taken out has operations that run at the same time and must not.
