@@ -24,6 +24,7 @@ pub(crate) struct TensorForm {
 
 impl Purpose {
     /// How a rank's run uses a tensor; `None` if it does not.
+    #[cfg(feature = "std")]
     pub(crate) fn form(self, plan: &Plan, rank: usize, tensor: TensorId) -> Option<TensorForm> {
         let p = plan.problem();
         match self {

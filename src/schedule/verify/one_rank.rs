@@ -66,6 +66,7 @@ impl Lists for Expansion {
 ///
 /// # Errors
 /// [`Error::Schedule`](crate::Error::Schedule) with the operation and what is wrong with it.
+#[cfg(feature = "std")]
 pub(crate) fn check(
     schedule: &Schedule,
     tensors: &[Option<TensorForm>; TensorId::COUNT],
