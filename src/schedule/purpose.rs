@@ -24,7 +24,7 @@ pub(crate) struct TensorForm {
 
 impl Purpose {
     /// How a rank's run uses a tensor; `None` if it does not.
-    #[cfg(feature = "std")]
+    #[cfg_attr(not(feature = "std"), expect(dead_code, reason = "runs need std"))]
     pub(crate) fn form(self, plan: &Plan, rank: usize, tensor: TensorId) -> Option<TensorForm> {
         let p = plan.problem();
         match self {

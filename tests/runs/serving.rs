@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tokens that are generated from a cache of k and v which is spread over ranks, as `docs/serving.md` describes: prompts
-//! in chunks, then a token at a time, against one forward over all tokens.
+//! Tokens that are generated from a cache of k and v which is spread over ranks, as `docs/serving.md` describes:
+//! prompts in chunks, then a token at a time, against one forward over all tokens.
 //!
-//! Each sequence has a slot of the cache, whose length is a multiple of stripe × ranks, so no cached row changes its rank
-//! when sequences grow. Rows of a slot behind the last token are masked; they hold large numbers here.
+//! Each sequence has a slot of the cache, whose length is a multiple of stripe × ranks, so no cached row changes its
+//! rank when sequences grow. Rows of a slot behind the last token are masked; they hold large numbers here.
 
 use cpattn::{
     Batch, Dtype, Forward, Layout, Mesh, Options, Plan, Problem, Rank, Side, View, ViewMut, plan::Circulate,

@@ -66,7 +66,7 @@ impl Lists for Expansion {
 ///
 /// # Errors
 /// [`Error::Schedule`](crate::Error::Schedule) with the operation and what is wrong with it.
-#[cfg(feature = "std")]
+#[cfg_attr(not(feature = "std"), expect(dead_code, reason = "runs need std"))]
 pub(crate) fn check(
     schedule: &Schedule,
     tensors: &[Option<TensorForm>; TensorId::COUNT],
