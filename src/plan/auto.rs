@@ -159,6 +159,10 @@ pub fn choose(world: usize, problem: &Problem, balance: u32) -> Result<Choice> {
 /// let choice = plan::choose_over(16, &problem, plan::BALANCE, 8)?;
 /// // All-to-alls inside each of the two nodes, a ring across.
 /// assert_eq!((choice.mesh.ulysses, choice.mesh.ring), (8, 2));
+/// let best = &choice.candidates[0];
+/// let alike = plan::choose(16, &problem, plan::BALANCE)?;
+/// let same = alike.candidates.iter().find(|c| c.mesh == best.mesh).unwrap();
+/// assert_eq!(best.cost - same.cost, u128::from(plan::BALANCE * (plan::BETWEEN - 1)) * best.bytes_between);
 /// # Ok::<(), cpattn::Error>(())
 /// ```
 pub fn choose_over(world: usize, problem: &Problem, balance: u32, ranks_per_node: usize) -> Result<Choice> {
