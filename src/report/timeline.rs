@@ -21,8 +21,8 @@ const CATEGORIES: [Category; 8] = [
     ("pack, unpack, delta", "#2f9e6e", false, &["transform", "delta", "sink gradient"]),
     ("all-to-all", "#f0b429", true, &["exchange"]),
     ("ring fetch", "#ee7733", true, &["fetch"]),
-    ("gradients home", "#d6336c", false, &["return"]),
-    ("add gradients", "#a8795a", false, &["reduce"]),
+    ("partials home", "#d6336c", false, &["return"]),
+    ("add or merge", "#a8795a", false, &["reduce", "merge"]),
     ("other", "#8b919a", true, &[]),
 ];
 

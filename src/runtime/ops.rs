@@ -194,7 +194,7 @@ pub(super) unsafe fn perform(
                         with_lse: at(from[lse + 1]),
                     };
                     // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised,
-                    // and proved of this schedule by `schedule_check`.
+                    // and proved of this schedule by `verify::one_rank`.
                     unsafe { backend.merge(&args) }?;
                 }
                 Ok::<(), Error>(())

@@ -133,6 +133,9 @@ impl ScheduleCheck<'_> {
             | OpKind::Reduce { ring_step, ring_steps, tensors }
             | OpKind::Merge { ring_step, ring_steps, tensors } => {
                 self.ring_step(*ring_steps, *ring_step)?;
+                if matches!(kind, OpKind::Merge { .. }) && tensors.len() != 2 {
+                    return Err(format!("merges {} tensors, not o and its lse", tensors.len()));
+                }
                 let pack = matches!(kind, OpKind::Pack { .. });
                 let whole = self.whole(tensors, !pack, pack)?;
                 list = self.blocks(i, lists)?;
