@@ -105,7 +105,8 @@ impl Cuda {
             }
         }
 
-        let hopper = match self.hopper_shape(shape) {
+        // A call without keys, which finishes merged results, has nothing that a tensor map could describe.
+        let hopper = match self.hopper_shape(shape).filter(|_| !call.ranges.k.is_empty()) {
             Some(_) => {
                 let mut kernels = self.kernels();
                 let cluster = match self.has_clusters(shape) && clusters::are_pairs(call) {
