@@ -60,6 +60,8 @@ pub fn create_plan(w: &mut World, b: &mut Bytes) {
         reproducible: b.number(2) as i32,
         pack_inputs: b.number(2) as i32,
         ranks_per_node: b.below(5) as u32,
+        circulate_forward: b.number(3) as i32,
+        reserved: i32::from(b.rarely()),
     };
     let mut options = options;
     if b.byte() & 1 == 0 {
