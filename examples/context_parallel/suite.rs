@@ -107,6 +107,7 @@ fn forms() -> Vec<(&'static str, Options)> {
         ("gather, passes 3", o().gather(true).passes(3)),
         ("circulate keys", o().circulate(Circulate::Keys)),
         ("circulate queries", o().circulate(Circulate::Queries)),
+        ("forward queries", o().circulate_forward(Circulate::Queries)),
         ("packed inputs", o().pack_inputs(true)),
         ("wire bf16", o().wire(Wire::Bf16)),
         ("wire bf16, queries", o().wire(Wire::Bf16).circulate(Circulate::Queries)),

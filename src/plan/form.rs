@@ -10,7 +10,7 @@ pub enum Direction {
     Backward,
 }
 
-/// How a rank receives the circulating side (k and v, or in the backward q's side) and computes with it.
+/// How a rank receives the circulating side (k and v, or q's side) and computes with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Form {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which rows of one share another share needs.
 //!
-//! A *circulating* share (k and v, or in one form of the backward the q side) is sent to the rank of a *stationary*
+//! A *circulating* share (k and v, or the q side) is sent to the rank of a *stationary*
 //! one. A circulating row is needed if the mask allows at least one pair with a stationary row of its document;
 //! [`join`] finds exactly those rows, as [`Fragment`]s that are compact in the receive buffer. Owner and reader both
 //! call it with the same arguments, so they get the same messages without communicating.

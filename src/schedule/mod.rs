@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Schedules: the operations of each rank, as data.
 //!
-//! A schedule is a list of one rank's operations: transform, exchange, attend, reduce. Each operation has its buffers,
-//! one of two lanes (compute or communication), and what it waits for. The runtime only executes the list. Since it is
-//! data, it can be printed, drawn, and *verified*: [`verify`](verify::verify) checks the schedules of all ranks
-//! together, under the contract of transports.
+//! A schedule is a list of one rank's operations: transform, exchange, attend, reduce, merge. Each operation has its
+//! buffers, one of two lanes (compute or communication), and what it waits for. The runtime only executes the list.
+//! Since it is data, it can be printed, drawn, and *verified*: [`verify`](verify::verify) checks the schedules of all
+//! ranks together, under the contract of transports.
 //!
 //! - [`join`](self) finds the rows that one share needs of another, [`ring_steps`] which rows arrive from which rank in
 //!   which step;
@@ -12,9 +12,9 @@
 //!   in between;
 //! - [`verify`] verifies them; [`expand`] lists an operation's blocks and messages when it is executed.
 //!
-//! Exchanges, and sums of what they bring, run on the communication lane, all other operations on the compute lane.
-//! Within a lane operations run in list order. Each operation names at most one predecessor in the other lane: the last
-//! one it depends on.
+//! Exchanges, and sums and merges of what they bring, run on the communication lane, all other operations on the
+//! compute lane. Within a lane operations run in list order. Each operation names at most one predecessor in the other
+//! lane: the last one it depends on.
 
 use alloc::{sync::Arc, vec::Vec};
 

@@ -185,6 +185,7 @@ fn few_queries_over_a_spread_cache() {
     let problems = [
         base.clone(),
         base.clone().with_sinks(true).with_softcap(3.0),
+        base.clone().with_scale(40.0),
         base.clone().with_mask(Mask::sliding(20)).with_alibi_slopes(&slopes),
         base.with_mask(Mask::full()),
     ];

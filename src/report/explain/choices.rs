@@ -123,10 +123,8 @@ impl Plan {
         if ring > 1 {
             layouts.extend(LAYOUTS.into_iter().filter(|l| *l != self.layout()));
         }
-        let _ = writeln!(
-            out,
-            "  largest over mean; k rows from others: what the busiest ring rank receives in the forward"
-        );
+        let _ =
+            writeln!(out, "  largest over mean; k rows from others: those that queries of the busiest ring rank read");
         let mut t = TextTable::new(2, &["", "layout", "work", "q tokens", "k rows from others"]);
         let mut rows = Vec::new();
         for (i, layout) in layouts.into_iter().enumerate() {

@@ -28,6 +28,9 @@ mod ring;
 mod travel;
 mod ulysses;
 
+/// The ring steps of k's side and of q's, where they are known.
+pub(super) type KnownSteps = [Option<Arc<RingSteps>>; 2];
+
 /// Refuses a rank outside the mesh.
 fn check_rank(plan: &Plan, rank: usize) -> Result<()> {
     let world = plan.mesh().world();
@@ -43,7 +46,7 @@ impl Schedule {
     /// # Errors
     /// A rank outside the mesh; a problem of another kind than softmax attention.
     pub fn new(plan: &Plan, rank: usize, direction: Direction) -> Result<Self> {
-        Self::with_steps(plan, rank, direction, None)
+        Self::with_steps(plan, rank, direction, &KnownSteps::default())
     }
 
     /// One rank's operations forward and backward. Where the same side circulates in both, its ring steps are found
@@ -53,17 +56,22 @@ impl Schedule {
     /// As [`Schedule::new`].
     pub fn both(plan: &Plan, rank: usize) -> Result<[Self; 2]> {
         let forward = Self::new(plan, rank, Direction::Forward)?;
-        let backward = Self::backward_with(plan, rank, forward.keys.as_ref())?;
+        let backward = Self::backward_with(plan, rank, &forward.known_steps())?;
         Ok([forward, backward])
     }
 
-    /// The backward of a rank, with the ring steps of its forward where the same side circulates.
-    pub(super) fn backward_with(plan: &Plan, rank: usize, keys: Option<&Arc<RingSteps>>) -> Result<Self> {
-        Self::with_steps(plan, rank, Direction::Backward, keys)
+    /// Its ring steps, for [`Schedule::backward_with`].
+    pub(super) fn known_steps(&self) -> KnownSteps {
+        [self.keys.clone(), self.queries.clone()]
     }
 
-    /// As [`Schedule::new`], with the ring steps of k and v where they are known.
-    fn with_steps(plan: &Plan, rank: usize, direction: Direction, keys: Option<&Arc<RingSteps>>) -> Result<Self> {
+    /// The backward of a rank, with the ring steps of its forward where the same side circulates.
+    pub(super) fn backward_with(plan: &Plan, rank: usize, known: &KnownSteps) -> Result<Self> {
+        Self::with_steps(plan, rank, Direction::Backward, known)
+    }
+
+    /// As [`Schedule::new`], with the ring steps that are known.
+    fn with_steps(plan: &Plan, rank: usize, direction: Direction, [keys, queries]: &KnownSteps) -> Result<Self> {
         check_rank(plan, rank)?;
         if plan.problem().kind == AttentionKind::Other {
             return Err(Error::unsupported(
@@ -75,15 +83,16 @@ impl Schedule {
         let mut b = Builder::new(plan, rank, direction);
         let (at, p) = (b.coordinates, plan.problem());
         let per_node = plan.ring_ranks_of_node();
-        let ring_steps =
-            |side| Some(Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), at.ring, per_node)));
+        let ring_steps = |known: &Option<Arc<RingSteps>>, side| {
+            let found = || Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), at.ring, per_node));
+            Some(known.clone().unwrap_or_else(found))
+        };
         let backward = direction == Direction::Backward;
         let both = backward && plan.options().reproducible;
         let side = if backward { plan.backward_circulates() } else { plan.forward_circulates() };
         let queries_travel = side == CirculatingSide::Queries && (backward || plan.mesh().ring > 1);
-        let of_keys = || keys.cloned().or_else(|| ring_steps(Side::K));
-        b.out.keys = if both || !queries_travel { of_keys() } else { None };
-        b.out.queries = if both || queries_travel { ring_steps(Side::Q) } else { None };
+        b.out.keys = if both || !queries_travel { ring_steps(keys, Side::K) } else { None };
+        b.out.queries = if both || queries_travel { ring_steps(queries, Side::Q) } else { None };
         match direction {
             Direction::Forward => b.forward(),
             Direction::Backward => b.backward(),

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One side's travel around the ring: the buffers that its rows, and the partial gradients of them, use.
+//! One side's travel around the ring: the buffers that its rows, and the partials of them, use: gradients,
+//! or results of a forward in which q circulates.
 //!
 //! Rows arrive in two slots that take turns, rows of other nodes in two node slots. The travels of one schedule (one
 //! for each pass over heads) come one after another, so they share the memory of these buffers. Over several nodes only
-//! what crosses is narrowed to the type of the wire: inside a node partial gradients keep the accumulator's type.
+//! what crosses is narrowed to the type of the wire: inside a node partials keep the accumulator's type.
 
 use alloc::{sync::Arc, vec::Vec};
 
@@ -66,7 +67,7 @@ pub(super) fn turn_of(node: u32) -> usize {
     (node as usize - 1) % 2
 }
 
-/// How the partial gradients of what travelled come home.
+/// How the partials of what travelled come home.
 pub(super) struct Home {
     /// The sums they are added to.
     pub sums: Vec<BufferView>,
@@ -125,7 +126,7 @@ impl Builder<'_> {
         like.iter().zip(regions).map(buffer).collect()
     }
 
-    /// Prepares a travel of `own`; with `sums`, partial gradients of the same shapes come home to them.
+    /// Prepares a travel of `own`; with `sums`, partials of the same shapes come home to them.
     pub(super) fn travel(
         &mut self,
         regions: &mut TravelRegions,
@@ -157,15 +158,15 @@ impl Builder<'_> {
             // Over several nodes the type of the wire is that of what crosses, and the sum of a node is whole before.
             let (crossing, wire) = (wire, if ring_steps.crosses() { whole } else { wire });
             let narrow = wire != whole;
-            let fresh = third(self, 0, "partial gradient", whole, rows, if narrow { slots.min(1) } else { slots });
+            let fresh = third(self, 0, "partial", whole, rows, if narrow { slots.min(1) } else { slots });
             let leaving = if narrow { third(self, 1, "partial to travel", wire, rows, slots) } else { fresh.clone() };
             let fresh = if narrow { [fresh[0].clone(), fresh[0].clone()] } else { fresh };
-            let [arriving, _] = third(self, 2, "gradient from peer", wire, ring_steps.return_rows(), 1);
+            let [arriving, _] = third(self, 2, "partial from peer", wire, ring_steps.return_rows(), 1);
             let narrowed = (crossing != wire).then(|| {
                 let [leaving, _] = third(self, 1, "sum of a node to travel", crossing, ring_steps.node_sum_rows(), 1);
                 // The slot is the second of the region pair, since both are in use at a time.
                 let rows = ring_steps.node_return_rows();
-                (leaving, self.second_of(&homes[n..2 * n], "gradient from a node", &sums, crossing, rows))
+                (leaving, self.second_of(&homes[n..2 * n], "partial from a node", &sums, crossing, rows))
             });
             let node_homes = &mut regions.node_homes;
             let node_sums = self.two_of(node_homes, "sum of a node", &sums, None, node_rows, node_slots);

@@ -204,8 +204,8 @@ impl Plan {
         };
         let both = |rank: usize, e: &mut Expansion| {
             let forward = Schedule::new(self, rank, Direction::Forward);
-            let keys = forward.as_ref().ok().and_then(|s| s.keys.clone());
-            (check(forward, e), check(Schedule::backward_with(self, rank, keys.as_ref()), e))
+            let known = forward.as_ref().map(Schedule::known_steps).unwrap_or_default();
+            (check(forward, e), check(Schedule::backward_with(self, rank, &known), e))
         };
         let prove = |ranks: Vec<Result<RankOps>>, direction| {
             let purpose = Purpose::Attention(direction);
