@@ -132,7 +132,7 @@ struct BackwardFused {
     static __device__ __forceinline__ int dq_part() { return warp() / QUERY_PARTS; }
 
     // Fragments of the warp's rows of v, where it keeps them.
-    using Held = u32[MT][HELD ? DV / 16 : 1][4];
+    using Held = u32[HELD ? DV / 16 : 1][MT][4];
 
     static __device__ __forceinline__ void load_outputs(const BackwardParams& p, u32 to, volatile const DqStep& step) {
         load_tile<BM, DV, THREADS>(to, p.d_o.ptr + step.head * p.d_o.head + step.row * p.d_o.token, (int)p.d_o.token,

@@ -86,53 +86,48 @@ __device__ __forceinline__ void load_tile(u32 dst, const char* src, int stride, 
     if constexpr (REST == 4) load_columns<ROWS, D, THREADS, 8 * WIDE, 4, 1>(dst, src, stride, rows, dim);
 }
 
+// c += A B^T over 16 columns, the k-th of `b`, with the fragments of A of these columns in registers.
+template <class T, int MT, int NT, int D>
+__device__ __forceinline__ void multiply_columns(float (&c)[MT][NT][4], const u32 (&a)[MT][4], const Walk<D>& b, int k) {
+    static_assert(NT % 2 == 0, "B tiles come in pairs");
+#pragma unroll
+    for (int n = 0; n < NT / 2; ++n) {
+        u32 fb[4];
+        load_matrices(fb, b.at(n * 16, 2 * k));
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            multiply(T{}, c[m][2 * n], a[m], fb[0], fb[1]);
+            multiply(T{}, c[m][2 * n + 1], a[m], fb[2], fb[3]);
+        }
+    }
+}
+
 // c += A B^T: A has 16 * MT rows at `a`, B has 8 * NT rows at `b`, both D wide (row-major).
 template <class T, int MT, int NT, int D>
 __device__ __forceinline__ void multiply_rows(float (&c)[MT][NT][4], const Walk<D>& a, const Walk<D>& b) {
-    static_assert(NT % 2 == 0, "B tiles come in pairs");
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
         u32 fa[MT][4];
 #pragma unroll
         for (int m = 0; m < MT; ++m) load_matrices(fa[m], a.at(m * 16, 2 * k));
-#pragma unroll
-        for (int n = 0; n < NT / 2; ++n) {
-            u32 fb[4];
-            load_matrices(fb, b.at(n * 16, 2 * k));
-#pragma unroll
-            for (int m = 0; m < MT; ++m) {
-                multiply(T{}, c[m][2 * n], fa[m], fb[0], fb[1]);
-                multiply(T{}, c[m][2 * n + 1], fa[m], fb[2], fb[3]);
-            }
-        }
+        multiply_columns<T>(c, fa, b, k);
     }
 }
 
 // The fragments of A that a warp reads anew in each `multiply_rows`, for one that keeps them in registers.
 template <int MT, int D>
-__device__ __forceinline__ void load_fragments(u32 (&held)[MT][D / 16][4], const Walk<D>& a) {
+__device__ __forceinline__ void load_fragments(u32 (&held)[D / 16][MT][4], const Walk<D>& a) {
 #pragma unroll
     for (int k = 0; k < D / 16; ++k)
 #pragma unroll
-        for (int m = 0; m < MT; ++m) load_matrices(held[m][k], a.at(m * 16, 2 * k));
+        for (int m = 0; m < MT; ++m) load_matrices(held[k][m], a.at(m * 16, 2 * k));
 }
 
 // c += A B^T as above, with A in registers.
 template <class T, int MT, int NT, int D>
-__device__ __forceinline__ void multiply_held(float (&c)[MT][NT][4], const u32 (&held)[MT][D / 16][4], const Walk<D>& b) {
-    static_assert(NT % 2 == 0, "B tiles come in pairs");
+__device__ __forceinline__ void multiply_held(float (&c)[MT][NT][4], const u32 (&held)[D / 16][MT][4], const Walk<D>& b) {
 #pragma unroll
-    for (int k = 0; k < D / 16; ++k)
-#pragma unroll
-        for (int n = 0; n < NT / 2; ++n) {
-            u32 fb[4];
-            load_matrices(fb, b.at(n * 16, 2 * k));
-#pragma unroll
-            for (int m = 0; m < MT; ++m) {
-                multiply(T{}, c[m][2 * n], held[m][k], fb[0], fb[1]);
-                multiply(T{}, c[m][2 * n + 1], held[m][k], fb[2], fb[3]);
-            }
-        }
+    for (int k = 0; k < D / 16; ++k) multiply_columns<T>(c, held[k], b, k);
 }
 
 // c += P B: P (16 * MT x 8 * NT) comes from the registers of an earlier product, B has 8 * NT rows of D elements.
