@@ -97,7 +97,7 @@ class Ours:
         from cpattn import _header, _library
         from cpattn.rank import _given
 
-        given = _given(**tensors)
+        given = _given({"o", "lse", "dq", "dk", "dv"}, **tensors)
         args = getattr(_header, kind)(**{name: tensor.pointer for name, tensor in given.items()})
         function, pointer = getattr(_library._library, "cpattn_" + name), ctypes.byref(args)
         rank, plan = self.rank._handle, self.plan.handle
