@@ -161,7 +161,7 @@ fn step(
     rank.record(Instant::now(), 0)?;
     let part = |name: &[&str]| -> f64 {
         let of = events.iter().filter(|e| name.contains(&e.name));
-        of.map(|e| (e.end_ns - e.start_ns) as f64 / 1e3).sum()
+        of.map(|e| (e.end_ns - e.start_ns) as f64 / 1e3).fold(0.0, |sum, x| sum + x)
     };
     let (merge, exchange) = (part(&["merge"]), part(&["fetch", "return"]));
     let [plan, prepare, first, run] = [planned, prepared, first, run].map(|t| largest(side, t));

@@ -257,9 +257,9 @@ impl Plan {
     }
 
     /// Which side is sent round the ring in the forward: what [`Options::circulate_forward`] says. Where it is
-    /// automatic, q if that moves fewer bytes, all ring ranks together, and there are ring steps, one pass and different
-    /// tokens of q and k; otherwise k and v. A q row costs `Hq(dk·e + (dv + 2)a)` bytes for each rank whose keys it
-    /// reads, a k row `Hk(dk + dv)e` for each rank whose q rows read it (e: bytes of an element, a: of the
+    /// automatic, q if that moves fewer bytes, all ring ranks together, and there are ring steps, one pass and
+    /// different tokens of q and k; otherwise k and v. A q row costs `Hq(dk·e + (dv + 2)a)` bytes for each rank whose
+    /// keys it reads, a k row `Hk(dk + dv)e` for each rank whose q rows read it (e: bytes of an element, a: of the
     /// accumulator's).
     pub fn forward_circulates(&self) -> CirculatingSide {
         self.inner.forward

@@ -2,14 +2,14 @@
 //! Which side is sent round the ring.
 //!
 //! Either side can stay where it is while the other is sent, in the forward and in the backward. What is sent costs
-//! bytes for each row, and the rows are other ones: k and v are sent to the ranks whose q rows read them, q to the ranks
-//! whose keys it reads. Where the option is automatic, the side with fewer bytes is sent.
+//! bytes for each row, and the rows are other ones: k and v are sent to the ranks whose q rows read them, q to the
+//! ranks whose keys it reads. Where the option is automatic, the side with fewer bytes is sent.
 //!
-//! In the backward all tokens of both sides are counted. In the forward that would be wrong where it matters: in a cache
-//! whose slots are partly filled, most k rows are read by nobody. So there the rows are counted that are sent, by the
-//! mask and the shares. Where q and k are the same tokens, as in training, k and v are sent and nothing is counted: a q
-//! row costs more than a k row, because o comes back in the accumulator's type, with an lse, and there are no fewer q
-//! heads than kv heads. Fewer q rows than k rows would be sent there only if documents were cut unevenly.
+//! In the backward all tokens of both sides are counted. In the forward that would be wrong where it matters: in a
+//! cache whose slots are partly filled, most k rows are read by nobody. So there the rows are counted that are sent, by
+//! the mask and the shares. Where q and k are the same tokens, as in training, k and v are sent and nothing is counted:
+//! a q row costs more than a k row, because o comes back in the accumulator's type, with an lse, and there are no fewer
+//! q heads than kv heads. Fewer q rows than k rows would be sent there only if documents were cut unevenly.
 //!
 //! The choice depends on the problem, the mesh and the layout alone, so all ranks make the same one.
 

@@ -115,8 +115,8 @@ fn the_aggregate_model_knows_caches() {
                 let time = c.forward.seconds / plan.simulate(Direction::Forward, &machine).unwrap().makespan;
                 let bytes = c.forward.bytes_inside / busiest;
                 let what = alloc::format!("{sequences} {done} {new} {side:?} {}: bytes {bytes}, time {time}", c.layout);
-                // q and what comes back for it count together, even if one rank sends all of the one and gets all of the
-                // other.
+                // q and what comes back for it count together, even if one rank sends all of the one and gets all of
+                // the other.
                 assert!((0.99..1.6).contains(&bytes), "{what}");
                 worst = [worst[0].min(time), worst[1].max(time)];
                 seen += 1;
