@@ -250,7 +250,8 @@ typedef struct cpattn_problem {
 #define CPATTN_LAYOUT_BALANCED 5    /* layout_parameter chunks for each rank, assigned by mask area */
 
 /* Which side is sent round the ring, in the backward (circulate) and in the forward (circulate_forward): k and v, or q. */
-#define CPATTN_CIRCULATE_AUTO 0 /* backward: whichever moves fewer bytes; forward: k and v */
+#define CPATTN_CIRCULATE_AUTO 0 /* whichever moves fewer bytes; in the forward k and v where q and k are the same tokens, and with
+                                   passes, another gather and reproducible */
 #define CPATTN_CIRCULATE_KEYS 1
 #define CPATTN_CIRCULATE_QUERIES 2 /* forward: partial o and lse come back to the owner of q, and k and v stay; for few q rows over
                                       many keys. Needs 1 pass, CPATTN_GATHER_AUTO or _STEPS, and no reproducible */

@@ -102,7 +102,8 @@ class PlanOptions(TypedDict, total=False):
     - passes: over groups of kv heads, 1 to kv_heads, which divide the workspace for k and v in flight (1).
     - circulate: what is sent round the ring in the backward: KEYS (k, v), QUERIES (q and its gradients), or what takes fewer bytes (AUTO).
     - circulate_forward: what is sent round the ring in the forward: KEYS, or QUERIES, for few q rows over many keys, as where tokens
-      are generated from a cache that is spread over ranks: q is sent, partial results come back, and k and v stay (AUTO: KEYS).
+      are generated from a cache that is spread over ranks: q is sent, partial results come back, and k and v stay; or what takes
+      fewer bytes, KEYS where q and k are the same tokens (AUTO).
     - wire: partial gradients are sent in f32 (FULL), or in BF16: half the bytes, each rounded once to 8 bits (FULL).
     - reproducible: bit-equal results for any number of ranks; on the CPU (False).
     - pack_inputs: tensors that are sent may have any strides, and are packed first; without it they must be compact (False).

@@ -399,6 +399,9 @@ class Plans(unittest.TestCase):
         self.assertNotEqual(keys.fingerprint, queries.fingerprint)
         self.assertNotEqual(keys.explain(), queries.explain())
         self.assertEqual(keys.tokens("k", 1), queries.tokens("k", 1))
+        auto = cpattn.Plan([0, 1, 2], 6, 8, kv_heads=2, world=4, ring=4, **cache)  # type: ignore[arg-type]
+        auto.verify()
+        self.assertRegex(auto.explain(), "forward: q circulates, .*: fewer bytes: all ranks receive")
         with self.assertRaisesRegex(cpattn.Unsupported, "options.passes with circulate_forward queries"):
             cpattn.Plan([0, 64], 6, 8, kv_heads=2, world=4, ring=4, circulate_forward="queries", passes=2)
 

@@ -7,7 +7,7 @@
 //! striped, the code loops over the blocks of one of them.
 
 use crate::{
-    batch::Side,
+    batch::{Batch, Side},
     call::Range,
     layout::{Segment, Shares},
     mask::Mask,
@@ -132,32 +132,53 @@ pub(super) struct SegmentLists {
 }
 
 /// The load of ring rank `r`.
-pub(super) fn load(shares: &Shares, batch: &crate::Batch, mask: Mask, r: usize, lists: &mut SegmentLists) -> Load {
+pub(super) fn load(shares: &Shares, batch: &Batch, mask: Mask, r: usize, lists: &mut SegmentLists) -> Load {
     shares.segments(Side::Q, r, &mut lists.q);
     shares.segments(Side::K, r, &mut lists.k);
-    let mut load = Load::default();
-    let tokens = |list: &[Segment]| list.iter().map(|s| u64::from(s.range.len)).sum();
-    (load.q_tokens, load.k_tokens) = (tokens(&lists.q), tokens(&lists.k));
-    let (mut own, mut rest) = (&lists.k[..], &lists.q[..]);
+    let [q_tokens, k_tokens] = [&lists.q, &lists.k].map(|list| tokens(list));
+    let (area, needed) = met(&lists.q, &lists.k, mask, |doc| (0, batch.document(Side::K, doc).len() as u32));
+    Load { area, q_tokens, k_tokens, needed }
+}
+
+/// The load of ring rank `r` where q travels: the pairs of its k tokens, and as `needed` the q tokens of other ranks
+/// that read them.
+pub(super) fn load_of_keys(shares: &Shares, batch: &Batch, mask: Mask, r: usize, lists: &mut SegmentLists) -> Load {
+    shares.segments(Side::Q, r, &mut lists.q);
+    shares.segments(Side::K, r, &mut lists.k);
+    let [q_tokens, k_tokens] = [&lists.q, &lists.k].map(|list| tokens(list));
+    let whole = |doc| (batch.start(Side::Q, doc), batch.document(Side::Q, doc).len() as u32);
+    let (area, needed) = met(&lists.k, &lists.q, mask.transposed(), whole);
+    Load { area, q_tokens, k_tokens, needed }
+}
+
+fn tokens(list: &[Segment]) -> u64 {
+    list.iter().map(|s| u64::from(s.range.len)).sum()
+}
+
+/// The pairs of one side's segments with the other side of their documents, whose first position and length `whole`
+/// returns, and how many tokens of that side they meet beside those `held`. Both lists ascend by document.
+fn met(mine: &[Segment], held: &[Segment], mask: Mask, whole: impl Fn(usize) -> (i64, u32)) -> (u64, u64) {
+    let (mut pairs, mut needed) = (0, 0);
+    let (mut held, mut rest) = (held, mine);
     while let Some(first) = rest.first() {
         let doc = first.range.doc;
         let (mine, after) = rest.split_at(rest.partition_point(|s| s.range.doc <= doc));
         rest = after;
-        own = &own[own.partition_point(|s| s.range.doc < doc)..];
-        let own = &own[..own.partition_point(|s| s.range.doc <= doc)];
-        let keys = batch.document(Side::K, doc as usize).len() as u32;
-        if keys == 0 {
+        held = &held[held.partition_point(|s| s.range.doc < doc)..];
+        let held = &held[..held.partition_point(|s| s.range.doc <= doc)];
+        let (begin, length) = whole(doc as usize);
+        if length == 0 {
             continue;
         }
-        let whole = Range::plain(0, keys, 0, doc);
-        // The needed positions are a union of intervals that ascend.
+        let whole = Range::plain(0, length, begin, doc);
+        // The positions that are met are a union of intervals that ascend.
         let mut open: Option<(i64, i64)> = None;
         let mut close = |(a, e): (i64, i64)| {
-            let held: u32 = own.iter().map(|s| s.range.rows_before(e) - s.range.rows_before(a)).sum();
-            load.needed += (e - a) as u64 - u64::from(held);
+            let held: u32 = held.iter().map(|s| s.range.rows_before(e) - s.range.rows_before(a)).sum();
+            needed += (e - a) as u64 - u64::from(held);
         };
         let mut reach = |a: i64, e: i64| {
-            let (a, e) = (a.max(0), e.min(i64::from(keys)));
+            let (a, e) = (a.max(begin), e.min(begin + i64::from(length)));
             if a >= e {
                 return;
             }
@@ -173,7 +194,7 @@ pub(super) fn load(shares: &Shares, batch: &crate::Batch, mask: Mask, r: usize, 
         let (left, right) = (mask.left_limit(), mask.right_limit());
         let span = left.saturating_add(right);
         for s in mine {
-            load.area += area(&s.range, &whole, mask);
+            pairs += area(&s.range, &whole, mask);
             if s.range.is_plain() || i64::from(s.range.period - s.range.block) <= span {
                 reach(s.range.pos.saturating_sub(left), s.range.last().saturating_add(right).saturating_add(1));
             } else {
@@ -186,13 +207,13 @@ pub(super) fn load(shares: &Shares, batch: &crate::Batch, mask: Mask, r: usize, 
             close(done);
         }
     }
-    load
+    (pairs, needed)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Batch, Layout};
+    use crate::Layout;
     use alloc::{vec, vec::Vec};
 
     const MASKS: [Mask; 8] = [
@@ -266,22 +287,29 @@ mod tests {
                                     .flat_map(|s| (0..s.range.len).map(|i| (s.range.doc, s.range.position(i))))
                                     .collect::<Vec<_>>()
                             };
-                            let (q, own) = (tokens(Side::Q), tokens(Side::K));
-                            let (mut count, mut needed) = (0, 0);
-                            for d in 0..batch.documents() as u32 {
-                                for y in 0..batch.document(Side::K, d as usize).len() as i64 {
-                                    let n = q.iter().filter(|&&(e, x)| d == e && mask.allows(x, y)).count();
-                                    count += n;
-                                    needed += usize::from(n > 0 && !own.contains(&(d, y)));
+                            let (q, k) = (tokens(Side::Q), tokens(Side::K));
+                            let [q_tokens, k_tokens] = [q.len(), k.len()].map(|n| n as u64);
+                            // Of all tokens of one side, the pairs with a rank's of the other, and those met there that
+                            // it does not hold itself.
+                            let count = |of: Side, own: &[(u32, i64)], with: &[(u32, i64)]| {
+                                let (mut area, mut needed) = (0, 0);
+                                for d in 0..batch.documents() as u32 {
+                                    let begin = if of == Side::Q { batch.start(Side::Q, d as usize) } else { 0 };
+                                    let length = batch.document(of, d as usize).len() as i64;
+                                    for y in begin..begin + length {
+                                        let pair =
+                                            |x| if of == Side::K { mask.allows(x, y) } else { mask.allows(y, x) };
+                                        let n = with.iter().filter(|&&(e, x)| d == e && pair(x)).count() as u64;
+                                        area += n;
+                                        needed += u64::from(n > 0 && !own.contains(&(d, y)));
+                                    }
                                 }
-                            }
-                            let got = load(&shares, batch, mask, r, &mut lists);
-                            let want = Load {
-                                area: count as u64,
-                                needed: needed as u64,
-                                q_tokens: q.len() as u64,
-                                k_tokens: own.len() as u64,
+                                Load { area, needed, q_tokens, k_tokens }
                             };
+                            let (got, want) = (load(&shares, batch, mask, r, &mut lists), count(Side::K, &k, &q));
+                            assert_eq!(got, want, "{layout} ring {ring} rank {r} {mask:?}");
+                            let (got, want) =
+                                (load_of_keys(&shares, batch, mask, r, &mut lists), count(Side::Q, &q, &k));
                             assert_eq!(got, want, "{layout} ring {ring} rank {r} {mask:?}");
                         }
                     }

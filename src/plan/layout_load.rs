@@ -6,12 +6,14 @@
 
 use super::{
     Problem,
-    area::{Load, SegmentLists, load},
+    area::{Load, SegmentLists, load, load_of_keys},
     loads::Counted,
 };
 use crate::{
+    batch::Batch,
     error::Result,
     layout::{Layout, Shares},
+    mask::Mask,
 };
 
 /// How evenly a layout distributes a problem over ring ranks.
@@ -69,6 +71,19 @@ pub(super) fn load_with(
 
 /// How these shares distribute the problem, whichever mask decided them.
 pub(crate) fn load_of_shares(problem: &Problem, shares: &Shares) -> LayoutLoad {
+    of_each(problem, shares, load)
+}
+
+/// The same where q travels ([`load_of_keys`]).
+pub(crate) fn load_of_key_shares(problem: &Problem, shares: &Shares) -> LayoutLoad {
+    of_each(problem, shares, load_of_keys)
+}
+
+fn of_each(
+    problem: &Problem,
+    shares: &Shares,
+    load: fn(&Shares, &Batch, Mask, usize, &mut SegmentLists) -> Load,
+) -> LayoutLoad {
     let (batch, mask, ring) = (problem.batch(), problem.mask(), shares.ring());
     let mut lists = SegmentLists::default();
     largest_and_total(shares.layout(), ring, (0..ring).map(|r| load(shares, batch, mask, r, &mut lists)))

@@ -27,14 +27,16 @@ mod nodes;
 mod options;
 mod problem;
 mod shard;
+mod sides;
 mod together;
 
+pub(crate) use area::Load;
 pub use area::{area, edges};
 pub use auto::{BALANCE, BETWEEN, Candidate, Choice, LAYOUTS, MESSAGE, auto_layout, choose, choose_over};
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
 pub(crate) use form::{CirculatingSide, Form};
-pub(crate) use layout_load::LayoutLoad;
+pub(crate) use layout_load::{LayoutLoad, load_of_key_shares};
 pub use nodes::ranks_per_node;
 pub(crate) use nodes::{crossing, ring_steps};
 pub use options::{Circulate, Gather, Options, Wire};
@@ -56,6 +58,8 @@ struct Inner {
     layout: Layout,
     options: Options,
     form: Form,
+    /// The side that circulates in the forward.
+    forward: CirculatingSide,
     shares: Shares,
     fingerprint: u64,
     /// The reason of the choice, if a machine's description decided. Not part of the plan's identity.
@@ -86,7 +90,7 @@ impl Inner {
             .for_each(|c| h.word(c.iter().fold(0, |w, &c| w << 32 | u64::from(c))));
         let options = &self.options;
         h.word(options.gather as u64 | u64::from(options.reproducible) << 4 | (options.wire as u64) << 5);
-        h.word(self.form as u64);
+        h.word(self.form as u64 | (self.forward as u64) << 4);
         h.word(options.passes as u64 | (options.circulate as u64) << 32 | (options.circulate_forward as u64) << 34);
         h.word(nodes::ring_ranks_of_node(self.mesh, *options) as u64);
         h.word(nodes::ulysses_ranks_of_node(&self.problem, self.mesh, *options) as u64);
@@ -133,8 +137,9 @@ impl Plan {
     fn over(problem: &Problem, mesh: Mesh, shares: Shares, options: Options) -> Self {
         let layout = shares.layout();
         let form = form_of(problem, mesh, layout, options);
-        let mut inner =
-            Inner { problem: problem.clone(), mesh, layout, options, form, shares, fingerprint: 0, reason: None };
+        let forward = sides::forward_side(problem, mesh, &shares, form, options);
+        let problem = problem.clone();
+        let mut inner = Inner { problem, mesh, layout, options, form, forward, shares, fingerprint: 0, reason: None };
         inner.fingerprint = inner.fingerprint(env!("CARGO_PKG_VERSION"));
         Self { inner: Arc::new(inner) }
     }
@@ -251,6 +256,15 @@ impl Plan {
         self.inner.form
     }
 
+    /// Which side is sent round the ring in the forward: what [`Options::circulate_forward`] says. Where it is
+    /// automatic, q if that moves fewer bytes, all ring ranks together, and there are ring steps, one pass and
+    /// different tokens of q and k; otherwise k and v. A q row costs `Hq(dk·e + (dv + 2)a)` bytes for each rank whose
+    /// keys it reads, a k row `Hk(dk + dv)e` for each rank whose q rows read it (e: bytes of an element, a: of the
+    /// accumulator's).
+    pub fn forward_circulates(&self) -> CirculatingSide {
+        self.inner.forward
+    }
+
     /// Which side is sent round the ring in the backward. The bytes per k token are `Hk(dk + dv)(e + g)`, per q token
     /// `Hq(dk + dv)e + Hq·dk·g + 2·Hq·a` (e: bytes of an element, g: of an element of a sent gradient, a: of an element
     /// of lse and delta).
@@ -268,15 +282,6 @@ impl Plan {
         }
     }
 
-    /// Which side is sent round the ring in the forward: what [`Options::circulate_forward`] says, and k and v where it
-    /// is automatic.
-    pub fn forward_circulates(&self) -> CirculatingSide {
-        match self.options().circulate_forward {
-            Circulate::Queries => CirculatingSide::Queries,
-            Circulate::Keys | Circulate::Auto => CirculatingSide::Keys,
-        }
-    }
-
     /// The bytes per ring step in the backward, both ways, for one token of k's side and for one of q's side.
     pub fn bytes_per_circulating_token(&self) -> (u128, u128) {
         let p = self.problem();
@@ -287,6 +292,14 @@ impl Plan {
         let k = p.kv_heads() * dims * (e + g);
         let q = p.heads() * (dims * e + p.head_dim() * g + 2 * a);
         (k as u128, q as u128)
+    }
+
+    /// Bytes that the ring moves in a forward with k and v circulating, and with q: where the automatic choice compared
+    /// them.
+    pub(crate) fn compared_in_forward(&self) -> Option<[u128; 2]> {
+        let (p, mesh, o) = (self.problem(), self.mesh(), self.options());
+        let counted = o.circulate_forward == Circulate::Auto && sides::counts(p, mesh, self.form(), o);
+        counted.then(|| sides::forward_bytes(p, mesh, self.shares()))
     }
 
     /// Refuses a transport whose world is not the mesh's.

@@ -6,7 +6,8 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Circulate {
-    /// Backward: whichever moves fewer bytes. Forward: k and v.
+    /// Whichever moves fewer bytes. In the forward that is k and v where q and k are the same tokens, and in passes,
+    /// gathered and reproducible plans ([`Plan::forward_circulates`](super::Plan::forward_circulates)).
     #[default]
     Auto,
     /// k and v; in the backward dk and dv are sent back to their owners.
@@ -69,9 +70,9 @@ pub struct Options {
     pub passes: usize,
     /// Which side is sent round the ring in the backward.
     pub circulate: Circulate,
-    /// Which side is sent round the ring in the forward. [`Circulate::Queries`] is for few q rows over many keys, as
-    /// when tokens are generated from a KV cache that is spread over the ranks; it needs one pass, and ring steps one
-    /// after another.
+    /// Which side is sent round the ring in the forward. q is for few q rows over many keys, as when tokens are
+    /// generated from a KV cache that is spread over the ranks; it needs one pass, and ring steps one after another.
+    /// With `pack_inputs` off, what is sent must be compact: k and v, or q.
     pub circulate_forward: Circulate,
     /// The type in which partial gradients are sent.
     pub wire: Wire,

@@ -16,7 +16,10 @@
 //! - passes over groups of kv heads do all steps for each group, and overlap as steps do: with a mask that is up to 21
 //!   % too quick where rows are gathered. The ordered form is rated up to 38 % too slow with a mask in the contiguous
 //!   layout, where the rank with most work for dq has the least for dk and dv;
-//! - every step reads every q row, and ranks do not wait for each other otherwise;
+//! - every step reads every q row, or with q circulating in the forward every key, and ranks do not wait for each other
+//!   otherwise. Where q and k are different tokens, the q rows that come and the pairs that a rank computes where q
+//!   circulates are counted ([`load_of_key_shares`]); where they are the same, they are taken to be as many as those of
+//!   k, which is so but for windows and documents that are cut unevenly;
 //! - on a machine with cores, kernels and exchanges do not overlap at all, and ranks that share cores share them evenly
 //!   until the end; only where all ranks share them, kernels take no longer than the work of all. With a mask that is
 //!   up to 1.9 times too slow in the contiguous layout, where some ranks end early, and up to 1.6 times in others,
@@ -32,7 +35,9 @@ use crate::{
     error::Result,
     heads::HeadShare,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{CirculatingSide, Form, LayoutLoad, Plan, Problem, Wire, crossing, edges, ring_steps},
+    plan::{
+        CirculatingSide, Form, LayoutLoad, Load, Plan, Problem, Wire, crossing, edges, load_of_key_shares, ring_steps,
+    },
 };
 
 /// The kernels of a problem.
@@ -115,6 +120,7 @@ struct AllToAllBytes {
 }
 
 /// What both directions need of the plan.
+#[derive(Clone, Copy)]
 struct Sizes<'a> {
     machine: &'a Machine,
     /// How much slower kernels and copies are because ranks share cores.
@@ -155,7 +161,7 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         own: [load.q_tokens as f64 / u, load.k_tokens as f64 / u],
         peers_inside: 1.0 - crossing.exchanged.as_f64(),
         rows_inside: 1.0 - crossing.rows.as_f64(),
-        steps: ring_steps(mesh, &load) as f64,
+        steps: 0.0,
     };
     let (e, a) = (p.dtype().size() as f64, p.dtype().accumulator().size() as f64);
     let w = if plan.options().wire == Wire::Bf16 { 2.0 } else { a };
@@ -193,19 +199,27 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         exchange(q_heads.times(own_q * (dv * e + a)), LevelBytes::default(), 1.0),
         exchange(q_heads.times(own_q * dk * e), keys_back, partials),
     ];
-    // The ring: the rows that come, and in the backward their gradients.
+    // The ring: the rows that come, and in the backward their gradients. Of q the rank counts that gets the most rows,
+    // or whose rows are sent to the most ranks: with one new token all are on one rank.
     let needed = load.needed as f64;
     let keys = needed * hkv * dims;
-    let tokens = |side| p.batch().tokens(side).max(1) as f64;
-    let q_rows = needed * tokens(Side::Q) / tokens(Side::K) * hq;
+    let sides = [plan.forward_circulates(), plan.backward_circulates()];
+    let queries_travel = sides.map(|side| side == CirculatingSide::Queries);
+    let counted = (queries_travel[0] || queries_travel[1] || ordered) && !p.batch().is_self_attention();
+    let of_keys = counted.then(|| load_of_key_shares(p, plan.shares()));
+    let visits = of_keys.map_or(load.needed, |l| {
+        let sent = u128::from(l.largest.q_tokens) * u128::from(l.total.needed);
+        l.largest.needed.max(sent.div_ceil(u128::from(l.total.q_tokens.max(1))) as u64)
+    });
+    let q_rows = visits as f64 * hq;
     let queries = q_rows * (dims * e + 2.0 * a);
     // The ordered form gathers both sides, q's while k's are computed with, and sends no gradients home.
-    let backward = match plan.backward_circulates() {
+    let backward = match sides[1] {
         _ if ordered => [keys * e + queries, 0.0],
         CirculatingSide::Queries => [queries, q_rows * dk * w],
         CirculatingSide::Keys => [keys * e, keys * w],
     };
-    let forward = match plan.forward_circulates() {
+    let forward = match sides[0] {
         CirculatingSide::Queries => [q_rows * dk * e, q_rows * (dv + 2.0) * a],
         CirculatingSide::Keys => [keys * e, 0.0],
     };
@@ -213,25 +227,38 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
     let at_once = plan.form() != Form::Ring;
     // Where all ranks share cores, the busiest has more of them when others have ended.
     let slower = sizes.slower;
-    let area = match load.area as f64 {
+    let area = |l: &LayoutLoad| match l.largest.area as f64 {
         largest if pool < mesh.world() => largest,
-        largest => (largest / slower).max(loads.total.area as f64 / mesh.ring as f64),
+        largest => (largest / slower).max(l.total.area as f64 / mesh.ring as f64),
     };
-    let area = area * hq * 2.0;
+    // Where q travels, a rank computes the pairs of its keys.
+    let areas = queries_travel.map(|queries| {
+        let l = of_keys.as_ref().filter(|_| queries).unwrap_or(loads);
+        area(l) * hq * 2.0
+    });
     // Two calls of the ordered form compute scores twice, for dq and for dk and dv.
     let products = if ordered { 4.0 * dk + 3.0 * dv } else { 3.0 * dk + 2.0 * dv };
-    let flops = [area * dims, area * products];
+    let flops = [areas[0] * dims, areas[1] * products];
     // A pass over some of the kv heads does all steps for these: each head is in one of them.
     let rounds = (plan.options().passes as f64).min(hkv).max(1.0);
-    let steps = if at_once { 1.0 } else { sizes.steps + 1.0 };
-    let calls = steps * rounds;
     let pass = |i: usize| {
-        let rows = load.q_tokens as f64 * hq;
-        let read = (load.k_tokens as f64 + needed) * hq;
+        let travelling = Load { needed: visits, k_tokens: load.q_tokens, ..load };
+        let sizes =
+            Sizes { steps: ring_steps(mesh, if queries_travel[i] { &travelling } else { &load }) as f64, ..sizes };
+        let steps = if at_once { 1.0 } else { sizes.steps + 1.0 };
+        let calls = steps * rounds;
+        let (rows, read) = if i == 0 && queries_travel[0] {
+            // A row in the call that it comes for, and in every call the keys that some row reads.
+            let pairs = of_keys.as_ref().unwrap_or(loads).largest.area;
+            (load.q_tokens as f64 + visits as f64, (load.k_tokens as f64 * steps).min(pairs as f64))
+        } else {
+            (load.q_tokens as f64 * steps, load.k_tokens as f64 + needed)
+        };
+        let (rows, read) = (rows * hq, read * hq);
         // The kernels of dq and of dk and dv both meet the edges.
-        let at_edges = rows * kernels.edges * if ordered && i == 1 { 2.0 } else { 1.0 };
+        let at_edges = load.q_tokens as f64 * hq * kernels.edges * if ordered && i == 1 { 2.0 } else { 1.0 };
         let rate = kernels.rates[i];
-        let kernel = KernelRate { call: 0.0, ..rate }.seconds(flops[i], rows * steps, read, at_edges);
+        let kernel = KernelRate { call: 0.0, ..rate }.seconds(flops[i], rows, read, at_edges);
         let kernel = (kernel + calls * (rate.call + machine.operation)) * sizes.slower;
         let first = if ordered && i == 1 { kernel * (2.0 * dk + dv) / products } else { 0.0 };
         sizes.pass(kernel, (first, queries), [calls, rounds], [into[i], out[i]], ring[i], at_once)

@@ -4,8 +4,9 @@
 use super::*;
 use crate::{
     Batch, Dtype, Mask,
-    plan::{BALANCE, BETWEEN, Candidate, Wire},
+    plan::{BALANCE, BETWEEN, Candidate, Circulate, Wire},
 };
+use alloc::{vec, vec::Vec};
 
 fn h100() -> Machine {
     Machine::parse(include_str!("../../machines/h100_8x400g.machine")).unwrap()
@@ -89,6 +90,40 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
             }
         }
     }
+}
+
+/// Steps over a cache in slots that are partly filled: bytes and times of a forward, whichever side circulates.
+#[test]
+fn the_aggregate_model_knows_caches() {
+    let machine = h100();
+    let (mut seen, mut worst) = (0, [f64::INFINITY, 0.0]);
+    for (sequences, slot, done, new) in [(1, 1 << 16, 40_000, 1), (8, 1 << 15, 5000, 1), (2, 1 << 16, 60_000, 512)] {
+        let ends = |each: i32| (0..=sequences).map(|s| s * each).collect::<Vec<_>>();
+        let batch = Batch::cross(&ends(new), &ends(slot), Some(&vec![done; sequences as usize])).unwrap();
+        let p = Problem::new(batch, 32, 8, 128, Dtype::Bf16);
+        for side in [Circulate::Keys, Circulate::Queries] {
+            let options = Options::new().circulate_forward(side).gather(false);
+            for c in outlook(&p, 8, &machine, Effort::new(0, 0), &[options]).unwrap().candidates {
+                let striped = matches!(c.layout, Layout::Striped { .. });
+                if !striped || c.mesh.ulysses > 1 {
+                    continue;
+                }
+                let plan = Plan::with_options(&p, c.mesh, c.layout, options).unwrap();
+                let costs = |r| plan.costs(r, Direction::Forward).unwrap();
+                let ends = |r| costs(r).bytes_received().max(costs(r).bytes_sent());
+                let busiest = (0..8).map(ends).max().unwrap() as f64;
+                let time = c.forward.seconds / plan.simulate(Direction::Forward, &machine).unwrap().makespan;
+                let bytes = c.forward.bytes_inside / busiest;
+                let what = alloc::format!("{sequences} {done} {new} {side:?} {}: bytes {bytes}, time {time}", c.layout);
+                // q and what comes back for it count together, even if one rank sends all of the one and gets all of
+                // the other.
+                assert!((0.99..1.6).contains(&bytes), "{what}");
+                worst = [worst[0].min(time), worst[1].max(time)];
+                seen += 1;
+            }
+        }
+    }
+    assert!(seen == 6 && worst[0] > 0.85 && worst[1] < 1.02, "{seen} {worst:?}");
 }
 
 /// All-to-alls over nodes, of kv heads that several ranks of a node hold: the bytes of cards are those of the

@@ -79,8 +79,9 @@ fn a_cache_over_ranks_gives_what_one_forward_gives() {
     };
     let mesh = Mesh::ring(4).unwrap();
     let layout = Layout::Striped { stripe: STRIPE as u32 };
-    let mut moved = [0u64; 2];
-    for (side, circulate) in [Circulate::Keys, Circulate::Queries].into_iter().enumerate() {
+    // Bytes of each step.
+    let mut moved: [Vec<u64>; 3] = Default::default();
+    for (side, circulate) in [Circulate::Keys, Circulate::Queries, Circulate::Auto].into_iter().enumerate() {
         let [mut cache_k, mut cache_v] = [1e6, -1e6].map(|x| vec![x; LENGTHS.len() * SLOT * KV_HEADS * DIM]);
         let mut done = [0; LENGTHS.len()];
         let mut holders: Option<Vec<Vec<usize>>> = None;
@@ -105,7 +106,7 @@ fn a_cache_over_ranks_gives_what_one_forward_gives() {
             let held: Vec<_> = (0..4).map(|rank| plan.token_indices(Side::K, rank)).collect();
             assert_eq!(holders.get_or_insert_with(|| held.clone()), &held, "a cached row has changed its rank");
             let (report, _) = plan.verify().unwrap();
-            moved[side] += report.ranks.iter().flat_map(|r| &r.traffic).map(|t| t.bytes_out).sum::<u64>();
+            moved[side].push(report.ranks.iter().flat_map(|r| &r.traffic).map(|t| t.bytes_out).sum());
             let o = forward(&plan, &queries, &cache_k, &cache_v);
             let want: Vec<f32> = (0..LENGTHS.len()).flat_map(|s| rows(&expected, s, done[s], new[s], HEADS)).collect();
             for (i, (o, want)) in o.iter().zip(&want).enumerate() {
@@ -114,6 +115,11 @@ fn a_cache_over_ranks_gives_what_one_forward_gives() {
             new.iter().zip(&mut done).for_each(|(n, done)| *done += n);
         }
     }
-    println!("bytes that ranks sent: {} with k and v circulating, {} with q", moved[0], moved[1]);
-    assert!(moved[1] < moved[0]);
+    let [keys, queries, auto] = &moved;
+    println!("bytes that ranks sent in each step: {keys:?} with k and v circulating, {queries:?} with q");
+    assert!(queries.iter().sum::<u64>() < keys.iter().sum());
+    // The chunks of the prompts are of so many rows that k and v are cheaper.
+    assert!(keys[0] < queries[0] && queries.last() < keys.last());
+    let fewest: Vec<u64> = keys.iter().zip(queries).map(|(&k, &q)| k.min(q)).collect();
+    assert_eq!(auto, &fewest, "the automatic side");
 }

@@ -51,11 +51,7 @@ impl Plan {
             self.describe_price(out, ranks);
         }
         self.describe_nodes(out, ranks);
-        if self.forward_circulates() == CirculatingSide::Queries && ring > 1 {
-            let text =
-                "forward: q circulates, partial o and lse are returned to its owner and merged: as the options ask";
-            let _ = writeln!(out, "  {text}");
-        }
+        self.describe_forward(out);
         let (k, q) = self.bytes_per_circulating_token();
         let b = self.problem().batch();
         let (nk, nq) = (b.tokens(Side::K) as u128, b.tokens(Side::Q) as u128);
@@ -107,6 +103,25 @@ impl Plan {
                 )
             }
         };
+    }
+
+    /// Which side circulates in the forward, where that is not plain: q, or what two numbers of bytes decided.
+    fn describe_forward(&self, out: &mut String) {
+        let queries = self.forward_circulates() == CirculatingSide::Queries && self.mesh().ring > 1;
+        let compared = self.compared_in_forward();
+        if !queries && compared.is_none() {
+            return;
+        }
+        let side = if queries {
+            "q circulates, partial o and lse are returned to its owner and merged"
+        } else {
+            "k and v circulate"
+        };
+        let why = compared.map_or("as the options ask".to_string(), |[keys, queries]| {
+            let than = if queries < keys { "fewer bytes" } else { "no more bytes" };
+            format!("{than}: all ranks receive {} with k and v, {} with q", grouped(keys), grouped(queries))
+        });
+        let _ = writeln!(out, "  forward: {side}: {why}");
     }
 
     /// How the ranks lie in nodes, and what it costs to pass rows on.

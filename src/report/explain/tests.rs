@@ -146,6 +146,16 @@ fn forms_tell_their_price() {
         ],
     );
     has(&text(Options::new().circulate(Circulate::Queries)), &["dq is returned to its owner: as the options ask"]);
+    let cache = Batch::cross(&[0, 1], &[0, 64], Some(&[40])).unwrap();
+    let forward = |side| {
+        let p = Problem::new(cache.clone(), 4, 2, 16, Dtype::F32);
+        let options = Options::new().circulate_forward(side);
+        Plan::with_options(&p, Mesh::ring(4).unwrap(), Layout::Striped { stripe: 2 }, options).unwrap().explain()
+    };
+    let returned = "forward: q circulates, partial o and lse are returned to its owner and merged";
+    has(&forward(Circulate::Auto), &[returned, "fewer bytes: all ranks receive 7,680 with k and v, 1,632 with q"]);
+    has(&forward(Circulate::Queries), &[returned, "and merged: as the options ask"]);
+    assert!(!forward(Circulate::Keys).contains("forward: q"));
     let single = Plan::new(&minilm(), Mesh::single(), Layout::Contiguous).unwrap().explain();
     has(
         &single,

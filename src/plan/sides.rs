@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Which side is sent round the ring.
+//!
+//! Either side can stay where it is while the other is sent, in the forward and in the backward. What is sent costs
+//! bytes for each row, and the rows are other ones: k and v are sent to the ranks whose q rows read them, q to the
+//! ranks whose keys it reads. Where the option is automatic, the side with fewer bytes is sent.
+//!
+//! In the backward all tokens of both sides are counted. In the forward that would be wrong where it matters: in a
+//! cache whose slots are partly filled, most k rows are read by nobody. So there the rows are counted that are sent, by
+//! the mask and the shares. Where q and k are the same tokens, as in training, k and v are sent and nothing is counted:
+//! a q row costs more than a k row, because o comes back in the accumulator's type, with an lse, and there are no fewer
+//! q heads than kv heads. Fewer q rows than k rows would be sent there only if documents were cut unevenly.
+//!
+//! The choice depends on the problem, the mesh and the layout alone, so all ranks make the same one.
+
+use super::{Circulate, CirculatingSide, Form, Options, Problem, layout_load};
+use crate::{heads::HeadShare, layout::Shares, mesh::Mesh};
+
+/// Bytes that ring ranks receive in a forward of ring steps, all together: with k and v circulating, and with q. Of
+/// several nodes as if rows did not cross once and were passed on.
+pub(super) fn forward_bytes(problem: &Problem, mesh: Mesh, shares: &Shares) -> [u128; 2] {
+    let [heads, kv_heads] = [problem.heads() as u32, problem.kv_heads() as u32];
+    let held = |u| HeadShare::new(u, mesh.ulysses, heads, kv_heads).kv.len() as u128;
+    let held: u128 = (0..mesh.ulysses).map(held).sum();
+    let (e, a) = (problem.dtype().size() as u128, problem.dtype().accumulator().size() as u128);
+    let (dk, dv) = (problem.head_dim() as u128, problem.value_dim() as u128);
+    let keys = layout_load::load_of_shares(problem, shares).total.needed;
+    let queries = layout_load::load_of_key_shares(problem, shares).total.needed;
+    [u128::from(keys) * held * (dk + dv) * e, u128::from(queries) * u128::from(heads) * (dk * e + (dv + 2) * a)]
+}
+
+/// Whether an automatic choice compares the bytes of a forward.
+pub(super) fn counts(problem: &Problem, mesh: Mesh, form: Form, options: Options) -> bool {
+    form == Form::Ring && options.passes == 1 && mesh.ring > 1 && !problem.batch().is_self_attention()
+}
+
+/// Which side circulates in the forward.
+pub(super) fn forward_side(
+    problem: &Problem,
+    mesh: Mesh,
+    shares: &Shares,
+    form: Form,
+    options: Options,
+) -> CirculatingSide {
+    match options.circulate_forward {
+        Circulate::Queries => CirculatingSide::Queries,
+        Circulate::Auto if counts(problem, mesh, form, options) => {
+            let [keys, queries] = forward_bytes(problem, mesh, shares);
+            if queries < keys { CirculatingSide::Queries } else { CirculatingSide::Keys }
+        }
+        Circulate::Auto | Circulate::Keys => CirculatingSide::Keys,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Batch, Dtype, Layout, Mask, Plan, schedule::Direction};
+
+    /// One sequence with one new token, one with none, one with a chunk, in slots that are partly filled.
+    fn serving() -> Batch {
+        Batch::cross(&[0, 1, 1, 12], &[0, 48, 96, 144], Some(&[40, 3, 9])).unwrap()
+    }
+
+    /// Batches whose q and k differ; the last two have few keys.
+    fn batches() -> [Batch; 4] {
+        [
+            serving(),
+            Batch::cross(&[0, 5, 24], &[0, 9, 80], None).unwrap(),
+            Batch::cross(&[0, 40, 90], &[0, 3, 20], Some(&[-2, 5])).unwrap(),
+            Batch::cross(&[0, 48], &[0, 48], Some(&[2])).unwrap(),
+        ]
+    }
+
+    fn plan(problem: &Problem, mesh: Mesh, layout: Layout, side: Circulate) -> Plan {
+        Plan::with_options(problem, mesh, layout, Options::new().circulate_forward(side)).unwrap()
+    }
+
+    /// The bytes compared are those of the schedules, the automatic plan moves the fewer, and is proved.
+    #[test]
+    fn the_automatic_side_moves_fewer_bytes() {
+        let mut chosen = [0; 2];
+        for batch in batches() {
+            for mask in [Mask::causal(), Mask::full(), Mask::window(6, 0), Mask::window(1, 4)] {
+                for (heads, kv_heads, value_dim) in [(6, 2, 8), (4, 4, 4)] {
+                    let p = Problem::new(batch.clone(), heads, kv_heads, 8, Dtype::Bf16);
+                    let p = p.with_value_dim(value_dim).with_mask(mask);
+                    for layout in [Layout::Zigzag, Layout::Contiguous, Layout::Striped { stripe: 2 }] {
+                        for (ring, ulysses) in [(1, 2), (2, 1), (4, 1), (3, 2), (2, 4)] {
+                            let mesh = Mesh { replicas: 1, ring, ulysses };
+                            let received = |side| -> u128 {
+                                let plan = plan(&p, mesh, layout, side);
+                                let of = |r| u128::from(plan.costs(r, Direction::Forward).unwrap().bytes_received());
+                                (0..mesh.world()).map(of).sum()
+                            };
+                            let what = alloc::format!("{batch:?} {mask:?} {heads} {layout} {mesh}");
+                            let [keys, queries] = [Circulate::Keys, Circulate::Queries].map(received);
+                            let auto = plan(&p, mesh, layout, Circulate::Auto);
+                            assert_eq!(received(Circulate::Auto), keys.min(queries), "{what}");
+                            let [k, q] = forward_bytes(&p, mesh, auto.shares());
+                            if ulysses == 1 {
+                                assert_eq!([k, q], [keys, queries], "{what}");
+                            }
+                            // All-to-alls are the same with both.
+                            assert_eq!(keys + q, queries + k, "{what}");
+                            let side = auto.forward_circulates();
+                            // A tie is k's.
+                            assert_eq!(side == CirculatingSide::Queries, ring > 1 && q < k, "{what}");
+                            chosen[usize::from(side == CirculatingSide::Queries)] += 1;
+                            let asked = if q < k { Circulate::Queries } else { Circulate::Keys };
+                            let asked = plan(&p, mesh, layout, asked);
+                            assert_eq!(
+                                auto.workspace_bound(0, Direction::Forward),
+                                asked.workspace_bound(0, Direction::Forward)
+                            );
+                            if side == CirculatingSide::Queries {
+                                auto.verify().unwrap();
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        assert!(chosen[0] > 100 && chosen[1] > 40, "{chosen:?}");
+    }
+
+    /// Where q and k are the same tokens, and where an option keeps q in its place, nothing changes.
+    #[test]
+    fn k_and_v_circulate_where_q_may_not() {
+        let side = |batch: Batch, options| {
+            let p = Problem::new(batch, 4, 4, 8, Dtype::F32);
+            let layout = Layout::Striped { stripe: 2 };
+            Plan::with_options(&p, Mesh::ring(4).unwrap(), layout, options).unwrap().forward_circulates()
+        };
+        let (k, q, o) = (CirculatingSide::Keys, CirculatingSide::Queries, Options::new);
+        assert_eq!(side(serving(), o()), q);
+        assert_eq!(side(serving(), o().gather(false)), q);
+        assert_eq!(side(serving(), o().ranks_per_node(2)), q);
+        for options in [o().passes(2), o().gather(true), o().reproducible(true), o().circulate_forward(Circulate::Keys)]
+        {
+            assert_eq!(side(serving(), options), k, "{options:?}");
+        }
+        let same = Batch::from_lengths(&[40, 1, 33]).unwrap();
+        assert_eq!(side(same.clone(), o()), k);
+        assert_eq!(side(same, o().circulate_forward(Circulate::Queries)), q);
+    }
+
+    /// A slot counts by the rows that are read, not by its length; so the fingerprints differ too.
+    #[test]
+    fn a_slot_counts_by_what_is_in_it() {
+        let side = |start: i64, new: i32| {
+            let batch = Batch::cross(&[0, new], &[0, 1 << 16], Some(&[start])).unwrap();
+            let p = Problem::new(batch, 32, 8, 128, Dtype::Bf16);
+            Plan::new(&p, Mesh::ring(4).unwrap(), Layout::Striped { stripe: 64 }).unwrap().forward_circulates()
+        };
+        assert_eq!(side(0, 2048), CirculatingSide::Keys);
+        assert_eq!(side(60_000, 2048), CirculatingSide::Queries);
+        assert_eq!(side(60_000, 1), CirculatingSide::Queries);
+        // q rows cost 6.1 times as many bytes.
+        assert_eq!(side(10_000, 2048), CirculatingSide::Keys);
+    }
+}
