@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, InvalidHandle, Unsupported
+from ..packing import Packed, ends_of, kind_of, over_all, recent
 from ..plan import CHOSEN, RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..trace import Event
@@ -145,14 +145,8 @@ class Context:
     def batch(self, cu_seqlens: Tensor | Sequence[int]) -> Batch:
         """The batch with these documents. cu_seqlens: 0, the end of the first document, ..., the number of tokens."""
         self.check_open()
-        key = attempt(lambda: tuple(map(operator.index, cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)))
-        if key is None:
-            raise refused("cu_seqlens", cu_seqlens, "a sequence of whole numbers is needed")
-        batch = self._batches.pop(key, None) or Batch(self, key)
-        self._batches[key] = batch
-        if len(self._batches) > self._limit:
-            del self._batches[next(iter(self._batches))]
-        return batch
+        key = ends_of(cu_seqlens)
+        return recent(self._batches, key, self._limit, lambda: Batch(self, key))
 
     def _first(self, cu_seqlens: Sequence[int]) -> Plan:
         """A plan that decides who holds which tokens."""
@@ -210,7 +204,7 @@ class Context:
         self._host.close()
 
 
-class Batch:
+class Batch(Packed):
     """Packed documents, sharded over the ranks of a context.
 
     `tokens` (int64) are the indices in the batch of this rank's tokens, in its order; `positions` (int64) are their
@@ -219,8 +213,7 @@ class Batch:
 
     def __init__(self, context: Context, cu_seqlens: tuple[int, ...]) -> None:
         self.context, self.cu_seqlens = instance("context", context, Context), cu_seqlens
-        self.plan = context.plan(cu_seqlens)
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        super().__init__(context.plan(cu_seqlens), context._kind)
         # Of which graphs know no values.
         self._ends = torch.tensor(cu_seqlens, dtype=torch.int64)
         self._alone_on_ring = self.plan.describe().ulysses == 1
@@ -276,16 +269,10 @@ class Batch:
 
     def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor) -> Plan:
         """The plan of a kind of layer, with this batch's tokens. It packs what is sent, where these tensors lie scattered."""
-        kind = _kind(q, k, v, sinks, told)
+        kind = kind_of(q, k, v, DTYPES[q.dtype], sinks is not None, told)
         if self._alone_on_ring and not all(x.is_contiguous() for x in (q, k, v, *more)):
             kind["pack_inputs"] = True
         return self._plan_of(kind)
-
-    def _plan_of(self, kind: dict[str, Any]) -> Plan:
-        key = tuple(sorted(kind.items()))
-        if (plan := self._plans.get(key)) is None:
-            plan = self._plans[key] = Plan.with_tokens_of(self.plan, **{**self.context._kind, **kind})
-        return plan
 
     def to_heads(self, x: Tensor, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> Tensor:
         """For a layer that mixes the tokens of whole documents, each head by itself: linear attention, state space models,
@@ -358,31 +345,12 @@ class Batch:
             raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, {rows} rows are needed")
 
 
-def over_all(plan: Plan) -> Plan:
-    """Refuses a plan that leaves ranks over for other batches."""
-    info = plan.describe()
-    if info.replicas != 1:
-        raise InvalidArgument(
-            f"ulysses {info.ulysses} x ring {info.ring} are {info.ulysses * info.ring} ranks, the group has "
-            f"{plan.world}: give each replica a process group of its own"
-        )
-    return plan
-
-
 def _on(context: Context, name: str, tensor: Tensor) -> None:
     """Refuses what is no dense tensor on the device of an open context."""
     context.check_open()
     dense(name, tensor)
     if tensor.device != context.device:
         raise InvalidArgument(f"{name}.device is {tensor.device}, this context is on {context.device}")
-
-
-def _kind(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any]) -> dict[str, Any]:
-    """Of a layer with such tensors, as keywords of `Plan`. Refuses values that no plan has."""
-    names = ("window_left", "window_right", "scale", "softcap")
-    kind = checked({name: value for name, value in zip(names, told) if value is not None}, q.shape[1])  # type: ignore[arg-type]
-    shape = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_dim": v.shape[2], "dtype": DTYPES[q.dtype]}
-    return {**kind, **shape, **({} if sinks is None else {"sinks": True})}
 
 
 def _tokens_of(plan: Plan) -> str:

@@ -23,14 +23,12 @@ from torch._library.effects import EffectType
 
 from .._check import instance
 from ..errors import InvalidArgument, InvalidHandle, Unsupported
+from ..packing import Told
 from ..plan import Plan, Side
 from ..rank import Rank
 
 if TYPE_CHECKING:
     from .context import Batch, Context
-
-# window_left, window_right, scale and softcap of a layer; None: as the context was told.
-Told = tuple[int | None, int | None, float | None, float | None]
 
 # By the number that each has.
 CONTEXTS: WeakValueDictionary[int, Context] = WeakValueDictionary()

@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from .._check import attempt, refused, whole
 from ..engine import EngineTransport
 from ..errors import Disagreement, Error, InvalidArgument, Unsupported
+from ..packing import over_all
 from ..plan import CHOSEN, Plan
 from ..torch import Batch, Context, GlooTransport
-from ..torch.context import over_all
 from .attention import NAME, Current, _tensors, register
 from .mixers import Mixer, Mixers
 from .pack import TAKEN, Pack, pack, within

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The attention of one rank as an operation of JAX, and how the ranks of a process meet.
+
+A rank is a device of a mesh axis, and attention needs all of them at the same time. A callback that waits for those of other
+devices can wait for ever: it holds a thread that another device needs to come so far (with `jax.pure_callback` and large arrays it
+does, on two cores). So no callback waits for a device. There are three steps:
+
+1. `_deposit`, on each device: keeps the rank's tensors under a number, and returns the number.
+2. An all-gather of the numbers over the axis, which is XLA's own, so that waiting is XLA's matter. Each device then knows which
+   deposits belong together, in whatever order devices make independent calls.
+3. `_collect`, on each device: all deposits are there. The first runs all ranks, on threads of their own, the others wait for that.
+
+Such steps must not be merged, dropped or moved by themselves. For JAX, which may save one and compute another again, they are one
+operation without an effect; for XLA both callbacks have a side effect.
+
+A deposit that failed is a deposit too: a device that does not come to the all-gather would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ..errors import InvalidArgument, Unsupported
+from ..packing import Told
+from ..plan import Dtype, Plan
+from ..rank import Rank
+from ..tensors import Memory
+
+if TYPE_CHECKING:
+    from .context import Context
+
+DTYPES = dict(zip(("float16", "bfloat16", "float32", "float64"), Dtype, strict=True))
+
+
+class Call(NamedTuple):
+    """What is the same on all ranks. Operands are q, k, v, cu_seqlens and perhaps sinks, of the backward o, lse and d_o too."""
+
+    context: Context
+    told: Told
+    sinks: bool
+    backward: bool
+
+
+class Deposit(NamedTuple):
+    rank: int
+    arrays: Sequence[Any]
+    failure: BaseException | None
+
+
+class _Meeting:
+    def __init__(self, deposits: list[Deposit]) -> None:
+        self.deposits, self.left = deposits, len(deposits)
+        self.results: Future[list[list[Any]]] = Future()
+
+
+_lock = threading.Lock()
+_numbers = count()
+_deposits: dict[int, Deposit] = {}
+_meetings: dict[tuple[int, ...], _Meeting] = {}
+
+
+def _deposit(_call: Any, out: Any, rank: Any, *operands: Any) -> None:
+    arrays, failure, mine = [], None, -1
+    try:
+        mine = int(np.asarray(rank))
+        # XLA may use their memory again.
+        arrays = [np.asarray(x).copy() for x in operands]
+    except BaseException as error:  # noqa: BLE001 (raised by `_collect`)
+        failure = error
+    with _lock:
+        number = next(_numbers) % 2**31
+        _deposits[number] = Deposit(mine, arrays, failure)
+    np.asarray(out)[...] = number
+
+
+def _collect(_call: Any, out: Any, rank: Any, numbers: Any, *, call: Call) -> None:
+    together = tuple(map(int, np.asarray(numbers)))
+    with _lock:
+        first = together not in _meetings
+        if first:
+            _meetings[together] = _Meeting([_deposits.pop(number) for number in together])
+        meeting = _meetings[together]
+        meeting.left -= 1
+        if not meeting.left:
+            del _meetings[together]
+    if first:
+        _settle(meeting.results, lambda: _run_all(call, meeting.deposits))
+        meeting.deposits.clear()
+    _fill(out, meeting.results.result()[int(np.asarray(rank))])
+
+
+def _alone(_call: Any, out: Any, *operands: Any, call: Call) -> None:
+    """Of a context with one rank."""
+    _fill(out, _run_all(call, [Deposit(0, [np.asarray(x) for x in operands], None)])[0])
+
+
+def _settle(results: Future[Any], job: Callable[[], Any]) -> None:
+    try:
+        results.set_result(job())
+    except BaseException as error:  # noqa: BLE001 (raised on all devices)
+        results.set_exception(error)
+
+
+def _fill(out: Any, results: Sequence[Any]) -> None:
+    for buffer, result in zip(out, results, strict=True):
+        np.asarray(buffer)[...] = result
+
+
+def _run_all(call: Call, deposits: Sequence[Deposit]) -> list[list[Any]]:
+    """What each rank's operation returns."""
+    if failure := next((deposit.failure for deposit in deposits if deposit.failure), None):
+        raise failure
+    assert [deposit.rank for deposit in deposits] == list(range(call.context.world)), "the all-gather is in the axis' order"
+    q, k, v, ends = deposits[0].arrays[:4]
+    for deposit in deposits:
+        if not np.array_equal(deposit.arrays[3], ends):
+            theirs = deposit.arrays[3].tolist()
+            raise InvalidArgument(f"cu_seqlens is {ends.tolist()} on rank 0 and {theirs} on rank {deposit.rank}: give all ranks the same")
+    batch = call.context.batch(ends)
+    batch.check_rows(len(q))
+    plan = batch.layer(q, k, v, call.sinks, call.told)
+    operation = _backward if call.backward else _forward
+    return call.context.on_ranks(lambda number, rank: operation(plan, number, rank, call.sinks, *deposits[number].arrays))
+
+
+def _memory(array: Any) -> Memory:
+    """A compact array, also of a type that NumPy does not export. The caller keeps the array."""
+    kind = DTYPES[array.dtype.name]
+    return Memory(array.ctypes.data, array.shape, 8 * array.dtype.itemsize, code=4 if kind == Dtype.BF16 else 2)
+
+
+def _tensors(**arrays: Any) -> dict[str, Any]:
+    return {name: _memory(array) for name, array in arrays.items()}
+
+
+def _accumulator(dtype: Any) -> Any:
+    return np.float64 if dtype.name == "float64" else np.float32
+
+
+def _forward(plan: Plan, number: int, rank: Rank, sinks: bool, q: Any, k: Any, v: Any, _ends: Any, *more: Any) -> list[Any]:
+    rows, held = len(q), plan.share(number).q_tokens
+    # A rank's tokens come first, then rows that only fill the shape.
+    o = np.zeros((rows, q.shape[1], v.shape[2]), q.dtype)
+    lse = np.empty((q.shape[1], held), _accumulator(q.dtype))
+    given = _tensors(q=q[:held], k=k[:held], v=v[:held], o=o[:held], lse=lse)
+    rank.forward(plan, **given, sinks=_memory(more[0]) if sinks else None)
+    return [o, np.pad(lse, ((0, 0), (0, rows - held)))[:, :, None]]
+
+
+def _backward(
+    plan: Plan, number: int, rank: Rank, sinks: bool, q: Any, k: Any, v: Any, _ends: Any, *more: Any
+) -> list[Any]:
+    *before, o, lse, d_o = more
+    held = plan.share(number).q_tokens
+    inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
+    gradients = {f"d{name}": np.zeros_like(x) for name, x in zip("qkv", (q, k, v))}
+    lse = lse[:, :held, 0].copy()
+    given = _tensors(**{name: x[:held] for name, x in (inputs | gradients).items()}, lse=lse)
+    results = list(gradients.values())
+    if sinks:
+        dsinks = np.empty(q.shape[1], lse.dtype)
+        given |= _tensors(sinks=before[0], dsinks=dsinks)
+    rank.backward(plan, **given)
+    if sinks:
+        # It is the sum over all ranks already, and jax.shard_map adds what the ranks return.
+        results.append(dsinks.astype(np.float32) if number == 0 else np.zeros(q.shape[1], np.float32))
+    return results
+
+
+def _shapes(q: Any, k: Any, v: Any, _ends: Any, *more: Any, call: Call) -> list[Any]:
+    """As q, k, v or sinks are, so that they vary over the same axes of a mesh."""
+    if call.backward:
+        return [q, k, v, *more[: int(call.sinks)]]
+    accumulator = _accumulator(np.dtype(q.dtype))
+    return [q.update(shape=(*q.shape[:2], v.shape[2])), q.update(shape=(q.shape[1], q.shape[0], 1), dtype=np.dtype(accumulator))]
+
+
+def _steps(*operands: Any, call: Call) -> Any:
+    avals = _shapes(*map(jax.typeof, operands), call=call)
+    results = [_shape(aval.shape, aval.dtype) for aval in avals]
+    axis = call.context.axis
+    if axis is None:
+        return _callback(functools.partial(_alone, call=call), results)(*operands)
+    rank = jax.lax.axis_index(axis)
+    number = _callback(_deposit, _shape((), np.int32))(rank, *operands)
+    numbers = jax.lax.all_gather(number, axis)
+    return _callback(functools.partial(_collect, call=call), results)(rank, numbers)
+
+
+def _callback(function: Any, results: Any) -> Any:
+    return buffer_callback(function, results, has_side_effect=True)
+
+
+def _no_vmap(*_: Any, **__: Any) -> Any:
+    raise Unsupported(
+        "attention was given to jax.vmap, which would need messages for each element: pack the sequences into one batch, "
+        "[tokens, heads, dim], whose cu_seqlens says where each ends"
+    )
+
+
+def _no_derivative(*_: Any, **__: Any) -> Any:
+    raise Unsupported(
+        "attention is differentiable once, in reverse mode, and its gradients were differentiated: use jax.lax.stop_gradient on "
+        "them, or compute second derivatives without cpattn"
+    )
+
+
+_shape: Any = jax.ShapeDtypeStruct
+operation: Any = Primitive("cpattn_attention")
+operation.multiple_results = True
+operation.def_abstract_eval(_shapes)
+_compiled = jax.jit(operation.bind, static_argnames=("call",))
+operation.def_impl(lambda *operands, call: _compiled(*operands, call=call))
+mlir.register_lowering(operation, mlir.lower_fun(_steps, multiple_results=True), platform="cpu")
+batching.primitive_batchers[operation] = _no_vmap
+ad.primitive_jvps[operation] = _no_derivative
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attention(context: Context, told: Told, q: Any, k: Any, v: Any, ends: Any, sinks: Any) -> Any:
+    return _attend(context, told, q, k, v, ends, sinks)[0]
+
+
+def _attend(context: Context, told: Told, q: Any, k: Any, v: Any, ends: Any, sinks: Any) -> Any:
+    more = () if sinks is None else (sinks,)
+    o, lse = operation.bind(q, k, v, ends, *more, call=Call(context, told, sinks is not None, False))
+    return o, (q, k, v, ends, sinks, o, lse)
+
+
+def _gradients(context: Context, told: Told, kept: Any, d_o: Any) -> Any:
+    q, k, v, ends, sinks, o, lse = kept
+    more = () if sinks is None else (sinks,)
+    call = Call(context, told, sinks is not None, True)
+    dq, dk, dv, *dsinks = operation.bind(q, k, v, ends, *more, o, lse, d_o, call=call)
+    return dq, dk, dv, None, dsinks[0] if dsinks else None
+
+
+attention.defvjp(_attend, _gradients)

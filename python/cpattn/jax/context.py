@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Context parallelism in a JAX program: one `Context` for the job, whose ranks are the devices of a mesh axis, and one `Batch` for
+each packing of documents.
+
+Shapes are static in JAX and shares of tokens are not equal, so each rank has as many rows as the longest share, or more; its tokens
+come first. `Batch.shard` fills the rest, attention neither reads nor returns anything there: its rows and gradients are 0. The
+documents are data: a function that gets `cu_seqlens` as an argument is not compiled again for other documents.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._check import instance, refused, whole
+from ..engine import checked_timeout
+from ..errors import InvalidArgument, InvalidHandle, Unsupported
+from ..packing import Packed, ends_of, kind_of, over_all, recent
+from ..plan import Plan, PlanOptions, Side, at_least_1, checked
+from ..rank import Rank, local_group, on_all
+from . import calls
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+T = TypeVar("T")
+
+
+class Context:
+    """The devices of the axis `axis` of `mesh` as ranks, all of them CPU devices of this process; without a mesh, one rank.
+
+    `attention` is called inside `jax.shard_map` over that axis, on each rank's own tokens. Other axes of the mesh are replicas.
+    `timeout` is in seconds: a rank that waits so long for a message of another fails. `workers` are threads of each rank's kernels.
+    `plans` is the number of cached batches. Further keywords are those of `cpattn.PlanOptions`; `heads` and `head_dim` are those of
+    most layers, by which mesh and layout are chosen. All layers work on the tokens of one distribution, whatever their kind.
+    """
+
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh | None = None,
+        axis: str | None = None,
+        *,
+        heads: int,
+        head_dim: int,
+        timeout: float = 300.0,
+        workers: int = 1,
+        plans: int = 16,
+        **options: Unpack[PlanOptions],
+    ) -> None:
+        self.world, self.axis = 1, axis
+        if (mesh is None) != (axis is None):
+            raise InvalidArgument(f"mesh is {mesh} and axis is {axis!r}: give both, or none of them for one rank")
+        if mesh is not None:
+            devices = instance("mesh", mesh, jax.sharding.Mesh, "a jax.sharding.Mesh is needed").devices.flat
+            if axis not in mesh.axis_names:
+                raise refused("axis", axis, f"one of the mesh's axes is needed: {', '.join(map(repr, mesh.axis_names))}")
+            for device in devices:
+                if device.platform != "cpu" or device.process_index != jax.process_index():
+                    raise Unsupported(
+                        f"mesh has the device {device} of process {device.process_index}, this is process {jax.process_index()}: CPU "
+                        "devices of one process are needed; for several processes see cpattn.torch.Context, or cpattn.Rank over a "
+                        "transport of your own"
+                    )
+            self.world = mesh.shape[axis]
+        self._kind: dict[str, Any] = {"heads": at_least_1("heads", heads), "head_dim": at_least_1("head_dim", head_dim), **options}
+        checked(options, heads)
+        over_all(Plan([0, 1], world=self.world, **self._kind))
+        self._deadline = max(1, round(1000 * checked_timeout(timeout)))
+        self._workers, self._limit = whole("workers", workers, 1, 1024), at_least_1("plans", plans)
+        self._batches: dict[tuple[int, ...], Batch] = {}
+        self._lock = threading.RLock()
+        self._groups: list[list[Rank]] = []  # that run nothing
+        self._closed = False
+
+    def batch(self, cu_seqlens: Any, rows: int | None = None) -> Batch:
+        """The batch with these documents. cu_seqlens: 0, the end of the first document, ..., the number of tokens. `rows` is that of
+        each rank: as many as the longest share has, unless given."""
+        if self._closed:
+            raise InvalidHandle("the context was closed, which no call is for: make a new one")
+        key = ends_of(cu_seqlens)
+        with self._lock:
+            batch = recent(self._batches, key, self._limit, lambda: Batch(self, key))
+        if rows is None:
+            return batch
+        batch.check_rows(at_least_1("rows", rows))
+        return Batch(self, key, batch.plan, rows)
+
+    def attention(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cu_seqlens: Any,
+        sinks: jax.Array | None = None,
+        *,
+        window_left: int | None = None,
+        window_right: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> jax.Array:
+        """Attention of this rank's tokens to the whole batch, differentiable once, in reverse mode. The devices of the axis make the
+        same calls, as of `jax.lax.psum`.
+
+        q [rows, heads, head_dim], k [rows, kv_heads, head_dim], v [rows, kv_heads, value_dim], sinks [heads] (f32); returns o [rows,
+        heads, value_dim]. Rows are those of `Batch.shard`. cu_seqlens is that of the batch: numbers, or an array of int32, also of one
+        that jax.jit traces. The gradient of `sinks` is complete on rank 0 and zero on the others: it is to be summed, which
+        jax.shard_map does for sinks that are the same on all ranks. Other options are as `cpattn.torch.Batch.attention` has them.
+        """
+        told = (window_left, window_right, scale, softcap)
+        given = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
+        for name, x in given.items():
+            dtype = "float32" if name == "sinks" else str(q.dtype)
+            if str(x.dtype) != dtype or dtype not in calls.DTYPES:
+                raise InvalidArgument(f"{name}.dtype is {x.dtype}, {dtype if dtype in calls.DTYPES else ' or '.join(calls.DTYPES)} is needed")
+            if name != "sinks" and (x.ndim != 3 or len(x) != len(q)):
+                raise InvalidArgument(f"{name} has the shape {x.shape}, [rows, heads, dim] is needed, with as many rows as q, {len(q)}")
+        if self.axis is not None:
+            self._check_axis()
+        if not isinstance(cu_seqlens, jax.core.Tracer):
+            # What can be refused now need not be found while the program runs.
+            batch = self.batch(cu_seqlens)
+            batch.check_rows(len(q))
+            plan = batch.layer(q, k, v, sinks is not None, told)
+            if sinks is not None and sinks.shape != (plan.heads,):
+                raise InvalidArgument(f"sinks has the shape {sinks.shape}, ({plan.heads},) is needed")
+        ends = jnp.asarray(cu_seqlens, jnp.int32)
+        q, k, v, ends, *more = _varying_alike(q, k, v, ends, *(() if sinks is None else (sinks,)))
+        o: jax.Array = calls.attention(self, told, q, k, v, ends, more[0] if more else None)
+        return o
+
+    def _check_axis(self) -> None:
+        try:
+            size = jax.lax.axis_size(self.axis)
+        except NameError as error:
+            raise InvalidArgument(
+                f"attention of the {self.world} ranks of the axis {self.axis!r} was called where there is no such axis: call it inside "
+                "jax.shard_map over that axis"
+            ) from error
+        if size != self.world:
+            raise InvalidArgument(f"axis {self.axis!r} has {size} devices here, the context's mesh has {self.world}: use the same mesh")
+
+    def on_ranks(self, job: Callable[[int, Rank], T]) -> list[T]:
+        """Runs job(number, rank) on a thread of each rank. Independent calls may run at the same time, each on a group of its own."""
+        with self._lock:
+            group = self._groups.pop() if self._groups else local_group(self.world, self._deadline, self._workers)
+        try:
+            results = on_all(group, job)
+        except BaseException:
+            # All of them have been aborted.
+            for rank in group:
+                rank.close()
+            raise
+        with self._lock:
+            self._groups.append(group)
+        return results
+
+    def close(self) -> None:
+        """Frees the ranks; no call may go on or follow."""
+        with self._lock:
+            self._closed = True
+            self._batches.clear()
+            for rank in sum(self._groups, []):
+                rank.close()
+            self._groups.clear()
+
+
+class Batch(Packed):
+    """Packed documents, sharded over the ranks of a context: what of a batch is computed outside of `jax.shard_map`.
+
+    Arrays of all ranks are [ranks x rows, ...], rank after rank, as `jax.sharding.PartitionSpec(axis)` distributes them.
+    """
+
+    def __init__(self, context: Context, cu_seqlens: tuple[int, ...], plan: Plan | None = None, rows: int | None = None) -> None:
+        self.context = instance("context", context, Context)
+        super().__init__(plan or over_all(Plan(cu_seqlens, world=context.world, **context._kind)), context._kind)
+        self.cu_seqlens = np.array(cu_seqlens, np.int32)
+        shares = [self.plan.share(rank).q_tokens for rank in range(context.world)]
+        self.longest = max(shares)
+        self.rows = self.longest if rows is None else rows
+
+    def layer(self, q: Any, k: Any, v: Any, sinks: bool, told: Sequence[Any]) -> Plan:
+        """The plan of a kind of layer, with this batch's tokens."""
+        with self.context._lock:
+            return self._plan_of(kind_of(q, k, v, calls.DTYPES[str(q.dtype)], sinks, told))
+
+    def check_rows(self, rows: int) -> None:
+        """Refuses fewer than the longest share."""
+        if rows < self.longest:
+            raise InvalidArgument(f"{rows} rows for each rank, one holds {self.longest} of the batch's tokens: give at least so many")
+
+    @cached_property
+    def tokens(self) -> Any:
+        """The indices in the batch of all ranks' tokens; -1 in rows that only fill the shape."""
+        return self._numbers(self.plan.tokens, -1)
+
+    @cached_property
+    def positions(self) -> Any:
+        """The positions of the tokens in their documents; 0 in rows that only fill the shape."""
+        return self._numbers(self.plan.positions, 0)
+
+    def _numbers(self, of: Callable[[Side, int], Sequence[int]], fill: int) -> Any:
+        numbers = np.full((self.context.world, self.rows), fill, np.int32)
+        for rank, row in enumerate(numbers):
+            mine = of(Side.Q, rank)
+            row[: len(mine)] = mine
+        return numbers.reshape(-1)
+
+    def shard(self, whole: Any, fill: Any = 0) -> jax.Array:
+        """The rows of all ranks, of `whole`, which has one for each token of the batch; `fill` in rows that only fill the shape.
+        Differentiable."""
+        whole = self._check("whole", whole, int(self.cu_seqlens[-1]))
+        held = np.flatnonzero(self.tokens >= 0)
+        empty = jnp.full((len(self.tokens), *whole.shape[1:]), fill, whole.dtype)
+        sharded: jax.Array = empty.at[held].set(whole[self.tokens[held]])
+        return sharded
+
+    def unshard(self, sharded: Any) -> jax.Array:
+        """The way back: one row for each token of the batch, in its order. Differentiable."""
+        sharded = self._check("sharded", sharded, len(self.tokens))
+        place = np.empty(int(self.cu_seqlens[-1]), np.int32)
+        held = np.flatnonzero(self.tokens >= 0)
+        place[self.tokens[held]] = held
+        rows: jax.Array = sharded[place]
+        return rows
+
+    def labels(self, ids: Any, ignore: int = -100) -> jax.Array:
+        """The next token of each token of all ranks, of `ids`, which has one for each token of the batch; `ignore` at the ends of
+        documents, and in rows that only fill the shape."""
+        ids = self._check("ids", ids, int(self.cu_seqlens[-1]))
+        ends = self.cu_seqlens[1:][np.diff(self.cu_seqlens) > 0] - 1
+        return self.shard(jnp.roll(ids, -1).at[ends].set(ignore) if len(ids) else ids, ignore)
+
+    def _check(self, name: str, x: Any, rows: int) -> Any:
+        given = jnp.asarray(x)
+        if given.ndim == 0 or len(given) != rows:
+            raise InvalidArgument(f"{name} has the shape {given.shape}, {rows} rows are needed")
+        return given
+
+
+def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """As arrays that vary over the same axes of the mesh inside `jax.shard_map`, which sums gradients over the added ones."""
+    axes = [_axes(x) for x in arrays]
+    every = frozenset().union(*axes)
+    lacking = [tuple(sorted(every - mine)) for mine in axes]
+    return [jax.lax.pcast(x, more, to="varying") if more else x for x, more in zip(arrays, lacking)]
+
+
+def _axes(x: jax.Array) -> frozenset[str]:
+    kind: Any = jax.typeof(x)
+    axes: frozenset[str] = kind.vma if hasattr(kind, "vma") else kind.mat.varying
+    return axes

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Attention of JAX arrays: values and gradients against the formula in f64, over devices of one process as ranks, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dense import dense, error, gradients
+
+import cpattn
+
+ROOT = Path(__file__).resolve().parents[2]
+if not importlib.util.find_spec("jax"):
+    raise unittest.SkipTest("no JAX here")
+
+# Read when JAX makes its devices.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+from jax._src import dispatch
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import cpattn.jax
+
+ENDS = [0, 13, 13, 14, 50]
+HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 16, 8
+BOUNDS = {"float16": 2e-3, "bfloat16": 1.2e-2, "float32": 1e-6, "float64": 1e-14}
+
+
+def mesh(ranks: int, replicas: int = 1) -> Mesh:
+    devices = np.array(jax.devices()[: ranks * replicas])
+    return Mesh(devices, ("cp",)) if replicas == 1 else Mesh(devices.reshape(replicas, ranks), ("dp", "cp"))
+
+
+def context(ranks: int, over: Mesh | None = None, **options: Any) -> cpattn.jax.Context:
+    where: Any = () if ranks == 1 else (over or mesh(ranks), "cp")
+    kind: Any = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "timeout": 20, **options}
+    return cpattn.jax.Context(*where, **kind)
+
+
+def tensors(tokens: int = ENDS[-1], seed: int = 1) -> list[Any]:
+    """q, k, v, sinks and d_o."""
+    random = np.random.default_rng(seed)
+    shapes = [(tokens, HEADS, DIM), (tokens, KV_HEADS, DIM), (tokens, KV_HEADS, VALUE_DIM), (HEADS,), (tokens, HEADS, VALUE_DIM)]
+    return [random.standard_normal(shape, np.float32) for shape in shapes]
+
+
+def whole(on: cpattn.jax.Context, ends: Any = ENDS, rows: int | None = None, checked: bool = True, **told: Any) -> Any:
+    """Attention of a whole batch over the ranks of a context."""
+    batch = on.batch(ends, rows)
+
+    def attend(q: Any, k: Any, v: Any, *sinks: Any) -> Any:
+        return on.attention(q, k, v, ends, *sinks, **told)
+
+    def run(q: Any, k: Any, v: Any, *sinks: Any) -> Any:
+        on_ranks: Any = attend
+        if on.axis:
+            shards, each = P("cp"), (P(),) * len(sinks)
+            specs = (shards, shards, shards, *each)
+            on_ranks = jax.shard_map(attend, mesh=mesh(on.world), in_specs=specs, out_specs=shards, check_vma=checked)
+        return batch.unshard(on_ranks(batch.shard(q), batch.shard(k), batch.shard(v), *sinks))
+
+    return run
+
+
+def wanted(inputs: list[Any], d_o: Any, ends: list[int] = ENDS, **how: Any) -> list[Any]:
+    """o and the gradients, by the formula."""
+    given = [torch.tensor(np.asarray(x, np.float64), requires_grad=True) for x in inputs]
+    o = dense(*given[:3], ends, sinks=given[3] if len(given) > 3 else None, **how)
+    return [o.detach(), *gradients(o, torch.tensor(np.asarray(d_o, np.float64)), given)]
+
+
+class Values(unittest.TestCase):
+    def close(self, got: Any, want: list[Any], bound: float) -> None:
+        for at, (mine, exact) in enumerate(zip(got, want, strict=True)):
+            self.assertLess(error(torch.tensor(np.asarray(mine, np.float64)), exact), bound, at)
+
+    def check(self, function: Any, inputs: list[Any], d_o: Any, bound: float, **how: Any) -> None:
+        o, back = jax.vjp(jax.jit(function), *inputs)
+        self.assertEqual(o.dtype, inputs[0].dtype)
+        self.close([o, *back(jnp.asarray(d_o, o.dtype))], wanted(inputs, d_o, **how), bound)
+
+    def test_ranks(self) -> None:
+        q, k, v, sinks, d_o = tensors()
+        striped = {"ulysses": 2, "layout": "striped", "layout_parameter": 3}
+        cases = ((1, True, {}), (2, False, {"ulysses": 2}), (4, True, {"layout": "zigzag_pack"}), (4, False, striped))
+        for ranks, checked, options in cases:
+            with self.subTest(ranks=ranks, checked=checked, **options):
+                attend = whole(context(ranks, **options), checked=checked, window_left=7, softcap=3.0)
+                self.check(attend, [q, k, v, sinks], d_o, 2e-6, window=8, softcap=3.0)
+
+    def test_kinds_of_layers_and_types(self) -> None:
+        *qkv, _, d_o = tensors()
+        on = context(4)
+        for dtype in BOUNDS:
+            with self.subTest(dtype), jax.enable_x64(dtype == "float64"):
+                inputs = [jnp.asarray(x, dtype) for x in qkv]
+                self.check(whole(on), inputs, np.asarray(jnp.asarray(d_o, dtype), np.float64), BOUNDS[dtype])
+        # Other heads than the context was made with, on the same tokens.
+        one = [x[:, :1] for x in (*qkv, d_o)]
+        self.check(whole(on, scale=0.3), one[:3], one[3], 1e-6, scale=0.3)
+
+    def test_eagerly(self) -> None:
+        *qkv, _, d_o = tensors()
+        on = context(2)
+        o, back = jax.vjp(whole(on), *qkv)
+        self.close([o, *back(jnp.asarray(d_o))], wanted(qkv, d_o), 1e-6)
+
+    def test_alibi(self) -> None:
+        *qkv, _, d_o = tensors()
+        results = []
+        for ranks in (1, 4):
+            o, back = jax.vjp(jax.jit(whole(context(ranks, alibi_slopes=[0.5, 0.25, 0.1, 0.0]))), *qkv)
+            results.append([o, *back(jnp.asarray(d_o))])
+        self.close(results[1], [torch.tensor(np.asarray(x)).double() for x in results[0]], 1e-6)
+        plain = whole(context(1))(*qkv)
+        self.assertGreater(error(torch.tensor(np.asarray(plain)), torch.tensor(np.asarray(results[0][0]))), 1e-2)
+
+    def test_documents_are_data(self) -> None:
+        """One compilation for several packings, with rows and documents to spare."""
+        on, rows = context(4), 32
+        spec = P("cp")
+        attend = jax.jit(jax.shard_map(on.attention, mesh=mesh(4), in_specs=(spec, spec, spec, P()), out_specs=spec))
+        for ends in ([0, 40, 90, 90, 90], [0, 5, 6, 70, 71], [0, 0, 0, 0, 3]):
+            batch = on.batch(ends, rows)
+            q, k, v, _, _ = tensors(ends[-1])
+            o = attend(batch.shard(q, np.nan), batch.shard(k, np.nan), batch.shard(v, np.nan), batch.cu_seqlens)
+            self.assertEqual(o.shape, (4 * rows, HEADS, VALUE_DIM))
+            self.assertFalse(np.asarray(o)[batch.tokens < 0].any())
+            self.close([batch.unshard(o)], wanted([q, k, v], tensors(ends[-1])[-1], ends)[:1], 1e-6)
+        self.assertEqual(attend._cache_size(), 1)
+
+    def test_replicas(self) -> None:
+        """Another axis of the mesh holds other batches, and sinks of all of them are the same."""
+        both = mesh(2, 2)
+        on = context(2, over=both)
+        batch = on.batch(ENDS)
+        ones, others, spec = tensors(), tensors(seed=2), P(("dp", "cp"))
+
+        def attend(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+            run = jax.shard_map(lambda *x: on.attention(*x[:3], ENDS, x[3]), mesh=both, in_specs=(spec, spec, spec, P()), out_specs=spec)
+            o = run(*(jnp.concatenate([batch.shard(x[0]), batch.shard(x[1])]) for x in (q, k, v)), sinks)
+            half = len(o) // 2
+            return batch.unshard(o[:half]), batch.unshard(o[half:])
+
+        pairs = [jnp.stack(pair) for pair in zip(ones, others)]
+        o, back = jax.vjp(jax.jit(attend), *pairs[:3], ones[3])
+        got = back((pairs[4][0], pairs[4][1]))
+        want = [wanted([*mine[:3], ones[3]], mine[4]) for mine in (ones, others)]
+        for at in range(2):
+            self.close([o[at], *(x[at] for x in got[:3])], want[at][:4], 1e-6)
+        self.close([got[3]], [want[0][4] + want[1][4]], 1e-6)
+
+
+class Transformations(unittest.TestCase):
+    def test_training(self) -> None:
+        """A scan over rematerialised layers in a compiled training step: the gradients are those of one rank."""
+        width = HEADS * DIM
+        random = np.random.default_rng(3)
+        weights = random.standard_normal((3, 4, width, width), np.float32) * width**-0.5
+        x = random.standard_normal((ENDS[-1], width), np.float32)
+
+        def gradient(ranks: int) -> Any:
+            on = context(ranks, kv_heads=HEADS)
+            batch = on.batch(ENDS)
+
+            def layer(x: Any, w: Any) -> Any:
+                q, k, v = ((x @ w[i]).reshape(-1, HEADS, DIM) for i in range(3))
+                return x + on.attention(q, k, v, ENDS).reshape(x.shape) @ w[3], None
+
+            def loss(w: Any, x: Any) -> Any:
+                y = jax.lax.scan(jax.checkpoint(layer), x, w)[0]
+                own = (y**2).sum()
+                return jax.lax.psum(own, "cp") if on.axis else own
+
+            if on.axis:
+                loss = jax.shard_map(loss, mesh=mesh(ranks), in_specs=(P(), P("cp")), out_specs=P())
+            return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(weights, batch.shard(x)), batch
+
+        (one, (dw, dx)), alone = gradient(1)
+        for ranks in (2, 4):
+            (value, (dw_n, dx_n)), batch = gradient(ranks)
+            self.assertLess(abs(value - one) / one, 1e-6)
+            for got, want in ((dw_n, dw), (batch.unshard(dx_n), alone.unshard(dx))):
+                self.assertLess(error(torch.tensor(np.asarray(got)), torch.tensor(np.asarray(want))), 3e-6)
+
+    def test_nothing_is_merged_moved_or_saved_in_part(self) -> None:
+        """Equal calls, one that a loop could do without, and gradients of which the policy saves as much as it may."""
+        *qkv, _, _ = tensors()
+        on = context(4)
+        attend = whole(on)
+
+        def often(q: Any, k: Any, v: Any) -> Any:
+            twice = jax.jit(attend)(q, k, v) + jax.jit(attend)(q, k, v)
+            return jax.lax.scan(lambda sum, _: (sum + attend(q, k, v), None), twice, None, length=3)[0]
+
+        kept = jax.checkpoint(often, policy=jax.checkpoint_policies.everything_saveable)
+        want = jax.grad(lambda *x: attend(*x).sum(), argnums=(0, 1, 2))(*qkv)
+        for function in (often, kept, jax.checkpoint(often)):
+            got = jax.jit(jax.grad(lambda *x, f=function: f(*x).sum(), argnums=(0, 1, 2)))(*qkv)
+            for mine, exact in zip(got, want, strict=True):
+                self.assertLess(error(torch.tensor(np.asarray(mine)), 5 * torch.tensor(np.asarray(exact))), 1e-6)
+
+    def test_more_devices_than_cores(self) -> None:
+        """Independent calls of eight devices, of arrays that JAX moves in the background."""
+        on, ends = context(8), [0, 500, 16000]
+        batch = on.batch(ends)
+        rows, shard = batch.rows, P("cp")
+
+        def calls(x: Any) -> Any:
+            x = x.reshape(rows, HEADS, DIM)
+            k = x[:, :KV_HEADS]
+            return sum(on.attention(x + i, k, k * i, ends, window_left=3) for i in range(6))
+
+        run = jax.jit(jax.shard_map(calls, mesh=mesh(8), in_specs=shard, out_specs=shard))
+        x = jnp.ones((8 * rows, HEADS * DIM), np.float32)
+        # All keys of a query are alike, so that attention returns v.
+        np.testing.assert_allclose(batch.unshard(run(x)), 15.0, rtol=1e-6)
+
+
+class Batches(unittest.TestCase):
+    def test_what_a_rank_gets(self) -> None:
+        on = context(4, layout="zigzag_pack")
+        for rows in (None, 20):
+            batch = on.batch(ENDS, rows)
+            each = 13 if rows is None else rows
+            self.assertEqual(batch.rows, each)
+            for rank in range(4):
+                mine = batch.tokens.reshape(4, each)[rank]
+                held = list(batch.plan.tokens(cpattn.Side.Q, rank))
+                self.assertEqual(mine.tolist(), held + [-1] * (each - len(held)))
+            ids = np.arange(50)
+            np.testing.assert_array_equal(batch.shard(ids, -1), batch.tokens)
+            np.testing.assert_array_equal(batch.unshard(batch.shard(ids)), ids)
+            starts = np.repeat([0, 13, 14], [13, 1, 36])
+            np.testing.assert_array_equal(batch.unshard(batch.positions), ids - starts)
+            labels = [-100 if i in (12, 13, 49) else i + 1 for i in range(50)]
+            np.testing.assert_array_equal(batch.unshard(batch.labels(ids)), labels)
+            self.assertTrue((np.asarray(batch.labels(ids))[batch.tokens < 0] == -100).all())
+        self.assertIs(on.batch(ENDS), on.batch(np.array(ENDS)))
+        empty = on.batch([0])
+        self.assertEqual(empty.shard(np.zeros((0, 3))).shape, (0, 3))
+
+
+class Refusals(unittest.TestCase):
+    def refused(self, kind: type[Exception], text: str, job: Any) -> None:
+        with self.assertRaisesRegex(kind, text):
+            job()
+
+    def test_at_once(self) -> None:
+        on, (q, k, v, sinks, _) = context(2), tensors()
+        batch, attend = on.batch(ENDS), whole(on)
+        wrong, none = cpattn.InvalidArgument, cpattn.Unsupported
+        q32, k32, v32 = (jnp.stack([x, x]) for x in (q, k, v))
+        self.refused(none, "given to jax.vmap.*cu_seqlens", lambda: jax.vmap(attend)(q32, k32, v32))
+        twice = jax.grad(lambda q: jax.grad(lambda q: attend(q, k, v).sum())(q).sum())
+        self.refused(none, "differentiable once", lambda: twice(q))
+        self.refused(TypeError, "forward-mode", lambda: jax.jvp(lambda q: context(1).attention(q, k, v, ENDS), (q,), (q,)))
+        self.refused(wrong, "2 ranks of the axis 'cp'.*inside jax.shard_map", lambda: on.attention(*map(batch.shard, (q, k, v)), ENDS))
+        four = jax.shard_map(lambda q: on.attention(q, q, q, ENDS), mesh=mesh(4), in_specs=P("cp"), out_specs=P("cp"))
+        self.refused(wrong, "axis 'cp' has 4 devices here, the context's mesh has 2", lambda: four(jnp.zeros((200, 2, 8))))
+        self.refused(wrong, "24 rows for each rank, one holds 26", lambda: on.batch(ENDS, 24))
+        few = jax.shard_map(lambda q: on.attention(q, q, q, ENDS), mesh=mesh(2), in_specs=P("cp"), out_specs=P("cp"))
+        self.refused(wrong, "20 rows for each rank, one holds 26", lambda: few(jnp.zeros((40, 2, 8))))
+        self.refused(wrong, "k.dtype is float16, float32 is needed", lambda: attend(q, k.astype(np.float16), v))
+        self.refused(wrong, "q.dtype is int32", lambda: attend(q.astype(np.int32), k, v))
+        self.refused(wrong, "sinks.dtype is float16, float32", lambda: attend(q, k, v, sinks.astype(np.float16)))
+        self.refused(wrong, r"sinks has the shape \(3,\), \(4,\)", lambda: attend(q, k, v, sinks[:3]))
+        self.refused(wrong, r"v has the shape \(52, 8\)|v has the shape", lambda: attend(q, k, v.reshape(50, 16)))
+        self.refused(wrong, "whole has the shape .50, 4, 16., 14 rows", lambda: on.batch([0, 14]).shard(q))
+        self.refused(wrong, "heads.*4.*kv_heads|kv_heads", lambda: attend(q, np.repeat(k, 2, 1)[:, :3], np.repeat(v, 2, 1)[:, :3]))
+
+    def test_contexts(self) -> None:
+        wrong = cpattn.InvalidArgument
+        self.refused(wrong, "ulysses 2 x ring 1 are 2 ranks, the group has 4", lambda: context(4, ulysses=2, ring=1))
+        self.refused(wrong, "axis is 'tp', one of the mesh's axes is needed: 'cp'", lambda: cpattn.jax.Context(mesh(2), "tp", heads=2, head_dim=8))
+        self.refused(wrong, "give both, or none", lambda: cpattn.jax.Context(mesh(2), heads=2, head_dim=8))
+        self.refused(wrong, "timeout", lambda: context(2, timeout=0))
+        self.refused(wrong, "windows is no option of a plan", lambda: context(2, windows=3))
+        on = context(1)
+        on.close()
+        self.refused(cpattn.InvalidHandle, "was closed", lambda: whole(on))
+
+    def test_while_it_runs(self) -> None:
+        """What only the data tells fails on all devices, in cpattn's words, and the next call works."""
+        on = context(4)
+        spec = P("cp")
+        attend = jax.jit(jax.shard_map(on.attention, mesh=mesh(4), in_specs=(spec, spec, spec, spec), out_specs=spec))
+        batch = on.batch(ENDS)
+        q, k, v = (batch.shard(x) for x in tensors()[:3])
+        same, other = np.tile(batch.cu_seqlens, 4), np.tile(batch.cu_seqlens, 4)
+        other[11] += 1
+        for ends, text in ((other, r"cu_seqlens is \[0, 13, 13, 14, 50\] on rank 0 and .* on rank 2"), (3 * same, "rows for each rank, one holds 38")):
+            with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
+                attend(q, k, v, ends).block_until_ready()
+        want = wanted(tensors()[:3], tensors()[-1])[0]
+        self.assertLess(error(torch.tensor(np.asarray(batch.unshard(attend(q, k, v, same)))), want), 1e-6)
+        # JAX would raise the failures again when the program ends.
+        dispatch.runtime_tokens.clear()
+        self.assertFalse(cpattn.jax.calls._deposits or cpattn.jax.calls._meetings)
+
+
+class Programs(unittest.TestCase):
+    def run_program(self, *arguments: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return done.stdout
+
+    def test_cpattn_does_not_import_jax(self) -> None:
+        self.run_program("-c", "import sys, cpattn; assert 'jax' not in sys.modules")
+
+    def test_the_example(self) -> None:
+        self.assertIn("ok", self.run_program(str(ROOT / "examples/python/jax_ranks.py")))
+
+    def test_the_readme(self) -> None:
+        """What it shows for JAX, as it is."""
+        text = (ROOT / "README.md").read_text().split("## From JAX")[1]
+        program = text.split("```python\n")[1].split("```")[0]
+        self.assertIn("(80, 4, 16)", self.run_program("-c", program + "print(o.shape)"))
+
+
+if __name__ == "__main__":
+    unittest.main()
