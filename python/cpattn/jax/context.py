@@ -144,6 +144,12 @@ class Context:
             ) from error
         if size != self.world:
             raise InvalidArgument(f"axis {self.axis!r} has {size} devices here, the context's mesh has {self.world}: use the same mesh")
+        mesh = jax.sharding.get_abstract_mesh()
+        if left := [name for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes]:
+            raise Unsupported(
+                f"attention was called where the compiler divides arrays over {', '.join(map(repr, left))}, and it cannot divide a "
+                "callback: give jax.shard_map all axes of the mesh, without axis_names"
+            )
 
     def on_ranks(self, job: Callable[[int, Rank], T]) -> list[T]:
         """Runs job(number, rank) on a thread of each rank. Independent calls may run at the same time, each on a group of its own."""
