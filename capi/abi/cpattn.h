@@ -256,7 +256,8 @@ typedef struct cpattn_problem {
 #define CPATTN_CIRCULATE_QUERIES 2 /* forward: partial o and lse come back to the owner of q, and k and v stay; for few q rows over
                                       many keys. Needs 1 pass, CPATTN_GATHER_AUTO or _STEPS, and no reproducible */
 
-/* Whether a rank receives k and v step by step or all at once. A reproducible plan always gathers them. */
+/* Whether a rank receives k and v step by step or all at once. A reproducible plan always gathers them; STEPS is
+ * refused with it. */
 #define CPATTN_GATHER_AUTO 0     /* STEPS, or TOGETHER if there are many short documents, each cut for every rank */
 #define CPATTN_GATHER_OTHERS 1   /* receive from all other ranks at once, while the kernel computes with the own k and v */
 #define CPATTN_GATHER_STEPS 2    /* one ring step after another */

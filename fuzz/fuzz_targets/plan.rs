@@ -71,7 +71,8 @@ fn legal_on(p: &Problem, kind: AttentionKind, mesh: Mesh, layout: Layout, o: Opt
         && !(kind == AttentionKind::Other && mesh.ring > 1)
         && !matches!(layout, Layout::Striped { stripe: 0 } | Layout::Balanced { chunks: 0 })
         && (1..=p.kv_heads()).contains(&o.passes)
-        && !(o.reproducible && (o.wire == Wire::Bf16 || o.passes > 1 || o.circulate != Circulate::Auto))
+        && !(o.reproducible
+            && (o.wire == Wire::Bf16 || o.passes > 1 || o.circulate != Circulate::Auto || o.gather == Gather::Steps))
         && !(o.circulate == Circulate::Queries && o.passes > 1)
 }
 

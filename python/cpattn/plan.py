@@ -105,7 +105,7 @@ class PlanOptions(TypedDict, total=False):
       are generated from a cache that is spread over ranks: q is sent, partial results come back, and k and v stay; or what takes
       fewer bytes, KEYS where q and k are the same tokens (AUTO).
     - wire: partial gradients are sent in f32 (FULL), or in BF16: half the bytes, each rounded once to 8 bits (FULL).
-    - reproducible: bit-equal results for any number of ranks; on the CPU (False).
+    - reproducible: bit-equal results for any number of ranks; on the CPU; not with gather STEPS (False).
     - pack_inputs: tensors that are sent may have any strides, and are packed first; without it they must be compact (False).
     - ranks_per_node: rank r is in node r // ranks_per_node. A row that a node needs of another one crosses to it once, and is passed
       on inside; gradients are summed in a node before they cross back. 0: all links are alike (0; `cpattn.torch.Context` takes

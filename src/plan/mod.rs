@@ -395,6 +395,9 @@ fn check(problem: &Problem, mesh: Mesh, options: Options) -> Result<()> {
         if options.circulate_forward != Circulate::Auto {
             return clash("circulate_forward with reproducible", "the ordered form gathers k and v");
         }
+        if options.gather == Gather::Steps {
+            return clash("gather steps with reproducible", "the ordered form receives all rows at once");
+        }
     }
     if options.circulate == Circulate::Queries && options.passes > 1 {
         return Err(Error::unsupported(

@@ -18,7 +18,7 @@ pub enum Circulate {
 }
 
 /// Whether a rank receives k and v step by step or all at once. A reproducible plan always gathers them, because it
-/// computes in the order of positions.
+/// computes in the order of positions; with [`Steps`](Self::Steps) it is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Gather {

@@ -108,7 +108,6 @@ mod tests {
             (o().circulate(Circulate::Queries), Form::Ring),
             (o().circulate(Circulate::Keys), Form::Together),
             (o().reproducible(true), Form::Ordered),
-            (o().reproducible(true).gather(Gather::Steps), Form::Ordered),
             (o().gather(Gather::Together).circulate(Circulate::Queries), Form::Together),
             (o().gather(Gather::Together).passes(2), Form::Together),
         ] {

@@ -44,7 +44,10 @@ fn every_combination_of_options_is_honoured_or_refused() {
     let (mut honoured, mut refused) = (0, 0);
     for options in all() {
         let clash = options.reproducible
-            && (options.wire == Wire::Bf16 || options.passes > 1 || options.circulate != Circulate::Auto)
+            && (options.wire == Wire::Bf16
+                || options.passes > 1
+                || options.circulate != Circulate::Auto
+                || options.gather == Gather::Steps)
             || options.circulate == Circulate::Queries && options.passes > 1
             || options.circulate_forward == Circulate::Queries
                 && (options.reproducible

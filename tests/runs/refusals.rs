@@ -89,6 +89,7 @@ fn options_that_contradict_each_other() {
     refused(plan(o().passes(4)), &["options.passes is 4", "kv_heads = 3"]);
     refused(plan(o().reproducible(true).wire(Wire::Bf16)), &["wire bf16 with reproducible", "leave"]);
     refused(plan(o().reproducible(true).passes(2)), &["passes with reproducible", "leave"]);
+    refused(plan(o().reproducible(true).gather(Gather::Steps)), &["gather steps with reproducible", "leave"]);
     refused(plan(o().reproducible(true).circulate(Circulate::Keys)), &["circulate with reproducible", "leave"]);
     refused(plan(o().reproducible(true).circulate(Circulate::Queries)), &["circulate with reproducible"]);
     refused(plan(o().circulate(Circulate::Queries).passes(2)), &["passes with circulate queries", "leave"]);
