@@ -16,7 +16,7 @@ use crate::{
 };
 
 mod area;
-pub mod auto;
+pub(crate) mod auto;
 mod auto_for;
 mod distribution;
 mod fingerprint;
@@ -26,11 +26,10 @@ mod loads;
 mod nodes;
 mod options;
 mod problem;
-mod shard;
+pub(crate) mod shard;
 mod together;
 
-pub use area::{area, edges};
-pub use auto::{BALANCE, BETWEEN, Candidate, Choice, LAYOUTS, MESSAGE, auto_layout, choose, choose_over};
+pub use auto::{Candidate, Choice};
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
 pub(crate) use form::{CirculatingSide, Form};
@@ -38,8 +37,7 @@ pub(crate) use layout_load::LayoutLoad;
 pub use nodes::ranks_per_node;
 pub(crate) use nodes::{crossing, ring_steps};
 pub use options::{Circulate, Gather, Options, Wire};
-pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};
-pub use shard::ShiftMessage;
+pub use problem::{AttentionKind, Problem};
 use together::form_of;
 pub(crate) use together::{FEW_KEYS, GATHERED, MANY_DOCUMENTS};
 
