@@ -2,15 +2,15 @@
 //! Simulates how evenly the work units of the CPU kernels are distributed over many workers: the time of the slowest
 //! worker over the mean.
 //!
-//! See `cpattn::kernel::cpu::forward_balance`: no machine with so many cores is needed. Only the division of work is
-//! simulated, not memory or clocks.
+//! See `cpattn::kernel::cpu::Isa::forward_balance`: no machine with so many cores is needed. Only the division of work
+//! is simulated, not memory or clocks.
 //!
 //! `cargo bench --bench balance [-- --json FILE]`
 
 use cpattn::{
     Dtype,
     call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score},
-    kernel::cpu::{Isa, backward_balance, forward_balance},
+    kernel::cpu::Isa,
 };
 
 /// The pack of `benches/peers/cpu_cases.txt`: 64 long-tailed documents, 8,192 tokens.
@@ -51,7 +51,7 @@ fn balances(case: &Case, isa: Isa, workers: usize) -> [(usize, f64); 2] {
     let score = Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right };
     let forward = Attend::new([q, k, k, q], heads, score, ranges);
     let backward = AttendBackward::new([q, k, k, q], heads, score, ranges);
-    [forward_balance(&forward, isa, workers), backward_balance(&backward, isa, workers)]
+    [isa.forward_balance(&forward, workers), isa.backward_balance(&backward, workers)]
 }
 
 fn main() {

@@ -8,7 +8,7 @@ mod median;
 mod pack;
 
 use cpattn::Dtype;
-use cpattn::kernel::cpu::{Dims, Isa, Scratch};
+use cpattn::kernel::cpu::{Isa, Scratch};
 use median::median;
 use pack::{Shape, Tensors};
 
@@ -32,7 +32,7 @@ fn main() {
             let shape = Shape { heads: HEADS, kv_heads: KV_HEADS, dim: DIM, dtype, causal: true };
             let mut tensors = Tensors::new(rows, shape);
             let mut scratch = Scratch::new(1);
-            scratch.reserve(&Dims { head_dim: DIM, value_dim: DIM, dtype });
+            scratch.reserve(dtype, DIM, DIM);
             let (mut ratios, mut seconds) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2]);
             for round in 0..=rounds {
                 let together = tensors.run(&documents, &mut scratch);

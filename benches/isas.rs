@@ -11,7 +11,7 @@ mod median;
 mod pack;
 
 use cpattn::Dtype;
-use cpattn::kernel::cpu::{Dims, Isa, Scratch};
+use cpattn::kernel::cpu::{Isa, Scratch};
 use median::median;
 use pack::{Shape, Tensors};
 
@@ -72,7 +72,7 @@ fn main() {
                 .iter()
                 .map(|&isa| {
                     let mut scratch = Scratch::with_isa(1, isa).expect("an instruction set that is there");
-                    scratch.reserve(&Dims { head_dim: dim, value_dim: dim, dtype });
+                    scratch.reserve(dtype, dim, dim);
                     scratch
                 })
                 .collect();

@@ -6,7 +6,7 @@
 
 use cpattn::Dtype;
 use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
-use cpattn::kernel::cpu::{self, Dims, Scratch};
+use cpattn::kernel::cpu::{self, Scratch};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
 
@@ -56,7 +56,7 @@ fn one(
     let [o, dq, dk, dv] = std::array::from_fn(|_| out.next().unwrap());
     let (lse, delta) = (sums[0].as_mut_ptr().cast(), sums[1].as_mut_ptr().cast());
     let mut scratch = Scratch::new(1);
-    scratch.reserve(&Dims { head_dim: DIM, value_dim: DIM, dtype });
+    scratch.reserve(dtype, DIM, DIM);
     let range = Range::plain(0, tokens as u32, 0, 0);
     let q = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only }];
     let ranges = Ranges { q: &q, k: &[range], pairs: &[0] };

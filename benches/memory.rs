@@ -20,7 +20,7 @@ use std::{hint::black_box, time::Instant};
 use cpattn::{
     Dtype,
     call::{Block, Delta, RawTensor, Transform},
-    kernel::{cpu, merge},
+    kernel::cpu,
 };
 use median::median;
 
@@ -118,7 +118,7 @@ fn merged(tokens: usize, dim: usize) -> Case {
     // o and lse are read and written.
     let total = 2 * bytes(&o) + bytes(&other_o) + 2 * bytes(&lse) + bytes(&other_lse);
     // SAFETY: as for transforms.
-    let run = move || unsafe { merge::merge(&o, &lse, &other_o, &other_lse) }.expect("shapes agree");
+    let run = move || unsafe { cpu::merge(&o, &lse, &other_o, &other_lse) }.expect("shapes agree");
     Case {
         name: format!("merge, heads of {dim}"),
         dtype: Dtype::F32,

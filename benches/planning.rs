@@ -21,7 +21,7 @@ use std::{
     time::Instant,
 };
 
-use cpattn::{Batch, Dtype, Layout, Machine, Mask, Mesh, Options, Plan, Problem, plan, schedule::Schedule};
+use cpattn::{Batch, Dtype, Layout, Machine, Mask, Mesh, Options, Plan, Problem, plan::Choice, schedule::Schedule};
 use criterion::{BenchmarkId, Criterion, criterion_group};
 
 /// The system's allocator, and how many bytes are allocated, now and at most.
@@ -88,7 +88,7 @@ fn choices(c: &mut Criterion) {
         for n in [1000, 10_000, 100_000] {
             let problem = of(n, 1 << 20);
             group.bench_function(BenchmarkId::new(format!("automatic, {world} ranks"), n), |b| {
-                b.iter(|| plan::choose(world, black_box(&problem), plan::BALANCE).unwrap());
+                b.iter(|| Choice::new(world, black_box(&problem), Choice::BALANCE, 0).unwrap());
             });
             let machine = Machine::parse(include_str!("../machines/h100_8x400g.machine")).unwrap();
             group.bench_function(BenchmarkId::new(format!("by a machine, {world} ranks"), n), |b| {

@@ -10,8 +10,8 @@
 //! element, in any nesting or interleaving. To get several mutable views of one buffer, split one view
 //! ([`ViewMut::split_heads`] splits a fused dq, dk, dv), or use [`ViewMut::from_raw`].
 //!
-//! Lower layers use [`RawTensor`], which has no type and no lifetime. Tensors given to a kernel are first checked by
-//! [`expect`] and [`disjoint`]. This module has no kernels and no copies.
+//! Lower layers use [`RawTensor`], which has no type and no lifetime. [`disjoint`] finds those that share memory. This
+//! module has no kernels and no copies.
 //!
 //! ```
 //! use cpattn::{View, ViewMut, tensor};
@@ -35,14 +35,13 @@ mod device;
 mod extent;
 mod overlap;
 
-pub use cast::{cast, cast_mut};
-pub use check::expect;
 #[cfg(feature = "std")]
-pub(crate) use check::expect_dims;
+pub(crate) use check::expect;
 pub use device::{DeviceView, DeviceViewMut};
 pub use overlap::disjoint;
 
 use crate::{call::RawTensor, element::Element, error::Result};
+use cast::{cast, cast_mut};
 use check::{check_raw, compact_strides, describe, element, elements, heads, rows, start};
 use core::{marker::PhantomData, ops::Range};
 
@@ -152,7 +151,7 @@ impl<'a, T: Element> View<'a, T> {
     ///
     /// # Errors
     ///
-    /// As [`cast`] and [`View::new`].
+    /// When the bytes are not aligned to the element's size, or not a whole number of elements; as [`View::new`].
     pub fn from_bytes(bytes: &'a [u8], tokens: usize, heads: usize, dim: usize) -> Result<Self> {
         Self::new(cast(bytes)?, tokens, heads, dim)
     }

@@ -14,7 +14,7 @@ use common::{
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank,
     plan::{Circulate, Gather, Wire},
-    schedule::{ALIGNMENT, Direction, Lane, Schedule},
+    schedule::{Direction, Lane, Schedule},
     transport::local,
 };
 use half::bf16;
@@ -61,13 +61,13 @@ struct Memory {
 
 #[derive(Clone, Copy)]
 #[repr(align(256))]
-struct Unit([u8; ALIGNMENT as usize]);
+struct Unit([u8; Schedule::ALIGNMENT as usize]);
 
 impl Memory {
     fn new(bytes: u64) -> Self {
         let bytes = bytes as usize;
-        let units = (bytes + 2 * GUARD).div_ceil(ALIGNMENT as usize);
-        Self { units: vec![Unit([0xff; ALIGNMENT as usize]); units], bytes }
+        let units = (bytes + 2 * GUARD).div_ceil(Schedule::ALIGNMENT as usize);
+        Self { units: vec![Unit([0xff; Schedule::ALIGNMENT as usize]); units], bytes }
     }
 
     /// Lends the last `bytes` (rounded up to the alignment) before the rear guard.

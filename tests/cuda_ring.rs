@@ -22,7 +22,7 @@ use cpattn::{
     transport::{
         DeviceTransport, Transport,
         peer::{self, Peer},
-        ring_check::{RingFault, check_on_device},
+        ring_check::{Link, RingFault},
     },
 };
 
@@ -39,7 +39,8 @@ fn every_link_of_devices_is_measured_both_ways() {
     for world in [2, 3] {
         let Some(ends) = group(world, Duration::from_secs(60)) else { return };
         let all: Vec<_> = thread::scope(|scope| {
-            let threads: Vec<_> = ends.iter().map(|end| scope.spawn(|| check_on_device(end, 100_000))).collect();
+            let threads: Vec<_> =
+                ends.iter().map(|end| scope.spawn(|| Link::check_all_on_device(end, 100_000))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
         });
         let there = (0..world).map(|r| (r, (r + 1) % world));
@@ -56,7 +57,7 @@ fn a_silent_rank_on_a_device_is_the_end_of_a_link_that_failed() {
     let Some(mut ends) = group(3, Duration::from_millis(500)) else { return };
     let silent = ends.pop().unwrap();
     let all: Vec<_> = thread::scope(|scope| {
-        let threads: Vec<_> = ends.iter().map(|end| scope.spawn(|| check_on_device(end, 1000))).collect();
+        let threads: Vec<_> = ends.iter().map(|end| scope.spawn(|| Link::check_all_on_device(end, 1000))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap().unwrap_err()).collect()
     });
     let RingFault::Failed { link: Some((1, 2)), error: Error::Peer { peer: 2, cause: Cause::Deadline { .. }, .. } } =
@@ -76,12 +77,12 @@ fn a_silent_rank_on_a_device_is_the_end_of_a_link_that_failed() {
 #[test]
 fn a_ring_of_devices_refuses_what_it_cannot_check() {
     let Some(ends) = group(2, Duration::from_secs(5)) else { return };
-    let text = check_on_device(&ends[0], 0).unwrap_err().to_string();
+    let text = Link::check_all_on_device(&ends[0], 0).unwrap_err().to_string();
     assert!(text.contains("bytes is 0, expected at least 1"), "{text}");
     // Refused alone: nothing has moved, and the group lives.
     assert!(ends[0].poll().is_ok() && ends[0].synchronize().is_ok());
     let Some(alone) = group(1, Duration::from_secs(5)) else { return };
-    let text = check_on_device(&alone[0], 8).unwrap_err().to_string();
+    let text = Link::check_all_on_device(&alone[0], 8).unwrap_err().to_string();
     assert!(text.contains("world is 1, expected at least 2 ranks"), "{text}");
 }
 

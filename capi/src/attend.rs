@@ -124,25 +124,8 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
     let per_q_head = flag("per_q_head", a.per_q_head)?;
     let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
     let ranges = given!(ranges(&a.ranges));
-    Ok(AttendBackward {
-        q,
-        k,
-        v,
-        d_o,
-        lse,
-        delta,
-        dq,
-        dk,
-        dv,
-        accumulate_keys,
-        per_q_head,
-        gradients,
-        alibi_slopes,
-        heads,
-        score,
-        ranges,
-        aligned,
-    })
+    let call = AttendBackward::new([q, k, v, d_o], heads, score, ranges);
+    Ok(AttendBackward { lse, delta, dq, dk, dv, accumulate_keys, per_q_head, gradients, alibi_slopes, aligned, ..call })
 }
 
 #[unsafe(no_mangle)]

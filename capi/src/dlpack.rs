@@ -10,6 +10,8 @@ use core::{array, ffi::c_void};
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use super::input::renamed;
 use super::status::without;
 #[cfg(feature = "cuda")]
 use cpattn::kernel::cuda::Cuda;
@@ -89,16 +91,13 @@ impl TensorFields {
 #[cfg(feature = "cuda")]
 pub(super) fn device(argument: &str, id: i32) -> Result<Arc<Cuda>> {
     Cuda::shared(id).map_err(|error| match error {
-        Error::Invalid { found, expected, hint, .. } => {
-            Error::Invalid { argument: argument.into(), found, expected, hint }
-        }
         Error::Unsupported { option, limit, hint } => {
             Error::Unsupported { option: format!("{argument} = {id}: {option}"), limit, hint }
         }
         Error::Device { call, code, message } => {
             Error::Device { call, code, message: format!("{message} ({argument} = {id})") }
         }
-        other => other,
+        other => renamed(other, argument),
     })
 }
 

@@ -43,9 +43,7 @@ unsafe fn group(transport: *mut cpattn_transport) -> Outcome<Arc<EngineTransport
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_engine_connect(transport: *mut cpattn_transport) -> i32 {
-    boundary!({
-        given!(group(transport)).connect()?;
-    })
+    boundary!({ given!(group(transport)).connect()? })
 }
 
 #[unsafe(no_mangle)]
@@ -90,14 +88,10 @@ pub unsafe extern "C" fn cpattn_engine_exchange(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_engine_poll(transport: *mut cpattn_transport) -> i32 {
-    boundary!({
-        given!(group(transport)).poll()?;
-    })
+    boundary!({ given!(group(transport)).poll()? })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_engine_abort(transport: *mut cpattn_transport) -> i32 {
-    boundary!({
-        given!(group(transport)).abort(Cause::Aborted);
-    })
+    boundary!({ given!(group(transport)).abort(Cause::Aborted) })
 }

@@ -190,6 +190,16 @@ pub(super) fn write_text(said: &str, text: &mut [MaybeUninit<u8>], needed: &mut 
     }
 }
 
+/// The error with another name for the argument that it refuses.
+pub(super) fn renamed(error: Error, argument: &str) -> Error {
+    match error {
+        Error::Invalid { found, expected, hint, .. } => {
+            Error::Invalid { argument: argument.into(), found, expected, hint }
+        }
+        other => other,
+    }
+}
+
 /// 0 or 1.
 pub(super) fn flag(name: &'static str, value: i32) -> Result<bool> {
     match value {

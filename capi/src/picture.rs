@@ -14,7 +14,7 @@ use super::{
 use cpattn::{
     error::{Error, Result},
     report::{
-        event_name, timeline,
+        timeline,
         trace::{self, Event},
     },
     schedule::Lane,
@@ -27,7 +27,7 @@ fn text(name: &[c_char; 32]) -> &'static str {
     let end = CStr::from_bytes_until_nul(&bytes).map_or(bytes.len(), CStr::count_bytes);
     let mut said = String::from_utf8_lossy(&bytes[..end]).into_owned();
     said.retain(|c| !c.is_control());
-    event_name(&said)
+    Event::text(&said)
 }
 
 fn event(at: usize, e: &cpattn_event) -> Result<Event> {

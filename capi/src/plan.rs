@@ -6,7 +6,7 @@ use core::ffi::c_char;
 use super::{
     handle::{self, Handle, HandleKind},
     input::{array, array_mut, one_of, result, sized, text, write_sized, write_text},
-    problem::{self, DTYPES, cpattn_options, cpattn_problem, read_problem},
+    problem::{self, DTYPES, cpattn_options, cpattn_problem, layouts, read_problem},
 };
 use cpattn::{
     batch::Side,
@@ -140,23 +140,20 @@ pub unsafe extern "C" fn cpattn_plan_destroy(plan: *mut cpattn_plan) -> i32 {
 pub unsafe extern "C" fn cpattn_plan_describe(plan: *const cpattn_plan, info: *mut cpattn_plan_info) -> i32 {
     boundary!({
         let plan = given!(handle::borrow(plan));
-        let (layout, layout_parameter) = match plan.layout() {
-            Layout::Contiguous => (1, 0),
-            Layout::Zigzag => (2, 0),
-            Layout::ZigzagPack => (3, 0),
-            Layout::Striped { stripe } => (4, stripe),
-            Layout::Balanced { chunks } => (5, chunks),
-            other => {
-                let (limit, hint) = ("the C interface has no number for it", "use a library whose header has it");
-                return Err(Error::unsupported(format!("layout {other}"), limit, hint).into());
-            }
+        let layout_parameter = match plan.layout() {
+            Layout::Striped { stripe: n } | Layout::Balanced { chunks: n } => n,
+            _ => 0,
+        };
+        let Some(at) = layouts(layout_parameter).iter().position(|layout| *layout == plan.layout()) else {
+            let (limit, hint) = ("the C interface has no number for it", "use a library whose header has it");
+            return Err(Error::unsupported(format!("layout {}", plan.layout()), limit, hint).into());
         };
         let (mesh, batch) = (plan.mesh(), plan.problem().batch());
         let value = cpattn_plan_info {
             replicas: mesh.replicas as u32,
             ring: mesh.ring as u32,
             ulysses: mesh.ulysses as u32,
-            layout,
+            layout: at as i32 + 1,
             layout_parameter,
             q_tokens: batch.tokens(Side::Q) as u64,
             k_tokens: batch.tokens(Side::K) as u64,

@@ -10,7 +10,7 @@ use cpattn::{
     machine::Machine,
     mask::Mask,
     mesh::Mesh,
-    plan::{self, Circulate, Gather, Options, Plan, Problem, Wire},
+    plan::{AttentionKind, Choice, Circulate, Gather, Options, Plan, Problem, Wire},
 };
 
 /// For windows: no limit.
@@ -116,7 +116,7 @@ pub(super) unsafe fn read_problem(
         _ => given!(batch(p)),
     };
     let dtype = one_of("problem.dtype", p.dtype, &DTYPES)?;
-    let kind = one_of("problem.kind", p.kind, &[plan::AttentionKind::Softmax, plan::AttentionKind::Other])?;
+    let kind = one_of("problem.kind", p.kind, &[AttentionKind::Softmax, AttentionKind::Other])?;
     let or = |n: u32, default: u32| if n == 0 { default as usize } else { n as usize };
     let mask = Mask {
         left: window("problem.window_left", p.window_left)?,
@@ -143,6 +143,12 @@ pub(super) unsafe fn read_problem(
     Ok(out)
 }
 
+/// The layouts from 1 on, in the order of the header.
+pub(super) fn layouts(parameter: u32) -> [Layout; 5] {
+    let (striped, balanced) = (Layout::Striped { stripe: parameter }, Layout::Balanced { chunks: parameter });
+    [Layout::Contiguous, Layout::Zigzag, Layout::ZigzagPack, striped, balanced]
+}
+
 fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
     let parameter = |used: bool| match (used, o.layout_parameter) {
         (true, 0) => {
@@ -153,15 +159,11 @@ fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
         _ => Ok(()),
     };
     parameter(matches!(o.layout, 4 | 5))?;
-    Ok(match o.layout {
-        0 => None,
-        1 => Some(Layout::Contiguous),
-        2 => Some(Layout::Zigzag),
-        3 => Some(Layout::ZigzagPack),
-        4 => Some(Layout::Striped { stripe: o.layout_parameter }),
-        5 => Some(Layout::Balanced { chunks: o.layout_parameter }),
-        other => return Err(Error::invalid("options.layout", other, "one of CPATTN_LAYOUT_…, 0 to 5")),
-    })
+    match o.layout {
+        0 => Ok(None),
+        n @ 1..=5 => Ok(Some(layouts(o.layout_parameter)[n as usize - 1])),
+        other => Err(Error::invalid("options.layout", other, "one of CPATTN_LAYOUT_…, 0 to 5")),
+    }
 }
 
 /// The options that do not change which rank holds which tokens.
@@ -226,7 +228,7 @@ pub(super) fn plan(problem: &Problem, o: &cpattn_options) -> Result<Plan> {
     let layout = layout_of(o)?;
     let (world, ulysses, ring) = (o.world as usize, o.ulysses as usize, o.ring as usize);
     let mesh = match (ulysses, ring) {
-        (0, 0) => plan::choose_over(world, problem, plan::BALANCE, options.ranks_per_node)?.mesh,
+        (0, 0) => Choice::new(world, problem, Choice::BALANCE, options.ranks_per_node)?.mesh,
         (0, n) | (n, 0) => {
             if world == 0 || !world.is_multiple_of(n) {
                 let name = if ring == 0 { "options.ulysses" } else { "options.ring" };
@@ -238,7 +240,7 @@ pub(super) fn plan(problem: &Problem, o: &cpattn_options) -> Result<Plan> {
     };
     let layout = match layout {
         Some(layout) => layout,
-        None => plan::auto_layout(problem, mesh.ring)?,
+        None => Layout::auto(mesh.ring, problem)?,
     };
     Plan::with_options(problem, mesh, layout, options)
 }

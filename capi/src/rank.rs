@@ -12,13 +12,11 @@ use super::{dlpack::device, table::DeviceTableTransport};
 use super::{
     dlpack::device_of,
     handle::{self, Exclusive, Handle, HandleKind},
-    input::{one_of, reserved, result, sized},
+    input::{one_of, renamed, reserved, result, sized},
     plan::{cpattn_plan, direction, side},
     problem::DTYPES,
     transport::{Any, cpattn_transport},
 };
-#[cfg(feature = "cuda")]
-use cpattn::kernel::cuda::SmMargin;
 use cpattn::{
     Device,
     error::{Error, Result},
@@ -49,9 +47,6 @@ pub struct RankState {
     pub(super) untaken: Mutex<VecDeque<trace::Event>>,
     pub(super) device: Device,
     handle: runtime::AbortHandle,
-    /// The multiprocessors that the rank asks its device to leave free.
-    #[cfg(feature = "cuda")]
-    _margin: Option<SmMargin>,
 }
 
 pub type cpattn_rank = Handle<RankState>;
@@ -135,37 +130,16 @@ pub unsafe extern "C" fn cpattn_rank_create(
         if (at, isa) == (Device::Cpu, None) {
             Isa::chosen()?;
         }
-        #[cfg(feature = "cuda")]
-        let _margin = margin(at, free)?;
-        #[cfg(not(feature = "cuda"))]
-        let _ = free;
         let mut rank = rank_over(given, at, n)?;
+        rank.set_sm_margin(free).map_err(|error| renamed(error, "options.sm_margin"))?;
         if isa.is_some() {
             rank.set_isa(isa)?;
         }
         let (device, handle) = (rank.device(), rank.handle());
         // The transport is the rank's from here on; before, a failure leaves it to the caller.
         drop(given!(handle::take(transport)));
-        out.write(handle::create(RankState {
-            rank: Mutex::new(rank),
-            untaken: Mutex::default(),
-            device,
-            handle,
-            #[cfg(feature = "cuda")]
-            _margin,
-        }));
+        out.write(handle::create(RankState { rank: Mutex::new(rank), untaken: Mutex::default(), device, handle }));
     })
-}
-
-/// The request for multiprocessors that stay free, if there is one.
-#[cfg(feature = "cuda")]
-fn margin(at: Device, sm_margin: u32) -> Result<Option<SmMargin>> {
-    match at {
-        Device::Cuda(ordinal) if sm_margin > 0 => {
-            SmMargin::new(&device("options.device_id", ordinal)?, "options.sm_margin", sm_margin).map(Some)
-        }
-        _ => Ok(None),
-    }
 }
 
 /// Makes a rank over a transport.
@@ -235,14 +209,10 @@ pub unsafe extern "C" fn cpattn_rank_prepare_all_to_all(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_poll(rank: *const cpattn_rank) -> i32 {
-    boundary!({
-        given!(handle::borrow(rank)).handle.poll()?;
-    })
+    boundary!({ given!(handle::borrow(rank)).handle.poll()? })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_abort(rank: *const cpattn_rank) -> i32 {
-    boundary!({
-        given!(handle::borrow(rank)).handle.abort();
-    })
+    boundary!({ given!(handle::borrow(rank)).handle.abort() })
 }

@@ -16,7 +16,7 @@ use super::{
 };
 #[cfg(feature = "cuda")]
 use cpattn::kernel::cuda::StreamKernels;
-use cpattn::{Device, error::Error, kernel::Kernels, plan::MAX_HEAD_DIM};
+use cpattn::{Device, error::Error, kernel::Kernels, plan::Problem};
 
 /// A larger ring buffer is taken for a mistake.
 const MAX_METADATA_BYTES: u64 = 1 << 32;
@@ -88,8 +88,8 @@ pub unsafe extern "C" fn cpattn_scratch_reserve(
         let scratch = given!(handle::borrow(scratch));
         let dtype = one_of("dtype", dtype, &DTYPES)?;
         for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
-            if dim == 0 || dim as usize > MAX_HEAD_DIM {
-                return Err(Error::invalid(name, dim, format!("1 to {MAX_HEAD_DIM}")).into());
+            if dim == 0 || dim as usize > Problem::MAX_HEAD_DIM {
+                return Err(Error::invalid(name, dim, format!("1 to {}", Problem::MAX_HEAD_DIM)).into());
             }
         }
         scratch.lock()?.reserve(dtype, head_dim, value_dim)?;

@@ -250,19 +250,14 @@ pub unsafe extern "C" fn cpattn_plan_shift(
         given_fill(fill)?;
         let pair = given!(pair(plan, Side::Q, rank, whole, local, false));
         let Some((whole, local)) = pair else { return Ok(()) };
-        let batch = plan.problem().batch();
-        let mut row = 0;
-        plan.for_each_token(Side::Q, rank, |token, _, doc| {
-            let doc = batch.document(Side::Q, doc);
-            match (token as i64).checked_add(by) {
-                // SAFETY: `at` lies in a document of the batch, `row` is one of the rank's.
-                Some(at) if doc.start as i64 <= at && at < doc.end as i64 => unsafe {
-                    copy(&whole, at as usize, &local, row, false);
-                },
+        let tokens: Vec<Option<usize>> = (0..whole.tokens).map(Some).collect();
+        for (row, token) in plan.shift(rank, &tokens, None, by)?.into_iter().enumerate() {
+            match token {
+                // SAFETY: `token` is one of the batch's and `row` one of the rank's; `pair` compared both counts.
+                Some(token) => unsafe { copy(&whole, token, &local, row, false) },
                 // SAFETY: `row` is one of the rank's; `fill` has one element, by the header's promise.
-                _ => unsafe { local.fill(row, fill.cast()) },
+                None => unsafe { local.fill(row, fill.cast()) },
             }
-            row += 1;
-        });
+        }
     })
 }

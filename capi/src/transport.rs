@@ -20,7 +20,7 @@ use cpattn::{
         Transport,
         engine::EngineTransport,
         local,
-        ring_check::{self, Link, RingFault},
+        ring_check::{Link, RingFault},
     },
 };
 
@@ -63,8 +63,8 @@ impl Any {
     pub(super) fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, RingFault> {
         match self {
             #[cfg(feature = "cuda")]
-            Self::Device(end) => ring_check::check_on_device(&**end, bytes),
-            _ => ring_check::check(self.end(), bytes),
+            Self::Device(end) => Link::check_all_on_device(&**end, bytes),
+            _ => Link::check_all(self.end(), bytes),
         }
     }
 

@@ -181,7 +181,7 @@ fn statuses_and_version_agree() {
     let [major, minor, patch] = ["MAJOR", "MINOR", "PATCH"].map(|p| define(&format!("CPATTN_VERSION_{p}")));
     assert_eq!(format!("{major}.{minor}.{patch}"), env!("CARGO_PKG_VERSION"));
     assert_eq!(i64::from(cpattn_version()), 10_000 * major + 100 * minor + patch);
-    assert_eq!(define("CPATTN_WORKSPACE_ALIGNMENT") as u64, cpattn::schedule::ALIGNMENT);
+    assert_eq!(define("CPATTN_WORKSPACE_ALIGNMENT") as u64, cpattn::schedule::Schedule::ALIGNMENT);
 }
 
 macro_rules! layouts {

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use clap::{Parser, ValueEnum};
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,
-    plan::{BALANCE, Circulate, Gather, Wire, auto_layout, choose},
+    plan::{Circulate, Gather, Wire},
 };
 
 /// Ranks that are threads of this process.
@@ -310,7 +310,7 @@ impl Arguments {
             (None, Some(u), None) => Mesh::explicit(world, u, (world / u.max(1)).max(1)),
             (None, None, Some(r)) => Mesh::explicit(world, (world / r.max(1)).max(1), r),
             (None, None, None) if fixture && world == 8 => Mesh::explicit(8, 4, 2),
-            (Some(MeshRule::Auto) | None, ..) => Ok(choose(world, p, BALANCE)?.mesh),
+            (Some(MeshRule::Auto) | None, ..) => Ok(Mesh::auto(world, p)?),
         }
     }
 
@@ -336,7 +336,7 @@ impl Arguments {
     fn plan_for(&self, p: &Problem, fixture: bool) -> cpattn::Result<Plan> {
         let mesh = self.mesh(p, fixture)?;
         let layout = match self.layout {
-            LayoutRule::Auto => auto_layout(p, mesh.ring)?,
+            LayoutRule::Auto => Layout::auto(mesh.ring, p)?,
             LayoutRule::Given(layout) => layout,
         };
         let options = Options::new()

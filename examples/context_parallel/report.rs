@@ -45,9 +45,9 @@ pub fn times(plan: &Plan, laps: &[Vec<Lap>], planning: &[Duration], kind: &str) 
         println!(
             "{name:10}{}{}{}{}",
             of(&|l| l.wall.as_nanos() as u64),
-            of(&|l| trace::overlap(&l.events).compute_ns),
-            of(&|l| trace::overlap(&l.events).communication_ns),
-            of(&|l| trace::overlap(&l.events).hidden_ns),
+            of(&|l| trace::Overlap::of(&l.events).compute_ns),
+            of(&|l| trace::Overlap::of(&l.events).communication_ns),
+            of(&|l| trace::Overlap::of(&l.events).hidden_ns),
         );
     }
     println!("{:10}{}", "planning", spread(planning.iter().map(|d| d.as_nanos() as u64).collect()));

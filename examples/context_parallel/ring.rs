@@ -3,10 +3,7 @@
 
 use std::time::Duration;
 
-use cpattn::transport::{
-    Transport, local,
-    ring_check::{Link, check},
-};
+use cpattn::transport::{Transport, local, ring_check::Link};
 
 /// Bytes of the large message: enough for a transfer at full speed, quick over any network.
 const BYTES: usize = 4 << 20;
@@ -22,7 +19,7 @@ pub fn threads(world: usize, deadline: Duration) -> Result<bool, String> {
     let ends = local::group(world, deadline).map_err(|e| e.to_string())?;
     let bytes = BYTES.min(ROOM / world);
     let outcomes: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = ends.iter().map(|end| scope.spawn(|| check(end, bytes))).collect();
+        let threads: Vec<_> = ends.iter().map(|end| scope.spawn(|| Link::check_all(end, bytes))).collect();
         threads.into_iter().map(|t| t.join().map_err(|_| "a rank panicked".to_owned())).collect()
     });
     let mut links = Vec::new();
@@ -40,7 +37,7 @@ pub fn threads(world: usize, deadline: Duration) -> Result<bool, String> {
 /// As this process, at `end`; rank 0 prints.
 #[cfg_attr(not(feature = "mpi"), expect(dead_code, reason = "ranks are processes over MPI alone"))]
 pub fn process(end: &impl Transport) -> Result<bool, String> {
-    let links = check(end, BYTES).map_err(|trouble| trouble.to_string())?;
+    let links = Link::check_all(end, BYTES).map_err(|trouble| trouble.to_string())?;
     if end.rank() == 0 {
         print(end.world(), "processes", BYTES, &links);
     }

@@ -6,9 +6,8 @@ use std::{sync::Barrier, thread, time::Instant};
 use cpattn::{
     Dtype, Mask, Result,
     call::{Attend, AttendBackward, Block, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform},
-    kernel::cpu::{self, Dims, Scratch},
+    kernel::cpu::{self, Scratch},
     machine::{KernelRate, KernelShape},
-    plan,
 };
 
 use crate::{
@@ -60,7 +59,7 @@ impl Call {
     /// What its time may grow with: flops of this many for each pair, rows, keys, edges, and 1.
     fn counts(&self, flops: u64) -> [f64; 5] {
         let (q, k) = (Range::plain(0, self.rows, self.first.into(), 0), Range::plain(0, self.keys, 0, 0));
-        let [pairs, edges] = [plan::area(&q, &k, self.mask), plan::edges(&q, &k, self.mask)];
+        let [pairs, edges] = [q.area(&k, self.mask), q.edges(&k, self.mask)];
         let of_heads = |n: u64| (n * u64::from(HEADS)) as f64;
         [of_heads(pairs * flops), of_heads(self.rows.into()), of_heads(self.keys.into()), of_heads(edges), 1.0]
     }
@@ -147,7 +146,7 @@ impl Bench {
         let inputs = [numbers(), numbers(), numbers(), numbers()];
         let outputs = [dim, dim, dim, dim, 2, 1].map(|d| vec![0.0; most * d]);
         let mut scratch = Scratch::new(1);
-        scratch.reserve(&Dims { head_dim: dim as u32, value_dim: dim as u32, dtype });
+        scratch.reserve(dtype, dim as u32, dim as u32);
         Self { dtype, dim, inputs, outputs, scratch }
     }
 

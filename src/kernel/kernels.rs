@@ -35,6 +35,11 @@ pub(crate) fn no_stream(stream: RawStream) -> Result<()> {
     Err(Error::unsupported(format!("stream {stream:p}"), "the CPU has no streams", "pass NULL"))
 }
 
+/// Refuses a margin where there are no multiprocessors.
+pub(crate) fn no_sm_margin(n: u32) -> Result<()> {
+    if n == 0 { Ok(()) } else { Err(Error::invalid("multiprocessors", n, "0 on the CPU, which has none")) }
+}
+
 /// The refusal of an instruction set where there is none to choose.
 #[cfg(feature = "cuda")]
 pub(crate) fn no_isa(isa: cpu::Isa, ordinal: i32) -> Error {
@@ -77,7 +82,7 @@ impl Kernels {
         match self {
             Self::Cpu(scratch) => {
                 scratch.isa()?;
-                scratch.reserve(&cpu::Dims { head_dim, value_dim, dtype });
+                scratch.reserve(dtype, head_dim, value_dim);
                 Ok(())
             }
             #[cfg(feature = "cuda")]
@@ -91,8 +96,7 @@ impl Kernels {
     /// On the CPU for any number but 0; a device that does not have more than `n`.
     pub fn set_sm_margin(&mut self, n: u32) -> Result<()> {
         match self {
-            Self::Cpu(_) if n == 0 => Ok(()),
-            Self::Cpu(_) => Err(Error::invalid("multiprocessors", n, "0 on the CPU, which has none")),
+            Self::Cpu(_) => no_sm_margin(n),
             #[cfg(feature = "cuda")]
             Self::Cuda(stream_kernels) => stream_kernels.set_sm_margin(n),
         }

@@ -5,7 +5,7 @@
 //!
 //! - [`mod@reference`]: attention in f64, simple code that all other kernels are tested against;
 //! - [`cpu`]: the CPU's kernels; `cuda`: the CUDA backend (feature `cuda`);
-//! - [`merge`], [`sinks`]: partial results and the gradients of sinks, on the CPU;
+//! - `merge`, `sinks`: partial results and the gradients of sinks, on the CPU;
 //! - [`Kernels`]: one type for both backends, for callers that choose at run time.
 
 mod check;
@@ -13,12 +13,12 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod kernels;
-pub mod merge;
+pub(crate) mod merge;
 pub mod reference;
-pub mod sinks;
+pub(crate) mod sinks;
 mod writers;
 
 pub use kernels::Kernels;
 #[cfg(feature = "cuda")]
 pub(crate) use kernels::no_isa;
-pub(crate) use kernels::no_stream;
+pub(crate) use kernels::{no_sm_margin, no_stream};

@@ -243,9 +243,30 @@ pub(crate) unsafe fn sink_total(digits: &RawTensor, dsinks: &RawTensor) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernel::merge::{self, LogSumExp};
     use std::vec;
 
     const TYPES: [Radix; 2] = [Radix::of(Dtype::F32), Radix::of(Dtype::F64)];
+
+    #[test]
+    fn a_sink_keeps_nan_and_its_factor_is_at_most_one() {
+        let mut random = fastrand::Rng::with_seed(1);
+        let mut draw = || match random.u8(..4) {
+            0 => f64::NEG_INFINITY,
+            1 => f64::from(f32::from_bits(random.u32(..))),
+            _ => f64::from(random.i16(..)) / 64.0,
+        };
+        for _ in 0..10_000 {
+            let (lse, sink) = (draw(), draw());
+            if lse == f64::INFINITY || sink == f64::INFINITY {
+                continue;
+            }
+            let (factor, l) = merge::sink(LogSumExp { lse: lse as f32, rest: 0.0 }, sink as f32);
+            let nan = lse.is_nan() || sink.is_nan();
+            assert_eq!(l.is_nan(), nan, "lse {lse}, sink {sink}: {l}");
+            assert!(nan || (0.0..=1.0).contains(&factor), "lse {lse}, sink {sink}: factor {factor}");
+        }
+    }
 
     #[test]
     fn digits_sum_to_the_same_bits_in_any_order_and_grouping() {

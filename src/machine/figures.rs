@@ -12,7 +12,7 @@ use crate::{
 
 /// Where two ranks are to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Level {
+pub(crate) enum Level {
     /// In one node.
     Inside,
     /// In two nodes.
@@ -140,12 +140,12 @@ impl Machine {
     }
 
     /// The level of the links between two ranks.
-    pub const fn level(&self, a: usize, b: usize) -> Level {
+    pub(crate) const fn level(&self, a: usize, b: usize) -> Level {
         if a / self.ranks_per_node == b / self.ranks_per_node { Level::Inside } else { Level::Between }
     }
 
     /// The links of a level.
-    pub const fn link(&self, level: Level) -> LinkRate {
+    pub(crate) const fn link(&self, level: Level) -> LinkRate {
         match level {
             Level::Inside => self.inside,
             Level::Between => self.between,

@@ -13,51 +13,54 @@ use crate::{
     mask::Mask,
 };
 
-/// The number of allowed (q, k) pairs between two ranges of one document.
-///
-/// Closed form if either range has consecutive positions; otherwise one step for each block of the range with fewer
-/// blocks. `doc` is not compared: pass ranges of the same document, as for kernels.
-///
-/// ```
-/// use cpattn::{Mask, call::Range, plan::area};
-/// let q = Range::plain(0, 4, 4, 0); // positions 4..8
-/// let k = Range::plain(0, 8, 0, 0); // positions 0..8
-/// assert_eq!(area(&q, &k, Mask::causal()), 5 + 6 + 7 + 8);
-/// // Every other token of the eight: positions 0, 2, 4, 6.
-/// let striped = Range { row: 0, pos: 0, len: 4, block: 1, period: 2, doc: 0 };
-/// assert_eq!(area(&striped, &k, Mask::causal()), 1 + 3 + 5 + 7);
-/// ```
-pub fn area(q: &Range, k: &Range, mask: Mask) -> u64 {
-    if q.len == 0 || k.len == 0 {
-        return 0;
-    }
-    match (q.is_plain(), k.is_plain()) {
-        (_, true) => stripe_area(q, k, mask),
-        (true, false) => stripe_area(k, q, mask.transposed()),
-        (false, false) if q.len / q.block <= k.len / k.block => {
-            blocks(q).map(|b| stripe_area(k, &b, mask.transposed())).sum()
+impl Range {
+    /// The number of allowed (q, k) pairs of this range of q rows with a range of k rows of the same document.
+    ///
+    /// Closed form if either range has consecutive positions; otherwise one step for each block of the range with fewer
+    /// blocks. `doc` is not compared.
+    ///
+    /// ```
+    /// use cpattn::{Mask, call::Range};
+    /// let q = Range::plain(0, 4, 4, 0); // positions 4..8
+    /// let k = Range::plain(0, 8, 0, 0); // positions 0..8
+    /// assert_eq!(q.area(&k, Mask::causal()), 5 + 6 + 7 + 8);
+    /// // Every other token of the eight: positions 0, 2, 4, 6.
+    /// let striped = Range { row: 0, pos: 0, len: 4, block: 1, period: 2, doc: 0 };
+    /// assert_eq!(striped.area(&k, Mask::causal()), 1 + 3 + 5 + 7);
+    /// ```
+    pub fn area(&self, k: &Self, mask: Mask) -> u64 {
+        let q = self;
+        if q.len == 0 || k.len == 0 {
+            return 0;
         }
-        (false, false) => blocks(k).map(|b| stripe_area(q, &b, mask)).sum(),
+        match (q.is_plain(), k.is_plain()) {
+            (_, true) => stripe_area(q, k, mask),
+            (true, false) => stripe_area(k, q, mask.transposed()),
+            (false, false) if q.len / q.block <= k.len / k.block => {
+                blocks(q).map(|b| stripe_area(k, &b, mask.transposed())).sum()
+            }
+            (false, false) => blocks(k).map(|b| stripe_area(q, &b, mask)).sum(),
+        }
     }
-}
 
-/// The (q, k) pairs between two ranges of one document that lie on an edge of the mask: for each side that it limits,
-/// the last key that a q row sees on that side, where the k range has that key.
-///
-/// Kernels compute a tile that an edge crosses whole, or nearly so: the cost of it grows with these pairs.
-///
-/// ```
-/// use cpattn::{Mask, call::Range, plan::edges};
-/// let (q, k) = (Range::plain(0, 4, 4, 0), Range::plain(0, 8, 0, 0)); // positions 4..8 and 0..8
-/// assert_eq!(edges(&q, &k, Mask::full()), 0);
-/// assert_eq!(edges(&q, &k, Mask::causal()), 4);
-/// // The left edge of the first row is before the keys.
-/// assert_eq!(edges(&q, &k, Mask::window(5, 0)), 4 + 3);
-/// ```
-pub fn edges(q: &Range, k: &Range, mask: Mask) -> u64 {
-    let shifts = [mask.right.map(i64::from), mask.left.map(|left| -i64::from(left))];
-    let on_edge = |shift| area(&Range { pos: q.pos.saturating_add(shift), ..*q }, k, Mask::window(0, 0));
-    shifts.into_iter().flatten().map(on_edge).sum()
+    /// The (q, k) pairs of this range of q rows with a range of k rows of the same document that lie on an edge of the
+    /// mask: for each side that it limits, the last key that a q row sees on that side, where the k range has that key.
+    ///
+    /// Kernels compute a tile that an edge crosses whole, or nearly so: the cost of it grows with these pairs.
+    ///
+    /// ```
+    /// use cpattn::{Mask, call::Range};
+    /// let (q, k) = (Range::plain(0, 4, 4, 0), Range::plain(0, 8, 0, 0)); // positions 4..8 and 0..8
+    /// assert_eq!(q.edges(&k, Mask::full()), 0);
+    /// assert_eq!(q.edges(&k, Mask::causal()), 4);
+    /// // The left edge of the first row is before the keys.
+    /// assert_eq!(q.edges(&k, Mask::window(5, 0)), 4 + 3);
+    /// ```
+    pub fn edges(&self, k: &Self, mask: Mask) -> u64 {
+        let shifts = [mask.right.map(i64::from), mask.left.map(|left| -i64::from(left))];
+        let on_edge = |shift| Self { pos: self.pos.saturating_add(shift), ..*self }.area(k, Mask::window(0, 0));
+        shifts.into_iter().flatten().map(on_edge).sum()
+    }
 }
 
 /// The blocks of a stripe as plain runs.
@@ -194,7 +197,7 @@ fn met(mine: &[Segment], held: &[Segment], mask: Mask, whole: impl Fn(usize) -> 
         let (left, right) = (mask.left_limit(), mask.right_limit());
         let span = left.saturating_add(right);
         for s in mine {
-            pairs += area(&s.range, &whole, mask);
+            pairs += s.range.area(&whole, mask);
             if s.range.is_plain() || i64::from(s.range.period - s.range.block) <= span {
                 reach(s.range.pos.saturating_sub(left), s.range.last().saturating_add(right).saturating_add(1));
             } else {
@@ -244,12 +247,12 @@ mod tests {
                     let positions = |r: &Range| (0..r.len).map(|i| r.position(i)).collect::<Vec<_>>();
                     let want: usize =
                         positions(q).iter().map(|&x| positions(k).iter().filter(|&&y| mask.allows(x, y)).count()).sum();
-                    assert_eq!(area(q, k, mask), want as u64, "{q:?} {k:?} {mask:?}");
+                    assert_eq!(q.area(k, mask), want as u64, "{q:?} {k:?} {mask:?}");
                     seen += want;
                     let ends = |x: i64| [mask.right.map(|r| x + i64::from(r)), mask.left.map(|l| x - i64::from(l))];
                     let ends = positions(q).into_iter().flat_map(ends).flatten();
                     let want = ends.filter(|end| positions(k).contains(end)).count();
-                    assert_eq!(edges(q, k, mask), want as u64, "{q:?} {k:?} {mask:?}");
+                    assert_eq!(q.edges(k, mask), want as u64, "{q:?} {k:?} {mask:?}");
                     crossed += want;
                 }
             }

@@ -1,28 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Choosing a mesh and a layout.
-//!
-//! These are the rules. [`Plan::explain`] prints every candidate with its figures:
-//!
-//! 1. *Meshes* are all `ulysses × ring = world` with `ulysses ≤ heads`, of several nodes those whose Ulysses ranks lie
-//!    in one node. Each is rated with its own automatic layout. The lowest cost is chosen; of equal costs the one with
-//!    the larger `ulysses`.
-//! 2. *Cost* is the multiply-adds of the busiest rank plus `balance` times the bytes that the busiest rank receives,
-//!    both for one forward and one backward. Multiply-adds are the largest mask area of any ring rank times the largest
-//!    number of q heads of any Ulysses rank, so heads that do not divide evenly count with the factor `⌈H/U⌉·U/H`.
-//!    Bytes are those of the two all-to-alls of each direction, and on the ring, for each row that another rank needs,
-//!    k and v twice and their gradients once; rows that windows or document boundaries make unneeded are not counted.
-//!    Every message adds [`MESSAGE`] bytes: k and v, and later their gradients, in each ring step that the needed rows
-//!    fill, and each tensor to each peer in an all-to-all. Over several nodes ([`Options::ranks_per_node`]) a byte from
-//!    another node counts [`BETWEEN`] times: of an all-to-all the part of the peers that are in other nodes, of the
-//!    ring's rows those whose owners are, once for each node where the schedule has two levels.
-//! 3. *Layouts*: with one ring rank nothing is sent, and contiguous is chosen. Otherwise consider those of [`LAYOUTS`]
-//!    whose busiest rank has at most 1 % more work than the best one's. Of these, choose the one whose busiest rank
-//!    needs the fewest rows of other ranks; of equals the first in the list.
-//!
-//! Everything is counted in integers from the problem alone, so all ranks make the same choice. Where q and k are the
-//! same tokens it takes about one step for each document, and for each mesh one for each run of a layout and, for a
-//! zigzag, for each rank and length ([`loads`](super::loads)); otherwise `O(documents × ring)` steps for each mesh and
-//! layout. These are rules of thumb: if the machine is known, `Plan::auto_on` uses its description.
+//! Choosing a mesh and a layout, by the rules that [`Choice`] documents.
 
 use alloc::{format, vec::Vec};
 
@@ -40,30 +17,6 @@ use crate::{
     layout::Layout,
     mesh::Mesh,
 };
-
-/// Multiply-adds that a device does in the time that one byte takes to arrive. 1,024 is the order of magnitude of an
-/// accelerator of a few hundred tera multiply-adds per second on a link of a few hundred gigabytes per second; it is a
-/// convention, not a measurement. The rule ignores that ring steps overlap with compute and all-to-alls do not.
-pub const BALANCE: u32 = 1024;
-
-/// The fixed cost of a message, in bytes: 64 KiB take some microseconds on a link of ten gigabytes per second. A
-/// convention, as [`BALANCE`] is.
-pub const MESSAGE: u32 = 1 << 16;
-
-/// Bytes inside a node that take as long as one byte from another node. 8 is the order of magnitude of a node of eight
-/// accelerators with links of a few hundred gigabytes per second and a card of 400 Gb/s for each; a convention, as
-/// [`BALANCE`] is. It says nothing unless [`Options::ranks_per_node`] is given.
-pub const BETWEEN: u32 = 8;
-
-/// The layouts that the automatic choice considers, in order of preference.
-pub const LAYOUTS: [Layout; 6] = [
-    Layout::Contiguous,
-    Layout::ZigzagPack,
-    Layout::Balanced { chunks: 4 },
-    Layout::Balanced { chunks: 16 },
-    Layout::Zigzag,
-    Layout::Striped { stripe: 128 },
-];
 
 /// One mesh with its automatic layout and their cost by the rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,6 +40,29 @@ pub struct Candidate {
 }
 
 /// The chosen mesh and layout, and all candidates.
+///
+/// [`Plan::explain`] prints every candidate with its figures. The rules:
+///
+/// 1. *Meshes* are all `ulysses × ring = world` with `ulysses ≤ heads`, of several nodes those whose Ulysses ranks lie
+///    in one node. Each is rated with its own automatic layout. The lowest cost is chosen; of equal costs the one with
+///    the larger `ulysses`.
+/// 2. *Cost* is the multiply-adds of the busiest rank plus `balance` times the bytes that the busiest rank receives,
+///    both for one forward and one backward. Multiply-adds are the largest mask area of any ring rank times the largest
+///    number of q heads of any Ulysses rank, so heads that do not divide evenly count with the factor `⌈H/U⌉·U/H`.
+///    Bytes are those of the two all-to-alls of each direction, and on the ring, for each row that another rank needs,
+///    k and v twice and their gradients once; rows that windows or document boundaries make unneeded are not counted.
+///    Every message adds [`Choice::MESSAGE`] bytes: k and v, and later their gradients, in each ring step that the
+///    needed rows fill, and each tensor to each peer in an all-to-all. Over several nodes ([`Options::ranks_per_node`])
+///    a byte from another node counts [`Choice::BETWEEN`] times: of an all-to-all the part of the peers that are in
+///    other nodes, of the ring's rows those whose owners are, once for each node where the schedule has two levels.
+/// 3. *Layouts*: with one ring rank nothing is sent, and contiguous is chosen. Otherwise consider those of
+///    [`Choice::LAYOUTS`] whose busiest rank has at most 1 % more work than the best one's. Of these, choose the one
+///    whose busiest rank needs the fewest rows of other ranks; of equals the first in the list.
+///
+/// Everything is counted in integers from the problem alone, so all ranks make the same choice. Where q and k are the
+/// same tokens it takes about one step for each document, and for each mesh one for each run of a layout and, for a
+/// zigzag, for each rank and length; otherwise `O(documents × ring)` steps for each mesh and
+/// layout. These are rules of thumb: if the machine is known, `Plan::auto_on` uses its description.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Choice {
@@ -100,15 +76,19 @@ pub struct Choice {
     pub candidates: Vec<Candidate>,
 }
 
-/// The automatic layout for `ring` ranks: rule 3 of the [module](crate::plan::auto).
-pub fn auto_layout(problem: &Problem, ring: usize) -> Result<Layout> {
-    problem.check()?;
-    Ok(best_layout(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), ring)?.layout)
+impl Layout {
+    /// The automatic layout for `ring` ranks: rule 3 of [`Choice`].
+    pub fn auto(ring: usize, problem: &Problem) -> Result<Self> {
+        problem.check()?;
+        Ok(best_layout(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), ring)?.layout)
+    }
 }
 
-/// The layouts of [`LAYOUTS`] that are possible with `ring` ranks.
+/// The layouts of [`Choice::LAYOUTS`] that are possible with `ring` ranks.
 pub(super) fn layouts(ring: usize) -> impl Iterator<Item = Layout> {
-    LAYOUTS.into_iter().filter(move |l| !matches!(l, Layout::Balanced { chunks } if *chunks as usize * ring > 1 << 20))
+    Choice::LAYOUTS
+        .into_iter()
+        .filter(move |l| !matches!(l, Layout::Balanced { chunks } if *chunks as usize * ring > 1 << 20))
 }
 
 fn best_layout(problem: &Problem, counted: Option<&Counted>, ring: usize) -> Result<LayoutLoad> {
@@ -124,75 +104,94 @@ fn best_layout(problem: &Problem, counted: Option<&Counted>, ring: usize) -> Res
         .ok_or_else(|| Error::invalid("ring", ring, "at least 1"))
 }
 
-/// The automatic mesh and layout for `world` ranks that share one batch, with all candidates: rules 1 to 3 of the
-/// [module](crate::plan::auto).
-///
-/// # Errors
-/// A problem that [`Problem::check`] refuses, a world of 0, and a [`AttentionKind::Other`] on more ranks than heads.
-///
-/// ```
-/// use cpattn::{Batch, Dtype, Mesh, Problem, plan};
-/// let problem = Problem::new(Batch::from_lengths(&[8192])?, 8, 8, 64, Dtype::Bf16);
-/// let choice = plan::choose(8, &problem, plan::BALANCE)?;
-/// assert_eq!(choice.mesh, Mesh::ulysses(8)?);
-/// assert_eq!(choice.candidates.len(), 4);
-/// let first = &choice.candidates[0];
-/// let sent = first.bytes + u128::from(plan::MESSAGE) * u128::from(first.messages);
-/// assert_eq!(first.cost, first.multiply_adds + u128::from(plan::BALANCE) * sent);
-/// // A link that costs nothing leaves the balance of work to decide.
-/// assert!(plan::choose(8, &problem, 0)?.mesh.ulysses > 0);
-/// # Ok::<(), cpattn::Error>(())
-/// ```
-pub fn choose(world: usize, problem: &Problem, balance: u32) -> Result<Choice> {
-    choose_over(world, problem, balance, 0)
-}
+impl Choice {
+    /// Multiply-adds that a device does in the time that one byte takes to arrive. 1,024 is the order of magnitude of
+    /// an accelerator of a few hundred tera multiply-adds per second on a link of a few hundred gigabytes per second;
+    /// it is a convention, not a measurement. The rule ignores that ring steps overlap with compute and all-to-alls do
+    /// not.
+    pub const BALANCE: u32 = 1024;
 
-/// As [`choose`], over nodes of [`Options::ranks_per_node`] ranks: only meshes whose Ulysses ranks lie in one node,
-/// where the kind of attention leaves a choice, and bytes from other nodes count [`BETWEEN`] times.
-///
-/// # Errors
-/// As [`choose`].
-///
-/// ```
-/// use cpattn::{Batch, Dtype, Problem, plan};
-/// let problem = Problem::new(Batch::from_lengths(&[1 << 17])?, 32, 8, 128, Dtype::Bf16);
-/// let choice = plan::choose_over(16, &problem, plan::BALANCE, 8)?;
-/// // All-to-alls inside each of the two nodes, a ring across.
-/// assert_eq!((choice.mesh.ulysses, choice.mesh.ring), (8, 2));
-/// let best = &choice.candidates[0];
-/// let alike = plan::choose(16, &problem, plan::BALANCE)?;
-/// let same = alike.candidates.iter().find(|c| c.mesh == best.mesh).unwrap();
-/// assert_eq!(best.cost - same.cost, u128::from(plan::BALANCE * (plan::BETWEEN - 1)) * best.bytes_between);
-/// # Ok::<(), cpattn::Error>(())
-/// ```
-pub fn choose_over(world: usize, problem: &Problem, balance: u32, ranks_per_node: usize) -> Result<Choice> {
-    problem.check()?;
-    Mesh::ring(world)?;
-    if problem.kind == AttentionKind::Other && world > problem.heads() {
-        return Err(Error::unsupported(
-            "kind other on this world",
-            format!("Ulysses only, and the world of {world} has more ranks than {} heads", problem.heads()),
-            "give the remaining ranks batches of their own: ulysses of at most the heads, ring 1",
-        ));
-    }
-    let counted = Counted::new(problem.batch(), problem.mask());
-    let mut candidates = Vec::new();
-    for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
-        let other = problem.kind == AttentionKind::Other;
-        let fits = if other { ulysses == world } else { holds_ulysses(ulysses, world, ranks_per_node) };
-        if !fits {
-            continue;
+    /// The fixed cost of a message, in bytes: 64 KiB take some microseconds on a link of ten gigabytes per second. A
+    /// convention, as [`Choice::BALANCE`] is.
+    pub const MESSAGE: u32 = 1 << 16;
+
+    /// Bytes inside a node that take as long as one byte from another node. 8 is the order of magnitude of a node of
+    /// eight accelerators with links of a few hundred gigabytes per second and a card of 400 Gb/s for each; a
+    /// convention, as [`Choice::BALANCE`] is. It says nothing unless [`Options::ranks_per_node`] is given.
+    pub const BETWEEN: u32 = 8;
+
+    /// The layouts that are considered, in order of preference.
+    pub const LAYOUTS: [Layout; 6] = [
+        Layout::Contiguous,
+        Layout::ZigzagPack,
+        Layout::Balanced { chunks: 4 },
+        Layout::Balanced { chunks: 16 },
+        Layout::Zigzag,
+        Layout::Striped { stripe: 128 },
+    ];
+
+    /// The automatic mesh and layout for `world` ranks that share one batch, with all candidates: the rules of the
+    /// [type](Choice). `balance` is usually [`Choice::BALANCE`]. With `ranks_per_node`
+    /// ([`Options::ranks_per_node`]; 0 if all links are alike) only meshes whose Ulysses ranks lie in one node are
+    /// considered, where the kind of attention leaves a choice, and bytes from other nodes count [`Choice::BETWEEN`]
+    /// times.
+    ///
+    /// # Errors
+    /// A problem that [`Problem::check`] refuses, a world of 0, and a [`AttentionKind::Other`] on more ranks than
+    /// heads.
+    ///
+    /// ```
+    /// use cpattn::{Batch, Dtype, Mesh, Problem, plan::Choice};
+    /// let problem = Problem::new(Batch::from_lengths(&[8192])?, 8, 8, 64, Dtype::Bf16);
+    /// let choice = Choice::new(8, &problem, Choice::BALANCE, 0)?;
+    /// assert_eq!(choice.mesh, Mesh::ulysses(8)?);
+    /// assert_eq!(choice.candidates.len(), 4);
+    /// let first = &choice.candidates[0];
+    /// let sent = first.bytes + u128::from(Choice::MESSAGE) * u128::from(first.messages);
+    /// assert_eq!(first.cost, first.multiply_adds + u128::from(Choice::BALANCE) * sent);
+    /// // A link that costs nothing leaves the balance of work to decide.
+    /// assert!(Choice::new(8, &problem, 0, 0)?.mesh.ulysses > 0);
+    ///
+    /// // Two nodes of eight: all-to-alls inside each of them, a ring across.
+    /// let problem = Problem::new(Batch::from_lengths(&[1 << 17])?, 32, 8, 128, Dtype::Bf16);
+    /// let choice = Choice::new(16, &problem, Choice::BALANCE, 8)?;
+    /// assert_eq!((choice.mesh.ulysses, choice.mesh.ring), (8, 2));
+    /// let best = &choice.candidates[0];
+    /// let alike = Choice::new(16, &problem, Choice::BALANCE, 0)?;
+    /// let same = alike.candidates.iter().find(|c| c.mesh == best.mesh).unwrap();
+    /// let weight = u128::from(Choice::BALANCE * (Choice::BETWEEN - 1));
+    /// assert_eq!(best.cost - same.cost, weight * best.bytes_between);
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    pub fn new(world: usize, problem: &Problem, balance: u32, ranks_per_node: usize) -> Result<Self> {
+        problem.check()?;
+        Mesh::ring(world)?;
+        if problem.kind == AttentionKind::Other && world > problem.heads() {
+            return Err(Error::unsupported(
+                "kind other on this world",
+                format!("Ulysses only, and the world of {world} has more ranks than {} heads", problem.heads()),
+                "give the remaining ranks batches of their own: ulysses of at most the heads, ring 1",
+            ));
         }
-        let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
-        let d = best_layout(problem, counted.as_ref(), mesh.ring)?;
-        candidates.push(judge(problem, mesh, &d, balance, ranks_per_node));
+        let counted = Counted::new(problem.batch(), problem.mask());
+        let mut candidates = Vec::new();
+        for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
+            let other = problem.kind == AttentionKind::Other;
+            let fits = if other { ulysses == world } else { holds_ulysses(ulysses, world, ranks_per_node) };
+            if !fits {
+                continue;
+            }
+            let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
+            let d = best_layout(problem, counted.as_ref(), mesh.ring)?;
+            candidates.push(judge(problem, mesh, &d, balance, ranks_per_node));
+        }
+        let best = candidates
+            .iter()
+            .min_by_key(|c| c.cost)
+            .copied()
+            .ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problem"))?;
+        Ok(Self { mesh: best.mesh, layout: best.layout, balance, candidates })
     }
-    let best = candidates
-        .iter()
-        .min_by_key(|c| c.cost)
-        .copied()
-        .ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problem"))?;
-    Ok(Choice { mesh: best.mesh, layout: best.layout, balance, candidates })
 }
 
 /// The cost of a mesh with a layout, over nodes of this many ranks.
@@ -231,27 +230,28 @@ pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &LayoutLoad, balance: u32,
     // Forward: q, k, v there, o and lse back. Backward: q, k, v, do, lse, delta there, dq, dk, dv back.
     let peers = if bytes > ring { mesh.ulysses as u64 - 1 } else { 0 };
     let messages = 6 * steps + 14 * peers;
-    let weighed = bytes + u128::from(BETWEEN - 1) * bytes_between + u128::from(MESSAGE) * u128::from(messages);
+    let weighed =
+        bytes + u128::from(Choice::BETWEEN - 1) * bytes_between + u128::from(Choice::MESSAGE) * u128::from(messages);
     let cost = multiply_adds + u128::from(balance) * weighed;
     Candidate { mesh, layout: d.layout, multiply_adds, bytes, bytes_between, messages, cost }
 }
 
 impl Mesh {
-    /// The mesh that [`choose`] takes for `world` ranks with the default [`BALANCE`].
+    /// The mesh that [`Choice::new`] takes for `world` ranks with [`Choice::BALANCE`], of which all links are alike.
     pub fn auto(world: usize, problem: &Problem) -> Result<Self> {
-        Ok(choose(world, problem, BALANCE)?.mesh)
+        Ok(Choice::new(world, problem, Choice::BALANCE, 0)?.mesh)
     }
 }
 
 impl Plan {
-    /// Plans with the mesh and the layout that [`choose`] takes for `world` ranks, and the default options.
+    /// Plans with the mesh and the layout that [`Choice::new`] takes for `world` ranks, and the default options.
     pub fn auto(problem: &Problem, world: usize) -> Result<Self> {
         Self::auto_with(problem, world, Options::default())
     }
 
     /// As [`Plan::auto`], with options.
     pub fn auto_with(problem: &Problem, world: usize, options: Options) -> Result<Self> {
-        let choice = choose_over(world, problem, BALANCE, options.ranks_per_node)?;
+        let choice = Choice::new(world, problem, Choice::BALANCE, options.ranks_per_node)?;
         Self::with_options(problem, choice.mesh, choice.layout, options)
     }
 
@@ -260,7 +260,7 @@ impl Plan {
     ///
     /// For steps of a training run that differ only in the lengths of their documents. It takes about as long as
     /// reading `cu_seqlens` (and for [`Layout::Balanced`] as dealing the chunks). Whether the kept choice is still the
-    /// best is not considered: see [`choose`].
+    /// best is not considered: see [`Choice::new`].
     ///
     /// # Errors
     /// As [`Plan::with_options`].
@@ -294,7 +294,7 @@ mod tests {
     #[test]
     fn candidates_are_all_meshes_that_fit_the_heads() {
         let meshes = |world, heads| {
-            let c = choose(world, &problem(&[4096], heads, heads), BALANCE).unwrap();
+            let c = Choice::new(world, &problem(&[4096], heads, heads), Choice::BALANCE, 0).unwrap();
             c.candidates.iter().map(|c| (c.mesh.ulysses, c.mesh.ring)).collect::<Vec<_>>()
         };
         assert_eq!(meshes(12, 5), [(4, 3), (3, 4), (2, 6), (1, 12)]);
@@ -306,7 +306,7 @@ mod tests {
     fn uneven_heads_cost_what_the_busiest_rank_does() {
         // Bytes for nothing: five heads on four ranks cost 2·4/5 of an even share, a ring of four costs nothing extra.
         let p = problem(&[1 << 14], 5, 5);
-        let c = choose(4, &p, 0).unwrap();
+        let c = Choice::new(4, &p, 0, 0).unwrap();
         let of = |u: usize| *c.candidates.iter().find(|c| c.mesh.ulysses == u).unwrap();
         assert_eq!(c.mesh.ulysses, 1);
         let over = of(4).multiply_adds as f64 / (p.area() * 5 * 7 * 64 / 4) as f64;
@@ -317,7 +317,7 @@ mod tests {
     #[test]
     fn equal_costs_go_to_the_larger_ulysses() {
         // Nothing to compute and nothing to send: all candidates cost 0.
-        let c = choose(6, &problem(&[0, 0], 6, 2), BALANCE).unwrap();
+        let c = Choice::new(6, &problem(&[0, 0], 6, 2), Choice::BALANCE, 0).unwrap();
         assert!(c.candidates.iter().all(|c| c.cost == 0));
         assert_eq!(c.mesh.ulysses, 6);
     }
@@ -333,7 +333,7 @@ mod tests {
 
     #[test]
     fn the_layout_follows_the_work() {
-        let layout = |p: &Problem, ring| auto_layout(p, ring).unwrap();
+        let layout = |p: &Problem, ring| Layout::auto(ring, p).unwrap();
         let long = problem(&[1 << 16], 8, 8);
         assert_eq!(layout(&long, 1), Layout::Contiguous);
         // Causal: the last of contiguous ranks works twice the mean; a zigzag is even.
@@ -357,8 +357,8 @@ mod tests {
         }
         let p = problem(&lengths, 8, 8);
         for ring in [2, 3, 8, 16] {
-            let chosen = layout_load(&p, auto_layout(&p, ring).unwrap(), ring).unwrap();
-            for layout in LAYOUTS {
+            let chosen = layout_load(&p, Layout::auto(ring, &p).unwrap(), ring).unwrap();
+            for layout in Choice::LAYOUTS {
                 let other = layout_load(&p, layout, ring).unwrap();
                 assert_eq!(u128::from(other.total.area), p.area());
                 assert!(chosen.largest.area as f64 <= 1.01 * other.largest.area as f64, "{ring} {layout}");

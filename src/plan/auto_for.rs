@@ -9,7 +9,7 @@
 use alloc::{format, vec::Vec};
 
 use super::{
-    AttentionKind, BALANCE, Options, Plan, Problem,
+    AttentionKind, Choice, Options, Plan, Problem,
     auto::{judge, layouts},
     layout_load::{LayoutLoad, load_of_shares},
     nodes::holds_ulysses,
@@ -71,7 +71,7 @@ impl Plan {
     /// [`distribution`](Plan::distribution). Plans come in the order of the kinds.
     ///
     /// # Errors
-    /// No kinds, a kind of no layers, kinds over different batches, and those of [`choose`](super::choose) and
+    /// No kinds, a kind of no layers, kinds over different batches, and those of [`Choice::new`] and
     /// [`Plan::with_tokens_of`].
     ///
     /// ```
@@ -111,7 +111,7 @@ impl Plan {
             }
             let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
             let deal = best_deal(kinds, mesh.ring)?;
-            let cost = deal.sum(kinds, |p, d| judge(p, mesh, d, BALANCE, options.ranks_per_node).cost);
+            let cost = deal.sum(kinds, |p, d| judge(p, mesh, d, Choice::BALANCE, options.ranks_per_node).cost);
             if best.as_ref().is_none_or(|b| cost < b.0) {
                 best = Some((cost, mesh, deal));
             }

@@ -16,7 +16,7 @@ use crate::{
 };
 
 mod area;
-pub mod auto;
+pub(crate) mod auto;
 mod auto_for;
 mod distribution;
 mod fingerprint;
@@ -26,13 +26,12 @@ mod loads;
 mod nodes;
 mod options;
 mod problem;
-mod shard;
+pub(crate) mod shard;
 mod sides;
 mod together;
 
 pub(crate) use area::Load;
-pub use area::{area, edges};
-pub use auto::{BALANCE, BETWEEN, Candidate, Choice, LAYOUTS, MESSAGE, auto_layout, choose, choose_over};
+pub use auto::{Candidate, Choice};
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
 pub(crate) use form::{CirculatingSide, Form};
@@ -40,8 +39,7 @@ pub(crate) use layout_load::{LayoutLoad, load_of_key_shares};
 pub use nodes::ranks_per_node;
 pub(crate) use nodes::{crossing, ring_steps};
 pub use options::{Circulate, Gather, Options, Wire};
-pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};
-pub use shard::ShiftMessage;
+pub use problem::{AttentionKind, Problem};
 use together::form_of;
 pub(crate) use together::{FEW_KEYS, GATHERED, MANY_DOCUMENTS};
 

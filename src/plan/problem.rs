@@ -14,9 +14,6 @@ use crate::{
     mask::Mask,
 };
 
-/// The largest supported head dim.
-pub const MAX_HEAD_DIM: usize = 512;
-
 /// Softmax attention, or the caller's own kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -46,6 +43,9 @@ pub struct Problem {
 }
 
 impl Problem {
+    /// The largest supported head dim.
+    pub const MAX_HEAD_DIM: usize = 512;
+
     /// Causal attention over `batch` with `heads` q heads, `kv_heads` kv heads, one head dim for q, k and v, and a
     /// scale of `1/√head_dim`.
     pub fn new(batch: Batch, heads: usize, kv_heads: usize, head_dim: usize, dtype: Dtype) -> Self {
@@ -138,8 +138,8 @@ impl Problem {
         };
         range("heads", self.heads, 1 << 16)?;
         range("kv_heads", self.kv_heads, 1 << 16)?;
-        range("head_dim", self.head_dim, MAX_HEAD_DIM)?;
-        range("value_dim", self.value_dim, MAX_HEAD_DIM)?;
+        range("head_dim", self.head_dim, Self::MAX_HEAD_DIM)?;
+        range("value_dim", self.value_dim, Self::MAX_HEAD_DIM)?;
         if !self.heads.is_multiple_of(self.kv_heads) {
             return Err(Error::invalid("heads", self.heads, format!("a multiple of kv_heads = {}", self.kv_heads)));
         }
@@ -301,7 +301,7 @@ mod tests {
 
     #[test]
     fn the_default_scale_is_one_over_the_root_of_head_dim() {
-        for d in 1..=MAX_HEAD_DIM {
+        for d in 1..=Problem::MAX_HEAD_DIM {
             let exact = 1.0 / (d as f64).sqrt();
             assert!((inverse_sqrt(d as f64) - exact).abs() <= 2.0 * f64::EPSILON * exact, "{d}");
         }

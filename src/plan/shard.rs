@@ -164,13 +164,14 @@ impl Plan {
 
     /// [`Plan::shift`] where no rank holds the whole: which rows go from which rank to which.
     ///
-    /// A rank applies its copies (`peer` is itself), sends each peer the rows listed for it in the order listed, and
-    /// writes what arrives from each peer in the order listed. Rows that are in no list get the fill value. All ranks
-    /// list the messages between two of them alike. Takes `O(tokens)` time and memory for the runs of the whole group.
+    /// A rank applies its copies (the owner is the reader), sends each peer the rows listed for it in the order listed,
+    /// and writes what arrives from each peer in the order listed. Rows that are in no list get the fill value. All
+    /// ranks list the messages between two of them alike. Takes `O(tokens)` time and memory for the runs of the whole
+    /// group.
     ///
     /// # Errors
     /// A rank outside the mesh.
-    pub fn shift_messages(&self, rank: usize, by: i64) -> Result<Vec<ShiftMessage>> {
+    pub(crate) fn shift_messages(&self, rank: usize, by: i64) -> Result<Vec<ShiftMessage>> {
         self.check_rank(rank)?;
         let batch = self.problem().batch();
         // Runs of all ranks by token: (first token, rows, rank, local row).
@@ -203,8 +204,7 @@ impl Plan {
 
 /// Rows whose values another rank's rows take, in a shift; see [`Plan::shift_messages`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ShiftMessage {
+pub(crate) struct ShiftMessage {
     /// The rank that holds the values.
     pub owner: usize,
     /// The rank that takes them; the owner itself for a copy.

@@ -35,9 +35,7 @@ use crate::{
     error::Result,
     heads::HeadShare,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{
-        CirculatingSide, Form, LayoutLoad, Load, Plan, Problem, Wire, crossing, edges, load_of_key_shares, ring_steps,
-    },
+    plan::{CirculatingSide, Form, LayoutLoad, Load, Plan, Problem, Wire, crossing, load_of_key_shares, ring_steps},
 };
 
 /// The kernels of a problem.
@@ -63,7 +61,7 @@ pub(super) fn kernels(problem: &Problem, machine: &Machine) -> Result<ProblemKer
     let batch = problem.batch();
     let of_document = |d| {
         let [q, k] = [Side::Q, Side::K].map(|side| batch.document(side, d).len() as u32);
-        edges(&Range::plain(0, q, batch.start(Side::Q, d), 0), &Range::plain(0, k, 0, 0), problem.mask())
+        Range::plain(0, q, batch.start(Side::Q, d), 0).edges(&Range::plain(0, k, 0, 0), problem.mask())
     };
     let edges = (0..batch.documents()).map(of_document).sum::<u64>() as f64 / batch.tokens(Side::Q).max(1) as f64;
     Ok(ProblemKernels { rates: [forward, backward], exact: a && b, edges })

@@ -29,7 +29,7 @@ use crate::{
     layout::Layout,
     machine::Machine,
     mesh::Mesh,
-    plan::{LAYOUTS, LayoutLoad, Options, Plan, Problem, auto::dealer},
+    plan::{Choice, LayoutLoad, Options, Plan, Problem, auto::dealer},
     report::{bound::ShareSizes, size::tensor_bytes},
     schedule::Direction,
 };
@@ -127,7 +127,7 @@ pub struct Outlook {
     pub candidates: Vec<MeshTime>,
 }
 
-/// Rates every mesh `ulysses × ring = world` with every layout of [`LAYOUTS`].
+/// Rates every mesh `ulysses × ring = world` with every layout of [`Choice::LAYOUTS`].
 ///
 /// # Errors
 /// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element
@@ -147,7 +147,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
     let dealt = dealer(problem);
     for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
         let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
-        for layout in LAYOUTS {
+        for layout in Choice::LAYOUTS {
             let too_many = matches!(layout, Layout::Balanced { chunks } if chunks as usize * mesh.ring > 1 << 20);
             if too_many || mesh.ring == 1 && layout != Layout::Contiguous {
                 continue;

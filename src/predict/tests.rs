@@ -4,7 +4,7 @@
 use super::*;
 use crate::{
     Batch, Dtype, Mask,
-    plan::{BALANCE, BETWEEN, Candidate, Circulate, Wire},
+    plan::{Candidate, Choice, Circulate, Wire},
 };
 use alloc::{vec, vec::Vec};
 
@@ -358,10 +358,10 @@ fn rules_of_thumb_weigh_what_crosses_nodes() {
             for world in [16, 32] {
                 let batch = Batch::from_lengths(lengths).unwrap();
                 let p = Problem::new(batch, heads, kv_heads, head_dim, Dtype::Bf16).with_value_dim(128);
-                let choice = crate::plan::choose_over(world, &p, BALANCE, 8).unwrap();
+                let choice = Choice::new(world, &p, Choice::BALANCE, 8).unwrap();
                 assert!(expected.is_none_or(|ulysses| ulysses == choice.mesh.ulysses), "{world}: {}", choice.mesh);
                 // Of the same meshes, the one that links of one kind would give.
-                let weight = |c: &Candidate| u128::from(BALANCE) * u128::from(BETWEEN - 1) * c.bytes_between;
+                let weight = |c: &Candidate| u128::from(Choice::BALANCE * (Choice::BETWEEN - 1)) * c.bytes_between;
                 let alike = choice.candidates.iter().min_by_key(|c| c.cost - weight(c)).unwrap();
                 let all = outlook(&p, world, &machine, Effort::new(0, 0), &[options]).unwrap().candidates;
                 let seconds = |mesh, layout| {

@@ -282,7 +282,7 @@ mod tests {
             let options = [Options::new(), Options::new().gather(true), Options::new().circulate(Circulate::Queries)]
                 [random.usize(..3)]
             .ranks_per_node(levels);
-            for layout in crate::plan::LAYOUTS {
+            for layout in crate::plan::Choice::LAYOUTS {
                 let plan = Plan::with_options(&p, Mesh::ring(ring).unwrap(), layout, options).unwrap();
                 for direction in [Direction::Forward, Direction::Backward] {
                     for rank in 0..ring {

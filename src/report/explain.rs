@@ -3,7 +3,7 @@
 //!
 //! The text says why the mesh was chosen, what is sent in each step, and what uses memory. Every figure is counted from
 //! the plan's schedules ([`Plan::costs`]), never estimated; if only some of many ranks are counted, the text says
-//! which. Programs should not parse the text but use [`Plan::costs`] and [`choose`](crate::plan::choose).
+//! which. Programs should not parse the text but use [`Plan::costs`] and [`Choice::new`](crate::plan::Choice::new).
 //!
 //! `choices` prints the reasons for mesh and layout, `costs` the steps and the memory, `figures` formats numbers.
 

@@ -15,5 +15,3 @@ pub mod timeline;
 pub mod trace;
 
 pub use costs::{Costs, PeakBuffers, StepCost};
-#[cfg(feature = "std")]
-pub use packed::event_name;

@@ -2,7 +2,7 @@
 //! Events as bytes, to send a trace to another process.
 //!
 //! An event's names live as long as the program. Names from other processes are therefore kept, each once
-//! ([`event_name`]); operations have about a dozen names.
+//! ([`Event::text`]); operations have about a dozen names.
 
 use std::{
     format,
@@ -20,27 +20,29 @@ use crate::{
 /// Numbers of an event: start, end, bytes, step, lane, and the lengths of name and phase, which follow.
 const NUMBERS: usize = 7;
 
-/// A name for an [`Event`]: the same text, for as long as the program lives. The memory of a text that comes for the
-/// first time is not given back.
-///
-/// ```
-/// use cpattn::report::{event_name, trace::{Event, chrome_trace}};
-/// use cpattn::schedule::Lane;
-///
-/// let (name, phase) = (event_name(&format!("layer {}", 3)), event_name("optimizer"));
-/// let event = Event { rank: 0, lane: Lane::Compute, name, phase, step: 0, start_ns: 0, end_ns: 1000, bytes: 0 };
-/// assert!(chrome_trace(&[event]).contains("layer 3"));
-/// ```
-pub fn event_name(text: &str) -> &'static str {
-    // In order.
-    static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
-    let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
-    match names.binary_search(&text) {
-        Ok(at) => names[at],
-        Err(at) => {
-            let kept = String::leak(text.into());
-            names.insert(at, kept);
-            kept
+impl Event {
+    /// A text as a name or a phase of an event: the same text, for as long as the program lives. The memory of a text
+    /// that comes for the first time is not given back.
+    ///
+    /// ```
+    /// use cpattn::report::trace::{Event, chrome_trace};
+    /// use cpattn::schedule::Lane;
+    ///
+    /// let (name, phase) = (Event::text(&format!("layer {}", 3)), Event::text("optimizer"));
+    /// let event = Event { rank: 0, lane: Lane::Compute, name, phase, step: 0, start_ns: 0, end_ns: 1000, bytes: 0 };
+    /// assert!(chrome_trace(&[event]).contains("layer 3"));
+    /// ```
+    pub fn text(text: &str) -> &'static str {
+        // In order.
+        static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
+        let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
+        match names.binary_search(&text) {
+            Ok(at) => names[at],
+            Err(at) => {
+                let kept = String::leak(text.into());
+                names.insert(at, kept);
+                kept
+            }
         }
     }
 }
@@ -92,7 +94,7 @@ fn take(left: &mut &[u8], rank: usize, offset_ns: i64) -> Option<Event> {
     let mut name = |length: u64| {
         let (text, behind) = rest.split_at_checked(usize::try_from(length).ok()?)?;
         rest = behind;
-        Some(event_name(core::str::from_utf8(text).ok()?))
+        Some(Event::text(core::str::from_utf8(text).ok()?))
     };
     let (name, phase) = (name(lengths[0])?, name(lengths[1])?);
     *left = rest;
@@ -144,8 +146,8 @@ mod tests {
     #[test]
     fn a_name_is_kept_once() {
         let text = String::from("a name that no operation has");
-        let kept = event_name(&text);
+        let kept = Event::text(&text);
         assert_eq!(kept, text);
-        assert!(core::ptr::eq(kept, event_name(&text)));
+        assert!(core::ptr::eq(kept, Event::text(&text)));
     }
 }

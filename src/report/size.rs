@@ -9,7 +9,7 @@ use alloc::vec::Vec;
 
 use crate::{
     call::Gradients,
-    plan::{Plan, area, edges},
+    plan::Plan,
     report::bound::ShareSizes,
     schedule::{AttendPart, Buf, BufferView, CirculatingSide, OpKind, Schedule, TensorId, expand::Expansion},
 };
@@ -107,8 +107,8 @@ impl<'a> OpSizes<'a> {
         for q in r.q {
             let keys = &r.pairs[q.keys_begin as usize..q.keys_end as usize];
             for k in keys.iter().map(|&k| &r.k[k as usize]) {
-                head.pairs += u128::from(area(&q.range, k, mask));
-                head.edges += edges(&q.range, k, mask);
+                head.pairs += u128::from(q.range.area(k, mask));
+                head.edges += q.range.edges(k, mask);
             }
             head.rows += if keys.is_empty() { 0 } else { u64::from(q.range.len) };
         }

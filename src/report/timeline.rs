@@ -9,7 +9,7 @@
 use alloc::{format, string::String};
 use core::fmt::Write;
 
-use super::trace::{Event, label, lane_name, overlap, overlap_of, ranks};
+use super::trace::{Event, Overlap, label, lane_name, overlap_of, ranks};
 use crate::schedule::Lane;
 
 /// What an event is drawn as: legend, colour, whether ink on it is dark, and the names of operations.
@@ -98,7 +98,7 @@ pub fn timeline_svg(events: &[Event]) -> String {
             escaped(body)
         );
     };
-    let total = overlap(events);
+    let total = Overlap::of(events);
     let hidden = match total.share() {
         Some(share) => {
             // A rank can hide no more than it computes: of a tiny model, next to nothing.

@@ -5,7 +5,7 @@
 //! or as a picture ([`timeline_svg`](super::timeline::timeline_svg)) that shows which communication overlaps with
 //! compute. Both are made afterwards from plain data; nothing here reads a clock or a running rank.
 //!
-//! [`overlap`] computes how much of the communication lane's time overlapped with work of the compute lane of the same
+//! [`Overlap`] is how much of the communication lane's time overlapped with work of the compute lane of the same
 //! rank. The rest is time that a rank waited.
 
 use alloc::{
@@ -51,6 +51,23 @@ pub struct Overlap {
 }
 
 impl Overlap {
+    /// The overlap over all ranks of `events`, in any order. Operations of one lane that overlap count once.
+    ///
+    /// ```
+    /// use cpattn::{report::trace::{Event, Overlap}, schedule::Lane};
+    /// let event =
+    ///     |lane, start_ns, end_ns| Event { rank: 0, lane, name: "", phase: "", step: 0, start_ns, end_ns, bytes: 0 };
+    /// let o = Overlap::of(&[event(Lane::Compute, 0, 70), event(Lane::Communication, 20, 120)]);
+    /// assert_eq!(o.share(), Some(0.5));
+    /// ```
+    pub fn of(events: &[Event]) -> Self {
+        let mut total = Self::default();
+        for rank in ranks(events) {
+            total.add(overlap_of(events, rank));
+        }
+        total
+    }
+
     /// The hidden share of communication, 0 to 1; `None` when nothing was communicated.
     pub fn share(&self) -> Option<f64> {
         (self.communication_ns > 0).then(|| self.hidden_ns as f64 / self.communication_ns as f64)
@@ -62,22 +79,6 @@ impl Overlap {
         self.communication_ns = self.communication_ns.saturating_add(other.communication_ns);
         self.hidden_ns = self.hidden_ns.saturating_add(other.hidden_ns);
     }
-}
-
-/// The overlap over all ranks of `events`, in any order. Operations of one lane that overlap count once.
-///
-/// ```
-/// use cpattn::{report::trace::{Event, overlap}, schedule::Lane};
-/// let event = |lane, start_ns, end_ns| Event { rank: 0, lane, name: "", phase: "", step: 0, start_ns, end_ns, bytes: 0 };
-/// let o = overlap(&[event(Lane::Compute, 0, 70), event(Lane::Communication, 20, 120)]);
-/// assert_eq!(o.share(), Some(0.5));
-/// ```
-pub fn overlap(events: &[Event]) -> Overlap {
-    let mut total = Overlap::default();
-    for rank in ranks(events) {
-        total.add(overlap_of(events, rank));
-    }
-    total
 }
 
 /// The ranks that occur, ascending.
@@ -222,11 +223,11 @@ pub(super) mod tests {
                     event(next(3) as usize, lane, "attend", 0, start, start + next(50))
                 })
                 .collect();
-            assert_eq!(overlap(&events), slowly(&events), "{events:?}");
-            hidden += overlap(&events).hidden_ns;
+            assert_eq!(Overlap::of(&events), slowly(&events), "{events:?}");
+            hidden += Overlap::of(&events).hidden_ns;
         }
         assert!(hidden > 1000);
-        assert_eq!(overlap(&[]).share(), None);
+        assert_eq!(Overlap::of(&[]).share(), None);
     }
 
     #[test]

@@ -44,6 +44,8 @@ pub(super) trait Backend: Send {
 
     fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()>;
 
+    fn set_sm_margin(&mut self, n: u32) -> Result<()>;
+
     fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, RingFault>;
 
     /// The rank's end of the transport, for what the host does there between runs. On a device it waits first for the

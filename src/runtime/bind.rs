@@ -9,7 +9,7 @@ use crate::{
     error::{Error, Result},
     plan::Plan,
     schedule::{ALIGNMENT, Buf, OWN_HEADS, OpKind, Purpose, Schedule, TensorForm, TensorId},
-    tensor::{disjoint, expect_dims},
+    tensor::{disjoint, expect},
 };
 
 /// One tensor for each name; [`RawTensor::NONE`] for those that a direction does not use.
@@ -80,7 +80,7 @@ impl Bindings {
                 Purpose::Attention(_) => "head_dim",
                 Purpose::AllToAll(_) => "dim",
             };
-            expect_dims(name, raw, dtype, shape, innermost).map_err(|error| {
+            expect(name, raw, dtype, shape, innermost).map_err(|error| {
                 // The usual reason is a tensor of the whole batch, or a cu_seqlens that ends elsewhere.
                 let tokens = raw.dtype == dtype && raw.tokens != shape[0] as u64;
                 if tokens { error.hint(expected.tokens_hint(tensor)) } else { error }

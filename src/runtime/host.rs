@@ -101,12 +101,6 @@ pub(super) struct HostOperations<'a> {
     pub transport: &'a dyn Transport,
 }
 
-/// Tiles for the attention of a plan.
-pub(super) fn dims(plan: &Plan) -> cpu::Dims {
-    let p = plan.problem();
-    cpu::Dims { head_dim: p.head_dim() as u32, value_dim: p.value_dim() as u32, dtype: p.dtype() }
-}
-
 impl HostOperations<'_> {
     fn scratch(&mut self) -> &mut cpu::Scratch {
         self.scratch.as_mut().expect("planning puts attention on the compute lane")

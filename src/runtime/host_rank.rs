@@ -23,14 +23,14 @@ use crate::{
     call::RawStream,
     device::Device,
     error::Result,
-    kernel::{cpu, no_stream},
+    kernel::{cpu, no_sm_margin, no_stream},
     plan::Plan,
     report::trace,
     schedule::Purpose,
     transport::{
         Transport,
         carrier::{Carrier, HostCarrier},
-        ring_check::{self, Link, RingFault},
+        ring_check::{Link, RingFault},
     },
 };
 
@@ -77,7 +77,8 @@ impl HostRank {
         plan.fits_world(self.transport.world())?;
         let prepared = Prepared::new(plan, self.transport.rank(), run)?.tagged();
         self.agreements.reserve(&prepared.schedule.group);
-        self.scratch.reserve(&host::dims(plan));
+        let p = plan.problem();
+        self.scratch.reserve(p.dtype(), p.head_dim() as u32, p.value_dim() as u32);
         if let Some(oldest) = self.prepared.least_recent() {
             self.prepared.remove(oldest);
         }
@@ -120,8 +121,12 @@ impl Backend for HostRank {
         self.scratch.set_isa(isa)
     }
 
+    fn set_sm_margin(&mut self, n: u32) -> Result<()> {
+        no_sm_margin(n)
+    }
+
     fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, RingFault> {
-        ring::checked(&*self.transport, &self.failure, || ring_check::check(&*self.transport, bytes))
+        ring::checked(&*self.transport, &self.failure, || Link::check_all(&*self.transport, bytes))
     }
 
     fn between_runs(&self) -> Result<Box<dyn Carrier + '_>> {

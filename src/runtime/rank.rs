@@ -87,6 +87,15 @@ impl Rank {
         self.backend.set_isa(isa)
     }
 
+    /// On a device, leaves `n` multiprocessors free of attention as long as this rank lives, so that a communicator's
+    /// kernels find room beside it. The largest margin of all ranks and scratches of the process applies.
+    ///
+    /// # Errors
+    /// On the CPU for any number but 0; a device that does not have more than `n`. Nothing is changed then.
+    pub fn set_sm_margin(&mut self, n: u32) -> Result<()> {
+        self.backend.set_sm_margin(n)
+    }
+
     /// Makes a rank over a transport of device memory; its tensors are on the transport's device. Its runs execute one
     /// after another, even on different streams, because they share one workspace.
     ///
@@ -174,7 +183,7 @@ impl Rank {
         self.backend.failure().poll(self.backend.transport())
     }
 
-    /// As [`ring_check::check`](crate::transport::ring_check::check), with ranks. All ranks of the group call it,
+    /// As [`Link::check_all`], with ranks. All ranks of the group call it,
     /// between runs. On a device it waits for the work that this rank enqueued, and messages go from device to device.
     /// A failure ends the group.
     ///
@@ -259,7 +268,8 @@ impl Rank {
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if `ptr` is not a multiple of
-    /// [`ALIGNMENT`](crate::schedule::ALIGNMENT), or, on a device, the first or last byte is not memory of that device.
+    /// [`Schedule::ALIGNMENT`](crate::schedule::Schedule::ALIGNMENT), or, on a device, the first or last byte is not
+    /// memory of that device.
     pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
         // SAFETY: the memory is valid for as long as it is lent (promised).
         unsafe { self.backend.lend_workspace(ptr, bytes) }

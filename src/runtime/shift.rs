@@ -14,7 +14,7 @@ use super::{collective, rank::Rank};
 use crate::{
     batch::Side,
     error::{Error, Result},
-    plan::{Plan, ShiftMessage},
+    plan::{Plan, shard::ShiftMessage},
     transport::{
         Label,
         carrier::{self, Carrier, Parcel},

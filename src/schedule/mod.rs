@@ -3,8 +3,8 @@
 //!
 //! A schedule is a list of one rank's operations: transform, exchange, attend, reduce, merge. Each operation has its
 //! buffers, one of two lanes (compute or communication), and what it waits for. The runtime only executes the list.
-//! Since it is data, it can be printed, drawn, and *verified*: [`verify`](verify::verify) checks the schedules of all
-//! ranks together, under the contract of transports.
+//! Since it is data, it can be printed, drawn, and *verified*: [`Plan::verify`](crate::Plan::verify) checks the
+//! schedules of all ranks together, under the contract of transports.
 //!
 //! - [`join`](self) finds the rows that one share needs of another, [`ring_steps`] which rows arrive from which rank in
 //!   which step;
@@ -34,10 +34,10 @@ pub mod verify;
 
 pub use all_to_all::{AllToAll, AllToAllDirection};
 pub(crate) use all_to_all::{OWN_HEADS, OWN_TOKENS};
-pub use ops::{ALIGNMENT, Lane};
+pub use ops::Lane;
 pub(crate) use ops::{
-    AttendOp, AttendPart, BackwardOp, BlockView, Buf, Buffer, BufferView, MessageView, Op, OpKind, SINK_DIGITS,
-    StepTensor,
+    ALIGNMENT, AttendOp, AttendPart, BackwardOp, BlockView, Buf, Buffer, BufferView, MessageView, Op, OpKind,
+    SINK_DIGITS, StepTensor,
 };
 pub(crate) use purpose::{Purpose, TensorForm};
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
@@ -96,6 +96,9 @@ pub struct Operation {
 }
 
 impl Schedule {
+    /// Buffers in the workspace begin at multiples of this many bytes, and so must a workspace that is lent.
+    pub const ALIGNMENT: u64 = ALIGNMENT;
+
     /// The rank whose operations these are.
     pub fn rank(&self) -> usize {
         self.rank

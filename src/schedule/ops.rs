@@ -40,7 +40,7 @@ pub(crate) struct Buffer {
 pub(crate) const SINK_DIGITS: usize = 28;
 
 /// Workspace buffers begin at multiples of this many bytes, and so must the workspace.
-pub const ALIGNMENT: u64 = 256;
+pub(crate) const ALIGNMENT: u64 = 256;
 
 impl Buffer {
     /// Its bytes, without padding.

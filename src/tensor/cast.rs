@@ -15,7 +15,7 @@ use crate::{
 ///
 /// [`Error::Invalid`](crate::Error::Invalid) when the bytes are not aligned to the element's size, or not a whole
 /// number of elements.
-pub fn cast<T: Element>(bytes: &[u8]) -> Result<&[T]> {
+pub(super) fn cast<T: Element>(bytes: &[u8]) -> Result<&[T]> {
     let (address, count) = (bytes.as_ptr().addr(), bytes.len());
     bytemuck::try_cast_slice(bytes).map_err(|e| refuse_cast::<T>(e, address, count))
 }
@@ -25,7 +25,7 @@ pub fn cast<T: Element>(bytes: &[u8]) -> Result<&[T]> {
 /// # Errors
 ///
 /// As [`cast`].
-pub fn cast_mut<T: Element>(bytes: &mut [u8]) -> Result<&mut [T]> {
+pub(super) fn cast_mut<T: Element>(bytes: &mut [u8]) -> Result<&mut [T]> {
     let (address, count) = (bytes.as_ptr().addr(), bytes.len());
     bytemuck::try_cast_slice_mut(bytes).map_err(|e| refuse_cast::<T>(e, address, count))
 }

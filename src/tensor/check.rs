@@ -18,19 +18,15 @@ use alloc::format;
 use core::ops::Range;
 
 /// Checks that an argument is what a call needs: dtype, shape, an address that is neither null nor unaligned when
-/// there are elements, and strides that stay within the address space. Strides are not otherwise restricted; for what
-/// is written, [`disjoint`](super::disjoint) refuses those that make a tensor overlap itself.
+/// there are elements, and strides that stay within the address space. `innermost` is the word for the last dimension.
+/// Strides are not otherwise restricted; for what is written, [`disjoint`](super::disjoint) refuses those that make a
+/// tensor overlap itself.
 ///
 /// # Errors
 ///
 /// [`Error::Invalid`] naming the part (`k.dtype`, `k.tokens`, `k.heads`, `k.head_dim`, …), its value and the one
 /// expected.
-pub fn expect(name: &'static str, t: &RawTensor, dtype: Dtype, shape: [usize; 3]) -> Result<()> {
-    expect_dims(name, t, dtype, shape, "head_dim")
-}
-
-/// As [`expect`], with the word for the innermost dimension.
-pub(crate) fn expect_dims(
+pub(crate) fn expect(
     name: &'static str,
     t: &RawTensor,
     dtype: Dtype,
@@ -179,4 +175,35 @@ pub(super) fn start<T>(t: &RawTensor) -> *mut T {
 pub(super) fn elements(t: &RawTensor, compact: bool) -> Option<usize> {
     let count = if is_empty(t) { 0 } else { t.tokens as usize * t.heads as usize * t.dim as usize };
     compact.then_some(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::View;
+    use alloc::string::ToString;
+
+    #[test]
+    fn expectations_name_the_part() {
+        let data = [0f32; 24];
+        let raw = View::new(&data, 2, 3, 4).unwrap().raw();
+        let check = |raw: &RawTensor, dtype, shape| expect("k", raw, dtype, shape, "head_dim");
+        assert_eq!(check(&raw, Dtype::F32, [2, 3, 4]), Ok(()));
+        let refuses = |raw: &RawTensor, dtype, shape, texts: [&str; 3]| {
+            let text = check(raw, dtype, shape).unwrap_err().to_string();
+            assert!(texts.iter().all(|part| text.contains(part)), "{text}");
+        };
+        refuses(&raw, Dtype::Bf16, [2, 3, 4], ["k.dtype", "f32", "bf16"]);
+        refuses(&raw, Dtype::F32, [5, 3, 4], ["k.tokens", "2", "5"]);
+        refuses(&raw, Dtype::F32, [2, 9, 4], ["k.heads", "3", "9"]);
+        refuses(&raw, Dtype::F32, [2, 3, 8], ["k.head_dim", "4", "8"]);
+        let here = |raw: RawTensor, texts| refuses(&raw, Dtype::F32, [2, 3, 4], texts);
+        here(RawTensor { ptr: core::ptr::null_mut(), ..raw }, ["k.ptr", "null with shape [2, 3, 4]", "address"]);
+        here(RawTensor { ptr: raw.ptr.wrapping_add(1), ..raw }, ["k.ptr", "0x", "a multiple of 4, the size of f32"]);
+        let far = ["k.head_stride", "for 3 heads", "address space"];
+        here(RawTensor { head_stride: i64::MIN, ..raw }, far);
+        let far = ["k.token_stride", "for 2 tokens", "address space"];
+        here(RawTensor { token_stride: -(raw.ptr.addr() as i64), ..raw }, far);
+        assert_eq!(check(&RawTensor::NONE, Dtype::F32, [0, 0, 0]), Ok(()));
+    }
 }

@@ -134,43 +134,45 @@ struct LedgerRound<'a> {
     pages: Box<dyn WireBuffer>,
 }
 
-/// Checks all links. All ranks call it with the same number of `bytes` (at least 1) for the large message. Rank 0 gets
-/// all links in the order in which they were measured, other ranks those measured before their last turn.
-///
-/// # Errors
-/// What failed, on every rank that noticed; [`RingFault::Failed`] with [`Error::Invalid`] for a ring of one rank or 0
-/// bytes.
-///
-/// ```
-/// use cpattn::transport::{local, ring_check};
-/// use std::time::Duration;
-///
-/// let ends = local::group(3, Duration::from_secs(10))?;
-/// std::thread::scope(|scope| {
-///     for end in ends {
-///         scope.spawn(move || {
-///             let links = ring_check::check(&end, 1 << 16).unwrap();
-///             assert!(links.iter().all(|link| link.bytes_per_second > 0.0));
-///         });
-///     }
-/// });
-/// # Ok::<(), cpattn::Error>(())
-/// ```
-pub fn check(end: &dyn Transport, bytes: usize) -> Result<Vec<Link>, RingFault> {
-    round(&HostCarrier(end), bytes)
-}
+impl Link {
+    /// Checks all links. All ranks call it with the same number of `bytes` (at least 1) for the large message. Rank 0 gets
+    /// all links in the order in which they were measured, other ranks those measured before their last turn.
+    ///
+    /// # Errors
+    /// What failed, on every rank that noticed; [`RingFault::Failed`] with [`Error::Invalid`] for a ring of one rank or 0
+    /// bytes.
+    ///
+    /// ```
+    /// use cpattn::transport::{local, ring_check::Link};
+    /// use std::time::Duration;
+    ///
+    /// let ends = local::group(3, Duration::from_secs(10))?;
+    /// std::thread::scope(|scope| {
+    ///     for end in ends {
+    ///         scope.spawn(move || {
+    ///             let links = Link::check_all(&end, 1 << 16).unwrap();
+    ///             assert!(links.iter().all(|link| link.bytes_per_second > 0.0));
+    ///         });
+    ///     }
+    /// });
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    pub fn check_all(end: &dyn Transport, bytes: usize) -> Result<Vec<Self>, RingFault> {
+        round(&HostCarrier(end), bytes)
+    }
 
-/// The same over a transport of device memory: messages go from device to device. The figures include the time until
-/// the host sees that a message has arrived, but no copies between host and device.
-///
-/// Over NCCL a rank notices a failure elsewhere only by its own deadline, so several ranks may name a link: the ledger
-/// stopped at the one with the lowest step.
-///
-/// # Errors
-/// As [`check`]; [`Error::Device`] if the device has no memory for a message.
-#[cfg(feature = "cuda")]
-pub fn check_on_device(end: &dyn super::DeviceTransport, bytes: usize) -> Result<Vec<Link>, RingFault> {
-    round(&DeviceCarrier(end), bytes)
+    /// The same over a transport of device memory: messages go from device to device. The figures include the time until
+    /// the host sees that a message has arrived, but no copies between host and device.
+    ///
+    /// Over NCCL a rank notices a failure elsewhere only by its own deadline, so several ranks may name a link: the ledger
+    /// stopped at the one with the lowest step.
+    ///
+    /// # Errors
+    /// As [`Link::check_all`]; [`Error::Device`] if the device has no memory for a message.
+    #[cfg(feature = "cuda")]
+    pub fn check_all_on_device(end: &dyn super::DeviceTransport, bytes: usize) -> Result<Vec<Self>, RingFault> {
+        round(&DeviceCarrier(end), bytes)
+    }
 }
 
 fn round(carrier: &dyn Carrier, bytes: usize) -> Result<Vec<Link>, RingFault> {

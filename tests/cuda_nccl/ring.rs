@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cpattn::{
     Cause, Error, Rank,
-    transport::ring_check::{RingFault, check_on_device},
+    transport::ring_check::{Link, RingFault},
 };
 
 use crate::group::{LONG, devices, threads};
@@ -13,7 +13,7 @@ use crate::group::{LONG, devices, threads};
 #[test]
 fn every_link_is_measured_both_ways() {
     let Some(devices) = devices(3) else { return };
-    let all = threads(&devices, LONG, |end| check_on_device(&end, 70_000).unwrap());
+    let all = threads(&devices, LONG, |end| Link::check_all_on_device(&end, 70_000).unwrap());
     let all: Vec<_> = all.into_iter().map(Result::unwrap).collect();
     let links: Vec<_> = all[0].iter().map(|link| (link.from, link.to)).collect();
     assert_eq!(links, [(0, 1), (1, 2), (2, 0), (0, 2), (2, 1), (1, 0)]);
@@ -31,7 +31,7 @@ fn a_silent_rank_is_at_the_link_of_the_lowest_step() {
             std::thread::sleep(4 * deadline);
             return None;
         }
-        Some(check_on_device(&end, 1000).unwrap_err())
+        Some(Link::check_all_on_device(&end, 1000).unwrap_err())
     });
     let mut steps = Vec::new();
     for (rank, trouble) in all.into_iter().map(Result::unwrap).enumerate() {

@@ -25,7 +25,7 @@ use cpattn::{
         cuda::{Cuda, DeviceMemory},
     },
     runtime::{Bindings, DeviceBackward, DeviceForward},
-    schedule::{ALIGNMENT, Direction, Schedule, TensorId},
+    schedule::{Direction, Schedule, TensorId},
     tensor::{DeviceView, DeviceViewMut},
     transport::{DeviceTransport, Label, Message, Transport, peer},
 };
@@ -121,7 +121,7 @@ fn workspaces_are_lent_whole_and_apart() {
     assert!(bytes > 100 << 40, "{bytes}");
 
     let needed = rank.workspace_bytes(&plan, Direction::Backward).unwrap() as usize;
-    let memory = cuda.allocate(needed + ALIGNMENT as usize).unwrap();
+    let memory = cuda.allocate(needed + Schedule::ALIGNMENT as usize).unwrap();
     // SAFETY: refused, or `memory` outlives the rank; here and below.
     let lend = |rank: &mut Rank, bytes| unsafe { rank.lend_workspace(memory.ptr(), bytes) };
     refused(lend(&mut rank, 1 << 50), &["workspace is 1125899906842624 bytes", "memory of device 0: the last, at "]);

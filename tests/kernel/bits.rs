@@ -4,7 +4,7 @@
 use crate::harness::*;
 use cpattn::Element;
 use cpattn::call::{Attend, AttendBackward, Delta, Gradients, HeadMap, Range, Ranges, RawTensor, Score};
-use cpattn::kernel::cpu::{self, Dims, Isa, Scratch};
+use cpattn::kernel::cpu::{self, Isa, Scratch};
 use half::{bf16, f16};
 
 /// Outputs of a call as bits, by token.
@@ -54,7 +54,7 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
     let slopes = per_head(&mut slopes, p.alibi);
     let map = HeadMap { q_offset: heads.start as u32, kv_offset: kv.start as u32, group: group as u32 };
     let mut scratch = Scratch::with_isa(way.workers, way.isa).unwrap();
-    scratch.reserve(&Dims { head_dim: p.d as u32, value_dim: p.dv as u32, dtype: E::DTYPE });
+    scratch.reserve(E::DTYPE, p.d as u32, p.dv as u32);
     // Calls as lists of q and k ranges.
     let s = p.score;
     let needs = |q: &Range, k: &Range| {

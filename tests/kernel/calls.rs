@@ -8,8 +8,7 @@ use cpattn::call::{
     Attend, AttendBackward, Block, Delta, Finish, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score,
     Transform,
 };
-use cpattn::kernel::cpu::{self, Dims, Scratch};
-use cpattn::kernel::merge;
+use cpattn::kernel::cpu::{self, Scratch};
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element, Error};
 use half::{bf16, f16};
@@ -91,7 +90,7 @@ fn fixture() {
     };
     let mut scratch = Scratch::new(2);
     let rounding = rounding::<f16>(scratch.isa().unwrap());
-    scratch.reserve(&Dims { head_dim: 32, value_dim: 32, dtype: Dtype::F16 });
+    scratch.reserve(Dtype::F16, 32, 32);
     for mode in [Mode::First, Mode::Only] {
         let (mut qs, ks, pairs) = ring_step(&documents, &documents, 0, 1, true, |_| [0; 2]);
         qs.iter_mut().for_each(|q| q.mode = mode);
@@ -136,7 +135,7 @@ fn merged_tensors_are_the_whole() {
     v.put(&w.v, p.kv_heads, 0..p.kv_heads, &k_at.row_of);
     let mut slopes = head_numbers(&w.alibi_slopes, 0..p.heads);
     let mut scratch = Scratch::new(1);
-    scratch.reserve(&Dims { head_dim: p.d as u32, value_dim: p.dv as u32, dtype: Dtype::F32 });
+    scratch.reserve(Dtype::F32, p.d as u32, p.dv as u32);
     let mut partials: Vec<_> = (0..2)
         .map(|i| {
             let mut o = Buffer::<f32>::poisoned(q_at.rows, p.heads, p.dv);
@@ -162,7 +161,7 @@ fn merged_tensors_are_the_whole() {
     let (mut o2, mut l2) = partials.pop().unwrap();
     let (mut o1, mut l1) = partials.pop().unwrap();
     // SAFETY: as above.
-    unsafe { merge::merge(&o1.raw(), &l1.raw(), &o2.raw(), &l2.raw()) }.unwrap();
+    unsafe { cpu::merge(&o1.raw(), &l1.raw(), &o2.raw(), &l2.raw()) }.unwrap();
     let mut rms = Rms::default();
     for h in 0..p.heads {
         for (token, row) in o1.get(h, &q_at.row_of).iter().enumerate() {
@@ -171,7 +170,7 @@ fn merged_tensors_are_the_whole() {
     }
     rms.assert_below(1e-6, 0.0, "merged o");
     // SAFETY: refused before anything is touched.
-    let refused = unsafe { merge::merge(&o1.raw(), &o2.raw(), &o2.raw(), &l2.raw()) };
+    let refused = unsafe { cpu::merge(&o1.raw(), &o2.raw(), &o2.raw(), &l2.raw()) };
     assert!(matches!(refused, Err(Error::Invalid { argument, .. }) if argument.starts_with("lse")));
 }
 
@@ -200,7 +199,7 @@ fn large_sinks() {
         )
     };
     let mut scratch = Scratch::new(1);
-    scratch.reserve(&Dims { head_dim: 2, value_dim: 2, dtype: Dtype::F32 });
+    scratch.reserve(Dtype::F32, 2, 2);
     // SAFETY: the tensors are the vectors above.
     unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
     assert_eq!(lse, [1e4, -1e4, f32::NEG_INFINITY, 1e4, 2.0, 2.0]);
@@ -232,7 +231,7 @@ fn calls_do_not_allocate() {
             ..Attend::new([q, q, q, t(&mut o)], HeadMap { q_offset: 0, kv_offset: 0, group: 1 }, p.score, ranges)
         };
         let mut scratch = Scratch::new(1);
-        scratch.reserve(&Dims { head_dim: 16, value_dim: 16, dtype: E::DTYPE });
+        scratch.reserve(E::DTYPE, 16, 16);
         let blocks = [Block { dst: dq, sources_begin: 0, sources_end: 2 }];
         let sources = [dq, dk];
         let before = counting::allocations();
@@ -246,7 +245,7 @@ fn calls_do_not_allocate() {
             }
             cpu::transform(&Transform { blocks: &blocks, sources: &sources }).unwrap();
             cpu::finish(&Finish { o: call.o, lse, sinks: RawTensor::NONE, rows: &[range] }).unwrap();
-            scratch.reserve(&Dims { head_dim: 16, value_dim: 16, dtype: E::DTYPE });
+            scratch.reserve(E::DTYPE, 16, 16);
         }
         assert_eq!(counting::allocations() - before, 0, "{}", E::DTYPE);
     }
@@ -291,7 +290,7 @@ fn adding_to_keys_leaves_those_alone_that_no_row_reaches() {
         )
     };
     let mut scratch = Scratch::new(1);
-    scratch.reserve(&Dims { head_dim: dim as u32, value_dim: dim as u32, dtype: Dtype::F32 });
+    scratch.reserve(Dtype::F32, dim as u32, dim as u32);
     // SAFETY: the tensors are the vectors above, alive and used by no other code.
     unsafe { cpu::attend_backward(&call, &mut scratch) }.unwrap();
     for (name, sums) in [("dk", &dk), ("dv", &dv)] {

@@ -8,7 +8,7 @@
 use crate::harness::*;
 use cpattn::Element;
 use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor};
-use cpattn::kernel::cpu::{self, Dims, Executor, Isa, Scratch};
+use cpattn::kernel::cpu::{self, Executor, Isa, Scratch};
 use half::{bf16, f16};
 use std::sync::Arc;
 
@@ -89,7 +89,7 @@ impl<E: Element> Pack<E> {
         let (mut lse, mut delta) = (sums(n), vec![E::Acc::from_f64(0.25); ROWS * n]);
         let [mut dq, mut dk, mut dv] = [n, n_kv, n_kv].map(|heads| sums(heads * DIM));
         let mut scratch = Scratch::with_isa(workers, isa).unwrap().with_executor(Arc::new(Threads));
-        scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
+        scratch.reserve(E::DTYPE, DIM as u32, DIM as u32);
         let heads = HeadMap { q_offset: 0, kv_offset: 0, group: (n / n_kv) as u32 };
         let forward =
             Attend { lse: raw(&mut lse, 1), ..Attend::new([q, k, v, raw(&mut o, DIM)], heads, score, ranges) };

@@ -3,7 +3,7 @@
 
 use crate::harness::*;
 use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Ranges, RawTensor};
-use cpattn::kernel::cpu::{self, Dims, Isa, Scratch};
+use cpattn::kernel::cpu::{self, Isa, Scratch};
 use cpattn::{Dtype, Element};
 use half::{bf16, f16};
 
@@ -22,7 +22,6 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
     let zeros = vec![0; p.lens_k.len()];
     let q_at = place(&p.lens_q, &p.starts, p.cut, &mut random);
     let k_at = place(&p.lens_k, &zeros, p.cut, &mut random);
-    let dims = Dims { head_dim: p.d as u32, value_dim: p.dv as u32, dtype: E::DTYPE };
     let mut scratch = Scratch::with_isa(1 + p.seed as usize % 3, isa).unwrap();
     // Of parts that are computed in tiles or vectors: by the ranges of each call, all in tiles, or some documents.
     let document = |doc: u32| match p.seed % 4 {
@@ -30,7 +29,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
         2 if doc % 2 == 1 => [&p.lens_q, &p.lens_k].map(|lens| lens[doc as usize] as u32),
         _ => LONG,
     };
-    scratch.reserve(&dims);
+    scratch.reserve(E::DTYPE, p.d as u32, p.dv as u32);
     let group = p.heads / p.kv_heads;
     let mut rms: [Rms; 5] = Default::default();
     let mut final_error = Rms::default();

@@ -8,7 +8,7 @@
 use crate::harness::*;
 use cpattn::Element;
 use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, RawTensor};
-use cpattn::kernel::cpu::{self, Dims, Isa, Scratch};
+use cpattn::kernel::cpu::{self, Isa, Scratch};
 use cpattn::kernel::reference::Attention;
 use half::{bf16, f16};
 
@@ -54,7 +54,7 @@ fn check<E: Element>(isa: Isa, growth: f64, left: i64, right: i64) {
     let (mut o, mut lse) = (vec![nan; ROWS * HEADS * VALUE_DIM], vec![nan; ROWS * HEADS]);
     let mut words = vec![nan; ROWS * HEADS * 2];
     let mut scratch = Scratch::with_isa(1, isa).unwrap();
-    scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: VALUE_DIM as u32, dtype: E::DTYPE });
+    scratch.reserve(E::DTYPE, DIM as u32, VALUE_DIM as u32);
     let rows = [QRange {
         range: Range::plain(0, ROWS as u32, start, 0),
         document: LONG,

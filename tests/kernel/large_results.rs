@@ -8,7 +8,7 @@
 use crate::harness::*;
 use cpattn::Element;
 use cpattn::call::{Attend, AttendBackward, Delta, HeadMap, Mode, QRange, Range, Ranges, RawTensor};
-use cpattn::kernel::cpu::{self, Dims, Scratch};
+use cpattn::kernel::cpu::{self, Scratch};
 use half::bf16;
 
 const HEADS: usize = 8;
@@ -58,7 +58,7 @@ fn run<E: Element>(inputs: &mut [Vec<E>; 4], shift: usize, workers: usize) -> [V
     let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
     let (heads, score) = (HeadMap { q_offset: 0, kv_offset: 0, group: 1 }, score(DIM, 40, 0));
     let mut scratch = Scratch::new(workers);
-    scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
+    scratch.reserve(E::DTYPE, DIM as u32, DIM as u32);
     let forward = Attend { lse: lse.raw(1), ..Attend::new([q, k, v, o.raw(DIM)], heads, score, ranges) };
     let sums = Delta { o: forward.o, d_o, delta: delta.raw(1) };
     let backward = AttendBackward {

@@ -7,8 +7,7 @@
 
 use crate::harness::*;
 use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
-use cpattn::kernel::cpu::{self, Dims, Scratch};
-use cpattn::kernel::merge;
+use cpattn::kernel::cpu::{self, Scratch};
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element};
 
@@ -81,7 +80,7 @@ fn results<A: Element<Acc = A>>(inputs: &mut Inputs<A>, score: Score, way: Way) 
     let (mut o, mut lse) = (vec![nan; ROWS * DIM], vec![nan; ROWS]);
     let (mut running, mut words) = (vec![nan; ROWS * DIM], vec![nan; ROWS * 2]);
     let mut scratch = Scratch::new(1);
-    scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: A::DTYPE });
+    scratch.reserve(A::DTYPE, DIM as u32, DIM as u32);
     for i in 0..calls {
         let mode = match way {
             Way::Merged => Mode::First,
@@ -112,7 +111,7 @@ fn results<A: Element<Acc = A>>(inputs: &mut Inputs<A>, score: Score, way: Way) 
         for (other_o, other_words) in others {
             // SAFETY: as above.
             unsafe {
-                merge::merge(&raw(o, DIM), &raw(words, 2), &raw(other_o, DIM), &raw(other_words, 2)).unwrap();
+                cpu::merge(&raw(o, DIM), &raw(words, 2), &raw(other_o, DIM), &raw(other_words, 2)).unwrap();
             }
         }
         let sums = words.chunks(2).map(|w| w[0].to_f64() + w[1].to_f64());
@@ -160,7 +159,7 @@ fn one_word_is_taken_too() {
     let (expected, _) = inputs.reference(score);
     let (mut o, mut lse) = (vec![f32::NAN; ROWS * DIM], vec![f32::NAN; ROWS]);
     let mut scratch = Scratch::new(1);
-    scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: Dtype::F32 });
+    scratch.reserve(Dtype::F32, DIM as u32, DIM as u32);
     for (i, mode) in [Mode::First, Mode::Merge, Mode::Last].into_iter().enumerate() {
         let rows =
             [QRange { range: Range::plain(0, ROWS as u32, 0, 0), document: [0; 2], keys_begin: 0, keys_end: 1, mode }];

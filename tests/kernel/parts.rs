@@ -6,7 +6,7 @@
 
 use crate::harness::*;
 use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
-use cpattn::kernel::cpu::{self, Dims, Isa, Scratch};
+use cpattn::kernel::cpu::{self, Isa, Scratch};
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element};
 use half::{bf16, f16};
@@ -61,7 +61,7 @@ impl<E: Element<Acc = f32>> One<E> {
         let (rows, keys) = (self.q.len() / DIM, self.k.len() / DIM);
         let (mut o, mut words) = (vec![f32::NAN; rows * DIM], vec![f32::NAN; 2 * rows]);
         let mut scratch = Scratch::with_isa(1, isa).unwrap();
-        scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
+        scratch.reserve(E::DTYPE, DIM as u32, DIM as u32);
         let range = Range::plain(0, rows as u32, 0, 0);
         let q = [QRange { range, document: LONG, keys_begin: 0, keys_end: 1, mode: Mode::First }];
         let k = [Range::plain(0, keys as u32, 0, 0)];
@@ -94,7 +94,7 @@ impl<E: Element<Acc = f32>> One<E> {
         let (mut lse, mut delta) = (vec![5.0f32; rows], vec![0.25f32; rows]);
         let mut results = [rows, keys, keys].map(|n| vec![f32::NAN; n * DIM]);
         let mut scratch = Scratch::with_isa(1, isa).unwrap();
-        scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
+        scratch.reserve(E::DTYPE, DIM as u32, DIM as u32);
         let range = Range::plain(0, rows as u32, 0, 0);
         let q = [QRange { range, document: LONG, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
         let k = [Range::plain(0, keys as u32, 0, 0)];

@@ -172,13 +172,12 @@ fn query_groups_of_every_ratio() {
 
 #[test]
 fn replicas_run_the_same_lists() {
-    use cpattn::schedule::verify::verify;
     let mesh = Mesh::explicit(8, 2, 2).unwrap();
     let plan = Plan::new(&Problem::new(pack(), 4, 2, 8, Dtype::F32), mesh, Layout::Zigzag).unwrap();
     for direction in [Direction::Forward, Direction::Backward] {
         let of = |ranks: std::ops::Range<usize>| {
             let all: Vec<_> = ranks.map(|r| Schedule::new(&plan, r, direction).unwrap()).collect();
-            verify(&all, &plan).unwrap()
+            plan.verify_schedules(&all).unwrap()
         };
         let (first, second) = (of(0..4), of(4..8));
         assert_eq!(first.pairs, second.pairs);

@@ -5,12 +5,12 @@
 use crate::common::{Data, Random, check, one_rank, reference, run};
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Plan, Problem, Side,
-    plan::{Gather, LAYOUTS, Options},
+    plan::{Choice, Gather, Options},
 };
 
 fn layouts() -> impl Iterator<Item = Layout> {
     let more = [Layout::Balanced { chunks: 1 }, Layout::Balanced { chunks: 7 }, Layout::Striped { stripe: 3 }];
-    LAYOUTS.into_iter().chain(more)
+    Choice::LAYOUTS.into_iter().chain(more)
 }
 
 fn meshes() -> impl Iterator<Item = Mesh> {

@@ -11,7 +11,7 @@ use crate::common::{
 use cpattn::{
     Backward, Batch, Dtype, Element, Forward, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Side, View, ViewMut,
     plan::{Circulate, Gather, Wire},
-    schedule::{ALIGNMENT, Direction},
+    schedule::{Direction, Schedule},
     transport::local,
 };
 use half::{bf16, f16};
@@ -19,7 +19,7 @@ use std::time::Duration;
 
 #[derive(Clone, Copy)]
 #[repr(align(256))]
-struct Unit(#[allow(dead_code, reason = "memory to lend")] [u8; ALIGNMENT as usize]);
+struct Unit(#[allow(dead_code, reason = "memory to lend")] [u8; Schedule::ALIGNMENT as usize]);
 
 /// One run on threads; every rank's tensors.
 fn play<T: Element>(plan: &Plan, data: &Data<T>, style: Style, poison: bool) -> Vec<Own<T>> {
@@ -30,9 +30,9 @@ fn play<T: Element>(plan: &Plan, data: &Data<T>, style: Style, poison: bool) -> 
         for direction in [Direction::Forward, Direction::Backward] {
             bytes = rank.workspace_bytes(plan, direction).unwrap().max(bytes);
         }
-        let mut memory = vec![Unit([0xff; ALIGNMENT as usize]); bytes.div_ceil(ALIGNMENT) as usize];
+        let mut memory = vec![Unit([0xff; Schedule::ALIGNMENT as usize]); bytes.div_ceil(Schedule::ALIGNMENT) as usize];
         let mut fill = |rank: &mut Rank| {
-            memory.fill(Unit([0xff; ALIGNMENT as usize]));
+            memory.fill(Unit([0xff; Schedule::ALIGNMENT as usize]));
             // SAFETY: `memory` outlives the rank and is filled between runs only.
             unsafe { rank.lend_workspace(memory.as_mut_ptr().cast(), bytes as usize) }.unwrap();
         };

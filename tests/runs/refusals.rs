@@ -12,7 +12,7 @@ use cpattn::{
     call::RawTensor,
     plan::{AttentionKind, Circulate, Gather, Wire},
     runtime::Bindings,
-    schedule::{ALIGNMENT, Direction, Schedule, TensorId},
+    schedule::{Direction, Schedule, TensorId},
     transport::local,
 };
 use std::time::Duration;
@@ -368,8 +368,8 @@ fn workspaces() {
     let plan = Plan::new(&problem(), ring(2), Layout::Zigzag).unwrap();
     let mut rank = Rank::new(local::group(2, Duration::from_secs(9)).unwrap().remove(0));
     let needed = rank.workspace_bytes(&plan, Direction::Forward).unwrap();
-    let mut memory = vec![0u8; needed as usize + 2 * ALIGNMENT as usize];
-    let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(ALIGNMENT as usize));
+    let mut memory = vec![0u8; needed as usize + 2 * Schedule::ALIGNMENT as usize];
+    let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(Schedule::ALIGNMENT as usize));
     // SAFETY: nothing runs on what is lent here, and `memory` outlives the rank's use of it.
     refused(unsafe { rank.lend_workspace(start.wrapping_add(8), 8) }, &["workspace", "multiple of 256"]);
     // SAFETY: as above.
@@ -385,9 +385,9 @@ fn workspaces() {
     let alone = Plan::new(&problem(), Mesh::single(), Layout::Contiguous).unwrap();
     let mut rank = Rank::new(local::group(1, Duration::from_secs(9)).unwrap().remove(0));
     let needed = rank.workspace_bytes(&alone, Direction::Backward).unwrap() as usize;
-    let mut memory = vec![0f32; (needed + ALIGNMENT as usize) / 4 + 11 * 6 * 8];
+    let mut memory = vec![0f32; (needed + Schedule::ALIGNMENT as usize) / 4 + 11 * 6 * 8];
     let start = memory.as_mut_ptr().cast::<u8>();
-    let start = start.wrapping_add(start.align_offset(ALIGNMENT as usize));
+    let start = start.wrapping_add(start.align_offset(Schedule::ALIGNMENT as usize));
     // SAFETY: `memory` outlives the rank; where a tensor lies in it, the run is refused or does not work there.
     unsafe { rank.lend_workspace(start, needed) }.unwrap();
     let mut buffers = vec![vec![0f32; 11 * 6 * 8]; 9];

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use cpattn::{
-    Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, plan::AttentionKind, schedule::ALIGNMENT,
+    Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, plan::AttentionKind, schedule::Schedule,
     transport::local,
 };
 
@@ -187,8 +187,8 @@ fn tensors_lie_apart_from_a_lent_workspace() {
     let plan = Plan::new(&p, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
     let mut rank = Rank::new(local::group(2, Duration::from_secs(30)).unwrap().remove(0));
     let (n, bytes) = (4 * 4 * D, 1 << 14);
-    let mut memory = vec![0f64; bytes / 8 + ALIGNMENT as usize];
-    let start = memory.as_ptr().cast::<u8>().align_offset(ALIGNMENT as usize) / 8;
+    let mut memory = vec![0f64; bytes / 8 + Schedule::ALIGNMENT as usize];
+    let start = memory.as_ptr().cast::<u8>().align_offset(Schedule::ALIGNMENT as usize) / 8;
     // SAFETY: `memory` outlives the rank, which refuses to run while a tensor lies there.
     unsafe { rank.lend_workspace(memory[start..].as_mut_ptr().cast(), bytes) }.unwrap();
     let (mut held, tokens) = (vec![0f64; n], View::new(&memory[start..start + n], 4, 4, D).unwrap());

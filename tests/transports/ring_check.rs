@@ -6,7 +6,7 @@ use crate::through::{Fault, Hook, Through};
 use cpattn::transport::{
     Label, Message, Transport,
     local::{self, Local},
-    ring_check::{Link, RingFault, check},
+    ring_check::{Link, RingFault},
 };
 use cpattn::{Cause, Error, Rank, Result};
 use std::thread;
@@ -21,7 +21,7 @@ fn run<T: Transport + 'static>(
 ) -> Vec<Result<Vec<Link>, RingFault>> {
     let ends: Vec<T> = local::group(world, deadline).unwrap().into_iter().map(wrap).collect();
     thread::scope(|scope| {
-        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(move || check(&end, 100_000))).collect();
+        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(move || Link::check_all(&end, 100_000))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
@@ -108,7 +108,7 @@ fn numbers_of_bytes_that_differ_are_named_on_both_sides() {
     for odd in 0..3 {
         let ends = local::group(3, LONG).unwrap();
         let all: Vec<_> = thread::scope(|scope| {
-            let one = |end: Local| move || check(&end, if end.rank() == odd { 7 } else { 100_000 });
+            let one = |end: Local| move || Link::check_all(&end, if end.rank() == odd { 7 } else { 100_000 });
             let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(one(end))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap().unwrap_err()).collect()
         });
@@ -180,10 +180,10 @@ fn a_rank_whose_ring_has_failed_stays_failed() {
 #[test]
 fn a_ring_of_one_and_empty_messages_are_refused() {
     let end = local::group(1, LONG).unwrap().remove(0);
-    let text = check(&end, 1).unwrap_err().to_string();
+    let text = Link::check_all(&end, 1).unwrap_err().to_string();
     assert!(text.starts_with("the ring was not checked: world is 1, expected at least 2 ranks"), "{text}");
     let end = local::group(2, LONG).unwrap().remove(0);
-    assert!(check(&end, 0).unwrap_err().to_string().contains("bytes is 0"));
-    let text = check(&end, 1 << 60).unwrap_err().to_string();
+    assert!(Link::check_all(&end, 0).unwrap_err().to_string().contains("bytes is 0"));
+    let text = Link::check_all(&end, 1 << 60).unwrap_err().to_string();
     assert!(text.contains("bytes is 1152921504606846976, expected a number that fits into memory"), "{text}");
 }

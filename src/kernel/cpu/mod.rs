@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The CPU kernels.
 //!
-//! Five functions, one for each structure of [`crate::kernel`]. Each checks what it is given (shapes, types, rows
+//! Seven functions, one for each structure of [`crate::call`]. Each checks what it is given (shapes, types, rows
 //! against tensors) and answers with a typed error before it touches memory; none allocates unless it refuses; all
 //! sums are in the accumulator's type. They are unsafe because a [`crate::call::RawTensor`] is an address: that it is
 //! valid, and in no other use while the call runs, is the caller's promise.
@@ -42,12 +42,13 @@ mod units;
 mod vector;
 mod workers;
 
+pub use super::merge::merge;
+pub use super::sinks::sink_gradient;
 #[cfg(cpattn_loom)]
 pub use attention::dq_order;
 pub use executor::Executor;
 pub use isa::Isa;
-pub use scratch::{Dims, Scratch};
-pub use units::{backward_balance, forward_balance};
+pub use scratch::Scratch;
 
 use crate::call::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
 use crate::element::Dtype;
@@ -61,6 +62,7 @@ use job::SumType;
 use memory::convert;
 use memory::delta::{check_delta, delta as row_sums};
 use memory::transform::{check_finish, check_transform, finish as empty_rows, transform as transform_rows};
+use scratch::Dims;
 #[cfg(target_arch = "x86_64")]
 use workers::TiledUnits;
 use workers::{Crew, Units};
@@ -307,7 +309,7 @@ mod tests {
         let forward = Attend { running, running_lse, lse, ..Attend::new([q, k, v, none], heads, score, ranges) };
         let dims = check::attend(&forward).unwrap();
         let mut scratch = Scratch::new(1);
-        scratch.reserve(&dims);
+        scratch.reserve(dims.dtype, dims.head_dim, dims.value_dim);
         let lines = scratch.crew(&dims).unwrap().lines;
         let documents = Documents::all(Isa::Portable);
         // SAFETY: the tensors are the vectors above; the caller has the instruction set.

@@ -18,7 +18,7 @@ use bytemuck::Zeroable;
 
 /// The parameters that determine the size of the buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Dims {
+pub(super) struct Dims {
     /// Head dim of q and k.
     pub head_dim: u32,
     /// Head dim of v.
@@ -85,9 +85,10 @@ impl Scratch {
         self.isa.clone()
     }
 
-    /// Grows to the size that calls of these dims need. Allocates nothing if it is large enough already.
-    pub fn reserve(&mut self, dims: &Dims) {
-        let lines = Self::bytes(self.workers, dims) / size_of::<Line>();
+    /// Grows to the size that calls with this element type of q, k and v and these head dims need, forward or backward.
+    /// Allocates nothing if it is large enough already.
+    pub fn reserve(&mut self, dtype: Dtype, head_dim: u32, value_dim: u32) {
+        let lines = Self::bytes(self.workers, &Dims { head_dim, value_dim, dtype }) / size_of::<Line>();
         if self.lines.len() < lines {
             self.lines = Vec::new();
             self.lines.resize(lines, Line::zeroed());
@@ -100,7 +101,7 @@ impl Scratch {
     }
 
     /// Bytes that `workers` workers need for calls of these dims, forward or backward.
-    pub fn bytes(workers: usize, dims: &Dims) -> usize {
+    pub(super) fn bytes(workers: usize, dims: &Dims) -> usize {
         workers.max(1) * Self::worker_lines(dims) * size_of::<Line>()
     }
 

@@ -32,25 +32,28 @@ fn seen(score: &Score, pos: i64, k: &Range) -> u64 {
     between(k, pos.saturating_sub(score.window_left), pos.saturating_add(score.window_right))
 }
 
-/// How evenly the work of [`attend`](super::attend) on `isa` falls on `workers` workers: how many units it has, and
-/// when the last worker ends over when all would, if the work were even. That is a simulation, in which each unit goes
-/// to the worker that is idle first and takes as long as it has pairs of a query and a key that the mask leaves; one
-/// that adds to the same rows as an earlier one ends after that one. The documents are not known beforehand.
-///
-/// # Panics
-/// Without workers, or for a call without any such pair.
-pub fn forward_balance(call: &Attend, isa: Isa, workers: usize) -> (usize, f64) {
-    let units = forward_units(call, isa, workers);
-    (units.len(), balance(&units, workers))
-}
+impl Isa {
+    /// How evenly the work of [`attend`](super::attend) falls on `workers` workers: how many units it has, and when the
+    /// last worker ends over when all would, if the work were even. That is a simulation, in which each unit goes to
+    /// the worker that is idle first and takes as long as it has pairs of a query and a key that the mask leaves; one
+    /// that adds to the same rows as an earlier one ends after that one. The documents are not known beforehand.
+    ///
+    /// # Panics
+    /// Without workers, or for a call without any such pair.
+    pub fn forward_balance(self, call: &Attend, workers: usize) -> (usize, f64) {
+        let units = forward_units(call, self, workers);
+        (units.len(), balance(&units, workers))
+    }
 
-/// As [`forward_balance`], of [`attend_backward`](super::attend_backward) where all gradients are made at once.
-///
-/// # Panics
-/// As [`forward_balance`].
-pub fn backward_balance(call: &AttendBackward, isa: Isa, workers: usize) -> (usize, f64) {
-    let units = backward_units(call, isa, workers);
-    (units.len(), balance(&units, workers))
+    /// As [`Isa::forward_balance`], of [`attend_backward`](super::attend_backward) where all gradients are made at
+    /// once.
+    ///
+    /// # Panics
+    /// As [`Isa::forward_balance`].
+    pub fn backward_balance(self, call: &AttendBackward, workers: usize) -> (usize, f64) {
+        let units = backward_units(call, self, workers);
+        (units.len(), balance(&units, workers))
+    }
 }
 
 fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
@@ -110,7 +113,7 @@ fn backward_units(call: &AttendBackward, isa: Isa, workers: usize) -> Vec<WorkUn
     list
 }
 
-/// As [`forward_balance`] says.
+/// As [`Isa::forward_balance`] says.
 fn balance(units: &[WorkUnit], workers: usize) -> f64 {
     let mut free = alloc::vec![0u64; workers];
     let mut ends = Vec::with_capacity(units.len());

@@ -69,7 +69,7 @@ mod shapes;
 mod shared;
 mod shared_tiles;
 mod sinks;
-mod sm_margin;
+pub(crate) mod sm_margin;
 mod spare_staging;
 mod staging;
 mod stream_kernels;
@@ -77,7 +77,6 @@ pub(crate) mod tags;
 
 pub use crate::device::memory::{DeviceMemory, OwnStream};
 pub use family::Family;
-pub use sm_margin::SmMargin;
 pub use staging::Staging;
 pub use stream_kernels::StreamKernels;
 

@@ -13,23 +13,26 @@ use alloc::sync::Arc;
 
 /// Multiprocessors that a device leaves free for as long as this lives.
 #[derive(Debug)]
-pub struct SmMargin {
+pub(crate) struct SmMargin {
     cuda: Arc<Cuda>,
     n: u32,
 }
 
 impl SmMargin {
-    /// Asks for `n` multiprocessors of a device; a refusal calls them `argument`.
+    /// Asks for `n` multiprocessors of a device; for 0 nothing is asked.
     ///
     /// # Errors
     /// `n` is not below the number of multiprocessors that the device has.
-    pub fn new(cuda: &Arc<Cuda>, argument: &str, n: u32) -> Result<Self> {
+    pub fn new(cuda: &Arc<Cuda>, n: u32) -> Result<Option<Self>> {
+        if n == 0 {
+            return Ok(None);
+        }
         if n >= cuda.multiprocessors() {
             let expected = format!("below the {} multiprocessors of device {}", cuda.multiprocessors(), cuda.ordinal());
-            return Err(Error::invalid(argument, n, expected));
+            return Err(Error::invalid("multiprocessors", n, expected));
         }
         cuda.margin_requests.add(n);
-        Ok(Self { cuda: Arc::clone(cuda), n })
+        Ok(Some(Self { cuda: Arc::clone(cuda), n }))
     }
 }
 
@@ -41,8 +44,8 @@ impl Drop for SmMargin {
 
 impl Cuda {
     /// Bounds the blocks of every later attention launch to what fits on all but `n` multiprocessors (at least one is
-    /// used), so that communication kernels find room beside them. Blocks then take several tiles each. An
-    /// [`SmMargin`] may ask for more while it lives.
+    /// used), so that communication kernels find room beside them. Blocks then take several tiles each. Ranks and
+    /// [`StreamKernels`](super::StreamKernels) may ask for more while they live.
     pub fn set_sm_margin(&self, n: u32) {
         self.margin_requests.set_own(n);
     }

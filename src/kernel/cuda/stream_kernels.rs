@@ -67,7 +67,7 @@ impl StreamKernels {
     /// # Errors
     /// [`Error::Invalid`] when the device does not have more than `n`.
     pub fn set_sm_margin(&mut self, n: u32) -> Result<()> {
-        self.margin = if n == 0 { None } else { Some(SmMargin::new(&self.cuda, "multiprocessors", n)?) };
+        self.margin = SmMargin::new(&self.cuda, n)?;
         Ok(())
     }
 

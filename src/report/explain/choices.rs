@@ -15,7 +15,7 @@ use crate::{
     heads,
     layout::{Layout, Shares},
     plan::{
-        BALANCE, BETWEEN, Choice, LAYOUTS, MESSAGE, Plan, choose_over,
+        Choice, Plan,
         layout_load::{LayoutLoad, layout_load, load_of_shares},
     },
 };
@@ -49,7 +49,7 @@ impl Plan {
                 let _ = writeln!(out, "  {line}");
             });
         }
-        match choose_over(mesh.group(), self.problem(), BALANCE, self.options().ranks_per_node) {
+        match Choice::new(mesh.group(), self.problem(), Choice::BALANCE, self.options().ranks_per_node) {
             Ok(choice) => self.describe_choice(out, &choice),
             Err(e) => {
                 let _ = writeln!(out, "  no automatic mesh: {e}");
@@ -70,16 +70,18 @@ impl Plan {
         );
         let _ = writeln!(
             out,
-            "  rule: the least cost; of equals the larger ulysses. cost = multiply-adds of the busiest rank + {} × (bytes it receives + {MESSAGE} × messages it receives), forward and backward, each mesh with its automatic layout",
-            choice.balance
+            "  rule: the least cost; of equals the larger ulysses. cost = multiply-adds of the busiest rank + {} × (bytes it receives + {} × messages it receives), forward and backward, each mesh with its automatic layout",
+            choice.balance,
+            Choice::MESSAGE
         );
         let node = self.options().ranks_per_node;
         let over_nodes = (1..mesh.group()).contains(&node);
         if over_nodes {
             let _ = writeln!(
                 out,
-                "  nodes of {} were weighed: a byte from another node counts {BETWEEN} times",
-                ranks(node)
+                "  nodes of {} were weighed: a byte from another node counts {} times",
+                ranks(node),
+                Choice::BETWEEN
             );
         }
         let mut columns = vec!["", "mesh", "q heads", "layout", "multiply-adds", "bytes", "messages (about)", "cost"];
@@ -121,7 +123,7 @@ impl Plan {
         }
         let mut layouts = vec![self.layout()];
         if ring > 1 {
-            layouts.extend(LAYOUTS.into_iter().filter(|l| *l != self.layout()));
+            layouts.extend(Choice::LAYOUTS.into_iter().filter(|l| *l != self.layout()));
         }
         let _ =
             writeln!(out, "  largest over mean; k rows from others: those that queries of the busiest ring rank read");
@@ -161,7 +163,7 @@ impl Plan {
         let _ = writeln!(
             out,
             "  rule: at most 1 % more work on the busiest rank than the best of these, then fewest rows from others, then {}",
-            LAYOUTS.map(|l| l.to_string()).join(", ")
+            Choice::LAYOUTS.map(|l| l.to_string()).join(", ")
         );
     }
 }

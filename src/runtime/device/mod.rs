@@ -39,7 +39,7 @@ use crate::{
     error::{Cause, Result},
     kernel::{
         cpu,
-        cuda::{Cuda, DeviceMemory, tags::RunCount},
+        cuda::{Cuda, DeviceMemory, sm_margin::SmMargin, tags::RunCount},
         no_isa,
     },
     plan::Plan,
@@ -48,7 +48,7 @@ use crate::{
     transport::{
         DeviceTransport, Transport,
         carrier::{Carrier, DeviceCarrier},
-        ring_check::{self, Link, RingFault},
+        ring_check::{Link, RingFault},
     },
 };
 
@@ -77,6 +77,8 @@ pub(super) struct DeviceRank {
     /// Runs of each group of ranks.
     counts: Vec<(Range<usize>, RunCount)>,
     failure: FirstFailure,
+    /// The multiprocessors that the rank asks its device to leave free.
+    margin: Option<SmMargin>,
     /// Whether a run was captured whose capture had not ended when the driver was asked last.
     in_capture: bool,
     /// While a trace is recorded.
@@ -129,6 +131,7 @@ impl DeviceRank {
             retired: Vec::new(),
             accepted: None,
             failure: FirstFailure::with_device(&marks.disagreements),
+            margin: None,
             marks,
             agreements: Agreements::default(),
             counts: Vec::new(),
@@ -203,9 +206,14 @@ impl Backend for DeviceRank {
         isa.map_or(Ok(()), |isa| Err(no_isa(isa, self.gpu().ordinal())))
     }
 
+    fn set_sm_margin(&mut self, n: u32) -> Result<()> {
+        self.margin = SmMargin::new(self.gpu(), n)?;
+        Ok(())
+    }
+
     fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, RingFault> {
         self.between_runs().map_err(|error| RingFault::Failed { link: None, error })?;
-        ring::checked(&*self.transport, &self.failure, || ring_check::check_on_device(&*self.transport, bytes))
+        ring::checked(&*self.transport, &self.failure, || Link::check_all_on_device(&*self.transport, bytes))
     }
 
     fn between_runs(&self) -> Result<Box<dyn Carrier + '_>> {

@@ -67,20 +67,10 @@ use flaw::flaw;
 use packed::RankOps;
 pub use report::{RankReport, Report, Traffic};
 
-/// Verifies the schedules of all ranks of one group, in rank order, for one direction.
-///
-/// # Errors
-/// [`Error::Schedule`] with the first flaw found; [`Error::Invalid`] if `schedules` are not those of all ranks of one
-/// group.
-pub fn verify(schedules: &[Schedule], plan: &Plan) -> Result<Report> {
-    let direction = group_of(schedules.iter(), plan)?;
-    list_and_prove(schedules, plan, Purpose::Attention(direction))
-}
-
 /// Verifies the schedules of all ranks of one group, in rank order, for one all-to-all.
 ///
 /// # Errors
-/// As [`verify`].
+/// As [`Plan::verify_schedules`].
 pub(crate) fn verify_all_to_all(schedules: &[Schedule], plan: &Plan, all_to_all: AllToAll) -> Result<Report> {
     group_of(schedules.iter(), plan)?;
     list_and_prove(schedules, plan, Purpose::AllToAll(all_to_all))
@@ -217,6 +207,16 @@ impl Plan {
         let (forward, backward) =
             parallel::two(|| prove(forward, Direction::Forward), || prove(backward, Direction::Backward));
         Ok((forward?, backward?))
+    }
+
+    /// Verifies the schedules of all ranks of one group, in rank order, for one direction.
+    ///
+    /// # Errors
+    /// [`Error::Schedule`] with the first flaw found; [`Error::Invalid`] if `schedules` are not those of all ranks of
+    /// one group.
+    pub fn verify_schedules(&self, schedules: &[Schedule]) -> Result<Report> {
+        let direction = group_of(schedules.iter(), self)?;
+        list_and_prove(schedules, self, Purpose::Attention(direction))
     }
 
     /// Verifies the schedules of one replica's ranks for the all-to-all of one tensor.

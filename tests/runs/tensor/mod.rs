@@ -3,11 +3,7 @@
 
 mod overlap;
 
-use cpattn::{
-    Dtype, Element, Error, View, ViewMut,
-    call::RawTensor,
-    tensor::{cast, cast_mut, disjoint, expect},
-};
+use cpattn::{Dtype, Element, Error, View, ViewMut, call::RawTensor, tensor::disjoint};
 use half::{bf16, f16};
 use overlap::footprint;
 use proptest::prelude::*;
@@ -137,18 +133,22 @@ fn casts_do_not_copy() {
         let mut words = vec![0u64; 16];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
         let (address, count) = (bytes.as_ptr(), bytes.len() / size_of::<T>());
-        assert_eq!(cast::<T>(bytes).unwrap().as_ptr().cast(), address);
-        assert_eq!(cast_mut::<T>(bytes).unwrap().len(), count);
         let view = View::<T>::from_bytes(bytes, count / 4, 2, 2).unwrap();
         assert_eq!((view.raw().ptr.cast_const(), view.raw().dtype), (address, T::DTYPE));
         ViewMut::<T>::from_bytes(bytes, count / 4, 2, 2).unwrap().fill(T::from_f64(1.5));
-        assert!(cast::<T>(bytes).unwrap().iter().all(|x| x.to_f64() == 1.5));
+        let view = View::<T>::from_bytes(bytes, count, 1, 1).unwrap();
+        assert!(view.as_slice().unwrap().iter().all(|x| x.to_f64() == 1.5));
 
         let size = size_of::<T>();
         refuses(View::<T>::from_bytes(&bytes[1..1 + size], 1, 1, 1), "bytes.ptr", "0x", &format!("multiple of {size}"));
         refuses(View::<T>::from_bytes(&bytes[..size + 1], 1, 1, 1), "bytes.len", &(size + 1).to_string(), "multiple");
         refuses(ViewMut::<T>::from_bytes(&mut bytes[1..1 + size], 1, 1, 1), "bytes.ptr", "0x", T::DTYPE.name());
-        refuses(cast_mut::<T>(&mut bytes[..size + 1]), "bytes.len", &(size + 1).to_string(), T::DTYPE.name());
+        refuses(
+            ViewMut::<T>::from_bytes(&mut bytes[..size + 1], 1, 1, 1),
+            "bytes.len",
+            &(size + 1).to_string(),
+            T::DTYPE.name(),
+        );
         refuses(View::<T>::from_bytes(bytes, 1, 1, 1), "data.len", &count.to_string(), "= 1");
     }
     check::<f16>();
@@ -232,26 +232,6 @@ fn indices_out_of_range_panic() {
         let panic = std::panic::catch_unwind(|| attempt(view)).expect_err(message);
         assert_eq!(panic.downcast_ref::<String>().map(String::as_str), Some(message));
     }
-}
-
-#[test]
-fn expectations_name_the_part() {
-    let data = numbers(24);
-    let raw = View::new(&data, 2, 3, 4).unwrap().raw();
-    assert_eq!(expect("k", &raw, Dtype::F32, [2, 3, 4]), Ok(()));
-    refuses(expect("k", &raw, Dtype::Bf16, [2, 3, 4]), "k.dtype", "f32", "bf16");
-    refuses(expect("k", &raw, Dtype::F32, [5, 3, 4]), "k.tokens", "2", "5");
-    refuses(expect("k", &raw, Dtype::F32, [2, 9, 4]), "k.heads", "3", "9");
-    refuses(expect("k", &raw, Dtype::F32, [2, 3, 8]), "k.head_dim", "4", "8");
-    let null = RawTensor { ptr: std::ptr::null_mut(), ..raw };
-    refuses(expect("k", &null, Dtype::F32, [2, 3, 4]), "k.ptr", "null with shape [2, 3, 4]", "address");
-    let odd = RawTensor { ptr: raw.ptr.wrapping_add(1), ..raw };
-    refuses(expect("k", &odd, Dtype::F32, [2, 3, 4]), "k.ptr", "0x", "a multiple of 4, the size of f32");
-    let far = RawTensor { head_stride: i64::MIN, ..raw };
-    refuses(expect("k", &far, Dtype::F32, [2, 3, 4]), "k.head_stride", "for 3 heads", "address space");
-    let far = RawTensor { token_stride: -(raw.ptr.addr() as i64), ..raw };
-    refuses(expect("k", &far, Dtype::F32, [2, 3, 4]), "k.token_stride", "for 2 tokens", "address space");
-    assert_eq!(expect("alibi_slopes", &RawTensor::NONE, Dtype::F32, [0, 0, 0]), Ok(()));
 }
 
 proptest! {

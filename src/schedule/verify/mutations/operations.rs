@@ -338,9 +338,9 @@ fn groups_that_are_not_whole_are_refused() {
     let all = subjects();
     let s = &all[0];
     for schedules in [vec![], s.schedules[1..].to_vec(), s.schedules.iter().rev().cloned().collect::<Vec<_>>()] {
-        assert!(matches!(super::super::verify(&schedules, &s.plan), Err(Error::Invalid { .. })));
+        assert!(matches!(s.plan.verify_schedules(&schedules), Err(Error::Invalid { .. })));
     }
     let mut mixed = s.schedules.clone();
     mixed[1] = Schedule::new(&s.plan, 1, Direction::Backward).unwrap();
-    assert!(matches!(super::super::verify(&mixed, &s.plan), Err(Error::Invalid { .. })));
+    assert!(matches!(s.plan.verify_schedules(&mixed), Err(Error::Invalid { .. })));
 }
