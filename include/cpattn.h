@@ -308,8 +308,10 @@ int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *
 
 /* As cpattn_plan_create, with the mesh and the layout that are predicted to take the least time on a machine. `machine` is the
  * text of its description, such as those in the folder machines; every rank gives the same. In `options` ulysses, ring and
- * layout are 0: they are chosen; for schedules of two levels set ranks_per_node, to that of the machine. cpattn_plan_explain lists the candidates. It takes longer than cpattn_plan_create: for the
- * next batch give that the mesh and the layout that were chosen. */
+ * layout are 0: they are chosen. ranks_per_node 0: the machine's nodes; schedules of one level and of two are rated, and a plan
+ * of two levels has the machine's ranks_per_node. Another value is taken as it is; that of all ranks means one level.
+ * cpattn_plan_explain lists the candidates. It takes longer than cpattn_plan_create: for the next batch give that the mesh, the
+ * layout and the ranks_per_node that were chosen (cpattn_plan_describe). */
 int32_t cpattn_plan_create_on(const cpattn_problem *problem, const cpattn_options *options, const char *machine,
                               cpattn_plan **plan);
 
@@ -342,7 +344,7 @@ typedef struct cpattn_plan_info {
   uint32_t ulysses;
   int32_t layout; /* never AUTO */
   uint32_t layout_parameter;
-  uint32_t reserved;
+  uint32_t ranks_per_node; /* as in cpattn_options: given there, or by the machine */
   uint64_t q_tokens; /* of the whole batch */
   uint64_t k_tokens;
   uint64_t fingerprint; /* equal for equal plans */

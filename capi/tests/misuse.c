@@ -133,6 +133,15 @@ static void plan_on_a_machine(void) {
   OK(cpattn_plan_create_on(&p, &o, machine, &plan));
   OK(cpattn_plan_explain(plan, text, sizeof text, &needed));
   if (!strstr(text, "two hosts")) failures++, fprintf(stderr, "explain does not name the machine:\n%s\n", text);
+  /* A rank on each host: two levels are the same as one, which is then the plan's, but where nodes are given. */
+  cpattn_plan_info info = CPATTN_PLAN_INFO_INIT;
+  OK(cpattn_plan_describe(plan, &info));
+  OK(cpattn_plan_destroy(plan));
+  if (info.ranks_per_node != 0) failures++, fprintf(stderr, "ranks_per_node is %u\n", info.ranks_per_node);
+  o.ranks_per_node = 2, plan = NULL;
+  OK(cpattn_plan_create_on(&p, &o, machine, &plan));
+  OK(cpattn_plan_describe(plan, &info));
+  if (info.ranks_per_node != 2) failures++, fprintf(stderr, "ranks_per_node is %u\n", info.ranks_per_node);
   OK(cpattn_plan_destroy(plan));
   plan = NULL;
   REFUSED(CPATTN_INVALID, "machine is NULL", cpattn_plan_create_on(&p, &o, NULL, &plan));

@@ -17,7 +17,7 @@ use std::{path::PathBuf, process::ExitCode, time::Instant};
 
 use clap::Parser;
 use cpattn::{
-    Batch, Dtype, Machine, Mask, Plan, Problem, predict, predict::Effort, report::timeline::timeline_svg,
+    Batch, Dtype, Machine, Mask, Options, Plan, Problem, predict, predict::Effort, report::timeline::timeline_svg,
     schedule::Direction,
 };
 
@@ -143,6 +143,9 @@ fn run(arguments: &Arguments) -> Result<(), String> {
     let effort = Effort::new(arguments.simulate, arguments.simulate_ranks);
     let outlook = predict::meshes(&problem, arguments.ranks, &machine, effort).map_err(|e| e.to_string())?;
     print!("{}", outlook.to_markdown(arguments.lines));
+    let auto = Plan::auto_on(&problem, arguments.ranks, &machine, Options::default()).map_err(|e| e.to_string())?;
+    let levels = if auto.has_two_levels() { "two levels" } else { "one level" };
+    println!("Plan::auto_on, which simulates nothing, takes {}, {}, {levels}.", auto.mesh(), auto.layout());
     eprintln!("{} candidates in {:.2} s", outlook.candidates.len(), start.elapsed().as_secs_f64());
     if let Some(file) = &arguments.svg {
         write(file, &picture::candidates(&outlook, arguments.lines))?;

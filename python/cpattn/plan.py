@@ -253,9 +253,10 @@ class Plan:
         **options: Unpack[PlanOptions],
     ) -> Plan:
         """As `Plan`, with the mesh and the layout that are predicted to take the least time on a machine: `machine` is the text
-        of its description, as in the folder machines, the same on every rank. ulysses, ring and layout are chosen, not given;
-        for schedules of two levels give `ranks_per_node`, that of the machine.
-        `explain` lists the candidates. It takes longer than `Plan`: for the next batch give that what `describe` says was chosen.
+        of its description, as in the folder machines, the same on every rank. ulysses, ring and layout are chosen, not given.
+        Without `ranks_per_node` schedules of one level and of two over the machine's nodes are rated; `ranks_per_node` equal to
+        `world` means one level. `explain` lists the candidates. It takes longer than `Plan`: for the next batch give that the
+        mesh, the layout and the `ranks_per_node` that `describe` says were chosen.
         """
         if not isinstance(machine, str):
             raise refused("machine", machine, "the text of a machine's description is needed")
@@ -263,6 +264,7 @@ class Plan:
         problem, how = plan._describe(given, heads, head_dim, dtype, options)
         call("plan_create_on", byref(problem), byref(how), machine.encode(), byref(plan.handle))
         weakref.finalize(plan, status_of, "plan_destroy", plan.handle)
+        plan._how["ranks_per_node"] = plan.describe().ranks_per_node
         return plan
 
     @classmethod
@@ -334,7 +336,7 @@ class Plan:
         return problem, how
 
     def describe(self) -> _header.PlanInfo:
-        """What was decided: replicas, ring, ulysses, layout, layout_parameter, q_tokens, k_tokens, fingerprint."""
+        """What was decided: replicas, ring, ulysses, layout, layout_parameter, ranks_per_node, q_tokens, k_tokens, fingerprint."""
         info = _header.PlanInfo()
         call("plan_describe", self.handle, byref(info))
         return info

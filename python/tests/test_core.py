@@ -467,8 +467,17 @@ class Plans(unittest.TestCase):
         self.assertIn("H100", given.explain())
         chosen = given.describe()
         again = cpattn.Plan([0, 40000, 65536], 8, 128, dtype="bf16", world=16, kv_heads=2, ulysses=chosen.ulysses, ring=chosen.ring,
-                            layout=cpattn.Layout(chosen.layout), layout_parameter=chosen.layout_parameter)
+                            layout=cpattn.Layout(chosen.layout), layout_parameter=chosen.layout_parameter,
+                            ranks_per_node=chosen.ranks_per_node)
         self.assertEqual(again.fingerprint, given.fingerprint)
+        # One long document on 16 ranks crosses to each node once, and so do the layers made from it. Nodes that are given stay.
+        shape: dict[str, Any] = {"dtype": "bf16", "kv_heads": 8}
+        two = cpattn.Plan.auto_on([0, 1 << 18], 32, 128, machine, world=16, **shape)
+        self.assertEqual(two.describe().ranks_per_node, 8)
+        self.assertIn("two levels (ranks_per_node)", two.explain())
+        self.assertEqual(cpattn.Plan.with_tokens_of(two, 32, 128, kv_heads=8).fingerprint, two.fingerprint)
+        one = cpattn.Plan.auto_on([0, 1 << 18], 32, 128, machine, world=16, ranks_per_node=16, **shape)
+        self.assertEqual(one.describe().ranks_per_node, 16)
         with self.assertRaisesRegex(cpattn.InvalidArgument, "line 1"):
             cpattn.Plan.auto_on([0, 5], 8, 128, "nothing")
         with self.assertRaisesRegex(cpattn.InvalidArgument, "options.ulysses is 2, expected 0"):

@@ -91,6 +91,10 @@ pub(crate) struct CrossingShares {
     pub exchanged: Fraction,
     /// Of the bytes of needed rows and their gradients.
     pub rows: Fraction,
+    /// Ranks of a node that have such rows from other nodes.
+    pub ranks: u64,
+    /// Whether rows come from a few neighbours alone.
+    pub near: bool,
 }
 
 /// What crosses between nodes of `node` ranks. `ring_ranks` are those of a node whose schedule has two levels, and the
@@ -99,22 +103,25 @@ pub(crate) struct CrossingShares {
 ///
 /// The rows that a rank needs are taken to come evenly from the ring ranks they can come from. Where a window or short
 /// documents make that fewer than all, those are the neighbours in layouts of runs of the pack, so the first rank of a
-/// node gets them all from other nodes; in other layouts they are any ranks.
+/// node gets them all from other nodes; in other layouts they are any ranks. Crossing once saves as many times as a row
+/// has readers in a node, which are few where a rank needs few rows.
 pub(crate) fn crossing(mesh: Mesh, layout: Layout, load: &Load, node: usize, ring_ranks: usize) -> CrossingShares {
     let (ring, ulysses) = (mesh.ring as u64, mesh.ulysses as u64);
     let in_node = ((node / mesh.ulysses) as u64).clamp(1, ring);
     let readers = if ring_ranks < mesh.ring { ring_ranks as u64 } else { 1 };
     let steps = ring_steps(mesh, load);
-    let near = matches!(layout, Layout::Contiguous | Layout::ZigzagPack) && steps + 1 < ring;
+    let near = matches!(layout, Layout::Contiguous | Layout::ZigzagPack) && (1..ring - 1).contains(&steps);
     let rows = match ring {
         1 => (0, 1),
         _ if in_node == ring => (0, 1),
         // A gateway has the rows of one owner, and the owners are so many neighbours.
         _ if near => (1, readers.min(steps.max(1))),
-        _ => (ring - in_node, (ring - 1) * readers),
+        _ if load.needed * readers <= load.k_tokens * (ring - 1) => (ring - in_node, ring - 1),
+        _ => ((ring - in_node) * load.k_tokens, load.needed * readers),
     };
+    let ranks = ulysses * if near { in_node.min(steps.max(1)) } else { in_node };
     let exchanged = if ulysses > 1 { (ulysses - ulysses.min(node as u64), ulysses - 1) } else { (0, 1) };
-    CrossingShares { exchanged: Fraction { of: exchanged }, rows: Fraction { of: rows } }
+    CrossingShares { exchanged: Fraction { of: exchanged }, rows: Fraction { of: rows }, ranks, near }
 }
 
 /// Ring steps that bring rows.

@@ -12,7 +12,8 @@
 //!   ([`crossing`]);
 //! - ring steps overlap perfectly: the ring takes the longer of kernels and exchanges, and one step more of the other.
 //!   In zigzag layouts some ranks have more work than others at a step, though not in total, so this is up to 16 % too
-//!   quick, and up to 31 % with two levels and documents shorter than a node's share;
+//!   quick. Over two levels ranks wait for one another where their rows come from a few neighbours: kernels are then
+//!   taken to last up to twice as long, which is up to 51 % too slow where documents begin at nodes' borders;
 //! - passes over groups of kv heads do all steps for each group, and overlap as steps do: with a mask that is up to 21
 //!   % too quick where rows are gathered. The ordered form is rated up to 38 % too slow with a mask in the contiguous
 //!   layout, where the rank with most work for dq has the least for dk and dv;
@@ -123,8 +124,8 @@ struct Sizes<'a> {
     machine: &'a Machine,
     /// How much slower kernels and copies are because ranks share cores.
     slower: f64,
-    /// Ranks that share a card.
-    sharing: f64,
+    /// Ranks that share a card in all-to-alls, and for rows of other nodes.
+    sharing: [f64; 2],
     /// q and k tokens of a rank.
     own: [f64; 2],
     /// Of the all-to-all's peers, the part in the rank's node.
@@ -155,7 +156,7 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
     let sizes = Sizes {
         machine,
         slower: pool as f64 / machine.ranks_at_once(pool),
-        sharing: machine.ranks_per_card() as f64,
+        sharing: [machine.ranks_per_card() as f64, (machine.ranks_per_card() as f64).min(crossing.ranks as f64)],
         own: [load.q_tokens as f64 / u, load.k_tokens as f64 / u],
         peers_inside: 1.0 - crossing.exchanged.as_f64(),
         rows_inside: 1.0 - crossing.rows.as_f64(),
@@ -239,6 +240,8 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
     let flops = [areas[0] * dims, areas[1] * products];
     // A pass over some of the kv heads does all steps for these: each head is in one of them.
     let rounds = (plan.options().passes as f64).min(hkv).max(1.0);
+    // Rows of neighbours come at other steps to the first ranks of a node than to the rest of it.
+    let two_levels = plan.ring_ranks_of_node() < mesh.ring;
     let pass = |i: usize| {
         let travelling = Load { needed: visits, k_tokens: load.q_tokens, ..load };
         let sizes =
@@ -256,8 +259,9 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         // The kernels of dq and of dk and dv both meet the edges.
         let at_edges = load.q_tokens as f64 * hq * kernels.edges * if ordered && i == 1 { 2.0 } else { 1.0 };
         let rate = kernels.rates[i];
+        let waits = if two_levels && crossing.near && !at_once { 2.0 - 1.0 / steps } else { 1.0 };
         let kernel = KernelRate { call: 0.0, ..rate }.seconds(flops[i], rows, read, at_edges);
-        let kernel = (kernel + calls * (rate.call + machine.operation)) * sizes.slower;
+        let kernel = (kernel + calls * (rate.call + machine.operation)) * sizes.slower * waits;
         let first = if ordered && i == 1 { kernel * (2.0 * dk + dv) / products } else { 0.0 };
         sizes.pass(kernel, (first, queries), [calls, rounds], [into[i], out[i]], ring[i], at_once)
     };
@@ -301,10 +305,10 @@ fn heads_by_gateways(plan: &Plan, node: usize, kv_sum: f64, wire: f64) -> [Level
 
 impl Sizes<'_> {
     /// Seconds of bytes over links. A rank sends about as much as it receives, and each end does half of a byte's work.
-    fn link(&self, bytes: LevelBytes) -> f64 {
+    fn link(&self, bytes: LevelBytes, sharing: f64) -> f64 {
         let m = self.machine;
         let on_cores = bytes.inside / m.inside.rate + bytes.between * m.between_work;
-        on_cores * self.slower + bytes.between * self.sharing / m.between.rate
+        on_cores * self.slower + bytes.between * sharing / m.between.rate
     }
 
     fn pass(
@@ -327,22 +331,23 @@ impl Sizes<'_> {
             let copies = 4.0 * of.copied / m.copy * self.slower + 2.0 * m.operation;
             // Rows are packed or added up between the two exchanges.
             let second = if of.twice { m.inside.latency + 2.0 * m.operation } else { 0.0 };
-            (copies, self.link(of.bytes) + latency(self.peers_inside) + m.operation + second)
+            (copies, self.link(of.bytes, self.sharing[0]) + latency(self.peers_inside) + m.operation + second)
         };
         let ((pack, there), (unpack, back)) = (all_to_all(into), all_to_all(out));
         let step = m.operation + latency(self.rows_inside);
         let exchanges = rounds * if at_once { 1.0 } else { self.steps };
         let returns = if returned > 0.0 { exchanges } else { 0.0 };
         // What comes home is added: two reads and a write.
-        let home = self.link(split(returned, self.rows_inside)) + 3.0 * returned / m.copy * self.slower;
+        let rows = |bytes| self.link(split(bytes, self.rows_inside), self.sharing[1]);
+        let home = rows(returned) + 3.0 * returned / m.copy * self.slower;
         let home = home + returns * (step + m.operation);
-        let fetch = self.link(split(fetched, self.rows_inside)) + if fetched > 0.0 { exchanges * step } else { 0.0 };
+        let fetch = rows(fetched) + if fetched > 0.0 { exchanges * step } else { 0.0 };
         let one = |x: f64| if x > 0.0 { x / exchanges.max(1.0) } else { 0.0 };
         let ring = if m.cores.is_some() {
             fetch + kernel + home
         } else if at_once && rounds == 1.0 {
             // These rows come while the first of two kernels runs.
-            fetch + kernel + home - first.min(self.link(split(beside, self.rows_inside)))
+            fetch + kernel + home - first.min(rows(beside))
         } else {
             (kernel + one(home)).max(fetch + home + kernel / calls)
         };
@@ -353,7 +358,7 @@ impl Sizes<'_> {
             seconds,
             exposed: there + back + ring - kernel,
             bytes_inside: exchanged.inside + rows.inside,
-            bytes_of_card: (exchanged.between + rows.between) * self.sharing,
+            bytes_of_card: exchanged.between * self.sharing[0] + rows.between * self.sharing[1],
         }
     }
 }

@@ -10,7 +10,9 @@
 //! ones end in an error on all. A job that would not rest on that chooses on one rank and gives mesh and layout to the
 //! others.
 
-use super::{Effort, outlook};
+use alloc::format;
+
+use super::{Effort, forms, outlook};
 use crate::{
     error::{Error, Result},
     machine::Machine,
@@ -24,7 +26,9 @@ impl Plan {
     /// Plans with the mesh and the layout that are predicted to take the least time for one forward and one backward on
     /// a machine; those that fit in the memory of a rank come first. [`Plan::explain`] lists the candidates.
     ///
-    /// Of options with `ranks_per_node` the plans have two levels, otherwise one.
+    /// Options with `ranks_per_node` are taken as they are. Without it the nodes are the machine's: schedules of one level
+    /// and of two are rated, and a plan of two levels has the machine's `ranks_per_node` among its options. To rate one
+    /// level alone, give `ranks_per_node` the number of all ranks.
     ///
     /// It rates every mesh and layout, which takes longer than [`Plan::auto`]; [`Plan::auto_like`] keeps the choice for
     /// the next batch.
@@ -41,10 +45,20 @@ impl Plan {
     /// # Ok::<(), cpattn::Error>(())
     /// ```
     pub fn auto_on(problem: &Problem, world: usize, machine: &Machine, options: Options) -> Result<Self> {
-        let outlook = outlook(problem, world, machine, Effort::new(0, 0), &[options])?;
+        let forms = forms(options, machine);
+        let outlook = outlook(problem, world, machine, Effort::new(0, 0), forms)?;
         let best = outlook.candidates.first();
         let best = best.ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problem"))?;
-        let plan = Self::with_options(problem, best.mesh, best.layout, options)?;
-        Ok(plan.because(&outlook.to_markdown(LISTED)))
+        let plan = Self::with_options(problem, best.mesh, best.layout, forms[best.levels - 1])?;
+        let (given, of_machine) = (options.ranks_per_node, machine.ranks_per_node);
+        let nodes = match given {
+            0 => format!(
+                "ranks_per_node was not given: one level was rated, and two over the machine's nodes of {of_machine}."
+            ),
+            _ => {
+                format!("ranks_per_node {given} was given; bytes are counted over the machine's nodes of {of_machine}.")
+            }
+        };
+        Ok(plan.because(&format!("{nodes}\n{}", outlook.to_markdown(LISTED))))
     }
 }

@@ -22,7 +22,7 @@ mod table;
 
 pub use aggregate::PassTime;
 
-use alloc::{string::String, vec::Vec};
+use alloc::{string::String, vec, vec::Vec};
 
 use crate::{
     error::Result,
@@ -123,7 +123,7 @@ pub struct Outlook {
     pub memory: f64,
     /// The candidates: those that were simulated, then the others; of each, those that fit in memory first, by time.
     /// The two models are not compared with each other: the aggregate one is up to 16 % too quick for zigzag layouts,
-    /// and up to 31 % with two levels and documents shorter than a node's share.
+    /// and up to 51 % too slow with two levels and rows of a few neighbours.
     pub candidates: Vec<MeshTime>,
 }
 
@@ -133,12 +133,17 @@ pub struct Outlook {
 /// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element
 /// type, or with a field that no description has, such as a rate of 0.
 pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort) -> Result<Outlook> {
-    let over_nodes = Options::new().ranks_per_node(machine.ranks_per_node);
-    outlook(problem, world, machine, effort, &[Options::new(), over_nodes])
+    outlook(problem, world, machine, effort, forms(Options::new(), machine))
 }
 
-/// As [`meshes`], of plans with the first options, and with others where these give two levels.
-fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, forms: &[Options]) -> Result<Outlook> {
+/// The options of plans of one level and of two: over the machine's nodes, unless nodes are given.
+fn forms(options: Options, machine: &Machine) -> [Options; 2] {
+    let each = if options.ranks_per_node > 0 { options.ranks_per_node } else { machine.ranks_per_node };
+    [options, options.ranks_per_node(each)]
+}
+
+/// As [`meshes`], of plans with the first options, and with the second where only these give two levels.
+fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, forms: [Options; 2]) -> Result<Outlook> {
     problem.check()?;
     machine.check()?;
     Mesh::ring(world)?;
@@ -211,7 +216,7 @@ fn rate(
     loads: &LayoutLoad,
     machine: &Machine,
     kernels: &aggregate::ProblemKernels,
-    forms: &[Options],
+    forms: [Options; 2],
 ) -> Result<Vec<MeshTime>> {
     let first = Plan::with_options(problem, mesh, layout, forms[0])?;
     let candidate = |plan: &Plan| {
@@ -225,9 +230,14 @@ fn rate(
         let levels = if plan.has_two_levels() { 2 } else { 1 };
         MeshTime { mesh, layout, levels, forward, backward, memory, model: Model::Aggregate }
     };
-    let over_nodes = forms[1..].iter().filter_map(|&options| Plan::with_tokens_of(&first, problem, options).ok());
-    let over_nodes = over_nodes.map(|plan| candidate(&plan)).filter(|c| c.levels == 2);
-    Ok([candidate(&first)].into_iter().chain(over_nodes).collect())
+    let mut levels = vec![candidate(&first)];
+    if levels[0].levels == 1
+        && let Ok(plan) = Plan::with_tokens_of(&first, problem, forms[1])
+        && plan.has_two_levels()
+    {
+        levels.push(candidate(&plan));
+    }
+    Ok(levels)
 }
 
 /// Replaces a candidate's figures by those of the simulation.

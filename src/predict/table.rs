@@ -64,7 +64,7 @@ impl Outlook {
             best.mesh.ulysses,
             best.mesh.ring,
             best.layout,
-            if best.levels == 2 { ", two levels (ranks_per_node)" } else { "" },
+            if best.levels == 2 { ", two levels (ranks_per_node)" } else { ", one level" },
             1e3 * self.ideal,
             1e3 * seconds,
             100.0 * self.ideal / seconds,
@@ -73,6 +73,11 @@ impl Outlook {
         );
         if !self.fits(best) {
             let _ = writeln!(out, "No candidate fits in the {:.1} GB of a rank.", 1e-9 * self.memory);
+        }
+        let alike = |c: &&MeshTime| (c.mesh, c.layout, c.model) == (best.mesh, best.layout, best.model);
+        if let Some(other) = self.candidates.iter().filter(alike).find(|c| c.levels != best.levels) {
+            let levels = if other.levels == 2 { "Two levels (ranks_per_node) take" } else { "One level takes" };
+            let _ = writeln!(out, "{levels} {:.3} times as long on this mesh and layout.", other.seconds() / seconds);
         }
         if let Some(next) = self.candidates.iter().find(|c| c.mesh != best.mesh) {
             let _ = writeln!(
@@ -88,7 +93,7 @@ impl Outlook {
         if self.candidates.iter().any(|c| c.model == Model::Aggregate) {
             out.push_str(
                 "\"Busiest rank\": from the largest load of any rank, without single messages; rows from others are taken to \
-                 come evenly, and ring steps to overlap perfectly. For zigzag layouts that is up to 16 % too quick, and up to 31 % with two levels and documents shorter than a node's share.\n",
+                 come evenly, and ring steps to overlap perfectly. For zigzag layouts that is up to 16 % too quick, with two levels and rows of a few neighbours up to 51 % too slow.\n",
             );
         }
     }

@@ -34,15 +34,13 @@ fn the_aggregate_model_is_near_the_simulation() {
             let ratio = c.seconds() / exact.seconds();
             // At a ring step of zigzag some ranks have more work than others, and all wait for them.
             let uneven = matches!(c.layout, Layout::Zigzag | Layout::ZigzagPack);
-            // Over two levels a rank has one partner at a step, which is even but for documents shorter than its node's
-            // share.
-            let least = match (uneven, c.levels) {
-                (true, 2) if lengths.len() > 1 => 0.69,
-                (true, _) => 0.83,
-                _ => 0.97,
-            };
+            // Over two levels ranks wait for one another where rows come from a few neighbours: how long depends on
+            // where documents begin in a node.
+            let near = c.levels == 2 && lengths.len() > 1;
+            let least = if uneven { 0.83 } else { 0.97 };
+            let most = if near { 1.52 } else { 1.02 };
             let what = alloc::format!("{mask:?} {} {}, levels {}", c.mesh, c.layout, c.levels);
-            assert!((least..1.02).contains(&ratio), "{what}: {ratio}");
+            assert!((least..most).contains(&ratio), "{what}: {ratio}");
             two += usize::from(c.levels == 2);
             // What cards carry is exact where all rows are needed.
             let bytes = (c.backward.bytes_of_card, exact.backward.bytes_of_card);
@@ -64,7 +62,7 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
             Options::new().gather(true).passes(4),
             Options::new().reproducible(true),
         ] {
-            for c in outlook(&p, 16, &machine, Effort::new(0, 0), &[options]).unwrap().candidates {
+            for c in outlook(&p, 16, &machine, Effort::new(0, 0), [options; 2]).unwrap().candidates {
                 let plan = Plan::with_options(&p, c.mesh, c.layout, options).unwrap();
                 let exact = |direction| plan.simulate(direction, &machine).unwrap();
                 let (forward, backward) = (exact(Direction::Forward), exact(Direction::Backward));
@@ -103,7 +101,7 @@ fn the_aggregate_model_knows_caches() {
         let p = Problem::new(batch, 32, 8, 128, Dtype::Bf16);
         for side in [Circulate::Keys, Circulate::Queries] {
             let options = Options::new().circulate_forward(side).gather(false);
-            for c in outlook(&p, 8, &machine, Effort::new(0, 0), &[options]).unwrap().candidates {
+            for c in outlook(&p, 8, &machine, Effort::new(0, 0), [options; 2]).unwrap().candidates {
                 let striped = matches!(c.layout, Layout::Striped { .. });
                 if !striped || c.mesh.ulysses > 1 {
                     continue;
@@ -137,7 +135,7 @@ fn the_aggregate_model_knows_all_to_alls_over_nodes() {
         let p = Problem::new(Batch::from_lengths(&[1 << 17]).unwrap(), 32, kv_heads, 128, Dtype::Bf16);
         let p = p.with_mask(Mask::full());
         let levels = [options, options.ranks_per_node(4)];
-        let all = outlook(&p, 16, &machine, Effort::new(0, 0), &levels).unwrap().candidates;
+        let all = outlook(&p, 16, &machine, Effort::new(0, 0), levels).unwrap().candidates;
         let wide: Vec<_> = all.iter().filter(|c| c.mesh.ulysses == 16).collect();
         assert_eq!(wide.len(), 2);
         for c in &wide {
@@ -305,18 +303,21 @@ fn a_plan_is_chosen_by_the_machine() {
     for world in [16, 64] {
         let plan = Plan::auto_on(&p, world, &machine, Options::default()).unwrap();
         let all = meshes(&p, world, &machine, Effort::new(0, 0)).unwrap().candidates;
-        let best = all.iter().find(|c| c.levels == 1).unwrap();
-        assert_eq!((plan.mesh(), plan.layout()), (best.mesh, best.layout));
+        assert_eq!(
+            (plan.mesh(), plan.layout(), plan.options()),
+            (all[0].mesh, all[0].layout, all[0].options(&machine))
+        );
         let text = plan.explain();
         assert!(text.contains("chosen by the description of a machine"), "{text}");
         assert!(text.contains(&machine.name) && !text.contains("rules of thumb"), "{text}");
         // The same plan, given by hand, is equal, and says that no machine chose it.
-        let given = Plan::new(&p, plan.mesh(), plan.layout()).unwrap();
+        let given = Plan::with_options(&p, plan.mesh(), plan.layout(), plan.options()).unwrap();
         assert_eq!((&given, given.fingerprint()), (&plan, plan.fingerprint()));
         assert!(given.explain().contains("rules of thumb, without the description of a machine"));
         // A kept choice keeps its reason.
         let kept = Plan::auto_like(&plan, problem(&[1 << 16, 1 << 16]).batch()).unwrap();
         assert!(kept.mesh() == plan.mesh() && kept.explain().contains(&machine.name));
+        assert_eq!(kept.options(), plan.options());
     }
     // Between nodes with slow cards k and v would travel for long: all-to-alls of fewer bytes win, or stay inside.
     let fast = Plan::auto_on(&p, 16, &machine, Options::default()).unwrap();
@@ -324,9 +325,70 @@ fn a_plan_is_chosen_by_the_machine() {
     let slow = Plan::auto_on(&p, 16, &machine, Options::default()).unwrap();
     let seconds = |plan: &Plan| {
         let all = meshes(&p, 16, &machine, Effort::new(0, 0)).unwrap().candidates;
-        all.iter().find(|c| (c.mesh, c.layout, c.levels) == (plan.mesh(), plan.layout(), 1)).unwrap().seconds()
+        let of =
+            |c: &&MeshTime| (c.mesh, c.layout, c.options(&machine)) == (plan.mesh(), plan.layout(), plan.options());
+        all.iter().find(of).unwrap().seconds()
     };
     assert!(seconds(&slow) < seconds(&fast), "{} {}", slow.mesh(), fast.mesh());
+}
+
+/// Documents, masks, kv heads and ranks: which_mesh and the automatic choice rate one level and two alike, by either
+/// model. The choice has the first of all candidates, with the machine's nodes where that has two levels.
+#[test]
+fn nodes_need_not_be_given() {
+    let machines = [h100(), Machine { ranks_per_node: 4, cards_per_node: 1, ..h100() }];
+    let mut chosen = [0; 3];
+    let mut most: f64 = 1.0;
+    for machine in &machines {
+        for (lengths, kv_heads) in [(&[1 << 18][..], 8), (&[1 << 13; 9], 1), (&[3000; 60], 32)] {
+            for mask in [Mask::causal(), Mask::full(), Mask::sliding(1024)] {
+                for world in [12, 16, 32] {
+                    let batch = Batch::from_lengths(lengths).unwrap();
+                    let p = Problem::new(batch, 32, kv_heads, 128, Dtype::Bf16).with_mask(mask);
+                    let plan = Plan::auto_on(&p, world, machine, Options::new()).unwrap();
+                    let of = |c: &&MeshTime| {
+                        (c.mesh, c.layout, c.options(machine)) == (plan.mesh(), plan.layout(), plan.options())
+                    };
+                    let quick = meshes(&p, world, machine, Effort::new(0, 0)).unwrap().candidates;
+                    assert!(quick.iter().position(|c| of(&c)) == Some(0), "{}", plan.explain());
+                    let levels = if plan.has_two_levels() { 2 } else { 1 };
+                    assert_eq!(levels, quick[0].levels);
+                    chosen[levels] += 1;
+                    let text = plan.explain();
+                    let each = machine.ranks_per_node;
+                    let nodes = alloc::format!("one level was rated, and two over the machine's nodes of {each}.");
+                    assert!(text.contains(&nodes), "{text}");
+                    assert_eq!(text.contains(", two levels (ranks_per_node)."), levels == 2, "{text}");
+                    // What is simulated has the choice among it.
+                    let simulated = meshes(&p, world, machine, Effort::new(4, 16)).unwrap().candidates;
+                    let chosen = simulated.iter().find(of).unwrap();
+                    if chosen.model == Model::Simulation {
+                        most = most.max(chosen.seconds() / simulated[0].seconds());
+                    }
+                }
+            }
+        }
+    }
+    assert!(chosen[1] > 5 && chosen[2] > 5, "{chosen:?}");
+    assert!(most < 1.24, "{most}");
+}
+
+/// Nodes that are given are those of the plan, whatever the machine says, and leave the other options alone.
+#[test]
+fn nodes_that_are_given_are_taken() {
+    let machine = Machine { ranks_per_node: 4, cards_per_node: 1, ..h100() };
+    let (p, options) = (problem(&[1 << 18]), Options::new().wire(Wire::Bf16));
+    let free = Plan::auto_on(&p, 16, &machine, options).unwrap();
+    assert_eq!(free.options(), options.ranks_per_node(4));
+    assert!(free.has_two_levels());
+    for each in [2, 4, 16] {
+        let plan = Plan::auto_on(&p, 16, &machine, options.ranks_per_node(each)).unwrap();
+        assert_eq!(plan.options(), options.ranks_per_node(each));
+        assert!(each < 16 || !plan.has_two_levels());
+        let text = plan.explain();
+        let nodes = alloc::format!("ranks_per_node {each} was given; bytes are counted over the machine's nodes of 4.");
+        assert!(text.contains(&nodes), "{text}");
+    }
 }
 
 #[test]
@@ -363,7 +425,7 @@ fn rules_of_thumb_weigh_what_crosses_nodes() {
                 // Of the same meshes, the one that links of one kind would give.
                 let weight = |c: &Candidate| u128::from(Choice::BALANCE * (Choice::BETWEEN - 1)) * c.bytes_between;
                 let alike = choice.candidates.iter().min_by_key(|c| c.cost - weight(c)).unwrap();
-                let all = outlook(&p, world, &machine, Effort::new(0, 0), &[options]).unwrap().candidates;
+                let all = outlook(&p, world, &machine, Effort::new(0, 0), [options; 2]).unwrap().candidates;
                 let seconds = |mesh, layout| {
                     let this = all.iter().find(|c| (c.mesh, c.layout) == (mesh, layout));
                     this.unwrap().seconds()

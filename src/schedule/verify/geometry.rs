@@ -12,6 +12,9 @@ use crate::{batch::Side, call::Range, error::Result, mask::Mask};
 /// Rows of a range whose positions are in `low..=high`: positions ascend, so they are one run.
 pub(super) fn rows_between(r: &Range, low: i64, high: i64) -> (u32, u32) {
     let first_from = |x: i64| {
+        if r.is_plain() {
+            return x.saturating_sub(r.pos).clamp(0, r.len.into()) as u32;
+        }
         let (mut a, mut e) = (0, r.len);
         while a < e {
             let mid = a + (e - a) / 2;
