@@ -4,6 +4,7 @@
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -25,6 +26,12 @@ LEFT_OUT = {
     "capi_cuda python_over_nccl": "as ranks_over_nccl",
 }
 """Tests that are not run here, and why. The record has them."""
+
+QUICK = {"cuda_plans": ("reproducible_plans_are_refused",), "cuda_launches": ("failures",)}
+"""What is run with --tiny of programs whose first two tests take an emulated driver long."""
+
+QUICK_CASES = ("tiny-forward-bf16-64-causal", "tiny-merge-bf16-64-causal", "tiny-backward-f16-64-causal")
+"""Cases that are profiled with --tiny."""
 
 COUNTED = ("cudnn", "fa3", "flash")
 """Peers that Nsight Compute looks at too."""
@@ -122,14 +129,17 @@ def tests(stage):
         if not names:
             stage.steps.record["not_begun"].append(f"{program}: it does not list its tests")
         names = [name for name in names if f"{program} {name}" not in LEFT_OUT]
-        for name in names[:2] if stage.tiny else names:
+        if stage.tiny:
+            names = [name for name in names if name in QUICK.get(program, ())] or names[:2]
+        for name in names:
             group = (program, name.rpartition("::")[0])
             found.append(Test(f"{program} {name}", group, [stage.bin / program, "--exact", name], brought))
     for program in sorted(stage.bin.glob("c_*")):
         found.append(Test(f"C {program.name}", (program.name,), [program]))
-    python = stage.bin / "capi/cuda_ranks.py"
+    python = stage.bin / "capi/repository/examples/python/cuda_ranks.py"
     if python.exists():
-        library = {"CPATTN_LIBRARY": str(stage.bin / "capi/lib/libcpattn.so")}
+        package = {"PYTHONPATH": os.pathsep.join(filter(None, (str(python.parents[2] / "python"), os.environ.get("PYTHONPATH"))))}
+        library = {"CPATTN_LIBRARY": str(stage.bin / "capi/lib/libcpattn.so"), **package}
         found.append(Test("Python cuda_ranks.py", (python.name,), stage.python(python), library))
     return found
 
@@ -182,7 +192,7 @@ def lines_of(name):
 def third(stage):
     """Counters of our kernels and the peers', then the sanitizer. Reports of Nsight Compute are large: their tables are
     kept as text, the reports packed as far as there is room."""
-    cases = list(lines_of("tiny.txt").items())[:2] if stage.tiny else [
+    cases = [(name, line) for name, line in lines_of("tiny.txt").items() if name in QUICK_CASES] if stage.tiny else [
         (name, line) for name, line in lines_of("cases.txt").items() if name in PROFILED
     ]
     cases.sort(key=lambda case: PROFILED.index(case[0]) if case[0] in PROFILED else 0)
@@ -204,14 +214,19 @@ def third(stage):
         pack(folder, stage.steps.out / "profile.tar.xz")
 
 
+def kernels_of(case):
+    """Which of our kernels are looked at: a backward's case launches a forward for each of its sets before."""
+    return "cpattn_(delta|transform|.*backward)" if case.kind == "backward" else "cpattn"
+
+
 def counters(stage, folder, name, whose, command, line):
     """One case of one library under Nsight Compute."""
     report = folder / f"{name}.{whose}"
-    kernels = "regex:cpattn" if whose == "ours" else "regex:fmha|flash|attention|cudnn|device_kernel"
+    kernels = kernels_of(peers.Case(line)) if whose == "ours" else "fmha|flash|attention|cudnn|device_kernel"
     ncu = stage.options.ncu
     done = stage.steps.run(
         f"counters {name} {whose}",
-        [ncu, "--clock-control", "none", "--set", "full", "--import-source", "no", "--kernel-name", kernels,
+        [ncu, "--clock-control", "none", "--set", "full", "--import-source", "no", "--kernel-name", f"regex:{kernels}",
          "--launch-count", "4", "--force-overwrite", "--export", report, *command],
         90, stdin=line + "\n",
     )
