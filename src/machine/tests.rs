@@ -51,6 +51,16 @@ fn a_description_is_read_as_it_was_written() {
 }
 
 #[test]
+fn a_path_is_refused_with_a_request_for_the_text() {
+    assert_eq!(
+        Machine::parse("machines/cpu_host.machine").unwrap_err().to_string(),
+        "line 1 of the machine description is \"machines/cpu_host.machine\", expected key = value; give the text of the \
+         file, not its path"
+    );
+    assert!(!Machine::parse("copy\nmemory = 1").unwrap_err().to_string().contains("path"));
+}
+
+#[test]
 fn refusals_name_the_line_the_key_and_both_values() {
     for (from, to, expected) in [
         ("8e9\ninside", "8e9\n", "the machine description is without inside.latency"),

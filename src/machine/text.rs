@@ -79,7 +79,9 @@ impl<'a> FigureLines<'a> {
             }
             let place = format!("line {} of the machine description", i + 1);
             let Some((key, value)) = content.split_once('=') else {
-                return Err(Error::invalid(place, format!("{content:?}"), "key = value"));
+                let error = Error::invalid(place, format!("{content:?}"), "key = value");
+                let alone = text.lines().nth(1).is_none();
+                return Err(if alone { error.hint("give the text of the file, not its path") } else { error });
             };
             let entry = FigureLine { line: i + 1, key: key.trim(), value: value.trim() };
             if let Some(first) = list.iter().find(|e| e.key == entry.key) {

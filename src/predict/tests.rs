@@ -310,10 +310,13 @@ fn a_plan_is_chosen_by_the_machine() {
         let text = plan.explain();
         assert!(text.contains("chosen by the description of a machine"), "{text}");
         assert!(text.contains(&machine.name) && !text.contains("rules of thumb"), "{text}");
+        assert!(!text.contains("rule:"), "the rule of another choice: {text}");
         // The same plan, given by hand, is equal, and says that no machine chose it.
         let given = Plan::with_options(&p, plan.mesh(), plan.layout(), plan.options()).unwrap();
         assert_eq!((&given, given.fingerprint()), (&plan, plan.fingerprint()));
-        assert!(given.explain().contains("rules of thumb, without the description of a machine"));
+        let given = given.explain();
+        assert!(given.contains("rules of thumb, without the description of a machine"), "{given}");
+        assert!(given.contains("rule: at most 1 % more work"), "{given}");
         // A kept choice keeps its reason.
         let kept = Plan::auto_like(&plan, problem(&[1 << 16, 1 << 16]).batch()).unwrap();
         assert!(kept.mesh() == plan.mesh() && kept.explain().contains(&machine.name));

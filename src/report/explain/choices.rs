@@ -160,6 +160,9 @@ impl Plan {
                 grouped(least.into())
             );
         }
+        if self.reason().is_some() {
+            return; // the predicted time chose, not this rule
+        }
         let _ = writeln!(
             out,
             "  rule: at most 1 % more work on the busiest rank than the best of these, then fewest rows from others, then {}",
