@@ -32,7 +32,7 @@ use crate::{
     error::Result,
     heads::HeadShare,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{CirculatingSide, Form, LayoutLoad, Plan, Problem, Wire, crossing, edges, ring_steps},
+    plan::{CirculatingSide, Form, LayoutLoad, Plan, Problem, Wire, crossing, divided, edges, ring_steps},
 };
 
 /// The kernels of a problem.
@@ -115,6 +115,7 @@ struct AllToAllBytes {
 }
 
 /// What both directions need of the plan.
+#[derive(Clone, Copy)]
 struct Sizes<'a> {
     machine: &'a Machine,
     /// How much slower kernels and copies are because ranks share cores.
@@ -144,7 +145,12 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         kv_sum += share.kv.len() as f64;
     }
     let node = machine.ranks_per_node;
-    let crossing = crossing(mesh, plan.layout(), &load, node, plan.ring_ranks_of_node());
+    // The q side's rows have one reader in a Ulysses group; those of k and v are divided among all that hold a head.
+    let crossing = |holders| {
+        let divided = divided(p, mesh, holders, hkv as u64);
+        crossing(mesh, plan.layout(), &load, node, (plan.ring_ranks_of_node(), divided))
+    };
+    let [of_queries, of_keys] = [1, plan.ring_holders_of_node()].map(|holders| crossing(holders).rows.as_f64());
     let u = mesh.ulysses as f64;
     // The ranks of one pool of cores.
     let pool = if machine.nodes_share_cores { mesh.world() } else { mesh.world().min(node) };
@@ -153,8 +159,8 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         slower: pool as f64 / machine.ranks_at_once(pool),
         sharing: machine.ranks_per_card() as f64,
         own: [load.q_tokens as f64 / u, load.k_tokens as f64 / u],
-        peers_inside: 1.0 - crossing.exchanged.as_f64(),
-        rows_inside: 1.0 - crossing.rows.as_f64(),
+        peers_inside: 1.0 - crossing(1).exchanged.as_f64(),
+        rows_inside: 1.0 - of_keys,
         steps: ring_steps(mesh, &load) as f64,
     };
     let (e, a) = (p.dtype().size() as f64, p.dtype().accumulator().size() as f64);
@@ -234,6 +240,9 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         let kernel = KernelRate { call: 0.0, ..rate }.seconds(flops[i], rows * steps, read, at_edges);
         let kernel = (kernel + calls * (rate.call + machine.operation)) * sizes.slower;
         let first = if ordered && i == 1 { kernel * (2.0 * dk + dv) / products } else { 0.0 };
+        let side = if i == 0 { plan.forward_circulates() } else { plan.backward_circulates() };
+        let queries_travel = !ordered && side == CirculatingSide::Queries;
+        let sizes = Sizes { rows_inside: 1.0 - if queries_travel { of_queries } else { of_keys }, ..sizes };
         sizes.pass(kernel, (first, queries), [calls, rounds], [into[i], out[i]], ring[i], at_once)
     };
     [pass(0), pass(1)]
