@@ -7,6 +7,7 @@
 //! which passes it on), and its partial gradients are sent back and summed in rank order; nothing is replicated in the
 //! caller's memory and nothing is padded.
 
+use alloc::vec::Vec;
 use core::ops::Range;
 
 use crate::call::HeadMap;
@@ -46,6 +47,41 @@ pub(crate) fn shared_kv(ulysses: usize, heads: u32, kv_heads: u32) -> bool {
 pub(crate) fn shared_kv_in(ranks: usize, ulysses: usize, [heads, kv_heads]: [u32; 2]) -> bool {
     let kv = |u| HeadShare::new(u, ulysses, heads, kv_heads).kv;
     (1..ulysses).any(|u| u % ranks > 0 && kv(u - 1).end > kv(u).start)
+}
+
+/// The ranks of `node` that hold a kv head. They are next to each other.
+pub(crate) fn holders(heads: &[HeadShare], node: &Range<usize>, head: u32) -> Range<usize> {
+    let first = node.start + heads[node.clone()].partition_point(|share| share.kv.end <= head);
+    first..first + heads[first..node.end].partition_point(|share| share.kv.start <= head)
+}
+
+/// The least that the busiest of some ranks must carry, where a rank can carry rows of the heads that it holds: as a
+/// fraction of the rows of one head.
+pub(crate) fn least_load(held_by: &[Range<usize>], ranks: &Range<usize>) -> (u64, u64) {
+    // Heads that no rank outside of a run of ranks holds are that run's.
+    let mut most = (0, 1);
+    for first in ranks.clone() {
+        let mut ends: Vec<usize> = held_by.iter().filter(|h| h.start >= first).map(|h| h.end).collect();
+        ends.sort_unstable();
+        for (heads, &end) in (1..).zip(&ends) {
+            let load = (heads, (end - first) as u64);
+            if load.0 * most.1 > most.0 * load.1 {
+                most = load;
+            }
+        }
+    }
+    most
+}
+
+/// The kv heads whose rows the busiest of the ranks of a node must carry over its border, as a fraction.
+pub(crate) fn carried_kv(ranks: usize, ulysses: usize, [heads, kv_heads]: [u32; 2]) -> (u64, u64) {
+    let shares: Vec<HeadShare> = (0..ulysses).map(|u| HeadShare::new(u, ulysses, heads, kv_heads)).collect();
+    let of_node = |first: usize| {
+        let node = first..first + ranks;
+        let kv = shares[first].kv.start..shares[node.end - 1].kv.end;
+        least_load(&kv.map(|head| holders(&shares, &node, head)).collect::<Vec<_>>(), &node)
+    };
+    (0..ulysses).step_by(ranks).map(of_node).max_by(|a, b| (a.0 * b.1).cmp(&(b.0 * a.1))).unwrap_or((1, 1))
 }
 
 /// `⌈H/U⌉·U/H`: the busiest rank's heads over the mean.

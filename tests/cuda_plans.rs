@@ -154,6 +154,9 @@ fn ulysses_ring_and_hybrid() {
             (1, 4, Layout::Contiguous, Options::new().circulate(Circulate::Queries).wire(Wire::Bf16).ranks_per_node(2)),
             (1, 4, Layout::Zigzag, Options::new().gather(Gather::Together).wire(Wire::Bf16).ranks_per_node(2)),
             (4, 1, Layout::Contiguous, Options::new().wire(Wire::Bf16).ranks_per_node(2)),
+            (4, 2, Layout::Zigzag, Options::new().circulate(Circulate::Keys).ranks_per_node(4)),
+            (2, 4, Layout::Contiguous, Options::new().circulate(Circulate::Keys).wire(Wire::Bf16).ranks_per_node(4)),
+            (6, 2, Layout::Zigzag, Options::new().gather(true).circulate(Circulate::Keys).ranks_per_node(6)),
         ],
     );
 }

@@ -8,7 +8,7 @@ use super::{
     AttentionKind, Options, Plan, Problem,
     layout_load::{LayoutLoad, load_with},
     loads::Counted,
-    nodes::{crossing, holds_ulysses, ring_ranks_of_node, ring_steps},
+    nodes::{crossing, divided, holds_ulysses, ring_holders_of_node, ring_ranks_of_node, ring_steps},
 };
 use crate::{
     batch::Batch,
@@ -223,8 +223,9 @@ pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &LayoutLoad, balance: u32,
     let exchanged = if u > 1 { into_heads + back } else { 0 };
     let bytes = ring + exchanged;
     let node = if ranks_per_node == 0 { mesh.world() } else { ranks_per_node };
-    let ring_ranks = ring_ranks_of_node(mesh, Options::new().ranks_per_node(ranks_per_node));
-    let cross = crossing(mesh, d.layout, &d.largest, node, ring_ranks);
+    let options = Options::new().ranks_per_node(ranks_per_node);
+    let divided = divided(problem, mesh, ring_holders_of_node(problem, mesh, options), hkv as u64);
+    let cross = crossing(mesh, d.layout, &d.largest, node, (ring_ranks_of_node(mesh, options), divided));
     let bytes_between = cross.exchanged.bytes(exchanged) + cross.rows.bytes(ring);
     let steps = ring_steps(mesh, &d.largest);
     // Forward: q, k, v there, o and lse back. Backward: q, k, v, do, lse, delta there, dq, dk, dv back.

@@ -37,7 +37,7 @@ pub(crate) use fingerprint::Fingerprint;
 pub(crate) use form::{CirculatingSide, Form};
 pub(crate) use layout_load::{LayoutLoad, load_of_key_shares};
 pub use nodes::ranks_per_node;
-pub(crate) use nodes::{crossing, ring_steps};
+pub(crate) use nodes::{crossing, divided, ring_steps};
 pub use options::{Circulate, Gather, Options, Wire};
 pub use problem::{AttentionKind, Problem};
 use together::form_of;
@@ -92,6 +92,7 @@ impl Inner {
         h.word(options.passes as u64 | (options.circulate as u64) << 32 | (options.circulate_forward as u64) << 34);
         h.word(nodes::ring_ranks_of_node(self.mesh, *options) as u64);
         h.word(nodes::ulysses_ranks_of_node(&self.problem, self.mesh, *options) as u64);
+        h.word(nodes::ring_holders_of_node(&self.problem, self.mesh, *options) as u64);
         h.finish()
     }
 }
@@ -186,9 +187,20 @@ impl Plan {
         nodes::ulysses_ranks_of_node(self.problem(), self.mesh(), self.options())
     }
 
+    /// The Ulysses ranks of a node that divide among them the rows of k and v that cross to it on the ring
+    /// ([`Options::ranks_per_node`]): 1 if no two of them hold the same kv head, if the ring lies in one node, or if k
+    /// and v do not circulate. Otherwise those that hold the same kv head each receive a part of its rows, and pass it
+    /// on to each other.
+    pub fn ring_holders_of_node(&self) -> usize {
+        let keys = [self.forward_circulates(), self.backward_circulates()].contains(&CirculatingSide::Keys);
+        if keys { nodes::ring_holders_of_node(self.problem(), self.mesh(), self.options()) } else { 1 }
+    }
+
     /// Whether rows cross from node to node once and are passed on inside: on the ring, or in its all-to-alls.
     pub fn has_two_levels(&self) -> bool {
-        self.ring_ranks_of_node() < self.mesh().ring || self.ulysses_ranks_of_node() < self.mesh().ulysses
+        self.ring_ranks_of_node() < self.mesh().ring
+            || self.ulysses_ranks_of_node() < self.mesh().ulysses
+            || self.ring_holders_of_node() > 1
     }
 
     /// The shares of the ring ranks.

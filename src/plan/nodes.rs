@@ -17,7 +17,7 @@ use alloc::{collections::BTreeMap, format};
 use super::{Options, Problem, area::Load};
 use crate::{
     error::{Error, Result},
-    heads::shared_kv_in,
+    heads::{carried_kv, shared_kv_in},
     layout::Layout,
     mesh::Mesh,
 };
@@ -97,15 +97,31 @@ pub(crate) struct CrossingShares {
     pub near: bool,
 }
 
+/// The part of a rank's rows of k and v from other nodes that crosses to this rank itself, where the ranks of a node that
+/// hold the same kv head divide them. `held`: the most kv heads of a rank.
+pub(crate) fn divided(problem: &Problem, mesh: Mesh, holders: usize, held: u64) -> Fraction {
+    if holders == 1 {
+        return Fraction { of: (1, 1) };
+    }
+    let (heads, ranks) = carried_kv(holders, mesh.ulysses, [problem.heads() as u32, problem.kv_heads() as u32]);
+    Fraction { of: (heads, ranks * held) }
+}
+
 /// What crosses between nodes of `node` ranks. `ring_ranks` are those of a node whose schedule has two levels, and the
 /// whole ring where it has one ([`ring_ranks_of_node`]). Rows that cross once are passed on inside: of a node's ranks,
-/// each receives its part of them from outside.
+/// each receives its part of them from outside, and of these the part `divided` ([`divided`]).
 ///
 /// The rows that a rank needs are taken to come evenly from the ring ranks they can come from. Where a window or short
 /// documents make that fewer than all, those are the neighbours in layouts of runs of the pack, so the first rank of a
 /// node gets them all from other nodes; in other layouts they are any ranks. Crossing once saves as many times as a row
 /// has readers in a node, which are few where a rank needs few rows.
-pub(crate) fn crossing(mesh: Mesh, layout: Layout, load: &Load, node: usize, ring_ranks: usize) -> CrossingShares {
+pub(crate) fn crossing(
+    mesh: Mesh,
+    layout: Layout,
+    load: &Load,
+    node: usize,
+    (ring_ranks, divided): (usize, Fraction),
+) -> CrossingShares {
     let (ring, ulysses) = (mesh.ring as u64, mesh.ulysses as u64);
     let in_node = ((node / mesh.ulysses) as u64).clamp(1, ring);
     let readers = if ring_ranks < mesh.ring { ring_ranks as u64 } else { 1 };
@@ -121,6 +137,7 @@ pub(crate) fn crossing(mesh: Mesh, layout: Layout, load: &Load, node: usize, rin
     };
     let ranks = ulysses * if near { in_node.min(steps.max(1)) } else { in_node };
     let exchanged = if ulysses > 1 { (ulysses - ulysses.min(node as u64), ulysses - 1) } else { (0, 1) };
+    let rows = (rows.0 * divided.of.0, rows.1 * divided.of.1);
     CrossingShares { exchanged: Fraction { of: exchanged }, rows: Fraction { of: rows }, ranks, near }
 }
 
@@ -143,6 +160,15 @@ pub(super) fn ulysses_ranks_of_node(problem: &Problem, mesh: Mesh, options: Opti
     let heads = [problem.heads() as u32, problem.kv_heads() as u32];
     let gateways = 1 < per_node && per_node < ulysses && shared_kv_in(per_node, ulysses, heads);
     if gateways { per_node } else { ulysses }
+}
+
+/// The Ulysses ranks of a node that divide among them the rows that cross to it on the ring: 1 if the ring lies in one
+/// node, or if no two of them hold the same kv head.
+pub(super) fn ring_holders_of_node(problem: &Problem, mesh: Mesh, options: Options) -> usize {
+    let (per_node, heads) = (options.ranks_per_node, [problem.heads() as u32, problem.kv_heads() as u32]);
+    let ranks = per_node.min(mesh.ulysses);
+    let crosses = 0 < per_node && per_node < mesh.group() && mesh.ring > 1;
+    if crosses && shared_kv_in(ranks, mesh.ulysses, heads) { ranks } else { 1 }
 }
 
 /// Refuses nodes that a mesh does not fit.

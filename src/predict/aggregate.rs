@@ -36,7 +36,9 @@ use crate::{
     error::Result,
     heads::HeadShare,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{CirculatingSide, Form, LayoutLoad, Load, Plan, Problem, Wire, crossing, load_of_key_shares, ring_steps},
+    plan::{
+        CirculatingSide, Form, LayoutLoad, Load, Plan, Problem, Wire, crossing, divided, load_of_key_shares, ring_steps,
+    },
 };
 
 /// The kernels of a problem.
@@ -149,17 +151,22 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         kv_sum += share.kv.len() as f64;
     }
     let node = machine.ranks_per_node;
-    let crossing = crossing(mesh, plan.layout(), &load, node, plan.ring_ranks_of_node());
+    // The q side's rows have one reader in a Ulysses group; those of k and v are divided among all that hold a head.
+    let crossing = |holders| {
+        let divided = divided(p, mesh, holders, hkv as u64);
+        crossing(mesh, plan.layout(), &load, node, (plan.ring_ranks_of_node(), divided))
+    };
+    let crossings = [1, plan.ring_holders_of_node()].map(crossing);
     let u = mesh.ulysses as f64;
     // The ranks of one pool of cores.
     let pool = if machine.nodes_share_cores { mesh.world() } else { mesh.world().min(node) };
     let sizes = Sizes {
         machine,
         slower: pool as f64 / machine.ranks_at_once(pool),
-        sharing: [machine.ranks_per_card() as f64, (machine.ranks_per_card() as f64).min(crossing.ranks as f64)],
+        sharing: [machine.ranks_per_card() as f64, (machine.ranks_per_card() as f64).min(crossings[1].ranks as f64)],
         own: [load.q_tokens as f64 / u, load.k_tokens as f64 / u],
-        peers_inside: 1.0 - crossing.exchanged.as_f64(),
-        rows_inside: 1.0 - crossing.rows.as_f64(),
+        peers_inside: 1.0 - crossings[0].exchanged.as_f64(),
+        rows_inside: 1.0 - crossings[1].rows.as_f64(),
         steps: 0.0,
     };
     let (e, a) = (p.dtype().size() as f64, p.dtype().accumulator().size() as f64);
@@ -259,10 +266,12 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         // The kernels of dq and of dk and dv both meet the edges.
         let at_edges = load.q_tokens as f64 * hq * kernels.edges * if ordered && i == 1 { 2.0 } else { 1.0 };
         let rate = kernels.rates[i];
-        let waits = if two_levels && crossing.near && !at_once { 2.0 - 1.0 / steps } else { 1.0 };
+        let waits = if two_levels && crossings[1].near && !at_once { 2.0 - 1.0 / steps } else { 1.0 };
         let kernel = KernelRate { call: 0.0, ..rate }.seconds(flops[i], rows, read, at_edges);
         let kernel = (kernel + calls * (rate.call + machine.operation)) * sizes.slower * waits;
         let first = if ordered && i == 1 { kernel * (2.0 * dk + dv) / products } else { 0.0 };
+        let of_keys = usize::from(ordered || !queries_travel[i]);
+        let sizes = Sizes { rows_inside: 1.0 - crossings[of_keys].rows.as_f64(), ..sizes };
         sizes.pass(kernel, (first, queries), [calls, rounds], [into[i], out[i]], ring[i], at_once)
     };
     [pass(0), pass(1)]

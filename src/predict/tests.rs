@@ -373,7 +373,7 @@ fn nodes_need_not_be_given() {
         }
     }
     assert!(chosen[1] > 5 && chosen[2] > 5, "{chosen:?}");
-    assert!(most < 1.24, "{most}");
+    assert!(most < 1.27, "{most}");
 }
 
 /// Nodes that are given are those of the plan, whatever the machine says, and leave the other options alone.

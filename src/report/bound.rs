@@ -138,14 +138,18 @@ impl Plan {
             all.min(largest)
         };
         let pass = hkv.div_ceil(n(passes));
-        let crosses = self.ring_ranks_of_node() < mesh.ring;
+        // Where ranks of a node divide rows of k's side among them, a node of one ring rank has node slots too.
+        let divided = self.ring_holders_of_node() > 1;
+        let crosses = divided || self.ring_ranks_of_node() < mesh.ring;
+        let ring_ranks =
+            if divided { (self.options().ranks_per_node / mesh.ulysses).max(1) } else { self.ring_ranks_of_node() };
         let slots = if form == Form::Ring || passes > 1 || crosses { 2 } else { 1 };
         // Rows of a node slot, and the slots; none where rows cross into a slot that holds everything.
         let node_slot = |side| {
             if !crosses {
                 return (0, 0);
             }
-            let others = mesh.ring / self.ring_ranks_of_node() - 1;
+            let others = mesh.ring / ring_ranks - 1;
             let largest = sizes.largest[side as usize];
             match form {
                 Form::Ring => (largest, n(others.min(2))),
@@ -192,7 +196,8 @@ impl Plan {
             let q_row = hq * (dims * e + 2 * a);
             let ring = if ordered {
                 let packed = leaving_packed(nq * q_row + nk * hkv * dims * e) * if crosses { n(mesh.ring) } else { 1 };
-                2 * (ring_step(Side::Q) * q_row + ring_step(Side::K) * hkv * dims * e) + packed
+                let whole = if divided { nk * hkv * dims * e } else { 0 };
+                2 * (ring_step(Side::Q) * q_row + ring_step(Side::K) * hkv * dims * e) + packed + whole
             } else {
                 let (rows, own, row, gradient) = if queries {
                     (ring_step(Side::Q), nq, q_row, hq * dk)
@@ -225,7 +230,7 @@ impl Plan {
             (lq * n(p.heads()) * a + share + sums + sinks, [exchanged(into), on_ring(ring), exchanged(out)])
         };
         // Each buffer is padded; there are a few for each pass and peer.
-        let buffers = 24 + 16 * n(passes) * n(mesh.ulysses) + n(mesh.group());
+        let buffers = 24 + 16 * (n(passes) + if divided { 2 } else { 0 }) * n(mesh.ulysses) + n(mesh.group());
         throughout + phases.into_iter().max().unwrap_or(0) + buffers * ALIGNMENT
     }
 }

@@ -33,7 +33,8 @@ pub struct Expansion {
 /// Rows that are contiguous in the owner's share and in the slot, with one peer.
 #[derive(Clone, Copy, Debug)]
 struct MessageRun {
-    peer: u32,
+    /// Numbered in the world.
+    peer: usize,
     owner_row: u64,
     slot_row: u64,
     rows: u64,
@@ -89,7 +90,7 @@ impl Expansion {
             OpKind::Fetch { ring_step, ring_steps, tensors, packed } => {
                 let v = schedule.ring_steps(*ring_steps);
                 v.outgoing(*ring_step as usize, &mut self.scratch);
-                self.list_runs(v);
+                self.list_runs(schedule, v, *ring_step as usize);
                 self.pack_runs(tensors.len());
                 for (i, c) in tensors.iter().enumerate() {
                     for r in &self.runs {
@@ -97,24 +98,24 @@ impl Expansion {
                             (Some(row), Some(packed)) => packed.slice(row, r.rows),
                             _ => c.own.slice(r.owner_row, r.rows),
                         };
-                        self.messages.push(MessageView { peer: schedule.ring_peer(r.peer), view, send: true });
+                        self.messages.push(MessageView { peer: r.peer, view, send: true });
                     }
                 }
                 v.incoming(*ring_step as usize, &mut self.scratch);
-                self.list_runs(v);
+                self.list_runs(schedule, v, *ring_step as usize);
                 self.pack_runs(tensors.len());
-                self.add(schedule, tensors, false, |c, r| c.slot.slice(r.slot_row, r.rows));
+                self.add(tensors, false, |c, r| c.slot.slice(r.slot_row, r.rows));
             }
             OpKind::Return { ring_step, ring_steps, tensors } => {
                 let v = schedule.ring_steps(*ring_steps);
                 v.incoming(*ring_step as usize, &mut self.scratch);
-                self.list_runs(v);
+                self.list_runs(schedule, v, *ring_step as usize);
                 self.join_runs();
-                self.add(schedule, tensors, true, |c, r| c.own.slice(r.slot_row, r.rows));
+                self.add(tensors, true, |c, r| c.own.slice(r.slot_row, r.rows));
                 v.outgoing(*ring_step as usize, &mut self.scratch);
-                self.list_runs(v);
+                self.list_runs(schedule, v, *ring_step as usize);
                 self.join_runs();
-                self.add(schedule, tensors, false, |c, r| c.slot.slice(r.slot_row, r.rows));
+                self.add(tensors, false, |c, r| c.slot.slice(r.slot_row, r.rows));
             }
             _ => {}
         }
@@ -137,7 +138,7 @@ impl Expansion {
             OpKind::Pack { ring_step, ring_steps, tensors } => {
                 let v = schedule.ring_steps(*ring_steps);
                 v.outgoing(*ring_step as usize, &mut self.scratch);
-                self.list_runs(v);
+                self.list_runs(schedule, v, *ring_step as usize);
                 self.blocks.clear();
                 self.sources.clear();
                 let (mut at, mut row) = (0, 0);
@@ -159,7 +160,7 @@ impl Expansion {
             OpKind::Reduce { ring_step, ring_steps, tensors } | OpKind::Merge { ring_step, ring_steps, tensors } => {
                 let v = schedule.ring_steps(*ring_steps);
                 v.outgoing(*ring_step as usize, &mut self.scratch);
-                self.list_runs(v);
+                self.list_runs(schedule, v, *ring_step as usize);
                 let mut at = 0;
                 while at < self.runs.len() {
                     let peer = self.runs[at].peer;
@@ -184,33 +185,29 @@ impl Expansion {
         }
     }
 
-    fn add(
-        &mut self,
-        schedule: &Schedule,
-        tensors: &[StepTensor],
-        send: bool,
-        view: impl Fn(&StepTensor, &MessageRun) -> BufferView,
-    ) {
+    fn add(&mut self, tensors: &[StepTensor], send: bool, view: impl Fn(&StepTensor, &MessageRun) -> BufferView) {
         for c in tensors {
             for r in &self.runs {
-                self.messages.push(MessageView { peer: schedule.ring_peer(r.peer), view: view(c, r), send });
+                self.messages.push(MessageView { peer: r.peer, view: view(c, r), send });
             }
         }
     }
 
     /// The fragments in `scratch`, joined where they touch. The rank's own are left out.
-    fn list_runs(&mut self, ring_steps: &RingSteps) {
+    fn list_runs(&mut self, schedule: &Schedule, ring_steps: &RingSteps, ring_step: usize) {
         self.runs.clear();
+        let between_holders = ring_steps.is_between_holders(ring_step);
         for f in &self.scratch.fragments {
-            if f.peer as usize == ring_steps.ring_rank() {
+            let peer = if between_holders { schedule.ulysses_peer(f.peer) } else { schedule.ring_peer(f.peer) };
+            if peer == schedule.rank {
                 continue;
             }
             let (owner_row, slot_row, rows) = (f.owner_row as u64, f.range.row as u64, u64::from(f.range.len));
             match self.runs.last_mut() {
-                Some(r) if r.peer == f.peer && r.owner_row + r.rows == owner_row && r.slot_row + r.rows == slot_row => {
+                Some(r) if r.peer == peer && r.owner_row + r.rows == owner_row && r.slot_row + r.rows == slot_row => {
                     r.rows += rows;
                 }
-                _ => self.runs.push(MessageRun { peer: f.peer, owner_row, slot_row, rows, packed: None }),
+                _ => self.runs.push(MessageRun { peer, owner_row, slot_row, rows, packed: None }),
             }
         }
     }

@@ -151,4 +151,9 @@ impl Schedule {
     pub(crate) fn ring_peer(&self, j: u32) -> usize {
         self.group.start + j as usize * self.ulysses + self.rank % self.ulysses
     }
+
+    /// The rank at a place of this one's Ulysses group.
+    pub(crate) fn ulysses_peer(&self, place: u32) -> usize {
+        self.rank / self.ulysses * self.ulysses + place as usize
+    }
 }

@@ -27,17 +27,19 @@ use crate::{
 };
 
 mod documents;
+mod holders;
 mod measure;
 mod nodes;
 mod pairs;
 mod rows;
 mod scratch;
 
+pub(crate) use holders::Holders;
 use scratch::Capacity;
 pub use scratch::RangeScratch;
 
 /// One ring step, as far as planning stores it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RingStep {
     /// The ring step; 0 is the rank's own share.
     pub step: u32,
@@ -45,6 +47,10 @@ pub struct RingStep {
     pub hop: Hop,
     /// How many nodes away the owners are; 0 for the same node.
     pub node: u32,
+    /// For heads of which holders it is.
+    pub split: u32,
+    /// The first row of the slot that arrives.
+    pub first_in: u64,
     /// Rows that arrive (that lie in the slot, where the own share does too).
     pub rows_in: u64,
     /// Rows that leave, counted once for each reader.
@@ -56,14 +62,15 @@ pub struct RingStep {
 impl RingStep {
     /// Whether its rows are attended, or only received.
     pub(crate) const fn attends(&self) -> bool {
-        !matches!(self.hop, Hop::Crossing { .. })
+        matches!(self.hop, Hop::Own | Hop::Local | Hop::Crossed)
     }
 }
 
 /// What a ring step exchanges and attends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Hop {
     /// Nothing is exchanged, the own share is attended.
+    #[default]
     Own,
     /// Rows of ranks of the same node are received and attended: of their shares, or of another node's that they hold.
     Local,
@@ -73,8 +80,12 @@ pub enum Hop {
         /// Which part.
         part: u32,
     },
+    /// Ranks that hold the same kv head pass on to each other what has crossed to each. Nothing is attended.
+    Passed,
     /// The rows in the node slot are attended, and their gradients, summed over the node, cross back.
     Crossed,
+    /// Where each holder has a part of these sums: that part crosses back. Nothing is attended.
+    Back,
 }
 
 /// Rows that leave at a ring step to one reader, in more than one run of the own share.
@@ -97,7 +108,10 @@ pub struct RingSteps {
     per_node: usize,
     stationary: Vec<Segment>,
     own: Vec<Segment>,
+    /// Who holds the heads that travel. All steps are listed for each.
+    splits: Vec<Holders>,
     list: Vec<RingStep>,
+    /// Of each split, for each stationary segment.
     last: Vec<u32>,
     /// In the order of ring steps.
     scattered: Vec<Scattered>,
@@ -106,14 +120,21 @@ pub struct RingSteps {
 
 impl RingSteps {
     /// Finds every ring step of ring rank `me`. `circulating` is the side that travels, `per_node` the number of ring
-    /// ranks of a node, which divides the ring.
-    pub fn new(shares: &Shares, mask: Mask, circulating: Side, form: Form, me: usize, per_node: usize) -> Self {
+    /// ranks of a node, which divides the ring. `splits` are the holders of the heads that travel, one at least.
+    pub fn new(
+        shares: &Shares,
+        mask: Mask,
+        circulating: Side,
+        form: Form,
+        (me, per_node): (usize, usize),
+        splits: Vec<Holders>,
+    ) -> Self {
         let (mut stationary, mut own) = (Vec::new(), Vec::new());
         let staying = circulating.other();
         shares.segments(staying, me, &mut stationary);
         shares.segments(circulating, me, &mut own);
         let mask = if circulating == Side::K { mask } else { mask.transposed() };
-        let last = vec![0; stationary.len()];
+        let last = vec![0; stationary.len() * splits.len()];
         let mut v = Self {
             shares: shares.clone(),
             mask,
@@ -123,6 +144,7 @@ impl RingSteps {
             per_node,
             stationary,
             own,
+            splits,
             list: Vec::new(),
             last,
             scattered: Vec::new(),
@@ -136,14 +158,34 @@ impl RingSteps {
         v
     }
 
-    /// The ring step whose call begins every row: the first one that attends.
-    pub(crate) fn first(&self) -> usize {
-        self.list.iter().position(RingStep::attends).unwrap_or(0)
+    /// The ring step whose call begins every row: the first one of a split that attends.
+    pub(crate) fn first(&self, split: u32) -> usize {
+        self.list.iter().position(|v| v.split == split && v.attends()).unwrap_or(0)
     }
 
     /// Whether there are calls after the first one.
     pub(crate) fn continues(&self) -> bool {
-        self.list.iter().filter(|v| v.attends()).count() > 1
+        self.list.iter().filter(|v| v.split == 0 && v.attends()).count() > 1
+    }
+
+    /// The ring steps of a split.
+    pub(crate) fn of_split(&self, split: u32) -> core::ops::Range<usize> {
+        self.list.partition_point(|v| v.split < split)..self.list.partition_point(|v| v.split <= split)
+    }
+
+    /// The ring step of a kind that goes with another, for the same rows of the same heads.
+    pub(crate) fn beside(&self, step: &RingStep, hop: Hop) -> Option<usize> {
+        self.list.iter().position(|v| (v.hop, v.node, v.split) == (hop, step.node, step.split))
+    }
+
+    /// Whether several ranks of the node hold the heads that a ring step is of.
+    pub(crate) fn is_divided(&self, step: &RingStep) -> bool {
+        !self.splits[step.split as usize].is_alone()
+    }
+
+    /// Whether a ring step is between Ulysses ranks, which its lists name by their place, and not ring ranks.
+    pub(crate) fn is_between_holders(&self, ring_step: usize) -> bool {
+        self.list[ring_step].hop == Hop::Passed
     }
 
     /// The ring steps, in order. Entry 0 is the own share, except where the only entry holds everything.
@@ -168,7 +210,7 @@ impl RingSteps {
 
     /// How many ring steps receive rows into a slot.
     pub fn arrivals(&self) -> usize {
-        self.of_hop(Hop::Local).filter(|v| v.rows_in > 0).count()
+        self.of_hop(Hop::Local).filter(|v| v.split == 0 && v.rows_in > 0).count()
     }
 
     /// Rows of the largest node slot.
@@ -183,13 +225,18 @@ impl RingSteps {
 
     /// The ring steps whose gradients, summed over a node, go back over its border.
     fn crossing_back(&self) -> impl Iterator<Item = &RingStep> {
-        let beside = self.form.holds_own();
-        self.list.iter().filter(move |v| if beside { !v.attends() } else { v.hop == Hop::Crossed })
+        let (beside, splits) = (self.form.holds_own(), &self.splits);
+        self.list.iter().filter(move |v| match v.hop {
+            Hop::Crossing { .. } => beside,
+            Hop::Crossed => splits[v.split as usize].is_alone(),
+            Hop::Back => true,
+            Hop::Own | Hop::Local | Hop::Passed => false,
+        })
     }
 
-    /// Rows of the largest sum of a node.
+    /// Rows of the largest sum of a node, up to the last that crosses back.
     pub fn node_sum_rows(&self) -> u64 {
-        self.crossing_back().map(|v| v.rows_in).max().unwrap_or(0)
+        self.crossing_back().map(|v| v.first_in + v.rows_in).max().unwrap_or(0)
     }
 
     /// Rows of the largest gradient that comes home from another node.
@@ -199,12 +246,8 @@ impl RingSteps {
 
     /// Rows of the largest gradient that comes home from one ring step.
     pub fn return_rows(&self) -> u64 {
-        self.of_hop(Hop::Local).chain(self.crossing_back()).map(|v| v.rows_out).max().unwrap_or(0)
-    }
-
-    /// The ring rank that these are the steps of.
-    pub fn ring_rank(&self) -> usize {
-        self.me
+        let inside = self.of_hop(Hop::Local).chain(self.of_hop(Hop::Passed));
+        inside.chain(self.crossing_back()).map(|v| v.rows_out).max().unwrap_or(0)
     }
 
     /// For each ring step, the rows that go to readers in so many runs that `is_packed` says so.

@@ -286,6 +286,44 @@ fn all_to_alls_over_several_nodes() {
     every_way::<f32>("replicas", &problem(4, 1), &[two_batches], &layouts, &[o().ranks_per_node(2)]);
 }
 
+/// Kv heads that several Ulysses ranks of a node hold, on a ring over nodes: a node of one ring rank, of several, and
+/// of a part of one; one head for all, heads that divide, and ranks with parts of two.
+#[test]
+fn rings_over_nodes_whose_ranks_hold_the_same_heads() {
+    let o = Options::new;
+    let forms = [
+        o().circulate(Circulate::Keys),
+        o().circulate(Circulate::Queries),
+        o().circulate_forward(Circulate::Queries).circulate(Circulate::Keys),
+        o().gather(true).circulate(Circulate::Keys),
+        o().circulate(Circulate::Keys).passes(2).pack_inputs(true),
+        o().gather(Gather::Together).circulate(Circulate::Keys).passes(2),
+        o().gather(Gather::Together).circulate(Circulate::Queries),
+        o().reproducible(true),
+    ];
+    let batch = Batch::from_lengths(&[57, 0, 9, 30, 4]).unwrap();
+    let crossed = Batch::cross(&[0, 9, 9, 50], &[0, 21, 25, 77], Some(&[3, 0, 20])).unwrap();
+    let of = |heads, kv_heads, dtype| Problem::new(batch.clone(), heads, kv_heads, 8, dtype).with_value_dim(12);
+    let problem = |heads, kv_heads| of(heads, kv_heads, Dtype::F32).with_sinks(true);
+    for (what, p, meshes) in [
+        ("one kv head", problem(4, 1), [(mesh(4, 2), 4), (mesh(2, 4), 4), (mesh(4, 2), 2)]),
+        ("window", problem(8, 2).with_mask(Mask::sliding(11)), [(mesh(4, 3), 4), (mesh(8, 2), 8), (mesh(4, 4), 8)]),
+        ("uneven", problem(9, 3).with_mask(Mask::full()), [(mesh(4, 2), 4), (mesh(2, 4), 4), (mesh(6, 2), 3)]),
+        ("several", problem(12, 6), [(mesh(4, 3), 4), (mesh(8, 2), 8), (mesh(4, 4), 8)]),
+        ("cross", Problem::new(crossed, 6, 2, 8, Dtype::F32), [(mesh(4, 2), 4), (mesh(6, 2), 6), (mesh(3, 4), 6)]),
+    ] {
+        for (mesh, ranks) in meshes {
+            let forms = forms.map(|form| form.passes(form.passes.min(p.kv_heads())).ranks_per_node(ranks));
+            every_way::<f32>(what, &p, &[mesh], &[Layout::Zigzag, Layout::Striped { stripe: 5 }], &forms);
+        }
+    }
+    let nodes = [o().ranks_per_node(4).circulate(Circulate::Keys)];
+    every_way::<bf16>("bf16", &of(8, 2, Dtype::Bf16), &[mesh(4, 2), mesh(2, 4)], &LAYOUTS, &nodes);
+    every_way::<f64>("f64", &of(9, 3, Dtype::F64), &[mesh(4, 3)], &LAYOUTS, &nodes);
+    let two_batches = Mesh::explicit(16, 4, 2).unwrap();
+    every_way::<f32>("replicas", &problem(4, 1), &[two_batches], &[Layout::Zigzag], &nodes);
+}
+
 #[test]
 fn replicas_run_the_same_plan_on_their_own() {
     let p = nine_and_three();
@@ -349,7 +387,8 @@ fn reproducible_plans_give_the_bits_of_one_rank() {
         let one_level = meshes.map(|mesh| (mesh, 0));
         let ring = [(mesh(1, 4), 2), (mesh(2, 4), 4), (mesh(1, 6), 3), (mesh(1, 6), 2)];
         let ulysses = [(mesh(4, 1), 2), (mesh(4, 2), 2), (mesh(6, 1), 3), (mesh(6, 1), 2)];
-        for (mesh, ranks) in one_level.into_iter().chain(ring).chain(ulysses) {
+        let both = [(mesh(4, 2), 4), (mesh(6, 2), 6), (mesh(4, 4), 8)];
+        for (mesh, ranks) in one_level.into_iter().chain(ring).chain(ulysses).chain(both) {
             for layout in LAYOUTS {
                 let got =
                     run(&Plan::with_options(p, mesh, layout, option.ranks_per_node(ranks)).unwrap(), &data).unwrap();
@@ -407,7 +446,7 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
             p = p.with_alibi_slopes(&(0..heads).map(|_| r.uniform() as f32).collect::<Vec<_>>());
         }
         p = p.with_sinks(r.below(3) == 0);
-        let (nodes, per_node) = if r.below(3) == 0 { (2 + r.below(2), 2 + r.below(2)) } else { (1, 1 + r.below(5)) };
+        let (nodes, per_node) = if r.below(3) == 0 { (2 + r.below(2), 1 + r.below(3)) } else { (1, 1 + r.below(5)) };
         let mesh = mesh(1 + r.below(heads), nodes * per_node);
         let layout = match r.below(5) {
             0 => Layout::Contiguous,

@@ -155,9 +155,6 @@ impl Plan {
                     "gradients are summed in the node before they cross back"
                 }
             );
-            if ring > 1 {
-                out.push_str("    on the ring a row crosses once for each Ulysses rank that holds its head\n");
-            }
             let names = [
                 "packed for a node",
                 "from another node",
@@ -168,21 +165,32 @@ impl Plan {
                 "partials from a node",
             ];
             let _ = writeln!(out, "    bytes of the buffers for it, at most: {}", buffers(&names));
-            return;
+            if ring == 1 {
+                return;
+            }
         }
-        if per_node == ring {
+        let back = if ordered { "" } else { "; gradients are summed in the node before they cross back" };
+        let holders = self.ring_holders_of_node();
+        if per_node == ring && holders == 1 {
             let _ = writeln!(
                 out,
-                "  nodes of {each} ranks: no two ring ranks share one, so every row goes straight to its reader and crosses once for each head that is sent"
+                "  nodes of {each} ranks: no two ring ranks share one, so every row of the ring goes straight to its reader and crosses once"
             );
             return;
         }
-        let _ = writeln!(
-            out,
-            "  {} nodes of {per_node} ring ranks: a row that a node needs of another one crosses once for each Ulysses rank that holds its head, to the rank at its owner's place, which passes it on{}",
-            ring / per_node,
-            if ordered { "" } else { "; gradients are summed in the node before they cross back" }
-        );
+        if per_node < ring {
+            let _ = writeln!(
+                out,
+                "  {} nodes of {per_node} ring ranks: a row that a node needs of another one crosses once, to the rank at its owner's place, which passes it on{back}",
+                ring / per_node,
+            );
+        }
+        if holders > 1 {
+            let _ = writeln!(
+                out,
+                "  {holders} Ulysses ranks of a node hold some kv heads together: of the rows of such a head a part crosses to each of its ranks, which pass the parts on to one another{back}"
+            );
+        }
         let _ = match self.form() {
             Form::Ordered => {
                 writeln!(out, "    rows cross into the slot that all keys are gathered in: no buffer of their own")

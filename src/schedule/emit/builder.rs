@@ -4,11 +4,16 @@
 //! The workspace layout: first the buffers that are used in several phases; after them the buffers of the three phases
 //! share the same bytes, because every operation of a phase is ordered after all operations of the phase before.
 
-use alloc::{collections::BTreeMap, vec, vec::Vec};
+use alloc::{
+    collections::{BTreeMap, BTreeSet},
+    vec,
+    vec::Vec,
+};
+use core::ops::Range;
 
 use crate::schedule::{
     ALIGNMENT, BlockView, Buf, Buffer, BufferView, Direction, Lane, MessageView, Op, OpKind, Schedule, TensorId,
-    expand::ROWS_PER_PEER,
+    expand::ROWS_PER_PEER, ring_steps::Holders,
 };
 use crate::{
     batch::Side,
@@ -29,6 +34,9 @@ pub(super) enum Life {
     Out,
 }
 
+/// The first round of kv heads that one rank of a node holds, where others are divided.
+const SOLE: usize = 2;
+
 /// Bytes of the workspace that one or more buffers are laid over.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Region(pub(super) usize);
@@ -38,6 +46,10 @@ pub(super) struct Region(pub(super) usize);
 pub(super) struct Pass {
     pub(super) q: (u32, u32),
     pub(super) kv: (u32, u32),
+    /// Its place among the rounds of the ring, on all ranks that hold its heads.
+    pub(super) round: usize,
+    /// Which of the [`Builder::splits`] is that of its heads.
+    pub(super) split: u32,
 }
 
 pub(super) struct Builder<'a> {
@@ -48,6 +60,8 @@ pub(super) struct Builder<'a> {
     pub(super) heads: Vec<HeadShare>,
     /// As [`Plan::ulysses_ranks_of_node`].
     pub(super) ranks_of_node: usize,
+    /// As [`Plan::ring_holders_of_node`], where k circulates in this direction; else 1.
+    pub(super) ring_holders: usize,
     /// Rows of the ring share of q's side and of k's: counting them takes a pass over all documents.
     pub(super) rows: [usize; 2],
     pub(super) regions: Vec<(Life, u64)>,
@@ -72,6 +86,7 @@ impl<'a> Builder<'a> {
             rank,
             coordinates,
             ranks_of_node: plan.ulysses_ranks_of_node(),
+            ring_holders: 1,
             rows: [Side::Q, Side::K].map(|side| plan.shares().rows(side, coordinates.ring)),
             heads: (0..mesh.ulysses).map(|u| HeadShare::new(u, mesh.ulysses, heads, kv_heads)).collect(),
             regions: Vec::new(),
@@ -121,22 +136,84 @@ impl Builder<'_> {
         &self.heads[self.coordinates.ulysses]
     }
 
-    /// The rank's passes over its kv heads; a pass without heads is left out.
-    pub(super) fn passes(&self) -> Vec<Pass> {
-        (0..self.plan.options().passes)
-            .map(|p| self.pass_of(self.coordinates.ulysses, p))
-            .filter(|p| p.kv.1 > 0)
-            .collect()
+    /// k circulates, and ranks that hold the same kv head divide its rows among them.
+    pub(super) fn divide_rows(&mut self) {
+        self.ring_holders = self.plan.ring_holders_of_node();
     }
 
-    pub(super) fn pass_of(&self, u: usize, p: usize) -> Pass {
-        let share = &self.heads[u];
-        let group = self.plan.problem().group() as u32;
-        let (n, passes) = (share.kv.len(), self.plan.options().passes);
-        let (a, e) = (cut(p, n, passes) as u32 + share.kv.start, cut(p + 1, n, passes) as u32 + share.kv.start);
-        let q0 = (a * group).max(share.q.start);
-        let q1 = (e * group).min(share.q.end).max(q0);
-        Pass { q: (q0 - share.q.start, q1 - q0), kv: (a - share.kv.start, e - a) }
+    /// The rank's passes over its kv heads; a pass without heads is left out.
+    pub(super) fn passes(&self) -> Vec<Pass> {
+        let mut passes = self.passes_of(self.coordinates.ulysses);
+        passes.retain(|p| p.kv.1 > 0);
+        if self.ring_holders == 1 {
+            passes.iter_mut().zip(0..).for_each(|(p, round)| p.round = round);
+        }
+        passes
+    }
+
+    /// Who holds the kv heads of each pass.
+    pub(super) fn splits(&self) -> Vec<Holders> {
+        let me = self.coordinates.ulysses;
+        let mut splits = Vec::new();
+        for pass in self.passes() {
+            if splits.len() > pass.split as usize {
+                continue;
+            }
+            let shared = pass.round < SOLE && self.ring_holders > 1;
+            let head = self.mine().kv.start + pass.kv.0;
+            let of = || Holders::of(&self.heads, &self.holders_node(me), head, me);
+            splits.push(if shared { of() } else { Holders::alone() });
+        }
+        splits
+    }
+
+    /// The Ulysses ranks of a rank's node.
+    fn holders_node(&self, u: usize) -> Range<usize> {
+        let first = u / self.ring_holders * self.ring_holders;
+        first..first + self.ring_holders
+    }
+
+    /// All passes of rank `u`, of which some may have no heads.
+    ///
+    /// A kv head that ranks of a node divide is a pass of its own, in the same round on each of them: heads of a rank's
+    /// first and of its last place are in different ones.
+    pub(super) fn passes_of(&self, u: usize) -> Vec<Pass> {
+        let (share, passes) = (&self.heads[u], self.plan.options().passes);
+        let (group, n) = (self.plan.problem().group() as u32, share.kv.len());
+        let pass = |a: u32, e: u32, round, split| {
+            let q0 = (a * group).max(share.q.start);
+            let q1 = (e * group).min(share.q.end).max(q0);
+            Pass { q: (q0 - share.q.start, q1 - q0), kv: (a - share.kv.start, e - a), round, split }
+        };
+        let part = |of: &Range<u32>, p: usize, round, split| {
+            let n = of.len();
+            pass(of.start + cut(p, n, passes) as u32, of.start + cut(p + 1, n, passes) as u32, round, split)
+        };
+        if self.ring_holders == 1 {
+            return (0..passes).map(|p| part(&share.kv, p, p, 0)).collect();
+        }
+        let node = self.holders_node(u);
+        let held_twice = |v: usize| v > node.start && self.heads[v - 1].kv.end > self.heads[v].kv.start;
+        let first = held_twice(u) || (n == 1 && u + 1 < node.end && held_twice(u + 1));
+        let last = n > 1 && u + 1 < node.end && held_twice(u + 1);
+        // Heads that are held twice, up to the first of this rank.
+        let before = (node.start + 1..=u).filter(|&v| held_twice(v)).map(|v| self.heads[v].kv.start);
+        let before: BTreeSet<u32> = before.filter(|&head| head < share.kv.start).collect();
+        let mut list = Vec::new();
+        let mut sole = share.kv.clone();
+        if first {
+            list.push(pass(sole.start, sole.start + 1, before.len() % 2, 0));
+            sole.start += 1;
+        }
+        if last {
+            sole.end -= 1;
+            list.push(pass(sole.end, sole.end + 1, (before.len() + list.len()) % 2, list.len() as u32));
+        }
+        list.sort_by_key(|p| p.round);
+        list.iter_mut().zip(0..).for_each(|(p, split)| p.split = split);
+        let split = list.len() as u32;
+        list.extend((0..passes).map(|p| part(&sole, p, SOLE + p, split)));
+        list
     }
 
     pub(super) fn region(&mut self, life: Life, bytes: u64) -> Region {

@@ -7,7 +7,7 @@
 
 use alloc::{format, sync::Arc};
 
-use super::{CirculatingSide, Direction, RingSteps, Schedule};
+use super::{CirculatingSide, Direction, RingSteps, Schedule, ring_steps::Holders};
 use crate::{
     batch::Side,
     error::{Error, Result},
@@ -83,16 +83,26 @@ impl Schedule {
         let mut b = Builder::new(plan, rank, direction);
         let (at, p) = (b.coordinates, plan.problem());
         let per_node = plan.ring_ranks_of_node();
-        let ring_steps = |known: &Option<Arc<RingSteps>>, side| {
-            let found = || Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), at.ring, per_node));
+        let ring_steps = |known: &Option<Arc<RingSteps>>, side, per_node: usize, splits| {
+            let of = (at.ring, per_node);
+            let found = || Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), of, splits));
             Some(known.clone().unwrap_or_else(found))
         };
         let backward = direction == Direction::Backward;
         let both = backward && plan.options().reproducible;
         let side = if backward { plan.backward_circulates() } else { plan.forward_circulates() };
         let queries_travel = side == CirculatingSide::Queries && (backward || plan.mesh().ring > 1);
-        b.out.keys = if both || !queries_travel { ring_steps(keys, Side::K) } else { None };
-        b.out.queries = if both || queries_travel { ring_steps(queries, Side::Q) } else { None };
+        if both || !queries_travel {
+            b.divide_rows();
+            let splits = b.splits();
+            // Rows that several ranks hold cross by node slots also where a node has one ring rank.
+            let slots = splits.len() > 1 || splits != [Holders::alone()];
+            let per_node = if slots { (plan.options().ranks_per_node / plan.mesh().ulysses).max(1) } else { per_node };
+            b.out.keys = ring_steps(keys, Side::K, per_node, splits);
+        }
+        if both || queries_travel {
+            b.out.queries = ring_steps(queries, Side::Q, per_node, alloc::vec![Holders::alone()]);
+        }
         match direction {
             Direction::Forward => b.forward(),
             Direction::Backward => b.backward(),

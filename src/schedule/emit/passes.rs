@@ -7,7 +7,8 @@ use alloc::vec;
 
 use super::{
     builder::{Builder, Life, Pass},
-    ring::Ring,
+    lanes::PendingOp,
+    ring::{LOCAL, Ring},
     travel::Travel,
     ulysses::{Held, RowSide},
 };
@@ -53,11 +54,12 @@ impl Builder<'_> {
         let running = many.then(|| self.running(o));
         let mut ring = Ring::default();
         for (round, pass) in self.passes().into_iter().enumerate() {
-            let t =
-                self.travel(&mut ring.regions, CirculatingSide::Keys, round, vec![held.k[round], held.v[round]], None);
+            let own = vec![held.k[round], held.v[round]];
+            let at = (pass.round, pass.split);
+            let t = self.travel(&mut ring.regions, CirculatingSide::Keys, at, own, None);
             let of_pass = |v: BufferView| v.of_heads(pass.q.0, pass.q.1);
             let heads = self.head_map(pass);
-            for ring_step in 0..t.ring_steps.list().len() {
+            for ring_step in t.steps() {
                 let Some(arrival) = self.fetch(&mut ring, &t, ring_step) else { continue };
                 self.attend(&mut ring, &t, ring_step, &arrival, |at, _| {
                     OpKind::Attend(AttendOp {
@@ -94,10 +96,10 @@ impl Builder<'_> {
         let running = self.running(result.0);
         let mut ring = Ring::default();
         let home = (vec![running.0, running.1], self.accumulator());
-        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, 0, vec![held.q], Some(home));
+        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, (0, 0), vec![held.q], Some(home));
         let heads = self.mine().map(self.plan.problem().group() as u32);
         let (k, v) = (held.k[0], held.v[0]);
-        for ring_step in 0..t.ring_steps.list().len() {
+        for ring_step in t.steps() {
             let Some(arrival) = self.fetch(&mut ring, &t, ring_step) else { continue };
             self.attend(&mut ring, &t, ring_step, &arrival, |at, partials| {
                 let to = partials.map_or(running, |p| (p[0], p[1]));
@@ -109,7 +111,7 @@ impl Builder<'_> {
             &mut ring,
             AttendOp {
                 part: AttendPart::Finish,
-                ring_step: t.ring_steps.first() as u32,
+                ring_step: t.ring_steps.first(0) as u32,
                 q: held.q,
                 k,
                 v,
@@ -188,11 +190,11 @@ impl Builder<'_> {
             let t = self.travel(
                 &mut ring.regions,
                 CirculatingSide::Keys,
-                round,
+                (pass.round, pass.split),
                 vec![held.k[round], held.v[round]],
                 Some(sums.clone()),
             );
-            for ring_step in 0..t.ring_steps.list().len() {
+            for ring_step in t.steps() {
                 let call = Call { pass, row, dq: Some(dq), gradients: Gradients::All };
                 self.attend_keys(ring, held, &t, ring_step, call, &sums.0);
             }
@@ -243,34 +245,34 @@ impl Builder<'_> {
         dkv: (BufferView, BufferView),
     ) {
         let own = vec![held.q, row.d_o, row.lse, row.delta];
-        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, 0, own, Some((vec![dq], self.wire())));
-        self.attend_queries(ring, held, &t, Some(dq), dkv);
+        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, (0, 0), own, Some((vec![dq], self.wire())));
+        self.attend_queries(ring, (held.k[0], held.v[0]), &t, Some(dq), dkv);
     }
 
     fn attend_queries(
         &mut self,
         ring: &mut Ring,
-        held: &Held,
+        (k, v): (BufferView, BufferView),
         t: &Travel,
         dq: Option<BufferView>,
         dkv: (BufferView, BufferView),
     ) {
         let heads = self.mine().map(self.plan.problem().group() as u32);
-        for ring_step in 0..t.ring_steps.list().len() {
+        for ring_step in t.steps() {
             let Some(arrival) = self.fetch(ring, t, ring_step) else { continue };
             self.attend(ring, t, ring_step, &arrival, |at, partials| {
                 OpKind::Backward(BackwardOp {
                     ring_step: ring_step as u32,
                     ring_steps: CirculatingSide::Queries,
                     q: at[0],
-                    k: held.k[0],
-                    v: held.v[0],
+                    k,
+                    v,
                     d_o: at[1],
                     lse: at[2],
                     delta: at[3],
                     dq: dq.map(|sum| partials.map_or(sum, |p| p[0])),
                     dkv: Some(dkv),
-                    accumulate_keys: ring_step > t.ring_steps.first(),
+                    accumulate_keys: ring_step > t.ring_steps.first(0),
                     per_q_head: dq.is_none(),
                     gradients: if dq.is_some() { Gradients::All } else { Gradients::Keys },
                     heads,
@@ -289,17 +291,32 @@ impl Builder<'_> {
         dkv: (BufferView, BufferView),
     ) {
         let passes = self.passes();
+        let mut keys = (held.k[0], held.v[0]);
+        if passes.len() > 1 {
+            // Heads travelled in several passes, and stay in one buffer.
+            let heads = self.mine().kv.len() as u32;
+            let mut whole = |name, of: &[BufferView]| {
+                let (dtype, dim) = (self.dtype_of(of[0]), self.dim_of(of[0]));
+                self.buffer(Life::Ring, name, dtype, of[0].rows, heads, dim)
+            };
+            keys = (whole("k of all heads", &held.k), whole("v of all heads", &held.v));
+            let blocks = [(keys.0, &held.k), (keys.1, &held.v)].into_iter().flat_map(|(whole, held)| {
+                passes.iter().zip(held).map(move |(pass, &held)| (whole.of_heads(pass.kv.0, pass.kv.1), held))
+            });
+            let kind = self.transform(blocks);
+            ring.lanes.compute.push(PendingOp { kind, step: 0, phase: LOCAL, after: [None; 2] });
+        }
         for (round, &pass) in passes.iter().enumerate() {
-            let t =
-                self.travel(&mut ring.regions, CirculatingSide::Keys, round, vec![held.k[round], held.v[round]], None);
+            let (own, at) = (vec![held.k[round], held.v[round]], (pass.round, pass.split));
+            let t = self.travel(&mut ring.regions, CirculatingSide::Keys, at, own, None);
             let call = Call { pass, row, dq: Some(dq), gradients: Gradients::Queries };
-            for ring_step in 0..t.ring_steps.list().len() {
+            for ring_step in t.steps() {
                 self.attend_keys(ring, held, &t, ring_step, call, &[]);
             }
         }
         let own = vec![held.q, row.d_o, row.lse, row.delta];
-        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, passes.len(), own, None);
-        self.attend_queries(ring, held, &t, None, dkv);
+        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, (usize::MAX, 0), own, None);
+        self.attend_queries(ring, keys, &t, None, dkv);
     }
 }
 

@@ -9,6 +9,8 @@
 //! Over several nodes ([`crate::schedule::ring_steps`]) rows of another node cross into one of two node slots, beside
 //! the steps of the node before. They are attended there, and fetched from there. The partial gradients of the ranks of
 //! a node are returned to the gateway, which adds them to its own; that sum crosses back after the node's last return.
+//! Where several ranks of a node hold the same kv head, a part of the rows crosses to each, and one more exchange passes
+//! the parts on to each other. On the way back that exchange adds up each part at one of them, and the part crosses.
 //!
 //! Where a slot holds the own share (the ordered form and the together form), rows of other nodes cross into the slot
 //! itself, next to the share, and the other ranks of the node take from there. Their partial gradients come back to the
@@ -27,7 +29,7 @@ use crate::schedule::{
 };
 
 /// What runs inside a node, in reports and traces.
-const LOCAL: &str = "ring";
+pub(super) const LOCAL: &str = "ring";
 
 /// The ring phase while it is written: two lanes, and whose turn it is in each pair of slots.
 #[derive(Default)]
@@ -98,7 +100,7 @@ impl Builder<'_> {
             Hop::Crossing { .. } if t.ring_steps.form().holds_own() => {
                 // Into the slot that the own share is about to take its place in.
                 let slot = ring.arrivals.next;
-                let into: Vec<BufferView> = t.slots[slot].iter().map(|s| s.slice(t.staying(), v.rows_in)).collect();
+                let into: Vec<BufferView> = t.slots[slot].iter().map(|s| s.slice(t.staying(), t.beside())).collect();
                 let exchange =
                     self.exchange_rows(ring, t, ring_step, (&t.own, &into), [ring.arrivals.used[slot], None]);
                 ring.crossed = (v.rows_in > 0).then_some(exchange);
@@ -113,6 +115,22 @@ impl Builder<'_> {
                 }
                 return None;
             }
+            Hop::Passed => {
+                let (slot, free) = if t.ring_steps.form().holds_own() {
+                    let slot = ring.arrivals.next;
+                    let beside = t.slots[slot].iter().map(|s| s.slice(t.staying(), t.beside()));
+                    (beside.collect(), ring.arrivals.used[slot])
+                } else {
+                    let turn = turn_of(v.node);
+                    (t.node_slots[turn].clone(), ring.node_slots[turn])
+                };
+                let exchange = self.exchange_rows(ring, t, ring_step, (&slot, &slot), [free, None]);
+                if v.rows_in > 0 {
+                    ring.crossed = Some(exchange);
+                }
+                return None;
+            }
+            Hop::Back => return None,
             Hop::Crossed => {
                 let turn = turn_of(v.node);
                 let (at, slot) = (t.node_slots[turn].clone(), (v.rows_in > 0).then_some(ArrivalSlot::Node(turn)));
@@ -180,7 +198,7 @@ impl Builder<'_> {
     }
 
     /// Copies, each of a slice to another; of no rows, nothing.
-    fn transform(&mut self, blocks: impl Iterator<Item = (BufferView, BufferView)>) -> OpKind {
+    pub(super) fn transform(&mut self, blocks: impl Iterator<Item = (BufferView, BufferView)>) -> OpKind {
         let begin = self.out.blocks.len() as u32;
         blocks.for_each(|(to, from)| self.block(to, &[from]));
         OpKind::Transform { begin, end: self.out.blocks.len() as u32 }
@@ -314,7 +332,7 @@ impl Builder<'_> {
             let item = PendingOp { kind, step: v.step, phase: LOCAL, after: [made, None] };
             ring.lanes.communication.push(((t.round, order), item));
         }
-        if let Some(crossing) = t.ring_steps.list().iter().position(|v| !v.attends()) {
+        if let Some(crossing) = t.steps().find(|&i| !t.ring_steps.list()[i].attends()) {
             self.cross_back(ring, t, home, crossing, &part(own, beside), made);
         }
         ring.partials.used[turn] = ring.lanes.communication.len().checked_sub(1);
@@ -334,11 +352,25 @@ impl Builder<'_> {
         let v = t.ring_steps.list()[ring_step];
         // A node's sum is whole after its last step, whose place is before that of the next node's first.
         let order = node_return_order(t.ring_steps.last_of_node(&v));
+        let mut ring_step = ring_step;
+        if t.ring_steps.is_divided(&v) {
+            // Each of the ranks that hold the head adds up one part of the rows, which crosses if there is any.
+            if let Some(passed) = t.ring_steps.beside(&v, Hop::Passed) {
+                self.send_home(ring, t, passed, order, [of_node, &home.arriving, of_node], (made, made));
+            }
+            let back = if t.ring_steps.form().holds_own() { Hop::Crossing { part: 0 } } else { Hop::Back };
+            match t.ring_steps.beside(&v, back) {
+                Some(back) => ring_step = back,
+                None => return ring.lanes.communication.len().saturating_sub(1),
+            }
+        }
+        let v = t.ring_steps.list()[ring_step];
         let (mut leaving, mut arriving) = (of_node, &home.arriving);
         if let Some((narrow, arrives)) = &home.narrowed {
             if v.rows_in > 0 {
                 let blocks = narrow.iter().zip(of_node);
-                let kind = self.transform(blocks.map(|(to, from)| (to.slice(0, v.rows_in), from.slice(0, v.rows_in))));
+                let (first, rows) = (v.first_in, v.rows_in);
+                let kind = self.transform(blocks.map(|(to, from)| (to.slice(first, rows), from.slice(first, rows))));
                 let item = PendingOp { kind, step: v.step, phase: phase_of(&v), after: [made, None] };
                 ring.lanes.communication.push(((t.round, order), item));
             }
@@ -383,7 +415,7 @@ impl Builder<'_> {
 
 /// The part of the run that a ring step's exchanges belong to.
 fn phase_of(v: &RingStep) -> &'static str {
-    if matches!(v.hop, Hop::Crossing { .. } | Hop::Crossed) { BETWEEN_NODES } else { LOCAL }
+    if matches!(v.hop, Hop::Crossing { .. } | Hop::Crossed | Hop::Back) { BETWEEN_NODES } else { LOCAL }
 }
 
 /// Whether a call begins the sums that `first` belongs to.

@@ -7,6 +7,7 @@
 //! what crosses is narrowed to the type of the wire: inside a node partials keep the accumulator's type.
 
 use alloc::{sync::Arc, vec::Vec};
+use core::ops::Range;
 
 use super::builder::{Builder, Life, Region};
 use crate::{
@@ -30,6 +31,8 @@ pub(super) struct Travel {
     pub ring_steps: Arc<RingSteps>,
     /// Position among the travels of a schedule.
     pub round: usize,
+    /// Which of the ring steps are of the heads that travel.
+    split: u32,
     /// What travels: the rank's own share of it.
     pub own: Vec<BufferView>,
     pub slots: [Vec<BufferView>; 2],
@@ -41,6 +44,11 @@ pub(super) struct Travel {
 }
 
 impl Travel {
+    /// Its ring steps.
+    pub(super) fn steps(&self) -> Range<usize> {
+        self.ring_steps.of_split(self.split)
+    }
+
     /// Rows of the own share that lie in the slot of a ring step beside those of others.
     pub(super) fn staying(&self) -> u64 {
         if self.ring_steps.form().holds_own() { self.own[0].rows } else { 0 }
@@ -51,7 +59,7 @@ impl Travel {
         if !self.ring_steps.form().holds_own() {
             return 0;
         }
-        self.ring_steps.list().iter().filter(|v| !v.attends()).map(|v| v.rows_in).sum()
+        self.ring_steps.list()[self.steps()].iter().filter(|v| !v.attends()).map(|v| v.rows_in).sum()
     }
 
     /// Whether anything is exchanged for a ring step.
@@ -131,7 +139,7 @@ impl Builder<'_> {
         &mut self,
         regions: &mut TravelRegions,
         circulating_side: CirculatingSide,
-        round: usize,
+        (round, split): (usize, u32),
         own: Vec<BufferView>,
         sums: Option<(Vec<BufferView>, Dtype)>,
     ) -> Travel {
@@ -144,38 +152,43 @@ impl Builder<'_> {
         let (node_rows, node_slots) = (ring_steps.node_slot_rows(), ring_steps.node_slots());
         let node_slot_views = self.two_of(&mut regions.node_slots, "node slot", &own, None, node_rows, node_slots);
         let packed = self.packed(&mut regions.packed, &ring_steps, &own);
-        let home = sums.filter(|_| ring_steps.list().len() > 1 || ring_steps.form().holds_own()).map(|(sums, wire)| {
-            let homes = &mut regions.homes;
-            let (n, rows) = (sums.len(), ring_steps.slot_rows());
-            let whole = self.dtype_of(sums[0]);
-            while homes.len() < 3 * n {
-                homes.push([self.region(Life::Ring, 0), self.region(Life::Ring, 0)]);
-            }
-            let third = |b: &mut Self, i: usize, name, dtype, rows, slots| {
-                let mut part = homes[i * n..(i + 1) * n].to_vec();
-                b.two_of(&mut part, name, &sums, Some(dtype), rows, slots)
-            };
-            // Over several nodes the type of the wire is that of what crosses, and the sum of a node is whole before.
-            let (crossing, wire) = (wire, if ring_steps.crosses() { whole } else { wire });
-            let narrow = wire != whole;
-            let fresh = third(self, 0, "partial", whole, rows, if narrow { slots.min(1) } else { slots });
-            let leaving = if narrow { third(self, 1, "partial to travel", wire, rows, slots) } else { fresh.clone() };
-            let fresh = if narrow { [fresh[0].clone(), fresh[0].clone()] } else { fresh };
-            let [arriving, _] = third(self, 2, "partial from peer", wire, ring_steps.return_rows(), 1);
-            let narrowed = (crossing != wire).then(|| {
-                let [leaving, _] = third(self, 1, "sum of a node to travel", crossing, ring_steps.node_sum_rows(), 1);
-                // The slot is the second of the region pair, since both are in use at a time.
-                let rows = ring_steps.node_return_rows();
-                (leaving, self.second_of(&homes[n..2 * n], "partial from a node", &sums, crossing, rows))
-            });
-            let node_homes = &mut regions.node_homes;
-            let node_sums = self.two_of(node_homes, "sum of a node", &sums, None, node_rows, node_slots);
-            Home { sums, node_sums, fresh, leaving, arriving, narrowed }
-        });
+        let home = sums.filter(|_| ring_steps.of_split(split).len() > 1 || ring_steps.form().holds_own()).map(
+            |(sums, wire)| {
+                let homes = &mut regions.homes;
+                let (n, rows) = (sums.len(), ring_steps.slot_rows());
+                let whole = self.dtype_of(sums[0]);
+                while homes.len() < 3 * n {
+                    homes.push([self.region(Life::Ring, 0), self.region(Life::Ring, 0)]);
+                }
+                let third = |b: &mut Self, i: usize, name, dtype, rows, slots| {
+                    let mut part = homes[i * n..(i + 1) * n].to_vec();
+                    b.two_of(&mut part, name, &sums, Some(dtype), rows, slots)
+                };
+                // Over several nodes the type of the wire is that of what crosses, and the sum of a node is whole before.
+                let (crossing, wire) = (wire, if ring_steps.crosses() { whole } else { wire });
+                let narrow = wire != whole;
+                let fresh = third(self, 0, "partial", whole, rows, if narrow { slots.min(1) } else { slots });
+                let leaving =
+                    if narrow { third(self, 1, "partial to travel", wire, rows, slots) } else { fresh.clone() };
+                let fresh = if narrow { [fresh[0].clone(), fresh[0].clone()] } else { fresh };
+                let [arriving, _] = third(self, 2, "partial from peer", wire, ring_steps.return_rows(), 1);
+                let narrowed = (crossing != wire).then(|| {
+                    let [leaving, _] =
+                        third(self, 1, "sum of a node to travel", crossing, ring_steps.node_sum_rows(), 1);
+                    // The slot is the second of the region pair, since both are in use at a time.
+                    let rows = ring_steps.node_return_rows();
+                    (leaving, self.second_of(&homes[n..2 * n], "partial from a node", &sums, crossing, rows))
+                });
+                let node_homes = &mut regions.node_homes;
+                let node_sums = self.two_of(node_homes, "sum of a node", &sums, None, node_rows, node_slots);
+                Home { sums, node_sums, fresh, leaving, arriving, narrowed }
+            },
+        );
         Travel {
             circulating_side,
             ring_steps,
             round,
+            split,
             own,
             slots: slot_views,
             node_slots: node_slot_views,

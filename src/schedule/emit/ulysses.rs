@@ -10,7 +10,7 @@
 
 use alloc::vec::Vec;
 
-use super::builder::{Builder, Life, Pass};
+use super::builder::{Builder, Life};
 use crate::{
     batch::Side,
     element::Dtype,
@@ -55,7 +55,7 @@ impl Builder<'_> {
         match heads {
             Heads::Q => (share.q.start, share.q.len() as u32),
             Heads::Kv(pass) => {
-                let Pass { kv, .. } = self.pass_of(u, pass);
+                let kv = self.passes_of(u).get(pass).map_or((0, 0), |of| of.kv);
                 (share.kv.start + kv.0, kv.1)
             }
         }
@@ -127,7 +127,8 @@ impl Builder<'_> {
         });
         let (mut k, mut v) = (Vec::new(), Vec::new());
         let crossing = self.ranks_of_node < self.out.ulysses;
-        for pass in 0..if crossing { 0 } else { options.passes } {
+        let most = (0..self.out.ulysses).map(|u| self.passes_of(u).len()).max().unwrap_or(0);
+        for pass in 0..if crossing { 0 } else { most } {
             let brought = (
                 self.bring("k", self.user(TensorId::K), Side::K, Heads::Kv(pass), pack_k),
                 self.bring("v", self.user(TensorId::V), Side::K, Heads::Kv(pass), pack_k),

@@ -38,7 +38,7 @@ impl RingSteps {
         let (steps, last) = zigzag.measure();
         let readers = zigzag.readers(&steps);
         let rows = self.own.iter().map(|o| u64::from(o.range.len)).sum();
-        self.list.push(RingStep { step: 0, hop: Hop::Own, node: 0, rows_in: rows, rows_out: 0, meets: true });
+        self.list.push(RingStep { rows_in: rows, meets: true, ..RingStep::default() });
         let longest = self.own.len().max(self.stationary.len());
         let fragments = steps.iter().map(|s| s.fragments_in.max(s.fragments_out)).max().unwrap_or(0).max(longest);
         let mut entry_of = vec![0; steps.len()];
@@ -48,10 +48,10 @@ impl RingSteps {
             self.list.push(RingStep {
                 step: step as u32,
                 hop: Hop::Local,
-                node: 0,
                 rows_in,
                 rows_out,
                 meets: rows_in > 0,
+                ..RingStep::default()
             });
         }
         self.last = last.into_iter().map(|step| entry_of[step as usize]).collect();
@@ -79,19 +79,33 @@ impl RingSteps {
         let mut cap =
             Capacity { segments: longest, fragments: self.own.len(), q: longest, k: longest, ..Capacity::default() };
         by_document(&self.stationary, &self.own, |_, a, _, b| cap.pairs += a.len() * b.len());
+        for split in 0..self.splits.len() as u32 {
+            self.sweep_split(split, &mut s, &mut leaving, &mut cap);
+        }
+        if self.crosses() {
+            cap.segments = cap.segments.max(s.segments.capacity());
+            cap.nodes = s.nodes.capacity();
+        }
+        self.capacity = cap;
+    }
+
+    /// The part of [`RingSteps::sweep`] for the heads of some holders.
+    fn sweep_split(&mut self, split: u32, s: &mut RangeScratch, leaving: &mut Vec<(u32, u64)>, cap: &mut Capacity) {
         if !self.form.holds_own() {
             let rows = self.own.iter().map(|o| u64::from(o.range.len)).sum();
-            self.list.push(RingStep { step: 0, hop: Hop::Own, node: 0, rows_in: rows, rows_out: 0, meets: true });
+            self.list.push(RingStep { split, rows_in: rows, meets: true, ..RingStep::default() });
         }
-        for mut step in self.candidates() {
-            step.rows_out = self.list_outgoing(&step, &mut s);
+        let lasts = split as usize * self.stationary.len();
+        for mut step in self.candidates(split) {
+            step.rows_out = self.list_outgoing(&step, s);
             leaving.clear();
-            if step.hop != Hop::Crossed {
+            if !matches!(step.hop, Hop::Crossed | Hop::Back) {
                 leaving.extend(s.fragments.chunk_by(|a, b| a.peer == b.peer).filter_map(scattered));
             }
             cap.fragments = cap.fragments.max(s.fragments.len());
             cap.segments = cap.segments.max(s.segments.len());
-            step.rows_in = self.list_incoming(&step, &mut s);
+            step.rows_in = self.list_incoming(&step, s);
+            step.first_in = if step.attends() { 0 } else { s.fragments.first().map_or(0, |f| f.range.row as u64) };
             cap.fragments = cap.fragments.max(s.fragments.len());
             cap.segments = cap.segments.max(s.segments.len());
             if step.rows_in + step.rows_out == 0 && (step.hop != Hop::Local || !self.form.holds_own()) {
@@ -99,15 +113,15 @@ impl RingSteps {
             }
             let ring_step = self.list.len() as u32;
             self.scattered.extend(leaving.drain(..).map(|(runs, rows)| Scattered { ring_step, runs, rows }));
-            if matches!(step.hop, Hop::Crossing { .. }) {
+            if !step.attends() {
                 self.list.push(step);
                 continue;
             }
             cap.k = cap.k.max(s.fragments.len());
             cap.q = cap.q.max(s.fragments.len());
-            self.sort(&mut s);
+            self.sort(s);
             let mut pairs = 0;
-            let (last, mask) = (&mut self.last, self.mask);
+            let (last, mask) = (&mut self.last[lasts..], self.mask);
             documents(&self.stationary, &s.fragments, &s.order, |first, stationary, _, order| {
                 pairs += stationary.len() * order.len();
                 for (i, st) in stationary.iter().enumerate() {
@@ -120,14 +134,9 @@ impl RingSteps {
             self.list.push(step);
             cap.pairs = cap.pairs.max(pairs);
         }
-        if self.crosses() {
-            cap.segments = cap.segments.max(s.segments.capacity());
-            cap.nodes = s.nodes.capacity();
-        }
-        self.capacity = cap;
         // Rows that meet nothing are finished by the call that begins them.
-        let first = self.first() as u32;
-        self.last.iter_mut().for_each(|last| *last = first.max(*last));
+        let first = self.first(split) as u32;
+        self.last[lasts..].iter_mut().for_each(|last| *last = first.max(*last));
     }
 }
 
@@ -140,6 +149,7 @@ fn scattered(fragments: &[Fragment]) -> Option<(u32, u64)> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Holders;
     use super::*;
     use crate::{
         batch::Batch,
@@ -172,7 +182,7 @@ mod tests {
                     for (me, side, form) in (0..ring).flat_map(|me| {
                         [Side::Q, Side::K].into_iter().flat_map(move |s| [(me, s, Form::Ring), (me, s, Form::Gather)])
                     }) {
-                        let fast = RingSteps::new(&shares, mask, side, form, me, ring);
+                        let fast = RingSteps::new(&shares, mask, side, form, (me, ring), vec![Holders::alone()]);
                         let mut slow = fast.clone();
                         slow.list.clear();
                         slow.last.fill(0);

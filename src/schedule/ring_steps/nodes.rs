@@ -21,13 +21,18 @@
 //!
 //! In the backward the gateway sums the gradients of its node slot over the node, and the sum crosses back once.
 //!
+//! Where several Ulysses ranks of a node hold the same kv head ([`holders`](super::holders)), the same node slot is at
+//! each of them, and a part of its rows crosses to each. Before it is attended they pass their parts on to each other;
+//! before the sum of the gradients crosses back, each adds up its part. So it is also with L = 1, where rows cross beside
+//! the call of the node slot before. Rows of several owners lie in a node slot holder by holder.
+//!
 //! The union is merged from what every rank of the node needs by [`join`]. Owner and gateway both do so, with the same
 //! result.
 
 use alloc::vec::Vec;
 
 use super::{
-    Hop, RingStep, RingSteps,
+    Holders, Hop, RingStep, RingSteps,
     scratch::{NodeScratch, RangeScratch},
 };
 use crate::{
@@ -38,9 +43,11 @@ use crate::{
 };
 
 impl RingSteps {
-    /// Whether rows cross from node to node. A node of one rank passes nothing on: then one level is the same.
+    /// Whether rows cross from node to node. A node of one ring rank passes on nothing but what several of its ranks hold
+    /// of a kv head: otherwise one level is the same.
     pub(crate) fn crosses(&self) -> bool {
-        1 < self.per_node && self.per_node < self.shares.ring()
+        let passes_on = 1 < self.per_node || self.splits.iter().any(|holders| !holders.is_alone());
+        passes_on && self.per_node < self.shares.ring()
     }
 
     /// Ring steps within a node: the own share and the others one by one, or all others at once.
@@ -59,42 +66,55 @@ impl RingSteps {
 
     /// The last step of a ring step's node.
     pub(crate) fn last_of_node(&self, step: &RingStep) -> u32 {
-        (step.step as usize / self.places() * self.places() + self.parts()) as u32
+        (step.step as usize / self.places() * self.places() + self.places() - 1) as u32
     }
 
-    /// How many parts the rows of a node cross in.
+    /// How many parts the rows of a node cross in, to one rank.
     fn parts(&self) -> usize {
-        self.places() - 1
+        (self.places() - 1).max(1)
     }
 
-    /// All ring steps after the own share that there may be, in order.
-    pub(super) fn candidates(&self) -> Vec<RingStep> {
+    /// All ring steps of a split after the own share that there may be, in order.
+    pub(super) fn candidates(&self, split: u32) -> Vec<RingStep> {
         let places = self.places();
         let nodes = match self.form {
             _ if !self.crosses() => 1,
             Form::Gather => 2,
             _ => self.shares.ring() / self.per_node,
         };
+        let divided = !self.splits[split as usize].is_alone();
         let mut list = Vec::new();
+        let mut push = |at: usize, hop, node: usize| {
+            list.push(RingStep { step: at as u32, hop, node: node as u32, split, ..RingStep::default() });
+        };
         if self.form.holds_own() {
-            let step = |hop, node| RingStep { step: 1, hop, node, rows_in: 0, rows_out: 0, meets: false };
-            list.extend(self.crosses().then_some(step(Hop::Crossing { part: 0 }, 1)));
-            list.push(step(Hop::Local, 0));
+            if self.crosses() {
+                push(1, Hop::Crossing { part: 0 }, 1);
+            }
+            if self.crosses() && divided {
+                push(1, Hop::Passed, 1);
+            }
+            push(1, Hop::Local, 0);
             return list;
         }
-        for at in 1..nodes * places {
+        for at in 0..nodes * places {
             let (node, place) = (at / places, at % places);
-            let mut push = |hop, node| {
-                list.push(RingStep { step: at as u32, hop, node: node as u32, rows_in: 0, rows_out: 0, meets: false })
-            };
-            if place == 0 {
-                push(Hop::Crossed, node);
-                continue;
+            if place == 0 && node > 0 {
+                if divided {
+                    push(at, Hop::Passed, node);
+                }
+                push(at, Hop::Crossed, node);
+                if divided {
+                    push(at, Hop::Back, node);
+                }
             }
-            if node + 1 < nodes {
-                push(Hop::Crossing { part: place as u32 - 1 }, node + 1);
+            // Beside the local steps, or beside the call of the node slot where a node has none.
+            if node + 1 < nodes && (place > 0 || places == 1) {
+                push(at, Hop::Crossing { part: place.max(1) as u32 - 1 }, node + 1);
             }
-            push(Hop::Local, node);
+            if place > 0 {
+                push(at, Hop::Local, node);
+            }
         }
         list
     }
@@ -116,7 +136,7 @@ impl RingSteps {
     /// Appends the rows of `owner` that a rank of the node of `gateway` needs to `s.nodes.union`, from slot row `row`
     /// on, as rows of `peer`; returns the row after them.
     fn add_union(&self, owner: usize, gateway: usize, peer: usize, mut row: i64, s: &mut RangeScratch) -> i64 {
-        let NodeScratch { union, held, needed, intervals } = &mut s.nodes;
+        let NodeScratch { union, held, needed, intervals, .. } = &mut s.nodes;
         self.shares.segments(self.circulating, owner, held);
         intervals.clear();
         let first = gateway / self.per_node * self.per_node;
@@ -148,11 +168,21 @@ impl RingSteps {
         row
     }
 
-    /// `s.nodes.union` := the rows of the node slot of `gateway`; returns how many there are.
-    pub(super) fn list_node_slot(&self, gateway: usize, node: u32, s: &mut RangeScratch) -> i64 {
+    /// `s.nodes.union` := the rows of the node slot of `gateway`, holder by holder; returns how many there are.
+    pub(super) fn list_node_slot(&self, gateway: usize, node: u32, split: u32, s: &mut RangeScratch) -> i64 {
         s.nodes.union.clear();
         let owners = self.counterparts(gateway, node, true);
-        owners.fold(0, |row, owner| self.add_union(owner, gateway, owner, row, s))
+        let rows = owners.fold(0, |row, owner| self.add_union(owner, gateway, owner, row, s));
+        let holders = &self.splits[split as usize];
+        s.nodes.bounds.clear();
+        s.nodes.bounds.push(0);
+        if holders.is_alone() {
+            s.nodes.bounds.push(rows);
+            return rows;
+        }
+        (0..holders.places().len()).for_each(|holder| add_part(holders, holder, &mut s.nodes));
+        s.nodes.take_parts();
+        rows
     }
 
     /// Appends what `stationary` needs of the node slot in `s.nodes.union`.
@@ -185,23 +215,52 @@ impl RingSteps {
     pub(super) fn list_incoming_of_node(&self, step: &RingStep, s: &mut RangeScratch) -> u64 {
         if step.hop == Hop::Local {
             return self.others(self.place(step), true).fold(0, |row, (gateway, _)| {
-                self.list_node_slot(gateway, step.node, s);
+                self.list_node_slot(gateway, step.node, step.split, s);
                 self.join_node_slot(&self.stationary, gateway, row, s)
             }) as u64;
         }
-        let rows = self.list_node_slot(self.me, step.node, s);
-        self.take_part(step.hop, rows, s)
+        let rows = self.list_node_slot(self.me, step.node, step.split, s);
+        let holders = &self.splits[step.split as usize];
+        let (first, end) = (s.nodes.bounds[holders.me()], s.nodes.bounds[holders.me() + 1]);
+        match step.hop {
+            Hop::Passed => {
+                for (holder, place) in holders.others() {
+                    let row = s.nodes.bounds[holder];
+                    s.fragments.extend(passed(place, row, row, s.nodes.bounds[holder + 1] - row));
+                }
+                (rows - (end - first)) as u64
+            }
+            Hop::Crossed => self.take_part(step.hop, (0, rows), s),
+            _ => self.take_part(step.hop, (first, end), s),
+        }
     }
 
     /// As `list_outgoing`, to another node or of another node's rows.
     pub(super) fn list_outgoing_of_node(&self, step: &RingStep, s: &mut RangeScratch) -> u64 {
+        let holders = &self.splits[step.split as usize];
+        if step.hop == Hop::Passed {
+            self.list_node_slot(self.me, step.node, step.split, s);
+            let (first, mut row) = (s.nodes.bounds[holders.me()], 0);
+            let rows = s.nodes.bounds[holders.me() + 1] - first;
+            for (_, place) in holders.others() {
+                s.fragments.extend(passed(place, first, row, rows));
+                row += rows;
+            }
+            return row as u64;
+        }
         if step.hop != Hop::Local {
             s.nodes.union.clear();
             let gateways = self.counterparts(self.me, step.node, false);
-            let rows = gateways.fold(0, |row, gateway| self.add_union(self.me, gateway, gateway, row, s));
-            return self.take_part(step.hop, rows, s);
+            let mut rows = gateways.fold(0, |row, gateway| self.add_union(self.me, gateway, gateway, row, s));
+            if step.hop != Hop::Crossed && !holders.is_alone() {
+                s.nodes.bounds.clear();
+                add_part(holders, holders.me(), &mut s.nodes);
+                rows = s.nodes.bounds[0];
+                s.nodes.take_parts();
+            }
+            return self.take_part(step.hop, (0, rows), s);
         }
-        self.list_node_slot(self.me, step.node, s);
+        self.list_node_slot(self.me, step.node, step.split, s);
         let mut readers = core::mem::take(&mut s.segments);
         let rows = self.others(self.place(step), false).fold(0, |row, (reader, _)| {
             self.shares.segments(self.circulating.other(), reader, &mut readers);
@@ -211,29 +270,51 @@ impl RingSteps {
         rows as u64
     }
 
-    /// `s.fragments` := the rows of `s.nodes.union`, of which there are `rows`, that are in the part that crosses; all
-    /// of them where they have crossed. Parts are equal, to one row.
-    fn take_part(&self, hop: Hop, rows: i64, s: &mut RangeScratch) -> u64 {
-        let (first, end) = match hop {
-            Hop::Crossing { part } => {
-                let at = |i: usize| cut(i, rows as usize, self.parts()) as i64;
-                (at(part as usize), at(part as usize + 1))
-            }
-            _ => (0, rows),
-        };
-        for f in &s.nodes.union {
-            let (row, last) = (f.range.row, f.range.row + i64::from(f.range.len));
-            let (i0, i1) = ((first.max(row) - row), (end.min(last) - row));
-            if i0 < i1 {
-                split_stripe(&f.range, i0 as u32, i1 as u32, |i, piece| {
-                    let range = Range { row: row + i64::from(i), ..piece };
-                    s.fragments.push(Fragment { peer: f.peer, owner_row: f.owner_row + i64::from(i), range });
-                });
-            }
+    /// `s.fragments` := of the rows `first..end` of `s.nodes.union` those in the part that crosses; all of them where
+    /// they have crossed. Parts are equal, to one row.
+    fn take_part(&self, hop: Hop, (mut first, mut end): (i64, i64), s: &mut RangeScratch) -> u64 {
+        if let Hop::Crossing { part } = hop {
+            let at = |i: usize| first + cut(i, (end - first) as usize, self.parts()) as i64;
+            (first, end) = (at(part as usize), at(part as usize + 1));
         }
-        (end - first) as u64
+        take_rows(&s.nodes.union, (first, end), 0, &mut s.fragments) as u64
     }
 }
 
+/// Appends a holder's part of the rows of each owner, or for each reader, in the union to `parts`.
+fn add_part(holders: &Holders, holder: usize, s: &mut NodeScratch) {
+    let NodeScratch { union, parts, bounds, .. } = s;
+    let mut row = bounds.last().copied().unwrap_or(0);
+    for of_peer in union.chunk_by(|a, b| a.peer == b.peer) {
+        let first = of_peer[0].range.row;
+        let (a, e) = holders.part(holder, of_peer.iter().map(|f| i64::from(f.range.len)).sum());
+        row += take_rows(of_peer, (first + a, first + e), row - first - a, parts);
+    }
+    bounds.push(row);
+}
+
+/// Appends the rows `first..end` of some fragments, with `by` added to their numbers; returns how many there are.
+fn take_rows(from: &[Fragment], (first, end): (i64, i64), by: i64, into: &mut Vec<Fragment>) -> i64 {
+    for f in from {
+        let (row, last) = (f.range.row, f.range.row + i64::from(f.range.len));
+        let (i0, i1) = ((first.max(row) - row), (end.min(last) - row));
+        if i0 < i1 {
+            split_stripe(&f.range, i0 as u32, i1 as u32, |i, piece| {
+                let range = Range { row: row + i64::from(i) + by, ..piece };
+                into.push(Fragment { peer: f.peer, owner_row: f.owner_row + i64::from(i), range });
+            });
+        }
+    }
+    end - first
+}
+
+/// Rows of a node slot that the rank at a Ulysses place passes on, or takes: as they lie, whatever they hold.
+fn passed(place: u32, owner_row: i64, row: i64, rows: i64) -> Option<Fragment> {
+    let range = Range { row, pos: 0, len: rows as u32, block: 1, period: 1, doc: 0 };
+    (rows > 0).then_some(Fragment { peer: place, owner_row, range })
+}
+
+#[cfg(test)]
+mod holder_tests;
 #[cfg(test)]
 mod tests;

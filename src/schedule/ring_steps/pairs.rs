@@ -52,8 +52,10 @@ impl RingSteps {
         s.k.extend(s.order.iter().map(|&f| s.fragments[f as usize].range));
         let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
         let mut next = 0;
-        let begins = ring_step == self.first();
-        let mode = |i: usize| Mode::of(begins, self.last[i] as usize == ring_step);
+        let split = self.list[ring_step].split;
+        let begins = ring_step == self.first(split);
+        let last = &self.last[split as usize * self.stationary.len()..];
+        let mode = |i: usize| Mode::of(begins, last[i] as usize == ring_step);
         let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, i: usize| {
             let at = pairs.len() as u32;
             q.push(self.q_range(self.stationary[i].range, at..at, mode(i)));
@@ -84,7 +86,7 @@ impl RingSteps {
     fn pairs_of_queries(&self, ring_step: usize, s: &mut RangeScratch) {
         s.k.extend(self.stationary.iter().map(|k| k.range));
         let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
-        let mode = if ring_step == self.first() && self.continues() { Mode::First } else { Mode::Only };
+        let mode = if ring_step == self.first(0) && self.continues() { Mode::First } else { Mode::Only };
         let mut next = 0;
         let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, f: u32| {
             let at = pairs.len() as u32;

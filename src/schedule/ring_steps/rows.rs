@@ -53,7 +53,7 @@ impl RingSteps {
         let beside = self.form.holds_own() && self.crosses();
         if beside {
             // Then what crossed, whole too: it is there already, and others take from it.
-            self.list_node_slot(self.me, 1, s);
+            self.list_node_slot(self.me, 1, step.split, s);
             s.fragments.extend(s.nodes.union.iter().map(|f| {
                 let at = row + f.range.row;
                 Fragment { peer: self.me as u32, owner_row: at, range: Range { row: at, ..f.range } }
@@ -64,7 +64,7 @@ impl RingSteps {
             self.shares.segments(self.circulating, j, &mut s.segments);
             row = join(&self.stationary, &s.segments, class, self.mask, j as u32, row, &mut s.fragments);
             if beside {
-                self.list_node_slot(j, 1, s);
+                self.list_node_slot(j, 1, step.split, s);
                 row = self.join_beside(&self.stationary, j, j, row, s);
             }
         }
@@ -82,7 +82,7 @@ impl RingSteps {
         let mut row = 0;
         let beside = self.form.holds_own() && self.crosses();
         if beside {
-            self.list_node_slot(self.me, 1, s);
+            self.list_node_slot(self.me, 1, step.split, s);
         }
         for (j, class) in self.others(self.place(step), false) {
             self.shares.segments(self.circulating.other(), j, &mut s.segments);

@@ -36,6 +36,8 @@ pub(super) struct NodeCapacity {
     held: usize,
     needed: usize,
     intervals: usize,
+    parts: usize,
+    bounds: usize,
 }
 
 /// Room for the lists of any one ring step. Made once; never grows afterwards.
@@ -92,16 +94,29 @@ pub(super) struct NodeScratch {
     pub needed: Vec<Fragment>,
     /// Rows that readers need: first and end.
     pub intervals: Vec<(i64, i64)>,
+    /// The union, holder by holder, while it is divided.
+    pub parts: Vec<Fragment>,
+    /// The first row of each holder's part of the node slot, and the end of the last.
+    pub bounds: Vec<i64>,
 }
 
 impl NodeScratch {
     pub(super) fn capacity(&self) -> NodeCapacity {
         NodeCapacity {
-            union: self.union.capacity(),
+            union: self.union.capacity().max(self.parts.capacity()),
             held: self.held.capacity(),
             needed: self.needed.capacity(),
             intervals: self.intervals.capacity(),
+            // The two take turns.
+            parts: self.parts.capacity().max(self.union.capacity()),
+            bounds: self.bounds.capacity(),
         }
+    }
+
+    /// What was divided takes the place of the union.
+    pub(super) fn take_parts(&mut self) {
+        core::mem::swap(&mut self.union, &mut self.parts);
+        self.parts.clear();
     }
 
     fn reserve(&mut self, c: &NodeCapacity) {
@@ -109,5 +124,7 @@ impl NodeScratch {
         grow(&mut self.held, c.held);
         grow(&mut self.needed, c.needed);
         grow(&mut self.intervals, c.intervals);
+        grow(&mut self.parts, c.parts);
+        grow(&mut self.bounds, c.bounds);
     }
 }

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The borders between nodes: that what crosses them is the least that can be, on cards that are loaded evenly.
 //!
-//! A row that is fetched into a node crosses its border once at most, and never into the node that owns it; a row that
-//! no rank of the node reads is a flaw of its own (`execute`). So, for each Ulysses rank by itself, the rows that cross
-//! are exactly those that are needed there and not held there, once each. Gradients are the same rows on the way back:
-//! each leaves a node once, and not the owner's.
+//! A row goes into a node once at most, and never into the node that owns it; a row that no rank of the node reads is a
+//! flaw of its own (`execute`). So the rows that cross are exactly those that are needed there and not held there, once
+//! each, whichever ranks of the node hold a head. Gradients are the same rows on the way back: each leaves a node once,
+//! and not the owner's. That holds of what the ring carries and of what all-to-alls do.
 //!
-//! Where the ranks of an all-to-all lie in several nodes, the same holds of all its rows, whichever ranks of the node
-//! hold a head. In the ordered form a gradient of k or v is a sum over q heads, from the first on. A node that has the
-//! first sends one sum where there are gateways; from other nodes, and without gateways, each partial crosses once. One
+//! In the ordered form a gradient of k or v is a sum over q heads, from the first on. A node that has the first sends
+//! one sum where an all-to-all has gateways; from other nodes, and without gateways, each partial crosses once. One
 //! to which no query contributed does not tell its q head, and is not looked at.
 //!
 //! Rows are kept as runs of tokens, as operations move them: a run costs some steps, however long it is.
 //!
 //! An owner must send what other nodes need of its share; where the mask makes that uneven, no choice of gateways
 //! changes it. Of what crosses from one node to another no other rank carries more than the busiest owner, or than 1.1
-//! × the mean.
+//! × the mean. On the ring an owner is a share: all ranks of its Ulysses group that hold a head can send it, and its
+//! part is the least that the busiest of them can have, to a row.
 
 use alloc::{collections::BTreeMap, format, string::String, vec::Vec};
 
@@ -24,19 +24,8 @@ use core::ops::Range;
 use super::cell::{Cell, What};
 use crate::{batch::Side, plan::Plan, schedule::TensorId};
 
-/// Rows that were brought into a node, or whose gradients left one: content, head, node, Ulysses rank (0 in an
-/// all-to-all), and the first token of a run.
-type Crossing = (What, u32, usize, usize, u32);
-
-/// How the ranks of a mesh lie in nodes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Nodes {
-    /// Several ring ranks in each: what is fetched and returned crosses.
-    OfRingRanks,
-    /// Several in each all-to-all: what that exchanges crosses. `gateways`: k, v and their gradients by ranks that pass
-    /// them on.
-    OfUlyssesRanks { gateways: bool },
-}
+/// Rows that were brought into a node, or whose gradients left one: content, head, node, and the first token of a run.
+type Crossing = (What, u32, usize, u32);
 
 /// Tokens one after another that one node holds: first, end, node.
 type Home = (u32, u32, usize);
@@ -46,31 +35,41 @@ fn is_of_keys(what: What) -> bool {
     matches!(what, What::Input(TensorId::K | TensorId::V) | What::Sum(TensorId::Dk | TensorId::Dv))
 }
 
+/// What goes from one node to another, or back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Flow {
+    owner: usize,
+    other: usize,
+    home: bool,
+    /// On the ring, not in an all-to-all.
+    on_ring: bool,
+    of_keys: bool,
+}
+
 /// What has crossed so far.
 pub(super) struct NodeBorders {
-    nodes: Nodes,
-    /// Ranks of a node, and Ulysses ranks.
+    /// Ranks of a node.
     ranks: usize,
-    ulysses: usize,
+    /// Whether all-to-alls have gateways.
+    gateways: bool,
+    /// q and kv heads of each Ulysses rank, and bytes of k and v for one head at most.
+    heads: Vec<[Range<u32>; 2]>,
+    row: u64,
     /// Who holds the tokens of q's side, and of k's, in ascending order.
     homes: [Vec<Home>; 2],
     /// The end of each run; runs of the same neither meet nor touch.
     crossed: BTreeMap<Crossing, u32>,
-    /// Bytes by the owner's node, the other one, and the way; of each the owners' and the gateways', by rank.
-    flows: BTreeMap<(usize, usize, bool), [BTreeMap<usize, u64>; 2]>,
+    /// Bytes of the owners, by rank or on the ring by share, and of the gateways, by rank.
+    flows: BTreeMap<Flow, [BTreeMap<usize, u64>; 2]>,
 }
 
 impl NodeBorders {
-    /// None where the group has one level.
+    /// None where the group lies in one node, or each rank in its own.
     pub fn new(plan: &Plan) -> Option<Self> {
-        let (mesh, ring_ranks, per_node) = (plan.mesh(), plan.ring_ranks_of_node(), plan.options().ranks_per_node);
-        let (nodes, ranks) = if ring_ranks < mesh.ring {
-            (Nodes::OfRingRanks, ring_ranks * mesh.ulysses)
-        } else if 0 < per_node && per_node < mesh.ulysses {
-            (Nodes::OfUlyssesRanks { gateways: plan.ulysses_ranks_of_node() == per_node }, per_node)
-        } else {
+        let (mesh, ranks, p) = (plan.mesh(), plan.options().ranks_per_node, plan.problem());
+        if ranks < 2 || ranks >= mesh.group() {
             return None;
-        };
+        }
         let homes = [Side::Q, Side::K].map(|side| {
             let mut homes: Vec<Home> = Vec::new();
             for rank in 0..mesh.group() {
@@ -88,17 +87,15 @@ impl NodeBorders {
             });
             homes
         });
-        Some(Self { nodes, ranks, ulysses: mesh.ulysses, homes, crossed: BTreeMap::new(), flows: BTreeMap::new() })
+        let heads = (0..mesh.ulysses).map(|u| plan.heads_of(u)).map(|share| [share.q, share.kv]).collect();
+        let gateways = plan.ulysses_ranks_of_node() < mesh.ulysses;
+        let row = ((p.head_dim() + p.value_dim()) * p.dtype().accumulator().size()) as u64;
+        Some(Self { ranks, gateways, heads, row, homes, crossed: BTreeMap::new(), flows: BTreeMap::new() })
     }
 
     /// Whether two ranks (indices of the group) lie in different nodes.
     pub fn apart(&self, a: usize, b: usize) -> bool {
         a / self.ranks != b / self.ranks
-    }
-
-    /// Whether what an all-to-all exchanges crosses; otherwise what the ring does.
-    pub fn of_exchanges(&self) -> bool {
-        self.nodes != Nodes::OfRingRanks
     }
 
     /// The first rank of the node of another (indices of the group).
@@ -112,8 +109,8 @@ impl NodeBorders {
         let node = if home { from } else { to } / self.ranks;
         let way = if home { "from" } else { "to" };
         let side = if is_of_keys(first.what) { Side::K } else { Side::Q };
-        let (what, head, place) = (first.what, first.head, if self.of_exchanges() { 0 } else { to % self.ulysses });
-        let key = move |token| (what, head, node, place, token);
+        let (what, head) = (first.what, first.head);
+        let key = move |token| (what, head, node, token);
         // Rows that hold no token are all alike: the second is the first again.
         let alike = first.after(1) == first;
         let tokens = first.token..first.token + if alike { 1 } else { rows as u32 };
@@ -138,7 +135,7 @@ impl NodeBorders {
         if before.is_some_and(|(_, &end)| end > tokens.start) {
             return Some(tokens.start);
         }
-        self.crossed.range(key(tokens.start)..key(tokens.end)).next().map(|(run, _)| run.4)
+        self.crossed.range(key(tokens.start)..key(tokens.end)).next().map(|(run, _)| run.3)
     }
 
     /// Adds tokens none of which crossed before, joined to the runs that they touch.
@@ -160,31 +157,58 @@ impl NodeBorders {
         met.find(|home| home.2 == node).map(|home| home.0.max(tokens.start))
     }
 
-    /// Counts the bytes of a message that crosses, where there are gateways for `what` it holds.
-    pub fn count(&mut self, from: usize, to: usize, home: bool, what: What, bytes: u64) {
-        let by_gateways = match self.nodes {
-            Nodes::OfRingRanks => true,
-            Nodes::OfUlyssesRanks { gateways } => gateways && is_of_keys(what),
-        };
-        if !by_gateways {
+    /// Counts the bytes of a message that crosses, on the ring or by gateways of an all-to-all.
+    pub fn count(&mut self, from: usize, to: usize, (home, on_ring): (bool, bool), what: What, bytes: u64) {
+        let of_keys = is_of_keys(what);
+        if !on_ring && !(self.gateways && of_keys) {
             return;
         }
         let (owner, gateway) = if home { (to, from) } else { (from, to) };
-        let [owners, gateways] = self.flows.entry((owner / self.ranks, gateway / self.ranks, home)).or_default();
-        *owners.entry(owner).or_default() += bytes;
+        let flow = Flow { owner: owner / self.ranks, other: gateway / self.ranks, home, on_ring, of_keys };
+        let [owners, gateways] = self.flows.entry(flow).or_default();
+        *owners.entry(if on_ring { owner / self.heads.len() } else { owner }).or_default() += bytes;
         *gateways.entry(gateway).or_default() += bytes;
+    }
+
+    /// The least part of a share's rows that the busiest rank of a node can carry, and how many bytes more it may be
+    /// because rows are whole.
+    fn least_part(&self, node: usize, of_keys: bool) -> (f64, u64) {
+        let first = node * self.ranks % self.heads.len();
+        let held: Vec<&Range<u32>> =
+            self.heads[first..].iter().take(self.ranks).map(|share| &share[usize::from(of_keys)]).collect();
+        let all = held[0].start..held[held.len() - 1].end;
+        let mut most = 0.0f64;
+        for (a, e) in (0..held.len()).flat_map(|a| (a + 1..=held.len()).map(move |e| (a, e))) {
+            // Heads that no other rank holds.
+            let start = held[..a].last().map_or(all.start, |before| before.end).max(held[a].start);
+            let end = held.get(e).map_or(all.end, |after| after.start).min(held[e - 1].end);
+            most = most.max(f64::from(end.saturating_sub(start)) / (e - a) as f64);
+        }
+        let shared = held.windows(2).any(|pair| pair[0].end > pair[1].start);
+        // A rank has at most two heads that others hold too.
+        (most / f64::from(all.end - all.start), if shared { 2 * self.row } else { 0 })
     }
 
     /// A gateway (index of the group) that carries too much, and what is wrong with that.
     pub fn uneven(&self) -> Option<(usize, String)> {
-        self.flows.iter().find_map(|((owner, node, _), [owners, gateways])| {
+        let mut parts = BTreeMap::new();
+        self.flows.iter().find_map(|(flow, [owners, gateways])| {
+            let (part, whole_rows) = if flow.on_ring {
+                let node = flow.other * self.ranks % self.heads.len() / self.ranks;
+                *parts.entry((node, flow.of_keys)).or_insert_with(|| self.least_part(node, flow.of_keys))
+            } else {
+                (1.0, 0)
+            };
             let busiest = owners.values().copied().max().unwrap_or(0);
+            // Halves of a byte are no bytes.
+            let busiest = (busiest as f64 * part + 0.5) as u64 + whole_rows;
             let all: u64 = gateways.values().sum();
             let (&gateway, &most) = gateways.iter().max_by_key(|(_, bytes)| **bytes)?;
             let limit = busiest.max(11 * all / (10 * self.ranks as u64));
+            let Flow { owner, other, .. } = flow;
             let text = || {
                 format!(
-                    "{most} of {all} bytes between nodes {owner} and {node} are this rank's, and no owner has more than {busiest}"
+                    "{most} of {all} bytes between nodes {owner} and {other} are this rank's, and no owner has more than {busiest}"
                 )
             };
             (most > limit).then(|| (gateway, text()))
@@ -233,19 +257,19 @@ mod tests {
             Plan::with_options(&problem, Mesh::ulysses(4).unwrap(), Layout::Contiguous, options).unwrap()
         };
         let mut b = NodeBorders::new(&plan((4, 1), 2)).unwrap();
-        assert!(b.of_exchanges() && b.first_of_node(3) == 2);
+        assert_eq!(b.first_of_node(3), 2);
         let k = Cell::new(What::Input(TensorId::K), 3, 0, 0);
         assert_eq!(b.cross(0, 2, false, k, 1), None);
         assert!(b.cross(0, 3, false, k, 1).unwrap().ends_with("to node 1 again"));
-        b.count(0, 2, false, What::Input(TensorId::Q), 100);
+        b.count(0, 2, (false, false), What::Input(TensorId::Q), 100);
         assert_eq!(b.uneven(), None);
         for (owner, gateway) in [(0, 2), (1, 2)] {
-            b.count(owner, gateway, false, What::Input(TensorId::K), 100);
+            b.count(owner, gateway, (false, false), What::Input(TensorId::K), 100);
         }
         assert!(b.uneven().unwrap().1.contains("200 of 200 bytes"));
         // Nobody passes anything on where heads are not shared.
-        assert_eq!(NodeBorders::new(&plan((4, 4), 2)).unwrap().nodes, Nodes::OfUlyssesRanks { gateways: false });
-        assert!(NodeBorders::new(&plan((4, 1), 4)).is_none() && NodeBorders::new(&plan((4, 1), 0)).is_none());
+        assert!(!NodeBorders::new(&plan((4, 4), 2)).unwrap().gateways);
+        assert!([0, 1, 4].iter().all(|&ranks| NodeBorders::new(&plan((4, 1), ranks)).is_none()));
     }
 
     /// Random runs, against a set of rows.
@@ -297,15 +321,15 @@ mod tests {
     #[test]
     fn a_gateway_that_carries_too_much() {
         let (mut b, k) = (borders(), What::Input(TensorId::K));
-        b.count(0, 2, false, k, 100);
-        b.count(1, 3, false, k, 100);
+        b.count(0, 2, (false, true), k, 100);
+        b.count(1, 3, (false, true), k, 100);
         assert_eq!(b.uneven(), None);
         // The owner has no choice.
-        b.count(0, 2, false, k, 50);
+        b.count(0, 2, (false, true), k, 50);
         assert_eq!(b.uneven(), None);
         // A gateway has: back to owners that are alike, one of two carries three quarters.
         for (gateway, owner, bytes) in [(2, 0, 100), (2, 1, 50), (3, 1, 50)] {
-            b.count(gateway, owner, true, What::Sum(TensorId::Dk), bytes);
+            b.count(gateway, owner, (true, true), What::Sum(TensorId::Dk), bytes);
         }
         let (rank, text) = b.uneven().unwrap();
         assert!(rank == 2 && text.contains("150 of 200 bytes") && text.contains("more than 100"), "{text}");

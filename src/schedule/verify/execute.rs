@@ -367,8 +367,9 @@ impl<'a> Prover<'a> {
         let home = matches!(self.ranks[to.0].form(to.1).kind, OpKind::Return { .. });
         let exchanged = matches!(self.ranks[to.0].form(to.1).kind, OpKind::Exchange { .. });
         let apart = self.borders.as_ref().is_some_and(|b| b.apart(from.0, to.0));
-        let of_exchanges = self.borders.as_ref().is_some_and(NodeBorders::of_exchanges);
-        let crosses = apart && if of_exchanges { exchanged } else { home || strict };
+        let crosses = apart && (exchanged || home || strict);
+        let ulysses = self.plan.mesh().ulysses;
+        let between_holders = !apart && from.0 % ulysses != to.0 % ulysses;
         let (mut way_home, mut what) = (home, What::Unset);
         let mut pieces = core::mem::take(&mut self.pieces);
         pieces.clear();
@@ -400,7 +401,8 @@ impl<'a> Prover<'a> {
                     let text = format!("sends row {at}, head {head} of {name} ({}), {wrong}", cell.describe());
                     return Err(self.err(from.0, from.1, text));
                 }
-                let cell = Cell { strict, crossed: crosses && strict, unread: 0, ..cell };
+                let crossed = strict && (crosses || (cell.crossed && between_holders));
+                let cell = Cell { strict, crossed, unread: 0, ..cell };
                 pieces.push(Piece { head, row, cell });
                 row += rows;
             }
@@ -413,7 +415,7 @@ impl<'a> Prover<'a> {
         self.pieces = pieces;
         let bytes = out.rows * u64::from(out.heads) * self.memories[from.0].table(out.buf).cell_bytes();
         if let (Some(borders), true) = (&mut self.borders, crosses) {
-            borders.count(from.0, to.0, way_home, what, bytes);
+            borders.count(from.0, to.0, (way_home, !exchanged), what, bytes);
         }
         let count = |p: &mut Self, (r, op, _): (usize, usize, BufferView), sent: bool| {
             let op = p.ranks[r].form(op);

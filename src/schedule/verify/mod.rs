@@ -20,9 +20,8 @@
 //!    is never read, and a received row that is in no allowed pair at its reader, are flaws too: nothing unneeded is
 //!    sent. Over several nodes (`borders`), a row from another node may also be read by passing it on in its node, but
 //!    no row crosses to a node twice, or to the one that holds it, and no gradient of one crosses back twice: the bytes
-//!    that cross are the least that can be. On the ring they are counted for each Ulysses rank by itself: a kv head
-//!    that several hold crosses to each. In an all-to-all over several nodes a row crosses once for all of a node. And
-//!    no gateway carries more of them than 1.1 × the mean, or than the busiest owner must.
+//!    that cross are the least that can be, whichever ranks of a node hold a head. And no gateway carries more of them
+//!    than 1.1 × the mean, or than the busiest owner must.
 //!
 //! The two separate all-to-alls ([`AllToAll`]) are verified by the same four parts; `all_to_all` specifies their inputs
 //! and outputs.

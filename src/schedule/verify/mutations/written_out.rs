@@ -211,8 +211,12 @@ fn blocks_changed() {
                         change("from another row", &|s| s.sources[n].row += 1);
                         change("from another head", &|s| s.sources[n].head += 1);
                         change("a source dropped", &|s| _ = s.sources.remove(n));
-                        change("a source repeated", &|s| s.sources.push(s.sources[n]));
+                        // The sum of some rows came home to another holder of the head: this one has nothing to add.
+                        if s.plan.ring_holders_of_node() == 1 {
+                            change("a source repeated", &|s| s.sources.push(s.sources[n]));
+                        }
                     }
+                    change("all sources repeated", &|s| s.sources.extend_from_within(..));
                     if sum.sources.len() > 1 && s.plan.form() == Form::Ordered {
                         change("sources swapped", &|s| s.sources.swap(0, 1));
                     }
