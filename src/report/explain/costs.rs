@@ -93,9 +93,11 @@ impl Plan {
                 "  partial gradients are summed in each node in {accumulator}; the sums cross in bf16: half the bytes, each rounded once to 8 bits"
             ),
             Wire::Bf16 => {
-                let summed = match self.ulysses_ranks_of_node() < self.mesh().ulysses {
-                    true => format!("; those of an all-to-all are summed in each node first, in {accumulator}"),
-                    false => String::new(),
+                let gateways = self.ulysses_ranks_of_node() < self.mesh().ulysses;
+                let summed = match (self.ring_holders_of_node() > 1, gateways) {
+                    (true, _) => format!("; they are summed in each node first, in {accumulator}"),
+                    (_, true) => format!("; those of an all-to-all are summed in each node first, in {accumulator}"),
+                    _ => String::new(),
                 };
                 writeln!(
                     out,

@@ -70,8 +70,16 @@ fn all_to_alls_over_nodes() {
     let wire = plan(2, o().ranks_per_node(2).wire(Wire::Bf16)).explain();
     has(
         &wire,
-        &["those of an all-to-all are summed in each node first, in f32", "on the ring a row crosses once for each"],
+        &[
+            "they are summed in each node first, in f32",
+            "2 Ulysses ranks of a node hold some kv heads together: of the rows of such a head a part crosses to each",
+        ],
     );
+    let one = plan(1, o().ranks_per_node(2).wire(Wire::Bf16)).explain();
+    has(&one, &["those of an all-to-all are summed in each node first, in f32"]);
+    // 32 rows of a head of 128, in bf16; then their gradients in f32 too.
+    let shared = plan(2, o().ranks_per_node(4)).explain();
+    has(&shared, &["4 Ulysses ranks of a node", "sums for them, at most: 8,192 forward, 24,576 backward"]);
     let ordered = plan(1, Options::new().reproducible(true).ranks_per_node(2)).explain();
     has(&ordered, &["summed in the node of its first q head, and cross for each q head from others"]);
     assert!(!plan(2, o()).explain().contains("all-to-all: a row"));

@@ -120,7 +120,8 @@ mod tests {
                         assert_eq!(most, must.max().unwrap());
                         assert!(
                             most == mean
-                                || kv_heads as usize % ranks > 0 && ranks % kv_heads as usize > 0
+                                || !(kv_heads as usize).is_multiple_of(ranks)
+                                    && !ranks.is_multiple_of(kv_heads as usize)
                                 || ulysses != ranks
                         );
                         uneven += usize::from(most > mean);

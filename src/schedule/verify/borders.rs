@@ -160,7 +160,7 @@ impl NodeBorders {
     /// Counts the bytes of a message that crosses, on the ring or by gateways of an all-to-all.
     pub fn count(&mut self, from: usize, to: usize, (home, on_ring): (bool, bool), what: What, bytes: u64) {
         let of_keys = is_of_keys(what);
-        if !on_ring && !(self.gateways && of_keys) {
+        if !(on_ring || self.gateways && of_keys) {
             return;
         }
         let (owner, gateway) = if home { (to, from) } else { (from, to) };

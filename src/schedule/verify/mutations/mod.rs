@@ -138,6 +138,9 @@ fn subjects() -> Vec<Subject> {
         ("gateways, passes", &crossed, mesh(4, 2), Layout::ZigzagPack, Mask::causal(), 12, 6, Dtype::Bf16, {
             o().ranks_per_node(2).passes(2)
         }),
+        ("holders", &packed, mesh(2, 2), Layout::Zigzag, Mask::causal(), 2, 1, Dtype::Bf16, {
+            o().ranks_per_node(2).circulate(Circulate::Keys)
+        }),
         ("ordered gateways", &packed, mesh(4, 1), Layout::Contiguous, Mask::causal(), 4, 1, Dtype::F32, {
             o().ranks_per_node(2).reproducible(true)
         }),
