@@ -97,8 +97,8 @@ pub(crate) struct CrossingShares {
     pub near: bool,
 }
 
-/// The part of a rank's rows of k and v from other nodes that crosses to this rank itself, where the ranks of a node that
-/// hold the same kv head divide them. `held`: the most kv heads of a rank.
+/// The part of a rank's rows of k and v from other nodes that crosses to this rank itself, where the ranks of a node
+/// that hold the same kv head divide them. `held`: the most kv heads of a rank.
 pub(crate) fn divided(problem: &Problem, mesh: Mesh, holders: usize, held: u64) -> Fraction {
     if holders == 1 {
         return Fraction { of: (1, 1) };

@@ -86,8 +86,8 @@ pub struct Options {
     /// that other nodes need crosses to each of them once, and is passed on inside it; gradients are summed inside a
     /// node before they cross back. So it is on a ring with several ranks in a node, and on any ring and in the
     /// all-to-alls of an attention whose ranks lie in several nodes, where ranks of a node hold the same kv head.
-    /// Elsewhere schedules are the same. An automatic mesh keeps Ulysses inside a node, so with 1 it is a ring, and counts
-    /// a byte from another node [`Choice::BETWEEN`](super::Choice::BETWEEN) times.
+    /// Elsewhere schedules are the same. An automatic mesh keeps Ulysses inside a node, so with 1 it is a ring, and
+    /// counts a byte from another node [`Choice::BETWEEN`](super::Choice::BETWEEN) times.
     pub ranks_per_node: usize,
 }
 

@@ -9,8 +9,9 @@
 //! Over several nodes ([`crate::schedule::ring_steps`]) rows of another node cross into one of two node slots, beside
 //! the steps of the node before. They are attended there, and fetched from there. The partial gradients of the ranks of
 //! a node are returned to the gateway, which adds them to its own; that sum crosses back after the node's last return.
-//! Where several ranks of a node hold the same kv head, a part of the rows crosses to each, and one more exchange passes
-//! the parts on to each other. On the way back that exchange adds up each part at one of them, and the part crosses.
+//! Where several ranks of a node hold the same kv head, a part of the rows crosses to each, and one more exchange
+//! passes the parts on to each other. On the way back that exchange adds up each part at one of them, and the part
+//! crosses.
 //!
 //! Where a slot holds the own share (the ordered form and the together form), rows of other nodes cross into the slot
 //! itself, next to the share, and the other ranks of the node take from there. Their partial gradients come back to the

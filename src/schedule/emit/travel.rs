@@ -164,7 +164,8 @@ impl Builder<'_> {
                     let mut part = homes[i * n..(i + 1) * n].to_vec();
                     b.two_of(&mut part, name, &sums, Some(dtype), rows, slots)
                 };
-                // Over several nodes the type of the wire is that of what crosses, and the sum of a node is whole before.
+                // Over several nodes the type of the wire is that of what crosses, and the sum of a node is whole
+                // before.
                 let (crossing, wire) = (wire, if ring_steps.crosses() { whole } else { wire });
                 let narrow = wire != whole;
                 let fresh = third(self, 0, "partial", whole, rows, if narrow { slots.min(1) } else { slots });

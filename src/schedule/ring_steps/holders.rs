@@ -3,7 +3,8 @@
 //!
 //! Each of the *holders* has a counterpart in the other node that holds the same rows of the same head. So a part of
 //! the rows crosses to each, and they pass their parts on to one another. Parts are such that the busiest card of the
-//! node carries as little as can be. A head that several ranks hold is one pass, so that all its rows are divided alike.
+//! node carries as little as can be. A head that several ranks hold is one pass, so that all its rows are divided
+//! alike.
 
 use alloc::{vec, vec::Vec};
 use core::ops::Range;

@@ -23,8 +23,8 @@
 //!
 //! Where several Ulysses ranks of a node hold the same kv head ([`holders`](super::holders)), the same node slot is at
 //! each of them, and a part of its rows crosses to each. Before it is attended they pass their parts on to each other;
-//! before the sum of the gradients crosses back, each adds up its part. So it is also with L = 1, where rows cross beside
-//! the call of the node slot before. Rows of several owners lie in a node slot holder by holder.
+//! before the sum of the gradients crosses back, each adds up its part. So it is also with L = 1, where rows cross
+//! beside the call of the node slot before. Rows of several owners lie in a node slot holder by holder.
 //!
 //! The union is merged from what every rank of the node needs by [`join`]. Owner and gateway both do so, with the same
 //! result.
@@ -43,8 +43,8 @@ use crate::{
 };
 
 impl RingSteps {
-    /// Whether rows cross from node to node. A node of one ring rank passes on nothing but what several of its ranks hold
-    /// of a kv head: otherwise one level is the same.
+    /// Whether rows cross from node to node. A node of one ring rank passes on nothing but what several of its ranks
+    /// hold of a kv head: otherwise one level is the same.
     pub(crate) fn crosses(&self) -> bool {
         let passes_on = 1 < self.per_node || self.splits.iter().any(|holders| !holders.is_alone());
         passes_on && self.per_node < self.shares.ring()
