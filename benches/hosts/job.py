@@ -81,9 +81,10 @@ def counters() -> list[int]:
     return [int((COUNTERS / name).read_text()) for name in ("tx_bytes", "rx_bytes")]
 
 
-def crossing(plan: Plan, each: int, direction: Direction, queries: bool, causal: bool, once: bool) -> int:
+def crossing(plan: Plan, ulysses: int, each: int, direction: Direction, queries: bool, causal: bool, once: bool) -> int:
     """The bytes of rows that cross a link between hosts: what each rank reads and its host does not hold, once for each host
-    (`once`), or once for each such rank. For one document on a ring; `queries`: the backward sends q's side round."""
+    (`once`), or once for each such rank. For one document on a ring; `queries`: the backward sends q's side round. Ulysses lies
+    inside a host: its ranks read the rows of all of them, for the heads that each holds, so k and v once for each that holds a head."""
     size, dims = 4, plan.head_dim + plan.value_dim
     if direction == Direction.FORWARD:
         row = plan.kv_heads * dims * size
@@ -95,7 +96,9 @@ def crossing(plan: Plan, each: int, direction: Direction, queries: bool, causal:
     moving, staying = (Side.Q, Side.K) if queries and direction == Direction.BACKWARD else (Side.K, Side.Q)
     here = [np.array(plan.positions(staying, rank)) for rank in range(plan.world)]
     there = [np.array(plan.positions(moving, rank)) for rank in range(plan.world)]
-    readers = [range(rank, rank + (each if once else 1)) for rank in range(0, plan.world, each if once else 1)]
+    apart = each if once else ulysses
+    readers = [range(rank, rank + apart) for rank in range(0, plan.world, apart)]
+    copies = 1 if once or moving == Side.Q else max(1, ulysses // plan.kv_heads)
     rows = 0
     for ranks in readers:
         own = np.concatenate([here[rank] for rank in ranks])
@@ -106,7 +109,7 @@ def crossing(plan: Plan, each: int, direction: Direction, queries: bool, causal:
                 if causal:
                     read = there[owner] >= own.min() if moving == Side.Q else there[owner] <= own.max()
                 rows += int(read.sum())
-    return rows * row
+    return rows * row * copies
 
 
 def tensors(plan: Plan, rank: int) -> dict[str, np.ndarray]:
@@ -125,6 +128,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, required=True)
     parser.add_argument("--kv-heads", type=int, required=True)
     parser.add_argument("--head-dim", type=int, required=True)
+    parser.add_argument("--ulysses", type=int, required=True)
     parser.add_argument("--layout", required=True)
     parser.add_argument("--circulate", required=True)
     parser.add_argument("--levels", type=int, choices=(1, 2), required=True)
@@ -133,6 +137,8 @@ def main() -> None:
     parser.add_argument("--into", type=Path, required=True, help="a folder for this rank's figures")
     given = parser.parse_args()
     over = OverMpi() if given.engine == "mpi" else OverGloo()
+    if over.each % given.ulysses or given.kv_heads % given.ulysses and given.ulysses % given.kv_heads:
+        sys.exit(f"--ulysses is {given.ulysses}, a divisor of the {over.each} ranks of a host is needed that divides --kv-heads or that they divide")
     queries = given.circulate == "queries"
 
     runs: dict[tuple[str, str], Callable[[], None]] = {}
@@ -145,7 +151,8 @@ def main() -> None:
             given.head_dim,
             kv_heads=given.kv_heads,
             world=over.world,
-            ring=over.world,
+            ulysses=given.ulysses,
+            ring=over.world // given.ulysses,
             layout=given.layout.upper(),
             circulate=given.circulate.upper(),
             window_right=0 if mask == "causal" else cpattn.UNLIMITED,
@@ -160,7 +167,9 @@ def main() -> None:
         ):
             key = (direction.name.lower(), mask)
             runs[key] = lambda call=call, plan=plan, args=args: call(plan, **args)
-            bound, every = (crossing(plan, over.each, direction, queries, mask == "causal", once) for once in (True, False))
+            bound, every = (
+                crossing(plan, given.ulysses, over.each, direction, queries, mask == "causal", once) for once in (True, False)
+            )
             cases[key] = {"rounds": [], "bound_bytes": bound, "row_bytes_by_rank": every, "workspace": plan.workspace(over.number, direction)}
             results += [args[name] for name in written]
 
