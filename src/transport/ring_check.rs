@@ -135,12 +135,12 @@ struct LedgerRound<'a> {
 }
 
 impl Link {
-    /// Checks all links. All ranks call it with the same number of `bytes` (at least 1) for the large message. Rank 0 gets
-    /// all links in the order in which they were measured, other ranks those measured before their last turn.
+    /// Checks all links. All ranks call it with the same number of `bytes` (at least 1) for the large message. Rank 0
+    /// gets all links in the order in which they were measured, other ranks those measured before their last turn.
     ///
     /// # Errors
-    /// What failed, on every rank that noticed; [`RingFault::Failed`] with [`Error::Invalid`] for a ring of one rank or 0
-    /// bytes.
+    /// What failed, on every rank that noticed; [`RingFault::Failed`] with [`Error::Invalid`] for a ring of one rank or
+    /// 0 bytes.
     ///
     /// ```
     /// use cpattn::transport::{local, ring_check::Link};
@@ -161,11 +161,11 @@ impl Link {
         round(&HostCarrier(end), bytes)
     }
 
-    /// The same over a transport of device memory: messages go from device to device. The figures include the time until
-    /// the host sees that a message has arrived, but no copies between host and device.
+    /// The same over a transport of device memory: messages go from device to device. The figures include the time
+    /// until the host sees that a message has arrived, but no copies between host and device.
     ///
-    /// Over NCCL a rank notices a failure elsewhere only by its own deadline, so several ranks may name a link: the ledger
-    /// stopped at the one with the lowest step.
+    /// Over NCCL a rank notices a failure elsewhere only by its own deadline, so several ranks may name a link: the
+    /// ledger stopped at the one with the lowest step.
     ///
     /// # Errors
     /// As [`Link::check_all`]; [`Error::Device`] if the device has no memory for a message.
@@ -246,7 +246,7 @@ impl LedgerRound<'_> {
             let began = Instant::now();
             self.carry(to, Which::Large, true)?;
             self.carry(to, Which::Word, false)?;
-            // Where a latency is what the system's scheduler takes, it may exceed the time of a large message.
+            // On a busy machine the latency is the scheduler's, and may exceed the time of a large message.
             let elapsed = began.elapsed();
             transfer = transfer.min(if elapsed > 2 * latency { elapsed - latency } else { elapsed });
         }
