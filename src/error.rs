@@ -19,9 +19,9 @@ pub enum Error {
     Invalid {
         /// The argument by the caller's name for it (`cu_seqlens_q`, `k.head_dim`, …).
         argument: String,
-        /// What was given.
+        /// The value that was given.
         found: String,
-        /// What would have been accepted.
+        /// The values that are accepted.
         expected: String,
         /// The way out; empty when `expected` says it all.
         hint: &'static str,
@@ -100,7 +100,7 @@ pub enum Error {
         peer: Option<usize>,
         /// Whether the cause is that ranks run different plans or make different calls.
         differ: bool,
-        /// What this rank waited for, and what the ranks said.
+        /// The operation that this rank waited for, and the answers of the ranks.
         text: String,
     },
     /// The schedule verifier found a flaw.
@@ -109,7 +109,7 @@ pub enum Error {
         rank: usize,
         /// Index of the operation in that rank's list.
         operation: usize,
-        /// What is wrong, with the buffers, rows or peers concerned.
+        /// The flaw, with the buffers, rows or peers concerned.
         flaw: String,
     },
     /// A call into a device driver, MPI or the operating system failed.
@@ -118,12 +118,12 @@ pub enum Error {
         call: &'static str,
         /// The status code that the call returned.
         code: i64,
-        /// What the driver, MPI or this crate says about it.
+        /// The text of the driver, of MPI, or of this crate.
         message: String,
     },
 }
 
-/// What a rank runs.
+/// The kind of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RunKind {
@@ -152,7 +152,7 @@ impl fmt::Display for RunKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RunName {
-    /// What is run.
+    /// Its kind.
     pub kind: RunKind,
     /// The fingerprint of its plan, which [`Plan::explain`](crate::Plan::explain) begins with.
     pub plan: u64,
@@ -165,7 +165,7 @@ impl RunName {
     }
 }
 
-/// What a peer did to end a run.
+/// The reason why a peer ended a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Cause {
@@ -209,7 +209,7 @@ pub enum Cause {
     Engine {
         /// The library's error code.
         code: i32,
-        /// What the code means.
+        /// The meaning of the code.
         text: &'static str,
         /// Milliseconds since the exchange began.
         ms: u64,

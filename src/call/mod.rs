@@ -267,7 +267,7 @@ impl<'a> AttendBackward<'a> {
 /// (then it must be the first, of the same type and strides: that is how a sum is added to).
 #[derive(Clone, Copy, Debug)]
 pub struct Block {
-    /// What is written.
+    /// The tensor that is written.
     pub dst: RawTensor,
     /// First entry of [`Transform::sources`].
     pub sources_begin: u32,
@@ -280,7 +280,7 @@ pub struct Block {
 pub struct Transform<'a> {
     /// The blocks.
     pub blocks: &'a [Block],
-    /// What they read.
+    /// The sources of all blocks.
     pub sources: &'a [RawTensor],
 }
 

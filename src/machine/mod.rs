@@ -29,6 +29,3 @@ mod text;
 
 pub(crate) use figures::Level;
 pub use figures::{KernelRate, KernelShape, LinkRate, Machine};
-
-#[cfg(test)]
-mod tests;

@@ -11,13 +11,14 @@ use crate::{
     batch::Side,
     error::{Error, Result},
     heads::{self, HeadShare},
-    layout::{Layout, Segment, Shares, cut},
+    layout::{Layout, Shares, cut},
     mesh::{Coordinates, Mesh},
 };
 
 mod area;
 pub(crate) mod auto;
 mod auto_for;
+mod check;
 mod distribution;
 mod fingerprint;
 pub(crate) mod form;
@@ -32,6 +33,7 @@ mod together;
 
 pub(crate) use area::Load;
 pub use auto::{Candidate, Choice};
+use check::check;
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
 pub(crate) use form::{CirculatingSide, Form};
@@ -331,19 +333,11 @@ impl Plan {
     /// # Panics
     /// A rank outside the mesh.
     pub fn for_each_token(&self, side: Side, rank: usize, mut each: impl FnMut(usize, i64, usize)) {
-        let rows = self.local_rows(side, rank);
-        let mut segments: Vec<Segment> = Vec::new();
-        self.shares().segments(side, self.mesh().coordinates(rank).ring, &mut segments);
         let batch = self.problem().batch();
-        for s in &segments {
-            let first = s.range.row as usize;
-            let doc = s.range.doc as usize;
+        self.for_each_run(side, rank, |_, token, rows, doc| {
             let base = batch.document(side, doc).start as i64 - batch.start(side, doc);
-            for row in rows.start.max(first)..rows.end.min(first + s.range.len as usize) {
-                let pos = s.range.position((row - first) as u32);
-                each((base + pos) as usize, pos, doc);
-            }
-        }
+            (token..token + rows).for_each(|token| each(token, token as i64 - base, doc));
+        });
     }
 
     /// The tokens of the packed batch that a rank holds, in its order.
@@ -365,74 +359,6 @@ impl Plan {
         self.for_each_token(side, rank, |_, pos, _| out.push(pos));
         out
     }
-}
-
-/// Refuses problems, meshes and options that have no plan with any layout.
-fn check(problem: &Problem, mesh: Mesh, options: Options) -> Result<()> {
-    problem.check()?;
-    if mesh.replicas == 0 || mesh.ring == 0 || mesh.ulysses == 0 {
-        return Err(Error::invalid("mesh", mesh.factors(), "every factor at least 1"));
-    }
-    mesh.check_world()?;
-    if mesh.ulysses > problem.heads() {
-        return Err(Error::invalid("mesh.ulysses", mesh.ulysses, format!("at most heads = {}", problem.heads()))
-            .hint("give the remaining ranks to the ring, of all plans that share their tokens"));
-    }
-    if problem.kind == AttentionKind::Other && mesh.ring > 1 {
-        return Err(Error::unsupported(
-            "kind other on a ring",
-            format!("only softmax attention can be merged from parts, and the ring has {} ranks", mesh.ring),
-            "give all of them to ulysses: its ranks see whole sequences",
-        ));
-    }
-    let kv_heads = problem.kv_heads();
-    if options.passes == 0 || options.passes > kv_heads {
-        return Err(Error::invalid("options.passes", options.passes, format!("1 to kv_heads = {kv_heads}")));
-    }
-    if options.reproducible {
-        let clash = |option: &'static str, why: &'static str| {
-            Err(Error::unsupported(option, why, "leave it out, or leave out reproducible"))
-        };
-        if options.wire == Wire::Bf16 {
-            return clash("wire bf16 with reproducible", "what is rounded on the way depends on the mesh");
-        }
-        if options.passes > 1 {
-            return clash("options.passes with reproducible", "dk and dv are made head by head in one pass");
-        }
-        if options.circulate != Circulate::Auto {
-            return clash("circulate with reproducible", "the ordered form gathers both sides");
-        }
-        if options.circulate_forward != Circulate::Auto {
-            return clash("circulate_forward with reproducible", "the ordered form gathers k and v");
-        }
-        if options.gather == Gather::Steps {
-            return clash("gather steps with reproducible", "the ordered form receives all rows at once");
-        }
-    }
-    if options.circulate == Circulate::Queries && options.passes > 1 {
-        return Err(Error::unsupported(
-            "options.passes with circulate queries",
-            "passes divide the kv heads that travel, and here the q side does",
-            "leave out one of them",
-        ));
-    }
-    if options.circulate_forward == Circulate::Queries {
-        if options.passes > 1 {
-            return Err(Error::unsupported(
-                "options.passes with circulate_forward queries",
-                "passes divide the kv heads that travel, and here q does",
-                "leave out one of them",
-            ));
-        }
-        if matches!(options.gather, Gather::Others | Gather::Together) {
-            return Err(Error::unsupported(
-                "options.gather with circulate_forward queries",
-                "it says how k and v arrive, and here they stay where they are",
-                "leave out one of them, or receive step by step",
-            ));
-        }
-    }
-    nodes::check(mesh, options)
 }
 
 #[cfg(test)]

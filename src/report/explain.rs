@@ -210,6 +210,3 @@ fn holdings_table() -> TextTable {
         ["rank", "ring", "ulysses", "q tokens", "k tokens", "documents", "q heads", "kv heads", "share's q tokens"];
     TextTable::new(0, &head)
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a device keeps of a plan: the scheduler metadata that its kernels read (ranges, tiles, counters), which is
-//! uploaded when the plan is prepared.
+//! Memory that a device keeps for a plan: the scheduler metadata that its kernels read (ranges, tiles, counters), which
+//! is uploaded when the plan is prepared.
 //!
 //! How many tiles a range is cut into depends on the kernels that a device runs; here every tile has the fewest rows
 //! that any of them has, so that what is said is a bound for all devices. The sizes are those of the structs in

@@ -14,7 +14,7 @@ use crate::{
     schedule::{AttendPart, Buf, BufferView, CirculatingSide, OpKind, Schedule, TensorId, expand::Expansion},
 };
 
-/// What one head of an attention call reads.
+/// The pairs and rows of one head of an attention call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct HeadSize {
     /// Allowed (q, k) pairs.

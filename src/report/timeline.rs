@@ -12,7 +12,7 @@ use core::fmt::Write;
 use super::trace::{Event, Overlap, label, lane_name, overlap_of, ranks};
 use crate::schedule::Lane;
 
-/// What an event is drawn as: legend, colour, whether ink on it is dark, and the names of operations.
+/// The style of an event: legend, colour, whether ink on it is dark, and the names of operations.
 type Category = (&'static str, &'static str, bool, &'static [&'static str]);
 
 const CATEGORIES: [Category; 8] = [

@@ -143,7 +143,7 @@ mod tests {
         // A smaller group agrees and counts for itself.
         assert_eq!(a.begin(&asked, &(0..2), 2), Ok(1));
         assert_eq!(taken(), [2]);
-        // What was refused is neither a run nor remembered.
+        // A refused fingerprint is not remembered, and does not count as a run.
         assert!(a.begin(&asked, &(0..4), 3).is_err() && a.begin(&asked, &(0..4), 3).is_err());
         assert_eq!(taken(), [3, 3]);
         // Runs of what is known do not renew it; the oldest leaves.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a rank is on one kind of memory: host memory ([`host_rank`](super::host_rank)) or a CUDA device (`device`).
+//! The interface of a rank on one kind of memory: host memory ([`host_rank`](super::host_rank)) or a CUDA device
+//! (`device`).
 //!
 //! [`Rank`](super::Rank) holds one of them and documents the functions. A function with a body here is one that host
 //! memory has no use for.

@@ -111,7 +111,7 @@ pub(super) fn apart_from(
     tensors.into_iter().try_for_each(|(name, raw)| disjoint(&[(name, raw, false), ("workspace", room, true)]))
 }
 
-/// What a schedule expects of the caller's tensors.
+/// The shapes and types that a schedule needs of the caller's tensors.
 pub(super) struct ExpectedTensors {
     run: Purpose,
     pub forms: [Option<TensorForm>; TensorId::COUNT],

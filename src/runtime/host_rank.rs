@@ -85,7 +85,7 @@ impl HostRank {
         Ok(self.prepared.push(prepared))
     }
 
-    /// Where a prepared run works: memory of the rank's own grows to what it needs.
+    /// The workspace of a prepared run. The rank's own memory grows to the size that the run needs.
     fn work_at(&mut self, at: usize) -> Result<*mut u8> {
         let needed = self.prepared[at].schedule.workspace;
         if self.workspace.is_short(needed) {

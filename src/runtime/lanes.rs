@@ -268,7 +268,7 @@ impl LaneThreads {
     /// never waits for that lane. Returns when both are over, with the first error, or goes on with a panic.
     ///
     /// # Errors
-    /// What a lane returns; [`Error::Device`] when the thread cannot be started.
+    /// The error of a lane; [`Error::Device`] when the thread cannot be started.
     pub fn run(
         &mut self,
         compute: impl FnOnce(&Progress) -> Result<()>,

@@ -52,7 +52,7 @@ impl Prepared {
     }
 }
 
-/// How many schedules a rank remembers, beside those that it may not forget.
+/// Schedules that a rank keeps, beside those that captured graphs may still use.
 const REMEMBERED: usize = 16;
 
 /// An entry of [`Remembered`].

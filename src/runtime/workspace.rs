@@ -79,7 +79,7 @@ impl<M: OwnMemory> Workspace<M> {
         self.own = Some(own);
     }
 
-    /// Where a run works.
+    /// The address of the workspace.
     ///
     /// # Errors
     /// Lent memory that is too small. (Memory of the rank's own was made large enough.)

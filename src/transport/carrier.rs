@@ -13,7 +13,7 @@ use super::DeviceTransport;
 use super::{Label, Message, Transport};
 use crate::error::{Error, Result};
 
-/// Where bytes lie that travel: in memory of the host, or of a device.
+/// Memory of messages between runs: of the host, or of a device.
 pub(crate) trait WireBuffer {
     fn ptr(&mut self) -> *mut u8;
     fn bytes(&self) -> usize;

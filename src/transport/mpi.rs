@@ -41,6 +41,7 @@
 mod agreement;
 mod arrival;
 mod duplicates;
+mod environment;
 mod group;
 mod left_ranks;
 mod notices;
@@ -143,7 +144,7 @@ impl Mpi {
     /// drop(rank);
     /// ```
     pub fn new(comm: &impl AsRaw<Raw = MPI_Comm>, deadline: Duration) -> Result<Self> {
-        raw::usable()?;
+        environment::usable()?;
         // SAFETY: `AsRaw` vouches for the handle while MPI is usable.
         unsafe { Self::from_raw(comm.as_raw(), deadline) }
     }
@@ -156,9 +157,9 @@ impl Mpi {
     /// # Errors
     /// As [`Mpi::new`].
     pub unsafe fn from_raw(comm: MPI_Comm, deadline: Duration) -> Result<Self> {
-        raw::usable()?;
-        raw::multiple_threads()?;
-        raw::own_launcher()?;
+        environment::usable()?;
+        environment::multiple_threads()?;
+        environment::own_launcher()?;
         left_ranks::sweep();
         rules::check_deadline(deadline)?;
         // SAFETY: `comm` is live or null (the contract of this function); MPI is usable (checked above).
@@ -187,7 +188,7 @@ impl Mpi {
     /// different numbers of them; [`Error::Invalid`] if MPI is not usable or `comm` null or of two groups;
     /// [`Error::Device`] if a call of MPI fails.
     pub fn ranks_per_node(comm: &impl AsRaw<Raw = MPI_Comm>) -> Result<usize> {
-        raw::usable()?;
+        environment::usable()?;
         // SAFETY: `AsRaw` vouches for the handle while MPI is usable.
         unsafe { Self::ranks_per_node_of_raw(comm.as_raw()) }
     }
@@ -200,7 +201,7 @@ impl Mpi {
     /// # Errors
     /// As [`Mpi::ranks_per_node`].
     pub unsafe fn ranks_per_node_of_raw(comm: MPI_Comm) -> Result<usize> {
-        raw::usable()?;
+        environment::usable()?;
         // SAFETY: `comm` is live or null (the contract of this function); MPI is usable (checked above).
         let comm = unsafe { Comm::new(comm) }?;
         ranks_per_node(&comm.nodes()?)
@@ -246,7 +247,7 @@ impl Mpi {
                 return Err(rules::not_serial(label, self.group.rank, Some(self.group.label())));
             }
         };
-        raw::usable()?;
+        environment::usable()?;
         self.group.set_label(label);
         match self.group.look() {
             Some(failure) => Err(self.group.error(label, failure)),
@@ -302,7 +303,7 @@ impl Transport for Mpi {
     }
 
     fn poll(&self) -> Result<()> {
-        raw::usable()?;
+        environment::usable()?;
         let label = self.group.label();
         self.group.look().map_or(Ok(()), |failure| Err(self.group.error(label, failure)))
     }
@@ -314,7 +315,7 @@ impl Transport for Mpi {
 
 impl Drop for Mpi {
     fn drop(&mut self) {
-        if raw::usable().is_err() {
+        if environment::usable().is_err() {
             return;
         }
         if std::thread::panicking() {

@@ -246,7 +246,7 @@ impl LedgerRound<'_> {
             let began = Instant::now();
             self.carry(to, Which::Large, true)?;
             self.carry(to, Which::Word, false)?;
-            // Where a latency is what the system's scheduler takes, it may exceed the time of a large message.
+            // On a busy machine the latency is the scheduler's, and may exceed the time of a large message.
             let elapsed = began.elapsed();
             transfer = transfer.min(if elapsed > 2 * latency { elapsed - latency } else { elapsed });
         }

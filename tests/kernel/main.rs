@@ -17,6 +17,7 @@ mod harness;
 mod large_results;
 mod large_scores;
 mod parts;
+mod reference;
 mod refusals;
 
 mod counting {

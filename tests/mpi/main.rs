@@ -6,12 +6,13 @@
 //! exit code ends the trial. A name as an argument picks the trials whose names contain it; what takes more memory than
 //! a test should is played only then.
 //!
-//! - `launch`: how the processes are started and judged; `exchange`: what must work; `failure`, `later_plan`: what must
-//!   fail, and how; `refusals`: what is refused from the start; `trials`: `-- --trials N [--seed S]`, jobs that go
-//!   wrong at random; `together`: of the example, what its ranks do after a run.
+//! - `launch`: how the processes are started and judged; `exchange`: what must work; `failure`, `joining`,
+//!   `later_plan`: what must fail, and how; `refusals`: what is refused from the start; `trials`: `-- --trials N
+//!   [--seed S]`, jobs that go wrong at random; `together`: of the example, what its ranks do after a run.
 
 mod exchange;
 mod failure;
+mod joining;
 mod later_plan;
 mod launch;
 mod refusals;
@@ -61,10 +62,10 @@ const TRIALS: &[Trial] = &[
         rank: failure::killed_while_one_compares,
         ends: Ends::Survivors,
     },
-    Trial { name: "a_rank_that_never_starts", world: 3, rank: failure::never_starts, ends: Ends::Survivors },
-    Trial { name: "ranks_that_come_too_late", world: 4, rank: failure::too_late, ends: Ends::Well },
-    Trial { name: "ranks_that_come_and_go", world: 4, rank: failure::come_and_go, ends: Ends::Well },
-    Trial { name: "stopped_while_ranks_are_made", world: 3, rank: failure::stopped_while_made, ends: Ends::Well },
+    Trial { name: "a_rank_that_never_starts", world: 3, rank: joining::never_starts, ends: Ends::Survivors },
+    Trial { name: "ranks_that_come_too_late", world: 4, rank: joining::too_late, ends: Ends::Well },
+    Trial { name: "ranks_that_come_and_go", world: 4, rank: joining::come_and_go, ends: Ends::Well },
+    Trial { name: "stopped_while_ranks_are_made", world: 3, rank: joining::stopped_while_made, ends: Ends::Well },
     Trial { name: "refused_arguments", world: 2, rank: refusals::arguments, ends: Ends::Well },
     Trial { name: "refused_thread_level", world: 1, rank: refusals::thread_level, ends: Ends::Well },
     Trial { name: "refused_launcher_of_another_mpi", world: 1, rank: refusals::another_launcher, ends: Ends::Well },

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Plans, proved whole: every rank's schedule of both directions goes through the verifier.
+//! Plans: proved whole, every rank's schedule of both directions by the verifier; and what is said of them.
 //!
 //! Here a grid of layouts, masks and options over shapes that divide nothing; in `dealt` what a layout deals and what
 //! then travels, in numbers that were worked out by hand; in `drawn` problems at random, which are right or refused.
+//! `automatic`: choices of mesh and layout; `costs`, `explain`: reports; `machine`: descriptions of machines.
 
+mod automatic;
+mod costs;
 mod dealt;
 mod drawn;
+mod explain;
+mod machine;
 
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,

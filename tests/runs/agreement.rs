@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks that do not run the same: found in the first run of a plan by an agreement, in later runs by what their
-//! messages carry along; and a transport that failed once, which is not used again.
+//! messages carry along.
 //!
 //! Every group has a deadline that no test may reach: what differs is found at once, or the test takes too long and
 //! fails.
@@ -8,20 +8,16 @@
 use crate::common::{
     Data,
     own::{Own, compact},
-    through::{Counted, Hook, Through},
+    through::{Counted, Through},
 };
 use cpattn::{
     Batch, Cause, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, View, ViewMut,
     batch::Side,
     plan::{Circulate, Gather},
     schedule::Direction,
-    transport::{
-        Label, Message, Transport,
-        local::{self, Local},
-    },
+    transport::local,
 };
 use std::{
-    ops::Range,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering::SeqCst},
@@ -30,7 +26,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-const FAR: Duration = Duration::from_secs(120);
+pub const FAR: Duration = Duration::from_secs(120);
 
 /// What must be found without waiting; generous for a busy machine.
 const SOON: Duration = Duration::from_secs(40);
@@ -44,8 +40,8 @@ fn on_ranks<T: Send>(world: usize, deadline: Duration, body: impl Fn(Rank) -> T 
 }
 
 /// A plan with data and what a run of it needs.
-struct Job {
-    plan: Plan,
+pub struct Job {
+    pub plan: Plan,
     data: Data<f32>,
 }
 
@@ -57,11 +53,11 @@ impl Job {
         Self { data: Data::random(&p, 7), plan }
     }
 
-    fn ring(lengths: &[usize], world: usize) -> Self {
+    pub fn ring(lengths: &[usize], world: usize) -> Self {
         Self::new(lengths, [4, 2], Mesh::ring(world).unwrap(), Layout::Zigzag, Options::new())
     }
 
-    fn own(&self, rank: &Rank) -> Own<f32> {
+    pub fn own(&self, rank: &Rank) -> Own<f32> {
         Own::new(&self.plan, &self.data, rank.rank(), compact)
     }
 
@@ -72,7 +68,7 @@ impl Job {
         own.backward(rank, &self.plan).unwrap();
     }
 
-    fn forward(&self, rank: &mut Rank) -> Result<()> {
+    pub fn forward(&self, rank: &mut Rank) -> Result<()> {
         self.own(rank).forward(rank, &self.plan)
     }
 
@@ -316,91 +312,4 @@ fn all_to_alls() {
         assert!(errors.iter().any(|e| matches!(e, Error::Disagreement { .. })), "{errors:?}");
         assert!(errors.iter().any(|e| e.to_string().contains("the all-to-all to heads of 12 tokens")), "{errors:?}");
     }
-}
-
-/// Fails one call and knows nothing of it afterwards; counts how often it is told to abort.
-struct Forgetful {
-    calls: AtomicUsize,
-    at: usize,
-    aborts: Arc<AtomicUsize>,
-}
-
-impl Forgetful {
-    fn call(&self, end: &Local, label: Label) -> Result<()> {
-        if self.calls.fetch_add(1, SeqCst) != self.at {
-            return Ok(());
-        }
-        let (rank, peer) = (end.rank(), 1 - end.rank());
-        Err(label.error(rank, peer, Cause::Deadline { ms: 7, bytes: 0 }))
-    }
-}
-
-impl Hook<Local> for Forgetful {
-    fn agree(&self, end: &Local, group: Range<usize>, number: u64) -> Result<()> {
-        self.call(end, Label::new("agree", 0))?;
-        end.agree(group, number)
-    }
-    unsafe fn exchange(&self, end: &Local, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        self.call(end, label)?;
-        // SAFETY: handed on.
-        unsafe { end.exchange(label, sends, recvs) }
-    }
-    fn poll(&self, _: &Local) -> Result<()> {
-        Ok(())
-    }
-    fn abort(&self, _: &Local, _: Cause) {
-        self.aborts.fetch_add(1, SeqCst);
-    }
-}
-
-/// A transport that failed once is not used again, at whatever call it failed, and is told to abort.
-#[test]
-fn a_failed_transport_is_not_used_again() {
-    let job = Job::ring(&[30, 6], 2);
-    // Calls of two rounds: agree, exchange and return of the first; exchanges alone of the second.
-    for at in 0..8 {
-        let aborts: Vec<_> = (0..2).map(|_| Arc::new(AtomicUsize::new(0))).collect();
-        let ends = local::group(2, FAR).unwrap().into_iter().zip(&aborts);
-        thread::scope(|scope| {
-            for (end, aborts) in ends {
-                let job = &job;
-                // Both miss the same deadline, so both are free for what comes next.
-                let hook = Forgetful { calls: AtomicUsize::new(0), at, aborts: Arc::clone(aborts) };
-                scope.spawn(move || {
-                    let mut rank = Rank::new(Through::new(end, hook));
-                    let mut first = None;
-                    for _ in 0..4 {
-                        let mut own = job.own(&rank);
-                        let made = own.forward(&mut rank, &job.plan).and_then(|()| own.backward(&mut rank, &job.plan));
-                        match (&first, made) {
-                            (None, Ok(())) => {}
-                            (None, Err(error)) => first = Some(error),
-                            (Some(first), made) => assert_eq!(made, Err(first.clone()), "call {at}"),
-                        }
-                    }
-                    let first = first.expect("a call failed");
-                    assert!(
-                        matches!(first, Error::Peer { cause: Cause::Deadline { ms: 7, bytes: 0 }, .. }),
-                        "call {at}: {first}"
-                    );
-                    assert_eq!(rank.poll(), Err(first), "call {at}");
-                });
-            }
-        });
-        assert!(aborts.iter().all(|a| a.load(SeqCst) > 0), "call {at}: the transport was not told");
-    }
-}
-
-/// A handle's abort ends the rank even where the transport takes no notice.
-#[test]
-fn an_abort_is_kept() {
-    let job = Job::ring(&[30, 6], 2);
-    let end = local::group(2, FAR).unwrap().remove(0);
-    let hook = Forgetful { calls: AtomicUsize::new(0), at: usize::MAX, aborts: Arc::default() };
-    let mut rank = Rank::new(Through::new(end, hook));
-    let handle = rank.handle();
-    handle.abort();
-    let error = job.forward(&mut rank).unwrap_err();
-    assert_eq!(error.to_string(), "rank 0, agree, step 0: rank 0 aborted the run");
-    assert_eq!(handle.poll(), Err(error));
 }

@@ -2,10 +2,11 @@
 //! What a rank does with its tensors: runs of whole plans on threads against the f64 reference, the bits that every way
 //! of running must give, and what is refused.
 //!
-//! - `tensor`: views of memory; `refusals`: bad input, at the door it comes through;
-//! - `context_parallel`, `accuracy`, `options`, `padding`, `ulysses`: results against the reference; `executor`,
-//!   `poison`: against other runs;
-//! - `agreement`: ranks that do not run the same; `between_runs`: what ranks do together besides runs;
+//! - `tensor`: views of memory; `plan_refusals`, `refusals`: bad input of plans and of runs;
+//! - `context_parallel`, `drawn`, `accuracy`, `options`, `padding`, `ulysses`: results against the reference;
+//!   `executor`, `poison`: against other runs;
+//! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
+//!   ranks do together besides runs;
 //! - `distribution`: plans with the tokens of another plan;
 //! - `few_tokens`: small enough for Miri; `serving`: tokens generated from a cache that is spread over ranks.
 #![cfg(feature = "std")]
@@ -17,10 +18,13 @@ mod between_runs;
 mod common;
 mod context_parallel;
 mod distribution;
+mod drawn;
 mod executor;
+mod failed_transport;
 mod few_tokens;
 mod options;
 mod padding;
+mod plan_refusals;
 mod poison;
 mod refusals;
 #[path = "../common/refused.rs"]

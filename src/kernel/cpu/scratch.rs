@@ -31,7 +31,7 @@ pub(super) struct Dims {
 pub struct Scratch {
     lines: Vec<Line>,
     workers: usize,
-    /// What the calls run on, or why they are refused.
+    /// The instruction set of calls, or the error of every call.
     isa: Result<Isa>,
     executor: Option<Arc<dyn Executor>>,
 }

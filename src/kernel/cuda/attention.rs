@@ -312,7 +312,7 @@ fn score(s: &crate::call::Score, window: (i64, i64), slopes: bool) -> ScoreParam
     }
 }
 
-/// What forward and backward have in common.
+/// The checked inputs that forward and backward share.
 struct Inputs {
     q: Tensor,
     k: Tensor,

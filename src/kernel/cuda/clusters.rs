@@ -23,7 +23,7 @@ pub(super) fn of_environment() -> Result<bool> {
     from_variable(std::env::var_os(VARIABLE))
 }
 
-/// What a value of the environment variable says.
+/// The meaning of a value of the environment variable.
 fn from_variable(value: Option<OsString>) -> Result<bool> {
     match value {
         Some(value) if value == "1" => Ok(true),

@@ -30,7 +30,7 @@ pub(super) struct DealtOut {
     pub unused: u32,
 }
 
-/// What a launch keeps: the kernel's parameters, and what the one for `sm_80` is given in the place of some of them.
+/// The parameters of a launch: the kernel's own, and those that differ for the kernel of `sm_80`.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct EitherParams {

@@ -47,7 +47,7 @@ impl Family {
         })
     }
 
-    /// What to say of a device that lacks `sm_90a`.
+    /// The refusal of a device that lacks `sm_90a`.
     pub(super) fn refused(why: std::string::String) -> Error {
         Error::unsupported(
             std::format!("the kernels for {}", Self::Sm90a.name()),

@@ -50,7 +50,7 @@ pub(super) struct Launch {
     params: [u64; WORDS],
 }
 
-/// What runs it.
+/// The kernel that runs it.
 #[derive(Clone, Copy, Debug)]
 enum Kernel {
     Loaded {

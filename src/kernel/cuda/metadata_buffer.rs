@@ -16,7 +16,7 @@ pub(super) const fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(ALIGN)
 }
 
-/// What addresses of a call's tensors stand for.
+/// The kind of the addresses of a call's tensors.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum AddressSpace {
     /// Memory that the driver has allocated.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the host writes and a device reads: page-locked memory and as much on the device, which it is copied to in
+//! Memory that the host writes and a device reads: page-locked, and as much on the device, to which it is copied in
 //! stream order. Only page-locked memory is copied without a wait of the host's.
 
 use crate::device::driver::{Context, call, check_room, sys};

@@ -205,7 +205,7 @@ impl Plan {
         };
     }
 
-    /// What another form costs over the ring form with one pass.
+    /// The costs of another form over those of the ring form with one pass.
     fn describe_price(&self, out: &mut String, ranks: &[usize]) {
         let options = Options::default().gather(Gather::Steps).ranks_per_node(self.options().ranks_per_node);
         let Ok(ring) = Self::with_tokens_of(self, self.problem(), options) else { return };

@@ -61,3 +61,14 @@ pub(super) fn spread(values: impl Iterator<Item = u128> + Clone) -> [String; 3] 
     let (least, largest) = (values.clone().min().unwrap_or(0), values.clone().max().unwrap_or(0));
     [grouped(least), grouped((values.sum::<u128>() + n / 2) / n), grouped(largest)]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_grouped_by_three() {
+        let text: Vec<String> = [0, 7, 999, 1000, 1234567].into_iter().map(grouped).collect();
+        assert_eq!(text, ["0", "7", "999", "1,000", "1,234,567"]);
+    }
+}

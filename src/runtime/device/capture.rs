@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a rank refuses while graphs are being captured, so that the capture stays valid.
+//! Calls that a rank refuses while graphs are being captured, so that the capture stays valid.
 //!
 //! Once a run is captured, the transport's stream is part of the capture until the caller ends it. The driver answers a
 //! wait for such a stream, or work that joins it from outside of the capture, with an error, and makes the capture

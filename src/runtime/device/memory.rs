@@ -72,7 +72,7 @@ impl DeviceRank {
         }
     }
 
-    /// Where a prepared run works: memory of the rank's own grows to what it needs.
+    /// The workspace of a prepared run. The rank's own memory grows to the size that the run needs.
     pub(super) fn work_at(&mut self, at: usize) -> Result<*mut u8> {
         let needed = self.prepared[at].prepared.schedule.workspace;
         if self.workspace.is_short(needed) {

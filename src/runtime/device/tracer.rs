@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What each lane of a device does, from events with timing that a run puts around its operations.
+//! The trace of a rank on a device, from events with timing that a run records around its operations.
 //!
 //! Events are made when the recording begins ([`Tracer::new`]), a pair for each operation that is to be recorded. A run
 //! that records puts one pair around each of its operations on the stream of its lane, and does nothing else that other
@@ -24,7 +24,7 @@ use crate::{
     schedule::{Lane, Op},
 };
 
-/// How often the base is tried.
+/// Measurements of the base; the fastest counts.
 const TRIES: usize = 8;
 
 /// An operation as a trace names it.
@@ -140,9 +140,9 @@ impl Tracer {
         self.free.extend(self.open.take().map(|(_, pair)| pair));
     }
 
-    /// What was recorded and is over by now; the rest is for a later call, and so is what a failed device does not
-    /// tell. Never waits for a run: only where all runs are over (`idle`) is the base tied anew, on that stream of the
-    /// transport.
+    /// The recorded operations that are complete. The others, and those of which a failed device reports no time, are
+    /// for a later call. Never waits for a run: the base is measured again only if all runs are complete (`idle`: a
+    /// stream of the transport).
     pub(super) fn take(&mut self, context: &Context, idle: Option<RawStream>) -> Vec<trace::Event> {
         let mut list = Vec::with_capacity(self.recorded.len());
         let mut later = Vec::with_capacity(self.recorded.capacity());

@@ -129,7 +129,7 @@ impl Header {
         Self { bytes: word(0), messages: word(1), sizes: word(2), kind: word(3), plan: word(4) }
     }
 
-    /// What `rank` says of what `peer` sends, where it expects `self` of it; none where that is the same.
+    /// The error of `rank` if `peer` sends `theirs` and `rank` expects `self`; `None` if they are equal.
     pub(super) fn compare(
         &self,
         theirs: &Self,

@@ -174,9 +174,9 @@ impl<E: Engine> EngineGroup<E> {
         }
     }
 
-    /// What `job` returns, on a thread of its own; none where it does not return within `time` and the grace, [`STORE`]
-    /// at least, or the group fails meanwhile: it is then left to itself. A process that is stopped meanwhile loses one
-    /// interval of the pulse.
+    /// Runs `job` on a thread of its own and returns its result. `None` if it does not return within `time` and the
+    /// grace (at least [`STORE`]), or if the group fails meanwhile: the thread then continues without a reader. If the
+    /// process is stopped meanwhile, one interval of the pulse counts at most.
     pub(super) fn within<T: Send + 'static>(
         self: &Arc<Self>,
         time: Duration,
@@ -297,8 +297,8 @@ impl<E: Engine> EngineGroup<E> {
         verdict::find(asker, self.world, self.deadline, &mut StoreRanks(self))
     }
 
-    /// What the ranks find out together, after a failure on this one; `joining`: while the group was being made;
-    /// `found`: by this rank already.
+    /// The verdict of the search for the rank at fault, after a failure on this rank. `joining`: the group was being
+    /// made. `found`: the verdict that this rank already has.
     pub(super) fn ask(self: &Arc<Self>, joining: bool, found: Option<Verdict>) -> Verdict {
         let known = self.state().known;
         if !known && self.alarm(joining, found.clone()) {
@@ -316,7 +316,7 @@ impl<E: Engine> EngineGroup<E> {
     /// Puts the question to all ranks, and before it an answer, where that is found, and waits for nothing; false where
     /// no rank can be asked.
     fn alarm(self: &Arc<Self>, joining: bool, found: Option<Verdict>) -> bool {
-        // What cannot be asked for is not answered either.
+        // Without a listening thread there would be no answer.
         self.state().listening && self.spawn("cpattn question", move |group| _ = group.question(joining, found))
     }
 

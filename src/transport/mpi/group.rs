@@ -14,8 +14,9 @@ use std::{
 };
 
 use super::{
+    environment,
     notices::{Notice, Notices, WaitsFor},
-    raw::{self, Refused},
+    raw::Refused,
     wait::DeadlineState,
 };
 use crate::{
@@ -71,7 +72,7 @@ impl MpiGroup {
 
     /// Records a failure unless there is an earlier one, and notifies all ranks; the first failure.
     pub(super) fn fail(&self, failure: GroupFailure) -> GroupFailure {
-        if self.failure.set(failure).is_ok() && raw::usable().is_ok() {
+        if self.failure.set(failure).is_ok() && environment::usable().is_ok() {
             for peer in (0..self.world).filter(|&peer| peer != self.rank) {
                 self.notices.send(peer, Notice::Over(failure));
             }
@@ -103,7 +104,7 @@ impl MpiGroup {
         self.failure.get().copied()
     }
 
-    /// How long a call waits that begins now.
+    /// The deadline of a call that begins now.
     pub(super) fn deadline_state(&self) -> DeadlineState {
         DeadlineState::new(Duration::from_nanos(self.deadline.load(Ordering::Relaxed)))
     }

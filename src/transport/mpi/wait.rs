@@ -33,7 +33,7 @@ const LEFT: Duration = Duration::from_millis(50);
 /// A longer gap between two polls means that the process did not run: it was stopped, or got no core.
 const STOPPED: Duration = Duration::from_millis(100);
 
-/// How long a rank that is asked has at least.
+/// The shortest time that an asked rank has for its answer.
 pub(super) const SHORTEST_GRACE: Duration = Duration::from_millis(250);
 
 /// The open question to the rank that the search asks.

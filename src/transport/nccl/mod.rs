@@ -44,7 +44,10 @@
 
 mod comm;
 mod sys;
+mod unique_id;
 mod watch;
+
+pub use unique_id::UniqueId;
 
 use super::{DeviceTransport, Label, Message, Transport, rules};
 use crate::{
@@ -66,38 +69,6 @@ use std::{
     vec::Vec,
 };
 use watch::Watchdog;
-
-/// Identifies a group. One rank makes it, and every rank needs a copy.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct UniqueId([u8; 128]);
-
-impl core::fmt::Debug for UniqueId {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        // The id contains an address that any process could connect to.
-        f.write_str("UniqueId(…)")
-    }
-}
-
-impl UniqueId {
-    /// Makes a new id (`ncclGetUniqueId`); each group needs its own. The process that makes it must live until all
-    /// ranks are connected.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] without NCCL 2.14 or later, [`Error::Device`] when NCCL fails.
-    pub fn new() -> Result<Self> {
-        comm::unique_id().map(Self)
-    }
-
-    /// The bytes that [`to_bytes`](Self::to_bytes) gave on another rank.
-    pub fn from_bytes(bytes: [u8; 128]) -> Self {
-        Self(bytes)
-    }
-
-    /// Its bytes, to send to the other ranks.
-    pub fn to_bytes(self) -> [u8; 128] {
-        self.0
-    }
-}
 
 /// What happens to the caller's communicator when a run fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,7 +119,7 @@ impl Nccl {
     /// device.
     pub fn new(id: &UniqueId, rank: usize, world: usize, device: &Arc<Cuda>, deadline: Duration) -> Result<Self> {
         comm::check_numbers(rank, world, deadline)?;
-        let comm = Communicator::make(id.0, rank, world, device, deadline)?;
+        let comm = Communicator::make(id.to_bytes(), rank, world, device, deadline)?;
         Self::with(comm, rank, world, device, deadline)
     }
 

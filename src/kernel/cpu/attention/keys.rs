@@ -11,12 +11,11 @@ use super::backward::{FLUSH, Flush, flush, gradients, no_row};
 use super::dq_order::{DqOrder, DqTurn};
 use super::key_units::KeyUnits;
 use super::row_blocks::{FEW_ROWS, readers};
-use super::stream::KeyTile;
-use super::tile::{Cover, Lanes, Scoring, at, product};
+use super::tile::{Cover, Scoring, at, product};
 use crate::call::{AttendBackward, QRange};
 use crate::kernel::cpu::choice::Documents;
 use crate::kernel::cpu::job::{Job, SumType};
-use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
+use crate::kernel::cpu::memory::arena::{LANES_BACK, Line, vectors};
 use crate::kernel::cpu::memory::panel::{any_non_finite, to_lanes};
 use crate::kernel::cpu::memory::rows::prefetch;
 use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
@@ -24,6 +23,10 @@ use crate::kernel::cpu::product::{Gemm, Skip, Store};
 use crate::kernel::cpu::vector::simd::{Real, Vector};
 use core::marker::PhantomData;
 use core::sync::atomic::AtomicUsize;
+
+mod tiles;
+
+use tiles::KeyTiles;
 
 /// The keys' pass of a call whose sums are `A`s.
 pub(crate) struct Keys<'a, A> {
@@ -36,34 +39,6 @@ pub(crate) struct Keys<'a, A> {
     /// The order in which units add to dq.
     pub order: DqOrder,
     pub sums: PhantomData<A>,
-}
-
-struct KeyTiles<'a, A> {
-    lanes: Lanes<'a, A>,
-    /// Elements from one row of k, and of v, to the next.
-    ldk: usize,
-    ldv: usize,
-    keys: KeyTile<'a, A, A>,
-    /// For each key, whether the current q range reads it.
-    valid: &'a mut [u32],
-    /// `[head_dim][lanes]`, `[lanes][head_dim padded]`.
-    qt: &'a mut [A],
-    q: &'a mut [A],
-    /// `[value_dim][lanes]`, `[lanes][value_dim padded]`.
-    d_ot: &'a mut [A],
-    d_o: &'a mut [A],
-    /// `[lanes][head_dim padded]`.
-    dq: &'a mut [A],
-    /// `[key][lanes]`.
-    s: &'a mut [A],
-    dp: &'a mut [A],
-    /// `[key][dim padded]`: the first stage of each sum, and the total (see `backward.rs`).
-    dk_part: &'a mut [A],
-    dk: &'a mut [A],
-    dv_part: &'a mut [A],
-    dv: &'a mut [A],
-    lse: &'a mut [A],
-    delta: &'a mut [A],
 }
 
 impl<A: SumType> Job for Keys<'_, A> {
@@ -85,29 +60,7 @@ impl<A: Real> Keys<'_, A> {
     unsafe fn dense<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
-        let (ldk, ldv) = (Dense::<V>::row(d), Dense::<V>::row(dv));
-        let mut arena = Arena(lines);
-        // The padding of rows is read and never written, so it must be zero.
-        let mut tiles = KeyTiles {
-            ldk: Dense::<V>::row(d),
-            ldv: Dense::<V>::row(dv),
-            lanes: Lanes::new(&mut arena, LANES_BACK),
-            keys: KeyTile::new::<Dense<V>>(&mut arena, d, dv, true),
-            valid: arena.take(KEYS),
-            qt: arena.take(LANES_BACK * d),
-            q: arena.zeros(LANES_BACK * ldk),
-            d_ot: arena.take(LANES_BACK * dv),
-            d_o: arena.zeros(LANES_BACK * ldv),
-            dq: arena.take(LANES_BACK * ldk),
-            s: arena.take(KEYS * LANES_BACK),
-            dp: arena.take(KEYS * LANES_BACK),
-            dk_part: arena.take(KEYS * ldk),
-            dk: arena.take(KEYS * ldk),
-            dv_part: arena.take(KEYS * ldv),
-            dv: arena.take(KEYS * ldv),
-            lse: arena.take(LANES_BACK),
-            delta: arena.take(LANES_BACK),
-        };
+        let mut tiles = KeyTiles::new::<V>(lines, d, dv);
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
@@ -137,7 +90,7 @@ impl<A: Real> Keys<'_, A> {
     /// The rows of a q range that may see a key of the current tile. Also marks which keys the range reads.
     fn rows(&self, t: &mut KeyTiles<A>, q: &QRange) -> core::ops::Range<u32> {
         let c = self.call;
-        if !valid(t, &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize]) {
+        if !t.mark_read(&c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize]) {
             return 0..0;
         }
         let first = q.range.rows_before(t.keys.min.saturating_sub(c.score.window_right));
@@ -215,14 +168,14 @@ impl<A: Real> Keys<'_, A> {
             flush(&mut t.dv[..nv], &mut t.dv_part[..nv]);
             if c.per_q_head {
                 // SAFETY: the partial of this q head is this unit's alone.
-                unsafe { self.write(t, first_head) };
+                unsafe { t.write(c, first_head) };
                 t.dk[..nk].fill(A::ZERO);
                 t.dv[..nv].fill(A::ZERO);
             }
         }
         if !c.per_q_head {
             // SAFETY: dk and dv of this kv head are this unit's alone.
-            unsafe { self.write(t, kv) };
+            unsafe { t.write(c, kv) };
         }
     }
 
@@ -389,46 +342,4 @@ impl<A: Real> Keys<'_, A> {
             }
         }
     }
-
-    /// Writes the totals, or adds them, to head `head` of dk and dv.
-    ///
-    /// # Safety
-    /// The keys' rows and the head are within dk and dv, which this unit alone touches there.
-    #[inline(always)]
-    unsafe fn write(&self, t: &KeyTiles<A>, head: u32) {
-        let c = self.call;
-        for j in 0..t.keys.n {
-            let row = t.keys.row[j];
-            for (tensor, sums, ld) in [(&c.dk, &t.dk, t.ldk), (&c.dv, &t.dv, t.ldv)] {
-                let dim = tensor.dim as usize;
-                // SAFETY: the row and head are within the tensor and this unit's alone (the contract); rows are
-                // contiguous.
-                let dst = unsafe { core::slice::from_raw_parts_mut(at::<A>(tensor, row, head), dim) };
-                let sums = &sums[j * ld..][..dim];
-                if !c.accumulate_keys {
-                    dst.copy_from_slice(sums);
-                    continue;
-                }
-                for (x, &sum) in dst.iter_mut().zip(sums) {
-                    *x = *x + sum;
-                }
-            }
-        }
-    }
-}
-
-/// Marks the keys whose range is among the pairs; false when there are none.
-fn valid<A>(t: &mut KeyTiles<A>, pairs: &[u32]) -> bool {
-    let mut any = false;
-    let mut last = None;
-    for (valid, &index) in t.valid.iter_mut().zip(&t.keys.index[..t.keys.n]) {
-        let read = match last {
-            Some((i, read)) if i == index => read,
-            _ => pairs.contains(&index),
-        };
-        last = Some((index, read));
-        *valid = read.into();
-        any |= read;
-    }
-    any
 }

@@ -1,18 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Key lines of explanations, and that they say what the schedules do.
 
-use super::*;
-use crate::plan::{Circulate, Gather, Wire};
-use crate::{Batch, Dtype, Layout, Mask, Mesh, Options, Problem};
+use cpattn::{
+    Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,
+    plan::{Circulate, Gather, Wire},
+};
 
 fn minilm() -> Problem {
     Problem::new(Batch::from_lengths(&[297, 282, 187]).unwrap(), 9, 3, 64, Dtype::F32)
-}
-
-#[test]
-fn figures_are_grouped_by_three() {
-    let text: Vec<String> = [0, 7, 999, 1000, 1234567].into_iter().map(grouped).collect();
-    assert_eq!(text, ["0", "7", "999", "1,000", "1,234,567"]);
 }
 
 #[track_caller]

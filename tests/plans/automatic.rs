@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The automatic mesh and layout.
+
+use cpattn::{
+    Batch, Dtype, Mask, Mesh, Options, Plan, Problem,
+    plan::{AttentionKind, Choice},
+};
+
+fn problem(lengths: &[usize], heads: usize, kv_heads: usize) -> Problem {
+    Problem::new(Batch::from_lengths(lengths).unwrap(), heads, kv_heads, 64, Dtype::Bf16)
+}
+
+#[test]
+fn candidates_are_all_meshes_that_fit_the_heads() {
+    let meshes = |world, heads| {
+        let c = Choice::new(world, &problem(&[4096], heads, heads), Choice::BALANCE, 0).unwrap();
+        c.candidates.iter().map(|c| (c.mesh.ulysses, c.mesh.ring)).collect::<Vec<_>>()
+    };
+    assert_eq!(meshes(12, 5), [(4, 3), (3, 4), (2, 6), (1, 12)]);
+    assert_eq!(meshes(7, 6), [(1, 7)]);
+    assert_eq!(meshes(1, 6), [(1, 1)]);
+}
+
+#[test]
+fn uneven_heads_cost_what_the_busiest_rank_does() {
+    // Bytes for nothing: five heads on four ranks cost 2·4/5 of an even share, a ring of four costs nothing extra.
+    let p = problem(&[1 << 14], 5, 5);
+    let c = Choice::new(4, &p, 0, 0).unwrap();
+    let of = |u: usize| *c.candidates.iter().find(|c| c.mesh.ulysses == u).unwrap();
+    assert_eq!(c.mesh.ulysses, 1);
+    let over = of(4).multiply_adds as f64 / (p.area() * 5 * 7 * 64 / 4) as f64;
+    assert!((over - 1.6).abs() < 1e-9, "{over}");
+    assert!(of(1).multiply_adds * 155 < of(4).multiply_adds * 100);
+}
+
+#[test]
+fn equal_costs_go_to_the_larger_ulysses() {
+    // Nothing to compute and nothing to send: all candidates cost 0.
+    let c = Choice::new(6, &problem(&[0, 0], 6, 2), Choice::BALANCE, 0).unwrap();
+    assert!(c.candidates.iter().all(|c| c.cost == 0));
+    assert_eq!(c.mesh.ulysses, 6);
+}
+
+#[test]
+fn what_cannot_be_merged_stays_on_ulysses() {
+    let p = problem(&[4096], 8, 8).with_kind(AttentionKind::Other);
+    assert_eq!(Mesh::auto(4, &p).unwrap(), Mesh::ulysses(4).unwrap());
+    let text = Mesh::auto(16, &p).unwrap_err().to_string();
+    assert!(text.contains("world of 16") && text.contains("8 heads"), "{text}");
+    assert!(Mesh::auto(0, &p).is_err());
+}
+
+#[test]
+fn a_kept_choice_is_the_plan_that_it_names() {
+    let first = problem(&[900, 30, 0, 400], 6, 3).with_mask(Mask::sliding(64)).with_sinks(true);
+    let options = Options::new().passes(2);
+    let previous = Plan::auto_with(&first, 6, options).unwrap();
+    let second = problem(&[5, 600], 6, 3).with_mask(Mask::sliding(64)).with_sinks(true);
+    let kept = Plan::auto_like(&previous, second.batch()).unwrap();
+    assert_eq!(kept, Plan::with_options(&second, previous.mesh(), previous.layout(), options).unwrap());
+    assert_eq!(Plan::auto_like(&kept, first.batch()).unwrap().fingerprint(), previous.fingerprint());
+}
+
+#[test]
+fn every_automatic_plan_is_a_plan() {
+    for world in 1..13 {
+        for (lengths, heads, kv) in [(vec![100, 3, 0, 59], 9, 3), (vec![31], 4, 1), (vec![1], 12, 12)] {
+            let plan = Plan::auto(&problem(&lengths, heads, kv), world).unwrap();
+            assert_eq!(plan.mesh().world(), world);
+            assert_eq!(plan, Plan::auto(&problem(&lengths, heads, kv), world).unwrap());
+        }
+    }
+}
