@@ -30,6 +30,16 @@ class Dtype(enum.IntEnum):
     F16, BF16, F32, F64 = range(4)
 
 
+_NAMES = dict(zip(("float16", "bfloat16", "float32", "float64"), Dtype))
+
+
+def dtype_of(dtype: Any) -> Dtype:
+    """A member, its number or its name, or the type of an array of NumPy, PyTorch or JAX, or its name."""
+    name = getattr(dtype, "__name__", None) or str(dtype)
+    known = _NAMES.get(name.rpartition(".")[2])
+    return one_of("dtype", dtype, Dtype) if known is None else known
+
+
 class Kind(enum.IntEnum):
     SOFTMAX, OTHER = range(2)
 
@@ -229,7 +239,7 @@ class Plan:
         *,
         cu_seqlens_k: Sequence[int] | None = None,
         q_start: Sequence[int] | None = None,
-        dtype: Dtype | str = Dtype.F32,
+        dtype: Dtype | str | object = Dtype.F32,
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> None:
@@ -248,7 +258,7 @@ class Plan:
         *,
         cu_seqlens_k: Sequence[int] | None = None,
         q_start: Sequence[int] | None = None,
-        dtype: Dtype | str = Dtype.F32,
+        dtype: Dtype | str | object = Dtype.F32,
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> Plan:
@@ -269,7 +279,7 @@ class Plan:
 
     @classmethod
     def with_tokens_of(
-        cls, base: Plan, heads: int, head_dim: int, *, dtype: Dtype | str | None = None, **options: Unpack[PlanOptions]
+        cls, base: Plan, heads: int, head_dim: int, *, dtype: Dtype | str | object | None = None, **options: Unpack[PlanOptions]
     ) -> Plan:
         """A plan for another kind of layer over the documents of `base`, with its tokens: each rank holds the same ones in the
         same order. Two plans made one by one may give ranks other tokens, often in equal numbers, which no shape tells.
@@ -291,7 +301,7 @@ class Plan:
         *,
         cu_seqlens_k: Sequence[int] | None = None,
         q_start: Sequence[int] | None = None,
-        dtype: Dtype | str = Dtype.F32,
+        dtype: Dtype | str | object = Dtype.F32,
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> list[Plan]:
@@ -325,7 +335,7 @@ class Plan:
         self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), given["world"]
         given |= checked(options, self.heads)
         self.kv_heads, self.value_dim = given.get("kv_heads", self.heads), given.get("value_dim", self.head_dim)
-        self.dtype = one_of("dtype", dtype, Dtype)
+        self.dtype = dtype_of(dtype)
         self._how = {name: given[name] for name in RUNS & given.keys()}
         given |= {"heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype}
         problem, how = (

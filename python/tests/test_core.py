@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import cpattn
+import numpy as np
 from cpattn import transport as transports
 from cpattn.transport import Message, Transport
 
@@ -411,6 +412,10 @@ class Plans(unittest.TestCase):
         got = plan(layout="zigzag_pack", circulate="Keys", dtype="bf16", kv_heads=None, value_dim=None, scale=None, softcap=None)
         self.assertEqual(got.fingerprint, want.fingerprint)
         self.assertEqual(got.describe().layout, cpattn.Layout.ZIGZAG_PACK)
+        for spelt in ("float16", np.float16, np.dtype("float16")):
+            self.assertEqual(plan(dtype=spelt).dtype, cpattn.Dtype.F16)
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "dtype is <class 'numpy.int32'>, one of 'f16', 'bf16', 'f32', 'f64' is needed"):
+            plan(dtype=np.int32)
         self.assertEqual(got.tokens("q", 1), want.tokens(cpattn.Side.Q, 1))
         for truth, member in ((True, cpattn.Gather.OTHERS), (False, "steps")):
             self.assertEqual(plan(gather=truth).fingerprint, plan(gather=member).fingerprint)
