@@ -9,8 +9,8 @@
 //! - *Kernels*: a call takes `call + heads · (pairs · flops / rate + rows · row + keys · key + edges · edge)` seconds.
 //!   `pairs` are the allowed (q, k) pairs of one head, `rows` and `keys` the q rows and k rows that the call reads.
 //!   `row` and `key` stand for what does not grow with pairs: loading and merging. `edges` are the pairs on an edge of
-//!   the mask ([`Range::edges`](crate::call::Range::edges)): where it crosses a tile, the pairs beyond it are computed too, and the
-//!   others masked.
+//!   the mask ([`Range::edges`](crate::call::Range::edges)): where it crosses a tile, the pairs beyond it are computed
+//!   too, and the others masked.
 //! - *Copies*: packing, unpacking and sums take their bytes, read and written, over `copy`; each operation of any kind
 //!   takes `operation` seconds besides.
 //! - *Links*: a message takes the latency of its level and its bytes over the level's rate. Inside a node each rank has

@@ -26,9 +26,9 @@ impl Plan {
     /// Plans with the mesh and the layout that are predicted to take the least time for one forward and one backward on
     /// a machine; those that fit in the memory of a rank come first. [`Plan::explain`] lists the candidates.
     ///
-    /// Options with `ranks_per_node` are taken as they are. Without it the nodes are the machine's: schedules of one level
-    /// and of two are rated, and a plan of two levels has the machine's `ranks_per_node` among its options. To rate one
-    /// level alone, give `ranks_per_node` the number of all ranks.
+    /// Options with `ranks_per_node` are taken as they are. Without it the nodes are the machine's: schedules of one
+    /// level and of two are rated, and a plan of two levels has the machine's `ranks_per_node` among its options. To
+    /// rate one level alone, give `ranks_per_node` the number of all ranks.
     ///
     /// It rates every mesh and layout, which takes longer than [`Plan::auto`]; [`Plan::auto_like`] keeps the choice for
     /// the next batch.

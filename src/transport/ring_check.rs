@@ -135,12 +135,12 @@ struct LedgerRound<'a> {
 }
 
 impl Link {
-    /// Checks all links. All ranks call it with the same number of `bytes` (at least 1) for the large message. Rank 0 gets
-    /// all links in the order in which they were measured, other ranks those measured before their last turn.
+    /// Checks all links. All ranks call it with the same number of `bytes` (at least 1) for the large message. Rank 0
+    /// gets all links in the order in which they were measured, other ranks those measured before their last turn.
     ///
     /// # Errors
-    /// What failed, on every rank that noticed; [`RingFault::Failed`] with [`Error::Invalid`] for a ring of one rank or 0
-    /// bytes.
+    /// What failed, on every rank that noticed; [`RingFault::Failed`] with [`Error::Invalid`] for a ring of one rank or
+    /// 0 bytes.
     ///
     /// ```
     /// use cpattn::transport::{local, ring_check::Link};
@@ -161,11 +161,11 @@ impl Link {
         round(&HostCarrier(end), bytes)
     }
 
-    /// The same over a transport of device memory: messages go from device to device. The figures include the time until
-    /// the host sees that a message has arrived, but no copies between host and device.
+    /// The same over a transport of device memory: messages go from device to device. The figures include the time
+    /// until the host sees that a message has arrived, but no copies between host and device.
     ///
-    /// Over NCCL a rank notices a failure elsewhere only by its own deadline, so several ranks may name a link: the ledger
-    /// stopped at the one with the lowest step.
+    /// Over NCCL a rank notices a failure elsewhere only by its own deadline, so several ranks may name a link: the
+    /// ledger stopped at the one with the lowest step.
     ///
     /// # Errors
     /// As [`Link::check_all`]; [`Error::Device`] if the device has no memory for a message.
