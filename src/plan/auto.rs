@@ -50,7 +50,8 @@ pub struct Candidate {
 ///    both for one forward and one backward. Multiply-adds are the largest mask area of any ring rank times the largest
 ///    number of q heads of any Ulysses rank, so heads that do not divide evenly count with the factor `⌈H/U⌉·U/H`.
 ///    Bytes are those of the two all-to-alls of each direction, and on the ring, for each row that another rank needs,
-///    k and v twice and their gradients once; rows that windows or document boundaries make unneeded are not counted.
+///    k and v twice and their gradients once, also where q circulates; rows that windows or document boundaries make
+///    unneeded are not counted.
 ///    Every message adds [`Choice::MESSAGE`] bytes: k and v, and later their gradients, in each ring step that the
 ///    needed rows fill, and each tensor to each peer in an all-to-all. Over several nodes ([`Options::ranks_per_node`])
 ///    a byte from another node counts [`Choice::BETWEEN`] times: of an all-to-all the part of the peers that are in
@@ -260,8 +261,9 @@ impl Plan {
     /// again.
     ///
     /// For steps of a training run that differ only in the lengths of their documents. It takes about as long as
-    /// reading `cu_seqlens` (and for [`Layout::Balanced`] as dealing the chunks). Whether the kept choice is still the
-    /// best is not considered: see [`Choice::new`].
+    /// reading `cu_seqlens` (for [`Layout::Balanced`] as dealing the chunks; where q and k are different tokens, a step
+    /// for each document and ring rank decides the [side](Plan::forward_circulates) anew). Whether the kept choice is
+    /// still the best is not considered: see [`Choice::new`].
     ///
     /// # Errors
     /// As [`Plan::with_options`].

@@ -145,7 +145,7 @@ mod tests {
         assert_eq!(side(same, o().circulate_forward(Circulate::Queries)), q);
     }
 
-    /// A slot counts by the rows that are read, not by its length; so the fingerprints differ too.
+    /// A slot counts by the rows that are read, not by its length.
     #[test]
     fn a_slot_counts_by_what_is_in_it() {
         let side = |start: i64, new: i32| {

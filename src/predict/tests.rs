@@ -36,7 +36,8 @@ fn the_aggregate_model_is_near_the_simulation() {
             let uneven = matches!(c.layout, Layout::Zigzag | Layout::ZigzagPack);
             // Over two levels ranks wait for one another where rows come from a few neighbours: how long depends on
             // where documents begin in a node.
-            let near = c.levels == 2 && lengths.len() > 1;
+            let runs = matches!(c.layout, Layout::Contiguous | Layout::ZigzagPack);
+            let near = c.levels == 2 && lengths.len() > 1 && runs;
             let least = if uneven { 0.83 } else { 0.97 };
             let most = if near { 1.52 } else { 1.02 };
             let what = alloc::format!("{mask:?} {} {}, levels {}", c.mesh, c.layout, c.levels);
@@ -340,7 +341,7 @@ fn a_plan_is_chosen_by_the_machine() {
 #[test]
 fn nodes_need_not_be_given() {
     let machines = [h100(), Machine { ranks_per_node: 4, cards_per_node: 1, ..h100() }];
-    let mut chosen = [0; 3];
+    let (mut chosen, mut compared) = ([0; 3], 0);
     let mut most: f64 = 1.0;
     for machine in &machines {
         for (lengths, kv_heads) in [(&[1 << 18][..], 8), (&[1 << 13; 9], 1), (&[3000; 60], 32)] {
@@ -366,6 +367,7 @@ fn nodes_need_not_be_given() {
                     let simulated = meshes(&p, world, machine, Effort::new(4, 16)).unwrap().candidates;
                     let chosen = simulated.iter().find(of).unwrap();
                     if chosen.model == Model::Simulation {
+                        compared += 1;
                         most = most.max(chosen.seconds() / simulated[0].seconds());
                     }
                 }
@@ -373,7 +375,7 @@ fn nodes_need_not_be_given() {
         }
     }
     assert!(chosen[1] > 5 && chosen[2] > 5, "{chosen:?}");
-    assert!(most < 1.27, "{most}");
+    assert!(compared > 30 && most < 1.27, "{compared} {most}");
 }
 
 /// Nodes that are given are those of the plan, whatever the machine says, and leave the other options alone.

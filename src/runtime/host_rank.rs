@@ -17,7 +17,7 @@ use super::{
     ops::BufferAddresses,
     prepared::{Entry, Prepared, Remembered},
     ring,
-    workspace::{HostMemory, Workspace},
+    workspace::{HostMemory, OwnMemory, Workspace},
 };
 use crate::{
     call::RawStream,
@@ -90,10 +90,10 @@ impl HostRank {
         let needed = self.prepared[at].schedule.workspace;
         if self.workspace.is_short(needed) {
             // Freed first, so that the rank never holds both.
-            let grows = self.workspace.take_own().is_some();
-            // Memory that grows again gets room to spare: the plans of a sequence that grows need a little more in each
-            // step, and new memory costs more than the plan.
-            let room = if grows { needed.saturating_add(needed / 4) } else { needed };
+            let held = self.workspace.take_own().map_or(0, |own| own.bytes() as u64);
+            // The plans of a sequence that grows need a little more in each step, and new memory costs more than the
+            // plan: so there is room to spare, but not where a backward follows a forward and needs much more.
+            let room = if held >= needed - needed / 4 { needed.saturating_add(needed / 4) } else { needed };
             self.workspace.set_own(HostMemory::new(room).or_else(|_| HostMemory::new(needed))?);
         }
         self.workspace.at(needed)
@@ -221,5 +221,14 @@ mod tests {
         needed.dedup();
         assert!(needed.is_sorted() && needed.len() > 40, "{needed:?}");
         assert!((2..=12).contains(&grown), "{grown}");
+        // A plan that needs much more, as a backward does, has what it needs.
+        let batch = Batch::from_lengths(&[4096]).unwrap();
+        let plan =
+            Plan::new(&Problem::new(batch, 2, 2, 16, Dtype::F32), Mesh::ring(2).unwrap(), Layout::Zigzag).unwrap();
+        let at = rank.find_or_prepare(&plan, run).unwrap();
+        let bytes = rank.prepared[at].schedule.workspace;
+        assert!(bytes > 2 * needed.last().unwrap());
+        rank.prepare(&plan, run).unwrap();
+        assert!(!rank.workspace.is_short(bytes) && rank.workspace.is_short(bytes + 1));
     }
 }

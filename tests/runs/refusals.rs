@@ -283,6 +283,33 @@ fn strides_of_what_is_sent() {
     }
 }
 
+/// One new token over a cache: q is sent though no option says so. If it has strides, the refusal names both ways out.
+#[test]
+fn strides_of_a_q_that_is_sent_by_default() {
+    let problem = Problem::new(Batch::cross(&[0, 1], &[0, 40], None).unwrap(), 6, 3, 8, Dtype::F32);
+    let data = Data::<f32>::random(&problem, 5);
+    let run = |options| {
+        let plan = Plan::with_options(&problem, ring(3), Layout::Striped { stripe: 2 }, options).unwrap();
+        on_ranks(3, |mut rank| {
+            let mut own = Own::new(&plan, &data, rank.rank(), compact);
+            own.q = Own::new(&plan, &data, rank.rank(), gaps).q;
+            own.forward(&mut rank, &plan)
+        })
+    };
+    let o = Options::new;
+    refused(run(o()).remove(0), &["q.token_stride", "sent as it lies", "pack_inputs", "circulate_forward keys"]);
+    for way in [o().pack_inputs(true), o().circulate_forward(Circulate::Keys)] {
+        run(way).into_iter().for_each(|r| r.unwrap());
+    }
+}
+
+#[test]
+fn margins_where_there_are_no_multiprocessors() {
+    let mut rank = Rank::new(local::group(1, Duration::from_secs(9)).unwrap().remove(0));
+    refused(rank.set_sm_margin(2), &["multiprocessors is 2", "0 on the CPU"]);
+    rank.set_sm_margin(0).unwrap();
+}
+
 #[test]
 fn workspaces() {
     let plan = Plan::new(&problem(), ring(2), Layout::Zigzag).unwrap();
