@@ -35,8 +35,7 @@ _NAMES = dict(zip(("float16", "bfloat16", "float32", "float64"), Dtype))
 
 def dtype_of(dtype: Any) -> Dtype:
     """A member, its number or its name, or the type of an array of NumPy, PyTorch or JAX, or its name."""
-    name = getattr(dtype, "__name__", None) or str(dtype)
-    known = _NAMES.get(name.rpartition(".")[2])
+    known = attempt(lambda: _NAMES.get((getattr(dtype, "__name__", None) or str(dtype)).rpartition(".")[2]))
     return one_of("dtype", dtype, Dtype) if known is None else known
 
 
