@@ -65,7 +65,12 @@ impl Range {
 
 /// The blocks of a stripe as plain runs.
 fn blocks(r: &Range) -> impl Iterator<Item = Range> + '_ {
-    (0..r.len).step_by(r.block as usize).map(|i| Range {
+    blocks_from(r, 0)
+}
+
+/// Those from the one that holds row `first` on.
+fn blocks_from(r: &Range, first: u32) -> impl Iterator<Item = Range> + '_ {
+    (first - first % r.block..r.len).step_by(r.block as usize).map(|i| Range {
         row: r.row + i64::from(i),
         pos: r.position(i),
         len: r.block.min(r.len - i),
@@ -201,8 +206,14 @@ fn met(mine: &[Segment], held: &[Segment], mask: Mask, whole: impl Fn(usize) -> 
             if s.range.is_plain() || i64::from(s.range.period - s.range.block) <= span {
                 reach(s.range.pos.saturating_sub(left), s.range.last().saturating_add(right).saturating_add(1));
             } else {
-                for b in blocks(&s.range) {
-                    reach(b.pos.saturating_sub(left), b.last().saturating_add(right).saturating_add(1));
+                // Only blocks that reach the other side: of a slot of many stripes one new token meets a few.
+                let first = s.range.rows_before(begin.saturating_sub(right));
+                for b in blocks_from(&s.range, first) {
+                    let from = b.pos.saturating_sub(left);
+                    if from >= begin + i64::from(length) {
+                        break;
+                    }
+                    reach(from, b.last().saturating_add(right).saturating_add(1));
                 }
             }
         }
