@@ -277,6 +277,13 @@ impl Plan {
         self.inner.forward
     }
 
+    /// Whether a forward in which q circulates packs it first: by option, or because the automatic choice sends it, and
+    /// the caller, who did not ask for that, may give it any strides.
+    pub(crate) fn packs_forward_queries(&self) -> bool {
+        let options = self.options();
+        options.pack_inputs || options.circulate_forward == Circulate::Auto
+    }
+
     /// Which side is sent round the ring in the backward. The bytes per k token are `Hk(dk + dv)(e + g)`, per q token
     /// `Hq(dk + dv)e + Hq·dk·g + 2·Hq·a` (e: bytes of an element, g: of an element of a sent gradient, a: of an element
     /// of lse and delta).

@@ -72,7 +72,8 @@ pub struct Options {
     pub circulate: Circulate,
     /// Which side is sent round the ring in the forward. q is for few q rows over many keys, as when tokens are
     /// generated from a KV cache that is spread over the ranks; it needs one pass, and ring steps one after another.
-    /// With `pack_inputs` off, what is sent must be compact: k and v, or q.
+    /// With `pack_inputs` off, what is sent must be compact: k and v, or a q for which this option asks. A q that the
+    /// automatic choice sends may have any strides.
     pub circulate_forward: Circulate,
     /// The type in which partial gradients are sent.
     pub wire: Wire,

@@ -108,7 +108,8 @@ mod tests {
                             assert_eq!(side == CirculatingSide::Queries, ring > 1 && q < k, "{what}");
                             chosen[usize::from(side == CirculatingSide::Queries)] += 1;
                             let asked = if q < k { Circulate::Queries } else { Circulate::Keys };
-                            let asked = plan(&p, mesh, layout, asked);
+                            let options = Options::new().circulate_forward(asked).pack_inputs(q < k);
+                            let asked = Plan::with_options(&p, mesh, layout, options).unwrap();
                             assert_eq!(
                                 auto.workspace_bound(0, Direction::Forward),
                                 asked.workspace_bound(0, Direction::Forward)

@@ -158,7 +158,8 @@ impl Plan {
             }
         };
         let on_ring = |bytes: u64| if ringed { bytes } else { 0 };
-        let packed = |bytes: u64| if exchanging || (ringed && (pack_inputs || passes > 1)) { bytes } else { 0 };
+        let packs_keys = |queries: bool| ringed && !queries && (pack_inputs || passes > 1);
+        let held_keys = |queries| if exchanging || packs_keys(queries) { nk * hkv * dims * e } else { 0 };
         let exchanged = |bytes: u64| if exchanging { bytes } else { 0 };
         let readers = if form == Form::Ring { 1 } else { n(mesh.ring) - 1 };
         let pieces =
@@ -168,8 +169,9 @@ impl Plan {
         let keys_in = nodes.as_ref().map_or(lk * others_kv, GatewayRows::on_the_way_in) * dims * e;
         let (throughout, phases) = if direction == Direction::Forward {
             let queries = self.forward_circulates() == CirculatingSide::Queries;
-            let held_q = if queries && ringed && pack_inputs && !exchanging { nq * hq * dk * e } else { 0 };
-            let share = packed(nk * hkv * dims * e) + exchanged(nq * hq * (dims * e + a)) + held_q;
+            let pack_q = queries && ringed && self.packs_forward_queries();
+            let held_q = if pack_q && !exchanging { nq * hq * dk * e } else { 0 };
+            let share = held_keys(queries) + exchanged(nq * hq * (dims * e + a)) + held_q;
             let ring = if queries {
                 // As in the backward: q in two slots, partials that leave, and what comes home for the own share.
                 let (node_rows, node_slots) = node_slot(Side::Q);
@@ -187,7 +189,7 @@ impl Plan {
             let ordered = form == Form::Ordered;
             let queries = self.backward_circulates() == CirculatingSide::Queries;
             let held_q = nq * hq * (dims * e + 2 * a);
-            let share = packed(nk * hkv * dims * e)
+            let share = held_keys(queries && !ordered)
                 + if exchanging || ringed && (pack_inputs || queries || ordered) { held_q } else { 0 };
             let key_heads = if ordered { hq } else { hkv };
             let sums = nq * hq * dk * a + nk * key_heads * dims * a;

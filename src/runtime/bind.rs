@@ -8,7 +8,7 @@ use crate::{
     element::Dtype,
     error::{Error, Result},
     plan::Plan,
-    schedule::{ALIGNMENT, Buf, Direction, OWN_HEADS, OpKind, Purpose, Schedule, TensorForm, TensorId},
+    schedule::{ALIGNMENT, Buf, OWN_HEADS, OpKind, Purpose, Schedule, TensorForm, TensorId},
     tensor::{disjoint, expect},
 };
 
@@ -91,7 +91,7 @@ impl Bindings {
                     format!("{} (head stride {})", raw.token_stride, raw.head_stride),
                     format!("{} (head stride {}): it is sent as it lies", shape[1] * shape[2], shape[2]),
                 )
-                .hint(expected.compact_hint(tensor)));
+                .hint(expected.compact_hint()));
             }
             list[tensor as usize] = (name, *raw, written);
         }
@@ -148,12 +148,8 @@ impl ExpectedTensors {
         }
     }
 
-    fn compact_hint(&self, tensor: TensorId) -> &'static str {
+    fn compact_hint(&self) -> &'static str {
         match self.run {
-            // Nobody may have asked for it.
-            Purpose::Attention(Direction::Forward) if tensor == TensorId::Q => {
-                "plan with pack_inputs, which packs it first, or with circulate_forward keys, which sends k and v instead"
-            }
             Purpose::Attention(_) => "plan with pack_inputs, which packs it first",
             Purpose::AllToAll(_) => "give a compact tensor",
         }

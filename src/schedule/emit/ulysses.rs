@@ -111,7 +111,8 @@ impl Builder<'_> {
         let ringed = self.plan.mesh().ring > 1;
         let backward = self.out.direction == Direction::Backward;
         let queries_travel = self.out.queries.is_some() && ringed;
-        let pack_q = queries_travel && options.pack_inputs;
+        let packs_q = if backward { options.pack_inputs } else { self.plan.packs_forward_queries() };
+        let pack_q = queries_travel && packs_q;
         let pack_k = self.out.keys.is_some() && ringed && (options.pack_inputs || options.passes > 1);
         let row_source = backward.then(|| {
             let (heads, rows) = (self.plan.problem().heads() as u32, self.user(TensorId::Q).rows);
