@@ -62,6 +62,8 @@ pub(super) struct Builder<'a> {
     pub(super) ranks_of_node: usize,
     /// As [`Plan::ring_holders_of_node`], where k circulates in this direction; else 1.
     pub(super) ring_holders: usize,
+    /// All passes of every Ulysses rank, of which some may have no heads.
+    pub(super) passes: Vec<Vec<Pass>>,
     /// Rows of the ring share of q's side and of k's: counting them takes a pass over all documents.
     pub(super) rows: [usize; 2],
     pub(super) regions: Vec<(Life, u64)>,
@@ -81,12 +83,13 @@ impl<'a> Builder<'a> {
         let (mesh, p) = (plan.mesh(), plan.problem());
         let (heads, kv_heads) = (p.heads() as u32, p.kv_heads() as u32);
         let coordinates = mesh.coordinates(rank);
-        Self {
+        let mut builder = Self {
             plan,
             rank,
             coordinates,
             ranks_of_node: plan.ulysses_ranks_of_node(),
             ring_holders: 1,
+            passes: Vec::new(),
             rows: [Side::Q, Side::K].map(|side| plan.shares().rows(side, coordinates.ring)),
             heads: (0..mesh.ulysses).map(|u| HeadShare::new(u, mesh.ulysses, heads, kv_heads)).collect(),
             regions: Vec::new(),
@@ -107,7 +110,9 @@ impl<'a> Builder<'a> {
                 queries: None,
                 aligned: plan.options().reproducible,
             },
-        }
+        };
+        builder.cut_passes();
+        builder
     }
 }
 
@@ -139,11 +144,16 @@ impl Builder<'_> {
     /// k circulates, and ranks that hold the same kv head divide its rows among them.
     pub(super) fn divide_rows(&mut self) {
         self.ring_holders = self.plan.ring_holders_of_node();
+        self.cut_passes();
+    }
+
+    fn cut_passes(&mut self) {
+        self.passes = (0..self.out.ulysses).map(|u| self.passes_of(u)).collect();
     }
 
     /// The rank's passes over its kv heads; a pass without heads is left out.
-    pub(super) fn passes(&self) -> Vec<Pass> {
-        let mut passes = self.passes_of(self.coordinates.ulysses);
+    pub(super) fn own_passes(&self) -> Vec<Pass> {
+        let mut passes = self.passes[self.coordinates.ulysses].clone();
         passes.retain(|p| p.kv.1 > 0);
         if self.ring_holders == 1 {
             passes.iter_mut().zip(0..).for_each(|(p, round)| p.round = round);
@@ -155,7 +165,7 @@ impl Builder<'_> {
     pub(super) fn splits(&self) -> Vec<Holders> {
         let me = self.coordinates.ulysses;
         let mut splits = Vec::new();
-        for pass in self.passes() {
+        for pass in self.own_passes() {
             if splits.len() > pass.split as usize {
                 continue;
             }
@@ -173,11 +183,9 @@ impl Builder<'_> {
         first..first + self.ring_holders
     }
 
-    /// All passes of rank `u`, of which some may have no heads.
-    ///
-    /// A kv head that ranks of a node divide is a pass of its own, in the same round on each of them: heads of a rank's
+    /// The passes of Ulysses rank `u`. A kv head that ranks of a node divide is a pass of its own, in the same round on each of them: heads of a rank's
     /// first and of its last place are in different ones.
-    pub(super) fn passes_of(&self, u: usize) -> Vec<Pass> {
+    fn passes_of(&self, u: usize) -> Vec<Pass> {
         let (share, passes) = (&self.heads[u], self.plan.options().passes);
         let (group, n) = (self.plan.problem().group() as u32, share.kv.len());
         let pass = |a: u32, e: u32, round, split| {

@@ -89,7 +89,7 @@ impl Builder<'_> {
 
     /// The spans of kv heads of a rank, by pass.
     fn kv_spans(&self, u: usize) -> Vec<(u32, u32)> {
-        let spans = (0..self.passes_of(u).len()).map(|pass| self.span(Heads::Kv(pass), u));
+        let spans = (0..self.passes[u].len()).map(|pass| self.span(Heads::Kv(pass), u));
         spans.filter(|span| span.1 > 0).collect()
     }
 

@@ -20,6 +20,9 @@ use crate::{
     schedule::{AttendOp, AttendPart, BackwardOp, BufferView, CirculatingSide, Form, OpKind, TensorId},
 };
 
+/// The round of a travel that comes after those of all passes.
+const AFTER_ALL: usize = usize::MAX;
+
 impl Builder<'_> {
     fn head_map(&self, pass: Pass) -> HeadMap {
         let share = self.mine();
@@ -53,7 +56,7 @@ impl Builder<'_> {
         let many = self.out.ring_steps(CirculatingSide::Keys).continues();
         let running = many.then(|| self.running(o));
         let mut ring = Ring::default();
-        for (round, pass) in self.passes().into_iter().enumerate() {
+        for (round, pass) in self.own_passes().into_iter().enumerate() {
             let own = vec![held.k[round], held.v[round]];
             let at = (pass.round, pass.split);
             let t = self.travel(&mut ring.regions, CirculatingSide::Keys, at, own, None);
@@ -184,7 +187,7 @@ impl Builder<'_> {
         dq: BufferView,
         dkv: (BufferView, BufferView),
     ) {
-        for (round, pass) in self.passes().into_iter().enumerate() {
+        for (round, pass) in self.own_passes().into_iter().enumerate() {
             let of_keys = |v: BufferView| v.of_heads(pass.kv.0, pass.kv.1);
             let sums = (vec![of_keys(dkv.0), of_keys(dkv.1)], self.wire());
             let t = self.travel(
@@ -290,7 +293,7 @@ impl Builder<'_> {
         dq: BufferView,
         dkv: (BufferView, BufferView),
     ) {
-        let passes = self.passes();
+        let passes = self.own_passes();
         let mut keys = (held.k[0], held.v[0]);
         if passes.len() > 1 {
             // Heads travelled in several passes, and stay in one buffer.
@@ -315,7 +318,7 @@ impl Builder<'_> {
             }
         }
         let own = vec![held.q, row.d_o, row.lse, row.delta];
-        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, (usize::MAX, 0), own, None);
+        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, (AFTER_ALL, 0), own, None);
         self.attend_queries(ring, keys, &t, None, dkv);
     }
 }

@@ -55,7 +55,7 @@ impl Builder<'_> {
         match heads {
             Heads::Q => (share.q.start, share.q.len() as u32),
             Heads::Kv(pass) => {
-                let kv = self.passes_of(u).get(pass).map_or((0, 0), |of| of.kv);
+                let kv = self.passes[u].get(pass).map_or((0, 0), |of| of.kv);
                 (share.kv.start + kv.0, kv.1)
             }
         }
@@ -128,7 +128,7 @@ impl Builder<'_> {
         });
         let (mut k, mut v) = (Vec::new(), Vec::new());
         let crossing = self.ranks_of_node < self.out.ulysses;
-        let most = (0..self.out.ulysses).map(|u| self.passes_of(u).len()).max().unwrap_or(0);
+        let most = self.passes.iter().map(Vec::len).max().unwrap_or(0);
         for pass in 0..if crossing { 0 } else { most } {
             let brought = (
                 self.bring("k", self.user(TensorId::K), Side::K, Heads::Kv(pass), pack_k),
