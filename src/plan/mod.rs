@@ -182,6 +182,11 @@ impl Plan {
         nodes::ring_ranks_of_node(self.mesh(), self.options())
     }
 
+    /// As [`nodes::ring_ranks_in_node`].
+    pub(crate) fn ring_ranks_in_node(&self) -> usize {
+        nodes::ring_ranks_in_node(self.mesh(), self.options())
+    }
+
     /// The Ulysses ranks of a node: all of them, unless rows of k and v cross to a node once and are passed on to
     /// several of its ranks, which hold the same kv head ([`Options::ranks_per_node`]). If no ranks of a node hold the
     /// same kv head, each row crosses once anyway, but in `reproducible`, where the partials of all q heads cross.

@@ -4,10 +4,11 @@
 //! Nodes are equal and consecutive: rank r is in node `r / ranks_per_node`. Any list of groups that a mesh can use is
 //! of this kind, so a list is only a way to say the number ([`ranks_per_node`]), and racks are nodes.
 //!
-//! A row is needed by more than one rank of another node in a ring over several nodes with several ring ranks each, and
-//! in an all-to-all over several nodes where ranks of one node hold the same kv head. Elsewhere (nodes of one ring
-//! rank, Ulysses ranks that fill whole nodes and hold different kv heads) one level is the same, but in `reproducible`,
-//! where the partials of all q heads cross, and plans have its schedules.
+//! A row is needed by more than one rank of another node in a ring over several nodes, where a node has several ring
+//! ranks or ranks that hold the same kv head, and in an all-to-all over several nodes where ranks of one node hold the
+//! same kv head. Elsewhere (nodes of one ring rank whose Ulysses ranks hold different kv heads, all-to-alls over whole
+//! nodes of such ranks) one level is the same, but in `reproducible`, where the partials of all q heads cross, and
+//! plans have its schedules.
 //!
 //! How much of a mesh's bytes crosses between nodes ([`crossing`]) is counted here for both choices, that of rules of
 //! thumb and that of a machine's description.
@@ -146,10 +147,16 @@ pub(crate) fn ring_steps(mesh: Mesh, load: &Load) -> u64 {
     load.needed.div_ceil(load.k_tokens.max(1)).min(mesh.ring as u64 - 1)
 }
 
-/// The ring ranks of a node: the whole ring if its rows do not cross nodes, or cross only once anyway.
+/// The ring ranks that a node has, 1 also where its ranks are a part of one all-to-all.
+pub(super) fn ring_ranks_in_node(mesh: Mesh, options: Options) -> usize {
+    (options.ranks_per_node / mesh.ulysses).max(1)
+}
+
+/// The ring ranks of a node: the whole ring if its rows do not cross nodes, or if a node has one ring rank, to which
+/// each row crosses once anyway (unless ranks that hold the same kv head divide it: [`ring_holders_of_node`]).
 pub(super) fn ring_ranks_of_node(mesh: Mesh, options: Options) -> usize {
-    let per_node = options.ranks_per_node / mesh.ulysses;
-    if per_node <= 1 || per_node >= mesh.ring { mesh.ring } else { per_node }
+    let per_node = ring_ranks_in_node(mesh, options);
+    if per_node == 1 || per_node >= mesh.ring { mesh.ring } else { per_node }
 }
 
 /// The Ulysses ranks of a node: all ranks of an all-to-all if they lie in one node, or if no rank of a node holds a kv

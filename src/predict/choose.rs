@@ -52,6 +52,7 @@ impl Plan {
         let plan = Self::with_options(problem, best.mesh, best.layout, forms[best.levels - 1])?;
         let (given, of_machine) = (options.ranks_per_node, machine.ranks_per_node);
         let nodes = match given {
+            0 if of_machine >= world => "One level was rated: the ranks fit in a node of the machine.".into(),
             0 => format!(
                 "ranks_per_node was not given: one level was rated, and two over the machine's nodes of {of_machine}."
             ),

@@ -232,6 +232,7 @@ fn rate(
     };
     let mut levels = vec![candidate(&first)];
     if levels[0].levels == 1
+        && forms[0] != forms[1]
         && let Ok(plan) = Plan::with_tokens_of(&first, problem, forms[1])
         && plan.has_two_levels()
     {

@@ -141,8 +141,7 @@ impl Plan {
         // Where ranks of a node divide rows of k's side among them, a node of one ring rank has node slots too.
         let divided = self.ring_holders_of_node() > 1;
         let crosses = divided || self.ring_ranks_of_node() < mesh.ring;
-        let ring_ranks =
-            if divided { (self.options().ranks_per_node / mesh.ulysses).max(1) } else { self.ring_ranks_of_node() };
+        let ring_ranks = if divided { self.ring_ranks_in_node() } else { self.ring_ranks_of_node() };
         let slots = if form == Form::Ring || passes > 1 || crosses { 2 } else { 1 };
         // Rows of a node slot, and the slots; none where rows cross into a slot that holds everything.
         let node_slot = |side| {

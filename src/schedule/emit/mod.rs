@@ -96,8 +96,8 @@ impl Schedule {
             b.divide_rows();
             let splits = b.splits();
             // Rows that several ranks hold cross by node slots also where a node has one ring rank.
-            let slots = splits.len() > 1 || splits != [Holders::alone()];
-            let per_node = if slots { (plan.options().ranks_per_node / plan.mesh().ulysses).max(1) } else { per_node };
+            let divided = splits != [Holders::alone()];
+            let per_node = if divided { plan.ring_ranks_in_node() } else { per_node };
             b.out.keys = ring_steps(keys, Side::K, per_node, splits);
         }
         if both || queries_travel {
