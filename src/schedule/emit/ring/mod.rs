@@ -21,13 +21,15 @@ use alloc::vec::Vec;
 
 use super::{
     builder::Builder,
-    lanes::{PendingLanes, PendingOp, fetch_order, node_return_order, return_order},
-    travel::{Home, Travel, TravelRegions, turn_of},
+    lanes::{PendingLanes, PendingOp, fetch_order},
+    travel::{Travel, TravelRegions, turn_of},
 };
 use crate::schedule::{
-    AttendOp, BETWEEN_NODES, BufferView, Direction, OpKind, StepTensor,
+    AttendOp, BETWEEN_NODES, BufferView, OpKind, StepTensor,
     ring_steps::{Hop, RingStep},
 };
+
+mod home;
 
 /// What runs inside a node, in reports and traces.
 pub(super) const LOCAL: &str = "ring";
@@ -281,136 +283,6 @@ impl Builder<'_> {
         let last = merges.max_by_key(|(i, (order, _))| (*order, *i)).map(|(i, _)| i);
         let kind = OpKind::Attend(finish);
         ring.lanes.compute.push(PendingOp { kind, step: 0, phase: LOCAL, after: [last, None] });
-    }
-
-    /// Adds the return of the gradients that a ring step made, from the buffers of `turn`. `made` is the operation that
-    /// made them, `begun` the one that begins the sums, if that is known.
-    fn come_home(
-        &mut self,
-        ring: &mut Ring,
-        t: &Travel,
-        home: &Home,
-        ring_step: usize,
-        turn: usize,
-        (made, begun): (Option<usize>, Option<usize>),
-    ) {
-        let v = t.ring_steps.list()[ring_step];
-        let (sent, used) = if v.hop == Hop::Crossed {
-            (self.cross_back(ring, t, home, ring_step, &home.node_sums[turn], made), &mut ring.node_sums[turn])
-        } else {
-            let sums = if v.node > 0 { &home.node_sums[turn_of(v.node)] } else { &home.sums };
-            let buffers = [&home.leaving[turn][..], &home.arriving, sums];
-            let sent = self.send_home(ring, t, ring_step, return_order(v.step), buffers, (made, begun));
-            (sent, &mut ring.partials.used[turn])
-        };
-        if made.is_some() {
-            *used = Some(sent);
-        }
-    }
-
-    /// As [`Builder::come_home`], where the slot holds the own share and rows of other nodes next to it: what the ranks
-    /// of the node return is added to both in the slot's gradients, before the one begins the sums and the other
-    /// crosses back.
-    fn slot_comes_home(
-        &mut self,
-        ring: &mut Ring,
-        t: &Travel,
-        home: &Home,
-        ring_step: usize,
-        turn: usize,
-        made: Option<usize>,
-    ) {
-        let (own, beside, fresh) = (t.staying(), t.beside(), &home.fresh[turn]);
-        let part = |first, rows| -> Vec<BufferView> { fresh.iter().map(|f| f.slice(first, rows)).collect() };
-        let v = t.ring_steps.list()[ring_step];
-        let order = return_order(v.step);
-        if t.travels(ring_step) {
-            let buffers = [&fresh[..], &home.arriving, &part(0, own + beside)];
-            self.send_home(ring, t, ring_step, order, buffers, (made, made));
-        }
-        if own > 0 {
-            let kind = self.transform(home.sums.iter().copied().zip(part(0, own)));
-            let item = PendingOp { kind, step: v.step, phase: LOCAL, after: [made, None] };
-            ring.lanes.communication.push(((t.round, order), item));
-        }
-        if let Some(crossing) = t.steps().find(|&i| !t.ring_steps.list()[i].attends()) {
-            self.cross_back(ring, t, home, crossing, &part(own, beside), made);
-        }
-        ring.partials.used[turn] = ring.lanes.communication.len().checked_sub(1);
-    }
-
-    /// Adds the return over the border of a node of what its ranks summed in `of_node`. Returns which of the
-    /// communication lane it is.
-    fn cross_back(
-        &mut self,
-        ring: &mut Ring,
-        t: &Travel,
-        home: &Home,
-        ring_step: usize,
-        of_node: &[BufferView],
-        made: Option<usize>,
-    ) -> usize {
-        let v = t.ring_steps.list()[ring_step];
-        // A node's sum is whole after its last step, whose place is before that of the next node's first.
-        let order = node_return_order(t.ring_steps.last_of_node(&v));
-        let mut ring_step = ring_step;
-        if t.ring_steps.is_divided(&v) {
-            // Each of the ranks that hold the head adds up one part of the rows, which crosses if there is any.
-            if let Some(passed) = t.ring_steps.beside(&v, Hop::Passed) {
-                self.send_home(ring, t, passed, order, [of_node, &home.arriving, of_node], (made, made));
-            }
-            let back = if t.ring_steps.form().holds_own() { Hop::Crossing { part: 0 } } else { Hop::Back };
-            match t.ring_steps.beside(&v, back) {
-                Some(back) => ring_step = back,
-                None => return ring.lanes.communication.len().saturating_sub(1),
-            }
-        }
-        let v = t.ring_steps.list()[ring_step];
-        let (mut leaving, mut arriving) = (of_node, &home.arriving);
-        if let Some((narrow, arrives)) = &home.narrowed {
-            if v.rows_in > 0 {
-                let blocks = narrow.iter().zip(of_node);
-                let (first, rows) = (v.first_in, v.rows_in);
-                let kind = self.transform(blocks.map(|(to, from)| (to.slice(first, rows), from.slice(first, rows))));
-                let item = PendingOp { kind, step: v.step, phase: phase_of(&v), after: [made, None] };
-                ring.lanes.communication.push(((t.round, order), item));
-            }
-            (leaving, arriving) = (narrow, arrives);
-        }
-        self.send_home(ring, t, ring_step, order, [leaving, arriving, &home.sums], (made, None))
-    }
-
-    /// Adds the exchange that returns gradients from the first of three buffers and receives in the second what comes
-    /// home for the rows that left, and the addition of that to the third. Returns which of the communication lane the
-    /// exchange is.
-    fn send_home(
-        &mut self,
-        ring: &mut Ring,
-        t: &Travel,
-        ring_step: usize,
-        order: u32,
-        [leaving, arriving, sums]: [&[BufferView]; 3],
-        (made, begun): (Option<usize>, Option<usize>),
-    ) -> usize {
-        let v = t.ring_steps.list()[ring_step];
-        let (order, phase) = ((t.round, order), phase_of(&v));
-        let pairs =
-            |own: &[BufferView]| own.iter().zip(arriving).map(|(&own, &slot)| StepTensor { own, slot }).collect();
-        let (ring_step, ring_steps) = (ring_step as u32, t.circulating_side);
-        let kind = OpKind::Return { ring_step, ring_steps, tensors: pairs(leaving) };
-        ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [made, None] }));
-        let sent = ring.lanes.communication.len() - 1;
-        if v.rows_out > 0 {
-            // The sums begin with the own share's call, or that of the node slot, the round's first that writes them.
-            let begun = begun.or_else(|| ring.begun(sums[0]));
-            let tensors = pairs(sums);
-            let kind = match self.out.direction {
-                Direction::Forward => OpKind::Merge { ring_step, ring_steps, tensors },
-                Direction::Backward => OpKind::Reduce { ring_step, ring_steps, tensors },
-            };
-            ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [begun, None] }));
-        }
-        sent
     }
 }
 
