@@ -3,7 +3,7 @@
 //! of running must give, and what is refused.
 //!
 //! - `tensor`: views of memory; `plan_refusals`, `refusals`: bad input of plans and of runs;
-//! - `context_parallel`, `drawn`, `accuracy`, `options`, `padding`, `ulysses`: results against the reference;
+//! - `context_parallel`, `nodes`, `drawn`, `accuracy`, `options`, `padding`, `ulysses`: results against the reference;
 //!   `executor`, `poison`: against other runs;
 //! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
 //!   ranks do together besides runs;
@@ -22,6 +22,7 @@ mod drawn;
 mod executor;
 mod failed_transport;
 mod few_tokens;
+mod nodes;
 mod options;
 mod padding;
 mod plan_refusals;

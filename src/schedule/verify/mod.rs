@@ -14,14 +14,14 @@
 //!    exchange that may be posted stays so until it is posted, a message with both sides posted stays so until it
 //!    moves), so all runs reach the same end: if one completes, all do, with any timing. And since conflicting accesses
 //!    are ordered by part 2, every run leaves the same content in every buffer.
-//! 4. *Content* (`execute`, `geometry`, `attend`, `outputs`): during that run every row of every head carries a tag: a
-//!    copy of this token's k, a running sum of these calls' contributions. Kernels check that rows hold the tokens that
-//!    their ranges claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that
-//!    is never read, and a received row that is in no allowed pair at its reader, are flaws too: nothing unneeded is
-//!    sent. Over several nodes (`borders`), a row from another node may also be read by passing it on in its node, but
-//!    no row crosses to a node twice, or to the one that holds it, and no gradient of one crosses back twice: the bytes
-//!    that cross are the least that can be, whichever ranks of a node hold a head. And no gateway carries more of them
-//!    than 1.1 × the mean, or than the busiest owner must.
+//! 4. *Content* (`execute`, `transfer`, `geometry`, `attend`, `outputs`): during that run every row of every head
+//!    carries a tag: a copy of this token's k, a running sum of these calls' contributions. Kernels check that rows
+//!    hold the tokens that their ranges claim; at the end each output holds exactly the pairs that the mask allows,
+//!    each once. A write that is never read, and a received row that is in no allowed pair at its reader, are flaws
+//!    too: nothing unneeded is sent. Over several nodes (`borders`), a row from another node may also be read by
+//!    passing it on in its node, but no row crosses to a node twice, or to the one that holds it, and no gradient of
+//!    one crosses back twice: the bytes that cross are the least that can be, whichever ranks of a node hold a head.
+//!    And no gateway carries more of them than 1.1 × the mean, or than the busiest owner must.
 //!
 //! The two separate all-to-alls ([`AllToAll`]) are verified by the same four parts; `all_to_all` specifies their inputs
 //! and outputs.
@@ -61,6 +61,7 @@ mod parallel;
 mod promise;
 mod report;
 mod slices;
+mod transfer;
 
 use flaw::flaw;
 use packed::RankOps;
@@ -148,7 +149,7 @@ impl Proof<'_> {
             Purpose::Attention(direction) => outputs::check(&mut prover, direction)?,
             Purpose::AllToAll(all_to_all) => all_to_all::check(&mut prover, all_to_all)?,
         };
-        Ok(Report { pairs, ranks: prover.traffic() })
+        Ok(Report { pairs, ranks: prover.traffic })
     }
 }
 
