@@ -3,7 +3,7 @@
 
 use alloc::{format, string::String, vec::Vec};
 
-use super::{Subject, Trial, each_op, subjects};
+use super::{Changed, Subject, Trial, each_op, subjects};
 use crate::{
     call::{Gradients, Mode},
     schedule::{
@@ -101,7 +101,7 @@ fn other_ends(s: &Subject) -> Vec<Vec<Vec<(usize, usize, usize)>>> {
     super::super::meet::partners(0, &messages, &memories).unwrap()
 }
 
-pub(super) fn messages(listed: &mut [Vec<ListedOp>], r: usize, i: usize) -> &mut Vec<MessageView> {
+pub(super) fn messages<'a>(listed: &'a mut Changed, r: usize, i: usize) -> &'a mut Vec<MessageView> {
     match &mut listed[r][i] {
         ListedOp::Exchange { messages, .. } => messages,
         _ => unreachable!("listed as an exchange"),
