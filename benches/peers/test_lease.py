@@ -95,9 +95,11 @@ class Steps(Folder):
 
     def test_what_left_its_group_is_ended_too(self):
         of, pids = self.steps(), self.folder / "pids"
-        away = f"(setsid bash -c 'echo $$ >> {pids}; sleep 300' &) ; sleep 0.3"
-        of.run("leaves", ["bash", "-c", away], 20)
-        of.run("hangs", ["bash", "-c", f"{away}; sleep 300"], 1, least_s=0)
+        pids.write_text("")
+        # So many have written who they are.
+        away = f"(setsid bash -c 'echo $$ >> {pids}; sleep 300' &); until [ $(wc -l < {pids}) = %d ]; do sleep 0.02; done"
+        of.run("leaves", ["bash", "-c", away % 1], 20)
+        of.run("hangs", ["bash", "-c", f"{away % 2}; sleep 300"], 2, least_s=0)
         self.assertEqual((len(pids.read_text().split()), any_runs(pids.read_text().split())), (2, False))
 
     def test_a_benchmark_at_its_limit_leaves_no_server_and_its_plot(self):

@@ -7,6 +7,7 @@ With a PyTorch that has CUDA, tensors and streams are PyTorch's. Otherwise memor
 how this runs on the stand-in driver. All that cpattn sees of either is a DLTensor and a stream.
 """
 
+import argparse
 import ctypes
 import random
 import struct
@@ -194,6 +195,7 @@ def memory():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     chosen = memory()
     print("memory of", type(chosen).__name__)
     main(chosen)

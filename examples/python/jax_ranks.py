@@ -6,6 +6,7 @@
 The documents differ from step to step, and the step is traced once: cu_seqlens is an argument of it like the tokens.
 """
 
+import argparse
 import os
 import sys
 from functools import partial
@@ -90,6 +91,7 @@ def train(ranks):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     (one, params_one), (four, params_four) = train(1), train(4)
     for a, b in zip(one, four):
         assert abs(a - b) < 1e-4 * a, (a, b)

@@ -4,6 +4,8 @@
     capi/build && PYTHONPATH=python python3 examples/python/numpy_ranks.py
 """
 
+import argparse
+
 import numpy as np
 
 import cpattn
@@ -104,6 +106,7 @@ def refusals():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main(np.float32, cpattn.Dtype.F32, 1e-6)
     main(np.float64, cpattn.Dtype.F64, 1e-14)
     main(np.float16, cpattn.Dtype.F16, 1e-3)

@@ -10,6 +10,8 @@ result back to tokens. Heads divide nothing: 4 heads of v and 2 of q and k run o
 by one with Transformers' own layers. Nothing is downloaded: the model is made from a config.
 """
 
+import argparse
+
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
@@ -98,4 +100,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

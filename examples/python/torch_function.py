@@ -7,6 +7,7 @@ The function takes the whole batch and shards it over ranks that are threads, so
 training job each process has a rank of its own and passes its own tokens: the two calls in the middle are all it needs.
 """
 
+import argparse
 import sys
 
 import cpattn
@@ -90,6 +91,7 @@ def check_bf16():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     check_gradients()
     check_bf16()
     print("ok")

@@ -137,7 +137,7 @@ pub fn play_all(modes: &[Mode], trials: &[(usize, usize, Act)]) {
     }
     let (before, next) = (LIVE.load(Ordering::Relaxed), AtomicUsize::new(0));
     thread::scope(|scope| {
-        for _ in 0..6 {
+        for _ in 0..12 {
             scope.spawn(|| {
                 while let Some(&(mode, culprit, act)) = trials.get(next.fetch_add(1, Ordering::Relaxed)) {
                     modes[mode].trial(culprit, act);

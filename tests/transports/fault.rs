@@ -59,7 +59,7 @@ fn alike(found: Cause, expected: Cause) -> bool {
 fn check(fault: Fault, own: Option<Cause>, cause: Cause) {
     // No rank waits that long where the others are told; on a busy machine a panic may take a while to be printed.
     let deadline = if matches!(fault, Fault::Delay(_)) { DEADLINE } else { DEADLINE * 20 };
-    for at in 0..CALLS {
+    at_each_call(|at| {
         let who = at as usize % WORLD;
         for (rank, result) in run(deadline, who, at, fault).into_iter().enumerate() {
             let Ok(result) = result else {
@@ -82,7 +82,13 @@ fn check(fault: Fault, own: Option<Cause>, cause: Cause) {
             let at_once = matches!(fault, Fault::Fail | Fault::Panic);
             assert!(call == at || at_once && call + 1 == at, "{fault:?} at {at}, rank {rank}: call {call}");
         }
-    }
+    });
+}
+
+/// All at once, since they wait for deadlines.
+fn at_each_call(test: impl Fn(u64) + Sync) {
+    let test = &test;
+    thread::scope(|scope| (0..CALLS).for_each(|at| drop(scope.spawn(move || test(at)))));
 }
 
 #[test]
@@ -103,7 +109,7 @@ fn a_delay_beyond_the_deadline() {
 #[test]
 fn silence() {
     // A silent call never reaches the transport, so the silent rank's error carries the label of the call before.
-    for at in 0..CALLS {
+    at_each_call(|at| {
         for (rank, result) in run(DEADLINE, 2, at, Fault::Silence).into_iter().enumerate() {
             let (call, error) = result.unwrap().unwrap_err();
             assert_eq!(call, at);
@@ -112,7 +118,7 @@ fn silence() {
                 "{error}"
             );
         }
-    }
+    });
 }
 
 #[test]

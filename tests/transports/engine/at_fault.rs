@@ -69,16 +69,8 @@ fn chain(how: &'static str) -> BTreeMap<usize, (Option<usize>, bool, String)> {
 
 #[test]
 fn the_rank_at_fault_is_named_and_not_those_who_wait() {
-    for (how, words) in [
-        ("stopped", "; rank 3 gives no answer: it was killed, is stopped, or is cut off; "),
-        ("left", "; rank 3 has left the group; "),
-        ("aborts", "rank 3 aborted the run"),
-        ("aborts, ends", "rank 3 aborted the run"),
-        ("broken", "rank 3 failed by itself (the engine broke)"),
-        ("idle", "rank 3 is in no call of the group, while others wait for it"),
-    ] {
-        let said = chain(how);
-        for (rank, said) in said {
+    let check = |(how, words)| {
+        for (rank, said) in chain(how) {
             if how != "left" || rank < 3 {
                 says(&said, Some(3), words);
             }
@@ -87,7 +79,20 @@ fn the_rank_at_fault_is_named_and_not_those_who_wait() {
                 assert!(said.2.starts_with(&begins), "{}", said.2);
             }
         }
-    }
+    };
+    // They wait for deadlines, so all at once.
+    thread::scope(|scope| {
+        for case in [
+            ("stopped", "; rank 3 gives no answer: it was killed, is stopped, or is cut off; "),
+            ("left", "; rank 3 has left the group; "),
+            ("aborts", "rank 3 aborted the run"),
+            ("aborts, ends", "rank 3 aborted the run"),
+            ("broken", "rank 3 failed by itself (the engine broke)"),
+            ("idle", "rank 3 is in no call of the group, while others wait for it"),
+        ] {
+            scope.spawn(move || check(case));
+        }
+    });
 }
 
 /// Rank 0 holds the store and ends once it has its error; rank 1 needs longer to learn which rank is at fault.
@@ -172,25 +177,32 @@ fn a_store_that_is_missing_stopped_or_gone() {
         .remove(&0)
         .unwrap()
     };
-    says(
-        &told(|state| state.store_stopped = true),
-        None,
-        "the store of the process group did not answer within 2.0 s; see ",
-    );
-    says(&told(|state| state.store_gone = true), None, "is gone (no connection to the store)");
-    let none = play(2, SHORT, &[0], |rank, end, office| {
-        office.change(|state| state.no_store = true);
-        end.connect().unwrap();
-        if rank == 1 { (None, false, String::new()) } else { found(exchange(&end, named(1), &[], &[(1, 16)])) }
+    let stopped = || {
+        let said = told(|state| state.store_stopped = true);
+        says(&said, None, "the store of the process group did not answer within 2.0 s; see ");
+    };
+    let gone = || says(&told(|state| state.store_gone = true), None, "is gone (no connection to the store)");
+    let missing = || {
+        let said = play(2, SHORT, &[0], |rank, end, office| {
+            office.change(|state| state.no_store = true);
+            end.connect().unwrap();
+            if rank == 1 { (None, false, String::new()) } else { found(exchange(&end, named(1), &[], &[(1, 16)])) }
+        });
+        says(&said[&0], None, "cannot be told: the store has no second connection (there is none)");
+    };
+    let stopped_before_the_group_is_made = || {
+        let began = Instant::now();
+        let said = play(1, SHORT, &[0], |_, end, office| {
+            office.change(|state| state.store_stopped = true);
+            found(end.connect())
+        });
+        says(&said[&0], None, "no transport was made, after 1");
+        says(&said[&0], None, "the process that holds the store does not answer");
+        assert!(began.elapsed() < Duration::from_secs(30));
+    };
+    // They wait for deadlines, so all at once.
+    thread::scope(|scope| {
+        let cases: [&(dyn Fn() + Sync); 4] = [&stopped, &gone, &missing, &stopped_before_the_group_is_made];
+        cases.into_iter().for_each(|case| drop(scope.spawn(case)));
     });
-    says(&none[&0], None, "cannot be told: the store has no second connection (there is none)");
-    // Before the group is made.
-    let began = Instant::now();
-    let said = play(1, SHORT, &[0], |_, end, office| {
-        office.change(|state| state.store_stopped = true);
-        found(end.connect())
-    });
-    says(&said[&0], None, "no transport was made, after 1");
-    says(&said[&0], None, "the process that holds the store does not answer");
-    assert!(began.elapsed() < Duration::from_secs(30));
 }

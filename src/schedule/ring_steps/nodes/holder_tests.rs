@@ -109,22 +109,26 @@ fn rows_cross_once_for_all_that_hold_a_head() {
                         format!("{batch:?} {heads}/{kv_heads} {dtype} {mask:?} {layout} {mesh} by {ranks}, {option:?}");
                     plan.verify().unwrap_or_else(|e| panic!("{name}: {e}"));
                     divided += usize::from(plan.ring_holders_of_node() > 1);
+                    let nodes = (0..mesh.group() / ranks).map(|n| n * ranks..(n + 1) * ranks);
+                    let nodes: Vec<_> = nodes
+                        .map(|node| {
+                            let own = node.start / ulysses..node.end.div_ceil(ulysses);
+                            let rows = [Side::K, Side::Q].map(|side| -> u64 {
+                                let others = (0..ring).filter(|share| !own.contains(share));
+                                others.map(|share| needed(&plan, side, share, &node)).sum()
+                            });
+                            (node, rows)
+                        })
+                        .collect();
                     for direction in [Direction::Forward, Direction::Backward] {
                         let bytes = carried(&plan, direction);
-                        for node in (0..mesh.group() / ranks).map(|n| n * ranks..(n + 1) * ranks) {
+                        for (node, [rows_k, rows_q]) in nodes.clone() {
                             let held = |of: fn(&HeadShare) -> core::ops::Range<u32>| -> u64 {
                                 let heads: BTreeSet<u32> =
                                     node.clone().flat_map(|rank| of(&plan.heads_of(rank))).collect();
                                 heads.len() as u64
                             };
                             let (q, kv) = (held(|share| share.q.clone()), held(|share| share.kv.clone()));
-                            let others = (0..ring)
-                                .filter(|share| !(node.start / ulysses..node.end.div_ceil(ulysses)).contains(share));
-                            let (mut rows_k, mut rows_q) = (0, 0);
-                            for share in others {
-                                rows_k += needed(&plan, Side::K, share, &node);
-                                rows_q += needed(&plan, Side::Q, share, &node);
-                            }
                             let (e, a) = (dtype.size() as u64, dtype.accumulator().size() as u64);
                             let wire = if option.wire == Wire::Bf16 { 2 } else { a };
                             let forward = direction == Direction::Forward;

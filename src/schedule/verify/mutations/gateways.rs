@@ -37,7 +37,7 @@ fn a_gateway_of_too_many_owners() {
         let is = |&i: &usize| matches!(s.listed[r][i], ListedOp::Exchange { .. });
         (0..s.listed[r].len()).filter(is).collect()
     };
-    let mut listed = s.listed.clone();
+    let mut listed = Changed::new(s);
     let mut take = |r: usize, exchange: usize, peer: usize, send: bool, last: bool| {
         let list = messages(&mut listed, r, exchanges(r)[exchange]);
         let found = |m: &MessageView| (m.peer, m.send) == (peer, send);

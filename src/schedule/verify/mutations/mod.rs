@@ -2,7 +2,8 @@
 //! The verifier verified: right schedules are corrupted at every site that a kind of mistake can be made at, and each
 //! time the proof must fail. A site where the change would make no difference is left out, with the reason.
 
-use alloc::{format, string::String, vec, vec::Vec};
+use alloc::{borrow::Cow, format, string::String, vec, vec::Vec};
+use core::ops::{Index, IndexMut};
 
 use super::{
     Proof, check_rank, list_and_prove,
@@ -42,11 +43,33 @@ fn list(s: &Schedule) -> Vec<ListedOp> {
     (0..s.ops.len()).map(|i| list_one(s, i, &mut Expansion::new(s))).collect()
 }
 
+/// What was written out, by rank, to be changed: a rank's list is copied for its first change.
+struct Changed<'a>(Vec<Cow<'a, [ListedOp]>>);
+
+impl<'a> Changed<'a> {
+    fn new(s: &'a Subject) -> Self {
+        Self(s.listed.iter().map(|list| Cow::Borrowed(&list[..])).collect())
+    }
+}
+
+impl Index<usize> for Changed<'_> {
+    type Output = [ListedOp];
+    fn index(&self, rank: usize) -> &[ListedOp] {
+        &self.0[rank]
+    }
+}
+
+impl IndexMut<usize> for Changed<'_> {
+    fn index_mut(&mut self, rank: usize) -> &mut [ListedOp] {
+        self.0[rank].to_mut()
+    }
+}
+
 /// A subject's ranks with what was written out.
-fn proof<'a>(s: &'a Subject, listed: &'a [Vec<ListedOp>]) -> Result<Proof<'a>> {
+fn proof<'a>(s: &'a Subject, listed: &'a Changed) -> Result<Proof<'a>> {
     let (plan, purpose, e) = (&s.plan, s.purpose, &mut Expansion::default());
-    let ranks =
-        s.schedules.iter().zip(listed).map(|(x, written)| check_rank(x.clone(), Some(written), plan, purpose, e));
+    let each = s.schedules.iter().zip(&listed.0);
+    let ranks = each.map(|(x, written)| check_rank(x.clone(), Some(written), plan, purpose, e));
     Ok(Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()? })
 }
 
@@ -223,8 +246,8 @@ impl Trial {
     }
 
     /// Corrupts what was written out and proves anew.
-    fn listed(&mut self, subject: &Subject, site: String, change: impl FnOnce(&mut Vec<Vec<ListedOp>>)) {
-        let mut listed = subject.listed.clone();
+    fn listed(&mut self, subject: &Subject, site: String, change: impl FnOnce(&mut Changed)) {
+        let mut listed = Changed::new(subject);
         change(&mut listed);
         self.judge(subject, proof(subject, &listed).and_then(Proof::finish), site);
     }
@@ -252,7 +275,7 @@ fn each_op(s: &Subject, mut each: impl FnMut(usize, usize, &ListedOp)) {
 #[test]
 fn right_schedules_are_proved() {
     for s in subjects() {
-        let written = proof(&s, &s.listed).unwrap().finish().unwrap();
+        let written = proof(&s, &Changed::new(&s)).unwrap().finish().unwrap();
         assert_eq!(list_and_prove(&s.schedules, &s.plan, s.purpose).unwrap(), written);
     }
 }
@@ -260,7 +283,7 @@ fn right_schedules_are_proved() {
 /// Both ways to keep cells are under test: one for a row, and one for each head.
 #[test]
 fn some_subjects_take_whole_rows_and_some_do_not() {
-    let whole = |s: &Subject| proof(s, &s.listed).unwrap().takes_whole_rows();
+    let whole = |s: &Subject| proof(s, &Changed::new(s)).unwrap().takes_whole_rows();
     let of = |name: &str| subjects().iter().find(|s| s.name == name).map(whole);
     assert_eq!(of("ring, Forward"), Some(true));
     assert_eq!(of("ring, Backward"), Some(true));

@@ -3,7 +3,7 @@
 
 use alloc::{format, string::String, vec::Vec};
 
-use super::{Subject, Trial, each_op, subjects};
+use super::{Changed, Subject, Trial, each_op, subjects};
 use crate::{
     call::{Gradients, Mode},
     schedule::{
@@ -92,16 +92,16 @@ fn ranges_and_pairs_changed() {
     t.done(500);
 }
 
-/// The other end of a message: (rank, operation, index).
-fn other_end(s: &Subject, r: usize, i: usize, n: usize) -> (usize, usize, usize) {
+/// The other end of each message, by rank, operation and index.
+fn other_ends(s: &Subject) -> Vec<Vec<Vec<(usize, usize, usize)>>> {
     let memories: Vec<_> =
         s.schedules.iter().map(|x| Memory::new(x, promise::tables(x, &s.plan, s.purpose, false), false)).collect();
     let messages: Vec<Vec<_>> =
         s.listed.iter().map(|ops| ops.iter().cloned().map(super::super::meet::messages).collect()).collect();
-    super::super::meet::partners(0, &messages, &memories).unwrap()[r][i][n]
+    super::super::meet::partners(0, &messages, &memories).unwrap()
 }
 
-pub(super) fn messages(listed: &mut [Vec<ListedOp>], r: usize, i: usize) -> &mut Vec<MessageView> {
+pub(super) fn messages<'a>(listed: &'a mut Changed, r: usize, i: usize) -> &'a mut Vec<MessageView> {
     match &mut listed[r][i] {
         ListedOp::Exchange { messages, .. } => messages,
         _ => unreachable!("listed as an exchange"),
@@ -112,11 +112,12 @@ pub(super) fn messages(listed: &mut [Vec<ListedOp>], r: usize, i: usize) -> &mut
 fn messages_changed() {
     let mut t = Trial::new("message");
     for s in &subjects() {
+        let ends = other_ends(s);
         each_op(s, |r, i, w| {
             let ListedOp::Exchange { messages: list, .. } = w else { return };
             for (n, m) in list.iter().enumerate() {
                 let site = |what| format!("rank {r} op {i} message {n} {what}");
-                let (p, j, k) = other_end(s, r, i, n);
+                let (p, j, k) = ends[r][i][n];
                 t.listed(s, site("row"), |x| messages(x, r, i)[n].view.row += 1);
                 t.listed(s, site("rows"), |x| messages(x, r, i)[n].view.rows -= 1);
                 t.listed(s, site("dropped"), |x| _ = messages(x, r, i).remove(n));
@@ -158,10 +159,11 @@ fn messages_changed() {
 fn a_fetch_widened_at_both_ends() {
     let mut t = Trial::new("wider fetch");
     for s in &subjects() {
+        let ends = other_ends(s);
         each_op(s, |r, i, w| {
             let ListedOp::Exchange { messages: list, strict: true } = w else { return };
             for (n, m) in list.iter().enumerate().filter(|(_, m)| !m.send) {
-                let (p, j, k) = other_end(s, r, i, n);
+                let (p, j, k) = ends[r][i][n];
                 let ListedOp::Exchange { messages: there, .. } = &s.listed[p][j] else { return };
                 let sent = there[k].view;
                 let rows = |x: &Schedule, v: &BufferView| match v.buf {
