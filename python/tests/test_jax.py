@@ -337,6 +337,10 @@ class Refusals(unittest.TestCase):
         on = context(1)
         on.close()
         self.refused(cpattn.InvalidHandle, "was closed", lambda: whole(on))
+        # While a run goes on: its ranks are freed when it ends.
+        on = context(2)
+        (rank, _) = on.on_ranks(lambda number, rank: (on.close(), rank)[1])
+        self.refused(cpattn.InvalidHandle, "was closed", rank.poll)
 
     def test_while_it_runs(self) -> None:
         """What only the data tells fails on all devices, in cpattn's words, and the next call works."""

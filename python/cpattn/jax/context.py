@@ -132,7 +132,7 @@ class Context:
             if sinks is not None and sinks.shape != (plan.heads,):
                 raise InvalidArgument(f"sinks has the shape {sinks.shape}, ({plan.heads},) is needed")
         elif cu_seqlens.ndim != 1 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-            raise InvalidArgument(f"cu_seqlens is {cu_seqlens.aval.str_short()}, a sequence of whole numbers is needed")
+            raise InvalidArgument(f"cu_seqlens is an array of {cu_seqlens.dtype} of the shape {cu_seqlens.shape}, a sequence of whole numbers is needed")
         ends = jnp.asarray(cu_seqlens)
         over = frozenset() if self.axis is None else _axes(jax.lax.axis_index(self.axis))
         q, k, v, ends, *more = _varying_alike(over, q, k, v, ends, *(() if sinks is None else (sinks,)))
@@ -174,7 +174,7 @@ class Context:
         return results
 
     def close(self) -> None:
-        """Frees the ranks; no call may go on or follow."""
+        """Frees the ranks; no call may follow. JAX keeps the context with the functions that were compiled with it."""
         with self._lock:
             self._closed = True
             self._batches.clear()
