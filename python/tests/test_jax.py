@@ -113,8 +113,10 @@ class Values(unittest.TestCase):
     def test_eagerly(self) -> None:
         *qkv, _, d_o = tensors()
         on = context(2)
-        o, back = jax.vjp(whole(on), *qkv)
-        self.close([o, *back(jnp.asarray(d_o))], wanted(qkv, d_o), 1e-6)
+        for disabled in (False, True):
+            with jax.disable_jit(disabled):
+                o, back = jax.vjp(whole(on), *qkv)
+                self.close([o, *back(jnp.asarray(d_o))], wanted(qkv, d_o), 1e-6)
 
     def test_alibi(self) -> None:
         *qkv, _, d_o = tensors()
@@ -160,6 +162,29 @@ class Values(unittest.TestCase):
         for at in range(2):
             self.close([o[at], *(x[at] for x in got[:3])], want[at][:4], 1e-6)
         self.close([got[3]], [want[0][4] + want[1][4]], 1e-6)
+
+
+    def test_alike_on_all_ranks(self) -> None:
+        """What is equal on all ranks differs after attention, and gradients are summed."""
+        on = context(2, kv_heads=HEADS)
+        batch = on.batch(ENDS)
+        x = tensors()[0][: batch.rows]
+
+        def loss(x: Any) -> Any:
+            return jax.lax.psum((on.attention(x, x, x, ENDS) ** 2).sum(), "cp")
+
+        own = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+        rows = torch.cat([own, own])[torch.tensor(np.argsort(np.where(batch.tokens < 0, 99, batch.tokens))[:50])]
+        want = (dense(rows, rows, rows, ENDS) ** 2).sum()
+        (exact,) = gradients(want, torch.ones((), dtype=torch.float64), [own])
+        for checked in (True, False):
+            run = jax.shard_map(loss, mesh=mesh(2), in_specs=P(), out_specs=P(), check_vma=checked)
+            value, gradient = jax.value_and_grad(run)(jnp.asarray(x))
+            self.assertLess(abs(float(value) - want.item()) / want.item(), 1e-6)
+            self.close([gradient], [exact], 2e-6)
+        out = jax.shard_map(lambda x: on.attention(x, x, x, ENDS), mesh=mesh(2), in_specs=P(), out_specs=P())
+        with self.assertRaisesRegex(ValueError, "replication"):
+            out(x)
 
 
 class Transformations(unittest.TestCase):
@@ -248,6 +273,12 @@ class Batches(unittest.TestCase):
             np.testing.assert_array_equal(batch.unshard(batch.labels(ids)), labels)
             self.assertTrue((np.asarray(batch.labels(ids))[batch.tokens < 0] == -100).all())
         self.assertIs(on.batch(ENDS), on.batch(np.array(ENDS)))
+        # The order in which JAX divides an array, and that of chunk r and chunk 2 * ranks - 1 - r.
+        ids, chunks = np.arange(64), np.arange(64).reshape(8, 8)
+        zigzag = np.concatenate([np.r_[chunks[r], chunks[7 - r]] for r in range(4)])
+        for options, order in (({"layout": "contiguous"}, ids), ({"layout": "zigzag_pack", "ulysses": 1}, zigzag)):
+            for ends in ([0, 64], [0, 5, 40, 64]):
+                np.testing.assert_array_equal(context(4, **options).batch(ends).tokens, order)
         empty = on.batch([0])
         self.assertEqual(empty.shard(np.zeros((0, 3))).shape, (0, 3))
 
@@ -280,6 +311,19 @@ class Refusals(unittest.TestCase):
         self.refused(wrong, "sinks.dtype is float16, float32", lambda: attend(q, k, v, sinks.astype(np.float16)))
         self.refused(wrong, r"sinks has the shape \(3,\), \(4,\)", lambda: attend(q, k, v, sinks[:3]))
         self.refused(wrong, r"v has the shape \(52, 8\)|v has the shape", lambda: attend(q, k, v.reshape(50, 16)))
+        self.refused(wrong, r"q is \[1\], an array of JAX or NumPy", lambda: context(1).attention([1], k, v, ENDS))  # type: ignore[arg-type]
+        self.refused(wrong, r"q has the shape \(\), \[rows, heads, dim\]", lambda: context(1).attention(jnp.float32(1), k, v, ENDS))
+        for ends in ([0.0, 13.5, 50.0], [[0, 50]], [False, True]):
+            traced = jax.jit(context(1).attention)
+            self.refused(wrong, "cu_seqlens is .*, a sequence of whole numbers", lambda: traced(q, k, v, jnp.asarray(ends)))
+        spread = jax.sharding.NamedSharding(mesh(4), P(None, "cp"))
+        parts = jax.device_put(q, spread)
+        alone = context(1, kv_heads=HEADS).attention
+        for function in (alone, jax.jit(alone)):
+            self.refused(none, "divides arrays over 4 devices.*inside jax.shard_map", lambda: function(parts, parts, parts, jnp.asarray(ENDS)))
+        ids = np.arange(50, dtype=np.uint8)
+        self.refused(wrong, "ignore is -100, which uint8 does not hold: convert ids", lambda: batch.labels(ids))
+        self.refused(wrong, "fill is 1.5, which uint8 does not hold: convert whole", lambda: batch.shard(ids, 1.5))
         self.refused(wrong, "whole has the shape .50, 4, 16., 14 rows", lambda: on.batch([0, 14]).shard(q))
         self.refused(wrong, "heads.*4.*kv_heads|kv_heads", lambda: attend(q, np.repeat(k, 2, 1)[:, :3], np.repeat(v, 2, 1)[:, :3]))
 
@@ -293,6 +337,10 @@ class Refusals(unittest.TestCase):
         on = context(1)
         on.close()
         self.refused(cpattn.InvalidHandle, "was closed", lambda: whole(on))
+        # While a run goes on: its ranks are freed when it ends.
+        on = context(2)
+        (rank, _) = on.on_ranks(lambda number, rank: (on.close(), rank)[1])
+        self.refused(cpattn.InvalidHandle, "was closed", rank.poll)
 
     def test_while_it_runs(self) -> None:
         """What only the data tells fails on all devices, in cpattn's words, and the next call works."""

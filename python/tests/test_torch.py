@@ -132,10 +132,8 @@ def nodes(rank: int, world: int) -> None:
 def three_nodes(rank: int, world: int) -> None:
     """Nodes of torchrun that a mesh does not fit are refused with the way out."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    context = Context(heads=9, kv_heads=3, head_dim=8, ulysses=3, ring=2)
     for words in ("expected a multiple or a divisor of the 3 Ulysses ranks", "ranks_per_node is 2 by LOCAL_WORLD_SIZE: give another, 0"):
-        refused(cpattn.InvalidArgument, words, context.batch, DOCUMENTS)
-    leave(context)
+        refused(cpattn.InvalidArgument, words, Context, heads=9, kv_heads=3, head_dim=8, ulysses=3, ring=2)
 
 
 def differing(rank: int) -> None:
@@ -238,6 +236,8 @@ def contexts(rank: int, world: int) -> None:
         refused(cpattn.InvalidArgument, found, third.batch, cu_seqlens)
         refused(cpattn.InvalidArgument, f"layout balanced(4), ulysses 1 x ring 4, distribution {full.distribution:016x}", third.batch, cu_seqlens)
         leave(third)
+    # Where no context could have it, it is not made.
+    refused(cpattn.InvalidArgument, "ulysses is 3, expected a divisor of the world of 4", Context, heads=2, head_dim=8, ulysses=3)
     apart = Context(heads=2, head_dim=8, dtype=torch.float64, ring=4, layout="zigzag", own_tokens=True)
     assert apart.batch(cu_seqlens).plan.distribution != full.distribution
     compare(apart, cu_seqlens, (2, 2, 8, 8), 1e-13)
@@ -503,12 +503,15 @@ def refusals(rank: int, world: int) -> None:
     ):
         refused(cpattn.InvalidArgument, words, Context, **{**shape, **options})
     refused(cpattn.InvalidArgument, "bytes is 2.5, a whole number is needed", check_ring, bytes=2.5)
-    context = Context(**shape, ulysses=2, ring=1)
-    refused(cpattn.InvalidArgument, "ulysses 2 x ring 1 are 2 ranks, the group has 4", context.batch, [0, 8])
-    leave(context)
-    context = Context(**shape, ring=3)
-    refused(cpattn.InvalidArgument, "4", context.batch, [0, 8])
-    leave(context)
+    for words, mesh in (
+        ("ulysses 2 x ring 1 are 2 ranks, the group has 4", {"ulysses": 2, "ring": 1}),
+        ("ulysses is 7, expected a divisor of the world of 4", {"ulysses": 7}),
+        ("ring is 3, expected a divisor", {"ring": 3}),
+        ("passes is 3", {"passes": 3, "ring": 4}),
+    ):
+        begun = time.monotonic()
+        refused(cpattn.InvalidArgument, words, Context, **shape, **mesh)
+        assert time.monotonic() - begun < 60, "no rank waits for its timeout of 300 s"
     context = Context(**shape, kv_heads=1, ring=4)
     refused(cpattn.InvalidArgument, "cu_seqlens", context.batch, [0, 8, 5])
     batch = context.batch([0, 16])

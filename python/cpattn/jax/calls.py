@@ -221,8 +221,26 @@ operation: Any = Primitive("cpattn_attention")
 operation.multiple_results = True
 operation.def_abstract_eval(_shapes)
 _compiled = jax.jit(operation.bind, static_argnames=("call",))
-operation.def_impl(lambda *operands, call: _compiled(*operands, call=call))
-mlir.register_lowering(operation, mlir.lower_fun(_steps, multiple_results=True), platform="cpu")
+
+
+def _eagerly(*operands: Any, call: Call) -> Any:
+    # Also where jax.disable_jit is on: callbacks have to be compiled.
+    with jax.disable_jit(False):
+        return _compiled(*operands, call=call)
+
+
+def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
+    if (devices := getattr(ctx.module_context.axis_context, "num_devices", 1)) > 1:
+        raise Unsupported(
+            f"attention of one rank was called where the compiler divides arrays over {devices} devices, and it cannot divide a callback: "
+            "give Context the mesh and an axis, or call attention inside jax.shard_map over these devices"
+        )
+    return _lowering(ctx, *operands, call=call)
+
+
+_lowering: Any = mlir.lower_fun(_steps, multiple_results=True)
+operation.def_impl(_eagerly)
+mlir.register_lowering(operation, _lower, platform="cpu")
 batching.primitive_batchers[operation] = _no_vmap
 ad.primitive_jvps[operation] = _no_derivative
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._check import instance, refused, whole
+from .._check import attempt, instance, refused, whole
 from ..engine import checked_timeout
 from ..errors import InvalidArgument, InvalidHandle, Unsupported
 from ..packing import Packed, ends_of, kind_of, over_all, recent
@@ -115,11 +115,13 @@ class Context:
         told = (window_left, window_right, scale, softcap)
         given = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
         for name, x in given.items():
+            instance(name, x, jax.Array | np.ndarray, "an array of JAX or NumPy is needed")
             dtype = "float32" if name == "sinks" else str(q.dtype)
             if str(x.dtype) != dtype or dtype not in calls.DTYPES:
                 raise InvalidArgument(f"{name}.dtype is {x.dtype}, {dtype if dtype in calls.DTYPES else ' or '.join(calls.DTYPES)} is needed")
             if name != "sinks" and (x.ndim != 3 or len(x) != len(q)):
-                raise InvalidArgument(f"{name} has the shape {x.shape}, [rows, heads, dim] is needed, with as many rows as q, {len(q)}")
+                alike = "" if name == "q" else f", with as many rows as q, {len(q)}"
+                raise InvalidArgument(f"{name} has the shape {x.shape}, [rows, heads, dim] is needed{alike}")
         if self.axis is not None:
             self._check_axis()
         if not isinstance(cu_seqlens, jax.core.Tracer):
@@ -129,8 +131,11 @@ class Context:
             plan = batch.layer(q, k, v, sinks is not None, told)
             if sinks is not None and sinks.shape != (plan.heads,):
                 raise InvalidArgument(f"sinks has the shape {sinks.shape}, ({plan.heads},) is needed")
-        ends = jnp.asarray(cu_seqlens, jnp.int32)
-        q, k, v, ends, *more = _varying_alike(q, k, v, ends, *(() if sinks is None else (sinks,)))
+        elif cu_seqlens.ndim != 1 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+            raise InvalidArgument(f"cu_seqlens is an array of {cu_seqlens.dtype} of the shape {cu_seqlens.shape}, a sequence of whole numbers is needed")
+        ends = jnp.asarray(cu_seqlens)
+        over = frozenset() if self.axis is None else _axes(jax.lax.axis_index(self.axis))
+        q, k, v, ends, *more = _varying_alike(over, q, k, v, ends, *(() if sinks is None else (sinks,)))
         o: jax.Array = calls.attention(self, told, q, k, v, ends, more[0] if more else None)
         return o
 
@@ -164,16 +169,21 @@ class Context:
             raise
         with self._lock:
             self._groups.append(group)
+            if self._closed:
+                self._end_groups()
         return results
 
     def close(self) -> None:
-        """Frees the ranks; no call may go on or follow."""
+        """Frees the ranks; no call may follow. JAX keeps the context with the functions that were compiled with it."""
         with self._lock:
             self._closed = True
             self._batches.clear()
-            for rank in sum(self._groups, []):
-                rank.close()
-            self._groups.clear()
+            self._end_groups()
+
+    def _end_groups(self) -> None:
+        for rank in sum(self._groups, []):
+            rank.close()
+        self._groups.clear()
 
 
 class Batch(Packed):
@@ -220,7 +230,7 @@ class Batch(Packed):
     def shard(self, whole: Any, fill: Any = 0) -> jax.Array:
         """The rows of all ranks, of `whole`, which has one for each token of the batch; `fill` in rows that only fill the shape.
         Differentiable."""
-        whole = self._check("whole", whole, int(self.cu_seqlens[-1]))
+        whole = self._check("whole", whole, int(self.cu_seqlens[-1]), "fill", fill)
         held = np.flatnonzero(self.tokens >= 0)
         empty = jnp.full((len(self.tokens), *whole.shape[1:]), fill, whole.dtype)
         sharded: jax.Array = empty.at[held].set(whole[self.tokens[held]])
@@ -238,21 +248,33 @@ class Batch(Packed):
     def labels(self, ids: Any, ignore: int = -100) -> jax.Array:
         """The next token of each token of all ranks, of `ids`, which has one for each token of the batch; `ignore` at the ends of
         documents, and in rows that only fill the shape."""
-        ids = self._check("ids", ids, int(self.cu_seqlens[-1]))
+        ids = self._check("ids", ids, int(self.cu_seqlens[-1]), "ignore", ignore)
         ends = self.cu_seqlens[1:][np.diff(self.cu_seqlens) > 0] - 1
         return self.shard(jnp.roll(ids, -1).at[ends].set(ignore) if len(ids) else ids, ignore)
 
-    def _check(self, name: str, x: Any, rows: int) -> Any:
+    def _check(self, name: str, x: Any, rows: int, filling: str = "", fill: Any = 0) -> Any:
         given = jnp.asarray(x)
         if given.ndim == 0 or len(given) != rows:
             raise InvalidArgument(f"{name} has the shape {given.shape}, {rows} rows are needed")
+        if not _holds(given.dtype, fill):
+            raise refused(filling, fill, f"which {given.dtype} does not hold: convert {name}, or give another {filling}")
         return given
 
 
-def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """As arrays that vary over the same axes of the mesh inside `jax.shard_map`, which sums gradients over the added ones."""
+def _holds(dtype: Any, number: Any) -> bool:
+    """Whether this type can represent the number, which may be rounded to a float; JAX would wrap or cut it silently."""
+    if isinstance(number, jax.core.Tracer) or jnp.issubdtype(dtype, jnp.inexact):
+        return True
+    with np.errstate(invalid="ignore"):
+        held = attempt(lambda: np.asarray(number).astype(dtype))
+    return held is not None and bool(held == number)
+
+
+def _varying_alike(over: frozenset[str], *arrays: jax.Array) -> list[jax.Array]:
+    """As arrays that vary over the same axes of the mesh inside `jax.shard_map`, and over those in `over`; shard_map sums gradients
+    over the added ones."""
     axes = [_axes(x) for x in arrays]
-    every = frozenset().union(*axes)
+    every = over.union(*axes)
     lacking = [tuple(sorted(every - mine)) for mine in axes]
     return [jax.lax.pcast(x, more, to="varying") if more else x for x, more in zip(arrays, lacking)]
 

@@ -100,12 +100,14 @@ class Context:
             raise InvalidArgument(f"workers is {workers}, which are threads of the CPU: 1 is needed on {self.device}")
         self.transport = GlooTransport(group, timeout=timeout)
         self.number, self.world = self.transport.rank, self.transport.world
+        self._members = tuple(dist.get_process_group_ranks(group))
         try:
-            options["ranks_per_node"], self._from_torchrun = nodes.agreed(self.transport, dist.get_process_group_ranks(group), options)
+            options["ranks_per_node"], self._from_torchrun = nodes.agreed(self.transport, self._members, options)
+            self._kind: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "dtype": known, **options}
+            nodes.together(self.transport, lambda: over_all(self._first([0, 1])))
         except BaseException:
             self.transport.release()
             raise
-        self._kind: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "dtype": known, **options}
         self._batches: dict[tuple[int, ...], Batch] = {}  # least recently used first
         self._closed = False
         self.key = next(_numbers)
@@ -118,7 +120,6 @@ class Context:
             except BaseException:
                 self._host.close()
                 raise
-        self._members = tuple(dist.get_process_group_ranks(group))
         open_ones = _deciding.setdefault(self._members, [])
         self._decides: PlanOf | None = open_ones[0][1] if open_ones and not own_tokens else None
         if not own_tokens:

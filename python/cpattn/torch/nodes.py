@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from .._check import attempt, refused, whole
 from ..engine import EngineTransport
 from ..errors import Error, InvalidArgument
 from ..plan import ranks_per_node
+
+T = TypeVar("T")
 
 ARGUMENT, TORCHRUN = "ranks_per_node", "LOCAL_WORLD_SIZE"
 _SOURCES = ("", ARGUMENT, TORCHRUN)
@@ -28,14 +30,22 @@ def agreed(transport: EngineTransport, members: Sequence[int], options: Mapping[
     """The option `ranks_per_node` of all ranks, and whether it is torchrun's. `members` are the global ranks of the group. All
     ranks call it; if it raises, it raises on all of them."""
     words = transport.agree(0, transport.world, _word(options))
-    try:
+
+    def decided() -> tuple[int, bool]:
         if len(set(words)) > 1:
             raise InvalidArgument(_differing(words))
         if ARGUMENT in options:
             return whole(ARGUMENT, options[ARGUMENT], 0, _BASE - 2), False
         return (_of_torchrun(members) if TORCHRUN in os.environ else 0), True
-    except InvalidArgument:
-        # A rank that left at once could end the first call of another one.
+
+    return together(transport, decided)
+
+
+def together(transport: EngineTransport, job: Callable[[], T]) -> T:
+    """What a job returns that fails on all ranks or on none; a rank that then left at once could end the last call of another one."""
+    try:
+        return job()
+    except Error:
         with suppress(Error):
             transport.agree(0, transport.world, 0)
         raise
