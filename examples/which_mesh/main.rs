@@ -13,7 +13,12 @@
 mod picture;
 mod scaling;
 
-use std::{path::PathBuf, process::ExitCode, time::Instant};
+use std::{
+    io::{ErrorKind, Write},
+    path::PathBuf,
+    process::ExitCode,
+    time::Instant,
+};
 
 use clap::Parser;
 use cpattn::{
@@ -34,7 +39,7 @@ struct Arguments {
     /// Lengths of the documents in tokens; N*M is N documents of M.
     #[arg(long, value_name = "N,N*M,…", value_delimiter = ',', conflicts_with = "lengths")]
     documents: Option<Vec<String>>,
-    /// A file with a length on each line.
+    /// A file with a length on each line, or N*M.
     #[arg(long, value_name = "FILE")]
     lengths: Option<PathBuf>,
     /// q heads.
@@ -84,6 +89,8 @@ struct Arguments {
 
 /// Most ranks of a timeline.
 const DRAWN: usize = 64;
+/// Most documents of one N*M, so that a typing error does not ask for all memory.
+const MOST_DOCUMENTS: usize = 1 << 26;
 
 fn dtype(text: &str) -> Result<Dtype, String> {
     [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::F64]
@@ -94,8 +101,11 @@ fn dtype(text: &str) -> Result<Dtype, String> {
 
 fn length(text: &str) -> Result<Vec<usize>, String> {
     let number =
-        |n: &str| n.trim().parse::<usize>().map_err(|_| format!("{n:?} of {text:?} is not a number of tokens"));
+        |n: &str| n.trim().parse::<usize>().map_err(|_| format!("{text:?}, expected a number of tokens, or N*M"));
     let (times, tokens) = text.split_once('*').map_or(Ok((1, text)), |(n, m)| number(n).map(|n| (n, m)))?;
+    if times > MOST_DOCUMENTS {
+        return Err(format!("{text:?} is {times} documents, expected at most {MOST_DOCUMENTS}"));
+    }
     Ok(vec![number(tokens)?; times])
 }
 
@@ -107,7 +117,11 @@ impl Arguments {
                 let text = std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
                 let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
                 let of = |(i, line)| length(line).map_err(|e| format!("{}, line {}: {e}", file.display(), i + 1));
-                lines.map(of).collect::<Result<Vec<_>, _>>()?.concat()
+                let lengths = lines.map(of).collect::<Result<Vec<_>, _>>()?.concat();
+                if lengths.is_empty() {
+                    return Err(format!("{}: no length, expected one on each line", file.display()));
+                }
+                lengths
             }
             (None, None) => return Err("give --documents or --lengths".into()),
         };
@@ -138,22 +152,28 @@ fn run(arguments: &Arguments) -> Result<(), String> {
         write(&folder.join("scale.md"), &text)?;
         return write(&folder.join("scale.svg"), &svg);
     }
+    if arguments.timeline.is_some() && arguments.ranks > DRAWN {
+        return Err(format!("--timeline of {} ranks, expected at most {DRAWN}; leave it out", arguments.ranks));
+    }
     let problem = arguments.problem()?;
     let start = Instant::now();
     let effort = Effort::new(arguments.simulate, arguments.simulate_ranks);
     let outlook = predict::meshes(&problem, arguments.ranks, &machine, effort).map_err(|e| e.to_string())?;
-    print!("{}", outlook.to_markdown(arguments.lines));
     let auto = Plan::auto_on(&problem, arguments.ranks, &machine, Options::default()).map_err(|e| e.to_string())?;
     let levels = if auto.has_two_levels() { "two levels" } else { "one level" };
-    println!("Plan::auto_on, which simulates nothing, takes {}, {}, {levels}.", auto.mesh(), auto.layout());
+    let table = outlook.to_markdown(arguments.lines);
+    let taken = format!("Plan::auto_on, which simulates nothing, takes {}, {}, {levels}.", auto.mesh(), auto.layout());
+    if let Err(error) = writeln!(std::io::stdout(), "{table}{taken}") {
+        // A reader such as `head` may close the pipe when it has enough.
+        if error.kind() != ErrorKind::BrokenPipe {
+            return Err(format!("standard output: {error}"));
+        }
+    }
     eprintln!("{} candidates in {:.2} s", outlook.candidates.len(), start.elapsed().as_secs_f64());
     if let Some(file) = &arguments.svg {
         write(file, &picture::candidates(&outlook, arguments.lines))?;
     }
     if let (Some(file), Some(best)) = (&arguments.timeline, outlook.candidates.first()) {
-        if arguments.ranks > DRAWN {
-            return Err(format!("--timeline of {} ranks, expected at most {DRAWN}; leave it out", arguments.ranks));
-        }
         let plan = Plan::with_options(&problem, best.mesh, best.layout, best.options(&machine));
         let run = plan.and_then(|p| p.simulate(Direction::Backward, &machine));
         write(file, &timeline_svg(&run.map_err(|e| e.to_string())?.events))?;
@@ -168,5 +188,50 @@ fn main() -> ExitCode {
             eprintln!("error: {error}");
             ExitCode::FAILURE
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(more: &[&str]) -> String {
+        let machine = concat!(env!("CARGO_MANIFEST_DIR"), "/machines/h100_8x400g.machine");
+        run(&Arguments::parse_from(["which_mesh", "--machine", machine].iter().chain(more))).unwrap_err()
+    }
+
+    #[test]
+    fn lengths_are_numbers_or_products() {
+        assert_eq!(length("7"), Ok(vec![7]));
+        assert_eq!(length(" 3 * 50 "), Ok(vec![50; 3]));
+        for (documents, said) in [
+            ("5,,6", "\"\", expected a number of tokens, or N*M"),
+            ("2*x", "\"2*x\", expected a number of tokens, or N*M"),
+            ("99999999999999*1", "\"99999999999999*1\" is 99999999999999 documents, expected at most 67108864"),
+            ("3000000000", "lengths[0] is 3000000000, expected a total of at most"),
+        ] {
+            let text = refusal(&["--documents", documents]);
+            assert!(text.starts_with(said), "{text}");
+        }
+    }
+
+    #[test]
+    fn files_of_lengths_that_are_refused() {
+        let file = std::env::temp_dir().join(format!("which_mesh_lengths_{}", std::process::id()));
+        let name = file.to_str().unwrap();
+        for (text, said) in [
+            ("\n \n", ": no length, expected one on each line"),
+            ("10\n\n5 7\n", ", line 3: \"5 7\", expected a number of tokens, or N*M"),
+        ] {
+            std::fs::write(&file, text).unwrap();
+            assert_eq!(refusal(&["--lengths", name]), format!("{name}{said}"));
+        }
+        std::fs::remove_file(file).unwrap();
+    }
+
+    #[test]
+    fn a_timeline_of_many_ranks_is_refused_before_anything_is_rated() {
+        let text = refusal(&["--documents", "1000000", "--ranks", "65", "--timeline", "unwritten.svg"]);
+        assert_eq!(text, "--timeline of 65 ranks, expected at most 64; leave it out");
     }
 }

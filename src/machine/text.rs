@@ -23,6 +23,7 @@
 //! Every key without "only" must be there, once. An error names the line.
 
 use alloc::{
+    collections::BTreeMap,
     format,
     string::{String, ToString},
     vec::Vec,
@@ -71,7 +72,9 @@ struct FigureLines<'a> {
 
 impl<'a> FigureLines<'a> {
     fn read(text: &'a str) -> Result<Self> {
-        let mut list: Vec<FigureLine<'a>> = Vec::new();
+        let (mut list, mut line_of) = (Vec::new(), BTreeMap::new());
+        // Some editors begin a file with a byte order mark.
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         for (i, line) in text.lines().enumerate() {
             let content = line.split('#').next().unwrap_or("").trim();
             if content.is_empty() {
@@ -84,9 +87,8 @@ impl<'a> FigureLines<'a> {
                 return Err(if alone { error.hint("give the text of the file, not its path") } else { error });
             };
             let entry = FigureLine { line: i + 1, key: key.trim(), value: value.trim() };
-            if let Some(first) = list.iter().find(|e| e.key == entry.key) {
-                let expected = format!("one line for {}: line {} has it", entry.key, first.line);
-                return Err(Error::invalid(place, format!("{} again", entry.key), expected));
+            if let Some(first) = line_of.insert(entry.key, entry.line) {
+                return Err(twice(entry.line, entry.key, first));
             }
             list.push(entry);
         }
@@ -123,6 +125,11 @@ impl<'a> FigureLines<'a> {
     }
 }
 
+fn twice(line: usize, key: &str, first: usize) -> Error {
+    let (place, found) = (format!("line {line} of the machine description"), format!("{key} again"));
+    Error::invalid(place, found, format!("one line for {key}: line {first} has it"))
+}
+
 impl Machine {
     /// Reads a description.
     ///
@@ -143,11 +150,19 @@ impl Machine {
 fn parse(text: &str) -> Result<Machine> {
     let mut entries = FigureLines::read(text)?;
     // Values before keys that are not there: what is written wrong is found first.
-    let mut kernels = Vec::new();
+    let mut kernels: Vec<KernelRate> = Vec::new();
+    // One shape can be written in several ways: with more spaces, or with a 0 before a dim.
+    let mut line_of = BTreeMap::new();
     let mut rest = Vec::new();
     for entry in entries.list.drain(..) {
-        match entry.key.strip_prefix("kernel ") {
-            Some(shape) => kernels.push(kernel(&entry, shape)?),
+        match entry.key.strip_prefix("kernel").filter(|shape| shape.starts_with(char::is_whitespace)) {
+            Some(shape) => {
+                let rate = kernel(&entry, shape)?;
+                if let Some(first) = line_of.insert(rate.shape.to_string(), entry.line) {
+                    return Err(twice(entry.line, &format!("kernel {}", rate.shape), first));
+                }
+                kernels.push(rate);
+            }
             None => {
                 check(&entry)?;
                 rest.push(entry);
@@ -223,7 +238,7 @@ fn kernel(entry: &FigureLine<'_>, shape: &str) -> Result<KernelRate> {
     })?;
     let mut figures = [None; 5];
     for part in entry.value.split(',').map(str::trim) {
-        let (name, figure) = part.split_once(' ').unwrap_or((part, ""));
+        let (name, figure) = part.split_once(char::is_whitespace).unwrap_or((part, ""));
         let Some(i) = KERNEL_FIGURES.iter().position(|f| *f == name) else {
             return Err(entry.refuse(part, "rate, row, key, edge and call, each with a number"));
         };

@@ -51,10 +51,13 @@ impl Plan {
         let best = best.ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problem"))?;
         let plan = Self::with_options(problem, best.mesh, best.layout, forms[best.levels - 1])?;
         let (given, of_machine) = (options.ranks_per_node, machine.ranks_per_node);
+        let two = outlook.candidates.iter().any(|c| c.levels == 2);
         let nodes = match given {
-            0 if of_machine >= world => "One level was rated: the ranks fit in a node of the machine.".into(),
-            0 => format!(
+            0 if two => format!(
                 "ranks_per_node was not given: one level was rated, and two over the machine's nodes of {of_machine}."
+            ),
+            0 => format!(
+                "ranks_per_node was not given: one level was rated; no mesh of {world} ranks has two over the machine's nodes of {of_machine}."
             ),
             _ => {
                 format!("ranks_per_node {given} was given; bytes are counted over the machine's nodes of {of_machine}.")

@@ -54,6 +54,23 @@ fn a_description_is_read_as_it_was_written() {
     assert_eq!((apart.ranks_at_once(8), apart.pool(7)), (4.0, 1));
 }
 
+/// As editors of other systems write it, and with tabs.
+#[test]
+fn a_mark_at_the_start_other_line_ends_and_tabs_are_read() {
+    let odd = WHOLE.replace("kernel ", "kernel\t").replace("rate 6e10", "rate\t6e10").replace('\n', "\r\n");
+    assert_eq!(Machine::parse(&format!("\u{feff}{odd}")).unwrap(), Machine::parse(WHOLE).unwrap());
+}
+
+#[test]
+fn a_long_file_is_refused_at_once() {
+    let long: String = (0..200_000).map(|i| format!("figure{i} = 1\n")).collect();
+    let start = std::time::Instant::now();
+    let refusal = Machine::parse(&long).unwrap_err().to_string();
+    assert!(refusal.starts_with("line 1 of the machine description is \"figure0\", expected name"), "{refusal}");
+    // A second at most, where looking for each key among all others takes a minute.
+    assert!(start.elapsed().as_secs() < 10);
+}
+
 #[test]
 fn a_path_is_refused_with_a_request_for_the_text() {
     assert_eq!(
@@ -111,6 +128,11 @@ fn refusals_name_the_line_the_key_and_both_values() {
             "line 3 of the machine description, estimate is maybe, expected yes or no",
         ),
         ("name = two nodes", "name =", "line 2 of the machine description, name is empty, expected a name"),
+        (
+            "kernel f32 64/32 backward",
+            "kernel  f32\t064/32 forward",
+            "line 15 of the machine description is kernel f32 64/32 forward again, expected one line for kernel f32 64/32 forward: line 14 has it",
+        ),
         (
             "row 2e-7",
             "row -2e-7",
