@@ -136,7 +136,7 @@ pub(super) unsafe fn text<'a>(name: &'static str, ptr: *const c_char) -> Result<
     check(name, ptr)?;
     // SAFETY: not null (checked above), so a text that ends with a 0 (the contract).
     let bytes = unsafe { CStr::from_ptr(ptr) };
-    bytes.to_str().map_err(|e| Error::invalid(name, format!("byte {} of it", e.valid_up_to()), "UTF-8"))
+    bytes.to_str().map_err(|e| Error::invalid(name, format!("not UTF-8 at byte {}", e.valid_up_to()), "text in UTF-8"))
 }
 
 /// An array to write; its content is not read.

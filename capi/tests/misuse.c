@@ -145,7 +145,7 @@ static void plan_on_a_machine(void) {
   OK(cpattn_plan_destroy(plan));
   plan = NULL;
   REFUSED(CPATTN_INVALID, "machine is NULL", cpattn_plan_create_on(&p, &o, NULL, &plan));
-  REFUSED(CPATTN_INVALID, "UTF-8", cpattn_plan_create_on(&p, &o, "name = \xff", &plan));
+  REFUSED(CPATTN_INVALID, "machine is not UTF-8 at byte 7", cpattn_plan_create_on(&p, &o, "name = \xff", &plan));
   REFUSED(CPATTN_INVALID, "line 1", cpattn_plan_create_on(&p, &o, "nothing", &plan));
   o.ring = 2;
   REFUSED(CPATTN_INVALID, "options.ring is 2, expected 0", cpattn_plan_create_on(&p, &o, machine, &plan));

@@ -64,7 +64,7 @@ struct Arguments {
     #[arg(long, value_name = "N", default_value_t = 40, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
     /// Bytes of memory of one rank, which is not measured.
-    #[arg(long, value_name = "BYTES", default_value_t = 4e9)]
+    #[arg(long, value_name = "BYTES", value_parser = bytes, default_value_t = 4e9)]
     memory: f64,
     /// Take this description instead of measuring one (with --check).
     #[arg(long, value_name = "FILE", requires = "check")]
@@ -79,6 +79,11 @@ struct Arguments {
 
 /// Element types and head dims that are measured.
 const SHAPES: [(Dtype, usize); 3] = [(Dtype::F32, 64), (Dtype::F32, 128), (Dtype::Bf16, 64)];
+
+fn bytes(text: &str) -> std::result::Result<f64, String> {
+    let number = text.parse().ok().filter(|n: &f64| n.is_finite() && *n > 0.0);
+    number.ok_or_else(|| "expected a number above 0, such as 80e9".into())
+}
 
 /// What one rank finds of the machine beside its links.
 struct Host {
@@ -124,8 +129,9 @@ fn measured(arguments: &Arguments, cores: usize, mut between_rounds: impl FnMut(
     }
     // A description is made from its text.
     let mut text = format!(
-        "name = {cores} cores, ranks as threads\nestimate = no\nranks_per_node = {ranks}\ncards_per_node = 1\ncores = {cores}\n\
+        "name = {cores} core{}, ranks as threads\nestimate = no\nranks_per_node = {ranks}\ncards_per_node = 1\ncores = {cores}\n\
          memory = {:e}\n",
+        if cores == 1 { "" } else { "s" },
         arguments.memory
     );
     // There is no second node: its links stand in the description as those of this one.

@@ -269,6 +269,8 @@ class Plan:
         """
         if not isinstance(machine, str):
             raise refused("machine", machine, "the text of a machine's description is needed")
+        if "\0" in machine:  # where a text of C ends
+            raise InvalidArgument("machine has a zero byte, the text of a machine's description has none")
         plan, given = cls.__new__(cls), _documents(cu_seqlens, cu_seqlens_k, q_start) | {"world": at_least_1("world", world)}
         problem, how = plan._describe(given, heads, head_dim, dtype, options)
         call("plan_create_on", byref(problem), byref(how), machine.encode(), byref(plan.handle))

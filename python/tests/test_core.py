@@ -485,6 +485,8 @@ class Plans(unittest.TestCase):
         self.assertEqual(one.describe().ranks_per_node, 16)
         with self.assertRaisesRegex(cpattn.InvalidArgument, "line 1"):
             cpattn.Plan.auto_on([0, 5], 8, 128, "nothing")
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "machine has a zero byte"):
+            cpattn.Plan.auto_on([0, 5], 8, 128, machine + "\0memory = 1", dtype="bf16", world=2)
         with self.assertRaisesRegex(cpattn.InvalidArgument, "options.ulysses is 2, expected 0"):
             cpattn.Plan.auto_on([0, 5], 8, 128, machine, dtype="bf16", world=2, ulysses=2)
 

@@ -119,11 +119,14 @@ pub struct Outlook {
     pub machine: String,
     /// Whether the machine's figures are estimates.
     pub estimate: bool,
+    /// Whether the machine's ranks compute and copy on the cores of their node.
+    pub on_cores: bool,
     /// Bytes of memory of a rank of the machine.
     pub memory: f64,
     /// The candidates: those that were simulated, then the others; of each, those that fit in memory first, by time.
     /// The two models are not compared with each other: the aggregate one is up to 16 % too quick for zigzag layouts,
-    /// and up to 51 % too slow with two levels and rows of a few neighbours.
+    /// and up to 51 % too slow with two levels and rows of a few neighbours; on cores it is up to 1.9 times too slow with
+    /// a mask.
     pub candidates: Vec<MeshTime>,
 }
 
@@ -196,6 +199,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
         exact_kernels: kernels.exact,
         machine: machine.name.clone(),
         estimate: machine.estimate,
+        on_cores: machine.cores.is_some(),
         memory: machine.memory,
         candidates,
     })

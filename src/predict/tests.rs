@@ -185,6 +185,7 @@ fn nodes_need_not_be_given() {
                     };
                     assert!(text.contains(&nodes), "{text}");
                     assert_eq!(text.contains(", two levels (ranks_per_node)."), levels == 2, "{text}");
+                    assert!(!text.contains("share cores"), "{text}");
                     // What is simulated has the choice among it.
                     let simulated = meshes(&p, world, machine, Effort::new(4, 16)).unwrap().candidates;
                     let chosen = simulated.iter().find(of).unwrap();

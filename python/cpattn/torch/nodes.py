@@ -35,7 +35,7 @@ def agreed(transport: EngineTransport, members: Sequence[int], options: Mapping[
         if len(set(words)) > 1:
             raise InvalidArgument(_differing(words))
         if ARGUMENT in options:
-            return whole(ARGUMENT, options[ARGUMENT], 0, _BASE - 2), False
+            return _of_argument(options[ARGUMENT], transport.world), False
         return (_of_torchrun(members) if TORCHRUN in os.environ else 0), True
 
     return together(transport, decided)
@@ -93,6 +93,14 @@ def _runs(ranks: Sequence[int]) -> str:
 def _number() -> int | None:
     """Torchrun's number of ranks on this node, or None if it is no number of ranks."""
     return attempt(lambda: whole(TORCHRUN, int(os.environ[TORCHRUN]), 0, _BASE - 2))
+
+
+def _of_argument(given: Any, world: int) -> int:
+    """The argument, if the ranks of a group can have such nodes. A plan would refuse it too, but only that of the first batch."""
+    each = whole(ARGUMENT, given, 0, _BASE - 2)
+    if 0 < each < world and world % each:
+        raise refused(ARGUMENT, each, f"a divisor of the {world} ranks of the group is needed, or 0 for links that are all alike")
+    return each
 
 
 def _of_torchrun(members: Sequence[int]) -> int:

@@ -161,6 +161,9 @@ fn the_aggregate_model_knows_shared_cores() {
         for mask in [Mask::causal(), Mask::full()] {
             let p = problem(&[1 << 16]).with_mask(mask);
             let quick = meshes(&p, 8, &machine, Effort::new(0, 0)).unwrap();
+            assert!(
+                quick.to_markdown(1).ends_with("Here ranks share cores: with a mask it is up to 1.9 times too slow.\n")
+            );
             for c in &quick.candidates {
                 let mut exact = *c;
                 simulate(&p, &mut exact, &machine).unwrap();
