@@ -125,8 +125,8 @@ pub struct Outlook {
     pub memory: f64,
     /// The candidates: those that were simulated, then the others; of each, those that fit in memory first, by time.
     /// The two models are not compared with each other: the aggregate one is up to 16 % too quick for zigzag layouts,
-    /// and up to 51 % too slow with two levels and rows of a few neighbours; on cores it is up to 1.9 times too slow with
-    /// a mask.
+    /// and up to 51 % too slow with two levels and rows of a few neighbours; on cores it is up to 1.9 times too slow
+    /// with a mask.
     pub candidates: Vec<MeshTime>,
 }
 

@@ -183,8 +183,8 @@ impl Builder<'_> {
         first..first + self.ring_holders
     }
 
-    /// The passes of Ulysses rank `u`. A kv head that ranks of a node divide is a pass of its own, in the same round on each of them: heads of a rank's
-    /// first and of its last place are in different ones.
+    /// The passes of Ulysses rank `u`. A kv head that ranks of a node divide is a pass of its own, in the same round on
+    /// each of them: heads of a rank's first and of its last place are in different ones.
     fn passes_of(&self, u: usize) -> Vec<Pass> {
         let (share, passes) = (&self.heads[u], self.plan.options().passes);
         let (group, n) = (self.plan.problem().group() as u32, share.kv.len());
