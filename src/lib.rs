@@ -6,8 +6,8 @@
 //!
 //! | | |
 //! |---|---|
-//! | [`batch`], [`mask`], [`plan::Problem`] | what is computed |
-//! | [`mesh`], [`layout`], [`heads`] | which tokens and heads a rank holds |
+//! | [`Batch`], [`Mask`], [`Problem`] | what is computed |
+//! | [`Mesh`], [`Layout`], [`heads`] | which tokens and heads a rank holds |
 //! | [`plan`] | problem × mesh × layout → [`Plan`]; explanations, shards, automatic choices |
 //! | [`schedule`] | a plan as lists of operations, one for each rank; their verification |
 //! | [`call`] | arguments of kernels: ranges, scores, heads, tensors |
@@ -17,7 +17,7 @@
 //! | `cudarc` | slices, contexts and streams of cudarc |
 //! | [`report`] | what a plan costs and why, bounds, traces and timelines |
 //! | [`machine`], [`simulate`], [`predict`] | a machine's figures; how long plans take there, by simulation; which mesh suits it |
-//! | [`tensor`], [`element`], [`error`] | typed views, element types, errors |
+//! | [`View`], [`ViewMut`], [`DeviceView`]; [`Dtype`], [`Element`]; [`Error`] | typed views, element types, errors |
 //!
 //! Data flows one way: plan → schedule → runtime → kernel and transport. Modules up to the schedule do not access the
 //! caller's memory and are `no_std` with `alloc`; the rest needs the feature `std` (default). Other features: `rayon`
@@ -30,20 +30,20 @@
 
 extern crate alloc;
 
-pub mod batch;
+mod batch;
 pub mod call;
 #[cfg(feature = "cudarc")]
 pub mod cudarc;
 mod device;
-pub mod element;
-pub mod error;
+mod element;
+mod error;
 pub mod heads;
 #[cfg(feature = "std")]
 pub mod kernel;
-pub mod layout;
+mod layout;
 pub mod machine;
-pub mod mask;
-pub mod mesh;
+mod mask;
+mod mesh;
 pub mod plan;
 pub mod predict;
 pub mod report;
@@ -53,7 +53,7 @@ pub mod schedule;
 pub mod simulate;
 #[cfg(feature = "std")]
 mod sync;
-pub mod tensor;
+mod tensor;
 pub mod transport;
 
 pub use batch::{Batch, Side};
@@ -61,10 +61,13 @@ pub use device::Device;
 pub use element::{Accumulator, Dtype, Element};
 pub use error::{Cause, Error, Result, RunKind, RunName};
 pub use layout::Layout;
-pub use machine::Machine;
+pub use machine::figures::Machine;
 pub use mask::Mask;
-pub use mesh::Mesh;
-pub use plan::{Options, Plan, Problem};
+pub use mesh::{Coordinates, Mesh};
+pub use plan::{identity::Plan, options::Options, problem::Problem};
 #[cfg(feature = "std")]
-pub use runtime::{Backward, Forward, Rank};
-pub use tensor::{View, ViewMut};
+pub use runtime::{
+    rank::Rank,
+    tensors::{Backward, Forward},
+};
+pub use tensor::{DeviceView, DeviceViewMut, View, ViewMut, disjoint};

@@ -14,7 +14,7 @@
 //! module has no kernels and no copies.
 //!
 //! ```
-//! use cpattn::{View, ViewMut, tensor};
+//! use cpattn::{View, ViewMut, disjoint};
 //!
 //! // q and k of 5 tokens with 2 heads of 4, fused as [tokens, 2, heads, dim]; their gradients fused alike.
 //! let fused = vec![1f32; 5 * 2 * 2 * 4];
@@ -23,7 +23,7 @@
 //! let mut gradients = vec![0f32; fused.len()];
 //! let (mut dq, dk) = ViewMut::new(&mut gradients, 5, 4, 4)?.split_heads(2);
 //!
-//! tensor::disjoint(&[("q", q.raw(), false), ("k", k.raw(), false), ("dq", dq.raw(), true), ("dk", dk.raw(), true)])?;
+//! disjoint(&[("q", q.raw(), false), ("k", k.raw(), false), ("dq", dq.raw(), true), ("dk", dk.raw(), true)])?;
 //! dq.row_mut(3, 1).copy_from_slice(k.row(3, 1));
 //! assert_eq!(gradients[3 * 16 + 4..][..8], [1., 1., 1., 1., 0., 0., 0., 0.]);
 //! # Ok::<(), cpattn::Error>(())

@@ -11,9 +11,8 @@ use super::{
     scratch::cpattn_scratch,
 };
 use cpattn::{
-    Device,
+    Device, Error, Result,
     call::{Attend, AttendBackward, Gradients},
-    error::{Error, Result},
 };
 
 #[derive(Clone, Copy, Debug)]

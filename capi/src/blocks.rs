@@ -15,11 +15,10 @@ use super::{
     status::Outcome,
 };
 use cpattn::{
-    Device,
+    Device, Error,
     call::{Block, Delta, Finish, Merge, RawTensor, SinkGradient, Transform},
-    error::Error,
+    disjoint,
     kernel::Kernels,
-    tensor::disjoint,
 };
 
 const MAX_SOURCES: usize = 64;

@@ -15,13 +15,7 @@ use super::input::renamed;
 use super::status::without;
 #[cfg(feature = "cuda")]
 use cpattn::kernel::cuda::Cuda;
-use cpattn::{
-    Device,
-    call::RawTensor,
-    element::Dtype,
-    error::{Error, Result},
-    tensor::disjoint,
-};
+use cpattn::{Device, Dtype, Error, Result, call::RawTensor, disjoint};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]

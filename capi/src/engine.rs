@@ -12,7 +12,7 @@ use super::{
     transport::{Any, cpattn_transport, deadline},
 };
 use cpattn::{
-    error::{Cause, Error},
+    Cause, Error,
     transport::{Label, Message, Transport, engine::EngineTransport},
 };
 

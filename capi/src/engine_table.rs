@@ -7,10 +7,10 @@ use core::ffi::{CStr, c_char, c_void};
 use std::{ffi::CString, time::Duration};
 
 use super::table::CHECKED;
-use cpattn::transport::engine::{Engine, EngineTransport, Failed, MessageDirection};
+use cpattn::transport::engine::{Engine, Failed, LONGEST_VALUE, MessageDirection};
 
 pub const CPATTN_ENGINE_TEXT: usize = 512;
-pub const CPATTN_ENGINE_VALUE: usize = EngineTransport::<EngineTable>::LONGEST_VALUE;
+pub const CPATTN_ENGINE_VALUE: usize = LONGEST_VALUE;
 /// The status of a function that failed because a peer or a connection did.
 pub const CPATTN_ENGINE_GROUP: i32 = 1;
 

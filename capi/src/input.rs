@@ -11,7 +11,7 @@ use core::{
     mem::MaybeUninit,
 };
 
-use cpattn::error::{Error, Result};
+use cpattn::{Error, Result};
 
 /// Structs with a larger size are refused.
 const LONGEST: usize = 4096;

@@ -9,9 +9,9 @@ use super::{
     input::result,
     transport::{cpattn_transport, deadline},
 };
-use cpattn::error::{Error, Result};
 #[cfg(feature = "mpi")]
 use cpattn::transport::mpi::Mpi;
+use cpattn::{Error, Result};
 
 fn given_comm(comm: *const c_void) -> Result<()> {
     if comm.is_null() {

@@ -11,7 +11,7 @@ use super::{
     input::{array, array_mut, flag, result},
     transport::cpattn_transport,
 };
-use cpattn::error::Error;
+use cpattn::Error;
 #[cfg(feature = "nccl")]
 use cpattn::transport::nccl::{Nccl, OnFailure, UniqueId};
 

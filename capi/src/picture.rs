@@ -12,7 +12,7 @@ use super::{
     trace::cpattn_event,
 };
 use cpattn::{
-    error::{Error, Result},
+    Error, Result,
     report::{
         timeline,
         trace::{self, Event},

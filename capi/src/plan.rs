@@ -9,10 +9,8 @@ use super::{
     problem::{self, DTYPES, cpattn_options, cpattn_problem, layouts, read_problem},
 };
 use cpattn::{
-    batch::Side,
-    error::{Error, Result},
-    layout::Layout,
-    plan::{AttentionKind, Plan, Problem},
+    Error, Layout, Plan, Problem, Result, Side,
+    plan::AttentionKind,
     schedule::{AllToAll, AllToAllDirection, Direction, Schedule},
 };
 

@@ -3,14 +3,8 @@
 
 use super::input::{array, flag, one_of, reserved, sized};
 use cpattn::{
-    batch::Batch,
-    element::Dtype,
-    error::{Error, Result},
-    layout::Layout,
-    machine::Machine,
-    mask::Mask,
-    mesh::Mesh,
-    plan::{AttentionKind, Choice, Circulate, Gather, Options, Plan, Problem, Wire},
+    Batch, Dtype, Error, Layout, Machine, Mask, Mesh, Options, Plan, Problem, Result,
+    plan::{AttentionKind, Choice, Circulate, Gather, Wire},
 };
 
 /// For windows: no limit.

@@ -8,8 +8,8 @@ use core::mem::offset_of;
 
 use super::{input::array, problem::window};
 use cpattn::{
+    Error, Result,
     call::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score},
-    error::{Error, Result},
 };
 
 /// Positions and windows beyond this are a mistake; within it, no sum of a few of them overflows.

@@ -18,11 +18,10 @@ use super::{
     transport::{Any, cpattn_transport},
 };
 use cpattn::{
-    Device,
-    error::{Error, Result},
+    Device, Error, Rank, Result,
     kernel::cpu::Isa,
     report::trace,
-    runtime::{self, Rank},
+    runtime::{self},
 };
 
 #[derive(Clone, Copy, Debug)]

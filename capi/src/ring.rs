@@ -11,7 +11,7 @@ use super::{
     transport::cpattn_transport,
 };
 use cpattn::{
-    error::{Cause, Error},
+    Cause, Error,
     transport::ring_check::{Link, RingFault},
 };
 

@@ -12,8 +12,7 @@ use super::{
     status::Outcome,
 };
 use cpattn::{
-    error::Error,
-    plan::Plan,
+    Error, Plan,
     runtime::Bindings,
     schedule::{AllToAll, AllToAllDirection, Direction, TensorId},
 };

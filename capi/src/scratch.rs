@@ -16,7 +16,7 @@ use super::{
 };
 #[cfg(feature = "cuda")]
 use cpattn::kernel::cuda::StreamKernels;
-use cpattn::{Device, error::Error, kernel::Kernels, plan::Problem};
+use cpattn::{Device, Error, Problem, kernel::Kernels};
 
 /// A larger ring buffer is taken for a mistake.
 const MAX_METADATA_BYTES: u64 = 1 << 32;

@@ -12,12 +12,7 @@ use super::{
     plan::{cpattn_plan, rank_of, side},
     status::Outcome,
 };
-use cpattn::{
-    Device,
-    batch::Side,
-    error::{Error, Result},
-    plan::Plan,
-};
+use cpattn::{Device, Error, Plan, Result, Side};
 
 /// Writes a number for each of a rank's tokens: `number(token, position)`.
 ///
@@ -250,14 +245,15 @@ pub unsafe extern "C" fn cpattn_plan_shift(
         given_fill(fill)?;
         let pair = given!(pair(plan, Side::Q, rank, whole, local, false));
         let Some((whole, local)) = pair else { return Ok(()) };
-        let tokens: Vec<Option<usize>> = (0..whole.tokens).map(Some).collect();
-        for (row, token) in plan.shift(rank, &tokens, None, by)?.into_iter().enumerate() {
+        let mut row = 0;
+        plan.for_each_shifted(rank, by, |token| {
             match token {
                 // SAFETY: `token` is one of the batch's and `row` one of the rank's; `pair` compared both counts.
                 Some(token) => unsafe { copy(&whole, token, &local, row, false) },
                 // SAFETY: `row` is one of the rank's; `fill` has one element, by the header's promise.
                 None => unsafe { local.fill(row, fill.cast()) },
             }
-        }
+            row += 1;
+        });
     })
 }

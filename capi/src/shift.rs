@@ -13,7 +13,7 @@ use super::{
     rank::cpattn_rank,
     shard::{Rows, alike, apart, given_fill},
 };
-use cpattn::{batch::Side, runtime::ShiftedRows};
+use cpattn::{Side, runtime::ShiftedRows};
 
 /// Both tensors of a call, and the element for rows without a source.
 struct Shifted {

@@ -11,7 +11,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-use cpattn::error::Error;
+use cpattn::Error;
 
 pub const CPATTN_OK: i32 = 0;
 pub const CPATTN_INVALID: i32 = 1;

@@ -16,8 +16,8 @@ use std::sync::Arc;
 use std::sync::{Mutex, PoisonError};
 
 use cpattn::{
+    Cause, Error, Result,
     call::RawStream,
-    error::{Cause, Error, Result},
     transport::{Label, Message, Transport},
 };
 #[cfg(feature = "cuda")]

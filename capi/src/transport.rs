@@ -14,8 +14,7 @@ use super::{
 #[cfg(feature = "cuda")]
 use cpattn::transport::{DeviceTransport, peer};
 use cpattn::{
-    Device,
-    error::{Error, Result},
+    Device, Error, Result,
     transport::{
         Transport,
         engine::EngineTransport,

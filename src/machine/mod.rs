@@ -24,8 +24,8 @@
 //!
 //! What is not here: topologies deeper than two levels, and contention between kernels and copies for memory.
 
-mod figures;
+pub(crate) mod figures;
 mod text;
 
-pub(crate) use figures::Level;
-pub use figures::{KernelRate, KernelShape, LinkRate, Machine};
+pub use figures::{KernelRate, KernelShape, LinkRate};
+pub(crate) use figures::{Level, Machine};

@@ -138,7 +138,7 @@ impl Machine {
     /// given twice, a figure that is missing, negative or not a number.
     ///
     /// ```
-    /// use cpattn::machine::Machine;
+    /// use cpattn::Machine;
     /// let text = Machine::parse("copy = -1").unwrap_err().to_string();
     /// assert_eq!(text, "line 1 of the machine description, copy is -1, expected a number above 0");
     /// ```

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Problem × mesh × layout → plan.
 //!
-//! A [`Plan`] is a value: make it once for a batch, compare it, clone it cheaply, and run it any number of times. Every
-//! option works in every mode, or making the plan is refused with an error that names the option, the limit and the way
-//! out. A plan is the same on all ranks; `Schedule::new` makes the list of operations of one rank.
+//! A [`Plan`] is a value (`identity`): make it once for a batch, compare it, clone it cheaply, and run it any number of
+//! times. Every option works in every mode, or making the plan is refused with an error that names the option, the
+//! limit and the way out. A plan is the same on all ranks; `Schedule::new` makes the list of operations of one rank.
 
 use alloc::{format, sync::Arc, vec::Vec};
 
@@ -22,11 +22,12 @@ mod check;
 mod distribution;
 mod fingerprint;
 pub(crate) mod form;
+pub(crate) mod identity;
 pub(crate) mod layout_load;
 mod loads;
 mod nodes;
-mod options;
-mod problem;
+pub(crate) mod options;
+pub(crate) mod problem;
 pub(crate) mod shard;
 mod sides;
 mod together;
@@ -37,80 +38,17 @@ use check::check;
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
 pub(crate) use form::{CirculatingSide, Form};
+use identity::Inner;
+pub(crate) use identity::Plan;
 pub(crate) use layout_load::{LayoutLoad, load_of_key_shares};
 pub use nodes::ranks_per_node;
 pub(crate) use nodes::{crossing, divided, ring_steps};
-pub use options::{Circulate, Gather, Options, Wire};
-pub use problem::{AttentionKind, Problem};
+pub(crate) use options::Options;
+pub use options::{Circulate, Gather, Wire};
+pub use problem::AttentionKind;
+pub(crate) use problem::Problem;
 use together::form_of;
 pub(crate) use together::{FEW_KEYS, GATHERED, MANY_DOCUMENTS};
-
-/// The computation of all ranks, and its distribution over them.
-#[derive(Clone, Debug)]
-pub struct Plan {
-    inner: Arc<Inner>,
-}
-
-#[derive(Debug)]
-struct Inner {
-    problem: Problem,
-    mesh: Mesh,
-    layout: Layout,
-    options: Options,
-    form: Form,
-    /// The side that circulates in the forward.
-    forward: CirculatingSide,
-    shares: Shares,
-    fingerprint: u64,
-    /// The reason of the choice, if a machine's description decided. Not part of the plan's identity.
-    reason: Option<Arc<str>>,
-}
-
-impl Inner {
-    /// The number that ranks compare. The same plan may have other schedules in another version of this library, so the
-    /// version is part of the number.
-    fn fingerprint(&self, version: &str) -> u64 {
-        let mut h = Fingerprint::of_version(version);
-        self.problem.hash_into(&mut h);
-        // Replicas run their own batches, so the ranks of a group do not compare their number.
-        h.word(self.mesh.ring as u64);
-        h.word(self.mesh.ulysses as u64);
-        match self.layout {
-            Layout::Contiguous => h.word(0),
-            Layout::Zigzag => h.word(1),
-            Layout::ZigzagPack => h.word(2),
-            Layout::Striped { stripe } => h.word(3 | u64::from(stripe) << 8),
-            Layout::Balanced { chunks } => h.word(4 | u64::from(chunks) << 8),
-        }
-        // The chunks of each rank in a balanced layout: another plan's mask may have decided them.
-        self.shares
-            .deal()
-            .unwrap_or(&[])
-            .chunks(2)
-            .for_each(|c| h.word(c.iter().fold(0, |w, &c| w << 32 | u64::from(c))));
-        let options = &self.options;
-        h.word(options.gather as u64 | u64::from(options.reproducible) << 4 | (options.wire as u64) << 5);
-        h.word(self.form as u64 | (self.forward as u64) << 4);
-        h.word(options.passes as u64 | (options.circulate as u64) << 32 | (options.circulate_forward as u64) << 34);
-        h.word(nodes::ring_ranks_of_node(self.mesh, *options) as u64);
-        h.word(nodes::ulysses_ranks_of_node(&self.problem, self.mesh, *options) as u64);
-        h.word(nodes::ring_holders_of_node(&self.problem, self.mesh, *options) as u64);
-        h.finish()
-    }
-}
-
-impl PartialEq for Plan {
-    fn eq(&self, other: &Self) -> bool {
-        let (a, b) = (&*self.inner, &*other.inner);
-        Arc::ptr_eq(&self.inner, &other.inner)
-            || (a.fingerprint == b.fingerprint
-                && a.problem == b.problem
-                && a.mesh == b.mesh
-                && a.layout == b.layout
-                && a.shares.deal() == b.shares.deal()
-                && a.options == b.options)
-    }
-}
 
 impl Plan {
     /// Makes a plan with the default options.
@@ -140,9 +78,7 @@ impl Plan {
         let form = form_of(problem, mesh, layout, options);
         let forward = sides::forward_side(problem, mesh, &shares, form, options);
         let problem = problem.clone();
-        let mut inner = Inner { problem, mesh, layout, options, form, forward, shares, fingerprint: 0, reason: None };
-        inner.fingerprint = inner.fingerprint(env!("CARGO_PKG_VERSION"));
-        Self { inner: Arc::new(inner) }
+        Inner { problem, mesh, layout, options, form, forward, shares, fingerprint: 0, reason: None }.into()
     }
 
     /// The plan with a reason for its mesh, which [`Plan::explain`] prints.
@@ -370,20 +306,5 @@ impl Plan {
         let mut out = Vec::with_capacity(self.local_tokens(side, rank));
         self.for_each_token(side, rank, |_, pos, _| out.push(pos));
         out
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{Batch, Dtype};
-
-    #[test]
-    fn another_version_of_the_library_runs_another_plan() {
-        let problem = Problem::new(Batch::from_lengths(&[64]).unwrap(), 4, 2, 16, Dtype::F32);
-        let plan = Plan::new(&problem, Mesh::ring(2).unwrap(), Layout::Zigzag).unwrap();
-        let of = |version| plan.inner.fingerprint(version);
-        assert_eq!(plan.fingerprint(), of(env!("CARGO_PKG_VERSION")));
-        assert!(of("0.1.0") != of("0.1.1") && of("0.11.0") != of("1.1.0"));
     }
 }

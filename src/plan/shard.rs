@@ -150,16 +150,25 @@ impl Plan {
     pub fn shift<T: Copy>(&self, rank: usize, full: &[T], fill: T, by: i64) -> Result<Vec<T>> {
         self.check_rank(rank)?;
         self.check_full("full", Side::Q, full.len(), 1)?;
-        let batch = self.problem().batch();
         let mut out = Vec::with_capacity(self.local_tokens(Side::Q, rank));
+        self.for_each_shifted(rank, by, |token| out.push(token.map_or(fill, |t| full[t])));
+        Ok(out)
+    }
+
+    /// Calls `each` for every q token a rank holds, in its order, with the token `by` places on in the same document,
+    /// if there is one: the indices that [`Plan::shift`] reads at.
+    ///
+    /// # Panics
+    /// A rank outside the mesh.
+    pub fn for_each_shifted(&self, rank: usize, by: i64, mut each: impl FnMut(Option<usize>)) {
+        let batch = self.problem().batch();
         self.for_each_run(Side::Q, rank, |_, token, rows, doc| {
             let doc = batch.document(Side::Q, doc);
-            out.extend((token..token + rows).map(|t| match (t as i64).checked_add(by) {
-                Some(s) if doc.start as i64 <= s && s < doc.end as i64 => full[s as usize],
-                _ => fill,
-            }));
+            for token in token..token + rows {
+                let at = (token as i64).checked_add(by).and_then(|t| usize::try_from(t).ok());
+                each(at.filter(|t| doc.contains(t)));
+            }
         });
-        Ok(out)
     }
 
     /// [`Plan::shift`] where no rank holds the whole: which rows go from which rank to which.

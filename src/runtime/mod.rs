@@ -39,18 +39,17 @@ mod lanes;
 pub mod lanes;
 mod ops;
 mod prepared;
-mod rank;
+pub(crate) mod rank;
 mod ring;
 mod run;
 mod shift;
 mod tags;
-mod tensors;
+pub(crate) mod tensors;
 mod workspace;
 
 pub use bind::Bindings;
 pub use handle::AbortHandle;
-pub use rank::Rank;
 pub use shift::ShiftedRows;
-pub use tensors::{Backward, Forward, HostViews, Views};
 #[cfg(feature = "cuda")]
 pub use tensors::{DeviceBackward, DeviceForward, DeviceViews};
+pub use tensors::{HostViews, Views};

@@ -105,7 +105,7 @@ impl Rank {
     /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Result, Side, transport::peer};
     /// use cpattn::kernel::cuda::Cuda;
     /// use cpattn::runtime::DeviceForward;
-    /// use cpattn::tensor::{DeviceView, DeviceViewMut};
+    /// use cpattn::{DeviceView, DeviceViewMut};
     /// use half::bf16;
     /// use std::{ptr::null_mut, time::Duration};
     ///

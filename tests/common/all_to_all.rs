@@ -4,10 +4,10 @@
 use std::time::Duration;
 
 use cpattn::{
-    Batch, Device, Dtype, Element, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut,
+    Batch, Device, DeviceView, DeviceViewMut, Dtype, Element, Layout, Mesh, Plan, Problem, Rank, Result, Side, View,
+    ViewMut,
     call::RawStream,
     kernel::cuda::{Cuda, DeviceMemory},
-    tensor::{DeviceView, DeviceViewMut},
     transport::local,
 };
 

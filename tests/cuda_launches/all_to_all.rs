@@ -12,9 +12,7 @@ use crate::{
     refused::refused,
 };
 use cpattn::{
-    Device, Dtype, Element, Plan, Rank, Side, View, ViewMut,
-    kernel::cuda::Cuda,
-    tensor::{DeviceView, DeviceViewMut},
+    Device, DeviceView, DeviceViewMut, Dtype, Element, Plan, Rank, Side, View, ViewMut, kernel::cuda::Cuda,
     transport::peer,
 };
 use half::{bf16, f16};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Whole plans over NCCL: right against the f64 reference, and the same bits as over transport `peer`.
 
-use cpattn::{Layout, Mesh, Plan, Result, runtime::Rank, schedule::Direction, transport::peer};
+use cpattn::{Layout, Mesh, Plan, Rank, Result, schedule::Direction, transport::peer};
 
 use crate::{
     common::{check_on_device, reference},

@@ -18,7 +18,8 @@ use std::{
 };
 
 use cpattn::{
-    Batch, Cause, Device, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut,
+    Batch, Cause, Device, DeviceView, DeviceViewMut, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, Result,
+    Side, View, ViewMut,
     call::RawTensor,
     kernel::{
         cpu::Isa,
@@ -26,7 +27,6 @@ use cpattn::{
     },
     runtime::{Bindings, DeviceBackward, DeviceForward},
     schedule::{Direction, Schedule, TensorId},
-    tensor::{DeviceView, DeviceViewMut},
     transport::{DeviceTransport, Label, Message, Transport, peer},
 };
 use driver::{device, emulated_count};

@@ -11,8 +11,7 @@ use crate::common::{
     through::{Counted, Through},
 };
 use cpattn::{
-    Batch, Cause, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, View, ViewMut,
-    batch::Side,
+    Batch, Cause, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side, View, ViewMut,
     plan::{Circulate, Gather},
     schedule::Direction,
     transport::local,

@@ -4,8 +4,8 @@
 
 use crate::common::{Data, Random, check, one_rank, reference, run};
 use cpattn::{
-    Batch, Dtype, Layout, Mask, Mesh, Plan, Problem, Side,
-    plan::{Choice, Gather, Options},
+    Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Side,
+    plan::{Choice, Gather},
 };
 
 fn layouts() -> impl Iterator<Item = Layout> {

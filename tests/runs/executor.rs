@@ -3,7 +3,7 @@
 //! one that fails.
 
 use cpattn::kernel::cpu::Executor;
-use cpattn::runtime::{Backward, Forward};
+use cpattn::{Backward, Forward};
 use cpattn::{Batch, Dtype, Element, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, transport::local};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

@@ -3,8 +3,8 @@
 
 use std::{string::String, time::Duration, vec::Vec};
 
-/// See [`EngineTransport::LONGEST_VALUE`](super::EngineTransport::LONGEST_VALUE).
-pub(super) const LONGEST_VALUE: usize = 4096;
+/// The largest size of a value that is put into the engine's store, in bytes.
+pub const LONGEST_VALUE: usize = 4096;
 
 /// The direction of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,10 +36,9 @@ impl Failed {
 
 /// Sends and receives between the ranks of a group, and a key-value store that all of them can access.
 ///
-/// Each key of the store is written once. Values have 1 to
-/// [`EngineTransport::LONGEST_VALUE`](super::EngineTransport::LONGEST_VALUE) bytes. Several threads call the functions
-/// at the same time; while one thread waits in [`wait_for`](Self::wait_for), `put` and `look` must still work on other
-/// threads, which may take a second connection to the store.
+/// Each key of the store is written once. Values have 1 to [`LONGEST_VALUE`] bytes. Several threads
+/// call the functions at the same time; while one thread waits in [`wait_for`](Self::wait_for), `put` and `look` must
+/// still work on other threads, which may take a second connection to the store.
 ///
 /// # Safety
 /// After [`close`](Self::close) has returned, or [`wait`](Self::wait) has returned success for a message, nothing may

@@ -37,8 +37,7 @@ use core::ops::Range;
 
 use super::{Label, Message, Transport, rules};
 use crate::error::{Cause, Error, Result, RunName};
-use contract::LONGEST_VALUE;
-pub use contract::{Engine, Failed, MessageDirection};
+pub use contract::{Engine, Failed, LONGEST_VALUE, MessageDirection};
 use moves::{MessageBuffers, Stop};
 use search::EngineGroup;
 use verdict::Verdict;
@@ -68,9 +67,6 @@ impl<E: Engine> core::fmt::Debug for EngineTransport<E> {
 }
 
 impl<E: Engine> EngineTransport<E> {
-    /// The largest size of a value that is put into the engine's store, in bytes.
-    pub const LONGEST_VALUE: usize = LONGEST_VALUE;
-
     /// Makes a transport that is not connected yet. `deadline` is a timeout: a call fails if it waits so long while
     /// none of its messages moves. It must be longer than the longest time that a peer computes between two calls.
     ///

@@ -3,7 +3,7 @@
 
 mod overlap;
 
-use cpattn::{Dtype, Element, Error, View, ViewMut, call::RawTensor, tensor::disjoint};
+use cpattn::{Dtype, Element, Error, View, ViewMut, call::RawTensor, disjoint};
 use half::{bf16, f16};
 use overlap::footprint;
 use proptest::prelude::*;

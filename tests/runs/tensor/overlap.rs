@@ -5,7 +5,7 @@
 //! and a few tensors of real size show that the decision needs no enumeration.
 
 use super::{refusal, refuses};
-use cpattn::{Dtype, call::RawTensor, tensor::disjoint};
+use cpattn::{Dtype, call::RawTensor, disjoint};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 

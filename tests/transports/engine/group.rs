@@ -9,8 +9,7 @@ use std::{
 };
 
 use cpattn::{
-    Error,
-    error::{RunKind, RunName},
+    Error, RunKind, RunName,
     transport::{Label, Message, Transport, engine::EngineTransport},
 };
 

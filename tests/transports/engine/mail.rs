@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cpattn::transport::engine::{Engine, EngineTransport, Failed, MessageDirection};
+use cpattn::transport::engine::{Engine, EngineTransport, Failed, LONGEST_VALUE, MessageDirection};
 
 /// From, to, tag, and which of these.
 type Place = (usize, usize, u32, u64);
@@ -216,7 +216,7 @@ unsafe impl Engine for Mail {
     }
 
     fn put(&self, key: &str, value: &[u8]) -> Result<Vec<u8>, Failed> {
-        assert!(!value.is_empty() && value.len() <= EngineTransport::<Self>::LONGEST_VALUE);
+        assert!(!value.is_empty() && value.len() <= LONGEST_VALUE);
         let there = self.store(|state| Some(state.keys.entry(key.into()).or_insert_with(|| value.into()).clone()));
         self.changed(there)
     }

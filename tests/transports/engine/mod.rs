@@ -18,8 +18,7 @@ use std::{
 };
 
 use cpattn::{
-    Batch, Cause, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut,
-    error::{RunKind, RunName},
+    Batch, Cause, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, RunKind, RunName, Side, View, ViewMut,
     transport::{Label, Message, Transport, local},
 };
 use group::{LONG, SHORT, exchange, found, named, play, says};
