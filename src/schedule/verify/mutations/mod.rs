@@ -47,7 +47,7 @@ fn proof<'a>(s: &'a Subject, listed: &'a [Vec<ListedOp>]) -> Result<Proof<'a>> {
     let (plan, purpose, e) = (&s.plan, s.purpose, &mut Expansion::default());
     let ranks =
         s.schedules.iter().zip(listed).map(|(x, written)| check_rank(x.clone(), Some(written), plan, purpose, e));
-    Ok(Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()? })
+    Ok(Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()?, threads: 1 })
 }
 
 fn subjects() -> Vec<Subject> {
