@@ -281,18 +281,28 @@ pub(crate) fn chunk_limit(chunks: u32, ring: usize) -> Result<()> {
 /// The mask areas of the pack's q tokens in `parts` chunks.
 fn chunk_areas(batch: &Batch, mask: Mask, parts: usize) -> Vec<u64> {
     let n = batch.tokens(Side::Q);
+    let (whole, rest) = (n / parts, n % parts);
+    // The border, and how much it was rounded down: ⌊c·n/parts⌋ of each c without a division.
+    let (mut t, mut carry, mut end) = (0, 0, 0);
     let mut d = 0;
-    let chunk = |c| {
-        let (mut t, end) = (cut(c, n, parts), cut(c + 1, n, parts));
+    let document = |d: usize| {
+        let doc = batch.document(Side::Q, d);
+        (doc.end, batch.start(Side::Q, d) - doc.start as i64, batch.document(Side::K, d).len() as i64)
+    };
+    let mut doc = if n > 0 { document(0) } else { (0, 0, 0) };
+    let chunk = |_| {
+        carry += rest;
+        let more = carry >= parts;
+        carry -= if more { parts } else { 0 };
+        end += whole + usize::from(more);
         let mut area = 0;
         while t < end {
-            while batch.document(Side::Q, d).end <= t {
+            while doc.0 <= t {
                 d += 1;
+                doc = document(d);
             }
-            let doc = batch.document(Side::Q, d);
-            let next = end.min(doc.end);
-            let base = batch.start(Side::Q, d) - doc.start as i64;
-            area += mask.area(base + t as i64, base + next as i64, batch.document(Side::K, d).len() as i64) as u64;
+            let next = end.min(doc.0);
+            area += mask.area(doc.1 + t as i64, doc.1 + next as i64, doc.2) as u64;
             t = next;
         }
         area

@@ -79,14 +79,26 @@ pub(crate) fn load_of_key_shares(problem: &Problem, shares: &Shares) -> LayoutLo
     of_each(problem, shares, load_of_keys)
 }
 
-fn of_each(
-    problem: &Problem,
-    shares: &Shares,
-    load: fn(&Shares, &Batch, Mask, usize, &mut SegmentLists) -> Load,
-) -> LayoutLoad {
-    let (batch, mask, ring) = (problem.batch(), problem.mask(), shares.ring());
+/// The k rows that each ring rank needs of others, counted as they are asked for.
+pub(super) fn needed_keys(problem: &Problem, shares: &Shares) -> impl Iterator<Item = u64> {
+    each(problem, shares, load).map(|l| l.needed)
+}
+
+/// The same of q rows where q travels.
+pub(super) fn needed_queries(problem: &Problem, shares: &Shares) -> impl Iterator<Item = u64> {
+    each(problem, shares, load_of_keys).map(|l| l.needed)
+}
+
+/// How to count one ring rank.
+type LoadOfRank = fn(&Shares, &Batch, Mask, usize, &mut SegmentLists) -> Load;
+
+fn of_each(problem: &Problem, shares: &Shares, load: LoadOfRank) -> LayoutLoad {
+    largest_and_total(shares.layout(), shares.ring(), each(problem, shares, load))
+}
+
+fn each(problem: &Problem, shares: &Shares, load: LoadOfRank) -> impl Iterator<Item = Load> {
     let mut lists = SegmentLists::default();
-    largest_and_total(shares.layout(), ring, (0..ring).map(|r| load(shares, batch, mask, r, &mut lists)))
+    (0..shares.ring()).map(move |r| load(shares, problem.batch(), problem.mask(), r, &mut lists))
 }
 
 /// The largest and the total of the ranks' loads.

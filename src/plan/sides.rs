@@ -14,19 +14,46 @@
 //! The choice depends on the problem, the mesh and the layout alone, so all ranks make the same one.
 
 use super::{Circulate, CirculatingSide, Form, Options, Problem, layout_load};
-use crate::{heads::HeadShare, layout::Shares, mesh::Mesh};
+use crate::{batch::Side, heads::HeadShare, layout::Shares, mesh::Mesh};
 
-/// Bytes that ring ranks receive in a forward of ring steps, all together: with k and v circulating, and with q. Of
-/// several nodes as if rows did not cross once and were passed on.
-pub(super) fn forward_bytes(problem: &Problem, mesh: Mesh, shares: &Shares) -> [u128; 2] {
+/// Bytes of a row that travels in a forward of ring steps, to all ranks of a Ulysses group: of k and v, and of q with o.
+fn row_bytes(problem: &Problem, mesh: Mesh) -> [u128; 2] {
     let [heads, kv_heads] = [problem.heads() as u32, problem.kv_heads() as u32];
     let held = |u| HeadShare::new(u, mesh.ulysses, heads, kv_heads).kv.len() as u128;
     let held: u128 = (0..mesh.ulysses).map(held).sum();
     let (e, a) = (problem.dtype().size() as u128, problem.dtype().accumulator().size() as u128);
     let (dk, dv) = (problem.head_dim() as u128, problem.value_dim() as u128);
+    [held * (dk + dv) * e, u128::from(heads) * (dk * e + (dv + 2) * a)]
+}
+
+/// Bytes that ring ranks receive in a forward of ring steps, all together: with k and v circulating, and with q. Of
+/// several nodes as if rows did not cross once and were passed on.
+pub(super) fn forward_bytes(problem: &Problem, mesh: Mesh, shares: &Shares) -> [u128; 2] {
+    let [of_key, of_query] = row_bytes(problem, mesh);
     let keys = layout_load::load_of_shares(problem, shares).total.needed;
     let queries = layout_load::load_of_key_shares(problem, shares).total.needed;
-    [u128::from(keys) * held * (dk + dv) * e, u128::from(queries) * u128::from(heads) * (dk * e + (dv + 2) * a)]
+    [u128::from(keys) * of_key, u128::from(queries) * of_query]
+}
+
+/// Whether q's bytes are fewer than those of k and v. Ranks are counted one by one, until the answer is certain: with
+/// few q rows before long, because a row of q goes to no more than all other ranks.
+fn queries_are_fewer(problem: &Problem, mesh: Mesh, shares: &Shares) -> bool {
+    let [of_key, of_query] = row_bytes(problem, mesh);
+    let most = problem.batch().tokens(Side::Q) as u128 * (mesh.ring as u128 - 1) * of_query;
+    let (mut keys, mut queries) = (0, 0);
+    for rows in layout_load::needed_keys(problem, shares) {
+        keys += u128::from(rows) * of_key;
+        if keys > most {
+            return true;
+        }
+    }
+    for rows in layout_load::needed_queries(problem, shares) {
+        queries += u128::from(rows) * of_query;
+        if queries >= keys {
+            return false;
+        }
+    }
+    true
 }
 
 /// Whether an automatic choice compares the bytes of a forward.
@@ -45,8 +72,11 @@ pub(super) fn forward_side(
     match options.circulate_forward {
         Circulate::Queries => CirculatingSide::Queries,
         Circulate::Auto if counts(problem, mesh, form, options) => {
-            let [keys, queries] = forward_bytes(problem, mesh, shares);
-            if queries < keys { CirculatingSide::Queries } else { CirculatingSide::Keys }
+            if queries_are_fewer(problem, mesh, shares) {
+                CirculatingSide::Queries
+            } else {
+                CirculatingSide::Keys
+            }
         }
         Circulate::Auto | Circulate::Keys => CirculatingSide::Keys,
     }

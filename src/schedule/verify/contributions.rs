@@ -15,12 +15,20 @@ pub(super) struct Atom {
 /// another list; entry 0 is empty.
 pub(super) struct Contributions {
     all: Vec<(u32, Atom)>,
-    /// Entries of `all`, each at the first free place from the one that its hash names; 0 is a free place. There are
-    /// twice as many places as entries or more, a power of two.
+    /// Of each call the first entries that end with it; 0 is a free place. A call mostly has no more, and its place is
+    /// near that of the call before, which is in the cache.
+    of_calls: Vec<[u32; FIRST]>,
+    /// The other entries of `all`, each at the first free place from the one that its hash names. There are twice as
+    /// many places as these entries or more, a power of two.
     places: Vec<u32>,
+    /// How many these are.
+    hashed: usize,
     /// The last sum: runs one after another usually add the same.
     last: (u32, u32, u32),
 }
+
+/// How many entries of a call are found without a hash.
+const FIRST: usize = 4;
 
 fn hash((list, atom): (u32, Atom)) -> usize {
     // Factors of a multiplicative hash: odd, with bits spread evenly.
@@ -32,7 +40,13 @@ fn hash((list, atom): (u32, Atom)) -> usize {
 
 impl Contributions {
     pub fn new() -> Self {
-        Self { all: vec![(0, Atom { call: 0, head: 0, heads: 0 })], places: vec![0; 16], last: (0, 0, 0) }
+        Self {
+            all: vec![(0, Atom { call: 0, head: 0, heads: 0 })],
+            of_calls: Vec::new(),
+            places: vec![0; 16],
+            hashed: 0,
+            last: (0, 0, 0),
+        }
     }
 
     pub fn get(&self, list: u32) -> Vec<Atom> {
@@ -58,18 +72,31 @@ impl Contributions {
     }
 
     fn add(&mut self, list: u32, atom: Atom) -> u32 {
+        let new = self.all.len() as u32;
+        let call = atom.call as usize;
+        if self.of_calls.len() <= call {
+            self.of_calls.resize(call + 1, [0; FIRST]);
+        }
+        for first in &mut self.of_calls[call] {
+            if *first == 0 {
+                *first = new;
+                self.all.push((list, atom));
+                return new;
+            }
+            if self.all[*first as usize] == (list, atom) {
+                return *first;
+            }
+        }
         let at = self.place((list, atom));
         if self.places[at] > 0 {
             return self.places[at];
         }
-        let new = self.all.len() as u32;
         self.all.push((list, atom));
         self.places[at] = new;
-        if 2 * self.all.len() > self.places.len() {
-            let places = 2 * self.places.len();
-            self.places.clear();
-            self.places.resize(places, 0);
-            for entry in 1..=new {
+        self.hashed += 1;
+        if 2 * self.hashed > self.places.len() {
+            let places = vec![0; 2 * self.places.len()];
+            for entry in core::mem::replace(&mut self.places, places).into_iter().filter(|&entry| entry > 0) {
                 let at = self.place(self.all[entry as usize]);
                 self.places[at] = entry;
             }

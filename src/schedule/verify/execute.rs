@@ -52,7 +52,7 @@ impl<'a> Prover<'a> {
         let report = |ops: &RankOps| RankReport {
             rank: ops.rank(),
             operations: ops.len(),
-            exchanges: (0..ops.len()).filter(|&i| ops.form(i).kind.is_exchange()).count(),
+            exchanges: (0..ops.len()).filter(|&i| ops.is_exchange(i)).count(),
             workspace: ops.frame().workspace,
             traffic: Vec::new(),
         };

@@ -156,7 +156,7 @@ pub(super) fn run(prover: &mut Prover) -> Result<()> {
 /// The first operation of a lane from one on, or how many operations there are.
 fn next_of(prover: &Prover, r: usize, lane: usize, from: usize) -> usize {
     let ops = &prover.ranks[r];
-    (from..ops.len()).find(|&i| ops.form(i).lane as usize == lane).unwrap_or(ops.len())
+    (from..ops.len()).find(|&i| ops.lane(i) as usize == lane).unwrap_or(ops.len())
 }
 
 fn run_all(prover: &mut Prover, ranks: &mut [RankProgress]) -> Result<()> {
@@ -168,11 +168,11 @@ fn run_all(prover: &mut Prover, ranks: &mut [RankProgress]) -> Result<()> {
             for l in 0..2 {
                 while ranks[r].next[l] < prover.ranks[r].len() {
                     let i = ranks[r].next[l];
-                    let done = |a: usize| a < ranks[r].next[prover.ranks[r].form(a).lane as usize];
+                    let done = |a: usize| a < ranks[r].next[prover.ranks[r].lane(a) as usize];
                     if prover.ranks[r].after(i).is_some_and(|a| !done(a)) {
                         break;
                     }
-                    if prover.ranks[r].form(i).kind.is_exchange() {
+                    if prover.ranks[r].is_exchange(i) {
                         if ranks[r].posted.is_none() {
                             post(prover, ranks, r, i, &mut queue)?;
                             moved = true;

@@ -78,7 +78,7 @@ pub(crate) fn verify_all_to_all(schedules: &[Schedule], plan: &Plan, all_to_all:
 
 fn list_and_prove(schedules: &[Schedule], plan: &Plan, purpose: Purpose) -> Result<Report> {
     let ranks = schedules.iter().map(|s| check_rank(s.clone(), None, plan, purpose, &mut Expansion::default()));
-    Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()? }.finish()
+    Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()?, threads: parallel::processors() }.finish()
 }
 
 /// Checks all that needs no other rank. What is `written` is checked and runs in place of what the operations list.
@@ -112,6 +112,8 @@ struct Proof<'a> {
     plan: &'a Plan,
     purpose: Purpose,
     ranks: Vec<RankOps<'a>>,
+    /// How many threads may check what the ranks end with.
+    threads: usize,
 }
 
 impl Proof<'_> {
@@ -132,7 +134,7 @@ impl Proof<'_> {
     /// Runs all ranks, and checks what they end with.
     fn finish(self) -> Result<Report> {
         let whole_rows = self.takes_whole_rows();
-        let Self { plan, purpose, ranks } = self;
+        let Self { plan, purpose, ranks, threads } = self;
         let memory = |s| memory::Memory::new(s, promise::tables(s, plan, purpose, whole_rows), whole_rows);
         let memories = ranks.iter().map(|rank| memory(rank.frame())).collect();
         let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows);
@@ -146,7 +148,7 @@ impl Proof<'_> {
             return Err(prover.err(rank, 0, text));
         }
         let pairs = match purpose {
-            Purpose::Attention(direction) => outputs::check(&mut prover, direction)?,
+            Purpose::Attention(direction) => outputs::check(&prover, direction, threads)?,
             Purpose::AllToAll(all_to_all) => all_to_all::check(&mut prover, all_to_all)?,
         };
         Ok(Report { pairs, ranks: prover.traffic })
@@ -186,26 +188,26 @@ impl Plan {
     /// [`Error::Schedule`] with the first flaw found.
     pub fn verify(&self) -> Result<(Report, Report)> {
         // A rank's operations are made, checked, and kept in a small form before those of the next are made.
-        let check = |s: Result<Schedule>, e: &mut Expansion| {
-            s.and_then(|s| {
-                let purpose = Purpose::Attention(s.direction);
-                check_rank(s, None, self, purpose, e)
-            })
+        let check = |direction, threads| {
+            let of_rank = |rank, e: &mut Expansion| {
+                let schedule = Schedule::new(self, rank, direction)?;
+                check_rank(schedule, None, self, Purpose::Attention(direction), e)
+            };
+            parallel::each(self.mesh().group(), threads, of_rank).into_iter().collect::<Result<Vec<_>>>()
         };
-        let both = |rank: usize, e: &mut Expansion| {
-            let forward = Schedule::new(self, rank, Direction::Forward);
-            let known = forward.as_ref().map(Schedule::known_steps).unwrap_or_default();
-            (check(forward, e), check(Schedule::backward_with(self, rank, &known), e))
-        };
-        let prove = |ranks: Vec<Result<RankOps>>, direction| {
-            let purpose = Purpose::Attention(direction);
-            let proof = Proof { plan: self, purpose, ranks: ranks.into_iter().collect::<Result<_>>()? };
+        let prove = |ranks: Vec<RankOps>, direction, threads| {
+            let proof = Proof { plan: self, purpose: Purpose::Attention(direction), ranks, threads };
             group_of(proof.frames(), self)?;
             proof.finish()
         };
-        let (forward, backward): (Vec<_>, Vec<_>) = parallel::each(self.mesh().group(), both).into_iter().unzip();
-        let (forward, backward) =
-            parallel::two(|| prove(forward, Direction::Forward), || prove(backward, Direction::Backward));
+        // The run of all ranks is one thread's work, and takes twice as long backward as forward. So it begins with the
+        // backward's ranks, and another thread checks the forward's meanwhile.
+        let all = parallel::processors();
+        let others = all.saturating_sub(1).max(1);
+        let backward = check(Direction::Backward, all);
+        let forward = || check(Direction::Forward, others).and_then(|ranks| prove(ranks, Direction::Forward, others));
+        let backward = || backward.and_then(|ranks| prove(ranks, Direction::Backward, all));
+        let (forward, backward) = parallel::two(forward, backward);
         Ok((forward?, backward?))
     }
 

@@ -9,6 +9,7 @@ use super::{
     contributions::Atom,
     execute::Prover,
     geometry::rows_between,
+    parallel,
 };
 use crate::{
     batch::Side,
@@ -17,27 +18,25 @@ use crate::{
     schedule::{Buf, BufferView, Direction, Form, TensorId},
 };
 
-/// Checks all ranks; returns how many (q, k, q head) triples were attended.
-pub(super) fn check(p: &mut Prover, direction: Direction) -> Result<u128> {
+/// Checks all ranks, on so many threads at most; returns how many (q, k, q head) triples were attended.
+pub(super) fn check(p: &Prover, direction: Direction, threads: usize) -> Result<u128> {
     tokens_are_dealt_once(p)?;
-    for r in 0..p.ranks.len() {
+    let of_rank = |r: usize, (): &mut ()| {
         p.memories[r].check_all_read()?;
         match direction {
             Direction::Forward => {
-                let finals = [What::Final(TensorId::O), What::Final(TensorId::Lse)];
-                tensor(p, r, TensorId::O, finals[0])?;
-                tensor(p, r, TensorId::Lse, finals[1])?;
+                tensor(p, r, TensorId::O, What::Final(TensorId::O))?;
+                tensor(p, r, TensorId::Lse, What::Final(TensorId::Lse))
             }
             Direction::Backward => {
                 for t in [TensorId::Dq, TensorId::Dk, TensorId::Dv] {
                     tensor(p, r, t, What::Sum(t))?;
                 }
-                if p.plan.problem().sinks() {
-                    sinks(p, r)?;
-                }
+                if p.plan.problem().sinks() { sinks(p, r) } else { Ok(()) }
             }
         }
-    }
+    };
+    parallel::each(p.ranks.len(), threads, of_rank).into_iter().collect::<Result<()>>()?;
     // Each output is complete and each pair is in it once, so anything beyond that was computed in vain.
     let needed = p.plan.problem().area() * p.plan.problem().heads() as u128;
     let last = p.ranks[0].last();
@@ -64,7 +63,7 @@ pub(super) fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
 }
 
 /// One output of one rank.
-fn tensor(p: &mut Prover, r: usize, tensor: TensorId, want: What) -> Result<()> {
+fn tensor(p: &Prover, r: usize, tensor: TensorId, want: What) -> Result<()> {
     let rank = p.ranks[r].rank();
     let side = super::memory::side_of(tensor);
     let tokens = p.plan.token_indices(side, rank);
@@ -228,7 +227,7 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> core::resul
 }
 
 /// The sinks' gradient of a rank: every rank's partial once, in rank order.
-fn sinks(p: &mut Prover, r: usize) -> Result<()> {
+fn sinks(p: &Prover, r: usize) -> Result<()> {
     let heads = p.plan.problem().heads() as u32;
     let view = BufferView { buf: Buf::User(TensorId::Dsinks), row: 0, rows: 1, head: 0, heads };
     let last = p.ranks[r].last();

@@ -8,15 +8,22 @@
 use alloc::vec::Vec;
 
 use super::listed::{ListedOp, list_one};
-use crate::schedule::{Op, OpKind, Schedule, expand::Expansion};
+use crate::schedule::{Lane, Op, OpKind, Schedule, expand::Expansion};
 
-/// An operation: its form, and the figures in which it differs from others of that form.
+/// An operation: its form, the figures in which it differs from others of that form, and those of the form that the run
+/// asks for most.
 #[derive(Clone, Copy)]
 struct PackedOp {
     form: u32,
     ring_step: u32,
-    after: Option<u32>,
+    /// [`NOTHING`], or what it waits for.
+    after: u32,
+    lane: Lane,
+    exchange: bool,
 }
+
+/// An operation waits for nothing. No schedule has as many operations.
+const NOTHING: u32 = u32::MAX;
 
 /// How many of the last forms an operation is compared with.
 const LOOKED_AT: usize = 16;
@@ -56,11 +63,11 @@ impl<'a> RankOps<'a> {
         for mut op in ops {
             let ring_step = ring_step(&mut op.kind).map_or(0, core::mem::take);
             op.step = 0;
-            let after = op.after.take();
+            let after = op.after.take().unwrap_or(NOTHING);
             let looked_at = forms.len().saturating_sub(LOOKED_AT);
             let known = forms[looked_at..].iter().rposition(|f| *f == op).map(|i| looked_at + i);
             let form = known.unwrap_or(forms.len()) as u32;
-            entries.push(PackedOp { form, ring_step, after });
+            entries.push(PackedOp { form, ring_step, after, lane: op.lane, exchange: op.kind.is_exchange() });
             if known.is_none() {
                 forms.push(op);
             }
@@ -101,7 +108,17 @@ impl<'a> RankOps<'a> {
 
     /// What an operation waits for.
     pub fn after(&self, op: usize) -> Option<usize> {
-        self.entries[op].after.map(|after| after as usize)
+        Some(self.entries[op].after).filter(|&after| after != NOTHING).map(|after| after as usize)
+    }
+
+    /// The lane of an operation.
+    pub fn lane(&self, op: usize) -> Lane {
+        self.entries[op].lane
+    }
+
+    /// Whether an operation is an exchange.
+    pub fn is_exchange(&self, op: usize) -> bool {
+        self.entries[op].exchange
     }
 
     /// Writes out an operation.

@@ -7,29 +7,35 @@ use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 #[cfg(feature = "std")]
 use std::sync::{Mutex, PoisonError};
 
-use crate::schedule::expand::Expansion;
-
 /// How many threads are worth starting.
-#[cfg(feature = "std")]
-fn processors() -> usize {
-    std::thread::available_parallelism().map_or(1, core::num::NonZero::get)
+pub(super) fn processors() -> usize {
+    #[cfg(feature = "std")]
+    let processors = std::thread::available_parallelism().map_or(1, core::num::NonZero::get);
+    #[cfg(not(feature = "std"))]
+    let processors = 1;
+    processors
 }
 
 /// The fewest ranks that a further thread is started for.
 #[cfg(feature = "std")]
 const RANKS_OF_A_THREAD: usize = 16;
 
-/// Calls `work` for each of so many ranks.
-pub(super) fn each<T: Send>(ranks: usize, work: impl Fn(usize, &mut Expansion) -> T + Sync) -> Vec<T> {
+/// Calls `work` for each of so many ranks, on so many threads at most, each with room of its own.
+#[cfg_attr(not(feature = "std"), expect(unused_variables, reason = "threads need std"))]
+pub(super) fn each<T: Send, R: Default>(
+    ranks: usize,
+    threads: usize,
+    work: impl Fn(usize, &mut R) -> T + Sync,
+) -> Vec<T> {
     let next = AtomicUsize::new(0);
     let take = || {
-        let mut expansion = Expansion::default();
+        let mut room = R::default();
         let left = core::iter::from_fn(|| Some(next.fetch_add(1, Relaxed)).filter(|&rank| rank < ranks));
-        left.map(|rank| (rank, work(rank, &mut expansion))).collect::<Vec<_>>()
+        left.map(|rank| (rank, work(rank, &mut room))).collect::<Vec<_>>()
     };
     #[cfg(feature = "std")]
     let mut done = std::thread::scope(|scope| {
-        let threads = processors().min(ranks / RANKS_OF_A_THREAD);
+        let threads = threads.min(ranks / RANKS_OF_A_THREAD);
         // Where a thread cannot be started, others do its part.
         let start = |_| std::thread::Builder::new().spawn_scoped(scope, take).ok();
         let helpers: Vec<_> = (1..threads).filter_map(start).collect();
