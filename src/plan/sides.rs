@@ -16,7 +16,8 @@
 use super::{Circulate, CirculatingSide, Form, Options, Problem, layout_load};
 use crate::{batch::Side, heads::HeadShare, layout::Shares, mesh::Mesh};
 
-/// Bytes of a row that travels in a forward of ring steps, to all ranks of a Ulysses group: of k and v, and of q with o.
+/// Bytes of a row that travels in a forward of ring steps, to all ranks of a Ulysses group: of k and v, and of q with
+/// o.
 fn row_bytes(problem: &Problem, mesh: Mesh) -> [u128; 2] {
     let [heads, kv_heads] = [problem.heads() as u32, problem.kv_heads() as u32];
     let held = |u| HeadShare::new(u, mesh.ulysses, heads, kv_heads).kv.len() as u128;
