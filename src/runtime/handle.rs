@@ -30,7 +30,7 @@ impl AbortHandle {
         }
     }
 
-    /// As [`Rank::poll`](super::Rank::poll).
+    /// As [`Rank::poll`](crate::Rank::poll).
     pub fn poll(&self) -> Result<()> {
         self.transport.upgrade().map_or(Ok(()), |transport| self.failure.poll(&*transport))
     }

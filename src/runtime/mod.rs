@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks, and how they run schedules.
 //!
-//! A [`Rank`] is made once and runs many plans, one after another. It owns a transport, the workspace, and the
-//! schedules of its last plans. A run executes the schedule's operations on two *lanes*, one for kernels and one for
-//! exchanges; each operation waits for at most one operation of the other lane. There is no barrier between steps, and
-//! a run of a prepared plan allocates nothing. On the CPU the compute lane is the calling thread and the communication
-//! lane is a thread of the rank; on a device both lanes are streams.
+//! A [`Rank`](crate::Rank) is made once and runs many plans, one after another. It owns a transport, the workspace, and
+//! the schedules of its last plans. A run executes the schedule's operations on two *lanes*, one for kernels and one
+//! for exchanges; each operation waits for at most one operation of the other lane. There is no barrier between steps,
+//! and a run of a prepared plan allocates nothing. On the CPU the compute lane is the calling thread and the
+//! communication lane is a thread of the rank; on a device both lanes are streams.
 //!
 //! - [`rank`]: the rank; [`tensors`]: its typed calls, for host memory and devices; [`all_to_all`]: the two all-to-alls
 //!   as separate calls; [`handle`]: the calls that other threads may make;

@@ -184,7 +184,7 @@ impl Mpi {
     /// collective of MPI on `comm`, and waits as such.
     ///
     /// # Errors
-    /// As [`ranks_per_node`](crate::plan::ranks_per_node), where ranks are not numbered node by node or nodes have
+    /// As [`ranks_per_node`], where ranks are not numbered node by node or nodes have
     /// different numbers of them; [`Error::Invalid`] if MPI is not usable or `comm` null or of two groups;
     /// [`Error::Device`] if a call of MPI fails.
     pub fn ranks_per_node(comm: &impl AsRaw<Raw = MPI_Comm>) -> Result<usize> {
