@@ -144,7 +144,8 @@ fn the_aggregate_model_knows_all_to_alls_over_nodes() {
     }
 }
 
-/// Rings over nodes in which several ranks hold a kv head: its rows cross in parts, which are passed on inside the node.
+/// Rings over nodes in which several ranks hold a kv head: its rows cross in parts, which are passed on inside the
+/// node.
 #[test]
 fn the_aggregate_model_knows_divided_rows() {
     let machine = Machine { ranks_per_node: 4, cards_per_node: 4, ..h100() };
@@ -173,7 +174,8 @@ fn the_aggregate_model_knows_divided_rows() {
                         c.mesh,
                         c.layout
                     );
-                    // Messages of few tokens are little more than latencies, which the model does not overlap as a run does.
+                    // Messages of few tokens are little more than latencies, which the model does not overlap as a run
+                    // does.
                     let range = if tokens > 1 << 16 { 0.99..1.05 } else { 0.84..1.18 };
                     assert!(range.contains(&time), "{what}");
                     assert!(mask != Mask::full() || (0.99..1.01).contains(&cards), "{what}");
