@@ -75,7 +75,7 @@ impl Plan {
     /// [`Plan::with_tokens_of`].
     ///
     /// ```
-    /// use cpattn::{Batch, Dtype, Mask, Plan, Problem, plan::Options};
+    /// use cpattn::{Batch, Dtype, Mask, Options, Plan, Problem};
     /// let full = Problem::new(Batch::from_lengths(&[9000, 700, 2500])?, 8, 8, 64, Dtype::Bf16);
     /// let windowed = full.clone().with_mask(Mask::sliding(512));
     /// // Five windowed layers for each full one, as Gemma 3 has.

@@ -37,7 +37,7 @@ impl Plan {
     /// As [`meshes`](super::meshes), and those of [`Plan::with_options`] if no mesh can have these options.
     ///
     /// ```
-    /// use cpattn::{Batch, Dtype, Machine, Plan, Problem, plan::Options};
+    /// use cpattn::{Batch, Dtype, Machine, Options, Plan, Problem};
     /// let machine = Machine::parse(include_str!("../../machines/h100_8x400g.machine"))?;
     /// let problem = Problem::new(Batch::from_lengths(&[1 << 18, 1 << 16])?, 32, 8, 128, Dtype::Bf16);
     /// let plan = Plan::auto_on(&problem, 16, &machine, Options::default())?;
