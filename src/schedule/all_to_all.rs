@@ -9,7 +9,7 @@ use crate::{batch::Side, element::Dtype};
 pub enum AllToAllDirection {
     /// From the rank's own tokens and all heads to the ring share's tokens and the rank's own heads.
     ToHeads,
-    /// Back.
+    /// From the ring share's tokens and the rank's own heads back to the rank's own tokens and all heads.
     ToTokens,
 }
 

@@ -13,7 +13,7 @@ use super::{BlockView, BufferView, MessageView, OpKind, RangeScratch, RingSteps,
 /// message of a run.
 pub const MESSAGES_PER_PEER: usize = 8;
 
-/// The most of them that are rows, as schedules list them. Rows that would take more are packed first.
+/// The most of these messages that carry rows, as schedules list them. Rows that would take more are packed first.
 pub const ROWS_PER_PEER: usize = MESSAGES_PER_PEER - 1;
 
 /// Room for the lists of one operation.
@@ -38,11 +38,11 @@ struct MessageRun {
     owner_row: u64,
     slot_row: u64,
     rows: u64,
-    /// First row in the buffer that they are packed into, if they are.
+    /// First row in the packed buffer, if the rows are packed.
     packed: Option<u64>,
 }
 
-/// Whether the runs of one peer, of each of some tensors, are too many messages to go as they lie.
+/// Whether these runs of one peer, times the tensors sent, are too many messages to send in place.
 pub(super) const fn is_fragmented(runs: usize, tensors: usize) -> bool {
     runs > 1 && runs * tensors > ROWS_PER_PEER
 }
@@ -122,9 +122,9 @@ impl Expansion {
         &self.messages
     }
 
-    /// Lists the blocks of a transform or a reduce. What several peers return for one row is added peer by peer, so a
-    /// reduce comes in parts whose blocks do not overlap: calls `each(blocks, sources)` for every part, in order. A
-    /// merge is listed as a reduce is; its blocks come in pairs, of o and of lse.
+    /// Lists the blocks of a transform or a reduce: calls `each(blocks, sources)` for every part, in order. Blocks of
+    /// one part do not overlap: contributions of several peers to one row are added peer by peer, in separate parts. A
+    /// merge is listed like a reduce; its blocks come in pairs, of o and of lse.
     pub fn blocks<E>(
         &mut self,
         schedule: &Schedule,
@@ -212,13 +212,13 @@ impl Expansion {
         }
     }
 
-    /// How many runs, from the one at `at` on, are of one peer.
+    /// The number of runs from `at` on that have the same peer.
     fn runs_of_peer(&self, at: usize) -> usize {
         self.runs[at..].iter().take_while(|r| r.peer == self.runs[at].peer).count()
     }
 
-    /// Joins the runs of each peer that has too many: they are packed at the owner, and contiguous in the slot anyway.
-    /// Both ends of a message count the same runs, so they join the same.
+    /// Joins the runs of each peer that has too many: the owner packs them, and they are contiguous in the slot anyway.
+    /// Both ends of a message count the same runs, so both join them.
     fn pack_runs(&mut self, tensors: usize) {
         let (mut at, mut kept, mut row) = (0, 0, 0);
         while at < self.runs.len() {

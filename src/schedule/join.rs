@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which rows of one share another share needs.
 //!
-//! A *circulating* share (k and v, or the q side) is sent to the rank of a *stationary*
-//! one. A circulating row is needed if the mask allows at least one pair with a stationary row of its document;
-//! [`join`] finds exactly those rows, as [`Fragment`]s that are compact in the receive buffer. Owner and reader both
-//! call it with the same arguments, so they get the same messages without communicating.
+//! A *circulating* share (k and v, or the q side) is sent to the rank of a *stationary* share. A circulating row is
+//! needed if the mask allows at least one pair with a stationary row of its document; [`join`] finds exactly those
+//! rows, as [`Fragment`]s that are compact in the receive buffer. Owner and reader both call it with the same
+//! arguments, so they get the same messages without communicating.
 //!
 //! Both shares list documents in ascending order and the segments of one document in ascending positions, so one pass
 //! over both suffices and nothing is allocated beyond the output.
@@ -132,7 +132,7 @@ pub(crate) fn join(
                     row += i64::from(piece.len);
                 });
             };
-            // The intervals ascend, so their union can be made on the way.
+            // The intervals ascend, so one pass computes their union.
             let mut open: Option<(u32, u32)> = None;
             for s in stationary {
                 reach(&s.range, mask, |low, high| {

@@ -6,15 +6,15 @@
 //! Since it is data, it can be printed, drawn, and *verified*: [`Plan::verify`](crate::Plan::verify) checks the
 //! schedules of all ranks together, under the contract of transports.
 //!
-//! - [`join`](self) finds the rows that one share needs of another, [`ring_steps`] which rows arrive from which rank in
-//!   which step;
+//! - [`join`](self) finds the rows that one share needs of another, [`ring_steps`] the step and the source rank of each
+//!   row;
 //! - [`emit`] makes the lists: Ulysses exchanges tokens for heads at the beginning and back at the end, the ring runs
 //!   in between;
 //! - [`verify`] verifies them; [`expand`] lists an operation's blocks and messages when it is executed.
 //!
-//! Exchanges, and sums and merges of what they bring, run on the communication lane, all other operations on the
-//! compute lane. Within a lane operations run in list order. Each operation names at most one predecessor in the other
-//! lane: the last one it depends on.
+//! Exchanges, and sums and merges of received rows, run on the communication lane, all other operations on the compute
+//! lane. Within a lane operations run in list order. Each operation names at most one predecessor in the other lane:
+//! the last one it depends on.
 
 use alloc::{sync::Arc, vec::Vec};
 
@@ -63,7 +63,7 @@ pub struct Schedule {
     pub(crate) buffers: Vec<Buffer>,
     /// Bytes of the workspace.
     pub(crate) workspace: u64,
-    /// The operations; dependencies come before what depends on them.
+    /// The operations; each comes after those it depends on.
     pub(crate) ops: Vec<Op>,
     /// Blocks of the transforms.
     pub(crate) blocks: Vec<BlockView>,
@@ -152,7 +152,7 @@ impl Schedule {
         self.group.start + j as usize * self.ulysses + self.rank % self.ulysses
     }
 
-    /// The rank at a place of this one's Ulysses group.
+    /// The rank at a place in this rank's Ulysses group.
     pub(crate) fn ulysses_peer(&self, place: u32) -> usize {
         self.rank / self.ulysses * self.ulysses + place as usize
     }

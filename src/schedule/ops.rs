@@ -22,7 +22,7 @@ pub(crate) enum Buf {
 /// overlap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Buffer {
-    /// What it is for, in errors and explanations.
+    /// Its purpose, in errors and explanations.
     pub name: &'static str,
     /// Element type.
     pub dtype: Dtype,
@@ -43,7 +43,7 @@ pub(crate) const SINK_DIGITS: usize = 28;
 pub(crate) const ALIGNMENT: u64 = 256;
 
 impl Buffer {
-    /// Its bytes, without padding.
+    /// The buffer's bytes, without padding.
     pub fn bytes(&self) -> u64 {
         self.rows * u64::from(self.heads) * u64::from(self.dim) * self.dtype.size() as u64
     }
@@ -65,7 +65,7 @@ pub(crate) struct BufferView {
 }
 
 impl BufferView {
-    /// Some of its rows. Bounds are the verifier's business: a wrong schedule must reach it to be found wrong.
+    /// Some rows of this view. It does not check bounds: the verifier must see a wrong schedule to report it.
     #[must_use]
     pub fn slice(mut self, row: u64, rows: u64) -> Self {
         self.row += row;
@@ -73,7 +73,7 @@ impl BufferView {
         self
     }
 
-    /// Some of its heads.
+    /// Some heads of this view.
     #[must_use]
     pub fn of_heads(mut self, head: u32, heads: u32) -> Self {
         self.head += head;
@@ -87,7 +87,7 @@ impl BufferView {
 pub enum Lane {
     /// Kernels.
     Compute,
-    /// Exchanges, and sums of what they bring.
+    /// Exchanges, and sums and merges of received rows.
     Communication,
 }
 
@@ -110,16 +110,16 @@ pub(crate) struct MessageView {
     pub peer: usize,
     /// The rows.
     pub view: BufferView,
-    /// Leaves (otherwise it arrives).
+    /// Whether it is sent (otherwise it is received).
     pub send: bool,
 }
 
-/// What circulates: a tensor of the owner's share, and the slot that the needed rows of others land in.
+/// One tensor of a ring step: the owner's rows, and the slot that receives the needed rows of other ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepTensor {
     /// The owner's rows (of this rank's own share).
     pub own: BufferView,
-    /// Where the rows of others land.
+    /// The slot for rows of other ranks.
     pub slot: BufferView,
 }
 
@@ -135,7 +135,7 @@ pub(crate) enum AttendPart {
 }
 
 impl AttendPart {
-    /// Which list of ring steps it names one of.
+    /// The list of ring steps that the call's `ring_step` is an index of.
     pub const fn ring_steps(self) -> CirculatingSide {
         match self {
             Self::Keys => CirculatingSide::Keys,
@@ -147,9 +147,9 @@ impl AttendPart {
 /// A forward call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct AttendOp {
-    /// What it is for.
+    /// The purpose of the call.
     pub part: AttendPart,
-    /// Whose rows: an entry of the ring steps.
+    /// Index of the ring step whose rows it reads.
     pub ring_step: u32,
     /// Queries.
     pub q: BufferView,
@@ -159,18 +159,18 @@ pub(crate) struct AttendOp {
     pub v: BufferView,
     /// Running o and its lse in two words, when there is more than one ring step.
     pub running: Option<(BufferView, BufferView)>,
-    /// Final o and lse; none of a partial result.
+    /// Final o and lse; `None` for a partial result.
     pub result: Option<(BufferView, BufferView)>,
-    /// Which heads these are.
+    /// The heads of this call.
     pub heads: HeadMap,
 }
 
 /// A backward call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct BackwardOp {
-    /// Whose rows: an entry of the ring steps.
+    /// Index of the ring step whose rows it reads.
     pub ring_step: u32,
-    /// Of which list of ring steps: that of keys or that of queries.
+    /// The list of ring steps: of keys or of queries.
     pub ring_steps: CirculatingSide,
     /// Queries.
     pub q: BufferView,
@@ -188,13 +188,13 @@ pub(crate) struct BackwardOp {
     pub dq: Option<BufferView>,
     /// Gradients of k and v, or nothing.
     pub dkv: Option<(BufferView, BufferView)>,
-    /// Add to dk and dv.
+    /// Whether to add to dk and dv, instead of overwriting them.
     pub accumulate_keys: bool,
     /// One partial of dk and dv for each q head.
     pub per_q_head: bool,
-    /// Which gradients.
+    /// The gradients to compute.
     pub gradients: Gradients,
-    /// Which heads these are.
+    /// The heads of this call.
     pub heads: HeadMap,
 }
 
@@ -213,7 +213,7 @@ pub(crate) enum OpKind {
         /// The result, one row.
         partial: BufferView,
     },
-    /// What the digits of the sinks' gradients, summed over ranks, stand for: to the caller's dsinks.
+    /// Converts the digits of the sinks' gradients, summed over ranks, to numbers in the caller's dsinks.
     SinkTotal {
         /// One row of [`SINK_DIGITS`] for each head.
         digits: BufferView,
@@ -235,54 +235,54 @@ pub(crate) enum OpKind {
     /// Own rows that leave in many small runs to one peer are copied end to end, so that they leave in few messages.
     /// `own` are the rank's own rows, `slot` is where they are packed. Comes right before the fetch that sends them.
     Pack {
-        /// Which ring step.
+        /// Index of the ring step.
         ring_step: u32,
-        /// Of which list of ring steps.
+        /// The list of ring steps.
         ring_steps: CirculatingSide,
-        /// What is packed.
+        /// The tensors to pack.
         tensors: Vec<StepTensor>,
     },
     /// The rows of a ring step arrive, and own rows leave.
     Fetch {
-        /// Which ring step.
+        /// Index of the ring step.
         ring_step: u32,
-        /// Of which list of ring steps.
+        /// The list of ring steps.
         ring_steps: CirculatingSide,
-        /// What is sent.
+        /// The tensors to send.
         tensors: Vec<StepTensor>,
-        /// Where the operation before has packed rows, for each of `tensors`; empty when all leave as they lie.
+        /// The rows packed by the operation before, for each of `tensors`; empty if all rows are sent in place.
         packed: Vec<BufferView>,
     },
     /// Forward attention.
     Attend(AttendOp),
     /// Backward attention.
     Backward(BackwardOp),
-    /// Partial gradients or results are returned to their owner: `own` are this rank's partials for what this rank
-    /// attended to (compact, as the slot was), `slot` receives what others made of its own rows.
+    /// Partial gradients or results are returned to their owner. `own`: this rank's partials for the rows it attended
+    /// to (compact, like the slot). `slot` receives the partials that other ranks computed for this rank's own rows.
     Return {
-        /// Which ring step.
+        /// Index of the ring step.
         ring_step: u32,
-        /// Of which list of ring steps.
+        /// The list of ring steps.
         ring_steps: CirculatingSide,
-        /// What is sent.
+        /// The tensors to send.
         tensors: Vec<StepTensor>,
     },
-    /// What came home is added to the sums: `own += slot`, row by row.
+    /// Returned partials are added to the sums: `own += slot`, row by row.
     Reduce {
-        /// Which ring step.
+        /// Index of the ring step.
         ring_step: u32,
-        /// Of which list of ring steps.
+        /// The list of ring steps.
         ring_steps: CirculatingSide,
-        /// Sums and what arrived.
+        /// Sums, and the partials that arrived.
         tensors: Vec<StepTensor>,
     },
-    /// Partial results that came home are merged into the running ones, row by row.
+    /// Returned partial results are merged into the running ones, row by row.
     Merge {
-        /// Which ring step.
+        /// Index of the ring step.
         ring_step: u32,
-        /// Of which list of ring steps.
+        /// The list of ring steps.
         ring_steps: CirculatingSide,
-        /// Running o and what arrived of it, then its lse likewise.
+        /// Running o and the o that arrived; then lse likewise.
         tensors: Vec<StepTensor>,
     },
 }
@@ -321,7 +321,7 @@ pub(crate) struct Op {
     pub lane: Lane,
     /// The ring step it belongs to; 0 for what comes before and after the ring.
     pub step: u32,
-    /// What it is for: `"ulysses in"`, `"ring"`, `"ulysses out"`, …
+    /// The part of the run: `"ulysses in"`, `"ring"`, `"ulysses out"`, …
     pub phase: &'static str,
     /// Index of the last operation of the other lane that must be complete.
     pub after: Option<u32>,

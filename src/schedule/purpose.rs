@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a schedule is for: a direction of attention, or one all-to-all; and which tensors that takes.
+//! The purpose of a schedule: a direction of attention, or one all-to-all; and the tensors of each.
 
 use super::{AllToAll, AllToAllDirection, Direction, OWN_HEADS, OWN_TOKENS, TensorId};
 use crate::{batch::Side, element::Dtype, plan::Plan};

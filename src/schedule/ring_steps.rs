@@ -12,8 +12,8 @@
 //! beside them, so that one call computes with everything. The *ordered* form does the same and lists keys by position,
 //! the order in which a single rank would use them.
 //!
-//! Where a ring lies over several *nodes*, each row crosses from one node to another once, and is passed on inside the
-//! node: see [`nodes`].
+//! If a ring spans several *nodes*, each row crosses from one node to another once, and is passed on inside that node:
+//! see [`nodes`].
 //!
 //! Rows are listed when a step is executed, into a [`RangeScratch`] that was allocated when the plan was made.
 
@@ -47,15 +47,15 @@ pub struct RingStep {
     pub hop: Hop,
     /// How many nodes away the owners are; 0 for the same node.
     pub node: u32,
-    /// For heads of which holders it is.
+    /// Index of the holders of its heads.
     pub split: u32,
     /// The first row of the slot that arrives.
     pub first_in: u64,
-    /// Rows that arrive (that lie in the slot, where the own share does too).
+    /// Rows that arrive; if the slot holds the own share too, that is included.
     pub rows_in: u64,
     /// Rows that leave, counted once for each reader.
     pub rows_out: u64,
-    /// Whether the rank's own rows meet any of those that arrive: of a node slot, maybe only other ranks' do.
+    /// Whether the rank's own rows meet any row that arrives. Rows of a node slot may meet only other ranks' rows.
     pub meets: bool,
 }
 
@@ -72,19 +72,20 @@ pub enum Hop {
     /// Nothing is exchanged, the own share is attended.
     #[default]
     Own,
-    /// Rows of ranks of the same node are received and attended: of their shares, or of another node's that they hold.
+    /// Rows of ranks of the same node are received and attended: their own shares, or another node's rows that they
+    /// hold.
     Local,
-    /// A part of the rows of another node is received into the node slot, or beside the own share where a slot holds
-    /// that. Nothing is attended.
+    /// A part of another node's rows is received, into the node slot or, if a slot holds the own share, next to that.
+    /// Nothing is attended.
     Crossing {
         /// Which part.
         part: u32,
     },
-    /// Ranks that hold the same kv head pass on to each other what has crossed to each. Nothing is attended.
+    /// Ranks that hold the same kv head pass on to each other the part that each received. Nothing is attended.
     Passed,
     /// The rows in the node slot are attended, and their gradients, summed over the node, cross back.
     Crossed,
-    /// Where each holder has a part of these sums: that part crosses back. Nothing is attended.
+    /// If each holder sums one part of these gradients: that part crosses back. Nothing is attended.
     Back,
 }
 
@@ -104,14 +105,14 @@ pub struct RingSteps {
     circulating: Side,
     form: Form,
     me: usize,
-    /// Ring ranks of a node: all of them where there is one level.
+    /// Ring ranks of a node; all ring ranks if there is one level.
     per_node: usize,
     stationary: Vec<Segment>,
     own: Vec<Segment>,
-    /// Who holds the heads that travel. All steps are listed for each.
+    /// The holders of the heads that travel. Every ring step is listed once for each entry.
     splits: Vec<Holders>,
     list: Vec<RingStep>,
-    /// Of each split, for each stationary segment.
+    /// For each split and each stationary segment: its last ring step.
     last: Vec<u32>,
     /// In the order of ring steps.
     scattered: Vec<Scattered>,
@@ -158,7 +159,7 @@ impl RingSteps {
         v
     }
 
-    /// The ring step whose call begins every row: the first one of a split that attends.
+    /// The first attending ring step of a split. Its call begins every row.
     pub(crate) fn first(&self, split: u32) -> usize {
         self.list.iter().position(|v| v.split == split && v.attends()).unwrap_or(0)
     }
@@ -173,22 +174,22 @@ impl RingSteps {
         self.list.partition_point(|v| v.split < split)..self.list.partition_point(|v| v.split <= split)
     }
 
-    /// The ring step of a kind that goes with another, for the same rows of the same heads.
+    /// The ring step of kind `hop` for the same rows and heads as another.
     pub(crate) fn beside(&self, step: &RingStep, hop: Hop) -> Option<usize> {
         self.list.iter().position(|v| (v.hop, v.node, v.split) == (hop, step.node, step.split))
     }
 
-    /// Whether several ranks of the node hold the heads that a ring step is of.
+    /// Whether several ranks of the node hold the heads of a ring step.
     pub(crate) fn is_divided(&self, step: &RingStep) -> bool {
         !self.splits[step.split as usize].is_alone()
     }
 
-    /// Whether a ring step is between Ulysses ranks, which its lists name by their place, and not ring ranks.
+    /// Whether a ring step is between Ulysses ranks; its lists then name ranks by their place in the Ulysses group.
     pub(crate) fn is_between_holders(&self, ring_step: usize) -> bool {
         self.list[ring_step].hop == Hop::Passed
     }
 
-    /// The ring steps, in order. Entry 0 is the own share, except where the only entry holds everything.
+    /// The ring steps, in order. Entry 0 is the own share, unless the only entry holds all shares.
     pub fn list(&self) -> &[RingStep] {
         &self.list
     }
@@ -198,7 +199,7 @@ impl RingSteps {
         self.form
     }
 
-    /// The ring steps that `hop` has.
+    /// The ring steps of kind `hop`.
     fn of_hop(&self, hop: Hop) -> impl Iterator<Item = &RingStep> {
         self.list.iter().filter(move |v| v.hop == hop)
     }
@@ -218,7 +219,7 @@ impl RingSteps {
         self.of_hop(Hop::Crossed).map(|v| v.rows_in).max().unwrap_or(0)
     }
 
-    /// How many node slots are needed: two take turns.
+    /// The number of node slots needed, at most two, which take turns.
     pub fn node_slots(&self) -> usize {
         self.of_hop(Hop::Crossed).map(|v| v.node as usize).max().unwrap_or(0).min(2)
     }
@@ -234,23 +235,23 @@ impl RingSteps {
         })
     }
 
-    /// Rows of the largest sum of a node, up to the last that crosses back.
+    /// Number of rows that a buffer needs for the largest sum of a node that crosses back.
     pub fn node_sum_rows(&self) -> u64 {
         self.crossing_back().map(|v| v.first_in + v.rows_in).max().unwrap_or(0)
     }
 
-    /// Rows of the largest gradient that comes home from another node.
+    /// Rows of the largest gradient that is returned from another node.
     pub fn node_return_rows(&self) -> u64 {
         self.crossing_back().map(|v| v.rows_out).max().unwrap_or(0)
     }
 
-    /// Rows of the largest gradient that comes home from one ring step.
+    /// Rows of the largest gradient that is returned in one ring step.
     pub fn return_rows(&self) -> u64 {
         let inside = self.of_hop(Hop::Local).chain(self.of_hop(Hop::Passed));
         inside.chain(self.crossing_back()).map(|v| v.rows_out).max().unwrap_or(0)
     }
 
-    /// For each ring step, the rows that go to readers in so many runs that `is_packed` says so.
+    /// For each ring step, the number of rows for readers whose number of runs `is_packed` accepts.
     pub(crate) fn packed_rows(&self, is_packed: impl Fn(usize) -> bool) -> Vec<u64> {
         let mut rows = vec![0; self.list.len()];
         for s in self.scattered.iter().filter(|s| is_packed(s.runs as usize)) {

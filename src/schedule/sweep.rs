@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Measures all ring steps of a zigzag over documents at once.
 //!
-//! The general way lists both shares of every step and joins them: a pass over all documents for each of R steps. In a
+//! The general method lists and joins both shares of every step: a pass over all documents for each of R steps. In a
 //! zigzag a share is two chunks of each document, whose boundaries `⌊i·n/2R⌋` can be computed one from another by
-//! addition. So this loops over the boundaries of each document: no division, no list, only counts for each step. With
-//! 1,024 ranks and 1,000 documents planning would take too long without it. It must count exactly what the general way
-//! counts (a test compares them); its size of lists may be too large, but never too small.
+//! addition. So this method loops over the boundaries of each document: no division, no list, only counts for each
+//! step. Without it, planning 1,024 ranks and 1,000 documents would take too long. Its counts must equal those of the
+//! general method (a test compares them); its capacity of lists may be too large, but never too small.
 
 use alloc::{vec, vec::Vec};
 
 use crate::{batch::Batch, batch::Side, layout::Segment, mask::Mask};
 
-/// What one step moves.
+/// The rows and lists of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct StepVolume {
     pub rows_in: u64,
     pub rows_out: u64,
-    /// At least as many fragments as are listed.
+    /// Upper bound on the number of fragments listed.
     pub fragments_in: usize,
     pub fragments_out: usize,
-    /// What leaves, by class: in ring direction, in reverse. In the gather form, see [`Zigzag::measure`].
+    /// The rows that leave, by class: in ring direction, in reverse. For the gather form, see [`Zigzag::measure`].
     leaving: [Leaving; 2],
 }
 
-/// Own rows that go to one reader, so far.
+/// Own rows for one reader, counted so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Leaving {
     /// Runs of the own share.
@@ -34,7 +34,7 @@ pub(super) struct Leaving {
 }
 
 impl Leaving {
-    /// Rows `a..e` of the own share, after all before.
+    /// Adds rows `a..e` of the own share; they come after all rows before.
     fn add(&mut self, a: i64, e: i64) {
         if self.runs == 0 {
             self.first = a;
@@ -44,7 +44,7 @@ impl Leaving {
         self.rows += (e - a) as u64;
     }
 
-    /// Both, one after the other.
+    /// The sum of two counts, `after` following `self`.
     fn then(self, after: Self) -> Self {
         if self.runs == 0 || after.runs == 0 {
             return if self.runs == 0 { after } else { self };
@@ -57,7 +57,7 @@ impl Leaving {
 /// A ring rank's part in a zigzag over documents.
 pub(super) struct Zigzag<'a> {
     pub batch: &'a Batch,
-    /// As the stationary side sees it.
+    /// The mask as the stationary side sees it.
     pub mask: Mask,
     pub circulating: Side,
     pub staying: Side,
@@ -65,7 +65,7 @@ pub(super) struct Zigzag<'a> {
     pub me: usize,
     pub stationary: &'a [Segment],
     pub own: &'a [Segment],
-    /// All others arrive at step 1.
+    /// Whether all other shares arrive at step 1.
     pub gather: bool,
 }
 
@@ -123,7 +123,7 @@ fn length(a: (i64, i64)) -> u64 {
 impl Zigzag<'_> {
     /// Counts by step (entry 0 is unused), and the last step at which each stationary segment meets anything, or 0.
     ///
-    /// In the gather form all is counted at step 1, but what leaves to rank j at entry j.
+    /// In the gather form all is counted at step 1, except the rows for rank j, which are counted at entry j.
     pub fn measure(&self) -> (Vec<StepVolume>, Vec<u32>) {
         let mut steps = vec![StepVolume::default(); self.ring.max(2)];
         let mut last = vec![0; self.stationary.len()];
@@ -146,7 +146,7 @@ impl Zigzag<'_> {
         (steps, last)
     }
 
-    /// What goes to each reader in more than one run, with its step, of what [`Zigzag::measure`] counted.
+    /// The rows that leave in more than one run, by step and reader, from the counts of [`Zigzag::measure`].
     pub fn readers(&self, steps: &[StepVolume]) -> Vec<(usize, Leaving)> {
         let mut readers = Vec::new();
         for (i, s) in steps.iter().enumerate() {
@@ -154,7 +154,7 @@ impl Zigzag<'_> {
             if self.gather {
                 readers.push((1, forward));
             } else if 2 * i == self.ring {
-                // The rank ahead is the rank behind.
+                // The rank ahead and the rank behind are the same.
                 readers.push((i, forward.then(reverse)));
             } else {
                 readers.extend([(i, forward), (i, reverse)]);
@@ -164,7 +164,7 @@ impl Zigzag<'_> {
         readers
     }
 
-    /// The two limits of the mask, cut down to where they still reach over any two positions.
+    /// The two limits of the mask, clamped to a number above any distance between two positions.
     fn limits(&self) -> (i64, i64) {
         const FAR: i64 = 1 << 42;
         (self.mask.left_limit().min(FAR), self.mask.right_limit().min(FAR))
@@ -178,7 +178,7 @@ impl Zigzag<'_> {
         let needed = |s: &Segment| common((s.range.pos - left - start, s.range.last() + right + 1 - start), (0, len));
         let a = needed(&stationary[0]);
         let b = stationary.get(1).map_or((0, 0), needed);
-        // Both apart, or their union and nothing.
+        // If they are disjoint both; otherwise their union and an empty interval.
         let (first, second) = match (length(a), length(b)) {
             (0, _) => (b, (0, 0)),
             (_, 0) => (a, (0, 0)),
@@ -197,7 +197,7 @@ impl Zigzag<'_> {
             (distance + if distance < 0 { ring } else { 0 }) as usize
         };
         if len < parts {
-            // Between two of these every token is needed by the same segments.
+            // All tokens between two of these bounds are needed by the same segments.
             let mut bounds = [a.0, a.1, b.0, b.1];
             bounds.sort_unstable();
             for piece in bounds.windows(2) {
@@ -248,7 +248,8 @@ impl Zigzag<'_> {
         }
     }
 
-    /// Calls `each` with the chunk of each of these tokens of a document of `len` tokens, in which no chunk has two.
+    /// Calls `each` with the chunk of each of these tokens, in a document of `len` tokens with at most one token per
+    /// chunk.
     fn lone_tokens(&self, len: i64, tokens: core::ops::Range<i64>, mut each: impl FnMut(i64)) {
         let parts = 2 * self.ring as i64;
         let (whole, rest) = (parts / len, parts % len);
@@ -262,7 +263,7 @@ impl Zigzag<'_> {
         }
     }
 
-    /// [`Zigzag::leaving`] where neither side has two tokens in a chunk.
+    /// [`Zigzag::leaving`] for documents with at most one token per chunk.
     fn lone_leaving(&self, own: &[Segment], len: i64, start: i64, steps: &mut [StepVolume]) {
         let (left, right) = self.limits();
         let (me, ring) = (self.me, self.ring);
@@ -283,7 +284,7 @@ impl Zigzag<'_> {
                     _ => ahead,
                 };
                 steps[step].fragments_out += 1;
-                // A reader with two tokens that read the row takes it once.
+                // A reader with two tokens that read the row receives it once.
                 let leaving = &mut steps[if self.gather { j } else { step }].leaving[class];
                 if leaving.end != row + 1 {
                     leaving.add(row, row + 1);
@@ -293,7 +294,7 @@ impl Zigzag<'_> {
         }
     }
 
-    /// `WHOLE`: stationary rows reach back without limit, so what they need of a run is its beginning.
+    /// `WHOLE`: stationary rows reach back without limit, so they need the beginning of a run.
     fn leaving<const WHOLE: bool>(&self, own: &[Segment], steps: &mut [StepVolume]) {
         let doc = own[0].range.doc as usize;
         let (len, start) = (self.batch.document(self.staying, doc).len() as i64, self.batch.start(self.staying, doc));

@@ -63,13 +63,13 @@ enum Role {
 
 struct Row {
     name: &'static str,
-    /// Whose tokens, and whose heads: those of q, or those of k and v.
+    /// Whether its tokens and heads are those of q or those of k and v.
     side: Side,
     dim: Dim,
     dtype: Type,
     /// Forward, backward.
     roles: [Role; 2],
-    /// One row for the whole problem, and only where it has sinks.
+    /// It has one row for the whole problem, and exists only if the problem has sinks.
     sinks: bool,
 }
 
@@ -116,7 +116,7 @@ impl TensorId {
         self.row().name
     }
 
-    /// The side whose tokens and heads it has.
+    /// The side whose tokens and heads the tensor has.
     pub const fn side(self) -> Side {
         self.row().side
     }

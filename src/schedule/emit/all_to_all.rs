@@ -2,10 +2,10 @@
 //! The all-to-all of one tensor, as a separate schedule.
 //!
 //! Any kernel that mixes tokens separately for each head (linear attention, state space models, convolutions) can run
-//! between two of these: to heads, where a rank holds every token of its ring share for some heads, and back to tokens.
-//! A kv head that several ranks hold is sent to each of them, and on the way back the copies are summed in rank order.
-//! This is the transpose of the first direction, so the same two work for values and gradients. Both have one level:
-//! over several nodes a row goes to each rank that holds its head, and each copy comes back.
+//! between two all-to-alls: to heads, where a rank holds every token of its ring share for some heads, and back to
+//! tokens. A kv head that several ranks hold is sent to each of them; on the way back the copies are summed in rank
+//! order. The second direction is the transpose of the first, so the same two work for values and gradients. Both have
+//! one level: over several nodes a row is sent to each rank that holds its head, and each copy is sent back.
 
 use alloc::{format, vec::Vec};
 
@@ -60,8 +60,8 @@ impl Schedule {
     }
 }
 
-/// The largest innermost dimension of which all tensors and buffers of a rank have fewer than 2^63 bytes: the two
-/// tensors and what is packed and summed, eight bytes an element, each head on every Ulysses rank.
+/// The largest innermost dimension for which all tensors and buffers of a rank together have fewer than 2^63 bytes: the
+/// two tensors and the buffers for packing and sums, eight bytes an element, each head on every Ulysses rank.
 fn largest_dim(tokens: usize, heads: usize, ulysses: usize) -> u64 {
     let rows = tokens as u128 * heads as u128 * ulysses as u128;
     (i64::MAX as u128 / (rows * 4 * 8).max(1)).try_into().unwrap_or(u64::MAX)

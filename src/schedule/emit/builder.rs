@@ -25,7 +25,7 @@ use crate::{
     plan::Plan,
 };
 
-/// When a buffer lives.
+/// The phases in which a buffer is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Life {
     Throughout,
@@ -34,7 +34,7 @@ pub(super) enum Life {
     Out,
 }
 
-/// The first round of kv heads that one rank of a node holds, where others are divided.
+/// First round of the kv heads that only one rank of the node holds; heads that ranks divide have the rounds before.
 const SOLE: usize = 2;
 
 /// Bytes of the workspace that one or more buffers are laid over.
@@ -46,9 +46,9 @@ pub(super) struct Region(pub(super) usize);
 pub(super) struct Pass {
     pub(super) q: (u32, u32),
     pub(super) kv: (u32, u32),
-    /// Its place among the rounds of the ring, on all ranks that hold its heads.
+    /// Index among the rounds of the ring, equal on all ranks that hold these heads.
     pub(super) round: usize,
-    /// Which of the [`Builder::splits`] is that of its heads.
+    /// Index in [`Builder::splits`] of the holders of these heads.
     pub(super) split: u32,
 }
 
@@ -56,13 +56,13 @@ pub(super) struct Builder<'a> {
     pub(super) plan: &'a Plan,
     pub(super) rank: usize,
     pub(super) coordinates: Coordinates,
-    /// Of every Ulysses rank.
+    /// The heads of every Ulysses rank.
     pub(super) heads: Vec<HeadShare>,
     /// As [`Plan::ulysses_ranks_of_node`].
     pub(super) ranks_of_node: usize,
     /// As [`Plan::ring_holders_of_node`], where k circulates in this direction; else 1.
     pub(super) ring_holders: usize,
-    /// All passes of every Ulysses rank, of which some may have no heads.
+    /// All passes of every Ulysses rank; a pass may have no heads.
     pub(super) passes: Vec<Vec<Pass>>,
     /// Rows of the ring share of q's side and of k's: counting them takes a pass over all documents.
     pub(super) rows: [usize; 2],
@@ -71,7 +71,7 @@ pub(super) struct Builder<'a> {
     pub(super) out: Schedule,
 }
 
-/// Which operation of each lane was pushed last.
+/// The last operation pushed to each lane.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Last {
     pub(super) compute: Option<u32>,
@@ -161,7 +161,7 @@ impl Builder<'_> {
         passes
     }
 
-    /// Who holds the kv heads of each pass.
+    /// The holders of the kv heads of each pass.
     pub(super) fn splits(&self) -> Vec<Holders> {
         let me = self.coordinates.ulysses;
         let mut splits = Vec::new();
@@ -183,8 +183,8 @@ impl Builder<'_> {
         first..first + self.ring_holders
     }
 
-    /// The passes of Ulysses rank `u`. A kv head that ranks of a node divide is a pass of its own, in the same round on
-    /// each of them: heads of a rank's first and of its last place are in different ones.
+    /// The passes of Ulysses rank `u`. A kv head that ranks of a node divide has a pass of its own, in the same round
+    /// on each of them. So a rank's first and last head, if divided, are in different rounds.
     fn passes_of(&self, u: usize) -> Vec<Pass> {
         let (share, passes) = (&self.heads[u], self.plan.options().passes);
         let (group, n) = (self.plan.problem().group() as u32, share.kv.len());
@@ -204,7 +204,7 @@ impl Builder<'_> {
         let held_twice = |v: usize| v > node.start && self.heads[v - 1].kv.end > self.heads[v].kv.start;
         let first = held_twice(u) || (n == 1 && u + 1 < node.end && held_twice(u + 1));
         let last = n > 1 && u + 1 < node.end && held_twice(u + 1);
-        // Heads that are held twice, up to the first of this rank.
+        // Divided heads of the node before this rank's first head.
         let before = (node.start + 1..=u).filter(|&v| held_twice(v)).map(|v| self.heads[v].kv.start);
         let before: BTreeSet<u32> = before.filter(|&head| head < share.kv.start).collect();
         let mut list = Vec::new();
@@ -291,11 +291,11 @@ impl Builder<'_> {
         (begin < end).then(|| self.push(OpKind::Transform { begin, end }, Lane::Compute, 0, phase, after))
     }
 
-    /// Pushes the messages added since `begin` as one exchange, or as several when there are more for one peer than an
-    /// exchange may hold; nothing when there are none. Returns the last.
+    /// Pushes the messages added since `begin` as one exchange, or as several if one peer has more messages than an
+    /// exchange may hold; nothing if there are none. Returns the last exchange.
     ///
-    /// Both ends of a pair number its messages alike, one way and the other, so they agree on the exchange that holds
-    /// each. Every rank has its exchanges in the same order, hence nothing deadlocks.
+    /// Both ranks of a pair number the messages between them alike, in each direction, so they agree on the exchange of
+    /// each message. Every rank has its exchanges in the same order, so there is no deadlock.
     pub(super) fn push_messages(&mut self, begin: usize, phase: &'static str, mut after: Option<u32>) -> Option<u32> {
         let mut count = BTreeMap::new();
         let mut numbered: Vec<(usize, MessageView)> = Vec::new();

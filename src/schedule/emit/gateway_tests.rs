@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! All-to-alls over nodes: that their plans are proved, and that the bytes between nodes are the least that can be, by
-//! brute force.
+//! All-to-alls over nodes: their plans pass the proof, and the bytes between nodes are the minimum, by brute force.
 
 use alloc::{collections::BTreeSet, format, vec::Vec};
 
@@ -29,8 +28,8 @@ fn carried(plan: &Plan, direction: Direction) -> [Vec<Vec<u64>>; 2] {
     bytes
 }
 
-/// The least that a node of ranks (indices of its Ulysses group) can get of an owner's rows, and give back: bytes on
-/// the way in, on the way out, and of these the bytes of k, v and their gradients.
+/// The minimum that a node (its ranks as indices in the Ulysses group) receives of an owner's rows, and sends back:
+/// bytes on the way in and on the way out, and the part of these that is k, v and their gradients.
 fn least(plan: &Plan, direction: Direction, owner: usize, node: core::ops::Range<usize>) -> [[u64; 2]; 2] {
     let (p, group) = (plan.problem(), plan.problem().group() as u32);
     let rows = |side| plan.local_tokens(side, owner) as u64;
@@ -57,7 +56,7 @@ fn least(plan: &Plan, direction: Direction, owner: usize, node: core::ops::Range
             complete &= heads_of(g).all(|h| q.contains(&h));
         }
     }
-    // Sums of one rank are no partials, which alone are sent as the wire says.
+    // The wire type applies to partials only; a sum that one rank made alone is not a partial.
     let of_sum = match complete {
         true if one_level => e,
         true => e.min(wire),
@@ -82,9 +81,9 @@ fn options() -> [Options; 9] {
     ]
 }
 
-/// Ulysses ranks, ranks of a node, q heads, kv heads: one for all, a whole number for each node or one over a border,
-/// uneven ones, and several on a rank. Of the last two no ranks of a node hold the same kv head, and there are no
-/// gateways: in the ordered form all partials cross, several of a rank for the same kv head.
+/// Ulysses ranks, ranks of a node, q heads, kv heads: one kv head for all, whole numbers of them for each node, one
+/// over a border, uneven ones, several on a rank. In the last two cases no ranks of a node hold the same kv head, so
+/// there are no gateways: in the ordered form all partials cross, several from one rank for the same kv head.
 const HEADS: [(usize, usize, usize, usize); 11] = [
     (4, 2, 4, 1),
     (4, 2, 8, 2),
@@ -138,7 +137,7 @@ fn all_to_alls_over_nodes_are_proved_and_rows_cross_once() {
                         if !two_levels {
                             continue;
                         }
-                        // Of k's side everything goes by one rank.
+                        // Everything of k's side goes through one rank.
                         let gateway = first + node.start + place % ranks;
                         assert!(bytes[0][owner][gateway] >= keys[0] && bytes[1][gateway][owner] >= keys[1], "{name}");
                         gateways += u32::from(keys[0] > 0);
@@ -151,8 +150,8 @@ fn all_to_alls_over_nodes_are_proved_and_rows_cross_once() {
     assert!(proved == 297 && gateways > 1000, "{proved} {gateways}");
 }
 
-/// Where no ranks of a node hold the same kv head, where a node is one rank and where it is all of them, schedules are
-/// those of one level.
+/// If no ranks of a node hold the same kv head, if a node is one rank, or if it is all ranks, schedules are those of
+/// one level.
 #[test]
 fn one_level_where_it_is_the_same() {
     let batch = Batch::from_lengths(&[40, 9]).unwrap();

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The all-to-alls of k and v where a node has several ranks that hold the same kv head: a row crosses to a node once.
 //!
-//! Ulysses ranks `n · L .. (n + 1) · L` are node n. All kv heads that its ranks hold, taken together, are heads one
-//! after another. The rows of the owner at place i of its node cross with these heads to the rank at place i of the
-//! reading node, its *gateway*. So each network card carries the rows of one owner of each other node, as on the ring
-//! ([`ring_steps`](crate::schedule::ring_steps)). A second exchange, inside the node, passes on to each rank the heads
-//! it holds. What the ranks of a node have of each other's tokens goes directly, in the first exchange.
+//! Ulysses ranks `n · L .. (n + 1) · L` are node n. The kv heads that its ranks hold together are consecutive. The rows
+//! of the owner at place i of its node cross with these heads to the rank at place i of the reading node, its
+//! *gateway*. So each network card carries the rows of one owner of each other node, as on the ring
+//! ([`ring_steps`](crate::schedule::ring_steps)). In a second exchange, inside the node, the gateway sends each rank
+//! its heads. Rows between ranks of one node are sent directly, in the first exchange.
 //!
-//! Gradients take the same way back. The ranks of a node send theirs to the gateway of each owner, which adds them up
-//! in rank order, in the accumulator's type; the sums cross to the owners in a second exchange. A sum is rounded before
-//! it crosses where all ranks that hold its head are in the node, which changes no bit, or where the plan's wire says
-//! so.
+//! Gradients are sent back the same way. The ranks of a node send their gradients to the gateway of each owner. The
+//! gateway sums them in rank order, in the accumulator's type; a second exchange sends the sums to the owners. A sum is
+//! rounded before it crosses if all ranks that hold its head are in the node (this changes no bit), or if the plan's
+//! wire type asks for it.
 //!
-//! In the ordered form a sum is made q head by q head, from the first one on, so that its bits do not depend on where
-//! heads are. A node can only begin it: of a kv head whose first q heads are in an earlier node, the partials cross one
-//! by one, and the owner adds them.
+//! In the ordered form a sum is made q head by q head, from the first on, so that its bits do not depend on the
+//! placement of heads. So a node can sum a kv head only if it has the first of its q heads. If an earlier node has
+//! that, the partials cross one by one, and the owner adds them.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -33,15 +33,15 @@ use crate::{
 pub(super) struct Crossing {
     /// The ring share's rows for the rank's own heads, by pass.
     pub held: Vec<BufferView>,
-    /// The rows that crossed to this rank, with their owner: all heads of the node.
+    /// The rows that crossed to this rank, with their owner; they have all kv heads of the node.
     crossed: Vec<(usize, BufferView)>,
 }
 
 /// Gradients of one tensor that have arrived from the ranks of the node, by rank.
 pub(super) struct NodeParts {
-    /// Of this rank's own rows.
+    /// Gradients of this rank's own rows.
     own: Vec<BufferView>,
-    /// Of the rows of owners in other nodes, of which this rank is the gateway.
+    /// Gradients of rows that other nodes own and that this rank is the gateway of.
     of_owners: Vec<(usize, Vec<BufferView>)>,
 }
 
@@ -53,13 +53,13 @@ pub(super) struct OwnParts {
     far: Vec<(usize, [BufferView; 2])>,
 }
 
-/// What a node sends an owner of the gradients of k or v.
+/// The gradients of k or v that a node sends to one owner.
 struct NodeHeads {
-    /// The kv heads of which a sum crosses.
+    /// The kv heads whose sums cross.
     sums: Range<u32>,
-    /// The q heads of which partials cross, all of them of one kv head.
+    /// The q heads whose partials cross; all of them read one kv head.
     partials: Range<u32>,
-    /// Whether the sums are those of all ranks.
+    /// Whether each sum has the gradients of all ranks that hold its head.
     complete: bool,
 }
 
@@ -74,13 +74,14 @@ impl Builder<'_> {
         (self.coordinates.ulysses / self.ranks_of_node, self.coordinates.ulysses % self.ranks_of_node)
     }
 
-    /// The ranks at this rank's place in the other nodes: it is the gateway of their rows, and they are of its rows.
+    /// The ranks at this rank's place in the other nodes. Each is the gateway of this rank's rows in its node, and this
+    /// rank is the gateway of theirs.
     fn counterparts(&self) -> impl Iterator<Item = usize> + use<> {
         let ((node, place), ranks) = (self.node_place(), self.ranks_of_node);
         (0..self.out.ulysses / ranks).filter(move |&n| n != node).map(move |n| n * ranks + place)
     }
 
-    /// First kv head, and how many the ranks of a node hold.
+    /// First kv head of a node, and number of its kv heads.
     fn kv_of_node(&self, node: usize) -> (u32, u32) {
         let ranks = self.ranks_of(node);
         let (first, end) = (self.heads[ranks.start].kv.start, self.heads[ranks.end - 1].kv.end);
@@ -93,7 +94,7 @@ impl Builder<'_> {
         spans.filter(|span| span.1 > 0).collect()
     }
 
-    /// The first exchange of the rank's own rows of a tensor of k's side, all heads of it in `source`.
+    /// The first exchange of the rank's own rows of a tensor of k's side; `source` has all heads of these rows.
     pub(super) fn bring_over_nodes(&mut self, name: &'static str, source: BufferView) -> Crossing {
         let (dtype, dim, me) = (self.dtype_of(source), self.dim_of(source), self.coordinates.ulysses);
         let (node, (off, rows)) = (self.node_place().0, self.part(Side::K, me));
@@ -117,7 +118,7 @@ impl Builder<'_> {
             let (first, count) = self.kv_of_node(owner / self.ranks_of_node);
             self.send_packed(owner, "packed for a node", source.of_heads(first, count), (dtype, dim));
             let (off, rows) = self.part(Side::K, owner);
-            // Where all ranks of the node hold the same heads, rows arrive in their place.
+            // If all ranks of the node hold the same heads, rows are received in their final place.
             let into = match whole {
                 true => held[0].slice(off, rows),
                 false => self.buffer(Life::In, "from another node", dtype, rows, self.kv_of_node(node).1, dim),
@@ -138,7 +139,7 @@ impl Builder<'_> {
         }
     }
 
-    /// The second exchange: what crossed goes to the ranks of the node.
+    /// The second exchange: rows that crossed are sent to the ranks of the node.
     pub(super) fn pass_on(&mut self, t: &Crossing) {
         let (me, node) = (self.coordinates.ulysses, self.node_place().0);
         let (of_node, spans) = (self.kv_of_node(node), self.kv_spans(me));
@@ -225,7 +226,7 @@ impl Builder<'_> {
         if from.complete && e.size() <= wire.size() { e } else { wire }
     }
 
-    /// Buffers of rows with what a node sends of the gradients of some owner.
+    /// Buffers for the gradients of some owner's rows that a node sends.
     fn crossing_buffers(
         &mut self,
         [sums, partials]: [&'static str; 2],
@@ -243,7 +244,8 @@ impl Builder<'_> {
         [sums, partials]
     }
 
-    /// Adds up what has arrived of other owners' rows, and exchanges it with them for that of this rank's.
+    /// Sums the gradients of other owners' rows, and sends each sum to its owner; receives the sums of this rank's
+    /// rows.
     pub(super) fn exchange_sums(&mut self, parts: NodeParts, wire: Dtype, per_q_head: bool) -> OwnParts {
         let node = self.node_place().0;
         let (ranks, leaves) = (self.ranks_of(node), self.heads_from(node, per_q_head));

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The operations of the two lanes while the ring phase is written, and how they become one list.
 //!
-//! Exchanges are ordered by one rule on every rank, whatever steps it skips: round first, then the fetch of step s
-//! before the fetch of step s + 1, and the return of step s just after the fetch of step s + 2 (attending step s is
-//! what both wait for). The same order on all ranks prevents deadlock.
+//! All ranks order exchanges by one rule, whatever steps a rank skips: by round; then the fetch of step s before the
+//! fetch of step s + 1, and the return of step s just after the fetch of step s + 2 (both wait for the call that
+//! attends step s). The same order on all ranks prevents deadlock.
 
 use alloc::{vec, vec::Vec};
 
@@ -14,11 +14,11 @@ use crate::schedule::{Lane, Op, OpKind};
 #[derive(Default)]
 pub(super) struct PendingLanes {
     pub compute: Vec<PendingOp>,
-    /// With its place among all exchanges: round, then key.
+    /// Each with its sort key among all exchanges: round, then order in the round.
     pub communication: Vec<((usize, u32), PendingOp)>,
 }
 
-/// An operation that has no place in the list yet. It waits for items of the other lane.
+/// An operation without an index in the list yet. `after` are the items of the other lane that it waits for.
 pub(super) struct PendingOp {
     pub kind: OpKind,
     pub step: u32,
@@ -26,24 +26,24 @@ pub(super) struct PendingOp {
     pub after: [Option<usize>; 2],
 }
 
-/// Place of a fetch among the exchanges of a round.
+/// Sort key of a fetch among the exchanges of a round.
 pub(super) const fn fetch_order(step: u32) -> u32 {
     4 * step
 }
 
-/// Place of a return: its step has been attended then.
+/// Sort key of a return: after the call that attends its step.
 pub(super) const fn return_order(step: u32) -> u32 {
     4 * (step + 2) + 1
 }
 
-/// Place of the return of a node's sum, of which `last` is the last step.
+/// Sort key of the return of a node's sum; `last` is the node's last step.
 pub(super) const fn node_return_order(last: u32) -> u32 {
     4 * (last + 2) + 2
 }
 
 impl Builder<'_> {
-    /// Puts the two lanes into one list in which everything comes after what it waits for. `entry` is what the first
-    /// operation of each lane waits for: (compute lane, communication lane).
+    /// Merges the two lanes into one list in which each operation comes after those it waits for. `entry`: the
+    /// operation that the first one of each lane waits for, as (compute lane, communication lane).
     pub(super) fn weave(&mut self, lanes: PendingLanes, entry: (Option<u32>, Option<u32>)) {
         let PendingLanes { compute, communication } = lanes;
         let mut order: Vec<usize> = (0..communication.len()).collect();
@@ -55,7 +55,7 @@ impl Builder<'_> {
         let (mut compute_ops, mut communication_ops) = (Vec::new(), Vec::new());
         let (mut compute_entry, mut communication_entry) = entry;
         loop {
-            // Exchanges first: what travels early hides behind what is computed late.
+            // Exchanges first: an early exchange overlaps with more of the compute that follows.
             let next = order.get(communication_ops.len()).and_then(|&i| communication[i].as_ref());
             let ready = next.map(|item| item.after.iter().flatten().all(|&c| c < compute_ops.len()));
             if ready == Some(true) || (ready.is_some() && compute.peek().is_none()) {

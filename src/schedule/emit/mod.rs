@@ -28,7 +28,7 @@ mod ring;
 mod travel;
 mod ulysses;
 
-/// The ring steps of k's side and of q's, where they are known.
+/// The ring steps of k's side and of q's side, if they have been computed already.
 pub(super) type KnownSteps = [Option<Arc<RingSteps>>; 2];
 
 /// Refuses a rank outside the mesh.
@@ -49,7 +49,7 @@ impl Schedule {
         Self::with_steps(plan, rank, direction, &KnownSteps::default())
     }
 
-    /// One rank's operations forward and backward. Where the same side circulates in both, its ring steps are found
+    /// One rank's operations forward and backward. If the same side circulates in both, its ring steps are computed
     /// once: about half the work of two calls of [`Schedule::new`], with the same result.
     ///
     /// # Errors
@@ -65,12 +65,12 @@ impl Schedule {
         [self.keys.clone(), self.queries.clone()]
     }
 
-    /// The backward of a rank, with the ring steps of its forward where the same side circulates.
+    /// The backward of a rank, with the ring steps of its forward if the same side circulates.
     pub(super) fn backward_with(plan: &Plan, rank: usize, known: &KnownSteps) -> Result<Self> {
         Self::with_steps(plan, rank, Direction::Backward, known)
     }
 
-    /// As [`Schedule::new`], with the ring steps that are known.
+    /// As [`Schedule::new`], with ring steps that have been computed already.
     fn with_steps(plan: &Plan, rank: usize, direction: Direction, [keys, queries]: &KnownSteps) -> Result<Self> {
         check_rank(plan, rank)?;
         if plan.problem().kind == AttentionKind::Other {
@@ -95,7 +95,7 @@ impl Schedule {
         if both || !queries_travel {
             b.divide_rows();
             let splits = b.splits();
-            // Rows that several ranks hold cross by node slots also where a node has one ring rank.
+            // Rows that several ranks hold cross through node slots even if a node has one ring rank.
             let divided = splits != [Holders::alone()];
             let per_node = if divided { plan.ring_ranks_in_node() } else { per_node };
             b.out.keys = ring_steps(keys, Side::K, per_node, splits);

@@ -9,7 +9,7 @@ use crate::{
     schedule::{Direction, OpKind, Schedule},
 };
 
-/// The schedule shows every option that the plan was asked for.
+/// Checks that the schedule shows every option of the plan.
 fn shows(what: &str, plan: &Plan) {
     let o = plan.options();
     let ring = plan.mesh().ring > 1;
@@ -26,7 +26,7 @@ fn shows(what: &str, plan: &Plan) {
     }
     let fetches = count(&forward, &|k| matches!(k, OpKind::Fetch { .. }));
     let steps = if o.gather != Gather::Steps { 1 } else { plan.mesh().ring - 1 };
-    // kv heads of this rank bound the passes that it makes.
+    // A rank makes at most as many passes as it has kv heads.
     let passes = o.passes.min(plan.heads_of(plan.mesh().world() - 1).kv.len());
     assert_eq!(fetches, steps * passes, "{what}: gather or passes");
     let queries = o.circulate_forward == Circulate::Queries;
@@ -66,7 +66,7 @@ fn schedules_show_their_options() {
     for options in list {
         for (ulysses, ring) in [(3, 1), (1, 3), (2, 2)] {
             let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
-            // What is refused is tested with the refusals.
+            // Refusals have tests of their own.
             let Ok(plan) = Plan::with_options(&p, mesh, Layout::Zigzag, options) else { continue };
             shows(&format!("{mesh}, {options:?}"), &plan);
             shown += 1;

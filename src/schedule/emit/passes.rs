@@ -20,7 +20,7 @@ use crate::{
     schedule::{AttendOp, AttendPart, BackwardOp, BufferView, CirculatingSide, Form, OpKind, TensorId},
 };
 
-/// The round of a travel that comes after those of all passes.
+/// The round of a travel after those of all passes.
 const AFTER_ALL: usize = usize::MAX;
 
 impl Builder<'_> {
@@ -82,7 +82,7 @@ impl Builder<'_> {
         self.all_to_all_out_forward(o, lse);
     }
 
-    /// Running o, which is `o` itself where that has the accumulator's type, and its lse.
+    /// The running o and its lse. The running o is `o` itself if that has the accumulator's type.
     fn running(&mut self, o: BufferView) -> (BufferView, BufferView) {
         let (accumulator, dim) = (self.accumulator(), self.plan.problem().value_dim());
         let running = if self.element() == accumulator {
@@ -93,8 +93,8 @@ impl Builder<'_> {
         (running, self.buffer(Life::Ring, "running lse", accumulator, o.rows, o.heads, 2))
     }
 
-    /// q circulates. The own share begins the running result, the partial results of the other ranks come home and are
-    /// merged into it, and in the end it is finished.
+    /// q circulates. The call for the own share begins the running result; the partial results of other ranks are
+    /// returned and merged into it; at the end it is finished.
     fn forward_queries(&mut self, held: &Held, result: (BufferView, BufferView)) {
         let running = self.running(result.0);
         let mut ring = Ring::default();
@@ -126,7 +126,8 @@ impl Builder<'_> {
         self.weave(ring.lanes, Self::entry(held));
     }
 
-    /// A sum in the accumulator's type: the caller's own tensor where that will do.
+    /// A sum in the accumulator's type. With `own` and one Ulysses rank it is the caller's tensor, if that has this
+    /// type.
     fn sum(
         &mut self,
         name: &'static str,
@@ -238,7 +239,7 @@ impl Builder<'_> {
         });
     }
 
-    /// The q side circulates; dq goes home.
+    /// The q side circulates; dq is returned to its owner.
     fn backward_queries(
         &mut self,
         ring: &mut Ring,
@@ -296,7 +297,7 @@ impl Builder<'_> {
         let passes = self.own_passes();
         let mut keys = (held.k[0], held.v[0]);
         if passes.len() > 1 {
-            // Heads travelled in several passes, and stay in one buffer.
+            // Passes fetched these heads one after another into one buffer.
             let heads = self.mine().kv.len() as u32;
             let mut whole = |name, of: &[BufferView]| {
                 let (dtype, dim) = (self.dtype_of(of[0]), self.dim_of(of[0]));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One side's travel around the ring: the buffers that its rows, and the partials of them, use: gradients,
-//! or results of a forward in which q circulates.
+//! One side's travel around the ring: the buffers of its rows and of their partials (gradients, or the results of a
+//! forward in which q circulates).
 //!
 //! Rows arrive in two slots that take turns, rows of other nodes in two node slots. The travels of one schedule (one
 //! for each pass over heads) come one after another, so they share the memory of these buffers. Over several nodes only
@@ -31,14 +31,14 @@ pub(super) struct Travel {
     pub ring_steps: Arc<RingSteps>,
     /// Position among the travels of a schedule.
     pub round: usize,
-    /// Which of the ring steps are of the heads that travel.
+    /// The split of the heads that travel: it selects their ring steps.
     split: u32,
-    /// What travels: the rank's own share of it.
+    /// The rank's own share of the tensors that travel.
     pub own: Vec<BufferView>,
     pub slots: [Vec<BufferView>; 2],
     pub node_slots: [Vec<BufferView>; 2],
-    /// Where rows are packed that would leave in too many messages, with the rows that each ring step packs. Exchanges
-    /// come one after another, so one buffer serves them all.
+    /// Buffers for packing rows that would leave in too many messages, and the number of rows that each ring step
+    /// packs. Exchanges run one after another, so one buffer per tensor serves all of them.
     pub packed: (Vec<BufferView>, Vec<u64>),
     pub home: Option<Home>,
 }
@@ -49,12 +49,12 @@ impl Travel {
         self.ring_steps.of_split(self.split)
     }
 
-    /// Rows of the own share that lie in the slot of a ring step beside those of others.
+    /// Rows of the own share in the slot of a ring step, next to rows of other ranks.
     pub(super) fn staying(&self) -> u64 {
         if self.ring_steps.form().holds_own() { self.own[0].rows } else { 0 }
     }
 
-    /// Rows of other nodes that lie in the slot next to the own share.
+    /// Rows of other nodes in the slot, next to the own share.
     pub(super) fn beside(&self) -> u64 {
         if !self.ring_steps.form().holds_own() {
             return 0;
@@ -70,29 +70,30 @@ impl Travel {
     }
 }
 
-/// Which node slot, and which sum of a node, is used for rows of the node `node` before.
+/// Index of the node slot, and of the node's sum, for rows of the node `node` places before.
 pub(super) fn turn_of(node: u32) -> usize {
     (node as usize - 1) % 2
 }
 
-/// How the partials of what travelled come home.
+/// Buffers for returning the partials of rows that travelled.
 pub(super) struct Home {
-    /// The sums they are added to.
+    /// The sums that partials are added to.
     pub sums: Vec<BufferView>,
     /// Sums over the ranks of a node, for the rows of a node slot.
     pub node_sums: [Vec<BufferView>; 2],
-    /// What kernels write.
+    /// Partials as kernels write them.
     pub fresh: [Vec<BufferView>; 2],
-    /// What leaves: `fresh`, or a narrower copy of it.
+    /// Partials as they are sent: `fresh`, or a narrower copy of it.
     pub leaving: [Vec<BufferView>; 2],
-    /// What arrives.
+    /// Partials that arrive.
     pub arriving: Vec<BufferView>,
-    /// Narrower copies of a node's sums, and what arrives of them, where what crosses is narrower.
+    /// If the wire type is narrower: copies of a node's sums in it, and the sums that arrive in it.
     pub narrowed: Option<(Vec<BufferView>, Vec<BufferView>)>,
 }
 
 impl Builder<'_> {
-    /// Two buffers for each of `like`, over the regions that earlier travels used. `slots` of the two are ever needed.
+    /// Two buffers for each of `like`, over the regions that earlier travels used; only the first `slots` of the two
+    /// get bytes.
     fn two_of(
         &mut self,
         regions: &mut Vec<[Region; 2]>,
@@ -145,7 +146,7 @@ impl Builder<'_> {
     ) -> Travel {
         let ring_steps = self.out.ring_steps(circulating_side).clone();
         let arrivals = ring_steps.arrivals();
-        // Earlier rounds used both slots if they used any twice; turns go on across rounds.
+        // If earlier rounds used a slot, they may have used both, because turns continue across rounds.
         let slots = if round > 0 && arrivals > 0 { 2 } else { arrivals };
         let slots = if self.plan.mesh().ring == 1 { 0 } else { slots };
         let slot_views = self.two_of(&mut regions.slots, "ring slot", &own, None, ring_steps.slot_rows(), slots);
@@ -164,8 +165,8 @@ impl Builder<'_> {
                     let mut part = homes[i * n..(i + 1) * n].to_vec();
                     b.two_of(&mut part, name, &sums, Some(dtype), rows, slots)
                 };
-                // Over several nodes the type of the wire is that of what crosses, and the sum of a node is whole
-                // before.
+                // Over several nodes only the sum that crosses has the wire type; until then it has the type of the
+                // sums.
                 let (crossing, wire) = (wire, if ring_steps.crosses() { whole } else { wire });
                 let narrow = wire != whole;
                 let fresh = third(self, 0, "partial", whole, rows, if narrow { slots.min(1) } else { slots });
@@ -198,7 +199,8 @@ impl Builder<'_> {
         }
     }
 
-    /// Buffers for rows that would leave in too many messages, and how many rows each ring step packs.
+    /// Buffers for packing rows that would leave in too many messages, and the number of rows that each ring step
+    /// packs.
     fn packed(
         &mut self,
         regions: &mut Vec<Region>,

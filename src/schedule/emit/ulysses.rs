@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The all-to-alls: tokens are exchanged for heads, and back (DeepSpeed-Ulysses, Jacobs et al., 2023).
 //!
-//! In the first all-to-all each rank keeps the rows of its own heads and sends those of the other heads to their ranks.
-//! The rows are received directly in their final place, because a token-major buffer of few heads is contiguous in
-//! tokens; only the sender needs a packing transform. In the second one it is the other way round: rows are sent in
-//! place and unpacked by the receiver. The gradients of a kv head that several ranks read are received from each of
-//! them and summed in rank order. Where such ranks share a node and others are in another node, k, v and their
-//! gradients cross by [`gateways`](super::gateways).
+//! In the first all-to-all each rank keeps the rows of its own heads and sends the rows of other heads to their ranks.
+//! Rows are received in their final place, because a token-major buffer of few heads is contiguous in tokens; only the
+//! sender packs. In the second all-to-all rows are sent in place, and the receiver unpacks. The gradients of a kv head
+//! that several ranks read are received from each of them and summed in rank order. If such ranks share a node and
+//! others are in another node, k, v and their gradients cross by [`gateways`](super::gateways).
 
 use alloc::vec::Vec;
 
@@ -18,7 +17,7 @@ use crate::{
     schedule::{Buf, BufferView, Direction, Lane, OpKind, SINK_DIGITS, TensorId},
 };
 
-/// The rank's ring share for its own heads: the caller's tensors where there is one Ulysses rank, buffers elsewhere.
+/// The rank's ring share for its own heads: the caller's tensors if there is one Ulysses rank, otherwise buffers.
 pub(super) struct Held {
     pub q: BufferView,
     /// By pass.
@@ -34,7 +33,7 @@ pub(super) struct Held {
     pub communication: Option<u32>,
 }
 
-/// What the backward needs of each q row.
+/// Tensors of q's side that the backward reads.
 #[derive(Clone, Copy)]
 pub(super) struct RowSide {
     pub d_o: BufferView,
@@ -75,8 +74,8 @@ impl Builder<'_> {
         }
     }
 
-    /// Brings `source` (this rank's rows, all heads) to the ring share's rows for the rank's own heads. `compact` asks
-    /// for a copy where the caller's tensor would do but for its strides.
+    /// Brings `source` (this rank's rows, all heads) to the ring share's rows for the rank's own heads. `compact`: with
+    /// one Ulysses rank, copy the caller's tensor too, because its strides may not be compact.
     fn bring(&mut self, name: &'static str, source: BufferView, side: Side, heads: Heads, compact: bool) -> BufferView {
         let (dtype, dim) = (self.dtype_of(source), self.dim_of(source));
         let me = self.coordinates.ulysses;
@@ -156,14 +155,15 @@ impl Builder<'_> {
         Held { q, k, v, row, local_delta: row_source, compute, communication }
     }
 
-    /// Returns rows of `held` (the ring share for the rank's own q heads) to the ranks that brought them.
+    /// Returns rows of `held` (the ring share for the rank's own q heads) to the ranks that sent them.
     fn give_back(&mut self, tensor: TensorId, held: BufferView) {
         for (to, arrived) in self.exchange_all_back(tensor, held) {
             self.block(to, &[arrived]);
         }
     }
 
-    /// Sends rows of `held` back; returns what arrives of the caller's `tensor`, and where it belongs.
+    /// Sends rows of `held` back; returns the buffers of the rows that arrive, each with its place in the caller's
+    /// `tensor`.
     fn exchange_all_back(&mut self, tensor: TensorId, held: BufferView) -> Vec<(BufferView, BufferView)> {
         let user = self.user(tensor);
         if held.buf == user.buf {
@@ -177,7 +177,7 @@ impl Builder<'_> {
         back.collect()
     }
 
-    /// Sends `u` its rows of `held`; returns where the rows of its `count` heads arrive.
+    /// Sends rank `u` its rows of `held`; returns the buffer that receives the rows of its `count` heads.
     pub(super) fn exchange_back(
         &mut self,
         held: BufferView,
@@ -199,7 +199,7 @@ impl Builder<'_> {
     }
 
     /// Returns gradients of k or v: `held` has the rank's own kv heads, or one partial for each of its q heads. `wire`,
-    /// if any, is the same in the type that travels.
+    /// if any, is `held` in the type that is sent.
     fn give_back_keys(&mut self, tensor: TensorId, held: BufferView, wire: Option<BufferView>, per_q_head: bool) {
         let user = self.user(tensor);
         if held.buf == user.buf {
@@ -234,7 +234,7 @@ impl Builder<'_> {
         (if per_q_head { share.q.len() } else { share.kv.len() }) as u32
     }
 
-    /// Appends what `of_rank`, made by rank `u`, has of kv head `g`: a sum, or a partial for each q head.
+    /// Appends the buffers of rank `u`'s gradients, `of_rank`, for kv head `g`: one sum, or a partial for each q head.
     pub(super) fn add_parts(
         &self,
         g: u32,
@@ -252,7 +252,7 @@ impl Builder<'_> {
         }
     }
 
-    /// A copy of `held` in `dtype`, to travel. `own` are rows that stay and are left out.
+    /// A copy of `held` in `dtype`, for sending. The rows `own` stay on this rank and are left out.
     fn narrowed(&mut self, held: BufferView, dtype: Dtype, own: Option<(u64, u64)>) -> BufferView {
         let dim = self.dim_of(held);
         let copy = self.buffer(Life::Out, "narrowed to travel", dtype, held.rows, held.heads, dim);
@@ -274,8 +274,8 @@ impl Builder<'_> {
 
     /// dq, dk, dv (sums in the accumulator's type) to the caller.
     ///
-    /// What has one holder is rounded before it travels, which changes no bit and halves the bytes. What several ranks
-    /// hold travels as the plan's wire says and is rounded after it is summed.
+    /// A gradient with one holder is rounded before it is sent, which changes no bit and halves the bytes. A gradient
+    /// with several holders is sent in the plan's wire type and rounded after the sum.
     pub(super) fn all_to_all_out_backward(&mut self, dq: BufferView, dkv: (BufferView, BufferView), per_q_head: bool) {
         let last = self.last();
         let blocks = self.out.blocks.len();
@@ -318,7 +318,8 @@ impl Builder<'_> {
         self.push_blocks(blocks, "ulysses out", arrived.or(last.communication));
     }
 
-    /// The sinks' gradient: each rank's partial to all of the group, summed in rank order on each.
+    /// The sinks' gradient: each rank's partial is sent to all ranks of the group, and each rank sums them in rank
+    /// order.
     pub(super) fn sink_gradient(&mut self, delta: BufferView) -> BufferView {
         let heads = self.plan.problem().heads() as u32;
         let dim = if self.plan.options().reproducible { SINK_DIGITS } else { 1 };

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Walks own segments and fragments of the circulating side together, document by document.
+//! Iterates over own segments and fragments of the circulating side, document by document.
 
 use crate::{layout::Segment, schedule::join::Fragment};
 
-/// Calls `each(first stationary index, stationary segments, first place in order, fragments)` for every document that
+/// Calls `each(first stationary index, stationary segments, first index in order, fragments)` for every document that
 /// both sides hold; `order` lists fragments by document.
 pub(super) fn documents<'a>(
     stationary: &'a [Segment],

@@ -2,9 +2,9 @@
 //! Ulysses ranks of a node that hold the same kv head: how the rows of a node slot are divided among them.
 //!
 //! Each of the *holders* has a counterpart in the other node that holds the same rows of the same head. So a part of
-//! the rows crosses to each, and they pass their parts on to one another. Parts are such that the busiest card of the
-//! node carries as little as can be. A head that several ranks hold is one pass, so that all its rows are divided
-//! alike.
+//! the rows crosses to each holder, and the holders pass their parts on to one another. Parts are chosen to minimise
+//! the load of the node's busiest network card. A head that several ranks hold is one pass, so that all its rows are
+//! divided alike.
 
 use alloc::{vec, vec::Vec};
 use core::ops::Range;
@@ -16,7 +16,7 @@ use crate::heads::{HeadShare, holders, least_load};
 pub struct Holders {
     /// Their places among the Ulysses ranks.
     places: Range<u32>,
-    /// Which of them this rank is.
+    /// This rank's index among them.
     me: usize,
     /// Holder i has the rows from `⌊ends[i]·n/whole⌋` to `⌊ends[i + 1]·n/whole⌋` of n.
     ends: Vec<u64>,
@@ -29,12 +29,12 @@ impl Holders {
         Self { places: 0..1, me: 0, ends: vec![0, 1], whole: 1 }
     }
 
-    /// The holders of a kv head among the Ulysses ranks `node`, of which `me` is one. `heads` are those of every rank.
+    /// The holders of a kv head among the Ulysses ranks `node`; `me` is this rank. `heads` are the heads of every rank.
     pub(crate) fn of(heads: &[HeadShare], node: &Range<usize>, head: u32, me: usize) -> Self {
         let kv = heads[node.start].kv.start..heads[node.end - 1].kv.end;
         let held_by: Vec<Range<usize>> = kv.clone().map(|h| holders(heads, node, h)).collect();
         let (most, whole) = least_load(&held_by, node);
-        // Head by head, the first ranks that can carry more take it. Parts are counted in `whole`s of a head.
+        // Head by head, the first ranks with capacity left take it. `whole` units are one head.
         let mut left = vec![most; node.len()];
         let mut ends = Vec::new();
         for places in &held_by[..=(head - kv.start) as usize] {
@@ -52,7 +52,7 @@ impl Holders {
         Self { places: places.start as u32..places.end as u32, me: me - places.start, ends, whole }
     }
 
-    /// Whether there is one.
+    /// Whether there is one holder only.
     pub(super) fn is_alone(&self) -> bool {
         self.places.len() == 1
     }
@@ -66,13 +66,13 @@ impl Holders {
         self.places.clone()
     }
 
-    /// Those but this rank, numbered, with their places.
+    /// The holders except this rank, as (index, place).
     pub(super) fn others(&self) -> impl Iterator<Item = (usize, u32)> + use<> {
         let me = self.me;
         (0..).zip(self.places()).filter(move |(holder, _)| *holder != me)
     }
 
-    /// First and end of the rows of one of them, of so many.
+    /// First and end of a holder's part of `rows` rows.
     pub(super) fn part(&self, holder: usize, rows: i64) -> (i64, i64) {
         let at = |end: u64| (i128::from(end) * i128::from(rows) / i128::from(self.whole)) as i64;
         (at(self.ends[holder]), at(self.ends[holder + 1]))
@@ -83,7 +83,7 @@ impl Holders {
 mod tests {
     use super::*;
 
-    /// Every part of every head is some rank's, no rank carries more than it must, and that is the mean where heads
+    /// The parts of each head are all of it, and no rank carries more than the minimum, which is the mean where heads
     /// divide.
     #[test]
     fn parts_are_whole_and_even() {
@@ -110,7 +110,7 @@ mod tests {
                         }
                         let of_node = i64::from(heads[node.end - 1].kv.end - heads[node.start].kv.start);
                         let (most, mean) = (*load.iter().max().unwrap(), of_node * rows / ranks as i64);
-                        // A run of ranks must carry the heads that only they hold.
+                        // A run of consecutive ranks must carry the heads that only ranks of the run hold.
                         let must = node.clone().flat_map(|a| (a + 1..=node.end).map(move |e| (a, e))).map(|(a, e)| {
                             let inside = |h: &u32| {
                                 node.clone().filter(|u| heads[*u].kv.contains(h)).all(|u| (a..e).contains(&u))

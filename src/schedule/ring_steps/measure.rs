@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Measures the ring steps when a plan is made: which there are, how many rows each moves, and how much room its lists
-//! take.
+//! Measures the ring steps when a plan is made: which of them exist, how many rows each moves, and the memory its lists
+//! need.
 //!
-//! The general way lists the rows of every step that there may be, and counts them. A zigzag over documents within one
-//! level has a faster way (`schedule::sweep`), with the same result.
+//! The general method lists and counts the rows of every possible step. For a zigzag over documents with one level
+//! there is a faster method (`schedule::sweep`), with the same result.
 
 use alloc::{vec, vec::Vec};
 
@@ -22,7 +22,7 @@ use crate::{
 };
 
 impl RingSteps {
-    /// As [`RingSteps::sweep`], much faster.
+    /// As [`RingSteps::sweep`], but much faster.
     pub(super) fn sweep_zigzag(&mut self, staying: Side) {
         let zigzag = Zigzag {
             batch: self.shares.batch(),
@@ -70,8 +70,8 @@ impl RingSteps {
         };
     }
 
-    /// Measures every step: which are empty, the rows of the others, the last ring step of each stationary segment, and
-    /// the room that the longest lists need.
+    /// Measures every step: whether it is empty, its rows, the last ring step of each stationary segment, and the
+    /// capacity for the longest lists.
     pub(super) fn sweep(&mut self) {
         let mut s = RangeScratch::default();
         let mut leaving: Vec<(u32, u64)> = Vec::new();
@@ -134,13 +134,13 @@ impl RingSteps {
             self.list.push(step);
             cap.pairs = cap.pairs.max(pairs);
         }
-        // Rows that meet nothing are finished by the call that begins them.
+        // Rows without partners are finished by the call that begins them.
         let first = self.first(split) as u32;
         self.last[lasts..].iter_mut().for_each(|last| *last = first.max(*last));
     }
 }
 
-/// How many runs of the owner's share the fragments of one peer are, and their rows; none if one.
+/// The number of runs of the owner's share that the fragments of one peer form, and their rows; `None` for one run.
 fn scattered(fragments: &[Fragment]) -> Option<(u32, u64)> {
     let end = |f: &Fragment| f.owner_row + i64::from(f.range.len);
     let breaks = fragments.windows(2).filter(|w| end(&w[0]) != w[1].owner_row).count() as u32;
@@ -157,7 +157,7 @@ mod tests {
         mask::Mask,
     };
 
-    /// The fast way counts what the general way counts, and makes room for at least as much.
+    /// The fast method counts as the general one, and reserves at least as much capacity.
     #[test]
     fn zigzags_are_measured_alike_in_both_ways() {
         let batches = [

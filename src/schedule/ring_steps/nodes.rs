@@ -13,18 +13,19 @@
 //! own share │ L − 1 local steps │ node slot of node −1 │ L − 1 local steps from the node slots │ node slot of node −2 │ …
 //! ```
 //!
-//! Beside each local step a part of the next node's rows crosses, one of L − 1. So the network is busy while the node's
-//! own steps are computed, and two node slots suffice. In the gather form there are two rounds: the own node at once
-//! while the rows of all other nodes cross, then the node slots at once. Where a slot holds the own share too, the rows
-//! of all other nodes cross into that slot, next to the own share; then each rank of the node takes what it needs of
-//! both.
+//! During each local step a part of the next node's rows crosses, one of L − 1 parts. So the network is busy while the
+//! node's own steps are computed, and two node slots suffice. In the gather form there are two rounds: the own node at
+//! once while the rows of all other nodes cross, then the node slots at once. If a slot holds the own share too, the
+//! rows of all other nodes cross into that slot, next to the own share; then each rank of the node fetches the rows it
+//! needs from both parts.
 //!
 //! In the backward the gateway sums the gradients of its node slot over the node, and the sum crosses back once.
 //!
-//! Where several Ulysses ranks of a node hold the same kv head ([`holders`](super::holders)), the same node slot is at
-//! each of them, and a part of its rows crosses to each. Before it is attended they pass their parts on to each other;
-//! before the sum of the gradients crosses back, each adds up its part. So it is also with L = 1, where rows cross
-//! beside the call of the node slot before. Rows of several owners lie in a node slot holder by holder.
+//! If several Ulysses ranks of a node hold the same kv head ([`holders`](super::holders)), each of them has the same
+//! node slot, and a part of its rows crosses to each. Before the slot is attended, the holders pass their parts on to
+//! each other; before the sum of the gradients crosses back, each holder sums its part. This also applies with L = 1;
+//! then rows cross during the call for the node slot before. In a node slot, rows of several owners are stored holder
+//! by holder.
 //!
 //! The union is merged from what every rank of the node needs by [`join`]. Owner and gateway both do so, with the same
 //! result.
@@ -43,14 +44,14 @@ use crate::{
 };
 
 impl RingSteps {
-    /// Whether rows cross from node to node. A node of one ring rank passes on nothing but what several of its ranks
-    /// hold of a kv head: otherwise one level is the same.
+    /// Whether rows cross from node to node once. With one ring rank per node this saves bytes only if several ranks of
+    /// the node hold the same kv head; otherwise the ring steps are those of one level.
     pub(crate) fn crosses(&self) -> bool {
         let passes_on = 1 < self.per_node || self.splits.iter().any(|holders| !holders.is_alone());
         passes_on && self.per_node < self.shares.ring()
     }
 
-    /// Ring steps within a node: the own share and the others one by one, or all others at once.
+    /// Ring steps of one node: the own share and each other share, or all other shares at once.
     fn places(&self) -> usize {
         match self.form {
             Form::Ring => self.per_node,
@@ -69,12 +70,12 @@ impl RingSteps {
         (step.step as usize / self.places() * self.places() + self.places() - 1) as u32
     }
 
-    /// How many parts the rows of a node cross in, to one rank.
+    /// The number of parts in which the rows of a node cross to one rank.
     fn parts(&self) -> usize {
         (self.places() - 1).max(1)
     }
 
-    /// All ring steps of a split after the own share that there may be, in order.
+    /// All possible ring steps of a split after the own share, in order.
     pub(super) fn candidates(&self, split: u32) -> Vec<RingStep> {
         let places = self.places();
         let nodes = match self.form {
@@ -108,7 +109,7 @@ impl RingSteps {
                     push(at, Hop::Back, node);
                 }
             }
-            // Beside the local steps, or beside the call of the node slot where a node has none.
+            // During the local steps, or during the call for the node slot if a node has no local steps.
             if node + 1 < nodes && (place > 0 || places == 1) {
                 push(at, Hop::Crossing { part: place.max(1) as u32 - 1 }, node + 1);
             }
@@ -196,7 +197,7 @@ impl RingSteps {
         row
     }
 
-    /// Appends what `stationary` needs of the rows in `s.nodes.union`, which lie next to the share of `gateway`.
+    /// Appends the rows in `s.nodes.union`, stored next to the share of `gateway`, that `stationary` needs.
     pub(super) fn join_beside(
         &self,
         stationary: &[Segment],
@@ -211,7 +212,7 @@ impl RingSteps {
         end
     }
 
-    /// As `list_incoming`, of another node's rows.
+    /// As `list_incoming`, for rows of another node.
     pub(super) fn list_incoming_of_node(&self, step: &RingStep, s: &mut RangeScratch) -> u64 {
         if step.hop == Hop::Local {
             return self.others(self.place(step), true).fold(0, |row, (gateway, _)| {
@@ -235,7 +236,7 @@ impl RingSteps {
         }
     }
 
-    /// As `list_outgoing`, to another node or of another node's rows.
+    /// As `list_outgoing`, for rows to or of another node.
     pub(super) fn list_outgoing_of_node(&self, step: &RingStep, s: &mut RangeScratch) -> u64 {
         let holders = &self.splits[step.split as usize];
         if step.hop == Hop::Passed {
@@ -270,8 +271,8 @@ impl RingSteps {
         rows as u64
     }
 
-    /// `s.fragments` := of the rows `first..end` of `s.nodes.union` those in the part that crosses; all of them where
-    /// they have crossed. Parts are equal, to one row.
+    /// `s.fragments` := the rows `first..end` of `s.nodes.union`; if they are about to cross, only the part that
+    /// crosses. The sizes of parts differ by one row at most.
     fn take_part(&self, hop: Hop, (mut first, mut end): (i64, i64), s: &mut RangeScratch) -> u64 {
         if let Hop::Crossing { part } = hop {
             let at = |i: usize| first + cut(i, (end - first) as usize, self.parts()) as i64;
@@ -293,7 +294,7 @@ fn add_part(holders: &Holders, holder: usize, s: &mut NodeScratch) {
     bounds.push(row);
 }
 
-/// Appends the rows `first..end` of some fragments, with `by` added to their numbers; returns how many there are.
+/// Appends the rows `first..end` of some fragments, with `by` added to their row numbers; returns their number.
 fn take_rows(from: &[Fragment], (first, end): (i64, i64), by: i64, into: &mut Vec<Fragment>) -> i64 {
     for f in from {
         let (row, last) = (f.range.row, f.range.row + i64::from(f.range.len));
@@ -308,7 +309,7 @@ fn take_rows(from: &[Fragment], (first, end): (i64, i64), by: i64, into: &mut Ve
     end - first
 }
 
-/// Rows of a node slot that the rank at a Ulysses place passes on, or takes: as they lie, whatever they hold.
+/// Rows of a node slot that are passed on to or from the Ulysses rank at `place`, without regard to their tokens.
 fn passed(place: u32, owner_row: i64, row: i64, rows: i64) -> Option<Fragment> {
     let range = Range { row, pos: 0, len: rows as u32, block: 1, period: 1, doc: 0 };
     (rows > 0).then_some(Fragment { peer: place, owner_row, range })

@@ -14,8 +14,8 @@ use crate::{
 };
 
 impl RingSteps {
-    /// `(ring rank, class)` of those of the node whose rows arrive at place `place` of the node's steps, or of those
-    /// that take this rank's.
+    /// `(ring rank, class)` of the node's ranks whose rows arrive at place `place` of the node's steps, or of those
+    /// that receive this rank's rows.
     pub(super) fn others(&self, place: usize, arriving: bool) -> impl Iterator<Item = (usize, Class)> + use<> {
         let (n, form, crosses) = (self.per_node, self.form, self.crosses());
         let (first, me) = (self.me / n * n, self.me % n);
@@ -41,7 +41,7 @@ impl RingSteps {
         }
         let mut row = 0;
         if step.hop == Hop::Own || self.form.holds_own() {
-            // The own share comes first and whole: every row of it needs a gradient, read or not.
+            // The own share comes first, all of it: every row needs a gradient, even if no query reads it.
             for o in &self.own {
                 s.fragments.push(Fragment { peer: self.me as u32, owner_row: o.range.row, range: o.range });
                 row += i64::from(o.range.len);
@@ -52,7 +52,7 @@ impl RingSteps {
         }
         let beside = self.form.holds_own() && self.crosses();
         if beside {
-            // Then what crossed, whole too: it is there already, and others take from it.
+            // Then all rows that crossed: they are in the slot already, and other ranks fetch from it.
             self.list_node_slot(self.me, 1, step.split, s);
             s.fragments.extend(s.nodes.union.iter().map(|f| {
                 let at = row + f.range.row;
@@ -96,20 +96,20 @@ impl RingSteps {
         row as u64
     }
 
-    /// Lists what arrives at a ring step, in slot order, into `scratch.fragments`.
+    /// Lists the rows that arrive at a ring step, in slot order, into `scratch.fragments`.
     pub fn incoming(&self, ring_step: usize, scratch: &mut RangeScratch) {
         self.list_incoming(&self.list[ring_step], scratch);
     }
 
     /// Lists the rows that leave at a ring step, of the own share or of the node slot; `range.row` counts from the
-    /// start of what comes home for them.
+    /// start of the buffer that receives their gradients.
     pub fn outgoing(&self, ring_step: usize, scratch: &mut RangeScratch) {
         self.list_outgoing(&self.list[ring_step], scratch);
     }
 }
 
-/// Cuts striped fragments into their blocks, so that a sort by position is the order of every token. From the back and
-/// in place: the list takes no more room than its result, which is what room is reserved for.
+/// Cuts striped fragments into their blocks, so that sorting by position sorts every token. Works in place, from the
+/// back, because capacity is reserved only for the result.
 fn split_stripes(fragments: &mut Vec<Fragment>) {
     let blocks = |f: &Fragment| if f.range.is_plain() { 1 } else { f.range.len.div_ceil(f.range.block) };
     let (n, total) = (fragments.len(), fragments.iter().map(|f| blocks(f) as usize).sum());

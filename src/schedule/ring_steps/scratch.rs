@@ -29,7 +29,7 @@ pub(super) struct Capacity {
     pub nodes: NodeCapacity,
 }
 
-/// The same, of the lists in [`NodeScratch`].
+/// The length of the longest list of each kind in [`NodeScratch`].
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct NodeCapacity {
     union: usize,
@@ -59,12 +59,12 @@ impl RangeScratch {
         Ranges { q: &self.q, k: &self.k, pairs: &self.pairs }
     }
 
-    /// Makes every q range one whose running result begins here and is not finished.
+    /// Sets the mode of every q range: begin the running result, do not finish it.
     pub(crate) fn begin_all(&mut self) {
         self.q.iter_mut().for_each(|q| q.mode = Mode::First);
     }
 
-    /// Makes every q range one that is finished without any keys.
+    /// Sets the mode of every q range: finish it, without any keys.
     pub(crate) fn finish_all(&mut self) {
         self.k.clear();
         self.pairs.clear();
@@ -107,13 +107,13 @@ impl NodeScratch {
             held: self.held.capacity(),
             needed: self.needed.capacity(),
             intervals: self.intervals.capacity(),
-            // The two take turns.
+            // `parts` and `union` are swapped, so both need the larger capacity.
             parts: self.parts.capacity().max(self.union.capacity()),
             bounds: self.bounds.capacity(),
         }
     }
 
-    /// What was divided takes the place of the union.
+    /// Replaces `union` by `parts`.
     pub(super) fn take_parts(&mut self) {
         core::mem::swap(&mut self.union, &mut self.parts);
         self.parts.clear();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The way home: partial gradients, or partial results of a forward in which q circulates, return to the owners of the
-//! rows.
+//! Returns: partial gradients, or partial results of a forward in which q circulates, are sent back to the owners of
+//! the rows.
 
 use alloc::vec::Vec;
 
@@ -16,8 +16,8 @@ use crate::schedule::{
 };
 
 impl Builder<'_> {
-    /// Adds the return of the gradients that a ring step made, from the buffers of `turn`. `made` is the operation that
-    /// made them, `begun` the one that begins the sums, if that is known.
+    /// Adds the return of a ring step's gradients, from the buffers of `turn`. `made` is the operation that computed
+    /// them; `begun` is the one that begins the sums, if known.
     pub(super) fn come_home(
         &mut self,
         ring: &mut Ring,
@@ -41,9 +41,9 @@ impl Builder<'_> {
         }
     }
 
-    /// As [`Builder::come_home`], where the slot holds the own share and rows of other nodes next to it: what the ranks
-    /// of the node return is added to both in the slot's gradients, before the one begins the sums and the other
-    /// crosses back.
+    /// As [`Builder::come_home`], for a slot that holds the own share and, next to it, rows of other nodes. The
+    /// gradients that ranks of the node return are added to both parts of the slot's gradients. Then the part of the
+    /// own share begins the sums, and the other part crosses back.
     pub(super) fn slot_comes_home(
         &mut self,
         ring: &mut Ring,
@@ -72,8 +72,7 @@ impl Builder<'_> {
         ring.partials.used[turn] = ring.lanes.communication.len().checked_sub(1);
     }
 
-    /// Adds the return over the border of a node of what its ranks summed in `of_node`. Returns which of the
-    /// communication lane it is.
+    /// Adds the return of a node's sums, in `of_node`, to another node. Returns its index in the communication lane.
     fn cross_back(
         &mut self,
         ring: &mut Ring,
@@ -84,11 +83,11 @@ impl Builder<'_> {
         made: Option<usize>,
     ) -> usize {
         let v = t.ring_steps.list()[ring_step];
-        // A node's sum is whole after its last step, whose place is before that of the next node's first.
+        // A node's sum is complete after the node's last step, which is ordered before the next node's first step.
         let order = node_return_order(t.ring_steps.last_of_node(&v));
         let mut ring_step = ring_step;
         if t.ring_steps.is_divided(&v) {
-            // Each of the ranks that hold the head adds up one part of the rows, which crosses if there is any.
+            // Each rank that holds the head sums one part of the rows; a part crosses only if it has rows.
             if let Some(passed) = t.ring_steps.beside(&v, Hop::Passed) {
                 self.send_home(ring, t, passed, order, [of_node, &home.arriving, of_node], (made, made));
             }
@@ -113,9 +112,9 @@ impl Builder<'_> {
         self.send_home(ring, t, ring_step, order, [leaving, arriving, &home.sums], (made, None))
     }
 
-    /// Adds the exchange that returns gradients from the first of three buffers and receives in the second what comes
-    /// home for the rows that left, and the addition of that to the third. Returns which of the communication lane the
-    /// exchange is.
+    /// Adds the exchange that sends the gradients in the first of three buffers and receives, in the second, the
+    /// gradients of the rows that this rank sent; then adds the second to the third. Returns the exchange's index in
+    /// the communication lane.
     fn send_home(
         &mut self,
         ring: &mut Ring,
@@ -134,7 +133,8 @@ impl Builder<'_> {
         ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [made, None] }));
         let sent = ring.lanes.communication.len() - 1;
         if v.rows_out > 0 {
-            // The sums begin with the own share's call, or that of the node slot, the round's first that writes them.
+            // The sums begin with the call for the own share or, for a node slot, with the round's first call that
+            // writes them.
             let begun = begun.or_else(|| ring.begun(sums[0]));
             let tensors = pairs(sums);
             let kind = match self.out.direction {

@@ -6,12 +6,12 @@
 //! while the next step is computed, and are added to the owner's sums on the communication lane, so that the compute
 //! lane does not wait for them. In a forward in which q circulates, partial results take the same way and are merged.
 //!
-//! Over several nodes ([`crate::schedule::ring_steps`]) rows of another node cross into one of two node slots, beside
-//! the steps of the node before. They are attended there, and fetched from there. The partial gradients of the ranks of
-//! a node are returned to the gateway, which adds them to its own; that sum crosses back after the node's last return.
-//! Where several ranks of a node hold the same kv head, a part of the rows crosses to each, and one more exchange
-//! passes the parts on to each other. On the way back that exchange adds up each part at one of them, and the part
-//! crosses.
+//! Over several nodes ([`crate::schedule::ring_steps`]) rows of another node cross into one of two node slots during
+//! the steps of the node before. They are attended there, and the other ranks of the node fetch from there. The ranks
+//! of a node return their partial gradients to the gateway, which adds them to its own; the sum crosses back after the
+//! node's last return. If several ranks of a node hold the same kv head, a part of the rows crosses to each, and in one
+//! more exchange they pass the parts on to each other. On the way back each of them sums one part in that exchange, and
+//! the part crosses.
 //!
 //! Where a slot holds the own share (the ordered form and the together form), rows of other nodes cross into the slot
 //! itself, next to the share, and the other ranks of the node take from there. Their partial gradients come back to the
@@ -31,27 +31,27 @@ use crate::schedule::{
 
 mod home;
 
-/// What runs inside a node, in reports and traces.
+/// The phase of exchanges inside a node, in reports and traces.
 pub(super) const LOCAL: &str = "ring";
 
-/// The ring phase while it is written: two lanes, and whose turn it is in each pair of slots.
+/// The ring phase while it is built: the two lanes, and the slot of each pair that is next.
 #[derive(Default)]
 pub(super) struct Ring {
     pub lanes: PendingLanes,
     pub regions: TravelRegions,
     arrivals: SlotPair,
     partials: SlotPair,
-    /// The items that used the two node slots last, and those that sent the two sums of a node.
+    /// The last items that used the two node slots, and those that sent the two sums of a node.
     node_slots: [Option<usize>; 2],
     node_sums: [Option<usize>; 2],
     /// The last fetch of rows into a node slot.
     crossed: Option<usize>,
-    /// The call that begins the sums asked for last, of the first so many calls.
+    /// Cache of [`Ring::begun`]: the sums asked for last, the number of calls searched, and the call found.
     begun: Option<(BufferView, usize, Option<usize>)>,
 }
 
 impl Ring {
-    /// The last call that begins these sums. Each call is looked at once for as long as the sums are the same.
+    /// The last call that begins these sums. As long as the sums stay the same, each call is searched once.
     fn begun(&mut self, sums: BufferView) -> Option<usize> {
         let (_, looked_at, known) = self.begun.filter(|begun| begun.0 == sums).unwrap_or((sums, 0, None));
         let calls = &self.lanes.compute;
@@ -75,14 +75,14 @@ impl SlotPair {
     }
 }
 
-/// Where the rows of a ring step lie, and what attending them must wait for.
+/// The rows of a ring step in memory, and the item that attending them waits for.
 pub(super) struct Arrival {
     pub at: Vec<BufferView>,
     pub wait: Option<usize>,
     slot: Option<ArrivalSlot>,
 }
 
-/// A buffer that rows of others arrive in.
+/// A buffer that receives rows of other ranks.
 #[derive(Clone, Copy)]
 enum ArrivalSlot {
     Ring(usize),
@@ -90,18 +90,17 @@ enum ArrivalSlot {
 }
 
 impl Builder<'_> {
-    /// Adds the fetch of a ring step, if it has one. Follow it with [`Builder::attend`] where it returns something to
-    /// attend.
+    /// Adds the fetch of a ring step, if it has one. If it returns an arrival, call [`Builder::attend`] next.
     pub(super) fn fetch(&mut self, ring: &mut Ring, t: &Travel, ring_step: usize) -> Option<Arrival> {
         let v = t.ring_steps.list()[ring_step];
         match v.hop {
             Hop::Own => return Some(Arrival { at: t.own.clone(), wait: None, slot: None }),
-            // All shares are the rank's own.
+            // The only share is the rank's own.
             Hop::Local if self.plan.mesh().ring == 1 => {
                 return Some(Arrival { at: t.own.clone(), wait: None, slot: None });
             }
             Hop::Crossing { .. } if t.ring_steps.form().holds_own() => {
-                // Into the slot that the own share is about to take its place in.
+                // Into the slot that the own share will be copied to.
                 let slot = ring.arrivals.next;
                 let into: Vec<BufferView> = t.slots[slot].iter().map(|s| s.slice(t.staying(), t.beside())).collect();
                 let exchange =
@@ -145,14 +144,14 @@ impl Builder<'_> {
         let at = &t.slots[slot.unwrap_or(0)];
         let mut placed = None;
         if t.ring_steps.form().holds_own() && slot.is_some() {
-            // The own share takes its place in the slot, so that one call meets everything.
+            // The own share is copied into the slot, so that one call computes with everything.
             let kind = self.transform(t.own.iter().zip(at).map(|(&own, slot)| (slot.slice(0, own.rows), own)));
             if t.staying() > 0 {
                 ring.lanes.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after: [None; 2] });
                 placed = Some(ring.lanes.compute.len() - 1);
             }
         }
-        // What others take lies in the own share, in a node slot, or in both parts of the slot.
+        // Other ranks fetch from the own share, from a node slot, or from both parts of the slot.
         let beside = t.beside();
         let crossed = if t.ring_steps.form().holds_own() { ring.crossed.take() } else { None };
         let there: Vec<BufferView> = at.iter().map(|s| s.slice(0, t.staying() + beside)).collect();
@@ -171,9 +170,9 @@ impl Builder<'_> {
         Some(Arrival { at: at.clone(), wait, slot: slot.map(ArrivalSlot::Ring) })
     }
 
-    /// Adds the exchange of a ring step that sends rows of the first of two buffers and receives rows in the other,
-    /// once the items `after` are done, and before it the packing of the rows that leave. Returns which of the
-    /// communication lane it is.
+    /// Adds the exchange of a ring step that sends rows of the first buffer and receives rows in the second, once the
+    /// items `after` are done; before it, if needed, the packing of the rows that leave. Returns the exchange's index
+    /// in the communication lane.
     fn exchange_rows(
         &mut self,
         ring: &mut Ring,
@@ -200,15 +199,15 @@ impl Builder<'_> {
         ring.lanes.communication.len() - 1
     }
 
-    /// Copies, each of a slice to another; of no rows, nothing.
+    /// Copies each destination from its source; skips those without rows.
     pub(super) fn transform(&mut self, blocks: impl Iterator<Item = (BufferView, BufferView)>) -> OpKind {
         let begin = self.out.blocks.len() as u32;
         blocks.for_each(|(to, from)| self.block(to, &[from]));
         OpKind::Transform { begin, end: self.out.blocks.len() as u32 }
     }
 
-    /// Adds the call that attends an arrival. `partials` of `call` are where it writes the gradients of what travels:
-    /// the sums themselves for the own share.
+    /// Adds the call that attends an arrival. `partials` of `call` is where it writes the gradients of the circulating
+    /// side: for the own share, the sums themselves.
     pub(super) fn attend(
         &mut self,
         ring: &mut Ring,
@@ -221,7 +220,7 @@ impl Builder<'_> {
         let mut after = [arrival.wait, None];
         let (mut attended, mut begun) = (None, None);
         let mut turn = 0;
-        // Rows of a node slot that this rank does not need have a gradient all the same.
+        // Rows of a node slot need a gradient even if this rank does not read them.
         let needed = v.meets || (v.rows_in > 0 && t.home.is_some());
         if v.step == 0 || needed || t.ring_steps.form().holds_own() {
             let (mut partials, mut narrow) = (None, false);
@@ -251,7 +250,7 @@ impl Builder<'_> {
                 Some(ArrivalSlot::Node(slot)) => ring.node_slots[slot] = Some(call),
                 None => {}
             }
-            // The own share's do not leave.
+            // The gradients of the own share do not leave.
             let (first, rows) = (t.staying(), v.rows_in - t.staying());
             if let (true, Some(home)) = (narrow && rows > 0, &t.home) {
                 let blocks = home.leaving[turn].iter().zip(&home.fresh[turn]);
@@ -261,7 +260,7 @@ impl Builder<'_> {
             attended = arrival.slot.map(|_| ring.lanes.compute.len() - 1);
             let crosses = t.ring_steps.crosses();
             if let (true, Some(home)) = (arrival.slot.is_some() && t.staying() > 0 && !crosses, &t.home) {
-                // The own share's begin the sums, and what comes home is added to them.
+                // The gradients of the own share begin the sums; those that are returned are added to them.
                 let blocks = home.sums.iter().zip(&home.fresh[turn]);
                 let kind = self.transform(blocks.map(|(&sum, from)| (sum, from.slice(0, t.staying()))));
                 ring.lanes.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after: [None; 2] });
@@ -291,7 +290,7 @@ fn phase_of(v: &RingStep) -> &'static str {
     if matches!(v.hop, Hop::Crossing { .. } | Hop::Crossed | Hop::Back) { BETWEEN_NODES } else { LOCAL }
 }
 
-/// Whether a call begins the sums that `first` belongs to.
+/// Whether a call begins the sums that `first` is one of.
 fn writes(kind: &OpKind, first: BufferView) -> bool {
     match kind {
         OpKind::Attend(op) => op.running.is_some_and(|(o, _)| o == first),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Rings over nodes where several ranks of a node hold the same kv head: that their plans are proved, and that the
-//! bytes between nodes are the least that can be and evenly spread, by brute force.
+//! Rings over nodes in which several ranks hold the same kv head: their plans pass the proof, and the bytes between
+//! nodes are the minimum and evenly spread, by brute force.
 
 use alloc::{collections::BTreeSet, format, vec, vec::Vec};
 
@@ -74,7 +74,7 @@ fn options() -> [Options; 10] {
 /// Ulysses and ring ranks, ranks of a node: one ring rank in a node, several, and a part of one.
 const MESHES: [(usize, usize, usize); 8] =
     [(4, 2, 4), (4, 3, 4), (2, 4, 2), (2, 4, 4), (4, 4, 8), (3, 4, 3), (4, 2, 2), (8, 2, 8)];
-/// q and kv heads: one for all, whole numbers of ranks, and some of which a rank holds parts of two.
+/// q and kv heads: one kv head for all, whole numbers of ranks per head, and ranks that hold parts of two heads.
 const HEADS: [(usize, usize); 6] = [(8, 1), (8, 2), (9, 3), (12, 6), (8, 4), (10, 5)];
 
 #[test]
@@ -156,8 +156,8 @@ fn rows_cross_once_for_all_that_hold_a_head() {
                             let sum = [0, 1].map(|way| cards.iter().map(|c| c[way]).sum::<u64>());
                             assert_eq!(sum, want, "{name}, {direction:?}, ranks {node:?}");
                             crossed += sum[0];
-                            // A node of one ring rank, of heads that as many ranks hold: all cards carry the same, but
-                            // for a row of each owner.
+                            // One ring rank per node, heads with as many holders: the loads of all cards differ by one
+                            // row of each owner at most.
                             if ranks <= ulysses
                                 && ranks.is_multiple_of(kv as usize)
                                 && side == CirculatingSide::Keys
@@ -181,8 +181,8 @@ fn rows_cross_once_for_all_that_hold_a_head() {
     assert!(divided > 500 && crossed > 1_000_000 && even > 200, "{divided} {crossed} {even}");
 }
 
-/// Where no two ranks of a node hold the same kv head, and where the ring lies in one node, schedules are those of one
-/// level, or of nodes of several ring ranks.
+/// If no two ranks of a node hold the same kv head, or if the ring lies in one node, schedules are those of one level,
+/// or of nodes of several ring ranks.
 #[test]
 fn nothing_is_divided_where_no_head_is_held_twice() {
     let batch = Batch::from_lengths(&[40, 9]).unwrap();

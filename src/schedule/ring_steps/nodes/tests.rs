@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Plans over several nodes: that they are proved, and that the bytes between nodes are the least that can be, by brute
-//! force.
+//! Plans over several nodes: they pass the proof, and the bytes between nodes are the minimum, by brute force.
 
 use alloc::{collections::BTreeSet, vec::Vec};
 
@@ -19,7 +18,7 @@ fn batches() -> [Batch; 4] {
     ]
 }
 
-/// Rows of the circulating side that other nodes need and do not hold, each once for each node.
+/// Rows of the circulating side that a node needs and does not hold, counted once for each node.
 fn rows_that_cross(plan: &Plan, circulating: Side) -> u64 {
     let (mesh, batch) = (plan.mesh(), plan.problem().batch());
     let mask = plan.problem().mask();
@@ -81,7 +80,7 @@ fn plans_over_nodes_are_proved_and_rows_cross_once() {
                     let (heads, kv_heads) = (4, 2);
                     let problem = Problem::new(batch.clone(), heads, kv_heads, 8, Dtype::F32).with_mask(mask);
                     let mesh = Mesh { replicas: 1, ring, ulysses };
-                    // A different one for each, so that all are seen with all.
+                    // Options rotate, so that each set of options meets each value of the other dimensions.
                     let options = options[(b + m + l + n) % options.len()].ranks_per_node(ranks);
                     let plan = Plan::with_options(&problem, mesh, layout, options).unwrap();
                     let name = alloc::format!("{batch:?} {mask:?} {layout} {mesh} by {ranks}, {options:?}");
@@ -118,7 +117,8 @@ fn plans_over_nodes_are_proved_and_rows_cross_once() {
     assert!(proved == 480 && crossed > 10_000, "{proved} {crossed}");
 }
 
-/// Where a mask needs all owners' rows alike, no card carries more than 1.1 × the mean of its node's, each way.
+/// If every owner's rows are needed alike, no card carries more than 1.1 × the mean of its node's cards, in each
+/// direction.
 #[test]
 fn cards_are_loaded_evenly() {
     let batch = Batch::from_lengths(&[960]).unwrap();
@@ -144,8 +144,8 @@ fn cards_are_loaded_evenly() {
     }
 }
 
-/// What the network carries is fetched before a node's own steps need the compute lane to wait: the first part of the
-/// next node's rows is the first exchange, and a part comes before each local step.
+/// Rows from other nodes are fetched before a node's own steps make the compute lane wait: the first part of the next
+/// node's rows is the first exchange, and each local step has a part before it.
 #[test]
 fn rows_cross_beside_the_steps_of_a_node() {
     let batch = Batch::from_lengths(&[240]).unwrap();
