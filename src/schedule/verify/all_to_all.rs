@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the two all-to-alls promise, said apart from the code that schedules them.
+//! The specification of the two all-to-alls, separate from the code that schedules them.
 //!
-//! To heads, a rank brings all heads of its own tokens and gets its own heads of all tokens of its ring share, in the
-//! order of the ranks that hold them. Back, it brings the latter, which may be a part of a sum, and gets for every head
-//! of its own tokens the parts of all ranks that hold the head, each once, in rank order.
+//! To heads: a rank gives all heads of its own tokens, and gets its own heads of all tokens of its ring share, in the
+//! order of the ranks that hold those tokens. To tokens: a rank gives its own heads of its ring share, which may be one
+//! part of a sum; for every head of its own tokens it gets the parts of all ranks that hold the head, each once, in
+//! rank order.
 
 use alloc::{format, vec::Vec};
 
@@ -19,7 +20,7 @@ use crate::{
     schedule::{AllToAll, AllToAllDirection, Buf, BufferView, OWN_HEADS, OWN_TOKENS, TensorId},
 };
 
-/// Marks what a rank brings on the way back as its part of a sum.
+/// Marks the inputs of a rank on the way back as its part of a sum.
 pub(super) fn bring(p: &mut Prover, all_to_all: AllToAll) {
     if all_to_all.way == AllToAllDirection::ToHeads {
         return;
@@ -41,7 +42,7 @@ fn whole(tensor: TensorId, rows: usize, heads: usize) -> BufferView {
     BufferView { buf: Buf::User(tensor), row: 0, rows: rows as u64, head: 0, heads: heads as u32 }
 }
 
-/// That every rank got what was promised, all of it, and nothing moved in vain. No pairs are attended.
+/// Checks that every rank got all rows of the specification, and that no message was unneeded. No pairs are attended.
 pub(super) fn check(p: &mut Prover, all_to_all: AllToAll) -> Result<u128> {
     outputs::tokens_are_dealt_once(p)?;
     for r in 0..p.ranks.len() {

@@ -19,7 +19,7 @@ use crate::{
 };
 
 impl Prover<'_> {
-    /// Remembers a call for those of q's side and k's that it computes results for; no token may be in two of its
+    /// Records a call for the tokens of the sides (q, k) that it computes results for; no token may be in two of its
     /// ranges.
     fn remember(&mut self, r: usize, op: usize, met: &Met, g: &Geometry, [of_q, of_k]: [bool; 2]) -> Result<u32> {
         let by_token = |ranges: &[Vec<RangePart>]| {
@@ -29,7 +29,7 @@ impl Prover<'_> {
             };
             let mut list: Vec<NamedTokens> = (0u32..).zip(ranges.iter().map(Vec::as_slice)).flat_map(named).collect();
             list.sort_unstable_by_key(|n| n.token);
-            // A range may be cut where its rows begin to meet something.
+            // Joins parts of a range that were split where its rows begin or end to meet anything.
             list.dedup_by(|b, a| {
                 let follows = a.range == b.range && a.token + a.tokens == b.token;
                 a.tokens += if follows { b.tokens } else { 0 };
@@ -47,7 +47,7 @@ impl Prover<'_> {
         call.ok_or_else(|| self.err(r, op, TOO_MANY_CALLS))
     }
 
-    /// That the heads of a call are those its map says, each read; `(first q head, q heads, first kv head, kv heads)`.
+    /// Checks that the q and kv heads of a call are those of its map.
     fn heads(&self, r: usize, op: usize, map: HeadMap, q: &BufferView, k: &BufferView) -> Result<()> {
         let p = self.plan.problem();
         let last = map.q_offset.saturating_add(q.heads);
@@ -71,7 +71,8 @@ impl Prover<'_> {
         Ok(())
     }
 
-    /// Checks inputs of one side: that every row that a range names holds its token, for every head; marks it read.
+    /// Checks the inputs of one side: every row that a range names holds its token, for every head. Marks the rows as
+    /// read.
     fn inputs(
         &mut self,
         r: usize,
@@ -133,7 +134,7 @@ impl Prover<'_> {
         Ok(())
     }
 
-    /// Rows of a forward result: from running ones or from nothing, to running ones or to the end.
+    /// Rows of a forward result: they continue a running result or begin one, and are final or remain running.
     #[allow(clippy::too_many_arguments)]
     fn result(
         &mut self,
@@ -263,7 +264,7 @@ impl Prover<'_> {
             self.typed(r, op, to_v, accumulator, dv)?;
             self.met_for_keys += g.pairs * u128::from(b.q.heads);
             let group = b.heads.group;
-            // The q heads that add to each head of dk, and the kv head that it belongs to.
+            // For each head of dk: the q heads that add to it, and its kv head.
             let spans: Vec<(u32, u32, u32)> = self.memories[r]
                 .heads(to_k)
                 .map(|h| {
@@ -293,7 +294,7 @@ impl Prover<'_> {
         Ok(())
     }
 
-    /// Rows of a gradient: written, or added to.
+    /// Rows of a gradient: overwritten, or added to.
     #[allow(clippy::too_many_arguments)]
     fn accumulate(
         &mut self,
@@ -335,7 +336,7 @@ impl Prover<'_> {
 }
 
 impl BackwardOp {
-    /// Rows that `same_shape` should compare for dk: q's where there is one partial for each q head.
+    /// Number of rows that `same_shape` compares for dk: q's rows, if there is one partial for each q head.
     fn rows_like(&self, dk: &BufferView) -> u64 {
         if self.per_q_head { self.q.rows } else { dk.rows }
     }

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The borders between nodes: that what crosses them is the least that can be, on cards that are loaded evenly.
+//! The borders between nodes: the bytes that cross are the minimum, and network cards are loaded evenly.
 //!
-//! A row goes into a node once at most, and never into the node that owns it; a row that no rank of the node reads is a
-//! flaw of its own (`execute`). So the rows that cross are exactly those that are needed there and not held there, once
+//! A row crosses into a node at most once, and never into the node that owns it; a row that no rank of the node reads
+//! is a separate flaw (`execute`). So the rows that cross are exactly those that the node needs and does not hold, once
 //! each, whichever ranks of the node hold a head. Gradients are the same rows on the way back: each leaves a node once,
-//! and not the owner's. That holds of what the ring carries and of what all-to-alls do.
+//! except at the owner's node. This holds for the ring and for all-to-alls.
 //!
-//! In the ordered form a gradient of k or v is a sum over q heads, from the first on. A node that has the first sends
-//! one sum where an all-to-all has gateways; from other nodes, and without gateways, each partial crosses once. One
-//! to which no query contributed does not tell its q head, and is not looked at.
+//! In the ordered form a gradient of k or v is a sum over q heads, from the first on. If an all-to-all has gateways, a
+//! node that has the first q head sends one sum; from other nodes, and without gateways, each partial crosses once. A
+//! partial without contributions does not identify its q head, and is not checked.
 //!
-//! Rows are kept as runs of tokens, as operations move them: a run costs some steps, however long it is.
+//! Rows are stored as runs of tokens, as operations move them: the cost of a run does not depend on its length.
 //!
-//! An owner must send what other nodes need of its share; where the mask makes that uneven, no choice of gateways
-//! changes it. Of what crosses from one node to another no other rank carries more than the busiest owner, or than 1.1
-//! × the mean. On the ring an owner is a share: all ranks of its Ulysses group that hold a head can send it, and its
-//! part is the least that the busiest of them can have, to a row.
+//! An owner must send the rows of its share that other nodes need; if the mask makes that uneven, no choice of gateways
+//! changes it. Of the bytes from one node to another no other rank carries more than the busiest owner, or than 1.1 ×
+//! the mean. On the ring an owner is a share: all ranks of its Ulysses group that hold a head can send it, and its part
+//! is the minimum load of the busiest of them, rounded to whole rows.
 
 use alloc::{collections::BTreeMap, format, string::String, vec::Vec};
 
@@ -24,18 +24,18 @@ use core::ops::Range;
 use super::cell::{Cell, What};
 use crate::{batch::Side, plan::Plan, schedule::TensorId};
 
-/// Rows that were brought into a node, or whose gradients left one: content, head, node, and the first token of a run.
+/// Rows that crossed into a node, or whose gradients left it: content, head, node, and the first token of a run.
 type Crossing = (What, u32, usize, u32);
 
-/// Tokens one after another that one node holds: first, end, node.
+/// Consecutive tokens that one node holds: first, end, node.
 type Home = (u32, u32, usize);
 
-/// Whether it is k, v or a gradient of them.
+/// Whether the content is k, v or a gradient of k or v.
 fn is_of_keys(what: What) -> bool {
     matches!(what, What::Input(TensorId::K | TensorId::V) | What::Sum(TensorId::Dk | TensorId::Dv))
 }
 
-/// What goes from one node to another, or back.
+/// The rows of one kind from one node to another, or their gradients on the way back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Flow {
     owner: usize,
@@ -57,14 +57,14 @@ pub(super) struct NodeBorders {
     row: u64,
     /// Who holds the tokens of q's side, and of k's, in ascending order.
     homes: [Vec<Home>; 2],
-    /// The end of each run; runs of the same neither meet nor touch.
+    /// The end of each run; runs with the same content, head and node neither overlap nor touch.
     crossed: BTreeMap<Crossing, u32>,
-    /// Bytes of the owners, by rank or on the ring by share, and of the gateways, by rank.
+    /// Bytes by owner (a rank, or on the ring a share), and by gateway (a rank).
     flows: BTreeMap<Flow, [BTreeMap<usize, u64>; 2]>,
 }
 
 impl NodeBorders {
-    /// None where the group lies in one node, or each rank in its own.
+    /// `None` if the group lies in one node, or if each rank is a node.
     pub fn new(plan: &Plan) -> Option<Self> {
         let (mesh, ranks, p) = (plan.mesh(), plan.options().ranks_per_node, plan.problem());
         if ranks < 2 || ranks >= mesh.group() {
@@ -98,25 +98,25 @@ impl NodeBorders {
         a / self.ranks != b / self.ranks
     }
 
-    /// The first rank of the node of another (indices of the group).
+    /// The first rank of a rank's node (both are indices of the group).
     pub fn first_of_node(&self, rank: usize) -> usize {
         rank / self.ranks * self.ranks
     }
 
-    /// A run of rows, of which `first` is the first, goes from one node to another: fetched, or a gradient on its way
-    /// `home`. Returns what is wrong with that.
+    /// Records a run of rows that crosses from one node to another; `first` is its first row. Either the rows were
+    /// fetched, or they are gradients on their way `home`. Returns the flaw, if there is one.
     pub fn cross(&mut self, from: usize, to: usize, home: bool, first: Cell, rows: u64) -> Option<String> {
         let node = if home { from } else { to } / self.ranks;
         let way = if home { "from" } else { "to" };
         let side = if is_of_keys(first.what) { Side::K } else { Side::Q };
         let (what, head) = (first.what, first.head);
         let key = move |token| (what, head, node, token);
-        // Rows that hold no token are all alike: the second is the first again.
+        // Rows without a token are all alike: the second row of a run is the first again.
         let alike = first.after(1) == first;
         let tokens = first.token..first.token + if alike { 1 } else { rows as u32 };
         let again = self.crossed_before(key, &tokens).or((alike && rows > 1).then_some(tokens.end));
         let held = self.held(side, node, &tokens);
-        // The first row that is wrong; of one that is so twice, that it crosses again.
+        // The first wrong row is reported; if it is wrong in both ways, as a second crossing.
         if let Some(token) = again.filter(|&again| held.is_none_or(|held| again <= held)) {
             let row = Cell { token: if alike { first.token } else { token }, ..first };
             return Some(format!("sends {} {way} node {node} again", row.describe()));
@@ -129,7 +129,7 @@ impl NodeBorders {
         None
     }
 
-    /// The first of some tokens whose rows crossed before.
+    /// The first of these tokens whose row crossed before.
     fn crossed_before(&self, key: impl Fn(u32) -> Crossing, tokens: &Range<u32>) -> Option<u32> {
         let before = self.crossed.range(key(0)..=key(tokens.start)).next_back();
         if before.is_some_and(|(_, &end)| end > tokens.start) {
@@ -138,7 +138,7 @@ impl NodeBorders {
         self.crossed.range(key(tokens.start)..key(tokens.end)).next().map(|(run, _)| run.3)
     }
 
-    /// Adds tokens none of which crossed before, joined to the runs that they touch.
+    /// Adds tokens that did not cross before, joined to the runs they touch.
     fn remember(&mut self, key: impl Fn(u32) -> Crossing, tokens: Range<u32>) {
         let after = self.crossed.remove(&key(tokens.end));
         let end = after.unwrap_or(tokens.end);
@@ -149,7 +149,7 @@ impl NodeBorders {
         }
     }
 
-    /// The first of some tokens that a node holds.
+    /// The first of these tokens that a node holds.
     fn held(&self, side: Side, node: usize, tokens: &Range<u32>) -> Option<u32> {
         let homes = &self.homes[side as usize];
         let from = homes.partition_point(|home| home.1 <= tokens.start);
@@ -170,8 +170,8 @@ impl NodeBorders {
         *gateways.entry(gateway).or_default() += bytes;
     }
 
-    /// The least part of a share's rows that the busiest rank of a node can carry, and how many bytes more it may be
-    /// because rows are whole.
+    /// The least part of a share's rows that the busiest rank of a node can carry, and the extra bytes allowed because
+    /// rows are not divided.
     fn least_part(&self, node: usize, of_keys: bool) -> (f64, u64) {
         let first = node * self.ranks % self.heads.len();
         let held: Vec<&Range<u32>> =
@@ -189,7 +189,7 @@ impl NodeBorders {
         (most / f64::from(all.end - all.start), if shared { 2 * self.row } else { 0 })
     }
 
-    /// A gateway (index of the group) that carries too much, and what is wrong with that.
+    /// A gateway (index of the group) that carries too much, and the flaw.
     pub fn uneven(&self) -> Option<(usize, String)> {
         let mut parts = BTreeMap::new();
         self.flows.iter().find_map(|(flow, [owners, gateways])| {
@@ -200,7 +200,7 @@ impl NodeBorders {
                 (1.0, 0)
             };
             let busiest = owners.values().copied().max().unwrap_or(0);
-            // Halves of a byte are no bytes.
+            // Rounded to whole bytes.
             let busiest = (busiest as f64 * part + 0.5) as u64 + whole_rows;
             let all: u64 = gateways.values().sum();
             let (&gateway, &most) = gateways.iter().max_by_key(|(_, bytes)| **bytes)?;
@@ -247,7 +247,7 @@ mod tests {
         assert!(b.cross(1, 2, true, dk, 1).unwrap().ends_with("from node 0, which holds it"));
     }
 
-    /// Four Ulysses ranks in two nodes: it does not matter which rank of a node gets a row, and q rows have no gateway.
+    /// Four Ulysses ranks in two nodes: any rank of a node may receive a row, and q rows have no gateway.
     #[test]
     fn what_an_all_to_all_carries() {
         let batch = Batch::from_lengths(&[16]).unwrap();
@@ -267,7 +267,7 @@ mod tests {
             b.count(owner, gateway, (false, false), What::Input(TensorId::K), 100);
         }
         assert!(b.uneven().unwrap().1.contains("200 of 200 bytes"));
-        // Nobody passes anything on where heads are not shared.
+        // If heads are not shared, there are no gateways.
         assert!(!NodeBorders::new(&plan((4, 4), 2)).unwrap().gateways);
         assert!([0, 1, 4].iter().all(|&ranks| NodeBorders::new(&plan((4, 1), ranks)).is_none()));
     }
@@ -324,10 +324,11 @@ mod tests {
         b.count(0, 2, (false, true), k, 100);
         b.count(1, 3, (false, true), k, 100);
         assert_eq!(b.uneven(), None);
-        // The owner has no choice.
+        // Sent by the owner: there is no choice.
         b.count(0, 2, (false, true), k, 50);
         assert_eq!(b.uneven(), None);
-        // A gateway has: back to owners that are alike, one of two carries three quarters.
+        // A gateway is a choice: on the way back to owners with equal loads, one of two gateways carries three
+        // quarters.
         for (gateway, owner, bytes) in [(2, 0, 100), (2, 1, 50), (3, 1, 50)] {
             b.count(gateway, owner, (true, true), What::Sum(TensorId::Dk), bytes);
         }

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The calls of kernels, kept until the outputs are checked: which tokens each names, and which ranges these meet.
+//! All kernel calls, kept until the outputs are checked: the tokens that each call names, and the ranges that they
+//! meet.
 //!
-//! There are as many calls as ranks times ring steps, so they lie in a few long lists, and of a call only the side is
-//! kept that it computes results for.
+//! There are ranks × ring steps calls, so they are stored in a few long lists, and only for the side that a call
+//! computes results for.
 
 use alloc::{vec, vec::Vec};
 
 use super::listed::Met;
 use crate::{batch::Side, call::Range};
 
-/// Tokens one after another that a range of a call names.
+/// Consecutive tokens that a range of a call names.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NamedTokens {
     pub token: u32,
@@ -17,8 +18,8 @@ pub(super) struct NamedTokens {
     pub range: u32,
 }
 
-/// Tokens that a call names, and how many ranges of the other side they meet, of `AttendCalls::links` from the first
-/// on.
+/// Tokens that a call names; the ranges of the other side that they meet are `links` entries of `AttendCalls::links`
+/// from `first` on.
 struct MetTokens {
     token: u32,
     tokens: u32,
@@ -31,7 +32,7 @@ pub(super) struct AttendCall {
     /// Index of the rank in the group.
     pub rank: u32,
     pub op: u32,
-    /// Where its tokens of q's side begin, those of k's side, and where these end.
+    /// First entry of its q tokens, first entry of its k tokens, and end of those, in [`AttendCalls`]'s `tokens`.
     tokens: [usize; 3],
 }
 
@@ -39,7 +40,7 @@ pub(super) struct AttendCall {
 #[derive(Default)]
 pub(super) struct AttendCalls {
     list: Vec<AttendCall>,
-    /// Of one call and side in ascending order.
+    /// For each call and side in ascending order.
     tokens: Vec<MetTokens>,
     /// Entries of `ranges`.
     links: Vec<u32>,
@@ -65,7 +66,7 @@ impl AttendCalls {
         q: Option<&[NamedTokens]>,
         k: Option<&[NamedTokens]>,
     ) -> Option<u32> {
-        // Both sides' ranges and the call itself have numbers below this.
+        // The numbers of both sides' ranges and of the call are below this.
         u32::try_from(self.ranges.len() + met.k.len() + met.q.len()).ok()?;
         let number = u32::try_from(self.list.len()).ok()?;
         let begin = self.tokens.len();
@@ -113,8 +114,8 @@ impl AttendCalls {
         }));
     }
 
-    /// The ranges of the other side that a token meets in a call, in the order of the call, and for how many tokens
-    /// from it on they are the same. None if the call does not name the token.
+    /// The ranges of the other side that a token meets in a call, in the order of the call, and the number of tokens
+    /// from it on that meet the same ranges. `None` if the call does not name the token.
     pub fn partners(&self, call: u32, side: Side, token: u32) -> Option<(impl Iterator<Item = &Range>, usize)> {
         let [q, k, end] = self.get(call).tokens;
         let list = &self.tokens[if side == Side::Q { q..k } else { k..end }];

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The tags of the proof: what one head of one row of a buffer holds, and what became of it.
+//! The tags of the proof: the content of one head of one row of a buffer, and whether it has been read.
 
 use alloc::{format, string::String};
 
 use crate::{element::Dtype, schedule::TensorId};
 
-/// What a cell holds.
+/// The content of a cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum What {
-    /// Nothing that may be read.
+    /// Undefined: must not be read.
     Unset,
     /// Zeros.
     Zero,
-    /// The caller's, as it was given.
+    /// The caller's input, unchanged.
     Input(TensorId),
     /// `rowsum(do ∘ o)`.
     Delta,
@@ -32,13 +32,13 @@ pub(super) struct Cell {
     pub token: u32,
     /// Head of the whole problem: a kv head for k, v, dk, dv.
     pub head: u32,
-    /// Which contributions; an entry of `Contributions`.
+    /// Its contributions: a list of `Contributions`.
     pub list: u32,
-    /// 1 + the operation that wrote it, until it is read.
+    /// 1 + the operation that wrote it; 0 once it has been read.
     pub unread: u32,
-    /// It was fetched: only an allowed pair counts as reading it.
+    /// It was fetched: it counts as read only by an allowed pair.
     pub strict: bool,
-    /// It was fetched from another node: passing it on inside this one counts as well.
+    /// It was fetched from another node: it also counts as read when it is passed on inside this node.
     pub crossed: bool,
     /// A sum that was rounded to this type.
     pub rounded: Option<Dtype>,
@@ -63,7 +63,7 @@ impl Cell {
             What::Sum(t) => format!("a sum of {} of token {}, head {}", t.name(), self.token, self.head),
         }
     }
-    /// What the row `rows` after this one holds, in one run.
+    /// The content of the row `rows` after this one, in the same run.
     pub fn after(self, rows: u64) -> Self {
         match self.what {
             What::Unset | What::Zero => self,

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the rows of one column of a table hold, as runs.
+//! The contents of one column of a table, as runs of rows.
 //!
-//! Rows of a rank's share are runs of a document, and operations move, add to and read whole runs of them. So rows that
-//! hold the same but for their token, which is one more from row to row, are kept as one entry. The proof then takes as
-//! many steps as operations have ranges, not rows. A run is split where an operation ends inside it, and joined again
-//! where nothing tells its parts apart, so that a column is a function of what its rows hold, and of nothing else.
+//! Rows of a rank's share are runs of a document, and operations move, add to and read whole runs. So rows with equal
+//! content, except for a token that increases by one from row to row, are stored as one entry. The cost of the proof
+//! then grows with the ranges of operations, not with rows. A run is split where an operation ends inside it, and
+//! joined again when its parts have equal content, so that a column depends only on the content of its rows.
 
 use alloc::{vec, vec::Vec};
 
 use super::cell::Cell;
 
-/// Runs that ascend, each with its first row; the first begins at row 0.
+/// Runs in ascending order, each with its first row; the first begins at row 0.
 #[derive(Clone, Debug)]
 pub(super) struct Column {
     rows: u64,
@@ -18,7 +18,7 @@ pub(super) struct Column {
 }
 
 impl Column {
-    /// Nothing in each row.
+    /// A column of undefined rows.
     pub fn unset(rows: u64) -> Self {
         Self { rows, runs: if rows > 0 { vec![(0, Cell::UNSET)] } else { Vec::new() } }
     }
@@ -43,14 +43,14 @@ impl Column {
         self.runs.get(run + 1).map_or(self.rows, |next| next.0)
     }
 
-    /// What a row holds, and for how many rows from it on the run goes.
+    /// The content of a row, and the number of rows from it to the end of its run.
     pub fn at(&self, row: u64) -> (Cell, u64) {
         let i = self.find(row);
         let (first, cell) = self.runs[i];
         (cell.after(row - first), self.end(i) - row)
     }
 
-    /// The first of these rows that was written and not read.
+    /// The first of these rows that was written and has not been read.
     pub fn unread(&self, first: u64, end: u64) -> Option<(u64, Cell)> {
         if first >= end {
             return None;
@@ -72,7 +72,7 @@ impl Column {
         self.join(i, i + self.runs.len() - before + 1);
     }
 
-    /// Marks those of rows `first..end` as read that `counts` says.
+    /// Marks those rows of `first..end` as read for which `counts` is true.
     pub fn read(&mut self, first: u64, end: u64, counts: impl Fn(&Cell) -> bool) {
         let Some((from, _)) = self.unread(first, end) else { return };
         let (i, j) = (self.split(from), self.split(end));
@@ -82,7 +82,7 @@ impl Column {
         self.join(i, j + 1);
     }
 
-    /// Lets a run begin at a row, and returns its index.
+    /// Splits a run at a row, and returns the index of the run that begins there.
     fn split(&mut self, row: u64) -> usize {
         if row >= self.rows {
             return self.runs.len();
@@ -96,7 +96,7 @@ impl Column {
         i + 1
     }
 
-    /// Joins runs `from..to` to the run before each where it continues that.
+    /// Joins each of runs `from..to` to the run before it, if it continues that run.
     fn join(&mut self, from: usize, to: usize) {
         let (from, to) = (from.max(1), to.min(self.runs.len()));
         if from >= to {

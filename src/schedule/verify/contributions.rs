@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What was added to a running result or a sum, call by call.
+//! Contributions to a running result or a sum, call by call.
 
 use alloc::{vec, vec::Vec};
 
-/// What one call added to a sum: of q heads `head..head + heads`.
+/// The contribution of one call to a sum, for q heads `head..head + heads`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Atom {
     pub call: u32,
@@ -11,23 +11,23 @@ pub(super) struct Atom {
     pub heads: u32,
 }
 
-/// Lists of contributions, each stored once, in the order in which they were added. A list is its last entry after
-/// another list; entry 0 is empty.
+/// Lists of contributions, each stored once, in the order of addition. A list is a pair of another list and a last
+/// entry; list 0 is empty.
 pub(super) struct Contributions {
     all: Vec<(u32, Atom)>,
-    /// Of each call the first entries that end with it; 0 is a free place. A call mostly has no more, and its place is
-    /// near that of the call before, which is in the cache.
+    /// For each call, the first lists whose last entry is of that call; 0 is a free place. Most calls have no more, and
+    /// consecutive calls are near each other in memory, which suits the cache.
     of_calls: Vec<[u32; FIRST]>,
-    /// The other entries of `all`, each at the first free place from the one that its hash names. There are twice as
-    /// many places as these entries or more, a power of two.
+    /// A hash table, with linear probing, of the other lists in `all`. Its size is a power of two, and at least twice
+    /// the number of these lists.
     places: Vec<u32>,
-    /// How many these are.
+    /// The number of lists in the hash table.
     hashed: usize,
-    /// The last sum: runs one after another usually add the same.
+    /// The last operands of `join` and its result: consecutive runs usually join the same lists.
     last: (u32, u32, u32),
 }
 
-/// How many entries of a call are found without a hash.
+/// The number of lists of a call that are stored outside the hash table.
 const FIRST: usize = 4;
 
 fn hash((list, atom): (u32, Atom)) -> usize {
@@ -61,7 +61,7 @@ impl Contributions {
         atoms
     }
 
-    /// Where an entry is, or the free place where it would be.
+    /// The place of a list in the hash table, or the free place for it.
     fn place(&self, entry: (u32, Atom)) -> usize {
         let mask = self.places.len() - 1;
         let mut at = hash(entry) & mask;
@@ -128,7 +128,7 @@ impl Contributions {
 mod tests {
     use super::*;
 
-    /// Random joins, against lists written out: equal lists have one number, and different ones have not.
+    /// Random joins, compared with explicit lists: equal lists have equal numbers, different lists different ones.
     #[test]
     fn lists_are_kept_once_each() {
         let mut draw = fastrand::Rng::with_seed(7);

@@ -22,10 +22,10 @@ use crate::{
     schedule::{Buf, BufferView, SINK_DIGITS, TensorId, expand::Expansion},
 };
 
-/// What is wrong where calls or their ranges cannot be numbered.
+/// The flaw if calls or their ranges cannot be numbered.
 pub(super) const TOO_MANY_CALLS: &str = "is one of too many calls: a proof numbers calls and ranges in 32 bits";
 
-/// All ranks while they run.
+/// All ranks during the simulated run.
 pub(super) struct Prover<'a> {
     pub plan: &'a Plan,
     /// The schedules.
@@ -38,12 +38,12 @@ pub(super) struct Prover<'a> {
     /// Allowed pairs that calls met, times their q heads: for o or dq, and for dk and dv.
     pub met_for_queries: u128,
     pub met_for_keys: u128,
-    /// Room for what an operation writes.
+    /// Scratch for the rows that an operation writes.
     pub pieces: Vec<Piece>,
-    /// Room for the lists of an operation.
+    /// Scratch for the lists of an operation.
     expansion: Expansion,
     pub traffic: Vec<RankReport>,
-    /// What crosses from node to node.
+    /// The rows that cross from node to node.
     pub borders: Option<NodeBorders>,
 }
 
@@ -82,7 +82,7 @@ impl<'a> Prover<'a> {
         self.ranks[r].list(op, &mut self.expansion)
     }
 
-    /// Runs an operation of rank `r` that meets no other rank.
+    /// Executes an operation of rank `r` that involves no other rank.
     pub fn execute(&mut self, r: usize, op: usize, work: &ListedOp) -> Result<()> {
         match work {
             ListedOp::Delta { delta } => self.delta(r, op, delta),
@@ -106,7 +106,7 @@ impl<'a> Prover<'a> {
         (first..first + heads).map(|head| self.lists.one(Atom { call, head, heads: 1 })).collect()
     }
 
-    /// That a view has the type of what it should hold.
+    /// Checks that a view has the expected type.
     pub fn typed(&self, r: usize, op: usize, v: &BufferView, dtype: crate::element::Dtype, dim: usize) -> Result<()> {
         let t = self.memories[r].table(v.buf);
         if (t.dtype, t.dim as usize) != (dtype, dim) {
@@ -119,7 +119,7 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    /// All rows and heads that the caller of rank `r` brought of q's side, or nothing.
+    /// Checks that a view is all rows and heads that the caller of rank `r` gives of q's side.
     fn whole(&self, r: usize, op: usize, v: &BufferView) -> Result<()> {
         let rows = self.plan.local_tokens(Side::Q, self.ranks[r].rank()) as u64;
         if (v.rows, v.heads as usize) != (rows, self.plan.problem().heads()) {
@@ -186,8 +186,8 @@ impl<'a> Prover<'a> {
         self.sum(r, op, sum)
     }
 
-    /// That rows from `row` on hold what they should (contributions aside): the first `want`, and each after it the
-    /// next token.
+    /// Checks that the rows from `row` on have the expected content (except contributions): the first `want`, and each
+    /// row after it the next token.
     pub fn expect(
         &self,
         r: usize,
@@ -275,8 +275,8 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    /// A partial o and its lse are merged into running ones: all four of one row, each pair of the same calls, and no
-    /// call in both (which `outputs` would find in the end).
+    /// Merges a partial o and its lse into running ones: all four belong to one row, o and lse of each pair have the
+    /// same calls, and no call is in both pairs (`outputs` would find that only at the end).
     fn merge(&mut self, r: usize, op: usize, pair: &[Sum]) -> Result<()> {
         let p = self.plan.problem();
         let (accumulator, dims) = (p.dtype().accumulator(), [p.value_dim(), 2]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is wrong with a schedule, as an error.
+//! Flaws of a schedule, as errors.
 
 use alloc::string::String;
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The geometry of a kernel call: which tokens its ranges name, and which of their rows meet anything.
+//! The geometry of a kernel call: the tokens that its ranges name, and the rows that meet anything.
 //!
-//! Consecutive queries read windows that follow one another, so between two runs of consecutive positions those that
-//! meet are runs as well. Where a k range is a stripe, queries are looked at row by row.
+//! Windows of consecutive queries are consecutive too, so between two runs of consecutive positions the rows that meet
+//! are also runs. If a k range is a stripe, queries are checked row by row.
 
 use alloc::{format, vec, vec::Vec};
 
@@ -28,13 +28,13 @@ pub(super) fn rows_between(r: &Range, low: i64, high: i64) -> (u32, u32) {
     (first_from(low), first_from(high.saturating_add(1)))
 }
 
-/// Rows of a range that hold tokens one after another, all of which meet something or none.
+/// Consecutive rows of a range with consecutive tokens; either all of them meet something, or none.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RangePart {
     /// The first row, from the start of the range.
     pub row: u32,
     pub rows: u32,
-    /// Of the first row.
+    /// Token of the first row.
     pub token: u32,
     pub met: bool,
 }
@@ -50,7 +50,7 @@ pub(super) struct Geometry {
 /// Rows as intervals, first and end.
 type Intervals = Vec<(u32, u32)>;
 
-/// Adds rows to a list, to its last entry where they continue that.
+/// Adds rows to a list; extends the last interval if they overlap or touch it.
 fn add(list: &mut Intervals, first: u32, end: u32) {
     match list.last_mut() {
         _ if first >= end => {}
@@ -76,14 +76,14 @@ fn runs(r: &Range) -> impl Iterator<Item = (u32, u32)> + use<> {
     (0..len).step_by(block as usize).map(move |first| (first, block.min(len - first)))
 }
 
-/// Adds the rows of two ranges of one document that meet any of the other's; returns how many pairs are allowed.
+/// Adds the rows of two ranges of one document that meet a row of the other range; returns the number of allowed pairs.
 fn rows_that_meet(q: &Range, k: &Range, mask: Mask, q_met: &mut Intervals, k_met: &mut Intervals) -> u128 {
     let (left, right) = (mask.left_limit(), mask.right_limit());
     let mut pairs = 0;
     for (first, rows) in runs(q) {
         let (low, high) = (q.position(first), q.position(first + rows - 1));
         if k.is_plain() {
-            // Both are runs: those that meet are runs too.
+            // Both are runs, so the rows that meet are runs too.
             let (a, e) = rows_between(k, low.saturating_sub(left), high.saturating_add(right));
             add(k_met, a, e);
             let run = Range { pos: low, len: rows, ..Range::plain(0, 0, 0, 0) };
@@ -106,7 +106,7 @@ fn rows_that_meet(q: &Range, k: &Range, mask: Mask, q_met: &mut Intervals, k_met
 }
 
 impl Prover<'_> {
-    /// That a range names tokens of its document; returns the first token of the document less its position.
+    /// Checks that a range names tokens of its document; returns the document's first token minus its position.
     fn claimed(&self, r: usize, op: usize, side: Side, range: &Range) -> Result<i64> {
         let batch = self.plan.problem().batch();
         let doc = range.doc as usize;
@@ -174,7 +174,7 @@ impl Prover<'_> {
 mod tests {
     use super::*;
 
-    /// Random runs and stripes, against counting row by row.
+    /// Random runs and stripes, compared with counting row by row.
     #[test]
     fn rows_that_meet_are_those_that_counting_gives() {
         let mut draw = fastrand::Rng::with_seed(11);

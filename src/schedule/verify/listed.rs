@@ -34,7 +34,7 @@ impl Met {
     }
 }
 
-/// An operation, written out.
+/// An operation with all its arguments listed.
 #[derive(Clone, Debug)]
 pub(super) enum ListedOp {
     Delta {
@@ -44,14 +44,14 @@ pub(super) enum ListedOp {
         delta: BufferView,
         partial: BufferView,
     },
-    /// To the content of rows a copy: digits become a number.
+    /// Converts digits to numbers; for the content of rows this is a copy.
     SinkTotal(Sum),
-    /// Parts run one after another; blocks of a part in any order.
+    /// Parts run one after another; the order of blocks within a part is free.
     Sums(Vec<Vec<Sum>>),
-    /// Parts run one after another; each block is the merge of its two sources, the first of which is its own. The
-    /// block after one of o is that of its lse.
+    /// Parts run one after another; each block is the merge of its two sources, the first of which is its own
+    /// destination. Blocks come in pairs: one of o, then one of its lse.
     Merges(Vec<Vec<Sum>>),
-    /// `strict`: what arrives must meet an allowed pair.
+    /// `strict`: each received row must be in an allowed pair.
     Exchange {
         messages: Vec<MessageView>,
         strict: bool,
@@ -60,7 +60,7 @@ pub(super) enum ListedOp {
     Backward(BackwardOp, Met),
 }
 
-/// Writes out one operation of a schedule that was checked by itself.
+/// Lists the arguments of one operation of a schedule that passed the one-rank check.
 pub(super) fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> ListedOp {
     match &s.ops[i].kind {
         OpKind::Delta { delta } => ListedOp::Delta { delta: *delta },
@@ -104,7 +104,7 @@ fn met(e: &Expansion) -> Met {
     Met { q: r.q.to_vec(), k: r.k.to_vec(), pairs: r.pairs.to_vec() }
 }
 
-/// The lists of operations that are written out.
+/// Lists of operations whose arguments are listed already.
 impl Lists for &[ListedOp] {
     fn messages(&mut self, _: &Schedule, op: usize) -> &[MessageView] {
         match &self[op] {
@@ -133,7 +133,7 @@ impl Lists for &[ListedOp] {
     }
 }
 
-/// That ranges lie in views of so many rows, and pairs name ranges of one document.
+/// Checks that ranges lie in views of this many rows, and that pairs name ranges of one document.
 pub(super) fn check_met(met: &Met, q_rows: u64, k_rows: u64) -> Result<(), String> {
     let sane = |r: &Range, rows: u64| {
         if r.len == 0 || r.block == 0 || r.period < r.block || r.row < 0 || (r.row as u64 + u64::from(r.len)) > rows {

@@ -2,9 +2,9 @@
 //! Matches sends with receives, and simulates one run of all ranks under the contract of transports.
 //!
 //! Between two ranks, sends and receives match in the order in which each rank lists them. An exchange is posted when
-//! the one before it on its rank is complete and what it waits for is done; a message moves when both of its ends are
-//! posted; an exchange is complete when all of its messages have moved. Nothing is buffered. Kernels take no time here:
-//! only order counts.
+//! the exchange before it on its rank is complete and the operation it waits for is done; a message moves when both of
+//! its ends are posted; an exchange is complete when all of its messages have moved. Nothing is buffered. Kernels take
+//! no time here: only order counts.
 
 use alloc::{
     collections::{BTreeMap, VecDeque},
@@ -20,12 +20,12 @@ use crate::{
     schedule::{BufferView, Lane, MessageView},
 };
 
-/// Where a message's other end is: (index in the group, operation, message).
+/// The other end of each message, as (index in the group, operation, message).
 type Partners = Vec<Vec<Vec<(usize, usize, usize)>>>;
 
 type Ends = Vec<(usize, usize)>;
 
-/// The messages of each operation; none of one that is no exchange.
+/// The messages of an operation; empty unless it is an exchange.
 pub(super) fn messages(work: ListedOp) -> Vec<MessageView> {
     match work {
         ListedOp::Exchange { messages, .. } => messages,
@@ -33,7 +33,7 @@ pub(super) fn messages(work: ListedOp) -> Vec<MessageView> {
     }
 }
 
-/// That what one rank sends is what the other expects.
+/// Checks that a send and its receive have the same shape and type.
 fn fits(send: (&BufferView, &Memory), recv: (&BufferView, &Memory)) -> Result<(), [String; 2]> {
     let shape = |(v, memory): (&BufferView, &Memory)| {
         let t = memory.table(v.buf);
@@ -82,13 +82,13 @@ pub(super) fn partners(start: usize, messages: &[Vec<Vec<MessageView>>], memorie
     Ok(partners)
 }
 
-/// An exchange whose messages move.
+/// A posted exchange.
 struct Posted {
     op: usize,
     messages: Vec<MessageView>,
     strict: bool,
-    /// Messages by peer and way, otherwise in the order of the list. Beside the first of each peer and way: how many of
-    /// these have moved.
+    /// Indices of messages, sorted by peer and direction, then in list order. Next to the first message of each peer
+    /// and direction: how many of these messages have moved.
     order: Vec<(u32, u32)>,
     left: usize,
 }
@@ -100,7 +100,7 @@ impl Posted {
         Self { op, left: messages.len(), messages, strict, order }
     }
 
-    /// The rows of the next message that moves between this rank and another.
+    /// The rows of the next message between this rank and `peer` in one direction.
     fn take(&mut self, peer: usize, send: bool) -> Option<BufferView> {
         let key = |i: u32| (self.messages[i as usize].peer, self.messages[i as usize].send);
         let first = self.order.partition_point(|&(i, _)| key(i) < (peer, send));
@@ -112,9 +112,9 @@ impl Posted {
     }
 }
 
-/// A rank's progress. Operations of a lane run in order, so all before the next one of it are complete.
+/// A rank's progress. Operations of a lane run in order, so all before the lane's next one are complete.
 struct RankProgress {
-    /// The next operation of each lane, or how many there are.
+    /// The next operation of each lane; the number of operations if there is none.
     next: [usize; 2],
     posted: Option<Posted>,
 }
@@ -125,10 +125,10 @@ impl RankProgress {
     }
 }
 
-/// Runs all ranks to the end, tags and all.
+/// Runs all ranks to the end, with the tags of rows.
 ///
-/// Between two ranks the next message sent is the next received, which is right if all messages match. Where a run
-/// fails they are all matched, because one that does not match may be why.
+/// Between two ranks the next message sent is the next received; this is right if all messages match. If a run fails,
+/// all messages are matched, because a mismatch may be the reason.
 pub(super) fn run(prover: &mut Prover) -> Result<()> {
     let next = |prover: &Prover, r: usize| [0, 1].map(|lane| next_of(prover, r, lane, 0));
     let mut ranks: Vec<RankProgress> =
@@ -145,7 +145,7 @@ pub(super) fn run(prover: &mut Prover) -> Result<()> {
     let partners = partners(prover.ranks[0].rank(), &listed, &prover.memories)?;
     result?;
     for (r, p) in ranks.iter().enumerate() {
-        // A stuck exchange explains a stuck kernel, not the other way round.
+        // A stuck exchange is the reason for a stuck kernel, not the other way round, so it is reported first.
         if let Some(&i) = [p.next[1], p.next[0]].iter().find(|&&i| i < prover.ranks[r].len()) {
             return Err(stuck(prover, &partners, &ranks, r, i));
         }
@@ -153,7 +153,7 @@ pub(super) fn run(prover: &mut Prover) -> Result<()> {
     Ok(())
 }
 
-/// The first operation of a lane from one on, or how many operations there are.
+/// The first operation of a lane from index `from` on, or the number of operations if there is none.
 fn next_of(prover: &Prover, r: usize, lane: usize, from: usize) -> usize {
     let ops = &prover.ranks[r];
     (from..ops.len()).find(|&i| ops.lane(i) as usize == lane).unwrap_or(ops.len())
@@ -194,7 +194,7 @@ fn run_all(prover: &mut Prover, ranks: &mut [RankProgress]) -> Result<()> {
     Ok(())
 }
 
-/// Posts an exchange, and moves every message of it whose other end is posted.
+/// Posts an exchange, and moves its messages whose other end is posted.
 fn post(
     prover: &mut Prover,
     ranks: &mut [RankProgress],

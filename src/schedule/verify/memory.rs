@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One rank's memory, as the proof sees it: the caller's tensors and the buffers of the workspace, each a table of
-//! cells, one for each row and head, kept as runs of rows (`column`). Buffers that share bytes are kept apart; a write
-//! to one forgets what the others held in those bytes.
+//! One rank's memory as the proof models it: the caller's tensors and the buffers of the workspace, each a table of
+//! cells, one for each row and head, stored as runs of rows (`column`). Buffers that share bytes have separate tables;
+//! a write to one makes the others undefined in those bytes.
 //!
-//! Where every view of every rank takes all heads of its buffer, all heads of a row hold the same at any time, but for
-//! their number. One cell, named by the first head, then stands for the row (`whole_rows`).
+//! If every view of every rank takes all heads of its buffer, all heads of a row always have the same content, except
+//! for the head's number. Then one cell, with the number of the first head, stands for the row (`whole_rows`).
 
 use alloc::{format, vec::Vec};
 use core::ops::{Deref, DerefMut};
@@ -17,8 +17,8 @@ use crate::{
     schedule::{Buf, BufferView, Schedule, TensorForm, TensorId},
 };
 
-/// A column for each head, or one; none of an absent tensor. One is kept in place: the proof looks at a column of
-/// another rank in nearly every step.
+/// One column for each head, or one for all; none for an absent tensor. A single column is stored inline, because
+/// nearly every step of the proof reads a column of another rank.
 #[derive(Clone, Debug)]
 pub(super) enum Columns {
     One(Column),
@@ -26,7 +26,7 @@ pub(super) enum Columns {
 }
 
 impl Columns {
-    /// So many columns of nothing.
+    /// Columns of undefined rows.
     fn unset(rows: u64, columns: u32) -> Self {
         (0..columns).map(|_| Column::unset(rows)).collect()
     }
@@ -75,7 +75,7 @@ pub(super) struct CellTable {
 }
 
 impl CellTable {
-    /// A tensor of the caller's and what it holds at first; without a form one that is absent.
+    /// A tensor of the caller and its initial content; absent if it has no form.
     pub fn of_user(tensor: TensorId, form: Option<TensorForm>, columns: Columns) -> Self {
         let ([rows, heads, dim], dtype) = form.map_or(([0; 3], Dtype::F32), |f| (f.shape, f.dtype));
         let (name, rows, heads, dim) = (tensor.name(), rows as u64, heads as u32, dim as u32);
@@ -102,7 +102,7 @@ impl CellTable {
 pub(super) struct Piece {
     pub head: u32,
     pub row: u64,
-    /// Of the first row.
+    /// Cell of the first row.
     pub cell: Cell,
 }
 
@@ -169,29 +169,29 @@ impl Memory {
         if self.whole_rows { 0 } else { (v.head + head) as usize }
     }
 
-    /// The heads of a view that have cells of their own: all, or the first for all.
+    /// The heads of a view that have cells of their own: all of them, or only the first, which stands for all.
     pub fn heads(&self, v: &BufferView) -> core::iter::StepBy<core::ops::Range<u32>> {
         (0..v.heads).step_by(if self.whole_rows { v.heads.max(1) as usize } else { 1 })
     }
 
-    /// What a row of a view holds, and for how many rows from it on the run goes.
+    /// The content of a row of a view, and the number of rows from it to the end of its run.
     pub fn at(&self, v: &BufferView, row: u64, head: u32) -> (Cell, u64) {
         self.table(v.buf).columns[self.column(v, head)].at(v.row + row)
     }
 
-    /// Lets a row of a view hold something from the beginning.
+    /// Sets the initial content of a row of a view.
     pub fn set(&mut self, v: &BufferView, row: u64, head: u32, cell: Cell) {
         let (column, at) = (self.column(v, head), v.row + row);
         self.tables[table_of(v.buf)].columns[column].write(at, at + 1, core::iter::once((at, cell)));
     }
 
-    /// Marks those cells of rows `row..row + rows` of a view as read that `counts` says.
+    /// Marks those cells of rows `row..row + rows` of a view as read for which `counts` is true.
     pub fn read(&mut self, v: &BufferView, row: u64, rows: u64, head: u32, counts: impl Fn(&Cell) -> bool) {
         let (column, first) = (self.column(v, head), v.row + row);
         self.tables[table_of(v.buf)].columns[column].read(first, first + rows, counts);
     }
 
-    /// Writes rows `row..row + rows` of all heads of a view, head by head in pieces. `op` is the operation that writes.
+    /// Writes rows `row..row + rows` of all heads of a view, head by head, in pieces, by operation `op`.
     pub fn write(&mut self, op: usize, v: &BufferView, row: u64, rows: u64, pieces: &[Piece]) -> Result<()> {
         if v.heads == 0 || rows == 0 {
             return Ok(());
@@ -216,7 +216,7 @@ impl Memory {
         (first..end).try_for_each(|row| self.forget(t, at(row, v.head), at(row, v.head + v.heads)))
     }
 
-    /// Forgets what other tables held in bytes `low..high`.
+    /// Makes the content of other tables in bytes `low..high` undefined.
     fn forget(&mut self, writer: usize, low: u64, high: u64) -> Result<()> {
         for n in 0..self.tables[writer].aliases.len() {
             let j = self.tables[writer].aliases[n];
@@ -234,7 +234,7 @@ impl Memory {
         Ok(())
     }
 
-    /// That nothing unread is overwritten.
+    /// Checks that no unread row is overwritten.
     fn lost(&self, t: usize, column: usize, first: u64, end: u64) -> Result<()> {
         let table = &self.tables[t];
         let Some((row, cell)) = table.columns[column].unread(first, end) else { return Ok(()) };
@@ -243,7 +243,7 @@ impl Memory {
         Err(flaw(self.rank, cell.unread as usize - 1, text))
     }
 
-    /// That, at the end, everything written but the caller's results was read.
+    /// Checks at the end that every row written has been read, except the caller's results.
     pub fn check_all_read(&self) -> Result<()> {
         let mut buffers = self.tables.iter().enumerate().skip(TensorId::COUNT);
         buffers.try_for_each(|(t, table)| {

@@ -5,9 +5,9 @@
 //! plan's specification: which tokens each rank holds, and which pairs the mask allows. It does not use the code that
 //! plans the lists. It has four parts, each of which relies on the one before:
 //!
-//! 1. *Shape* (`one_rank`): views lie inside buffers, buffers inside the workspace, messages are contiguous,
-//!    not empty, not to oneself, at most eight to one peer, and each send matches one receive of the same shape, in
-//!    order (found by the run of part 3, which moves only such).
+//! 1. *Shape* (`one_rank`): views lie inside buffers, buffers inside the workspace; messages are contiguous, not empty,
+//!    not to the rank itself, at most eight to one peer; each send matches one receive of the same shape, in order
+//!    (checked in the run of part 3, which moves only matching messages).
 //! 2. *No race* (`one_rank`): two operations of different lanes that are not ordered by happens-before never access the
 //!    same bytes if one of them writes. Buffers are compared by bytes, because several share the same.
 //! 3. *No deadlock* (`meet`): one simulated run of all ranks. Progress of one rank never disables a step of another (an
@@ -19,17 +19,17 @@
 //!    hold the tokens that their ranges claim; at the end each output holds exactly the pairs that the mask allows,
 //!    each once. A write that is never read, and a received row that is in no allowed pair at its reader, are flaws
 //!    too: nothing unneeded is sent. Over several nodes (`borders`), a row from another node may also be read by
-//!    passing it on in its node, but no row crosses to a node twice, or to the one that holds it, and no gradient of
-//!    one crosses back twice: the bytes that cross are the least that can be, whichever ranks of a node hold a head.
-//!    And no gateway carries more of them than 1.1 × the mean, or than the busiest owner must.
+//!    passing it on in its node. But no row crosses to a node twice, or to the node that holds it, and no gradient of a
+//!    row crosses back twice: the bytes that cross are the minimum, whichever ranks of a node hold a head. And no
+//!    gateway carries more of these bytes than 1.1 × the mean, or than the busiest owner must.
 //!
 //! The two separate all-to-alls ([`AllToAll`]) are verified by the same four parts; `all_to_all` specifies their inputs
 //! and outputs.
 //!
-//! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is some steps for each range of each call,
-//! for each head where heads can be told apart: rows that hold the same but for their token are one entry (`column`). A
-//! rank's operations are kept in a small form once that rank is checked by itself (`packed`), and listed one by one as
-//! the run comes to them.
+//! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is a few steps for each range of each call,
+//! and for each head if heads can differ: rows with equal content, except for their token, are one entry (`column`). A
+//! rank's operations are packed once that rank passes its own check (`packed`), and listed one by one when the run
+//! reaches them.
 
 use alloc::{format, vec::Vec};
 
@@ -81,7 +81,8 @@ fn list_and_prove(schedules: &[Schedule], plan: &Plan, purpose: Purpose) -> Resu
     Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()?, threads: parallel::processors() }.finish()
 }
 
-/// Checks all that needs no other rank. What is `written` is checked and runs in place of what the operations list.
+/// Checks everything that involves no other rank. `written`, if given, is checked and run in place of the lists that
+/// the operations make.
 fn check_rank<'a>(
     s: Schedule,
     written: Option<&'a [listed::ListedOp]>,
@@ -107,12 +108,12 @@ fn check_rank<'a>(
     Ok(RankOps::new(s, written, whole_rows))
 }
 
-/// A proof of ranks each of which was checked by itself, in order.
+/// A proof of ranks that each passed the one-rank check, in rank order.
 struct Proof<'a> {
     plan: &'a Plan,
     purpose: Purpose,
     ranks: Vec<RankOps<'a>>,
-    /// How many threads may check what the ranks end with.
+    /// The most threads that check the outputs.
     threads: usize,
 }
 
@@ -122,16 +123,16 @@ impl Proof<'_> {
         self.ranks.iter().map(RankOps::frame)
     }
 
-    /// Whether every view of every operation takes all heads of its buffer. Then nothing can tell the heads of a row
-    /// apart, and they are proved together. Not where partials of q heads are summed to kv heads, as the ordered form
-    /// does.
+    /// Whether every view of every operation takes all heads of its buffer. Then the heads of a row cannot differ, and
+    /// they are proved together. This does not hold if partials of q heads are summed to kv heads, as in the ordered
+    /// form.
     fn takes_whole_rows(&self) -> bool {
         matches!(self.purpose, Purpose::Attention(_))
             && self.plan.form() != Form::Ordered
             && self.ranks.iter().all(RankOps::takes_whole_rows)
     }
 
-    /// Runs all ranks, and checks what they end with.
+    /// Runs all ranks, and checks their outputs.
     fn finish(self) -> Result<Report> {
         let whole_rows = self.takes_whole_rows();
         let Self { plan, purpose, ranks, threads } = self;
@@ -140,7 +141,7 @@ impl Proof<'_> {
         let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows);
         if let Purpose::AllToAll(all_to_all) = purpose {
             all_to_all::bring(&mut prover, all_to_all);
-            // Its rows go from rank to rank, and a copy of each to every rank that holds the head.
+            // Rows of an all-to-all cross from rank to rank, with a copy for every rank that holds the head.
             prover.borders = None;
         }
         meet::run(&mut prover)?;
@@ -155,7 +156,7 @@ impl Proof<'_> {
     }
 }
 
-/// That `schedules` are one group's, whole and in order; returns their direction.
+/// Checks that `schedules` are those of one whole group, in order; returns their direction.
 fn group_of<'s>(schedules: impl ExactSizeIterator<Item = &'s Schedule> + Clone, plan: &Plan) -> Result<Direction> {
     let first = schedules.clone().next();
     let first = first.ok_or_else(|| Error::invalid("schedules", "empty", "one for each rank of a group"))?;
@@ -187,7 +188,7 @@ impl Plan {
     /// # Errors
     /// [`Error::Schedule`] with the first flaw found.
     pub fn verify(&self) -> Result<(Report, Report)> {
-        // A rank's operations are made, checked, and kept in a small form before those of the next are made.
+        // A rank's operations are made, checked and packed before those of the next rank are made.
         let check = |direction, threads| {
             let of_rank = |rank, e: &mut Expansion| {
                 let schedule = Schedule::new(self, rank, direction)?;
@@ -200,8 +201,8 @@ impl Plan {
             group_of(proof.frames(), self)?;
             proof.finish()
         };
-        // The run of all ranks is one thread's work, and takes twice as long backward as forward. So it begins with the
-        // backward's ranks, and another thread checks the forward's meanwhile.
+        // The run of all ranks uses one thread, and takes twice as long backward as forward. So the backward's ranks
+        // are checked first, and another thread checks the forward's ranks during the backward's run.
         let all = parallel::processors();
         let others = all.saturating_sub(1).max(1);
         let backward = check(Direction::Backward, all);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checks the schedule of one rank by itself: whatever needs neither another rank nor the content of a row.
+//! Checks one rank's schedule alone: everything that depends neither on another rank nor on the content of rows.
 //!
 //! It goes through the whole list, and refuses the schedule unless
 //!
@@ -7,16 +7,15 @@
 //! 2. every slice of every operation lies inside its buffer, or inside the caller's tensor, as long as that has the
 //!    given form; tensors that a direction does not have are not named, and those that it reads are not written;
 //! 3. messages are contiguous, not empty, and with other ranks of the group;
-//! 4. what an operation writes is apart from everything else that it touches, but for sums that begin with their own
-//!    destination and a running result that lies in o itself;
+//! 4. each slice that an operation writes is disjoint from all other slices that it accesses, except for sums that
+//!    begin with their own destination, and a running result that is o itself;
 //! 5. operations of the two lanes that may run at the same time do not touch the same bytes, if one of them writes.
 //!    Happens-before is the order within each lane and the edges `after`, closed under both. An exchange is one
 //!    operation here: transports may move its messages in any order, so these must not overlap either.
 //!
 //! A run turns every slice of a schedule into an address without further checks, so each schedule is checked when it is
-//! prepared, also in release builds. The proof of all ranks begins with the same check, on which its other parts rely.
-//! An attention is taken to access all rows of its slices. Kernels check the given ranges against their tensors in
-//! every call.
+//! prepared, also in release builds. The proof of all ranks begins with the same check, and its other parts rely on it.
+//! An attention counts as accessing all rows of its slices. Kernels check ranges against their tensors in every call.
 
 use alloc::{format, string::String, vec, vec::Vec};
 
@@ -33,7 +32,7 @@ use crate::{
     },
 };
 
-/// Where the messages and blocks of operations are listed.
+/// The source of the messages and blocks of operations.
 pub(super) trait Lists {
     /// The messages of an exchange.
     fn messages(&mut self, schedule: &Schedule, op: usize) -> &[MessageView];
@@ -62,7 +61,7 @@ impl Lists for Expansion {
     }
 }
 
-/// Checks a schedule, see the module, for tensors of the caller's of these forms.
+/// Checks a schedule (see the module) for caller's tensors of these forms.
 ///
 /// # Errors
 /// [`Error::Schedule`](crate::Error::Schedule) with the operation and what is wrong with it.
@@ -172,7 +171,7 @@ impl ScheduleCheck<'_> {
                 for view in written.chain(a.running.map(|(_, lse)| lse)) {
                     add(view, true)?;
                 }
-                // A running o may be the very slice that the result goes to.
+                // A running o may be the same slice as the result.
                 if let Some((o, _)) = a.running.filter(|(o, _)| a.result.is_none_or(|(final_o, _)| *o != final_o)) {
                     add(o, true)?;
                 }
@@ -222,7 +221,7 @@ impl ScheduleCheck<'_> {
         }
     }
 
-    /// Sums: of one shape, apart from each other within each part, and from their sources but the first.
+    /// Blocks of a sum: equal shapes, disjoint within each part, and disjoint from their sources except the first.
     fn blocks(&self, i: usize, lists: &mut impl Lists) -> Result<Vec<Touch>, String> {
         let mut all = Vec::new();
         let mut part = Vec::new();
@@ -254,8 +253,8 @@ impl ScheduleCheck<'_> {
         Ok(all)
     }
 
-    /// Messages: contiguous, few for each peer, and apart from each other where they arrive. `counts`, of each peer and
-    /// way, are 0 before and after.
+    /// Messages: contiguous, few for each peer, and disjoint where they arrive. `counts` (by peer and direction) must
+    /// be 0 before the call and is 0 after it.
     fn messages(&self, messages: &[MessageView], counts: &mut [[u8; 2]]) -> Result<Vec<Touch>, String> {
         let mut list = Vec::with_capacity(messages.len());
         for m in messages {
@@ -291,8 +290,8 @@ impl ScheduleCheck<'_> {
         let communication: Vec<usize> = of(Lane::Communication).collect();
         let (c, m) = (Lane::Compute as usize, Lane::Communication as usize);
         for a in of(Lane::Compute) {
-            // Of the other lane, operations before this index are complete, and operations after the last wait for this
-            // one.
+            // Operations of the other lane before this index are complete; those after the last one checked wait for
+            // `a`.
             for &b in communication.iter().skip(clocks[a].0[m]) {
                 if clocks[b].0[c] > clocks[a].1 {
                     break;
@@ -313,7 +312,7 @@ impl ScheduleCheck<'_> {
     }
 }
 
-/// How many operations of each lane are complete when each operation begins, and its own number in its lane.
+/// For each operation: how many operations of each lane are complete when it begins, and its index in its lane.
 fn clocks(s: &Schedule) -> Vec<([usize; 2], usize)> {
     let mut lanes = [([0usize; 2], 0usize); 2];
     let mut clocks: Vec<([usize; 2], usize)> = Vec::with_capacity(s.ops.len());
@@ -332,10 +331,10 @@ fn clocks(s: &Schedule) -> Vec<([usize; 2], usize)> {
     clocks
 }
 
-/// Two slices of two operations that share a byte, one of them written. Both lists are sorted by first byte.
+/// Two slices of two operations that share a byte, at least one of them written. Both lists are sorted by first byte.
 fn hit<'a>(a: &'a [Touch], b: &'a [Touch]) -> Option<(&'a Touch, &'a Touch)> {
     let mut begin = 0;
-    // Slices that end before all later ones begin are never visited again.
+    // Slices that end before all later slices begin are not compared again.
     let reach = |list: &[Touch]| list.iter().map(|t| t.high - t.low).max().unwrap_or(0);
     let longest = reach(b);
     for x in a.iter().filter(|x| x.low < x.high) {

@@ -18,7 +18,7 @@ use crate::{
     schedule::{Buf, BufferView, Direction, Form, TensorId},
 };
 
-/// Checks all ranks, on so many threads at most; returns how many (q, k, q head) triples were attended.
+/// Checks all ranks, on at most `threads` threads; returns the number of (q, k, q head) triples attended.
 pub(super) fn check(p: &Prover, direction: Direction, threads: usize) -> Result<u128> {
     tokens_are_dealt_once(p)?;
     let of_rank = |r: usize, (): &mut ()| {
@@ -37,7 +37,7 @@ pub(super) fn check(p: &Prover, direction: Direction, threads: usize) -> Result<
         }
     };
     parallel::each(p.ranks.len(), threads, of_rank).into_iter().collect::<Result<()>>()?;
-    // Each output is complete and each pair is in it once, so anything beyond that was computed in vain.
+    // Each output is complete and has each pair once, so any further pairs were computed without need.
     let needed = p.plan.problem().area() * p.plan.problem().heads() as u128;
     let last = p.ranks[0].last();
     let wrong = |name: &str, met: u128| format!("calls meet {met} pairs for {name} where {needed} are allowed");
@@ -50,7 +50,7 @@ pub(super) fn check(p: &Prover, direction: Direction, threads: usize) -> Result<
     Ok(needed)
 }
 
-/// That the ranks of the group bring every token of the batch once.
+/// Checks that the ranks of the group have every token of the batch once.
 pub(super) fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
     for side in [Side::Q, Side::K] {
         let mut all: Vec<usize> = p.ranks.iter().flat_map(|s| p.plan.token_indices(side, s.rank())).collect();
@@ -78,7 +78,7 @@ fn tensor(p: &Prover, r: usize, tensor: TensorId, want: What) -> Result<()> {
         for &h in &cells {
             p.expect(r, last, &view, first as u64, rows as u64, h, Cell::new(want, token as u32, h, 0))?;
         }
-        // Neighbouring heads usually come of the same calls.
+        // Adjacent heads usually have contributions of the same calls.
         let mut checked: Vec<Vec<u32>> = Vec::new();
         for &h in &cells {
             let cell = p.memories[r].at(&view, first as u64, h).0;
@@ -86,7 +86,7 @@ fn tensor(p: &Prover, r: usize, tensor: TensorId, want: What) -> Result<()> {
             let end = if p.whole_rows { heads } else { h + 1 };
             let q_heads = if side == Side::K { h * group..end * group } else { h..end };
             let atoms = p.lists.get(cell.list);
-            // Where a cell stands for all heads of a row, every contribution is to all of them: checked below.
+            // If a cell stands for all heads of a row, every contribution must be to all of them: checked below.
             let tell_apart = if p.whole_rows { 1 } else { q_heads.len() };
             for q_head in q_heads.clone().take(tell_apart) {
                 let calls: Vec<u32> =
@@ -118,8 +118,8 @@ fn tensor(p: &Prover, r: usize, tensor: TensorId, want: What) -> Result<()> {
     Ok(())
 }
 
-/// How many of these rows from the first on are a run in every column, of tokens one after another of one document.
-/// One, in the ordered form, whose order is looked at token by token.
+/// The number of these rows, from the first on, that are one run in every column and have consecutive tokens of one
+/// document. In the ordered form 1, because order is checked token by token.
 fn alike(p: &Prover, r: usize, view: &BufferView, tokens: &[usize], first: u64, side: Side) -> usize {
     if p.plan.form() == Form::Ordered {
         return 1;
@@ -132,14 +132,14 @@ fn alike(p: &Prover, r: usize, view: &BufferView, tokens: &[usize], first: u64, 
     (0..most).take_while(|&n| tokens[n] == tokens[0] + n).count()
 }
 
-/// Where a token lies: (document, position).
+/// A token as (document, position).
 fn place(p: &Prover, side: Side, token: usize) -> (usize, i64) {
     let batch = p.plan.problem().batch();
     let doc = batch.document_of(side, token);
     (doc, token as i64 - batch.document(side, doc).start as i64 + batch.start(side, doc))
 }
 
-/// The positions of the other side that a token may meet, as `low..=high` (empty when `high < low`).
+/// The positions of the other side that a token may be paired with, as `low..=high` (empty if `high < low`).
 fn allowed(p: &Prover, side: Side, token: usize) -> (i64, i64) {
     let (doc, pos) = place(p, side, token);
     let batch = p.plan.problem().batch();
@@ -150,12 +150,12 @@ fn allowed(p: &Prover, side: Side, token: usize) -> (i64, i64) {
     (pos.saturating_sub(mask.left_limit()).max(start), pos.saturating_add(mask.right_limit()).min(end))
 }
 
-/// That over all `calls` the token meets every allowed partner once. Returns how many of the `rows` tokens from it on
-/// do: of one document, and in the same calls.
+/// Checks that over all `calls` the token meets every allowed partner once. Returns for how many of the `rows` tokens
+/// from it on this holds; these are tokens of one document, in the same calls.
 ///
-/// Tokens that lie in the same range of each call meet the same ranges. What they may meet begins and ends later from
-/// token to token. So if those ranges hold each position from where the first token's begin to where the last one's end
-/// once, each of the tokens meets its own once.
+/// Tokens in the same range of each call meet the same ranges, and their allowed intervals move forward from token to
+/// token. So if those ranges have each position once, from the begin of the first token's interval to the end of the
+/// last token's, then each token meets its own interval once.
 fn exactly_once(
     p: &Prover,
     side: Side,
@@ -180,7 +180,7 @@ fn exactly_once(
     tile(&met, low, high).map(|()| 1)
 }
 
-/// That ranges hold each of the positions `low..=high` once.
+/// Checks that ranges have each of the positions `low..=high` once.
 fn tile(ranges: &[&Range], low: i64, high: i64) -> core::result::Result<(), String> {
     let mut met: Vec<(i64, i64)> = Vec::new();
     for range in ranges {
@@ -209,7 +209,7 @@ fn tile(ranges: &[&Range], low: i64, high: i64) -> core::result::Result<(), Stri
     Ok(())
 }
 
-/// The ordered form: one call for each q head, heads ascending, and in it partners in the order of positions.
+/// Checks the ordered form: one call for each q head, heads ascending, and in each call partners by ascending position.
 fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> core::result::Result<(), String> {
     if atoms.windows(2).any(|w| w[0].head >= w[1].head) || atoms.iter().any(|a| a.heads != 1) {
         return Err(format!("token {token} is not summed head by head: {atoms:?}"));
@@ -226,7 +226,7 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> core::resul
     Ok(())
 }
 
-/// The sinks' gradient of a rank: every rank's partial once, in rank order.
+/// Checks a rank's gradient of the sinks: every rank's partial once, in rank order.
 fn sinks(p: &Prover, r: usize) -> Result<()> {
     let heads = p.plan.problem().heads() as u32;
     let view = BufferView { buf: Buf::User(TensorId::Dsinks), row: 0, rows: 1, head: 0, heads };

@@ -1,39 +1,39 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The operations of one rank, kept small until the run of all ranks comes to them.
+//! The operations of one rank in compressed form, until the run of all ranks reaches them.
 //!
-//! An operation is some hundred bytes, most of them views, and lists its arguments in kilobytes. A thousand ranks have
-//! millions of operations, but few that differ in more than their ring step: slots take turns. So each form is kept
-//! once, and an operation is listed when it runs.
+//! An operation takes a few hundred bytes, mostly views, and its listed arguments take kilobytes. A thousand ranks have
+//! millions of operations, but few that differ in more than their ring step, because slots take turns. So operations
+//! that are equal apart from that share one form, and an operation is listed when it runs.
 
 use alloc::vec::Vec;
 
 use super::listed::{ListedOp, list_one};
 use crate::schedule::{Lane, Op, OpKind, Schedule, expand::Expansion};
 
-/// An operation: its form, the figures in which it differs from others of that form, and those of the form that the run
-/// asks for most.
+/// An operation: its form, the fields in which operations of one form differ, and copies of the form's fields that the
+/// run reads most often.
 #[derive(Clone, Copy)]
 struct PackedOp {
     form: u32,
     ring_step: u32,
-    /// [`NOTHING`], or what it waits for.
+    /// The operation it waits for, or [`NOTHING`].
     after: u32,
     lane: Lane,
     exchange: bool,
 }
 
-/// An operation waits for nothing. No schedule has as many operations.
+/// Value of `after` for an operation that waits for nothing. No schedule has this many operations.
 const NOTHING: u32 = u32::MAX;
 
-/// How many of the last forms an operation is compared with.
+/// The number of recent forms that an operation is compared with.
 const LOOKED_AT: usize = 16;
 
 /// One rank's schedule.
 pub(super) struct RankOps<'a> {
-    /// The schedule, with a form for its operations; the ring step of one is that which was listed last.
+    /// The schedule, with forms as its operations. The ring step in a form is that of the operation listed last.
     frame: Schedule,
     entries: Vec<PackedOp>,
-    /// What its operations are instead of what they list (the mutants').
+    /// Listed arguments that replace those of the schedule (used by the mutants).
     written: Option<&'a [ListedOp]>,
     whole_rows: bool,
 }
@@ -101,12 +101,12 @@ impl<'a> RankOps<'a> {
         self.len().max(1) - 1
     }
 
-    /// An operation without its step, its ring step and what it waits for.
+    /// An operation without its step, its ring step and its dependency.
     pub fn form(&self, op: usize) -> &Op {
         &self.frame.ops[self.entries[op].form as usize]
     }
 
-    /// What an operation waits for.
+    /// The operation of the other lane that an operation waits for.
     pub fn after(&self, op: usize) -> Option<usize> {
         Some(self.entries[op].after).filter(|&after| after != NOTHING).map(|after| after as usize)
     }
@@ -121,7 +121,7 @@ impl<'a> RankOps<'a> {
         self.entries[op].exchange
     }
 
-    /// Writes out an operation.
+    /// Lists the arguments of an operation.
     pub fn list(&mut self, op: usize, expansion: &mut Expansion) -> ListedOp {
         if let Some(written) = self.written {
             return written[op].clone();

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Work on several processors, where there are threads. Results do not depend on how many: each is its own work's, and
-//! they are returned in order.
+//! Work on several processors, if there are threads. Results do not depend on the number of threads: each rank's result
+//! is computed alone, and results are returned in rank order.
 
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 #[cfg(feature = "std")]
 use std::sync::{Mutex, PoisonError};
 
-/// How many threads are worth starting.
+/// The number of threads worth starting.
 pub(super) fn processors() -> usize {
     #[cfg(feature = "std")]
     let processors = std::thread::available_parallelism().map_or(1, core::num::NonZero::get);
@@ -16,11 +16,11 @@ pub(super) fn processors() -> usize {
     processors
 }
 
-/// The fewest ranks that a further thread is started for.
+/// The number of ranks for each further thread, at least.
 #[cfg(feature = "std")]
 const RANKS_OF_A_THREAD: usize = 16;
 
-/// Calls `work` for each of so many ranks, on so many threads at most, each with room of its own.
+/// Calls `work` for each rank, on at most `threads` threads, each with its own scratch `R`.
 #[cfg_attr(not(feature = "std"), expect(unused_variables, reason = "threads need std"))]
 pub(super) fn each<T: Send, R: Default>(
     ranks: usize,
@@ -36,7 +36,7 @@ pub(super) fn each<T: Send, R: Default>(
     #[cfg(feature = "std")]
     let mut done = std::thread::scope(|scope| {
         let threads = threads.min(ranks / RANKS_OF_A_THREAD);
-        // Where a thread cannot be started, others do its part.
+        // If a thread cannot be started, the other threads do its part.
         let start = |_| std::thread::Builder::new().spawn_scoped(scope, take).ok();
         let helpers: Vec<_> = (1..threads).filter_map(start).collect();
         let mut done = take();
@@ -49,13 +49,13 @@ pub(super) fn each<T: Send, R: Default>(
     done.into_iter().map(|of_rank| of_rank.1).collect()
 }
 
-/// The results of both.
+/// The results of both closures, in parallel if possible.
 #[cfg(feature = "std")]
 pub(super) fn two<A: Send, B>(a: impl FnOnce() -> A + Send, b: impl FnOnce() -> B) -> (A, B) {
     if processors() == 1 {
         return (a(), b());
     }
-    // A thread that cannot be started drops the closure it was given, so `a` is kept apart from that.
+    // If a thread cannot be started, its closure is dropped, so `a` is kept outside of it.
     let waiting = Mutex::new(Some(a));
     let take = || waiting.lock().unwrap_or_else(PoisonError::into_inner).take();
     let run = || take().map(|a| a());
@@ -70,13 +70,13 @@ pub(super) fn two<A: Send, B>(a: impl FnOnce() -> A + Send, b: impl FnOnce() -> 
     })
 }
 
-/// The results of both.
+/// The results of both closures.
 #[cfg(not(feature = "std"))]
 pub(super) fn two<A, B>(a: impl FnOnce() -> A, b: impl FnOnce() -> B) -> (A, B) {
     (a(), b())
 }
 
-/// What a thread returns; a panic goes on in this one.
+/// The result of a thread; its panic is resumed here.
 #[cfg(feature = "std")]
 fn joined<T>(helper: std::thread::ScopedJoinHandle<'_, T>) -> T {
     helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))

@@ -101,13 +101,13 @@ fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToA
     Some(TensorForm { name: tensor.name(), dtype: all_to_all.dtype, shape, written })
 }
 
-/// The rows of these tokens as the caller gives them, a column for each head.
+/// The rows of these tokens as the caller's input, a column for each head.
 fn given(tensor: TensorId, tokens: &[usize], heads: core::ops::Range<u32>) -> Columns {
     let cells = |h| tokens.iter().map(move |&token| Cell::new(What::Input(tensor), token as u32, h, 0));
     heads.map(|h| Column::of(cells(h))).collect()
 }
 
-/// The tokens of a rank's ring share, and the heads that are its own.
+/// The tokens of a rank's ring share, and the rank's own heads.
 pub(super) fn held(plan: &Plan, rank: usize, side: Side) -> (Vec<usize>, core::ops::Range<u32>) {
     let place = plan.mesh().coordinates(rank);
     let tokens = plan

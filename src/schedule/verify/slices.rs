@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Slices of buffers and tensors: whether each is within its buffer or tensor, and which of them share bytes.
+//! Slices of buffers and tensors: whether each lies within its buffer or tensor, and which slices share bytes.
 
 #[cfg(test)]
 use alloc::collections::BTreeSet;
@@ -13,7 +13,7 @@ use crate::{
     schedule::{ALIGNMENT, Buf, BufferView, Schedule, StepTensor, TensorForm, TensorId},
 };
 
-/// A buffer or a tensor of the caller's.
+/// A buffer, or a tensor of the caller.
 #[derive(Clone, Copy)]
 pub(super) struct Extent {
     pub name: &'static str,
@@ -22,9 +22,9 @@ pub(super) struct Extent {
     pub dim: u32,
     /// Bytes of one head of one row.
     pub cell: u64,
-    /// First byte, in a space in which tensors lie behind the workspace, apart from each other.
+    /// First byte in one address space: the workspace, and after it the tensors, which do not overlap.
     pub base: u64,
-    /// `None`: it is not given. Else whether it may be written.
+    /// `None` if the tensor is not given; otherwise whether it may be written.
     pub writable: Option<bool>,
 }
 
@@ -33,7 +33,7 @@ pub(super) struct Extent {
 pub(super) struct Touch {
     pub view: BufferView,
     pub write: bool,
-    /// First byte and one past the last; with heads left out, what lies between is not touched.
+    /// First byte and one past the last. If the view leaves out heads, bytes in between are not accessed.
     pub low: u64,
     pub high: u64,
 }
@@ -62,7 +62,7 @@ impl<'a> ScheduleCheck<'a> {
         self.extents.get(at).ok_or_else(|| format!("{buf:?} is no buffer of this schedule"))
     }
 
-    /// A slice, once it is known to lie where it says.
+    /// The byte range of a slice, after checking that it lies inside its buffer or tensor.
     pub(super) fn touch(&self, view: BufferView, write: bool) -> Result<Touch, String> {
         let t = self.extent(view.buf)?;
         match t.writable {
@@ -81,14 +81,14 @@ impl<'a> ScheduleCheck<'a> {
         if view.rows == 0 || view.heads == 0 {
             return Ok(Touch { view, write, low: t.base, high: t.base });
         }
-        // Inside the extent, whose bytes were counted without a wrap.
+        // The slice lies inside the extent, so this does not overflow.
         let cell = |row: u64, head: u32| t.base + (row * u64::from(t.heads) + u64::from(head)) * t.cell;
         let low = cell(view.row, view.head);
         let high = cell(view.row + view.rows - 1, view.head + view.heads - 1) + t.cell;
         Ok(Touch { view, write, low, high })
     }
 
-    /// Whether two slices may share a byte. Where heads are left out of different buffers, it says yes too often.
+    /// Whether two slices may share a byte. Conservative for different buffers if a view leaves out heads.
     pub(super) fn meet(a: &Touch, b: &Touch) -> bool {
         if a.low >= b.high || b.low >= a.high {
             return false;
@@ -122,7 +122,7 @@ impl<'a> ScheduleCheck<'a> {
         format!("rows {}+{}, heads {}+{} of {name} ({how})", t.view.row, t.view.rows, t.view.head, t.view.heads)
     }
 
-    /// The first two slices that share a byte of which one is written. `sorted` by first byte.
+    /// The first two slices that share a byte, at least one of them written. `sorted` by first byte.
     pub(super) fn clash(&self, sorted: &[Touch]) -> Result<(), String> {
         let mut open: Vec<&Touch> = Vec::new();
         for t in sorted.iter().filter(|t| t.low < t.high) {
@@ -135,7 +135,7 @@ impl<'a> ScheduleCheck<'a> {
         Ok(())
     }
 
-    /// All of what travels, or is packed or summed.
+    /// All rows of the tensors that are sent, packed or summed.
     pub(super) fn whole(&self, tensors: &[StepTensor], own: bool, slot: bool) -> Result<Vec<Touch>, String> {
         let mut list = Vec::with_capacity(2 * tensors.len());
         for c in tensors {
@@ -148,7 +148,8 @@ impl<'a> ScheduleCheck<'a> {
         Ok(list)
     }
 
-    /// That every part lies in one of the slices that stand for all of them, and is written only if that is.
+    /// Checks that every part lies in one of the slices that stand for all of them, and is written only if that slice
+    /// is.
     pub(super) fn inside(&self, parts: &[Touch], whole: &[Touch]) -> Result<(), String> {
         let holds = |w: &Touch, p: &Touch| {
             let (v, w_) = (&p.view, &w.view);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Moves a message's tags from one rank's memory to another's: only finished rows may travel, and at the border of a
-//! node each row is counted.
+//! Moves a message's tags from one rank's memory to another's: only finished rows may be sent, and each row that
+//! crosses between nodes is counted.
 
 use alloc::format;
 
@@ -16,8 +16,8 @@ use crate::{
 };
 
 impl Prover<'_> {
-    /// Of a row that an all-to-all moves from rank `r`: whether it is on its way home, and how it is told from others
-    /// at the border of a node. None of one that is not counted there.
+    /// For a row that an all-to-all moves from rank `r`: whether it is on its way back, and its key at the border of a
+    /// node. `None` if rows of this kind are not counted there.
     fn exchanged_row(&self, r: usize, cell: Cell) -> Option<(bool, Cell)> {
         let home = match cell.what {
             What::Input(_) | What::Delta => false,
@@ -28,8 +28,8 @@ impl Prover<'_> {
         if !matches!(cell.what, What::Sum(TensorId::Dk | TensorId::Dv)) || self.plan.form() != Form::Ordered {
             return Some((home, cell));
         }
-        // Sums of q heads, which only a node with the first of them makes, and only in two levels. In one level the
-        // partial of each q head crosses.
+        // Sums of q heads exist only with two levels, at a node that has the first q head. With one level the partial
+        // of each q head crosses.
         let first = cell.head * self.plan.problem().group() as u32;
         let node = self.borders.as_ref()?.first_of_node(r);
         let two_levels = self.plan.ulysses_ranks_of_node() < self.plan.mesh().ulysses;
@@ -89,8 +89,8 @@ impl Prover<'_> {
                 pieces.push(Piece { head, row, cell });
                 row += rows;
             }
-            // What is fetched stays unread at a sender that only relays it, unless it came from another node and stays
-            // in this one.
+            // If the sender only relays a fetched row, it stays unread there, unless it came from another node and
+            // stays in this node.
             let passes_on = strict && !apart;
             self.memories[from.0].read(&out, 0, out.rows, head, |c| !c.strict || (c.crossed && passes_on));
         }

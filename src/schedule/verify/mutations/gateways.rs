@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Right results by the wrong way: all-to-alls over nodes where rows cross more often than they must, or by too few
-//! cards.
+//! Correct results with the wrong traffic: all-to-alls over nodes in which rows cross more often than needed, or over
+//! too few cards.
 
 use super::*;
 use crate::schedule::MessageView;
 use alloc::string::ToString;
 use written_out::messages;
 
-/// The schedules of one level, for a plan whose k, v and their gradients cross by gateways, or whose rows of the ring
-/// are divided among the ranks that hold their head: each is refused for what
-/// crosses again, in the order of the ranks that send it.
+/// Schedules of one level, for a plan whose k, v and their gradients cross by gateways, or whose ring rows are divided
+/// among the ranks that hold their head. Each is refused for the rows that cross again, in the order of the ranks that
+/// send them.
 #[test]
 fn rows_that_cross_to_each_reader() {
     let mut caught = 0;
@@ -27,8 +27,8 @@ fn rows_that_cross_to_each_reader() {
     assert_eq!(caught, 10);
 }
 
-/// A gateway takes the rows of one more owner, and passes them on to the rank that was their gateway: all arrives, each
-/// row crosses once, but one card carries more than its part.
+/// A gateway receives the rows of one more owner, and passes them on to their former gateway: all rows arrive, and each
+/// crosses once, but one card carries more than its part.
 #[test]
 fn a_gateway_of_too_many_owners() {
     let all = subjects();
@@ -44,7 +44,7 @@ fn a_gateway_of_too_many_owners() {
         let at = if last { list.iter().rposition(found) } else { list.iter().position(found) };
         list.remove(at.unwrap())
     };
-    // Ranks 0 and 1 are a node, 2 and 3 another. v is the last that rank 1 sends to rank 3, its gateway.
+    // Ranks 0 and 1 are a node, 2 and 3 another. v is the last tensor that rank 1 sends to rank 3, its gateway.
     let sent = take(1, 0, 3, true, true);
     let came = take(3, 0, 1, false, true);
     let passed_on = take(3, 1, 2, true, true);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The verifier verified: right schedules are corrupted at every site that a kind of mistake can be made at, and each
-//! time the proof must fail. A site where the change would make no difference is left out, with the reason.
+//! Tests of the verifier: correct schedules are corrupted at every site of each kind of mistake, and each time the
+//! proof must fail. Sites where the change makes no difference are left out, with the reason.
 
 use alloc::{borrow::Cow, format, string::String, vec, vec::Vec};
 use core::ops::{Index, IndexMut};
@@ -30,7 +30,7 @@ mod gateways;
 mod operations;
 mod written_out;
 
-/// A group's right schedules, and the same written out.
+/// The correct schedules of a group, and the same with all arguments listed.
 struct Subject {
     name: String,
     plan: Plan,
@@ -43,7 +43,7 @@ fn list(s: &Schedule) -> Vec<ListedOp> {
     (0..s.ops.len()).map(|i| list_one(s, i, &mut Expansion::new(s))).collect()
 }
 
-/// What was written out, by rank, to be changed: a rank's list is copied for its first change.
+/// Listed operations, by rank, to be changed: a rank's list is copied for its first change.
 struct Changed<'a>(Vec<Cow<'a, [ListedOp]>>);
 
 impl<'a> Changed<'a> {
@@ -65,7 +65,7 @@ impl IndexMut<usize> for Changed<'_> {
     }
 }
 
-/// A subject's ranks with what was written out.
+/// The proof of a subject's ranks with listed operations.
 fn proof<'a>(s: &'a Subject, listed: &'a Changed) -> Result<Proof<'a>> {
     let (plan, purpose, e) = (&s.plan, s.purpose, &mut Expansion::default());
     let each = s.schedules.iter().zip(&listed.0);
@@ -189,7 +189,7 @@ fn subjects() -> Vec<Subject> {
     subjects
 }
 
-/// Both ways of both sides, with kv heads that several ranks hold, with uneven heads, and beside a ring.
+/// Both directions of both sides, with kv heads that several ranks hold, with uneven heads, and beside a ring.
 fn all_to_alls() -> Vec<Subject> {
     let batch = Batch::cross(&[0, 6, 6, 13], &[0, 4, 5, 14], Some(&[-2, 0, 3])).unwrap();
     let mut subjects = Vec::new();
@@ -219,7 +219,7 @@ fn all_to_alls() -> Vec<Subject> {
     subjects
 }
 
-/// What became of a kind of corruption.
+/// The results of one kind of corruption.
 struct Trial {
     kind: &'static str,
     caught: usize,
@@ -238,14 +238,14 @@ impl Trial {
         }
     }
 
-    /// Corrupts one rank's schedule and proves anew.
+    /// Corrupts one rank's schedule and proves again.
     fn schedule(&mut self, subject: &Subject, rank: usize, site: String, change: impl FnOnce(&mut Schedule)) {
         let mut schedules = subject.schedules.clone();
         change(&mut schedules[rank]);
         self.judge(subject, list_and_prove(&schedules, &subject.plan, subject.purpose), site);
     }
 
-    /// Corrupts what was written out and proves anew.
+    /// Corrupts the listed operations and proves again.
     fn listed(&mut self, subject: &Subject, site: String, change: impl FnOnce(&mut Changed)) {
         let mut listed = Changed::new(subject);
         change(&mut listed);
@@ -280,7 +280,7 @@ fn right_schedules_are_proved() {
     }
 }
 
-/// Both ways to keep cells are under test: one for a row, and one for each head.
+/// Both storage modes of cells are tested: one cell for a row, and one for each head.
 #[test]
 fn some_subjects_take_whole_rows_and_some_do_not() {
     let whole = |s: &Subject| proof(s, &Changed::new(s)).unwrap().takes_whole_rows();

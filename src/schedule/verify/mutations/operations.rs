@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Mutants of operations: dropped, repeated and reordered ones, lost dependencies, buffers, workspaces, heads and tiles
-//! that are not those of the plan, and groups that are not whole. Mutants of what operations carry are in
-//! `written_out`.
+//! Mutants of operations: dropped, repeated and reordered operations, lost dependencies, buffers, workspaces, heads and
+//! tiles other than the plan's, and incomplete groups. Mutants of the arguments of operations are in `written_out`.
 
 use super::*;
 
-/// Removes an operation; what waited for it waits for the one before it in its lane.
+/// Removes an operation; operations that waited for it then wait for the one before it in its lane.
 fn remove(s: &mut Schedule, i: usize) {
     let lane = s.ops[i].lane;
     let before = (0..i).rev().find(|&j| s.ops[j].lane == lane).map(|j| j as u32);
@@ -68,7 +67,8 @@ fn races(x: &Schedule, plan: &Plan, purpose: Purpose) -> bool {
     })
 }
 
-/// A dependency that others imply, or that protects nothing, may go: an independent search for races says which.
+/// A dependency that others imply, or that protects nothing, may be removed: an independent search for races finds
+/// these.
 #[test]
 fn a_dropped_dependency() {
     let mut t = Trial::new("dropped dependency");
@@ -132,8 +132,8 @@ fn exchanges_swapped_on_one_rank() {
     t.done(9);
 }
 
-/// Whether messages of two buffers would overlap if the buffers began at one byte. Of other operations the views are
-/// whole.
+/// Whether messages of two buffers would overlap if the buffers began at the same byte. Other operations access whole
+/// views.
 fn share_rows(work: &ListedOp, a: u16, b: u16) -> bool {
     let ListedOp::Exchange { messages, .. } = work else { return true };
     let of = |buffer| messages.iter().map(|m| m.view).filter(move |v| v.buf == Buf::Work(buffer));
@@ -161,7 +161,7 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
                 // Ranges may miss every row of a view: then the call touches none of it.
                 ListedOp::Attend(a, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
                     [a.q, a.k, a.v].iter().for_each(&mut note);
-                    // Of a result that only some rows have, others may lie over the rest.
+                    // If only some rows have a result, other buffers may share the bytes of the rest.
                     let all_rows = |has: fn(Mode) -> bool| {
                         let rows = m.q.iter().filter(|q| has(q.mode)).map(|q| u64::from(q.range.len));
                         rows.sum::<u64>() == a.q.rows
@@ -199,8 +199,8 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
     t.done(200);
 }
 
-/// The result of an attention takes the place of an operand everywhere: every row still goes where it should, but the
-/// kernel overwrites what it reads.
+/// The result of an attention is placed in an operand's buffer everywhere: every row still reaches its place, but the
+/// kernel overwrites its input.
 #[test]
 fn a_result_in_the_place_of_an_operand() {
     let mut t = Trial::new("result in the place of an operand");
@@ -278,7 +278,7 @@ fn heads_mapped_wrong() {
     t.done(150);
 }
 
-/// Kernels that break tiles elsewhere than the plan says give other bits.
+/// Kernels that break tiles at other positions than the plan compute other bits.
 #[test]
 fn tiles_broken_elsewhere() {
     let mut t = Trial::new("aligned");
@@ -293,8 +293,8 @@ fn tiles_broken_elsewhere() {
     t.done(100);
 }
 
-/// The slices that stand for all that is moved, packed or summed in an operation of the ring: a run checks them too,
-/// also where no row of them is.
+/// A run also checks the slices that stand for all rows moved, packed or summed in a ring operation, even if it has no
+/// rows.
 #[test]
 fn tensors_of_a_ring_step_elsewhere() {
     let mut t = Trial::new("tensor of a ring step");

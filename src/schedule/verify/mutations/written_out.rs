@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Corruptions of what kernels, transports and transforms would be handed: modes, ranges, pairs, messages, blocks.
+//! Corruptions of the arguments of kernels, transports and transforms: modes, ranges, pairs, messages, blocks.
 
 use alloc::{format, string::String, vec::Vec};
 
@@ -154,7 +154,7 @@ fn messages_changed() {
     t.done(500);
 }
 
-/// A fetch that brings one row more than any rank needs, into room that is free.
+/// A fetch of one row more than any rank needs, into free memory.
 #[test]
 fn a_fetch_widened_at_both_ends() {
     let mut t = Trial::new("wider fetch");
@@ -202,7 +202,7 @@ fn blocks_changed() {
                     };
                     change("to another row", &|s| s.dst.row += 1);
                     change("to another head", &|s| s.dst.head += 1);
-                    // Where rows are packed for a peer, an earlier step may have left the very same row: no flaw then.
+                    // If rows are packed for a peer, an earlier step may have left the same row: then there is no flaw.
                     if !matches!(s.schedules[r].ops[i].kind, OpKind::Pack { .. }) {
                         change("fewer rows", &|s| {
                             s.dst.rows -= 1;
@@ -213,7 +213,8 @@ fn blocks_changed() {
                         change("from another row", &|s| s.sources[n].row += 1);
                         change("from another head", &|s| s.sources[n].head += 1);
                         change("a source dropped", &|s| _ = s.sources.remove(n));
-                        // The sum of some rows came home to another holder of the head: this one has nothing to add.
+                        // If the sum of these rows was returned to another holder of the head, this rank has nothing to
+                        // add.
                         if s.plan.ring_holders_of_node() == 1 {
                             change("a source repeated", &|s| s.sources.push(s.sources[n]));
                         }
@@ -229,7 +230,7 @@ fn blocks_changed() {
     t.done(300);
 }
 
-/// Merges that are left out, made twice, or made of o alone.
+/// Merges that are left out, repeated, or made of o alone.
 #[test]
 fn merges_changed() {
     let mut t = Trial::new("merge");
@@ -262,7 +263,7 @@ fn backward_calls_changed() {
     for s in &subjects() {
         each_op(s, |r, i, w| {
             let ListedOp::Backward(op, met) = w else { return };
-            // A call without pairs makes zeros of whatever it reads.
+            // A call without pairs writes zeros, whatever it reads.
             let met = !met.pairs.is_empty();
             let mut change = |what: &str, change: &dyn Fn(&mut BackwardOp)| {
                 t.schedule(s, r, format!("rank {r} op {i} {what}"), |x| {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The check passes every schedule that planning writes, and refuses each slice that is moved out of place.
+//! The check accepts every schedule that planning makes, and refuses each slice that is moved out of its place.
 
 use std::{println, time::Instant, vec::Vec};
 
@@ -30,7 +30,7 @@ impl Case {
         checked(&self.plan, self.run, &self.schedule, &mut Expansion::new(&self.schedule))
     }
 
-    /// Refused with one change, in words that name an operation.
+    /// Checks that one change is refused, with an error that names an operation.
     fn refused(&mut self, what: &str, change: impl FnOnce(&mut Schedule)) {
         let whole = self.schedule.clone();
         change(&mut self.schedule);
@@ -137,7 +137,7 @@ fn slices(kind: &mut OpKind, mut each: impl FnMut(usize, &mut BufferView)) {
     views.into_iter().enumerate().for_each(|(i, v)| each(i, v));
 }
 
-/// A change that no slice survives.
+/// A change that makes any slice invalid.
 type Wrong = fn(&mut BufferView);
 
 #[test]
@@ -224,7 +224,7 @@ fn an_attention_that_writes_what_it_reads_is_refused() {
     assert!(changed > 1000, "{changed}");
 }
 
-/// A schedule from which the waiting between lanes is taken out has operations that run at the same time and must not.
+/// If the waits between lanes are removed, a schedule has operations that conflict and may run at the same time.
 #[test]
 fn a_missing_wait_is_refused() {
     let mut found = [0; 2];
@@ -239,7 +239,7 @@ fn a_missing_wait_is_refused() {
             found[usize::from(outcome.is_err())] += 1;
         }
     }
-    // Some waits are implied by others, or keep an order that no byte depends on.
+    // Some waits are implied by others, or do not protect any byte.
     assert!(found[1] > 2 * found[0] && found[1] > 500, "{found:?}");
 }
 
