@@ -44,9 +44,11 @@ impl Range {
     }
 
     /// The (q, k) pairs of this range of q rows with a range of k rows of the same document that lie on an edge of the
-    /// mask: for each side that it limits, the last key that a q row sees on that side, where the k range has that key.
+    /// mask. For each side that the mask limits this is the last key that a q row sees on that side, if the k range has
+    /// that key.
     ///
-    /// Kernels compute a tile that an edge crosses whole, or nearly so: the cost of it grows with these pairs.
+    /// Kernels compute all or nearly all pairs of a tile that an edge crosses, so the cost of edges grows with these
+    /// pairs.
     ///
     /// ```
     /// use cpattn::{Mask, call::Range};
@@ -68,7 +70,7 @@ fn blocks(r: &Range) -> impl Iterator<Item = Range> + '_ {
     blocks_from(r, 0)
 }
 
-/// Those from the one that holds row `first` on.
+/// As [`blocks`], from the block that holds row `first` on.
 fn blocks_from(r: &Range, first: u32) -> impl Iterator<Item = Range> + '_ {
     (first - first % r.block..r.len).step_by(r.block as usize).map(|i| Range {
         row: r.row + i64::from(i),
@@ -88,7 +90,7 @@ fn stripe_area(q: &Range, k: &Range, mask: Mask) -> u64 {
     if q.is_plain() {
         return mask.area(q.pos - shift, q.pos - shift + i64::from(q.len), n) as u64;
     }
-    // Keys of a query at x: min(x + right, n − 1) − max(x − left, 0) + 1. Its bends, and where it begins and ends:
+    // Number of keys of a query at x: min(x + right, n − 1) − max(x − left, 0) + 1. Its breakpoints, begin and end:
     let (left, right) = (mask.left_limit(), mask.right_limit());
     let begin = 0i64.saturating_sub(right);
     let end = n.saturating_add(left);
@@ -148,8 +150,8 @@ pub(super) fn load(shares: &Shares, batch: &Batch, mask: Mask, r: usize, lists: 
     Load { area, q_tokens, k_tokens, needed }
 }
 
-/// The load of ring rank `r` where q travels: the pairs of its k tokens, and as `needed` the q tokens of other ranks
-/// that read them.
+/// The load of ring rank `r` if q travels: the pairs of its k tokens; `needed` are the q tokens of other ranks that
+/// read its k tokens.
 pub(super) fn load_of_keys(shares: &Shares, batch: &Batch, mask: Mask, r: usize, lists: &mut SegmentLists) -> Load {
     shares.segments(Side::Q, r, &mut lists.q);
     shares.segments(Side::K, r, &mut lists.k);
@@ -163,8 +165,9 @@ fn tokens(list: &[Segment]) -> u64 {
     list.iter().map(|s| u64::from(s.range.len)).sum()
 }
 
-/// The pairs of one side's segments with the other side of their documents, whose first position and length `whole`
-/// returns, and how many tokens of that side they meet beside those `held`. Both lists ascend by document.
+/// The pairs of one side's segments with the other side of their documents (`whole` returns its first position and
+/// length), and the number of tokens of that side that they meet, without those in `held`. Both lists ascend by
+/// document.
 fn met(mine: &[Segment], held: &[Segment], mask: Mask, whole: impl Fn(usize) -> (i64, u32)) -> (u64, u64) {
     let (mut pairs, mut needed) = (0, 0);
     let (mut held, mut rest) = (held, mine);
@@ -179,7 +182,7 @@ fn met(mine: &[Segment], held: &[Segment], mask: Mask, whole: impl Fn(usize) -> 
             continue;
         }
         let whole = Range::plain(0, length, begin, doc);
-        // The positions that are met are a union of intervals that ascend.
+        // The positions met are a union of ascending intervals.
         let mut open: Option<(i64, i64)> = None;
         let mut close = |(a, e): (i64, i64)| {
             let held: u32 = held.iter().map(|s| s.range.rows_before(e) - s.range.rows_before(a)).sum();
@@ -206,7 +209,7 @@ fn met(mine: &[Segment], held: &[Segment], mask: Mask, whole: impl Fn(usize) -> 
             if s.range.is_plain() || i64::from(s.range.period - s.range.block) <= span {
                 reach(s.range.pos.saturating_sub(left), s.range.last().saturating_add(right).saturating_add(1));
             } else {
-                // Only blocks that reach the other side: of a slot of many stripes one new token meets a few.
+                // Only blocks that reach the other side: a new token meets only a few stripes of a long slot.
                 let first = s.range.rows_before(begin.saturating_sub(right));
                 for b in blocks_from(&s.range, first) {
                     let from = b.pos.saturating_sub(left);
@@ -303,8 +306,8 @@ mod tests {
                             };
                             let (q, k) = (tokens(Side::Q), tokens(Side::K));
                             let [q_tokens, k_tokens] = [q.len(), k.len()].map(|n| n as u64);
-                            // Of all tokens of one side, the pairs with a rank's of the other, and those met there that
-                            // it does not hold itself.
+                            // Of all tokens of one side: the pairs with a rank's tokens of the other side, and the
+                            // tokens met that the rank does not hold.
                             let count = |of: Side, own: &[(u32, i64)], with: &[(u32, i64)]| {
                                 let (mut area, mut needed) = (0, 0);
                                 for d in 0..batch.documents() as u32 {

@@ -30,10 +30,9 @@ pub struct Candidate {
     pub multiply_adds: u128,
     /// Bytes that the busiest rank receives, forward and backward.
     pub bytes: u128,
-    /// Of these, bytes from other nodes: about, because no schedule is looked at. 0 if all links are alike.
+    /// The part of `bytes` that comes from other nodes; approximate, without a schedule. 0 if all links are alike.
     pub bytes_between: u128,
-    /// About how many messages the busiest rank receives, forward and backward: an estimate, before there is a
-    /// schedule.
+    /// Number of messages that the busiest rank receives, forward and backward; approximate, without a schedule.
     pub messages: u64,
     /// `multiply_adds + balance · (bytes + (BETWEEN − 1) · bytes_between + MESSAGE · messages)`.
     pub cost: u128,
@@ -43,9 +42,9 @@ pub struct Candidate {
 ///
 /// [`Plan::explain`] prints every candidate with its figures. The rules:
 ///
-/// 1. *Meshes* are all `ulysses × ring = world` with `ulysses ≤ heads`, of several nodes those whose Ulysses ranks lie
-///    in one node. Each is rated with its own automatic layout. The lowest cost is chosen; of equal costs the one with
-///    the larger `ulysses`.
+/// 1. *Meshes* are all `ulysses × ring = world` with `ulysses ≤ heads`; with several nodes, only those whose Ulysses
+///    ranks lie in one node. Each is rated with its own automatic layout. The mesh with the lowest cost is chosen; if
+///    costs are equal, the one with the larger `ulysses`.
 /// 2. *Cost* is the multiply-adds of the busiest rank plus `balance` times the bytes that the busiest rank receives,
 ///    both for one forward and one backward. Multiply-adds are the largest mask area of any ring rank times the largest
 ///    number of q heads of any Ulysses rank, so heads that do not divide evenly count with the factor `⌈H/U⌉·U/H`.
@@ -98,7 +97,7 @@ fn best_layout(problem: &Problem, counted: Option<&Counted>, ring: usize) -> Res
     }
     let all = layouts(ring).map(|layout| load_with(problem, counted, layout, ring)).collect::<Result<Vec<_>>>()?;
     let least = all.iter().map(|d| u128::from(d.largest.area)).min().unwrap_or(0);
-    // `min_by_key` keeps the first of equals.
+    // `min_by_key` returns the first minimum.
     all.into_iter()
         .filter(|d| 100 * u128::from(d.largest.area) <= 101 * least)
         .min_by_key(|d| d.largest.needed)

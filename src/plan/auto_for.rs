@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Choosing one mesh and one distribution of tokens for a model whose layers are of several kinds.
 //!
-//! A window makes all ranks work alike under any layout, full causal attention does not, and both kinds of layers must
-//! hold the same tokens. The rules are those of [`auto`](super::auto), with sums in place of single figures: work,
-//! rows from others and cost of a choice are those of each kind, times the number of its layers, added up. The balanced
-//! layouts are tried with the chunks that each kind's mask gives. For one kind the choice is that of [`Plan::auto`].
+//! A window gives all ranks equal work under any layout, full causal attention does not, and both kinds of layers must
+//! hold the same tokens. The rules are those of [`auto`](super::auto), but each figure of a choice (work, rows from
+//! other ranks, cost) is a sum over kinds: the figure of the kind times the number of its layers. The balanced layouts
+//! are tried with the chunks of each kind's mask. For one kind the choice is that of [`Plan::auto`].
 
 use alloc::{format, vec::Vec};
 
@@ -20,7 +20,7 @@ use crate::{
     mesh::Mesh,
 };
 
-/// One way of dealing the tokens, and how each kind of layer fares with it.
+/// One distribution of the tokens, and the load of each kind of layer under it.
 struct Deal {
     shares: Shares,
     loads: Vec<LayoutLoad>,
@@ -38,12 +38,12 @@ impl Deal {
     }
 }
 
-/// The best way of dealing the tokens to `ring` ranks.
+/// The best distribution of the tokens to `ring` ranks.
 fn best_deal(kinds: &[(Problem, usize)], ring: usize) -> Result<Deal> {
     let mut deals: Vec<Deal> = Vec::new();
     for layout in layouts(ring).filter(|l| ring > 1 || *l == Layout::Contiguous) {
         let by_mask = matches!(layout, Layout::Balanced { .. });
-        // Of other layouts the mask decides nothing: the first kind stands for all.
+        // Other layouts do not depend on the mask, so the first kind stands for all.
         for (problem, _) in kinds.iter().take(if by_mask { kinds.len() } else { 1 }) {
             let shares = Shares::new(problem.batch(), problem.mask(), layout, ring)?;
             if !deals.iter().any(|d| d.shares.layout() == layout && d.shares.deal() == shares.deal()) {
@@ -60,7 +60,7 @@ fn best_deal(kinds: &[(Problem, usize)], ring: usize) -> Result<Deal> {
         d.sum(kinds, |p, d| u128::from(d.largest.needed) * p.kv_heads() as u128 * width(p) * p.dtype().size() as u128)
     };
     let least = deals.iter().map(work).min().unwrap_or(0);
-    // `min_by_key` keeps the first of equals.
+    // `min_by_key` returns the first minimum.
     let best = deals.into_iter().filter(|d| 100 * work(d) <= 101 * least).min_by_key(rows);
     best.ok_or_else(|| Error::invalid("ring", ring, "at least 1"))
 }

@@ -2,10 +2,10 @@
 //! One distribution of tokens for many plans.
 //!
 //! A model has layers of several kinds: a window here, full attention there, other heads, dims and score options. All
-//! of them work on the same tokens of a rank, in the same order. Plans made one by one do not promise that: the
-//! automatic and the balanced layout depend on mask area, so two masks may give a rank different tokens, often in equal
-//! numbers, and then the shape of a tensor does not show that it belongs to another plan. So one plan decides, and the
-//! plans of the other kinds are made with its tokens: [`Plan::with_tokens_of`].
+//! of them work on the same tokens of a rank, in the same order. Separate plans do not guarantee that: the automatic
+//! and the balanced layout depend on mask area, so two masks may give a rank different tokens, often equally many; then
+//! the shape of a tensor does not show that it belongs to another plan. So one plan decides, and the plans of the other
+//! kinds are made with its tokens: [`Plan::with_tokens_of`].
 //!
 //! [`Plan::distribution`] identifies which rank holds which tokens. A tensor may be used with any plan of its
 //! distribution, and with no other plan.
@@ -40,8 +40,8 @@ impl core::fmt::Display for Distribution {
 }
 
 impl Plan {
-    /// Makes a plan for another problem over the same batch, with the tokens of `base`: its mesh, its layout and, where
-    /// that goes by mask area, its chunks. Heads, dims, dtype, mask, score options and `options` are free.
+    /// Makes a plan for another problem over the same batch, with the tokens of `base`: its mesh, its layout and, if
+    /// that depends on mask area, its chunks. Heads, dims, dtype, mask, score options and `options` are free.
     ///
     /// # Errors
     ///
@@ -64,15 +64,15 @@ impl Plan {
         Ok(Self::over(problem, base.mesh(), base.shares().clone(), options))
     }
 
-    /// The name of who holds which tokens. Takes `O(documents × ring)` steps, more for stripes: a step for each of
-    /// them.
+    /// An identifier of the distribution of tokens. Takes `O(documents × ring)` steps; with stripes, a step for each
+    /// stripe.
     pub fn distribution(&self) -> Distribution {
         let mut h = Fingerprint::new();
         h.batch(self.problem().batch());
         let mut runs: Vec<(usize, usize)> = Vec::new();
         for rank in 0..self.mesh().group() {
             for side in [Side::Q, Side::K] {
-                // Runs are joined, so that they say nothing of the layout that made them.
+                // Runs are joined, so that they do not depend on the layout that made them.
                 runs.clear();
                 self.for_each_run(side, rank, |_, token, rows, _| match runs.last_mut() {
                     Some((first, n)) if *first + *n == token => *n += rows,
@@ -86,7 +86,7 @@ impl Plan {
     }
 }
 
-/// Refuses another batch than that of the plan whose tokens are asked for.
+/// Refuses a batch other than that of the plan whose tokens are used.
 pub(super) fn same_batch(found: &Batch, expected: &Batch) -> Result<()> {
     if found == expected {
         return Ok(());

@@ -24,7 +24,7 @@ impl Fingerprint {
     pub(crate) fn batch(&mut self, batch: &Batch) {
         let (q, k) = (batch.cu_seqlens(Side::Q), batch.cu_seqlens(Side::K));
         self.slice_i32(q);
-        // Usually they are the same; no list has this length.
+        // Usually both are equal; no list has this length.
         if core::ptr::eq(q, k) || q == k {
             self.word(u64::MAX)
         } else {

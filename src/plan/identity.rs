@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A plan as a value: its parts, when two are equal, and the number by which ranks find that theirs differ.
+//! A plan as a value: its parts, equality, and the fingerprint by which ranks detect different plans.
 
 use alloc::sync::Arc;
 
@@ -42,7 +42,7 @@ impl Inner {
     fn fingerprint(&self, version: &str) -> u64 {
         let mut h = Fingerprint::of_version(version);
         self.problem.hash_into(&mut h);
-        // Replicas run their own batches, so the ranks of a group do not compare their number.
+        // Each replica runs its own batches, so the ranks of a group do not compare the number of replicas.
         h.word(self.mesh.ring as u64);
         h.word(self.mesh.ulysses as u64);
         match self.layout {

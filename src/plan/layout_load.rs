@@ -69,27 +69,27 @@ pub(super) fn load_with(
     Ok(load_of_shares(problem, &Shares::new(problem.batch(), problem.mask(), layout, ring)?))
 }
 
-/// How these shares distribute the problem, whichever mask decided them.
+/// The load of these shares, with any mask.
 pub(crate) fn load_of_shares(problem: &Problem, shares: &Shares) -> LayoutLoad {
     of_each(problem, shares, load)
 }
 
-/// The same where q travels ([`load_of_keys`]).
+/// As [`load_of_shares`], if q travels ([`load_of_keys`]).
 pub(crate) fn load_of_key_shares(problem: &Problem, shares: &Shares) -> LayoutLoad {
     of_each(problem, shares, load_of_keys)
 }
 
-/// The k rows that each ring rank needs of others, counted as they are asked for.
+/// The number of k rows of other ranks that each ring rank needs, computed lazily.
 pub(super) fn needed_keys(problem: &Problem, shares: &Shares) -> impl Iterator<Item = u64> {
     each(problem, shares, load).map(|l| l.needed)
 }
 
-/// The same of q rows where q travels.
+/// The number of q rows of other ranks that each ring rank needs if q travels.
 pub(super) fn needed_queries(problem: &Problem, shares: &Shares) -> impl Iterator<Item = u64> {
     each(problem, shares, load_of_keys).map(|l| l.needed)
 }
 
-/// How to count one ring rank.
+/// A function that counts the load of one ring rank.
 type LoadOfRank = fn(&Shares, &Batch, Mask, usize, &mut SegmentLists) -> Load;
 
 fn of_each(problem: &Problem, shares: &Shares, load: LoadOfRank) -> LayoutLoad {

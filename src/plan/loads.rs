@@ -4,14 +4,15 @@
 //! The automatic choice compares six layouts for every mesh, at every step of a training run, so it may not list the
 //! segments of every rank. Two observations make it short:
 //!
-//! - Every layout but the zigzag of documents cuts the *pack* into runs of one rank each. The mask area of the pack's
-//!   first `t` tokens is a prefix sum over documents, so a run has its area by two look-ups, however many documents lie
-//!   in it. A document that lies in one run needs no row of another rank. Only the two documents that a run cuts do.
+//! - Every layout except the zigzag of documents cuts the *pack* into runs of one rank each. The mask area of the
+//!   pack's first `t` tokens is a prefix sum over documents, so the area of a run takes two look-ups, however many
+//!   documents lie in it. A document inside one run needs no row of another rank; only the two documents that a run
+//!   cuts do.
 //! - A zigzag cuts documents of the same length alike, so each length is counted once, times its documents.
 //!
-//! A query always attends to its own position, so a rank's own rows are among those it needs, and the rows of others
-//! are the union of its rows' reach without its own. Everything is in integers, and equal to the sum over
-//! [`load`](super::area::load) (a test compares them), which serves batches whose q and k differ.
+//! A query always attends to its own position, so a rank's own rows are among those it needs; the rows needed of others
+//! are the union of the rows in reach, without its own. All figures are integers, and equal to the sum over
+//! [`load`](super::area::load) (a test compares them), which is used for batches with different q and k.
 
 use alloc::{vec, vec::Vec};
 
@@ -56,8 +57,8 @@ impl<'a> Counted<'a> {
         Some(Self { batch, cu, mask, before, lengths })
     }
 
-    /// The load of every ring rank under a layout; none where the layout has so many runs that it is quicker to count
-    /// rank by rank.
+    /// The load of every ring rank under a layout; `None` if the layout has so many runs that counting rank by rank is
+    /// faster.
     pub fn loads(&self, layout: Layout, ring: usize) -> Result<Option<Vec<Load>>> {
         let n = self.cu.last().map_or(0, |&n| n as usize);
         let runs = |parts: usize| (1..=parts).map(move |i| cut(i, n, parts));
@@ -92,7 +93,7 @@ impl<'a> Counted<'a> {
         (self.cu[doc + 1] - self.cu[doc]).into()
     }
 
-    /// The mask area of the first `t` tokens of the pack; `at` goes forward to the document of the last of them.
+    /// The mask area of the first `t` tokens of the pack; `at` advances to the document of the last of these tokens.
     fn prefix(&self, at: &mut usize, t: usize) -> u64 {
         if t == 0 {
             return 0;
@@ -102,11 +103,11 @@ impl<'a> Counted<'a> {
         self.before[*at] + pairs(self.mask, inside, self.length(*at))
     }
 
-    /// Runs of the pack one after another, each with its end and its rank.
+    /// Loads of consecutive runs of the pack, each given by its end and its rank.
     fn runs(&self, ring: usize, runs: impl Iterator<Item = (usize, usize)>) -> Vec<Load> {
         let (left, right) = (self.mask.left_limit(), self.mask.right_limit());
         let mut loads = vec![Load::default(); ring];
-        // By rank: the document whose rows it needs, and the end of the rows that it needs so far.
+        // By rank: the document whose rows it needs, and the end of the rows needed so far.
         let mut open = vec![(usize::MAX, 0i64); ring];
         let mut at = 0;
         let (mut start, mut low) = (0, 0);
@@ -204,7 +205,7 @@ mod tests {
     use crate::layout::Shares;
     use crate::plan::area::{SegmentLists, load};
 
-    /// Random documents, masks and layouts: all ranks at once give what each rank's segments give.
+    /// Random documents, masks and layouts: the loads of all ranks at once equal the sums over each rank's segments.
     #[test]
     fn loads_are_the_sums_over_segments() {
         let mut draw = fastrand::Rng::with_seed(9);

@@ -72,7 +72,7 @@ impl Plan {
         Ok(Self::over(problem, mesh, shares, options))
     }
 
-    /// A plan over given shares, of checked arguments.
+    /// A plan with these shares; the arguments have been checked.
     fn over(problem: &Problem, mesh: Mesh, shares: Shares, options: Options) -> Self {
         let layout = shares.layout();
         let form = form_of(problem, mesh, layout, options);
@@ -159,8 +159,8 @@ impl Plan {
         self.shares().rows(side, self.coordinates(rank).ring)
     }
 
-    /// A number that is equal for equal plans and, with a probability of 1 − 2⁻⁶⁴, different for others. The number of
-    /// replicas does not count.
+    /// A number that is equal for equal plans and, with a probability of 1 − 2⁻⁶⁴, different for different plans. The
+    /// number of replicas does not count.
     pub fn fingerprint(&self) -> u64 {
         self.inner.fingerprint
     }
@@ -186,7 +186,7 @@ impl Plan {
         heads::shared_kv(self.mesh().ulysses, self.problem().heads() as u32, self.problem().kv_heads() as u32)
     }
 
-    /// The rows of the ring share that are this rank's own tokens.
+    /// The rows of this rank's own tokens in its ring share.
     ///
     /// # Panics
     /// A rank outside the mesh.
@@ -209,25 +209,25 @@ impl Plan {
         self.inner.form
     }
 
-    /// Which side is sent round the ring in the forward: what [`Options::circulate_forward`] says. Where it is
-    /// automatic, q if that moves fewer bytes, all ring ranks together, and there are ring steps, one pass and
-    /// different tokens of q and k; otherwise k and v. A q row costs `Hq(dk·e + (dv + 2)a)` bytes for each rank whose
-    /// keys it reads, a k row `Hk(dk + dv)e` for each rank whose q rows read it (e: bytes of an element, a: of the
-    /// accumulator's).
+    /// The side that is sent round the ring in the forward, by [`Options::circulate_forward`]. If that is automatic: q,
+    /// if sending q moves fewer bytes in total over all ring ranks, and there are ring steps, one pass, and different
+    /// tokens of q and k; otherwise k and v. A q row costs `Hq(dk·e + (dv + 2)a)` bytes for each rank whose keys it
+    /// reads, a k row `Hk(dk + dv)e` for each rank whose q rows read it (e: bytes of an element, a: of an element of
+    /// the accumulator).
     pub fn forward_circulates(&self) -> CirculatingSide {
         self.inner.forward
     }
 
-    /// Whether a forward in which q circulates packs it first: by option, or because the automatic choice sends it, and
-    /// the caller, who did not ask for that, may give it any strides.
+    /// Whether a forward in which q circulates packs it first: if the option asks for it, or if the automatic choice
+    /// sends q. The caller did not ask for q then, and may give it any strides.
     pub(crate) fn packs_forward_queries(&self) -> bool {
         let options = self.options();
         options.pack_inputs || options.circulate_forward == Circulate::Auto
     }
 
-    /// Which side is sent round the ring in the backward. The bytes per k token are `Hk(dk + dv)(e + g)`, per q token
-    /// `Hq(dk + dv)e + Hq·dk·g + 2·Hq·a` (e: bytes of an element, g: of an element of a sent gradient, a: of an element
-    /// of lse and delta).
+    /// The side that is sent round the ring in the backward. The bytes per k token are `Hk(dk + dv)(e + g)`, per q
+    /// token `Hq(dk + dv)e + Hq·dk·g + 2·Hq·a` (e: bytes of an element, g: of an element of a gradient as sent, a: of
+    /// an element of lse and delta).
     pub fn backward_circulates(&self) -> CirculatingSide {
         let (p, o) = (self.problem(), self.options());
         match o.circulate {
@@ -254,8 +254,8 @@ impl Plan {
         (k as u128, q as u128)
     }
 
-    /// Bytes that the ring moves in a forward with k and v circulating, and with q: where the automatic choice compared
-    /// them.
+    /// Bytes that the ring moves in a forward with k and v circulating, and with q circulating; `None` if the automatic
+    /// choice did not compare them.
     pub(crate) fn compared_in_forward(&self) -> Option<[u128; 2]> {
         let (p, mesh, o) = (self.problem(), self.mesh(), self.options());
         let counted = o.circulate_forward == Circulate::Auto && sides::counts(p, mesh, self.form(), o);
@@ -298,7 +298,7 @@ impl Plan {
         out
     }
 
-    /// The positions of those tokens in their documents (for rotary embeddings and the like).
+    /// The positions of a rank's tokens in their documents (for rotary embeddings and the like).
     ///
     /// # Panics
     /// A rank outside the mesh.

@@ -4,14 +4,13 @@
 //! Nodes are equal and consecutive: rank r is in node `r / ranks_per_node`. Any list of groups that a mesh can use is
 //! of this kind, so a list is only a way to say the number ([`ranks_per_node`]), and racks are nodes.
 //!
-//! A row is needed by more than one rank of another node in a ring over several nodes, where a node has several ring
-//! ranks or ranks that hold the same kv head, and in an all-to-all over several nodes where ranks of one node hold the
-//! same kv head. Elsewhere (nodes of one ring rank whose Ulysses ranks hold different kv heads, all-to-alls over whole
-//! nodes of such ranks) one level is the same, but in `reproducible`, where the partials of all q heads cross, and
-//! plans have its schedules.
+//! Two levels matter only if more than one rank of a node needs a row of another node. On a ring over several nodes
+//! this is so if a node has several ring ranks, or ranks that hold the same kv head; in an all-to-all over several
+//! nodes, if ranks of one node hold the same kv head. Otherwise plans have schedules of one level, which are the same;
+//! the exception is `reproducible`, where the partials of all q heads cross.
 //!
-//! How much of a mesh's bytes crosses between nodes ([`crossing`]) is counted here for both choices, that of rules of
-//! thumb and that of a machine's description.
+//! The part of a mesh's bytes that crosses between nodes ([`crossing`]) is computed here for both choices: the rules of
+//! thumb, and the description of a machine.
 
 use alloc::{collections::BTreeMap, format};
 
@@ -61,8 +60,8 @@ pub fn ranks_per_node(nodes: &[u64]) -> Result<usize> {
     }
 }
 
-/// Whether the ranks of an all-to-all lie in one node, which the automatic choice asks for: nothing is computed during
-/// an all-to-all, while ring steps are sent beside kernels.
+/// Whether the ranks of an all-to-all lie in one node. The automatic choice requires this, because nothing is computed
+/// during an all-to-all, while ring steps overlap with kernels.
 pub(super) fn holds_ulysses(ulysses: usize, world: usize, ranks_per_node: usize) -> bool {
     ranks_per_node == 0 || ranks_per_node >= world || ranks_per_node.is_multiple_of(ulysses)
 }
@@ -88,18 +87,18 @@ impl Fraction {
 /// The parts of a mesh's bytes that cross between nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CrossingShares {
-    /// Of the bytes of the all-to-alls.
+    /// Part of the bytes of the all-to-alls.
     pub exchanged: Fraction,
-    /// Of the bytes of needed rows and their gradients.
+    /// Part of the bytes of needed rows and their gradients.
     pub rows: Fraction,
-    /// Ranks of a node that have such rows from other nodes.
+    /// Number of ranks of a node that receive such rows from other nodes.
     pub ranks: u64,
-    /// Whether rows come from a few neighbours alone.
+    /// Whether needed rows come from a few neighbours only.
     pub near: bool,
 }
 
-/// The part of a rank's rows of k and v from other nodes that crosses to this rank itself, where the ranks of a node
-/// that hold the same kv head divide them. `held`: the most kv heads of a rank.
+/// Of a rank's rows of k and v from other nodes, the part that crosses to this rank itself, if the ranks of a node that
+/// hold the same kv head divide them. `held`: the most kv heads of a rank.
 pub(crate) fn divided(problem: &Problem, mesh: Mesh, holders: usize, held: u64) -> Fraction {
     if holders == 1 {
         return Fraction { of: (1, 1) };
@@ -108,14 +107,14 @@ pub(crate) fn divided(problem: &Problem, mesh: Mesh, holders: usize, held: u64) 
     Fraction { of: (heads, ranks * held) }
 }
 
-/// What crosses between nodes of `node` ranks. `ring_ranks` are those of a node whose schedule has two levels, and the
-/// whole ring where it has one ([`ring_ranks_of_node`]). Rows that cross once are passed on inside: of a node's ranks,
-/// each receives its part of them from outside, and of these the part `divided` ([`divided`]).
+/// The traffic between nodes of `node` ranks. `ring_ranks`: with a schedule of two levels the ring ranks of a node,
+/// with one level the whole ring ([`ring_ranks_of_node`]). Rows that cross once are passed on inside the node: each of
+/// its ranks receives its part of them from outside, and of this only the part `divided` ([`divided`]).
 ///
-/// The rows that a rank needs are taken to come evenly from the ring ranks they can come from. Where a window or short
-/// documents make that fewer than all, those are the neighbours in layouts of runs of the pack, so the first rank of a
-/// node gets them all from other nodes; in other layouts they are any ranks. Crossing once saves as many times as a row
-/// has readers in a node, which are few where a rank needs few rows.
+/// The model: the rows that a rank needs come evenly from all ring ranks that can have them. If a window or short
+/// documents make these fewer than all, they are the neighbours in layouts of runs of the pack, so the first rank of a
+/// node gets all its rows from other nodes; in other layouts they are any ranks. Crossing once divides the bytes by the
+/// number of readers of a row in a node, which is small if a rank needs few rows.
 pub(crate) fn crossing(
     mesh: Mesh,
     layout: Layout,
@@ -131,7 +130,7 @@ pub(crate) fn crossing(
     let rows = match ring {
         1 => (0, 1),
         _ if in_node == ring => (0, 1),
-        // A gateway has the rows of one owner, and the owners are so many neighbours.
+        // A gateway has the rows of one owner, and there are `steps` owners, all neighbours.
         _ if near => (1, readers.min(steps.max(1))),
         _ if load.needed * readers <= load.k_tokens * (ring - 1) => (ring - in_node, ring - 1),
         _ => ((ring - in_node) * load.k_tokens, load.needed * readers),
@@ -147,7 +146,7 @@ pub(crate) fn ring_steps(mesh: Mesh, load: &Load) -> u64 {
     load.needed.div_ceil(load.k_tokens.max(1)).min(mesh.ring as u64 - 1)
 }
 
-/// The ring ranks that a node has, 1 also where its ranks are a part of one all-to-all.
+/// The ring ranks in a node; 1 also if the node's ranks are a part of one all-to-all.
 pub(super) fn ring_ranks_in_node(mesh: Mesh, options: Options) -> usize {
     (options.ranks_per_node / mesh.ulysses).max(1)
 }

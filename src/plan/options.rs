@@ -6,8 +6,9 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Circulate {
-    /// Whichever moves fewer bytes. In the forward that is k and v where q and k are the same tokens, and in passes,
-    /// gathered and reproducible plans ([`Plan::forward_circulates`](super::Plan::forward_circulates)).
+    /// The side that moves fewer bytes. In the forward that is k and v if q and k are the same tokens, and in plans
+    /// with several passes, gathered plans and reproducible plans
+    /// ([`Plan::forward_circulates`](super::Plan::forward_circulates)).
     #[default]
     Auto,
     /// k and v; in the backward dk and dv are sent back to their owners.
@@ -70,10 +71,10 @@ pub struct Options {
     pub passes: usize,
     /// Which side is sent round the ring in the backward.
     pub circulate: Circulate,
-    /// Which side is sent round the ring in the forward. q is for few q rows over many keys, as when tokens are
+    /// The side that is sent round the ring in the forward. q suits few q rows over many keys, for example tokens
     /// generated from a KV cache that is spread over the ranks; it needs one pass, and ring steps one after another.
-    /// With `pack_inputs` off, what is sent must be compact: k and v, or a q for which this option asks. A q that the
-    /// automatic choice sends may have any strides.
+    /// With `pack_inputs` off, the side that is sent must be compact: k and v, or a q that this option asks for. A q
+    /// that the automatic choice sends may have any strides.
     pub circulate_forward: Circulate,
     /// The type in which partial gradients are sent.
     pub wire: Wire,

@@ -72,7 +72,7 @@ impl Problem {
         self
     }
 
-    /// The same problem of other documents.
+    /// The same problem with other documents.
     #[must_use]
     pub(super) fn with_batch(mut self, batch: Batch) -> Self {
         self.batch = batch;
@@ -174,7 +174,7 @@ impl Problem {
                     format!("one for each of {} q heads", self.heads),
                 ));
             }
-            // A steeper slope, times a distance, may not be finite in f32; NaN is none of them.
+            // The product of a steeper slope and a distance may not be finite in f32; NaN is outside the range too.
             if let Some((h, s)) = alibi_slopes.iter().enumerate().find(|&(_, &s)| !(-1e18..=1e18).contains(&s)) {
                 return Err(Error::invalid(format!("alibi_slopes[{h}]"), format!("{s:e}"), "-1e18 to 1e18"));
             }

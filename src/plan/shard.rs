@@ -2,8 +2,8 @@
 //! Extracts a rank's rows from tensors of the whole batch, and writes them back.
 //!
 //! Inputs and outputs of a rank are the tokens that the layout gives it, with all heads. These helpers copy rows of any
-//! `Copy` type by that layout, so that a data loader, a test or a checkpoint need not know it: token ids (`row_len` 1),
-//! activations (`heads · head_dim`), gradients, losses.
+//! `Copy` type by that layout, so that a data loader, a test or a checkpoint does not have to know the layout: token
+//! ids (`row_len` 1), activations (`heads · head_dim`), gradients, losses.
 //!
 //! [`Plan::shift`] gives each token the value of the token `by` places later in its document; with 1, that is the label
 //! for next-token prediction. Neighbours in a document are often on different ranks, and neighbours in a shard are
@@ -171,7 +171,7 @@ impl Plan {
         });
     }
 
-    /// [`Plan::shift`] where no rank holds the whole: which rows go from which rank to which.
+    /// [`Plan::shift`] if no rank holds the whole tensor: the rows that each rank sends to each other rank.
     ///
     /// A rank applies its copies (the owner is the reader), sends each peer the rows listed for it in the order listed,
     /// and writes what arrives from each peer in the order listed. Rows that are in no list get the fill value. All
@@ -191,7 +191,7 @@ impl Plan {
         runs.sort_unstable();
         let mut out = Vec::new();
         for &(token, rows, reader, reader_row, doc) in &runs {
-            // The tokens whose values these rows take, cut to the document.
+            // The tokens whose values these rows take, clipped to the document.
             let doc = batch.document(Side::Q, doc);
             let low = (token as i64).saturating_add(by).clamp(doc.start as i64, doc.end as i64) as usize;
             let high = ((token + rows) as i64).saturating_add(by).clamp(doc.start as i64, doc.end as i64) as usize;
@@ -305,7 +305,7 @@ mod tests {
                 prop_assert_eq!(&got, &want);
                 locals.push(got);
             }
-            // The same by messages, from local values alone.
+            // The same result by messages, from local values alone.
             let shards: Vec<_> = plan.mesh().group_of(0).map(|r| plan.shard(Side::Q, r, &full, 1).unwrap()).collect();
             let lists: Vec<_> = plan.mesh().group_of(0).map(|r| plan.shift_messages(r, by).unwrap()).collect();
             for (rank, want) in locals.iter().enumerate() {

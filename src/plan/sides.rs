@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which side is sent round the ring.
 //!
-//! Either side can stay where it is while the other is sent, in the forward and in the backward. What is sent costs
-//! bytes for each row, and the rows are other ones: k and v are sent to the ranks whose q rows read them, q to the
-//! ranks whose keys it reads. Where the option is automatic, the side with fewer bytes is sent.
+//! Either side can stay in place while the other is sent, in the forward and in the backward. Each row that is sent
+//! costs bytes; k and v are sent to the ranks whose q rows read them, q to the ranks whose keys it reads. If the option
+//! is automatic, the side with fewer bytes is sent.
 //!
-//! In the backward all tokens of both sides are counted. In the forward that would be wrong where it matters: in a
-//! cache whose slots are partly filled, most k rows are read by nobody. So there the rows are counted that are sent, by
-//! the mask and the shares. Where q and k are the same tokens, as in training, k and v are sent and nothing is counted:
-//! a q row costs more than a k row, because o comes back in the accumulator's type, with an lse, and there are no fewer
-//! q heads than kv heads. Fewer q rows than k rows would be sent there only if documents were cut unevenly.
+//! In the backward all tokens of both sides are counted. In the forward that would be wrong in an important case: in a
+//! cache with partly filled slots most k rows are read by no query. So the forward counts the rows that are sent, by
+//! the mask and the shares. If q and k are the same tokens, as in training, k and v are sent without counting: a q row
+//! costs more than a k row, because o is returned in the accumulator's type, with an lse, and there are no fewer q
+//! heads than kv heads. Fewer q rows than k rows would be sent there only if documents were cut unevenly.
 //!
 //! The choice depends on the problem, the mesh and the layout alone, so all ranks make the same one.
 
 use super::{Circulate, CirculatingSide, Form, Options, Problem, layout_load};
 use crate::{batch::Side, heads::HeadShare, layout::Shares, mesh::Mesh};
 
-/// Bytes of a row that travels in a forward of ring steps, to all ranks of a Ulysses group: of k and v, and of q with
-/// o.
+/// Bytes of a row sent in a forward of ring steps, to all ranks of a Ulysses group: a row of k and v, and a row of q
+/// with the o that is returned.
 fn row_bytes(problem: &Problem, mesh: Mesh) -> [u128; 2] {
     let [heads, kv_heads] = [problem.heads() as u32, problem.kv_heads() as u32];
     let held = |u| HeadShare::new(u, mesh.ulysses, heads, kv_heads).kv.len() as u128;
@@ -27,8 +27,8 @@ fn row_bytes(problem: &Problem, mesh: Mesh) -> [u128; 2] {
     [held * (dk + dv) * e, u128::from(heads) * (dk * e + (dv + 2) * a)]
 }
 
-/// Bytes that ring ranks receive in a forward of ring steps, all together: with k and v circulating, and with q. Of
-/// several nodes as if rows did not cross once and were passed on.
+/// Total bytes that ring ranks receive in a forward of ring steps: with k and v circulating, and with q. With several
+/// nodes, as if each row were sent to each of its readers.
 pub(super) fn forward_bytes(problem: &Problem, mesh: Mesh, shares: &Shares) -> [u128; 2] {
     let [of_key, of_query] = row_bytes(problem, mesh);
     let keys = layout_load::load_of_shares(problem, shares).total.needed;
@@ -36,8 +36,8 @@ pub(super) fn forward_bytes(problem: &Problem, mesh: Mesh, shares: &Shares) -> [
     [u128::from(keys) * of_key, u128::from(queries) * of_query]
 }
 
-/// Whether q's bytes are fewer than those of k and v. Ranks are counted one by one, until the answer is certain: with
-/// few q rows before long, because a row of q goes to no more than all other ranks.
+/// Whether q's bytes are fewer than those of k and v. Ranks are counted one by one until the answer is certain: early
+/// if there are few q rows, because a q row is sent to all other ranks at most.
 fn queries_are_fewer(problem: &Problem, mesh: Mesh, shares: &Shares) -> bool {
     let [of_key, of_query] = row_bytes(problem, mesh);
     let most = problem.batch().tokens(Side::Q) as u128 * (mesh.ring as u128 - 1) * of_query;
@@ -107,7 +107,7 @@ mod tests {
         Plan::with_options(problem, mesh, layout, Options::new().circulate_forward(side)).unwrap()
     }
 
-    /// The bytes compared are those of the schedules, the automatic plan moves the fewer, and is proved.
+    /// The compared bytes are those of the schedules; the automatic plan moves the fewer bytes, and passes the proof.
     #[test]
     fn the_automatic_side_moves_fewer_bytes() {
         let mut chosen = [0; 2];
@@ -132,10 +132,10 @@ mod tests {
                             if ulysses == 1 {
                                 assert_eq!([k, q], [keys, queries], "{what}");
                             }
-                            // All-to-alls are the same with both.
+                            // All-to-alls are the same with both sides.
                             assert_eq!(keys + q, queries + k, "{what}");
                             let side = auto.forward_circulates();
-                            // A tie is k's.
+                            // If bytes are equal, k and v are sent.
                             assert_eq!(side == CirculatingSide::Queries, ring > 1 && q < k, "{what}");
                             chosen[usize::from(side == CirculatingSide::Queries)] += 1;
                             let asked = if q < k { Circulate::Queries } else { Circulate::Keys };
@@ -156,7 +156,7 @@ mod tests {
         assert!(chosen[0] > 100 && chosen[1] > 40, "{chosen:?}");
     }
 
-    /// Where q and k are the same tokens, and where an option keeps q in its place, nothing changes.
+    /// If q and k are the same tokens, or if an option keeps q in place, nothing changes.
     #[test]
     fn k_and_v_circulate_where_q_may_not() {
         let side = |batch: Batch, options| {
@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(side(same, o().circulate_forward(Circulate::Queries)), q);
     }
 
-    /// A slot counts by the rows that are read, not by its length.
+    /// A slot counts with the rows that are read, not with its length.
     #[test]
     fn a_slot_counts_by_what_is_in_it() {
         let side = |start: i64, new: i32| {
@@ -188,7 +188,7 @@ mod tests {
         assert_eq!(side(0, 2048), CirculatingSide::Keys);
         assert_eq!(side(60_000, 2048), CirculatingSide::Queries);
         assert_eq!(side(60_000, 1), CirculatingSide::Queries);
-        // q rows cost 6.1 times as many bytes.
+        // A q row costs 6.1 times as many bytes as a k row.
         assert_eq!(side(10_000, 2048), CirculatingSide::Keys);
     }
 }

@@ -23,7 +23,7 @@ pub const MANY_DOCUMENTS: usize = 32;
 /// The most bytes of k and v, over all ring ranks and the heads of one, that the automatic choice gathers.
 pub const GATHERED: u64 = 16 << 20;
 
-/// The form that the options ask for, or leave to be chosen.
+/// The form given by the options, or the automatic choice.
 pub(super) fn form_of(problem: &Problem, mesh: Mesh, layout: Layout, options: Options) -> Form {
     let one_level = ring_ranks_of_node(mesh, options) == mesh.ring;
     let queries = options.circulate == Circulate::Queries || options.circulate_forward == Circulate::Queries;
@@ -37,7 +37,7 @@ pub(super) fn form_of(problem: &Problem, mesh: Mesh, layout: Layout, options: Op
     }
 }
 
-/// Whether gathering all k and v, and one call over them, is quicker than ring steps, and takes little memory.
+/// Whether gathering all k and v for one call is faster than ring steps and takes little memory.
 ///
 /// The layout cuts every document for every rank (zigzag, striped), there are at least [`MANY_DOCUMENTS`], a q row has
 /// on average fewer than [`FEW_KEYS`] keys in each ring step, and k and v of all ring ranks, of the heads of one rank,
@@ -94,7 +94,7 @@ mod tests {
         let (at, above) = (problem(64, 256), problem(64, 257));
         let (mesh, layout) = (Mesh::ring(4).unwrap(), Layout::Zigzag);
         assert!(together_pays(&at, mesh, layout) && !together_pays(&above, mesh, layout));
-        // Ulysses ranks have a head each.
+        // Each Ulysses rank has one head.
         assert!(together_pays(&above, Mesh::explicit(8, 2, 4).unwrap(), layout));
     }
 
