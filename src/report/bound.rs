@@ -18,19 +18,19 @@ use crate::{
     schedule::{ALIGNMENT, CirculatingSide, Direction, Form, SINK_DIGITS},
 };
 
-/// The sizes of shares, counted once: of a zigzag, every document has to be looked at.
+/// The sizes of shares, counted once, because a zigzag needs a pass over all documents.
 pub(crate) struct ShareSizes {
     rank: usize,
     /// Rows of its ring rank's share of q's side, and of k's.
     share: [usize; 2],
-    /// Those that are the rank's own tokens.
+    /// Rows of the rank's own tokens.
     pub own: [usize; 2],
     /// Rows of the largest share of any ring rank.
     largest: [u64; 2],
 }
 
 impl ShareSizes {
-    /// Those of a rank of the mesh, where the largest shares are known.
+    /// The sizes of a rank of the mesh; `largest` is computed once for all ranks.
     pub fn new(plan: &Plan, rank: usize, largest: [u64; 2]) -> Self {
         let (mesh, at) = (plan.mesh(), plan.mesh().coordinates(rank));
         let q = plan.shares().rows(Side::Q, at.ring);
@@ -43,10 +43,11 @@ impl ShareSizes {
 
 /// Rows × heads of k's side in the buffers of a rank whose all-to-alls cross by gateways.
 struct GatewayRows {
-    /// The rank's own rows, and those of all owners whose gateway it is, at most.
+    /// Upper bounds on the rank's own rows, and on the rows of all owners that it is the gateway of.
     own: u64,
     of_owners: u64,
-    /// q and kv heads of the other ranks of the node, kv heads of the node, and of all other nodes, with their number.
+    /// q and kv heads of the other ranks of the node; kv heads of the node; kv heads of all other nodes; number of
+    /// these.
     others: [u64; 2],
     of_node: u64,
     of_other_nodes: u64,
@@ -54,7 +55,7 @@ struct GatewayRows {
 }
 
 impl GatewayRows {
-    /// None of a plan without gateways.
+    /// `None` for a plan without gateways.
     fn of(plan: &Plan, sizes: &ShareSizes) -> Option<Self> {
         let (ranks, ulysses) = (plan.ulysses_ranks_of_node(), plan.mesh().ulysses);
         if ranks == ulysses {
@@ -80,13 +81,13 @@ impl GatewayRows {
         })
     }
 
-    /// What is packed for ranks and nodes, what crossed, and what of it is packed for ranks.
+    /// Rows packed for ranks and for nodes, rows that crossed, and these packed again for ranks.
     fn on_the_way_in(&self) -> u64 {
         self.own * (self.others[1] + self.of_other_nodes) + self.of_owners * (self.of_node + self.others[1])
     }
 
-    /// What ranks of the node return, for this rank and for owners, and what crosses: of the ordered form (`group` q
-    /// heads read a kv head) partials of one kv head too.
+    /// Rows that ranks of the node return, for this rank and for owners, and rows that cross. In the ordered form also
+    /// partials of one kv head (`group` q heads read a kv head).
     fn on_the_way_out(&self, group: Option<u64>) -> u64 {
         let (returned, partials) = (self.others[usize::from(group.is_none())], group.unwrap_or(0));
         self.own * (returned + self.of_other_nodes + self.other_nodes * partials)
@@ -125,7 +126,7 @@ impl Plan {
         let others_kv: u64 = others().map(|s| n(s.kv.len())).sum();
         let (exchanging, ringed) = (mesh.ulysses > 1, mesh.ring > 1);
         let form = self.form();
-        // The rows of one ring step: a share, but that a zigzag's front and back chunks come from two owners.
+        // The rows of one ring step: one share; but in a zigzag, front and back chunks come from two owners.
         let ring_step = |side| {
             let (batch, all) = (p.batch(), n(p.batch().tokens(side)));
             let chunk = |rows: usize| n(rows.div_ceil(2 * mesh.ring));
@@ -138,12 +139,12 @@ impl Plan {
             all.min(largest)
         };
         let pass = hkv.div_ceil(n(passes));
-        // Where ranks of a node divide rows of k's side among them, a node of one ring rank has node slots too.
+        // If ranks of a node divide rows of k's side, a node of one ring rank has node slots too.
         let divided = self.ring_holders_of_node() > 1;
         let crosses = divided || self.ring_ranks_of_node() < mesh.ring;
         let ring_ranks = if divided { self.ring_ranks_in_node() } else { self.ring_ranks_of_node() };
         let slots = if form == Form::Ring || passes > 1 || crosses { 2 } else { 1 };
-        // Rows of a node slot, and the slots; none where rows cross into a slot that holds everything.
+        // Rows of a node slot, and number of node slots; none if rows cross into a slot that holds all shares.
         let node_slot = |side| {
             if !crosses {
                 return (0, 0);
@@ -205,8 +206,8 @@ impl Plan {
                 } else {
                     (ring_step(Side::K), nk, pass * dims * e, pass * dims)
                 };
-                // Two leaving, or one made and two narrow ones leaving; what arrives is the own share once for each
-                // reader of a ring step.
+                // Two buffers that leave, or one that kernels write and two narrow ones that leave; the rows that
+                // arrive are the own share, once for each reader of a ring step.
                 let inside = if crosses { a } else { w };
                 let leaving = if inside == a { slots * a } else { a + slots * w };
                 let (node_rows, node_slots) = node_slot(if queries { Side::Q } else { Side::K });
@@ -214,7 +215,7 @@ impl Plan {
                 let mut ring = rows * (slots * row + leaving * gradient) + readers * most * gradient * inside;
                 ring += node_slots * node_rows * (row + gradient * a);
                 if crosses && w != a {
-                    // Of a slot that holds everything, the rows next to the share cross back.
+                    // If a slot holds all shares, its rows next to the own share cross back.
                     let leaving = if form == Form::Together { rows } else { node_rows };
                     ring += (leaving + most * n(mesh.ring)) * gradient * w;
                 }

@@ -21,7 +21,7 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepCost {
-    /// `"ulysses in"`, `"ring"`, `"between nodes"` (what of the ring crosses from node to node), `"ulysses out"`,
+    /// `"ulysses in"`, `"ring"`, `"between nodes"` (ring traffic that crosses between nodes), `"ulysses out"`,
     /// `"sinks"`.
     pub phase: &'static str,
     /// The ring step; 0 outside the ring.
@@ -90,7 +90,7 @@ impl Costs {
     }
 }
 
-/// Where a phase stands in the order of a schedule.
+/// Sort key of a phase in the order of a schedule.
 pub(super) fn order(phase: &str) -> usize {
     ["ulysses in", "ring", "between nodes", "ulysses out", "sinks"].iter().position(|p| *p == phase).unwrap_or(5)
 }
@@ -151,7 +151,7 @@ impl Plan {
     }
 }
 
-/// The buffers that stand end to end up to the end of the workspace.
+/// The buffers of the peak: each ends where the next one begins, and the last one at the end of the workspace.
 fn peak(schedule: &Schedule) -> Vec<PeakBuffers> {
     let mut out: Vec<PeakBuffers> = Vec::new();
     let (mut end, mut above) = (schedule.workspace, schedule.buffers.len());
@@ -160,7 +160,7 @@ fn peak(schedule: &Schedule) -> Vec<PeakBuffers> {
             let b = &schedule.buffers[*i];
             b.bytes() > 0 && b.offset + b.bytes().next_multiple_of(ALIGNMENT) == end
         };
-        // Buffers of one phase were made one after another, so the next below was most likely made before.
+        // Buffers of one phase were created in this order, so the next lower buffer most likely has a lower index.
         let Some(i) = (0..above).rev().find(ends_here).or_else(|| (0..schedule.buffers.len()).rev().find(ends_here))
         else {
             break;

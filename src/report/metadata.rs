@@ -2,9 +2,9 @@
 //! Memory that a device keeps for a plan: the scheduler metadata that its kernels read (ranges, tiles, counters), which
 //! is uploaded when the plan is prepared.
 //!
-//! How many tiles a range is cut into depends on the kernels that a device runs; here every tile has the fewest rows
-//! that any of them has, so that what is said is a bound for all devices. The sizes are those of the structs in
-//! `ptx/params.cuh`, and the CUDA backend asserts that they are.
+//! The number of tiles of a range depends on the device's kernels. Here every tile has the fewest rows of any kernel,
+//! so that the result is an upper bound for all devices. The sizes are those of the structs in `ptx/params.cuh`; the
+//! CUDA backend asserts that they agree.
 
 use alloc::collections::BTreeSet;
 
@@ -31,9 +31,9 @@ pub(crate) const TILE_ROWS: u64 = 64;
 /// q heads share tiles of at least so many rows, in ranges of at most so many rows, and at the end of longer ones.
 pub(crate) const SHARED_ROWS: u32 = 16;
 pub(crate) const SHORT_ROWS: u32 = 1024;
-/// Rows of the stretches that a longer range is cut into first, by one kernel or the other.
+/// Rows of the pieces that a longer range is cut into first, by each of the two kernels.
 const STRETCHES: [u32; 2] = [128, 192];
-/// The most that the lists of one call are padded by: eleven lists, each to a multiple of 16 bytes.
+/// Upper bound on the padding of one call's lists: eleven lists, each padded to a multiple of 16 bytes.
 const PADDING: u64 = 11 * 16;
 
 fn tiles(lens: impl Iterator<Item = u32>) -> u64 {
@@ -46,9 +46,9 @@ pub(crate) fn shared_tiles(len: u32) -> u32 {
     (if len <= SHORT_ROWS { len } else { a.max(b) }).div_ceil(SHARED_ROWS)
 }
 
-/// Bytes of the lists of one attention call, in which two kernels may have tiles of their own (of q rows in a forward,
-/// of keys in a backward), and heads may share some; and of the words that a backward counts in, for so many heads of q
-/// and of dk.
+/// Bytes of the lists of one attention call, and bytes of the counters of a backward, with these numbers of heads of q
+/// and of dk. Two kernels may each have their own tiles (of q rows in a forward, of keys in a backward), and q heads
+/// may share some tiles.
 fn attention(r: &Ranges<'_>, is_shared: bool, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
     let (q, k) = (tiles(r.q.iter().map(|q| q.range.len)), tiles(r.k.iter().map(|k| k.len)));
     let shared: u64 = if is_shared { r.q.iter().map(|q| u64::from(shared_tiles(q.range.len))).sum() } else { 0 };
@@ -65,7 +65,7 @@ fn attention(r: &Ranges<'_>, is_shared: bool, (q_heads, key_heads): (u64, u64)) 
 pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
     let mut expansion = Expansion::new(schedule);
     let (mut lists, mut words) = (plan.problem().alibi_slopes().map_or(0, |s| s.len() as u64 * 4 + PADDING), 0);
-    // Peers that send something: each sends a tag.
+    // Peers that send a message: each sends a tag.
     let mut peers = BTreeSet::new();
     for (i, op) in schedule.ops.iter().enumerate() {
         let heads = match &op.kind {
@@ -97,12 +97,12 @@ pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
                 continue;
             }
         };
-        // The forward's, where several q heads read one kv head.
+        // Only in the forward, if several q heads read one kv head.
         let is_shared = heads.is_none() && plan.problem().heads() > plan.problem().kv_heads();
         let (bytes, counted) = attention(&expansion.scratch.ranges(), is_shared, heads.unwrap_or((0, 0)));
         lists += bytes;
         if heads.is_some() {
-            // Calls count one after the other in the same words.
+            // Calls run one after another and reuse the same counters.
             words = words.max(counted);
         }
     }

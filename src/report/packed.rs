@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Events as bytes, to send a trace to another process.
 //!
-//! An event's names live as long as the program. Names from other processes are therefore kept, each once
-//! ([`Event::text`]); operations have about a dozen names.
+//! An event's names are `'static`. So names from other processes are leaked, each once ([`Event::text`]); operations
+//! have about a dozen names.
 
 use std::{
     format,
@@ -21,8 +21,8 @@ use crate::{
 const NUMBERS: usize = 7;
 
 impl Event {
-    /// A text as a name or a phase of an event: the same text, for as long as the program lives. The memory of a text
-    /// that comes for the first time is not given back.
+    /// A text as the name or the phase of an event. It is stored for as long as the program runs; equal texts are
+    /// stored once.
     ///
     /// ```
     /// use cpattn::report::trace::{Event, chrome_trace};
@@ -33,7 +33,7 @@ impl Event {
     /// assert!(chrome_trace(&[event]).contains("layer 3"));
     /// ```
     pub fn text(text: &str) -> &'static str {
-        // In order.
+        // Sorted.
         static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
         let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
         match names.binary_search(&text) {

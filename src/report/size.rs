@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How much each operation of a schedule computes, copies and sends.
 //!
-//! Costs and simulations look at operations only here, so that an operation of a new kind has one place to be counted.
-//! Two of three questions are answered for any kind by the lists that the runtime uses: an exchange has messages, and
-//! what neither exchanges nor attends reads and writes the rows of blocks. Only attention needs its kinds by name.
+//! Costs and simulations read operations only through this module, so that a new kind of operation is counted in one
+//! place. For most kinds the lists that the runtime uses suffice: exchanges have messages, and operations that neither
+//! exchange nor attend read and write the rows of blocks. Only attention is distinguished by kind.
 
 use alloc::vec::Vec;
 
@@ -55,7 +55,7 @@ pub(crate) struct MessageSize {
     pub send: bool,
 }
 
-/// Sizes of the operations of one schedule. Ring steps that are listed once are remembered.
+/// Sizes of the operations of one schedule. Sizes of ring steps are cached.
 pub(crate) struct OpSizes<'a> {
     plan: &'a Plan,
     schedule: &'a Schedule,
@@ -96,7 +96,7 @@ impl<'a> OpSizes<'a> {
     }
 
     fn head(&mut self, side: CirculatingSide, ring_step: u32) -> HeadSize {
-        // Passes go through the same ring step again.
+        // Several passes use the same ring step.
         if let Some(&(.., n)) = self.known.iter().find(|k| (k.0, k.1) == (side, ring_step)) {
             return n;
         }

@@ -78,7 +78,7 @@ pub fn timeline_svg(events: &[Event]) -> String {
     let span = (end.saturating_sub(zero)).max(1) as f64;
     let plot = WIDTH - LEFT - RIGHT;
     let x = |ns: u64| LEFT + (ns - zero) as f64 / span * plot;
-    // Lanes shrink as ranks grow in number.
+    // With more ranks, lanes are thinner.
     let (lane, gap) = match ranks.len() {
         0..=16 => (15.0, 12.0),
         17..=64 => (7.0, 5.0),
@@ -101,7 +101,7 @@ pub fn timeline_svg(events: &[Event]) -> String {
     let total = Overlap::of(events);
     let hidden = match total.share() {
         Some(share) => {
-            // A rank can hide no more than it computes: of a tiny model, next to nothing.
+            // A rank can overlap at most as much as it computes: for a tiny model, almost nothing.
             let (most, all) = ranks
                 .iter()
                 .map(|&rank| overlap_of(events, rank))
@@ -187,7 +187,7 @@ pub fn timeline_svg(events: &[Event]) -> String {
         let Ok(i) = ranks.binary_search(&e.rank) else { continue };
         let y = top + row * i as f64 + if e.lane == Lane::Compute { 0.0 } else { lane + 1.0 };
         let (a, b) = (x(e.start_ns), x(e.end_ns.max(e.start_ns)));
-        // Never so thin that it vanishes; a hair of ground between neighbours.
+        // Wide enough to be visible, with a thin gap between neighbours.
         let width = (b - a - 0.4).max(0.6);
         let (_, colour, dark, _) = CATEGORIES[category(e.name)];
         let _ = writeln!(
@@ -218,7 +218,7 @@ fn describe(e: &Event) -> String {
 mod tests {
     use super::{super::trace::tests::event, *};
 
-    /// A forward and a backward of `n` ranks whose steps take unlike times.
+    /// A forward and a backward of `n` ranks, with steps of different lengths.
     fn run(n: usize) -> Vec<Event> {
         let mut out = vec![];
         let mut draw = fastrand::Rng::with_seed(5);

@@ -74,7 +74,7 @@ impl Overlap {
     }
 
     fn add(&mut self, other: Self) {
-        // Events may be anyone's.
+        // Events may be given by any caller, so sums must not overflow.
         self.compute_ns = self.compute_ns.saturating_add(other.compute_ns);
         self.communication_ns = self.communication_ns.saturating_add(other.communication_ns);
         self.hidden_ns = self.hidden_ns.saturating_add(other.hidden_ns);
@@ -178,7 +178,7 @@ pub(super) const fn lane_name(lane: Lane) -> &'static str {
     }
 }
 
-/// The name of an event, with its step where steps mean something.
+/// The name of an event, with its step if the phase has steps.
 pub(super) fn label(e: &Event) -> String {
     if e.phase == "ring" { format!("{} {}", e.name, e.step) } else { e.name.to_string() }
 }

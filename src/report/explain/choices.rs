@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Why this mesh and this layout, beside those that were not taken.
+//! The reasons for this mesh and this layout, next to the other candidates.
 
 use alloc::{
     format,
@@ -130,7 +130,7 @@ impl Plan {
         let mut t = TextTable::new(2, &["", "layout", "work", "q tokens", "k rows from others"]);
         let mut rows = Vec::new();
         for (i, layout) in layouts.into_iter().enumerate() {
-            // A layout that this ring is too large for is left out.
+            // Layouts that are impossible with a ring of this size are left out.
             let own = i == 0;
             let d = if own {
                 Ok(load_of_shares(self.problem(), self.shares()))

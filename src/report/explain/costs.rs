@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a plan costs: its form and the price of it, bytes, messages and multiply-adds of every step, the peak of the
-//! workspace.
+//! The costs of a plan: its form and the price of that, bytes, messages and multiply-adds of every step, the peak of
+//! the workspace.
 
 use alloc::{
     format,
@@ -107,7 +107,8 @@ impl Plan {
         };
     }
 
-    /// Which side circulates in the forward, where that is not plain: q, or what two numbers of bytes decided.
+    /// The side that circulates in the forward, if it is not the default: q, or the result of comparing two numbers of
+    /// bytes.
     fn describe_forward(&self, out: &mut String) {
         let queries = self.forward_circulates() == CirculatingSide::Queries && self.mesh().ring > 1;
         let compared = self.compared_in_forward();
@@ -126,7 +127,7 @@ impl Plan {
         let _ = writeln!(out, "  forward: {side}: {why}");
     }
 
-    /// How the ranks lie in nodes, and what it costs to pass rows on.
+    /// The placement of ranks in nodes, and the cost of passing rows on.
     fn describe_nodes(&self, out: &mut String, ranks: &[usize]) {
         let (each, ring, per_node) = (self.options().ranks_per_node, self.mesh().ring, self.ring_ranks_of_node());
         if each == 0 || each >= self.mesh().group() {
@@ -254,7 +255,7 @@ impl Plan {
         let mut steps: Vec<(usize, &'static str, u32)> = Vec::new();
         for c in costs {
             for s in &c.steps {
-                // What crosses between nodes has one line.
+                // All bytes between nodes have one line.
                 let key = (order(s.phase), s.phase, if s.phase == BETWEEN_NODES { 0 } else { s.step });
                 if !steps.contains(&key) {
                     steps.push(key);
@@ -262,7 +263,7 @@ impl Plan {
             }
         }
         steps.sort_unstable();
-        // Of very many ring steps the later ones are told together.
+        // If there are very many ring steps, the later ones share a line.
         let late = steps.iter().filter(|s| s.1 == "ring").nth(STEPS).map_or(u32::MAX, |s| s.2);
         let told = steps.iter().filter(|s| s.1 == "ring" && s.2 >= late).count();
         let last = steps.iter().filter(|s| s.1 == "ring").map(|s| s.2).max().unwrap_or(0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Figures and tables as people read them.
+//! Figures and tables in readable form.
 
 use alloc::{
     string::{String, ToString},
