@@ -149,7 +149,7 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
             let mut note = |v: &BufferView| {
                 if let Buf::Work(b) = v.buf
                     && s.schedules[r].buffers[b as usize].bytes() > 0
-                    // The own rows of this one are never used, so another may lie over them.
+                    // The own rows in this buffer are never used, so another buffer may share their bytes.
                     && s.schedules[r].buffers[b as usize].name != "narrowed to travel"
                     && v.rows > 0
                     && !used.contains(&b)
