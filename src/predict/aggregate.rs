@@ -1,30 +1,29 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The time of a plan from the load of its busiest rank.
 //!
-//! What is counted: the largest mask area, rows and needed rows of any ring rank, how many edges of the mask a row
-//! meets in the mean, the largest share of heads of any Ulysses rank, the bytes of every exchange by the level of its
-//! links, one latency and one operation for each step.
+//! Inputs: the largest mask area, rows and needed rows of any ring rank, the mean number of mask edges that a row
+//! meets, the largest number of heads of any Ulysses rank, the bytes of every exchange by the level of its links, and
+//! for each step one latency and one operation.
 //!
-//! What is approximated, so that no rank's schedule is needed:
-//! - the largest figures are taken to be those of one rank, which is so or nearly so in all layouts but the contiguous
-//!   one with documents;
-//! - the rows that a rank needs are taken to come evenly from the ring ranks they can come from, or from neighbours
-//!   ([`crossing`]);
-//! - ring steps overlap perfectly: the ring takes the longer of kernels and exchanges, and one step more of the other.
-//!   In zigzag layouts some ranks have more work than others at a step, though not in total, so this is up to 16 % too
-//!   quick. Over two levels ranks wait for one another where their rows come from a few neighbours: kernels are then
-//!   taken to last up to twice as long, which is up to 51 % too slow where documents begin at nodes' borders;
+//! Approximations, which make it unnecessary to build any rank's schedule:
+//! - one rank has all of the largest figures; this is true or nearly true in all layouts except the contiguous one with
+//!   documents;
+//! - the rows that a rank needs come evenly from the ring ranks that can have them, or from neighbours ([`crossing`]);
+//! - ring steps overlap perfectly: the ring takes the longer of kernels and exchanges, plus one step of the other. In
+//!   zigzag layouts some ranks have more work than others in one step, though not in total, so this is up to 16 % too
+//!   fast. With two levels ranks wait for one another if their rows come from a few neighbours: kernels are assumed to
+//!   take up to twice as long, which is up to 51 % too slow if documents begin at nodes' borders;
 //! - passes over groups of kv heads do all steps for each group, and overlap as steps do: with a mask that is up to 21
-//!   % too quick where rows are gathered. The ordered form is rated up to 38 % too slow with a mask in the contiguous
+//!   % too fast if rows are gathered. The ordered form is rated up to 38 % too slow with a mask in the contiguous
 //!   layout, where the rank with most work for dq has the least for dk and dv;
-//! - every step reads every q row, or with q circulating in the forward every key, and ranks do not wait for each other
-//!   otherwise. Where q and k are different tokens, the q rows that come and the pairs that a rank computes where q
-//!   circulates are counted ([`load_of_key_shares`]); where they are the same, they are taken to be as many as those of
-//!   k, which is so but for windows and documents that are cut unevenly;
-//! - where ranks of a node that hold a head divide its rows, the step in which they pass their parts on is not counted:
-//!   with few tokens that is up to 16 % too quick. Counted without overlap it would be up to 27 % too slow;
+//! - every step reads every q row, or, if q circulates in the forward, every key; apart from the waits above, ranks do
+//!   not wait for each other. If q and k are different tokens, the q rows that arrive and the pairs that a rank
+//!   computes when q circulates are counted ([`load_of_key_shares`]); if they are the same tokens, these are taken to
+//!   be as many as those of k, which is right except for windows and documents that are cut unevenly;
+//! - if ranks of a node that hold a head divide its rows, the step in which they pass their parts on is not counted:
+//!   with few tokens that is up to 16 % too fast. Counted without overlap it would be up to 27 % too slow;
 //! - on a machine with cores, kernels and exchanges do not overlap at all, and ranks that share cores share them evenly
-//!   until the end; only where all ranks share them, kernels take no longer than the work of all. With a mask that is
+//!   until the end; only if all ranks share them, kernels take at most the time of the total work. With a mask that is
 //!   up to 1.9 times too slow in the contiguous layout, where some ranks end early, and up to 1.6 times in others,
 //!   where some ranks work while others wait;
 //! - the bytes that the bucket of a rate limit passes at once (`between.burst`) are not counted: all bytes take the
@@ -47,9 +46,9 @@ use crate::{
 pub(super) struct ProblemKernels {
     /// Forward and backward.
     pub rates: [KernelRate; 2],
-    /// Whether they are those of its dims.
+    /// Whether the rates are those of exactly these dims.
     pub exact: bool,
-    /// Edges of the mask among the keys of a q row, in the mean.
+    /// Mean number of mask edges among the keys of a q row.
     edges: f64,
 }
 
@@ -72,13 +71,13 @@ pub(super) fn kernels(problem: &Problem, machine: &Machine) -> Result<ProblemKer
     Ok(ProblemKernels { rates: [forward, backward], exact: a && b, edges })
 }
 
-/// One direction of a candidate; seconds, and bytes of the busiest rank or card.
+/// Prediction of one direction of a candidate: seconds, and bytes of the busiest rank or card.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct PassTime {
     /// From the first operation to the last.
     pub seconds: f64,
-    /// Of these, communication that no kernel of the rank runs beside.
+    /// The part of `seconds` in which the rank communicates and runs no kernel.
     pub exposed: f64,
     /// Bytes that a rank sends inside its node.
     pub bytes_inside: f64,
@@ -94,7 +93,7 @@ struct LevelBytes {
 }
 
 impl LevelBytes {
-    /// `part` of them inside nodes.
+    /// The part `part` of the bytes is inside nodes.
     fn split(bytes: f64, part: f64) -> Self {
         Self { inside: bytes * part, between: bytes * (1.0 - part) }
     }
@@ -112,35 +111,35 @@ impl LevelBytes {
     }
 }
 
-/// What an all-to-all sends.
+/// The traffic of an all-to-all.
 #[derive(Clone, Copy)]
 struct AllToAllBytes {
     bytes: LevelBytes,
     /// Bytes that are packed and unpacked.
     copied: f64,
-    /// Whether there is a second exchange, of what gateways pass on.
+    /// Whether there is a second exchange, in which gateways pass rows on.
     twice: bool,
 }
 
-/// What both directions need of the plan.
+/// Figures of the plan used by both directions.
 #[derive(Clone, Copy)]
 struct Sizes<'a> {
     machine: &'a Machine,
-    /// How much slower kernels and copies are because ranks share cores.
+    /// Factor by which kernels and copies are slower because ranks share cores.
     slower: f64,
-    /// Ranks that share a card in all-to-alls, and for rows of other nodes.
+    /// Ranks that share a card: in all-to-alls, and for rows of other nodes.
     sharing: [f64; 2],
     /// q and k tokens of a rank.
     own: [f64; 2],
-    /// Of the all-to-all's peers, the part in the rank's node.
+    /// Part of the all-to-all's peers in the rank's node.
     peers_inside: f64,
-    /// Of the needed rows, the part from the rank's node.
+    /// Part of the needed rows that comes from the rank's node.
     rows_inside: f64,
     /// Ring steps that bring rows.
     steps: f64,
 }
 
-/// Forward and backward, of a plan with this load of its busiest ring rank.
+/// Forward and backward of a plan; `loads` has the load of its busiest ring rank.
 pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels: &ProblemKernels) -> [PassTime; 2] {
     let load = loads.largest;
     let (p, mesh) = (plan.problem(), plan.mesh());
@@ -153,14 +152,14 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         kv_sum += share.kv.len() as f64;
     }
     let node = machine.ranks_per_node;
-    // The q side's rows have one reader in a Ulysses group; those of k and v are divided among all that hold a head.
+    // A row of the q side has one reader in a Ulysses group; rows of k and v are divided among all holders of a head.
     let crossing = |holders| {
         let divided = divided(p, mesh, holders, hkv as u64);
         crossing(mesh, plan.layout(), &load, node, (plan.ring_ranks_of_node(), divided))
     };
     let crossings = [1, plan.ring_holders_of_node()].map(crossing);
     let u = mesh.ulysses as f64;
-    // The ranks of one pool of cores.
+    // The ranks that share one pool of cores.
     let pool = if machine.nodes_share_cores { mesh.world() } else { mesh.world().min(node) };
     let sizes = Sizes {
         machine,
@@ -176,16 +175,16 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
     let (dk, dv) = (p.head_dim() as f64, p.value_dim() as f64);
     let dims = dk + dv;
     let [own_q, own_k] = sizes.own;
-    // The all-to-alls: what the busiest rank's own tokens send for the heads of others, and get back.
+    // The all-to-alls: bytes that the busiest rank sends of its own tokens for other ranks' heads, and receives back.
     let ordered = plan.form() == Form::Ordered;
     let q_heads = LevelBytes::split(h - hq, sizes.peers_inside);
     let ranks = plan.ulysses_ranks_of_node();
-    // Of what is sent of k's side inside nodes, the part that gateways have from other nodes, or for them.
+    // Of the bytes of k's side sent inside nodes: the part that gateways pass on from or to other nodes.
     let passed_on = 1.0 - ranks as f64 / u;
     let [keys_there, keys_back] = if ranks < mesh.ulysses {
         heads_by_gateways(plan, node, kv_sum, w)
     } else {
-        // What one rank holds is rounded before it is sent; of the ordered form there is a partial for each q head.
+        // A gradient with one holder is rounded before it is sent; the ordered form has a partial for each q head.
         let back = match (ordered, plan.shares_kv_heads()) {
             (true, _) => (h - hq) * a,
             (_, true) => (kv_sum - hkv) * w,
@@ -201,14 +200,14 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         AllToAllBytes { bytes: others.plus(keys), copied, twice: passed_on > 0.0 }
     };
     let into = [dk * e, dims * e + 2.0 * a].map(|row| exchange(q_heads.times(own_q * row), keys_there, 1.0));
-    // Partials of the ordered form are sent as they lie, and read once.
+    // Partials of the ordered form are sent in place, and read once.
     let partials = if ordered { 0.25 } else { 1.0 };
     let out = [
         exchange(q_heads.times(own_q * (dv * e + a)), LevelBytes::default(), 1.0),
         exchange(q_heads.times(own_q * dk * e), keys_back, partials),
     ];
-    // The ring: the rows that come, and in the backward their gradients. Of q the rank counts that gets the most rows,
-    // or whose rows are sent to the most ranks: with one new token all are on one rank.
+    // The ring: the rows that arrive, and in the backward their gradients. For q, the rank with the largest traffic
+    // counts: it receives the most rows, or its rows are sent to the most ranks (one new token is on one rank).
     let needed = load.needed as f64;
     let keys = needed * hkv * dims;
     let sides = [plan.forward_circulates(), plan.backward_circulates()];
@@ -221,7 +220,7 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
     });
     let q_rows = visits as f64 * hq;
     let queries = q_rows * (dims * e + 2.0 * a);
-    // The ordered form gathers both sides, q's while k's are computed with, and sends no gradients home.
+    // The ordered form gathers both sides, q's side during the call with k and v, and returns no gradients.
     let backward = match sides[1] {
         _ if ordered => [keys * e + queries, 0.0],
         CirculatingSide::Queries => [queries, q_rows * dk * w],
@@ -233,23 +232,23 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
     };
     let ring = [forward, backward];
     let at_once = plan.form() != Form::Ring;
-    // Where all ranks share cores, the busiest has more of them when others have ended.
+    // If all ranks share cores, the busiest rank gets more of them when others have ended.
     let slower = sizes.slower;
     let area = |l: &LayoutLoad| match l.largest.area as f64 {
         largest if pool < mesh.world() => largest,
         largest => (largest / slower).max(l.total.area as f64 / mesh.ring as f64),
     };
-    // Where q travels, a rank computes the pairs of its keys.
+    // If q travels, a rank computes the pairs of its keys.
     let areas = queries_travel.map(|queries| {
         let l = of_keys.as_ref().filter(|_| queries).unwrap_or(loads);
         area(l) * hq * 2.0
     });
-    // Two calls of the ordered form compute scores twice, for dq and for dk and dv.
+    // The ordered form computes scores twice, in the call for dq and in the call for dk and dv.
     let products = if ordered { 4.0 * dk + 3.0 * dv } else { 3.0 * dk + 2.0 * dv };
     let flops = [areas[0] * dims, areas[1] * products];
-    // A pass over some of the kv heads does all steps for these: each head is in one of them.
+    // A pass over some of the kv heads does all steps for these heads; each head is in one pass.
     let rounds = (plan.options().passes as f64).min(hkv).max(1.0);
-    // Rows of neighbours come at other steps to the first ranks of a node than to the rest of it.
+    // The first ranks of a node receive rows of neighbours at other steps than the rest of the node.
     let two_levels = plan.ring_ranks_of_node() < mesh.ring;
     let pass = |i: usize| {
         let travelling = Load { needed: visits, k_tokens: load.q_tokens, ..load };
@@ -258,7 +257,7 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         let steps = if at_once { 1.0 } else { sizes.steps + 1.0 };
         let calls = steps * rounds;
         let (rows, read) = if i == 0 && queries_travel[0] {
-            // A row in the call that it comes for, and in every call the keys that some row reads.
+            // A row is read in the call it arrives for; the keys that some row reads are read in every call.
             let pairs = of_keys.as_ref().unwrap_or(loads).largest.area;
             (load.q_tokens as f64 + visits as f64, (load.k_tokens as f64 * steps).min(pairs as f64))
         } else {
@@ -279,13 +278,13 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
     [pass(0), pass(1)]
 }
 
-/// Heads of k or v that a token of the busiest rank sends where k and v cross by gateways, and bytes for each of its
-/// dims that it gets back: inside a node and between nodes.
+/// If k and v cross by gateways: the heads of k or v that the busiest rank sends for each of its tokens, and the bytes
+/// that it gets back for each of their dims; inside a node and between nodes.
 fn heads_by_gateways(plan: &Plan, node: usize, kv_sum: f64, wire: f64) -> [LevelBytes; 2] {
     let (p, ulysses, ranks) = (plan.problem(), plan.mesh().ulysses, plan.ulysses_ranks_of_node());
     let (e, a) = (p.dtype().size() as f64, p.dtype().accumulator().size() as f64);
     let (group, ordered) = (p.group() as u32, plan.form() == Form::Ordered);
-    // Of each node: heads that cross to it, and bytes that cross back.
+    // For each node: heads that cross to it, and bytes that cross back.
     let of_node = |n: usize| {
         let (first, last) = (plan.heads_of(n * ranks), plan.heads_of((n + 1) * ranks - 1));
         let heads = f64::from(last.kv.end - first.kv.start);
@@ -299,15 +298,15 @@ fn heads_by_gateways(plan: &Plan, node: usize, kv_sum: f64, wire: f64) -> [Level
         [heads, sums * if ends { e } else { a } + f64::from(partials) * a]
     };
     let nodes: Vec<[f64; 2]> = (0..ulysses / ranks).map(of_node).collect();
-    // The busiest rank is one of the node that the fewest heads go to, and one of that which the most bytes come from.
+    // The busiest rank is in the node that the fewest heads cross to, or in the node that the most bytes return from.
     let heads: f64 = nodes.iter().map(|n| n[0]).sum();
     let there = heads - nodes.iter().map(|n| n[0]).fold(f64::INFINITY, f64::min);
     let back = nodes.iter().map(|n| n[1]).fold(0.0, f64::max) * (nodes.len() - 1) as f64;
-    // The machine's nodes may be others than the plan's.
+    // The machine's nodes may differ from the plan's.
     let (near, far) =
         ((ranks.min(node) - 1) as f64 / (ranks - 1) as f64, node.min(ulysses).saturating_sub(ranks) as f64);
     let far = far / (ulysses - ranks) as f64;
-    // A rank's own rows to the ranks of its node, and those of one owner of each other node.
+    // A rank's own rows go to the ranks of its node, and it passes on rows of one owner of each other node.
     let inside = (ranks - 1) as f64 / ranks as f64;
     let held = if ordered { p.heads() as f64 } else { kv_sum };
     let by_level = |inside: f64, between: f64| LevelBytes::split(inside, near).plus(LevelBytes::split(between, far));
@@ -315,7 +314,8 @@ fn heads_by_gateways(plan: &Plan, node: usize, kv_sum: f64, wire: f64) -> [Level
 }
 
 impl Sizes<'_> {
-    /// Seconds of bytes over links. A rank sends about as much as it receives, and each end does half of a byte's work.
+    /// Seconds for bytes over links. A rank sends about as much as it receives, and each end does half of a byte's
+    /// work.
     fn link(&self, bytes: LevelBytes, sharing: f64) -> f64 {
         let m = self.machine;
         let on_cores = bytes.inside / m.inside.rate + bytes.between * m.between_work;
@@ -340,7 +340,7 @@ impl Sizes<'_> {
                 return (0.0, 0.0);
             }
             let copies = 4.0 * of.copied / m.copy * self.slower + 2.0 * m.operation;
-            // Rows are packed or added up between the two exchanges.
+            // Between the two exchanges rows are packed or summed.
             let second = if of.twice { m.inside.latency + 2.0 * m.operation } else { 0.0 };
             (copies, self.link(of.bytes, self.sharing[0]) + latency(self.peers_inside) + m.operation + second)
         };
@@ -348,7 +348,7 @@ impl Sizes<'_> {
         let step = m.operation + latency(self.rows_inside);
         let exchanges = rounds * if at_once { 1.0 } else { self.steps };
         let returns = if returned > 0.0 { exchanges } else { 0.0 };
-        // What comes home is added: two reads and a write.
+        // Adding returned gradients: two reads and a write.
         let rows = |bytes| self.link(split(bytes, self.rows_inside), self.sharing[1]);
         let home = rows(returned) + 3.0 * returned / m.copy * self.slower;
         let home = home + returns * (step + m.operation);
@@ -357,7 +357,7 @@ impl Sizes<'_> {
         let ring = if m.cores.is_some() {
             fetch + kernel + home
         } else if at_once && rounds == 1.0 {
-            // These rows come while the first of two kernels runs.
+            // These rows arrive during the first of two kernels.
             fetch + kernel + home - first.min(rows(beside))
         } else {
             (kernel + one(home)).max(fetch + home + kernel / calls)

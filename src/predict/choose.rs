@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The automatic choice where the machine is known.
 //!
-//! [`Plan::auto`] goes by rules of thumb, in integers. Here the candidates are those of [`meshes`](super::meshes), and
-//! the first of its list is taken: of those that fit in memory the quickest. The model is the one of the busiest rank,
-//! because a choice must not take longer than the run it is for.
+//! [`Plan::auto`] uses rules of thumb, in integers. Here the candidates are those of [`meshes`](super::meshes), and the
+//! first of its list is chosen: the fastest of those that fit in memory. The model is that of the busiest rank, because
+//! a choice must not take longer than the run that it is made for.
 //!
-//! Ranks must choose the same. The times are sums, products and quotients of f64, which IEEE 754 rounds alike on every
-//! processor, so equal descriptions give equal choices; ranks compare their plans when they run them, so that unequal
-//! ones end in an error on all. A job that would not rest on that chooses on one rank and gives mesh and layout to the
-//! others.
+//! All ranks must make the same choice. The times are sums, products and quotients of f64, which IEEE 754 rounds alike
+//! on every processor, so equal descriptions give equal choices. Ranks compare their plans when they run them, so
+//! different plans end in an error on all ranks. A job that does not want to rely on this chooses on one rank and sends
+//! mesh and layout to the other ranks.
 
 use alloc::format;
 
@@ -26,9 +26,9 @@ impl Plan {
     /// Plans with the mesh and the layout that are predicted to take the least time for one forward and one backward on
     /// a machine; those that fit in the memory of a rank come first. [`Plan::explain`] lists the candidates.
     ///
-    /// Options with `ranks_per_node` are taken as they are. Without it the nodes are the machine's: schedules of one
-    /// level and of two are rated, and a plan of two levels has the machine's `ranks_per_node` among its options. To
-    /// rate one level alone, give `ranks_per_node` the number of all ranks.
+    /// If the options have `ranks_per_node`, it is used. Otherwise the nodes are the machine's: schedules of one level
+    /// and of two are rated, and a plan of two levels has the machine's `ranks_per_node` among its options. To rate one
+    /// level alone, set `ranks_per_node` to the number of all ranks.
     ///
     /// It rates every mesh and layout, which takes longer than [`Plan::auto`]; [`Plan::auto_like`] keeps the choice for
     /// the next batch.

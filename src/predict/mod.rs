@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which mesh and layout suit a machine: every candidate with its predicted time.
+//! Predicted times of every mesh and layout on a machine.
 //!
-//! Two models answer. `aggregate` counts the load of the busiest rank and turns it into seconds by a few sums; it is
-//! quick for any number of ranks and knows nothing of single messages. [`Plan::simulate`] executes every operation.
-//! [`meshes`] rates all candidates by the first, and where the group is small enough replaces the figures of the best
-//! by those of the second; each line says which model it is from.
+//! There are two models. `aggregate` computes the load of the busiest rank and converts it to seconds with a few sums;
+//! it is fast for any number of ranks, and ignores single messages. [`Plan::simulate`] executes every operation.
+//! [`meshes`] rates all candidates by the first model. If the group is small enough, it replaces the figures of the
+//! best candidates by those of the second; each line names its model.
 //!
 //! ```
 //! use cpattn::{Batch, Dtype, Machine, Problem, predict};
@@ -34,22 +34,22 @@ use crate::{
     schedule::Direction,
 };
 
-/// How a candidate's time was found.
+/// The model of a candidate's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Model {
-    /// From the load of the busiest rank.
+    /// The load of the busiest rank.
     Aggregate,
-    /// By [`Plan::simulate`], of all ranks.
+    /// [`Plan::simulate`] of all ranks.
     Simulation,
 }
 
-/// How much work a prediction may be.
+/// Limits on the work of a prediction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Effort {
-    /// Candidates of one level that are simulated, and of two: the best of the aggregate model.
+    /// The number of candidates simulated with one level, and with two: the best by the aggregate model.
     pub simulated: usize,
-    /// Ranks up to which they are.
+    /// The largest number of ranks that is simulated.
     pub most_ranks: usize,
 }
 
@@ -60,13 +60,13 @@ impl Default for Effort {
 }
 
 impl Effort {
-    /// Simulates up to `simulated` candidates of one level and as many of two, of at most `most_ranks` ranks.
+    /// Simulates at most `simulated` candidates with one level and as many with two, with at most `most_ranks` ranks.
     pub const fn new(simulated: usize, most_ranks: usize) -> Self {
         Self { simulated, most_ranks }
     }
 }
 
-/// A mesh with a layout, and what is predicted of it.
+/// A mesh with a layout, and its prediction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct MeshTime {
@@ -81,10 +81,10 @@ pub struct MeshTime {
     pub forward: PassTime,
     /// The backward.
     pub backward: PassTime,
-    /// Bytes of memory of the largest of the ranks looked at: its tensors of the backward, and the larger of its two
-    /// workspaces at most.
+    /// Bytes of memory of the largest rank examined: its tensors of the backward, plus the larger of its two workspaces
+    /// (upper bound).
     pub memory: u64,
-    /// Where the times come from.
+    /// The model of the times.
     pub model: Model,
 }
 
@@ -94,12 +94,12 @@ impl MeshTime {
         self.forward.seconds + self.backward.seconds
     }
 
-    /// The options that a plan of this candidate has on the machine.
+    /// The options of this candidate's plan on the machine.
     pub fn options(&self, machine: &Machine) -> Options {
         Options::new().ranks_per_node(if self.levels == 2 { machine.ranks_per_node } else { 0 })
     }
 
-    /// Seconds of exposed communication of both.
+    /// Seconds of exposed communication in forward and backward.
     pub fn exposed(&self) -> f64 {
         self.forward.exposed + self.backward.exposed
     }
@@ -113,7 +113,8 @@ pub struct Outlook {
     pub world: usize,
     /// Seconds of one forward and one backward if work were even and nothing else took time.
     pub ideal: f64,
-    /// Whether the machine has rates for the kernels of exactly these dims; otherwise those of the nearest were taken.
+    /// Whether the machine has rates for the kernels of exactly these dims; otherwise the nearest dims' rates were
+    /// used.
     pub exact_kernels: bool,
     /// The machine's name.
     pub machine: String,
@@ -123,10 +124,10 @@ pub struct Outlook {
     pub on_cores: bool,
     /// Bytes of memory of a rank of the machine.
     pub memory: f64,
-    /// The candidates: those that were simulated, then the others; of each, those that fit in memory first, by time.
-    /// The two models are not compared with each other: the aggregate one is up to 16 % too quick for zigzag layouts,
-    /// and up to 51 % too slow with two levels and rows of a few neighbours; on cores it is up to 1.9 times too slow
-    /// with a mask.
+    /// The candidates: first those that were simulated, then the rest; in each group those that fit in memory first, by
+    /// time. The two models are not compared with each other: the aggregate one is up to 16 % too fast for zigzag
+    /// layouts, and up to 51 % too slow with two levels and rows of a few neighbours; on cores it is up to 1.9 times
+    /// too slow with a mask.
     pub candidates: Vec<MeshTime>,
 }
 
@@ -139,13 +140,13 @@ pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort
     outlook(problem, world, machine, effort, forms(Options::new(), machine))
 }
 
-/// The options of plans of one level and of two: over the machine's nodes, unless nodes are given.
+/// The options for plans of one level and of two: with the machine's nodes, unless nodes are given.
 fn forms(options: Options, machine: &Machine) -> [Options; 2] {
     let each = if options.ranks_per_node > 0 { options.ranks_per_node } else { machine.ranks_per_node };
     [options, options.ranks_per_node(each)]
 }
 
-/// As [`meshes`], of plans with the first options, and with the second where only these give two levels.
+/// As [`meshes`], for plans with the first options, and with the second if only those give two levels.
 fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, forms: [Options; 2]) -> Result<Outlook> {
     problem.check()?;
     machine.check()?;
@@ -160,7 +161,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
             if too_many || mesh.ring == 1 && layout != Layout::Contiguous {
                 continue;
             }
-            // A mesh that cannot compute this kind of attention, or that an option rules out, is no candidate.
+            // A mesh that cannot compute this kind of attention, or that an option excludes, is not a candidate.
             let rated =
                 dealt(layout, mesh.ring).and_then(|d| rate(problem, mesh, layout, &d, machine, &kernels, forms));
             match rated {
@@ -184,7 +185,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
         for c in &mut simulated {
             simulate(problem, c, machine)?;
         }
-        // The order is that of one model for the best, and of the other for the rest.
+        // The best candidates are ordered by one model, the rest by the other.
         sort(&mut simulated, machine);
         simulated.extend(others);
         candidates = simulated;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! An [`Outlook`] as text: a table of candidates, and the reasons for the first.
+//! An [`Outlook`] as text: a table of candidates, and the reasons for the first one.
 
 use alloc::{format, string::String};
 use core::fmt::Write;
@@ -7,7 +7,7 @@ use core::fmt::Write;
 use super::{MeshTime, Model, Outlook};
 
 impl Outlook {
-    /// A table of the first `most` candidates in Markdown, the best one explained below it.
+    /// A table of the first `most` candidates in Markdown, followed by an explanation of the best one.
     pub fn to_markdown(&self, most: usize) -> String {
         let mut out = String::new();
         let kind = if self.estimate { "estimated figures" } else { "measured figures" };

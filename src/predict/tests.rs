@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is rated, refused and chosen follows from the machine. `aggregate`: the two models agree where both can be had.
+//! Ratings, refusals and choices follow from the machine. `aggregate`: the two models agree where both apply.
 
 mod aggregate;
 
@@ -18,7 +18,7 @@ fn problem(lengths: &[usize]) -> Problem {
     Problem::new(Batch::from_lengths(lengths).unwrap(), 32, 8, 128, Dtype::Bf16)
 }
 
-/// With a window one rank of a node needs rows of another node: they cross once in either form, over one card.
+/// With a window one rank of a node needs rows of another node: they cross once with either schedule, over one card.
 #[test]
 fn two_levels_gain_nothing_with_a_short_window() {
     let p = problem(&[1 << 19]).with_mask(Mask::sliding(4096));
@@ -71,7 +71,7 @@ fn a_machine_without_the_kernel_is_refused() {
     assert!(!meshes(&p, 2, &h100(), Effort::default()).unwrap().exact_kernels);
 }
 
-/// The fields are public: each value that no description has is refused by name, in both models.
+/// The fields are public: both models refuse each value that no description has, by name.
 #[test]
 fn a_machine_that_no_description_has_is_refused() {
     type Set = fn(&mut Machine);
@@ -112,7 +112,7 @@ fn a_machine_that_no_description_has_is_refused() {
     }
 }
 
-/// What the machine says decides, and the plan tells so.
+/// The machine's figures decide, and the plan says so.
 #[test]
 fn a_plan_is_chosen_by_the_machine() {
     let (mut machine, p) = (h100(), problem(&[1 << 17]));
@@ -127,18 +127,18 @@ fn a_plan_is_chosen_by_the_machine() {
         assert!(text.contains("chosen by the description of a machine"), "{text}");
         assert!(text.contains(&machine.name) && !text.contains("rules of thumb"), "{text}");
         assert!(!text.contains("rule:"), "the rule of another choice: {text}");
-        // The same plan, given by hand, is equal, and says that no machine chose it.
+        // The same plan made by hand is equal, and does not name a machine.
         let given = Plan::with_options(&p, plan.mesh(), plan.layout(), plan.options()).unwrap();
         assert_eq!((&given, given.fingerprint()), (&plan, plan.fingerprint()));
         let given = given.explain();
         assert!(given.contains("rules of thumb, without the description of a machine"), "{given}");
         assert!(given.contains("rule: at most 1 % more work"), "{given}");
-        // A kept choice keeps its reason.
+        // A plan made by `auto_like` keeps the reason.
         let kept = Plan::auto_like(&plan, problem(&[1 << 16, 1 << 16]).batch()).unwrap();
         assert!(kept.mesh() == plan.mesh() && kept.explain().contains(&machine.name));
         assert_eq!(kept.options(), plan.options());
     }
-    // Between nodes with slow cards k and v would travel for long: all-to-alls of fewer bytes win, or stay inside.
+    // With slow cards between nodes k and v would take long: all-to-alls of fewer bytes win, or stay inside nodes.
     let fast = Plan::auto_on(&p, 16, &machine, Options::default()).unwrap();
     machine.between.rate *= 1e-4;
     let slow = Plan::auto_on(&p, 16, &machine, Options::default()).unwrap();
@@ -152,7 +152,7 @@ fn a_plan_is_chosen_by_the_machine() {
 }
 
 /// Documents, masks, kv heads and ranks: which_mesh and the automatic choice rate one level and two alike, by either
-/// model. The choice has the first of all candidates, with the machine's nodes where that has two levels.
+/// model. The choice is the first of all candidates, with the machine's nodes if that has two levels.
 #[test]
 fn nodes_need_not_be_given() {
     let machines = [h100(), Machine { ranks_per_node: 4, cards_per_node: 1, ..h100() }];
@@ -186,7 +186,7 @@ fn nodes_need_not_be_given() {
                     assert!(text.contains(&nodes), "{text}");
                     assert_eq!(text.contains(", two levels (ranks_per_node)."), levels == 2, "{text}");
                     assert!(!text.contains("share cores"), "{text}");
-                    // What is simulated has the choice among it.
+                    // The simulated candidates include the choice.
                     let simulated = meshes(&p, world, machine, Effort::new(4, 16)).unwrap().candidates;
                     let chosen = simulated.iter().find(of).unwrap();
                     if chosen.model == Model::Simulation {
@@ -201,7 +201,7 @@ fn nodes_need_not_be_given() {
     assert!(compared > 30 && most < 1.27, "{compared} {most}");
 }
 
-/// Nodes that are given are those of the plan, whatever the machine says, and leave the other options alone.
+/// Given nodes are those of the plan, whatever the machine has, and do not change other options.
 #[test]
 fn nodes_that_are_given_are_taken() {
     let machine = Machine { ranks_per_node: 4, cards_per_node: 1, ..h100() };
@@ -222,7 +222,7 @@ fn nodes_that_are_given_are_taken() {
 #[test]
 fn options_that_rule_out_meshes_leave_the_others() {
     let (machine, p) = (h100(), problem(&[1 << 16]));
-    // The ranks of an all-to-all fill nodes or lie in one: of 12 ranks in nodes of 4 that are neither 3 nor 6.
+    // The ranks of an all-to-all fill nodes or lie in one: with 12 ranks in nodes of 4, ulysses 3 and 6 do neither.
     let options = Options::new().ranks_per_node(4);
     let plan = Plan::auto_on(&p, 12, &machine, options).unwrap();
     assert!([1, 2, 4, 12].contains(&plan.mesh().ulysses) && plan.options().ranks_per_node == 4, "{}", plan.mesh());
@@ -231,14 +231,14 @@ fn options_that_rule_out_meshes_leave_the_others() {
     assert!(text(Options::new().ranks_per_node(3)).contains("options.ranks_per_node is 3"));
 }
 
-/// The rules of thumb know no machine, only how many ranks a node has. Two and four nodes of eight.
+/// The rules of thumb know no machine, only the number of ranks in a node. Two and four nodes of eight.
 #[test]
 fn rules_of_thumb_weigh_what_crosses_nodes() {
     let (machine, options) = (h100(), Options::new().ranks_per_node(8));
     // Grouped kv heads; MLA's shape.
     let shapes = [(32, 8, 128), (128, 128, 192)];
     let short = alloc::vec![1 << 10; 256];
-    // A document is about as long as a rank's tokens: rows of neighbours, which cross nodes at their borders.
+    // A document is about as long as a rank's tokens: rows of neighbours, which cross at nodes' borders.
     let (long, like_a_rank) = (alloc::vec![1 << 18], alloc::vec![12_000; 22]);
     let tail = (0..60).map(|i| if i % 15 == 7 { 40_000 } else { 100 + 61 * i }).collect();
     let mut changed = 0;
@@ -250,7 +250,7 @@ fn rules_of_thumb_weigh_what_crosses_nodes() {
                 let p = Problem::new(batch, heads, kv_heads, head_dim, Dtype::Bf16).with_value_dim(128);
                 let choice = Choice::new(world, &p, Choice::BALANCE, 8).unwrap();
                 assert!(expected.is_none_or(|ulysses| ulysses == choice.mesh.ulysses), "{world}: {}", choice.mesh);
-                // Of the same meshes, the one that links of one kind would give.
+                // Among the same meshes, the choice for links of one kind.
                 let weight = |c: &Candidate| u128::from(Choice::BALANCE * (Choice::BETWEEN - 1)) * c.bytes_between;
                 let alike = choice.candidates.iter().min_by_key(|c| c.cost - weight(c)).unwrap();
                 let all = outlook(&p, world, &machine, Effort::new(0, 0), [options; 2]).unwrap().candidates;
@@ -265,6 +265,6 @@ fn rules_of_thumb_weigh_what_crosses_nodes() {
             }
         }
     }
-    // Some choices are others than with links of one kind, and the machine finds them quicker in the mean.
+    // Some choices differ from those with links of one kind, and are faster on the machine on average.
     assert!(changed >= 3 && gain > 1.2, "{changed} {gain}");
 }

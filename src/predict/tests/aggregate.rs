@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The aggregate model against the simulation: how far apart they may be.
+//! The aggregate model against the simulation: the largest differences allowed.
 
 use super::*;
 
@@ -19,10 +19,10 @@ fn the_aggregate_model_is_near_the_simulation() {
             let mut exact = *c;
             simulate(&p, &mut exact, &machine).unwrap();
             let ratio = c.seconds() / exact.seconds();
-            // At a ring step of zigzag some ranks have more work than others, and all wait for them.
+            // In a ring step of zigzag some ranks have more work than others, and all wait for them.
             let uneven = matches!(c.layout, Layout::Zigzag | Layout::ZigzagPack);
-            // Over two levels ranks wait for one another where rows come from a few neighbours: how long depends on
-            // where documents begin in a node.
+            // With two levels ranks wait for one another if rows come from a few neighbours; how long depends on where
+            // documents begin in a node.
             let runs = matches!(c.layout, Layout::Contiguous | Layout::ZigzagPack);
             let near = c.levels == 2 && lengths.len() > 1 && runs;
             let least = if uneven { 0.83 } else { 0.97 };
@@ -30,7 +30,7 @@ fn the_aggregate_model_is_near_the_simulation() {
             let what = alloc::format!("{mask:?} {} {}, levels {}", c.mesh, c.layout, c.levels);
             assert!((least..most).contains(&ratio), "{what}: {ratio}");
             two += usize::from(c.levels == 2);
-            // What cards carry is exact where all rows are needed.
+            // The bytes of cards are exact if all rows are needed.
             let bytes = (c.backward.bytes_of_card, exact.backward.bytes_of_card);
             assert!(mask != Mask::full() || (bytes.0 - bytes.1).abs() <= 0.01 * bytes.1, "{what}: {bytes:?}");
         }
@@ -38,7 +38,7 @@ fn the_aggregate_model_is_near_the_simulation() {
     assert!(two > 20, "{two} candidates of two levels");
 }
 
-/// Options that change what is sent or how often kernels are called: the aggregate model against the simulation.
+/// Options that change the traffic or the number of kernel calls: the aggregate model against the simulation.
 #[test]
 fn the_aggregate_model_knows_passes_and_the_ordered_form() {
     let machine = h100();
@@ -68,7 +68,7 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
                     (_, false, true) => 0.98..1.39,
                 };
                 assert!(range.contains(&ratio), "{what}");
-                // Both gathered sides of the ordered form: no more than is sent, and three quarters of it at least.
+                // Both gathered sides of the ordered form: between three quarters of the bytes sent and all of them.
                 let bytes = c.backward.bytes_of_card / (backward.bytes_of_card(&machine) as f64).max(1.0);
                 let least = if options.reproducible { 0.75 } else { 0.99 };
                 let full = mask == Mask::full() && c.backward.bytes_of_card > 0.0;
@@ -78,7 +78,7 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
     }
 }
 
-/// Steps over a cache in slots that are partly filled: bytes and times of a forward, whichever side circulates.
+/// Steps over a cache in partly filled slots: bytes and times of a forward, whichever side circulates.
 #[test]
 fn the_aggregate_model_knows_caches() {
     let machine = h100();
@@ -101,8 +101,8 @@ fn the_aggregate_model_knows_caches() {
                 let time = c.forward.seconds / plan.simulate(Direction::Forward, &machine).unwrap().makespan;
                 let bytes = c.forward.bytes_inside / busiest;
                 let what = alloc::format!("{sequences} {done} {new} {side:?} {}: bytes {bytes}, time {time}", c.layout);
-                // q and what comes back for it count together, even if one rank sends all of the one and gets all of
-                // the other.
+                // q and the o returned for it count together, even if one rank sends all of q and another receives all
+                // of o.
                 assert!((0.99..1.6).contains(&bytes), "{what}");
                 worst = [worst[0].min(time), worst[1].max(time)];
                 seen += 1;
@@ -220,14 +220,14 @@ fn the_aggregate_model_knows_shared_cores() {
                     exact.seconds()
                 );
                 assert!(c.seconds() >= quick.ideal && exact.seconds() >= quick.ideal, "{what}");
-                // Ranks with less work than the busiest end earlier and leave it more of the cores, which the model
-                // does not know.
+                // Ranks with less work than the busiest end earlier and leave it more of the cores; the model ignores
+                // that.
                 let most: f64 = match (mask == Mask::full(), c.layout) {
                     (true, _) => 1.31,
                     (false, Layout::Contiguous) => 1.91,
                     (false, _) => 1.59,
                 };
-                // Ranks that share all cores do the same work in sum, whoever has most of it.
+                // Ranks that share all cores do the same work in total, whichever rank has most of it.
                 let most = if shared && work == 0.0 { most.min(1.19) } else { most };
                 assert!((0.90..most).contains(&ratio), "{what}");
             }
