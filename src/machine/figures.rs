@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The figures of a machine, and questions about them.
 //!
-//! Values without any text: what a line of a description means is said here, how it is written in `text`.
+//! Values without any text: this file defines the meaning of a description's lines, `text` their syntax.
 
 use alloc::{format, string::String, vec::Vec};
 
@@ -10,7 +10,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Where two ranks are to each other.
+/// The place of two ranks relative to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Level {
     /// In one node.
@@ -28,7 +28,7 @@ pub struct LinkRate {
     pub rate: f64,
 }
 
-/// Which kernel.
+/// The kernel that a rate belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelShape {
     /// Element type.
@@ -41,7 +41,7 @@ pub struct KernelShape {
     pub backward: bool,
 }
 
-/// How fast it is.
+/// The speed of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KernelRate {
     /// Which kernel.
@@ -52,8 +52,8 @@ pub struct KernelRate {
     pub row: f64,
     /// Seconds for each k row and q head.
     pub key: f64,
-    /// Seconds for each q row, head and edge of the mask among the keys: its part of the pairs that a tile at the edge
-    /// computes in vain.
+    /// Seconds for each q row, head and edge of the mask among the keys: the cost, per row, of the pairs that a tile on
+    /// the edge computes but masks.
     pub edge: f64,
     /// Seconds for each call.
     pub call: f64,
@@ -71,13 +71,13 @@ pub struct Machine {
     pub ranks_per_node: usize,
     /// Network cards of one node.
     pub cards_per_node: usize,
-    /// Cores of one node, where ranks compute and copy on them; none where each rank has engines of its own.
+    /// Cores of one node, if ranks compute and copy on them; `None` if each rank has engines of its own.
     pub cores: Option<usize>,
-    /// All nodes run on the same `cores`: hosts that were made on one machine.
+    /// Whether all nodes run on the same `cores`: hosts simulated on one machine.
     pub nodes_share_cores: bool,
     /// Bytes of memory of one rank.
     pub memory: f64,
-    /// Seconds of any operation beside its work.
+    /// Seconds of any operation in addition to its work.
     pub operation: f64,
     /// Bytes that packing, unpacking and sums read and write per second.
     pub copy: f64,
@@ -85,18 +85,18 @@ pub struct Machine {
     pub inside: LinkRate,
     /// Links between nodes.
     pub between: LinkRate,
-    /// Bytes that a card passes at once after a pause, in each direction, before its rate holds: the size of the bucket
-    /// of a rate limit. The bucket fills at the card's rate. 0 where there is no such limit.
+    /// Bytes that a card passes at once after a pause, in each direction, before its rate limits them: the size of a
+    /// rate limit's bucket. The bucket fills at the card's rate. 0 if there is no such limit.
     pub between_burst: f64,
-    /// Seconds of a core for each byte of a message between nodes, half at each end: copies and protocols. 0 where
-    /// cards move bytes without cores.
+    /// Seconds of a core for each byte of a message between nodes, half at each end: copies and protocols. 0 if cards
+    /// move bytes without cores.
     pub between_work: f64,
     /// Kernels.
     pub kernels: Vec<KernelRate>,
 }
 
 impl Machine {
-    /// Refuses values that a description cannot have: the fields are public.
+    /// Refuses values that a description cannot have; the fields are public, so callers can set them.
     pub(crate) fn check(&self) -> Result<()> {
         let counts = [self.ranks_per_node, self.cards_per_node, self.cores.unwrap_or(1)];
         for (field, count) in ["ranks_per_node", "cards_per_node", "cores"].into_iter().zip(counts) {
@@ -152,7 +152,7 @@ impl Machine {
         }
     }
 
-    /// The card of its node that a rank's messages to other nodes leave by: ranks are spread evenly, in order.
+    /// The card of its node that carries a rank's messages to other nodes: ranks are spread evenly, in order.
     pub const fn card(&self, rank: usize) -> usize {
         let node = rank / self.ranks_per_node;
         node * self.cards_per_node + rank % self.ranks_per_node * self.cards_per_node / self.ranks_per_node
@@ -163,12 +163,12 @@ impl Machine {
         self.ranks_per_node.div_ceil(self.cards_per_node)
     }
 
-    /// Which of the pools of cores a rank works on, where there are cores.
+    /// Index of the pool of cores that a rank works on, if there are cores.
     pub const fn pool(&self, rank: usize) -> usize {
         if self.nodes_share_cores { 0 } else { rank / self.ranks_per_node }
     }
 
-    /// How many of `ranks` ranks, which fill one node after another, can work at the same time.
+    /// How many of `ranks` ranks can work at the same time; ranks fill one node after another.
     pub fn ranks_at_once(&self, ranks: usize) -> f64 {
         let Some(cores) = self.cores else { return ranks as f64 };
         if self.nodes_share_cores {
@@ -178,9 +178,8 @@ impl Machine {
         (whole * cores.min(self.ranks_per_node) + cores.min(rest)) as f64
     }
 
-    /// The rate of a kernel: that of its shape, or where the description does not have it that of the shape with the
-    /// same element type and direction whose dims are nearest. The second value says whether the shape is the one asked
-    /// for.
+    /// The rate of a kernel. If the description does not have its shape: the rate of the nearest dims with the same
+    /// element type and direction. The second value is whether the description has the shape.
     ///
     /// # Errors
     /// [`Error::Invalid`] if no kernel has that element type and direction.
@@ -207,7 +206,7 @@ impl KernelRate {
     }
 }
 
-/// Whether a figure can be one of a machine; otherwise the values that can.
+/// Checks whether a figure is valid; the error names the valid values.
 pub(super) fn figure_fits(figure: f64, zero: bool) -> core::result::Result<(), &'static str> {
     match (figure.is_finite(), zero) {
         (true, true) if figure >= 0.0 => Ok(()),

@@ -52,7 +52,7 @@ impl FigureLine<'_> {
         Error::invalid(format!("line {} of the machine description, {}", self.line, self.key), found, expected)
     }
 
-    /// A number from 0, or above it.
+    /// A number: above 0, or if `zero` is true also 0.
     fn number(&self, figure: &str, zero: bool) -> Result<f64> {
         let number = figure.trim().parse().unwrap_or(f64::NAN);
         figure_fits(number, zero).map_err(|expected| self.refuse(figure.trim(), expected))?;
@@ -64,7 +64,7 @@ impl FigureLine<'_> {
     }
 }
 
-/// All entries, each with a key of its own.
+/// All entries; no key occurs twice.
 struct FigureLines<'a> {
     list: Vec<FigureLine<'a>>,
     lines: usize,
@@ -111,12 +111,12 @@ impl<'a> FigureLines<'a> {
         entry.number(entry.value, zero)
     }
 
-    /// A figure that may be missing, and is 0 then.
+    /// A figure that may be missing; then it is 0.
     fn figure_if_there(&mut self, key: &str) -> Result<f64> {
         self.take_if_there(key).map_or(Ok(0.0), |entry| entry.number(entry.value, true))
     }
 
-    /// A key that says something about cores: refused where there are none.
+    /// Refuses a key about cores if the description has no cores.
     fn needs_cores(&self, key: &str, cores: Option<usize>) -> Result<()> {
         match self.list.iter().find(|e| e.key == key && cores.is_none()) {
             Some(e) => Err(e.refuse(&format!("{}, without cores", e.value), "a line cores = … beside it")),
@@ -149,7 +149,7 @@ impl Machine {
 
 fn parse(text: &str) -> Result<Machine> {
     let mut entries = FigureLines::read(text)?;
-    // Values before keys that are not there: what is written wrong is found first.
+    // Values are checked before missing keys are: a wrong value is reported first.
     let mut kernels: Vec<KernelRate> = Vec::new();
     // One shape can be written in several ways: with more spaces, or with a 0 before a dim.
     let mut line_of = BTreeMap::new();
@@ -280,10 +280,10 @@ impl fmt::Display for KernelShape {
     }
 }
 
-/// The description, as [`Machine::parse`] reads it, unless a field has a value that no description has.
+/// The description in the form that [`Machine::parse`] reads, unless a field has a value that no description has.
 impl fmt::Display for Machine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // A name is one line, and a comment ends it.
+        // A name must fit in one line and have no `#`, which would begin a comment.
         let name: String = self.name.chars().map(|c| if matches!(c, '\n' | '\r' | '#') { ' ' } else { c }).collect();
         writeln!(f, "name = {}", name.trim())?;
         writeln!(f, "estimate = {}", if self.estimate { "yes" } else { "no" })?;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Executes the tasks of all ranks in simulated time.
 //!
-//! Each lane takes its tasks in order. A task begins when the one before it in its lane has ended, and its predecessor
-//! in the other lane too. An exchange first takes the time of an operation, then posts its messages; a message starts
-//! when both ends are posted, waits for the latency, and then uses what its level has: the two ranks' ports inside a
-//! node, the two cards between nodes. On a machine with cores a message inside a node is a copy by the receiver, and
-//! one between nodes has a copy at each end beside its time on the cards; a rank makes one copy after another. An
-//! exchange ends when all its messages have.
+//! Each lane runs its tasks in order. A task begins when the task before it in its lane and its predecessor in the
+//! other lane have ended. An exchange first takes the time of an operation, then posts its messages. A message starts
+//! when both ends are posted, waits for the latency, and then uses the resources of its level: the two ranks' ports
+//! inside a node, the two cards between nodes. On a machine with cores a message inside a node is a copy by the
+//! receiver, and one between nodes needs a copy at each end, at the same time as it uses the cards; a rank makes one
+//! copy after another. An exchange ends when all its messages have ended.
 
 use alloc::{
     collections::{BTreeMap, VecDeque},
@@ -25,21 +25,21 @@ use crate::{
     schedule::Lane,
 };
 
-/// When a task begins and ends.
+/// Begin and end of a task.
 pub(super) type Span = (f64, f64);
 
-/// What a job is part of.
+/// The purpose of a job.
 #[derive(Clone, Copy, Debug)]
 enum JobPart {
     /// A task that computes.
     Compute(usize, usize),
-    /// What comes before an exchange's messages are posted.
+    /// The part of an exchange before its messages are posted.
     Post(usize, usize),
     /// The latency of a message.
     Latency(Flight),
-    /// Its bytes on ports or cards.
+    /// The bytes of a message on ports or cards.
     Bytes(Flight),
-    /// A copy of it by this rank.
+    /// A copy of a message by this rank.
     Copy(Flight, usize),
 }
 
@@ -54,25 +54,25 @@ struct Flight {
 struct SimulatedRank<'a> {
     tasks: &'a [Task],
     spans: Vec<Span>,
-    /// For each lane its tasks and how many have ended.
+    /// For each lane its tasks, and how many have ended.
     lanes: [(Vec<usize>, usize); 2],
     busy: [bool; 2],
-    /// Messages of the exchange under way that have not ended.
+    /// Unfinished messages of the exchange in progress.
     open: usize,
-    /// Copies that wait for the one in progress, and their seconds.
+    /// Copies that wait for the one in progress, each with its seconds.
     copies: VecDeque<(Flight, f64)>,
     copying: bool,
 }
 
-/// Resources of the machine.
+/// Indices of the machine's resources.
 struct MachineParts {
-    /// The cores of each node, or of all together.
+    /// The cores of each node; one entry if all nodes share them.
     cores: Vec<usize>,
-    /// Each rank's way out and in, inside its node.
+    /// Each rank's ports, out and in, inside its node.
     ports: Vec<[usize; 2]>,
-    /// Each card's way out and in.
+    /// Each card's two directions, out and in.
     cards: Vec<[usize; 2]>,
-    /// The bucket of each of those ways.
+    /// The bucket of each direction of each card.
     buckets: Vec<[Bucket; 2]>,
 }
 
@@ -82,14 +82,14 @@ struct EventLoop<'a> {
     shared: MachineParts,
     ranks: Vec<SimulatedRank<'a>>,
     parts: Vec<Option<JobPart>>,
-    /// Messages that one side has posted, by sender and receiver: whether by the sender, and bytes.
+    /// Messages posted by one side, by sender and receiver: whether the sender posted, and bytes.
     posted: BTreeMap<(usize, usize), (bool, u64)>,
-    /// Of messages under way, by sender and receiver: the jobs that have not ended.
+    /// Unfinished jobs of messages in progress, by sender and receiver.
     under_way: BTreeMap<(usize, usize), usize>,
     now: f64,
 }
 
-/// Begin and end of every task of every rank.
+/// Begin and end of all tasks of all ranks.
 ///
 /// # Errors
 /// [`Error::Schedule`] if messages do not meet, which a proved schedule rules out.
@@ -151,14 +151,14 @@ impl<'a> EventLoop<'a> {
         Self { machine, resources, shared, ranks, parts: Vec::new(), posted, under_way, now: 0.0 }
     }
 
-    /// Begins what a rank can begin.
+    /// Begins all tasks that a rank can begin.
     fn advance(&mut self, rank: usize) -> Result<()> {
         for lane in 0..2 {
             let r = &self.ranks[rank];
             let (list, done) = &r.lanes[lane];
             let Some(&task) = list.get(*done).filter(|_| !r.busy[lane]) else { continue };
             if let Some(after) = r.tasks[task].after {
-                // The other lane's next task is behind the predecessor, or there is none.
+                // The predecessor has ended if it comes before the other lane's next task.
                 let (other, ended) = &r.lanes[1 - lane];
                 if other.get(*ended).is_some_and(|&next| next <= after) {
                     continue;
@@ -176,7 +176,7 @@ impl<'a> EventLoop<'a> {
         Ok(())
     }
 
-    /// Seconds of work of a rank's own, on a core if the machine counts them.
+    /// Begins work of a rank itself; it uses a core if the machine has cores.
     fn compute(&mut self, rank: usize, seconds: f64, part: JobPart) {
         let job = match self.shared.cores.get(self.machine.pool(rank)) {
             Some(&pool) => self.resources.begin(self.now, seconds, 1.0, &[pool]),
@@ -275,7 +275,7 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// The bytes of a message that both cards pass at once.
+    /// The bytes of a message that both cards' buckets let pass at once.
     fn at_once(&mut self, flight: Flight) -> f64 {
         let machine = self.machine;
         if machine.between_burst == 0.0 || machine.level(flight.from, flight.to) == Level::Inside {
@@ -291,7 +291,7 @@ impl<'a> EventLoop<'a> {
         bytes
     }
 
-    /// A rank's thread makes the next copy, if it makes none.
+    /// Begins the next copy of a rank, unless one is in progress.
     fn copy(&mut self, rank: usize) {
         let r = &mut self.ranks[rank];
         if r.copying {
@@ -303,7 +303,7 @@ impl<'a> EventLoop<'a> {
         }
     }
 
-    /// One of a message's jobs has ended.
+    /// One job of a message has ended.
     fn arrived(&mut self, flight: Flight) -> Result<()> {
         let key = (flight.from, flight.to);
         let left = self.under_way.get_mut(&key).expect("a message under way");

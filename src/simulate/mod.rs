@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How long a plan takes on a machine, predicted by running its schedules as discrete events.
+//! Predicts the time of a plan on a machine by running its schedules as a discrete-event simulation.
 //!
-//! The schedules of all ranks are executed in simulated time: both lanes of each rank in the order of their lists,
-//! waits between the lanes where an operation names a predecessor, and exchanges under the contract of transports,
-//! whole and without buffering. A message starts when both its ranks have come to it; links and network cards are
-//! shared evenly by the messages that use them. Nothing is random, no thread runs and no memory of tensors is touched,
-//! so a simulation gives the same figures everywhere and every time.
+//! The schedules of all ranks are executed in simulated time: both lanes of each rank in list order, waits between
+//! lanes if an operation names a predecessor, and exchanges under the contract of transports, without buffering. A
+//! message starts when both its ranks have reached it; links and network cards are shared evenly by the messages that
+//! use them. There is no randomness, no thread and no tensor memory, so a simulation always gives the same figures on
+//! every machine.
 //!
-//! - `tasks` turns the operations of a schedule into seconds and messages, by a [`Machine`];
+//! - `tasks` converts the operations of a schedule to seconds and messages, by a [`Machine`];
 //! - `bucket` is a rate limit's bucket, which passes some bytes at once after a pause;
 //! - `resources` shares cores, links and cards among what uses them at the same time;
 //! - `engine` executes the tasks of all ranks.
 //!
-//! What is taken and not taken into account is said in [`machine`](crate::machine). Replicas work on their own batches,
-//! so one group is simulated; it is the first, and has its cards for itself.
+//! The effects in the model, and those left out, are listed in [`machine`](crate::machine). Replicas work on their own
+//! batches, so only the first group is simulated, and it does not share its cards.
 
 mod bucket;
 mod engine;
@@ -36,13 +36,13 @@ use crate::{
 pub struct RankTime {
     /// When its last operation ends.
     pub end: f64,
-    /// Time that its compute lane works.
+    /// Time in which its compute lane works.
     pub compute: f64,
-    /// Time that its compute lane does not work, until the end of the last rank.
+    /// Time in which its compute lane does not work, until the end of the last rank.
     pub idle: f64,
-    /// Time that its communication lane is at an operation, waits for peers included.
+    /// Time that its communication lane spends in operations, waits for peers included.
     pub communication: f64,
-    /// Of these, the time in which its compute lane does not work.
+    /// The part of `communication` in which its compute lane does not work.
     pub exposed: f64,
     /// Bytes that it sends to ranks of its node.
     pub bytes_inside: u64,
@@ -52,7 +52,7 @@ pub struct RankTime {
     pub workspace: u64,
 }
 
-/// What a simulation found.
+/// The result of a simulation.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Simulation {
@@ -60,7 +60,8 @@ pub struct Simulation {
     pub makespan: f64,
     /// The ranks of the group, in order.
     pub ranks: Vec<RankTime>,
-    /// Whether the machine has rates for the kernels of exactly these dims; otherwise those of the nearest were taken.
+    /// Whether the machine has rates for the kernels of exactly these dims; otherwise the nearest dims' rates were
+    /// used.
     pub exact_kernels: bool,
     /// Every operation with its times, as a run would have recorded it, for
     /// [`chrome_trace`](crate::report::trace::chrome_trace) and the timeline.
@@ -161,7 +162,7 @@ fn times(
     time.compute = of(Lane::Compute).map(|(a, e)| e - a).sum();
     time.idle = makespan - time.compute;
     time.communication = of(Lane::Communication).map(|(a, e)| e - a).sum();
-    // Both lists ascend: an operation begins when the one before has ended.
+    // Both lists ascend: an operation begins after the one before has ended.
     let compute: Vec<(f64, f64)> = of(Lane::Compute).collect();
     let mut first = 0;
     let mut hidden = 0.0;

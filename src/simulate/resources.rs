@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Jobs in progress, and the resources that they share: cores, links, cards.
 //!
-//! A job has an amount of work and uses up to three resources. A resource divides its capacity evenly among the jobs
-//! that use it; a job is as fast as the slowest of its resources lets it be, and never faster than its own limit. When
-//! a job begins or ends, the speeds of those that share a resource with it change, and so do their ends.
+//! A job has an amount of work and uses up to three resources. A resource divides its capacity evenly among its jobs; a
+//! job runs at the speed that the slowest of its resources allows, and never faster than its own limit. When a job
+//! begins or ends, the speeds of all jobs that share a resource with it change, and so do their ends.
 //!
-//! An even division leaves some capacity unused where a job is held back elsewhere; with the few jobs that meet on a
-//! resource here that is close to what networks do, and it keeps the cost of a change to the jobs concerned.
+//! An even division leaves some capacity unused if a job is limited elsewhere. With the few jobs that share a resource
+//! here, that is close to real networks, and the cost of a change depends only on the jobs concerned.
 
 use alloc::{collections::BinaryHeap, vec::Vec};
 use core::cmp::Reverse;
 
-/// A number of a job.
+/// Index of a job.
 pub(super) type JobId = usize;
 
 #[derive(Clone, Debug)]
@@ -19,16 +19,16 @@ struct SharedJob {
     left: f64,
     limit: f64,
     speed: f64,
-    /// When `left` was true.
+    /// The time at which `left` was computed.
     since: f64,
     used: [usize; 3],
     count: usize,
-    /// Ends that were computed with another speed do not count.
+    /// Entries of `ends` with another version are ignored: their speed has changed.
     version: u32,
 }
 
 impl SharedJob {
-    /// The work since its speed was found; nothing for one that has no speed yet.
+    /// The work done since its speed was computed; 0 if it has no speed yet.
     fn done(&self, now: f64) -> f64 {
         if self.speed > 0.0 { self.left.min((now - self.since) * self.speed) } else { 0.0 }
     }
@@ -38,19 +38,19 @@ impl SharedJob {
 #[derive(Debug, Default)]
 pub(super) struct Resources {
     capacity: Vec<f64>,
-    /// The work that has gone through each, without that of its users since their speeds were last found.
+    /// The work that has passed each resource, without the work of its users since their speeds were last computed.
     passed: Vec<f64>,
     users: Vec<Vec<JobId>>,
     jobs: Vec<SharedJob>,
     free: Vec<JobId>,
-    /// The times are never negative, so their bits are ordered as they are.
+    /// Heap of ends. Times are never negative, so their bits have the same order as their values.
     ends: BinaryHeap<Reverse<(u64, u64, JobId, u32)>>,
-    /// Of two that end at the same time the first planned comes first.
+    /// If two jobs end at the same time, the one planned first comes first.
     sequence: u64,
 }
 
 impl Resources {
-    /// Another resource.
+    /// Adds a resource.
     pub fn add(&mut self, capacity: f64) -> usize {
         self.capacity.push(capacity);
         self.passed.push(0.0);
@@ -58,7 +58,7 @@ impl Resources {
         self.capacity.len() - 1
     }
 
-    /// Begins a job of some amount of work, at most `limit` of it a second.
+    /// Begins a job of some amount of work, at a speed of at most `limit`.
     pub fn begin(&mut self, now: f64, work: f64, limit: f64, used: &[usize]) -> JobId {
         let mut list = [0; 3];
         list[..used.len()].copy_from_slice(used);
@@ -78,7 +78,7 @@ impl Resources {
         id
     }
 
-    /// The next job to end, and when; it is over then.
+    /// Ends the job that ends next; returns its end and its index.
     pub fn next(&mut self) -> Option<(f64, JobId)> {
         while let Some(Reverse((time, _, id, version))) = self.ends.pop() {
             if self.jobs[id].version != version {
@@ -98,12 +98,12 @@ impl Resources {
         None
     }
 
-    /// The work that has gone through a resource until now.
+    /// The work that has passed a resource until `now`.
     pub fn passed(&self, now: f64, resource: usize) -> f64 {
         self.passed[resource] + self.users[resource].iter().map(|&id| self.jobs[id].done(now)).sum::<f64>()
     }
 
-    /// The users of a resource have changed: their speeds are found again.
+    /// Computes the speeds of a resource's users again, because they have changed.
     fn share(&mut self, now: f64, resource: usize) {
         for i in 0..self.users[resource].len() {
             self.plan(now, self.users[resource][i]);

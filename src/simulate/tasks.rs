@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The operations of a schedule as tasks: a lane, a predecessor, and either seconds or messages.
 //!
-//! This is all that the simulation reads of a schedule. The sizes come from the report's count of operations, the
-//! seconds from the machine's figures.
+//! The simulation reads nothing else of a schedule. Sizes are those counted for the report, seconds follow from the
+//! machine's figures.
 
 use alloc::vec::Vec;
 
@@ -17,7 +17,7 @@ use crate::{
 /// What a task does.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum TaskWork {
-    /// Works for so many seconds, on a core where the machine has cores.
+    /// Works for this many seconds, on a core if the machine has cores.
     Compute(f64),
     /// Exchanges messages: one for each peer and direction.
     Exchange(Vec<MessageSize>),
@@ -33,7 +33,7 @@ pub(super) struct Task {
 }
 
 impl Task {
-    /// Its messages, those of one peer together.
+    /// Its messages, with those to or from one peer combined.
     pub fn messages(&self) -> &[MessageSize] {
         match &self.work {
             TaskWork::Compute(_) => &[],
@@ -47,7 +47,7 @@ impl Task {
     }
 }
 
-/// The tasks of a schedule, and whether the machine has the very kernels that it calls.
+/// The tasks of a schedule, and whether the machine has rates for exactly its kernels.
 pub(super) fn tasks(plan: &Plan, schedule: &Schedule, machine: &Machine) -> Result<(Vec<Task>, bool)> {
     let p = plan.problem();
     let mut sizes = OpSizes::new(plan, schedule);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Makespans that were computed by hand, conservation of bytes, and the same figures every time.
+//! Makespans computed by hand, conservation of bytes, and equal figures in repeated simulations.
 
 use alloc::{string::ToString, vec, vec::Vec};
 
