@@ -28,7 +28,7 @@ pub enum Side {
 }
 
 impl Side {
-    /// The other one.
+    /// The other side.
     pub(crate) const fn other(self) -> Self {
         match self {
             Self::Q => Self::K,
@@ -56,7 +56,7 @@ fn check(name: &'static str, cu: &[i32]) -> Result<()> {
 }
 
 impl Batch {
-    /// Documents whose q and k are the same tokens.
+    /// Documents in which q and k are the same tokens.
     pub fn new(cu_seqlens: &[i32]) -> Result<Self> {
         check("cu_seqlens", cu_seqlens)?;
         let cu: Arc<[i32]> = cu_seqlens.into();
@@ -67,8 +67,8 @@ impl Batch {
     /// tokens; without it, `len_k − len_q` (which may be negative).
     ///
     /// A document without keys, or without queries, can be used as padding: for equal shapes in every step, append one
-    /// document that has only the spare q rows, and one that has only the spare k rows. Nothing attends to them. If
-    /// they hold finite numbers, their o, dq, dk and dv are 0 and their lse is −∞. They cost no multiply-adds.
+    /// document that has only the spare q rows, and one that has only the spare k rows. No other row attends to them.
+    /// If they hold finite numbers, their o, dq, dk and dv are 0 and their lse is −∞. They cost no multiply-adds.
     ///
     /// ```
     /// // Two documents of 9 and 6 tokens in tensors of 20 q rows and 18 k rows.
@@ -155,11 +155,11 @@ impl Batch {
         self.cu_seqlens(side).partition_point(|&c| c as usize <= token) - 1
     }
 
-    /// As [`Batch::document_of`], for a token that lies in document `from` or after it: quick where it is near.
+    /// As [`Batch::document_of`], for a token in document `from` or a later one: fast if it is near `from`.
     pub(crate) fn document_from(&self, side: Side, from: usize, token: usize) -> usize {
         let rest = &self.cu_seqlens(side)[from + 1..];
         let (token, mut step) = (token as i32, 1);
-        // Doubling steps, then bisection of the last.
+        // Doubling steps, then a binary search in the last step.
         while step <= rest.len() && rest[step - 1] <= token {
             step *= 2;
         }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which heads a Ulysses rank holds: a range of q heads, and the kv heads that they read.
+//! The heads of each Ulysses rank: a range of q heads, and the kv heads that they read.
 //!
-//! Ulysses rank u of U holds q heads `⌊uH/U⌋ .. ⌊(u+1)H/U⌋` and the kv heads that those read. Kernels take the offset
+//! Ulysses rank u of U holds q heads `⌊uH/U⌋ .. ⌊(u+1)H/U⌋` and the kv heads that these read. Kernels take the offset
 //! of the first head, so any `U ≤ H` works: H need not be a multiple of U, and there may be fewer kv heads than ranks.
-//! A kv head that several ranks read is sent to each of them from one source (over several nodes to one rank of each,
-//! which passes it on), and its partial gradients are sent back and summed in rank order; nothing is replicated in the
-//! caller's memory and nothing is padded.
+//! A kv head that several ranks read is sent to each of them from one source (over several nodes to one rank of each
+//! node, which passes it on), and its partial gradients are sent back and summed in rank order. The caller's memory has
+//! no copies and no padding.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -49,16 +49,16 @@ pub(crate) fn shared_kv_in(ranks: usize, ulysses: usize, [heads, kv_heads]: [u32
     (1..ulysses).any(|u| u % ranks > 0 && kv(u - 1).end > kv(u).start)
 }
 
-/// The ranks of `node` that hold a kv head. They are next to each other.
+/// The ranks of `node` that hold a kv head. They are consecutive.
 pub(crate) fn holders(heads: &[HeadShare], node: &Range<usize>, head: u32) -> Range<usize> {
     let first = node.start + heads[node.clone()].partition_point(|share| share.kv.end <= head);
     first..first + heads[first..node.end].partition_point(|share| share.kv.start <= head)
 }
 
-/// The least that the busiest of some ranks must carry, where a rank can carry rows of the heads that it holds: as a
-/// fraction of the rows of one head.
+/// The minimum load of the busiest rank, if each head's rows may be divided among its holders; as a fraction of the
+/// rows of one head.
 pub(crate) fn least_load(held_by: &[Range<usize>], ranks: &Range<usize>) -> (u64, u64) {
-    // Heads that no rank outside of a run of ranks holds are that run's.
+    // A run of consecutive ranks must carry the heads that no rank outside the run holds.
     let mut most = (0, 1);
     for first in ranks.clone() {
         let mut ends: Vec<usize> = held_by.iter().filter(|h| h.start >= first).map(|h| h.end).collect();
@@ -73,7 +73,8 @@ pub(crate) fn least_load(held_by: &[Range<usize>], ranks: &Range<usize>) -> (u64
     most
 }
 
-/// The kv heads whose rows the busiest of the ranks of a node must carry over its border, as a fraction.
+/// The minimum load of the busiest rank of a node for the rows of kv heads that cross its border, as a fraction of one
+/// head.
 pub(crate) fn carried_kv(ranks: usize, ulysses: usize, [heads, kv_heads]: [u32; 2]) -> (u64, u64) {
     let shares: Vec<HeadShare> = (0..ulysses).map(|u| HeadShare::new(u, ulysses, heads, kv_heads)).collect();
     let of_node = |first: usize| {
@@ -84,7 +85,7 @@ pub(crate) fn carried_kv(ranks: usize, ulysses: usize, [heads, kv_heads]: [u32; 
     (0..ulysses).step_by(ranks).map(of_node).max_by(|a, b| (a.0 * b.1).cmp(&(b.0 * a.1))).unwrap_or((1, 1))
 }
 
-/// `⌈H/U⌉·U/H`: the busiest rank's heads over the mean.
+/// `⌈H/U⌉·U/H`: the heads of the busiest rank divided by the mean.
 pub(crate) fn imbalance(ulysses: usize, heads: u32) -> f64 {
     f64::from(heads.div_ceil(ulysses as u32)) * ulysses as f64 / f64::from(heads)
 }

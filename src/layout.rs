@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which tokens a ring rank holds.
+//! Layouts: the tokens of each ring rank.
 //!
 //! A [`Layout`] distributes the tokens of a packed batch over `R` ring ranks. Every boundary is `⌊i·n/m⌋`, so any
 //! lengths work. A ring rank's *share* is a list of [`Segment`]s in layout order: consecutive rows of one document,
@@ -31,7 +31,8 @@ pub enum Layout {
     /// Rank r holds tokens `⌊r·n/R⌋ .. ⌊(r+1)·n/R⌋` of the pack.
     Contiguous,
     /// Each document is cut into 2R chunks; rank r holds chunk r, then chunk 2R−1−r, document by document. Slow for
-    /// packs of short documents, which are cut for every rank: `ZigzagPack` or an automatic choice is faster there.
+    /// packs of short documents, because each is cut for every rank: `ZigzagPack` or an automatic choice is faster
+    /// there.
     Zigzag,
     /// The whole pack is cut into 2R chunks; rank r holds chunk r, then chunk 2R−1−r.
     ZigzagPack,
@@ -66,7 +67,7 @@ impl core::fmt::Display for Layout {
 pub(crate) struct Segment {
     /// Rows of the share (`row` counts from the share's start), positions, document.
     pub range: Range,
-    /// Sent in the reverse ring direction: the back chunks of a zigzag.
+    /// Whether the rows are sent in the reverse ring direction: the back chunks of a zigzag.
     pub reverse: bool,
 }
 
@@ -80,13 +81,13 @@ pub(crate) struct Shares {
     deal: Option<Arc<[u32]>>,
 }
 
-/// `⌊i·n/parts⌋`.
+/// `⌊i·n/parts⌋`, the begin of part `i`.
 pub(crate) fn cut(i: usize, n: usize, parts: usize) -> usize {
     (i as u64 * n as u64 / parts as u64) as usize
 }
 
 impl Shares {
-    /// Binds a layout. The mask steers the balanced layout only.
+    /// Binds a layout to a batch. Only the balanced layout depends on the mask.
     pub fn new(batch: &Batch, mask: Mask, layout: Layout, ring: usize) -> Result<Self> {
         let deal = match layout {
             Layout::Striped { stripe: 0 } => return Err(Error::invalid("layout.stripe", 0, "at least 1")),
@@ -99,7 +100,7 @@ impl Shares {
         Ok(Self { batch: batch.clone(), layout, ring, deal })
     }
 
-    /// How many ring ranks share the batch.
+    /// The number of ring ranks that share the batch.
     pub fn ring(&self) -> usize {
         self.ring
     }
@@ -175,8 +176,8 @@ impl Shares {
         self.layout
     }
 
-    /// What a balanced layout gave to whom: the chunks of rank r at `[r·chunks .. (r+1)·chunks]`. The tokens of other
-    /// layouts follow from the batch and the ring.
+    /// The chunks of a balanced layout by rank: those of rank r are entries `r·chunks .. (r+1)·chunks`. `None` for
+    /// other layouts, whose tokens follow from the batch and the ring.
     pub(crate) fn deal(&self) -> Option<&[u32]> {
         self.deal.as_deref()
     }
@@ -185,14 +186,15 @@ impl Shares {
 struct SegmentWriter<'a> {
     batch: &'a Batch,
     side: Side,
-    /// The document of the last run: runs ascend, so the next is near.
+    /// The document of the last run. Runs ascend, so the document of the next run is near.
     doc: usize,
     row: i64,
     out: &'a mut Vec<Segment>,
 }
 
 impl SegmentWriter<'_> {
-    /// `len` tokens of document `d` from its token `offset` on. Joined to the segment before when they are one run.
+    /// Adds `len` tokens of document `d` from its token `offset` on. If they continue the segment before, they are
+    /// joined to it.
     fn push(&mut self, d: usize, offset: usize, len: usize, block: u32, period: u32, reverse: bool) {
         if len == 0 {
             return;
@@ -234,9 +236,9 @@ impl SegmentWriter<'_> {
             return self.run(0, self.batch.tokens(self.side), false);
         }
         let period = stripe * ring;
-        // How many of the pack's first `t` tokens are the rank's.
+        // The number of the rank's tokens among the pack's first `t` tokens.
         let owned = |t: usize| t / period * stripe + (t % period).saturating_sub(r * stripe).min(stripe);
-        // The rank's first token that no document before has had: most documents of a large ring hold none.
+        // The rank's first token after the documents so far: in a large ring most documents have none.
         let mut next = r * stripe;
         let tokens = self.batch.tokens(self.side);
         let mut d = 0;
@@ -257,7 +259,7 @@ impl SegmentWriter<'_> {
             } else {
                 self.push(d, first - doc.start, total, stripe as u32, period as u32, false);
             }
-            // Where the next document begins, or the rank's first token after it.
+            // The begin of the next document, or the rank's first token after this document.
             let phase = doc.end % period;
             next = if phase < r * stripe {
                 doc.end - phase + r * stripe
@@ -270,7 +272,7 @@ impl SegmentWriter<'_> {
     }
 }
 
-/// Refuses a number of chunks that is none, or too many.
+/// Refuses a number of chunks that is 0 or too large.
 pub(crate) fn chunk_limit(chunks: u32, ring: usize) -> Result<()> {
     if chunks == 0 || chunks as usize * ring > 1 << 20 {
         return Err(Error::invalid("layout.chunks", chunks, format!("1 to {}", (1 << 20) / ring)));
@@ -282,7 +284,7 @@ pub(crate) fn chunk_limit(chunks: u32, ring: usize) -> Result<()> {
 fn chunk_areas(batch: &Batch, mask: Mask, parts: usize) -> Vec<u64> {
     let n = batch.tokens(Side::Q);
     let (whole, rest) = (n / parts, n % parts);
-    // The border, and how much it was rounded down: ⌊c·n/parts⌋ of each c without a division.
+    // The border, and its rounding error: ⌊c·n/parts⌋ for each c without a division.
     let (mut t, mut carry, mut end) = (0, 0, 0);
     let mut d = 0;
     let document = |d: usize| {

@@ -22,11 +22,11 @@ pub struct Mesh {
 /// A rank's coordinates in its mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Coordinates {
-    /// Which group.
+    /// Index of the replica.
     pub replica: usize,
-    /// Which ring rank.
+    /// Index of the ring rank.
     pub ring: usize,
-    /// Which Ulysses rank.
+    /// Index of the Ulysses rank.
     pub ulysses: usize,
 }
 
@@ -40,7 +40,7 @@ impl Mesh {
         Self { replicas: 1, ring: 1, ulysses: 1 }
     }
 
-    /// Ulysses of `gcd(heads, world)`, ring for the rest: no rank holds more heads than another.
+    /// Ulysses of `gcd(heads, world)`, ring for the rest: all ranks hold equally many heads.
     pub fn gcd(heads: usize, world: usize) -> Result<Self> {
         world_is(world)?;
         if heads == 0 {
@@ -129,7 +129,7 @@ impl Mesh {
         }
     }
 
-    /// All three, as refusals print them.
+    /// All three factors, as refusals print them.
     pub(crate) fn factors(&self) -> String {
         format!("replicas {} × ring {} × ulysses {}", self.replicas, self.ring, self.ulysses)
     }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How balanced chunks are dealt to ring ranks.
+//! Distributes the chunks of a balanced layout over ring ranks.
 //!
-//! All ranks deal the same chunks by themselves and must come to the same result, so the rule has integers only, and
-//! ties go to the lower index. It runs for each batch, so nothing in it looks anything up where keys can hold what they
-//! compare, and nothing is compared where it can be counted:
+//! All ranks compute this distribution alone and must get the same result, so the rule uses only integers, and ties go
+//! to the lower index. It runs for each batch, so it must be fast. Sorting and heaps use keys that contain the compared
+//! values, and counting replaces comparisons where possible:
 //!
 //! - chunks are sorted by the digits of their areas;
-//! - while every rank has as many chunks as the others, and the next chunk of each outweighs the differences, a round
-//!   gives one to each, in the order of their loads. Only where that ends, a heap finds the least loaded rank for each
-//!   chunk.
+//! - as long as all ranks have equally many chunks, and the next chunk of each rank outweighs the differences of loads,
+//!   a round gives one chunk to each rank, in the order of their loads. After that a heap finds the least loaded rank
+//!   for each chunk.
 
 use alloc::{
     collections::{BTreeSet, BinaryHeap, binary_heap::PeekMut},
@@ -17,14 +17,14 @@ use alloc::{
 };
 use core::{cmp::Reverse, mem};
 
-/// An area with an index in one number, so that neither a sort nor a heap looks anything up.
+/// An area and an index in one number, so that sorting and heaps need no look-ups.
 trait AreaKey: Copy + Ord {
     const MAX: Self;
     fn new(area: u64, index: u32) -> Self;
     fn area(self) -> u64;
     fn index(self) -> u32;
     fn plus(self, area: u64) -> Self;
-    /// Sorts keys that come in the order of their indices. `room` is of the same length.
+    /// Sorts keys that are given in the order of their indices. `room` is scratch of the same length.
     fn sort(list: &mut Vec<Self>, room: &mut Vec<Self>);
 }
 
@@ -37,7 +37,7 @@ const LAST_INDEX: u32 = (1 << INDEX_BITS) - 1;
 /// Bits of an area that one pass of a sort counts.
 const DIGIT_BITS: u32 = 11;
 
-/// Fewer keys are compared: a pass takes a step for each digit too.
+/// Shorter lists are sorted by comparison, because a pass takes a step for each digit too.
 const COUNTED: usize = 200;
 
 impl AreaKey for u64 {
@@ -114,7 +114,7 @@ pub(crate) fn deal(areas: &[u64], ring: usize, per: usize) -> Vec<u32> {
     let (mut mine, loads) =
         if narrow { largest_first::<u64>(areas, ring, per) } else { largest_first::<u128>(areas, ring, per) };
     even_out(&mut mine, loads, areas, per);
-    // Each rank's in ascending order.
+    // The chunks of each rank in ascending order.
     let mut owner = vec![0; mine.len()];
     for (r, chunks) in (0u32..).zip(mine.chunks_exact(per)) {
         chunks.iter().for_each(|&c| owner[c as usize] = r);
@@ -134,7 +134,7 @@ fn starts(ring: usize, per: usize) -> Vec<usize> {
 
 /// The chunks of each rank, and its area.
 fn largest_first<K: AreaKey>(areas: &[u64], ring: usize, per: usize) -> (Vec<u32>, Vec<u64>) {
-    // Largest area first; of equal ones the first chunk.
+    // Largest area first; among equal areas the lowest index.
     let largest = areas.iter().copied().max().unwrap_or(0);
     let mut order: Vec<K> = areas.iter().zip(0u32..).map(|(&area, c)| K::new(largest - area, c)).collect();
     let mut room = order.clone();
@@ -149,7 +149,7 @@ fn largest_first<K: AreaKey>(areas: &[u64], ring: usize, per: usize) -> (Vec<u32
         ranks.clear();
         ranks.extend(loads.iter().zip(0u32..).map(|(&load, r)| K::new(load - least, r)));
         K::sort(&mut ranks, &mut room);
-        // Each is the least loaded when its turn comes, if all before it are loaded more by then.
+        // Each rank is the least loaded in its turn if all ranks before it in the round have larger loads by then.
         let mut served = K::MAX;
         let in_turn = ranks.iter().zip(chunks).all(|(&rank, &chunk)| {
             let first = rank < served;
@@ -173,7 +173,7 @@ fn largest_first<K: AreaKey>(areas: &[u64], ring: usize, per: usize) -> (Vec<u32
         heap = loads.iter().zip(0u32..).map(|(&load, r)| Reverse(K::new(load, r))).collect();
     }
     for &key in &order[rounds * ring..] {
-        // Full ranks never come back, so the heap always holds one with room.
+        // Full ranks are not put back, so the heap always has a rank with room.
         if let Some(mut least) = heap.peek_mut() {
             let Reverse(load) = &mut *least;
             let r = load.index() as usize;
@@ -194,10 +194,10 @@ fn largest_first<K: AreaKey>(areas: &[u64], ring: usize, per: usize) -> (Vec<u32
 /// bisection: ranks may have many chunks.
 fn even_out(mine: &mut [u32], mut loads: Vec<u64>, areas: &[u64], per: usize) {
     let area = |c: u32| areas[c as usize];
-    // Made for the second swap: mostly there is none.
+    // Built for the second swap, because mostly there is none.
     let mut by_load: BTreeSet<(u64, usize)> = BTreeSet::new();
     for _ in 0..4 * loads.len() {
-        // Of equally loaded ranks the first, at either end.
+        // Among equally loaded ranks the first, for the least and for the largest load.
         let (lo, hi) = if let (Some(&(most, _)), Some(&(_, lo))) = (by_load.last(), by_load.first()) {
             (lo, by_load.range((most, 0)..).next().map_or(lo, |&(_, hi)| hi))
         } else {
@@ -212,7 +212,7 @@ fn even_out(mine: &mut [u32], mut loads: Vec<u64>, areas: &[u64], per: usize) {
         // The swap that comes closest to moving half the gap.
         let mut best = (gap, None);
         for (i, &a) in of_hi.iter().enumerate() {
-            // What is left of the gap is least where b is nearest to a − gap / 2, from either side.
+            // The remaining gap is smallest if b is nearest to a − gap / 2, from either side.
             let at = of_lo.partition_point(|&b| 2 * area(b) + gap > 2 * area(a));
             let nearest = at.saturating_sub(1);
             for (j, &b) in of_lo.iter().enumerate().skip(nearest).take(at + 1 - nearest) {
@@ -242,7 +242,7 @@ fn even_out(mine: &mut [u32], mut loads: Vec<u64>, areas: &[u64], per: usize) {
     }
 }
 
-/// Moves the one entry of a list that is not in ascending order.
+/// Moves the one entry of a list that is out of order to its place.
 fn put_in_order<K: Ord>(list: &mut [u32], at: usize, key: impl Fn(u32) -> K) {
     let (before, rest) = list.split_at(at);
     let wanted = key(rest[0]);
@@ -263,8 +263,8 @@ mod tests {
         mask::Mask,
     };
 
-    /// The rule as it reads: every rank looked at for every chunk, and every pair of chunks for every swap. Also how
-    /// many swaps there were.
+    /// The rule in its simplest form: every rank is compared for every chunk, and every pair of chunks for every swap.
+    /// Also returns the number of swaps.
     fn deal_slowly(areas: &[u64], ring: usize, per: usize) -> (Vec<u32>, usize) {
         let area = |c: u32| areas[c as usize];
         let load = |chunks: &Vec<u32>| chunks.iter().map(|&c| area(c)).sum::<u64>();
@@ -293,13 +293,13 @@ mod tests {
         (mine.concat(), swaps)
     }
 
-    /// Random areas, alike, steep, narrow and too large for one word with their index.
+    /// Random areas: alike, steep, narrow, and too large for one word together with their index.
     #[test]
     fn chunks_are_dealt_by_the_rule() {
         let mut draw = fastrand::Rng::with_seed(2);
         let (mut swapped, mut wide) = (0, 0);
         for n in 0..3000 {
-            // Of many ranks keys are sorted by their digits.
+            // With many ranks keys are sorted by their digits.
             let ring = if n % 97 == 0 { draw.usize(200..240) } else { draw.usize(1..14) };
             let per = draw.usize(1..9);
             let area = |i: usize, draw: &mut fastrand::Rng| match n % 6 {
@@ -312,7 +312,7 @@ mod tests {
             };
             let areas: Vec<u64> = (0..ring * per).map(|i| area(i, &mut draw)).collect();
             let (got, (want, swaps)) = (deal(&areas, ring, per), deal_slowly(&areas, ring, per));
-            // Of chunks of equal area any may be swapped.
+            // Among chunks of equal area any may be swapped.
             let by_rank = |dealt: &[u32]| {
                 let sorted = |chunks: &[u32]| {
                     let mut of_rank: Vec<u64> = chunks.iter().map(|&c| areas[c as usize]).collect();
