@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The costs of schedules: all work once, all that leaves arrives, and no workspace is above its bound.
+//! The costs of schedules: all work is done once, all bytes sent are received, and no workspace exceeds its bound.
 
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,
@@ -96,7 +96,7 @@ fn no_workspace_is_larger_than_the_design_allows() {
         }
     });
     assert!(real > 0 && allowed > real);
-    // Rows that are larger than the padding of all buffers together: one too few in the bound is found.
+    // Rows larger than the padding of all buffers together: a bound that is one row too small is found.
     let mut random = fastrand::Rng::with_seed(5);
     for _ in 0..200 {
         let documents = random.usize(1..5);
@@ -119,7 +119,7 @@ fn no_workspace_is_larger_than_the_design_allows() {
             }
         }
     }
-    // Where padding and rounding are small against the buffers, the bound is close.
+    // If padding and rounding are small compared with the buffers, the bound is close.
     let p = Problem::new(Batch::from_lengths(&[1 << 14]).unwrap(), 4, 4, 64, Dtype::Bf16);
     let plan = Plan::new(&p, Mesh::ring(4).unwrap(), Layout::Zigzag).unwrap();
     for direction in [Direction::Forward, Direction::Backward] {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which tokens each rank gets, what it then has to fetch and send home, and how evenly the work is spread.
+//! The tokens of each rank, the bytes that it fetches and returns, and the balance of work.
 //!
-//! A verifier proves that every rank receives what it needs; it does not notice a rank that receives too much. So these
-//! numbers are not the planner's: tokens follow from the borders that a layout is defined by, bytes from counting rows
-//! on paper.
+//! A verifier proves that every rank receives the rows it needs; it does not notice a rank that receives too many. So
+//! the expected numbers here do not come from the planner: tokens follow from the borders that define a layout, bytes
+//! from counting rows on paper.
 
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Side,
@@ -73,7 +73,7 @@ fn zigzag_moves_three_quarters() {
     }
 }
 
-/// Bytes that all ranks together take in, worked out by hand: (forward, backward).
+/// Bytes that all ranks together receive, computed by hand: (forward, backward).
 #[test]
 fn expected_bytes() {
     let one = |n: usize| Batch::from_lengths(&[n]).unwrap();
@@ -85,7 +85,7 @@ fn expected_bytes() {
     let (f, b) = verify(&full, Mesh::ring(4).unwrap(), Layout::Contiguous, keys);
     let kv = 64 * 3 * 2 * 2 * 8 * 4;
     assert_eq!((totals(&f), totals(&b)), ((0, kv, 0), (0, kv, kv)));
-    // The q side instead: q and do, lse and delta there, dq home.
+    // The q side instead: q, do, lse and delta are sent, dq is returned.
     let queries = Options::new().circulate(Circulate::Queries);
     let (_, b) = verify(&full, Mesh::ring(4).unwrap(), Layout::Contiguous, queries);
     assert_eq!(totals(&b), (0, 64 * 3 * 2 * (2 * 8 + 2) * 4, 64 * 3 * 2 * 8 * 4));

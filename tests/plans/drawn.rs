@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Problems, meshes, layouts and options at random: a plan is refused with a reason, or all of it is right.
+//! Random problems, meshes, layouts and options: a plan is refused with a reason, or its schedules are correct.
 
 use cpattn::{
     Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Side,
@@ -9,7 +9,7 @@ use cpattn::{
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Problems that were drawn, and those of them that have a plan.
+/// The number of problems drawn, and of those with a plan.
 static DRAWN: AtomicU32 = AtomicU32::new(0);
 static ACCEPTED: AtomicU32 = AtomicU32::new(0);
 
@@ -30,7 +30,7 @@ fn mask() -> impl Strategy<Value = Mask> {
 
 fn options() -> impl Strategy<Value = Options> {
     let circulate = prop_oneof![Just(Circulate::Auto), Just(Circulate::Keys), Just(Circulate::Queries)];
-    // Most of them numbers that any problem has.
+    // Mostly values that are valid for any problem.
     let passes = prop_oneof![8 => Just(1usize), 2 => 2usize..4, 1 => Just(0)];
     let gather = prop_oneof![Just(Gather::Auto), Just(Gather::Steps), Just(Gather::Others), Just(Gather::Together)];
     let nodes = prop_oneof![2 => Just(0usize), 1 => 1usize..9];
@@ -75,7 +75,7 @@ fn batch() -> impl Strategy<Value = Batch> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(600))]
 
-    /// A whole problem is refused with an error that says why, or every schedule of it is right.
+    /// A whole random problem is refused with an error that gives the reason, or each of its schedules is correct.
     #[test]
     fn problems_are_refused_or_right(
         batch in batch(), layout in layout(), mask in mask(), options in options(),
@@ -110,7 +110,7 @@ proptest! {
             Err(Error::Invalid { .. } | Error::Unsupported { .. }) => {}
             Err(e) => prop_assert!(false, "{}", e),
         }
-        // Refusing nearly everything would pass the above.
+        // Without this, refusing nearly everything would pass.
         let accepted = ACCEPTED.load(Ordering::Relaxed);
         prop_assert!(drawn < 200 || accepted >= drawn / 4, "{} of {} problems were accepted", accepted, drawn);
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Key lines of explanations, and that they say what the schedules do.
+//! Key lines of explanations, and their agreement with the schedules.
 
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,
@@ -45,7 +45,7 @@ fn nine_heads_on_eight_ranks() {
     );
 }
 
-/// Nodes of two Ulysses ranks: what crosses once, what it costs, and that one level says nothing of it.
+/// Nodes of two Ulysses ranks: the rows that cross once, their cost; with one level the text does not mention them.
 #[test]
 fn all_to_alls_over_nodes() {
     let p = Problem::new(Batch::from_lengths(&[64]).unwrap(), 8, 2, 64, Dtype::Bf16);
@@ -105,13 +105,13 @@ fn a_window_over_many_ranks_is_summarised() {
     assert!(plan.explain_rank(64).is_err());
 }
 
-/// 300 documents, each cut for four ranks: what lies in many places is sent packed.
+/// 300 documents, each cut for four ranks: rows in many places are packed before they are sent.
 #[test]
 fn messages_are_counted() {
     let p = Problem::new(Batch::from_lengths(&[20; 300]).unwrap(), 8, 2, 64, Dtype::F32);
     let of = Options::new().gather(Gather::Steps);
     let plan = Plan::with_options(&p, Mesh::ring(4).unwrap(), Layout::Zigzag, of).unwrap();
-    // k and v to one rank and from another: a chunk of each document or both, of which each is packed by itself.
+    // k and v to one rank and from another: one or two chunks of each document, and each chunk is packed separately.
     let text = plan.explain();
     has(&text, &["messages                 6           8           8           6\n"]);
     has(&text, &["messages                16          16          16          16\n"]);

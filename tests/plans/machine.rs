@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Descriptions are read as they were written, and refusals name the line.
+//! Descriptions are parsed as written, and refusals name the line.
 
 use cpattn::{
     Dtype, Machine,
@@ -54,7 +54,7 @@ fn a_description_is_read_as_it_was_written() {
     assert_eq!((apart.ranks_at_once(8), apart.pool(7)), (4.0, 1));
 }
 
-/// As editors of other systems write it, and with tabs.
+/// With a byte order mark, line ends of other systems, and tabs.
 #[test]
 fn a_mark_at_the_start_other_line_ends_and_tabs_are_read() {
     let odd = WHOLE.replace("kernel ", "kernel\t").replace("rate 6e10", "rate\t6e10").replace('\n', "\r\n");
@@ -67,7 +67,7 @@ fn a_long_file_is_refused_at_once() {
     let start = std::time::Instant::now();
     let refusal = Machine::parse(&long).unwrap_err().to_string();
     assert!(refusal.starts_with("line 1 of the machine description is \"figure0\", expected name"), "{refusal}");
-    // A second at most, where looking for each key among all others takes a minute.
+    // A second at most; comparing each key with all others takes a minute.
     assert!(start.elapsed().as_secs() < 10);
 }
 
@@ -193,7 +193,7 @@ fn a_kernel_is_that_of_the_shape_or_the_nearest() {
     assert_eq!(m.kernels[0].seconds(6e10, 10.0, 5.0, 4.0), 3e-6 + 1.0 + 10.0 * 2e-7 + 4.0 * 2e-8);
 }
 
-/// Those that come with the project.
+/// The descriptions in the repository.
 #[test]
 fn the_descriptions_of_the_repository_are_read() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/machines");
@@ -207,7 +207,7 @@ fn the_descriptions_of_the_repository_are_read() {
         count += 1;
     }
     assert!(count >= 3, "{count}");
-    // The example beside the table of keys, and the table has every key of a line that is refused.
+    // The page's example is read, and the page's table has every key that a refusal lists.
     let page = include_str!("../../machines/README.md");
     let example = page.split("```").nth(1).unwrap().strip_prefix("text").unwrap();
     assert_eq!(Machine::parse(example).unwrap().kernels.len(), 2);

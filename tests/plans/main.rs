@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Plans: proved whole, every rank's schedule of both directions by the verifier; and what is said of them.
+//! Plans: the verifier proves every rank's schedules in both directions; reports on plans are tested too.
 //!
-//! Here a grid of layouts, masks and options over shapes that divide nothing; in `dealt` what a layout deals and what
-//! then travels, in numbers that were worked out by hand; in `drawn` problems at random, which are right or refused.
-//! `automatic`: choices of mesh and layout; `costs`, `explain`: reports; `machine`: descriptions of machines.
+//! This file: a grid of layouts, masks and options over shapes with awkward sizes. `dealt`: the tokens of a layout and
+//! the bytes sent, in numbers computed by hand. `drawn`: random problems, which are correct or refused. `automatic`:
+//! choices of mesh and layout. `costs`, `explain`: reports. `machine`: descriptions of machines.
 
 mod automatic;
 mod costs;
@@ -138,7 +138,7 @@ fn awkward_lengths_on_eight_ranks() {
         Batch::from_lengths(&[31]).unwrap(),
         Batch::from_lengths(&[0, 1, 0, 90, 2, 0]).unwrap(),
     ];
-    // Those of one and three tokens have what the second and the fourth have.
+    // The batches of one and three tokens cover the second and the fourth, which run only with `CPATTN_LONG`.
     let long = std::env::var_os("CPATTN_LONG").is_some();
     for batch in batches.iter().enumerate().filter(|&(i, _)| long || i != 1 && i != 3).map(|(_, batch)| batch) {
         for mesh in [Mesh::ring(8).unwrap(), Mesh::explicit(8, 4, 2).unwrap()] {
