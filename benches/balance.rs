@@ -29,7 +29,7 @@ struct Case {
     dtype: Dtype,
 }
 
-/// Units and balance of a forward and a backward.
+/// Number of units, and balance, of a forward and of a backward.
 fn balances(case: &Case, isa: Isa, workers: usize) -> [(usize, f64); 2] {
     let mut k = Vec::new();
     let mut row = 0;
@@ -43,7 +43,7 @@ fn balances(case: &Case, isa: Isa, workers: usize) -> [(usize, f64); 2] {
         .collect();
     let pairs: Vec<u32> = (0..k.len() as u32).collect();
     let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
-    // Shapes alone: no memory is touched.
+    // Only shapes matter: no memory is accessed.
     let tensor = |heads| RawTensor::compact(std::ptr::null_mut(), case.dtype, row as u64, heads, case.dim);
     let (q, k) = (tensor(case.heads.0), tensor(case.heads.1));
     let heads = HeadMap { q_offset: 0, kv_offset: 0, group: case.heads.0 / case.heads.1 };

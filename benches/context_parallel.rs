@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The cost of distribution: CPU time of a forward and backward on 8 ranks over that of one rank with the same kernel.
 //!
-//! Ranks are threads of this process, so the process's CPU time is the sum over all ranks, both lanes and every wait
-//! that burns cycles; it hardly depends on how many cores there are or who else uses them, which wall time does. One
-//! rank and all meshes are measured in turn, round after round, and each round gives one ratio for each mesh: what
-//! disturbs a round disturbs both sides of its ratios. The median of them is the figure, forward and backward apart.
-//! What the copies of an all-to-all cost by themselves is in `memory.rs`.
+//! Ranks are threads of this process, so the process's CPU time is the sum over all ranks, both lanes and every busy
+//! wait. Unlike wall time it hardly depends on the number of cores or on other users. One rank and all meshes are
+//! measured in turn, round after round, and each round gives one ratio for each mesh: a disturbance of a round affects
+//! both sides of its ratios. The figure is the median of these ratios, separately for forward and backward. The cost of
+//! the copies of an all-to-all alone is measured in `memory.rs`.
 //!
 //! `cargo bench --bench context_parallel [-- --rounds N --tokens N]`; 8,192 tokens, 8 heads, head_dim 64, causal, f32.
 //! CPU time comes from `/proc`, so Linux only.
@@ -23,7 +23,7 @@ use cpattn::{
 };
 use median::median;
 
-/// Target of the ratio: a ring's forward merges in the kernel, and reads what is running to do so.
+/// Target of the ratio: a ring's forward merges in the kernel, and so reads running results.
 fn target(mesh: &Mesh, direction: Direction) -> f64 {
     if direction == Direction::Forward && mesh.ring == mesh.world() { 1.05 } else { 1.02 }
 }
@@ -31,7 +31,7 @@ fn target(mesh: &Mesh, direction: Direction) -> f64 {
 const HEADS: usize = 8;
 const HEAD_DIM: usize = 64;
 
-/// CPU time that the threads of this process have used, to a tick of the scheduler. None ends while it is measured.
+/// CPU time used by the threads of this process, to a tick of the scheduler. No thread ends during a measurement.
 fn cpu_time() -> Duration {
     // The first field of schedstat is nanoseconds on a CPU, of one thread.
     let mut ns = 0u64;
@@ -171,7 +171,7 @@ fn distribution(tokens: usize, rounds: usize) {
     ];
     const DIRECTIONS: [Direction; 2] = [Direction::Forward, Direction::Backward];
     println!("{tokens} tokens, {HEADS} heads, head_dim {HEAD_DIM}, causal, f32, {rounds} rounds");
-    // Memory is touched and schedules are warm before anything counts.
+    // Touch memory and prepare schedules before the measurement.
     for (_, _, team) in &teams {
         for direction in DIRECTIONS {
             team.run(direction);

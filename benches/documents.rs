@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The cost of long and short documents in one call: the time of a pack over that of its long and its short documents
-//! in a call each, in turn, on one worker. Medians of ratios, each of two measurements beside each other.
+//! The cost of long and short documents in one call: the time of a pack divided by the time of two calls, one with its
+//! long and one with its short documents, on one worker. Figures are medians of ratios; the two times of a ratio are
+//! measured in turn.
 //!
 //! `cargo bench --bench documents [-- --rounds N]`
 
@@ -38,7 +39,7 @@ fn main() {
                 let together = tensors.run(&documents, &mut scratch);
                 let a = tensors.run(&documents[..long.len()], &mut scratch);
                 let b = tensors.run(&documents[long.len()..], &mut scratch);
-                // The first touches the memory.
+                // The first round touches the memory.
                 for i in (0..2).filter(|_| round > 0) {
                     ratios[i].push(together[i] / (a[i] + b[i]));
                     seconds[i].push(together[i]);

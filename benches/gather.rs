@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ring steps against one call over all keys, by the length of documents that are each cut for every rank: the basis of
-//! the constants in `src/plan/together.rs`.
+//! Ring steps against one call over all keys, for documents of several lengths that are each cut for every rank: the
+//! basis of the constants in `src/plan/together.rs`.
 //!
 //! Ranks are threads of this process, all in one forward or backward at a time; both forms in turn, round after round.
-//! Wall time of the slowest rank, medians. With as many cores as ranks, steps can overlap communication with compute.
+//! Figures are medians of the slowest rank's wall time. With as many cores as ranks, communication can overlap with
+//! compute.
 //!
 //! `cargo bench --bench gather [-- --rounds N --ring N]`; about 6,000 tokens, 8 heads, 2 kv heads, head_dim 64, causal,
 //! f32.
@@ -84,7 +85,7 @@ fn times(plans: &[Plan; 2], ring: usize, rounds: usize) -> [[Vec<Duration>; 2]; 
                             barrier.wait();
                             let start = Instant::now();
                             tensors.run(&mut rank, plan, direction == 0).expect("a run");
-                            // The first round prepares.
+                            // The first round prepares the plan.
                             if barrier.wait().is_leader() && round > 0 {
                                 let mut all = all.lock().expect("no rank panics");
                                 let list: &mut [[Vec<Duration>; 2]; 2] = &mut all;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Every instruction set that this processor has, in turn (portable code takes minutes, and is left out): the time of
-//! single calls on one worker, medians in ms. Which of them `Isa::best` takes has a star.
+//! Every instruction set of this processor in turn (except portable code, which takes minutes): the time of single
+//! calls on one worker, medians in ms. A star marks the instruction set that `Isa::best` chooses.
 //!
 //! `cargo bench --bench isas [-- --rounds N] [--only TEXT] [--isa NAME] [--length N] [--json FILE]`
 //!
-//! `--only` takes the cases whose line contains a text, `--isa` one instruction set, `--length` documents of so many
-//! tokens.
+//! `--only` selects the cases whose line contains a text, `--isa` one instruction set, `--length` documents of this
+//! many tokens.
 
 mod median;
 mod pack;
@@ -25,7 +25,7 @@ const MIXED: [u32; 64] = [
 /// Name, lengths of the documents, q and kv heads, head_dim, whether causal.
 type Case = (String, Vec<u32>, [u32; 2], u32, bool);
 
-/// The cases; or documents of one length with as many tokens in all.
+/// The cases; with `length`, documents of this length with the same total of tokens.
 fn cases(length: Option<u32>) -> Vec<Case> {
     if let Some(n) = length {
         let documents = || vec![n; (2048 / n.max(1)).max(1) as usize];
@@ -80,7 +80,7 @@ fn main() {
             for round in 0..=rounds {
                 for (scratch, seconds) in scratches.iter_mut().zip(&mut seconds) {
                     let times = tensors.run(&documents, scratch);
-                    // The first touches the memory.
+                    // The first round touches the memory.
                     if round > 0 {
                         seconds.iter_mut().zip(times).for_each(|(all, time)| all.push(time));
                     }

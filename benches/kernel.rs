@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Speed of the CPU kernels: one document, 8 heads of 64, one worker.
 //!
-//! Throughput is in multiply-adds and adds of the matrix products (elements per second are floating-point operations):
-//! `2 · pairs · (head_dim + value_dim)` per head forward and 2.5 times that backward, with the allowed pairs alone.
+//! Throughput counts multiplications and additions of the matrix products (elements per second are floating-point
+//! operations): `2 · pairs · (head_dim + value_dim)` per head forward and 2.5 times that backward, for the allowed
+//! pairs only.
 
 use cpattn::Dtype;
 use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The host's cost of a run on devices: CPU seconds per operation, once the plan is prepared.
 //!
-//! On the stand-in driver with its PTX interpreter off, so that only the crate's own time and that of a driver which
-//! checks and counts calls remain:
+//! It runs on the stand-in driver with its PTX interpreter off, so that only the time of this crate and of a driver
+//! that checks and counts calls is measured:
 //!
 //! ```sh
 //! cargo build --release -p cuda-emulator
@@ -10,9 +10,9 @@
 //!   cargo bench --features cuda --bench launches [-- JSON]
 //! ```
 //!
-//! Time is that of all threads of the process, so that ranks which wait for each other cost what they burn and no more.
-//! With a file name the figures are written there, with the machine and the date that the environment variables
-//! `MACHINE` and `DATE` give.
+//! Time is the CPU time of all threads of the process, so a rank that waits for another counts only the CPU time it
+//! uses. If a file name is given the figures are written there, with machine and date from the environment variables
+//! `MACHINE` and `DATE`.
 
 use std::{
     fmt::Write as _,
@@ -34,7 +34,7 @@ use cpattn::{
 const RUNS: usize = 400;
 const DIRECTIONS: [Direction; 2] = [Direction::Forward, Direction::Backward];
 
-/// Nanoseconds that all threads of the process have run so far, of those that live.
+/// CPU time in nanoseconds of all living threads of the process so far.
 fn cpu() -> f64 {
     let tasks = fs::read_dir("/proc/self/task").expect("Linux");
     let nanoseconds = tasks.filter_map(|task| {
@@ -44,7 +44,7 @@ fn cpu() -> f64 {
     nanoseconds.sum()
 }
 
-/// All tensors of a rank, in memory that nothing reads.
+/// All tensors of a rank, in memory that no kernel reads.
 fn tensors(cuda: &Cuda, plan: &Plan, rank: usize) -> (Bindings, Vec<DeviceMemory>) {
     use TensorId::{DO, Dk, Dq, Dv, K, Lse, O, Q, V};
     let p = plan.problem();
@@ -60,7 +60,7 @@ fn tensors(cuda: &Cuda, plan: &Plan, rank: usize) -> (Bindings, Vec<DeviceMemory
     (bindings, memory)
 }
 
-/// Operations of all runs, and the nanoseconds of each.
+/// The number of operations of all runs, and nanoseconds per operation.
 fn measure(cuda: &Arc<Cuda>, plan: &Plan) -> (usize, f64) {
     let world = plan.mesh().world();
     let ends = peer::group(&vec![Arc::clone(cuda); world], Duration::from_secs(600)).expect("a group");

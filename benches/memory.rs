@@ -3,8 +3,8 @@
 //!
 //! Packing and unpacking for an all-to-all, casts, row sums, ordered sums, merges. Each is timed in turn with the
 //! standard library's copy of half the bytes that it reads and writes (a copy reads and writes each byte once), on one
-//! thread, and the median of the rounds' ratios is the share: what disturbs a round disturbs both. Two sizes: memory
-//! far beyond the second cache, which is what long batches are, and memory that stays in it.
+//! thread, and the share is the median of the rounds' ratios: a disturbance of a round affects both times. Two sizes:
+//! memory far larger than the second cache, as for long batches, and memory that fits in it.
 //!
 //! ```text
 //! cargo bench --bench memory [-- --rounds N] [--only TEXT] [--json FILE]
@@ -25,13 +25,13 @@ use cpattn::{
 use median::median;
 
 const PEERS: usize = 8;
-/// What has to be reached where memory is the limit. Within the second cache a copy is as fast as registers are, and
-/// what computes is not.
+/// The share required if memory is the limit. In the second cache a copy is as fast as registers, and operations that
+/// compute are not.
 const TARGET: f64 = 0.9;
 const LONG: usize = 16_384;
 
-/// Memory for tensors, touched before anything is measured, that begins at multiples of a line as the memory of a rank
-/// and of most libraries does.
+/// Memory for tensors, touched before the measurement. It begins at multiples of a cache line, as memory of a rank and
+/// of most libraries does.
 struct Arena(Vec<Vec<Line>>);
 
 #[derive(Clone)]
@@ -41,7 +41,7 @@ struct Line(#[allow(dead_code)] [u64; 8]);
 impl Arena {
     fn tensor(&mut self, dtype: Dtype, tokens: usize, heads: usize, dim: usize) -> RawTensor {
         let bytes = tokens * heads * dim * dtype.size();
-        // 0x3c3c is 1.06 in f16, and as bf16 and f32 a small number: nothing here is subnormal or infinite.
+        // 0x3c3c is 1.06 in f16, and a small number in bf16 and f32: no value is subnormal or infinite.
         let mut memory = vec![Line([0x3c3c_3c3c_3c3c_3c3c; 8]); bytes.div_ceil(64)];
         let t = RawTensor::compact(memory.as_mut_ptr().cast(), dtype, tokens as u64, heads as u32, dim as u32);
         self.0.push(memory);
@@ -54,7 +54,7 @@ impl Arena {
     }
 }
 
-/// What is measured, and the bytes it reads and writes.
+/// An operation to measure, and the bytes it reads and writes.
 struct Case {
     name: String,
     dtype: Dtype,
@@ -81,7 +81,7 @@ fn transform(name: String, dst: Vec<RawTensor>, sources: Vec<RawTensor>, memory:
     Case { name, dtype, bytes: total, run: Box::new(run), _memory: memory }
 }
 
-/// Heads of a token-major tensor, and what one peer gets of them.
+/// All heads of a token-major tensor, and the heads of one peer.
 fn all_to_all(tokens: usize, dim: usize, whole: Dtype, blocks: Dtype, pack: bool) -> Case {
     let mut memory = Arena(Vec::new());
     let all = memory.tensor(whole, tokens, PEERS, dim);
@@ -128,7 +128,7 @@ fn merged(tokens: usize, dim: usize) -> Case {
     }
 }
 
-/// One case after another, so that only one has its memory at a time.
+/// Constructors of the cases, so that only one case has its memory at a time.
 fn cases() -> Vec<Box<dyn Fn(usize) -> Case>> {
     use Dtype::{Bf16, F16, F32};
     let mut all: Vec<Box<dyn Fn(usize) -> Case>> = Vec::new();
@@ -145,7 +145,7 @@ fn cases() -> Vec<Box<dyn Fn(usize) -> Case>> {
         all.push(Box::new(move |n| sum(n, F32, half, 1)));
     }
     for (from, to) in [(F32, F32), (F32, Bf16), (Bf16, F32)] {
-        // As many bytes as the other cases have, of which a copy of the standard library makes ordinary stores.
+        // As many bytes as the other cases; the standard library copies this size with ordinary stores.
         all.push(Box::new(move |n| sum(n.div_ceil(4), from, to, 8)));
     }
     for dtype in [F32, Bf16, F16] {
@@ -163,7 +163,7 @@ fn seconds(run: &mut dyn FnMut()) -> f64 {
     began.elapsed().as_secs_f64()
 }
 
-/// Seconds of ours and of the copy, and the share.
+/// Seconds of the operation, seconds of the copy, and the share.
 fn measure(case: &mut Case, rounds: usize) -> (f64, f64, f64) {
     let words = case.bytes / 16;
     let (from, mut to) = (vec![1u64; words], vec![2u64; words]);
@@ -171,7 +171,7 @@ fn measure(case: &mut Case, rounds: usize) -> (f64, f64, f64) {
         to.copy_from_slice(black_box(&from));
         black_box(&mut to);
     };
-    // What fits the cache is over too soon for the clock.
+    // Small cases are repeated, because one is too short for the clock.
     let each = ((1 << 22) / case.bytes).max(1);
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for round in 0..=rounds {
@@ -198,7 +198,7 @@ fn machine() -> String {
 fn date() -> String {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let (days, minutes) = ((now / 86_400) as i64, now % 86_400 / 60);
-    // Days to a civil date, counted from 1 March of year 0, so that leap days are last.
+    // Days to a civil date. Counting from 1 March of year 0 puts leap days at the end of a year.
     let z = days + 719_468;
     let (era, day) = (z.div_euclid(146_097), z.rem_euclid(146_097));
     let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Host time of an exchange over NCCL on the stand-ins, which move no data: this crate's transport, compared with the
-//! same calls of the library and the driver made by hand.
+//! same calls of the library and the driver, written by hand.
 //!
 //! `cargo build -p cuda-emulator -p nccl-stand-in`, then `LD_LIBRARY_PATH=$(cargo run -q -p cuda-emulator --bin libdir)
 //! CPATTN_EMU_DEVICES=2 CPATTN_EMU_IDLE=1 cargo bench --features nccl --bench nccl [-- --json FILE]`. The times are CPU
-//! time of the thread, which other work of the machine lengthens little. The stand-in is an optimised build for this:
-//! its own calls are most of the time.
+//! time of the thread, which other load on the machine increases little. The stand-in is an optimised build for this
+//! purpose, because its own calls take most of the time.
 
 use std::{
     ffi::c_void,
@@ -34,7 +34,7 @@ fn cpu() -> Duration {
     Duration::from_nanos(nanos)
 }
 
-/// Nanoseconds of CPU time, and of the clock, that a round takes.
+/// Nanoseconds of CPU time, and of wall time, of one round.
 fn timed(mut round: impl FnMut(u32)) -> [f64; 2] {
     (0..1000).for_each(&mut round);
     let (begin, clock) = (cpu(), Instant::now());
@@ -46,7 +46,7 @@ fn timed(mut round: impl FnMut(u32)) -> [f64; 2] {
 #[derive(Clone, Copy)]
 struct Id([u8; 128]);
 
-/// The calls that an exchange cannot do without: a group, and two events for the deadline.
+/// The minimal calls of an exchange: a group, and two events for the deadline.
 fn by_hand(id: UniqueId, rank: usize, cuda: &Cuda, ptr: *mut u8) -> [f64; 2] {
     type Move = unsafe extern "C" fn(*mut c_void, usize, i32, i32, *mut c_void, *mut c_void) -> i32;
     // SAFETY: NCCL's prototypes, handles made here, memory of the device of enough bytes; the context stays current.

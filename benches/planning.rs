@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Planning: the automatic choice, a choice that is kept, one rank's plan with both schedules, the proof of all ranks,
-//! and the memory of the last two. Documents change every step, so all but the proof occur every step.
+//! and the memory of the last two. Documents change in every training step, so all of these except the proof run in
+//! every step.
 //!
 //! Goals on two cores, 1 M tokens: the choice over 8 ranks ≤ 1, 5 and 50 ms for 1,000, 10,000 and 100,000 documents,
 //! over 1,024 ranks ≤ 20, 60 and 400 ms; kept ≤ 100 µs; a plan and both schedules ≤ 15 ms, and ≤ 64 MB with 100,000
@@ -10,9 +11,9 @@
 //! cargo bench --bench planning [-- FILTER]
 //! ```
 //!
-//! The proof, with as many documents as ranks and with one, and the memory are measured once each, after the rest;
-//! FILTER `proof` or `memory` runs them alone. Only FILTER `large` proves one document over 1,024 ranks: that takes
-//! half a minute and 0.7 GB.
+//! The proof, with as many documents as ranks and with one, and the memory are measured once each, at the end; FILTER
+//! `proof` or `memory` runs only these. Only FILTER `large` proves one document over 1,024 ranks: that takes half a
+//! minute and 0.7 GB.
 
 use std::{
     alloc::{GlobalAlloc, Layout as Block, System},
@@ -24,14 +25,14 @@ use std::{
 use cpattn::{Batch, Dtype, Layout, Machine, Mask, Mesh, Options, Plan, Problem, plan::Choice, schedule::Schedule};
 use criterion::{BenchmarkId, Criterion, criterion_group};
 
-/// The system's allocator, and how many bytes are allocated, now and at most.
+/// The system's allocator, with the number of allocated bytes, now and at most.
 struct Counting;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-/// Counts bytes that are allocated. A maximum is written by few allocations, and read by all: threads that allocate at
-/// the same time do not take it from each other.
+/// Counts allocated bytes. The maximum is rarely written and always read, so that threads that allocate at the same
+/// time seldom contend for it.
 fn add(bytes: usize) {
     let live = LIVE.fetch_add(bytes, Relaxed) + bytes;
     if live > PEAK.load(Relaxed) {
@@ -54,7 +55,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Block, size: usize) -> *mut u8 {
-        // Both blocks count while one becomes the other, even where the system moves pages.
+        // Both blocks count during a reallocation, even if the system moves pages.
         add(size);
         LIVE.fetch_sub(layout.size(), Relaxed);
         // SAFETY: the caller's block, which `alloc` above had of the system, and the caller's size.
@@ -151,7 +152,7 @@ fn bench(c: &mut Criterion) {
     group.finish();
 }
 
-/// The most bytes that were allocated at once during a call, beyond those before it.
+/// The most bytes allocated at the same time during a call, without those allocated before it.
 fn peak<T>(call: impl FnOnce() -> T) -> (T, usize) {
     let before = LIVE.load(Relaxed);
     PEAK.store(before, Relaxed);

@@ -9,15 +9,15 @@
 //!
 //! 32 q heads over 8 kv heads, head_dim 128, bf16, striped by 64: the layout of `docs/serving.md`. Each sequence has a
 //! slot of `--cache` rows divided by `--sequences`, and grows by `--new` tokens in each step until it is full. A model
-//! makes one plan for a step and runs it in each of its layers, so these are told apart:
+//! makes one plan for a step and runs it in each of its layers, so these times are separate:
 //!
 //! - *plan*: `Plan::with_options`, and *prepare*: the schedule, its checks and lists (`Rank::prepare`), of the slowest
 //!   rank; once for a step;
 //! - *first*: the first run, in which the ranks agree on the plan;
-//! - *run*: each of the next ten, one after another without a pause, as the layers of a model are.
+//! - *run*: each of the next ten runs, one after another without a pause, like the layers of a model.
 //!
-//! *merge* is the part of a run that rank 0 spends with merging partial results, *exchange* with exchanges, both on the
-//! communication lane, which for much of it waits for other ranks. All figures are medians over the steps.
+//! *merge* is the time that rank 0 spends in a run on merging partial results, *exchange* the time on exchanges, both
+//! on the communication lane; much of the latter is waiting for other ranks. All figures are medians over the steps.
 
 #[path = "median/mod.rs"]
 mod median;
@@ -49,7 +49,7 @@ const STEPS: usize = 5;
 const RUNS: usize = 10;
 const DEADLINE: Duration = Duration::from_secs(300);
 
-/// What was asked for.
+/// Command-line options.
 struct Asked {
     cache: Vec<usize>,
     new: Vec<usize>,
@@ -68,7 +68,7 @@ struct StepTimes {
     exchange: f64,
 }
 
-/// The step in which each of the sequences has `done` tokens in its slot and `new` ones more.
+/// The plan of the step in which each sequence has `done` tokens in its slot and adds `new` tokens.
 fn plan(slot: usize, done: usize, new: usize, sequences: usize, circulate: Circulate) -> Result<Plan> {
     let ends = |each: usize| (0..=sequences).map(|s| (s * each) as i32).collect::<Vec<_>>();
     let batch = Batch::cross(&ends(new), &ends(slot), Some(&vec![done as i64; sequences]))?;
@@ -81,7 +81,7 @@ fn micros(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1e6
 }
 
-/// The largest of the ranks' numbers, on all of them.
+/// The maximum of all ranks' numbers, on every rank.
 fn largest(side: &impl Transport, mine: f64) -> Result<f64> {
     let mut all = [mine; RANKS];
     let message = |peer, x: &mut f64| Message { peer, ptr: std::ptr::from_mut(x).cast(), bytes: 8 };
@@ -94,7 +94,7 @@ fn largest(side: &impl Transport, mine: f64) -> Result<f64> {
     Ok(all.into_iter().fold(0.0, f64::max))
 }
 
-/// Tensors of one rank: the largest step's, filled once.
+/// Tensors of one rank, large enough for the largest step, filled once.
 struct Memory {
     q: Vec<bf16>,
     k: Vec<bf16>,
@@ -153,7 +153,7 @@ fn step(
         unsafe { rank.run(&plan, Direction::Forward, &tensors) }?;
     }
     let run = micros(begin) / RUNS as f64;
-    // Once more for the parts: a recorded run takes longer.
+    // One further run for the parts, because recording makes a run slower.
     rank.record(Instant::now(), 256)?;
     // SAFETY: as above.
     unsafe { rank.run(&plan, Direction::Forward, &tensors) }?;
@@ -168,7 +168,7 @@ fn step(
     Ok(StepTimes { plan: plan?, prepare: prepare?, first: first?, run: run?, merge, exchange })
 }
 
-/// All that was asked for, on one rank; rank 0 prints it. `side` is for what comes between the runs.
+/// Runs all requested measurements on one rank; rank 0 prints them. `side` is for communication between the runs.
 fn measure(end: impl Transport + 'static, side: &impl Transport, asked: &Asked) -> Result<()> {
     let mut rank = Rank::with_workers(end, asked.workers);
     let prints = side.rank() == 0;
@@ -239,7 +239,7 @@ fn processes(_: &Asked) -> Result<()> {
     panic!("--mpi needs a build with the feature mpi")
 }
 
-/// The numbers after an option, or these.
+/// The numbers after an option, or the default.
 fn numbers(name: &str, otherwise: &[usize]) -> Vec<usize> {
     let args: Vec<String> = std::env::args().collect();
     let Some(at) = args.iter().position(|a| a == name) else { return otherwise.to_vec() };

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Probes of AMX: products of tiles that stay in registers.
 //!
-//! The instructions have no stable intrinsics, so they are written in assembly. Tiles are state that the operating
-//! system saves only for processes that asked for it (`arch_prctl(ARCH_REQ_XCOMP_PERM)`); without that permission the
-//! first of them would be a fault, so it is asked for before a probe is handed out.
+//! The instructions have no stable intrinsics, so they are written in assembly. The operating system saves tiles only
+//! for processes that asked for permission (`arch_prctl(ARCH_REQ_XCOMP_PERM)`); without it the first tile instruction
+//! would fault. So permission is requested before a probe is returned.
 
 use crate::Probe;
 use core::arch::{
@@ -14,7 +14,7 @@ use core::arch::{
 /// Tile products of one call, in steps of four.
 const STEPS: usize = 2_000;
 
-/// `STEPS` times four products `tmm0..3 += tmm4..7` of 16 rows by 64 bytes, each on a sum of its own.
+/// `STEPS` times four products `tmm0..3 += tmm4..7` of 16 rows by 64 bytes, each with its own sum.
 macro_rules! products {
     ($name:ident, $product:literal) => {
         fn $name() -> f64 {
@@ -57,7 +57,7 @@ pub fn f16() -> Option<Probe> {
     (has_tiles() && leaf_7(1).eax >> 21 & 1 == 1).then_some(run_f16 as Probe)
 }
 
-/// Zeros where the CPU has no such leaf.
+/// Zeros if the CPU does not have this leaf.
 // Later compilers than the oldest that is supported call this intrinsic safe.
 #[allow(unused_unsafe)]
 fn leaf_7(sub: u32) -> CpuidResult {
@@ -70,7 +70,7 @@ fn leaf_7(sub: u32) -> CpuidResult {
 
 /// Whether the CPU has tiles and this process may use them.
 fn has_tiles() -> bool {
-    // EDX bit 24 of leaf 7.0 is AMX-TILE. AVX-512 stands for a system that saves wide state at all.
+    // EDX bit 24 of leaf 7.0 is AMX-TILE. AVX-512 is required as a sign that the system saves wide state.
     is_x86_feature_detected!("avx512f") && leaf_7(0).edx >> 24 & 1 == 1 && permission()
 }
 

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What this CPU can do at most: the ceilings that shares of the CPU kernels refer to.
+//! Upper limits of this CPU: the ceilings that the CPU kernels' shares refer to.
 //!
-//! Each probe keeps one execution unit busy with independent operations on registers and nothing else, for some 10 ms
-//! on every thread at once, and counts floating-point operations per second (a multiply-add is two). Copy is the
-//! standard library's copy of 128 MiB, and counts bytes read and bytes written. A probe whose instructions the CPU
-//! lacks is null.
+//! Each probe keeps one execution unit busy with independent operations on registers only, for some 10 ms on every
+//! thread at once, and counts floating-point operations per second (a multiply-add counts as two). Copy is the standard
+//! library's copy of 128 MiB; it counts bytes read plus bytes written. A probe is null if the CPU lacks its
+//! instructions.
 //!
 //! ```text
 //! cargo bench --bench ceilings                 the best of some seconds, as a table
 //! cargo bench --bench ceilings -- --serve      answers each line (a number of threads) with one JSON object
 //! ```
 //!
-//! Clocks and neighbours change within seconds, so `benches/peers/run cpu` asks again before every case and takes the
-//! best that it ever saw: shares are then not flattered by a slow moment of the probe.
+//! Clock rates and the load of neighbours change within seconds, so `benches/peers/run cpu` measures again before every
+//! case and uses the best figure so far: a slow moment of the probe then does not make a share look better.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -46,7 +46,7 @@ fn rate(probe: Probe, threads: usize) -> f64 {
     let ready = Barrier::new(threads);
     let one = || {
         ready.wait();
-        // The first calls bring the wide units up.
+        // The first calls make the CPU power up its wide units.
         probe();
         let (began, mut done) = (Instant::now(), 0.0);
         while began.elapsed() < BURST {

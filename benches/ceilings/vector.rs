@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Probes of vector units: f32 multiply-adds on the widest vectors, and dot products of bf16 pairs.
 //!
-//! Sixteen or so independent sums cover the latency of two units. Sums converge to a constant, so that no number
-//! becomes infinite or subnormal, and leave through `black_box`, so that none of it is removed.
+//! About sixteen independent sums cover the latency of two units. Sums converge to a constant, so that no number
+//! becomes infinite or subnormal, and are passed to `black_box`, so that the compiler removes none of them.
 
 use crate::Probe;
 #[cfg(target_arch = "x86_64")]
@@ -66,7 +66,7 @@ fn fma_avx2() -> f64 {
     (STEPS * SUMS * 8 * 2) as f64
 }
 
-/// Whatever the compiler makes of it for the target: on AArch64 that is NEON.
+/// Compiled for the target's vectors: NEON on AArch64.
 fn fma_portable() -> f64 {
     const SUMS: usize = 16;
     let (a, b) = (black_box(0.5f32), black_box(1.0f32));

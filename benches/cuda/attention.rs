@@ -11,10 +11,10 @@ use cpattn::call::{
 };
 use cpattn::kernel::cuda::{DeviceMemory, Staging};
 
-/// Rows, and keys, that are compared.
+/// The number of rows, and of keys, that are compared.
 const SAMPLES: usize = 12;
 
-/// Buffers of one call. What a direction does not need is empty.
+/// Buffers of one call. Buffers that a direction does not use are empty.
 struct Set {
     q: DeviceMemory,
     k: DeviceMemory,
@@ -37,7 +37,7 @@ pub struct Heads {
     k_ranges: Vec<Range>,
     pairs: Vec<u32>,
     sets: Vec<Set>,
-    /// Taken while a call borrows everything else.
+    /// `None` while a call borrows it together with other fields.
     staging: Option<Staging>,
 }
 
@@ -118,7 +118,7 @@ impl Heads {
         text(device.cuda.prepare(case.dtype, case.head_dim as u32, case.value_dim as u32))?;
         let mut heads = Self { case: case.clone(), host, q_ranges, k_ranges, pairs, sets, staging: None };
         heads.staging = Some(device.staging(heads.metadata_bytes(device)?)?);
-        // The backward needs a forward, merging something to merge into.
+        // The backward needs the results of a forward, and a merge needs running results.
         for set in 0..heads.sets.len() {
             match case.kind {
                 Kind::Backward => heads.forward(device, set)?,
@@ -186,7 +186,7 @@ impl Heads {
         }
     }
 
-    /// The casts after the backward: what a framework gives back has the element type.
+    /// The casts after the backward: a framework returns gradients in the element type.
     fn casts(&self, set: &Set) -> ([Block; 3], [RawTensor; 3]) {
         let shapes = shapes(&self.case);
         let of = |m: &DeviceMemory, dtype, i: usize| tensor(m, dtype, shapes[i].0, shapes[i].1);
@@ -210,7 +210,7 @@ impl Heads {
         Ok(bytes)
     }
 
-    /// Does something with another output mode.
+    /// Calls `f` with another output mode.
     fn as_mode(&mut self, mode: Mode, f: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let before = self.q_ranges.clone();
         self.q_ranges.iter_mut().for_each(|q| q.mode = mode);
@@ -249,7 +249,7 @@ impl Heads {
         })
     }
 
-    /// The rows, and keys, to compare: both ends of the first and of the longest document, and others at random.
+    /// The rows, and the keys, to compare: both ends of the first and of the longest document, and random ones.
     fn samples(&self) -> Vec<(usize, usize)> {
         let case = &self.case;
         let longest = (0..case.lengths.len()).max_by_key(|&i| case.lengths[i]).unwrap_or(0);
@@ -283,7 +283,7 @@ impl Prepared for Heads {
         }
         match case.kind {
             Kind::Backward => self.forward(device, 0)?,
-            // The same keys twice: o stays, every weight doubles.
+            // A merge of the same keys: o is unchanged, every weight doubles.
             Kind::Merge => self.as_mode(Mode::First, |s| s.forward(device, 0))?,
             _ => {}
         }

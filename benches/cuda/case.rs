@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is measured, as one line of words that this program and its Python peers both read:
+//! A case as one line of words, read by this program and by its Python peers:
 //!
 //! ```text
 //! NAME kind=forward dtype=bf16 heads=16/16 dims=128/128 mask=causal lengths=8192*2 peers=cudnn,flash
@@ -103,13 +103,14 @@ impl Case {
         panic!("token {token} of {}", self.tokens());
     }
 
-    /// As a row of results has it. Moves are counted as forward.
+    /// The value in a row of results. Moves are counted as forward.
     pub fn direction(&self) -> &'static str {
         if self.kind == Kind::Backward { "backward" } else { "forward" }
     }
 
-    /// Multiplications and additions of the matrix products, 0 for moves. Documents of one length follow the formula of
-    /// the field, `4 S² d H B` halved where causal; packs of several lengths count the pairs that the mask leaves.
+    /// Multiplications and additions of the matrix products, 0 for moves. For documents of one length this is the usual
+    /// formula, `4 S² d H B`, halved if causal; for packs of several lengths the pairs that the mask allows are
+    /// counted.
     pub fn flops(&self) -> f64 {
         let equal = self.lengths.iter().all(|&len| len == self.lengths[0]);
         let area = |len: usize| {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Attention in f64 for single rows and keys: whole results of these sizes would take the host hours.
+//! Attention in f64 for single rows and keys: complete results of these sizes would take the host hours.
 //!
-//! A q row needs its own document's keys alone. A key's gradient needs lse and delta of every query that reads it;
-//! those are taken from the device, and are themselves compared where rows are.
+//! A q row needs only the keys of its document. A key's gradient needs lse and delta of every query that reads it;
+//! these are taken from the device, and are compared themselves for the sampled rows.
 
 use crate::case::Case;
 use crate::device::decode;
@@ -14,7 +14,7 @@ pub struct Inputs {
     pub d_o: Vec<u16>,
 }
 
-/// What one row of q gives.
+/// The results for one row of q.
 pub struct Row {
     pub o: Vec<f64>,
     pub lse: f64,
@@ -103,7 +103,7 @@ impl Inputs {
 /// A relative error over all samples of one result.
 pub struct Error {
     pub name: &'static str,
-    /// What is allowed.
+    /// The largest error allowed.
     pub limit: f64,
     difference: f64,
     size: f64,
@@ -121,7 +121,7 @@ impl Error {
         }
     }
 
-    /// The error as a part of the limit; more than 1, or NaN, is wrong.
+    /// The error divided by the limit; above 1, or NaN, is wrong.
     pub fn part(&self) -> f64 {
         (self.difference / self.size.max(f64::MIN_POSITIVE)).sqrt() / self.limit
     }

@@ -48,12 +48,12 @@ impl Device {
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
         let mut cache = 0;
         let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
-        // A driver that does not tell gets the least number of sets.
+        // If the driver does not report it, the smallest number of sets is used.
         let _ = call!(cuDeviceGetAttribute(&raw mut cache, attribute, device));
         Ok(Self { cuda, stream: stream.cast(), name, cache: cache.max(0) as usize })
     }
 
-    /// Sets of buffers of so many bytes, so that a set has left the cache when its turn comes again.
+    /// The number of sets of buffers of `bytes` bytes such that a set has left the cache before it is used again.
     pub fn sets(&self, bytes: usize) -> usize {
         (2 * self.cache).div_ceil(bytes.max(1)).clamp(2, 8)
     }
@@ -62,7 +62,7 @@ impl Device {
         text(self.cuda.allocate(bytes))
     }
 
-    /// Room for many calls of `bytes` bytes, so that the host does not wait while it runs ahead.
+    /// Staging memory for many calls of `bytes` bytes, so that the host can run ahead without waiting.
     pub fn staging(&self, bytes: usize) -> Result<Staging> {
         text(self.cuda.staging(bytes * 16, 64))
     }
@@ -81,7 +81,7 @@ impl Device {
         call!(cuStreamSynchronize(self.stream.cast()))
     }
 
-    /// Whether the context still takes work. After a fault of a kernel it never does again.
+    /// Whether the context still works. After a fault of a kernel it stays unusable.
     pub fn answers(&self) -> Result<()> {
         self.synchronize()?;
         self.poison(&self.allocate(256)?)?;
@@ -97,7 +97,7 @@ impl Device {
         Ok(bytes)
     }
 
-    /// Seconds of `repeats` calls after `warmup` others, ascending. The host waits for none of them before the last.
+    /// Seconds of `repeats` calls after `warmup` further calls, ascending. The host waits only for the last call.
     pub fn times(
         &self,
         warmup: usize,
@@ -127,7 +127,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // At the end of the program nothing is left to do about a failure.
+        // A failure at the end of the program has no consequence.
         let _ = self.synchronize();
         let _ = call!(cuStreamDestroy_v2(self.stream.cast()));
         let _ = call!(cuDevicePrimaryCtxRelease_v2(0));

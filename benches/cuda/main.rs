@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Speed of the CUDA kernels, one JSON object per line and case, with a check of what they computed.
+//! Speed of the CUDA kernels, one JSON object per line and case, with a check of the results.
 //!
-//! A fast kernel that computes something else is worth nothing, so every case is first run over poisoned outputs and
-//! sampled rows of them are compared with attention in f64; only then is it timed. Times are of device events around
-//! each call, over several sets of buffers that together exceed the L2 cache, and the median counts. All that a call
-//! puts on the stream is inside: the copy of its lists, delta before the backward, the casts of the gradients after it.
+//! A fast kernel with wrong results is useless, so every case is first run over poisoned outputs, and sampled rows are
+//! compared with attention in f64; only then is it timed. Times are measured by device events around each call, over
+//! several sets of buffers that together exceed the L2 cache, and the median counts. A time includes everything that a
+//! call puts on the stream: the copy of its lists, delta before the backward, the casts of the gradients after it.
 //!
 //! Cases come from `benches/peers/cases.txt` (`tiny.txt` with `--tiny`, for an emulated driver), or with `--serve` one
-//! by one from the standard input: that is how `benches/peers/run` takes turns with other libraries.
+//! by one from the standard input: in this way `benches/peers/run` alternates with other libraries.
 
 mod attention;
 mod case;
@@ -20,16 +20,16 @@ use device::Device;
 use std::io::{BufRead, Write};
 use std::process::ExitCode;
 
-/// What can go wrong here is printed.
+/// Errors are texts, because they are only printed.
 pub type Result<T> = std::result::Result<T, String>;
 
 /// A case with its buffers.
 pub trait Prepared {
-    /// Puts one call on the stream, over this set of buffers.
+    /// Puts one call on the stream, with this set of buffers.
     fn launch(&mut self, device: &Device, set: usize) -> Result<()>;
     /// Sets of buffers.
     fn sets(&self) -> usize;
-    /// Runs once over poisoned outputs and compares; the largest error as a part of what is allowed.
+    /// Runs once over poisoned outputs and compares; returns the largest error divided by the limit.
     fn check(&mut self, device: &Device) -> Result<f64>;
 }
 
@@ -59,7 +59,7 @@ fn options() -> Result<Options> {
             "--serve" => options.serve = true,
             "--list" => options.list = true,
             "--jit" => options.jit = true,
-            // What `cargo bench` adds.
+            // `cargo bench` adds this argument.
             "--bench" => {}
             _ => {
                 return Err(format!(
@@ -72,7 +72,7 @@ fn options() -> Result<Options> {
     Ok(options)
 }
 
-/// A case that stays on the device until another is asked for, and whether its result was right.
+/// A case that stays on the device until another one is requested, and whether its result was right.
 struct Held {
     line: String,
     case: Case,
@@ -121,14 +121,14 @@ fn measure(device: &Device, options: &Options, held: &mut Held) -> Result<String
     ))
 }
 
-/// Answers every line; a failure is an answer too. A fault of a kernel spoils the context for good, and with it every
-/// case after: the program then ends behind the answer, which says `"ended": true`, and its caller starts it anew.
+/// Answers every line; a failure is an answer too. A fault of a kernel makes the context unusable for all later cases:
+/// the program then ends after the answer, which says `"ended": true`, and its caller starts it again.
 fn serve(device: &Device, options: &Options) -> Result<()> {
     let mut held: Option<Held> = None;
     for line in std::io::stdin().lock().lines() {
         let line = line.map_err(|e| e.to_string())?;
         if held.as_ref().is_none_or(|h| h.line != line) {
-            // The memory of the case before goes first.
+            // The memory of the previous case is freed first.
             drop(held.take());
         }
         let answer = match held.take() {
@@ -153,8 +153,8 @@ fn serve(device: &Device, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// How long the driver takes to make the kernels of each type and dims ready, as one line of JSON.
-/// `CUDA_CACHE_DISABLE=1` keeps earlier runs' results out of it.
+/// The time that the driver takes to compile the kernels of each type and dims, as one line of JSON. With
+/// `CUDA_CACHE_DISABLE=1` results of earlier runs are not used.
 fn jit() -> Result<()> {
     let device = Device::open()?;
     let mut seconds = Vec::new();

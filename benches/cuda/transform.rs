@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The moves of a Ulysses exchange: heads of all tokens gathered by destination, and spread again.
+//! The moves of a Ulysses exchange: heads of all tokens packed by destination, and unpacked again.
 
 use crate::case::{Case, Kind};
 use crate::device::{Device, normal, tensor, text};
@@ -10,7 +10,7 @@ use cpattn::kernel::cuda::{DeviceMemory, Staging};
 pub struct Moves {
     case: Case,
     host: Vec<u16>,
-    /// From and to.
+    /// Source and destination.
     sets: Vec<[DeviceMemory; 2]>,
     staging: Staging,
 }
@@ -20,7 +20,7 @@ fn blocks(case: &Case, [from, to]: &[DeviceMemory; 2]) -> (Vec<Block>, Vec<RawTe
     let width = case.heads / case.parts;
     let (whole, parts) = if case.kind == Kind::Pack { (from, to) } else { (to, from) };
     let all = tensor(whole, case.dtype, case.heads, case.head_dim);
-    // The parts lie one behind the other, as if all tokens of one followed those of another.
+    // The parts are stacked: all tokens of one part, then all tokens of the next.
     let stacked = tensor(parts, case.dtype, width, case.head_dim);
     let tokens = case.tokens() as u64;
     (0..case.parts)

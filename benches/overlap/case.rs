@@ -22,7 +22,7 @@ const HEAD_DIM: usize = 128;
 
 const PHASES: [&str; 3] = ["attention", "exchanges", "both"];
 
-/// CPU seconds of all threads of this process so far.
+/// CPU seconds used by all threads of this process so far.
 pub fn cpu() -> f64 {
     let tasks = std::fs::read_dir("/proc/self/task").expect("Linux");
     let seconds = tasks.flatten().filter_map(|task| {
@@ -32,10 +32,10 @@ pub fn cpu() -> f64 {
     seconds.sum::<f64>() * 1e-9
 }
 
-/// A rank's tensors, of its own tokens; inputs are random, and so are o, lse before a forward wrote them.
+/// The tensors of a rank's own tokens. Inputs are random; o and lse are too, until a forward writes them.
 struct Tensors {
     bindings: Bindings,
-    // What the bindings point to.
+    // The memory that the bindings point to.
     memory: Vec<Vec<f32>>,
 }
 
@@ -55,17 +55,17 @@ impl Tensors {
         Self { bindings, memory }
     }
 
-    /// A number of the results' bits: the same for the same results.
+    /// Hash of the results' bits.
     fn bits(&self) -> u64 {
         let all = self.memory.iter().flatten();
         all.fold(0, |n, x| (n ^ u64::from(x.to_bits())).wrapping_mul(0x0100_0000_01b3))
     }
 }
 
-/// Wall time of this rank and CPU time, of attention, exchanges and both.
+/// Wall time of this rank, and CPU time: of attention, of exchanges, and of both.
 type Round = [[f64; 2]; 3];
 
-/// Rounds of one plan and direction on this rank, and how many exchanges of how many bytes it sends.
+/// Rounds of one plan and direction on this rank; also the number of exchanges, and the bytes it sends in them.
 fn measure<T: Transport + 'static>(
     rank: &mut Rank,
     tap: &Tap<T>,
@@ -103,7 +103,7 @@ fn measure<T: Transport + 'static>(
     Ok((all, tap.written()))
 }
 
-/// Brings every rank's rounds to rank 0: wall times of the slowest, CPU times together.
+/// Collects every rank's rounds on rank 0: wall times of the slowest rank, sums of CPU times.
 fn gather<T: Transport>(tap: &Tap<T>, mine: &[Round]) -> Result<Vec<Round>> {
     let mut all: Vec<Vec<Round>> = vec![mine.to_vec(); tap.world()];
     let message = |peer, rounds: &mut Vec<Round>| Message {
@@ -152,7 +152,7 @@ fn json(name: &str, (mesh, direction): (&str, Direction), rounds: &[Round], (cou
     text
 }
 
-/// Every case on this rank; `counts`: whether CPU time of the process is this rank's to report. Lines on rank 0.
+/// Runs every case on this rank; `counts`: whether this rank reports the process's CPU time. Returns lines on rank 0.
 pub fn all<T: Transport + 'static>(name: &str, end: T, counts: bool, options: Options) -> Vec<String> {
     let world = end.world();
     let tap = tap(end);

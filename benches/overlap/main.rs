@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How much of the communication of a run shows in its time: attention alone, its exchanges alone, both together.
+//! The part of a run's communication that its time exposes: attention alone, its exchanges alone, and both together.
 //!
 //! `benches/overlap/run` is the command; it starts this program for ranks that are threads (transport `local`) and,
 //! under `mpirun`, for ranks that are processes (`--mpi`), and puts gloo beside them (`gloo.py`). Every rank measures
@@ -9,12 +9,12 @@
 //! - *exchanges*: the same messages, in the same batches, one batch after another, without any attention between;
 //! - *both*: the run.
 //!
-//! What is exposed is both minus attention, in each round; its median is the figure. Wall time is that of the slowest
-//! rank, between two agreements. CPU time is that of all ranks and all of their threads. Where there are fewer cores
-//! than ranks, no copy can hide: it takes a core from some rank's attention. What CPU time is added is then the
-//! steadier measure; it says what the transport costs, and nothing about who waits for whom.
+//! The exposed communication is both minus attention, in each round; its median is the figure. Wall time is that of the
+//! slowest rank, between two agreements. CPU time is that of all ranks and all of their threads. With fewer cores than
+//! ranks no copy can overlap: it takes a core from some rank's attention. Then the CPU time added is the steadier
+//! measure; it shows the cost of the transport, but not the waits between ranks.
 //!
-//! With `--operations RUNS` it measures instead what an operation costs beside its copy and its kernel
+//! With `--operations RUNS` it measures instead the cost of an operation without its copy and its kernel
 //! (`operations.rs`).
 
 mod case;
@@ -30,14 +30,14 @@ use std::{process::ExitCode, thread, time::Duration};
 
 use cpattn::transport::{Transport, local};
 
-/// What was asked for.
+/// Command-line options.
 #[derive(Clone, Copy)]
 struct Options {
     tokens: usize,
     rounds: usize,
-    /// Ranks that are threads; of processes, `mpirun` says how many there are.
+    /// Number of ranks as threads; for processes, `mpirun` gives the number.
     ranks: usize,
-    /// Runs of a few tokens to measure operations with, instead of all else.
+    /// Number of runs of a few tokens for measuring operations; replaces all other measurements.
     operations: Option<usize>,
 }
 
@@ -52,7 +52,7 @@ fn number(name: &str) -> Option<usize> {
     }
 }
 
-/// What was asked for, on one rank; `counts`: whether CPU time of the process is this rank's to report.
+/// Runs the requested measurement on one rank; `counts`: whether this rank reports the process's CPU time.
 fn measure<T: Transport + 'static>(name: &str, end: T, counts: bool, options: Options) -> Vec<String> {
     match options.operations {
         Some(runs) => operations::all(name, end, counts, runs),
@@ -63,7 +63,7 @@ fn measure<T: Transport + 'static>(name: &str, end: T, counts: bool, options: Op
 fn threads(options: Options) -> Vec<String> {
     let ends = local::group(options.ranks, DEADLINE).expect("a group");
     thread::scope(|scope| {
-        // CPU time is counted once for the process, by rank 0.
+        // Rank 0 reports the process's CPU time.
         let threads: Vec<_> = ends
             .into_iter()
             .enumerate()
@@ -103,7 +103,7 @@ fn main() -> ExitCode {
         operations: number("--operations"),
     };
     let lines = if std::env::args().any(|a| a == "--mpi") { processes(options) } else { threads(options) };
-    // Rank 0's, one JSON object a line.
+    // Lines of rank 0, one JSON object each.
     lines.iter().for_each(|line| println!("{line}"));
     ExitCode::SUCCESS
 }

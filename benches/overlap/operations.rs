@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What an operation costs beside its copy and its kernel: a plan of a few tokens, run thousands of times.
+//! The cost of an operation without its copy and its kernel: a plan of a few tokens, run thousands of times.
 //!
-//! Eight tokens a rank, one head of 16: the kernels and copies of such a run take next to nothing, so what is left is
-//! the runtime and the transport. The same runs over a transport that moves nothing (`tap.rs`) are the runtime alone;
-//! the difference, over the exchanges, is what an exchange costs. What the kernels take is measured in runs that are
-//! recorded: the median time of each operation of the compute lane, which an interruption does not move. CPU time is
-//! that of all ranks and all of their threads, so that it hardly depends on who else uses the machine; the clock counts
-//! what waiting for a core takes too. A real-time priority keeps other work away (`chrt -f 10 benches/overlap/run
-//! --operations 3000`).
+//! With eight tokens a rank and one head of 16, kernels and copies take almost no time, so the measured time is that of
+//! the runtime and the transport. The same runs over a transport that moves nothing (`tap.rs`) give the runtime alone;
+//! the difference, divided by the exchanges, is the cost of an exchange. The time of kernels is measured in recorded
+//! runs: the median time of each operation of the compute lane, which an interruption does not change. CPU time is that
+//! of all ranks and all of their threads, so it hardly depends on other users of the machine; wall time includes waits
+//! for a core. A real-time priority keeps other work away (`chrt -f 10 benches/overlap/run --operations 3000`).
 
 use std::time::Instant;
 
@@ -26,10 +25,10 @@ use crate::{
 
 const DIM: usize = 16;
 
-/// Microseconds of a run by the clock and of CPU time: held back, and through; at last those of the kernels, twice.
+/// Microseconds of a run, as wall time and CPU time: with exchanges held back, with exchanges, and (twice) of kernels.
 type Times = [[f64; 2]; 3];
 
-/// How many runs are recorded.
+/// The number of recorded runs.
 const RECORDED: usize = 101;
 
 fn measure<T: Transport + 'static>(tap: &Tap<T>, plan: &Plan, runs: usize, counts: bool) -> Result<Times> {
@@ -88,7 +87,7 @@ fn kernels<T: Transport + 'static>(tap: &Tap<T>, rank: &mut Rank, plan: &Plan, t
     Ok(all.iter_mut().map(median).sum::<u64>() as f64 * 1e-3)
 }
 
-/// Rank 0 learns the sum of all ranks' times.
+/// Rank 0 receives the sum of all ranks' times.
 fn sum<T: Transport>(tap: &Tap<T>, mine: Times) -> Result<Times> {
     let mut all = vec![mine; tap.world()];
     let message = |peer, times: &mut Times| Message { peer, ptr: times.as_mut_ptr().cast(), bytes: size_of::<Times>() };

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A hook that records the exchanges of a transport, and can hold them back.
 //!
-//! Held back, an exchange returns at once and moves nothing: a run then takes the time of its attention, and its
-//! results are meaningless. What a run checks on the way is the tag of 16 bytes before the first message from each
-//! peer: a number of the plan and direction, and the number of the run. Ranks that run the same have the same tag, so
-//! the rank is given its own: the one that it sends in this run, or, before it has sent any, that of its last run with
-//! the next number.
+//! An exchange that is held back returns at once and moves nothing: a run then takes the time of its attention, and its
+//! results are meaningless. During the run only the tag of 16 bytes before the first message from each peer is checked:
+//! a number of the plan and direction, and the number of the run. Ranks with the same run have the same tag, so the
+//! rank is given its own tag: the one that it sends in this run or, before it has sent one, the tag of its last run
+//! with the next run number.
 //!
-//! What was written down can be sent again, batch by batch, while no run is under way: the addresses are those of the
-//! rank's workspace and of tensors that outlive the rank.
+//! Recorded exchanges can be sent again, batch by batch, between runs: their addresses are those of the rank's
+//! workspace and of tensors that outlive the rank.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -24,15 +24,15 @@ const TAG: usize = 16;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// Exchanges go through.
+    /// Exchanges are passed on.
     Through,
-    /// They go through and are written down.
+    /// Exchanges are passed on and recorded.
     Record,
-    /// They move nothing.
+    /// Exchanges move nothing.
     Hold,
 }
 
-/// One exchange as it was listed.
+/// The messages of one recorded exchange.
 struct Batch {
     label: Label,
     sends: Vec<Message>,
@@ -42,7 +42,7 @@ struct Batch {
 struct State {
     mode: Mode,
     batches: Vec<Batch>,
-    /// The last tag that this rank sent, or would have, and whether that was in this run.
+    /// The last tag that this rank sent, or would have sent, and whether it was in this run.
     tag: [u64; 2],
     fresh: bool,
 }
@@ -75,7 +75,7 @@ impl State {
 /// The hook of one rank.
 pub struct Recorder(Mutex<State>);
 
-/// One end of a transport, with the hook: for its rank, and for what sets the mode.
+/// One end of a transport with the hook, shared by its rank and the code that sets the mode.
 pub type Tap<T> = Arc<Through<T, Recorder>>;
 
 /// Puts the hook before a transport.
@@ -91,7 +91,7 @@ impl Recorder {
 }
 
 impl<T: Transport> Through<T, Recorder> {
-    /// What becomes of the exchanges of the next run. [`Mode::Record`] forgets what was written down.
+    /// Sets the mode of the next run. [`Mode::Record`] clears earlier records.
     pub fn set(&self, mode: Mode) {
         let mut state = self.hook.state();
         (state.mode, state.fresh) = (mode, false);
@@ -100,13 +100,13 @@ impl<T: Transport> Through<T, Recorder> {
         }
     }
 
-    /// How many exchanges were written down, and the bytes that they sent.
+    /// The number of recorded exchanges, and the bytes that they sent.
     pub fn written(&self) -> (usize, usize) {
         let state = self.hook.state();
         (state.batches.len(), state.batches.iter().flat_map(|b| &b.sends).map(|m| m.bytes).sum())
     }
 
-    /// Sends what was written down again.
+    /// Repeats the recorded exchanges.
     ///
     /// # Safety
     /// The rank that listed it is alive and in no run, and has run no other plan since; its tensors are alive.

@@ -7,7 +7,7 @@ use cpattn::kernel::cpu::{self, Scratch};
 use half::{bf16, f16};
 use std::time::Instant;
 
-/// What a pack has beside its documents.
+/// The properties of a pack except its documents.
 #[derive(Clone, Copy)]
 pub struct Shape {
     pub heads: u32,
