@@ -2,14 +2,19 @@
 //! An upper bound on the size of a workspace.
 //!
 //! The bound is computed from the sizes of shares alone, without a schedule. Tests compare every schedule with it, to
-//! find forgotten buffers. On the ring, forward: two slots for k and v of others, and o with two words of lse a row in
-//! the accumulator's type; where q circulates, two slots for q and the partial results of the same rows. Backward: the
-//! two slots; of the travelling gradients two leaving, one arriving and the sum, dq, and delta. Where documents or
-//! stripes leave a share in many pieces, what one ring step sends may be packed first, once for each reader. Over
-//! several nodes there are two node slots, and for gradients two sums of the same rows, each of an owner's share, or in
-//! the gather form one of an owner's share of each other node. Ulysses adds the share itself for the rank's heads, and
-//! room for what the all-to-alls move, twice: going in and coming out, over the bytes that the ring uses in between.
-//! Where they cross by gateways, these have rows of one owner of each other node too.
+//! find forgotten buffers. It counts:
+//!
+//! - *Ring, forward*: two slots for k and v of other ranks; o, with two words of lse a row, in the accumulator's type.
+//!   If q circulates, two slots for q and for the partial results of the same rows.
+//! - *Ring, backward*: the two slots; for the gradients that travel two buffers that leave, one that arrives, and the
+//!   sum; dq; delta.
+//! - *Packing*: if documents or stripes leave a share in many pieces, the rows that one ring step sends may be packed
+//!   first, once for each reader.
+//! - *Several nodes*: two node slots; for gradients two sums of the same rows, each of an owner's share, or in the
+//!   gather form one of an owner's share of each other node.
+//! - *Ulysses*: the share itself for the rank's heads, and the buffers of the all-to-alls, going in and coming out,
+//!   over the bytes that the ring uses in between. With gateways these buffers also have rows of one owner of each
+//!   other node.
 
 use crate::plan::{Options, Plan, Wire};
 use crate::{

@@ -27,11 +27,11 @@ pub struct Fragment {
 /// Which segments of a share are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
-    /// Those that are sent in ring direction.
+    /// Segments that are sent in ring direction.
     Forward,
-    /// Those that are sent in the reverse direction.
+    /// Segments that are sent in the reverse direction.
     Reverse,
-    /// All of them.
+    /// All segments.
     All,
 }
 

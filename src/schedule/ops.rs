@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a schedule is made of: buffers, views of their rows and heads, and operations on them.
+//! The parts of a schedule: buffers, views of their rows and heads, and operations on them.
 
 use alloc::vec::Vec;
 
@@ -95,7 +95,7 @@ pub enum Lane {
 /// [`Schedule::sources`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockView {
-    /// What is written.
+    /// The destination.
     pub dst: BufferView,
     /// First source.
     pub sources_begin: u32,
@@ -123,7 +123,7 @@ pub(crate) struct StepTensor {
     pub slot: BufferView,
 }
 
-/// What a forward call of the kernel is for.
+/// The purpose of a forward call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AttendPart {
     /// The rank's own q over k and v of a ring step.
@@ -198,7 +198,7 @@ pub(crate) struct BackwardOp {
     pub heads: HeadMap,
 }
 
-/// What an operation does.
+/// The kind of an operation, with its arguments.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum OpKind {
     /// `delta = rowsum(do ∘ o)` of the caller's rows into a buffer.

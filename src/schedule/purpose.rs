@@ -4,7 +4,7 @@
 use super::{AllToAll, AllToAllDirection, Direction, OWN_HEADS, OWN_TOKENS, TensorId};
 use crate::{batch::Side, element::Dtype, plan::Plan};
 
-/// What the schedules of a group are to do.
+/// The purpose of a group's schedules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
     Attention(Direction),

@@ -53,7 +53,7 @@ enum Type {
     F32,
 }
 
-/// What a direction does with a tensor.
+/// The use of a tensor in one direction.
 #[derive(Clone, Copy)]
 enum Role {
     Absent,

@@ -14,7 +14,7 @@ use crate::{
     schedule::{Lane, Schedule},
 };
 
-/// What a task does.
+/// The work of a task.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum TaskWork {
     /// Works for this many seconds, on a core if the machine has cores.

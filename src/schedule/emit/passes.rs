@@ -324,7 +324,7 @@ impl Builder<'_> {
     }
 }
 
-/// What the calls of one pass have in common.
+/// Arguments that all calls of one pass share.
 #[derive(Clone, Copy)]
 struct Call {
     pass: Pass,

@@ -46,7 +46,7 @@ struct Flow {
     of_keys: bool,
 }
 
-/// What has crossed so far.
+/// The rows and bytes that have crossed so far.
 pub(super) struct NodeBorders {
     /// Ranks of a node.
     ranks: usize,

@@ -3,7 +3,7 @@
 
 use alloc::vec::Vec;
 
-/// What a proof counted.
+/// The counts of a proof.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Report {
