@@ -219,7 +219,7 @@ impl Plan {
     }
 
     /// Whether a forward in which q circulates packs it first: if the option asks for it, or if the automatic choice
-    /// sends q. The caller did not ask for q then, and may give it any strides.
+    /// sends q, which may then have any strides because the caller did not ask for it.
     pub(crate) fn packs_forward_queries(&self) -> bool {
         let options = self.options();
         options.pack_inputs || options.circulate_forward == Circulate::Auto

@@ -6,8 +6,8 @@
 //!
 //! Two levels matter only if more than one rank of a node needs a row of another node. On a ring over several nodes
 //! this is so if a node has several ring ranks, or ranks that hold the same kv head; in an all-to-all over several
-//! nodes, if ranks of one node hold the same kv head. Otherwise plans have schedules of one level, which are the same;
-//! the exception is `reproducible`, where the partials of all q heads cross.
+//! nodes, if ranks of one node hold the same kv head. Otherwise plans have the schedules of one level, which send as
+//! few bytes, except with `reproducible`, where the partials of all q heads cross.
 //!
 //! The part of a mesh's bytes that crosses between nodes ([`crossing`]) is computed here for both choices: the rules of
 //! thumb, and the description of a machine.
@@ -97,7 +97,7 @@ pub(crate) struct CrossingShares {
     pub near: bool,
 }
 
-/// Of a rank's rows of k and v from other nodes, the part that crosses to this rank itself, if the ranks of a node that
+/// The part of a rank's rows of k and v from other nodes that crosses to this rank itself, if the ranks of a node that
 /// hold the same kv head divide them. `held`: the most kv heads of a rank.
 pub(crate) fn divided(problem: &Problem, mesh: Mesh, holders: usize, held: u64) -> Fraction {
     if holders == 1 {
