@@ -91,8 +91,8 @@ impl HostRank {
         if self.workspace.is_short(needed) {
             // Freed first, so that the rank never holds both.
             let held = self.workspace.take_own().map_or(0, |own| own.bytes() as u64);
-            // The plans of a sequence that grows need a little more in each step, and new memory costs more than the
-            // plan: so there is room to spare, but not where a backward follows a forward and needs much more.
+            // A sequence that grows needs a little more memory in each step, and new memory costs more than planning.
+            // So allocate spare memory, except after a large step, such as from a forward to its backward.
             let room = if held >= needed - needed / 4 { needed.saturating_add(needed / 4) } else { needed };
             self.workspace.set_own(HostMemory::new(room).or_else(|_| HostMemory::new(needed))?);
         }

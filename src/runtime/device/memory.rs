@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The device memory that a rank's runs work in: its own, or lent by the caller.
 //!
-//! Before memory is freed or given back, the host waits for what the rank enqueued. What a captured graph may still use
-//! is kept for as long as the rank lives.
+//! Before memory is freed or given back, the host waits for the rank's enqueued work. Memory that a captured graph may
+//! still use is kept for as long as the rank lives.
 
 use std::format;
 
