@@ -33,7 +33,7 @@ impl Shared {
         enqueue([from, to], &mut next).inspect_err(|_| board.take_back(from, to))
     }
 
-    /// Notes that a rank whose batch is complete is to be woken.
+    /// Records a rank to be woken, if its batch is complete.
     fn wake_if_complete(&self, board: &mut Board, rank: usize, woken: &mut ToWake) {
         let place = &mut board.ranks[rank];
         if place.phase == Phase::Exchange && place.unread + place.unwritten == 0 && place.parked {
@@ -80,7 +80,7 @@ impl Local {
         let (mut outcome, mut woken) = (Ok(()), ToWake::default());
         for peer in (0..shared.world).filter(|&peer| peer != rank) {
             for pair in [[peer, rank], [rank, peer]] {
-                // A failure takes all lists down, one after another: nothing is begun after it.
+                // A failure removes all lists; after it no message begins.
                 if outcome.is_ok() && board.error(rank, label).is_none() {
                     outcome = shared.enqueue_between(&mut board, pair, enqueue);
                 }
@@ -107,7 +107,7 @@ impl Local {
         outcome
     }
 
-    /// For models: an exchange that whichever thread comes second copies.
+    /// For models: an exchange whose bytes are copied by the thread that arrives second.
     ///
     /// # Safety
     /// As [`exchange`](super::Transport::exchange).

@@ -148,15 +148,15 @@ impl Api {
     /// The library of this process.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] when there is none, or it is older than 2.14: says the names that were tried, or the
-    /// version that was found and the one that is needed.
+    /// [`Error::Unsupported`] when there is none, or it is older than 2.14: with the names that were tried, or the
+    /// version that was found and the required one.
     pub(super) fn get() -> Result<&'static Self> {
         static API: OnceLock<Api> = OnceLock::new();
         if let Some(api) = API.get() {
             return Ok(api);
         }
         let api = open(NAMES)?;
-        // Of two threads that come at once one is late: its table is the same, and its handle of the library is closed.
+        // If two threads come at once, the second table equals the first, and its handle of the library is closed.
         Ok(API.get_or_init(|| api))
     }
 
@@ -165,7 +165,7 @@ impl Api {
         if code == SUCCESS { Ok(()) } else { Err(self.error(call, code)) }
     }
 
-    /// As [`check`](Self::check), of a call that may go on behind the caller's back. Whether it does.
+    /// As [`check`](Self::check), for a call that may continue in the background. Returns whether it does.
     pub(super) fn begun(&self, call: &'static str, code: c_int) -> Result<bool> {
         if code == IN_PROGRESS { Ok(true) } else { self.check(call, code).map(|()| false) }
     }
