@@ -32,7 +32,7 @@ pub(crate) struct LaunchRecorder<'a> {
     metadata: Vec<MetadataUnit>,
     /// Bytes of `metadata` that are used.
     used: usize,
-    /// Bytes of the words of the launch that has the most.
+    /// The largest number of bytes of words that one launch uses.
     words: usize,
     /// The symbol of the word that launches count in and leave at zero, if any does.
     counter: Option<u64>,
@@ -119,14 +119,14 @@ impl<'a> LaunchRecorder<'a> {
         self.cuda
     }
 
-    /// Keeps a table of one number for each head; the tensor that kernels read it from.
+    /// Keeps a table of one number for each head, and returns the tensor from which kernels read it.
     pub(crate) fn table(&mut self, values: &[f32]) -> RawTensor {
         let at = self.array(bytemuck::cast_slice(values));
         let ptr = core::ptr::without_provenance_mut(metadata_symbol(at) as usize);
         RawTensor::compact(ptr, Dtype::F32, 1, values.len() as u32, 1)
     }
 
-    /// Keeps bytes; where they begin in the metadata.
+    /// Keeps bytes, and returns their offset in the metadata.
     fn array(&mut self, bytes: &[u8]) -> usize {
         let at = self.used;
         self.used += padded(bytes.len());

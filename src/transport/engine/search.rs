@@ -58,7 +58,7 @@ struct SearchState {
     /// Why this rank has ended.
     ended: Option<String>,
     wait: Option<Wait>,
-    /// When the current wait began; without a wait, when the last one ended.
+    /// When `wait` was set last.
     since: Duration,
     verdict: Option<Verdict>,
     connected: bool,
