@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which documents of a call run on matrix units, and which on vectors.
 //!
-//! For types that need several parts per number (`forms.rs`), tiles are faster in long documents only; in the backward
-//! of all types, tiles are faster in documents of more than a few rows. A pack may have documents of both kinds, so the
-//! choice is made for each document. Documents share no row that is written. The units of a call are therefore two
+//! For types that need several parts per number (`forms.rs`), tiles are faster in long documents only. For types of one
+//! part, the backward is faster on tiles except in documents of a few rows. A pack may have documents of both kinds, so
+//! the choice is made for each document. Documents share no row that is written. The units of a call are therefore two
 //! lists, one on tiles and one on vectors; a worker begins the second list when the first is empty.
 //!
 //! The rule depends on the document alone, so that forward and backward of f32 make the same choice: on its length, if
