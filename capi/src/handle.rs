@@ -21,7 +21,7 @@ use super::status::{CPATTN_BUSY, CPATTN_INVALID_HANDLE, Fail, Outcome};
 
 /// The content of a kind of handle.
 pub(super) trait HandleKind: Send + Sync + 'static {
-    /// As the header calls it.
+    /// The name in the header.
     const NAME: &'static str;
     /// First word of a live handle of this kind.
     const MAGIC: u64;

@@ -46,7 +46,7 @@ impl From<Error> for Fail {
 }
 
 thread_local! {
-    /// `None` until the thread's first failure; and the rank that it names.
+    /// The text of the thread's last failure and the rank that it names; `None` before the first.
     static LAST: RefCell<Option<(CString, i64)>> = const { RefCell::new(None) };
 }
 
@@ -55,7 +55,7 @@ fn keep(text: String, peer: Option<usize>) {
     bytes.retain(|&b| b != 0);
     // A text without a zero byte is a C string.
     let text = CString::new(bytes).unwrap_or_default();
-    // While the thread ends, nothing can read it any more.
+    // While the thread ends, its last error cannot be read any more.
     let _ = LAST.try_with(|last| {
         if let Ok(mut last) = last.try_borrow_mut() {
             *last = Some((text, peer.map_or(-1, |rank| rank as i64)));
