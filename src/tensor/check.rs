@@ -90,7 +90,7 @@ pub(super) fn describe<T: Element>(
             format!("tokens × heads × dim = {tokens} × {heads} × {dim} = {count}"),
         ));
     }
-    // No more than the sums above, so it cannot overflow.
+    // Not larger than the sums above, so it cannot overflow.
     let needed = if empty { 0 } else { (tokens - 1) * token_stride + (heads - 1) * head_stride + dim };
     if needed > len {
         let expected = format!("at least {needed} for shape {shape:?} with strides {strides:?}");
@@ -114,7 +114,7 @@ pub(super) fn compact_strides(heads: usize, dim: usize) -> Result<[usize; 2]> {
     Ok([token_stride, dim])
 }
 
-/// Checks a description that came from outside: the promises that `describe` makes of its own.
+/// Checks a tensor description from outside for the properties that `describe` guarantees.
 pub(super) fn check_raw<T: Element>(t: &RawTensor) -> Result<()> {
     if t.dtype != T::DTYPE {
         return Err(Error::invalid("dtype", t.dtype, T::DTYPE));
