@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Locks, condition variables, atomics and threads: the standard library's, or loom's.
 //!
-//! The primitives by which ranks, lanes and workers of a process wait for each other (transport `local`, the lanes of a
+//! The code with which ranks, lanes and workers of a process wait for each other (transport `local`, the lanes of a
 //! rank, the order of dq) takes its primitives from here, so that the model checker explores the same code that runs in
 //! production. Waits for something outside of the process are not in a model: MPI's requests and notices, and the
-//! thread that looks at NCCL and at the driver; tests over processes and over the stand-ins cover these. Loom's are
-//! taken under the crate's own `--cfg cpattn_loom`: a user who model-checks with `--cfg loom` does not change this
-//! crate by accident. Time does not exist in a model, so there a wait never expires, and a wait that no thread ends is
-//! reported by loom as a deadlock.
+//! thread that watches NCCL and the driver; tests over processes and over the stand-ins cover these. Loom's primitives
+//! are used under the crate's own `--cfg cpattn_loom`: a user who model-checks with `--cfg loom` does not change this
+//! crate by accident. Time does not exist in a model, so there a wait never expires, and loom reports a wait that no
+//! thread ends as a deadlock.
 //!
 //! Poison is ignored: no code of this crate leaves a locked value half-written when it unwinds.
 

@@ -2,9 +2,9 @@
 //! Arguments from C: structs that begin with their size, arrays, flags, and pointers for results.
 //!
 //! The size makes programs and libraries of different versions compatible. A new member is added after all others,
-//! never in former padding, and 0 means "as before"; every INIT macro writes 0. So a struct from an earlier header,
-//! which is shorter than ours, is treated as if it ended with zeros. A struct from a later header, which is longer, is
-//! accepted if all members that we do not know are zero.
+//! never in former padding, and 0 gives the behaviour of earlier versions; every INIT macro writes 0. So a struct from
+//! an earlier header, which is shorter than ours, is treated as if it ended with zeros. A struct from a later header,
+//! which is longer, is accepted if all members that we do not know are zero.
 
 use core::{
     ffi::{CStr, c_char},

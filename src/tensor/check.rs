@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The checks of every view when it is made, and of every tensor argument of a public call.
 //!
-//! Two things can be wrong with a tensor by itself: it reaches beyond its memory, or its numbers do not fit. Both are
-//! found here, once, so that nothing later checks an offset: one past the end of every dimension, in bytes, fits an
-//! i64. That is asked even of tensors without elements, because they have sub-views like any other.
+//! A tensor by itself can have two faults: it reaches beyond its memory, or its numbers do not fit. Both are found
+//! here, once, so that later code need not check offsets: one past the end of every dimension, in bytes, fits an i64.
+//! This also holds for tensors without elements, because they have sub-views like any other.
 //!
 //! A name is empty in the constructors of views, where the arguments are the parameters themselves, and an argument of
 //! the call (`k`) in [`expect`]. The memory itself is not accessed here.

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Checks whether two tensors overlap, and whether a tensor overlaps itself.
 //!
-//! Hulls do not answer that: dq, dk and dv cut from one `[tokens, 3, heads, dim]` buffer have overlapping hulls and no
-//! byte in common. A tensor is a set of equal rows at `base + i · token_stride + j · head_stride`. Two rows meet when
-//! their distance is smaller than a row, so two tensors meet when some sum of stride multiples, each multiple within
-//! bounds, falls into a short interval. Strides are taken from the largest down, and at each one only the multiples
-//! are tried from which the smaller strides can still reach the interval. For nested layouts that leaves one or two,
-//! the last stride is a division, and equal strides of both tensors count as one. Common divisors settle most of the
-//! rest without a search.
+//! Hulls are not enough: dq, dk and dv cut from one `[tokens, 3, heads, dim]` buffer have overlapping hulls and no byte
+//! in common. A tensor is a set of equal rows at `base + i · token_stride + j · head_stride`. Two rows meet when their
+//! distance is smaller than a row, so two tensors meet when some sum of stride multiples, each multiple within bounds,
+//! falls into a short interval. Strides are taken from the largest down. For each stride, the search tries only the
+//! multiples from which the smaller strides can still reach the interval. For nested layouts these are one or two, the
+//! last stride is a division, and equal strides of both tensors count as one. Common divisors settle most of the rest
+//! without a search.
 //!
-//! The search counts its steps and gives up after [`BUDGET`] of them, which takes strides that neither nest nor agree
+//! The search counts its steps and gives up after [`BUDGET`] of them. This needs strides that neither nest nor agree
 //! nor divide, and extents in the tens of thousands. Such a pair is refused, with an error that names this reason: the
 //! caller can copy a tensor, but an unnoticed overlap would give a wrong result. All arithmetic is in bytes and in
 //! `i128`, where it cannot wrap: 64-bit strides are bounded by [`hull`] first. Nothing here allocates unless it

@@ -27,10 +27,10 @@ pub enum Isa {
     /// AVX-512 with BF16 dot products, for bf16; AVX-512 for the other types, and for the backward of aligned calls.
     /// The instruction takes subnormal bf16 for 0, as matrix units do.
     Avx512Bf16,
-    /// AMX tiles of bf16: for bf16, for f16 as the sum of two of them (as it is where the machine has AMX-FP16), for
-    /// f32 as the sum of three. AVX-512 for f64, for the backward of aligned calls, for f32 and f16 in parts in aligned
-    /// calls and for short documents, and in the backward for very short ones of every type. Matrix units take
-    /// subnormal numbers for 0, and so f32 tensors with nothing but numbers below 1e-30 lose digits: force
+    /// AMX tiles. bf16 is used as it is; f16 as the sum of two bf16, or as it is if the machine has AMX-FP16; f32 as
+    /// the sum of three bf16. AVX-512 is used for f64, for the backward of aligned calls, for f32 and f16 in parts in
+    /// aligned calls and for short documents, and in the backward for very short documents of every type. Matrix units
+    /// take subnormal numbers for 0, and so f32 tensors with nothing but numbers below 1e-30 lose digits: force
     /// [`Isa::Avx512`] for those.
     Amx,
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The launch of the fused backward: one kernel for dq, dk and dv, for either family. Both have the same metadata, but
-//! for the lists of tiles of keys where those of one have more keys than the other's.
+//! The launch of the fused backward: one kernel for dq, dk and dv, for either family. The metadata of both families is
+//! the same; only the lists of tiles of keys differ if the tiles of one have more keys.
 
 use super::dq_semaphore::{self, DqSemaphore, TilesOfKeys};
 use super::either_backward::DealtOut;

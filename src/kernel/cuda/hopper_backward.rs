@@ -20,8 +20,8 @@ use crate::call::AttendBackward;
 /// Bytes of shared memory behind the tiles, for barriers.
 const CONTROL: u32 = 2560;
 
-/// Bytes of probabilities that wait in shared memory: a quarter where dk and dv leave too few registers, and all where
-/// they are made by one warpgroup for both.
+/// Bytes of probabilities that wait in shared memory: a quarter of them if dk and dv leave too few registers, and all
+/// of them if one warpgroup makes them for both.
 const fn parked(d: u32, dv: u32, m: u32, n: u32) -> u32 {
     if n == 64 {
         2 * m * n

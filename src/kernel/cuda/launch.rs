@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A launch as plain data: the kernel, its grid, and its parameters as bytes.
 //!
-//! Every call is made into launches first and launched then. What is made needs no driver, so that a plan can make the
-//! launches of all its calls once and keep them ([`recorded`](super::recorded)); a single call makes its launches and
-//! puts them on a stream at once ([`Cuda::launch`]). Where the metadata of a call is written to is said by
-//! [`MetadataBuffer`].
+//! A call is first converted into launches, and these are launched then. The conversion needs no driver, so a plan can
+//! make the launches of all its calls once and keep them ([`recorded`](super::recorded)); a single call makes its
+//! launches and puts them on a stream at once ([`Cuda::launch`]). [`MetadataBuffer`] determines where the metadata of a
+//! call is written.
 
 use super::Cuda;
 use super::check::Checker;

@@ -3,12 +3,12 @@
 //!
 //! A [`LaunchRecorder`] takes the calls of a plan, with symbols for addresses
 //! ([`base_addresses`](super::base_addresses)), and makes their launches and metadata. [`LaunchRecorder::keep`] puts
-//! all metadata into one block of device memory. What is left for a run is to write the addresses of its bases into the
-//! parameters, to clear the words that a launch counts in, and to launch.
+//! all metadata into one block of device memory. A run then only writes the addresses of its bases into the parameters,
+//! clears the words that a launch counts in, and launches.
 //!
-//! All launches that count do so in the same words, one after the other: they are those of one stream. All forwards for
-//! `sm_90a` take their items by one word of the metadata, which every launch leaves at zero: one after the other, too,
-//! and so are the runs of a plan and the replays of its graphs.
+//! All launches that count use the same words, one after the other, since they are on one stream. All forwards for
+//! `sm_90a` take their items by one word of the metadata, which every launch leaves at zero. So they, the runs of a
+//! plan and the replays of its graphs must run one after the other too.
 
 use super::Cuda;
 use super::base_addresses::{BaseAddresses, BaseOffset, BaseShapes, Meaning, meaning, metadata_symbol, words_symbol};
@@ -251,13 +251,13 @@ impl RecordedLaunches {
         }
     }
 
-    /// Puts launch `i` on a stream, behind what clears its words. The context is current.
+    /// Puts launch `i` on a stream, after the work that clears its words. The context is current.
     ///
     /// # Safety
     /// The bases were set, to memory that is as the call of this launch needs it when the launch runs, in stream order,
     /// for tensors of the shapes that were recorded. All launches that count words or take items by the counter are put
-    /// on one stream, and no launch of another run of them, or of a replay of a graph that has captured one, is between
-    /// or beside. `cuda` is the device that recorded them.
+    /// on one stream. No launch of another run of them, or of a replay of a graph that has captured one, runs between
+    /// these launches or at the same time. `cuda` is the device that recorded them.
     pub(crate) unsafe fn start(&self, i: usize, cuda: &Cuda, stream: RawStream) -> Result<()> {
         let RecordedLaunch { launch, words, .. } = &self.launches[i];
         if *words > 0 {

@@ -38,7 +38,7 @@ const MAX_LAUNCHES: usize = 1 << 20;
 pub struct Staging {
     mirror: PinnedMirror,
     events: Vec<CudaEvent>,
-    /// A word for each event, in which the launch before the event counts; none where no kernel leaves it at zero.
+    /// A word for each event, in which the launch before the event counts; `None` if no kernel of the device counts.
     counters: Option<DeviceMemory>,
     /// Parts whose launches may still run, oldest first.
     in_flight: VecDeque<InFlight>,

@@ -140,8 +140,8 @@ impl LaunchRecorder<'_> {
         Ok(without_provenance_mut(tags as usize))
     }
 
-    /// Adds the launch behind an exchange: it compares the tags of these numbers, and overwrites what arrived, given as
-    /// symbols of bases and bytes, if any rank that was met so far differs.
+    /// Adds the launch after an exchange. It compares the tags with the numbers `compared`. If any rank so far differs,
+    /// it overwrites the received data `ranges`, given as symbols of bases and bytes.
     pub(crate) fn arrived(
         &mut self,
         tags: *mut u8,

@@ -122,7 +122,7 @@ fn checked(file: &str, api: Api) -> Result<Api> {
 
 const NEWER: &str = "install NCCL 2.14 or later, the first with communicators that do not block";
 
-/// A version as people write it. Before 2.9 two digits told the minor version, now three places do.
+/// A version in dotted form. The code has the major version times 1,000 before 2.9, and times 10,000 since.
 fn readable(version: c_int) -> String {
     let (major, rest) =
         if version < 10_000 { (version / 1000, version % 1000) } else { (version / 10_000, version % 10_000) };
