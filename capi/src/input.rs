@@ -75,7 +75,7 @@ unsafe fn size<T: Versioned>(name: &'static str, ptr: *const T) -> Result<usize>
 /// `ptr` is null or misaligned, or valid for reads of the size that its first word gives, as long as that is
 /// believable.
 pub(super) unsafe fn sized<T: Versioned>(name: &'static str, ptr: *const T) -> Result<T> {
-    // SAFETY: the first word lies in what the caller says can be read.
+    // SAFETY: the first word is in the memory that is valid for reads (the contract).
     let found = unsafe { size(name, ptr) }?;
     let ours = size_of::<T>();
     // SAFETY: the struct has `found` bytes, by its own word.

@@ -156,7 +156,7 @@ pub(super) unsafe fn alike(first: Wanted, second: Wanted) -> Result<[TensorField
     Ok([f, s])
 }
 
-/// Refuses a written tensor whose rows share bytes, and one that overlaps the other; neither is empty.
+/// Refuses a written tensor whose rows share bytes or that overlaps the other tensor. Neither tensor is empty.
 pub(super) fn apart(first: (&str, &Rows), second: (&str, &Rows), written: usize) -> Result<()> {
     let (name, rows) = [first, second][written];
     if !rows.is_injective() {

@@ -86,7 +86,7 @@ fn said(panic: &(dyn Any + Send)) -> &str {
 
 /// Runs the body of an exported function; see [`boundary!`].
 pub(super) fn guard(body: impl FnOnce() -> Outcome) -> i32 {
-    // Unwind safety: what a body changes is behind a mutex whose poison is handled, or is the caller's output, which
+    // Unwind safety: a body changes only data behind a mutex whose poison is handled, and the caller's output, which
     // the header leaves undefined after a failure.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => CPATTN_OK,

@@ -151,10 +151,10 @@ pub struct Attend<'a> {
     /// Running o in the accumulator's type, normalised, `[*, q heads, value_dim]`; may be NONE if every mode is `Only`,
     /// and may be the same tensor as `o` if the types are equal.
     pub running: RawTensor,
-    /// The lse of what is in `running`, accumulator's type, `[*, q heads, 2]`: the natural log, and the rounding error
-    /// of that first word, so that weights `exp(lse_i − lse)` do not lose precision as scores grow. Or
-    /// `[*, q heads, 1]`, without the second word: weights then have a relative error of `|lse| · 2⁻²⁴`. NONE if
-    /// `running` is; may be the same tensor as `lse`.
+    /// The lse of `running`, accumulator's type, `[*, q heads, 2]`: the natural log, and the rounding error of that
+    /// first word, so that weights `exp(lse_i − lse)` do not lose precision as scores grow. Or `[*, q heads, 1]`,
+    /// without the second word: weights then have a relative error of `|lse| · 2⁻²⁴`. NONE if `running` is; may be the
+    /// same tensor as `lse`.
     pub running_lse: RawTensor,
     /// Final o in the element type; may be NONE if no mode finishes (`Last`, `Only`).
     pub o: RawTensor,

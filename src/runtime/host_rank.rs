@@ -221,7 +221,7 @@ mod tests {
         needed.dedup();
         assert!(needed.is_sorted() && needed.len() > 40, "{needed:?}");
         assert!((2..=12).contains(&grown), "{grown}");
-        // A plan that needs much more, as a backward does, has what it needs.
+        // A plan that needs much more, such as a backward, gets exactly the bytes that it needs.
         let batch = Batch::from_lengths(&[4096]).unwrap();
         let plan =
             Plan::new(&Problem::new(batch, 2, 2, 16, Dtype::F32), Mesh::ring(2).unwrap(), Layout::Zigzag).unwrap();

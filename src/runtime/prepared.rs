@@ -155,7 +155,7 @@ mod tests {
         }
     }
 
-    /// Entries that must be kept do not count; of the others, the least recently used is forgotten.
+    /// Among the entries that need not be kept, the least recently used is forgotten.
     #[test]
     fn the_least_recently_used_goes_first() {
         let run = Purpose::Attention(Direction::Forward);

@@ -17,13 +17,12 @@ use crate::{
 use alloc::format;
 use core::ops::Range;
 
-/// Checks that an argument is what a call needs: dtype, shape, an address that is neither null nor unaligned when
-/// there are elements, and strides that stay within the address space. `innermost` is the word for the last dimension.
-/// Strides are not otherwise restricted; for what is written, [`disjoint`](super::disjoint) refuses those that make a
-/// tensor overlap itself.
+/// Checks an argument of a call: dtype, shape, an address that is neither null nor unaligned when there are elements,
+/// and strides that stay within the address space. `innermost` is the word for the last dimension. Strides are not
+/// otherwise restricted; for written tensors, [`disjoint`](super::disjoint) refuses strides that make a tensor overlap
+/// itself.
 ///
 /// # Errors
-///
 /// [`Error::Invalid`] naming the part (`k.dtype`, `k.tokens`, `k.heads`, `k.head_dim`, …), its value and the one
 /// expected.
 pub(crate) fn expect(

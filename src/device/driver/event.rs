@@ -45,7 +45,8 @@ impl CudaEvent {
 
     /// Makes all work that is put on `stream` from now on wait for the point, on the device.
     pub fn hold(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: the event is alive; the driver keeps what the wait needs when it is recorded anew or destroyed.
+        // SAFETY: the event is alive; if it is recorded anew or destroyed, the driver still keeps the state that the
+        // wait needs.
         unsafe { call!(cuStreamWaitEvent(stream, self.handle, 0)) }
     }
 

@@ -12,7 +12,7 @@ use alloc::vec::Vec;
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
-/// The text of the module `name`: `ptx/{name}.ptx`, or what it is for f16.
+/// The text of the module `name`: `ptx/{name}.ptx`, or for f16 the text made from that of bf16.
 pub(super) fn find(name: &str) -> Option<CString> {
     if name.contains("_f16_") {
         let text = String::from_utf8(inflate(&name.replace("_f16_", "_bf16_"))?).ok()?;

@@ -295,7 +295,7 @@ mod tests {
         super::super::embedded::find(name).map(|text| text.into_string().expect("text"))
     }
 
-    /// What the host passes to the kernel of this module, and how it launches it.
+    /// Compares the parameters that the host passes to the kernel of this module, and its launch, with the text.
     #[track_caller]
     fn agrees(kernel: &str, text: &str, version: &str, launch: Shaped) {
         let parameter = |i: u32, bytes: usize| format!("cpattn_hopper_{kernel}_param_{i}[{bytes}]");

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The ranges of a call as the kernels read them: runs, partners, and the tiles in the order in which they start.
 //!
-//! Blocks start roughly in the order of the grid, so the tiles with the most to do come first: what is left at the end
-//! is then short. The cost of a tile is the number of partner rows it may meet, estimated from positions alone.
+//! Blocks start roughly in the order of the grid, so the longest tiles come first: the idle time at the end is then
+//! short. The cost of a tile is the number of partner rows it may meet, estimated from positions alone.
 
 use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::{Divisor, Run, Work};

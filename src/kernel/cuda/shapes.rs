@@ -20,7 +20,7 @@ pub(super) struct Shape {
     pub head_dim: u32,
     pub value_dim: u32,
     pub forward: Shaped,
-    /// The forward with fewer keys to a tile, for multiprocessors that have no room for two blocks of the other.
+    /// The forward with fewer keys to a tile, for multiprocessors that have no room for two blocks of `forward`.
     pub narrow: Option<Shaped>,
     /// dq.
     pub queries: Shaped,

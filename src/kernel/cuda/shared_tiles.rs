@@ -76,7 +76,7 @@ pub(super) struct SharedTiles {
     pub unused: u32,
 }
 
-/// The tiles of a call: those of one head each, and the others.
+/// The tiles of a call: tiles of one head each, and shared tiles.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HopperTiles {
     pub work: u64,
@@ -271,13 +271,13 @@ mod tests {
         let causal = (1 << 62, 0);
         // 40 rows of 8 heads: three tiles, not eight.
         assert_eq!(split((8, 8), &[(40, 0)], &[40], causal).1, [(0, 32), (0, 16), (0, 0)]);
-        // A whole tile has nothing to gain, its rest has.
+        // A whole tile gains nothing, the rest of the range does.
         let (single, shared, _) = split((8, 8), &[(130, 0)], &[130], causal);
         assert_eq!((single, shared), (alloc::vec![(0, 0)], alloc::vec![(0, 128)]));
-        // But where rows meet fewer keys than all of them do.
+        // If rows meet fewer keys than all of them together, a whole tile gains too.
         let (single, shared, _) = split((8, 8), &[(128, 64)], &[192], causal);
         assert_eq!((single.len(), shared.len()), (0, 8));
-        // Of a long range the last rows alone.
+        // In a long range only the last rows.
         let (single, shared, _) = split((8, 8), &[(2048 + 17, 64)], &[4000], causal);
         assert_eq!((single.len(), shared), (16, alloc::vec![(0, 2064), (0, 2048)]));
         // Five of eight places taken: 100 rows would be seven tiles, not five.
@@ -292,7 +292,7 @@ mod tests {
         assert_eq!(split((8, 8), &[(0, 0), (5, 0)], &[7, 0], causal).1, [(1, 0)]);
     }
 
-    /// What takes longest comes first: a row of many keys before tiles of fewer.
+    /// The longest work comes first: a row of many keys before tiles of fewer.
     #[test]
     fn the_longest_come_first() {
         let causal = (1 << 62, 0);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Staging memory of a device that no user has at present.
 //!
-//! To free memory, a driver waits until the whole device is idle. A [`StreamKernels`](super::StreamKernels) that is
-//! dropped therefore frees nothing: its staging memory stays with the device for the next one that is of the same size,
-//! and is freed with the device. Only what is beyond a bound is freed at once.
+//! To free memory, a driver waits until the whole device is idle. So a [`StreamKernels`](super::StreamKernels) that is
+//! dropped frees nothing: its staging memory stays with the device for the next user of the same size, and is freed
+//! with the device. Memory beyond `MAX_BYTES` is freed at once.
 
 use super::staging::Staging;
 use alloc::vec::Vec;

@@ -114,7 +114,7 @@ impl Staging {
         Ok(())
     }
 
-    /// A part that holds what was written into this one, if the device has it and no other stream may be using it.
+    /// A part with the same bytes as this one, if the device has it and no other stream may be using it.
     pub(super) fn known(&self, part: Part, stream: CUstream) -> Option<Part> {
         let is_free = |part: &Part| self.in_flight.iter().all(|f| f.begin != part.begin || f.stream == stream);
         let is_same = |known: &&Part| {

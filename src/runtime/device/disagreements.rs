@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Converts what a device recorded about a peer that runs another plan into the error that a rank on the CPU would
-//! return.
+//! Converts a device's record of a peer that runs another plan into the error that a rank on the CPU would return.
 
 use std::{
     string::String,

@@ -24,7 +24,7 @@ impl OwnMemory for DeviceMemory {
 }
 
 impl DeviceRank {
-    /// Lends the rank device memory to work in, instead of memory of its own. Waits for what it enqueued.
+    /// Lends the rank device memory to work in, instead of memory of its own. Waits for the rank's enqueued work.
     ///
     /// # Safety
     /// The `bytes` at `ptr` are memory of the rank's device, valid and untouched by others until another workspace is
@@ -51,8 +51,8 @@ impl DeviceRank {
         Ok(())
     }
 
-    /// Ends the lending: from now on the rank works in memory of its own again, which `prepare`, or the next
-    /// run, allocates. Waits for what it enqueued.
+    /// Ends the lending: from now on the rank works in its own memory again, which `prepare`, or the next run,
+    /// allocates. Waits for the rank's enqueued work.
     ///
     /// # Errors
     /// The driver's.

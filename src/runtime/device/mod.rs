@@ -85,7 +85,7 @@ pub(super) struct DeviceRank {
     tracer: Option<Box<Tracer>>,
 }
 
-/// Events at the start of a run, at the end of its communication and at its end; and what the device reports.
+/// Events at the start of a run, at the end of its communication and at its end; and the device's reports.
 struct Marks {
     begin: CudaEvent,
     end: CudaEvent,

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Exchanges whose bytes are not copied by the ranks' threads but by copies that are enqueued on devices.
 //!
-//! To enqueue a message both ranks' lists are needed, but any thread can do it. The second of two ranks to arrive
+//! Both ranks' lists are needed to enqueue a message, but any thread can do it. The second of two ranks to arrive
 //! enqueues all messages between the two, in both directions, under the mutex of the board. A rank that arrives before
 //! its peers parks once, and is woken when its exchange is complete; a rank that arrives after all its peers does not
 //! wait. So enqueueing must be short and must not wait for other ranks.
 //!
-//! Failures, deadlines and what they name are those of [`Transport::exchange`](super::Transport::exchange) of this
-//! transport. A message is begun only while both lists are posted, hence never after either call has returned.
+//! Failures and deadlines, and the ranks that errors name, are as in
+//! [`Transport::exchange`](super::Transport::exchange) of this transport. A message is begun only while both lists are
+//! posted, hence never after either call has returned.
 
 use super::{Board, GroupFailure, Label, Local, Message, Phase, Shared, WaitProgress, lock};
 use crate::error::{Cause, Result};

@@ -187,7 +187,7 @@ impl Comm {
         })?;
         if flag == 0 {
             value = Box::into_raw(Box::new(new())).cast();
-            // SAFETY: a live communicator and a live key, whose function drops what the address leads to.
+            // SAFETY: a live communicator and a live key, whose function drops the value at the address.
             let set = check("MPI_Comm_set_attr", unsafe { ffi::MPI_Comm_set_attr(self.0, key, value) });
             if let Err(refused) = set {
                 // SAFETY: made by Box above; MPI has refused to keep it.
@@ -236,7 +236,7 @@ impl Comm {
 
     /// Frees the communicator.
     pub(super) fn free(mut self) {
-        // SAFETY: a duplicate of our own that nothing is under way on. A failure of it is not told.
+        // SAFETY: our own duplicate, with no operation in progress. An error is ignored.
         let _ = unsafe { ffi::MPI_Comm_free(&raw mut self.0) };
     }
 }
@@ -343,7 +343,7 @@ impl Request {
     /// Asks MPI to cancel a receive, which succeeds unless a message has already matched it.
     pub(super) fn cancel(&mut self) {
         if !self.is_none() {
-            // SAFETY: a live request. What cannot be cancelled shows in `test`.
+            // SAFETY: a live request. An error is ignored: `test` shows whether the request is complete.
             let _ = unsafe { ffi::MPI_Cancel(&raw mut self.0) };
         }
     }

@@ -123,8 +123,8 @@ impl Nccl {
         Self::with(comm, rank, world, device, deadline)
     }
 
-    /// Uses a framework's communicator (`ncclComm_t`). The framework keeps it: dropping the transport does not free it.
-    /// `rank`, `world` and `device` must be those of the communicator.
+    /// Uses a framework's communicator (`ncclComm_t`). The framework still owns it: dropping the transport does not
+    /// free it. `rank`, `world` and `device` must be those of the communicator.
     ///
     /// # Errors
     /// As [`Nccl::new`], and [`Error::Invalid`] when the communicator is null, or of another rank, another world or
@@ -365,8 +365,8 @@ impl Drop for Nccl {
         if thread::panicking() {
             self.abort(Cause::Panicked);
         }
-        // Waits for what is enqueued, as long as the watchdog lets it be. A failure has been reported, or concerns no
-        // rank any more.
+        // Waits for the enqueued work, unless the watchdog ends it. A failure was reported before, or no rank needs the
+        // report.
         let done = self.synchronize().is_ok();
         self.watch.leave();
         if let Some(watchdog) = self.watchdog.take() {

@@ -2,12 +2,13 @@
 //! The part of NCCL that this crate calls: types, numbers and functions as `nccl.h` declares them.
 //!
 //! The library is opened when the first communicator is made or taken, by the name that its package and PyTorch's
-//! wheels give it; where a framework of the same process has loaded it already, the loader hands out that one. Codes
-//! are integers, because a newer library may answer with one that no enumeration here would know.
+//! wheels give it. If a framework of the same process has loaded it already, the loader returns that library. Codes are
+//! integers, because a newer library may answer with one that no enumeration here would know.
 //!
-//! The functions are those of version 2.14: that is where `ncclCommInitRankConfig`, `ncclCommFinalize` and
-//! communicators that do not block came (NCCL's release notes; `ncclSend` and `ncclRecv` are older). The configuration
-//! has the layout of 2.14 too, and says so in its `size` and `version`; later libraries fill in what it lacks.
+//! The functions are those of version 2.14, the first with `ncclCommInitRankConfig`, `ncclCommFinalize` and
+//! communicators that do not block (NCCL's release notes; `ncclSend` and `ncclRecv` are older). The configuration also
+//! has the layout of 2.14, and says so in its `size` and `version`; later libraries add defaults for members that it
+//! lacks.
 
 use crate::error::{Error, Result};
 use core::ffi::{CStr, c_char, c_int, c_void};
