@@ -149,8 +149,8 @@ pub(crate) type Four<V> = [V; 4];
 #[inline(always)]
 pub(crate) unsafe fn load<V: Convert>(dtype: Dtype, p: *const u8) -> Four<V> {
     let (half, whole) = (2 * V::W, 4 * V::W);
-    // Written out, since functions that a closure calls need not be inlined. SAFETY: `p` points to 4 W elements and the
-    // instruction set of V is present (the contract).
+    // Written out, since functions that a closure calls need not be inlined.
+    // SAFETY: `p` points to 4 W elements and the instruction set of V is present (the contract).
     unsafe {
         match dtype {
             Dtype::F16 => {
