@@ -128,17 +128,18 @@ macro_rules! element {
     };
 }
 
-/// `x` as an f32, rounded to odd: exact, or the neighbour whose last bit is 1. What is rounded from there to a type of
-/// fewer than 23 bits is what rounding `x` itself gives, because no tie is made and none is lost (Boldo and Melquiond,
-/// "Emulation of a FMA and correctly-rounded sums: proved algorithms using rounding to odd", 2008). `half` drops the
-/// low half of an f64 instead, which makes ties.
+/// `x` as an f32, rounded to odd: exact, or the neighbour whose last bit is 1. A second rounding, to a type of fewer
+/// than 23 bits, then gives the same result as rounding `x` itself, because no tie is made and none is lost (Boldo and
+/// Melquiond, "Emulation of a FMA and correctly-rounded sums: proved algorithms using rounding to odd", 2008). `half`
+/// drops the low half of an f64 instead, which makes ties.
 fn odd(x: f64) -> f32 {
     let nearest = x as f32;
     let back = f64::from(nearest);
     if back == x || x.is_nan() || nearest.to_bits() & 1 == 1 {
         return nearest;
     }
-    // An even neighbour; the odd one lies on the other side of x. Away from zero is up in the bits, whatever the sign.
+    // `back` is the even neighbour; the odd one lies on the other side of x. A step up in the bits is a step away from
+    // zero, for both signs.
     let step = if back.abs() < x.abs() { 1 } else { u32::MAX };
     f32::from_bits(nearest.to_bits().wrapping_add(step))
 }
@@ -162,7 +163,7 @@ impl Accumulator for f64 {
 mod tests {
     use super::*;
 
-    /// Nearest, and even at ties, by looking at the two neighbours of what came out.
+    /// Checks that `got` is nearest, and even at a tie, by comparison with its two neighbours.
     fn nearest<T: Element>(x: f64, got: T, bits: u16, from: impl Fn(u16) -> T) {
         let error = |t: T| (t.to_f64() - x).abs();
         for other in [bits.wrapping_sub(1), bits.wrapping_add(1)].map(|b| (b, from(b))) {

@@ -173,8 +173,8 @@ pub enum Cause {
     Deadline {
         /// Milliseconds in which none of the call's messages moved.
         ms: u64,
-        /// Bytes of its messages, sent and received, that the rank whose deadline passed still waited for; 0 in
-        /// `agree`, which has none.
+        /// Bytes, sent and received, that the rank whose deadline passed still waited for; 0 in `agree`, which has
+        /// none.
         bytes: u64,
     },
     /// It did not make its transport within the time that the others waited, or made it later.
@@ -199,8 +199,8 @@ pub enum Cause {
     },
     /// Its own operation failed; its own error says how.
     Failed,
-    /// It found that ranks differ, or differs itself: it runs another plan; or it compares a new plan while another
-    /// rank runs one that was compared before; or two other ranks have different sizes for a message.
+    /// The peer found that ranks differ, or differs itself: it runs another plan; or it compares a new plan while
+    /// another rank runs one that was compared before; or two other ranks have different sizes for a message.
     Disagreed {
         /// The other of the two ranks that differ.
         with: usize,
@@ -246,7 +246,7 @@ impl Error {
         Self::Disagreement { rank, peer, ours, theirs, what: String::new(), runs: None }
     }
 
-    /// The other rank that the error names, if any: the one at fault, or one that runs another plan.
+    /// The other rank that the error names, if any: the rank at fault, or a rank that runs another plan.
     pub const fn peer(&self) -> Option<usize> {
         match self {
             Self::Disagreement { peer, .. } | Self::Peer { peer, .. } => Some(*peer),

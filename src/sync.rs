@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Locks, condition variables, atomics and threads: the standard library's, or loom's.
 //!
-//! The primitives by which ranks, lanes and workers of a process wait for each other (transport `local`, the lanes of a
+//! The code with which ranks, lanes and workers of a process wait for each other (transport `local`, the lanes of a
 //! rank, the order of dq) takes its primitives from here, so that the model checker explores the same code that runs in
 //! production. Waits for something outside of the process are not in a model: MPI's requests and notices, and the
-//! thread that looks at NCCL and at the driver; tests over processes and over the stand-ins cover these. Loom's are
-//! taken under the crate's own `--cfg cpattn_loom`: a user who model-checks with `--cfg loom` does not change this
-//! crate by accident. Time does not exist in a model, so there a wait never expires, and a wait that no thread ends is
-//! reported by loom as a deadlock.
+//! thread that watches NCCL and the driver; tests over processes and over the stand-ins cover these. Loom's primitives
+//! are used under the crate's own `--cfg cpattn_loom`: a user who model-checks with `--cfg loom` does not change this
+//! crate by accident. Time does not exist in a model, so there a wait never expires, and loom reports a wait that no
+//! thread ends as a deadlock.
 //!
 //! Poison is ignored: no code of this crate leaves a locked value half-written when it unwinds.
 
@@ -61,11 +61,11 @@ pub(crate) fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>, limit: Li
 /// How often a thread yields its core before it parks.
 pub(crate) const YIELDS: u32 = 4;
 
-/// Yields the core once, so that a thread can look again without being parked and notified, which costs two calls of
-/// the operating system and its scheduler. False where that does not pay at the moment: where a yield has just returned
-/// late, other programs use the core, and each gets a slice of milliseconds before this thread looks again, whereas one
-/// that is parked is woken in time. After such a yield no thread of the process yields for sixteen times as long as it
-/// took, at most 100 ms. Models do not yield.
+/// Yields the core once, so that a thread can check again without being parked and notified, which costs two system
+/// calls and work of the scheduler. False if a yield does not pay at the moment: if the last yield returned late, other
+/// programs use the core, and this thread would wait for their time slices of milliseconds, whereas a parked thread is
+/// woken in time. After a late yield no thread of the process yields for sixteen times its duration, at most 100 ms.
+/// Models do not yield.
 pub(crate) fn yield_core() -> bool {
     #[cfg(cpattn_loom)]
     return false;
@@ -75,12 +75,12 @@ pub(crate) fn yield_core() -> bool {
             OnceLock,
             atomic::{AtomicU64, Ordering},
         };
-        /// A yield that takes longer is late: less than the slice that a scheduler gives another program, more than the
+        /// A yield that takes longer is late. It is less than the time slice of another program, and more than the
         /// threads of a few ranks take one after another.
         const LATE: u64 = 1_000_000;
         const LONGEST: u64 = 100_000_000;
         static START: OnceLock<Instant> = OnceLock::new();
-        /// Until when no yield is tried any more, in nanoseconds after `START`. Decides about nothing but time.
+        /// No thread yields before this time, in nanoseconds after `START`. It affects speed only.
         static UNTIL: AtomicU64 = AtomicU64::new(0);
         let start = *START.get_or_init(Instant::now);
         let now = || start.elapsed().as_nanos() as u64;
@@ -98,8 +98,8 @@ pub(crate) fn yield_core() -> bool {
     }
 }
 
-/// Stands for memory that its owner lends to other threads. In a model, [`borrow`](Self::borrow) and
-/// [`own`](Self::own) are accesses that loom watches: it reports any that are not ordered. Otherwise they are nothing.
+/// Stands for memory that its owner lends to other threads. In a model, [`borrow`](Self::borrow) and [`own`](Self::own)
+/// are accesses that loom checks: it reports accesses that are not ordered. Otherwise they do nothing.
 pub(crate) struct Lent(#[cfg(cpattn_loom)] loom::cell::UnsafeCell<()>);
 
 // SAFETY: there is nothing inside that could be shared; loom's bookkeeping runs on one thread at a time.

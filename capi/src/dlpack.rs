@@ -231,7 +231,7 @@ fn dtype(name: &'static str, d: cpattn_dl_dtype) -> Result<Dtype> {
     }
 }
 
-/// As many as the call with the most has.
+/// The number of tensors of the call with the most.
 const MAX_TENSORS: usize = 10;
 
 /// A tensor argument of a call.
@@ -254,8 +254,8 @@ impl Given {
     }
 }
 
-/// Reads all tensors of a call, and refuses those that share memory with a written one. `shared` names one that may be
-/// `o` itself, and no other.
+/// Reads all tensors of a call, and refuses those that share memory with a written one. Only the tensor named `shared`
+/// may be the same as `o`.
 ///
 /// # Safety
 /// As [`parts`], for each.

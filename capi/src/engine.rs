@@ -30,7 +30,7 @@ pub unsafe extern "C" fn cpattn_engine_group(
     })
 }
 
-/// The group of a handle, for as long as a call takes: the handle may be destroyed meanwhile.
+/// The group of a handle, kept for the duration of a call: another thread may destroy the handle meanwhile.
 ///
 /// # Safety
 /// The header's promise about handles.

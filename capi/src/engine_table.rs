@@ -11,7 +11,7 @@ use cpattn::transport::engine::{Engine, Failed, LONGEST_VALUE, MessageDirection}
 
 pub const CPATTN_ENGINE_TEXT: usize = 512;
 pub const CPATTN_ENGINE_VALUE: usize = LONGEST_VALUE;
-/// The status of a function that failed because a peer or a connection did.
+/// The status of a function that failed because of a peer or a connection.
 pub const CPATTN_ENGINE_GROUP: i32 = 1;
 
 #[derive(Clone, Copy, Debug)]

@@ -2,12 +2,12 @@
 //! Opaque handles.
 //!
 //! A handle is a pointer to a [`Handle`], whose first word contains its type and whether it is live. A thread that
-//! destroys it first changes that word, so two threads that destroy one handle do not both free it.
+//! destroys a handle first changes that word, so two threads that destroy one handle do not both free it.
 //!
-//! The first word of freed memory is not reliable. So debug builds keep a table of live handles, which is checked
-//! before the memory is read, and do not free the memory of a destroyed handle before [`QUARANTINE`](debug::QUARANTINE)
-//! others were destroyed, so that its address does not come back as a new handle. This table is process-wide, and
-//! release builds do not have it; besides, there is only that of the devices in use (`kernel::cuda::shared`).
+//! The first word of freed memory is not reliable. So debug builds keep a table of live handles, and check it before
+//! they read the memory. They also keep the memory of a destroyed handle until [`QUARANTINE`](debug::QUARANTINE) others
+//! were destroyed, so that its address does not come back as a new handle. This table is process-wide, and release
+//! builds do not have it; the only other process-wide table is that of the devices in use (`kernel::cuda::shared`).
 
 use std::{
     mem::ManuallyDrop,
@@ -21,7 +21,7 @@ use super::status::{CPATTN_BUSY, CPATTN_INVALID_HANDLE, Fail, Outcome};
 
 /// The content of a kind of handle.
 pub(super) trait HandleKind: Send + Sync + 'static {
-    /// As the header calls it.
+    /// The name in the header.
     const NAME: &'static str;
     /// First word of a live handle of this kind.
     const MAGIC: u64;

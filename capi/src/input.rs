@@ -2,9 +2,9 @@
 //! Arguments from C: structs that begin with their size, arrays, flags, and pointers for results.
 //!
 //! The size makes programs and libraries of different versions compatible. A new member is added after all others,
-//! never in former padding, and 0 means "as before"; every INIT macro writes 0. So a struct from an earlier header,
-//! which is shorter than ours, is treated as if it ended with zeros. A struct from a later header, which is longer, is
-//! accepted if all members that we do not know are zero.
+//! never in former padding, and 0 gives the behaviour of earlier versions; every INIT macro writes 0. So a struct from
+//! an earlier header, which is shorter than ours, is treated as if it ended with zeros. A struct from a later header,
+//! which is longer, is accepted if all members that we do not know are zero.
 
 use core::{
     ffi::{CStr, c_char},
@@ -31,7 +31,7 @@ fn check<T>(name: &'static str, ptr: *const T) -> Result<()> {
 /// # Safety
 /// `repr(C)`, begins with a `usize`, and takes any bytes.
 pub(super) unsafe trait Versioned: Copy {
-    /// Bytes of it in the first header that had it.
+    /// The size of the struct in the first header that had it.
     const FIRST: usize;
 }
 
@@ -75,7 +75,7 @@ unsafe fn size<T: Versioned>(name: &'static str, ptr: *const T) -> Result<usize>
 /// `ptr` is null or misaligned, or valid for reads of the size that its first word gives, as long as that is
 /// believable.
 pub(super) unsafe fn sized<T: Versioned>(name: &'static str, ptr: *const T) -> Result<T> {
-    // SAFETY: the first word lies in what the caller says can be read.
+    // SAFETY: the first word is in the memory that is valid for reads (the contract).
     let found = unsafe { size(name, ptr) }?;
     let ours = size_of::<T>();
     // SAFETY: the struct has `found` bytes, by its own word.
@@ -88,8 +88,8 @@ pub(super) unsafe fn sized<T: Versioned>(name: &'static str, ptr: *const T) -> R
         ));
     }
     let mut value = MaybeUninit::<T>::zeroed();
-    // SAFETY: both hold the smaller number of bytes; a value on the stack is apart from the caller's memory. Any bytes
-    // make a T, by its trait.
+    // SAFETY: both sides hold the smaller number of bytes, and a value on the stack does not overlap the caller's
+    // memory. Any bytes make a T, by its trait.
     Ok(unsafe {
         value.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(ptr.cast(), found.min(ours));
         value.assume_init()
@@ -101,7 +101,7 @@ pub(super) unsafe fn sized<T: Versioned>(name: &'static str, ptr: *const T) -> R
 /// # Safety
 /// As [`sized`], and valid for writes.
 pub(super) unsafe fn write_sized<T: Versioned>(name: &'static str, ptr: *mut T, value: T) -> Result<()> {
-    // SAFETY: what `sized` asks is asked here too.
+    // SAFETY: the contract of `sized` is part of this function's.
     unsafe { sized(name, ptr.cast_const()) }?;
     let word = size_of::<usize>();
     // SAFETY: the struct has the bytes of its first word, which `sized` has found to be at least the word itself. That
@@ -174,8 +174,8 @@ pub(super) unsafe fn result<'a, T>(name: &'static str, ptr: *mut T) -> Result<&'
     Ok(unsafe { &mut *ptr.cast() })
 }
 
-/// Writes a text and a 0, cut at the end of a character if the room is too small; `needed` gets the bytes of the whole
-/// text and its 0.
+/// Writes a text and a 0. If the room is too small, the text is cut between two characters. `needed` gets the size of
+/// the whole text and its 0.
 pub(super) fn write_text(said: &str, text: &mut [MaybeUninit<u8>], needed: &mut MaybeUninit<usize>) {
     needed.write(said.len() + 1);
     if let Some(room) = text.len().checked_sub(1) {
@@ -200,7 +200,7 @@ pub(super) fn renamed(error: Error, argument: &str) -> Error {
     }
 }
 
-/// 0 or 1.
+/// A flag: 0 or 1.
 pub(super) fn flag(name: &'static str, value: i32) -> Result<bool> {
     match value {
         0 => Ok(false),
@@ -214,7 +214,7 @@ pub(super) fn reserved(name: &'static str, zero: bool) -> Result<()> {
     if zero { Ok(()) } else { Err(Error::invalid(name, "set", "0")) }
 }
 
-/// One of a list of numbers with names.
+/// The entry of `list` with this number.
 pub(super) fn one_of<T: Copy>(name: &'static str, value: i32, list: &[T]) -> Result<T> {
     usize::try_from(value)
         .ok()
@@ -253,7 +253,7 @@ mod tests {
             unsafe { sized("options", words.as_ptr().cast::<Now>()) }.map(|n| (n.value, n.added))
         };
         assert_eq!(read(&[24, 7, 5]).unwrap(), (7, 5));
-        // What an earlier header lacks is 0, whatever lies behind the struct.
+        // Members that an earlier header lacks are 0, whatever memory follows the struct.
         assert_eq!(read(&[16, 7, 5]).unwrap(), (7, 0));
         assert_eq!(read(&[16, 7]).unwrap(), (7, 0));
         assert_eq!(read(&[32, 7, 5, 0]).unwrap(), (7, 5));

@@ -22,7 +22,7 @@
 #![allow(non_camel_case_types, reason = "the header's names")]
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "the header is the manual, and not repeated here")]
 
-// First: their macros are used in the others.
+// First, because the other modules use its macros.
 #[macro_use]
 mod status;
 #[macro_use]

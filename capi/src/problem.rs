@@ -95,7 +95,7 @@ unsafe fn batch(p: &cpattn_problem) -> Result<Batch> {
     Batch::cross(cu_q, given!(array("problem.cu_seqlens_k", p.cu_seqlens_k, entries)), starts)
 }
 
-/// With the batch `base`, if there is one and the struct gives none.
+/// The problem of a struct, with the batch `base` if the struct gives none.
 ///
 /// # Safety
 /// `given` is as [`sized`] needs it, and its pointers are null or as long as the header says.
@@ -174,7 +174,7 @@ fn options(o: &cpattn_options) -> Result<Options> {
         .ranks_per_node(o.ranks_per_node as usize))
 }
 
-/// A plan with the tokens of `base`, and without `o` with its options too.
+/// A plan for `problem` with the distribution of tokens of `base`, and without `o` also with the options of `base`.
 pub(super) fn with_tokens_of(base: &Plan, problem: &Problem, o: Option<&cpattn_options>) -> Result<Plan> {
     let Some(o) = o else { return Plan::with_tokens_of(base, problem, base.options()) };
     let options = options(o)?;
@@ -195,7 +195,7 @@ pub(super) fn with_tokens_of(base: &Plan, problem: &Problem, o: Option<&cpattn_o
     }
 }
 
-/// Refuses options that set something which this call chooses.
+/// Refuses options that this call sets itself.
 fn nothing_given(o: &cpattn_options, expected: &str, hint: &'static str) -> Result<()> {
     for (name, found) in [("ulysses", i64::from(o.ulysses)), ("ring", o.ring.into()), ("layout", o.layout.into())] {
         if found != 0 {

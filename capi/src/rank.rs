@@ -78,7 +78,7 @@ pub(super) fn workers(name: &'static str, n: u32) -> Result<usize> {
     Ok(n as usize)
 }
 
-/// An instruction set by its number; none for `CPATTN_ISA_AUTO`.
+/// The instruction set with this number; `None` for `CPATTN_ISA_AUTO`.
 pub(super) fn instruction_set(name: &'static str, number: i32) -> Result<Option<Isa>> {
     const ISAS: [Option<Isa>; 7] = [
         None,
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
             if given.device().is_some_and(|at| at != wanted) {
                 return Err(Error::invalid("options.device", wanted, format!("{at}, where the transport is")).into());
             }
-            // Refused before missing features of the build: another build would not help.
+            // Refused before a missing feature of the build is reported: another build would not help.
             if o.workers > 1 && wanted != Device::Cpu {
                 let expected = "1 on a device, which has threads of its own";
                 return Err(Error::invalid("options.workers", o.workers, expected).into());
@@ -135,7 +135,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
             rank.set_isa(isa)?;
         }
         let (device, handle) = (rank.device(), rank.handle());
-        // The transport is the rank's from here on; before, a failure leaves it to the caller.
+        // From here on the rank owns the transport. If an earlier step fails, the caller keeps it.
         drop(given!(handle::take(transport)));
         out.write(handle::create(RankState { rank: Mutex::new(rank), untaken: Mutex::default(), device, handle }));
     })

@@ -35,7 +35,7 @@ pub unsafe extern "C" fn cpattn_ring_check(
         let known = given.check_ring(bytes).map_err(|fault| {
             let fail = failed(&fault);
             if fail.status == CPATTN_PEER {
-                // As after the failure of a run: a table's peers do not wait for this rank.
+                // As after the failure of a run: the other ranks of a table do not wait for this rank.
                 given.end().abort(Cause::Failed);
             }
             fail
@@ -84,7 +84,7 @@ fn failed(fault: &RingFault) -> Fail {
     Fail { status, text: fault.to_string(), peer }
 }
 
-/// Writes the links; their number.
+/// Writes the links, and returns their number.
 fn write(out: &mut [MaybeUninit<cpattn_link>], known: &[Link]) -> usize {
     for (to, link) in out.iter_mut().zip(known) {
         to.write(cpattn_link {

@@ -95,13 +95,13 @@ impl Rows {
         self.ptr.wrapping_add(token * self.token_stride + part * self.part_stride)
     }
 
-    /// From the first byte to past the last.
+    /// The addresses from the first byte to the end of the last.
     fn hull(&self) -> core::ops::Range<usize> {
         let start = self.ptr.addr();
         start..start + (self.tokens - 1) * self.token_stride + (self.parts - 1) * self.part_stride + self.run
     }
 
-    /// Whether no byte belongs to two runs, as far as nested strides tell.
+    /// Whether no byte belongs to two runs. Exact for nested strides only.
     fn is_injective(&self) -> bool {
         let by_part = self.parts <= 1 || self.part_stride >= self.run;
         let nested = self.tokens <= 1 || self.token_stride >= (self.parts - 1) * self.part_stride + self.run;
@@ -156,7 +156,7 @@ pub(super) unsafe fn alike(first: Wanted, second: Wanted) -> Result<[TensorField
     Ok([f, s])
 }
 
-/// Refuses a written tensor whose rows share bytes, and one that overlaps the other; neither is empty.
+/// Refuses a written tensor whose rows share bytes or that overlaps the other tensor. Neither tensor is empty.
 pub(super) fn apart(first: (&str, &Rows), second: (&str, &Rows), written: usize) -> Result<()> {
     let (name, rows) = [first, second][written];
     if !rows.is_injective() {

@@ -46,7 +46,7 @@ impl From<Error> for Fail {
 }
 
 thread_local! {
-    /// `None` until the thread's first failure; and the rank that it names.
+    /// The text of the thread's last failure and the rank that it names; `None` before the first.
     static LAST: RefCell<Option<(CString, i64)>> = const { RefCell::new(None) };
 }
 
@@ -55,7 +55,7 @@ fn keep(text: String, peer: Option<usize>) {
     bytes.retain(|&b| b != 0);
     // A text without a zero byte is a C string.
     let text = CString::new(bytes).unwrap_or_default();
-    // While the thread ends, nothing can read it any more.
+    // While the thread ends, its last error cannot be read any more.
     let _ = LAST.try_with(|last| {
         if let Ok(mut last) = last.try_borrow_mut() {
             *last = Some((text, peer.map_or(-1, |rank| rank as i64)));
@@ -86,7 +86,7 @@ fn said(panic: &(dyn Any + Send)) -> &str {
 
 /// Runs the body of an exported function; see [`boundary!`].
 pub(super) fn guard(body: impl FnOnce() -> Outcome) -> i32 {
-    // Unwind safety: what a body changes is behind a mutex whose poison is handled, or is the caller's output, which
+    // Unwind safety: a body changes only data behind a mutex whose poison is handled, and the caller's output, which
     // the header leaves undefined after a failure.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => CPATTN_OK,

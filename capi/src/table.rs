@@ -26,7 +26,7 @@ use cpattn::{
     transport::DeviceTransport,
 };
 
-/// Layout as [`Message`], which is handed to the caller's functions as it is.
+/// Has the layout of [`Message`]: lists are passed to the caller's functions without a copy.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_message {
@@ -98,7 +98,7 @@ pub(super) fn place(rank: u32, world: u32) -> Result<()> {
 #[derive(Debug)]
 pub struct TableTransport {
     table: cpattn_transport_table,
-    /// Room for an all-gather: runs allocate nothing.
+    /// Memory for an all-gather, so that runs allocate nothing.
     numbers: Mutex<Vec<u64>>,
 }
 
@@ -164,7 +164,7 @@ impl Transport for TableTransport {
             ));
         }
         let all = &mut numbers[..group.len()];
-        // A function that writes nothing must not look like agreement.
+        // If the function writes nothing, the ranks must not seem to agree.
         all.fill(!fingerprint);
         let mut blame = -1;
         let (agree, first, end) = (self.table.agree.expect(CHECKED), group.start as u32, group.end as u32);
@@ -207,7 +207,7 @@ impl Drop for TableTransport {
 /// The caller's functions, given a stream.
 #[cfg(feature = "cuda")]
 pub(super) struct DeviceTableTransport {
-    // Dropped first: the objects that its release destroys may still use the stream.
+    // Dropped first: the table's `release` destroys objects that may still use the stream.
     table: Arc<TableTransport>,
     stream: OwnStream,
     cuda: Arc<Cuda>,

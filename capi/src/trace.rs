@@ -113,7 +113,7 @@ pub unsafe extern "C" fn cpattn_rank_gather_trace(rank: *mut cpattn_rank) -> i32
         locked.synchronize()?;
         let mut untaken = rank.untaken.lock().unwrap_or_else(PoisonError::into_inner);
         untaken.extend(locked.events());
-        // After a failure this rank still has its own.
+        // After a failure this rank still has its own events.
         *untaken = locked.gather_events(epoch(), untaken.make_contiguous())?.into();
     })
 }

@@ -48,7 +48,7 @@ impl HandleKind for Any {
 }
 
 impl Any {
-    /// Where its messages lie; a table serves the CPU and any device.
+    /// The device of its messages; `None` for a table, which serves the CPU and any device.
     pub(super) fn device(&self) -> Option<Device> {
         match self {
             Self::Host(_) | Self::Engine(_) => Some(Device::Cpu),

@@ -151,10 +151,10 @@ pub struct Attend<'a> {
     /// Running o in the accumulator's type, normalised, `[*, q heads, value_dim]`; may be NONE if every mode is `Only`,
     /// and may be the same tensor as `o` if the types are equal.
     pub running: RawTensor,
-    /// The lse of what is in `running`, accumulator's type, `[*, q heads, 2]`: the natural log, and the rounding error
-    /// of that first word, so that weights `exp(lse_i − lse)` do not lose precision as scores grow. Or
-    /// `[*, q heads, 1]`, without the second word: weights then have a relative error of `|lse| · 2⁻²⁴`. NONE if
-    /// `running` is; may be the same tensor as `lse`.
+    /// The lse of `running`, accumulator's type, `[*, q heads, 2]`: the natural log, and the rounding error of that
+    /// first word, so that weights `exp(lse_i − lse)` do not lose precision as scores grow. Or `[*, q heads, 1]`,
+    /// without the second word: weights then have a relative error of `|lse| · 2⁻²⁴`. NONE if `running` is; may be the
+    /// same tensor as `lse`.
     pub running_lse: RawTensor,
     /// Final o in the element type; may be NONE if no mode finishes (`Last`, `Only`).
     pub o: RawTensor,
@@ -178,7 +178,7 @@ pub struct Attend<'a> {
 }
 
 impl<'a> Attend<'a> {
-    /// With these tensors, and none of the others; not aligned.
+    /// A call with these tensors and no optional ones; not aligned.
     pub const fn new([q, k, v, o]: [RawTensor; 4], heads: HeadMap, score: Score, ranges: Ranges<'a>) -> Self {
         let none = RawTensor::NONE;
         let (running, running_lse, lse, alibi_slopes, sinks) = (none, none, none, none, none);
@@ -237,7 +237,7 @@ pub struct AttendBackward<'a> {
 }
 
 impl<'a> AttendBackward<'a> {
-    /// With these tensors, and none of the others; all gradients, written; not aligned.
+    /// A call with these tensors and no optional ones, that writes all gradients; not aligned.
     pub const fn new([q, k, v, d_o]: [RawTensor; 4], heads: HeadMap, score: Score, ranges: Ranges<'a>) -> Self {
         let none = RawTensor::NONE;
         Self {
@@ -263,8 +263,8 @@ impl<'a> AttendBackward<'a> {
 }
 
 /// One block of a [`Transform`]: `dst = Σ sources`, element by element, summed in the order given in the accumulator's
-/// type and rounded once. One source is a copy or a cast. All have the shape of `dst`. A source may be `dst` itself
-/// (then it must be the first, of the same type and strides: that is how a sum is added to).
+/// type and rounded once. With one source it is a copy or a cast. All sources have the shape of `dst`. To add to `dst`,
+/// make `dst` itself the first source, with the same type and strides.
 #[derive(Clone, Copy, Debug)]
 pub struct Block {
     /// The tensor that is written.
@@ -308,7 +308,7 @@ pub struct Finish<'a> {
     pub rows: &'a [Range],
 }
 
-/// `(o, lse)` becomes the merge of itself and another partial result of the same rows, all f32 or all f64.
+/// Merges another partial result of the same rows into `(o, lse)`; all tensors are f32, or all f64.
 ///
 /// Each lse has one word or two, independent of the other: see [`Attend::running_lse`].
 #[derive(Clone, Copy, Debug)]

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranges: the rows of a call, with their positions in their documents.
 //!
-//! A layout gives a rank consecutive tokens or stripes of tokens. A [`Range`] describes either with six numbers, from
-//! which positions of rows, or rows at given positions, are computed: no tokens are listed. A [`QRange`] adds the k
-//! ranges that it attends to, the length of its document and how the result is stored; [`Ranges`] is the argument of
-//! one call.
+//! A layout gives a rank consecutive tokens or stripes of tokens. A [`Range`] describes both with six numbers. From
+//! these, the positions of rows and the rows at given positions are computed: no tokens are listed. A [`QRange`] adds
+//! the k ranges that it attends to, the length of its document and how the result is stored; [`Ranges`] is the argument
+//! of one call.
 
 /// Consecutive rows of a `[tokens, heads, dim]` tensor, with the positions of its tokens.
 ///
@@ -37,7 +37,7 @@ impl Range {
     #[inline]
     pub const fn position(&self, i: u32) -> i64 {
         if self.block == self.period {
-            // Asked for every row of every tile, and a division takes as long as ten additions.
+            // Called for every row of every tile; a division takes as long as ten additions.
             return self.pos + i as i64;
         }
         self.pos + (i / self.block) as i64 * self.period as i64 + (i % self.block) as i64
@@ -121,10 +121,10 @@ pub struct QRange {
     /// The rows of q (and of o, lse, do, delta, dq).
     pub range: Range,
     /// Tokens of q and of k of the whole document, of which a call may have parts; `[0, 0]` if they are not given. They
-    /// mask nothing: where one way to compute suits long documents and another one short ones, all parts of a document
-    /// take the way of the whole, and their error does not depend on how it is cut. Not given, the ranges of each call
-    /// decide. All q ranges of a document in a call have the same, and if any has lengths, q ranges are in the order of
-    /// their documents.
+    /// do not mask anything. A kernel may use one algorithm for long documents and another for short ones: with these
+    /// lengths it uses the same one for all parts of a document, so that the error does not depend on how the document
+    /// is cut. Without them, the ranges of each call decide. All q ranges of a document in a call have the same
+    /// lengths; if any range has lengths, q ranges are in the order of their documents.
     pub document: [u32; 2],
     /// First entry of `pairs`.
     pub keys_begin: u32,
@@ -134,10 +134,10 @@ pub struct QRange {
     pub mode: Mode,
 }
 
-/// The pairs of one call, by q range. A row that the call writes may be in only one range, which is checked; rows that
-/// it only reads may be in several. Written are the rows of q ranges (unless only dk and dv are computed), and the rows
-/// of k ranges if dk and dv are computed. A pair is a q range and a k range of the same document; the pairs of a q
-/// range are in the order in which keys are read.
+/// The pairs of one call, by q range. A pair is a q range and a k range of the same document; the pairs of a q range
+/// are in the order in which keys are read. A row that the call writes may be in only one range, which is checked; rows
+/// that it only reads may be in several. The call writes the rows of q ranges (unless only dk and dv are computed), and
+/// the rows of k ranges if dk and dv are computed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ranges<'a> {
     /// The q ranges. One without pairs is legal: its rows attend to nothing in this call.

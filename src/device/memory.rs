@@ -36,8 +36,8 @@ impl OwnStream {
         self.handle
     }
 
-    /// Whether everything on it is done; an error when something on the device failed. Captured work is not done, and
-    /// a driver that is asked for it ends the capture with an error.
+    /// Whether all work on the stream is done; an error when something on the device failed. Captured work is not done.
+    /// It is not queried, since a query would end the capture with an error.
     pub fn query(&self) -> Result<bool> {
         let _entered = self.context.enter()?;
         // SAFETY: the stream is alive.
@@ -117,8 +117,8 @@ impl DeviceMemory {
         let _beside = self.context.enter_beside_captures()?;
         // SAFETY: both sides hold that many bytes.
         check("cuMemcpyHtoD", unsafe { sys::cuMemcpyHtoD_v2(self.address, from.as_ptr().cast(), from.len()) })?;
-        // That call returns once the bytes are staged. The copy is then work of the default stream, which orders
-        // nothing on the streams of a rank. SAFETY: the default stream of the context that is current.
+        // The call above returns once the bytes are staged. The copy is then work of the default stream, which is not
+        // ordered with the streams of a rank. SAFETY: the default stream of the context that is current.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(null_mut()) })
     }
 

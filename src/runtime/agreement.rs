@@ -41,7 +41,7 @@ struct GroupRuns {
 }
 
 impl Agreements {
-    /// Makes room for a group, so that its runs allocate nothing. A world has few: their sizes divide it.
+    /// Makes room for a group, so that its runs allocate nothing. A world has few groups: their sizes divide its size.
     pub(super) fn reserve(&mut self, ranks: &Range<usize>) {
         if !self.groups.iter().any(|g| g.ranks == *ranks) {
             let agreed = VecDeque::with_capacity(REMEMBERED);
@@ -53,8 +53,8 @@ impl Agreements {
     /// or `None` if the rank runs it alone.
     ///
     /// # Errors
-    /// [`Error::Disagreement`], with what is run in words, after which the ranks may plan again. Any other error is
-    /// kept in `failure`, and the peers were notified.
+    /// [`Error::Disagreement`], with the runs in words; the ranks may plan again after it. Any other error is kept in
+    /// `failure`, and the peers are notified.
     pub(super) fn begin_run(
         &mut self,
         prepared: &Prepared,
@@ -72,7 +72,7 @@ impl Agreements {
             transport.announce(None);
             match begun {
                 Ok(run) => Ok(Ok(Some((fingerprint, run)))),
-                // It does not end the group.
+                // A disagreement does not end the group.
                 Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
                     let what = prepared.run.describe(&prepared.plan);
                     Ok(Err(Error::Disagreement { rank, peer, ours, theirs, what, runs }))
@@ -82,8 +82,8 @@ impl Agreements {
         })?
     }
 
-    /// Begins a run: agrees on it if it is the first of its kind. The number of the run in the life of the group,
-    /// from 1.
+    /// Begins a run, with an agreement if it is the first of its kind. Returns the number of the run in the group, from
+    /// 1.
     ///
     /// # Errors
     /// Those of [`Transport::agree`]; the run then does not count.
@@ -109,7 +109,7 @@ mod tests {
     use crate::transport::{Label, Message};
     use std::sync::Mutex;
 
-    /// Writes down what is agreed on; odd numbers are refused.
+    /// Records the numbers that were agreed on; refuses odd ones.
     struct AgreementLog(Mutex<Vec<u64>>);
 
     impl Transport for AgreementLog {
@@ -146,7 +146,7 @@ mod tests {
         // A refused fingerprint is not remembered, and does not count as a run.
         assert!(a.begin(&asked, &(0..4), 3).is_err() && a.begin(&asked, &(0..4), 3).is_err());
         assert_eq!(taken(), [3, 3]);
-        // Runs of what is known do not renew it; the oldest leaves.
+        // A later run of a known fingerprint does not renew it; the oldest is removed.
         for other in 2..=REMEMBERED as u64 {
             assert!(a.begin(&asked, &(0..4), 2 * other).is_ok() && a.begin(&asked, &(0..4), 2).is_ok());
         }

@@ -45,7 +45,8 @@ impl Rank {
         to: ViewMut<'_, T>,
     ) -> Result<()> {
         self.expect_host("to_heads on host views", "give device tensors to to_heads_on")?;
-        // SAFETY: views vouch for their memory, and the exclusive one for having it alone, during this call.
+        // SAFETY: during this call the views guarantee valid memory, and the exclusive one that nothing else uses its
+        // memory.
         unsafe { self.all_to_all_of(plan, AllToAllDirection::ToHeads, side, from, to, null_mut()) }
     }
 
@@ -63,7 +64,8 @@ impl Rank {
         to: ViewMut<'_, T>,
     ) -> Result<()> {
         self.expect_host("to_tokens on host views", "give device tensors to to_tokens_on")?;
-        // SAFETY: views vouch for their memory, and the exclusive one for having it alone, during this call.
+        // SAFETY: during this call the views guarantee valid memory, and the exclusive one that nothing else uses its
+        // memory.
         unsafe { self.all_to_all_of(plan, AllToAllDirection::ToTokens, side, from, to, null_mut()) }
     }
 
@@ -84,8 +86,8 @@ impl Rank {
         to: DeviceViewMut<'_, T>,
         stream: RawStream,
     ) -> Result<()> {
-        // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive one for
-        // having it alone; the stream is as promised.
+        // SAFETY: until the work enqueued with them is over, the views guarantee valid memory, and the exclusive one
+        // that nothing else uses its memory; the stream is as promised.
         unsafe { self.all_to_all_of(plan, AllToAllDirection::ToHeads, side, from, to, stream) }
     }
 
@@ -106,8 +108,8 @@ impl Rank {
         to: DeviceViewMut<'_, T>,
         stream: RawStream,
     ) -> Result<()> {
-        // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive one for
-        // having it alone; the stream is as promised.
+        // SAFETY: until the work enqueued with them is over, the views guarantee valid memory, and the exclusive one
+        // that nothing else uses its memory; the stream is as promised.
         unsafe { self.all_to_all_of(plan, AllToAllDirection::ToTokens, side, from, to, stream) }
     }
 
@@ -204,8 +206,8 @@ impl Rank {
             .zip(&mut made)
             .map(|((side, y), held)| ViewMut::new(held, shape(*side)[0], shape(*side)[1], y.dim()))
             .collect::<Result<_>>()?;
-        // Nothing else tells the other ranks when `local` fails or panics: the code that catches the panic may keep the
-        // rank.
+        // If `local` fails or panics, only `watched` tells the other ranks: code that catches the panic may keep the
+        // rank, which is then not dropped.
         watched(self.backend.transport(), self.backend.failure(), || local(&share, &seen, &mut written))?;
         for ((side, y), held) in outputs.iter_mut().zip(&written) {
             self.to_tokens(plan, *side, held.as_view(), y.reborrow())?;
@@ -271,7 +273,7 @@ impl Rank {
 const ULYSSES: &str = "ulysses";
 const AROUND: &str = "call to_heads_on and to_tokens_on around your kernel, on its stream";
 
-/// Both ways.
+/// Both all-to-alls: to heads, and back to tokens.
 fn both(side: Side, dim: usize, dtype: Dtype) -> Result<[Purpose; 2]> {
     let dim = u32::try_from(dim).map_err(|_| Error::invalid("dim", dim, std::format!("at most {}", u32::MAX)))?;
     Ok([AllToAllDirection::ToHeads, AllToAllDirection::ToTokens]

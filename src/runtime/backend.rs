@@ -2,8 +2,8 @@
 //! The interface of a rank on one kind of memory: host memory ([`host_rank`](super::host_rank)) or a CUDA device
 //! (`device`).
 //!
-//! [`Rank`](super::Rank) holds one of them and documents the functions. A function with a body here is one that host
-//! memory has no use for.
+//! [`Rank`](super::Rank) holds one implementation and documents the functions. A function with a default body has a use
+//! on devices only.
 
 use std::{
     boxed::Box,
@@ -49,7 +49,7 @@ pub(super) trait Backend: Send {
 
     fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, RingFault>;
 
-    /// The rank's end of the transport, for what the host does there between runs. On a device it waits first for the
+    /// The rank's end of the transport, for messages of the host between runs. On a device the call first waits for the
     /// work that the rank enqueued.
     fn between_runs(&self) -> Result<Box<dyn Carrier + '_>>;
 

@@ -55,7 +55,7 @@ impl Bindings {
         &self.tensors[tensor as usize]
     }
 
-    /// All of them, in the order of [`TensorId`].
+    /// All tensors, in the order of [`TensorId`].
     #[cfg(feature = "cuda")]
     pub(super) fn all(&self) -> &[RawTensor; TensorId::COUNT] {
         &self.tensors
@@ -105,7 +105,7 @@ pub(super) fn apart_from(
     bytes: u64,
     tensors: impl IntoIterator<Item = (&'static str, RawTensor)>,
 ) -> Result<()> {
-    // As rows of its alignment: every buffer of a schedule takes a multiple of that.
+    // The workspace as rows of `ALIGNMENT` bytes: every buffer of a schedule takes a multiple of that.
     let dim = (ALIGNMENT / 2) as u32;
     let room = RawTensor::compact(workspace, Dtype::F16, bytes.div_ceil(ALIGNMENT), 1, dim);
     tensors.into_iter().try_for_each(|(name, raw)| disjoint(&[(name, raw, false), ("workspace", room, true)]))
@@ -123,7 +123,7 @@ impl ExpectedTensors {
     pub(super) fn new(plan: &Plan, run: Purpose, schedule: &Schedule) -> Self {
         let sent = match run {
             Purpose::Attention(_) => sent(schedule),
-            // Also where a rank keeps all heads, so that a program finds out on one rank.
+            // Also if the rank keeps all heads and sends none, so that a test on one rank already finds the error.
             Purpose::AllToAll(_) => std::vec![OWN_HEADS],
         };
         Self { run, forms: TensorId::ALL.map(|t| run.form(plan, schedule.rank, t)), sent }

@@ -24,7 +24,7 @@ pub(super) fn number(parts: &[u64]) -> u64 {
 /// Agrees with `group` on `number`, then calls `work`. The error of a disagreement names the call by `what`.
 ///
 /// # Errors
-/// [`Error::Disagreement`] on all ranks of the group, which has not failed then. Any other is kept, and ends the group.
+/// [`Error::Disagreement`] on all ranks of the group, which stays usable. Any other error is kept, and ends the group.
 pub(super) fn agreed<R>(
     transport: &dyn Transport,
     failure: &FirstFailure,
@@ -36,7 +36,7 @@ pub(super) fn agreed<R>(
     failure.check(transport)?;
     let agree = || if group.len() > 1 { transport.agree(group, number) } else { Ok(()) };
     watched(transport, failure, || match agree() {
-        // It does not end the group.
+        // A disagreement does not end the group.
         Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
             Ok(Err(Error::Disagreement { rank, peer, ours, theirs, what: what(), runs }))
         }

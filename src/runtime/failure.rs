@@ -42,7 +42,7 @@ pub(super) struct FirstFailure {
 }
 
 impl FirstFailure {
-    /// A new one that also reports the failures of a device.
+    /// As `default`, and also reports the failures of a device.
     #[cfg(feature = "cuda")]
     pub(super) fn with_device(device: &Arc<impl Found + 'static>) -> Self {
         let device: Arc<dyn Found> = device.clone();
@@ -85,7 +85,7 @@ impl FirstFailure {
         })
     }
 
-    /// Keeps that this rank ended the group.
+    /// Records that this rank ended the group.
     pub(super) fn ended(&self, rank: usize, cause: Cause) {
         self.keep(&Label::new("agree", 0).error(rank, rank, cause));
     }
@@ -99,7 +99,7 @@ pub(super) struct AbortOnUnwind<'a> {
 }
 
 impl AbortOnUnwind<'_> {
-    /// The watched code has returned. If it failed, it is for the caller to end the group.
+    /// The watched code has returned. If it failed, its caller ends the group.
     pub(super) fn over(self) {
         std::mem::forget(self);
     }
@@ -112,8 +112,8 @@ impl Drop for AbortOnUnwind<'_> {
     }
 }
 
-/// Runs `body`, for whose result the other ranks are about to wait. If it fails or unwinds, the group ends: its error
-/// is kept, and the peers are notified.
+/// Runs `body`, whose result the other ranks will wait for. If `body` fails or unwinds, the group ends: the error is
+/// kept, and the peers are notified.
 pub(super) fn watched<T>(
     transport: &dyn Transport,
     failure: &FirstFailure,

@@ -95,7 +95,7 @@ unsafe fn perform_lane(
     Ok(())
 }
 
-/// One lane's way to the CPU kernels and the transport. Only the compute lane has tiles to attend with.
+/// Calls the CPU kernels and the transport for one lane. Only the compute lane has tiles for attention.
 pub(super) struct HostOperations<'a> {
     pub scratch: Option<&'a mut cpu::Scratch>,
     pub transport: &'a dyn Transport,

@@ -91,8 +91,8 @@ impl HostRank {
         if self.workspace.is_short(needed) {
             // Freed first, so that the rank never holds both.
             let held = self.workspace.take_own().map_or(0, |own| own.bytes() as u64);
-            // The plans of a sequence that grows need a little more in each step, and new memory costs more than the
-            // plan: so there is room to spare, but not where a backward follows a forward and needs much more.
+            // A sequence that grows needs a little more memory in each step, and new memory costs more than planning.
+            // So allocate spare memory, except after a large step, such as from a forward to its backward.
             let room = if held >= needed - needed / 4 { needed.saturating_add(needed / 4) } else { needed };
             self.workspace.set_own(HostMemory::new(room).or_else(|_| HostMemory::new(needed))?);
         }
@@ -221,7 +221,7 @@ mod tests {
         needed.dedup();
         assert!(needed.is_sorted() && needed.len() > 40, "{needed:?}");
         assert!((2..=12).contains(&grown), "{grown}");
-        // A plan that needs much more, as a backward does, has what it needs.
+        // A plan that needs much more, such as a backward, gets exactly the bytes that it needs.
         let batch = Batch::from_lengths(&[4096]).unwrap();
         let plan =
             Plan::new(&Problem::new(batch, 2, 2, 16, Dtype::F32), Mesh::ring(2).unwrap(), Layout::Zigzag).unwrap();

@@ -61,7 +61,7 @@ struct LaneState {
 enum Parked {
     /// This operation of the other lane is done.
     Operation(usize),
-    /// The communication lane has a job or is to leave; the compute lane: that job is over.
+    /// For the communication lane: it has a job or must end. For the compute lane: the job is over.
     Job,
 }
 
@@ -264,8 +264,9 @@ impl LaneThreads {
         Ok(())
     }
 
-    /// Runs `compute` on this thread and, at the same time, `communication` on the other lane's; a run without one
-    /// never waits for that lane. Returns when both are over, with the first error, or goes on with a panic.
+    /// Runs `compute` on this thread and, at the same time, `communication` on the communication lane's thread; without
+    /// `communication` it never waits for that lane. Returns when both are over, with the first error, or resumes a
+    /// panic.
     ///
     /// # Errors
     /// The error of a lane; [`Error::Device`] when the thread cannot be started.

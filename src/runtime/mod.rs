@@ -15,7 +15,7 @@
 //!   trace of a group, and `shift`, labels and the like;
 //! - [`agreement`] and [`tags`]: check that all ranks run the same plan; [`failure`]: keeps a failed group failed;
 //! - [`backend`]: a rank on one kind of memory: [`host_rank`] or `device`; [`workspace`]: its memory;
-//! - [`ops`]: one operation; [`host`]: performs a schedule's on the CPU, on the two [`lanes`].
+//! - [`ops`]: one operation; [`host`]: performs all operations of a schedule on the CPU, on the two [`lanes`].
 //!
 //! A run goes through [`tensors`] (untyped, as from C: [`rank`]), and then on the CPU [`host_rank`], [`host`],
 //! [`lanes`] and [`ops`] to the kernels; on a device `device` and its `sequence`, which [`ops`] recorded.

@@ -76,7 +76,7 @@ pub(super) struct Listing {
 }
 
 impl Listing {
-    /// Listing for every operation of a schedule.
+    /// Reserves the lists for every operation of a schedule.
     pub(super) fn new(schedule: &Schedule, run: RunName) -> Self {
         let expansion = Expansion::new(schedule);
         let (messages, blocks, sources) = expansion.capacity();
@@ -91,7 +91,7 @@ impl Listing {
         }
     }
 
-    /// The same for runs with tags, as listed by `tags`.
+    /// Sets the tags, made by `tags`, and reserves room for their messages.
     pub(super) fn tag(&mut self, tags: impl FnOnce(&mut Expansion) -> Tags) {
         self.tags = tags(&mut self.expansion);
         self.sends.reserve(self.tags.most());

@@ -10,7 +10,7 @@ use crate::{
     schedule::{Purpose, Schedule, expand::Expansion, verify::one_rank},
 };
 
-/// A schedule with the room that running it takes.
+/// A schedule with the memory that a run of it needs.
 pub(super) struct Prepared {
     pub plan: Plan,
     pub run: Purpose,
@@ -68,7 +68,7 @@ pub(super) trait Entry {
 
 /// The schedules of the plans that a rank ran or prepared last.
 pub(super) struct Remembered<E> {
-    /// With the number of their last use.
+    /// Each entry with the number of its last use.
     entries: Vec<(u64, E)>,
     uses: u64,
 }
@@ -114,7 +114,7 @@ impl<E: Entry> Remembered<E> {
         self.entries.len() - 1
     }
 
-    /// All of them.
+    /// All entries.
     #[cfg(feature = "cuda")]
     pub(super) fn iter(&self) -> impl Iterator<Item = &E> {
         self.entries.iter().map(|(_, e)| e)
@@ -155,7 +155,7 @@ mod tests {
         }
     }
 
-    /// Entries that must be kept do not count; of the others, the least recently used is forgotten.
+    /// Among the entries that need not be kept, the least recently used is forgotten.
     #[test]
     fn the_least_recently_used_goes_first() {
         let run = Purpose::Attention(Direction::Forward);

@@ -31,8 +31,8 @@ use crate::{
 #[cfg(feature = "cuda")]
 use crate::{kernel::cuda::Cuda, transport::DeviceTransport};
 
-/// Operations that a rank records at most until they are taken: each has memory, and on a device two events, from the
-/// start.
+/// The largest number of operations that a rank records before they are taken. Each has memory, and on a device two
+/// events, from the start.
 const MAX_RECORDED: usize = 1 << 24;
 
 /// One participant of a group: runs the plans that all ranks of its group run.

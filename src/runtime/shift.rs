@@ -30,8 +30,8 @@ pub trait ShiftedRows {
     /// Bytes of a row.
     fn row_bytes(&self) -> usize;
 
-    /// A number for what a row is (its element type, its shape). All ranks must have the same number and the same row
-    /// size.
+    /// A number that identifies the element type and the shape of a row. All ranks must have the same number and the
+    /// same row size.
     fn kind(&self) -> u64;
 
     /// Copies a row of the input.

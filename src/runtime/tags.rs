@@ -56,7 +56,7 @@ pub(super) struct Tags {
     memory: Vec<RunTag>,
     /// If a device holds them: their address there, and the bytes of each.
     on_device: Option<(usize, usize)>,
-    /// Which ranks send the tags from slot 1 on.
+    /// The sender of each tag, from slot 1 on.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only devices say it by slot"))]
     senders: Vec<usize>,
     rank: usize,
@@ -82,19 +82,19 @@ impl Tags {
         Self { firsts, memory, on_device: None, senders, rank: schedule.rank, what: run.describe(plan) }
     }
 
-    /// The same where a device has them: at `address`, as the backend says it, `bytes` bytes each.
+    /// The same tags in device memory: at `address`, as the backend names it, `bytes` bytes each.
     #[cfg(feature = "cuda")]
     pub(super) fn on_device(self, address: *mut u8, bytes: usize) -> Self {
         Self { memory: Vec::new(), on_device: Some((address as usize, bytes)), ..self }
     }
 
-    /// Which ranks send the tags from slot 1 on.
+    /// The sender of each tag, from slot 1 on.
     #[cfg(feature = "cuda")]
     pub(super) fn senders(&self) -> &[usize] {
         &self.senders
     }
 
-    /// How many messages the check adds to one exchange at most, one way.
+    /// The largest number of messages that the check adds to one exchange in one direction.
     pub(super) fn most(&self) -> usize {
         self.firsts.chunk_by(|a, b| a.op == b.op).map(<[First]>::len).max().unwrap_or(0)
     }
@@ -125,11 +125,11 @@ impl Tags {
         Some(Message { peer: f.peer, ptr, bytes: size_of::<RunTag>() })
     }
 
-    /// Compares what arrived with an operation whose exchange is over. Where the exchange has failed, what has not
-    /// arrived proves nothing.
+    /// Compares the tags that arrived with operation `op`, whose exchange is over. If the exchange has failed, tags
+    /// that have not arrived prove nothing.
     ///
     /// # Errors
-    /// [`Error::Disagreement`] with the first peer whose tag is another.
+    /// [`Error::Disagreement`] with the first peer whose tag differs.
     pub(super) fn check(&self, op: usize, failed: bool) -> Result<()> {
         let Some(&own) = self.memory.first() else { return Ok(()) };
         for f in self.of(op).iter().filter(|f| f.slot > 0) {

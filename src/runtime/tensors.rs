@@ -61,8 +61,8 @@ impl Views for DeviceViews {
 
 /// The tensors of a forward: this rank's own tokens (see [`Plan::token_indices`]), all heads.
 ///
-/// Write the element type, `Forward::<f32> { … }`, where a literal is not an argument of the call and a field needs a
-/// coercion, as a slice from a vector does.
+/// If the literal is not an argument of the call and a field needs a coercion, such as from a vector to a slice, write
+/// the element type: `Forward::<f32> { … }`.
 #[derive(Debug)]
 pub struct Forward<'a, T: Element, V: Views = HostViews> {
     /// `[tokens, heads, head_dim]`.
@@ -264,7 +264,8 @@ impl Rank {
     pub fn forward<T: Element>(&mut self, plan: &Plan, t: Forward<'_, T>) -> Result<()> {
         self.expect_host("forward on host views", "give device tensors to forward_on")?;
         let bindings = t.bindings(plan, Device::Cpu)?;
-        // SAFETY: views vouch for their memory, and the exclusive ones for having it alone, as long as `t` lives.
+        // SAFETY: as long as `t` lives, views guarantee valid memory, and exclusive ones that nothing else uses their
+        // memory.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings, null_mut()) }
     }
 
@@ -275,7 +276,8 @@ impl Rank {
     pub fn backward<T: Element>(&mut self, plan: &Plan, t: Backward<'_, T>) -> Result<()> {
         self.expect_host("backward on host views", "give device tensors to backward_on")?;
         let bindings = t.bindings(plan, Device::Cpu)?;
-        // SAFETY: views vouch for their memory, and the exclusive ones for having it alone, as long as `t` lives.
+        // SAFETY: as long as `t` lives, views guarantee valid memory, and exclusive ones that nothing else uses their
+        // memory.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Backward), &bindings, null_mut()) }
     }
 
@@ -294,8 +296,8 @@ impl Rank {
         stream: RawStream,
     ) -> Result<()> {
         let bindings = t.bindings(plan, self.device())?;
-        // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive ones
-        // for having it alone; the stream is as promised.
+        // SAFETY: until the work enqueued with them is over, views guarantee valid memory, and exclusive ones that
+        // nothing else uses their memory; the stream is as promised.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings, stream) }
     }
 
@@ -314,8 +316,8 @@ impl Rank {
         stream: RawStream,
     ) -> Result<()> {
         let bindings = t.bindings(plan, self.device())?;
-        // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive ones
-        // for having it alone; the stream is as promised.
+        // SAFETY: until the work enqueued with them is over, views guarantee valid memory, and exclusive ones that
+        // nothing else uses their memory; the stream is as promised.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Backward), &bindings, stream) }
     }
 }

@@ -47,7 +47,7 @@ impl<M: OwnMemory> Workspace<M> {
         Err(Error::invalid("workspace", format!("address {ptr:p}"), format!("a multiple of {ALIGNMENT} bytes")))
     }
 
-    /// From now on works in memory that was [accepted](Self::accept); gives back the rank's own, if it had any.
+    /// Switches to memory that was [accepted](Self::accept). Returns the rank's own memory, if it had any.
     pub(super) fn lend(&mut self, ptr: *mut u8, bytes: usize) -> Option<M> {
         self.lent = Some((ptr, bytes));
         self.own.take()
@@ -69,7 +69,7 @@ impl<M: OwnMemory> Workspace<M> {
         self.lent.is_none() && needed > self.own.as_ref().map_or(0, |own| own.bytes() as u64)
     }
 
-    /// Gives back the rank's own memory, before it grows.
+    /// Returns the rank's own memory, which is then replaced by a larger one.
     pub(super) fn take_own(&mut self) -> Option<M> {
         self.own.take()
     }
@@ -99,7 +99,7 @@ impl<M: OwnMemory> Workspace<M> {
         }
     }
 
-    /// Refuses tensors that lie in the part of lent memory that a run uses: any of them would be lost.
+    /// Refuses tensors that lie in the part of lent memory that a run uses: the run would overwrite them.
     pub(super) fn apart(
         &self,
         needed: u64,
@@ -129,7 +129,7 @@ pub(super) struct HostMemory {
 unsafe impl Send for HostMemory {}
 
 impl HostMemory {
-    /// Zeros.
+    /// Allocates `bytes` bytes of zeros.
     ///
     /// # Errors
     /// The machine does not have the memory.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Locks that ThreadSanitizer can see through; used by `.ci/tsan` only (`--cfg cpattn_tsan`).
+//! Locks that ThreadSanitizer can check; used by `.ci/tsan` only (`--cfg cpattn_tsan`).
 //!
-//! The standard library comes compiled without instrumentation, so what its condition variable orders looks unordered
-//! to ThreadSanitizer, and every access behind it is reported. These are made of atomics of this crate, which are
-//! instrumented. They are slow, and wake for no reason; both are legal. What a run with them shows is that all memory
-//! the crate shares between threads is ordered by its locks, not that the standard library's locks are right.
+//! The standard library is compiled without instrumentation. ThreadSanitizer therefore does not see the order that its
+//! condition variables make, and reports every access that relies on it. The locks here are made of atomics of this
+//! crate, which are instrumented. They are slow, and wake for no reason; both are allowed. A run with them shows that
+//! all memory the crate shares between threads is ordered by its locks, not that the standard library's locks are
+//! right.
 
 use std::{
     cell::UnsafeCell,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The checks of every view when it is made, and of every tensor argument of a public call.
 //!
-//! Two things can be wrong with a tensor by itself: it reaches beyond its memory, or its numbers do not fit. Both are
-//! found here, once, so that nothing later checks an offset: one past the end of every dimension, in bytes, fits an
-//! i64. That is asked even of tensors without elements, because they have sub-views like any other.
+//! A tensor by itself can have two faults: it reaches beyond its memory, or its numbers do not fit. Both are found
+//! here, once, so that later code need not check offsets: one past the end of every dimension, in bytes, fits an i64.
+//! This also holds for tensors without elements, because they have sub-views like any other.
 //!
 //! A name is empty in the constructors of views, where the arguments are the parameters themselves, and an argument of
 //! the call (`k`) in [`expect`]. The memory itself is not accessed here.
@@ -17,13 +17,12 @@ use crate::{
 use alloc::format;
 use core::ops::Range;
 
-/// Checks that an argument is what a call needs: dtype, shape, an address that is neither null nor unaligned when
-/// there are elements, and strides that stay within the address space. `innermost` is the word for the last dimension.
-/// Strides are not otherwise restricted; for what is written, [`disjoint`](super::disjoint) refuses those that make a
-/// tensor overlap itself.
+/// Checks an argument of a call: dtype, shape, an address that is neither null nor unaligned when there are elements,
+/// and strides that stay within the address space. `innermost` is the word for the last dimension. Strides are not
+/// otherwise restricted; for written tensors, [`disjoint`](super::disjoint) refuses strides that make a tensor overlap
+/// itself.
 ///
 /// # Errors
-///
 /// [`Error::Invalid`] naming the part (`k.dtype`, `k.tokens`, `k.heads`, `k.head_dim`, …), its value and the one
 /// expected.
 pub(crate) fn expect(
@@ -90,7 +89,7 @@ pub(super) fn describe<T: Element>(
             format!("tokens × heads × dim = {tokens} × {heads} × {dim} = {count}"),
         ));
     }
-    // No more than the sums above, so it cannot overflow.
+    // Not larger than the sums above, so it cannot overflow.
     let needed = if empty { 0 } else { (tokens - 1) * token_stride + (heads - 1) * head_stride + dim };
     if needed > len {
         let expected = format!("at least {needed} for shape {shape:?} with strides {strides:?}");
@@ -114,7 +113,7 @@ pub(super) fn compact_strides(heads: usize, dim: usize) -> Result<[usize; 2]> {
     Ok([token_stride, dim])
 }
 
-/// Checks a description that came from outside: the promises that `describe` makes of its own.
+/// Checks a tensor description from outside for the properties that `describe` guarantees.
 pub(super) fn check_raw<T: Element>(t: &RawTensor) -> Result<()> {
     if t.dtype != T::DTYPE {
         return Err(Error::invalid("dtype", t.dtype, T::DTYPE));

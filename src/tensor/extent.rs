@@ -63,7 +63,7 @@ pub(super) fn refuse_unaddressable(name: &str, t: &RawTensor) -> Result<()> {
         return Err(Error::invalid(part(name, "ptr"), found, "the address of element [0, 0, 0]"));
     }
     if hull(t).is_none() {
-        // The stride that reaches further is to blame.
+        // The error names the stride that reaches further.
         let span = |count: u64, stride: i64| u128::from(count - 1) * u128::from(stride.unsigned_abs());
         let heads = u64::from(t.heads);
         let (stride_name, stride, count) = if span(heads, t.head_stride) > span(t.tokens, t.token_stride) {

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Checks whether two tensors overlap, and whether a tensor overlaps itself.
 //!
-//! Hulls do not answer that: dq, dk and dv cut from one `[tokens, 3, heads, dim]` buffer have overlapping hulls and no
-//! byte in common. A tensor is a set of equal rows at `base + i · token_stride + j · head_stride`. Two rows meet when
-//! their distance is smaller than a row, so two tensors meet when some sum of stride multiples, each multiple within
-//! bounds, falls into a short interval. Strides are taken from the largest down, and at each one only the multiples
-//! are tried from which the smaller strides can still reach the interval. For nested layouts that leaves one or two,
-//! the last stride is a division, and equal strides of both tensors count as one. Common divisors settle most of the
-//! rest without a search.
+//! Hulls are not enough: dq, dk and dv cut from one `[tokens, 3, heads, dim]` buffer have overlapping hulls and no byte
+//! in common. A tensor is a set of equal rows at `base + i · token_stride + j · head_stride`. Two rows meet when their
+//! distance is smaller than a row, so two tensors meet when some sum of stride multiples, each multiple within bounds,
+//! falls into a short interval. Strides are taken from the largest down. For each stride, the search tries only the
+//! multiples from which the smaller strides can still reach the interval. For nested layouts these are one or two, the
+//! last stride is a division, and equal strides of both tensors count as one. Common divisors settle most of the rest
+//! without a search.
 //!
-//! The search counts its steps and gives up after [`BUDGET`] of them, which takes strides that neither nest nor agree
+//! The search counts its steps and gives up after [`BUDGET`] of them. This needs strides that neither nest nor agree
 //! nor divide, and extents in the tens of thousands. Such a pair is refused, with an error that names this reason: the
 //! caller can copy a tensor, but an unnoticed overlap would give a wrong result. All arithmetic is in bytes and in
 //! `i128`, where it cannot wrap: 64-bit strides are bounded by [`hull`] first. Nothing here allocates unless it
@@ -36,7 +36,7 @@ pub(super) enum SharesBytes {
     Undecided,
 }
 
-/// A stride with the multiples that may be taken of it.
+/// A stride, with bounds of its multiples.
 #[derive(Clone, Copy)]
 struct Term {
     least: i128,
@@ -47,7 +47,7 @@ struct Term {
 impl Term {
     const NONE: Self = Self { least: 0, most: 0, stride: 0 };
 
-    /// The same sums by a positive stride.
+    /// The same sums, with a positive stride.
     fn positive(self) -> Self {
         if self.stride < 0 { Self { least: -self.most, most: -self.least, stride: -self.stride } } else { self }
     }
@@ -110,7 +110,7 @@ fn search(low: i128, high: i128, mut terms: [Term; 4]) -> SharesBytes {
 }
 
 /// Whether divisibility alone shows that no sum lies in `low..=high`: the larger strides only make multiples of their
-/// common divisor, and the smaller ones move those no further than their own least and largest sum.
+/// common divisor, and the smaller ones shift these by at least their least sum and at most their largest sum.
 fn divisors_exclude(low: i128, high: i128, terms: &[Term]) -> bool {
     let mut divisor = 0;
     (0..terms.len()).any(|i| {
@@ -195,7 +195,7 @@ pub(super) fn refuse_within(name: &str, t: &RawTensor) -> Result<()> {
         return Ok(());
     }
     let (ts, hs, dim) = (t.token_stride, t.head_stride, i64::from(t.dim));
-    // The strides at which tokens would enclose their heads, and heads their tokens.
+    // The smallest strides at which a token encloses its heads, and a head its tokens.
     let by_token = i128::from(t.heads - 1) * i128::from(hs.abs()) + i128::from(dim);
     let by_head = i128::from(t.tokens - 1) * i128::from(ts.abs()) + i128::from(dim);
     let error = if t.heads > 1 && hs.abs() < dim {
@@ -243,7 +243,7 @@ pub fn disjoint(named: &[(&'static str, RawTensor, bool)]) -> Result<()> {
             if answer == SharesBytes::No {
                 continue;
             }
-            // The written one is to blame; of two, the later.
+            // The error names the written tensor first; if both are written, the later one.
             let (blamed, with) = if *written { (*name, *other_name) } else { (*other_name, *name) };
             return Err(match answer {
                 SharesBytes::Undecided => Error::invalid(

@@ -64,7 +64,7 @@ impl WireBuffer for crate::kernel::cuda::DeviceMemory {
 pub(crate) trait Carrier {
     fn end(&self) -> &dyn Transport;
 
-    /// Memory for a message; a size that no memory holds is refused, not the end of the program.
+    /// Memory for a message. A size that cannot be allocated is an error and does not end the program.
     fn room(&self, bytes: usize) -> Result<Box<dyn WireBuffer>>;
 
     /// Waits until the messages have arrived.
@@ -107,7 +107,7 @@ impl Carrier for DeviceCarrier<'_> {
     }
 }
 
-/// So many bytes, all 0, or a refusal where there is no memory for them.
+/// `bytes` zeros, or an error if there is no memory for them.
 pub(crate) fn zeros(bytes: usize) -> Result<Vec<u8>> {
     let mut out = Vec::new();
     if out.try_reserve_exact(bytes).is_err() {

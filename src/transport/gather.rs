@@ -27,7 +27,7 @@ pub(crate) struct Gathered {
     pub(crate) bytes: Vec<u8>,
 }
 
-/// A question for the time: when rank 0 sent it, what the answer was, and when that had come.
+/// One question for the time: when rank 0 sent it, the time in the answer, and when the answer had arrived.
 #[derive(Clone, Copy, Debug)]
 struct RoundTrip {
     sent: u64,
@@ -38,11 +38,12 @@ struct RoundTrip {
 /// The offset of the other clock, from the quickest round trip.
 fn offset(trips: &[RoundTrip]) -> i64 {
     let quickest = trips.iter().min_by_key(|trip| trip.back.saturating_sub(trip.sent));
-    // Numbers of nanoseconds wrap alike, and what is left of their difference is small.
+    // Counts of nanoseconds wrap in the same way on both sides, so that their difference is small.
     quickest.map_or(0, |t| (t.sent + t.back.saturating_sub(t.sent) / 2).wrapping_sub(t.there) as i64)
 }
 
-/// All ranks call it, each with what it has and its own clock in nanoseconds. Rank 0 gets all, by rank, others nothing.
+/// All ranks call it, each with its bytes and its own clock in nanoseconds. Rank 0 gets the bytes of all ranks, in rank
+/// order; other ranks get nothing.
 pub(crate) fn gather(carrier: &dyn Carrier, now: &dyn Fn() -> u64, mine: &[u8]) -> Result<Vec<Gathered>> {
     let (rank, world) = (carrier.end().rank(), carrier.end().world());
     if world == 1 {

@@ -161,7 +161,7 @@ impl Shared {
         }
     }
 
-    /// For a failure that is on the board.
+    /// Reports a failure that is on the board: sets `failed` and wakes all ranks.
     fn spread(&self, board: &mut Board) {
         self.failed.store(true, Ordering::Release);
         self.wake_all(board);

@@ -204,7 +204,7 @@ pub trait DeviceTransport: Transport {
     }
 }
 
-/// As [`Transport`] for it. If [`Rank::on_device`](crate::Rank::on_device) fails, its caller still has the transport.
+/// A shared transport. If [`Rank::on_device`](crate::Rank::on_device) fails, its caller still has the transport.
 #[cfg(feature = "cuda")]
 impl<T: DeviceTransport + ?Sized> DeviceTransport for Arc<T> {
     fn device(&self) -> &Arc<Cuda> {

@@ -90,7 +90,8 @@ struct Calls {
 }
 
 impl Calls {
-    /// After a failure: cancels requests and waits a little for them. Memory of the others is never freed.
+    /// After a failure: cancels requests and waits a little for them. The memory of requests that do not end is never
+    /// freed.
     fn settle(&mut self) {
         self.pipes.cancel();
         self.agreements.cancel();
@@ -212,7 +213,7 @@ impl Mpi {
         self.group.set_deadline(deadline);
     }
 
-    /// Has messages travel in pieces of that many bytes, on all ranks alike, before the first exchange. For tests.
+    /// Sets the size of pieces, before the first exchange and the same on all ranks. For tests.
     #[doc(hidden)]
     pub fn set_piece(&self, bytes: usize) {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner).pipes.piece = bytes.clamp(1, 1 << 30);

@@ -157,7 +157,8 @@ impl DeviceTransport for Peer {
     }
 }
 
-/// Why two ranks' exchange cannot be: a copy waits for an event of its sender, and a graph for none of another graph.
+/// The error of an exchange between two captures: a copy waits for an event of its sender, and a graph cannot wait for
+/// an event of another graph.
 fn apart(rank: usize, peer: usize, [ours, theirs]: [u64; 2]) -> Error {
     let of = |capture| if capture == 0 { "in no graph" } else { "captured into a graph" };
     let how = if ours != 0 && theirs != 0 { ", of another capture" } else { "" };
@@ -171,8 +172,8 @@ fn apart(rank: usize, peer: usize, [ours, theirs]: [u64; 2]) -> Error {
 }
 
 impl PeerStream {
-    /// Enqueues the messages from one rank to another, on the stream of the second: behind what wrote them, and before
-    /// `done`.
+    /// Enqueues the messages from one rank to another on the receiver's stream, after the work that wrote them and
+    /// before `done`.
     fn enqueue(streams: &[Self], [from, to]: [usize; 2], next: &mut dyn FnMut() -> Option<[Message; 2]>) -> Result<()> {
         let Some(first) = next() else { return Ok(()) };
         let (sender, receiver) = (&streams[from], &streams[to]);
@@ -195,9 +196,9 @@ impl PeerStream {
             receiver.done[from].record(stream)
         };
         enqueue().inspect_err(|_| {
-            // The sender's memory is its own again once its call has returned: what was enqueued is over first. If the
-            // driver cannot even wait, the first error says more. What is captured has not begun, and its stream cannot
-            // be waited for.
+            // When its call has returned, the sender may reuse its memory, so the enqueued copies must be over first.
+            // If the driver cannot even wait, the first error says more. Captured copies have not begun, and their
+            // stream cannot be waited for.
             if captures == [0, 0] {
                 let _ = receiver.stream.synchronize();
             }
@@ -245,8 +246,8 @@ impl Transport for Peer {
         if outcome.is_ok() {
             return self.hold_until_sent(sends);
         }
-        // Of a call that failed some messages may be on their way: the run waits for them on the host, behind this
-        // stream. Where a graph is captured nothing is. A second error says nothing new.
+        // After a failed call some copies may be in progress: the run waits for them on the host, through this stream.
+        // During a capture none is. A second error says nothing new.
         if own.capture.load(Ordering::Relaxed) == 0 {
             let _ = self.hold_until_sent(sends);
         }

@@ -291,14 +291,14 @@ impl LedgerRound<'_> {
         Ok(())
     }
 
-    /// Into the word that travels: the number of bytes that this rank was called with.
+    /// Writes the number of bytes that this rank was called with into the word to send.
     fn write_bytes(&mut self) -> Result<(), RingFault> {
         let written = self.word.put(&(self.stamps.len() as u64).to_ne_bytes());
         written.map_err(|error| self.fault(error))
     }
 
-    /// Compares it with what `peer` was called with: a large message of another size would be refused in other words by
-    /// each transport, or not at all.
+    /// Compares the received number with this rank's. Without this check each transport would report the difference of
+    /// the large messages in its own words, or not at all.
     fn same_bytes(&mut self, peer: usize) -> Result<(), RingFault> {
         let mut word = [0; 8];
         self.word.get(&mut word).map_err(|error| self.fault(error))?;

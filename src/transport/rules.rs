@@ -54,7 +54,7 @@ pub(super) fn compare(rank: usize, group: Range<usize>, ours: u64, all: &[u64]) 
     }
 }
 
-/// Refuses a deadline that has passed when it begins.
+/// Refuses a deadline of 0.
 pub(super) fn check_deadline(deadline: Duration) -> Result<()> {
     if deadline.is_zero() { Err(Error::invalid("deadline", "0", "longer than 0")) } else { Ok(()) }
 }

@@ -43,20 +43,22 @@ impl CudaEvent {
         unsafe { call!(cuEventRecord(self.handle, stream)) }
     }
 
-    /// Has everything that is put on `stream` from now on wait for the point, on the device.
+    /// Makes all work that is put on `stream` from now on wait for the point, on the device.
     pub fn hold(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: the event is alive; the driver keeps what the wait needs when it is recorded anew or destroyed.
+        // SAFETY: the event is alive; if it is recorded anew or destroyed, the driver still keeps the state that the
+        // wait needs.
         unsafe { call!(cuStreamWaitEvent(stream, self.handle, 0)) }
     }
 
-    /// Has each replay of the graph that a stream is captured into mark this point, as [`CudaEvent::record`] does
-    /// elsewhere.
+    /// For a stream that is being captured: makes each replay of the graph mark this point, as [`CudaEvent::record`]
+    /// does elsewhere.
     pub fn record_in_replays(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: as in `record`.
         unsafe { call!(cuEventRecordWithFlags(self.handle, stream, sys::EVENT_RECORD_EXTERNAL)) }
     }
 
-    /// Has each replay of the graph that a stream is captured into wait for the point, as it was marked last by then.
+    /// For a stream that is being captured: makes each replay of the graph wait for the last mark of the point before
+    /// it.
     pub fn hold_in_replays(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: as in `hold`; the graph's owner keeps the event alive (see `Rank::run_on`).
         unsafe { call!(cuStreamWaitEvent(stream, self.handle, sys::EVENT_WAIT_EXTERNAL)) }
@@ -72,8 +74,8 @@ impl CudaEvent {
         }
     }
 
-    /// Nanoseconds from another point to this one, both of events with timing, as exact as an f32 of milliseconds;
-    /// `None` while either is not over.
+    /// Nanoseconds from `start` to this point, with the precision of milliseconds in f32; `None` while either point is
+    /// not over. Both events have timing.
     pub fn ns_since(&self, start: &Self) -> Result<Option<i64>> {
         let _entered = self.context.enter()?;
         let mut milliseconds = 0f32;

@@ -36,12 +36,12 @@ pub(crate) fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
     } else {
         String::from("unknown error")
     };
-    // The name that programs use: the driver's header makes the other one of it.
+    // The name that programs use; a macro of the driver's header maps it to the name with `_v2`.
     let call = call.strip_suffix("_v2").unwrap_or(call);
     Err(Error::Device { call, code: i64::from(code), message })
 }
 
-/// As [`check`], of a call that allocates: says how much it was to be.
+/// As [`check`], for a call that allocates: the error contains the number of bytes.
 pub(crate) fn check_room(call: &'static str, code: sys::CUresult, bytes: usize) -> Result<()> {
     check(call, code).map_err(|error| match error {
         Error::Device { call, code: number, message } if code == sys::OUT_OF_MEMORY => {
@@ -80,9 +80,9 @@ pub(crate) struct Context {
     handle: sys::CUcontext,
 }
 
-// SAFETY: driver handles are valid on every thread; what a context needs to be current on a thread, `enter` does.
+// SAFETY: driver handles are valid on every thread; a context must be current on the thread, which `enter` ensures.
 unsafe impl Send for Context {}
-// SAFETY: driver handles are valid on every thread; what a context needs to be current on a thread, `enter` does; the
+// SAFETY: driver handles are valid on every thread; a context must be current on the thread, which `enter` ensures; the
 // driver synchronises itself.
 unsafe impl Sync for Context {}
 
@@ -126,8 +126,8 @@ impl Context {
         Ok(Entered { _context: PhantomData })
     }
 
-    /// Gives this device access to the memory of another, so that copies from there need not be staged in host memory.
-    /// False where the machine or the driver has no such access; the access stays when `self` goes.
+    /// Gives this device access to the memory of another, so that copies from there need not go through host memory.
+    /// False if the machine or the driver has no such access; the access remains after `self` is dropped.
     pub fn enable_access_to(&self, other: &Self) -> Result<bool> {
         if self.handle == other.handle {
             return Ok(true);
@@ -179,8 +179,8 @@ impl Context {
         Ok(unsafe { self.capture_of(stream) }?.is_some())
     }
 
-    /// The capture that a stream is part of, if it is part of one: a number that no other capture of the process has,
-    /// from 1; 0 for one that an error has ended, until the caller ends it as well.
+    /// The capture that a stream is part of, or `None`: a number from 1 that no other capture of the process has. The
+    /// number is 0 for a capture that an error has ended, until the caller ends it as well.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for the default stream, while a stream that it is ordered with is being captured.
@@ -212,10 +212,9 @@ impl Context {
         unsafe { self.capture_of(null_mut()) }.map(|_| ())
     }
 
-    /// As [`Context::enter`], for calls that ask, wait, allocate or load code: while any thread captures a graph in the
-    /// mode that programs use, such a call of any thread would end that capture with an error. Until the guard is
-    /// dropped this thread's do not. A stream or event that is part of a capture must not be asked or waited for all
-    /// the same.
+    /// As [`Context::enter`], for calls that query, wait, allocate or load code. While any thread captures a graph in
+    /// the usual mode, such a call on any thread ends that capture with an error. Until the guard is dropped, calls of
+    /// this thread do not. A stream or event that is part of a capture must still not be queried or waited for.
     pub fn enter_beside_captures(&self) -> Result<Beside<'_>> {
         let entered = self.enter()?;
         let mut mode = sys::STREAM_CAPTURE_MODE_RELAXED;
@@ -227,12 +226,13 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: retained once in `new`. Nothing can be done about a failure, nor need be.
+        // SAFETY: retained once in `new`. A failure needs no handling, and none is possible.
         unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 
-/// While it lives, the context is current on this thread. A raw pointer in its type keeps it there.
+/// The context is current on this thread while this value lives. A raw pointer in the type keeps the value on its
+/// thread.
 pub(crate) struct Entered<'a> {
     _context: PhantomData<(&'a Context, *const ())>,
 }

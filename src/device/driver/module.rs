@@ -85,7 +85,8 @@ impl Function {
     /// Launches `blocks` blocks with one parameter struct.
     ///
     /// # Safety
-    /// `P` is the kernel's parameter; what it points to is as the kernel expects; the stream is of the current context.
+    /// `P` is the kernel's parameter, and the memory it points to is as the kernel expects; the stream is of the
+    /// current context.
     pub unsafe fn launch<P>(
         self,
         blocks: u32,

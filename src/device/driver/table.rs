@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Functions of a shared library that is opened at run time.
 //!
-//! A build holds one copy of a crate that binds the CUDA driver, with one CUDA version and one way to load, and another
-//! crate of the same program may have chosen both. So this crate binds by itself what it calls: [`functions!`] makes a
-//! table of function pointers, which `load` fills once, and a function of the library's own name for each entry. A
-//! library or a function that is missing is an error that names it; nothing here panics or aborts.
+//! A program can have only one copy of a crate that binds the CUDA driver, with one CUDA version and one way to load
+//! it, and another of its crates may need other ones. So this crate has its own bindings: [`functions!`] makes a table
+//! of function pointers, which `load` fills once, and a function of the library's own name for each entry. A library or
+//! a function that is missing is an error that names it; nothing here panics or aborts.
 
 use crate::error::{Error, Result};
 use alloc::format;
@@ -16,10 +16,10 @@ pub(super) const NOT_INITIALIZED: i32 = 3;
 /// The result of an optional function that the library does not have.
 pub(crate) const NOT_SUPPORTED: i32 = 801;
 
-/// Declares the functions of a library, a line each, as its header does; all of them answer with a status.
+/// Declares the functions of a library, one per line, as its header does; all of them return a status.
 ///
-/// Without a `required` function `load` fails and names it; one that only some builds call has a `#[cfg]`. An
-/// `optional` one may be missing: calls of it then answer [`NOT_SUPPORTED`].
+/// If a `required` function is missing, `load` fails with its name; a function that only some builds call has a
+/// `#[cfg]`. An `optional` function may be missing: calls of it then return [`NOT_SUPPORTED`].
 macro_rules! functions {
     (
         $libraries:expr, $way_out:literal;
@@ -50,8 +50,7 @@ macro_rules! functions {
                 $($new: unsafe { find(&library, file, stringify!($new), $way_out) }.ok(),)*
                 _library: library,
             };
-            // Of two threads that come at once one is late: its table is the same, and its handle of the library is
-            // closed.
+            // If two threads come at once, the second table equals the first, and its handle of the library is closed.
             let _ = TABLE.set(table);
             Ok(())
         }
@@ -63,8 +62,8 @@ macro_rules! functions {
             /// The arguments are as the library documents them.
             pub(crate) unsafe fn $name($($arg: $type),*) -> i32 {
                 match TABLE.get() {
-                    // SAFETY: the pointer is the function's, since statics are not dropped and this one holds the
-                    // library; what the library asks of the arguments is asked of the caller, above.
+                    // SAFETY: the pointer is valid, since statics are not dropped and this one holds the library open;
+                    // the arguments are as the library documents them (the contract of this function).
                     Some(table) => unsafe { (table.$name)($($arg),*) },
                     None => $crate::device::driver::table::NOT_INITIALIZED,
                 }

@@ -9,7 +9,7 @@ use crate::kernel::check::{self, heads, stripe};
 pub(super) use crate::kernel::check::{per_head, same_shape, tensor};
 use alloc::format;
 
-/// Rows of a range lie within `t`, which has memory.
+/// Checks that the rows of a range lie within `t`, and that `t` has memory.
 fn rows(name: &'static str, t: &RawTensor, argument: &'static str, i: usize, range: &Range) -> Result<()> {
     if range.len == 0 {
         return Ok(());
@@ -104,7 +104,7 @@ pub(super) fn attend(c: &Attend) -> Result<Dims> {
     Ok(dims)
 }
 
-/// A tensor that is optional until a range needs it.
+/// Checks an optional tensor that a range needs.
 fn needed(name: &'static str, t: &RawTensor, dim: u32, i: usize, range: &Range) -> Result<()> {
     if range.len > 0 && t.is_none() {
         return Err(Error::invalid(name, "none", format!("a tensor of dim {dim}: the mode of ranges.q[{i}] needs it")));

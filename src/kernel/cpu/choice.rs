@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which documents of a call run on matrix units, and which on vectors.
 //!
-//! Types that need several parts per number (`forms.rs`) are faster on tiles for long documents only; in the backward
-//! all types are, for documents of more than a few rows. A pack may have documents of both kinds, so the choice is made
-//! for each document. Documents share no row that is written. The units of a call are therefore two lists, those on
-//! tiles and those on vectors; a worker begins the second list when the first is empty.
+//! For types that need several parts per number (`forms.rs`), tiles are faster in long documents only. For types of one
+//! part, the backward is faster on tiles except in documents of a few rows. A pack may have documents of both kinds, so
+//! the choice is made for each document. Documents share no row that is written. The units of a call are therefore two
+//! lists, one on tiles and one on vectors; a worker begins the second list when the first is empty.
 //!
-//! The rule depends on the document alone, so that forward and backward of f32 choose alike: on its length, if the
-//! caller has given it ([`QRange::document`]), or else on the ranges of the document in the call.
+//! The rule depends on the document alone, so that forward and backward of f32 make the same choice: on its length, if
+//! the caller has given it ([`QRange::document`]), or else on the ranges of the document in the call.
 
 use super::isa::Isa;
 use crate::call::{Attend, AttendBackward, Gradients, QRange, Ranges, Score};
@@ -118,7 +118,7 @@ impl Documents<'_> {
         Self { isa, rule: None, last: None }
     }
 
-    /// Whether `doc` is one of them.
+    /// Whether `doc` is in the subset.
     pub(super) fn has(&mut self, doc: u32) -> bool {
         let Some((rule, tiles)) = &self.rule else { return true };
         match self.last {
@@ -178,10 +178,10 @@ fn tiles_pay(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32)
 }
 
 impl QRange {
-    /// Those of a document, of ranges in the order of their documents.
+    /// The ranges of a document; `q` is in the order of documents.
     pub(super) fn of_document(q: &[Self], doc: u32) -> &[Self] {
         let q = &q[q.partition_point(|r| r.range.doc < doc)..];
-        // Most documents have few: to search all that follow for the end would take as long as the search above.
+        // Most documents have few ranges: a binary search for the end would take as long as the one above.
         &q[..q.iter().take_while(|r| r.range.doc == doc).count()]
     }
 }
@@ -193,7 +193,7 @@ mod tests {
     use crate::kernel::cpu::attention::shapes::calls;
     use alloc::vec::Vec;
 
-    /// The documents on tiles, and on vectors, of those with so many tokens, forward and backward.
+    /// The documents on tiles and those on vectors, forward and backward, for documents of these numbers of tokens.
     fn chosen(lengths: &[(u32, u32)], dtype: Dtype, aligned: bool, documents: &[[u32; 2]]) -> [[Vec<u32>; 2]; 2] {
         let list = |of: Option<Documents>| {
             let mut of = of.map_or(Vec::new(), |of| Vec::from([of]));
@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(chosen(&lengths, Dtype::F64, false, &[]), [[none, &[0, 1, 2, 3]], [none, &[0, 1, 2, 3]]]);
     }
 
-    /// Lengths that are given count, and ranges where none are; the ranges of a document count together.
+    /// Given lengths decide, otherwise the ranges; the ranges of a document count together.
     #[test]
     fn lengths_of_documents_and_ranges() {
         let lengths = [(0, 10), (0, 10), (1, 900), (2, 900), (3, 10)];
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(chosen(&lengths, Dtype::Bf16, false, &[])[1], [[1, 1].as_slice(), &[0, 0]]);
     }
 
-    /// Where the ranges of a document need not follow each other, all decide together.
+    /// If the ranges of a document are not adjacent, there is one decision for all documents.
     #[test]
     fn out_of_order() {
         let lengths = [(1, 900), (0, 10), (1, 10)];

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Threads of the caller's for the workers of a kernel call.
 //!
-//! The kernels start no threads. With the feature `rayon` workers run in rayon's pool; a program with a pool of its own
-//! gives it as an [`Executor`]. What a worker does does not depend on which thread it runs on, when, or how many others
-//! there are: work units are handed out by a counter, and the thread that made the call does what is left when the
-//! executor returns. So an executor can make a call slow, and never wrong.
+//! The kernels start no threads. With the feature `rayon` workers run in rayon's pool; a program with its own pool
+//! passes it as an [`Executor`]. The work of a worker does not depend on its thread, on the time, or on the number of
+//! workers: a counter hands out the work units, and when the executor returns, the thread that made the call does the
+//! rest. So an executor can make a call slow, but not wrong.
 
 use core::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -35,7 +35,7 @@ pub trait Executor: Send + Sync {
     fn execute(&self, n: usize, work: &(dyn Fn() + Sync));
 }
 
-/// Notes an unwinding worker.
+/// Records that a worker has unwound.
 struct Unwound<'a>(&'a AtomicBool);
 
 impl Drop for Unwound<'_> {
@@ -54,7 +54,7 @@ pub(super) fn execute<L: Send>(
     let (workers, unwound) = (lines.len() / each, AtomicBool::new(false));
     let free = Mutex::new(lines.chunks_exact_mut(each));
     executor.execute(workers, &|| {
-        // A call too many finds no memory left, and nothing to do.
+        // If `work` is called too often, the extra call finds no memory and does nothing.
         let Some(lines) = free.lock().unwrap_or_else(PoisonError::into_inner).next() else { return };
         let note = Unwound(&unwound);
         worker(lines);
@@ -62,7 +62,7 @@ pub(super) fn execute<L: Send>(
     });
     // A unit that was begun and not finished cannot be repaired here.
     assert!(!unwound.load(Ordering::Relaxed), "a worker of a kernel call panicked, and the executor went on");
-    // What an executor with fewer calls left over; else there is nothing to begin.
+    // Does the work that an executor with fewer calls has left; otherwise no unit remains.
     worker(&mut lines[..each]);
 }
 
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
-    /// Catches what it should pass on.
+    /// Catches a panic that it should pass on.
     struct Swallows;
 
     impl Executor for Swallows {
@@ -93,12 +93,12 @@ mod tests {
     #[test]
     fn each_worker_has_memory_of_its_own() {
         let mut lines = [0u8; 7];
-        // The one left over belongs to no worker.
+        // The last line is left over and belongs to no worker.
         execute(&Swallows, &mut lines, 2, &|mine: &mut [u8]| {
             assert_eq!(mine.len(), 2);
             mine.iter_mut().for_each(|x| *x += 1);
         });
-        // The first once more, by the thread that called.
+        // The calling thread has run the first worker once more.
         assert_eq!(lines, [2, 2, 1, 1, 1, 1, 0]);
     }
 }

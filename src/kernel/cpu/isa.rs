@@ -27,16 +27,16 @@ pub enum Isa {
     /// AVX-512 with BF16 dot products, for bf16; AVX-512 for the other types, and for the backward of aligned calls.
     /// The instruction takes subnormal bf16 for 0, as matrix units do.
     Avx512Bf16,
-    /// AMX tiles of bf16: for bf16, for f16 as the sum of two of them (as it is where the machine has AMX-FP16), for
-    /// f32 as the sum of three. AVX-512 for f64, for the backward of aligned calls, for f32 and f16 in parts in aligned
-    /// calls and for short documents, and in the backward for very short ones of every type. Matrix units take
-    /// subnormal numbers for 0, and so f32 tensors with nothing but numbers below 1e-30 lose digits: force
+    /// AMX tiles. bf16 is used as it is; f16 as the sum of two bf16, or as it is if the machine has AMX-FP16; f32 as
+    /// the sum of three bf16. AVX-512 is used for f64, for the backward of aligned calls, for f32 and f16 in parts in
+    /// aligned calls and for short documents, and in the backward for very short documents of every type. Matrix units
+    /// take subnormal numbers for 0, and so f32 tensors with nothing but numbers below 1e-30 lose digits: force
     /// [`Isa::Avx512`] for those.
     Amx,
 }
 
 impl Isa {
-    /// The environment variable that forces one for the whole program: a name as [`Isa::name`] gives it.
+    /// The environment variable that forces an instruction set for the whole program: a name, as from [`Isa::name`].
     pub const VARIABLE: &'static str = "CPATTN_CPU_ISA";
 
     /// All instruction sets, from the simplest on.
@@ -54,7 +54,7 @@ impl Isa {
         }
     }
 
-    /// Whether this machine has it, and the system permits its use.
+    /// Whether this machine has the instruction set, and the system permits its use.
     pub fn is_available(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         {
@@ -74,12 +74,12 @@ impl Isa {
         }
     }
 
-    /// The fastest one of this machine.
+    /// The fastest instruction set of this machine.
     pub fn best() -> Self {
         Self::ALL.into_iter().rev().find(|isa| isa.is_available() && isa.pays()).unwrap_or(Self::Portable)
     }
 
-    /// Whether it is faster on this machine than those before it, if it is available.
+    /// Whether it is faster on this machine than those before it in [`Isa::ALL`], if it is available.
     fn pays(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         if self == Self::Avx512Bf16 {
@@ -88,7 +88,7 @@ impl Isa {
         true
     }
 
-    /// The one that the environment variable names, or else the fastest. An empty variable names none.
+    /// The instruction set that the environment variable names; if it is empty or unset, the fastest.
     ///
     /// # Errors
     /// [`Error::Invalid`] when the variable holds no name, [`Error::Unsupported`] when the machine lacks it.
@@ -97,7 +97,7 @@ impl Isa {
         CHOSEN.get_or_init(|| Self::from_variable(std::env::var_os(Self::VARIABLE))).clone()
     }
 
-    /// The one that a value of the environment variable stands for.
+    /// The instruction set for a value of the environment variable.
     fn from_variable(value: Option<OsString>) -> Result<Self> {
         match value.filter(|name| !name.is_empty()) {
             None => Ok(Self::best()),
@@ -122,7 +122,7 @@ impl Isa {
         })
     }
 
-    /// Itself, if it is there.
+    /// Returns `self`, or an error if the machine lacks it.
     pub(crate) fn required(self) -> Result<Self> {
         if self.is_available() {
             return Ok(self);
@@ -134,9 +134,9 @@ impl Isa {
         ))
     }
 
-    /// The relative error of the roundings that this instruction set makes beside those of the sums: it rounds p, and
-    /// in the backward ds, to the element type, as every flash attention of half precision does; an f16 in two parts of
-    /// bf16 to 16 bits. 0 where it does not.
+    /// The relative error of the roundings that this instruction set makes in addition to those of the sums: it rounds
+    /// p, and in the backward ds, to the element type, as every flash attention of half precision does, and an f16 in
+    /// two parts of bf16 to 16 bits. 0 if it makes none.
     pub fn roundoff(self, dtype: Dtype) -> f64 {
         match dtype {
             Dtype::F16 if self.has_tiles(dtype) && !self.has_tiles_of(dtype) => 1.0 / 65_536.0,
@@ -154,7 +154,7 @@ impl Isa {
         }
     }
 
-    /// Whether matrix units take elements of this type as they are.
+    /// Whether matrix units take elements of this type without a division into parts.
     pub(super) fn has_tiles_of(self, dtype: Dtype) -> bool {
         match dtype {
             Dtype::Bf16 => matches!(self, Self::Amx | Self::Avx512Bf16),

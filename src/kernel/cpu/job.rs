@@ -77,7 +77,7 @@ impl SumType for f64 {
 pub(super) trait Job: Sync {
     /// Type of the sums.
     type Acc: SumType;
-    /// Whether the products are the engine's; if not, only its vectors are used.
+    /// Whether the products are those of the engine; if not, the job uses only its vectors.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "matrix units alone ask"))]
     const ENGINE: bool = false;
 

@@ -43,11 +43,11 @@ impl core::fmt::Debug for Scratch {
 }
 
 impl Scratch {
-    /// Memory for `workers` (at least one) parallel workers. More than one are used with the feature `rayon` or an
-    /// [`Executor`] only; results do not depend on their number.
+    /// Memory for `workers` (at least one) parallel workers. Only with the feature `rayon` or an [`Executor`] are more
+    /// than one used; results do not depend on their number.
     ///
-    /// Calls run on [`Isa::chosen`]. What that refuses (an instruction set that the environment asks for and the
-    /// machine lacks), every call refuses.
+    /// Calls run on [`Isa::chosen`]. If that is an error (the environment asks for an instruction set that the machine
+    /// lacks), every call returns it.
     pub fn new(workers: usize) -> Self {
         Self { lines: Vec::new(), workers: workers.max(1), isa: Isa::chosen(), executor: None }
     }
@@ -142,7 +142,7 @@ impl Scratch {
         (keys + forward.max(backward) + rows).div_ceil(size_of::<Line>()) + 80
     }
 
-    /// Bytes that it has grown to.
+    /// Bytes of the memory so far.
     pub(super) fn held(&self) -> usize {
         size_of_val(&*self.lines)
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The work units of a call as a list, in the order in which workers take them: what a schedule over any number of
-//! workers is made of. For benches and reports: the kernels walk the same units without a list.
+//! The work units of a call as a list, in the order in which workers take them: the input of a simulated schedule over
+//! any number of workers. For benches and reports; the kernels iterate over the same units without a list.
 
 use super::attention::key_units::KeyUnits;
 use super::attention::row_blocks::{RowUnit, RowUnits, lanes, readers, unit_rows};
@@ -17,7 +17,7 @@ use core::sync::atomic::AtomicUsize;
 struct WorkUnit {
     /// (query, key) pairs that the mask leaves, over its heads.
     pairs: u64,
-    /// The unit before it in the list that adds to the same rows, if any: this one ends after that one.
+    /// The index of the preceding unit that adds to the same rows, if any: this unit ends after that one.
     after: Option<usize>,
 }
 
@@ -33,10 +33,10 @@ fn seen(score: &Score, pos: i64, k: &Range) -> u64 {
 }
 
 impl Isa {
-    /// How evenly the work of [`attend`](super::attend) falls on `workers` workers: how many units it has, and when the
-    /// last worker ends over when all would, if the work were even. That is a simulation, in which each unit goes to
-    /// the worker that is idle first and takes as long as it has pairs of a query and a key that the mask leaves; one
-    /// that adds to the same rows as an earlier one ends after that one. The documents are not known beforehand.
+    /// How evenly the work of [`attend`](super::attend) is spread over `workers` workers: the number of units, and the
+    /// ratio of the makespan to that of an even distribution. The makespan is simulated: each unit goes to the worker
+    /// that is idle first, and takes as long as it has pairs of a query and a key that the mask allows; a unit that
+    /// adds to the same rows as an earlier unit ends after it. The documents are not known beforehand.
     ///
     /// # Panics
     /// Without workers, or for a call without any such pair.
@@ -133,7 +133,7 @@ mod tests {
     use crate::element::Dtype;
     use crate::kernel::cpu::attention::shapes::{calls, each};
 
-    /// Whatever the units, together they are all pairs of the mask, once.
+    /// All units together have each pair of the mask exactly once.
     #[test]
     fn units_are_all_pairs() {
         let lengths = [700u32, 1, 90, 1300];
@@ -144,7 +144,7 @@ mod tests {
         ] {
             for dtype in [Dtype::F32, Dtype::Bf16] {
                 calls(&each(&lengths), (dtype, 8, 2), (window, 0), false, |forward, backward| {
-                    // Tiles are walked where there are some.
+                    // Units on tiles are taken if there are any.
                     let vectors = |isa: &Isa| matches!(isa, Isa::Portable | Isa::Neon | Isa::Avx2 | Isa::Avx512);
                     for isa in Isa::ALL.into_iter().filter(|isa| cfg!(target_arch = "x86_64") || vectors(isa)) {
                         for workers in [1, 4, 64] {
@@ -164,7 +164,7 @@ mod tests {
     /// Sixteen and 64 workers have something to do.
     #[test]
     fn units_are_small_enough() {
-        // Length, heads, right; the most that 16 and 64 workers may take, forward and backward.
+        // Length, heads, right window; the upper bounds for 16 and 64 workers, forward and backward.
         let cases = [(4096, 8, i64::MAX, [1.05, 1.05, 1.05, 1.05]), (512, 16, 0, [1.1, 1.5, 1.1, 1.8])];
         for (len, heads, right, most) in cases {
             let (lengths, kv_heads) = ([len], heads);

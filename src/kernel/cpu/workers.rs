@@ -23,7 +23,7 @@ use super::product::forms::{Bf16, F16, ThreeParts, TileForm, TwoParts};
 use crate::element::Dtype;
 use core::sync::atomic::AtomicUsize;
 
-/// The workers of one call: one for each `each` lines of memory, on the caller's threads or ours.
+/// The workers of one call: one for each `each` lines of memory, on the caller's threads or this crate's.
 pub(super) struct Crew<'a> {
     pub lines: &'a mut [Line],
     pub each: usize,
@@ -41,7 +41,7 @@ impl<'a> Crew<'a> {
         Crew { lines: self.lines, each: self.each, executor: self.executor }
     }
 
-    /// Behind a pointer, so that the kernels are compiled once for all callers.
+    /// `worker` is a trait object, so that the kernels are compiled once for all callers.
     pub(super) fn run(self, worker: &(dyn Fn(&mut [Line]) + Sync)) {
         match self.executor {
             Some(executor) if self.lines.len() > self.each => {
@@ -109,7 +109,7 @@ impl<J: Job> Units<J> {
     }
 }
 
-/// The units of a backward call on tiles, likewise.
+/// The units of a backward call on tiles.
 #[cfg(target_arch = "x86_64")]
 pub(super) struct TiledUnits<'a> {
     job: Tiled<'a>,

@@ -105,7 +105,7 @@ impl Cuda {
             }
         }
 
-        // A call without keys, which finishes merged results, has nothing that a tensor map could describe.
+        // A call without keys only finishes merged results; there are no keys for a tensor map to describe.
         let hopper = match self.hopper_shape(shape).filter(|_| !call.ranges.k.is_empty()) {
             Some(_) => {
                 let mut kernels = self.kernels();
@@ -284,7 +284,7 @@ fn require(needed: bool, checker: Checker, name: &str, t: &RawTensor, expected: 
     checker.optional(name, t, expected)
 }
 
-/// Rows of the ranges exist in a tensor that is shorter than q or k.
+/// Checks the rows of the ranges in a tensor, which may be shorter than q or k.
 fn rows_fit<'a>(name: &str, t: &RawTensor, ranges: impl Iterator<Item = &'a crate::call::Range>) -> Result<()> {
     for r in ranges.filter(|r| r.len > 0) {
         let end = r.row + i64::from(r.len);
@@ -298,7 +298,7 @@ fn rows_fit<'a>(name: &str, t: &RawTensor, ranges: impl Iterator<Item = &'a crat
 fn score(s: &crate::call::Score, window: (i64, i64), slopes: bool) -> ScoreParams {
     let capped = s.softcap > 0.0;
     let scale_log2 = s.scale * LOG2_E;
-    // The plain score multiplies a masked -inf by the scale, which must not have become 0 in f32.
+    // The plain score multiplies a masked -inf by the scale, so the scale must not round to 0 in f32.
     let general = capped || slopes || scale_log2 < f64::from(f32::MIN_POSITIVE);
     ScoreParams {
         left: window.0,

@@ -2,15 +2,15 @@
 //! Base addresses: the memory whose addresses are known only when a run begins.
 //!
 //! A plan is prepared before the addresses of the workspace and of the caller's tensors, and their strides, are known.
-//! Until then an address is a *symbol*: the number of a base and an offset. Base 0 is the workspace; the others are the
-//! caller's tensors, which symbols take to be compact, so that row and head can be told from the distance. A symbol is
-//! no address that a device has, and is never used as one.
+//! Until then an address is a *symbol*: the number of a base and an offset. Base 0 is the workspace. The other bases
+//! are the caller's tensors; symbols treat them as compact, so that row and head follow from the offset. No device has
+//! a symbol as an address, and a symbol is never used as one.
 
 use super::params::{BASES, Tensor};
 use crate::call::RawTensor;
 use crate::element::Dtype;
 
-/// Symbols are a number in the upper bits, and bytes below.
+/// A symbol has a number in the upper bits, and an offset in bytes below.
 const SHIFT: u32 = 52;
 /// Behind the bases: the metadata of a plan, and the words that are cleared before a launch.
 const METADATA: u64 = BASES as u64;
@@ -25,7 +25,7 @@ pub(super) const fn metadata_symbol(at: usize) -> u64 {
     symbol(METADATA) + at as u64
 }
 
-/// The symbol of the words.
+/// The symbol of the words that are cleared before a launch.
 pub(super) const fn words_symbol() -> u64 {
     symbol(WORDS)
 }
@@ -33,13 +33,13 @@ pub(super) const fn words_symbol() -> u64 {
 /// The kind of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Meaning {
-    /// No symbol: an address, or none.
+    /// An address or null, not a symbol.
     Address,
     /// Part of a base.
     Base,
     /// A byte of the metadata.
     Metadata(u64),
-    /// A byte of the words.
+    /// A byte of the words that are cleared.
     Word(u64),
 }
 
@@ -69,19 +69,19 @@ impl BaseOffset {
         ptr.wrapping_add_signed(by)
     }
 
-    /// The tensor there, whose own strides are those of a part of base 0.
+    /// The tensor at this offset. In base 0 it has the strides of `own`.
     pub(super) fn tensor(&self, bases: &BaseAddresses, own: Tensor) -> Tensor {
         let Tensor { token, head, .. } = if self.base == 0 { own } else { bases.0[self.base as usize] };
         Tensor { ptr: self.address(bases), token, head }
     }
 }
 
-/// Bytes of a row and of a head of each base, as symbols take them.
+/// Bytes of a row and of a head of each base, as symbols count them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BaseShapes([[u64; 2]; BASES]);
 
 impl BaseShapes {
-    /// Of the tensors with numbers from 1 on: heads, dim, type.
+    /// Shapes of the tensors with numbers from 1 on, each as heads, dim, type.
     pub fn new(tensors: impl IntoIterator<Item = (u32, u32, Dtype)>) -> Self {
         let mut shapes = [[1, 1]; BASES];
         for (out, (heads, dim, dtype)) in shapes[1..].iter_mut().zip(tensors) {
@@ -111,7 +111,7 @@ impl BaseShapes {
     }
 }
 
-/// Where the bases are in one run: addresses and strides in bytes. A row of base 0 is a byte.
+/// The bases of one run: addresses, and strides in bytes. A row of base 0 is a byte.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BaseAddresses(pub(super) [Tensor; BASES]);
 

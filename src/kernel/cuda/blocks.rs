@@ -20,7 +20,7 @@ const THREADS: u32 = 256;
 const TILE_STEPS: u64 = THREADS as u64 * 4;
 /// Steps of one work item of `finish`.
 const FINISH_STEPS: u64 = 2048;
-/// Of a tensor without elements.
+/// The offset of a tensor without elements.
 const NOWHERE: BaseOffset = BaseOffset { base: 0, row: 0, first_head: 0 };
 
 impl Cuda {
@@ -265,7 +265,7 @@ impl Cuda {
         unsafe { launch.start(self, stream) }
     }
 
-    /// The launch of a merge; none of no rows.
+    /// The launch of a merge; none when there are no rows.
     pub(super) fn merge_launch(&self, call: &Merge, checker: Checker) -> Result<Option<Launch>> {
         if !call.o.dim.is_multiple_of(4) {
             return Err(Error::unsupported(format!("o.dim {}", call.o.dim), "multiples of 4", "pad with zeros"));
@@ -323,7 +323,7 @@ fn movable(checker: Checker, name: &str, t: &RawTensor) -> Result<()> {
     checker.memory(name, t, t.dtype.size()).map(|_| ())
 }
 
-/// How a block is gone through.
+/// How a kernel steps through a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct BlockSteps {
     /// Tokens times heads.

@@ -11,9 +11,9 @@ pub(super) use crate::kernel::check::{heads, same_shape};
 use alloc::format;
 use core::f64::consts::LOG2_E;
 
-/// Positions beyond this would overflow when one is taken from another and windows are added.
+/// Beyond this, a difference of two positions plus a window would overflow.
 const FAR: i64 = 1 << 61;
-/// Windows are cut to this, which no two positions reach.
+/// The upper bound of windows; no two positions are as far apart.
 const WIDE: i64 = 1 << 62;
 
 /// The requirements on a tensor of a call.
@@ -26,8 +26,8 @@ pub(super) struct TensorSpec {
     pub align: usize,
 }
 
-/// The device, and whether addresses are those of memory that the driver knows: symbols are checked when a run brings
-/// what they stand for.
+/// The device, and whether addresses are memory that the driver knows. Symbols are checked when a run replaces them
+/// with addresses.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Checker {
     pub ordinal: i32,
@@ -35,7 +35,7 @@ pub(super) struct Checker {
 }
 
 impl Checker {
-    /// A tensor that the call cannot do without.
+    /// A required tensor of the call.
     pub fn needed(self, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
         check::tensor(name, t, expected.heads, expected.dim, expected.dtype)?;
         self.memory(name, t, expected.align)
@@ -127,7 +127,7 @@ pub(super) fn element(dtype: Dtype) -> Result<()> {
     }
 }
 
-/// A head dim by itself; `largest` is what the shapes reach to.
+/// Checks one head dim; `largest` is the largest dim of the shapes.
 pub(super) fn dim(name: &str, dim: u32, largest: u32) -> Result<()> {
     if dim == 0 || !dim.is_multiple_of(8) || dim > largest {
         return Err(Error::unsupported(
@@ -139,10 +139,10 @@ pub(super) fn dim(name: &str, dim: u32, largest: u32) -> Result<()> {
     Ok(())
 }
 
-/// The score's numbers; windows come back cut to what positions can reach.
+/// Checks the score's numbers, and returns the windows, cut to the largest distance of positions.
 pub(super) fn score(s: &Score) -> Result<(i64, i64)> {
     check::score(s)?;
-    // The kernels are handed products of these in f32, where one that is not finite makes NaN of a score of 0.
+    // The kernels get products of these in f32; if a product is not finite, a score of 0 becomes NaN.
     let most = f64::from(f32::MAX) / LOG2_E;
     if s.scale.abs() > most {
         return Err(Error::invalid("scale", format!("{:e}", s.scale), format!("at most {most:e}, in base 2 as f32")));

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The forward kernels for `sm_90a` in clusters of two blocks: whether they are asked for, and which calls they take.
+//! The forward kernels for `sm_90a` in clusters of two blocks: whether clusters are asked for, and which calls can use
+//! them.
 //!
-//! Two q heads of one kv head read the same k and v under any mask. The two blocks of a cluster multiply a tile of
-//! each, and each copies half of every tile of keys to both: k and v come from L2 once for two heads. Bits are those of
-//! the kernels without clusters, which do all other calls. Whether it is quicker has not been measured: it is off
-//! unless it is asked for.
+//! Two q heads of one kv head read the same k and v under any mask. The two blocks of a cluster multiply a tile of one
+//! head each, and each block copies half of every tile of keys to both: k and v come from L2 once for two heads. The
+//! bits are those of the kernels without clusters, which do all other calls. The speed has not been measured, so
+//! clusters are off unless they are asked for.
 
 use super::shapes::SHAPES;
 use crate::call::Attend;
@@ -12,13 +13,13 @@ use crate::error::{Error, Result};
 use alloc::string::String;
 use std::ffi::OsString;
 
-/// The environment variable that asks for them.
+/// The environment variable that asks for clusters.
 pub(super) const VARIABLE: &str = "CPATTN_CUDA_CLUSTER";
 
 /// Whether there is such a kernel, by the index of [`SHAPES`].
 pub(super) const HAS_KERNEL: [bool; SHAPES.len()] = [true, false, true, false, false, false];
 
-/// Whether the environment asks for them.
+/// Whether the environment asks for clusters.
 pub(super) fn of_environment() -> Result<bool> {
     from_variable(std::env::var_os(VARIABLE))
 }
@@ -35,7 +36,7 @@ fn from_variable(value: Option<OsString>) -> Result<bool> {
     }
 }
 
-/// The refusal of a device that runs no kernels for `sm_90a`: why it cannot, or none where others are forced.
+/// The refusal of clusters: `why` the device cannot run kernels for `sm_90a`, or none if other kernels are forced.
 pub(super) fn refused(why: Option<String>) -> Error {
     let (why, way_out) = match why {
         Some(why) => (why, "unset CPATTN_CUDA_CLUSTER, or set it to 0"),
@@ -110,12 +111,12 @@ mod tests {
         (HAS_KERNEL[shape] && are_pairs(&call) && tiles.shared.tiles == 0, shape)
     }
 
-    /// The bench checks that there are clusters for the head dims of a case, not that its call takes them: a case that
-    /// cannot would compare a kernel with itself.
+    /// The bench checks only that a case has head dims with clusters. If the call itself could not use them, the bench
+    /// would compare a kernel with itself.
     #[test]
     fn cases_of_the_bench_that_ask_for_clusters_have_them() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/peers/cases.txt");
-        // Of both folders the package has neither.
+        // The package has neither of the two folders.
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/.ci");
         let Ok(text) = std::fs::read_to_string(path) else {
             assert!(!std::path::Path::new(folder).exists(), "{path} is missing");
@@ -131,7 +132,8 @@ mod tests {
             seen[shape] = true;
         }
         assert_eq!(seen, HAS_KERNEL, "shapes with a case in clusters");
-        // And of the others some cannot: short documents share tiles, one head to a kv head has no pair.
+        // Some other calls cannot use clusters: short documents share tiles, and with one head to a kv head there is no
+        // pair.
         for name in
             ["packed-forward-bf16-128-gqa64-4k ", "forward-bf16-128-causal-8k ", "forward-bf16-256-gqa-causal-8k "]
         {

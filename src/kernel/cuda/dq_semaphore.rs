@@ -2,16 +2,16 @@
 //! The scheduler metadata of the fused backward, in which tiles of keys add to the dq of one tile of q rows one after
 //! the other.
 //!
-//! Which tile waits for which is found on the device (`ptx/dq_semaphore.cuh`): tiles of keys add in the order of k runs
-//! and of rows, each waits for the one before it that has the same q rows. The host must provide three things. *Which
+//! The device finds which tile waits for which (`ptx/dq_semaphore.cuh`): tiles of keys add in the order of k runs and
+//! of rows, and each waits for the preceding tile with the same q rows. The host must provide three things. *Which
 //! tiles share rows* must be the same on both sides, since q tiles that nothing is added to are written with zeros, and
-//! they are listed here. *The order of work* must put a tile after all tiles that it may wait for: blocks take tiles
+//! the host lists those. *The order of work* must put a tile after all tiles that it may wait for: blocks take tiles
 //! one by one in that order, so the earliest unfinished tile never waits, for any number of blocks. *The semaphores*,
 //! and the counter of the tiles that were taken, must be zero when the launch begins.
 //!
-//! Within what pairs tie together (a document, as a rule) the order of work is therefore that of waiting; between the
-//! rest the longest tiles come first. That is a merge of lists by the cost of their heads, or, the same, a sort by the
-//! least cost on the way to each tile.
+//! Tiles that pairs connect (usually those of a document) are therefore in the order in which they wait; among
+//! unconnected tiles the longest come first. This is a merge of lists by the cost of their first entries, which equals
+//! a sort by the least cost of a tile and all tiles before it in its list.
 
 use super::metadata::{TileRows, cut, inverse_len, invert, key_cost, run, work};
 use super::metadata_buffer::{SortBuffers, Writer, padded};
@@ -24,15 +24,15 @@ use alloc::vec::Vec;
 pub(super) struct DqSemaphore {
     pub queries: u64,
     pub keys: u64,
-    /// Of each q run, its k runs.
+    /// For each q run, its k runs.
     pub keys_of: u64,
-    /// Of each k run, the q runs that read it.
+    /// For each k run, the q runs that read it.
     pub queries_of: u64,
-    /// Of each q run, the tiles of those before it.
+    /// For each q run, the number of tiles before it.
     pub query_tiles: u64,
     pub own: TilesOfKeys,
-    /// Those of the kernel that does the launch where tensor maps cannot describe its tensors: `own` where they have as
-    /// many keys.
+    /// The tiles of keys for the other kernel, which does the launch if tensor maps cannot describe its tensors. The
+    /// same as `own` if the tiles of both kernels have the same number of keys.
     pub other: TilesOfKeys,
     /// Tiles of q rows times q heads.
     pub words: usize,
@@ -45,7 +45,7 @@ pub(super) struct DqSemaphore {
 /// Tiles of keys, and where their lists lie.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TilesOfKeys {
-    /// Of each k run, the tiles of those before it.
+    /// For each k run, the number of tiles before it.
     pub before: u64,
     pub work: u64,
     /// Tiles of work.
@@ -57,7 +57,7 @@ fn tiles_of(len: u32, rows: u32) -> usize {
     len.div_ceil(rows) as usize
 }
 
-/// Bytes of the metadata and words, at most, for a call that has so many heads of q and of dk.
+/// An upper bound of the bytes of metadata and words, for a call with these numbers of heads of q and of dk.
 ///
 /// `other_keys` are the rows of the other kernel's tiles of keys.
 pub(super) fn bytes(ranges: &Ranges, tiles: TileRows, other_keys: u32, (q_heads, key_heads): (u32, u32)) -> usize {
@@ -142,7 +142,7 @@ pub(super) fn write(
     }
 }
 
-/// How many tiles lie before each run; returns how many there are.
+/// Writes the number of tiles before each run, and returns the number of all tiles.
 fn number(out: &mut [u32], tiles: impl Iterator<Item = usize>) -> usize {
     let mut before = 0;
     for (out, tiles) in out.iter_mut().zip(tiles) {
@@ -203,7 +203,7 @@ fn join(components: &mut Vec<(u32, u64)>, ranges: &Ranges) {
 /// The first run of the component.
 fn root(components: &mut [(u32, u64)], mut i: u32) -> u32 {
     while components[i as usize].0 != i {
-        // Halves the way for the next question.
+        // Path halving: later searches of the root are shorter.
         let next = components[components[i as usize].0 as usize].0;
         components[i as usize].0 = next;
         i = next;

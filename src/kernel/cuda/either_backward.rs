@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Parameters of a backward launch that the kernel for `sm_90a` or the fused one for `sm_80` does: which one is known
-//! when the launch is put on a stream, since it depends on strides.
+//! Parameters of a backward launch for two kernels: the one for `sm_90a` and the fused one for `sm_80`. Which of them
+//! runs is known only when the launch is put on a stream, since that depends on strides.
 //!
-//! Both read the same struct, but for how their tiles of keys are dealt out. A launch keeps that twice, and the kernel
-//! for `sm_80` gets its own in the place of the other's.
+//! Both read the same struct, but divide their tiles of keys over blocks differently. A launch stores those fields for
+//! both kernels; for the kernel for `sm_80` they replace the other's.
 
 use super::params::{BackwardParams, FusedParams, HeadParams, Parameters};
 use bytemuck::{NoUninit, Pod, Zeroable};
@@ -18,7 +18,8 @@ pub(super) struct HopperBackwardParams {
     pub k_span: u32,
 }
 
-/// How the tiles of keys are dealt out over blocks: fields of [`FusedParams`] that depend on the keys of a tile.
+/// How the tiles of keys are divided over blocks: the fields of [`FusedParams`] that depend on the number of keys of a
+/// tile.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct DealtOut {
@@ -55,7 +56,7 @@ impl Parameters for EitherParams {
 
 const OTHER: usize = offset_of!(EitherParams, other);
 
-/// Makes the parameters that a launch keeps those of the kernel for `sm_80`.
+/// Changes the parameters of a launch into those for the kernel for `sm_80`.
 pub(super) fn turn_to_other(params: &mut [u64]) {
     let other: DealtOut =
         bytemuck::pod_read_unaligned(bytemuck::cast_slice(&params[OTHER / 8..][..size_of::<DealtOut>() / 8]));

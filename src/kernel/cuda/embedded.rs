@@ -12,7 +12,7 @@ use alloc::vec::Vec;
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
-/// The text of the module `name`: `ptx/{name}.ptx`, or what it is for f16.
+/// The text of the module `name`: `ptx/{name}.ptx`, or for f16 the text made from that of bf16.
 pub(super) fn find(name: &str) -> Option<CString> {
     if name.contains("_f16_") {
         let text = String::from_utf8(inflate(&name.replace("_f16_", "_bf16_"))?).ok()?;
@@ -25,7 +25,7 @@ pub(super) fn find(name: &str) -> Option<CString> {
 fn inflate(name: &str) -> Option<Vec<u8>> {
     let at = PTX.binary_search_by(|entry| entry.0.cmp(name)).ok()?;
     let (_, bytes, packed) = PTX[at];
-    // What the build packed can be unpacked; zlib's checksum would tell if it could not.
+    // The build wrote this data; zlib's checksum detects a defect.
     miniz_oxide::inflate::decompress_to_vec_zlib_with_limit(packed, bytes).ok()
 }
 
@@ -47,7 +47,7 @@ mod tests {
         assert!(super::find("forward_f16_1").is_none());
     }
 
-    /// Products and conversions name the type that was asked for, and nothing else differs.
+    /// Products and conversions name the requested type; nothing else differs.
     #[test]
     fn each_element_type_has_its_text() {
         for (name, ..) in super::PTX.iter().filter(|entry| entry.0.contains("_bf16_")) {

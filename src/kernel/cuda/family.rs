@@ -31,12 +31,12 @@ impl Family {
         }
     }
 
-    /// The one that the environment variable names, if it is set and not empty.
+    /// The family that the environment variable names; `None` if it is unset or empty.
     pub(super) fn of_environment() -> Result<Option<Self>> {
         Self::from_variable(std::env::var_os(Self::VARIABLE))
     }
 
-    /// The one that a value of the environment variable stands for.
+    /// The family for a value of the environment variable.
     fn from_variable(value: Option<OsString>) -> Result<Option<Self>> {
         let Some(name) = value.filter(|name| !name.is_empty()) else { return Ok(None) };
         let named = Self::ALL.into_iter().find(|family| name == family.name());

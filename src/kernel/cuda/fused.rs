@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The launch of the fused backward: one kernel for dq, dk and dv, for either family. Both have the same metadata, but
-//! for the lists of tiles of keys where those of one have more keys than the other's.
+//! The launch of the fused backward: one kernel for dq, dk and dv, for either family. The metadata of both families is
+//! the same; only the lists of tiles of keys differ if the tiles of one have more keys.
 
 use super::dq_semaphore::{self, DqSemaphore, TilesOfKeys};
 use super::either_backward::DealtOut;
@@ -12,8 +12,8 @@ use super::{Cuda, hopper_backward, shapes};
 use crate::call::AttendBackward;
 use crate::error::Result;
 
-/// Items for each block that the device runs at a time, so that the last ones end together. Fewer are split by q heads;
-/// it may not depend on multiprocessors left free, or bits would.
+/// Items for each block that the device runs at a time, so that the last blocks end together. With fewer items, groups
+/// of q heads are split. The split must not depend on multiprocessors left free, or the bits would.
 const ITEMS: u32 = 4;
 
 /// Heads of q, and of dk and dv.
@@ -21,8 +21,8 @@ pub(super) fn heads(call: &AttendBackward) -> (u32, u32) {
     (call.q.heads, if call.per_q_head { call.q.heads } else { call.k.heads })
 }
 
-/// How many parts a group of q heads is dealt out over, and the heads of each, to have `wanted` items where there are
-/// `items` of whole groups.
+/// The number of parts of a group of q heads, and the heads of each part, that give `wanted` items if whole groups give
+/// `items`.
 fn split(group: u32, items: u32, wanted: u32) -> (u32, u32) {
     let part_heads = group.div_ceil((wanted / items.max(1)).clamp(1, group));
     (group.div_ceil(part_heads), part_heads)
@@ -45,7 +45,7 @@ impl Cuda {
         dq_semaphore::bytes(&call.ranges, self.fused_tiles(shape, fused), fused.launch.rows, heads(call))
     }
 
-    /// The launch of the fused kernel for a checked call, whose metadata `params` lack yet.
+    /// The launch of the fused kernel for a checked call; `params` have no metadata yet.
     pub(super) fn fused_launches(
         &self,
         call: &AttendBackward,
@@ -68,7 +68,7 @@ impl Cuda {
         // Words are counted with 32 bits.
         items(metadata.words, 1)?;
         let wanted = ITEMS * self.multiprocessors * kernel.each;
-        // Without q heads dk and dv are zeros, which a launch has to write.
+        // Without q heads dk and dv are zeros, and a launch must still write them.
         let group = if call.per_q_head { 1 } else { call.heads.group.min(call.q.heads).max(1) };
         let dealt_out = |keys: TilesOfKeys| {
             let (parts, part_heads) = split(group, items(keys.tiles, heads.1)?, wanted);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The forward kernels for `sm_90a`: which launches they take, and their parameters beside those of the others.
+//! The forward kernels for `sm_90a`: which launches they do, and the parameters that only they have.
 //!
-//! They load through tensor maps, which the driver encodes on the host: one for each tensor, when a launch is put on a
-//! stream that brings other addresses or strides than those before, which are kept (`kept_maps`). A map has columns,
-//! rows, heads and parts (`ptx/hopper_load.cuh` says what for), strides that are positive multiples of 16 bytes below
-//! 2^40, and coordinates of 32 bits. What it cannot say, the kernel for `sm_80` does with the same metadata and the
-//! same parameters: negative strides and strides of 0, tensors of 2^31 rows, addresses too close to 0.
+//! They load through tensor maps, which the driver encodes on the host, one for each tensor. A map is encoded when a
+//! launch is put on a stream, unless one for the same addresses and strides is kept (`kept_maps`). A map has columns,
+//! rows, heads and parts (see `ptx/hopper_load.cuh`), strides that are positive multiples of 16 bytes below 2^40, and
+//! coordinates of 32 bits. For tensors that no map can describe, the kernel for `sm_80` does the launch with the same
+//! metadata and the same parameters: negative strides and strides of 0, tensors of 2^31 rows, addresses too close to 0.
 
 use super::family::Family;
 use super::loaded_kernel::LoadedKernel;
@@ -32,12 +32,12 @@ pub(super) struct HopperShape {
     pub launch: Shaped,
     /// Rows of a tile of keys.
     pub keys: u32,
-    /// Whether it is taken where nothing forces it.
+    /// Whether this kernel is used when no family is forced.
     pub is_taken: bool,
 }
 
 impl HopperShape {
-    /// The same, to be taken where it is forced: whether it is quicker than the kernel for `sm_80` is to be measured.
+    /// The same kernel, used only when it is forced: its speed against the kernel for `sm_80` has not been measured.
     const fn if_forced(self) -> Option<Self> {
         Some(Self { is_taken: false, ..self })
     }
@@ -54,7 +54,8 @@ impl HopperShape {
 const fn forward(d: u32, dv: u32, m: u32, n: u32, stages: u32) -> HopperShape {
     // Whole boxes.
     let (d, dv) = (d.next_multiple_of(COLUMNS), dv.next_multiple_of(COLUMNS));
-    // With three multiplying warpgroups, largest score and sum of a row lie there while scores are masked.
+    // With three multiplying warpgroups, the largest score and the sum of each row are stored there while scores are
+    // masked.
     let state = if m > 128 { 32 * m } else { 0 };
     let shared = 2 * (m * d + stages * n * (d + dv)) + CONTROL + state;
     HopperShape { launch: Shaped { rows: m, threads: 2 * m + 128, shared }, keys: n, is_taken: true }
@@ -70,7 +71,8 @@ pub(super) const FORWARD: [Option<HopperShape>; SHAPES.len()] = [
     forward(256, 256, 128, 80, 2).taken(),
 ];
 
-/// Rows of the tiles of the kernel for a shape, if there is one and they are not `rows`: it then has a list of its own.
+/// Rows of the tiles of the kernel for a shape, if there is a kernel and its tiles do not have `rows` rows: it then has
+/// its own list.
 pub(super) fn other_rows(shape: usize, rows: u32) -> Option<u32> {
     FORWARD[shape].map(|s| s.launch.rows).filter(|&own| own != rows)
 }
@@ -82,7 +84,7 @@ pub(super) struct HopperParams {
     pub call: ForwardParams,
     /// A word that is 0 when the launch begins, and when it has ended.
     pub tile_counter: u64,
-    /// The tiles of this kernel, which may be others than those of `call`.
+    /// The tiles of this kernel, which may differ from those of `call`.
     pub work: u64,
     pub q_span: u32,
     pub k_span: u32,
@@ -115,7 +117,7 @@ pub(super) const METADATA_BYTES: usize = 3072;
 #[repr(C, align(16))]
 pub(super) struct InlineMetadata(pub [u8; METADATA_BYTES]);
 
-/// That of a launch whose metadata is on the device.
+/// The inline metadata of a launch whose metadata is on the device: none.
 pub(super) static NO_METADATA: InlineMetadata = InlineMetadata([0; METADATA_BYTES]);
 
 const _: () = {
@@ -129,25 +131,25 @@ const _: () = {
 #[repr(C, align(64))]
 pub(super) struct Map(pub [u8; 128]);
 
-/// `HopperMaps` or `HopperBackwardMaps`: those of a call.
+/// `HopperMaps` or `HopperBackwardMaps`: the maps of a call.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Maps {
     pub q: Map,
     pub k: Map,
     pub v: Map,
-    /// That of q for tiles that several heads share; in a backward, that of do.
+    /// The map of q for tiles that several heads share; in a backward, the map of do.
     pub fourth: Map,
 }
 
-/// A tensor, but for its address and strides.
+/// A tensor without its address and strides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MapShape {
     pub dtype: Dtype,
     pub dim: u32,
     pub heads: u32,
     pub tokens: u64,
-    /// Rows to a part.
+    /// Rows of a part.
     pub span: u32,
     /// Rows and heads of a box.
     pub rows: u32,
@@ -170,7 +172,7 @@ impl MapShape {
         Self { dtype: t.dtype, dim: t.dim, heads: t.heads, tokens: t.tokens, span, rows, box_heads: 1 }
     }
 
-    /// None where a map cannot say it.
+    /// The arguments for a map; `None` if no map can describe the tensor.
     fn ragged(&self, t: Tensor) -> Option<Ragged> {
         let compact = i64::from(self.dim) * self.dtype.size() as i64;
         let stride = |bytes: i64, used: bool| {
@@ -189,8 +191,8 @@ impl MapShape {
         })
     }
 
-    /// The map, or None where it cannot say it. A driver that refuses one that can be said is an error rather than a
-    /// reason to take the other kernel: that would be slower, and never noticed.
+    /// The map; `None` if no map can describe the tensor. If the driver refuses a map that can be described, this is an
+    /// error. To use the other kernel instead would be slower, and never noticed.
     pub fn encode(&self, t: Tensor) -> Result<Option<Map>> {
         let Some(ragged) = self.ragged(t) else { return Ok(None) };
         let mut map = Map([0; 128]);
@@ -199,7 +201,7 @@ impl MapShape {
         Ok(Some(map))
     }
 
-    /// The driver's answer.
+    /// Encodes the map and returns the driver's status.
     fn encode_into(&self, map: &mut Map, Ragged { address, dims, strides }: Ragged) -> sys::CUresult {
         let element = if self.dtype == Dtype::Bf16 { sys::TENSOR_MAP_BFLOAT16 } else { sys::TENSOR_MAP_FLOAT16 };
         // SAFETY: the map is aligned to 64 bytes and has 128; the arrays are as long as the rank says, one stride less.
@@ -222,16 +224,17 @@ impl MapShape {
     }
 }
 
-/// The kernel that a launch prefers to its own, and the tensors of its maps.
+/// The kernel for `sm_90a` of a launch, and the tensors of its maps.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hopper {
     pub kernel: LoadedKernel,
-    /// The same in clusters of two blocks, where the call can.
+    /// The same kernel in clusters of two blocks, if the call can use them.
     pub cluster: Option<LoadedKernel>,
-    /// Its tiles times heads.
+    /// The number of its tiles times heads.
     pub items: u32,
     pub tensors: [MapShape; 3],
-    /// Another map, and the number of its tensor among those that the parameters begin with; else that of q.
+    /// The shape of the fourth map, and the index of its tensor among the first of the parameters; without it, the
+    /// fourth map is that of q.
     pub fourth: Option<(MapShape, usize)>,
     pub other: Other,
 }
@@ -243,8 +246,8 @@ pub(super) enum HopperPass {
     Backward,
 }
 
-/// The kernel for `sm_80` that does a launch where maps cannot describe its tensors: its element type and shape, and
-/// its tiles times heads.
+/// The kernel for `sm_80` that does a launch if maps cannot describe its tensors: its element type and shape, and the
+/// number of its tiles times heads.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Other {
     pub pass: HopperPass,
@@ -254,7 +257,7 @@ pub(super) struct Other {
 }
 
 impl Hopper {
-    /// What `map` says are the maps for q, k and v, or None where the launch is left to its own kernel.
+    /// The maps of the tensors, made by `map`; `None` if the kernel for `sm_80` must do the launch.
     pub fn maps(
         &self,
         tensors: [Tensor; 4],
@@ -268,14 +271,14 @@ impl Hopper {
     }
 }
 
-/// Whether the driver can encode maps at all. Those that do not are too old to know `sm_90a`.
+/// Whether the driver can encode maps at all. Drivers that cannot are too old for `sm_90a`.
 pub(super) fn driver_makes_maps() -> bool {
     let shape = MapShape { dtype: Dtype::F16, dim: COLUMNS, heads: 1, tokens: 1, span: 1, rows: 8, box_heads: 1 };
     let ragged = shape.ragged(Tensor { ptr: 1 << 20, token: 0, head: 0 });
     ragged.is_some_and(|ragged| shape.encode_into(&mut Map([0; 128]), ragged) != sys::NOT_SUPPORTED)
 }
 
-/// q heads whose k and v fill half of the L2 cache, if kv heads have so many bytes each.
+/// The number of q heads whose k and v fill half of the L2 cache, with `head_bytes` bytes for each kv head.
 pub(super) fn section(l2_bytes: u64, head_bytes: u64, group: u32) -> u32 {
     let heads = l2_bytes / 2 / head_bytes.max(1);
     heads.max(1).saturating_mul(group.into()).min(u32::MAX.into()) as u32
@@ -292,7 +295,7 @@ mod tests {
         super::super::embedded::find(name).map(|text| text.into_string().expect("text"))
     }
 
-    /// What the host passes to the kernel of this module, and how it launches it.
+    /// Compares the parameters that the host passes to the kernel of this module, and its launch, with the text.
     #[track_caller]
     fn agrees(kernel: &str, text: &str, version: &str, launch: Shaped) {
         let parameter = |i: u32, bytes: usize| format!("cpattn_hopper_{kernel}_param_{i}[{bytes}]");
@@ -330,7 +333,7 @@ mod tests {
         }
     }
 
-    /// The launch in clusters is that of the forward, but for the shape of a cluster, which the text alone has.
+    /// The launch in clusters is the launch of the forward, except for the cluster's shape, which is in the text only.
     #[test]
     fn clusters_are_those_of_the_sources() {
         for ((shape, hopper), has_kernel) in SHAPES.iter().zip(FORWARD).zip(super::super::clusters::HAS_KERNEL) {
@@ -382,7 +385,7 @@ mod tests {
         {
             assert_eq!(change(f), None, "{i}");
         }
-        // Strides that are never stepped by may be anything.
+        // Strides of dimensions of size 1 are not used and may be anything.
         let one = change(|s, t| (s.tokens, s.heads, t.token, t.head) = (1, 1, -5, 0)).expect("one row");
         assert_eq!(one.strides, [256; 3]);
         assert!(change(|_, t| t.head = (1 << 40) - 16).is_some());

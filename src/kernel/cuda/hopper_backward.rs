@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The backward kernels for `sm_90a`: which launches they take, and their parameters.
+//! The backward kernels for `sm_90a`: which launches they do, and their parameters.
 //!
-//! They make all gradients, with the metadata and the parameters of the fused kernel for `sm_80`, which does what
-//! tensor maps cannot describe, and every shape that has no kernel here. Of the options of a call none decides. At head
-//! dims 192 and 128 tiles have twice the keys of that kernel's, which then has a list of its own ([`DealtOut`]);
-//! everything else serves both. At 256 the two multiplying warpgroups share the keys of a tile, and at other head dims
-//! each has 64 of its own.
+//! They compute all gradients, with the metadata and the parameters of the fused kernel for `sm_80`. That kernel does
+//! the calls that tensor maps cannot describe, and every shape without a kernel here. The options of a call do not
+//! matter for this choice. At head dims 192 and 128 the tiles have twice the keys of the other kernel's, which then has
+//! its own list ([`DealtOut`]); all other metadata is shared. At 256 the two multiplying warpgroups share the keys of a
+//! tile, and at other head dims each has 64 of its own.
 
 use super::Cuda;
 use super::either_backward::{DealtOut, EitherParams, HopperBackwardParams};
@@ -20,8 +20,8 @@ use crate::call::AttendBackward;
 /// Bytes of shared memory behind the tiles, for barriers.
 const CONTROL: u32 = 2560;
 
-/// Bytes of probabilities that wait in shared memory: a quarter where dk and dv leave too few registers, and all where
-/// they are made by one warpgroup for both.
+/// Bytes of probabilities that wait in shared memory: a quarter of them if dk and dv leave too few registers, and all
+/// of them if one warpgroup makes them for both.
 const fn parked(d: u32, dv: u32, m: u32, n: u32) -> u32 {
     if n == 64 {
         2 * m * n

@@ -11,8 +11,8 @@ use super::shared_tiles::{HopperTiles, Sharing};
 use super::{clusters, metadata, shared_tiles};
 use crate::call::{Attend, Range};
 
-/// Bytes of the list of tiles that the kernel for a shape has of its own, beside tiles of `rows` rows for the other
-/// one.
+/// Bytes of the own list of tiles of the kernel for a shape, 0 if it uses the other kernel's list, of tiles of `rows`
+/// rows.
 pub(super) fn work_bytes(call: &Attend, shape: usize, rows: u32) -> usize {
     let Some(HopperShape { launch, .. }) = FORWARD[shape] else { return 0 };
     if Sharing::of(call.q.heads, &call.heads, launch.rows).is_some() {
@@ -54,13 +54,13 @@ impl Cuda {
         FORWARD[shape].filter(|s| self.hopper && runs(s))
     }
 
-    /// Whether calls of a shape run in clusters where they can.
+    /// Whether calls of a shape run in clusters if they can.
     pub(super) fn has_clusters(&self, shape: usize) -> bool {
         self.clusters && clusters::HAS_KERNEL[shape] && self.hopper_shape(shape).is_some()
     }
 
-    /// The parameters of a call whose other ones are `params`, for both kernels, and what the maps of this one are made
-    /// of. `split` says where the tiles of this one lie.
+    /// The parameters of a call for both kernels, with `params` as those of the kernel for `sm_80`; and the tensors of
+    /// the maps. `split` holds the tiles of the kernel for `sm_90a`.
     pub(super) fn hopper_params(
         &self,
         call: &Attend,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensor maps that were encoded lately. A map is made of numbers alone (type, dims, strides, box, address), so one
-//! that was made for them serves whatever launch comes with the same ones.
+//! A cache of encoded tensor maps. A map depends on numbers alone (type, dims, strides, box, address), so it serves
+//! every launch with the same numbers.
 
 use super::hopper::{Map, MapShape};
 use super::params::Tensor;
@@ -9,13 +9,13 @@ use alloc::boxed::Box;
 use alloc::vec;
 use std::sync::{Mutex, PoisonError};
 
-/// Entries that one key may be in, and how many such sets there are.
+/// Entries of a set, and the number of sets.
 const WAYS: usize = 4;
 const SETS: usize = 64;
 
 type Key = (MapShape, Tensor);
 
-/// The maps of one device. Where there is no room, the oldest of a set goes.
+/// The maps of one device. A full set replaces its oldest entry.
 #[derive(Debug)]
 pub(super) struct KeptMaps(Mutex<Box<[Set]>>);
 
@@ -26,19 +26,19 @@ struct Set {
 }
 
 impl KeptMaps {
-    /// Room for maps, or for none on devices that have no use for them.
+    /// An empty cache; without entries on devices that use no maps.
     pub fn new(is_used: bool) -> Self {
         Self(Mutex::new(vec![Set::default(); if is_used { SETS } else { 0 }].into_boxed_slice()))
     }
 
-    /// The map of a tensor: one that is kept, or what `encode` makes, which is kept then. None is never kept.
+    /// The map of a tensor: from the cache, or made by `encode` and then cached. A result of `None` is not cached.
     pub fn find(
         &self,
         shape: MapShape,
         t: Tensor,
         encode: impl FnOnce() -> Result<Option<Map>>,
     ) -> Result<Option<Map>> {
-        // A panic leaves every map whole: they are written at once.
+        // A panic leaves every map complete, since a map is written in one assignment.
         let mut sets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (shape, t);
         let Some(set) = sets.get_mut(number(&key) % SETS) else { return encode() };
@@ -93,7 +93,7 @@ mod tests {
         for (i, (shape, t)) in (2..).zip(others) {
             assert_eq!([map(shape, t), map(shape, t)], [i, i]);
         }
-        // Two that fell into one set with more than it holds may be made again; nothing is mistaken for another.
+        // If more keys fall into a set than it holds, maps may be encoded again; no map is taken for another.
         assert!(kept.find(MapShape { tokens: 11, ..SHAPE }, TENSOR, || Ok(None)).expect("no refusal").is_none());
         let before = made.get();
         assert_eq!(map(MapShape { tokens: 11, ..SHAPE }, TENSOR), before + 1);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The last call on each stream, of calls that take no part of a ring: their kernels stay loaded until they are done.
+//! The last call on each stream, among calls that use no part of a ring: their kernels stay loaded until these calls
+//! are done.
 //!
-//! One event a stream says when that is. The events are made beforehand, so that no call makes one.
+//! One event per stream marks the end of its last call. The events are created in advance, so that no call creates one.
 
 use super::Cuda;
 use crate::device::driver::{CudaEvent, sys::CUstream};
@@ -44,8 +45,8 @@ impl LastCalls {
             Some(at) => self.remove(at),
             None => self.free_event()?,
         };
-        // A stream of the same handle may be another one by now, with work of the one before it still in flight. The
-        // event comes behind both: on the same stream the wait is over at once.
+        // The handle may belong to a new stream by now, while work of the old stream is still in flight. The event then
+        // comes after both; on the same stream the wait ends at once.
         let _entered = self.cuda.enter()?;
         let marked = event.hold(stream).and_then(|()| event.record(stream));
         self.marks.push_back(LastCall { stream, event });
@@ -56,7 +57,7 @@ impl LastCalls {
         self.marks.remove(at).expect("a mark that was found").event
     }
 
-    /// An event whose point is over.
+    /// An event whose calls are done. Waits for the oldest if there is none.
     fn free_event(&mut self) -> Result<CudaEvent> {
         if let Some(event) = self.unused.pop() {
             return Ok(event);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A launch as plain data: the kernel, its grid, and its parameters as bytes.
 //!
-//! Every call is made into launches first and launched then. What is made needs no driver, so that a plan can make the
-//! launches of all its calls once and keep them ([`recorded`](super::recorded)); a single call makes its launches and
-//! puts them on a stream at once ([`Cuda::launch`]). Where the metadata of a call is written to is said by
-//! [`MetadataBuffer`].
+//! A call is first converted into launches, and these are launched then. The conversion needs no driver, so a plan can
+//! make the launches of all its calls once and keep them ([`recorded`](super::recorded)); a single call makes its
+//! launches and puts them on a stream at once ([`Cuda::launch`]). [`MetadataBuffer`] determines where the metadata of a
+//! call is written.
 
 use super::Cuda;
 use super::check::Checker;
@@ -24,7 +24,7 @@ use core::mem::offset_of;
 pub(super) const PARAMETER_BYTES: usize = 448;
 const WORDS: usize = PARAMETER_BYTES / 8;
 
-/// [`Parameters`] of a launch, whose type is gone.
+/// [`Parameters`] of a launch, without the type.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Addresses {
     pub tensors: &'static [usize],
@@ -32,17 +32,17 @@ pub(super) struct Addresses {
     pub bases: Option<usize>,
 }
 
-/// How many blocks there are.
+/// The number of blocks.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Grid {
-    /// So many.
+    /// This number.
     Blocks(u32),
-    /// One for each of `items` tiles, or fewer that take several each: where multiprocessors are left free, and always
-    /// when `resident`, no more than run at a time. A multiprocessor holds `each`.
+    /// One for each of `items` tiles. If multiprocessors are left free, and always if `resident`, at most as many as
+    /// run at a time; each then takes several tiles. A multiprocessor holds `each` blocks.
     Tiles { items: u32, each: u32, resident: bool },
 }
 
-/// One kernel with all that it is launched with.
+/// One kernel with everything that its launch needs.
 #[derive(Clone, Debug)]
 pub(super) struct Launch {
     kernel: Kernel,
@@ -50,7 +50,7 @@ pub(super) struct Launch {
     params: [u64; WORDS],
 }
 
-/// The kernel that runs it.
+/// The kernel of a launch.
 #[derive(Clone, Copy, Debug)]
 enum Kernel {
     Loaded {
@@ -59,8 +59,8 @@ enum Kernel {
         threads: u32,
         shared: u32,
     },
-    /// A kernel for `sm_90a` where it can, with parameters that begin with q, k and v; else the one for `sm_80`, which
-    /// is loaded then.
+    /// A kernel for `sm_90a`, with parameters that begin with q, k and v. If it cannot do the launch, the kernel for
+    /// `sm_80` is loaded and does it.
     Hopper(Hopper),
 }
 
@@ -94,7 +94,7 @@ impl Launch {
         self.params[offset / 8]
     }
 
-    /// Sets it.
+    /// Sets the word at a byte offset of the parameters.
     pub fn set_word(&mut self, offset: usize, word: u64) {
         self.params[offset / 8] = word;
     }
@@ -131,13 +131,13 @@ impl Launch {
         matches!(self.kernel, Kernel::Hopper(Hopper { other: Other { pass: HopperPass::Forward, .. }, .. }))
     }
 
-    /// Has the kernel for `sm_90a` read its metadata, of `bytes` bytes at `from`, among the parameters.
+    /// Makes the kernel for `sm_90a` read its metadata, `bytes` bytes at `from`, from the parameters.
     fn read_metadata_from_parameters(&mut self, from: u64, bytes: usize) {
         self.move_metadata(from, bytes, 0);
         self.set_word(offset_of!(hopper::HopperParams, has_metadata), 1);
     }
 
-    /// The kernel for `sm_90a` and its maps, where it takes the launch.
+    /// The kernel for `sm_90a` and its maps, if it can do the launch.
     fn hopper(&self, cuda: &Cuda) -> Result<Option<(Hopper, Maps)>> {
         let Kernel::Hopper(hopper) = self.kernel else { return Ok(None) };
         let map = |shape: MapShape, t| cuda.maps.find(shape, t, || shape.encode(t));
@@ -192,7 +192,7 @@ impl Launch {
         metadata: &InlineMetadata,
     ) -> Result<()> {
         let blocks = cuda.grid(*items, kernel.each, true);
-        // Where two blocks run at a time; both kernels take the same parameters.
+        // In clusters, if there are two blocks or more; both kernels take the same parameters.
         let (kernel, blocks) = match cluster {
             Some(cluster) if blocks > 1 => (cluster, blocks & !1),
             _ => (kernel, blocks),
@@ -222,7 +222,7 @@ impl Launches {
         self.0[0].is_none()
     }
 
-    /// The launch, where there is one alone.
+    /// The launch, if there is exactly one.
     fn only(&mut self) -> Option<&mut Launch> {
         let [first, second, _] = &mut self.0;
         first.as_mut().filter(|_| second.is_none())

@@ -15,7 +15,7 @@ pub(super) struct LentStaging {
 }
 
 impl LentStaging {
-    /// A spare one of this size, or a new one.
+    /// Takes spare staging memory of this size, or allocates it.
     pub fn new(cuda: &Arc<Cuda>, bytes: usize, launches: usize) -> Result<Self> {
         let staging = match cuda.spare_staging.take(bytes, launches) {
             Some(staging) => staging,

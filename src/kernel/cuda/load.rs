@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How each kernel is loaded: when a call first needs it.
 //!
-//! A driver that refuses a text for `sm_90a` fails the call rather than leaving it to the kernel for `sm_80`: that
-//! would be slower, and never noticed.
+//! If the driver refuses a text for `sm_90a`, the call fails. To use the kernel for `sm_80` instead would be slower,
+//! and never noticed.
 
 use super::Cuda;
 use super::embedded;
@@ -124,7 +124,7 @@ impl Cuda {
         self.load(&mut kernels.hopper_backward, name, make).map_err(Family::with_way_out)
     }
 
-    /// The kernels that make one side's gradients each.
+    /// The backward kernels that each make the gradients of one side.
     pub(super) fn load_sides<'a>(
         &self,
         kernels: &'a mut LoadedKernels,
@@ -167,7 +167,8 @@ impl Cuda {
         Ok(kernels.blocks.as_ref().expect("filled above"))
     }
 
-    /// The shape's forward, of the tiles of which two blocks share a multiprocessor, if any does.
+    /// The forward of the shape: the wide tiles if two blocks of them share a multiprocessor, otherwise the narrow
+    /// ones, if there are any.
     fn forward_of(&self, module: &Module, shape: &Shape) -> Result<LoadedKernel> {
         let Some(narrow) = shape.narrow else { return self.function(module, c"cpattn_forward", shape.forward) };
         if shape.forward.shared <= self.shared_limit {

@@ -22,22 +22,22 @@ struct RequestList {
 }
 
 impl MarginRequests {
-    /// The most that is asked for now.
+    /// The largest current request.
     pub fn most(&self) -> u32 {
         self.most.load(Ordering::Relaxed)
     }
 
-    /// Sets what the device's owner asks for.
+    /// Sets the request of the device's owner.
     pub fn set_own(&self, n: u32) {
         self.change(|asked| asked.own = n);
     }
 
-    /// One more asks for `n`.
+    /// Adds a request for `n`.
     pub fn add(&self, n: u32) {
         self.change(|asked| asked.others.push(n));
     }
 
-    /// One of those that asked for `n` no longer does.
+    /// Removes one request for `n`.
     pub fn remove(&self, n: u32) {
         self.change(|asked| {
             if let Some(at) = asked.others.iter().position(|&m| m == n) {
@@ -47,7 +47,7 @@ impl MarginRequests {
     }
 
     fn change(&self, change: impl FnOnce(&mut RequestList)) {
-        // A panic leaves the list as it was, or longer by a number.
+        // A panic leaves the list unchanged, or with one more number.
         let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut asked);
         self.most.store(asked.others.iter().copied().fold(asked.own, u32::max), Ordering::Relaxed);

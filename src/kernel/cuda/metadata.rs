@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The ranges of a call as the kernels read them: runs, partners, and the tiles in the order in which they start.
 //!
-//! Blocks start roughly in the order of the grid, so the tiles with the most to do come first: what is left at the end
-//! is then short. The cost of a tile is the number of partner rows it may meet, estimated from positions alone.
+//! Blocks start roughly in the order of the grid, so the longest tiles come first: the idle time at the end is then
+//! short. The cost of a tile is the number of partner rows it may meet, estimated from positions alone.
 
 use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::{Divisor, Run, Work};
@@ -13,9 +13,9 @@ use crate::call::{QRange, Range, Ranges};
 pub(super) struct Metadata {
     pub queries: u64,
     pub keys: u64,
-    /// Of each q run, its k runs.
+    /// For each q run, its k runs.
     pub keys_of: u64,
-    /// Of each k run, the q runs that read it.
+    /// For each k run, the q runs that read it.
     pub queries_of: u64,
     pub query_work: u64,
     pub query_tiles: usize,
@@ -106,7 +106,7 @@ pub(super) fn write(
     metadata
 }
 
-/// Writes the tiles of so many q rows; where they lie, and how many there are.
+/// Writes the tiles of `rows` q rows, and returns their address and number.
 pub(super) fn query_work(
     scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
@@ -124,7 +124,7 @@ pub(super) fn query_work(
     work(&mut scratch.tiles, writer)
 }
 
-/// Bytes of what [`query_work`] writes.
+/// Bytes that [`query_work`] writes.
 pub(super) fn query_work_bytes(ranges: &Ranges, rows: u32) -> usize {
     padded(count(ranges.q.iter().map(|q| q.range.len), rows) * size_of::<Work>())
 }
@@ -178,8 +178,8 @@ pub(super) fn work(tiles: &mut [(u64, Work)], writer: &mut Writer<'_>) -> (u64, 
     (at, tiles.len())
 }
 
-/// Of each k range, the q ranges that read it, in their own order: the order in which dk and dv are summed. (The fused
-/// backward goes through it from the end.)
+/// For each k range, the q ranges that read it, in their own order: the order in which dk and dv are summed. (The fused
+/// backward goes through the list from the end.)
 pub(super) fn invert(ranges: &Ranges, keys: &mut [Run], inverse: &mut [u32]) {
     for q in ranges.q {
         for &k in &ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {

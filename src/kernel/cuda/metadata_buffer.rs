@@ -47,7 +47,7 @@ pub(super) trait MetadataBuffer {
     /// The kind of the tensors' addresses.
     fn address_space(&self) -> AddressSpace;
 
-    /// Is told of a tensor whose rows must begin at multiples of 16 bytes when the call is run.
+    /// Records a tensor whose rows must begin at multiples of 16 bytes when the call is run.
     fn must_align(&mut self, address: u64);
 }
 
@@ -56,13 +56,13 @@ pub(super) trait MetadataBuffer {
 pub(super) struct SortBuffers {
     /// Tiles while they are sorted.
     pub tiles: Vec<(u64, Work)>,
-    /// Those that several heads share.
+    /// Tiles that several heads share, while they are sorted.
     pub shared_tiles: Vec<(u64, Work)>,
-    /// Runs of keys while they are put together: another of the same component, and the least cost met so far.
+    /// Runs of keys while they are joined into components: another run of the component, and the least cost so far.
     pub runs: Vec<(u32, u64)>,
 }
 
-/// The metadata of a call: where it begins, the bytes of its metadata, and those of the words behind it.
+/// The metadata of a call: its first byte, its size, and the size of the words behind it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Part {
     pub begin: usize,
@@ -70,7 +70,7 @@ pub(super) struct Part {
     pub words: usize,
 }
 
-/// Hands out arrays of one part of a ring, or of what a plan keeps, and words that are zero when the launch begins.
+/// Hands out arrays of one part of a ring or of a plan's metadata, and words that are zero when the launch begins.
 #[derive(Debug)]
 pub(super) struct Writer<'a> {
     rest: &'a mut [u8],

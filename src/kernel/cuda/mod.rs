@@ -100,11 +100,12 @@ pub struct Cuda {
     multiprocessors: u32,
     shared_limit: u32,
     l2_bytes: u64,
-    /// Whether it runs the kernels for `sm_90a`.
+    /// Whether this `Cuda` runs the kernels for `sm_90a`.
     hopper: bool,
-    /// Whether it could, whatever this one takes: a ring serves every [`Cuda`] of its device.
+    /// Whether the device can run the kernels for `sm_90a`, even if this `Cuda` does not: a ring serves every [`Cuda`]
+    /// of its device.
     can_be_hopper: bool,
-    /// Whether it runs those of them, too, that are not taken unless they are asked for.
+    /// Whether also those kernels for `sm_90a` run that need to be forced.
     every_hopper: bool,
     /// Whether calls run in clusters of two blocks where they can.
     clusters: bool,

@@ -323,7 +323,7 @@ impl Parameters for TransformParams {
 
 const _: () = {
     assert!(offset_of!(FusedParams, call) == 0);
-    // What plans say that a device keeps.
+    // Plans report these sizes as memory of a device.
     assert!(size_of::<Run>() as u64 == metadata::RUN && size_of::<Work>() as u64 == metadata::WORK);
     assert!(
         size_of::<TransformBlock>() as u64 == metadata::BLOCK

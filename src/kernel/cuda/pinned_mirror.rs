@@ -39,7 +39,7 @@ impl PinnedMirror {
         Ok(Self { context: context.clone(), host: host.cast(), device, bytes })
     }
 
-    /// Refuses to be used while another context is current: a launch there could not read what is here.
+    /// Refuses use while another context is current: a launch there could not read this memory.
     pub fn at_home(&self) -> Result<()> {
         let mut current = null_mut();
         // SAFETY: the driver is initialised; `current` is a local.

@@ -3,12 +3,12 @@
 //!
 //! A [`LaunchRecorder`] takes the calls of a plan, with symbols for addresses
 //! ([`base_addresses`](super::base_addresses)), and makes their launches and metadata. [`LaunchRecorder::keep`] puts
-//! all metadata into one block of device memory. What is left for a run is to write the addresses of its bases into the
-//! parameters, to clear the words that a launch counts in, and to launch.
+//! all metadata into one block of device memory. A run then only writes the addresses of its bases into the parameters,
+//! clears the words that a launch counts in, and launches.
 //!
-//! All launches that count do so in the same words, one after the other: they are those of one stream. All forwards for
-//! `sm_90a` take their items by one word of the metadata, which every launch leaves at zero: one after the other, too,
-//! and so are the runs of a plan and the replays of its graphs.
+//! All launches that count use the same words, one after the other, since they are on one stream. All forwards for
+//! `sm_90a` take their items by one word of the metadata, which every launch leaves at zero. So they, the runs of a
+//! plan and the replays of its graphs must run one after the other too.
 
 use super::Cuda;
 use super::base_addresses::{BaseAddresses, BaseOffset, BaseShapes, Meaning, meaning, metadata_symbol, words_symbol};
@@ -32,7 +32,7 @@ pub(crate) struct LaunchRecorder<'a> {
     metadata: Vec<MetadataUnit>,
     /// Bytes of `metadata` that are used.
     used: usize,
-    /// Bytes of the words of the launch that has the most.
+    /// The largest number of bytes of words that one launch uses.
     words: usize,
     /// The symbol of the word that launches count in and leave at zero, if any does.
     counter: Option<u64>,
@@ -119,14 +119,14 @@ impl<'a> LaunchRecorder<'a> {
         self.cuda
     }
 
-    /// Keeps a table of one number for each head; the tensor that kernels read it from.
+    /// Keeps a table of one number for each head, and returns the tensor from which kernels read it.
     pub(crate) fn table(&mut self, values: &[f32]) -> RawTensor {
         let at = self.array(bytemuck::cast_slice(values));
         let ptr = core::ptr::without_provenance_mut(metadata_symbol(at) as usize);
         RawTensor::compact(ptr, Dtype::F32, 1, values.len() as u32, 1)
     }
 
-    /// Keeps bytes; where they begin in the metadata.
+    /// Keeps bytes, and returns their offset in the metadata.
     fn array(&mut self, bytes: &[u8]) -> usize {
         let at = self.used;
         self.used += padded(bytes.len());
@@ -251,13 +251,13 @@ impl RecordedLaunches {
         }
     }
 
-    /// Puts launch `i` on a stream, behind what clears its words. The context is current.
+    /// Puts launch `i` on a stream, after the work that clears its words. The context is current.
     ///
     /// # Safety
     /// The bases were set, to memory that is as the call of this launch needs it when the launch runs, in stream order,
     /// for tensors of the shapes that were recorded. All launches that count words or take items by the counter are put
-    /// on one stream, and no launch of another run of them, or of a replay of a graph that has captured one, is between
-    /// or beside. `cuda` is the device that recorded them.
+    /// on one stream. No launch of another run of them, or of a replay of a graph that has captured one, runs between
+    /// these launches or at the same time. `cuda` is the device that recorded them.
     pub(crate) unsafe fn start(&self, i: usize, cuda: &Cuda, stream: RawStream) -> Result<()> {
         let RecordedLaunch { launch, words, .. } = &self.launches[i];
         if *words > 0 {

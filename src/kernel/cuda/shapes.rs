@@ -20,7 +20,7 @@ pub(super) struct Shape {
     pub head_dim: u32,
     pub value_dim: u32,
     pub forward: Shaped,
-    /// The forward with fewer keys to a tile, for multiprocessors that have no room for two blocks of the other.
+    /// The forward with fewer keys to a tile, for multiprocessors that have no room for two blocks of `forward`.
     pub narrow: Option<Shaped>,
     /// dq.
     pub queries: Shaped,
@@ -30,8 +30,8 @@ pub(super) struct Shape {
     pub split: bool,
     /// dq, dk and dv at once.
     pub fused: Fused,
-    /// The same with v in registers, for devices that have too little shared memory for the other. Its tiles are the
-    /// other's.
+    /// The same kernel with v in registers, for devices with too little shared memory for `fused`. It has the same
+    /// tiles.
     pub narrow_fused: Option<Fused>,
 }
 
@@ -42,7 +42,7 @@ pub(super) struct Fused {
     pub launch: Shaped,
     /// Rows of the tiles of q that it adds to.
     pub queries: u32,
-    /// Most that it declares statically besides, in bytes: mostly the steps that it has prepared.
+    /// Upper bound of the static shared memory that it declares in addition, in bytes: mostly for prepared steps.
     pub control: u32,
 }
 
@@ -268,9 +268,9 @@ mod tests {
         }
     }
 
-    /// What a kernel declares may not cost the second block that its tiles leave room for on a multiprocessor of
-    /// compute capability 8.0: that has 164 KB, of which each block costs one more, and declared memory goes in units
-    /// of 128 bytes.
+    /// The memory that a kernel declares must leave room for the second block for which its tiles leave room on a
+    /// multiprocessor of compute capability 8.0. That has 164 KB; each block takes 1 KB more, and declared memory is
+    /// counted in units of 128 bytes.
     #[test]
     fn declared_memory_costs_no_block() {
         let two = |bytes: u32| 2 * (bytes.next_multiple_of(128) + 1024) <= 164 * 1024;
@@ -287,8 +287,8 @@ mod tests {
         assert!(seen > 6, "{seen} kernels share a multiprocessor");
     }
 
-    /// Compute capability 8.0 allows 163 KB to a block, 9.0 allows 227. Of head dim 64 two blocks share the 164 KB of a
-    /// multiprocessor, of which each costs one more.
+    /// Compute capability 8.0 allows 163 KB to a block, 9.0 allows 227. At head dim 64 two blocks share the 164 KB of a
+    /// multiprocessor, and each takes 1 KB more.
     #[test]
     fn fused_shapes_fit_their_devices() {
         for shape in SHAPES {

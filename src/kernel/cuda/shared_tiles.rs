@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which q rows the kernels for `sm_90a` take in tiles that the q heads of a group share.
 //!
-//! A tile has 128 rows, or 192. One of a single head holds as many q rows of it, and where a range is shorter the rest
-//! is wasted. A shared tile holds 16, 32 or 64 q rows of as many heads as fill it, all of which read one kv head: less
-//! is wasted at the end of a range, and the keys that its rows meet are loaded once for these heads.
+//! A tile has 128 or 192 rows. A tile of a single head holds that many q rows of it; at the end of a range the rest of
+//! a tile is wasted. A shared tile holds 16, 32 or 64 q rows of as many heads as fill it, all of which read one kv
+//! head: less is wasted at the end of a range, and the keys that its rows meet are loaded once for these heads.
 //!
-//! A range is looked at in stretches of a tile's rows. Shared tiles take a stretch where that makes fewer steps, by
-//! which a tile of keys and, once for each tile, what comes before and behind the keys are meant. In ranges above
-//! [`SHORT_ROWS`] rows only a last stretch of fewer rows is asked about: the others have little to gain, and the
+//! A range is divided into stretches of a tile's rows. Shared tiles take a stretch if that makes fewer steps: one step
+//! for each tile of keys, and one more for each tile of q for the work before and after the keys. In ranges above
+//! [`SHORT_ROWS`] rows only a last stretch of fewer rows is considered: the others have little to gain, and the
 //! metadata stays small.
 
 use super::metadata::{TileRows, cut, met, partners, work};
@@ -20,7 +20,7 @@ use bytemuck::NoUninit;
 /// How a call's q heads share tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sharing {
-    /// A tile has 2 to this q rows of each of its heads.
+    /// The logarithm to the base 2 of the q rows that a tile has of each of its heads.
     pub token_bits: u32,
     /// Items of a tile: all heads of the call.
     pub parts: u32,
@@ -45,7 +45,7 @@ impl Sharing {
         if most <= 1 {
             return None;
         }
-        // As many rows as leave room for all of them.
+        // The largest number of rows that leaves room for all heads.
         let token_bits = (4..=6).rev().find(|&bits| most <= rows >> bits).unwrap_or(4);
         let tiles = |heads: u32| heads.div_ceil(rows >> token_bits);
         let each = tiles(most);
@@ -76,7 +76,7 @@ pub(super) struct SharedTiles {
     pub unused: u32,
 }
 
-/// The tiles of a call: those of one head each, and the others.
+/// The tiles of a call: tiles of one head each, and shared tiles.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HopperTiles {
     pub work: u64,
@@ -116,7 +116,7 @@ impl TileCosts<'_> {
         let (rows, heads) = (sharing.rows(), u64::from(heads));
         let single = heads * self.steps(q, first, end);
         let tiles = u64::from((end - first).div_ceil(rows)) * u64::from(sharing.parts);
-        // A tile of some of these rows makes no more steps than that of all, and at least one.
+        // A tile of some of these rows makes at least one step, and no more steps than a tile of all.
         if tiles != heads || single <= heads * 2 {
             return tiles < heads;
         }
@@ -271,13 +271,13 @@ mod tests {
         let causal = (1 << 62, 0);
         // 40 rows of 8 heads: three tiles, not eight.
         assert_eq!(split((8, 8), &[(40, 0)], &[40], causal).1, [(0, 32), (0, 16), (0, 0)]);
-        // A whole tile has nothing to gain, its rest has.
+        // A whole tile gains nothing, the rest of the range does.
         let (single, shared, _) = split((8, 8), &[(130, 0)], &[130], causal);
         assert_eq!((single, shared), (alloc::vec![(0, 0)], alloc::vec![(0, 128)]));
-        // But where rows meet fewer keys than all of them do.
+        // If rows meet fewer keys than all of them together, a whole tile gains too.
         let (single, shared, _) = split((8, 8), &[(128, 64)], &[192], causal);
         assert_eq!((single.len(), shared.len()), (0, 8));
-        // Of a long range the last rows alone.
+        // In a long range only the last rows.
         let (single, shared, _) = split((8, 8), &[(2048 + 17, 64)], &[4000], causal);
         assert_eq!((single.len(), shared), (16, alloc::vec![(0, 2064), (0, 2048)]));
         // Five of eight places taken: 100 rows would be seven tiles, not five.
@@ -292,7 +292,7 @@ mod tests {
         assert_eq!(split((8, 8), &[(0, 0), (5, 0)], &[7, 0], causal).1, [(1, 0)]);
     }
 
-    /// What takes longest comes first: a row of many keys before tiles of fewer.
+    /// The longest work comes first: a row of many keys before tiles of fewer.
     #[test]
     fn the_longest_come_first() {
         let causal = (1 << 62, 0);

@@ -50,7 +50,7 @@ impl Cuda {
         self.margin_requests.set_own(n);
     }
 
-    /// The multiprocessors that attention leaves free now: the most that is asked for.
+    /// The number of multiprocessors that attention leaves free now: the largest request.
     pub fn sm_margin(&self) -> u32 {
         self.margin_requests.most()
     }

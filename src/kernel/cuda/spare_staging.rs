@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Staging memory of a device that no user has at present.
 //!
-//! To free memory, a driver waits until the whole device is idle. A [`StreamKernels`](super::StreamKernels) that is
-//! dropped therefore frees nothing: its staging memory stays with the device for the next one that is of the same size,
-//! and is freed with the device. Only what is beyond a bound is freed at once.
+//! To free memory, a driver waits until the whole device is idle. So a [`StreamKernels`](super::StreamKernels) that is
+//! dropped frees nothing: its staging memory stays with the device for the next user of the same size, and is freed
+//! with the device. Memory beyond `MAX_BYTES` is freed at once.
 
 use super::staging::Staging;
 use alloc::vec::Vec;
@@ -17,21 +17,21 @@ const MAX_BYTES: usize = 16 << 20;
 pub(super) struct SpareStaging(Mutex<Vec<Staging>>);
 
 impl SpareStaging {
-    /// One of this size.
+    /// Takes spare memory of this size, if there is any.
     pub fn take(&self, bytes: usize, launches: usize) -> Option<Staging> {
-        // A panic leaves the list whole.
+        // A panic leaves the list consistent.
         let mut spares = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let at = spares.iter().position(|staging| staging.is_like(bytes, launches))?;
         Some(spares.swap_remove(at))
     }
 
-    /// Adds one without launches in flight, or frees it.
+    /// Adds memory without launches in flight, or frees it.
     pub fn put(&self, staging: Staging) {
         let mut spares = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if spares.iter().map(Staging::bytes).sum::<usize>() + staging.bytes() <= MAX_BYTES {
             spares.push(staging);
         } else {
-            // Freed, with the list free for others meanwhile.
+            // The memory is freed after the lock, so that other threads need not wait.
             drop(spares);
             drop(staging);
         }

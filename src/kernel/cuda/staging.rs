@@ -30,7 +30,7 @@ use alloc::vec::Vec;
 const MAX_BYTES: usize = isize::MAX as usize & !(ALIGN - 1);
 /// Parts that are remembered.
 const MAX_KEPT: usize = 32;
-/// Each launch in flight is an event of the driver's, so a number that is not meant would take all memory and time.
+/// Each launch in flight has an event of the driver; a number given by mistake would use up memory and time.
 const MAX_LAUNCHES: usize = 1 << 20;
 
 /// A ring of uploads; see [`super::Cuda::staging`].
@@ -38,11 +38,11 @@ const MAX_LAUNCHES: usize = 1 << 20;
 pub struct Staging {
     mirror: PinnedMirror,
     events: Vec<CudaEvent>,
-    /// A word for each event, in which the launch before the event counts; none where no kernel leaves it at zero.
+    /// A word for each event, in which the launch before the event counts; `None` if no kernel of the device counts.
     counters: Option<DeviceMemory>,
     /// Parts whose launches may still run, oldest first.
     in_flight: VecDeque<InFlight>,
-    /// Parts that the device holds as the host side does, oldest first.
+    /// Parts whose bytes are the same on the device and on the host side, oldest first.
     kept: VecDeque<Part>,
     next_event: usize,
     head: usize,
@@ -97,7 +97,7 @@ impl Staging {
         self.mirror.bytes()
     }
 
-    /// Whether it is what [`super::Cuda::staging`] makes of these numbers.
+    /// Whether [`super::Cuda::staging`] would make a ring like this from these numbers.
     pub(super) fn is_like(&self, bytes: usize, launches: usize) -> bool {
         bytes <= MAX_BYTES && self.bytes() == padded(bytes).max(1) && self.events.len() == launches.max(1)
     }
@@ -114,7 +114,7 @@ impl Staging {
         Ok(())
     }
 
-    /// A part that holds what was written into this one, if the device has it and no other stream may be using it.
+    /// A part with the same bytes as this one, if the device has it and no other stream may be using it.
     pub(super) fn known(&self, part: Part, stream: CUstream) -> Option<Part> {
         let is_free = |part: &Part| self.in_flight.iter().all(|f| f.begin != part.begin || f.stream == stream);
         let is_same = |known: &&Part| {
@@ -150,7 +150,7 @@ impl Staging {
 
     /// Clears the words of a part that is on the device, behind every launch that uses it.
     pub(super) fn reuse(&self, part: Part, stream: CUstream) -> Result<()> {
-        // A stream of the same handle may be another one by now: those before it were destroyed with work in flight.
+        // The handle may belong to a new stream by now; the old one was destroyed with work in flight.
         if let Some(last) = self.in_flight.iter().rev().find(|f| f.begin == part.begin) {
             self.events[last.event].hold(stream)?;
         }
@@ -162,8 +162,8 @@ impl Staging {
         self.mirror.clear(part.begin + part.filled, part.words, stream)
     }
 
-    /// Marks the point of the stream after which the part is free again. To be called after an upload, whatever
-    /// became of the launch.
+    /// Marks the point of the stream after which the part is free again. To be called after an upload, also if the
+    /// launch failed.
     pub(super) fn end(&mut self, part: Part, stream: CUstream) -> Result<()> {
         let used = part.filled + part.words;
         if used == 0 {
@@ -183,7 +183,7 @@ impl Staging {
 }
 
 impl MetadataBuffer for Staging {
-    /// That of the next event, which [`MetadataBuffer::begin`] waits for where a launch is still counting in it.
+    /// The counter of the next event. [`MetadataBuffer::begin`] waits if a launch still counts in it.
     fn counter(&mut self) -> Result<u64> {
         // Another device's ring may have none.
         self.mirror.at_home()?;
@@ -245,7 +245,8 @@ fn zeros(context: &Arc<Context>, bytes: usize) -> Result<DeviceMemory> {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // Memory must outlive the launches that read it. A failure means that the context is gone, and they with it.
+        // Memory must outlive the launches that read it. A failure means that the context, and the launches with it,
+        // are gone.
         let _ = self.drain();
     }
 }

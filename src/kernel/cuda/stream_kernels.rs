@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
 
-/// The ring of a new one: a thousand ranges or so for each of many calls.
+/// Initial bytes of the ring: about a thousand ranges for each of many calls.
 const BYTES: usize = 256 << 10;
 const CALLS: usize = 64;
 
@@ -86,8 +86,8 @@ impl StreamKernels {
         Ok(())
     }
 
-    /// Whether a call that uploads `bytes` can be made on this stream. `ranges` are what it uploads, and the rows there
-    /// are: what is wrong with them is said before the room that they would take.
+    /// Refuses a call that cannot be made on this stream, or whose `bytes` of metadata do not fit into the ring. If
+    /// they do not fit, `checked` runs first: an error in the ranges is reported before the missing room.
     ///
     /// # Safety
     /// As [`Cuda::accept_stream`].
@@ -181,7 +181,7 @@ impl StreamKernels {
     }
 }
 
-/// The calls that upload nothing.
+/// Calls without metadata to upload.
 macro_rules! without_metadata {
     ($($(#[$doc:meta])* $name:ident($type:ty);)*) => {
         impl StreamKernels {$(

@@ -30,9 +30,9 @@ use core::sync::atomic::{AtomicU64, Ordering};
 /// Bytes of a tag.
 pub(crate) const TAG_BYTES: usize = size_of::<Tag>();
 const THREADS: u32 = 256;
-/// Blocks of the kernel behind an exchange: it has to do only where ranks differ.
+/// Blocks of the kernel after an exchange: it has work only if ranks differ.
 const MAX_BLOCKS: u64 = 8;
-/// Bytes that a block may as well write alone.
+/// Up to this many bytes one block is enough.
 const BLOCK_BYTES: u64 = 1 << 16;
 
 /// How many runs a group has begun, counted on the device.
@@ -40,7 +40,7 @@ const BLOCK_BYTES: u64 = 1 << 16;
 pub(crate) struct RunCount(DeviceMemory);
 
 impl RunCount {
-    /// None yet.
+    /// No run counted yet.
     pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
         let memory = cuda.allocate(size_of::<u64>())?;
         memory.upload(&[0; size_of::<u64>()])?;
@@ -89,7 +89,7 @@ impl NoteMemory {
         check_room("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&raw mut host, bytes, flags) }, bytes)?;
         // SAFETY: `host` has that many bytes.
         unsafe { host.cast::<u8>().write_bytes(0, bytes) };
-        // Its drop frees the memory, should the next call fail.
+        // Its drop frees the memory if the next call fails.
         let mut notice = Self { context: Arc::clone(context), host: host.cast(), device: 0, disagreed };
         // SAFETY: mapped memory of the host, and a pointer to a local.
         unsafe { call!(cuMemHostGetDevicePointer_v2(&raw mut device, host, 0)) }?;
@@ -127,7 +127,7 @@ impl Drop for NoteMemory {
 }
 
 impl LaunchRecorder<'_> {
-    /// Adds the launch that begins a run: it counts in `runs` and sets `count` tags, the own one first. Gives the
+    /// Adds the launch that begins a run: it counts in `runs` and sets `count` tags, the rank's own first. Returns the
     /// symbol of the tags, which are part of the metadata.
     pub(crate) fn begin_run(&mut self, fingerprint: u64, count: usize, runs: &RunCount) -> Result<*mut u8> {
         let function = self.cuda().blocks(&mut self.cuda().kernels())?.begin_run;
@@ -140,8 +140,8 @@ impl LaunchRecorder<'_> {
         Ok(without_provenance_mut(tags as usize))
     }
 
-    /// Adds the launch behind an exchange: it compares the tags of these numbers, and overwrites what arrived, given as
-    /// symbols of bases and bytes, if any rank that was met so far differs.
+    /// Adds the launch after an exchange. It compares the tags with the numbers `compared`. If any rank so far differs,
+    /// it overwrites the received data `ranges`, given as symbols of bases and bytes.
     pub(crate) fn arrived(
         &mut self,
         tags: *mut u8,

@@ -21,8 +21,8 @@ use crate::{
 const CAPTURED: &str = "a stream that is being captured";
 
 impl DeviceRank {
-    /// Refuses a call that waits for what the rank enqueued, or begins anew what its runs share, while one of its runs
-    /// is being captured.
+    /// While a run of the rank is being captured, refuses a call that waits for the rank's enqueued work, or resets
+    /// state that its runs share.
     pub(super) fn beside_no_capture(&self, call: &'static str) -> Result<()> {
         // SAFETY: a live stream of the transport's (the contract of `DeviceTransport`).
         match unsafe { self.gpu().context().capture_of(self.transport.stream()) }? {
@@ -35,11 +35,11 @@ impl DeviceRank {
         }
     }
 
-    /// The capture that a run on `stream` becomes part of, if it does.
+    /// The capture that a run on `stream` becomes part of, or `None`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a run in another capture than the rank's stream, or in none while that is in one; for
-    /// a capture that has failed; and for the default stream while it takes no work.
+    /// [`Error::Unsupported`] if the rank's stream is in a capture and `stream` is in another one or in none; if the
+    /// capture has failed; and for the default stream while it takes no work.
     ///
     /// # Safety
     /// `stream` is a live stream of the device.

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Converts what a device recorded about a peer that runs another plan into the error that a rank on the CPU would
-//! return.
+//! Converts a device's record of a peer that runs another plan into the error that a rank on the CPU would return.
 
 use std::{
     string::String,
@@ -14,7 +13,7 @@ use crate::{
     runtime::failure::Found,
 };
 
-/// The runs that a rank may have begun, and what its device noted of peers that ran others.
+/// The kinds of runs that a rank may have begun, and the device's records of peers that ran another plan.
 pub(crate) struct Disagreements {
     pub(super) device: tags::NoteMemory,
     kinds: Mutex<Vec<StartedRun>>,
@@ -24,9 +23,9 @@ pub(crate) struct Disagreements {
 struct StartedRun {
     rank: usize,
     fingerprint: u64,
-    /// In words.
+    /// The run in words.
     what: String,
-    /// Which ranks send the tags from number 1 on.
+    /// The sender of each tag, from tag 1 on.
     senders: Vec<usize>,
 }
 
@@ -35,8 +34,8 @@ impl Disagreements {
         Ok(Self { device: tags::NoteMemory::new(cuda)?, kinds: Mutex::default() })
     }
 
-    /// Remembers what the tags of a kind of run mean. (A rank that forgot such a run and prepares it anew says the
-    /// same.)
+    /// Records the meaning of the tags of a kind of run. (If the rank forgets the run and prepares it again, the
+    /// meaning is the same.)
     pub(super) fn add(&self, rank: usize, fingerprint: u64, what: String, senders: &[usize]) {
         let mut kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
         if !kinds.iter().any(|k| k.fingerprint == fingerprint) {
@@ -44,7 +43,7 @@ impl Disagreements {
         }
     }
 
-    /// Forgets a kind of run, all of which are over.
+    /// Forgets a kind of run. All runs of this kind are over.
     pub(super) fn remove(&self, fingerprint: u64) {
         self.kinds.lock().unwrap_or_else(PoisonError::into_inner).retain(|k| k.fingerprint != fingerprint);
     }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The device memory that a rank's runs work in: its own, or lent by the caller.
 //!
-//! Before memory is freed or given back, the host waits for what the rank enqueued. What a captured graph may still use
-//! is kept for as long as the rank lives.
+//! Before memory is freed or given back, the host waits for the rank's enqueued work. Memory that a captured graph may
+//! still use is kept for as long as the rank lives.
 
 use std::format;
 
@@ -24,7 +24,7 @@ impl OwnMemory for DeviceMemory {
 }
 
 impl DeviceRank {
-    /// Lends the rank device memory to work in, instead of memory of its own. Waits for what it enqueued.
+    /// Lends the rank device memory to work in, instead of memory of its own. Waits for the rank's enqueued work.
     ///
     /// # Safety
     /// The `bytes` at `ptr` are memory of the rank's device, valid and untouched by others until another workspace is
@@ -51,8 +51,8 @@ impl DeviceRank {
         Ok(())
     }
 
-    /// Ends the lending: from now on the rank works in memory of its own again, which `prepare`, or the next
-    /// run, allocates. Waits for what it enqueued.
+    /// Ends the lending: from now on the rank works in its own memory again, which `prepare`, or the next run,
+    /// allocates. Waits for the rank's enqueued work.
     ///
     /// # Errors
     /// The driver's.

@@ -79,13 +79,13 @@ pub(super) struct DeviceRank {
     failure: FirstFailure,
     /// The multiprocessors that the rank asks its device to leave free.
     margin: Option<SmMargin>,
-    /// Whether a run was captured whose capture had not ended when the driver was asked last.
+    /// Whether a run was captured and, at the last query of the driver, that capture had not ended.
     in_capture: bool,
     /// While a trace is recorded.
     tracer: Option<Box<Tracer>>,
 }
 
-/// Events at the start of a run, at the end of its communication and at its end; and what the device reports.
+/// Events at the start of a run, at the end of its communication and at its end; and the device's reports.
 struct Marks {
     begin: CudaEvent,
     end: CudaEvent,
@@ -100,7 +100,7 @@ impl Marks {
     }
 }
 
-// SAFETY: of its fields only `accepted` is not `Send`: a stream that is compared with others, and never used.
+// SAFETY: the only field that is not `Send` is `accepted`: a stream that is compared with others, and never used.
 unsafe impl Send for DeviceRank {}
 
 /// A schedule, and its sequence on the device.
@@ -171,8 +171,8 @@ impl DeviceRank {
         begin.record(stream)?;
         begin.hold(other)?;
         let (sequence, tracer) = (&mut self.prepared[at].sequence, self.tracer.as_deref_mut());
-        // SAFETY: the promise of this function; the streams come behind the rank's runs before (above), and the rank's
-        // next run behind both (below).
+        // SAFETY: the promise of this function; both streams wait for the rank's earlier runs (above), and the rank's
+        // next run waits for both streams (below).
         unsafe { sequence.enqueue(tensors, workspace, [stream, other], cuda, &*transport, tracer) }?;
         end.record(other)?;
         end.hold(stream)?;
@@ -343,8 +343,8 @@ impl Backend for DeviceRank {
 
 impl Drop for DeviceRank {
     fn drop(&mut self) {
-        // Workspace and metadata must outlive what was enqueued; a failure means that the context is gone. What is
-        // being captured has not begun, and runs before it are behind `over`.
+        // Workspace and metadata must outlive the enqueued work; a failure means that the context is gone. Captured
+        // work has not begun, and the event `over` comes after all runs before it.
         let _ = match self.beside_no_capture("drop") {
             Ok(()) => self.settle(),
             Err(_) => self.marks.over.wait(),

@@ -92,7 +92,7 @@ pub(super) struct Sequence {
     pub most_messages: usize,
 }
 
-// SAFETY: the addresses in the messages are those of the run before, and are written anew before they are used.
+// SAFETY: the addresses in the messages are left from the last run; the next run overwrites them before it uses them.
 unsafe impl Send for Sequence {}
 
 /// Records the calls of a schedule.
@@ -129,7 +129,7 @@ impl Recording<'_> {
     }
 }
 
-// Nothing here touches memory: what the calls promise is promised by the run that brings the addresses.
+// Nothing here accesses memory. The run that later sets the addresses guarantees the conditions of the calls.
 impl Operations for Recording<'_> {
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
         self.launch(|recorder| recorder.attend(args))
@@ -263,12 +263,12 @@ impl Sequence {
         })
     }
 
-    /// Bytes that it keeps on the device.
+    /// Bytes that the sequence keeps on the device.
     pub(super) fn bytes(&self) -> usize {
         self.launches.bytes()
     }
 
-    /// Whether it has exchanges with other ranks.
+    /// Whether the sequence has exchanges with other ranks.
     pub(super) fn exchanges(&self) -> bool {
         self.most_messages > 0
     }
@@ -278,12 +278,13 @@ impl Sequence {
         self.launches.must_align(base_of(tensor))
     }
 
-    /// Puts everything on the streams of the two lanes, the second of which is the transport's, with events around each
-    /// operation where a trace is recorded. The context is current.
+    /// Enqueues the sequence on the streams of the two lanes; the second is the transport's. While a trace is recorded,
+    /// also records events around each operation. The context is current.
     ///
     /// # Safety
-    /// The tensors are those of the plan, checked; they and the workspace are valid when the run gets to them, in the
-    /// order of the streams, and nothing else uses them until it is over. `cuda` is the device of [`Sequence::record`].
+    /// The tensors are those of the plan, checked. In the order of the streams, they and the workspace are valid when
+    /// the run reaches them, and nothing else uses them until the run is over. `cuda` is the device of
+    /// [`Sequence::record`].
     pub(super) unsafe fn enqueue(
         &mut self,
         tensors: &Bindings,
@@ -314,14 +315,15 @@ impl Sequence {
                 StreamCommand::Hold { stream, event } => self.events[*event as usize].hold(streams[*stream])?,
                 StreamCommand::Mark { stream, event } => self.events[*event as usize].record(streams[*stream])?,
                 StreamCommand::Launch { stream, launch } => {
-                    // SAFETY: the bases are those of this run; schedules put all attention, which alone counts, on one
-                    // lane; the events keep the order that the schedule asks for.
+                    // SAFETY: the bases are those of this run; only attention counts in shared words, and schedules put
+                    // all of it on one lane; the events keep the order that the schedule asks for.
                     unsafe { self.launches.start(*launch as usize, cuda, streams[*stream]) }?;
                 }
                 StreamCommand::Exchange { label, sends, recvs } => {
-                    // SAFETY: the bases are those of this run; schedules put all attention, which alone counts, on
-                    // one lane; the events keep the order that the schedule asks for; the transport's stream comes
-                    // behind what the exchange sends and overwrites, and what reads it comes behind that stream.
+                    // SAFETY: the bases are those of this run; only attention counts in shared words, and schedules put
+                    // all of it on one lane; the events keep the order that the schedule asks for: the transport's
+                    // stream waits for all work on the memory that the exchange sends or overwrites, and readers of
+                    // that memory wait for the transport's stream.
                     unsafe { transport.exchange(*label, messages(sends), messages(recvs)) }?;
                 }
             }

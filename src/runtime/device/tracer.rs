@@ -66,7 +66,8 @@ pub(super) struct Tracer {
 }
 
 impl Tracer {
-    /// Listing for `capacity` operations of a rank, whose stream `idle` has nothing to do. The host waits for the base.
+    /// Makes the events for `capacity` operations of a rank. Its stream `idle` has no work. The host waits for the
+    /// base.
     pub(super) fn new(
         context: &Arc<Context>,
         rank: usize,
@@ -113,12 +114,13 @@ impl Tracer {
         Ok(())
     }
 
-    /// By how much times may be off on the clock of the host, the driver's resolution of half a microsecond aside.
+    /// The largest error of times on the clock of the host, without the driver's resolution of half a microsecond.
     pub(super) fn accuracy_ns(&self) -> u64 {
         self.accuracy_ns
     }
 
-    /// An operation begins at this point of its lane's stream. The context is current. Without room it is left out.
+    /// Records the start of an operation on the stream of its lane. The context is current. Without room it is left
+    /// out.
     pub(super) fn begin(&mut self, op: Named, stream: RawStream) -> Result<()> {
         self.discard();
         let Some(pair) = self.free.pop() else { return Ok(()) };
@@ -127,7 +129,7 @@ impl Tracer {
         recorded
     }
 
-    /// The operation that began last is over at this point of the stream.
+    /// Records the end of the operation that began last.
     pub(super) fn end(&mut self, stream: RawStream) -> Result<()> {
         let Some((op, pair)) = self.open.take() else { return Ok(()) };
         let recorded = pair.end.record(stream);
@@ -140,9 +142,9 @@ impl Tracer {
         self.free.extend(self.open.take().map(|(_, pair)| pair));
     }
 
-    /// The recorded operations that are complete. The others, and those of which a failed device reports no time, are
-    /// for a later call. Never waits for a run: the base is measured again only if all runs are complete (`idle`: a
-    /// stream of the transport).
+    /// Takes the recorded operations that are complete. A later call takes the rest, also operations of which a failed
+    /// device reports no time. Never waits for a run: the base is measured again only if all runs are complete (`idle`:
+    /// a stream of the transport).
     pub(super) fn take(&mut self, context: &Context, idle: Option<RawStream>) -> Vec<trace::Event> {
         let mut list = Vec::with_capacity(self.recorded.len());
         let mut later = Vec::with_capacity(self.recorded.capacity());

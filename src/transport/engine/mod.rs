@@ -221,14 +221,14 @@ impl<E: Engine> EngineTransport<E> {
         self.error(label, "", Some(&verdict), None)
     }
 
-    /// The group has failed in a call of this rank's that is about making it.
+    /// The error of a call that makes the group and has failed. Closes the engine.
     fn failed(&self, label: Label, what: String, verdict: Option<Verdict>, failed: Option<&Failed>) -> Error {
         self.group.set_failed(&what);
         self.group.engine.close();
         self.error(label, &what, verdict.as_ref(), failed)
     }
 
-    /// Waits while the ranks look for the one at fault.
+    /// The error of a call after the group has failed. Waits for the end of the search for the rank at fault.
     fn failed_before(&self, label: Label) -> Error {
         let verdict = self.group.settled();
         let what = format!("the group failed before: {}", self.group.failed());
@@ -289,7 +289,7 @@ impl<E: Engine> Transport for EngineTransport<E> {
     }
 
     fn poll(&self) -> Result<()> {
-        // It does not wait: a failure is told once the ranks know which of them is at fault.
+        // Never waits: a failure is reported once the ranks know which of them is at fault.
         if self.group.has_failed() && !self.group.is_asking() {
             return Err(self.failed_before(Label::new("poll", 0)));
         }

@@ -51,16 +51,17 @@ impl MessageBuffer {
 
 impl Drop for MessageBuffer {
     fn drop(&mut self) {
-        // SAFETY: of `new`; what the engine was given it has moved, or it is closed (`Rooms` says when rooms are
-        // dropped).
+        // SAFETY: allocated by `new` with this size. The engine has moved all messages in this memory, or is closed
+        // (`MessageBuffers` says when buffers are dropped).
         drop(unsafe { Box::from_raw(core::ptr::slice_from_raw_parts_mut(self.at, self.bytes)) });
     }
 }
 
-/// Rooms of the calls of one rank. They are dropped with the transport, or after a call whose messages have all moved.
+/// Buffers for the calls of one rank. They are dropped with the transport, or after a call whose messages have all
+/// moved.
 #[derive(Default)]
 pub(super) struct MessageBuffers {
-    /// For a header and a small packet each.
+    /// Each has room for a header and a small packet.
     free: Vec<MessageBuffer>,
     used: Vec<MessageBuffer>,
     /// Memory of large joined messages of the current call.

@@ -24,7 +24,7 @@ pub(super) struct Packet {
 }
 
 impl Packet {
-    /// Of all its messages.
+    /// The bytes of all its messages.
     pub(super) fn bytes(&self) -> usize {
         self.messages.iter().map(|m| m.bytes).sum()
     }
@@ -66,7 +66,7 @@ impl Packet {
 /// Joins neighbouring small messages of each peer.
 pub(super) fn packets(list: &[Message]) -> Vec<Packet> {
     let mut done: Vec<Packet> = Vec::with_capacity(list.len());
-    // The packets that grow, one a peer at most.
+    // Packets that can still grow, at most one for each peer.
     let mut growing: Vec<usize> = Vec::new();
     for &m in list {
         let open = growing.iter().position(|&at| done[at].peer == m.peer);
@@ -93,7 +93,7 @@ pub(super) struct Header {
     messages: u64,
     /// A hash of the size of each message, in their order.
     sizes: u64,
-    /// 0 for none, otherwise the place of the kind in `KINDS` and 1.
+    /// 0 for none, otherwise 1 plus the index of the kind in `KINDS`.
     kind: u64,
     plan: u64,
 }
@@ -194,7 +194,7 @@ mod tests {
             [(1, vec![8, 10]), (2, vec![9, 11, 13]), (1, vec![big]), (1, vec![12])]
         );
         assert_eq!(cut(&[(1, big), (1, big + 1)]), [(1, vec![big]), (1, vec![big + 1])]);
-        // Joined ones may be more than travels with a header.
+        // Joined messages may be larger than a packet that travels with its header.
         let joined = &packets(&messages(&[(1, big - 1), (1, big - 1)]))[0];
         assert!(!joined.is_small() && joined.bytes() == 2 * big - 2);
     }

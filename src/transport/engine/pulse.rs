@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Readings further apart than three intervals and this are a gap.
+/// A gap: two readings further apart than three intervals plus this time.
 const LATE: Duration = Duration::from_millis(50);
 
 pub(super) struct Pulse {
@@ -64,7 +64,7 @@ impl Pulse {
         state.seen = now;
     }
 
-    /// Since this was made.
+    /// The time since the clock was made, without gaps.
     pub(super) fn time(&self) -> Duration {
         let mut state = self.state();
         self.look(&mut state);
@@ -78,9 +78,9 @@ impl Pulse {
     }
 }
 
-/// Runs a job on a thread that nobody joins; false where there can be none.
+/// Runs a job on a thread that is never joined; false if no thread can be started.
 pub(super) fn detached(name: &str, job: Box<dyn FnOnce() + Send>) -> bool {
-    // Boxed: the code of a spawn, which is some kilobytes, is there once.
+    // Boxed, so that the code of a spawn, some kilobytes, exists once.
     thread::Builder::new().name(name.into()).spawn(job).is_ok()
 }
 

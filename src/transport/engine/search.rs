@@ -34,7 +34,7 @@ use crate::transport::fault::grace;
 
 /// The shortest timeout for the store: its process may share a core with many starting processes.
 const STORE: Duration = Duration::from_secs(10);
-/// The value of keys that say all by being there.
+/// The value of keys that carry no information but their existence.
 const THERE: &[u8] = b"1";
 /// Stands for the rank that asks.
 const JOINING: &[u8] = b"joining";
@@ -53,12 +53,12 @@ pub(super) struct EngineGroup<E> {
 }
 
 struct SearchState {
-    /// Why nothing goes on.
+    /// Why the group has failed.
     failed: Option<String>,
-    /// Why this rank takes part in nothing any more.
+    /// Why this rank has ended.
     ended: Option<String>,
     wait: Option<Wait>,
-    /// It waits, or waits for nothing.
+    /// When `wait` was set last.
     since: Duration,
     verdict: Option<Verdict>,
     connected: bool,
@@ -101,7 +101,7 @@ impl<E: Engine> EngineGroup<E> {
         lock(&self.state)
     }
 
-    /// An answer takes as long as a thread of that rank needs to get a core.
+    /// The time allowed for an answer: a thread of that rank may first have to get a core.
     fn grace(&self) -> Duration {
         grace(self.deadline, Duration::from_millis(500))
     }
@@ -137,7 +137,7 @@ impl<E: Engine> EngineGroup<E> {
         self.state().failed.clone().unwrap_or_default()
     }
 
-    /// Nothing goes on; the first reason stays.
+    /// Marks the group as failed; the first reason stays.
     pub(super) fn set_failed(&self, why: &str) {
         self.state().failed.get_or_insert_with(|| why.into());
     }
@@ -146,18 +146,18 @@ impl<E: Engine> EngineGroup<E> {
         self.state().ended.is_some()
     }
 
-    /// The verdict, where the ranks cannot be asked.
+    /// Sets the verdict without a search, if the ranks cannot be asked.
     pub(super) fn settle(&self, verdict: Verdict) {
         self.state().verdict.get_or_insert(verdict);
     }
 
-    /// The group has failed somewhere, and the ranks may still find out which of them is at fault.
+    /// Whether the group has failed and the search for the rank at fault is not over.
     pub(super) fn is_asking(&self) -> bool {
         let state = self.state();
         state.listening && !state.known
     }
 
-    /// The verdict, for which this waits while the ranks look for it.
+    /// The verdict. Waits for it while a search runs.
     pub(super) fn settled(&self) -> Option<Verdict> {
         if self.is_asking() {
             self.wait_until_known();
@@ -165,7 +165,7 @@ impl<E: Engine> EngineGroup<E> {
         self.state().verdict.clone()
     }
 
-    /// At most the limit, of which time does not count in which the process does not run.
+    /// Waits at most for the limit; time in which the process does not run does not count.
     fn wait_until_known(&self) {
         let end = self.pulse.time() + self.limit();
         let mut state = self.state();
@@ -186,9 +186,10 @@ impl<E: Engine> EngineGroup<E> {
         let (group, every) = (self.clone(), self.pulse.every);
         let run = move || {
             let outcome = job(&group);
-            // Before the answer: whoever has it may leave at once, and the engine must not go later, on this thread.
+            // Dropped before the answer is sent: its receiver may leave at once, and the engine must not be dropped
+            // later, on this thread.
             drop(group);
-            // Nobody may be there any more.
+            // The receiver may be gone.
             let _ = done.send(outcome);
         };
         if !detached("cpattn engine", Box::new(run)) {
@@ -206,7 +207,7 @@ impl<E: Engine> EngineGroup<E> {
         None
     }
 
-    /// Says that this rank has come; the verdict, if there is one already.
+    /// Writes to the store that this rank has started. Returns the verdict, if there is one already.
     pub(super) fn open(&self) -> Result<Option<Verdict>, Failed> {
         self.engine.open()?;
         self.engine.put(&format!("here/{}", self.rank), THERE)?;
@@ -216,13 +217,13 @@ impl<E: Engine> EngineGroup<E> {
         }
     }
 
-    /// A thread that a rank which leaves waits for.
+    /// Starts a thread that this rank waits for when it leaves.
     fn spawn(self: &Arc<Self>, name: &str, job: impl FnOnce(&Arc<Self>) + Send + 'static) -> bool {
         let (group, threads) = (self.clone(), self.threads.clone());
         *lock(&threads.count) += 1;
         let run = move || {
             job(&group);
-            // The engine may go with it, and whoever waits for the threads waits for that too.
+            // May drop the engine too; a wait for the threads must include that.
             drop(group);
             *lock(&threads.count) -= 1;
             threads.fewer.notify_all();
@@ -234,7 +235,7 @@ impl<E: Engine> EngineGroup<E> {
         spawned
     }
 
-    /// From now on this rank answers.
+    /// Starts to answer questions.
     pub(super) fn listen(self: &Arc<Self>) {
         if self.world > 1 {
             self.state().listening = true;
@@ -256,7 +257,7 @@ impl<E: Engine> EngineGroup<E> {
                 self.agree_on(&found)?;
             }
             self.engine.put(&format!("knows/{}", self.rank), THERE)?;
-            // The process may end as soon as it has the error, and the store with it.
+            // The process, and the store in it, may end as soon as the error is returned.
             self.wait_until_all_know()
         });
         if let Err(failed) = outcome {
@@ -313,8 +314,8 @@ impl<E: Engine> EngineGroup<E> {
         })
     }
 
-    /// Puts the question to all ranks, and before it an answer, where that is found, and waits for nothing; false where
-    /// no rank can be asked.
+    /// Writes the question to all ranks, after the verdict if this rank has `found` one. Does not wait; false if no
+    /// rank can be asked.
     fn alarm(self: &Arc<Self>, joining: bool, found: Option<Verdict>) -> bool {
         // Without a listening thread there would be no answer.
         self.state().listening && self.spawn("cpattn question", move |group| _ = group.question(joining, found))

@@ -23,7 +23,7 @@ pub(super) const SAME: &str = concat!(
     " here)"
 );
 const SILENT: &str = "gives no answer: it was killed, is stopped, or is cut off";
-/// Ranks in one text.
+/// The most ranks that one text lists.
 const SHOWN: usize = 8;
 
 /// The ranks that can be asked.
@@ -56,7 +56,7 @@ pub(super) struct SaidWait {
     pub(super) run: String,
 }
 
-/// Who asked: a rank, or one that made its transport, where none waits for another in particular yet.
+/// The rank that asks. `Joining`: it was making its transport, when no rank waits for one other rank in particular.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Asker {
     Rank(usize),
@@ -137,7 +137,7 @@ fn optional(text: &str) -> Option<Option<usize>> {
     if text.is_empty() { Some(None) } else { text.parse().ok().map(Some) }
 }
 
-/// As a value of the store: a line each.
+/// The texts as a value of the store, one line each.
 fn lines<const N: usize>(all: [&str; N]) -> Vec<u8> {
     let room = LONGEST_VALUE / 2;
     let line = |text: &str| text.replace(['\n', '\0'], " ").chars().take(room / 4).collect::<String>();

@@ -157,9 +157,9 @@ impl Board {
         place.recvs = PostedList::NOTHING;
     }
 
-    /// Claims the first message to `rank`, at or after index `at` of its receives, whose sender is there. A message
-    /// that comes after an unclaimed one of the same sender is passed over, even if the sender came meanwhile; hence
-    /// a walk between whose claims the mutex was released has to be repeated.
+    /// Claims the first message to `rank` whose sender is there, from index `at` of its receives on. A message behind
+    /// an unclaimed one of the same sender is passed over, even if the sender has arrived meanwhile. So a walk must be
+    /// repeated if the mutex was released between its claims.
     pub(super) fn claim(&mut self, rank: usize, at: &mut usize) -> Option<Claim> {
         let world = self.ranks.len();
         let recvs = self.ranks[rank].recvs.list();
@@ -216,7 +216,8 @@ impl Board {
         Some(Claim { send, recv })
     }
 
-    /// Notes that messages between two ranks, which count as moved, were not: neither's batch becomes complete.
+    /// Records that messages between two ranks, counted as moved, have not moved: neither rank's batch becomes
+    /// complete.
     #[cfg(any(feature = "cuda", cpattn_loom))]
     pub(super) fn take_back(&mut self, from: usize, to: usize) {
         self.ranks[from].unread += 1;

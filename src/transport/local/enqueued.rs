@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Exchanges whose bytes are not copied by the ranks' threads but by copies that are enqueued on devices.
 //!
-//! To enqueue a message both ranks' lists are needed, but any thread can do it. The second of two ranks to arrive
+//! Both ranks' lists are needed to enqueue a message, but any thread can do it. The second of two ranks to arrive
 //! enqueues all messages between the two, in both directions, under the mutex of the board. A rank that arrives before
 //! its peers parks once, and is woken when its exchange is complete; a rank that arrives after all its peers does not
 //! wait. So enqueueing must be short and must not wait for other ranks.
 //!
-//! Failures, deadlines and what they name are those of [`Transport::exchange`](super::Transport::exchange) of this
-//! transport. A message is begun only while both lists are posted, hence never after either call has returned.
+//! Failures and deadlines, and the ranks that errors name, are as in
+//! [`Transport::exchange`](super::Transport::exchange) of this transport. A message is begun only while both lists are
+//! posted, hence never after either call has returned.
 
 use super::{Board, GroupFailure, Label, Local, Message, Phase, Shared, WaitProgress, lock};
 use crate::error::{Cause, Result};
@@ -33,7 +34,7 @@ impl Shared {
         enqueue([from, to], &mut next).inspect_err(|_| board.take_back(from, to))
     }
 
-    /// Notes that a rank whose batch is complete is to be woken.
+    /// Records a rank to be woken, if its batch is complete.
     fn wake_if_complete(&self, board: &mut Board, rank: usize, woken: &mut ToWake) {
         let place = &mut board.ranks[rank];
         if place.phase == Phase::Exchange && place.unread + place.unwritten == 0 && place.parked {
@@ -80,7 +81,7 @@ impl Local {
         let (mut outcome, mut woken) = (Ok(()), ToWake::default());
         for peer in (0..shared.world).filter(|&peer| peer != rank) {
             for pair in [[peer, rank], [rank, peer]] {
-                // A failure takes all lists down, one after another: nothing is begun after it.
+                // A failure removes all lists; after it no message begins.
                 if outcome.is_ok() && board.error(rank, label).is_none() {
                     outcome = shared.enqueue_between(&mut board, pair, enqueue);
                 }
@@ -107,7 +108,7 @@ impl Local {
         outcome
     }
 
-    /// For models: an exchange that whichever thread comes second copies.
+    /// For models: an exchange whose bytes are copied by the thread that arrives second.
     ///
     /// # Safety
     /// As [`exchange`](super::Transport::exchange).

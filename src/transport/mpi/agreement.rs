@@ -12,7 +12,7 @@ use super::{
 };
 use crate::transport::fault::GroupFailure;
 
-/// Beside the tag of notices on the same communicator.
+/// Differs from the tag of notices, which use the same communicator.
 const TAG: c_int = 1;
 
 /// The message of a rank: its number, and first and end of the group.
@@ -35,7 +35,7 @@ impl AgreementMessages {
         Self { ours: room(), theirs: room(), requests }
     }
 
-    /// Exchanges the message with every rank of `group`; the first rank whose message is not the same.
+    /// Exchanges the message with every rank of `group`. Returns the first rank whose message differs.
     pub(super) fn take(
         &mut self,
         own: &MpiGroup,
@@ -91,7 +91,7 @@ impl AgreementMessages {
         self.requests.iter_mut().for_each(|(_, receive)| receive.cancel());
     }
 
-    /// Tests all requests; whether all are complete.
+    /// Tests all requests, and returns whether all are complete.
     pub(super) fn is_free(&mut self) -> bool {
         let requests = self.requests.iter_mut().flat_map(|(a, b)| [a, b]);
         requests.filter_map(|r| (!matches!(r.test("MPI_Test"), Ok(true))).then_some(())).count() == 0

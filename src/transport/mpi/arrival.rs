@@ -31,7 +31,7 @@ use crate::transport::{Label, fault::grace};
 /// The operation, in errors.
 const MAKING: &str = "making the transport";
 
-/// On the caller's communicator: below the least upper bound of tags that MPI promises, and unlikely to be the
+/// The tag on the caller's communicator: below the smallest limit on tags that MPI allows, and unlikely to be the
 /// caller's.
 const TAG: c_int = 32_611;
 
@@ -50,7 +50,8 @@ struct There {
 
 /// Duplicates `comm` twice, unless not all processes ask for it in time.
 pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Duration) -> Result<[Comm; 2]> {
-    // SAFETY: the one place that keeps anything; the caller's communicator lives while a transport is made of it.
+    // SAFETY: no other place calls this, so the type is always the same; the caller's communicator lives while a
+    // transport is made of it.
     let attribute = unsafe { comm.attribute(|| Mutex::new(Duplicates::default())) }?;
     let mut duplicates = attribute.lock().unwrap_or_else(PoisonError::into_inner);
     let attempt = duplicates.new_attempt();
@@ -58,7 +59,7 @@ pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Durati
     let (mut went_on, mut stopped) = (state.since(), Duration::ZERO);
     let mut roll = Roll { comm, rank, world, attempt, there: std::vec![None; world] };
     loop {
-        // Before the duplicates: they are of no use with ranks that have given up.
+        // Checked before the duplicates: they are useless if other ranks have given up.
         let given_up = roll.hear()?;
         let gap = state.runs();
         if !gap.is_zero() {
@@ -93,7 +94,7 @@ struct Roll {
 }
 
 impl Roll {
-    /// Receives messages; whether another rank has given up.
+    /// Receives messages, and returns whether another rank has given up.
     fn hear(&mut self) -> Result<bool, Refused> {
         while self.comm.has_arrived(TAG)? {
             let words = Box::into_raw(Box::new(Words::default()));
@@ -116,8 +117,8 @@ impl Roll {
         Ok(self.there.iter().any(Option::is_some))
     }
 
-    /// Says that this rank is there, hears who else is, and names one that is not, or that could be met for the
-    /// shortest time.
+    /// Sends that this rank is there, receives the same from others, and names a rank that is missing, or else the rank
+    /// that could be met for the shortest time.
     fn call(mut self, there: There, deadline: Duration) -> Result<Error> {
         // A process that has ended must not end this one.
         let _errors = self.comm.return_errors_for_now()?;
@@ -125,11 +126,11 @@ impl Roll {
         let words = Box::into_raw(Box::new([self.rank as u64, self.attempt, there.waited, there.met]));
         let mut sends: Vec<Request> = Vec::with_capacity(self.world);
         for peer in (0..self.world).filter(|&peer| peer != self.rank) {
-            // SAFETY: the words live until the requests are complete, or for ever. A rank that cannot be reached is not
-            // told.
+            // SAFETY: the words live until the requests are complete, or for ever. An error is ignored: that rank
+            // cannot be reached.
             sends.extend(unsafe { self.comm.send(words.cast_const().cast(), size_of::<Words>(), peer, TAG) });
         }
-        // As long as a rank that waits may take to get a core, and those that came a little later to hear of it.
+        // Long enough for a waiting rank to get a core, and for ranks that came a little later to get these messages.
         let mut state = DeadlineState::new(grace(deadline, SHORTEST_GRACE));
         while !state.is_over() && self.there.iter().any(Option::is_none) {
             let _ = self.hear();
@@ -148,7 +149,8 @@ impl Roll {
             Some(first) => (first, Cause::Absent { ms: longest, others: absent.count() }),
             None => {
                 let (peer, there) = heard().min_by_key(|(_, there)| there.met).unwrap_or((self.rank, there));
-                // It came when others had given up. One that was stopped, or came long before, was there.
+                // Whether it came after others had given up. A rank that was stopped, or came long before, was there in
+                // time.
                 let late = there.met == there.waited && there.waited < ms(deadline / 2);
                 let cause = if late {
                     Cause::Absent { ms: longest, others: 0 }

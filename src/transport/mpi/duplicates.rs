@@ -15,7 +15,7 @@
 
 use super::raw::{Comm, Duplicate, Refused};
 
-/// Of one communicator, on this process.
+/// The duplicates of one communicator, on this process.
 #[derive(Default)]
 pub(super) struct Duplicates {
     /// How many attempts there were.
@@ -28,15 +28,15 @@ pub(super) struct Duplicates {
 }
 
 impl Duplicates {
-    /// Begins the next attempt; its number, from 0. Duplicates of earlier ones are not used any more, and not freed,
-    /// since other processes may still send on them.
+    /// Begins the next attempt, and returns its number, from 0. Duplicates of earlier attempts are neither used nor
+    /// freed, since other processes may still send on them.
     pub(super) fn new_attempt(&mut self) -> u64 {
         self.first = None;
         self.attempts += 1;
         self.attempts - 1
     }
 
-    /// Goes on with the duplicates; both of this attempt once they are complete.
+    /// Continues to make the duplicates. Returns those of this attempt once both are complete.
     pub(super) fn poll(&mut self, comm: Comm) -> Result<Option<[Comm; 2]>, Refused> {
         loop {
             let Some(under_way) = &mut self.under_way else {
@@ -49,7 +49,7 @@ impl Duplicates {
             match (2 * self.attempts - self.complete, self.first.take()) {
                 (0, Some(first)) => return Ok(Some([first, made])),
                 (1, _) => self.first = Some(made),
-                // Of an attempt that was given up.
+                // A duplicate of an attempt that was given up.
                 _ => {}
             }
         }

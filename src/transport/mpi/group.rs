@@ -89,7 +89,7 @@ impl MpiGroup {
         self.fail_by(peer, Cause::Returned { function: call, code })
     }
 
-    /// Whether anything has failed, here or as others tell.
+    /// The first failure, found here or reported by another rank.
     pub(super) fn look(&self) -> Option<GroupFailure> {
         match self.notices.listen() {
             // The rank that failed has notified all others.
@@ -110,8 +110,8 @@ impl MpiGroup {
     }
 
     /// One step of a call whose messages did not move: receives notices, searches, sleeps a little. `waiting` counts
-    /// the bytes that have not moved. After a failure the caller looks once more: a call that is complete by then has
-    /// succeeded, and the next one tells.
+    /// the bytes that have not moved. After a failure the caller checks its messages once more: if they are complete
+    /// the call succeeds, and the next call reports the failure.
     pub(super) fn pause(
         &self,
         state: &mut DeadlineState,

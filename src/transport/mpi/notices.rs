@@ -43,7 +43,7 @@ impl WaitsFor {
 /// A rank that asks, and the number of its question.
 type Asked = (usize, u64);
 
-/// Beside the tag of agreements on the same communicator.
+/// Differs from the tag of agreements, which use the same communicator.
 const TAG: c_int = 2;
 
 /// A notice as it is sent.
@@ -211,7 +211,7 @@ impl Notices {
         self.left[rank].load(Ordering::Relaxed)
     }
 
-    /// Whether all others have.
+    /// Whether all ranks except `but` have left.
     pub(super) fn all_left(&self, but: usize) -> bool {
         (0..self.left.len()).all(|rank| rank == but || self.has_left(rank))
     }
@@ -258,8 +258,8 @@ impl Notices {
         answer.filter(|a| a.0 == question).map(|a| (a.1, a.2))
     }
 
-    /// Sends a notice, and does not wait for it. A failure of it is not told: a rank that misses it reaches its
-    /// own deadline.
+    /// Sends a notice, and does not wait for it. An error is ignored: a rank that misses a notice reaches its own
+    /// deadline.
     pub(super) fn send(&self, to: usize, notice: Notice) {
         let mut leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
         sent(&mut leaving);

@@ -75,12 +75,12 @@ struct Cursor {
 /// Why a pipe cannot go on.
 pub(super) enum Broken {
     Mpi(Refused),
-    /// The peer's message is so long.
+    /// The peer's message has another size.
     Size {
         ours: usize,
         theirs: u64,
     },
-    /// The peer's message is another one altogether.
+    /// The peer's message has another index.
     Order,
 }
 

@@ -21,7 +21,7 @@ const TAG: c_int = 1;
 pub(super) struct Pipes {
     sends: Vec<Pipe>,
     recvs: Vec<Pipe>,
-    /// Those of this exchange that have anything left to do, by peer.
+    /// The pipes of this exchange that are not done, by direction and peer.
     active: Vec<(PipeDirection, usize)>,
     pub piece: usize,
 }

@@ -87,10 +87,10 @@ impl Comm {
         Ok((rank as usize, size as usize))
     }
 
-    /// Of each rank, the lowest rank of its node. A collective call.
+    /// For each rank, the lowest rank on its node. A collective call.
     pub(super) fn nodes(self) -> Result<std::vec::Vec<u64>> {
         let (rank, world) = self.place()?;
-        // For the communicator of the node too, which inherits it.
+        // The communicator of the node inherits this error handler.
         let _errors = self.return_errors_for_now()?;
         // SAFETY: a constant of the library.
         let mut node = unsafe { ffi::RSMPI_COMM_NULL };
@@ -125,13 +125,14 @@ impl Comm {
         Ok(Duplicate { made, request })
     }
 
-    /// Has failed calls return instead of ending the job.
+    /// Makes failed calls return an error instead of ending the job.
     pub(super) fn return_errors(self) -> Result<(), Refused> {
         // SAFETY: a live communicator of our own and a constant of the library.
         check("MPI_Comm_set_errhandler", unsafe { ffi::MPI_Comm_set_errhandler(self.0, ffi::RSMPI_ERRORS_RETURN) })
     }
 
-    /// As long as the result lives, failed calls on a communicator of the caller's return instead of ending the job.
+    /// Makes failed calls on a communicator of the caller's return an error instead of ending the job, as long as the
+    /// result lives.
     pub(super) fn return_errors_for_now(self) -> Result<ErrorsReturn, Refused> {
         // SAFETY: a constant of the library.
         let mut before = unsafe { ffi::RSMPI_ERRORS_RETURN };
@@ -186,7 +187,7 @@ impl Comm {
         })?;
         if flag == 0 {
             value = Box::into_raw(Box::new(new())).cast();
-            // SAFETY: a live communicator and a live key, whose function drops what the address leads to.
+            // SAFETY: a live communicator and a live key, whose function drops the value at the address.
             let set = check("MPI_Comm_set_attr", unsafe { ffi::MPI_Comm_set_attr(self.0, key, value) });
             if let Err(refused) = set {
                 // SAFETY: made by Box above; MPI has refused to keep it.
@@ -233,9 +234,9 @@ impl Comm {
         Ok(request)
     }
 
-    /// Gives it back.
+    /// Frees the communicator.
     pub(super) fn free(mut self) {
-        // SAFETY: a duplicate of our own that nothing is under way on. A failure of it is not told.
+        // SAFETY: our own duplicate, with no operation in progress. An error is ignored.
         let _ = unsafe { ffi::MPI_Comm_free(&raw mut self.0) };
     }
 }
@@ -262,7 +263,7 @@ unsafe extern "C" fn drop_attribute<T>(_comm: MPI_Comm, _key: c_int, value: *mut
     ffi::MPI_SUCCESS as c_int
 }
 
-/// Puts back how a communicator of the caller's deals with errors.
+/// Restores the error handler of a communicator of the caller's.
 pub(super) struct ErrorsReturn {
     comm: Comm,
     before: MPI_Errhandler,
@@ -279,7 +280,7 @@ impl Drop for ErrorsReturn {
     }
 }
 
-/// Lists of the transport are short: messages travel in pieces.
+/// A count for MPI. It fits, because messages travel in pieces.
 fn count(bytes: usize) -> c_int {
     c_int::try_from(bytes).expect("a piece is far smaller than 2 GiB")
 }
@@ -306,7 +307,7 @@ impl Duplicate {
 
 impl Drop for Duplicate {
     fn drop(&mut self) {
-        // While it is under way MPI may still write there: a handle's size is lost then.
+        // Until the request is complete MPI may still write to `made`; that memory, one handle, is then leaked.
         if self.request.is_none() {
             // SAFETY: made by Box::into_raw in `duplicate`, and MPI is done with it.
             drop(unsafe { Box::from_raw(self.made) });
@@ -342,7 +343,7 @@ impl Request {
     /// Asks MPI to cancel a receive, which succeeds unless a message has already matched it.
     pub(super) fn cancel(&mut self) {
         if !self.is_none() {
-            // SAFETY: a live request. What cannot be cancelled shows in `test`.
+            // SAFETY: a live request. An error is ignored: `test` shows whether the request is complete.
             let _ = unsafe { ffi::MPI_Cancel(&raw mut self.0) };
         }
     }

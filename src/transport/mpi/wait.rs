@@ -47,7 +47,7 @@ struct Question {
 pub(super) struct DeadlineState {
     deadline: Duration,
     since: Instant,
-    /// When it last looked.
+    /// Time of the last poll.
     seen: Instant,
     /// Since when it knows that the rank it waits for has left.
     left: Option<Instant>,
@@ -78,12 +78,12 @@ impl DeadlineState {
         gap
     }
 
-    /// When it last looked.
+    /// Time of the last poll.
     pub(super) fn seen(&self) -> Instant {
         self.seen
     }
 
-    /// Since when it waits.
+    /// Time from which the wait counts.
     pub(super) fn since(&self) -> Instant {
         self.since
     }
@@ -98,7 +98,7 @@ impl DeadlineState {
         *self = Self::new(self.deadline);
     }
 
-    /// Whether the deadline had passed when it last looked: it may have been stopped since then.
+    /// Whether the deadline had passed at the last poll; the process may have been stopped since then.
     pub(super) fn is_over(&self) -> bool {
         self.seen.duration_since(self.since) >= self.deadline
     }
@@ -150,7 +150,7 @@ impl DeadlineState {
         if let Some(at_fault) = search.hear(answer) {
             return Some((at_fault, waited.as_millis().try_into().unwrap_or(u64::MAX)));
         }
-        // 0 is no question.
+        // 0 stands for no question.
         let number = questions.fetch_add(1, Ordering::Relaxed) + 1;
         notices.send(search.asked(), Notice::Ask { from: rank, question: number });
         self.question = Some(Question { number, at: Instant::now(), search });

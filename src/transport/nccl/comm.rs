@@ -39,7 +39,7 @@ pub(super) enum Owner {
     Us,
     /// The caller, who allows this transport to abort it.
     OthersAbort,
-    /// Its owner alone.
+    /// The caller, who alone may abort it.
     Others,
 }
 
@@ -245,8 +245,8 @@ impl Communicator {
         drop(turn);
     }
 
-    /// Gives it back when all work is done: destroys it, or aborts it when that takes too long; leaves it alone when it
-    /// is the caller's.
+    /// Ends the communicator when all work is done: destroys it, or aborts it if that takes too long. A communicator of
+    /// the caller's is left alone.
     pub(super) fn end(&self, limit: Duration) {
         if self.owner != Owner::Us || self.is_closed() {
             self.closed.store(true, Ordering::SeqCst);
@@ -309,7 +309,7 @@ impl CallRight<'_> {
         Ok(state)
     }
 
-    /// Waits until the library has put the last group into its stream. That is no wait for other ranks, except when the
+    /// Waits until the library has put the last group into its stream. This does not wait for other ranks, unless the
     /// group is the first with one of them.
     pub(super) fn settle(&self) -> Result<()> {
         let mut asked = 0u32;

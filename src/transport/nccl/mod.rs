@@ -123,8 +123,8 @@ impl Nccl {
         Self::with(comm, rank, world, device, deadline)
     }
 
-    /// Uses a framework's communicator (`ncclComm_t`). The framework keeps it: dropping the transport does not free it.
-    /// `rank`, `world` and `device` must be those of the communicator.
+    /// Uses a framework's communicator (`ncclComm_t`). The framework still owns it: dropping the transport does not
+    /// free it. `rank`, `world` and `device` must be those of the communicator.
     ///
     /// # Errors
     /// As [`Nccl::new`], and [`Error::Invalid`] when the communicator is null, or of another rank, another world or
@@ -183,14 +183,14 @@ impl Nccl {
         Ok(())
     }
 
-    /// Writes down what went wrong in a call of this rank's, ends the communicator, and gives the failure that counts.
-    /// A call that fails since the engine has failed is an error of the engine, whichever of them is noticed first.
+    /// Records the error of a call of this rank, ends the communicator, and returns the failure that counts. If the
+    /// engine had failed before, the engine's error counts, whichever is noticed first.
     fn failed(&self, error: Error) -> Error {
         let of_engine = || self.watch.engines_report().unwrap_or(error);
         self.watch.verdict().err().unwrap_or_else(|| self.watch.fail(of_engine()))
     }
 
-    /// Enqueues a group, and gives the number that the watchdog has for it.
+    /// Enqueues a group, and returns its number in the watchdog.
     ///
     /// # Safety
     /// As [`Transport::exchange`].
@@ -365,8 +365,8 @@ impl Drop for Nccl {
         if thread::panicking() {
             self.abort(Cause::Panicked);
         }
-        // Waits for what is enqueued, as long as the watchdog lets it be. A failure has been reported, or concerns no
-        // rank any more.
+        // Waits for the enqueued work, unless the watchdog ends it. A failure was reported before, or no rank needs the
+        // report.
         let done = self.synchronize().is_ok();
         self.watch.leave();
         if let Some(watchdog) = self.watchdog.take() {
@@ -375,7 +375,8 @@ impl Drop for Nccl {
         }
         if done || self.watch.comm.may_abort() {
             let numbers = self.numbers.get_mut().unwrap_or_else(PoisonError::into_inner);
-            // SAFETY: this is the end of it. What is still stuck in a stream keeps it: to free it would wait for that.
+            // SAFETY: dropped here alone, and not used afterwards. If work is still stuck in a stream this is not
+            // reached: to free the memory would wait for that work.
             unsafe { ManuallyDrop::drop(&mut numbers.device) };
         }
         if done {

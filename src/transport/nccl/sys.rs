@@ -2,12 +2,13 @@
 //! The part of NCCL that this crate calls: types, numbers and functions as `nccl.h` declares them.
 //!
 //! The library is opened when the first communicator is made or taken, by the name that its package and PyTorch's
-//! wheels give it; where a framework of the same process has loaded it already, the loader hands out that one. Codes
-//! are integers, because a newer library may answer with one that no enumeration here would know.
+//! wheels give it. If a framework of the same process has loaded it already, the loader returns that library. Codes are
+//! integers, because a newer library may answer with one that no enumeration here would know.
 //!
-//! The functions are those of version 2.14: that is where `ncclCommInitRankConfig`, `ncclCommFinalize` and
-//! communicators that do not block came (NCCL's release notes; `ncclSend` and `ncclRecv` are older). The configuration
-//! has the layout of 2.14 too, and says so in its `size` and `version`; later libraries fill in what it lacks.
+//! The functions are those of version 2.14, the first with `ncclCommInitRankConfig`, `ncclCommFinalize` and
+//! communicators that do not block (NCCL's release notes; `ncclSend` and `ncclRecv` are older). The configuration also
+//! has the layout of 2.14, and says so in its `size` and `version`; later libraries add defaults for members that it
+//! lacks.
 
 use crate::error::{Error, Result};
 use core::ffi::{CStr, c_char, c_int, c_void};
@@ -122,7 +123,7 @@ fn checked(file: &str, api: Api) -> Result<Api> {
 
 const NEWER: &str = "install NCCL 2.14 or later, the first with communicators that do not block";
 
-/// A version as people write it. Before 2.9 two digits told the minor version, now three places do.
+/// A version in dotted form. The code has the major version times 1,000 before 2.9, and times 10,000 since.
 fn readable(version: c_int) -> String {
     let (major, rest) =
         if version < 10_000 { (version / 1000, version % 1000) } else { (version / 10_000, version % 10_000) };
@@ -148,15 +149,15 @@ impl Api {
     /// The library of this process.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] when there is none, or it is older than 2.14: says the names that were tried, or the
-    /// version that was found and the one that is needed.
+    /// [`Error::Unsupported`] when there is none, or it is older than 2.14: with the names that were tried, or the
+    /// version that was found and the required one.
     pub(super) fn get() -> Result<&'static Self> {
         static API: OnceLock<Api> = OnceLock::new();
         if let Some(api) = API.get() {
             return Ok(api);
         }
         let api = open(NAMES)?;
-        // Of two threads that come at once one is late: its table is the same, and its handle of the library is closed.
+        // If two threads come at once, the second table equals the first, and its handle of the library is closed.
         Ok(API.get_or_init(|| api))
     }
 
@@ -165,7 +166,7 @@ impl Api {
         if code == SUCCESS { Ok(()) } else { Err(self.error(call, code)) }
     }
 
-    /// As [`check`](Self::check), of a call that may go on behind the caller's back. Whether it does.
+    /// As [`check`](Self::check), for a call that may continue in the background. Returns whether it does.
     pub(super) fn begun(&self, call: &'static str, code: c_int) -> Result<bool> {
         if code == IN_PROGRESS { Ok(true) } else { self.check(call, code).map(|()| false) }
     }

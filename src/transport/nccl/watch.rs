@@ -128,7 +128,7 @@ impl Watchdog {
         }
     }
 
-    /// Writes down the first failure, and ends the communicator. Gives the failure that counts.
+    /// Records the first failure, and ends the communicator. Returns the failure that counts.
     pub(super) fn fail(&self, error: Error) -> Error {
         let first = {
             let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
@@ -284,7 +284,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Starts the clock of the oldest exchange when its turn has come; for how long it has been running if that is past
+    /// Starts the clock of the oldest exchange when its first event is over. Returns its time so far, if that is past
     /// the deadline.
     fn late(&mut self, deadline: Duration) -> Result<Option<Duration>> {
         let Some(p) = self.pending.front_mut() else { return Ok(None) };

@@ -22,7 +22,7 @@ pub struct DqOrder([AtomicU64; UNITS]);
 pub struct DqTurn<'a> {
     order: &'a DqOrder,
     unit: u64,
-    /// The unit before it that adds to the same rows.
+    /// The preceding unit that adds to the same rows.
     before: Option<u64>,
 }
 
@@ -35,7 +35,8 @@ impl DqOrder {
     /// adds to the same rows, if there is one.
     pub fn begin(&self, unit: usize, before: Option<usize>) -> DqTurn<'_> {
         let turn = DqTurn { order: self, unit: unit as u64, before: before.map(|unit| unit as u64) };
-        // The previous unit of this entry must be done. Its waiters see a larger number in the entry and stop waiting.
+        // The previous unit of this entry must be done. Units that wait for it see a larger number in the entry, and
+        // stop waiting.
         if let Some(same) = turn.unit.checked_sub(UNITS as u64) {
             self.wait(same, u32::MAX);
         }

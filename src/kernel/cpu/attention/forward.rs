@@ -36,8 +36,8 @@ pub(crate) struct ForwardPass<'a, A> {
     pub documents: Documents<'a>,
     /// Lanes of a unit and of a block; see `row_blocks::lanes`.
     pub lanes: [usize; 2],
-    /// Whether few rows with few keys may be multiplied without packing (`small.rs`). Their scores are then rounded
-    /// otherwise than in the backward, which matters for types that are not rounded elsewhere.
+    /// Whether few rows with few keys may be multiplied without packing (`small.rs`). The rounding of their scores then
+    /// differs from the backward, which matters for types that are not rounded elsewhere.
     pub few: bool,
     /// Whether o is so large that it is written past the caches (non-temporal stores).
     pub stream: bool,
@@ -58,7 +58,7 @@ struct ForwardTiles<'a, T, A> {
     o: &'a mut [A],
     /// `[key][lanes of a panel]`: scores.
     s: &'a mut [A],
-    /// p of the current panel, where it is not in `s`, and of the panel whose products are deferred.
+    /// p of the current panel, if not in `s`, and p of the panel whose products are deferred.
     p: [&'a mut [T]; 2],
     /// For each lane: the reference m of `p = exp(s − m)`, and the sum of p.
     m: &'a mut [A],
@@ -85,7 +85,7 @@ const MAX_PANELS: usize = LANES_MOST / 8;
 /// At least [`AttentionEngine::TILES`] of every engine.
 pub(crate) const MAX_TILES: usize = 4;
 
-/// A panel and a tile of which some lane sees some key.
+/// A panel and a tile, with at least one key that some lane sees.
 struct TilePair {
     panel: usize,
     tile: usize,
@@ -187,7 +187,7 @@ impl<A: Real> ForwardPass<'_, A> {
             let any = t.keys[0].next(&mut stream, false, false);
             // All keys must fit one tile.
             if stream.ahead(1).is_empty() {
-                // SAFETY: as `Job::work`; the lanes are all of the range, and the tile has all of its keys.
+                // SAFETY: as `Job::work`; these are all lanes of the range, and the tile has all keys that they see.
                 unsafe { self.small::<E>(t, scoring, any, unit.kv, q) };
                 return;
             }
@@ -209,7 +209,7 @@ impl<A: Real> ForwardPass<'_, A> {
             let mut tiles = 0;
             while tiles < E::TILES && t.keys[tiles].next(&mut stream, c.aligned, c.aligned) {
                 t.keys[tiles].find_blocks();
-                // The tile may be seen by other units of the block only.
+                // Perhaps only other units of the block see this tile.
                 if !t.is_seen(tiles, panels) {
                     continue;
                 }

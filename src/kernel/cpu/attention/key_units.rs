@@ -34,7 +34,7 @@ pub(crate) struct KeyUnits<'a> {
 pub(crate) struct KeyUnit {
     /// Its number among all units.
     pub index: usize,
-    /// The number of the unit before it that adds to the same rows of dq.
+    /// The index of the preceding unit that adds to the same rows of dq.
     pub before: Option<usize>,
     /// The first k range of the document.
     pub first: usize,

@@ -103,8 +103,8 @@ impl<A: Real> Keys<'_, A> {
         ranges.iter().any(|q| q.range.doc == doc && !self.rows(t, q).is_empty())
     }
 
-    /// How many q heads share the lanes. Where a document's ranges have few rows, one head would leave most lanes
-    /// empty. If sums must keep their order, or are written per q head, it is one.
+    /// How many q heads share the lanes. If a document's ranges have few rows, one head would leave most lanes empty.
+    /// It is 1 if sums must keep their order or are written per q head.
     fn heads_together(&self, ranges: &[QRange], doc: u32) -> u32 {
         if self.call.aligned || self.call.per_q_head {
             return 1;

@@ -85,8 +85,8 @@ pub(crate) fn readers(map: &HeadMap, kv: u32, q_heads: u32) -> Range<u32> {
     begin..end
 }
 
-/// Lanes of a unit, and of a block of units, for some documents of a call. Matrix units take the most lanes. If there
-/// would be too few units per worker they are made smaller: packing keys more often costs less than an idle worker.
+/// Lanes of a unit, and of a block of units, for some documents of a call. Units are largest on matrix units. They are
+/// made smaller if there would be too few per worker: packing keys more often costs less than an idle worker.
 pub(crate) fn lanes(call: &Attend, mut documents: Documents, workers: usize) -> [usize; 2] {
     let block = if documents.isa.has_tiles(call.q.dtype) { LANES_MOST } else { LANES };
     let mut enough = |lanes, each: usize| {

@@ -17,7 +17,7 @@ use crate::kernel::cpu::vector::simd::{Real, Vector};
 /// Lanes times keys up to which this is faster than panels and tiles.
 const PAIRS: usize = 256;
 
-/// Its buffers: o row by row, and scores as in a panel.
+/// The buffers: o row by row, and scores as in a panel.
 pub(crate) struct Small<'a, A> {
     /// `[lane][value_dim]`; then q, `[lane][head_dim rounded up to whole vectors]`.
     pub sums: &'a mut [A],

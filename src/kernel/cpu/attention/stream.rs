@@ -222,7 +222,7 @@ impl<'a, A: Real> Slots<'a, A> {
     }
 
     /// `range` of the slots, shortened at both ends by groups of `grain` slots whose positions are all outside
-    /// `lo..=hi`. If no slot is inside, the result is any part of `range`.
+    /// `lo..=hi`. If all slots are outside, the result may be any part of `range`.
     #[inline(always)]
     pub(crate) fn seen(&self, range: Span<usize>, grain: usize, (lo, hi): (i64, i64)) -> Span<usize> {
         let relative = |p: i64| A::from_f64(p.saturating_sub(self.base).clamp(-2 * SPAN, 2 * SPAN) as f64);
@@ -273,7 +273,7 @@ impl KeyBlock {
 }
 
 impl<'a, T: Pod, A: Real> KeyTile<'a, T, A> {
-    /// Of keys of `d` and values of `dv` dims; without room, if it is not `used`.
+    /// A tile for `d` dims of k and `dv` dims of v; without memory, if it is not `used`.
     pub(crate) fn new<E: AttentionEngine<T = T, Sum = A>>(
         arena: &mut Arena<'a>,
         d: usize,
@@ -290,7 +290,7 @@ impl<'a, T: Pod, A: Real> KeyTile<'a, T, A> {
         tile
     }
 
-    /// Packs the rows of k and v, and says whether those of each are finite.
+    /// Packs the rows of k and of v. Returns, for each, whether all numbers are finite.
     ///
     /// # Safety
     /// The rows and `head` lie within `k` and `v`, whose memory is valid and whose sums are `A`s; the engine's

@@ -40,7 +40,7 @@ pub(crate) struct Lanes<'a, A> {
     rel_pos: &'a mut [A],
 }
 
-/// How many (lane, key) pairs of a panel and some keys are allowed by the mask.
+/// Which (lane, key) pairs of a panel and some keys the mask allows.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cover {
     /// No pair is allowed.
@@ -51,7 +51,7 @@ pub(crate) enum Cover {
     All,
 }
 
-/// Bounds of the first and of the last position that each of some lanes sees.
+/// For some lanes: bounds of the first position that a lane sees, and of the last one.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct VisibleKeys {
     lo_min: i64,
@@ -339,7 +339,7 @@ pub(crate) struct Scores<'a, A> {
     pub keys: &'a [A],
     /// How much of each block of keys the panel sees.
     pub covers: &'a [Cover],
-    /// Whether there are options, or numbers that are not finite.
+    /// Whether there are options, or numbers that may not be finite.
     pub careful: bool,
 }
 

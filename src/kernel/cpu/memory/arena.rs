@@ -8,8 +8,8 @@ use bytemuck::{Pod, Zeroable};
 pub(crate) const KEYS: usize = 128;
 /// Lanes (q rows of some head) of a unit of the forward pass: k and v are packed once for all of them.
 pub(crate) const LANES: usize = 256;
-/// Lanes of a unit on matrix units, where products are so fast that packing matters, if there are units enough for all
-/// workers.
+/// Lanes of a unit on matrix units, if there are enough units for all workers: products are so fast there that the time
+/// for packing matters.
 pub(crate) const LANES_MOST: usize = 512;
 /// Lanes of a backward tile.
 pub(crate) const LANES_BACK: usize = 64;
@@ -28,7 +28,7 @@ unsafe impl Zeroable for Line {}
 // SAFETY: as above; `Line` is Copy and repr(C).
 unsafe impl Pod for Line {}
 
-/// Elements from one row of a tile of k or v to the next, `size` bytes an element: an odd number of cache lines.
+/// Elements from one row of a tile of k or v to the next, for `size` bytes an element: an odd number of cache lines.
 ///
 /// Products read columns of tiles. If rows are a power of two apart, a column maps to a few sets of the L1 cache and
 /// evicts itself: at 512 bytes `Vᵀ·P` was a sixteenth slower, `Kᵀ·dS` a tenth.

@@ -217,7 +217,7 @@ unsafe fn narrow<V: Convert>(
 ) {
     let dst = &b.dst;
     let in_place = sources.first().is_some_and(|s| s.ptr == dst.ptr);
-    // Lines that were just read are in the cache.
+    // In place, the lines were just read and are in the cache.
     let (stream, copied) = (stream && !in_place, is_copy(b, sources));
     if copied && in_place {
         return;
@@ -225,7 +225,7 @@ unsafe fn narrow<V: Convert>(
     for i in tokens {
         for h in 0..walk.heads {
             let to = row(dst, i, h);
-            // SAFETY: a run of each, and another source than dst itself does not overlap it.
+            // SAFETY: one run of each tensor; a source other than dst itself does not overlap dst.
             unsafe {
                 if copied {
                     convert::runs::copy::<V>(row(&sources[0], i, h), to, walk.run * dst.dtype.size(), stream);

@@ -81,8 +81,8 @@ pub(crate) trait AttentionEngine {
         rows: &mut [Self::Sum],
     ) -> bool;
 
-    /// `s[keys][..width] = K·Qᵀ` for the keys of a range that begins, and ends unless the tile does, at a multiple of 2
-    /// and of [`AttentionEngine::GRAIN`].
+    /// `s[keys][..width] = K·Qᵀ` for a range of keys. It begins at a multiple of 2 and of [`AttentionEngine::GRAIN`],
+    /// and ends at one too, or at the end of the tile.
     unsafe fn scores(k: &[Self::T], q: *const Self::T, dim: usize, s: *mut Self::Sum, keys: Range<usize>, width: usize);
     /// Recomputes the scores of keys (`rows` of `head` of k) and lanes (from `first` on) whose rows have numbers that
     /// the engine cannot multiply. Called if [`AttentionEngine::keys`] or [`AttentionEngine::queries`] returned false.

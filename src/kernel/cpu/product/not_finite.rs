@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Rows with numbers that tiles cannot hold, or that must not be multiplied by p = 0; they are processed one by one.
+//! Rows with numbers that tiles cannot hold, or that must not be multiplied by p = 0. They are processed one by one.
 
 use super::amx_product::{PANEL, TILE};
 use super::engine::Values;

@@ -53,7 +53,7 @@ impl<H: TileForm> TileEngine<H> {
         deep: usize,
     ) -> bool {
         let dim = t.dim as usize;
-        // By part: of the first 16 dims, and of the others.
+        // For each part: the first 16 dims, and the next 16.
         let mut pairs = Pairs([[[0.0; 256]; 2]; 3]);
         assert!(tile.len() >= dim.next_multiple_of(32) * 32 * deep * H::PARTS && rows.len() <= 32 * (deep - first));
         // SAFETY: rows are those of the tensor, the caller says; tiles are within `tile` (asserted).

@@ -251,8 +251,8 @@ mod tests {
         out.iter().zip(expected).map(|(&x, &y)| ulps(x, y)).fold(0.0, f64::max)
     }
 
-    /// What a softmax asks for, from −126 to 8, on every instruction set: each 61st f32, or each so-many-th as the
-    /// environment says. All of them (`CPATTN_EXP2_STEP=1`) are two thousand million, and take minutes.
+    /// All arguments of a softmax, from −126 to 8, on every instruction set: each 61st f32, or the step that the
+    /// environment sets. All of them (`CPATTN_EXP2_STEP=1`) are two thousand million, and take minutes.
     #[test]
     fn exp2_of_all_numbers() {
         let step = std::env::var("CPATTN_EXP2_STEP").map_or(61, |step| step.parse().unwrap());

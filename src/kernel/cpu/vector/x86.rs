@@ -29,8 +29,8 @@ pub(crate) fn dots_pay() -> bool {
     dots_pay_on(name.as_flattened(), signature)
 }
 
-/// The same for a processor with these values of cpuid. The families are that of Zen 4 (its Zen 3 members lack the
-/// instruction) and that of Zen 5.
+/// The same for these values of cpuid. The families are those of Zen 4 and Zen 5 (the Zen 3 processors of the first
+/// family lack the instruction).
 fn dots_pay_on(vendor: &[u8], signature: u32) -> bool {
     let base = signature >> 8 & 0xf;
     let family = if base == 0xf { base + (signature >> 20 & 0xff) } else { base };
@@ -166,7 +166,7 @@ vector!(__m256d, f64, 4, 6, "avx2,fma",
     |x| map_f64(x, f64::exp), |x| map_f64(x, f64::tanh));
 
 /// exp2 of f32 with two instructions of AVX-512: the fractional part of x, and a product with a power of two. Between
-/// them is the polynomial of degree 5 with the least relative error on [0, 1] among those with the value 1 at 0. A
+/// them is a polynomial of degree 5: among those with the value 1 at 0, it has the least relative error on [0, 1]. A
 /// subnormal result becomes 0, since the instruction would take a hundred cycles to produce it.
 ///
 /// # Safety
@@ -175,7 +175,7 @@ vector!(__m256d, f64, 4, 6, "avx2,fma",
 unsafe fn exp2_f32_avx512(x: __m512) -> __m512 {
     // SAFETY: the caller has the instruction set.
     unsafe {
-        // True for a NaN, which stays one.
+        // True for a NaN, so that the result is NaN.
         let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
         let r = _mm512_reduce_ps::<_MM_FROUND_TO_NEG_INF>(x);
         let mut p = _mm512_set1_ps(1.867_13e-3);
@@ -289,7 +289,7 @@ mod tests {
             (b"GenuineIntel", 0x000806f8, false),
             (b"GenuineIntel", 0x000a06d1, false),
             (b"GenuineIntel", 0x0005065b, false),
-            // Genoa, Turin, and a family to come, of which nothing is known.
+            // Genoa, Turin, and an unknown later family.
             (b"AuthenticAMD", 0x00a10f11, true),
             (b"AuthenticAMD", 0x00b00f21, true),
             (b"AuthenticAMD", 0x00c00f00, false),

@@ -76,7 +76,7 @@ impl Parameters for Arrived {
 }
 
 const _: () = {
-    // What plans say that a device keeps.
+    // Plans report these sizes as memory of a device.
     assert!(size_of::<Tag>() as u64 == metadata::TAG && size_of::<ArrivedRange>() as u64 == metadata::ARRIVED);
     assert!(size_of::<BeginRun>() == 32);
     assert!(size_of::<Note>() == 56);

@@ -57,7 +57,7 @@ impl<E: Engine> EngineGroup<E> {
         ended
     }
 
-    /// Waits for the ranks that have come, without one that is at fault and has not answered.
+    /// Waits for all ranks that have started, except a rank at fault that has not answered.
     pub(super) fn wait_until_all_know(&self) -> Result<(), Failed> {
         let end = self.pulse.time() + self.grace().min(ENDING);
         for rank in (0..self.world).filter(|&rank| rank != self.rank) {
@@ -95,7 +95,7 @@ impl<E: Engine> EngineGroup<E> {
         let threads = lock(&self.threads.count);
         let waited = self.threads.fewer.wait_timeout_while(threads, ENDING, |count| *count > 0);
         if waited.is_ok_and(|(threads, _)| *threads > 0) {
-            // The engine outlives this rank, and peers shall not wait for it.
+            // The engine outlives this rank; peers must not wait for it.
             self.engine.close();
         }
     }

@@ -59,8 +59,8 @@ impl Board {
         gone
     }
 
-    /// The failure of `rank` and a peer if one of them is in an agreement that needs the other, which is in an exchange
-    /// that needs the first: neither call can end.
+    /// The failure if `rank` and a peer wait for each other, one in an agreement and the other in an exchange: neither
+    /// call can end.
     pub(in crate::transport::local) fn crossed(&self, rank: usize) -> Option<GroupFailure> {
         let agrees_with = |a: usize, b: usize| self.ranks[a].phase == Phase::Agree && self.ranks[a].group.contains(&b);
         let exchanges = |a: usize| self.ranks[a].phase == Phase::Exchange;
@@ -82,8 +82,8 @@ impl Board {
         found
     }
 
-    /// The rank at fault for the time that `rank` waits. Where all ranks wait for each other there is none while a copy
-    /// that `rank` waits for, if only indirectly, is under way: a copy ends by itself.
+    /// The rank at fault for the wait of `rank`. If all ranks wait for each other, there is none while a copy is in
+    /// progress that `rank` waits for, directly or indirectly: a copy ends by itself.
     pub(in crate::transport::local) fn at_fault(&self, rank: usize) -> Option<AtFault<bool>> {
         let deadline = self.ranks[rank].deadline;
         let (mut search, mut copying) = (Search::new(rank, deadline), self.ranks[rank].readers > 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One worker's tiles for the backward pass of keys, and how they end: dk and dv of the keys are written.
+//! One worker's tiles for the backward pass of keys, and the writing of dk and dv at the end of a unit.
 
 use crate::call::AttendBackward;
 use crate::kernel::cpu::attention::stream::KeyTile;
@@ -65,7 +65,7 @@ impl<'a, A: Real> KeyTiles<'a, A> {
         }
     }
 
-    /// Marks the keys whose range is among the pairs; false when there are none.
+    /// Marks the keys whose range is among the pairs; false if no key is.
     pub fn mark_read(&mut self, pairs: &[u32]) -> bool {
         let mut any = false;
         let mut last = None;

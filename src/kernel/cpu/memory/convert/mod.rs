@@ -93,7 +93,7 @@ pub(crate) trait VectorLoop {
 /// Runs a loop on the best instruction set of the machine.
 ///
 /// # Safety
-/// That of the pass.
+/// The conditions of the loop.
 pub(crate) unsafe fn on_best(pass: &impl VectorLoop) {
     #[cfg(target_arch = "x86_64")]
     {
@@ -111,7 +111,7 @@ pub(crate) unsafe fn on_best(pass: &impl VectorLoop) {
             unsafe { pass.run::<core::arch::x86_64::__m256>() }
         }
         if crate::kernel::cpu::vector::x86::has_avx512() {
-            // SAFETY: just asked for, here and below.
+            // SAFETY: the check above has found the instruction set, here and below.
             return unsafe { avx512(pass) };
         }
         if crate::kernel::cpu::vector::x86::has_avx2() && std::is_x86_feature_detected!("f16c") {
@@ -150,7 +150,7 @@ pub(crate) type Four<V> = [V; 4];
 pub(crate) unsafe fn load<V: Convert>(dtype: Dtype, p: *const u8) -> Four<V> {
     let (half, whole) = (2 * V::W, 4 * V::W);
     // Written out, since functions that a closure calls need not be inlined.
-    // SAFETY: `p` is to 4 W elements and the instruction set of V is present (the contract).
+    // SAFETY: `p` points to 4 W elements and the instruction set of V is present (the contract).
     unsafe {
         match dtype {
             Dtype::F16 => {

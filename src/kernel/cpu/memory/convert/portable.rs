@@ -27,7 +27,7 @@ impl Convert for FourLanes<f32> {
     }
     #[inline(always)]
     unsafe fn quiet(self) -> Self {
-        // Loaded as such.
+        // `load_bf16` has made it quiet.
         self
     }
     #[inline(always)]

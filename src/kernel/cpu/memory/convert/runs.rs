@@ -20,8 +20,8 @@ pub(crate) type ElementRun = (*mut u8, Dtype);
 /// `dst = Σ sources`, in their order, for `n` contiguous elements; zeros if there are no sources.
 ///
 /// # Safety
-/// As [`Convert`], with `n` elements in each run; `dst` overlaps no source but the first, and that one only by being
-/// it.
+/// As [`Convert`], with `n` elements in each run; `dst` overlaps no source, except that the first source may be `dst`
+/// itself.
 #[inline(always)]
 pub(crate) unsafe fn sum<V: Convert>(
     dst: ElementRun,
@@ -41,7 +41,8 @@ pub(crate) unsafe fn sum<V: Convert>(
             done = left.min(n);
             part::<V>(dst, sources.clone(), 0, done);
         }
-        // Addresses that are no multiple of the element's size never align; rows of this crate's tensors are.
+        // Addresses that are not a multiple of the element's size never become aligned; the rows of this crate's
+        // tensors do.
         let stream = stream && to.add(done * dtype.size()).addr() % (V::W * 4) == 0;
         while done + unit <= n {
             let mut x = [V::splat(0.0); 4];
@@ -68,7 +69,7 @@ pub(crate) unsafe fn sum<V: Convert>(
 /// As [`sum`].
 #[inline(always)]
 unsafe fn part<V: Convert>(dst: ElementRun, sources: impl Iterator<Item = ElementRun>, begin: usize, end: usize) {
-    /// As many f32 as the widest unit has.
+    /// The number of f32 in the widest unit.
     const MOST: usize = 64;
     debug_assert!(4 * V::W <= MOST && end - begin < MOST);
     if begin == end {
@@ -159,8 +160,8 @@ mod tests {
         }
     }
 
-    /// Every half and every kind of f32, at every offset of a line, in every length up to some units: what `sum` makes
-    /// of them, and that it touches nothing else.
+    /// Checks the results of `sum`, and that it touches nothing else: for every half and every kind of f32, at every
+    /// offset of a line, in every length up to some units.
     ///
     /// # Safety
     /// The instruction set of `V` is present.
@@ -185,7 +186,8 @@ mod tests {
                     let x = one(from, &bytes[i * from.size()..]);
                     let expected =
                         if from == to { bytes[i * to.size()..][..to.size()].to_vec() } else { rounded(to, x) };
-                    // From one half to itself a NaN may become quiet, as it does one by one.
+                    // A copy from a half to the same type may make a NaN quiet, as does the conversion of single
+                    // elements.
                     assert!(found == expected || found == rounded(to, x), "{from:?} to {to:?}: {x:e} gives {found:?}");
                 }
             }
