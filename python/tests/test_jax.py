@@ -374,9 +374,9 @@ class Programs(unittest.TestCase):
     def test_the_example(self) -> None:
         self.assertIn("ok", self.run_program(str(ROOT / "examples/python/jax_ranks.py")))
 
-    def test_the_readme(self) -> None:
-        """What it shows for JAX, as it is."""
-        text = (ROOT / "README.md").read_text().split("## From JAX")[1]
+    def test_the_documentation(self) -> None:
+        """The program in docs/python.md, as it is."""
+        text = (ROOT / "docs/python.md").read_text().split("## JAX")[1]
         program = text.split("```python\n")[1].split("```")[0]
         self.assertIn("(80, 4, 16)", self.run_program("-c", program + "print(o.shape)"))
 
