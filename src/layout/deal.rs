@@ -2,22 +2,18 @@
 //! Distributes the chunks of a balanced layout over ring ranks.
 //!
 //! All ranks compute this distribution alone and must get the same result, so the rule uses only integers, and ties go
-//! to the lower index. It runs for each batch, so it must be fast. Sorting and heaps use keys that contain the compared
-//! values, and counting replaces comparisons where possible:
+//! to the lower index. It runs for each batch, so it must be fast. Keys contain the compared values, and counting
+//! replaces comparisons where possible:
 //!
 //! - chunks are sorted by the digits of their areas;
 //! - as long as all ranks have equally many chunks, and the next chunk of each rank outweighs the differences of loads,
-//!   a round gives one chunk to each rank, in the order of their loads. After that a heap finds the least loaded rank
-//!   for each chunk.
+//!   a round gives one chunk to each rank, in the order of their loads. After that a [`Tournament`] finds the least
+//!   loaded rank for each chunk.
 
-use alloc::{
-    collections::{BTreeSet, BinaryHeap, binary_heap::PeekMut},
-    vec,
-    vec::Vec,
-};
+use alloc::{collections::BTreeSet, vec, vec::Vec};
 use core::{cmp::Reverse, mem};
 
-/// An area and an index in one number, so that sorting and heaps need no look-ups.
+/// An area and an index in one number, so that comparing needs no look-ups.
 trait AreaKey: Copy + Ord {
     const MAX: Self;
     fn new(area: u64, index: u32) -> Self;
@@ -132,6 +128,39 @@ fn starts(ring: usize, per: usize) -> Vec<usize> {
     (0..ring).map(|r| r * per).collect()
 }
 
+/// The least of some keys, of which one at a time is replaced: a tree whose nodes hold the minimum of their two
+/// children. A replacement takes one comparison for each level, without branches, where a heap's path depends on the
+/// keys.
+struct Tournament<K>(Vec<K>);
+
+impl<K: AreaKey> Tournament<K> {
+    fn new(count: usize, keys: impl Iterator<Item = K>) -> Self {
+        let leaves = count.next_power_of_two();
+        let mut nodes = vec![K::MAX; 2 * leaves];
+        nodes[leaves..].iter_mut().zip(keys).for_each(|(node, key)| *node = key);
+        for parent in (1..leaves).rev() {
+            nodes[parent] = nodes[2 * parent].min(nodes[2 * parent + 1]);
+        }
+        Self(nodes)
+    }
+
+    /// The least key; `MAX` if there is no other.
+    fn least(&self) -> K {
+        self.0[1]
+    }
+
+    /// Replaces a key by its index.
+    fn set(&mut self, index: usize, key: K) {
+        let (mut node, mut least) = (self.0.len() / 2 + index, key);
+        self.0[node] = key;
+        while node > 1 {
+            least = least.min(self.0[node ^ 1]);
+            node /= 2;
+            self.0[node] = least;
+        }
+    }
+}
+
 /// The chunks of each rank, and its area.
 fn largest_first<K: AreaKey>(areas: &[u64], ring: usize, per: usize) -> (Vec<u32>, Vec<u64>) {
     // Largest area first; among equal areas the lowest index.
@@ -168,23 +197,15 @@ fn largest_first<K: AreaKey>(areas: &[u64], ring: usize, per: usize) -> (Vec<u32
     }
     let mut next = starts(ring, per);
     next.iter_mut().for_each(|n| *n += rounds);
-    let mut heap: BinaryHeap<Reverse<K>> = BinaryHeap::new();
-    if rounds < per {
-        heap = loads.iter().zip(0u32..).map(|(&load, r)| Reverse(K::new(load, r))).collect();
-    }
+    let mut ranks = Tournament::new(ring, loads.iter().zip(0u32..).map(|(&load, r)| K::new(load, r)));
     for &key in &order[rounds * ring..] {
-        // Full ranks are not put back, so the heap always has a rank with room.
-        if let Some(mut least) = heap.peek_mut() {
-            let Reverse(load) = &mut *least;
-            let r = load.index() as usize;
-            mine[next[r]] = key.index();
-            next[r] += 1;
-            *load = load.plus(area(key));
-            loads[r] = load.area();
-            if next[r] == (r + 1) * per {
-                PeekMut::pop(least);
-            }
-        }
+        // Full ranks are out, and there are as many chunks as places.
+        let least = ranks.least();
+        let r = least.index() as usize;
+        mine[next[r]] = key.index();
+        next[r] += 1;
+        loads[r] += area(key);
+        ranks.set(r, if next[r] == (r + 1) * per { K::MAX } else { least.plus(area(key)) });
     }
     (mine, loads)
 }
