@@ -2,13 +2,8 @@
 //! Distributes the chunks of a balanced layout over ring ranks.
 //!
 //! All ranks compute this distribution alone and must get the same result, so the rule uses only integers, and ties go
-//! to the lower index. It runs for each batch, so it must be fast. Keys contain the compared values, and counting
-//! replaces comparisons where possible:
-//!
-//! - chunks are sorted by the digits of their areas;
-//! - as long as all ranks have equally many chunks, and the next chunk of each rank outweighs the differences of loads,
-//!   a round gives one chunk to each rank, in the order of their loads. After that a [`Tournament`] finds the least
-//!   loaded rank for each chunk.
+//! to the lower index. It runs for each batch, so it must be fast: keys contain the compared values, chunks are sorted by
+//! the digits of their areas, and a [`Tournament`] finds the least loaded rank for each chunk.
 
 use alloc::{collections::BTreeSet, vec, vec::Vec};
 use core::{cmp::Reverse, mem};
@@ -20,8 +15,8 @@ trait AreaKey: Copy + Ord {
     fn area(self) -> u64;
     fn index(self) -> u32;
     fn plus(self, area: u64) -> Self;
-    /// Sorts keys that are given in the order of their indices. `room` is scratch of the same length.
-    fn sort(list: &mut Vec<Self>, room: &mut Vec<Self>);
+    /// Sorts keys that are given in the order of their indices.
+    fn sort(list: &mut Vec<Self>);
 }
 
 /// Bits of an index: there are at most 2²⁰ chunks ([`chunk_limit`]).
@@ -55,10 +50,11 @@ impl AreaKey for u64 {
         self + (area << INDEX_BITS)
     }
 
-    fn sort(list: &mut Vec<Self>, room: &mut Vec<Self>) {
+    fn sort(list: &mut Vec<Self>) {
         if list.len() < COUNTED {
             return list.sort_unstable();
         }
+        let mut room = list.clone();
         let used = list.iter().fold(0, |used, key| used | key);
         for shift in (INDEX_BITS..Self::BITS - used.leading_zeros()).step_by(DIGIT_BITS as usize) {
             let digit = |key: Self| (key >> shift) as usize & ((1 << DIGIT_BITS) - 1);
@@ -71,7 +67,7 @@ impl AreaKey for u64 {
                 room[*at as usize] = key;
                 *at += 1;
             }
-            mem::swap(list, room);
+            mem::swap(list, &mut room);
         }
     }
 }
@@ -95,7 +91,7 @@ impl AreaKey for u128 {
         self + (Self::from(area) << 32)
     }
 
-    fn sort(list: &mut Vec<Self>, _: &mut Vec<Self>) {
+    fn sort(list: &mut Vec<Self>) {
         list.sort_unstable();
     }
 }
@@ -166,39 +162,12 @@ fn largest_first<K: AreaKey>(areas: &[u64], ring: usize, per: usize) -> (Vec<u32
     // Largest area first; among equal areas the lowest index.
     let largest = areas.iter().copied().max().unwrap_or(0);
     let mut order: Vec<K> = areas.iter().zip(0u32..).map(|(&area, c)| K::new(largest - area, c)).collect();
-    let mut room = order.clone();
-    K::sort(&mut order, &mut room);
+    K::sort(&mut order);
     let area = |key: K| largest - key.area();
     let (mut mine, mut loads) = (vec![0; ring * per], vec![0u64; ring]);
-    let mut rounds = 0;
-    let mut ranks: Vec<K> = Vec::with_capacity(ring);
-    room.truncate(ring);
-    for chunks in order.chunks_exact(ring) {
-        let least = loads.iter().copied().min().unwrap_or(0);
-        ranks.clear();
-        ranks.extend(loads.iter().zip(0u32..).map(|(&load, r)| K::new(load - least, r)));
-        K::sort(&mut ranks, &mut room);
-        // Each rank is the least loaded in its turn if all ranks before it in the round have larger loads by then.
-        let mut served = K::MAX;
-        let in_turn = ranks.iter().zip(chunks).all(|(&rank, &chunk)| {
-            let first = rank < served;
-            served = served.min(rank.plus(area(chunk)));
-            first
-        });
-        if !in_turn {
-            break;
-        }
-        for (rank, &chunk) in ranks.iter().zip(chunks) {
-            let r = rank.index() as usize;
-            mine[r * per + rounds] = chunk.index();
-            loads[r] += area(chunk);
-        }
-        rounds += 1;
-    }
     let mut next = starts(ring, per);
-    next.iter_mut().for_each(|n| *n += rounds);
-    let mut ranks = Tournament::new(ring, loads.iter().zip(0u32..).map(|(&load, r)| K::new(load, r)));
-    for &key in &order[rounds * ring..] {
+    let mut ranks = Tournament::new(ring, (0..ring as u32).map(|r| K::new(0, r)));
+    for key in order {
         // Full ranks are out, and there are as many chunks as places.
         let least = ranks.least();
         let r = least.index() as usize;
