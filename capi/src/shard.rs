@@ -254,6 +254,6 @@ pub unsafe extern "C" fn cpattn_plan_shift(
                 None => unsafe { local.fill(row, fill.cast()) },
             }
             row += 1;
-        });
+        })?;
     })
 }

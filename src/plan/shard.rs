@@ -148,19 +148,19 @@ impl Plan {
     /// # Errors
     /// A rank outside the mesh, and a `full` whose length is not the number of q tokens.
     pub fn shift<T: Copy>(&self, rank: usize, full: &[T], fill: T, by: i64) -> Result<Vec<T>> {
-        self.check_rank(rank)?;
         self.check_full("full", Side::Q, full.len(), 1)?;
-        let mut out = Vec::with_capacity(self.local_tokens(Side::Q, rank));
-        self.for_each_shifted(rank, by, |token| out.push(token.map_or(fill, |t| full[t])));
+        let mut out = Vec::new();
+        self.for_each_shifted(rank, by, |token| out.push(token.map_or(fill, |t| full[t])))?;
         Ok(out)
     }
 
     /// Calls `each` for every q token a rank holds, in its order, with the token `by` places on in the same document,
     /// if there is one: the indices that [`Plan::shift`] reads at.
     ///
-    /// # Panics
+    /// # Errors
     /// A rank outside the mesh.
-    pub fn for_each_shifted(&self, rank: usize, by: i64, mut each: impl FnMut(Option<usize>)) {
+    pub fn for_each_shifted(&self, rank: usize, by: i64, mut each: impl FnMut(Option<usize>)) -> Result<()> {
+        self.check_rank(rank)?;
         let batch = self.problem().batch();
         self.for_each_run(Side::Q, rank, |_, token, rows, doc| {
             let doc = batch.document(Side::Q, doc);
@@ -169,6 +169,7 @@ impl Plan {
                 each(at.filter(|t| doc.contains(t)));
             }
         });
+        Ok(())
     }
 
     /// [`Plan::shift`] if no rank holds the whole tensor: the rows that each rank sends to each other rank.
