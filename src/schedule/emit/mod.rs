@@ -29,7 +29,7 @@ mod travel;
 mod ulysses;
 
 /// The ring steps of k's side and of q's side, if they have been computed already.
-pub(super) type KnownSteps = [Option<Arc<RingSteps>>; 2];
+type KnownSteps = [Option<Arc<RingSteps>>; 2];
 
 /// Refuses a rank outside the mesh.
 fn check_rank(plan: &Plan, rank: usize) -> Result<()> {
@@ -56,18 +56,9 @@ impl Schedule {
     /// As [`Schedule::new`].
     pub fn both(plan: &Plan, rank: usize) -> Result<[Self; 2]> {
         let forward = Self::new(plan, rank, Direction::Forward)?;
-        let backward = Self::backward_with(plan, rank, &forward.known_steps())?;
+        let known = [forward.keys.clone(), forward.queries.clone()];
+        let backward = Self::with_steps(plan, rank, Direction::Backward, &known)?;
         Ok([forward, backward])
-    }
-
-    /// Its ring steps, for [`Schedule::backward_with`].
-    pub(super) fn known_steps(&self) -> KnownSteps {
-        [self.keys.clone(), self.queries.clone()]
-    }
-
-    /// The backward of a rank, with the ring steps of its forward if the same side circulates.
-    pub(super) fn backward_with(plan: &Plan, rank: usize, known: &KnownSteps) -> Result<Self> {
-        Self::with_steps(plan, rank, Direction::Backward, known)
     }
 
     /// As [`Schedule::new`], with ring steps that have been computed already.
