@@ -2,8 +2,8 @@
 //! Distributes the chunks of a balanced layout over ring ranks.
 //!
 //! All ranks compute this distribution alone and must get the same result, so the rule uses only integers, and ties go
-//! to the lower index. It runs for each batch, so it must be fast: keys contain the compared values, chunks are sorted by
-//! the digits of their areas, and a [`Tournament`] finds the least loaded rank for each chunk.
+//! to the lower index. It runs for each batch, so it must be fast: keys contain the compared values, chunks are sorted
+//! by the digits of their areas, and a [`Tournament`] finds the least loaded rank for each chunk.
 
 use alloc::{collections::BTreeSet, vec, vec::Vec};
 use core::{cmp::Reverse, mem};
