@@ -9,23 +9,24 @@ use super::row_blocks::{RowUnit, RowUnits, readers};
 use super::stream::{KeyStream, KeyTile};
 use super::tile::{Cover, Lanes, Scoring, at, product};
 use crate::call::AttendBackward;
+use crate::element::Accumulator;
 use crate::kernel::cpu::choice::Documents;
-use crate::kernel::cpu::job::{Job, SumType};
+use crate::kernel::cpu::job::Job;
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
 use crate::kernel::cpu::memory::panel::{any_non_finite, to_rows};
 use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
+#[cfg(target_arch = "x86_64")]
+use crate::kernel::cpu::product::forms::TileForm;
 use crate::kernel::cpu::product::{Gemm, Skip, Store};
-use crate::kernel::cpu::vector::simd::{Real, Vector};
-use core::marker::PhantomData;
+use crate::kernel::cpu::vector::simd::Vector;
 use core::sync::atomic::AtomicUsize;
 
 const _: () = assert!(FLUSH % KEYS as i64 == 0, "a tile must lie in one run");
 
-/// The queries' pass of a call whose sums are `A`s.
-pub(crate) struct Queries<'a, A> {
+/// The queries' pass of a call.
+pub(crate) struct Queries<'a> {
     pub call: &'a AttendBackward<'a>,
     pub documents: Documents<'a>,
-    pub sums: PhantomData<A>,
 }
 
 struct QueryTiles<'a, A> {
@@ -48,23 +49,26 @@ struct QueryTiles<'a, A> {
     rows: &'a mut [A],
 }
 
-impl<A: SumType> Job for Queries<'_, A> {
-    type Acc = A;
-
+impl Job for Queries<'_> {
     #[inline(always)]
-    unsafe fn work<E: AttentionEngine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn work<E: AttentionEngine>(&self, lines: &mut [Line], next: &AtomicUsize) {
         // SAFETY: the lines are large enough and each unit is handed out once (the contract of `Job::work`).
         unsafe { self.dense::<E::V>(lines, next) }
     }
+
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn work_on_tiles<H: TileForm>(&self, _: &mut [Line], _: &AtomicUsize) {
+        unreachable!("the queries' pass runs on vectors")
+    }
 }
 
-impl<A: Real> Queries<'_, A> {
+impl Queries<'_> {
     /// Takes units until none is left, with vectors `V`.
     ///
     /// # Safety
     /// As [`Job::work`].
     #[inline(always)]
-    unsafe fn dense<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn dense<V: Vector>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let mut arena = Arena(lines);
@@ -100,14 +104,14 @@ impl<A: Real> Queries<'_, A> {
     }
 }
 
-impl<A: Real> Queries<'_, A> {
+impl Queries<'_> {
     /// # Safety
     /// As [`Job::work`].
     #[inline(always)]
-    unsafe fn unit<V: Vector<T = A>>(
+    unsafe fn unit<V: Vector>(
         &self,
-        t: &mut QueryTiles<A>,
-        scoring: &Scoring<A>,
+        t: &mut QueryTiles<V::T>,
+        scoring: &Scoring<V::T>,
         unit: &RowUnit,
         heads: core::ops::Range<u32>,
     ) {
@@ -123,12 +127,12 @@ impl<A: Real> Queries<'_, A> {
         unsafe {
             t.lanes.pack_transposed::<V>(&c.q, t.q, panel, lanes, t.rows);
             t.lanes.pack_transposed::<V>(&c.d_o, t.d_o, panel, lanes, t.rows);
-            t.lanes.gather(&c.lse, t.lse, A::NEG_INFINITY);
-            t.lanes.gather(&c.delta, t.delta, A::ZERO);
+            t.lanes.gather(&c.lse, t.lse, V::T::NEG_INFINITY);
+            t.lanes.gather(&c.delta, t.delta, V::T::ZERO);
         }
         no_row(t.lse);
-        t.part[..size].fill(A::ZERO);
-        t.total[..size].fill(A::ZERO);
+        t.part[..size].fill(V::T::ZERO);
+        t.total[..size].fill(V::T::ZERO);
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
         let mut run = Flush::new(c.aligned);
@@ -215,7 +219,7 @@ impl<A: Real> Queries<'_, A> {
             for (lane, sums) in (first..t.lanes.n).zip(t.rows.chunks_exact(d).take(V::W)) {
                 // SAFETY: the lane's row and head are within dq, which this unit alone touches there.
                 let dq = unsafe {
-                    core::slice::from_raw_parts_mut(at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]), d)
+                    core::slice::from_raw_parts_mut(at::<V::T>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]), d)
                 };
                 if !q.mode.continues() {
                     dq.copy_from_slice(sums);
