@@ -180,13 +180,7 @@ impl<'a> MatrixTiles<'a> {
         for (i, slots) in self.slots[..self.n].iter().enumerate() {
             let rel = &mut self.rel[i * KEYS..][..slots.n.next_multiple_of(BLOCK)];
             rel.copy_from_slice(&slots.rel[..rel.len()]);
-            let mut last = None;
-            for (rel, &index) in rel.iter_mut().zip(&slots.index[..slots.n]) {
-                let read = match last {
-                    Some((i, read)) if i == index => read,
-                    _ => pairs.contains(&index),
-                };
-                last = Some((index, read));
+            for (rel, read) in rel.iter_mut().zip(slots.read_by(pairs)) {
                 if !read {
                     *rel = f32::INFINITY;
                 }
@@ -199,9 +193,7 @@ impl<'a> MatrixTiles<'a> {
         if min > max {
             return 0..0;
         }
-        let first = q.range.rows_before(min.saturating_sub(c.score.window_right));
-        let last = max.saturating_add(c.score.window_left);
-        first..if last == i64::MAX { q.range.len } else { q.range.rows_before(last + 1) }
+        q.range.rows_at(min.saturating_sub(c.score.window_right), max.saturating_add(c.score.window_left))
     }
 
     /// Lowers the factor until ds of these rows is in range, and rescales the sums of dk.
