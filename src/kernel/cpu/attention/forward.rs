@@ -145,12 +145,10 @@ impl Job for ForwardPass<'_> {
             unsafe { self.prefetch_next(&unit) };
             let heads = readers(&c.heads, unit.kv, c.q.heads);
             let share = (lanes as u32 / unit.rows).max(1);
-            let mut h = heads.start;
-            while h < heads.end {
-                let end = heads.end.min(h + share);
+            for head in heads.clone().step_by(share as usize) {
+                let heads = head..heads.end.min(head + share);
                 // SAFETY: unit and heads are within the call, whose shapes are checked and memory is valid.
-                unsafe { self.unit::<E>(&mut tiles, &scoring, &unit, h..end) };
-                h = end;
+                unsafe { self.unit::<E>(&mut tiles, &scoring, &unit, heads) };
             }
         }
         // SAFETY: as above.

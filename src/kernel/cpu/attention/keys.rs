@@ -7,11 +7,11 @@
 //! over the rows in that order. Where ranges are short, several q heads are processed together; not in aligned calls,
 //! where the order of a sum must not depend on how the rows are cut.
 
-use super::backward::{FLUSH, Flush, flush, gradients, no_row};
+use super::backward::{FLUSH, Flush, flush, gradients, meet, no_row};
 use super::dq_order::{DqOrder, DqTurn};
 use super::key_units::KeyUnits;
 use super::row_blocks::{FEW_ROWS, readers};
-use super::tile::{Cover, Scoring, at, product};
+use super::tile::{Scoring, at, product};
 use crate::call::{AttendBackward, QRange};
 use crate::element::Accumulator;
 use crate::kernel::cpu::choice::Documents;
@@ -99,9 +99,8 @@ impl Keys<'_> {
         if !t.mark_read(&c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize]) {
             return 0..0;
         }
-        let first = q.range.rows_before(t.keys.min.saturating_sub(c.score.window_right));
-        let last = t.keys.max.saturating_add(c.score.window_left);
-        first..if last == i64::MAX { q.range.len } else { q.range.rows_before(last + 1) }
+        let (left, right) = (c.score.window_left, c.score.window_right);
+        q.range.rows_at(t.keys.min.saturating_sub(right), t.keys.max.saturating_add(left))
     }
 
     /// Whether any row may see a key of the current tile.
@@ -240,18 +239,11 @@ impl Keys<'_> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let keys = &t.keys;
         let lanes = vectors::<V>(t.lanes.n);
-        let cover = t.lanes.meet(0, lanes, keys.min, keys.max, keys.base, scoring.alibi);
-        if cover == Cover::None {
-            return;
-        }
+        let Some((range, masked)) = meet(&mut t.lanes, 0, lanes, &keys.slots, scoring.alibi) else { return };
         if run.before(pos, t.lanes.n) {
             let (nk, nv) = (keys.n * t.ldk, keys.n * t.ldv);
             flush(&mut t.dk[..nk], &mut t.dk_part[..nk]);
             flush(&mut t.dv[..nv], &mut t.dv_part[..nv]);
-        }
-        let mut range = 0..keys.n;
-        if cover == Cover::Some {
-            range = keys.seen(range, 2, t.lanes.visible_keys(0, lanes).span());
         }
         let (begin, count) = (range.start, range.len());
         let skip = |bad: bool| if bad { Skip::A } else { Skip::None };
@@ -268,63 +260,48 @@ impl Keys<'_> {
             no_row(t.lse);
             let bad_q = any_non_finite::<V>(t.q.as_ptr(), lanes * t.ldk);
             let bad_d_o = any_non_finite::<V>(t.d_o.as_ptr(), lanes * t.ldv);
-            V::gemm(&Gemm {
-                a: keys.k.as_ptr().add(begin * t.ldk),
-                a_row: t.ldk,
-                b: t.qt.as_ptr(),
-                ldb: lanes,
-                c: t.s.as_mut_ptr().add(begin * lanes),
-                ldc: lanes,
-                ..product(count, lanes, d)
-            });
-            V::gemm(&Gemm {
-                a: keys.v.as_ptr().add(begin * t.ldv),
-                a_row: t.ldv,
-                b: t.d_ot.as_ptr(),
-                ldb: lanes,
-                c: t.dp.as_mut_ptr().add(begin * lanes),
-                ldc: lanes,
-                ..product(count, lanes, dv)
-            });
-            let mut w = 0;
-            while w < lanes {
+            let scores = [(&keys.k, &t.qt, &mut t.s, t.ldk, d), (&keys.v, &t.d_ot, &mut t.dp, t.ldv, dv)];
+            for (keys, rows, scores, ld, dim) in scores {
+                V::gemm(&Gemm {
+                    a: keys.as_ptr().add(begin * ld),
+                    a_row: ld,
+                    b: rows.as_ptr(),
+                    ldb: lanes,
+                    c: scores.as_mut_ptr().add(begin * lanes),
+                    ldc: lanes,
+                    ..product(count, lanes, dim)
+                });
+            }
+            for w in (0..lanes).step_by(V::W) {
                 gradients::<V>(
                     scoring,
                     &t.lanes,
                     w,
                     &keys.rel[range.clone()],
                     |j| t.valid[begin + j] != 0,
-                    cover == Cover::Some,
+                    masked,
                     t.s.as_mut_ptr().add(begin * lanes + w),
                     t.dp.as_mut_ptr().add(begin * lanes + w),
                     lanes,
                     t.lse.as_ptr().add(w),
                     t.delta.as_ptr().add(w),
                 );
-                w += V::W;
             }
-            V::gemm(&Gemm {
-                a: t.s.as_ptr().add(begin * lanes),
-                a_row: lanes,
-                b: t.d_o.as_ptr(),
-                ldb: t.ldv,
-                c: t.dv_part.as_mut_ptr().add(begin * t.ldv),
-                ldc: t.ldv,
-                store: Store::Chain,
-                skip: skip(bad_d_o),
-                ..product(count, vectors::<V>(dv), t.lanes.n)
-            });
-            V::gemm(&Gemm {
-                a: t.dp.as_ptr().add(begin * lanes),
-                a_row: lanes,
-                b: t.q.as_ptr(),
-                ldb: t.ldk,
-                c: t.dk_part.as_mut_ptr().add(begin * t.ldk),
-                ldc: t.ldk,
-                store: Store::Chain,
-                skip: skip(bad_q),
-                ..product(count, vectors::<V>(d), t.lanes.n)
-            });
+            let sums =
+                [(&t.s, &t.d_o, &mut t.dv_part, t.ldv, bad_d_o, dv), (&t.dp, &t.q, &mut t.dk_part, t.ldk, bad_q, d)];
+            for (weights, rows, sums, ld, bad, dim) in sums {
+                V::gemm(&Gemm {
+                    a: weights.as_ptr().add(begin * lanes),
+                    a_row: lanes,
+                    b: rows.as_ptr(),
+                    ldb: ld,
+                    c: sums.as_mut_ptr().add(begin * ld),
+                    ldc: ld,
+                    store: Store::Chain,
+                    skip: skip(bad),
+                    ..product(count, vectors::<V>(dim), t.lanes.n)
+                });
+            }
             if !self.queries {
                 return;
             }

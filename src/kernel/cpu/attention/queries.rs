@@ -4,10 +4,10 @@
 //! Units, tiles and the order of keys are those of the forward. `dQᵀ += Kᵀ·dS` stays in the cache until the last key,
 //! and is then written to dq or added to it, as the mode of the range says.
 
-use super::backward::{FLUSH, Flush, flush, gradients, no_row};
+use super::backward::{FLUSH, Flush, flush, gradients, meet, no_row};
 use super::row_blocks::{RowUnit, RowUnits, readers};
 use super::stream::{KeyStream, KeyTile};
-use super::tile::{Cover, Lanes, Scoring, at, product};
+use super::tile::{Lanes, Scoring, at, product};
 use crate::call::AttendBackward;
 use crate::element::Accumulator;
 use crate::kernel::cpu::choice::Documents;
@@ -93,12 +93,10 @@ impl Queries<'_> {
         while let Some(unit) = units.next(next) {
             let heads = readers(&c.heads, unit.kv, c.q.heads);
             let share = (LANES_BACK as u32 / unit.rows).max(1);
-            let mut h = heads.start;
-            while h < heads.end {
-                let end = heads.end.min(h + share);
+            for head in heads.clone().step_by(share as usize) {
+                let heads = head..heads.end.min(head + share);
                 // SAFETY: unit and heads are within the call, whose shapes are checked and memory is valid.
-                unsafe { self.unit::<V>(&mut tiles, &scoring, &unit, h..end) };
-                h = end;
+                unsafe { self.unit::<V>(&mut tiles, &scoring, &unit, heads) };
             }
         }
     }
@@ -145,69 +143,54 @@ impl Queries<'_> {
             }
             // SAFETY: rows are apart by whole vectors.
             let bad = unsafe { any_non_finite::<V>(keys.k.as_ptr(), keys.n * t.ldk) };
-            let mut first = 0;
-            while first < lanes {
+            for first in (0..lanes).step_by(panel) {
                 let width = panel.min(lanes - first);
-                let cover = t.lanes.meet(first, width, keys.min, keys.max, keys.base, scoring.alibi);
-                if cover != Cover::None {
-                    let p = first / panel;
-                    let mut range = 0..keys.n;
-                    if cover == Cover::Some {
-                        range = keys.seen(range, 2, t.lanes.visible_keys(first, width).span());
-                    }
-                    let (begin, count) = (range.start, range.len());
-                    // SAFETY: all tiles are as large as the sizes say.
-                    unsafe {
+                let Some((range, masked)) = meet(&mut t.lanes, first, width, &keys.slots, scoring.alibi) else {
+                    continue;
+                };
+                let (begin, count) = (range.start, range.len());
+                // SAFETY: all tiles are as large as the sizes say; lanes from `first` on are panel `first / panel`.
+                unsafe {
+                    let scores = [(&keys.k, &t.q, &mut t.s, t.ldk, d), (&keys.v, &t.d_o, &mut t.dp, t.ldv, dv)];
+                    for (keys, rows, scores, ld, dim) in scores {
                         V::gemm(&Gemm {
-                            a: keys.k.as_ptr().add(begin * t.ldk),
-                            a_row: t.ldk,
-                            b: t.q.as_ptr().add(p * panel * d),
+                            a: keys.as_ptr().add(begin * ld),
+                            a_row: ld,
+                            b: rows.as_ptr().add(first * dim),
                             ldb: panel,
-                            c: t.s.as_mut_ptr().add(begin * panel),
+                            c: scores.as_mut_ptr().add(begin * panel),
                             ldc: panel,
-                            ..product(count, width, d)
-                        });
-                        V::gemm(&Gemm {
-                            a: keys.v.as_ptr().add(begin * t.ldv),
-                            a_row: t.ldv,
-                            b: t.d_o.as_ptr().add(p * panel * dv),
-                            ldb: panel,
-                            c: t.dp.as_mut_ptr().add(begin * panel),
-                            ldc: panel,
-                            ..product(count, width, dv)
-                        });
-                        let mut w = 0;
-                        while w < width {
-                            gradients::<V>(
-                                scoring,
-                                &t.lanes,
-                                first + w,
-                                &keys.rel[range.clone()],
-                                |_| true,
-                                cover == Cover::Some,
-                                t.s.as_mut_ptr().add(begin * panel + w),
-                                t.dp.as_mut_ptr().add(begin * panel + w),
-                                panel,
-                                t.lse.as_ptr().add(first + w),
-                                t.delta.as_ptr().add(first + w),
-                            );
-                            w += V::W;
-                        }
-                        V::gemm(&Gemm {
-                            a: keys.k.as_ptr().add(begin * t.ldk),
-                            a_row: 1,
-                            a_col: t.ldk,
-                            b: t.dp.as_ptr().add(begin * panel),
-                            ldb: panel,
-                            c: t.part.as_mut_ptr().add(p * panel * d),
-                            ldc: panel,
-                            store: Store::Add,
-                            skip: if bad { Skip::B } else { Skip::None },
-                            ..product(d, width, count)
+                            ..product(count, width, dim)
                         });
                     }
+                    for w in (0..width).step_by(V::W) {
+                        gradients::<V>(
+                            scoring,
+                            &t.lanes,
+                            first + w,
+                            &keys.rel[range.clone()],
+                            |_| true,
+                            masked,
+                            t.s.as_mut_ptr().add(begin * panel + w),
+                            t.dp.as_mut_ptr().add(begin * panel + w),
+                            panel,
+                            t.lse.as_ptr().add(first + w),
+                            t.delta.as_ptr().add(first + w),
+                        );
+                    }
+                    V::gemm(&Gemm {
+                        a: keys.k.as_ptr().add(begin * t.ldk),
+                        a_row: 1,
+                        a_col: t.ldk,
+                        b: t.dp.as_ptr().add(begin * panel),
+                        ldb: panel,
+                        c: t.part.as_mut_ptr().add(first * d),
+                        ldc: panel,
+                        store: Store::Add,
+                        skip: if bad { Skip::B } else { Skip::None },
+                        ..product(d, width, count)
+                    });
                 }
-                first += panel;
             }
         }
         flush(&mut t.total[..size], &mut t.part[..size]);
