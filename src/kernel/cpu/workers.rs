@@ -52,7 +52,6 @@ impl<'a> Crew<'a> {
 pub(super) struct Units<J> {
     job: J,
     isa: Isa,
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "matrix units alone depend on the type"))]
     dtype: Dtype,
     next: AtomicUsize,
 }
