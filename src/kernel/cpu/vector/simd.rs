@@ -89,7 +89,7 @@ pub(crate) trait Vector: Copy {
     unsafe fn transpose(from: *const Self::T, ld: usize, to: *mut Self::T, to_ld: usize) {
         for i in 0..Self::W {
             for j in 0..Self::W {
-                // SAFETY: `from` has W rows `ld` apart and `to` W rows `to_ld` apart, of W elements each (the contract).
+                // SAFETY: both have W rows of W elements, `ld` and `to_ld` apart (the contract).
                 unsafe { *to.add(j * to_ld + i) = *from.add(i * ld + j) };
             }
         }
