@@ -75,6 +75,12 @@ impl Range {
         };
         if rows < self.len as u64 { rows as u32 } else { self.len }
     }
+
+    /// The rows at positions `low..=high`.
+    #[inline]
+    pub(crate) const fn rows_at(&self, low: i64, high: i64) -> core::ops::Range<u32> {
+        self.rows_before(low)..self.rows_before(high.saturating_add(1))
+    }
 }
 
 /// How a q range's result is stored. The mode belongs to the range, not to the call: one call may finish one range and

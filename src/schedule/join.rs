@@ -82,7 +82,7 @@ pub(crate) fn meets(s: &Range, v: &Range, mask: Mask) -> bool {
     let (first, last) = (v.pos, v.last());
     let mut found = false;
     reach(s, mask, |low, high| {
-        found |= low <= last && high >= first && v.rows_before(low) < v.rows_before(high.saturating_add(1));
+        found |= low <= last && high >= first && !v.rows_at(low, high).is_empty();
     });
     found
 }

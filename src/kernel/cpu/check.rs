@@ -58,11 +58,10 @@ fn ranges(r: &Ranges, k: &RawTensor, v: &RawTensor) -> Result<()> {
 }
 
 fn qkv(q: &RawTensor, k: &RawTensor, v: &RawTensor, map: &HeadMap) -> Result<Dims> {
-    if q.dim == 0 {
-        return Err(Error::invalid("q.dim", 0, "at least 1"));
-    }
-    if v.dim == 0 {
-        return Err(Error::invalid("v.dim", 0, "at least 1"));
+    for (name, dim) in [("q.dim", q.dim), ("v.dim", v.dim)] {
+        if dim == 0 {
+            return Err(Error::invalid(name, 0, "at least 1"));
+        }
     }
     tensor("k", k, k.heads, q.dim, q.dtype)?;
     tensor("v", v, k.heads, v.dim, q.dtype)?;
@@ -73,31 +72,23 @@ fn qkv(q: &RawTensor, k: &RawTensor, v: &RawTensor, map: &HeadMap) -> Result<Dim
 pub(super) fn attend(c: &Attend) -> Result<Dims> {
     let dims = qkv(&c.q, &c.k, &c.v, &c.heads)?;
     let acc = c.q.dtype.accumulator();
-    score(&c.score, c.q.dtype.accumulator())?;
+    score(&c.score, acc)?;
     per_head("alibi_slopes", &c.alibi_slopes, c.q.heads)?;
     per_head("sinks", &c.sinks, c.q.heads)?;
-    if !c.running.is_none() {
-        tensor("running", &c.running, c.q.heads, c.v.dim, acc)?;
-    }
-    if !c.running_lse.is_none() {
-        tensor("running_lse", &c.running_lse, c.q.heads, if c.running_lse.dim == 1 { 1 } else { 2 }, acc)?;
-    }
-    if !c.lse.is_none() {
-        tensor("lse", &c.lse, c.q.heads, 1, acc)?;
-    }
-    if !c.o.is_none() {
-        tensor("o", &c.o, c.q.heads, c.v.dim, c.q.dtype)?;
+    let (heads, dim) = (c.q.heads, c.v.dim);
+    let words = if c.running_lse.dim == 1 { 1 } else { 2 };
+    let running = [("running", &c.running, dim, acc), ("running_lse", &c.running_lse, words, acc)];
+    let finished = [("o", &c.o, dim, c.q.dtype), ("lse", &c.lse, 1, acc)];
+    for (name, t, dim, dtype) in running.into_iter().chain(finished).filter(|(_, t, ..)| !t.is_none()) {
+        tensor(name, t, heads, dim, dtype)?;
     }
     ranges(&c.ranges, &c.k, &c.v)?;
     for (i, x) in c.ranges.q.iter().enumerate() {
         rows("q", &c.q, "ranges.q", i, &x.range)?;
-        if x.mode.continues() || !x.mode.finishes() {
-            needed("running", &c.running, c.v.dim, i, &x.range)?;
-            needed("running_lse", &c.running_lse, 2, i, &x.range)?;
-        }
-        if x.mode.finishes() {
-            needed("o", &c.o, c.v.dim, i, &x.range)?;
-            needed("lse", &c.lse, 1, i, &x.range)?;
+        let runs = x.mode.continues() || !x.mode.finishes();
+        let wanted = running.into_iter().filter(|_| runs).chain(finished.into_iter().filter(|_| x.mode.finishes()));
+        for (name, t, dim, _) in wanted {
+            needed(name, t, dim, i, &x.range)?;
         }
     }
     c.ranges.one_writer(true, false)?;
@@ -115,7 +106,7 @@ fn needed(name: &'static str, t: &RawTensor, dim: u32, i: usize, range: &Range) 
 pub(super) fn backward(c: &AttendBackward) -> Result<Dims> {
     let dims = qkv(&c.q, &c.k, &c.v, &c.heads)?;
     let acc = c.q.dtype.accumulator();
-    score(&c.score, c.q.dtype.accumulator())?;
+    score(&c.score, acc)?;
     per_head("alibi_slopes", &c.alibi_slopes, c.q.heads)?;
     tensor("d_o", &c.d_o, c.q.heads, c.v.dim, c.q.dtype)?;
     tensor("lse", &c.lse, c.q.heads, 1, acc)?;

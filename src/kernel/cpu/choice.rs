@@ -21,7 +21,7 @@ const LONG: u64 = 512;
 /// Rows of a q range below which the backward is faster on vectors, also for types of one part.
 const FEW: u128 = 24;
 
-/// A subset of a call's documents, and the instruction set that it runs on.
+/// A subset of a call's documents, and the instruction set that it runs on: one with tiles only if it is on tiles.
 #[derive(Clone, Copy)]
 pub(super) struct Documents<'a> {
     pub isa: Isa,
@@ -67,7 +67,7 @@ impl<'a> EngineChoice<'a> {
         // backward, since lse contains the forward's rounding errors. For types of one part the rounding of p is larger
         // than these, and forward and backward may choose differently.
         if call.aligned {
-            return Self::vectors(Isa::Avx512);
+            return Self::vectors(isa);
         }
         Self::by(call.ranges, By::Lengths { score: call.score, group: call.heads.group }, isa)
     }
@@ -85,8 +85,9 @@ impl<'a> EngineChoice<'a> {
         Self::by(call.ranges, by, isa)
     }
 
-    fn vectors(isa: Isa) -> Self {
-        Self { tiles: None, vectors: Some(Documents::all(isa)) }
+    /// All documents of a call, without tiles.
+    pub(super) fn vectors(isa: Isa) -> Self {
+        Self { tiles: None, vectors: Some(Documents::all(isa.vectors())) }
     }
 
     /// The documents chosen by a rule; the rule is dropped if it gives the same result for all documents.
@@ -96,11 +97,11 @@ impl<'a> EngineChoice<'a> {
             rule.together = Some(rule.decides(ranges.q));
         }
         let some = |isa, tiles| Documents { isa, rule: Some((rule, tiles)), last: None };
-        let (mut on_tiles, vectors) = (some(isa, true), some(Isa::Avx512, false));
+        let (mut on_tiles, vectors) = (some(isa, true), some(isa.vectors(), false));
         let mut docs = ranges.q.iter().map(|q| on_tiles.has(q.range.doc));
         let first = docs.next().unwrap_or(false);
         match (docs.all(|tiles| tiles == first), first) {
-            (true, false) => Self::vectors(vectors.isa),
+            (true, false) => Self::vectors(isa),
             (true, true) => Self { tiles: Some(Documents::all(isa)), vectors: None },
             (false, _) => Self { tiles: Some(on_tiles), vectors: Some(vectors) },
         }

@@ -145,6 +145,11 @@ impl Isa {
         }
     }
 
+    /// The vectors of this instruction set, without its tiles.
+    pub(super) fn vectors(self) -> Self {
+        if matches!(self, Self::Amx | Self::Avx512Bf16) { Self::Avx512 } else { self }
+    }
+
     /// Whether products of this type go through matrix units.
     pub(super) fn has_tiles(self, dtype: Dtype) -> bool {
         match self {

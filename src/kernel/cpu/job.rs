@@ -4,14 +4,12 @@
 use super::memory::arena::Line;
 use super::product::engine::AttentionEngine;
 #[cfg(target_arch = "x86_64")]
-use super::product::engine::Dense;
-#[cfg(target_arch = "x86_64")]
-use super::product::forms::{Bf16, F16, ThreeParts, TwoParts};
+use super::product::forms::TileForm;
 use super::vector::portable::FourLanes;
 use super::vector::simd::{Real, Vector};
 use core::sync::atomic::AtomicUsize;
 
-/// A type of sums, with its vectors and, for f32, its tiles.
+/// A type of sums, with its vectors.
 pub(super) trait SumType: Real {
     type Portable: Vector<T = Self>;
     #[cfg(target_arch = "aarch64")]
@@ -20,16 +18,6 @@ pub(super) trait SumType: Real {
     type Avx2: Vector<T = Self>;
     #[cfg(target_arch = "x86_64")]
     type Avx512: Vector<T = Self>;
-    #[cfg(target_arch = "x86_64")]
-    type DotBf16: AttentionEngine<Sum = Self>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxBf16: AttentionEngine<Sum = Self>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxF16: AttentionEngine<Sum = Self>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxTwoParts: AttentionEngine<Sum = Self>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxThreeParts: AttentionEngine<Sum = Self>;
 }
 
 impl SumType for f32 {
@@ -40,16 +28,6 @@ impl SumType for f32 {
     type Avx2 = core::arch::x86_64::__m256;
     #[cfg(target_arch = "x86_64")]
     type Avx512 = core::arch::x86_64::__m512;
-    #[cfg(target_arch = "x86_64")]
-    type DotBf16 = super::product::tile_engine::TileEngine<super::product::dots::DotBf16>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxBf16 = super::product::tile_engine::TileEngine<Bf16>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxF16 = super::product::tile_engine::TileEngine<F16>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxTwoParts = super::product::tile_engine::TileEngine<TwoParts>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxThreeParts = super::product::tile_engine::TileEngine<ThreeParts>;
 }
 
 impl SumType for f64 {
@@ -60,30 +38,21 @@ impl SumType for f64 {
     type Avx2 = core::arch::x86_64::__m256d;
     #[cfg(target_arch = "x86_64")]
     type Avx512 = core::arch::x86_64::__m512d;
-    // No type of tiles has f64 sums.
-    #[cfg(target_arch = "x86_64")]
-    type DotBf16 = Dense<Self::Avx512>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxBf16 = Dense<Self::Avx512>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxF16 = Dense<Self::Avx512>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxTwoParts = Dense<Self::Avx512>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxThreeParts = Dense<Self::Avx512>;
 }
 
 /// A kernel call, ready to run on any number of workers.
 pub(super) trait Job: Sync {
-    /// Type of the sums.
-    type Acc: SumType;
-    /// Whether the products are those of the engine; if not, the job uses only its vectors.
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "matrix units alone ask"))]
-    const ENGINE: bool = false;
-
     /// Takes units until none is left; `next` counts the units taken.
     ///
     /// # Safety
-    /// The instruction set of `E` is present, the tensors of the call are valid, and each unit is taken once.
-    unsafe fn work<E: AttentionEngine<Sum = Self::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize);
+    /// The instruction set of `E` is present, the tensors of the call are valid and have sums of `E`, and each unit is
+    /// taken once.
+    unsafe fn work<E: AttentionEngine>(&self, lines: &mut [Line], next: &AtomicUsize);
+
+    /// The same on tiles.
+    ///
+    /// # Safety
+    /// As [`Job::work`]; AVX-512 with BF16 and the products of `H` are present.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn work_on_tiles<H: TileForm>(&self, lines: &mut [Line], next: &AtomicUsize);
 }

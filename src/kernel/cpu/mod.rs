@@ -53,18 +53,13 @@ pub use scratch::Scratch;
 use crate::call::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-#[cfg(target_arch = "x86_64")]
-use attention::tiled;
 use attention::{backward, dq_order::DqOrder, forward as forward_pass, keys, queries, row_blocks};
 use choice::{Documents, EngineChoice};
-use core::marker::PhantomData;
-use job::SumType;
+use job::{Job, SumType};
 use memory::convert;
 use memory::delta::{check_delta, delta as row_sums};
 use memory::transform::{check_finish, check_transform, finish as empty_rows, transform as transform_rows};
 use scratch::Dims;
-#[cfg(target_arch = "x86_64")]
-use workers::TiledUnits;
 use workers::{Crew, Units};
 
 /// Runs `$f::<A>($($arg),*)` with the type that sums of `$dtype` are kept in.
@@ -97,29 +92,16 @@ pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
 
 /// # Safety
 /// As [`attend`], checked, with sums of `A`.
-unsafe fn forward<A: SumType>(call: &Attend, isa: Isa, crew: Crew<'_>) {
+unsafe fn forward<'a, A: SumType>(call: &'a Attend<'a>, isa: Isa, crew: Crew<'_>) {
     let (dtype, workers) = (call.q.dtype, crew.workers());
-    let choice = EngineChoice::forward(call, isa);
     let finished = call.ranges.q.iter().filter(|q| q.mode.finishes());
     let stream = convert::streams(&call.o, finished.map(|q| u64::from(q.range.len)).sum());
-    let units = [choice.tiles, choice.vectors].map(|documents| {
-        documents.map(|documents| {
-            let (isa, lanes) = (documents.isa, row_blocks::lanes(call, documents, workers));
-            let few = isa.roundoff(dtype) > 0.0;
-            Units::new(
-                forward_pass::ForwardPass::<A> { call, documents, lanes, few, stream, sums: PhantomData },
-                isa,
-                dtype,
-            )
-        })
-    });
-    crew.run(&|lines| {
-        for units in units.iter().flatten() {
-            // SAFETY: checked, valid and with sums of `A` (the contract of this function), and the instruction set is
-            // present.
-            unsafe { units.work(lines) };
-        }
-    });
+    let job = |documents: Documents<'a>| {
+        let (lanes, few) = (row_blocks::lanes(call, documents, workers), documents.isa.roundoff(dtype) > 0.0);
+        forward_pass::ForwardPass { call, documents, lanes, few, stream }
+    };
+    // SAFETY: checked, valid and with sums of `A` (the contract of this function).
+    unsafe { run::<A, _>(crew, EngineChoice::forward(call, isa), dtype, job) }
 }
 
 /// Backward attention: see [`AttendBackward`].
@@ -145,10 +127,9 @@ pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> R
 unsafe fn gradients<A: SumType>(call: &AttendBackward, isa: Isa, mut crew: Crew<'_>) {
     let together = call.gradients == Gradients::All && !call.aligned;
     if call.gradients != Gradients::Keys && !together {
-        let job = queries::Queries::<A> { call, documents: Documents::all(isa), sums: PhantomData };
-        let units = Units::new(job, isa, call.q.dtype);
+        let job = |documents| queries::Queries { call, documents };
         // SAFETY: checked, valid and with sums of `A` (the contract of this function), here and below.
-        crew.again().run(&|lines| unsafe { units.work(lines) });
+        unsafe { run::<A, _>(crew.again(), EngineChoice::vectors(isa), call.q.dtype, job) }
     }
     if together {
         // SAFETY: as above.
@@ -157,25 +138,28 @@ unsafe fn gradients<A: SumType>(call: &AttendBackward, isa: Isa, mut crew: Crew<
     if call.gradients == Gradients::Queries {
         return;
     }
-    let choice = EngineChoice::backward(call, isa);
-    #[cfg(target_arch = "x86_64")]
-    let tiled = choice
-        .tiles
-        .map(|documents| TiledUnits::new(tiled::Tiled { call, documents, queries: together, workers: crew.workers() }));
-    let units = choice.vectors.map(|documents| {
-        let (queries, workers, order) = (together, crew.workers(), DqOrder::new());
-        let job = keys::Keys::<A> { call, documents, queries, workers, order, sums: PhantomData };
-        Units::new(job, documents.isa, call.q.dtype)
-    });
+    let workers = crew.workers();
+    let job = |documents| keys::Keys { call, documents, queries: together, workers, order: DqOrder::new() };
+    // SAFETY: as above.
+    unsafe { run::<A, _>(crew, EngineChoice::backward(call, isa), call.q.dtype, job) }
+}
+
+/// Runs a job over the documents on tiles and another over those on vectors.
+///
+/// # Safety
+/// As [`attend`], checked, with sums of `A`; the instruction sets of `choice` are present.
+unsafe fn run<'a, A: SumType, J: Job>(
+    crew: Crew<'_>,
+    choice: EngineChoice<'a>,
+    dtype: Dtype,
+    job: impl Fn(Documents<'a>) -> J,
+) {
+    let units = [choice.tiles, choice.vectors]
+        .map(|documents| documents.map(|documents| Units::new(job(documents), documents.isa, dtype)));
     crew.run(&|lines| {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(units) = &tiled {
-            // SAFETY: as above; tiles are chosen where the instruction set has some for this type.
-            unsafe { units.work(lines) };
-        }
-        if let Some(units) = &units {
-            // SAFETY: as above.
-            unsafe { units.work(lines) };
+        for units in units.iter().flatten() {
+            // SAFETY: the contract of this function.
+            unsafe { units.work::<A>(lines) };
         }
     });
 }
@@ -246,7 +230,6 @@ fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<Crew<'a>> {
 
 #[cfg(test)]
 mod tests {
-    use super::job::{Job, SumType};
     use super::*;
     use crate::call::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
     use crate::element::{Accumulator, Element};
@@ -315,22 +298,14 @@ mod tests {
         // SAFETY: the tensors are the vectors above; the caller has the instruction set.
         unsafe {
             // The backward first, while lse is the reference's.
-            let job = keys::Keys::<E::Acc> {
-                call: &backward,
-                documents,
-                queries: true,
-                workers: 1,
-                order: DqOrder::new(),
-                sums: PhantomData,
-            };
+            let job = keys::Keys { call: &backward, documents, queries: true, workers: 1, order: DqOrder::new() };
             job.work::<Dense<V>>(lines, &AtomicUsize::new(0));
-            forward_pass::ForwardPass::<E::Acc> {
+            forward_pass::ForwardPass {
                 call: &forward,
                 documents,
                 lanes: [memory::arena::LANES; 2],
                 few: false,
                 stream: false,
-                sums: PhantomData,
             }
             .work::<Dense<V>>(lines, &AtomicUsize::new(0));
         }

@@ -21,15 +21,9 @@ struct WorkUnit {
     after: Option<usize>,
 }
 
-/// Rows of `range` at positions `low..=high`.
-fn between(range: &Range, low: i64, high: i64) -> u64 {
-    let end = if high == i64::MAX { range.len } else { range.rows_before(high + 1) };
-    u64::from(end.saturating_sub(range.rows_before(low)))
-}
-
 /// Keys of `k` that a query at `pos` sees.
 fn seen(score: &Score, pos: i64, k: &Range) -> u64 {
-    between(k, pos.saturating_sub(score.window_left), pos.saturating_add(score.window_right))
+    k.rows_at(pos.saturating_sub(score.window_left), pos.saturating_add(score.window_right)).len() as u64
 }
 
 impl Isa {
@@ -84,7 +78,7 @@ fn backward_units(call: &AttendBackward, isa: Isa, workers: usize) -> Vec<WorkUn
         let queries = |pos: i64| {
             let of = |q: &crate::call::QRange| {
                 let (left, right) = (call.score.window_left, call.score.window_right);
-                between(&q.range, pos.saturating_sub(right), pos.saturating_add(left))
+                q.range.rows_at(pos.saturating_sub(right), pos.saturating_add(left)).len() as u64
             };
             call.ranges.q.iter().filter(|q| q.range.doc == doc).map(of).sum::<u64>()
         };

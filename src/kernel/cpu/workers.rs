@@ -5,8 +5,6 @@
 //! not depend on other units, so results have the same bits for any number of workers. Workers draw units from a
 //! counter.
 
-#[cfg(target_arch = "x86_64")]
-use super::attention::{dq_order::DqOrder, tiled::Tiled};
 use super::executor::{self, Executor};
 use super::isa::Isa;
 use super::job::{Job, SumType};
@@ -15,8 +13,6 @@ use super::memory::arena::Line;
 use super::product::amx::has_f16;
 #[cfg(target_arch = "x86_64")]
 use super::product::dots::DotBf16;
-#[cfg(target_arch = "x86_64")]
-use super::product::engine::AttentionEngine;
 use super::product::engine::Dense;
 #[cfg(target_arch = "x86_64")]
 use super::product::forms::{Bf16, F16, ThreeParts, TileForm, TwoParts};
@@ -56,13 +52,12 @@ impl<'a> Crew<'a> {
 pub(super) struct Units<J> {
     job: J,
     isa: Isa,
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "matrix units alone depend on the type"))]
     dtype: Dtype,
     next: AtomicUsize,
 }
 
 impl<J: Job> Units<J> {
-    /// The units of a job with elements of `dtype`, on `isa`.
+    /// The units of a job with elements of `dtype`, on `isa`: on tiles if it has tiles for this type.
     pub(super) fn new(job: J, isa: Isa, dtype: Dtype) -> Self {
         Self { job, isa, dtype, next: AtomicUsize::new(0) }
     }
@@ -70,109 +65,59 @@ impl<J: Job> Units<J> {
     /// Does units until none is left.
     ///
     /// # Safety
-    /// The instruction set is present; the tensors of the call are valid, and no other code writes them (or, for the
-    /// results, reads them) meanwhile.
-    pub(super) unsafe fn work(&self, lines: &mut [Line]) {
-        let (job, next) = (&self.job, &self.next);
+    /// The instruction set is present; the tensors of the call are valid, with sums of `A`, and no other code writes
+    /// them (or, for the results, reads them) meanwhile.
+    pub(super) unsafe fn work<A: SumType>(&self, lines: &mut [Line]) {
         // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.
         unsafe {
-            match self.isa {
+            match (self.isa, self.dtype) {
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512Bf16 if J::ENGINE && self.dtype == Dtype::Bf16 => {
-                    amx::<J, <J::Acc as SumType>::DotBf16>(job, lines, next)
-                }
+                (Isa::Avx512Bf16, _) => self.tiles::<DotBf16>(lines),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Amx if J::ENGINE && self.dtype == Dtype::Bf16 => {
-                    amx::<J, <J::Acc as SumType>::AmxBf16>(job, lines, next)
-                }
+                (Isa::Amx, Dtype::Bf16) => self.tiles::<Bf16>(lines),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Amx if J::ENGINE && self.dtype == Dtype::F16 && has_f16() => {
-                    amx::<J, <J::Acc as SumType>::AmxF16>(job, lines, next)
-                }
+                (Isa::Amx, Dtype::F16) if has_f16() => self.tiles::<F16>(lines),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Amx if J::ENGINE && self.dtype == Dtype::F16 => {
-                    amx::<J, <J::Acc as SumType>::AmxTwoParts>(job, lines, next)
-                }
+                (Isa::Amx, Dtype::F16) => self.tiles::<TwoParts>(lines),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Amx if J::ENGINE && self.dtype == Dtype::F32 => {
-                    amx::<J, <J::Acc as SumType>::AmxThreeParts>(job, lines, next)
-                }
+                (Isa::Amx, _) => self.tiles::<ThreeParts>(lines),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => avx512(job, lines, next),
+                (Isa::Avx512, _) => self.avx512::<A>(lines),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => avx2(job, lines, next),
+                (Isa::Avx2, _) => self.avx2::<A>(lines),
                 #[cfg(target_arch = "aarch64")]
-                Isa::Neon => job.work::<Dense<<J::Acc as SumType>::Neon>>(lines, next),
-                _ => job.work::<Dense<<J::Acc as SumType>::Portable>>(lines, next),
+                (Isa::Neon, _) => self.job.work::<Dense<A::Neon>>(lines, &self.next),
+                _ => self.job.work::<Dense<A::Portable>>(lines, &self.next),
             }
         }
     }
 }
 
-/// The units of a backward call on tiles.
 #[cfg(target_arch = "x86_64")]
-pub(super) struct TiledUnits<'a> {
-    job: Tiled<'a>,
-    next: AtomicUsize,
-    order: DqOrder,
-}
-
-#[cfg(target_arch = "x86_64")]
-impl<'a> TiledUnits<'a> {
-    pub(super) fn new(job: Tiled<'a>) -> Self {
-        Self { job, next: AtomicUsize::new(0), order: DqOrder::new() }
-    }
-
-    /// Does units until none is left.
-    ///
+impl<J: Job> Units<J> {
     /// # Safety
-    /// As [`Units::work`]; products of the call's type go through tiles on the job's instruction set.
-    pub(super) unsafe fn work(&self, lines: &mut [Line]) {
-        /// # Safety
-        /// As [`Tiled::work`].
-        #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-        unsafe fn work<H: TileForm>(units: &TiledUnits, lines: &mut [Line]) {
-            // SAFETY: lines, units and instruction set are as `Tiled::work` needs them (the contract of this function).
-            unsafe { units.job.work::<H>(lines, &units.next, &units.order) }
-        }
-        // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.
-        unsafe {
-            match self.job.call.q.dtype {
-                _ if self.job.documents.isa == Isa::Avx512Bf16 => work::<DotBf16>(self, lines),
-                Dtype::F16 if has_f16() => work::<F16>(self, lines),
-                Dtype::F16 => work::<TwoParts>(self, lines),
-                Dtype::F32 => work::<ThreeParts>(self, lines),
-                _ => work::<Bf16>(self, lines),
-            }
-        }
+    /// As [`Job::work_on_tiles`].
+    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn tiles<H: TileForm>(&self, lines: &mut [Line]) {
+        // SAFETY: the contract.
+        unsafe { self.job.work_on_tiles::<H>(lines, &self.next) }
     }
-}
 
-/// # Safety
-/// As [`Job::work`]; AVX-512 with BF16 is present, and AMX and AMX-FP16 where they are the engine's.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-unsafe fn amx<J: Job, E: AttentionEngine<Sum = J::Acc>>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
-    // SAFETY: the contract of `Job::work`, and the engine's instruction set is present.
-    unsafe { job.work::<E>(lines, next) }
-}
+    /// # Safety
+    /// As [`Job::work`]; AVX-512 is present.
+    #[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
+    unsafe fn avx512<A: SumType>(&self, lines: &mut [Line]) {
+        // SAFETY: the contract of `Job::work`, and AVX-512 is present: the engine's instruction set.
+        unsafe { self.job.work::<Dense<A::Avx512>>(lines, &self.next) }
+    }
 
-/// # Safety
-/// As [`Job::work`]; AVX-512 is present.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
-unsafe fn avx512<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
-    // SAFETY: the contract of `Job::work`, and AVX-512 is present: the engine's instruction set.
-    unsafe { job.work::<Dense<<J::Acc as SumType>::Avx512>>(lines, next) }
-}
-
-/// # Safety
-/// As [`Job::work`]; AVX2 and FMA are present.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn avx2<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
-    // SAFETY: the contract of `Job::work`, and AVX2 and FMA are present: the engine's instruction set.
-    unsafe { job.work::<Dense<<J::Acc as SumType>::Avx2>>(lines, next) }
+    /// # Safety
+    /// As [`Job::work`]; AVX2 and FMA are present.
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn avx2<A: SumType>(&self, lines: &mut [Line]) {
+        // SAFETY: the contract of `Job::work`, and AVX2 and FMA are present: the engine's instruction set.
+        unsafe { self.job.work::<Dense<A::Avx2>>(lines, &self.next) }
+    }
 }
 
 /// One worker for each `each` lines.

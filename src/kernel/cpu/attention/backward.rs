@@ -10,13 +10,15 @@
 //! rounding error grows with the square root of the run and not of the document. Runs end at positions that are
 //! multiples of [`FLUSH`] when the call is aligned.
 
-use super::tile::{Lanes, Scoring, at};
+use super::stream::Slots;
+use super::tile::{Cover, Lanes, Scoring, at};
 use crate::call::{AttendBackward, RawTensor};
 use crate::element::{Accumulator, Dtype};
 use crate::kernel::cpu::memory::convert::runs::sum;
 use crate::kernel::cpu::memory::convert::{Convert, VectorLoop, on_best, streams};
 use crate::kernel::cpu::memory::rows::address;
 use crate::kernel::cpu::vector::simd::{Real, Vector};
+use core::ops::Range;
 
 /// Positions (or rows, where a call is not aligned) in the first stage of a sum; a multiple of a tile's keys.
 pub(crate) const FLUSH: i64 = 512;
@@ -97,6 +99,27 @@ impl<I: Iterator<Item = (i64, u32)> + Clone> VectorLoop for Zeros<'_, I> {
         // SAFETY: the instruction set of V is present (the contract).
         unsafe { V::finished() };
     }
+}
+
+/// The keys of a tile that any of lanes `first..first + width` sees, and whether pairs of them are masked. Prepares the
+/// lanes for [`gradients`].
+#[inline(always)]
+pub(crate) fn meet<A: Real>(
+    lanes: &mut Lanes<A>,
+    first: usize,
+    width: usize,
+    keys: &Slots<A>,
+    alibi: bool,
+) -> Option<(Range<usize>, bool)> {
+    let visible = lanes.visible_keys(first, width);
+    let cover = visible.cover(keys.min, keys.max);
+    if cover == Cover::None {
+        return None;
+    }
+    let masked = cover == Cover::Some;
+    lanes.relate(first, width, keys.base, masked, alibi);
+    let all = 0..keys.n;
+    Some((if masked { keys.seen(all, 2, visible.span()) } else { all }, masked))
 }
 
 /// One vector of lanes against all keys of a tile, in place: `s` from products to p, `dp` from `do·v` to ds.

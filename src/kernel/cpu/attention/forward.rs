@@ -20,18 +20,20 @@ use super::softmax::rescale;
 use super::stream::{BLOCK, KeyStream, KeyTile};
 use super::tile::{Cover, Lanes, Scores, Scoring, VisibleKeys};
 use crate::call::{Attend, QRange};
+use crate::element::Accumulator;
 use crate::kernel::cpu::choice::Documents;
-use crate::kernel::cpu::job::{Job, SumType};
+use crate::kernel::cpu::job::Job;
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES, LANES_MOST, Line};
 use crate::kernel::cpu::memory::panel::to_rows;
 use crate::kernel::cpu::product::engine::{AttentionEngine, Operands, Values};
+#[cfg(target_arch = "x86_64")]
+use crate::kernel::cpu::product::{forms::TileForm, tile_engine::TileEngine};
 use crate::kernel::cpu::vector::simd::{Real, Vector};
-use core::marker::PhantomData;
 use core::ops::Range;
 use core::sync::atomic::AtomicUsize;
 
-/// A forward call whose sums are `A`s.
-pub(crate) struct ForwardPass<'a, A> {
+/// A forward call.
+pub(crate) struct ForwardPass<'a> {
     pub call: &'a Attend<'a>,
     pub documents: Documents<'a>,
     /// Lanes of a unit and of a block; see `row_blocks::lanes`.
@@ -41,7 +43,6 @@ pub(crate) struct ForwardPass<'a, A> {
     pub few: bool,
     /// Whether o is so large that it is written past the caches (non-temporal stores).
     pub stream: bool,
-    pub sums: PhantomData<A>,
 }
 
 /// The tiles of one worker.
@@ -109,12 +110,9 @@ struct Deferred<E: AttentionEngine> {
     free: usize,
 }
 
-impl<A: SumType> Job for ForwardPass<'_, A> {
-    type Acc = A;
-    const ENGINE: bool = true;
-
+impl Job for ForwardPass<'_> {
     #[inline(always)]
-    unsafe fn work<E: AttentionEngine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn work<E: AttentionEngine>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
@@ -147,29 +145,34 @@ impl<A: SumType> Job for ForwardPass<'_, A> {
             unsafe { self.prefetch_next(&unit) };
             let heads = readers(&c.heads, unit.kv, c.q.heads);
             let share = (lanes as u32 / unit.rows).max(1);
-            let mut h = heads.start;
-            while h < heads.end {
-                let end = heads.end.min(h + share);
+            for head in heads.clone().step_by(share as usize) {
+                let heads = head..heads.end.min(head + share);
                 // SAFETY: unit and heads are within the call, whose shapes are checked and memory is valid.
-                unsafe { self.unit::<E>(&mut tiles, &scoring, &unit, h..end) };
-                h = end;
+                unsafe { self.unit::<E>(&mut tiles, &scoring, &unit, heads) };
             }
         }
         // SAFETY: as above.
         unsafe { E::leave() };
     }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn work_on_tiles<H: TileForm>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        // SAFETY: the contract.
+        unsafe { self.work::<TileEngine<H>>(lines, next) }
+    }
 }
 
-impl<A: Real> ForwardPass<'_, A> {
+impl ForwardPass<'_> {
     /// One block of rows with some of the heads that read one kv head.
     ///
     /// # Safety
     /// As [`Job::work`], entered.
     #[inline(always)]
-    unsafe fn unit<E: AttentionEngine<Sum = A>>(
+    unsafe fn unit<E: AttentionEngine>(
         &self,
-        t: &mut ForwardTiles<E::T, A>,
-        scoring: &Scoring<A>,
+        t: &mut ForwardTiles<E::T, E::Sum>,
+        scoring: &Scoring<E::Sum>,
         unit: &RowUnit,
         heads: core::ops::Range<u32>,
     ) {
@@ -202,9 +205,9 @@ impl<A: Real> ForwardPass<'_, A> {
             let finite = unsafe { E::queries(&t.lanes, first, &c.q, panel, t.rows) };
             *of = (t.lanes.visible_keys(first, E::PANEL), finite, false);
         }
-        t.o[..panels * o_len].fill(A::ZERO);
-        t.m[..panels * E::PANEL].fill(A::NEG_INFINITY);
-        t.l[..panels * E::PANEL].fill(A::ZERO);
+        t.o[..panels * o_len].fill(E::Sum::ZERO);
+        t.m[..panels * E::PANEL].fill(E::Sum::NEG_INFINITY);
+        t.l[..panels * E::PANEL].fill(E::Sum::ZERO);
         loop {
             let mut tiles = 0;
             while tiles < E::TILES && t.keys[tiles].next(&mut stream, c.aligned, c.aligned) {
@@ -255,10 +258,10 @@ impl<A: Real> ForwardPass<'_, A> {
     /// # Safety
     /// As [`ForwardPass::unit`], of which the lanes are.
     #[inline(always)]
-    unsafe fn small<E: AttentionEngine<Sum = A>>(
+    unsafe fn small<E: AttentionEngine>(
         &self,
-        t: &mut ForwardTiles<E::T, A>,
-        scoring: &Scoring<A>,
+        t: &mut ForwardTiles<E::T, E::Sum>,
+        scoring: &Scoring<E::Sum>,
         any: bool,
         kv: u32,
         q: &QRange,
@@ -282,10 +285,10 @@ impl<A: Real> ForwardPass<'_, A> {
 
     /// The keys of a tile that a panel sees, or nothing.
     #[inline(always)]
-    fn meet<E: AttentionEngine<Sum = A>>(
+    fn meet<E: AttentionEngine>(
         &self,
-        t: &ForwardTiles<E::T, A>,
-        scoring: &Scoring<A>,
+        t: &ForwardTiles<E::T, E::Sum>,
+        scoring: &Scoring<E::Sum>,
         panel: usize,
         tile: usize,
     ) -> Option<TilePair> {
@@ -316,10 +319,10 @@ impl<A: Real> ForwardPass<'_, A> {
     /// # Safety
     /// As [`ForwardPass::unit`]. Tile and panel, the deferred products and `next` are all of the same unit.
     #[inline(always)]
-    unsafe fn panel<E: AttentionEngine<Sum = A>>(
+    unsafe fn panel<E: AttentionEngine>(
         &self,
-        t: &mut ForwardTiles<E::T, A>,
-        scoring: &Scoring<A>,
+        t: &mut ForwardTiles<E::T, E::Sum>,
+        scoring: &Scoring<E::Sum>,
         now: &TilePair,
         next: Option<&TilePair>,
         kv: u32,

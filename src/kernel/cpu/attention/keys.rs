@@ -7,29 +7,31 @@
 //! over the rows in that order. Where ranges are short, several q heads are processed together; not in aligned calls,
 //! where the order of a sum must not depend on how the rows are cut.
 
-use super::backward::{FLUSH, Flush, flush, gradients, no_row};
+use super::backward::{FLUSH, Flush, flush, gradients, meet, no_row};
 use super::dq_order::{DqOrder, DqTurn};
 use super::key_units::KeyUnits;
 use super::row_blocks::{FEW_ROWS, readers};
-use super::tile::{Cover, Scoring, at, product};
+use super::tile::{Scoring, at, product};
 use crate::call::{AttendBackward, QRange};
+use crate::element::Accumulator;
 use crate::kernel::cpu::choice::Documents;
-use crate::kernel::cpu::job::{Job, SumType};
+use crate::kernel::cpu::job::Job;
 use crate::kernel::cpu::memory::arena::{LANES_BACK, Line, vectors};
 use crate::kernel::cpu::memory::panel::{any_non_finite, to_lanes};
 use crate::kernel::cpu::memory::rows::prefetch;
 use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
+#[cfg(target_arch = "x86_64")]
+use crate::kernel::cpu::product::forms::TileForm;
 use crate::kernel::cpu::product::{Gemm, Skip, Store};
 use crate::kernel::cpu::vector::simd::{Real, Vector};
-use core::marker::PhantomData;
 use core::sync::atomic::AtomicUsize;
 
 mod tiles;
 
 use tiles::KeyTiles;
 
-/// The keys' pass of a call whose sums are `A`s.
-pub(crate) struct Keys<'a, A> {
+/// The keys' pass of a call.
+pub(crate) struct Keys<'a> {
     pub call: &'a AttendBackward<'a>,
     pub documents: Documents<'a>,
     /// Add to dq as well, which holds a value in every row.
@@ -38,26 +40,30 @@ pub(crate) struct Keys<'a, A> {
     pub workers: usize,
     /// The order in which units add to dq.
     pub order: DqOrder,
-    pub sums: PhantomData<A>,
 }
 
-impl<A: SumType> Job for Keys<'_, A> {
-    type Acc = A;
-
+impl Job for Keys<'_> {
     #[inline(always)]
-    unsafe fn work<E: AttentionEngine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn work<E: AttentionEngine>(&self, lines: &mut [Line], next: &AtomicUsize) {
         // SAFETY: the lines are large enough and each unit is handed out once (the contract of `Job::work`).
         unsafe { self.dense::<E::V>(lines, next) }
     }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn work_on_tiles<H: TileForm>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        // SAFETY: the contract.
+        unsafe { self.tiled::<H>(lines, next) }
+    }
 }
 
-impl<A: Real> Keys<'_, A> {
+impl Keys<'_> {
     /// Takes units until none is left, with vectors `V`.
     ///
     /// # Safety
     /// As [`Job::work`].
     #[inline(always)]
-    unsafe fn dense<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn dense<V: Vector>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let mut tiles = KeyTiles::new::<V>(lines, d, dv);
@@ -86,20 +92,19 @@ impl<A: Real> Keys<'_, A> {
     }
 }
 
-impl<A: Real> Keys<'_, A> {
+impl Keys<'_> {
     /// The rows of a q range that may see a key of the current tile. Also marks which keys the range reads.
-    fn rows(&self, t: &mut KeyTiles<A>, q: &QRange) -> core::ops::Range<u32> {
+    fn rows<A: Real>(&self, t: &mut KeyTiles<A>, q: &QRange) -> core::ops::Range<u32> {
         let c = self.call;
         if !t.mark_read(&c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize]) {
             return 0..0;
         }
-        let first = q.range.rows_before(t.keys.min.saturating_sub(c.score.window_right));
-        let last = t.keys.max.saturating_add(c.score.window_left);
-        first..if last == i64::MAX { q.range.len } else { q.range.rows_before(last + 1) }
+        let (left, right) = (c.score.window_left, c.score.window_right);
+        q.range.rows_at(t.keys.min.saturating_sub(right), t.keys.max.saturating_add(left))
     }
 
     /// Whether any row may see a key of the current tile.
-    fn reached(&self, t: &mut KeyTiles<A>, ranges: &[QRange], doc: u32) -> bool {
+    fn reached<A: Real>(&self, t: &mut KeyTiles<A>, ranges: &[QRange], doc: u32) -> bool {
         ranges.iter().any(|q| q.range.doc == doc && !self.rows(t, q).is_empty())
     }
 
@@ -118,10 +123,10 @@ impl<A: Real> Keys<'_, A> {
     /// # Safety
     /// As [`Job::work`].
     #[inline(always)]
-    unsafe fn tile<V: Vector<T = A>>(
+    unsafe fn tile<V: Vector>(
         &self,
-        t: &mut KeyTiles<A>,
-        scoring: &Scoring<A>,
+        t: &mut KeyTiles<V::T>,
+        scoring: &Scoring<V::T>,
         ranges: &[QRange],
         doc: u32,
         kv: u32,
@@ -135,7 +140,7 @@ impl<A: Real> Keys<'_, A> {
         // Only the rows that hold keys, so that a tile of a short document costs less.
         let (nk, nv) = (t.keys.n * t.ldk, t.keys.n * t.ldv);
         for sums in [&mut t.dk[..nk], &mut t.dk_part[..nk], &mut t.dv[..nv], &mut t.dv_part[..nv]] {
-            sums.fill(A::ZERO);
+            sums.fill(V::T::ZERO);
         }
         let heads = readers(&c.heads, kv, c.q.heads);
         let together = self.heads_together(ranges, doc);
@@ -169,8 +174,8 @@ impl<A: Real> Keys<'_, A> {
             if c.per_q_head {
                 // SAFETY: the partial of this q head is this unit's alone.
                 unsafe { t.write(c, first_head) };
-                t.dk[..nk].fill(A::ZERO);
-                t.dv[..nv].fill(A::ZERO);
+                t.dk[..nk].fill(V::T::ZERO);
+                t.dv[..nv].fill(V::T::ZERO);
             }
         }
         if !c.per_q_head {
@@ -185,7 +190,7 @@ impl<A: Real> Keys<'_, A> {
     /// # Safety
     /// As [`Job::work`].
     #[inline(never)]
-    unsafe fn prefetch_next_head(&self, t: &KeyTiles<A>, ranges: &[QRange], doc: u32, kv: u32) {
+    unsafe fn prefetch_next_head<A>(&self, t: &KeyTiles<A>, ranges: &[QRange], doc: u32, kv: u32) {
         let c = self.call;
         let of_document = || ranges.iter().filter(|q| q.range.doc == doc);
         let few = |rows: u32| rows <= FEW_ROWS;
@@ -221,10 +226,10 @@ impl<A: Real> Keys<'_, A> {
     /// # Safety
     /// As [`Job::work`].
     #[inline(always)]
-    unsafe fn meet<V: Vector<T = A>>(
+    unsafe fn meet<V: Vector>(
         &self,
-        t: &mut KeyTiles<A>,
-        scoring: &Scoring<A>,
+        t: &mut KeyTiles<V::T>,
+        scoring: &Scoring<V::T>,
         run: &mut Flush,
         pos: i64,
         bad_k: bool,
@@ -234,18 +239,11 @@ impl<A: Real> Keys<'_, A> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let keys = &t.keys;
         let lanes = vectors::<V>(t.lanes.n);
-        let cover = t.lanes.meet(0, lanes, keys.min, keys.max, keys.base, scoring.alibi);
-        if cover == Cover::None {
-            return;
-        }
+        let Some((range, masked)) = meet(&mut t.lanes, 0, lanes, &keys.slots, scoring.alibi) else { return };
         if run.before(pos, t.lanes.n) {
             let (nk, nv) = (keys.n * t.ldk, keys.n * t.ldv);
             flush(&mut t.dk[..nk], &mut t.dk_part[..nk]);
             flush(&mut t.dv[..nv], &mut t.dv_part[..nv]);
-        }
-        let mut range = 0..keys.n;
-        if cover == Cover::Some {
-            range = keys.seen(range, 2, t.lanes.visible_keys(0, lanes).span());
         }
         let (begin, count) = (range.start, range.len());
         let skip = |bad: bool| if bad { Skip::A } else { Skip::None };
@@ -257,68 +255,53 @@ impl<A: Real> Keys<'_, A> {
                 to_lanes::<V>(&t.q[lane * t.ldk..], t.ldk, d, t.qt, lanes, lane);
                 to_lanes::<V>(&t.d_o[lane * t.ldv..], t.ldv, dv, t.d_ot, lanes, lane);
             }
-            t.lanes.gather(&c.lse, t.lse, A::NEG_INFINITY);
-            t.lanes.gather(&c.delta, t.delta, A::ZERO);
+            t.lanes.gather(&c.lse, t.lse, V::T::NEG_INFINITY);
+            t.lanes.gather(&c.delta, t.delta, V::T::ZERO);
             no_row(t.lse);
             let bad_q = any_non_finite::<V>(t.q.as_ptr(), lanes * t.ldk);
             let bad_d_o = any_non_finite::<V>(t.d_o.as_ptr(), lanes * t.ldv);
-            V::gemm(&Gemm {
-                a: keys.k.as_ptr().add(begin * t.ldk),
-                a_row: t.ldk,
-                b: t.qt.as_ptr(),
-                ldb: lanes,
-                c: t.s.as_mut_ptr().add(begin * lanes),
-                ldc: lanes,
-                ..product(count, lanes, d)
-            });
-            V::gemm(&Gemm {
-                a: keys.v.as_ptr().add(begin * t.ldv),
-                a_row: t.ldv,
-                b: t.d_ot.as_ptr(),
-                ldb: lanes,
-                c: t.dp.as_mut_ptr().add(begin * lanes),
-                ldc: lanes,
-                ..product(count, lanes, dv)
-            });
-            let mut w = 0;
-            while w < lanes {
+            let scores = [(&keys.k, &t.qt, &mut t.s, t.ldk, d), (&keys.v, &t.d_ot, &mut t.dp, t.ldv, dv)];
+            for (keys, rows, scores, ld, dim) in scores {
+                V::gemm(&Gemm {
+                    a: keys.as_ptr().add(begin * ld),
+                    a_row: ld,
+                    b: rows.as_ptr(),
+                    ldb: lanes,
+                    c: scores.as_mut_ptr().add(begin * lanes),
+                    ldc: lanes,
+                    ..product(count, lanes, dim)
+                });
+            }
+            for w in (0..lanes).step_by(V::W) {
                 gradients::<V>(
                     scoring,
                     &t.lanes,
                     w,
                     &keys.rel[range.clone()],
                     |j| t.valid[begin + j] != 0,
-                    cover == Cover::Some,
+                    masked,
                     t.s.as_mut_ptr().add(begin * lanes + w),
                     t.dp.as_mut_ptr().add(begin * lanes + w),
                     lanes,
                     t.lse.as_ptr().add(w),
                     t.delta.as_ptr().add(w),
                 );
-                w += V::W;
             }
-            V::gemm(&Gemm {
-                a: t.s.as_ptr().add(begin * lanes),
-                a_row: lanes,
-                b: t.d_o.as_ptr(),
-                ldb: t.ldv,
-                c: t.dv_part.as_mut_ptr().add(begin * t.ldv),
-                ldc: t.ldv,
-                store: Store::Chain,
-                skip: skip(bad_d_o),
-                ..product(count, vectors::<V>(dv), t.lanes.n)
-            });
-            V::gemm(&Gemm {
-                a: t.dp.as_ptr().add(begin * lanes),
-                a_row: lanes,
-                b: t.q.as_ptr(),
-                ldb: t.ldk,
-                c: t.dk_part.as_mut_ptr().add(begin * t.ldk),
-                ldc: t.ldk,
-                store: Store::Chain,
-                skip: skip(bad_q),
-                ..product(count, vectors::<V>(d), t.lanes.n)
-            });
+            let sums =
+                [(&t.s, &t.d_o, &mut t.dv_part, t.ldv, bad_d_o, dv), (&t.dp, &t.q, &mut t.dk_part, t.ldk, bad_q, d)];
+            for (weights, rows, sums, ld, bad, dim) in sums {
+                V::gemm(&Gemm {
+                    a: weights.as_ptr().add(begin * lanes),
+                    a_row: lanes,
+                    b: rows.as_ptr(),
+                    ldb: ld,
+                    c: sums.as_mut_ptr().add(begin * ld),
+                    ldc: ld,
+                    store: Store::Chain,
+                    skip: skip(bad),
+                    ..product(count, vectors::<V>(dim), t.lanes.n)
+                });
+            }
             if !self.queries {
                 return;
             }
@@ -335,7 +318,7 @@ impl<A: Real> Keys<'_, A> {
             });
             turn.wait(place);
             for lane in 0..t.lanes.n {
-                let dq = at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]);
+                let dq = at::<V::T>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]);
                 for (x, &sum) in core::slice::from_raw_parts_mut(dq, d).iter_mut().zip(&t.dq[lane * t.ldk..]) {
                     *x = *x + sum;
                 }

@@ -4,28 +4,29 @@
 //! Units, tiles and the order of keys are those of the forward. `dQᵀ += Kᵀ·dS` stays in the cache until the last key,
 //! and is then written to dq or added to it, as the mode of the range says.
 
-use super::backward::{FLUSH, Flush, flush, gradients, no_row};
+use super::backward::{FLUSH, Flush, flush, gradients, meet, no_row};
 use super::row_blocks::{RowUnit, RowUnits, readers};
 use super::stream::{KeyStream, KeyTile};
-use super::tile::{Cover, Lanes, Scoring, at, product};
+use super::tile::{Lanes, Scoring, at, product};
 use crate::call::AttendBackward;
+use crate::element::Accumulator;
 use crate::kernel::cpu::choice::Documents;
-use crate::kernel::cpu::job::{Job, SumType};
+use crate::kernel::cpu::job::Job;
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
 use crate::kernel::cpu::memory::panel::{any_non_finite, to_rows};
 use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
+#[cfg(target_arch = "x86_64")]
+use crate::kernel::cpu::product::forms::TileForm;
 use crate::kernel::cpu::product::{Gemm, Skip, Store};
-use crate::kernel::cpu::vector::simd::{Real, Vector};
-use core::marker::PhantomData;
+use crate::kernel::cpu::vector::simd::Vector;
 use core::sync::atomic::AtomicUsize;
 
 const _: () = assert!(FLUSH % KEYS as i64 == 0, "a tile must lie in one run");
 
-/// The queries' pass of a call whose sums are `A`s.
-pub(crate) struct Queries<'a, A> {
+/// The queries' pass of a call.
+pub(crate) struct Queries<'a> {
     pub call: &'a AttendBackward<'a>,
     pub documents: Documents<'a>,
-    pub sums: PhantomData<A>,
 }
 
 struct QueryTiles<'a, A> {
@@ -48,23 +49,26 @@ struct QueryTiles<'a, A> {
     rows: &'a mut [A],
 }
 
-impl<A: SumType> Job for Queries<'_, A> {
-    type Acc = A;
-
+impl Job for Queries<'_> {
     #[inline(always)]
-    unsafe fn work<E: AttentionEngine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn work<E: AttentionEngine>(&self, lines: &mut [Line], next: &AtomicUsize) {
         // SAFETY: the lines are large enough and each unit is handed out once (the contract of `Job::work`).
         unsafe { self.dense::<E::V>(lines, next) }
     }
+
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn work_on_tiles<H: TileForm>(&self, _: &mut [Line], _: &AtomicUsize) {
+        unreachable!("the queries' pass runs on vectors")
+    }
 }
 
-impl<A: Real> Queries<'_, A> {
+impl Queries<'_> {
     /// Takes units until none is left, with vectors `V`.
     ///
     /// # Safety
     /// As [`Job::work`].
     #[inline(always)]
-    unsafe fn dense<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn dense<V: Vector>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let mut arena = Arena(lines);
@@ -89,25 +93,23 @@ impl<A: Real> Queries<'_, A> {
         while let Some(unit) = units.next(next) {
             let heads = readers(&c.heads, unit.kv, c.q.heads);
             let share = (LANES_BACK as u32 / unit.rows).max(1);
-            let mut h = heads.start;
-            while h < heads.end {
-                let end = heads.end.min(h + share);
+            for head in heads.clone().step_by(share as usize) {
+                let heads = head..heads.end.min(head + share);
                 // SAFETY: unit and heads are within the call, whose shapes are checked and memory is valid.
-                unsafe { self.unit::<V>(&mut tiles, &scoring, &unit, h..end) };
-                h = end;
+                unsafe { self.unit::<V>(&mut tiles, &scoring, &unit, heads) };
             }
         }
     }
 }
 
-impl<A: Real> Queries<'_, A> {
+impl Queries<'_> {
     /// # Safety
     /// As [`Job::work`].
     #[inline(always)]
-    unsafe fn unit<V: Vector<T = A>>(
+    unsafe fn unit<V: Vector>(
         &self,
-        t: &mut QueryTiles<A>,
-        scoring: &Scoring<A>,
+        t: &mut QueryTiles<V::T>,
+        scoring: &Scoring<V::T>,
         unit: &RowUnit,
         heads: core::ops::Range<u32>,
     ) {
@@ -123,12 +125,12 @@ impl<A: Real> Queries<'_, A> {
         unsafe {
             t.lanes.pack_transposed::<V>(&c.q, t.q, panel, lanes, t.rows);
             t.lanes.pack_transposed::<V>(&c.d_o, t.d_o, panel, lanes, t.rows);
-            t.lanes.gather(&c.lse, t.lse, A::NEG_INFINITY);
-            t.lanes.gather(&c.delta, t.delta, A::ZERO);
+            t.lanes.gather(&c.lse, t.lse, V::T::NEG_INFINITY);
+            t.lanes.gather(&c.delta, t.delta, V::T::ZERO);
         }
         no_row(t.lse);
-        t.part[..size].fill(A::ZERO);
-        t.total[..size].fill(A::ZERO);
+        t.part[..size].fill(V::T::ZERO);
+        t.total[..size].fill(V::T::ZERO);
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
         let mut run = Flush::new(c.aligned);
@@ -141,69 +143,54 @@ impl<A: Real> Queries<'_, A> {
             }
             // SAFETY: rows are apart by whole vectors.
             let bad = unsafe { any_non_finite::<V>(keys.k.as_ptr(), keys.n * t.ldk) };
-            let mut first = 0;
-            while first < lanes {
+            for first in (0..lanes).step_by(panel) {
                 let width = panel.min(lanes - first);
-                let cover = t.lanes.meet(first, width, keys.min, keys.max, keys.base, scoring.alibi);
-                if cover != Cover::None {
-                    let p = first / panel;
-                    let mut range = 0..keys.n;
-                    if cover == Cover::Some {
-                        range = keys.seen(range, 2, t.lanes.visible_keys(first, width).span());
-                    }
-                    let (begin, count) = (range.start, range.len());
-                    // SAFETY: all tiles are as large as the sizes say.
-                    unsafe {
+                let Some((range, masked)) = meet(&mut t.lanes, first, width, &keys.slots, scoring.alibi) else {
+                    continue;
+                };
+                let (begin, count) = (range.start, range.len());
+                // SAFETY: all tiles are as large as the sizes say; lanes from `first` on are panel `first / panel`.
+                unsafe {
+                    let scores = [(&keys.k, &t.q, &mut t.s, t.ldk, d), (&keys.v, &t.d_o, &mut t.dp, t.ldv, dv)];
+                    for (keys, rows, scores, ld, dim) in scores {
                         V::gemm(&Gemm {
-                            a: keys.k.as_ptr().add(begin * t.ldk),
-                            a_row: t.ldk,
-                            b: t.q.as_ptr().add(p * panel * d),
+                            a: keys.as_ptr().add(begin * ld),
+                            a_row: ld,
+                            b: rows.as_ptr().add(first * dim),
                             ldb: panel,
-                            c: t.s.as_mut_ptr().add(begin * panel),
+                            c: scores.as_mut_ptr().add(begin * panel),
                             ldc: panel,
-                            ..product(count, width, d)
-                        });
-                        V::gemm(&Gemm {
-                            a: keys.v.as_ptr().add(begin * t.ldv),
-                            a_row: t.ldv,
-                            b: t.d_o.as_ptr().add(p * panel * dv),
-                            ldb: panel,
-                            c: t.dp.as_mut_ptr().add(begin * panel),
-                            ldc: panel,
-                            ..product(count, width, dv)
-                        });
-                        let mut w = 0;
-                        while w < width {
-                            gradients::<V>(
-                                scoring,
-                                &t.lanes,
-                                first + w,
-                                &keys.rel[range.clone()],
-                                |_| true,
-                                cover == Cover::Some,
-                                t.s.as_mut_ptr().add(begin * panel + w),
-                                t.dp.as_mut_ptr().add(begin * panel + w),
-                                panel,
-                                t.lse.as_ptr().add(first + w),
-                                t.delta.as_ptr().add(first + w),
-                            );
-                            w += V::W;
-                        }
-                        V::gemm(&Gemm {
-                            a: keys.k.as_ptr().add(begin * t.ldk),
-                            a_row: 1,
-                            a_col: t.ldk,
-                            b: t.dp.as_ptr().add(begin * panel),
-                            ldb: panel,
-                            c: t.part.as_mut_ptr().add(p * panel * d),
-                            ldc: panel,
-                            store: Store::Add,
-                            skip: if bad { Skip::B } else { Skip::None },
-                            ..product(d, width, count)
+                            ..product(count, width, dim)
                         });
                     }
+                    for w in (0..width).step_by(V::W) {
+                        gradients::<V>(
+                            scoring,
+                            &t.lanes,
+                            first + w,
+                            &keys.rel[range.clone()],
+                            |_| true,
+                            masked,
+                            t.s.as_mut_ptr().add(begin * panel + w),
+                            t.dp.as_mut_ptr().add(begin * panel + w),
+                            panel,
+                            t.lse.as_ptr().add(first + w),
+                            t.delta.as_ptr().add(first + w),
+                        );
+                    }
+                    V::gemm(&Gemm {
+                        a: keys.k.as_ptr().add(begin * t.ldk),
+                        a_row: 1,
+                        a_col: t.ldk,
+                        b: t.dp.as_ptr().add(begin * panel),
+                        ldb: panel,
+                        c: t.part.as_mut_ptr().add(first * d),
+                        ldc: panel,
+                        store: Store::Add,
+                        skip: if bad { Skip::B } else { Skip::None },
+                        ..product(d, width, count)
+                    });
                 }
-                first += panel;
             }
         }
         flush(&mut t.total[..size], &mut t.part[..size]);
@@ -215,7 +202,7 @@ impl<A: Real> Queries<'_, A> {
             for (lane, sums) in (first..t.lanes.n).zip(t.rows.chunks_exact(d).take(V::W)) {
                 // SAFETY: the lane's row and head are within dq, which this unit alone touches there.
                 let dq = unsafe {
-                    core::slice::from_raw_parts_mut(at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]), d)
+                    core::slice::from_raw_parts_mut(at::<V::T>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]), d)
                 };
                 if !q.mode.continues() {
                     dq.copy_from_slice(sums);

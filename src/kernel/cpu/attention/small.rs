@@ -42,8 +42,7 @@ pub(crate) fn is_small<V: Vector>(c: &Attend, q: &QRange, heads: usize, (lo, hi)
     let mut keys = 0;
     for &pair in &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
         let k = &c.ranges.k[pair as usize];
-        let end = if hi == i64::MAX { k.len } else { k.rows_before(hi + 1) };
-        keys += end.saturating_sub(k.rows_before(lo)) as usize;
+        keys += k.rows_at(lo, hi).len();
         if keys * lanes > PAIRS || keys >= KEYS {
             return false;
         }

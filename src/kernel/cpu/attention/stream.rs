@@ -81,8 +81,7 @@ impl<'a> KeyStream<'a> {
             let Some(index) = self.next_range() else { return false };
             self.index = index;
             self.current = self.k[index as usize];
-            self.at = self.current.rows_before(self.lo);
-            self.stop = if self.hi == i64::MAX { self.current.len } else { self.current.rows_before(self.hi + 1) };
+            Span { start: self.at, end: self.stop } = self.current.rows_at(self.lo, self.hi);
         }
         true
     }
@@ -242,6 +241,19 @@ impl<'a, A: Real> Slots<'a, A> {
         begin..end
     }
 
+    /// For each slot up to the last one with a key, whether its range is among the pairs.
+    #[inline(always)]
+    pub(crate) fn read_by(&self, pairs: &[u32]) -> impl Iterator<Item = bool> {
+        let mut last = None;
+        self.index[..self.n].iter().map(move |&index| {
+            let (_, read) = *last.insert(match last {
+                Some(known @ (range, _)) if range == index => known,
+                _ => (index, pairs.contains(&index)),
+            });
+            read
+        })
+    }
+
     /// Computes the positions of each block.
     #[inline(always)]
     pub(crate) fn find_blocks(&mut self) {
@@ -282,7 +294,7 @@ impl<'a, T: Pod, A: Real> KeyTile<'a, T, A> {
     ) -> Self {
         let n = usize::from(used);
         let slots = Slots::new(arena, n * KEYS);
-        let tile = Self { k: arena.take(n * E::keys_len(d)), v: arena.take(n * E::values_len(dv)), slots };
+        let tile = Self { k: arena.take(n * E::keys_len(d)), v: arena.take(n * E::keys_len(dv)), slots };
         if !E::WRITES_ALL {
             tile.k.fill(T::zeroed());
             tile.v.fill(T::zeroed());

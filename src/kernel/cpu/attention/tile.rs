@@ -168,17 +168,6 @@ impl<'a, A: Real> Lanes<'a, A> {
         }
     }
 
-    /// Which pairs of lanes `first..first + width` and keys at positions `min..=max` are allowed. If any is, also calls
-    /// [`Lanes::relate`].
-    #[inline(always)]
-    pub(crate) fn meet(&mut self, first: usize, width: usize, min: i64, max: i64, base: i64, alibi: bool) -> Cover {
-        let cover = self.visible_keys(first, width).cover(min, max);
-        if cover != Cover::None {
-            self.relate(first, width, base, cover == Cover::Some, alibi);
-        }
-        cover
-    }
-
     /// Packs a row of each lane transposed: element `d` of lane `l` to `[l / panel][d][l mod panel]`. Unused lanes get
     /// zeros. `rows` holds `V::W` rows.
     ///

@@ -141,53 +141,51 @@ fn nearest_bf16(x: f32) -> u16 {
     (bits >> 16) as u16
 }
 
-/// Widens elements of any type into either accumulator.
+/// Widens elements of any type to f64.
 ///
 /// # Safety
 /// As [`widen_from`].
-pub(crate) unsafe fn load<A: Real>(dtype: Dtype, src: *const u8, dst: &mut [A]) {
+pub(crate) unsafe fn load(dtype: Dtype, src: *const u8, dst: &mut [f64]) {
     /// # Safety
     /// As [`load`], with elements `E`.
-    unsafe fn each<E: Element, A: Real>(src: *const u8, dst: &mut [A]) {
+    unsafe fn each<E: Element>(src: *const u8, dst: &mut [f64]) {
         // SAFETY: `src` is valid for reads of `dst.len()` elements `E` (the contract of `load`).
         let src = unsafe { core::slice::from_raw_parts(src.cast::<E>(), dst.len()) };
         for (d, s) in dst.iter_mut().zip(src) {
-            *d = A::from_f64(s.to_f64());
+            *d = s.to_f64();
         }
     }
     // SAFETY: `src` is valid for reads of `dst.len()` elements of `dtype` (the contract of `load`).
     unsafe {
         match dtype {
-            dtype if dtype.accumulator() == A::DTYPE => widen_from(dtype, src, dst),
-            Dtype::F16 => each::<f16, A>(src, dst),
-            Dtype::Bf16 => each::<bf16, A>(src, dst),
-            Dtype::F32 => each::<f32, A>(src, dst),
-            Dtype::F64 => each::<f64, A>(src, dst),
+            Dtype::F16 => each::<f16>(src, dst),
+            Dtype::Bf16 => each::<bf16>(src, dst),
+            Dtype::F32 => each::<f32>(src, dst),
+            Dtype::F64 => each::<f64>(src, dst),
         }
     }
 }
 
-/// Rounds to elements of any type, once.
+/// Rounds f64 to elements of any type, once.
 ///
 /// # Safety
 /// As [`narrow_to`].
-pub(crate) unsafe fn store<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
+pub(crate) unsafe fn store(dtype: Dtype, src: &[f64], dst: *mut u8) {
     /// # Safety
     /// As [`store`], with elements `E`.
-    unsafe fn each<E: Element, A: Real>(src: &[A], dst: *mut u8) {
+    unsafe fn each<E: Element>(src: &[f64], dst: *mut u8) {
         for (i, x) in src.iter().enumerate() {
             // SAFETY: `i < src.len()`, and `dst` is valid for writes of as many elements `E` (the contract of `store`).
-            unsafe { dst.cast::<E>().add(i).write(E::from_f64(x.to_f64())) };
+            unsafe { dst.cast::<E>().add(i).write(E::from_f64(*x)) };
         }
     }
     // SAFETY: `dst` is valid for writes of `src.len()` elements of `dtype` (the contract of `store`).
     unsafe {
         match dtype {
-            dtype if dtype.accumulator() == A::DTYPE => narrow_to(dtype, src, dst),
-            Dtype::F16 => each::<f16, A>(src, dst),
-            Dtype::Bf16 => each::<bf16, A>(src, dst),
-            Dtype::F32 => each::<f32, A>(src, dst),
-            Dtype::F64 => each::<f64, A>(src, dst),
+            Dtype::F16 => each::<f16>(src, dst),
+            Dtype::Bf16 => each::<bf16>(src, dst),
+            Dtype::F32 => each::<f32>(src, dst),
+            Dtype::F64 => each::<f64>(src, dst),
         }
     }
 }

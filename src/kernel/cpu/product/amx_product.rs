@@ -104,55 +104,84 @@ pub(crate) unsafe fn values_of(
     }
 }
 
+/// The four products of a step with the part of A at `$a` and the part of B at `$b`, both of which are loaded: A with
+/// the instruction `$load`.
+macro_rules! both {
+    ($load:literal, $product:literal, $a:literal, $b:literal) => {
+        concat!(
+            $load,
+            " tmm4, [{a0} + {row} + ",
+            $a,
+            "]\n",
+            "tileloadd tmm6, [{b0} + {row} + ",
+            $b,
+            "]\n",
+            $product,
+            " tmm0, tmm4, tmm6\n",
+            "tileloadd tmm7, [{b1} + {row} + ",
+            $b,
+            "]\n",
+            $product,
+            " tmm1, tmm4, tmm7\n",
+            $load,
+            " tmm5, [{a1} + {row} + ",
+            $a,
+            "]\n",
+            $product,
+            " tmm2, tmm5, tmm6\n",
+            $product,
+            " tmm3, tmm5, tmm7"
+        )
+    };
+}
+
+/// The four products with another part of A; that of B is in the registers.
+macro_rules! left {
+    ($a:literal) => {
+        concat!(
+            "tileloadd tmm4, [{a0} + {row} + ",
+            $a,
+            "]\n",
+            "tdpbf16ps tmm0, tmm4, tmm6\n",
+            "tdpbf16ps tmm1, tmm4, tmm7\n",
+            "tileloadd tmm5, [{a1} + {row} + ",
+            $a,
+            "]\n",
+            "tdpbf16ps tmm2, tmm5, tmm6\n",
+            "tdpbf16ps tmm3, tmm5, tmm7"
+        )
+    };
+}
+
+/// The four products with another part of B; that of A is in the registers.
+macro_rules! right {
+    ($b:literal) => {
+        concat!(
+            "tileloadd tmm6, [{b0} + {row} + ",
+            $b,
+            "]\n",
+            "tdpbf16ps tmm0, tmm4, tmm6\n",
+            "tdpbf16ps tmm2, tmm5, tmm6\n",
+            "tileloadd tmm7, [{b1} + {row} + ",
+            $b,
+            "]\n",
+            "tdpbf16ps tmm1, tmm4, tmm7\n",
+            "tdpbf16ps tmm3, tmm5, tmm7"
+        )
+    };
+}
+
 /// A step of operands of one part. `$load` is the instruction that loads the left one.
 macro_rules! one {
     ($then:ident, $name:ident, $instruction:literal, $load:literal) => {
-        $then!(
-            $name,
-            concat!($load, " tmm4, [{a0} + {row}]"),
-            "tileloadd tmm6, [{b0} + {row}]",
-            concat!($instruction, " tmm0, tmm4, tmm6"),
-            "tileloadd tmm7, [{b1} + {row}]",
-            concat!($instruction, " tmm1, tmm4, tmm7"),
-            concat!($load, " tmm5, [{a1} + {row}]"),
-            concat!($instruction, " tmm2, tmm5, tmm6"),
-            concat!($instruction, " tmm3, tmm5, tmm7")
-        );
+        $then!($name, both!($load, $instruction, 0, 0));
     };
 }
 
 /// A step of operands of two parts of bf16: the products of left and right part 1 with 2, 2 with 2, 2 with 1, 1 with 1.
 macro_rules! two {
     ($then:ident, $name:ident) => {
-        $then!(
-            $name,
-            "tileloadd tmm4, [{a0} + {row}]",
-            "tileloadd tmm6, [{b0} + {row} + 1024]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm7, [{b1} + {row} + 1024]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{a1} + {row}]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            "tileloadd tmm4, [{a0} + {row} + 1024]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{a1} + {row} + 1024]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            "tileloadd tmm6, [{b0} + {row}]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tileloadd tmm7, [{b1} + {row}]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            "tileloadd tmm4, [{a0} + {row}]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{a1} + {row}]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm3, tmm5, tmm7"
-        );
+        $then!($name, both!("tileloadd", "tdpbf16ps", 0, 1024), left!(1024), right!(0), left!(0));
     };
 }
 
@@ -162,44 +191,12 @@ macro_rules! three {
     ($then:ident, $name:ident) => {
         $then!(
             $name,
-            "tileloadd tmm4, [{a0} + {row}]",
-            "tileloadd tmm6, [{b0} + {row} + 2048]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm7, [{b1} + {row} + 2048]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{a1} + {row}]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            "tileloadd tmm6, [{b0} + {row} + 1024]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tileloadd tmm7, [{b1} + {row} + 1024]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            "tileloadd tmm4, [{a0} + {row} + 1024]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{a1} + {row} + 1024]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            "tileloadd tmm6, [{b0} + {row}]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tileloadd tmm7, [{b1} + {row}]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            "tileloadd tmm4, [{a0} + {row} + 2048]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{a1} + {row} + 2048]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            "tileloadd tmm4, [{a0} + {row}]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{a1} + {row}]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm3, tmm5, tmm7"
+            both!("tileloadd", "tdpbf16ps", 0, 2048),
+            right!(1024),
+            left!(1024),
+            right!(0),
+            left!(2048),
+            left!(0)
         );
     };
 }

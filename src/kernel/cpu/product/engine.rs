@@ -26,8 +26,8 @@ use core::ops::Range;
 ///
 /// # Safety
 /// Every method needs the instruction set to be present; all but [`AttentionEngine::enter`] need `enter` to have been
-/// called on this thread. Tiles and panels have the lengths [`AttentionEngine::keys_len`],
-/// [`AttentionEngine::values_len`] and [`AttentionEngine::queries_len`], `s` is `[KEYS][PANEL]`, `p` has
+/// called on this thread. Tiles and panels have the lengths [`AttentionEngine::keys_len`] and
+/// [`AttentionEngine::queries_len`], `s` is `[KEYS][PANEL]`, `p` has
 /// [`AttentionEngine::weights_len`] elements, and `o` is `[value_dim padded to GRAIN][PANEL]`.
 pub(crate) trait AttentionEngine {
     /// The type of sums.
@@ -51,10 +51,8 @@ pub(crate) trait AttentionEngine {
     /// The deferred products of [`AttentionEngine::interleaved`].
     type Later: Default;
 
-    /// Elements of a tile of k.
+    /// Elements of a tile of k or of v.
     fn keys_len(dim: usize) -> usize;
-    /// Elements of a tile of v.
-    fn values_len(dim: usize) -> usize;
     /// Elements of a panel of q.
     fn queries_len(dim: usize) -> usize;
 
@@ -241,10 +239,6 @@ impl<V: Vector> AttentionEngine for Dense<V> {
     type Later = ();
 
     fn keys_len(dim: usize) -> usize {
-        KEYS * Self::row(dim)
-    }
-
-    fn values_len(dim: usize) -> usize {
         KEYS * Self::row(dim)
     }
 

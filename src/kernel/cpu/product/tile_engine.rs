@@ -161,10 +161,6 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
         KEYS * dim.next_multiple_of(32) * H::PARTS
     }
 
-    fn values_len(dim: usize) -> usize {
-        KEYS * dim.next_multiple_of(32) * H::PARTS
-    }
-
     fn queries_len(dim: usize) -> usize {
         PANEL * dim.next_multiple_of(32) * H::PARTS
     }

@@ -7,7 +7,7 @@
 
 #![allow(unused_unsafe, reason = "newer compilers take these intrinsics for safe where the target has NEON")]
 
-use super::simd::{Pow2, Vector, by_element, exp_f32, exp2_f32, map_f64, tanh_f32};
+use super::simd::Vector;
 use crate::kernel::cpu::product::Gemm;
 use crate::kernel::cpu::product::gemm::gemm;
 use core::arch::aarch64::*;
@@ -23,9 +23,7 @@ pub(crate) struct Doubles(pub [float64x2_t; 2]);
 macro_rules! vector {
     ($v:ident, $t:ty, $w:literal,
      $splat:ident $load:ident $store:ident $add:ident $sub:ident $mul:ident $div:ident $fma:ident
-     $gt:ident $select:ident $bits:ident,
-     |$z:ident| $exp2:expr, |$p:ident, $ld:ident, $q:ident, $qd:ident| $transpose:expr,
-     |$e:ident| $exp:expr, |$h:ident| $tanh:expr) => {
+     $gt:ident $select:ident $bits:ident; $($own:tt)*) => {
         impl Vector for $v {
             type T = $t;
             const W: usize = $w;
@@ -74,12 +72,6 @@ macro_rules! vector {
                 unsafe { Self([$fma(c.0[0], self.0[0], b.0[0]), $fma(c.0[1], self.0[1], b.0[1])]) }
             }
             #[inline(always)]
-            unsafe fn max(a: Self, b: Self) -> Self {
-                // SAFETY: NEON is part of the target; registers alone. NEON's own maximum gives NaN where either is
-                // one.
-                unsafe { Self::gt(a, b, a, b) }
-            }
-            #[inline(always)]
             unsafe fn any_gt(a: Self, b: Self) -> bool {
                 // SAFETY: NEON is part of the target; registers alone.
                 unsafe {
@@ -94,44 +86,35 @@ macro_rules! vector {
                     Self([0, 1].map(|i| $select($gt(a.0[i], b.0[i]), x.0[i], y.0[i])))
                 }
             }
-            #[inline(always)]
-            unsafe fn exp2(self) -> Self {
-                let $z = self;
-                // SAFETY: NEON is part of the target; registers alone.
-                unsafe { $exp2 }
-            }
-            #[inline(always)]
-            unsafe fn transpose($p: *const $t, $ld: usize, $q: *mut $t, $qd: usize) {
-                // SAFETY: `p` and `q` are to W rows of W elements (the contract).
-                unsafe { $transpose }
-            }
-            #[inline(always)]
-            unsafe fn exp(self) -> Self {
-                let $e = self;
-                // SAFETY: NEON is part of the target; registers alone.
-                unsafe { $exp }
-            }
-            #[inline(always)]
-            unsafe fn tanh(self) -> Self {
-                let $h = self;
-                // SAFETY: NEON is part of the target; registers alone.
-                unsafe { $tanh }
-            }
             unsafe fn gemm(g: &Gemm<$t>) {
                 // SAFETY: the panels are as `Gemm` says (the contract of `gemm`).
                 unsafe { gemm::<Self>(g) }
             }
+            $($own)*
         }
     };
 }
 
 vector!(Floats, f32, 8,
-    vdupq_n_f32 vld1q_f32 vst1q_f32 vaddq_f32 vsubq_f32 vmulq_f32 vdivq_f32 vfmaq_f32 vcgtq_f32 vbslq_f32 words_f32,
-    |x| exp2_f32(x), |p, ld, q, qd| transpose8(p, ld, q, qd), |x| exp_f32(x), |x| tanh_f32(x));
+    vdupq_n_f32 vld1q_f32 vst1q_f32 vaddq_f32 vsubq_f32 vmulq_f32 vdivq_f32 vfmaq_f32 vcgtq_f32 vbslq_f32 words_f32;
+    #[inline(always)]
+    unsafe fn pow2(p: Self, t: Self) -> Self {
+        // SAFETY: NEON is part of the target.
+        unsafe {
+            Self([0, 1].map(|i| {
+                let n = vshlq_n_u32::<23>(vreinterpretq_u32_f32(t.0[i]));
+                vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(p.0[i]), n))
+            }))
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose(from: *const f32, ld: usize, to: *mut f32, to_ld: usize) {
+        // SAFETY: the contract of `Vector`.
+        unsafe { transpose8(from, ld, to, to_ld) }
+    }
+);
 vector!(Doubles, f64, 4,
-    vdupq_n_f64 vld1q_f64 vst1q_f64 vaddq_f64 vsubq_f64 vmulq_f64 vdivq_f64 vfmaq_f64 vcgtq_f64 vbslq_f64 words_f64,
-    |x| map_f64(x, f64::exp2), |p, ld, q, qd| by_element(p, ld, q, qd, 4), |x| map_f64(x, f64::exp),
-    |x| map_f64(x, f64::tanh));
+    vdupq_n_f64 vld1q_f64 vst1q_f64 vaddq_f64 vsubq_f64 vmulq_f64 vdivq_f64 vfmaq_f64 vcgtq_f64 vbslq_f64 words_f64;);
 
 /// A comparison's lanes, for [`vmaxvq_u32`].
 #[inline(always)]
@@ -144,19 +127,6 @@ fn words_f32(lanes: uint32x4_t) -> uint32x4_t {
 fn words_f64(lanes: uint64x2_t) -> uint32x4_t {
     // SAFETY: NEON is part of the target.
     unsafe { vreinterpretq_u32_u64(lanes) }
-}
-
-impl Pow2 for Floats {
-    #[inline(always)]
-    unsafe fn pow2(p: Self, t: Self) -> Self {
-        // SAFETY: NEON is part of the target.
-        unsafe {
-            Self([0, 1].map(|i| {
-                let n = vshlq_n_u32::<23>(vreinterpretq_u32_f32(t.0[i]));
-                vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(p.0[i]), n))
-            }))
-        }
-    }
 }
 
 /// `[4][4]` f32, transposed.

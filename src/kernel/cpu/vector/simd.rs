@@ -18,16 +18,21 @@ pub(crate) trait Real:
     const TINY: Self;
     /// The smallest finite number.
     const LOWEST: Self;
-}
 
-impl Real for f32 {
-    const LOWEST: Self = Self::MIN;
-    const TINY: Self = Self::from_bits(1);
-}
+    /// `self · b + c`, rounded once where the target does that.
+    fn fma(self, b: Self, c: Self) -> Self;
+    /// Adds the low bits of `t` to the exponent.
+    fn pow2(self, t: Self) -> Self;
 
-impl Real for f64 {
-    const LOWEST: Self = Self::MIN;
-    const TINY: Self = Self::from_bits(1);
+    /// [`Vector::exp2`], unless the instruction set has its own.
+    ///
+    /// # Safety
+    /// As [`Vector`], here and below.
+    unsafe fn exp2<V: Vector<T = Self>>(x: V) -> V;
+    /// [`Vector::exp`].
+    unsafe fn exp<V: Vector<T = Self>>(x: V) -> V;
+    /// [`Vector::tanh`].
+    unsafe fn tanh<V: Vector<T = Self>>(x: V) -> V;
 }
 
 /// `W` lanes of `T`.
@@ -52,7 +57,11 @@ pub(crate) trait Vector: Copy {
     /// `self · b + c`, rounded once where the hardware does that.
     unsafe fn fma(self, b: Self, c: Self) -> Self;
     /// The larger one by lane; b where either is NaN.
-    unsafe fn max(a: Self, b: Self) -> Self;
+    #[inline(always)]
+    unsafe fn max(a: Self, b: Self) -> Self {
+        // SAFETY: the contract, here and below.
+        unsafe { Self::gt(a, b, a, b) }
+    }
     /// `a > b ? x : y` by lane; y where a or b is NaN.
     unsafe fn gt(a: Self, b: Self, x: Self, y: Self) -> Self;
     /// Whether `a > b` in any lane.
@@ -60,136 +69,184 @@ pub(crate) trait Vector: Copy {
     /// 2 to the power of each lane, up to 127, within [`EXP2_ULPS`](self::EXP2_ULPS) (f32) or with the standard
     /// library's error (f64). Exactly 0 at −127 and below, and exactly 1 at 0. A result below the smallest normal
     /// number may be any number between 0 and that. A default NaN gives a NaN; a NaN with a payload need not.
-    unsafe fn exp2(self) -> Self;
+    #[inline(always)]
+    unsafe fn exp2(self) -> Self {
+        // SAFETY: as above.
+        unsafe { Self::T::exp2(self) }
+    }
+    /// `p · 2^n` by lane, where `t = 1.5·2^23 + n` (f32).
+    #[inline(always)]
+    unsafe fn pow2(p: Self, t: Self) -> Self {
+        let mut powers = [Self::T::ZERO; MOST];
+        // SAFETY: `powers` holds at least W elements; the rest as above.
+        unsafe {
+            t.store(powers.as_mut_ptr());
+            by_lane(p, |i, p| p.pow2(powers[i]))
+        }
+    }
     /// Transposes `[W][W]` from rows `ld` apart to rows `to_ld` apart.
     #[inline(always)]
     unsafe fn transpose(from: *const Self::T, ld: usize, to: *mut Self::T, to_ld: usize) {
-        // SAFETY: `from` has W rows `ld` apart and `to` W rows `to_ld` apart, of W elements each (the contract).
-        unsafe { by_element(from, ld, to, to_ld, Self::W) }
+        for i in 0..Self::W {
+            for j in 0..Self::W {
+                // SAFETY: both have W rows of W elements, `ld` and `to_ld` apart (the contract).
+                unsafe { *to.add(j * to_ld + i) = *from.add(i * ld + j) };
+            }
+        }
     }
     /// e to the power of each lane, within 2 ulp (f32) or with the standard library's error (f64); 0 where the result
     /// is below the smallest normal number, exactly 1 at 0, NaN for NaN.
-    unsafe fn exp(self) -> Self;
+    #[inline(always)]
+    unsafe fn exp(self) -> Self {
+        // SAFETY: as above.
+        unsafe { Self::T::exp(self) }
+    }
     /// The hyperbolic tangent, with the same error.
-    unsafe fn tanh(self) -> Self;
+    #[inline(always)]
+    unsafe fn tanh(self) -> Self {
+        // SAFETY: as above.
+        unsafe { Self::T::tanh(self) }
+    }
     /// The matrix product of `gemm.rs`, compiled for this instruction set.
     unsafe fn gemm(g: &crate::kernel::cpu::product::Gemm<Self::T>);
 }
 
-/// A transposition without vectors.
-///
-/// # Safety
-/// `from` and `to` are valid for `n` rows of `n`, `ld` and `to_ld` apart, and do not overlap.
-#[inline(always)]
-pub(crate) unsafe fn by_element<T: Copy>(from: *const T, ld: usize, to: *mut T, to_ld: usize, n: usize) {
-    for i in 0..n {
-        for j in 0..n {
-            // SAFETY: rows and columns are below n.
-            unsafe { *to.add(j * to_ld + i) = *from.add(i * ld + j) };
-        }
-    }
-}
+/// Lanes of the widest vector.
+const MOST: usize = 16;
 
-/// The operation that exp of f32 needs beyond [`Vector`]: `p · 2^n`, where `t = 1.5·2^23 + n`.
-pub(crate) trait Pow2: Vector<T = f32> {
-    /// Adds the low bits of `t` to the exponent of `p`.
-    unsafe fn pow2(p: Self, t: Self) -> Self;
-}
-
-/// exp of f32: `n = round(x / ln 2)`, then a polynomial of degree 6 in the remainder (interpolated at Chebyshev nodes),
-/// then the exponent.
+/// A function of a lane's index and number, lane by lane.
 ///
 /// # Safety
 /// As [`Vector`].
 #[inline(always)]
-pub(crate) unsafe fn exp_f32<V: Pow2>(x: V) -> V {
-    // SAFETY: the caller has the instruction set.
-    unsafe {
-        let t = x.fma(V::splat(core::f32::consts::LOG2_E), V::splat(12_582_912.0));
-        let n = t.sub(V::splat(12_582_912.0));
-        // ln 2 in two parts, the first with so few bits that n times it is exact.
-        let r = n.fma(V::splat(-0.693_145_75), x);
-        let r = n.fma(V::splat(-1.428_606_8e-6), r);
-        let mut p = V::splat(0.001_392_632_6);
-        for c in [0.008_363_293, 0.041_666_556, 0.166_665_76, 0.5, 1.0, 1.0] {
-            p = p.fma(r, V::splat(c));
-        }
-        let y = V::pow2(p, t);
-        // Between the bounds the exponent stays in range. Above: infinity, or NaN for NaN (which fails both
-        // comparisons); below: 0.
-        let y = V::gt(V::splat(88.0), x, y, x.add(V::splat(f32::INFINITY)));
-        V::gt(V::splat(-87.0), x, V::splat(0.0), y)
-    }
-}
-
-/// The error bound of [`exp2_f32`], in units in the last place of the result.
-#[cfg(test)]
-pub(crate) const EXP2_ULPS: f64 = 3.0;
-
-/// Below this `exp2` is 0.
-const EXP2_LEAST: f32 = -127.0;
-
-/// exp2 of f32: `n = round(x)`, a polynomial of degree 5 in the remainder (interpolated at Chebyshev nodes), then the
-/// exponent. The softmax spends most of its time here, so there is one comparison only: at −127 the remainder is 0, the
-/// polynomial is 1, and subtracting 127 from the exponent of 1 gives 0.
-///
-/// # Safety
-/// As [`Vector`].
-#[inline(always)]
-pub(crate) unsafe fn exp2_f32<V: Pow2>(x: V) -> V {
-    // SAFETY: the caller has the instruction set.
-    unsafe {
-        let magic = V::splat(12_582_912.0);
-        let x = V::max(V::splat(EXP2_LEAST), x);
-        let t = x.add(magic);
-        let r = x.sub(t.sub(magic));
-        let mut p = V::splat(1.338_13e-3);
-        for c in [9.666_368e-3, 5.550_381e-2, 2.402_235e-1, core::f32::consts::LN_2, 1.0] {
-            p = p.fma(r, V::splat(c));
-        }
-        V::pow2(p, t)
-    }
-}
-
-/// tanh of f32: an odd polynomial near 0, `1 − 2 / (exp(2|x|) + 1)` elsewhere.
-///
-/// # Safety
-/// As [`Vector`].
-#[inline(always)]
-pub(crate) unsafe fn tanh_f32<V: Pow2>(x: V) -> V {
-    // SAFETY: the caller has the instruction set.
-    unsafe {
-        let zero = V::splat(0.0);
-        let negative = zero.sub(x);
-        let a = V::gt(negative, zero, negative, x);
-        let z = x.mul(x);
-        let mut p = V::splat(0.002_269_501_7);
-        for c in [-0.008_323_187, 0.021_762_503, -0.053_958_46, 0.133_333, -0.333_333_33] {
-            p = p.fma(z, V::splat(c));
-        }
-        let small = p.mul(z).fma(x, x);
-        let e = exp_f32(a.add(a));
-        let large = V::splat(1.0).sub(V::splat(2.0).div(e.add(V::splat(1.0))));
-        let large = V::gt(zero, x, zero.sub(large), large);
-        V::gt(V::splat(0.63), a, small, large)
-    }
-}
-
-/// A function of f64, lane by lane.
-///
-/// # Safety
-/// As [`Vector`].
-#[inline(always)]
-pub(crate) unsafe fn map_f64<V: Vector<T = f64>>(x: V, f: impl Fn(f64) -> f64) -> V {
-    let mut lanes = [0.0; 8];
+unsafe fn by_lane<V: Vector>(x: V, f: impl Fn(usize, V::T) -> V::T) -> V {
+    let mut lanes = [V::T::ZERO; MOST];
     debug_assert!(V::W <= lanes.len());
     // SAFETY: `lanes` holds at least W elements; the caller has the instruction set.
     unsafe {
         x.store(lanes.as_mut_ptr());
-        for lane in &mut lanes[..V::W] {
-            *lane = f(*lane);
+        for (i, lane) in lanes[..V::W].iter_mut().enumerate() {
+            *lane = f(i, *lane);
         }
         V::load(lanes.as_ptr())
+    }
+}
+
+/// The error bound of exp2 of f32, in units in the last place of the result.
+#[cfg(test)]
+pub(crate) const EXP2_ULPS: f64 = 3.0;
+
+/// Below this exp2 of f32 is 0.
+const EXP2_LEAST: f32 = -127.0;
+
+impl Real for f32 {
+    const LOWEST: Self = Self::MIN;
+    const TINY: Self = Self::from_bits(1);
+
+    #[inline(always)]
+    fn fma(self, b: Self, c: Self) -> Self {
+        if cfg!(any(target_arch = "aarch64", target_feature = "fma")) { self.mul_add(b, c) } else { self * b + c }
+    }
+
+    #[inline(always)]
+    fn pow2(self, t: Self) -> Self {
+        Self::from_bits(self.to_bits().wrapping_add(t.to_bits() << 23))
+    }
+
+    /// `n = round(x)`, a polynomial of degree 5 in the remainder (interpolated at Chebyshev nodes), then the exponent.
+    /// The softmax spends most of its time here, so there is one comparison only: at −127 the remainder is 0, the
+    /// polynomial is 1, and subtracting 127 from the exponent of 1 gives 0.
+    #[inline(always)]
+    unsafe fn exp2<V: Vector<T = f32>>(x: V) -> V {
+        // SAFETY: the caller has the instruction set.
+        unsafe {
+            let magic = V::splat(12_582_912.0);
+            let x = V::max(V::splat(EXP2_LEAST), x);
+            let t = x.add(magic);
+            let r = x.sub(t.sub(magic));
+            let mut p = V::splat(1.338_13e-3);
+            for c in [9.666_368e-3, 5.550_381e-2, 2.402_235e-1, core::f32::consts::LN_2, 1.0] {
+                p = p.fma(r, V::splat(c));
+            }
+            V::pow2(p, t)
+        }
+    }
+
+    /// `n = round(x / ln 2)`, then a polynomial of degree 6 in the remainder (interpolated at Chebyshev nodes), then
+    /// the exponent.
+    #[inline(always)]
+    unsafe fn exp<V: Vector<T = f32>>(x: V) -> V {
+        // SAFETY: the caller has the instruction set.
+        unsafe {
+            let t = x.fma(V::splat(core::f32::consts::LOG2_E), V::splat(12_582_912.0));
+            let n = t.sub(V::splat(12_582_912.0));
+            // ln 2 in two parts, the first with so few bits that n times it is exact.
+            let r = n.fma(V::splat(-0.693_145_75), x);
+            let r = n.fma(V::splat(-1.428_606_8e-6), r);
+            let mut p = V::splat(0.001_392_632_6);
+            for c in [0.008_363_293, 0.041_666_556, 0.166_665_76, 0.5, 1.0, 1.0] {
+                p = p.fma(r, V::splat(c));
+            }
+            let y = V::pow2(p, t);
+            // Between the bounds the exponent stays in range. Above: infinity, or NaN for NaN (which fails both
+            // comparisons); below: 0.
+            let y = V::gt(V::splat(88.0), x, y, x.add(V::splat(f32::INFINITY)));
+            V::gt(V::splat(-87.0), x, V::splat(0.0), y)
+        }
+    }
+
+    /// An odd polynomial near 0, `1 − 2 / (exp(2|x|) + 1)` elsewhere.
+    #[inline(always)]
+    unsafe fn tanh<V: Vector<T = f32>>(x: V) -> V {
+        // SAFETY: the caller has the instruction set.
+        unsafe {
+            let zero = V::splat(0.0);
+            let negative = zero.sub(x);
+            let a = V::gt(negative, zero, negative, x);
+            let z = x.mul(x);
+            let mut p = V::splat(0.002_269_501_7);
+            for c in [-0.008_323_187, 0.021_762_503, -0.053_958_46, 0.133_333, -0.333_333_33] {
+                p = p.fma(z, V::splat(c));
+            }
+            let small = p.mul(z).fma(x, x);
+            let e = a.add(a).exp();
+            let large = V::splat(1.0).sub(V::splat(2.0).div(e.add(V::splat(1.0))));
+            let large = V::gt(zero, x, zero.sub(large), large);
+            V::gt(V::splat(0.63), a, small, large)
+        }
+    }
+}
+
+impl Real for f64 {
+    const LOWEST: Self = Self::MIN;
+    const TINY: Self = Self::from_bits(1);
+
+    #[inline(always)]
+    fn fma(self, b: Self, c: Self) -> Self {
+        if cfg!(any(target_arch = "aarch64", target_feature = "fma")) { self.mul_add(b, c) } else { self * b + c }
+    }
+
+    #[inline(always)]
+    fn pow2(self, t: Self) -> Self {
+        Self::from_bits(self.to_bits().wrapping_add(t.to_bits() << 52))
+    }
+
+    #[inline(always)]
+    unsafe fn exp2<V: Vector<T = f64>>(x: V) -> V {
+        // SAFETY: the caller has the instruction set, here and below.
+        unsafe { by_lane(x, |_, x| x.exp2()) }
+    }
+
+    #[inline(always)]
+    unsafe fn exp<V: Vector<T = f64>>(x: V) -> V {
+        // SAFETY: as above.
+        unsafe { by_lane(x, |_, x| x.exp()) }
+    }
+
+    #[inline(always)]
+    unsafe fn tanh<V: Vector<T = f64>>(x: V) -> V {
+        // SAFETY: as above.
+        unsafe { by_lane(x, |_, x| x.tanh()) }
     }
 }
 

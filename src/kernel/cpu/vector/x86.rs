@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The vectors of AVX2 with FMA, and of AVX-512.
 
-use super::simd::{Pow2, Vector, by_element, exp_f32, exp2_f32, map_f64, tanh_f32};
+use super::simd::Vector;
 use crate::kernel::cpu::product::Gemm;
 use crate::kernel::cpu::product::gemm::gemm;
 use core::arch::x86_64::*;
@@ -46,8 +46,7 @@ macro_rules! vector {
     ($v:ty, $t:ty, $w:literal, $mr:literal, $features:literal,
      $splat:ident $load:ident $store:ident $add:ident $sub:ident $mul:ident $div:ident $fma:ident
      $max:ident,
-     |$i:ident, $j:ident| $any:expr, |$z:ident| $exp2:expr, |$p:ident, $ld:ident, $q:ident, $qd:ident| $transpose:expr,
-     |$a:ident, $b:ident, $x:ident, $y:ident| $gt:expr, |$e:ident| $exp:expr, |$h:ident| $tanh:expr) => {
+     |$i:ident, $j:ident| $any:expr, |$a:ident, $b:ident, $x:ident, $y:ident| $gt:expr; $($own:tt)*) => {
         impl Vector for $v {
             type T = $t;
             const W: usize = $w;
@@ -103,39 +102,16 @@ macro_rules! vector {
                 unsafe { $any }
             }
             #[inline(always)]
-            unsafe fn exp2(self) -> Self {
-                let $z = self;
-                // SAFETY: the instruction set is present (the contract of `Vector`).
-                unsafe { $exp2 }
-            }
-            #[inline(always)]
-            unsafe fn transpose($p: *const $t, $ld: usize, $q: *mut $t, $qd: usize) {
-                // SAFETY: the instruction set is present, `p` and `q` are to W rows of W elements (the contract of
-                // `Vector`).
-                unsafe { $transpose }
-            }
-            #[inline(always)]
             unsafe fn gt($a: Self, $b: Self, $x: Self, $y: Self) -> Self {
                 // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $gt }
-            }
-            #[inline(always)]
-            unsafe fn exp(self) -> Self {
-                let $e = self;
-                // SAFETY: the instruction set is present (the contract of `Vector`).
-                unsafe { $exp }
-            }
-            #[inline(always)]
-            unsafe fn tanh(self) -> Self {
-                let $h = self;
-                // SAFETY: the instruction set is present (the contract of `Vector`).
-                unsafe { $tanh }
             }
             #[target_feature(enable = $features)]
             unsafe fn gemm(g: &Gemm<$t>) {
                 // SAFETY: the panels are as `Gemm` says and the instruction set is present (the contract of `gemm`).
                 unsafe { gemm::<Self>(g) }
             }
+            $($own)*
         }
     };
 }
@@ -143,27 +119,56 @@ macro_rules! vector {
 vector!(__m512, f32, 16, 8, "avx512f,avx512dq,avx2,fma",
     _mm512_set1_ps _mm512_loadu_ps _mm512_storeu_ps _mm512_add_ps _mm512_sub_ps _mm512_mul_ps _mm512_div_ps
     _mm512_fmadd_ps _mm512_max_ps,
-    |a, b| _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0, |x| exp2_f32_avx512(x), |p, ld, q, qd| transpose16(p, ld, q, qd),
-    |a, b, x, y| _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b), y, x),
-    |x| exp_f32(x), |x| tanh_f32(x));
+    |a, b| _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0,
+    |a, b, x, y| _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b), y, x);
+    #[inline(always)]
+    unsafe fn exp2(self) -> Self {
+        // SAFETY: the instruction set is present (the contract of `Vector`).
+        unsafe { exp2_f32_avx512(self) }
+    }
+    #[inline(always)]
+    unsafe fn pow2(p: Self, t: Self) -> Self {
+        // SAFETY: the instruction set is present (the contract of `Vector`).
+        unsafe {
+            let n = _mm512_slli_epi32::<23>(_mm512_castps_si512(t));
+            _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), n))
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose(from: *const f32, ld: usize, to: *mut f32, to_ld: usize) {
+        // SAFETY: the contract of `Vector`.
+        unsafe { transpose16(from, ld, to, to_ld) }
+    }
+);
 vector!(__m512d, f64, 8, 8, "avx512f,avx512dq,avx2,fma",
     _mm512_set1_pd _mm512_loadu_pd _mm512_storeu_pd _mm512_add_pd _mm512_sub_pd _mm512_mul_pd _mm512_div_pd
     _mm512_fmadd_pd _mm512_max_pd,
-    |a, b| _mm512_cmp_pd_mask::<_CMP_GT_OQ>(a, b) != 0, |x| map_f64(x, f64::exp2), |p, ld, q, qd| by_element(p, ld, q, qd, 8),
-    |a, b, x, y| _mm512_mask_blend_pd(_mm512_cmp_pd_mask::<_CMP_GT_OQ>(a, b), y, x),
-    |x| map_f64(x, f64::exp), |x| map_f64(x, f64::tanh));
+    |a, b| _mm512_cmp_pd_mask::<_CMP_GT_OQ>(a, b) != 0,
+    |a, b, x, y| _mm512_mask_blend_pd(_mm512_cmp_pd_mask::<_CMP_GT_OQ>(a, b), y, x););
 vector!(__m256, f32, 8, 6, "avx2,fma",
     _mm256_set1_ps _mm256_loadu_ps _mm256_storeu_ps _mm256_add_ps _mm256_sub_ps _mm256_mul_ps _mm256_div_ps
     _mm256_fmadd_ps _mm256_max_ps,
-    |a, b| _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) != 0, |x| exp2_f32(x), |p, ld, q, qd| transpose8(p, ld, q, qd),
-    |a, b, x, y| _mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_GT_OQ>(a, b)),
-    |x| exp_f32(x), |x| tanh_f32(x));
+    |a, b| _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) != 0,
+    |a, b, x, y| _mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_GT_OQ>(a, b));
+    #[inline(always)]
+    unsafe fn pow2(p: Self, t: Self) -> Self {
+        // SAFETY: the instruction set is present (the contract of `Vector`).
+        unsafe {
+            let n = _mm256_slli_epi32::<23>(_mm256_castps_si256(t));
+            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n))
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose(from: *const f32, ld: usize, to: *mut f32, to_ld: usize) {
+        // SAFETY: the contract of `Vector`.
+        unsafe { transpose8(from, ld, to, to_ld) }
+    }
+);
 vector!(__m256d, f64, 4, 6, "avx2,fma",
     _mm256_set1_pd _mm256_loadu_pd _mm256_storeu_pd _mm256_add_pd _mm256_sub_pd _mm256_mul_pd _mm256_div_pd
     _mm256_fmadd_pd _mm256_max_pd,
-    |a, b| _mm256_movemask_pd(_mm256_cmp_pd::<_CMP_GT_OQ>(a, b)) != 0, |x| map_f64(x, f64::exp2), |p, ld, q, qd| by_element(p, ld, q, qd, 4),
-    |a, b, x, y| _mm256_blendv_pd(y, x, _mm256_cmp_pd::<_CMP_GT_OQ>(a, b)),
-    |x| map_f64(x, f64::exp), |x| map_f64(x, f64::tanh));
+    |a, b| _mm256_movemask_pd(_mm256_cmp_pd::<_CMP_GT_OQ>(a, b)) != 0,
+    |a, b, x, y| _mm256_blendv_pd(y, x, _mm256_cmp_pd::<_CMP_GT_OQ>(a, b)););
 
 /// exp2 of f32 with two instructions of AVX-512: the fractional part of x, and a product with a power of two. Between
 /// them is a polynomial of degree 5: among those with the value 1 at 0, it has the least relative error on [0, 1]. A
@@ -185,28 +190,6 @@ unsafe fn exp2_f32_avx512(x: __m512) -> __m512 {
         p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931_513e-1));
         p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0));
         _mm512_maskz_scalef_ps(normal, p, x)
-    }
-}
-
-impl Pow2 for __m512 {
-    #[inline(always)]
-    unsafe fn pow2(p: Self, t: Self) -> Self {
-        // SAFETY: the caller has the instruction set.
-        unsafe {
-            let n = _mm512_slli_epi32::<23>(_mm512_castps_si512(t));
-            _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), n))
-        }
-    }
-}
-
-impl Pow2 for __m256 {
-    #[inline(always)]
-    unsafe fn pow2(p: Self, t: Self) -> Self {
-        // SAFETY: the caller has the instruction set.
-        unsafe {
-            let n = _mm256_slli_epi32::<23>(_mm256_castps_si256(t));
-            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n))
-        }
     }
 }
 

@@ -5,10 +5,9 @@
 use super::ForwardPass;
 use crate::kernel::cpu::attention::row_blocks::{FEW_ROWS, RowUnit, readers};
 use crate::kernel::cpu::memory::rows::prefetch;
-use crate::kernel::cpu::vector::simd::Real;
 use core::ops::Range;
 
-impl<A: Real> ForwardPass<'_, A> {
+impl ForwardPass<'_> {
     /// Prefetches rows of k and v, one tile before they are packed. Where many heads are adjacent in memory, the rows
     /// of one head are a page apart, and the hardware does not prefetch across pages.
     ///

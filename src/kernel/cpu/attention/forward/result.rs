@@ -4,23 +4,24 @@
 
 use super::{ForwardPass, ForwardTiles};
 use crate::call::QRange;
+use crate::element::{Accumulator, Element};
 use crate::kernel::cpu::attention::tile::{Scoring, at};
 use crate::kernel::cpu::memory::rows::narrow;
 use crate::kernel::cpu::product::engine::AttentionEngine;
-use crate::kernel::cpu::vector::simd::{Real, Vector};
+use crate::kernel::cpu::vector::simd::Vector;
 use crate::kernel::merge::{self, LogSumExp};
 
-impl<A: Real> ForwardPass<'_, A> {
+impl ForwardPass<'_> {
     /// Normalises up to [`Vector::W`] lanes from `first` on, whose sums are in `rows`, and merges and finishes them as
     /// the mode of their range says.
     ///
     /// # Safety
     /// The lanes' rows and heads lie within the tensors of the call; the instruction set is present.
     #[inline(always)]
-    pub(super) unsafe fn finish<E: AttentionEngine<Sum = A>>(
+    pub(super) unsafe fn finish<E: AttentionEngine>(
         &self,
-        t: &mut ForwardTiles<E::T, A>,
-        scoring: &Scoring<A>,
+        t: &mut ForwardTiles<E::T, E::Sum>,
+        scoring: &Scoring<E::Sum>,
         first: usize,
         q: &QRange,
     ) {
@@ -32,7 +33,7 @@ impl<A: Real> ForwardPass<'_, A> {
                 // SAFETY: the running result exists (checked). It may be o itself, so it is copied before anything is
                 // written.
                 unsafe {
-                    let running = at::<A>(&c.running, t.lanes.row[lane], t.lanes.head[lane]);
+                    let running = at::<E::Sum>(&c.running, t.lanes.row[lane], t.lanes.head[lane]);
                     other.copy_from_slice(core::slice::from_raw_parts(running, dv));
                 }
             }
@@ -41,20 +42,20 @@ impl<A: Real> ForwardPass<'_, A> {
             let (token, head) = (t.lanes.row[lane], t.lanes.head[lane]);
             let (m, l) = (t.m[lane], t.l[lane]);
             let mut lse = LogSumExp::NOTHING;
-            if m == A::NEG_INFINITY && l == A::ZERO {
-                row.fill(A::ZERO);
+            if m == E::Sum::NEG_INFINITY && l == E::Sum::ZERO {
+                row.fill(E::Sum::ZERO);
             } else {
                 lse = LogSumExp::of(scoring.lse(m, l));
-                let inverse = A::from_f64(1.0) / l;
+                let inverse = E::Sum::from_f64(1.0) / l;
                 for x in row.iter_mut() {
                     // Adding 0 makes −0 (a product that underflowed) the 0 it would be with one more masked key.
-                    *x = *x * inverse + A::ZERO;
+                    *x = *x * inverse + E::Sum::ZERO;
                 }
             }
             // SAFETY: the tensors that the mode uses exist (checked).
             unsafe {
                 if q.mode.continues() {
-                    let before = LogSumExp::load(at::<A>(&c.running_lse, token, head), c.running_lse.dim);
+                    let before = LogSumExp::load(at::<E::Sum>(&c.running_lse, token, head), c.running_lse.dim);
                     let w = merge::weights(before, lse);
                     merge::combine(&w, other, row);
                     row.copy_from_slice(other);
@@ -62,7 +63,7 @@ impl<A: Real> ForwardPass<'_, A> {
                 }
                 if q.mode.finishes() {
                     if !c.sinks.is_none() {
-                        let sink = A::from_f64((*at::<f32>(&c.sinks, 0, head)).into());
+                        let sink = E::Sum::from_f64((*at::<f32>(&c.sinks, 0, head)).into());
                         let (factor, with_sink) = merge::sink(lse, sink);
                         for x in row.iter_mut() {
                             *x = *x * factor;
@@ -70,10 +71,10 @@ impl<A: Real> ForwardPass<'_, A> {
                         lse.lse = with_sink;
                     }
                     E::write(row, &c.o, token, head, self.stream);
-                    *at::<A>(&c.lse, token, head) = lse.lse;
+                    *at::<E::Sum>(&c.lse, token, head) = lse.lse;
                 } else {
                     narrow(row, &c.running, token, head);
-                    lse.store(at::<A>(&c.running_lse, token, head), c.running_lse.dim);
+                    lse.store(at::<E::Sum>(&c.running_lse, token, head), c.running_lse.dim);
                 }
             }
         }

@@ -68,13 +68,7 @@ impl<'a, A: Real> KeyTiles<'a, A> {
     /// Marks the keys whose range is among the pairs; false if no key is.
     pub fn mark_read(&mut self, pairs: &[u32]) -> bool {
         let mut any = false;
-        let mut last = None;
-        for (valid, &index) in self.valid.iter_mut().zip(&self.keys.index[..self.keys.n]) {
-            let read = match last {
-                Some((i, read)) if i == index => read,
-                _ => pairs.contains(&index),
-            };
-            last = Some((index, read));
+        for (valid, read) in self.valid.iter_mut().zip(self.keys.read_by(pairs)) {
             *valid = read.into();
             any |= read;
         }

@@ -24,12 +24,12 @@ mod weights;
 
 pub(crate) use tiles::{SUPER, bytes};
 
-use super::dq_order::{DqOrder, DqTurn};
+use super::dq_order::DqTurn;
 use super::key_units::KeyUnits;
+use super::keys::Keys;
 use super::row_blocks::readers;
 use super::tile::Scoring;
-use crate::call::{AttendBackward, QRange};
-use crate::kernel::cpu::choice::Documents;
+use crate::call::QRange;
 use crate::kernel::cpu::memory::arena::Line;
 use crate::kernel::cpu::product::amx_product::PANEL;
 use crate::kernel::cpu::product::engine::AttentionEngine;
@@ -39,24 +39,13 @@ use core::sync::atomic::AtomicUsize;
 use tiles::MatrixTiles;
 use weights::{PANELS, ROWS};
 
-/// A backward call on tiles.
-pub(crate) struct Tiled<'a> {
-    pub call: &'a AttendBackward<'a>,
-    pub documents: Documents<'a>,
-    /// Add to dq as well, which holds a value in every row.
-    pub queries: bool,
-    /// How many workers take units.
-    pub workers: usize,
-}
-
-impl Tiled<'_> {
+impl Keys<'_> {
     /// Takes units until none is left.
     ///
     /// # Safety
-    /// AVX-512 with BF16 and the products of `H` are present, the tensors of the call are valid, and each unit is taken
-    /// once.
+    /// As [`Job::work_on_tiles`](crate::kernel::cpu::job::Job::work_on_tiles).
     #[inline(always)]
-    pub(crate) unsafe fn work<H: TileForm>(&self, lines: &mut [Line], next: &AtomicUsize, order: &DqOrder) {
+    pub(crate) unsafe fn tiled<H: TileForm>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let mut t = MatrixTiles::new::<H>(lines, c);
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
@@ -66,7 +55,7 @@ impl Tiled<'_> {
         // SAFETY: products of `H` are present (the contract).
         unsafe { TileEngine::<H>::enter() };
         while let Some(unit) = units.next(next) {
-            let turn = order.begin(unit.index, unit.before.filter(|_| self.queries));
+            let turn = self.order.begin(unit.index, unit.before.filter(|_| self.queries));
             let doc = k[unit.first].doc;
             let q = if q_sorted { QRange::of_document(c.ranges.q, doc) } else { c.ranges.q };
             let mut stream = units.keys(&unit);
@@ -85,7 +74,7 @@ impl Tiled<'_> {
     /// Processes the current keys with all rows of their document.
     ///
     /// # Safety
-    /// As [`Tiled::work`], entered.
+    /// As [`Keys::tiled`], entered.
     #[inline(always)]
     unsafe fn unit<H: TileForm>(
         &self,

@@ -3,9 +3,9 @@
 
 use super::super::backward::no_row;
 use super::super::dq_order::DqTurn;
+use super::super::keys::Keys;
 use super::super::stream::BLOCK;
 use super::super::tile::{Cover, Scoring, VisibleKeys, at};
-use super::Tiled;
 use super::tiles::{BLOCKS, MatrixTiles, shift, weight};
 use super::weights::{Of, Out, PANELS, not_finite_lanes, pack_pairs};
 use crate::kernel::cpu::memory::arena::KEYS;
@@ -19,11 +19,11 @@ use crate::kernel::cpu::product::not_finite::add_where_not_finite;
 use crate::kernel::cpu::product::tile_engine::{TileEngine, prefetch_lanes};
 use core::arch::x86_64::*;
 
-impl Tiled<'_> {
+impl Keys<'_> {
     /// Processes the current lanes with the current keys.
     ///
     /// # Safety
-    /// As [`Tiled::work`], entered.
+    /// As [`Keys::tiled`], entered.
     #[inline(always)]
     pub(crate) unsafe fn rows_in_hand<H: TileForm>(
         &self,
@@ -135,7 +135,7 @@ impl Tiled<'_> {
     /// p and ds of a panel with the blocks of keys `range`.
     ///
     /// # Safety
-    /// As [`Tiled::rows_in_hand`].
+    /// As [`Keys::rows_in_hand`].
     #[inline(always)]
     unsafe fn scores<H: TileForm>(
         &self,
@@ -216,7 +216,7 @@ impl Tiled<'_> {
     /// them.
     ///
     /// # Safety
-    /// As [`Tiled::rows_in_hand`].
+    /// As [`Keys::rows_in_hand`].
     #[inline(always)]
     unsafe fn add_queries<H: TileForm>(
         &self,

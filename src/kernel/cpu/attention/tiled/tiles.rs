@@ -143,7 +143,7 @@ impl<'a> MatrixTiles<'a> {
     /// Packs k and v of the current keys.
     ///
     /// # Safety
-    /// As [`super::Tiled::work`].
+    /// As [`super::Keys::tiled`].
     #[inline(always)]
     pub(crate) unsafe fn load<H: TileForm>(&mut self, c: &AttendBackward, kv: u32) {
         (self.finite_k, self.finite_v) = (true, true);
@@ -151,7 +151,7 @@ impl<'a> MatrixTiles<'a> {
         for (i, slots) in self.slots[..self.n].iter().enumerate() {
             let rows = &slots.row[..slots.n.next_multiple_of(BLOCK)];
             // SAFETY: the keys' rows lie within k and v, and the tiles hold a block of them (the contract of
-            // `Tiled::work`).
+            // `Keys::tiled`).
             unsafe {
                 self.finite_k &= TileEngine::<H>::keys(&c.k, kv, rows, &mut self.k[i * k_len..][..k_len]);
                 self.finite_v &= TileEngine::<H>::keys(&c.v, kv, rows, &mut self.v[i * v_len..][..v_len]);
@@ -180,13 +180,7 @@ impl<'a> MatrixTiles<'a> {
         for (i, slots) in self.slots[..self.n].iter().enumerate() {
             let rel = &mut self.rel[i * KEYS..][..slots.n.next_multiple_of(BLOCK)];
             rel.copy_from_slice(&slots.rel[..rel.len()]);
-            let mut last = None;
-            for (rel, &index) in rel.iter_mut().zip(&slots.index[..slots.n]) {
-                let read = match last {
-                    Some((i, read)) if i == index => read,
-                    _ => pairs.contains(&index),
-                };
-                last = Some((index, read));
+            for (rel, read) in rel.iter_mut().zip(slots.read_by(pairs)) {
                 if !read {
                     *rel = f32::INFINITY;
                 }
@@ -199,9 +193,7 @@ impl<'a> MatrixTiles<'a> {
         if min > max {
             return 0..0;
         }
-        let first = q.range.rows_before(min.saturating_sub(c.score.window_right));
-        let last = max.saturating_add(c.score.window_left);
-        first..if last == i64::MAX { q.range.len } else { q.range.rows_before(last + 1) }
+        q.range.rows_at(min.saturating_sub(c.score.window_right), max.saturating_add(c.score.window_left))
     }
 
     /// Lowers the factor until ds of these rows is in range, and rescales the sums of dk.
@@ -247,7 +239,7 @@ impl<'a> MatrixTiles<'a> {
                     // contiguous.
                     let dst = unsafe { core::slice::from_raw_parts_mut(at::<f32>(tensor, row, head), dim) };
                     let sums = &sums[key * dim.next_multiple_of(32)..][..dim];
-                    // SAFETY: AVX-512 is present (the contract of `Tiled::work`); with `stream` rows are whole lines
+                    // SAFETY: AVX-512 is present (the contract of `Keys::tiled`); with `stream` rows are whole lines
                     // (`streams`).
                     unsafe { write_row(dst, sums, scale, c.accumulate_keys, self.stream) }
                 }
