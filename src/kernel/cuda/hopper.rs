@@ -10,14 +10,14 @@
 use super::family::Family;
 use super::loaded_kernel::LoadedKernel;
 use super::metadata::TileRows;
-use super::params::{ForwardParams, Parameters, Tensor};
+use super::params::{Addresses, ForwardParams, Parameters, Tensor, addresses};
 use super::shapes::{SHAPES, Shaped};
 use super::shared_tiles::SharedTiles;
 use crate::call::RawTensor;
 use crate::device::driver::{check, sys};
 use crate::element::Dtype;
 use crate::error::Result;
-use bytemuck::NoUninit;
+use bytemuck::{Pod, Zeroable};
 use core::mem::offset_of;
 
 /// Columns of a box: 128 bytes.
@@ -78,7 +78,7 @@ pub(super) fn other_rows(shape: usize, rows: u32) -> Option<u32> {
 }
 
 /// `HopperForwardParams`. It begins with the parameters of the kernel for `sm_80`, which can be launched with it.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct HopperParams {
     pub call: ForwardParams,
@@ -96,17 +96,11 @@ pub(super) struct HopperParams {
     pub has_metadata: u64,
 }
 
-impl Parameters for HopperParams {
-    const TENSORS: &'static [usize] = ForwardParams::TENSORS;
-    const METADATA: &'static [usize] = &[
-        offset_of!(ForwardParams, queries),
-        offset_of!(ForwardParams, keys),
-        offset_of!(ForwardParams, partners),
-        offset_of!(ForwardParams, work),
-        offset_of!(HopperParams, tile_counter),
-        offset_of!(HopperParams, work),
-        offset_of!(HopperParams, shared) + offset_of!(SharedTiles, work),
-    ];
+addresses! {
+    HopperParams {
+        metadata: [call.queries, call.keys, call.partners, call.work, tile_counter, work, shared.work],
+        ..ForwardParams::ADDRESSES
+    }
 }
 
 /// Bytes of metadata that a launch may have among its parameters, in place of a copy to the device before it.

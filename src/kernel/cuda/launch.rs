@@ -12,7 +12,7 @@ use super::either_backward::turn_to_other;
 use super::hopper::{self, Hopper, HopperPass, InlineMetadata, METADATA_BYTES, MapShape, Maps, NO_METADATA, Other};
 use super::loaded_kernel::LoadedKernel;
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part};
-use super::params::{BASES, Parameters, Tensor};
+use super::params::{Addresses, BASES, Parameters, Tensor};
 use super::staging::Staging;
 use crate::call::RawStream;
 use crate::device::driver::Function;
@@ -23,14 +23,6 @@ use core::mem::offset_of;
 /// The most bytes of a kernel's parameters.
 pub(super) const PARAMETER_BYTES: usize = 448;
 const WORDS: usize = PARAMETER_BYTES / 8;
-
-/// [`Parameters`] of a launch, without the type.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Addresses {
-    pub tensors: &'static [usize],
-    pub metadata: &'static [usize],
-    pub bases: Option<usize>,
-}
 
 /// The number of blocks.
 #[derive(Clone, Copy, Debug)]
@@ -85,8 +77,7 @@ impl Launch {
         const { assert!(size_of::<P>() <= PARAMETER_BYTES && align_of::<P>() <= 8) };
         let mut words = [0; WORDS];
         bytemuck::cast_slice_mut(&mut words)[..size_of::<P>()].copy_from_slice(bytemuck::bytes_of(params));
-        let addresses = Addresses { tensors: P::TENSORS, metadata: P::METADATA, bases: P::BASES };
-        Self { kernel, addresses, params: words }
+        Self { kernel, addresses: P::ADDRESSES, params: words }
     }
 
     /// The word at a byte offset of the parameters.

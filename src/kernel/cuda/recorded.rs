@@ -245,7 +245,7 @@ impl RecordedLaunches {
                     Tensor { ptr: 0, token: launch.word(offset + 8) as i64, head: launch.word(offset + 16) as i64 };
                 launch.set_tensor(offset, place.tensor(bases, own));
             }
-            if let Some(offset) = launch.addresses.bases {
+            for &offset in launch.addresses.bases {
                 launch.set_bases(offset, &bases.0);
             }
         }
