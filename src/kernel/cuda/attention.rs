@@ -4,7 +4,7 @@
 use super::check::{self, Checker, TensorSpec};
 use super::launch::{Launch, Launches, items};
 use super::metadata::{self, Metadata, TileRows};
-use super::metadata_buffer::{MetadataBuffer, Part};
+use super::metadata_buffer::MetadataBuffer;
 use super::params::{BackwardParams, ForwardParams, HeadParams, SCORE_GENERAL, SCORE_SOFTCAP, ScoreParams, Tensor};
 use super::staging::Staging;
 use super::{Cuda, clusters, find, hopper_calls};
@@ -56,11 +56,7 @@ impl Cuda {
     }
 
     /// The launches of [`Cuda::attend`], their metadata written into `buffer`.
-    pub(super) fn attend_launches(
-        &self,
-        call: &Attend<'_>,
-        buffer: &mut impl MetadataBuffer,
-    ) -> Result<(Part, Launches)> {
+    pub(crate) fn attend_launches(&self, call: &Attend<'_>, buffer: &mut impl MetadataBuffer) -> Result<Launches> {
         let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         refuse_aligned(call.aligned)?;
         let checker = self.checker(buffer);
@@ -122,26 +118,24 @@ impl Cuda {
         let (mut writer, scratch) = buffer.begin(self.attend_bytes(call)?)?;
         let metadata = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
         params.heads.items = items(metadata.query_tiles, q_heads)?;
-        let mut launches = Launches::default();
-        if params.heads.items > 0 {
-            (params.queries, params.keys) = (metadata.queries, metadata.keys);
-            (params.partners, params.work) = (metadata.keys_of, metadata.query_work);
-            let items = params.heads.items;
-            launches.push(match hopper {
-                None => {
-                    let kernel = self.load_forward(&mut self.kernels(), element, shape)?;
-                    Launch::tiles(kernel, items, false, &params)
-                }
-                Some(hopper) => {
-                    let same = (metadata.query_work, metadata.query_tiles, s.forward.rows);
-                    let split = hopper_calls::split(call, shape, same, scratch, &mut writer, window);
-                    let (params, hopper) =
-                        self.hopper_params(call, hopper, (element, shape), params, split, tile_counter);
-                    Launch::hopper_or_other(hopper, &params)
-                }
-            });
+        if params.heads.items == 0 {
+            return Ok(Launches::default());
         }
-        Ok((writer.part(), launches))
+        (params.queries, params.keys) = (metadata.queries, metadata.keys);
+        (params.partners, params.work) = (metadata.keys_of, metadata.query_work);
+        let launch = match hopper {
+            None => {
+                let kernel = self.load_forward(&mut self.kernels(), element, shape)?;
+                Launch::tiles(kernel, params.heads.items, false, &params)
+            }
+            Some(hopper) => {
+                let same = (metadata.query_work, metadata.query_tiles, s.forward.rows);
+                let split = hopper_calls::split(call, shape, same, scratch, &mut writer, window);
+                let (params, hopper) = self.hopper_params(call, hopper, (element, shape), params, split, tile_counter);
+                Launch::hopper_or_other(hopper, &params)
+            }
+        };
+        Ok(Launches::one(writer.part(), Some(launch)))
     }
 
     /// Backward attention: see [`AttendBackward`]. All gradients are one launch where a block of the device has the
@@ -164,11 +158,11 @@ impl Cuda {
     }
 
     /// The launches of [`Cuda::attend_backward`], their metadata written into `buffer`.
-    pub(super) fn attend_backward_launches(
+    pub(crate) fn attend_backward_launches(
         &self,
         call: &AttendBackward<'_>,
         buffer: &mut impl MetadataBuffer,
-    ) -> Result<(Part, Launches)> {
+    ) -> Result<Launches> {
         let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         refuse_aligned(call.aligned)?;
         let checker = self.checker(buffer);
@@ -239,18 +233,13 @@ impl Cuda {
         } = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
         let (query_items, key_items) = (items(query_tiles, call.q.heads)?, items(key_tiles, key_heads)?);
         (params.queries, params.keys) = (q_runs, k_runs);
-        let mut launches = Launches::default();
-        if query_items > 0 {
-            (params.partners, params.work, params.heads.items) = (keys_of, query_work, query_items);
-            launches.push(Launch::tiles(queries, query_items, false, &params));
-        }
-        if key_items > 0 {
-            (params.partners, params.work, params.heads.items) = (queries_of, key_work, key_items);
-            for kernel in [Some(keys), values].into_iter().flatten() {
-                launches.push(Launch::tiles(kernel, key_items, false, &params));
-            }
-        }
-        Ok((writer.part(), launches))
+        let of_queries = (keys_of, query_work, query_items);
+        let of_keys = (queries_of, key_work, key_items);
+        let list = [(Some(queries), of_queries), (Some(keys), of_keys), (values, of_keys)].map(|(kernel, of)| {
+            (params.partners, params.work, params.heads.items) = of;
+            kernel.filter(|_| of.2 > 0).map(|kernel| Launch::tiles(kernel, of.2, false, &params))
+        });
+        Ok(Launches { part: writer.part(), list })
     }
 }
 

@@ -26,7 +26,7 @@
 //! dq_semaphore  the metadata of the fused backward, and which tile waits for which
 //! staging   how metadata reaches the device, through a mirror of host and device memory
 //! check     the checks of calls
-//! attention, fused, blocks, sinks   the launches
+//! attention, fused, blocks   the launches
 //! family    which forward kernels a device runs, and how that is forced
 //! loaded    the kernels that were loaded so far; load: how each is
 //! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its parameters)
@@ -54,7 +54,7 @@ mod hopper_backward;
 mod hopper_calls;
 mod kept_maps;
 mod last_calls;
-mod launch;
+pub(crate) mod launch;
 mod lent_staging;
 mod load;
 mod loaded;
@@ -68,7 +68,6 @@ pub(crate) mod recorded;
 mod shapes;
 mod shared;
 mod shared_tiles;
-mod sinks;
 pub(crate) mod sm_margin;
 mod spare_staging;
 mod staging;

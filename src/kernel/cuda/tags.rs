@@ -12,7 +12,7 @@
 
 use super::Cuda;
 use super::base_addresses::{Meaning, meaning};
-use super::launch::{Grid, Launch, Launches};
+use super::launch::{Launch, Launches};
 use super::metadata_buffer::{MetadataBuffer, Part, padded};
 use super::params::{
     BASES, Tensor,
@@ -23,6 +23,7 @@ use crate::device::driver::{Context, call, check_room, sys};
 use crate::device::memory::DeviceMemory;
 use crate::error::Result;
 use alloc::sync::Arc;
+use alloc::vec;
 use core::ops::Range;
 use core::ptr::{null_mut, without_provenance_mut};
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -127,29 +128,41 @@ impl Drop for NoteMemory {
 }
 
 impl LaunchRecorder<'_> {
-    /// Adds the launch that begins a run: it counts in `runs` and sets `count` tags, the rank's own first. Returns the
-    /// symbol of the tags, which are part of the metadata.
-    pub(crate) fn begin_run(&mut self, fingerprint: u64, count: usize, runs: &RunCount) -> Result<*mut u8> {
-        let function = self.cuda().blocks(&mut self.cuda().kernels())?.begin_run;
-        let (mut writer, _) = self.begin(padded(count * TAG_BYTES))?;
-        let (_, tags) = writer.array::<Tag>(count);
-        let part = writer.part();
-        let params =
-            BeginRun { runs: runs.0.ptr() as usize as u64, tags, fingerprint, tag_count: count as u32, unused: 0 };
-        self.add_alone(part, Launch::new(function, Grid::Blocks(1), (32, 0), &params));
-        Ok(without_provenance_mut(tags as usize))
+    /// Keeps `count` tags, and returns their symbol.
+    pub(crate) fn tags(&mut self, count: usize) -> *mut u8 {
+        without_provenance_mut(self.array(&vec![0; count * TAG_BYTES]) as usize)
     }
 
-    /// Adds the launch after an exchange. It compares the tags with the numbers `compared`. If any rank so far differs,
+    /// The launch that begins a run: it counts in `runs` and sets `count` tags, the rank's own first.
+    pub(crate) fn begin_run(
+        &self,
+        cuda: &Cuda,
+        fingerprint: u64,
+        (tags, count): (*mut u8, usize),
+        runs: &RunCount,
+    ) -> Result<Launches> {
+        let function = cuda.blocks(&mut cuda.kernels())?.begin_run;
+        let params = BeginRun {
+            runs: runs.0.ptr() as usize as u64,
+            tags: tags as usize as u64,
+            fingerprint,
+            tag_count: count as u32,
+            unused: 0,
+        };
+        Ok(Launches::one(Part::default(), Some(Launch::blocks(function, 1, 32, &params))))
+    }
+
+    /// The launch after an exchange. It compares the tags with the numbers `compared`. If any rank so far differs,
     /// it overwrites the received data `ranges`, given as symbols of bases and bytes.
     pub(crate) fn arrived(
         &mut self,
+        cuda: &Cuda,
         tags: *mut u8,
         compared: Range<usize>,
         ranges: &[(*mut u8, usize)],
         notice: &NoteMemory,
-    ) -> Result<()> {
-        let function = self.cuda().blocks(&mut self.cuda().kernels())?.arrived;
+    ) -> Result<Launches> {
+        let function = cuda.blocks(&mut cuda.kernels())?.arrived;
         let offsets: alloc::vec::Vec<_> = ranges.iter().map(|&(symbol, bytes)| (self.locate(symbol), bytes)).collect();
         let (mut writer, _) = self.begin(padded(ranges.len() * size_of::<ArrivedRange>()))?;
         let (list, at) = writer.array::<ArrivedRange>(ranges.len());
@@ -169,15 +182,8 @@ impl LaunchRecorder<'_> {
             bases: [Tensor::default(); BASES],
         };
         let bytes: u64 = ranges.iter().map(|r| r.1 as u64).sum();
-        let blocks = bytes.div_ceil(BLOCK_BYTES).clamp(1, MAX_BLOCKS) as u32;
-        self.add_alone(part, Launch::new(function, Grid::Blocks(blocks), (THREADS, 0), &params));
-        Ok(())
-    }
-
-    fn add_alone(&mut self, part: Part, launch: Launch) {
-        let mut launches = Launches::default();
-        launches.push(launch);
-        self.add((part, launches));
+        let blocks = bytes.div_ceil(BLOCK_BYTES).clamp(1, MAX_BLOCKS);
+        Ok(Launches::one(part, Some(Launch::blocks(function, blocks, THREADS, &params))))
     }
 }
 

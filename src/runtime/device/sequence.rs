@@ -19,6 +19,7 @@ use crate::{
     kernel::cuda::{
         Cuda,
         base_addresses::{BaseAddresses, BaseOffset, BaseShapes},
+        launch::Launches,
         recorded::{LaunchRecorder, RecordedLaunches},
         tags::{self, RunCount, TAG_BYTES},
     },
@@ -111,11 +112,9 @@ struct Recording<'a> {
 
 impl Recording<'_> {
     /// Makes and lists the launches of one call.
-    fn launch(&mut self, make: impl FnOnce(&mut LaunchRecorder<'_>) -> Result<()>) -> Result<()> {
-        let first = self.recorder.len() as u32;
-        make(&mut self.recorder)?;
-        let stream = self.stream;
-        self.steps.extend((first..self.recorder.len() as u32).map(|launch| StreamCommand::Launch { stream, launch }));
+    fn launch(&mut self, make: impl FnOnce(&Cuda, &mut LaunchRecorder<'_>) -> Result<Launches>) -> Result<()> {
+        let (made, stream) = (self.recorder.add(make)?, self.stream);
+        self.steps.extend(made.map(|i| StreamCommand::Launch { stream, launch: i as u32 }));
         Ok(())
     }
 
@@ -132,27 +131,27 @@ impl Recording<'_> {
 // Nothing here accesses memory. The run that later sets the addresses guarantees the conditions of the calls.
 impl Operations for Recording<'_> {
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
-        self.launch(|recorder| recorder.attend(args))
+        self.launch(|cuda, recorder| cuda.attend_launches(args, recorder))
     }
 
     unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
-        self.launch(|recorder| recorder.attend_backward(args))
+        self.launch(|cuda, recorder| cuda.attend_backward_launches(args, recorder))
     }
 
     unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
-        self.launch(|recorder| recorder.transform(args))
+        self.launch(|cuda, recorder| cuda.transform_launches(args, recorder))
     }
 
     unsafe fn merge(&mut self, args: &Merge) -> Result<()> {
-        self.launch(|recorder| recorder.merge(args))
+        self.launch(|cuda, recorder| cuda.merge_launches(args, cuda.checker(recorder)))
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {
-        self.launch(|recorder| recorder.delta(args))
+        self.launch(|cuda, recorder| cuda.delta_launches(args, cuda.checker(recorder)))
     }
 
     unsafe fn sink_gradient(&mut self, args: &SinkGradient) -> Result<()> {
-        self.launch(|recorder| recorder.sink_gradient(args))
+        self.launch(|cuda, recorder| cuda.sink_gradient_launches(args, cuda.checker(recorder)))
     }
 
     unsafe fn sink_total(&mut self, _: &RawTensor, _: &RawTensor) -> Result<()> {
@@ -169,8 +168,8 @@ impl Operations for Recording<'_> {
         let first = tags.first().map_or(0, slot);
         debug_assert!(tags.iter().map(slot).eq(first..first + tags.len()));
         let rows: Vec<_> = rows.iter().map(|m| (m.ptr, m.bytes)).collect();
-        let disagreements = self.disagreements;
-        self.launch(|recorder| recorder.arrived(at, first..first + tags.len(), &rows, &disagreements.device))
+        let (compared, notice) = (first..first + tags.len(), &self.disagreements.device);
+        self.launch(|cuda, recorder| recorder.arrived(cuda, at, compared, &rows, notice))
     }
 
     fn alibi_slopes(&self, _: &Plan) -> RawTensor {
@@ -214,12 +213,9 @@ impl Sequence {
             let tags = Tags::new(&plan, *run, schedule, &mut Expansion::new(schedule));
             disagreements.add(schedule.rank, fingerprint, run.describe(&plan), tags.senders());
             let count = 1 + tags.senders().len();
-            let mut at = core::ptr::null_mut();
+            let at = recording.recorder.tags(count);
             recording.stream = stream_of(Lane::Communication);
-            recording.launch(|recorder| {
-                at = recorder.begin_run(fingerprint, count, runs)?;
-                Ok(())
-            })?;
+            recording.launch(|cuda, recorder| recorder.begin_run(cuda, fingerprint, (at, count), runs))?;
             recording.tags = Some(at);
             listing.tag(|_| tags.on_device(at, TAG_BYTES));
         }
