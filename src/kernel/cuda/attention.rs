@@ -3,11 +3,12 @@
 
 use super::check::{self, Checker, TensorSpec};
 use super::launch::{Launch, Launches, items};
+use super::load::{AttentionModule, Instance};
 use super::metadata::{self, Metadata, TileRows};
 use super::metadata_buffer::MetadataBuffer;
 use super::params::{BackwardParams, ForwardParams, HeadParams, SCORE_GENERAL, SCORE_SOFTCAP, ScoreParams, Tensor};
 use super::staging::Staging;
-use super::{Cuda, clusters, find, hopper_calls};
+use super::{Cuda, clusters, hopper_calls};
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawStream, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -20,8 +21,8 @@ impl Cuda {
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
     pub fn attend_bytes(&self, call: &Attend) -> Result<usize> {
-        let (_, at, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
-        let rows = shape.forward.rows;
+        let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
+        let (at, rows) = (instance.index, instance.shape().forward.rows);
         let other = if self.hopper_shape(at).is_some() { hopper_calls::work_bytes(call, at, rows) } else { 0 };
         let tiles = TileRows { queries: rows, keys: 0 };
         Ok(metadata::bytes(&call.ranges, tiles) + other)
@@ -32,10 +33,10 @@ impl Cuda {
     /// # Errors
     /// As [`Cuda::attend_bytes`].
     pub fn attend_backward_bytes(&self, call: &AttendBackward) -> Result<usize> {
-        let (_, at, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
-        Ok(match self.fused(shape).filter(|_| call.gradients == Gradients::All) {
-            Some(fused) => self.fused_bytes(call, at, fused),
-            None => metadata::bytes(&call.ranges, backward_tiles(call.gradients, shape)),
+        let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
+        Ok(match self.fused(instance.shape()).filter(|_| call.gradients == Gradients::All) {
+            Some(fused) => self.fused_bytes(call, instance.index, fused),
+            None => metadata::bytes(&call.ranges, backward_tiles(call.gradients, instance.shape())),
         })
     }
 
@@ -57,7 +58,8 @@ impl Cuda {
 
     /// The launches of [`Cuda::attend`], their metadata written into `buffer`.
     pub(crate) fn attend_launches(&self, call: &Attend<'_>, buffer: &mut impl MetadataBuffer) -> Result<Launches> {
-        let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
+        let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
+        let (shape, s) = (instance.index, instance.shape());
         refuse_aligned(call.aligned)?;
         let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
@@ -104,12 +106,11 @@ impl Cuda {
         // A call without keys only finishes merged results; there are no keys for a tensor map to describe.
         let hopper = match self.hopper_shape(shape).filter(|_| !call.ranges.k.is_empty()) {
             Some(_) => {
-                let mut kernels = self.kernels();
                 let cluster = match self.has_clusters(shape) && clusters::are_pairs(call) {
-                    true => Some(self.load_hopper_cluster(&mut kernels, element, shape)?),
+                    true => Some(self.load(AttentionModule::HopperCluster, instance)?),
                     false => None,
                 };
-                Some((self.load_hopper(&mut kernels, element, shape)?, cluster))
+                Some((self.load(AttentionModule::HopperForward, instance)?, cluster))
             }
             None => None,
         };
@@ -125,13 +126,13 @@ impl Cuda {
         (params.partners, params.work) = (metadata.keys_of, metadata.query_work);
         let launch = match hopper {
             None => {
-                let kernel = self.load_forward(&mut self.kernels(), element, shape)?;
+                let kernel = self.load(AttentionModule::Forward, instance)?;
                 Launch::tiles(kernel, params.heads.items, false, &params)
             }
             Some(hopper) => {
                 let same = (metadata.query_work, metadata.query_tiles, s.forward.rows);
                 let split = hopper_calls::split(call, shape, same, scratch, &mut writer, window);
-                let (params, hopper) = self.hopper_params(call, hopper, (element, shape), params, split, tile_counter);
+                let (params, hopper) = self.hopper_params(call, hopper, instance, params, split, tile_counter);
                 Launch::hopper_or_other(hopper, &params)
             }
         };
@@ -163,7 +164,8 @@ impl Cuda {
         call: &AttendBackward<'_>,
         buffer: &mut impl MetadataBuffer,
     ) -> Result<Launches> {
-        let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
+        let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
+        let s = instance.shape();
         refuse_aligned(call.aligned)?;
         let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
@@ -212,13 +214,9 @@ impl Cuda {
         }
 
         if let Some(fused) = self.fused(s).filter(|_| call.gradients == Gradients::All) {
-            return self.fused_launches(call, (element, shape), fused, params, window, buffer);
+            return self.fused_launches(call, instance, fused, params, window, buffer);
         }
-        let (queries, keys, values) = {
-            let mut kernels = self.kernels();
-            let loaded = self.load_sides(&mut kernels, element, shape)?;
-            (loaded.queries, loaded.keys, loaded.values)
-        };
+        let [queries, keys, values] = self.load_all(AttentionModule::Sides, instance)?;
         let tiles = backward_tiles(call.gradients, s);
         let (mut writer, scratch) = buffer.begin(metadata::bytes(&call.ranges, tiles))?;
         let Metadata {
@@ -235,7 +233,7 @@ impl Cuda {
         (params.queries, params.keys) = (q_runs, k_runs);
         let of_queries = (keys_of, query_work, query_items);
         let of_keys = (queries_of, key_work, key_items);
-        let list = [(Some(queries), of_queries), (Some(keys), of_keys), (values, of_keys)].map(|(kernel, of)| {
+        let list = [(queries, of_queries), (keys, of_keys), (values, of_keys)].map(|(kernel, of)| {
             (params.partners, params.work, params.heads.items) = of;
             kernel.filter(|_| of.2 > 0).map(|kernel| Launch::tiles(kernel, of.2, false, &params))
         });

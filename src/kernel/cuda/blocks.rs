@@ -6,7 +6,7 @@ use super::attention::lse_words;
 use super::base_addresses::{self, BaseOffset};
 use super::check::{self, Checker, TensorSpec};
 use super::launch::{Launch, Launches, items};
-use super::loaded::Blocks;
+use super::load::Blocks;
 use super::metadata::run;
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part, padded};
 use super::params::{self, Parameters};
@@ -93,7 +93,7 @@ impl Cuda {
             }
         }
 
-        let function = self.blocks(&mut self.kernels())?.transform;
+        let function = self.blocks()?.transform;
         let located = |t: &RawTensor| {
             let params::Tensor { ptr, token, head } = base_addresses::bytes(t);
             let BaseOffset { base, row, first_head } =
@@ -215,7 +215,7 @@ impl Cuda {
             ));
         }
 
-        let function = self.blocks(&mut self.kernels())?.finish;
+        let function = self.blocks()?.finish;
         let (mut writer, _) = buffer.begin(self.finish_bytes(call))?;
         let (runs, runs_at) = writer.array::<params::Run>(call.rows.len());
         for (out, range) in runs.iter_mut().zip(call.rows) {
@@ -311,7 +311,7 @@ impl Cuda {
     /// A launch whose blocks take `each` rows at a time; none when there are no rows.
     fn launch_of_rows<P: Parameters>(
         &self,
-        kernel: impl FnOnce(&Blocks) -> Function,
+        kernel: impl FnOnce(Blocks) -> Function,
         rows: u64,
         each: u32,
         params: &P,
@@ -319,7 +319,7 @@ impl Cuda {
         if rows == 0 {
             return Ok(Launches::default());
         }
-        let function = kernel(self.blocks(&mut self.kernels())?);
+        let function = kernel(self.blocks()?);
         let launch = Launch::blocks(function, rows.div_ceil(each.into()), THREADS, params);
         Ok(Launches::one(Part::default(), Some(launch)))
     }

@@ -5,6 +5,7 @@
 use super::dq_semaphore::{self, DqSemaphore, TilesOfKeys};
 use super::either_backward::DealtOut;
 use super::launch::{Launch, Launches, items};
+use super::load::{AttentionModule, Instance};
 use super::metadata::TileRows;
 use super::metadata_buffer::MetadataBuffer;
 use super::params::{BackwardParams, FusedParams as Params};
@@ -49,19 +50,18 @@ impl Cuda {
     pub(super) fn fused_launches(
         &self,
         call: &AttendBackward,
-        (element, shape): (usize, usize),
+        instance: Instance,
         fused: shapes::Fused,
         mut params: BackwardParams,
         window: (i64, i64),
         buffer: &mut impl MetadataBuffer,
     ) -> Result<Launches> {
-        let (is_hopper, kernel) = match self.hopper_backward(shape) {
-            Some(_) => (true, self.load_hopper_backward(&mut self.kernels(), element, shape)?),
-            None => (false, self.load_fused(&mut self.kernels(), element, shape)?),
-        };
+        let is_hopper = self.hopper_backward(instance.index).is_some();
+        let module = if is_hopper { AttentionModule::HopperBackward } else { AttentionModule::Fused };
+        let kernel = self.load(module, instance)?;
         let heads = heads(call);
-        let tiles = self.fused_tiles(shape, fused);
-        let (mut writer, scratch) = buffer.begin(self.fused_bytes(call, shape, fused))?;
+        let tiles = self.fused_tiles(instance.index, fused);
+        let (mut writer, scratch) = buffer.begin(self.fused_bytes(call, instance.index, fused))?;
         let other_keys = fused.launch.rows;
         let metadata = dq_semaphore::write(scratch, &mut writer, &call.ranges, tiles, other_keys, window, heads);
         let DqSemaphore { keys_of, query_tiles, own, other, dq_semaphore, key_semaphore, tile_counter, .. } = metadata;
@@ -94,7 +94,7 @@ impl Cuda {
             part_heads: own.part_heads,
         };
         let launch = match is_hopper {
-            true => hopper_backward::launch(call, kernel, (element, shape), params, other),
+            true => hopper_backward::launch(call, kernel, instance, params, other),
             false => Launch::tiles(kernel, own.items, true, &params),
         };
         Ok(Launches::one(writer.part(), Some(launch)))

@@ -9,8 +9,8 @@
 use super::Cuda;
 use super::check::Checker;
 use super::either_backward::turn_to_other;
-use super::hopper::{self, Hopper, HopperPass, InlineMetadata, METADATA_BYTES, MapShape, Maps, NO_METADATA, Other};
-use super::loaded_kernel::LoadedKernel;
+use super::hopper::{self, Hopper, InlineMetadata, METADATA_BYTES, MapShape, Maps, NO_METADATA, Other};
+use super::load::{AttentionModule, LoadedKernel};
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part};
 use super::params::{Addresses, BASES, Parameters, Tensor};
 use super::staging::Staging;
@@ -121,7 +121,7 @@ impl Launch {
 
     /// Whether its kernel can read its metadata among the parameters.
     fn takes_lists(&self) -> bool {
-        matches!(self.kernel, Kernel::Hopper(Hopper { other: Other { pass: HopperPass::Forward, .. }, .. }))
+        matches!(self.kernel, Kernel::Hopper(Hopper { other: Other { module: AttentionModule::Forward, .. }, .. }))
     }
 
     /// Makes the kernel for `sm_90a` read its metadata, `bytes` bytes at `from`, from the parameters.
@@ -151,15 +151,12 @@ impl Launch {
         let mut params = self.params;
         let (function, grid, threads, shared) = match self.kernel {
             Kernel::Loaded { function, grid, threads, shared } => (function, grid, threads, shared),
-            Kernel::Hopper(Hopper { other: Other { pass, element, shape, items }, .. }) => {
-                let resident = pass == HopperPass::Backward;
-                let LoadedKernel { function, launch, each } = match pass {
-                    HopperPass::Forward => cuda.load_forward(&mut cuda.kernels(), element, shape)?,
-                    HopperPass::Backward => {
-                        turn_to_other(&mut params);
-                        cuda.load_fused(&mut cuda.kernels(), element, shape)?
-                    }
-                };
+            Kernel::Hopper(Hopper { other: Other { module, instance, items }, .. }) => {
+                let resident = module == AttentionModule::Fused;
+                if resident {
+                    turn_to_other(&mut params);
+                }
+                let LoadedKernel { function, launch, each } = cuda.load(module, instance)?;
                 (function, Grid::Tiles { items, each, resident }, launch.threads, launch.shared)
             }
         };

@@ -28,7 +28,7 @@
 //! check     the checks of calls
 //! attention, fused, blocks   the launches
 //! family    which forward kernels a device runs, and how that is forced
-//! loaded    the kernels that were loaded so far; load: how each is
+//! load      the kernels that were loaded so far, and how each is
 //! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its parameters)
 //! shared_tiles  which tiles of those kernels several heads share
 //! clusters  those for clusters of two blocks, and which calls they take
@@ -57,8 +57,6 @@ mod last_calls;
 pub(crate) mod launch;
 mod lent_staging;
 mod load;
-mod loaded;
-mod loaded_kernel;
 mod margin_requests;
 mod metadata;
 mod metadata_buffer;
@@ -79,7 +77,7 @@ pub use family::Family;
 pub use staging::Staging;
 pub use stream_kernels::StreamKernels;
 
-use loaded::LoadedKernels;
+use load::{Instance, LoadedKernels};
 
 use crate::device::driver::{Context, Entered, sys};
 use crate::element::Dtype;
@@ -88,7 +86,7 @@ use alloc::format;
 use alloc::sync::Arc;
 use kept_maps::KeptMaps;
 use margin_requests::MarginRequests;
-use shapes::{SHAPES, Shape};
+use shapes::Shape;
 use spare_staging::SpareStaging;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -208,7 +206,7 @@ impl Cuda {
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
     pub fn family(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Family> {
-        let (_, shape, _) = find(dtype, head_dim, value_dim)?;
+        let shape = Instance::find(dtype, head_dim, value_dim)?.index;
         Ok(if self.hopper_shape(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
     }
 
@@ -218,7 +216,7 @@ impl Cuda {
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
     pub fn backward_family(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Family> {
-        let (_, shape, _) = find(dtype, head_dim, value_dim)?;
+        let shape = Instance::find(dtype, head_dim, value_dim)?.index;
         Ok(if self.hopper_backward(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
     }
 
@@ -228,65 +226,8 @@ impl Cuda {
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
     pub fn clusters(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<bool> {
-        let (_, shape, _) = find(dtype, head_dim, value_dim)?;
+        let shape = Instance::find(dtype, head_dim, value_dim)?.index;
         Ok(self.has_clusters(shape))
-    }
-
-    /// Loads the kernels for an element type and head dims, which can take the driver seconds. Call it when you make
-    /// the plan; otherwise the first call loads its kernels. If the device runs the backward as one kernel, the kernels
-    /// for one side's gradients are not loaded here, but by the first call that needs only one side; if it runs a
-    /// kernel for `sm_90a`, the one for `sm_80` is loaded by the first launch whose tensors need it.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for types and dims there is no kernel for, [`Error::Device`] when the driver refuses the
-    /// PTX.
-    pub fn prepare(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<()> {
-        let (element, shape, _) = find(dtype, head_dim, value_dim)?;
-        let mut kernels = self.kernels();
-        if self.hopper_shape(shape).is_some() {
-            self.load_hopper(&mut kernels, element, shape)?;
-            if self.has_clusters(shape) {
-                self.load_hopper_cluster(&mut kernels, element, shape)?;
-            }
-        } else {
-            self.load_forward(&mut kernels, element, shape)?;
-        }
-        if self.hopper_backward(shape).is_some() {
-            self.load_hopper_backward(&mut kernels, element, shape)?;
-        } else if self.fused(&SHAPES[shape]).is_some() {
-            self.load_fused(&mut kernels, element, shape)?;
-        } else {
-            self.load_sides(&mut kernels, element, shape)?;
-        }
-        self.blocks(&mut kernels)?;
-        Ok(())
-    }
-
-    /// Loads the kernels that do not depend on head dims: transforms, delta, finish, merge, the sinks' gradient.
-    ///
-    /// # Errors
-    /// [`Error::Device`] when the driver refuses the PTX.
-    pub fn prepare_blocks(&self) -> Result<()> {
-        self.blocks(&mut self.kernels()).map(|_| ())
-    }
-
-    /// Whether the kernels for this type and these dims are loaded.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for types and dims there is no kernel for.
-    pub fn is_prepared(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<bool> {
-        let (element, shape, _) = find(dtype, head_dim, value_dim)?;
-        let kernels = self.kernels();
-        let forward = if self.hopper_shape(shape).is_some() { &kernels.hopper } else { &kernels.forward };
-        let backward = if self.hopper_backward(shape).is_some() {
-            kernels.hopper_backward[element][shape].is_some()
-        } else if self.fused(&SHAPES[shape]).is_some() {
-            kernels.fused[element][shape].is_some()
-        } else {
-            kernels.sides[element][shape].is_some()
-        };
-        let clusters = !self.has_clusters(shape) || kernels.hopper_cluster[element][shape].is_some();
-        Ok(forward[element][shape].is_some() && clusters && backward)
     }
 
     /// Allocates a ring buffer of `bytes` bytes for the scheduler metadata of calls, up to `launches` of them in
@@ -335,14 +276,4 @@ impl Cuda {
         }
         items.min(each.saturating_mul(self.multiprocessors.saturating_sub(sm_margin).max(1)))
     }
-}
-
-/// Index of the element type, and the shape that holds the head dims.
-fn find(dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<(usize, usize, &'static Shape)> {
-    check::element(dtype)?;
-    let largest = &SHAPES[SHAPES.len() - 1];
-    check::dim("head_dim", head_dim, largest.head_dim)?;
-    check::dim("value_dim", value_dim, largest.value_dim)?;
-    let (shape, s) = shapes::find(head_dim, value_dim).expect("the largest shape holds every dim that passed");
-    Ok((usize::from(dtype == Dtype::Bf16), shape, s))
 }

@@ -141,7 +141,7 @@ impl LaunchRecorder<'_> {
         (tags, count): (*mut u8, usize),
         runs: &RunCount,
     ) -> Result<Launches> {
-        let function = cuda.blocks(&mut cuda.kernels())?.begin_run;
+        let function = cuda.blocks()?.begin_run;
         let params = BeginRun {
             runs: runs.0.ptr() as usize as u64,
             tags: tags as usize as u64,
@@ -162,7 +162,7 @@ impl LaunchRecorder<'_> {
         ranges: &[(*mut u8, usize)],
         notice: &NoteMemory,
     ) -> Result<Launches> {
-        let function = cuda.blocks(&mut cuda.kernels())?.arrived;
+        let function = cuda.blocks()?.arrived;
         let offsets: alloc::vec::Vec<_> = ranges.iter().map(|&(symbol, bytes)| (self.locate(symbol), bytes)).collect();
         let (mut writer, _) = self.begin(padded(ranges.len() * size_of::<ArrivedRange>()))?;
         let (list, at) = writer.array::<ArrivedRange>(ranges.len());
