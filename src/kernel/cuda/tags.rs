@@ -19,13 +19,12 @@ use super::params::{
     tags::{Arrived, ArrivedRange, BeginRun, Note, Tag},
 };
 use super::recorded::LaunchRecorder;
-use crate::device::driver::{Context, call, check_room, sys};
-use crate::device::memory::DeviceMemory;
+use crate::device::driver::{call, sys};
+use crate::device::memory::{DeviceMemory, HostMemory};
 use crate::error::Result;
-use alloc::sync::Arc;
 use alloc::vec;
 use core::ops::Range;
-use core::ptr::{null_mut, without_provenance_mut};
+use core::ptr::without_provenance_mut;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes of a tag.
@@ -43,26 +42,19 @@ pub(crate) struct RunCount(DeviceMemory);
 impl RunCount {
     /// No run counted yet.
     pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
-        let memory = cuda.allocate(size_of::<u64>())?;
-        memory.upload(&[0; size_of::<u64>()])?;
-        Ok(Self(memory))
+        DeviceMemory::zeros(cuda.context(), size_of::<u64>()).map(Self)
     }
 }
 
 /// Where a rank's device notes that a peer runs something else.
 #[derive(Debug)]
 pub(crate) struct NoteMemory {
-    context: Arc<Context>,
-    host: *mut Note,
+    /// A [`Note`], which the host reads after `written` alone.
+    host: HostMemory,
     device: u64,
     /// Not 0 once something was noted.
     disagreed: DeviceMemory,
 }
-
-// SAFETY: memory that `self` owns, which the host reads after `written` alone.
-unsafe impl Send for NoteMemory {}
-// SAFETY: memory that `self` owns, which the host reads after `written` alone.
-unsafe impl Sync for NoteMemory {}
 
 /// The first difference that a device found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,33 +72,29 @@ pub(crate) struct Noted {
 impl NoteMemory {
     /// Nothing noted.
     pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
-        let disagreed = cuda.allocate(size_of::<u64>())?;
-        disagreed.upload(&[0; size_of::<u64>()])?;
         let context = cuda.context();
-        let _beside = context.enter_beside_captures()?;
-        let (mut host, mut device, bytes) = (null_mut(), 0, size_of::<Note>());
-        let flags = sys::HOST_PORTABLE_AND_MAPPED;
-        // SAFETY: a context is current, the pointer is to a local.
-        check_room("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&raw mut host, bytes, flags) }, bytes)?;
-        // SAFETY: `host` has that many bytes.
-        unsafe { host.cast::<u8>().write_bytes(0, bytes) };
-        // Its drop frees the memory if the next call fails.
-        let mut notice = Self { context: Arc::clone(context), host: host.cast(), device: 0, disagreed };
+        let disagreed = DeviceMemory::zeros(context, size_of::<u64>())?;
+        let host = HostMemory::new(context, size_of::<Note>(), sys::HOST_PORTABLE_AND_MAPPED)?;
+        let _entered = context.enter()?;
+        let mut device = 0;
         // SAFETY: mapped memory of the host, and a pointer to a local.
-        unsafe { call!(cuMemHostGetDevicePointer_v2(&raw mut device, host, 0)) }?;
-        notice.device = device;
-        Ok(notice)
+        unsafe { call!(cuMemHostGetDevicePointer_v2(&raw mut device, host.ptr().cast(), 0)) }?;
+        Ok(Self { host, device, disagreed })
+    }
+
+    fn note(&self) -> *mut Note {
+        self.host.ptr().cast()
     }
 
     /// The first difference, if there is one. Calls no function of the driver.
     pub(crate) fn read(&self) -> Option<Noted> {
         // SAFETY: the word is aligned, lives as long as `self`, and is only stored to by the device.
-        let written = unsafe { AtomicU64::from_ptr(&raw mut (*self.host).written) };
+        let written = unsafe { AtomicU64::from_ptr(&raw mut (*self.note()).written) };
         if written.load(Ordering::Acquire) == 0 {
             return None;
         }
         // SAFETY: the device has written the rest before that word, and writes nothing any more.
-        let note = unsafe { self.host.read_volatile() };
+        let note = unsafe { self.note().read_volatile() };
         Some(Noted {
             tag: note.tag as usize,
             ours: note.ours,
@@ -115,15 +103,6 @@ impl NoteMemory {
             their_run: note.their_run,
             is_tag: note.is_tag != 0,
         })
-    }
-}
-
-impl Drop for NoteMemory {
-    fn drop(&mut self) {
-        if let Ok(_beside) = self.context.enter_beside_captures() {
-            // SAFETY: allocated once in `new`; the owner waited for its last use.
-            unsafe { sys::cuMemFreeHost(self.host.cast()) };
-        }
     }
 }
 
