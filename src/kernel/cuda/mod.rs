@@ -32,13 +32,12 @@
 //! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its parameters)
 //! shared_tiles  which tiles of those kernels several heads share
 //! clusters  those for clusters of two blocks, and which calls they take
-//! allocate  memory and waiting, for callers; shared: one device for all callers that name it
+//! shared    one device for all callers that name it
 //! tags      what runs on devices carry along, so that ranks which differ are found
 //! stream_kernels  single calls of a caller's, with the staging memory they need
-//! spare_staging, lent_staging, last_calls   shared by such calls; waits when they end
+//! spare_staging, last_calls   shared by such calls; waits when they end
 //! ```
 
-mod allocate;
 mod attention;
 pub(crate) mod base_addresses;
 mod blocks;
@@ -55,9 +54,7 @@ mod hopper_calls;
 mod kept_maps;
 mod last_calls;
 pub(crate) mod launch;
-mod lent_staging;
 mod load;
-mod margin_requests;
 mod metadata;
 mod metadata_buffer;
 mod params;
@@ -79,14 +76,15 @@ pub use stream_kernels::StreamKernels;
 
 use load::{Instance, LoadedKernels};
 
-use crate::device::driver::{Context, Entered, sys};
+use crate::call::RawStream;
+use crate::device::driver::{Context, Entered, check, sys};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
 use kept_maps::KeptMaps;
-use margin_requests::MarginRequests;
 use shapes::Shape;
+use sm_margin::MarginRequests;
 use spare_staging::SpareStaging;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -237,6 +235,36 @@ impl Cuda {
     /// [`Error::Device`] when the driver has no memory for it.
     pub fn staging(&self, bytes: usize, launches: usize) -> Result<Staging> {
         Staging::new(&self.context, bytes, launches, self.can_be_hopper)
+    }
+
+    /// Allocates `bytes` bytes (at least one), with the alignment of the driver: 256 or more.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the driver has no memory for it.
+    pub fn allocate(&self, bytes: usize) -> Result<DeviceMemory> {
+        DeviceMemory::new(&self.context, bytes)
+    }
+
+    /// Waits on the host until everything on the caller's stream is done.
+    ///
+    /// # Safety
+    /// The stream is of the device's primary context.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when something on the device failed; [`Error::Unsupported`] for a stream that is being
+    /// captured.
+    pub unsafe fn synchronize(&self, stream: RawStream) -> Result<()> {
+        // SAFETY: the stream is of the device's primary context (the contract of this function).
+        if unsafe { self.context.is_capturing(stream) }? {
+            return Err(Error::unsupported(
+                "waiting for a stream that is being captured",
+                "what is captured has not begun",
+                "end the capture, launch its graph on a stream, and wait for that",
+            ));
+        }
+        let _beside = self.context.enter_beside_captures()?;
+        // SAFETY: the stream is of the device's primary context (the contract of this function).
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
     }
 
     /// Makes a stream, for a transport of device memory.
