@@ -158,17 +158,17 @@ impl Drop for DeviceMemory {
 
 /// Page-locked memory of the host, zeros at first, freed when dropped. Wait for its last use before you drop it.
 #[derive(Debug)]
-pub(crate) struct HostMemory {
+pub(crate) struct PinnedMemory {
     context: Arc<Context>,
     address: *mut u8,
 }
 
 // SAFETY: an address; those who use the memory order their accesses.
-unsafe impl Send for HostMemory {}
+unsafe impl Send for PinnedMemory {}
 // SAFETY: an address; those who use the memory order their accesses.
-unsafe impl Sync for HostMemory {}
+unsafe impl Sync for PinnedMemory {}
 
-impl HostMemory {
+impl PinnedMemory {
     /// Allocates `bytes` bytes; `flags` are those of the driver.
     pub fn new(context: &Arc<Context>, bytes: usize, flags: c_uint) -> Result<Self> {
         let _beside = context.enter_beside_captures()?;
@@ -186,7 +186,7 @@ impl HostMemory {
     }
 }
 
-impl Drop for HostMemory {
+impl Drop for PinnedMemory {
     fn drop(&mut self) {
         if let Ok(_beside) = self.context.enter_beside_captures() {
             // SAFETY: allocated once.

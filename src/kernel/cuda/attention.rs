@@ -3,9 +3,9 @@
 
 use super::check::{self, Checker, TensorSpec};
 use super::launch::{Launch, Launches, items};
-use super::load::{AttentionModule, Instance};
 use super::metadata::{self, Metadata, TileRows};
 use super::metadata_buffer::MetadataBuffer;
+use super::modules::{AttentionModule, Instance};
 use super::params::{BackwardParams, ForwardParams, HeadParams, SCORE_GENERAL, SCORE_SOFTCAP, ScoreParams, Tensor};
 use super::staging::Staging;
 use super::{Cuda, clusters, hopper_calls};
@@ -98,9 +98,7 @@ impl Cuda {
         let of_queries =
             [("running", &call.running), ("running_lse", &call.running_lse), ("o", &call.o), ("lse", &call.lse)];
         for (name, t) in of_queries {
-            if !t.is_none() && t.tokens < call.q.tokens {
-                rows_fit(name, t, call.ranges.q.iter().map(|q| &q.range))?;
-            }
+            rows_fit(name, t, call.q.tokens, call.ranges.q.iter().map(|q| &q.range))?;
         }
 
         // A call without keys only finishes merged results; there are no keys for a tensor map to describe.
@@ -203,14 +201,10 @@ impl Cuda {
         };
         let of_queries = [("d_o", &call.d_o), ("lse", &call.lse), ("delta", &call.delta), ("dq", &call.dq)];
         for (name, t) in of_queries {
-            if !t.is_none() && t.tokens < call.q.tokens {
-                rows_fit(name, t, call.ranges.q.iter().map(|q| &q.range))?;
-            }
+            rows_fit(name, t, call.q.tokens, call.ranges.q.iter().map(|q| &q.range))?;
         }
         for (name, t) in [("dk", &call.dk), ("dv", &call.dv)] {
-            if !t.is_none() && t.tokens < call.k.tokens {
-                rows_fit(name, t, call.ranges.k.iter())?;
-            }
+            rows_fit(name, t, call.k.tokens, call.ranges.k.iter())?;
         }
 
         if let Some(fused) = self.fused(s).filter(|_| call.gradients == Gradients::All) {
@@ -271,8 +265,16 @@ fn require(needed: bool, checker: Checker, name: &str, t: &RawTensor, expected: 
     checker.optional(name, t, expected)
 }
 
-/// Checks the rows of the ranges in a tensor, which may be shorter than q or k.
-fn rows_fit<'a>(name: &str, t: &RawTensor, ranges: impl Iterator<Item = &'a crate::call::Range>) -> Result<()> {
+/// Checks the rows of ranges below `tokens` in a tensor, which may have fewer.
+fn rows_fit<'a>(
+    name: &str,
+    t: &RawTensor,
+    tokens: u64,
+    ranges: impl Iterator<Item = &'a crate::call::Range>,
+) -> Result<()> {
+    if t.is_none() || t.tokens >= tokens {
+        return Ok(());
+    }
     for r in ranges.filter(|r| r.len > 0) {
         let end = r.row + i64::from(r.len);
         if end as u64 > t.tokens {

@@ -5,9 +5,9 @@
 use super::dq_semaphore::{self, DqSemaphore, TilesOfKeys};
 use super::either_backward::DealtOut;
 use super::launch::{Launch, Launches, items};
-use super::load::{AttentionModule, Instance};
 use super::metadata::TileRows;
 use super::metadata_buffer::MetadataBuffer;
+use super::modules::{AttentionModule, Instance};
 use super::params::{BackwardParams, FusedParams as Params};
 use super::{Cuda, hopper_backward, shapes};
 use crate::call::AttendBackward;

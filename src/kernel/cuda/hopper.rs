@@ -8,8 +8,8 @@
 //! metadata and the same parameters: negative strides and strides of 0, tensors of 2^31 rows, addresses too close to 0.
 
 use super::family::Family;
-use super::load::{AttentionModule, Instance, LoadedKernel};
 use super::metadata::TileRows;
+use super::modules::{AttentionModule, Instance, LoadedKernel};
 use super::params::{Addresses, ForwardParams, Parameters, Tensor, addresses};
 use super::shapes::{SHAPES, Shaped};
 use super::shared_tiles::SharedTiles;
@@ -228,8 +228,8 @@ pub(super) struct Hopper {
     pub other: Other,
 }
 
-/// The kernel for `sm_80` that does a launch if maps cannot describe its tensors: a forward or a fused backward, and the
-/// number of its tiles times heads.
+/// The kernel for `sm_80` that does a launch if maps cannot describe its tensors: a forward or a fused backward, and
+/// the number of its tiles times heads.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Other {
     pub module: AttentionModule,
@@ -267,7 +267,7 @@ pub(super) fn section(l2_bytes: u64, head_bytes: u64, group: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::load::ELEMENTS;
+    use super::super::modules::ELEMENTS;
     use super::*;
     use alloc::string::String;
     use alloc::vec::Vec;

@@ -12,7 +12,7 @@ use super::either_backward::{DealtOut, EitherParams, HopperBackwardParams};
 use super::hopper::{Hopper, MapShape, Other};
 use super::hopper_calls::longest;
 use super::launch::Launch;
-use super::load::{AttentionModule, Instance, LoadedKernel};
+use super::modules::{AttentionModule, Instance, LoadedKernel};
 use super::params::FusedParams;
 use super::shapes::{Fused, SHAPES, Shaped};
 use crate::call::AttendBackward;
@@ -95,7 +95,7 @@ pub(super) fn launch(
 #[cfg(test)]
 mod tests {
     use super::super::hopper::Maps;
-    use super::super::load::ELEMENTS;
+    use super::super::modules::ELEMENTS;
     use super::*;
     use alloc::format;
     use alloc::vec::Vec;

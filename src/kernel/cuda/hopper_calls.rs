@@ -3,8 +3,8 @@
 
 use super::Cuda;
 use super::hopper::{FORWARD, Hopper, HopperParams, HopperShape, MapShape, Other, other_rows, section};
-use super::load::{AttentionModule, Instance, LoadedKernel};
 use super::metadata_buffer::{SortBuffers, Writer};
+use super::modules::{AttentionModule, Instance, LoadedKernel};
 use super::params::ForwardParams;
 use super::shared_tiles::{HopperTiles, Sharing};
 use super::{clusters, metadata, shared_tiles};

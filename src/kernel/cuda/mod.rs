@@ -28,14 +28,14 @@
 //! check     the checks of calls
 //! attention, fused, blocks   the launches
 //! family    which forward kernels a device runs, and how that is forced
-//! load      the kernels that were loaded so far, and how each is
+//! modules   the kernels that were loaded so far, and what each is compiled for; load: how each is loaded
 //! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its parameters)
 //! shared_tiles  which tiles of those kernels several heads share
 //! clusters  those for clusters of two blocks, and which calls they take
 //! shared    one device for all callers that name it
 //! tags      what runs on devices carry along, so that ranks which differ are found
 //! stream_kernels  single calls of a caller's, with the staging memory they need
-//! spare_staging, last_calls   shared by such calls; waits when they end
+//! spare_staging, lent_staging, last_calls   shared by such calls; waits when they end
 //! ```
 
 mod attention;
@@ -54,9 +54,12 @@ mod hopper_calls;
 mod kept_maps;
 mod last_calls;
 pub(crate) mod launch;
+mod lent_staging;
 mod load;
+mod margin_requests;
 mod metadata;
 mod metadata_buffer;
+mod modules;
 mod params;
 mod pinned_mirror;
 pub(crate) mod recorded;
@@ -74,7 +77,7 @@ pub use family::Family;
 pub use staging::Staging;
 pub use stream_kernels::StreamKernels;
 
-use load::{Instance, LoadedKernels};
+use modules::{Instance, LoadedKernels};
 
 use crate::call::RawStream;
 use crate::device::driver::{Context, Entered, check, sys};
@@ -83,8 +86,8 @@ use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
 use kept_maps::KeptMaps;
+use margin_requests::MarginRequests;
 use shapes::Shape;
-use sm_margin::MarginRequests;
 use spare_staging::SpareStaging;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

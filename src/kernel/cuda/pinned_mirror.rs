@@ -3,7 +3,7 @@
 //! stream order. Only page-locked memory is copied without a wait of the host's.
 
 use crate::device::driver::{Context, call, sys};
-use crate::device::memory::{DeviceMemory, HostMemory};
+use crate::device::memory::{DeviceMemory, PinnedMemory};
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
@@ -13,7 +13,7 @@ use core::ptr::null_mut;
 #[derive(Debug)]
 pub(super) struct PinnedMirror {
     context: Arc<Context>,
-    host: HostMemory,
+    host: PinnedMemory,
     device: DeviceMemory,
 }
 
@@ -21,7 +21,7 @@ impl PinnedMirror {
     /// Allocates both, at least one byte.
     pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
         let bytes = bytes.max(1);
-        let (host, device) = (HostMemory::new(context, bytes, 0)?, DeviceMemory::new(context, bytes)?);
+        let (host, device) = (PinnedMemory::new(context, bytes, 0)?, DeviceMemory::new(context, bytes)?);
         Ok(Self { context: context.clone(), host, device })
     }
 

@@ -75,7 +75,8 @@ const fn narrow_fused(d: u32, dv: u32, n: u32, m: u32, key_parts: u32, column_pa
     narrow
 }
 
-/// A shape without narrow kernels; the numbers are those of its lines in `ptx/shapes.cuh` that the functions above take.
+/// A shape without narrow kernels; the numbers are those of its lines in `ptx/shapes.cuh` that the functions above
+/// take.
 const fn shape(d: u32, dv: u32, f: [u32; 3], q: [u32; 4], k: [u32; 4], all: [u32; 5]) -> Shape {
     Shape {
         name: if d == dv { d } else { d * 1000 + dv },

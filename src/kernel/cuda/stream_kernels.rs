@@ -8,8 +8,8 @@
 
 use super::Cuda;
 use super::last_calls::LastCalls;
+use super::lent_staging::LentStaging;
 use super::sm_margin::SmMargin;
-use super::spare_staging::LentStaging;
 use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawStream, RawTensor, SinkGradient, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};

@@ -20,7 +20,7 @@ use super::params::{
 };
 use super::recorded::LaunchRecorder;
 use crate::device::driver::{call, sys};
-use crate::device::memory::{DeviceMemory, HostMemory};
+use crate::device::memory::{DeviceMemory, PinnedMemory};
 use crate::error::Result;
 use alloc::vec;
 use core::ops::Range;
@@ -50,7 +50,7 @@ impl RunCount {
 #[derive(Debug)]
 pub(crate) struct NoteMemory {
     /// A [`Note`], which the host reads after `written` alone.
-    host: HostMemory,
+    host: PinnedMemory,
     device: u64,
     /// Not 0 once something was noted.
     disagreed: DeviceMemory,
@@ -74,7 +74,7 @@ impl NoteMemory {
     pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
         let context = cuda.context();
         let disagreed = DeviceMemory::zeros(context, size_of::<u64>())?;
-        let host = HostMemory::new(context, size_of::<Note>(), sys::HOST_PORTABLE_AND_MAPPED)?;
+        let host = PinnedMemory::new(context, size_of::<Note>(), sys::HOST_PORTABLE_AND_MAPPED)?;
         let _entered = context.enter()?;
         let mut device = 0;
         // SAFETY: mapped memory of the host, and a pointer to a local.
