@@ -44,7 +44,7 @@
 
 use ::cudarc::driver::{CudaContext, CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use alloc::{format, sync::Arc};
-use core::{fmt, marker::PhantomData};
+use core::fmt;
 
 use crate::{
     call::RawStream,
@@ -86,12 +86,8 @@ pub struct Slice<'a, T> {
 
 /// A `[tokens, heads, dim]` tensor in a slice that work on a stream writes.
 pub struct SliceMut<'a, T> {
-    address: *mut T,
-    device: Device,
-    shape: [usize; 3],
-    strides: [usize; 2],
+    view: DeviceViewMut<'a, T>,
     _order: SyncOnDrop<'a>,
-    slice: PhantomData<&'a mut [T]>,
 }
 
 impl<'a, T: Element> Slice<'a, T> {
@@ -145,9 +141,10 @@ impl<'a, T: Element> SliceMut<'a, T> {
         let device = fits(slice.stream(), stream, slice.len(), start, shape, strides)?;
         let (address, order) = slice.device_ptr_mut(stream);
         let address = (address as usize as *mut T).wrapping_add(start);
-        // SAFETY: the rows are in the slice, which is borrowed; this view is only made for its checks.
-        unsafe { DeviceViewMut::<T>::new(device, address, shape, strides) }?;
-        Ok(Self { address, device, shape, strides, _order: order, slice: PhantomData })
+        // SAFETY: the rows are in the slice, which is borrowed for as long as the view lives, by this view alone. After
+        // that its owner waits for the event that `order` records before it frees or uses the memory.
+        let view = unsafe { DeviceViewMut::new(device, address, shape, strides) }?;
+        Ok(Self { view, _order: order })
     }
 
     /// A compact token-major tensor at the beginning of `slice`.
@@ -160,9 +157,9 @@ impl<'a, T: Element> SliceMut<'a, T> {
 
     /// The tensor.
     pub fn view(&mut self) -> DeviceViewMut<'_, T> {
-        // SAFETY: the rows are in the slice, which is borrowed for as long as the view lives, by this view alone. After
-        // that its owner waits for the event that `_order` records before it frees or uses the memory.
-        unsafe { DeviceViewMut::new(self.device, self.address, self.shape, self.strides) }.expect("checked by `new`")
+        let (view, address) = (&self.view, self.view.raw().ptr.cast());
+        // SAFETY: the tensor of `self.view`, which is borrowed for as long as this view lives.
+        unsafe { DeviceViewMut::new(view.device(), address, view.shape(), view.strides()) }.expect("checked by `new`")
     }
 }
 
@@ -214,12 +211,6 @@ impl<T: Element> fmt::Debug for Slice<'_, T> {
 
 impl<T: Element> fmt::Debug for SliceMut<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { address, device, shape, strides, .. } = self;
-        f.debug_struct("SliceMut")
-            .field("address", address)
-            .field("device", device)
-            .field("shape", shape)
-            .field("strides", strides)
-            .finish_non_exhaustive()
+        f.debug_struct("SliceMut").field("view", &self.view).finish_non_exhaustive()
     }
 }

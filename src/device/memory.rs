@@ -2,10 +2,11 @@
 //! Streams and memory of a device.
 
 use super::RawStream;
-use super::driver::{Context, check, check_room, sys};
+use super::driver::{Context, call, check, check_room, sys};
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
+use core::ffi::c_uint;
 use core::ptr::null_mut;
 
 /// A stream that is destroyed with its owner, for a transport of device memory. It does not wait for the default
@@ -87,6 +88,17 @@ impl DeviceMemory {
         Ok(Self { context: context.clone(), address, bytes })
     }
 
+    /// Memory that is zero for every stream. It is cleared on a stream of its own: the default stream might be ordered
+    /// with one that is being captured.
+    pub(crate) fn zeros(context: &Arc<Context>, bytes: usize) -> Result<Self> {
+        let (memory, stream) = (Self::new(context, bytes)?, OwnStream::new(context)?);
+        let _beside = context.enter_beside_captures()?;
+        // SAFETY: the memory has that many bytes; the stream is waited for.
+        unsafe { call!(cuMemsetD8Async(memory.address, 0, bytes, stream.handle())) }?;
+        stream.synchronize()?;
+        Ok(memory)
+    }
+
     /// Its address on the device.
     pub fn ptr(&self) -> *mut u8 {
         self.address as usize as *mut u8
@@ -140,6 +152,45 @@ impl Drop for DeviceMemory {
         if let Ok(_beside) = self.context.enter_beside_captures() {
             // SAFETY: allocated once.
             unsafe { sys::cuMemFree_v2(self.address) };
+        }
+    }
+}
+
+/// Page-locked memory of the host, zeros at first, freed when dropped. Wait for its last use before you drop it.
+#[derive(Debug)]
+pub(crate) struct PinnedMemory {
+    context: Arc<Context>,
+    address: *mut u8,
+}
+
+// SAFETY: an address; those who use the memory order their accesses.
+unsafe impl Send for PinnedMemory {}
+// SAFETY: an address; those who use the memory order their accesses.
+unsafe impl Sync for PinnedMemory {}
+
+impl PinnedMemory {
+    /// Allocates `bytes` bytes; `flags` are those of the driver.
+    pub fn new(context: &Arc<Context>, bytes: usize, flags: c_uint) -> Result<Self> {
+        let _beside = context.enter_beside_captures()?;
+        let mut address = null_mut();
+        // SAFETY: a context is current, the pointer is to a local.
+        check_room("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&raw mut address, bytes, flags) }, bytes)?;
+        // SAFETY: the memory has that many bytes.
+        unsafe { address.cast::<u8>().write_bytes(0, bytes) };
+        Ok(Self { context: context.clone(), address: address.cast() })
+    }
+
+    /// Its address on the host.
+    pub fn ptr(&self) -> *mut u8 {
+        self.address
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        if let Ok(_beside) = self.context.enter_beside_captures() {
+            // SAFETY: allocated once.
+            unsafe { sys::cuMemFreeHost(self.address.cast()) };
         }
     }
 }

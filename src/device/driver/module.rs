@@ -82,28 +82,12 @@ impl Function {
         Ok(blocks.max(1) as u32)
     }
 
-    /// Launches `blocks` blocks with one parameter struct.
+    /// Launches `blocks` blocks with the parameters at N addresses.
     ///
     /// # Safety
-    /// `P` is the kernel's parameter, and the memory it points to is as the kernel expects; the stream is of the
-    /// current context.
-    pub unsafe fn launch<P>(
-        self,
-        blocks: u32,
-        threads: u32,
-        shared: u32,
-        stream: sys::CUstream,
-        params: &P,
-    ) -> Result<()> {
-        // SAFETY: `params` is the kernel's parameter, and the stream is of the current context (the contract).
-        unsafe { self.launch_all(blocks, threads, shared, stream, [core::ptr::from_ref(params).cast()]) }
-    }
-
-    /// As [`Function::launch`], with the addresses of N parameters.
-    ///
-    /// # Safety
-    /// As there, for each of them.
-    pub unsafe fn launch_all<const N: usize>(
+    /// They are the kernel's parameters, and the memory that they point to is as the kernel expects; the stream is of
+    /// the current context.
+    pub unsafe fn launch<const N: usize>(
         self,
         blocks: u32,
         threads: u32,

@@ -4,10 +4,11 @@
 use super::check::{self, Checker, TensorSpec};
 use super::launch::{Launch, Launches, items};
 use super::metadata::{self, Metadata, TileRows};
-use super::metadata_buffer::{MetadataBuffer, Part};
+use super::metadata_buffer::MetadataBuffer;
+use super::modules::{AttentionModule, Instance};
 use super::params::{BackwardParams, ForwardParams, HeadParams, SCORE_GENERAL, SCORE_SOFTCAP, ScoreParams, Tensor};
 use super::staging::Staging;
-use super::{Cuda, clusters, find, hopper_calls};
+use super::{Cuda, clusters, hopper_calls};
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawStream, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -20,8 +21,8 @@ impl Cuda {
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
     pub fn attend_bytes(&self, call: &Attend) -> Result<usize> {
-        let (_, at, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
-        let rows = shape.forward.rows;
+        let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
+        let (at, rows) = (instance.index, instance.shape().forward.rows);
         let other = if self.hopper_shape(at).is_some() { hopper_calls::work_bytes(call, at, rows) } else { 0 };
         let tiles = TileRows { queries: rows, keys: 0 };
         Ok(metadata::bytes(&call.ranges, tiles) + other)
@@ -32,10 +33,10 @@ impl Cuda {
     /// # Errors
     /// As [`Cuda::attend_bytes`].
     pub fn attend_backward_bytes(&self, call: &AttendBackward) -> Result<usize> {
-        let (_, at, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
-        Ok(match self.fused(shape).filter(|_| call.gradients == Gradients::All) {
-            Some(fused) => self.fused_bytes(call, at, fused),
-            None => metadata::bytes(&call.ranges, backward_tiles(call.gradients, shape)),
+        let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
+        Ok(match self.fused(instance.shape()).filter(|_| call.gradients == Gradients::All) {
+            Some(fused) => self.fused_bytes(call, instance.index, fused),
+            None => metadata::bytes(&call.ranges, backward_tiles(call.gradients, instance.shape())),
         })
     }
 
@@ -56,12 +57,9 @@ impl Cuda {
     }
 
     /// The launches of [`Cuda::attend`], their metadata written into `buffer`.
-    pub(super) fn attend_launches(
-        &self,
-        call: &Attend<'_>,
-        buffer: &mut impl MetadataBuffer,
-    ) -> Result<(Part, Launches)> {
-        let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
+    pub(crate) fn attend_launches(&self, call: &Attend<'_>, buffer: &mut impl MetadataBuffer) -> Result<Launches> {
+        let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
+        let (shape, s) = (instance.index, instance.shape());
         refuse_aligned(call.aligned)?;
         let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
@@ -100,20 +98,17 @@ impl Cuda {
         let of_queries =
             [("running", &call.running), ("running_lse", &call.running_lse), ("o", &call.o), ("lse", &call.lse)];
         for (name, t) in of_queries {
-            if !t.is_none() && t.tokens < call.q.tokens {
-                rows_fit(name, t, call.ranges.q.iter().map(|q| &q.range))?;
-            }
+            rows_fit(name, t, call.q.tokens, call.ranges.q.iter().map(|q| &q.range))?;
         }
 
         // A call without keys only finishes merged results; there are no keys for a tensor map to describe.
         let hopper = match self.hopper_shape(shape).filter(|_| !call.ranges.k.is_empty()) {
             Some(_) => {
-                let mut kernels = self.kernels();
                 let cluster = match self.has_clusters(shape) && clusters::are_pairs(call) {
-                    true => Some(self.load_hopper_cluster(&mut kernels, element, shape)?),
+                    true => Some(self.load(AttentionModule::HopperCluster, instance)?),
                     false => None,
                 };
-                Some((self.load_hopper(&mut kernels, element, shape)?, cluster))
+                Some((self.load(AttentionModule::HopperForward, instance)?, cluster))
             }
             None => None,
         };
@@ -122,26 +117,24 @@ impl Cuda {
         let (mut writer, scratch) = buffer.begin(self.attend_bytes(call)?)?;
         let metadata = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
         params.heads.items = items(metadata.query_tiles, q_heads)?;
-        let mut launches = Launches::default();
-        if params.heads.items > 0 {
-            (params.queries, params.keys) = (metadata.queries, metadata.keys);
-            (params.partners, params.work) = (metadata.keys_of, metadata.query_work);
-            let items = params.heads.items;
-            launches.push(match hopper {
-                None => {
-                    let kernel = self.load_forward(&mut self.kernels(), element, shape)?;
-                    Launch::tiles(kernel, items, false, &params)
-                }
-                Some(hopper) => {
-                    let same = (metadata.query_work, metadata.query_tiles, s.forward.rows);
-                    let split = hopper_calls::split(call, shape, same, scratch, &mut writer, window);
-                    let (params, hopper) =
-                        self.hopper_params(call, hopper, (element, shape), params, split, tile_counter);
-                    Launch::hopper_or_other(hopper, &params)
-                }
-            });
+        if params.heads.items == 0 {
+            return Ok(Launches::default());
         }
-        Ok((writer.part(), launches))
+        (params.queries, params.keys) = (metadata.queries, metadata.keys);
+        (params.partners, params.work) = (metadata.keys_of, metadata.query_work);
+        let launch = match hopper {
+            None => {
+                let kernel = self.load(AttentionModule::Forward, instance)?;
+                Launch::tiles(kernel, params.heads.items, false, &params)
+            }
+            Some(hopper) => {
+                let same = (metadata.query_work, metadata.query_tiles, s.forward.rows);
+                let split = hopper_calls::split(call, shape, same, scratch, &mut writer, window);
+                let (params, hopper) = self.hopper_params(call, hopper, instance, params, split, tile_counter);
+                Launch::hopper_or_other(hopper, &params)
+            }
+        };
+        Ok(Launches::one(writer.part(), Some(launch)))
     }
 
     /// Backward attention: see [`AttendBackward`]. All gradients are one launch where a block of the device has the
@@ -164,12 +157,13 @@ impl Cuda {
     }
 
     /// The launches of [`Cuda::attend_backward`], their metadata written into `buffer`.
-    pub(super) fn attend_backward_launches(
+    pub(crate) fn attend_backward_launches(
         &self,
         call: &AttendBackward<'_>,
         buffer: &mut impl MetadataBuffer,
-    ) -> Result<(Part, Launches)> {
-        let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
+    ) -> Result<Launches> {
+        let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
+        let s = instance.shape();
         refuse_aligned(call.aligned)?;
         let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
@@ -207,24 +201,16 @@ impl Cuda {
         };
         let of_queries = [("d_o", &call.d_o), ("lse", &call.lse), ("delta", &call.delta), ("dq", &call.dq)];
         for (name, t) in of_queries {
-            if !t.is_none() && t.tokens < call.q.tokens {
-                rows_fit(name, t, call.ranges.q.iter().map(|q| &q.range))?;
-            }
+            rows_fit(name, t, call.q.tokens, call.ranges.q.iter().map(|q| &q.range))?;
         }
         for (name, t) in [("dk", &call.dk), ("dv", &call.dv)] {
-            if !t.is_none() && t.tokens < call.k.tokens {
-                rows_fit(name, t, call.ranges.k.iter())?;
-            }
+            rows_fit(name, t, call.k.tokens, call.ranges.k.iter())?;
         }
 
         if let Some(fused) = self.fused(s).filter(|_| call.gradients == Gradients::All) {
-            return self.fused_launches(call, (element, shape), fused, params, window, buffer);
+            return self.fused_launches(call, instance, fused, params, window, buffer);
         }
-        let (queries, keys, values) = {
-            let mut kernels = self.kernels();
-            let loaded = self.load_sides(&mut kernels, element, shape)?;
-            (loaded.queries, loaded.keys, loaded.values)
-        };
+        let [queries, keys, values] = self.load_all(AttentionModule::Sides, instance)?;
         let tiles = backward_tiles(call.gradients, s);
         let (mut writer, scratch) = buffer.begin(metadata::bytes(&call.ranges, tiles))?;
         let Metadata {
@@ -239,18 +225,13 @@ impl Cuda {
         } = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
         let (query_items, key_items) = (items(query_tiles, call.q.heads)?, items(key_tiles, key_heads)?);
         (params.queries, params.keys) = (q_runs, k_runs);
-        let mut launches = Launches::default();
-        if query_items > 0 {
-            (params.partners, params.work, params.heads.items) = (keys_of, query_work, query_items);
-            launches.push(Launch::tiles(queries, query_items, false, &params));
-        }
-        if key_items > 0 {
-            (params.partners, params.work, params.heads.items) = (queries_of, key_work, key_items);
-            for kernel in [Some(keys), values].into_iter().flatten() {
-                launches.push(Launch::tiles(kernel, key_items, false, &params));
-            }
-        }
-        Ok((writer.part(), launches))
+        let of_queries = (keys_of, query_work, query_items);
+        let of_keys = (queries_of, key_work, key_items);
+        let list = [(queries, of_queries), (keys, of_keys), (values, of_keys)].map(|(kernel, of)| {
+            (params.partners, params.work, params.heads.items) = of;
+            kernel.filter(|_| of.2 > 0).map(|kernel| Launch::tiles(kernel, of.2, false, &params))
+        });
+        Ok(Launches { part: writer.part(), list })
     }
 }
 
@@ -284,8 +265,16 @@ fn require(needed: bool, checker: Checker, name: &str, t: &RawTensor, expected: 
     checker.optional(name, t, expected)
 }
 
-/// Checks the rows of the ranges in a tensor, which may be shorter than q or k.
-fn rows_fit<'a>(name: &str, t: &RawTensor, ranges: impl Iterator<Item = &'a crate::call::Range>) -> Result<()> {
+/// Checks the rows of ranges below `tokens` in a tensor, which may have fewer.
+fn rows_fit<'a>(
+    name: &str,
+    t: &RawTensor,
+    tokens: u64,
+    ranges: impl Iterator<Item = &'a crate::call::Range>,
+) -> Result<()> {
+    if t.is_none() || t.tokens >= tokens {
+        return Ok(());
+    }
     for r in ranges.filter(|r| r.len > 0) {
         let end = r.row + i64::from(r.len);
         if end as u64 > t.tokens {

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The launches that only move memory: transforms, delta, finish, merge.
+//! The launches of all calls but attention: transforms, delta, finish, merge, the gradient of the sinks.
 
 use super::Cuda;
 use super::attention::lse_words;
 use super::base_addresses::{self, BaseOffset};
 use super::check::{self, Checker, TensorSpec};
-use super::launch::{Grid, Launch, Launches, items};
+use super::launch::{Launch, Launches, items};
 use super::metadata::run;
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part, padded};
-use super::params;
+use super::modules::Blocks;
+use super::params::{self, Parameters};
 use super::staging::Staging;
-use crate::call::{Delta, Finish, Merge, RawStream, RawTensor, Transform};
+use crate::call::{Delta, Finish, Merge, RawStream, RawTensor, SinkGradient, Transform};
+use crate::device::driver::Function;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
@@ -52,11 +54,11 @@ impl Cuda {
     }
 
     /// The launch of [`Cuda::transform`], its metadata written into `buffer`.
-    pub(super) fn transform_launches(
+    pub(crate) fn transform_launches(
         &self,
         call: &Transform<'_>,
         buffer: &mut impl MetadataBuffer,
-    ) -> Result<(Part, Launches)> {
+    ) -> Result<Launches> {
         let checker = self.checker(buffer);
         let address_space = buffer.address_space();
         let is_memory = matches!(address_space, AddressSpace::Memory);
@@ -91,7 +93,7 @@ impl Cuda {
             }
         }
 
-        let function = self.blocks(&mut self.kernels())?.transform;
+        let function = self.blocks()?.transform;
         let located = |t: &RawTensor| {
             let params::Tensor { ptr, token, head } = base_addresses::bytes(t);
             let BaseOffset { base, row, first_head } =
@@ -126,20 +128,16 @@ impl Cuda {
             count += 1;
             tiles += steps.count().div_ceil(TILE_STEPS);
         }
-        let mut launches = Launches::default();
-        if count > 0 {
-            let params = params::TransformParams {
-                blocks: blocks_at,
-                sources: sources_at,
-                tiles,
-                block_count: count as u32,
-                unused: 0,
-                bases: [params::Tensor::default(); params::BASES],
-            };
-            let grid = Grid::Blocks(tiles.min(1 << 30) as u32);
-            launches.push(Launch::new(function, grid, (THREADS, 0), &params));
-        }
-        Ok((writer.part(), launches))
+        let params = params::TransformParams {
+            blocks: blocks_at,
+            sources: sources_at,
+            tiles,
+            block_count: count as u32,
+            unused: 0,
+            bases: [params::Tensor::default(); params::BASES],
+        };
+        let launch = (count > 0).then(|| Launch::blocks(function, tiles, THREADS, &params));
+        Ok(Launches::one(writer.part(), launch))
     }
 
     /// Row sums before the backward: see [`Delta`].
@@ -150,15 +148,12 @@ impl Cuda {
     /// # Safety
     /// As [`Cuda::attend`]: o and d_o are valid for reads, delta for writes, and delta overlaps neither.
     pub unsafe fn delta(&self, call: &Delta, stream: RawStream) -> Result<()> {
-        let _entered = self.enter()?;
-        let Some(launch) = self.delta_launch(call, self.memory_checker())? else { return Ok(()) };
-        // SAFETY: the tensors are valid and apart when the launch runs, the stream is of this context (the contract of
-        // `Cuda::delta`).
-        unsafe { launch.start(self, stream) }
+        // SAFETY: the launch reads and writes what the caller promised.
+        unsafe { self.launch_alone(stream, |checker| self.delta_launches(call, checker)) }
     }
 
     /// The launch of [`Cuda::delta`]; none when there are no rows.
-    pub(super) fn delta_launch(&self, call: &Delta, checker: Checker) -> Result<Option<Launch>> {
+    pub(crate) fn delta_launches(&self, call: &Delta, checker: Checker) -> Result<Launches> {
         check::element(call.o.dtype)?;
         check::dim("o.dim", call.o.dim, 256)?;
         let like = TensorSpec { heads: call.o.heads, dim: call.o.dim, dtype: call.o.dtype, align: 16 };
@@ -178,12 +173,7 @@ impl Cuda {
             dtype: call.o.dtype as u32,
             lanes,
         };
-        if params.rows == 0 {
-            return Ok(None);
-        }
-        let function = self.blocks(&mut self.kernels())?.delta;
-        let grid = params.rows.div_ceil(u64::from(THREADS / lanes)).min(1 << 30) as u32;
-        Ok(Some(Launch::new(function, Grid::Blocks(grid), (THREADS, 0), &params)))
+        self.launch_of_rows(|kernels| kernels.delta, params.rows, THREADS / lanes, &params)
     }
 
     /// Rows that no pair covers: see [`Finish`].
@@ -198,7 +188,7 @@ impl Cuda {
         unsafe { self.launch(staging, stream, |ring| self.finish_launches(call, ring)) }
     }
 
-    fn finish_launches(&self, call: &Finish<'_>, buffer: &mut impl MetadataBuffer) -> Result<(Part, Launches)> {
+    fn finish_launches(&self, call: &Finish<'_>, buffer: &mut impl MetadataBuffer) -> Result<Launches> {
         let checker = self.checker(buffer);
         check::element(call.o.dtype)?;
         check::dim("o.dim", call.o.dim, 256)?;
@@ -225,7 +215,7 @@ impl Cuda {
             ));
         }
 
-        let function = self.blocks(&mut self.kernels())?.finish;
+        let function = self.blocks()?.finish;
         let (mut writer, _) = buffer.begin(self.finish_bytes(call))?;
         let (runs, runs_at) = writer.array::<params::Run>(call.rows.len());
         for (out, range) in runs.iter_mut().zip(call.rows) {
@@ -241,13 +231,10 @@ impl Cuda {
             }
         }
         params.items = items(tiles, 1)?;
-        let mut launches = Launches::default();
-        if params.items > 0 && call.o.heads > 0 {
-            (params.runs, params.work) = (runs_at, work_at);
-            let grid = Grid::Blocks(params.items.min(1 << 30));
-            launches.push(Launch::new(function, grid, (THREADS, 0), &params));
-        }
-        Ok((writer.part(), launches))
+        (params.runs, params.work) = (runs_at, work_at);
+        let launch = (params.items > 0 && call.o.heads > 0)
+            .then(|| Launch::blocks(function, params.items.into(), THREADS, &params));
+        Ok(Launches::one(writer.part(), launch))
     }
 
     /// Merges two partial results: see [`Merge`].
@@ -258,15 +245,12 @@ impl Cuda {
     /// # Safety
     /// As [`Cuda::attend`]: o and lse are valid for reads and writes, the others for reads, and nothing overlaps.
     pub unsafe fn merge(&self, call: &Merge, stream: RawStream) -> Result<()> {
-        let _entered = self.enter()?;
-        let Some(launch) = self.merge_launch(call, self.memory_checker())? else { return Ok(()) };
-        // SAFETY: the tensors are valid and apart when the launch runs, the stream is of this context (the contract of
-        // `Cuda::merge`).
-        unsafe { launch.start(self, stream) }
+        // SAFETY: the launch reads and writes what the caller promised.
+        unsafe { self.launch_alone(stream, |checker| self.merge_launches(call, checker)) }
     }
 
     /// The launch of a merge; none when there are no rows.
-    pub(super) fn merge_launch(&self, call: &Merge, checker: Checker) -> Result<Option<Launch>> {
+    pub(crate) fn merge_launches(&self, call: &Merge, checker: Checker) -> Result<Launches> {
         if !call.o.dim.is_multiple_of(4) {
             return Err(Error::unsupported(format!("o.dim {}", call.o.dim), "multiples of 4", "pad with zeros"));
         }
@@ -288,12 +272,56 @@ impl Cuda {
             lse_words: lse_words(&call.lse),
             with_lse_words: lse_words(&call.with_lse),
         };
-        if params.rows == 0 {
-            return Ok(None);
+        self.launch_of_rows(|kernels| kernels.merge, params.rows, THREADS / 32, &params)
+    }
+
+    /// The gradient of the sinks: see [`SinkGradient`]. Everything is f32.
+    ///
+    /// # Errors
+    /// As [`Cuda::attend`].
+    ///
+    /// # Safety
+    /// As [`Cuda::attend`]: lse, delta and sinks are valid for reads, dsinks for writes, and dsinks overlaps none.
+    pub unsafe fn sink_gradient(&self, call: &SinkGradient, stream: RawStream) -> Result<()> {
+        // SAFETY: the launch reads and writes what the caller promised.
+        unsafe { self.launch_alone(stream, |checker| self.sink_gradient_launches(call, checker)) }
+    }
+
+    /// The launch of [`Cuda::sink_gradient`]; none when there are no heads.
+    pub(crate) fn sink_gradient_launches(&self, call: &SinkGradient, checker: Checker) -> Result<Launches> {
+        if call.delta.tokens != call.lse.tokens {
+            return Err(Error::invalid("delta.tokens", call.delta.tokens, call.lse.tokens));
         }
-        let function = self.blocks(&mut self.kernels())?.merge;
-        let grid = params.rows.div_ceil(u64::from(THREADS / 32)).min(1 << 30) as u32;
-        Ok(Some(Launch::new(function, Grid::Blocks(grid), (THREADS, 0), &params)))
+        for (name, t) in [("sinks", &call.sinks), ("dsinks", &call.dsinks)] {
+            if t.tokens != 1 {
+                return Err(Error::invalid(format!("{name}.tokens"), t.tokens, "1: there is one number for each head"));
+            }
+        }
+        let like = TensorSpec { heads: call.lse.heads, dim: 1, dtype: Dtype::F32, align: 4 };
+        let params = params::Sinks {
+            lse: checker.needed("lse", &call.lse, like)?,
+            delta: checker.needed("delta", &call.delta, like)?,
+            sinks: checker.needed("sinks", &call.sinks, like)?,
+            dsinks: checker.needed("dsinks", &call.dsinks, like)?,
+            rows: call.lse.tokens,
+        };
+        self.launch_of_rows(|kernels| kernels.sinks, call.lse.heads.into(), 1, &params)
+    }
+
+    /// A launch whose blocks take `each` rows at a time; none when there are no rows.
+    fn launch_of_rows<P: Parameters>(
+        &self,
+        kernel: impl FnOnce(Blocks) -> Function,
+        rows: u64,
+        each: u32,
+        params: &P,
+    ) -> Result<Launches> {
+        if rows == 0 {
+            return Ok(Launches::default());
+        }
+        let function = kernel(self.blocks()?);
+        let launch = Launch::blocks(function, rows.div_ceil(each.into()), THREADS, params);
+        Ok(Launches::one(Part::default(), Some(launch)))
     }
 }
 

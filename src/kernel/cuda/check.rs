@@ -29,31 +29,31 @@ pub(super) struct TensorSpec {
 /// The device, and whether addresses are memory that the driver knows. Symbols are checked when a run replaces them
 /// with addresses.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Checker {
-    pub ordinal: i32,
-    pub is_memory: bool,
+pub(crate) struct Checker {
+    pub(super) ordinal: i32,
+    pub(super) is_memory: bool,
 }
 
 impl Checker {
     /// A required tensor of the call.
-    pub fn needed(self, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
+    pub(super) fn needed(self, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
         check::tensor(name, t, expected.heads, expected.dim, expected.dtype)?;
         self.memory(name, t, expected.align)
     }
 
     /// As [`Checker::needed`], or nothing.
-    pub fn optional(self, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
+    pub(super) fn optional(self, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
         if t.is_none() { Ok(Tensor::default()) } else { self.needed(name, t, expected) }
     }
 
     /// A table of one f32 for each head, `[1, heads, 1]`, or nothing.
-    pub fn per_head(self, name: &str, t: &RawTensor, heads: u32) -> Result<Tensor> {
+    pub(super) fn per_head(self, name: &str, t: &RawTensor, heads: u32) -> Result<Tensor> {
         check::per_head(name, t, heads)?;
         if t.is_none() { Ok(Tensor::default()) } else { self.memory(name, t, 4) }
     }
 
     /// Address, strides and device of a tensor of any shape.
-    pub fn memory(self, name: &str, t: &RawTensor, align: usize) -> Result<Tensor> {
+    pub(super) fn memory(self, name: &str, t: &RawTensor, align: usize) -> Result<Tensor> {
         let size = t.dtype.size() as i64;
         let empty = t.tokens == 0 || t.heads == 0 || t.dim == 0;
         let out = Tensor {
@@ -95,7 +95,7 @@ impl Checker {
     }
 
     /// The device of an address's memory.
-    pub fn home(self, name: &str, address: *const u8) -> Result<()> {
+    pub(super) fn home(self, name: &str, address: *const u8) -> Result<()> {
         if !self.is_memory {
             return Ok(());
         }

@@ -13,7 +13,7 @@
 //! unconnected tiles the longest come first. This is a merge of lists by the cost of their first entries, which equals
 //! a sort by the least cost of a tile and all tiles before it in its list.
 
-use super::metadata::{TileRows, cut, inverse_len, invert, key_cost, run, work};
+use super::metadata::{TileRows, cut, inverse_len, invert, key_cost, runs, work};
 use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::{Run, WORK_ZERO, Work};
 use crate::call::{Mode, Range, Ranges};
@@ -99,14 +99,7 @@ pub(super) fn write(
     window: (i64, i64),
     (q_heads, key_heads): (u32, u32),
 ) -> DqSemaphore {
-    let (query_runs, queries) = writer.array::<Run>(ranges.q.len());
-    let (key_runs, keys) = writer.array::<Run>(ranges.k.len());
-    for (out, q) in query_runs.iter_mut().zip(ranges.q) {
-        *out = run(&q.range, q.keys_begin, q.keys_end, q.mode as u32);
-    }
-    for (out, k) in key_runs.iter_mut().zip(ranges.k) {
-        *out = run(k, 0, 0, 0);
-    }
+    let (queries, (key_runs, keys)) = runs(writer, ranges);
     let (pairs, keys_of) = writer.array::<u32>(ranges.pairs.len());
     pairs.copy_from_slice(ranges.pairs);
     let (inverse, queries_of) = writer.array::<u32>(inverse_len(ranges));

@@ -5,12 +5,11 @@
 //! Both read the same struct, but divide their tiles of keys over blocks differently. A launch stores those fields for
 //! both kernels; for the kernel for `sm_80` they replace the other's.
 
-use super::params::{BackwardParams, FusedParams, HeadParams, Parameters};
-use bytemuck::{NoUninit, Pod, Zeroable};
-use core::mem::offset_of;
+use super::params::{Addresses, FusedParams, Parameters, addresses};
+use bytemuck::{Pod, Zeroable};
 
 /// `HopperBackwardParams`. It begins with the parameters of the kernel for `sm_80`, which can be launched with it.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct HopperBackwardParams {
     pub call: FusedParams,
@@ -32,51 +31,43 @@ pub(super) struct DealtOut {
 }
 
 /// The parameters of a launch: the kernel's own, and those that differ for the kernel of `sm_80`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct EitherParams {
     pub hopper: HopperBackwardParams,
     pub other: DealtOut,
 }
 
-impl Parameters for EitherParams {
-    const TENSORS: &'static [usize] = FusedParams::TENSORS;
-    const METADATA: &'static [usize] = &{
-        let mut out = [0; FusedParams::METADATA.len() + 2];
-        let mut i = 0;
-        while i < FusedParams::METADATA.len() {
-            out[i] = FusedParams::METADATA[i];
-            i += 1;
-        }
-        out[i] = OTHER + offset_of!(DealtOut, key_tiles);
-        out[i + 1] = OTHER + offset_of!(DealtOut, work);
-        out
-    };
+addresses! {
+    EitherParams {
+        metadata: [
+            hopper.call.call.queries, hopper.call.call.keys, hopper.call.call.partners, hopper.call.call.work,
+            hopper.call.keys_of, hopper.call.query_tiles, hopper.call.key_tiles, hopper.call.dq_semaphore,
+            hopper.call.key_semaphore, hopper.call.tile_counter, other.key_tiles, other.work,
+        ],
+        ..FusedParams::ADDRESSES
+    }
 }
-
-const OTHER: usize = offset_of!(EitherParams, other);
 
 /// Changes the parameters of a launch into those for the kernel for `sm_80`.
 pub(super) fn turn_to_other(params: &mut [u64]) {
-    let other: DealtOut =
-        bytemuck::pod_read_unaligned(bytemuck::cast_slice(&params[OTHER / 8..][..size_of::<DealtOut>() / 8]));
-    params[offset_of!(FusedParams, key_tiles) / 8] = other.key_tiles;
-    params[offset_of!(BackwardParams, work) / 8] = other.work;
-    let words: &mut [u32] = bytemuck::cast_slice_mut(params);
-    words[(offset_of!(BackwardParams, heads) + offset_of!(HeadParams, items)) / 4] = other.items;
-    words[offset_of!(FusedParams, parts) / 4] = other.parts;
-    words[offset_of!(FusedParams, part_heads) / 4] = other.part_heads;
+    let params: &mut EitherParams = &mut bytemuck::cast_slice_mut(&mut params[..size_of::<EitherParams>() / 8])[0];
+    let (own, other) = (&mut params.hopper.call, params.other);
+    (own.key_tiles, own.call.work) = (other.key_tiles, other.work);
+    (own.call.heads.items, own.parts, own.part_heads) = (other.items, other.parts, other.part_heads);
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::params::{BackwardParams, HeadParams};
     use super::*;
+    use core::mem::offset_of;
 
     #[test]
     fn the_other_kernel_reads_its_own_tiles() {
         let mut params = [u64::MAX; size_of::<EitherParams>() / 8];
         let other = DealtOut { key_tiles: 1, work: 2, items: 3, parts: 4, part_heads: 5, unused: 0 };
-        params[OTHER / 8..].copy_from_slice(bytemuck::cast_slice(&[other]));
+        params[offset_of!(EitherParams, other) / 8..].copy_from_slice(bytemuck::cast_slice(&[other]));
         turn_to_other(&mut params);
         let words: &[u32] = bytemuck::cast_slice(&params[..size_of::<FusedParams>() / 8]);
         let changed: alloc::vec::Vec<_> = words.iter().enumerate().filter(|(_, w)| **w != u32::MAX).collect();

@@ -6,7 +6,8 @@ use super::dq_semaphore::{self, DqSemaphore, TilesOfKeys};
 use super::either_backward::DealtOut;
 use super::launch::{Launch, Launches, items};
 use super::metadata::TileRows;
-use super::metadata_buffer::{MetadataBuffer, Part};
+use super::metadata_buffer::MetadataBuffer;
+use super::modules::{AttentionModule, Instance};
 use super::params::{BackwardParams, FusedParams as Params};
 use super::{Cuda, hopper_backward, shapes};
 use crate::call::AttendBackward;
@@ -49,19 +50,18 @@ impl Cuda {
     pub(super) fn fused_launches(
         &self,
         call: &AttendBackward,
-        (element, shape): (usize, usize),
+        instance: Instance,
         fused: shapes::Fused,
         mut params: BackwardParams,
         window: (i64, i64),
         buffer: &mut impl MetadataBuffer,
-    ) -> Result<(Part, Launches)> {
-        let (is_hopper, kernel) = match self.hopper_backward(shape) {
-            Some(_) => (true, self.load_hopper_backward(&mut self.kernels(), element, shape)?),
-            None => (false, self.load_fused(&mut self.kernels(), element, shape)?),
-        };
+    ) -> Result<Launches> {
+        let is_hopper = self.hopper_backward(instance.index).is_some();
+        let module = if is_hopper { AttentionModule::HopperBackward } else { AttentionModule::Fused };
+        let kernel = self.load(module, instance)?;
         let heads = heads(call);
-        let tiles = self.fused_tiles(shape, fused);
-        let (mut writer, scratch) = buffer.begin(self.fused_bytes(call, shape, fused))?;
+        let tiles = self.fused_tiles(instance.index, fused);
+        let (mut writer, scratch) = buffer.begin(self.fused_bytes(call, instance.index, fused))?;
         let other_keys = fused.launch.rows;
         let metadata = dq_semaphore::write(scratch, &mut writer, &call.ranges, tiles, other_keys, window, heads);
         let DqSemaphore { keys_of, query_tiles, own, other, dq_semaphore, key_semaphore, tile_counter, .. } = metadata;
@@ -77,27 +77,27 @@ impl Cuda {
         };
         let (own, other) = (dealt_out(own)?, dealt_out(other)?);
         params.heads.items = own.items;
-        let mut launches = Launches::default();
-        if params.heads.items > 0 {
-            (params.queries, params.keys) = (metadata.queries, metadata.keys);
-            (params.partners, params.work) = (metadata.queries_of, own.work);
-            let params = Params {
-                call: params,
-                keys_of,
-                query_tiles,
-                key_tiles: own.key_tiles,
-                dq_semaphore,
-                key_semaphore,
-                tile_counter,
-                parts: own.parts,
-                part_heads: own.part_heads,
-            };
-            launches.push(match is_hopper {
-                true => hopper_backward::launch(call, kernel, (element, shape), params, other),
-                false => Launch::tiles(kernel, params.call.heads.items, true, &params),
-            });
+        if own.items == 0 {
+            return Ok(Launches::default());
         }
-        Ok((writer.part(), launches))
+        (params.queries, params.keys) = (metadata.queries, metadata.keys);
+        (params.partners, params.work) = (metadata.queries_of, own.work);
+        let params = Params {
+            call: params,
+            keys_of,
+            query_tiles,
+            key_tiles: own.key_tiles,
+            dq_semaphore,
+            key_semaphore,
+            tile_counter,
+            parts: own.parts,
+            part_heads: own.part_heads,
+        };
+        let launch = match is_hopper {
+            true => hopper_backward::launch(call, kernel, instance, params, other),
+            false => Launch::tiles(kernel, own.items, true, &params),
+        };
+        Ok(Launches::one(writer.part(), Some(launch)))
     }
 }
 

@@ -8,16 +8,16 @@
 //! metadata and the same parameters: negative strides and strides of 0, tensors of 2^31 rows, addresses too close to 0.
 
 use super::family::Family;
-use super::loaded_kernel::LoadedKernel;
 use super::metadata::TileRows;
-use super::params::{ForwardParams, Parameters, Tensor};
+use super::modules::{AttentionModule, Instance, LoadedKernel};
+use super::params::{Addresses, ForwardParams, Parameters, Tensor, addresses};
 use super::shapes::{SHAPES, Shaped};
 use super::shared_tiles::SharedTiles;
 use crate::call::RawTensor;
 use crate::device::driver::{check, sys};
 use crate::element::Dtype;
 use crate::error::Result;
-use bytemuck::NoUninit;
+use bytemuck::{Pod, Zeroable};
 use core::mem::offset_of;
 
 /// Columns of a box: 128 bytes.
@@ -38,12 +38,8 @@ pub(super) struct HopperShape {
 
 impl HopperShape {
     /// The same kernel, used only when it is forced: its speed against the kernel for `sm_80` has not been measured.
-    const fn if_forced(self) -> Option<Self> {
-        Some(Self { is_taken: false, ..self })
-    }
-
-    const fn taken(self) -> Option<Self> {
-        Some(self)
+    const fn if_forced(self) -> Self {
+        Self { is_taken: false, ..self }
     }
 
     pub(super) const fn tile(self) -> TileRows {
@@ -62,23 +58,22 @@ const fn forward(d: u32, dv: u32, m: u32, n: u32, stages: u32) -> HopperShape {
 }
 
 /// By the index of [`SHAPES`].
-pub(super) const FORWARD: [Option<HopperShape>; SHAPES.len()] = [
-    forward(64, 64, 192, 128, 2).taken(),
+pub(super) const FORWARD: [HopperShape; SHAPES.len()] = [
+    forward(64, 64, 192, 128, 2),
     forward(96, 96, 128, 128, 2).if_forced(),
-    forward(128, 128, 128, 128, 2).taken(),
-    forward(192, 128, 128, 128, 2).taken(),
+    forward(128, 128, 128, 128, 2),
+    forward(192, 128, 128, 128, 2),
     forward(192, 192, 128, 112, 2).if_forced(),
-    forward(256, 256, 128, 80, 2).taken(),
+    forward(256, 256, 128, 80, 2),
 ];
 
-/// Rows of the tiles of the kernel for a shape, if there is a kernel and its tiles do not have `rows` rows: it then has
-/// its own list.
+/// Rows of the tiles of the kernel for a shape, if they are not `rows`: it then has its own list.
 pub(super) fn other_rows(shape: usize, rows: u32) -> Option<u32> {
-    FORWARD[shape].map(|s| s.launch.rows).filter(|&own| own != rows)
+    Some(FORWARD[shape].launch.rows).filter(|&own| own != rows)
 }
 
 /// `HopperForwardParams`. It begins with the parameters of the kernel for `sm_80`, which can be launched with it.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct HopperParams {
     pub call: ForwardParams,
@@ -96,17 +91,11 @@ pub(super) struct HopperParams {
     pub has_metadata: u64,
 }
 
-impl Parameters for HopperParams {
-    const TENSORS: &'static [usize] = ForwardParams::TENSORS;
-    const METADATA: &'static [usize] = &[
-        offset_of!(ForwardParams, queries),
-        offset_of!(ForwardParams, keys),
-        offset_of!(ForwardParams, partners),
-        offset_of!(ForwardParams, work),
-        offset_of!(HopperParams, tile_counter),
-        offset_of!(HopperParams, work),
-        offset_of!(HopperParams, shared) + offset_of!(SharedTiles, work),
-    ];
+addresses! {
+    HopperParams {
+        metadata: [call.queries, call.keys, call.partners, call.work, tile_counter, work, shared.work],
+        ..ForwardParams::ADDRESSES
+    }
 }
 
 /// Bytes of metadata that a launch may have among its parameters, in place of a copy to the device before it.
@@ -239,20 +228,12 @@ pub(super) struct Hopper {
     pub other: Other,
 }
 
-/// The purpose of a launch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum HopperPass {
-    Forward,
-    Backward,
-}
-
-/// The kernel for `sm_80` that does a launch if maps cannot describe its tensors: its element type and shape, and the
-/// number of its tiles times heads.
+/// The kernel for `sm_80` that does a launch if maps cannot describe its tensors: a forward or a fused backward, and
+/// the number of its tiles times heads.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Other {
-    pub pass: HopperPass,
-    pub element: usize,
-    pub shape: usize,
+    pub module: AttentionModule,
+    pub instance: Instance,
     pub items: u32,
 }
 
@@ -286,7 +267,7 @@ pub(super) fn section(l2_bytes: u64, head_bytes: u64, group: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::loaded::ELEMENTS;
+    use super::super::modules::ELEMENTS;
     use super::*;
     use alloc::string::String;
     use alloc::vec::Vec;
@@ -318,9 +299,8 @@ mod tests {
             .filter_map(|line| line.strip_prefix("HOPPER_FORWARD(")?.strip_suffix(')'))
             .map(|numbers| numbers.split(", ").filter_map(|n| n.parse().ok()).collect())
             .collect();
-        assert_eq!(lines.len(), FORWARD.iter().flatten().count());
+        assert_eq!(lines.len(), FORWARD.len());
         for (shape, hopper) in SHAPES.iter().zip(FORWARD) {
-            let Some(hopper) = hopper else { continue };
             let line = lines.iter().find(|l| l[0] == shape.name).expect("a line");
             let same = forward(shape.head_dim, shape.value_dim, line[1], line[2], line[3]);
             assert_eq!((hopper.launch, hopper.keys), (same.launch, same.keys));
@@ -341,7 +321,7 @@ mod tests {
                 let found = text(&format!("hopper_cluster_{element}_{}", shape.name));
                 assert_eq!(found.is_some(), has_kernel, "{}", shape.name);
                 let Some(text) = found else { continue };
-                agrees("cluster", &text, "8.1", hopper.expect("a forward without clusters").launch);
+                agrees("cluster", &text, "8.1", hopper.launch);
                 // `Launch::start_hopper` rounds the grid down to pairs.
                 assert!(text.contains(".explicitcluster\n.reqnctapercluster 2, 1, 1\n"));
             }

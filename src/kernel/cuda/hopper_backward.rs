@@ -9,10 +9,10 @@
 
 use super::Cuda;
 use super::either_backward::{DealtOut, EitherParams, HopperBackwardParams};
-use super::hopper::{Hopper, HopperPass, MapShape, Other};
+use super::hopper::{Hopper, MapShape, Other};
 use super::hopper_calls::longest;
 use super::launch::Launch;
-use super::loaded_kernel::LoadedKernel;
+use super::modules::{AttentionModule, Instance, LoadedKernel};
 use super::params::FusedParams;
 use super::shapes::{Fused, SHAPES, Shaped};
 use crate::call::AttendBackward;
@@ -70,12 +70,12 @@ impl Cuda {
 pub(super) fn launch(
     call: &AttendBackward,
     kernel: LoadedKernel,
-    (element, shape): (usize, usize),
+    instance: Instance,
     params: FusedParams,
     other: DealtOut,
 ) -> Launch {
     let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
-    let queries = BACKWARD[shape].map_or(1, |s| s.queries);
+    let queries = BACKWARD[instance.index].map_or(1, |s| s.queries);
     let keys = kernel.launch.rows;
     let of = MapShape::new;
     let tensors = [of(&call.q, q_span, queries), of(&call.k, k_span, keys), of(&call.v, k_span, keys)];
@@ -86,7 +86,7 @@ pub(super) fn launch(
         items: params.call.heads.items,
         tensors,
         fourth,
-        other: Other { pass: HopperPass::Backward, element, shape, items: other.items },
+        other: Other { module: AttentionModule::Fused, instance, items: other.items },
     };
     let hopper_params = HopperBackwardParams { call: params, q_span, k_span };
     Launch::hopper_or_other(hopper, &EitherParams { hopper: hopper_params, other })
@@ -95,7 +95,7 @@ pub(super) fn launch(
 #[cfg(test)]
 mod tests {
     use super::super::hopper::Maps;
-    use super::super::loaded::ELEMENTS;
+    use super::super::modules::ELEMENTS;
     use super::*;
     use alloc::format;
     use alloc::vec::Vec;

@@ -2,10 +2,9 @@
 //! Calls of the kernels for `sm_90a`: loading them, and the parts of a launch.
 
 use super::Cuda;
-use super::hopper::{FORWARD, Hopper, HopperParams, HopperPass, HopperShape, MapShape, Other, other_rows, section};
-use super::loaded_kernel::LoadedKernel;
-use super::metadata::TileRows;
+use super::hopper::{FORWARD, Hopper, HopperParams, HopperShape, MapShape, Other, other_rows, section};
 use super::metadata_buffer::{SortBuffers, Writer};
+use super::modules::{AttentionModule, Instance, LoadedKernel};
 use super::params::ForwardParams;
 use super::shared_tiles::{HopperTiles, Sharing};
 use super::{clusters, metadata, shared_tiles};
@@ -14,9 +13,9 @@ use crate::call::{Attend, Range};
 /// Bytes of the own list of tiles of the kernel for a shape, 0 if it uses the other kernel's list, of tiles of `rows`
 /// rows.
 pub(super) fn work_bytes(call: &Attend, shape: usize, rows: u32) -> usize {
-    let Some(HopperShape { launch, .. }) = FORWARD[shape] else { return 0 };
-    if Sharing::of(call.q.heads, &call.heads, launch.rows).is_some() {
-        return shared_tiles::bytes(&call.ranges, launch.rows);
+    let own = FORWARD[shape].launch.rows;
+    if Sharing::of(call.q.heads, &call.heads, own).is_some() {
+        return shared_tiles::bytes(&call.ranges, own);
     }
     other_rows(shape, rows).map_or(0, |rows| metadata::query_work_bytes(&call.ranges, rows))
 }
@@ -32,7 +31,7 @@ pub(super) fn split(
 ) -> HopperTiles {
     let other = other_rows(shape, rows);
     let same = other.is_none().then(|| HopperTiles { work, tiles, ..HopperTiles::default() });
-    let tile = FORWARD[shape].map_or(TileRows { queries: rows, keys: 1 }, |s| s.tile());
+    let tile = FORWARD[shape].tile();
     if let Some(sharing) = Sharing::of(call.q.heads, &call.heads, tile.queries) {
         return shared_tiles::write(scratch, writer, &call.ranges, (&sharing, call.q.heads), window, tile, same);
     }
@@ -51,7 +50,7 @@ impl Cuda {
     /// The kernel for a shape, if there is one and the device is to run it.
     pub(super) fn hopper_shape(&self, shape: usize) -> Option<HopperShape> {
         let runs = |s: &HopperShape| s.launch.shared <= self.shared_limit && (s.is_taken || self.every_hopper);
-        FORWARD[shape].filter(|s| self.hopper && runs(s))
+        Some(FORWARD[shape]).filter(|s| self.hopper && runs(s))
     }
 
     /// Whether calls of a shape run in clusters if they can.
@@ -65,13 +64,13 @@ impl Cuda {
         &self,
         call: &Attend,
         (kernel, cluster): (LoadedKernel, Option<LoadedKernel>),
-        (element, shape): (usize, usize),
+        instance: Instance,
         params: ForwardParams,
         split: HopperTiles,
         tile_counter: u64,
     ) -> (HopperParams, Hopper) {
         let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
-        let keys = FORWARD[shape].map_or(0, |s| s.keys);
+        let keys = FORWARD[instance.index].keys;
         let of = MapShape::new;
         let tensors = [of(&call.q, q_span, kernel.launch.rows), of(&call.k, k_span, keys), of(&call.v, k_span, keys)];
         let HopperTiles { work, tiles, shared } = split;
@@ -86,7 +85,7 @@ impl Cuda {
         let section = section(self.l2_bytes, head_bytes, call.heads.group).min(call.q.heads).max(1);
         // Items are never more than those of the other kernel, whose number fits.
         let (tiles, items) = (tiles as u32, tiles as u32 * call.q.heads + shared.tiles * shared.parts);
-        let other = Other { pass: HopperPass::Forward, element, shape, items: params.heads.items };
+        let other = Other { module: AttentionModule::Forward, instance, items: params.heads.items };
         let params =
             HopperParams { call: params, tile_counter, work, q_span, k_span, tiles, section, shared, has_metadata: 0 };
         (params, Hopper { kernel, cluster, items, tensors, fourth, other })

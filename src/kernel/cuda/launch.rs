@@ -9,10 +9,10 @@
 use super::Cuda;
 use super::check::Checker;
 use super::either_backward::turn_to_other;
-use super::hopper::{self, Hopper, HopperPass, InlineMetadata, METADATA_BYTES, MapShape, Maps, NO_METADATA, Other};
-use super::loaded_kernel::LoadedKernel;
+use super::hopper::{self, Hopper, InlineMetadata, METADATA_BYTES, MapShape, Maps, NO_METADATA, Other};
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part};
-use super::params::{BASES, Parameters, Tensor};
+use super::modules::{AttentionModule, LoadedKernel};
+use super::params::{Addresses, BASES, Parameters, Tensor};
 use super::staging::Staging;
 use crate::call::RawStream;
 use crate::device::driver::Function;
@@ -24,17 +24,9 @@ use core::mem::offset_of;
 pub(super) const PARAMETER_BYTES: usize = 448;
 const WORDS: usize = PARAMETER_BYTES / 8;
 
-/// [`Parameters`] of a launch, without the type.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Addresses {
-    pub tensors: &'static [usize],
-    pub metadata: &'static [usize],
-    pub bases: Option<usize>,
-}
-
 /// The number of blocks.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Grid {
+enum Grid {
     /// This number.
     Blocks(u32),
     /// One for each of `items` tiles. If multiprocessors are left free, and always if `resident`, at most as many as
@@ -44,9 +36,9 @@ pub(super) enum Grid {
 
 /// One kernel with everything that its launch needs.
 #[derive(Clone, Debug)]
-pub(super) struct Launch {
+pub(crate) struct Launch {
     kernel: Kernel,
-    pub addresses: Addresses,
+    pub(super) addresses: Addresses,
     params: [u64; WORDS],
 }
 
@@ -65,19 +57,21 @@ enum Kernel {
 }
 
 impl Launch {
-    /// A launch of a kernel whose parameter is `P`.
-    pub fn new<P: Parameters>(function: Function, grid: Grid, (threads, shared): (u32, u32), params: &P) -> Self {
-        Self::of(Kernel::Loaded { function, grid, threads, shared }, params)
+    /// A launch of `blocks` blocks, at most 2^30, of a kernel whose blocks take several steps where needed.
+    pub(super) fn blocks<P: Parameters>(function: Function, blocks: u64, threads: u32, params: &P) -> Self {
+        let grid = Grid::Blocks(blocks.min(1 << 30) as u32);
+        Self::of(Kernel::Loaded { function, grid, threads, shared: 0 }, params)
     }
 
     /// A launch of an attention kernel over `items` tiles.
-    pub fn tiles<P: Parameters>(kernel: LoadedKernel, items: u32, resident: bool, params: &P) -> Self {
-        let grid = Grid::Tiles { items, each: kernel.each, resident };
-        Self::new(kernel.function, grid, (kernel.launch.threads, kernel.launch.shared), params)
+    pub(super) fn tiles<P: Parameters>(kernel: LoadedKernel, items: u32, resident: bool, params: &P) -> Self {
+        let LoadedKernel { function, launch, each } = kernel;
+        let grid = Grid::Tiles { items, each, resident };
+        Self::of(Kernel::Loaded { function, grid, threads: launch.threads, shared: launch.shared }, params)
     }
 
     /// A launch of a kernel for `sm_90a`, or of the other one where tensor maps cannot describe its tensors.
-    pub fn hopper_or_other<P: Parameters>(hopper: Hopper, params: &P) -> Self {
+    pub(super) fn hopper_or_other<P: Parameters>(hopper: Hopper, params: &P) -> Self {
         Self::of(Kernel::Hopper(hopper), params)
     }
 
@@ -85,22 +79,21 @@ impl Launch {
         const { assert!(size_of::<P>() <= PARAMETER_BYTES && align_of::<P>() <= 8) };
         let mut words = [0; WORDS];
         bytemuck::cast_slice_mut(&mut words)[..size_of::<P>()].copy_from_slice(bytemuck::bytes_of(params));
-        let addresses = Addresses { tensors: P::TENSORS, metadata: P::METADATA, bases: P::BASES };
-        Self { kernel, addresses, params: words }
+        Self { kernel, addresses: P::ADDRESSES, params: words }
     }
 
     /// The word at a byte offset of the parameters.
-    pub fn word(&self, offset: usize) -> u64 {
+    pub(super) fn word(&self, offset: usize) -> u64 {
         self.params[offset / 8]
     }
 
     /// Sets the word at a byte offset of the parameters.
-    pub fn set_word(&mut self, offset: usize, word: u64) {
+    pub(super) fn set_word(&mut self, offset: usize, word: u64) {
         self.params[offset / 8] = word;
     }
 
     /// Moves the addresses of metadata that lie in `bytes` bytes at `from` to `to`.
-    pub fn move_metadata(&mut self, from: u64, bytes: usize, to: u64) {
+    fn move_metadata(&mut self, from: u64, bytes: usize, to: u64) {
         for &offset in self.addresses.metadata {
             let at = self.word(offset);
             if (from..from + bytes as u64).contains(&at) {
@@ -110,12 +103,12 @@ impl Launch {
     }
 
     /// Sets the tensor at a byte offset of the parameters.
-    pub fn set_tensor(&mut self, offset: usize, tensor: Tensor) {
+    pub(super) fn set_tensor(&mut self, offset: usize, tensor: Tensor) {
         self.params[offset / 8..][..3].copy_from_slice(bytemuck::cast_slice(&[tensor]));
     }
 
     /// Sets all bases at a byte offset of the parameters.
-    pub fn set_bases(&mut self, offset: usize, bases: &[Tensor; BASES]) {
+    pub(super) fn set_bases(&mut self, offset: usize, bases: &[Tensor; BASES]) {
         self.params[offset / 8..][..3 * BASES].copy_from_slice(bytemuck::cast_slice(bases));
     }
 
@@ -128,7 +121,7 @@ impl Launch {
 
     /// Whether its kernel can read its metadata among the parameters.
     fn takes_lists(&self) -> bool {
-        matches!(self.kernel, Kernel::Hopper(Hopper { other: Other { pass: HopperPass::Forward, .. }, .. }))
+        matches!(self.kernel, Kernel::Hopper(Hopper { other: Other { module: AttentionModule::Forward, .. }, .. }))
     }
 
     /// Makes the kernel for `sm_90a` read its metadata, `bytes` bytes at `from`, from the parameters.
@@ -150,7 +143,7 @@ impl Launch {
     /// All addresses in the parameters are those of device memory that is as the kernel expects it when the launch
     /// runs, in stream order; the stream is of the current context, which is that of `cuda`; the kernel's module is
     /// loaded.
-    pub unsafe fn start(&self, cuda: &Cuda, stream: RawStream) -> Result<()> {
+    pub(super) unsafe fn start(&self, cuda: &Cuda, stream: RawStream) -> Result<()> {
         if let Some(hopper) = self.hopper(cuda)? {
             // SAFETY: the promise of this function; the metadata is on the device.
             return unsafe { self.start_hopper(&hopper, cuda, stream, &NO_METADATA) };
@@ -158,15 +151,12 @@ impl Launch {
         let mut params = self.params;
         let (function, grid, threads, shared) = match self.kernel {
             Kernel::Loaded { function, grid, threads, shared } => (function, grid, threads, shared),
-            Kernel::Hopper(Hopper { other: Other { pass, element, shape, items }, .. }) => {
-                let resident = pass == HopperPass::Backward;
-                let LoadedKernel { function, launch, each } = match pass {
-                    HopperPass::Forward => cuda.load_forward(&mut cuda.kernels(), element, shape)?,
-                    HopperPass::Backward => {
-                        turn_to_other(&mut params);
-                        cuda.load_fused(&mut cuda.kernels(), element, shape)?
-                    }
-                };
+            Kernel::Hopper(Hopper { other: Other { module, instance, items }, .. }) => {
+                let resident = module == AttentionModule::Fused;
+                if resident {
+                    turn_to_other(&mut params);
+                }
+                let LoadedKernel { function, launch, each } = cuda.load(module, instance)?;
                 (function, Grid::Tiles { items, each, resident }, launch.threads, launch.shared)
             }
         };
@@ -174,9 +164,9 @@ impl Launch {
             Grid::Blocks(n) => n,
             Grid::Tiles { items, each, resident } => cuda.grid(items, each, resident),
         };
-        // SAFETY: the parameters are those of the kernel (`Launch::new`), in a block that is not shorter; the rest is
+        // SAFETY: the parameters are those of the kernel (`Launch::of`), in a block that is not shorter; the rest is
         // the promise of this function.
-        unsafe { function.launch(blocks, threads, shared, stream, &params) }
+        unsafe { function.launch(blocks, threads, shared, stream, [params.as_ptr().cast()]) }
     }
 
     /// The same by the kernel for `sm_90a`.
@@ -201,54 +191,30 @@ impl Launch {
             [core::ptr::from_ref(maps).cast(), self.params.as_ptr().cast(), core::ptr::from_ref(metadata).cast()];
         // SAFETY: the maps are those of the tensors in the parameters, which are in a block that is not shorter than
         // the kernel's; the rest is the promise of this function.
-        unsafe { kernel.function.launch_all(blocks, kernel.launch.threads, kernel.launch.shared, stream, params) }
+        unsafe { kernel.function.launch(blocks, kernel.launch.threads, kernel.launch.shared, stream, params) }
     }
 }
 
-/// The launches of one call: at most three.
+/// The launches of one call, at most three, and its metadata.
 #[derive(Debug, Default)]
-pub(super) struct Launches([Option<Launch>; 3]);
+pub(crate) struct Launches {
+    pub(super) part: Part,
+    pub(super) list: [Option<Launch>; 3],
+}
 
 impl Launches {
-    /// Adds one.
-    ///
-    /// # Panics
-    /// At the fourth, which would be a defect of the backend.
-    pub fn push(&mut self, launch: Launch) {
-        *self.0.iter_mut().find(|l| l.is_none()).expect("a call is at most three launches") = Some(launch);
+    pub(super) fn one(part: Part, launch: Option<Launch>) -> Self {
+        Self { part, list: [launch, None, None] }
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.0[0].is_none()
-    }
-
-    /// The launch, if there is exactly one.
-    fn only(&mut self) -> Option<&mut Launch> {
-        let [first, second, _] = &mut self.0;
-        first.as_mut().filter(|_| second.is_none())
-    }
-
-    pub fn iter(&self) -> impl Iterator<Item = &Launch> {
-        self.0.iter().flatten()
-    }
-
-    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Launch> {
-        self.0.iter_mut().flatten()
-    }
-}
-
-impl IntoIterator for Launches {
-    type Item = Launch;
-    type IntoIter = core::iter::Flatten<core::array::IntoIter<Option<Launch>, 3>>;
-
-    fn into_iter(self) -> Self::IntoIter {
-        self.0.into_iter().flatten()
+    fn is_empty(&self) -> bool {
+        self.list.iter().all(Option::is_none)
     }
 }
 
 impl Cuda {
     /// Checks calls whose tensors have the addresses that `buffer` says.
-    pub(super) fn checker(&self, buffer: &impl MetadataBuffer) -> Checker {
+    pub(crate) fn checker(&self, buffer: &impl MetadataBuffer) -> Checker {
         Checker { ordinal: self.ordinal(), is_memory: matches!(buffer.address_space(), AddressSpace::Memory) }
     }
 
@@ -267,23 +233,26 @@ impl Cuda {
         &self,
         staging: &mut Staging,
         stream: RawStream,
-        make: impl FnOnce(&mut Staging) -> Result<(Part, Launches)>,
+        make: impl FnOnce(&mut Staging) -> Result<Launches>,
     ) -> Result<()> {
         let _entered = self.enter()?;
         // Before the ring is touched: an event that was recorded into a capture tells nothing about when a part is
         // free. SAFETY: a live stream of the context (the promise of this function).
         unsafe { self.refuse_capture(stream) }?;
-        let (part, mut launches) = make(staging)?;
+        let mut launches = make(staging)?;
+        let part = launches.part;
         if launches.is_empty() {
             return Ok(());
         }
         let known = staging.known(part, stream);
         if let Some(known) = known {
             let (from, to) = (staging.address(part), staging.address(known));
-            launches.iter_mut().for_each(|l| l.move_metadata(from, part.filled + part.words, to));
+            launches.list.iter_mut().flatten().for_each(|l| l.move_metadata(from, part.filled + part.words, to));
         }
         let fits = known.is_none() && part.words == 0 && part.filled <= METADATA_BYTES;
-        if let Some(launch) = launches.only().filter(|launch| fits && launch.takes_lists())
+        if let [Some(launch), None, None] = &mut launches.list
+            && fits
+            && launch.takes_lists()
             && let Some(hopper) = launch.hopper(self)?
         {
             let mut metadata = NO_METADATA;
@@ -295,11 +264,26 @@ impl Cuda {
         }
         let part = known.unwrap_or(part);
         // SAFETY: the promise of this function.
-        let start = || launches.iter().try_for_each(|l| unsafe { l.start(self, stream) });
+        let start = || launches.list.iter().flatten().try_for_each(|l| unsafe { l.start(self, stream) });
         let ready = if known.is_some() { staging.reuse(part, stream) } else { staging.upload(part, stream) };
         let done = ready.and_then(|()| start());
         // Also after a failed launch: the upload may still be in progress.
         done.and(staging.end(part, stream))
+    }
+
+    /// Makes the launch of a call without metadata, and launches it.
+    ///
+    /// # Safety
+    /// See [`Launch::start`].
+    pub(super) unsafe fn launch_alone(
+        &self,
+        stream: RawStream,
+        make: impl FnOnce(Checker) -> Result<Launches>,
+    ) -> Result<()> {
+        let _entered = self.enter()?;
+        let launches = make(self.memory_checker())?;
+        // SAFETY: the promise of this function.
+        launches.list.iter().flatten().try_for_each(|launch| unsafe { launch.start(self, stream) })
     }
 }
 

@@ -4,167 +4,118 @@
 //! If the driver refuses a text for `sm_90a`, the call fails. To use the kernel for `sm_80` instead would be slower,
 //! and never noticed.
 
-use super::Cuda;
-use super::embedded;
 use super::family::Family;
 use super::hopper::FORWARD;
 use super::hopper_backward::BACKWARD;
-use super::loaded::{Blocks, ByShape, ELEMENTS, Loaded, LoadedKernels, Sides};
-use super::loaded_kernel::LoadedKernel;
-use super::shapes::{SHAPES, Shape, Shaped};
+use super::modules::{AttentionModule, Blocks, ELEMENTS, Instance, Loaded, LoadedKernel, LoadedModule};
+use super::shapes::{Shape, Shaped};
+use super::{Cuda, embedded};
 use crate::device::driver::Module;
+use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
 use core::ffi::CStr;
 
 impl Cuda {
-    pub(super) fn module(&self, name: &str) -> Result<Module> {
-        let text = embedded::find(name).ok_or_else(|| {
-            Error::unsupported(format!("kernel {name}"), "it is not embedded in this build", "build from a whole tree")
-        })?;
-        Module::new(&self.context, name, &text)
-    }
-
-    pub(super) fn function(&self, module: &Module, name: &CStr, launch: Shaped) -> Result<LoadedKernel> {
-        if launch.shared > self.shared_limit {
-            return Err(Error::unsupported(
-                format!("{} bytes of shared memory for {name:?}", launch.shared),
-                format!("device {} has {}", self.context.ordinal(), self.shared_limit),
-                "use the CPU kernels",
-            ));
-        }
-        let function = module.function(name, launch.shared)?;
-        let _entered = self.enter()?;
-        let each = function.blocks_per_multiprocessor(launch.threads, launch.shared)?;
-        Ok(LoadedKernel { function, launch, each })
-    }
-
-    /// The kernel in a slot, loaded if it is not: `make` finds it in the module `{name}_{element}_{shape}`.
-    fn load(
-        &self,
-        kernels: &mut ByShape<Loaded>,
-        (name, element, shape): (&str, usize, usize),
-        make: impl FnOnce(&Module) -> Result<LoadedKernel>,
-    ) -> Result<LoadedKernel> {
-        let slot = &mut kernels[element][shape];
-        if let Some(kernel) = slot {
-            return Ok(kernel.ready);
-        }
-        let module = self.module(&format!("{name}_{}_{}", ELEMENTS[element], SHAPES[shape].name))?;
-        let ready = make(&module)?;
-        *slot = Some(Loaded { ready, _module: module });
-        Ok(ready)
-    }
-
-    /// The forward for `sm_80`.
-    pub(super) fn load_forward(
-        &self,
-        kernels: &mut LoadedKernels,
-        element: usize,
-        shape: usize,
-    ) -> Result<LoadedKernel> {
-        let make = |module: &Module| self.forward_of(module, &SHAPES[shape]);
-        self.load(&mut kernels.forward, ("forward", element, shape), make)
-    }
-
-    /// The fused backward for `sm_80` of a shape for which the device has the shared memory.
-    pub(super) fn load_fused(&self, kernels: &mut LoadedKernels, element: usize, shape: usize) -> Result<LoadedKernel> {
-        let fused = self.fused(&SHAPES[shape]).expect("asked before");
-        let (file, kernel) = match fused == SHAPES[shape].fused {
-            true => ("fused", c"cpattn_backward_fused"),
-            false => ("fused_narrow", c"cpattn_backward_fused_narrow"),
+    /// The modules that forwards and backwards of all gradients run.
+    fn modules(&self, instance: Instance) -> impl Iterator<Item = AttentionModule> {
+        let forward = match self.hopper_shape(instance.index) {
+            Some(_) => AttentionModule::HopperForward,
+            None => AttentionModule::Forward,
         };
-        self.load(&mut kernels.fused, (file, element, shape), |module| self.function(module, kernel, fused.launch))
+        let backward = match (self.hopper_backward(instance.index), self.fused(instance.shape())) {
+            (Some(_), _) => AttentionModule::HopperBackward,
+            (None, Some(_)) => AttentionModule::Fused,
+            (None, None) => AttentionModule::Sides,
+        };
+        let cluster = self.has_clusters(instance.index).then_some(AttentionModule::HopperCluster);
+        [Some(forward), cluster, Some(backward)].into_iter().flatten()
     }
 
-    /// The forward for `sm_90a` of a shape that has one.
-    pub(super) fn load_hopper(
-        &self,
-        kernels: &mut LoadedKernels,
-        element: usize,
-        shape: usize,
-    ) -> Result<LoadedKernel> {
-        self.load_hopper_forward(&mut kernels.hopper, c"cpattn_hopper_forward", ("hopper_forward", element, shape))
+    /// Loads the kernels for an element type and head dims, which can take the driver seconds. Call it when you make
+    /// the plan; otherwise the first call loads its kernels. If the device runs the backward as one kernel, the kernels
+    /// for one side's gradients are not loaded here, but by the first call that needs only one side; if it runs a
+    /// kernel for `sm_90a`, the one for `sm_80` is loaded by the first launch whose tensors need it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for types and dims there is no kernel for, [`Error::Device`] when the driver refuses the
+    /// PTX.
+    pub fn prepare(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<()> {
+        let instance = Instance::find(dtype, head_dim, value_dim)?;
+        self.modules(instance).try_for_each(|module| self.load_all(module, instance).map(|_| ()))?;
+        self.prepare_blocks()
     }
 
-    /// The forward for `sm_90a` in clusters of two blocks, of a shape that has one.
-    pub(super) fn load_hopper_cluster(
-        &self,
-        kernels: &mut LoadedKernels,
-        element: usize,
-        shape: usize,
-    ) -> Result<LoadedKernel> {
-        self.load_hopper_forward(
-            &mut kernels.hopper_cluster,
-            c"cpattn_hopper_cluster",
-            ("hopper_cluster", element, shape),
-        )
+    /// Loads the kernels that do not depend on head dims: transforms, delta, finish, merge, the sinks' gradient.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the driver refuses the PTX.
+    pub fn prepare_blocks(&self) -> Result<()> {
+        self.blocks().map(|_| ())
     }
 
-    fn load_hopper_forward(
-        &self,
-        kernels: &mut ByShape<Loaded>,
-        kernel: &CStr,
-        name: (&str, usize, usize),
-    ) -> Result<LoadedKernel> {
-        let launch = FORWARD[name.2].expect("asked before").launch;
-        self.load(kernels, name, |module| self.function(module, kernel, launch)).map_err(Family::with_way_out)
+    /// Whether the kernels for this type and these dims are loaded.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for types and dims there is no kernel for.
+    pub fn is_prepared(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<bool> {
+        let instance = Instance::find(dtype, head_dim, value_dim)?;
+        let mut kernels = self.kernels();
+        Ok(self.modules(instance).all(|module| kernels.slot(module, instance).is_some()))
     }
 
-    /// The backward for `sm_90a` of a shape that has one.
-    pub(super) fn load_hopper_backward(
-        &self,
-        kernels: &mut LoadedKernels,
-        element: usize,
-        shape: usize,
-    ) -> Result<LoadedKernel> {
-        let launch = BACKWARD[shape].expect("asked before").launch;
-        let make = |module: &Module| self.function(module, c"cpattn_hopper_backward", launch);
-        let name = ("hopper_backward", element, shape);
-        self.load(&mut kernels.hopper_backward, name, make).map_err(Family::with_way_out)
+    /// The kernel of a module that has one, loaded if it is not.
+    pub(super) fn load(&self, module: AttentionModule, instance: Instance) -> Result<LoadedKernel> {
+        Ok(self.load_all(module, instance)?[0].expect("every module has a kernel"))
     }
 
-    /// The backward kernels that each make the gradients of one side.
-    pub(super) fn load_sides<'a>(
-        &self,
-        kernels: &'a mut LoadedKernels,
-        element: usize,
-        shape: usize,
-    ) -> Result<&'a Sides> {
-        let slot = &mut kernels.sides[element][shape];
-        if slot.is_none() {
-            let s = &SHAPES[shape];
-            let module = self.module(&format!("backward_{}_{}", ELEMENTS[element], s.name))?;
-            *slot = Some(Sides {
-                queries: self.function(&module, c"cpattn_backward_queries", s.queries)?,
-                keys: self.function(&module, c"cpattn_backward_keys", s.keys)?,
-                values: match s.split {
-                    true => Some(self.function(&module, c"cpattn_backward_values", s.keys)?),
-                    false => None,
-                },
-                _module: module,
-            });
+    /// The kernels of a module, loaded if they are not.
+    pub(super) fn load_all(&self, module: AttentionModule, instance: Instance) -> Result<[Option<LoadedKernel>; 3]> {
+        let mut kernels = self.kernels();
+        let slot = kernels.slot(module, instance);
+        let loaded = match slot {
+            Some(loaded) => loaded,
+            None => slot.insert(self.load_module(module, instance)?),
+        };
+        Ok(loaded.kernels)
+    }
+
+    fn load_module(&self, module: AttentionModule, instance: Instance) -> Result<LoadedModule> {
+        let (shape, forward) = (instance.shape(), FORWARD[instance.index].launch);
+        let fused = self.fused(shape).unwrap_or(shape.fused);
+        let open = |file| self.module(&format!("{file}_{}_{}", ELEMENTS[instance.element], shape.name));
+        let one = |file, name, launch| {
+            let text = open(file)?;
+            Ok(Loaded { kernels: [Some(self.function(&text, name, launch)?), None, None], _modules: [text] })
+        };
+        match module {
+            AttentionModule::Forward => {
+                let text = open("forward")?;
+                Ok(Loaded { kernels: [Some(self.forward_of(&text, shape)?), None, None], _modules: [text] })
+            }
+            AttentionModule::Fused if fused != shape.fused => {
+                one("fused_narrow", c"cpattn_backward_fused_narrow", fused.launch)
+            }
+            AttentionModule::Fused => one("fused", c"cpattn_backward_fused", fused.launch),
+            AttentionModule::Sides => {
+                let text = open("backward")?;
+                let kernel = |name, launch| self.function(&text, name, launch).map(Some);
+                let queries = kernel(c"cpattn_backward_queries", shape.queries)?;
+                let keys = kernel(c"cpattn_backward_keys", shape.keys)?;
+                let values = if shape.split { kernel(c"cpattn_backward_values", shape.keys)? } else { None };
+                Ok(Loaded { kernels: [queries, keys, values], _modules: [text] })
+            }
+            AttentionModule::HopperForward => {
+                one("hopper_forward", c"cpattn_hopper_forward", forward).map_err(Family::with_way_out)
+            }
+            AttentionModule::HopperCluster => {
+                one("hopper_cluster", c"cpattn_hopper_cluster", forward).map_err(Family::with_way_out)
+            }
+            AttentionModule::HopperBackward => {
+                let launch = BACKWARD[instance.index].expect("asked before").launch;
+                one("hopper_backward", c"cpattn_hopper_backward", launch).map_err(Family::with_way_out)
+            }
         }
-        Ok(slot.as_ref().expect("filled above"))
-    }
-
-    pub(super) fn blocks<'a>(&self, kernels: &'a mut LoadedKernels) -> Result<&'a Blocks> {
-        if kernels.blocks.is_none() {
-            let module = self.module("transform")?;
-            let sinks = self.module("sinks")?;
-            let tags = self.module("tags")?;
-            kernels.blocks = Some(Blocks {
-                transform: module.function(c"cpattn_transform", 0)?,
-                delta: module.function(c"cpattn_delta", 0)?,
-                finish: module.function(c"cpattn_finish", 0)?,
-                merge: module.function(c"cpattn_merge", 0)?,
-                sinks: sinks.function(c"cpattn_sinks", 0)?,
-                begin_run: tags.function(c"cpattn_begin_run", 0)?,
-                arrived: tags.function(c"cpattn_arrived", 0)?,
-                _modules: [module, sinks, tags],
-            });
-        }
-        Ok(kernels.blocks.as_ref().expect("filled above"))
     }
 
     /// The forward of the shape: the wide tiles if two blocks of them share a multiprocessor, otherwise the narrow
@@ -178,5 +129,46 @@ impl Cuda {
             }
         }
         self.function(module, c"cpattn_forward_narrow", narrow)
+    }
+
+    /// The kernels that do not depend on head dims, loaded if they are not.
+    pub(super) fn blocks(&self) -> Result<Blocks> {
+        let slot = &mut self.kernels().blocks;
+        if let Some(loaded) = slot {
+            return Ok(loaded.kernels);
+        }
+        let modules = [self.module("transform")?, self.module("sinks")?, self.module("tags")?];
+        let [transform, sinks, tags] = &modules;
+        let kernels = Blocks {
+            transform: transform.function(c"cpattn_transform", 0)?,
+            delta: transform.function(c"cpattn_delta", 0)?,
+            finish: transform.function(c"cpattn_finish", 0)?,
+            merge: transform.function(c"cpattn_merge", 0)?,
+            sinks: sinks.function(c"cpattn_sinks", 0)?,
+            begin_run: tags.function(c"cpattn_begin_run", 0)?,
+            arrived: tags.function(c"cpattn_arrived", 0)?,
+        };
+        Ok(slot.insert(Loaded { kernels, _modules: modules }).kernels)
+    }
+
+    fn module(&self, name: &str) -> Result<Module> {
+        let text = embedded::find(name).ok_or_else(|| {
+            Error::unsupported(format!("kernel {name}"), "it is not embedded in this build", "build from a whole tree")
+        })?;
+        Module::new(&self.context, name, &text)
+    }
+
+    fn function(&self, module: &Module, name: &CStr, launch: Shaped) -> Result<LoadedKernel> {
+        if launch.shared > self.shared_limit {
+            return Err(Error::unsupported(
+                format!("{} bytes of shared memory for {name:?}", launch.shared),
+                format!("device {} has {}", self.context.ordinal(), self.shared_limit),
+                "use the CPU kernels",
+            ));
+        }
+        let function = module.function(name, launch.shared)?;
+        let _entered = self.enter()?;
+        let each = function.blocks_per_multiprocessor(launch.threads, launch.shared)?;
+        Ok(LoadedKernel { function, launch, each })
     }
 }

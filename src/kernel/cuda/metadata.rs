@@ -66,6 +66,19 @@ pub(super) fn run(range: &Range, begin: u32, end: u32, mode: u32) -> Run {
     }
 }
 
+/// Writes all ranges as runs. Returns the address of the q runs, and the k runs with their address.
+pub(super) fn runs<'a>(writer: &mut Writer<'a>, ranges: &Ranges) -> (u64, (&'a mut [Run], u64)) {
+    let (queries, at) = writer.array::<Run>(ranges.q.len());
+    let keys = writer.array::<Run>(ranges.k.len());
+    for (out, q) in queries.iter_mut().zip(ranges.q) {
+        *out = run(&q.range, q.keys_begin, q.keys_end, q.mode as u32);
+    }
+    for (out, k) in keys.0.iter_mut().zip(ranges.k) {
+        *out = run(k, 0, 0, 0);
+    }
+    (at, keys)
+}
+
 /// Writes the metadata. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
 pub(super) fn write(
     scratch: &mut SortBuffers,
@@ -74,17 +87,8 @@ pub(super) fn write(
     tiles: TileRows,
     window: (i64, i64),
 ) -> Metadata {
-    let mut metadata = Metadata::default();
-    let (queries, at) = writer.array::<Run>(ranges.q.len());
-    metadata.queries = at;
-    let (keys, at) = writer.array::<Run>(ranges.k.len());
-    metadata.keys = at;
-    for (out, q) in queries.iter_mut().zip(ranges.q) {
-        *out = run(&q.range, q.keys_begin, q.keys_end, q.mode as u32);
-    }
-    for (out, k) in keys.iter_mut().zip(ranges.k) {
-        *out = run(k, 0, 0, 0);
-    }
+    let (queries, (keys, keys_at)) = runs(writer, ranges);
+    let mut metadata = Metadata { queries, keys: keys_at, ..Metadata::default() };
     if tiles.queries > 0 {
         let (pairs, at) = writer.array::<u32>(ranges.pairs.len());
         metadata.keys_of = at;

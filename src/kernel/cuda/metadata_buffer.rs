@@ -18,7 +18,7 @@ pub(super) const fn padded(bytes: usize) -> usize {
 
 /// The kind of the addresses of a call's tensors.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum AddressSpace {
+pub(crate) enum AddressSpace {
     /// Memory that the driver has allocated.
     Memory,
     /// Parts of bases, whose addresses a run will bring.
@@ -36,7 +36,7 @@ impl AddressSpace {
 }
 
 /// Where the metadata of a call is written, and the kind of its tensors' addresses.
-pub(super) trait MetadataBuffer {
+pub(crate) trait MetadataBuffer {
     /// The address of a word that is zero on the device when the launch of the next writer begins, and that this launch
     /// must leave at zero: nothing clears it between launches. The context that launches is current.
     fn counter(&mut self) -> Result<u64>;
@@ -53,18 +53,18 @@ pub(super) trait MetadataBuffer {
 
 /// Vectors that metadata is sorted in.
 #[derive(Debug, Default)]
-pub(super) struct SortBuffers {
+pub(crate) struct SortBuffers {
     /// Tiles while they are sorted.
-    pub tiles: Vec<(u64, Work)>,
+    pub(super) tiles: Vec<(u64, Work)>,
     /// Tiles that several heads share, while they are sorted.
-    pub shared_tiles: Vec<(u64, Work)>,
+    pub(super) shared_tiles: Vec<(u64, Work)>,
     /// Runs of keys while they are joined into components: another run of the component, and the least cost so far.
     pub runs: Vec<(u32, u64)>,
 }
 
 /// The metadata of a call: its first byte, its size, and the size of the words behind it.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Part {
+pub(crate) struct Part {
     pub begin: usize,
     pub filled: usize,
     pub words: usize,
@@ -72,7 +72,7 @@ pub(super) struct Part {
 
 /// Hands out arrays of one part of a ring or of a plan's metadata, and words that are zero when the launch begins.
 #[derive(Debug)]
-pub(super) struct Writer<'a> {
+pub(crate) struct Writer<'a> {
     rest: &'a mut [u8],
     begin: usize,
     /// The device's address of the part.

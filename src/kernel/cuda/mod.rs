@@ -26,19 +26,18 @@
 //! dq_semaphore  the metadata of the fused backward, and which tile waits for which
 //! staging   how metadata reaches the device, through a mirror of host and device memory
 //! check     the checks of calls
-//! attention, fused, blocks, sinks   the launches
+//! attention, fused, blocks   the launches
 //! family    which forward kernels a device runs, and how that is forced
-//! loaded    the kernels that were loaded so far; load: how each is
+//! modules   the kernels that were loaded so far, and what each is compiled for; load: how each is loaded
 //! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its parameters)
 //! shared_tiles  which tiles of those kernels several heads share
 //! clusters  those for clusters of two blocks, and which calls they take
-//! allocate  memory and waiting, for callers; shared: one device for all callers that name it
+//! shared    one device for all callers that name it
 //! tags      what runs on devices carry along, so that ranks which differ are found
 //! stream_kernels  single calls of a caller's, with the staging memory they need
 //! spare_staging, lent_staging, last_calls   shared by such calls; waits when they end
 //! ```
 
-mod allocate;
 mod attention;
 pub(crate) mod base_addresses;
 mod blocks;
@@ -54,21 +53,19 @@ mod hopper_backward;
 mod hopper_calls;
 mod kept_maps;
 mod last_calls;
-mod launch;
+pub(crate) mod launch;
 mod lent_staging;
 mod load;
-mod loaded;
-mod loaded_kernel;
 mod margin_requests;
 mod metadata;
 mod metadata_buffer;
+mod modules;
 mod params;
 mod pinned_mirror;
 pub(crate) mod recorded;
 mod shapes;
 mod shared;
 mod shared_tiles;
-mod sinks;
 pub(crate) mod sm_margin;
 mod spare_staging;
 mod staging;
@@ -80,16 +77,17 @@ pub use family::Family;
 pub use staging::Staging;
 pub use stream_kernels::StreamKernels;
 
-use loaded::LoadedKernels;
+use modules::{Instance, LoadedKernels};
 
-use crate::device::driver::{Context, Entered, sys};
+use crate::call::RawStream;
+use crate::device::driver::{Context, Entered, check, sys};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
 use kept_maps::KeptMaps;
 use margin_requests::MarginRequests;
-use shapes::{SHAPES, Shape};
+use shapes::Shape;
 use spare_staging::SpareStaging;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -209,7 +207,7 @@ impl Cuda {
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
     pub fn family(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Family> {
-        let (_, shape, _) = find(dtype, head_dim, value_dim)?;
+        let shape = Instance::find(dtype, head_dim, value_dim)?.index;
         Ok(if self.hopper_shape(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
     }
 
@@ -219,7 +217,7 @@ impl Cuda {
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
     pub fn backward_family(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Family> {
-        let (_, shape, _) = find(dtype, head_dim, value_dim)?;
+        let shape = Instance::find(dtype, head_dim, value_dim)?.index;
         Ok(if self.hopper_backward(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
     }
 
@@ -229,65 +227,8 @@ impl Cuda {
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
     pub fn clusters(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<bool> {
-        let (_, shape, _) = find(dtype, head_dim, value_dim)?;
+        let shape = Instance::find(dtype, head_dim, value_dim)?.index;
         Ok(self.has_clusters(shape))
-    }
-
-    /// Loads the kernels for an element type and head dims, which can take the driver seconds. Call it when you make
-    /// the plan; otherwise the first call loads its kernels. If the device runs the backward as one kernel, the kernels
-    /// for one side's gradients are not loaded here, but by the first call that needs only one side; if it runs a
-    /// kernel for `sm_90a`, the one for `sm_80` is loaded by the first launch whose tensors need it.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for types and dims there is no kernel for, [`Error::Device`] when the driver refuses the
-    /// PTX.
-    pub fn prepare(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<()> {
-        let (element, shape, _) = find(dtype, head_dim, value_dim)?;
-        let mut kernels = self.kernels();
-        if self.hopper_shape(shape).is_some() {
-            self.load_hopper(&mut kernels, element, shape)?;
-            if self.has_clusters(shape) {
-                self.load_hopper_cluster(&mut kernels, element, shape)?;
-            }
-        } else {
-            self.load_forward(&mut kernels, element, shape)?;
-        }
-        if self.hopper_backward(shape).is_some() {
-            self.load_hopper_backward(&mut kernels, element, shape)?;
-        } else if self.fused(&SHAPES[shape]).is_some() {
-            self.load_fused(&mut kernels, element, shape)?;
-        } else {
-            self.load_sides(&mut kernels, element, shape)?;
-        }
-        self.blocks(&mut kernels)?;
-        Ok(())
-    }
-
-    /// Loads the kernels that do not depend on head dims: transforms, delta, finish, merge, the sinks' gradient.
-    ///
-    /// # Errors
-    /// [`Error::Device`] when the driver refuses the PTX.
-    pub fn prepare_blocks(&self) -> Result<()> {
-        self.blocks(&mut self.kernels()).map(|_| ())
-    }
-
-    /// Whether the kernels for this type and these dims are loaded.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for types and dims there is no kernel for.
-    pub fn is_prepared(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<bool> {
-        let (element, shape, _) = find(dtype, head_dim, value_dim)?;
-        let kernels = self.kernels();
-        let forward = if self.hopper_shape(shape).is_some() { &kernels.hopper } else { &kernels.forward };
-        let backward = if self.hopper_backward(shape).is_some() {
-            kernels.hopper_backward[element][shape].is_some()
-        } else if self.fused(&SHAPES[shape]).is_some() {
-            kernels.fused[element][shape].is_some()
-        } else {
-            kernels.sides[element][shape].is_some()
-        };
-        let clusters = !self.has_clusters(shape) || kernels.hopper_cluster[element][shape].is_some();
-        Ok(forward[element][shape].is_some() && clusters && backward)
     }
 
     /// Allocates a ring buffer of `bytes` bytes for the scheduler metadata of calls, up to `launches` of them in
@@ -297,6 +238,36 @@ impl Cuda {
     /// [`Error::Device`] when the driver has no memory for it.
     pub fn staging(&self, bytes: usize, launches: usize) -> Result<Staging> {
         Staging::new(&self.context, bytes, launches, self.can_be_hopper)
+    }
+
+    /// Allocates `bytes` bytes (at least one), with the alignment of the driver: 256 or more.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the driver has no memory for it.
+    pub fn allocate(&self, bytes: usize) -> Result<DeviceMemory> {
+        DeviceMemory::new(&self.context, bytes)
+    }
+
+    /// Waits on the host until everything on the caller's stream is done.
+    ///
+    /// # Safety
+    /// The stream is of the device's primary context.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when something on the device failed; [`Error::Unsupported`] for a stream that is being
+    /// captured.
+    pub unsafe fn synchronize(&self, stream: RawStream) -> Result<()> {
+        // SAFETY: the stream is of the device's primary context (the contract of this function).
+        if unsafe { self.context.is_capturing(stream) }? {
+            return Err(Error::unsupported(
+                "waiting for a stream that is being captured",
+                "what is captured has not begun",
+                "end the capture, launch its graph on a stream, and wait for that",
+            ));
+        }
+        let _beside = self.context.enter_beside_captures()?;
+        // SAFETY: the stream is of the device's primary context (the contract of this function).
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
     }
 
     /// Makes a stream, for a transport of device memory.
@@ -336,14 +307,4 @@ impl Cuda {
         }
         items.min(each.saturating_mul(self.multiprocessors.saturating_sub(sm_margin).max(1)))
     }
-}
-
-/// Index of the element type, and the shape that holds the head dims.
-fn find(dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<(usize, usize, &'static Shape)> {
-    check::element(dtype)?;
-    let largest = &SHAPES[SHAPES.len() - 1];
-    check::dim("head_dim", head_dim, largest.head_dim)?;
-    check::dim("value_dim", value_dim, largest.value_dim)?;
-    let (shape, s) = shapes::find(head_dim, value_dim).expect("the largest shape holds every dim that passed");
-    Ok((usize::from(dtype == Dtype::Bf16), shape, s))
 }

@@ -2,21 +2,45 @@
 //! The parameter structs of the kernels: `ptx/params.cuh`, field by field. Strides are in bytes, addresses are device
 //! addresses. The assertions at the end are the layout that `nvcc` gives the other side.
 
-pub(super) mod tags;
-
 use crate::report::metadata;
-use bytemuck::{NoUninit, Pod, Zeroable};
+use bytemuck::{Pod, Zeroable};
 use core::mem::offset_of;
 
-/// The parameter struct of a kernel, and where it holds addresses (byte offsets).
-pub(super) trait Parameters: NoUninit {
-    /// [`Tensor`]s: an address and two strides.
-    const TENSORS: &'static [usize];
-    /// Addresses of metadata.
-    const METADATA: &'static [usize];
-    /// A table of all bases.
-    const BASES: Option<usize> = None;
+/// The parameter struct of a kernel.
+pub(super) trait Parameters: Pod {
+    const ADDRESSES: Addresses;
 }
+
+/// Where a parameter struct holds addresses (byte offsets).
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Addresses {
+    /// [`Tensor`]s: an address and two strides.
+    pub tensors: &'static [usize],
+    /// Addresses of metadata.
+    pub metadata: &'static [usize],
+    /// Tables of all bases.
+    pub bases: &'static [usize],
+}
+
+impl Addresses {
+    pub const NONE: Self = Self { tensors: &[], metadata: &[], bases: &[] };
+}
+
+/// Implements [`Parameters`] by the names of the fields that hold addresses. Kinds that are not named are those of
+/// `base`: of the struct that comes first in this one, or none.
+macro_rules! addresses {
+    ($($name:ident { $($kind:ident: [$($($field:ident).+),* $(,)?],)* ..$base:expr })*) => {$(
+        impl Parameters for $name {
+            const ADDRESSES: Addresses = Addresses {
+                $($kind: &[$(core::mem::offset_of!($name, $($field).+)),*],)*
+                ..$base
+            };
+        }
+    )*};
+}
+pub(super) use addresses;
+
+pub(super) mod tags;
 
 /// `Tensor`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
@@ -74,7 +98,7 @@ pub(super) const SCORE_GENERAL: u32 = 1;
 pub(super) const SCORE_SOFTCAP: u32 = 2;
 
 /// `ScoreParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct ScoreParams {
     pub left: i64,
@@ -88,7 +112,7 @@ pub(super) struct ScoreParams {
 }
 
 /// `HeadParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct HeadParams {
     pub q_heads: u32,
@@ -102,7 +126,7 @@ pub(super) struct HeadParams {
 }
 
 /// `ForwardParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct ForwardParams {
     pub q: Tensor,
@@ -125,7 +149,7 @@ pub(super) struct ForwardParams {
 }
 
 /// `BackwardParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct BackwardParams {
     pub q: Tensor,
@@ -149,7 +173,7 @@ pub(super) struct BackwardParams {
 }
 
 /// `FusedParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct FusedParams {
     pub call: BackwardParams,
@@ -207,7 +231,7 @@ pub(super) struct TransformSource {
 }
 
 /// `TransformParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct TransformParams {
     pub blocks: u64,
@@ -219,7 +243,7 @@ pub(super) struct TransformParams {
 }
 
 /// `DeltaParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct DeltaParams {
     pub o: Tensor,
@@ -233,7 +257,7 @@ pub(super) struct DeltaParams {
 }
 
 /// `FinishParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct FinishParams {
     pub o: Tensor,
@@ -248,7 +272,7 @@ pub(super) struct FinishParams {
 }
 
 /// `MergeParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct MergeParams {
     pub o: Tensor,
@@ -263,7 +287,7 @@ pub(super) struct MergeParams {
 }
 
 /// `SinkParams` of `ptx/sinks.cu`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Sinks {
     pub lse: Tensor,
@@ -273,52 +297,29 @@ pub(super) struct Sinks {
     pub rows: u64,
 }
 
-/// Says where the addresses of a parameter struct are: `tensors` are [`Tensor`]s, `metadata` addresses of scheduler
-/// metadata.
-macro_rules! addresses {
-    ($($name:ident { tensors: [$($tensor:ident),*], metadata: [$($list:ident),*] })*) => {$(
-        impl Parameters for $name {
-            const TENSORS: &'static [usize] = &[$(offset_of!($name, $tensor)),*];
-            const METADATA: &'static [usize] = &[$(offset_of!($name, $list)),*];
-        }
-    )*};
-}
 addresses! {
     ForwardParams {
         tensors: [q, k, v, running, running_lse, o, lse, alibi_slopes, sinks],
-        metadata: [queries, keys, partners, work]
+        metadata: [queries, keys, partners, work],
+        ..Addresses::NONE
     }
     BackwardParams {
         tensors: [q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes],
-        metadata: [queries, keys, partners, work]
+        metadata: [queries, keys, partners, work],
+        ..Addresses::NONE
     }
-    DeltaParams { tensors: [o, d_o, delta], metadata: [] }
-    FinishParams { tensors: [o, lse, sinks], metadata: [runs, work] }
-    MergeParams { tensors: [o, lse, with_o, with_lse], metadata: [] }
-    Sinks { tensors: [lse, delta, sinks, dsinks], metadata: [] }
-}
-
-impl Parameters for FusedParams {
-    // The call comes first.
-    const TENSORS: &'static [usize] = BackwardParams::TENSORS;
-    const METADATA: &'static [usize] = &[
-        offset_of!(BackwardParams, queries),
-        offset_of!(BackwardParams, keys),
-        offset_of!(BackwardParams, partners),
-        offset_of!(BackwardParams, work),
-        offset_of!(FusedParams, keys_of),
-        offset_of!(FusedParams, query_tiles),
-        offset_of!(FusedParams, key_tiles),
-        offset_of!(FusedParams, dq_semaphore),
-        offset_of!(FusedParams, key_semaphore),
-        offset_of!(FusedParams, tile_counter),
-    ];
-}
-
-impl Parameters for TransformParams {
-    const TENSORS: &'static [usize] = &[];
-    const METADATA: &'static [usize] = &[offset_of!(TransformParams, blocks), offset_of!(TransformParams, sources)];
-    const BASES: Option<usize> = Some(offset_of!(TransformParams, bases));
+    FusedParams {
+        metadata: [
+            call.queries, call.keys, call.partners, call.work,
+            keys_of, query_tiles, key_tiles, dq_semaphore, key_semaphore, tile_counter,
+        ],
+        ..BackwardParams::ADDRESSES
+    }
+    TransformParams { metadata: [blocks, sources], bases: [bases], ..Addresses::NONE }
+    DeltaParams { tensors: [o, d_o, delta], ..Addresses::NONE }
+    FinishParams { tensors: [o, lse, sinks], metadata: [runs, work], ..Addresses::NONE }
+    MergeParams { tensors: [o, lse, with_o, with_lse], ..Addresses::NONE }
+    Sinks { tensors: [lse, delta, sinks, dsinks], ..Addresses::NONE }
 }
 
 const _: () = {

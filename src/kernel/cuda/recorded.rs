@@ -13,9 +13,9 @@
 use super::Cuda;
 use super::base_addresses::{BaseAddresses, BaseOffset, BaseShapes, Meaning, meaning, metadata_symbol, words_symbol};
 use super::launch::{Launch, Launches};
-use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part, SortBuffers, Writer, padded};
+use super::metadata_buffer::{AddressSpace, MetadataBuffer, SortBuffers, Writer, padded};
 use super::params::Tensor;
-use crate::call::{Attend, AttendBackward, Delta, Merge, RawStream, RawTensor, SinkGradient, Transform};
+use crate::call::{RawStream, RawTensor};
 use crate::device::driver::call;
 use crate::device::memory::DeviceMemory;
 use crate::element::Dtype;
@@ -66,7 +66,7 @@ pub(crate) struct RecordedLaunches {
 
 impl MetadataBuffer for LaunchRecorder<'_> {
     fn counter(&mut self) -> Result<u64> {
-        let symbol = self.counter.unwrap_or_else(|| metadata_symbol(self.array(&0u32.to_ne_bytes())));
+        let symbol = self.counter.unwrap_or_else(|| self.array(&0u32.to_ne_bytes()));
         self.counter = Some(symbol);
         Ok(symbol)
     }
@@ -104,94 +104,49 @@ impl<'a> LaunchRecorder<'a> {
         }
     }
 
-    /// How many launches there are so far.
-    pub(crate) fn len(&self) -> usize {
-        self.launches.len()
-    }
-
     /// The address that a symbol of a base stands for.
     pub(crate) fn locate(&self, symbol: *mut u8) -> BaseOffset {
         self.shapes.locate(symbol as usize as u64)
     }
 
-    /// The device whose launches they are.
-    pub(super) fn cuda(&self) -> &'a Cuda {
-        self.cuda
-    }
-
     /// Keeps a table of one number for each head, and returns the tensor from which kernels read it.
     pub(crate) fn table(&mut self, values: &[f32]) -> RawTensor {
-        let at = self.array(bytemuck::cast_slice(values));
-        let ptr = core::ptr::without_provenance_mut(metadata_symbol(at) as usize);
-        RawTensor::compact(ptr, Dtype::F32, 1, values.len() as u32, 1)
+        let symbol = self.array(bytemuck::cast_slice(values));
+        RawTensor::compact(core::ptr::without_provenance_mut(symbol as usize), Dtype::F32, 1, values.len() as u32, 1)
     }
 
-    /// Keeps bytes, and returns their offset in the metadata.
-    fn array(&mut self, bytes: &[u8]) -> usize {
+    /// Keeps bytes in the metadata, and returns their symbol.
+    pub(super) fn array(&mut self, bytes: &[u8]) -> u64 {
         let at = self.used;
         self.used += padded(bytes.len());
         self.metadata.resize(self.used.div_ceil(size_of::<MetadataUnit>()), 0);
         bytemuck::cast_slice_mut::<MetadataUnit, u8>(&mut self.metadata)[at..][..bytes.len()].copy_from_slice(bytes);
-        at
+        metadata_symbol(at)
     }
 
-    pub(crate) fn attend(&mut self, call: &Attend<'_>) -> Result<()> {
-        let made = self.cuda.attend_launches(call, self)?;
-        self.add(made);
-        Ok(())
-    }
-
-    pub(crate) fn attend_backward(&mut self, call: &AttendBackward<'_>) -> Result<()> {
-        let made = self.cuda.attend_backward_launches(call, self)?;
-        self.add(made);
-        Ok(())
-    }
-
-    pub(crate) fn transform(&mut self, call: &Transform<'_>) -> Result<()> {
-        let made = self.cuda.transform_launches(call, self)?;
-        self.add(made);
-        Ok(())
-    }
-
-    pub(crate) fn delta(&mut self, call: &Delta) -> Result<()> {
-        let launch = self.cuda.delta_launch(call, self.cuda.checker(self))?;
-        launch.into_iter().for_each(|launch| self.add_one(launch, 0));
-        Ok(())
-    }
-
-    pub(crate) fn merge(&mut self, call: &Merge) -> Result<()> {
-        let launch = self.cuda.merge_launch(call, self.cuda.checker(self))?;
-        launch.into_iter().for_each(|launch| self.add_one(launch, 0));
-        Ok(())
-    }
-
-    pub(crate) fn sink_gradient(&mut self, call: &SinkGradient) -> Result<()> {
-        let launch = self.cuda.sink_gradient_launch(call, self.cuda.checker(self))?;
-        launch.into_iter().for_each(|launch| self.add_one(launch, 0));
-        Ok(())
-    }
-
-    pub(super) fn add(&mut self, (part, launches): (Part, Launches)) {
-        if launches.is_empty() {
-            return;
+    /// Adds the launches of a call, and returns their numbers.
+    pub(crate) fn add(
+        &mut self,
+        make: impl FnOnce(&Cuda, &mut Self) -> Result<Launches>,
+    ) -> Result<core::ops::Range<usize>> {
+        let first = self.launches.len();
+        let Launches { part, list } = make(self.cuda, self)?;
+        if list.iter().any(Option::is_some) {
+            self.used += part.filled;
+            self.words = self.words.max(part.words);
         }
-        self.used += part.filled;
-        self.words = self.words.max(part.words);
         // Only a call of one launch counts.
         let mut words = part.words;
-        for launch in launches {
-            self.add_one(launch, words);
+        for launch in list.into_iter().flatten() {
+            let place = |&offset: &usize| match meaning(launch.word(offset)) {
+                Meaning::Base => Some((offset, self.shapes.locate(launch.word(offset)))),
+                Meaning::Address | Meaning::Metadata(_) | Meaning::Word(_) => None,
+            };
+            let tensors = launch.addresses.tensors.iter().filter_map(place).collect();
+            self.launches.push(RecordedLaunch { launch, words, tensors });
             words = 0;
         }
-    }
-
-    fn add_one(&mut self, launch: Launch, words: usize) {
-        let place = |&offset: &usize| match meaning(launch.word(offset)) {
-            Meaning::Base => Some((offset, self.shapes.locate(launch.word(offset)))),
-            Meaning::Address | Meaning::Metadata(_) | Meaning::Word(_) => None,
-        };
-        let tensors = launch.addresses.tensors.iter().filter_map(place).collect();
-        self.launches.push(RecordedLaunch { launch, words, tensors });
+        Ok(first..self.launches.len())
     }
 
     /// Puts the metadata on the device and the addresses of metadata and words into the launches. The host waits for
@@ -245,7 +200,7 @@ impl RecordedLaunches {
                     Tensor { ptr: 0, token: launch.word(offset + 8) as i64, head: launch.word(offset + 16) as i64 };
                 launch.set_tensor(offset, place.tensor(bases, own));
             }
-            if let Some(offset) = launch.addresses.bases {
+            for &offset in launch.addresses.bases {
                 launch.set_bases(offset, &bases.0);
             }
         }

@@ -75,80 +75,37 @@ const fn narrow_fused(d: u32, dv: u32, n: u32, m: u32, key_parts: u32, column_pa
     narrow
 }
 
+/// A shape without narrow kernels; the numbers are those of its lines in `ptx/shapes.cuh` that the functions above
+/// take.
+const fn shape(d: u32, dv: u32, f: [u32; 3], q: [u32; 4], k: [u32; 4], all: [u32; 5]) -> Shape {
+    Shape {
+        name: if d == dv { d } else { d * 1000 + dv },
+        head_dim: d,
+        value_dim: dv,
+        forward: forward(d, dv, f[0], f[1], f[2]),
+        narrow: None,
+        queries: queries(d, dv, q[0], q[1], q[2], q[3]),
+        keys: keys(d, dv, k[0], k[1], k[2], k[3]),
+        split: false,
+        fused: fused(d, dv, all[0], all[1], all[2], all[3], all[4]),
+        narrow_fused: None,
+    }
+}
+
 /// All shapes, smallest first.
 pub(super) const SHAPES: [Shape; 6] = [
     Shape {
-        name: 64,
-        head_dim: 64,
-        value_dim: 64,
-        forward: forward(64, 64, 128, 128, 4),
         narrow: Some(forward(64, 64, 128, 64, 4)),
-        queries: queries(64, 64, 128, 64, 4, 2),
-        keys: keys(64, 64, 128, 64, 4, 2),
-        split: false,
-        fused: fused(64, 64, 128, 64, 4, 1, 6),
-        narrow_fused: None,
+        ..shape(64, 64, [128, 128, 4], [128, 64, 4, 2], [128, 64, 4, 2], [128, 64, 4, 1, 6])
     },
+    shape(96, 96, [128, 64, 4], [128, 32, 4, 2], [64, 64, 4, 2], [128, 64, 4, 2, 16]),
     Shape {
-        name: 96,
-        head_dim: 96,
-        value_dim: 96,
-        forward: forward(96, 96, 128, 64, 4),
-        narrow: None,
-        queries: queries(96, 96, 128, 32, 4, 2),
-        keys: keys(96, 96, 64, 64, 4, 2),
-        split: false,
-        fused: fused(96, 96, 128, 64, 4, 2, 16),
-        narrow_fused: None,
-    },
-    Shape {
-        name: 128,
-        head_dim: 128,
-        value_dim: 128,
-        forward: forward(128, 128, 128, 64, 4),
-        narrow: None,
-        queries: queries(128, 128, 128, 32, 4, 2),
-        keys: keys(128, 128, 64, 64, 4, 2),
-        split: false,
-        fused: fused(128, 128, 128, 64, 4, 2, 16),
         narrow_fused: Some(narrow_fused(128, 128, 128, 64, 8, 1, 16)),
+        ..shape(128, 128, [128, 64, 4], [128, 32, 4, 2], [64, 64, 4, 2], [128, 64, 4, 2, 16])
     },
-    Shape {
-        name: 192128,
-        head_dim: 192,
-        value_dim: 128,
-        forward: forward(192, 128, 128, 64, 8),
-        narrow: None,
-        queries: queries(192, 128, 64, 32, 4, 2),
-        keys: keys(192, 128, 64, 32, 4, 2),
-        split: false,
-        fused: fused(192, 128, 64, 64, 2, 4, 16),
-        narrow_fused: None,
-    },
-    Shape {
-        name: 192,
-        head_dim: 192,
-        value_dim: 192,
-        forward: forward(192, 192, 128, 64, 8),
-        narrow: None,
-        queries: queries(192, 192, 64, 32, 4, 2),
-        keys: keys(192, 192, 64, 32, 4, 2),
-        split: false,
-        fused: fused(192, 192, 64, 64, 2, 4, 16),
-        narrow_fused: None,
-    },
-    Shape {
-        name: 256,
-        head_dim: 256,
-        value_dim: 256,
-        forward: forward(256, 256, 64, 64, 4),
-        narrow: None,
-        queries: queries(256, 256, 64, 32, 4, 1),
-        keys: keys(256, 256, 64, 32, 4, 1),
-        split: true,
-        fused: fused(256, 256, 64, 64, 2, 4, 16),
-        narrow_fused: None,
-    },
+    shape(192, 128, [128, 64, 8], [64, 32, 4, 2], [64, 32, 4, 2], [64, 64, 2, 4, 16]),
+    shape(192, 192, [128, 64, 8], [64, 32, 4, 2], [64, 32, 4, 2], [64, 64, 2, 4, 16]),
+    Shape { split: true, ..shape(256, 256, [64, 64, 4], [64, 32, 4, 1], [64, 32, 4, 1], [64, 64, 2, 4, 16]) },
 ];
 
 /// The smallest shape that holds these head dims.

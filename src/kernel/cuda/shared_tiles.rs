@@ -15,7 +15,7 @@ use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::Work;
 use crate::call::{HeadMap, QRange, Ranges};
 use crate::report::metadata::{SHORT_ROWS, shared_tiles};
-use bytemuck::NoUninit;
+use bytemuck::{Pod, Zeroable};
 
 /// How a call's q heads share tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ impl Sharing {
 }
 
 /// `SharedTiles`.
-#[derive(Clone, Copy, Debug, Default, NoUninit)]
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct SharedTiles {
     pub work: u64,

@@ -18,8 +18,8 @@
 use super::metadata_buffer::{ALIGN, AddressSpace, MetadataBuffer, Part, SortBuffers, Writer, padded};
 use super::params::{Run, Work};
 use super::pinned_mirror::PinnedMirror;
-use crate::device::driver::{Context, CudaEvent, call, sys::CUstream};
-use crate::device::memory::{DeviceMemory, OwnStream};
+use crate::device::driver::{Context, CudaEvent, sys::CUstream};
+use crate::device::memory::DeviceMemory;
 use crate::error::{Error, Result};
 use alloc::collections::VecDeque;
 use alloc::format;
@@ -74,7 +74,7 @@ impl Staging {
         }
         let mirror = PinnedMirror::new(context, padded(bytes))?;
         let events = (0..launches.max(1)).map(|_| CudaEvent::new(context)).collect::<Result<Vec<_>>>()?;
-        let counters = if counts { Some(zeros(context, events.len() * size_of::<u32>())?) } else { None };
+        let counters = if counts { Some(DeviceMemory::zeros(context, events.len() * size_of::<u32>())?) } else { None };
         Ok(Self {
             in_flight: VecDeque::with_capacity(events.len()),
             kept: VecDeque::with_capacity(MAX_KEPT),
@@ -97,9 +97,14 @@ impl Staging {
         self.mirror.bytes()
     }
 
+    /// The launches that can be in flight.
+    pub(super) fn launches(&self) -> usize {
+        self.events.len()
+    }
+
     /// Whether [`super::Cuda::staging`] would make a ring like this from these numbers.
     pub(super) fn is_like(&self, bytes: usize, launches: usize) -> bool {
-        bytes <= MAX_BYTES && self.bytes() == padded(bytes).max(1) && self.events.len() == launches.max(1)
+        bytes <= MAX_BYTES && self.bytes() == padded(bytes).max(1) && self.launches() == launches.max(1)
     }
 
     /// Waits until no launch reads the ring any more.
@@ -197,11 +202,11 @@ impl MetadataBuffer for Staging {
         let bytes = padded(bytes);
         if bytes > self.mirror.bytes() {
             return Err(Error::invalid(
-                "staging",
+                "room for scheduler metadata",
                 format!("{} bytes", self.mirror.bytes()),
-                format!("at least {bytes}"),
+                format!("at least {bytes} for this call"),
             )
-            .hint("ask for the bytes of the largest call before you make it"));
+            .hint("make room for the metadata of the largest call before the call"));
         }
         if self.head + bytes > self.mirror.bytes() {
             self.head = 0;
@@ -230,17 +235,6 @@ impl MetadataBuffer for Staging {
     }
 
     fn must_align(&mut self, _: u64) {}
-}
-
-/// Device memory that is zero for every stream. It is cleared on a stream of its own: the default stream might be
-/// ordered with one that is being captured.
-fn zeros(context: &Arc<Context>, bytes: usize) -> Result<DeviceMemory> {
-    let (memory, stream) = (DeviceMemory::new(context, bytes)?, OwnStream::new(context)?);
-    let _beside = context.enter_beside_captures()?;
-    // SAFETY: the memory has that many bytes; the stream is waited for.
-    unsafe { call!(cuMemsetD8Async(memory.ptr() as usize as u64, 0, bytes, stream.handle().cast())) }?;
-    stream.synchronize()?;
-    Ok(memory)
 }
 
 impl Drop for Staging {

@@ -6,10 +6,10 @@
 //! more is refused, with the size it needs. The host waits only while more calls are in flight than the ring buffer has
 //! space for, or calls are in flight on more streams than there are events.
 
+use super::Cuda;
 use super::last_calls::LastCalls;
 use super::lent_staging::LentStaging;
 use super::sm_margin::SmMargin;
-use super::{Cuda, check};
 use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawStream, RawTensor, SinkGradient, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -31,7 +31,6 @@ pub struct StreamKernels {
     // Dropped in this order: the kernels outlive their launches.
     last_calls: LastCalls,
     staging: LentStaging,
-    calls: usize,
     margin: Option<SmMargin>,
     cuda: Arc<Cuda>,
 }
@@ -45,7 +44,7 @@ impl StreamKernels {
     pub fn new(cuda: Arc<Cuda>) -> Result<Self> {
         cuda.prepare_blocks()?;
         let (last_calls, staging) = (LastCalls::new(&cuda)?, LentStaging::new(&cuda, BYTES, CALLS)?);
-        Ok(Self { last_calls, staging, calls: CALLS, margin: None, cuda })
+        Ok(Self { last_calls, staging, margin: None, cuda })
     }
 
     /// The device.
@@ -77,30 +76,12 @@ impl StreamKernels {
     /// # Errors
     /// [`Error::Device`] when the driver has no memory for it; the old ring then stays.
     pub fn reserve_metadata(&mut self, bytes: usize, calls: usize) -> Result<()> {
-        let (bytes, calls) = (bytes.max(self.staging.bytes()), calls.max(self.calls));
-        if (bytes, calls) != (self.staging.bytes(), self.calls) {
+        let now = (self.staging.bytes(), self.staging.launches());
+        let (bytes, calls) = (bytes.max(now.0), calls.max(now.1));
+        if (bytes, calls) != now {
             let ring = LentStaging::new(&self.cuda, bytes, calls)?;
             self.staging.drain()?;
-            (self.staging, self.calls) = (ring, calls);
-        }
-        Ok(())
-    }
-
-    /// Refuses a call that cannot be made on this stream, or whose `bytes` of metadata do not fit into the ring. If
-    /// they do not fit, `checked` runs first: an error in the ranges is reported before the missing room.
-    ///
-    /// # Safety
-    /// As [`Cuda::accept_stream`].
-    unsafe fn accept(&self, bytes: usize, checked: impl FnOnce() -> Result<()>, stream: RawStream) -> Result<()> {
-        // SAFETY: the stream was not destroyed (the contract of this function).
-        unsafe { self.cuda.accept_stream(stream) }?;
-        if bytes > self.staging.bytes() {
-            checked()?;
-            let (found, expected) =
-                (format!("room for {} bytes of metadata", self.staging.bytes()), format!("{bytes}"));
-            return Err(
-                Error::invalid("scratch", found, expected).hint("make room for the scheduler metadata before the call")
-            );
+            self.staging = ring;
         }
         Ok(())
     }
@@ -122,11 +103,9 @@ impl StreamKernels {
     /// As there; the stream was not destroyed.
     pub unsafe fn attend(&mut self, call: &Attend<'_>, stream: RawStream) -> Result<()> {
         self.loaded(&call.q, &call.v)?;
-        let rows = [call.q.tokens, call.k.tokens.min(call.v.tokens)];
         // SAFETY: tensors and stream are as `Cuda::attend` needs them, and the stream was not destroyed (the contract).
         unsafe {
-            let checked = || check::ranges(&call.ranges, rows[0], rows[1], false);
-            self.accept(self.cuda.attend_bytes(call)?, checked, stream)?;
+            self.cuda.owns(stream)?;
             self.cuda.attend(call, &mut self.staging, stream)
         }
     }
@@ -140,11 +119,9 @@ impl StreamKernels {
     /// As [`StreamKernels::attend`].
     pub unsafe fn attend_backward(&mut self, call: &AttendBackward<'_>, stream: RawStream) -> Result<()> {
         self.loaded(&call.q, &call.v)?;
-        let rows = [call.q.tokens, call.k.tokens.min(call.v.tokens)];
         // SAFETY: tensors and stream are as `Cuda::attend_backward` needs them (the contract).
         unsafe {
-            let checked = || check::ranges(&call.ranges, rows[0], rows[1], false);
-            self.accept(self.cuda.attend_backward_bytes(call)?, checked, stream)?;
+            self.cuda.owns(stream)?;
             self.cuda.attend_backward(call, &mut self.staging, stream)
         }
     }
@@ -159,7 +136,7 @@ impl StreamKernels {
     pub unsafe fn transform(&mut self, call: &Transform<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: tensors and stream are as `Cuda::transform` needs them (the contract).
         unsafe {
-            self.accept(self.cuda.transform_bytes(call), || Ok(()), stream)?;
+            self.cuda.owns(stream)?;
             self.cuda.transform(call, &mut self.staging, stream)
         }
     }
@@ -172,10 +149,9 @@ impl StreamKernels {
     /// # Safety
     /// As [`StreamKernels::attend`].
     pub unsafe fn finish(&mut self, call: &Finish<'_>, stream: RawStream) -> Result<()> {
-        let checked = || check::rows(call.rows, call.o.tokens.min(call.lse.tokens));
         // SAFETY: tensors and stream are as `Cuda::finish` needs them (the contract).
         unsafe {
-            self.accept(self.cuda.finish_bytes(call), checked, stream)?;
+            self.cuda.owns(stream)?;
             self.cuda.finish(call, &mut self.staging, stream)
         }
     }

@@ -12,19 +12,19 @@
 
 use super::Cuda;
 use super::base_addresses::{Meaning, meaning};
-use super::launch::{Grid, Launch, Launches};
+use super::launch::{Launch, Launches};
 use super::metadata_buffer::{MetadataBuffer, Part, padded};
 use super::params::{
     BASES, Tensor,
     tags::{Arrived, ArrivedRange, BeginRun, Note, Tag},
 };
 use super::recorded::LaunchRecorder;
-use crate::device::driver::{Context, call, check_room, sys};
-use crate::device::memory::DeviceMemory;
+use crate::device::driver::{call, sys};
+use crate::device::memory::{DeviceMemory, PinnedMemory};
 use crate::error::Result;
-use alloc::sync::Arc;
+use alloc::vec;
 use core::ops::Range;
-use core::ptr::{null_mut, without_provenance_mut};
+use core::ptr::without_provenance_mut;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes of a tag.
@@ -42,26 +42,19 @@ pub(crate) struct RunCount(DeviceMemory);
 impl RunCount {
     /// No run counted yet.
     pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
-        let memory = cuda.allocate(size_of::<u64>())?;
-        memory.upload(&[0; size_of::<u64>()])?;
-        Ok(Self(memory))
+        DeviceMemory::zeros(cuda.context(), size_of::<u64>()).map(Self)
     }
 }
 
 /// Where a rank's device notes that a peer runs something else.
 #[derive(Debug)]
 pub(crate) struct NoteMemory {
-    context: Arc<Context>,
-    host: *mut Note,
+    /// A [`Note`], which the host reads after `written` alone.
+    host: PinnedMemory,
     device: u64,
     /// Not 0 once something was noted.
     disagreed: DeviceMemory,
 }
-
-// SAFETY: memory that `self` owns, which the host reads after `written` alone.
-unsafe impl Send for NoteMemory {}
-// SAFETY: memory that `self` owns, which the host reads after `written` alone.
-unsafe impl Sync for NoteMemory {}
 
 /// The first difference that a device found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,33 +72,29 @@ pub(crate) struct Noted {
 impl NoteMemory {
     /// Nothing noted.
     pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
-        let disagreed = cuda.allocate(size_of::<u64>())?;
-        disagreed.upload(&[0; size_of::<u64>()])?;
         let context = cuda.context();
-        let _beside = context.enter_beside_captures()?;
-        let (mut host, mut device, bytes) = (null_mut(), 0, size_of::<Note>());
-        let flags = sys::HOST_PORTABLE_AND_MAPPED;
-        // SAFETY: a context is current, the pointer is to a local.
-        check_room("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&raw mut host, bytes, flags) }, bytes)?;
-        // SAFETY: `host` has that many bytes.
-        unsafe { host.cast::<u8>().write_bytes(0, bytes) };
-        // Its drop frees the memory if the next call fails.
-        let mut notice = Self { context: Arc::clone(context), host: host.cast(), device: 0, disagreed };
+        let disagreed = DeviceMemory::zeros(context, size_of::<u64>())?;
+        let host = PinnedMemory::new(context, size_of::<Note>(), sys::HOST_PORTABLE_AND_MAPPED)?;
+        let _entered = context.enter()?;
+        let mut device = 0;
         // SAFETY: mapped memory of the host, and a pointer to a local.
-        unsafe { call!(cuMemHostGetDevicePointer_v2(&raw mut device, host, 0)) }?;
-        notice.device = device;
-        Ok(notice)
+        unsafe { call!(cuMemHostGetDevicePointer_v2(&raw mut device, host.ptr().cast(), 0)) }?;
+        Ok(Self { host, device, disagreed })
+    }
+
+    fn note(&self) -> *mut Note {
+        self.host.ptr().cast()
     }
 
     /// The first difference, if there is one. Calls no function of the driver.
     pub(crate) fn read(&self) -> Option<Noted> {
         // SAFETY: the word is aligned, lives as long as `self`, and is only stored to by the device.
-        let written = unsafe { AtomicU64::from_ptr(&raw mut (*self.host).written) };
+        let written = unsafe { AtomicU64::from_ptr(&raw mut (*self.note()).written) };
         if written.load(Ordering::Acquire) == 0 {
             return None;
         }
         // SAFETY: the device has written the rest before that word, and writes nothing any more.
-        let note = unsafe { self.host.read_volatile() };
+        let note = unsafe { self.note().read_volatile() };
         Some(Noted {
             tag: note.tag as usize,
             ours: note.ours,
@@ -117,39 +106,42 @@ impl NoteMemory {
     }
 }
 
-impl Drop for NoteMemory {
-    fn drop(&mut self) {
-        if let Ok(_beside) = self.context.enter_beside_captures() {
-            // SAFETY: allocated once in `new`; the owner waited for its last use.
-            unsafe { sys::cuMemFreeHost(self.host.cast()) };
-        }
-    }
-}
-
 impl LaunchRecorder<'_> {
-    /// Adds the launch that begins a run: it counts in `runs` and sets `count` tags, the rank's own first. Returns the
-    /// symbol of the tags, which are part of the metadata.
-    pub(crate) fn begin_run(&mut self, fingerprint: u64, count: usize, runs: &RunCount) -> Result<*mut u8> {
-        let function = self.cuda().blocks(&mut self.cuda().kernels())?.begin_run;
-        let (mut writer, _) = self.begin(padded(count * TAG_BYTES))?;
-        let (_, tags) = writer.array::<Tag>(count);
-        let part = writer.part();
-        let params =
-            BeginRun { runs: runs.0.ptr() as usize as u64, tags, fingerprint, tag_count: count as u32, unused: 0 };
-        self.add_alone(part, Launch::new(function, Grid::Blocks(1), (32, 0), &params));
-        Ok(without_provenance_mut(tags as usize))
+    /// Keeps `count` tags, and returns their symbol.
+    pub(crate) fn tags(&mut self, count: usize) -> *mut u8 {
+        without_provenance_mut(self.array(&vec![0; count * TAG_BYTES]) as usize)
     }
 
-    /// Adds the launch after an exchange. It compares the tags with the numbers `compared`. If any rank so far differs,
+    /// The launch that begins a run: it counts in `runs` and sets `count` tags, the rank's own first.
+    pub(crate) fn begin_run(
+        &self,
+        cuda: &Cuda,
+        fingerprint: u64,
+        (tags, count): (*mut u8, usize),
+        runs: &RunCount,
+    ) -> Result<Launches> {
+        let function = cuda.blocks()?.begin_run;
+        let params = BeginRun {
+            runs: runs.0.ptr() as usize as u64,
+            tags: tags as usize as u64,
+            fingerprint,
+            tag_count: count as u32,
+            unused: 0,
+        };
+        Ok(Launches::one(Part::default(), Some(Launch::blocks(function, 1, 32, &params))))
+    }
+
+    /// The launch after an exchange. It compares the tags with the numbers `compared`. If any rank so far differs,
     /// it overwrites the received data `ranges`, given as symbols of bases and bytes.
     pub(crate) fn arrived(
         &mut self,
+        cuda: &Cuda,
         tags: *mut u8,
         compared: Range<usize>,
         ranges: &[(*mut u8, usize)],
         notice: &NoteMemory,
-    ) -> Result<()> {
-        let function = self.cuda().blocks(&mut self.cuda().kernels())?.arrived;
+    ) -> Result<Launches> {
+        let function = cuda.blocks()?.arrived;
         let offsets: alloc::vec::Vec<_> = ranges.iter().map(|&(symbol, bytes)| (self.locate(symbol), bytes)).collect();
         let (mut writer, _) = self.begin(padded(ranges.len() * size_of::<ArrivedRange>()))?;
         let (list, at) = writer.array::<ArrivedRange>(ranges.len());
@@ -169,15 +161,8 @@ impl LaunchRecorder<'_> {
             bases: [Tensor::default(); BASES],
         };
         let bytes: u64 = ranges.iter().map(|r| r.1 as u64).sum();
-        let blocks = bytes.div_ceil(BLOCK_BYTES).clamp(1, MAX_BLOCKS) as u32;
-        self.add_alone(part, Launch::new(function, Grid::Blocks(blocks), (THREADS, 0), &params));
-        Ok(())
-    }
-
-    fn add_alone(&mut self, part: Part, launch: Launch) {
-        let mut launches = Launches::default();
-        launches.push(launch);
-        self.add((part, launches));
+        let blocks = bytes.div_ceil(BLOCK_BYTES).clamp(1, MAX_BLOCKS);
+        Ok(Launches::one(part, Some(Launch::blocks(function, blocks, THREADS, &params))))
     }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A schedule for a device: launches, events and exchanges in one flat list, made once.
+//! A schedule for a device: the launches, events and exchanges of its operations, made once.
 //!
 //! [`Sequence::record`] executes the schedule like a run on the CPU ([`perform`]), but with symbols for addresses: it
 //! makes the launches of every call and uploads their metadata to the device. The plan does not determine the addresses
@@ -19,6 +19,7 @@ use crate::{
     kernel::cuda::{
         Cuda,
         base_addresses::{BaseAddresses, BaseOffset, BaseShapes},
+        launch::Launches,
         recorded::{LaunchRecorder, RecordedLaunches},
         tags::{self, RunCount, TAG_BYTES},
     },
@@ -33,61 +34,41 @@ use crate::{
     transport::{DeviceTransport, Label, Message},
 };
 
-/// The number of the stream of a lane.
-const fn stream_of(lane: Lane) -> usize {
-    match lane {
-        Lane::Compute => 0,
-        Lane::Communication => 1,
-    }
-}
-
 /// The base of a tensor of the caller's. Base 0 is the workspace.
 pub(super) const fn base_of(tensor: TensorId) -> usize {
     tensor as usize + 1
 }
 
-/// A command for one of the two streams.
-enum StreamCommand {
-    /// Begin and end of an operation: only a trace uses them.
-    Begin {
-        stream: usize,
-        op: u32,
-    },
-    End {
-        stream: usize,
-    },
-    /// Wait for an event of the other stream.
-    Hold {
-        stream: usize,
-        event: u32,
-    },
-    /// Record an event.
-    Mark {
-        stream: usize,
-        event: u32,
-    },
-    Launch {
-        stream: usize,
-        launch: u32,
-    },
-    /// On the transport's stream.
+/// The commands of one operation on the stream of its lane.
+struct OpCommands {
+    lane: Lane,
+    named: Named,
+    /// The operation whose event the stream waits for first.
+    after: Option<u32>,
+    commands: Vec<Command>,
+    /// Recorded behind the commands, if operations of the other lane wait for it.
+    event: Option<CudaEvent>,
+}
+
+enum Command {
+    /// By its number among the launches.
+    Launch(usize),
     Exchange {
         label: Label,
-        sends: Range<u32>,
-        recvs: Range<u32>,
+        sends: Range<usize>,
+        recvs: Range<usize>,
     },
 }
 
 /// The launches, events and exchanges of one schedule, in the order in which they are enqueued.
 pub(super) struct Sequence {
-    steps: Vec<StreamCommand>,
+    /// Whether launch 0 begins a run, on the stream of communication.
+    has_tags: bool,
+    ops: Vec<OpCommands>,
     launches: RecordedLaunches,
     messages: Vec<Message>,
     /// The messages whose addresses a run sets, and where their bytes are. The addresses of tags are fixed.
-    offsets: Vec<(u32, BaseOffset)>,
-    events: Vec<CudaEvent>,
-    /// By operation index.
-    named: Vec<Named>,
+    offsets: Vec<(usize, BaseOffset)>,
     /// The most messages of an exchange in one direction.
     pub most_messages: usize,
 }
@@ -102,57 +83,54 @@ struct Recording<'a> {
     /// The symbol of the tags, if there are exchanges.
     tags: Option<*mut u8>,
     disagreements: &'a Disagreements,
-    stream: usize,
-    steps: Vec<StreamCommand>,
+    /// Those of the operation that is being recorded.
+    commands: Vec<Command>,
     messages: Vec<Message>,
-    offsets: Vec<(u32, BaseOffset)>,
+    offsets: Vec<(usize, BaseOffset)>,
     most_messages: usize,
 }
 
 impl Recording<'_> {
     /// Makes and lists the launches of one call.
-    fn launch(&mut self, make: impl FnOnce(&mut LaunchRecorder<'_>) -> Result<()>) -> Result<()> {
-        let first = self.recorder.len() as u32;
-        make(&mut self.recorder)?;
-        let stream = self.stream;
-        self.steps.extend((first..self.recorder.len() as u32).map(|launch| StreamCommand::Launch { stream, launch }));
+    fn launch(&mut self, make: impl FnOnce(&Cuda, &mut LaunchRecorder<'_>) -> Result<Launches>) -> Result<()> {
+        self.commands.extend(self.recorder.add(make)?.map(Command::Launch));
         Ok(())
     }
 
-    fn list(&mut self, messages: &[Message]) -> Range<u32> {
-        let begin = self.messages.len() as u32;
+    fn list(&mut self, messages: &[Message]) -> Range<usize> {
+        let begin = self.messages.len();
         let moved = (begin..).zip(messages).filter(|(_, m)| !tags::is_of_metadata(m.ptr));
         self.offsets.extend(moved.map(|(i, m)| (i, self.recorder.locate(m.ptr))));
         self.messages.extend_from_slice(messages);
         self.most_messages = self.most_messages.max(messages.len());
-        begin..self.messages.len() as u32
+        begin..self.messages.len()
     }
 }
 
 // Nothing here accesses memory. The run that later sets the addresses guarantees the conditions of the calls.
 impl Operations for Recording<'_> {
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
-        self.launch(|recorder| recorder.attend(args))
+        self.launch(|cuda, recorder| cuda.attend_launches(args, recorder))
     }
 
     unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
-        self.launch(|recorder| recorder.attend_backward(args))
+        self.launch(|cuda, recorder| cuda.attend_backward_launches(args, recorder))
     }
 
     unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
-        self.launch(|recorder| recorder.transform(args))
+        self.launch(|cuda, recorder| cuda.transform_launches(args, recorder))
     }
 
     unsafe fn merge(&mut self, args: &Merge) -> Result<()> {
-        self.launch(|recorder| recorder.merge(args))
+        self.launch(|cuda, recorder| cuda.merge_launches(args, cuda.checker(recorder)))
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {
-        self.launch(|recorder| recorder.delta(args))
+        self.launch(|cuda, recorder| cuda.delta_launches(args, cuda.checker(recorder)))
     }
 
     unsafe fn sink_gradient(&mut self, args: &SinkGradient) -> Result<()> {
-        self.launch(|recorder| recorder.sink_gradient(args))
+        self.launch(|cuda, recorder| cuda.sink_gradient_launches(args, cuda.checker(recorder)))
     }
 
     unsafe fn sink_total(&mut self, _: &RawTensor, _: &RawTensor) -> Result<()> {
@@ -161,7 +139,7 @@ impl Operations for Recording<'_> {
 
     unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         let (sent, received) = (self.list(sends), self.list(recvs));
-        self.steps.push(StreamCommand::Exchange { label, sends: sent, recvs: received });
+        self.commands.push(Command::Exchange { label, sends: sent, recvs: received });
         let Some(at) = self.tags.filter(|_| !recvs.is_empty()) else { return Ok(()) };
         let (tags, rows): (Vec<Message>, Vec<Message>) = recvs.iter().partition(|m| tags::is_of_metadata(m.ptr));
         let slot = |m: &Message| (m.ptr as usize - at as usize) / TAG_BYTES;
@@ -169,8 +147,8 @@ impl Operations for Recording<'_> {
         let first = tags.first().map_or(0, slot);
         debug_assert!(tags.iter().map(slot).eq(first..first + tags.len()));
         let rows: Vec<_> = rows.iter().map(|m| (m.ptr, m.bytes)).collect();
-        let disagreements = self.disagreements;
-        self.launch(|recorder| recorder.arrived(at, first..first + tags.len(), &rows, &disagreements.device))
+        let (compared, notice) = (first..first + tags.len(), &self.disagreements.device);
+        self.launch(|cuda, recorder| recorder.arrived(cuda, at, compared, &rows, notice))
     }
 
     fn alibi_slopes(&self, _: &Plan) -> RawTensor {
@@ -202,8 +180,7 @@ impl Sequence {
             recorder,
             tags: None,
             disagreements,
-            stream: 0,
-            steps: Vec::new(),
+            commands: Vec::new(),
             messages: Vec::new(),
             offsets: Vec::new(),
             most_messages: 0,
@@ -214,53 +191,31 @@ impl Sequence {
             let tags = Tags::new(&plan, *run, schedule, &mut Expansion::new(schedule));
             disagreements.add(schedule.rank, fingerprint, run.describe(&plan), tags.senders());
             let count = 1 + tags.senders().len();
-            let mut at = core::ptr::null_mut();
-            recording.stream = stream_of(Lane::Communication);
-            recording.launch(|recorder| {
-                at = recorder.begin_run(fingerprint, count, runs)?;
-                Ok(())
-            })?;
+            let at = recording.recorder.tags(count);
+            recording.recorder.add(|cuda, recorder| recorder.begin_run(cuda, fingerprint, (at, count), runs))?;
             recording.tags = Some(at);
             listing.tag(|_| tags.on_device(at, TAG_BYTES));
         }
-        let mut events: Vec<Option<u32>> = schedule.ops.iter().map(|_| None).collect();
-        let mut count = 0;
-        for after in schedule.ops.iter().filter_map(|op| op.after) {
-            events[after as usize].get_or_insert_with(|| {
-                count += 1;
-                count - 1
-            });
-        }
-        let mut named = Vec::with_capacity(schedule.ops.len());
+        let mut ops = Vec::with_capacity(schedule.ops.len());
         for (i, op) in schedule.ops.iter().enumerate() {
-            let stream = stream_of(op.lane);
-            recording.stream = stream;
-            if let Some(event) = op.after.and_then(|after| events[after as usize]) {
-                recording.steps.push(StreamCommand::Hold { stream, event });
-            }
-            recording.steps.push(StreamCommand::Begin { stream, op: i as u32 });
             // SAFETY: `Recording` touches no memory.
             let bytes = unsafe { perform(&plan, schedule, i, &memory, listing, &mut recording) }?;
-            recording.steps.push(StreamCommand::End { stream });
-            named.push(Named::new(op, bytes));
-            if let Some(event) = events[i] {
-                recording.steps.push(StreamCommand::Mark { stream, event });
+            let commands = core::mem::take(&mut recording.commands);
+            let named = Named::new(op, bytes);
+            ops.push(OpCommands { lane: op.lane, named, after: op.after, commands, event: None });
+        }
+        for after in schedule.ops.iter().filter_map(|op| op.after) {
+            let event = &mut ops[after as usize].event;
+            if event.is_none() {
+                *event = Some(CudaEvent::new(cuda.context())?);
             }
         }
-        let Recording { recorder, steps, mut messages, offsets, most_messages, .. } = recording;
+        let Recording { recorder, tags, mut messages, offsets, most_messages, .. } = recording;
         let launches = recorder.keep()?;
         for message in &mut messages {
             message.ptr = launches.metadata_address(message.ptr).unwrap_or(message.ptr);
         }
-        Ok(Self {
-            steps,
-            launches,
-            messages,
-            offsets,
-            named,
-            events: (0..count).map(|_| CudaEvent::new(cuda.context())).collect::<Result<_>>()?,
-            most_messages,
-        })
+        Ok(Self { has_tags: tags.is_some(), ops, launches, messages, offsets, most_messages })
     }
 
     /// Bytes that the sequence keeps on the device.
@@ -297,35 +252,39 @@ impl Sequence {
         let bases = BaseAddresses::new(workspace, tensors.all());
         self.launches.set_bases(&bases);
         for &(i, place) in &self.offsets {
-            self.messages[i as usize].ptr = place.address(&bases) as usize as *mut u8;
+            self.messages[i].ptr = place.address(&bases) as usize as *mut u8;
         }
-        let messages = |range: &Range<u32>| &self.messages[range.start as usize..range.end as usize];
-        for step in &self.steps {
-            match step {
-                StreamCommand::Begin { stream, op } => {
-                    if let Some(tracer) = &mut tracer {
-                        tracer.begin(self.named[*op as usize], streams[*stream])?;
+        let stream_of = |lane: Lane| streams[lane as usize];
+        // SAFETY: the bases are those of this run; only attention counts in shared words, and schedules put all of it
+        // on one lane; the events keep the order that the schedule asks for.
+        let start = |i, lane| unsafe { self.launches.start(i, cuda, stream_of(lane)) };
+        if self.has_tags {
+            start(0, Lane::Communication)?;
+        }
+        for op in &self.ops {
+            let stream = stream_of(op.lane);
+            if let Some(event) = op.after.and_then(|after| self.ops[after as usize].event.as_ref()) {
+                event.hold(stream)?;
+            }
+            if let Some(tracer) = &mut tracer {
+                tracer.begin(op.named, stream)?;
+            }
+            for command in &op.commands {
+                match command {
+                    Command::Launch(i) => start(*i, op.lane)?,
+                    Command::Exchange { label, sends, recvs } => {
+                        let (sends, recvs) = (&self.messages[sends.clone()], &self.messages[recvs.clone()]);
+                        // SAFETY: as of the launches: the transport's stream waits for all work on the memory that the
+                        // exchange sends or overwrites, and readers of that memory wait for the transport's stream.
+                        unsafe { transport.exchange(*label, sends, recvs) }?;
                     }
                 }
-                StreamCommand::End { stream } => {
-                    if let Some(tracer) = &mut tracer {
-                        tracer.end(streams[*stream])?;
-                    }
-                }
-                StreamCommand::Hold { stream, event } => self.events[*event as usize].hold(streams[*stream])?,
-                StreamCommand::Mark { stream, event } => self.events[*event as usize].record(streams[*stream])?,
-                StreamCommand::Launch { stream, launch } => {
-                    // SAFETY: the bases are those of this run; only attention counts in shared words, and schedules put
-                    // all of it on one lane; the events keep the order that the schedule asks for.
-                    unsafe { self.launches.start(*launch as usize, cuda, streams[*stream]) }?;
-                }
-                StreamCommand::Exchange { label, sends, recvs } => {
-                    // SAFETY: the bases are those of this run; only attention counts in shared words, and schedules put
-                    // all of it on one lane; the events keep the order that the schedule asks for: the transport's
-                    // stream waits for all work on the memory that the exchange sends or overwrites, and readers of
-                    // that memory wait for the transport's stream.
-                    unsafe { transport.exchange(*label, messages(sends), messages(recvs)) }?;
-                }
+            }
+            if let Some(tracer) = &mut tracer {
+                tracer.end(stream)?;
+            }
+            if let Some(event) = &op.event {
+                event.record(stream)?;
             }
         }
         Ok(())

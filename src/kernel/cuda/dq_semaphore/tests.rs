@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::call::QRange;
-use crate::kernel::cuda::metadata::sort;
+use crate::kernel::cuda::metadata::{run, sort};
 use alloc::vec;
 
 /// Numbers that look random.

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The parameters of the kernels of `ptx/tags.cu`, and the words that they write.
 
-use super::{BASES, Parameters, Tensor};
+use super::{Addresses, BASES, Parameters, Tensor};
 use crate::report::metadata;
-use bytemuck::{NoUninit, Pod, Zeroable};
-use core::mem::offset_of;
+use bytemuck::{Pod, Zeroable};
 
 /// `Tag`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -16,7 +15,7 @@ pub(in crate::kernel::cuda) struct Tag {
 }
 
 /// `BeginRunParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(in crate::kernel::cuda) struct BeginRun {
     pub runs: u64,
@@ -24,11 +23,6 @@ pub(in crate::kernel::cuda) struct BeginRun {
     pub fingerprint: u64,
     pub tag_count: u32,
     pub unused: u32,
-}
-
-impl Parameters for BeginRun {
-    const TENSORS: &'static [usize] = &[];
-    const METADATA: &'static [usize] = &[offset_of!(BeginRun, tags)];
 }
 
 /// `Note`.
@@ -55,7 +49,7 @@ pub(in crate::kernel::cuda) struct ArrivedRange {
 }
 
 /// `ArrivedParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(in crate::kernel::cuda) struct Arrived {
     pub tags: u64,
@@ -69,10 +63,9 @@ pub(in crate::kernel::cuda) struct Arrived {
     pub bases: [Tensor; BASES],
 }
 
-impl Parameters for Arrived {
-    const TENSORS: &'static [usize] = &[];
-    const METADATA: &'static [usize] = &[offset_of!(Arrived, tags), offset_of!(Arrived, ranges)];
-    const BASES: Option<usize> = Some(offset_of!(Arrived, bases));
+addresses! {
+    BeginRun { metadata: [tags], ..Addresses::NONE }
+    Arrived { metadata: [tags, ranges], bases: [bases], ..Addresses::NONE }
 }
 
 const _: () = {
