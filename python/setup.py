@@ -38,7 +38,7 @@ class BuildLibrary(Command):
 
     def run(self):
         if sys.platform != "linux":
-            raise SystemExit(f"cpattn can be built for Linux alone, this is {sys.platform}")
+            raise SystemExit(f"sys.platform is {sys.platform}, linux is needed: cpattn runs on Linux only")
         if not shutil.which("cargo"):
             raise SystemExit(NO_CARGO)
         prefix = CRATE / ("target/capi" if self.editable_mode else "target/python")

@@ -115,7 +115,7 @@ def c_array(name: str, kind: Any, values: Iterable[Any], count: int | None = Non
     if kind not in RANGES or set(map(type, items)) != {int} or not RANGES[kind][0] <= min(items) <= max(items) <= RANGES[kind][1]:
         items = [c_value(f"{name}[{at}]", kind, item) for at, item in enumerate(items)]
     if count is not None and len(items) != count:
-        raise InvalidArgument(f"{name} has {len(items)} entries, {count} are needed")
+        raise InvalidArgument(f"{name} has length {len(items)}, {count} is needed")
     return (kind * len(items))(*items)
 
 

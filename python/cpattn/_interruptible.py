@@ -40,8 +40,8 @@ class Interruptible:
         """Refuses calls of a forked child: it has none of the threads behind a rank, and would wait without a limit."""
         if os.getpid() != self._process:
             raise InvalidHandle(
-                f"this rank was made by process {self._process}, this is process {os.getpid()}, which was forked from it: call it "
-                "there, or make a new one here"
+                f"this rank belongs to process {self._process}, from which this process, {os.getpid()}, was forked: use the rank in "
+                f"process {self._process}, or make a new rank here"
             )
 
     def __call__(self, job: Callable[[], T], interrupt: Callable[[], None]) -> T:

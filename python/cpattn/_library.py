@@ -28,14 +28,14 @@ def _load() -> ctypes.CDLL:
         library.cpattn_version.restype = c_uint32
     except (OSError, AttributeError) as error:
         raise errors.LibraryError(
-            f"no cpattn library was found: {error}\nIn a checkout of cpattn, `pip install ./python` builds and installs it, capi/build "
-            "builds it for use from the checkout, and CPATTN_LIBRARY names a libcpattn.so that lies somewhere else"
+            f"no cpattn library was found: {error}\nRun `pip install ./python` or capi/build in a checkout of cpattn, or set CPATTN_LIBRARY "
+            "to the path of libcpattn.so"
         ) from error
     version, (major, minor) = library.cpattn_version(), (_header.VERSION_MAJOR, _header.VERSION_MINOR)
     if version // 100 != major * 100 + minor:
         raise errors.LibraryError(
             f"{place} is cpattn {version // 10000}.{version // 100 % 100}.{version % 100}; this package needs "
-            f"{major}.{minor}: build library and package from one checkout"
+            f"{major}.{minor}: build the library and the package from one checkout"
         )
     library.cpattn_last_error.restype = c_char_p
     library.cpattn_last_error_peer.restype = c_int64
@@ -62,7 +62,7 @@ def status_of(name: str, *arguments: Any) -> int:
     given = (c_value(at, kind, value) if kind in RANGES else value for (at, kind), value in declared)
     if (function := getattr(_library, "cpattn_" + name, None)) is None:
         raise errors.LibraryError(
-            f"{_library._name} has no cpattn_{name}, it is older than this package: build library and package from one checkout"
+            f"{_library._name} has no cpattn_{name} and is older than this package: build the library and the package from one checkout"
         )
     status: int = function(*given)
     return status

@@ -81,7 +81,7 @@ def checked_timeout(timeout: float) -> float:
     """In seconds."""
     timeout = number("timeout", timeout)
     if not 1e-3 <= timeout <= 1e9:
-        raise InvalidArgument(f"timeout is {timeout} seconds, 0.001 to 1e9 are needed")
+        raise InvalidArgument(f"timeout is {timeout} seconds, 0.001 to 1e9 seconds are needed")
     return timeout
 
 
@@ -134,7 +134,7 @@ class EngineTransport(Transport):
     ) -> None:
         instance("operation", operation, str)
         if stream is not None:
-            raise refused("stream", stream, "None is needed: an engine moves memory of the CPU")
+            raise refused("stream", stream, "None is needed: an engine moves CPU memory")
         both = (("sends", sends), ("recvs", recvs))
         out, into = (c_structs(name, _header.Message, all_, Message, address="data") for name, all_ in both)
         self._call("engine_exchange", step, out, len(out), into, len(into))
@@ -220,7 +220,7 @@ def _wait(entry: _Entry, request: int, timeout_ms: int) -> None:
 
 def _give(value: bytes, there: int, there_bytes: Any) -> None:
     if len(value) > _header.ENGINE_VALUE:
-        raise InvalidArgument(f"a value of the store has {len(value)} bytes, at most {_header.ENGINE_VALUE} are needed")
+        raise InvalidArgument(f"a value of the store has {len(value)} bytes, at most {_header.ENGINE_VALUE} are allowed")
     ctypes.memmove(there, value, len(value))
     there_bytes[0] = len(value)
 

@@ -48,8 +48,8 @@ def over_all(plan: Plan) -> Plan:
     info = plan.describe()
     if info.replicas != 1:
         raise InvalidArgument(
-            f"ulysses {info.ulysses} x ring {info.ring} are {info.ulysses * info.ring} ranks, the group has "
-            f"{plan.world}: give each replica a process group of its own"
+            f"ulysses {info.ulysses} x ring {info.ring} uses {info.ulysses * info.ring} of the group's {plan.world} ranks, all are needed: "
+            "give each replica its own process group"
         )
     return plan
 

@@ -164,7 +164,7 @@ def checked(options: PlanOptions, heads: int) -> dict[str, Any]:
     many heads has."""
     if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
         known = ", ".join(sorted(PlanOptions.__annotations__))
-        raise InvalidArgument(f"{unknown[0]} is no option of a plan, these are: {known}")
+        raise InvalidArgument(f"{unknown[0]} is not an option of a plan, one of these is needed: {known}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}
     for name, value in given.items():
         if name == "gather" and isinstance(value, bool):
@@ -202,10 +202,10 @@ def kinds_of(name: str, kinds: Any) -> list[tuple[int, dict[str, Any]]]:
     """Kinds of layers: a number of layers, and keywords of `Plan`, each."""
     pairs = attempt(lambda: [(count, {**kind}) for count, kind in kinds])
     if pairs is None or isinstance(kinds, str | Mapping):
-        raise refused(name, kinds, "pairs are needed: a number of layers, and a dictionary of keywords of Plan")
+        raise refused(name, kinds, "a sequence of pairs is needed: a number of layers and a dictionary of keywords of Plan")
     for _, kind in pairs:
         if common := [option for option in (*CHOSEN, *sorted(RUNS)) if option in kind]:
-            raise InvalidArgument(f"{name}: a kind of layer has {common[0]}, which is the same for all kinds: give it beside {name}")
+            raise InvalidArgument(f"{name}: a kind of layer has {common[0]}, which all kinds share: give it as a separate argument")
     return [(whole("layers", count, 1, 2**32 - 1), kind) for count, kind in pairs]
 
 
@@ -214,7 +214,7 @@ def _documents(
 ) -> dict[str, Any]:
     ends = c_array("cu_seqlens", c_int32, cu_seqlens)
     if not len(ends):
-        raise InvalidArgument("cu_seqlens has 0 entries, at least 1 is needed: 0")
+        raise InvalidArgument("cu_seqlens has length 0, at least 1 is needed: give [0] for no documents")
     given: dict[str, Any] = {"cu_seqlens_q": ends, "documents": len(ends) - 1}
     if cu_seqlens_k is not None:
         given["cu_seqlens_k"] = c_array("cu_seqlens_k", c_int32, cu_seqlens_k, len(ends))
@@ -270,7 +270,7 @@ class Plan:
         if not isinstance(machine, str):
             raise refused("machine", machine, "the text of a machine's description is needed")
         if "\0" in machine:  # where a text of C ends
-            raise InvalidArgument("machine has a zero byte, the text of a machine's description has none")
+            raise InvalidArgument("machine has a zero byte: remove it, the text of a machine's description has none")
         plan, given = cls.__new__(cls), _documents(cu_seqlens, cu_seqlens_k, q_start) | {"world": at_least_1("world", world)}
         problem, how = plan._describe(given, heads, head_dim, dtype, options)
         call("plan_create_on", byref(problem), byref(how), machine.encode(), byref(plan.handle))
@@ -316,7 +316,7 @@ class Plan:
             plan, own = cls.__new__(cls), {"dtype": dtype, **options, **kind}
             for name in ("heads", "head_dim"):
                 if name not in own:
-                    raise InvalidArgument(f"a kind of layer has no {name}: give it to each kind")
+                    raise InvalidArgument(f"kinds: a kind of layer has no {name}: give each kind its {name}")
             problem, how = plan._describe(dict(given), own.pop("heads"), own.pop("head_dim"), own.pop("dtype"), own)  # type: ignore[arg-type]
             layers.append(count)
             problems.append(problem)

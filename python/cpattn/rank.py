@@ -45,7 +45,7 @@ class Rank:
         """
         workers, isa = whole("workers", workers, 1, 1024), one_of("isa", isa, Isa)
         if not isinstance(transport, Transport | c_void_p):
-            needed = "a Transport or a handle is needed; of an Engine make EngineTransport(engine, timeout)"
+            needed = "a Transport or a handle is needed; for an Engine, use EngineTransport(engine, timeout)"
             raise refused("transport", transport, needed)
         self._transport = transport if isinstance(transport, Transport) else None
         self._kept: Kept | None = None
@@ -194,8 +194,8 @@ class Rank:
         one, of = first.pointer.contents, source.pointer.contents
         count, kinds = math.prod(one.shape[: one.ndim]), [(t.dtype.code, t.dtype.bits, t.device.device_type) for t in (one, of)]
         if kinds[0] != kinds[1] or count != 1:
-            found, needed = (f"DLPack's type {code} of {bits} bits on device type {device}" for code, bits, device in kinds)
-            raise errors.InvalidArgument(f"fill has {count} elements, {found}; 1 element, {needed}, as rows has, is needed")
+            found, needed = (f"DLPack type {code}, {bits} bits, on device type {device}" for code, bits, device in kinds)
+            raise errors.InvalidArgument(f"fill has {count} elements of {found}, and rows has {needed}: give fill 1 element of the type of rows")
         address = c_void_p(one.data + one.byte_offset)
         self._waiting(lambda: self._call("rank_shift", handle, by, address, source.pointer, target.pointer))
 
@@ -222,7 +222,7 @@ class Rank:
 
     def _call(self, name: str, *arguments: object) -> None:
         if not self._handle:
-            raise errors.InvalidHandle(f"cpattn_{name}: this rank was closed, which no call is for: make a new one")
+            raise errors.InvalidHandle(f"cpattn_{name}: this rank is closed: make a new one")
         self._interruptible.check_process()
         status = status_of(name, self._handle, *arguments)
         if status:
@@ -311,7 +311,7 @@ def nccl_group(
     ncclComm_t), which it aborts after a failure only if it `may_abort`.
     """
     if unique_id is not None and len(instance("unique_id", unique_id, bytes | bytearray, "bytes are needed")) != 128:
-        raise errors.InvalidArgument(f"unique_id has {len(unique_id)} bytes, 128 are needed")
+        raise errors.InvalidArgument(f"unique_id has length {len(unique_id)}, 128 is needed")
     transport = c_void_p()
     shared = (c_uint8 * 128)(*unique_id) if unique_id is not None else None
     device, abort = whole("device", device, 0, 2**31 - 1), int(flag("may_abort", may_abort))
@@ -330,9 +330,9 @@ def on_all(ranks: Sequence[Rank], job: Callable[[int, Rank], T]) -> list[T]:
             raise
 
     if not callable(job):
-        raise refused("job", job, "a function of a number and a Rank is needed")
+        raise refused("job", job, "a function of a rank's number and a Rank is needed")
     if not (ranks := instances("ranks", ranks, Rank)):
-        raise errors.InvalidArgument("ranks has 0 entries, at least 1 is needed")
+        raise errors.InvalidArgument("ranks has length 0, at least 1 is needed")
     with ThreadPoolExecutor(len(ranks)) as pool:
         futures = [pool.submit(guarded, number, rank) for number, rank in enumerate(ranks)]
     failed = [error for error in (f.exception() for f in futures) if error]

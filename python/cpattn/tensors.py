@@ -88,7 +88,7 @@ class Given:
             else:  # a DLTensor is the capsule's first member
                 self.pointer = ctypes.cast(_pointer_of(self.kept, b"dltensor"), TensorP)
         except Exception as error:
-            raise InvalidArgument(f"{name} is no tensor that can be used through DLPack: {type(array).__name__}, {error}") from error
+            raise InvalidArgument(f"{name} cannot be read through DLPack: {type(array).__name__}: {error}") from error
         if written and read_only:
             kind = f"{type(array).__module__}.{type(array).__name__}"
-            raise InvalidArgument(f"{name} is a read-only {kind}, and the call writes it: give a tensor that may be written")
+            raise InvalidArgument(f"{name} is a read-only {kind}, and the call writes it: give a writable tensor")

@@ -184,9 +184,9 @@ class Callbacks(Kept):
     def _agree(self, first: int, end: int, number: int, all_: Any) -> None:
         numbers = self.transport.agree(first, end, number)
         if len(numbers) != end - first:
-            raise errors.InvalidArgument(f"agree returned {len(numbers)} numbers, {end - first} are needed")
+            raise errors.InvalidArgument(f"the result of agree has length {len(numbers)}, {end - first} is needed")
         for i, theirs in enumerate(numbers):
-            all_[i] = whole(f"number {i} that agree returned", theirs, *RANGES[c_uint64])
+            all_[i] = whole(f"number {i} of the result of agree", theirs, *RANGES[c_uint64])
 
     def _exchange(
         self, operation: bytes, step: int, sends: Any, send_count: int, recvs: Any, recv_count: int, stream: int | None

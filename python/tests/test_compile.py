@@ -117,7 +117,7 @@ def outlived(rank: int, world: int) -> None:
     try:
         loss.backward()
     except cpattn.InvalidHandle as error:
-        assert "the context was closed" in str(error)
+        assert "the context is closed" in str(error)
     else:
         raise AssertionError("a closed context")
 

@@ -209,7 +209,7 @@ class Transports(unittest.TestCase):
     def test_agree_of_the_wrong_length(self) -> None:
         mail = Mail(0, {})
         mail.agree = lambda first, end, number: [number]  # type: ignore[method-assign]
-        self.assertRaisesRegex(cpattn.InvalidArgument, "1 numbers, 3 are needed", forward, cpattn.Rank(mail), 0)
+        self.assertRaisesRegex(cpattn.InvalidArgument, "the result of agree has length 1, 3 is needed", forward, cpattn.Rank(mail), 0)
 
     def test_an_interrupt_in_agree(self) -> None:
         """A signal's handler may raise anywhere in a callback of the main thread, also before its first line, where Python
@@ -306,13 +306,13 @@ class Transports(unittest.TestCase):
 
 class Plans(unittest.TestCase):
     def test_lengths(self) -> None:
-        with self.assertRaisesRegex(cpattn.InvalidArgument, "cu_seqlens_k has 3 entries, 2 are needed"):
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "cu_seqlens_k has length 3, 2 is needed"):
             cpattn.Plan([0, 3], 2, 4, cu_seqlens_k=[0, 3, 4])
-        with self.assertRaisesRegex(cpattn.InvalidArgument, "alibi_slopes has 1 entries, 2 are needed"):
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "alibi_slopes has length 1, 2 is needed"):
             cpattn.Plan([0, 3], 2, 4, alibi_slopes=[0.5])
-        with self.assertRaisesRegex(cpattn.InvalidArgument, "q_start has 2 entries, 1 are needed"):
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "q_start has length 2, 1 is needed"):
             cpattn.Plan([0, 3], 2, 4, cu_seqlens_k=[0, 4], q_start=[0, 1])
-        with self.assertRaisesRegex(cpattn.InvalidArgument, "cu_seqlens has 0 entries"):
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "cu_seqlens has length 0"):
             cpattn.Plan([], 2, 4)
         with self.assertRaisesRegex(cpattn.InvalidArgument, r"cu_seqlens\[1\] is 4294967299"):
             cpattn.Plan([0, 2**32 + 3], 2, 4)
@@ -352,7 +352,7 @@ class Plans(unittest.TestCase):
             ("cu_seqlens[1] is 3.5, a whole number is needed", {"cu_seqlens": [0, 3.5]}),
             ("cu_seqlens is 7, a sequence of numbers is needed", {"cu_seqlens": 7}),
             ("alibi_slopes[1] is 'x', a finite number is needed", {"alibi_slopes": [0.5, "x"]}),
-            ("nonsense is no option of a plan, these are: alibi_slopes, ", {"nonsense": 1}),
+            ("nonsense is not an option of a plan, one of these is needed: alibi_slopes, ", {"nonsense": 1}),
         ):
             with self.subTest(words), self.assertRaises(cpattn.InvalidArgument) as caught:
                 cpattn.Plan(**{"cu_seqlens": [0, 3], "heads": 2, "head_dim": 4, **options})
@@ -363,7 +363,7 @@ class Plans(unittest.TestCase):
             ("rank is -1, at least 0", lambda: the_plan.tokens("q", -1)),
             ("side is 'v', one of 'q', 'k' is needed", lambda: the_plan.tokens("v", 0)),
             ("direction is 2, one of 'forward', 'backward'", lambda: the_plan.workspace(0, 2)),
-            ("whole is no tensor that can be used through DLPack: list", lambda: the_plan.shard(cpattn.Side.Q, 0, [1.0], [1.0])),
+            ("whole cannot be read through DLPack: list", lambda: the_plan.shard(cpattn.Side.Q, 0, [1.0], [1.0])),
             ("world is 2.0, a whole", lambda: cpattn.local_group(2.0)),
             ("workers is True, a whole", lambda: cpattn.local_group(2, workers=True)),
             ("cpattn_local_group: CPATTN_INVALID: deadline_ms is 0, expected at least 1", lambda: cpattn.local_group(2, 0)),

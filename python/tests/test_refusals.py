@@ -175,7 +175,7 @@ def walk(rank: int, world: int) -> list[str]:
                     function(**{**given, name: WRONG[kind]})
                 except cpattn.Error as error:
                     # In words of this package's: of an argument, or of one of its items or members.
-                    if not re.search(rf"(^|: |\W){name}\b.* (is|are|has|no tensor|expected|does not hold)\b|that of {name},", str(error), re.DOTALL):
+                    if not re.search(rf"(^|: |\W){name}\b.* (is|are|has|cannot|expected)\b|that of {name},", str(error), re.DOTALL):
                         wrong.append(f"{at}, {name}: {kind}: {type(error).__name__}: {error}")
                 except BaseException as error:  # noqa: BLE001 (told)
                     wrong.append(f"{at}, {name}: {kind}: {type(error).__name__}: {error}")

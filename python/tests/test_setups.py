@@ -80,7 +80,7 @@ def _groups(rank: int, world: int, file: str) -> tuple[float, float] | None:
     """Three of four processes are a group. Then all four are refused for numbers that do not fit, at once."""
     three, built, found = dist.new_group([0, 1, 2]), models.build("smollm2"), None
     if rank == 3:
-        _refused("is no member of", built, group=three)
+        _refused("process 3 is not a member of group", built, group=three)
     else:
         expected, gradients = torch.load(file)
         cp = ContextParallel(built, group=three, gradients="sum")
@@ -92,9 +92,9 @@ def _groups(rank: int, world: int, file: str) -> tuple[float, float] | None:
         cp.close()
     _refused("replicas is 3, which does not divide the 4 ranks", built, replicas=3)
     _refused("ulysses is 3, expected a divisor of the world of 4", built, ulysses=3)
-    _refused("ulysses 1 x ring 2 are 2 ranks, the group has 4", built, ulysses=1, ring=2)
+    _refused("ulysses 1 x ring 2 uses 2 of the group's 4 ranks", built, ulysses=1, ring=2)
     _refused("mesh is ulysses 10 × ring 1", built, ulysses=10, ring=1)
-    _refused("sequence_parallel_size is no option", built, sequence_parallel_size=2)
+    _refused("sequence_parallel_size is not an option", built, sequence_parallel_size=2)
     # Nothing is left of those: the model is as it was.
     assert built.config._attn_implementation == "eager" and not built._forward_pre_hooks and getattr(built, "_cpattn", None) is None
     return found

@@ -126,7 +126,7 @@ def _run_all(call: Call, deposits: Sequence[Deposit]) -> list[list[Any]]:
     for deposit in deposits:
         if not np.array_equal(deposit.arrays[3], ends):
             theirs = deposit.arrays[3].tolist()
-            raise InvalidArgument(f"cu_seqlens is {ends.tolist()} on rank 0 and {theirs} on rank {deposit.rank}: give all ranks the same")
+            raise InvalidArgument(f"cu_seqlens is {ends.tolist()} on rank 0 and {theirs} on rank {deposit.rank}: give the same to all ranks")
     batch = call.context.batch(ends)
     batch.check_rows(len(q))
     plan = batch.layer(q, k, v, call.sinks, call.told)
@@ -204,8 +204,8 @@ def _callback(function: Any, results: Any) -> Any:
 
 def _no_vmap(*_: Any, **__: Any) -> Any:
     raise Unsupported(
-        "attention was given to jax.vmap, which would need messages for each element: pack the sequences into one batch, "
-        "[tokens, heads, dim], whose cu_seqlens says where each ends"
+        "attention does not support jax.vmap: pack the sequences into one batch [tokens, heads, dim], with the end of each in "
+        "cu_seqlens"
     )
 
 
@@ -232,7 +232,7 @@ def _eagerly(*operands: Any, call: Call) -> Any:
 def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
     if (devices := getattr(ctx.module_context.axis_context, "num_devices", 1)) > 1:
         raise Unsupported(
-            f"attention of one rank was called where the compiler divides arrays over {devices} devices, and it cannot divide a callback: "
+            f"attention of one rank was called where the compiler divides arrays over {devices} devices, but it cannot divide attention: "
             "give Context the mesh and an axis, or call attention inside jax.shard_map over these devices"
         )
     return _lowering(ctx, *operands, call=call)

@@ -55,7 +55,7 @@ class Context:
     ) -> None:
         self.world, self.axis = 1, axis
         if (mesh is None) != (axis is None):
-            raise InvalidArgument(f"mesh is {mesh} and axis is {axis!r}: give both, or none of them for one rank")
+            raise InvalidArgument(f"mesh is {mesh} and axis is {axis!r}: give both, or neither for one rank")
         if mesh is not None:
             devices = instance("mesh", mesh, jax.sharding.Mesh, "a jax.sharding.Mesh is needed").devices.flat
             if axis not in mesh.axis_names:
@@ -63,9 +63,8 @@ class Context:
             for device in devices:
                 if device.platform != "cpu" or device.process_index != jax.process_index():
                     raise Unsupported(
-                        f"mesh has the device {device} of process {device.process_index}, this is process {jax.process_index()}: CPU "
-                        "devices of one process are needed; for several processes see cpattn.torch.Context, or cpattn.Rank over a "
-                        "transport of your own"
+                        f"mesh has the device {device} of process {device.process_index}, a CPU device of this process, {jax.process_index()}, is "
+                        "needed; for several processes use cpattn.torch.Context, or cpattn.Rank over your own transport"
                     )
             self.world = mesh.shape[axis]
         self._kind: dict[str, Any] = {"heads": at_least_1("heads", heads), "head_dim": at_least_1("head_dim", head_dim), **options}
@@ -82,7 +81,7 @@ class Context:
         """The batch with these documents. cu_seqlens: 0, the end of the first document, ..., the number of tokens. `rows` is that of
         each rank: as many as the longest share has, unless given."""
         if self._closed:
-            raise InvalidHandle("the context was closed, which no call is for: make a new one")
+            raise InvalidHandle("the context is closed: make a new one")
         key = ends_of(cu_seqlens)
         with self._lock:
             batch = recent(self._batches, key, self._limit, lambda: Batch(self, key))
@@ -120,7 +119,7 @@ class Context:
             if str(x.dtype) != dtype or dtype not in calls.DTYPES:
                 raise InvalidArgument(f"{name}.dtype is {x.dtype}, {dtype if dtype in calls.DTYPES else ' or '.join(calls.DTYPES)} is needed")
             if name != "sinks" and (x.ndim != 3 or len(x) != len(q)):
-                alike = "" if name == "q" else f", with as many rows as q, {len(q)}"
+                alike = "" if name == "q" else f", with the number of rows of q, {len(q)}"
                 raise InvalidArgument(f"{name} has the shape {x.shape}, [rows, heads, dim] is needed{alike}")
         if self.axis is not None:
             self._check_axis()
@@ -144,16 +143,16 @@ class Context:
             size = jax.lax.axis_size(self.axis)
         except NameError as error:
             raise InvalidArgument(
-                f"attention of the {self.world} ranks of the axis {self.axis!r} was called where there is no such axis: call it inside "
-                "jax.shard_map over that axis"
+                f"attention over the {self.world} ranks of the axis {self.axis!r} was called outside of that axis: call it inside "
+                "jax.shard_map over the axis"
             ) from error
         if size != self.world:
             raise InvalidArgument(f"axis {self.axis!r} has {size} devices here, the context's mesh has {self.world}: use the same mesh")
         mesh = jax.sharding.get_abstract_mesh()
         if left := [name for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes]:
             raise Unsupported(
-                f"attention was called where the compiler divides arrays over {', '.join(map(repr, left))}, and it cannot divide a "
-                "callback: give jax.shard_map all axes of the mesh, without axis_names"
+                f"attention was called where the compiler divides arrays over {', '.join(map(repr, left))}, but it cannot divide "
+                "attention: give jax.shard_map all axes of the mesh, without axis_names"
             )
 
     def on_ranks(self, job: Callable[[int, Rank], T]) -> list[T]:
@@ -208,7 +207,7 @@ class Batch(Packed):
     def check_rows(self, rows: int) -> None:
         """Refuses fewer than the longest share."""
         if rows < self.longest:
-            raise InvalidArgument(f"{rows} rows for each rank, one holds {self.longest} of the batch's tokens: give at least so many")
+            raise InvalidArgument(f"the number of rows per rank is {rows}, at least {self.longest} is needed: the largest number of tokens on one rank")
 
     @cached_property
     def tokens(self) -> Any:
@@ -255,9 +254,9 @@ class Batch(Packed):
     def _check(self, name: str, x: Any, rows: int, filling: str = "", fill: Any = 0) -> Any:
         given = jnp.asarray(x)
         if given.ndim == 0 or len(given) != rows:
-            raise InvalidArgument(f"{name} has the shape {given.shape}, {rows} rows are needed")
+            raise InvalidArgument(f"{name} has the shape {given.shape}, ({rows}, ...) is needed")
         if not _holds(given.dtype, fill):
-            raise refused(filling, fill, f"which {given.dtype} does not hold: convert {name}, or give another {filling}")
+            raise refused(filling, fill, f"which {given.dtype} cannot represent: convert {name}, or give another {filling}")
         return given
 
 

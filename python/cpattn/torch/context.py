@@ -88,7 +88,7 @@ class Context:
         workers, self._limit = at_least_1("workers", workers), at_least_1("plans", plans)
         own_tokens, self._layers = flag("own_tokens", own_tokens), kinds_of("layers", layers)
         if self._layers and (chosen := [name for name in CHOSEN if options.get(name)]):
-            raise InvalidArgument(f"layers and {chosen[0]} are both given, and layers are there to choose it: leave one of them out")
+            raise InvalidArgument(f"layers and {chosen[0]} are both given, but layers choose {chosen[0]}: leave one of them out")
         if (known := attempt(DTYPES.get, dtype)) is None:
             raise refused("dtype", dtype, f"one of {', '.join(map(str, DTYPES))} is needed")
         if isinstance(device, bool) or (on := attempt(torch.device, device)) is None:
@@ -97,7 +97,7 @@ class Context:
         if self.device.type not in ("cpu", "cuda"):
             raise Unsupported(f"device is {self.device}, cpu or cuda is needed")
         if self.device.type == "cuda" and workers != 1:
-            raise InvalidArgument(f"workers is {workers}, which are threads of the CPU: 1 is needed on {self.device}")
+            raise InvalidArgument(f"workers is {workers}, 1 is needed on {self.device}: workers are CPU threads")
         self.transport = GlooTransport(group, timeout=timeout)
         self.number, self.world = self.transport.rank, self.transport.world
         self._members = tuple(dist.get_process_group_ranks(group))
@@ -139,7 +139,7 @@ class Context:
         if failure:
             raise failure
         if not any(words):
-            raise Unsupported(f"rank {self.number}: cpattn_nccl_unique_id failed on rank 0, whose error says why")
+            raise Unsupported(f"rank {self.number}: cpattn_nccl_unique_id failed on rank 0: see the error of rank 0")
         shared, deadline = struct.pack("16Q", *words), max(1, int(timeout * 1000))
         return nccl_group(shared, rank=self.number, world=self.world, device=self.device.index, deadline_ms=deadline)
 
@@ -157,7 +157,7 @@ class Context:
             except Error as error:
                 if not self._from_torchrun or "node" not in str(error):
                     raise
-                told = f"ranks_per_node is {self._kind['ranks_per_node']} by LOCAL_WORLD_SIZE: give another, 0 for links that are all alike"
+                told = f"ranks_per_node is {self._kind['ranks_per_node']} from LOCAL_WORLD_SIZE: give ranks_per_node, 0 if all links are alike"
                 raise type(error)(f"{error}. {told}") from error
         how = {name: self._kind[name] for name in RUNS & self._kind.keys()}
         kinds = [(count, {"dtype": self._kind["dtype"], **kind}) for count, kind in self._layers]
@@ -173,9 +173,9 @@ class Context:
                 plan = Plan.with_tokens_of(base, **self._kind)
             except Error as error:
                 raise type(error)(
-                    f"{error}. The first open context of this group decides who holds which tokens, here {_tokens_of(base)}, and this "
-                    "one asks for others: ask for the same, close that context, or give own_tokens=True to one of them, whose "
-                    "tensors then must not meet those of the other"
+                    f"{error}. The first open context of this group decides which rank holds which tokens: {_tokens_of(base)}. Give this "
+                    "context the same layout and mesh, close the first one, or give own_tokens=True to one of the two and keep their "
+                    "tensors apart"
                 ) from error
         return over_all(plan)
 
@@ -193,7 +193,7 @@ class Context:
     def check_open(self) -> None:
         """Raises InvalidHandle after `close`."""
         if self._closed:
-            raise InvalidHandle("the context was closed, which no call is for: make a new one, on all ranks")
+            raise InvalidHandle("the context is closed: make a new one on all ranks")
 
     def close(self) -> None:
         """Leaves the group. Peers that still need this rank get an error, so call dist.barrier on all ranks before."""
@@ -250,7 +250,7 @@ class Batch(Packed):
         for name, tensor in {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}.items():
             _on(context, name, tensor)
             if name != "sinks" and tensor.ndim != 3:
-                raise InvalidArgument(f"{name}.ndim is {tensor.ndim}, 3 are needed: [tokens, heads, dim]")
+                raise InvalidArgument(f"{name}.ndim is {tensor.ndim}, 3 is needed: [tokens, heads, dim]")
         dtype, cast = context.dtype, torch.is_autocast_enabled(context.device.type)
         if cast and not all(x.dtype == torch.float64 for x in (q, k, v)):
             dtype = torch.get_autocast_dtype(context.device.type)
@@ -258,8 +258,8 @@ class Batch(Packed):
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.dtype != dtype:
                 raise InvalidArgument(
-                    f"{name}.dtype is {tensor.dtype}, this context is for {dtype}: convert q, k and v to it, use torch.autocast, which "
-                    "does, or make a Context with another dtype"
+                    f"{name}.dtype is {tensor.dtype}, {dtype} is needed: convert q, k and v, use torch.autocast, or make a Context with "
+                    "another dtype"
                 )
         told = (window_left, window_right, scale, softcap)
         if torch.compiler.is_compiling():
@@ -311,7 +311,7 @@ class Batch(Packed):
         context, side = self.context, one_of("side", side, Side)
         _on(context, "x", x)
         if x.ndim != 3:
-            raise InvalidArgument(f"x.ndim is {x.ndim}, 3 are needed: [tokens, heads, dim]")
+            raise InvalidArgument(f"x.ndim is {x.ndim}, 3 is needed: [tokens, heads, dim]")
         plan = self._mixing(heads, kv_heads)
         out: Tensor = operators.AllToAll.apply(x, context.rank, context.number, plan, side, to_heads)  # type: ignore[no-untyped-call]
         return out
@@ -334,7 +334,7 @@ class Batch(Packed):
     def _shift(self, name: str, rows: Tensor, by: int, filling: str, fill: float) -> Tensor:
         self._check(name, rows, len(self.tokens))
         if not _holds(rows.dtype, fill):
-            raise refused(filling, fill, f"which {rows.dtype} does not hold: convert {name}, or give another {filling}")
+            raise refused(filling, fill, f"which {rows.dtype} cannot represent: convert {name}, or give another {filling}")
         mine = rows.detach().cpu().resolve_conj().resolve_neg().reshape(len(rows), math.prod(rows.shape[1:])).contiguous()
         out, one = torch.empty_like(mine), torch.empty(1, dtype=rows.dtype).fill_(fill)
         self.context._host.shift(self.plan, by, one, mine, out)
@@ -343,7 +343,7 @@ class Batch(Packed):
     def _check(self, name: str, tensor: Tensor, rows: int) -> None:
         _on(self.context, name, tensor)
         if tensor.ndim == 0 or len(tensor) != rows:
-            raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, {rows} rows are needed")
+            raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, ({rows}, ...) is needed")
 
 
 def _on(context: Context, name: str, tensor: Tensor) -> None:
@@ -351,7 +351,7 @@ def _on(context: Context, name: str, tensor: Tensor) -> None:
     context.check_open()
     dense(name, tensor)
     if tensor.device != context.device:
-        raise InvalidArgument(f"{name}.device is {tensor.device}, this context is on {context.device}")
+        raise InvalidArgument(f"{name}.device is {tensor.device}, {context.device} is needed, the device of the context")
 
 
 def _tokens_of(plan: Plan) -> str:

@@ -100,9 +100,9 @@ class GlooTransport(EngineTransport):
             raise refused("group", group, "a process group or None is needed")
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         if not dist.is_gloo_available():
-            raise Unsupported("this PyTorch was built without gloo, over which tensors of the CPU travel")
+            raise Unsupported("this PyTorch was built without gloo, which CPU tensors need: use a PyTorch with gloo")
         if rank < 0:
-            raise InvalidArgument(f"group: process {dist.get_rank()} is none of its ranks")
+            raise InvalidArgument(f"process {dist.get_rank()} is not a member of group: call this on the members of group only")
         timeout = checked_timeout(timeout)
         members = tuple(dist.get_process_group_ranks(group))
         # Members make their transports in the same order, so all of them compute the same name.

@@ -70,12 +70,12 @@ def _differing(words: Sequence[int]) -> str:
     found, sizes = [], []
     for word, ranks in given.items():
         source, size = _SOURCES[word // _BASE], word % _BASE - 1
-        told = f"{source} {size if size >= 0 else 'that is no number of ranks'}" if source else f"neither {ARGUMENT} nor {TORCHRUN}"
+        told = (f"{source} {size}" if size >= 0 else f"an invalid {source}") if source else f"neither {ARGUMENT} nor {TORCHRUN}"
         found.append(f"{told} on {_runs(ranks)}")
         sizes.append(size)
     common = math.gcd(*sizes) if min(sizes) > 0 else 1
     fits = f"{common}, which divides all of these" if common > 1 else "a number that divides the ranks of each node"
-    return f"{'; '.join(found)}: all ranks of the group need the same. Give {ARGUMENT} on all of them, {fits}, or 0 for links that are all alike"
+    return f"{'; '.join(found)}: all ranks of the group need the same. Give {ARGUMENT} on all of them: {fits}, or 0 if all links are alike"
 
 
 def _runs(ranks: Sequence[int]) -> str:
@@ -99,7 +99,7 @@ def _of_argument(given: Any, world: int) -> int:
     """The argument, if the ranks of a group can have such nodes. A plan would refuse it too, but only that of the first batch."""
     each = whole(ARGUMENT, given, 0, _BASE - 2)
     if 0 < each < world and world % each:
-        raise refused(ARGUMENT, each, f"a divisor of the {world} ranks of the group is needed, or 0 for links that are all alike")
+        raise refused(ARGUMENT, each, f"a divisor of the {world} ranks of the group is needed, or 0 if all links are alike")
     return each
 
 
@@ -107,7 +107,7 @@ def _of_torchrun(members: Sequence[int]) -> int:
     """How many members of a group share a node, 0 for all of them."""
     each = _number()
     if not each:
-        raise refused(TORCHRUN, os.environ[TORCHRUN], f"a whole number of at least 1 is needed, or {ARGUMENT}, 0 for links that are all alike")
+        raise refused(TORCHRUN, os.environ[TORCHRUN], f"a whole number of at least 1 is needed, or {ARGUMENT}, 0 if all links are alike")
     if len({rank // each for rank in members}) == 1:
         return 0
     try:
@@ -116,5 +116,5 @@ def _of_torchrun(members: Sequence[int]) -> int:
         return ranks if ranks > 1 else 0
     except InvalidArgument as error:
         raise InvalidArgument(
-            f"{error}. {TORCHRUN} is {each}, and the group has the ranks {list(members)}: give {ARGUMENT}, 0 for links that are all alike"
+            f"{error}. {TORCHRUN} is {each}, and the group has the ranks {list(members)}: give {ARGUMENT}, 0 if all links are alike"
         ) from error

@@ -37,8 +37,8 @@ CONTEXTS: WeakValueDictionary[int, Context] = WeakValueDictionary()
 def dense(name: str, tensor: Any) -> None:
     """Raises InvalidArgument if the argument is not a dense (torch.strided) tensor."""
     if instance(name, tensor, Tensor, "a tensor is needed").layout != torch.strided or tensor.is_nested:
-        kind = "a nested tensor" if tensor.is_nested else f"of the layout {tensor.layout}"
-        raise InvalidArgument(f"{name} is {kind}, torch.strided is needed: see {name}.to_dense()")
+        kind = "is a nested tensor" if tensor.is_nested else f"has the layout {tensor.layout}"
+        raise InvalidArgument(f"{name} {kind}, torch.strided is needed: convert it, for example with {name}.to_dense()")
 
 
 def _rows(tensor: Tensor) -> Tensor:

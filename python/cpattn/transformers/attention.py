@@ -64,7 +64,7 @@ def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
     """What Transformers calls for each kind of layer."""
     forward = Current.forward
     if forward is None:
-        raise Unsupported("the model was not called through the ContextParallel that was made for it: call the model itself")
+        raise Unsupported("the forward pass did not begin with the model that has the ContextParallel: call that model, not a part of it")
     window, causal = UNLIMITED, False
     for name, bound in _parts(mask_function):
         if name == "causal_mask_function":
@@ -74,8 +74,8 @@ def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
         elif name == "chunked_overlay":
             if forward.longest > int(bound["chunk_size"]):
                 raise Unsupported(
-                    f"chunked attention: the longest document ends at position {forward.longest}, chunks have {bound['chunk_size']} "
-                    "tokens, and documents of several chunks are not supported: cut them"
+                    f"chunked attention: the longest document has {forward.longest} tokens, at most {bound['chunk_size']}, one chunk, are "
+                    "supported: cut longer documents"
                 )
         else:
             raise Unsupported(f"the model's mask has the part {name!r}, which is not supported")
@@ -112,17 +112,17 @@ def attention(
     name = type(module).__name__
     if not isinstance(attention_mask, Mask):
         kind = "no mask" if attention_mask is None else f"a mask of the type {type(attention_mask).__name__}"
-        raise Unsupported(f"{name} has {kind}, where one of transformers.masking_utils is needed")
+        raise Unsupported(f"{name} has {kind}, a mask of transformers.masking_utils is needed")
     if dropout:
-        raise Unsupported(f"{name} asks for dropout={dropout} of attention, which is not supported: set config.attention_dropout = 0")
+        raise Unsupported(f"{name} has dropout={dropout} in attention, which is not supported: set config.attention_dropout = 0")
     if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise Unsupported(f"{name} asks for is_causal=False, which is not supported")
+        raise Unsupported(f"{name} has is_causal=False, which is not supported")
     for option, given in more.items():
         if given is not None and option not in HARMLESS and _tensors(given):
-            raise Unsupported(f"{name} asks for {option}, which is not supported")
+            raise Unsupported(f"{name} uses {option}, which is not supported")
     if query.shape[2] != key.shape[2] or query.shape[0] != 1:
         raise Unsupported(
-            f"{name} has queries {tuple(query.shape)} and keys {tuple(key.shape)}, [1, heads, tokens, dim] of the same tokens are needed"
+            f"{name} has queries {tuple(query.shape)} and keys {tuple(key.shape)}, [1, heads, tokens, dim] with equal tokens is needed"
         )
     o = attention_mask.forward.attention(
         query[0].transpose(0, 1),

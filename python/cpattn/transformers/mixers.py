@@ -51,11 +51,11 @@ class Mixers:
         if not mixers:
             return
         if not any(one.kind == one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values()):
-            raise Unsupported(f"mixers are given, and {type(model).__name__} hands no keywords of its call to its layers, which mixers need")
+            raise Unsupported(f"mixers are given, and {type(model).__name__}.forward takes no **kwargs: mixers need a model that passes keywords to its layers")
         if options.setdefault("ulysses", ranks) != ranks:
             raise Unsupported(
-                f"ulysses is {options['ulysses']} and there are {ranks} ranks: layers with mixers need whole documents, which only Ulysses "
-                f"over all ranks gives. Leave ulysses out, or use {options['ulysses']} ranks"
+                f"ulysses is {options['ulysses']}, {ranks} is needed, the number of ranks: layers with mixers need whole documents. Leave "
+                "ulysses out"
             )
 
     def arguments(self, documents: Documents) -> dict[str, Any]:
@@ -74,6 +74,6 @@ class Mixers:
     def _forward(layer: torch.nn.Module, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
         if (documents := kwargs.pop(ARGUMENT, None)) is None:
             raise Unsupported(
-                f"{type(layer).__name__} has a mixer and was given no documents: call the model itself, or within `with cp.off():`"
+                f"{type(layer).__name__} has a mixer and was given no documents: call the whole model, or use `with cp.off():`"
             )
         return mixer(layer, documents, *args, **kwargs)

@@ -66,7 +66,7 @@ def _numbers(name: str, value: Any, *shapes: tuple[int, ...]) -> Tensor:
 def within(name: str, numbers: Tensor, words: int | None) -> None:
     """Refuses numbers that no word of the model has; some ranks would fail, and the others wait for them."""
     if words is not None and len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < words:
-        raise InvalidArgument(f"{name} has numbers from {int(numbers.min())} to {int(numbers.max())}, 0 to {words - 1} are needed")
+        raise InvalidArgument(f"{name} has numbers from {int(numbers.min())} to {int(numbers.max())}, numbers from 0 to {words - 1} are needed")
 
 
 def _mask(mask: Any, ids: Tensor) -> Tensor:
@@ -74,15 +74,15 @@ def _mask(mask: Any, ids: Tensor) -> Tensor:
     if mask is None:
         return torch.ones_like(ids, dtype=torch.bool)
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
-        kind = f"of the shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        kind = f"has the shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
         raise Unsupported(
-            f"attention_mask is {kind}, {tuple(ids.shape)} is needed: 1 for tokens, 0 for padding. Arbitrary masks are not supported"
+            f"attention_mask {kind}, a tensor of the shape {tuple(ids.shape)} is needed: 1 for tokens, 0 for padding"
         )
     kept = mask.bool()
     runs = (F.pad(kept, (1, 0))[:, :-1] < kept).sum(1)
     if (runs > 1).any():
         row = int((runs > 1).nonzero()[0])
-        raise Unsupported(f"attention_mask has {int(runs[row])} runs of tokens in row {row}, one is needed: padding goes to the ends")
+        raise Unsupported(f"attention_mask has {int(runs[row])} runs of tokens in row {row}, 1 is needed: put padding at the ends of the row")
     return kept
 
 
@@ -90,7 +90,7 @@ def pack(inputs: Mapping[str, Any]) -> Pack:
     """The documents of the arguments of a forward call. Raises InvalidArgument and Unsupported."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
-        raise Unsupported("input_ids is needed, a tensor [rows, tokens]: nothing else (inputs_embeds, ...) is supported")
+        raise Unsupported("input_ids is needed, a tensor [rows, tokens]: inputs_embeds and other inputs are not supported")
     rows, length = _numbers("input_ids", ids, tuple(ids.shape)).shape
     kept = _mask(inputs.get("attention_mask"), ids)
     places = torch.arange(length, device=ids.device).expand(rows, length)
@@ -105,8 +105,8 @@ def pack(inputs: Mapping[str, Any]) -> Pack:
             raise refused("cu_seqlens", cu, "a tensor or a sequence of whole numbers is needed")
         if rows != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != length or (ends.diff() < 0).any():
             raise InvalidArgument(
-                f"cu_seqlens is {ends.tolist()}, and input_ids is {tuple(ids.shape)}: 0, the ends of all documents of one row, and "
-                f"{length} are needed"
+                f"cu_seqlens is {ends.tolist()}, and input_ids has the shape {tuple(ids.shape)}: one row is needed, and cu_seqlens from 0 "
+                f"to {length}, which never decreases"
             )
         starts = starts.clone()
         starts[0, ends[:-1][ends[:-1] < length].long()] = True

@@ -48,12 +48,12 @@ def _same(transport: EngineTransport, what: str, mine: int, need: str) -> None:
     """Compares a number over the ranks, and raises unless it is the same on all of them."""
     said = transport.agree(0, transport.world, mine)
     if refusing := [rank for rank, number in enumerate(said) if number == REFUSED]:
-        raise InvalidArgument(f"ranks {refusing} of this group refused their {what}: their error says why")
+        raise InvalidArgument(f"ranks {refusing} of this group refused their {what}: see the error of these ranks")
     if ending := [rank for rank, number in enumerate(said) if not number & 1]:
-        raise Disagreement(f"ranks {ending} of this group end a forward pass, and rank {transport.rank} begins one: had it failed?", ending[0])
+        raise Disagreement(f"ranks {ending} of this group end a forward pass while rank {transport.rank} begins one: did its previous one fail?", ending[0])
     if others := [rank for rank, number in enumerate(said) if number != said[0]]:
         raise Disagreement(
-            f"ranks {others} of this group were given other {what} than rank 0 (this is rank {transport.rank}): {need}", others[0]
+            f"the {what} of ranks {others} of this group differ from those of rank 0 (this is rank {transport.rank}): {need}", others[0]
         )
 
 
@@ -77,7 +77,7 @@ class _Total(torch.autograd.Function):
         (bits,) = struct.unpack("Q", struct.pack("d", part.item()))
         said = transport.agree(0, transport.world, bits & ~1)
         if failed := [rank for rank, number in enumerate(said) if number & 1 or number == REFUSED]:
-            raise Disagreement(f"ranks {failed} of this group begin a forward pass, and rank {transport.rank} ends one: had they failed?", failed[0])
+            raise Disagreement(f"ranks {failed} of this group begin a forward pass while rank {transport.rank} ends one: did their previous one fail?", failed[0])
         return torch.full_like(part, sum(struct.unpack(f"{len(said)}d", struct.pack(f"{len(said)}Q", *said))))
 
     @staticmethod
@@ -152,9 +152,9 @@ class ContextParallel:
         **options: Any,
     ) -> None:
         if not dist.is_initialized():
-            raise InvalidArgument("there is no process group: start with torchrun, and call torch.distributed.init_process_group")
+            raise InvalidArgument("torch.distributed has no process group: start with torchrun and call init_process_group first")
         if dist.get_rank(group) < 0:
-            raise InvalidArgument(f"group is a process group that this process, rank {dist.get_rank()} of all, is no member of")
+            raise InvalidArgument(f"process {dist.get_rank()} is not a member of group: make a ContextParallel on the members of group only")
         members = dist.get_process_group_ranks(group)
         self._hooks: list[Any] = []
         self._contexts: dict[torch.dtype, Context] = {}
@@ -167,7 +167,7 @@ class ContextParallel:
             settings["model"] = (type(model).__name__, self._layers)
             _same(transport, "arguments of ContextParallel", 1, "")
             for name, value in settings.items():
-                need = f"{name} is {value!r} here, and all ranks need the same"
+                need = f"{name} is {value!r} on this rank, all ranks need the same"
                 _same(transport, f"values of {name}", _number(repr(value).encode()), need)
             self.replica, self.rank = divmod(transport.rank, self.ranks)
             self.group = self._group_of(members, timeout)
@@ -194,7 +194,7 @@ class ContextParallel:
         if ranks % replicas:
             raise InvalidArgument(f"replicas is {replicas}, which does not divide the {ranks} ranks of the group")
         if getattr(model, "_cpattn", None) is not None:
-            raise InvalidArgument("the model has a ContextParallel already: close that one first")
+            raise InvalidArgument("the model already has a ContextParallel: close it first")
         self.ranks, self.config = ranks // replicas, model.config.get_text_config()
         if getattr(self.config, "attention_dropout", 0):
             raise Unsupported(
@@ -210,7 +210,7 @@ class ContextParallel:
         self._layers = probe(model, self._takes, self._mixers)
         self._base: Any = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
-            raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model apart from its head")
+            raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
         # What no plan has is refused here, and not with the first batch.
         how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers")}
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
@@ -238,29 +238,29 @@ class ContextParallel:
     def _pack(self, inputs: Mapping[str, Any]) -> Pack:
         for name, value in inputs.items():
             if name not in TAKEN and value is not None and _tensors(value):
-                raise Unsupported(f"the argument {name} of the model is not supported")
+                raise Unsupported(f"the model was given {name}, which is not supported: leave it out")
         if inputs.get("past_key_values") is not None:
-            raise Unsupported("past_key_values is not supported: call the model within `with cp.off():`")
+            raise Unsupported("past_key_values is not supported: use `with cp.off():`")
 
         def asked(name: str) -> Any:
             return getattr(self.config, name, None) if inputs.get(name) is None else inputs[name]
 
         if asked("output_router_logits"):
             raise Unsupported(
-                "output_router_logits is set, and the router's loss is no sum over tokens: set model.config.output_router_logits = False, "
-                "and router_aux_loss_coef=0.0 in an SFTConfig"
+                "output_router_logits is set, which is not supported, since the router's loss is not a sum over tokens: set "
+                "model.config.output_router_logits = False, and router_aux_loss_coef=0.0 in an SFTConfig"
             )
         for name in ("output_attentions", "output_hidden_states", "logits_to_keep"):
             if asked(name):
                 raise Unsupported(
-                    f"{name} is set, which is not supported: a rank has what belongs to its own tokens. For generate, call the model within "
+                    f"{name} is set, which is not supported: each rank computes its own tokens only. For generate, use "
                     "`with cp.off():`"
                 )
         if asked("return_dict") is False:
-            raise Unsupported("return_dict is False, which is not supported: the loss is put where a dictionary has it")
+            raise Unsupported("return_dict is False, True is needed")
         found, loss = pack(inputs), getattr(self.model, "loss_function", None)
         if found.next_ids is not None and getattr(loss, "__name__", "ForCausalLMLoss") != "ForCausalLMLoss":
-            raise Unsupported(f"model.loss_function is {loss!r}, which is not supported: that of ForCausalLM is")
+            raise Unsupported(f"model.loss_function is {loss!r}, ForCausalLMLoss is needed")
         words, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         within("input_ids", found.ids, getattr(words, "num_embeddings", None))
         if found.next_ids is not None:
@@ -273,8 +273,8 @@ class ContextParallel:
                 most = one.get("original_max_position_embeddings") or most
             if kind in ("dynamic", "longrope") and found.longest > most:
                 raise Unsupported(
-                    f"rotary embeddings of the type {kind} depend on the longest position of the batch, {found.longest}, where it is over "
-                    f"{most}: not supported"
+                    f"rotary embeddings of the type {kind}: the longest document has {found.longest} tokens, at most {most} are supported: cut "
+                    "longer documents"
                 )
         return found
 
@@ -290,8 +290,8 @@ class ContextParallel:
         batch = context.batch(found.cu_seqlens)
         if without := [rank for rank in range(self.ranks) if not batch.plan.share(rank).q_tokens]:
             raise InvalidArgument(
-                f"the batch has {len(found.ids)} tokens, of which ranks {without} of this group hold none, and models of Transformers need at "
-                "least one: give longer batches, make groups of fewer ranks (replicas), or choose another layout"
+                f"the batch has {len(found.ids)} tokens, and ranks {without} of this group hold none, at least 1 token on each rank is needed: "
+                "give longer batches, use fewer ranks for each replica (replicas), or choose another layout"
             )
         labels = None if found.next_ids is None else found.next_ids[batch.tokens]
         batch_of = lambda dtype: self._context(dtype).batch(found.cu_seqlens)
@@ -351,8 +351,8 @@ class ContextParallel:
         tiles = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(self.ranks)) // self.tile)
         if self.replicas > 1 and isinstance(model.get_output_embeddings(), FSDPModule):
             raise Unsupported(
-                f"tile is {self.tile} and replicas is {self.replicas}: replicas have batches of other lengths, so they would call for the "
-                "parameters of the head, which fully_shard has wrapped by itself, unequally often: leave the head to its parent"
+                f"tile is {self.tile} and replicas is {self.replicas}, and fully_shard wraps the head separately: replicas with batches of "
+                "different lengths would gather the head's parameters a different number of times. Wrap the head with its parent"
             )
         parts = zip(hidden.tensor_split(tiles, dim=1), forward.labels.tensor_split(tiles), strict=True)
         total: Tensor = sum((checkpoint(part, *one, use_reentrant=False) for one in parts), hidden.new_zeros((), dtype=torch.float32))
@@ -427,7 +427,7 @@ class ContextParallel:
         """Rows of this rank's tokens of the last forward pass, `[1, tokens, ...]` such as its logits, to `[rows, tokens, ...]` as
         input_ids were, on all ranks; `fill` at padding. Not differentiable. All ranks call it."""
         if self.last is None:
-            raise InvalidArgument("gather is for the last forward pass, and there was none")
+            raise InvalidArgument("gather needs a forward pass, and there was none: call the model first")
         forward, rows = self.last, rows.detach()
         mine = len(forward.batch.tokens)
         if rows.ndim < 2 or rows.shape[:2] != (1, mine):
@@ -473,7 +473,7 @@ class ContextParallel:
         return trainer(self, kind)
 
     def __reduce__(self) -> Any:
-        raise Unsupported("a model with a ContextParallel cannot be copied or pickled whole: do so before it is made, or after its close()")
+        raise Unsupported("a model with a ContextParallel cannot be copied or pickled: copy it before ContextParallel(model) or after close()")
 
     def close(self) -> None:
         """Leaves the group, and gives the model its own attention back."""

@@ -27,26 +27,26 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
         raise InvalidArgument(f"the trainer is {kind!r}, a subclass of transformers.Trainer is needed")
     mine = kind.compute_loss.__module__
     if mine not in ("transformers.trainer", "trl.trainer.sft_trainer"):
-        raise Unsupported(f"{kind.__name__} computes its loss in {mine}: those of Trainer and SFTTrainer are supported")
+        raise Unsupported(f"{kind.__name__} computes its loss in {mine}, the loss of Trainer or of SFTTrainer is needed")
 
     class ContextParallelTrainer(kind):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if self.compute_loss_func is not None or self.label_smoother is not None:
-                raise Unsupported("compute_loss_func and label smoothing are not supported: the loss is that of ForCausalLM")
+                raise Unsupported("compute_loss_func and label smoothing are not supported: the loss is ForCausalLMLoss")
             for option, supported in OPTIONS.items():
                 if (given := getattr(self.args, option, None)) not in supported:
                     needed = " or ".join(map(repr, supported))
                     raise Unsupported(f"{option} is {given!r}, which is not supported: {needed} is needed")
             if cp.model not in self.model.modules() or cp.model._cpattn is not cp:
                 raise InvalidArgument(
-                    f"the trainer has a {type(self.model).__name__} that no open ContextParallel was made for: give it the model of "
-                    "this one (model_init makes others)"
+                    f"the trainer's model, a {type(self.model).__name__}, is not the model of this ContextParallel, or ContextParallel is "
+                    "closed: give the trainer the model of an open one, without model_init"
                 )
             if self.args.world_size != cp.ranks * cp.replicas:
                 raise InvalidArgument(
-                    f"the trainer has {self.args.world_size} processes, ContextParallel {cp.replicas} replicas of {cp.ranks} ranks: the same "
-                    "number is needed"
+                    f"the trainer has {self.args.world_size} processes, {cp.replicas * cp.ranks} are needed: ContextParallel has {cp.replicas} "
+                    f"replicas of {cp.ranks} ranks"
                 )
             self._same_batches()
             self._count_once()
