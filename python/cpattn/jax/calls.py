@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The attention of one rank as an operation of JAX, and how the ranks of a process meet.
+"""The attention of one rank as an operation of JAX, and the meeting of the ranks of a process.
 
-A rank is a device of a mesh axis, and attention needs all of them at the same time. A callback that waits for those of other
-devices can wait for ever: it holds a thread that another device needs to come so far (with `jax.pure_callback` and large arrays it
-does, on two cores). So no callback waits for a device. There are three steps:
+A rank is a device of a mesh axis, and attention needs all ranks at the same time. A callback that waits for callbacks of other
+devices can deadlock: it holds a thread that another device needs (with `jax.pure_callback` and large arrays it does, on two cores).
+So no callback waits for a device. There are three steps:
 
 1. `_deposit`, on each device: keeps the rank's tensors under a number, and returns the number.
-2. An all-gather of the numbers over the axis, which is XLA's own, so that waiting is XLA's matter. Each device then knows which
-   deposits belong together, in whatever order devices make independent calls.
-3. `_collect`, on each device: all deposits are there. The first runs all ranks, on threads of their own, the others wait for that.
+2. An all-gather of the numbers over the axis, by XLA, which does the waiting. Each device then knows which deposits belong together,
+   in any order of independent calls.
+3. `_collect`, on each device: all deposits exist. The first call runs all ranks, on separate threads; the others wait for it.
 
-Such steps must not be merged, dropped or moved by themselves. For JAX, which may save one and compute another again, they are one
+Single steps must not be merged, dropped or moved. For JAX, which may save one result and recompute another, the steps are one
 operation without an effect; for XLA both callbacks have a side effect.
 
-A deposit that failed is a deposit too: a device that does not come to the all-gather would leave the others waiting.
+A failed deposit is a deposit too: otherwise the other devices would wait in the all-gather.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DTYPES = dict(zip(("float16", "bfloat16", "float32", "float64"), Dtype, strict=T
 
 
 class Call(NamedTuple):
-    """What is the same on all ranks. Operands are q, k, v, cu_seqlens and perhaps sinks, of the backward o, lse and d_o too."""
+    """The arguments that are equal on all ranks. The operands are q, k, v, cu_seqlens, sinks if any, and for the backward o, lse, d_o."""
 
     context: Context
     told: Told
@@ -74,7 +74,7 @@ def _deposit(_call: Any, out: Any, rank: Any, *operands: Any) -> None:
     arrays, failure, mine = [], None, -1
     try:
         mine = int(np.asarray(rank))
-        # XLA may use their memory again.
+        # A copy, since XLA may reuse their memory.
         arrays = [np.asarray(x).copy() for x in operands]
     except BaseException as error:  # noqa: BLE001 (raised by `_collect`)
         failure = error
@@ -101,7 +101,7 @@ def _collect(_call: Any, out: Any, rank: Any, numbers: Any, *, call: Call) -> No
 
 
 def _alone(_call: Any, out: Any, *operands: Any, call: Call) -> None:
-    """Of a context with one rank."""
+    """The operation of a context with one rank."""
     _fill(out, _run_all(call, [Deposit(0, [np.asarray(x) for x in operands], None)])[0])
 
 
@@ -118,7 +118,7 @@ def _fill(out: Any, results: Sequence[Any]) -> None:
 
 
 def _run_all(call: Call, deposits: Sequence[Deposit]) -> list[list[Any]]:
-    """What each rank's operation returns."""
+    """The results of each rank's operation."""
     if failure := next((deposit.failure for deposit in deposits if deposit.failure), None):
         raise failure
     assert [deposit.rank for deposit in deposits] == list(range(call.context.world)), "the all-gather is in the axis' order"
@@ -135,7 +135,7 @@ def _run_all(call: Call, deposits: Sequence[Deposit]) -> list[list[Any]]:
 
 
 def _memory(array: Any) -> Memory:
-    """A compact array, also of a type that NumPy does not export. The caller keeps the array."""
+    """A compact array, also of a type that NumPy does not export. The caller keeps the array alive."""
     kind = DTYPES[array.dtype.name]
     return Memory(array.ctypes.data, array.shape, 8 * array.dtype.itemsize, code=4 if kind == Dtype.BF16 else 2)
 
@@ -150,7 +150,7 @@ def _accumulator(dtype: Any) -> Any:
 
 def _forward(plan: Plan, number: int, rank: Rank, sinks: bool, q: Any, k: Any, v: Any, _ends: Any, *more: Any) -> list[Any]:
     rows, held = len(q), plan.share(number).q_tokens
-    # A rank's tokens come first, then rows that only fill the shape.
+    # The rank's tokens come first, then padding rows.
     o = np.zeros((rows, q.shape[1], v.shape[2]), q.dtype)
     lse = np.empty((q.shape[1], held), _accumulator(q.dtype))
     given = _tensors(q=q[:held], k=k[:held], v=v[:held], o=o[:held], lse=lse)
@@ -173,13 +173,13 @@ def _backward(
         given |= _tensors(sinks=before[0], dsinks=dsinks)
     rank.backward(plan, **given)
     if sinks:
-        # It is the sum over all ranks already, and jax.shard_map adds what the ranks return.
+        # dsinks is already the sum over all ranks, and jax.shard_map sums the results of the ranks.
         results.append(dsinks.astype(np.float32) if number == 0 else np.zeros(q.shape[1], np.float32))
     return results
 
 
 def _shapes(q: Any, k: Any, v: Any, _ends: Any, *more: Any, call: Call) -> list[Any]:
-    """As q, k, v or sinks are, so that they vary over the same axes of a mesh."""
+    """The shapes of the results, made from those of q, k, v and sinks, so that they vary over the same axes of a mesh."""
     if call.backward:
         return [q, k, v, *more[: int(call.sinks)]]
     accumulator = _accumulator(np.dtype(q.dtype))
@@ -224,7 +224,7 @@ _compiled = jax.jit(operation.bind, static_argnames=("call",))
 
 
 def _eagerly(*operands: Any, call: Call) -> Any:
-    # Also where jax.disable_jit is on: callbacks have to be compiled.
+    # Callbacks must be compiled, also under jax.disable_jit.
     with jax.disable_jit(False):
         return _compiled(*operands, call=call)
 

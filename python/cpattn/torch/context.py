@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Context parallelism in a training job: one `Context` for the job, one `Batch` for each packing of documents.
 
-Every rank of the group makes the same calls in the same order. A batch holds what its documents determine: the plan, which
-tokens are this rank's, and their positions. Batches are cached by `cu_seqlens`. No rank needs more than its own tokens.
+Every rank of the group makes the same calls in the same order. A batch has the plan for its documents, and the indices and
+positions of this rank's tokens. Batches are cached by `cu_seqlens`. No rank needs more than its own tokens.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ PlanOf = Callable[[Sequence[int]], Plan]
 
 _numbers = itertools.count()
 
-# Of the open contexts of each group of global ranks, by their order: how plans that decide who holds which tokens are made.
+# By group of global ranks: the open contexts, oldest first, each with the function that makes the plans that decide the distribution.
 _deciding: dict[tuple[int, ...], list[tuple[Context, PlanOf]]] = {}
 
 
 def _holds(dtype: torch.dtype, number: object) -> bool:
-    """Whether this type can represent the number; PyTorch would silently round it to an integer."""
+    """Whether the type can represent the number, rounded if it is a float type. PyTorch would silently round it to an integer."""
     held = attempt(lambda: torch.empty(2, dtype=dtype).fill_(number)[0].item())  # type: ignore[call-overload]
     return held is not None and (dtype.is_floating_point or dtype.is_complex or bool(held == number))
 
@@ -50,20 +50,21 @@ def _holds(dtype: torch.dtype, number: object) -> bool:
 class Context:
     """This process as one rank of a process group (None: the default group). Make one for the whole job, on all ranks.
 
-    `timeout` is in seconds: if a call waits so long while no message moves, it fails on this rank and then on all. It must
-    be longer than what the slowest rank computes between two calls. `dtype` is that of q, k, v and o. `workers` is the
-    number of CPU threads of the kernels (more than 1 needs a library built with rayon). `plans` is the number of cached
-    batches. Further keywords are those of `cpattn.PlanOptions`: kv_heads, windows, softcap, layout, ulysses, ring, ...
+    `timeout` is in seconds: if no message moves for that time, a call fails on this rank and then on all ranks. It must be longer
+    than the slowest rank computes between two calls. `dtype` is the type of q, k, v and o. `workers` is the number of CPU threads of
+    the kernels (more than 1 needs a library built with rayon). `plans` is the number of cached batches. Further keywords are those of
+    `cpattn.PlanOptions`: kv_heads, windows, softcap, layout, ulysses, ring, ...
 
-    All layers work on one distribution of tokens, and so do all contexts of one group: the first open one decides it, and one
-    that asks for another layout or mesh is refused. `own_tokens` sets a context apart, whose tensors must not meet those of others.
+    All layers, and all contexts of one group, work on one distribution of tokens. The first open context decides it, and a context
+    with another layout or mesh is refused. A context with `own_tokens=True` has its own distribution: do not use its tensors with
+    those of other contexts.
 
-    A model with layers of several kinds may name them: `layers` are kinds as `Plan.auto_for` takes them, and the automatic choice
-    of mesh and layout then weighs all of them. With ulysses, ring or layout given, there is nothing for it to choose.
+    For a model with several kinds of layers, give `layers`, kinds as for `Plan.auto_for`: the automatic choice of mesh and layout then
+    considers all of them. It excludes ulysses, ring and layout.
 
-    Without `ranks_per_node`, nodes are those of torchrun: LOCAL_WORLD_SIZE consecutive global ranks each. Ranks of a group that lie
-    in them unevenly are refused, and so are ranks that were given different numbers, on all of them; `ranks_per_node=0` treats all
-    links alike.
+    Without `ranks_per_node`, nodes are those of torchrun: LOCAL_WORLD_SIZE consecutive global ranks each. A group with different
+    numbers of ranks on its nodes is refused, and so are ranks with different numbers, on all ranks; `ranks_per_node=0` treats all links
+    alike.
 
     Raises InvalidArgument or Unsupported for arguments that are refused, PeerError if another rank does not come in time.
     """
@@ -112,7 +113,7 @@ class Context:
         self._closed = False
         self.key = next(_numbers)
         operators.CONTEXTS[self.key] = self
-        # Moves tensors on the CPU; with a device, only those of `shift`.
+        # The rank for tensors on the CPU; with a device, for `shift` only.
         self._host = self.rank = Rank(self.transport, workers=workers)
         if self.device.type == "cuda":
             try:
@@ -133,7 +134,7 @@ class Context:
         if self.number == 0:
             try:
                 unique_id = nccl_unique_id()
-            except Error as error:  # after the others know of it, who wait
+            except Error as error:  # raised after the other ranks know
                 failure = error
         words = [self.transport.agree(0, self.world, word)[0] for word in struct.unpack("16Q", unique_id)]
         if failure:
@@ -150,7 +151,7 @@ class Context:
         return recent(self._batches, key, self._limit, lambda: Batch(self, key))
 
     def _first(self, cu_seqlens: Sequence[int]) -> Plan:
-        """A plan that decides who holds which tokens."""
+        """A plan that decides which rank holds which tokens."""
         if not self._layers:
             try:
                 return Plan(cu_seqlens, world=self.world, **self._kind)
@@ -215,7 +216,7 @@ class Batch(Packed):
     def __init__(self, context: Context, cu_seqlens: tuple[int, ...]) -> None:
         self.context, self.cu_seqlens = instance("context", context, Context), cu_seqlens
         super().__init__(context.plan(cu_seqlens), context._kind)
-        # Of which graphs know no values.
+        # A tensor, so that graphs treat its values as unknown.
         self._ends = torch.tensor(cu_seqlens, dtype=torch.int64)
         self._alone_on_ring = self.plan.describe().ulysses == 1
         self.tokens = _tensor(self.plan.tokens(Side.Q, context.number)).to(context.device)
@@ -236,15 +237,15 @@ class Batch(Packed):
         """Attention of this rank's tokens to the whole batch, differentiable once. All ranks call it, in the same order.
 
         q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v [tokens, kv_heads, value_dim], sinks [heads] (f32); returns
-        o [tokens, heads, value_dim]. Heads and dims may be others than the context's: whatever the kind of layer, it works on the
-        batch's tokens. Any strides will do; on a device, on the current stream. The gradient of `sinks`, a sum over all ranks, is
-        returned on rank 0 and is zero on the others, since the training loop sums gradients of parameters over the ranks.
+        o [tokens, heads, value_dim]. Heads and dims may differ from those of the context: layers of all kinds work on the batch's
+        tokens. Any strides are allowed. On a device, it runs on the current stream. The gradient of `sinks`, a sum over all ranks, is
+        complete on rank 0 and zero on the others, since the training loop sums gradients of parameters over the ranks.
 
-        What is not given is as the context was told. A query sees `window_left` keys before its own and `window_right` after it
-        (cpattn.UNLIMITED: no limit); a sliding window of W tokens that counts the query itself is `window_left=W - 1`. `scale`
-        multiplies q·k (1/√head_dim if nobody says otherwise), `softcap` c makes a score s to c·tanh(s/c); 0 is no softcap.
+        Options that are not given have the values of the context. A query sees `window_left` keys before its own and `window_right`
+        keys after it (cpattn.UNLIMITED: no limit). A sliding window of W tokens that includes the query itself is `window_left=W - 1`.
+        `scale` multiplies q·k (default: 1/√head_dim). With `softcap` c a score s becomes c·tanh(s/c); 0 is no softcap.
 
-        Tensors are of the context's dtype, except under torch.autocast: there they are cast to its dtype, and so is o.
+        Tensors have the context's dtype, except under torch.autocast, where they and o are cast to its dtype.
         """
         context = self.context
         for name, tensor in {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}.items():
@@ -269,7 +270,7 @@ class Batch(Packed):
         return o
 
     def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor) -> Plan:
-        """The plan of a kind of layer, with this batch's tokens. It packs what is sent, where these tensors lie scattered."""
+        """The plan of a kind of layer, with this batch's tokens. It packs messages if the tensors are not contiguous."""
         kind = kind_of(q, k, v, DTYPES[q.dtype], sinks is not None, told)
         if self._alone_on_ring and not all(x.is_contiguous() for x in (q, k, v, *more)):
             kind["pack_inputs"] = True
@@ -280,19 +281,19 @@ class Batch(Packed):
         convolutions. From this rank's tokens with all heads, [tokens, heads, dim], to all tokens of the batch, in its order, with
         this rank's heads, [all tokens, own heads, dim]; `cu_seqlens` says where documents end. Differentiable. All ranks call it.
 
-        `heads` and `kv_heads` are those of the layer; without both, the context's, and without the latter, as many as `heads`. With
-        `side="k"`, x has `kv_heads` heads, and a rank gets those that its q heads use; the gradient of a head that several ranks
-        have is summed. Refused unless `ulysses` is the number of ranks: make the context with `ulysses=` of at most `heads`.
+        `heads` and `kv_heads` are those of the layer. Without both, they are the context's; without `kv_heads`, it is `heads`. With
+        `side="k"`, x has `kv_heads` heads, and a rank gets the heads that its q heads use; the gradient of a head on several ranks is
+        summed. Refused unless `ulysses` is the number of ranks: make the context with `ulysses=` of at most `heads`.
         """
         return self._exchange(x, side, heads, kv_heads, True)
 
     def to_tokens(self, x: Tensor, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> Tensor:
-        """The way back from `to_heads`: from [all tokens, own heads, dim] to [tokens, heads, dim]. With `side="k"`, heads that several
-        ranks have are summed."""
+        """The inverse of `to_heads`: from [all tokens, own heads, dim] to [tokens, heads, dim]. With `side="k"`, a head on several
+        ranks is summed."""
         return self._exchange(x, side, heads, kv_heads, False)
 
     def own_heads(self, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> slice:
-        """Which heads `to_heads` gives this rank: for weights that heads have of their own."""
+        """The heads that `to_heads` gives this rank, for weights of single heads."""
         share = self._mixing(heads, kv_heads).share(self.context.number)
         if one_of("side", side, Side) == Side.Q:
             return slice(share.q_head_begin, share.q_head_end)
@@ -322,8 +323,8 @@ class Batch(Packed):
         return whole.index_select(0, self.tokens)
 
     def labels(self, ids: Tensor, ignore: int = -100) -> Tensor:
-        """The next token of each of this rank's tokens, also if another rank holds it; `ignore` at the ends of documents. All
-        ranks call it."""
+        """The next token of each of this rank's tokens, also if another rank holds it, from `ids`, which has one for each token of
+        this rank; `ignore` at the ends of documents. All ranks call it."""
         return self._shift("ids", ids, 1, "ignore", ignore)
 
     def shift(self, rows: Tensor, by: int, fill: float) -> Tensor:
@@ -347,7 +348,7 @@ class Batch(Packed):
 
 
 def _on(context: Context, name: str, tensor: Tensor) -> None:
-    """Refuses what is no dense tensor on the device of an open context."""
+    """Refuses everything but a dense tensor on the device of an open context."""
     context.check_open()
     dense(name, tensor)
     if tensor.device != context.device:
@@ -355,7 +356,7 @@ def _on(context: Context, name: str, tensor: Tensor) -> None:
 
 
 def _tokens_of(plan: Plan) -> str:
-    """Who holds which tokens, in words."""
+    """The distribution of tokens, in words."""
     info = plan.describe()
     parameter = f"({info.layout_parameter})" if info.layout_parameter else ""
     layout = Layout(info.layout).name.lower()
@@ -363,5 +364,5 @@ def _tokens_of(plan: Plan) -> str:
 
 
 def _tensor(numbers: array[int]) -> Tensor:
-    # frombuffer, which refuses empty buffers, keeps the array.
+    # frombuffer keeps the array alive, and refuses empty buffers.
     return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)

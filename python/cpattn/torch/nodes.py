@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """How many ranks of a group share a node, by the argument `ranks_per_node` or by torchrun's LOCAL_WORLD_SIZE.
 
-A rank knows its own only: hosts may have different numbers of processes, and a job may give the argument on some ranks. So a
-rank refuses nothing before all have told each other; then all of them refuse it, and none waits for another until its timeout.
+A rank knows its own number only: hosts may have different numbers of processes, and a job may give the argument on some ranks. So
+the ranks exchange their numbers first. Then all ranks refuse wrong ones, and none waits for another until the timeout.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 ARGUMENT, TORCHRUN = "ranks_per_node", "LOCAL_WORLD_SIZE"
 _SOURCES = ("", ARGUMENT, TORCHRUN)
-# A word is the index in `_SOURCES` times `_BASE`, plus the number + 1, or plus 0 for what is no number of ranks.
+# A word is the index in `_SOURCES` times `_BASE`, plus the number + 1, or plus 0 for an invalid number.
 _BASE = 1 << 60
 
 
 def agreed(transport: EngineTransport, members: Sequence[int], options: Mapping[str, Any]) -> tuple[int, bool]:
     """The option `ranks_per_node` of all ranks, and whether it is torchrun's. `members` are the global ranks of the group. All
-    ranks call it; if it raises, it raises on all of them."""
+    ranks call it. If it raises on one rank, it raises on all of them."""
     words = transport.agree(0, transport.world, _word(options))
 
     def decided() -> tuple[int, bool]:
@@ -42,7 +42,7 @@ def agreed(transport: EngineTransport, members: Sequence[int], options: Mapping[
 
 
 def together(transport: EngineTransport, job: Callable[[], T]) -> T:
-    """What a job returns that fails on all ranks or on none; a rank that then left at once could end the last call of another one."""
+    """Runs a job that fails on all ranks or on none. After a failure it waits for all ranks: one that leaves could end a call of another."""
     try:
         return job()
     except Error:
@@ -52,7 +52,7 @@ def together(transport: EngineTransport, job: Callable[[], T]) -> T:
 
 
 def _word(options: Mapping[str, Any]) -> int:
-    """What this rank was given, as a number."""
+    """The source and the number of this rank, as one word."""
     if ARGUMENT in options:
         source, number = ARGUMENT, attempt(whole, ARGUMENT, options[ARGUMENT], 0, _BASE - 2)
     elif TORCHRUN in os.environ:
@@ -63,7 +63,7 @@ def _word(options: Mapping[str, Any]) -> int:
 
 
 def _differing(words: Sequence[int]) -> str:
-    """The error of ranks that were given different words: the same text on all of them."""
+    """The text of the error for different words, the same on all ranks."""
     given: dict[int, list[int]] = {}
     for rank, word in enumerate(words):
         given.setdefault(word, []).append(rank)
@@ -79,7 +79,7 @@ def _differing(words: Sequence[int]) -> str:
 
 
 def _runs(ranks: Sequence[int]) -> str:
-    """Ascending ranks, shortly: ranks 0-3, 8."""
+    """Ascending ranks as a short text: ranks 0-3, 8."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] + 1 == rank:
@@ -91,12 +91,12 @@ def _runs(ranks: Sequence[int]) -> str:
 
 
 def _number() -> int | None:
-    """Torchrun's number of ranks on this node, or None if it is no number of ranks."""
+    """Torchrun's number of ranks on this node, or None if it is invalid."""
     return attempt(lambda: whole(TORCHRUN, int(os.environ[TORCHRUN]), 0, _BASE - 2))
 
 
 def _of_argument(given: Any, world: int) -> int:
-    """The argument, if the ranks of a group can have such nodes. A plan would refuse it too, but only that of the first batch."""
+    """The argument, checked for the ranks of the group. A plan would check it too, but only with the first batch."""
     each = whole(ARGUMENT, given, 0, _BASE - 2)
     if 0 < each < world and world % each:
         raise refused(ARGUMENT, each, f"a divisor of the {world} ranks of the group is needed, or 0 if all links are alike")
@@ -104,7 +104,7 @@ def _of_argument(given: Any, world: int) -> int:
 
 
 def _of_torchrun(members: Sequence[int]) -> int:
-    """How many members of a group share a node, 0 for all of them."""
+    """The number of members of a group on a node; 0 if all share one node."""
     each = _number()
     if not each:
         raise refused(TORCHRUN, os.environ[TORCHRUN], f"a whole number of at least 1 is needed, or {ARGUMENT}, 0 if all links are alike")
@@ -112,7 +112,7 @@ def _of_torchrun(members: Sequence[int]) -> int:
         return 0
     try:
         ranks = ranks_per_node([rank // each for rank in members])
-        # With one member on each node a row crosses to each of them anyway, and Ulysses may be the better mesh.
+        # With one member on each node a second level saves nothing, and Ulysses may be the better mesh.
         return ranks if ranks > 1 else 0
     except InvalidArgument as error:
         raise InvalidArgument(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""`ContextParallel`: a causal language model of Transformers whose forward pass is shared by the ranks of a group.
+"""`ContextParallel`: a causal language model of Transformers whose forward pass the ranks of a group share.
 
-A hook before `forward` keeps this rank's tokens of the batch, one after it computes the loss. Both run inside DDP and FSDP,
-in an evaluation, and under gradient checkpointing. Every rank calls the model with the same whole batch.
+A hook before `forward` selects this rank's tokens of the batch, a hook after it computes the loss. Both run inside DDP and FSDP, in an
+evaluation, and under gradient checkpointing. Every rank calls the model with the same whole batch.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from .mixers import Mixer, Mixers
 from .pack import TAKEN, Pack, pack, within
 from .probe import probe
 
-# What ranks say to each other: that one has refused its arguments, odd numbers of arguments, and other even numbers, which are parts
-# of a loss. So ranks that are not at the same place, because one has failed in between, notice it.
+# The numbers that ranks exchange: REFUSED after refused arguments, odd numbers for arguments, other even numbers for parts of a loss.
+# So ranks notice if one of them is at another place, because it has failed in between.
 REFUSED = 2
 
 
 def _number(data: bytes) -> int:
-    """The same on two ranks if they have the same."""
+    """An odd number that is equal for equal bytes."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") | 1
 
 
 def _same(transport: EngineTransport, what: str, mine: int, need: str) -> None:
-    """Compares a number over the ranks, and raises unless it is the same on all of them."""
+    """Compares a number over the ranks, and raises unless it is equal on all of them."""
     said = transport.agree(0, transport.world, mine)
     if refusing := [rank for rank, number in enumerate(said) if number == REFUSED]:
         raise InvalidArgument(f"ranks {refusing} of this group refused their {what}: see the error of these ranks")
@@ -59,17 +59,17 @@ def _same(transport: EngineTransport, what: str, mine: int, need: str) -> None:
 
 @contextmanager
 def _told(transport: EngineTransport) -> Iterator[None]:
-    """Tells the other ranks, who wait in `_same`, if this one raises."""
+    """Tells the other ranks, which wait in `_same`, if this one raises."""
     try:
         yield
     except Exception:
-        with suppress(Error):  # what this rank refused is the one to raise
+        with suppress(Error):  # the first error is raised
             transport.agree(0, transport.world, REFUSED)
         raise
 
 
 class _Total(torch.autograd.Function):
-    """The sum over the ranks; each gets the gradient of its own part, times a factor."""
+    """The sum over the ranks. Each rank gets the gradient of its own part, times a factor."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, transport: EngineTransport, factor: float) -> Tensor:
@@ -87,7 +87,7 @@ class _Total(torch.autograd.Function):
 
 @dataclass(eq=False)
 class Forward:
-    """One forward pass: its documents, and the batch of each dtype of q, k and v."""
+    """One forward pass: its documents, and a batch for each dtype of q, k and v."""
 
     pack: Pack
     batch_of: Callable[[torch.dtype], Batch]
@@ -130,10 +130,10 @@ class ContextParallel:
     rank's tokens, and `gather` gives those of all.
 
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP) or "sum". `replicas` is the
-    number of parts the group is cut into, each for batches of its own (data parallel); ranks of a replica are consecutive.
-    `ulysses`, `ring`, `layout`, `layout_parameter`, `workers`, `timeout` are those of `cpattn.torch.Context`. With `tile`,
-    logits exist for so many tokens at a time: the loss is the same, and no logits are returned. `mixers` are functions for
-    classes of layers that mix tokens outside of attention (hybrids; Ulysses over all ranks): see docs/training.md.
+    number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `ulysses`, `ring`,
+    `layout`, `layout_parameter`, `workers`, `timeout` are those of `cpattn.torch.Context`. With `tile`, logits exist for `tile` tokens
+    at a time: the loss is the same, and no logits are returned. `mixers` are functions for classes of layers that mix tokens outside
+    of attention (hybrids; Ulysses over all ranks): see docs/training.md.
 
     Raises Unsupported for a model that would be wrong, with the reason.
     """
@@ -187,7 +187,7 @@ class ContextParallel:
     def _try(
         self, model: Any, ranks: int, replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer]
     ) -> None:
-        """All that a rank can refuse by itself."""
+        """The checks that need no other rank."""
         if gradients not in ("mean", "sum"):
             raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
         self.tile, self.replicas = whole("tile", tile, 0, 2**31), whole("replicas", replicas, 1, ranks)
@@ -204,25 +204,25 @@ class ContextParallel:
         self._mixers = Mixers(model, mixers, self._options, self.ranks)
         self._usual = model.config._attn_implementation
         register()
-        self.model = model  # which `_restore` gives its own attention back
+        self.model = model  # from here on `_restore` undoes the changes
         model.set_attn_implementation(NAME)
         self._mixers.replace()
         self._layers = probe(model, self._takes, self._mixers)
         self._base: Any = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
             raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
-        # What no plan has is refused here, and not with the first batch.
+        # Invalid options of a plan are refused here, not with the first batch.
         how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers")}
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
 
     def _group_of(self, members: list[int], timeout: float) -> Any:
-        """The group of this replica, for contexts, `gather` and `loader`. Only its members make it: other ranks of the world may use other
-        groups, or none."""
+        """The group of this replica, for contexts, `gather` and `loader`. Only its members make it, so other ranks of the world may use
+        other groups, or none."""
         ranks = members[self.replica * self.ranks :][: self.ranks]
         return dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
 
     def _heads(self) -> dict[str, Any]:
-        """Those of the first layer; each layer has its own."""
+        """Heads and dims of the first layer, as defaults: each layer has its own."""
         return {name: self._layers[0][1][name] for name in ("heads", "kv_heads", "head_dim")}
 
     def _context(self, dtype: torch.dtype) -> Context:
@@ -279,7 +279,7 @@ class ContextParallel:
         return found
 
     def shard(self, inputs: Mapping[str, Any]) -> Forward:
-        """This rank's part of a batch, after the ranks have agreed that it is the same. All ranks call it."""
+        """This rank's part of a batch. The ranks compare their batches first. All ranks call it."""
         context = self._context(self.model.dtype)
         need = "all ranks of a group need the same batch, see ContextParallel.loader"
         with _told(context.transport):
@@ -347,7 +347,7 @@ class ContextParallel:
                 forward.tile, Current.forward = None, outer
             return self._sum(logits, labels)
 
-        # As many on all ranks: with FSDP, each calls for the head's parameters.
+        # The same number on all ranks: with FSDP, each tile gathers the head's parameters.
         tiles = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(self.ranks)) // self.tile)
         if self.replicas > 1 and isinstance(model.get_output_embeddings(), FSDPModule):
             raise Unsupported(
@@ -374,7 +374,7 @@ class ContextParallel:
 
     def _hook(self) -> None:
         self._mixers.replace()
-        # torch.compile breaks the graph there, and would not understand it.
+        # Not compiled: torch.compile breaks the graph at the hooks, and cannot trace them.
         before, after = map(torch.compiler.disable, (self._before, self._after))
         self._hooks = [
             self.model.register_forward_pre_hook(before, with_kwargs=True),
@@ -397,7 +397,7 @@ class ContextParallel:
 
     def _restore(self) -> None:
         if getattr(self, "model", None) is None:
-            return  # refused before anything of it was changed
+            return  # refused before the model was changed
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -411,8 +411,8 @@ class ContextParallel:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it the model is as it was: each rank for itself, for `generate`."""
-        if not self._hooks:  # it is off, or closed
+        """Inside of it, the model works as without ContextParallel, separately on each rank, for example for `generate`."""
+        if not self._hooks:  # already off, or closed
             yield
             return
         self._restore()
@@ -424,8 +424,8 @@ class ContextParallel:
                 self._hook()
 
     def gather(self, rows: Tensor, fill: float = 0) -> Tensor:
-        """Rows of this rank's tokens of the last forward pass, `[1, tokens, ...]` such as its logits, to `[rows, tokens, ...]` as
-        input_ids were, on all ranks; `fill` at padding. Not differentiable. All ranks call it."""
+        """From rows of this rank's tokens of the last forward pass, `[1, tokens, ...]`, such as its logits, to `[rows, tokens, ...]` in
+        the order of input_ids, on all ranks; `fill` at padding. Not differentiable. All ranks call it."""
         if self.last is None:
             raise InvalidArgument("gather needs a forward pass, and there was none: call the model first")
         forward, rows = self.last, rows.detach()
@@ -441,11 +441,11 @@ class ContextParallel:
         return out.reshape(*forward.pack.shape, *rows.shape[2:])
 
     def count(self, batch: Mapping[str, Any]) -> int:
-        """The number of tokens of a batch that have a label."""
+        """The number of tokens of a batch with a label."""
         return pack(batch).count
 
     def loader(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches of rank 0 of the group, on all ranks of the group. The model takes each rank's tokens of them."""
+        """The batches of rank 0 of the group, on all ranks of the group. The model selects each rank's tokens."""
         iterator = iter(batches) if self.rank == 0 else None
         root = dist.get_process_group_ranks(self.group)[0]
         while True:
@@ -476,7 +476,7 @@ class ContextParallel:
         raise Unsupported("a model with a ContextParallel cannot be copied or pickled: copy it before ContextParallel(model) or after close()")
 
     def close(self) -> None:
-        """Leaves the group, and gives the model its own attention back."""
+        """Leaves the group and restores the model's own attention."""
         if self.model._cpattn is not self:
             return
         self._restore()

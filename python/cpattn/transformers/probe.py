@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Whether a model is right when each rank has only its own tokens: a forward pass that tells.
+"""Test forward passes that find out whether a model is right when each rank has only its own tokens.
 
-Attention is replaced by a function of each token alone. A model that mixes tokens in attention only, and takes positions from
-`position_ids` only, then gives permuted logits for permuted tokens. Every other model (convolutions over tokens, linear attention,
-state spaces, positions counted from 0, attention that does not go through Transformers' interface) does not.
+Attention is replaced by a function of each single token. A model that mixes tokens in attention only, and takes positions from
+`position_ids` only, then gives permuted logits for permuted tokens. Other models do not: convolutions over tokens, linear attention,
+state spaces, positions counted from 0, attention that does not go through Transformers' interface.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKENS = 7
 
 
 class Alone:
-    """A forward pass where a token sees itself only, and its o depends on its q, k and v."""
+    """A forward pass in which a token sees itself only, and its o depends on its q, k and v."""
 
     longest = TOKENS
 
@@ -52,12 +52,12 @@ class Alone:
 
 
 def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> list[tuple[int, dict[str, int]]]:
-    """The kinds of the model's layers, each with its number. Raises Unsupported if the model would be wrong."""
+    """The kinds of the model's layers, each with the number of its layers. Raises Unsupported if the model would be wrong."""
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()):
         raise Unsupported(f"{name} has parameters on the device meta: load them before ContextParallel, which tries the model")
     table = model.get_input_embeddings()
-    # Some models embed several streams of tokens, each with a table of its own.
+    # Some models embed several streams of tokens, with one table for each.
     if not isinstance(words := getattr(table, "weight", None), Tensor):
         raise Unsupported(f"{name} embeds tokens with a {type(table).__name__}, one table with a weight is needed")
     ids = torch.randperm(words.shape[0], generator=torch.Generator().manual_seed(1))[:TOKENS].to(words.device)[None]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 # Options of TrainingArguments and SFTConfig, with the values that give the results of one process.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "loss_type": (None, "nll", "chunked_nll"),
-    "neftune_noise_alpha": (None, 0),  # whose size goes by the tokens that the model has
-    "eval_use_gather_object": (None, False),  # of which ranks of a replica would have one each
+    "neftune_noise_alpha": (None, 0),  # the size of the noise depends on the number of tokens of the model
+    "eval_use_gather_object": (None, False),  # each rank of a replica would contribute an object
 }
 
 
@@ -52,7 +52,7 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
             self._count_once()
 
         def _same_batches(self) -> None:
-            """Makes accelerate deal batches to replicas, not to processes."""
+            """Makes accelerate distribute batches to replicas, not to processes."""
             from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped, unused-ignore]
 
             accelerator = self.accelerator
@@ -79,7 +79,7 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
             accelerator.prepare_data_loader = prepare
 
         def _count_once(self) -> None:
-            """Makes accelerate gather what replicas have, not what processes have: ranks of a replica have the same."""
+            """Makes accelerate gather one value per replica, not per process: ranks of a replica have the same value."""
             from accelerate.utils import recursively_apply  # type: ignore[import-untyped, unused-ignore]
 
             usual = self.accelerator.gather
@@ -90,7 +90,7 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
             self.accelerator.gather = lambda given: recursively_apply(once, usual(given))
 
         def get_cp_size(self) -> int:
-            """By which Trainer divides the number of processes, to count samples."""
+            """Trainer divides the number of processes by it to count samples."""
             return cp.ranks
 
         def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
@@ -106,7 +106,7 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
         ) -> Any:
             loss, out = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
             if self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs and num_items_in_batch is not None:
-                loss = loss / cp.ranks  # it was multiplied by the number of processes, for that of replicas
+                loss = loss / cp.ranks  # Trainer multiplied by the number of processes, not of replicas
             if not return_outputs:
                 return loss
             if out.get("logits") is not None:
