@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Qwen3-Next, with the mixer of examples/python/qwen3_next.py: the loss and gradients of one process, and what is refused."""
+"""Qwen3-Next, with the mixer of examples/python/qwen3_next.py: the loss and gradients of one process, and refusals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Attention of JAX arrays: values and gradients against the formula in f64, over devices of one process as ranks, and what is refused."""
+"""Attention of JAX arrays: values and gradients against the formula in f64, over devices of one process as ranks, and refusals."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ class Refusals(unittest.TestCase):
         self.refused(cpattn.InvalidHandle, "is closed", rank.poll)
 
     def test_while_it_runs(self) -> None:
-        """What only the data tells fails on all devices, in cpattn's words, and the next call works."""
+        """An error that depends on data fails on all devices, with cpattn's message, and the next call works."""
         on = context(4)
         spec = P("cp")
         attend = jax.jit(jax.shard_map(on.attention, mesh=mesh(4), in_specs=(spec, spec, spec, spec), out_specs=spec))
@@ -375,7 +375,7 @@ class Programs(unittest.TestCase):
         self.assertIn("ok", self.run_program(str(ROOT / "examples/python/jax_ranks.py")))
 
     def test_the_documentation(self) -> None:
-        """The program in docs/python.md, as it is."""
+        """The program in docs/python.md, unchanged."""
         text = (ROOT / "docs/python.md").read_text().split("## JAX")[1]
         program = text.split("```python\n")[1].split("```")[0]
         self.assertIn("(80, 4, 16)", self.run_program("-c", program + "print(o.shape)"))

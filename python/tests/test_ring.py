@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The check of a ring's links over gloo: what it measures, and which link it names when a process is stopped or corrupts bytes."""
+"""The check of a ring's links over gloo: its measurements, and the link that it names if a process is stopped or corrupts bytes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The ways in which other projects train with context parallelism, and what goes wrong there: each has the loss and gradients of
-one process here, or an error that says what to do.
+"""The ways in which other projects train with context parallelism, and their problems: each has the loss and gradients of one process
+here, or an error with a way out.
 
 Oumi: groups of fewer ranks than there are processes, and numbers that do not fit. axolotl: 9 heads on any number of ranks; attention masks that number the documents of a pack. Arctic: 8 ranks beside one, logits in
 tiles, activations on the host, labels on few ranks, shift_labels. prime-rl: one switch between ring and Ulysses, with sinks.
@@ -40,7 +40,7 @@ def few_labels() -> dict[str, torch.Tensor]:
 
 
 def _eight(rank: int, world: int, file: str) -> dict[str, tuple[float, float]]:
-    """Relative errors of loss and gradients, by what was run."""
+    """Relative errors of loss and gradients, by case."""
     references, found = torch.load(file), {}
 
     def check(name: str, model: str, pack: dict[str, Any], reference: str, offload: bool = False, **options: Any) -> None:

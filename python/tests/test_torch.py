@@ -310,7 +310,7 @@ def strides(rank: int, world: int) -> None:
 
 
 class Copies(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts what copies tensors."""
+    """Counts copies of tensors."""
 
     count = 0
 
@@ -403,7 +403,7 @@ def gradcheck(rank: int, world: int) -> None:
 
 
 def shares(rank: int, world: int) -> None:
-    """shard, positions, labels, shift: what each rank gets, from its own tokens alone."""
+    """shard, positions, labels and shift of each rank, from its own tokens alone."""
     generator = random.Random(4)
     for layout, parameter in ((Layout.ZIGZAG, 0), (Layout.CONTIGUOUS, 0), (Layout.STRIPED, 2)):
         context = Context(heads=2, head_dim=4, ring=2, ulysses=2, layout=layout, layout_parameter=parameter)
@@ -475,7 +475,7 @@ def subgroups(rank: int, world: int) -> None:
 
 
 def refusals(rank: int, world: int) -> None:
-    """What was found and what is needed, in the words of the caller."""
+    """Messages name the argument of the caller, the value found and the value needed."""
     shape = {"heads": 2, "head_dim": 4}
     refused(cpattn.Unsupported, "device is meta, cpu or cuda is needed", Context, **shape, device="meta")
     refused(cpattn.InvalidArgument, "workers is 2", Context, **shape, device="cuda", workers=2)

@@ -40,7 +40,7 @@ def summed(model: Any, group: Any = None) -> torch.Tensor:
 
 
 def _right(rank: int, world: int, file: str) -> list[str]:
-    """Every model on every mesh of this world; what is wrong."""
+    """Every model on every mesh of this world. Returns the errors."""
     references, wrong = torch.load(file), []
     for ulysses, ring in MESHES[world]:
         for number, name in enumerate(models.MODELS):
@@ -138,7 +138,7 @@ class Trainers(unittest.TestCase):
 
 
 def _wrapped(rank: int, world: int, file: str) -> dict[str, float]:
-    """Relative distances of the gradients to those of one process, by the way they were made."""
+    """Relative distances of the gradients to those of one process, by case."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -263,7 +263,7 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     refuse("twice", InvalidArgument, lambda: ContextParallel(model))
     refuse("copy", Unsupported, lambda: copy.deepcopy(model))
     assert model(**pack).loss.isfinite()  # and it still works
-    # One rank fails inside a forward pass and goes on with the next: nobody takes one for the other, and nobody waits for long.
+    # One rank fails inside a forward pass and goes on with the next: the other ranks notice it, and none waits for long.
     fails = model.lm_head.register_forward_hook(lambda *_: 1 // 0) if mine else None
     refuse("failed", ZeroDivisionError if mine else Disagreement, lambda: model(**pack))
     if fails:
