@@ -19,6 +19,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
 from itertools import count
 from typing import Any
@@ -135,8 +136,8 @@ class EngineTransport(Transport):
         instance("operation", operation, str)
         if stream is not None:
             raise refused("stream", stream, "None is needed: an engine moves CPU memory")
-        both = (("sends", sends), ("recvs", recvs))
-        out, into = (c_structs(name, _header.Message, all_, Message, address="data") for name, all_ in both)
+        out = c_structs("sends", _header.Message, sends, Message, address="data")
+        into = c_structs("recvs", _header.Message, recvs, Message, address="data")
         self._call("engine_exchange", step, out, len(out), into, len(into))
 
     def poll(self) -> None:
@@ -184,8 +185,7 @@ def _guarded(job: Callable[..., None]) -> Callable[..., int]:
 
     def callback(context: int, *arguments: Any) -> int:
         try:
-            entry = _engines[context]
-            job(entry, *arguments[:-1])
+            job(_engines[context], *arguments[:-1])
             return _header.OK
         except BaseException as failure:  # noqa: BLE001 (nothing may enter C)
             return _said(context, failure, arguments[-1])
@@ -194,7 +194,7 @@ def _guarded(job: Callable[..., None]) -> Callable[..., int]:
 
 
 def _said(context: int, failure: BaseException, text: Any) -> int:
-    try:
+    with suppress(BaseException):  # without a text, the failure is still reported
         entry = _engines[context]
         known = isinstance(failure, entry.engine.failures)
         said = (str(failure) if known else f"{type(failure).__name__}: {failure}").encode()[: _header.ENGINE_TEXT - 1]
@@ -202,8 +202,6 @@ def _said(context: int, failure: BaseException, text: Any) -> int:
         if known:
             return _header.ENGINE_GROUP
         entry.kept.keep(failure)
-    except BaseException:  # noqa: BLE001 (the failure is reported without a text)
-        pass
     return _OWN
 
 
@@ -234,17 +232,13 @@ def _look(entry: _Entry, key: bytes, there: int, there_bytes: Any) -> None:
 
 
 def _close(context: int) -> None:
-    try:
+    with suppress(BaseException):  # C takes no error here
         _engines[context].engine.close()
-    except BaseException:  # noqa: BLE001 (C takes no error here)
-        pass
 
 
 def _release(context: int) -> None:
-    try:
+    with suppress(BaseException):
         _engines.pop(context).engine.release()
-    except BaseException:  # noqa: BLE001
-        pass
 
 
 _callbacks = _header.callbacks(

@@ -23,27 +23,27 @@ class Unsupported(Error, NotImplementedError):
     """Valid, but not supported by this build, device or mode."""
 
 
-class Disagreement(Error):
+class _WithPeer(Error):
+    """An error that may name a rank."""
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class Disagreement(_WithPeer):
     """Ranks of a group run different plans. In the first run of a plan and direction this is found before any data moves, and
     all ranks may continue. In later runs the group has failed; on a device, results that depend on the other rank are then NaN.
 
     `peer` is one of two ranks that run different plans, or None if it is not known. The message names both.
     """
 
-    def __init__(self, message: str, peer: int | None = None) -> None:
-        super().__init__(message)
-        self.peer = peer
 
-
-class PeerError(Error, ConnectionError):
+class PeerError(_WithPeer, ConnectionError):
     """A peer failed, left, aborted or did not answer in time. The transport stays failed: make a new one on every rank.
 
     `peer` is the rank at fault, or None if this rank cannot tell.
     """
-
-    def __init__(self, message: str, peer: int | None = None) -> None:
-        super().__init__(message)
-        self.peer = peer
 
 
 class ScheduleError(Error):
@@ -83,4 +83,4 @@ BY_STATUS: tuple[type[Error], ...] = (
 def of_status(status: int, message: str, peer: int | None) -> Error:
     """The error of a status. `peer` is a rank that the library named."""
     kind = BY_STATUS[status - 1] if 1 <= status <= len(BY_STATUS) else Error
-    return kind(message, peer) if issubclass(kind, Disagreement | PeerError) else kind(message)
+    return kind(message, peer) if issubclass(kind, _WithPeer) else kind(message)

@@ -48,8 +48,7 @@ class Rank:
             needed = "a Transport or a handle is needed; for an Engine, use EngineTransport(engine, timeout)"
             raise refused("transport", transport, needed)
         self._transport = transport if isinstance(transport, Transport) else None
-        self._kept: Kept | None = None
-        self._interruptible = Interruptible()
+        self._kept, self._interruptible = Kept(), Interruptible()
         owner: Callbacks | EngineTransport | None = None
         if isinstance(transport, EngineTransport):
             owner, self._kept, transport = transport, transport.kept, transport.share()
@@ -75,8 +74,7 @@ class Rank:
 
     def prepare(self, plan: Plan, direction: Direction) -> None:
         """Does everything that may allocate or wait; otherwise the first run does it."""
-        direction = one_of("direction", direction, Direction)
-        self._run(plan, "rank_prepare", direction)
+        self._run("rank_prepare", _handle(plan), one_of("direction", direction, Direction))
 
     def forward(
         self,
@@ -93,9 +91,7 @@ class Rank:
         """Writes o and lse of this rank's tokens. On a device it returns when the work is enqueued on `stream` (a cudaStream_t; None
         is the default stream)."""
         given = _given({"o", "lse"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse)
-        stream = _address("stream", stream)
-        args = _header.ForwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
-        self._run(plan, "forward", byref(args), keep=given, stream=stream)
+        self._attend("forward", _header.ForwardArgs, plan, stream, given)
 
     def backward(
         self,
@@ -116,10 +112,12 @@ class Rank:
     ) -> None:
         """Writes dq, dk, dv (and dsinks, summed over all ranks) from d_o and the inputs and outputs of the forward."""
         tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
-        given = _given({"dq", "dk", "dv", "dsinks"}, **tensors)
+        self._attend("backward", _header.BackwardArgs, plan, stream, _given({"dq", "dk", "dv", "dsinks"}, **tensors))
+
+    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given]) -> None:
         stream = _address("stream", stream)
-        args = _header.BackwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
-        self._run(plan, "backward", byref(args), keep=given, stream=stream)
+        args = struct(stream=stream, **{name: g.pointer for name, g in given.items()})
+        self._run(name, _handle(plan), byref(args), keep=given, stream=stream)
 
     def to_heads(self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None) -> None:
         """For your own kernel that mixes whole sequences (linear attention, state space models): from this rank's tokens and all
@@ -135,7 +133,7 @@ class Rank:
     def _all_to_all(self, name: str, plan: Plan, side: Side | str, source: Array, to: Array, stream: Any) -> None:
         side, stream = one_of("side", side, Side), _address("stream", stream)
         given = Given("source", source), Given("to", to, written=True)
-        self._run(plan, name, side, *(g.pointer for g in given), stream, keep=given, stream=stream)
+        self._run(name, _handle(plan), side, *(g.pointer for g in given), stream, keep=given, stream=stream)
 
     def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
         """Sends bytes over each link and checks them, around the ring in both directions, one link at a time.
@@ -153,8 +151,8 @@ class Rank:
             status = status_of("rank_ring_check", self._handle, bytes, links, len(links), byref(count))
             return error_of("rank_ring_check", status) if status else None
 
-        if said := self._interruptible(check, self._transport.abort) if self._transport else check():
-            failure = self._kept.failure if self._kept else None
+        if said := self._waiting(check):
+            failure = self._kept.failure
             if isinstance(said, errors.PeerError) and isinstance(failure, errors.PeerError):
                 said.peer = failure.peer
             raise said from failure
@@ -180,7 +178,7 @@ class Rank:
         empty list. All ranks call it, between runs, over any transport.
 
         Clocks are compared over the transport. The error is at most half of the quickest of 16 round trips."""
-        self._waiting(lambda: self._call("rank_gather_trace"))
+        self._run("rank_gather_trace")
         return self.trace()
 
     def shift(self, plan: Plan, by: int, fill: Array, rows: Array, out: Array) -> None:
@@ -189,15 +187,14 @@ class Rank:
 
         `rows` and `out` have one row for each of this rank's tokens, and `fill` is a tensor of one element, which may differ between
         ranks. All three are on the CPU, also for a rank on a device."""
-        first, source, target = Given("fill", fill), Given("rows", rows), Given("out", out, written=True)
-        handle = _handle(plan)
-        one, of = first.pointer.contents, source.pointer.contents
+        handle, given = _handle(plan), (Given("fill", fill), Given("rows", rows), Given("out", out, written=True))
+        one, of = (tensor.pointer.contents for tensor in given[:2])
         count, kinds = math.prod(one.shape[: one.ndim]), [(t.dtype.code, t.dtype.bits, t.device.device_type) for t in (one, of)]
         if kinds[0] != kinds[1] or count != 1:
             found, needed = (f"DLPack type {code}, {bits} bits, on device type {device}" for code, bits, device in kinds)
             raise errors.InvalidArgument(f"fill has {count} elements of {found}, and rows has {needed}: give fill 1 element of the type of rows")
         address = c_void_p(one.data + one.byte_offset)
-        self._waiting(lambda: self._call("rank_shift", handle, by, address, source.pointer, target.pointer))
+        self._run("rank_shift", handle, by, address, given[1].pointer, given[2].pointer, keep=given)
 
     def poll(self) -> None:
         """Raises if anything has failed so far on any rank. Never waits."""
@@ -207,18 +204,17 @@ class Rank:
         """Ends the run on every rank, for good."""
         self._call("rank_abort")
 
-    def _run(self, plan: Plan, name: str, *arguments: object, keep: object = None, stream: object = None) -> None:
+    def _run(self, name: str, *arguments: object, keep: object = None, stream: object = None) -> None:
         """A call that may wait for other ranks. `keep` stays alive during the call, also after an interrupt."""
-        handle = _handle(plan)
 
         def job(_keep: object = keep) -> None:
-            self._call(name, handle, *arguments)
+            self._call(name, *arguments)
 
         job() if stream is not None else self._waiting(job)
 
-    def _waiting(self, job: Callable[[], None]) -> None:
-        """A call that waits for other ranks, and that Ctrl-C ends."""
-        self._interruptible(job, self._transport.abort) if self._transport else job()
+    def _waiting(self, job: Callable[[], T]) -> T:
+        """Runs a job that waits for other ranks, so that Ctrl-C ends it."""
+        return self._interruptible(job, self._transport.abort) if self._transport else job()
 
     def _call(self, name: str, *arguments: object) -> None:
         if not self._handle:
@@ -226,8 +222,7 @@ class Rank:
         self._interruptible.check_process()
         status = status_of(name, self._handle, *arguments)
         if status:
-            said = error_of(name, status)
-            raise self._kept.exception(said) if self._kept else said
+            raise self._kept.exception(error_of(name, status))
 
 
 def _address(name: str, value: object) -> int | None:

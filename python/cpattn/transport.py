@@ -22,6 +22,7 @@ from __future__ import annotations
 import abc
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import byref, c_size_t, c_ssize_t, c_uint64, c_void_p, py_object
 from typing import Any, NamedTuple
 
@@ -146,14 +147,12 @@ class Callbacks(Kept):
         _kept.discard(self)
 
     def _keep(self, failure: BaseException, blame: Any = None) -> int:
-        try:
+        with suppress(BaseException):  # the first failure is reported
             first = self.keep(failure)
             if blame and isinstance(failure, errors.PeerError) and failure.peer is not None:
                 blame[0] = failure.peer
             if first:
                 self.transport.abort()
-        except BaseException:  # noqa: BLE001 (the first failure is reported)
-            pass
         return RAISED
 
     def _asked(self, job: Callable[..., None]) -> Callable[..., int]:
