@@ -30,12 +30,12 @@ class Dtype(enum.IntEnum):
     F16, BF16, F32, F64 = range(4)
 
 
-_NAMES = dict(zip(("float16", "bfloat16", "float32", "float64"), Dtype))
+DTYPES = dict(zip(("float16", "bfloat16", "float32", "float64"), Dtype))
 
 
 def dtype_of(dtype: Any) -> Dtype:
     """A `Dtype`, given as a member, its number or its name, or as a dtype of NumPy, PyTorch or JAX or its name."""
-    known = attempt(lambda: _NAMES.get((getattr(dtype, "__name__", None) or str(dtype)).rpartition(".")[2]))
+    known = attempt(lambda: DTYPES.get((getattr(dtype, "__name__", None) or str(dtype)).rpartition(".")[2]))
     return one_of("dtype", dtype, Dtype) if known is None else known
 
 
@@ -206,16 +206,14 @@ def kinds_of(name: str, kinds: Any) -> list[tuple[int, dict[str, Any]]]:
     for _, kind in pairs:
         if common := [option for option in (*CHOSEN, *sorted(RUNS)) if option in kind]:
             raise InvalidArgument(f"{name}: a kind of layer has {common[0]}, which all kinds share: give it as a separate argument")
-    return [(whole("layers", count, 1, 2**32 - 1), kind) for count, kind in pairs]
+    return [(at_least_1("layers", count), kind) for count, kind in pairs]
 
 
-def _documents(
-    cu_seqlens: Sequence[int], cu_seqlens_k: Sequence[int] | None, q_start: Sequence[int] | None
-) -> dict[str, Any]:
+def _documents(cu_seqlens: Any, cu_seqlens_k: Any, q_start: Any, world: int) -> dict[str, Any]:
     ends = c_array("cu_seqlens", c_int32, cu_seqlens)
     if not len(ends):
         raise InvalidArgument("cu_seqlens has length 0, at least 1 is needed: give [0] for no documents")
-    given: dict[str, Any] = {"cu_seqlens_q": ends, "documents": len(ends) - 1}
+    given: dict[str, Any] = {"cu_seqlens_q": ends, "documents": len(ends) - 1, "world": at_least_1("world", world)}
     if cu_seqlens_k is not None:
         given["cu_seqlens_k"] = c_array("cu_seqlens_k", c_int32, cu_seqlens_k, len(ends))
     if q_start is not None:
@@ -242,10 +240,8 @@ class Plan:
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> None:
-        given = _documents(cu_seqlens, cu_seqlens_k, q_start) | {"world": at_least_1("world", world)}
-        problem, how = self._describe(given, heads, head_dim, dtype, options)
-        call("plan_create", byref(problem), byref(how), byref(self.handle))
-        weakref.finalize(self, status_of, "plan_destroy", self.handle)
+        given = _documents(cu_seqlens, cu_seqlens_k, q_start, world)
+        call("plan_create", *self._describe(given, heads, head_dim, dtype, options), byref(self.handle))
 
     @classmethod
     def auto_on(
@@ -271,10 +267,9 @@ class Plan:
             raise refused("machine", machine, "the text of a machine's description is needed")
         if "\0" in machine:  # a C string would end there
             raise InvalidArgument("machine has a zero byte: remove it, the text of a machine's description has none")
-        plan, given = cls.__new__(cls), _documents(cu_seqlens, cu_seqlens_k, q_start) | {"world": at_least_1("world", world)}
-        problem, how = plan._describe(given, heads, head_dim, dtype, options)
-        call("plan_create_on", byref(problem), byref(how), machine.encode(), byref(plan.handle))
-        weakref.finalize(plan, status_of, "plan_destroy", plan.handle)
+        plan, given = cls.__new__(cls), _documents(cu_seqlens, cu_seqlens_k, q_start, world)
+        described = plan._describe(given, heads, head_dim, dtype, options)
+        call("plan_create_on", *described, machine.encode(), byref(plan.handle))
         plan._how["ranks_per_node"] = plan.describe().ranks_per_node
         return plan
 
@@ -289,9 +284,8 @@ class Plan:
         reproducible, pack_inputs and ranks_per_node. Mask, score and dims have the defaults of `Plan`.
         """
         plan, given = cls.__new__(cls), {**instance("base", base, Plan)._how, "world": base.world}
-        problem, how = plan._describe(given, heads, head_dim, base.dtype if dtype is None else dtype, options)
-        call("plan_with_tokens_of", base.handle, byref(problem), byref(how), byref(plan.handle))
-        weakref.finalize(plan, status_of, "plan_destroy", plan.handle)
+        described = plan._describe(given, heads, head_dim, base.dtype if dtype is None else dtype, options)
+        call("plan_with_tokens_of", base.handle, *described, byref(plan.handle))
         return plan
 
     @classmethod
@@ -310,41 +304,37 @@ class Plan:
         head_dim, window_left, ...). `options` are common to all kinds. All plans have the same mesh and the same tokens on each rank,
         with the least cost of all layers together. ulysses, ring and layout are chosen, not given.
         """
-        given = _documents(cu_seqlens, cu_seqlens_k, q_start) | {"world": at_least_1("world", world)}
-        plans, layers, problems, how = [], [], [], _header.Options()
-        for count, kind in kinds_of("kinds", kinds):
+        given = _documents(cu_seqlens, cu_seqlens_k, q_start, world)
+        plans, problems, how, counted = [], [], pointer(_header.Options()), kinds_of("kinds", kinds)
+        for _, kind in counted:
             plan, own = cls.__new__(cls), {"dtype": dtype, **options, **kind}
             for name in ("heads", "head_dim"):
                 if name not in own:
                     raise InvalidArgument(f"kinds: a kind of layer has no {name}: give each kind its {name}")
             problem, how = plan._describe(dict(given), own.pop("heads"), own.pop("head_dim"), own.pop("dtype"), own)  # type: ignore[arg-type]
-            layers.append(count)
             problems.append(problem)
             plans.append(plan)
-        pointers = (POINTER(_header.Problem) * len(plans))(*map(pointer, problems))
+        layers = (c_uint64 * len(plans))(*(count for count, _ in counted))
         handles = (c_void_p * len(plans))()
-        call("plan_auto_for", pointers, (c_uint64 * len(plans))(*layers), len(plans), byref(how), handles)
+        call("plan_auto_for", (POINTER(_header.Problem) * len(plans))(*problems), layers, len(plans), how, handles)
         for plan, handle in zip(plans, handles):
-            plan.handle = c_void_p(handle)
-            weakref.finalize(plan, status_of, "plan_destroy", plan.handle)
+            plan.handle.value = handle
         return plans
 
     def _describe(
         self, given: dict[str, Any], heads: int, head_dim: int, dtype: Any, options: PlanOptions
-    ) -> tuple[_header.Problem, _header.Options]:
-        """Problem and options for the library, from checked arguments, some of which the plan keeps."""
+    ) -> list[Any]:
+        """Pointers to problem and options for the library, from checked arguments. The plan keeps some of them, and gets a handle."""
         self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), given["world"]
         given |= checked(options, self.heads)
         self.kv_heads, self.value_dim = given.get("kv_heads", self.heads), given.get("value_dim", self.head_dim)
         self.dtype = dtype_of(dtype)
         self._how = {name: given[name] for name in RUNS & given.keys()}
         given |= {"heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype}
-        problem, how = (
-            struct(**{name: given[name] for name, *_ in struct._fields_ if name in given})
-            for struct in (_header.Problem, _header.Options)
-        )
         self.handle = c_void_p()
-        return problem, how
+        weakref.finalize(self, status_of, "plan_destroy", self.handle)
+        structs = _header.Problem, _header.Options
+        return [pointer(struct(**{name: given[name] for name, *_ in struct._fields_ if name in given})) for struct in structs]
 
     def describe(self) -> _header.PlanInfo:
         """The plan's replicas, ring, ulysses, layout, layout_parameter, ranks_per_node, q_tokens, k_tokens and fingerprint."""

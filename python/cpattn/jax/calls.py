@@ -33,14 +33,12 @@ from jax.interpreters import ad, batching, mlir
 
 from ..errors import InvalidArgument, Unsupported
 from ..packing import Told
-from ..plan import Dtype, Plan
+from ..plan import DTYPES, Plan
 from ..rank import Rank
 from ..tensors import Memory
 
 if TYPE_CHECKING:
     from .context import Context
-
-DTYPES = dict(zip(("float16", "bfloat16", "float32", "float64"), Dtype, strict=True))
 
 
 class Call(NamedTuple):
@@ -95,7 +93,10 @@ def _collect(_call: Any, out: Any, rank: Any, numbers: Any, *, call: Call) -> No
         if not meeting.left:
             del _meetings[together]
     if first:
-        _settle(meeting.results, lambda: _run_all(call, meeting.deposits))
+        try:
+            meeting.results.set_result(_run_all(call, meeting.deposits))
+        except BaseException as error:  # noqa: BLE001 (raised on all devices)
+            meeting.results.set_exception(error)
         meeting.deposits.clear()
     _fill(out, meeting.results.result()[int(np.asarray(rank))])
 
@@ -103,13 +104,6 @@ def _collect(_call: Any, out: Any, rank: Any, numbers: Any, *, call: Call) -> No
 def _alone(_call: Any, out: Any, *operands: Any, call: Call) -> None:
     """The operation of a context with one rank."""
     _fill(out, _run_all(call, [Deposit(0, [np.asarray(x) for x in operands], None)])[0])
-
-
-def _settle(results: Future[Any], job: Callable[[], Any]) -> None:
-    try:
-        results.set_result(job())
-    except BaseException as error:  # noqa: BLE001 (raised on all devices)
-        results.set_exception(error)
 
 
 def _fill(out: Any, results: Sequence[Any]) -> None:
@@ -131,13 +125,12 @@ def _run_all(call: Call, deposits: Sequence[Deposit]) -> list[list[Any]]:
     batch.check_rows(len(q))
     plan = batch.layer(q, k, v, call.sinks, call.told)
     operation = _backward if call.backward else _forward
-    return call.context.on_ranks(lambda number, rank: operation(plan, number, rank, call.sinks, *deposits[number].arrays))
+    return call.context.on_ranks(lambda number, rank: operation(plan, number, rank, *deposits[number].arrays))
 
 
 def _memory(array: Any) -> Memory:
     """A compact array, also of a type that NumPy does not export. The caller keeps the array alive."""
-    kind = DTYPES[array.dtype.name]
-    return Memory(array.ctypes.data, array.shape, 8 * array.dtype.itemsize, code=4 if kind == Dtype.BF16 else 2)
+    return Memory(array.ctypes.data, array.shape, 8 * array.dtype.itemsize, code=4 if array.dtype.name == "bfloat16" else 2)
 
 
 def _tensors(**arrays: Any) -> dict[str, Any]:
@@ -148,20 +141,18 @@ def _accumulator(dtype: Any) -> Any:
     return np.float64 if dtype.name == "float64" else np.float32
 
 
-def _forward(plan: Plan, number: int, rank: Rank, sinks: bool, q: Any, k: Any, v: Any, _ends: Any, *more: Any) -> list[Any]:
+def _forward(plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends: Any, *sinks: Any) -> list[Any]:
     rows, held = len(q), plan.share(number).q_tokens
     # The rank's tokens come first, then padding rows.
     o = np.zeros((rows, q.shape[1], v.shape[2]), q.dtype)
     lse = np.empty((q.shape[1], held), _accumulator(q.dtype))
     given = _tensors(q=q[:held], k=k[:held], v=v[:held], o=o[:held], lse=lse)
-    rank.forward(plan, **given, sinks=_memory(more[0]) if sinks else None)
+    rank.forward(plan, **given, sinks=_memory(*sinks) if sinks else None)
     return [o, np.pad(lse, ((0, 0), (0, rows - held)))[:, :, None]]
 
 
-def _backward(
-    plan: Plan, number: int, rank: Rank, sinks: bool, q: Any, k: Any, v: Any, _ends: Any, *more: Any
-) -> list[Any]:
-    *before, o, lse, d_o = more
+def _backward(plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends: Any, *more: Any) -> list[Any]:
+    *sinks, o, lse, d_o = more
     held = plan.share(number).q_tokens
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
     gradients = {f"d{name}": np.zeros_like(x) for name, x in zip("qkv", (q, k, v))}
@@ -170,7 +161,7 @@ def _backward(
     results = list(gradients.values())
     if sinks:
         dsinks = np.empty(q.shape[1], lse.dtype)
-        given |= _tensors(sinks=before[0], dsinks=dsinks)
+        given |= _tensors(sinks=sinks[0], dsinks=dsinks)
     rank.backward(plan, **given)
     if sinks:
         # dsinks is already the sum over all ranks, and jax.shard_map sums the results of the ranks.
@@ -181,7 +172,7 @@ def _backward(
 def _shapes(q: Any, k: Any, v: Any, _ends: Any, *more: Any, call: Call) -> list[Any]:
     """The shapes of the results, made from those of q, k, v and sinks, so that they vary over the same axes of a mesh."""
     if call.backward:
-        return [q, k, v, *more[: int(call.sinks)]]
+        return [q, k, v, *more[:-3]]
     accumulator = _accumulator(np.dtype(q.dtype))
     return [q.update(shape=(*q.shape[:2], v.shape[2])), q.update(shape=(q.shape[1], q.shape[0], 1), dtype=np.dtype(accumulator))]
 
@@ -250,17 +241,15 @@ def attention(context: Context, told: Told, q: Any, k: Any, v: Any, ends: Any, s
     return _attend(context, told, q, k, v, ends, sinks)[0]
 
 
-def _attend(context: Context, told: Told, q: Any, k: Any, v: Any, ends: Any, sinks: Any) -> Any:
-    more = () if sinks is None else (sinks,)
-    o, lse = operation.bind(q, k, v, ends, *more, call=Call(context, told, sinks is not None, False))
-    return o, (q, k, v, ends, sinks, o, lse)
+def _attend(context: Context, told: Told, *inputs: Any) -> Any:
+    *given, sinks = inputs
+    given += () if sinks is None else (sinks,)
+    o, lse = operation.bind(*given, call=Call(context, told, sinks is not None, False))
+    return o, (*given, o, lse)
 
 
 def _gradients(context: Context, told: Told, kept: Any, d_o: Any) -> Any:
-    q, k, v, ends, sinks, o, lse = kept
-    more = () if sinks is None else (sinks,)
-    call = Call(context, told, sinks is not None, True)
-    dq, dk, dv, *dsinks = operation.bind(q, k, v, ends, *more, o, lse, d_o, call=call)
+    dq, dk, dv, *dsinks = operation.bind(*kept, d_o, call=Call(context, told, len(kept) == 7, True))  # with sinks
     return dq, dk, dv, None, dsinks[0] if dsinks else None
 
 

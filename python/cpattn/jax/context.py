@@ -22,7 +22,7 @@ from .._check import attempt, instance, refused, whole
 from ..engine import checked_timeout
 from ..errors import InvalidArgument, InvalidHandle, Unsupported
 from ..packing import Packed, ends_of, kind_of, over_all, recent
-from ..plan import Plan, PlanOptions, Side, at_least_1, checked
+from ..plan import DTYPES, Plan, PlanOptions, Side, at_least_1, checked
 from ..rank import Rank, local_group, on_all
 from . import calls
 
@@ -116,8 +116,8 @@ class Context:
         for name, x in given.items():
             instance(name, x, jax.Array | np.ndarray, "an array of JAX or NumPy is needed")
             dtype = "float32" if name == "sinks" else str(q.dtype)
-            if str(x.dtype) != dtype or dtype not in calls.DTYPES:
-                raise InvalidArgument(f"{name}.dtype is {x.dtype}, {dtype if dtype in calls.DTYPES else ' or '.join(calls.DTYPES)} is needed")
+            if str(x.dtype) != dtype or dtype not in DTYPES:
+                raise InvalidArgument(f"{name}.dtype is {x.dtype}, {dtype if dtype in DTYPES else ' or '.join(DTYPES)} is needed")
             if name != "sinks" and (x.ndim != 3 or len(x) != len(q)):
                 alike = "" if name == "q" else f", with the number of rows of q, {len(q)}"
                 raise InvalidArgument(f"{name} has the shape {x.shape}, [rows, heads, dim] is needed{alike}")
@@ -202,7 +202,7 @@ class Batch(Packed):
     def layer(self, q: Any, k: Any, v: Any, sinks: bool, told: Sequence[Any]) -> Plan:
         """The plan of a kind of layer, with this batch's tokens."""
         with self.context._lock:
-            return self._plan_of(kind_of(q, k, v, calls.DTYPES[str(q.dtype)], sinks, told))
+            return self._plan_of(kind_of(q, k, v, DTYPES[str(q.dtype)], sinks, told))
 
     def check_rows(self, rows: int) -> None:
         """Refuses fewer rows than the longest share."""

@@ -200,8 +200,7 @@ class Context:
         """Leaves the group. Peers that still need this rank get an error, so call dist.barrier on all ranks before."""
         self._closed = True
         self._batches.clear()
-        open_ones = _deciding.get(self._members, [])
-        open_ones[:] = [pair for pair in open_ones if pair[0] is not self]
+        _deciding[self._members] = [pair for pair in _deciding.get(self._members, []) if pair[0] is not self]
         self.rank.close()
         self._host.close()
 
@@ -248,10 +247,10 @@ class Batch(Packed):
         Tensors have the context's dtype, except under torch.autocast, where they and o are cast to its dtype.
         """
         context = self.context
-        for name, tensor in {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}.items():
-            _on(context, name, tensor)
-            if name != "sinks" and tensor.ndim != 3:
-                raise InvalidArgument(f"{name}.ndim is {tensor.ndim}, 3 is needed: [tokens, heads, dim]")
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            _on(context, name, tensor, ndim=3)
+        if sinks is not None:
+            _on(context, "sinks", sinks)
         dtype, cast = context.dtype, torch.is_autocast_enabled(context.device.type)
         if cast and not all(x.dtype == torch.float64 for x in (q, k, v)):
             dtype = torch.get_autocast_dtype(context.device.type)
@@ -310,9 +309,7 @@ class Batch(Packed):
 
     def _exchange(self, x: Tensor, side: Side | str, heads: int | None, kv_heads: int | None, to_heads: bool) -> Tensor:
         context, side = self.context, one_of("side", side, Side)
-        _on(context, "x", x)
-        if x.ndim != 3:
-            raise InvalidArgument(f"x.ndim is {x.ndim}, 3 is needed: [tokens, heads, dim]")
+        _on(context, "x", x, ndim=3)
         plan = self._mixing(heads, kv_heads)
         out: Tensor = operators.AllToAll.apply(x, context.rank, context.number, plan, side, to_heads)  # type: ignore[no-untyped-call]
         return out
@@ -347,12 +344,14 @@ class Batch(Packed):
             raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, ({rows}, ...) is needed")
 
 
-def _on(context: Context, name: str, tensor: Tensor) -> None:
+def _on(context: Context, name: str, tensor: Tensor, ndim: int | None = None) -> None:
     """Refuses everything but a dense tensor on the device of an open context."""
     context.check_open()
     dense(name, tensor)
     if tensor.device != context.device:
         raise InvalidArgument(f"{name}.device is {tensor.device}, {context.device} is needed, the device of the context")
+    if ndim and tensor.ndim != ndim:
+        raise InvalidArgument(f"{name}.ndim is {tensor.ndim}, {ndim} is needed: [tokens, heads, dim]")
 
 
 def _tokens_of(plan: Plan) -> str:

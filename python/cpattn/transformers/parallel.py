@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from .._check import attempt, refused, whole
 from ..engine import EngineTransport
@@ -37,6 +39,13 @@ from .probe import probe
 # The numbers that ranks exchange: REFUSED after refused arguments, odd numbers for arguments, other even numbers for parts of a loss.
 # So ranks notice if one of them is at another place, because it has failed in between.
 REFUSED = 2
+
+_OWN = "each rank computes its own tokens only. For generate, use `with cp.off():`"
+REFUSED_OPTIONS = {
+    "output_router_logits": "the router's loss is not a sum over tokens. Set model.config.output_router_logits = False, and "
+    "router_aux_loss_coef=0.0 in an SFTConfig",
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "logits_to_keep"), _OWN),
+}
 
 
 def _number(data: bytes) -> int:
@@ -156,6 +165,8 @@ class ContextParallel:
         if dist.get_rank(group) < 0:
             raise InvalidArgument(f"process {dist.get_rank()} is not a member of group: make a ContextParallel on the members of group only")
         members = dist.get_process_group_ranks(group)
+        self.model: Any = None
+        self._base: Any = None
         self._hooks: list[Any] = []
         self._contexts: dict[torch.dtype, Context] = {}
         self._options = {"timeout": timeout, "workers": workers, **options}
@@ -208,7 +219,7 @@ class ContextParallel:
         model.set_attn_implementation(NAME)
         self._mixers.replace()
         self._layers = probe(model, self._takes, self._mixers)
-        self._base: Any = getattr(model, model.base_model_prefix, None)
+        self._base = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
             raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
         # Invalid options of a plan are refused here, not with the first batch.
@@ -245,17 +256,9 @@ class ContextParallel:
         def asked(name: str) -> Any:
             return getattr(self.config, name, None) if inputs.get(name) is None else inputs[name]
 
-        if asked("output_router_logits"):
-            raise Unsupported(
-                "output_router_logits is set, which is not supported, since the router's loss is not a sum over tokens: set "
-                "model.config.output_router_logits = False, and router_aux_loss_coef=0.0 in an SFTConfig"
-            )
-        for name in ("output_attentions", "output_hidden_states", "logits_to_keep"):
+        for name, reason in REFUSED_OPTIONS.items():
             if asked(name):
-                raise Unsupported(
-                    f"{name} is set, which is not supported: each rank computes its own tokens only. For generate, use "
-                    "`with cp.off():`"
-                )
+                raise Unsupported(f"{name} is set, which is not supported: {reason}")
         if asked("return_dict") is False:
             raise Unsupported("return_dict is False, True is needed")
         found, loss = pack(inputs), getattr(self.model, "loss_function", None)
@@ -266,11 +269,9 @@ class ContextParallel:
         if found.next_ids is not None:
             within("labels", found.next_ids[found.next_ids != -100], getattr(head, "out_features", None))
         rope = getattr(self.config, "rope_parameters", None) or {}
-        for one in (rope, *rope.values()):
-            kind = one.get("rope_type") if isinstance(one, dict) else None
-            most: Any = getattr(self.config, "original_max_position_embeddings", None) or getattr(self.config, "max_position_embeddings", 0)
-            if isinstance(one, dict):
-                most = one.get("original_max_position_embeddings") or most
+        usual: Any = getattr(self.config, "original_max_position_embeddings", None) or getattr(self.config, "max_position_embeddings", 0)
+        for one in filter(lambda one: isinstance(one, dict), (rope, *rope.values())):
+            kind, most = one.get("rope_type"), one.get("original_max_position_embeddings") or usual
             if kind in ("dynamic", "longrope") and found.longest > most:
                 raise Unsupported(
                     f"rotary embeddings of the type {kind}: the longest document has {found.longest} tokens, at most {most} are supported: cut "
@@ -294,8 +295,7 @@ class ContextParallel:
                 "give longer batches, use fewer ranks for each replica (replicas), or choose another layout"
             )
         labels = None if found.next_ids is None else found.next_ids[batch.tokens]
-        batch_of = lambda dtype: self._context(dtype).batch(found.cu_seqlens)
-        return Forward(found, batch_of, batch, items, labels)
+        return Forward(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens), batch, items, labels)
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if Current.forward is not None:  # the head alone, for a tile
@@ -313,17 +313,12 @@ class ContextParallel:
     # Outputs
 
     def _after(self, model: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        forward = Current.forward
-        if not isinstance(forward, Forward) or forward.tile is not None:
-            return None
-        if forward.hidden is not None:
-            out["logits"] = None
-        if forward.labels is None:
+        if (forward := self._whole()) is None or forward.labels is None:
             return out
         if forward.hidden is None:
             part = self._sum(out.logits[0], forward.labels)
         else:
-            part = self._tiles(model, forward, kwargs)
+            out["logits"], part = None, self._tiles(model, forward, kwargs)
         items = forward.items if forward.items is not None else forward.pack.count
         out["loss"] = _Total.apply(part, forward.batch.context.transport, self._factor) / items  # type: ignore[no-untyped-call]
         return out
@@ -358,19 +353,28 @@ class ContextParallel:
         total: Tensor = sum((checkpoint(part, *one, use_reentrant=False) for one in parts), hidden.new_zeros((), dtype=torch.float32))
         return total
 
-    def _base_after(self, base: Any, args: Any, out: Any) -> Any:
-        """Takes the hidden states, so that the head computes no logits."""
+    @staticmethod
+    def _tiled(usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The base model's forward. Keeps the hidden states, so that the head computes no logits, or returns those of a tile."""
         forward = Current.forward
-        if isinstance(forward, Forward) and forward.tile is None and forward.labels is not None:
-            forward.hidden = out["last_hidden_state"]
-            out["last_hidden_state"] = forward.hidden[:, :0]
+        if not isinstance(forward, Forward) or forward.labels is None:
+            return usual(*args, **kwargs)
+        if forward.tile is not None:
+            return MoeModelOutputWithPast(last_hidden_state=forward.tile)
+        out = usual(*args, **kwargs)
+        forward.hidden = out["last_hidden_state"]
+        out["last_hidden_state"] = forward.hidden[:, :0]
         return out
 
     def _ends(self, *_: Any) -> None:
+        if (forward := self._whole()) is not None:
+            forward.hidden = Current.forward = None
+
+    @staticmethod
+    def _whole() -> Forward | None:
+        """The current forward pass, unless it is that of a tile."""
         forward = Current.forward
-        if isinstance(forward, Forward) and forward.tile is None:
-            forward.hidden = None
-            Current.forward = None
+        return forward if isinstance(forward, Forward) and forward.tile is None else None
 
     def _hook(self) -> None:
         self._mixers.replace()
@@ -382,28 +386,17 @@ class ContextParallel:
             self.model.register_forward_hook(self._ends, always_call=True),
         ]
         if self.tile:
-            self._hooks.append(self._base.register_forward_hook(self._base_after))
-            usual = self._base.forward
-
-            def tiled(*args: Any, **kwargs: Any) -> Any:
-                forward = Current.forward
-                if isinstance(forward, Forward) and forward.tile is not None:
-                    from transformers.modeling_outputs import MoeModelOutputWithPast
-
-                    return MoeModelOutputWithPast(last_hidden_state=forward.tile)
-                return usual(*args, **kwargs)
-
-            self._base.forward = tiled
+            self._base.forward = partial(self._tiled, self._base.forward)
 
     def _restore(self) -> None:
-        if getattr(self, "model", None) is None:
+        if self.model is None:
             return  # refused before the model was changed
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self._mixers.restore()
-        if getattr(self, "tile", 0) and "forward" in vars(getattr(self, "_base", object())):
-            del self._base.forward
+        if self._base is not None and self.tile:
+            vars(self._base).pop("forward", None)
         with suppress(ValueError):
             self.model.set_attn_implementation(self._usual)
 
