@@ -68,18 +68,12 @@ def status_of(name: str, *arguments: Any) -> int:
     return status
 
 
-def error_of(name: str, status: int) -> errors.Error:
-    """The error of the last call on this thread, which returned `status`. Use it before another call."""
-    kind, text = _library.cpattn_status_name(c_int32(status)), _library.cpattn_last_error()
-    peer = _library.cpattn_last_error_peer()
-    return errors.of_status(status, f"cpattn_{name}: {kind.decode()}: {text.decode()}", None if peer < 0 else peer)
-
-
 def call(name: str, *arguments: Any) -> None:
     """Calls cpattn_`name` and raises an error unless it succeeds."""
-    status = status_of(name, *arguments)
-    if status:
-        raise error_of(name, status)
+    if status := status_of(name, *arguments):
+        kind, text = _library.cpattn_status_name(c_int32(status)), _library.cpattn_last_error()
+        peer = _library.cpattn_last_error_peer()
+        raise errors.of_status(status, f"cpattn_{name}: {kind.decode()}: {text.decode()}", None if peer < 0 else peer)
 
 
 def text_of(name: str, *arguments: Any) -> str:

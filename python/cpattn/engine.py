@@ -112,9 +112,7 @@ class EngineTransport(Transport):
         """A call that may wait for other ranks."""
         self._calls.append(name)
         try:
-            self._interruptible(lambda: call(name, self._handle, *arguments), self.abort)
-        except Exception as said:
-            raise self.kept.exception(said)
+            self._interruptible(lambda: self.kept.call(name, self._handle, *arguments), self.abort)
         finally:
             self._calls.remove(name)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from . import _header, errors
 from ._check import RANGES, c_array, flag, instance, instances, one_of, refused, whole
 from ._interruptible import ENDING, Interruptible
-from ._library import call, error_of, status_of
+from ._library import call, status_of
 from .engine import EngineTransport
 from .plan import Direction, Plan, Side
 from .ring import Link
@@ -145,13 +145,10 @@ class Rank:
         count, bytes = c_size_t(), ring_bytes(bytes)
         self._call("rank_ring_check", bytes, None, 0, byref(count))
         links = (_header.Link * count.value)()
-
-        def check() -> errors.Error | None:
+        try:
+            self._waiting(lambda: call("rank_ring_check", self._handle, bytes, links, len(links), byref(count)))
+        except errors.Error as said:
             # The library's message names the link; the exception of a Python transport is the cause.
-            status = status_of("rank_ring_check", self._handle, bytes, links, len(links), byref(count))
-            return error_of("rank_ring_check", status) if status else None
-
-        if said := self._waiting(check):
             failure = self._kept.failure
             if isinstance(said, errors.PeerError) and isinstance(failure, errors.PeerError):
                 said.peer = failure.peer
@@ -220,9 +217,7 @@ class Rank:
         if not self._handle:
             raise errors.InvalidHandle(f"cpattn_{name}: this rank is closed: make a new one")
         self._interruptible.check_process()
-        status = status_of(name, self._handle, *arguments)
-        if status:
-            raise self._kept.exception(error_of(name, status))
+        self._kept.call(name, self._handle, *arguments)
 
 
 def _address(name: str, value: object) -> int | None:

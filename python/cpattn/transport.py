@@ -104,7 +104,14 @@ class Kept:
             self.failure = failure
         return first
 
-    def exception(self, said: BaseException) -> BaseException:
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls cpattn_`name`. If it fails, raises the exception that belongs to its error."""
+        try:
+            call(name, *arguments)
+        except errors.Error as said:
+            raise self.exception(said)
+
+    def exception(self, said: errors.Error) -> BaseException:
         """The exception that the Python call raises for the library's error `said`."""
         if self.failure is None or not isinstance(said, errors.PeerError):
             return said

@@ -158,7 +158,7 @@ def differing(rank: int) -> None:
         (["two"] * 4, None, f"{environment} is 'two', a whole number of at least 1 is needed, or {argument}, 0 if all links"),
         ("0000", None, f"{environment} is '0', a whole number of at least 1 is needed"),
         ("2222", [-1] * 4, f"{argument} is -1, at least 0 is needed"),
-        ("2222", [3] * 4, f"{argument} is 3, a divisor of the 4 ranks of the group is needed, or 0 if all links"),
+        ("2222", [3] * 4, f"{argument} is 3, expected a divisor of the 4 ranks"),
         ("2222", [1 << 70] * 4, f"{argument} is {1 << 70}, at most {(1 << 60) - 2} is needed"),
     ):
         os.environ.pop(environment, None)

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Any, TypeVar
 
 from .._check import attempt, refused, whole
@@ -35,7 +36,7 @@ def agreed(transport: EngineTransport, members: Sequence[int], options: Mapping[
         if len(set(words)) > 1:
             raise InvalidArgument(_differing(words))
         if ARGUMENT in options:
-            return _of_argument(options[ARGUMENT], transport.world), False
+            return whole(ARGUMENT, options[ARGUMENT], 0, _BASE - 2), False
         return (_of_torchrun(members) if TORCHRUN in os.environ else 0), True
 
     return together(transport, decided)
@@ -80,27 +81,15 @@ def _differing(words: Sequence[int]) -> str:
 
 def _runs(ranks: Sequence[int]) -> str:
     """Ascending ranks as a short text: ranks 0-3, 8."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] + 1 == rank:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    # Consecutive ranks have the same difference to their index.
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
 def _number() -> int | None:
     """Torchrun's number of ranks on this node, or None if it is invalid."""
     return attempt(lambda: whole(TORCHRUN, int(os.environ[TORCHRUN]), 0, _BASE - 2))
-
-
-def _of_argument(given: Any, world: int) -> int:
-    """The argument, checked for the ranks of the group. A plan would check it too, but only with the first batch."""
-    each = whole(ARGUMENT, given, 0, _BASE - 2)
-    if 0 < each < world and world % each:
-        raise refused(ARGUMENT, each, f"a divisor of the {world} ranks of the group is needed, or 0 if all links are alike")
-    return each
 
 
 def _of_torchrun(members: Sequence[int]) -> int:

@@ -176,10 +176,9 @@ class ContextParallel:
                 self._try(model, len(members), replicas, gradients, tile, mixers or {})
             settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "options": sorted(options.items())}
             settings["model"] = (type(model).__name__, self._layers)
-            _same(transport, "arguments of ContextParallel", 1, "")
             for name, value in settings.items():
                 need = f"{name} is {value!r} on this rank, all ranks need the same"
-                _same(transport, f"values of {name}", _number(repr(value).encode()), need)
+                _same(transport, "arguments of ContextParallel", _number(repr(value).encode()), need)
             self.replica, self.rank = divmod(transport.rank, self.ranks)
             self.group = self._group_of(members, timeout)
             self.device = next(model.parameters()).device
