@@ -10,9 +10,9 @@ from __future__ import annotations
 import enum
 import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p, pointer
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _header
@@ -145,15 +145,26 @@ class PlanOptions(TypedDict, total=False):
     ranks_per_node: int
 
 
-_ENUMS: dict[str, type[enum.IntEnum]] = {
-    "kind": Kind,
-    "layout": Layout,
-    "circulate": Circulate,
-    "circulate_forward": Circulate,
-    "wire": Wire,
-    "gather": Gather,
+def at_least_1(name: str, value: Any) -> int:
+    """A number of heads, dimensions, ranks or layers."""
+    return whole(name, value, 1, 2**32 - 1)
+
+
+def _gather(name: str, value: Any) -> Gather:
+    return (Gather.OTHERS if value else Gather.STEPS) if isinstance(value, bool) else one_of(name, value, Gather)
+
+
+# By option: the function that checks its value. alibi_slopes depend on heads; other options are whole numbers from 0 to UNLIMITED.
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "kind": partial(one_of, kind=Kind),
+    "layout": partial(one_of, kind=Layout),
+    "wire": partial(one_of, kind=Wire),
+    "gather": _gather,
+    **dict.fromkeys(("circulate", "circulate_forward"), partial(one_of, kind=Circulate)),
+    **dict.fromkeys(("sinks", "reproducible", "pack_inputs"), lambda name, value: int(flag(name, value))),
+    **dict.fromkeys(("kv_heads", "value_dim"), at_least_1),
+    **dict.fromkeys(("scale", "softcap"), number),
 }
-_FLAGS = {"sinks", "reproducible", "pack_inputs"}
 RUNS = {"passes", "circulate", "circulate_forward", "wire", "gather", "reproducible", "pack_inputs", "ranks_per_node"}
 # Options that decide which rank holds which tokens.
 CHOSEN = ("ulysses", "ring", "layout", "layout_parameter")
@@ -167,21 +178,11 @@ def checked(options: PlanOptions, heads: int) -> dict[str, Any]:
         raise InvalidArgument(f"{unknown[0]} is not an option of a plan, one of these is needed: {known}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}
     for name, value in given.items():
-        if name == "gather" and isinstance(value, bool):
-            given[name] = Gather.OTHERS if value else Gather.STEPS
-        elif name in _ENUMS:
-            given[name] = one_of(name, value, _ENUMS[name])
-        elif name in _FLAGS:
-            given[name] = int(flag(name, value))
-        elif name in ("kv_heads", "value_dim"):
-            given[name] = at_least_1(name, value)
-        elif name in ("scale", "softcap"):
-            given[name] = number(name, value)
-        elif name == "alibi_slopes":
+        if name == "alibi_slopes":
             # The C interface takes no length: the library reads `heads` slopes.
             given[name] = c_array(name, c_float, value, heads)
         else:
-            given[name] = whole(name, value, 0, UNLIMITED)
+            given[name] = _CHECKS[name](name, value) if name in _CHECKS else whole(name, value, 0, UNLIMITED)
     return given
 
 
@@ -191,11 +192,6 @@ def ranks_per_node(nodes: Sequence[int]) -> int:
     given, each = c_array("nodes", c_uint64, nodes), c_uint32()
     call("ranks_per_node", given, len(given), byref(each))
     return each.value
-
-
-def at_least_1(name: str, value: Any) -> int:
-    """A number of heads, dimensions, ranks or layers."""
-    return whole(name, value, 1, 2**32 - 1)
 
 
 def kinds_of(name: str, kinds: Any) -> list[tuple[int, dict[str, Any]]]:

@@ -94,7 +94,7 @@ class GlooTransport(EngineTransport):
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise InvalidArgument("torch.distributed has no process group: call init_process_group first")
+            raise InvalidArgument("torch.distributed has no process group: start with torchrun and call init_process_group first")
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER
         if not (group is None or group is outside or isinstance(group, dist.ProcessGroup)):
             raise refused("group", group, "a process group or None is needed")

@@ -160,17 +160,13 @@ class ContextParallel:
         mixers: Mapping[type[torch.nn.Module], Mixer] | None = None,
         **options: Any,
     ) -> None:
-        if not dist.is_initialized():
-            raise InvalidArgument("torch.distributed has no process group: start with torchrun and call init_process_group first")
-        if dist.get_rank(group) < 0:
-            raise InvalidArgument(f"process {dist.get_rank()} is not a member of group: make a ContextParallel on the members of group only")
-        members = dist.get_process_group_ranks(group)
         self.model: Any = None
         self._base: Any = None
         self._hooks: list[Any] = []
         self._contexts: dict[torch.dtype, Context] = {}
         self._options = {"timeout": timeout, "workers": workers, **options}
         transport = GlooTransport(group, timeout=timeout)
+        members = dist.get_process_group_ranks(group)
         try:
             with _told(transport):
                 self._try(model, len(members), replicas, gradients, tile, mixers or {})
