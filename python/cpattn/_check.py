@@ -20,13 +20,9 @@ E = TypeVar("E", bound=enum.IntEnum)
 T = TypeVar("T")
 
 
-def _range(kind: Any) -> tuple[int, int]:
-    bits, signed = 8 * sizeof(kind), kind(-1).value < 0
-    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-
-
 # The ranges of C's integers: ctypes truncates a number that is too large, and refuses other objects without a name.
-RANGES = {kind: _range(kind) for kind in (c_int32, c_int64, c_size_t, c_uint32, c_uint64)}
+RANGES: dict[Any, tuple[int, int]] = {kind: (0, 256 ** sizeof(kind) - 1) for kind in (c_size_t, c_uint32, c_uint64)}
+RANGES |= {kind: (-(256 ** sizeof(kind)) // 2, 256 ** sizeof(kind) // 2 - 1) for kind in (c_int32, c_int64)}
 
 
 def attempt(job: Callable[..., T], *arguments: Any) -> T | None:

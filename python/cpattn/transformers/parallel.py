@@ -176,7 +176,9 @@ class ContextParallel:
                 need = f"{name} is {value!r} on this rank, all ranks need the same"
                 _same(transport, "arguments of ContextParallel", _number(repr(value).encode()), need)
             self.replica, self.rank = divmod(transport.rank, self.ranks)
-            self.group = self._group_of(members, timeout)
+            ranks = members[self.replica * self.ranks :][: self.ranks]
+            # For contexts, `gather` and `loader`. Only the members make it, so other ranks of the world may use other groups, or none.
+            self.group = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
             self.device = next(model.parameters()).device
             self._context(model.dtype)
         except BaseException as error:
@@ -220,12 +222,6 @@ class ContextParallel:
         # Invalid options of a plan are refused here, not with the first batch.
         how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers")}
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
-
-    def _group_of(self, members: list[int], timeout: float) -> Any:
-        """The group of this replica, for contexts, `gather` and `loader`. Only its members make it, so other ranks of the world may use
-        other groups, or none."""
-        ranks = members[self.replica * self.ranks :][: self.ranks]
-        return dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
 
     def _heads(self) -> dict[str, Any]:
         """Heads and dims of the first layer, as defaults: each layer has its own."""
