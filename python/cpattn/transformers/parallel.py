@@ -135,8 +135,8 @@ class ContextParallel:
     or FSDP wrap the model.
 
     Afterwards every rank calls `model(**batch)` with the same batch: rows with padding (`attention_mask`), or packs
-    (`position_ids` that start again, or `cu_seqlens`). `loss` is that of the whole batch on every rank; `logits` are of this
-    rank's tokens, and `gather` gives those of all.
+    (`position_ids` that start again, or `cu_seqlens`). `loss` is the loss of the whole batch on every rank. `logits` are
+    those of this rank's tokens; `gather` returns the logits of all tokens.
 
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP) or "sum". `replicas` is the
     number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `ulysses`, `ring`,

@@ -38,7 +38,7 @@ class Alone:
         seen = (q * weights).sum(-1, keepdim=True) + (k * weights.cos()).sum((1, 2), keepdim=True)
         return o + seen.tanh().to(o.dtype)
 
-    # For mixers: each token is a document of its own.
+    # For mixers: each token is a separate document.
 
     cu_seqlens = tuple(range(TOKENS + 1))
 
