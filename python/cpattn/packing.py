@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ._check import attempt, refused
-from .errors import InvalidArgument
-from .plan import Dtype, Plan, checked
+from .errors import InvalidArgument, InvalidHandle
+from .plan import Dtype, Plan, at_least_1, checked
 
 B = TypeVar("B")
 
@@ -34,15 +34,6 @@ def ends_of(cu_seqlens: Any) -> tuple[int, ...]:
     return numbers
 
 
-def recent(batches: dict[tuple[int, ...], B], key: tuple[int, ...], limit: int, make: Callable[[], B]) -> B:
-    """The batch of a key. The last `limit` batches are cached."""
-    batch = batches.pop(key, None) or make()
-    batches[key] = batch
-    if len(batches) > limit:
-        del batches[next(iter(batches))]
-    return batch
-
-
 def over_all(plan: Plan) -> Plan:
     """Refuses a plan with several replicas."""
     info = plan.describe()
@@ -59,6 +50,28 @@ def kind_of(q: Shaped, k: Shaped, v: Shaped, dtype: Dtype, sinks: bool, told: Se
     kind = checked({name: value for name, value in zip(_TOLD, told) if value is not None}, q.shape[1])  # type: ignore[arg-type]
     shape = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_dim": v.shape[2], "dtype": dtype}
     return {**kind, **shape, **({"sinks": True} if sinks else {})}
+
+
+class PackedContext:
+    """The last `plans` batches of a context that is not closed."""
+
+    def __init__(self, plans: int) -> None:
+        self._limit, self._closed = at_least_1("plans", plans), False
+        self._batches: dict[tuple[int, ...], Any] = {}  # least recently used first
+
+    def check_open(self) -> None:
+        """Raises InvalidHandle after `close`."""
+        if self._closed:
+            raise InvalidHandle("the context is closed: make a new one, on all ranks of a group")
+
+    def _cached(self, cu_seqlens: Any, make: Callable[[tuple[int, ...]], B]) -> B:
+        self.check_open()
+        key = ends_of(cu_seqlens)
+        batch: B = self._batches.pop(key, None) or make(key)
+        self._batches[key] = batch
+        if len(self._batches) > self._limit:
+            del self._batches[next(iter(self._batches))]
+        return batch
 
 
 class Packed:

@@ -20,8 +20,8 @@ import numpy as np
 
 from .._check import attempt, instance, refused, whole
 from ..engine import checked_timeout
-from ..errors import InvalidArgument, InvalidHandle, Unsupported
-from ..packing import Packed, ends_of, kind_of, over_all, recent
+from ..errors import InvalidArgument, Unsupported
+from ..packing import Packed, PackedContext, ends_of, kind_of, over_all
 from ..plan import DTYPES, Plan, PlanOptions, Side, at_least_1, checked
 from ..rank import Rank, local_group, on_all
 from . import calls
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Context:
+class Context(PackedContext):
     """The devices of the axis `axis` of `mesh` as ranks, all of them CPU devices of this process; without a mesh, one rank.
 
     `attention` is called inside `jax.shard_map` over that axis, on each rank's own tokens. Other axes of the mesh are replicas.
@@ -53,6 +53,7 @@ class Context:
         plans: int = 16,
         **options: Unpack[PlanOptions],
     ) -> None:
+        super().__init__(plans)
         self.world, self.axis = 1, axis
         if (mesh is None) != (axis is None):
             raise InvalidArgument(f"mesh is {mesh} and axis is {axis!r}: give both, or neither for one rank")
@@ -71,24 +72,19 @@ class Context:
         checked(options, heads)
         over_all(Plan([0, 1], world=self.world, **self._kind))
         self._deadline = max(1, round(1000 * checked_timeout(timeout)))
-        self._workers, self._limit = whole("workers", workers, 1, 1024), at_least_1("plans", plans)
-        self._batches: dict[tuple[int, ...], Batch] = {}
+        self._workers = whole("workers", workers, 1, 1024)
         self._lock = threading.RLock()
         self._groups: list[list[Rank]] = []  # idle
-        self._closed = False
 
     def batch(self, cu_seqlens: Any, rows: int | None = None) -> Batch:
         """The batch with these documents. cu_seqlens: 0, the end of the first document, ..., the number of tokens. `rows` is the number
         of rows per rank, by default the number of tokens of the longest share."""
-        if self._closed:
-            raise InvalidHandle("the context is closed: make a new one")
-        key = ends_of(cu_seqlens)
         with self._lock:
-            batch = recent(self._batches, key, self._limit, lambda: Batch(self, key))
+            batch = self._cached(cu_seqlens, lambda key: Batch(self, key))
         if rows is None:
             return batch
         batch.check_rows(at_least_1("rows", rows))
-        return Batch(self, key, batch.plan, rows)
+        return Batch(self, ends_of(cu_seqlens), batch.plan, rows)
 
     def attention(
         self,

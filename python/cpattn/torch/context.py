@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._check import attempt, flag, instance, one_of, refused, whole
-from ..errors import Error, InvalidArgument, InvalidHandle, Unsupported
-from ..packing import Packed, ends_of, kind_of, over_all, recent
+from ..errors import Error, InvalidArgument, Unsupported
+from ..packing import Packed, PackedContext, kind_of, over_all
 from ..plan import CHOSEN, RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..trace import Event
@@ -47,7 +47,7 @@ def _holds(dtype: torch.dtype, number: object) -> bool:
     return held is not None and (dtype.is_floating_point or dtype.is_complex or bool(held == number))
 
 
-class Context:
+class Context(PackedContext):
     """This process as one rank of a process group (None: the default group). Make one for the whole job, on all ranks.
 
     `timeout` is in seconds: if no message moves for that time, a call fails on this rank and then on all ranks. It must be longer
@@ -86,7 +86,8 @@ class Context:
     ) -> None:
         heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
         checked({name: value for name, value in options.items() if name != nodes.ARGUMENT}, heads)  # type: ignore[arg-type]
-        workers, self._limit = at_least_1("workers", workers), at_least_1("plans", plans)
+        super().__init__(plans)
+        workers = at_least_1("workers", workers)
         own_tokens, self._layers = flag("own_tokens", own_tokens), kinds_of("layers", layers)
         if self._layers and (chosen := [name for name in CHOSEN if options.get(name)]):
             raise InvalidArgument(f"layers and {chosen[0]} are both given, but layers choose {chosen[0]}: leave one of them out")
@@ -109,8 +110,6 @@ class Context:
         except BaseException:
             self.transport.release()
             raise
-        self._batches: dict[tuple[int, ...], Batch] = {}  # least recently used first
-        self._closed = False
         self.key = next(_numbers)
         operators.CONTEXTS[self.key] = self
         # The rank for tensors on the CPU; with a device, for `shift` only.
@@ -146,9 +145,7 @@ class Context:
 
     def batch(self, cu_seqlens: Tensor | Sequence[int]) -> Batch:
         """The batch with these documents. cu_seqlens: 0, the end of the first document, ..., the number of tokens."""
-        self.check_open()
-        key = ends_of(cu_seqlens)
-        return recent(self._batches, key, self._limit, lambda: Batch(self, key))
+        return self._cached(cu_seqlens, lambda key: Batch(self, key))
 
     def _first(self, cu_seqlens: Sequence[int]) -> Plan:
         """A plan that decides which rank holds which tokens."""
@@ -190,11 +187,6 @@ class Context:
         call it. `cpattn.timeline_svg` draws the events, `cpattn.chrome_trace` makes a file for Perfetto."""
         self.check_open()
         return self.rank.gather_trace()
-
-    def check_open(self) -> None:
-        """Raises InvalidHandle after `close`."""
-        if self._closed:
-            raise InvalidHandle("the context is closed: make a new one on all ranks")
 
     def close(self) -> None:
         """Leaves the group. Peers that still need this rank get an error, so call dist.barrier on all ranks before."""
