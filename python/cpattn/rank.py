@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int32, c_size_t, c_uint8, c_void_p
+from functools import partial
 from typing import Any, TypeVar
 
 from . import _header, errors
@@ -145,8 +146,9 @@ class Rank:
         count, bytes = c_size_t(), ring_bytes(bytes)
         self._call("rank_ring_check", bytes, None, 0, byref(count))
         links = (_header.Link * count.value)()
+        job = partial(call, "rank_ring_check", self._handle, bytes, links, len(links), byref(count))
         try:
-            self._waiting(lambda: call("rank_ring_check", self._handle, bytes, links, len(links), byref(count)))
+            self._interruptible(job, self._transport.abort) if self._transport else job()
         except errors.Error as said:
             # The library's message names the link; the exception of a Python transport is the cause.
             failure = self._kept.failure
@@ -202,16 +204,14 @@ class Rank:
         self._call("rank_abort")
 
     def _run(self, name: str, *arguments: object, keep: object = None, stream: object = None) -> None:
-        """A call that may wait for other ranks. `keep` stays alive during the call, also after an interrupt."""
+        """A call that may wait for other ranks, and that Ctrl-C ends. `keep` stays alive during the call, also after an interrupt."""
+        if self._transport is None or stream is not None:
+            return self._call(name, *arguments)
 
         def job(_keep: object = keep) -> None:
             self._call(name, *arguments)
 
-        job() if stream is not None else self._waiting(job)
-
-    def _waiting(self, job: Callable[[], T]) -> T:
-        """Runs a job that waits for other ranks, so that Ctrl-C ends it."""
-        return self._interruptible(job, self._transport.abort) if self._transport else job()
+        self._interruptible(job, self._transport.abort)
 
     def _call(self, name: str, *arguments: object) -> None:
         if not self._handle:
