@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Builds the shared library with `capi/build` and packs it with the header that it has, so that one command installs all.
+"""Builds the shared library with `capi/build` and packs it with its header, so that one command installs everything.
 
-The crate is the folder above this one; in a source distribution, which must hold it whole, it is `crate`. CPATTN_FEATURES in the
-environment names the features (rayon,cuda,nccl): CUDA and NCCL need no toolkit, and neither driver nor library before a device is used.
+The crate is the folder above this one, or the folder `crate` of a source distribution. The environment variable CPATTN_FEATURES has the
+features (default: rayon,cuda,nccl). CUDA and NCCL need no toolkit, and a driver or library only when a device is used.
 """
 
 import os
@@ -26,7 +26,7 @@ NO_CARGO = (
 
 
 class BuildLibrary(Command):
-    """Into the wheel; for an editable installation, where a checkout's package looks for it."""
+    """Puts the library into the wheel, or for an editable installation into target/capi of the checkout."""
 
     editable_mode = False
 
@@ -38,7 +38,7 @@ class BuildLibrary(Command):
 
     def run(self):
         if sys.platform != "linux":
-            raise SystemExit(f"cpattn can be built for Linux alone, this is {sys.platform}")
+            raise SystemExit(f"sys.platform is {sys.platform}, linux is needed: cpattn runs on Linux only")
         if not shutil.which("cargo"):
             raise SystemExit(NO_CARGO)
         prefix = CRATE / ("target/capi" if self.editable_mode else "target/python")
@@ -60,14 +60,14 @@ class BuildLibrary(Command):
 
 
 class Wheel(bdist_wheel):
-    """The library is called through ctypes: any Python 3, one platform."""
+    """A wheel for any Python 3 on one platform, since the library is called through ctypes."""
 
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]
 
 
 class Source(sdist):
-    """With the crate and that of the C library, the files that a registry of crates would have."""
+    """Adds the files of the crate and of the C library's crate, as in a registry of crates."""
 
     def make_release_tree(self, base_dir, files):
         super().make_release_tree(base_dir, files)
@@ -76,11 +76,11 @@ class Source(sdist):
             command = ["cargo", "package", "--list", "--allow-dirty", "--package", package]
             listed = subprocess.run(command, cwd=CRATE, check=True, stdout=subprocess.PIPE, text=True).stdout
             for name in map(Path(folder).joinpath, listed.splitlines()):
-                # What a registry would add is not in the checkout.
+                # Files that a registry would add are not in the checkout.
                 if (CRATE / name).is_file():
                     (target / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(CRATE / name, target / name)
-        # The other members are not there.
+        # The source distribution has no other members.
         manifest = target / "Cargo.toml"
         text, changed = re.subn(r"(?m)^members = .*$", 'members = [".", "capi"]', manifest.read_text())
         assert changed == 1, "the workspace has a list of members"
@@ -92,7 +92,7 @@ class Platform(Distribution):
         return True
 
 
-# What an earlier build left there would be packed too.
+# Files of an earlier build would be packed too.
 shutil.rmtree(HERE / "build", ignore_errors=True)
 build.sub_commands.append(("build_library", None))
 setup(distclass=Platform, cmdclass={"build_library": BuildLibrary, "bdist_wheel": Wheel, "sdist": Source})

@@ -4,7 +4,7 @@
     capi/build --cuda && PYTHONPATH=python python3 examples/python/cuda_ranks.py
 
 With a PyTorch that has CUDA, tensors and streams are PyTorch's. Otherwise memory comes from the driver itself, which is
-how this runs on the stand-in driver. All that cpattn sees of either is a DLTensor and a stream.
+how this runs on the stand-in driver. cpattn gets DLTensors and a stream in both cases.
 """
 
 import argparse
@@ -30,7 +30,7 @@ class Torch:
         self.torch = torch
 
     def enter(self):
-        """Once on each thread: a stream of its own."""
+        """Called once on each thread: makes its stream."""
         self.torch.cuda.set_device(DEVICE)
         self.torch.cuda.set_stream(self.torch.cuda.Stream())
 
@@ -114,7 +114,7 @@ def on_cpu(inputs):
 
 
 def job_tensors(array, inputs, nq, nk):
-    """What a rank with so many tokens brings and gets."""
+    """The tensors of a rank with these numbers of q and k tokens."""
     tensors = {name: array((n, h, DIM), 16, inputs[name]) for name, n, h in (
         ("q", nq, HEADS), ("k", nk, KV_HEADS), ("v", nk, KV_HEADS), ("d_o", nq, HEADS))}
     tensors["lse"] = array((HEADS, nq), 32)
@@ -143,7 +143,7 @@ def batch():
 
 
 def part(device, plan, whole, want, number, rank):
-    """The job of one rank; how far its results are from those of the CPU."""
+    """The job of one rank. Returns the relative errors against the results of the CPU."""
     device.enter()
     tq, tk = plan.tokens(cpattn.Side.Q, number), plan.tokens(cpattn.Side.K, number)
     mine = {name: rows(data, KV_HEADS if name in "kv" else HEADS, tk if name in "kv" else tq)
@@ -151,7 +151,7 @@ def part(device, plan, whole, want, number, rank):
     for direction in (cpattn.Direction.FORWARD, cpattn.Direction.BACKWARD):
         rank.prepare(plan, direction)
     tensors = job_tensors(device.array, mine, len(tq), len(tk))
-    run(rank, plan, tensors, device.stream())  # enqueued behind the uploads; nobody has waited yet
+    run(rank, plan, tensors, device.stream())  # enqueued after the uploads; no wait so far
     worst = {}
     for name in ("o", "dq", "dk", "dv"):
         heads, tokens = (KV_HEADS, tk) if name in ("dk", "dv") else (HEADS, tq)
@@ -183,7 +183,7 @@ def main(device):
 
 
 def memory():
-    """PyTorch's where it has CUDA, the driver's otherwise; none without a driver."""
+    """Memory of PyTorch with CUDA, otherwise of the driver. Ends the program without a driver."""
     try:
         return Torch()
     except ImportError:

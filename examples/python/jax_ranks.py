@@ -27,9 +27,9 @@ import numpy as np
 import cpattn.jax
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, DIM, LAYERS, WINDOW = 31, 32, 4, 2, 8, 2, 15
-# Packings of as many documents each; an empty one fills up.
+# Packings with the same number of documents, some of them empty.
 PACKINGS = [0, 40, 41, 100], [0, 7, 60, 96], [0, 100, 100, 100], [0, 25, 50, 90]
-# Rows of each rank, at least as many as its longest share.
+# Rows per rank, at least the most tokens of a rank.
 ROWS = {1: 100, 4: 28}
 
 
@@ -48,7 +48,7 @@ def rotate(x, positions):
 
 
 def loss(params, ids, labels, positions, cu_seqlens, *, context):
-    """Of this rank's tokens; rows that only fill the shape have the label -100, like the ends of documents."""
+    """The loss of this rank's tokens. Padding rows have the label -100, like the ends of documents."""
 
     def layer(x, p):
         q, k, v = ((x @ p[name]).reshape(len(x), -1, DIM) for name in "qkv")

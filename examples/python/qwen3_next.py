@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A hybrid model, Qwen3-Next, on several processes: losses and gradients are those of one.
+"""A hybrid model, Qwen3-Next, on several processes: with the losses and gradients of one.
 
     pip install './python[transformers]'
     torchrun --nproc-per-node 3 examples/python/qwen3_next.py

@@ -7,8 +7,8 @@
     torchrun --nproc-per-node 4 examples/python/train.py --steps 50 --json four.json --against one.json --plot both.svg
 
 One process is the baseline: PyTorch's scaled_dot_product_attention over each document. With several, each has a share of
-every batch, and cpattn is its attention. All else is the same code: rotary embeddings, 9 q heads over 3 kv heads, AdamW,
-packed documents of other lengths at every step, gradients summed over the processes.
+every batch and uses cpattn for attention. All other code is the same: rotary embeddings, 9 q heads over 3 kv heads, AdamW,
+packed documents of different lengths at every step, gradients summed over the processes.
 
 The text is that of the two licences of this project, LICENSE-APACHE (whose authors let everyone copy and distribute it
 verbatim) and LICENSE-MIT, read from the checkout byte by byte.
@@ -53,7 +53,7 @@ class Parallel:
 
 
 class Alone:
-    """The baseline: one process has every batch whole."""
+    """The baseline: one process has the whole of every batch."""
 
     def split(self, ids, cu_seqlens):
         self.lengths = cu_seqlens.diff().tolist()
@@ -132,7 +132,7 @@ def train(parallel, steps, dtype):
     losses = []
     for ids, cu_seqlens in batches(steps):
         mine, positions, labels = parallel.split(ids, cu_seqlens)
-        # The mean over all tokens of the batch that have a next one: each process adds its own part of it.
+        # The mean over all tokens of the batch with a next token. Each process adds its part.
         count = int((cu_seqlens.diff() - 1).clamp(min=0).sum())
         loss = F.cross_entropy(model(mine, positions), labels, reduction="sum") / count
         optimizer.zero_grad()
@@ -147,7 +147,7 @@ def train(parallel, steps, dtype):
 
 
 def refused(found):
-    """Ends all processes where one was refused. What several of them say is printed by the first of these, once."""
+    """Ends all processes if one was refused. Equal errors are printed once, by the first process that has them."""
     said = [None] * dist.get_world_size()
     dist.all_gather_object(said, found)
     if found is not None and said.index(found) == dist.get_rank():
@@ -184,7 +184,7 @@ def main():
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the losses go")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of them")
     parser.add_argument("--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot")
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="an SVG of what each of several processes did when")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="an SVG timeline of the processes")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the same as a JSON for Perfetto")
     parser.add_argument("--dtype", choices=["f32", "f64"], default="f32")
     parser.add_argument("--ulysses", type=int, default=0)
@@ -196,7 +196,7 @@ def main():
         parser.error(f"--steps is {given.steps}, at least 1 is needed")
     if given.layout in ("striped", "balanced") and given.layout_parameter < 1:
         parser.error(f"--layout {given.layout} needs --layout-parameter, at least 1")
-    # Read before the training: a file that is not there is found at once.
+    # Read before the training, so that a missing file is found at once.
     other = json.loads(given.against.read_text()) if given.against else None
     if other and len(other["losses"]) != given.steps:
         parser.error(f"--against {given.against} has {len(other['losses'])} steps, --steps is {given.steps}")
@@ -207,7 +207,7 @@ def main():
         mesh = {"ulysses": given.ulysses, "ring": given.ring}
         try:
             parallel = Parallel(dtype=dtype, layout=layout, layout_parameter=given.layout_parameter, **mesh)
-            parallel.split(*next(batches(1)))  # which plans
+            parallel.split(*next(batches(1)))  # makes a plan
         except cpattn.Error as error:
             found = f"error: {error}"
         refused(found)
@@ -217,7 +217,7 @@ def main():
     recorded = given.timeline or given.trace
     if recorded:
         if world == 1:
-            parser.error(f"{recorded} is to show what several processes did, this is one")
+            parser.error("--timeline and --trace need several processes, and this is one")
         parallel.context.record()
     losses = train(parallel, given.steps, dtype)
     events = parallel.context.trace() if recorded else []  # on rank 0: of all

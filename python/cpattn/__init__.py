@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """cpattn: exact context-parallel attention, over the C interface (`include/cpattn.h`).
 
-`Plan` says what is computed and who holds which tokens, `Rank` runs it on tensors of NumPy, PyTorch, JAX or whoever else
-speaks DLPack, `Transport` is a communicator of your own. `cpattn.torch` has what a PyTorch training job needs.
+A `Plan` says what is computed and which rank holds which tokens. A `Rank` runs plans on tensors of NumPy, PyTorch, JAX or any
+other library with DLPack. A `Transport` is your own communicator. `cpattn.torch` is for PyTorch, `cpattn.jax` for JAX.
 """
 
 from ._header import UNLIMITED

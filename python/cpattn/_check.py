@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Arguments of Python that the C interface has no room for, or that ctypes would refuse without their names.
+"""Checks of arguments that do not fit into the C interface, or that ctypes would refuse without their names.
 
-What is given may be any object: one whose methods raise is refused like any other.
+An argument may be any object, also one whose methods raise.
 """
 
 from __future__ import annotations
@@ -20,25 +20,21 @@ E = TypeVar("E", bound=enum.IntEnum)
 T = TypeVar("T")
 
 
-def _range(kind: Any) -> tuple[int, int]:
-    bits, signed = 8 * sizeof(kind), kind(-1).value < 0
-    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-
-
-# What fits into an integer of C: ctypes keeps the low bits of a number that is too large, and refuses others without a name.
-RANGES = {kind: _range(kind) for kind in (c_int32, c_int64, c_size_t, c_uint32, c_uint64)}
+# The ranges of C's integers: ctypes truncates a number that is too large, and refuses other objects without a name.
+RANGES: dict[Any, tuple[int, int]] = {kind: (0, 256 ** sizeof(kind) - 1) for kind in (c_size_t, c_uint32, c_uint64)}
+RANGES |= {kind: (-(256 ** sizeof(kind)) // 2, 256 ** sizeof(kind) // 2 - 1) for kind in (c_int32, c_int64)}
 
 
 def attempt(job: Callable[..., T], *arguments: Any) -> T | None:
-    """What a call returns, None where it raises."""
+    """The result of a call, or None if it raises."""
     try:
         return job(*arguments)
-    except Exception:  # noqa: BLE001 (whatever an object raises)
+    except Exception:  # noqa: BLE001 (an object may raise anything)
         return None
 
 
 def refused(name: str, value: Any, needed: str) -> InvalidArgument:
-    """An argument that is something else than what is `needed`, which says so."""
+    """The error for an argument that is not as `needed` says."""
     shown = attempt(reprlib.repr, value) or f"of type {type(value).__name__}"
     return InvalidArgument(f"{name} is {shown}, {needed}")
 
@@ -51,7 +47,7 @@ def instance(name: str, value: T, kind: Any, needed: str = "") -> T:
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
-    """A whole number of Python, NumPy or PyTorch from `low` to `high`; no truth value."""
+    """A whole number of Python, NumPy or PyTorch from `low` to `high`; not a bool."""
     number = None if isinstance(value, bool) else attempt(operator.index, value)
     if number is None:
         raise refused(name, value, "a whole number is needed")
@@ -61,7 +57,7 @@ def whole(name: str, value: Any, low: int, high: int) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """A finite number; no truth value."""
+    """A finite number; not a bool."""
     number = None
     if not isinstance(value, bool | str | bytes):
         number = attempt(float, attempt(operator.index, value) if hasattr(value, "__index__") else value)
@@ -78,7 +74,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, kind: type[E]) -> E:
-    """A member of an enum, its number, or its name in letters of either case."""
+    """A member of an enum, given as a member, a number or a name in upper or lower case."""
     member = attempt(lambda: kind[value.upper()] if isinstance(value, str) else kind(whole(name, value, 0, len(kind))))
     if member is None:
         names = ", ".join(repr(member.name.lower()) for member in kind)
@@ -100,7 +96,7 @@ def instances(name: str, values: Iterable[T], kind: Any) -> list[T]:
 
 
 def c_value(name: str, kind: Any, value: Any) -> Any:
-    """A number or an address as C has it; a text, cut to what fits with the 0 behind it."""
+    """A number, an address or a text for C. A text is truncated to fit with its terminating 0."""
     if kind in (c_double, c_float):
         return number(name, value)
     if kind in RANGES or kind is c_void_p:
@@ -109,18 +105,18 @@ def c_value(name: str, kind: Any, value: Any) -> Any:
 
 
 def c_array(name: str, kind: Any, values: Iterable[Any], count: int | None = None) -> Any:
-    """Numbers as an array of C, of that many entries."""
+    """Numbers as a C array of length `count`, if given."""
     items = listed(name, values)
-    # There may be many, and most are plain numbers that fit.
+    # A fast path for long lists of plain numbers in range.
     if kind not in RANGES or set(map(type, items)) != {int} or not RANGES[kind][0] <= min(items) <= max(items) <= RANGES[kind][1]:
         items = [c_value(f"{name}[{at}]", kind, item) for at, item in enumerate(items)]
     if count is not None and len(items) != count:
-        raise InvalidArgument(f"{name} has {len(items)} entries, {count} are needed")
+        raise InvalidArgument(f"{name} has length {len(items)}, {count} is needed")
     return (kind * len(items))(*items)
 
 
 def c_structs(name: str, struct: Any, values: Iterable[Any], of: Any, **named: str) -> Any:
-    """Named tuples as an array of structs of C, whose members have the names of the fields or those in `named`."""
+    """Named tuples as an array of C structs. A member has the name of its field, or the name in `named`."""
     items, kinds = instances(name, values, of), {member: kind for member, kind, *_ in struct._fields_}
     rows = (struct * len(items))()
     for at, (row, item) in enumerate(zip(rows, items)):

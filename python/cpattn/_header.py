@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """cpattn.h for ctypes, read when the package is imported: its structs, functions and numbers under their own names.
 
-`cpattn_plan_info` is `PlanInfo` here, CPATTN_BUSY is `BUSY`, cpattn_plan_create has its arguments in FUNCTIONS["plan_create"]. So
-a function that the header gains can be called with no line here. Only what the header has is understood, not C: declarations of
-one name each, structs that are complete before they are used, callbacks inside structs. Nothing is decided here.
+`cpattn_plan_info` is `PlanInfo` here, CPATTN_BUSY is `BUSY`, and FUNCTIONS["plan_create"] has the parameters of cpattn_plan_create.
+A new function of the header can be called without a change here. The parser understands the C of this header only: declarations
+of one name each, structs that are complete before use, callbacks inside structs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from ._check import RANGES, c_value
 
 HERE = Path(__file__).resolve().parent
-# An installed package has the header that its library was built with; a checkout has it elsewhere.
+# An installed package contains the header; a checkout has it in include/.
 _path = HERE / "cpattn.h"
 _path = _path if _path.exists() else HERE.parents[1] / "include/cpattn.h"
 _text = re.sub(r"/\*.*?\*/|\\\n", " ", _path.read_text(encoding="utf-8"), flags=re.S)
@@ -32,7 +32,7 @@ _TYPES |= {f"{u}int{bits}_t": getattr(ctypes, f"c_{u}int{bits}") for u in ("u", 
 
 
 class Sized(ctypes.Structure):
-    """A struct whose first member is its size: it begins as the header's INIT macro says."""
+    """A struct whose first member is its size. Its initial values are those of the header's INIT macro."""
 
     defaults: ClassVar[dict[str, Any]] = {}
 
@@ -85,7 +85,7 @@ for _name, _body in re.findall(r"^typedef struct (\w+) \{(.*?)^\} \1;", _text, f
         _kind.defaults = _initial(_name, _kind)
     _TYPES[_name] = globals()["".join(map(str.capitalize, _name.split("_")[1:]))] = _kind
 
-# Of those that return a status, by their names without cpattn_: name and type of each argument.
+# Functions that return a status, by their names without cpattn_: the name and type of each parameter.
 FUNCTIONS = {name: _parameters(text) for name, text in re.findall(r"^int32_t cpattn_(\w+)\(([^;]*)\);", _text, flags=re.M)}
 
 UNLIMITED = NUMBERS["UNLIMITED"]
@@ -94,13 +94,13 @@ TensorP = POINTER(_TYPES["cpattn_tensor"])
 
 
 def __getattr__(name: str) -> Any:
-    """A number of the header's."""
+    """A constant of the header."""
     if name in NUMBERS:
         return NUMBERS[name]
     raise AttributeError(f"cpattn.h has no {name}")
 
 
 def callbacks(table: Any, **functions: Any) -> dict[str, Any]:
-    """Functions of Python as members of a struct of callbacks."""
+    """Python functions as the members of a struct of callbacks."""
     kinds = dict(table._fields_)
     return {name: kinds[name](function) for name, function in functions.items()}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Finds the shared library, loads it once, and turns statuses into exceptions.
 
-It is the path in the environment variable CPATTN_LIBRARY, if that is set; else the library that `pip install` built into this package;
-else, in a checkout, target/capi/lib, where `capi/build` and an editable installation put it.
+Its path is the environment variable CPATTN_LIBRARY, if set; else the library that `pip install` built into this package; else, in
+a checkout, target/capi/lib, where `capi/build` and an editable installation put it.
 
-Calls go through ctypes.CDLL, which lets go of Python's lock: the ranks of one process are ordinary threads. Numbers are checked
-against the types of the header's parameters, by whose names they are refused.
+Calls go through ctypes.CDLL, which releases Python's lock: the ranks of one process are ordinary threads. Numbers are checked
+against the types of the header's parameters, and errors name the parameter.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def _load() -> ctypes.CDLL:
         library.cpattn_version.restype = c_uint32
     except (OSError, AttributeError) as error:
         raise errors.LibraryError(
-            f"no cpattn library was found: {error}\nIn a checkout of cpattn, `pip install ./python` builds and installs it, capi/build "
-            "builds it for use from the checkout, and CPATTN_LIBRARY names a libcpattn.so that lies somewhere else"
+            f"no cpattn library was found: {error}\nRun `pip install ./python` or capi/build in a checkout of cpattn, or set CPATTN_LIBRARY "
+            "to the path of libcpattn.so"
         ) from error
     version, (major, minor) = library.cpattn_version(), (_header.VERSION_MAJOR, _header.VERSION_MINOR)
     if version // 100 != major * 100 + minor:
         raise errors.LibraryError(
             f"{place} is cpattn {version // 10000}.{version // 100 % 100}.{version % 100}; this package needs "
-            f"{major}.{minor}: build library and package from one checkout"
+            f"{major}.{minor}: build the library and the package from one checkout"
         )
     library.cpattn_last_error.restype = c_char_p
     library.cpattn_last_error_peer.restype = c_int64
     library.cpattn_status_name.restype = c_char_p
     for name, parameters in _header.FUNCTIONS.items():
-        # A library of an earlier patch may lack some.
+        # A library of an earlier patch version may lack some functions.
         if function := getattr(library, "cpattn_" + name, None):
             function.argtypes, function.restype = [kind for _, kind in parameters], c_int32
     return library
@@ -51,7 +51,7 @@ _library = _load()
 
 
 def library_version() -> str:
-    """Of the shared library."""
+    """The version of the shared library."""
     version = _library.cpattn_version()
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
@@ -62,28 +62,22 @@ def status_of(name: str, *arguments: Any) -> int:
     given = (c_value(at, kind, value) if kind in RANGES else value for (at, kind), value in declared)
     if (function := getattr(_library, "cpattn_" + name, None)) is None:
         raise errors.LibraryError(
-            f"{_library._name} has no cpattn_{name}, it is older than this package: build library and package from one checkout"
+            f"{_library._name} has no cpattn_{name} and is older than this package: build the library and the package from one checkout"
         )
     status: int = function(*given)
     return status
 
 
-def error_of(name: str, status: int) -> errors.Error:
-    """What the call on this thread that returned `status` has to say. Ask before another call."""
-    kind, text = _library.cpattn_status_name(c_int32(status)), _library.cpattn_last_error()
-    peer = _library.cpattn_last_error_peer()
-    return errors.of_status(status, f"cpattn_{name}: {kind.decode()}: {text.decode()}", None if peer < 0 else peer)
-
-
 def call(name: str, *arguments: Any) -> None:
-    """Calls cpattn_`name` and raises what it refuses."""
-    status = status_of(name, *arguments)
-    if status:
-        raise error_of(name, status)
+    """Calls cpattn_`name` and raises an error unless it succeeds."""
+    if status := status_of(name, *arguments):
+        kind, text = _library.cpattn_status_name(c_int32(status)), _library.cpattn_last_error()
+        peer = _library.cpattn_last_error_peer()
+        raise errors.of_status(status, f"cpattn_{name}: {kind.decode()}: {text.decode()}", None if peer < 0 else peer)
 
 
 def text_of(name: str, *arguments: Any) -> str:
-    """The text that cpattn_`name` writes, into as much room as it says it needs."""
+    """The text that cpattn_`name` writes into a buffer, whose size it returns first."""
     needed = c_size_t()
     call(name, *arguments, None, 0, byref(needed))
     room = ctypes.create_string_buffer(needed.value)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""An engine of sends and receives as a transport: what a framework with a process group and a store plugs in.
+"""An engine of sends and receives as a transport, for a framework with a process group and a store.
 
-The library calls C functions (`cpattn_engine_table` in the header, where the contract is); here they become the methods of an
-`Engine`. Packets, deadlines and the search for the rank at fault are the library's. What has to hold on the way:
+The library calls C functions (`cpattn_engine_table` in the header, which has the contract). Here they call the methods of an
+`Engine`. The library does packets, deadlines and the search for the rank at fault. The rules here:
 
-- No exception enters C. Those of `Engine.failures` are failures of a peer or a connection, whose text goes to the library; any other
-  one is this rank's own: it is kept, ends the group, and is raised by the call that needed it.
-- The library's threads may be inside a callback for as long as a store does not answer. So the callbacks are functions of this
-  module, which are never freed, and find their engine by a number; `release` forgets it.
-- Calls that may wait for other ranks are made on a thread of their own, so that Ctrl-C ends them (`_interruptible.py`).
+- No exception enters C. An exception of `Engine.failures` is a failure of a peer or a connection: its text goes to the library. Any
+  other exception is a failure of this rank: it is kept, ends the group, and the Python call behind the callback raises it.
+- The library's threads may be inside a callback while a store does not answer. So the callbacks are functions of this module, which
+  are never freed. They find their engine by a number, until `release`.
+- Calls that may wait for other ranks run on a separate thread, so that Ctrl-C ends them (`_interruptible.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
 from itertools import count
 from typing import Any
@@ -32,7 +33,7 @@ from .transport import Kept, Message, Transport, memory_at
 
 
 class Engine(abc.ABC):
-    """What a process group has to do; several threads call it at the same time. The contract is at `cpattn_engine_table` in
+    """The operations of a process group. Several threads call them at the same time. The contract is at `cpattn_engine_table` in
     include/cpattn.h."""
 
     rank: int
@@ -41,65 +42,65 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> None:
-        """Makes the connections to the store: one for `wait_for`, another for the other calls, which run at the same
-        time. If it fails the group works, but errors do not name the rank at fault."""
+        """Makes two connections to the store: one for `wait_for`, one for the other calls, which run at the same time. If it fails,
+        the group works, but errors do not name the rank at fault."""
 
     @abc.abstractmethod
     def connect(self) -> None:
-        """Waits until all ranks have come and are connected."""
+        """Waits until all ranks are connected."""
 
     @abc.abstractmethod
     def post(self, receive: bool, peer: int, tag: int, data: memoryview) -> Any:
         """Begins to receive or to send. From one rank to another, sends and receives of one tag match in the order in which they
-        are posted; fewer bytes than there is room for may arrive."""
+        are posted. A message may have fewer bytes than the receive has room for."""
 
     @abc.abstractmethod
     def wait(self, request: Any, seconds: float) -> None:
-        """Waits until what `post` returned this for has moved; fails at once when the engine is closed or the peer is gone."""
+        """Waits until the message of a request of `post` has moved. Fails at once if the engine is closed or the peer is gone."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends all posted messages and all waits; their memory is no longer accessed. Any thread, any number of times."""
+        """Ends all posted messages and all waits, and all access to their memory. Any thread may call it, any number of times."""
 
     @abc.abstractmethod
     def put(self, key: str, value: bytes) -> bytes:
-        """Writes a key unless it is there; the value that is there then. Values have 1 to 4096 bytes."""
+        """Writes a key unless it exists, and returns the value in the store. Values have 1 to 4096 bytes."""
 
     @abc.abstractmethod
     def look(self, key: str) -> bytes | None:
-        """The value of a key, if it is there."""
+        """The value of a key, or None."""
 
     @abc.abstractmethod
     def wait_for(self, key: str) -> None:
-        """Waits until a key is there, without a limit."""
+        """Waits until a key exists, without a time limit."""
 
     def release(self) -> None:
         """The engine is no longer used."""
 
 
 def checked_timeout(timeout: float) -> float:
-    """In seconds."""
+    """A timeout in seconds."""
     timeout = number("timeout", timeout)
     if not 1e-3 <= timeout <= 1e9:
-        raise InvalidArgument(f"timeout is {timeout} seconds, 0.001 to 1e9 are needed")
+        raise InvalidArgument(f"timeout is {timeout} seconds, 0.001 to 1e9 seconds are needed")
     return timeout
 
 
 class EngineTransport(Transport):
-    """This rank of a group over an engine; every rank makes one, at the same time. `timeout` is in seconds: how long a call waits
-    without one of its messages moving."""
+    """This rank of a group over an engine. All ranks make one at the same time. `timeout` is in seconds: a call fails if none of
+    its messages moves for that time."""
 
     def __init__(self, engine: Engine, timeout: float) -> None:
         timeout = checked_timeout(timeout)
         instance("engine", engine, Engine, "an Engine is needed")
         self.engine, self.rank, self.world = engine, engine.rank, engine.world
         self.kept, self._interruptible = Kept(), Interruptible()
-        self._calls: list[str] = []  # that go on
+        self._calls: list[str] = []  # in progress
         self._handle, context = c_void_p(), next(_numbers)
         _engines[context] = _Entry(engine, self.kept)
         table = _header.EngineTable(context=context, rank=engine.rank, world=engine.world, **_callbacks)
         call("engine_group", byref(table), max(1, round(timeout * 1000)), byref(self._handle))
-        # Also at the end of the program, before a thread can meet an interpreter that ends.
+        # Also at the end of the program, before the interpreter ends.
         self._end = weakref.finalize(self, _destroy, self._handle, self._calls, os.getpid())
         try:
             self._call("engine_connect")
@@ -111,14 +112,12 @@ class EngineTransport(Transport):
         """A call that may wait for other ranks."""
         self._calls.append(name)
         try:
-            self._interruptible(lambda: call(name, self._handle, *arguments), self.abort)
-        except Exception as said:
-            raise self.kept.exception(said)
+            self._interruptible(lambda: self.kept.call(name, self._handle, *arguments), self.abort)
         finally:
             self._calls.remove(name)
 
     def share(self) -> c_void_p:
-        """Another handle of the C interface's of this end."""
+        """Another C handle of this transport."""
         handle = c_void_p()
         call("engine_share", self._handle, byref(handle))
         return handle
@@ -134,9 +133,9 @@ class EngineTransport(Transport):
     ) -> None:
         instance("operation", operation, str)
         if stream is not None:
-            raise refused("stream", stream, "None is needed: an engine moves memory of the CPU")
-        both = (("sends", sends), ("recvs", recvs))
-        out, into = (c_structs(name, _header.Message, all_, Message, address="data") for name, all_ in both)
+            raise refused("stream", stream, "None is needed: an engine moves CPU memory")
+        out = c_structs("sends", _header.Message, sends, Message, address="data")
+        into = c_structs("recvs", _header.Message, recvs, Message, address="data")
         self._call("engine_exchange", step, out, len(out), into, len(into))
 
     def poll(self) -> None:
@@ -155,9 +154,9 @@ class EngineTransport(Transport):
 
 
 def _destroy(handle: c_void_p, calls: list[str], process: int) -> None:
-    """Ends calls of other threads first: they must not go on, and call Python, while the interpreter ends."""
+    """Ends calls of other threads first: they must not call Python while the interpreter ends."""
     mine, handle.value, end = c_void_p(handle.value), None, time.monotonic() + ENDING
-    # A forked child has the handle, but not the threads behind it.
+    # A forked child has the handle, but not its threads.
     if os.getpid() == process:
         if calls:
             status_of("engine_abort", mine)
@@ -167,7 +166,7 @@ def _destroy(handle: c_void_p, calls: list[str], process: int) -> None:
 
 
 class _Entry:
-    """An engine while the library may call it, and what it has begun."""
+    """An engine while the library may call it, and its open requests."""
 
     def __init__(self, engine: Engine, kept: Kept) -> None:
         self.engine, self.kept, self.numbers = engine, kept, count()
@@ -180,12 +179,11 @@ _OWN = 2
 
 
 def _guarded(job: Callable[..., None]) -> Callable[..., int]:
-    """A callback, which gets the engine's number first and the place of a text last."""
+    """A callback. Its first argument is the engine's number, its last one a buffer for the text of an error."""
 
     def callback(context: int, *arguments: Any) -> int:
         try:
-            entry = _engines[context]
-            job(entry, *arguments[:-1])
+            job(_engines[context], *arguments[:-1])
             return _header.OK
         except BaseException as failure:  # noqa: BLE001 (nothing may enter C)
             return _said(context, failure, arguments[-1])
@@ -194,7 +192,7 @@ def _guarded(job: Callable[..., None]) -> Callable[..., int]:
 
 
 def _said(context: int, failure: BaseException, text: Any) -> int:
-    try:
+    with suppress(BaseException):  # without a text, the failure is still reported
         entry = _engines[context]
         known = isinstance(failure, entry.engine.failures)
         said = (str(failure) if known else f"{type(failure).__name__}: {failure}").encode()[: _header.ENGINE_TEXT - 1]
@@ -202,8 +200,6 @@ def _said(context: int, failure: BaseException, text: Any) -> int:
         if known:
             return _header.ENGINE_GROUP
         entry.kept.keep(failure)
-    except BaseException:  # noqa: BLE001 (the failure is told without a text)
-        pass
     return _OWN
 
 
@@ -215,12 +211,12 @@ def _post(entry: _Entry, receive: int, peer: int, tag: int, data: int, bytes: in
 
 def _wait(entry: _Entry, request: int, timeout_ms: int) -> None:
     entry.engine.wait(entry.requests[request], timeout_ms / 1000)
-    del entry.requests[request]  # one that failed stays: what becomes of its memory is not known
+    del entry.requests[request]  # a failed one stays: its memory may still be accessed
 
 
 def _give(value: bytes, there: int, there_bytes: Any) -> None:
     if len(value) > _header.ENGINE_VALUE:
-        raise InvalidArgument(f"a value of the store has {len(value)} bytes, at most {_header.ENGINE_VALUE} are needed")
+        raise InvalidArgument(f"a value of the store has {len(value)} bytes, at most {_header.ENGINE_VALUE} are allowed")
     ctypes.memmove(there, value, len(value))
     there_bytes[0] = len(value)
 
@@ -234,17 +230,13 @@ def _look(entry: _Entry, key: bytes, there: int, there_bytes: Any) -> None:
 
 
 def _close(context: int) -> None:
-    try:
+    with suppress(BaseException):  # C takes no error here
         _engines[context].engine.close()
-    except BaseException:  # noqa: BLE001 (there is nobody to tell)
-        pass
 
 
 def _release(context: int) -> None:
-    try:
+    with suppress(BaseException):
         _engines.pop(context).engine.release()
-    except BaseException:  # noqa: BLE001
-        pass
 
 
 _callbacks = _header.callbacks(

@@ -1,50 +1,49 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What can go wrong, as types: one for each status of the C interface, and one for a library that is not there.
+"""The types of errors: one for each status of the C interface, and one for a missing library.
 
-Every message names the argument, what was found and what is needed. Nothing here is raised for a wrong result: there are
-no wrong results, only refused calls.
+A message names the argument, the value that was found and the value that is needed.
 """
 
 from __future__ import annotations
 
 
 class Error(Exception):
-    """A call that failed, in the library's own words."""
+    """A call that failed. The base of all errors of this package."""
 
 
 class LibraryError(Error, ImportError):
-    """The shared library is not there, or is of another version."""
+    """The shared library is missing, or has another version."""
 
 
 class InvalidArgument(Error, ValueError):
-    """An argument contradicts another one, or is impossible by itself. Nothing was written."""
+    """An argument is invalid, or contradicts another one. Nothing was written."""
 
 
 class Unsupported(Error, NotImplementedError):
     """Valid, but not supported by this build, device or mode."""
 
 
-class Disagreement(Error):
-    """Ranks of a group run different plans. In the first run of a plan and direction this is found before any data moves, and
-    all of them may continue. In later runs the group has failed; on a device, what depends on the other rank is then NaN.
-
-    `peer` is one of two ranks that run different plans; the message names both. None if it is not known.
-    """
+class _WithPeer(Error):
+    """An error that may name a rank."""
 
     def __init__(self, message: str, peer: int | None = None) -> None:
         super().__init__(message)
         self.peer = peer
 
 
-class PeerError(Error, ConnectionError):
+class Disagreement(_WithPeer):
+    """Ranks of a group run different plans. In the first run of a plan and direction this is found before any data moves, and
+    all ranks may continue. In later runs the group has failed; on a device, results that depend on the other rank are then NaN.
+
+    `peer` is one of two ranks that run different plans, or None if it is not known. The message names both.
+    """
+
+
+class PeerError(_WithPeer, ConnectionError):
     """A peer failed, left, aborted or did not answer in time. The transport stays failed: make a new one on every rank.
 
-    `peer` is the rank at fault, as far as this rank can tell, or None.
+    `peer` is the rank at fault, or None if this rank cannot tell.
     """
-
-    def __init__(self, message: str, peer: int | None = None) -> None:
-        super().__init__(message)
-        self.peer = peer
 
 
 class ScheduleError(Error):
@@ -56,15 +55,15 @@ class DeviceError(Error):
 
 
 class InvalidHandle(Error):
-    """A handle is closed, or of another kind."""
+    """A handle is closed, or has another kind."""
 
 
 class Busy(Error):
-    """A rank is inside a call of another thread."""
+    """A call of another thread uses the rank."""
 
 
 class LibraryDefect(Error):
-    """The library panicked. Close what the call used."""
+    """The library panicked. Close the objects that the call used."""
 
 
 # By status, from CPATTN_INVALID (1) on.
@@ -82,6 +81,6 @@ BY_STATUS: tuple[type[Error], ...] = (
 
 
 def of_status(status: int, message: str, peer: int | None) -> Error:
-    """The error of a status, which may name a rank."""
+    """The error of a status. `peer` is a rank that the library named."""
     kind = BY_STATUS[status - 1] if 1 <= status <= len(BY_STATUS) else Error
-    return kind(message, peer) if issubclass(kind, Disagreement | PeerError) else kind(message)
+    return kind(message, peer) if issubclass(kind, _WithPeer) else kind(message)

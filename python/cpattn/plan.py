@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Plans: what all ranks agree to compute, and who holds which tokens.
+"""Plans: the computation that all ranks agree on, and which rank holds which tokens.
 
-A plan is a value. It is made from the documents of a batch, the same on every rank, and runs any number of times. The words
-are those of the header (`include/cpattn.h`); `PlanOptions` explains each option.
+A plan is a value. It is made from the documents of a batch, the same on every rank, and runs any number of times. The terms
+are those of the header (`include/cpattn.h`). `PlanOptions` explains each option.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import enum
 import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p, pointer
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _header
@@ -30,12 +30,12 @@ class Dtype(enum.IntEnum):
     F16, BF16, F32, F64 = range(4)
 
 
-_NAMES = dict(zip(("float16", "bfloat16", "float32", "float64"), Dtype))
+DTYPES = dict(zip(("float16", "bfloat16", "float32", "float64"), Dtype))
 
 
 def dtype_of(dtype: Any) -> Dtype:
-    """A member, its number or its name, or the type of an array of NumPy, PyTorch or JAX, or its name."""
-    known = attempt(lambda: _NAMES.get((getattr(dtype, "__name__", None) or str(dtype)).rpartition(".")[2]))
+    """A `Dtype`, given as a member, its number or its name, or as a dtype of NumPy, PyTorch or JAX or its name."""
+    known = attempt(lambda: DTYPES.get((getattr(dtype, "__name__", None) or str(dtype)).rpartition(".")[2]))
     return one_of("dtype", dtype, Dtype) if known is None else known
 
 
@@ -46,17 +46,17 @@ class Kind(enum.IntEnum):
 class Layout(enum.IntEnum):
     """Which tokens each of the R ring ranks holds.
 
-    AUTO: whichever balances the work best. CONTIGUOUS: consecutive tokens of the batch. ZIGZAG: each document in 2R chunks, of
-    which rank r has chunk r and chunk 2R-1-r; slow for packs of short documents, which are cut for every rank. ZIGZAG_PACK: the same
-    with the whole batch in 2R chunks. STRIPED: token t goes to rank (t / layout_parameter) mod R. BALANCED: layout_parameter chunks
-    for each rank, assigned by mask area.
+    AUTO: the layout that balances the work best. CONTIGUOUS: consecutive tokens of the batch. ZIGZAG: each document is cut
+    into 2R chunks, and rank r has chunk r and chunk 2R-1-r; slow for packs of short documents, since each is cut for every rank.
+    ZIGZAG_PACK: the same with the whole batch cut into 2R chunks. STRIPED: token t goes to rank (t / layout_parameter) mod R.
+    BALANCED: layout_parameter chunks for each rank, assigned by mask area.
     """
 
     AUTO, CONTIGUOUS, ZIGZAG, ZIGZAG_PACK, STRIPED, BALANCED = range(6)
 
 
 class Circulate(enum.IntEnum):
-    """Which side is sent round the ring in the backward."""
+    """Which side is sent around the ring."""
 
     AUTO, KEYS, QUERIES = range(3)
 
@@ -68,13 +68,13 @@ class Gather(enum.IntEnum):
 
 
 class Wire(enum.IntEnum):
-    """In which type partial gradients are sent."""
+    """The type in which partial gradients are sent."""
 
     FULL, BF16 = range(2)
 
 
 class Side(enum.IntEnum):
-    """Of q, o, lse and their gradients, or of k and v and theirs."""
+    """Q: q, o, lse and their gradients. K: k, v and their gradients."""
 
     Q, K = range(2)
 
@@ -84,41 +84,42 @@ class Direction(enum.IntEnum):
 
 
 class PlanOptions(TypedDict, total=False):
-    """Options of a plan. What is left out has the default named here; None, where it may be given, is the same. Members of an enum
-    may be given by their names, as strings.
+    """Options of a plan, with their defaults in parentheses. None, where it is allowed, is the default. Members of an enum may be
+    given by their names, as strings.
 
-    What is computed:
+    The computation:
 
     - kv_heads: heads of k and v, of which `heads` is a multiple (`heads`). value_dim: the head dim of v and o (`head_dim`).
-    - kind: SOFTMAX, or OTHER for a kernel of your own between two all-to-alls, which needs ring 1 (SOFTMAX).
+    - kind: SOFTMAX, or OTHER for your own kernel between two all-to-alls, which needs ring 1 (SOFTMAX).
     - window_left, window_right: how many keys before and after its own position a query sees (UNLIMITED, 0: causal).
     - scale: the factor of q·k (1/√head_dim). softcap c: a score s becomes c·tanh(s/c) (0: none).
     - alibi_slopes: one for each q head; a score loses slope·|distance| (none).
-    - sinks: whether each q head has a learnable logit that takes part in the softmax and has no value (False).
+    - sinks: whether each q head has a learnable logit in the softmax, without a value vector (False).
 
-    Over which ranks:
+    The ranks:
 
-    - ulysses: ranks that exchange tokens for heads, at most `heads`; ring: ranks that send each other k and v. Of two zeros both are
-      chosen; one zero becomes the number of ranks divided by the other (0, 0).
-    - layout: which tokens a rank of the ring holds (AUTO); see `Layout`. layout_parameter: the tokens of a stripe, or the chunks
-      that a rank gets in BALANCED; otherwise 0 (0).
+    - ulysses: ranks that exchange tokens for heads, at most `heads`; ring: ranks that send each other k and v. If both are 0, both
+      are chosen; if one is 0, it becomes the number of ranks divided by the other (0, 0).
+    - layout: which tokens a rank of the ring holds (AUTO); see `Layout`. layout_parameter: the tokens of a stripe in STRIPED, or
+      the chunks of a rank in BALANCED; otherwise 0 (0).
 
-    How it runs:
+    The execution:
 
     - gather: STEPS, one ring step after another; OTHERS, k and v of all other ranks at once, while the kernel computes with the
-      rank's own; TOGETHER, all at once, then one call of the kernel, for many short documents; AUTO chooses between the first and the
-      last. True is OTHERS, False is STEPS (AUTO).
-    - passes: over groups of kv heads, 1 to kv_heads, which divide the workspace for k and v in flight (1).
-    - circulate: what is sent round the ring in the backward: KEYS (k, v), QUERIES (q and its gradients), or what takes fewer bytes (AUTO).
-    - circulate_forward: what is sent round the ring in the forward: KEYS, or QUERIES, for few q rows over many keys, as where tokens
-      are generated from a cache that is spread over ranks: q is sent, partial results come back, and k and v stay; or what takes
-      fewer bytes, KEYS where q and k are the same tokens (AUTO).
-    - wire: partial gradients are sent in f32 (FULL), or in BF16: half the bytes, each rounded once to 8 bits (FULL).
+      rank's own; TOGETHER, all at once, then one call of the kernel, for many short documents; AUTO chooses STEPS or TOGETHER. True is
+      OTHERS, False is STEPS (AUTO).
+    - passes: the number of groups of kv heads, 1 to kv_heads, that run one after another; divides the workspace for k and v (1).
+    - circulate: the side that is sent around the ring in the backward: KEYS (k, v), QUERIES (q and its gradients), or the side with
+      fewer bytes (AUTO).
+    - circulate_forward: the side that is sent around the ring in the forward: KEYS; QUERIES, for few q rows over many keys, as in
+      generation with a cache that is spread over ranks: q is sent, partial results are returned, and k and v stay; or the side with
+      fewer bytes, KEYS if q and k are the same tokens (AUTO).
+    - wire: the type in which partial gradients are sent: f32 (FULL), or BF16: half the bytes, each rounded once to 8 bits (FULL).
     - reproducible: bit-equal results for any number of ranks; on the CPU; not with gather STEPS (False).
     - pack_inputs: tensors that are sent may have any strides, and are packed first; without it they must be compact (False).
-    - ranks_per_node: rank r is in node r // ranks_per_node. A row that a node needs of another one crosses to it once, and is passed
-      on inside; gradients are summed in a node before they cross back. 0: all links are alike (0; `cpattn.torch.Context` takes
-      torchrun's LOCAL_WORLD_SIZE). `cpattn.ranks_per_node` makes it of a list.
+    - ranks_per_node: rank r is in node r // ranks_per_node. A row is sent to each node that needs it once, and is passed on inside
+      the node; gradients are summed inside a node before they are sent back. 0: all links are alike (0; `cpattn.torch.Context` uses
+      torchrun's LOCAL_WORLD_SIZE). `cpattn.ranks_per_node` computes it from the node of each rank.
     """
 
     kv_heads: int | None
@@ -144,78 +145,71 @@ class PlanOptions(TypedDict, total=False):
     ranks_per_node: int
 
 
-_ENUMS: dict[str, type[enum.IntEnum]] = {
-    "kind": Kind,
-    "layout": Layout,
-    "circulate": Circulate,
-    "circulate_forward": Circulate,
-    "wire": Wire,
-    "gather": Gather,
+def at_least_1(name: str, value: Any) -> int:
+    """A number of heads, dimensions, ranks or layers."""
+    return whole(name, value, 1, 2**32 - 1)
+
+
+def _gather(name: str, value: Any) -> Gather:
+    return (Gather.OTHERS if value else Gather.STEPS) if isinstance(value, bool) else one_of(name, value, Gather)
+
+
+# By option: the function that checks its value. alibi_slopes depend on heads; other options are whole numbers from 0 to UNLIMITED.
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "kind": partial(one_of, kind=Kind),
+    "layout": partial(one_of, kind=Layout),
+    "wire": partial(one_of, kind=Wire),
+    "gather": _gather,
+    **dict.fromkeys(("circulate", "circulate_forward"), partial(one_of, kind=Circulate)),
+    **dict.fromkeys(("sinks", "reproducible", "pack_inputs"), lambda name, value: int(flag(name, value))),
+    **dict.fromkeys(("kv_heads", "value_dim"), at_least_1),
+    **dict.fromkeys(("scale", "softcap"), number),
 }
-_FLAGS = {"sinks", "reproducible", "pack_inputs"}
 RUNS = {"passes", "circulate", "circulate_forward", "wire", "gather", "reproducible", "pack_inputs", "ranks_per_node"}
-# Options that say who holds which tokens.
+# Options that decide which rank holds which tokens.
 CHOSEN = ("ulysses", "ring", "layout", "layout_parameter")
 _OPTIONAL = {"kv_heads", "value_dim", "scale", "softcap", "alibi_slopes"}
 
 
 def checked(options: PlanOptions, heads: int) -> dict[str, Any]:
-    """The options that are given, as the C interface has them; refuses by name what is no option, and values that no plan of so
-    many heads has."""
+    """The given options for the C interface. Refuses unknown options, and values that are invalid for this number of heads."""
     if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
         known = ", ".join(sorted(PlanOptions.__annotations__))
-        raise InvalidArgument(f"{unknown[0]} is no option of a plan, these are: {known}")
+        raise InvalidArgument(f"{unknown[0]} is not an option of a plan, one of these is needed: {known}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}
     for name, value in given.items():
-        if name == "gather" and isinstance(value, bool):
-            given[name] = Gather.OTHERS if value else Gather.STEPS
-        elif name in _ENUMS:
-            given[name] = one_of(name, value, _ENUMS[name])
-        elif name in _FLAGS:
-            given[name] = int(flag(name, value))
-        elif name in ("kv_heads", "value_dim"):
-            given[name] = at_least_1(name, value)
-        elif name in ("scale", "softcap"):
-            given[name] = number(name, value)
-        elif name == "alibi_slopes":
-            # The library reads as many as it needs; it cannot see how many there are.
+        if name == "alibi_slopes":
+            # The C interface takes no length: the library reads `heads` slopes.
             given[name] = c_array(name, c_float, value, heads)
         else:
-            given[name] = whole(name, value, 0, UNLIMITED)
+            given[name] = _CHECKS[name](name, value) if name in _CHECKS else whole(name, value, 0, UNLIMITED)
     return given
 
 
 def ranks_per_node(nodes: Sequence[int]) -> int:
-    """The option `ranks_per_node`, from the node of each rank: any number that the ranks of a node have in common, and no others (a
-    rack, or whatever else a slow link joins, is a node too). Refused unless ranks are numbered node by node, as many in each."""
+    """The option `ranks_per_node`, from the node of each rank: any number that is equal for the ranks of one node only. A node may
+    also be a rack, or any other group joined by slow links. Refused unless nodes have consecutive ranks, and all the same number."""
     given, each = c_array("nodes", c_uint64, nodes), c_uint32()
     call("ranks_per_node", given, len(given), byref(each))
     return each.value
 
 
-def at_least_1(name: str, value: Any) -> int:
-    """A number of heads, dimensions or ranks."""
-    return whole(name, value, 1, 2**32 - 1)
-
-
 def kinds_of(name: str, kinds: Any) -> list[tuple[int, dict[str, Any]]]:
-    """Kinds of layers: a number of layers, and keywords of `Plan`, each."""
+    """Kinds of layers, each a number of layers and keywords of `Plan`."""
     pairs = attempt(lambda: [(count, {**kind}) for count, kind in kinds])
     if pairs is None or isinstance(kinds, str | Mapping):
-        raise refused(name, kinds, "pairs are needed: a number of layers, and a dictionary of keywords of Plan")
+        raise refused(name, kinds, "a sequence of pairs is needed: a number of layers and a dictionary of keywords of Plan")
     for _, kind in pairs:
         if common := [option for option in (*CHOSEN, *sorted(RUNS)) if option in kind]:
-            raise InvalidArgument(f"{name}: a kind of layer has {common[0]}, which is the same for all kinds: give it beside {name}")
-    return [(whole("layers", count, 1, 2**32 - 1), kind) for count, kind in pairs]
+            raise InvalidArgument(f"{name}: a kind of layer has {common[0]}, which all kinds share: give it as a separate argument")
+    return [(at_least_1("layers", count), kind) for count, kind in pairs]
 
 
-def _documents(
-    cu_seqlens: Sequence[int], cu_seqlens_k: Sequence[int] | None, q_start: Sequence[int] | None
-) -> dict[str, Any]:
+def _documents(cu_seqlens: Any, cu_seqlens_k: Any, q_start: Any, world: int) -> dict[str, Any]:
     ends = c_array("cu_seqlens", c_int32, cu_seqlens)
     if not len(ends):
-        raise InvalidArgument("cu_seqlens has 0 entries, at least 1 is needed: 0")
-    given: dict[str, Any] = {"cu_seqlens_q": ends, "documents": len(ends) - 1}
+        raise InvalidArgument("cu_seqlens has length 0, at least 1 is needed: give [0] for no documents")
+    given: dict[str, Any] = {"cu_seqlens_q": ends, "documents": len(ends) - 1, "world": at_least_1("world", world)}
     if cu_seqlens_k is not None:
         given["cu_seqlens_k"] = c_array("cu_seqlens_k", c_int32, cu_seqlens_k, len(ends))
     if q_start is not None:
@@ -226,8 +220,8 @@ def _documents(
 class Plan:
     """One attention over one packed batch, and how `world` ranks share it.
 
-    `cu_seqlens` has an entry more than there are documents: 0, the end of the first, ..., the number of tokens. Causal
-    unless `window_right` says otherwise; a sliding window of W tokens that counts the query itself is `window_left=W - 1`.
+    `cu_seqlens` has one entry more than there are documents: 0, the end of the first, ..., the number of tokens. Attention is causal
+    unless `window_right` is given. A sliding window of W tokens that includes the query itself is `window_left=W - 1`.
     """
 
     def __init__(
@@ -242,10 +236,8 @@ class Plan:
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> None:
-        given = _documents(cu_seqlens, cu_seqlens_k, q_start) | {"world": at_least_1("world", world)}
-        problem, how = self._describe(given, heads, head_dim, dtype, options)
-        call("plan_create", byref(problem), byref(how), byref(self.handle))
-        weakref.finalize(self, status_of, "plan_destroy", self.handle)
+        given = _documents(cu_seqlens, cu_seqlens_k, q_start, world)
+        call("plan_create", *self._describe(given, heads, head_dim, dtype, options), byref(self.handle))
 
     @classmethod
     def auto_on(
@@ -261,20 +253,19 @@ class Plan:
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> Plan:
-        """As `Plan`, with the mesh and the layout that are predicted to take the least time on a machine: `machine` is the text
-        of its description, as in the folder machines, the same on every rank. ulysses, ring and layout are chosen, not given.
-        Without `ranks_per_node` schedules of one level and of two over the machine's nodes are rated; `ranks_per_node` equal to
-        `world` means one level. `explain` lists the candidates. It takes longer than `Plan`: for the next batch give that the
-        mesh, the layout and the `ranks_per_node` that `describe` says were chosen.
+        """A plan with the mesh and the layout that are predicted to take the least time on a machine. `machine` is the text of the
+        machine's description, as in the folder machines, the same on every rank. ulysses, ring and layout are chosen, not given.
+        Without `ranks_per_node`, schedules of one level and of two levels over the machine's nodes are compared; `ranks_per_node`
+        equal to `world` means one level. `explain` lists the candidates. This takes longer than `Plan`: for the next batch, give
+        `Plan` the mesh, the layout and the `ranks_per_node` of `describe`.
         """
         if not isinstance(machine, str):
             raise refused("machine", machine, "the text of a machine's description is needed")
-        if "\0" in machine:  # where a text of C ends
-            raise InvalidArgument("machine has a zero byte, the text of a machine's description has none")
-        plan, given = cls.__new__(cls), _documents(cu_seqlens, cu_seqlens_k, q_start) | {"world": at_least_1("world", world)}
-        problem, how = plan._describe(given, heads, head_dim, dtype, options)
-        call("plan_create_on", byref(problem), byref(how), machine.encode(), byref(plan.handle))
-        weakref.finalize(plan, status_of, "plan_destroy", plan.handle)
+        if "\0" in machine:  # a C string would end there
+            raise InvalidArgument("machine has a zero byte: remove it, the text of a machine's description has none")
+        plan, given = cls.__new__(cls), _documents(cu_seqlens, cu_seqlens_k, q_start, world)
+        described = plan._describe(given, heads, head_dim, dtype, options)
+        call("plan_create_on", *described, machine.encode(), byref(plan.handle))
         plan._how["ranks_per_node"] = plan.describe().ranks_per_node
         return plan
 
@@ -282,16 +273,15 @@ class Plan:
     def with_tokens_of(
         cls, base: Plan, heads: int, head_dim: int, *, dtype: Dtype | str | object | None = None, **options: Unpack[PlanOptions]
     ) -> Plan:
-        """A plan for another kind of layer over the documents of `base`, with its tokens: each rank holds the same ones in the
-        same order. Two plans made one by one may give ranks other tokens, often in equal numbers, which no shape tells.
+        """A plan for another kind of layer over the documents of `base`, with the same tokens on each rank, in the same order. Two
+        plans that are made separately may give a rank different tokens, often in equal numbers, so that no shape differs.
 
-        Mesh and layout are those of `base`, and so are, unless given, dtype and how it runs (gather, passes, circulate,
-        circulate_forward, wire, reproducible, pack_inputs, ranks_per_node). Mask, score and dims are as `Plan` has them: causal, without a window, unless given.
+        Mesh and layout are those of `base`. So are, unless given, dtype, gather, passes, circulate, circulate_forward, wire,
+        reproducible, pack_inputs and ranks_per_node. Mask, score and dims have the defaults of `Plan`.
         """
         plan, given = cls.__new__(cls), {**instance("base", base, Plan)._how, "world": base.world}
-        problem, how = plan._describe(given, heads, head_dim, base.dtype if dtype is None else dtype, options)
-        call("plan_with_tokens_of", base.handle, byref(problem), byref(how), byref(plan.handle))
-        weakref.finalize(plan, status_of, "plan_destroy", plan.handle)
+        described = plan._describe(given, heads, head_dim, base.dtype if dtype is None else dtype, options)
+        call("plan_with_tokens_of", base.handle, *described, byref(plan.handle))
         return plan
 
     @classmethod
@@ -306,48 +296,44 @@ class Plan:
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> list[Plan]:
-        """The plans of a model whose layers are of several kinds. A kind is its number of layers and the keywords of `Plan` that it
-        has for itself (heads, head_dim, window_left, ...); `options` are those of all kinds. All plans have the mesh and the
-        tokens that cost all layers together the least; ulysses, ring and layout are chosen, not given.
+        """The plans of a model with several kinds of layers. A kind is a number of layers and its own keywords of `Plan` (heads,
+        head_dim, window_left, ...). `options` are common to all kinds. All plans have the same mesh and the same tokens on each rank,
+        with the least cost of all layers together. ulysses, ring and layout are chosen, not given.
         """
-        given = _documents(cu_seqlens, cu_seqlens_k, q_start) | {"world": at_least_1("world", world)}
-        plans, layers, problems, how = [], [], [], _header.Options()
-        for count, kind in kinds_of("kinds", kinds):
+        given = _documents(cu_seqlens, cu_seqlens_k, q_start, world)
+        plans, problems, how, counted = [], [], pointer(_header.Options()), kinds_of("kinds", kinds)
+        for _, kind in counted:
             plan, own = cls.__new__(cls), {"dtype": dtype, **options, **kind}
             for name in ("heads", "head_dim"):
                 if name not in own:
-                    raise InvalidArgument(f"a kind of layer has no {name}: give it to each kind")
+                    raise InvalidArgument(f"kinds: a kind of layer has no {name}: give each kind its {name}")
             problem, how = plan._describe(dict(given), own.pop("heads"), own.pop("head_dim"), own.pop("dtype"), own)  # type: ignore[arg-type]
-            layers.append(count)
             problems.append(problem)
             plans.append(plan)
-        pointers = (POINTER(_header.Problem) * len(plans))(*map(pointer, problems))
+        layers = (c_uint64 * len(plans))(*(count for count, _ in counted))
         handles = (c_void_p * len(plans))()
-        call("plan_auto_for", pointers, (c_uint64 * len(plans))(*layers), len(plans), byref(how), handles)
+        call("plan_auto_for", (POINTER(_header.Problem) * len(plans))(*problems), layers, len(plans), how, handles)
         for plan, handle in zip(plans, handles):
-            plan.handle = c_void_p(handle)
-            weakref.finalize(plan, status_of, "plan_destroy", plan.handle)
+            plan.handle.value = handle
         return plans
 
     def _describe(
         self, given: dict[str, Any], heads: int, head_dim: int, dtype: Any, options: PlanOptions
-    ) -> tuple[_header.Problem, _header.Options]:
-        """Problem and options for the library; the plan keeps what it is asked for later."""
+    ) -> list[Any]:
+        """Pointers to problem and options for the library, from checked arguments. The plan keeps some of them, and gets a handle."""
         self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), given["world"]
         given |= checked(options, self.heads)
         self.kv_heads, self.value_dim = given.get("kv_heads", self.heads), given.get("value_dim", self.head_dim)
         self.dtype = dtype_of(dtype)
         self._how = {name: given[name] for name in RUNS & given.keys()}
         given |= {"heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype}
-        problem, how = (
-            struct(**{name: given[name] for name, *_ in struct._fields_ if name in given})
-            for struct in (_header.Problem, _header.Options)
-        )
         self.handle = c_void_p()
-        return problem, how
+        weakref.finalize(self, status_of, "plan_destroy", self.handle)
+        structs = _header.Problem, _header.Options
+        return [pointer(struct(**{name: given[name] for name, *_ in struct._fields_ if name in given})) for struct in structs]
 
     def describe(self) -> _header.PlanInfo:
-        """What was decided: replicas, ring, ulysses, layout, layout_parameter, ranks_per_node, q_tokens, k_tokens, fingerprint."""
+        """The plan's replicas, ring, ulysses, layout, layout_parameter, ranks_per_node, q_tokens, k_tokens and fingerprint."""
         info = _header.PlanInfo()
         call("plan_describe", self.handle, byref(info))
         return info
@@ -359,8 +345,8 @@ class Plan:
 
     @cached_property
     def distribution(self) -> int:
-        """A number that names who holds which tokens: equal for two plans exactly if their documents are equal and each rank
-        holds the same tokens in the same order. Tensors of one distribution may meet every plan of it, and none of another."""
+        """A number for the distribution of tokens: equal for two plans exactly if their documents are equal and each rank holds the
+        same tokens in the same order. Use tensors only with plans of their own distribution."""
         name = c_uint64()
         call("plan_distribution", self.handle, byref(name))
         return name.value
@@ -372,41 +358,41 @@ class Plan:
         return share
 
     def explain(self) -> str:
-        """Why this mesh, what each rank holds, bytes per step, imbalance, workspace."""
+        """A text with the reasons for this mesh, the tokens of each rank, bytes per step, imbalance and workspace."""
         return text_of("plan_explain", self.handle)
 
     def verify(self) -> None:
-        """Proves the schedules of all ranks. For tests: takes time and memory."""
+        """Verifies the schedules of all ranks. For tests: it takes time and memory."""
         call("plan_verify", self.handle)
 
     def workspace(self, rank: int, direction: Direction) -> int:
-        """Bytes that a run takes on a rank."""
+        """The bytes of workspace of a run on a rank."""
         size = c_uint64()
         call("plan_workspace", self.handle, rank, one_of("direction", direction, Direction), byref(size))
         return size.value
 
     def tokens(self, side: Side, rank: int) -> array[int]:
-        """The tokens of the batch that a rank holds, in its order."""
+        """The indices in the batch of a rank's tokens, in the rank's order."""
         return self._numbers("plan_tokens", side, rank)
 
     def positions(self, side: Side, rank: int) -> array[int]:
-        """Their positions in their documents, for rotary embeddings and the like."""
+        """The positions of a rank's tokens in their documents, for example for rotary embeddings."""
         return self._numbers("plan_positions", side, rank)
 
     def shard(self, side: Side, rank: int, whole: Array, local: Array) -> None:
-        """Copies a rank's rows of `whole` into `local`; of the CPU."""
+        """Copies a rank's rows of `whole` into `local`, both on the CPU."""
         w, l = Given("whole", whole), Given("local", local, written=True)
         call("plan_shard", self.handle, one_of("side", side, Side), rank, w.pointer, l.pointer)
 
     def unshard(self, side: Side, rank: int, local: Array, whole: Array) -> None:
-        """Copies a rank's rows back to their places in `whole`."""
+        """Copies a rank's rows in `local` to their places in `whole`, both on the CPU."""
         w, l = Given("whole", whole, written=True), Given("local", local)
         call("plan_unshard", self.handle, one_of("side", side, Side), rank, l.pointer, w.pointer)
 
     def _numbers(self, name: str, side: Side, rank: int) -> array[int]:
         share, side = self.share(rank), one_of("side", side, Side)
         numbers = array("q", bytes(8 * (share.q_tokens if side == Side.Q else share.k_tokens)))
-        # A view of the array as what the library fills; there is none of an empty array.
+        # from_buffer refuses an empty array.
         room = (c_int64 * len(numbers)).from_buffer(numbers) if numbers else (c_int64 * 0)()
         call(name, self.handle, side, rank, room, len(numbers))
         return numbers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Ranks: forward and backward over a plan, and groups of ranks that are threads of this process."""
+"""Ranks: forward and backward over a plan, and groups of ranks as threads of this process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int32, c_size_t, c_uint8, c_void_p
+from functools import partial
 from typing import Any, TypeVar
 
 from . import _header, errors
 from ._check import RANGES, c_array, flag, instance, instances, one_of, refused, whole
 from ._interruptible import ENDING, Interruptible
-from ._library import call, error_of, status_of
+from ._library import call, status_of
 from .engine import EngineTransport
 from .plan import Direction, Plan, Side
 from .ring import Link
@@ -28,35 +29,34 @@ T = TypeVar("T")
 
 
 class Isa(enum.IntEnum):
-    """An instruction set of the CPU kernels. AUTO: the best of the machine, or what the environment variable
-    CPATTN_CPU_ISA names. One that the machine lacks is refused."""
+    """An instruction set of the CPU kernels. AUTO: the best one of the machine, or the one in the environment
+    variable CPATTN_CPU_ISA. One that the machine lacks is refused."""
 
     AUTO, PORTABLE, NEON, AVX2, AVX512, AVX512_BF16, AMX = range(7)
 
 
 class Rank:
-    """One participant. It lives long and runs many plans, one call at a time; `poll` and `abort` are for any thread."""
+    """One participant. It runs many plans, one call at a time. Any thread may call `poll` and `abort`."""
 
     def __init__(self, transport: Transport | c_void_p, *, workers: int = 1, isa: Isa = Isa.AUTO) -> None:
-        """Takes the transport over: one written in Python, or a handle of the C interface's.
+        """Takes ownership of the transport: one written in Python, or a handle of the C interface.
 
         `workers` are threads of the CPU kernels, more than one in a library built with the feature rayon; `isa` is the
         instruction set of the CPU kernels.
         """
         workers, isa = whole("workers", workers, 1, 1024), one_of("isa", isa, Isa)
         if not isinstance(transport, Transport | c_void_p):
-            needed = "a Transport or a handle is needed; of an Engine make EngineTransport(engine, timeout)"
+            needed = "a Transport or a handle is needed; for an Engine, use EngineTransport(engine, timeout)"
             raise refused("transport", transport, needed)
         self._transport = transport if isinstance(transport, Transport) else None
-        self._kept: Kept | None = None
-        self._interruptible = Interruptible()
+        self._kept, self._interruptible = Kept(), Interruptible()
         owner: Callbacks | EngineTransport | None = None
         if isinstance(transport, EngineTransport):
             owner, self._kept, transport = transport, transport.kept, transport.share()
         elif isinstance(transport, Transport):
             owner = self._kept = Callbacks(transport)
             transport = owner.create()
-        # The options also name a device; without them a rank has that of its transport.
+        # Without options, a rank has the device of its transport.
         chosen = workers != 1 or isa != Isa.AUTO
         options = byref(_header.RankOptions(workers=workers, isa=isa)) if chosen else None
         self._handle = c_void_p()
@@ -69,14 +69,13 @@ class Rank:
         self._end = weakref.finalize(self, destroy, "rank_destroy", self._handle, owner, os.getpid())
 
     def close(self) -> None:
-        """The rank leaves: peers that still need it get an error. Further calls are refused."""
+        """Leaves the group: peers that still need this rank get an error. Further calls are refused."""
         self._end()
         self._interruptible.close()
 
     def prepare(self, plan: Plan, direction: Direction) -> None:
-        """Does all that may allocate or wait; the first run does it otherwise."""
-        direction = one_of("direction", direction, Direction)
-        self._run(plan, "rank_prepare", direction)
+        """Does everything that may allocate or wait; otherwise the first run does it."""
+        self._run("rank_prepare", _handle(plan), one_of("direction", direction, Direction))
 
     def forward(
         self,
@@ -90,12 +89,10 @@ class Rank:
         lse: Array,
         sinks: Array | None = None,
     ) -> None:
-        """Writes o and lse of this rank's tokens. On a device it returns when that is enqueued on `stream` (a
-        cudaStream_t; None is the default stream)."""
+        """Writes o and lse of this rank's tokens. On a device it returns when the work is enqueued on `stream` (a cudaStream_t; None
+        is the default stream)."""
         given = _given({"o", "lse"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse)
-        stream = _address("stream", stream)
-        args = _header.ForwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
-        self._run(plan, "forward", byref(args), keep=given, stream=stream)
+        self._attend("forward", _header.ForwardArgs, plan, stream, given)
 
     def backward(
         self,
@@ -114,58 +111,58 @@ class Rank:
         sinks: Array | None = None,
         dsinks: Array | None = None,
     ) -> None:
-        """Writes dq, dk, dv (and dsinks, summed over all ranks), from what the forward was given and wrote."""
+        """Writes dq, dk, dv (and dsinks, summed over all ranks) from d_o and the inputs and outputs of the forward."""
         tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
-        given = _given({"dq", "dk", "dv", "dsinks"}, **tensors)
+        self._attend("backward", _header.BackwardArgs, plan, stream, _given({"dq", "dk", "dv", "dsinks"}, **tensors))
+
+    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given]) -> None:
         stream = _address("stream", stream)
-        args = _header.BackwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
-        self._run(plan, "backward", byref(args), keep=given, stream=stream)
+        args = struct(stream=stream, **{name: g.pointer for name, g in given.items()})
+        self._run(name, _handle(plan), byref(args), keep=given, stream=stream)
 
     def to_heads(self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None) -> None:
-        """For a kernel of your own that mixes whole sequences (linear attention, state space models): from this rank's tokens
-        and all heads, [own tokens, heads, dim], to all tokens of its ring share, in the layout's order, and its own heads
-        (`Plan.share`), [tokens, own heads, dim], in `to`, which is compact. All ranks of the group call it, as for runs."""
+        """For your own kernel that mixes whole sequences (linear attention, state space models): from this rank's tokens and all
+        heads, [own tokens, heads, dim], to all tokens of the ring share, in the layout's order, and this rank's heads (`Plan.share`),
+        [tokens, own heads, dim]. `to` is compact. All ranks of the group call it."""
         self._all_to_all("rank_to_heads", plan, side, source, to, stream)
 
     def to_tokens(self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None) -> None:
-        """The way back, from `source`, which is compact. If several ranks hold a kv head, `to` gets the sum over them, as a gradient
-        needs."""
+        """The inverse of `to_heads`. `source` is compact. If several ranks hold a kv head, `to` gets the sum over them, as for
+        gradients."""
         self._all_to_all("rank_to_tokens", plan, side, source, to, stream)
 
     def _all_to_all(self, name: str, plan: Plan, side: Side | str, source: Array, to: Array, stream: Any) -> None:
         side, stream = one_of("side", side, Side), _address("stream", stream)
         given = Given("source", source), Given("to", to, written=True)
-        self._run(plan, name, side, *(g.pointer for g in given), stream, keep=given, stream=stream)
+        self._run(name, _handle(plan), side, *(g.pointer for g in given), stream, keep=given, stream=stream)
 
     def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
-        """Sends stamped bytes over each link, all the way round the ring and back, one link at a time; between runs.
+        """Sends bytes over each link and checks them, around the ring in both directions, one link at a time.
 
-        All ranks call it with the same number of bytes. Rank 0 gets all links in the order in which they were measured, other
-        ranks those before their last turn. A PeerError names the link that failed, as far as this rank was at it, and what to
-        try; the group has failed then.
+        All ranks call it, between runs, with the same number of bytes. Rank 0 gets all links in the order in which they were
+        measured, other ranks get the links before their last turn. A PeerError names the link that failed, if this rank was at it,
+        and what to try. The group has failed then.
         """
         count, bytes = c_size_t(), ring_bytes(bytes)
         self._call("rank_ring_check", bytes, None, 0, byref(count))
         links = (_header.Link * count.value)()
-
-        def check() -> errors.Error | None:
-            # What it says names the link; what a transport of Python's raised is the cause.
-            status = status_of("rank_ring_check", self._handle, bytes, links, len(links), byref(count))
-            return error_of("rank_ring_check", status) if status else None
-
-        if said := self._interruptible(check, self._transport.abort) if self._transport else check():
-            failure = self._kept.failure if self._kept else None
+        job = partial(call, "rank_ring_check", self._handle, bytes, links, len(links), byref(count))
+        try:
+            self._interruptible(job, self._transport.abort) if self._transport else job()
+        except errors.Error as said:
+            # The library's message names the link; the exception of a Python transport is the cause.
+            failure = self._kept.failure
             if isinstance(said, errors.PeerError) and isinstance(failure, errors.PeerError):
                 said.peer = failure.peer
             raise said from failure
         return [Link(getattr(link, "from"), link.to, link.latency, link.bytes_per_second) for link in links[: count.value]]
 
     def record(self, capacity: int = 1 << 16) -> None:
-        """Records what this rank does from now on, for at most so many operations; 0 stops."""
+        """Starts to record this rank's operations, at most `capacity` of them; 0 stops."""
         self._call("rank_record", capacity)
 
     def trace(self) -> list[Event]:
-        """Takes what was recorded; times are on this process's clock (`clock`)."""
+        """Returns the recorded events and removes them. Times are on this process's clock (`clock`)."""
         count = c_size_t()
         self._call("rank_trace", None, 0, byref(count))
         events = (_header.Event * count.value)()
@@ -176,68 +173,61 @@ class Rank:
         ]
 
     def gather_trace(self) -> list[Event]:
-        """Takes what all ranks recorded and nobody took, on rank 0, on the clock of its process; nothing on others. All ranks call
-        it, between runs, whatever their transport is.
+        """On rank 0: returns the recorded events of all ranks and removes them, with times on rank 0's clock. On other ranks: an
+        empty list. All ranks call it, between runs, over any transport.
 
-        Clocks are compared over the transport: off by at most half of the quickest of 16 round trips."""
-        self._waiting(lambda: self._call("rank_gather_trace"))
+        Clocks are compared over the transport. The error is at most half of the quickest of 16 round trips."""
+        self._run("rank_gather_trace")
         return self.trace()
 
     def shift(self, plan: Plan, by: int, fill: Array, rows: Array, out: Array) -> None:
-        """For each of this rank's q tokens, in `out`, the row of `rows` that lies `by` tokens on in its document, which another
-        rank may hold; the one element of `fill` where the document has none. All ranks call it, between runs.
+        """Writes to `out`, for each of this rank's q tokens, the row of `rows` of the token that is `by` tokens later in the document,
+        which another rank may hold; `fill` where the document has no such token. All ranks call it, between runs.
 
-        `rows` and `out` have a row for each of the rank's tokens, `fill` is a tensor of one element, each rank's own; they are of
-        the CPU, also of a rank on a device."""
-        first, source, target = Given("fill", fill), Given("rows", rows), Given("out", out, written=True)
-        handle = _handle(plan)
-        one, of = first.pointer.contents, source.pointer.contents
+        `rows` and `out` have one row for each of this rank's tokens, and `fill` is a tensor of one element, which may differ between
+        ranks. All three are on the CPU, also for a rank on a device."""
+        handle, given = _handle(plan), (Given("fill", fill), Given("rows", rows), Given("out", out, written=True))
+        one, of = (tensor.pointer.contents for tensor in given[:2])
         count, kinds = math.prod(one.shape[: one.ndim]), [(t.dtype.code, t.dtype.bits, t.device.device_type) for t in (one, of)]
         if kinds[0] != kinds[1] or count != 1:
-            found, needed = (f"DLPack's type {code} of {bits} bits on device type {device}" for code, bits, device in kinds)
-            raise errors.InvalidArgument(f"fill has {count} elements, {found}; 1 element, {needed}, as rows has, is needed")
+            found, needed = (f"DLPack type {code}, {bits} bits, on device type {device}" for code, bits, device in kinds)
+            raise errors.InvalidArgument(f"fill has {count} elements of {found}, and rows has {needed}: give fill 1 element of the type of rows")
         address = c_void_p(one.data + one.byte_offset)
-        self._waiting(lambda: self._call("rank_shift", handle, by, address, source.pointer, target.pointer))
+        self._run("rank_shift", handle, by, address, given[1].pointer, given[2].pointer, keep=given)
 
     def poll(self) -> None:
-        """Raises if anything has failed so far, on any rank; never waits."""
+        """Raises if anything has failed so far on any rank. Never waits."""
         self._call("rank_poll")
 
     def abort(self) -> None:
         """Ends the run on every rank, for good."""
         self._call("rank_abort")
 
-    def _run(self, plan: Plan, name: str, *arguments: object, keep: object = None, stream: object = None) -> None:
-        """A call that may wait for other ranks. `keep` lives as long as it does, also where it is interrupted."""
-        handle = _handle(plan)
+    def _run(self, name: str, *arguments: object, keep: object = None, stream: object = None) -> None:
+        """A call that may wait for other ranks, and that Ctrl-C ends. `keep` stays alive during the call, also after an interrupt."""
+        if self._transport is None or stream is not None:
+            return self._call(name, *arguments)
 
         def job(_keep: object = keep) -> None:
-            self._call(name, handle, *arguments)
+            self._call(name, *arguments)
 
-        job() if stream is not None else self._waiting(job)
-
-    def _waiting(self, job: Callable[[], None]) -> None:
-        """A call outside of runs that waits for other ranks."""
-        self._interruptible(job, self._transport.abort) if self._transport else job()
+        self._interruptible(job, self._transport.abort)
 
     def _call(self, name: str, *arguments: object) -> None:
         if not self._handle:
-            raise errors.InvalidHandle(f"cpattn_{name}: this rank was closed, which no call is for: make a new one")
+            raise errors.InvalidHandle(f"cpattn_{name}: this rank is closed: make a new one")
         self._interruptible.check_process()
-        status = status_of(name, self._handle, *arguments)
-        if status:
-            said = error_of(name, status)
-            raise self._kept.exception(said) if self._kept else said
+        self._kept.call(name, self._handle, *arguments)
 
 
 def _address(name: str, value: object) -> int | None:
-    """Of something of C's; None is NULL."""
+    """An address for C; None is NULL."""
     value = value.value if isinstance(value, c_void_p) else value
     return None if value is None else whole(name, value, *RANGES[c_size_t])
 
 
 def ring_bytes(bytes: int) -> int:
-    """Of the large message of a check."""
+    """The size of the large message of a check."""
     return whole("bytes", bytes, 1, (1 << 48) - 1)
 
 
@@ -250,8 +240,8 @@ def _given(written: set[str], **arrays: Array | None) -> dict[str, Given]:
 
 
 def destroy(function: str, handle: c_void_p, owner: Callbacks | EngineTransport | None, process: int) -> None:
-    """Ends a call of another thread's first: it must not go on, and call Python, while the interpreter ends."""
-    # A forked child has the handle, but not the threads behind it.
+    """Destroys a handle. Ends a call of another thread first: it must not call Python while the interpreter ends."""
+    # A forked child has the handle, but not its threads.
     if os.getpid() != process:
         return
     mine, handle.value, end = c_void_p(handle.value), None, time.monotonic() + ENDING
@@ -263,7 +253,7 @@ def destroy(function: str, handle: c_void_p, owner: Callbacks | EngineTransport 
 
 
 def check_ring(transport: Transport, bytes: int = 4 << 20) -> list[Link]:
-    """`Rank.check_ring` over a transport, which it takes over."""
+    """`Rank.check_ring` over a transport, of which it takes ownership."""
     bytes, rank = ring_bytes(bytes), Rank(transport)
     try:
         return rank.check_ring(bytes)
@@ -272,16 +262,16 @@ def check_ring(transport: Transport, bytes: int = 4 << 20) -> list[Link]:
 
 
 def local_group(world: int, deadline_ms: int = 60_000, workers: int = 1, isa: Isa = Isa.AUTO) -> list[Rank]:
-    """Ranks that are threads of this process, each with so many threads for its kernels."""
+    """Ranks as threads of this process. `workers` is the number of CPU threads of the kernels of each rank."""
     transports = (c_void_p * whole("world", world, 1, 4096))()
-    # Before there are transports, which would have to be destroyed.
+    # Checked before transports exist, which would have to be destroyed.
     workers, isa = whole("workers", workers, 1, 1024), one_of("isa", isa, Isa)
     call("local_group", world, deadline_ms, transports)
     return [Rank(c_void_p(t), workers=workers, isa=isa) for t in transports]
 
 
 def peer_group(devices: Sequence[int], deadline_ms: int = 60_000) -> list[Rank]:
-    """Ranks that are threads of this process, rank r with tensors on CUDA device devices[r]."""
+    """Ranks as threads of this process, rank r with tensors on CUDA device devices[r]."""
     numbers = c_array("devices", c_int32, devices)
     transports = (c_void_p * len(numbers))()
     call("peer_group", len(numbers), numbers, deadline_ms, transports)
@@ -289,7 +279,7 @@ def peer_group(devices: Sequence[int], deadline_ms: int = 60_000) -> list[Rank]:
 
 
 def nccl_unique_id() -> bytes:
-    """What the ranks of an NCCL group have in common: one rank makes it and brings it to the others."""
+    """The id of an NCCL group: one rank makes it and sends it to the others."""
     unique_id = (c_uint8 * 128)()
     call("nccl_unique_id", unique_id)
     return bytes(unique_id)
@@ -307,11 +297,11 @@ def nccl_group(
 ) -> Rank:
     """This process or thread as a rank over NCCL, with tensors on CUDA device `device`.
 
-    It meets the others that have this `unique_id`, or uses a communicator that exists (`comm`, the address of an
-    ncclComm_t), which it aborts after a failure only if it `may_abort`.
+    It joins the ranks with the same `unique_id`, or uses an existing communicator (`comm`, the address of an ncclComm_t), which it
+    aborts after a failure only with `may_abort`.
     """
     if unique_id is not None and len(instance("unique_id", unique_id, bytes | bytearray, "bytes are needed")) != 128:
-        raise errors.InvalidArgument(f"unique_id has {len(unique_id)} bytes, 128 are needed")
+        raise errors.InvalidArgument(f"unique_id has length {len(unique_id)}, 128 is needed")
     transport = c_void_p()
     shared = (c_uint8 * 128)(*unique_id) if unique_id is not None else None
     device, abort = whole("device", device, 0, 2**31 - 1), int(flag("may_abort", may_abort))
@@ -320,7 +310,7 @@ def nccl_group(
 
 
 def on_all(ranks: Sequence[Rank], job: Callable[[int, Rank], T]) -> list[T]:
-    """Runs job(number, rank) on a thread of each rank; raises what the first that failed raised."""
+    """Runs job(number, rank) on a thread for each rank, and returns the results. If a job fails, raises its exception."""
 
     def guarded(number: int, rank: Rank) -> T:
         try:
@@ -330,13 +320,13 @@ def on_all(ranks: Sequence[Rank], job: Callable[[int, Rank], T]) -> list[T]:
             raise
 
     if not callable(job):
-        raise refused("job", job, "a function of a number and a Rank is needed")
+        raise refused("job", job, "a function of a rank's number and a Rank is needed")
     if not (ranks := instances("ranks", ranks, Rank)):
-        raise errors.InvalidArgument("ranks has 0 entries, at least 1 is needed")
+        raise errors.InvalidArgument("ranks has length 0, at least 1 is needed")
     with ThreadPoolExecutor(len(ranks)) as pool:
         futures = [pool.submit(guarded, number, rank) for number, rank in enumerate(ranks)]
     failed = [error for error in (f.exception() for f in futures) if error]
-    # What the others raise only says that this one aborted.
+    # Errors of the other ranks only say that this rank aborted.
     failed.sort(key=lambda error: isinstance(error, errors.PeerError))
     if failed:
         raise failed[0]

@@ -20,8 +20,8 @@ class Link(NamedTuple):
 
 
 def table(links: list[Link], slow: float = 3.0) -> str:
-    """For people: a line for each link, those marked that are `slow` times slower than the median."""
-    c_structs("links", _header.Link, links, Link, source="from", target="to")  # which refuses what is no link
+    """A text with a line for each link. A link that is `slow` times slower than the median is marked."""
+    c_structs("links", _header.Link, links, Link, source="from", target="to")  # checks the links
     slow = number("slow", slow)
     if not links:
         return "no links"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors of other libraries, as the DLTensors that calls take. They are used where they lie, never copied."""
+"""Tensors of other libraries as DLTensors for the C interface. They are used in place, never copied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .errors import InvalidArgument
 
 
 class SupportsDLPack(Protocol):
-    """A tensor of NumPy, PyTorch, JAX or whoever else speaks DLPack."""
+    """A tensor of NumPy, PyTorch, JAX or any other library with DLPack."""
 
     def __dlpack__(self, *, stream: Any = ...) -> Any: ...
 
@@ -23,10 +23,10 @@ class SupportsDLPack(Protocol):
 
 
 class Memory:
-    """Memory that no library describes, as a compact tensor: an address and a shape.
+    """A compact tensor in any memory, given by address and shape.
 
-    `device` and `code` are DLPack's: (1, 0) is the CPU, (2, n) CUDA device n; code 2 is floating point, 4 is bf16. Whoever
-    makes one keeps the memory alive.
+    `device` and `code` are DLPack's: (1, 0) is the CPU, (2, n) CUDA device n; code 2 is floating point, 4 is bf16. The caller keeps
+    the memory alive.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ READ_ONLY = 1
 
 
 class Given:
-    """A tensor during a call: its DLTensor, and what keeps that alive. One that is `written` may not be read-only."""
+    """A tensor during a call: its DLTensor, and the object that keeps it alive. A `written` one must not be read-only."""
 
     def __init__(self, name: str, array: Array, *, written: bool = False) -> None:
         self.kept: Any
@@ -70,17 +70,17 @@ class Given:
         if isinstance(array, Memory):
             self.kept, self.pointer = array, ctypes.pointer(array.tensor)
             return
-        # JAX describes its arrays as if they could be written, and no program expects that they change.
+        # JAX exports its arrays as writable, but programs expect that they never change.
         read_only = type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
-        # A capsule that nobody consumes frees its description when it dies.
-        # On CUDA, -1: whoever makes the tensor need not synchronise, the call is ordered by its stream.
+        # A capsule that is not consumed frees its DLTensor when it is deleted.
+        # Stream -1 on CUDA: the exporter need not synchronise, since the call is ordered by its own stream.
         try:
             on_cuda = int(array.__dlpack_device__()[0]) == DEVICE_CUDA
             export: Any = array.__dlpack__
             how = {"stream": -1} if on_cuda else {}
             try:
                 self.kept = export(max_version=(1, 0), **how)
-            except TypeError:  # it knows no versions
+            except TypeError:  # the library has no versioned DLPack
                 self.kept = export(**how)
             if _is_capsule(self.kept, b"dltensor_versioned"):
                 versioned = Versioned.from_address(_pointer_of(self.kept, b"dltensor_versioned"))
@@ -88,7 +88,7 @@ class Given:
             else:  # a DLTensor is the capsule's first member
                 self.pointer = ctypes.cast(_pointer_of(self.kept, b"dltensor"), TensorP)
         except Exception as error:
-            raise InvalidArgument(f"{name} is no tensor that can be used through DLPack: {type(array).__name__}, {error}") from error
+            raise InvalidArgument(f"{name} cannot be read through DLPack: {type(array).__name__}: {error}") from error
         if written and read_only:
             kind = f"{type(array).__module__}.{type(array).__name__}"
-            raise InvalidArgument(f"{name} is a read-only {kind}, and the call writes it: give a tensor that may be written")
+            raise InvalidArgument(f"{name} is a read-only {kind}, and the call writes it: give a writable tensor")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What ran when: events that ranks recorded (`Rank.record`, `Rank.trace`, `Rank.gather_trace`), and files of them."""
+"""Events that ranks recorded (`Rank.record`, `Rank.trace`, `Rank.gather_trace`), and files of them."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Event(NamedTuple):
 
 
 def clock() -> int:
-    """Nanoseconds of this process's clock of events."""
+    """The time in nanoseconds on this process's clock for events."""
     ns = c_uint64()
     call("clock", byref(ns))
     return ns.value
 
 
 def chrome_trace(events: Iterable[Event]) -> str:
-    """Chrome trace events, for Perfetto or chrome://tracing: a process for each rank, a thread for each lane."""
+    """Chrome trace events for Perfetto or chrome://tracing, with a process for each rank and a thread for each lane."""
     rows = c_structs("events", _header.Event, events, Event)
     return text_of("chrome_trace", rows, len(rows))
 
 
 def timeline_svg(events: Iterable[Event]) -> str:
-    """A picture: of each rank the compute lane and the communication lane, and how much of this lay under that."""
+    """A picture of each rank's compute lane and communication lane, and the share of communication hidden by computation."""
     rows = c_structs("events", _header.Event, events, Event)
     return text_of("timeline_svg", rows, len(rows))

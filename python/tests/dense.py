@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Attention by the formula, in f64, over a whole packed batch: what results are compared with."""
+"""Attention by the formula, in f64, over a whole packed batch: the reference of the tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def dense(
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention within documents; differentiable. `window` counts the query itself."""
+    """Causal attention within documents; differentiable. `window` includes the query itself."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -42,7 +42,7 @@ def gradients(o: Tensor, d_o: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Relative RMS error; 0 of nothing."""
+    """Relative RMS error; 0 for empty tensors."""
     if not want.numel():
         return 0.0
     size = want.double().square().mean().sqrt().item()

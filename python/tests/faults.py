@@ -112,7 +112,7 @@ def job(rank: int, world: int, kind: str, seed: int) -> str:
                     return "left"
                 if kind == "aborts":
                     context.rank.abort()
-                    os.kill(os.getpid(), signal.SIGKILL)  # what it told needs nothing of it any more
+                    os.kill(os.getpid(), signal.SIGKILL)  # the other ranks need no answer of it
                 time.sleep(DEADLINE + 4)
             if kind == "meanwhile" and rank == (victim + 1) % world and at == 0:
                 time.sleep(delay + 0.5)  # its call comes while the others look for the rank at fault

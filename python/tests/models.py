@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Small language models of Transformers, batches for them, and what one process computes: documents one by one."""
+"""Small language models of Transformers, batches for them, and the results of one process, document by document."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str, **more: Any) -> Any:
-    """The same model on every process that asks for it."""
+    """The same model on every process."""
     kind, options = MODELS[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SMALL, **options, **more})
@@ -51,7 +51,7 @@ def build(name: str, **more: Any) -> Any:
 
 
 def batch(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
-    """A pack, with some prompts that have no labels."""
+    """A pack, with some prompts without labels."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, WORDS, (1, sum(lengths)), generator=draw)
     labels = ids.clone()

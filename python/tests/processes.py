@@ -36,7 +36,7 @@ JOINING = 240
 
 
 class Outcome:
-    """How a process ended: what its job returned or raised (its class and text), and its exit code."""
+    """How a process ended: the result or the exception of its job (class and text), and its exit code."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -57,14 +57,14 @@ def _main(
     if holds:
         results.send(("port", store.port))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=JOINING))
-    # What a job does to itself must not meet a rank that is still joining the group.
+    # A job must not stop or end itself while another rank is still joining the group.
     dist.barrier()
     results.send(("ready", None))
     # Where it was, should it still be there shortly before it is killed.
     faulthandler.dump_traceback_later(0.9 * seconds)
     try:
         answer = ("value", job(rank, world, *args))
-    except BaseException as error:  # noqa: BLE001 (told to whoever started the process)
+    except BaseException as error:  # noqa: BLE001 (reported to the parent process)
         answer = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     results.send(answer)
     results.close()
@@ -104,7 +104,7 @@ def start(
         while waiting and (left := began + seconds - time.monotonic()) > 0:
             for pipe in multiprocessing.connection.wait(list(waiting), left):
                 rank = waiting.pop(pipe)  # type: ignore[call-overload]
-                # A process that died without an answer has closed its end.
+                # A process that died without an answer has closed its end of the pipe.
                 with suppress(EOFError):
                     kind, what = pipe.recv()  # type: ignore[union-attr]
                     setattr(outcomes[rank], kind, what)
@@ -122,7 +122,7 @@ def start(
 
 
 def run(job: Callable[..., Any], world: int, *args: Any, seconds: float = 100.0) -> list[Any]:
-    """What the job returned on each rank; raises what it raised on the first that failed."""
+    """The results of the job on each rank. Raises AssertionError with the error of the first rank that failed."""
     outcomes = start(job, world, *args, seconds=seconds)
     for rank, outcome in enumerate(outcomes):
         if outcome.error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A transport that writes down what goes through it, and can hold it back: for measuring attention and exchanges apart."""
+"""A transport that records its exchanges and can delay them, for measuring attention and exchanges separately."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Tap(Transport):
         self.kept.close()
 
     def set(self, mode: str) -> None:
-        """What becomes of the exchanges of the next run."""
+        """Sets how the exchanges of the next run are treated."""
         self.mode, self.fresh = mode, False
 
     def again(self) -> None:

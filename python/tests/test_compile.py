@@ -32,7 +32,7 @@ class Layer(nn.Module):
         # As Transformers has them: heads first.
         q, k = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k))
         windowed = batch.attention(q, k, v, self.sinks, window_left=6, softcap=5.0)
-        batch.attention(q, k, v)  # of no use, and yet a call that other ranks wait for
+        batch.attention(q, k, v)  # an unused result, but other ranks wait for the call
         full = batch.attention(*self.other(x).unflatten(1, (3, 2, 4)).unbind(1))
         again = batch.attention(*self.other(x).unflatten(1, (3, 2, 4)).unbind(1))
         return x + self.out(torch.cat([windowed.flatten(1), (full + again).flatten(1)], dim=1)).tanh()
@@ -84,9 +84,9 @@ def compiled(rank: int, world: int, *backend: str) -> None:
         assert [name for name, *_ in expected] == ["forward"] * 8 + ["backward"] * 6, "the unused one has no backward"
         for backend, function in backends.items():
             if backend == "inductor" and cu_seqlens != [0, 5, 40]:
-                continue  # it calls a compiler of C++, which takes many seconds
+                continue  # it calls a C++ compiler, which takes many seconds
             got = step(function, cu_seqlens)
-            # In the same order too, so that ranks whose graphs differ, because of their sizes, still meet.
+            # In the same order too, so that ranks with different graphs, because of different sizes, still make the same calls.
             assert calls == expected, f"{backend}: {calls}, not {expected}"
             calls.clear()
             for a, b in zip(got, want, strict=True):
@@ -102,7 +102,7 @@ def compiled(rank: int, world: int, *backend: str) -> None:
 
 
 def outlived(rank: int, world: int) -> None:
-    """A graph whose batch nobody holds any more, and whose context is gone."""
+    """A graph whose batch is no longer referenced, and whose context is closed."""
     context = Context(heads=2, head_dim=4, plans=1)
     f = torch.compile(lambda q, batch: batch.attention(q, q, q).sum(), backend="aot_eager", fullgraph=True)
     q = torch.randn(len(context.batch([0, 30]).tokens), 2, 4, requires_grad=True)
@@ -117,7 +117,7 @@ def outlived(rank: int, world: int) -> None:
     try:
         loss.backward()
     except cpattn.InvalidHandle as error:
-        assert "the context was closed" in str(error)
+        assert "the context is closed" in str(error)
     else:
         raise AssertionError("a closed context")
 
@@ -127,7 +127,7 @@ class Compiled(unittest.TestCase):
         run(compiled, 2, "aot_eager", "inductor", seconds=570)
 
     def test_four(self) -> None:
-        # Without Inductor, whose compiler of C++ each rank would run.
+        # Without Inductor, since each rank would run a C++ compiler.
         run(compiled, 4, "eager", "aot_eager", seconds=300)
 
     def test_outlived(self) -> None:

@@ -79,7 +79,7 @@ class Mail(Transport):
 
 
 def tensors(n: int) -> tuple[dict[str, cpattn.Memory], list[Any]]:
-    """Of n tokens; and what keeps their memory."""
+    """Tensors of n tokens, and the objects that own their memory."""
     kept, made = [], {}
     for name, shape in (("q", (n, HEADS, DIM)), ("k", (n, HEADS, DIM)), ("v", (n, HEADS, DIM)), ("o", (n, HEADS, DIM)), ("lse", (HEADS, n))):
         count = 1
@@ -135,7 +135,7 @@ class Transports(unittest.TestCase):
                 found[isa] = cpattn.on_all(ranks, lambda number, rank: forward(rank, number))
         self.assertLess({cpattn.Isa.AUTO, cpattn.Isa.PORTABLE}, set(found))
         self.assertNotIn(cpattn.Isa.NEON if cpattn.Isa.AVX2 in found else cpattn.Isa.AVX2, found)
-        # What is multiplied and added at once is rounded less often.
+        # A fused multiply-add rounds less often.
         fused = cpattn.Isa.AVX2 if cpattn.Isa.AVX2 in found else cpattn.Isa.NEON
         self.assertNotEqual(found[cpattn.Isa.PORTABLE], found[fused])
         for wrong in (7, -1, 1 << 32, "avx", None):
@@ -159,7 +159,7 @@ class Transports(unittest.TestCase):
         self.assertTrue(all(mail.released for mail in mails))  # type: ignore[attr-defined]
 
     def test_what_a_callback_raises_is_raised_by_the_call(self) -> None:
-        """The rank that raised gets its own exception, from the library's error; the others one that blames it."""
+        """The rank that raised gets its own exception, caused by the library's error; the others get an error that blames it."""
         for broken in (KeyError("mine"), KeyboardInterrupt(), SystemExit(3), MemoryError(), cpattn.PeerError("lost", 2)):
             mails, ranks = group()
             mails[1].broken = broken
@@ -179,7 +179,7 @@ class Transports(unittest.TestCase):
             self.assertIn(f"rank {blamed} failed", str(cause))
             for other in (0, 2):
                 self.assertIsInstance(errors[other], cpattn.PeerError)
-            # Once failed stays failed, without asking the transport again.
+            # A failed transport stays failed, without a further call of its methods.
             mails[1].broken = None
             calls = mails[1].calls
             again = attempt(1, ranks[1])
@@ -209,7 +209,7 @@ class Transports(unittest.TestCase):
     def test_agree_of_the_wrong_length(self) -> None:
         mail = Mail(0, {})
         mail.agree = lambda first, end, number: [number]  # type: ignore[method-assign]
-        self.assertRaisesRegex(cpattn.InvalidArgument, "1 numbers, 3 are needed", forward, cpattn.Rank(mail), 0)
+        self.assertRaisesRegex(cpattn.InvalidArgument, "the result of agree has length 1, 3 is needed", forward, cpattn.Rank(mail), 0)
 
     def test_an_interrupt_in_agree(self) -> None:
         """A signal's handler may raise anywhere in a callback of the main thread, also before its first line, where Python
@@ -226,7 +226,7 @@ class Transports(unittest.TestCase):
         try:
             for delay in (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2) * 5:
                 mail = Mail(0, {})
-                # A signal may meet a place where Python can only print what its handler raises; then this rank waits.
+                # At some places Python can only print the exception of a signal handler; then this rank waits.
                 mail.patience = 0.5
                 rank = cpattn.Rank(mail)
                 the_plan = plan()
@@ -242,7 +242,7 @@ class Transports(unittest.TestCase):
             sys.unraisablehook = sys.__unraisablehook__
 
     def test_what_a_handler_raises_inside_a_lock(self) -> None:
-        """It reaches the caller as it is, and a RuntimeError of the handler's own too."""
+        """The caller gets the exception unchanged, also a RuntimeError of the handler."""
         from concurrent.futures import Future
         from unittest import mock
 
@@ -306,13 +306,13 @@ class Transports(unittest.TestCase):
 
 class Plans(unittest.TestCase):
     def test_lengths(self) -> None:
-        with self.assertRaisesRegex(cpattn.InvalidArgument, "cu_seqlens_k has 3 entries, 2 are needed"):
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "cu_seqlens_k has length 3, 2 is needed"):
             cpattn.Plan([0, 3], 2, 4, cu_seqlens_k=[0, 3, 4])
-        with self.assertRaisesRegex(cpattn.InvalidArgument, "alibi_slopes has 1 entries, 2 are needed"):
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "alibi_slopes has length 1, 2 is needed"):
             cpattn.Plan([0, 3], 2, 4, alibi_slopes=[0.5])
-        with self.assertRaisesRegex(cpattn.InvalidArgument, "q_start has 2 entries, 1 are needed"):
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "q_start has length 2, 1 is needed"):
             cpattn.Plan([0, 3], 2, 4, cu_seqlens_k=[0, 4], q_start=[0, 1])
-        with self.assertRaisesRegex(cpattn.InvalidArgument, "cu_seqlens has 0 entries"):
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "cu_seqlens has length 0"):
             cpattn.Plan([], 2, 4)
         with self.assertRaisesRegex(cpattn.InvalidArgument, r"cu_seqlens\[1\] is 4294967299"):
             cpattn.Plan([0, 2**32 + 3], 2, 4)
@@ -323,7 +323,7 @@ class Plans(unittest.TestCase):
         self.assertRaises(cpattn.InvalidArgument, cpattn.Plan, [0, 3], 3, 4, kv_heads=2)
 
     def test_refused_by_name(self) -> None:
-        """What ctypes would refuse without a name, round, or take for something else."""
+        """Values that ctypes would refuse without a name, round, or misread."""
         gathers = "one of 'auto', 'others', 'steps', 'together' is needed, or a member of cpattn.Gather"
         layouts = "one of 'auto', 'contiguous', 'zigzag', 'zigzag_pack', 'striped', 'balanced' is needed, or a member of cpattn.Layout"
         for words, options in (
@@ -352,7 +352,7 @@ class Plans(unittest.TestCase):
             ("cu_seqlens[1] is 3.5, a whole number is needed", {"cu_seqlens": [0, 3.5]}),
             ("cu_seqlens is 7, a sequence of numbers is needed", {"cu_seqlens": 7}),
             ("alibi_slopes[1] is 'x', a finite number is needed", {"alibi_slopes": [0.5, "x"]}),
-            ("nonsense is no option of a plan, these are: alibi_slopes, ", {"nonsense": 1}),
+            ("nonsense is not an option of a plan, one of these is needed: alibi_slopes, ", {"nonsense": 1}),
         ):
             with self.subTest(words), self.assertRaises(cpattn.InvalidArgument) as caught:
                 cpattn.Plan(**{"cu_seqlens": [0, 3], "heads": 2, "head_dim": 4, **options})
@@ -363,7 +363,7 @@ class Plans(unittest.TestCase):
             ("rank is -1, at least 0", lambda: the_plan.tokens("q", -1)),
             ("side is 'v', one of 'q', 'k' is needed", lambda: the_plan.tokens("v", 0)),
             ("direction is 2, one of 'forward', 'backward'", lambda: the_plan.workspace(0, 2)),
-            ("whole is no tensor that can be used through DLPack: list", lambda: the_plan.shard(cpattn.Side.Q, 0, [1.0], [1.0])),
+            ("whole cannot be read through DLPack: list", lambda: the_plan.shard(cpattn.Side.Q, 0, [1.0], [1.0])),
             ("world is 2.0, a whole", lambda: cpattn.local_group(2.0)),
             ("workers is True, a whole", lambda: cpattn.local_group(2, workers=True)),
             ("cpattn_local_group: CPATTN_INVALID: deadline_ms is 0, expected at least 1", lambda: cpattn.local_group(2, 0)),

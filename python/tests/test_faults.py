@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""One trial of each kind of fault, and who is blamed; `faults.py` runs as many as wanted."""
+"""One trial of each kind of fault, and the rank that is blamed. `faults.py` runs any number of trials."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def plans(rank: int, world: int, how: str) -> str:
 
 def interrupted(rank: int, world: int, how: str) -> str:
     """Ctrl-C on rank 0 while it waits for rank 1, which comes once rank 0 was interrupted."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell disables it for background processes
     context = Context(heads=2, head_dim=4, timeout=30.0)
     batch, q = context.batch([0, 8]), torch.randn(4, 2, 4)
     if how == "exchange":

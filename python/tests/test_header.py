@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""How the package reads cpattn.h, against a C compiler; and the numbers that it repeats."""
+"""How the package reads cpattn.h, compared with a C compiler; and the numbers that the package repeats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUES = {getattr(ctypes, f"c_{u}int{bits}"): f"({u}int{bits}_t)zero" for u in (
 class Header(unittest.TestCase):
     @unittest.skipUnless(shutil.which("cc"), "no C compiler here")
     def test_a_compiler_reads_the_same(self) -> None:
-        """Sizes, offsets, what INIT macros are; functions have the types that a compiler takes for their own."""
+        """Sizes, offsets and INIT macros; and types of functions that a compiler accepts."""
         program, want, calls = PROGRAM + "int main(void) {\n", [], ""
         for name, kind in STRUCTS.items():
             program += f'printf("%zu\\n", sizeof({name}));\n'

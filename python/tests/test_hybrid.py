@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Qwen3-Next, with the mixer of examples/python/qwen3_next.py: the loss and gradients of one process, and what is refused."""
+"""Qwen3-Next, with the mixer of examples/python/qwen3_next.py: the loss and gradients of one process, and refusals."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Hybrid(unittest.TestCase):
             self.assertEqual(said["off"], "True")
             self.assertIn("mixes tokens outside of attention", said["without"])
             self.assertIn("mixes tokens outside of attention", said["across"])
-            self.assertIn("ulysses is 1 and there are 2 ranks", said["ring"])
+            self.assertIn("ulysses is 1, 2 is needed", said["ring"])
             self.assertIn("Conv3d", said["class"])
             self.assertFalse([one for one in said.values() if "afterwards" in one], said)
 

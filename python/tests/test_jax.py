@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Attention of JAX arrays: values and gradients against the formula in f64, over devices of one process as ranks, and what is refused."""
+"""Attention of JAX arrays: values and gradients against the formula in f64, over devices of one process as ranks, and refusals."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ class Refusals(unittest.TestCase):
         batch, attend = on.batch(ENDS), whole(on)
         wrong, none = cpattn.InvalidArgument, cpattn.Unsupported
         q32, k32, v32 = (jnp.stack([x, x]) for x in (q, k, v))
-        self.refused(none, "given to jax.vmap.*cu_seqlens", lambda: jax.vmap(attend)(q32, k32, v32))
+        self.refused(none, "does not support jax.vmap.*cu_seqlens", lambda: jax.vmap(attend)(q32, k32, v32))
         twice = jax.grad(lambda q: jax.grad(lambda q: attend(q, k, v).sum())(q).sum())
         self.refused(none, "differentiable once", lambda: twice(q))
         self.refused(TypeError, "forward-mode", lambda: jax.jvp(lambda q: context(1).attention(q, k, v, ENDS), (q,), (q,)))
@@ -303,9 +303,9 @@ class Refusals(unittest.TestCase):
         both = context(2, over=mesh(2, 2))
         part = jax.shard_map(lambda q: both.attention(q, q, q, ENDS), mesh=mesh(2, 2), in_specs=P("cp"), out_specs=P("cp"), axis_names={"cp"})
         self.refused(none, "compiler divides arrays over 'dp'.*all axes of the mesh", lambda: jax.jit(part)(jnp.zeros((52, 2, 8))))
-        self.refused(wrong, "24 rows for each rank, one holds 26", lambda: on.batch(ENDS, 24))
+        self.refused(wrong, "the number of rows per rank is 24, at least 26 is needed", lambda: on.batch(ENDS, 24))
         few = jax.shard_map(lambda q: on.attention(q, q, q, ENDS), mesh=mesh(2), in_specs=P("cp"), out_specs=P("cp"))
-        self.refused(wrong, "20 rows for each rank, one holds 26", lambda: few(jnp.zeros((40, 2, 8))))
+        self.refused(wrong, "the number of rows per rank is 20, at least 26 is needed", lambda: few(jnp.zeros((40, 2, 8))))
         self.refused(wrong, "k.dtype is float16, float32 is needed", lambda: attend(q, k.astype(np.float16), v))
         self.refused(wrong, "q.dtype is int32", lambda: attend(q.astype(np.int32), k, v))
         self.refused(wrong, "sinks.dtype is float16, float32", lambda: attend(q, k, v, sinks.astype(np.float16)))
@@ -322,28 +322,28 @@ class Refusals(unittest.TestCase):
         for function in (alone, jax.jit(alone)):
             self.refused(none, "divides arrays over 4 devices.*inside jax.shard_map", lambda: function(parts, parts, parts, jnp.asarray(ENDS)))
         ids = np.arange(50, dtype=np.uint8)
-        self.refused(wrong, "ignore is -100, which uint8 does not hold: convert ids", lambda: batch.labels(ids))
-        self.refused(wrong, "fill is 1.5, which uint8 does not hold: convert whole", lambda: batch.shard(ids, 1.5))
-        self.refused(wrong, "whole has the shape .50, 4, 16., 14 rows", lambda: on.batch([0, 14]).shard(q))
+        self.refused(wrong, "ignore is -100, which uint8 cannot represent: convert ids", lambda: batch.labels(ids))
+        self.refused(wrong, "fill is 1.5, which uint8 cannot represent: convert whole", lambda: batch.shard(ids, 1.5))
+        self.refused(wrong, "whole has the shape .50, 4, 16., .14, ", lambda: on.batch([0, 14]).shard(q))
         self.refused(wrong, "heads.*4.*kv_heads|kv_heads", lambda: attend(q, np.repeat(k, 2, 1)[:, :3], np.repeat(v, 2, 1)[:, :3]))
 
     def test_contexts(self) -> None:
         wrong = cpattn.InvalidArgument
-        self.refused(wrong, "ulysses 2 x ring 1 are 2 ranks, the group has 4", lambda: context(4, ulysses=2, ring=1))
+        self.refused(wrong, "ulysses 2 x ring 1 uses 2 of the group's 4 ranks", lambda: context(4, ulysses=2, ring=1))
         self.refused(wrong, "axis is 'tp', one of the mesh's axes is needed: 'cp'", lambda: cpattn.jax.Context(mesh(2), "tp", heads=2, head_dim=8))
-        self.refused(wrong, "give both, or none", lambda: cpattn.jax.Context(mesh(2), heads=2, head_dim=8))
+        self.refused(wrong, "give both, or neither", lambda: cpattn.jax.Context(mesh(2), heads=2, head_dim=8))
         self.refused(wrong, "timeout", lambda: context(2, timeout=0))
-        self.refused(wrong, "windows is no option of a plan", lambda: context(2, windows=3))
+        self.refused(wrong, "windows is not an option of a plan", lambda: context(2, windows=3))
         on = context(1)
         on.close()
-        self.refused(cpattn.InvalidHandle, "was closed", lambda: whole(on))
+        self.refused(cpattn.InvalidHandle, "is closed", lambda: whole(on))
         # While a run goes on: its ranks are freed when it ends.
         on = context(2)
         (rank, _) = on.on_ranks(lambda number, rank: (on.close(), rank)[1])
-        self.refused(cpattn.InvalidHandle, "was closed", rank.poll)
+        self.refused(cpattn.InvalidHandle, "is closed", rank.poll)
 
     def test_while_it_runs(self) -> None:
-        """What only the data tells fails on all devices, in cpattn's words, and the next call works."""
+        """An error that depends on data fails on all devices, with cpattn's message, and the next call works."""
         on = context(4)
         spec = P("cp")
         attend = jax.jit(jax.shard_map(on.attention, mesh=mesh(4), in_specs=(spec, spec, spec, spec), out_specs=spec))
@@ -351,7 +351,7 @@ class Refusals(unittest.TestCase):
         q, k, v = (batch.shard(x) for x in tensors()[:3])
         same, other = np.tile(batch.cu_seqlens, 4), np.tile(batch.cu_seqlens, 4)
         other[11] += 1
-        for ends, text in ((other, r"cu_seqlens is \[0, 13, 13, 14, 50\] on rank 0 and .* on rank 2"), (3 * same, "rows for each rank, one holds 38")):
+        for ends, text in ((other, r"cu_seqlens is \[0, 13, 13, 14, 50\] on rank 0 and .* on rank 2"), (3 * same, "the number of rows per rank is .*, at least 38 is needed")):
             with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
                 attend(q, k, v, ends).block_until_ready()
         want = wanted(tensors()[:3], tensors()[-1])[0]
@@ -375,7 +375,7 @@ class Programs(unittest.TestCase):
         self.assertIn("ok", self.run_program(str(ROOT / "examples/python/jax_ranks.py")))
 
     def test_the_documentation(self) -> None:
-        """The program in docs/python.md, as it is."""
+        """The program in docs/python.md, unchanged."""
         text = (ROOT / "docs/python.md").read_text().split("## JAX")[1]
         program = text.split("```python\n")[1].split("```")[0]
         self.assertIn("(80, 4, 16)", self.run_program("-c", program + "print(o.shape)"))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Every public function and class refuses what is of another type, by the name of the argument.
+"""Every public function and class refuses arguments of another type, by the name of the argument.
 
-What is public is found, and each callable with arguments has a row here: good arguments, and which of the wrong ones below are
-legal there. A new function without a row fails the test, and so does an argument that Python, ctypes or PyTorch refuses in
-words of their own.
+The test finds the public callables. Each one with arguments has a row here: good arguments, and the wrong ones below that are legal
+there. A public function without a row fails the test, and so does an argument that Python, ctypes or PyTorch refuses with their own
+message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cpattn.plan import PlanOptions
 
 
 class Unknown:
-    """Nothing can be done with it, nor can it be shown."""
+    """An object whose methods all raise."""
 
     def refuse(self, *_: Any) -> Any:
         raise KeyError("unknown")
@@ -50,7 +50,7 @@ WRONG: dict[str, Any] = {
     "unknown": Unknown(),
 }
 
-# They have errors of Python's own, or are for annotations.
+# Their errors are Python's, or they are for annotations.
 NOT_CALLED = (enum.Enum, BaseException, dict)
 
 
@@ -79,7 +79,7 @@ def arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]]:
-    """By the names of callables: what is called, with good arguments by their names, and which wrong ones are legal."""
+    """By the names of callables: a function, its good arguments by name, and the wrong ones that are legal."""
     context = cpattn.torch.Context(heads=3, head_dim=4, timeout=5.0)
     batch, transport, rank = context.batch([0, 5]), cpattn.torch.GlooTransport(timeout=5.0), cpattn.local_group(1)[0]
     plan = cpattn.Plan([0, 5], 3, 4)
@@ -160,7 +160,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
 
 
 def walk(rank: int, world: int) -> list[str]:
-    """What was not refused by its name."""
+    """The wrong arguments that were not refused by name."""
     table, wrong = rows(), []
     for at, names in public():
         if not names:
@@ -174,8 +174,8 @@ def walk(rank: int, world: int) -> list[str]:
                 try:
                     function(**{**given, name: WRONG[kind]})
                 except cpattn.Error as error:
-                    # In words of this package's: of an argument, or of one of its items or members.
-                    if not re.search(rf"(^|: |\W){name}\b.* (is|are|has|no tensor|expected|does not hold)\b|that of {name},", str(error), re.DOTALL):
+                    # A message of this package: for an argument, or for one of its items or members.
+                    if not re.search(rf"(^|: |\W){name}\b.* (is|are|has|cannot|expected)\b|that of {name},", str(error), re.DOTALL):
                         wrong.append(f"{at}, {name}: {kind}: {type(error).__name__}: {error}")
                 except BaseException as error:  # noqa: BLE001 (told)
                     wrong.append(f"{at}, {name}: {kind}: {type(error).__name__}: {error}")

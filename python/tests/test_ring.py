@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The check of a ring's links over gloo: what it measures, and which link it names when a process is stopped or corrupts bytes."""
+"""The check of a ring's links over gloo: its measurements, and the link that it names if a process is stopped or corrupts bytes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Threads(unittest.TestCase):
         self.assertRaisesRegex(cpattn.InvalidArgument, "the ring was not checked: world is 1", alone.check_ring)
         self.assertRaisesRegex(cpattn.InvalidArgument, "bytes is 2.5, a whole number is needed", alone.check_ring, 2.5)
         alone.close()
-        self.assertRaisesRegex(cpattn.InvalidHandle, "this rank was closed", alone.check_ring)
+        self.assertRaisesRegex(cpattn.InvalidHandle, "this rank is closed", alone.check_ring)
 
 
 class Table(unittest.TestCase):

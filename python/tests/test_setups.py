@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The ways in which other projects train with context parallelism, and what goes wrong there: each has the loss and gradients of
-one process here, or an error that says what to do.
+"""The ways in which other projects train with context parallelism, and their problems: each has the loss and gradients of one process
+here, or an error with a way out.
 
 Oumi: groups of fewer ranks than there are processes, and numbers that do not fit. axolotl: 9 heads on any number of ranks; attention masks that number the documents of a pack. Arctic: 8 ranks beside one, logits in
 tiles, activations on the host, labels on few ranks, shift_labels. prime-rl: one switch between ring and Ulysses, with sinks.
@@ -40,7 +40,7 @@ def few_labels() -> dict[str, torch.Tensor]:
 
 
 def _eight(rank: int, world: int, file: str) -> dict[str, tuple[float, float]]:
-    """Relative errors of loss and gradients, by what was run."""
+    """Relative errors of loss and gradients, by case."""
     references, found = torch.load(file), {}
 
     def check(name: str, model: str, pack: dict[str, Any], reference: str, offload: bool = False, **options: Any) -> None:
@@ -80,7 +80,7 @@ def _groups(rank: int, world: int, file: str) -> tuple[float, float] | None:
     """Three of four processes are a group. Then all four are refused for numbers that do not fit, at once."""
     three, built, found = dist.new_group([0, 1, 2]), models.build("smollm2"), None
     if rank == 3:
-        _refused("is no member of", built, group=three)
+        _refused("process 3 is not a member of group", built, group=three)
     else:
         expected, gradients = torch.load(file)
         cp = ContextParallel(built, group=three, gradients="sum")
@@ -92,9 +92,9 @@ def _groups(rank: int, world: int, file: str) -> tuple[float, float] | None:
         cp.close()
     _refused("replicas is 3, which does not divide the 4 ranks", built, replicas=3)
     _refused("ulysses is 3, expected a divisor of the world of 4", built, ulysses=3)
-    _refused("ulysses 1 x ring 2 are 2 ranks, the group has 4", built, ulysses=1, ring=2)
+    _refused("ulysses 1 x ring 2 uses 2 of the group's 4 ranks", built, ulysses=1, ring=2)
     _refused("mesh is ulysses 10 × ring 1", built, ulysses=10, ring=1)
-    _refused("sequence_parallel_size is no option", built, sequence_parallel_size=2)
+    _refused("sequence_parallel_size is not an option", built, sequence_parallel_size=2)
     # Nothing is left of those: the model is as it was.
     assert built.config._attn_implementation == "eager" and not built._forward_pre_hooks and getattr(built, "_cpattn", None) is None
     return found

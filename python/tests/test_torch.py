@@ -122,7 +122,7 @@ def nodes(rank: int, world: int) -> None:
         compare(context, DOCUMENTS, shape, 1e-14)
         leave(context)
         if rank < 3:
-            for words in ("nodes is 1 ranks in the node of rank 2, expected 2", "LOCAL_WORLD_SIZE is 2", "give ranks_per_node, 0 for"):
+            for words in ("nodes is 1 ranks in the node of rank 2, expected 2", "LOCAL_WORLD_SIZE is 2", "give ranks_per_node, 0 if"):
                 refused(cpattn.InvalidArgument, words, Context, three, heads=9, head_dim=8)
         differing(rank)
     finally:
@@ -132,33 +132,33 @@ def nodes(rank: int, world: int) -> None:
 def three_nodes(rank: int, world: int) -> None:
     """Nodes of torchrun that a mesh does not fit are refused with the way out."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    for words in ("expected a multiple or a divisor of the 3 Ulysses ranks", "ranks_per_node is 2 by LOCAL_WORLD_SIZE: give another, 0"):
+    for words in ("expected a multiple or a divisor of the 3 Ulysses ranks", "ranks_per_node is 2 from LOCAL_WORLD_SIZE: give ranks_per_node, 0"):
         refused(cpattn.InvalidArgument, words, Context, heads=9, kv_heads=3, head_dim=8, ulysses=3, ring=2)
 
 
 def differing(rank: int) -> None:
     """Ranks that are told different numbers are refused, all of them, with the same words and long before the timeout; the group
     is usable afterwards."""
-    out, way = "all ranks of the group need the same. Give ranks_per_node on all of them", "or 0 for links that are all alike"
+    out, way = "all ranks of the group need the same. Give ranks_per_node on all of them:", "or 0 if all links are alike"
     environment, argument = "LOCAL_WORLD_SIZE", "ranks_per_node"
-    divides, no_number = "a number that divides the ranks of each node", "that is no number of ranks"
+    divides = "a number that divides the ranks of each node"
     for told, given, found in (
-        ("2233", None, f"{environment} 2 on ranks 0-1; {environment} 3 on ranks 2-3: {out}, {divides}, {way}"),
-        ("2442", None, f"{environment} 2 on ranks 0, 3; {environment} 4 on ranks 1-2: {out}, 2, which divides all of these, {way}"),
-        (["2", "", "two", "2"], None, f"{environment} 2 on ranks 0, 3; {environment} {no_number} on ranks 1-2: {out}, {divides}, {way}"),
-        (["-2", "2", "2", "2"], None, f"{environment} {no_number} on rank 0; {environment} 2 on ranks 1-3: {out}"),
-        ([None, "2", "2", "2"], None, f"neither {argument} nor {environment} on rank 0; {environment} 2 on ranks 1-3: {out}, {divides}"),
-        ("2222", [2, 2, 2, 4], f"{argument} 2 on ranks 0-2; {argument} 4 on rank 3: {out}, 2, which divides"),
-        ("2222", [0, 2, 2, 2], f"{argument} 0 on rank 0; {argument} 2 on ranks 1-3: {out}, {divides}"),
-        ("2222", [-1, 2, 2, 2], f"{argument} {no_number} on rank 0; {argument} 2 on ranks 1-3: {out}"),
-        ("2222", [2, "two", True, None], f"{argument} 2 on rank 0; {argument} {no_number} on ranks 1-3: {out}"),
+        ("2233", None, f"{environment} 2 on ranks 0-1; {environment} 3 on ranks 2-3: {out} {divides}, {way}"),
+        ("2442", None, f"{environment} 2 on ranks 0, 3; {environment} 4 on ranks 1-2: {out} 2, which divides all of these, {way}"),
+        (["2", "", "two", "2"], None, f"{environment} 2 on ranks 0, 3; an invalid {environment} on ranks 1-2: {out} {divides}, {way}"),
+        (["-2", "2", "2", "2"], None, f"an invalid {environment} on rank 0; {environment} 2 on ranks 1-3: {out}"),
+        ([None, "2", "2", "2"], None, f"neither {argument} nor {environment} on rank 0; {environment} 2 on ranks 1-3: {out} {divides}"),
+        ("2222", [2, 2, 2, 4], f"{argument} 2 on ranks 0-2; {argument} 4 on rank 3: {out} 2, which divides"),
+        ("2222", [0, 2, 2, 2], f"{argument} 0 on rank 0; {argument} 2 on ranks 1-3: {out} {divides}"),
+        ("2222", [-1, 2, 2, 2], f"an invalid {argument} on rank 0; {argument} 2 on ranks 1-3: {out}"),
+        ("2222", [2, "two", True, None], f"{argument} 2 on rank 0; an invalid {argument} on ranks 1-3: {out}"),
         # A rank without the argument has torchrun's, even if the number is the same.
-        ("2222", [2, ..., 2, 2], f"{argument} 2 on ranks 0, 2-3; {environment} 2 on rank 1: {out}, 2"),
+        ("2222", [2, ..., 2, 2], f"{argument} 2 on ranks 0, 2-3; {environment} 2 on rank 1: {out} 2"),
         # What all were given alike, and none can use.
-        (["two"] * 4, None, f"{environment} is 'two', a whole number of at least 1 is needed, or {argument}, 0 for links"),
+        (["two"] * 4, None, f"{environment} is 'two', a whole number of at least 1 is needed, or {argument}, 0 if all links"),
         ("0000", None, f"{environment} is '0', a whole number of at least 1 is needed"),
         ("2222", [-1] * 4, f"{argument} is -1, at least 0 is needed"),
-        ("2222", [3] * 4, f"{argument} is 3, a divisor of the 4 ranks of the group is needed, or 0 for links"),
+        ("2222", [3] * 4, f"{argument} is 3, expected a divisor of the 4 ranks"),
         ("2222", [1 << 70] * 4, f"{argument} is {1 << 70}, at most {(1 << 60) - 2} is needed"),
     ):
         os.environ.pop(environment, None)
@@ -262,7 +262,7 @@ def precision(rank: int, world: int) -> None:
     # What rotary embeddings leave under autocast.
     q, k, v = (batch.shard(x) for x in whole)
     v = v.bfloat16()
-    refused(cpattn.InvalidArgument, "v.dtype is torch.bfloat16, this context is for torch.float32", batch.attention, q, k, v)
+    refused(cpattn.InvalidArgument, "v.dtype is torch.bfloat16, torch.float32 is needed", batch.attention, q, k, v)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         o = batch.attention(*inputs)
@@ -310,7 +310,7 @@ def strides(rank: int, world: int) -> None:
 
 
 class Copies(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts what copies tensors."""
+    """Counts copies of tensors."""
 
     count = 0
 
@@ -403,7 +403,7 @@ def gradcheck(rank: int, world: int) -> None:
 
 
 def shares(rank: int, world: int) -> None:
-    """shard, positions, labels, shift: what each rank gets, from its own tokens alone."""
+    """shard, positions, labels and shift of each rank, from its own tokens alone."""
     generator = random.Random(4)
     for layout, parameter in ((Layout.ZIGZAG, 0), (Layout.CONTIGUOUS, 0), (Layout.STRIPED, 2)):
         context = Context(heads=2, head_dim=4, ring=2, ulysses=2, layout=layout, layout_parameter=parameter)
@@ -471,11 +471,11 @@ def subgroups(rank: int, world: int) -> None:
     assert (context.world, context.number) == (2, rank // 2)
     compare(context, [0, 10 + rank % 2, 40], (3, 3, 8, 8), 1e-14)
     context.close()
-    refused(cpattn.InvalidArgument, f"process {rank} is none of its", Context, groups[1 - rank % 2], heads=2, head_dim=4)
+    refused(cpattn.InvalidArgument, f"process {rank} is not a member of group", Context, groups[1 - rank % 2], heads=2, head_dim=4)
 
 
 def refusals(rank: int, world: int) -> None:
-    """What was found and what is needed, in the words of the caller."""
+    """Messages name the argument of the caller, the value found and the value needed."""
     shape = {"heads": 2, "head_dim": 4}
     refused(cpattn.Unsupported, "device is meta, cpu or cuda is needed", Context, **shape, device="meta")
     refused(cpattn.InvalidArgument, "workers is 2", Context, **shape, device="cuda", workers=2)
@@ -484,7 +484,7 @@ def refusals(rank: int, world: int) -> None:
     refused(cpattn.InvalidArgument, "dtype is torch.int32", Context, **shape, dtype=torch.int32)
     refused(cpattn.InvalidArgument, "timeout is 0", Context, **shape, timeout=0)
     refused(cpattn.InvalidArgument, "heads is 0", Context, **{**shape, "heads": 0})
-    refused(cpattn.InvalidArgument, "nonsense is no option of a plan", Context, **shape, nonsense=1)
+    refused(cpattn.InvalidArgument, "nonsense is not an option of a plan", Context, **shape, nonsense=1)
     # Found before anything waits for another rank.
     for words, options in (
         ("heads is 2.5, a whole number is needed", {"heads": 2.5}),
@@ -496,7 +496,7 @@ def refusals(rank: int, world: int) -> None:
         ("timeout is nan, a finite number is needed", {"timeout": float("nan")}),
         ("timeout is None, a finite number is needed", {"timeout": None}),
         ("timeout is '5', a finite number is needed", {"timeout": "5"}),
-        ("timeout is 1e+300 seconds, 0.001 to 1e9 are needed", {"timeout": 1e300}),
+        ("timeout is 1e+300 seconds, 0.001 to 1e9 seconds are needed", {"timeout": 1e300}),
         ("workers is 2.5, a whole number is needed", {"workers": 2.5}),
         ("device is 'gpu', cpu or cuda is needed", {"device": "gpu"}),
         ("dtype is 'f32', one of torch.float16, ", {"dtype": "f32"}),
@@ -505,7 +505,7 @@ def refusals(rank: int, world: int) -> None:
         refused(cpattn.InvalidArgument, words, Context, **{**shape, **options})
     refused(cpattn.InvalidArgument, "bytes is 2.5, a whole number is needed", check_ring, bytes=2.5)
     for words, mesh in (
-        ("ulysses 2 x ring 1 are 2 ranks, the group has 4", {"ulysses": 2, "ring": 1}),
+        ("ulysses 2 x ring 1 uses 2 of the group's 4 ranks", {"ulysses": 2, "ring": 1}),
         ("ulysses is 7, expected a divisor of the world of 4", {"ulysses": 7}),
         ("ring is 3, expected a divisor", {"ring": 3}),
         ("passes is 3", {"passes": 3, "ring": 4}),
@@ -518,13 +518,13 @@ def refusals(rank: int, world: int) -> None:
     batch = context.batch([0, 16])
     q, k, v = (torch.randn(4, h, 4) for h in (2, 1, 1))
     for words, args in (
-        ("q.dtype is torch.float64, this context is for torch.float32", (q.double(), k, v)),
+        ("q.dtype is torch.float64, torch.float32 is needed", (q.double(), k, v)),
         ("v.dtype is torch.float16", (q, k, v.half())),
         ("q.device is meta", (q.to("meta"), k, v)),
         ("v is None, a tensor is needed", (q, k, None)),
         ("sinks is 1.5, a tensor is needed", (q, k, v, 1.5)),
         ("sinks.device is meta", (q, k, v, torch.zeros(2, device="meta"))),
-        ("q is of the layout torch.sparse_coo, torch.strided is needed", (q.to_sparse(), k, v)),
+        ("q has the layout torch.sparse_coo, torch.strided is needed", (q.to_sparse(), k, v)),
         ("v is a nested tensor, torch.strided is needed", (q, k, torch.nested.nested_tensor([v], layout=torch.jagged))),
         ("q.tokens", (torch.randn(16, 2, 4), k, v)),
         ("v.heads", (q, q, v)),
@@ -534,9 +534,9 @@ def refusals(rank: int, world: int) -> None:
     ):
         refused(cpattn.InvalidArgument, words, batch.attention, *args)
     refused(cpattn.InvalidArgument, "whole is [1], a tensor is needed", batch.shard, [1])
-    refused(cpattn.InvalidArgument, "whole has the shape (15,), 16 rows are needed", batch.shard, torch.zeros(15))
-    refused(cpattn.InvalidArgument, "ids has the shape (16,), 4 rows are needed", batch.labels, torch.zeros(16))
-    refused(cpattn.InvalidArgument, "ids is of the layout torch.sparse_coo", batch.labels, torch.zeros(4).to_sparse())
+    refused(cpattn.InvalidArgument, "whole has the shape (15,), (16, ...) is needed", batch.shard, torch.zeros(15))
+    refused(cpattn.InvalidArgument, "ids has the shape (16,), (4, ...) is needed", batch.labels, torch.zeros(16))
+    refused(cpattn.InvalidArgument, "ids has the layout torch.sparse_coo", batch.labels, torch.zeros(4).to_sparse())
     for by, words in (
         (1.5, "by is 1.5, a whole number"),
         (float("nan"), "by is nan, a whole number"),
@@ -549,7 +549,7 @@ def refusals(rank: int, world: int) -> None:
         (float("nan"), torch.int64), (1.5, torch.int64), (256, torch.uint8), (2, torch.bool), (None, torch.int64),
         ("x", torch.float32), (None, torch.float32), (1e6, torch.float16), (2**70, torch.int64), (1j, torch.float64),
     ):  # fmt: skip
-        words = f"fill is {fill!r}, which {dtype} does not hold"
+        words = f"fill is {fill!r}, which {dtype} cannot represent"
         refused(cpattn.InvalidArgument, words, batch.shift, torch.zeros(4, dtype=dtype), 1, fill)
     assert batch.shift(torch.zeros(4), 16, 0.5).tolist() == [0.5] * 4, "no row lies that far on"
     assert batch.shift(torch.zeros(4, dtype=torch.bool), -(2**31), True).all()
@@ -603,7 +603,7 @@ def leaving(rank: int, world: int) -> None:
     began = time.monotonic()
     if rank == 2:
         context.close()
-        refused(cpattn.InvalidHandle, "the context was closed", batch.labels, torch.zeros(4))
+        refused(cpattn.InvalidHandle, "the context is closed", batch.labels, torch.zeros(4))
     else:
         refused(cpattn.PeerError, "rank", batch.attention, q, q, q)
     assert time.monotonic() - began < 60
@@ -628,13 +628,13 @@ def stays_failed(rank: int, world: int) -> None:
         refused(cpattn.PeerError, "rank 1", batch.labels, torch.zeros(4))
         refused(cpattn.PeerError, "", context.rank.poll)
     context.close()
-    closed = "the context was closed"
+    closed = "the context is closed"
     refused(cpattn.InvalidHandle, closed, batch.attention, q, q, q)
     refused(cpattn.InvalidHandle, closed, batch.labels, torch.zeros(4))
     refused(cpattn.InvalidHandle, closed, context.batch, [0, 16])
     refused(cpattn.InvalidHandle, closed, context.record)
     refused(cpattn.InvalidHandle, closed, context.trace)
-    refused(cpattn.InvalidHandle, "this rank was closed", context.rank.poll)
+    refused(cpattn.InvalidHandle, "this rank is closed", context.rank.poll)
     context.close()
     context = Context(heads=2, head_dim=4, dtype=torch.float64)
     compare(context, DOCUMENTS, (2, 2, 4, 4), 1e-14)

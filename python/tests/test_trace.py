@@ -17,7 +17,7 @@ from cpattn.torch import Context
 
 
 def job(rank: int, world: int) -> object:
-    # Clocks begin at different times, so that they differ by what the comparison has to find.
+    # Clocks begin at different times, so that the comparison has a difference to find.
     time.sleep(0.3 * rank)
     cpattn.clock()
     with_trace = Context(heads=4, head_dim=8, ring=world, ulysses=1, timeout=60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""examples/python/train.py and finetune.py: one process and several have the same losses, and what a user writes stays short."""
+"""examples/python/train.py and finetune.py: one process and several have the same losses, and the user's code stays short."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Train(unittest.TestCase):
         self.assertTrue(said[0].startswith("error: "), said)
 
     def test_the_readme(self) -> None:
-        """What it shows for PyTorch, as it is."""
+        """Its program for PyTorch, unchanged."""
         text = (EXAMPLES.parents[1] / "README.md").read_text().split("## From PyTorch")[1]
         program = text.split("```python\n")[1].split("```")[0] + (
             # One write: lines of two processes do not mix.

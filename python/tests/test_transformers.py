@@ -40,7 +40,7 @@ def summed(model: Any, group: Any = None) -> torch.Tensor:
 
 
 def _right(rank: int, world: int, file: str) -> list[str]:
-    """Every model on every mesh of this world; what is wrong."""
+    """Every model on every mesh of this world. Returns the errors."""
     references, wrong = torch.load(file), []
     for ulysses, ring in MESHES[world]:
         for number, name in enumerate(models.MODELS):
@@ -138,7 +138,7 @@ class Trainers(unittest.TestCase):
 
 
 def _wrapped(rank: int, world: int, file: str) -> dict[str, float]:
-    """Relative distances of the gradients to those of one process, by the way they were made."""
+    """Relative distances of the gradients to those of one process, by case."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -172,7 +172,7 @@ def _wrapped(rank: int, world: int, file: str) -> dict[str, float]:
     try:
         model(**packs[1])
     except Unsupported as error:
-        assert "leave the head to its parent" in str(error), error
+        assert "Wrap the head with its parent" in str(error), error
     else:
         raise AssertionError("replicas with a head of FSDP2's were not refused")
     cp.close()
@@ -263,7 +263,7 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     refuse("twice", InvalidArgument, lambda: ContextParallel(model))
     refuse("copy", Unsupported, lambda: copy.deepcopy(model))
     assert model(**pack).loss.isfinite()  # and it still works
-    # One rank fails inside a forward pass and goes on with the next: nobody takes one for the other, and nobody waits for long.
+    # One rank fails inside a forward pass and goes on with the next: the other ranks notice it, and none waits for long.
     fails = model.lm_head.register_forward_hook(lambda *_: 1 // 0) if mine else None
     refuse("failed", ZeroDivisionError if mine else Disagreement, lambda: model(**pack))
     if fails:
@@ -325,7 +325,7 @@ class Others(unittest.TestCase):
                 self.assertIn(word if rank == 1 else "ranks [1] of this group refused", said[name])
             for name, word in (
                 ("mask", "attention_mask"), ("hole", "runs"), ("router", "router"), ("embeds", "inputs_embeds"), ("dict", "return_dict"),
-                ("keep", "cp.off()"), ("attentions", "output_attentions"), ("words", "input_ids has numbers from 5000 to 5000, 0 to 95"),
+                ("keep", "cp.off()"), ("attentions", "output_attentions"), ("words", "input_ids has numbers from 5000 to 5000, numbers from 0 to 95"),
                 ("label", "labels has numbers"), ("float", "input_ids.dtype is torch.float32"), ("positions", "position_ids is a list"),
                 ("shifted", "shift_labels has the shape (1, 89), (1, 90)"), ("fraction", "cu_seqlens is [0, 22.5, 90]"),
                 ("items", "num_items_in_batch is 'all'"), ("other tile", "tile is"), ("other gradients", "gradients is"), ("other ulysses", "options is"),
@@ -338,7 +338,7 @@ class Others(unittest.TestCase):
 
         config = MusicgenDecoderConfig(vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4, num_codebooks=1)
         mixers: Any = None  # refused before they are used
-        with self.assertRaisesRegex(Unsupported, "MusicgenForCausalLM embeds tokens by ModuleList"):
+        with self.assertRaisesRegex(Unsupported, "MusicgenForCausalLM embeds tokens with a ModuleList"):
             probe(MusicgenForCausalLM(config), frozenset(), mixers)
 
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The attention of one rank as an operation of JAX, and how the ranks of a process meet.
+"""The attention of one rank as an operation of JAX, and the meeting of the ranks of a process.
 
-A rank is a device of a mesh axis, and attention needs all of them at the same time. A callback that waits for those of other
-devices can wait for ever: it holds a thread that another device needs to come so far (with `jax.pure_callback` and large arrays it
-does, on two cores). So no callback waits for a device. There are three steps:
+A rank is a device of a mesh axis, and attention needs all ranks at the same time. A callback that waits for callbacks of other
+devices can deadlock: it holds a thread that another device needs (with `jax.pure_callback` and large arrays it does, on two cores).
+So no callback waits for a device. There are three steps:
 
 1. `_deposit`, on each device: keeps the rank's tensors under a number, and returns the number.
-2. An all-gather of the numbers over the axis, which is XLA's own, so that waiting is XLA's matter. Each device then knows which
-   deposits belong together, in whatever order devices make independent calls.
-3. `_collect`, on each device: all deposits are there. The first runs all ranks, on threads of their own, the others wait for that.
+2. An all-gather of the numbers over the axis, by XLA, which does the waiting. Each device then knows which deposits belong together,
+   in any order of independent calls.
+3. `_collect`, on each device: all deposits exist. The first call runs all ranks, on separate threads; the others wait for it.
 
-Such steps must not be merged, dropped or moved by themselves. For JAX, which may save one and compute another again, they are one
+Single steps must not be merged, dropped or moved. For JAX, which may save one result and recompute another, the steps are one
 operation without an effect; for XLA both callbacks have a side effect.
 
-A deposit that failed is a deposit too: a device that does not come to the all-gather would leave the others waiting.
+A failed deposit is a deposit too: otherwise the other devices would wait in the all-gather.
 """
 
 from __future__ import annotations
@@ -33,18 +33,16 @@ from jax.interpreters import ad, batching, mlir
 
 from ..errors import InvalidArgument, Unsupported
 from ..packing import Told
-from ..plan import Dtype, Plan
+from ..plan import DTYPES, Plan
 from ..rank import Rank
 from ..tensors import Memory
 
 if TYPE_CHECKING:
     from .context import Context
 
-DTYPES = dict(zip(("float16", "bfloat16", "float32", "float64"), Dtype, strict=True))
-
 
 class Call(NamedTuple):
-    """What is the same on all ranks. Operands are q, k, v, cu_seqlens and perhaps sinks, of the backward o, lse and d_o too."""
+    """The arguments that are equal on all ranks. The operands are q, k, v, cu_seqlens, sinks if any, and for the backward o, lse, d_o."""
 
     context: Context
     told: Told
@@ -74,7 +72,7 @@ def _deposit(_call: Any, out: Any, rank: Any, *operands: Any) -> None:
     arrays, failure, mine = [], None, -1
     try:
         mine = int(np.asarray(rank))
-        # XLA may use their memory again.
+        # A copy, since XLA may reuse their memory.
         arrays = [np.asarray(x).copy() for x in operands]
     except BaseException as error:  # noqa: BLE001 (raised by `_collect`)
         failure = error
@@ -95,21 +93,17 @@ def _collect(_call: Any, out: Any, rank: Any, numbers: Any, *, call: Call) -> No
         if not meeting.left:
             del _meetings[together]
     if first:
-        _settle(meeting.results, lambda: _run_all(call, meeting.deposits))
+        try:
+            meeting.results.set_result(_run_all(call, meeting.deposits))
+        except BaseException as error:  # noqa: BLE001 (raised on all devices)
+            meeting.results.set_exception(error)
         meeting.deposits.clear()
     _fill(out, meeting.results.result()[int(np.asarray(rank))])
 
 
 def _alone(_call: Any, out: Any, *operands: Any, call: Call) -> None:
-    """Of a context with one rank."""
+    """The operation of a context with one rank."""
     _fill(out, _run_all(call, [Deposit(0, [np.asarray(x) for x in operands], None)])[0])
-
-
-def _settle(results: Future[Any], job: Callable[[], Any]) -> None:
-    try:
-        results.set_result(job())
-    except BaseException as error:  # noqa: BLE001 (raised on all devices)
-        results.set_exception(error)
 
 
 def _fill(out: Any, results: Sequence[Any]) -> None:
@@ -118,7 +112,7 @@ def _fill(out: Any, results: Sequence[Any]) -> None:
 
 
 def _run_all(call: Call, deposits: Sequence[Deposit]) -> list[list[Any]]:
-    """What each rank's operation returns."""
+    """The results of each rank's operation."""
     if failure := next((deposit.failure for deposit in deposits if deposit.failure), None):
         raise failure
     assert [deposit.rank for deposit in deposits] == list(range(call.context.world)), "the all-gather is in the axis' order"
@@ -126,18 +120,17 @@ def _run_all(call: Call, deposits: Sequence[Deposit]) -> list[list[Any]]:
     for deposit in deposits:
         if not np.array_equal(deposit.arrays[3], ends):
             theirs = deposit.arrays[3].tolist()
-            raise InvalidArgument(f"cu_seqlens is {ends.tolist()} on rank 0 and {theirs} on rank {deposit.rank}: give all ranks the same")
+            raise InvalidArgument(f"cu_seqlens is {ends.tolist()} on rank 0 and {theirs} on rank {deposit.rank}: give the same to all ranks")
     batch = call.context.batch(ends)
     batch.check_rows(len(q))
     plan = batch.layer(q, k, v, call.sinks, call.told)
     operation = _backward if call.backward else _forward
-    return call.context.on_ranks(lambda number, rank: operation(plan, number, rank, call.sinks, *deposits[number].arrays))
+    return call.context.on_ranks(lambda number, rank: operation(plan, number, rank, *deposits[number].arrays))
 
 
 def _memory(array: Any) -> Memory:
-    """A compact array, also of a type that NumPy does not export. The caller keeps the array."""
-    kind = DTYPES[array.dtype.name]
-    return Memory(array.ctypes.data, array.shape, 8 * array.dtype.itemsize, code=4 if kind == Dtype.BF16 else 2)
+    """A compact array, also of a type that NumPy does not export. The caller keeps the array alive."""
+    return Memory(array.ctypes.data, array.shape, 8 * array.dtype.itemsize, code=4 if array.dtype.name == "bfloat16" else 2)
 
 
 def _tensors(**arrays: Any) -> dict[str, Any]:
@@ -148,20 +141,18 @@ def _accumulator(dtype: Any) -> Any:
     return np.float64 if dtype.name == "float64" else np.float32
 
 
-def _forward(plan: Plan, number: int, rank: Rank, sinks: bool, q: Any, k: Any, v: Any, _ends: Any, *more: Any) -> list[Any]:
+def _forward(plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends: Any, *sinks: Any) -> list[Any]:
     rows, held = len(q), plan.share(number).q_tokens
-    # A rank's tokens come first, then rows that only fill the shape.
+    # The rank's tokens come first, then padding rows.
     o = np.zeros((rows, q.shape[1], v.shape[2]), q.dtype)
     lse = np.empty((q.shape[1], held), _accumulator(q.dtype))
     given = _tensors(q=q[:held], k=k[:held], v=v[:held], o=o[:held], lse=lse)
-    rank.forward(plan, **given, sinks=_memory(more[0]) if sinks else None)
+    rank.forward(plan, **given, sinks=_memory(*sinks) if sinks else None)
     return [o, np.pad(lse, ((0, 0), (0, rows - held)))[:, :, None]]
 
 
-def _backward(
-    plan: Plan, number: int, rank: Rank, sinks: bool, q: Any, k: Any, v: Any, _ends: Any, *more: Any
-) -> list[Any]:
-    *before, o, lse, d_o = more
+def _backward(plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends: Any, *more: Any) -> list[Any]:
+    *sinks, o, lse, d_o = more
     held = plan.share(number).q_tokens
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
     gradients = {f"d{name}": np.zeros_like(x) for name, x in zip("qkv", (q, k, v))}
@@ -170,18 +161,18 @@ def _backward(
     results = list(gradients.values())
     if sinks:
         dsinks = np.empty(q.shape[1], lse.dtype)
-        given |= _tensors(sinks=before[0], dsinks=dsinks)
+        given |= _tensors(sinks=sinks[0], dsinks=dsinks)
     rank.backward(plan, **given)
     if sinks:
-        # It is the sum over all ranks already, and jax.shard_map adds what the ranks return.
+        # dsinks is already the sum over all ranks, and jax.shard_map sums the results of the ranks.
         results.append(dsinks.astype(np.float32) if number == 0 else np.zeros(q.shape[1], np.float32))
     return results
 
 
 def _shapes(q: Any, k: Any, v: Any, _ends: Any, *more: Any, call: Call) -> list[Any]:
-    """As q, k, v or sinks are, so that they vary over the same axes of a mesh."""
+    """The shapes of the results, made from those of q, k, v and sinks, so that they vary over the same axes of a mesh."""
     if call.backward:
-        return [q, k, v, *more[: int(call.sinks)]]
+        return [q, k, v, *more[:-3]]
     accumulator = _accumulator(np.dtype(q.dtype))
     return [q.update(shape=(*q.shape[:2], v.shape[2])), q.update(shape=(q.shape[1], q.shape[0], 1), dtype=np.dtype(accumulator))]
 
@@ -204,8 +195,8 @@ def _callback(function: Any, results: Any) -> Any:
 
 def _no_vmap(*_: Any, **__: Any) -> Any:
     raise Unsupported(
-        "attention was given to jax.vmap, which would need messages for each element: pack the sequences into one batch, "
-        "[tokens, heads, dim], whose cu_seqlens says where each ends"
+        "attention does not support jax.vmap: pack the sequences into one batch [tokens, heads, dim], with the end of each in "
+        "cu_seqlens"
     )
 
 
@@ -224,7 +215,7 @@ _compiled = jax.jit(operation.bind, static_argnames=("call",))
 
 
 def _eagerly(*operands: Any, call: Call) -> Any:
-    # Also where jax.disable_jit is on: callbacks have to be compiled.
+    # Callbacks must be compiled, also under jax.disable_jit.
     with jax.disable_jit(False):
         return _compiled(*operands, call=call)
 
@@ -232,7 +223,7 @@ def _eagerly(*operands: Any, call: Call) -> Any:
 def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
     if (devices := getattr(ctx.module_context.axis_context, "num_devices", 1)) > 1:
         raise Unsupported(
-            f"attention of one rank was called where the compiler divides arrays over {devices} devices, and it cannot divide a callback: "
+            f"attention of one rank was called where the compiler divides arrays over {devices} devices, but it cannot divide attention: "
             "give Context the mesh and an axis, or call attention inside jax.shard_map over these devices"
         )
     return _lowering(ctx, *operands, call=call)
@@ -250,17 +241,15 @@ def attention(context: Context, told: Told, q: Any, k: Any, v: Any, ends: Any, s
     return _attend(context, told, q, k, v, ends, sinks)[0]
 
 
-def _attend(context: Context, told: Told, q: Any, k: Any, v: Any, ends: Any, sinks: Any) -> Any:
-    more = () if sinks is None else (sinks,)
-    o, lse = operation.bind(q, k, v, ends, *more, call=Call(context, told, sinks is not None, False))
-    return o, (q, k, v, ends, sinks, o, lse)
+def _attend(context: Context, told: Told, *inputs: Any) -> Any:
+    *given, sinks = inputs
+    given += () if sinks is None else (sinks,)
+    o, lse = operation.bind(*given, call=Call(context, told, sinks is not None, False))
+    return o, (*given, o, lse)
 
 
 def _gradients(context: Context, told: Told, kept: Any, d_o: Any) -> Any:
-    q, k, v, ends, sinks, o, lse = kept
-    more = () if sinks is None else (sinks,)
-    call = Call(context, told, sinks is not None, True)
-    dq, dk, dv, *dsinks = operation.bind(q, k, v, ends, *more, o, lse, d_o, call=call)
+    dq, dk, dv, *dsinks = operation.bind(*kept, d_o, call=Call(context, told, len(kept) == 7, True))  # with sinks
     return dq, dk, dv, None, dsinks[0] if dsinks else None
 
 

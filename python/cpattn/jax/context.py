@@ -2,9 +2,9 @@
 """Context parallelism in a JAX program: one `Context` for the job, whose ranks are the devices of a mesh axis, and one `Batch` for
 each packing of documents.
 
-Shapes are static in JAX and shares of tokens are not equal, so each rank has as many rows as the longest share, or more; its tokens
-come first. `Batch.shard` fills the rest, attention neither reads nor returns anything there: its rows and gradients are 0. The
-documents are data: a function that gets `cu_seqlens` as an argument is not compiled again for other documents.
+Shapes are static in JAX and ranks hold different numbers of tokens. So each rank has at least as many rows as the longest share: its
+tokens, then padding rows. `Batch.shard` fills the padding rows. Attention does not read them, and their results and gradients are 0.
+The documents are data: a function that gets `cu_seqlens` as an argument is not compiled again for other documents.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 
 from .._check import attempt, instance, refused, whole
 from ..engine import checked_timeout
-from ..errors import InvalidArgument, InvalidHandle, Unsupported
-from ..packing import Packed, ends_of, kind_of, over_all, recent
-from ..plan import Plan, PlanOptions, Side, at_least_1, checked
+from ..errors import InvalidArgument, Unsupported
+from ..packing import Packed, PackedContext, ends_of, kind_of, over_all
+from ..plan import DTYPES, Plan, PlanOptions, Side, at_least_1, checked
 from ..rank import Rank, local_group, on_all
 from . import calls
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Context:
+class Context(PackedContext):
     """The devices of the axis `axis` of `mesh` as ranks, all of them CPU devices of this process; without a mesh, one rank.
 
     `attention` is called inside `jax.shard_map` over that axis, on each rank's own tokens. Other axes of the mesh are replicas.
-    `timeout` is in seconds: a rank that waits so long for a message of another fails. `workers` are threads of each rank's kernels.
-    `plans` is the number of cached batches. Further keywords are those of `cpattn.PlanOptions`; `heads` and `head_dim` are those of
-    most layers, by which mesh and layout are chosen. All layers work on the tokens of one distribution, whatever their kind.
+    `timeout` is in seconds: a rank that waits longer for a message of another rank fails. `workers` is the number of threads of each
+    rank's kernels. `plans` is the number of cached batches. Further keywords are those of `cpattn.PlanOptions`. Mesh and layout are
+    chosen for `heads` and `head_dim`: give those of most layers. Layers of all kinds work on the same distribution of tokens.
     """
 
     def __init__(
@@ -53,9 +53,10 @@ class Context:
         plans: int = 16,
         **options: Unpack[PlanOptions],
     ) -> None:
+        super().__init__(plans)
         self.world, self.axis = 1, axis
         if (mesh is None) != (axis is None):
-            raise InvalidArgument(f"mesh is {mesh} and axis is {axis!r}: give both, or none of them for one rank")
+            raise InvalidArgument(f"mesh is {mesh} and axis is {axis!r}: give both, or neither for one rank")
         if mesh is not None:
             devices = instance("mesh", mesh, jax.sharding.Mesh, "a jax.sharding.Mesh is needed").devices.flat
             if axis not in mesh.axis_names:
@@ -63,33 +64,27 @@ class Context:
             for device in devices:
                 if device.platform != "cpu" or device.process_index != jax.process_index():
                     raise Unsupported(
-                        f"mesh has the device {device} of process {device.process_index}, this is process {jax.process_index()}: CPU "
-                        "devices of one process are needed; for several processes see cpattn.torch.Context, or cpattn.Rank over a "
-                        "transport of your own"
+                        f"mesh has the device {device} of process {device.process_index}, a CPU device of this process, {jax.process_index()}, is "
+                        "needed; for several processes use cpattn.torch.Context, or cpattn.Rank over your own transport"
                     )
             self.world = mesh.shape[axis]
         self._kind: dict[str, Any] = {"heads": at_least_1("heads", heads), "head_dim": at_least_1("head_dim", head_dim), **options}
         checked(options, heads)
         over_all(Plan([0, 1], world=self.world, **self._kind))
         self._deadline = max(1, round(1000 * checked_timeout(timeout)))
-        self._workers, self._limit = whole("workers", workers, 1, 1024), at_least_1("plans", plans)
-        self._batches: dict[tuple[int, ...], Batch] = {}
+        self._workers = whole("workers", workers, 1, 1024)
         self._lock = threading.RLock()
-        self._groups: list[list[Rank]] = []  # that run nothing
-        self._closed = False
+        self._groups: list[list[Rank]] = []  # idle
 
     def batch(self, cu_seqlens: Any, rows: int | None = None) -> Batch:
-        """The batch with these documents. cu_seqlens: 0, the end of the first document, ..., the number of tokens. `rows` is that of
-        each rank: as many as the longest share has, unless given."""
-        if self._closed:
-            raise InvalidHandle("the context was closed, which no call is for: make a new one")
-        key = ends_of(cu_seqlens)
+        """The batch with these documents. cu_seqlens: 0, the end of the first document, ..., the number of tokens. `rows` is the number
+        of rows per rank, by default the number of tokens of the longest share."""
         with self._lock:
-            batch = recent(self._batches, key, self._limit, lambda: Batch(self, key))
+            batch = self._cached(cu_seqlens, lambda key: Batch(self, key))
         if rows is None:
             return batch
         batch.check_rows(at_least_1("rows", rows))
-        return Batch(self, key, batch.plan, rows)
+        return Batch(self, ends_of(cu_seqlens), batch.plan, rows)
 
     def attention(
         self,
@@ -104,28 +99,28 @@ class Context:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
-        """Attention of this rank's tokens to the whole batch, differentiable once, in reverse mode. The devices of the axis make the
-        same calls, as of `jax.lax.psum`.
+        """Attention of this rank's tokens to the whole batch, differentiable once, in reverse mode. All devices of the axis make the
+        same calls, as for `jax.lax.psum`.
 
         q [rows, heads, head_dim], k [rows, kv_heads, head_dim], v [rows, kv_heads, value_dim], sinks [heads] (f32); returns o [rows,
-        heads, value_dim]. Rows are those of `Batch.shard`. cu_seqlens is that of the batch: numbers, or an array of int32, also of one
-        that jax.jit traces. The gradient of `sinks` is complete on rank 0 and zero on the others: it is to be summed, which
-        jax.shard_map does for sinks that are the same on all ranks. Other options are as `cpattn.torch.Batch.attention` has them.
+        heads, value_dim]. Rows are those of `Batch.shard`. cu_seqlens is that of the batch: numbers, or an array of int32, which
+        jax.jit may trace. The gradient of `sinks` is complete on rank 0 and zero on the others. Sum it over the ranks; jax.shard_map
+        does that for sinks that are equal on all ranks. The other options are those of `cpattn.torch.Batch.attention`.
         """
         told = (window_left, window_right, scale, softcap)
         given = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
         for name, x in given.items():
             instance(name, x, jax.Array | np.ndarray, "an array of JAX or NumPy is needed")
             dtype = "float32" if name == "sinks" else str(q.dtype)
-            if str(x.dtype) != dtype or dtype not in calls.DTYPES:
-                raise InvalidArgument(f"{name}.dtype is {x.dtype}, {dtype if dtype in calls.DTYPES else ' or '.join(calls.DTYPES)} is needed")
+            if str(x.dtype) != dtype or dtype not in DTYPES:
+                raise InvalidArgument(f"{name}.dtype is {x.dtype}, {dtype if dtype in DTYPES else ' or '.join(DTYPES)} is needed")
             if name != "sinks" and (x.ndim != 3 or len(x) != len(q)):
-                alike = "" if name == "q" else f", with as many rows as q, {len(q)}"
+                alike = "" if name == "q" else f", with the number of rows of q, {len(q)}"
                 raise InvalidArgument(f"{name} has the shape {x.shape}, [rows, heads, dim] is needed{alike}")
         if self.axis is not None:
             self._check_axis()
         if not isinstance(cu_seqlens, jax.core.Tracer):
-            # What can be refused now need not be found while the program runs.
+            # Errors are better raised now than while the program runs.
             batch = self.batch(cu_seqlens)
             batch.check_rows(len(q))
             plan = batch.layer(q, k, v, sinks is not None, told)
@@ -144,26 +139,26 @@ class Context:
             size = jax.lax.axis_size(self.axis)
         except NameError as error:
             raise InvalidArgument(
-                f"attention of the {self.world} ranks of the axis {self.axis!r} was called where there is no such axis: call it inside "
-                "jax.shard_map over that axis"
+                f"attention over the {self.world} ranks of the axis {self.axis!r} was called outside of that axis: call it inside "
+                "jax.shard_map over the axis"
             ) from error
         if size != self.world:
             raise InvalidArgument(f"axis {self.axis!r} has {size} devices here, the context's mesh has {self.world}: use the same mesh")
         mesh = jax.sharding.get_abstract_mesh()
         if left := [name for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes]:
             raise Unsupported(
-                f"attention was called where the compiler divides arrays over {', '.join(map(repr, left))}, and it cannot divide a "
-                "callback: give jax.shard_map all axes of the mesh, without axis_names"
+                f"attention was called where the compiler divides arrays over {', '.join(map(repr, left))}, but it cannot divide "
+                "attention: give jax.shard_map all axes of the mesh, without axis_names"
             )
 
     def on_ranks(self, job: Callable[[int, Rank], T]) -> list[T]:
-        """Runs job(number, rank) on a thread of each rank. Independent calls may run at the same time, each on a group of its own."""
+        """Runs job(number, rank) on a thread for each rank. Independent calls may run at the same time, each with its own group."""
         with self._lock:
             group = self._groups.pop() if self._groups else local_group(self.world, self._deadline, self._workers)
         try:
             results = on_all(group, job)
         except BaseException:
-            # All of them have been aborted.
+            # All ranks of the group have been aborted.
             for rank in group:
                 rank.close()
             raise
@@ -174,7 +169,7 @@ class Context:
         return results
 
     def close(self) -> None:
-        """Frees the ranks; no call may follow. JAX keeps the context with the functions that were compiled with it."""
+        """Frees the ranks. Further calls are refused. JAX keeps the context alive with the functions that were compiled with it."""
         with self._lock:
             self._closed = True
             self._batches.clear()
@@ -187,9 +182,9 @@ class Context:
 
 
 class Batch(Packed):
-    """Packed documents, sharded over the ranks of a context: what of a batch is computed outside of `jax.shard_map`.
+    """Packed documents, sharded over the ranks of a context. Its methods run outside of `jax.shard_map`.
 
-    Arrays of all ranks are [ranks x rows, ...], rank after rank, as `jax.sharding.PartitionSpec(axis)` distributes them.
+    Arrays of all ranks are [ranks x rows, ...], in rank order, as `jax.sharding.PartitionSpec(axis)` distributes them.
     """
 
     def __init__(self, context: Context, cu_seqlens: tuple[int, ...], plan: Plan | None = None, rows: int | None = None) -> None:
@@ -203,21 +198,21 @@ class Batch(Packed):
     def layer(self, q: Any, k: Any, v: Any, sinks: bool, told: Sequence[Any]) -> Plan:
         """The plan of a kind of layer, with this batch's tokens."""
         with self.context._lock:
-            return self._plan_of(kind_of(q, k, v, calls.DTYPES[str(q.dtype)], sinks, told))
+            return self._plan_of(kind_of(q, k, v, DTYPES[str(q.dtype)], sinks, told))
 
     def check_rows(self, rows: int) -> None:
-        """Refuses fewer than the longest share."""
+        """Refuses fewer rows than the longest share."""
         if rows < self.longest:
-            raise InvalidArgument(f"{rows} rows for each rank, one holds {self.longest} of the batch's tokens: give at least so many")
+            raise InvalidArgument(f"the number of rows per rank is {rows}, at least {self.longest} is needed, the most tokens on one rank")
 
     @cached_property
     def tokens(self) -> Any:
-        """The indices in the batch of all ranks' tokens; -1 in rows that only fill the shape."""
+        """The indices in the batch of all ranks' tokens; -1 in padding rows."""
         return self._numbers(self.plan.tokens, -1)
 
     @cached_property
     def positions(self) -> Any:
-        """The positions of the tokens in their documents; 0 in rows that only fill the shape."""
+        """The positions of the tokens in their documents; 0 in padding rows."""
         return self._numbers(self.plan.positions, 0)
 
     def _numbers(self, of: Callable[[Side, int], Sequence[int]], fill: int) -> Any:
@@ -228,7 +223,7 @@ class Batch(Packed):
         return numbers.reshape(-1)
 
     def shard(self, whole: Any, fill: Any = 0) -> jax.Array:
-        """The rows of all ranks, of `whole`, which has one for each token of the batch; `fill` in rows that only fill the shape.
+        """The rows of all ranks, from `whole`, which has one row for each token of the batch; `fill` in padding rows.
         Differentiable."""
         whole = self._check("whole", whole, int(self.cu_seqlens[-1]), "fill", fill)
         held = np.flatnonzero(self.tokens >= 0)
@@ -237,7 +232,7 @@ class Batch(Packed):
         return sharded
 
     def unshard(self, sharded: Any) -> jax.Array:
-        """The way back: one row for each token of the batch, in its order. Differentiable."""
+        """The inverse of `shard`: one row for each token of the batch, in its order. Differentiable."""
         sharded = self._check("sharded", sharded, len(self.tokens))
         place = np.empty(int(self.cu_seqlens[-1]), np.int32)
         held = np.flatnonzero(self.tokens >= 0)
@@ -246,8 +241,8 @@ class Batch(Packed):
         return rows
 
     def labels(self, ids: Any, ignore: int = -100) -> jax.Array:
-        """The next token of each token of all ranks, of `ids`, which has one for each token of the batch; `ignore` at the ends of
-        documents, and in rows that only fill the shape."""
+        """The next token of each token of all ranks, from `ids`, which has one for each token of the batch; `ignore` at the ends of
+        documents and in padding rows."""
         ids = self._check("ids", ids, int(self.cu_seqlens[-1]), "ignore", ignore)
         ends = self.cu_seqlens[1:][np.diff(self.cu_seqlens) > 0] - 1
         return self.shard(jnp.roll(ids, -1).at[ends].set(ignore) if len(ids) else ids, ignore)
@@ -255,14 +250,14 @@ class Batch(Packed):
     def _check(self, name: str, x: Any, rows: int, filling: str = "", fill: Any = 0) -> Any:
         given = jnp.asarray(x)
         if given.ndim == 0 or len(given) != rows:
-            raise InvalidArgument(f"{name} has the shape {given.shape}, {rows} rows are needed")
+            raise InvalidArgument(f"{name} has the shape {given.shape}, ({rows}, ...) is needed")
         if not _holds(given.dtype, fill):
-            raise refused(filling, fill, f"which {given.dtype} does not hold: convert {name}, or give another {filling}")
+            raise refused(filling, fill, f"which {given.dtype} cannot represent: convert {name}, or give another {filling}")
         return given
 
 
 def _holds(dtype: Any, number: Any) -> bool:
-    """Whether this type can represent the number, which may be rounded to a float; JAX would wrap or cut it silently."""
+    """Whether the type can represent the number, rounded if it is a float type. JAX would wrap or truncate it silently."""
     if isinstance(number, jax.core.Tracer) or jnp.issubdtype(dtype, jnp.inexact):
         return True
     with np.errstate(invalid="ignore"):
@@ -271,8 +266,8 @@ def _holds(dtype: Any, number: Any) -> bool:
 
 
 def _varying_alike(over: frozenset[str], *arrays: jax.Array) -> list[jax.Array]:
-    """As arrays that vary over the same axes of the mesh inside `jax.shard_map`, and over those in `over`; shard_map sums gradients
-    over the added ones."""
+    """Makes arrays vary over the same axes of the mesh inside `jax.shard_map`, and over the axes in `over`. shard_map sums gradients
+    over the added axes."""
     axes = [_axes(x) for x in arrays]
     every = over.union(*axes)
     lacking = [tuple(sorted(every - mine)) for mine in axes]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""For PyTorch. A training job needs `Context` and `Batch`; `GlooTransport` is the part they use."""
+"""For PyTorch. A training job needs `Context` and `Batch`, which use `GlooTransport`."""
 
 from .context import Batch, Context
 from .gloo import GlooTransport, check_ring

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Context parallelism in a training job: one `Context` for the job, one `Batch` for each packing of documents.
 
-Every rank of the group makes the same calls in the same order. A batch holds what its documents determine: the plan, which
-tokens are this rank's, and their positions. Batches are cached by `cu_seqlens`. No rank needs more than its own tokens.
+Every rank of the group makes the same calls in the same order. A batch has the plan for its documents, and the indices and
+positions of this rank's tokens. Batches are cached by `cu_seqlens`. No rank needs more than its own tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._check import attempt, flag, instance, one_of, refused, whole
-from ..errors import Error, InvalidArgument, InvalidHandle, Unsupported
-from ..packing import Packed, ends_of, kind_of, over_all, recent
+from ..errors import Error, InvalidArgument, Unsupported
+from ..packing import Packed, PackedContext, kind_of, over_all
 from ..plan import CHOSEN, RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..trace import Event
@@ -37,33 +37,34 @@ PlanOf = Callable[[Sequence[int]], Plan]
 
 _numbers = itertools.count()
 
-# Of the open contexts of each group of global ranks, by their order: how plans that decide who holds which tokens are made.
+# By group of global ranks: the open contexts, oldest first, each with the function that makes the plans that decide the distribution.
 _deciding: dict[tuple[int, ...], list[tuple[Context, PlanOf]]] = {}
 
 
 def _holds(dtype: torch.dtype, number: object) -> bool:
-    """Whether this type can represent the number; PyTorch would silently round it to an integer."""
+    """Whether the type can represent the number, rounded if it is a float type. PyTorch would silently round it to an integer."""
     held = attempt(lambda: torch.empty(2, dtype=dtype).fill_(number)[0].item())  # type: ignore[call-overload]
     return held is not None and (dtype.is_floating_point or dtype.is_complex or bool(held == number))
 
 
-class Context:
+class Context(PackedContext):
     """This process as one rank of a process group (None: the default group). Make one for the whole job, on all ranks.
 
-    `timeout` is in seconds: if a call waits so long while no message moves, it fails on this rank and then on all. It must
-    be longer than what the slowest rank computes between two calls. `dtype` is that of q, k, v and o. `workers` is the
-    number of CPU threads of the kernels (more than 1 needs a library built with rayon). `plans` is the number of cached
-    batches. Further keywords are those of `cpattn.PlanOptions`: kv_heads, windows, softcap, layout, ulysses, ring, ...
+    `timeout` is in seconds: if no message moves for that time, a call fails on this rank and then on all ranks. It must be longer
+    than the slowest rank computes between two calls. `dtype` is the type of q, k, v and o. `workers` is the number of CPU threads of
+    the kernels (more than 1 needs a library built with rayon). `plans` is the number of cached batches. Further keywords are those of
+    `cpattn.PlanOptions`: kv_heads, windows, softcap, layout, ulysses, ring, ...
 
-    All layers work on one distribution of tokens, and so do all contexts of one group: the first open one decides it, and one
-    that asks for another layout or mesh is refused. `own_tokens` sets a context apart, whose tensors must not meet those of others.
+    All layers, and all contexts of one group, work on one distribution of tokens. The first open context decides it, and a context
+    with another layout or mesh is refused. A context with `own_tokens=True` has its own distribution: do not use its tensors with
+    those of other contexts.
 
-    A model with layers of several kinds may name them: `layers` are kinds as `Plan.auto_for` takes them, and the automatic choice
-    of mesh and layout then weighs all of them. With ulysses, ring or layout given, there is nothing for it to choose.
+    For a model with several kinds of layers, give `layers`, kinds as for `Plan.auto_for`: the automatic choice of mesh and layout then
+    considers all of them. It excludes ulysses, ring and layout.
 
-    Without `ranks_per_node`, nodes are those of torchrun: LOCAL_WORLD_SIZE consecutive global ranks each. Ranks of a group that lie
-    in them unevenly are refused, and so are ranks that were given different numbers, on all of them; `ranks_per_node=0` treats all
-    links alike.
+    Without `ranks_per_node`, nodes are those of torchrun: LOCAL_WORLD_SIZE consecutive global ranks each. A group with different
+    numbers of ranks on its nodes is refused, and so are ranks with different numbers, on all ranks; `ranks_per_node=0` treats all links
+    alike.
 
     Raises InvalidArgument or Unsupported for arguments that are refused, PeerError if another rank does not come in time.
     """
@@ -85,10 +86,11 @@ class Context:
     ) -> None:
         heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
         checked({name: value for name, value in options.items() if name != nodes.ARGUMENT}, heads)  # type: ignore[arg-type]
-        workers, self._limit = at_least_1("workers", workers), at_least_1("plans", plans)
+        super().__init__(plans)
+        workers = at_least_1("workers", workers)
         own_tokens, self._layers = flag("own_tokens", own_tokens), kinds_of("layers", layers)
         if self._layers and (chosen := [name for name in CHOSEN if options.get(name)]):
-            raise InvalidArgument(f"layers and {chosen[0]} are both given, and layers are there to choose it: leave one of them out")
+            raise InvalidArgument(f"layers and {chosen[0]} are both given, but layers choose {chosen[0]}: leave one of them out")
         if (known := attempt(DTYPES.get, dtype)) is None:
             raise refused("dtype", dtype, f"one of {', '.join(map(str, DTYPES))} is needed")
         if isinstance(device, bool) or (on := attempt(torch.device, device)) is None:
@@ -97,7 +99,7 @@ class Context:
         if self.device.type not in ("cpu", "cuda"):
             raise Unsupported(f"device is {self.device}, cpu or cuda is needed")
         if self.device.type == "cuda" and workers != 1:
-            raise InvalidArgument(f"workers is {workers}, which are threads of the CPU: 1 is needed on {self.device}")
+            raise InvalidArgument(f"workers is {workers}, 1 is needed on {self.device}: workers are CPU threads")
         self.transport = GlooTransport(group, timeout=timeout)
         self.number, self.world = self.transport.rank, self.transport.world
         self._members = tuple(dist.get_process_group_ranks(group))
@@ -108,11 +110,9 @@ class Context:
         except BaseException:
             self.transport.release()
             raise
-        self._batches: dict[tuple[int, ...], Batch] = {}  # least recently used first
-        self._closed = False
         self.key = next(_numbers)
         operators.CONTEXTS[self.key] = self
-        # Moves tensors on the CPU; with a device, only those of `shift`.
+        # The rank for tensors on the CPU; with a device, for `shift` only.
         self._host = self.rank = Rank(self.transport, workers=workers)
         if self.device.type == "cuda":
             try:
@@ -133,31 +133,29 @@ class Context:
         if self.number == 0:
             try:
                 unique_id = nccl_unique_id()
-            except Error as error:  # after the others know of it, who wait
+            except Error as error:  # raised after the other ranks know
                 failure = error
         words = [self.transport.agree(0, self.world, word)[0] for word in struct.unpack("16Q", unique_id)]
         if failure:
             raise failure
         if not any(words):
-            raise Unsupported(f"rank {self.number}: cpattn_nccl_unique_id failed on rank 0, whose error says why")
+            raise Unsupported(f"rank {self.number}: cpattn_nccl_unique_id failed on rank 0: see the error of rank 0")
         shared, deadline = struct.pack("16Q", *words), max(1, int(timeout * 1000))
         return nccl_group(shared, rank=self.number, world=self.world, device=self.device.index, deadline_ms=deadline)
 
     def batch(self, cu_seqlens: Tensor | Sequence[int]) -> Batch:
         """The batch with these documents. cu_seqlens: 0, the end of the first document, ..., the number of tokens."""
-        self.check_open()
-        key = ends_of(cu_seqlens)
-        return recent(self._batches, key, self._limit, lambda: Batch(self, key))
+        return self._cached(cu_seqlens, lambda key: Batch(self, key))
 
     def _first(self, cu_seqlens: Sequence[int]) -> Plan:
-        """A plan that decides who holds which tokens."""
+        """A plan that decides which rank holds which tokens."""
         if not self._layers:
             try:
                 return Plan(cu_seqlens, world=self.world, **self._kind)
             except Error as error:
                 if not self._from_torchrun or "node" not in str(error):
                     raise
-                told = f"ranks_per_node is {self._kind['ranks_per_node']} by LOCAL_WORLD_SIZE: give another, 0 for links that are all alike"
+                told = f"ranks_per_node is {self._kind['ranks_per_node']} from LOCAL_WORLD_SIZE: give ranks_per_node, 0 if all links are alike"
                 raise type(error)(f"{error}. {told}") from error
         how = {name: self._kind[name] for name in RUNS & self._kind.keys()}
         kinds = [(count, {"dtype": self._kind["dtype"], **kind}) for count, kind in self._layers]
@@ -173,9 +171,9 @@ class Context:
                 plan = Plan.with_tokens_of(base, **self._kind)
             except Error as error:
                 raise type(error)(
-                    f"{error}. The first open context of this group decides who holds which tokens, here {_tokens_of(base)}, and this "
-                    "one asks for others: ask for the same, close that context, or give own_tokens=True to one of them, whose "
-                    "tensors then must not meet those of the other"
+                    f"{error}. The first open context of this group decides which rank holds which tokens: {_tokens_of(base)}. Give this "
+                    "context the same layout and mesh, close the first one, or give own_tokens=True to one of the two and keep their "
+                    "tensors apart"
                 ) from error
         return over_all(plan)
 
@@ -190,17 +188,11 @@ class Context:
         self.check_open()
         return self.rank.gather_trace()
 
-    def check_open(self) -> None:
-        """Raises InvalidHandle after `close`."""
-        if self._closed:
-            raise InvalidHandle("the context was closed, which no call is for: make a new one, on all ranks")
-
     def close(self) -> None:
         """Leaves the group. Peers that still need this rank get an error, so call dist.barrier on all ranks before."""
         self._closed = True
         self._batches.clear()
-        open_ones = _deciding.get(self._members, [])
-        open_ones[:] = [pair for pair in open_ones if pair[0] is not self]
+        _deciding[self._members] = [pair for pair in _deciding.get(self._members, []) if pair[0] is not self]
         self.rank.close()
         self._host.close()
 
@@ -215,7 +207,7 @@ class Batch(Packed):
     def __init__(self, context: Context, cu_seqlens: tuple[int, ...]) -> None:
         self.context, self.cu_seqlens = instance("context", context, Context), cu_seqlens
         super().__init__(context.plan(cu_seqlens), context._kind)
-        # Of which graphs know no values.
+        # A tensor, so that graphs treat its values as unknown.
         self._ends = torch.tensor(cu_seqlens, dtype=torch.int64)
         self._alone_on_ring = self.plan.describe().ulysses == 1
         self.tokens = _tensor(self.plan.tokens(Side.Q, context.number)).to(context.device)
@@ -236,21 +228,21 @@ class Batch(Packed):
         """Attention of this rank's tokens to the whole batch, differentiable once. All ranks call it, in the same order.
 
         q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v [tokens, kv_heads, value_dim], sinks [heads] (f32); returns
-        o [tokens, heads, value_dim]. Heads and dims may be others than the context's: whatever the kind of layer, it works on the
-        batch's tokens. Any strides will do; on a device, on the current stream. The gradient of `sinks`, a sum over all ranks, is
-        returned on rank 0 and is zero on the others, since the training loop sums gradients of parameters over the ranks.
+        o [tokens, heads, value_dim]. Heads and dims may differ from those of the context: layers of all kinds work on the batch's
+        tokens. Any strides are allowed. On a device, it runs on the current stream. The gradient of `sinks`, a sum over all ranks, is
+        complete on rank 0 and zero on the others, since the training loop sums gradients of parameters over the ranks.
 
-        What is not given is as the context was told. A query sees `window_left` keys before its own and `window_right` after it
-        (cpattn.UNLIMITED: no limit); a sliding window of W tokens that counts the query itself is `window_left=W - 1`. `scale`
-        multiplies q·k (1/√head_dim if nobody says otherwise), `softcap` c makes a score s to c·tanh(s/c); 0 is no softcap.
+        Options that are not given have the values of the context. A query sees `window_left` keys before its own and `window_right`
+        keys after it (cpattn.UNLIMITED: no limit). A sliding window of W tokens that includes the query itself is `window_left=W - 1`.
+        `scale` multiplies q·k (default: 1/√head_dim). With `softcap` c a score s becomes c·tanh(s/c); 0 is no softcap.
 
-        Tensors are of the context's dtype, except under torch.autocast: there they are cast to its dtype, and so is o.
+        Tensors have the context's dtype, except under torch.autocast, where they and o are cast to its dtype.
         """
         context = self.context
-        for name, tensor in {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}.items():
-            _on(context, name, tensor)
-            if name != "sinks" and tensor.ndim != 3:
-                raise InvalidArgument(f"{name}.ndim is {tensor.ndim}, 3 are needed: [tokens, heads, dim]")
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            _on(context, name, tensor, ndim=3)
+        if sinks is not None:
+            _on(context, "sinks", sinks)
         dtype, cast = context.dtype, torch.is_autocast_enabled(context.device.type)
         if cast and not all(x.dtype == torch.float64 for x in (q, k, v)):
             dtype = torch.get_autocast_dtype(context.device.type)
@@ -258,8 +250,8 @@ class Batch(Packed):
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.dtype != dtype:
                 raise InvalidArgument(
-                    f"{name}.dtype is {tensor.dtype}, this context is for {dtype}: convert q, k and v to it, use torch.autocast, which "
-                    "does, or make a Context with another dtype"
+                    f"{name}.dtype is {tensor.dtype}, {dtype} is needed: convert q, k and v, use torch.autocast, or make a Context with "
+                    "another dtype"
                 )
         told = (window_left, window_right, scale, softcap)
         if torch.compiler.is_compiling():
@@ -269,7 +261,7 @@ class Batch(Packed):
         return o
 
     def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor) -> Plan:
-        """The plan of a kind of layer, with this batch's tokens. It packs what is sent, where these tensors lie scattered."""
+        """The plan of a kind of layer, with this batch's tokens. It packs messages if the tensors are not contiguous."""
         kind = kind_of(q, k, v, DTYPES[q.dtype], sinks is not None, told)
         if self._alone_on_ring and not all(x.is_contiguous() for x in (q, k, v, *more)):
             kind["pack_inputs"] = True
@@ -280,19 +272,19 @@ class Batch(Packed):
         convolutions. From this rank's tokens with all heads, [tokens, heads, dim], to all tokens of the batch, in its order, with
         this rank's heads, [all tokens, own heads, dim]; `cu_seqlens` says where documents end. Differentiable. All ranks call it.
 
-        `heads` and `kv_heads` are those of the layer; without both, the context's, and without the latter, as many as `heads`. With
-        `side="k"`, x has `kv_heads` heads, and a rank gets those that its q heads use; the gradient of a head that several ranks
-        have is summed. Refused unless `ulysses` is the number of ranks: make the context with `ulysses=` of at most `heads`.
+        `heads` and `kv_heads` are those of the layer. Without both, they are the context's; without `kv_heads`, it is `heads`. With
+        `side="k"`, x has `kv_heads` heads, and a rank gets the heads that its q heads use; the gradient of a head on several ranks is
+        summed. Refused unless `ulysses` is the number of ranks: make the context with `ulysses=` of at most `heads`.
         """
         return self._exchange(x, side, heads, kv_heads, True)
 
     def to_tokens(self, x: Tensor, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> Tensor:
-        """The way back from `to_heads`: from [all tokens, own heads, dim] to [tokens, heads, dim]. With `side="k"`, heads that several
-        ranks have are summed."""
+        """The inverse of `to_heads`: from [all tokens, own heads, dim] to [tokens, heads, dim]. With `side="k"`, a head on several
+        ranks is summed."""
         return self._exchange(x, side, heads, kv_heads, False)
 
     def own_heads(self, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> slice:
-        """Which heads `to_heads` gives this rank: for weights that heads have of their own."""
+        """The heads that `to_heads` gives this rank, for weights of single heads."""
         share = self._mixing(heads, kv_heads).share(self.context.number)
         if one_of("side", side, Side) == Side.Q:
             return slice(share.q_head_begin, share.q_head_end)
@@ -309,9 +301,7 @@ class Batch(Packed):
 
     def _exchange(self, x: Tensor, side: Side | str, heads: int | None, kv_heads: int | None, to_heads: bool) -> Tensor:
         context, side = self.context, one_of("side", side, Side)
-        _on(context, "x", x)
-        if x.ndim != 3:
-            raise InvalidArgument(f"x.ndim is {x.ndim}, 3 are needed: [tokens, heads, dim]")
+        _on(context, "x", x, ndim=3)
         plan = self._mixing(heads, kv_heads)
         out: Tensor = operators.AllToAll.apply(x, context.rank, context.number, plan, side, to_heads)  # type: ignore[no-untyped-call]
         return out
@@ -322,8 +312,8 @@ class Batch(Packed):
         return whole.index_select(0, self.tokens)
 
     def labels(self, ids: Tensor, ignore: int = -100) -> Tensor:
-        """The next token of each of this rank's tokens, also if another rank holds it; `ignore` at the ends of documents. All
-        ranks call it."""
+        """The next token of each of this rank's tokens, also if another rank holds it, from `ids`, which has one for each token of
+        this rank; `ignore` at the ends of documents. All ranks call it."""
         return self._shift("ids", ids, 1, "ignore", ignore)
 
     def shift(self, rows: Tensor, by: int, fill: float) -> Tensor:
@@ -334,7 +324,7 @@ class Batch(Packed):
     def _shift(self, name: str, rows: Tensor, by: int, filling: str, fill: float) -> Tensor:
         self._check(name, rows, len(self.tokens))
         if not _holds(rows.dtype, fill):
-            raise refused(filling, fill, f"which {rows.dtype} does not hold: convert {name}, or give another {filling}")
+            raise refused(filling, fill, f"which {rows.dtype} cannot represent: convert {name}, or give another {filling}")
         mine = rows.detach().cpu().resolve_conj().resolve_neg().reshape(len(rows), math.prod(rows.shape[1:])).contiguous()
         out, one = torch.empty_like(mine), torch.empty(1, dtype=rows.dtype).fill_(fill)
         self.context._host.shift(self.plan, by, one, mine, out)
@@ -343,19 +333,21 @@ class Batch(Packed):
     def _check(self, name: str, tensor: Tensor, rows: int) -> None:
         _on(self.context, name, tensor)
         if tensor.ndim == 0 or len(tensor) != rows:
-            raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, {rows} rows are needed")
+            raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, ({rows}, ...) is needed")
 
 
-def _on(context: Context, name: str, tensor: Tensor) -> None:
-    """Refuses what is no dense tensor on the device of an open context."""
+def _on(context: Context, name: str, tensor: Tensor, ndim: int | None = None) -> None:
+    """Refuses everything but a dense tensor on the device of an open context."""
     context.check_open()
     dense(name, tensor)
     if tensor.device != context.device:
-        raise InvalidArgument(f"{name}.device is {tensor.device}, this context is on {context.device}")
+        raise InvalidArgument(f"{name}.device is {tensor.device}, {context.device} is needed, the device of the context")
+    if ndim and tensor.ndim != ndim:
+        raise InvalidArgument(f"{name}.ndim is {tensor.ndim}, {ndim} is needed: [tokens, heads, dim]")
 
 
 def _tokens_of(plan: Plan) -> str:
-    """Who holds which tokens, in words."""
+    """The distribution of tokens, in words."""
     info = plan.describe()
     parameter = f"({info.layout_parameter})" if info.layout_parameter else ""
     layout = Layout(info.layout).name.lower()
@@ -363,5 +355,5 @@ def _tokens_of(plan: Plan) -> str:
 
 
 def _tensor(numbers: array[int]) -> Tensor:
-    # frombuffer, which refuses empty buffers, keeps the array.
+    # frombuffer keeps the array alive, and refuses empty buffers.
     return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """A transport over the processes of a torch.distributed group, for tensors on the CPU.
 
-It makes its own gloo group with the ranks of the user's group, whatever backend that has, for two reasons. A run and the
-user's collectives may overlap in time, and their messages must not be mixed up. And after a failure the group is closed,
-which must not happen to the user's. `dist.new_group` is not suitable: it reuses the name of a destroyed group for the next
-one, whose ranks then find the addresses of the old one in the store.
+It makes its own gloo group with the ranks of the user's group, for two reasons. A run and the user's collectives may overlap in
+time, and their messages must not be mixed up. And after a failure the group is closed, which must not happen to the user's group.
+`dist.new_group` is not suitable: it reuses the name of a destroyed group for the next one, whose ranks then find the addresses of
+the old one in the store.
 
-gloo does not compare sizes: a process that receives more than it has room for is ended, and a shorter message is not
-reported. The library compares sizes, and receives a message only once it knows that it fits.
+gloo does not compare sizes: it ends a process that receives more than it has room for, and does not report a shorter message. The
+library compares sizes, and receives a message only if it fits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..ring import Link
 # The number of transports that each group of global ranks has made.
 _made: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
 _FOREVER = timedelta(days=30)
-_NEVER = 7000  # a tag that no message has
+_NEVER = 7000  # a tag that no message uses
 
 
 class Gloo(Engine):
@@ -49,12 +49,12 @@ class Gloo(Engine):
         base: Any = c10d._get_default_store()
         try:
             self._heard, self._said = (c10d.PrefixStore(f"{self._name}/blame", base.clone()) for _ in range(2))
-        except AttributeError as error:  # not with the stores of every PyTorch
+        except AttributeError as error:  # stores of some versions have no clone
             raise RuntimeError(str(error)) from error
 
     def connect(self) -> None:
-        """Uses a separate connection to the store: if the wait is interrupted, the call still continues until the timeout, and a
-        wait in a store blocks all other calls over the same connection."""
+        """Uses a separate connection to the store: an interrupted call still continues until the timeout, and a wait in a store
+        blocks all other calls over the same connection."""
         store: Any = c10d._get_default_store()
         with suppress(AttributeError, RuntimeError, NotImplementedError):
             store = store.clone()
@@ -85,24 +85,24 @@ class Gloo(Engine):
         self._heard.wait([key], _FOREVER)
 
     def release(self) -> None:
-        self._group = None  # which closes the connections
+        self._group = None  # closes the connections
 
 
 class GlooTransport(EngineTransport):
     """A transport over gloo. Every rank of `group` makes one, at the same time; None is the default group. `timeout` is in
-    seconds: if a call waits so long while none of its messages moves, the group fails."""
+    seconds: if none of the messages of a call moves for that time, the group fails."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise InvalidArgument("torch.distributed has no process group: call init_process_group first")
+            raise InvalidArgument("torch.distributed has no process group: start with torchrun and call init_process_group first")
         outside: Any = dist.GroupMember.NON_GROUP_MEMBER
         if not (group is None or group is outside or isinstance(group, dist.ProcessGroup)):
             raise refused("group", group, "a process group or None is needed")
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         if not dist.is_gloo_available():
-            raise Unsupported("this PyTorch was built without gloo, over which tensors of the CPU travel")
+            raise Unsupported("this PyTorch was built without gloo, which CPU tensors need: use a PyTorch with gloo")
         if rank < 0:
-            raise InvalidArgument(f"group: process {dist.get_rank()} is none of its ranks")
+            raise InvalidArgument(f"process {dist.get_rank()} is not a member of group: call this on the members of group only")
         timeout = checked_timeout(timeout)
         members = tuple(dist.get_process_group_ranks(group))
         # Members make their transports in the same order, so all of them compute the same name.
@@ -111,8 +111,8 @@ class GlooTransport(EngineTransport):
 
 
 def check_ring(group: dist.ProcessGroup | None = None, *, timeout: float = 60.0, bytes: int = 4 << 20) -> list[Link]:
-    """Runs `cpattn.check_ring` over a new gloo group with the ranks of `group`; all of them call it. `timeout` is in seconds,
-    `bytes` is the size of the large message."""
-    # Checked before connecting: a rank that is refused later leaves while others may still be connecting.
+    """Runs `cpattn.check_ring` over a new gloo group with the ranks of `group`. All ranks of `group` call it. `timeout` is in
+    seconds, `bytes` is the size of the large message."""
+    # Checked first: a rank that is refused after connecting leaves while others may still be connecting.
     bytes = rank.ring_bytes(bytes)
     return rank.check_ring(GlooTransport(group, timeout=timeout), bytes)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """How many ranks of a group share a node, by the argument `ranks_per_node` or by torchrun's LOCAL_WORLD_SIZE.
 
-A rank knows its own only: hosts may have different numbers of processes, and a job may give the argument on some ranks. So a
-rank refuses nothing before all have told each other; then all of them refuse it, and none waits for another until its timeout.
+A rank knows its own number only: hosts may have different numbers of processes, and a job may give the argument on some ranks. So
+the ranks exchange their numbers first. Then all ranks refuse wrong ones, and none waits for another until the timeout.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Any, TypeVar
 
 from .._check import attempt, refused, whole
@@ -22,27 +23,27 @@ T = TypeVar("T")
 
 ARGUMENT, TORCHRUN = "ranks_per_node", "LOCAL_WORLD_SIZE"
 _SOURCES = ("", ARGUMENT, TORCHRUN)
-# A word is the index in `_SOURCES` times `_BASE`, plus the number + 1, or plus 0 for what is no number of ranks.
+# A word is the index in `_SOURCES` times `_BASE`, plus the number + 1, or plus 0 for an invalid number.
 _BASE = 1 << 60
 
 
 def agreed(transport: EngineTransport, members: Sequence[int], options: Mapping[str, Any]) -> tuple[int, bool]:
     """The option `ranks_per_node` of all ranks, and whether it is torchrun's. `members` are the global ranks of the group. All
-    ranks call it; if it raises, it raises on all of them."""
+    ranks call it. If it raises on one rank, it raises on all of them."""
     words = transport.agree(0, transport.world, _word(options))
 
     def decided() -> tuple[int, bool]:
         if len(set(words)) > 1:
             raise InvalidArgument(_differing(words))
         if ARGUMENT in options:
-            return _of_argument(options[ARGUMENT], transport.world), False
+            return whole(ARGUMENT, options[ARGUMENT], 0, _BASE - 2), False
         return (_of_torchrun(members) if TORCHRUN in os.environ else 0), True
 
     return together(transport, decided)
 
 
 def together(transport: EngineTransport, job: Callable[[], T]) -> T:
-    """What a job returns that fails on all ranks or on none; a rank that then left at once could end the last call of another one."""
+    """Runs a job that fails on all ranks or on none. After a failure it waits for all ranks: one that leaves could end a call of another."""
     try:
         return job()
     except Error:
@@ -52,7 +53,7 @@ def together(transport: EngineTransport, job: Callable[[], T]) -> T:
 
 
 def _word(options: Mapping[str, Any]) -> int:
-    """What this rank was given, as a number."""
+    """The source and the number of this rank, as one word."""
     if ARGUMENT in options:
         source, number = ARGUMENT, attempt(whole, ARGUMENT, options[ARGUMENT], 0, _BASE - 2)
     elif TORCHRUN in os.environ:
@@ -63,58 +64,46 @@ def _word(options: Mapping[str, Any]) -> int:
 
 
 def _differing(words: Sequence[int]) -> str:
-    """The error of ranks that were given different words: the same text on all of them."""
+    """The text of the error for different words, the same on all ranks."""
     given: dict[int, list[int]] = {}
     for rank, word in enumerate(words):
         given.setdefault(word, []).append(rank)
     found, sizes = [], []
     for word, ranks in given.items():
         source, size = _SOURCES[word // _BASE], word % _BASE - 1
-        told = f"{source} {size if size >= 0 else 'that is no number of ranks'}" if source else f"neither {ARGUMENT} nor {TORCHRUN}"
+        told = (f"{source} {size}" if size >= 0 else f"an invalid {source}") if source else f"neither {ARGUMENT} nor {TORCHRUN}"
         found.append(f"{told} on {_runs(ranks)}")
         sizes.append(size)
     common = math.gcd(*sizes) if min(sizes) > 0 else 1
     fits = f"{common}, which divides all of these" if common > 1 else "a number that divides the ranks of each node"
-    return f"{'; '.join(found)}: all ranks of the group need the same. Give {ARGUMENT} on all of them, {fits}, or 0 for links that are all alike"
+    return f"{'; '.join(found)}: all ranks of the group need the same. Give {ARGUMENT} on all of them: {fits}, or 0 if all links are alike"
 
 
 def _runs(ranks: Sequence[int]) -> str:
-    """Ascending ranks, shortly: ranks 0-3, 8."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] + 1 == rank:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    """Ascending ranks as a short text: ranks 0-3, 8."""
+    # Consecutive ranks have the same difference to their index.
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
 def _number() -> int | None:
-    """Torchrun's number of ranks on this node, or None if it is no number of ranks."""
+    """Torchrun's number of ranks on this node, or None if it is invalid."""
     return attempt(lambda: whole(TORCHRUN, int(os.environ[TORCHRUN]), 0, _BASE - 2))
 
 
-def _of_argument(given: Any, world: int) -> int:
-    """The argument, if the ranks of a group can have such nodes. A plan would refuse it too, but only that of the first batch."""
-    each = whole(ARGUMENT, given, 0, _BASE - 2)
-    if 0 < each < world and world % each:
-        raise refused(ARGUMENT, each, f"a divisor of the {world} ranks of the group is needed, or 0 for links that are all alike")
-    return each
-
-
 def _of_torchrun(members: Sequence[int]) -> int:
-    """How many members of a group share a node, 0 for all of them."""
+    """The number of members of a group on a node; 0 if all share one node."""
     each = _number()
     if not each:
-        raise refused(TORCHRUN, os.environ[TORCHRUN], f"a whole number of at least 1 is needed, or {ARGUMENT}, 0 for links that are all alike")
+        raise refused(TORCHRUN, os.environ[TORCHRUN], f"a whole number of at least 1 is needed, or {ARGUMENT}, 0 if all links are alike")
     if len({rank // each for rank in members}) == 1:
         return 0
     try:
         ranks = ranks_per_node([rank // each for rank in members])
-        # With one member on each node a row crosses to each of them anyway, and Ulysses may be the better mesh.
+        # With one member on each node a second level saves nothing, and Ulysses may be the better mesh.
         return ranks if ranks > 1 else 0
     except InvalidArgument as error:
         raise InvalidArgument(
-            f"{error}. {TORCHRUN} is {each}, and the group has the ranks {list(members)}: give {ARGUMENT}, 0 for links that are all alike"
+            f"{error}. {TORCHRUN} is {each}, and the group has the ranks {list(members)}: give {ARGUMENT}, 0 if all links are alike"
         ) from error

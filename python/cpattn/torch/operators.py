@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What a batch computes, as differentiable functions: `Attention` for eager mode, and the same in torch.ops.cpattn, so that
-torch.compile keeps the calls in its graphs. (The latter take longer, and the first call of one loads the compiler.)
+"""The differentiable functions of a batch: `Attention` for eager mode, and operators in torch.ops.cpattn, so that torch.compile
+keeps the calls in its graphs. (Operators take longer, and the first call of one loads the compiler.)
 
 Every call exchanges messages with the other ranks, so all ranks must make the same calls in the same order. The operators are
-registered with an ordered effect: no compiler may remove one whose result nobody uses, merge two with equal arguments, or
-change their order, which it might do on some ranks only, where sizes differ.
+registered with an ordered effect: no compiler may remove one with an unused result, merge two with equal arguments, or change their
+order, which it might do on some ranks only, since sizes differ.
 
-A graph outlives the batch that it was made with. So an operator takes what names a batch: the number of its context and its
-cu_seqlens, a tensor, of which a graph knows no values. What belongs to these is found, or made again.
+A graph outlives the batch that it was made with. So an operator takes the number of a context and cu_seqlens, a tensor whose values
+the graph does not know. The batch is looked up with these, or made again.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ..rank import Rank
 if TYPE_CHECKING:
     from .context import Batch, Context
 
-# By the number that each has.
+# Contexts by their numbers.
 CONTEXTS: WeakValueDictionary[int, Context] = WeakValueDictionary()
 
 
 def dense(name: str, tensor: Any) -> None:
     """Raises InvalidArgument if the argument is not a dense (torch.strided) tensor."""
     if instance(name, tensor, Tensor, "a tensor is needed").layout != torch.strided or tensor.is_nested:
-        kind = "a nested tensor" if tensor.is_nested else f"of the layout {tensor.layout}"
-        raise InvalidArgument(f"{name} is {kind}, torch.strided is needed: see {name}.to_dense()")
+        kind = "is a nested tensor" if tensor.is_nested else f"has the layout {tensor.layout}"
+        raise InvalidArgument(f"{name} {kind}, torch.strided is needed: convert it, for example with {name}.to_dense()")
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """With consecutive elements of a head, which kernels need; other strides may be any."""
+    """The tensor with contiguous head elements, which kernels need; other strides may be any."""
     tensor = tensor.detach()
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
@@ -77,7 +77,7 @@ def _gradients(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | Non
 def _backward(
     batch: Batch, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, o: Tensor, lse: Tensor, told: Told
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv and dsinks, which is empty without sinks."""
+    """dq, dk, dv and dsinks. dsinks is empty without sinks."""
     d_o, q, k, v, o = map(_rows, (d_o, q, k, v, o))
     lse = lse.detach()
     dq, dk, dv, dsinks = _gradients(d_o, q, k, v, sinks)
@@ -104,15 +104,15 @@ class Attention(torch.autograd.Function):
         *gradients, dsinks = _backward(ctx.batch, d_o, q, k, v, sinks, o, lse, ctx.told)
         if sinks is not None:
             gradients.append(dsinks)
-        if torch.is_grad_enabled():  # because they are to be differentiated
+        if torch.is_grad_enabled():  # the gradients are to be differentiated
             # They depend on the anchor, so that PyTorch does not treat them as constants.
             gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)  # type: ignore[no-untyped-call]
         return (*gradients, None, None, None)[:6]
 
 
 class _Once(torch.autograd.Function):
-    """The identity on gradients, with a backward that raises. PyTorch's `once_differentiable` raises another error, and
-    treats the gradients as constants if `d_o` is one."""
+    """The identity on gradients, with a backward that raises. PyTorch's `once_differentiable` raises another error, and treats the
+    gradients as constants if `d_o` is a constant."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
@@ -133,8 +133,8 @@ def _batch(cu_seqlens: Tensor, context: int) -> Batch:
 
 
 def _keep_order() -> None:
-    """While Inductor compiles a graph: it notes what an effect must follow under the name of the operation's buffer, and (PyTorch
-    2.11) looks for it under that of the operation, so that its scheduler would change the order of independent calls."""
+    """Works around Inductor of PyTorch 2.11, while it compiles a graph: it stores the dependencies of an effect under the name of
+    the operation's buffer and looks them up under the name of the operation, so it could reorder independent calls."""
     graph: Any = getattr(getattr(sys.modules.get("torch._inductor.virtualized"), "V", None), "graph", None)
     noted = getattr(graph, "additional_star_deps", None)
     if type(noted) is not defaultdict:
@@ -192,7 +192,7 @@ attention.register_autograd(_attention_backward, setup_context=_save)
 
 
 class AllToAll(torch.autograd.Function):
-    """From this rank's tokens and all heads to all tokens and its own heads, or back; the gradient of one is the other."""
+    """From this rank's tokens and all heads to all tokens and its own heads, or back. The gradient of one is the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: Rank, number: int, plan: Plan, side: Side, to_heads: bool) -> Tensor:

@@ -3,7 +3,7 @@
 
     torchrun --nproc-per-node 4 -m cpattn.torch.ring --timeout 20
 
-prints latency and rate of each link. If a link fails, each rank prints which one and what to try, and the exit code is 1.
+prints the latency and rate of each link. If a link fails, each rank prints its name and what to try, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
         links = check_ring(timeout=given.timeout, bytes=given.bytes)
     except Error as error:
         print(f"rank {dist.get_rank()}: {error}", *([f"({error.__cause__})"] if error.__cause__ else []), file=sys.stderr, flush=True)
-        # A normal exit could wait for a rank that is dead or stopped.
+        # A normal exit could wait for a dead or stopped rank.
         os._exit(1)
     if dist.get_rank() == 0:
         print(table(links), flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""For Hugging Face Transformers: `ContextParallel(model)`, and nothing else changes in the model's code."""
+"""For Hugging Face Transformers: `ContextParallel(model)`, without other changes of the model's code."""
 
 from .pack import Pack
 from .parallel import ContextParallel

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The attention function and the mask function that are registered with Transformers under the name "cpattn".
 
-A model asks for masks once in a forward pass and hands them to its layers. Here such a mask is a `Mask`: the kind of layer,
-and the documents of this forward pass. It reaches every layer as an argument, so a layer that gradient checkpointing runs again
-in the backward pass has the documents of its own forward pass, however many are in flight.
+A model makes masks once in a forward pass and gives them to its layers. Here a mask is a `Mask`: the kind of layer, and the
+documents of this forward pass. Every layer gets it as an argument, so a layer that gradient checkpointing runs again in the backward
+pass has the documents of its own forward pass, also if several are in flight.
 
-All that a model asks for is either done or refused by name.
+Every option of a model is either honoured or refused by name.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Forward(Protocol):
 
 
 class Mask:
-    """A causal mask over documents. A query sees `window` keys before its own."""
+    """A causal mask over documents. A query sees `window` keys before its own key."""
 
     def __init__(self, forward: Forward, window: int) -> None:
         self.forward, self.window = forward, window
 
 
 class Current:
-    """The forward pass that a model of this process is in."""
+    """The current forward pass of a model of this process."""
 
     forward: Forward | None = None
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The functions that a mask function of Transformers is the intersection of, with what they are bound to."""
+    """The functions whose intersection is a mask function of Transformers, with the variables they are bound to."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     bound = {name: cell.cell_contents for name, cell in cells}
     name = function.__qualname__.split(".")[0]
@@ -61,10 +61,10 @@ def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
-    """What Transformers calls for each kind of layer."""
+    """The mask function, which Transformers calls for each kind of layer."""
     forward = Current.forward
     if forward is None:
-        raise Unsupported("the model was not called through the ContextParallel that was made for it: call the model itself")
+        raise Unsupported("the forward pass did not begin with the model that has the ContextParallel: call that model, not a part of it")
     window, causal = UNLIMITED, False
     for name, bound in _parts(mask_function):
         if name == "causal_mask_function":
@@ -74,8 +74,8 @@ def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
         elif name == "chunked_overlay":
             if forward.longest > int(bound["chunk_size"]):
                 raise Unsupported(
-                    f"chunked attention: the longest document ends at position {forward.longest}, chunks have {bound['chunk_size']} "
-                    "tokens, and documents of several chunks are not supported: cut them"
+                    f"chunked attention: the longest document has {forward.longest} tokens, at most {bound['chunk_size']}, one chunk, are "
+                    "supported: cut longer documents"
                 )
         else:
             raise Unsupported(f"the model's mask has the part {name!r}, which is not supported")
@@ -86,7 +86,7 @@ def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
     return Mask(forward, window)
 
 
-# Of an attention call: tensors that say what the mask says already, or that the layer has used itself.
+# Tensors in an attention call that repeat the mask, or that only the layer itself uses.
 HARMLESS = ("position_ids", "position_embeddings", "cache_position", "num_items_in_batch", "input_ids")
 
 
@@ -108,21 +108,21 @@ def attention(
     is_causal: bool | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers calls in each layer: tensors [1, heads, tokens, dim], returns [1, tokens, heads, dim]."""
+    """The attention function, which Transformers calls in each layer: takes [1, heads, tokens, dim], returns [1, tokens, heads, dim]."""
     name = type(module).__name__
     if not isinstance(attention_mask, Mask):
         kind = "no mask" if attention_mask is None else f"a mask of the type {type(attention_mask).__name__}"
-        raise Unsupported(f"{name} has {kind}, where one of transformers.masking_utils is needed")
+        raise Unsupported(f"{name} has {kind}, a mask of transformers.masking_utils is needed")
     if dropout:
-        raise Unsupported(f"{name} asks for dropout={dropout} of attention, which is not supported: set config.attention_dropout = 0")
+        raise Unsupported(f"{name} has dropout={dropout} in attention, which is not supported: set config.attention_dropout = 0")
     if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise Unsupported(f"{name} asks for is_causal=False, which is not supported")
+        raise Unsupported(f"{name} has is_causal=False, which is not supported")
     for option, given in more.items():
         if given is not None and option not in HARMLESS and _tensors(given):
-            raise Unsupported(f"{name} asks for {option}, which is not supported")
+            raise Unsupported(f"{name} uses {option}, which is not supported")
     if query.shape[2] != key.shape[2] or query.shape[0] != 1:
         raise Unsupported(
-            f"{name} has queries {tuple(query.shape)} and keys {tuple(key.shape)}, [1, heads, tokens, dim] of the same tokens are needed"
+            f"{name} has queries {tuple(query.shape)} and keys {tuple(key.shape)}, [1, heads, tokens, dim] with equal tokens is needed"
         )
     o = attention_mask.forward.attention(
         query[0].transpose(0, 1),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Layers that mix the tokens of whole documents, each head by itself: linear attention, state space models, convolutions.
+"""Layers that mix the tokens of whole documents, each head separately: linear attention, state space models, convolutions.
 
-Such a layer needs all tokens of its documents, and not all heads. Its class gets a function of yours, which runs instead of its
-forward: it brings the projected tokens to heads, mixes, and brings the result back (docs/training.md has one for Qwen3-Next).
+Such a layer needs all tokens of its documents, but not all heads. The user gives a function for its class, which runs instead of its
+forward: it moves the projected tokens to heads, mixes, and moves the result back (docs/training.md has one for Qwen3-Next).
 
-The function is given the forward pass as an argument of the model's call, so a layer that gradient checkpointing runs again in
-the backward pass has the documents of its own forward pass.
+The function gets the forward pass as an argument, so a layer that gradient checkpointing runs again in the backward pass has the
+documents of its own forward pass.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ..errors import InvalidArgument, Unsupported
 
-# The keyword under which a model hands the forward pass to its layers.
+# The keyword with which a model passes the forward pass to its layers.
 ARGUMENT = "cpattn_documents"
 
 
 class Documents(Protocol):
-    """What a mixer is given: the documents of one forward pass, with the methods of `cpattn.torch.Batch` for any dtype."""
+    """An argument of a mixer: the documents of one forward pass, with the methods of `cpattn.torch.Batch` for any dtype."""
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]: ...
@@ -34,7 +34,7 @@ class Documents(Protocol):
     def own_heads(self, side: str = "q", *, heads: int, kv_heads: int) -> slice: ...
 
 
-# A layer, the documents, the arguments of its forward; returns what its forward returns.
+# Takes a layer, the documents and the arguments of the layer's forward; returns the result of the layer's forward.
 Mixer = Callable[..., Any]
 
 
@@ -51,15 +51,15 @@ class Mixers:
         if not mixers:
             return
         if not any(one.kind == one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values()):
-            raise Unsupported(f"mixers are given, and {type(model).__name__} hands no keywords of its call to its layers, which mixers need")
+            raise Unsupported(f"mixers are given, and {type(model).__name__}.forward takes no **kwargs: it must pass keywords on to its layers")
         if options.setdefault("ulysses", ranks) != ranks:
             raise Unsupported(
-                f"ulysses is {options['ulysses']} and there are {ranks} ranks: layers with mixers need whole documents, which only Ulysses "
-                f"over all ranks gives. Leave ulysses out, or use {options['ulysses']} ranks"
+                f"ulysses is {options['ulysses']}, {ranks} is needed, the number of ranks: layers with mixers need whole documents. Leave "
+                "ulysses out"
             )
 
     def arguments(self, documents: Documents) -> dict[str, Any]:
-        """For the call of the model."""
+        """Further arguments for the call of the model."""
         return {ARGUMENT: documents} if self._layers else {}
 
     def replace(self) -> None:
@@ -74,6 +74,6 @@ class Mixers:
     def _forward(layer: torch.nn.Module, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
         if (documents := kwargs.pop(ARGUMENT, None)) is None:
             raise Unsupported(
-                f"{type(layer).__name__} has a mixer and was given no documents: call the model itself, or within `with cp.off():`"
+                f"{type(layer).__name__} has a mixer and was given no documents: call the whole model, or use `with cp.off():`"
             )
         return mixer(layer, documents, *args, **kwargs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The inputs of one forward call as documents.
 
-A document is a run of tokens of one row whose positions grow by one. Padding belongs to no document, and is left out. The rule
-for labels is that of Transformers (the label of a token is the next token), except at the end of a document: there is none.
+A document is a run of tokens of one row whose positions grow by one. Padding belongs to no document and is left out. As in
+Transformers, the label of a token is the next token, but the last token of a document has no label.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.nn import functional as F
 from .._check import attempt, refused
 from ..errors import InvalidArgument, Unsupported
 
-# Of a forward call: arguments that say where documents end, and are not needed beside position_ids.
+# Arguments of a forward call for the ends of documents; only cu_seqlens and cu_seq_lens_q are used, the others repeat position_ids.
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cu_seqlens")
 TAKEN = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch", *BOUNDARIES)
 
 
 @dataclass(eq=False)
 class Pack:
-    """The documents of a forward call, on every rank of the group. `kept` are the places of their tokens in the flattened
-    rows, `shape` is that of input_ids. `next_ids` are the labels of each token, -100 where there is none."""
+    """The documents of a forward call, on every rank of the group. `kept` are the places of their tokens in the flattened rows,
+    `shape` is the shape of input_ids. `next_ids` are the labels of the tokens, -100 for none."""
 
     cu_seqlens: tuple[int, ...]
     ids: Tensor
@@ -37,23 +37,23 @@ class Pack:
 
     @property
     def count(self) -> int:
-        """The number of tokens that have a label."""
+        """The number of tokens with a label."""
         return 0 if self.next_ids is None else int((self.next_ids != -100).sum())
 
     @property
     def longest(self) -> int:
-        """The largest position, and one."""
+        """The largest position plus one."""
         return int(self.positions.max()) + 1
 
     def bytes(self) -> bytes:
-        """The same on two ranks if their packs are the same."""
+        """Bytes that are equal for equal packs."""
         tensors = (self.ids, self.positions, self.next_ids, self.kept)
         parts = (b"-" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors)
         return b"".join((repr((self.cu_seqlens, self.shape)).encode(), *parts))
 
 
 def _numbers(name: str, value: Any, *shapes: tuple[int, ...]) -> Tensor:
-    """A tensor of whole numbers, of one of the shapes."""
+    """A tensor of whole numbers with one of the shapes."""
     if not isinstance(value, Tensor):
         raise InvalidArgument(f"{name} is a {type(value).__name__}, a tensor is needed")
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
@@ -64,25 +64,25 @@ def _numbers(name: str, value: Any, *shapes: tuple[int, ...]) -> Tensor:
 
 
 def within(name: str, numbers: Tensor, words: int | None) -> None:
-    """Refuses numbers that no word of the model has; some ranks would fail, and the others wait for them."""
+    """Refuses numbers outside the model's vocabulary: some ranks would fail, and the others would wait for them."""
     if words is not None and len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < words:
-        raise InvalidArgument(f"{name} has numbers from {int(numbers.min())} to {int(numbers.max())}, 0 to {words - 1} are needed")
+        raise InvalidArgument(f"{name} has numbers from {int(numbers.min())} to {int(numbers.max())}, numbers from 0 to {words - 1} are needed")
 
 
 def _mask(mask: Any, ids: Tensor) -> Tensor:
-    """Which tokens are no padding."""
+    """Which tokens are not padding."""
     if mask is None:
         return torch.ones_like(ids, dtype=torch.bool)
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
-        kind = f"of the shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        kind = f"has the shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
         raise Unsupported(
-            f"attention_mask is {kind}, {tuple(ids.shape)} is needed: 1 for tokens, 0 for padding. Arbitrary masks are not supported"
+            f"attention_mask {kind}, a tensor of the shape {tuple(ids.shape)} is needed: 1 for tokens, 0 for padding"
         )
     kept = mask.bool()
     runs = (F.pad(kept, (1, 0))[:, :-1] < kept).sum(1)
     if (runs > 1).any():
         row = int((runs > 1).nonzero()[0])
-        raise Unsupported(f"attention_mask has {int(runs[row])} runs of tokens in row {row}, one is needed: padding goes to the ends")
+        raise Unsupported(f"attention_mask has {int(runs[row])} runs of tokens in row {row}, 1 is needed: put padding at the ends of the row")
     return kept
 
 
@@ -90,12 +90,12 @@ def pack(inputs: Mapping[str, Any]) -> Pack:
     """The documents of the arguments of a forward call. Raises InvalidArgument and Unsupported."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
-        raise Unsupported("input_ids is needed, a tensor [rows, tokens]: nothing else (inputs_embeds, ...) is supported")
+        raise Unsupported("input_ids is needed, a tensor [rows, tokens]: inputs_embeds and other inputs are not supported")
     rows, length = _numbers("input_ids", ids, tuple(ids.shape)).shape
     kept = _mask(inputs.get("attention_mask"), ids)
     places = torch.arange(length, device=ids.device).expand(rows, length)
     starts = places == 0
-    if inputs.get("attention_mask") is not None:  # which may number the documents: 1, 1, 2, 2, 2, 0
+    if inputs.get("attention_mask") is not None:  # it may number the documents: 1, 1, 2, 2, 2, 0
         starts = starts | F.pad((inputs["attention_mask"].diff(dim=1) != 0) & kept[:, 1:] & kept[:, :-1], (1, 0))
     cu = next((inputs[name] for name in ("cu_seqlens", "cu_seq_lens_q") if inputs.get(name) is not None), None)
     positions = inputs.get("position_ids")
@@ -105,8 +105,8 @@ def pack(inputs: Mapping[str, Any]) -> Pack:
             raise refused("cu_seqlens", cu, "a tensor or a sequence of whole numbers is needed")
         if rows != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != length or (ends.diff() < 0).any():
             raise InvalidArgument(
-                f"cu_seqlens is {ends.tolist()}, and input_ids is {tuple(ids.shape)}: 0, the ends of all documents of one row, and "
-                f"{length} are needed"
+                f"cu_seqlens is {ends.tolist()}, and input_ids has the shape {tuple(ids.shape)}: one row is needed, and cu_seqlens from 0 "
+                f"to {length}, which never decreases"
             )
         starts = starts.clone()
         starts[0, ends[:-1][ends[:-1] < length].long()] = True

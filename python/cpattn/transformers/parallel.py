@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""`ContextParallel`: a causal language model of Transformers whose forward pass is shared by the ranks of a group.
+"""`ContextParallel`: a causal language model of Transformers whose forward pass the ranks of a group share.
 
-A hook before `forward` keeps this rank's tokens of the batch, one after it computes the loss. Both run inside DDP and FSDP,
-in an evaluation, and under gradient checkpointing. Every rank calls the model with the same whole batch.
+A hook before `forward` selects this rank's tokens of the batch, a hook after it computes the loss. Both run inside DDP and FSDP, in an
+evaluation, and under gradient checkpointing. Every rank calls the model with the same whole batch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from .._check import attempt, refused, whole
 from ..engine import EngineTransport
@@ -34,42 +36,49 @@ from .mixers import Mixer, Mixers
 from .pack import TAKEN, Pack, pack, within
 from .probe import probe
 
-# What ranks say to each other: that one has refused its arguments, odd numbers of arguments, and other even numbers, which are parts
-# of a loss. So ranks that are not at the same place, because one has failed in between, notice it.
+# The numbers that ranks exchange: REFUSED after refused arguments, odd numbers for arguments, other even numbers for parts of a loss.
+# So ranks notice if one of them is at another place, because it has failed in between.
 REFUSED = 2
+
+_OWN = "each rank computes its own tokens only. For generate, use `with cp.off():`"
+REFUSED_OPTIONS = {
+    "output_router_logits": "the router's loss is not a sum over tokens. Set model.config.output_router_logits = False, and "
+    "router_aux_loss_coef=0.0 in an SFTConfig",
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "logits_to_keep"), _OWN),
+}
 
 
 def _number(data: bytes) -> int:
-    """The same on two ranks if they have the same."""
+    """An odd number that is equal for equal bytes."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") | 1
 
 
 def _same(transport: EngineTransport, what: str, mine: int, need: str) -> None:
-    """Compares a number over the ranks, and raises unless it is the same on all of them."""
+    """Compares a number over the ranks, and raises unless it is equal on all of them."""
     said = transport.agree(0, transport.world, mine)
     if refusing := [rank for rank, number in enumerate(said) if number == REFUSED]:
-        raise InvalidArgument(f"ranks {refusing} of this group refused their {what}: their error says why")
+        raise InvalidArgument(f"ranks {refusing} of this group refused their {what}: see the error of these ranks")
     if ending := [rank for rank, number in enumerate(said) if not number & 1]:
-        raise Disagreement(f"ranks {ending} of this group end a forward pass, and rank {transport.rank} begins one: had it failed?", ending[0])
+        raise Disagreement(f"ranks {ending} of this group end a forward pass while rank {transport.rank} begins one: did its previous one fail?", ending[0])
     if others := [rank for rank, number in enumerate(said) if number != said[0]]:
         raise Disagreement(
-            f"ranks {others} of this group were given other {what} than rank 0 (this is rank {transport.rank}): {need}", others[0]
+            f"the {what} of ranks {others} of this group differ from those of rank 0 (this is rank {transport.rank}): {need}", others[0]
         )
 
 
 @contextmanager
 def _told(transport: EngineTransport) -> Iterator[None]:
-    """Tells the other ranks, who wait in `_same`, if this one raises."""
+    """Tells the other ranks, which wait in `_same`, if this one raises."""
     try:
         yield
     except Exception:
-        with suppress(Error):  # what this rank refused is the one to raise
+        with suppress(Error):  # the first error is raised
             transport.agree(0, transport.world, REFUSED)
         raise
 
 
 class _Total(torch.autograd.Function):
-    """The sum over the ranks; each gets the gradient of its own part, times a factor."""
+    """The sum over the ranks. Each rank gets the gradient of its own part, times a factor."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, transport: EngineTransport, factor: float) -> Tensor:
@@ -77,7 +86,7 @@ class _Total(torch.autograd.Function):
         (bits,) = struct.unpack("Q", struct.pack("d", part.item()))
         said = transport.agree(0, transport.world, bits & ~1)
         if failed := [rank for rank, number in enumerate(said) if number & 1 or number == REFUSED]:
-            raise Disagreement(f"ranks {failed} of this group begin a forward pass, and rank {transport.rank} ends one: had they failed?", failed[0])
+            raise Disagreement(f"ranks {failed} of this group begin a forward pass while rank {transport.rank} ends one: did their previous one fail?", failed[0])
         return torch.full_like(part, sum(struct.unpack(f"{len(said)}d", struct.pack(f"{len(said)}Q", *said))))
 
     @staticmethod
@@ -87,7 +96,7 @@ class _Total(torch.autograd.Function):
 
 @dataclass(eq=False)
 class Forward:
-    """One forward pass: its documents, and the batch of each dtype of q, k and v."""
+    """One forward pass: its documents, and a batch for each dtype of q, k and v."""
 
     pack: Pack
     batch_of: Callable[[torch.dtype], Batch]
@@ -126,14 +135,14 @@ class ContextParallel:
     or FSDP wrap the model.
 
     Afterwards every rank calls `model(**batch)` with the same batch: rows with padding (`attention_mask`), or packs
-    (`position_ids` that start again, or `cu_seqlens`). `loss` is that of the whole batch on every rank; `logits` are of this
-    rank's tokens, and `gather` gives those of all.
+    (`position_ids` that start again, or `cu_seqlens`). `loss` is the loss of the whole batch on every rank. `logits` are
+    those of this rank's tokens; `gather` returns the logits of all tokens.
 
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP) or "sum". `replicas` is the
-    number of parts the group is cut into, each for batches of its own (data parallel); ranks of a replica are consecutive.
-    `ulysses`, `ring`, `layout`, `layout_parameter`, `workers`, `timeout` are those of `cpattn.torch.Context`. With `tile`,
-    logits exist for so many tokens at a time: the loss is the same, and no logits are returned. `mixers` are functions for
-    classes of layers that mix tokens outside of attention (hybrids; Ulysses over all ranks): see docs/training.md.
+    number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `ulysses`, `ring`,
+    `layout`, `layout_parameter`, `workers`, `timeout` are those of `cpattn.torch.Context`. With `tile`, logits exist for `tile` tokens
+    at a time: the loss is the same, and no logits are returned. `mixers` are functions for classes of layers that mix tokens outside
+    of attention (hybrids; Ulysses over all ranks): see docs/training.md.
 
     Raises Unsupported for a model that would be wrong, with the reason.
     """
@@ -151,26 +160,25 @@ class ContextParallel:
         mixers: Mapping[type[torch.nn.Module], Mixer] | None = None,
         **options: Any,
     ) -> None:
-        if not dist.is_initialized():
-            raise InvalidArgument("there is no process group: start with torchrun, and call torch.distributed.init_process_group")
-        if dist.get_rank(group) < 0:
-            raise InvalidArgument(f"group is a process group that this process, rank {dist.get_rank()} of all, is no member of")
-        members = dist.get_process_group_ranks(group)
+        self.model: Any = None
+        self._base: Any = None
         self._hooks: list[Any] = []
         self._contexts: dict[torch.dtype, Context] = {}
         self._options = {"timeout": timeout, "workers": workers, **options}
         transport = GlooTransport(group, timeout=timeout)
+        members = dist.get_process_group_ranks(group)
         try:
             with _told(transport):
                 self._try(model, len(members), replicas, gradients, tile, mixers or {})
             settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "options": sorted(options.items())}
             settings["model"] = (type(model).__name__, self._layers)
-            _same(transport, "arguments of ContextParallel", 1, "")
             for name, value in settings.items():
-                need = f"{name} is {value!r} here, and all ranks need the same"
-                _same(transport, f"values of {name}", _number(repr(value).encode()), need)
+                need = f"{name} is {value!r} on this rank, all ranks need the same"
+                _same(transport, "arguments of ContextParallel", _number(repr(value).encode()), need)
             self.replica, self.rank = divmod(transport.rank, self.ranks)
-            self.group = self._group_of(members, timeout)
+            ranks = members[self.replica * self.ranks :][: self.ranks]
+            # For contexts, `gather` and `loader`. Only the members make it, so other ranks of the world may use other groups, or none.
+            self.group = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
             self.device = next(model.parameters()).device
             self._context(model.dtype)
         except BaseException as error:
@@ -187,14 +195,14 @@ class ContextParallel:
     def _try(
         self, model: Any, ranks: int, replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer]
     ) -> None:
-        """All that a rank can refuse by itself."""
+        """The checks that need no other rank."""
         if gradients not in ("mean", "sum"):
             raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
         self.tile, self.replicas = whole("tile", tile, 0, 2**31), whole("replicas", replicas, 1, ranks)
         if ranks % replicas:
             raise InvalidArgument(f"replicas is {replicas}, which does not divide the {ranks} ranks of the group")
         if getattr(model, "_cpattn", None) is not None:
-            raise InvalidArgument("the model has a ContextParallel already: close that one first")
+            raise InvalidArgument("the model already has a ContextParallel: close it first")
         self.ranks, self.config = ranks // replicas, model.config.get_text_config()
         if getattr(self.config, "attention_dropout", 0):
             raise Unsupported(
@@ -204,25 +212,19 @@ class ContextParallel:
         self._mixers = Mixers(model, mixers, self._options, self.ranks)
         self._usual = model.config._attn_implementation
         register()
-        self.model = model  # which `_restore` gives its own attention back
+        self.model = model  # from here on `_restore` undoes the changes
         model.set_attn_implementation(NAME)
         self._mixers.replace()
         self._layers = probe(model, self._takes, self._mixers)
-        self._base: Any = getattr(model, model.base_model_prefix, None)
+        self._base = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
-            raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model apart from its head")
-        # What no plan has is refused here, and not with the first batch.
+            raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
+        # Invalid options of a plan are refused here, not with the first batch.
         how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers")}
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
 
-    def _group_of(self, members: list[int], timeout: float) -> Any:
-        """The group of this replica, for contexts, `gather` and `loader`. Only its members make it: other ranks of the world may use other
-        groups, or none."""
-        ranks = members[self.replica * self.ranks :][: self.ranks]
-        return dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
-
     def _heads(self) -> dict[str, Any]:
-        """Those of the first layer; each layer has its own."""
+        """Heads and dims of the first layer, as defaults: each layer has its own."""
         return {name: self._layers[0][1][name] for name in ("heads", "kv_heads", "head_dim")}
 
     def _context(self, dtype: torch.dtype) -> Context:
@@ -238,48 +240,38 @@ class ContextParallel:
     def _pack(self, inputs: Mapping[str, Any]) -> Pack:
         for name, value in inputs.items():
             if name not in TAKEN and value is not None and _tensors(value):
-                raise Unsupported(f"the argument {name} of the model is not supported")
+                raise Unsupported(f"the model was given {name}, which is not supported: leave it out")
         if inputs.get("past_key_values") is not None:
-            raise Unsupported("past_key_values is not supported: call the model within `with cp.off():`")
+            raise Unsupported("past_key_values is not supported: use `with cp.off():`")
 
         def asked(name: str) -> Any:
             return getattr(self.config, name, None) if inputs.get(name) is None else inputs[name]
 
-        if asked("output_router_logits"):
-            raise Unsupported(
-                "output_router_logits is set, and the router's loss is no sum over tokens: set model.config.output_router_logits = False, "
-                "and router_aux_loss_coef=0.0 in an SFTConfig"
-            )
-        for name in ("output_attentions", "output_hidden_states", "logits_to_keep"):
+        for name, reason in REFUSED_OPTIONS.items():
             if asked(name):
-                raise Unsupported(
-                    f"{name} is set, which is not supported: a rank has what belongs to its own tokens. For generate, call the model within "
-                    "`with cp.off():`"
-                )
+                raise Unsupported(f"{name} is set, which is not supported: {reason}")
         if asked("return_dict") is False:
-            raise Unsupported("return_dict is False, which is not supported: the loss is put where a dictionary has it")
+            raise Unsupported("return_dict is False, True is needed")
         found, loss = pack(inputs), getattr(self.model, "loss_function", None)
         if found.next_ids is not None and getattr(loss, "__name__", "ForCausalLMLoss") != "ForCausalLMLoss":
-            raise Unsupported(f"model.loss_function is {loss!r}, which is not supported: that of ForCausalLM is")
+            raise Unsupported(f"model.loss_function is {loss!r}, ForCausalLMLoss is needed")
         words, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         within("input_ids", found.ids, getattr(words, "num_embeddings", None))
         if found.next_ids is not None:
             within("labels", found.next_ids[found.next_ids != -100], getattr(head, "out_features", None))
         rope = getattr(self.config, "rope_parameters", None) or {}
-        for one in (rope, *rope.values()):
-            kind = one.get("rope_type") if isinstance(one, dict) else None
-            most: Any = getattr(self.config, "original_max_position_embeddings", None) or getattr(self.config, "max_position_embeddings", 0)
-            if isinstance(one, dict):
-                most = one.get("original_max_position_embeddings") or most
+        usual: Any = getattr(self.config, "original_max_position_embeddings", None) or getattr(self.config, "max_position_embeddings", 0)
+        for one in filter(lambda one: isinstance(one, dict), (rope, *rope.values())):
+            kind, most = one.get("rope_type"), one.get("original_max_position_embeddings") or usual
             if kind in ("dynamic", "longrope") and found.longest > most:
                 raise Unsupported(
-                    f"rotary embeddings of the type {kind} depend on the longest position of the batch, {found.longest}, where it is over "
-                    f"{most}: not supported"
+                    f"rotary embeddings of the type {kind}: the longest document has {found.longest} tokens, at most {most} are supported: cut "
+                    "longer documents"
                 )
         return found
 
     def shard(self, inputs: Mapping[str, Any]) -> Forward:
-        """This rank's part of a batch, after the ranks have agreed that it is the same. All ranks call it."""
+        """This rank's part of a batch. The ranks compare their batches first. All ranks call it."""
         context = self._context(self.model.dtype)
         need = "all ranks of a group need the same batch, see ContextParallel.loader"
         with _told(context.transport):
@@ -290,12 +282,11 @@ class ContextParallel:
         batch = context.batch(found.cu_seqlens)
         if without := [rank for rank in range(self.ranks) if not batch.plan.share(rank).q_tokens]:
             raise InvalidArgument(
-                f"the batch has {len(found.ids)} tokens, of which ranks {without} of this group hold none, and models of Transformers need at "
-                "least one: give longer batches, make groups of fewer ranks (replicas), or choose another layout"
+                f"the batch has {len(found.ids)} tokens, and ranks {without} of this group hold none, at least 1 token on each rank is needed: "
+                "give longer batches, use fewer ranks for each replica (replicas), or choose another layout"
             )
         labels = None if found.next_ids is None else found.next_ids[batch.tokens]
-        batch_of = lambda dtype: self._context(dtype).batch(found.cu_seqlens)
-        return Forward(found, batch_of, batch, items, labels)
+        return Forward(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens), batch, items, labels)
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if Current.forward is not None:  # the head alone, for a tile
@@ -313,17 +304,12 @@ class ContextParallel:
     # Outputs
 
     def _after(self, model: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        forward = Current.forward
-        if not isinstance(forward, Forward) or forward.tile is not None:
-            return None
-        if forward.hidden is not None:
-            out["logits"] = None
-        if forward.labels is None:
+        if (forward := self._whole()) is None or forward.labels is None:
             return out
         if forward.hidden is None:
             part = self._sum(out.logits[0], forward.labels)
         else:
-            part = self._tiles(model, forward, kwargs)
+            out["logits"], part = None, self._tiles(model, forward, kwargs)
         items = forward.items if forward.items is not None else forward.pack.count
         out["loss"] = _Total.apply(part, forward.batch.context.transport, self._factor) / items  # type: ignore[no-untyped-call]
         return out
@@ -347,34 +333,43 @@ class ContextParallel:
                 forward.tile, Current.forward = None, outer
             return self._sum(logits, labels)
 
-        # As many on all ranks: with FSDP, each calls for the head's parameters.
+        # The same number on all ranks: with FSDP, each tile gathers the head's parameters.
         tiles = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(self.ranks)) // self.tile)
         if self.replicas > 1 and isinstance(model.get_output_embeddings(), FSDPModule):
             raise Unsupported(
-                f"tile is {self.tile} and replicas is {self.replicas}: replicas have batches of other lengths, so they would call for the "
-                "parameters of the head, which fully_shard has wrapped by itself, unequally often: leave the head to its parent"
+                f"tile is {self.tile} and replicas is {self.replicas}, and fully_shard wraps the head separately: replicas with batches of "
+                "different lengths would gather the head's parameters a different number of times. Wrap the head with its parent"
             )
         parts = zip(hidden.tensor_split(tiles, dim=1), forward.labels.tensor_split(tiles), strict=True)
         total: Tensor = sum((checkpoint(part, *one, use_reentrant=False) for one in parts), hidden.new_zeros((), dtype=torch.float32))
         return total
 
-    def _base_after(self, base: Any, args: Any, out: Any) -> Any:
-        """Takes the hidden states, so that the head computes no logits."""
+    @staticmethod
+    def _tiled(usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The base model's forward. Keeps the hidden states, so that the head computes no logits, or returns those of a tile."""
         forward = Current.forward
-        if isinstance(forward, Forward) and forward.tile is None and forward.labels is not None:
-            forward.hidden = out["last_hidden_state"]
-            out["last_hidden_state"] = forward.hidden[:, :0]
+        if not isinstance(forward, Forward) or forward.labels is None:
+            return usual(*args, **kwargs)
+        if forward.tile is not None:
+            return MoeModelOutputWithPast(last_hidden_state=forward.tile)
+        out = usual(*args, **kwargs)
+        forward.hidden = out["last_hidden_state"]
+        out["last_hidden_state"] = forward.hidden[:, :0]
         return out
 
     def _ends(self, *_: Any) -> None:
+        if (forward := self._whole()) is not None:
+            forward.hidden = Current.forward = None
+
+    @staticmethod
+    def _whole() -> Forward | None:
+        """The current forward pass, unless it is that of a tile."""
         forward = Current.forward
-        if isinstance(forward, Forward) and forward.tile is None:
-            forward.hidden = None
-            Current.forward = None
+        return forward if isinstance(forward, Forward) and forward.tile is None else None
 
     def _hook(self) -> None:
         self._mixers.replace()
-        # torch.compile breaks the graph there, and would not understand it.
+        # Not compiled: torch.compile breaks the graph at the hooks, and cannot trace them.
         before, after = map(torch.compiler.disable, (self._before, self._after))
         self._hooks = [
             self.model.register_forward_pre_hook(before, with_kwargs=True),
@@ -382,28 +377,17 @@ class ContextParallel:
             self.model.register_forward_hook(self._ends, always_call=True),
         ]
         if self.tile:
-            self._hooks.append(self._base.register_forward_hook(self._base_after))
-            usual = self._base.forward
-
-            def tiled(*args: Any, **kwargs: Any) -> Any:
-                forward = Current.forward
-                if isinstance(forward, Forward) and forward.tile is not None:
-                    from transformers.modeling_outputs import MoeModelOutputWithPast
-
-                    return MoeModelOutputWithPast(last_hidden_state=forward.tile)
-                return usual(*args, **kwargs)
-
-            self._base.forward = tiled
+            self._base.forward = partial(self._tiled, self._base.forward)
 
     def _restore(self) -> None:
-        if getattr(self, "model", None) is None:
-            return  # refused before anything of it was changed
+        if self.model is None:
+            return  # refused before the model was changed
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self._mixers.restore()
-        if getattr(self, "tile", 0) and "forward" in vars(getattr(self, "_base", object())):
-            del self._base.forward
+        if self._base is not None and self.tile:
+            vars(self._base).pop("forward", None)
         with suppress(ValueError):
             self.model.set_attn_implementation(self._usual)
 
@@ -411,8 +395,8 @@ class ContextParallel:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it the model is as it was: each rank for itself, for `generate`."""
-        if not self._hooks:  # it is off, or closed
+        """Inside of it, the model works as without ContextParallel, separately on each rank, for example for `generate`."""
+        if not self._hooks:  # already off, or closed
             yield
             return
         self._restore()
@@ -424,10 +408,10 @@ class ContextParallel:
                 self._hook()
 
     def gather(self, rows: Tensor, fill: float = 0) -> Tensor:
-        """Rows of this rank's tokens of the last forward pass, `[1, tokens, ...]` such as its logits, to `[rows, tokens, ...]` as
-        input_ids were, on all ranks; `fill` at padding. Not differentiable. All ranks call it."""
+        """From rows of this rank's tokens of the last forward pass, `[1, tokens, ...]`, such as its logits, to `[rows, tokens, ...]` in
+        the order of input_ids, on all ranks; `fill` at padding. Not differentiable. All ranks call it."""
         if self.last is None:
-            raise InvalidArgument("gather is for the last forward pass, and there was none")
+            raise InvalidArgument("gather needs a forward pass, and there was none: call the model first")
         forward, rows = self.last, rows.detach()
         mine = len(forward.batch.tokens)
         if rows.ndim < 2 or rows.shape[:2] != (1, mine):
@@ -441,11 +425,11 @@ class ContextParallel:
         return out.reshape(*forward.pack.shape, *rows.shape[2:])
 
     def count(self, batch: Mapping[str, Any]) -> int:
-        """The number of tokens of a batch that have a label."""
+        """The number of tokens of a batch with a label."""
         return pack(batch).count
 
     def loader(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches of rank 0 of the group, on all ranks of the group. The model takes each rank's tokens of them."""
+        """The batches of rank 0 of the group, on all ranks of the group. The model selects each rank's tokens."""
         iterator = iter(batches) if self.rank == 0 else None
         root = dist.get_process_group_ranks(self.group)[0]
         while True:
@@ -473,10 +457,10 @@ class ContextParallel:
         return trainer(self, kind)
 
     def __reduce__(self) -> Any:
-        raise Unsupported("a model with a ContextParallel cannot be copied or pickled whole: do so before it is made, or after its close()")
+        raise Unsupported("a model with a ContextParallel cannot be copied or pickled: copy it before ContextParallel(model) or after close()")
 
     def close(self) -> None:
-        """Leaves the group, and gives the model its own attention back."""
+        """Leaves the group and restores the model's own attention."""
         if self.model._cpattn is not self:
             return
         self._restore()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Whether a model is right when each rank has only its own tokens: a forward pass that tells.
+"""Test forward passes that find out whether a model is right when each rank has only its own tokens.
 
-Attention is replaced by a function of each token alone. A model that mixes tokens in attention only, and takes positions from
-`position_ids` only, then gives permuted logits for permuted tokens. Every other model (convolutions over tokens, linear attention,
-state spaces, positions counted from 0, attention that does not go through Transformers' interface) does not.
+Attention is replaced by a function of each single token. A model that mixes tokens in attention only, and takes positions from
+`position_ids` only, then gives permuted logits for permuted tokens. Other models do not: convolutions over tokens, linear attention,
+state spaces, positions counted from 0, attention that does not go through Transformers' interface.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKENS = 7
 
 
 class Alone:
-    """A forward pass where a token sees itself only, and its o depends on its q, k and v."""
+    """A forward pass in which a token sees itself only, and its o depends on its q, k and v."""
 
     longest = TOKENS
 
@@ -38,7 +38,7 @@ class Alone:
         seen = (q * weights).sum(-1, keepdim=True) + (k * weights.cos()).sum((1, 2), keepdim=True)
         return o + seen.tanh().to(o.dtype)
 
-    # For mixers: each token is a document of its own.
+    # For mixers: each token is a separate document.
 
     cu_seqlens = tuple(range(TOKENS + 1))
 
@@ -52,14 +52,14 @@ class Alone:
 
 
 def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> list[tuple[int, dict[str, int]]]:
-    """The kinds of the model's layers, each with its number. Raises Unsupported if the model would be wrong."""
+    """The kinds of the model's layers, each with the number of its layers. Raises Unsupported if the model would be wrong."""
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()):
-        raise Unsupported(f"{name} has parameters on the device meta, and is tried before use: load them first")
+        raise Unsupported(f"{name} has parameters on the device meta: load them before ContextParallel, which tries the model")
     table = model.get_input_embeddings()
-    # Some models embed several streams of tokens, each with a table of its own.
+    # Some models embed several streams of tokens, with one table for each.
     if not isinstance(words := getattr(table, "weight", None), Tensor):
-        raise Unsupported(f"{name} embeds tokens by {type(table).__name__}, not by one table, which is not supported")
+        raise Unsupported(f"{name} embeds tokens with a {type(table).__name__}, one table with a weight is needed")
     ids = torch.randperm(words.shape[0], generator=torch.Generator().manual_seed(1))[:TOKENS].to(words.device)[None]
     positions = torch.arange(ids.shape[1], device=words.device)[None]
     more = {"use_cache": False} if "use_cache" in takes else {}
@@ -83,15 +83,15 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> list[tuple[int, 
         for module in training:
             module.training = True
     if not forward.kinds:
-        raise Unsupported(f"{name} has no layer whose attention goes through AttentionInterface of Transformers")
+        raise Unsupported(f"{name} has no layer with attention through AttentionInterface of Transformers, which is needed")
     apart, usual = (float((logits[0] - other).abs().max() / logits[0].std().clamp(min=1e-30)) for other in logits[1:])
     most = 1e-3 if words.dtype in (torch.float32, torch.float64) else 0.2
     if not usual <= most:
-        raise Unsupported(f"{name} does not count positions as 0, 1, 2, ...: without position_ids its logits are others, which is not supported")
+        raise Unsupported(f"{name} does not count positions from 0, which is not supported: without position_ids its logits differ")
     if not apart <= most:
         raise Unsupported(
-            f"{name} mixes tokens outside of attention, or counts positions by itself: with attention left out, and tokens in another "
-            f"order, its logits differ by {apart:.1e} of their deviation. Layers over whole documents (convolutions, linear "
-            "attention, state spaces) are not supported"
+            f"{name} mixes tokens outside of attention, or counts positions itself: without attention, and with tokens in another order, "
+            f"its logits differ by {apart:.1e} of their standard deviation. Layers over whole documents (convolutions, linear attention, state "
+            "spaces) need mixers"
         )
     return [(calls // len(logits), dict(kind)) for kind, calls in forward.kinds.items()]

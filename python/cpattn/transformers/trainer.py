@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 # Options of TrainingArguments and SFTConfig, with the values that give the results of one process.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "loss_type": (None, "nll", "chunked_nll"),
-    "neftune_noise_alpha": (None, 0),  # whose size goes by the tokens that the model has
-    "eval_use_gather_object": (None, False),  # of which ranks of a replica would have one each
+    "neftune_noise_alpha": (None, 0),  # the size of the noise depends on the number of tokens of the model
+    "eval_use_gather_object": (None, False),  # each rank of a replica would contribute an object
 }
 
 
@@ -27,32 +27,32 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
         raise InvalidArgument(f"the trainer is {kind!r}, a subclass of transformers.Trainer is needed")
     mine = kind.compute_loss.__module__
     if mine not in ("transformers.trainer", "trl.trainer.sft_trainer"):
-        raise Unsupported(f"{kind.__name__} computes its loss in {mine}: those of Trainer and SFTTrainer are supported")
+        raise Unsupported(f"{kind.__name__} computes its loss in {mine}, the loss of Trainer or of SFTTrainer is needed")
 
     class ContextParallelTrainer(kind):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if self.compute_loss_func is not None or self.label_smoother is not None:
-                raise Unsupported("compute_loss_func and label smoothing are not supported: the loss is that of ForCausalLM")
+                raise Unsupported("compute_loss_func and label smoothing are not supported: the loss is ForCausalLMLoss")
             for option, supported in OPTIONS.items():
                 if (given := getattr(self.args, option, None)) not in supported:
                     needed = " or ".join(map(repr, supported))
                     raise Unsupported(f"{option} is {given!r}, which is not supported: {needed} is needed")
             if cp.model not in self.model.modules() or cp.model._cpattn is not cp:
                 raise InvalidArgument(
-                    f"the trainer has a {type(self.model).__name__} that no open ContextParallel was made for: give it the model of "
-                    "this one (model_init makes others)"
+                    f"the trainer's model, a {type(self.model).__name__}, is not the model of this ContextParallel, or ContextParallel is "
+                    "closed: give the trainer the model of an open one, without model_init"
                 )
             if self.args.world_size != cp.ranks * cp.replicas:
                 raise InvalidArgument(
-                    f"the trainer has {self.args.world_size} processes, ContextParallel {cp.replicas} replicas of {cp.ranks} ranks: the same "
-                    "number is needed"
+                    f"the trainer has {self.args.world_size} processes, {cp.replicas * cp.ranks} are needed: ContextParallel has {cp.replicas} "
+                    f"replicas of {cp.ranks} ranks"
                 )
             self._same_batches()
             self._count_once()
 
         def _same_batches(self) -> None:
-            """Makes accelerate deal batches to replicas, not to processes."""
+            """Makes accelerate distribute batches to replicas, not to processes."""
             from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped, unused-ignore]
 
             accelerator = self.accelerator
@@ -79,7 +79,7 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
             accelerator.prepare_data_loader = prepare
 
         def _count_once(self) -> None:
-            """Makes accelerate gather what replicas have, not what processes have: ranks of a replica have the same."""
+            """Makes accelerate gather one value per replica, not per process: ranks of a replica have the same value."""
             from accelerate.utils import recursively_apply  # type: ignore[import-untyped, unused-ignore]
 
             usual = self.accelerator.gather
@@ -90,7 +90,7 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
             self.accelerator.gather = lambda given: recursively_apply(once, usual(given))
 
         def get_cp_size(self) -> int:
-            """By which Trainer divides the number of processes, to count samples."""
+            """Trainer divides the number of processes by it to count samples."""
             return cp.ranks
 
         def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
@@ -106,7 +106,7 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
         ) -> Any:
             loss, out = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
             if self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs and num_items_in_batch is not None:
-                loss = loss / cp.ranks  # it was multiplied by the number of processes, for that of replicas
+                loss = loss / cp.ranks  # Trainer multiplied by the number of processes, not of replicas
             if not return_outputs:
                 return loss
             if out.get("logits") is not None:
