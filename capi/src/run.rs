@@ -78,8 +78,7 @@ unsafe fn run(
         bindings.set(id, given!(one(rank.device(), &given)));
     }
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
-    unsafe { rank.run_on(plan, direction, &bindings, stream) }?;
-    Ok(())
+    Ok(unsafe { rank.run_on(plan, direction, &bindings, stream) }?)
 }
 
 #[unsafe(no_mangle)]
@@ -122,8 +121,7 @@ unsafe fn all_to_all(
     let all_to_all = AllToAll { way, side, dim: tokens.dim, dtype: tokens.dtype };
     // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
     // shapes are checked against the plan.
-    unsafe { rank.all_to_all(plan, all_to_all, tokens, held, stream) }?;
-    Ok(())
+    Ok(unsafe { rank.all_to_all(plan, all_to_all, tokens, held, stream) }?)
 }
 
 #[unsafe(no_mangle)]

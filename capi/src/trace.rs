@@ -67,8 +67,7 @@ fn epoch() -> Instant {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_clock(ns: *mut u64) -> i32 {
     boundary!({
-        let ns = given!(result("ns", ns));
-        ns.write(epoch().elapsed().as_nanos() as u64);
+        given!(result("ns", ns)).write(epoch().elapsed().as_nanos() as u64);
     })
 }
 
