@@ -58,7 +58,8 @@ impl<T: Element> DeviceView<'_, T> {
     /// dimension is contiguous.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) when the address is null or unaligned, or the tensor leaves the address space.
+    /// [`Error::Invalid`](crate::Error::Invalid) when the address is null or unaligned, or the tensor leaves the
+    /// address space.
     ///
     /// # Safety
     /// Until all work that uses the view is complete, every row is in one live allocation of `device`, and is not
