@@ -14,7 +14,6 @@
 mod deal;
 
 use alloc::{format, sync::Arc, vec::Vec};
-use core::ops;
 
 use crate::{
     batch::{Batch, Side},
@@ -87,11 +86,6 @@ pub(crate) fn cut(i: usize, n: usize, parts: usize) -> usize {
     (i as u64 * n as u64 / parts as u64) as usize
 }
 
-/// Part `i` of `0..n`.
-fn part(i: usize, n: usize, parts: usize) -> ops::Range<usize> {
-    cut(i, n, parts)..cut(i + 1, n, parts)
-}
-
 impl Shares {
     /// Binds a layout to a batch. Only the balanced layout depends on the mask.
     pub fn new(batch: &Batch, mask: Mask, layout: Layout, ring: usize) -> Result<Self> {
@@ -114,47 +108,61 @@ impl Shares {
     /// Tokens of a ring rank's share.
     pub fn rows(&self, side: Side, r: usize) -> usize {
         let n = self.batch.tokens(side);
-        let of_chunks = |n| self.chunks_of(r, n).map(|(chunk, _)| chunk.len()).sum();
+        let ring = self.ring;
+        let part = |i: usize, n: usize, parts: usize| cut(i + 1, n, parts) - cut(i, n, parts);
         match self.layout {
+            Layout::Contiguous => part(r, n, ring),
+            Layout::ZigzagPack => part(r, n, 2 * ring) + part(2 * ring - 1 - r, n, 2 * ring),
+            Layout::Zigzag => self
+                .batch
+                .cu_seqlens(side)
+                .windows(2)
+                .map(|w| (w[1] - w[0]) as usize)
+                .map(|n| part(r, n, 2 * ring) + part(2 * ring - 1 - r, n, 2 * ring))
+                .sum(),
             Layout::Striped { stripe } => {
-                let (stripe, period) = (stripe as usize, stripe as usize * self.ring);
+                let (stripe, period) = (stripe as usize, stripe as usize * ring);
                 n / period * stripe + (n % period).saturating_sub(r * stripe).min(stripe)
             }
-            Layout::Zigzag => self.batch.cu_seqlens(side).windows(2).map(|w| of_chunks((w[1] - w[0]) as usize)).sum(),
-            _ => of_chunks(n),
+            Layout::Balanced { chunks } => self.chunks_of(r).map(|c| part(c, n, ring * chunks as usize)).sum(),
         }
     }
 
-    /// Rank r's chunks of `n` tokens, of a document or of the pack, in any layout but the striped; and whether they are
-    /// sent in the reverse direction.
-    fn chunks_of(&self, r: usize, n: usize) -> impl Iterator<Item = (ops::Range<usize>, bool)> {
-        let (ring, back) = (self.ring, 2 * self.ring - 1 - r);
-        let (parts, first, second) = match self.layout {
-            Layout::Zigzag | Layout::ZigzagPack => (2 * ring, Some(r), Some(back)),
-            Layout::Balanced { chunks } => (ring * chunks as usize, None, None),
-            _ => (ring, Some(r), None),
-        };
+    fn chunks_of(&self, r: usize) -> impl Iterator<Item = usize> + '_ {
         let deal = self.deal.as_deref().unwrap_or(&[]);
-        let per = deal.len() / ring;
-        let dealt = deal[r * per..(r + 1) * per].iter().map(|&c| c as usize);
-        let forward = first.into_iter().chain(dealt).map(|c| (c, false));
-        forward.chain(second.map(|c| (c, true))).map(move |(c, reverse)| (part(c, n, parts), reverse))
+        let per = deal.len() / self.ring;
+        deal[r * per..(r + 1) * per].iter().map(|&c| c as usize)
     }
 
     /// The segments of a ring rank's share, in layout order, into `out` (cleared first).
     pub fn segments(&self, side: Side, r: usize, out: &mut Vec<Segment>) {
         out.clear();
+        let n = self.batch.tokens(side);
+        let ring = self.ring;
         let mut b = SegmentWriter { batch: &self.batch, side, doc: 0, row: 0, out };
         match self.layout {
-            Layout::Striped { stripe } => b.stripes(r, self.ring, stripe as usize),
+            Layout::Contiguous => b.run(cut(r, n, ring), cut(r + 1, n, ring), false),
+            Layout::ZigzagPack => {
+                b.run(cut(r, n, 2 * ring), cut(r + 1, n, 2 * ring), false);
+                b.run(cut(2 * ring - 1 - r, n, 2 * ring), cut(2 * ring - r, n, 2 * ring), true);
+            }
             Layout::Zigzag => {
                 for d in 0..self.batch.documents() {
-                    for (chunk, reverse) in self.chunks_of(r, self.batch.document(side, d).len()) {
-                        b.push(d, chunk.start, chunk.len(), 1, 1, reverse);
-                    }
+                    let doc = self.batch.document(side, d);
+                    let len = doc.len();
+                    let (a, e) = (cut(r, len, 2 * ring), cut(r + 1, len, 2 * ring));
+                    b.push(d, a, e - a, 1, 1, false);
+                    let (a, e) = (cut(2 * ring - 1 - r, len, 2 * ring), cut(2 * ring - r, len, 2 * ring));
+                    b.push(d, a, e - a, 1, 1, true);
                 }
             }
-            _ => self.chunks_of(r, self.batch.tokens(side)).for_each(|(chunk, reverse)| b.run(chunk, reverse)),
+            Layout::Striped { stripe } => b.stripes(r, ring, stripe as usize),
+            Layout::Balanced { chunks } => {
+                let parts = ring * chunks as usize;
+                for c in self.chunks_of(r) {
+                    b.run(cut(c, n, parts), cut(c + 1, n, parts), false);
+                }
+            }
         }
     }
 
@@ -208,14 +216,14 @@ impl SegmentWriter<'_> {
         self.row += i64::from(len);
     }
 
-    /// Tokens of the pack, cut at documents.
-    fn run(&mut self, tokens: ops::Range<usize>, reverse: bool) {
-        let mut t = tokens.start;
-        while t < tokens.end {
+    /// Tokens `a..e` of the pack, cut at documents.
+    fn run(&mut self, a: usize, e: usize, reverse: bool) {
+        let mut t = a;
+        while t < e {
             let d = self.batch.document_from(self.side, self.doc, t);
             self.doc = d;
             let doc = self.batch.document(self.side, d);
-            let end = tokens.end.min(doc.end);
+            let end = e.min(doc.end);
             self.push(d, t - doc.start, end - t, 1, 1, reverse);
             t = end;
         }
@@ -225,7 +233,7 @@ impl SegmentWriter<'_> {
     /// plain run, then one striped run.
     fn stripes(&mut self, r: usize, ring: usize, stripe: usize) {
         if ring == 1 {
-            return self.run(0..self.batch.tokens(self.side), false);
+            return self.run(0, self.batch.tokens(self.side), false);
         }
         let period = stripe * ring;
         // The number of the rank's tokens among the pack's first `t` tokens.
@@ -239,12 +247,17 @@ impl SegmentWriter<'_> {
             let doc = self.batch.document(self.side, d);
             let total = owned(doc.end) - owned(doc.start);
             let phase = next % period - r * stripe;
-            // A document that begins inside one of the rank's stripes has the rest of that stripe first.
-            let head = if phase > 0 { (stripe - phase).min(total) } else { 0 };
-            let first = if phase > 0 { next - phase + period } else { next };
-            self.push(d, next - doc.start, head, 1, 1, false);
-            if total > head {
-                self.push(d, first - doc.start, total - head, stripe as u32, period as u32, false);
+            let mut first = next;
+            if phase > 0 {
+                // The document begins inside one of the rank's stripes.
+                let head = (stripe - phase).min(total);
+                self.push(d, next - doc.start, head, 1, 1, false);
+                first = next - phase + period;
+                if total > head {
+                    self.push(d, first - doc.start, total - head, stripe as u32, period as u32, false);
+                }
+            } else {
+                self.push(d, first - doc.start, total, stripe as u32, period as u32, false);
             }
             // The begin of the next document, or the rank's first token after this document.
             let phase = doc.end % period;
