@@ -68,6 +68,7 @@ unsafe fn run(
 ) -> Outcome {
     runs(plan)?;
     let (mut rank, mut bindings) = (rank.claim()?, Bindings::default());
+    let at = rank.device();
     for (id, &given) in TENSORS.into_iter().zip(tensors) {
         let name = if id == TensorId::DO { "d_o" } else { id.name() };
         let given = match id {
@@ -75,7 +76,7 @@ unsafe fn run(
             TensorId::Lse => tensor(name, given, Axes::HeadMajor),
             _ => tensor(name, given, Axes::Rows),
         };
-        bindings.set(id, given!(one(rank.device(), &given)));
+        bindings.set(id, given!(one(at, &given)));
     }
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
     Ok(unsafe { rank.run_on(plan, direction, &bindings, stream) }?)

@@ -95,13 +95,12 @@ pub unsafe extern "C" fn cpattn_scratch_set_isa(scratch: *mut cpattn_scratch, is
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_scratch_reserve_metadata(scratch: *mut cpattn_scratch, bytes: u64, calls: u32) -> i32 {
     boundary!({
-        let scratch = given!(handle::borrow(scratch));
         if bytes > MAX_METADATA_BYTES {
             return Err(Error::invalid("bytes", bytes, format!("at most {MAX_METADATA_BYTES}")).into());
         }
         if calls == 0 || calls > MAX_CALLS {
             return Err(Error::invalid("calls", calls, format!("1 to {MAX_CALLS}")).into());
         }
-        scratch.claim()?.reserve_metadata(bytes as usize, calls as usize)?;
+        given!(handle::borrow(scratch)).claim()?.reserve_metadata(bytes as usize, calls as usize)?;
     })
 }
