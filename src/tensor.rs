@@ -29,7 +29,6 @@
 //! # Ok::<(), cpattn::Error>(())
 //! ```
 
-mod cast;
 mod check;
 mod device;
 mod extent;
@@ -41,8 +40,7 @@ pub use device::{DeviceView, DeviceViewMut};
 pub use overlap::disjoint;
 
 use crate::{call::RawTensor, element::Element, error::Result};
-use cast::{cast, cast_mut};
-use check::{check_raw, compact_strides, describe, element, elements, heads, rows, start};
+use check::{check_raw, compact_strides, describe, element, elements, heads, refuse_cast, rows, start};
 use core::{marker::PhantomData, ops::Range};
 
 /// A `[tokens, heads, dim]` tensor that is read.
@@ -153,7 +151,9 @@ impl<'a, T: Element> View<'a, T> {
     ///
     /// When the bytes are not aligned to the element's size, or not a whole number of elements; as [`View::new`].
     pub fn from_bytes(bytes: &'a [u8], tokens: usize, heads: usize, dim: usize) -> Result<Self> {
-        Self::new(cast(bytes)?, tokens, heads, dim)
+        let (address, count) = (bytes.as_ptr().addr(), bytes.len());
+        let data = bytemuck::try_cast_slice(bytes).map_err(|e| refuse_cast::<T>(e, address, count))?;
+        Self::new(data, tokens, heads, dim)
     }
 
     /// A tensor whose memory the caller keeps valid.
@@ -255,7 +255,9 @@ impl<'a, T: Element> ViewMut<'a, T> {
     ///
     /// As [`View::from_bytes`].
     pub fn from_bytes(bytes: &'a mut [u8], tokens: usize, heads: usize, dim: usize) -> Result<Self> {
-        Self::new(cast_mut(bytes)?, tokens, heads, dim)
+        let (address, count) = (bytes.as_ptr().addr(), bytes.len());
+        let data = bytemuck::try_cast_slice_mut(bytes).map_err(|e| refuse_cast::<T>(e, address, count))?;
+        Self::new(data, tokens, heads, dim)
     }
 
     /// A tensor whose memory the caller keeps valid.

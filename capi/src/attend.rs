@@ -13,6 +13,7 @@ use super::{
 use cpattn::{
     Device, Error, Result,
     call::{Attend, AttendBackward, Gradients},
+    kernel::Kernels,
 };
 
 #[derive(Clone, Copy, Debug)]
@@ -83,7 +84,7 @@ unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> 
     ];
     let ([q, k, v, alibi_slopes, sinks], [running, running_lse, o, lse]) =
         given!(disjoint_tensors(at, read, written, "running"));
-    let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
+    let (heads, score, aligned) = (head_map(a.heads, &q)?, score(a.score)?, flag("aligned", a.aligned)?);
     let ranges = given!(ranges(&a.ranges));
     // If it is not given, `lse` holds the running lse too, in one word.
     let running_lse = if running_lse.is_none() { lse } else { running_lse };
@@ -121,7 +122,7 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
     let ([q, k, v, d_o, lse, delta, alibi_slopes], [dq, dk, dv]) = given!(disjoint_tensors(at, read, written, ""));
     let accumulate_keys = flag("accumulate_keys", a.accumulate_keys)?;
     let per_q_head = flag("per_q_head", a.per_q_head)?;
-    let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
+    let (heads, score, aligned) = (head_map(a.heads, &q)?, score(a.score)?, flag("aligned", a.aligned)?);
     let ranges = given!(ranges(&a.ranges));
     let call = AttendBackward::new([q, k, v, d_o], heads, score, ranges);
     Ok(AttendBackward { lse, delta, dq, dk, dv, accumulate_keys, per_q_head, gradients, alibi_slopes, aligned, ..call })
@@ -131,8 +132,9 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
 pub unsafe extern "C" fn cpattn_attend(scratch: *mut cpattn_scratch, args: *const cpattn_attend_args) -> i32 {
     boundary!({
         let (scratch, a) = given!(handle::borrow(scratch), sized("args", args));
-        // SAFETY: valid memory by the header's promise, aligned and disjoint as checked.
-        unsafe { scratch.lock()?.attend(&forward(scratch.device(), &a)?, a.stream) }?;
+        let mut kernels = scratch.claim()?;
+        let call = given!(forward(kernels.device(), &a));
+        given!(Kernels::attend(&mut kernels, &call, a.stream));
     })
 }
 
@@ -142,8 +144,9 @@ pub unsafe extern "C" fn cpattn_attend_metadata(
 ) -> i32 {
     boundary!({
         let (scratch, a, bytes) = given!(handle::borrow(scratch), sized("args", args), result("bytes", bytes));
-        let call = given!(forward(scratch.device(), &a));
-        bytes.write(scratch.lock()?.attend_metadata(&call)? as u64);
+        let kernels = scratch.claim()?;
+        let call = given!(forward(kernels.device(), &a));
+        bytes.write(kernels.attend_metadata(&call)? as u64);
     })
 }
 
@@ -153,8 +156,9 @@ pub unsafe extern "C" fn cpattn_attend_backward(
 ) -> i32 {
     boundary!({
         let (scratch, a) = given!(handle::borrow(scratch), sized("args", args));
-        // SAFETY: as in `cpattn_attend`.
-        unsafe { scratch.lock()?.attend_backward(&backward(scratch.device(), &a)?, a.stream) }?;
+        let mut kernels = scratch.claim()?;
+        let call = given!(backward(kernels.device(), &a));
+        given!(Kernels::attend_backward(&mut kernels, &call, a.stream));
     })
 }
 
@@ -164,7 +168,8 @@ pub unsafe extern "C" fn cpattn_attend_backward_metadata(
 ) -> i32 {
     boundary!({
         let (scratch, a, bytes) = given!(handle::borrow(scratch), sized("args", args), result("bytes", bytes));
-        let call = given!(backward(scratch.device(), &a));
-        bytes.write(scratch.lock()?.attend_backward_metadata(&call)? as u64);
+        let kernels = scratch.claim()?;
+        let call = given!(backward(kernels.device(), &a));
+        bytes.write(kernels.attend_backward_metadata(&call)? as u64);
     })
 }

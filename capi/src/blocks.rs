@@ -15,7 +15,7 @@ use super::{
     status::Outcome,
 };
 use cpattn::{
-    Device, Error,
+    Error,
     call::{Block, Delta, Finish, Merge, RawTensor, SinkGradient, Transform},
     disjoint,
     kernel::Kernels,
@@ -26,21 +26,14 @@ const MAX_SOURCES: usize = 64;
 /// The kernels of a scratch, or for NULL those of the CPU.
 #[allow(clippy::large_enum_variant, reason = "lives on the stack for one call")]
 enum Where<'a> {
-    Scratch(Device, MutexGuard<'a, Kernels>),
+    Scratch(MutexGuard<'a, Kernels>),
     Cpu(Kernels),
 }
 
 impl Where<'_> {
-    fn device(&self) -> Device {
-        match self {
-            Self::Scratch(device, _) => *device,
-            Self::Cpu(_) => Device::Cpu,
-        }
-    }
-
     fn kernels(&mut self) -> &mut Kernels {
         match self {
-            Self::Scratch(_, kernels) => kernels,
+            Self::Scratch(kernels) => kernels,
             Self::Cpu(kernels) => kernels,
         }
     }
@@ -52,8 +45,7 @@ unsafe fn kernels<'a>(scratch: *mut cpattn_scratch) -> Outcome<Where<'a>> {
     if scratch.is_null() {
         return Ok(Where::Cpu(Kernels::cpu(1)));
     }
-    let scratch = given!(handle::borrow(scratch.cast_const()));
-    Ok(Where::Scratch(scratch.device(), scratch.lock()?))
+    Ok(Where::Scratch(given!(handle::borrow(scratch.cast_const())).claim()?))
 }
 
 #[unsafe(no_mangle)]
@@ -65,7 +57,7 @@ pub unsafe extern "C" fn cpattn_delta(
         let mut at = given!(kernels(scratch));
         let read = [tensor("o", o, Axes::Rows), tensor("d_o", d_o, Axes::Rows)];
         let written = [tensor("delta", delta, Axes::HeadMajor)];
-        let ([o, d_o], [delta]) = given!(disjoint_tensors(at.device(), read, written, ""));
+        let ([o, d_o], [delta]) = given!(disjoint_tensors(at.kernels().device(), read, written, ""));
         if o.tokens == 0 || o.heads == 0 {
             return Ok(());
         }
@@ -83,7 +75,7 @@ pub unsafe extern "C" fn cpattn_finish(
         let read = [tensor("sinks", sinks, Axes::PerHead).optional()];
         let written = [tensor("o", o, Axes::Rows), tensor("lse", lse, Axes::HeadMajor)];
         let (([sinks], [o, lse]), rows) =
-            given!(disjoint_tensors(at.device(), read, written, ""), self::rows(rows, row_count));
+            given!(disjoint_tensors(at.kernels().device(), read, written, ""), self::rows(rows, row_count));
         given!(Kernels::finish(at.kernels(), &Finish { o, lse, sinks, rows }, stream));
     })
 }
@@ -101,7 +93,7 @@ pub unsafe extern "C" fn cpattn_sink_gradient(
             tensor("sinks", sinks, Axes::PerHead),
         ];
         let written = [tensor("dsinks", dsinks, Axes::PerHead)];
-        let ([lse, delta, sinks], [dsinks]) = given!(disjoint_tensors(at.device(), read, written, ""));
+        let ([lse, delta, sinks], [dsinks]) = given!(disjoint_tensors(at.kernels().device(), read, written, ""));
         given!(Kernels::sink_gradient(at.kernels(), &SinkGradient { lse, delta, sinks, dsinks }, stream));
     })
 }
@@ -115,7 +107,7 @@ pub unsafe extern "C" fn cpattn_merge(
         let mut at = given!(kernels(scratch));
         let read = [tensor("other_o", other_o, Axes::Rows), tensor("other_lse", other_lse, Axes::PartialLse)];
         let written = [tensor("o", o, Axes::Rows), tensor("lse", lse, Axes::PartialLse)];
-        let ([with_o, with_lse], [o, lse]) = given!(disjoint_tensors(at.device(), read, written, ""));
+        let ([with_o, with_lse], [o, lse]) = given!(disjoint_tensors(at.kernels().device(), read, written, ""));
         if o.dim == 0 {
             return Err(Error::invalid("o.shape[2]", 0, "at least 1").into());
         }
@@ -135,12 +127,14 @@ pub unsafe extern "C" fn cpattn_transform(
                 .hint("sum in several calls, with dst as the first source of the later ones")
                 .into());
         }
-        let (dst, pointers) =
-            given!(one(at.device(), &tensor("dst", dst, Axes::Rows)), array("sources", sources, source_count));
+        let (dst, pointers) = given!(
+            one(at.kernels().device(), &tensor("dst", dst, Axes::Rows)),
+            array("sources", sources, source_count)
+        );
         let mut list = [RawTensor::NONE; MAX_SOURCES];
         let mut named = [("", RawTensor::NONE, false); MAX_SOURCES + 1];
         for (i, (to, &from)) in list.iter_mut().zip(pointers).enumerate() {
-            *to = given!(one(at.device(), &tensor("sources", from, Axes::Rows)));
+            *to = given!(one(at.kernels().device(), &tensor("sources", from, Axes::Rows)));
             let itself = i == 0 && *to == dst;
             named[i] = ("sources", if itself { RawTensor::NONE } else { *to }, false);
         }

@@ -148,23 +148,17 @@ pub(super) unsafe fn parts(
         return Err(Error::invalid(format!("{name}.dtype.bits"), t.dtype.bits, "8, 16, 32, 64 or 128"));
     }
     let ndim = t.ndim as usize;
-    // SAFETY: entries of the caller's arrays, by its promise.
-    let shape_of = unsafe { super::input::array("shape", t.shape.cast_const(), ndim) }
-        .map_err(|_| Error::invalid(format!("{name}.shape"), "NULL or misaligned", format!("{ndim} entries")))?;
-    let strides_of = if t.strides.is_null() {
-        None
-    } else {
+    let entries = |what: &'static str, at: *mut i64| {
         // SAFETY: entries of the caller's arrays, by its promise.
-        let s = unsafe { super::input::array("strides", t.strides.cast_const(), ndim) };
-        Some(s.map_err(|_| Error::invalid(format!("{name}.strides"), "misaligned", format!("{ndim} entries")))?)
+        unsafe { super::input::array(what, at.cast_const(), ndim) }
+            .map_err(|_| Error::invalid(format!("{name}.{what}"), "NULL or misaligned", format!("{ndim} entries")))
     };
+    let shape_of = entries("shape", t.shape)?;
+    let strides_of = if t.strides.is_null() { None } else { Some(entries("strides", t.strides)?) };
     let mut out = TensorFields { ptr: t.data.cast(), item, dtype: t.dtype, ndim, shape: [1; 3], strides: [1; 3] };
     for (d, &n) in shape_of.iter().enumerate() {
         out.shape[d] = u64::try_from(n).map_err(|_| Error::invalid(format!("{name}.shape[{d}]"), n, "at least 0"))?;
     }
-    let too_long = |d: usize, n: u64| {
-        Error::invalid(format!("{name}.shape[{d}]"), n, "a tensor that stays within the address space")
-    };
     let mut compact = 1i64;
     let mut reach = 0i128;
     for d in (0..ndim).rev() {
@@ -180,12 +174,14 @@ pub(super) unsafe fn parts(
             // Saturates: the largest shapes times the largest strides leave even an i128.
             reach = reach.saturating_add(i128::from(n).saturating_mul(i128::from(out.strides[d])));
         }
-        compact = i64::try_from(n.max(1)).ok().and_then(|n| compact.checked_mul(n)).ok_or_else(|| too_long(d, n))?;
+        compact = i64::try_from(n.max(1)).ok().and_then(|n| compact.checked_mul(n)).ok_or_else(|| {
+            Error::invalid(format!("{name}.shape[{d}]"), n, "a tensor that stays within the address space")
+        })?;
     }
-    let last = ndim - 1;
-    if ndim > 1 && out.shape[last] > 1 && out.strides[last] != 1 && matches!(ndim, 3) {
-        return Err(Error::invalid(format!("{name}.strides[{last}]"), out.strides[last], 1)
-            .hint("the last dimension is contiguous"));
+    if ndim == 3 && out.shape[2] > 1 && out.strides[2] != 1 {
+        return Err(
+            Error::invalid(format!("{name}.strides[2]"), out.strides[2], 1).hint("the last dimension is contiguous")
+        );
     }
     let address = (out.ptr.addr() as u64).checked_add(t.byte_offset).map(i128::from);
     let end = address.map(|a| reach.saturating_add(1).saturating_mul(item as i128).saturating_add(a));

@@ -97,23 +97,15 @@ macro_rules! call {
     }};
 }
 
-/// Room for a value of the store.
-struct Value {
-    room: Box<[u8; CPATTN_ENGINE_VALUE]>,
-    bytes: usize,
-}
-
-impl Value {
-    fn new() -> Self {
-        Self { room: Box::new([0; CPATTN_ENGINE_VALUE]), bytes: 0 }
+/// A value of the store, which `call` writes to an address, and its length to another.
+fn value(function: &str, call: impl FnOnce(*mut c_void, *mut usize) -> Result<(), Failed>) -> Result<Vec<u8>, Failed> {
+    let (mut value, mut bytes) = (vec![0u8; CPATTN_ENGINE_VALUE], 0);
+    call(value.as_mut_ptr().cast(), &raw mut bytes)?;
+    if bytes > value.len() {
+        return Err(Failed::own(format!("{function} wrote {bytes} bytes, at most {CPATTN_ENGINE_VALUE} fit")));
     }
-
-    fn get(&self, function: &str) -> Result<Vec<u8>, Failed> {
-        let value = self.room.get(..self.bytes).ok_or_else(|| {
-            Failed::own(format!("{function} wrote {} bytes, at most {CPATTN_ENGINE_VALUE} fit", self.bytes))
-        });
-        value.map(<[u8]>::to_vec)
-    }
+    value.truncate(bytes);
+    Ok(value)
 }
 
 fn key(text: &str) -> Result<CString, Failed> {
@@ -157,16 +149,14 @@ unsafe impl Engine for EngineTable {
     }
 
     fn put(&self, key: &str, value: &[u8]) -> Result<Vec<u8>, Failed> {
-        let (key, mut there) = (self::key(key)?, Value::new());
-        let (from, room, bytes) = (value.as_ptr().cast(), there.room.as_mut_ptr().cast(), &raw mut there.bytes);
-        call!(self.put(key.as_ptr(), from, value.len(), room, bytes))?;
-        there.get("put")
+        let (key, from) = (self::key(key)?, value.as_ptr().cast());
+        self::value("put", |there, bytes| call!(self.put(key.as_ptr(), from, value.len(), there, bytes)))
     }
 
     fn look(&self, key: &str) -> Result<Option<Vec<u8>>, Failed> {
-        let (key, mut there) = (self::key(key)?, Value::new());
-        call!(self.look(key.as_ptr(), there.room.as_mut_ptr().cast(), &raw mut there.bytes))?;
-        there.get("look").map(|value| (!value.is_empty()).then_some(value))
+        let key = self::key(key)?;
+        let value = value("look", |there, bytes| call!(self.look(key.as_ptr(), there, bytes)))?;
+        Ok((!value.is_empty()).then_some(value))
     }
 
     fn wait_for(&self, key: &str) -> Result<(), Failed> {

@@ -123,7 +123,7 @@ pub(super) trait Exclusive: HandleKind {
 
     fn mutex(&self) -> &Mutex<Self::State>;
 
-    fn lock(&self) -> Outcome<MutexGuard<'_, Self::State>> {
+    fn claim(&self) -> Outcome<MutexGuard<'_, Self::State>> {
         match self.mutex().try_lock() {
             Ok(state) => Ok(state),
             // A rank that panicked has aborted its transport, and its next call reports that; a scratch keeps no
@@ -142,11 +142,10 @@ pub(super) trait Exclusive: HandleKind {
 /// # Safety
 /// As [`take`], except that a call of another thread may be in progress. None may begin now, as [`take`] says.
 pub(super) unsafe fn destroy_idle<T: Exclusive>(ptr: *mut Handle<T>) -> Outcome {
-    if ptr.is_null() {
-        return Ok(());
+    if !ptr.is_null() {
+        // SAFETY: of `create` and not freed (promised).
+        drop(unsafe { borrow(ptr) }?.claim()?);
     }
-    // SAFETY: of `create` and not freed (promised).
-    drop(unsafe { borrow(ptr) }?.lock()?);
     // SAFETY: as above; no call was in progress, and none begins (promised).
     unsafe { destroy(ptr) }
 }

@@ -52,32 +52,22 @@ macro_rules! versioned {
     )+};
 }
 
-/// Bytes of the struct, as its first word gives them.
-///
-/// # Safety
-/// `ptr` is null or misaligned, or valid for a read of its first word.
-unsafe fn size<T: Versioned>(name: &'static str, ptr: *const T) -> Result<usize> {
-    check(name, ptr)?;
-    // SAFETY: the struct begins with its size, which can be read.
-    let found = unsafe { ptr.cast::<usize>().read() };
-    if found < T::FIRST || found > LONGEST || !found.is_multiple_of(align_of::<T>()) {
-        let (align, now) = (align_of::<T>(), size_of::<T>());
-        let expected = format!("a multiple of {align} from {} to {LONGEST}, {now} in this header", T::FIRST);
-        return Err(Error::invalid(format!("{name}.struct_size"), found, expected)
-            .hint("initialise the struct with the INIT macro of its name"));
-    }
-    Ok(found)
-}
-
 /// Reads a struct of this header, of an earlier or of a later one.
 ///
 /// # Safety
 /// `ptr` is null or misaligned, or valid for reads of the size that its first word gives, as long as that is
 /// believable.
 pub(super) unsafe fn sized<T: Versioned>(name: &'static str, ptr: *const T) -> Result<T> {
-    // SAFETY: the first word is in the memory that is valid for reads (the contract).
-    let found = unsafe { size(name, ptr) }?;
+    check(name, ptr)?;
+    // SAFETY: the struct begins with its size, which can be read.
+    let found = unsafe { ptr.cast::<usize>().read() };
     let ours = size_of::<T>();
+    if found < T::FIRST || found > LONGEST || !found.is_multiple_of(align_of::<T>()) {
+        let expected =
+            format!("a multiple of {} from {} to {LONGEST}, {ours} in this header", align_of::<T>(), T::FIRST);
+        return Err(Error::invalid(format!("{name}.struct_size"), found, expected)
+            .hint("initialise the struct with the INIT macro of its name"));
+    }
     // SAFETY: the struct has `found` bytes, by its own word.
     let bytes = unsafe { core::slice::from_raw_parts(ptr.cast::<u8>(), found) };
     if bytes.iter().skip(ours).any(|&b| b != 0) {
@@ -119,13 +109,34 @@ pub(super) unsafe fn write_sized<T: Versioned>(name: &'static str, ptr: *mut T, 
 /// # Safety
 /// `ptr` is null or misaligned, or `count` elements are valid for reads as long as the slice lives.
 pub(super) unsafe fn array<'a, T: Copy>(name: &'static str, ptr: *const T, count: usize) -> Result<&'a [T]> {
+    let ptr = elements(name, ptr, count)?;
+    // SAFETY: non-null, aligned, of a size that exists (checked), so `count` elements are valid (the contract).
+    Ok(unsafe { core::slice::from_raw_parts(ptr, count) })
+}
+
+/// An array to write; its content is not read.
+///
+/// # Safety
+/// As [`array`], for writes, by nothing else.
+pub(super) unsafe fn array_mut<'a, T: Copy>(
+    name: &'static str, ptr: *mut T, count: usize,
+) -> Result<&'a mut [MaybeUninit<T>]> {
+    let ptr = elements(name, ptr, count)?.cast_mut();
+    // SAFETY: as in `array`; MaybeUninit asks nothing of the contents.
+    Ok(unsafe { core::slice::from_raw_parts_mut(ptr.cast(), count) })
+}
+
+/// The address of an array, which an empty one need not have.
+fn elements<T>(name: &'static str, ptr: *const T, count: usize) -> Result<*const T> {
     if count == 0 {
-        return Ok(&[]);
+        return Ok(core::ptr::dangling());
     }
     check(name, ptr)?;
-    fits::<T>(name, count)?;
-    // SAFETY: non-null, aligned, of a size that exists (checked above), so `count` elements are valid (the contract).
-    Ok(unsafe { core::slice::from_raw_parts(ptr, count) })
+    let most = isize::MAX as usize / size_of::<T>();
+    if count > most {
+        return Err(Error::invalid(format!("length of {name}"), count, format!("at most {most}")));
+    }
+    Ok(ptr)
 }
 
 /// A text that ends with a 0.
@@ -137,30 +148,6 @@ pub(super) unsafe fn text<'a>(name: &'static str, ptr: *const c_char) -> Result<
     // SAFETY: not null (checked above), so a text that ends with a 0 (the contract).
     let bytes = unsafe { CStr::from_ptr(ptr) };
     bytes.to_str().map_err(|e| Error::invalid(name, format!("not UTF-8 at byte {}", e.valid_up_to()), "text in UTF-8"))
-}
-
-/// An array to write; its content is not read.
-///
-/// # Safety
-/// As [`array`], for writes, by nothing else.
-pub(super) unsafe fn array_mut<'a, T: Copy>(
-    name: &'static str, ptr: *mut T, count: usize,
-) -> Result<&'a mut [MaybeUninit<T>]> {
-    if count == 0 {
-        return Ok(&mut []);
-    }
-    check(name, ptr)?;
-    fits::<T>(name, count)?;
-    // SAFETY: as in `array`; MaybeUninit asks nothing of the contents.
-    Ok(unsafe { core::slice::from_raw_parts_mut(ptr.cast(), count) })
-}
-
-fn fits<T>(name: &'static str, count: usize) -> Result<()> {
-    let most = isize::MAX as usize / size_of::<T>();
-    if count > most {
-        return Err(Error::invalid(format!("length of {name}"), count, format!("at most {most}")));
-    }
-    Ok(())
 }
 
 /// The place of one result.
@@ -220,6 +207,16 @@ pub(super) fn one_of<T: Copy>(name: &'static str, value: i32, list: &[T]) -> Res
         .ok()
         .and_then(|i| list.get(i).copied())
         .ok_or_else(|| Error::invalid(name, value, format!("0 to {}", list.len() - 1)))
+}
+
+/// Asserts that two structs have the same layout, given the pairs of fields.
+macro_rules! same_layout {
+    ($ours:ty, $theirs:ty: $($our:ident = $their:ident),*) => {
+        const _: () = {
+            assert!(size_of::<$ours>() == size_of::<$theirs>() && align_of::<$ours>() == align_of::<$theirs>());
+            $(assert!(core::mem::offset_of!($ours, $our) == core::mem::offset_of!($theirs, $their));)*
+        };
+    };
 }
 
 /// Refuses a table that lacks one of the named functions.

@@ -63,9 +63,6 @@ pub(super) const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtyp
 /// In the order of the header.
 const CIRCULATE: [Circulate; 3] = [Circulate::Auto, Circulate::Keys, Circulate::Queries];
 
-/// In the order of the header.
-const GATHER: [Gather; 4] = [Gather::Auto, Gather::Others, Gather::Steps, Gather::Together];
-
 pub(super) fn window(name: &'static str, limit: i64) -> Result<Option<u32>> {
     if limit == UNLIMITED {
         return Ok(None);
@@ -144,27 +141,23 @@ pub(super) fn layouts(parameter: u32) -> [Layout; 5] {
 }
 
 fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
-    let parameter = |used: bool| match (used, o.layout_parameter) {
-        (true, 0) => {
-            let needed = if o.layout == 4 { "the tokens of a stripe" } else { "the chunks of a ring rank" };
-            Err(Error::invalid("options.layout_parameter", 0, format_args!("at least 1: {needed}")))
-        }
-        (false, 1..) => Err(Error::invalid("options.layout_parameter", o.layout_parameter, "0: the layout has none")),
-        _ => Ok(()),
-    };
-    parameter(matches!(o.layout, 4 | 5))?;
-    match o.layout {
-        0 => Ok(None),
-        n @ 1..=5 => Ok(Some(layouts(o.layout_parameter)[n as usize - 1])),
-        other => Err(Error::invalid("options.layout", other, "one of CPATTN_LAYOUT_…, 0 to 5")),
+    let parameter = |expected| Err(Error::invalid("options.layout_parameter", o.layout_parameter, expected));
+    match (o.layout, o.layout_parameter) {
+        (4, 0) => parameter("at least 1: the tokens of a stripe"),
+        (5, 0) => parameter("at least 1: the chunks of a ring rank"),
+        (0..=3, 1..) => parameter("0: the layout has none"),
+        (0, _) => Ok(None),
+        (n @ 1..=5, parameter) => Ok(Some(layouts(parameter)[n as usize - 1])),
+        (other, _) => Err(Error::invalid("options.layout", other, "one of CPATTN_LAYOUT_…, 0 to 5")),
     }
 }
 
 /// The options that do not change which rank holds which tokens.
 fn options(o: &cpattn_options) -> Result<Options> {
     reserved("options.reserved", o.reserved == 0)?;
+    let gathers = [Gather::Auto, Gather::Others, Gather::Steps, Gather::Together];
     Ok(Options::new()
-        .gather(one_of("options.gather", o.gather, &GATHER)?)
+        .gather(one_of("options.gather", o.gather, &gathers)?)
         .passes(o.passes as usize)
         .circulate(one_of("options.circulate", o.circulate, &CIRCULATE)?)
         .circulate_forward(one_of("options.circulate_forward", o.circulate_forward, &CIRCULATE)?)

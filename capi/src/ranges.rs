@@ -1,30 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranges, heads and scores, as the kernels take them.
 //!
-//! Ranges and pairs are not copied: their structs have the layout of the crate's own (asserted below). Modes, which
-//! must be values of an enum, and positions, whose arithmetic must not overflow, are checked first.
-
-use core::mem::offset_of;
+//! Ranges, heads and scores are the crate's own structs, and lists of them are not copied. A q range has its mode as a
+//! number, which is checked before the list is read as the crate's: there it is a value of an enum. Positions are
+//! checked too, since arithmetic with them must not overflow.
 
 use super::{input::array, problem::window};
+pub use cpattn::call::{HeadMap as cpattn_head_map, Range as cpattn_range, Score as cpattn_score};
 use cpattn::{
     Error, Result,
-    call::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score},
+    call::{Mode, QRange, Ranges, RawTensor},
 };
 
 /// Positions and windows beyond this are a mistake; within it, no sum of a few of them overflows.
 const FAR: u64 = 1 << 40;
-
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct cpattn_range {
-    pub row: i64,
-    pub pos: i64,
-    pub len: u32,
-    pub block: u32,
-    pub period: u32,
-    pub doc: u32,
-}
 
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -37,16 +26,10 @@ pub struct cpattn_q_range {
     pub reserved: [u8; 7],
 }
 
-macro_rules! same_layout {
-    ($ours:ty, $theirs:ty: $($field:ident),*) => {
-        const _: () = {
-            assert!(size_of::<$ours>() == size_of::<$theirs>() && align_of::<$ours>() == align_of::<$theirs>());
-            $(assert!(offset_of!($ours, $field) == offset_of!($theirs, $field));)*
-        };
-    };
-}
-same_layout!(cpattn_range, Range: row, pos, len, block, period, doc);
-same_layout!(cpattn_q_range, QRange: range, document, keys_begin, keys_end, mode);
+same_layout!(
+    cpattn_q_range, QRange:
+    range = range, document = document, keys_begin = keys_begin, keys_end = keys_end, mode = mode
+);
 
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -57,23 +40,6 @@ pub struct cpattn_ranges {
     pub k_count: usize,
     pub pairs: *const u32,
     pub pair_count: usize,
-}
-
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct cpattn_head_map {
-    pub q_offset: u32,
-    pub kv_offset: u32,
-    pub group: u32,
-}
-
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct cpattn_score {
-    pub scale: f64,
-    pub softcap: f64,
-    pub window_left: i64,
-    pub window_right: i64,
 }
 
 /// A range whose positions can be computed.
@@ -110,38 +76,33 @@ pub(super) unsafe fn ranges<'a>(r: &cpattn_ranges) -> Result<Ranges<'a>> {
         range("ranges.k", i, k)?;
     }
     // SAFETY: the layouts are equal (asserted above), and every mode is one of the enum's (just checked).
-    let (q, k) = unsafe {
-        (
-            core::slice::from_raw_parts(q.as_ptr().cast::<QRange>(), q.len()),
-            core::slice::from_raw_parts(k.as_ptr().cast::<Range>(), k.len()),
-        )
-    };
+    let q = unsafe { core::slice::from_raw_parts(q.as_ptr().cast::<QRange>(), q.len()) };
     Ok(Ranges { q, k, pairs })
 }
 
-pub(super) fn score(s: &cpattn_score) -> Result<Score> {
+/// Refuses windows that no mask has.
+pub(super) fn score(s: cpattn_score) -> Result<cpattn_score> {
     window("score.window_left", s.window_left)?;
     window("score.window_right", s.window_right)?;
-    let cpattn_score { scale, softcap, window_left, window_right } = *s;
-    Ok(Score { scale, softcap, window_left, window_right })
+    Ok(s)
 }
 
-pub(super) fn head_map(m: &cpattn_head_map, q: &RawTensor) -> Result<HeadMap> {
+/// Refuses heads that cannot be numbered.
+pub(super) fn head_map(m: cpattn_head_map, q: &RawTensor) -> Result<cpattn_head_map> {
     if m.q_offset.checked_add(q.heads).is_none() {
         return Err(Error::invalid("heads.q_offset", m.q_offset, format!("at most {}", u32::MAX - q.heads)));
     }
-    Ok(HeadMap { q_offset: m.q_offset, kv_offset: m.kv_offset, group: m.group })
+    Ok(m)
 }
 
 /// Rows by themselves.
 ///
 /// # Safety
 /// `rows` is null or `count` long, as long as the result lives.
-pub(super) unsafe fn rows<'a>(rows: *const cpattn_range, count: usize) -> Result<&'a [Range]> {
+pub(super) unsafe fn rows<'a>(rows: *const cpattn_range, count: usize) -> Result<&'a [cpattn_range]> {
     let rows = given!(array("rows", rows, count));
     for (i, r) in rows.iter().enumerate() {
         range("rows", i, r)?;
     }
-    // SAFETY: the layouts are equal, as asserted above.
-    Ok(unsafe { core::slice::from_raw_parts(rows.as_ptr().cast::<Range>(), rows.len()) })
+    Ok(rows)
 }

@@ -17,12 +17,7 @@ use super::{
     problem::DTYPES,
     transport::{Any, cpattn_transport},
 };
-use cpattn::{
-    Device, Error, Rank, Result,
-    kernel::cpu::Isa,
-    report::trace,
-    runtime::{self},
-};
+use cpattn::{Device, Error, Rank, Result, kernel::cpu::Isa, report::trace, runtime::AbortHandle};
 
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -44,8 +39,7 @@ pub struct RankState {
     rank: Mutex<Rank>,
     /// Recorded events that the caller has not taken yet.
     pub(super) untaken: Mutex<VecDeque<trace::Event>>,
-    pub(super) device: Device,
-    handle: runtime::AbortHandle,
+    handle: AbortHandle,
 }
 
 pub type cpattn_rank = Handle<RankState>;
@@ -78,18 +72,10 @@ pub(super) fn workers(name: &'static str, n: u32) -> Result<usize> {
     Ok(n as usize)
 }
 
-/// The instruction set with this number; `None` for `CPATTN_ISA_AUTO`.
+/// The instruction set with this number, in the order of the header; `None` for `CPATTN_ISA_AUTO`.
 pub(super) fn instruction_set(name: &'static str, number: i32) -> Result<Option<Isa>> {
-    const ISAS: [Option<Isa>; 7] = [
-        None,
-        Some(Isa::Portable),
-        Some(Isa::Neon),
-        Some(Isa::Avx2),
-        Some(Isa::Avx512),
-        Some(Isa::Avx512Bf16),
-        Some(Isa::Amx),
-    ];
-    one_of(name, number, &ISAS)
+    let isas: Vec<_> = [None].into_iter().chain(Isa::ALL.map(Some)).collect();
+    one_of(name, number, &isas)
 }
 
 #[unsafe(no_mangle)]
@@ -109,10 +95,6 @@ pub unsafe extern "C" fn cpattn_rank_create(
             if o.workers > 1 && wanted != Device::Cpu {
                 let expected = "1 on a device, which has threads of its own";
                 return Err(Error::invalid("options.workers", o.workers, expected).into());
-            }
-            if o.sm_margin > 0 && wanted == Device::Cpu {
-                let expected = "0 on the CPU, which has no multiprocessors";
-                return Err(Error::invalid("options.sm_margin", o.sm_margin, expected).into());
             }
             reserved("options.reserved", o.reserved == 0)?;
             isa = instruction_set("options.isa", o.isa)?;
@@ -134,30 +116,25 @@ pub unsafe extern "C" fn cpattn_rank_create(
         if isa.is_some() {
             rank.set_isa(isa)?;
         }
-        let (device, handle) = (rank.device(), rank.handle());
+        let handle = rank.handle();
         // From here on the rank owns the transport. If an earlier step fails, the caller keeps it.
         drop(given!(handle::take(transport)));
-        out.write(handle::create(RankState { rank: Mutex::new(rank), untaken: Mutex::default(), device, handle }));
+        out.write(handle::create(RankState { rank: Mutex::new(rank), untaken: Mutex::default(), handle }));
     })
 }
 
-/// Makes a rank over a transport.
+/// Makes a rank over a transport, which is on its device or on any.
 fn rank_over(given: &Any, at: Device, workers: usize) -> Result<Rank> {
-    #[cfg(feature = "cuda")]
-    if let Device::Cuda(ordinal) = at {
-        return match given.clone() {
-            Any::Device(end) => Rank::on_device(end),
-            Any::Table(end) => Rank::on_device(DeviceTableTransport::new(end, device("options.device_id", ordinal)?)?),
-            Any::Host(_) | Any::Engine(_) => unreachable!("the devices were compared"),
-        };
-    }
-    let _ = at;
-    Ok(match given.clone() {
-        Any::Host(end) => Rank::with_workers(end, workers),
-        Any::Table(end) => Rank::with_workers(end, workers),
-        Any::Engine(end) => Rank::with_workers(end, workers),
+    Ok(match (given.clone(), at) {
         #[cfg(feature = "cuda")]
-        Any::Device(_) => unreachable!("the devices were compared"),
+        (Any::Table(end), Device::Cuda(ordinal)) => {
+            Rank::on_device(DeviceTableTransport::new(end, device("options.device_id", ordinal)?)?)?
+        }
+        #[cfg(feature = "cuda")]
+        (Any::Device(end), _) => Rank::on_device(end)?,
+        (Any::Host(end), _) => Rank::with_workers(end, workers),
+        (Any::Table(end), _) => Rank::with_workers(end, workers),
+        (Any::Engine(end), _) => Rank::with_workers(end, workers),
     })
 }
 
@@ -170,7 +147,7 @@ pub unsafe extern "C" fn cpattn_rank_destroy(rank: *mut cpattn_rank) -> i32 {
 pub unsafe extern "C" fn cpattn_rank_prepare(rank: *mut cpattn_rank, plan: *const cpattn_plan, direction: i32) -> i32 {
     boundary!({
         let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
-        rank.lock()?.prepare(plan, self::direction(direction)?)?;
+        rank.claim()?.prepare(plan, self::direction(direction)?)?;
     })
 }
 
@@ -184,14 +161,14 @@ pub unsafe extern "C" fn cpattn_rank_lend_workspace(
             if bytes > 0 {
                 return Err(Error::invalid("workspace", "NULL", "an address, or 0 bytes to take it back").into());
             }
-            rank.lock()?.take_workspace_back()?;
+            rank.claim()?.take_workspace_back()?;
             return Ok(());
         }
         if workspace.addr().checked_add(bytes).is_none_or(|end| end > isize::MAX as usize) {
             return Err(Error::invalid("bytes", bytes, "memory that stays within the address space").into());
         }
         // SAFETY: lent until another is lent or the rank is destroyed, by the header's promise.
-        unsafe { rank.lock()?.lend_workspace(workspace.cast(), bytes) }?;
+        unsafe { rank.claim()?.lend_workspace(workspace.cast(), bytes) }?;
     })
 }
 
@@ -202,7 +179,7 @@ pub unsafe extern "C" fn cpattn_rank_prepare_all_to_all(
     boundary!({
         let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
         let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
-        rank.lock()?.prepare_all_to_all(plan, side, dim as usize, dtype)?;
+        rank.claim()?.prepare_all_to_all(plan, side, dim as usize, dtype)?;
     })
 }
 

@@ -50,7 +50,7 @@ pub unsafe extern "C" fn cpattn_rank_ring_check(
 ) -> i32 {
     boundary!({
         let (rank, count) = given!(handle::borrow(rank), result("count", count));
-        let mut rank = rank.lock()?;
+        let mut rank = rank.claim()?;
         if links.is_null() && capacity == 0 {
             count.write(2 * rank.world());
             return Ok(());

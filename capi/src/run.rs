@@ -4,7 +4,7 @@
 use core::ffi::c_void;
 
 use super::{
-    dlpack::{self, Axes, Given, cpattn_tensor, one, tensor},
+    dlpack::{Axes, cpattn_tensor, one, tensor},
     handle::{self, Exclusive as _},
     input::sized,
     plan::{cpattn_plan, runs, side},
@@ -12,7 +12,7 @@ use super::{
     status::Outcome,
 };
 use cpattn::{
-    Error, Plan,
+    Plan,
     runtime::Bindings,
     schedule::{AllToAll, AllToAllDirection, Direction, TensorId},
 };
@@ -54,19 +54,10 @@ versioned! {
 }
 
 /// The tensors of a run in the order of `cpattn_backward_args`; a forward has the first six.
-const TENSORS: [(TensorId, &str, Axes); 11] = [
-    (TensorId::Q, "q", Axes::Rows),
-    (TensorId::K, "k", Axes::Rows),
-    (TensorId::V, "v", Axes::Rows),
-    (TensorId::Sinks, "sinks", Axes::PerHead),
-    (TensorId::O, "o", Axes::Rows),
-    (TensorId::Lse, "lse", Axes::HeadMajor),
-    (TensorId::DO, "d_o", Axes::Rows),
-    (TensorId::Dq, "dq", Axes::Rows),
-    (TensorId::Dk, "dk", Axes::Rows),
-    (TensorId::Dv, "dv", Axes::Rows),
-    (TensorId::Dsinks, "dsinks", Axes::PerHead),
-];
+const TENSORS: [TensorId; TensorId::COUNT] = {
+    use TensorId::{DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
+    [Q, K, V, Sinks, O, Lse, DO, Dq, Dk, Dv, Dsinks]
+};
 
 /// Reads the tensors of a run and runs it.
 ///
@@ -76,18 +67,19 @@ unsafe fn run(
     rank: &RankState, plan: &Plan, direction: Direction, tensors: &[*const cpattn_tensor], stream: *mut c_void,
 ) -> Outcome {
     runs(plan)?;
-    let mut bindings = Bindings::default();
-    for (&(id, name, form), &tensor) in TENSORS.iter().zip(tensors) {
-        // Only sinks and their gradient have one value for each head, and only they may be left out.
-        let mut given = dlpack::tensor(name, tensor, form);
-        if matches!(form, Axes::PerHead) {
-            given = given.optional();
-        }
-        bindings.set(id, given!(one(rank.device, &given)));
+    let (mut rank, mut bindings) = (rank.claim()?, Bindings::default());
+    let at = rank.device();
+    for (id, &given) in TENSORS.into_iter().zip(tensors) {
+        let name = if id == TensorId::DO { "d_o" } else { id.name() };
+        let given = match id {
+            TensorId::Sinks | TensorId::Dsinks => tensor(name, given, Axes::PerHead).optional(),
+            TensorId::Lse => tensor(name, given, Axes::HeadMajor),
+            _ => tensor(name, given, Axes::Rows),
+        };
+        bindings.set(id, given!(one(at, &given)));
     }
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
-    unsafe { rank.lock()?.run_on(plan, direction, &bindings, stream) }?;
-    Ok(())
+    Ok(unsafe { rank.run_on(plan, direction, &bindings, stream) }?)
 }
 
 #[unsafe(no_mangle)]
@@ -106,31 +98,31 @@ pub unsafe extern "C" fn cpattn_backward(
 ) -> i32 {
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
-        if !a.dsinks.is_null() && !plan.problem().sinks() {
-            runs(plan)?;
-            return Err(Error::invalid("dsinks", "given", "NULL, since the problem has no sinks").into());
-        }
         let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks];
         given!(run(rank, plan, Direction::Backward, &tensors, a.stream));
     })
 }
 
-/// One all-to-all; `tokens` and `held` as the header describes them.
+/// One all-to-all.
 ///
 /// # Safety
 /// The header's promises about handles and tensors.
 unsafe fn all_to_all(
-    rank: *mut cpattn_rank, plan: *const cpattn_plan, side: i32, way: AllToAllDirection, [tokens, held]: [Given; 2],
-    stream: *mut c_void,
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, side: i32, way: AllToAllDirection,
+    [from, to]: [*const cpattn_tensor; 2], stream: *mut c_void,
 ) -> Outcome {
     let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
-    let side = self::side(side)?;
-    let (tokens, held) = given!(one(rank.device, &tokens), one(rank.device, &held));
+    let (mut rank, side) = (rank.claim()?, self::side(side)?);
+    let (from, to) = (tensor("from", from, Axes::Rows), tensor("to", to, Axes::Rows));
+    let (from, to) = given!(one(rank.device(), &from), one(rank.device(), &to));
+    let (tokens, held) = match way {
+        AllToAllDirection::ToHeads => (from, to),
+        AllToAllDirection::ToTokens => (to, from),
+    };
     let all_to_all = AllToAll { way, side, dim: tokens.dim, dtype: tokens.dtype };
     // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
     // shapes are checked against the plan.
-    unsafe { rank.lock()?.all_to_all(plan, all_to_all, tokens, held, stream) }?;
-    Ok(())
+    Ok(unsafe { rank.all_to_all(plan, all_to_all, tokens, held, stream) }?)
 }
 
 #[unsafe(no_mangle)]
@@ -138,10 +130,7 @@ pub unsafe extern "C" fn cpattn_rank_to_heads(
     rank: *mut cpattn_rank, plan: *const cpattn_plan, side: i32, from: *const cpattn_tensor, to: *const cpattn_tensor,
     stream: *mut c_void,
 ) -> i32 {
-    boundary!({
-        let tensors = [tensor("from", from, Axes::Rows), tensor("to", to, Axes::Rows)];
-        given!(all_to_all(rank, plan, side, AllToAllDirection::ToHeads, tensors, stream));
-    })
+    boundary!({ given!(all_to_all(rank, plan, side, AllToAllDirection::ToHeads, [from, to], stream)) })
 }
 
 #[unsafe(no_mangle)]
@@ -149,8 +138,5 @@ pub unsafe extern "C" fn cpattn_rank_to_tokens(
     rank: *mut cpattn_rank, plan: *const cpattn_plan, side: i32, from: *const cpattn_tensor, to: *const cpattn_tensor,
     stream: *mut c_void,
 ) -> i32 {
-    boundary!({
-        let tensors = [tensor("to", to, Axes::Rows), tensor("from", from, Axes::Rows)];
-        given!(all_to_all(rank, plan, side, AllToAllDirection::ToTokens, tensors, stream));
-    })
+    boundary!({ given!(all_to_all(rank, plan, side, AllToAllDirection::ToTokens, [from, to], stream)) })
 }

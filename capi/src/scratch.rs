@@ -16,43 +16,25 @@ use super::{
 };
 #[cfg(feature = "cuda")]
 use cpattn::kernel::cuda::StreamKernels;
-use cpattn::{Device, Error, Problem, kernel::Kernels};
+use cpattn::{Error, Problem, kernel::Kernels};
 
 /// A larger ring buffer is taken for a mistake.
 const MAX_METADATA_BYTES: u64 = 1 << 32;
 /// More calls in flight are taken for a mistake: each has an event.
 const MAX_CALLS: u32 = 1 << 16;
 
-/// The content of a scratch's handle.
-#[doc(hidden)]
-#[derive(Debug)]
-pub struct ScratchState {
-    kernels: Mutex<Kernels>,
-    device: Device,
-}
+pub type cpattn_scratch = Handle<Mutex<Kernels>>;
 
-pub type cpattn_scratch = Handle<ScratchState>;
-
-impl HandleKind for ScratchState {
+impl HandleKind for Mutex<Kernels> {
     const NAME: &'static str = "scratch";
     const MAGIC: u64 = u64::from_le_bytes(*b"cpatTILE");
 }
 
-impl ScratchState {
-    fn new(kernels: Kernels) -> Self {
-        Self { device: kernels.device(), kernels: Mutex::new(kernels) }
-    }
-
-    pub(super) fn device(&self) -> Device {
-        self.device
-    }
-}
-
-impl Exclusive for ScratchState {
+impl Exclusive for Mutex<Kernels> {
     type State = Kernels;
 
-    fn mutex(&self) -> &Mutex<Kernels> {
-        &self.kernels
+    fn mutex(&self) -> &Self {
+        self
     }
 }
 
@@ -60,7 +42,7 @@ impl Exclusive for ScratchState {
 pub unsafe extern "C" fn cpattn_scratch_create(workers: u32, scratch: *mut *mut cpattn_scratch) -> i32 {
     boundary!({
         let out = given!(result("scratch", scratch));
-        out.write(handle::create(ScratchState::new(Kernels::cpu(self::workers("workers", workers)?))));
+        out.write(handle::create(Mutex::new(Kernels::cpu(self::workers("workers", workers)?))));
     })
 }
 
@@ -70,7 +52,7 @@ pub unsafe extern "C" fn cpattn_scratch_create_cuda(device_id: i32, scratch: *mu
         let out = given!(result("scratch", scratch));
         with_feature!("cuda", cpattn_scratch_create_cuda, (out, device_id), {
             let kernels = StreamKernels::new(device("device_id", device_id)?)?;
-            out.write(handle::create(ScratchState::new(Kernels::Cuda(kernels))));
+            out.write(handle::create(Mutex::new(Kernels::Cuda(kernels))));
         });
     })
 }
@@ -92,36 +74,33 @@ pub unsafe extern "C" fn cpattn_scratch_reserve(
                 return Err(Error::invalid(name, dim, format!("1 to {}", Problem::MAX_HEAD_DIM)).into());
             }
         }
-        scratch.lock()?.reserve(dtype, head_dim, value_dim)?;
+        scratch.claim()?.reserve(dtype, head_dim, value_dim)?;
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_scratch_set_sm_margin(scratch: *mut cpattn_scratch, multiprocessors: u32) -> i32 {
     boundary!({
-        let scratch = given!(handle::borrow(scratch));
-        scratch.lock()?.set_sm_margin(multiprocessors)?;
+        given!(handle::borrow(scratch)).claim()?.set_sm_margin(multiprocessors)?;
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_scratch_set_isa(scratch: *mut cpattn_scratch, isa: i32) -> i32 {
     boundary!({
-        let scratch = given!(handle::borrow(scratch));
-        scratch.lock()?.set_isa(instruction_set("isa", isa)?)?;
+        given!(handle::borrow(scratch)).claim()?.set_isa(instruction_set("isa", isa)?)?;
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_scratch_reserve_metadata(scratch: *mut cpattn_scratch, bytes: u64, calls: u32) -> i32 {
     boundary!({
-        let scratch = given!(handle::borrow(scratch));
         if bytes > MAX_METADATA_BYTES {
             return Err(Error::invalid("bytes", bytes, format!("at most {MAX_METADATA_BYTES}")).into());
         }
         if calls == 0 || calls > MAX_CALLS {
             return Err(Error::invalid("calls", calls, format!("1 to {MAX_CALLS}")).into());
         }
-        scratch.lock()?.reserve_metadata(bytes as usize, calls as usize)?;
+        given!(handle::borrow(scratch)).claim()?.reserve_metadata(bytes as usize, calls as usize)?;
     })
 }

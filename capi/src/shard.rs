@@ -91,8 +91,10 @@ impl Rows {
         Ok(Self { ptr: p.ptr, item: size, tokens: n as usize, token_stride: bytes(s), parts, part_stride, run })
     }
 
-    pub(super) fn row(&self, token: usize, part: usize) -> *mut u8 {
-        self.ptr.wrapping_add(token * self.token_stride + part * self.part_stride)
+    /// The addresses of the runs of a row.
+    pub(super) fn row(&self, row: usize) -> impl Iterator<Item = *mut u8> {
+        assert!(row < self.tokens, "row {row} of {}", self.tokens);
+        (0..self.parts).map(move |part| self.ptr.wrapping_add(row * self.token_stride + part * self.part_stride))
     }
 
     /// The addresses from the first byte to the end of the last.
@@ -113,12 +115,12 @@ impl Rows {
     /// Writes one element to all places of a row.
     ///
     /// # Safety
-    /// The row exists, in memory valid for writes, and `fill` has one element.
+    /// The tensor is valid for writes, and `fill` has one element.
     pub(super) unsafe fn fill(&self, row: usize, fill: *const u8) {
-        for part in 0..self.parts {
+        for to in self.row(row) {
             for i in (0..self.run).step_by(self.item) {
-                // SAFETY: within the run; `fill` has one element (both promised).
-                unsafe { core::ptr::copy_nonoverlapping(fill, self.row(row, part).add(i), self.item) };
+                // SAFETY: within the run of a row that exists (checked by `row`); `fill` has one element (promised).
+                unsafe { core::ptr::copy_nonoverlapping(fill, to.add(i), self.item) };
             }
         }
     }
@@ -127,12 +129,11 @@ impl Rows {
 /// A tensor of a call that copies rows: its name, its address, and the number of rows that it must have.
 pub(super) type Wanted = (&'static str, *const cpattn_tensor, usize);
 
-/// Reads two tensors; refuses `second` if its type or shape differs from that of `first`.
+/// Reads two tensors; refuses the second if its type or shape differs from that of the first.
 ///
 /// # Safety
 /// The header's promise about tensors.
-pub(super) unsafe fn alike(first: Wanted, second: Wanted) -> Result<[TensorFields; 2]> {
-    let ((a, first, rows_a), (b, second, rows_b)) = (first, second);
+pub(super) unsafe fn alike((a, first, rows_a): Wanted, (b, second, rows_b): Wanted) -> Result<[TensorFields; 2]> {
     // SAFETY: both tensors are as the header says (the contract of this function).
     let (f, s) = unsafe { (parts(a, first, 1..=3, Device::Cpu)?, parts(b, second, 1..=3, Device::Cpu)?) };
     if s.ndim != f.ndim {
@@ -188,16 +189,15 @@ unsafe fn pair(
     Ok(Some((w, l)))
 }
 
-/// Copies between row `token` of `whole` and row `row` of `local`.
+/// Copies a row of one tensor to a row of the other.
 ///
 /// # Safety
-/// Both rows exist, in memory valid for the call, and belong to a [`pair`].
-unsafe fn copy(whole: &Rows, token: usize, local: &Rows, row: usize, whole_written: bool) {
-    for part in 0..whole.parts {
-        let (a, b) = (whole.row(token, part), local.row(row, part));
-        let (from, to) = if whole_written { (b, a) } else { (a, b) };
-        // SAFETY: runs of equal length (equal types and shapes) in tensors that share no byte.
-        unsafe { core::ptr::copy_nonoverlapping(from, to, whole.run) };
+/// The tensors are valid for the call, and belong to a [`pair`].
+unsafe fn copy((from, from_row): (&Rows, usize), (to, to_row): (&Rows, usize)) {
+    for (a, b) in from.row(from_row).zip(to.row(to_row)) {
+        // SAFETY: runs of equal length (equal types and shapes), of rows that exist (checked by `row`), in tensors that
+        // share no byte.
+        unsafe { core::ptr::copy_nonoverlapping(a, b, from.run) };
     }
 }
 
@@ -212,8 +212,9 @@ unsafe fn move_rows(
     if let Some((whole, local)) = given!(pair(plan, side, rank, whole, local, whole_written)) {
         let mut row = 0;
         plan.for_each_token(side, rank, |token, _, _| {
-            // SAFETY: `token` is one of the batch's and `row` one of the rank's; `pair` compared both counts.
-            unsafe { copy(&whole, token, &local, row, whole_written) };
+            let (whole, local) = ((&whole, token), (&local, row));
+            // SAFETY: the tensors of a `pair`, the caller's for the call.
+            unsafe { if whole_written { copy(local, whole) } else { copy(whole, local) } };
             row += 1;
         });
     }
@@ -248,9 +249,9 @@ pub unsafe extern "C" fn cpattn_plan_shift(
         let mut row = 0;
         plan.for_each_shifted(rank, by, |token| {
             match token {
-                // SAFETY: `token` is one of the batch's and `row` one of the rank's; `pair` compared both counts.
-                Some(token) => unsafe { copy(&whole, token, &local, row, false) },
-                // SAFETY: `row` is one of the rank's; `fill` has one element, by the header's promise.
+                // SAFETY: the tensors of a `pair`, the caller's for the call.
+                Some(token) => unsafe { copy((&whole, token), (&local, row)) },
+                // SAFETY: the tensor is the caller's for the call; `fill` has one element, by the header's promise.
                 None => unsafe { local.fill(row, fill.cast()) },
             }
             row += 1;

@@ -159,12 +159,10 @@ pub(super) fn without<T>(feature: &'static str, option: impl Into<String>) -> Re
 #[unsafe(no_mangle)]
 pub extern "C" fn cpattn_version() -> u32 {
     const fn number(text: &str) -> u32 {
-        let (bytes, mut i, mut n) = (text.as_bytes(), 0, 0);
-        while i < bytes.len() {
-            n = n * 10 + (bytes[i] - b'0') as u32;
-            i += 1;
+        match u32::from_str_radix(text, 10) {
+            Ok(n) => n,
+            Err(_) => panic!("a version is a number"),
         }
-        n
     }
     const VERSION: u32 = number(env!("CARGO_PKG_VERSION_MAJOR")) * 10_000
         + number(env!("CARGO_PKG_VERSION_MINOR")) * 100
@@ -172,17 +170,18 @@ pub extern "C" fn cpattn_version() -> u32 {
     VERSION
 }
 
+fn last<T>(part: impl FnOnce(&(CString, i64)) -> T) -> Option<T> {
+    LAST.try_with(|last| last.try_borrow().ok().and_then(|last| last.as_ref().map(part))).ok().flatten()
+}
+
 #[unsafe(no_mangle)]
 pub extern "C" fn cpattn_last_error() -> *const c_char {
-    let text =
-        LAST.try_with(|last| last.try_borrow().ok().and_then(|last| last.as_ref().map(|(text, _)| text.as_ptr())));
-    text.ok().flatten().unwrap_or(c"".as_ptr())
+    last(|(text, _)| text.as_ptr()).unwrap_or(c"".as_ptr())
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cpattn_last_error_peer() -> i64 {
-    let peer = LAST.try_with(|last| last.try_borrow().ok().and_then(|last| last.as_ref().map(|&(_, peer)| peer)));
-    peer.ok().flatten().unwrap_or(-1)
+    last(|&(_, peer)| peer).unwrap_or(-1)
 }
 
 #[unsafe(no_mangle)]

@@ -7,7 +7,6 @@
 
 use core::{
     ffi::{c_char, c_void},
-    mem::offset_of,
     ops::Range,
     ptr::null_mut,
 };
@@ -15,6 +14,7 @@ use core::{
 use std::sync::Arc;
 use std::sync::{Mutex, PoisonError};
 
+use super::trace;
 use cpattn::{
     Cause, Error, Result,
     call::RawStream,
@@ -35,12 +35,7 @@ pub struct cpattn_message {
     pub bytes: usize,
 }
 
-const _: () = {
-    assert!(size_of::<cpattn_message>() == size_of::<Message>());
-    assert!(offset_of!(cpattn_message, peer) == offset_of!(Message, peer));
-    assert!(offset_of!(cpattn_message, data) == offset_of!(Message, ptr));
-    assert!(offset_of!(cpattn_message, bytes) == offset_of!(Message, bytes));
-};
+same_layout!(cpattn_message, Message: peer = peer, data = ptr, bytes = bytes);
 
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -127,18 +122,23 @@ impl TableTransport {
     /// # Safety
     /// As [`Transport::exchange`].
     unsafe fn exchange_on(&self, label: Label, sends: &[Message], recvs: &[Message], stream: RawStream) -> Result<()> {
-        // The name with a zero at its end; names of operations are short.
-        let mut name = [0u8; 32];
-        for (to, &from) in name[..31].iter_mut().zip(label.operation.as_bytes()) {
-            *to = from;
-        }
-        let (mut blame, name, step) = (-1, name.as_ptr().cast(), label.step);
+        let (mut blame, name, step) = (-1, trace::name(label.operation), label.step);
         let (exchange, context) = (self.table.exchange.expect(CHECKED), self.table.context);
         let (send_list, recv_list) = (sends.as_ptr().cast(), recvs.as_ptr().cast());
         // SAFETY: the table's own function, as the header describes it; a Message has the layout of cpattn_message; the
         // lists are valid during the call.
         let status = unsafe {
-            exchange(context, name, step, send_list, sends.len(), recv_list, recvs.len(), stream, &raw mut blame)
+            exchange(
+                context,
+                name.as_ptr(),
+                step,
+                send_list,
+                sends.len(),
+                recv_list,
+                recvs.len(),
+                stream,
+                &raw mut blame,
+            )
         };
         self.outcome("exchange", status, blame, label)
     }

@@ -15,7 +15,7 @@ use super::{
     input::{array_mut, result},
     rank::cpattn_rank,
 };
-use cpattn::{report::trace::Event, schedule::Lane};
+use cpattn::report::trace::Event;
 
 /// Bytes of a name, with the 0 behind it.
 const NAME: usize = 32;
@@ -35,7 +35,7 @@ pub struct cpattn_event {
 }
 
 /// A name that is cut if it is too long, and ends with a 0.
-fn name(text: &str) -> [c_char; NAME] {
+pub(super) fn name(text: &str) -> [c_char; NAME] {
     let mut out = [0; NAME];
     for (to, &from) in out.iter_mut().zip(&text.as_bytes()[..text.len().min(NAME - 1)]) {
         *to = from as c_char;
@@ -53,10 +53,7 @@ impl From<Event> for cpattn_event {
             bytes: e.bytes,
             rank: e.rank as u32,
             step: e.step,
-            lane: match e.lane {
-                Lane::Compute => 0,
-                Lane::Communication => 1,
-            },
+            lane: e.lane as i32,
             reserved: 0,
         }
     }
@@ -70,8 +67,7 @@ fn epoch() -> Instant {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_clock(ns: *mut u64) -> i32 {
     boundary!({
-        let ns = given!(result("ns", ns));
-        ns.write(epoch().elapsed().as_nanos() as u64);
+        given!(result("ns", ns)).write(epoch().elapsed().as_nanos() as u64);
     })
 }
 
@@ -79,7 +75,7 @@ pub unsafe extern "C" fn cpattn_clock(ns: *mut u64) -> i32 {
 pub unsafe extern "C" fn cpattn_rank_record(rank: *mut cpattn_rank, capacity: u64) -> i32 {
     boundary!({
         let rank = given!(handle::borrow(rank));
-        rank.lock()?.record(epoch(), usize::try_from(capacity).unwrap_or(usize::MAX))?;
+        rank.claim()?.record(epoch(), usize::try_from(capacity).unwrap_or(usize::MAX))?;
         rank.untaken.lock().unwrap_or_else(PoisonError::into_inner).clear();
     })
 }
@@ -91,7 +87,7 @@ pub unsafe extern "C" fn cpattn_rank_trace(
     boundary!({
         let (rank, events, count) =
             given!(handle::borrow(rank), array_mut("events", events, capacity), result("count", count));
-        let mut locked = rank.lock()?;
+        let mut locked = rank.claim()?;
         let mut untaken = rank.untaken.lock().unwrap_or_else(PoisonError::into_inner);
         // Events that do not fit stay with the rank, within its capacity; events gathered from other ranks come first.
         if untaken.is_empty() {
@@ -109,7 +105,7 @@ pub unsafe extern "C" fn cpattn_rank_trace(
 pub unsafe extern "C" fn cpattn_rank_gather_trace(rank: *mut cpattn_rank) -> i32 {
     boundary!({
         let rank = given!(handle::borrow(rank));
-        let mut locked = rank.lock()?;
+        let mut locked = rank.claim()?;
         locked.synchronize()?;
         let mut untaken = rank.untaken.lock().unwrap_or_else(PoisonError::into_inner);
         untaken.extend(locked.events());
@@ -122,7 +118,7 @@ pub unsafe extern "C" fn cpattn_rank_gather_trace(rank: *mut cpattn_rank) -> i32
 pub unsafe extern "C" fn cpattn_rank_trace_accuracy(rank: *const cpattn_rank, ns: *mut u64) -> i32 {
     boundary!({
         let (rank, ns) = given!(handle::borrow(rank), result("ns", ns));
-        ns.write(rank.lock()?.trace_accuracy().as_nanos() as u64);
+        ns.write(rank.claim()?.trace_accuracy().as_nanos() as u64);
     })
 }
 

@@ -37,7 +37,11 @@ pub(crate) fn no_stream(stream: RawStream) -> Result<()> {
 
 /// Refuses a margin where there are no multiprocessors.
 pub(crate) fn no_sm_margin(n: u32) -> Result<()> {
-    if n == 0 { Ok(()) } else { Err(Error::invalid("multiprocessors", n, "0 on the CPU, which has none")) }
+    if n == 0 {
+        Ok(())
+    } else {
+        Err(Error::invalid("multiprocessors", n, "0 on the CPU, which has no multiprocessors"))
+    }
 }
 
 /// The refusal of an instruction set where there is none to choose.

@@ -16,13 +16,10 @@
 use std::{collections::VecDeque, ops::Range, vec::Vec};
 
 use super::{
-    failure::{FirstFailure, watched},
+    failure::{FirstFailure, described, watched},
     prepared::Prepared,
 };
-use crate::{
-    error::{Error, Result},
-    transport::Transport,
-};
+use crate::{error::Result, transport::Transport};
 
 /// How many fingerprints a group remembers.
 const REMEMBERED: usize = 64;
@@ -70,15 +67,8 @@ impl Agreements {
             transport.announce(Some(name()));
             let begun = self.begin(transport, &prepared.schedule.group, fingerprint);
             transport.announce(None);
-            match begun {
-                Ok(run) => Ok(Ok(Some((fingerprint, run)))),
-                // A disagreement does not end the group.
-                Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
-                    let what = prepared.run.describe(&prepared.plan);
-                    Ok(Err(Error::Disagreement { rank, peer, ours, theirs, what, runs }))
-                }
-                Err(error) => Err(error.of_run(name())),
-            }
+            let begun = begun.map(|run| Some((fingerprint, run))).map_err(|error| error.of_run(name()));
+            described(begun, || prepared.run.describe(&prepared.plan))
         })?
     }
 
@@ -105,7 +95,7 @@ impl Agreements {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Cause;
+    use crate::error::{Cause, Error};
     use crate::transport::{Label, Message};
     use std::sync::Mutex;
 

@@ -181,31 +181,30 @@ impl Rank {
         outputs: &mut [(Side, ViewMut<'_, T>)],
         local: impl FnOnce(&HeadShare, &[View<'_, T>], &mut [ViewMut<'_, T>]) -> Result<()>,
     ) -> Result<()> {
-        self.expect_host(ULYSSES, AROUND)?;
+        self.expect_host("ulysses", "call to_heads_on and to_tokens_on around your kernel, on its stream")?;
         plan.fits_world(self.world())?;
-        let share = plan.heads_of(self.rank());
-        let shape = |side: Side| self.held_shape(plan, side);
+        let (rank, share) = (self.rank(), plan.heads_of(self.rank()));
+        // Rows and heads of a side that this rank holds between the two all-to-alls.
+        let shape = |side: Side| {
+            let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
+            (plan.held_tokens(side, rank), heads)
+        };
         let room = |side: Side, dim: usize| {
-            let [rows, heads] = shape(side);
+            let (rows, heads) = shape(side);
             vec![T::from_f64(0.0); rows * heads * dim]
         };
         let mut gathered: Vec<Vec<T>> = inputs.iter().map(|(side, x)| room(*side, x.dim())).collect();
         let mut made: Vec<Vec<T>> = outputs.iter().map(|(side, y)| room(*side, y.dim())).collect();
+        let (mut seen, mut written) = (Vec::new(), Vec::new());
         for ((side, x), held) in inputs.iter().zip(&mut gathered) {
-            let [rows, heads] = self.held_shape(plan, *side);
+            let (rows, heads) = shape(*side);
             self.to_heads(plan, *side, *x, ViewMut::new(held, rows, heads, x.dim())?)?;
+            seen.push(View::new(held, rows, heads, x.dim())?);
         }
-        let shape = |side: Side| self.held_shape(plan, side);
-        let seen: Vec<View<'_, T>> = inputs
-            .iter()
-            .zip(&gathered)
-            .map(|((side, x), held)| View::new(held, shape(*side)[0], shape(*side)[1], x.dim()))
-            .collect::<Result<_>>()?;
-        let mut written: Vec<ViewMut<'_, T>> = outputs
-            .iter()
-            .zip(&mut made)
-            .map(|((side, y), held)| ViewMut::new(held, shape(*side)[0], shape(*side)[1], y.dim()))
-            .collect::<Result<_>>()?;
+        for ((side, y), held) in outputs.iter().zip(&mut made) {
+            let (rows, heads) = shape(*side);
+            written.push(ViewMut::new(held, rows, heads, y.dim())?);
+        }
         // If `local` fails or panics, only `watched` tells the other ranks: code that catches the panic may keep the
         // rank, which is then not dropped.
         watched(self.backend.transport(), self.backend.failure(), || local(&share, &seen, &mut written))?;
@@ -213,13 +212,6 @@ impl Rank {
             self.to_tokens(plan, *side, held.as_view(), y.reborrow())?;
         }
         Ok(())
-    }
-
-    /// Rows and heads that this rank holds between the two all-to-alls.
-    fn held_shape(&self, plan: &Plan, side: Side) -> [usize; 2] {
-        let share = plan.heads_of(self.rank());
-        let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
-        [plan.held_tokens(side, self.rank()), heads]
     }
 
     /// One all-to-all of tensors given as views.
@@ -269,9 +261,6 @@ impl Rank {
         unsafe { self.backend.run(plan, Purpose::AllToAll(all_to_all), &tensors, stream) }
     }
 }
-
-const ULYSSES: &str = "ulysses";
-const AROUND: &str = "call to_heads_on and to_tokens_on around your kernel, on its stream";
 
 /// Both all-to-alls: to heads, and back to tokens.
 fn both(side: Side, dim: usize, dtype: Dtype) -> Result<[Purpose; 2]> {

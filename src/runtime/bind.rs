@@ -66,15 +66,21 @@ impl Bindings {
         for tensor in TensorId::ALL {
             let raw = self.get(tensor);
             let Some(TensorForm { name, dtype, shape, written }) = expected.forms[tensor as usize] else {
-                if tensor == TensorId::Sinks && !raw.is_none() {
-                    return Err(Error::invalid("sinks", "given", "none, since the problem has no sinks")
+                // A forward may be given `dsinks`, which the backward of the same problem needs.
+                if tensor.is_per_head() && !raw.is_none() && expected.forms[TensorId::Sinks as usize].is_none() {
+                    return Err(Error::invalid(tensor.name(), "given", "none, since the problem has no sinks")
                         .hint("plan a problem that has sinks"));
                 }
                 continue;
             };
             if *raw == RawTensor::NONE {
-                return Err(Error::invalid(name, "not given", format!("{dtype} of shape {shape:?}"))
-                    .hint("a rank without tokens gives a tensor of 0 rows"));
+                return Err(Error::invalid(name, "not given", format!("{dtype} of shape {shape:?}")).hint(
+                    if tensor.is_per_head() {
+                        "the problem has sinks"
+                    } else {
+                        "a rank without tokens gives a tensor of 0 rows"
+                    },
+                ));
             }
             let innermost = match expected.run {
                 Purpose::Attention(_) => "head_dim",

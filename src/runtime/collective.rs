@@ -7,12 +7,8 @@
 
 use std::{ops::Range, string::String};
 
-use super::failure::{FirstFailure, watched};
-use crate::{
-    error::{Error, Result},
-    plan::Fingerprint,
-    transport::Transport,
-};
+use super::failure::{FirstFailure, described, watched};
+use crate::{error::Result, plan::Fingerprint, transport::Transport};
 
 /// A number that identifies a call with these parameters.
 pub(super) fn number(parts: &[u64]) -> u64 {
@@ -34,13 +30,11 @@ pub(super) fn agreed<R>(
     work: impl FnOnce() -> Result<R>,
 ) -> Result<R> {
     failure.check(transport)?;
-    let agree = || if group.len() > 1 { transport.agree(group, number) } else { Ok(()) };
-    watched(transport, failure, || match agree() {
-        // A disagreement does not end the group.
-        Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
-            Ok(Err(Error::Disagreement { rank, peer, ours, theirs, what: what(), runs }))
+    watched(transport, failure, || {
+        let agreed = if group.len() > 1 { transport.agree(group, number) } else { Ok(()) };
+        match described(agreed, what)? {
+            Ok(()) => work().map(Ok),
+            Err(disagreement) => Ok(Err(disagreement)),
         }
-        Ok(()) => work().map(Ok),
-        Err(error) => Err(error),
     })?
 }

@@ -11,6 +11,7 @@
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
+    string::String,
     sync::{Arc, OnceLock},
 };
 
@@ -93,16 +94,9 @@ impl FirstFailure {
 
 /// Ends the group when it is dropped, that is, when the watched code unwinds: the peers will wait for this rank, and
 /// the code that catches the panic may keep the rank.
-pub(super) struct AbortOnUnwind<'a> {
-    pub(super) transport: &'a dyn Transport,
-    pub(super) failure: &'a FirstFailure,
-}
-
-impl AbortOnUnwind<'_> {
-    /// The watched code has returned. If it failed, its caller ends the group.
-    pub(super) fn over(self) {
-        std::mem::forget(self);
-    }
+struct AbortOnUnwind<'a> {
+    transport: &'a dyn Transport,
+    failure: &'a FirstFailure,
 }
 
 impl Drop for AbortOnUnwind<'_> {
@@ -112,6 +106,15 @@ impl Drop for AbortOnUnwind<'_> {
     }
 }
 
+/// Runs `body`, whose result the other ranks will wait for. If `body` unwinds, the group ends; if it fails, its caller
+/// ends the group.
+pub(super) fn abort_on_unwind<T>(transport: &dyn Transport, failure: &FirstFailure, body: impl FnOnce() -> T) -> T {
+    let watch = AbortOnUnwind { transport, failure };
+    let outcome = body();
+    std::mem::forget(watch);
+    outcome
+}
+
 /// Runs `body`, whose result the other ranks will wait for. If `body` fails or unwinds, the group ends: the error is
 /// kept, and the peers are notified.
 pub(super) fn watched<T>(
@@ -119,13 +122,21 @@ pub(super) fn watched<T>(
     failure: &FirstFailure,
     body: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
-    let watch = AbortOnUnwind { transport, failure };
-    let outcome = body();
-    watch.over();
-    outcome.inspect_err(|error| {
+    abort_on_unwind(transport, failure, body).inspect_err(|error| {
         failure.keep(error);
         abort(transport, Cause::Failed);
     })
+}
+
+/// The outcome of an agreement inside of [`watched`], where a disagreement does not end the group: it is given the call
+/// in words.
+pub(super) fn described<T>(agreed: Result<T>, in_words: impl FnOnce() -> String) -> Result<Result<T>> {
+    match agreed {
+        Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
+            Ok(Err(Error::Disagreement { rank, peer, ours, theirs, what: in_words(), runs }))
+        }
+        other => other.map(Ok),
+    }
 }
 
 /// The cause that peers get for an error of this rank.

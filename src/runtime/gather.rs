@@ -62,24 +62,15 @@ impl Rank {
         let end = carrier.end();
         let (group, number) = (0..end.world(), collective::number(&GATHER));
         let now = || epoch.elapsed().as_nanos() as u64;
-        let all = collective::agreed(
-            end,
-            failure,
-            group,
-            number,
-            || "the gathering of a trace".into(),
-            || {
-                let parts = gather(&*carrier, &now, &packed::pack(mine))?;
-                let mut all = Vec::new();
-                for (rank, part) in parts.iter().enumerate() {
-                    all.extend(packed::unpack(&part.bytes, rank, part.offset_ns)?);
-                }
-                Ok(all)
-            },
-        );
-        all.map(|mut all| {
+        let what = || "the gathering of a trace".into();
+        collective::agreed(end, failure, group, number, what, || {
+            let parts = gather(&*carrier, &now, &packed::pack(mine))?;
+            let mut all = Vec::new();
+            for (rank, part) in parts.iter().enumerate() {
+                all.extend(packed::unpack(&part.bytes, rank, part.offset_ns)?);
+            }
             all.sort_by_key(|event| event.start_ns);
-            all
+            Ok(all)
         })
     }
 }

@@ -10,7 +10,7 @@ use super::{
     agreement::Agreements,
     backend::Backend,
     bind::Bindings,
-    failure::{AbortOnUnwind, FirstFailure},
+    failure::{FirstFailure, abort_on_unwind},
     handle::AbortHandle,
     host,
     lanes::LaneThreads,
@@ -179,12 +179,13 @@ impl Backend for HostRank {
         if let Some((fingerprint, run)) = self.agreements.begin_run(prepared, &*self.transport, &self.failure)? {
             prepared.communication.tags.begin(fingerprint, run);
         }
-        let watch = AbortOnUnwind { transport: &*self.transport, failure: &self.failure };
         let memory = BufferAddresses { tensors: *tensors, workspace };
-        // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the call
-        // (the contract of this function); the workspace is as large as the schedule needs (`work_at`).
-        let outcome = unsafe { host::run(&mut self.lanes, &*self.transport, prepared, &memory, &mut self.scratch) };
-        watch.over();
+        let transport = &*self.transport;
+        let outcome = abort_on_unwind(transport, &self.failure, || {
+            // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the
+            // call (the contract of this function); the workspace is as large as the schedule needs (`work_at`).
+            unsafe { host::run(&mut self.lanes, transport, prepared, &memory, &mut self.scratch) }
+        });
         outcome.map_err(|error| error.of_run(prepared.run.name(&prepared.plan))).inspect_err(|e| self.failure.keep(e))
     }
 }

@@ -69,7 +69,7 @@ impl LaneState {
     /// Whether the event that `lane` waits for has happened.
     const fn ends(&self, lane: Lane, until: Parked) -> bool {
         match (until, lane) {
-            (Parked::Operation(op), _) => self.stop || self.done[1 - index(lane)] > op,
+            (Parked::Operation(op), _) => self.stop || self.done[1 - lane as usize] > op,
             (Parked::Job, Lane::Communication) => self.leave || self.job.is_some(),
             (Parked::Job, Lane::Compute) => !self.busy,
         }
@@ -85,8 +85,8 @@ struct TraceRecorder {
 /// The progress of both lanes, and the failure of a run.
 pub struct Progress {
     state: Mutex<LaneState>,
-    compute: Condvar,
-    communication: Condvar,
+    /// Wakes each lane.
+    wakes: [Condvar; 2],
 }
 
 /// The lanes of one rank.
@@ -96,77 +96,56 @@ pub struct LaneThreads {
     thread: Option<thread::JoinHandle<()>>,
 }
 
-const fn index(lane: Lane) -> usize {
-    match lane {
-        Lane::Compute => 0,
-        Lane::Communication => 1,
-    }
-}
-
 impl Progress {
     fn lock(&self) -> MutexGuard<'_, LaneState> {
         sync::lock(&self.state)
     }
 
-    fn condvar(&self, lane: Lane) -> &Condvar {
-        match lane {
-            Lane::Compute => &self.compute,
-            Lane::Communication => &self.communication,
-        }
-    }
-
-    /// Yields the core a few times, then parks `lane` once. May return before the event.
-    fn park<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, LaneState>,
-        lane: Lane,
-        until: Parked,
-    ) -> MutexGuard<'a, LaneState> {
-        for _ in 0..sync::YIELDS {
-            drop(state);
-            let again = sync::yield_core();
-            state = self.lock();
-            // The event may have happened while the lock was free; then no notification would follow.
-            if state.ends(lane, until) {
-                return state;
+    /// Waits until the event has happened: yields the core a few times, then parks `lane`.
+    fn park(&self, lane: Lane, until: Parked) -> MutexGuard<'_, LaneState> {
+        let mut state = self.lock();
+        while !state.ends(lane, until) {
+            for _ in 0..sync::YIELDS {
+                drop(state);
+                let again = sync::yield_core();
+                state = self.lock();
+                // The event may have happened while the lock was free; then no notification would follow.
+                if state.ends(lane, until) {
+                    return state;
+                }
+                if !again {
+                    break;
+                }
             }
-            if !again {
-                break;
-            }
+            state.parked[lane as usize] = Some(until);
+            state = sync::park(&self.wakes[lane as usize], state);
+            state.parked[lane as usize] = None;
         }
-        state.parked[index(lane)] = Some(until);
-        let mut state = sync::park(self.condvar(lane), state);
-        state.parked[index(lane)] = None;
         state
     }
 
     /// Releases the lock, and wakes `lane` if it is parked and its event has happened.
     fn wake(&self, mut state: MutexGuard<'_, LaneState>, lane: Lane) {
-        let i = index(lane);
+        let i = lane as usize;
         let ends = state.parked[i].is_some_and(|until| state.ends(lane, until));
         if ends {
             state.parked[i] = None;
         }
         drop(state);
         if ends {
-            self.condvar(lane).notify_one();
+            self.wakes[i].notify_one();
         }
     }
 
     /// Parks `lane` until operation `op` of the other lane is done; false when the run has failed.
     pub fn wait_for(&self, lane: Lane, op: usize) -> bool {
-        let other = 1 - index(lane);
-        let mut state = self.lock();
-        while !state.stop && state.done[other] <= op {
-            state = self.park(state, lane, Parked::Operation(op));
-        }
-        !state.stop
+        !self.park(lane, Parked::Operation(op)).stop
     }
 
     /// Records that `lane` has completed all of its operations below `upto`.
     pub fn advance(&self, lane: Lane, upto: usize, event: Option<trace::Event>) {
         let mut state = self.lock();
-        state.done[index(lane)] = upto;
+        state.done[lane as usize] = upto;
         if let (Some(event), Some(r)) = (event, &mut state.recorder)
             && r.events.len() < r.events.capacity()
         {
@@ -224,11 +203,8 @@ impl Progress {
 impl LaneThreads {
     /// The lanes of a rank at that end of a transport.
     pub fn new(transport: Arc<dyn Transport>) -> Self {
-        let progress = Arc::new(Progress {
-            state: Mutex::new(LaneState::default()),
-            compute: Condvar::new(),
-            communication: Condvar::new(),
-        });
+        let progress =
+            Arc::new(Progress { state: Mutex::new(LaneState::default()), wakes: [Condvar::new(), Condvar::new()] });
         Self { progress, transport, thread: None }
     }
 
@@ -292,10 +268,7 @@ impl LaneThreads {
             drop(state);
         }
         self.progress.part(&*self.transport, || compute(&self.progress));
-        let mut state = self.progress.lock();
-        while state.busy {
-            state = self.progress.park(state, Lane::Compute, Parked::Job);
-        }
+        let mut state = self.progress.park(Lane::Compute, Parked::Job);
         let (error, panic) = (state.error.take(), state.panic.take());
         drop(state);
         if let Some(panic) = panic {
@@ -308,18 +281,9 @@ impl LaneThreads {
 /// The body of the communication lane's thread.
 fn communicate(progress: &Progress, transport: &dyn Transport) {
     loop {
-        let job = {
-            let mut state = progress.lock();
-            loop {
-                if state.leave {
-                    return;
-                }
-                if let Some(job) = state.job.take() {
-                    break job;
-                }
-                state = progress.park(state, Lane::Communication, Parked::Job);
-            }
-        };
+        let job = progress.park(Lane::Communication, Parked::Job).job.take();
+        // A rank leaves when no run is under way.
+        let Some(job) = job else { return };
         // SAFETY: `LaneThreads::run` keeps the task alive, and does not use it itself, until `busy` is cleared below.
         progress.part(transport, || unsafe { (*job.0)(progress) });
         let mut state = progress.lock();

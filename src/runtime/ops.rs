@@ -270,11 +270,7 @@ fn attend<'a>(
         o,
         lse,
         alibi_slopes: heads_of(alibi_slopes, a.heads.q_offset, a.q.heads),
-        sinks: if plan.problem().sinks() {
-            heads_of(user(TensorId::Sinks), a.heads.q_offset, a.q.heads)
-        } else {
-            RawTensor::NONE
-        },
+        sinks: heads_of(user(TensorId::Sinks), a.heads.q_offset, a.q.heads),
         heads: a.heads,
         score: plan.problem().score(),
         ranges: listing.expansion.scratch.ranges(),

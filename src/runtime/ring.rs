@@ -3,7 +3,7 @@
 
 use std::vec::Vec;
 
-use super::failure::{AbortOnUnwind, FirstFailure, abort};
+use super::failure::{FirstFailure, abort, abort_on_unwind};
 use crate::{
     error::{Cause, Error},
     transport::{
@@ -19,9 +19,7 @@ pub(super) fn checked(
     check: impl FnOnce() -> Result<Vec<Link>, RingFault>,
 ) -> Result<Vec<Link>, RingFault> {
     failure.check(transport).map_err(|error| RingFault::Failed { link: None, error })?;
-    let watch = AbortOnUnwind { transport, failure };
-    let outcome = check();
-    watch.over();
+    let outcome = abort_on_unwind(transport, failure, check);
     match &outcome {
         // A refusal: this rank has sent nothing, or its peer has refused too and ended the group.
         Ok(_) | Err(RingFault::Failed { error: Error::Invalid { .. }, .. }) => {}

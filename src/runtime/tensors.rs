@@ -5,7 +5,6 @@
 //! On a device it takes a stream, which only the caller can vouch for.
 
 use core::{fmt::Debug, ptr::null_mut};
-use std::format;
 
 use super::{bind::Bindings, rank::Rank};
 #[cfg(feature = "cuda")]
@@ -180,79 +179,41 @@ pub(super) fn raw_on(device: Device, name: &'static str, tensor: impl AnyView) -
     Err(Error::invalid(name, tensor.device(), format!("{device}, where the rank is")))
 }
 
-/// Collects the tensors of a run on one device.
-struct Collected<'p> {
-    plan: &'p Plan,
-    device: Device,
-    bindings: Bindings,
-}
-
-impl<'p> Collected<'p> {
-    fn new(plan: &'p Plan, device: Device) -> Self {
-        Self { plan, device, bindings: Bindings::default() }
-    }
-
-    fn with(mut self, id: TensorId, tensor: impl AnyView) -> Result<Self> {
-        self.bindings.set(id, raw_on(self.device, id.name(), tensor)?);
-        Ok(self)
-    }
-
-    /// A table of one entry for each q head: given if, and only if, the problem has sinks.
-    fn with_table(mut self, id: TensorId, table: Option<impl AnyView>) -> Result<Self> {
-        let (name, problem) = (id.name(), self.plan.problem());
-        let heads = problem.heads();
-        match table {
-            None if problem.sinks() => {
-                let expected = format!("one for each of {heads} q heads: the problem has sinks");
-                Err(Error::invalid(name, "not given", expected))
-            }
-            None => Ok(self),
-            Some(_) if !problem.sinks() => Err(Error::invalid(name, "given", "none, since the problem has no sinks")
-                .hint("plan a problem that has sinks")),
-            Some(table) => {
-                let raw = raw_on(self.device, name, table)?;
-                let entries = u128::from(raw.tokens) * u128::from(raw.heads) * u128::from(raw.dim);
-                if entries != heads as u128 {
-                    let expected = format!("one for each of {heads} q heads");
-                    return Err(Error::invalid(name, format!("{entries} entries"), expected));
-                }
-                self.bindings.set(id, raw);
-                Ok(self)
-            }
-        }
+impl Bindings {
+    /// Sets the tensor of a view, for a rank on `device`; an optional tensor may be left out.
+    fn with_view(self, device: Device, id: TensorId, view: Option<impl AnyView>) -> Result<Self> {
+        view.map_or(Ok(self), |view| Ok(self.with(id, raw_on(device, id.name(), view)?)))
     }
 }
 
 impl<T: Element, V: Views> Forward<'_, T, V> {
-    /// The tensors without their types, for a rank on `device`.
-    fn bindings(self, plan: &Plan, device: Device) -> Result<Bindings> {
-        let collected = Collected::new(plan, device)
-            .with(TensorId::Q, self.q)?
-            .with(TensorId::K, self.k)?
-            .with(TensorId::V, self.v)?
-            .with(TensorId::O, self.o)?
-            .with(TensorId::Lse, self.lse)?
-            .with_table(TensorId::Sinks, self.sinks)?;
-        Ok(collected.bindings)
+    /// The tensors without their types, for a rank on `at`.
+    fn bindings(self, at: Device) -> Result<Bindings> {
+        Bindings::default()
+            .with_view(at, TensorId::Q, Some(self.q))?
+            .with_view(at, TensorId::K, Some(self.k))?
+            .with_view(at, TensorId::V, Some(self.v))?
+            .with_view(at, TensorId::O, Some(self.o))?
+            .with_view(at, TensorId::Lse, Some(self.lse))?
+            .with_view(at, TensorId::Sinks, self.sinks)
     }
 }
 
 impl<T: Element, V: Views> Backward<'_, T, V> {
-    /// The tensors without their types, for a rank on `device`.
-    fn bindings(self, plan: &Plan, device: Device) -> Result<Bindings> {
-        let collected = Collected::new(plan, device)
-            .with(TensorId::Q, self.q)?
-            .with(TensorId::K, self.k)?
-            .with(TensorId::V, self.v)?
-            .with(TensorId::O, self.o)?
-            .with(TensorId::Lse, self.lse)?
-            .with(TensorId::DO, self.d_o)?
-            .with(TensorId::Dq, self.dq)?
-            .with(TensorId::Dk, self.dk)?
-            .with(TensorId::Dv, self.dv)?
-            .with_table(TensorId::Sinks, self.sinks)?
-            .with_table(TensorId::Dsinks, self.dsinks)?;
-        Ok(collected.bindings)
+    /// The tensors without their types, for a rank on `at`.
+    fn bindings(self, at: Device) -> Result<Bindings> {
+        Bindings::default()
+            .with_view(at, TensorId::Q, Some(self.q))?
+            .with_view(at, TensorId::K, Some(self.k))?
+            .with_view(at, TensorId::V, Some(self.v))?
+            .with_view(at, TensorId::O, Some(self.o))?
+            .with_view(at, TensorId::Lse, Some(self.lse))?
+            .with_view(at, TensorId::DO, Some(self.d_o))?
+            .with_view(at, TensorId::Dq, Some(self.dq))?
+            .with_view(at, TensorId::Dk, Some(self.dk))?
+            .with_view(at, TensorId::Dv, Some(self.dv))?
+            .with_view(at, TensorId::Sinks, self.sinks)?
+            .with_view(at, TensorId::Dsinks, self.dsinks)
     }
 }
 
@@ -263,7 +224,7 @@ impl Rank {
     /// As [`Rank::run`].
     pub fn forward<T: Element>(&mut self, plan: &Plan, t: Forward<'_, T>) -> Result<()> {
         self.expect_host("forward on host views", "give device tensors to forward_on")?;
-        let bindings = t.bindings(plan, Device::Cpu)?;
+        let bindings = t.bindings(Device::Cpu)?;
         // SAFETY: as long as `t` lives, views guarantee valid memory, and exclusive ones that nothing else uses their
         // memory.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings, null_mut()) }
@@ -275,7 +236,7 @@ impl Rank {
     /// As [`Rank::run`].
     pub fn backward<T: Element>(&mut self, plan: &Plan, t: Backward<'_, T>) -> Result<()> {
         self.expect_host("backward on host views", "give device tensors to backward_on")?;
-        let bindings = t.bindings(plan, Device::Cpu)?;
+        let bindings = t.bindings(Device::Cpu)?;
         // SAFETY: as long as `t` lives, views guarantee valid memory, and exclusive ones that nothing else uses their
         // memory.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Backward), &bindings, null_mut()) }
@@ -295,7 +256,7 @@ impl Rank {
         t: DeviceForward<'_, T>,
         stream: RawStream,
     ) -> Result<()> {
-        let bindings = t.bindings(plan, self.device())?;
+        let bindings = t.bindings(self.device())?;
         // SAFETY: until the work enqueued with them is over, views guarantee valid memory, and exclusive ones that
         // nothing else uses their memory; the stream is as promised.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings, stream) }
@@ -315,7 +276,7 @@ impl Rank {
         t: DeviceBackward<'_, T>,
         stream: RawStream,
     ) -> Result<()> {
-        let bindings = t.bindings(plan, self.device())?;
+        let bindings = t.bindings(self.device())?;
         // SAFETY: until the work enqueued with them is over, views guarantee valid memory, and exclusive ones that
         // nothing else uses their memory; the stream is as promised.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Backward), &bindings, stream) }

@@ -15,6 +15,7 @@ use crate::{
     error::{Error, Result},
 };
 use alloc::format;
+use bytemuck::PodCastError;
 use core::ops::Range;
 
 /// Checks an argument of a call: dtype, shape, an address that is neither null nor unaligned when there are elements,
@@ -106,11 +107,31 @@ pub(super) fn describe<T: Element>(
     })
 }
 
+/// Bytes that are not a slice of elements.
+pub(super) fn refuse_cast<T: Element>(error: PodCastError, address: usize, count: usize) -> Error {
+    let (size, dtype) = (size_of::<T>(), T::DTYPE);
+    match error {
+        PodCastError::TargetAlignmentGreaterAndInputNotAligned => {
+            Error::invalid("bytes.ptr", format!("{address:#x}"), format!("a multiple of {size}, the size of {dtype}"))
+                .hint("copy the bytes into aligned memory, or place the tensor at an aligned offset")
+        }
+        _ => Error::invalid("bytes.len", count, format!("a multiple of {size}, the size of {dtype}")),
+    }
+}
+
 pub(super) fn compact_strides(heads: usize, dim: usize) -> Result<[usize; 2]> {
     let token_stride = heads
         .checked_mul(dim)
         .ok_or_else(|| Error::invalid("heads", heads, format!("at most {}", usize::MAX / dim.max(1))))?;
     Ok([token_stride, dim])
+}
+
+/// Describes a tensor at an address that the caller vouches for, or refuses it with an error.
+pub(super) fn describe_at<T: Element>(ptr: *mut T, shape: [usize; 3], strides: [usize; 2]) -> Result<RawTensor> {
+    let raw = describe::<T>(ptr, usize::MAX, shape, strides, false)?;
+    refuse_unaddressable("", &raw)?;
+    refuse_unaligned("", &raw)?;
+    Ok(raw)
 }
 
 /// Checks a tensor description from outside for the properties that `describe` guarantees.
@@ -123,14 +144,12 @@ pub(super) fn check_raw<T: Element>(t: &RawTensor) -> Result<()> {
             return Err(Error::invalid(name, stride, "at least 0").hint("reverse the order of the rows when copying"));
         }
     }
-    refuse_unaddressable("", t)?;
-    refuse_unaligned("", t)?;
     // On a 32-bit host a broadcast could count further than an index can.
     let tokens =
         usize::try_from(t.tokens).map_err(|_| Error::invalid("tokens", t.tokens, format!("at most {}", usize::MAX)))?;
     let shape = [tokens, t.heads as usize, t.dim as usize];
     let strides = [t.token_stride as usize, t.head_stride as usize];
-    describe::<T>(t.ptr.cast(), usize::MAX, shape, strides, false).map(drop)
+    describe_at::<T>(t.ptr.cast(), shape, strides).map(drop)
 }
 
 fn refuse_unaligned(name: &str, t: &RawTensor) -> Result<()> {

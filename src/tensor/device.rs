@@ -7,13 +7,8 @@
 
 use core::marker::PhantomData;
 
-use super::{check::check_raw, overlap};
-use crate::{
-    call::RawTensor,
-    device::Device,
-    element::Element,
-    error::{Error, Result},
-};
+use super::{check::describe_at, overlap};
+use crate::{call::RawTensor, device::Device, element::Element, error::Result};
 
 /// A `[tokens, heads, dim]` tensor on a device that is read.
 #[derive(Clone, Copy, Debug)]
@@ -29,24 +24,6 @@ pub struct DeviceViewMut<'a, T> {
     raw: RawTensor,
     device: Device,
     memory: PhantomData<&'a mut [T]>,
-}
-
-/// Address, shape and strides as a [`RawTensor`].
-fn raw_of<T: Element>(ptr: *mut T, shape: [usize; 3], strides: [usize; 2]) -> Result<RawTensor> {
-    fn fits<N: TryFrom<usize>>(name: &'static str, n: usize, most: u64) -> Result<N> {
-        N::try_from(n).map_err(|_| Error::invalid(name, n, alloc::format!("at most {most}")))
-    }
-    let raw = RawTensor {
-        ptr: ptr.cast(),
-        token_stride: fits("token_stride", strides[0], i64::MAX as u64)?,
-        head_stride: fits("head_stride", strides[1], i64::MAX as u64)?,
-        tokens: shape[0] as u64,
-        heads: fits("heads", shape[1], u32::MAX.into())?,
-        dim: fits("dim", shape[2], u32::MAX.into())?,
-        dtype: T::DTYPE,
-    };
-    check_raw::<T>(&raw)?;
-    Ok(raw)
 }
 
 /// Methods of both views.
@@ -81,13 +58,14 @@ impl<T: Element> DeviceView<'_, T> {
     /// dimension is contiguous.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the address is null or unaligned, or the tensor leaves the address space.
+    /// [`Error::Invalid`](crate::Error::Invalid) when the address is null or unaligned, or the tensor leaves the
+    /// address space.
     ///
     /// # Safety
     /// Until all work that uses the view is complete, every row is in one live allocation of `device`, and is not
     /// written.
     pub unsafe fn new(device: Device, ptr: *const T, shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
-        Ok(Self { raw: raw_of(ptr.cast_mut(), shape, strides)?, device, memory: PhantomData })
+        Ok(Self { raw: describe_at(ptr.cast_mut(), shape, strides)?, device, memory: PhantomData })
     }
 
     /// A compact token-major tensor.
@@ -115,7 +93,7 @@ impl<T: Element> DeviceViewMut<'_, T> {
     /// Until all work that uses the view is complete, every row is in one live allocation of `device`, and its elements
     /// are accessed through this view only. Memory between the rows may be used by others.
     pub unsafe fn new(device: Device, ptr: *mut T, shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
-        let raw = raw_of(ptr, shape, strides)?;
+        let raw = describe_at(ptr, shape, strides)?;
         overlap::refuse_within("", &raw)?;
         Ok(Self { raw, device, memory: PhantomData })
     }

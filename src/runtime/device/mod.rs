@@ -27,7 +27,7 @@ use super::{
     agreement::Agreements,
     backend::Backend,
     bind::Bindings,
-    failure::{AbortOnUnwind, FirstFailure},
+    failure::{FirstFailure, abort_on_unwind},
     handle::AbortHandle,
     prepared::{Entry, Prepared, Remembered},
     ring,
@@ -316,14 +316,14 @@ impl Backend for DeviceRank {
         // The device counts the runs.
         self.agreements.begin_run(&self.prepared[at].prepared, &*self.transport, &self.failure)?;
         let (transport, failure) = (Arc::clone(&self.transport), self.failure.clone());
-        let watch = AbortOnUnwind { transport: &*transport, failure: &failure };
-        self.prepared[at].captured |= capturing;
-        self.in_capture |= capturing;
-        transport.begin_run(capture);
-        // SAFETY: the tensors fit the plan (checked) and are as the caller promised, the workspace is large enough, and
-        // the marks order this run behind those before it.
-        let outcome = unsafe { self.enqueue(at, tensors, workspace, stream, capturing) };
-        watch.over();
+        let outcome = abort_on_unwind(&*transport, &failure, || {
+            self.prepared[at].captured |= capturing;
+            self.in_capture |= capturing;
+            transport.begin_run(capture);
+            // SAFETY: the tensors fit the plan (checked) and are as the caller promised, the workspace is large enough,
+            // and the marks order this run behind those before it.
+            unsafe { self.enqueue(at, tensors, workspace, stream, capturing) }
+        });
         let Prepared { run, plan, .. } = &self.prepared[at].prepared;
         let outcome = outcome.map_err(|error| error.of_run(run.name(plan)));
         if let Err(error) = &outcome {

@@ -172,7 +172,7 @@ fn raw_tensors_are_checked() {
         refuses(View::<f32>::from_raw(RawTensor { token_stride: -12, ..raw }), "token_stride", "-12", "at least 0");
         refuses(View::<f32>::from_raw(RawTensor { head_stride: -1, ..raw }), "head_stride", "-1", "at least 0");
         let far = RawTensor { token_stride: i64::MAX / 4, ..raw };
-        refuses(View::<f32>::from_raw(far), "token_stride", "for 2 tokens", "within the address space");
+        refuses(View::<f32>::from_raw(far), "token_stride", "for 2 tokens", "a span of at most");
         let far = RawTensor { tokens: u64::MAX, heads: 0, ..raw };
         refuses(ViewMut::<f32>::from_raw(far), "token_stride", "12 for", "a span of at most");
         refuses(ViewMut::<f32>::from_raw(RawTensor { token_stride: 0, ..raw }), "token_stride", "0", "at least 12");
