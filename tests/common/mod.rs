@@ -260,7 +260,7 @@ pub fn check_within<T: Element>(slack: f64, what: &str, got: &Results<T>, one: &
     assert_eq!(got.dsinks.len(), want.dsinks.len());
     let scale = rms(want.dsinks.iter().copied());
     for (h, (g, &w)) in got.dsinks.iter().zip(&want.dsinks).enumerate() {
-        let bound = 1.1 * (one.dsinks[h].to_f64() - w).abs() + 1e-5 * scale.max(w.abs());
+        let bound = 1.1 * (one.dsinks[h].to_f64() - w).abs() + slack * 1e-5 * scale.max(w.abs());
         assert!((g.to_f64() - w).abs() <= bound, "{what}: dsinks[{h}] is {g:?}, expected {w}, bound {bound:e}");
     }
 }
