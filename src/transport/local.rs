@@ -30,7 +30,7 @@ mod enqueued;
 
 use super::{
     Label, Message, Transport,
-    fault::{AGREEMENT, GroupFailure},
+    fault::{AGREEMENT, GroupFailure, millis},
     rules,
 };
 use crate::error::{Cause, Error, Result};
@@ -236,7 +236,7 @@ impl Local {
         if expired {
             match board.at_fault(self.rank) {
                 Some(at_fault) if board.ranks[self.rank].moved == progress.moved => {
-                    let ms = progress.since.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
+                    let ms = millis(progress.since.elapsed());
                     let bytes = board.waiting(self.rank);
                     self.shared.fail(&mut board, GroupFailure::of_deadline(self.rank, at_fault, ms, bytes));
                 }

@@ -12,7 +12,7 @@ use super::sys::{self, Api, IN_PROGRESS, RawId, SUCCESS};
 use crate::device::driver::Entered;
 use crate::error::{Cause, Error, Result};
 use crate::kernel::cuda::Cuda;
-use crate::transport::{Label, rules};
+use crate::transport::{Label, fault::millis, rules};
 use std::{
     format,
     ptr::null_mut,
@@ -347,11 +347,6 @@ fn not_joined(mut error: Error, rank: usize, world: usize, cuda: &Cuda) -> Error
         *message = format!("rank {rank} of {world} on device {}: NCCL {what} ({message}): {way_out}", cuda.ordinal());
     }
     error
-}
-
-/// As errors say it.
-pub(super) fn millis(time: Duration) -> u64 {
-    time.as_millis().try_into().unwrap_or(u64::MAX)
 }
 
 /// The bytes of a new unique id.

@@ -10,13 +10,13 @@
 //! calls `abort`, the first thread to notice records the failure, with the oldest exchange, and aborts the
 //! communicator: its kernels end, and the stream continues with the work after them.
 
-use super::comm::{Communicator, millis};
+use super::comm::Communicator;
 use super::sys::{IN_PROGRESS, SUCCESS, describe};
 use crate::call::RawStream;
 use crate::device::driver::CudaEvent;
 use crate::error::{Cause, Error, Result};
 use crate::kernel::cuda::Cuda;
-use crate::transport::{Label, Message};
+use crate::transport::{Label, Message, fault::millis};
 use std::{
     collections::VecDeque,
     sync::{
