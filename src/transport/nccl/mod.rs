@@ -59,7 +59,7 @@ use crate::{
     error::{Cause, Error, Result},
     kernel::cuda::{Cuda, DeviceMemory},
 };
-use comm::{CallRight, Communicator, Owner};
+use comm::{CallRight, Communicator};
 use core::{ffi::c_void, mem::ManuallyDrop, ops::Range};
 use std::{
     format,
@@ -143,13 +143,9 @@ impl Nccl {
         on_failure: OnFailure,
     ) -> Result<Self> {
         comm::check_numbers(rank, world, deadline)?;
-        let owner = match on_failure {
-            OnFailure::Abort => Owner::OthersAbort,
-            OnFailure::Leave => Owner::Others,
-        };
         // SAFETY: `comm` is null, or alive for as long as the transport, with no other call at the same time (the
         // contract).
-        let comm = unsafe { Communicator::take(comm, owner, rank, world, device) }?;
+        let comm = unsafe { Communicator::take(comm, on_failure, rank, world, device) }?;
         Self::with(comm, rank, world, device, deadline)
     }
 
@@ -178,7 +174,7 @@ impl Nccl {
     /// # Errors
     /// [`Error::Invalid`] when it is 0.
     pub fn set_deadline(&self, deadline: Duration) -> Result<()> {
-        comm::check_numbers(self.rank, self.world, deadline)?;
+        rules::check_deadline(deadline)?;
         self.watch.set_deadline(deadline);
         Ok(())
     }
@@ -230,7 +226,12 @@ impl Nccl {
             return Err(Error::invalid("communicator", "aborted", "one that lives"));
         }
         outcome?;
-        if api.begun("ncclGroupEnd", code)? { turn.settle() } else { Ok(()) }
+        if api.begun("ncclGroupEnd", code)? {
+            // The library puts the group into its stream, which waits for other ranks only if the group is the first with
+            // one of them. The watchdog ends the wait.
+            turn.settle("ncclGroupEnd", Duration::MAX)?;
+        }
+        Ok(())
     }
 
     /// Waits on the host until an exchange is over.
