@@ -69,7 +69,7 @@ impl Rank {
             number,
             || "the gathering of a trace".into(),
             || {
-                let parts = gather(&*carrier, &now, &packed::pack(mine))?;
+                let parts = gather(carrier, &now, &packed::pack(mine))?;
                 let mut all = Vec::new();
                 for (rank, part) in parts.iter().enumerate() {
                     all.extend(packed::unpack(&part.bytes, rank, part.offset_ns)?);
