@@ -55,8 +55,11 @@ impl<T: ?Sized> InFlight<T> {
 
     /// The memory, unless MPI holds it.
     pub(super) fn get(&mut self) -> Option<&mut T> {
+        if !self.is_free() {
+            return None;
+        }
         // SAFETY: made by Box in `new`; MPI does not hold it.
-        self.is_free().then(|| unsafe { self.memory.as_mut() })
+        Some(unsafe { self.memory.as_mut() })
     }
 
     /// The memory, if the operation is complete or there is none. Lets MPI make progress.
