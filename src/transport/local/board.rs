@@ -198,7 +198,8 @@ impl Board {
         self.release(rank, peer)
     }
 
-    /// Notes that `rank` does not read the claimed message from `peer` any more, and says whether `peer` has to be woken.
+    /// Notes that `rank` does not read the claimed message from `peer` any more, and says whether `peer` has to be
+    /// woken.
     pub(super) fn release(&mut self, rank: usize, peer: usize) -> bool {
         self.ranks[rank].copying = false;
         let place = &mut self.ranks[peer];

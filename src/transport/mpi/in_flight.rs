@@ -153,7 +153,8 @@ impl InFlight<Comm> {
     /// Begins to duplicate a communicator, which all of its processes have to do.
     pub(super) fn duplicate(comm: Comm) -> Result<Self, Refused> {
         let mut made = Self::new(Box::new(Comm::null()));
-        // SAFETY: a live communicator; `Comm` is a handle of MPI's, which nothing touches until the request is complete.
+        // SAFETY: a live communicator; `Comm` is a handle of MPI's, which nothing touches until the request is
+        // complete.
         made.begin("MPI_Comm_idup", |made, request| unsafe { ffi::MPI_Comm_idup(comm.0, made.cast(), request) })?;
         Ok(made)
     }
