@@ -88,8 +88,6 @@ pub(super) struct Sequence {
     events: Vec<CudaEvent>,
     /// By operation index.
     named: Vec<Named>,
-    /// The most messages of an exchange in one direction.
-    pub most_messages: usize,
 }
 
 // SAFETY: the addresses in the messages are left from the last run; the next run overwrites them before it uses them.
@@ -106,7 +104,6 @@ struct Recording<'a> {
     steps: Vec<StreamCommand>,
     messages: Vec<Message>,
     offsets: Vec<(u32, BaseOffset)>,
-    most_messages: usize,
 }
 
 impl Recording<'_> {
@@ -124,7 +121,6 @@ impl Recording<'_> {
         let moved = (begin..).zip(messages).filter(|(_, m)| !tags::is_of_metadata(m.ptr));
         self.offsets.extend(moved.map(|(i, m)| (i, self.recorder.locate(m.ptr))));
         self.messages.extend_from_slice(messages);
-        self.most_messages = self.most_messages.max(messages.len());
         begin..self.messages.len() as u32
     }
 }
@@ -206,7 +202,6 @@ impl Sequence {
             steps: Vec::new(),
             messages: Vec::new(),
             offsets: Vec::new(),
-            most_messages: 0,
         };
         let memory = BufferAddresses { tensors, workspace: BaseShapes::symbol(0) };
         let Prepared { schedule, run, compute: listing, .. } = prepared;
@@ -247,7 +242,7 @@ impl Sequence {
                 recording.steps.push(StreamCommand::Mark { stream, event });
             }
         }
-        let Recording { recorder, steps, mut messages, offsets, most_messages, .. } = recording;
+        let Recording { recorder, steps, mut messages, offsets, .. } = recording;
         let launches = recorder.keep()?;
         for message in &mut messages {
             message.ptr = launches.metadata_address(message.ptr).unwrap_or(message.ptr);
@@ -259,7 +254,6 @@ impl Sequence {
             offsets,
             named,
             events: (0..count).map(|_| CudaEvent::new(cuda.context())).collect::<Result<_>>()?,
-            most_messages,
         })
     }
 
@@ -270,7 +264,7 @@ impl Sequence {
 
     /// Whether the sequence has exchanges with other ranks.
     pub(super) fn exchanges(&self) -> bool {
-        self.most_messages > 0
+        !self.messages.is_empty()
     }
 
     /// Whether the rows of a tensor must begin at multiples of 16 bytes, which not all tensors need.
