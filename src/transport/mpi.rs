@@ -52,7 +52,7 @@ mod wait;
 
 use std::{
     ops::Range,
-    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -248,17 +248,7 @@ impl Mpi {
 
     /// Begins a call that waits.
     fn enter(&self, label: Label) -> Result<MutexGuard<'_, Calls>> {
-        let calls = match self.calls.try_lock() {
-            Ok(calls) => calls,
-            Err(TryLockError::Poisoned(poisoned)) => {
-                // A call has panicked halfway; its requests are never completed.
-                self.abort(Cause::Panicked);
-                poisoned.into_inner()
-            }
-            Err(TryLockError::WouldBlock) => {
-                return Err(rules::not_serial(label, self.group.rank, Some(self.group.label())));
-            }
-        };
+        let calls = rules::begin_call(self, &self.calls, label, || Some(self.group.label()))?;
         environment::usable()?;
         self.group.set_label(label);
         match self.group.look() {

@@ -28,7 +28,7 @@ mod waits;
 use std::{
     format,
     string::{String, ToString},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
     vec::Vec,
 };
@@ -151,16 +151,7 @@ impl<E: Engine> EngineTransport<E> {
 
     /// Begins a call that waits.
     fn enter(&self, label: Label) -> Result<MutexGuard<'_, MessageBuffers>> {
-        let rooms = match self.rooms.try_lock() {
-            Ok(rooms) => rooms,
-            Err(TryLockError::Poisoned(poisoned)) => {
-                self.abort(Cause::Panicked);
-                poisoned.into_inner()
-            }
-            Err(TryLockError::WouldBlock) => {
-                return Err(rules::not_serial(label, self.group.rank, None));
-            }
-        };
+        let rooms = rules::begin_call(self, &self.rooms, label, || None)?;
         if self.group.has_failed() {
             return Err(self.failed_before(label));
         }
