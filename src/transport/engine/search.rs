@@ -52,6 +52,7 @@ pub(super) struct EngineGroup<E> {
     process: u32,
 }
 
+#[derive(Default)]
 struct SearchState {
     /// Why the group has failed.
     failed: Option<String>,
@@ -80,21 +81,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl<E: Engine> EngineGroup<E> {
     pub(super) fn new(engine: E, deadline: Duration) -> Self {
-        let (rank, world, pulse) = (engine.rank(), engine.world(), Arc::new(Pulse::new(deadline)));
-        let state = SearchState {
-            failed: None,
-            ended: None,
-            wait: None,
-            since: pulse.time(),
-            verdict: None,
-            connected: false,
-            listening: false,
-            known: false,
-            left: false,
-        };
-        let (state, threads) = (Mutex::new(state), Arc::default());
-        let process = std::process::id();
-        Self { engine, rank, world, deadline, pulse, state, known: Condvar::new(), threads, process }
+        Self {
+            rank: engine.rank(),
+            world: engine.world(),
+            engine,
+            deadline,
+            pulse: Arc::new(Pulse::new(deadline)),
+            state: Mutex::default(),
+            known: Condvar::new(),
+            threads: Arc::default(),
+            process: std::process::id(),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, SearchState> {
