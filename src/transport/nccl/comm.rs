@@ -17,7 +17,6 @@ use crate::transport::{Label, fault::millis, rules};
 use std::{
     format,
     ptr::null_mut,
-    string::String,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, TryLockError,
         atomic::{AtomicBool, AtomicPtr, Ordering},
@@ -149,8 +148,9 @@ impl Communicator {
         self.borrowed != Some(OnFailure::Leave)
     }
 
-    fn gone() -> Error {
-        Error::invalid("communicator", "aborted", "one that lives").hint("make a new group")
+    /// The error of a call on a communicator that is closed.
+    pub(super) fn gone() -> Error {
+        Error::invalid("communicator", "aborted", "a live one").hint("make a new group")
     }
 
     fn entered<'a>(&'a self, turn: MutexGuard<'a, ()>) -> Result<CallRight<'a>> {
@@ -170,12 +170,16 @@ impl Communicator {
 
     /// As [`turn`](Self::turn), or `None` while another thread is in a call.
     pub(super) fn turn_now(&self) -> Option<CallRight<'_>> {
-        let turn = match self.turn.try_lock() {
-            Ok(turn) => turn,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
-        self.entered(turn).ok()
+        self.entered(self.free_turn()?).ok()
+    }
+
+    /// The turn, unless another thread has it.
+    fn free_turn(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.turn.try_lock() {
+            Ok(turn) => Some(turn),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Whether calls have come to an end.
@@ -190,14 +194,11 @@ impl Communicator {
             return;
         }
         let begin = Instant::now();
-        let turn = loop {
-            match self.turn.try_lock() {
-                Ok(turn) => break Some(turn),
-                Err(TryLockError::Poisoned(poisoned)) => break Some(poisoned.into_inner()),
-                Err(TryLockError::WouldBlock) if begin.elapsed() > GRACE => break None,
-                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_micros(200)),
-            }
-        };
+        let mut turn = self.free_turn();
+        while turn.is_none() && begin.elapsed() <= GRACE {
+            thread::sleep(Duration::from_micros(200));
+            turn = self.free_turn();
+        }
         let handle = self.handle.swap(null_mut(), Ordering::SeqCst);
         // Without a context there is nothing left to end.
         if !handle.is_null()
@@ -311,7 +312,7 @@ fn not_joined(mut error: Error, rank: usize, world: usize, cuda: &Cuda) -> Error
 /// Refuses numbers that no communicator has.
 pub(super) fn check_numbers(rank: usize, world: usize, deadline: Duration) -> Result<()> {
     if world == 0 || i32::try_from(world).is_err() {
-        return Err(Error::invalid("world", world, String::from("1 to 2147483647 ranks")));
+        return Err(Error::invalid("world", world, "1 to 2147483647 ranks"));
     }
     if rank >= world {
         return Err(Error::invalid("rank", rank, format!("below the world of {world}")));

@@ -223,12 +223,12 @@ impl Nccl {
         // SAFETY: the group was begun above, on this thread.
         let code = unsafe { (api.ncclGroupEnd)() };
         if self.watch.comm.is_closed() {
-            return Err(Error::invalid("communicator", "aborted", "one that lives"));
+            return Err(Communicator::gone());
         }
         outcome?;
         if api.begun("ncclGroupEnd", code)? {
-            // The library puts the group into its stream, which waits for other ranks only if the group is the first with
-            // one of them. The watchdog ends the wait.
+            // The library puts the group into its stream, which waits for other ranks only if the group is the first
+            // with one of them. The watchdog ends the wait.
             turn.settle("ncclGroupEnd", Duration::MAX)?;
         }
         Ok(())
