@@ -73,7 +73,8 @@ pub(crate) fn gather(carrier: Carrier<'_>, now: &dyn Fn() -> u64, mine: &[u8]) -
             trips.push(RoundTrip { sent, there, back: now() });
         }
         let length = receive(carrier, ROUNDS, peer, &mut word)?;
-        let length = usize::try_from(length).map_err(|_| Error::invalid("bytes", length, "what memory holds"))?;
+        let length =
+            usize::try_from(length).map_err(|_| Error::invalid("bytes", length, "a number that fits into memory"))?;
         let mut bytes = carrier::zeros(length)?;
         if length > 0 {
             let mut room = carrier.room(length)?;

@@ -77,17 +77,17 @@ impl RingFault {
     pub fn advice(&self) -> &'static str {
         match self {
             Self::OtherBytes { .. } => {
-                "the transport or what is below it loses data: test the hosts of this link alone, with another transport too"
+                "the transport or the network changes data: test the two hosts of this link alone, and with another transport"
             }
             Self::Failed { error: Error::Peer { cause: Cause::Deadline { .. }, .. }, .. } => {
                 "see whether the process of that rank runs and whether its host is reached from here: firewalls, the network \
-                 interface that is used, host names; if it only was slow, give a longer deadline"
+                 interface that is used, host names; if it was only slow, give a longer deadline"
             }
             Self::Failed { error: Error::Peer { cause: Cause::Size { .. } | Cause::Disagreed { .. }, .. }, .. } => {
                 "give every rank the same number of bytes"
             }
             Self::Failed { error: Error::Peer { .. } | Error::Found { .. }, .. } => {
-                "see whether the process of that rank still runs; where it ended by itself, read what it printed"
+                "see whether the process of that rank still runs; if it ended by itself, read its output"
             }
             Self::Failed { error: Error::Invalid { .. }, .. } => "give what is expected, the same on every rank",
             Self::Failed { .. } => "see the error",
@@ -321,8 +321,7 @@ impl LedgerRound<'_> {
             return Ok(());
         }
         let found = format!("{ours} on rank {} and {theirs} on rank {peer}", self.carrier.end().rank());
-        let expected =
-            format!("the same number on every rank (or rank {peer} does something else than check the ring)");
+        let expected = format!("the same number on every rank (or rank {peer} is in another call)");
         Err(Error::invalid("bytes", found, expected).into())
     }
 }

@@ -126,7 +126,7 @@ impl Said {
 
 /// A value of the store; an error if another version wrote it.
 pub(super) fn read<T>(value: Option<T>) -> Result<T, Failed> {
-    value.ok_or_else(|| Failed::of_group("the store holds what no rank of this version has written"))
+    value.ok_or_else(|| Failed::of_group("the store holds a value that no rank of this version wrote"))
 }
 
 fn number(rank: Option<usize>) -> String {
@@ -187,7 +187,10 @@ impl From<AtFault<String>> for Verdict {
             AtFault::Idle(rank) => Self::of(rank, "is in no call of the group, while others wait for it"),
             AtFault::Late(rank, time) => {
                 let time = time.as_secs_f64();
-                Self::of(rank, &format!("came late: it has waited for {time:.1} s, was in no call or stopped before"))
+                Self::of(
+                    rank,
+                    &format!("came late: it has waited for {time:.1} s, and was in no call or stopped before"),
+                )
             }
             AtFault::Differ([(first, call), (other, theirs)]) => Self {
                 peer: Some(other),
@@ -212,7 +215,8 @@ fn find_joining(world: usize, deadline: Duration, ranks: &mut dyn Ranks) -> Resu
     if let Some(&first) = missing.first() {
         let shown: Vec<_> = missing.iter().take(SHOWN).map(|rank| rank.to_string()).collect();
         let more = if missing.len() > SHOWN { ", ..." } else { "" };
-        let text = format!("rank {}{more} did not come", shown.join(", "));
+        let plural = if missing.len() > 1 { "s" } else { "" };
+        let text = format!("rank{plural} {}{more} did not come", shown.join(", "));
         return Ok(Verdict { peer: Some(first), text, ..Verdict::default() });
     }
     let mut there = Vec::new();

@@ -65,8 +65,8 @@ impl Communicator {
     pub(super) fn make(id: [u8; 128], rank: usize, world: usize, cuda: &Arc<Cuda>, deadline: Duration) -> Result<Self> {
         let api = Api::get()?;
         if id.iter().all(|&b| b == 0) {
-            return Err(Error::invalid("unique_id", "all zeros", "what NCCL gave to one of the ranks")
-                .hint("make it on one rank, and bring its 128 bytes to all others"));
+            return Err(Error::invalid("unique_id", "all zeros", "the id that NCCL made on one of the ranks")
+                .hint("make it on one rank, and send its 128 bytes to all others"));
         }
         let name = (id, rank);
         {

@@ -161,7 +161,7 @@ impl Nccl {
         let watchdog = watchdog.map_err(|error| Error::Device {
             call: "std::thread::spawn",
             code: error.raw_os_error().unwrap_or(-1).into(),
-            message: format!("no thread to watch exchanges: {error}"),
+            message: format!("the thread that watches exchanges did not start: {error}"),
         })?;
         let numbers = Mutex::new(Numbers { device: ManuallyDrop::new(device), host: Vec::with_capacity(world) });
         let (cuda, watchdog) = (Arc::clone(cuda), Some(watchdog));
