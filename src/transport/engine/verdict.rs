@@ -29,10 +29,10 @@ const SHOWN: usize = 8;
 /// The ranks that can be asked.
 pub(super) trait Ranks {
     /// Whether the rank has started.
-    fn came(&mut self, rank: usize) -> Result<bool, Failed>;
+    fn came(&self, rank: usize) -> Result<bool, Failed>;
 
     /// The rank's answer; none if it does not answer in time.
-    fn answer(&mut self, rank: usize) -> Result<Option<Said>, Failed>;
+    fn answer(&self, rank: usize) -> Result<Option<Said>, Failed>;
 }
 
 /// The answer of a rank.
@@ -150,7 +150,7 @@ fn fields<const N: usize>(bytes: &[u8]) -> Option<[&str; N]> {
 }
 
 /// The verdict of all ranks' answers. `deadline` is that of each of them.
-pub(super) fn find(asker: Asker, world: usize, deadline: Duration, ranks: &mut dyn Ranks) -> Result<Verdict, Failed> {
+pub(super) fn find(asker: Asker, world: usize, deadline: Duration, ranks: &dyn Ranks) -> Result<Verdict, Failed> {
     let Asker::Rank(asker) = asker else { return find_joining(world, deadline, ranks) };
     let (mut chain, mut search) = (Vec::new(), Search::new(asker, deadline));
     let end = loop {
@@ -205,7 +205,7 @@ impl From<AtFault<String>> for Verdict {
 
 /// The ranks that have not come; otherwise the first that does not answer; otherwise the one that has been there
 /// for much less time than others.
-fn find_joining(world: usize, deadline: Duration, ranks: &mut dyn Ranks) -> Result<Verdict, Failed> {
+fn find_joining(world: usize, deadline: Duration, ranks: &dyn Ranks) -> Result<Verdict, Failed> {
     let mut missing = Vec::new();
     for rank in 0..world {
         if !ranks.came(rank)? {

@@ -12,11 +12,11 @@ struct Told {
 }
 
 impl Ranks for Told {
-    fn came(&mut self, rank: usize) -> Result<bool, Failed> {
+    fn came(&self, rank: usize) -> Result<bool, Failed> {
         Ok(!self.absent.contains(&rank))
     }
 
-    fn answer(&mut self, rank: usize) -> Result<Option<Said>, Failed> {
+    fn answer(&self, rank: usize) -> Result<Option<Said>, Failed> {
         Ok(self.said.get(&rank).cloned())
     }
 }
@@ -40,8 +40,8 @@ fn joining(seconds: f64) -> Said {
 }
 
 fn found(asker: Asker, world: usize, said: impl IntoIterator<Item = (usize, Said)>, absent: &[usize]) -> Verdict {
-    let mut told = Told { said: said.into_iter().collect(), absent: absent.to_vec() };
-    find(asker, world, DEADLINE, &mut told).unwrap()
+    let told = Told { said: said.into_iter().collect(), absent: absent.to_vec() };
+    find(asker, world, DEADLINE, &told).unwrap()
 }
 
 #[track_caller]
