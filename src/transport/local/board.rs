@@ -35,26 +35,19 @@ pub(super) enum Phase {
 
 /// The address of a list of messages whose owner stays in its exchange for as long as the list is posted.
 #[derive(Clone, Copy)]
-struct PostedList {
-    first: *const Message,
-    len: usize,
-}
+struct PostedList(*const [Message]);
 
-// SAFETY: an address and a number; `Posted::list` says why the list may be read from every thread.
+// SAFETY: an address and a number; `PostedList::list` says why the list may be read from every thread.
 unsafe impl Send for PostedList {}
 
 impl PostedList {
-    const NOTHING: Self = Self { first: std::ptr::NonNull::dangling().as_ptr(), len: 0 };
-
-    fn new(list: &[Message]) -> Self {
-        Self { first: list.as_ptr(), len: list.len() }
-    }
+    const NOTHING: Self = Self(&[]);
 
     fn list(&self) -> &[Message] {
-        // SAFETY: `first` and `len` come from a slice that its owner borrows until its exchange returns, and the owner
+        // SAFETY: the address is that of a slice that its owner borrows until its exchange returns, and the owner
         // calls `Board::retire` under the board's mutex before that. The result borrows the board, hence the mutex, so
         // it is gone by then. Nothing writes a list while it is borrowed.
-        unsafe { std::slice::from_raw_parts(self.first, self.len) }
+        unsafe { &*self.0 }
     }
 }
 
@@ -143,8 +136,8 @@ impl Board {
         self.received[row].fill(0);
         let place = &mut self.ranks[rank];
         place.phase = Phase::Exchange;
-        place.sends = PostedList::new(sends);
-        place.recvs = PostedList::new(recvs);
+        place.sends = PostedList(sends);
+        place.recvs = PostedList(recvs);
         place.unread = sends.len();
         place.unwritten = recvs.len();
     }
