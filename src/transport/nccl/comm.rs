@@ -8,7 +8,6 @@
 //! moment for the mutex, and aborts without it if the call does not return. A thread that returns from a call, or waits
 //! for the library, first checks `closed`, and does not use the handle again once it is set.
 
-use super::OnFailure;
 use super::sys::{self, Api, RawId, SUCCESS};
 use crate::device::driver::Entered;
 use crate::error::{Cause, Error, Result};
@@ -31,6 +30,19 @@ const GRACE: Duration = Duration::from_millis(200);
 
 /// Ranks and ids of the communicators that this process made and that are not gone.
 static MADE: Mutex<Vec<([u8; 128], usize)>> = Mutex::new(Vec::new());
+
+/// What happens to the caller's communicator when a run fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnFailure {
+    /// It is aborted, so that streams become usable again. Its owner must not use it afterwards, not even to destroy
+    /// it.
+    Abort,
+    /// It is not aborted. Errors are still reported, but the unfinished exchange stays on its stream, with everything
+    /// enqueued after it, until the owner aborts the communicator: calls that wait for those streams, or free memory,
+    /// wait until then.
+    Leave,
+}
 
 /// A communicator.
 pub(super) struct Communicator {

@@ -47,6 +47,7 @@ mod sys;
 mod unique_id;
 mod watch;
 
+pub use comm::OnFailure;
 pub use unique_id::UniqueId;
 
 use super::{DeviceTransport, Label, Message, Transport, rules};
@@ -69,19 +70,6 @@ use std::{
     vec::Vec,
 };
 use watch::Watchdog;
-
-/// What happens to the caller's communicator when a run fails.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum OnFailure {
-    /// It is aborted, so that streams become usable again. Its owner must not use it afterwards, not even to destroy
-    /// it.
-    Abort,
-    /// It is not aborted. Errors are still reported, but the unfinished exchange stays on its stream, with everything
-    /// enqueued after it, until the owner aborts the communicator: calls that wait for those streams, or free memory,
-    /// wait until then.
-    Leave,
-}
 
 /// One rank's transport over NCCL. Dropping it means that the rank leaves the group; this waits for enqueued work.
 pub struct Nccl {
