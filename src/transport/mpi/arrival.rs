@@ -22,7 +22,7 @@ use std::{
 
 use super::{
     duplicates::Duplicates,
-    in_flight::InFlight,
+    in_flight::MemoryInFlight,
     raw::{Comm, Refused},
     wait::{DeadlineState, SHORTEST_GRACE},
 };
@@ -97,7 +97,7 @@ impl Roll {
     /// Receives messages, and returns whether another rank has given up.
     fn hear(&mut self) -> Result<bool, Refused> {
         while self.comm.has_arrived(TAG)? {
-            let mut message = InFlight::new(Box::<Words>::default());
+            let mut message = MemoryInFlight::new(Box::<Words>::default());
             message.receive(self.comm, None, TAG)?;
             let mut state = DeadlineState::new(Duration::from_secs(1));
             let [rank, attempt, waited, met] = loop {
@@ -126,7 +126,7 @@ impl Roll {
         let words = [self.rank as u64, self.attempt, there.waited, there.met];
         let mut sends = Vec::with_capacity(self.world);
         for peer in (0..self.world).filter(|&peer| peer != self.rank) {
-            let mut message = InFlight::new(Box::new(words));
+            let mut message = MemoryInFlight::new(Box::new(words));
             // An error is ignored: that rank cannot be reached.
             let _ = message.send(self.comm, size_of::<Words>(), peer, TAG);
             sends.push(message);

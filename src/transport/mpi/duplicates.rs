@@ -14,7 +14,7 @@
 //! do then.
 
 use super::{
-    in_flight::InFlight,
+    in_flight::MemoryInFlight,
     raw::{Comm, Refused},
 };
 
@@ -25,7 +25,7 @@ pub(super) struct Duplicates {
     attempts: u64,
     /// How many duplicates are complete, of all attempts.
     complete: u64,
-    under_way: Option<InFlight<Comm>>,
+    under_way: Option<MemoryInFlight<Comm>>,
     /// The first of this attempt, while the second is made.
     first: Option<Comm>,
 }
@@ -43,7 +43,7 @@ impl Duplicates {
     pub(super) fn poll(&mut self, comm: Comm) -> Result<Option<[Comm; 2]>, Refused> {
         loop {
             let Some(under_way) = &mut self.under_way else {
-                self.under_way = Some(InFlight::duplicate(comm)?);
+                self.under_way = Some(MemoryInFlight::duplicate(comm)?);
                 continue;
             };
             let Some(&mut made) = under_way.poll()? else { return Ok(None) };

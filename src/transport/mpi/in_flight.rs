@@ -33,7 +33,7 @@ pub(super) fn settles(mut done: impl FnMut() -> bool) -> bool {
 }
 
 /// Memory, and the operation of MPI that reads or writes it, if any.
-pub(super) struct InFlight<T: ?Sized> {
+pub(super) struct MemoryInFlight<T: ?Sized> {
     memory: NonNull<T>,
     bytes: usize,
     request: MPI_Request,
@@ -43,9 +43,9 @@ pub(super) struct InFlight<T: ?Sized> {
 
 // SAFETY: memory of its own and a handle; MPI_THREAD_MULTIPLE allows every thread to use it, one at a time, as `&mut`
 // demands.
-unsafe impl<T: ?Sized + Send> Send for InFlight<T> {}
+unsafe impl<T: ?Sized + Send> Send for MemoryInFlight<T> {}
 
-impl<T: ?Sized> InFlight<T> {
+impl<T: ?Sized> MemoryInFlight<T> {
     /// Memory that MPI does not hold.
     pub(super) fn new(memory: Box<T>) -> Self {
         let (bytes, memory) = (size_of_val(&*memory), NonNull::from(Box::leak(memory)));
@@ -101,7 +101,7 @@ impl<T: ?Sized> InFlight<T> {
     }
 }
 
-impl<T: ?Sized> Drop for InFlight<T> {
+impl<T: ?Sized> Drop for MemoryInFlight<T> {
     fn drop(&mut self) {
         if self.is_free() {
             // SAFETY: made by Box in `new`; MPI does not hold it.
@@ -121,7 +121,7 @@ unsafe impl Words for [u64] {}
 // SAFETY: integers.
 unsafe impl<const N: usize> Words for [u64; N] {}
 
-impl<T: Words + ?Sized> InFlight<T> {
+impl<T: Words + ?Sized> MemoryInFlight<T> {
     /// Begins to send the first `bytes` bytes.
     pub(super) fn send(&mut self, comm: Comm, bytes: usize, to: usize, tag: c_int) -> Result<(), Refused> {
         let count = count(bytes.min(self.bytes));
@@ -149,7 +149,7 @@ fn count(bytes: usize) -> c_int {
     c_int::try_from(bytes).expect("a piece is far smaller than 2 GiB")
 }
 
-impl InFlight<Comm> {
+impl MemoryInFlight<Comm> {
     /// Begins to duplicate a communicator, which all of its processes have to do.
     pub(super) fn duplicate(comm: Comm) -> Result<Self, Refused> {
         let mut made = Self::new(Box::new(Comm::null()));

@@ -18,7 +18,7 @@ use std::{
 };
 
 use super::{
-    in_flight::{InFlight, settles},
+    in_flight::{MemoryInFlight, settles},
     raw::{Comm, Refused},
 };
 use crate::{
@@ -98,8 +98,8 @@ impl Notice {
 /// The notices of a rank: the posted receive, the sends in flight, and the state of questions.
 pub(super) struct Notices {
     comm: Comm,
-    arriving: Mutex<InFlight<Words>>,
-    leaving: Mutex<Vec<InFlight<Words>>>,
+    arriving: Mutex<MemoryInFlight<Words>>,
+    leaving: Mutex<Vec<MemoryInFlight<Words>>>,
     questions: Mutex<Questions>,
     /// By rank: whether it has left.
     left: Vec<AtomicBool>,
@@ -126,7 +126,7 @@ impl Notices {
     fn closed(comm: Comm, world: usize) -> Self {
         Self {
             comm,
-            arriving: Mutex::new(InFlight::new(Box::default())),
+            arriving: Mutex::new(MemoryInFlight::new(Box::default())),
             leaving: Mutex::default(),
             questions: Mutex::default(),
             left: (0..world).map(|_| AtomicBool::new(false)).collect(),
@@ -215,7 +215,7 @@ impl Notices {
     pub(super) fn send(&self, to: usize, notice: Notice) {
         let mut leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
         sent(&mut leaving);
-        let mut in_flight = InFlight::new(Box::new(notice.words()));
+        let mut in_flight = MemoryInFlight::new(Box::new(notice.words()));
         if in_flight.send(self.comm, size_of::<Words>(), to, TAG).is_ok() {
             leaving.push(in_flight);
         }
@@ -237,7 +237,7 @@ impl Notices {
 }
 
 /// Removes sends that are complete.
-fn sent(leaving: &mut Vec<InFlight<Words>>) {
+fn sent(leaving: &mut Vec<MemoryInFlight<Words>>) {
     leaving.retain_mut(|in_flight| !in_flight.is_done());
 }
 

@@ -11,7 +11,7 @@
 use std::{ffi::c_int, vec, vec::Vec};
 
 use super::{
-    in_flight::InFlight,
+    in_flight::MemoryInFlight,
     raw::{Comm, Refused},
 };
 use crate::transport::{Message, engine::MessageDirection};
@@ -60,7 +60,7 @@ pub(super) struct Pipe {
     peer: usize,
     piece: usize,
     /// Each has a header and a piece.
-    slots: Vec<InFlight<[u64]>>,
+    slots: Vec<MemoryInFlight<[u64]>>,
     /// Pieces handed to MPI that are not complete; the oldest is in slot `oldest`.
     under_way: usize,
     oldest: usize,
@@ -92,7 +92,7 @@ impl Pipe {
     pub(super) fn add(&mut self, message: Message, piece: usize) -> bool {
         if self.slots.is_empty() {
             self.piece = piece;
-            let slot = || InFlight::new(vec![0; (HEADER + piece).div_ceil(8)].into_boxed_slice());
+            let slot = || MemoryInFlight::new(vec![0; (HEADER + piece).div_ceil(8)].into_boxed_slice());
             self.slots.extend((0..SLOTS).map(|_| slot()));
         }
         self.list.push(message);
@@ -190,13 +190,13 @@ impl Pipe {
     /// Asks MPI to give up the receives that are under way.
     pub(super) fn cancel(&mut self) {
         if self.way == MessageDirection::Receive {
-            self.slots.iter_mut().for_each(InFlight::cancel);
+            self.slots.iter_mut().for_each(MemoryInFlight::cancel);
         }
     }
 
     /// Whether MPI holds no slot any more.
     pub(super) fn is_free(&mut self) -> bool {
-        self.slots.iter_mut().all(InFlight::is_done)
+        self.slots.iter_mut().all(MemoryInFlight::is_done)
     }
 }
 
