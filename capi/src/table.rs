@@ -262,8 +262,4 @@ impl DeviceTransport for DeviceTableTransport {
     fn synchronize(&self) -> Result<()> {
         self.stream.synchronize()
     }
-
-    fn reserve(&self, _messages: usize) {
-        // Messages are passed on unchanged; the caller's functions have memory of their own.
-    }
 }

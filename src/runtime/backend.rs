@@ -6,7 +6,6 @@
 //! on devices only.
 
 use std::{
-    boxed::Box,
     time::{Duration, Instant},
     vec::Vec,
 };
@@ -51,7 +50,7 @@ pub(super) trait Backend: Send {
 
     /// The rank's end of the transport, for messages of the host between runs. On a device the call first waits for the
     /// work that the rank enqueued.
-    fn between_runs(&self) -> Result<Box<dyn Carrier + '_>>;
+    fn between_runs(&self) -> Result<Carrier<'_>>;
 
     fn synchronize(&self) -> Result<()> {
         Ok(())

@@ -64,7 +64,7 @@ impl Rank {
         let now = || epoch.elapsed().as_nanos() as u64;
         let what = || "the gathering of a trace".into();
         collective::agreed(end, failure, group, number, what, || {
-            let parts = gather(&*carrier, &now, &packed::pack(mine))?;
+            let parts = gather(carrier, &now, &packed::pack(mine))?;
             let mut all = Vec::new();
             for (rank, part) in parts.iter().enumerate() {
                 all.extend(packed::unpack(&part.bytes, rank, part.offset_ns)?);

@@ -4,7 +4,7 @@
 //! The calling thread is the compute lane, a thread of the rank is the communication lane ([`lanes`](super::lanes)). A
 //! run returns when it is complete.
 
-use std::{boxed::Box, sync::Arc, time::Instant, vec::Vec};
+use std::{sync::Arc, time::Instant, vec::Vec};
 
 use super::{
     agreement::Agreements,
@@ -29,7 +29,7 @@ use crate::{
     schedule::Purpose,
     transport::{
         Transport,
-        carrier::{Carrier, HostCarrier},
+        carrier::Carrier,
         ring_check::{Link, RingFault},
     },
 };
@@ -129,8 +129,8 @@ impl Backend for HostRank {
         ring::checked(&*self.transport, &self.failure, || Link::check_all(&*self.transport, bytes))
     }
 
-    fn between_runs(&self) -> Result<Box<dyn Carrier + '_>> {
-        Ok(Box::new(HostCarrier(&*self.transport)))
+    fn between_runs(&self) -> Result<Carrier<'_>> {
+        Ok(Carrier::Host(&*self.transport))
     }
 
     fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {

@@ -17,7 +17,7 @@ use crate::{
     plan::{Plan, shard::ShiftMessage},
     transport::{
         Label,
-        carrier::{self, Carrier, Parcel},
+        carrier::{Carrier, WireBuffer},
     },
 };
 
@@ -165,13 +165,13 @@ impl Rank {
         let group = plan.mesh().group_of(rank);
         collective::agreed(carrier.end(), failure, group, number, what, || {
             (0..plan.local_tokens(Side::Q, rank)).for_each(|row| rows.fill(row));
-            if bytes == 0 { Ok(()) } else { moved(&*carrier, &messages, rows) }
+            if bytes == 0 { Ok(()) } else { moved(carrier, &messages, rows) }
         })
     }
 }
 
 /// Copies rows that this rank has, and exchanges those that others have.
-fn moved(carrier: &dyn Carrier, messages: &[ShiftMessage], rows: &mut dyn ShiftedRows) -> Result<()> {
+fn moved(carrier: Carrier<'_>, messages: &[ShiftMessage], rows: &mut dyn ShiftedRows) -> Result<()> {
     let (rank, world, row_bytes) = (carrier.end().rank(), carrier.end().world(), rows.row_bytes());
     // By peer.
     let (mut sends, mut recvs) = (vec![Vec::new(); world], vec![Vec::new(); world]);
@@ -209,8 +209,8 @@ fn moved(carrier: &dyn Carrier, messages: &[ShiftMessage], rows: &mut dyn Shifte
 }
 
 /// Sends each peer its packet and receives the packets of the peers, in at most one exchange.
-fn exchange(carrier: &dyn Carrier, sends: &[Vec<u8>], recvs: &mut [Vec<u8>]) -> Result<()> {
-    let rooms = |packets: &[Vec<u8>]| -> Result<Vec<Parcel>> {
+fn exchange(carrier: Carrier<'_>, sends: &[Vec<u8>], recvs: &mut [Vec<u8>]) -> Result<()> {
+    let rooms = |packets: &[Vec<u8>]| -> Result<Vec<(usize, WireBuffer)>> {
         let full = packets.iter().enumerate().filter(|(_, packet)| !packet.is_empty());
         full.map(|(peer, packet)| Ok((peer, carrier.room(packet.len())?))).collect()
     };
@@ -221,6 +221,7 @@ fn exchange(carrier: &dyn Carrier, sends: &[Vec<u8>], recvs: &mut [Vec<u8>]) -> 
     for (peer, room) in &mut from {
         room.put(&sends[*peer])?;
     }
-    carrier::exchange(carrier, Label::new("shift", 0), &mut from, &mut to)?;
+    let (sent, received) = [&mut from, &mut to].map(|rooms| rooms.iter_mut().map(|(peer, room)| (*peer, room))).into();
+    carrier.exchange(Label::new("shift", 0), sent, received)?;
     to.iter().try_for_each(|(peer, room)| room.get(&mut recvs[*peer]))
 }

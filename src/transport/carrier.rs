@@ -6,104 +6,110 @@
 //! needed, so that its users are written once. It is for calls between runs: it allocates, and waits on the host for
 //! each exchange.
 
-use std::{boxed::Box, vec::Vec};
+use std::vec::Vec;
 
 #[cfg(feature = "cuda")]
 use super::DeviceTransport;
 use super::{Label, Message, Transport};
 use crate::error::{Error, Result};
-
-/// Memory of messages between runs: of the host, or of a device.
-pub(crate) trait WireBuffer {
-    fn ptr(&mut self) -> *mut u8;
-    fn bytes(&self) -> usize;
-    fn put(&mut self, from: &[u8]) -> Result<()>;
-    fn get(&self, to: &mut [u8]) -> Result<()>;
-}
-
-impl WireBuffer for Vec<u8> {
-    fn ptr(&mut self) -> *mut u8 {
-        self.as_mut_ptr()
-    }
-
-    fn bytes(&self) -> usize {
-        self.len()
-    }
-
-    fn put(&mut self, from: &[u8]) -> Result<()> {
-        self.copy_from_slice(from);
-        Ok(())
-    }
-
-    fn get(&self, to: &mut [u8]) -> Result<()> {
-        to.copy_from_slice(self);
-        Ok(())
-    }
-}
-
 #[cfg(feature = "cuda")]
-impl WireBuffer for crate::kernel::cuda::DeviceMemory {
-    fn ptr(&mut self) -> *mut u8 {
-        Self::ptr(self)
+use crate::kernel::cuda::DeviceMemory;
+
+/// Memory of messages between runs.
+pub(crate) enum WireBuffer {
+    Host(Vec<u8>),
+    #[cfg(feature = "cuda")]
+    Device(DeviceMemory),
+}
+
+impl WireBuffer {
+    /// Writes all of it.
+    pub(crate) fn put(&mut self, from: &[u8]) -> Result<()> {
+        match self {
+            Self::Host(memory) => memory.copy_from_slice(from),
+            #[cfg(feature = "cuda")]
+            Self::Device(memory) => memory.upload(from)?,
+        }
+        Ok(())
     }
 
-    fn bytes(&self) -> usize {
-        Self::bytes(self)
+    /// Reads all of it.
+    pub(crate) fn get(&self, to: &mut [u8]) -> Result<()> {
+        match self {
+            Self::Host(memory) => to.copy_from_slice(memory),
+            #[cfg(feature = "cuda")]
+            Self::Device(memory) => memory.download(to)?,
+        }
+        Ok(())
     }
 
-    fn put(&mut self, from: &[u8]) -> Result<()> {
-        self.upload(from)
-    }
-
-    fn get(&self, to: &mut [u8]) -> Result<()> {
-        self.download(to)
+    fn message(&mut self, peer: usize) -> Message {
+        let (ptr, bytes) = match self {
+            Self::Host(memory) => (memory.as_mut_ptr(), memory.len()),
+            #[cfg(feature = "cuda")]
+            Self::Device(memory) => (memory.ptr(), memory.bytes()),
+        };
+        Message { peer, ptr, bytes }
     }
 }
 
-/// One end of a transport, and memory that it can reach.
-pub(crate) trait Carrier {
-    fn end(&self) -> &dyn Transport;
+/// The rank that bytes go to or come from, and their memory.
+pub(crate) type Parcel<'a> = (usize, &'a mut WireBuffer);
+
+/// One end of a transport of host memory or of device memory.
+#[derive(Clone, Copy)]
+pub(crate) enum Carrier<'a> {
+    Host(&'a dyn Transport),
+    #[cfg(feature = "cuda")]
+    Device(&'a dyn DeviceTransport),
+}
+
+impl<'a> Carrier<'a> {
+    pub(crate) fn end(self) -> &'a dyn Transport {
+        match self {
+            Self::Host(end) => end,
+            #[cfg(feature = "cuda")]
+            Self::Device(end) => end,
+        }
+    }
 
     /// Memory for a message. A size that cannot be allocated is an error and does not end the program.
-    fn room(&self, bytes: usize) -> Result<Box<dyn WireBuffer>>;
-
-    /// Waits until the messages have arrived.
-    fn complete(&self) -> Result<()>;
-}
-
-/// A transport of host memory.
-pub(crate) struct HostCarrier<'a>(pub(crate) &'a dyn Transport);
-
-impl Carrier for HostCarrier<'_> {
-    fn end(&self) -> &dyn Transport {
-        self.0
+    pub(crate) fn room(self, bytes: usize) -> Result<WireBuffer> {
+        Ok(match self {
+            Self::Host(_) => WireBuffer::Host(zeros(bytes)?),
+            #[cfg(feature = "cuda")]
+            Self::Device(end) => WireBuffer::Device(end.device().allocate(bytes)?),
+        })
     }
 
-    fn room(&self, bytes: usize) -> Result<Box<dyn WireBuffer>> {
-        Ok(Box::new(zeros(bytes)?))
+    /// One exchange, complete when it returns.
+    pub(crate) fn exchange<'r>(
+        self,
+        label: Label,
+        sends: impl IntoIterator<Item = Parcel<'r>>,
+        recvs: impl IntoIterator<Item = Parcel<'r>>,
+    ) -> Result<()> {
+        let message = |(peer, room): Parcel<'r>| room.message(peer);
+        let sends: Vec<_> = sends.into_iter().map(message).collect();
+        let recvs: Vec<_> = recvs.into_iter().map(message).collect();
+        // SAFETY: the messages are in rooms that are borrowed alone until this returns. After a failure rooms are only
+        // dropped, and the driver frees memory of a device once nothing there works with it.
+        unsafe { self.end().exchange(label, &sends, &recvs) }?;
+        match self {
+            Self::Host(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Self::Device(end) => end.synchronize(),
+        }
     }
 
-    fn complete(&self) -> Result<()> {
-        Ok(())
-    }
-}
-
-/// A transport of device memory.
-#[cfg(feature = "cuda")]
-pub(crate) struct DeviceCarrier<'a>(pub(crate) &'a dyn DeviceTransport);
-
-#[cfg(feature = "cuda")]
-impl Carrier for DeviceCarrier<'_> {
-    fn end(&self) -> &dyn Transport {
-        self.0
+    /// Sends bytes to `peer`.
+    pub(crate) fn send(self, label: Label, peer: usize, room: &mut WireBuffer) -> Result<()> {
+        self.exchange(label, [(peer, room)], [])
     }
 
-    fn room(&self, bytes: usize) -> Result<Box<dyn WireBuffer>> {
-        Ok(Box::new(self.0.device().allocate(bytes)?))
-    }
-
-    fn complete(&self) -> Result<()> {
-        self.0.synchronize()
+    /// Receives bytes from `peer`.
+    pub(crate) fn receive(self, label: Label, peer: usize, room: &mut WireBuffer) -> Result<()> {
+        self.exchange(label, [], [(peer, room)])
     }
 }
 
@@ -115,43 +121,4 @@ pub(crate) fn zeros(bytes: usize) -> Result<Vec<u8>> {
     }
     out.resize(bytes, 0);
     Ok(out)
-}
-
-/// Bytes, and the rank that they go to or come from.
-pub(crate) type Parcel = (usize, Box<dyn WireBuffer>);
-
-/// One exchange, complete when it returns.
-pub(crate) fn exchange(carrier: &dyn Carrier, label: Label, sends: &mut [Parcel], recvs: &mut [Parcel]) -> Result<()> {
-    let messages =
-        |list: &mut [Parcel]| list.iter_mut().map(|(peer, room)| message(*peer, &mut **room)).collect::<Vec<_>>();
-    let (sends, recvs) = (messages(sends), messages(recvs));
-    // SAFETY: the rooms are borrowed alone until this returns.
-    unsafe { moved(carrier, label, &sends, &recvs) }
-}
-
-/// Sends bytes to `peer`, or receives them.
-pub(crate) fn carry(
-    carrier: &dyn Carrier,
-    label: Label,
-    peer: usize,
-    room: &mut dyn WireBuffer,
-    send: bool,
-) -> Result<()> {
-    let one = [message(peer, room)];
-    let (sends, recvs): (&[_], &[_]) = if send { (&one, &[]) } else { (&[], &one) };
-    // SAFETY: the room is borrowed alone until this returns.
-    unsafe { moved(carrier, label, sends, recvs) }
-}
-
-fn message(peer: usize, room: &mut dyn WireBuffer) -> Message {
-    Message { peer, ptr: room.ptr(), bytes: room.bytes() }
-}
-
-/// # Safety
-/// The messages are in rooms that nothing else uses during the call, nor after one that has failed.
-unsafe fn moved(carrier: &dyn Carrier, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-    // SAFETY: the rooms are used by nothing else until the exchange is complete (the contract of this function); after
-    // a failure they are only dropped, and the driver frees memory of a device once nothing there works with it.
-    unsafe { carrier.end().exchange(label, sends, recvs) }?;
-    carrier.complete()
 }

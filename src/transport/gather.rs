@@ -44,7 +44,7 @@ fn offset(trips: &[RoundTrip]) -> i64 {
 
 /// All ranks call it, each with its bytes and its own clock in nanoseconds. Rank 0 gets the bytes of all ranks, in rank
 /// order; other ranks get nothing.
-pub(crate) fn gather(carrier: &dyn Carrier, now: &dyn Fn() -> u64, mine: &[u8]) -> Result<Vec<Gathered>> {
+pub(crate) fn gather(carrier: Carrier<'_>, now: &dyn Fn() -> u64, mine: &[u8]) -> Result<Vec<Gathered>> {
     let (rank, world) = (carrier.end().rank(), carrier.end().world());
     if world == 1 {
         return Ok(Vec::from([Gathered { offset_ns: 0, bytes: mine.to_vec() }]));
@@ -52,14 +52,14 @@ pub(crate) fn gather(carrier: &dyn Carrier, now: &dyn Fn() -> u64, mine: &[u8]) 
     let mut word = carrier.room(8)?;
     if rank != 0 {
         for step in 0..ROUNDS {
-            number(carrier, step, 0, &mut *word, None)?;
-            number(carrier, step, 0, &mut *word, Some(now()))?;
+            receive(carrier, step, 0, &mut word)?;
+            send(carrier, step, 0, &mut word, now())?;
         }
-        number(carrier, ROUNDS, 0, &mut *word, Some(mine.len() as u64))?;
+        send(carrier, ROUNDS, 0, &mut word, mine.len() as u64)?;
         if !mine.is_empty() {
             let mut room = carrier.room(mine.len())?;
             room.put(mine)?;
-            carrier::carry(carrier, Label::new("gather", 0), 0, &mut *room, true)?;
+            carrier.send(Label::new("gather", 0), 0, &mut room)?;
         }
         return Ok(Vec::new());
     }
@@ -68,16 +68,17 @@ pub(crate) fn gather(carrier: &dyn Carrier, now: &dyn Fn() -> u64, mine: &[u8]) 
         let mut trips = Vec::new();
         for step in 0..ROUNDS {
             let sent = now();
-            number(carrier, step, peer, &mut *word, Some(0))?;
-            let there = number(carrier, step, peer, &mut *word, None)?;
+            send(carrier, step, peer, &mut word, 0)?;
+            let there = receive(carrier, step, peer, &mut word)?;
             trips.push(RoundTrip { sent, there, back: now() });
         }
-        let length = number(carrier, ROUNDS, peer, &mut *word, None)?;
-        let length = usize::try_from(length).map_err(|_| Error::invalid("bytes", length, "what memory holds"))?;
+        let length = receive(carrier, ROUNDS, peer, &mut word)?;
+        let length =
+            usize::try_from(length).map_err(|_| Error::invalid("bytes", length, "a number that fits into memory"))?;
         let mut bytes = carrier::zeros(length)?;
         if length > 0 {
             let mut room = carrier.room(length)?;
-            carrier::carry(carrier, Label::new("gather", 0), peer, &mut *room, false)?;
+            carrier.receive(Label::new("gather", 0), peer, &mut room)?;
             room.get(&mut bytes)?;
         }
         all.push(Gathered { offset_ns: offset(&trips), bytes });
@@ -85,23 +86,22 @@ pub(crate) fn gather(carrier: &dyn Carrier, now: &dyn Fn() -> u64, mine: &[u8]) 
     Ok(all)
 }
 
-/// Sends a number to `peer`, or receives one.
-fn number(carrier: &dyn Carrier, step: u32, peer: usize, word: &mut dyn WireBuffer, send: Option<u64>) -> Result<u64> {
-    let mut bytes = send.unwrap_or(0).to_ne_bytes();
-    if send.is_some() {
-        word.put(&bytes)?;
-    }
-    carrier::carry(carrier, Label::new("clock", step), peer, word, send.is_some())?;
-    if send.is_none() {
-        word.get(&mut bytes)?;
-    }
+fn send(carrier: Carrier<'_>, step: u32, peer: usize, word: &mut WireBuffer, number: u64) -> Result<()> {
+    word.put(&number.to_ne_bytes())?;
+    carrier.send(Label::new("clock", step), peer, word)
+}
+
+fn receive(carrier: Carrier<'_>, step: u32, peer: usize, word: &mut WireBuffer) -> Result<u64> {
+    let mut bytes = [0; 8];
+    carrier.receive(Label::new("clock", step), peer, word)?;
+    word.get(&mut bytes)?;
     Ok(u64::from_ne_bytes(bytes))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transport::{carrier::HostCarrier, local};
+    use crate::transport::local;
     use std::{
         thread,
         time::{Duration, Instant},
@@ -131,7 +131,7 @@ mod tests {
                 .into_iter()
                 .enumerate()
                 .map(|(rank, end)| {
-                    scope.spawn(move || gather(&HostCarrier(&end), &|| now(rank), &given(rank)).unwrap())
+                    scope.spawn(move || gather(Carrier::Host(&end), &|| now(rank), &given(rank)).unwrap())
                 })
                 .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()

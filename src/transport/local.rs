@@ -30,12 +30,12 @@ mod enqueued;
 
 use super::{
     Label, Message, Transport,
-    fault::{AGREEMENT, GroupFailure},
+    fault::{AGREEMENT, GroupFailure, millis},
     rules,
 };
 use crate::error::{Cause, Error, Result};
 use crate::sync::{AtomicBool, Condvar, Lent, Limit, Mutex, MutexGuard, YIELDS, lock, wait, yield_core};
-use board::{Board, Phase};
+use board::{Board, Claim, Phase};
 use std::ops::Range;
 use std::sync::{Arc, atomic::Ordering};
 use std::time::{Duration, Instant};
@@ -157,14 +157,16 @@ impl Shared {
     /// Puts a failure on the board, unless there is one, and wakes all ranks.
     fn fail(&self, board: &mut Board, failure: GroupFailure) {
         if board.fail(failure) {
-            self.spread(board);
+            self.failed.store(true, Ordering::Release);
+            self.wake_all(board);
         }
     }
 
-    /// Reports a failure that is on the board: sets `failed` and wakes all ranks.
-    fn spread(&self, board: &mut Board) {
-        self.failed.store(true, Ordering::Release);
-        self.wake_all(board);
+    /// Fails the group, because the two sides of a message that `rank` has claimed differ in size.
+    fn fail_size(&self, board: &mut Board, rank: usize, Claim { send, recv }: &Claim) {
+        board.release(rank, recv.peer);
+        let sizes = [recv.bytes, send.bytes].map(|bytes| bytes as u64);
+        self.fail(board, GroupFailure::of_size(rank, recv.peer, sizes));
     }
 
     /// Parks `rank`; true if the limit has passed and no rank has woken it.
@@ -234,7 +236,7 @@ impl Local {
         if expired {
             match board.at_fault(self.rank) {
                 Some(at_fault) if board.ranks[self.rank].moved == progress.moved => {
-                    let ms = progress.since.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
+                    let ms = millis(progress.since.elapsed());
                     let bytes = board.waiting(self.rank);
                     self.shared.fail(&mut board, GroupFailure::of_deadline(self.rank, at_fault, ms, bytes));
                 }
@@ -294,26 +296,23 @@ impl Transport for Local {
         let mut progress = WaitProgress::new(board.ranks[rank].moved);
         let outcome = loop {
             let before = board.ranks[rank].moved;
-            let mut at = 0;
-            while board.error(rank, label).is_none()
-                && let Some(claim) = board.claim(rank, &mut at)
-            {
-                let (peer, bytes) = (claim.recv.peer, claim.recv.bytes);
-                let wake_peer = if bytes == claim.send.bytes {
-                    drop(board);
-                    let (from, to) = (claim.send.ptr.cast_const(), claim.recv.ptr);
-                    // SAFETY: both ranges are valid for `bytes` and nothing else writes either, by the contract of the
-                    // two exchanges that posted them. Neither exchange has returned: this one is here, and the
-                    // sender's counts this copy among its readers from the claim until `moved` below.
-                    shared.memory[peer].borrow(|| unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) });
-                    board = lock(&shared.board);
-                    board.moved(rank, peer)
-                } else {
-                    board.fail_size(rank, &claim);
-                    shared.spread(&mut board);
-                    false
-                };
-                if wake_peer {
+            for peer in recvs.iter().map(|recv| recv.peer) {
+                if board.error(rank, label).is_some() {
+                    break;
+                }
+                let Some(claim) = board.claim(peer, rank) else { continue };
+                if claim.recv.bytes != claim.send.bytes {
+                    shared.fail_size(&mut board, rank, &claim);
+                    break;
+                }
+                drop(board);
+                let (from, to, bytes) = (claim.send.ptr.cast_const(), claim.recv.ptr, claim.recv.bytes);
+                // SAFETY: both ranges are valid for `bytes` and nothing else writes either, by the contract of the two
+                // exchanges that posted them. Neither exchange has returned: this one is here, and the sender's counts
+                // this copy among its readers from the claim until `moved` below.
+                shared.memory[peer].borrow(|| unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) });
+                board = lock(&shared.board);
+                if board.moved(rank, peer) {
                     shared.wake(&mut board, peer);
                 }
             }

@@ -188,9 +188,6 @@ pub trait DeviceTransport: Transport {
     /// Waits on the host until everything on the stream is done.
     fn synchronize(&self) -> Result<()>;
 
-    /// Allocates memory for exchanges of that many messages each way, so that later exchanges do not allocate.
-    fn reserve(&self, messages: usize);
-
     /// Called at the start of a run, with the number of the CUDA graph capture that its exchanges are part of, if any.
     /// For transports where the exchanges of several ranks must be in one graph.
     fn begin_run(&self, capture: Option<u64>) {
@@ -217,10 +214,6 @@ impl<T: DeviceTransport + ?Sized> DeviceTransport for Arc<T> {
 
     fn synchronize(&self) -> Result<()> {
         (**self).synchronize()
-    }
-
-    fn reserve(&self, messages: usize) {
-        (**self).reserve(messages);
     }
 
     fn begin_run(&self, capture: Option<u64>) {

@@ -38,11 +38,11 @@
 //! - Nothing is sent on the caller's communicator itself, unless a rank does not make its transport in time
 //!   (`arrival.rs`).
 
-mod agreement;
 mod arrival;
 mod duplicates;
 mod environment;
 mod group;
+mod in_flight;
 mod left_ranks;
 mod notices;
 mod pipe;
@@ -52,24 +52,29 @@ mod wait;
 
 use std::{
     ops::Range,
-    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
-    time::{Duration, Instant},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use ::mpi::{ffi::MPI_Comm, raw::AsRaw};
 
-use super::{Label, Message, Transport, fault::AGREEMENT, rules};
+use super::{
+    Label, Message, Transport,
+    fault::{AGREEMENT, GroupFailure},
+    rules,
+};
 use crate::error::{Cause, Error, Result};
 use crate::plan::{Fingerprint, ranks_per_node};
-use agreement::AgreementMessages;
 use group::MpiGroup;
 use notices::Notices;
 use pipes::Pipes;
 use raw::Comm;
-use wait::SETTLE;
 
 /// The version of the messages between two libraries.
-const PROTOCOL: u64 = 3;
+const PROTOCOL: u64 = 4;
+
+/// What a rank compares in an agreement: its number, and first and end of the group.
+type Compared = [u64; 3];
 
 /// One process's transport. After a failure end the process with `MPI_Abort`, as the module says.
 ///
@@ -85,25 +90,28 @@ pub struct Mpi {
 
 /// The state of calls that wait.
 struct Calls {
-    pipes: Pipes,
-    agreements: AgreementMessages,
+    exchanges: Pipes,
+    agreements: Pipes,
 }
 
 impl Calls {
-    /// After a failure: cancels requests and waits a little for them. The memory of requests that do not end is never
-    /// freed.
-    fn settle(&mut self) {
-        self.pipes.cancel();
-        self.agreements.cancel();
-        let began = Instant::now();
-        while began.elapsed() < SETTLE {
-            // Both are tested every time, since each test makes progress.
-            let (pipes, agreements) = (self.pipes.is_free(), self.agreements.is_free());
-            if pipes && agreements {
-                return;
-            }
-            std::thread::yield_now();
-        }
+    /// Sends `ours` to every other rank of `group`. Returns the first rank that sent something else, with that.
+    fn compare(
+        &mut self,
+        own: &MpiGroup,
+        group: Range<usize>,
+        ours: Compared,
+    ) -> Result<Option<(usize, Compared)>, GroupFailure> {
+        let mut all = vec![ours; group.len()];
+        let message = |peer, words: *mut Compared| {
+            (peer != own.rank).then_some(Message { peer, ptr: words.cast(), bytes: size_of::<Compared>() })
+        };
+        let out = (&raw const ours).cast_mut();
+        let sends: Vec<_> = group.clone().filter_map(|peer| message(peer, out)).collect();
+        let recvs: Vec<_> = group.clone().zip(&mut all).filter_map(|(peer, theirs)| message(peer, theirs)).collect();
+        // SAFETY: the words live until the call has returned, and nothing else uses them before.
+        unsafe { self.agreements.carry(own, &sends, &recvs) }?;
+        Ok(group.zip(all).find(|&(_, theirs)| theirs != ours))
     }
 }
 
@@ -173,7 +181,10 @@ impl Mpi {
             group: MpiGroup::new(rank, world, Notices::new(others, world)?),
             messages,
             others,
-            calls: Mutex::new(Calls { pipes: Pipes::new(world), agreements: AgreementMessages::new(world) }),
+            calls: Mutex::new(Calls {
+                exchanges: Pipes::new(world, messages, false),
+                agreements: Pipes::new(world, others, true),
+            }),
         };
         end.set_deadline(deadline);
         end.same_version(env!("CARGO_PKG_VERSION"))?;
@@ -216,7 +227,7 @@ impl Mpi {
     /// Sets the size of pieces, before the first exchange and the same on all ranks. For tests.
     #[doc(hidden)]
     pub fn set_piece(&self, bytes: usize) {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner).pipes.piece = bytes.clamp(1, 1 << 30);
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner).exchanges.piece = bytes.clamp(1, 1 << 30);
     }
 
     /// Refuses a group whose ranks run different versions. Tests pass a version of their own.
@@ -237,17 +248,7 @@ impl Mpi {
 
     /// Begins a call that waits.
     fn enter(&self, label: Label) -> Result<MutexGuard<'_, Calls>> {
-        let calls = match self.calls.try_lock() {
-            Ok(calls) => calls,
-            Err(TryLockError::Poisoned(poisoned)) => {
-                // A call has panicked halfway; its requests are never completed.
-                self.abort(Cause::Panicked);
-                poisoned.into_inner()
-            }
-            Err(TryLockError::WouldBlock) => {
-                return Err(rules::not_serial(label, self.group.rank, Some(self.group.label())));
-            }
-        };
+        let calls = rules::begin_call(self, &self.calls, label, || Some(self.group.label()))?;
         environment::usable()?;
         self.group.set_label(label);
         match self.group.look() {
@@ -271,9 +272,7 @@ impl Transport for Mpi {
         rules::check_group(rank, world, &group)?;
         let label = Label::new(AGREEMENT, 0);
         let mut calls = self.enter(label)?;
-        let outcome = calls.agreements.take(&self.group, self.others, group.clone(), fingerprint);
-        self.group.notices.wait_for_none();
-        match outcome {
+        match calls.compare(&self.group, group.clone(), [fingerprint, group.start as u64, group.end as u64]) {
             Ok(None) => Ok(()),
             Ok(Some((peer, theirs))) => {
                 if theirs[1..] != [group.start as u64, group.end as u64] {
@@ -282,24 +281,15 @@ impl Transport for Mpi {
                 }
                 Err(Error::disagreement(rank, peer, fingerprint, theirs[0]))
             }
-            Err(failure) => {
-                calls.settle();
-                Err(self.group.error(label, failure))
-            }
+            Err(failure) => Err(self.group.error(label, failure)),
         }
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         rules::check_messages(self.group.rank, self.group.world, sends, recvs)?;
         let mut calls = self.enter(label)?;
-        calls.pipes.list(sends, recvs);
         // SAFETY: the messages' bytes are valid until this returns (the contract of `Transport::exchange`).
-        let outcome = unsafe { calls.pipes.travel(&self.group, self.messages) };
-        self.group.notices.wait_for_none();
-        if outcome.is_err() {
-            calls.settle();
-        }
-        calls.pipes.clear(sends, recvs);
+        let outcome = unsafe { calls.exchanges.carry(&self.group, sends, recvs) };
         outcome.map_err(|failure| self.group.error(label, failure))
     }
 
@@ -324,7 +314,7 @@ impl Drop for Mpi {
         }
         if self.group.has_failed() {
             // Memory that MPI may still use is not freed.
-            self.group.notices.close(SETTLE);
+            self.group.notices.close();
             left_ranks::sweep();
         } else {
             let MpiGroup { rank, world, .. } = self.group;

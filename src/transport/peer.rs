@@ -151,10 +151,6 @@ impl DeviceTransport for Peer {
         // The driver counts captures from 1. The mutex of the exchange orders this for the ranks that read it.
         self.own().capture.store(capture.unwrap_or(0), Ordering::Relaxed);
     }
-
-    fn reserve(&self, _messages: usize) {
-        // An exchange allocates nothing: peers read the lists that it is given.
-    }
 }
 
 /// The error of an exchange between two captures: a copy waits for an event of its sender, and a graph cannot wait for

@@ -8,23 +8,20 @@
 //! name: the link at which the ledger stopped.
 
 use std::{
-    boxed::Box,
     fmt, format,
     time::{Duration, Instant},
     vec::Vec,
 };
 
-#[cfg(feature = "cuda")]
-use super::carrier::DeviceCarrier;
 use super::{
     Label, Transport,
-    carrier::{self, Carrier, HostCarrier, WireBuffer},
+    carrier::{self, Carrier, WireBuffer},
 };
 use crate::error::{Cause, Error, Result};
 
 /// How often the small message is sent back and forth, and how often the large one is sent.
-const SMALL: u32 = 16;
-const LARGE: u32 = 3;
+const SMALL_ROUNDS: u32 = 16;
+const LARGE_ROUNDS: u32 = 3;
 
 /// One link, one way.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -61,21 +58,36 @@ pub enum RingFault {
 }
 
 impl RingFault {
+    /// The fault, noticed at this link. An error that names a rank elsewhere is not of the link, nor is a refusal.
+    fn at(self, (from, to): (usize, usize)) -> Self {
+        match self {
+            Self::Failed { error, .. } => {
+                let here = match &error {
+                    Error::Peer { peer, .. } | Error::Found { peer: Some(peer), .. } => [from, to].contains(peer),
+                    Error::Invalid { .. } => false,
+                    _ => true,
+                };
+                Self::Failed { link: here.then_some((from, to)), error }
+            }
+            fault => fault,
+        }
+    }
+
     /// The way out.
     pub fn advice(&self) -> &'static str {
         match self {
             Self::OtherBytes { .. } => {
-                "the transport or what is below it loses data: test the hosts of this link alone, with another transport too"
+                "the transport or the network changes data: test the two hosts of this link alone, and with another transport"
             }
             Self::Failed { error: Error::Peer { cause: Cause::Deadline { .. }, .. }, .. } => {
                 "see whether the process of that rank runs and whether its host is reached from here: firewalls, the network \
-                 interface that is used, host names; if it only was slow, give a longer deadline"
+                 interface that is used, host names; if it was only slow, give a longer deadline"
             }
             Self::Failed { error: Error::Peer { cause: Cause::Size { .. } | Cause::Disagreed { .. }, .. }, .. } => {
                 "give every rank the same number of bytes"
             }
             Self::Failed { error: Error::Peer { .. } | Error::Found { .. }, .. } => {
-                "see whether the process of that rank still runs; where it ended by itself, read what it printed"
+                "see whether the process of that rank still runs; if it ended by itself, read its output"
             }
             Self::Failed { error: Error::Invalid { .. }, .. } => "give what is expected, the same on every rank",
             Self::Failed { .. } => "see the error",
@@ -101,6 +113,13 @@ impl fmt::Display for RingFault {
 
 impl std::error::Error for RingFault {}
 
+/// An error of which it is not known yet to which link it belongs.
+impl From<Error> for RingFault {
+    fn from(error: Error) -> Self {
+        Self::Failed { link: None, error }
+    }
+}
+
 /// A link as it is sent: from, to, latency and transfer in nanoseconds.
 type LedgerEntry = [u64; 4];
 
@@ -122,16 +141,17 @@ fn link(world: usize, hop: usize) -> (usize, usize) {
 
 /// One rank's part of the check.
 struct LedgerRound<'a> {
-    carrier: &'a dyn Carrier,
-    end: &'a dyn Transport,
+    carrier: Carrier<'a>,
     hop: usize,
     ledger: Vec<LedgerEntry>,
     /// The bytes of a large message.
     stamps: Vec<u8>,
-    /// The messages: eight bytes, a large message, the ledger.
-    word: Box<dyn WireBuffer>,
-    large: Box<dyn WireBuffer>,
-    pages: Box<dyn WireBuffer>,
+    /// A message of eight bytes.
+    word: WireBuffer,
+    /// A large message.
+    large: WireBuffer,
+    /// The ledger as a message.
+    pages: WireBuffer,
 }
 
 impl Link {
@@ -158,7 +178,7 @@ impl Link {
     /// # Ok::<(), cpattn::Error>(())
     /// ```
     pub fn check_all(end: &dyn Transport, bytes: usize) -> Result<Vec<Self>, RingFault> {
-        round(&HostCarrier(end), bytes)
+        round(Carrier::Host(end), bytes)
     }
 
     /// The same over a transport of device memory: messages go from device to device. The figures include the time
@@ -171,37 +191,42 @@ impl Link {
     /// As [`Link::check_all`]; [`Error::Device`] if the device has no memory for a message.
     #[cfg(feature = "cuda")]
     pub fn check_all_on_device(end: &dyn super::DeviceTransport, bytes: usize) -> Result<Vec<Self>, RingFault> {
-        round(&DeviceCarrier(end), bytes)
+        round(Carrier::Device(end), bytes)
     }
 }
 
-fn round(carrier: &dyn Carrier, bytes: usize) -> Result<Vec<Link>, RingFault> {
+fn round(carrier: Carrier<'_>, bytes: usize) -> Result<Vec<Link>, RingFault> {
     let end = carrier.end();
     let (rank, world) = (end.rank(), end.world());
-    let refused = |error| RingFault::Failed { link: None, error };
     if world < 2 {
-        return Err(refused(Error::invalid("world", world, "at least 2 ranks, for a ring")));
+        return Err(Error::invalid("world", world, "at least 2 ranks, for a ring").into());
     }
     if bytes == 0 {
-        return Err(refused(Error::invalid("bytes", 0, "at least 1")));
+        return Err(Error::invalid("bytes", 0, "at least 1").into());
     }
-    let stamps = carrier::zeros(bytes).map_err(refused)?;
-    let room = |bytes| carrier.room(bytes).map_err(refused);
-    let (word, large, pages) = (room(8)?, room(bytes)?, room(2 * world * size_of::<LedgerEntry>())?);
-    let ledger = std::vec![[0; 4]; 2 * world];
-    let mut walk = LedgerRound { carrier, end, hop: 0, ledger, stamps, word, large, pages };
+    let mut walk = LedgerRound {
+        carrier,
+        hop: 0,
+        ledger: std::vec![[0; 4]; 2 * world],
+        stamps: carrier::zeros(bytes)?,
+        word: carrier.room(8)?,
+        large: carrier.room(bytes)?,
+        pages: carrier.room(2 * world * size_of::<LedgerEntry>())?,
+    };
     let mut known = 0;
     for hop in 0..2 * world {
         walk.hop = hop;
         let (from, to) = link(world, hop);
         // With two ranks, a rank is at both ends of the ring, and each hop still has one sender.
-        if rank == from {
-            walk.give(to)?;
-            known = hop + 1;
+        let outcome = if rank == from {
+            walk.give(to)
         } else if rank == to {
-            walk.take(from)?;
-            known = hop + 1;
-        }
+            walk.take(from)
+        } else {
+            continue;
+        };
+        outcome.map_err(|fault| fault.at((from, to)))?;
+        known = hop + 1;
     }
     let entry = |&[from, to, latency, transfer]: &LedgerEntry| Link {
         from: from as usize,
@@ -212,124 +237,91 @@ fn round(carrier: &dyn Carrier, bytes: usize) -> Result<Vec<Link>, RingFault> {
     Ok(walk.ledger[..known].iter().map(entry).collect())
 }
 
-/// The buffer to send.
-#[derive(Clone, Copy)]
-enum Which {
-    Word,
-    Large,
-    Pages,
-}
-
 impl LedgerRound<'_> {
     fn give(&mut self, to: usize) -> Result<(), RingFault> {
-        let (rank, hop) = (self.end.rank(), self.hop);
+        let (carrier, rank, hop) = (self.carrier, self.carrier.end().rank(), self.hop);
+        let label = Label::new("ring check", hop as u32);
         let mut latency = Duration::MAX;
         self.write_bytes()?;
-        for round in 0..SMALL {
+        for round in 0..SMALL_ROUNDS {
             let began = Instant::now();
-            self.carry(to, Which::Word, true)?;
-            self.carry(to, Which::Word, false)?;
+            carrier.send(label, to, &mut self.word)?;
+            carrier.receive(label, to, &mut self.word)?;
             latency = latency.min(began.elapsed() / 2);
             if round == 0
                 && let Err(fault) = self.same_bytes(to)
             {
                 // The receiver has found the same fault; this abort notifies the other ranks.
-                self.end.abort(Cause::Failed);
+                carrier.end().abort(Cause::Failed);
                 return Err(fault);
             }
         }
         self.stamps.iter_mut().enumerate().for_each(|(at, byte)| *byte = stamp(rank, hop, at));
-        let filled = self.large.put(&self.stamps);
-        filled.map_err(|error| self.fault(error))?;
+        self.large.put(&self.stamps)?;
         let mut transfer = Duration::MAX;
-        for _ in 0..LARGE {
+        for _ in 0..LARGE_ROUNDS {
             let began = Instant::now();
-            self.carry(to, Which::Large, true)?;
-            self.carry(to, Which::Word, false)?;
+            carrier.send(label, to, &mut self.large)?;
+            carrier.receive(label, to, &mut self.word)?;
             // On a busy machine the latency is the scheduler's, and may exceed the time of a large message.
             let elapsed = began.elapsed();
             transfer = transfer.min(if elapsed > 2 * latency { elapsed - latency } else { elapsed });
         }
         self.ledger[hop] = [rank as u64, to as u64, latency.as_nanos() as u64, transfer.as_nanos() as u64];
-        let written = self.pages.put(bytemuck::cast_slice(&self.ledger));
-        written.map_err(|error| self.fault(error))?;
-        self.carry(to, Which::Pages, true)
+        self.pages.put(bytemuck::cast_slice(&self.ledger))?;
+        Ok(carrier.send(label, to, &mut self.pages)?)
     }
 
     fn take(&mut self, from: usize) -> Result<(), RingFault> {
-        for round in 0..SMALL {
-            self.carry(from, Which::Word, false)?;
+        let (carrier, rank, hop) = (self.carrier, self.carrier.end().rank(), self.hop);
+        let label = Label::new("ring check", hop as u32);
+        for round in 0..SMALL_ROUNDS {
+            carrier.receive(label, from, &mut self.word)?;
             if round == 0 {
                 let same = self.same_bytes(from);
                 self.write_bytes()?;
-                self.carry(from, Which::Word, true)?;
+                carrier.send(label, from, &mut self.word)?;
                 same?;
             } else {
-                self.carry(from, Which::Word, true)?;
+                carrier.send(label, from, &mut self.word)?;
             }
         }
-        let (hop, mut other) = (self.hop, None);
-        for _ in 0..LARGE {
+        let mut other = None;
+        for _ in 0..LARGE_ROUNDS {
             self.stamps.fill(!stamp(from, hop, 0));
-            let cleared = self.large.put(&self.stamps);
-            cleared.map_err(|error| self.fault(error))?;
-            self.carry(from, Which::Large, false)?;
-            self.carry(from, Which::Word, true)?;
-            let read = self.large.get(&mut self.stamps);
-            read.map_err(|error| self.fault(error))?;
+            self.large.put(&self.stamps)?;
+            carrier.receive(label, from, &mut self.large)?;
+            carrier.send(label, from, &mut self.word)?;
+            self.large.get(&mut self.stamps)?;
             let differs = |(at, &byte): (usize, &u8)| byte != stamp(from, hop, at);
             other = other.or_else(|| self.stamps.iter().enumerate().position(differs));
         }
-        self.carry(from, Which::Pages, false)?;
-        let read = self.pages.get(bytemuck::cast_slice_mut(&mut self.ledger));
-        read.map_err(|error| self.fault(error))?;
+        carrier.receive(label, from, &mut self.pages)?;
+        self.pages.get(bytemuck::cast_slice_mut(&mut self.ledger))?;
         if let Some(at) = other {
             // This abort notifies the other ranks.
-            self.end.abort(Cause::Failed);
-            return Err(RingFault::OtherBytes { link: link(self.end.world(), self.hop), at });
+            carrier.end().abort(Cause::Failed);
+            return Err(RingFault::OtherBytes { link: (from, rank), at });
         }
         Ok(())
     }
 
     /// Writes the number of bytes that this rank was called with into the word to send.
-    fn write_bytes(&mut self) -> Result<(), RingFault> {
-        let written = self.word.put(&(self.stamps.len() as u64).to_ne_bytes());
-        written.map_err(|error| self.fault(error))
+    fn write_bytes(&mut self) -> Result<()> {
+        self.word.put(&(self.stamps.len() as u64).to_ne_bytes())
     }
 
     /// Compares the received number with this rank's. Without this check each transport would report the difference of
     /// the large messages in its own words, or not at all.
-    fn same_bytes(&mut self, peer: usize) -> Result<(), RingFault> {
+    fn same_bytes(&self, peer: usize) -> Result<(), RingFault> {
         let mut word = [0; 8];
-        self.word.get(&mut word).map_err(|error| self.fault(error))?;
+        self.word.get(&mut word)?;
         let (theirs, ours) = (u64::from_ne_bytes(word), self.stamps.len() as u64);
         if theirs == ours {
             return Ok(());
         }
-        let found = format!("{ours} on rank {} and {theirs} on rank {peer}", self.end.rank());
-        let expected =
-            format!("the same number on every rank (or rank {peer} does something else than check the ring)");
-        Err(RingFault::Failed { link: None, error: Error::invalid("bytes", found, expected) })
-    }
-
-    /// Sends bytes to `peer`, or receives them, and waits until they are there.
-    fn carry(&mut self, peer: usize, which: Which, send: bool) -> Result<(), RingFault> {
-        let room = match which {
-            Which::Word => &mut self.word,
-            Which::Large => &mut self.large,
-            Which::Pages => &mut self.pages,
-        };
-        let label = Label::new("ring check", self.hop as u32);
-        carrier::carry(self.carrier, label, peer, &mut **room, send).map_err(|error| self.fault(error))
-    }
-
-    /// The fault that an error at this hop stands for.
-    fn fault(&self, error: Error) -> RingFault {
-        let (from, to) = link(self.end.world(), self.hop);
-        let here = match &error {
-            Error::Peer { peer, .. } | Error::Found { peer: Some(peer), .. } => [from, to].contains(peer),
-            _ => true,
-        };
-        RingFault::Failed { link: here.then_some((from, to)), error }
+        let found = format!("{ours} on rank {} and {theirs} on rank {peer}", self.carrier.end().rank());
+        let expected = format!("the same number on every rank (or rank {peer} is in another call)");
+        Err(Error::invalid("bytes", found, expected).into())
     }
 }

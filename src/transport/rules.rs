@@ -3,10 +3,14 @@
 //! numbers of all ranks in an agreement.
 
 use core::ops::Range;
-use std::{format, time::Duration};
+use std::{
+    format,
+    sync::{Mutex, MutexGuard, TryLockError},
+    time::Duration,
+};
 
-use super::{Label, Message};
-use crate::error::{Error, Result};
+use super::{Label, Message, Transport};
+use crate::error::{Cause, Error, Result};
 
 /// Refuses lists that break the contract, before any of their messages begins.
 pub(super) fn check_messages(rank: usize, world: usize, sends: &[Message], recvs: &[Message]) -> Result<()> {
@@ -57,6 +61,24 @@ pub(super) fn compare(rank: usize, group: Range<usize>, ours: u64, all: &[u64]) 
 /// Refuses a deadline of 0.
 pub(super) fn check_deadline(deadline: Duration) -> Result<()> {
     if deadline.is_zero() { Err(Error::invalid("deadline", "0", "longer than 0")) } else { Ok(()) }
+}
+
+/// Takes the state of the calls of `end` that wait, for `call`. Refuses it while another call has that state; `during`
+/// is that other call, if known. A call that has panicked halfway aborts the group, as its messages never move.
+pub(super) fn begin_call<'a, T>(
+    end: &impl Transport,
+    calls: &'a Mutex<T>,
+    call: Label,
+    during: impl FnOnce() -> Option<Label>,
+) -> Result<MutexGuard<'a, T>> {
+    match calls.try_lock() {
+        Ok(calls) => Ok(calls),
+        Err(TryLockError::Poisoned(poisoned)) => {
+            end.abort(Cause::Panicked);
+            Ok(poisoned.into_inner())
+        }
+        Err(TryLockError::WouldBlock) => Err(not_serial(call, end.rank(), during())),
+    }
 }
 
 /// The refusal of `call` on a rank that is in another call, `during` if that is known.

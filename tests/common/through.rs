@@ -251,10 +251,6 @@ impl<T: DeviceTransport, H: Hook<T>> DeviceTransport for Through<T, H> {
         self.device_end().begin_run(capture);
     }
 
-    fn reserve(&self, messages: usize) {
-        self.device_end().reserve(messages);
-    }
-
     fn can_capture(&self) -> bool {
         self.hook.captures() && self.device_end().can_capture()
     }

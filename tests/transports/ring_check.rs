@@ -117,8 +117,7 @@ fn numbers_of_bytes_that_differ_are_named_on_both_sides() {
         let bytes = |rank| if rank == odd { 7 } else { 100_000 };
         for (here, there) in [(from, to), (to, from)] {
             let found = format!("bytes is {} on rank {here} and {} on rank {there}", bytes(here), bytes(there));
-            let expected =
-                format!("the same number on every rank (or rank {there} does something else than check the ring)");
+            let expected = format!("the same number on every rank (or rank {there} is in another call)");
             let want = format!("the ring was not checked: {found}, expected {expected}; try: give what");
             assert!(all[here].to_string().starts_with(&want), "{}", all[here]);
         }

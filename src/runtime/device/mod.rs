@@ -47,7 +47,7 @@ use crate::{
     schedule::{Purpose, TensorId},
     transport::{
         DeviceTransport, Transport,
-        carrier::{Carrier, DeviceCarrier},
+        carrier::Carrier,
         ring_check::{Link, RingFault},
     },
 };
@@ -216,10 +216,10 @@ impl Backend for DeviceRank {
         ring::checked(&*self.transport, &self.failure, || Link::check_all_on_device(&*self.transport, bytes))
     }
 
-    fn between_runs(&self) -> Result<Box<dyn Carrier + '_>> {
+    fn between_runs(&self) -> Result<Carrier<'_>> {
         self.synchronize()?;
         self.transport.begin_run(None);
-        Ok(Box::new(DeviceCarrier(&*self.transport)))
+        Ok(Carrier::Device(&*self.transport))
     }
 
     fn synchronize(&self) -> Result<()> {

@@ -65,7 +65,6 @@ impl DeviceRank {
         let sequence = Sequence::record(&cuda, &mut prepared, count, &self.marks.disagreements)?;
         // The sequence replaces the lists.
         (prepared.compute, prepared.communication) = (Listing::default(), Listing::default());
-        self.transport.reserve(sequence.most_messages);
         if let Some(oldest) = self.prepared.least_recent() {
             // Its runs may have recorded disagreements: they are read first.
             self.synchronize()?;

@@ -69,8 +69,6 @@ pub(super) struct Sequence {
     messages: Vec<Message>,
     /// The messages whose addresses a run sets, and where their bytes are. The addresses of tags are fixed.
     offsets: Vec<(usize, BaseOffset)>,
-    /// The most messages of an exchange in one direction.
-    pub most_messages: usize,
 }
 
 // SAFETY: the addresses in the messages are left from the last run; the next run overwrites them before it uses them.
@@ -87,7 +85,6 @@ struct Recording<'a> {
     commands: Vec<Command>,
     messages: Vec<Message>,
     offsets: Vec<(usize, BaseOffset)>,
-    most_messages: usize,
 }
 
 impl Recording<'_> {
@@ -102,7 +99,6 @@ impl Recording<'_> {
         let moved = (begin..).zip(messages).filter(|(_, m)| !tags::is_of_metadata(m.ptr));
         self.offsets.extend(moved.map(|(i, m)| (i, self.recorder.locate(m.ptr))));
         self.messages.extend_from_slice(messages);
-        self.most_messages = self.most_messages.max(messages.len());
         begin..self.messages.len()
     }
 }
@@ -183,7 +179,6 @@ impl Sequence {
             commands: Vec::new(),
             messages: Vec::new(),
             offsets: Vec::new(),
-            most_messages: 0,
         };
         let memory = BufferAddresses { tensors, workspace: BaseShapes::symbol(0) };
         let Prepared { schedule, run, compute: listing, .. } = prepared;
@@ -210,12 +205,12 @@ impl Sequence {
                 *event = Some(CudaEvent::new(cuda.context())?);
             }
         }
-        let Recording { recorder, tags, mut messages, offsets, most_messages, .. } = recording;
+        let Recording { recorder, tags, mut messages, offsets, .. } = recording;
         let launches = recorder.keep()?;
         for message in &mut messages {
             message.ptr = launches.metadata_address(message.ptr).unwrap_or(message.ptr);
         }
-        Ok(Self { has_tags: tags.is_some(), ops, launches, messages, offsets, most_messages })
+        Ok(Self { has_tags: tags.is_some(), ops, launches, messages, offsets })
     }
 
     /// Bytes that the sequence keeps on the device.
@@ -225,7 +220,7 @@ impl Sequence {
 
     /// Whether the sequence has exchanges with other ranks.
     pub(super) fn exchanges(&self) -> bool {
-        self.most_messages > 0
+        !self.messages.is_empty()
     }
 
     /// Whether the rows of a tensor must begin at multiples of 16 bytes, which not all tensors need.

@@ -28,7 +28,7 @@ mod waits;
 use std::{
     format,
     string::{String, ToString},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
     vec::Vec,
 };
@@ -38,7 +38,7 @@ use core::ops::Range;
 use super::{Label, Message, Transport, rules};
 use crate::error::{Cause, Error, Result, RunName};
 pub use contract::{Engine, Failed, LONGEST_VALUE, MessageDirection};
-use moves::{MessageBuffers, Stop};
+use moves::{MessageBuffers, Moves, Stop};
 use search::EngineGroup;
 use verdict::Verdict;
 use waits::{MAKING, Wait};
@@ -105,13 +105,13 @@ impl<E: Engine> EngineTransport<E> {
             None => {
                 let verdict = Verdict::unknown("the process that holds the store does not answer");
                 group.settle(verdict.clone());
-                return Err(self.failed(MAKING, after("no transport was made"), Some(verdict), None));
+                return Err(self.failed(after("no transport was made"), &verdict, None));
             }
             Some(Ok(None)) => group.listen(),
             Some(Ok(Some(late))) => {
                 let what = "the others gave up before this rank made its transport".to_string();
                 group.settle(late.clone());
-                return Err(self.failed(MAKING, what, Some(late), None));
+                return Err(self.failed(what, &late, None));
             }
             Some(Err(failed)) => {
                 group.settle(Verdict::unknown(&format!("the store has no second connection ({})", failed.text)));
@@ -126,12 +126,11 @@ impl<E: Engine> EngineTransport<E> {
             }
             None if group.has_ended() => return Err(self.failed_before(MAKING)),
             Some(Err(failed)) if failed.own => return Err(self.failed_by_itself(MAKING, &failed)),
-            Some(Err(failed)) => Some(failed),
-            None => None,
+            outcome => outcome.and_then(Result::err),
         };
         let verdict = group.ask(true, None);
         group.set_wait(None);
-        Err(self.failed(MAKING, after("not all ranks made their transport"), Some(verdict), failed.as_ref()))
+        Err(self.failed(after("not all ranks made their transport"), &verdict, failed.as_ref()))
     }
 
     /// Writes the numbers that the ranks of `ranks` give to `all`, in rank order: [`Transport::agree`] without the
@@ -151,16 +150,7 @@ impl<E: Engine> EngineTransport<E> {
 
     /// Begins a call that waits.
     fn enter(&self, label: Label) -> Result<MutexGuard<'_, MessageBuffers>> {
-        let rooms = match self.rooms.try_lock() {
-            Ok(rooms) => rooms,
-            Err(TryLockError::Poisoned(poisoned)) => {
-                self.abort(Cause::Panicked);
-                poisoned.into_inner()
-            }
-            Err(TryLockError::WouldBlock) => {
-                return Err(rules::not_serial(label, self.group.rank, None));
-            }
-        };
+        let rooms = rules::begin_call(self, &self.rooms, label, || None)?;
         if self.group.has_failed() {
             return Err(self.failed_before(label));
         }
@@ -176,11 +166,11 @@ impl<E: Engine> EngineTransport<E> {
     }
 
     /// Runs a call that waits. After a failure, closes the engine and searches for the rank at fault.
-    fn moving(&self, label: Label, run: impl FnOnce(&mut moves::Moves<'_, E>) -> Result<(), Stop>) -> Result<()> {
+    fn moving(&self, label: Label, run: impl FnOnce(&mut Moves<'_, E>) -> Result<(), Stop>) -> Result<()> {
         let mut rooms = self.enter(label)?;
         let (group, began) = (&*self.group, Instant::now());
         let watch = CloseOnUnwind(group);
-        let outcome = run(&mut moves::Moves::new(group, label, &mut rooms));
+        let outcome = run(&mut Moves { group, label, rooms: &mut rooms });
         core::mem::forget(watch);
         let error = match outcome {
             Ok(()) => {
@@ -221,11 +211,11 @@ impl<E: Engine> EngineTransport<E> {
         self.error(label, "", Some(&verdict), None)
     }
 
-    /// The error of a call that makes the group and has failed. Closes the engine.
-    fn failed(&self, label: Label, what: String, verdict: Option<Verdict>, failed: Option<&Failed>) -> Error {
+    /// The error of a group that could not be made. Closes the engine.
+    fn failed(&self, what: String, verdict: &Verdict, failed: Option<&Failed>) -> Error {
         self.group.set_failed(&what);
         self.group.engine.close();
-        self.error(label, &what, verdict.as_ref(), failed)
+        self.error(MAKING, &what, Some(verdict), failed)
     }
 
     /// The error of a call after the group has failed. Waits for the end of the search for the rank at fault.

@@ -5,7 +5,7 @@
 //! is not reused, although the engine was closed: that is an extra safeguard.
 
 use core::ops::Range;
-use std::{boxed::Box, format, vec, vec::Vec};
+use std::{format, vec, vec::Vec};
 
 use super::{
     super::{Label, Message},
@@ -34,51 +34,28 @@ impl From<Failed> for Stop {
     }
 }
 
-/// Memory whose address the engine gets; freed when it is dropped.
-struct MessageBuffer {
-    at: *mut u8,
-    bytes: usize,
-}
-
-// SAFETY: memory of its own.
-unsafe impl Send for MessageBuffer {}
-
-impl MessageBuffer {
-    fn new(bytes: usize) -> Self {
-        Self { at: Box::into_raw(vec![0; bytes].into_boxed_slice()).cast(), bytes }
-    }
-}
-
-impl Drop for MessageBuffer {
-    fn drop(&mut self) {
-        // SAFETY: allocated by `new` with this size. The engine has moved all messages in this memory, or is closed
-        // (`MessageBuffers` says when buffers are dropped).
-        drop(unsafe { Box::from_raw(core::ptr::slice_from_raw_parts_mut(self.at, self.bytes)) });
-    }
-}
-
-/// Buffers for the calls of one rank. They are dropped with the transport, or after a call whose messages have all
-/// moved.
+/// Buffers for the calls of one rank. The engine gets their addresses, so they are used by address alone during a call.
+/// They are dropped with the transport, or after a call whose messages have all moved.
 #[derive(Default)]
 pub(super) struct MessageBuffers {
     /// Each has room for a header and a small packet.
-    free: Vec<MessageBuffer>,
-    used: Vec<MessageBuffer>,
+    free: Vec<Vec<u8>>,
+    used: Vec<Vec<u8>>,
     /// Memory of large joined messages of the current call.
-    large: Vec<MessageBuffer>,
+    large: Vec<Vec<u8>>,
 }
 
 impl MessageBuffers {
     fn small(&mut self) -> *mut u8 {
-        let room = self.free.pop().unwrap_or_else(|| MessageBuffer::new(Header::BYTES + SMALL));
-        let at = room.at;
+        let mut room = self.free.pop().unwrap_or_else(|| vec![0; Header::BYTES + SMALL]);
+        let at = room.as_mut_ptr();
         self.used.push(room);
         at
     }
 
     fn large(&mut self, bytes: usize) -> *mut u8 {
-        let room = MessageBuffer::new(bytes);
-        let at = room.at;
+        let mut room = vec![0; bytes];
+        let at = room.as_mut_ptr();
         self.large.push(room);
         at
     }
@@ -92,9 +69,9 @@ impl MessageBuffers {
 
 /// The messages of one call.
 pub(super) struct Moves<'a, E> {
-    group: &'a EngineGroup<E>,
-    label: Label,
-    rooms: &'a mut MessageBuffers,
+    pub(super) group: &'a EngineGroup<E>,
+    pub(super) label: Label,
+    pub(super) rooms: &'a mut MessageBuffers,
 }
 
 /// A message that was posted.
@@ -103,11 +80,7 @@ struct PostedMessage {
     number: u64,
 }
 
-impl<'a, E: Engine> Moves<'a, E> {
-    pub(super) fn new(group: &'a EngineGroup<E>, label: Label, rooms: &'a mut MessageBuffers) -> Self {
-        Self { group, label, rooms }
-    }
-
+impl<E: Engine> Moves<'_, E> {
     /// Starts to move a message; errors report `told` bytes.
     ///
     /// # Safety
@@ -198,19 +171,15 @@ impl<'a, E: Engine> Moves<'a, E> {
                 // SAFETY: the messages are valid (promised), and the packet lies behind its header.
                 unsafe { packet.scatter(room.add(Header::BYTES)) };
             } else {
-                let bytes = packet.bytes();
-                let (to, alone) = match packet.messages[..] {
-                    [one] => (one.ptr, true),
-                    _ => (self.rooms.large(bytes), false),
-                };
+                let (to, bytes) = (self.body(packet), packet.bytes());
                 // SAFETY: the message itself (promised), or a room of these bytes as above.
                 let posted = unsafe { self.post(MessageDirection::Receive, packet.peer, BODIES, to, bytes, bytes) }?;
-                bodies.push((packet, to, alone, posted));
+                bodies.push((packet, to, posted));
             }
         }
-        for (packet, from, alone, posted) in &bodies {
+        for (packet, from, posted) in &bodies {
             self.wait(posted)?;
-            if !alone {
+            if packet.is_joined() {
                 // SAFETY: the messages are valid (promised), and the room holds the packet.
                 unsafe { packet.scatter(*from) };
             }
@@ -219,6 +188,14 @@ impl<'a, E: Engine> Moves<'a, E> {
             self.wait(posted)?;
         }
         Ok(())
+    }
+
+    /// The memory of a packet that travels without its header: its only message, or a room.
+    fn body(&mut self, packet: &Packet) -> *mut u8 {
+        match packet.messages[..] {
+            [one] => one.ptr,
+            _ => self.rooms.large(packet.bytes()),
+        }
     }
 
     /// Begins to send a packet.
@@ -239,15 +216,11 @@ impl<'a, E: Engine> Moves<'a, E> {
         // SAFETY: the room lives until the message has moved or the engine is closed.
         sent.push(unsafe { self.post(MessageDirection::Send, packet.peer, HEADERS, room, length, bytes) }?);
         if !packet.is_small() {
-            let from = match packet.messages[..] {
-                [one] => one.ptr,
-                _ => {
-                    let room = self.rooms.large(bytes);
-                    // SAFETY: the messages are valid (promised), the room has these bytes.
-                    unsafe { packet.gather(room) };
-                    room
-                }
-            };
+            let from = self.body(packet);
+            if packet.is_joined() {
+                // SAFETY: the messages are valid (promised), the room has these bytes.
+                unsafe { packet.gather(from) };
+            }
             // SAFETY: the message itself (promised), or the room, as above.
             sent.push(unsafe { self.post(MessageDirection::Send, packet.peer, BODIES, from, bytes, bytes) }?);
         }

@@ -34,6 +34,11 @@ impl Packet {
         self.bytes() <= SMALL
     }
 
+    /// Whether it has several messages.
+    pub(super) fn is_joined(&self) -> bool {
+        self.messages.len() > 1
+    }
+
     /// Copies its messages to `to`, one behind the other.
     ///
     /// # Safety

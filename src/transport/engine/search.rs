@@ -52,6 +52,7 @@ pub(super) struct EngineGroup<E> {
     process: u32,
 }
 
+#[derive(Default)]
 struct SearchState {
     /// Why the group has failed.
     failed: Option<String>,
@@ -80,21 +81,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl<E: Engine> EngineGroup<E> {
     pub(super) fn new(engine: E, deadline: Duration) -> Self {
-        let (rank, world, pulse) = (engine.rank(), engine.world(), Arc::new(Pulse::new(deadline)));
-        let state = SearchState {
-            failed: None,
-            ended: None,
-            wait: None,
-            since: pulse.time(),
-            verdict: None,
-            connected: false,
-            listening: false,
-            known: false,
-            left: false,
-        };
-        let (state, threads) = (Mutex::new(state), Arc::default());
-        let process = std::process::id();
-        Self { engine, rank, world, deadline, pulse, state, known: Condvar::new(), threads, process }
+        Self {
+            rank: engine.rank(),
+            world: engine.world(),
+            engine,
+            deadline,
+            pulse: Arc::new(Pulse::new(deadline)),
+            state: Mutex::default(),
+            known: Condvar::new(),
+            threads: Arc::default(),
+            process: std::process::id(),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, SearchState> {
@@ -151,7 +148,8 @@ impl<E: Engine> EngineGroup<E> {
         self.state().verdict.get_or_insert(verdict);
     }
 
-    /// Whether the group has failed and the search for the rank at fault is not over.
+    /// For a group that has failed: whether the search for the rank at fault is not over. Without a listening thread
+    /// there is none.
     pub(super) fn is_asking(&self) -> bool {
         let state = self.state();
         state.listening && !state.known
@@ -295,14 +293,14 @@ impl<E: Engine> EngineGroup<E> {
         let asker = self.engine.look("asker")?.unwrap_or_default();
         let rank = || str::from_utf8(&asker).ok()?.parse().ok().filter(|&rank| rank < self.world);
         let asker = if asker == JOINING { Asker::Joining } else { Asker::Rank(read(rank())?) };
-        verdict::find(asker, self.world, self.deadline, &mut StoreRanks(self))
+        verdict::find(asker, self.world, self.deadline, self)
     }
 
     /// The verdict of the search for the rank at fault, after a failure on this rank. `joining`: the group was being
     /// made. `found`: the verdict that this rank already has.
     pub(super) fn ask(self: &Arc<Self>, joining: bool, found: Option<Verdict>) -> Verdict {
-        let known = self.state().known;
-        if !known && self.alarm(joining, found.clone()) {
+        let asked = found.clone();
+        if self.is_asking() && self.spawn("cpattn question", move |group| _ = group.question(joining, asked)) {
             self.wait_until_known();
         }
         let verdict = self.state().verdict.clone();
@@ -314,13 +312,7 @@ impl<E: Engine> EngineGroup<E> {
         })
     }
 
-    /// Writes the question to all ranks, after the verdict if this rank has `found` one. Does not wait; false if no
-    /// rank can be asked.
-    fn alarm(self: &Arc<Self>, joining: bool, found: Option<Verdict>) -> bool {
-        // Without a listening thread there would be no answer.
-        self.state().listening && self.spawn("cpattn question", move |group| _ = group.question(joining, found))
-    }
-
+    /// Writes the question to all ranks, after the verdict if this rank has `found` one.
     fn question(&self, joining: bool, found: Option<Verdict>) -> Result<(), Failed> {
         if let Some(found) = found {
             self.agree_on(&found)?;
@@ -335,24 +327,21 @@ impl<E: Engine> EngineGroup<E> {
     }
 }
 
-/// The ranks, asked through the store.
-struct StoreRanks<'a, E>(&'a EngineGroup<E>);
-
-impl<E: Engine> Ranks for StoreRanks<'_, E> {
-    fn came(&mut self, rank: usize) -> Result<bool, Failed> {
-        Ok(self.0.engine.look(&format!("here/{rank}"))?.is_some())
+/// The ranks are asked through the store.
+impl<E: Engine> Ranks for EngineGroup<E> {
+    fn came(&self, rank: usize) -> Result<bool, Failed> {
+        Ok(self.engine.look(&format!("here/{rank}"))?.is_some())
     }
 
-    fn answer(&mut self, rank: usize) -> Result<Option<Said>, Failed> {
-        let group = self.0;
-        let (key, end) = (format!("says/{rank}"), group.pulse.time() + group.grace());
-        while !group.state().left {
-            let over = group.pulse.time() > end; // and one more look
-            if let Some(said) = group.engine.look(&key)? {
+    fn answer(&self, rank: usize) -> Result<Option<Said>, Failed> {
+        let (key, end) = (format!("says/{rank}"), self.pulse.time() + self.grace());
+        while !self.state().left {
+            let over = self.pulse.time() > end; // and one more look
+            if let Some(said) = self.engine.look(&key)? {
                 return read(Said::read(&said)).map(Some);
             }
             // Another rank has found the verdict.
-            if over || group.engine.look("verdict")?.is_some() {
+            if over || self.engine.look("verdict")?.is_some() {
                 break;
             }
             thread::sleep(Duration::from_millis(10));

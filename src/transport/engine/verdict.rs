@@ -29,10 +29,10 @@ const SHOWN: usize = 8;
 /// The ranks that can be asked.
 pub(super) trait Ranks {
     /// Whether the rank has started.
-    fn came(&mut self, rank: usize) -> Result<bool, Failed>;
+    fn came(&self, rank: usize) -> Result<bool, Failed>;
 
     /// The rank's answer; none if it does not answer in time.
-    fn answer(&mut self, rank: usize) -> Result<Option<Said>, Failed>;
+    fn answer(&self, rank: usize) -> Result<Option<Said>, Failed>;
 }
 
 /// The answer of a rank.
@@ -126,7 +126,7 @@ impl Said {
 
 /// A value of the store; an error if another version wrote it.
 pub(super) fn read<T>(value: Option<T>) -> Result<T, Failed> {
-    value.ok_or_else(|| Failed::of_group("the store holds what no rank of this version has written"))
+    value.ok_or_else(|| Failed::of_group("the store holds a value that no rank of this version wrote"))
 }
 
 fn number(rank: Option<usize>) -> String {
@@ -150,7 +150,7 @@ fn fields<const N: usize>(bytes: &[u8]) -> Option<[&str; N]> {
 }
 
 /// The verdict of all ranks' answers. `deadline` is that of each of them.
-pub(super) fn find(asker: Asker, world: usize, deadline: Duration, ranks: &mut dyn Ranks) -> Result<Verdict, Failed> {
+pub(super) fn find(asker: Asker, world: usize, deadline: Duration, ranks: &dyn Ranks) -> Result<Verdict, Failed> {
     let Asker::Rank(asker) = asker else { return find_joining(world, deadline, ranks) };
     let (mut chain, mut search) = (Vec::new(), Search::new(asker, deadline));
     let end = loop {
@@ -187,7 +187,10 @@ impl From<AtFault<String>> for Verdict {
             AtFault::Idle(rank) => Self::of(rank, "is in no call of the group, while others wait for it"),
             AtFault::Late(rank, time) => {
                 let time = time.as_secs_f64();
-                Self::of(rank, &format!("came late: it has waited for {time:.1} s, was in no call or stopped before"))
+                Self::of(
+                    rank,
+                    &format!("came late: it has waited for {time:.1} s, and was in no call or stopped before"),
+                )
             }
             AtFault::Differ([(first, call), (other, theirs)]) => Self {
                 peer: Some(other),
@@ -202,7 +205,7 @@ impl From<AtFault<String>> for Verdict {
 
 /// The ranks that have not come; otherwise the first that does not answer; otherwise the one that has been there
 /// for much less time than others.
-fn find_joining(world: usize, deadline: Duration, ranks: &mut dyn Ranks) -> Result<Verdict, Failed> {
+fn find_joining(world: usize, deadline: Duration, ranks: &dyn Ranks) -> Result<Verdict, Failed> {
     let mut missing = Vec::new();
     for rank in 0..world {
         if !ranks.came(rank)? {
@@ -212,7 +215,8 @@ fn find_joining(world: usize, deadline: Duration, ranks: &mut dyn Ranks) -> Resu
     if let Some(&first) = missing.first() {
         let shown: Vec<_> = missing.iter().take(SHOWN).map(|rank| rank.to_string()).collect();
         let more = if missing.len() > SHOWN { ", ..." } else { "" };
-        let text = format!("rank {}{more} did not come", shown.join(", "));
+        let plural = if missing.len() > 1 { "s" } else { "" };
+        let text = format!("rank{plural} {}{more} did not come", shown.join(", "));
         return Ok(Verdict { peer: Some(first), text, ..Verdict::default() });
     }
     let mut there = Vec::new();

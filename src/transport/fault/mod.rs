@@ -35,3 +35,8 @@ use std::time::Duration;
 pub(super) fn grace(deadline: Duration, least: Duration) -> Duration {
     (deadline / 2).clamp(least, Duration::from_secs(5))
 }
+
+/// Milliseconds, as errors report them.
+pub(super) fn millis(time: Duration) -> u64 {
+    time.as_millis().try_into().unwrap_or(u64::MAX)
+}

@@ -35,26 +35,19 @@ pub(super) enum Phase {
 
 /// The address of a list of messages whose owner stays in its exchange for as long as the list is posted.
 #[derive(Clone, Copy)]
-struct PostedList {
-    first: *const Message,
-    len: usize,
-}
+struct PostedList(*const [Message]);
 
-// SAFETY: an address and a number; `Posted::list` says why the list may be read from every thread.
+// SAFETY: an address and a number; `PostedList::list` says why the list may be read from every thread.
 unsafe impl Send for PostedList {}
 
 impl PostedList {
-    const NOTHING: Self = Self { first: std::ptr::NonNull::dangling().as_ptr(), len: 0 };
-
-    fn new(list: &[Message]) -> Self {
-        Self { first: list.as_ptr(), len: list.len() }
-    }
+    const NOTHING: Self = Self(&[]);
 
     fn list(&self) -> &[Message] {
-        // SAFETY: `first` and `len` come from a slice that its owner borrows until its exchange returns, and the owner
+        // SAFETY: the address is that of a slice that its owner borrows until its exchange returns, and the owner
         // calls `Board::retire` under the board's mutex before that. The result borrows the board, hence the mutex, so
         // it is gone by then. Nothing writes a list while it is borrowed.
-        unsafe { std::slice::from_raw_parts(self.first, self.len) }
+        unsafe { &*self.0 }
     }
 }
 
@@ -143,8 +136,8 @@ impl Board {
         self.received[row].fill(0);
         let place = &mut self.ranks[rank];
         place.phase = Phase::Exchange;
-        place.sends = PostedList::new(sends);
-        place.recvs = PostedList::new(recvs);
+        place.sends = PostedList(sends);
+        place.recvs = PostedList(recvs);
         place.unread = sends.len();
         place.unwritten = recvs.len();
     }
@@ -157,44 +150,8 @@ impl Board {
         place.recvs = PostedList::NOTHING;
     }
 
-    /// Claims the first message to `rank` whose sender is there, from index `at` of its receives on. A message behind
-    /// an unclaimed one of the same sender is passed over, even if the sender has arrived meanwhile. So a walk must be
-    /// repeated if the mutex was released between its claims.
-    pub(super) fn claim(&mut self, rank: usize, at: &mut usize) -> Option<Claim> {
-        let world = self.ranks.len();
-        let recvs = self.ranks[rank].recvs.list();
-        while let Some(&recv) = recvs.get(*at) {
-            let index = *at;
-            *at += 1;
-            let peer = &self.ranks[recv.peer];
-            if peer.phase != Phase::Exchange {
-                continue;
-            }
-            let received = &mut self.received[rank * world + recv.peer];
-            while recvs[*received..].first().is_some_and(|other| other.peer != recv.peer) {
-                *received += 1;
-            }
-            if *received != index {
-                continue;
-            }
-            let sent = &mut self.sent[recv.peer * world + rank];
-            let sends = peer.sends.list();
-            while sends.get(*sent).is_some_and(|send| send.peer != rank) {
-                *sent += 1;
-            }
-            let Some(&send) = sends.get(*sent) else { continue };
-            *sent += 1;
-            *received = index + 1;
-            self.ranks[recv.peer].readers += 1;
-            self.ranks[rank].copying = true;
-            return Some(Claim { send, recv });
-        }
-        None
-    }
-
     /// Claims the next message from one rank to another, if both are there.
-    #[cfg(any(feature = "cuda", cpattn_loom))]
-    pub(super) fn claim_between(&mut self, from: usize, to: usize) -> Option<Claim> {
+    pub(super) fn claim(&mut self, from: usize, to: usize) -> Option<Claim> {
         let world = self.ranks.len();
         let [sender, receiver] = [from, to].map(|rank| &self.ranks[rank]);
         if sender.phase != Phase::Exchange || receiver.phase != Phase::Exchange {
@@ -234,8 +191,9 @@ impl Board {
         self.release(rank, peer)
     }
 
-    /// Notes that `rank` does not read the claimed message from `peer` any more.
-    fn release(&mut self, rank: usize, peer: usize) -> bool {
+    /// Notes that `rank` does not read the claimed message from `peer` any more, and says whether `peer` has to be
+    /// woken.
+    pub(super) fn release(&mut self, rank: usize, peer: usize) -> bool {
         self.ranks[rank].copying = false;
         let place = &mut self.ranks[peer];
         place.readers -= 1;
@@ -252,25 +210,14 @@ impl Board {
         if members.iter().any(|member| member.phase != Phase::Agree || member.group != group) {
             return false;
         }
-        let first = members[0].number;
-        let other = members.iter().position(|member| member.number != first).map(|at| (at, members[at].number));
+        let first = (group.start, members[0].number);
+        let other = members.iter().position(|member| member.number != first.1);
+        let other = other.map(|at| (group.start + at, members[at].number));
         for member in members {
             member.phase = Phase::Answered;
-            member.verdict =
-                other.map(
-                    |(at, theirs)| {
-                        if member.number == first { (group.start + at, theirs) } else { (group.start, first) }
-                    },
-                );
+            member.verdict = other.map(|other| if member.number == first.1 { other } else { first });
         }
         true
-    }
-
-    /// Records that the two sides of `claim`, which is a receive of `rank`, differ in size.
-    pub(super) fn fail_size(&mut self, rank: usize, claim: &Claim) -> bool {
-        let sizes = [claim.recv.bytes, claim.send.bytes].map(|bytes| bytes as u64);
-        self.release(rank, claim.recv.peer);
-        self.fail(GroupFailure::of_size(rank, claim.recv.peer, sizes))
     }
 
     /// Records a failure, unless there is one already; true if there was none.

@@ -22,10 +22,9 @@ impl Shared {
     /// Begins all messages from one rank to another that both have listed.
     fn enqueue_between(&self, board: &mut Board, [from, to]: [usize; 2], enqueue: &mut Enqueue<'_>) -> Result<()> {
         let mut next = || {
-            let claim = board.claim_between(from, to)?;
+            let claim = board.claim(from, to)?;
             if claim.send.bytes != claim.recv.bytes {
-                board.fail_size(to, &claim);
-                self.spread(board);
+                self.fail_size(board, to, &claim);
                 return None;
             }
             board.moved(to, from);

@@ -22,11 +22,15 @@ use std::{
 
 use super::{
     duplicates::Duplicates,
-    raw::{Comm, Refused, Request},
+    in_flight::MemoryInFlight,
+    raw::{Comm, Refused},
     wait::{DeadlineState, SHORTEST_GRACE},
 };
 use crate::error::{Cause, Error, Result};
-use crate::transport::{Label, fault::grace};
+use crate::transport::{
+    Label,
+    fault::{grace, millis},
+};
 
 /// The operation, in errors.
 const MAKING: &str = "making the transport";
@@ -73,14 +77,10 @@ pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Durati
             let since = |start| state.seen().duration_since(start);
             let waited = since(state.since());
             let met = waited.saturating_sub(stopped).max(since(went_on).min(waited));
-            return Err(roll.call(There { waited: ms(waited), met: ms(met) }, deadline)?);
+            return Err(roll.call(There { waited: millis(waited), met: millis(met) }, deadline)?);
         }
         state.sleep();
     }
-}
-
-fn ms(time: Duration) -> u64 {
-    time.as_millis().try_into().unwrap_or(u64::MAX)
 }
 
 /// The ranks whose messages have arrived.
@@ -97,19 +97,19 @@ impl Roll {
     /// Receives messages, and returns whether another rank has given up.
     fn hear(&mut self) -> Result<bool, Refused> {
         while self.comm.has_arrived(TAG)? {
-            let words = Box::into_raw(Box::new(Words::default()));
-            // SAFETY: the words are leaked where the request does not complete, and nothing else touches them.
-            let mut request = unsafe { self.comm.receive(words.cast(), size_of::<Words>(), None, TAG) }?;
+            let mut message = MemoryInFlight::new(Box::<Words>::default());
+            message.receive(self.comm, None, TAG)?;
             let mut state = DeadlineState::new(Duration::from_secs(1));
-            while !request.test("MPI_Irecv")? {
+            let [rank, attempt, waited, met] = loop {
+                if let Some(&mut words) = message.poll()? {
+                    break words;
+                }
                 // The probe found a message, but another thread of the caller's may have received it since.
                 state.runs();
                 if state.is_over() {
                     return Ok(false);
                 }
-            }
-            // SAFETY: made by Box above, and MPI is done with it.
-            let [rank, attempt, waited, met] = *unsafe { Box::from_raw(words) };
+            };
             if attempt >= self.attempt && (rank as usize) < self.world {
                 self.there[rank as usize] = Some(There { waited, met });
             }
@@ -123,12 +123,13 @@ impl Roll {
         // A process that has ended must not end this one.
         let _errors = self.comm.return_errors_for_now()?;
         self.there[self.rank] = Some(there);
-        let words = Box::into_raw(Box::new([self.rank as u64, self.attempt, there.waited, there.met]));
-        let mut sends: Vec<Request> = Vec::with_capacity(self.world);
+        let words = [self.rank as u64, self.attempt, there.waited, there.met];
+        let mut sends = Vec::with_capacity(self.world);
         for peer in (0..self.world).filter(|&peer| peer != self.rank) {
-            // SAFETY: the words live until the requests are complete, or for ever. An error is ignored: that rank
-            // cannot be reached.
-            sends.extend(unsafe { self.comm.send(words.cast_const().cast(), size_of::<Words>(), peer, TAG) });
+            let mut message = MemoryInFlight::new(Box::new(words));
+            // An error is ignored: that rank cannot be reached.
+            let _ = message.send(self.comm, size_of::<Words>(), peer, TAG);
+            sends.push(message);
         }
         // Long enough for a waiting rank to get a core, and for ranks that came a little later to get these messages.
         let mut state = DeadlineState::new(grace(deadline, SHORTEST_GRACE));
@@ -137,11 +138,7 @@ impl Roll {
             std::thread::sleep(Duration::from_millis(1));
             state.runs();
         }
-        sends.retain_mut(|send| !matches!(send.test("MPI_Isend"), Ok(true)));
-        if sends.is_empty() {
-            // SAFETY: made by Box above, and MPI is done with it.
-            drop(unsafe { Box::from_raw(words) });
-        }
+        sends.iter_mut().for_each(|message| _ = message.is_done());
         let mut absent = (0..self.world).filter(|&peer| self.there[peer].is_none());
         let heard = || self.there.iter().enumerate().filter_map(|(peer, there)| Some((peer, (*there)?)));
         let longest = heard().map(|(_, there)| there.waited).max().unwrap_or(there.waited);
@@ -151,7 +148,7 @@ impl Roll {
                 let (peer, there) = heard().min_by_key(|(_, there)| there.met).unwrap_or((self.rank, there));
                 // Whether it came after others had given up. A rank that was stopped, or came long before, was there in
                 // time.
-                let late = there.met == there.waited && there.waited < ms(deadline / 2);
+                let late = there.met == there.waited && there.waited < millis(deadline / 2);
                 let cause = if late {
                     Cause::Absent { ms: longest, others: 0 }
                 } else {

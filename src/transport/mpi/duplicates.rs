@@ -13,7 +13,10 @@
 //! because a process does not come, holds up others that the program makes; the module `mpi` says what callers must not
 //! do then.
 
-use super::raw::{Comm, Duplicate, Refused};
+use super::{
+    in_flight::MemoryInFlight,
+    raw::{Comm, Refused},
+};
 
 /// The duplicates of one communicator, on this process.
 #[derive(Default)]
@@ -22,7 +25,7 @@ pub(super) struct Duplicates {
     attempts: u64,
     /// How many duplicates are complete, of all attempts.
     complete: u64,
-    under_way: Option<Duplicate>,
+    under_way: Option<MemoryInFlight<Comm>>,
     /// The first of this attempt, while the second is made.
     first: Option<Comm>,
 }
@@ -40,10 +43,10 @@ impl Duplicates {
     pub(super) fn poll(&mut self, comm: Comm) -> Result<Option<[Comm; 2]>, Refused> {
         loop {
             let Some(under_way) = &mut self.under_way else {
-                self.under_way = Some(comm.duplicate()?);
+                self.under_way = Some(MemoryInFlight::duplicate(comm)?);
                 continue;
             };
-            let Some(made) = under_way.poll()? else { return Ok(None) };
+            let Some(&mut made) = under_way.poll()? else { return Ok(None) };
             self.under_way = None;
             self.complete += 1;
             match (2 * self.attempts - self.complete, self.first.take()) {

@@ -8,14 +8,13 @@
 
 use std::{
     sync::{Mutex, PoisonError},
-    time::Instant,
     vec::Vec,
 };
 
 use super::{
+    in_flight::settles,
     notices::{Notice, Notices},
     raw::Comm,
-    wait::SETTLE,
 };
 
 /// The communicators and notices of a rank that has left.
@@ -43,7 +42,7 @@ impl LeftRank {
         if !(self.notices.all_left(self.rank) && self.notices.all_sent()) {
             return Departures::Waiting;
         }
-        if !self.notices.close(SETTLE) {
+        if !self.notices.close() {
             return Departures::Abandoned;
         }
         self.comms.into_iter().for_each(Comm::free);
@@ -59,13 +58,8 @@ pub(super) fn leave(rank: usize, world: usize, notices: Notices, comms: [Comm; 2
         notices.send(peer, Notice::Left { from: rank });
     }
     let mut left = LeftRank { rank, notices, comms };
-    let began = Instant::now();
-    while left.look() == Departures::Waiting {
-        if began.elapsed() > SETTLE {
-            LEFT_RANKS.lock().unwrap_or_else(PoisonError::into_inner).push(left);
-            break;
-        }
-        std::thread::yield_now();
+    if !settles(|| left.look() != Departures::Waiting) {
+        LEFT_RANKS.lock().unwrap_or_else(PoisonError::into_inner).push(left);
     }
     sweep();
 }

@@ -7,37 +7,30 @@
 //! that peer waits for, and so on: the search of [`fault`](crate::transport::fault).
 
 use std::{
+    boxed::Box,
     ffi::c_int,
-    ptr::NonNull,
     sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
+    time::Instant,
     vec::Vec,
 };
 
-use super::raw::{Comm, Refused, Request};
-use crate::{error::Cause, transport::fault::GroupFailure};
+use super::{
+    in_flight::{MemoryInFlight, settles},
+    raw::{Comm, Refused},
+};
+use crate::{
+    error::Cause,
+    transport::fault::{GroupFailure, millis},
+};
 
 /// Which rank a rank waits for, and in what: an agreement or an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct WaitsFor {
     pub on: usize,
     pub agreeing: bool,
-}
-
-impl WaitsFor {
-    /// The code of no wait.
-    const NONE: usize = usize::MAX;
-
-    fn code(self) -> usize {
-        self.on << 1 | usize::from(self.agreeing)
-    }
-
-    fn from_code(code: usize) -> Option<Self> {
-        (code != Self::NONE).then_some(Self { on: code >> 1, agreeing: code & 1 == 1 })
-    }
 }
 
 /// A rank that asks, and the number of its question.
@@ -48,30 +41,6 @@ const TAG: c_int = 2;
 
 /// A notice as it is sent.
 type Words = [u64; 5];
-
-/// A notice in flight: words that MPI may still read or write.
-struct NoticeInFlight {
-    words: NonNull<Words>,
-    request: Request,
-}
-
-// SAFETY: memory of its own and a request, which any thread may use.
-unsafe impl Send for NoticeInFlight {}
-
-impl NoticeInFlight {
-    fn new(words: Words) -> Self {
-        Self { words: NonNull::from(Box::leak(Box::new(words))), request: Request::none() }
-    }
-}
-
-impl Drop for NoticeInFlight {
-    fn drop(&mut self) {
-        if self.request.is_none() {
-            // SAFETY: made by Box in `new`, and MPI is done with it.
-            drop(unsafe { Box::from_raw(self.words.as_ptr()) });
-        }
-    }
-}
 
 /// A notice that has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,7 +72,7 @@ impl Notice {
                 [kind, a, b, peer as u64, other as u64]
             }
             Self::Ask { from, question } => [16, from as u64, question, 0, 0],
-            Self::Waits { question, wait, ms } => [17, question, wait.code() as u64, ms, 0],
+            Self::Waits { question, wait, ms } => [17, question, wait.on as u64, ms, wait.agreeing.into()],
             Self::Left { from } => [18, from as u64, 0, 0, 0],
         }
     }
@@ -119,91 +88,80 @@ impl Notice {
             6 => over(Cause::Failed),
             7 => over(Cause::Disagreed { with: a as usize }),
             16 => Some(Self::Ask { from: a as usize, question: b }),
-            17 => WaitsFor::from_code(b as usize).map(|wait| Self::Waits { question: a, wait, ms: c }),
+            17 => Some(Self::Waits { question: a, wait: WaitsFor { on: b as usize, agreeing: d != 0 }, ms: c }),
             18 => Some(Self::Left { from: a as usize }),
             _ => None,
         }
     }
 }
 
-/// The notices of a rank: the posted receive, the sends in flight, and the last answer.
+/// The notices of a rank: the posted receive, the sends in flight, and the state of questions.
 pub(super) struct Notices {
     comm: Comm,
-    arriving: Mutex<NoticeInFlight>,
-    leaving: Mutex<Vec<NoticeInFlight>>,
-    /// Which rank this one waits for just now, as a code, and since when, in milliseconds after `began`.
-    waits: AtomicUsize,
-    since: AtomicU64,
-    began: Instant,
-    /// Questions that came while this rank waited for none: answered once it waits again.
-    asked: Mutex<Vec<Asked>>,
-    /// Whether `asked` may have any.
-    open: AtomicBool,
-    /// The last answer, behind its question.
-    answer: Mutex<Option<(u64, WaitsFor, u64)>>,
+    arriving: Mutex<MemoryInFlight<Words>>,
+    leaving: Mutex<Vec<MemoryInFlight<Words>>>,
+    questions: Mutex<Questions>,
     /// By rank: whether it has left.
     left: Vec<AtomicBool>,
 }
 
+#[derive(Default)]
+struct Questions {
+    /// Which rank this one waits for just now, and since when.
+    wait: Option<(WaitsFor, Instant)>,
+    /// Questions that came while this rank waited for none: answered once it waits again.
+    asked: Vec<Asked>,
+    /// The last answer, behind its question.
+    answer: Option<(u64, WaitsFor, u64)>,
+}
+
 impl Notices {
     pub(super) fn new(comm: Comm, world: usize) -> Result<Self, Refused> {
-        let mut arriving = NoticeInFlight::new([0; 5]);
-        post(comm, &mut arriving)?;
-        let leaving = Mutex::new(Vec::with_capacity(16));
-        Ok(Self {
+        let mut notices = Self::closed(comm, world);
+        notices.arriving.get_mut().unwrap_or_else(PoisonError::into_inner).receive(comm, None, TAG)?;
+        Ok(notices)
+    }
+
+    /// Neither receives nor sends anything.
+    fn closed(comm: Comm, world: usize) -> Self {
+        Self {
             comm,
-            arriving: Mutex::new(arriving),
-            leaving,
-            waits: AtomicUsize::new(WaitsFor::NONE),
-            since: AtomicU64::new(0),
-            began: Instant::now(),
-            asked: Mutex::new(Vec::with_capacity(4)),
-            open: AtomicBool::new(false),
-            answer: Mutex::new(None),
+            arriving: Mutex::new(MemoryInFlight::new(Box::default())),
+            leaving: Mutex::default(),
+            questions: Mutex::default(),
             left: (0..world).map(|_| AtomicBool::new(false)).collect(),
-        })
+        }
     }
 
     /// Moves the receive and the sends in flight out, and leaves an empty value.
     pub(super) fn take(&mut self) -> Self {
-        let rest = Self {
-            comm: self.comm,
-            arriving: Mutex::new(NoticeInFlight::new([0; 5])),
-            leaving: Mutex::default(),
-            waits: AtomicUsize::new(WaitsFor::NONE),
-            since: AtomicU64::new(0),
-            began: self.began,
-            asked: Mutex::default(),
-            open: AtomicBool::new(false),
-            answer: Mutex::default(),
-            left: Vec::new(),
-        };
-        std::mem::replace(self, rest)
+        std::mem::replace(self, Self::closed(self.comm, 0))
+    }
+
+    fn questions(&self) -> MutexGuard<'_, Questions> {
+        self.questions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Records that this rank waits for no other.
     pub(super) fn wait_for_none(&self) {
-        self.waits.store(WaitsFor::NONE, Ordering::Relaxed);
+        self.questions().wait = None;
     }
 
     /// Records which rank this one waits for, and since when, and answers the ranks that have asked.
     pub(super) fn wait_for(&self, wait: WaitsFor, since: Instant) {
-        let ms = since.saturating_duration_since(self.began).as_millis();
-        self.since.store(ms.try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
-        self.waits.store(wait.code(), Ordering::Relaxed);
-        // A question that is stored just now is found by the next poll: a rank that waits calls this again.
-        if self.open.swap(false, Ordering::Acquire) {
-            let asked = std::mem::take(&mut *self.asked.lock().unwrap_or_else(PoisonError::into_inner));
-            for (from, question) in asked {
-                self.send(from, Notice::Waits { question, wait, ms: self.waited() });
-            }
+        let asked = {
+            let mut questions = self.questions();
+            questions.wait = Some((wait, since));
+            std::mem::take(&mut questions.asked)
+        };
+        for asked in asked {
+            self.tell(asked, wait, since);
         }
     }
 
-    /// For how many milliseconds this rank has waited.
-    fn waited(&self) -> u64 {
-        let now: u64 = self.began.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
-        now.saturating_sub(self.since.load(Ordering::Relaxed))
+    /// Answers a question.
+    fn tell(&self, (from, question): Asked, wait: WaitsFor, since: Instant) {
+        self.send(from, Notice::Waits { question, wait, ms: millis(since.elapsed()) });
     }
 
     /// Whether a rank has said that it leaves.
@@ -220,33 +178,28 @@ impl Notices {
     pub(super) fn listen(&self) -> Result<Option<GroupFailure>, Refused> {
         // Another thread is receiving.
         let Ok(mut in_flight) = self.arriving.try_lock() else { return Ok(None) };
-        while in_flight.request.test("MPI_Irecv")? {
-            if in_flight.request.is_none() {
-                // SAFETY: complete, so MPI is done with the words.
-                let words = unsafe { *in_flight.words.as_ptr() };
-                post(self.comm, &mut in_flight)?;
-                match Notice::from_words(words) {
-                    Some(Notice::Over(failure)) => return Ok(Some(failure)),
-                    Some(Notice::Ask { from, question }) => {
-                        match WaitsFor::from_code(self.waits.load(Ordering::Relaxed)) {
-                            Some(wait) => self.send(from, Notice::Waits { question, wait, ms: self.waited() }),
-                            // `poll` may find it between two calls.
-                            None => {
-                                self.asked.lock().unwrap_or_else(PoisonError::into_inner).push((from, question));
-                                self.open.store(true, Ordering::Release);
-                            }
+        while let Some(&mut words) = in_flight.poll()? {
+            in_flight.receive(self.comm, None, TAG)?;
+            match Notice::from_words(words) {
+                Some(Notice::Over(failure)) => return Ok(Some(failure)),
+                Some(Notice::Ask { from, question }) => {
+                    let mut questions = self.questions();
+                    match questions.wait {
+                        Some((wait, since)) => {
+                            drop(questions);
+                            self.tell((from, question), wait, since);
                         }
+                        // `poll` may find it between two calls.
+                        None => questions.asked.push((from, question)),
                     }
-                    Some(Notice::Waits { question, wait, ms }) => {
-                        *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some((question, wait, ms));
-                    }
-                    Some(Notice::Left { from }) => {
-                        if let Some(left) = self.left.get(from) {
-                            left.store(true, Ordering::Relaxed);
-                        }
-                    }
-                    None => {}
                 }
+                Some(Notice::Waits { question, wait, ms }) => self.questions().answer = Some((question, wait, ms)),
+                Some(Notice::Left { from }) => {
+                    if let Some(left) = self.left.get(from) {
+                        left.store(true, Ordering::Relaxed);
+                    }
+                }
+                None => {}
             }
         }
         Ok(None)
@@ -254,8 +207,7 @@ impl Notices {
 
     /// The answer to a question, if it has come: for which rank the other one waits, and for how many milliseconds.
     pub(super) fn answer(&self, question: u64) -> Option<(WaitsFor, u64)> {
-        let answer = *self.answer.lock().unwrap_or_else(PoisonError::into_inner);
-        answer.filter(|a| a.0 == question).map(|a| (a.1, a.2))
+        self.questions().answer.filter(|a| a.0 == question).map(|a| (a.1, a.2))
     }
 
     /// Sends a notice, and does not wait for it. An error is ignored: a rank that misses a notice reaches its own
@@ -263,24 +215,17 @@ impl Notices {
     pub(super) fn send(&self, to: usize, notice: Notice) {
         let mut leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
         sent(&mut leaving);
-        let mut in_flight = NoticeInFlight::new(notice.words());
-        // SAFETY: the words live until the request is complete, or for ever.
-        if let Ok(request) = unsafe { self.comm.send(in_flight.words.as_ptr().cast(), size_of::<Words>(), to, TAG) } {
-            in_flight.request = request;
+        let mut in_flight = MemoryInFlight::new(Box::new(notice.words()));
+        if in_flight.send(self.comm, size_of::<Words>(), to, TAG).is_ok() {
             leaving.push(in_flight);
         }
     }
 
-    /// Cancels the receive, and waits for that at most `limit`. Returns whether MPI has released all memory.
-    pub(super) fn close(&mut self, limit: Duration) -> bool {
+    /// Cancels the receive, and waits a moment for that. Returns whether MPI has released all memory.
+    pub(super) fn close(&mut self) -> bool {
         let in_flight = self.arriving.get_mut().unwrap_or_else(PoisonError::into_inner);
-        in_flight.request.cancel();
-        let began = std::time::Instant::now();
-        let mut free = false;
-        while !free && began.elapsed() < limit {
-            free = matches!(in_flight.request.test("MPI_Irecv"), Ok(true));
-        }
-        free && self.all_sent()
+        in_flight.cancel();
+        settles(|| in_flight.is_done()) && self.all_sent()
     }
 
     /// Whether all sends are complete.
@@ -292,14 +237,8 @@ impl Notices {
 }
 
 /// Removes sends that are complete.
-fn sent(leaving: &mut Vec<NoticeInFlight>) {
-    leaving.retain_mut(|in_flight| !matches!(in_flight.request.test("MPI_Isend"), Ok(true)));
-}
-
-fn post(comm: Comm, in_flight: &mut NoticeInFlight) -> Result<(), Refused> {
-    // SAFETY: the words live until the request is complete, or for ever; nothing reads them before.
-    in_flight.request = unsafe { comm.receive(in_flight.words.as_ptr().cast(), size_of::<Words>(), None, TAG) }?;
-    Ok(())
+fn sent(leaving: &mut Vec<MemoryInFlight<Words>>) {
+    leaving.retain_mut(|in_flight| !in_flight.is_done());
 }
 
 #[cfg(test)]

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Messages to or from one peer, sent in pieces through the transport's own memory.
 //!
-//! They are not sent directly from and into the caller's memory, because MPI cannot cancel a transfer that has begun.
-//! `MPI_Cancel` only cancels a receive that has not matched a message; if the sender dies or stops in the middle of a
-//! transfer, MPI may continue to write at any later time. But a caller that gets an error from an exchange must be able
-//! to use its memory. So MPI gets only slots of the transport, and a slot that MPI still holds at the end is never
-//! freed. This costs a memory copy; a piece is small enough to stay in the cache between the two copies.
+//! They are not sent directly from and into the caller's memory, because MPI cannot cancel a transfer that has begun
+//! (`in_flight.rs`), and a caller that gets an error from an exchange must be able to use its memory. This costs a
+//! memory copy; a piece is small enough to stay in the cache between the two copies.
 //!
 //! Pieces also allow messages beyond 2 GiB, the limit of MPI's counts. They begin with a header with the length of the
 //! whole message, so that two ranks with different lengths get an error with both.
 
-use std::{alloc::Layout, ffi::c_int, ptr::NonNull, vec::Vec};
+use std::{ffi::c_int, vec, vec::Vec};
 
-use super::raw::{Comm, Refused, Request};
-use crate::transport::Message;
+use super::{
+    in_flight::MemoryInFlight,
+    raw::{Comm, Refused},
+};
+use crate::transport::{Message, engine::MessageDirection};
 
 /// Bytes of a message that travel at once.
 pub(super) const PIECE: usize = 256 << 10;
@@ -21,45 +22,8 @@ pub(super) const PIECE: usize = 256 << 10;
 /// Pieces to or from one peer that are under way at once.
 const SLOTS: usize = 3;
 
-/// The header of each piece: the size of its message, and the message's index among those of this pair.
+/// Bytes of the header of each piece: the size of its message, and the message's index among those of this pair.
 const HEADER: usize = 16;
-
-/// Direction of a message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PipeDirection {
-    Send,
-    Receive,
-}
-
-/// Memory that MPI may hold.
-struct PipeSlot {
-    memory: NonNull<u8>,
-    layout: Layout,
-    request: Request,
-}
-
-// SAFETY: memory of its own and a request, which any thread may use.
-unsafe impl Send for PipeSlot {}
-
-impl PipeSlot {
-    fn new(piece: usize) -> Self {
-        let layout = Layout::from_size_align(HEADER + piece, 64).expect("a piece is small");
-        // SAFETY: the size is not 0.
-        let Some(memory) = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }) else {
-            std::alloc::handle_alloc_error(layout)
-        };
-        Self { memory, layout, request: Request::none() }
-    }
-}
-
-impl Drop for PipeSlot {
-    fn drop(&mut self) {
-        if self.request.is_none() {
-            // SAFETY: allocated with this layout, and MPI is done with it.
-            unsafe { std::alloc::dealloc(self.memory.as_ptr(), self.layout) }
-        }
-    }
-}
 
 /// A place in the messages of one peer.
 #[derive(Clone, Copy, Default)]
@@ -92,10 +56,11 @@ impl From<Refused> for Broken {
 
 /// One way between this rank and one peer.
 pub(super) struct Pipe {
-    way: PipeDirection,
+    way: MessageDirection,
     peer: usize,
     piece: usize,
-    slots: Vec<PipeSlot>,
+    /// Each has a header and a piece.
+    slots: Vec<MemoryInFlight<[u64]>>,
     /// Pieces handed to MPI that are not complete; the oldest is in slot `oldest`.
     under_way: usize,
     oldest: usize,
@@ -109,7 +74,7 @@ pub(super) struct Pipe {
 unsafe impl Send for Pipe {}
 
 impl Pipe {
-    pub(super) fn new(way: PipeDirection, peer: usize) -> Self {
+    pub(super) fn new(way: MessageDirection, peer: usize) -> Self {
         Self {
             way,
             peer,
@@ -127,7 +92,8 @@ impl Pipe {
     pub(super) fn add(&mut self, message: Message, piece: usize) -> bool {
         if self.slots.is_empty() {
             self.piece = piece;
-            self.slots.extend((0..SLOTS).map(|_| PipeSlot::new(piece)));
+            let slot = || MemoryInFlight::new(vec![0; (HEADER + piece).div_ceil(8)].into_boxed_slice());
+            self.slots.extend((0..SLOTS).map(|_| slot()));
         }
         self.list.push(message);
         self.list.len() == 1
@@ -178,18 +144,16 @@ impl Pipe {
             let message = self.list[self.begun.message];
             let bytes = self.piece.min(message.bytes - self.begun.offset);
             let slot = &mut self.slots[(self.oldest + self.under_way) % SLOTS];
-            let memory = slot.memory.as_ptr();
-            slot.request = match self.way {
-                // SAFETY: the slot is free and has room for a header and a piece; the message is valid for reads (the
-                // contract of `advance`); MPI reads the slot, which nothing writes until the request is complete.
-                PipeDirection::Send => unsafe {
-                    let header = [message.bytes as u64, self.begun.number];
-                    memory.cast::<[u64; 2]>().write(header);
-                    memory.add(HEADER).copy_from_nonoverlapping(message.ptr.add(self.begun.offset), bytes);
-                    comm.send(memory, HEADER + bytes, self.peer, tag)
-                },
-                // SAFETY: the slot is free, and nothing touches it until the request is complete.
-                PipeDirection::Receive => unsafe { comm.receive(memory, HEADER + self.piece, Some(self.peer), tag) },
+            match self.way {
+                MessageDirection::Send => {
+                    let (header, piece) = slot.get().expect("the slot is free").split_at_mut(HEADER / 8);
+                    header.copy_from_slice(&[message.bytes as u64, self.begun.number]);
+                    let piece = &mut bytemuck::cast_slice_mut::<_, u8>(piece)[..bytes];
+                    // SAFETY: the message is valid for reads (the contract of `advance`).
+                    unsafe { message.ptr.add(self.begun.offset).copy_to_nonoverlapping(piece.as_mut_ptr(), bytes) };
+                    slot.send(comm, HEADER + bytes, self.peer, tag)
+                }
+                MessageDirection::Receive => slot.receive(comm, Some(self.peer), tag),
             }?;
             self.under_way += 1;
             step(&mut self.begun, &message, bytes);
@@ -202,29 +166,20 @@ impl Pipe {
     /// # Safety
     /// As [`Pipe::advance`].
     unsafe fn take(&mut self) -> Result<bool, Broken> {
-        let slot = &mut self.slots[self.oldest];
-        let call = match self.way {
-            PipeDirection::Send => "MPI_Isend",
-            PipeDirection::Receive => "MPI_Irecv",
-        };
-        if !slot.request.test(call)? {
-            return Ok(false);
-        }
+        let Some(slot) = self.slots[self.oldest].poll()? else { return Ok(false) };
         let message = self.list[self.complete.message];
         let bytes = self.piece.min(message.bytes - self.complete.offset);
-        if self.way == PipeDirection::Receive {
-            let memory = slot.memory.as_ptr();
-            // SAFETY: complete, so MPI is done with the slot, which is aligned and at least a header long.
-            let [total, number] = unsafe { memory.cast::<[u64; 2]>().read() };
-            if total != message.bytes as u64 {
-                return Err(Broken::Size { ours: message.bytes, theirs: total });
+        if self.way == MessageDirection::Receive {
+            let (header, piece) = slot.split_at(HEADER / 8);
+            if header[0] != message.bytes as u64 {
+                return Err(Broken::Size { ours: message.bytes, theirs: header[0] });
             }
-            if number != self.complete.number {
+            if header[1] != self.complete.number {
                 return Err(Broken::Order);
             }
-            // SAFETY: the piece has as many bytes, since both sides cut messages of this size alike; the message is
-            // valid for writes and used by nothing else (the contract of `advance`).
-            unsafe { message.ptr.add(self.complete.offset).copy_from_nonoverlapping(memory.add(HEADER), bytes) };
+            let piece = &bytemuck::cast_slice::<_, u8>(piece)[..bytes];
+            // SAFETY: the message is valid for writes and used by nothing else (the contract of `advance`).
+            unsafe { message.ptr.add(self.complete.offset).copy_from_nonoverlapping(piece.as_ptr(), bytes) };
         }
         step(&mut self.complete, &message, bytes);
         self.oldest = (self.oldest + 1) % SLOTS;
@@ -234,15 +189,14 @@ impl Pipe {
 
     /// Asks MPI to give up the receives that are under way.
     pub(super) fn cancel(&mut self) {
-        if self.way == PipeDirection::Receive {
-            self.slots.iter_mut().for_each(|slot| slot.request.cancel());
+        if self.way == MessageDirection::Receive {
+            self.slots.iter_mut().for_each(MemoryInFlight::cancel);
         }
     }
 
     /// Whether MPI holds no slot any more.
     pub(super) fn is_free(&mut self) -> bool {
-        // A request that cannot even be tested counts as held.
-        self.slots.iter_mut().all(|slot| matches!(slot.request.test("MPI_Test"), Ok(true)))
+        self.slots.iter_mut().all(MemoryInFlight::is_done)
     }
 }
 

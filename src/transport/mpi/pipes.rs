@@ -1,102 +1,95 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Exchanges: drives the pipes to and from all peers until all listed messages have moved.
+//! Exchanges and agreements: drives the pipes to and from all peers until all listed messages have moved.
 
 use std::{ffi::c_int, vec::Vec};
 
 use super::{
     group::MpiGroup,
+    in_flight::settles,
     notices::WaitsFor,
-    pipe::{self, Broken, Pipe, PipeDirection},
+    pipe::{self, Broken, Pipe},
     raw::Comm,
 };
 use crate::{
     error::Cause,
-    transport::{Message, fault::GroupFailure},
+    transport::{Message, engine::MessageDirection, fault::GroupFailure},
 };
 
-/// Messages have a communicator to themselves.
+/// Differs from the tag of notices, which use the same communicator as agreements.
 const TAG: c_int = 1;
 
-/// Two pipes for each peer.
+/// Two pipes for each peer, for exchanges or for agreements.
 pub(super) struct Pipes {
-    sends: Vec<Pipe>,
-    recvs: Vec<Pipe>,
-    /// The pipes of this exchange that are not done, by direction and peer.
-    active: Vec<(PipeDirection, usize)>,
+    comm: Comm,
+    agreeing: bool,
+    /// Those that receive from each rank, then those that send to each.
+    all: Vec<Pipe>,
+    /// The pipes of this call that are not done.
+    active: Vec<usize>,
     pub piece: usize,
 }
 
 impl Pipes {
-    pub(super) fn new(world: usize) -> Self {
-        let pipes = |way| (0..world).map(|peer| Pipe::new(way, peer)).collect();
-        Self {
-            sends: pipes(PipeDirection::Send),
-            recvs: pipes(PipeDirection::Receive),
-            active: Vec::with_capacity(2 * world),
-            piece: pipe::PIECE,
-        }
+    pub(super) fn new(world: usize, comm: Comm, agreeing: bool) -> Self {
+        let ways = [MessageDirection::Receive, MessageDirection::Send];
+        let all: Vec<_> = ways.into_iter().flat_map(|way| (0..world).map(move |peer| Pipe::new(way, peer))).collect();
+        Self { comm, agreeing, active: Vec::with_capacity(all.len()), all, piece: pipe::PIECE }
     }
 
-    /// Lists the messages of an exchange.
-    pub(super) fn list(&mut self, sends: &[Message], recvs: &[Message]) {
+    /// Moves messages.
+    ///
+    /// # Safety
+    /// As [`Transport::exchange`](crate::transport::Transport::exchange).
+    pub(super) unsafe fn carry(
+        &mut self,
+        own: &MpiGroup,
+        sends: &[Message],
+        recvs: &[Message],
+    ) -> Result<(), GroupFailure> {
+        let listed = || recvs.iter().map(|m| (m.peer, m)).chain(sends.iter().map(|m| (own.world + m.peer, m)));
         self.active.clear();
-        for (way, list) in [(PipeDirection::Receive, recvs), (PipeDirection::Send, sends)] {
-            let pipes = if way == PipeDirection::Send { &mut self.sends } else { &mut self.recvs };
-            for &message in list {
-                if pipes[message.peer].add(message, self.piece) {
-                    self.active.push((way, message.peer));
-                }
+        for (at, &message) in listed() {
+            if self.all[at].add(message, self.piece) {
+                self.active.push(at);
             }
         }
-    }
-
-    /// Forgets the messages of an exchange.
-    pub(super) fn clear(&mut self, sends: &[Message], recvs: &[Message]) {
-        for message in recvs {
-            self.recvs[message.peer].clear();
+        // SAFETY: the messages' bytes are valid until this returns (the contract of this function).
+        let outcome = unsafe { self.travel(own) };
+        listed().for_each(|(at, _)| self.all[at].clear());
+        own.notices.wait_for_none();
+        if outcome.is_err() {
+            self.all.iter_mut().for_each(Pipe::cancel);
+            // The memory of requests that do not end is never freed. All are tested every time, since each test makes
+            // progress.
+            settles(|| self.all.iter_mut().map(Pipe::is_free).fold(true, |all, free| all & free));
         }
-        for message in sends {
-            self.sends[message.peer].clear();
-        }
+        outcome
     }
 
     /// Moves the listed messages.
     ///
     /// # Safety
-    /// As [`Transport::exchange`](crate::transport::Transport::exchange).
-    pub(super) unsafe fn travel(&mut self, own: &MpiGroup, comm: Comm) -> Result<(), GroupFailure> {
+    /// As [`Pipes::carry`].
+    unsafe fn travel(&mut self, own: &MpiGroup) -> Result<(), GroupFailure> {
         let (mut state, mut failed) = (own.deadline_state(), None);
         while !self.active.is_empty() {
-            let mut moved = false;
-            let (mut at, mut broken) = (0, None);
-            while let Some(&(way, peer)) = self.active.get(at) {
-                let pipe = match way {
-                    PipeDirection::Send => &mut self.sends[peer],
-                    PipeDirection::Receive => &mut self.recvs[peer],
-                };
-                // SAFETY: the messages' bytes are valid until the exchange is over (the contract of
-                // `Transport::exchange`).
-                match unsafe { pipe.advance(comm, TAG) } {
-                    Ok(now) => moved |= now,
-                    Err(why) => {
-                        broken = Some((peer, why));
-                        break;
-                    }
-                }
-                if pipe.is_done() {
-                    self.active.swap_remove(at);
-                } else {
-                    at += 1;
-                }
-            }
-            if let Some((peer, why)) = broken {
-                return Err(match why {
+            let (mut moved, mut at) = (false, 0);
+            while let Some(&index) = self.active.get(at) {
+                let pipe = &mut self.all[index];
+                let peer = index % own.world;
+                // SAFETY: the messages' bytes are valid (the contract of this function).
+                moved |= unsafe { pipe.advance(self.comm, TAG) }.map_err(|why| match why {
                     Broken::Mpi(refused) => own.fail_mpi(peer, refused),
                     Broken::Size { ours, theirs } => {
                         own.fail(GroupFailure::of_size(own.rank, peer, [ours as u64, theirs]))
                     }
                     Broken::Order => own.fail_by(peer, Cause::Failed),
-                });
+                })?;
+                if pipe.is_done() {
+                    self.active.swap_remove(at);
+                } else {
+                    at += 1;
+                }
             }
             if moved {
                 state.moved();
@@ -107,24 +100,12 @@ impl Pipes {
                 return Err(failure);
             }
             // Receives first: a rank that waits to send waits for a peer that has not come to receive.
-            let first = self.active.iter().find(|a| a.0 == PipeDirection::Receive).or(self.active.first());
-            if let Some(&(_, on)) = first {
-                let pipes = || self.sends.iter().chain(&self.recvs);
-                let wait = WaitsFor { on, agreeing: false };
-                failed = own.pause(&mut state, wait, || pipes().map(Pipe::waiting).sum()).err();
+            if let Some(first) = self.active.iter().find(|&&at| at < own.world).or(self.active.first()) {
+                let wait = WaitsFor { on: first % own.world, agreeing: self.agreeing };
+                let waiting = || if self.agreeing { 0 } else { self.all.iter().map(Pipe::waiting).sum() };
+                failed = own.pause(&mut state, wait, waiting).err();
             }
         }
         Ok(())
-    }
-
-    /// After a failure: cancels receives.
-    pub(super) fn cancel(&mut self) {
-        self.recvs.iter_mut().for_each(Pipe::cancel);
-    }
-
-    /// Whether all requests are complete; tests all of them.
-    pub(super) fn is_free(&mut self) -> bool {
-        let pipes = self.sends.iter_mut().chain(&mut self.recvs);
-        pipes.filter_map(|p| (!p.is_free()).then_some(())).count() == 0
     }
 }

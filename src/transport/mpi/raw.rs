@@ -11,7 +11,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use ::mpi::ffi::{self, MPI_Comm, MPI_Errhandler, MPI_Request};
+use ::mpi::ffi::{self, MPI_Comm, MPI_Errhandler};
 
 use crate::error::{Error, Result};
 
@@ -49,7 +49,8 @@ fn text(code: c_int) -> String {
 
 /// A communicator.
 #[derive(Clone, Copy)]
-pub(super) struct Comm(MPI_Comm);
+#[repr(transparent)]
+pub(super) struct Comm(pub(super) MPI_Comm);
 
 // SAFETY: a handle; MPI_THREAD_MULTIPLE allows every thread to use it.
 unsafe impl Send for Comm {}
@@ -57,13 +58,18 @@ unsafe impl Send for Comm {}
 unsafe impl Sync for Comm {}
 
 impl Comm {
+    /// MPI's null.
+    pub(super) fn null() -> Self {
+        // SAFETY: a constant of the library.
+        Self(unsafe { ffi::RSMPI_COMM_NULL })
+    }
+
     /// Refuses a null communicator, and one that joins two groups.
     ///
     /// # Safety
     /// `comm` is a live communicator or MPI's null, and MPI is usable.
     pub(super) unsafe fn new(comm: MPI_Comm) -> Result<Self> {
-        // SAFETY: a constant of the library.
-        if comm == unsafe { ffi::RSMPI_COMM_NULL } {
+        if comm == Self::null().0 {
             return Err(Error::invalid("comm", "MPI_COMM_NULL", "a communicator"));
         }
         let mut inter = 0;
@@ -92,17 +98,16 @@ impl Comm {
         let (rank, world) = self.place()?;
         // The communicator of the node inherits this error handler.
         let _errors = self.return_errors_for_now()?;
-        // SAFETY: a constant of the library.
-        let mut node = unsafe { ffi::RSMPI_COMM_NULL };
+        let mut node = Self::null();
         // SAFETY: a live communicator, constants of the library, and room for a handle.
         check("MPI_Comm_split_type", unsafe {
             let kind = ffi::RSMPI_COMM_TYPE_SHARED;
-            ffi::MPI_Comm_split_type(self.0, kind, rank as c_int, ffi::RSMPI_INFO_NULL, &raw mut node)
+            ffi::MPI_Comm_split_type(self.0, kind, rank as c_int, ffi::RSMPI_INFO_NULL, &raw mut node.0)
         })?;
         let (mut lowest, mut nodes) = (rank as u64, std::vec![0u64; world]);
         // SAFETY: live communicators, and room for as many numbers as are sent.
         let gathered = unsafe {
-            check("MPI_Bcast", ffi::MPI_Bcast((&raw mut lowest).cast(), 1, ffi::RSMPI_UINT64_T, 0, node)).and_then(
+            check("MPI_Bcast", ffi::MPI_Bcast((&raw mut lowest).cast(), 1, ffi::RSMPI_UINT64_T, 0, node.0)).and_then(
                 |()| {
                     let (from, to) = ((&raw const lowest).cast(), nodes.as_mut_ptr().cast());
                     let kind = ffi::RSMPI_UINT64_T;
@@ -110,19 +115,9 @@ impl Comm {
                 },
             )
         };
-        Self(node).free();
+        node.free();
         gathered?;
         Ok(nodes)
-    }
-
-    /// Begins to duplicate it, which all of its processes have to do.
-    pub(super) fn duplicate(self) -> Result<Duplicate, Refused> {
-        // SAFETY: a constant of the library.
-        let made = Box::into_raw(Box::new(unsafe { ffi::RSMPI_COMM_NULL }));
-        let mut request = Request::none();
-        // SAFETY: a live communicator; `made` stays where it is until the request is complete.
-        check("MPI_Comm_idup", unsafe { ffi::MPI_Comm_idup(self.0, made, &raw mut request.0) })?;
-        Ok(Duplicate { made, request })
     }
 
     /// Makes failed calls return an error instead of ending the job.
@@ -200,40 +195,6 @@ impl Comm {
         Ok(unsafe { &*value.cast::<T>() })
     }
 
-    /// Begins to send.
-    ///
-    /// # Safety
-    /// The bytes stay valid, and nothing writes them, until the request is complete.
-    pub(super) unsafe fn send(self, ptr: *const u8, bytes: usize, to: usize, tag: c_int) -> Result<Request, Refused> {
-        let mut request = Request::none();
-        // SAFETY: a live communicator; the bytes stay valid and unwritten until the request is complete (the contract).
-        check("MPI_Isend", unsafe {
-            ffi::MPI_Isend(ptr.cast(), count(bytes), ffi::RSMPI_UINT8_T, to as c_int, tag, self.0, &raw mut request.0)
-        })?;
-        Ok(request)
-    }
-
-    /// Begins to receive at most that many bytes; `None` from any rank.
-    ///
-    /// # Safety
-    /// The bytes stay valid, and nothing else touches them, until the request is complete.
-    pub(super) unsafe fn receive(
-        self,
-        ptr: *mut u8,
-        bytes: usize,
-        from: Option<usize>,
-        tag: c_int,
-    ) -> Result<Request, Refused> {
-        let mut request = Request::none();
-        // SAFETY: a live communicator; the bytes stay valid and used by nothing else until the request is complete (the
-        // contract).
-        check("MPI_Irecv", unsafe {
-            let from = from.map_or(ffi::RSMPI_ANY_SOURCE, |peer| peer as c_int);
-            ffi::MPI_Irecv(ptr.cast(), count(bytes), ffi::RSMPI_UINT8_T, from, tag, self.0, &raw mut request.0)
-        })?;
-        Ok(request)
-    }
-
     /// Frees the communicator.
     pub(super) fn free(mut self) {
         // SAFETY: our own duplicate, with no operation in progress. An error is ignored.
@@ -276,75 +237,6 @@ impl Drop for ErrorsReturn {
         unsafe {
             let _ = ffi::MPI_Comm_set_errhandler(self.comm.0, self.before);
             let _ = ffi::MPI_Errhandler_free(&raw mut self.before);
-        }
-    }
-}
-
-/// A count for MPI. It fits, because messages travel in pieces.
-fn count(bytes: usize) -> c_int {
-    c_int::try_from(bytes).expect("a piece is far smaller than 2 GiB")
-}
-
-/// A duplicate that is being made.
-pub(super) struct Duplicate {
-    made: *mut MPI_Comm,
-    request: Request,
-}
-
-// SAFETY: memory of its own and a request, which any thread may use.
-unsafe impl Send for Duplicate {}
-
-impl Duplicate {
-    /// The duplicate, once every process has asked for it.
-    pub(super) fn poll(&mut self) -> Result<Option<Comm>, Refused> {
-        if !self.request.test("MPI_Comm_idup")? {
-            return Ok(None);
-        }
-        // SAFETY: complete, so MPI has written the handle and will not do so again.
-        Ok(Some(Comm(unsafe { *self.made })))
-    }
-}
-
-impl Drop for Duplicate {
-    fn drop(&mut self) {
-        // Until the request is complete MPI may still write to `made`; that memory, one handle, is then leaked.
-        if self.request.is_none() {
-            // SAFETY: made by Box::into_raw in `duplicate`, and MPI is done with it.
-            drop(unsafe { Box::from_raw(self.made) });
-        }
-    }
-}
-
-/// An operation that MPI has begun, or none.
-pub(super) struct Request(MPI_Request);
-
-// SAFETY: a handle; MPI_THREAD_MULTIPLE allows every thread to use it, one at a time, as `&mut` demands.
-unsafe impl Send for Request {}
-
-impl Request {
-    pub(super) fn none() -> Self {
-        // SAFETY: a constant of the library.
-        Self(unsafe { ffi::RSMPI_REQUEST_NULL })
-    }
-
-    pub(super) fn is_none(&self) -> bool {
-        // SAFETY: a constant of the library.
-        self.0 == unsafe { ffi::RSMPI_REQUEST_NULL }
-    }
-
-    /// Whether the request is complete or empty. Lets MPI make progress. `call` is the function that began it.
-    pub(super) fn test(&mut self, call: &'static str) -> Result<bool, Refused> {
-        let mut done = 0;
-        // SAFETY: a live request, or none.
-        check(call, unsafe { ffi::MPI_Test(&raw mut self.0, &raw mut done, ffi::RSMPI_STATUS_IGNORE) })?;
-        Ok(done != 0)
-    }
-
-    /// Asks MPI to cancel a receive, which succeeds unless a message has already matched it.
-    pub(super) fn cancel(&mut self) {
-        if !self.is_none() {
-            // SAFETY: a live request. An error is ignored: `test` shows whether the request is complete.
-            let _ = unsafe { ffi::MPI_Cancel(&raw mut self.0) };
         }
     }
 }

@@ -15,11 +15,8 @@ use std::{
 use super::notices::{Notice, Notices, WaitsFor};
 use crate::{
     sync::yield_core,
-    transport::fault::{Answer, AtFault, Search, grace},
+    transport::fault::{Answer, AtFault, Search, grace, millis},
 };
-
-/// How long a failed call, or a rank that leaves, waits for MPI to release memory, before it abandons that memory.
-pub(super) const SETTLE: Duration = Duration::from_millis(20);
 
 /// How often a call yields its core and polls again before it sleeps.
 const YIELDS: u32 = 64;
@@ -148,7 +145,7 @@ impl DeadlineState {
             }
         };
         if let Some(at_fault) = search.hear(answer) {
-            return Some((at_fault, waited.as_millis().try_into().unwrap_or(u64::MAX)));
+            return Some((at_fault, millis(waited)));
         }
         // 0 stands for no question.
         let number = questions.fetch_add(1, Ordering::Relaxed) + 1;

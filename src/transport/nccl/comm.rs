@@ -8,15 +8,14 @@
 //! moment for the mutex, and aborts without it if the call does not return. A thread that returns from a call, or waits
 //! for the library, first checks `closed`, and does not use the handle again once it is set.
 
-use super::sys::{self, Api, IN_PROGRESS, RawId, SUCCESS};
+use super::sys::{self, Api, RawId, SUCCESS};
 use crate::device::driver::Entered;
 use crate::error::{Cause, Error, Result};
 use crate::kernel::cuda::Cuda;
-use crate::transport::{Label, rules};
+use crate::transport::{Label, fault::millis, rules};
 use std::{
     format,
     ptr::null_mut,
-    string::String,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, TryLockError,
         atomic::{AtomicBool, AtomicPtr, Ordering},
@@ -32,22 +31,25 @@ const GRACE: Duration = Duration::from_millis(200);
 /// Ranks and ids of the communicators that this process made and that are not gone.
 static MADE: Mutex<Vec<([u8; 128], usize)>> = Mutex::new(Vec::new());
 
-/// The states of a communicator.
+/// What happens to the caller's communicator when a run fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Owner {
-    /// This transport made it.
-    Us,
-    /// The caller, who allows this transport to abort it.
-    OthersAbort,
-    /// The caller, who alone may abort it.
-    Others,
+#[non_exhaustive]
+pub enum OnFailure {
+    /// It is aborted, so that streams become usable again. Its owner must not use it afterwards, not even to destroy
+    /// it.
+    Abort,
+    /// It is not aborted. Errors are still reported, but the unfinished exchange stays on its stream, with everything
+    /// enqueued after it, until the owner aborts the communicator: calls that wait for those streams, or free memory,
+    /// wait until then.
+    Leave,
 }
 
 /// A communicator.
 pub(super) struct Communicator {
     api: &'static Api,
     cuda: Arc<Cuda>,
-    owner: Owner,
+    /// For a communicator of the caller's: what happens to it when a run fails.
+    borrowed: Option<OnFailure>,
     /// Held by the thread that is in a call.
     turn: Mutex<()>,
     /// Null once it is destroyed or aborted.
@@ -66,12 +68,17 @@ pub(super) struct CallRight<'a> {
 }
 
 impl Communicator {
+    fn new(api: &'static Api, cuda: &Arc<Cuda>, borrowed: Option<OnFailure>, handle: sys::Comm) -> Self {
+        let (cuda, turn, closed) = (Arc::clone(cuda), Mutex::new(()), AtomicBool::new(false));
+        Self { api, cuda, borrowed, turn, handle: AtomicPtr::new(handle), closed, name: None }
+    }
+
     /// Makes a communicator with all other ranks, or fails at the deadline.
     pub(super) fn make(id: [u8; 128], rank: usize, world: usize, cuda: &Arc<Cuda>, deadline: Duration) -> Result<Self> {
         let api = Api::get()?;
         if id.iter().all(|&b| b == 0) {
-            return Err(Error::invalid("unique_id", "all zeros", "what NCCL gave to one of the ranks")
-                .hint("make it on one rank, and bring its 128 bytes to all others"));
+            return Err(Error::invalid("unique_id", "all zeros", "the id that NCCL made on one of the ranks")
+                .hint("make it on one rank, and send its 128 bytes to all others"));
         }
         let name = (id, rank);
         {
@@ -83,15 +90,8 @@ impl Communicator {
             made.push(name);
         }
         // From here on its drop cleans up.
-        let this = Self {
-            api,
-            cuda: Arc::clone(cuda),
-            owner: Owner::Us,
-            turn: Mutex::new(()),
-            handle: AtomicPtr::new(null_mut()),
-            closed: AtomicBool::new(false),
-            name: Some(name),
-        };
+        let mut this = Self::new(api, cuda, None, null_mut());
+        this.name = Some(name);
         let (mut handle, config) = (null_mut(), sys::Config::non_blocking());
         {
             let _entered = cuda.context().enter()?;
@@ -102,29 +102,14 @@ impl Communicator {
             this.handle.store(handle, Ordering::Release);
             api.begun("ncclCommInitRankConfig", code).map_err(|error| not_joined(error, rank, world, cuda))?;
         }
-        this.meet(rank, world, deadline)?;
-        Ok(this)
-    }
-
-    /// Waits until all ranks have met.
-    fn meet(&self, rank: usize, world: usize, deadline: Duration) -> Result<()> {
-        let begin = Instant::now();
-        loop {
-            match self.turn()?.state()? {
-                SUCCESS => return Ok(()),
-                IN_PROGRESS => {}
-                code => {
-                    let error = self.api.error("ncclCommInitRankConfig", code);
-                    return Err(not_joined(error, rank, world, &self.cuda));
-                }
-            }
-            if begin.elapsed() >= deadline {
-                let peers = (0..world).filter(|&r| r != rank).collect();
-                let cause = Cause::Deadline { ms: millis(begin.elapsed()), bytes: 0 };
-                return Err(Label::new("making the communicator", 0).error_of_one(rank, peers, cause));
-            }
-            thread::sleep(Duration::from_millis(1));
+        let began = Instant::now();
+        let met = this.turn()?.settle("ncclCommInitRankConfig", deadline);
+        if met.map_err(|error| not_joined(error, rank, world, cuda))? {
+            return Ok(this);
         }
+        let peers = (0..world).filter(|&r| r != rank).collect();
+        let cause = Cause::Deadline { ms: millis(began.elapsed()), bytes: 0 };
+        Err(Label::new("making the communicator", 0).error_of_one(rank, peers, cause))
     }
 
     /// Takes a communicator of the caller's, and checks that it is the one that was meant.
@@ -133,7 +118,7 @@ impl Communicator {
     /// It is null, or a communicator that lives, and that nothing else makes calls with while `self` lives.
     pub(super) unsafe fn take(
         handle: sys::Comm,
-        owner: Owner,
+        on_failure: OnFailure,
         rank: usize,
         world: usize,
         cuda: &Arc<Cuda>,
@@ -163,15 +148,7 @@ impl Communicator {
                 return Err(Error::invalid(argument, found, format!("{has}, {what}")));
             }
         }
-        Ok(Self {
-            api,
-            cuda: Arc::clone(cuda),
-            owner,
-            turn: Mutex::new(()),
-            handle: AtomicPtr::new(handle),
-            closed: AtomicBool::new(false),
-            name: None,
-        })
+        Ok(Self::new(api, cuda, Some(on_failure), handle))
     }
 
     pub(super) fn api(&self) -> &'static Api {
@@ -180,11 +157,12 @@ impl Communicator {
 
     /// Whether an abort is allowed, so that streams become usable again after a failure.
     pub(super) fn may_abort(&self) -> bool {
-        self.owner != Owner::Others
+        self.borrowed != Some(OnFailure::Leave)
     }
 
-    fn gone() -> Error {
-        Error::invalid("communicator", "aborted", "one that lives").hint("make a new group")
+    /// The error of a call on a communicator that is closed.
+    pub(super) fn gone() -> Error {
+        Error::invalid("communicator", "aborted", "a live one").hint("make a new group")
     }
 
     fn entered<'a>(&'a self, turn: MutexGuard<'a, ()>) -> Result<CallRight<'a>> {
@@ -204,12 +182,16 @@ impl Communicator {
 
     /// As [`turn`](Self::turn), or `None` while another thread is in a call.
     pub(super) fn turn_now(&self) -> Option<CallRight<'_>> {
-        let turn = match self.turn.try_lock() {
-            Ok(turn) => turn,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
-        self.entered(turn).ok()
+        self.entered(self.free_turn()?).ok()
+    }
+
+    /// The turn, unless another thread has it.
+    fn free_turn(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.turn.try_lock() {
+            Ok(turn) => Some(turn),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Whether calls have come to an end.
@@ -224,14 +206,11 @@ impl Communicator {
             return;
         }
         let begin = Instant::now();
-        let turn = loop {
-            match self.turn.try_lock() {
-                Ok(turn) => break Some(turn),
-                Err(TryLockError::Poisoned(poisoned)) => break Some(poisoned.into_inner()),
-                Err(TryLockError::WouldBlock) if begin.elapsed() > GRACE => break None,
-                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_micros(200)),
-            }
-        };
+        let mut turn = self.free_turn();
+        while turn.is_none() && begin.elapsed() <= GRACE {
+            thread::sleep(Duration::from_micros(200));
+            turn = self.free_turn();
+        }
         let handle = self.handle.swap(null_mut(), Ordering::SeqCst);
         // Without a context there is nothing left to end.
         if !handle.is_null()
@@ -248,7 +227,7 @@ impl Communicator {
     /// Ends the communicator when all work is done: destroys it, or aborts it if that takes too long. A communicator of
     /// the caller's is left alone.
     pub(super) fn end(&self, limit: Duration) {
-        if self.owner != Owner::Us || self.is_closed() {
+        if self.borrowed.is_some() || self.is_closed() {
             self.closed.store(true, Ordering::SeqCst);
             return;
         }
@@ -261,16 +240,9 @@ impl Communicator {
         let turn = self.turn()?;
         let handle = turn.handle();
         // SAFETY: a live communicator; this thread alone makes calls.
-        let mut busy = self.api.begun("ncclCommFinalize", unsafe { (self.api.ncclCommFinalize)(handle) })?;
-        let begin = Instant::now();
-        while busy {
-            busy = self.api.begun("ncclCommFinalize", turn.state()?)?;
-            if busy && (begin.elapsed() > limit || self.is_closed()) {
-                return Err(Self::gone());
-            }
-            if busy {
-                thread::sleep(Duration::from_micros(200));
-            }
+        self.api.begun("ncclCommFinalize", unsafe { (self.api.ncclCommFinalize)(handle) })?;
+        if !turn.settle("ncclCommFinalize", limit)? {
+            return Err(Self::gone());
         }
         self.closed.store(true, Ordering::SeqCst);
         if self.handle.swap(null_mut(), Ordering::SeqCst).is_null() {
@@ -287,7 +259,7 @@ impl Communicator {
 impl Drop for Communicator {
     fn drop(&mut self) {
         // A communicator that `end` has not ended has failed, or was never complete.
-        if self.owner == Owner::Us {
+        if self.borrowed.is_none() {
             self.abort();
         }
         if let Some(name) = self.name {
@@ -309,25 +281,25 @@ impl CallRight<'_> {
         Ok(state)
     }
 
-    /// Waits until the library has put the last group into its stream. This does not wait for other ranks, unless the
-    /// group is the first with one of them.
-    pub(super) fn settle(&self) -> Result<()> {
-        let mut asked = 0u32;
+    /// Waits until the library has done what `call` began; false if it takes longer than `limit`.
+    pub(super) fn settle(&self, call: &'static str, limit: Duration) -> Result<bool> {
+        let (begin, mut asked) = (Instant::now(), 0u32);
         loop {
             if self.comm.is_closed() {
                 return Err(Communicator::gone());
             }
-            match self.state()? {
-                SUCCESS => return Ok(()),
-                IN_PROGRESS => {}
-                code => return Err(self.comm.api.error("ncclGroupEnd", code)),
+            if !self.comm.api.begun(call, self.state()?)? {
+                return Ok(true);
+            }
+            if begin.elapsed() >= limit {
+                return Ok(false);
             }
             asked += 1;
             // NCCL's thread needs some ten microseconds, or longer if a rank is late.
             if asked < 1000 {
                 thread::yield_now();
             } else {
-                thread::sleep(Duration::from_micros(50));
+                thread::sleep(Duration::from_micros(50) * (asked / 1000).min(20));
             }
         }
     }
@@ -349,24 +321,10 @@ fn not_joined(mut error: Error, rank: usize, world: usize, cuda: &Cuda) -> Error
     error
 }
 
-/// As errors say it.
-pub(super) fn millis(time: Duration) -> u64 {
-    time.as_millis().try_into().unwrap_or(u64::MAX)
-}
-
-/// The bytes of a new unique id.
-pub(super) fn unique_id() -> Result<[u8; 128]> {
-    let api = Api::get()?;
-    let mut id = RawId([0; 128]);
-    // SAFETY: a pointer to a local.
-    api.check("ncclGetUniqueId", unsafe { (api.ncclGetUniqueId)(&raw mut id) })?;
-    Ok(id.0)
-}
-
 /// Refuses numbers that no communicator has.
 pub(super) fn check_numbers(rank: usize, world: usize, deadline: Duration) -> Result<()> {
     if world == 0 || i32::try_from(world).is_err() {
-        return Err(Error::invalid("world", world, String::from("1 to 2147483647 ranks")));
+        return Err(Error::invalid("world", world, "1 to 2147483647 ranks"));
     }
     if rank >= world {
         return Err(Error::invalid("rank", rank, format!("below the world of {world}")));

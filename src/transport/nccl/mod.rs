@@ -47,6 +47,7 @@ mod sys;
 mod unique_id;
 mod watch;
 
+pub use comm::OnFailure;
 pub use unique_id::UniqueId;
 
 use super::{DeviceTransport, Label, Message, Transport, rules};
@@ -59,7 +60,7 @@ use crate::{
     error::{Cause, Error, Result},
     kernel::cuda::{Cuda, DeviceMemory},
 };
-use comm::{CallRight, Communicator, Owner};
+use comm::{CallRight, Communicator};
 use core::{ffi::c_void, mem::ManuallyDrop, ops::Range};
 use std::{
     format,
@@ -69,19 +70,6 @@ use std::{
     vec::Vec,
 };
 use watch::Watchdog;
-
-/// What happens to the caller's communicator when a run fails.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum OnFailure {
-    /// It is aborted, so that streams become usable again. Its owner must not use it afterwards, not even to destroy
-    /// it.
-    Abort,
-    /// It is not aborted. Errors are still reported, but the unfinished exchange stays on its stream, with everything
-    /// enqueued after it, until the owner aborts the communicator: calls that wait for those streams, or free memory,
-    /// wait until then.
-    Leave,
-}
 
 /// One rank's transport over NCCL. Dropping it means that the rank leaves the group; this waits for enqueued work.
 pub struct Nccl {
@@ -143,13 +131,9 @@ impl Nccl {
         on_failure: OnFailure,
     ) -> Result<Self> {
         comm::check_numbers(rank, world, deadline)?;
-        let owner = match on_failure {
-            OnFailure::Abort => Owner::OthersAbort,
-            OnFailure::Leave => Owner::Others,
-        };
         // SAFETY: `comm` is null, or alive for as long as the transport, with no other call at the same time (the
         // contract).
-        let comm = unsafe { Communicator::take(comm, owner, rank, world, device) }?;
+        let comm = unsafe { Communicator::take(comm, on_failure, rank, world, device) }?;
         Self::with(comm, rank, world, device, deadline)
     }
 
@@ -165,7 +149,7 @@ impl Nccl {
         let watchdog = watchdog.map_err(|error| Error::Device {
             call: "std::thread::spawn",
             code: error.raw_os_error().unwrap_or(-1).into(),
-            message: format!("no thread to watch exchanges: {error}"),
+            message: format!("the thread that watches exchanges did not start: {error}"),
         })?;
         let numbers = Mutex::new(Numbers { device: ManuallyDrop::new(device), host: Vec::with_capacity(world) });
         let (cuda, watchdog) = (Arc::clone(cuda), Some(watchdog));
@@ -178,7 +162,7 @@ impl Nccl {
     /// # Errors
     /// [`Error::Invalid`] when it is 0.
     pub fn set_deadline(&self, deadline: Duration) -> Result<()> {
-        comm::check_numbers(self.rank, self.world, deadline)?;
+        rules::check_deadline(deadline)?;
         self.watch.set_deadline(deadline);
         Ok(())
     }
@@ -227,10 +211,15 @@ impl Nccl {
         // SAFETY: the group was begun above, on this thread.
         let code = unsafe { (api.ncclGroupEnd)() };
         if self.watch.comm.is_closed() {
-            return Err(Error::invalid("communicator", "aborted", "one that lives"));
+            return Err(Communicator::gone());
         }
         outcome?;
-        if api.begun("ncclGroupEnd", code)? { turn.settle() } else { Ok(()) }
+        if api.begun("ncclGroupEnd", code)? {
+            // The library puts the group into its stream, which waits for other ranks only if the group is the first
+            // with one of them. The watchdog ends the wait.
+            turn.settle("ncclGroupEnd", Duration::MAX)?;
+        }
+        Ok(())
     }
 
     /// Waits on the host until an exchange is over.
@@ -353,10 +342,6 @@ impl DeviceTransport for Nccl {
             }
         }
         self.watch.verdict()
-    }
-
-    fn reserve(&self, _messages: usize) {
-        // An exchange needs only an entry of the watchdog, and entries are reused.
     }
 }
 

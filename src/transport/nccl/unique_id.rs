@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The number by which the ranks of a group find each other.
 
-use super::comm;
+use super::sys::{Api, RawId};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
@@ -24,7 +24,11 @@ impl UniqueId {
     /// # Errors
     /// [`Error::Unsupported`] without NCCL 2.14 or later, [`Error::Device`] when NCCL fails.
     pub fn new() -> Result<Self> {
-        comm::unique_id().map(Self)
+        let api = Api::get()?;
+        let mut id = RawId([0; 128]);
+        // SAFETY: a pointer to a local.
+        api.check("ncclGetUniqueId", unsafe { (api.ncclGetUniqueId)(&raw mut id) })?;
+        Ok(Self(id.0))
     }
 
     /// The bytes that [`to_bytes`](Self::to_bytes) gave on another rank.

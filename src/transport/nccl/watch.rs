@@ -10,18 +10,18 @@
 //! calls `abort`, the first thread to notice records the failure, with the oldest exchange, and aborts the
 //! communicator: its kernels end, and the stream continues with the work after them.
 
-use super::comm::{Communicator, millis};
+use super::comm::Communicator;
 use super::sys::{IN_PROGRESS, SUCCESS, describe};
 use crate::call::RawStream;
 use crate::device::driver::CudaEvent;
 use crate::error::{Cause, Error, Result};
 use crate::kernel::cuda::Cuda;
-use crate::transport::{Label, Message};
+use crate::transport::{Label, Message, fault::millis};
 use std::{
     collections::VecDeque,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
     vec::Vec,
@@ -67,8 +67,7 @@ pub(super) struct Watchdog {
     deadline: AtomicU64,
     queue: Mutex<Queue>,
     bell: Condvar,
-    failed: AtomicBool,
-    failure: Mutex<Option<Error>>,
+    failure: OnceLock<Error>,
 }
 
 fn nanos(time: Duration) -> u64 {
@@ -100,8 +99,7 @@ impl Watchdog {
             deadline: AtomicU64::new(nanos(deadline)),
             queue: Mutex::new(queue),
             bell: Condvar::new(),
-            failed: AtomicBool::new(false),
-            failure: Mutex::new(None),
+            failure: OnceLock::new(),
         })
     }
 
@@ -119,22 +117,12 @@ impl Watchdog {
 
     /// The failure, if there was one.
     pub(super) fn verdict(&self) -> Result<()> {
-        if !self.failed.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        match &*self.failure.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(error) => Err(error.clone()),
-            None => Ok(()),
-        }
+        self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
     /// Records the first failure, and ends the communicator. Returns the failure that counts.
     pub(super) fn fail(&self, error: Error) -> Error {
-        let first = {
-            let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
-            failure.get_or_insert(error).clone()
-        };
-        self.failed.store(true, Ordering::Release);
+        let first = self.failure.get_or_init(|| error).clone();
         self.comm.abort();
         first
     }
@@ -154,7 +142,7 @@ impl Watchdog {
 
     /// The run is ended.
     pub(super) fn abort(&self, cause: Cause) {
-        if self.failed.load(Ordering::Acquire) {
+        if self.failure.get().is_some() {
             return;
         }
         let (rank, label) = (self.rank, self.queue().pending.front().map(|p| p.label));
@@ -212,17 +200,11 @@ impl Watchdog {
     pub(super) fn run(&self) {
         loop {
             let tick = (self.deadline() / 20).clamp(Duration::from_millis(1), Duration::from_millis(50));
-            let queue = self.queue();
-            if queue.leaving {
+            let queue = self.bell.wait_timeout_while(self.queue(), tick, |queue| !queue.leaving);
+            if queue.unwrap_or_else(PoisonError::into_inner).0.leaving {
                 return;
             }
-            // An early wake-up only causes one more check.
-            let (queue, _) = self.bell.wait_timeout(queue, tick).unwrap_or_else(PoisonError::into_inner);
-            if queue.leaving {
-                return;
-            }
-            drop(queue);
-            if self.failed.load(Ordering::Acquire) {
+            if self.failure.get().is_some() {
                 // An abort during a call takes effect after it.
                 self.comm.abort();
                 continue;

@@ -12,11 +12,11 @@ struct Told {
 }
 
 impl Ranks for Told {
-    fn came(&mut self, rank: usize) -> Result<bool, Failed> {
+    fn came(&self, rank: usize) -> Result<bool, Failed> {
         Ok(!self.absent.contains(&rank))
     }
 
-    fn answer(&mut self, rank: usize) -> Result<Option<Said>, Failed> {
+    fn answer(&self, rank: usize) -> Result<Option<Said>, Failed> {
         Ok(self.said.get(&rank).cloned())
     }
 }
@@ -40,8 +40,8 @@ fn joining(seconds: f64) -> Said {
 }
 
 fn found(asker: Asker, world: usize, said: impl IntoIterator<Item = (usize, Said)>, absent: &[usize]) -> Verdict {
-    let mut told = Told { said: said.into_iter().collect(), absent: absent.to_vec() };
-    find(asker, world, DEADLINE, &mut told).unwrap()
+    let told = Told { said: said.into_iter().collect(), absent: absent.to_vec() };
+    find(asker, world, DEADLINE, &told).unwrap()
 }
 
 #[track_caller]
@@ -73,7 +73,7 @@ fn the_end_of_a_chain_is_at_fault_and_not_those_who_wait() {
 fn a_rank_that_has_just_come_is_not_blamed_by_one_that_was_stopped() {
     // Rank 1 was stopped, gave up at once, and rank 0 has been in no call for a short time.
     let verdict = found(Asker::Rank(1), 2, [(1, ring(0, 0.2)), (0, idle(0.3))], &[]);
-    names(&verdict, Some(1), "rank 1 came late: it has waited for 0.2 s, was in no call or stopped before; ");
+    names(&verdict, Some(1), "rank 1 came late: it has waited for 0.2 s, and was in no call or stopped before; ");
     let verdict = found(Asker::Rank(1), 2, [(1, ring(0, 2.0)), (0, idle(0.3))], &[]);
     names(&verdict, Some(0), "rank 0 is in no call of the group");
 }
@@ -103,11 +103,11 @@ fn ranks_that_wait_for_each_other() {
 #[test]
 fn while_the_group_is_made() {
     let all = |last: f64| [(0, joining(3.0)), (1, joining(2.9)), (2, joining(last))];
-    names(&found(Asker::Joining, 3, all(3.0), &[1, 2]), Some(1), "rank 1, 2 did not come");
+    names(&found(Asker::Joining, 3, all(3.0), &[1, 2]), Some(1), "ranks 1, 2 did not come");
     names(
         &found(Asker::Joining, 12, all(3.0), &[1, 2, 3, 4, 5, 6, 7, 8, 9]),
         Some(1),
-        "rank 1, 2, 3, 4, 5, 6, 7, 8, ... did",
+        "ranks 1, 2, 3, 4, 5, 6, 7, 8, ... did",
     );
     names(&found(Asker::Joining, 4, all(3.0), &[]), Some(3), "rank 3 gives no answer");
     names(

@@ -2,61 +2,42 @@
 //! Which rank waits for which: peers that are gone, ranks whose calls can never match, and the rank at fault for a
 //! wait.
 
-use super::{Board, Phase};
+use super::{Board, Phase, RankOnBoard};
 use crate::transport::{
     Message,
     fault::{Answer, AtFault, GroupFailure, Search},
 };
 
 impl Board {
-    /// Calls `see` with every peer that `rank` waits for, receives first, until it returns true.
-    fn waits_for(&self, rank: usize, mut see: impl FnMut(usize) -> bool) {
-        let world = self.ranks.len();
+    /// The messages of the exchange of `rank`, if it is in one, that are not claimed; receives first.
+    fn open(&self, rank: usize) -> impl Iterator<Item = &Message> {
+        let (world, place) = (self.ranks.len(), &self.ranks[rank]);
+        let row = rank * world..(rank + 1) * world;
+        [(&place.recvs, &self.received[row.clone()]), (&place.sends, &self.sent[row])].into_iter().flat_map(
+            |(list, claimed)| {
+                let all = list.list().iter().enumerate();
+                all.filter(|&(at, message)| at >= claimed[message.peer]).map(|(_, message)| message)
+            },
+        )
+    }
+
+    /// The peers that `rank` waits for, in an exchange those of receives first. A peer may be named several times.
+    fn waits_for(&self, rank: usize) -> impl Iterator<Item = usize> {
         let place = &self.ranks[rank];
-        match place.phase {
-            Phase::Exchange => {
-                let open = |list: &[Message], claimed: &[usize], see: &mut dyn FnMut(usize) -> bool| {
-                    list.iter().enumerate().any(|(at, message)| at >= claimed[message.peer] && see(message.peer))
-                };
-                let row = rank * world..(rank + 1) * world;
-                let _ = open(place.recvs.list(), &self.received[row.clone()], &mut see)
-                    || open(place.sends.list(), &self.sent[row], &mut see);
-            }
-            Phase::Agree => {
-                let here = |peer: &usize| {
-                    let other = &self.ranks[*peer];
-                    other.phase == Phase::Agree && other.group == place.group
-                };
-                let _ = place.group.clone().filter(|peer| !here(peer)).any(see);
-            }
-            Phase::Idle | Phase::Answered | Phase::Ending | Phase::Gone => {}
-        }
+        let group = if place.phase == Phase::Agree { place.group.clone() } else { 0..0 };
+        let is_here = |other: &RankOnBoard| other.phase == Phase::Agree && other.group == place.group;
+        let missing = group.filter(move |&peer| !is_here(&self.ranks[peer]));
+        self.open(rank).map(|message| message.peer).chain(missing)
     }
 
     /// Bytes of the messages that `rank` waits for: those of its exchange that no rank has begun to copy.
     pub(in crate::transport::local) fn waiting(&self, rank: usize) -> u64 {
-        let (world, place) = (self.ranks.len(), &self.ranks[rank]);
-        let row = rank * world..(rank + 1) * world;
-        let open = |list: &[Message], claimed: &[usize]| -> u64 {
-            let waiting = list.iter().enumerate().filter(|&(at, message)| at >= claimed[message.peer]);
-            waiting.map(|(_, message)| message.bytes as u64).sum()
-        };
-        match place.phase {
-            Phase::Exchange => {
-                open(place.recvs.list(), &self.received[row.clone()]) + open(place.sends.list(), &self.sent[row])
-            }
-            _ => 0,
-        }
+        self.open(rank).map(|message| message.bytes as u64).sum()
     }
 
     /// A peer that `rank` waits for and that was dropped.
     pub(in crate::transport::local) fn gone(&self, rank: usize) -> Option<usize> {
-        let mut gone = None;
-        self.waits_for(rank, |peer| {
-            gone = (self.ranks[peer].phase == Phase::Gone).then_some(peer);
-            gone.is_some()
-        });
-        gone
+        self.waits_for(rank).find(|&peer| self.ranks[peer].phase == Phase::Gone)
     }
 
     /// The failure if `rank` and a peer wait for each other, one in an agreement and the other in an exchange: neither
@@ -64,22 +45,14 @@ impl Board {
     pub(in crate::transport::local) fn crossed(&self, rank: usize) -> Option<GroupFailure> {
         let agrees_with = |a: usize, b: usize| self.ranks[a].phase == Phase::Agree && self.ranks[a].group.contains(&b);
         let exchanges = |a: usize| self.ranks[a].phase == Phase::Exchange;
-        let mut found = None;
-        self.waits_for(rank, |peer| {
-            let crossed = (exchanges(rank) && agrees_with(peer, rank))
-                || (agrees_with(rank, peer) && exchanges(peer) && {
-                    let mut mutual = false;
-                    self.waits_for(peer, |other| {
-                        mutual |= other == rank;
-                        mutual
-                    });
-                    mutual
-                });
-            let (agreeing, exchanging) = if exchanges(rank) { (peer, rank) } else { (rank, peer) };
-            found = crossed.then(|| GroupFailure::crossed(agreeing, exchanging));
-            crossed
-        });
-        found
+        self.waits_for(rank).find_map(|peer| {
+            if exchanges(rank) {
+                agrees_with(peer, rank).then(|| GroupFailure::crossed(peer, rank))
+            } else {
+                (exchanges(peer) && self.waits_for(peer).any(|other| other == rank))
+                    .then(|| GroupFailure::crossed(rank, peer))
+            }
+        })
     }
 
     /// The rank at fault for the wait of `rank`. If all ranks wait for each other, there is none while a copy is in
@@ -95,11 +68,7 @@ impl Board {
             let answer = match place.phase {
                 Phase::Idle | Phase::Answered | Phase::Gone => Answer::Idle(deadline),
                 Phase::Exchange | Phase::Agree | Phase::Ending => {
-                    let mut on = Vec::new();
-                    self.waits_for(asked, |peer| {
-                        on.push(peer);
-                        false
-                    });
+                    let on = self.waits_for(asked).collect();
                     Answer::Waits { on, call: place.phase == Phase::Agree, time: deadline }
                 }
             };
