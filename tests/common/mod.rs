@@ -240,8 +240,8 @@ pub fn check_within<T: Element>(slack: f64, what: &str, got: &Results<T>, one: &
     let largest = want.lse.iter().filter(|l| l.is_finite()).fold(0.0, |m: f64, l| m.max(l.abs()));
     let sinks = if want.dsinks.is_empty() { 1.0 } else { (largest / 4.0).max(1.0) };
     let floor = slack * 4.0 * T::Acc::DTYPE.unit_roundoff() * sinks;
-    // ds is a difference, do·v − delta, and nothing is left of it where a row sees one key; dsinks is a sum over rows, of
-    // which little may be left. There the terms round, which are of the size of o and dv.
+    // ds is a difference, do·v − delta, and nothing is left of it where a row sees one key; dsinks is a sum over rows
+    // that may nearly cancel. There the terms round, which are of the size of o and dv.
     let terms = rms(want.o.iter().copied()) * rms(want.dv.iter().copied());
     let of_terms = |scale: f64| if scale < 1e-3 * terms { terms } else { scale };
     let rule = |name: &str, got: &[T], one: &[T], want: &[f64]| {
