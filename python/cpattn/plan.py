@@ -360,7 +360,8 @@ class Plan:
     @cached_property
     def distribution(self) -> int:
         """A number that names who holds which tokens: equal for two plans exactly if their documents are equal and each rank
-        holds the same tokens in the same order. Tensors of one distribution may meet every plan of it, and none of another."""
+        holds the same tokens in the same order. A tensor may be used with every plan of its distribution, and with no
+        other plan."""
         name = c_uint64()
         call("plan_distribution", self.handle, byref(name))
         return name.value
