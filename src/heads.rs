@@ -38,9 +38,23 @@ impl HeadShare {
     }
 }
 
-/// Whether some kv head is read by more than one Ulysses rank.
-pub(crate) fn shared_kv(ulysses: usize, heads: u32, kv_heads: u32) -> bool {
-    shared_kv_in(ulysses, ulysses, [heads, kv_heads])
+/// The heads of all Ulysses ranks, counted.
+pub(crate) struct HeadCounts {
+    /// The most q heads, and the most kv heads, of a rank.
+    pub q: u32,
+    pub kv: u32,
+    /// The kv heads of all ranks; a head that several ranks hold counts for each of them.
+    pub all_kv: u32,
+}
+
+impl HeadCounts {
+    pub fn new(ulysses: usize, [heads, kv_heads]: [u32; 2]) -> Self {
+        (0..ulysses).fold(Self { q: 0, kv: 0, all_kv: 0 }, |counts, u| {
+            let share = HeadShare::new(u, ulysses, heads, kv_heads);
+            let [q, kv] = [share.q, share.kv].map(|heads| heads.end - heads.start);
+            Self { q: counts.q.max(q), kv: counts.kv.max(kv), all_kv: counts.all_kv + kv }
+        })
+    }
 }
 
 /// Whether some kv head is read by more than one of the Ulysses ranks `n · ranks .. (n + 1) · ranks`, for any n.
@@ -120,8 +134,8 @@ mod tests {
 
     #[test]
     fn nine_heads_on_four_ranks_share_kv_heads() {
-        assert!(shared_kv(4, 9, 3));
-        assert!(!shared_kv(3, 9, 3));
+        assert!(shared_kv_in(4, 4, [9, 3]) && HeadCounts::new(4, [9, 3]).all_kv > 3);
+        assert!(!shared_kv_in(3, 3, [9, 3]) && HeadCounts::new(3, [9, 3]).all_kv == 3);
         assert!(shared_kv_in(2, 4, [9, 3]) && shared_kv_in(2, 4, [4, 1]));
         assert!(!shared_kv_in(1, 4, [9, 3]) && !shared_kv_in(3, 6, [12, 6]));
         assert!((imbalance(4, 9) - 12.0 / 9.0).abs() < 1e-12);

@@ -331,7 +331,7 @@ int32_t cpattn_plan_auto_for(const cpattn_problem *const *problems, const uint64
                              const cpattn_options *options, cpattn_plan **plans);
 
 /* A number that names who holds which tokens: equal for two plans exactly if their documents are equal and each rank holds the
- * same tokens in the same order. Tensors of one distribution may meet every plan of it, and none of another. */
+ * same tokens in the same order. A tensor may be used with every plan of its distribution, and with no other plan. */
 int32_t cpattn_plan_distribution(const cpattn_plan *plan, uint64_t *distribution);
 
 int32_t cpattn_plan_destroy(cpattn_plan *plan);

@@ -345,8 +345,8 @@ class Plan:
 
     @cached_property
     def distribution(self) -> int:
-        """A number for the distribution of tokens: equal for two plans exactly if their documents are equal and each rank holds the
-        same tokens in the same order. Use tensors only with plans of their own distribution."""
+        """A hash of who holds which tokens: equal for two plans exactly if their documents are equal and each rank holds the
+        same tokens in the same order. A tensor may be used with every plan of its distribution, and with no other plan."""
         name = c_uint64()
         call("plan_distribution", self.handle, byref(name))
         return name.value

@@ -104,7 +104,7 @@ impl Machine {
                 return Err(Error::invalid(format!("machine.{field}"), 0, "a whole number above 0"));
             }
         }
-        for (field, figure, zero) in [
+        let own = [
             ("memory", self.memory, false),
             ("operation", self.operation, true),
             ("copy", self.copy, false),
@@ -114,21 +114,14 @@ impl Machine {
             ("between.rate", self.between.rate, false),
             ("between_burst", self.between_burst, true),
             ("between_work", self.between_work, true),
-        ] {
-            figure_fits(figure, zero)
-                .map_err(|expected| Error::invalid(format!("machine.{field}"), figure, expected))?;
-        }
-        for k in &self.kernels {
-            for (field, figure, zero) in [
-                ("rate", k.rate, false),
-                ("row", k.row, true),
-                ("key", k.key, true),
-                ("edge", k.edge, true),
-                ("call", k.call, true),
-            ] {
-                let argument = || format!("machine.kernels, {}: {field}", k.shape);
-                figure_fits(figure, zero).map_err(|expected| Error::invalid(argument(), figure, expected))?;
-            }
+        ];
+        let own = own.map(|(field, figure, zero)| (format!("machine.{field}"), figure, zero));
+        let of_kernels = self.kernels.iter().flat_map(|k| {
+            [("rate", k.rate), ("row", k.row), ("key", k.key), ("edge", k.edge), ("call", k.call)]
+                .map(|(field, figure)| (format!("machine.kernels, {}: {field}", k.shape), figure, field != "rate"))
+        });
+        for (field, figure, zero) in own.into_iter().chain(of_kernels) {
+            figure_fits(figure, zero).map_err(|expected| Error::invalid(field, figure, expected))?;
         }
         let needs_cores = [("nodes_share_cores", self.nodes_share_cores), ("between_work", self.between_work > 0.0)];
         match needs_cores.into_iter().find(|(_, is_set)| *is_set && self.cores.is_none()) {
@@ -208,11 +201,10 @@ impl KernelRate {
 
 /// Checks whether a figure is valid; the error names the valid values.
 pub(super) fn figure_fits(figure: f64, zero: bool) -> core::result::Result<(), &'static str> {
-    match (figure.is_finite(), zero) {
-        (true, true) if figure >= 0.0 => Ok(()),
-        (true, false) if figure > 0.0 => Ok(()),
-        (_, true) => Err("a number from 0"),
-        (_, false) => Err("a number above 0"),
+    match zero {
+        _ if figure.is_finite() && (figure > 0.0 || zero && figure == 0.0) => Ok(()),
+        true => Err("a number from 0"),
+        false => Err("a number above 0"),
     }
 }
 

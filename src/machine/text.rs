@@ -36,10 +36,26 @@ use crate::{
     error::{Error, Result},
 };
 
+/// The keys that every description has, and those that only some have.
+const KEYS: [&str; 11] = [
+    "name",
+    "estimate",
+    "ranks_per_node",
+    "cards_per_node",
+    "memory",
+    "operation",
+    "copy",
+    "inside.latency",
+    "inside.rate",
+    "between.latency",
+    "between.rate",
+];
+const OPTIONAL_KEYS: [&str; 4] = ["cores", "nodes_share_cores", "between.burst", "between.work"];
 const KERNEL_FIGURES: [&str; 5] = ["rate", "row", "key", "edge", "call"];
 const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
 
 /// A line without its comment.
+#[derive(Clone, Copy)]
 struct FigureLine<'a> {
     line: usize,
     key: &'a str,
@@ -47,9 +63,13 @@ struct FigureLine<'a> {
 }
 
 impl FigureLine<'_> {
+    fn place(&self) -> String {
+        format!("line {} of the machine description", self.line)
+    }
+
     fn refuse(&self, figure: &str, expected: &str) -> Error {
         let found = if figure.is_empty() { "empty" } else { figure };
-        Error::invalid(format!("line {} of the machine description, {}", self.line, self.key), found, expected)
+        Error::invalid(format!("{}, {}", self.place(), self.key), found, expected)
     }
 
     /// A number: above 0, or if `zero` is true also 0.
@@ -59,75 +79,25 @@ impl FigureLine<'_> {
         Ok(number)
     }
 
+    fn above_zero(&self) -> Result<f64> {
+        self.number(self.value, false)
+    }
+
+    fn zero_or_more(&self) -> Result<f64> {
+        self.number(self.value, true)
+    }
+
     fn count(&self) -> Result<usize> {
         self.value.parse().ok().filter(|n| *n > 0).ok_or_else(|| self.refuse(self.value, "a whole number above 0"))
     }
-}
 
-/// All entries; no key occurs twice.
-struct FigureLines<'a> {
-    list: Vec<FigureLine<'a>>,
-    lines: usize,
-}
-
-impl<'a> FigureLines<'a> {
-    fn read(text: &'a str) -> Result<Self> {
-        let (mut list, mut line_of) = (Vec::new(), BTreeMap::new());
-        // Some editors begin a file with a byte order mark.
-        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-        for (i, line) in text.lines().enumerate() {
-            let content = line.split('#').next().unwrap_or("").trim();
-            if content.is_empty() {
-                continue;
-            }
-            let place = format!("line {} of the machine description", i + 1);
-            let Some((key, value)) = content.split_once('=') else {
-                let error = Error::invalid(place, format!("{content:?}"), "key = value");
-                let alone = text.lines().nth(1).is_none();
-                return Err(if alone { error.hint("give the text of the file, not its path") } else { error });
-            };
-            let entry = FigureLine { line: i + 1, key: key.trim(), value: value.trim() };
-            if let Some(first) = line_of.insert(entry.key, entry.line) {
-                return Err(twice(entry.line, entry.key, first));
-            }
-            list.push(entry);
-        }
-        Ok(Self { list, lines: text.lines().count() })
-    }
-
-    fn take_if_there(&mut self, key: &str) -> Option<FigureLine<'a>> {
-        self.list.iter().position(|e| e.key == key).map(|i| self.list.remove(i))
-    }
-
-    fn take(&mut self, key: &str) -> Result<FigureLine<'a>> {
-        self.take_if_there(key).ok_or_else(|| {
-            let found = format!("without {key} in its {} lines", self.lines);
-            Error::invalid("the machine description", found, format!("a line {key} = …"))
-        })
-    }
-
-    fn figure(&mut self, key: &str, zero: bool) -> Result<f64> {
-        let entry = self.take(key)?;
-        entry.number(entry.value, zero)
-    }
-
-    /// A figure that may be missing; then it is 0.
-    fn figure_if_there(&mut self, key: &str) -> Result<f64> {
-        self.take_if_there(key).map_or(Ok(0.0), |entry| entry.number(entry.value, true))
-    }
-
-    /// Refuses a key about cores if the description has no cores.
-    fn needs_cores(&self, key: &str, cores: Option<usize>) -> Result<()> {
-        match self.list.iter().find(|e| e.key == key && cores.is_none()) {
-            Some(e) => Err(e.refuse(&format!("{}, without cores", e.value), "a line cores = … beside it")),
-            None => Ok(()),
+    fn yes(&self) -> Result<bool> {
+        match self.value {
+            "yes" => Ok(true),
+            "no" => Ok(false),
+            other => Err(self.refuse(other, "yes or no")),
         }
     }
-}
-
-fn twice(line: usize, key: &str, first: usize) -> Error {
-    let (place, found) = (format!("line {line} of the machine description"), format!("{key} again"));
-    Error::invalid(place, found, format!("one line for {key}: line {first} has it"))
 }
 
 impl Machine {
@@ -148,93 +118,98 @@ impl Machine {
 }
 
 fn parse(text: &str) -> Result<Machine> {
-    let mut entries = FigureLines::read(text)?;
-    // Values are checked before missing keys are: a wrong value is reported first.
-    let mut kernels: Vec<KernelRate> = Vec::new();
-    // One shape can be written in several ways: with more spaces, or with a 0 before a dim.
-    let mut line_of = BTreeMap::new();
-    let mut rest = Vec::new();
-    for entry in entries.list.drain(..) {
-        match entry.key.strip_prefix("kernel").filter(|shape| shape.starts_with(char::is_whitespace)) {
-            Some(shape) => {
-                let rate = kernel(&entry, shape)?;
-                if let Some(first) = line_of.insert(rate.shape.to_string(), entry.line) {
-                    return Err(twice(entry.line, &format!("kernel {}", rate.shape), first));
-                }
-                kernels.push(rate);
-            }
-            None => {
-                check(&entry)?;
-                rest.push(entry);
-            }
-        }
-    }
-    entries.list = rest;
-    let name = entries.take("name")?.value.to_string();
-    let estimate = entries.take("estimate")?.value == "yes";
-    let cores = entries.take_if_there("cores").map(|e| e.count()).transpose()?;
-    for key in ["nodes_share_cores", "between.work"] {
-        entries.needs_cores(key, cores)?;
-    }
-    let machine = Machine {
-        name,
-        estimate,
-        nodes_share_cores: entries.take_if_there("nodes_share_cores").is_some_and(|e| e.value == "yes"),
-        ranks_per_node: entries.take("ranks_per_node")?.count()?,
-        cards_per_node: entries.take("cards_per_node")?.count()?,
-        cores,
-        memory: entries.figure("memory", false)?,
-        operation: entries.figure("operation", true)?,
-        copy: entries.figure("copy", false)?,
-        inside: LinkRate {
-            latency: entries.figure("inside.latency", true)?,
-            rate: entries.figure("inside.rate", false)?,
-        },
-        between: LinkRate {
-            latency: entries.figure("between.latency", true)?,
-            rate: entries.figure("between.rate", false)?,
-        },
-        between_burst: entries.figure_if_there("between.burst")?,
-        between_work: entries.figure_if_there("between.work")?,
-        kernels,
+    // Some editors begin a file with a byte order mark.
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let nothing = LinkRate { latency: 0.0, rate: 0.0 };
+    let mut m = Machine {
+        name: String::new(),
+        estimate: false,
+        ranks_per_node: 0,
+        cards_per_node: 0,
+        cores: None,
+        nodes_share_cores: false,
+        memory: 0.0,
+        operation: 0.0,
+        copy: 0.0,
+        inside: nothing,
+        between: nothing,
+        between_burst: 0.0,
+        between_work: 0.0,
+        kernels: Vec::new(),
     };
-    if machine.kernels.is_empty() {
-        let found = format!("without a kernel in its {} lines", entries.lines);
-        let expected = "a line kernel DTYPE HEAD_DIM/VALUE_DIM forward = rate …";
-        return Err(Error::invalid("the machine description", found, expected));
-    }
-    Ok(machine)
-}
-
-/// Refuses an unknown key, and a value that its key cannot have.
-fn check(entry: &FigureLine<'_>) -> Result<()> {
-    match entry.key {
-        "name" if entry.value.is_empty() => Err(entry.refuse(entry.value, "a name")),
-        "name" => Ok(()),
-        "estimate" | "nodes_share_cores" if matches!(entry.value, "yes" | "no") => Ok(()),
-        "estimate" | "nodes_share_cores" => Err(entry.refuse(entry.value, "yes or no")),
-        "ranks_per_node" | "cards_per_node" | "cores" => entry.count().map(drop),
-        "operation" | "inside.latency" | "between.latency" | "between.burst" | "between.work" => {
-            entry.number(entry.value, true).map(drop)
+    let mut seen: BTreeMap<String, FigureLine<'_>> = BTreeMap::new();
+    for (i, line) in text.lines().enumerate() {
+        let content = line.split('#').next().unwrap_or("").trim();
+        if content.is_empty() {
+            continue;
         }
-        "memory" | "copy" | "inside.rate" | "between.rate" => entry.number(entry.value, false).map(drop),
-        key => Err(Error::invalid(
-            format!("line {} of the machine description", entry.line),
-            format!("{key:?}"),
-            "name, estimate, ranks_per_node, cards_per_node, cores, nodes_share_cores, memory, operation, copy, inside.latency, \
-             inside.rate, between.latency, between.rate, between.burst, between.work or kernel",
-        )),
+        let (key, value) = content.split_once('=').map_or((content, None), |(key, value)| (key, Some(value)));
+        let entry = FigureLine { line: i + 1, key: key.trim(), value: value.unwrap_or("").trim() };
+        if value.is_none() {
+            let error = Error::invalid(entry.place(), format!("{content:?}"), "key = value");
+            let alone = text.lines().nth(1).is_none();
+            return Err(if alone { error.hint("give the text of the file, not its path") } else { error });
+        }
+        let mut key = entry.key.to_string();
+        match entry.key {
+            "name" if entry.value.is_empty() => return Err(entry.refuse("", "a name")),
+            "name" => m.name = entry.value.into(),
+            "estimate" => m.estimate = entry.yes()?,
+            "ranks_per_node" => m.ranks_per_node = entry.count()?,
+            "cards_per_node" => m.cards_per_node = entry.count()?,
+            "cores" => m.cores = Some(entry.count()?),
+            "nodes_share_cores" => m.nodes_share_cores = entry.yes()?,
+            "memory" => m.memory = entry.above_zero()?,
+            "operation" => m.operation = entry.zero_or_more()?,
+            "copy" => m.copy = entry.above_zero()?,
+            "inside.latency" => m.inside.latency = entry.zero_or_more()?,
+            "inside.rate" => m.inside.rate = entry.above_zero()?,
+            "between.latency" => m.between.latency = entry.zero_or_more()?,
+            "between.rate" => m.between.rate = entry.above_zero()?,
+            "between.burst" => m.between_burst = entry.zero_or_more()?,
+            "between.work" => m.between_work = entry.zero_or_more()?,
+            other => match other.strip_prefix("kernel").filter(|shape| shape.starts_with(char::is_whitespace)) {
+                Some(shape) => {
+                    let rate = kernel(&entry, shape)?;
+                    // One shape can be written in several ways: with more spaces, or with a 0 before a dim.
+                    key = format!("kernel {}", rate.shape);
+                    m.kernels.push(rate);
+                }
+                None => {
+                    let expected = format!("{}, {} or kernel", KEYS.join(", "), OPTIONAL_KEYS.join(", "));
+                    return Err(Error::invalid(entry.place(), format!("{other:?}"), expected));
+                }
+            },
+        }
+        if let Some(first) = seen.get(&key) {
+            let expected = format!("one line for {key}: line {} has it", first.line);
+            return Err(Error::invalid(entry.place(), format!("{key} again"), expected));
+        }
+        seen.insert(key, entry);
     }
+    let missing = |key: &str, expected: String| {
+        let found = format!("without {key} in its {} lines", text.lines().count());
+        Err(Error::invalid("the machine description", found, expected))
+    };
+    if let Some(key) = KEYS.into_iter().find(|key| !seen.contains_key(*key)) {
+        return missing(key, format!("a line {key} = …"));
+    }
+    if m.kernels.is_empty() {
+        return missing("a kernel", "a line kernel DTYPE HEAD_DIM/VALUE_DIM forward = rate …".into());
+    }
+    for entry in ["nodes_share_cores", "between.work"].into_iter().filter_map(|key| seen.get(key)) {
+        if m.cores.is_none() {
+            return Err(entry.refuse(&format!("{}, without cores", entry.value), "a line cores = … beside it"));
+        }
+    }
+    Ok(m)
 }
 
 /// `DTYPE HEAD_DIM/VALUE_DIM forward|backward` and its five figures.
 fn kernel(entry: &FigureLine<'_>, shape: &str) -> Result<KernelRate> {
     let shape = kernel_shape(shape).ok_or_else(|| {
-        Error::invalid(
-            format!("line {} of the machine description", entry.line),
-            format!("{:?}", entry.key),
-            "kernel DTYPE HEAD_DIM/VALUE_DIM forward or backward, such as kernel bf16 128/128 forward",
-        )
+        let expected = "kernel DTYPE HEAD_DIM/VALUE_DIM forward or backward, such as kernel bf16 128/128 forward";
+        Error::invalid(entry.place(), format!("{:?}", entry.key), expected)
     })?;
     let mut figures = [None; 5];
     for part in entry.value.split(',').map(str::trim) {

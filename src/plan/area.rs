@@ -6,8 +6,11 @@
 //! between two breakpoints, the sum over consecutive or striped queries has a closed form. Only if both ranges are
 //! striped, the code loops over the blocks of one of them.
 
+use alloc::vec::Vec;
+
+use super::CirculatingSide;
 use crate::{
-    batch::{Batch, Side},
+    batch::Side,
     call::Range,
     layout::{Segment, Shares},
     mask::Mask,
@@ -122,7 +125,6 @@ fn position_sum(r: &Range, i: u32) -> i64 {
 
 /// Work and traffic of one ring rank under a layout, in pairs and tokens (not multiplied by heads or bytes).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct Load {
     /// Allowed (q, k) pairs of its q tokens.
     pub area: u64,
@@ -130,39 +132,32 @@ pub struct Load {
     pub q_tokens: u64,
     /// k tokens.
     pub k_tokens: u64,
-    /// k tokens of other ranks that its q tokens need; each is received once in the forward.
+    /// k tokens of other ranks that its q tokens need, each of which is received once in the forward; or q tokens, if q
+    /// is sent ([`load`]).
     pub needed: u64,
 }
 
-/// Lists of segments, made once for many ranks.
-#[derive(Default)]
-pub(super) struct SegmentLists {
-    q: alloc::vec::Vec<Segment>,
-    k: alloc::vec::Vec<Segment>,
-}
-
-/// The load of ring rank `r`.
-pub(super) fn load(shares: &Shares, batch: &Batch, mask: Mask, r: usize, lists: &mut SegmentLists) -> Load {
-    shares.segments(Side::Q, r, &mut lists.q);
-    shares.segments(Side::K, r, &mut lists.k);
-    let [q_tokens, k_tokens] = [&lists.q, &lists.k].map(|list| tokens(list));
-    let (area, needed) = met(&lists.q, &lists.k, mask, |doc| (0, batch.document(Side::K, doc).len() as u32));
+/// The load of ring rank `r` if one side is sent round the ring. If that is q's side, the pairs are those of the rank's
+/// k tokens, and `needed` are the q tokens of other ranks that read its k tokens.
+///
+/// `lists` has no contents; callers keep it for the next rank.
+pub(super) fn load(
+    shares: &Shares,
+    mask: Mask,
+    r: usize,
+    sent: CirculatingSide,
+    lists: &mut [Vec<Segment>; 2],
+) -> Load {
+    let [q, k] = lists;
+    shares.segments(Side::Q, r, q);
+    shares.segments(Side::K, r, k);
+    let [q_tokens, k_tokens] = [&*q, &*k].map(|list| list.iter().map(|s| u64::from(s.range.len)).sum());
+    let whole = |side, doc| (shares.batch().start(side, doc), shares.batch().document(side, doc).len() as u32);
+    let (area, needed) = match sent {
+        CirculatingSide::Keys => met(q, k, mask, |doc| whole(Side::K, doc)),
+        CirculatingSide::Queries => met(k, q, mask.transposed(), |doc| whole(Side::Q, doc)),
+    };
     Load { area, q_tokens, k_tokens, needed }
-}
-
-/// The load of ring rank `r` if q travels: the pairs of its k tokens; `needed` are the q tokens of other ranks that
-/// read its k tokens.
-pub(super) fn load_of_keys(shares: &Shares, batch: &Batch, mask: Mask, r: usize, lists: &mut SegmentLists) -> Load {
-    shares.segments(Side::Q, r, &mut lists.q);
-    shares.segments(Side::K, r, &mut lists.k);
-    let [q_tokens, k_tokens] = [&lists.q, &lists.k].map(|list| tokens(list));
-    let whole = |doc| (batch.start(Side::Q, doc), batch.document(Side::Q, doc).len() as u32);
-    let (area, needed) = met(&lists.k, &lists.q, mask.transposed(), whole);
-    Load { area, q_tokens, k_tokens, needed }
-}
-
-fn tokens(list: &[Segment]) -> u64 {
-    list.iter().map(|s| u64::from(s.range.len)).sum()
 }
 
 /// The pairs of one side's segments with the other side of their documents (`whole` returns its first position and
@@ -230,8 +225,8 @@ fn met(mine: &[Segment], held: &[Segment], mask: Mask, whole: impl Fn(usize) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Layout;
-    use alloc::{vec, vec::Vec};
+    use crate::{Batch, Layout};
+    use alloc::vec;
 
     const MASKS: [Mask; 8] = [
         Mask::full(),
@@ -290,7 +285,7 @@ mod tests {
             Layout::Striped { stripe: 3 },
             Layout::Balanced { chunks: 3 },
         ];
-        let mut lists = SegmentLists::default();
+        let mut lists = Default::default();
         for batch in &batches {
             for mask in MASKS {
                 for layout in layouts {
@@ -323,11 +318,13 @@ mod tests {
                                 }
                                 Load { area, needed, q_tokens, k_tokens }
                             };
-                            let (got, want) = (load(&shares, batch, mask, r, &mut lists), count(Side::K, &k, &q));
-                            assert_eq!(got, want, "{layout} ring {ring} rank {r} {mask:?}");
-                            let (got, want) =
-                                (load_of_keys(&shares, batch, mask, r, &mut lists), count(Side::Q, &q, &k));
-                            assert_eq!(got, want, "{layout} ring {ring} rank {r} {mask:?}");
+                            for (sent, want) in [
+                                (CirculatingSide::Keys, count(Side::K, &k, &q)),
+                                (CirculatingSide::Queries, count(Side::Q, &q, &k)),
+                            ] {
+                                let got = load(&shares, mask, r, sent, &mut lists);
+                                assert_eq!(got, want, "{layout} ring {ring} rank {r} {mask:?} {sent:?}");
+                            }
                         }
                     }
                 }

@@ -3,17 +3,14 @@
 
 use alloc::{format, vec::Vec};
 
-pub(crate) use super::layout_load::dealer;
 use super::{
-    AttentionKind, Options, Plan, Problem,
-    layout_load::{LayoutLoad, load_with},
-    loads::Counted,
-    nodes::{crossing, divided, holds_ulysses, ring_holders_of_node, ring_ranks_of_node, ring_steps},
+    AttentionKind, LayoutLoad, LoadCounter, Options, Plan, Problem,
+    nodes::{NodeRanks, crossing, holds_ulysses, ring_steps},
 };
 use crate::{
     batch::Batch,
     error::{Error, Result},
-    heads::{HeadShare, shared_kv},
+    heads::HeadCounts,
     layout::Layout,
     mesh::Mesh,
 };
@@ -80,28 +77,61 @@ impl Layout {
     /// The automatic layout for `ring` ranks: rule 3 of [`Choice`].
     pub fn auto(ring: usize, problem: &Problem) -> Result<Self> {
         problem.check()?;
-        Ok(best_layout(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), ring)?.layout)
+        if ring == 0 {
+            return Err(Error::invalid("ring", 0, "at least 1"));
+        }
+        Ok(best_layout(&LoadCounter::new(problem), ring)?.layout)
     }
 }
 
-/// The layouts of [`Choice::LAYOUTS`] that are possible with `ring` ranks.
-pub(super) fn layouts(ring: usize) -> impl Iterator<Item = Layout> {
-    Choice::LAYOUTS
-        .into_iter()
-        .filter(move |l| !matches!(l, Layout::Balanced { chunks } if *chunks as usize * ring > 1 << 20))
+/// The meshes of rule 1 of [`Choice`] for an attention of `heads` q heads, by decreasing `ulysses`. `whole`: an
+/// attention that needs whole sequences ([`AttentionKind::Other`]).
+///
+/// # Errors
+/// A world of 0, and fewer heads than ranks where an attention needs whole sequences.
+pub(crate) fn meshes(
+    world: usize,
+    heads: usize,
+    whole: bool,
+    ranks_per_node: usize,
+) -> Result<impl Iterator<Item = Mesh>> {
+    Mesh::ring(world)?;
+    if whole && world > heads {
+        return Err(Error::unsupported(
+            "kind other on this world",
+            format!(
+                "it needs a mesh of Ulysses ranks only, and the world of {world} has more ranks than {heads} heads"
+            ),
+            "plan for at most as many ranks as heads, with ring 1; the other ranks can run other batches",
+        ));
+    }
+    let fits = move |u: &usize| if whole { *u == world } else { holds_ulysses(*u, world, ranks_per_node) };
+    let factors = (1..=world.min(heads)).rev().filter(move |u| world.is_multiple_of(*u));
+    Ok(factors.filter(fits).map(move |ulysses| Mesh { replicas: 1, ring: world / ulysses, ulysses }))
 }
 
-fn best_layout(problem: &Problem, counted: Option<&Counted>, ring: usize) -> Result<LayoutLoad> {
-    if ring == 1 {
-        return load_with(problem, counted, Layout::Contiguous, 1);
-    }
-    let all = layouts(ring).map(|layout| load_with(problem, counted, layout, ring)).collect::<Result<Vec<_>>>()?;
-    let least = all.iter().map(|d| u128::from(d.largest.area)).min().unwrap_or(0);
+/// The layouts of [`Choice::LAYOUTS`] to consider for `ring` ranks: with one rank all are alike, and with very many the
+/// balanced ones are impossible.
+pub(crate) fn layouts(ring: usize) -> impl Iterator<Item = Layout> {
+    Choice::LAYOUTS.into_iter().filter(move |layout| match layout {
+        Layout::Contiguous => true,
+        Layout::Balanced { chunks } => ring > 1 && *chunks as usize * ring <= 1 << 20,
+        _ => ring > 1,
+    })
+}
+
+/// Rule 3 of [`Choice`]: of those with at most 1 % more work than the least, the first with the fewest rows. `all` is
+/// not empty.
+pub(super) fn best<T>(all: Vec<T>, work: impl Fn(&T) -> u128, rows: impl Fn(&T) -> u128) -> T {
+    let least = all.iter().map(&work).min().unwrap_or(0);
     // `min_by_key` returns the first minimum.
-    all.into_iter()
-        .filter(|d| 100 * u128::from(d.largest.area) <= 101 * least)
-        .min_by_key(|d| d.largest.needed)
-        .ok_or_else(|| Error::invalid("ring", ring, "at least 1"))
+    let best = all.into_iter().filter(|one| 100 * work(one) <= 101 * least).min_by_key(rows);
+    best.expect("the layout with the least work")
+}
+
+fn best_layout(counter: &LoadCounter<'_>, ring: usize) -> Result<LayoutLoad> {
+    let all = layouts(ring).map(|layout| counter.load(layout, ring)).collect::<Result<Vec<_>>>()?;
+    Ok(best(all, |d| d.largest.area.into(), |d| d.largest.needed.into()))
 }
 
 impl Choice {
@@ -165,67 +195,42 @@ impl Choice {
     /// ```
     pub fn new(world: usize, problem: &Problem, balance: u32, ranks_per_node: usize) -> Result<Self> {
         problem.check()?;
-        Mesh::ring(world)?;
-        if problem.kind == AttentionKind::Other && world > problem.heads() {
-            return Err(Error::unsupported(
-                "kind other on this world",
-                format!("Ulysses only, and the world of {world} has more ranks than {} heads", problem.heads()),
-                "give the remaining ranks batches of their own: ulysses of at most the heads, ring 1",
-            ));
-        }
-        let counted = Counted::new(problem.batch(), problem.mask());
-        let mut candidates = Vec::new();
-        for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
-            let other = problem.kind == AttentionKind::Other;
-            let fits = if other { ulysses == world } else { holds_ulysses(ulysses, world, ranks_per_node) };
-            if !fits {
-                continue;
-            }
-            let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
-            let d = best_layout(problem, counted.as_ref(), mesh.ring)?;
-            candidates.push(judge(problem, mesh, &d, balance, ranks_per_node));
-        }
-        let best = candidates
-            .iter()
-            .min_by_key(|c| c.cost)
-            .copied()
-            .ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problem"))?;
+        let counter = LoadCounter::new(problem);
+        let rated = |mesh: Mesh| {
+            let d = best_layout(&counter, mesh.ring)?;
+            Ok(judge(problem, mesh, &d, balance, ranks_per_node))
+        };
+        let whole = problem.kind == AttentionKind::Other;
+        let meshes = meshes(world, problem.heads(), whole, ranks_per_node)?;
+        let candidates = meshes.map(rated).collect::<Result<Vec<_>>>()?;
+        let best = candidates.iter().min_by_key(|c| c.cost);
+        let best = best.ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problem"))?;
         Ok(Self { mesh: best.mesh, layout: best.layout, balance, candidates })
     }
 }
 
 /// The cost of a mesh with a layout, over nodes of this many ranks.
 pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &LayoutLoad, balance: u32, ranks_per_node: usize) -> Candidate {
-    let (heads, kv_heads) = (problem.heads() as u32, problem.kv_heads() as u32);
     let u = mesh.ulysses as u128;
-    let (mut hq, mut hkv, mut kv_sum) = (0u128, 0u128, 0u128);
-    for i in 0..mesh.ulysses {
-        let share = HeadShare::new(i, mesh.ulysses, heads, kv_heads);
-        hq = hq.max(share.q.len() as u128);
-        hkv = hkv.max(share.kv.len() as u128);
-        kv_sum += share.kv.len() as u128;
-    }
+    let counts = HeadCounts::new(mesh.ulysses, problem.head_numbers());
+    let [hq, hkv, all_kv] = [counts.q, counts.kv, counts.all_kv].map(u128::from);
     let (e, a) = (problem.dtype().size() as u128, problem.dtype().accumulator().size() as u128);
     let (dk, dv) = (problem.head_dim() as u128, problem.value_dim() as u128);
-    let (h, hk) = (u128::from(heads), u128::from(kv_heads));
+    let (h, hk) = (problem.heads() as u128, problem.kv_heads() as u128);
     // Forward: s and o. Backward: s and dp again, dq, dk, dv.
     let multiply_adds = u128::from(d.largest.area) * hq * ((dk + dv) + (3 * dk + 2 * dv));
     let ring = u128::from(d.largest.needed) * hkv * (dk + dv) * (2 * e + a);
     let (nq, nk) = (u128::from(d.largest.q_tokens), u128::from(d.largest.k_tokens));
     let (own_q, own_k) = (nq.div_ceil(u), nk.div_ceil(u));
     let into_heads = (nq - own_q) * hq * (dk * e + (dk + dv) * e + 2 * a) + (nk - own_k) * hkv * 2 * (dk + dv) * e;
-    let keys_back = if shared_kv(mesh.ulysses, heads, kv_heads) {
-        kv_sum.saturating_sub(hkv) * (dk + dv) * a
-    } else {
-        hk.saturating_sub(hkv) * (dk + dv) * e
-    };
+    // A gradient of a kv head that several ranks hold is a partial, in the accumulator's type.
+    let keys_back = (all_kv - hkv) * (dk + dv) * if all_kv > hk { a } else { e };
     let back = own_q * (h - hq) * (dv * e + a + dk * e) + own_k * keys_back;
     let exchanged = if u > 1 { into_heads + back } else { 0 };
     let bytes = ring + exchanged;
     let node = if ranks_per_node == 0 { mesh.world() } else { ranks_per_node };
-    let options = Options::new().ranks_per_node(ranks_per_node);
-    let divided = divided(problem, mesh, ring_holders_of_node(problem, mesh, options), hkv as u64);
-    let cross = crossing(mesh, d.layout, &d.largest, node, (ring_ranks_of_node(mesh, options), divided));
+    let node_ranks = NodeRanks::new(problem, mesh, Options::new().ranks_per_node(ranks_per_node));
+    let cross = crossing(problem, mesh, d, node, node_ranks);
     let bytes_between = cross.exchanged.bytes(exchanged) + cross.rows.bytes(ring);
     let steps = ring_steps(mesh, &d.largest);
     // Forward: q, k, v there, o and lse back. Backward: q, k, v, do, lse, delta there, dq, dk, dv back.
@@ -286,11 +291,15 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Batch, Dtype, Mask, plan::layout_load::layout_load};
+    use crate::{Batch, Dtype, Mask};
     use alloc::vec;
 
     fn problem(lengths: &[usize], heads: usize, kv_heads: usize) -> Problem {
         Problem::new(Batch::from_lengths(lengths).unwrap(), heads, kv_heads, 64, Dtype::Bf16)
+    }
+
+    fn layout_load(problem: &Problem, layout: Layout, ring: usize) -> Result<LayoutLoad> {
+        LoadCounter::new(problem).load(layout, ring)
     }
 
     #[test]

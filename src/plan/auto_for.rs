@@ -9,10 +9,8 @@
 use alloc::{format, vec::Vec};
 
 use super::{
-    AttentionKind, Choice, Options, Plan, Problem,
-    auto::{judge, layouts},
-    layout_load::{LayoutLoad, load_of_shares},
-    nodes::holds_ulysses,
+    AttentionKind, Choice, CirculatingSide, LayoutLoad, Options, Plan, Problem,
+    auto::{best, judge, layouts, meshes},
 };
 use crate::{
     error::{Error, Result},
@@ -28,7 +26,8 @@ struct Deal {
 
 impl Deal {
     fn new(kinds: &[(Problem, usize)], shares: Shares) -> Self {
-        let loads = kinds.iter().map(|(problem, _)| load_of_shares(problem, &shares)).collect();
+        let load = |(problem, _): &(Problem, usize)| LayoutLoad::of(problem, &shares, CirculatingSide::Keys);
+        let loads = kinds.iter().map(load).collect();
         Self { shares, loads }
     }
 
@@ -41,7 +40,7 @@ impl Deal {
 /// The best distribution of the tokens to `ring` ranks.
 fn best_deal(kinds: &[(Problem, usize)], ring: usize) -> Result<Deal> {
     let mut deals: Vec<Deal> = Vec::new();
-    for layout in layouts(ring).filter(|l| ring > 1 || *l == Layout::Contiguous) {
+    for layout in layouts(ring) {
         let by_mask = matches!(layout, Layout::Balanced { .. });
         // Other layouts do not depend on the mask, so the first kind stands for all.
         for (problem, _) in kinds.iter().take(if by_mask { kinds.len() } else { 1 }) {
@@ -52,17 +51,11 @@ fn best_deal(kinds: &[(Problem, usize)], ring: usize) -> Result<Deal> {
         }
     }
     let width = |p: &Problem| (p.head_dim() + p.value_dim()) as u128;
-    let work = |d: &Deal| {
-        let figure = |p: &Problem, d: &LayoutLoad| u128::from(d.largest.area) * p.heads() as u128 * width(p);
-        d.sum(kinds, figure)
+    let work = |p: &Problem, d: &LayoutLoad| u128::from(d.largest.area) * p.heads() as u128 * width(p);
+    let rows = |p: &Problem, d: &LayoutLoad| {
+        u128::from(d.largest.needed) * p.kv_heads() as u128 * width(p) * p.dtype().size() as u128
     };
-    let rows = |d: &Deal| {
-        d.sum(kinds, |p, d| u128::from(d.largest.needed) * p.kv_heads() as u128 * width(p) * p.dtype().size() as u128)
-    };
-    let least = deals.iter().map(work).min().unwrap_or(0);
-    // `min_by_key` returns the first minimum.
-    let best = deals.into_iter().filter(|d| 100 * work(d) <= 101 * least).min_by_key(rows);
-    best.ok_or_else(|| Error::invalid("ring", ring, "at least 1"))
+    Ok(best(deals, |d| d.sum(kinds, work), |d| d.sum(kinds, rows)))
 }
 
 impl Plan {
@@ -94,22 +87,10 @@ impl Plan {
             }
             super::distribution::same_batch(problem.batch(), first.batch())?;
         }
-        Mesh::ring(world)?;
         let heads = kinds.iter().map(|(p, _)| p.heads()).min().unwrap_or(1);
         let whole = kinds.iter().any(|(p, _)| p.kind == AttentionKind::Other);
-        if whole && world > heads {
-            return Err(Error::unsupported(
-                "kind other on this world",
-                format!("Ulysses only, and the world of {world} has more ranks than {heads} heads"),
-                "give the remaining ranks batches of their own: ulysses of at most the heads, ring 1",
-            ));
-        }
         let mut best: Option<(u128, Mesh, Deal)> = None;
-        for ulysses in (1..=world.min(heads)).rev().filter(|u| world.is_multiple_of(*u) && (!whole || *u == world)) {
-            if !whole && !holds_ulysses(ulysses, world, options.ranks_per_node) {
-                continue;
-            }
-            let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
+        for mesh in meshes(world, heads, whole, options.ranks_per_node)? {
             let deal = best_deal(kinds, mesh.ring)?;
             let cost = deal.sum(kinds, |p, d| judge(p, mesh, d, Choice::BALANCE, options.ranks_per_node).cost);
             if best.as_ref().is_none_or(|b| cost < b.0) {

@@ -18,61 +18,38 @@ pub(super) fn check(problem: &Problem, mesh: Mesh, options: Options) -> Result<(
     mesh.check_world()?;
     if mesh.ulysses > problem.heads() {
         return Err(Error::invalid("mesh.ulysses", mesh.ulysses, format!("at most heads = {}", problem.heads()))
-            .hint("give the remaining ranks to the ring, of all plans that share their tokens"));
+            .hint("use a larger ring, in all plans that share their tokens"));
     }
     if problem.kind == AttentionKind::Other && mesh.ring > 1 {
         return Err(Error::unsupported(
             "kind other on a ring",
             format!("only softmax attention can be merged from parts, and the ring has {} ranks", mesh.ring),
-            "give all of them to ulysses: its ranks see whole sequences",
+            "use a mesh with ring 1: Ulysses ranks have whole sequences",
         ));
     }
     let kv_heads = problem.kv_heads();
     if options.passes == 0 || options.passes > kv_heads {
         return Err(Error::invalid("options.passes", options.passes, format!("1 to kv_heads = {kv_heads}")));
     }
-    if options.reproducible {
-        let clash = |option: &'static str, why: &'static str| {
-            Err(Error::unsupported(option, why, "leave it out, or leave out reproducible"))
-        };
-        if options.wire == Wire::Bf16 {
-            return clash("wire bf16 with reproducible", "what is rounded on the way depends on the mesh");
-        }
-        if options.passes > 1 {
-            return clash("options.passes with reproducible", "dk and dv are made head by head in one pass");
-        }
-        if options.circulate != Circulate::Auto {
-            return clash("circulate with reproducible", "the ordered form gathers both sides");
-        }
-        if options.circulate_forward != Circulate::Auto {
-            return clash("circulate_forward with reproducible", "the ordered form gathers k and v");
-        }
-        if options.gather == Gather::Steps {
-            return clash("gather steps with reproducible", "the ordered form receives all rows at once");
-        }
-    }
-    if options.circulate == Circulate::Queries && options.passes > 1 {
-        return Err(Error::unsupported(
-            "options.passes with circulate queries",
-            "passes divide the kv heads that travel, and here the q side does",
-            "leave out one of them",
-        ));
-    }
-    if options.circulate_forward == Circulate::Queries {
-        if options.passes > 1 {
-            return Err(Error::unsupported(
-                "options.passes with circulate_forward queries",
-                "passes divide the kv heads that travel, and here q does",
-                "leave out one of them",
-            ));
-        }
-        if matches!(options.gather, Gather::Others | Gather::Together) {
-            return Err(Error::unsupported(
-                "options.gather with circulate_forward queries",
-                "it says how k and v arrive, and here they stay where they are",
-                "leave out one of them, or receive step by step",
-            ));
-        }
-    }
+    let Options { gather, circulate, circulate_forward, reproducible: ordered, .. } = options;
+    let (passes, queries) = (options.passes > 1, circulate_forward == Circulate::Queries);
+    let queries_travel = "passes divide the kv heads that travel, and here the q side travels";
+    let clash = |both: bool, names: &'static str, why: &'static str| {
+        if both { Err(Error::unsupported(names, why, "leave out one of the two options")) } else { Ok(()) }
+    };
+    let wire = ordered && options.wire == Wire::Bf16;
+    clash(wire, "wire bf16 with reproducible", "the mesh decides which values are rounded")?;
+    clash(ordered && passes, "options.passes with reproducible", "dk and dv are computed head by head, in one pass")?;
+    let asked = ordered && circulate != Circulate::Auto;
+    clash(asked, "circulate with reproducible", "the ordered form gathers both sides")?;
+    let asked = ordered && circulate_forward != Circulate::Auto;
+    clash(asked, "circulate_forward with reproducible", "the ordered form gathers k and v")?;
+    let steps = ordered && gather == Gather::Steps;
+    clash(steps, "gather steps with reproducible", "the ordered form receives all rows at once")?;
+    clash(passes && circulate == Circulate::Queries, "options.passes with circulate queries", queries_travel)?;
+    clash(passes && queries, "options.passes with circulate_forward queries", queries_travel)?;
+    let gathers = queries && matches!(gather, Gather::Others | Gather::Together);
+    let why = "the option gather is about receiving k and v, and here they stay with their owners";
+    clash(gathers, "options.gather with circulate_forward queries", why)?;
     nodes::check(mesh, options)
 }

@@ -10,7 +10,11 @@
 //! [`Plan::distribution`] identifies which rank holds which tokens. A tensor may be used with any plan of its
 //! distribution, and with no other plan.
 
-use alloc::{format, vec::Vec};
+use alloc::{
+    format,
+    string::{String, ToString},
+    vec::Vec,
+};
 
 use super::{Fingerprint, Options, Plan, Problem, check};
 use crate::{
@@ -91,22 +95,24 @@ pub(super) fn same_batch(found: &Batch, expected: &Batch) -> Result<()> {
     if found == expected {
         return Ok(());
     }
-    let hint = "a plan has the tokens of another one only over the same batch";
+    let refuse = |argument: String, found: String, expected: String| {
+        let expected = format!("{expected}, as in the batch of the other plan");
+        Err(Error::invalid(argument, found, expected).hint("plans have the same tokens only over the same batch"))
+    };
     for (name, side) in [("cu_seqlens_q", Side::Q), ("cu_seqlens_k", Side::K)] {
         let (f, e) = (found.cu_seqlens(side), expected.cu_seqlens(side));
         if f.len() != e.len() {
-            let documents = |n: usize| format!("{} documents", n - 1);
-            let expected = format!("the other one's {}", documents(e.len()));
-            return Err(Error::invalid(name, documents(f.len()), expected).hint(hint));
+            let [f, e] = [f, e].map(|list| format!("{} documents", list.len() - 1));
+            return refuse(name.into(), f, e);
         }
         if let Some(i) = (0..f.len()).find(|&i| f[i] != e[i]) {
-            return Err(Error::invalid(format!("{name}[{i}]"), f[i], format!("the other one's {}", e[i])).hint(hint));
+            return refuse(format!("{name}[{i}]"), f[i].to_string(), e[i].to_string());
         }
     }
-    let start = |b: &Batch, d| {
-        if b.explicit_starts().is_some() { format!("{}", b.start(Side::Q, d)) } else { "not given".into() }
-    };
     let d = (0..found.documents()).find(|&d| found.start(Side::Q, d) != expected.start(Side::Q, d)).unwrap_or(0);
-    let expected = format!("the other one's: {}", start(expected, d));
-    Err(Error::invalid(format!("q_start[{d}]"), start(found, d), expected).hint(hint))
+    let [f, e] = [found, expected].map(|b| match b.explicit_starts() {
+        Some(starts) => starts.get(d).map_or("empty".into(), |start| start.to_string()),
+        None => "not given".into(),
+    });
+    refuse(format!("q_start[{d}]"), f, e)
 }

@@ -6,7 +6,7 @@ use alloc::sync::Arc;
 use super::{
     fingerprint::Fingerprint,
     form::{CirculatingSide, Form},
-    nodes,
+    nodes::NodeRanks,
     options::Options,
     problem::Problem,
 };
@@ -25,8 +25,8 @@ pub struct Plan {
 pub(super) struct Inner {
     pub(super) problem: Problem,
     pub(super) mesh: Mesh,
-    pub(super) layout: Layout,
     pub(super) options: Options,
+    pub(super) node_ranks: NodeRanks,
     pub(super) form: Form,
     /// The side that circulates in the forward.
     pub(super) forward: CirculatingSide,
@@ -45,7 +45,7 @@ impl Inner {
         // Each replica runs its own batches, so the ranks of a group do not compare the number of replicas.
         h.word(self.mesh.ring as u64);
         h.word(self.mesh.ulysses as u64);
-        match self.layout {
+        match self.shares.layout() {
             Layout::Contiguous => h.word(0),
             Layout::Zigzag => h.word(1),
             Layout::ZigzagPack => h.word(2),
@@ -62,9 +62,8 @@ impl Inner {
         h.word(options.gather as u64 | u64::from(options.reproducible) << 4 | (options.wire as u64) << 5);
         h.word(self.form as u64 | (self.forward as u64) << 4);
         h.word(options.passes as u64 | (options.circulate as u64) << 32 | (options.circulate_forward as u64) << 34);
-        h.word(nodes::ring_ranks_of_node(self.mesh, *options) as u64);
-        h.word(nodes::ulysses_ranks_of_node(&self.problem, self.mesh, *options) as u64);
-        h.word(nodes::ring_holders_of_node(&self.problem, self.mesh, *options) as u64);
+        let NodeRanks { ring, ulysses, ring_holders } = self.node_ranks;
+        [ring, ulysses, ring_holders].into_iter().for_each(|ranks| h.word(ranks as u64));
         h.finish()
     }
 }
@@ -83,7 +82,7 @@ impl PartialEq for Plan {
             || (a.fingerprint == b.fingerprint
                 && a.problem == b.problem
                 && a.mesh == b.mesh
-                && a.layout == b.layout
+                && a.shares.layout() == b.shares.layout()
                 && a.shares.deal() == b.shares.deal()
                 && a.options == b.options)
     }

@@ -203,13 +203,13 @@ fn pairs(mask: Mask, x: i64, n: i64) -> u64 {
 mod tests {
     use super::*;
     use crate::layout::Shares;
-    use crate::plan::area::{SegmentLists, load};
+    use crate::plan::{CirculatingSide, area::load};
 
     /// Random documents, masks and layouts: the loads of all ranks at once equal the sums over each rank's segments.
     #[test]
     fn loads_are_the_sums_over_segments() {
         let mut draw = fastrand::Rng::with_seed(9);
-        let mut lists = SegmentLists::default();
+        let mut lists = Default::default();
         let mut compared = 0;
         for _ in 0..1500 {
             let most = [1, 3, 20, 200][draw.usize(..4)];
@@ -232,7 +232,7 @@ mod tests {
                 let counted = Counted::new(&batch, mask).unwrap();
                 let Some(all) = counted.loads(layout, ring).unwrap() else { continue };
                 for (r, got) in all.iter().enumerate() {
-                    let want = load(&shares, &batch, mask, r, &mut lists);
+                    let want = load(&shares, mask, r, CirculatingSide::Keys, &mut lists);
                     assert_eq!(*got, want, "{layout} {mask:?} rank {r} of {ring}: {lengths:?}");
                     compared += usize::from(want.needed > 0);
                 }

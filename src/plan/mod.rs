@@ -23,7 +23,7 @@ mod distribution;
 mod fingerprint;
 pub(crate) mod form;
 pub(crate) mod identity;
-pub(crate) mod layout_load;
+mod layout_load;
 mod loads;
 mod nodes;
 pub(crate) mod options;
@@ -40,9 +40,9 @@ pub(crate) use fingerprint::Fingerprint;
 pub(crate) use form::{CirculatingSide, Form};
 use identity::Inner;
 pub(crate) use identity::Plan;
-pub(crate) use layout_load::{LayoutLoad, load_of_key_shares};
+pub(crate) use layout_load::{LayoutLoad, LoadCounter};
 pub use nodes::ranks_per_node;
-pub(crate) use nodes::{crossing, divided, ring_steps};
+pub(crate) use nodes::{NodeRanks, crossing, ring_steps};
 pub(crate) use options::Options;
 pub use options::{Circulate, Gather, Wire};
 pub use problem::AttentionKind;
@@ -74,11 +74,11 @@ impl Plan {
 
     /// A plan with these shares; the arguments have been checked.
     fn over(problem: &Problem, mesh: Mesh, shares: Shares, options: Options) -> Self {
-        let layout = shares.layout();
-        let form = form_of(problem, mesh, layout, options);
+        let node_ranks = NodeRanks::new(problem, mesh, options);
+        let form = form_of(problem, mesh, shares.layout(), options, node_ranks);
         let forward = sides::forward_side(problem, mesh, &shares, form, options);
         let problem = problem.clone();
-        Inner { problem, mesh, layout, options, form, forward, shares, fingerprint: 0, reason: None }.into()
+        Inner { problem, mesh, options, node_ranks, form, forward, shares, fingerprint: 0, reason: None }.into()
     }
 
     /// The plan with a reason for its mesh, which [`Plan::explain`] prints.
@@ -105,7 +105,7 @@ impl Plan {
 
     /// The layout.
     pub fn layout(&self) -> Layout {
-        self.inner.layout
+        self.inner.shares.layout()
     }
 
     /// The options.
@@ -115,7 +115,12 @@ impl Plan {
 
     /// The ring ranks of a node: all of them, unless rows cross from node to node ([`Options::ranks_per_node`]).
     pub fn ring_ranks_of_node(&self) -> usize {
-        nodes::ring_ranks_of_node(self.mesh(), self.options())
+        self.node_ranks().ring
+    }
+
+    /// The ranks of a node that pass rows on; `ring_holders` also where k and v do not circulate.
+    pub(crate) fn node_ranks(&self) -> NodeRanks {
+        self.inner.node_ranks
     }
 
     /// As [`nodes::ring_ranks_in_node`].
@@ -127,7 +132,7 @@ impl Plan {
     /// several of its ranks, which hold the same kv head ([`Options::ranks_per_node`]). If no ranks of a node hold the
     /// same kv head, each row crosses once anyway, but in `reproducible`, where the partials of all q heads cross.
     pub fn ulysses_ranks_of_node(&self) -> usize {
-        nodes::ulysses_ranks_of_node(self.problem(), self.mesh(), self.options())
+        self.node_ranks().ulysses
     }
 
     /// The Ulysses ranks of a node that divide among them the rows of k and v that cross to it on the ring
@@ -136,7 +141,7 @@ impl Plan {
     /// on to each other.
     pub fn ring_holders_of_node(&self) -> usize {
         let keys = [self.forward_circulates(), self.backward_circulates()].contains(&CirculatingSide::Keys);
-        if keys { nodes::ring_holders_of_node(self.problem(), self.mesh(), self.options()) } else { 1 }
+        if keys { self.node_ranks().ring_holders } else { 1 }
     }
 
     /// Whether rows cross from node to node once and are passed on inside: on the ring, or in its all-to-alls.
@@ -177,13 +182,14 @@ impl Plan {
     /// # Panics
     /// A rank outside the mesh.
     pub fn heads_of(&self, rank: usize) -> HeadShare {
-        let p = self.problem();
-        HeadShare::new(self.coordinates(rank).ulysses, self.mesh().ulysses, p.heads() as u32, p.kv_heads() as u32)
+        let [heads, kv_heads] = self.problem().head_numbers();
+        HeadShare::new(self.coordinates(rank).ulysses, self.mesh().ulysses, heads, kv_heads)
     }
 
     /// Whether some kv head is held by more than one Ulysses rank.
     pub fn shares_kv_heads(&self) -> bool {
-        heads::shared_kv(self.mesh().ulysses, self.problem().heads() as u32, self.problem().kv_heads() as u32)
+        let ulysses = self.mesh().ulysses;
+        heads::shared_kv_in(ulysses, ulysses, self.problem().head_numbers())
     }
 
     /// The rows of this rank's own tokens in its ring share.

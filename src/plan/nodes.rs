@@ -14,10 +14,10 @@
 
 use alloc::{collections::BTreeMap, format};
 
-use super::{Options, Problem, area::Load};
+use super::{LayoutLoad, Options, Problem, area::Load};
 use crate::{
     error::{Error, Result},
-    heads::{carried_kv, shared_kv_in},
+    heads::{HeadCounts, carried_kv, shared_kv_in},
     layout::Layout,
     mesh::Mesh,
 };
@@ -44,7 +44,7 @@ pub fn ranks_per_node(nodes: &[u64]) -> Result<usize> {
             let found = format!("{}, the node of rank {earlier}", node[0]);
             let expected = format!("{}, the node of rank {}, or a node not seen before", nodes[first - 1], first - 1);
             return Err(Error::invalid(format!("nodes[{first}]"), found, expected)
-                .hint("ranks of a node have adjacent numbers: have the launcher number them node by node"));
+                .hint("ranks of a node must have adjacent numbers: let the launcher number the ranks node by node"));
         }
         first += node.len();
     }
@@ -53,9 +53,9 @@ pub fn ranks_per_node(nodes: &[u64]) -> Result<usize> {
     match sizes.enumerate().find(|(_, other)| *other != size) {
         None => Ok(size),
         Some((before, other)) => {
-            let found = format!("{other} ranks in the node of rank {}", (before + 1) * size);
-            Err(Error::invalid("nodes", found, format!("{size}, as in the node of rank 0"))
-                .hint("start as many ranks on each node, or give as ranks_per_node a number that divides all of them"))
+            let argument = format!("number of ranks in the node of rank {}", (before + 1) * size);
+            Err(Error::invalid(argument, other, format!("{size}, as in the node of rank 0"))
+                .hint("start the same number of ranks on each node, or let ranks_per_node be a number that divides all of them"))
         }
     }
 }
@@ -97,36 +97,27 @@ pub(crate) struct CrossingShares {
     pub near: bool,
 }
 
-/// The part of a rank's rows of k and v from other nodes that crosses to this rank itself, if the ranks of a node that
-/// hold the same kv head divide them. `held`: the most kv heads of a rank.
-pub(crate) fn divided(problem: &Problem, mesh: Mesh, holders: usize, held: u64) -> Fraction {
-    if holders == 1 {
-        return Fraction { of: (1, 1) };
-    }
-    let (heads, ranks) = carried_kv(holders, mesh.ulysses, [problem.heads() as u32, problem.kv_heads() as u32]);
-    Fraction { of: (heads, ranks * held) }
-}
-
-/// The traffic between nodes of `node` ranks. `ring_ranks`: with a schedule of two levels the ring ranks of a node,
-/// with one level the whole ring ([`ring_ranks_of_node`]). Rows that cross once are passed on inside the node: each of
-/// its ranks receives its part of them from outside, and of this only the part `divided` ([`divided`]).
+/// The traffic between nodes of `node` ranks. Rows that cross once are passed on inside the node: each of its ring
+/// ranks receives its part of them from outside. If several Ulysses ranks of a node hold the same kv head, they divide
+/// this part of k and v.
 ///
 /// The model: the rows that a rank needs come evenly from all ring ranks that can have them. If a window or short
 /// documents make these fewer than all, they are the neighbours in layouts of runs of the pack, so the first rank of a
 /// node gets all its rows from other nodes; in other layouts they are any ranks. Crossing once divides the bytes by the
 /// number of readers of a row in a node, which is small if a rank needs few rows.
 pub(crate) fn crossing(
+    problem: &Problem,
     mesh: Mesh,
-    layout: Layout,
-    load: &Load,
+    loads: &LayoutLoad,
     node: usize,
-    (ring_ranks, divided): (usize, Fraction),
+    NodeRanks { ring: ring_ranks, ring_holders: holders, .. }: NodeRanks,
 ) -> CrossingShares {
+    let load = &loads.largest;
     let (ring, ulysses) = (mesh.ring as u64, mesh.ulysses as u64);
     let in_node = ((node / mesh.ulysses) as u64).clamp(1, ring);
     let readers = if ring_ranks < mesh.ring { ring_ranks as u64 } else { 1 };
     let steps = ring_steps(mesh, load);
-    let near = matches!(layout, Layout::Contiguous | Layout::ZigzagPack) && (1..ring - 1).contains(&steps);
+    let near = matches!(loads.layout, Layout::Contiguous | Layout::ZigzagPack) && (1..ring - 1).contains(&steps);
     let rows = match ring {
         1 => (0, 1),
         _ if in_node == ring => (0, 1),
@@ -137,7 +128,13 @@ pub(crate) fn crossing(
     };
     let ranks = ulysses * if near { in_node.min(steps.max(1)) } else { in_node };
     let exchanged = if ulysses > 1 { (ulysses - ulysses.min(node as u64), ulysses - 1) } else { (0, 1) };
-    let rows = (rows.0 * divided.of.0, rows.1 * divided.of.1);
+    let rows = if holders == 1 {
+        rows
+    } else {
+        let heads = problem.head_numbers();
+        let (carried, carriers) = carried_kv(holders, mesh.ulysses, heads);
+        (rows.0 * carried, rows.1 * carriers * u64::from(HeadCounts::new(mesh.ulysses, heads).kv))
+    };
     CrossingShares { exchanged: Fraction { of: exchanged }, rows: Fraction { of: rows }, ranks, near }
 }
 
@@ -151,30 +148,34 @@ pub(super) fn ring_ranks_in_node(mesh: Mesh, options: Options) -> usize {
     (options.ranks_per_node / mesh.ulysses).max(1)
 }
 
-/// The ring ranks of a node: the whole ring if its rows do not cross nodes, or if a node has one ring rank, to which
-/// each row crosses once anyway (unless ranks that hold the same kv head divide it: [`ring_holders_of_node`]).
-pub(super) fn ring_ranks_of_node(mesh: Mesh, options: Options) -> usize {
-    let per_node = ring_ranks_in_node(mesh, options);
-    if per_node == 1 || per_node >= mesh.ring { mesh.ring } else { per_node }
+/// The ranks of a node that pass rows on to each other, each row of which crosses to the node once.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NodeRanks {
+    /// Ring ranks: the whole ring if its rows do not cross nodes, or if a node has one ring rank, to which each row
+    /// crosses once anyway (unless `ring_holders` divide it).
+    pub ring: usize,
+    /// Ulysses ranks: all ranks of an all-to-all if they lie in one node, or if no rank of a node holds a kv head of
+    /// another, so that each row crosses only once anyway (but in `reproducible`, where the partials of all q heads
+    /// cross).
+    pub ulysses: usize,
+    /// Ulysses ranks that divide among them the rows of k and v that cross on the ring: 1 if the ring lies in one node,
+    /// or if no two of them hold the same kv head.
+    pub ring_holders: usize,
 }
 
-/// The Ulysses ranks of a node: all ranks of an all-to-all if they lie in one node, or if no rank of a node holds a kv
-/// head of another, so that each row crosses only once anyway (but in `reproducible`, where the partials of all q heads
-/// cross).
-pub(super) fn ulysses_ranks_of_node(problem: &Problem, mesh: Mesh, options: Options) -> usize {
-    let (per_node, ulysses) = (options.ranks_per_node, mesh.ulysses);
-    let heads = [problem.heads() as u32, problem.kv_heads() as u32];
-    let gateways = 1 < per_node && per_node < ulysses && shared_kv_in(per_node, ulysses, heads);
-    if gateways { per_node } else { ulysses }
-}
-
-/// The Ulysses ranks of a node that divide among them the rows that cross to it on the ring: 1 if the ring lies in one
-/// node, or if no two of them hold the same kv head.
-pub(super) fn ring_holders_of_node(problem: &Problem, mesh: Mesh, options: Options) -> usize {
-    let (per_node, heads) = (options.ranks_per_node, [problem.heads() as u32, problem.kv_heads() as u32]);
-    let ranks = per_node.min(mesh.ulysses);
-    let crosses = 0 < per_node && per_node < mesh.group() && mesh.ring > 1;
-    if crosses && shared_kv_in(ranks, mesh.ulysses, heads) { ranks } else { 1 }
+impl NodeRanks {
+    pub fn new(problem: &Problem, mesh: Mesh, options: Options) -> Self {
+        let (per_node, in_node) = (options.ranks_per_node, ring_ranks_in_node(mesh, options));
+        let shared = |ranks| shared_kv_in(ranks, mesh.ulysses, problem.head_numbers());
+        let ranks = per_node.min(mesh.ulysses);
+        let gateways = 1 < per_node && per_node < mesh.ulysses && shared(per_node);
+        let divide = 0 < per_node && per_node < mesh.group() && mesh.ring > 1 && shared(ranks);
+        Self {
+            ring: if in_node == 1 || in_node >= mesh.ring { mesh.ring } else { in_node },
+            ulysses: if gateways { per_node } else { mesh.ulysses },
+            ring_holders: if divide { ranks } else { 1 },
+        }
+    }
 }
 
 /// Refuses nodes that a mesh does not fit.
@@ -184,26 +185,25 @@ pub(super) fn check(mesh: Mesh, options: Options) -> Result<()> {
         return Ok(());
     }
     let fit = |a: usize, b: usize| a.is_multiple_of(b) || b.is_multiple_of(a);
-    let refuse = |expected, hint| Err(Error::invalid("options.ranks_per_node", ranks, expected).hint(hint));
-    if !mesh.world().is_multiple_of(ranks) {
-        return refuse(
+    let (expected, hint) = if !mesh.world().is_multiple_of(ranks) {
+        (
             format!("a divisor of the {} ranks of {mesh}", mesh.world()),
-            "every rank lies in a node, and all nodes have as many: give a number that divides the ranks of each",
-        );
-    }
-    if !fit(ranks, group) {
-        return refuse(
+            "all nodes must have the same number of ranks: give a number that divides the ranks of each node",
+        )
+    } else if !fit(ranks, group) {
+        (
             format!("a multiple or a divisor of the {group} ranks of {mesh}"),
-            "ranks that share a batch fill whole nodes, or lie in one",
-        );
-    }
-    if !fit(ranks, ulysses) {
-        return refuse(
+            "the ranks that share a batch must fill whole nodes, or lie in one node",
+        )
+    } else if !fit(ranks, ulysses) {
+        (
             format!("a multiple or a divisor of the {ulysses} Ulysses ranks of {mesh}"),
-            "give ulysses a divisor of ranks_per_node, so that the ranks of one all-to-all lie in one node",
-        );
-    }
-    Ok(())
+            "let ulysses be a divisor of ranks_per_node, so that the ranks of one all-to-all lie in one node",
+        )
+    } else {
+        return Ok(());
+    };
+    Err(Error::invalid("options.ranks_per_node", ranks, expected).hint(hint))
 }
 
 #[cfg(test)]
@@ -216,7 +216,7 @@ mod tests {
         for (nodes, said) in [
             (&[][..], "nodes is empty, expected the node of each rank"),
             (&[4, 4, 9, 4], "nodes[3] is 4, the node of rank 0, expected 9, the node of rank 2, or a node not seen"),
-            (&[1, 1, 1, 2], "nodes is 1 ranks in the node of rank 3, expected 3, as in the node of rank 0"),
+            (&[1, 1, 1, 2], "number of ranks in the node of rank 3 is 1, expected 3, as in the node of rank 0"),
         ] {
             let text = ranks_per_node(nodes).unwrap_err().to_string();
             assert!(text.contains(said), "{text}");

@@ -149,22 +149,13 @@ impl Problem {
             Dtype::F64 => (f64::MIN_POSITIVE, f64::MAX),
             _ => (f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX)),
         };
-        if let Some(scale) = self.scale {
-            if !scale.is_finite() {
-                return Err(Error::invalid("scale", scale, "a finite number"));
-            }
-            if scale.abs() > most {
-                return Err(Error::invalid("scale", format!("{scale:e}"), format!("at most {most:e}, as {acc} holds")));
-            }
+        if let Some(scale) = self.scale.filter(|scale| !(-most..=most).contains(scale)) {
+            let expected = format!("a finite number, from {:e} to {most:e} ({acc})", -most);
+            return Err(Error::invalid("scale", format!("{scale:?}"), expected));
         }
-        if let Some(cap) = self.softcap {
-            if !(cap.is_finite() && cap > 0.0) {
-                return Err(Error::invalid("softcap", cap, "a finite number above 0").hint("leave it out for no cap"));
-            }
-            if !(least..=most).contains(&cap) {
-                let expected = format!("{least:e} to {most:e}, as {acc} holds");
-                return Err(Error::invalid("softcap", format!("{cap:e}"), expected).hint("leave it out for no cap"));
-            }
+        if let Some(cap) = self.softcap.filter(|cap| !(least..=most).contains(cap)) {
+            let expected = format!("a finite number above 0, from {least:e} to {most:e} ({acc})");
+            return Err(Error::invalid("softcap", format!("{cap:?}"), expected).hint("leave it out for no cap"));
         }
         if let Some(alibi_slopes) = &self.alibi_slopes {
             if alibi_slopes.len() != self.heads {
@@ -235,6 +226,11 @@ impl Problem {
     /// q heads per kv head.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
+    }
+
+    /// q heads and kv heads, as the functions of [`heads`](crate::heads) take them.
+    pub(crate) fn head_numbers(&self) -> [u32; 2] {
+        [self.heads as u32, self.kv_heads as u32]
     }
 
     /// The parameters of scores, for kernels.
@@ -317,14 +313,31 @@ mod tests {
         p.head_dim = 0;
         assert_eq!(text(p), "head_dim is 0, expected 1 to 512");
         assert_eq!(text(problem().with_value_dim(513)), "value_dim is 513, expected 1 to 512");
-        assert_eq!(text(problem().with_scale(f64::NAN)), "scale is NaN, expected a finite number");
-        assert!(text(problem().with_softcap(0.0)).starts_with("softcap is 0, expected a finite number above 0"));
-        assert!(text(problem().with_softcap(1e300)).starts_with("softcap is 1e300, expected 1.17549"));
-        assert!(text(problem().with_softcap(1e-42)).starts_with("softcap is 1e-42, expected 1.17549"));
-        assert!(text(problem().with_scale(-1e39)).starts_with("scale is -1e39, expected at most 3.40282"));
+        assert_eq!(
+            text(problem().with_scale(f64::NAN)),
+            "scale is NaN, expected a finite number, from -3.4028234663852886e38 to 3.4028234663852886e38 (f32)"
+        );
+        assert!(
+            text(problem().with_softcap(0.0))
+                .starts_with("softcap is 0.0, expected a finite number above 0, from 1.17549")
+        );
+        assert!(
+            text(problem().with_softcap(1e300))
+                .starts_with("softcap is 1e300, expected a finite number above 0, from 1.17549")
+        );
+        assert!(
+            text(problem().with_softcap(1e-42))
+                .starts_with("softcap is 1e-42, expected a finite number above 0, from 1.17549")
+        );
+        assert!(
+            text(problem().with_scale(-1e39)).starts_with("scale is -1e39, expected a finite number, from -3.40282")
+        );
         let double = |p: Problem| Problem { dtype: Dtype::F64, ..p };
         double(problem().with_softcap(1e300).with_scale(-1e39)).check().unwrap();
-        assert!(text(double(problem().with_softcap(1e-310))).starts_with("softcap is 1e-310, expected 2.22507"));
+        assert!(
+            text(double(problem().with_softcap(1e-310)))
+                .starts_with("softcap is 1e-310, expected a finite number above 0, from 2.22507")
+        );
         assert_eq!(
             text(problem().with_alibi_slopes(&[1.0])),
             "alibi_slopes is 1 entries, expected one for each of 6 q heads"

@@ -10,6 +10,7 @@
 //! often of different documents, so shifting the shard itself would be wrong at almost every boundary.
 
 use alloc::{format, vec::Vec};
+use core::ops::Range;
 
 use super::Plan;
 use crate::{
@@ -18,11 +19,15 @@ use crate::{
     layout::Segment,
 };
 
-fn exactly(name: &str, found: usize, expected: Option<usize>, what: impl Fn() -> alloc::string::String) -> Result<()> {
-    match expected {
-        Some(n) if n == found => Ok(()),
-        Some(n) => Err(Error::invalid(name, format!("{found} values"), format!("{n} values ({})", what()))),
-        None => Err(Error::invalid("row_len", what(), "a tensor that can be addressed")),
+/// Refuses a tensor that does not have one row of `row_len` values for each token.
+fn check_len(name: &str, found: usize, tokens: usize, row_len: usize, of: &str) -> Result<()> {
+    match tokens.checked_mul(row_len) {
+        Some(expected) if expected == found => Ok(()),
+        Some(expected) => {
+            let expected = format!("{expected} values ({tokens} tokens{of}, {row_len} each)");
+            Err(Error::invalid(name, format!("{found} values"), expected))
+        }
+        None => Err(Error::invalid("row_len", row_len, format!("a tensor of {tokens} tokens that can be addressed"))),
     }
 }
 
@@ -35,14 +40,26 @@ impl Plan {
         Ok(())
     }
 
-    fn check_full(&self, name: &str, side: Side, found: usize, row_len: usize) -> Result<()> {
-        let tokens = self.problem().batch().tokens(side);
-        exactly(name, found, tokens.checked_mul(row_len), || format!("{tokens} tokens of {row_len}"))
+    fn check_full(&self, side: Side, found: usize, row_len: usize) -> Result<()> {
+        check_len("full", found, self.problem().batch().tokens(side), row_len, "")
     }
 
-    fn check_local(&self, name: &str, side: Side, rank: usize, found: usize, row_len: usize) -> Result<()> {
-        let tokens = self.local_tokens(side, rank);
-        exactly(name, found, tokens.checked_mul(row_len), || format!("{tokens} tokens of rank {rank}, {row_len} each"))
+    /// Checks the tensors of a copy between the whole batch and a rank, and calls `each` with the places of each run in
+    /// the values of both.
+    fn for_each_copy(
+        &self,
+        side: Side,
+        rank: usize,
+        [full, local]: [usize; 2],
+        row_len: usize,
+        mut each: impl FnMut(Range<usize>, Range<usize>),
+    ) -> Result<()> {
+        self.check_rank(rank)?;
+        self.check_full(side, full, row_len)?;
+        check_len("local", local, self.local_tokens(side, rank), row_len, &format!(" of rank {rank}"))?;
+        let values = |first: usize, rows: usize| first * row_len..(first + rows) * row_len;
+        self.for_each_run(side, rank, |row, token, rows, _| each(values(token, rows), values(row, rows)));
+        Ok(())
     }
 
     /// Calls `each(local row, first global token, rows, document)` for each sequence of a rank's tokens that is
@@ -87,7 +104,7 @@ impl Plan {
     /// ```
     pub fn shard<T: Copy>(&self, side: Side, rank: usize, full: &[T], row_len: usize) -> Result<Vec<T>> {
         self.check_rank(rank)?;
-        self.check_full("full", side, full.len(), row_len)?;
+        self.check_full(side, full.len(), row_len)?;
         let mut local = Vec::with_capacity(self.local_tokens(side, rank) * row_len);
         self.for_each_run(side, rank, |_, token, rows, _| {
             local.extend_from_slice(&full[token * row_len..(token + rows) * row_len]);
@@ -107,14 +124,9 @@ impl Plan {
         local: &mut [T],
         row_len: usize,
     ) -> Result<()> {
-        self.check_rank(rank)?;
-        self.check_full("full", side, full.len(), row_len)?;
-        self.check_local("local", side, rank, local.len(), row_len)?;
-        self.for_each_run(side, rank, |row, token, rows, _| {
-            local[row * row_len..(row + rows) * row_len]
-                .copy_from_slice(&full[token * row_len..(token + rows) * row_len]);
-        });
-        Ok(())
+        self.for_each_copy(side, rank, [full.len(), local.len()], row_len, |of_full, of_local| {
+            local[of_local].copy_from_slice(&full[of_full]);
+        })
     }
 
     /// Writes a rank's rows to their places in `full`; the rows of other ranks are not changed. Over all ranks of a
@@ -130,14 +142,9 @@ impl Plan {
         full: &mut [T],
         row_len: usize,
     ) -> Result<()> {
-        self.check_rank(rank)?;
-        self.check_full("full", side, full.len(), row_len)?;
-        self.check_local("local", side, rank, local.len(), row_len)?;
-        self.for_each_run(side, rank, |row, token, rows, _| {
-            full[token * row_len..(token + rows) * row_len]
-                .copy_from_slice(&local[row * row_len..(row + rows) * row_len]);
-        });
-        Ok(())
+        self.for_each_copy(side, rank, [full.len(), local.len()], row_len, |of_full, of_local| {
+            full[of_full].copy_from_slice(&local[of_local]);
+        })
     }
 
     /// For each of a rank's q tokens, the value of the token `by` places on in the same document (back, when `by` is
@@ -148,7 +155,7 @@ impl Plan {
     /// # Errors
     /// A rank outside the mesh, and a `full` whose length is not the number of q tokens.
     pub fn shift<T: Copy>(&self, rank: usize, full: &[T], fill: T, by: i64) -> Result<Vec<T>> {
-        self.check_full("full", Side::Q, full.len(), 1)?;
+        self.check_full(Side::Q, full.len(), 1)?;
         let mut out = Vec::new();
         self.for_each_shifted(rank, by, |token| out.push(token.map_or(fill, |t| full[t])))?;
         Ok(out)
@@ -194,8 +201,8 @@ impl Plan {
         for &(token, rows, reader, reader_row, doc) in &runs {
             // The tokens whose values these rows take, clipped to the document.
             let doc = batch.document(Side::Q, doc);
-            let low = (token as i64).saturating_add(by).clamp(doc.start as i64, doc.end as i64) as usize;
-            let high = ((token + rows) as i64).saturating_add(by).clamp(doc.start as i64, doc.end as i64) as usize;
+            let shifted = |t: usize| (t as i64).saturating_add(by).clamp(doc.start as i64, doc.end as i64) as usize;
+            let (low, high) = (shifted(token), shifted(token + rows));
             let mut at = low;
             let mut i = runs.partition_point(|r| r.0 + r.1 <= low);
             while at < high {
@@ -332,7 +339,7 @@ mod tests {
         let text = |r: Result<()>| r.unwrap_err().to_string();
         assert_eq!(
             text(plan.shard(Side::Q, 0, &[0; 9], 1).map(drop)),
-            "full is 9 values, expected 8 values (8 tokens of 1)"
+            "full is 9 values, expected 8 values (8 tokens, 1 each)"
         );
         assert_eq!(
             text(plan.shard_into(Side::Q, 1, &[0; 16], &mut [0; 9], 2)),

@@ -13,27 +13,27 @@
 //!
 //! The choice depends on the problem, the mesh and the layout alone, so all ranks make the same one.
 
-use super::{Circulate, CirculatingSide, Form, Options, Problem, layout_load};
-use crate::{batch::Side, heads::HeadShare, layout::Shares, mesh::Mesh};
+use super::{
+    Circulate, CirculatingSide, Form, Options, Problem,
+    layout_load::{LayoutLoad, loads_of_ranks},
+};
+use crate::{batch::Side, heads::HeadCounts, layout::Shares, mesh::Mesh};
 
 /// Bytes of a row sent in a forward of ring steps, to all ranks of a Ulysses group: a row of k and v, and a row of q
 /// with the o that is returned.
 fn row_bytes(problem: &Problem, mesh: Mesh) -> [u128; 2] {
-    let [heads, kv_heads] = [problem.heads() as u32, problem.kv_heads() as u32];
-    let held = |u| HeadShare::new(u, mesh.ulysses, heads, kv_heads).kv.len() as u128;
-    let held: u128 = (0..mesh.ulysses).map(held).sum();
+    let held = u128::from(HeadCounts::new(mesh.ulysses, problem.head_numbers()).all_kv);
     let (e, a) = (problem.dtype().size() as u128, problem.dtype().accumulator().size() as u128);
     let (dk, dv) = (problem.head_dim() as u128, problem.value_dim() as u128);
-    [held * (dk + dv) * e, u128::from(heads) * (dk * e + (dv + 2) * a)]
+    [held * (dk + dv) * e, problem.heads() as u128 * (dk * e + (dv + 2) * a)]
 }
 
 /// Total bytes that ring ranks receive in a forward of ring steps: with k and v circulating, and with q. With several
 /// nodes, as if each row were sent to each of its readers.
 pub(super) fn forward_bytes(problem: &Problem, mesh: Mesh, shares: &Shares) -> [u128; 2] {
     let [of_key, of_query] = row_bytes(problem, mesh);
-    let keys = layout_load::load_of_shares(problem, shares).total.needed;
-    let queries = layout_load::load_of_key_shares(problem, shares).total.needed;
-    [u128::from(keys) * of_key, u128::from(queries) * of_query]
+    let needed = |sent| u128::from(LayoutLoad::of(problem, shares, sent).total.needed);
+    [needed(CirculatingSide::Keys) * of_key, needed(CirculatingSide::Queries) * of_query]
 }
 
 /// Whether q's bytes are fewer than those of k and v. Ranks are counted one by one until the answer is certain: early
@@ -42,14 +42,14 @@ fn queries_are_fewer(problem: &Problem, mesh: Mesh, shares: &Shares) -> bool {
     let [of_key, of_query] = row_bytes(problem, mesh);
     let most = problem.batch().tokens(Side::Q) as u128 * (mesh.ring as u128 - 1) * of_query;
     let (mut keys, mut queries) = (0, 0);
-    for rows in layout_load::needed_keys(problem, shares) {
-        keys += u128::from(rows) * of_key;
+    for load in loads_of_ranks(problem, shares, CirculatingSide::Keys) {
+        keys += u128::from(load.needed) * of_key;
         if keys > most {
             return true;
         }
     }
-    for rows in layout_load::needed_queries(problem, shares) {
-        queries += u128::from(rows) * of_query;
+    for load in loads_of_ranks(problem, shares, CirculatingSide::Queries) {
+        queries += u128::from(load.needed) * of_query;
         if queries >= keys {
             return false;
         }
@@ -70,17 +70,11 @@ pub(super) fn forward_side(
     form: Form,
     options: Options,
 ) -> CirculatingSide {
-    match options.circulate_forward {
-        Circulate::Queries => CirculatingSide::Queries,
-        Circulate::Auto if counts(problem, mesh, form, options) => {
-            if queries_are_fewer(problem, mesh, shares) {
-                CirculatingSide::Queries
-            } else {
-                CirculatingSide::Keys
-            }
-        }
-        Circulate::Auto | Circulate::Keys => CirculatingSide::Keys,
-    }
+    let queries = match options.circulate_forward {
+        Circulate::Auto => counts(problem, mesh, form, options) && queries_are_fewer(problem, mesh, shares),
+        asked => asked == Circulate::Queries,
+    };
+    if queries { CirculatingSide::Queries } else { CirculatingSide::Keys }
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@
 //! choice. It applies if the option `gather` is automatic, with one pass, without a circulating q side being requested,
 //! and if the ring lies in one node.
 
-use super::{Circulate, Form, Gather, Options, Problem, nodes::ring_ranks_of_node};
+use super::{Circulate, Form, Gather, NodeRanks, Options, Problem};
 use crate::{batch::Side, layout::Layout, mesh::Mesh};
 
 /// With at least this many keys per row and ring step, on average, ring steps are as fast or faster and need less
@@ -24,8 +24,8 @@ pub const MANY_DOCUMENTS: usize = 32;
 pub const GATHERED: u64 = 16 << 20;
 
 /// The form given by the options, or the automatic choice.
-pub(super) fn form_of(problem: &Problem, mesh: Mesh, layout: Layout, options: Options) -> Form {
-    let one_level = ring_ranks_of_node(mesh, options) == mesh.ring;
+pub(super) fn form_of(problem: &Problem, mesh: Mesh, layout: Layout, options: Options, node_ranks: NodeRanks) -> Form {
+    let one_level = node_ranks.ring == mesh.ring;
     let queries = options.circulate == Circulate::Queries || options.circulate_forward == Circulate::Queries;
     let free = options.passes == 1 && !queries && one_level;
     match options.gather {

@@ -10,21 +10,21 @@
 //!   documents;
 //! - the rows that a rank needs come evenly from the ring ranks that can have them, or from neighbours ([`crossing`]);
 //! - ring steps overlap perfectly: the ring takes the longer of kernels and exchanges, plus one step of the other. In
-//!   zigzag layouts some ranks have more work than others in one step, though not in total, so this is up to 16 % too
-//!   fast. With two levels ranks wait for one another if their rows come from a few neighbours: kernels are assumed to
-//!   take up to twice as long, which is up to 51 % too slow if documents begin at nodes' borders;
+//!   zigzag layouts some ranks have more work than others in one step, though not in total, so the time is up to 16 % too
+//!   short. With two levels ranks wait for one another if their rows come from a few neighbours: kernels are assumed to
+//!   take up to twice as long, which is up to 51 % too long if documents begin at nodes' borders;
 //! - passes over groups of kv heads do all steps for each group, and overlap as steps do: with a mask that is up to 21
-//!   % too fast if rows are gathered. The ordered form is rated up to 38 % too slow with a mask in the contiguous
+//!   % too short if rows are gathered. The ordered form is rated up to 38 % too long with a mask in the contiguous
 //!   layout, where the rank with most work for dq has the least for dk and dv;
 //! - every step reads every q row, or, if q circulates in the forward, every key; apart from the waits above, ranks do
 //!   not wait for each other. If q and k are different tokens, the q rows that arrive and the pairs that a rank
-//!   computes when q circulates are counted ([`load_of_key_shares`]); if they are the same tokens, these are taken to
+//!   computes when q circulates are counted ([`LayoutLoad::of`]); if they are the same tokens, these are taken to
 //!   be as many as those of k, which is right except for windows and documents that are cut unevenly;
 //! - if ranks of a node that hold a head divide its rows, the step in which they pass their parts on is not counted:
-//!   with few tokens that is up to 16 % too fast. Counted without overlap it would be up to 27 % too slow;
+//!   with few tokens that is up to 16 % too short. Counted without overlap it would be up to 27 % too long;
 //! - on a machine with cores, kernels and exchanges do not overlap at all, and ranks that share cores share them evenly
 //!   until the end; only if all ranks share them, kernels take at most the time of the total work. With a mask that is
-//!   up to 1.9 times too slow in the contiguous layout, where some ranks end early, and up to 1.6 times in others,
+//!   up to 1.9 times too long in the contiguous layout, where some ranks end early, and up to 1.6 times in others,
 //!   where some ranks work while others wait;
 //! - the bytes that the bucket of a rate limit passes at once (`between.burst`) are not counted: all bytes take the
 //!   card's rate.
@@ -35,11 +35,10 @@ use crate::{
     batch::Side,
     call::Range,
     error::Result,
-    heads::HeadShare,
-    machine::{KernelRate, KernelShape, Machine},
-    plan::{
-        CirculatingSide, Form, LayoutLoad, Load, Plan, Problem, Wire, crossing, divided, load_of_key_shares, ring_steps,
-    },
+    heads::HeadCounts,
+    machine::{KernelRate, Machine},
+    plan::{CirculatingSide, Form, LayoutLoad, Load, NodeRanks, Plan, Problem, Wire, crossing, ring_steps},
+    simulate::kernel_rate,
 };
 
 /// The kernels of a problem.
@@ -54,14 +53,8 @@ pub(super) struct ProblemKernels {
 
 /// The kernels of a problem.
 pub(super) fn kernels(problem: &Problem, machine: &Machine) -> Result<ProblemKernels> {
-    let shape = |backward| KernelShape {
-        dtype: problem.dtype(),
-        head_dim: problem.head_dim(),
-        value_dim: problem.value_dim(),
-        backward,
-    };
-    let (forward, a) = machine.kernel(shape(false))?;
-    let (backward, b) = machine.kernel(shape(true))?;
+    let (forward, a) = kernel_rate(problem, machine, false)?;
+    let (backward, b) = kernel_rate(problem, machine, true)?;
     let batch = problem.batch();
     let of_document = |d| {
         let [q, k] = [Side::Q, Side::K].map(|side| batch.document(side, d).len() as u32);
@@ -121,91 +114,48 @@ struct AllToAllBytes {
     twice: bool,
 }
 
-/// Figures of the plan used by both directions.
-#[derive(Clone, Copy)]
-struct Sizes<'a> {
-    machine: &'a Machine,
-    /// Factor by which kernels and copies are slower because ranks share cores.
-    slower: f64,
-    /// Ranks that share a card: in all-to-alls, and for rows of other nodes.
-    sharing: [f64; 2],
-    /// q and k tokens of a rank.
-    own: [f64; 2],
-    /// Part of the all-to-all's peers in the rank's node.
-    peers_inside: f64,
-    /// Part of the needed rows that comes from the rank's node.
-    rows_inside: f64,
-    /// Ring steps that bring rows.
-    steps: f64,
-}
-
 /// Forward and backward of a plan; `loads` has the load of its busiest ring rank.
-pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels: &ProblemKernels) -> [PassTime; 2] {
+pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, m: &Machine, kernels: &ProblemKernels) -> [PassTime; 2] {
     let load = loads.largest;
     let (p, mesh) = (plan.problem(), plan.mesh());
-    let (h, hk) = (p.heads() as f64, p.kv_heads() as f64);
-    let (mut hq, mut hkv, mut kv_sum) = (0.0f64, 0.0f64, 0.0);
-    for u in 0..mesh.ulysses {
-        let share = HeadShare::new(u, mesh.ulysses, p.heads() as u32, p.kv_heads() as u32);
-        hq = hq.max(share.q.len() as f64);
-        hkv = hkv.max(share.kv.len() as f64);
-        kv_sum += share.kv.len() as f64;
-    }
-    let node = machine.ranks_per_node;
-    // A row of the q side has one reader in a Ulysses group; rows of k and v are divided among all holders of a head.
-    let crossing = |holders| {
-        let divided = divided(p, mesh, holders, hkv as u64);
-        crossing(mesh, plan.layout(), &load, node, (plan.ring_ranks_of_node(), divided))
-    };
-    let crossings = [1, plan.ring_holders_of_node()].map(crossing);
-    let u = mesh.ulysses as f64;
-    // The ranks that share one pool of cores.
-    let pool = if machine.nodes_share_cores { mesh.world() } else { mesh.world().min(node) };
-    let sizes = Sizes {
-        machine,
-        slower: pool as f64 / machine.ranks_at_once(pool),
-        sharing: [machine.ranks_per_card() as f64, (machine.ranks_per_card() as f64).min(crossings[1].ranks as f64)],
-        own: [load.q_tokens as f64 / u, load.k_tokens as f64 / u],
-        peers_inside: 1.0 - crossings[0].exchanged.as_f64(),
-        rows_inside: 1.0 - crossings[1].rows.as_f64(),
-        steps: 0.0,
-    };
-    let (e, a) = (p.dtype().size() as f64, p.dtype().accumulator().size() as f64);
-    let w = if plan.options().wire == Wire::Bf16 { 2.0 } else { a };
+    let counts = HeadCounts::new(mesh.ulysses, p.head_numbers());
+    let (hq, hkv) = (f64::from(counts.q), f64::from(counts.kv));
+    let [e, a, w] = element_bytes(plan);
     let (dk, dv) = (p.head_dim() as f64, p.value_dim() as f64);
     let dims = dk + dv;
-    let [own_q, own_k] = sizes.own;
-    // The all-to-alls: bytes that the busiest rank sends of its own tokens for other ranks' heads, and receives back.
     let ordered = plan.form() == Form::Ordered;
-    let q_heads = LevelBytes::split(h - hq, sizes.peers_inside);
-    let ranks = plan.ulysses_ranks_of_node();
-    // Of the bytes of k's side sent inside nodes: the part that gateways pass on from or to other nodes.
-    let passed_on = 1.0 - ranks as f64 / u;
-    let [keys_there, keys_back] = if ranks < mesh.ulysses {
-        heads_by_gateways(plan, node, kv_sum, w)
-    } else {
-        // A gradient with one holder is rounded before it is sent; the ordered form has a partial for each q head.
-        let back = match (ordered, plan.shares_kv_heads()) {
-            (true, _) => (h - hq) * a,
-            (_, true) => (kv_sum - hkv) * w,
-            (_, false) => (hk - hkv) * e,
-        };
-        [LevelBytes::split(kv_sum - hkv, sizes.peers_inside), LevelBytes::split(back, sizes.peers_inside)]
+    let at_once = plan.form() != Form::Ring;
+
+    // The links. A row of the q side has one reader in a Ulysses group; rows of k and v are divided among all holders
+    // of a head.
+    let crossings = [1, plan.ring_holders_of_node()].map(|ring_holders| {
+        crossing(p, mesh, loads, m.ranks_per_node, NodeRanks { ring_holders, ..plan.node_ranks() })
+    });
+    let peers_inside = 1.0 - crossings[0].exchanged.as_f64();
+    // Ranks that share a card: in all-to-alls, and for rows of other nodes.
+    let sharing = m.ranks_per_card() as f64;
+    let sharing = [sharing, sharing.min(crossings[1].ranks as f64)];
+    // The ranks that share one pool of cores, and the factor by which that slows kernels and copies down.
+    let pool = if m.nodes_share_cores { mesh.world() } else { mesh.world().min(m.ranks_per_node) };
+    let slower = pool as f64 / m.ranks_at_once(pool);
+    // A rank sends about as much as it receives, and each end does half of a byte's work.
+    let link = |bytes: LevelBytes, sharing: f64| {
+        let on_cores = bytes.inside / m.inside.rate + bytes.between * m.between_work;
+        on_cores * slower + bytes.between * sharing / m.between.rate
     };
-    let keys_there = keys_there.times(own_k * dims * e);
-    let keys_back = keys_back.times(own_k * dims);
-    let exchange = |others: LevelBytes, keys: LevelBytes, copied: f64| {
-        let passed_on = keys.inside * passed_on;
-        let copied = others.all() + copied * (keys.all() - passed_on);
-        AllToAllBytes { bytes: others.plus(keys), copied, twice: passed_on > 0.0 }
+    let latency = |inside: f64| if inside < 1.0 { m.between.latency } else { m.inside.latency };
+    let all_to_all = |of: AllToAllBytes| {
+        if of.bytes.all() == 0.0 {
+            return (0.0, 0.0);
+        }
+        // Packed and unpacked, and sent.
+        let copies = 4.0 * of.copied / m.copy * slower + 2.0 * m.operation;
+        // Between the two exchanges rows are packed or summed.
+        let second = if of.twice { m.inside.latency + 2.0 * m.operation } else { 0.0 };
+        (copies, link(of.bytes, sharing[0]) + latency(peers_inside) + m.operation + second)
     };
-    let into = [dk * e, dims * e + 2.0 * a].map(|row| exchange(q_heads.times(own_q * row), keys_there, 1.0));
-    // Partials of the ordered form are sent in place, and read once.
-    let partials = if ordered { 0.25 } else { 1.0 };
-    let out = [
-        exchange(q_heads.times(own_q * (dv * e + a)), LevelBytes::default(), 1.0),
-        exchange(q_heads.times(own_q * dk * e), keys_back, partials),
-    ];
+    let exchanged = all_to_alls(plan, &load, &counts, m.ranks_per_node, peers_inside);
+
     // The ring: the rows that arrive, and in the backward their gradients. For q, the rank with the largest traffic
     // counts: it receives the most rows, or its rows are sent to the most ranks (one new token is on one rank).
     let needed = load.needed as f64;
@@ -213,7 +163,7 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
     let sides = [plan.forward_circulates(), plan.backward_circulates()];
     let queries_travel = sides.map(|side| side == CirculatingSide::Queries);
     let counted = (queries_travel[0] || queries_travel[1] || ordered) && !p.batch().is_self_attention();
-    let of_keys = counted.then(|| load_of_key_shares(p, plan.shares()));
+    let of_keys = counted.then(|| LayoutLoad::of(p, plan.shares(), CirculatingSide::Queries));
     let visits = of_keys.map_or(load.needed, |l| {
         let sent = u128::from(l.largest.q_tokens) * u128::from(l.total.needed);
         l.largest.needed.max(sent.div_ceil(u128::from(l.total.q_tokens.max(1))) as u64)
@@ -230,10 +180,9 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         CirculatingSide::Queries => [q_rows * dk * e, q_rows * (dv + 2.0) * a],
         CirculatingSide::Keys => [keys * e, 0.0],
     };
-    let ring = [forward, backward];
-    let at_once = plan.form() != Form::Ring;
-    // If all ranks share cores, the busiest rank gets more of them when others have ended.
-    let slower = sizes.slower;
+    let ring_bytes = [forward, backward];
+
+    // The kernels. If all ranks share cores, the busiest rank gets more of them when others have ended.
     let area = |l: &LayoutLoad| match l.largest.area as f64 {
         largest if pool < mesh.world() => largest,
         largest => (largest / slower).max(l.total.area as f64 / mesh.ring as f64),
@@ -250,11 +199,11 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
     let rounds = (plan.options().passes as f64).min(hkv).max(1.0);
     // The first ranks of a node receive rows of neighbours at other steps than the rest of the node.
     let two_levels = plan.ring_ranks_of_node() < mesh.ring;
+
     let pass = |i: usize| {
         let travelling = Load { needed: visits, k_tokens: load.q_tokens, ..load };
-        let sizes =
-            Sizes { steps: ring_steps(mesh, if queries_travel[i] { &travelling } else { &load }) as f64, ..sizes };
-        let steps = if at_once { 1.0 } else { sizes.steps + 1.0 };
+        let ring_steps = ring_steps(mesh, if queries_travel[i] { &travelling } else { &load }) as f64;
+        let steps = if at_once { 1.0 } else { ring_steps + 1.0 };
         let calls = steps * rounds;
         let (rows, read) = if i == 0 && queries_travel[0] {
             // A row is read in the call it arrives for; the keys that some row reads are read in every call.
@@ -269,20 +218,98 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, machine: &Machine, kernels
         let rate = kernels.rates[i];
         let waits = if two_levels && crossings[1].near && !at_once { 2.0 - 1.0 / steps } else { 1.0 };
         let kernel = KernelRate { call: 0.0, ..rate }.seconds(flops[i], rows, read, at_edges);
-        let kernel = (kernel + calls * (rate.call + machine.operation)) * sizes.slower * waits;
-        let first = if ordered && i == 1 { kernel * (2.0 * dk + dv) / products } else { 0.0 };
-        let of_keys = usize::from(ordered || !queries_travel[i]);
-        let sizes = Sizes { rows_inside: 1.0 - crossings[of_keys].rows.as_f64(), ..sizes };
-        sizes.pass(kernel, (first, queries), [calls, rounds], [into[i], out[i]], ring[i], at_once)
+        let kernel = (kernel + calls * (rate.call + m.operation)) * slower * waits;
+
+        let rows_inside = 1.0 - crossings[usize::from(ordered || !queries_travel[i])].rows.as_f64();
+        let rows = |bytes| link(LevelBytes::split(bytes, rows_inside), sharing[1]);
+        let [fetched, returned] = ring_bytes[i];
+        let step = m.operation + latency(rows_inside);
+        let exchanges = rounds * if at_once { 1.0 } else { ring_steps };
+        let returns = if returned > 0.0 { exchanges } else { 0.0 };
+        // Adding returned gradients: two reads and a write.
+        let home = rows(returned) + 3.0 * returned / m.copy * slower;
+        let home = home + returns * (step + m.operation);
+        let fetch = rows(fetched) + if fetched > 0.0 { exchanges * step } else { 0.0 };
+        let one = |x: f64| if x > 0.0 { x / exchanges.max(1.0) } else { 0.0 };
+        let ring = if m.cores.is_some() {
+            fetch + kernel + home
+        } else if at_once && rounds == 1.0 {
+            // The ordered form receives q's side during the first of two kernels.
+            let first = if ordered && i == 1 { kernel * (2.0 * dk + dv) / products } else { 0.0 };
+            fetch + kernel + home - first.min(rows(queries))
+        } else {
+            (kernel + one(home)).max(fetch + home + kernel / calls)
+        };
+
+        let [into, out] = exchanged[i];
+        let ((pack, there), (unpack, back)) = (all_to_all(into), all_to_all(out));
+        let exchanged = into.bytes.plus(out.bytes);
+        let rows = LevelBytes::split(fetched + returned, rows_inside);
+        PassTime {
+            seconds: pack + there + ring + back + unpack,
+            exposed: there + back + ring - kernel,
+            bytes_inside: exchanged.inside + rows.inside,
+            bytes_of_card: exchanged.between * sharing[0] + rows.between * sharing[1],
+        }
     };
     [pass(0), pass(1)]
 }
 
+/// Bytes of an element, of an element of the accumulator, and of an element of a partial gradient that is sent.
+fn element_bytes(plan: &Plan) -> [f64; 3] {
+    let dtype = plan.problem().dtype();
+    let (e, a) = (dtype.size() as f64, dtype.accumulator().size() as f64);
+    [e, a, if plan.options().wire == Wire::Bf16 { 2.0 } else { a }]
+}
+
+/// For each direction the two all-to-alls, there and back: bytes that the busiest rank sends of its own tokens for
+/// other ranks' heads, and receives back. `node`: ranks of a node of the machine.
+fn all_to_alls(
+    plan: &Plan,
+    load: &Load,
+    counts: &HeadCounts,
+    node: usize,
+    peers_inside: f64,
+) -> [[AllToAllBytes; 2]; 2] {
+    let (p, ulysses, ranks) = (plan.problem(), plan.mesh().ulysses, plan.ulysses_ranks_of_node());
+    let (h, hk) = (p.heads() as f64, p.kv_heads() as f64);
+    let [hq, hkv, all_kv] = [counts.q, counts.kv, counts.all_kv].map(f64::from);
+    let [e, a, w] = element_bytes(plan);
+    let (dk, dv) = (p.head_dim() as f64, p.value_dim() as f64);
+    let dims = dk + dv;
+    let (own_q, own_k) = (load.q_tokens as f64 / ulysses as f64, load.k_tokens as f64 / ulysses as f64);
+    let ordered = plan.form() == Form::Ordered;
+    let q_heads = LevelBytes::split(h - hq, peers_inside);
+    // Of the bytes of k's side sent inside nodes: the part that gateways pass on from or to other nodes.
+    let passed_on = 1.0 - ranks as f64 / ulysses as f64;
+    let [keys_there, keys_back] = if ranks < ulysses {
+        heads_by_gateways(plan, node, all_kv)
+    } else {
+        // A gradient with one holder is rounded before it is sent; the ordered form has a partial for each q head.
+        let back = if ordered { (h - hq) * a } else { (all_kv - hkv) * if all_kv > hk { w } else { e } };
+        [all_kv - hkv, back].map(|heads| LevelBytes::split(heads, peers_inside))
+    };
+    let keys_there = keys_there.times(own_k * dims * e);
+    let keys_back = keys_back.times(own_k * dims);
+    let exchange = |others: LevelBytes, keys: LevelBytes, copied: f64| {
+        let passed_on = keys.inside * passed_on;
+        let copied = others.all() + copied * (keys.all() - passed_on);
+        AllToAllBytes { bytes: others.plus(keys), copied, twice: passed_on > 0.0 }
+    };
+    let into = |row: f64| exchange(q_heads.times(own_q * row), keys_there, 1.0);
+    // Partials of the ordered form are sent in place, and read once.
+    let partials = if ordered { 0.25 } else { 1.0 };
+    [
+        [into(dk * e), exchange(q_heads.times(own_q * (dv * e + a)), LevelBytes::default(), 1.0)],
+        [into(dims * e + 2.0 * a), exchange(q_heads.times(own_q * dk * e), keys_back, partials)],
+    ]
+}
+
 /// If k and v cross by gateways: the heads of k or v that the busiest rank sends for each of its tokens, and the bytes
 /// that it gets back for each of their dims; inside a node and between nodes.
-fn heads_by_gateways(plan: &Plan, node: usize, kv_sum: f64, wire: f64) -> [LevelBytes; 2] {
+fn heads_by_gateways(plan: &Plan, node: usize, all_kv: f64) -> [LevelBytes; 2] {
     let (p, ulysses, ranks) = (plan.problem(), plan.mesh().ulysses, plan.ulysses_ranks_of_node());
-    let (e, a) = (p.dtype().size() as f64, p.dtype().accumulator().size() as f64);
+    let [e, a, w] = element_bytes(plan);
     let (group, ordered) = (p.group() as u32, plan.form() == Form::Ordered);
     // For each node: heads that cross to it, and bytes that cross back.
     let of_node = |n: usize| {
@@ -290,7 +317,7 @@ fn heads_by_gateways(plan: &Plan, node: usize, kv_sum: f64, wire: f64) -> [Level
         let heads = f64::from(last.kv.end - first.kv.start);
         let (begun_before, ends) = (first.q.start % group, last.q.end % group == 0);
         if !ordered {
-            let sum = if begun_before == 0 && ends { e.min(wire) } else { wire };
+            let sum = if begun_before == 0 && ends { e.min(w) } else { w };
             return [heads, heads * sum];
         }
         let partials = if begun_before == 0 { 0 } else { (group - begun_before).min(last.q.end - first.q.start) };
@@ -308,68 +335,7 @@ fn heads_by_gateways(plan: &Plan, node: usize, kv_sum: f64, wire: f64) -> [Level
     let far = far / (ulysses - ranks) as f64;
     // A rank's own rows go to the ranks of its node, and it passes on rows of one owner of each other node.
     let inside = (ranks - 1) as f64 / ranks as f64;
-    let held = if ordered { p.heads() as f64 } else { kv_sum };
+    let held = if ordered { p.heads() as f64 } else { all_kv };
     let by_level = |inside: f64, between: f64| LevelBytes::split(inside, near).plus(LevelBytes::split(between, far));
-    [by_level(kv_sum * inside, there), by_level(held * a * inside, back)]
-}
-
-impl Sizes<'_> {
-    /// Seconds for bytes over links. A rank sends about as much as it receives, and each end does half of a byte's
-    /// work.
-    fn link(&self, bytes: LevelBytes, sharing: f64) -> f64 {
-        let m = self.machine;
-        let on_cores = bytes.inside / m.inside.rate + bytes.between * m.between_work;
-        on_cores * self.slower + bytes.between * sharing / m.between.rate
-    }
-
-    fn pass(
-        &self,
-        kernel: f64,
-        (first, beside): (f64, f64),
-        [calls, rounds]: [f64; 2],
-        [into, out]: [AllToAllBytes; 2],
-        [fetched, returned]: [f64; 2],
-        at_once: bool,
-    ) -> PassTime {
-        let m = self.machine;
-        let split = LevelBytes::split;
-        let latency = |part: f64| if part < 1.0 { m.between.latency } else { m.inside.latency };
-        // An all-to-all: packed, sent, unpacked.
-        let all_to_all = |of: AllToAllBytes| {
-            if of.bytes.all() == 0.0 {
-                return (0.0, 0.0);
-            }
-            let copies = 4.0 * of.copied / m.copy * self.slower + 2.0 * m.operation;
-            // Between the two exchanges rows are packed or summed.
-            let second = if of.twice { m.inside.latency + 2.0 * m.operation } else { 0.0 };
-            (copies, self.link(of.bytes, self.sharing[0]) + latency(self.peers_inside) + m.operation + second)
-        };
-        let ((pack, there), (unpack, back)) = (all_to_all(into), all_to_all(out));
-        let step = m.operation + latency(self.rows_inside);
-        let exchanges = rounds * if at_once { 1.0 } else { self.steps };
-        let returns = if returned > 0.0 { exchanges } else { 0.0 };
-        // Adding returned gradients: two reads and a write.
-        let rows = |bytes| self.link(split(bytes, self.rows_inside), self.sharing[1]);
-        let home = rows(returned) + 3.0 * returned / m.copy * self.slower;
-        let home = home + returns * (step + m.operation);
-        let fetch = rows(fetched) + if fetched > 0.0 { exchanges * step } else { 0.0 };
-        let one = |x: f64| if x > 0.0 { x / exchanges.max(1.0) } else { 0.0 };
-        let ring = if m.cores.is_some() {
-            fetch + kernel + home
-        } else if at_once && rounds == 1.0 {
-            // These rows arrive during the first of two kernels.
-            fetch + kernel + home - first.min(rows(beside))
-        } else {
-            (kernel + one(home)).max(fetch + home + kernel / calls)
-        };
-        let seconds = pack + there + ring + back + unpack;
-        let exchanged = into.bytes.plus(out.bytes);
-        let rows = split(fetched + returned, self.rows_inside);
-        PassTime {
-            seconds,
-            exposed: there + back + ring - kernel,
-            bytes_inside: exchanged.inside + rows.inside,
-            bytes_of_card: exchanged.between * self.sharing[0] + rows.between * self.sharing[1],
-        }
-    }
+    [by_level(all_kv * inside, there), by_level(held * a * inside, back)]
 }

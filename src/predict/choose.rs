@@ -12,7 +12,7 @@
 
 use alloc::format;
 
-use super::{Effort, forms, outlook};
+use super::{forms, outlook};
 use crate::{
     error::{Error, Result},
     machine::Machine,
@@ -46,23 +46,18 @@ impl Plan {
     /// ```
     pub fn auto_on(problem: &Problem, world: usize, machine: &Machine, options: Options) -> Result<Self> {
         let forms = forms(options, machine);
-        let outlook = outlook(problem, world, machine, Effort::new(0, 0), forms)?;
+        let outlook = outlook(problem, world, machine, forms)?;
         let best = outlook.candidates.first();
         let best = best.ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problem"))?;
         let plan = Self::with_options(problem, best.mesh, best.layout, forms[best.levels - 1])?;
         let (given, of_machine) = (options.ranks_per_node, machine.ranks_per_node);
         let two = outlook.candidates.iter().any(|c| c.levels == 2);
         let nodes = match given {
-            0 if two => format!(
-                "ranks_per_node was not given: one level was rated, and two over the machine's nodes of {of_machine}."
-            ),
-            0 => format!(
-                "ranks_per_node was not given: one level was rated; no mesh of {world} ranks has two over the machine's nodes of {of_machine}."
-            ),
-            _ => {
-                format!("ranks_per_node {given} was given; bytes are counted over the machine's nodes of {of_machine}.")
-            }
+            0 if two => "was not given: schedules of one level and of two were rated, over".into(),
+            0 => "was not given: schedules of one level were rated; no mesh has two levels over".into(),
+            _ => format!("{given} was given and decided the levels; bytes between nodes are counted over"),
         };
+        let nodes = format!("ranks_per_node {nodes} the machine's nodes of {of_machine} ranks.");
         Ok(plan.because(&format!("{nodes}\n{}", outlook.to_markdown(LISTED))))
     }
 }

@@ -29,7 +29,10 @@ use crate::{
     layout::Layout,
     machine::Machine,
     mesh::Mesh,
-    plan::{Choice, LayoutLoad, Options, Plan, Problem, auto::dealer},
+    plan::{
+        AttentionKind, LayoutLoad, LoadCounter, Options, Plan, Problem,
+        auto::{layouts, meshes as candidate_meshes},
+    },
     report::{bound::ShareSizes, size::tensor_bytes},
     schedule::Direction,
 };
@@ -125,58 +128,23 @@ pub struct Outlook {
     /// Bytes of memory of a rank of the machine.
     pub memory: f64,
     /// The candidates: first those that were simulated, then the rest; in each group those that fit in memory first, by
-    /// time. The two models are not compared with each other: the aggregate one is up to 16 % too fast for zigzag
-    /// layouts, and up to 51 % too slow with two levels and rows of a few neighbours; on cores it is up to 1.9 times
-    /// too slow with a mask.
+    /// time. The two models are not compared with each other: the aggregate one is up to 16 % too short for zigzag
+    /// layouts, and up to 51 % too long with two levels and rows of a few neighbours; on cores it is up to 1.9 times
+    /// too long with a mask.
     pub candidates: Vec<MeshTime>,
 }
 
-/// Rates every mesh `ulysses × ring = world` with every layout of [`Choice::LAYOUTS`].
+/// Rates every mesh `ulysses × ring = world` with every layout of
+/// [`Choice::LAYOUTS`](crate::plan::Choice::LAYOUTS).
 ///
 /// # Errors
 /// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element
 /// type, or with a field that no description has, such as a rate of 0.
 pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort) -> Result<Outlook> {
-    outlook(problem, world, machine, effort, forms(Options::new(), machine))
-}
-
-/// The options for plans of one level and of two: with the machine's nodes, unless nodes are given.
-fn forms(options: Options, machine: &Machine) -> [Options; 2] {
-    let each = if options.ranks_per_node > 0 { options.ranks_per_node } else { machine.ranks_per_node };
-    [options, options.ranks_per_node(each)]
-}
-
-/// As [`meshes`], for plans with the first options, and with the second if only those give two levels.
-fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, forms: [Options; 2]) -> Result<Outlook> {
-    problem.check()?;
-    machine.check()?;
-    Mesh::ring(world)?;
-    let kernels = aggregate::kernels(problem, machine)?;
-    let (mut candidates, mut refused) = (Vec::new(), None);
-    let dealt = dealer(problem);
-    for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
-        let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
-        for layout in Choice::LAYOUTS {
-            let too_many = matches!(layout, Layout::Balanced { chunks } if chunks as usize * mesh.ring > 1 << 20);
-            if too_many || mesh.ring == 1 && layout != Layout::Contiguous {
-                continue;
-            }
-            // A mesh that cannot compute this kind of attention, or that an option excludes, is not a candidate.
-            let rated =
-                dealt(layout, mesh.ring).and_then(|d| rate(problem, mesh, layout, &d, machine, &kernels, forms));
-            match rated {
-                Ok(levels) => candidates.extend(levels),
-                Err(error) => refused = refused.or(Some(error)),
-            }
-        }
-    }
-    if let (true, Some(error)) = (candidates.is_empty(), refused) {
-        return Err(error);
-    }
-    sort(&mut candidates, machine);
+    let mut outlook = outlook(problem, world, machine, forms(Options::new(), machine))?;
     if world <= effort.most_ranks {
         let mut left = [effort.simulated; 2];
-        let (mut simulated, others): (Vec<_>, Vec<_>) = candidates.into_iter().partition(|c| {
+        let (mut simulated, others): (Vec<_>, Vec<_>) = outlook.candidates.into_iter().partition(|c| {
             let left = &mut left[c.levels - 1];
             let first = *left > 0;
             *left = left.saturating_sub(1);
@@ -188,8 +156,41 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
         // The best candidates are ordered by one model, the rest by the other.
         sort(&mut simulated, machine);
         simulated.extend(others);
-        candidates = simulated;
+        outlook.candidates = simulated;
     }
+    Ok(outlook)
+}
+
+/// The options for plans of one level and of two: with the machine's nodes, unless nodes are given.
+fn forms(options: Options, machine: &Machine) -> [Options; 2] {
+    let each = if options.ranks_per_node > 0 { options.ranks_per_node } else { machine.ranks_per_node };
+    [options, options.ranks_per_node(each)]
+}
+
+/// The candidates by the aggregate model: plans with the first options, and with the second if only those give two
+/// levels.
+fn outlook(problem: &Problem, world: usize, machine: &Machine, forms: [Options; 2]) -> Result<Outlook> {
+    problem.check()?;
+    machine.check()?;
+    let whole = problem.kind == AttentionKind::Other;
+    let meshes = candidate_meshes(world, problem.heads(), whole, 0)?;
+    let kernels = aggregate::kernels(problem, machine)?;
+    let (mut candidates, mut refused) = (Vec::new(), None);
+    let counter = LoadCounter::new(problem);
+    for mesh in meshes {
+        for layout in layouts(mesh.ring) {
+            // A mesh that an option excludes is not a candidate.
+            let loads = counter.load(layout, mesh.ring);
+            match loads.and_then(|loads| rate(problem, mesh, &loads, machine, &kernels, forms)) {
+                Ok(levels) => candidates.extend(levels),
+                Err(error) => refused = refused.or(Some(error)),
+            }
+        }
+    }
+    if let (true, Some(error)) = (candidates.is_empty(), refused) {
+        return Err(error);
+    }
+    sort(&mut candidates, machine);
     let flops = 2.0 * problem.area() as f64 * problem.heads() as f64;
     let dims = (problem.head_dim() as f64, problem.value_dim() as f64);
     let ideal =
@@ -217,12 +218,12 @@ fn sort(list: &mut [MeshTime], machine: &Machine) {
 fn rate(
     problem: &Problem,
     mesh: Mesh,
-    layout: Layout,
     loads: &LayoutLoad,
     machine: &Machine,
     kernels: &aggregate::ProblemKernels,
     forms: [Options; 2],
 ) -> Result<Vec<MeshTime>> {
+    let layout = loads.layout;
     let first = Plan::with_options(problem, mesh, layout, forms[0])?;
     let candidate = |plan: &Plan| {
         let [forward, backward] = aggregate::passes(plan, loads, machine, kernels);

@@ -13,7 +13,9 @@ impl Outlook {
         let kind = if self.estimate { "estimated figures" } else { "measured figures" };
         let _ = writeln!(out, "Predicted for {} ranks on {} ({kind}).", self.world, self.machine);
         if !self.exact_kernels {
-            out.push_str("The machine has no kernel of these dims: the rates are those of the nearest.\n");
+            out.push_str(
+                "The machine description has no kernel of these dims: the rates are those of the nearest dims.\n",
+            );
         }
         out.push_str(
             "\n| ulysses × ring | layout | levels | forward ms | backward ms | exposed ms | MB of a rank inside | MB of a card between | GB of a rank | model |\n\
@@ -59,14 +61,14 @@ impl Outlook {
         let (seconds, exposed) = (best.seconds(), best.exposed());
         let _ = writeln!(
             out,
-            "\nBest: ulysses {} × ring {}, {}{}. {:.3} ms of {:.3} ms are work spread evenly at the kernels' rates ({:.1} %), \
-             {:.3} ms exposed communication ({:.1} %); the rest is uneven work, packing and fixed costs.",
+            "\nBest: ulysses {} × ring {}, {}{}. Of {:.3} ms, {:.3} ms would be needed for the work if it were spread evenly ({:.1} %); \
+             {:.3} ms are exposed communication ({:.1} %); the rest is uneven work, packing and fixed costs.",
             best.mesh.ulysses,
             best.mesh.ring,
             best.layout,
             if best.levels == 2 { ", two levels (ranks_per_node)" } else { ", one level" },
-            1e3 * self.ideal,
             1e3 * seconds,
+            1e3 * self.ideal,
             100.0 * self.ideal / seconds,
             1e3 * exposed,
             100.0 * exposed / seconds,
@@ -92,11 +94,12 @@ impl Outlook {
         }
         if self.candidates.iter().any(|c| c.model == Model::Aggregate) {
             out.push_str(
-                "\"Busiest rank\": from the largest load of any rank, without single messages; rows from others are taken to \
-                 come evenly, and ring steps to overlap perfectly. For zigzag layouts that is up to 16 % too quick, with two levels and rows of a few neighbours up to 51 % too slow.\n",
+                "\"Busiest rank\": computed from the largest load of any rank, as if rows came evenly from all ranks and ring \
+                 steps overlapped perfectly. These times are up to 16 % too short for zigzag layouts, and up to 51 % too \
+                 long with two levels and rows of a few neighbours.\n",
             );
             if self.on_cores {
-                out.push_str("Here ranks share cores: with a mask it is up to 1.9 times too slow.\n");
+                out.push_str("Here ranks share cores: with a mask they are up to 1.9 times too long.\n");
             }
         }
     }

@@ -19,6 +19,7 @@
 use crate::plan::{Options, Plan, Wire};
 use crate::{
     batch::Side,
+    heads::HeadCounts,
     layout::{Layout, cut},
     schedule::{ALIGNMENT, CirculatingSide, Direction, Form, SINK_DIGITS},
 };
@@ -115,7 +116,6 @@ impl Plan {
     /// As [`Plan::workspace_bound`], of a rank whose sizes are known.
     pub(crate) fn workspace_bound_of(&self, sizes: &ShareSizes, direction: Direction) -> u64 {
         let (p, mesh, rank) = (self.problem(), self.mesh(), sizes.rank);
-        let coordinates = mesh.coordinates(rank);
         let Options { passes, pack_inputs, wire, .. } = self.options();
         let n = |x: usize| x as u64;
         let (e, a) = (n(p.dtype().size()), n(p.dtype().accumulator().size()));
@@ -125,10 +125,8 @@ impl Plan {
         let share = self.heads_of(rank);
         let (hq, hkv) = (n(share.q.len()), n(share.kv.len()));
         let ([nq, nk], [lq, lk]) = (sizes.share.map(n), sizes.own.map(n));
-        let first = rank - coordinates.ulysses;
-        let others = || (first..first + mesh.ulysses).filter(|&r| r != rank).map(|r| self.heads_of(r));
-        let others_q: u64 = others().map(|s| n(s.q.len())).sum();
-        let others_kv: u64 = others().map(|s| n(s.kv.len())).sum();
+        let others_q = n(p.heads()) - hq;
+        let others_kv = u64::from(HeadCounts::new(mesh.ulysses, p.head_numbers()).all_kv) - hkv;
         let (exchanging, ringed) = (mesh.ulysses > 1, mesh.ring > 1);
         let form = self.form();
         // The rows of one ring step: one share; but in a zigzag, front and back chunks come from two owners.

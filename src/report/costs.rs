@@ -68,6 +68,20 @@ pub struct Costs {
     pub device_metadata: u64,
 }
 
+impl StepCost {
+    pub(super) fn new(phase: &'static str, step: u32) -> Self {
+        Self { phase, step, bytes_sent: 0, bytes_received: 0, messages: 0, multiply_adds: 0 }
+    }
+
+    /// Adds the figures of another step.
+    pub(super) fn add(&mut self, other: &Self) {
+        self.bytes_sent += other.bytes_sent;
+        self.bytes_received += other.bytes_received;
+        self.messages += other.messages;
+        self.multiply_adds += other.multiply_adds;
+    }
+}
+
 impl Costs {
     /// Bytes sent in all steps.
     pub fn bytes_sent(&self) -> u64 {
@@ -121,14 +135,7 @@ impl Plan {
         let mut steps: Vec<StepCost> = Vec::new();
         for (i, op) in schedule.ops.iter().enumerate() {
             let at = steps.iter().position(|s| (s.phase, s.step) == (op.phase, op.step)).unwrap_or_else(|| {
-                steps.push(StepCost {
-                    phase: op.phase,
-                    step: op.step,
-                    bytes_sent: 0,
-                    bytes_received: 0,
-                    messages: 0,
-                    multiply_adds: 0,
-                });
+                steps.push(StepCost::new(op.phase, op.step));
                 steps.len() - 1
             });
             let step = &mut steps[at];

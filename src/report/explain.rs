@@ -14,7 +14,6 @@ mod figures;
 use alloc::{
     format,
     string::{String, ToString},
-    vec,
     vec::Vec,
 };
 use core::fmt::Write;
@@ -23,7 +22,7 @@ use figures::{TextTable, grouped, spread};
 
 use super::Costs;
 use crate::plan::{AttentionKind, Plan};
-use crate::{batch::Side, error::Result, schedule::Direction};
+use crate::{batch::Side, error::Result, mesh::Mesh, schedule::Direction};
 
 /// Up to this many ranks of a group have a column of their own.
 const COLUMNS: usize = 8;
@@ -32,6 +31,13 @@ const COUNTED: usize = 64;
 const SAMPLE: usize = 16;
 /// Up to this many ring steps have lines of their own.
 const STEPS: usize = 16;
+
+const fn name(direction: Direction) -> &'static str {
+    match direction {
+        Direction::Forward => "forward",
+        Direction::Backward => "backward",
+    }
+}
 
 impl Plan {
     /// The plan in plain text: the problem, the mesh and the reason for it, the layout and its balance, what each rank
@@ -58,9 +64,9 @@ impl Plan {
         self.describe_form(&mut out, &ranks);
         for direction in [Direction::Forward, Direction::Backward] {
             match self.costs_for(&ranks, direction) {
-                Ok(costs) => self.describe_direction(&mut out, direction, &costs),
+                Ok(costs) => self.describe_direction(&mut out, &costs),
                 Err(e) => {
-                    let _ = writeln!(out, "\n{direction:?} cannot be scheduled: {e}");
+                    let _ = writeln!(out, "\n{} has no schedule: {e}", name(direction));
                 }
             }
         }
@@ -75,21 +81,16 @@ impl Plan {
         let both = [self.costs(rank, Direction::Forward)?, self.costs(rank, Direction::Backward)?];
         let mut out = String::new();
         let at = self.mesh().coordinates(rank);
+        let Mesh { ring, ulysses, .. } = self.mesh();
         let _ = writeln!(
             out,
-            "rank {rank}: replica {}, ring rank {} of {}, ulysses rank {} of {}",
-            at.replica,
-            at.ring,
-            self.mesh().ring,
-            at.ulysses,
-            self.mesh().ulysses
+            "rank {rank}: replica {}, ring rank {} of {ring}, ulysses rank {} of {ulysses}",
+            at.replica, at.ring, at.ulysses
         );
-        let _ = writeln!(out, "\nholds");
-        let mut t = holdings_table();
-        t.row(self.holding(rank));
-        t.write(&mut out);
+        let _ = writeln!(out, "\ntokens and heads");
+        self.table_of_holdings(&mut out, rank..rank + 1);
         for costs in &both {
-            self.describe_direction(&mut out, costs.direction, core::slice::from_ref(costs));
+            self.describe_direction(&mut out, core::slice::from_ref(costs));
         }
         Ok(out)
     }
@@ -100,16 +101,14 @@ impl Plan {
         if n <= COUNTED { (0..n).collect() } else { (0..SAMPLE).map(|i| i * (n - 1) / (SAMPLE - 1)).collect() }
     }
 
+    /// The costs of these ranks.
     fn costs_for(&self, ranks: &[usize], direction: Direction) -> Result<Vec<Costs>> {
         ranks.iter().map(|&r| self.costs(r, direction)).collect()
     }
 
     fn describe(&self, out: &mut String) {
-        let p = self.problem();
-        let b = p.batch();
-        let _ = writeln!(out, "plan {:016x}", self.fingerprint());
-        let mask = p.mask();
-        let name = match (mask.left, mask.right) {
+        let (p, b) = (self.problem(), self.problem().batch());
+        let mask = match (p.mask().left, p.mask().right) {
             (None, None) => "full".to_string(),
             (None, Some(0)) => "causal".to_string(),
             (left, right) => {
@@ -119,94 +118,88 @@ impl Plan {
         };
         let kind = if p.kind == AttentionKind::Softmax { "attention" } else { "mixing of another kind" };
         let lengths = (0..b.documents()).map(|d| b.document(Side::Q, d).len());
+        let documents = match (b.documents(), lengths.clone().min(), lengths.max()) {
+            (n, Some(shortest), Some(longest)) if n > 1 => format!("{n} documents ({shortest} to {longest} tokens)"),
+            (n, ..) => format!("{n} document{}", if n == 1 { "" } else { "s" }),
+        };
+        let [q, k] = [Side::Q, Side::K].map(|side| grouped(b.tokens(side) as u128));
+        let _ = writeln!(out, "plan {:016x}", self.fingerprint());
+        let _ = writeln!(out, "  {kind}, mask {mask}, {}: {documents}, {q} q tokens, {k} k tokens", p.dtype());
+        let softcap = p.softcap.map_or(String::new(), |c| format!(", softcap {c}"));
+        let alibi = if p.alibi_slopes().is_some() { ", ALiBi" } else { "" };
+        let sinks = if p.sinks() { ", sinks" } else { "" };
+        let (heads, kv_heads, head_dim, value_dim) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
         let _ = writeln!(
             out,
-            "  {kind}, mask {name}, {}: {}, {} q tokens, {} k tokens",
-            p.dtype(),
-            match b.documents() {
-                1 => "1 document".to_string(),
-                n => {
-                    let (shortest, longest) = (lengths.clone().min().unwrap_or(0), lengths.max().unwrap_or(0));
-                    format!("{n} documents ({shortest} to {longest} tokens)")
-                }
-            },
-            grouped(b.tokens(Side::Q) as u128),
-            grouped(b.tokens(Side::K) as u128)
+            "  {heads} q heads, {kv_heads} kv heads, head_dim {head_dim}, value_dim {value_dim}{softcap}{alibi}{sinks}"
         );
+        let (dk, dv) = (head_dim as u128, value_dim as u128);
+        let [forward, backward] = [dk + dv, 3 * dk + 2 * dv].map(|dims| grouped(p.area() * heads as u128 * dims));
         let _ = writeln!(
             out,
-            "  {} q heads, {} kv heads, head_dim {}, value_dim {}{}{}{}",
-            p.heads(),
-            p.kv_heads(),
-            p.head_dim(),
-            p.value_dim(),
-            p.softcap.map_or(String::new(), |c| format!(", softcap {c}")),
-            if p.alibi_slopes().is_some() { ", ALiBi" } else { "" },
-            if p.sinks() { ", sinks" } else { "" }
-        );
-        let (h, dk, dv) = (p.heads() as u128, p.head_dim() as u128, p.value_dim() as u128);
-        let _ = writeln!(
-            out,
-            "  {} (q, k) pairs count for each head: {} multiply-adds forward, {} backward",
-            grouped(p.area()),
-            grouped(p.area() * h * (dk + dv)),
-            grouped(p.area() * h * (3 * dk + 2 * dv))
+            "  each head computes {} (q, k) pairs; all heads: {forward} multiply-adds forward, {backward} backward",
+            grouped(p.area())
         );
     }
 
-    fn holding(&self, rank: usize) -> Vec<String> {
+    fn holding(&self, rank: usize) -> [String; 9] {
         let at = self.mesh().coordinates(rank);
-        let (mut documents, mut last) = (0, usize::MAX);
-        let mut seen = Vec::new();
+        let (mut documents, mut last) = (0, None);
         self.for_each_run(Side::Q, rank, |_, _, _, doc| {
-            if doc != last {
-                seen.push(doc);
-                last = doc;
-            }
+            documents += usize::from(last != Some(doc));
+            last = Some(doc);
         });
-        seen.sort_unstable();
-        seen.dedup();
-        documents += seen.len();
         let share = self.heads_of(rank);
-        let span = |r: &core::ops::Range<u32>| format!("{}..{}", r.start, r.end);
-        vec![
+        let span = |r: core::ops::Range<u32>| format!("{}..{}", r.start, r.end);
+        [
             rank.to_string(),
             at.ring.to_string(),
             at.ulysses.to_string(),
             grouped(self.local_tokens(Side::Q, rank) as u128),
             grouped(self.local_tokens(Side::K, rank) as u128),
             documents.to_string(),
-            span(&share.q),
-            span(&share.kv),
+            span(share.q),
+            span(share.kv),
             grouped(self.shares().rows(Side::Q, at.ring) as u128),
         ]
     }
 
     fn describe_holdings(&self, out: &mut String) {
         let n = self.mesh().group();
-        let _ = writeln!(out, "\nwhat each rank holds (between the all-to-alls: its heads of the share's tokens)");
+        let _ = writeln!(
+            out,
+            "\ntokens and heads of each rank (between the all-to-alls: its heads, of all tokens of the ring rank's share)"
+        );
         if n <= 2 * COLUMNS {
-            let mut t = holdings_table();
-            for rank in 0..n {
-                t.row(self.holding(rank));
-            }
-            return t.write(out);
+            return self.table_of_holdings(out, 0..n);
         }
-        let mut t = TextTable::new(1, &["", "least", "mean", "largest"]);
-        let mut line = |name: &str, values: &dyn Fn(usize) -> u128| {
-            let values: Vec<u128> = (0..n).map(values).collect();
-            t.row([name.to_string()].into_iter().chain(spread(values.into_iter())));
+        let mut t = TextTable::new(1);
+        t.row(["", "least", "mean", "largest"]);
+        let mut line = |name: &str, values: &dyn Fn(usize) -> usize| {
+            let values: Vec<u128> = (0..n).map(|rank| values(rank) as u128).collect();
+            t.row([name.to_string()].into_iter().chain(spread(&values)));
         };
-        line("q tokens", &|r| self.local_tokens(Side::Q, r) as u128);
-        line("k tokens", &|r| self.local_tokens(Side::K, r) as u128);
-        line("q heads", &|r| self.heads_of(r).q.len() as u128);
-        line("kv heads", &|r| self.heads_of(r).kv.len() as u128);
+        line("q tokens", &|r| self.local_tokens(Side::Q, r));
+        line("k tokens", &|r| self.local_tokens(Side::K, r));
+        line("q heads", &|r| self.heads_of(r).q.len());
+        line("kv heads", &|r| self.heads_of(r).kv.len());
         t.write(out);
     }
-}
 
-fn holdings_table() -> TextTable {
-    let head =
-        ["rank", "ring", "ulysses", "q tokens", "k tokens", "documents", "q heads", "kv heads", "share's q tokens"];
-    TextTable::new(0, &head)
+    fn table_of_holdings(&self, out: &mut String, ranks: core::ops::Range<usize>) {
+        let mut t = TextTable::new(0);
+        t.row([
+            "rank",
+            "ring",
+            "ulysses",
+            "q tokens",
+            "k tokens",
+            "documents",
+            "q heads",
+            "kv heads",
+            "share's q tokens",
+        ]);
+        ranks.for_each(|rank| t.row(self.holding(rank)));
+        t.write(out);
+    }
 }

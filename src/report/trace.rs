@@ -13,7 +13,7 @@ use alloc::{
     string::{String, ToString},
     vec::Vec,
 };
-use core::fmt::Write;
+use core::{fmt::Write, iter::Sum, ops::Sub};
 
 use crate::schedule::Lane;
 
@@ -93,14 +93,21 @@ pub(super) fn overlap_of(events: &[Event], rank: usize) -> Overlap {
     let compute = busy(events, rank, Lane::Compute);
     let communication = busy(events, rank, Lane::Communication);
     let length = |list: &[(u64, u64)]| list.iter().map(|(a, e)| e - a).sum();
-    let (mut i, mut hidden) = (0, 0);
-    for &(a, e) in &communication {
-        while i < compute.len() && compute[i].1 <= a {
-            i += 1;
+    let hidden_ns = common(&compute, &communication);
+    Overlap { compute_ns: length(&compute), communication_ns: length(&communication), hidden_ns }
+}
+
+/// The time that is in both of two lists of disjoint ascending intervals.
+pub(crate) fn common<T: Copy + PartialOrd + Sub<Output = T> + Sum>(one: &[(T, T)], other: &[(T, T)]) -> T {
+    let mut first = 0;
+    let of_interval = |&(a, e): &(T, T)| {
+        while first < one.len() && one[first].1 <= a {
+            first += 1;
         }
-        hidden += compute[i..].iter().take_while(|c| c.0 < e).map(|c| c.1.min(e) - c.0.max(a)).sum::<u64>();
-    }
-    Overlap { compute_ns: length(&compute), communication_ns: length(&communication), hidden_ns: hidden }
+        let part = |&(b, f): &(T, T)| (if f < e { f } else { e }) - (if b > a { b } else { a });
+        one[first..].iter().take_while(|i| i.0 < e).map(part).sum()
+    };
+    other.iter().map(of_interval).sum()
 }
 
 /// When a lane was busy: disjoint intervals, ascending.

@@ -2,11 +2,11 @@
 //! Executes the tasks of all ranks in simulated time.
 //!
 //! Each lane runs its tasks in order. A task begins when the task before it in its lane and its predecessor in the
-//! other lane have ended. An exchange first takes the time of an operation, then posts its messages. A message starts
-//! when both ends are posted, waits for the latency, and then uses the resources of its level: the two ranks' ports
-//! inside a node, the two cards between nodes. On a machine with cores a message inside a node is a copy by the
-//! receiver, and one between nodes needs a copy at each end, at the same time as it uses the cards; a rank makes one
-//! copy after another. An exchange ends when all its messages have ended.
+//! other lane have ended. An exchange first takes the time of an operation, then posts its messages; a task without
+//! messages ends after its work. A message starts when both ends are posted, waits for the latency, and then uses the
+//! resources of its level: the two ranks' ports inside a node, the two cards between nodes. On a machine with cores a
+//! message inside a node is a copy by the receiver, and one between nodes needs a copy at each end, at the same time as
+//! it uses the cards; a rank makes one copy after another. An exchange ends when all its messages have ended.
 
 use alloc::{
     collections::{BTreeMap, VecDeque},
@@ -17,7 +17,7 @@ use alloc::{
 use super::{
     bucket::Bucket,
     resources::{JobId, Resources},
-    tasks::{Task, TaskWork},
+    tasks::Task,
 };
 use crate::{
     error::{Error, Result},
@@ -31,10 +31,8 @@ pub(super) type Span = (f64, f64);
 /// The purpose of a job.
 #[derive(Clone, Copy, Debug)]
 enum JobPart {
-    /// A task that computes.
-    Compute(usize, usize),
-    /// The part of an exchange before its messages are posted.
-    Post(usize, usize),
+    /// The work of a rank's task, before its messages are posted.
+    Work(usize, usize),
     /// The latency of a message.
     Latency(Flight),
     /// The bytes of a message on ports or cards.
@@ -54,7 +52,7 @@ struct Flight {
 struct SimulatedRank<'a> {
     tasks: &'a [Task],
     spans: Vec<Span>,
-    /// For each lane its tasks, and how many have ended.
+    /// For each lane, in the order of [`Lane`]: its tasks, and how many have ended.
     lanes: [(Vec<usize>, usize); 2],
     busy: [bool; 2],
     /// Unfinished messages of the exchange in progress.
@@ -114,13 +112,6 @@ pub(super) fn run(lists: &[Vec<Task>], machine: &Machine) -> Result<Vec<Vec<Span
     Ok(engine.ranks.into_iter().map(|r| r.spans).collect())
 }
 
-const fn index(lane: Lane) -> usize {
-    match lane {
-        Lane::Compute => 0,
-        Lane::Communication => 1,
-    }
-}
-
 impl<'a> EventLoop<'a> {
     fn new(lists: &'a [Vec<Task>], machine: &'a Machine) -> Self {
         let mut resources = Resources::default();
@@ -167,21 +158,16 @@ impl<'a> EventLoop<'a> {
             let r = &mut self.ranks[rank];
             r.busy[lane] = true;
             r.spans[task].0 = self.now;
-            let (seconds, part) = match &r.tasks[task].work {
-                TaskWork::Compute(seconds) => (*seconds, JobPart::Compute(rank, task)),
-                TaskWork::Exchange(_) => (self.machine.operation, JobPart::Post(rank, task)),
-            };
-            self.compute(rank, seconds, part);
+            let seconds = r.tasks[task].seconds;
+            self.compute(rank, seconds, JobPart::Work(rank, task));
         }
         Ok(())
     }
 
     /// Begins work of a rank itself; it uses a core if the machine has cores.
     fn compute(&mut self, rank: usize, seconds: f64, part: JobPart) {
-        let job = match self.shared.cores.get(self.machine.pool(rank)) {
-            Some(&pool) => self.resources.begin(self.now, seconds, 1.0, &[pool]),
-            None => self.resources.begin(self.now, seconds, 1.0, &[]),
-        };
+        let cores: Option<&usize> = self.shared.cores.get(self.machine.pool(rank));
+        let job = self.resources.begin(self.now, seconds, 1.0, cores.map_or(&[], core::slice::from_ref));
         self.keep(job, part);
     }
 
@@ -194,8 +180,7 @@ impl<'a> EventLoop<'a> {
 
     fn ended(&mut self, job: JobId) -> Result<()> {
         match self.parts[job].take().expect("a job that was begun") {
-            JobPart::Compute(rank, task) => self.complete(rank, task),
-            JobPart::Post(rank, task) => self.post(rank, task),
+            JobPart::Work(rank, task) => self.post(rank, task),
             JobPart::Latency(flight) => {
                 self.transfer(flight);
                 Ok(())
@@ -211,19 +196,20 @@ impl<'a> EventLoop<'a> {
 
     fn complete(&mut self, rank: usize, task: usize) -> Result<()> {
         let r = &mut self.ranks[rank];
-        let lane = index(r.tasks[task].lane);
+        let lane = r.tasks[task].lane as usize;
         r.spans[task].1 = self.now;
         r.busy[lane] = false;
         r.lanes[lane].1 += 1;
         self.advance(rank)
     }
 
+    /// Posts the messages of a task; without messages the task has ended.
     fn post(&mut self, rank: usize, task: usize) -> Result<()> {
-        let messages = self.ranks[rank].tasks[task].messages();
-        self.ranks[rank].open = messages.len();
+        let messages = &self.ranks[rank].tasks[task].messages;
         if messages.is_empty() {
             return self.complete(rank, task);
         }
+        self.ranks[rank].open = messages.len();
         for m in messages {
             let flight = if m.send {
                 Flight { from: rank, to: m.peer, bytes: m.bytes }
@@ -239,7 +225,8 @@ impl<'a> EventLoop<'a> {
                     self.keep(job, JobPart::Latency(flight));
                 }
                 Some((_, bytes)) => {
-                    let flaw = format!("{} bytes from {} to {} meet {bytes}", m.bytes, flight.from, flight.to);
+                    let Flight { from, to, .. } = flight;
+                    let flaw = format!("{} bytes from {from} to {to} are {bytes} at the other end", m.bytes);
                     return Err(Error::Schedule { rank, operation: task, flaw });
                 }
             }
@@ -316,7 +303,7 @@ impl<'a> EventLoop<'a> {
             let r = &mut self.ranks[rank];
             r.open -= 1;
             if r.open == 0 {
-                let (list, done) = &r.lanes[index(Lane::Communication)];
+                let (list, done) = &r.lanes[Lane::Communication as usize];
                 let task = list[*done];
                 self.complete(rank, task)?;
             }

@@ -22,11 +22,15 @@ mod tasks;
 
 use alloc::vec::Vec;
 
+use engine::Span;
+use tasks::Task;
+pub(crate) use tasks::kernel_rate;
+
 use crate::{
     error::Result,
-    machine::Machine,
+    machine::{Level, Machine},
     plan::Plan,
-    report::trace::Event,
+    report::trace::{Event, common},
     schedule::{Direction, Lane, Schedule},
 };
 
@@ -123,20 +127,20 @@ impl Plan {
             lists.push(list);
         }
         let spans = engine::run(&lists, machine)?;
+        let makespan = spans.iter().flatten().map(|s| s.1).fold(0.0, f64::max);
         let mut ranks = Vec::with_capacity(schedules.len());
         let mut events = Vec::new();
-        let makespan = spans.iter().flatten().map(|s| s.1).fold(0.0, f64::max);
-        for (rank, ((list, spans), schedule)) in lists.iter().zip(&spans).zip(&schedules).enumerate() {
-            ranks.push(times(rank, list, spans, makespan, machine, schedule.workspace_bytes()));
+        for ((list, spans), schedule) in lists.iter().zip(&spans).zip(&schedules) {
+            ranks.push(RankTime::new(schedule, list, spans, makespan, machine));
             events.extend(list.iter().zip(spans).zip(&schedule.ops).map(|((task, span), op)| Event {
-                rank,
+                rank: schedule.rank,
                 lane: task.lane,
                 name: op.kind.name(),
                 phase: op.phase,
                 step: op.step,
                 start_ns: nanoseconds(span.0),
                 end_ns: nanoseconds(span.1),
-                bytes: task.bytes(),
+                bytes: task.messages.iter().map(|m| m.bytes).sum(),
             }));
         }
         Ok(Simulation { makespan, ranks, exact_kernels: exact, events })
@@ -147,39 +151,30 @@ fn nanoseconds(seconds: f64) -> u64 {
     (seconds * 1e9 + 0.5) as u64
 }
 
-/// The figures of one rank, from the times of its operations.
-fn times(
-    rank: usize,
-    list: &[tasks::Task],
-    spans: &[(f64, f64)],
-    makespan: f64,
-    machine: &Machine,
-    workspace: u64,
-) -> RankTime {
-    let of = |lane: Lane| list.iter().zip(spans).filter(move |(t, _)| t.lane == lane).map(|(_, s)| *s);
-    let mut time = RankTime { workspace, ..RankTime::default() };
-    time.end = spans.iter().map(|s| s.1).fold(0.0, f64::max);
-    time.compute = of(Lane::Compute).map(|(a, e)| e - a).sum();
-    time.idle = makespan - time.compute;
-    time.communication = of(Lane::Communication).map(|(a, e)| e - a).sum();
-    // Both lists ascend: an operation begins after the one before has ended.
-    let compute: Vec<(f64, f64)> = of(Lane::Compute).collect();
-    let mut first = 0;
-    let mut hidden = 0.0;
-    for (a, e) in of(Lane::Communication) {
-        while first < compute.len() && compute[first].1 <= a {
-            first += 1;
-        }
-        hidden += compute[first..].iter().take_while(|c| c.0 < e).map(|c| c.1.min(e) - c.0.max(a)).sum::<f64>();
-    }
-    time.exposed = (time.communication - hidden).max(0.0);
-    for message in list.iter().flat_map(|t| t.messages()).filter(|m| m.send) {
-        match machine.level(rank, message.peer) {
-            crate::machine::Level::Inside => time.bytes_inside += message.bytes,
-            crate::machine::Level::Between => time.bytes_between += message.bytes,
+impl RankTime {
+    /// The figures of one rank, from the times of its tasks.
+    fn new(schedule: &Schedule, tasks: &[Task], spans: &[Span], makespan: f64, machine: &Machine) -> Self {
+        // Both lists ascend: an operation begins after the one before has ended.
+        let of = |lane: Lane| -> Vec<Span> {
+            tasks.iter().zip(spans).filter(|(task, _)| task.lane == lane).map(|(_, span)| *span).collect()
+        };
+        let [computing, communicating] = [Lane::Compute, Lane::Communication].map(of);
+        let [compute, communication] = [&computing, &communicating].map(|list| list.iter().map(|(a, e)| e - a).sum());
+        let sent = |level| {
+            let messages = tasks.iter().flat_map(|task| &task.messages).filter(|m| m.send);
+            messages.filter(|m| machine.level(schedule.rank, m.peer) == level).map(|m| m.bytes).sum()
+        };
+        Self {
+            end: spans.iter().map(|s| s.1).fold(0.0, f64::max),
+            compute,
+            idle: makespan - compute,
+            communication,
+            exposed: (communication - common(&computing, &communicating)).max(0.0),
+            bytes_inside: sent(Level::Inside),
+            bytes_between: sent(Level::Between),
+            workspace: schedule.workspace_bytes(),
         }
     }
-    time
 }
 
 #[cfg(test)]

@@ -3,11 +3,7 @@
 
 use alloc::{string::ToString, vec, vec::Vec};
 
-use super::{
-    engine,
-    tasks::{Task, TaskWork},
-    *,
-};
+use super::{engine, tasks::Task, *};
 use crate::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Problem,
     machine::{KernelRate, KernelShape, Level, LinkRate},
@@ -44,12 +40,12 @@ fn machine(ranks_per_node: usize, cards_per_node: usize, cores: Option<usize>) -
 }
 
 fn compute(seconds: f64, after: Option<usize>) -> Task {
-    Task { lane: Lane::Compute, after, work: TaskWork::Compute(seconds) }
+    Task { lane: Lane::Compute, after, seconds, messages: vec![] }
 }
 
 fn exchange(messages: &[(usize, u64, bool)], after: Option<usize>) -> Task {
-    let list = messages.iter().map(|&(peer, bytes, send)| MessageSize { peer, bytes, send }).collect();
-    Task { lane: Lane::Communication, after, work: TaskWork::Exchange(list) }
+    let messages = messages.iter().map(|&(peer, bytes, send)| MessageSize { peer, bytes, send }).collect();
+    Task { lane: Lane::Communication, after, seconds: 0.0, messages }
 }
 
 const SEND: bool = true;
@@ -195,7 +191,7 @@ fn what_never_meets_is_an_error() {
     assert!(text.contains("waits forever"), "{text}");
     let lists = [vec![exchange(&[(1, 8, SEND)], None)], vec![exchange(&[(0, 9, RECEIVE)], None)]];
     let text = engine::run(&lists, &machine(2, 1, None)).unwrap_err().to_string();
-    assert!(text.contains("9 bytes from 0 to 1 meet 8"), "{text}");
+    assert!(text.contains("9 bytes from 0 to 1 are 8 at the other end"), "{text}");
 }
 
 /// One document of 8 tokens, causal, over two ranks: every operation by hand.

@@ -29,7 +29,7 @@ fn nine_heads_on_eight_ranks() {
             "mask causal, f32: 3 documents (187 to 297 tokens), 766 q tokens, 766 k tokens",
             "9 q heads, 3 kv heads, head_dim 64, value_dim 64",
             // 101,734 pairs · 9 heads · (64 + 64), and 2.5 times that.
-            "101,734 (q, k) pairs count for each head: 117,197,568 multiply-adds forward, 292,993,920 backward",
+            "each head computes 101,734 (q, k) pairs; all heads: 117,197,568 multiply-adds forward, 292,993,920 backward",
             "mesh ulysses 4 × ring 2: 8 ranks",
             "3 on the busiest Ulysses rank, 2.25 on average, imbalance 1.333; some kv heads are read by several",
             "layout zigzag over 2 ring ranks",
@@ -37,7 +37,7 @@ fn nine_heads_on_eight_ranks() {
             "     3     0        3        96        96          2     6..9      2..3               383",
             "backward: k and v circulate, dk and dv are returned to their owner: fewer bytes",
             // Hk · 128 · (4 + 4) and Hq · (128 · 4 + 64 · 4 + 8).
-            "3,072 for a k token (766 of them), 6,984 for a q token (766 of them)",
+            "3,072 for each of 766 k tokens, 6,984 for each of 766 q tokens",
             "peak workspace forward: ",
             "peak workspace backward: ",
             "ring slot",
@@ -56,10 +56,10 @@ fn all_to_alls_over_nodes() {
     has(
         &plan(1, o().ranks_per_node(2)).explain(),
         &[
-            "2 nodes of 2 ranks in an all-to-all: a row of k or v crosses to each once, to the rank at its owner's place, which passes it on; gradients are summed in the node before they cross back",
+            "2 nodes of 2 ranks in an all-to-all: a row of k or v crosses to each other node once, to one rank, which passes it on; gradients are summed in the node before they cross back",
             // 16 rows of a head of 128, in bf16, packed for the other node; it arrives in place. Then also partials in
             // f32 from the other rank of the node, their sum, and the sum that comes back.
-            "bytes of the buffers for it, at most: 4,096 forward, 20,480 backward",
+            "buffers for this: at most 4,096 bytes forward, 20,480 backward",
         ],
     );
     let wire = plan(2, o().ranks_per_node(2).wire(Wire::Bf16)).explain();
@@ -67,16 +67,16 @@ fn all_to_alls_over_nodes() {
         &wire,
         &[
             "they are summed in each node first, in f32",
-            "2 Ulysses ranks of a node hold some kv heads together: of the rows of such a head a part crosses to each",
+            "2 Ulysses ranks of a node share kv heads: each receives a part of the rows of a shared head from other nodes",
         ],
     );
     let one = plan(1, o().ranks_per_node(2).wire(Wire::Bf16)).explain();
     has(&one, &["those of an all-to-all are summed in each node first, in f32"]);
     // 32 rows of a head of 128, in bf16; then their gradients in f32 too.
     let shared = plan(2, o().ranks_per_node(4)).explain();
-    has(&shared, &["4 Ulysses ranks of a node", "sums for them, at most: 8,192 forward, 24,576 backward"]);
+    has(&shared, &["4 Ulysses ranks of a node", "buffers for this: at most 8,192 bytes forward, 24,576 backward"]);
     let ordered = plan(1, Options::new().reproducible(true).ranks_per_node(2)).explain();
-    has(&ordered, &["summed in the node of its first q head, and cross for each q head from others"]);
+    has(&ordered, &["summed in the node of its first q head; other nodes send a partial of each q head"]);
     assert!(!plan(2, o()).explain().contains("all-to-all: a row"));
 }
 
@@ -124,25 +124,30 @@ fn forms_tell_their_price() {
     has(
         &text(Options::new().reproducible(true)),
         &[
-            "replicas run batches of their own",
+            "replicas run their own batches",
             "ordered (reproducible)",
-            "price over the ring form, backward, busiest rank: workspace ×",
+            "compared with the ring form, backward, busiest rank: workspace ×",
             "k and v are gathered for dq, then the q side for dk and dv",
         ],
     );
     has(
         &text(Options::new().gather(true).passes(2).wire(Wire::Bf16)),
-        &["gather: all k and v of other ranks at once", "2 passes", "as gather and passes need", "sent in bf16"],
+        &[
+            "gather: k and v of all other ranks are received at once",
+            "2 passes",
+            "always, if k and v are gathered",
+            "sent in bf16",
+        ],
     );
     has(
         &text(Options::new().gather(Gather::Together)),
-        &["together: all k and v at once, the own ones too, in one call of the kernel\n  price over the ring form"],
+        &["one kernel call computes with them and the rank's own\n  compared with the ring form"],
     );
     let short = Problem::new(Batch::from_lengths(&[20; 32]).unwrap(), 4, 2, 16, Dtype::F32);
     has(
         &Plan::new(&short, Mesh::ring(2).unwrap(), Layout::Zigzag).unwrap().explain(),
         &[
-            "together: all k",
+            "together: k and v",
             "each of 32 documents (at least 32)",
             "5.2 keys in a ring step (fewer than 64)",
             "16,777,216 bytes",
@@ -164,7 +169,7 @@ fn forms_tell_their_price() {
         &single,
         &[
             "nothing circulates",
-            "peak workspace forward: 0 bytes on rank 0, beyond inputs and outputs (limit for this plan",
+            "peak workspace forward: 0 bytes on rank 0, in addition to inputs and outputs (upper bound for this plan",
         ],
     );
 }
@@ -173,18 +178,18 @@ fn forms_tell_their_price() {
 fn of_very_many_ranks_some_are_counted_and_named() {
     let p = Problem::new(Batch::from_lengths(&[3000, 17]).unwrap(), 4, 2, 16, Dtype::F32);
     let text = Plan::auto(&p, 96).unwrap().explain();
-    has(&text, &["16 ranks counted of 96: [0, 6, 12, 19,", "95]"]);
+    has(&text, &["16 of 96 ranks were counted: [0, 6, 12, 19,", "95]"]);
 }
 
 #[test]
-fn nodes_that_were_weighed_are_named() {
+fn nodes_in_the_cost_are_named() {
     let p = Problem::new(Batch::from_lengths(&[1 << 15]).unwrap(), 32, 8, 128, Dtype::Bf16);
     let text = |n| Plan::auto_with(&p, 16, Options::new().ranks_per_node(n)).unwrap().explain();
     has(
         &text(8),
-        &["nodes of 8 ranks were weighed: a byte from another node counts 8 times", "of other nodes (about)"],
+        &["nodes of 8 ranks: in the cost, a byte from another node counts 8 times", "from other nodes (about)"],
     );
     for alike in [0, 16] {
-        assert!(!text(alike).contains("weighed") && !text(alike).contains("of other nodes (about)"));
+        assert!(!text(alike).contains("in the cost") && !text(alike).contains("from other nodes (about)"));
     }
 }

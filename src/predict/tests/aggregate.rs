@@ -50,7 +50,7 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
             Options::new().gather(true).passes(4),
             Options::new().reproducible(true),
         ] {
-            for c in outlook(&p, 16, &machine, Effort::new(0, 0), [options; 2]).unwrap().candidates {
+            for c in outlook(&p, 16, &machine, [options; 2]).unwrap().candidates {
                 let plan = Plan::with_options(&p, c.mesh, c.layout, options).unwrap();
                 let exact = |direction| plan.simulate(direction, &machine).unwrap();
                 let (forward, backward) = (exact(Direction::Forward), exact(Direction::Backward));
@@ -89,7 +89,7 @@ fn the_aggregate_model_knows_caches() {
         let p = Problem::new(batch, 32, 8, 128, Dtype::Bf16);
         for side in [Circulate::Keys, Circulate::Queries] {
             let options = Options::new().circulate_forward(side).gather(false);
-            for c in outlook(&p, 8, &machine, Effort::new(0, 0), [options; 2]).unwrap().candidates {
+            for c in outlook(&p, 8, &machine, [options; 2]).unwrap().candidates {
                 let striped = matches!(c.layout, Layout::Striped { .. });
                 if !striped || c.mesh.ulysses > 1 {
                     continue;
@@ -123,7 +123,7 @@ fn the_aggregate_model_knows_all_to_alls_over_nodes() {
         let p = Problem::new(Batch::from_lengths(&[1 << 17]).unwrap(), 32, kv_heads, 128, Dtype::Bf16);
         let p = p.with_mask(Mask::full());
         let levels = [options, options.ranks_per_node(4)];
-        let all = outlook(&p, 16, &machine, Effort::new(0, 0), levels).unwrap().candidates;
+        let all = outlook(&p, 16, &machine, levels).unwrap().candidates;
         let wide: Vec<_> = all.iter().filter(|c| c.mesh.ulysses == 16).collect();
         assert_eq!(wide.len(), 2);
         for c in &wide {
@@ -159,7 +159,7 @@ fn the_aggregate_model_knows_divided_rows() {
         let p = Problem::new(Batch::from_lengths(&[tokens]).unwrap(), 32, kv_heads, 128, Dtype::Bf16).with_mask(mask);
         for options in [Options::new(), Options::new().gather(true)] {
             let levels = [options, options.ranks_per_node(4)];
-            for c in outlook(&p, 16, &machine, Effort::new(0, 0), levels).unwrap().candidates {
+            for c in outlook(&p, 16, &machine, levels).unwrap().candidates {
                 let plan = Plan::with_options(&p, c.mesh, c.layout, levels[c.levels - 1]).unwrap();
                 if plan.ring_holders_of_node() == 1 || mask != Mask::full() && c.layout == Layout::Contiguous {
                     continue;
@@ -204,7 +204,9 @@ fn the_aggregate_model_knows_shared_cores() {
             let p = problem(&[1 << 16]).with_mask(mask);
             let quick = meshes(&p, 8, &machine, Effort::new(0, 0)).unwrap();
             assert!(
-                quick.to_markdown(1).ends_with("Here ranks share cores: with a mask it is up to 1.9 times too slow.\n")
+                quick
+                    .to_markdown(1)
+                    .ends_with("Here ranks share cores: with a mask they are up to 1.9 times too long.\n")
             );
             for c in &quick.candidates {
                 let mut exact = *c;

@@ -11,13 +11,10 @@ use core::fmt::Write;
 
 use super::figures::{TextTable, grouped};
 use crate::{
-    error::Result,
     heads,
     layout::{Layout, Shares},
-    plan::{
-        Choice, Plan,
-        layout_load::{LayoutLoad, layout_load, load_of_shares},
-    },
+    mesh::Mesh,
+    plan::{Choice, CirculatingSide, LayoutLoad, LoadCounter, Plan, auto::layouts},
 };
 
 fn ranks(n: usize) -> String {
@@ -29,21 +26,20 @@ impl Plan {
         let mesh = self.mesh();
         let _ = writeln!(out, "\nmesh {mesh}: {}", ranks(mesh.world()));
         if mesh.replicas > 1 {
-            let _ = writeln!(out, "  replicas run batches of their own and never meet; below is one of them");
+            let _ = writeln!(out, "  replicas run their own batches and do not communicate; this is one of them");
         }
         let heads = self.problem().heads() as u32;
-        let mean = f64::from(heads) / mesh.ulysses as f64;
+        let (most, mean) = (heads.div_ceil(mesh.ulysses as u32), f64::from(heads) / mesh.ulysses as f64);
+        let imbalance = heads::imbalance(mesh.ulysses, heads);
+        let shared = if self.shares_kv_heads() { "; some kv heads are read by several ranks" } else { "" };
         let _ = writeln!(
             out,
-            "  q heads: {} on the busiest Ulysses rank, {mean:.2} on average, imbalance {:.3}{}",
-            heads.div_ceil(mesh.ulysses as u32),
-            heads::imbalance(mesh.ulysses, heads),
-            if self.shares_kv_heads() { "; some kv heads are read by several ranks" } else { "" }
+            "  q heads: {most} on the busiest Ulysses rank, {mean:.2} on average, imbalance {imbalance:.3}{shared}"
         );
         if let Some(reason) = self.reason() {
             let _ = writeln!(
                 out,
-                "  mesh and layout were chosen by the description of a machine; a choice that is kept keeps these figures"
+                "  mesh and layout were chosen by the description of a machine; the figures are those of the batch they were chosen for"
             );
             return reason.lines().filter(|l| !l.is_empty()).for_each(|line| {
                 let _ = writeln!(out, "  {line}");
@@ -58,41 +54,36 @@ impl Plan {
     }
 
     fn describe_choice(&self, out: &mut String, choice: &Choice) {
-        let mesh = self.mesh();
-        let given = (choice.mesh.ulysses, choice.mesh.ring) == (mesh.ulysses, mesh.ring);
+        let is_own = |mesh: Mesh| (mesh.ulysses, mesh.ring) == (self.mesh().ulysses, self.mesh().ring);
+        let given = if is_own(choice.mesh) { "" } else { "; this plan was given another mesh" };
         let _ = writeln!(
             out,
-            "  by rules of thumb, without the description of a machine, the automatic choice for {} is {}, layout {}{}",
-            ranks(mesh.group()),
+            "  by rules of thumb, without the description of a machine, the automatic choice for {} is {}, layout {}{given}",
+            ranks(self.mesh().group()),
             choice.mesh,
             choice.layout,
-            if given { "" } else { "; this plan was given another" }
         );
         let _ = writeln!(
             out,
-            "  rule: the least cost; of equals the larger ulysses. cost = multiply-adds of the busiest rank + {} × (bytes it receives + {} × messages it receives), forward and backward, each mesh with its automatic layout",
+            "  rule: the mesh with the lowest cost; if costs are equal, the larger ulysses. cost = multiply-adds of the busiest rank + {} × (bytes it receives + {} × messages it receives), forward and backward, with the automatic layout of the mesh",
             choice.balance,
             Choice::MESSAGE
         );
         let node = self.options().ranks_per_node;
-        let over_nodes = (1..mesh.group()).contains(&node);
+        let over_nodes = (1..self.mesh().group()).contains(&node);
         if over_nodes {
-            let _ = writeln!(
-                out,
-                "  nodes of {} were weighed: a byte from another node counts {} times",
-                ranks(node),
-                Choice::BETWEEN
-            );
+            let (node, weight) = (ranks(node), Choice::BETWEEN);
+            let _ = writeln!(out, "  nodes of {node}: in the cost, a byte from another node counts {weight} times");
         }
         let mut columns = vec!["", "mesh", "q heads", "layout", "multiply-adds", "bytes", "messages (about)", "cost"];
         if over_nodes {
-            columns.insert(6, "of other nodes (about)");
+            columns.insert(6, "from other nodes (about)");
         }
-        let mut t = TextTable::new(2, &columns);
+        let mut t = TextTable::new(2);
+        t.row(columns);
         for c in &choice.candidates {
-            let here = (c.mesh.ulysses, c.mesh.ring) == (mesh.ulysses, mesh.ring);
             let mut row = vec![
-                if here { "→".to_string() } else { String::new() },
+                if is_own(c.mesh) { "→".to_string() } else { String::new() },
                 c.mesh.to_string(),
                 format!("×{:.3}", heads::imbalance(c.mesh.ulysses, self.problem().heads() as u32)),
                 c.layout.to_string(),
@@ -110,54 +101,46 @@ impl Plan {
     }
 
     pub(super) fn describe_layouts(&self, out: &mut String) {
-        let ring = self.mesh().ring;
-        let _ =
-            writeln!(out, "\nlayout {} over {ring} ring ranks, distribution {}", self.layout(), self.distribution());
-        let _ = writeln!(out, "  tensors of one distribution may meet every plan of it, and none of another");
+        let (ring, layout) = (self.mesh().ring, self.layout());
+        let _ = writeln!(out, "\nlayout {layout} over {ring} ring ranks, distribution {}", self.distribution());
+        let _ = writeln!(out, "  a tensor may be used with every plan of its distribution, and with no other plan");
         if ring == 1 {
-            let _ = writeln!(out, "  one ring rank holds every token, so all layouts deal alike");
+            let _ = writeln!(out, "  one ring rank holds all tokens, so all layouts are the same");
         }
-        let fresh = Shares::new(self.problem().batch(), self.problem().mask(), self.layout(), ring);
+        let fresh = Shares::new(self.problem().batch(), self.problem().mask(), layout, ring);
         if fresh.is_ok_and(|fresh| fresh.deal() != self.shares().deal()) {
-            let _ = writeln!(out, "  the chunks are those of another plan, and were dealt by its mask area");
+            let _ = writeln!(out, "  the chunks are those of another plan, and balance the work of its mask");
         }
-        let mut layouts = vec![self.layout()];
-        if ring > 1 {
-            layouts.extend(Choice::LAYOUTS.into_iter().filter(|l| *l != self.layout()));
-        }
-        let _ =
-            writeln!(out, "  largest over mean; k rows from others: those that queries of the busiest ring rank read");
-        let mut t = TextTable::new(2, &["", "layout", "work", "q tokens", "k rows from others"]);
-        let mut rows = Vec::new();
-        for (i, layout) in layouts.into_iter().enumerate() {
-            // Layouts that are impossible with a ring of this size are left out.
-            let own = i == 0;
-            let d = if own {
-                Ok(load_of_shares(self.problem(), self.shares()))
-            } else {
-                layout_load(self.problem(), layout, ring)
-            };
-            let Ok(d): Result<LayoutLoad> = d else { continue };
-            rows.push((d.largest.needed, layout));
+        let _ = writeln!(
+            out,
+            "  work, q tokens: the most of a ring rank over the mean; k rows from others: the most that queries of a ring rank read"
+        );
+        let own = LayoutLoad::of(self.problem(), self.shares(), CirculatingSide::Keys);
+        let counter = LoadCounter::new(self.problem());
+        let others = layouts(ring).filter(|other| ring > 1 && *other != layout);
+        let loads: Vec<LayoutLoad> =
+            core::iter::once(own).chain(others.filter_map(|other| counter.load(other, ring).ok())).collect();
+        let mut t = TextTable::new(2);
+        t.row(["", "layout", "work", "q tokens", "k rows from others"]);
+        for (i, d) in loads.iter().enumerate() {
             t.row([
-                if own { "→".to_string() } else { String::new() },
-                layout.to_string(),
-                format!("{:.3}", d.work_imbalance()),
-                format!("{:.3}", d.token_imbalance()),
-                grouped(d.largest.needed.into()),
+                if i == 0 { "→" } else { "" },
+                &d.layout.to_string(),
+                &format!("{:.3}", d.work_imbalance()),
+                &format!("{:.3}", d.token_imbalance()),
+                &grouped(d.largest.needed.into()),
             ]);
         }
         t.write(out);
-        if let (Some(&(own, _)), Some(&(least, layout))) = (rows.first(), rows.iter().min_by_key(|row| row.0))
-            && matches!(self.layout(), Layout::Zigzag | Layout::Striped { .. })
-            && own > 4 * least
+        if let Some(least) = loads.iter().min_by_key(|d| d.largest.needed)
+            && matches!(layout, Layout::Zigzag | Layout::Striped { .. })
+            && own.largest.needed > 4 * least.largest.needed
         {
+            let [rows, fewer] = [own.largest.needed, least.largest.needed].map(|rows| grouped(rows.into()));
             let _ = writeln!(
                 out,
-                "  {} cuts each document for every ring rank: the busiest receives {} k rows, with {layout} it is {}. Packs of short documents are faster where the pack is cut instead",
-                self.layout(),
-                grouped(own.into()),
-                grouped(least.into())
+                "  {layout} cuts each document for every ring rank: a rank receives up to {rows} k rows, with {} up to {fewer}. For packs of short documents, layouts that cut the pack are faster",
+                least.layout
             );
         }
         if self.reason().is_some() {
@@ -165,7 +148,7 @@ impl Plan {
         }
         let _ = writeln!(
             out,
-            "  rule: at most 1 % more work on the busiest rank than the best of these, then fewest rows from others, then {}",
+            "  rule: of the layouts with at most 1 % more work on the busiest rank than the best one, the one with the fewest rows from others; if these are equal, the first of {}",
             Choice::LAYOUTS.map(|l| l.to_string()).join(", ")
         );
     }

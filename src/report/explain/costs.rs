@@ -3,6 +3,7 @@
 //! the workspace.
 
 use alloc::{
+    collections::{BTreeMap, BTreeSet},
     format,
     string::{String, ToString},
     vec,
@@ -10,101 +11,116 @@ use alloc::{
 };
 use core::fmt::Write;
 
-use super::figures::{TextTable, grouped, spread};
-use super::{COLUMNS, STEPS};
+use super::{
+    COLUMNS, STEPS,
+    figures::{TextTable, grouped, spread},
+    name,
+};
 use crate::{
     batch::Side,
+    mesh::Mesh,
     plan::{Circulate, FEW_KEYS, GATHERED, Gather, MANY_DOCUMENTS, Options, Plan, Wire},
     report::costs::{Costs, StepCost, order},
-    schedule::{BETWEEN_NODES, Buffer, CirculatingSide, Direction, Form, Schedule},
+    schedule::{BETWEEN_NODES, CirculatingSide, Direction, Form, Schedule},
 };
+
+/// A name of a figure, and the figure.
+type Figure<T> = (&'static str, fn(&T) -> u128);
+
+const STEP_FIGURES: [Figure<StepCost>; 4] = [
+    ("bytes sent", |s| s.bytes_sent.into()),
+    ("bytes received", |s| s.bytes_received.into()),
+    ("messages", |s| s.messages.into()),
+    ("multiply-adds", |s| s.multiply_adds),
+];
+
+const PRICE: [Figure<Costs>; 3] = [
+    ("workspace", |c| c.workspace.into()),
+    ("bytes received", |c| c.bytes_received().into()),
+    ("multiply-adds", Costs::multiply_adds),
+];
 
 impl Plan {
     pub(super) fn describe_form(&self, out: &mut String, ranks: &[usize]) {
         let (o, ring) = (self.options(), self.mesh().ring);
-        let _ = writeln!(out, "\nform");
         let form = match self.form() {
             _ if ring == 1 && self.form() != Form::Ordered => "one ring rank: nothing circulates",
-            Form::Ring => "ring: one ring step at a time, the next one is received into the other of two slots",
-            Form::Gather => "gather: all k and v of other ranks at once",
-            Form::Together => "together: all k and v at once, the own ones too, in one call of the kernel",
+            Form::Ring => {
+                "ring: one ring step at a time, while the rows of the next one are received into a second slot"
+            }
+            Form::Gather => "gather: k and v of all other ranks are received at once",
+            Form::Together => {
+                "together: k and v of all other ranks are received at once, and one kernel call computes with them and the rank's own"
+            }
             Form::Ordered => {
-                "ordered (reproducible): both sides are gathered and met in the order of positions, dk and dv are made head by head; the bits do not depend on the number of ranks"
+                "ordered (reproducible): both sides are gathered, and computed in the order of positions, dk and dv head by head; the bits do not depend on the number of ranks"
             }
         };
-        let _ = writeln!(out, "  {form}");
+        let _ = writeln!(out, "\nform\n  {form}");
+        let batch = self.problem().batch();
+        let [nq, nk] = [Side::Q, Side::K].map(|side| batch.tokens(side) as u128);
         if self.form() == Form::Together && o.gather == Gather::Auto {
-            let (q, area) = (self.problem().batch().tokens(Side::Q) as u128, self.problem().area());
+            let (documents, most) = (batch.documents(), grouped(GATHERED.into()));
+            let keys = self.problem().area() as f64 / (nq.max(1) * ring as u128) as f64;
             let _ = writeln!(
                 out,
-                "    as the layout cuts each of {} documents (at least {MANY_DOCUMENTS}) for every ring rank, which leaves a q row {:.1} keys in a ring step (fewer than {FEW_KEYS}), and all k and v take at most {} bytes",
-                self.problem().batch().documents(),
-                area as f64 / (q.max(1) * ring as u128) as f64,
-                grouped(GATHERED.into()),
+                "    because the layout cuts each of {documents} documents (at least {MANY_DOCUMENTS}) for every ring rank, a q row has only {keys:.1} keys in a ring step (fewer than {FEW_KEYS}), and all k and v take at most {most} bytes"
             );
         }
         if o.passes > 1 {
-            let _ =
-                writeln!(out, "  {} passes over groups of kv heads: what is in flight shrinks by as much", o.passes);
+            let _ = writeln!(
+                out,
+                "  {} passes over groups of kv heads: the buffers for rows in flight are smaller by this factor",
+                o.passes
+            );
         }
         if self.form() != Form::Ring {
             self.describe_price(out, ranks);
         }
         self.describe_nodes(out, ranks);
         self.describe_forward(out);
-        let (k, q) = self.bytes_per_circulating_token();
-        let b = self.problem().batch();
-        let (nk, nq) = (b.tokens(Side::K) as u128, b.tokens(Side::Q) as u128);
-        let side = match (self.form(), self.backward_circulates(), o.circulate) {
-            _ if ring == 1 => "backward: nothing circulates on one ring rank".to_string(),
-            (Form::Ordered, ..) => "backward: k and v are gathered for dq, then the q side for dk and dv".to_string(),
-            (_, v, c) => {
-                let what = if v == CirculatingSide::Keys {
-                    "k and v circulate, dk and dv are returned to their owner"
-                } else {
-                    "q, do, lse and delta circulate, dq is returned to its owner"
-                };
-                let why = if c != Circulate::Auto {
-                    "as the options ask"
-                } else if o.passes > 1 || self.form() != Form::Ring {
-                    "as gather and passes need"
-                } else {
-                    "fewer bytes"
-                };
-                format!("backward: {what}: {why}")
-            }
+        let moved = match self.backward_circulates() {
+            _ if ring == 1 => "nothing circulates on one ring rank",
+            _ if self.form() == Form::Ordered => "k and v are gathered for dq, then the q side for dk and dv",
+            CirculatingSide::Keys => "k and v circulate, dk and dv are returned to their owner",
+            CirculatingSide::Queries => "q, do, lse and delta circulate, dq is returned to its owner",
         };
-        let _ = writeln!(out, "  {side}");
+        let why = match o.circulate {
+            _ if ring == 1 || self.form() == Form::Ordered => "",
+            Circulate::Auto if o.passes > 1 || self.form() != Form::Ring => {
+                ": always, if k and v are gathered or there are several passes"
+            }
+            Circulate::Auto => ": fewer bytes",
+            Circulate::Keys | Circulate::Queries => ": as the options ask",
+        };
+        let _ = writeln!(out, "  backward: {moved}{why}");
         if ring > 1 {
+            let (k, q) = self.bytes_per_circulating_token();
+            let [k, q, nk, nq] = [k, q, nk, nq].map(grouped);
             let _ = writeln!(
                 out,
-                "    bytes sent, there and back: {} for a k token ({} of them), {} for a q token ({} of them)",
-                grouped(k),
-                grouped(nk),
-                grouped(q),
-                grouped(nq)
+                "    bytes of a token to a rank and back: {k} for each of {nk} k tokens, {q} for each of {nq} q tokens"
             );
         }
         let accumulator = self.problem().dtype().accumulator();
-        let _ = match o.wire {
-            Wire::Full => writeln!(out, "  partial gradients are sent in {accumulator}: nothing is rounded on the way"),
-            Wire::Bf16 if self.ring_ranks_of_node() < ring => writeln!(
-                out,
-                "  partial gradients are summed in each node in {accumulator}; the sums cross in bf16: half the bytes, each rounded once to 8 bits"
-            ),
+        let gateways = self.ulysses_ranks_of_node() < self.mesh().ulysses;
+        let wire = match o.wire {
+            Wire::Full => format!("sent in {accumulator}: they are not rounded"),
+            Wire::Bf16 if self.ring_ranks_of_node() < ring => {
+                format!(
+                    "summed in each node in {accumulator}; the sums are sent to other nodes in bf16, each rounded once to 8 bits"
+                )
+            }
             Wire::Bf16 => {
-                let gateways = self.ulysses_ranks_of_node() < self.mesh().ulysses;
                 let summed = match (self.ring_holders_of_node() > 1, gateways) {
                     (true, _) => format!("; they are summed in each node first, in {accumulator}"),
                     (_, true) => format!("; those of an all-to-all are summed in each node first, in {accumulator}"),
                     _ => String::new(),
                 };
-                writeln!(
-                    out,
-                    "  partial gradients are sent in bf16: half the bytes, each partial rounded once to 8 bits{summed}"
-                )
+                format!("sent in bf16, each rounded once to 8 bits{summed}")
             }
         };
+        let _ = writeln!(out, "  partial gradients are {wire}");
     }
 
     /// The side that circulates in the forward, if it is not the default: q, or the result of comparing two numbers of
@@ -129,81 +145,65 @@ impl Plan {
 
     /// The placement of ranks in nodes, and the cost of passing rows on.
     fn describe_nodes(&self, out: &mut String, ranks: &[usize]) {
-        let (each, ring, per_node) = (self.options().ranks_per_node, self.mesh().ring, self.ring_ranks_of_node());
+        let (Mesh { ring, ulysses, .. }, each) = (self.mesh(), self.options().ranks_per_node);
         if each == 0 || each >= self.mesh().group() {
             return;
         }
+        let (ring_ranks, holders) = (self.ring_ranks_of_node(), self.ring_holders_of_node());
         let ordered = self.form() == Form::Ordered;
-        // The most bytes that buffers of these names take on a rank.
-        let buffers = |names: &[&str]| {
-            let of = |direction| {
-                let bytes = ranks.iter().filter_map(|&rank| {
-                    let buffers = Schedule::new(self, rank, direction).ok()?.buffers;
-                    let of_nodes = |b: &&Buffer| names.contains(&b.name);
-                    Some(buffers.iter().filter(of_nodes).map(|b| u128::from(b.bytes())).sum::<u128>())
-                });
-                grouped(bytes.max().unwrap_or(0))
-            };
-            format!("{} forward, {} backward", of(Direction::Forward), of(Direction::Backward))
-        };
-        let ulysses = self.mesh().ulysses;
+        let sums = if ordered { "" } else { "; gradients are summed in the node before they cross back" };
+        let mut lines = Vec::new();
         if self.ulysses_ranks_of_node() < ulysses {
-            let _ = writeln!(
-                out,
-                "  {} nodes of {each} ranks in an all-to-all: a row of k or v crosses to each once, to the rank at its owner's place, which passes it on; {}",
-                ulysses / each,
-                if ordered {
-                    "gradients of a kv head are summed in the node of its first q head, and cross for each q head from others"
-                } else {
-                    "gradients are summed in the node before they cross back"
-                }
-            );
-            let names = [
-                "packed for a node",
-                "from another node",
-                "returned to a gateway",
-                "sum of a node",
-                "partials to cross",
-                "sum from a node",
-                "partials from a node",
-            ];
-            let _ = writeln!(out, "    bytes of the buffers for it, at most: {}", buffers(&names));
-            if ring == 1 {
-                return;
-            }
+            let nodes = ulysses / each;
+            let back = if ordered {
+                "; gradients of a kv head are summed in the node of its first q head; other nodes send a partial of each q head"
+            } else {
+                sums
+            };
+            lines.push(format!(
+                "{nodes} nodes of {each} ranks in an all-to-all: a row of k or v crosses to each other node once, to one rank, which passes it on{back}"
+            ));
         }
-        let back = if ordered { "" } else { "; gradients are summed in the node before they cross back" };
-        let holders = self.ring_holders_of_node();
-        if per_node == ring && holders == 1 {
+        if ring_ranks < ring {
+            let nodes = ring / ring_ranks;
+            lines.push(format!(
+                "{nodes} nodes of {ring_ranks} ring ranks: a row that another node needs crosses to it once, to one rank, which passes it on{sums}"
+            ));
+        }
+        if holders > 1 {
+            lines.push(format!(
+                "{holders} Ulysses ranks of a node share kv heads: each receives a part of the rows of a shared head from other nodes, and passes it on to the others{sums}"
+            ));
+        }
+        if lines.is_empty() {
             let _ = writeln!(
                 out,
-                "  nodes of {each} ranks: no two ring ranks share one, so every row of the ring goes straight to its reader and crosses once"
+                "  nodes of {each} ranks: no two ranks of a node need the same row, so every row is sent directly to the rank that reads it, and crosses once"
             );
             return;
         }
-        if per_node < ring {
-            let _ = writeln!(
-                out,
-                "  {} nodes of {per_node} ring ranks: a row that a node needs of another one crosses once, to the rank at its owner's place, which passes it on{back}",
-                ring / per_node,
-            );
+        for line in lines {
+            let _ = writeln!(out, "  {line}");
         }
-        if holders > 1 {
-            let _ = writeln!(
-                out,
-                "  {holders} Ulysses ranks of a node hold some kv heads together: of the rows of such a head a part crosses to each of its ranks, which pass the parts on to one another{back}"
-            );
-        }
-        let _ = match self.form() {
-            Form::Ordered => {
-                writeln!(out, "    rows cross into the slot that all keys are gathered in: no buffer of their own")
-            }
-            _ => writeln!(
-                out,
-                "    bytes of the node slots and of the sums for them, at most: {}",
-                buffers(&["node slot", "sum of a node"])
-            ),
-        };
+        let names = [
+            "packed for a node",
+            "from another node",
+            "returned to a gateway",
+            "sum of a node",
+            "partials to cross",
+            "sum from a node",
+            "partials from a node",
+            "node slot",
+        ];
+        let [forward, backward] = [Direction::Forward, Direction::Backward].map(|direction| {
+            let bytes = ranks.iter().filter_map(|&rank| {
+                let buffers = Schedule::new(self, rank, direction).ok()?.buffers;
+                let named = buffers.iter().filter(|b| names.contains(&b.name));
+                Some(named.map(|b| u128::from(b.bytes())).sum::<u128>())
+            });
+            grouped(bytes.max().unwrap_or(0))
+        });
+        let _ = writeln!(out, "    buffers for this: at most {forward} bytes forward, {backward} backward");
     }
 
     /// The costs of another form over those of the ring form with one pass.
@@ -214,145 +214,107 @@ impl Plan {
             let (Ok(ours), Ok(theirs)) = (self.costs_for(ranks, direction), ring.costs_for(ranks, direction)) else {
                 continue;
             };
-            let most = |c: &[Costs], f: &dyn Fn(&Costs) -> u128| c.iter().map(f).max().unwrap_or(0);
-            let mut parts = Vec::new();
-            for (name, f) in [
-                ("workspace", &(|c: &Costs| u128::from(c.workspace)) as &dyn Fn(&Costs) -> u128),
-                ("bytes received", &|c: &Costs| u128::from(c.bytes_received())),
-                ("multiply-adds", &|c: &Costs| c.multiply_adds()),
-            ] {
-                let (a, b) = (most(&ours, f), most(&theirs, f));
-                parts.push(if a == b {
+            let parts = PRICE.map(|(name, figure)| {
+                let [a, b] = [&ours, &theirs].map(|costs| costs.iter().map(figure).max().unwrap_or(0));
+                let times = if b == 0 { String::new() } else { format!("×{:.2}, ", a as f64 / b as f64) };
+                if a == b {
                     format!("{name} the same")
-                } else if b == 0 {
-                    format!("{name} {} instead of 0", grouped(a))
                 } else {
-                    format!("{name} ×{:.2} ({} instead of {})", a as f64 / b as f64, grouped(a), grouped(b))
-                });
-            }
-            let _ = writeln!(
-                out,
-                "  price over the ring form, {}, busiest rank: {}",
-                if direction == Direction::Forward { "forward" } else { "backward" },
-                parts.join("; ")
-            );
+                    format!("{name} {times}{} instead of {}", grouped(a), grouped(b))
+                }
+            });
+            let (direction, parts) = (super::name(direction), parts.join("; "));
+            let _ = writeln!(out, "  compared with the ring form, {direction}, busiest rank: {parts}");
         }
     }
 
-    pub(super) fn describe_direction(&self, out: &mut String, direction: Direction, costs: &[Costs]) {
+    /// A table of the steps of these ranks in one direction, and their workspace.
+    pub(super) fn describe_direction(&self, out: &mut String, costs: &[Costs]) {
+        let Some(direction) = costs.first().map(|c| name(c.direction)) else { return };
         let n = self.mesh().group();
-        let title = if direction == Direction::Forward { "forward" } else { "backward" };
-        let _ = write!(out, "\n{title}: bytes, messages (sent and received) and multiply-adds of each step");
+        let _ = write!(out, "\n{direction}: bytes, messages (sent and received) and multiply-adds of each step");
         if costs.len() > 1 && costs.len() < n {
-            let _ = write!(
-                out,
-                " ({} ranks counted of {n}: {:?})",
-                costs.len(),
-                costs.iter().map(|c| c.rank).collect::<Vec<_>>()
-            );
+            let ranks: Vec<usize> = costs.iter().map(|c| c.rank).collect();
+            let _ = write!(out, " ({} of {n} ranks were counted: {ranks:?})", ranks.len());
         }
         out.push('\n');
-        let mut steps: Vec<(usize, &'static str, u32)> = Vec::new();
-        for c in costs {
-            for s in &c.steps {
+        // If there are very many ring steps, those from `late` on share a line.
+        let ring: BTreeSet<u32> =
+            costs.iter().flat_map(|c| &c.steps).filter(|s| s.phase == "ring").map(|s| s.step).collect();
+        let late = ring.iter().nth(STEPS).copied().filter(|late| ring.last() > Some(late));
+        let mut lines: BTreeMap<_, Vec<StepCost>> = BTreeMap::new();
+        for (i, c) in costs.iter().enumerate() {
+            for step in &c.steps {
                 // All bytes between nodes have one line.
-                let key = (order(s.phase), s.phase, if s.phase == BETWEEN_NODES { 0 } else { s.step });
-                if !steps.contains(&key) {
-                    steps.push(key);
+                let number = match step.phase {
+                    BETWEEN_NODES => 0,
+                    "ring" => late.map_or(step.step, |late| late.min(step.step)),
+                    _ => step.step,
+                };
+                for (phase, number) in [(step.phase, number), ("all", 0)] {
+                    let none = || vec![StepCost::new(phase, number); costs.len()];
+                    lines.entry((order(phase), phase, number)).or_insert_with(none)[i].add(step);
                 }
             }
-        }
-        steps.sort_unstable();
-        // If there are very many ring steps, the later ones share a line.
-        let late = steps.iter().filter(|s| s.1 == "ring").nth(STEPS).map_or(u32::MAX, |s| s.2);
-        let told = steps.iter().filter(|s| s.1 == "ring" && s.2 >= late).count();
-        let last = steps.iter().filter(|s| s.1 == "ring").map(|s| s.2).max().unwrap_or(0);
-        if told > 1 {
-            steps.retain(|s| s.1 != "ring" || s.2 <= late);
         }
         let each = costs.len() <= COLUMNS;
-        let mut head = vec!["step".to_string(), String::new()];
+        let mut t = TextTable::new(2);
+        let columns = ["step", ""].map(String::from).into_iter();
         if each {
-            head.extend(costs.iter().map(|c| format!("rank {}", c.rank)));
+            t.row(columns.chain(costs.iter().map(|c| format!("rank {}", c.rank))));
         } else {
-            head.extend(["least", "mean", "largest"].map(String::from));
+            t.row(columns.chain(["least", "mean", "largest"].map(String::from)));
         }
-        let mut t = TextTable { left: 2, rows: vec![head] };
-        let mut line = |step: &str, name: &str, values: Vec<u128>| {
-            if values.iter().all(|&v| v == 0) {
-                return false;
+        let mut line = |label: &mut String, name: &str, values: Vec<u128>| {
+            if values.iter().any(|&v| v > 0) {
+                let cells = if each { values.into_iter().map(grouped).collect() } else { spread(&values).to_vec() };
+                t.row([core::mem::take(label), name.to_string()].into_iter().chain(cells));
             }
-            let cells: Vec<String> =
-                if each { values.into_iter().map(grouped).collect() } else { spread(values.into_iter()).to_vec() };
-            t.row([step.to_string(), name.to_string()].into_iter().chain(cells));
-            true
         };
-        for (_, phase, step) in steps {
-            let together = phase == "ring" && step == late && told > 1;
-            let mut label = match phase {
-                "ring" if together => format!("ring {step} to {last} ({told} steps)"),
-                "ring" => format!("ring {step}"),
+        for ((_, phase, number), sums) in &lines {
+            let mut label = match (*phase, ring.last()) {
+                ("ring", Some(last)) if late == Some(*number) => {
+                    format!("ring {number} to {last} ({} steps)", ring.range(number..).count())
+                }
+                ("ring", _) => format!("ring {number}"),
                 _ => phase.to_string(),
             };
-            let of = |f: &dyn Fn(&StepCost) -> u128| {
-                let all = phase == BETWEEN_NODES;
-                let here = |s: &&StepCost| s.phase == phase && (all || s.step == step || together && s.step > step);
-                costs.iter().map(|c| c.steps.iter().filter(here).map(f).sum()).collect::<Vec<u128>>()
-            };
-            for (name, values) in [
-                ("bytes sent", of(&|s| s.bytes_sent.into())),
-                ("bytes received", of(&|s| s.bytes_received.into())),
-                ("messages", of(&|s| s.messages.into())),
-                ("multiply-adds", of(&|s| s.multiply_adds)),
-            ] {
-                if line(&label, name, values) {
-                    label.clear();
-                }
+            for (name, figure) in STEP_FIGURES {
+                line(&mut label, name, sums.iter().map(figure).collect());
             }
         }
-        let total = |f: &dyn Fn(&Costs) -> u128| costs.iter().map(f).collect::<Vec<u128>>();
-        line("all", "bytes sent", total(&|c| c.bytes_sent().into()));
-        line("", "bytes received", total(&|c| c.bytes_received().into()));
-        line("", "messages", total(&|c| c.messages().into()));
-        line("", "multiply-adds", total(&Costs::multiply_adds));
-        line("", "workspace", total(&|c| c.workspace.into()));
+        line(&mut String::new(), "workspace", costs.iter().map(|c| c.workspace.into()).collect());
         t.write(out);
-        self.describe_workspace(out, title, costs);
+        self.describe_workspace(out, direction, costs);
     }
 
-    fn describe_workspace(&self, out: &mut String, title: &str, costs: &[Costs]) {
+    fn describe_workspace(&self, out: &mut String, direction: &str, costs: &[Costs]) {
         let Some(most) = costs.iter().max_by_key(|c| (c.workspace, core::cmp::Reverse(c.rank))) else { return };
-        let work: Vec<u128> = costs.iter().map(Costs::multiply_adds).collect();
-        let sum: u128 = work.iter().sum();
-        if sum > 0 && work.len() > 1 {
-            let largest = work.iter().max().copied().unwrap_or(0);
-            let _ = writeln!(
-                out,
-                "  work of the busiest rank over the mean, heads and layout together: {:.3}",
-                largest as f64 * work.len() as f64 / sum as f64
-            );
+        let work = || costs.iter().map(Costs::multiply_adds);
+        let (largest, sum) = (work().max().unwrap_or(0), work().sum::<u128>());
+        if sum > 0 && costs.len() > 1 {
+            let imbalance = largest as f64 * costs.len() as f64 / sum as f64;
+            let _ =
+                writeln!(out, "  work of the busiest rank over the mean, heads and layout together: {imbalance:.3}");
         }
+        let [bytes, bound] =
+            [most.workspace, self.workspace_bound(most.rank, most.direction)].map(|n| grouped(n.into()));
         let _ = writeln!(
             out,
-            "  peak workspace {title}: {} bytes on rank {}, beyond inputs and outputs (limit for this plan: {}){}",
-            grouped(most.workspace.into()),
+            "  peak workspace {direction}: {bytes} bytes on rank {}, in addition to inputs and outputs (upper bound for this plan: {bound}){}",
             most.rank,
-            grouped(self.workspace_bound(most.rank, most.direction).into()),
-            if most.workspace == 0 { "" } else { ", at its longest:" }
+            if most.workspace == 0 { "" } else { ", for:" }
         );
-        let mut t = TextTable { left: 1, rows: Vec::new() };
+        let mut t = TextTable::new(1);
         for p in &most.peak {
-            t.row([
-                p.name.to_string(),
-                grouped(p.bytes.into()),
-                if p.count > 1 { format!("in {}", p.count) } else { String::new() },
-            ]);
+            let count = if p.count > 1 { format!("in {}", p.count) } else { String::new() };
+            t.row([p.name.to_string(), grouped(p.bytes.into()), count]);
         }
         t.write(out);
         let metadata = costs.iter().map(|c| c.device_metadata).max().unwrap_or(0);
         let _ = writeln!(
             out,
-            "  metadata kept on a device {title}: at most {} bytes, for each of the 16 plans and directions that a rank remembers",
+            "  metadata on a device, {direction}: at most {} bytes for each of the 16 plans and directions that a rank remembers",
             grouped(metadata.into())
         );
     }

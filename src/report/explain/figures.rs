@@ -3,7 +3,6 @@
 
 use alloc::{
     string::{String, ToString},
-    vec,
     vec::Vec,
 };
 use core::fmt::Write;
@@ -23,17 +22,17 @@ pub(super) fn grouped(n: u128) -> String {
 
 /// Rows of cells, each column as wide as its widest cell: the first `left` columns to the left, figures to the right.
 pub(super) struct TextTable {
-    pub left: usize,
-    pub rows: Vec<Vec<String>>,
+    left: usize,
+    rows: Vec<Vec<String>>,
 }
 
 impl TextTable {
-    pub fn new(left: usize, head: &[&str]) -> Self {
-        Self { left, rows: vec![head.iter().map(|h| h.to_string()).collect()] }
+    pub fn new(left: usize) -> Self {
+        Self { left, rows: Vec::new() }
     }
 
-    pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
-        self.rows.push(cells.into_iter().collect());
+    pub fn row(&mut self, cells: impl IntoIterator<Item = impl ToString>) {
+        self.rows.push(cells.into_iter().map(|cell| cell.to_string()).collect());
     }
 
     pub fn write(&self, out: &mut String) {
@@ -56,10 +55,11 @@ impl TextTable {
 }
 
 /// Least, mean (rounded to the nearest) and largest, in figures.
-pub(super) fn spread(values: impl Iterator<Item = u128> + Clone) -> [String; 3] {
-    let n = values.clone().count().max(1) as u128;
-    let (least, largest) = (values.clone().min().unwrap_or(0), values.clone().max().unwrap_or(0));
-    [grouped(least), grouped((values.sum::<u128>() + n / 2) / n), grouped(largest)]
+pub(super) fn spread(values: &[u128]) -> [String; 3] {
+    let n = values.len().max(1) as u128;
+    let (least, largest) = (values.iter().min().copied(), values.iter().max().copied());
+    let mean = (values.iter().sum::<u128>() + n / 2) / n;
+    [least.unwrap_or(0), mean, largest.unwrap_or(0)].map(grouped)
 }
 
 #[cfg(test)]
