@@ -24,7 +24,7 @@ pub(super) fn check(problem: &Problem, mesh: Mesh, options: Options) -> Result<(
         return Err(Error::unsupported(
             "kind other on a ring",
             format!("only softmax attention can be merged from parts, and the ring has {} ranks", mesh.ring),
-            "use a mesh with ring 1: Ulysses ranks have whole sequences",
+            "give all ranks to ulysses, with ring 1: Ulysses ranks have whole sequences",
         ));
     }
     let kv_heads = problem.kv_heads();
