@@ -65,6 +65,11 @@ pub(crate) struct BufferView {
 }
 
 impl BufferView {
+    /// All of a buffer with these rows and heads.
+    pub const fn whole(buf: Buf, rows: u64, heads: u32) -> Self {
+        Self { buf, row: 0, rows, head: 0, heads }
+    }
+
     /// Some rows of this view. It does not check bounds: the verifier must see a wrong schedule to report it.
     #[must_use]
     pub fn slice(mut self, row: u64, rows: u64) -> Self {

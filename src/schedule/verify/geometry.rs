@@ -4,7 +4,7 @@
 //! Windows of consecutive queries are consecutive too, so between two runs of consecutive positions the rows that meet
 //! are also runs. If a k range is a stripe, queries are checked row by row.
 
-use alloc::{format, vec, vec::Vec};
+use alloc::{format, string::String, vec, vec::Vec};
 
 use super::{execute::Prover, listed::Met};
 use crate::{batch::Side, call::Range, error::Result, mask::Mask};
@@ -31,9 +31,9 @@ pub(super) fn rows_between(r: &Range, low: i64, high: i64) -> (u32, u32) {
 /// Consecutive rows of a range with consecutive tokens; either all of them meet something, or none.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RangePart {
-    /// The first row, from the start of the range.
-    pub row: u32,
-    pub rows: u32,
+    /// The first row, in the view.
+    pub row: u64,
+    pub rows: u64,
     /// Token of the first row.
     pub token: u32,
     pub met: bool,
@@ -107,35 +107,35 @@ fn rows_that_meet(q: &Range, k: &Range, mask: Mask, q_met: &mut Intervals, k_met
 
 impl Prover<'_> {
     /// Checks that a range names tokens of its document; returns the document's first token minus its position.
-    fn claimed(&self, r: usize, op: usize, side: Side, range: &Range) -> Result<i64> {
+    fn claimed(&self, side: Side, range: &Range) -> Result<i64, String> {
         let batch = self.plan.problem().batch();
         let doc = range.doc as usize;
         if doc >= batch.documents() {
-            return Err(self.err(r, op, format!("{range:?} is of document {doc} of {}", batch.documents())));
+            return Err(format!("{range:?} is of document {doc} of {}", batch.documents()));
         }
         let (tokens, start) = (batch.document(side, doc), batch.start(side, doc));
         let (first, last) = (range.pos, range.last());
         if first < start || last >= start + tokens.len() as i64 {
-            return Err(self.err(r, op, format!("{range:?} claims positions {first}..={last} outside its document")));
+            return Err(format!("{range:?} claims positions {first}..={last} outside its document"));
         }
         Ok(tokens.start as i64 - start)
     }
 
-    pub(super) fn geometry(&self, r: usize, op: usize, met: &Met) -> Result<Geometry> {
+    pub(super) fn geometry(&self, met: &Met) -> Result<Geometry, String> {
         let mask = self.plan.problem().mask();
         let mut q_met: Vec<Intervals> = vec![Vec::new(); met.q.len()];
         let mut k_met: Vec<Intervals> = vec![Vec::new(); met.k.len()];
         let mut pairs = 0;
         for q in &met.q {
-            self.claimed(r, op, Side::Q, &q.range)?;
+            self.claimed(Side::Q, &q.range)?;
             let batch = self.plan.problem().batch();
             let document = [Side::Q, Side::K].map(|side| batch.document(side, q.range.doc as usize).len() as u32);
             if q.document != document {
-                return Err(self.err(r, op, format!("{q:?} is of a document of {document:?} tokens of q and k")));
+                return Err(format!("{q:?} is of a document of {document:?} tokens of q and k"));
             }
         }
         for k in &met.k {
-            self.claimed(r, op, Side::K, k)?;
+            self.claimed(Side::K, k)?;
         }
         for (i, query) in met.q.iter().enumerate() {
             for &key in met.keys(i) {
@@ -143,8 +143,8 @@ impl Prover<'_> {
                 pairs += rows_that_meet(q, k, mask, &mut q_met[i], &mut k_met[key as usize]);
             }
         }
-        let parts = |side, range: &Range, met: Intervals| -> Result<Vec<RangePart>> {
-            let shift = self.claimed(r, op, side, range)?;
+        let parts = |side, range: &Range, met: Intervals| -> Result<Vec<RangePart>, String> {
+            let shift = self.claimed(side, range)?;
             let mut parts = Vec::new();
             let met = in_order(met);
             let mut next = met.iter().copied().peekable();
@@ -158,7 +158,12 @@ impl Prover<'_> {
                         None => (end, false),
                     };
                     let token = (shift + range.position(row)) as u32;
-                    parts.push(RangePart { row, rows: until - row, token, met });
+                    parts.push(RangePart {
+                        row: range.row as u64 + u64::from(row),
+                        rows: (until - row).into(),
+                        token,
+                        met,
+                    });
                     row = until;
                 }
             }
@@ -166,7 +171,7 @@ impl Prover<'_> {
         };
         let queries = met.q.iter().zip(q_met).map(|(q, met)| parts(Side::Q, &q.range, met));
         let keys = met.k.iter().zip(k_met).map(|(k, met)| parts(Side::K, k, met));
-        Ok(Geometry { q: queries.collect::<Result<_>>()?, k: keys.collect::<Result<_>>()?, pairs })
+        Ok(Geometry { q: queries.collect::<Result<_, _>>()?, k: keys.collect::<Result<_, _>>()?, pairs })
     }
 }
 

@@ -150,7 +150,7 @@ impl Proof<'_> {
         }
         let pairs = match purpose {
             Purpose::Attention(direction) => outputs::check(&prover, direction, threads)?,
-            Purpose::AllToAll(all_to_all) => all_to_all::check(&mut prover, all_to_all)?,
+            Purpose::AllToAll(all_to_all) => all_to_all::check(&prover, all_to_all)?,
         };
         Ok(Report { pairs, ranks: prover.traffic })
     }

@@ -102,7 +102,7 @@ impl ScheduleCheck<'_> {
         let mut add = |view: BufferView, write: bool| self.touch(view, write).map(|t| list.push(t));
         let user = |t: TensorId| {
             let extent = &self.extents[t as usize];
-            BufferView { buf: Buf::User(t), row: 0, rows: extent.rows, head: 0, heads: extent.heads }
+            BufferView::whole(Buf::User(t), extent.rows, extent.heads)
         };
         match kind {
             OpKind::Delta { delta } => {
