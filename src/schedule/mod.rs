@@ -37,7 +37,7 @@ pub(crate) use all_to_all::{OWN_HEADS, OWN_TOKENS};
 pub use ops::Lane;
 pub(crate) use ops::{
     ALIGNMENT, AttendOp, AttendPart, BackwardOp, BlockView, Buf, Buffer, BufferView, MessageView, Op, OpKind,
-    SINK_DIGITS, StepTensor,
+    SINK_DIGITS, StepRows, StepTensor,
 };
 pub(crate) use purpose::{Purpose, TensorForm};
 pub(crate) use ring_steps::{RangeScratch, RingSteps};

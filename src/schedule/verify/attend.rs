@@ -5,7 +5,6 @@ use alloc::{format, string::String, vec::Vec};
 use core::ops::Range;
 
 use super::{
-    calls::NamedTokens,
     cell::{Cell, What},
     contributions::Atom,
     execute::Prover,
@@ -34,14 +33,15 @@ impl Prover<'_> {
         let of_q = [(&a.q, What::Input(TensorId::Q))];
         let of_k = [(&a.k, What::Input(TensorId::K)), (&a.v, What::Input(TensorId::V))];
         let (g, call) = self.operands(r, op, met, a.heads, [&of_q, &of_k], [true, false])?;
-        let made: [(_, fn(TensorId) -> What); 2] = [(&a.result, What::Final), (&a.running, What::Running)];
-        for ((o, lse), what) in made.iter().filter_map(|(views, what)| Some((views.as_ref()?, what))) {
-            self.shaped(r, o, what(TensorId::O), (a.q.rows, a.q.heads))?;
-            self.shaped(r, lse, what(TensorId::Lse), (a.q.rows, a.q.heads))?;
+        let result = a.result.iter().map(|views| (views, [TensorId::O, TensorId::Lse].map(What::Final)));
+        let running = a.running.iter().map(|views| (views, [TensorId::O, TensorId::Lse].map(What::Running)));
+        for ((o, lse), [of_o, of_lse]) in result.chain(running) {
+            self.shaped(r, o, of_o, (a.q.rows, a.q.heads))?;
+            self.shaped(r, lse, of_lse, (a.q.rows, a.q.heads))?;
         }
         self.met_for_queries += g.pairs * u128::from(a.q.heads);
         let added = self.contributions(r, call, &a.q, q_cells(a.heads, a.q.heads, self.whole_rows));
-        for (q, parts) in met.q.iter().zip(&g.q) {
+        for (q, parts) in met.q.iter().zip(&g.q.parts) {
             parts.iter().try_for_each(|part| self.result(r, op, a, q.mode, part, &added))?;
         }
         Ok(())
@@ -64,7 +64,7 @@ impl Prover<'_> {
             self.shaped(r, dq, What::Sum(TensorId::Dq), (b.q.rows, heads))?;
             self.met_for_queries += pairs;
             let added = self.contributions(r, call, dq, q_cells(b.heads, heads, whole_rows));
-            for (q, parts) in met.q.iter().zip(&g.q) {
+            for (q, parts) in met.q.iter().zip(&g.q.parts) {
                 let continues = q.mode.continues();
                 parts.iter().try_for_each(|p| self.accumulate(r, op, (dq, TensorId::Dq), p, continues, &added))?;
             }
@@ -82,7 +82,7 @@ impl Prover<'_> {
                 false => (kv0 + h, ((kv0 + h) * group).max(q0)..((kv0 + h + 1) * group).min(q0 + heads)),
             };
             let added = self.contributions(r, call, dk, cells);
-            for part in g.k.iter().flatten() {
+            for part in g.k.parts.iter().flatten() {
                 for to in [(dk, TensorId::Dk), (dv, TensorId::Dv)] {
                     self.accumulate(r, op, to, part, b.accumulate_keys, &added)?;
                 }
@@ -109,8 +109,8 @@ impl Prover<'_> {
             side.iter().try_for_each(|&(v, what)| self.shaped(r, v, what, (like.rows, like.heads)))?;
         }
         let g = self.geometry(met)?;
-        let call = self.remember(r, op, met, &g, of)?;
-        let sides = sides.into_iter().zip([(&g.q, map.q_offset), (&g.k, map.kv_offset)]);
+        let call = self.calls.add(r, op, met, of[0].then_some(&g.q.tokens), of[1].then_some(&g.k.tokens))?;
+        let sides = sides.into_iter().zip([(&g.q.parts, map.q_offset), (&g.k.parts, map.kv_offset)]);
         for (side, (parts, first_head)) in sides {
             for (p, &(v, what)) in parts.iter().flatten().flat_map(|p| side.iter().map(move |operand| (p, operand))) {
                 for h in self.memories[r].heads(v) {
@@ -123,7 +123,7 @@ impl Prover<'_> {
     }
 
     /// Checks the rows and heads of an operand or a result, and that its type is that of its content.
-    fn shaped(&self, r: usize, v: &BufferView, what: What, (rows, heads): (u64, u32)) -> Result<(), String> {
+    pub(super) fn shaped(&self, r: usize, v: &BufferView, what: What, (rows, heads): (u64, u32)) -> Result<(), String> {
         if (v.rows, v.heads) != (rows, heads) {
             return Err(format!("{v:?} does not have {rows} rows and {heads} heads"));
         }
@@ -132,6 +132,7 @@ impl Prover<'_> {
         let (dtype, dim) = match what {
             What::Input(t) | What::Final(t) => promise::element(t, p),
             What::Running(TensorId::Lse) => (accumulator, 2),
+            What::Sum(TensorId::Dsinks) => (accumulator, self.sink_dim()),
             What::Running(t) | What::Sum(t) => (accumulator, promise::element(t, p).1),
             What::Delta | What::Unset | What::Zero => (accumulator, 1),
         };
@@ -153,40 +154,6 @@ impl Prover<'_> {
             return Err(format!("{map:?} does not fit {} q heads and {} kv heads", q.heads, k.heads));
         }
         Ok(())
-    }
-
-    /// Records a call for the tokens of the sides (q, k) that it computes results for; no token may be in two of its
-    /// ranges.
-    fn remember(
-        &mut self,
-        r: usize,
-        op: usize,
-        met: &Met,
-        g: &Geometry,
-        [of_q, of_k]: [bool; 2],
-    ) -> Result<u32, String> {
-        let by_token = |ranges: &[Vec<RangePart>]| {
-            let named = |(i, parts)| {
-                let of = move |p: &RangePart| NamedTokens { token: p.token, tokens: p.rows as u32, range: i };
-                <[RangePart]>::iter(parts).map(of)
-            };
-            let mut list: Vec<NamedTokens> = (0u32..).zip(ranges.iter().map(Vec::as_slice)).flat_map(named).collect();
-            list.sort_unstable_by_key(|n| n.token);
-            // Joins parts of a range that were split where its rows begin or end to meet anything.
-            list.dedup_by(|b, a| {
-                let follows = a.range == b.range && a.token + a.tokens == b.token;
-                a.tokens += if follows { b.tokens } else { 0 };
-                follows
-            });
-            list
-        };
-        let (q, k) = (by_token(&g.q), by_token(&g.k));
-        for (list, name) in [(&q, "q"), (&k, "k")] {
-            if let Some(w) = list.windows(2).find(|w| w[0].token + w[0].tokens > w[1].token) {
-                return Err(format!("{name} token {} is in two ranges of one call", w[1].token));
-            }
-        }
-        self.calls.add(r, op, met, of_q.then_some(&q), of_k.then_some(&k))
     }
 
     /// For each cell of a row of `to`: its head, and the contribution of a call to it. `cells` are the head and the q

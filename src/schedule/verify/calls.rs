@@ -58,8 +58,8 @@ impl AttendCalls {
         rank: usize,
         op: usize,
         met: &Met,
-        q: Option<&[NamedTokens]>,
-        k: Option<&[NamedTokens]>,
+        q: Option<&Vec<NamedTokens>>,
+        k: Option<&Vec<NamedTokens>>,
     ) -> Result<u32, String> {
         // The numbers of both sides' ranges and of the call are below this.
         let last = self.list.len().max(self.ranges.len() + met.k.len() + met.q.len());

@@ -6,7 +6,7 @@
 
 use alloc::{format, string::String, vec, vec::Vec};
 
-use super::{execute::Prover, listed::Met};
+use super::{calls::NamedTokens, execute::Prover, listed::Met};
 use crate::{batch::Side, call::Range, error::Result, mask::Mask};
 
 /// Rows of a range whose positions are in `low..=high`: positions ascend, so they are one run.
@@ -41,10 +41,18 @@ pub(super) struct RangePart {
 
 /// A call's geometry: the tokens its ranges claim and which of them meet.
 pub(super) struct Geometry {
-    /// By range.
-    pub q: Vec<Vec<RangePart>>,
-    pub k: Vec<Vec<RangePart>>,
+    pub q: NamedRows,
+    pub k: NamedRows,
     pub pairs: u128,
+}
+
+/// The rows that the ranges of one side name.
+#[derive(Default)]
+pub(super) struct NamedRows {
+    /// By range.
+    pub parts: Vec<Vec<RangePart>>,
+    /// In ascending order.
+    pub tokens: Vec<NamedTokens>,
 }
 
 /// Rows as intervals, first and end.
@@ -143,12 +151,26 @@ impl Prover<'_> {
                 pairs += rows_that_meet(q, k, mask, &mut q_met[i], &mut k_met[key as usize]);
             }
         }
-        let parts = |side, range: &Range, met: Intervals| -> Result<Vec<RangePart>, String> {
+        let q = self.named(Side::Q, met.q.iter().map(|q| &q.range), q_met)?;
+        Ok(Geometry { q, k: self.named(Side::K, met.k.iter(), k_met)?, pairs })
+    }
+
+    /// The rows that ranges name, and which of them meet anything. No token may be in two ranges.
+    fn named<'r>(
+        &self,
+        side: Side,
+        ranges: impl Iterator<Item = &'r Range>,
+        met: Vec<Intervals>,
+    ) -> Result<NamedRows, String> {
+        let mut named = NamedRows::default();
+        for ((range, met), number) in ranges.zip(met).zip(0..) {
             let shift = self.claimed(side, range)?;
-            let mut parts = Vec::new();
             let met = in_order(met);
             let mut next = met.iter().copied().peekable();
+            let mut parts = Vec::new();
             for (first, rows) in runs(range) {
+                let token = (shift + range.position(first)) as u32;
+                named.tokens.push(NamedTokens { token, tokens: rows, range: number });
                 let (mut row, end) = (first, first + rows);
                 while row < end {
                     while next.next_if(|m| m.1 <= row).is_some() {}
@@ -157,21 +179,18 @@ impl Prover<'_> {
                         Some(m) => (m.0.min(end), false),
                         None => (end, false),
                     };
-                    let token = (shift + range.position(row)) as u32;
-                    parts.push(RangePart {
-                        row: range.row as u64 + u64::from(row),
-                        rows: (until - row).into(),
-                        token,
-                        met,
-                    });
+                    let (at, rows, token) = (range.row as u64 + u64::from(row), until - row, token + row - first);
+                    parts.push(RangePart { row: at, rows: rows.into(), token, met });
                     row = until;
                 }
             }
-            Ok(parts)
-        };
-        let queries = met.q.iter().zip(q_met).map(|(q, met)| parts(Side::Q, &q.range, met));
-        let keys = met.k.iter().zip(k_met).map(|(k, met)| parts(Side::K, k, met));
-        Ok(Geometry { q: queries.collect::<Result<_, _>>()?, k: keys.collect::<Result<_, _>>()?, pairs })
+            named.parts.push(parts);
+        }
+        named.tokens.sort_unstable_by_key(|n| n.token);
+        match named.tokens.windows(2).find(|w| w[0].token + w[0].tokens > w[1].token) {
+            Some(w) => Err(format!("token {} of side {side:?} is in two ranges of one call", w[1].token)),
+            None => Ok(named),
+        }
     }
 }
 

@@ -56,7 +56,7 @@ pub(super) fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
         let mut all: Vec<usize> = p.ranks.iter().flat_map(|s| p.plan.token_indices(side, s.rank())).collect();
         all.sort_unstable();
         if !all.iter().copied().eq(0..p.plan.problem().batch().tokens(side)) {
-            return Err(p.err(0, 0, format!("ranks do not bring every token of side {side:?} once")));
+            return Err(p.err(0, 0, format!("the ranks together do not hold every token of side {side:?} once")));
         }
     }
     Ok(())
@@ -96,10 +96,15 @@ fn tensor(p: &Prover, r: usize, tensor: TensorId, want: What) -> Result<(), Stri
                 }
             }
             if let Some(a) = atoms.iter().find(|a| !q_heads.contains(&a.head) || a.head + a.heads > q_heads.end) {
-                return Err(format!("{} head {h} holds q head {}", tensor.name(), a.head));
+                return Err(format!("{} of head {h} has a contribution for q head {}", tensor.name(), a.head));
             }
             if let Some(a) = atoms.iter().find(|a| p.whole_rows && a.heads as usize != q_heads.len()) {
-                return Err(format!("{} holds {} of {} q heads", tensor.name(), a.heads, q_heads.len()));
+                return Err(format!(
+                    "{} has contributions for {} of {} q heads",
+                    tensor.name(),
+                    a.heads,
+                    q_heads.len()
+                ));
             }
             if p.plan.form() == Form::Ordered {
                 in_order(p, &atoms, side, token)?;
@@ -199,7 +204,9 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> Result<(), 
         if found.windows(2).any(|w| w[0].last() >= w[1].pos) {
             let call = p.calls.get(a.call);
             let (rank, op) = (p.ranks[call.rank as usize].rank(), call.op);
-            return Err(format!("token {token} does not meet its partners in order (rank {rank}, operation {op})"));
+            return Err(format!(
+                "token {token} does not meet its partners in ascending order (rank {rank}, operation {op})"
+            ));
         }
     }
     Ok(())
