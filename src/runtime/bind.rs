@@ -180,8 +180,8 @@ pub(super) fn placeholders(
 fn sent(schedule: &Schedule) -> Vec<TensorId> {
     let mut list = Vec::new();
     for op in &schedule.ops {
-        if let OpKind::Fetch { tensors, .. } = &op.kind {
-            for c in tensors {
+        if let OpKind::Fetch { rows, .. } = &op.kind {
+            for c in &rows.tensors {
                 if let Buf::User(t) = c.own.buf
                     && !list.contains(&t)
                 {

@@ -167,7 +167,7 @@ pub(super) unsafe fn perform(
             // proved of this schedule by `verify::one_rank`.
             unsafe { backend.sink_total(&at(*digits), &user(TensorId::Dsinks)) }?;
         }
-        OpKind::Transform { .. } | OpKind::Pack { .. } | OpKind::Reduce { .. } => {
+        OpKind::Transform { .. } | OpKind::Pack(_) | OpKind::Reduce(_) => {
             let Listing { expansion, blocks, sources, .. } = listing;
             expansion.blocks(schedule, op, |list, from| {
                 blocks.clear();
@@ -183,7 +183,7 @@ pub(super) unsafe fn perform(
                 unsafe { backend.transform(&Transform { blocks, sources }) }
             })?;
         }
-        OpKind::Merge { .. } => {
+        OpKind::Merge(_) => {
             listing.expansion.blocks(schedule, op, |list, from| {
                 for pair in list.chunks_exact(2) {
                     let [o, lse] = [pair[0], pair[1]].map(|b| b.sources_begin as usize);
@@ -200,7 +200,7 @@ pub(super) unsafe fn perform(
                 Ok::<(), Error>(())
             })?;
         }
-        kind @ (OpKind::Exchange { .. } | OpKind::Fetch { .. } | OpKind::Return { .. }) => {
+        kind @ (OpKind::Exchange { .. } | OpKind::Fetch { .. } | OpKind::Return(_)) => {
             let Listing { expansion, sends, recvs, tags, run, .. } = listing;
             sends.clear();
             recvs.clear();

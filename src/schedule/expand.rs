@@ -7,7 +7,7 @@
 
 use alloc::vec::Vec;
 
-use super::{BlockView, BufferView, MessageView, OpKind, RangeScratch, RingSteps, Schedule, StepTensor};
+use super::{BlockView, BufferView, MessageView, OpKind, RangeScratch, RingSteps, Schedule, StepRows, StepTensor};
 
 /// The most messages between two ranks, one way, in one exchange. One of them may be the tag that precedes the first
 /// message of a run.
@@ -67,9 +67,8 @@ impl Expansion {
         // Four tensors travel at most, and an exchange both sends and receives.
         self.messages.clear();
         self.messages.reserve(schedule.messages.len().max(8 * runs));
-        self.blocks.clear();
+        self.clear_blocks();
         self.blocks.reserve(schedule.blocks.len().max(4 * runs));
-        self.sources.clear();
         self.sources.reserve(schedule.sources.len().max(4 * runs));
     }
 
@@ -87,12 +86,10 @@ impl Expansion {
             OpKind::Exchange { begin, end } => {
                 self.messages.extend_from_slice(&schedule.messages[*begin as usize..*end as usize]);
             }
-            OpKind::Fetch { ring_step, ring_steps, tensors, packed } => {
-                let v = schedule.ring_steps(*ring_steps);
-                v.outgoing(*ring_step as usize, &mut self.scratch);
-                self.list_runs(schedule, v, *ring_step as usize);
-                self.pack_runs(tensors.len());
-                for (i, c) in tensors.iter().enumerate() {
+            OpKind::Fetch { rows, packed } => {
+                self.list_runs(schedule, rows, RingSteps::outgoing);
+                self.pack_runs(rows.tensors.len());
+                for (i, c) in rows.tensors.iter().enumerate() {
                     for r in &self.runs {
                         let view = match (r.packed, packed.get(i)) {
                             (Some(row), Some(packed)) => packed.slice(row, r.rows),
@@ -101,21 +98,17 @@ impl Expansion {
                         self.messages.push(MessageView { peer: r.peer, view, send: true });
                     }
                 }
-                v.incoming(*ring_step as usize, &mut self.scratch);
-                self.list_runs(schedule, v, *ring_step as usize);
-                self.pack_runs(tensors.len());
-                self.add(tensors, false, |c, r| c.slot.slice(r.slot_row, r.rows));
+                self.list_runs(schedule, rows, RingSteps::incoming);
+                self.pack_runs(rows.tensors.len());
+                self.add(rows, false, |c, r| c.slot.slice(r.slot_row, r.rows));
             }
-            OpKind::Return { ring_step, ring_steps, tensors } => {
-                let v = schedule.ring_steps(*ring_steps);
-                v.incoming(*ring_step as usize, &mut self.scratch);
-                self.list_runs(schedule, v, *ring_step as usize);
+            OpKind::Return(rows) => {
+                self.list_runs(schedule, rows, RingSteps::incoming);
                 self.join_runs();
-                self.add(tensors, true, |c, r| c.own.slice(r.slot_row, r.rows));
-                v.outgoing(*ring_step as usize, &mut self.scratch);
-                self.list_runs(schedule, v, *ring_step as usize);
+                self.add(rows, true, |c, r| c.own.slice(r.slot_row, r.rows));
+                self.list_runs(schedule, rows, RingSteps::outgoing);
                 self.join_runs();
-                self.add(tensors, false, |c, r| c.slot.slice(r.slot_row, r.rows));
+                self.add(rows, false, |c, r| c.slot.slice(r.slot_row, r.rows));
             }
             _ => {}
         }
@@ -135,21 +128,16 @@ impl Expansion {
             OpKind::Transform { begin, end } => {
                 each(&schedule.blocks[*begin as usize..*end as usize], &schedule.sources)
             }
-            OpKind::Pack { ring_step, ring_steps, tensors } => {
-                let v = schedule.ring_steps(*ring_steps);
-                v.outgoing(*ring_step as usize, &mut self.scratch);
-                self.list_runs(schedule, v, *ring_step as usize);
-                self.blocks.clear();
-                self.sources.clear();
+            OpKind::Pack(rows) => {
+                self.list_runs(schedule, rows, RingSteps::outgoing);
+                self.clear_blocks();
                 let (mut at, mut row) = (0, 0);
                 while at < self.runs.len() {
                     let n = self.runs_of_peer(at);
-                    for r in self.runs[at..at + n].iter().filter(|_| is_fragmented(n, tensors.len())) {
-                        for c in tensors {
-                            let begin = self.sources.len() as u32;
-                            self.sources.push(c.own.slice(r.owner_row, r.rows));
-                            let dst = c.slot.slice(row, r.rows);
-                            self.blocks.push(BlockView { dst, sources_begin: begin, sources_end: begin + 1 });
+                    for i in (at..at + n).filter(|_| is_fragmented(n, rows.tensors.len())) {
+                        let r = self.runs[i];
+                        for c in &rows.tensors {
+                            self.block(c.slot.slice(row, r.rows), &[c.own.slice(r.owner_row, r.rows)]);
                         }
                         row += r.rows;
                     }
@@ -157,27 +145,21 @@ impl Expansion {
                 }
                 each(&self.blocks, &self.sources)
             }
-            OpKind::Reduce { ring_step, ring_steps, tensors } | OpKind::Merge { ring_step, ring_steps, tensors } => {
-                let v = schedule.ring_steps(*ring_steps);
-                v.outgoing(*ring_step as usize, &mut self.scratch);
-                self.list_runs(schedule, v, *ring_step as usize);
+            OpKind::Reduce(rows) | OpKind::Merge(rows) => {
+                self.list_runs(schedule, rows, RingSteps::outgoing);
                 let mut at = 0;
                 while at < self.runs.len() {
-                    let peer = self.runs[at].peer;
-                    self.blocks.clear();
-                    self.sources.clear();
-                    while at < self.runs.len() && self.runs[at].peer == peer {
-                        let r = self.runs[at];
-                        for c in tensors {
-                            let dst = c.own.slice(r.owner_row, r.rows);
-                            let begin = self.sources.len() as u32;
-                            self.sources.push(dst);
-                            self.sources.push(c.slot.slice(r.slot_row, r.rows));
-                            self.blocks.push(BlockView { dst, sources_begin: begin, sources_end: begin + 2 });
+                    self.clear_blocks();
+                    let n = self.runs_of_peer(at);
+                    for i in at..at + n {
+                        let r = self.runs[i];
+                        for c in &rows.tensors {
+                            let own = c.own.slice(r.owner_row, r.rows);
+                            self.block(own, &[own, c.slot.slice(r.slot_row, r.rows)]);
                         }
-                        at += 1;
                     }
                     each(&self.blocks, &self.sources)?;
+                    at += n;
                 }
                 Ok(())
             }
@@ -185,18 +167,34 @@ impl Expansion {
         }
     }
 
-    fn add(&mut self, tensors: &[StepTensor], send: bool, view: impl Fn(&StepTensor, &MessageRun) -> BufferView) {
-        for c in tensors {
+    fn clear_blocks(&mut self) {
+        self.blocks.clear();
+        self.sources.clear();
+    }
+
+    /// Adds a block: `dst = Σ sources`.
+    fn block(&mut self, dst: BufferView, sources: &[BufferView]) {
+        let sources_begin = self.sources.len() as u32;
+        self.sources.extend_from_slice(sources);
+        self.blocks.push(BlockView { dst, sources_begin, sources_end: self.sources.len() as u32 });
+    }
+
+    /// Adds the messages of every run of each tensor.
+    fn add(&mut self, rows: &StepRows, send: bool, view: impl Fn(&StepTensor, &MessageRun) -> BufferView) {
+        for c in &rows.tensors {
             for r in &self.runs {
                 self.messages.push(MessageView { peer: r.peer, view: view(c, r), send });
             }
         }
     }
 
-    /// The fragments in `scratch`, joined where they touch. The rank's own are left out.
-    fn list_runs(&mut self, schedule: &Schedule, ring_steps: &RingSteps, ring_step: usize) {
-        self.runs.clear();
+    /// The rows that arrive or leave at a ring step, as `list` finds them, joined where they touch. The rank's own are
+    /// left out.
+    fn list_runs(&mut self, schedule: &Schedule, rows: &StepRows, list: fn(&RingSteps, usize, &mut RangeScratch)) {
+        let (ring_steps, ring_step) = (schedule.ring_steps(rows.ring_steps), rows.ring_step as usize);
+        list(ring_steps, ring_step, &mut self.scratch);
         let between_holders = ring_steps.is_between_holders(ring_step);
+        self.runs.clear();
         for f in &self.scratch.fragments {
             let peer = if between_holders { schedule.ulysses_peer(f.peer) } else { schedule.ring_peer(f.peer) };
             if peer == schedule.rank {

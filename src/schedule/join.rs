@@ -87,24 +87,28 @@ pub(crate) fn meets(s: &Range, v: &Range, mask: Mask) -> bool {
     found
 }
 
-/// Calls `each(stationary segments, circulating segments)` for every document that both shares hold.
-pub(crate) fn by_document<'a>(
-    stationary: &'a [Segment],
-    circulating: &'a [Segment],
-    mut each: impl FnMut(usize, &'a [Segment], usize, &'a [Segment]),
+/// The document of a segment.
+pub(super) fn document(s: &Segment) -> u32 {
+    s.range.doc
+}
+
+/// Calls `each(index, entries of a, index, entries of b)` for every document that two lists hold, with the index of the
+/// first entry of each. Both lists come with the document of an entry, and are in ascending order of it.
+pub(super) fn by_document<'a, A, B>(
+    (a, document_of_a): (&'a [A], impl Fn(&A) -> u32),
+    (b, document_of_b): (&'a [B], impl Fn(&B) -> u32),
+    mut each: impl FnMut(usize, &'a [A], usize, &'a [B]),
 ) {
-    let run = |list: &[Segment], from: usize| {
-        let doc = list[from].range.doc;
-        from + list[from..].iter().take_while(|s| s.range.doc == doc).count()
-    };
     let (mut i, mut j) = (0, 0);
-    while i < stationary.len() && j < circulating.len() {
-        match stationary[i].range.doc.cmp(&circulating[j].range.doc) {
+    while i < a.len() && j < b.len() {
+        let (doc, of_b) = (document_of_a(&a[i]), document_of_b(&b[j]));
+        match doc.cmp(&of_b) {
             core::cmp::Ordering::Less => i += 1,
             core::cmp::Ordering::Greater => j += 1,
             core::cmp::Ordering::Equal => {
-                let (ie, je) = (run(stationary, i), run(circulating, j));
-                each(i, &stationary[i..ie], j, &circulating[j..je]);
+                let ie = i + a[i..].iter().take_while(|x| document_of_a(x) == doc).count();
+                let je = j + b[j..].iter().take_while(|x| document_of_b(x) == doc).count();
+                each(i, &a[i..ie], j, &b[j..je]);
                 (i, j) = (ie, je);
             }
         }
@@ -123,7 +127,7 @@ pub(crate) fn join(
     mut row: i64,
     out: &mut Vec<Fragment>,
 ) -> i64 {
-    by_document(stationary, circulating, |_, stationary, _, circulating| {
+    by_document((stationary, document), (circulating, document), |_, stationary, _, circulating| {
         for v in circulating.iter().filter(|v| class.has(v.reverse)) {
             let v = &v.range;
             let mut emit = |i0: u32, i1: u32| {

@@ -37,11 +37,14 @@ pub(crate) use all_to_all::{OWN_HEADS, OWN_TOKENS};
 pub use ops::Lane;
 pub(crate) use ops::{
     ALIGNMENT, AttendOp, AttendPart, BackwardOp, BlockView, Buf, Buffer, BufferView, MessageView, Op, OpKind,
-    SINK_DIGITS, StepTensor,
+    SINK_DIGITS, StepRows, StepTensor,
 };
 pub(crate) use purpose::{Purpose, TensorForm};
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
 pub use tensor_id::TensorId;
+
+/// The ring steps of k's side and of q's side, if they have been computed already.
+type KnownSteps = [Option<Arc<RingSteps>>; 2];
 
 /// The phase of exchanges of the ring that go from node to node; those inside a node are "ring".
 pub(crate) const BETWEEN_NODES: &str = "between nodes";
@@ -145,6 +148,11 @@ impl Schedule {
             AttendPart::Queries => s.begin_all(),
             AttendPart::Finish => s.finish_all(),
         }
+    }
+
+    /// The ring steps that it has of either side.
+    fn known_steps(&self) -> KnownSteps {
+        [self.keys.clone(), self.queries.clone()]
     }
 
     /// The rank that holds ring share `j` for the same heads.

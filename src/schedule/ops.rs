@@ -65,6 +65,11 @@ pub(crate) struct BufferView {
 }
 
 impl BufferView {
+    /// All of a buffer with these rows and heads.
+    pub const fn whole(buf: Buf, rows: u64, heads: u32) -> Self {
+        Self { buf, row: 0, rows, head: 0, heads }
+    }
+
     /// Some rows of this view. It does not check bounds: the verifier must see a wrong schedule to report it.
     #[must_use]
     pub fn slice(mut self, row: u64, rows: u64) -> Self {
@@ -121,6 +126,17 @@ pub(crate) struct StepTensor {
     pub own: BufferView,
     /// The slot for rows of other ranks.
     pub slot: BufferView,
+}
+
+/// The rows of one ring step that an operation moves.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct StepRows {
+    /// Index of the ring step.
+    pub ring_step: u32,
+    /// The list of ring steps.
+    pub ring_steps: CirculatingSide,
+    /// The tensors.
+    pub tensors: Vec<StepTensor>,
 }
 
 /// The purpose of a forward call of the kernel.
@@ -234,23 +250,12 @@ pub(crate) enum OpKind {
     },
     /// Own rows that leave in many small runs to one peer are copied end to end, so that they leave in few messages.
     /// `own` are the rank's own rows, `slot` is where they are packed. Comes right before the fetch that sends them.
-    Pack {
-        /// Index of the ring step.
-        ring_step: u32,
-        /// The list of ring steps.
-        ring_steps: CirculatingSide,
-        /// The tensors to pack.
-        tensors: Vec<StepTensor>,
-    },
+    Pack(StepRows),
     /// The rows of a ring step arrive, and own rows leave.
     Fetch {
-        /// Index of the ring step.
-        ring_step: u32,
-        /// The list of ring steps.
-        ring_steps: CirculatingSide,
-        /// The tensors to send.
-        tensors: Vec<StepTensor>,
-        /// The rows packed by the operation before, for each of `tensors`; empty if all rows are sent in place.
+        /// The rows.
+        rows: StepRows,
+        /// The rows packed by the operation before, for each tensor; empty if all rows are sent in place.
         packed: Vec<BufferView>,
     },
     /// Forward attention.
@@ -259,32 +264,12 @@ pub(crate) enum OpKind {
     Backward(BackwardOp),
     /// Partial gradients or results are returned to their owner. `own`: this rank's partials for the rows it attended
     /// to (compact, like the slot). `slot` receives the partials that other ranks computed for this rank's own rows.
-    Return {
-        /// Index of the ring step.
-        ring_step: u32,
-        /// The list of ring steps.
-        ring_steps: CirculatingSide,
-        /// The tensors to send.
-        tensors: Vec<StepTensor>,
-    },
+    Return(StepRows),
     /// Returned partials are added to the sums: `own += slot`, row by row.
-    Reduce {
-        /// Index of the ring step.
-        ring_step: u32,
-        /// The list of ring steps.
-        ring_steps: CirculatingSide,
-        /// Sums, and the partials that arrived.
-        tensors: Vec<StepTensor>,
-    },
-    /// Returned partial results are merged into the running ones, row by row.
-    Merge {
-        /// Index of the ring step.
-        ring_step: u32,
-        /// The list of ring steps.
-        ring_steps: CirculatingSide,
-        /// Running o and the o that arrived; then lse likewise.
-        tensors: Vec<StepTensor>,
-    },
+    Reduce(StepRows),
+    /// Returned partial results are merged into the running ones, row by row. Tensors: running o and the o that
+    /// arrived; then lse likewise.
+    Merge(StepRows),
 }
 
 impl OpKind {
@@ -296,19 +281,31 @@ impl OpKind {
             Self::SinkTotal { .. } => "sink total",
             Self::Transform { .. } => "transform",
             Self::Exchange { .. } => "exchange",
-            Self::Pack { .. } => "pack",
+            Self::Pack(_) => "pack",
             Self::Fetch { .. } => "fetch",
             Self::Attend(_) => "attend",
             Self::Backward(_) => "attend backward",
-            Self::Return { .. } => "return",
-            Self::Reduce { .. } => "reduce",
-            Self::Merge { .. } => "merge",
+            Self::Return(_) => "return",
+            Self::Reduce(_) => "reduce",
+            Self::Merge(_) => "merge",
+        }
+    }
+
+    /// The rows of a ring step that it moves; none if it is not an operation of the ring.
+    pub fn step_rows(&mut self) -> Option<&mut StepRows> {
+        match self {
+            Self::Pack(rows)
+            | Self::Fetch { rows, .. }
+            | Self::Return(rows)
+            | Self::Reduce(rows)
+            | Self::Merge(rows) => Some(rows),
+            _ => None,
         }
     }
 
     /// Whether it is an exchange with other ranks.
     pub const fn is_exchange(&self) -> bool {
-        matches!(self, Self::Exchange { .. } | Self::Fetch { .. } | Self::Return { .. })
+        matches!(self, Self::Exchange { .. } | Self::Fetch { .. } | Self::Return(_))
     }
 }
 

@@ -26,7 +26,6 @@ use crate::{
     plan::Form,
 };
 
-mod documents;
 mod holders;
 mod measure;
 mod nodes;

@@ -105,12 +105,6 @@ impl Borders {
     }
 }
 
-/// The segments of the document that begins at index `i`.
-fn document(list: &[Segment], i: usize) -> &[Segment] {
-    let doc = list[i].range.doc;
-    &list[i..i + list[i..].iter().take_while(|s| s.range.doc == doc).count()]
-}
-
 /// Tokens common to two half-open runs.
 fn common(a: (i64, i64), b: (i64, i64)) -> (i64, i64) {
     (a.0.max(b.0), a.1.min(b.1))
@@ -127,21 +121,18 @@ impl Zigzag<'_> {
     pub fn measure(&self) -> (Vec<StepVolume>, Vec<u32>) {
         let mut steps = vec![StepVolume::default(); self.ring.max(2)];
         let mut last = vec![0; self.stationary.len()];
+        let same_document = |a: &Segment, b: &Segment| a.range.doc == b.range.doc;
         let mut i = 0;
-        while i < self.stationary.len() {
-            let stationary = document(self.stationary, i);
+        for stationary in self.stationary.chunk_by(same_document) {
             self.arriving(stationary, &mut steps, &mut last[i..i + stationary.len()]);
             i += stationary.len();
         }
-        let mut i = 0;
-        while i < self.own.len() {
-            let own = document(self.own, i);
+        for own in self.own.chunk_by(same_document) {
             if self.mask.left.is_none() {
                 self.leaving::<true>(own, &mut steps);
             } else {
                 self.leaving::<false>(own, &mut steps);
             }
-            i += own.len();
         }
         (steps, last)
     }

@@ -37,64 +37,50 @@ pub enum TensorId {
     Dsinks,
 }
 
-/// Innermost dimension.
-#[derive(Clone, Copy)]
-enum Dim {
-    Head,
-    Value,
-    One,
-}
-
-/// Element type.
-#[derive(Clone, Copy)]
-enum Type {
-    Problem,
-    Accumulator,
-    F32,
-}
-
-/// The use of a tensor in one direction.
-#[derive(Clone, Copy)]
-enum Role {
-    Absent,
-    Read,
-    Written,
-}
-
 struct Row {
     name: &'static str,
     /// Whether its tokens and heads are those of q or those of k and v.
     side: Side,
-    dim: Dim,
-    dtype: Type,
-    /// Forward, backward.
-    roles: [Role; 2],
+    dim: fn(&Problem) -> usize,
+    dtype: fn(&Problem) -> Dtype,
+    /// Forward, backward: whether the direction writes it; `None` if it does not use it.
+    written: [Option<bool>; 2],
     /// It has one row for the whole problem, and exists only if the problem has sinks.
     sinks: bool,
 }
 
-const fn row(name: &'static str, side: Side, dim: Dim, dtype: Type, roles: [Role; 2]) -> Row {
-    Row { name, side, dim, dtype, roles, sinks: false }
+const ONE: fn(&Problem) -> usize = |_| 1;
+const ACCUMULATOR: fn(&Problem) -> Dtype = |p| p.dtype().accumulator();
+const ABSENT: Option<bool> = None;
+const READ: Option<bool> = Some(false);
+const WRITTEN: Option<bool> = Some(true);
+
+const fn row(
+    name: &'static str,
+    side: Side,
+    dim: fn(&Problem) -> usize,
+    dtype: fn(&Problem) -> Dtype,
+    written: [Option<bool>; 2],
+) -> Row {
+    Row { name, side, dim, dtype, written, sinks: false }
 }
 
-const fn of_sinks(name: &'static str, dtype: Type, roles: [Role; 2]) -> Row {
-    Row { name, side: Side::Q, dim: Dim::One, dtype, roles, sinks: true }
+const fn of_sinks(name: &'static str, dtype: fn(&Problem) -> Dtype, written: [Option<bool>; 2]) -> Row {
+    Row { sinks: true, ..row(name, Side::Q, ONE, dtype, written) }
 }
-
-use Role::{Absent, Read, Written};
 
 const TABLE: [Row; TensorId::COUNT] = [
-    row("q", Side::Q, Dim::Head, Type::Problem, [Read, Read]),
-    row("k", Side::K, Dim::Head, Type::Problem, [Read, Read]),
-    row("v", Side::K, Dim::Value, Type::Problem, [Read, Read]),
-    row("o", Side::Q, Dim::Value, Type::Problem, [Written, Read]),
-    row("lse", Side::Q, Dim::One, Type::Accumulator, [Written, Read]),
-    row("do", Side::Q, Dim::Value, Type::Problem, [Absent, Read]),
-    row("dq", Side::Q, Dim::Head, Type::Problem, [Absent, Written]),
-    row("dk", Side::K, Dim::Head, Type::Problem, [Absent, Written]),
-    row("dv", Side::K, Dim::Value, Type::Problem, [Absent, Written]),
-    of_sinks("sinks", Type::F32, [Read, Read]),
-    of_sinks("dsinks", Type::Accumulator, [Absent, Written]),
+    row("q", Side::Q, Problem::head_dim, Problem::dtype, [READ, READ]),
+    row("k", Side::K, Problem::head_dim, Problem::dtype, [READ, READ]),
+    row("v", Side::K, Problem::value_dim, Problem::dtype, [READ, READ]),
+    row("o", Side::Q, Problem::value_dim, Problem::dtype, [WRITTEN, READ]),
+    row("lse", Side::Q, ONE, ACCUMULATOR, [WRITTEN, READ]),
+    row("do", Side::Q, Problem::value_dim, Problem::dtype, [ABSENT, READ]),
+    row("dq", Side::Q, Problem::head_dim, Problem::dtype, [ABSENT, WRITTEN]),
+    row("dk", Side::K, Problem::head_dim, Problem::dtype, [ABSENT, WRITTEN]),
+    row("dv", Side::K, Problem::value_dim, Problem::dtype, [ABSENT, WRITTEN]),
+    of_sinks("sinks", |_| Dtype::F32, [READ, READ]),
+    of_sinks("dsinks", ACCUMULATOR, [ABSENT, WRITTEN]),
 ];
 
 impl TensorId {
@@ -136,20 +122,12 @@ impl TensorId {
 
     /// Innermost dimension.
     pub fn dim(self, p: &Problem) -> usize {
-        match self.row().dim {
-            Dim::Head => p.head_dim(),
-            Dim::Value => p.value_dim(),
-            Dim::One => 1,
-        }
+        (self.row().dim)(p)
     }
 
     /// Element type.
     pub fn dtype(self, p: &Problem) -> Dtype {
-        match self.row().dtype {
-            Type::Problem => p.dtype(),
-            Type::Accumulator => p.dtype().accumulator(),
-            Type::F32 => Dtype::F32,
-        }
+        (self.row().dtype)(p)
     }
 
     /// `[tokens, heads, dim]` on a rank.
@@ -162,14 +140,7 @@ impl TensorId {
     /// Whether this direction of a problem with or without sinks writes it; `None` if the direction does not use it.
     pub const fn is_written(self, direction: Direction, sinks: bool) -> Option<bool> {
         let row = self.row();
-        if row.sinks && !sinks {
-            return None;
-        }
-        match row.roles[direction as usize] {
-            Absent => None,
-            Read => Some(false),
-            Written => Some(true),
-        }
+        if row.sinks && !sinks { None } else { row.written[direction as usize] }
     }
 }
 

@@ -9,10 +9,7 @@
 
 use alloc::{format, vec::Vec};
 
-use super::{
-    builder::{Builder, Life},
-    check_rank,
-};
+use super::{builder::Builder, check_rank};
 use crate::{
     batch::Side,
     error::{Error, Result},
@@ -41,17 +38,8 @@ impl Schedule {
         let mut b = Builder::new(plan, rank, Direction::Forward);
         b.out.dtype = all_to_all.dtype;
         let me = b.coordinates.ulysses;
-        let rows = b.part(all_to_all.side, me).1;
-        let tokens = BufferView {
-            buf: Buf::User(OWN_TOKENS),
-            row: 0,
-            rows,
-            head: 0,
-            heads: if all_to_all.side == Side::Q { plan.problem().heads() } else { plan.problem().kv_heads() } as u32,
-        };
-        let own = span(&b, all_to_all.side, me).1;
-        let held =
-            BufferView { buf: Buf::User(OWN_HEADS), row: 0, rows: b.share(all_to_all.side), head: 0, heads: own };
+        let tokens = BufferView::whole(Buf::User(OWN_TOKENS), b.part(side, me).1, heads as u32);
+        let held = BufferView::whole(Buf::User(OWN_HEADS), b.share(side), span(&b, side, me).1);
         match all_to_all.way {
             AllToAllDirection::ToHeads => to_heads(&mut b, all_to_all, tokens, held),
             AllToAllDirection::ToTokens => to_tokens(&mut b, all_to_all, tokens, held),
@@ -84,12 +72,7 @@ fn to_heads(b: &mut Builder<'_>, all_to_all: AllToAll, tokens: BufferView, held:
             b.block(held.slice(off, rows), &[theirs]);
             continue;
         }
-        if tokens.rows > 0 && count > 0 {
-            let leaving =
-                b.buffer(Life::In, "packed for peers", all_to_all.dtype, tokens.rows, count, all_to_all.dim as usize);
-            b.block(leaving, &[theirs]);
-            b.message(b.peer(u), leaving, true);
-        }
+        b.send_packed(u, "packed for peers", theirs, (all_to_all.dtype, all_to_all.dim as usize));
         b.message(b.peer(u), held.slice(off, rows), false);
     }
     let packed = b.push_blocks(0, "all-to-all", None);
@@ -97,22 +80,10 @@ fn to_heads(b: &mut Builder<'_>, all_to_all: AllToAll, tokens: BufferView, held:
 }
 
 fn to_tokens(b: &mut Builder<'_>, all_to_all: AllToAll, tokens: BufferView, held: BufferView) {
-    let me = b.coordinates.ulysses;
-    let mut arrived = Vec::with_capacity(b.out.ulysses);
-    for u in 0..b.out.ulysses {
-        let (off, rows) = b.part(all_to_all.side, u);
-        let part = held.slice(off, rows);
-        if u == me {
-            arrived.push(part);
-            continue;
-        }
-        let count = span(b, all_to_all.side, u).1;
-        b.message(b.peer(u), part, true);
-        let from =
-            b.buffer(Life::Out, "returned by peers", all_to_all.dtype, tokens.rows, count, all_to_all.dim as usize);
-        b.message(b.peer(u), from, false);
-        arrived.push(from);
-    }
+    let element = (all_to_all.dtype, all_to_all.dim as usize);
+    let arrived: Vec<BufferView> = (0..b.out.ulysses)
+        .map(|u| b.exchange_back(held, all_to_all.side, u, span(b, all_to_all.side, u).1, element))
+        .collect();
     let mut sources = Vec::new();
     for h in 0..tokens.heads {
         sources.clear();

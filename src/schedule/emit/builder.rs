@@ -242,7 +242,7 @@ impl Builder<'_> {
         self.regions[region.0].1 = self.regions[region.0].1.max(buffer.bytes());
         self.out.buffers.push(buffer);
         self.buffer_regions.push(region);
-        BufferView { buf: Buf::Work((self.out.buffers.len() - 1) as u16), row: 0, rows, head: 0, heads }
+        BufferView::whole(Buf::Work((self.out.buffers.len() - 1) as u16), rows, heads)
     }
 
     pub(super) fn buffer(
@@ -261,8 +261,7 @@ impl Builder<'_> {
     /// All of the caller's rows and heads of a tensor.
     pub(super) fn user(&self, tensor: TensorId) -> BufferView {
         let rows = if tensor.is_per_head() { 1 } else { self.part(tensor.side(), self.coordinates.ulysses).1 };
-        let heads = tensor.heads(self.plan.problem()) as u32;
-        BufferView { buf: Buf::User(tensor), row: 0, rows, head: 0, heads }
+        BufferView::whole(Buf::User(tensor), rows, tensor.heads(self.plan.problem()) as u32)
     }
 
     pub(super) fn block(&mut self, dst: BufferView, sources: &[BufferView]) {
@@ -325,29 +324,22 @@ impl Builder<'_> {
     pub(super) fn finish(mut self) -> Result<Schedule> {
         let mut offsets = vec![0u64; self.regions.len()];
         let mut throughout = 0u64;
-        let mut ends = [0u64; 3];
-        for pass in 0..2 {
-            for (i, &(life, bytes)) in self.regions.iter().enumerate() {
-                let end = match (pass, life) {
-                    (0, Life::Throughout) => &mut throughout,
-                    (1, Life::In) => &mut ends[0],
-                    (1, Life::Ring) => &mut ends[1],
-                    (1, Life::Out) => &mut ends[2],
-                    _ => continue,
-                };
-                offsets[i] = *end;
-                *end = end.checked_add(bytes.next_multiple_of(ALIGNMENT)).ok_or_else(|| {
+        for life in [Life::Throughout, Life::In, Life::Ring, Life::Out] {
+            let mut end = throughout;
+            for (offset, (_, bytes)) in offsets.iter_mut().zip(&self.regions).filter(|(_, region)| region.0 == life) {
+                *offset = end;
+                end = end.checked_add(bytes.next_multiple_of(ALIGNMENT)).ok_or_else(|| {
                     Error::invalid("workspace", "more than 2^64 bytes", "a problem that fits a machine")
                 })?;
             }
-            if pass == 0 {
-                ends = [throughout; 3];
+            if life == Life::Throughout {
+                throughout = end;
             }
+            self.out.workspace = self.out.workspace.max(end);
         }
         for (buffer, region) in self.out.buffers.iter_mut().zip(&self.buffer_regions) {
             buffer.offset = offsets[region.0];
         }
-        self.out.workspace = ends.into_iter().max().unwrap_or(0);
         Ok(self.out)
     }
 }

@@ -21,7 +21,7 @@ use core::ops::Range;
 
 use super::{
     builder::{Builder, Life},
-    ulysses::Heads,
+    ulysses::{Heads, OwnParts},
 };
 use crate::{
     batch::Side,
@@ -43,14 +43,6 @@ pub(super) struct NodeParts {
     own: Vec<BufferView>,
     /// Gradients of rows that other nodes own and that this rank is the gateway of.
     of_owners: Vec<(usize, Vec<BufferView>)>,
-}
-
-/// All gradients of this rank's own rows of one tensor.
-pub(super) struct OwnParts {
-    /// From the ranks of the node.
-    near: Vec<BufferView>,
-    /// From each other node: the sums, and the partials of q heads.
-    far: Vec<(usize, [BufferView; 2])>,
 }
 
 /// The gradients of k or v that a node sends to one owner.
@@ -131,8 +123,8 @@ impl Builder<'_> {
     }
 
     /// Packs some heads of the rank's own rows, and sends them to a Ulysses rank.
-    fn send_packed(&mut self, u: usize, name: &'static str, from: BufferView, (dtype, dim): (Dtype, usize)) {
-        if from.rows > 0 {
+    pub(super) fn send_packed(&mut self, u: usize, name: &'static str, from: BufferView, (dtype, dim): (Dtype, usize)) {
+        if from.rows > 0 && from.heads > 0 {
             let leaving = self.buffer(Life::In, name, dtype, from.rows, from.heads, dim);
             self.block(leaving, &[from]);
             self.message(self.peer(u), leaving, true);
@@ -174,17 +166,29 @@ impl Builder<'_> {
         }
     }
 
+    /// Exchanges gradients of k or v among the ranks of the node; returns those of this rank's own rows, by rank.
+    /// `wire`, if any, is `held` in the type that is sent.
+    pub(super) fn exchange_near(
+        &mut self,
+        held: BufferView,
+        wire: Option<BufferView>,
+        per_q_head: bool,
+    ) -> Vec<BufferView> {
+        let (me, sent) = (self.coordinates.ulysses, wire.unwrap_or(held));
+        let element = (self.dtype_of(sent), self.dim_of(sent));
+        let near = self.ranks_of(self.node_place().0).map(|u| {
+            let from = if u == me { held } else { sent };
+            self.exchange_back(from, Side::K, u, self.key_heads(u, per_q_head), element)
+        });
+        near.collect()
+    }
+
     /// The first exchange of gradients back, inside the node: `held` has the ring share's rows for the rank's own kv
     /// heads, or a partial for each of its q heads.
     pub(super) fn gather_in_node(&mut self, held: BufferView, per_q_head: bool) -> NodeParts {
         let (me, node, dim) = (self.coordinates.ulysses, self.node_place().0, self.dim_of(held));
-        let mine = self.part(Side::K, me);
         let ranks = self.ranks_of(node);
-        let own = ranks.clone().map(|u| match u == me {
-            true => held.slice(mine.0, mine.1),
-            false => self.exchange_back(held, Side::K, u, self.key_heads(u, per_q_head), me),
-        });
-        let own = own.collect();
+        let own = self.exchange_near(held, None, per_q_head);
         for far in (0..self.out.ulysses).filter(|u| !ranks.contains(u)) {
             let gateway = ranks.start + far % self.ranks_of_node;
             if gateway != me {

@@ -7,7 +7,7 @@
 
 use alloc::{vec, vec::Vec};
 
-use super::builder::Builder;
+use super::builder::{Builder, Last};
 use crate::schedule::{Lane, Op, OpKind};
 
 /// The two lanes of the ring phase, before their operations have places in the list.
@@ -42,9 +42,9 @@ pub(super) const fn node_return_order(last: u32) -> u32 {
 }
 
 impl Builder<'_> {
-    /// Merges the two lanes into one list in which each operation comes after those it waits for. `entry`: the
-    /// operation that the first one of each lane waits for, as (compute lane, communication lane).
-    pub(super) fn weave(&mut self, lanes: PendingLanes, entry: (Option<u32>, Option<u32>)) {
+    /// Merges the two lanes into one list in which each operation comes after those it waits for. The first one of each
+    /// lane waits for `before` of the other lane.
+    pub(super) fn weave(&mut self, lanes: PendingLanes, before: Last) {
         let PendingLanes { compute, communication } = lanes;
         let mut order: Vec<usize> = (0..communication.len()).collect();
         order.sort_by_key(|&i| communication[i].0);
@@ -53,7 +53,7 @@ impl Builder<'_> {
         let mut communication: Vec<Option<PendingOp>> = communication.into_iter().map(|(_, item)| Some(item)).collect();
         let mut compute = compute.into_iter().peekable();
         let (mut compute_ops, mut communication_ops) = (Vec::new(), Vec::new());
-        let (mut compute_entry, mut communication_entry) = entry;
+        let (mut compute_entry, mut communication_entry) = (before.communication, before.compute);
         loop {
             // Exchanges first: an early exchange overlaps with more of the compute that follows.
             let next = order.get(communication_ops.len()).and_then(|&i| communication[i].as_ref());

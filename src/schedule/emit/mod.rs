@@ -7,7 +7,7 @@
 
 use alloc::{format, sync::Arc};
 
-use super::{CirculatingSide, Direction, RingSteps, Schedule, ring_steps::Holders};
+use super::{CirculatingSide, Direction, KnownSteps, RingSteps, Schedule, ring_steps::Holders};
 use crate::{
     batch::Side,
     error::{Error, Result},
@@ -28,9 +28,6 @@ mod ring;
 mod travel;
 mod ulysses;
 
-/// The ring steps of k's side and of q's side, if they have been computed already.
-type KnownSteps = [Option<Arc<RingSteps>>; 2];
-
 /// Refuses a rank outside the mesh.
 fn check_rank(plan: &Plan, rank: usize) -> Result<()> {
     let world = plan.mesh().world();
@@ -46,7 +43,7 @@ impl Schedule {
     /// # Errors
     /// A rank outside the mesh; a problem of another kind than softmax attention.
     pub fn new(plan: &Plan, rank: usize, direction: Direction) -> Result<Self> {
-        Self::with_steps(plan, rank, direction, &KnownSteps::default())
+        Self::with_steps(plan, rank, direction, KnownSteps::default())
     }
 
     /// One rank's operations forward and backward. If the same side circulates in both, its ring steps are computed
@@ -56,13 +53,17 @@ impl Schedule {
     /// As [`Schedule::new`].
     pub fn both(plan: &Plan, rank: usize) -> Result<[Self; 2]> {
         let forward = Self::new(plan, rank, Direction::Forward)?;
-        let known = [forward.keys.clone(), forward.queries.clone()];
-        let backward = Self::with_steps(plan, rank, Direction::Backward, &known)?;
+        let backward = Self::with_steps(plan, rank, Direction::Backward, forward.known_steps())?;
         Ok([forward, backward])
     }
 
     /// As [`Schedule::new`], with ring steps that have been computed already.
-    fn with_steps(plan: &Plan, rank: usize, direction: Direction, [keys, queries]: &KnownSteps) -> Result<Self> {
+    pub(super) fn with_steps(
+        plan: &Plan,
+        rank: usize,
+        direction: Direction,
+        [keys, queries]: KnownSteps,
+    ) -> Result<Self> {
         check_rank(plan, rank)?;
         if plan.problem().kind == AttentionKind::Other {
             return Err(Error::unsupported(
@@ -74,10 +75,9 @@ impl Schedule {
         let mut b = Builder::new(plan, rank, direction);
         let (at, p) = (b.coordinates, plan.problem());
         let per_node = plan.ring_ranks_of_node();
-        let ring_steps = |known: &Option<Arc<RingSteps>>, side, per_node: usize, splits| {
+        let ring_steps = |side, per_node: usize, splits| {
             let of = (at.ring, per_node);
-            let found = || Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), of, splits));
-            Some(known.clone().unwrap_or_else(found))
+            Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), of, splits))
         };
         let backward = direction == Direction::Backward;
         let both = backward && plan.options().reproducible;
@@ -89,10 +89,10 @@ impl Schedule {
             // Rows that several ranks hold cross through node slots even if a node has one ring rank.
             let divided = splits != [Holders::alone()];
             let per_node = if divided { plan.ring_ranks_in_node() } else { per_node };
-            b.out.keys = ring_steps(keys, Side::K, per_node, splits);
+            b.out.keys = keys.or_else(|| Some(ring_steps(Side::K, per_node, splits)));
         }
         if both || queries_travel {
-            b.out.queries = ring_steps(queries, Side::Q, per_node, alloc::vec![Holders::alone()]);
+            b.out.queries = queries.or_else(|| Some(ring_steps(Side::Q, per_node, alloc::vec![Holders::alone()])));
         }
         match direction {
             Direction::Forward => b.forward(),

@@ -3,7 +3,7 @@
 //!
 //! Where the accumulator is the element type and there is one Ulysses rank, sums are kept in the caller's own tensors.
 
-use alloc::vec;
+use alloc::{vec, vec::Vec};
 
 use super::{
     builder::{Builder, Life, Pass},
@@ -31,10 +31,6 @@ impl Builder<'_> {
             kv_offset: share.kv.start + pass.kv.0,
             group: self.plan.problem().group() as u32,
         }
-    }
-
-    fn entry(held: &Held) -> (Option<u32>, Option<u32>) {
-        (held.communication, held.compute)
     }
 
     pub(super) fn forward(&mut self) {
@@ -78,7 +74,7 @@ impl Builder<'_> {
                 });
             }
         }
-        self.weave(ring.lanes, Self::entry(&held));
+        self.weave(ring.lanes, held.last);
         self.all_to_all_out_forward(o, lse);
     }
 
@@ -123,7 +119,7 @@ impl Builder<'_> {
                 heads,
             },
         );
-        self.weave(ring.lanes, Self::entry(held));
+        self.weave(ring.lanes, held.last);
     }
 
     /// A sum in the accumulator's type. With `own` and one Ulysses rank it is the caller's tensor, if that has this
@@ -158,14 +154,15 @@ impl Builder<'_> {
             self.sum("sum of dv", TensorId::Dv, Side::K, key_heads, dv, !ordered),
         );
         let mut ring = Ring::default();
+        let of = BackwardOperands { held: &held, row, dq, dkv };
         if ordered {
-            self.backward_ordered(&mut ring, &held, row, dq, dkv);
+            self.backward_ordered(&mut ring, &of);
         } else if self.out.keys.is_some() {
-            self.backward_keys(&mut ring, &held, row, dq, dkv);
+            self.backward_keys(&mut ring, &of);
         } else {
-            self.backward_queries(&mut ring, &held, row, dq, dkv);
+            self.backward_queries(&mut ring, &of);
         }
-        self.weave(ring.lanes, Self::entry(&held));
+        self.weave(ring.lanes, held.last);
         self.all_to_all_out_backward(dq, dkv, ordered);
         if let Some(partial) = sinks {
             self.all_gather_sink_gradients(partial);
@@ -180,77 +177,55 @@ impl Builder<'_> {
     }
 
     /// k and v circulate; dk and dv are returned to their owner.
-    fn backward_keys(
-        &mut self,
-        ring: &mut Ring,
-        held: &Held,
-        row: RowSide,
-        dq: BufferView,
-        dkv: (BufferView, BufferView),
-    ) {
+    fn backward_keys(&mut self, ring: &mut Ring, of: &BackwardOperands) {
         for (round, pass) in self.own_passes().into_iter().enumerate() {
-            let of_keys = |v: BufferView| v.of_heads(pass.kv.0, pass.kv.1);
-            let sums = (vec![of_keys(dkv.0), of_keys(dkv.1)], self.wire());
-            let t = self.travel(
-                &mut ring.regions,
-                CirculatingSide::Keys,
-                (pass.round, pass.split),
-                vec![held.k[round], held.v[round]],
-                Some(sums.clone()),
-            );
-            for ring_step in t.steps() {
-                let call = Call { pass, row, dq: Some(dq), gradients: Gradients::All };
-                self.attend_keys(ring, held, &t, ring_step, call, &sums.0);
-            }
+            let sums = [of.dkv.0, of.dkv.1].map(|sum| sum.of_heads(pass.kv.0, pass.kv.1));
+            let (own, at) = (vec![of.held.k[round], of.held.v[round]], (pass.round, pass.split));
+            let home = Some((sums.to_vec(), self.wire()));
+            let t = self.travel(&mut ring.regions, CirculatingSide::Keys, at, own, home);
+            self.attend_keys(ring, of, &t, pass, Some(&sums));
         }
     }
 
+    /// The calls of a pass: they make dq and, if there are sums for them, dk and dv.
     fn attend_keys(
         &mut self,
         ring: &mut Ring,
-        held: &Held,
+        of: &BackwardOperands,
         t: &Travel,
-        ring_step: usize,
-        call: Call,
-        sums: &[BufferView],
+        pass: Pass,
+        sums: Option<&[BufferView]>,
     ) {
-        let Call { pass, row, dq, gradients } = call;
         let of_pass = |v: BufferView| v.of_heads(pass.q.0, pass.q.1);
         let heads = self.head_map(pass);
-        let Some(arrival) = self.fetch(ring, t, ring_step) else { return };
-        self.attend(ring, t, ring_step, &arrival, |at, partials| {
-            let to = partials.unwrap_or(sums);
-            OpKind::Backward(BackwardOp {
-                ring_step: ring_step as u32,
-                ring_steps: CirculatingSide::Keys,
-                q: of_pass(held.q),
-                k: at[0],
-                v: at[1],
-                d_o: of_pass(row.d_o),
-                lse: of_pass(row.lse),
-                delta: of_pass(row.delta),
-                dq: dq.map(of_pass),
-                dkv: (gradients == Gradients::All).then(|| (to[0], to[1])),
-                accumulate_keys: false,
-                per_q_head: false,
-                gradients,
-                heads,
-            })
-        });
+        for ring_step in t.steps() {
+            let Some(arrival) = self.fetch(ring, t, ring_step) else { continue };
+            self.attend(ring, t, ring_step, &arrival, |at, partials| {
+                OpKind::Backward(BackwardOp {
+                    ring_step: ring_step as u32,
+                    ring_steps: CirculatingSide::Keys,
+                    q: of_pass(of.held.q),
+                    k: at[0],
+                    v: at[1],
+                    d_o: of_pass(of.row.d_o),
+                    lse: of_pass(of.row.lse),
+                    delta: of_pass(of.row.delta),
+                    dq: Some(of_pass(of.dq)),
+                    dkv: partials.or(sums).map(|to| (to[0], to[1])),
+                    accumulate_keys: false,
+                    per_q_head: false,
+                    gradients: if sums.is_some() { Gradients::All } else { Gradients::Queries },
+                    heads,
+                })
+            });
+        }
     }
 
     /// The q side circulates; dq is returned to its owner.
-    fn backward_queries(
-        &mut self,
-        ring: &mut Ring,
-        held: &Held,
-        row: RowSide,
-        dq: BufferView,
-        dkv: (BufferView, BufferView),
-    ) {
-        let own = vec![held.q, row.d_o, row.lse, row.delta];
-        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, (0, 0), own, Some((vec![dq], self.wire())));
-        self.attend_queries(ring, (held.k[0], held.v[0]), &t, Some(dq), dkv);
+    fn backward_queries(&mut self, ring: &mut Ring, of: &BackwardOperands) {
+        let home = Some((vec![of.dq], self.wire()));
+        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, (0, 0), of.row_side(), home);
+        self.attend_queries(ring, (of.held.k[0], of.held.v[0]), &t, Some(of.dq), of.dkv);
     }
 
     fn attend_queries(
@@ -286,14 +261,8 @@ impl Builder<'_> {
     }
 
     /// Both sides are gathered in turn: k and v for dq, then the q side for dk and dv, one partial for each q head.
-    fn backward_ordered(
-        &mut self,
-        ring: &mut Ring,
-        held: &Held,
-        row: RowSide,
-        dq: BufferView,
-        dkv: (BufferView, BufferView),
-    ) {
+    fn backward_ordered(&mut self, ring: &mut Ring, of: &BackwardOperands) {
+        let held = of.held;
         let passes = self.own_passes();
         let mut keys = (held.k[0], held.v[0]);
         if passes.len() > 1 {
@@ -313,22 +282,24 @@ impl Builder<'_> {
         for (round, &pass) in passes.iter().enumerate() {
             let (own, at) = (vec![held.k[round], held.v[round]], (pass.round, pass.split));
             let t = self.travel(&mut ring.regions, CirculatingSide::Keys, at, own, None);
-            let call = Call { pass, row, dq: Some(dq), gradients: Gradients::Queries };
-            for ring_step in t.steps() {
-                self.attend_keys(ring, held, &t, ring_step, call, &[]);
-            }
+            self.attend_keys(ring, of, &t, pass, None);
         }
-        let own = vec![held.q, row.d_o, row.lse, row.delta];
-        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, (AFTER_ALL, 0), own, None);
-        self.attend_queries(ring, keys, &t, None, dkv);
+        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, (AFTER_ALL, 0), of.row_side(), None);
+        self.attend_queries(ring, keys, &t, None, of.dkv);
     }
 }
 
-/// Arguments that all calls of one pass share.
-#[derive(Clone, Copy)]
-struct Call {
-    pass: Pass,
+/// The operands of the backward's calls, and the sums of the gradients that they make.
+struct BackwardOperands<'a> {
+    held: &'a Held,
     row: RowSide,
-    dq: Option<BufferView>,
-    gradients: Gradients,
+    dq: BufferView,
+    dkv: (BufferView, BufferView),
+}
+
+impl BackwardOperands<'_> {
+    /// The tensors that travel if the q side circulates.
+    fn row_side(&self) -> Vec<BufferView> {
+        vec![self.held.q, self.row.d_o, self.row.lse, self.row.delta]
+    }
 }

@@ -12,7 +12,7 @@ use core::ops::Range;
 use super::builder::{Builder, Life, Region};
 use crate::{
     element::Dtype,
-    schedule::{BufferView, CirculatingSide, RingSteps, expand::is_fragmented, ring_steps::Hop},
+    schedule::{BufferView, CirculatingSide, RingSteps, StepRows, StepTensor, expand::is_fragmented, ring_steps::Hop},
 };
 
 /// The regions of the workspace that the travels of a schedule share.
@@ -62,6 +62,12 @@ impl Travel {
         self.ring_steps.list()[self.steps()].iter().filter(|v| !v.attends()).map(|v| v.rows_in).sum()
     }
 
+    /// The rows of a ring step in buffers of this rank's own rows and in slots.
+    pub(super) fn rows(&self, ring_step: usize, own: &[BufferView], slots: &[BufferView]) -> StepRows {
+        let tensors = own.iter().zip(slots).map(|(&own, &slot)| StepTensor { own, slot }).collect();
+        StepRows { ring_step: ring_step as u32, ring_steps: self.circulating_side, tensors }
+    }
+
     /// Whether anything is exchanged for a ring step.
     pub(super) fn travels(&self, ring_step: usize) -> bool {
         let v = self.ring_steps.list()[ring_step];
@@ -92,6 +98,22 @@ pub(super) struct Home {
 }
 
 impl Builder<'_> {
+    /// A buffer for each of `like`, over these regions; in the type of `like`, unless another is given.
+    fn over(
+        &mut self,
+        regions: impl Iterator<Item = Region>,
+        name: &'static str,
+        like: &[BufferView],
+        dtype: Option<Dtype>,
+        rows: u64,
+    ) -> Vec<BufferView> {
+        let buffer = |(&v, region): (&BufferView, Region)| {
+            let (dtype, dim) = (dtype.unwrap_or_else(|| self.dtype_of(v)), self.dim_of(v));
+            self.buffer_in(region, name, dtype, rows, v.heads, dim)
+        };
+        like.iter().zip(regions).map(buffer).collect()
+    }
+
     /// Two buffers for each of `like`, over the regions that earlier travels used; only the first `slots` of the two
     /// get bytes.
     fn two_of(
@@ -103,36 +125,18 @@ impl Builder<'_> {
         rows: u64,
         slots: usize,
     ) -> [Vec<BufferView>; 2] {
-        while regions.len() < like.len() {
-            let pair = [self.region(Life::Ring, 0), self.region(Life::Ring, 0)];
-            regions.push(pair);
-        }
+        self.grow(regions, like.len());
         [0, 1].map(|i| {
             let rows = if i < slots { rows } else { 0 };
-            like.iter()
-                .zip(regions.iter())
-                .map(|(&v, pair)| {
-                    let (dtype, dim) = (dtype.unwrap_or_else(|| self.dtype_of(v)), self.dim_of(v));
-                    self.buffer_in(pair[i], name, dtype, rows, v.heads, dim)
-                })
-                .collect()
+            self.over(regions.iter().map(|pair| pair[i]), name, like, dtype, rows)
         })
     }
 
-    /// A buffer for each of `like` over the second of two regions, where the first is in use.
-    fn second_of(
-        &mut self,
-        regions: &[[Region; 2]],
-        name: &'static str,
-        like: &[BufferView],
-        dtype: Dtype,
-        rows: u64,
-    ) -> Vec<BufferView> {
-        let buffer = |(&v, pair): (&BufferView, &[Region; 2])| {
-            let dim = self.dim_of(v);
-            self.buffer_in(pair[1], name, dtype, rows, v.heads, dim)
-        };
-        like.iter().zip(regions).map(buffer).collect()
+    /// Adds pairs of regions until there are `n`.
+    fn grow(&mut self, regions: &mut Vec<[Region; 2]>, n: usize) {
+        while regions.len() < n {
+            regions.push([0, 1].map(|_| self.region(Life::Ring, 0)));
+        }
     }
 
     /// Prepares a travel of `own`; with `sums`, partials of the same shapes come home to them.
@@ -158,9 +162,7 @@ impl Builder<'_> {
                 let homes = &mut regions.homes;
                 let (n, rows) = (sums.len(), ring_steps.slot_rows());
                 let whole = self.dtype_of(sums[0]);
-                while homes.len() < 3 * n {
-                    homes.push([self.region(Life::Ring, 0), self.region(Life::Ring, 0)]);
-                }
+                self.grow(homes, 3 * n);
                 let third = |b: &mut Self, i: usize, name, dtype, rows, slots| {
                     let mut part = homes[i * n..(i + 1) * n].to_vec();
                     b.two_of(&mut part, name, &sums, Some(dtype), rows, slots)
@@ -178,8 +180,8 @@ impl Builder<'_> {
                     let [leaving, _] =
                         third(self, 1, "sum of a node to travel", crossing, ring_steps.node_sum_rows(), 1);
                     // The slot is the second of the region pair, since both are in use at a time.
-                    let rows = ring_steps.node_return_rows();
-                    (leaving, self.second_of(&homes[n..2 * n], "partial from a node", &sums, crossing, rows))
+                    let (rows, second) = (ring_steps.node_return_rows(), homes[n..2 * n].iter().map(|pair| pair[1]));
+                    (leaving, self.over(second, "partial from a node", &sums, Some(crossing), rows))
                 });
                 let node_homes = &mut regions.node_homes;
                 let node_sums = self.two_of(node_homes, "sum of a node", &sums, None, node_rows, node_slots);
@@ -215,10 +217,6 @@ impl Builder<'_> {
         while regions.len() < own.len() {
             regions.push(self.region(Life::Ring, 0));
         }
-        let buffers = own.iter().zip(regions.iter()).map(|(&v, &region)| {
-            let (dtype, dim) = (self.dtype_of(v), self.dim_of(v));
-            self.buffer_in(region, "packed for a peer", dtype, most, v.heads, dim)
-        });
-        (buffers.collect(), rows)
+        (self.over(regions.iter().copied(), "packed for a peer", own, None, most), rows)
     }
 }

@@ -9,7 +9,7 @@
 
 use alloc::vec::Vec;
 
-use super::builder::{Builder, Life};
+use super::builder::{Builder, Last, Life};
 use crate::{
     batch::Side,
     element::Dtype,
@@ -29,8 +29,7 @@ pub(super) struct Held {
     /// Backward only: delta of the rank's own rows, all heads.
     pub local_delta: Option<BufferView>,
     /// The last transform on the compute lane, and the exchange on the other.
-    pub compute: Option<u32>,
-    pub communication: Option<u32>,
+    pub last: Last,
 }
 
 /// Tensors of q's side that the backward reads.
@@ -46,6 +45,14 @@ pub(super) struct RowSide {
 pub(super) enum Heads {
     Q,
     Kv(usize),
+}
+
+/// All gradients of this rank's own rows of one tensor.
+pub(super) struct OwnParts {
+    /// From the ranks of the node.
+    pub near: Vec<BufferView>,
+    /// From each other node: the sums, and the partials of q heads.
+    pub far: Vec<(usize, [BufferView; 2])>,
 }
 
 impl Builder<'_> {
@@ -88,11 +95,7 @@ impl Builder<'_> {
         self.block(held.slice(off, rows), &[source.of_heads(first, count)]);
         for u in (0..self.out.ulysses).filter(|&u| u != me) {
             let (first, count) = self.span(heads, u);
-            if rows > 0 && count > 0 {
-                let leaving = self.buffer(Life::In, "packed for peers", dtype, rows, count, dim);
-                self.block(leaving, &[source.of_heads(first, count)]);
-                self.message(self.peer(u), leaving, true);
-            }
+            self.send_packed(u, "packed for peers", source.of_heads(first, count), (dtype, dim));
             let (off, rows) = self.part(side, u);
             self.message(self.peer(u), held.slice(off, rows), false);
         }
@@ -152,7 +155,7 @@ impl Builder<'_> {
             communication = self.push_messages(messages, "ulysses in", compute).or(communication);
             [k, v] = tensors.map(|t| t.held);
         }
-        Held { q, k, v, row, local_delta: row_source, compute, communication }
+        Held { q, k, v, row, local_delta: row_source, last: Last { compute, communication } }
     }
 
     /// Returns rows of `held` (the ring share for the rank's own q heads) to the ranks that sent them.
@@ -169,30 +172,30 @@ impl Builder<'_> {
         if held.buf == user.buf {
             return Vec::new();
         }
-        let me = self.coordinates.ulysses;
+        let element = (self.dtype_of(held), self.dim_of(held));
         let back = (0..self.out.ulysses).map(|u| {
             let (first, count) = self.span(Heads::Q, u);
-            (user.of_heads(first, count), self.exchange_back(held, Side::Q, u, count, me))
+            (user.of_heads(first, count), self.exchange_back(held, Side::Q, u, count, element))
         });
         back.collect()
     }
 
-    /// Sends rank `u` its rows of `held`; returns the buffer that receives the rows of its `count` heads.
+    /// Sends rank `u` its rows of `held`; returns the buffer that receives the rows of its `count` heads, or this
+    /// rank's own rows.
     pub(super) fn exchange_back(
         &mut self,
         held: BufferView,
         side: Side,
         u: usize,
         count: u32,
-        me: usize,
+        (dtype, dim): (Dtype, usize),
     ) -> BufferView {
-        let (off, rows) = self.part(side, u);
+        let (me, (off, rows)) = (self.coordinates.ulysses, self.part(side, u));
         if u == me {
             return held.slice(off, rows);
         }
         self.message(self.peer(u), held.slice(off, rows), true);
         let rows = self.part(side, me).1;
-        let (dtype, dim) = (self.dtype_of(held), self.dim_of(held));
         let arrived = self.buffer(Life::Out, "returned by peers", dtype, rows, count, dim);
         self.message(self.peer(u), arrived, false);
         arrived
@@ -205,26 +208,13 @@ impl Builder<'_> {
         if held.buf == user.buf {
             return;
         }
-        let me = self.coordinates.ulysses;
-        let own = held.slice(self.part(Side::K, me).0, self.part(Side::K, me).1);
-        let from: Vec<BufferView> = (0..self.out.ulysses)
-            .map(|u| {
-                let count = self.key_heads(u, per_q_head);
-                if u == me { own } else { self.exchange_back(wire.unwrap_or(held), Side::K, u, count, me) }
-            })
-            .collect();
-        if !per_q_head && !self.plan.shares_kv_heads() {
-            for (u, &arrived) in from.iter().enumerate() {
-                let kv = self.heads[u].kv.clone();
-                self.block(user.of_heads(kv.start, kv.len() as u32), &[arrived]);
-            }
-            return;
+        let near = self.exchange_near(held, wire, per_q_head);
+        if per_q_head || self.plan.shares_kv_heads() {
+            return self.add_up(tensor, &OwnParts { near, far: Vec::new() }, per_q_head);
         }
-        let mut sources = Vec::new();
-        for g in 0..user.heads {
-            sources.clear();
-            from.iter().enumerate().for_each(|(u, &of_rank)| self.add_parts(g, u, of_rank, per_q_head, &mut sources));
-            self.block(user.of_heads(g, 1), &sources);
+        for (u, &arrived) in near.iter().enumerate() {
+            let kv = self.heads[u].kv.clone();
+            self.block(user.of_heads(kv.start, kv.len() as u32), &[arrived]);
         }
     }
 

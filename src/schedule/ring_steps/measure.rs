@@ -9,14 +9,13 @@ use alloc::{vec, vec::Vec};
 
 use super::{
     Hop, RingStep, RingSteps, Scattered,
-    documents::documents,
-    scratch::{Capacity, NodeCapacity, RangeScratch},
+    scratch::{Capacity, RangeScratch},
 };
 use crate::{
     batch::Side,
     plan::Form,
     schedule::{
-        join::{Fragment, by_document, meets},
+        join::{Fragment, by_document, document, meets},
         sweep::Zigzag,
     },
 };
@@ -66,7 +65,7 @@ impl RingSteps {
             q: fragments,
             k: fragments,
             pairs: 2 * fragments,
-            nodes: NodeCapacity::default(),
+            nodes: Default::default(),
         };
     }
 
@@ -78,7 +77,7 @@ impl RingSteps {
         let longest = self.own.len().max(self.stationary.len());
         let mut cap =
             Capacity { segments: longest, fragments: self.own.len(), q: longest, k: longest, ..Capacity::default() };
-        by_document(&self.stationary, &self.own, |_, a, _, b| cap.pairs += a.len() * b.len());
+        by_document((&self.stationary, document), (&self.own, document), |_, a, _, b| cap.pairs += a.len() * b.len());
         for split in 0..self.splits.len() as u32 {
             self.sweep_split(split, &mut s, &mut leaving, &mut cap);
         }
@@ -122,7 +121,8 @@ impl RingSteps {
             self.sort(s);
             let mut pairs = 0;
             let (last, mask) = (&mut self.last[lasts..], self.mask);
-            documents(&self.stationary, &s.fragments, &s.order, |first, stationary, _, order| {
+            let document_of = |&f: &u32| s.fragments[f as usize].range.doc;
+            by_document((&self.stationary, document), (&s.order, document_of), |first, stationary, _, order| {
                 pairs += stationary.len() * order.len();
                 for (i, st) in stationary.iter().enumerate() {
                     if order.iter().any(|&f| meets(&st.range, &s.fragments[f as usize].range, mask)) {

@@ -7,12 +7,11 @@
 
 use alloc::vec::Vec;
 
-use super::documents::documents;
 use super::{RangeScratch, RingSteps};
 use crate::{
     batch::Side,
     call::{Mode, QRange, Range},
-    schedule::join::meets,
+    schedule::join::{by_document, document, meets},
 };
 
 impl RingSteps {
@@ -60,7 +59,8 @@ impl RingSteps {
             let at = pairs.len() as u32;
             q.push(self.q_range(self.stationary[i].range, at..at, mode(i)));
         };
-        documents(&self.stationary, fragments, &s.order, |first, stationary, at, order| {
+        let document_of = |&f: &u32| fragments[f as usize].range.doc;
+        by_document((&self.stationary, document), (&s.order, document_of), |first, stationary, at, order| {
             if begins {
                 (next..first).for_each(|i| lone(q, pairs, i));
             }
@@ -93,7 +93,8 @@ impl RingSteps {
             q.push(self.q_range(fragments[f as usize].range, at..at, mode));
         };
         let order = &s.order;
-        documents(&self.stationary, fragments, order, |first, stationary, at, part| {
+        let document_of = |&f: &u32| fragments[f as usize].range.doc;
+        by_document((&self.stationary, document), (order, document_of), |first, stationary, at, part| {
             order[next..at].iter().for_each(|&f| lone(q, pairs, f));
             for &f in part {
                 let range = fragments[f as usize].range;

@@ -26,18 +26,8 @@ pub(super) struct Capacity {
     pub q: usize,
     pub k: usize,
     pub pairs: usize,
-    pub nodes: NodeCapacity,
-}
-
-/// The length of the longest list of each kind in [`NodeScratch`].
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct NodeCapacity {
-    union: usize,
-    held: usize,
-    needed: usize,
-    intervals: usize,
-    parts: usize,
-    bounds: usize,
+    /// In the order of the fields of [`NodeScratch`].
+    pub nodes: [usize; 6],
 }
 
 /// Room for the lists of any one ring step. Made once; never grows afterwards.
@@ -79,7 +69,7 @@ impl RangeScratch {
         grow(&mut self.q, c.q);
         grow(&mut self.k, c.k);
         grow(&mut self.pairs, c.pairs);
-        self.nodes.reserve(&c.nodes);
+        self.nodes.reserve(c.nodes);
     }
 }
 
@@ -101,16 +91,12 @@ pub(super) struct NodeScratch {
 }
 
 impl NodeScratch {
-    pub(super) fn capacity(&self) -> NodeCapacity {
-        NodeCapacity {
-            union: self.union.capacity().max(self.parts.capacity()),
-            held: self.held.capacity(),
-            needed: self.needed.capacity(),
-            intervals: self.intervals.capacity(),
-            // `parts` and `union` are swapped, so both need the larger capacity.
-            parts: self.parts.capacity().max(self.union.capacity()),
-            bounds: self.bounds.capacity(),
-        }
+    /// The capacity of each list.
+    pub(super) fn capacity(&self) -> [usize; 6] {
+        // `parts` and `union` are swapped, so both need the larger capacity.
+        let union = self.union.capacity().max(self.parts.capacity());
+        let [held, needed] = [self.held.capacity(), self.needed.capacity()];
+        [union, held, needed, self.intervals.capacity(), union, self.bounds.capacity()]
     }
 
     /// Replaces `union` by `parts`.
@@ -119,12 +105,12 @@ impl NodeScratch {
         self.parts.clear();
     }
 
-    fn reserve(&mut self, c: &NodeCapacity) {
-        grow(&mut self.union, c.union);
-        grow(&mut self.held, c.held);
-        grow(&mut self.needed, c.needed);
-        grow(&mut self.intervals, c.intervals);
-        grow(&mut self.parts, c.parts);
-        grow(&mut self.bounds, c.bounds);
+    fn reserve(&mut self, [union, held, needed, intervals, parts, bounds]: [usize; 6]) {
+        grow(&mut self.union, union);
+        grow(&mut self.held, held);
+        grow(&mut self.needed, needed);
+        grow(&mut self.intervals, intervals);
+        grow(&mut self.parts, parts);
+        grow(&mut self.bounds, bounds);
     }
 }

@@ -6,7 +6,7 @@
 //! part of a sum; for every head of its own tokens it gets the parts of all ranks that hold the head, each once, in
 //! rank order.
 
-use alloc::{format, vec::Vec};
+use alloc::{format, string::String, vec::Vec};
 
 use super::{
     cell::{Cell, What},
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     error::Result,
-    schedule::{AllToAll, AllToAllDirection, Buf, BufferView, OWN_HEADS, OWN_TOKENS, TensorId},
+    schedule::{AllToAll, AllToAllDirection, Buf, BufferView, OWN_HEADS, OWN_TOKENS},
 };
 
 /// Marks the inputs of a rank on the way back as its part of a sum.
@@ -27,7 +27,7 @@ pub(super) fn bring(p: &mut Prover, all_to_all: AllToAll) {
     }
     for r in 0..p.ranks.len() {
         let (tokens, heads) = held(p.plan, p.ranks[r].rank(), all_to_all.side);
-        let view = whole(OWN_HEADS, tokens.len(), heads.len());
+        let view = BufferView::whole(Buf::User(OWN_HEADS), tokens.len() as u64, heads.len() as u32);
         for (row, token) in tokens.into_iter().enumerate() {
             for (i, h) in heads.clone().enumerate() {
                 let list = p.lists.one(Atom { call: r as u32, head: h, heads: 1 });
@@ -38,37 +38,33 @@ pub(super) fn bring(p: &mut Prover, all_to_all: AllToAll) {
     }
 }
 
-fn whole(tensor: TensorId, rows: usize, heads: usize) -> BufferView {
-    BufferView { buf: Buf::User(tensor), row: 0, rows: rows as u64, head: 0, heads: heads as u32 }
-}
-
 /// Checks that every rank got all rows of the specification, and that no message was unneeded. No pairs are attended.
-pub(super) fn check(p: &mut Prover, all_to_all: AllToAll) -> Result<u128> {
+pub(super) fn check(p: &Prover, all_to_all: AllToAll) -> Result<u128> {
     outputs::tokens_are_dealt_once(p)?;
     for r in 0..p.ranks.len() {
         p.memories[r].check_all_read()?;
-        match all_to_all.way {
-            AllToAllDirection::ToHeads => heads(p, r, all_to_all)?,
-            AllToAllDirection::ToTokens => tokens(p, r, all_to_all)?,
-        }
+        let complete = match all_to_all.way {
+            AllToAllDirection::ToHeads => heads(p, r, all_to_all),
+            AllToAllDirection::ToTokens => tokens(p, r, all_to_all),
+        };
+        complete.map_err(|text| p.err(r, p.ranks[r].last(), text))?;
     }
     Ok(0)
 }
 
-fn heads(p: &mut Prover, r: usize, all_to_all: AllToAll) -> Result<()> {
+fn heads(p: &Prover, r: usize, all_to_all: AllToAll) -> Result<(), String> {
     let (tokens, heads) = held(p.plan, p.ranks[r].rank(), all_to_all.side);
-    let last = p.ranks[r].last();
-    let view = whole(OWN_HEADS, tokens.len(), heads.len());
+    let view = BufferView::whole(Buf::User(OWN_HEADS), tokens.len() as u64, heads.len() as u32);
     for (row, token) in tokens.into_iter().enumerate() {
         for (i, h) in heads.clone().enumerate() {
             let want = Cell::new(What::Input(OWN_TOKENS), token as u32, h, 0);
-            p.expect(r, last, &view, row as u64, 1, i as u32, want)?;
+            p.expect(r, &view, (row as u64, 1), i as u32, want)?;
         }
     }
     Ok(())
 }
 
-fn tokens(p: &mut Prover, r: usize, all_to_all: AllToAll) -> Result<()> {
+fn tokens(p: &Prover, r: usize, all_to_all: AllToAll) -> Result<(), String> {
     let rank = p.ranks[r].rank();
     let ring = p.plan.mesh().coordinates(rank).ring;
     let holders: Vec<(usize, core::ops::Range<u32>)> = (0..p.ranks.len())
@@ -76,18 +72,17 @@ fn tokens(p: &mut Prover, r: usize, all_to_all: AllToAll) -> Result<()> {
         .map(|i| (i, held(p.plan, p.ranks[i].rank(), all_to_all.side).1))
         .collect();
     let heads = all_heads(p.plan, all_to_all.side);
-    let last = p.ranks[r].last();
     let tokens = p.plan.token_indices(all_to_all.side, rank);
-    let view = whole(OWN_TOKENS, tokens.len(), heads as usize);
+    let view = BufferView::whole(Buf::User(OWN_TOKENS), tokens.len() as u64, heads);
     for (row, token) in tokens.into_iter().enumerate() {
         for h in 0..heads {
-            p.expect(r, last, &view, row as u64, 1, h, Cell::new(What::Sum(OWN_TOKENS), token as u32, h, 0))?;
+            p.expect(r, &view, (row as u64, 1), h, Cell::new(What::Sum(OWN_TOKENS), token as u32, h, 0))?;
             let atoms = p.lists.get(p.memories[r].at(&view, row as u64, h).0.list);
             let want = holders.iter().filter(|(_, own)| own.contains(&h)).map(|(i, _)| *i);
             if !atoms.iter().map(|a| a.call as usize).eq(want) {
-                let text =
-                    format!("token {token}, head {h} is not the sum over all ranks that hold the head, in order");
-                return Err(p.err(r, last, text));
+                return Err(format!(
+                    "token {token}, head {h} is not the sum over all ranks that hold the head, in order"
+                ));
             }
         }
     }

@@ -5,7 +5,7 @@
 //! There are ranks × ring steps calls, so they are stored in a few long lists, and only for the side that a call
 //! computes results for.
 
-use alloc::{vec, vec::Vec};
+use alloc::{string::String, vec, vec::Vec};
 
 use super::listed::Met;
 use crate::{batch::Side, call::Range};
@@ -52,23 +52,21 @@ impl AttendCalls {
         &self.list[call as usize]
     }
 
-    /// Adds a call that names no tokens. None if there are too many calls or ranges to number.
-    pub fn add_plain(&mut self, rank: usize, op: usize) -> Option<u32> {
-        self.add(rank, op, &Met::default(), None, None)
-    }
-
-    /// Adds a call with its tokens of q's side, of k's side, or of both. None as [`AttendCalls::add_plain`].
+    /// Adds a call with its tokens of q's side, of k's side, of both or of none; returns its number.
     pub fn add(
         &mut self,
         rank: usize,
         op: usize,
         met: &Met,
-        q: Option<&[NamedTokens]>,
-        k: Option<&[NamedTokens]>,
-    ) -> Option<u32> {
+        q: Option<&Vec<NamedTokens>>,
+        k: Option<&Vec<NamedTokens>>,
+    ) -> Result<u32, String> {
         // The numbers of both sides' ranges and of the call are below this.
-        u32::try_from(self.ranges.len() + met.k.len() + met.q.len()).ok()?;
-        let number = u32::try_from(self.list.len()).ok()?;
+        let last = self.list.len().max(self.ranges.len() + met.k.len() + met.q.len());
+        if u32::try_from(last).is_err() {
+            return Err("is one of too many calls: a proof numbers calls and ranges in 32 bits".into());
+        }
+        let number = self.list.len() as u32;
         let begin = self.tokens.len();
         if let Some(q) = q {
             let base = self.ranges.len() as u32;
@@ -104,7 +102,7 @@ impl AttendCalls {
         }
         let tokens = [begin, middle, self.tokens.len()];
         self.list.push(AttendCall { rank: rank as u32, op: op as u32, tokens });
-        Some(number)
+        Ok(number)
     }
 
     fn name(&mut self, named: &[NamedTokens], at: &[(usize, u32)]) {

@@ -50,15 +50,19 @@ impl Column {
         (cell.after(row - first), self.end(i) - row)
     }
 
+    /// The runs that hold rows `first..end`, cut to these rows: the first row of each, the number of rows, the content.
+    pub fn runs(&self, first: u64, end: u64) -> impl Iterator<Item = (u64, u64, Cell)> + '_ {
+        let from = if first < end { self.find(first) } else { self.runs.len() };
+        let within = self.runs[from..].iter().take_while(move |run| run.0 < end);
+        (from..).zip(within).map(move |(i, &(row, cell))| {
+            let at = row.max(first);
+            (at, self.end(i).min(end) - at, cell.after(at - row))
+        })
+    }
+
     /// The first of these rows that was written and has not been read.
     pub fn unread(&self, first: u64, end: u64) -> Option<(u64, Cell)> {
-        if first >= end {
-            return None;
-        }
-        let runs = &self.runs[self.find(first)..];
-        let (row, cell) = runs.iter().take_while(|run| run.0 < end).find(|run| run.1.unread > 0)?;
-        let skipped = first.saturating_sub(*row);
-        Some((row + skipped, cell.after(skipped)))
+        self.runs(first, end).find(|run| run.2.unread > 0).map(|(row, _, cell)| (row, cell))
     }
 
     /// Writes rows `first..end`: runs that cover them, each with its first row.
@@ -154,6 +158,10 @@ mod tests {
                     cells[span].iter_mut().filter(|c| counts(c)).for_each(|c| c.unread = 0);
                 }
                 (0..rows).for_each(|row| assert_eq!(column.at(row).0, cells[row as usize], "step {step}"));
+                let run = |(row, rows, cell): (u64, u64, Cell)| (0..rows).map(move |i| (row + i, cell.after(i)));
+                let listed: Vec<_> = column.runs(first, end).flat_map(run).collect();
+                let want: Vec<_> = (first..end).map(|row| (row, cells[row as usize])).collect();
+                assert_eq!(listed, want, "step {step}");
                 assert_eq!(column.runs, Column::of(cells.iter().copied()).runs, "step {step}");
             }
         }

@@ -2,28 +2,26 @@
 //! Executes operations on tags, which stand for the contents of buffers: all but kernel calls (`attend`) and messages
 //! (`transfer`).
 
-use alloc::{format, vec, vec::Vec};
+use alloc::{format, string::String, vec::Vec};
 
 use super::{
     borders::NodeBorders,
     calls::AttendCalls,
     cell::{Cell, What},
     contributions::{Atom, Contributions},
-    flaw::flaw,
-    listed::{ListedOp, Sum},
+    flaw::{Wrong, flaw},
+    listed::{ListedOp, Met, Sum},
     memory::{Memory, Piece},
     packed::RankOps,
     report::RankReport,
 };
 use crate::{
     batch::Side,
+    element::Dtype,
     error::{Error, Result},
     plan::{Plan, Wire},
     schedule::{Buf, BufferView, SINK_DIGITS, TensorId, expand::Expansion},
 };
-
-/// The flaw if calls or their ranges cannot be numbered.
-pub(super) const TOO_MANY_CALLS: &str = "is one of too many calls: a proof numbers calls and ranges in 32 bits";
 
 /// All ranks during the simulated run.
 pub(super) struct Prover<'a> {
@@ -73,7 +71,7 @@ impl<'a> Prover<'a> {
         }
     }
 
-    pub fn err(&self, r: usize, op: usize, text: impl Into<alloc::string::String>) -> Error {
+    pub fn err(&self, r: usize, op: usize, text: impl Into<String>) -> Error {
         flaw(self.ranks[r].rank(), op, text)
     }
 
@@ -84,7 +82,7 @@ impl<'a> Prover<'a> {
 
     /// Executes an operation of rank `r` that involves no other rank.
     pub fn execute(&mut self, r: usize, op: usize, work: &ListedOp) -> Result<()> {
-        match work {
+        let done: Result<(), Wrong> = match work {
             ListedOp::Delta { delta } => self.delta(r, op, delta),
             ListedOp::SinkGradient { delta, partial } => self.sink_gradient(r, op, delta, partial),
             ListedOp::SinkTotal(sum) => self.sink_total(r, op, sum),
@@ -95,94 +93,75 @@ impl<'a> Prover<'a> {
             ListedOp::Attend(a, met) => self.attend(r, op, a, met),
             ListedOp::Backward(b, met) => self.backward(r, op, b, met),
             ListedOp::Exchange { .. } => Ok(()),
-        }
-    }
-
-    /// Contributions of a call to q heads `first..first + heads`, for each cell of a row.
-    pub fn atoms(&mut self, call: u32, first: u32, heads: u32) -> Vec<u32> {
-        if self.whole_rows {
-            return vec![self.lists.one(Atom { call, head: first, heads })];
-        }
-        (first..first + heads).map(|head| self.lists.one(Atom { call, head, heads: 1 })).collect()
+        };
+        done.map_err(|wrong| match wrong {
+            Wrong::Here(text) => self.err(r, op, text),
+            Wrong::There(error) => error,
+        })
     }
 
     /// Checks that a view has the expected type.
-    pub fn typed(&self, r: usize, op: usize, v: &BufferView, dtype: crate::element::Dtype, dim: usize) -> Result<()> {
+    pub fn typed(&self, r: usize, v: &BufferView, dtype: Dtype, dim: usize) -> Result<(), String> {
         let t = self.memories[r].table(v.buf);
         if (t.dtype, t.dim as usize) != (dtype, dim) {
-            return Err(self.err(
-                r,
-                op,
-                format!("{} is {} of dim {}, not {dtype} of dim {dim}", t.name, t.dtype, t.dim),
-            ));
+            return Err(format!("{} is {} of dim {}, not {dtype} of dim {dim}", t.name, t.dtype, t.dim));
         }
         Ok(())
     }
 
-    /// Checks that a view is all rows and heads that the caller of rank `r` gives of q's side.
-    fn whole(&self, r: usize, op: usize, v: &BufferView) -> Result<()> {
-        let rows = self.plan.local_tokens(Side::Q, self.ranks[r].rank()) as u64;
-        if (v.rows, v.heads as usize) != (rows, self.plan.problem().heads()) {
-            return Err(self.err(r, op, format!("{v:?} is not all of the rank's {rows} rows")));
-        }
-        Ok(())
+    /// Rows and heads that the caller of rank `r` gives of q's side.
+    fn given(&self, r: usize) -> (u64, u32) {
+        (self.plan.local_tokens(Side::Q, self.ranks[r].rank()) as u64, self.plan.problem().heads() as u32)
     }
 
-    fn delta(&mut self, r: usize, op: usize, delta: &BufferView) -> Result<()> {
-        self.whole(r, op, delta)?;
-        self.typed(r, op, delta, self.plan.problem().dtype().accumulator(), 1)?;
+    fn delta(&mut self, r: usize, op: usize, delta: &BufferView) -> Result<(), Wrong> {
+        self.shaped(r, delta, What::Delta, self.given(r))?;
         let o = BufferView { buf: Buf::User(TensorId::O), row: 0, head: 0, ..*delta };
         let mut pieces = Vec::new();
         for head in self.memories[r].heads(delta) {
-            let mut row = 0;
-            while row < delta.rows {
-                let (cell, rows) = self.memories[r].at(&o, row, head);
-                let rows = rows.min(delta.rows - row);
-                pieces.push(Piece { head, row, cell: Cell::new(What::Delta, cell.token, head, 0) });
-                row += rows;
-            }
+            let piece = |(row, _, cell): (u64, u64, Cell)| {
+                let cell = Cell::new(What::Delta, cell.token, head, 0);
+                Piece { head, row, cell }
+            };
+            pieces.extend(self.memories[r].runs(&o, 0, delta.rows, head).map(piece));
         }
-        self.memories[r].write(op, delta, 0, delta.rows, &pieces)
+        Ok(self.memories[r].write(op, delta, 0, delta.rows, &pieces)?)
     }
 
-    fn sink_gradient(&mut self, r: usize, op: usize, delta: &BufferView, partial: &BufferView) -> Result<()> {
-        self.whole(r, op, delta)?;
-        self.typed(r, op, partial, self.plan.problem().dtype().accumulator(), self.sink_dim())?;
-        if !self.plan.problem().sinks() || (partial.rows, partial.heads) != (1, delta.heads) {
-            return Err(self.err(r, op, "a gradient of sinks is one row of all q heads"));
+    fn sink_gradient(&mut self, r: usize, op: usize, delta: &BufferView, partial: &BufferView) -> Result<(), Wrong> {
+        if !self.plan.problem().sinks() {
+            return Err("the problem has no sinks".into());
         }
+        self.shaped(r, delta, What::Delta, self.given(r))?;
+        self.shaped(r, partial, What::Sum(TensorId::Dsinks), (1, delta.heads))?;
         let lse = BufferView { buf: Buf::User(TensorId::Lse), row: 0, head: 0, ..*delta };
         for h in self.memories[r].heads(delta) {
-            let mut row = 0;
-            while row < delta.rows {
-                let (cell, rows) = self.memories[r].at(&lse, row, h);
-                let rows = rows.min(delta.rows - row);
-                self.expect(r, op, delta, row, rows, h, Cell::new(What::Delta, cell.token, h, 0))?;
-                row += rows;
+            for (row, rows, cell) in self.memories[r].runs(&lse, 0, delta.rows, h) {
+                self.expect(r, delta, (row, rows), h, Cell::new(What::Delta, cell.token, h, 0))?;
             }
             self.memories[r].read(delta, 0, delta.rows, h, |_| true);
         }
-        let call = self.calls.add_plain(r, op).ok_or_else(|| self.err(r, op, TOO_MANY_CALLS))?;
+        let call = self.calls.add(r, op, &Met::default(), None, None)?;
         let piece = |head| {
             let list = self.lists.one(Atom { call, head, heads: 1 });
             Piece { head, row: 0, cell: Cell::new(What::Sum(TensorId::Dsinks), 0, head, list) }
         };
         let pieces: Vec<Piece> = self.memories[r].heads(partial).map(piece).collect();
-        self.memories[r].write(op, partial, 0, 1, &pieces)
+        Ok(self.memories[r].write(op, partial, 0, 1, &pieces)?)
     }
 
     /// An exact sum travels as digits.
-    fn sink_dim(&self) -> usize {
+    pub fn sink_dim(&self) -> usize {
         if self.plan.options().reproducible { SINK_DIGITS } else { 1 }
     }
 
-    fn sink_total(&mut self, r: usize, op: usize, sum: &Sum) -> Result<()> {
-        let accumulator = self.plan.problem().dtype().accumulator();
-        self.typed(r, op, &sum.dst, accumulator, 1)?;
-        sum.sources.iter().try_for_each(|v| self.typed(r, op, v, accumulator, SINK_DIGITS))?;
-        if (sum.dst.rows, sum.dst.heads as usize) != (1, self.plan.problem().heads()) || self.sink_dim() == 1 {
-            return Err(self.err(r, op, "a total of sinks is one row of all q heads, of a reproducible plan"));
+    fn sink_total(&mut self, r: usize, op: usize, sum: &Sum) -> Result<(), Wrong> {
+        if self.sink_dim() == 1 {
+            return Err("only a reproducible plan has digits of sinks' gradients".into());
         }
+        let shape = (1, self.given(r).1);
+        sum.sources.iter().try_for_each(|v| self.shaped(r, v, What::Sum(TensorId::Dsinks), shape))?;
+        self.typed(r, &sum.dst, self.plan.problem().dtype().accumulator(), 1)?;
         self.sum(r, op, sum)
     }
 
@@ -191,31 +170,26 @@ impl<'a> Prover<'a> {
     pub fn expect(
         &self,
         r: usize,
-        op: usize,
         v: &BufferView,
-        row: u64,
-        rows: u64,
+        (row, rows): (u64, u64),
         head: u32,
         want: Cell,
-    ) -> Result<()> {
-        let end = row + rows;
-        let mut at = row;
-        while at < end {
-            let (cell, run) = self.memories[r].at(v, at, head);
-            let want = want.after(at - row);
-            if (cell.what, cell.token, cell.head) != (want.what, want.token, want.head) {
-                let name = self.memories[r].name(v.buf);
-                let (at, head) = (v.row + at, v.head + head);
-                let (holds, wanted) = (cell.describe(), want.describe());
-                return Err(self.err(r, op, format!("row {at}, head {head} of {name} holds {holds}, not {wanted}")));
-            }
-            at += run;
+    ) -> Result<(), String> {
+        let mut runs = self.memories[r].runs(v, row, rows, head);
+        runs.try_for_each(|(at, _, cell)| self.holds(r, v, at, head, cell, want.after(at - row)))
+    }
+
+    /// Checks the content of one row, except contributions.
+    pub fn holds(&self, r: usize, v: &BufferView, row: u64, head: u32, cell: Cell, want: Cell) -> Result<(), String> {
+        if (cell.what, cell.token, cell.head) == (want.what, want.token, want.head) {
+            return Ok(());
         }
-        Ok(())
+        let (at, head, name) = (v.row + row, v.head + head, self.memories[r].name(v.buf));
+        Err(format!("row {at}, head {head} of {name} holds {}, not {}", cell.describe(), want.describe()))
     }
 
     /// `dst = Σ sources`.
-    fn sum(&mut self, r: usize, op: usize, s: &Sum) -> Result<()> {
+    fn sum(&mut self, r: usize, op: usize, s: &Sum) -> Result<(), Wrong> {
         let accumulator = self.plan.problem().dtype().accumulator();
         let to = self.memories[r].table(s.dst.buf).dtype;
         let mut pieces = core::mem::take(&mut self.pieces);
@@ -234,7 +208,7 @@ impl<'a> Prover<'a> {
                         (What::Unset, _) => Some("which was never written"),
                         (What::Running(_), _) => Some("which is not finished"),
                         (What::Input(_) | What::Delta | What::Final(_), _) if s.sources.len() > 1 => {
-                            Some("which is no gradient to sum")
+                            Some("which is not a gradient")
                         }
                         (What::Input(_) | What::Delta, _) if from != to => Some("in another type"),
                         (a @ What::Sum(_), b @ What::Sum(_)) => {
@@ -244,15 +218,15 @@ impl<'a> Prover<'a> {
                         _ => None,
                     };
                     if let Some(wrong) = wrong {
-                        let name = memory.name(v.buf);
-                        let (at, head) = (v.row + row, v.head + head);
-                        let text = format!("reads row {at}, head {head} of {name} ({}), {wrong}", cell.describe());
-                        return Err(self.err(r, op, text));
+                        let (at, head, name) = (v.row + row, v.head + head, memory.name(v.buf));
+                        return Err(
+                            format!("reads row {at}, head {head} of {name} ({}), {wrong}", cell.describe()).into()
+                        );
                     }
                     let list = self.lists.join(sum.list, cell.list);
                     let rounded = sum.rounded.or(cell.rounded);
                     if n > 0 && rounded.is_some() && self.plan.options().wire != Wire::Bf16 {
-                        return Err(self.err(r, op, format!("sums what was rounded ({})", cell.describe())));
+                        return Err(format!("sums what was rounded ({})", cell.describe()).into());
                     }
                     if cell.what != What::Zero {
                         sum = cell;
@@ -277,46 +251,29 @@ impl<'a> Prover<'a> {
 
     /// Merges a partial o and its lse into running ones: all four belong to one row, o and lse of each pair have the
     /// same calls, and no call is in both pairs (`outputs` would find that only at the end).
-    fn merge(&mut self, r: usize, op: usize, pair: &[Sum]) -> Result<()> {
-        let p = self.plan.problem();
-        let (accumulator, dims) = (p.dtype().accumulator(), [p.value_dim(), 2]);
-        let [o, lse] = pair else { return Err(self.err(r, op, "merges o without its lse")) };
-        if (o.dst.rows, o.dst.heads) != (lse.dst.rows, lse.dst.heads) {
-            return Err(self.err(r, op, format!("{:?} and its lse {:?} differ in rows or heads", o.dst, lse.dst)));
-        }
-        for (sum, dim) in pair.iter().zip(dims) {
+    fn merge(&mut self, r: usize, op: usize, pair: &[Sum]) -> Result<(), Wrong> {
+        let [o, lse] = pair else { return Err("merges o without its lse".into()) };
+        for (sum, tensor) in [(o, TensorId::O), (lse, TensorId::Lse)] {
             if sum.sources.len() != 2 || sum.sources[0] != sum.dst {
-                return Err(self.err(r, op, "a merge is of a running result and one other"));
+                return Err("a merge is of a running result and one other".into());
             }
-            sum.sources.iter().try_for_each(|v| self.typed(r, op, v, accumulator, dim))?;
+            let shape = (o.dst.rows, o.dst.heads);
+            sum.sources.iter().try_for_each(|v| self.shaped(r, v, What::Running(tensor), shape))?;
         }
         let mut pieces = core::mem::take(&mut self.pieces);
         pieces.clear();
         for head in self.memories[r].heads(&o.dst) {
             let mut row = 0;
             while row < o.dst.rows {
-                let (first, mut rows) = self.memories[r].at(&o.dst, row, head);
-                rows = rows.min(o.dst.rows - row);
-                for v in o.sources.iter().chain(&lse.sources) {
-                    rows = rows.min(self.memories[r].at(v, row, head).1);
+                let (first, _) = self.memories[r].at(&o.dst, row, head);
+                let (mut list, mut rows) = (0, o.dst.rows - row);
+                for pair in o.sources.iter().zip(&lse.sources) {
+                    let (of_pair, run) = self.running(r, pair, row, head, first)?;
+                    list = self.lists.join(list, of_pair);
+                    rows = rows.min(run);
                 }
-                let mut list = 0;
-                for (o, lse) in o.sources.iter().zip(&lse.sources) {
-                    let want = |t| Cell { what: What::Running(t), ..first };
-                    self.expect(r, op, o, row, rows, head, want(TensorId::O))?;
-                    self.expect(r, op, lse, row, rows, head, want(TensorId::Lse))?;
-                    let [of_o, of_lse] = [o, lse].map(|v| self.memories[r].at(v, row, head).0.list);
-                    if of_o != of_lse {
-                        let token = first.token;
-                        return Err(self.err(r, op, format!("o and lse of token {token} have met different keys")));
-                    }
-                    list = self.lists.join(list, of_o);
-                }
-                pieces.push(Piece {
-                    head,
-                    row,
-                    cell: Cell::new(What::Running(TensorId::O), first.token, first.head, list),
-                });
+                let cell = Cell::new(What::Running(TensorId::O), first.token, first.head, list);
+                pieces.push(Piece { head, row, cell });
                 row += rows;
             }
             for v in o.sources.iter().chain(&lse.sources) {
@@ -329,5 +286,24 @@ impl<'a> Prover<'a> {
         }
         self.pieces = pieces;
         Ok(())
+    }
+
+    /// The contributions to one row of a running o and its lse, which must be those of `of`'s row, and the number of
+    /// rows from it on that have the same.
+    pub fn running(
+        &self,
+        r: usize,
+        (o, lse): (&BufferView, &BufferView),
+        row: u64,
+        head: u32,
+        of: Cell,
+    ) -> Result<(u32, u64), String> {
+        let [(in_o, o_rows), (in_lse, lse_rows)] = [o, lse].map(|v| self.memories[r].at(v, row, head));
+        self.holds(r, o, row, head, in_o, Cell { what: What::Running(TensorId::O), ..of })?;
+        self.holds(r, lse, row, head, in_lse, Cell { what: What::Running(TensorId::Lse), ..of })?;
+        if in_o.list != in_lse.list {
+            return Err(format!("running o and lse of token {} have met different keys", of.token));
+        }
+        Ok((in_o.list, o_rows.min(lse_rows)))
     }
 }

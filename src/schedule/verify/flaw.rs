@@ -9,3 +9,23 @@ use crate::error::Error;
 pub(super) fn flaw(rank: usize, operation: usize, flaw: impl Into<String>) -> Error {
     Error::Schedule { rank, operation, flaw: flaw.into() }
 }
+
+/// A flaw that shows when an operation is executed.
+pub(super) enum Wrong {
+    /// Of this operation.
+    Here(String),
+    /// Of another one, which the error names.
+    There(Error),
+}
+
+impl<T: Into<String>> From<T> for Wrong {
+    fn from(text: T) -> Self {
+        Self::Here(text.into())
+    }
+}
+
+impl From<Error> for Wrong {
+    fn from(error: Error) -> Self {
+        Self::There(error)
+    }
+}

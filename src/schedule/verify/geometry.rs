@@ -4,9 +4,9 @@
 //! Windows of consecutive queries are consecutive too, so between two runs of consecutive positions the rows that meet
 //! are also runs. If a k range is a stripe, queries are checked row by row.
 
-use alloc::{format, vec, vec::Vec};
+use alloc::{format, string::String, vec, vec::Vec};
 
-use super::{execute::Prover, listed::Met};
+use super::{calls::NamedTokens, execute::Prover, listed::Met};
 use crate::{batch::Side, call::Range, error::Result, mask::Mask};
 
 /// Rows of a range whose positions are in `low..=high`: positions ascend, so they are one run.
@@ -31,9 +31,9 @@ pub(super) fn rows_between(r: &Range, low: i64, high: i64) -> (u32, u32) {
 /// Consecutive rows of a range with consecutive tokens; either all of them meet something, or none.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RangePart {
-    /// The first row, from the start of the range.
-    pub row: u32,
-    pub rows: u32,
+    /// The first row, in the view.
+    pub row: u64,
+    pub rows: u64,
     /// Token of the first row.
     pub token: u32,
     pub met: bool,
@@ -41,10 +41,18 @@ pub(super) struct RangePart {
 
 /// A call's geometry: the tokens its ranges claim and which of them meet.
 pub(super) struct Geometry {
-    /// By range.
-    pub q: Vec<Vec<RangePart>>,
-    pub k: Vec<Vec<RangePart>>,
+    pub q: NamedRows,
+    pub k: NamedRows,
     pub pairs: u128,
+}
+
+/// The rows that the ranges of one side name.
+#[derive(Default)]
+pub(super) struct NamedRows {
+    /// By range.
+    pub parts: Vec<Vec<RangePart>>,
+    /// In ascending order.
+    pub tokens: Vec<NamedTokens>,
 }
 
 /// Rows as intervals, first and end.
@@ -107,35 +115,35 @@ fn rows_that_meet(q: &Range, k: &Range, mask: Mask, q_met: &mut Intervals, k_met
 
 impl Prover<'_> {
     /// Checks that a range names tokens of its document; returns the document's first token minus its position.
-    fn claimed(&self, r: usize, op: usize, side: Side, range: &Range) -> Result<i64> {
+    fn claimed(&self, side: Side, range: &Range) -> Result<i64, String> {
         let batch = self.plan.problem().batch();
         let doc = range.doc as usize;
         if doc >= batch.documents() {
-            return Err(self.err(r, op, format!("{range:?} is of document {doc} of {}", batch.documents())));
+            return Err(format!("{range:?} is of document {doc} of {}", batch.documents()));
         }
         let (tokens, start) = (batch.document(side, doc), batch.start(side, doc));
         let (first, last) = (range.pos, range.last());
         if first < start || last >= start + tokens.len() as i64 {
-            return Err(self.err(r, op, format!("{range:?} claims positions {first}..={last} outside its document")));
+            return Err(format!("{range:?} claims positions {first}..={last} outside its document"));
         }
         Ok(tokens.start as i64 - start)
     }
 
-    pub(super) fn geometry(&self, r: usize, op: usize, met: &Met) -> Result<Geometry> {
+    pub(super) fn geometry(&self, met: &Met) -> Result<Geometry, String> {
         let mask = self.plan.problem().mask();
         let mut q_met: Vec<Intervals> = vec![Vec::new(); met.q.len()];
         let mut k_met: Vec<Intervals> = vec![Vec::new(); met.k.len()];
         let mut pairs = 0;
         for q in &met.q {
-            self.claimed(r, op, Side::Q, &q.range)?;
+            self.claimed(Side::Q, &q.range)?;
             let batch = self.plan.problem().batch();
             let document = [Side::Q, Side::K].map(|side| batch.document(side, q.range.doc as usize).len() as u32);
             if q.document != document {
-                return Err(self.err(r, op, format!("{q:?} is of a document of {document:?} tokens of q and k")));
+                return Err(format!("{q:?} is of a document of {document:?} tokens of q and k"));
             }
         }
         for k in &met.k {
-            self.claimed(r, op, Side::K, k)?;
+            self.claimed(Side::K, k)?;
         }
         for (i, query) in met.q.iter().enumerate() {
             for &key in met.keys(i) {
@@ -143,12 +151,26 @@ impl Prover<'_> {
                 pairs += rows_that_meet(q, k, mask, &mut q_met[i], &mut k_met[key as usize]);
             }
         }
-        let parts = |side, range: &Range, met: Intervals| -> Result<Vec<RangePart>> {
-            let shift = self.claimed(r, op, side, range)?;
-            let mut parts = Vec::new();
+        let q = self.named(Side::Q, met.q.iter().map(|q| &q.range), q_met)?;
+        Ok(Geometry { q, k: self.named(Side::K, met.k.iter(), k_met)?, pairs })
+    }
+
+    /// The rows that ranges name, and which of them meet anything. No token may be in two ranges.
+    fn named<'r>(
+        &self,
+        side: Side,
+        ranges: impl Iterator<Item = &'r Range>,
+        met: Vec<Intervals>,
+    ) -> Result<NamedRows, String> {
+        let mut named = NamedRows::default();
+        for ((range, met), number) in ranges.zip(met).zip(0..) {
+            let shift = self.claimed(side, range)?;
             let met = in_order(met);
             let mut next = met.iter().copied().peekable();
+            let mut parts = Vec::new();
             for (first, rows) in runs(range) {
+                let token = (shift + range.position(first)) as u32;
+                named.tokens.push(NamedTokens { token, tokens: rows, range: number });
                 let (mut row, end) = (first, first + rows);
                 while row < end {
                     while next.next_if(|m| m.1 <= row).is_some() {}
@@ -157,16 +179,18 @@ impl Prover<'_> {
                         Some(m) => (m.0.min(end), false),
                         None => (end, false),
                     };
-                    let token = (shift + range.position(row)) as u32;
-                    parts.push(RangePart { row, rows: until - row, token, met });
+                    let (at, rows, token) = (range.row as u64 + u64::from(row), until - row, token + row - first);
+                    parts.push(RangePart { row: at, rows: rows.into(), token, met });
                     row = until;
                 }
             }
-            Ok(parts)
-        };
-        let queries = met.q.iter().zip(q_met).map(|(q, met)| parts(Side::Q, &q.range, met));
-        let keys = met.k.iter().zip(k_met).map(|(k, met)| parts(Side::K, k, met));
-        Ok(Geometry { q: queries.collect::<Result<_>>()?, k: keys.collect::<Result<_>>()?, pairs })
+            named.parts.push(parts);
+        }
+        named.tokens.sort_unstable_by_key(|n| n.token);
+        match named.tokens.windows(2).find(|w| w[0].token + w[0].tokens > w[1].token) {
+            Some(w) => Err(format!("token {} of side {side:?} is in two ranges of one call", w[1].token)),
+            None => Ok(named),
+        }
     }
 }
 

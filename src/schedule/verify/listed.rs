@@ -69,9 +69,9 @@ pub(super) fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> ListedOp {
             let dst = BufferView { buf: Buf::User(TensorId::Dsinks), row: 0, head: 0, ..*digits };
             ListedOp::SinkTotal(Sum { dst, sources: vec![*digits] })
         }
-        OpKind::Transform { .. } | OpKind::Pack { .. } | OpKind::Reduce { .. } => ListedOp::Sums(sums(s, i, e)),
-        OpKind::Merge { .. } => ListedOp::Merges(sums(s, i, e)),
-        kind @ (OpKind::Exchange { .. } | OpKind::Fetch { .. } | OpKind::Return { .. }) => {
+        OpKind::Transform { .. } | OpKind::Pack(_) | OpKind::Reduce(_) => ListedOp::Sums(sums(s, i, e)),
+        OpKind::Merge(_) => ListedOp::Merges(sums(s, i, e)),
+        kind @ (OpKind::Exchange { .. } | OpKind::Fetch { .. } | OpKind::Return(_)) => {
             let strict = matches!(kind, OpKind::Fetch { .. });
             ListedOp::Exchange { messages: e.messages(s, i).to_vec(), strict }
         }
@@ -137,7 +137,7 @@ impl Lists for &[ListedOp] {
 pub(super) fn check_met(met: &Met, q_rows: u64, k_rows: u64) -> Result<(), String> {
     let sane = |r: &Range, rows: u64| {
         if r.len == 0 || r.block == 0 || r.period < r.block || r.row < 0 || (r.row as u64 + u64::from(r.len)) > rows {
-            return Err(format!("{r:?} is no range of {rows} rows"));
+            return Err(format!("{r:?} does not lie in a view of {rows} rows"));
         }
         Ok(())
     };

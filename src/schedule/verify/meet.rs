@@ -8,9 +8,7 @@
 
 use alloc::{
     collections::{BTreeMap, VecDeque},
-    format,
-    string::String,
-    vec,
+    format, vec,
     vec::Vec,
 };
 
@@ -33,18 +31,21 @@ pub(super) fn messages(work: ListedOp) -> Vec<MessageView> {
     }
 }
 
+/// One end of a message: rank, operation, rows, and the memory that they lie in.
+type End<'a> = (usize, usize, &'a BufferView, &'a Memory);
+
 /// Checks that a send and its receive have the same shape and type.
-fn fits(send: (&BufferView, &Memory), recv: (&BufferView, &Memory)) -> Result<(), [String; 2]> {
-    let shape = |(v, memory): (&BufferView, &Memory)| {
+fn fits(send: End, recv: End) -> Result<()> {
+    let shape = |(_, _, v, memory): End| {
         let t = memory.table(v.buf);
         (v.rows, v.heads, t.dim, t.dtype)
     };
     let (sent, taken) = (shape(send), shape(recv));
-    if sent == taken { Ok(()) } else { Err([format!("{sent:?}"), format!("{taken:?}")]) }
-}
-
-fn unfit(sender: usize, op: usize, receiver: usize, at: usize, [sent, taken]: [String; 2]) -> Error {
-    flaw(receiver, at, format!("expects {taken} of rank {sender}, whose operation {op} sends {sent}"))
+    if sent == taken {
+        return Ok(());
+    }
+    let text = format!("expects {taken:?} of rank {}, whose operation {} sends {sent:?}", send.0, send.1);
+    Err(flaw(recv.0, recv.1, text))
 }
 
 /// Matches all messages, given by rank and operation. The first rank of the group is `start`.
@@ -68,15 +69,15 @@ pub(super) fn partners(start: usize, messages: &[Vec<Vec<MessageView>>], memorie
         let (a, b) = (start + from, start + to);
         for (&s, &t) in sends.iter().zip(&recvs) {
             let (x, y) = (&messages[from][s.0][s.1].view, &messages[to][t.0][t.1].view);
-            fits((x, &memories[from]), (y, &memories[to])).map_err(|shapes| unfit(a, s.0, b, t.0, shapes))?;
+            fits((a, s.0, x, &memories[from]), (b, t.0, y, &memories[to]))?;
             partners[from][s.0][s.1] = (to, t.0, t.1);
             partners[to][t.0][t.1] = (from, s.0, s.1);
         }
         if let Some(&(i, _)) = sends.get(recvs.len()) {
-            return Err(flaw(a, i, format!("a message to rank {b} that it does not receive")));
+            return Err(flaw(a, i, format!("sends rank {b} a message that rank {b} does not receive")));
         }
         if let Some(&(i, _)) = recvs.get(sends.len()) {
-            return Err(flaw(b, i, format!("expects a message that rank {a} does not send")));
+            return Err(flaw(b, i, format!("expects a message of rank {a} that rank {a} does not send")));
         }
     }
     Ok(partners)
@@ -203,10 +204,10 @@ fn post(
     queue: &mut VecDeque<usize>,
 ) -> Result<()> {
     let ListedOp::Exchange { messages, strict } = prover.list(r, i) else {
-        return Err(prover.err(r, i, "is no exchange"));
+        return Err(prover.err(r, i, "is not an exchange"));
     };
     if messages.is_empty() {
-        return Err(prover.err(r, i, "an exchange without messages"));
+        return Err(prover.err(r, i, "is an exchange without messages"));
     }
     let (me, start) = (prover.ranks[r].rank(), prover.ranks[0].rank());
     let mut own = Posted::new(i, messages, strict);
@@ -219,8 +220,8 @@ fn post(
         let (op, left) = (other.op, other.left);
         let ends = [(r, i, mine), (there, op, theirs)];
         let ([from, to], strict) = if send { (ends, other.strict) } else { ([ends[1], ends[0]], own.strict) };
-        fits((&from.2, &prover.memories[from.0]), (&to.2, &prover.memories[to.0]))
-            .map_err(|shapes| unfit(start + from.0, from.1, start + to.0, to.1, shapes))?;
+        let [sent, taken] = [&from, &to].map(|end| (start + end.0, end.1, &end.2, &prover.memories[end.0]));
+        fits(sent, taken)?;
         prover.transfer(from, to, strict)?;
         if left == 0 {
             queue.push_back(there);
@@ -234,7 +235,7 @@ fn stuck(prover: &Prover, partners: &Partners, ranks: &[RankProgress], r: usize,
     let absent = partners[r][i].iter().find(|&&(peer, j, _)| !ranks[peer].has_posted(j));
     let text = match absent {
         Some(&(peer, j, _)) if ranks[r].has_posted(i) => {
-            format!("waits for ever: rank {} never reaches operation {j}", prover.ranks[peer].rank())
+            format!("waits forever: rank {} never reaches operation {j}", prover.ranks[peer].rank())
         }
         _ => "is never reached: ranks wait for one another".into(),
     };

@@ -179,6 +179,13 @@ impl Memory {
         self.table(v.buf).columns[self.column(v, head)].at(v.row + row)
     }
 
+    /// The runs of rows `row..row + rows` of a view: the first row of each, the number of rows, the content.
+    pub fn runs(&self, v: &BufferView, row: u64, rows: u64, head: u32) -> impl Iterator<Item = (u64, u64, Cell)> + '_ {
+        let (first, from) = (v.row + row, v.row);
+        let runs = self.table(v.buf).columns[self.column(v, head)].runs(first, first + rows);
+        runs.map(move |(row, rows, cell)| (row - from, rows, cell))
+    }
+
     /// Sets the initial content of a row of a view.
     pub fn set(&mut self, v: &BufferView, row: u64, head: u32, cell: Cell) {
         let (column, at) = (self.column(v, head), v.row + row);

@@ -33,7 +33,7 @@
 
 use alloc::{format, vec::Vec};
 
-use super::{AllToAll, Direction, Form, OpKind, Purpose, Schedule, TensorId, expand::Expansion};
+use super::{AllToAll, Direction, Form, KnownSteps, OpKind, Purpose, Schedule, TensorId, expand::Expansion};
 use crate::{
     error::{Error, Result},
     plan::Plan,
@@ -150,7 +150,7 @@ impl Proof<'_> {
         }
         let pairs = match purpose {
             Purpose::Attention(direction) => outputs::check(&prover, direction, threads)?,
-            Purpose::AllToAll(all_to_all) => all_to_all::check(&mut prover, all_to_all)?,
+            Purpose::AllToAll(all_to_all) => all_to_all::check(&prover, all_to_all)?,
         };
         Ok(Report { pairs, ranks: prover.traffic })
     }
@@ -189,9 +189,10 @@ impl Plan {
     /// [`Error::Schedule`] with the first flaw found.
     pub fn verify(&self) -> Result<(Report, Report)> {
         // A rank's operations are made, checked and packed before those of the next rank are made.
-        let check = |direction, threads| {
-            let of_rank = |rank, e: &mut Expansion| {
-                let schedule = Schedule::new(self, rank, direction)?;
+        let check = |direction, known: &[KnownSteps], threads| {
+            let of_rank = |rank: usize, e: &mut Expansion| {
+                let known = known.get(rank).cloned().unwrap_or_default();
+                let schedule = Schedule::with_steps(self, rank, direction, known)?;
                 check_rank(schedule, None, self, Purpose::Attention(direction), e)
             };
             parallel::each(self.mesh().group(), threads, of_rank).into_iter().collect::<Result<Vec<_>>>()
@@ -202,11 +203,15 @@ impl Plan {
             proof.finish()
         };
         // The run of all ranks uses one thread, and takes twice as long backward as forward. So the backward's ranks
-        // are checked first, and another thread checks the forward's ranks during the backward's run.
+        // are checked first, and another thread checks the forward's ranks during the backward's run, with the same
+        // ring steps as far as the same side circulates.
         let all = parallel::processors();
         let others = all.saturating_sub(1).max(1);
-        let backward = check(Direction::Backward, all);
-        let forward = || check(Direction::Forward, others).and_then(|ranks| prove(ranks, Direction::Forward, others));
+        let backward = check(Direction::Backward, &[], all);
+        let known: Vec<KnownSteps> =
+            backward.iter().flatten().map(|rank: &RankOps| rank.frame().known_steps()).collect();
+        let forward =
+            || check(Direction::Forward, &known, others).and_then(|ranks| prove(ranks, Direction::Forward, others));
         let backward = || backward.and_then(|ranks| prove(ranks, Direction::Backward, all));
         let (forward, backward) = parallel::two(forward, backward);
         Ok((forward?, backward?))

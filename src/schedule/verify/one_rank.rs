@@ -27,7 +27,8 @@ use crate::{
     call::Gradients,
     error::Result,
     schedule::{
-        BlockView, Buf, BufferView, CirculatingSide, Lane, MessageView, Op, OpKind, Schedule, TensorForm, TensorId,
+        BlockView, Buf, BufferView, CirculatingSide, Lane, MessageView, Op, OpKind, Schedule, StepRows, TensorForm,
+        TensorId,
         expand::{Expansion, ROWS_PER_PEER},
     },
 };
@@ -93,8 +94,7 @@ impl ScheduleCheck<'_> {
         if after.is_some_and(|a| a as usize >= i || self.schedule.ops[a as usize].lane == *lane) {
             return Err(format!("waits for operation {after:?}, which is not one before it in the other lane"));
         }
-        let communicates =
-            kind.is_exchange() || matches!(kind, OpKind::Pack { .. } | OpKind::Reduce { .. } | OpKind::Merge { .. });
+        let communicates = kind.is_exchange() || matches!(kind, OpKind::Pack(_) | OpKind::Reduce(_) | OpKind::Merge(_));
         if !matches!(kind, OpKind::Transform { .. }) && communicates != (*lane == Lane::Communication) {
             return Err(format!("{} is on the {lane:?} lane", kind.name()));
         }
@@ -102,7 +102,7 @@ impl ScheduleCheck<'_> {
         let mut add = |view: BufferView, write: bool| self.touch(view, write).map(|t| list.push(t));
         let user = |t: TensorId| {
             let extent = &self.extents[t as usize];
-            BufferView { buf: Buf::User(t), row: 0, rows: extent.rows, head: 0, heads: extent.heads }
+            BufferView::whole(Buf::User(t), extent.rows, extent.heads)
         };
         match kind {
             OpKind::Delta { delta } => {
@@ -128,15 +128,12 @@ impl ScheduleCheck<'_> {
                 }
                 list = self.blocks(i, lists)?;
             }
-            OpKind::Pack { ring_step, ring_steps, tensors }
-            | OpKind::Reduce { ring_step, ring_steps, tensors }
-            | OpKind::Merge { ring_step, ring_steps, tensors } => {
-                self.ring_step(*ring_steps, *ring_step)?;
-                if matches!(kind, OpKind::Merge { .. }) && tensors.len() != 2 {
-                    return Err(format!("merges {} tensors, not o and its lse", tensors.len()));
+            OpKind::Pack(rows) | OpKind::Reduce(rows) | OpKind::Merge(rows) => {
+                if matches!(kind, OpKind::Merge(_)) && rows.tensors.len() != 2 {
+                    return Err(format!("merges {} tensors, not o and its lse", rows.tensors.len()));
                 }
-                let pack = matches!(kind, OpKind::Pack { .. });
-                let whole = self.whole(tensors, !pack, pack)?;
+                let pack = matches!(kind, OpKind::Pack(_));
+                let whole = self.step_rows(rows, !pack, pack)?;
                 list = self.blocks(i, lists)?;
                 self.inside(&list, &whole)?;
             }
@@ -144,21 +141,16 @@ impl ScheduleCheck<'_> {
                 self.entries(*begin, *end, self.schedule.messages.len())?;
                 list = self.messages(lists.messages(self.schedule, i), counts)?;
             }
-            OpKind::Fetch { ring_step, ring_steps, tensors, packed } => {
-                self.ring_step(*ring_steps, *ring_step)?;
-                if !packed.is_empty() && packed.len() != tensors.len() {
-                    return Err(format!("packs {} of {} tensors", packed.len(), tensors.len()));
+            OpKind::Fetch { rows, .. } | OpKind::Return(rows) => {
+                let mut whole = self.step_rows(rows, false, true)?;
+                if let OpKind::Fetch { packed, .. } = kind {
+                    if !packed.is_empty() && packed.len() != rows.tensors.len() {
+                        return Err(format!("packs {} of {} tensors", packed.len(), rows.tensors.len()));
+                    }
+                    for view in packed {
+                        whole.push(self.touch(*view, false)?);
+                    }
                 }
-                let mut whole = self.whole(tensors, false, true)?;
-                for view in packed {
-                    whole.push(self.touch(*view, false)?);
-                }
-                list = self.messages(lists.messages(self.schedule, i), counts)?;
-                self.inside(&list, &whole)?;
-            }
-            OpKind::Return { ring_step, ring_steps, tensors } => {
-                self.ring_step(*ring_steps, *ring_step)?;
-                let whole = self.whole(tensors, false, true)?;
                 list = self.messages(lists.messages(self.schedule, i), counts)?;
                 self.inside(&list, &whole)?;
             }
@@ -207,6 +199,20 @@ impl ScheduleCheck<'_> {
             return Err(format!("names entries {begin}..{end} of {len}"));
         }
         Ok(())
+    }
+
+    /// All rows of the tensors that an operation of the ring sends, packs or sums.
+    fn step_rows(&self, rows: &StepRows, own: bool, slot: bool) -> Result<Vec<Touch>, String> {
+        self.ring_step(rows.ring_steps, rows.ring_step)?;
+        let mut list = Vec::with_capacity(2 * rows.tensors.len());
+        for c in &rows.tensors {
+            list.extend([self.touch(c.own, own)?, self.touch(c.slot, slot)?]);
+            let (from, to) = (self.extent(c.own.buf)?, self.extent(c.slot.buf)?);
+            if (c.own.heads, from.dim) != (c.slot.heads, to.dim) {
+                return Err(format!("{} and {} differ in heads or dim", from.name, to.name));
+            }
+        }
+        Ok(list)
     }
 
     fn ring_step(&self, side: CirculatingSide, step: u32) -> Result<(), String> {

@@ -9,7 +9,9 @@ use super::{
     contributions::Atom,
     execute::Prover,
     geometry::rows_between,
+    memory::side_of,
     parallel,
+    promise::all_heads,
 };
 use crate::{
     batch::Side,
@@ -23,18 +25,16 @@ pub(super) fn check(p: &Prover, direction: Direction, threads: usize) -> Result<
     tokens_are_dealt_once(p)?;
     let of_rank = |r: usize, (): &mut ()| {
         p.memories[r].check_all_read()?;
-        match direction {
+        let complete = match direction {
             Direction::Forward => {
-                tensor(p, r, TensorId::O, What::Final(TensorId::O))?;
-                tensor(p, r, TensorId::Lse, What::Final(TensorId::Lse))
+                [TensorId::O, TensorId::Lse].into_iter().try_for_each(|t| tensor(p, r, t, What::Final(t)))
             }
-            Direction::Backward => {
-                for t in [TensorId::Dq, TensorId::Dk, TensorId::Dv] {
-                    tensor(p, r, t, What::Sum(t))?;
-                }
-                if p.plan.problem().sinks() { sinks(p, r) } else { Ok(()) }
-            }
-        }
+            Direction::Backward => [TensorId::Dq, TensorId::Dk, TensorId::Dv]
+                .into_iter()
+                .try_for_each(|t| tensor(p, r, t, What::Sum(t)))
+                .and_then(|()| if p.plan.problem().sinks() { sinks(p, r) } else { Ok(()) }),
+        };
+        complete.map_err(|text| p.err(r, p.ranks[r].last(), text))
     };
     parallel::each(p.ranks.len(), threads, of_rank).into_iter().collect::<Result<()>>()?;
     // Each output is complete and has each pair once, so any further pairs were computed without need.
@@ -56,33 +56,30 @@ pub(super) fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
         let mut all: Vec<usize> = p.ranks.iter().flat_map(|s| p.plan.token_indices(side, s.rank())).collect();
         all.sort_unstable();
         if !all.iter().copied().eq(0..p.plan.problem().batch().tokens(side)) {
-            return Err(p.err(0, 0, format!("ranks do not bring every token of side {side:?} once")));
+            return Err(p.err(0, 0, format!("the ranks together do not hold every token of side {side:?} once")));
         }
     }
     Ok(())
 }
 
 /// One output of one rank.
-fn tensor(p: &Prover, r: usize, tensor: TensorId, want: What) -> Result<()> {
-    let rank = p.ranks[r].rank();
-    let side = super::memory::side_of(tensor);
-    let tokens = p.plan.token_indices(side, rank);
-    let heads = if side == Side::K { p.plan.problem().kv_heads() } else { p.plan.problem().heads() } as u32;
-    let view = BufferView { buf: Buf::User(tensor), row: 0, rows: tokens.len() as u64, head: 0, heads };
-    let last = p.ranks[r].last();
+fn tensor(p: &Prover, r: usize, tensor: TensorId, want: What) -> Result<(), String> {
+    let side = side_of(tensor);
+    let tokens = p.plan.token_indices(side, p.ranks[r].rank());
+    let (heads, group) = (all_heads(p.plan, side), p.plan.problem().group() as u32);
+    let view = BufferView::whole(Buf::User(tensor), tokens.len() as u64, heads);
     let cells: Vec<u32> = p.memories[r].heads(&view).collect();
     let mut first = 0;
     while first < tokens.len() {
         let mut rows = alike(p, r, &view, &tokens[first..], first as u64, side);
         let token = tokens[first];
         for &h in &cells {
-            p.expect(r, last, &view, first as u64, rows as u64, h, Cell::new(want, token as u32, h, 0))?;
+            p.expect(r, &view, (first as u64, rows as u64), h, Cell::new(want, token as u32, h, 0))?;
         }
         // Adjacent heads usually have contributions of the same calls.
         let mut checked: Vec<Vec<u32>> = Vec::new();
         for &h in &cells {
             let cell = p.memories[r].at(&view, first as u64, h).0;
-            let group = p.plan.problem().group() as u32;
             let end = if p.whole_rows { heads } else { h + 1 };
             let q_heads = if side == Side::K { h * group..end * group } else { h..end };
             let atoms = p.lists.get(cell.list);
@@ -93,24 +90,24 @@ fn tensor(p: &Prover, r: usize, tensor: TensorId, want: What) -> Result<()> {
                     atoms.iter().filter(|a| (a.head..a.head + a.heads).contains(&q_head)).map(|a| a.call).collect();
                 if !checked.contains(&calls) {
                     rows = exactly_once(p, side, token, rows, &calls).map_err(|text| {
-                        let text = format!("{} of token {token}, head {h} (q head {q_head}): {text}", tensor.name());
-                        p.err(r, last, text)
+                        format!("{} of token {token}, head {h} (q head {q_head}): {text}", tensor.name())
                     })?;
                     checked.push(calls);
                 }
             }
             if let Some(a) = atoms.iter().find(|a| !q_heads.contains(&a.head) || a.head + a.heads > q_heads.end) {
-                return Err(p.err(r, last, format!("{} head {h} holds q head {}", tensor.name(), a.head)));
+                return Err(format!("{} of head {h} has a contribution for q head {}", tensor.name(), a.head));
             }
             if let Some(a) = atoms.iter().find(|a| p.whole_rows && a.heads as usize != q_heads.len()) {
-                return Err(p.err(
-                    r,
-                    last,
-                    format!("{} holds {} of {} q heads", tensor.name(), a.heads, q_heads.len()),
+                return Err(format!(
+                    "{} has contributions for {} of {} q heads",
+                    tensor.name(),
+                    a.heads,
+                    q_heads.len()
                 ));
             }
             if p.plan.form() == Form::Ordered {
-                in_order(p, &atoms, side, token).map_err(|text| p.err(r, last, text))?;
+                in_order(p, &atoms, side, token)?;
             }
         }
         first += rows;
@@ -132,17 +129,11 @@ fn alike(p: &Prover, r: usize, view: &BufferView, tokens: &[usize], first: u64, 
     (0..most).take_while(|&n| tokens[n] == tokens[0] + n).count()
 }
 
-/// A token as (document, position).
-fn place(p: &Prover, side: Side, token: usize) -> (usize, i64) {
-    let batch = p.plan.problem().batch();
-    let doc = batch.document_of(side, token);
-    (doc, token as i64 - batch.document(side, doc).start as i64 + batch.start(side, doc))
-}
-
 /// The positions of the other side that a token may be paired with, as `low..=high` (empty if `high < low`).
 fn allowed(p: &Prover, side: Side, token: usize) -> (i64, i64) {
-    let (doc, pos) = place(p, side, token);
     let batch = p.plan.problem().batch();
+    let doc = batch.document_of(side, token);
+    let pos = token as i64 - batch.document(side, doc).start as i64 + batch.start(side, doc);
     let mask = p.plan.problem().mask();
     let (mask, other) = if side == Side::Q { (mask, Side::K) } else { (mask.transposed(), Side::Q) };
     let start = batch.start(other, doc);
@@ -156,14 +147,7 @@ fn allowed(p: &Prover, side: Side, token: usize) -> (i64, i64) {
 /// Tokens in the same range of each call meet the same ranges, and their allowed intervals move forward from token to
 /// token. So if those ranges have each position once, from the begin of the first token's interval to the end of the
 /// last token's, then each token meets its own interval once.
-fn exactly_once(
-    p: &Prover,
-    side: Side,
-    token: usize,
-    rows: usize,
-    calls: &[u32],
-) -> core::result::Result<usize, String> {
-    let mut rows = rows;
+fn exactly_once(p: &Prover, side: Side, token: usize, mut rows: usize, calls: &[u32]) -> Result<usize, String> {
     let mut met: Vec<&Range> = Vec::new();
     for &c in calls {
         let Some((partners, tokens)) = p.calls.partners(c, side, token as u32) else {
@@ -181,7 +165,7 @@ fn exactly_once(
 }
 
 /// Checks that ranges have each of the positions `low..=high` once.
-fn tile(ranges: &[&Range], low: i64, high: i64) -> core::result::Result<(), String> {
+fn tile(ranges: &[&Range], low: i64, high: i64) -> Result<(), String> {
     let mut met: Vec<(i64, i64)> = Vec::new();
     for range in ranges {
         let (a, e) = rows_between(range, low, high);
@@ -210,7 +194,7 @@ fn tile(ranges: &[&Range], low: i64, high: i64) -> core::result::Result<(), Stri
 }
 
 /// Checks the ordered form: one call for each q head, heads ascending, and in each call partners by ascending position.
-fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> core::result::Result<(), String> {
+fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> Result<(), String> {
     if atoms.windows(2).any(|w| w[0].head >= w[1].head) || atoms.iter().any(|a| a.heads != 1) {
         return Err(format!("token {token} is not summed head by head: {atoms:?}"));
     }
@@ -220,22 +204,22 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> core::resul
         if found.windows(2).any(|w| w[0].last() >= w[1].pos) {
             let call = p.calls.get(a.call);
             let (rank, op) = (p.ranks[call.rank as usize].rank(), call.op);
-            return Err(format!("token {token} does not meet its partners in order (rank {rank}, operation {op})"));
+            return Err(format!(
+                "token {token} does not meet its partners in ascending order (rank {rank}, operation {op})"
+            ));
         }
     }
     Ok(())
 }
 
 /// Checks a rank's gradient of the sinks: every rank's partial once, in rank order.
-fn sinks(p: &Prover, r: usize) -> Result<()> {
-    let heads = p.plan.problem().heads() as u32;
-    let view = BufferView { buf: Buf::User(TensorId::Dsinks), row: 0, rows: 1, head: 0, heads };
-    let last = p.ranks[r].last();
+fn sinks(p: &Prover, r: usize) -> Result<(), String> {
+    let view = BufferView::whole(Buf::User(TensorId::Dsinks), 1, all_heads(p.plan, Side::Q));
     for h in p.memories[r].heads(&view) {
-        p.expect(r, last, &view, 0, 1, h, Cell::new(What::Sum(TensorId::Dsinks), 0, h, 0))?;
+        p.expect(r, &view, (0, 1), h, Cell::new(What::Sum(TensorId::Dsinks), 0, h, 0))?;
         let atoms = p.lists.get(p.memories[r].at(&view, 0, h).0.list);
         if !atoms.iter().map(|a| p.calls.get(a.call).rank as usize).eq(0..p.ranks.len()) {
-            return Err(p.err(r, last, format!("dsinks of head {h} is not the sum over all ranks in order")));
+            return Err(format!("dsinks of head {h} is not the sum over all ranks in order"));
         }
     }
     Ok(())

@@ -40,18 +40,9 @@ pub(super) struct RankOps<'a> {
 
 fn ring_step(kind: &mut OpKind) -> Option<&mut u32> {
     match kind {
-        OpKind::Pack { ring_step, .. }
-        | OpKind::Fetch { ring_step, .. }
-        | OpKind::Return { ring_step, .. }
-        | OpKind::Reduce { ring_step, .. }
-        | OpKind::Merge { ring_step, .. } => Some(ring_step),
         OpKind::Attend(op) => Some(&mut op.ring_step),
         OpKind::Backward(op) => Some(&mut op.ring_step),
-        OpKind::Delta { .. }
-        | OpKind::SinkGradient { .. }
-        | OpKind::SinkTotal { .. }
-        | OpKind::Transform { .. }
-        | OpKind::Exchange { .. } => None,
+        _ => kind.step_rows().map(|rows| &mut rows.ring_step),
     }
 }
 

@@ -13,7 +13,7 @@ use super::{
 use crate::{
     batch::Side,
     element::Dtype,
-    plan::Plan,
+    plan::{Plan, Problem},
     schedule::{
         AllToAll, AllToAllDirection, Direction, OWN_HEADS, OWN_TOKENS, Purpose, Schedule, TensorForm, TensorId,
     },
@@ -69,7 +69,13 @@ fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan, direction: Directio
     let side = side_of(tensor);
     let one_row = matches!(tensor, TensorId::Sinks | TensorId::Dsinks);
     let rows = if one_row { 1 } else { plan.local_tokens(side, s.rank) };
-    let heads = if side == Side::K { p.kv_heads() } else { p.heads() };
+    let (dtype, dim) = element(tensor, p);
+    let shape = [rows, all_heads(plan, side) as usize, dim];
+    Some(TensorForm { name: tensor.name(), dtype, shape, written })
+}
+
+/// The type of a tensor's elements, and its innermost dimension.
+pub(super) fn element(tensor: TensorId, p: &Problem) -> (Dtype, usize) {
     let dim = match tensor {
         TensorId::Q | TensorId::K | TensorId::Dq | TensorId::Dk => p.head_dim(),
         TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv => p.value_dim(),
@@ -80,7 +86,7 @@ fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan, direction: Directio
         TensorId::Sinks => Dtype::F32,
         _ => p.dtype(),
     };
-    Some(TensorForm { name: tensor.name(), dtype, shape: [rows, heads, dim], written })
+    (dtype, dim)
 }
 
 /// The two tensors of an all-to-all; the others are absent.

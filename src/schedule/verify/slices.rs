@@ -10,7 +10,7 @@ use super::flaw::flaw;
 use crate::{
     element::Dtype,
     error::{Error, Result},
-    schedule::{ALIGNMENT, Buf, BufferView, Schedule, StepTensor, TensorForm, TensorId},
+    schedule::{ALIGNMENT, Buf, BufferView, Schedule, TensorForm, TensorId},
 };
 
 /// A buffer, or a tensor of the caller.
@@ -59,14 +59,14 @@ impl<'a> ScheduleCheck<'a> {
             Buf::User(t) => t as usize,
             Buf::Work(i) => TensorId::COUNT + i as usize,
         };
-        self.extents.get(at).ok_or_else(|| format!("{buf:?} is no buffer of this schedule"))
+        self.extents.get(at).ok_or_else(|| format!("{buf:?} is not a buffer of this schedule"))
     }
 
     /// The byte range of a slice, after checking that it lies inside its buffer or tensor.
     pub(super) fn touch(&self, view: BufferView, write: bool) -> Result<Touch, String> {
         let t = self.extent(view.buf)?;
         match t.writable {
-            None => return Err(format!("{} is not given to this run", t.name)),
+            None => return Err(format!("{} is not an argument of this run", t.name)),
             Some(false) if write => return Err(format!("writes {}, which is only read", t.name)),
             Some(_) => {}
         }
@@ -135,19 +135,6 @@ impl<'a> ScheduleCheck<'a> {
         Ok(())
     }
 
-    /// All rows of the tensors that are sent, packed or summed.
-    pub(super) fn whole(&self, tensors: &[StepTensor], own: bool, slot: bool) -> Result<Vec<Touch>, String> {
-        let mut list = Vec::with_capacity(2 * tensors.len());
-        for c in tensors {
-            list.extend([self.touch(c.own, own)?, self.touch(c.slot, slot)?]);
-            let (from, to) = (self.extent(c.own.buf)?, self.extent(c.slot.buf)?);
-            if (c.own.heads, from.dim) != (c.slot.heads, to.dim) {
-                return Err(format!("{} and {} differ in heads or dim", from.name, to.name));
-            }
-        }
-        Ok(list)
-    }
-
     /// Checks that every part lies in one of the slices that stand for all of them, and is written only if that slice
     /// is.
     pub(super) fn inside(&self, parts: &[Touch], whole: &[Touch]) -> Result<(), String> {
@@ -161,7 +148,7 @@ impl<'a> ScheduleCheck<'a> {
                 && v.head + v.heads <= w_.head + w_.heads
         };
         match parts.iter().find(|p| !whole.iter().any(|w| holds(w, p))) {
-            Some(p) => Err(format!("{} is no part of what the operation names", self.describe(p))),
+            Some(p) => Err(format!("{} is not part of the slices that the operation names", self.describe(p))),
             None => Ok(()),
         }
     }

@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 
 use super::{LOCAL, Ring, phase_of};
 use crate::schedule::{
-    BufferView, Direction, OpKind, StepTensor,
+    BufferView, Direction, OpKind,
     emit::{
         builder::Builder,
         lanes::{PendingOp, node_return_order, return_order},
@@ -16,8 +16,8 @@ use crate::schedule::{
 };
 
 impl Builder<'_> {
-    /// Adds the return of a ring step's gradients, from the buffers of `turn`. `made` is the operation that computed
-    /// them; `begun` is the one that begins the sums, if known.
+    /// Adds the return of a ring step's gradients, if any, from the buffers of `turn`. `made` is the operation that
+    /// computed them; `begun` is the one that begins the sums, if known.
     pub(super) fn come_home(
         &mut self,
         ring: &mut Ring,
@@ -28,48 +28,42 @@ impl Builder<'_> {
         (made, begun): (Option<usize>, Option<usize>),
     ) {
         let v = t.ring_steps.list()[ring_step];
+        let order = return_order(v.step);
+        if t.ring_steps.form().holds_own() && t.ring_steps.crosses() {
+            // The slot holds the own share and, next to it, rows of other nodes. The gradients that ranks of the node
+            // return are added to both parts of the slot's gradients. Then the part of the own share begins the sums,
+            // and the other part crosses back.
+            let (own, beside, fresh) = (t.staying(), t.beside(), &home.fresh[turn]);
+            let part = |first, rows| -> Vec<BufferView> { fresh.iter().map(|f| f.slice(first, rows)).collect() };
+            if t.travels(ring_step) {
+                let buffers = [&fresh[..], &home.arriving, &part(0, own + beside)];
+                self.send_home(ring, t, ring_step, order, buffers, (made, made));
+            }
+            if own > 0 {
+                let kind = self.transform(home.sums.iter().copied().zip(part(0, own)));
+                let item = PendingOp { kind, step: v.step, phase: LOCAL, after: [made, None] };
+                ring.lanes.communication.push(((t.round, order), item));
+            }
+            if let Some(crossing) = t.steps().find(|&i| !t.ring_steps.list()[i].attends()) {
+                self.cross_back(ring, t, home, crossing, &part(own, beside), made);
+            }
+            ring.partials.used[turn] = ring.lanes.communication.len().checked_sub(1);
+            return;
+        }
+        if !t.travels(ring_step) {
+            return;
+        }
         let (sent, used) = if v.hop == Hop::Crossed {
             (self.cross_back(ring, t, home, ring_step, &home.node_sums[turn], made), &mut ring.node_sums[turn])
         } else {
             let sums = if v.node > 0 { &home.node_sums[turn_of(v.node)] } else { &home.sums };
             let buffers = [&home.leaving[turn][..], &home.arriving, sums];
-            let sent = self.send_home(ring, t, ring_step, return_order(v.step), buffers, (made, begun));
+            let sent = self.send_home(ring, t, ring_step, order, buffers, (made, begun));
             (sent, &mut ring.partials.used[turn])
         };
         if made.is_some() {
             *used = Some(sent);
         }
-    }
-
-    /// As [`Builder::come_home`], for a slot that holds the own share and, next to it, rows of other nodes. The
-    /// gradients that ranks of the node return are added to both parts of the slot's gradients. Then the part of the
-    /// own share begins the sums, and the other part crosses back.
-    pub(super) fn slot_comes_home(
-        &mut self,
-        ring: &mut Ring,
-        t: &Travel,
-        home: &Home,
-        ring_step: usize,
-        turn: usize,
-        made: Option<usize>,
-    ) {
-        let (own, beside, fresh) = (t.staying(), t.beside(), &home.fresh[turn]);
-        let part = |first, rows| -> Vec<BufferView> { fresh.iter().map(|f| f.slice(first, rows)).collect() };
-        let v = t.ring_steps.list()[ring_step];
-        let order = return_order(v.step);
-        if t.travels(ring_step) {
-            let buffers = [&fresh[..], &home.arriving, &part(0, own + beside)];
-            self.send_home(ring, t, ring_step, order, buffers, (made, made));
-        }
-        if own > 0 {
-            let kind = self.transform(home.sums.iter().copied().zip(part(0, own)));
-            let item = PendingOp { kind, step: v.step, phase: LOCAL, after: [made, None] };
-            ring.lanes.communication.push(((t.round, order), item));
-        }
-        if let Some(crossing) = t.steps().find(|&i| !t.ring_steps.list()[i].attends()) {
-            self.cross_back(ring, t, home, crossing, &part(own, beside), made);
-        }
-        ring.partials.used[turn] = ring.lanes.communication.len().checked_sub(1);
     }
 
     /// Adds the return of a node's sums, in `of_node`, to another node. Returns its index in the communication lane.
@@ -126,20 +120,17 @@ impl Builder<'_> {
     ) -> usize {
         let v = t.ring_steps.list()[ring_step];
         let (order, phase) = ((t.round, order), phase_of(&v));
-        let pairs =
-            |own: &[BufferView]| own.iter().zip(arriving).map(|(&own, &slot)| StepTensor { own, slot }).collect();
-        let (ring_step, ring_steps) = (ring_step as u32, t.circulating_side);
-        let kind = OpKind::Return { ring_step, ring_steps, tensors: pairs(leaving) };
+        let kind = OpKind::Return(t.rows(ring_step, leaving, arriving));
         ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [made, None] }));
         let sent = ring.lanes.communication.len() - 1;
         if v.rows_out > 0 {
             // The sums begin with the call for the own share or, for a node slot, with the round's first call that
             // writes them.
             let begun = begun.or_else(|| ring.begun(sums[0]));
-            let tensors = pairs(sums);
+            let rows = t.rows(ring_step, sums, arriving);
             let kind = match self.out.direction {
-                Direction::Forward => OpKind::Merge { ring_step, ring_steps, tensors },
-                Direction::Backward => OpKind::Reduce { ring_step, ring_steps, tensors },
+                Direction::Forward => OpKind::Merge(rows),
+                Direction::Backward => OpKind::Reduce(rows),
             };
             ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [begun, None] }));
         }

@@ -25,7 +25,7 @@ use super::{
     travel::{Travel, TravelRegions, turn_of},
 };
 use crate::schedule::{
-    AttendOp, BETWEEN_NODES, BufferView, OpKind, StepTensor,
+    AttendOp, BETWEEN_NODES, BufferView, OpKind,
     ring_steps::{Hop, RingStep},
 };
 
@@ -94,31 +94,12 @@ impl Builder<'_> {
     pub(super) fn fetch(&mut self, ring: &mut Ring, t: &Travel, ring_step: usize) -> Option<Arrival> {
         let v = t.ring_steps.list()[ring_step];
         match v.hop {
-            Hop::Own => return Some(Arrival { at: t.own.clone(), wait: None, slot: None }),
             // The only share is the rank's own.
-            Hop::Local if self.plan.mesh().ring == 1 => {
-                return Some(Arrival { at: t.own.clone(), wait: None, slot: None });
-            }
-            Hop::Crossing { .. } if t.ring_steps.form().holds_own() => {
-                // Into the slot that the own share will be copied to.
-                let slot = ring.arrivals.next;
-                let into: Vec<BufferView> = t.slots[slot].iter().map(|s| s.slice(t.staying(), t.beside())).collect();
-                let exchange =
-                    self.exchange_rows(ring, t, ring_step, (&t.own, &into), [ring.arrivals.used[slot], None]);
-                ring.crossed = (v.rows_in > 0).then_some(exchange);
-                return None;
-            }
-            Hop::Crossing { .. } => {
-                let turn = turn_of(v.node);
-                let (slot, free) = (&t.node_slots[turn], ring.node_slots[turn]);
-                let exchange = self.exchange_rows(ring, t, ring_step, (&t.own, slot), [free, None]);
-                if v.rows_in > 0 {
-                    ring.crossed = Some(exchange);
-                }
-                return None;
-            }
-            Hop::Passed => {
-                let (slot, free) = if t.ring_steps.form().holds_own() {
+            Hop::Local if self.plan.mesh().ring > 1 => {}
+            Hop::Own | Hop::Local => return Some(Arrival { at: t.own.clone(), wait: None, slot: None }),
+            Hop::Crossing { .. } | Hop::Passed => {
+                let (into, free) = if t.ring_steps.form().holds_own() {
+                    // Into the slot that the own share will be copied to.
                     let slot = ring.arrivals.next;
                     let beside = t.slots[slot].iter().map(|s| s.slice(t.staying(), t.beside()));
                     (beside.collect(), ring.arrivals.used[slot])
@@ -126,7 +107,8 @@ impl Builder<'_> {
                     let turn = turn_of(v.node);
                     (t.node_slots[turn].clone(), ring.node_slots[turn])
                 };
-                let exchange = self.exchange_rows(ring, t, ring_step, (&slot, &slot), [free, None]);
+                let from = if v.hop == Hop::Passed { &into } else { &t.own };
+                let exchange = self.exchange_rows(ring, t, ring_step, (from, &into), [free, None]);
                 if v.rows_in > 0 {
                     ring.crossed = Some(exchange);
                 }
@@ -138,7 +120,6 @@ impl Builder<'_> {
                 let (at, slot) = (t.node_slots[turn].clone(), (v.rows_in > 0).then_some(ArrivalSlot::Node(turn)));
                 return Some(Arrival { at, wait: ring.crossed.take(), slot });
             }
-            Hop::Local => {}
         }
         let slot = (v.rows_in > 0).then(|| ring.arrivals.take());
         let at = &t.slots[slot.unwrap_or(0)];
@@ -186,15 +167,11 @@ impl Builder<'_> {
         let (buffers, rows) = &t.packed;
         let packed: Vec<BufferView> = buffers.iter().map(|b| b.slice(0, rows[ring_step])).collect();
         let packed = if rows[ring_step] > 0 { packed } else { Vec::new() };
-        let ring_steps = t.circulating_side;
-        let pairs = |to: &[BufferView]| -> Vec<StepTensor> {
-            from.iter().zip(to).map(|(&own, &slot)| StepTensor { own, slot }).collect()
-        };
         if !packed.is_empty() {
-            let kind = OpKind::Pack { ring_step: ring_step as u32, ring_steps, tensors: pairs(&packed) };
+            let kind = OpKind::Pack(t.rows(ring_step, from, &packed));
             ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [after[1], None] }));
         }
-        let kind = OpKind::Fetch { ring_step: ring_step as u32, ring_steps, tensors: pairs(into), packed };
+        let kind = OpKind::Fetch { rows: t.rows(ring_step, from, into), packed };
         ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after }));
         ring.lanes.communication.len() - 1
     }
@@ -267,10 +244,7 @@ impl Builder<'_> {
                 begun = Some(ring.lanes.compute.len() - 1);
             }
         }
-        let Some(home) = t.home.as_ref().filter(|_| v.step > 0) else { return };
-        if t.ring_steps.form().holds_own() && t.ring_steps.crosses() {
-            self.slot_comes_home(ring, t, home, ring_step, turn, attended);
-        } else if t.travels(ring_step) {
+        if let Some(home) = t.home.as_ref().filter(|_| v.step > 0) {
             self.come_home(ring, t, home, ring_step, turn, (attended, begun));
         }
     }
@@ -278,7 +252,7 @@ impl Builder<'_> {
     /// Adds the call that finishes a running result, after the last merge into it.
     pub(super) fn finish_running(&mut self, ring: &mut Ring, finish: AttendOp) {
         let merges = ring.lanes.communication.iter().enumerate();
-        let merges = merges.filter(|(_, (_, item))| matches!(item.kind, OpKind::Merge { .. }));
+        let merges = merges.filter(|(_, (_, item))| matches!(item.kind, OpKind::Merge(_)));
         let last = merges.max_by_key(|(i, (order, _))| (*order, *i)).map(|(i, _)| i);
         let kind = OpKind::Attend(finish);
         ring.lanes.compute.push(PendingOp { kind, step: 0, phase: LOCAL, after: [last, None] });

@@ -39,8 +39,13 @@ struct Subject {
     listed: Vec<Vec<ListedOp>>,
 }
 
-fn list(s: &Schedule) -> Vec<ListedOp> {
-    (0..s.ops.len()).map(|i| list_one(s, i, &mut Expansion::new(s))).collect()
+impl Subject {
+    fn new(name: String, plan: &Plan, purpose: Purpose, schedule: impl Fn(usize) -> Result<Schedule>) -> Self {
+        let schedules: Vec<Schedule> = (0..plan.mesh().group()).map(|rank| schedule(rank).unwrap()).collect();
+        let list = |s: &Schedule| (0..s.ops.len()).map(|i| list_one(s, i, &mut Expansion::new(s))).collect();
+        let listed = schedules.iter().map(list).collect();
+        Self { name, plan: plan.clone(), purpose, schedules, listed }
+    }
 }
 
 /// Listed operations, by rank, to be changed: a rank's list is copied for its first change.
@@ -80,17 +85,9 @@ fn subjects() -> Vec<Subject> {
     let crossed = Batch::cross(&[0, 6, 13], &[0, 4, 14], Some(&[-2, 3])).unwrap();
     let cases = [
         ("ring", &packed, mesh(1, 3), Layout::Contiguous, Mask::full(), 2, 1, Dtype::F32, o()),
-        (
-            "zigzag",
-            &packed,
-            mesh(1, 3),
-            Layout::Zigzag,
-            Mask::causal(),
-            2,
-            2,
-            Dtype::Bf16,
-            o().circulate(Circulate::Keys),
-        ),
+        ("zigzag", &packed, mesh(1, 3), Layout::Zigzag, Mask::causal(), 2, 2, Dtype::Bf16, {
+            o().circulate(Circulate::Keys)
+        }),
         ("window", &packed, mesh(1, 4), Layout::Contiguous, Mask::window(2, 0), 2, 1, Dtype::Bf16, o().passes(1)),
         ("queries", &packed, mesh(1, 3), Layout::Striped { stripe: 2 }, Mask::causal(), 2, 2, Dtype::Bf16, {
             o().circulate(Circulate::Queries).wire(Wire::Bf16).pack_inputs(true)
@@ -105,28 +102,12 @@ fn subjects() -> Vec<Subject> {
             o().circulate_forward(Circulate::Queries).ranks_per_node(2)
         }),
         ("hybrid", &crossed, mesh(2, 2), Layout::ZigzagPack, Mask::causal(), 4, 2, Dtype::Bf16, o().passes(2)),
-        (
-            "uneven heads",
-            &packed,
-            mesh(4, 1),
-            Layout::Contiguous,
-            Mask::full(),
-            9,
-            3,
-            Dtype::Bf16,
-            o().wire(Wire::Bf16),
-        ),
-        (
-            "gather",
-            &packed,
-            mesh(1, 3),
-            Layout::Balanced { chunks: 2 },
-            Mask::causal(),
-            2,
-            1,
-            Dtype::F32,
-            o().gather(true),
-        ),
+        ("uneven heads", &packed, mesh(4, 1), Layout::Contiguous, Mask::full(), 9, 3, Dtype::Bf16, {
+            o().wire(Wire::Bf16)
+        }),
+        ("gather", &packed, mesh(1, 3), Layout::Balanced { chunks: 2 }, Mask::causal(), 2, 1, Dtype::F32, {
+            o().gather(true)
+        }),
         ("together", &packed, mesh(1, 3), Layout::Zigzag, Mask::causal(), 2, 1, Dtype::Bf16, {
             o().gather(Gather::Together)
         }),
@@ -173,16 +154,10 @@ fn subjects() -> Vec<Subject> {
         let problem = Problem::new(batch.clone(), heads, kv_heads, 8, dtype).with_mask(mask).with_sinks(true);
         let plan = Plan::with_options(&problem, mesh, layout, options).unwrap();
         for direction in [Direction::Forward, Direction::Backward] {
-            let schedules: Vec<Schedule> =
-                (0..mesh.group()).map(|r| Schedule::new(&plan, r, direction).unwrap()).collect();
-            let listed = schedules.iter().map(list).collect();
-            subjects.push(Subject {
-                name: format!("{name}, {direction:?}"),
-                plan: plan.clone(),
-                purpose: Purpose::Attention(direction),
-                schedules,
-                listed,
-            });
+            let name = format!("{name}, {direction:?}");
+            subjects.push(Subject::new(name, &plan, Purpose::Attention(direction), |rank| {
+                Schedule::new(&plan, rank, direction)
+            }));
         }
     }
     subjects.extend(all_to_alls());
@@ -203,16 +178,10 @@ fn all_to_alls() -> Vec<Subject> {
         for way in [AllToAllDirection::ToHeads, AllToAllDirection::ToTokens] {
             for (side, dtype) in [(Side::Q, Dtype::Bf16), (Side::K, Dtype::F32)] {
                 let all_to_all = AllToAll { way, side, dim: 5, dtype };
-                let schedules: Vec<Schedule> =
-                    (0..mesh.group()).map(|r| Schedule::all_to_all(&plan, r, all_to_all).unwrap()).collect();
-                let listed = schedules.iter().map(list).collect();
-                subjects.push(Subject {
-                    name: format!("{all_to_all:?} over {mesh:?}"),
-                    plan: plan.clone(),
-                    purpose: Purpose::AllToAll(all_to_all),
-                    schedules,
-                    listed,
-                });
+                let name = format!("{all_to_all:?} over {mesh:?}");
+                subjects.push(Subject::new(name, &plan, Purpose::AllToAll(all_to_all), |rank| {
+                    Schedule::all_to_all(&plan, rank, all_to_all)
+                }));
             }
         }
     }
@@ -270,6 +239,16 @@ fn each_op(s: &Subject, mut each: impl FnMut(usize, usize, &ListedOp)) {
     for (r, ops) in s.listed.iter().enumerate() {
         ops.iter().enumerate().for_each(|(i, w)| each(r, i, w));
     }
+}
+
+/// A trial of one kind of corruption: `each(trial, subject, rank, operation, its list)` is called for every operation
+/// of every subject, and must make at least `at_least` changes.
+fn mutate(kind: &'static str, at_least: usize, mut each: impl FnMut(&mut Trial, &Subject, usize, usize, &ListedOp)) {
+    let mut t = Trial::new(kind);
+    for s in &subjects() {
+        each_op(s, |r, i, w| each(&mut t, s, r, i, w));
+    }
+    t.done(at_least);
 }
 
 #[test]

@@ -20,28 +20,22 @@ fn remove(s: &mut Schedule, i: usize) {
 
 #[test]
 fn a_dropped_operation() {
-    let mut t = Trial::new("dropped operation");
-    for s in &subjects() {
-        each_op(s, |r, i, w| t.schedule(s, r, format!("rank {r} op {i} {w:?}"), |x| remove(x, i)));
-    }
-    t.done(200);
+    mutate("dropped operation", 200, |t, s, r, i, w| {
+        t.schedule(s, r, format!("rank {r} op {i} {w:?}"), |x| remove(x, i))
+    });
 }
 
 #[test]
 fn a_repeated_operation() {
-    let mut t = Trial::new("repeated operation");
-    for s in &subjects() {
-        each_op(s, |r, i, w| {
-            t.schedule(s, r, format!("rank {r} op {i} {w:?}"), |x| {
-                let copy = x.ops[i].clone();
-                x.ops.insert(i + 1, copy);
-                for op in &mut x.ops[i + 2..] {
-                    op.after = op.after.map(|a| if a as usize >= i { a + 1 } else { a });
-                }
-            });
+    mutate("repeated operation", 200, |t, s, r, i, w| {
+        t.schedule(s, r, format!("rank {r} op {i} {w:?}"), |x| {
+            let copy = x.ops[i].clone();
+            x.ops.insert(i + 1, copy);
+            for op in &mut x.ops[i + 2..] {
+                op.after = op.after.map(|a| if a as usize >= i { a + 1 } else { a });
+            }
         });
-    }
-    t.done(200);
+    });
 }
 
 /// Whether two operations of a rank race, found the slow way: every byte, and every path of the graph of dependencies.
@@ -71,48 +65,40 @@ fn races(x: &Schedule, plan: &Plan, purpose: Purpose) -> bool {
 /// these.
 #[test]
 fn a_dropped_dependency() {
-    let mut t = Trial::new("dropped dependency");
     let mut harmless = 0;
-    for s in &subjects() {
-        each_op(s, |r, i, w| {
-            if s.schedules[r].ops[i].after.is_none() {
-                return;
-            }
-            let mut x = s.schedules[r].clone();
-            x.ops[i].after = None;
-            if races(&x, &s.plan, s.purpose) {
-                t.schedule(s, r, format!("rank {r} op {i} {w:?}"), |y| *y = x);
-            } else {
-                let mut schedules = s.schedules.clone();
-                schedules[r] = x;
-                list_and_prove(&schedules, &s.plan, s.purpose).unwrap();
-                harmless += 1;
-            }
-        });
-    }
+    mutate("dropped dependency", 200, |t, s, r, i, w| {
+        if s.schedules[r].ops[i].after.is_none() {
+            return;
+        }
+        let mut x = s.schedules[r].clone();
+        x.ops[i].after = None;
+        if races(&x, &s.plan, s.purpose) {
+            t.schedule(s, r, format!("rank {r} op {i} {w:?}"), |y| *y = x);
+        } else {
+            let mut schedules = s.schedules.clone();
+            schedules[r] = x;
+            list_and_prove(&schedules, &s.plan, s.purpose).unwrap();
+            harmless += 1;
+        }
+    });
     assert!(harmless > 0);
-    t.done(200);
 }
 
 #[test]
 fn dependencies_and_lanes_out_of_order() {
-    let mut t = Trial::new("dependency out of order");
-    for s in &subjects() {
-        each_op(s, |r, i, _| {
-            let ops = &s.schedules[r].ops;
-            t.schedule(s, r, format!("rank {r} op {i} on itself"), |x| x.ops[i].after = Some(i as u32));
-            if let Some(j) = (0..i).find(|&j| ops[j].lane == ops[i].lane) {
-                t.schedule(s, r, format!("rank {r} op {i} on its lane"), |x| x.ops[i].after = Some(j as u32));
-            }
-            if !matches!(ops[i].kind, OpKind::Transform { .. }) {
-                t.schedule(s, r, format!("rank {r} op {i} lane"), |x| {
-                    let other = if x.ops[i].lane == Lane::Compute { Lane::Communication } else { Lane::Compute };
-                    x.ops[i].lane = other;
-                });
-            }
-        });
-    }
-    t.done(300);
+    mutate("dependency out of order", 300, |t, s, r, i, _| {
+        let ops = &s.schedules[r].ops;
+        t.schedule(s, r, format!("rank {r} op {i} on itself"), |x| x.ops[i].after = Some(i as u32));
+        if let Some(j) = (0..i).find(|&j| ops[j].lane == ops[i].lane) {
+            t.schedule(s, r, format!("rank {r} op {i} on its lane"), |x| x.ops[i].after = Some(j as u32));
+        }
+        if !matches!(ops[i].kind, OpKind::Transform { .. }) {
+            t.schedule(s, r, format!("rank {r} op {i} lane"), |x| {
+                let other = if x.ops[i].lane == Lane::Compute { Lane::Communication } else { Lane::Compute };
+                x.ops[i].lane = other;
+            });
+        }
+    });
 }
 
 #[test]
@@ -142,100 +128,92 @@ fn share_rows(work: &ListedOp, a: u16, b: u16) -> bool {
 
 #[test]
 fn buffers_that_share_bytes_with_what_one_operation_needs() {
-    let mut t = Trial::new("aliased buffers");
-    for s in &subjects() {
-        each_op(s, |r, i, w| {
-            let mut used: Vec<u16> = Vec::new();
-            let mut note = |v: &BufferView| {
-                if let Buf::Work(b) = v.buf
+    mutate("aliased buffers", 200, |t, s, r, i, w| {
+        let mut used: Vec<u16> = Vec::new();
+        let mut note = |v: &BufferView| {
+            if let Buf::Work(b) = v.buf
                     && s.schedules[r].buffers[b as usize].bytes() > 0
                     // The own rows in this buffer are never used, so another buffer may share their bytes.
                     && s.schedules[r].buffers[b as usize].name != "narrowed to travel"
                     && v.rows > 0
                     && !used.contains(&b)
-                {
-                    used.push(b);
-                }
-            };
-            match w {
-                // Ranges may miss every row of a view: then the call touches none of it.
-                ListedOp::Attend(a, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
-                    [a.q, a.k, a.v].iter().for_each(&mut note);
-                    // If only some rows have a result, other buffers may share the bytes of the rest.
-                    let all_rows = |has: fn(Mode) -> bool| {
-                        let rows = m.q.iter().filter(|q| has(q.mode)).map(|q| u64::from(q.range.len));
-                        rows.sum::<u64>() == a.q.rows
-                    };
-                    if all_rows(Mode::finishes) {
-                        a.result.iter().flat_map(|(o, lse)| [o, lse]).for_each(&mut note);
-                    }
-                    if let Some((o, lse)) = a.running.filter(|_| all_rows(|mode| mode != Mode::Only)) {
-                        [o, lse].iter().for_each(&mut note);
-                    }
-                }
-                ListedOp::Backward(b, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
-                    [b.q, b.k, b.v, b.d_o, b.lse, b.delta].iter().chain(&b.dq).for_each(&mut note);
-                    b.dkv.iter().for_each(|(k, v)| {
-                        note(k);
-                        note(v);
-                    });
-                }
-                ListedOp::Exchange { messages, .. } => messages.iter().for_each(|m| note(&m.view)),
-                _ => {}
+            {
+                used.push(b);
             }
-            for (n, &a) in used.iter().enumerate() {
-                for &b in &used[n + 1..] {
-                    if !share_rows(w, a, b) {
-                        continue;
-                    }
-                    t.schedule(s, r, format!("rank {r} op {i} buffers {a} {b}"), |x| {
-                        x.buffers[b as usize].offset = x.buffers[a as usize].offset;
-                        x.workspace *= 2;
-                    });
+        };
+        match w {
+            // Ranges may miss every row of a view: then the call touches none of it.
+            ListedOp::Attend(a, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
+                [a.q, a.k, a.v].iter().for_each(&mut note);
+                // If only some rows have a result, other buffers may share the bytes of the rest.
+                let all_rows = |has: fn(Mode) -> bool| {
+                    let rows = m.q.iter().filter(|q| has(q.mode)).map(|q| u64::from(q.range.len));
+                    rows.sum::<u64>() == a.q.rows
+                };
+                if all_rows(Mode::finishes) {
+                    a.result.iter().flat_map(|(o, lse)| [o, lse]).for_each(&mut note);
+                }
+                if let Some((o, lse)) = a.running.filter(|_| all_rows(|mode| mode != Mode::Only)) {
+                    [o, lse].iter().for_each(&mut note);
                 }
             }
-        });
-    }
-    t.done(200);
+            ListedOp::Backward(b, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
+                [b.q, b.k, b.v, b.d_o, b.lse, b.delta].iter().chain(&b.dq).for_each(&mut note);
+                b.dkv.iter().for_each(|(k, v)| {
+                    note(k);
+                    note(v);
+                });
+            }
+            ListedOp::Exchange { messages, .. } => messages.iter().for_each(|m| note(&m.view)),
+            _ => {}
+        }
+        for (n, &a) in used.iter().enumerate() {
+            for &b in &used[n + 1..] {
+                if !share_rows(w, a, b) {
+                    continue;
+                }
+                t.schedule(s, r, format!("rank {r} op {i} buffers {a} {b}"), |x| {
+                    x.buffers[b as usize].offset = x.buffers[a as usize].offset;
+                    x.workspace *= 2;
+                });
+            }
+        }
+    });
 }
 
 /// The result of an attention is placed in an operand's buffer everywhere: every row still reaches its place, but the
 /// kernel overwrites its input.
 #[test]
 fn a_result_in_the_place_of_an_operand() {
-    let mut t = Trial::new("result in the place of an operand");
-    for s in &subjects() {
-        each_op(s, |r, i, w| {
-            let ListedOp::Attend(a, _) = w else { return };
-            let Some((BufferView { buf: Buf::Work(result), rows, .. }, _)) = a.result else { return };
-            let form = |i: u16| {
-                let b = &s.schedules[r].buffers[i as usize];
-                (b.rows, b.heads, b.dim, b.dtype)
-            };
-            for (name, read) in [("q", a.q), ("k", a.k), ("v", a.v)] {
-                let Buf::Work(operand) = read.buf else { continue };
-                if form(operand) != form(result) || rows == 0 {
-                    continue;
-                }
-                t.schedule(s, r, format!("rank {r} op {i} {name}"), |x| {
-                    let move_one = |v: &mut BufferView| {
-                        if v.buf == Buf::Work(result) {
-                            v.buf = Buf::Work(operand);
-                        }
-                    };
-                    for op in &mut x.ops {
-                        if let OpKind::Attend(a) = &mut op.kind {
-                            a.result.iter_mut().chain(&mut a.running).for_each(|(o, _)| move_one(o));
-                        }
-                    }
-                    x.messages.iter_mut().for_each(|m| move_one(&mut m.view));
-                    x.blocks.iter_mut().for_each(|b| move_one(&mut b.dst));
-                    x.sources.iter_mut().for_each(move_one);
-                });
+    mutate("result in the place of an operand", 10, |t, s, r, i, w| {
+        let ListedOp::Attend(a, _) = w else { return };
+        let Some((BufferView { buf: Buf::Work(result), rows, .. }, _)) = a.result else { return };
+        let form = |i: u16| {
+            let b = &s.schedules[r].buffers[i as usize];
+            (b.rows, b.heads, b.dim, b.dtype)
+        };
+        for (name, read) in [("q", a.q), ("k", a.k), ("v", a.v)] {
+            let Buf::Work(operand) = read.buf else { continue };
+            if form(operand) != form(result) || rows == 0 {
+                continue;
             }
-        });
-    }
-    t.done(10);
+            t.schedule(s, r, format!("rank {r} op {i} {name}"), |x| {
+                let move_one = |v: &mut BufferView| {
+                    if v.buf == Buf::Work(result) {
+                        v.buf = Buf::Work(operand);
+                    }
+                };
+                for op in &mut x.ops {
+                    if let OpKind::Attend(a) = &mut op.kind {
+                        a.result.iter_mut().chain(&mut a.running).for_each(|(o, _)| move_one(o));
+                    }
+                }
+                x.messages.iter_mut().for_each(|m| move_one(&mut m.view));
+                x.blocks.iter_mut().for_each(|b| move_one(&mut b.dst));
+                x.sources.iter_mut().for_each(move_one);
+            });
+        }
+    });
 }
 
 #[test]
@@ -257,25 +235,21 @@ fn a_workspace_too_small_or_misaligned() {
 
 #[test]
 fn heads_mapped_wrong() {
-    let mut t = Trial::new("head map");
-    for s in &subjects() {
-        each_op(s, |r, i, w| {
-            if !matches!(w, ListedOp::Attend(..) | ListedOp::Backward(..)) {
-                return;
-            }
-            for field in 0..3 {
-                t.schedule(s, r, format!("rank {r} op {i} field {field}"), |x| {
-                    let map = match &mut x.ops[i].kind {
-                        OpKind::Attend(a) => &mut a.heads,
-                        OpKind::Backward(b) => &mut b.heads,
-                        _ => unreachable!("listed as a kernel"),
-                    };
-                    *[&mut map.q_offset, &mut map.kv_offset, &mut map.group][field] += 1;
-                });
-            }
-        });
-    }
-    t.done(150);
+    mutate("head map", 150, |t, s, r, i, w| {
+        if !matches!(w, ListedOp::Attend(..) | ListedOp::Backward(..)) {
+            return;
+        }
+        for field in 0..3 {
+            t.schedule(s, r, format!("rank {r} op {i} field {field}"), |x| {
+                let map = match &mut x.ops[i].kind {
+                    OpKind::Attend(a) => &mut a.heads,
+                    OpKind::Backward(b) => &mut b.heads,
+                    _ => unreachable!("listed as a kernel"),
+                };
+                *[&mut map.q_offset, &mut map.kv_offset, &mut map.group][field] += 1;
+            });
+        }
+    });
 }
 
 /// Kernels that break tiles at other positions than the plan compute other bits.
@@ -297,40 +271,23 @@ fn tiles_broken_elsewhere() {
 /// rows.
 #[test]
 fn tensors_of_a_ring_step_elsewhere() {
-    let mut t = Trial::new("tensor of a ring step");
-    for s in &subjects() {
-        each_op(s, |r, i, _| {
-            let x = &s.schedules[r];
-            let count = match &x.ops[i].kind {
-                OpKind::Pack { tensors, .. }
-                | OpKind::Fetch { tensors, .. }
-                | OpKind::Return { tensors, .. }
-                | OpKind::Reduce { tensors, .. }
-                | OpKind::Merge { tensors, .. } => tensors.len(),
-                _ => 0,
+    mutate("tensor of a ring step", 300, |t, s, r, i, _| {
+        let count = s.schedules[r].ops[i].kind.clone().step_rows().map_or(0, |rows| rows.tensors.len());
+        for n in 0..count {
+            let mut change = |what: &str, change: &dyn Fn(&mut StepTensor)| {
+                t.schedule(s, r, format!("rank {r} op {i} tensor {n} {what}"), |x| {
+                    change(&mut x.ops[i].kind.step_rows().unwrap().tensors[n]);
+                });
             };
-            for n in 0..count {
-                let mut change = |what: &str, change: &dyn Fn(&mut StepTensor)| {
-                    t.schedule(s, r, format!("rank {r} op {i} tensor {n} {what}"), |x| match &mut x.ops[i].kind {
-                        OpKind::Pack { tensors, .. }
-                        | OpKind::Fetch { tensors, .. }
-                        | OpKind::Return { tensors, .. }
-                        | OpKind::Reduce { tensors, .. }
-                        | OpKind::Merge { tensors, .. } => change(&mut tensors[n]),
-                        _ => unreachable!("an operation of the ring"),
-                    });
-                };
-                change("own on no buffer", &|c| c.own.buf = Buf::Work(u16::MAX));
-                change("slot on no buffer", &|c| c.slot.buf = Buf::Work(u16::MAX));
-                change("own of a tensor that is not given", &|c| c.own.buf = Buf::User(TensorId::Dsinks));
-                change("own beyond its end", &|c| c.own.row += 1 << 40);
-                change("slot beyond its end", &|c| c.slot.row += 1 << 40);
-                change("own of more heads", &|c| c.own.heads += 1);
-                change("slot of more heads", &|c| c.slot.heads += 1);
-            }
-        });
-    }
-    t.done(300);
+            change("own on no buffer", &|c| c.own.buf = Buf::Work(u16::MAX));
+            change("slot on no buffer", &|c| c.slot.buf = Buf::Work(u16::MAX));
+            change("own of a tensor that is not given", &|c| c.own.buf = Buf::User(TensorId::Dsinks));
+            change("own beyond its end", &|c| c.own.row += 1 << 40);
+            change("slot beyond its end", &|c| c.slot.row += 1 << 40);
+            change("own of more heads", &|c| c.own.heads += 1);
+            change("slot of more heads", &|c| c.slot.heads += 1);
+        }
+    });
 }
 
 #[test]

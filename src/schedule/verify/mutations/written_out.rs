@@ -3,7 +3,7 @@
 
 use alloc::{format, string::String, vec::Vec};
 
-use super::{Changed, Subject, Trial, each_op, subjects};
+use super::{Changed, Subject, Trial, each_op, mutate, subjects};
 use crate::{
     call::{Gradients, Mode},
     schedule::{
@@ -14,82 +14,74 @@ use crate::{
 
 #[test]
 fn modes_changed() {
-    let mut t = Trial::new("mode");
-    for s in &subjects() {
-        each_op(s, |r, i, w| {
-            let (ListedOp::Attend(_, met) | ListedOp::Backward(_, met)) = w else { return };
-            // dk and dv alone have no mode.
-            if matches!(w, ListedOp::Backward(b, _) if b.dq.is_none()) {
-                return;
-            }
-            for (n, q) in met.q.iter().enumerate() {
-                for mode in [Mode::First, Mode::Merge, Mode::Last, Mode::Only] {
-                    let backward = matches!(w, ListedOp::Backward(..));
-                    if mode == q.mode || (backward && mode.continues() == q.mode.continues()) {
-                        continue;
-                    }
-                    t.listed(s, format!("rank {r} op {i} range {n} {:?} to {mode:?}", q.mode), |x| {
-                        if let ListedOp::Attend(_, m) | ListedOp::Backward(_, m) = &mut x[r][i] {
-                            m.q[n].mode = mode;
-                        }
-                    });
+    mutate("mode", 200, |t, s, r, i, w| {
+        let (ListedOp::Attend(_, met) | ListedOp::Backward(_, met)) = w else { return };
+        // dk and dv alone have no mode.
+        if matches!(w, ListedOp::Backward(b, _) if b.dq.is_none()) {
+            return;
+        }
+        for (n, q) in met.q.iter().enumerate() {
+            for mode in [Mode::First, Mode::Merge, Mode::Last, Mode::Only] {
+                let backward = matches!(w, ListedOp::Backward(..));
+                if mode == q.mode || (backward && mode.continues() == q.mode.continues()) {
+                    continue;
                 }
+                t.listed(s, format!("rank {r} op {i} range {n} {:?} to {mode:?}", q.mode), |x| {
+                    if let ListedOp::Attend(_, m) | ListedOp::Backward(_, m) = &mut x[r][i] {
+                        m.q[n].mode = mode;
+                    }
+                });
             }
-        });
-    }
-    t.done(200);
+        }
+    });
 }
 
 #[test]
 fn ranges_and_pairs_changed() {
-    let mut t = Trial::new("range");
-    for s in &subjects() {
-        each_op(s, |r, i, w| {
-            let (ListedOp::Attend(_, met) | ListedOp::Backward(_, met)) = w else { return };
-            let mut change = |site: String, change: &dyn Fn(&mut super::super::listed::Met)| {
-                t.listed(s, format!("rank {r} op {i} {site}"), |x| {
-                    if let ListedOp::Attend(_, m) | ListedOp::Backward(_, m) = &mut x[r][i] {
-                        change(m);
-                    }
-                });
-            };
-            for n in 0..met.q.len() {
-                change(format!("q {n} row"), &|m| m.q[n].range.row += 1);
-                change(format!("q {n} pos"), &|m| m.q[n].range.pos += 1);
-                change(format!("q {n} doc"), &|m| m.q[n].range.doc ^= 1);
-                change(format!("q {n} q tokens"), &|m| m.q[n].document[0] += 1);
-                change(format!("q {n} k tokens"), &|m| m.q[n].document[1] += 1);
-                if met.keys(n).is_empty() {
-                    continue;
+    mutate("range", 500, |t, s, r, i, w| {
+        let (ListedOp::Attend(_, met) | ListedOp::Backward(_, met)) = w else { return };
+        let mut change = |site: String, change: &dyn Fn(&mut super::super::listed::Met)| {
+            t.listed(s, format!("rank {r} op {i} {site}"), |x| {
+                if let ListedOp::Attend(_, m) | ListedOp::Backward(_, m) = &mut x[r][i] {
+                    change(m);
                 }
-                let end = met.q[n].keys_end as usize;
-                let mask = s.plan.problem().mask();
-                let last = met.q[n].range.last();
-                let meets = met.keys(n).iter().any(|&k| {
-                    let k = met.k[k as usize];
-                    (0..k.len).any(|i| mask.allows(last, k.position(i)))
-                });
-                // In the backward a later ring step may leave out a row without keys.
-                if meets || matches!(w, ListedOp::Attend(..)) {
-                    change(format!("q {n} len"), &|m| m.q[n].range.len -= 1);
+            });
+        };
+        for n in 0..met.q.len() {
+            change(format!("q {n} row"), &|m| m.q[n].range.row += 1);
+            change(format!("q {n} pos"), &|m| m.q[n].range.pos += 1);
+            change(format!("q {n} doc"), &|m| m.q[n].range.doc ^= 1);
+            change(format!("q {n} q tokens"), &|m| m.q[n].document[0] += 1);
+            change(format!("q {n} k tokens"), &|m| m.q[n].document[1] += 1);
+            if met.keys(n).is_empty() {
+                continue;
+            }
+            let end = met.q[n].keys_end as usize;
+            let mask = s.plan.problem().mask();
+            let last = met.q[n].range.last();
+            let meets = met.keys(n).iter().any(|&k| {
+                let k = met.k[k as usize];
+                (0..k.len).any(|i| mask.allows(last, k.position(i)))
+            });
+            // In the backward a later ring step may leave out a row without keys.
+            if meets || matches!(w, ListedOp::Attend(..)) {
+                change(format!("q {n} len"), &|m| m.q[n].range.len -= 1);
+            }
+            change(format!("q {n} loses a pair"), &|m| m.q[n].keys_end -= 1);
+            change(format!("q {n} repeats a pair"), &|m| {
+                let again = m.pairs[end - 1];
+                m.pairs.insert(end, again);
+                for (j, q) in m.q.iter_mut().enumerate() {
+                    q.keys_begin += u32::from(q.keys_begin as usize >= end && j != n);
+                    q.keys_end += u32::from(j == n || q.keys_end as usize > end);
                 }
-                change(format!("q {n} loses a pair"), &|m| m.q[n].keys_end -= 1);
-                change(format!("q {n} repeats a pair"), &|m| {
-                    let again = m.pairs[end - 1];
-                    m.pairs.insert(end, again);
-                    for (j, q) in m.q.iter_mut().enumerate() {
-                        q.keys_begin += u32::from(q.keys_begin as usize >= end && j != n);
-                        q.keys_end += u32::from(j == n || q.keys_end as usize > end);
-                    }
-                });
-            }
-            for n in 0..met.k.len() {
-                change(format!("k {n} row"), &|m| m.k[n].row += 1);
-                change(format!("k {n} pos"), &|m| m.k[n].pos += 1);
-            }
-        });
-    }
-    t.done(500);
+            });
+        }
+        for n in 0..met.k.len() {
+            change(format!("k {n} row"), &|m| m.k[n].row += 1);
+            change(format!("k {n} pos"), &|m| m.k[n].pos += 1);
+        }
+    });
 }
 
 /// The other end of each message, by rank, operation and index.
@@ -187,112 +179,100 @@ fn a_fetch_widened_at_both_ends() {
 
 #[test]
 fn blocks_changed() {
-    let mut t = Trial::new("block");
-    for s in &subjects() {
-        each_op(s, |r, i, w| {
-            let (ListedOp::Sums(parts) | ListedOp::Merges(parts)) = w else { return };
-            for (a, part) in parts.iter().enumerate() {
-                for (b, sum) in part.iter().enumerate() {
-                    let mut change = |what: &str, change: &dyn Fn(&mut super::super::listed::Sum)| {
-                        t.listed(s, format!("rank {r} op {i} block {a}.{b} {what}"), |x| {
-                            if let ListedOp::Sums(parts) | ListedOp::Merges(parts) = &mut x[r][i] {
-                                change(&mut parts[a][b]);
-                            }
-                        });
-                    };
-                    change("to another row", &|s| s.dst.row += 1);
-                    change("to another head", &|s| s.dst.head += 1);
-                    // If rows are packed for a peer, an earlier step may have left the same row: then there is no flaw.
-                    if !matches!(s.schedules[r].ops[i].kind, OpKind::Pack { .. }) {
-                        change("fewer rows", &|s| {
-                            s.dst.rows -= 1;
-                            s.sources.iter_mut().for_each(|v| v.rows -= 1);
-                        });
-                    }
-                    for n in 0..sum.sources.len() {
-                        change("from another row", &|s| s.sources[n].row += 1);
-                        change("from another head", &|s| s.sources[n].head += 1);
-                        change("a source dropped", &|s| _ = s.sources.remove(n));
-                        // If the sum of these rows was returned to another holder of the head, this rank has nothing to
-                        // add.
-                        if s.plan.ring_holders_of_node() == 1 {
-                            change("a source repeated", &|s| s.sources.push(s.sources[n]));
+    mutate("block", 300, |t, s, r, i, w| {
+        let (ListedOp::Sums(parts) | ListedOp::Merges(parts)) = w else { return };
+        for (a, part) in parts.iter().enumerate() {
+            for (b, sum) in part.iter().enumerate() {
+                let mut change = |what: &str, change: &dyn Fn(&mut super::super::listed::Sum)| {
+                    t.listed(s, format!("rank {r} op {i} block {a}.{b} {what}"), |x| {
+                        if let ListedOp::Sums(parts) | ListedOp::Merges(parts) = &mut x[r][i] {
+                            change(&mut parts[a][b]);
                         }
-                    }
-                    change("all sources repeated", &|s| s.sources.extend_from_within(..));
-                    if sum.sources.len() > 1 && s.plan.form() == Form::Ordered {
-                        change("sources swapped", &|s| s.sources.swap(0, 1));
+                    });
+                };
+                change("to another row", &|s| s.dst.row += 1);
+                change("to another head", &|s| s.dst.head += 1);
+                // If rows are packed for a peer, an earlier step may have left the same row: then there is no flaw.
+                if !matches!(s.schedules[r].ops[i].kind, OpKind::Pack { .. }) {
+                    change("fewer rows", &|s| {
+                        s.dst.rows -= 1;
+                        s.sources.iter_mut().for_each(|v| v.rows -= 1);
+                    });
+                }
+                for n in 0..sum.sources.len() {
+                    change("from another row", &|s| s.sources[n].row += 1);
+                    change("from another head", &|s| s.sources[n].head += 1);
+                    change("a source dropped", &|s| _ = s.sources.remove(n));
+                    // If the sum of these rows was returned to another holder of the head, this rank has nothing to
+                    // add.
+                    if s.plan.ring_holders_of_node() == 1 {
+                        change("a source repeated", &|s| s.sources.push(s.sources[n]));
                     }
                 }
+                change("all sources repeated", &|s| s.sources.extend_from_within(..));
+                if sum.sources.len() > 1 && s.plan.form() == Form::Ordered {
+                    change("sources swapped", &|s| s.sources.swap(0, 1));
+                }
             }
-        });
-    }
-    t.done(300);
+        }
+    });
 }
 
 /// Merges that are left out, repeated, or made of o alone.
 #[test]
 fn merges_changed() {
-    let mut t = Trial::new("merge");
-    for s in &subjects() {
-        each_op(s, |r, i, w| {
-            let ListedOp::Merges(parts) = w else { return };
-            for a in 0..parts.len() {
-                let mut change = |what: &str, change: &dyn Fn(&mut Vec<Vec<super::super::listed::Sum>>)| {
-                    t.listed(s, format!("rank {r} op {i} part {a} {what}"), |x| {
-                        if let ListedOp::Merges(parts) = &mut x[r][i] {
-                            change(parts);
-                        }
-                    });
-                };
-                change("left out", &|parts| _ = parts.remove(a));
-                change("made twice", &|parts| parts.push(parts[a].clone()));
-                change("lse left out", &|parts| _ = parts[a].remove(1));
-                change("o left out", &|parts| _ = parts[a].remove(0));
-                change("o for lse", &|parts| parts[a].swap(0, 1));
-                change("own for the other", &|parts| parts[a][0].sources[1] = parts[a][0].dst);
-            }
-        });
-    }
-    t.done(100);
+    mutate("merge", 100, |t, s, r, i, w| {
+        let ListedOp::Merges(parts) = w else { return };
+        for a in 0..parts.len() {
+            let mut change = |what: &str, change: &dyn Fn(&mut Vec<Vec<super::super::listed::Sum>>)| {
+                t.listed(s, format!("rank {r} op {i} part {a} {what}"), |x| {
+                    if let ListedOp::Merges(parts) = &mut x[r][i] {
+                        change(parts);
+                    }
+                });
+            };
+            change("left out", &|parts| _ = parts.remove(a));
+            change("made twice", &|parts| parts.push(parts[a].clone()));
+            change("lse left out", &|parts| _ = parts[a].remove(1));
+            change("o left out", &|parts| _ = parts[a].remove(0));
+            change("o for lse", &|parts| parts[a].swap(0, 1));
+            change("own for the other", &|parts| parts[a][0].sources[1] = parts[a][0].dst);
+        }
+    });
 }
 
 #[test]
 fn backward_calls_changed() {
-    let mut t = Trial::new("backward call");
-    for s in &subjects() {
-        each_op(s, |r, i, w| {
-            let ListedOp::Backward(op, met) = w else { return };
-            // A call without pairs writes zeros, whatever it reads.
-            let met = !met.pairs.is_empty();
-            let mut change = |what: &str, change: &dyn Fn(&mut BackwardOp)| {
-                t.schedule(s, r, format!("rank {r} op {i} {what}"), |x| {
-                    if let OpKind::Backward(b) = &mut x.ops[i].kind {
-                        change(b);
-                    }
-                });
-            };
-            if op.gradients != Gradients::Queries {
-                change("accumulate", &|b| b.accumulate_keys ^= true);
-                change("dk for dv", &|b| b.dkv = b.dkv.map(|(k, v)| (v, k)));
-                change("dkv nowhere", &|b| b.dkv = None);
-            }
-            if op.gradients != Gradients::Keys {
-                change("dq nowhere", &|b| b.dq = None);
-            }
-            if op.gradients == Gradients::All {
-                change("queries only", &|b| b.gradients = Gradients::Queries);
-            }
-            if op.gradients == Gradients::All && met {
-                change("keys only", &|b| b.gradients = Gradients::Keys);
-            }
-            change("k for v", &|b| (b.k, b.v) = (b.v, b.k));
-            if !met {
-                return;
-            }
-            change("q for do", &|b| (b.q, b.d_o) = (b.d_o, b.q));
-            change("lse for delta", &|b| (b.lse, b.delta) = (b.delta, b.lse));
-        });
-    }
-    t.done(200);
+    mutate("backward call", 200, |t, s, r, i, w| {
+        let ListedOp::Backward(op, met) = w else { return };
+        // A call without pairs writes zeros, whatever it reads.
+        let met = !met.pairs.is_empty();
+        let mut change = |what: &str, change: &dyn Fn(&mut BackwardOp)| {
+            t.schedule(s, r, format!("rank {r} op {i} {what}"), |x| {
+                if let OpKind::Backward(b) = &mut x.ops[i].kind {
+                    change(b);
+                }
+            });
+        };
+        if op.gradients != Gradients::Queries {
+            change("accumulate", &|b| b.accumulate_keys ^= true);
+            change("dk for dv", &|b| b.dkv = b.dkv.map(|(k, v)| (v, k)));
+            change("dkv nowhere", &|b| b.dkv = None);
+        }
+        if op.gradients != Gradients::Keys {
+            change("dq nowhere", &|b| b.dq = None);
+        }
+        if op.gradients == Gradients::All {
+            change("queries only", &|b| b.gradients = Gradients::Queries);
+        }
+        if op.gradients == Gradients::All && met {
+            change("keys only", &|b| b.gradients = Gradients::Keys);
+        }
+        change("k for v", &|b| (b.k, b.v) = (b.v, b.k));
+        if !met {
+            return;
+        }
+        change("q for do", &|b| (b.q, b.d_o) = (b.d_o, b.q));
+        change("lse for delta", &|b| (b.lse, b.delta) = (b.delta, b.lse));
+    });
 }

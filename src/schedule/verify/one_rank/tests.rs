@@ -114,12 +114,11 @@ fn slices(kind: &mut OpKind, mut each: impl FnMut(usize, &mut BufferView)) {
         OpKind::SinkGradient { delta, partial } => vec![delta, partial],
         OpKind::SinkTotal { digits } => vec![digits],
         OpKind::Transform { .. } | OpKind::Exchange { .. } => Vec::new(),
-        OpKind::Pack { tensors, .. }
-        | OpKind::Return { tensors, .. }
-        | OpKind::Reduce { tensors, .. }
-        | OpKind::Merge { tensors, .. } => tensors.iter_mut().flat_map(|c| [&mut c.own, &mut c.slot]).collect(),
-        OpKind::Fetch { tensors, packed, .. } => {
-            tensors.iter_mut().flat_map(|c| [&mut c.own, &mut c.slot]).chain(packed).collect()
+        OpKind::Pack(rows) | OpKind::Return(rows) | OpKind::Reduce(rows) | OpKind::Merge(rows) => {
+            rows.tensors.iter_mut().flat_map(|c| [&mut c.own, &mut c.slot]).collect()
+        }
+        OpKind::Fetch { rows, packed } => {
+            rows.tensors.iter_mut().flat_map(|c| [&mut c.own, &mut c.slot]).chain(packed).collect()
         }
         OpKind::Attend(a) => {
             let results = a.result.iter_mut().chain(&mut a.running).flat_map(|(o, lse)| [o, lse]);
