@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The cases of the bench that compare a kernel with another form of itself: the other form has to do the call. Else the
-//! bench would compare a kernel with itself.
+//! The cases of the bench that compare a kernel with another form of itself: the other form has to do the call. Else
+//! the bench would compare a kernel with itself.
 //!
 //! The stand-in driver checks and counts launches and does nothing else (`CPATTN_EMU_IDLE`), so that calls have the
 //! sizes of the bench and hardly any memory.
