@@ -56,13 +56,6 @@ __device__ __forceinline__ void store_shared_pair(u32 address, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
-// Reads them again: the assembler keeps no register in the place of a volatile load.
-__device__ __forceinline__ float2 reload_shared_pair(u32 address) {
-    float2 r;
-    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(address) : "memory");
-    return r;
-}
-
 // Four words of 32 bits to shared memory, at a multiple of 16 bytes, and from there.
 __device__ __forceinline__ void store_shared_words(u32 address, const u32 (&x)[4]) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");

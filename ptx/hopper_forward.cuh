@@ -92,9 +92,7 @@ struct HopperForward {
         shape_scores(s, p, item, step, flags);
         if (Shape::STATE) {
             const u32 same = state + (fresh_thread() - 128) * 16;
-            // In a cluster no register stands in for what was stored: they are fewer there.
-            const float2 largest = CLUSTER > 1 ? reload_shared_pair(same) : load_shared_pair(same);
-            const float2 sum = CLUSTER > 1 ? reload_shared_pair(same + 8) : load_shared_pair(same + 8);
+            const float2 largest = load_shared_pair(same), sum = load_shared_pair(same + 8);
             row_max[0] = largest.x;
             row_max[1] = largest.y;
             row_sum[0] = sum.x;
@@ -105,22 +103,18 @@ struct HopperForward {
     static __device__ __forceinline__ void shape_scores(Scores& s, const ForwardParams& p, volatile const Item& item,
                                                         volatile const HopperStep& step, u32 flags) {
         volatile const Own& own = item.own;
-        const auto row_of_lane = [&] { return head_row(item) + (fresh_thread() & 31) / 4; };
-        // In a cluster not before it is needed: registers are fewer there.
-        u32 row = CLUSTER == 1 ? row_of_lane() : 0;
+        const u32 row = head_row(item) + (fresh_thread() & 31) / 4;
         if (flags & STEP_GENERAL) {
             general_scores<false>(s, s, p.score);
             if (p.alibi_slopes.ptr) {
                 // Of a head that is there: the scores of the others are not used.
                 const u32 before = min(heads_before(item), item.heads - 1);
                 const float slope = *(const float*)(p.alibi_slopes.ptr + (own.head + before) * p.alibi_slopes.head);
-                if (CLUSTER > 1) row = row_of_lane();
                 alibi(s, *item.run, own.first + row, *step.run, step.first, slope * LOG2E);
             }
         }
         if (flags & STEP_MASKED) {
             const Window window = {p.score.left, p.score.right};
-            if (CLUSTER > 1) row = row_of_lane();
             mask(s, minus_infinity(), window, *item.run, own.first + row, *step.run, step.first);
         }
     }

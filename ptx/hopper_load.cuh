@@ -82,11 +82,11 @@ struct HopperLoad {
     }
 
     // Rows of k or v: by this block, or each block some panels of them to all.
-    template <int COLUMNS, u32 FIRST>
+    template <int COLUMNS>
     static __device__ __forceinline__ void load_keys(u32 to, const TensorMap& map, u32 span, const Run& run, u32 first, u32 end, u32 head,
                                                      u32 barrier) {
         if (CLUSTER > 1)
-            load_rows_to_all<BN, COLUMNS, CLUSTER, FIRST>(to, map, span, run, first, end, head, barrier);
+            load_rows_to_all<BN, COLUMNS, CLUSTER>(to, map, span, run, first, end, head, barrier);
         else
             load_rows<BN, COLUMNS>(to, map, span, run, first, end, head, barrier);
     }
@@ -150,9 +150,9 @@ struct HopperLoad {
                 step.run = &keys;
                 step.first = first;
                 step.flags = general | (whole ? 0 : STEP_MASKED) | (last ? STEP_LAST : 0);
-                load_keys<WIDTH, 0>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, own.partner, at.k_full(stage));
+                load_keys<WIDTH>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, own.partner, at.k_full(stage));
                 barrier_wait(at.v_empty(stage), free);
-                load_keys<VALUE_WIDTH, WIDTH / 64>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, own.partner, at.v_full(stage));
+                load_keys<VALUE_WIDTH>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, own.partner, at.v_full(stage));
                 position.advance();
             }
             at_item = next_item(at, control, n);

@@ -20,14 +20,15 @@ __device__ __forceinline__ void load_rows(u32 to, const TensorMap& map, u32 span
         copy_box(to + panel * ROWS * 128, map, panel * 64, (int)(span - end + first), (int)head, part, barrier);
 }
 
-// Of a cluster's blocks, each loads some panels, and to all. Rows of k and of v begin with different blocks, so that each loads half.
-template <int ROWS, int WIDTH, u32 CLUSTER, u32 FIRST>
+// Of a cluster's blocks, each loads as many panels, and to all.
+template <int ROWS, int WIDTH, u32 CLUSTER>
 __device__ __forceinline__ void load_rows_to_all(u32 to, const TensorMap& map, u32 span, const Run& run, u32 first, u32 end, u32 head,
                                                  u32 barrier) {
+    static_assert(WIDTH / 64 % CLUSTER == 0, "each block loads as many panels");
     const int part = (int)((u32)run.row + end);
     barrier_expect(barrier, ROWS * WIDTH * 2);
 #pragma unroll
     for (int panel = 0; panel < WIDTH / 64; ++panel)
-        if (blockIdx.x % CLUSTER == (FIRST + panel) % CLUSTER)
+        if (blockIdx.x % CLUSTER == panel % CLUSTER)
             copy_box_to((1 << CLUSTER) - 1, to + panel * ROWS * 128, map, panel * 64, (int)(span - end + first), (int)head, part, barrier);
 }

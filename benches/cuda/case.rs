@@ -9,7 +9,7 @@
 //! two of 8192). `first` and `merge` are forward with that output mode. `pack` and `unpack` move heads between
 //! `[tokens, heads, dim]` and `parts` buffers of `[tokens, heads / parts, dim]`.
 
-use crate::Result;
+use super::Result;
 use cpattn::Dtype;
 use std::collections::HashMap;
 use std::str::FromStr;

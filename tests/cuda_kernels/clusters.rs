@@ -17,6 +17,9 @@ use cpattn::{Dtype, Error};
 const VARIABLE: &str = "CPATTN_CUDA_CLUSTER";
 const ASKED: &[(&str, &str)] = &[(VARIABLE, "1")];
 
+/// Head dims of the one shape that has a kernel for clusters.
+const DIMS: (usize, usize) = (128, 128);
+
 /// A device whose calls take clusters, and the same without them; none where there are no clusters, which the
 /// variable's refusal has to say. Only in a process with one test, in which the variable asks for clusters.
 fn devices() -> Option<[Device; 2]> {
@@ -82,19 +85,17 @@ fn dims_and_groups() {
         return;
     }
     let Some(devices) = devices() else { return };
-    for dims in [(64, 64), (128, 128), (40, 24), (104, 128), (128, 72)] {
+    for dims in [(128, 128), (104, 128), (128, 72), (8, 104)] {
         for dtype in [Dtype::Bf16, Dtype::F16] {
             same(&devices, &of(dtype, dims, &base("cluster dims", dims)), true);
         }
     }
-    for dims in [(64, 64), (128, 128)] {
-        let base = base("cluster groups", dims);
-        // Two kv heads; one, of which all are pairs; a part of the heads, which begins and ends inside a group.
-        for (heads, kv_heads, held) in [(8, 2, 0..8), (16, 1, 0..16), (8, 2, 2..6), (8, 2, 4..8), (2, 1, 0..2)] {
-            let documents = vec![(128, 320, 192)];
-            let score = Score { window_right: i64::MAX, ..base.score };
-            same(&devices, &Case { documents, heads, kv_heads, held, score, ..base.clone() }, true);
-        }
+    let base = base("cluster groups", DIMS);
+    // Two kv heads; one, of which all are pairs; a part of the heads, which begins and ends inside a group.
+    for (heads, kv_heads, held) in [(8, 2, 0..8), (16, 1, 0..16), (8, 2, 2..6), (8, 2, 4..8), (2, 1, 0..2)] {
+        let documents = vec![(128, 320, 192)];
+        let score = Score { window_right: i64::MAX, ..base.score };
+        same(&devices, &Case { documents, heads, kv_heads, held, score, ..base.clone() }, true);
     }
 }
 
@@ -105,30 +106,28 @@ fn options() {
         return;
     }
     let Some(devices) = devices() else { return };
-    for dims in [(64, 64), (128, 128)] {
-        let base = base("cluster options", dims);
-        let open = Score { window_right: i64::MAX, ..base.score };
-        for (window_left, window_right) in [(i64::MAX, i64::MAX), (i64::MAX, 0), (0, 0), (150, 40), (i64::MAX, 5)] {
-            let score = Score { window_left, window_right, ..base.score };
-            // Rows that meet their keys in one tile, so that no window makes a short one cheaper.
-            let documents = vec![(100, 100, 0), (110, 120, 5)];
-            same(&devices, &Case { documents, score, ..base.clone() }, true);
-        }
-        for scored in base.with_scores() {
-            let documents = vec![(100, 300, 200)];
-            same(&devices, &Case { documents, score: Score { window_left: i64::MAX, ..scored.score }, ..scored }, true);
-        }
-        // Stretches of many tiles, tiles that meet nothing, rows without keys; then ranges of which each fills its
-        // tiles, in calls that begin a result, add to it and end it.
-        let long = vec![(330, 700, 0), (0, 140, 0), (100, 0, 0), (128, 128, -900)];
-        let long = Case { documents: long, score: open, ..base.clone() };
-        same(&devices, &long, true);
-        let striped = |tokens, cut| Case { documents: vec![(tokens, 560, 0)], cut, ..long.clone() };
-        same(&devices, &Case { ring_steps: 3, sinks: true, ..striped(256, Cut::Striped(2, 8)) }, true);
-        same(&devices, &Case { ring_steps: 2, ..striped(300, Cut::Striped(3, 1)) }, true);
-        // Some of these are short.
-        same(&devices, &Case { ring_steps: 2, sinks: true, ..striped(300, Cut::Chunks(3)) }, false);
+    let base = base("cluster options", DIMS);
+    let open = Score { window_right: i64::MAX, ..base.score };
+    for (window_left, window_right) in [(i64::MAX, i64::MAX), (i64::MAX, 0), (0, 0), (150, 40), (i64::MAX, 5)] {
+        let score = Score { window_left, window_right, ..base.score };
+        // Rows that meet their keys in one tile, so that no window makes a short one cheaper.
+        let documents = vec![(100, 100, 0), (110, 120, 5)];
+        same(&devices, &Case { documents, score, ..base.clone() }, true);
     }
+    for scored in base.with_scores() {
+        let documents = vec![(100, 300, 200)];
+        same(&devices, &Case { documents, score: Score { window_left: i64::MAX, ..scored.score }, ..scored }, true);
+    }
+    // Stretches of many tiles, tiles that meet nothing, rows without keys; then ranges of which each fills its
+    // tiles, in calls that begin a result, add to it and end it.
+    let long = vec![(330, 700, 0), (0, 140, 0), (100, 0, 0), (128, 128, -900)];
+    let long = Case { documents: long, score: open, ..base.clone() };
+    same(&devices, &long, true);
+    let striped = |tokens, cut| Case { documents: vec![(tokens, 560, 0)], cut, ..long.clone() };
+    same(&devices, &Case { ring_steps: 3, sinks: true, ..striped(256, Cut::Striped(2, 8)) }, true);
+    same(&devices, &Case { ring_steps: 2, ..striped(300, Cut::Striped(3, 1)) }, true);
+    // Some of these are short.
+    same(&devices, &Case { ring_steps: 2, sinks: true, ..striped(300, Cut::Chunks(3)) }, false);
 }
 
 /// A box of k or v is copied once for two heads, those of q as ever.
@@ -141,27 +140,25 @@ fn keys_are_copied_once_for_two_heads() {
     if emulated_count(c"boxes").is_none() || !is_hopper() {
         return;
     }
-    for (dims, panels) in [((64, 64), 1), ((128, 128), 2)] {
-        let base = base("cluster boxes", dims);
-        let score = Score { window_right: i64::MAX, ..base.score };
-        let case = Case { documents: vec![(128, 640, 0)], score, ..base };
-        let [with, without] = [0, 1].map(|d: usize| {
-            let before = emulated_count(c"boxes").expect("asked before");
-            forward(&devices[d], &case);
-            emulated_count(c"boxes").expect("asked before") - before
-        });
-        // Four heads, one tile of q rows each; five tiles of keys, of k and of v.
-        let (q, keys) = (4 * panels, 4 * 5 * 2 * panels);
-        assert_eq!((with, without), (q + keys / 2, q + keys), "{dims:?}");
-    }
+    let (base, panels) = (base("cluster boxes", DIMS), 2);
+    let score = Score { window_right: i64::MAX, ..base.score };
+    let case = Case { documents: vec![(128, 640, 0)], score, ..base };
+    let [with, without] = [0, 1].map(|d: usize| {
+        let before = emulated_count(c"boxes").expect("asked before");
+        forward(&devices[d], &case);
+        emulated_count(c"boxes").expect("asked before") - before
+    });
+    // Four heads, one tile of q rows each; five tiles of keys, of k and of v.
+    let (q, keys) = (4 * panels, 4 * 5 * 2 * panels);
+    assert_eq!((with, without), (q + keys / 2, q + keys));
 }
 
 /// For the kernel of a shape, named as its file: mutants are tried on it (`mutate --only`), so it is small. One cluster
 /// takes items of many tiles of keys and of none, and of a mask that begins late.
-fn walk(dims: (usize, usize)) {
+fn walk() {
     let Some(device) = devices().map(|[device, _]| device) else { return };
     device.cuda.set_sm_margin(device.cuda.multiprocessors() - 2);
-    let case = Case { documents: vec![(128, 400, 256), (128, 0, 0)], ..base("cluster walk", dims) };
+    let case = Case { documents: vec![(128, 400, 256), (128, 0, 0)], ..base("cluster walk", DIMS) };
     let before = launches();
     forward(&device, &case);
     if let (Some(before), Some(after)) = (before, launches()) {
@@ -170,16 +167,9 @@ fn walk(dims: (usize, usize)) {
 }
 
 #[test]
-fn bf16_64() {
-    if alone_with("clusters::bf16_64", ASKED) {
-        walk((64, 64));
-    }
-}
-
-#[test]
 fn bf16_128() {
     if alone_with("clusters::bf16_128", ASKED) {
-        walk((128, 128));
+        walk();
     }
 }
 
@@ -190,17 +180,15 @@ fn grids() {
         return;
     }
     let Some(devices) = devices() else { return };
-    for dims in [(64, 64), (128, 128)] {
-        let base = base("cluster grids", dims);
-        // Items of many tiles of keys, of none, of two and of one.
-        let case = Case { documents: vec![(380, 500, 120), (100, 0, 0), (128, 200, 0), (128, 100, 0)], ..base };
-        let case = Case { score: Score { window_right: i64::MAX, ..case.score }, ..case };
-        for (left, clustered) in [(0, true), (3, true), (2, true), (4, false)] {
-            devices.iter().for_each(|d| d.cuda.set_sm_margin(left));
-            same(&devices, &case, clustered);
-            // The counter is at zero again.
-            same(&devices, &case, clustered);
-        }
+    let base = base("cluster grids", DIMS);
+    // Items of many tiles of keys, of none, of two and of one.
+    let case = Case { documents: vec![(380, 500, 120), (100, 0, 0), (128, 200, 0), (128, 100, 0)], ..base };
+    let case = Case { score: Score { window_right: i64::MAX, ..case.score }, ..case };
+    for (left, clustered) in [(0, true), (3, true), (2, true), (4, false)] {
+        devices.iter().for_each(|d| d.cuda.set_sm_margin(left));
+        same(&devices, &case, clustered);
+        // The counter is at zero again.
+        same(&devices, &case, clustered);
     }
 }
 
@@ -224,8 +212,9 @@ fn calls_without_pairs() {
     for documents in [vec![(20, 40, 20)], vec![(128, 130, 2), (7, 9, 0)], vec![(150, 160, 0)]] {
         same(&devices, &Case { documents, ..base.clone() }, false);
     }
-    same(&devices, &of(Dtype::Bf16, (192, 128), &base), false);
-    same(&devices, &of(Dtype::Bf16, (256, 256), &base), false);
+    for dims in [(64, 64), (192, 128), (256, 256)] {
+        same(&devices, &of(Dtype::Bf16, dims, &base), false);
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@
 //! with `CPATTN_REQUIRE_CUDA` set, that is a failure.
 #![cfg(feature = "cuda")]
 
+mod bench_cases;
 mod blocks;
 mod captured;
 mod case;

@@ -123,7 +123,7 @@ impl Cuda {
     /// The variable `CPATTN_CUDA_CLUSTER`, which [`Cuda::with_family`] reads too, asks with `1` for clusters of two
     /// blocks that share what they copy of k and v, in the forward for `sm_90a` (`0`, empty or unset: no clusters;
     /// their speed has not been measured). Where the kernels for `sm_90a` cannot run, or those for `sm_80` are forced,
-    /// `1` is refused. Calls take them whose larger head dim is at most 64 or 97 to 128, and whose q heads are pairs
+    /// `1` is refused. Calls take them whose larger head dim is 97 to 128, and whose q heads are pairs
     /// that read one kv head each (an even group, and no pair of which the call holds one head); calls in which heads
     /// share tiles, because ranges are short or end in short tiles, do not. Results have the same bits with and
     /// without.

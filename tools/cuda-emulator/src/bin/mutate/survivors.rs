@@ -137,10 +137,10 @@ mod tests {
     /// A kernel that no workload launches is named, whatever happens to the others.
     #[test]
     fn what_was_never_launched_is_named() {
-        let (only, files) = (matching("_bf16_64.ptx cpattn_hopper").unwrap(), files());
+        let (only, files) = (matching("_bf16_128.ptx cpattn_hopper").unwrap(), files());
         let mut left = never_launched(&only, &BTreeMap::new(), &files);
         left.sort();
-        let expected = ["backward", "cluster", "forward"].map(|k| format!("hopper_{k}_bf16_64.ptx cpattn_hopper_{k}"));
+        let expected = ["backward", "cluster", "forward"].map(|k| format!("hopper_{k}_bf16_128.ptx cpattn_hopper_{k}"));
         assert_eq!(left, expected);
         let mutant = || Mutant { text: String::new(), caught: Some("OtherResult".to_owned()) };
         let key = |of: &str| {

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The cases of the bench that compare a kernel with another form of itself: the other form has to do the call. Else
+//! the bench would compare a kernel with itself.
+//!
+//! The stand-in driver checks and counts launches and does nothing else (`CPATTN_EMU_IDLE`), so that calls have the
+//! sizes of the bench and hardly any memory.
+
+use crate::device::{Device, Memory, emulated_count};
+use crate::hopper::alone_with;
+use case::{Case, Kind};
+use cpattn::Dtype;
+use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, Score};
+
+/// What the bench's own reader returns.
+type Result<T> = core::result::Result<T, String>;
+
+/// That reader.
+#[path = "../../benches/cuda/case.rs"]
+#[allow(dead_code, reason = "the bench uses the rest")]
+mod case;
+
+/// Launches of both forward kernels for `sm_90a` by a case: in clusters, and without.
+fn launched(device: &Device, memory: &Memory, case: &Case) -> [u64; 2] {
+    let (mut row, mut k) = (0, Vec::new());
+    for (doc, &len) in (0..).zip(&case.lengths) {
+        k.push(Range::plain(row, len as u32, 0, doc));
+        row += len as i64;
+    }
+    let q_range = |(i, &range)| QRange { range, document: [0; 2], keys_begin: i, keys_end: i + 1, mode: Mode::Only };
+    let q: Vec<QRange> = (0..).zip(&k).map(q_range).collect();
+    let pairs: Vec<u32> = (0..k.len() as u32).collect();
+    // All tensors begin where the memory does; the driver does not run the kernel.
+    let of =
+        |dtype, heads: usize, dim: usize| memory.tensor(dtype, case.tokens(), heads as u32, dim as u32, heads * dim);
+    let [q_, k_, v, o] = [
+        (case.heads, case.head_dim),
+        (case.kv_heads, case.head_dim),
+        (case.kv_heads, case.value_dim),
+        (case.heads, case.value_dim),
+    ]
+    .map(|(heads, dim)| of(case.dtype, heads, dim));
+    let window_right = if case.causal { 0 } else { i64::MAX };
+    let call = Attend {
+        lse: of(Dtype::F32, case.heads, 1),
+        ..Attend::new(
+            [q_, k_, v, o],
+            HeadMap { q_offset: 0, kv_offset: 0, group: (case.heads / case.kv_heads) as u32 },
+            Score { scale: 0.1, softcap: 0.0, window_left: i64::MAX, window_right },
+            Ranges { q: &q, k: &k, pairs: &pairs },
+        )
+    };
+    let counts =
+        || [c"cpattn_hopper_cluster", c"cpattn_hopper_forward"].map(|name| emulated_count(name).expect("asked before"));
+    let before = counts();
+    let bytes = device.cuda.attend_bytes(&call).expect("a supported call");
+    let mut staging = device.cuda.staging(bytes, 1).expect("memory");
+    // SAFETY: the driver runs nothing, and the call's lists are copied before this returns.
+    unsafe { device.cuda.attend(&call, &mut staging, device.stream) }.expect("a legal call");
+    device.synchronize();
+    let after = counts();
+    [0, 1].map(|i| after[i] - before[i])
+}
+
+#[test]
+fn cases_that_ask_for_clusters_have_them() {
+    let test = "bench_cases::cases_that_ask_for_clusters_have_them";
+    if !alone_with(test, &[("CPATTN_CUDA_CLUSTER", "1"), ("CPATTN_EMU_IDLE", "1")]) {
+        return;
+    }
+    let root = env!("CARGO_MANIFEST_DIR");
+    // The package has neither of the two folders.
+    let Ok(text) = std::fs::read_to_string(format!("{root}/benches/peers/cases.txt")) else {
+        assert!(!std::path::Path::new(root).join(".ci").exists(), "benches/peers/cases.txt is missing");
+        return;
+    };
+    // Other drivers would run the calls, and devices without clusters refuse the variable.
+    if emulated_count(c"boxes").is_none() || std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm != "90") {
+        return;
+    }
+    let Some(device) = Device::open() else { return };
+    let memory = device.upload(&[0; 16]);
+    // Without clusters: short documents share tiles; with one head to a kv head there is no pair; a shape has none.
+    let others = [
+        "packed-forward-bf16-128-gqa64-4k",
+        "forward-bf16-128-causal-8k",
+        "forward-bf16-64-gqa-causal-8k",
+        "forward-bf16-256-gqa-causal-8k",
+    ];
+    let mut seen = [0; 2];
+    for line in text.lines().filter(|line| !line.starts_with('#')) {
+        let case = Case::parse(line).expect("a case");
+        let asked = line.contains("ours-clusters");
+        assert!(!asked || case.kind == Kind::Forward, "{line}");
+        if asked || others.contains(&&*case.name) {
+            let expected = if asked { [1, 0] } else { [0, 1] };
+            assert_eq!(launched(&device, &memory, &case), expected, "launches with and without clusters: {line}");
+            seen[usize::from(asked)] += 1;
+        }
+    }
+    assert!(seen[0] == others.len() && seen[1] > 0, "{seen:?}");
+}
