@@ -85,7 +85,7 @@ fn options_that_contradict_each_other() {
     refused(plan(queries.gather(true)), &["gather with circulate_forward queries", "leave"]);
     refused(plan(queries.gather(Gather::Together)), &["gather with circulate_forward queries", "leave"]);
     let other = problem().with_kind(AttentionKind::Other);
-    refused(Plan::new(&other, ring(2), Layout::Zigzag), &["kind other on a ring", "2 ranks", "use a mesh with ring 1"]);
+    refused(Plan::new(&other, ring(2), Layout::Zigzag), &["kind other on a ring", "2 ranks", "with ring 1"]);
     let plan = Plan::new(&other, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
     refused(Schedule::new(&plan, 0, Direction::Forward), &["attention of kind other", "two all-to-alls"]);
 }
