@@ -411,7 +411,9 @@ class Lease(Folder):
         self.assertIn("libnccl", record["left_out"][f"capi_cuda {name}"])
 
     def test_profiled_cases_are_cases(self):
-        self.assertTrue(set(lease.PROFILED) <= set(lease.lines_of("cases.txt")))
+        lines = lease.lines_of("cases.txt")
+        self.assertTrue(set(lease.PROFILED) <= set(lines))
+        self.assertTrue(any("ours-clusters" in peers.Case(lines[name]).peers for name in lease.PROFILED))
         self.assertTrue(set(lease.COUNTED) <= set(peers.PEERS))
 
 
