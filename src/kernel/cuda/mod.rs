@@ -15,7 +15,7 @@
 //! check: that tensors do not overlap ([`tensor::disjoint`](crate::tensor::disjoint) checks that), and that memory is
 //! as large as the shape and strides say.
 //!
-//! A [`RawStream`](crate::call::RawStream) is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy
+//! A [`RawStream`] is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy
 //! default stream. Memory may come from any allocator; [`Cuda::allocate`] is for programs that have none.
 //!
 //! ```text
