@@ -81,11 +81,11 @@ fn refusals() {
     );
     refused(
         with(Score { scale: 1e300, ..good.score }),
-        "scale is 1e300, expected at most 3.4028234663852886e38, as f32 holds",
+        "scale is 1e300, expected at most 3.4028234663852886e38, the largest f32",
     );
     refused(
         with(Score { softcap: 1e-42, ..good.score }),
-        "softcap is 1e-42, expected 1.1754943508222875e-38 to 3.4028234663852886e38, as f32 holds; 0 is no cap",
+        "softcap is 1e-42, expected 1.1754943508222875e-38 to 3.4028234663852886e38 (f32); 0 means no softcap",
     );
     refused(
         Attend { heads: HeadMap { q_offset: 2, ..good.heads }, ..good },

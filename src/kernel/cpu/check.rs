@@ -36,11 +36,11 @@ fn score(s: &Score, acc: Dtype) -> Result<()> {
         _ => (f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX)),
     };
     if s.scale.abs() > most {
-        return Err(Error::invalid("scale", format!("{:e}", s.scale), format!("at most {most:e}, as {acc} holds")));
+        return Err(Error::invalid("scale", format!("{:e}", s.scale), format!("at most {most:e}, the largest {acc}")));
     }
     if s.softcap > 0.0 && !(least..=most).contains(&s.softcap) {
-        let expected = format!("{least:e} to {most:e}, as {acc} holds");
-        return Err(Error::invalid("softcap", format!("{:e}", s.softcap), expected).hint("0 is no cap"));
+        let expected = format!("{least:e} to {most:e} ({acc})");
+        return Err(Error::invalid("softcap", format!("{:e}", s.softcap), expected).hint("0 means no softcap"));
     }
     Ok(())
 }

@@ -145,13 +145,13 @@ pub(super) fn score(s: &Score) -> Result<(i64, i64)> {
     // The kernels get products of these in f32; if a product is not finite, a score of 0 becomes NaN.
     let most = f64::from(f32::MAX) / LOG2_E;
     if s.scale.abs() > most {
-        return Err(Error::invalid("scale", format!("{:e}", s.scale), format!("at most {most:e}, in base 2 as f32")));
+        return Err(Error::invalid("scale", format!("{:e}", s.scale), format!("at most {most:e} (f32, base 2)")));
     }
     if s.softcap > 0.0 {
         let least = (2.0 * s.scale.abs() / most).max(f64::from(f32::MIN_POSITIVE));
         if !(least..=most).contains(&s.softcap) {
             let expected = format!("{least:e} to {most:e}, so that scale / softcap is finite in f32");
-            return Err(Error::invalid("softcap", format!("{:e}", s.softcap), expected).hint("0 is no cap"));
+            return Err(Error::invalid("softcap", format!("{:e}", s.softcap), expected).hint("0 means no softcap"));
         }
     }
     Ok((s.window_left.min(WIDE), s.window_right.min(WIDE)))
