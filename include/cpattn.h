@@ -241,7 +241,7 @@ typedef struct cpattn_problem {
 /* ---- Options ----------------------------------------------------------------------------------------------------- */
 
 /* How tokens are distributed over the R ring ranks. */
-#define CPATTN_LAYOUT_AUTO 0        /* whichever balances the work best */
+#define CPATTN_LAYOUT_AUTO 0        /* the least work on the busiest rank; within 1 % of that the fewest rows from other ranks */
 #define CPATTN_LAYOUT_CONTIGUOUS 1  /* consecutive tokens of the batch */
 #define CPATTN_LAYOUT_ZIGZAG 2      /* each document in 2R chunks: chunk r and chunk 2R-1-r. Slow for packs of short documents,
                                        which are cut for every rank */
@@ -287,7 +287,7 @@ typedef struct cpattn_options {
   int32_t reproducible;      /* 1: bit-equal results for any number of ranks; CPU only */
   int32_t pack_inputs;       /* 1: tensors that are sent may have any strides; 0: they must be compact */
   uint32_t ranks_per_node;   /* ranks that share a node: rank r is in node r / ranks_per_node, and a row crosses from one node
-                                to another once; 0: all links are alike. See cpattn_ranks_per_node */
+                                to another once; 0, or as many as all ranks: all links are alike. See cpattn_ranks_per_node */
   int32_t circulate_forward; /* CPATTN_CIRCULATE_... */
   int32_t reserved;          /* 0 */
 } cpattn_options;
@@ -481,8 +481,8 @@ typedef struct cpattn_message {
  * A transport that the caller implements, for example over a framework's communicator. The functions return 0 on success
  * and any other number on failure; on failure they may set *blame (-1 on entry) to the rank at fault, otherwise the rank
  * itself is named. The cpattn call in progress then fails with CPATTN_PEER, and its message ends with the function and
- * its result: "rank 0, exchange, step 1: rank 2 failed: the transport's exchange returned 7". The functions must not throw
- * or longjmp. `context` is passed to each of them.
+ * its result: "rank 0, fetch, step 1 of the forward of plan ...: rank 2 failed: the transport's exchange returned 7". The
+ * functions must not throw or longjmp. `context` is passed to each of them.
  *
  * The contract (docs/transports.md names the test of each rule): each send matches one receive of the same size; between two
  * ranks, sends and receives match in the order in which each rank lists them. A rank makes one exchange at a time. An exchange

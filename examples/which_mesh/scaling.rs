@@ -43,7 +43,7 @@ pub fn pages(machine: &Machine, file: &str) -> Result<(String, String)> {
          - Up to 32 ranks the best candidates are simulated operation by operation; above that the time is that of the busiest \
          rank (`src/predict/aggregate.rs` says what that leaves out). Candidates have one level, where a row that \
          several ranks of a node need crosses the network once for each, or two (`ranks_per_node`), where it crosses once. For 16 ranks on two nodes and 524,288 tokens or more the two models differ by at \
-         most 2 %, but for zigzag of the pack and of each document, where the second is up to 16 % too short: rows of `zigzag-pack` \
+         most 2 %, except for zigzag of the pack and of each document, where the times of the second are up to 16 % too short: rows of `zigzag-pack` \
          that are not simulated may take that much longer, and another layout may then be the best.\n\
          - Strong scaling: one document of 2^20 tokens. Weak scaling: one document of 2^13 tokens for each rank; its work per rank \
          grows with the ranks unless a window bounds it.\n\n\

@@ -31,7 +31,7 @@ from ._check import RANGES, whole
 from ._library import call
 
 # Results of a callback whose method raised, and of a callback after an earlier one raised. The library's messages contain
-# them: "rank 0, exchange, step 1: rank 2 failed: the transport's exchange returned 1".
+# them: "rank 0, fetch, step 1 of the forward of plan …: rank 2 failed: the transport's exchange returned 1".
 RAISED = 1
 FAILED_BEFORE = 2
 

@@ -380,7 +380,7 @@ class Plans(unittest.TestCase):
 
     def test_nodes(self) -> None:
         self.assertEqual(cpattn.ranks_per_node([4, 4, 1, 1]), 2)
-        with self.assertRaisesRegex(cpattn.InvalidArgument, "number of ranks in the node of rank 2 is 1, expected 2"):
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "node of size 1, expected a node of size 2"):
             cpattn.ranks_per_node([0, 0, 1])
         two, one = (cpattn.Plan([0, 64], 2, 8, world=4, ring=4, ranks_per_node=n) for n in (2, 0))
         two.verify()

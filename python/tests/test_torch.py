@@ -122,7 +122,7 @@ def nodes(rank: int, world: int) -> None:
         compare(context, DOCUMENTS, shape, 1e-14)
         leave(context)
         if rank < 3:
-            for words in ("number of ranks in the node of rank 2 is 1, expected 2", "LOCAL_WORLD_SIZE is 2", "give ranks_per_node, 0 if"):
+            for words in ("node of size 1, expected a node of size 2", "LOCAL_WORLD_SIZE is 2", "give ranks_per_node, 0 if"):
                 refused(cpattn.InvalidArgument, words, Context, three, heads=9, head_dim=8)
         differing(rank)
     finally:

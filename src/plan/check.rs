@@ -33,19 +33,19 @@ pub(super) fn check(problem: &Problem, mesh: Mesh, options: Options) -> Result<(
     }
     let Options { gather, circulate, circulate_forward, reproducible: ordered, .. } = options;
     let (passes, queries) = (options.passes > 1, circulate_forward == Circulate::Queries);
-    let queries_travel = "passes divide the kv heads that travel, and here the q side travels";
+    let queries_travel = "passes send k and v in parts, by kv heads, and here the q side is sent";
     let clash = |both: bool, names: &'static str, why: &'static str| {
         if both { Err(Error::unsupported(names, why, "leave out one of the two options")) } else { Ok(()) }
     };
     let wire = ordered && options.wire == Wire::Bf16;
-    clash(wire, "wire bf16 with reproducible", "the mesh decides which values are rounded")?;
+    clash(wire, "options.wire bf16 with reproducible", "the mesh decides which values are rounded, and so the bits")?;
     clash(ordered && passes, "options.passes with reproducible", "dk and dv are computed head by head, in one pass")?;
     let asked = ordered && circulate != Circulate::Auto;
-    clash(asked, "circulate with reproducible", "the ordered form gathers both sides")?;
+    clash(asked, "options.circulate with reproducible", "a reproducible plan gathers all rows of both sides first")?;
     let asked = ordered && circulate_forward != Circulate::Auto;
-    clash(asked, "circulate_forward with reproducible", "the ordered form gathers k and v")?;
+    clash(asked, "options.circulate_forward with reproducible", "a reproducible plan gathers k and v first")?;
     let steps = ordered && gather == Gather::Steps;
-    clash(steps, "gather steps with reproducible", "the ordered form receives all rows at once")?;
+    clash(steps, "options.gather steps with reproducible", "a reproducible plan receives all rows at once")?;
     clash(passes && circulate == Circulate::Queries, "options.passes with circulate queries", queries_travel)?;
     clash(passes && queries, "options.passes with circulate_forward queries", queries_travel)?;
     let gathers = queries && matches!(gather, Gather::Others | Gather::Together);

@@ -277,7 +277,7 @@ impl Plan {
                 format!("{mesh} = {} ranks", mesh.world()),
                 format!("the transport's world of {world}"),
             )
-            .hint("plan for the world of the transport; ranks beyond ulysses × ring become replicas"));
+            .hint("plan with a mesh of as many ranks as the transport has"));
         }
         Ok(())
     }

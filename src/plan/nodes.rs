@@ -53,8 +53,9 @@ pub fn ranks_per_node(nodes: &[u64]) -> Result<usize> {
     match sizes.enumerate().find(|(_, other)| *other != size) {
         None => Ok(size),
         Some((before, other)) => {
-            let argument = format!("number of ranks in the node of rank {}", (before + 1) * size);
-            Err(Error::invalid(argument, other, format!("{size}, as in the node of rank 0"))
+            let argument = format!("nodes[{}]", (before + 1) * size);
+            let expected = format!("a node of size {size}, as that of rank 0");
+            Err(Error::invalid(argument, format!("a node of size {other}"), expected)
                 .hint("start the same number of ranks on each node, or let ranks_per_node be a number that divides all of them"))
         }
     }
@@ -192,7 +193,7 @@ pub(super) fn check(mesh: Mesh, options: Options) -> Result<()> {
         )
     } else if !fit(ranks, group) {
         (
-            format!("a multiple or a divisor of the {group} ranks of {mesh}"),
+            format!("a multiple or a divisor of the {group} ranks of one replica of {mesh}"),
             "the ranks that share a batch must fill whole nodes, or lie in one node",
         )
     } else if !fit(ranks, ulysses) {
@@ -216,7 +217,7 @@ mod tests {
         for (nodes, said) in [
             (&[][..], "nodes is empty, expected the node of each rank"),
             (&[4, 4, 9, 4], "nodes[3] is 4, the node of rank 0, expected 9, the node of rank 2, or a node not seen"),
-            (&[1, 1, 1, 2], "number of ranks in the node of rank 3 is 1, expected 3, as in the node of rank 0"),
+            (&[1, 1, 1, 2], "nodes[3] is a node of size 1, expected a node of size 3, as that of rank 0"),
         ] {
             let text = ranks_per_node(nodes).unwrap_err().to_string();
             assert!(text.contains(said), "{text}");

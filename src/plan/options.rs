@@ -86,9 +86,10 @@ pub struct Options {
     /// Ranks of a node (or of whatever a slow link joins), 0 if all links are alike. Node n has ranks
     /// `n · ranks_per_node ..`; [`ranks_per_node`](super::ranks_per_node) makes the number of a list. Then each row
     /// that other nodes need crosses to each of them once, and is passed on inside it; gradients are summed inside a
-    /// node before they cross back. So it is on a ring with several ranks in a node, and on any ring and in the
-    /// all-to-alls of an attention whose ranks lie in several nodes, where ranks of a node hold the same kv head.
-    /// Elsewhere schedules are the same. An automatic mesh keeps Ulysses inside a node, so with 1 it is a ring, and
+    /// node before they cross back. The option matters on a ring over several nodes if a node has several ring ranks,
+    /// or ranks that hold the same kv head; and in an all-to-all over several nodes if ranks of one node hold the same
+    /// kv head. Otherwise schedules are the same, and so they are if the number is that of all ranks or larger: then
+    /// there is one node. An automatic mesh keeps Ulysses inside a node, so with 1 it is a ring, and
     /// counts a byte from another node [`Choice::BETWEEN`](super::Choice::BETWEEN) times.
     pub ranks_per_node: usize,
 }

@@ -27,7 +27,7 @@ fn check_len(name: &str, found: usize, tokens: usize, row_len: usize, of: &str) 
             let expected = format!("{expected} values ({tokens} tokens{of}, {row_len} each)");
             Err(Error::invalid(name, format!("{found} values"), expected))
         }
-        None => Err(Error::invalid("row_len", row_len, format!("a tensor of {tokens} tokens that can be addressed"))),
+        None => Err(Error::invalid("row_len", row_len, format!("at most {} for {tokens} tokens", usize::MAX / tokens))),
     }
 }
 

@@ -14,8 +14,8 @@
 //!   too short. With two levels ranks wait for one another if their rows come from a few neighbours: kernels are
 //!   assumed to take up to twice as long, which is up to 51 % too long if documents begin at nodes' borders;
 //! - passes over groups of kv heads do all steps for each group, and overlap as steps do: with a mask that is up to
-//!   21 % too short if rows are gathered. The ordered form is rated up to 38 % too long with a mask in the contiguous
-//!   layout, where the rank with most work for dq has the least for dk and dv;
+//!   21 % too short if rows are gathered. The time of the ordered form is up to 38 % too long with a mask in the
+//!   contiguous layout, where the rank with most work for dq has the least for dk and dv;
 //! - every step reads every q row, or, if q circulates in the forward, every key; apart from the waits above, ranks do
 //!   not wait for each other. If q and k are different tokens, the q rows that arrive and the pairs that a rank
 //!   computes when q circulates are counted ([`LayoutLoad::of`]); if they are the same tokens, these are taken to

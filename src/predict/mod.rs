@@ -128,9 +128,9 @@ pub struct Outlook {
     /// Bytes of memory of a rank of the machine.
     pub memory: f64,
     /// The candidates: first those that were simulated, then the rest; in each group those that fit in memory first, by
-    /// time. The two models are not compared with each other: the aggregate one is up to 16 % too short for zigzag
-    /// layouts, and up to 51 % too long with two levels and rows of a few neighbours; on cores it is up to 1.9 times
-    /// too long with a mask.
+    /// time. The two models are not compared with each other: times of the aggregate one are up to 16 % too
+    /// short for zigzag layouts, and up to 51 % too long with two levels and rows of a few neighbours; on cores they
+    /// are up to 1.9 times too long with a mask.
     pub candidates: Vec<MeshTime>,
 }
 

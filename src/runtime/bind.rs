@@ -76,7 +76,7 @@ impl Bindings {
             if *raw == RawTensor::NONE {
                 return Err(Error::invalid(name, "not given", format!("{dtype} of shape {shape:?}")).hint(
                     if tensor.is_per_head() {
-                        "the problem has sinks"
+                        "give one number for each q head, or plan a problem without sinks"
                     } else {
                         "a rank without tokens gives a tensor of 0 rows"
                     },
@@ -149,7 +149,7 @@ impl ExpectedTensors {
                 "between the all-to-alls a rank has all tokens of its ring share: the sum of those of its Ulysses ranks"
             }
             _ => {
-                "a rank brings its own tokens of the planned documents (cu_seqlens_q, cu_seqlens_k): its shard of the plan"
+                "a rank gives its own tokens of the planned documents (cu_seqlens_q, cu_seqlens_k): as many rows as Plan::local_tokens"
             }
         }
     }

@@ -227,7 +227,8 @@ pub fn error<T: Element>(got: &[T], want: &[f64]) -> f64 {
 }
 
 /// The error rule: RMS error against f64 at most `1.1 × the one-rank error of the same kernel + 4·2⁻²⁴ ·
-/// RMS(reference)` (more where large sinks are), and lse within `1e-5`.
+/// RMS(reference)` (more where large sinks are), lse within `1e-5`, and dsinks within `1.1 × the one-rank error +
+/// 1e-5 · RMS(reference)`.
 pub fn check<T: Element>(what: &str, got: &Results<T>, one: &Results<T>, want: &Results<f64>) {
     check_within(1.0, what, got, one, want);
 }
@@ -244,6 +245,7 @@ pub fn check_within<T: Element>(slack: f64, what: &str, got: &Results<T>, one: &
     // that may nearly cancel. There the terms round, which are of the size of o and dv.
     let terms = rms(want.o.iter().copied()) * rms(want.dv.iter().copied());
     let of_terms = |scale: f64| if scale < 1e-3 * terms { terms } else { scale };
+    let of_sinks = |scale: f64| if slack > 1.0 { of_terms(scale) } else { scale };
     let rule = |name: &str, got: &[T], one: &[T], want: &[f64]| {
         let (e, e1, scale) = (error(got, want), error(one, want), rms(want.iter().copied()));
         let bound = 1.1 * e1 + floor * if name == "dq" || name == "dk" { of_terms(scale) } else { scale };
@@ -260,7 +262,7 @@ pub fn check_within<T: Element>(slack: f64, what: &str, got: &Results<T>, one: &
     assert_eq!(got.dsinks.len(), want.dsinks.len());
     let scale = rms(want.dsinks.iter().copied());
     for (h, (g, &w)) in got.dsinks.iter().zip(&want.dsinks).enumerate() {
-        let bound = 1.1 * (one.dsinks[h].to_f64() - w).abs() + slack * 1e-5 * of_terms(scale.max(w.abs()));
+        let bound = 1.1 * (one.dsinks[h].to_f64() - w).abs() + slack * 1e-5 * of_sinks(scale.max(w.abs()));
         assert!((g.to_f64() - w).abs() <= bound, "{what}: dsinks[{h}] is {g:?}, expected {w}, bound {bound:e}");
     }
 }

@@ -338,7 +338,10 @@ fn refusals() {
     let refusal = unsafe { device.cuda.finish(&finish, &mut none, device.stream) };
     refused(refusal.unwrap_err(), "o of 536870912 heads of 256");
     // SAFETY: refused before anything is launched.
-    refused(unsafe { device.cuda.attend(&call, &mut none, device.stream) }.unwrap_err(), "staging");
+    refused(
+        unsafe { device.cuda.attend(&call, &mut none, device.stream) }.unwrap_err(),
+        "room for scheduler metadata is 16",
+    );
     for (bytes, launches, part) in [
         (usize::MAX, 1, "bytes, expected at most"),
         (usize::MAX - 14, 1, "bytes"),

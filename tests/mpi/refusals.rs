@@ -142,7 +142,7 @@ pub fn plans() {
     let plan = Plan::new(&problem, Mesh::ring(4).unwrap(), Layout::Contiguous).unwrap();
     let mut rank = Rank::new(Mpi::new(&comm, LONG).unwrap());
     let text = rank.prepare(&plan, Direction::Forward).unwrap_err().to_string();
-    let found = "mesh is ulysses 1 × ring 4 = 4 ranks, expected the transport's world of 2; plan for the world of the transport";
+    let found = "mesh is ulysses 1 × ring 4 = 4 ranks, expected the transport's world of 2; plan with a mesh of as many ranks as the transport has";
     assert!(text.contains(found), "{text}");
     println!("{FINE}");
 }

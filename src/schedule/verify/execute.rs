@@ -161,6 +161,9 @@ impl<'a> Prover<'a> {
         }
         let shape = (1, self.given(r).1);
         sum.sources.iter().try_for_each(|v| self.shaped(r, v, What::Sum(TensorId::Dsinks), shape))?;
+        if (sum.dst.rows, sum.dst.heads) != shape {
+            return Err("a gradient of sinks has one row of all q heads".into());
+        }
         self.typed(r, &sum.dst, self.plan.problem().dtype().accumulator(), 1)?;
         self.sum(r, op, sum)
     }

@@ -137,7 +137,7 @@ impl Lists for &[ListedOp] {
 pub(super) fn check_met(met: &Met, q_rows: u64, k_rows: u64) -> Result<(), String> {
     let sane = |r: &Range, rows: u64| {
         if r.len == 0 || r.block == 0 || r.period < r.block || r.row < 0 || (r.row as u64 + u64::from(r.len)) > rows {
-            return Err(format!("{r:?} does not lie in a view of {rows} rows"));
+            return Err(format!("{r:?} is not a range of a view of {rows} rows"));
         }
         Ok(())
     };
