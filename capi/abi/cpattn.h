@@ -51,8 +51,8 @@
  * tensors stay in use until the stream has executed the work. To order other streams, use events, as with any kernel.
  * The library makes the context current during a call and then restores the previous one.
  *
- * CUDA GRAPHS. A run of a rank can be captured. Before the capture begins, call cpattn_rank_prepare (for an all-to-all,
- * cpattn_rank_prepare_all_to_all). Then call cpattn_forward, cpattn_backward, cpattn_rank_to_heads or
+ * CUDA GRAPHS. A run of a rank can be captured, but not yet over NCCL, where it is refused. Before the capture begins,
+ * call cpattn_rank_prepare (for an all-to-all, cpattn_rank_prepare_all_to_all). Then call cpattn_forward, cpattn_backward, cpattn_rank_to_heads or
  * cpattn_rank_to_tokens with the stream that is being captured. While a run of the rank is being captured, calls that
  * would invalidate the capture are refused with CPATTN_UNSUPPORTED, and the capture stays valid: lending workspace or
  * taking it back, preparing a plan that is not prepared, cpattn_rank_record with a capacity other than 0, and a run on a

@@ -9,13 +9,16 @@
  */
 #include <cpattn.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #define TOKENS 6
 #define HEADS 2
 #define DIM 4
 
 static void must(int32_t status) {
-  if (status != CPATTN_OK) fprintf(stderr, "%s: %s\n", cpattn_status_name(status), cpattn_last_error());
+  if (status == CPATTN_OK) return;
+  fprintf(stderr, "%s: %s\n", cpattn_status_name(status), cpattn_last_error());
+  exit(1);
 }
 
 static cpattn_tensor f32_tensor(float *data, int32_t ndim, int64_t *shape) {
