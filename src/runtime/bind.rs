@@ -74,13 +74,15 @@ impl Bindings {
                 continue;
             };
             if *raw == RawTensor::NONE {
-                return Err(Error::invalid(name, "not given", format!("{dtype} of shape {shape:?}")).hint(
-                    if tensor.is_per_head() {
-                        "give one number for each q head, or plan a problem without sinks"
-                    } else {
-                        "a rank without tokens gives a tensor of 0 rows"
-                    },
-                ));
+                let (expected, hint) = if tensor.is_per_head() {
+                    (
+                        format!("{} numbers of {dtype}, one for each q head", shape[1]),
+                        "plan a problem without sinks if it has none",
+                    )
+                } else {
+                    (format!("{dtype} of shape {shape:?}"), "a rank without tokens gives a tensor of 0 rows")
+                };
+                return Err(Error::invalid(name, "not given", expected).hint(hint));
             }
             let innermost = match expected.run {
                 Purpose::Attention(_) => "head_dim",
@@ -145,11 +147,14 @@ impl ExpectedTensors {
 
     fn tokens_hint(&self, tensor: TensorId) -> &'static str {
         match self.run {
+            Purpose::Attention(_) if matches!(tensor, TensorId::Lse) => {
+                "lse is [heads, tokens] in C and Python; the tokens are the rank's own (cu_seqlens_q): its shard of the plan"
+            }
             Purpose::AllToAll(_) if tensor == OWN_HEADS => {
                 "between the all-to-alls a rank has all tokens of its ring share: the sum of those of its Ulysses ranks"
             }
             _ => {
-                "a rank gives its own tokens of the planned documents (cu_seqlens_q, cu_seqlens_k): as many rows as Plan::local_tokens"
+                "a rank gives its own tokens of the planned documents (cu_seqlens_q, cu_seqlens_k): its shard of the plan, of Plan::local_tokens rows"
             }
         }
     }

@@ -91,7 +91,7 @@ fn a_window_over_many_ranks_is_summarised() {
         &text,
         &[
             "mask window 127 back, 0 ahead, bf16",
-            "by rules of thumb, without the description of a machine, the automatic choice for 64 ranks is ulysses 1 × ring 64, layout contiguous\n",
+            "automatic choice for 64 ranks (by rules of thumb; no machine is described): ulysses 1 × ring 64, layout contiguous\n",
             "→  contiguous    1.001     1.000                 127",
             "q tokens  1,024  1,024    1,024",
             // 127 rows of 8 heads of 64 + 64 values in bf16.

@@ -58,7 +58,7 @@ impl Plan {
         let given = if is_own(choice.mesh) { "" } else { "; this plan was given another mesh" };
         let _ = writeln!(
             out,
-            "  by rules of thumb, without the description of a machine, the automatic choice for {} is {}, layout {}{given}",
+            "  automatic choice for {} (by rules of thumb; no machine is described): {}, layout {}{given}",
             ranks(self.mesh().group()),
             choice.mesh,
             choice.layout,

@@ -314,7 +314,7 @@ impl Plan {
         let metadata = costs.iter().map(|c| c.device_metadata).max().unwrap_or(0);
         let _ = writeln!(
             out,
-            "  metadata on a device, {direction}: at most {} bytes for each of the 16 plans and directions that a rank remembers",
+            "  on CUDA devices, {direction}: up to {} bytes more for each prepared plan and direction, of which a rank keeps 16",
             grouped(metadata.into())
         );
     }
