@@ -150,8 +150,10 @@ pub(super) unsafe fn parts(
     let ndim = t.ndim as usize;
     let entries = |what: &'static str, at: *mut i64| {
         // SAFETY: entries of the caller's arrays, by its promise.
-        unsafe { super::input::array(what, at.cast_const(), ndim) }
-            .map_err(|_| Error::invalid(format!("{name}.{what}"), "NULL or misaligned", format!("{ndim} entries")))
+        unsafe { super::input::array(what, at.cast_const(), ndim) }.map_err(|_| {
+            let found = if at.is_null() { "NULL" } else { "misaligned" };
+            Error::invalid(format!("{name}.{what}"), found, format!("{ndim} entries"))
+        })
     };
     let shape_of = entries("shape", t.shape)?;
     let strides_of = if t.strides.is_null() { None } else { Some(entries("strides", t.strides)?) };

@@ -77,7 +77,7 @@ impl Bindings {
                 let (expected, hint) = if tensor.is_per_head() {
                     (
                         format!("{} numbers of {dtype}, one for each q head", shape[1]),
-                        "plan a problem without sinks if it has none",
+                        "the problem of the plan has sinks; without sinks, plan a problem that has none",
                     )
                 } else {
                     (format!("{dtype} of shape {shape:?}"), "a rank without tokens gives a tensor of 0 rows")

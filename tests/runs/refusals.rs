@@ -136,17 +136,14 @@ fn sinks_given_and_planned() {
     refused(bench.own.backward(&mut bench.rank, &bench.plan), &["dsinks is given", "no sinks"]);
     let mut bench = Bench::new(&plain.with_sinks(true), Options::new());
     let sinks = bench.own.sinks.take();
-    refused(
-        bench.own.forward(&mut bench.rank, &bench.plan),
-        &["sinks is not given", "6 numbers of f32", "a problem without sinks"],
-    );
+    refused(bench.own.forward(&mut bench.rank, &bench.plan), &["sinks is not given", "6 numbers of f32", "has sinks"]);
     bench.own.sinks = Some(vec![0.0; 5]);
     refused(bench.own.forward(&mut bench.rank, &bench.plan), &["sinks.heads is 5", "expected 6"]);
     bench.own.sinks = sinks;
     let dsinks = bench.own.dsinks.take();
     refused(
         bench.own.backward(&mut bench.rank, &bench.plan),
-        &["dsinks is not given", "6 numbers of f32", "a problem without sinks"],
+        &["dsinks is not given", "6 numbers of f32", "has sinks"],
     );
     bench.own.dsinks = Some(vec![0.0; 7]);
     refused(bench.own.backward(&mut bench.rank, &bench.plan), &["dsinks.heads is 7", "expected 6"]);
