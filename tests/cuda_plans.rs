@@ -93,7 +93,7 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                         .with(TensorId::Dq, dq.1)
                         .with(TensorId::Dk, dk.1)
                         .with(TensorId::Dv, d_v.1)
-                        .with(TensorId::Dsinks, dsinks.1);
+                        .with(TensorId::Dsinks, if sinks.is_some() { dsinks.1 } else { RawTensor::NONE });
                     // SAFETY: as above.
                     unsafe { rank.run_on(&plan, Direction::Backward, &bindings, stream) }?;
                     // SAFETY: the default stream.

@@ -107,7 +107,10 @@ pub fn tensors(cuda: &Cuda, plan: &Plan, rank: usize, data: &Data<T>) -> Tensors
     let sinks = data.sinks.as_ref().map(|s| (TensorId::Sinks, Held::new(cuda, s, 1, hq, 1)));
     let (mut bindings, mut held) = (Bindings::default(), Vec::new());
     for (tensor, h) in results.into_iter().chain(inputs).chain(sinks) {
-        bindings.set(tensor, h.1);
+        // Gradients of sinks that a problem does not have are refused.
+        if tensor != TensorId::Dsinks || data.sinks.is_some() {
+            bindings.set(tensor, h.1);
+        }
         held.push(h);
     }
     Tensors { held, bindings }
