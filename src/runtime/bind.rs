@@ -154,7 +154,7 @@ impl ExpectedTensors {
                 "between the all-to-alls a rank has all tokens of its ring share: the sum of those of its Ulysses ranks"
             }
             _ => {
-                "a rank gives its own tokens of the planned documents (cu_seqlens_q, cu_seqlens_k): its shard of the plan, of Plan::local_tokens rows"
+                "a rank gives its own tokens of the planned documents (cu_seqlens_q, cu_seqlens_k): its shard of the plan"
             }
         }
     }
