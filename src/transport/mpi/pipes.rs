@@ -33,7 +33,8 @@ impl Pipes {
     pub(super) fn new(world: usize, comm: Comm, agreeing: bool) -> Self {
         let ways = [MessageDirection::Receive, MessageDirection::Send];
         let all: Vec<_> = ways.into_iter().flat_map(|way| (0..world).map(move |peer| Pipe::new(way, peer))).collect();
-        // All ranks agree with all others once, so the memory of an agreement's pipes has to be small.
+        // All ranks agree with all others once, so the memory of an agreement's pipes has to be small:
+        // a piece is one message of three words.
         let piece = if agreeing { size_of::<[u64; 3]>() } else { pipe::PIECE };
         Self { comm, agreeing, active: Vec::with_capacity(all.len()), all, piece }
     }
