@@ -36,8 +36,8 @@ __device__ __forceinline__ Span tiles_met(const Run& run, i64 low, i64 high, u32
     return span;
 }
 
-// One tile of q rows for one head, and when to add to its dq. Kept small: several lie in shared memory, where there is
-// little left.
+// One tile of q rows for one head (or for several, which share it), and when to add to its dq. Kept small: several lie in shared
+// memory, where there is little left.
 struct DqStep {
     i64 row;               // its first row in the tensor
     u32 run;
@@ -45,11 +45,15 @@ struct DqStep {
     u32 head;
     u32 semaphore;         // which word
     u32 after;             // what it holds when this block may add; 0 when there is nothing to wait for
-    unsigned char rows;    // 0 past the last step
-    unsigned char full;    // whether all its rows meet all own rows, so that no mask is needed
-    unsigned char add;     // whether dq holds something already
-    unsigned char passes;  // whether to store the own number in the word: not when the block comes back to the same tile
+    unsigned char rows;  // 0 past the last step
+    unsigned char flags;
+    unsigned char heads;       // where heads share a tile: how many do, from `head` on
+    unsigned char token_bits;  // and the binary logarithm of the rows that each has there
 };
+
+// Of a step: all its rows meet all own rows, so that no mask is needed; dq holds something already; the own number is to be
+// stored in the word (not when the block comes back to the same tile).
+enum : u32 { DQ_FULL = 1, DQ_ADD = 2, DQ_PASSES = 4 };
 
 // What a semaphore holds at the moment. It orders nothing: a thread that finds what it waits for goes on to `wait_semaphore`.
 __device__ __forceinline__ u32 poll_semaphore(const u32* semaphore) {
@@ -74,6 +78,11 @@ __device__ __forceinline__ void store_semaphore(u32* semaphore, u32 number) {
 // The walk of a tile of keys over the tiles of q rows that it meets, from the last to the first, and over the heads of each.
 // The first warp's alone: lane 0 moves from run to run, and each of BATCH lanes describes one step. That takes some hundred
 // dependent instructions, which a lane alone would spend in every step while all other warps wait for its own.
+//
+// With SHARES, where a run's last tile has at most half of the rows of a tile, several heads share a step: 16 or 32 rows of each, as
+// many heads as fill the tile. Which heads do depends on the tile and on the heads of the item alone, so all tiles of keys agree,
+// and the word of the first of these heads serves all of them.
+template <bool SHARES>
 struct Round {
     u32 head, heads;           // q heads of each tile, from `head` on
     u32 next, begin, end;      // entries of the list of q runs, taken from the end
@@ -81,8 +90,9 @@ struct Round {
     u32 tile, tile_begin;      // its tiles that are still to be met, from the last on
     u32 at;                    // heads that have met the last one of these
     u32 full_begin, full_end;  // its rows that every key meets
-    u32 again, more;           // whether the list named this run just before, and whether it will again
     u32 number;                // of the own tile, plus one
+    bool again, more;          // whether the list named this run just before, and whether it will again
+    unsigned char token_bits;  // of the next tile to be met: the binary logarithm of the rows that a head has in a step
 
     // Lane 0's.
     __device__ __forceinline__ void start(const Run& key, u32 tile_number, u32 head0, u32 head1, volatile const Own& tile_of,
@@ -96,6 +106,7 @@ struct Round {
         at = 0;
         tile = 0;
         tile_begin = 0;
+        if (SHARES) token_bits = log2_of(size);
         find(tile_of, p, size);
     }
 
@@ -106,19 +117,30 @@ struct Round {
         u32 filled = 0;
         do {
             // Beyond what fits, more tiles make no difference; their product with the heads stays small.
-            const u32 tiles = tile - tile_begin < BATCH + 1 ? tile - tile_begin : BATCH + 1;
-            const u32 ready = tiles * heads - at, room = BATCH - filled;
+            u32 tiles = tile - tile_begin < BATCH + 1 ? tile - tile_begin : BATCH + 1;
+            u32 each = 1, steps = heads;  // heads of a step, and steps of a tile
+            if (SHARES && (1u << token_bits) < BM) {
+                tiles = 1;
+                each = (u32)BM >> token_bits;
+                steps = (heads + each - 1) / each;
+            }
+            const u32 ready = tiles * steps - at, room = BATCH - filled;
             const u32 some = ready < room ? ready : room;
             if (lane >= filled && lane < filled + some) {
-                const u32 index = at + lane - filled;
-                meet<BM, BN>(out[lane], tile - 1 - index / heads, head + index % heads, tile_of, p);
+                const u32 index = at + lane - filled, skipped = index % steps * each;
+                if (SHARES) {
+                    out[lane].heads = heads - skipped < each ? heads - skipped : each;
+                    out[lane].token_bits = token_bits;
+                }
+                meet<BM, BN>(out[lane], tile - 1 - index / steps, head + skipped, tile_of, p);
             }
             filled += some;
             __syncwarp();
             if (lane == 0 && some > 0) {
                 const u32 index = at + some;
-                tile = tile - index / heads;
-                at = index % heads;
+                tile = tile - index / steps;
+                at = index % steps;
+                if (SHARES && at == 0) token_bits = log2_of(BM);
                 if (tile == tile_begin) find(tile_of, p, BM);
             }
             __syncwarp();
@@ -141,8 +163,16 @@ struct Round {
             const Span span = tiles_met(partner, low, high, size);
             tile = span.begin < span.end ? span.end : 0;
             tile_begin = span.begin < span.end ? span.begin : 0;
+            if (SHARES) {
+                // Of the last tile met; only a run's last one has fewer than `size`.
+                const u32 rows = partner.len - (tile - 1) * size;
+                token_bits = heads == 1 || 2 * rows > size ? log2_of(size) : rows > 16 ? 5 : 4;
+            }
         }
     }
+
+    // The binary logarithm of the rows of a tile.
+    static __device__ __forceinline__ u32 log2_of(u32 size) { return 31 - __clz(size); }
 
     // Describes the step of one tile for one head.
     template <int BM, int BN>
@@ -165,9 +195,9 @@ struct Round {
         out.semaphore = (p.query_tiles[run] + met) * p.call.heads.q_heads + for_head;
         out.after = after;
         out.rows = rows;
-        out.full = rows == BM && tile_of.rows == BN && first >= full_begin && first + BM <= full_end;
-        out.add = again || after != 0 || partner.mode == MODE_MERGE || partner.mode == MODE_LAST;
-        out.passes = !more;
+        const bool full = rows == BM && tile_of.rows == BN && first >= full_begin && first + BM <= full_end;
+        const bool add = again || after != 0 || partner.mode == MODE_MERGE || partner.mode == MODE_LAST;
+        out.flags = (full ? DQ_FULL : 0) | (add ? DQ_ADD : 0) | (more ? 0 : DQ_PASSES);
     }
 
     // The number (plus one) of the last tile that adds to these rows of a q run before any of k run `run` does, 0 when there

@@ -62,8 +62,8 @@ struct FusedControl {
 };
 
 // What one thread does for an item: whose tile it is, and where its round starts. `Item` has what `FusedControl` begins with.
-template <int BM, int BN, class Item>
-__device__ __forceinline__ void begin_item(const FusedParams& p, volatile Item& item, Round& round, u32 number) {
+template <int BM, int BN, class Item, bool SHARES>
+__device__ __forceinline__ void begin_item(const FusedParams& p, volatile Item& item, Round<SHARES>& round, u32 number) {
     const BackwardParams& call = p.call;
     const u32 heads = call.per_q_head ? call.heads.q_heads : call.heads.kv_heads;
     const u32 part = number % p.parts, head = number / p.parts % heads;
@@ -116,7 +116,7 @@ struct BackwardFused {
     static constexpr int QM = BM / (16 * QUERY_PARTS), QN = D / 8 / DQ_PARTS / PIECES;
     static constexpr u32 BATCH = Shape::BATCH, STEPS = 2 * BATCH;
     using Control = FusedControl<BATCH>;
-    static_assert(sizeof(Control) + sizeof(Round) <= Shape::CONTROL, "what the host counts on");
+    static_assert(sizeof(Control) + sizeof(Round<false>) <= Shape::CONTROL, "what the host counts on");
     static_assert(Shape::STAGES == 2, "the next tile is loaded while this one is used");
     static_assert(!HELD || (PARTS == 1 && BN <= 2 * BM), "do is read before ds is in place; v passes through the room of both");
     static_assert(2 * BM <= THREADS, "one thread per q row for lse, and one for delta");
@@ -182,7 +182,7 @@ struct BackwardFused {
         general_gradients(s, g, p.call.score, p.call.alibi_slopes, step.head, key, control.own.first + row, query,
                           step.first + sub);
         // Rows of the own tile past its end must not make ds either: lse of a q row may be anything.
-        if (!step.full)
+        if (!(step.flags & DQ_FULL))
             mask_gradients(s, g, window, key, control.own.first + row, (int)control.own.rows - (int)row, query,
                            step.first + sub);
 #pragma unroll
@@ -262,10 +262,10 @@ struct BackwardFused {
         for (int piece = 0; piece < PIECES; ++piece) {
             const int left = columns - piece * WIDTH;
             float2 old[2 * QM][QN];
-            if (whole && step.add)
+            if (whole && step.flags & DQ_ADD)
                 read<QM, QN, DQ_PARTS>(old, to, p.dq.token, ALL, ALL);
             else
-                read<QM, QN, DQ_PARTS>(old, to, p.dq.token, step.add ? rows : 0, left);
+                read<QM, QN, DQ_PARTS>(old, to, p.dq.token, step.flags & DQ_ADD ? rows : 0, left);
             float c[QM][QN][4];
             clear(c);
             multiply_tiles<T, QM, QN, BN, DQ_PARTS, true>(c, walk_a_transposed<BM>(sds, query_row() / 16),
@@ -291,7 +291,7 @@ struct BackwardFused {
         write<MT, N, PARTS>(at, to.token, rows, dim - from, c, old, scale);
     }
 
-    static __device__ __forceinline__ void tile(const FusedParams& p, volatile Control& control, Round& round, u32 sk) {
+    static __device__ __forceinline__ void tile(const FusedParams& p, volatile Control& control, Round<false>& round, u32 sk) {
         const u32 sqs = sk + BN * (HELD ? D : D + DV) * 2, outputs = sqs + 2 * STAGE;
         const u32 sds = sk + Shape::TILES, sp = sds + Shape::PROBABILITIES, stats = sk + Shape::STATS;
         const u32 sv = HELD ? outputs : sk + BN * D * 2;
@@ -388,12 +388,12 @@ struct BackwardFused {
 
     // Lets the successor add to the tile of a step, if there was one.
     static __device__ __forceinline__ void pass(const FusedParams& p, volatile const DqStep& step, u32 number) {
-        if (step.rows && step.passes) store_semaphore(p.dq_semaphore + step.semaphore, number);
+        if (step.rows && step.flags & DQ_PASSES) store_semaphore(p.dq_semaphore + step.semaphore, number);
     }
 
     static __device__ __forceinline__ void run(const FusedParams& p) {
         __shared__ Control shared_control;
-        __shared__ Round round;
+        __shared__ Round<false> round;
         volatile Control& control = shared_control;
         extern __shared__ __align__(128) char shared[];
         for (;;) {

@@ -17,6 +17,7 @@
 
 struct HopperBackwardMaps {
     TensorMap q, k, v, d_o;
+    TensorMap shared_q, shared_d_o;  // for tiles that heads share: boxes of 16 rows
 };
 
 // Begins with what the fused kernel of sm_80 is given, which does the call where maps cannot say what its tensors are.
@@ -63,7 +64,7 @@ struct HopperBackwardBlock {
         Item items[2];
         Stage stages[STAGES];
         DqStep batch[BATCH];
-        Round round;
+        Round<true> round;
     };
     static_assert(sizeof(Control) + Shape::PARKED <= Shape::CONTROL, "behind the tiles");
 
@@ -96,6 +97,16 @@ struct HopperBackwardBlock {
         __device__ __forceinline__ u32 parity() const { return count >> 1 & 1; }
     };
 
+    // The same for the loading warp, which has few registers: the lowest bit is the slot of its item.
+    struct LoadState {
+        u32 word = 0;
+        __device__ __forceinline__ u32 slot() const { return word & 1; }
+        __device__ __forceinline__ u32 stage() const { return word >> 1 & 1; }
+        __device__ __forceinline__ u32 parity() const { return word >> 2 & 1; }
+        __device__ __forceinline__ void next_item() { word ^= 1; }
+        __device__ __forceinline__ void next_step() { word += 2; }
+    };
+
     static __device__ __forceinline__ void init_barriers(const Shared& at) {
         barrier_init(at.kv_full(), 2);
         barrier_init(at.kv_empty(), WARPS);
@@ -118,19 +129,34 @@ struct HopperBackwardLoad {
     using Control = typename Block::Control;
     using Shared = typename Block::Shared;
     using PipelineState = typename Block::PipelineState;
+    using LoadState = typename Block::LoadState;
     using Item = typename Block::Item;
     using Stage = typename Block::Stage;
     static constexpr int D = Block::D, DV = Block::DV, BM = Block::BM, BN = Block::BN;
     static constexpr u32 BATCH = Block::BATCH;
     static_assert(BM == 64, "two q rows for each lane of a warp");
 
-    // The base of exponents and delta of one q row. Rows past the end get p = 0.
+    // The base of exponents and delta of one q row. Rows that no head has get p = 0.
     static __device__ __forceinline__ float2 stats(const BackwardParams& p, volatile const DqStep& step, u32 row) {
-        if (row >= step.rows) return make_float2(-minus_infinity(), 0.0f);
-        const i64 at = step.row + row;
-        const float lse = *(const float*)(p.lse.ptr + step.head * p.lse.head + at * p.lse.token);
-        const float delta = *(const float*)(p.delta.ptr + step.head * p.delta.head + at * p.delta.token);
+        const u32 skipped = row >> step.token_bits, token = row - (skipped << step.token_bits);
+        if (skipped >= step.heads || token >= step.rows) return make_float2(-minus_infinity(), 0.0f);
+        const i64 at = step.row + token;
+        const u32 head = step.head + skipped;
+        const float lse = *(const float*)(p.lse.ptr + head * p.lse.head + at * p.lse.token);
+        const float delta = *(const float*)(p.delta.ptr + head * p.delta.head + at * p.delta.token);
         return make_float2(exponent_base(lse), delta);
+    }
+
+    // The tile of q or do of a step: of one head, or of those that share it.
+    template <int WIDTH>
+    static __device__ __forceinline__ void load_queries(u32 to, const TensorMap& map, const TensorMap& shared_map, u32 span,
+                                                        const BackwardParams& p, volatile const DqStep& step, u32 barrier) {
+        const Run& query = p.queries[step.run];
+        if ((1u << step.token_bits) == BM)
+            load_rows<BM, WIDTH>(to, map, span, query, step.first, query.len, step.head, barrier);
+        else
+            load_shared_rows<BM, WIDTH>(to, shared_map, span, query, step.first, query.len, step.head, step.heads, step.token_bits,
+                                        barrier);
     }
 
     // The first warp's.
@@ -138,13 +164,12 @@ struct HopperBackwardLoad {
                                                    const Shared& at, volatile Control& control) {
         const BackwardParams& call = p.call.call;
         const u32 lane = threadIdx.x;
-        Round& round = *const_cast<Round*>(&control.round);
-        PipelineState position;
-        for (u32 n = 0;; ++n) {
-            const u32 slot = n & 1;
-            volatile Item& item = control.items[slot];
+        Round<true>& round = *const_cast<Round<true>*>(&control.round);
+        LoadState position;
+        for (;; position.next_item()) {
+            volatile Item& item = control.items[position.slot()];
             // All have read the item before the last from its slot when they are done with k and v of the last one.
-            barrier_wait(at.kv_empty(), slot ^ 1);
+            barrier_wait(at.kv_empty(), position.slot() ^ 1);
             if (lane == 0) {
                 const u32 number = atomicAdd(p.call.tile_counter, 1);
                 item.is_end = number >= call.heads.items;
@@ -175,7 +200,7 @@ struct HopperBackwardLoad {
                 }
                 more = i + 1 == BATCH ? round.tile != round.tile_begin : control.batch[i + 1].rows != 0;
                 produce_step(maps, p, at, control, control.batch[i], position, !more);
-                ++position.count;
+                position.next_step();
             }
         }
         // The waiting warps are told in a step of no rows, the multiplying ones in the item.
@@ -192,18 +217,17 @@ struct HopperBackwardLoad {
 
     static __device__ __forceinline__ void produce_step(const HopperBackwardMaps& maps, const HopperBackwardParams& p,
                                                         const Shared& at, volatile Control& control, volatile const DqStep& step,
-                                                        const PipelineState& position, bool is_last) {
+                                                        const LoadState& position, bool is_last) {
         const BackwardParams& call = p.call.call;
         const u32 lane = threadIdx.x, stage = position.stage(), free = position.parity() ^ 1;
         const float2 low = stats(call, step, lane), high = stats(call, step, lane + 32);
         barrier_wait(at.q_empty(stage), free);
         volatile Stage& to = control.stages[stage];
         if (lane == 0) {
-            const Run& query = call.queries[step.run];
-            load_rows<BM, D>(at.q(stage), maps.q, p.q_span, query, step.first, query.len, step.head, at.q_full(stage));
+            load_queries<D>(at.q(stage), maps.q, maps.shared_q, p.q_span, call, step, at.q_full(stage));
             to.number = control.round.number;
-            to.flags = (step.full && !(call.score.flags & SCORE_GENERAL) ? Block::PLAIN : 0) | (is_last ? Block::LAST : 0) |
-                       (step.rows == BM && call.heads.dim == D ? Block::WHOLE : 0) | (step.add ? Block::ADD : 0);
+            to.flags = (step.flags & DQ_FULL && !(call.score.flags & SCORE_GENERAL) ? Block::PLAIN : 0) | (is_last ? Block::LAST : 0) |
+                       (step.rows == BM && call.heads.dim == D ? Block::WHOLE : 0) | (step.flags & DQ_ADD ? Block::ADD : 0);
         }
         if (lane < sizeof(DqStep) / 4) ((volatile u32*)&to.step)[lane] = ((volatile const u32*)&step)[lane];
         volatile float* const stats = control.stats[stage];
@@ -215,8 +239,7 @@ struct HopperBackwardLoad {
         if (lane == 0) {
             barrier_arrive(at.q_full(stage));
             barrier_wait(at.d_o_empty(stage), free);
-            const Run& query = call.queries[step.run];
-            load_rows<BM, DV>(at.d_o(stage), maps.d_o, p.q_span, query, step.first, query.len, step.head, at.d_o_full(stage));
+            load_queries<DV>(at.d_o(stage), maps.d_o, maps.shared_d_o, p.q_span, call, step, at.d_o_full(stage));
         }
         __syncwarp();
     }
@@ -246,7 +269,7 @@ struct HopperBackwardLoad {
             volatile const Stage& here = control.stages[stage];
             if (!here.step.rows) break;
             const u32 number = here.number;
-            u32* const semaphore = here.step.passes ? p.dq_semaphore + here.step.semaphore : nullptr;
+            u32* const semaphore = here.step.flags & DQ_PASSES ? p.dq_semaphore + here.step.semaphore : nullptr;
             barrier_wait(at.added(stage), position.parity());
             barrier_arrive(at.q_empty(stage));
             if (semaphore) store_semaphore(semaphore, number);

@@ -95,13 +95,54 @@ struct HopperBackwardProducts {
             for (int i = 0; i < 4; ++i) g[0][n][i] -= i & 1 ? delta.y : delta.x;
         }
         const Window window = {p.score.right, p.score.left};
-        const u32 row = group * 64 + warp_row() + lane() / 4;
+        const u32 row = group * 64 + warp_row() + lane() / 4, own_row = item.own.first + row;
         const Run& key = p.keys[item.own.run];
         const Run& query = p.queries[step.run];
-        general_gradients(s, g, p.score, p.alibi_slopes, step.head, key, item.own.first + row, query, step.first);
+        if (p.score.flags & SCORE_GENERAL) {
+            const Rows of(step);
+#pragma unroll
+            for (int n = 0; n < NT; n += 2)
+                general_gradients(sixteen(s, n), sixteen(g, n), p.score, p.alibi_slopes, of.head(n), key, own_row, query, of.first(n));
+        }
         // Rows of the own tile past its end must not make ds either: lse of a q row may be anything.
-        if (!step.full)
-            mask_gradients(s, g, window, key, item.own.first + row, (int)item.own.rows - (int)row, query, step.first);
+        if (!(step.flags & DQ_FULL)) mask(s, g, window, key, own_row, (int)item.own.rows - (int)row, query, step);
+    }
+
+    // Scores of 16 q rows, which are of one head also where heads share a step: from the n-th tile of eight columns on.
+    using Sixteen = float[1][2][4];
+    static __device__ __forceinline__ Sixteen& sixteen(Scores& s, int n) { return *(Sixteen*)&s[0][n]; }
+
+    // Their head (the last one of the step where there is none), and the first of these rows in its run. A copy of what a step says:
+    // shared memory would be read for each.
+    struct Rows {
+        u32 first_head, last_skipped, first_row, bits;
+        __device__ __forceinline__ explicit Rows(volatile const DqStep& step)
+            : first_head(step.head), last_skipped(step.heads - 1u), first_row(step.first), bits(step.token_bits) {}
+        __device__ __forceinline__ u32 head(int n) const { return first_head + min((u32)n * 8 >> bits, last_skipped); }
+        __device__ __forceinline__ u32 first(int n) const { return first_row + (n * 8 & ((1u << bits) - 1)); }
+    };
+
+    // As `mask_gradients`, where the columns are the rows of a step.
+    static __device__ __forceinline__ void mask(Scores& s, Scores& g, const Window& window, const Run& run, u32 own_row, int rows,
+                                                const Run& partner, volatile const DqStep& step) {
+        const int pair = 2 * (lane() & 3);
+        int low[2], high[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            allowed(low[h], high[h], window, run, own_row + h * 8, partner, step.first);
+            low[h] -= pair;
+            high[h] = h * 8 < rows ? high[h] - pair : low[h];
+        }
+        const u32 tokens = (1u << step.token_bits) - 1;
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int column = (int)(n * 8 & tokens) + i % 2;
+                const bool keep = column >= low[i / 2] && column < high[i / 2];
+                s[0][n][i] = keep ? s[0][n][i] : minus_infinity();
+                g[0][n][i] = keep ? g[0][n][i] : 0.0f;
+            }
     }
 
     // p, from scores. `stats` is where the lane's bases of exponents lie.
@@ -118,9 +159,11 @@ struct HopperBackwardProducts {
     template <bool WHOLE, int N>
     static __device__ __forceinline__ void add_queries(const BackwardParams& p, volatile const DqStep& step, bool add, u32 column,
                                                        const float (&dq)[1][N][4]) {
-        const int row = (int)(warp_row() + lane() / 4), from = (int)(column + 2 * (lane() & 3));
-        char* const to = p.dq.ptr + step.head * p.dq.head + (step.row + row) * p.dq.token + from * 4;
-        const int rows = (int)step.rows - row, columns = (int)p.heads.dim - from;
+        // The warp's rows are of one head.
+        const u32 skipped = WHOLE ? 0 : warp_row() >> step.token_bits;
+        const int row = (int)(warp_row() - (skipped << step.token_bits) + lane() / 4), from = (int)(column + 2 * (lane() & 3));
+        char* const to = p.dq.ptr + (step.head + skipped) * p.dq.head + (step.row + row) * p.dq.token + from * 4;
+        const int rows = WHOLE || skipped < step.heads ? (int)step.rows - row : 0, columns = (int)p.heads.dim - from;
         const float scale = p.score.scale;
         // One branch, so that all additions follow one another.
         if (add) {

@@ -174,24 +174,26 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
         const u32 row = group * 64 + warp_row() + lane() / 4;
         const Run& key = p.keys[item.own.run];
         const Run& query = p.queries[step.run];
+        const u32 own_row = item.own.first + row;
         if (p.score.flags & SCORE_GENERAL) {
+            const typename Products::Rows of(step);
 #pragma unroll
             for (int n = 0; n < NT; n += 2) {
                 float factors[1][2][4];
 #pragma unroll
                 for (int i = 0; i < 8; ++i) factors[0][i / 4][i % 4] = 1.0f;
-                general_gradients(*(float(*)[1][2][4])&s[0][n], factors, p.score, p.alibi_slopes, step.head, key,
-                                  item.own.first + row, query, step.first + n * 8);
+                general_gradients(Products::sixteen(s, n), factors, p.score, p.alibi_slopes, of.head(n), key, own_row, query,
+                                  of.first(n));
                 if (!(p.score.flags & SCORE_SOFTCAP)) continue;
                 u32 packed[4];
                 round_pair(packed, factors, 0);
                 store_shared_words(own_ds + n / 2 * 16 * 128, packed);
             }
         }
-        if (step.full) return;
+        if (step.flags & DQ_FULL) return;
         Scores unused;
         clear(unused);
-        mask_gradients(s, unused, window, key, item.own.first + row, (int)item.own.rows - (int)row, query, step.first);
+        Products::mask(s, unused, window, key, own_row, (int)item.own.rows - (int)row, query, step);
     }
 
     // What p is multiplied by in such a step: dp less delta, times softcap's slope; 0 where p is, which may be masked.

@@ -20,6 +20,23 @@ __device__ __forceinline__ void load_rows(u32 to, const TensorMap& map, u32 span
         copy_box(to + panel * ROWS * 128, map, panel * 64, (int)(span - end + first), (int)head, part, barrier);
 }
 
+// The same for a tile that `heads` heads share, from `head` on: 2^token_bits rows of each, one behind the other, by a map whose
+// boxes have 16 rows. What no head has comes as zeros too: it lies outside of the map.
+template <int ROWS, int WIDTH>
+__device__ __forceinline__ void load_shared_rows(u32 to, const TensorMap& map, u32 span, const Run& run, u32 first, u32 end, u32 head,
+                                                 u32 heads, u32 token_bits, u32 barrier) {
+    const int part = (int)((u32)run.row + end);
+    barrier_expect(barrier, ROWS * WIDTH * 2);
+    for (u32 row = 0; row < ROWS; row += 16) {
+        const u32 skipped = row >> token_bits, token = row - (skipped << token_bits);
+        const bool is_there = skipped < heads;
+#pragma unroll
+        for (int panel = 0; panel < WIDTH / 64; ++panel)
+            copy_box(to + panel * ROWS * 128 + row * 128, map, panel * 64, (int)(is_there ? span - end + first + token : span),
+                     (int)(is_there ? head + skipped : head), part, barrier);
+    }
+}
+
 // Of a cluster's blocks, each loads as many panels, and to all.
 template <int ROWS, int WIDTH, u32 CLUSTER>
 __device__ __forceinline__ void load_rows_to_all(u32 to, const TensorMap& map, u32 span, const Run& run, u32 first, u32 end, u32 head,

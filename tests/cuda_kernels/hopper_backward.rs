@@ -19,7 +19,7 @@ const DIMS: (usize, usize) = (128, 128);
 const MLA: (usize, usize) = (192, 128);
 const LARGE: (usize, usize) = (256, 256);
 
-fn all(cases: &[Case]) {
+pub fn all(cases: &[Case]) {
     let _turn = turn();
     let Some(device) = Device::open_hopper() else { return };
     for case in cases {
@@ -159,7 +159,7 @@ fn ranges() {
 
 /// What tells most mutants of the kernel, small cases first (`mutate --only` tries them on this test, which is named as
 /// the kernel's file). One block takes all items, so that what is left of one shows in the next; q heads of a group in
-/// several items; more steps than are prepared at once; tiles that meet nothing between others.
+/// several items; more steps than are prepared at once; tiles that meet nothing between others; steps that heads share.
 #[test]
 fn bf16_128() {
     by_one_block(DIMS);
@@ -192,6 +192,9 @@ fn by_one_block(dims: (usize, usize)) {
     let documents = vec![(20, 0, 0), (0, 20, 0), (9, 200, 191), (7, 17, -100), (3, 0, 0), (140, 150, 10)];
     check(&device, &Case { documents, kv_heads: 2, ..grouped.clone() });
     check(&device, &Case { score: open, documents: vec![(600, 130, 0)], ..grouped });
+    // Heads that share a step, and do not fill the last one.
+    let three = Case { heads: 3, held: 0..3, alibi_slopes: true, ..base.clone() };
+    check(&device, &Case { documents: vec![(76, 80, 4), (17, 40, 23)], ..three });
     device.cuda.set_sm_margin(0);
     check(&device, &Case { score: open, documents: vec![(40, 2, 0)], cut: Cut::Striped(40, 1), ..base });
 }

@@ -16,6 +16,7 @@ mod driver;
 mod family;
 mod hopper;
 mod hopper_backward;
+mod hopper_backward_shared;
 mod hopper_walks;
 mod narrow;
 mod repeated;

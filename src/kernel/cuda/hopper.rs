@@ -112,7 +112,7 @@ pub(super) static NO_METADATA: InlineMetadata = InlineMetadata([0; METADATA_BYTE
 const _: () = {
     assert!(offset_of!(HopperParams, call) == 0);
     // The limit on a kernel's parameters in PTX 8.0.
-    assert!(size_of::<Maps>() + size_of::<HopperParams>() + size_of::<InlineMetadata>() <= 4096);
+    assert!(FORWARD_MAPS * size_of::<Map>() + size_of::<HopperParams>() + size_of::<InlineMetadata>() <= 4096);
 };
 
 /// `TensorMap`: the bytes that the driver wrote.
@@ -120,16 +120,14 @@ const _: () = {
 #[repr(C, align(64))]
 pub(super) struct Map(pub [u8; 128]);
 
-/// `HopperMaps` or `HopperBackwardMaps`: the maps of a call.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(super) struct Maps {
-    pub q: Map,
-    pub k: Map,
-    pub v: Map,
-    /// The map of q for tiles that several heads share; in a backward, the map of do.
-    pub fourth: Map,
-}
+/// The maps of a forward, `HopperMaps`: of q, k and v, and of q for tiles that several heads share.
+pub(super) const FORWARD_MAPS: usize = 4;
+
+/// The maps of a backward, `HopperBackwardMaps`: of q, k, v and do, and of q and do for tiles that several heads share.
+pub(super) const BACKWARD_MAPS: usize = 6;
+
+/// The maps of a launch; of a forward, the last two are not used.
+pub(super) type Maps = [Map; BACKWARD_MAPS];
 
 /// A tensor without its address and strides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -221,10 +219,9 @@ pub(super) struct Hopper {
     pub cluster: Option<LoadedKernel>,
     /// The number of its tiles times heads.
     pub items: u32,
-    pub tensors: [MapShape; 3],
-    /// The shape of the fourth map, and the index of its tensor among the first of the parameters; without it, the
-    /// fourth map is that of q.
-    pub fourth: Option<(MapShape, usize)>,
+    /// The shape of each map, and the index of its tensor among the first of the parameters. Without one, the map is
+    /// that of q, and is not used.
+    pub maps: [Option<(MapShape, usize)>; BACKWARD_MAPS],
     pub other: Other,
 }
 
@@ -244,11 +241,16 @@ impl Hopper {
         tensors: [Tensor; 4],
         map: impl Fn(MapShape, Tensor) -> Result<Option<Map>>,
     ) -> Result<Option<Maps>> {
-        let [q, k, v] = [0, 1, 2].map(|i| map(self.tensors[i], tensors[i]));
-        let (q, k, v) = (q?, k?, v?);
-        let fourth = self.fourth.map_or(Ok(q), |(shape, i)| map(shape, tensors[i]))?;
-        let all = q.zip(k).zip(v).zip(fourth);
-        Ok(all.map(|(((q, k), v), fourth)| Maps { q, k, v, fourth }))
+        let mut maps = [Map([0; 128]); BACKWARD_MAPS];
+        for (i, of) in self.maps.iter().enumerate() {
+            let Some((shape, tensor)) = *of else {
+                maps[i] = maps[0];
+                continue;
+            };
+            let Some(made) = map(shape, tensors[tensor])? else { return Ok(None) };
+            maps[i] = made;
+        }
+        Ok(Some(maps))
     }
 }
 
@@ -283,7 +285,7 @@ mod tests {
         for expected in [
             format!(".version {version}\n"),
             ".target sm_90a\n".into(),
-            parameter(0, size_of::<Maps>()),
+            parameter(0, FORWARD_MAPS * size_of::<Map>()),
             parameter(1, size_of::<HopperParams>()),
             parameter(2, METADATA_BYTES),
             format!(".maxntid {},", launch.threads),

@@ -66,6 +66,16 @@ impl Cuda {
     }
 }
 
+/// Rows of a box of q or do where heads share a tile, which has 16 or 32 rows of each.
+const PIECE: u32 = 16;
+
+/// Whether q heads share a tile in some step: `Round::find` of `ptx/dq_semaphore.cuh`. A tile of `queries` rows is shared
+/// where a range's last one has at most half of them, and an item has several heads.
+fn shares(call: &AttendBackward, part_heads: u32, queries: u32) -> bool {
+    let is_short = |len: u32| (1..=queries / 2).contains(&(len % queries));
+    !call.per_q_head && part_heads > 1 && call.ranges.q.iter().any(|q| is_short(q.range.len))
+}
+
 /// The launch of a call whose other parameters are `params`.
 pub(super) fn launch(
     call: &AttendBackward,
@@ -78,14 +88,15 @@ pub(super) fn launch(
     let queries = BACKWARD[instance.index].map_or(1, |s| s.queries);
     let keys = kernel.launch.rows;
     let of = MapShape::new;
-    let tensors = [of(&call.q, q_span, queries), of(&call.k, k_span, keys), of(&call.v, k_span, keys)];
-    let fourth = Some((of(&call.d_o, q_span, queries), 3));
+    let (q, d_o) = (of(&call.q, q_span, queries), of(&call.d_o, q_span, queries));
+    let (k, v) = (of(&call.k, k_span, keys), of(&call.v, k_span, keys));
+    let shared =
+        |shape, tensor| shares(call, params.part_heads, queries).then_some((MapShape { rows: PIECE, ..shape }, tensor));
     let hopper = Hopper {
         kernel,
         cluster: None,
         items: params.call.heads.items,
-        tensors,
-        fourth,
+        maps: [Some((q, 0)), Some((k, 1)), Some((v, 2)), Some((d_o, 3)), shared(q, 0), shared(d_o, 3)],
         other: Other { module: AttentionModule::Fused, instance, items: other.items },
     };
     let hopper_params = HopperBackwardParams { call: params, q_span, k_span };
@@ -94,7 +105,7 @@ pub(super) fn launch(
 
 #[cfg(test)]
 mod tests {
-    use super::super::hopper::Maps;
+    use super::super::hopper::{BACKWARD_MAPS, Map};
     use super::super::modules::ELEMENTS;
     use super::*;
     use alloc::format;
@@ -117,7 +128,8 @@ mod tests {
                 let name = format!("hopper_backward_{element}_{}", shape.name);
                 let text = super::super::embedded::find(&name).expect("embedded").into_string().expect("text");
                 assert!(text.contains(".target sm_90a") && text.contains(".version 8.1"));
-                assert!(text.contains(&format!("cpattn_hopper_backward_param_0[{}]", size_of::<Maps>())));
+                let maps = BACKWARD_MAPS * size_of::<Map>();
+                assert!(text.contains(&format!("cpattn_hopper_backward_param_0[{maps}]")));
                 assert!(
                     text.contains(&format!("cpattn_hopper_backward_param_1[{}]", size_of::<HopperBackwardParams>()))
                 );
