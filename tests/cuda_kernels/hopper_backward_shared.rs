@@ -125,8 +125,8 @@ fn boxes(device: &Device, case: &Case) -> Option<u64> {
     Some(count()? - before - (before - begin))
 }
 
-/// The copies of documents that are one tile of keys each: k and v once, and q and do of each step: a panel by one copy,
-/// or by four where heads share the step.
+/// The copies of documents that are one tile of keys each: k and v once, and q and do of each step: a panel by one
+/// copy, or by four where heads share the step.
 #[test]
 fn short_documents_take_fewer_steps() {
     if !alone("hopper_backward_shared::short_documents_take_fewer_steps") {

@@ -69,8 +69,8 @@ impl Cuda {
 /// Rows of a box of q or do where heads share a tile, which has 16 or 32 rows of each.
 const PIECE: u32 = 16;
 
-/// Whether q heads share a tile in some step: `Round::find` of `ptx/dq_semaphore.cuh`. A tile of `queries` rows is shared
-/// where a range's last one has at most half of them, and an item has several heads.
+/// Whether q heads share a tile in some step: `Round::find` of `ptx/dq_semaphore.cuh`. A tile of `queries` rows is
+/// shared where a range's last one has at most half of them, and an item has several heads.
 fn shares(call: &AttendBackward, part_heads: u32, queries: u32) -> bool {
     let is_short = |len: u32| (1..=queries / 2).contains(&(len % queries));
     !call.per_q_head && part_heads > 1 && call.ranges.q.iter().any(|q| is_short(q.range.len))
