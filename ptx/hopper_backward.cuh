@@ -52,9 +52,8 @@ struct HopperBackward {
         const u32 group = __shfl_sync(~0u, threadIdx.x >> 7, 0) - 1;
         PipelineState position;
         for (u32 n = 0;; ++n) {
-            const u32 slot = n & 1;
-            barrier_wait(at.kv_full(), slot);
-            volatile const Item& item = control.items[slot];
+            barrier_wait(at.kv_full(), n & 1);
+            volatile const Item& item = control.items[n % Block::ITEMS];
             if (item.is_end) break;
             if (item.zero) {
                 clear_queries(p.call, item, (fresh_thread() >> 5) - 4, Block::WARPS);

@@ -31,6 +31,9 @@ template <class Shape>
 struct HopperBackwardBlock {
     static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, THREADS = Shape::THREADS;
     static constexpr u32 BATCH = Shape::BATCH, STAGES = 2, WARPS = 8;
+    // Slots of items. One is found while the one before it is multiplied and dk and dv of the one before that are written; three would
+    // do, but four are counted by two bits.
+    static constexpr u32 ITEMS = 4;
     // A panel of 64 columns, in bytes.
     static constexpr u32 Q_PANEL = BM * 128, K_PANEL = BN * 128;
     static constexpr u32 Q_BYTES = BM * D * 2, O_BYTES = BM * DV * 2, K_BYTES = BN * D * 2, V_BYTES = BN * DV * 2;
@@ -61,7 +64,7 @@ struct HopperBackwardBlock {
         u64 q_full[STAGES], q_empty[STAGES], d_o_full[STAGES], d_o_empty[STAGES], turn[STAGES], added[STAGES];
         float stats[STAGES][2 * BM];
         float zeros[BM];
-        Item items[2];
+        Item items[ITEMS];
         Stage stages[STAGES];
         DqStep batch[BATCH];
         Round<true> round;
@@ -97,14 +100,15 @@ struct HopperBackwardBlock {
         __device__ __forceinline__ u32 parity() const { return count >> 1 & 1; }
     };
 
-    // The same for the loading warp, which has few registers: the lowest bit is the slot of its item.
+    // The same for the loading warp, which has few registers: the lowest two bits count its items.
     struct LoadState {
         u32 word = 0;
-        __device__ __forceinline__ u32 slot() const { return word & 1; }
-        __device__ __forceinline__ u32 stage() const { return word >> 1 & 1; }
-        __device__ __forceinline__ u32 parity() const { return word >> 2 & 1; }
-        __device__ __forceinline__ void next_item() { word ^= 1; }
-        __device__ __forceinline__ void next_step() { word += 2; }
+        __device__ __forceinline__ u32 slot() const { return word % ITEMS; }
+        __device__ __forceinline__ u32 item_parity() const { return word & 1; }
+        __device__ __forceinline__ u32 stage() const { return word / ITEMS & 1; }
+        __device__ __forceinline__ u32 parity() const { return word / ITEMS >> 1 & 1; }
+        __device__ __forceinline__ void next_item() { word = (word & ~(ITEMS - 1)) | (word + 1) % ITEMS; }
+        __device__ __forceinline__ void next_step() { word += ITEMS; }
     };
 
     static __device__ __forceinline__ void init_barriers(const Shared& at) {
@@ -168,8 +172,8 @@ struct HopperBackwardLoad {
         LoadState position;
         for (;; position.next_item()) {
             volatile Item& item = control.items[position.slot()];
-            // All have read the item before the last from its slot when they are done with k and v of the last one.
-            barrier_wait(at.kv_empty(), position.slot() ^ 1);
+            // All warps were done with k and v of the item before the last when those of the last one were loaded. So they have written
+            // what the item before that one made, and its slot is free, as is the one before it.
             if (lane == 0) {
                 const u32 number = atomicAdd(p.call.tile_counter, 1);
                 item.is_end = number >= call.heads.items;
@@ -178,6 +182,8 @@ struct HopperBackwardLoad {
             __syncwarp();
             if (item.is_end) break;
             if (!item.zero) round.template fill<BM, BN, BATCH>(control.batch, item.own, p.call);
+            // The walk to here ran beside the products of the last item.
+            barrier_wait(at.kv_empty(), position.item_parity() ^ 1);
             __syncwarp();
             if (lane == 0) {
                 item.meets = !item.zero && control.batch[0].rows;
@@ -210,6 +216,7 @@ struct HopperBackwardLoad {
             control.stages[stage].step.rows = 0;
             barrier_arrive(at.q_full(stage));
             barrier_arrive(at.q_full(stage));
+            barrier_wait(at.kv_empty(), position.item_parity() ^ 1);
             barrier_arrive(at.kv_full());
             barrier_arrive(at.kv_full());
         }
