@@ -109,8 +109,11 @@ fn held_heads() {
             held,
             ..Case::new("shared backward heads", Dtype::F16, dims)
         };
-        all(&[base(9, 3, 1..8), base(8, 1, 3..5), base(16, 2, 7..9), base(12, 2, 3..11)]);
-        all(&[Case { per_q_head: true, ..base(8, 2, 1..7) }, Case { accumulate: true, ..base(8, 2, 1..7) }]);
+        all(&[Case { accumulate: true, ..base(8, 2, 1..7) }]);
+        if dims == SHAPES[0] {
+            all(&[base(9, 3, 1..8), base(8, 1, 3..5), base(16, 2, 7..9), base(12, 2, 3..11)]);
+            all(&[Case { per_q_head: true, ..base(8, 2, 1..7) }]);
+        }
     }
 }
 
@@ -150,8 +153,8 @@ fn short_documents_take_fewer_steps() {
         (16, 1, 1, 0),
     ] {
         // Enough documents that each item has all heads of a group.
-        let case = Case { documents: vec![(rows, rows, 0); PACK], ..grouped("steps", group, 1, (128, 128)) };
-        let copies = 4 + 4 * (single + 4 * shared);
+        let case = Case { documents: vec![(rows, rows, 0); PACK], ..grouped("steps", group, 1, (64, 64)) };
+        let copies = 2 + 2 * (single + 4 * shared);
         assert_eq!(boxes(&device, &case), Some(PACK as u64 * copies), "{rows} rows, {group} heads");
     }
 }
