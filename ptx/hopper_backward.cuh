@@ -92,6 +92,8 @@ struct HopperBackward {
             prefetch_map(maps.k);
             prefetch_map(maps.v);
             prefetch_map(maps.d_o);
+            prefetch_map(maps.shared_q);
+            prefetch_map(maps.shared_d_o);
             Block::init_barriers(at);
         }
         if (threadIdx.x < BM) control.zeros[threadIdx.x] = 0.0f;

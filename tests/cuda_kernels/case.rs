@@ -70,6 +70,12 @@ impl Case {
         scores.map(with).into_iter().chain([far]).collect()
     }
 
+    /// Some kv heads with a group of q heads each.
+    pub fn grouped(name: &'static str, group: usize, kv_heads: usize, dims: (usize, usize)) -> Self {
+        let heads = group * kv_heads;
+        Self { heads, kv_heads, held: 0..heads, ..Self::new(name, Dtype::Bf16, dims) }
+    }
+
     pub fn new(name: &'static str, dtype: Dtype, dims: (usize, usize)) -> Self {
         Self {
             name,

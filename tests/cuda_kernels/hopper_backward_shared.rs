@@ -19,11 +19,6 @@ const PACK: usize = 16;
 /// Every shape that has a kernel.
 const SHAPES: [(usize, usize); 4] = [(64, 64), (128, 128), (192, 128), (256, 256)];
 
-fn grouped(name: &'static str, group: usize, kv_heads: usize, dims: (usize, usize)) -> Case {
-    let heads = group * kv_heads;
-    Case { heads, kv_heads, held: 0..heads, ..Case::new(name, Dtype::Bf16, dims) }
-}
-
 /// Checks the cases: with blocks that take many items too, so that one item's rows are left in the buffers of the next.
 fn both_grids(cases: &[Case]) {
     all(cases);
@@ -41,14 +36,17 @@ fn groups() {
     let documents = vec![(1, 40, 39), (16, 30, 14), (17, 17, 0), (32, 0, 0), (0, 9, 0), (33, 33, 0), (96, 110, 14)];
     for group in [2, 3, 4, 5, 7, 8, 9, 16] {
         let kv_heads = if group == 3 { 2 } else { 1 };
-        all(&[Case { documents: documents.clone(), ..grouped("shared backward groups", group, kv_heads, (64, 64)) }]);
+        all(&[Case {
+            documents: documents.clone(),
+            ..Case::grouped("shared backward groups", group, kv_heads, (64, 64))
+        }]);
     }
 }
 
 /// Every kernel in both types, and head dims that do not fill a shape.
 #[test]
 fn shapes() {
-    let base = grouped("shared backward shapes", 6, 1, (8, 8));
+    let base = Case::grouped("shared backward shapes", 6, 1, (8, 8));
     let base = Case { documents: vec![(3, 140, 137), (30, 30, 0), (70, 70, 0)], ..base };
     for dims in SHAPES {
         both_grids(&[of(Dtype::Bf16, dims, &base), of(Dtype::F16, dims, &base)]);
@@ -62,7 +60,7 @@ fn options() {
     for (i, dims) in SHAPES.into_iter().enumerate() {
         let base = Case {
             documents: vec![(20, 150, 130), (18, 18, 0), (7, 3, 9)],
-            ..grouped("shared backward options", if i % 2 == 0 { 4 } else { 3 }, 2, dims)
+            ..Case::grouped("shared backward options", if i % 2 == 0 { 4 } else { 3 }, 2, dims)
         };
         all(&base.with_scores());
         let windows = [(i64::MAX, i64::MAX), (10, 0), (5, 70), (0, i64::MAX)];
@@ -82,7 +80,7 @@ fn ranges() {
         let base = Case {
             documents: vec![(60, 60, 0), (37, 161, 124), (0, 140, 0), (20, 0, 0)],
             sinks: true,
-            ..grouped("shared backward ranges", 5, 1, dims)
+            ..Case::grouped("shared backward ranges", 5, 1, dims)
         };
         let narrow = Score { window_left: 20, ..base.score };
         let ahead = Score { window_left: 3, window_right: i64::MAX, ..base.score };
@@ -153,7 +151,7 @@ fn short_documents_take_fewer_steps() {
         (16, 1, 1, 0),
     ] {
         // Enough documents that each item has all heads of a group.
-        let case = Case { documents: vec![(rows, rows, 0); PACK], ..grouped("steps", group, 1, (64, 64)) };
+        let case = Case { documents: vec![(rows, rows, 0); PACK], ..Case::grouped("steps", group, 1, (64, 64)) };
         let copies = 2 + 2 * (single + 4 * shared);
         assert_eq!(boxes(&device, &case), Some(PACK as u64 * copies), "{rows} rows, {group} heads");
     }

@@ -28,24 +28,19 @@ const SHAPES: [((usize, usize), Dtype); 12] = [
     ((256, 256), Dtype::F16),
 ];
 
-fn grouped(name: &'static str, group: usize, kv_heads: usize, dims: (usize, usize)) -> Case {
-    let heads = group * kv_heads;
-    Case { heads, kv_heads, held: 0..heads, ..Case::new(name, Dtype::Bf16, dims) }
-}
-
 /// Groups that fill a tile and such that do not, and more heads than one has room for.
 #[test]
 fn groups() {
     let documents = vec![(1, 40, 39), (15, 15, 0), (16, 30, 14), (40, 0, 0), (0, 9, 0), (33, 150, 117), (130, 130, 0)];
     for group in [2, 4, 8, 3, 6, 5, 7, 9, 16] {
-        all(&[Case { documents: documents.clone(), ..grouped("shared groups", group, 2, (64, 64)) }]);
+        all(&[Case { documents: documents.clone(), ..Case::grouped("shared groups", group, 2, (64, 64)) }]);
     }
 }
 
 /// Every compiled kernel, and head dims that do not fill a shape.
 #[test]
 fn shapes() {
-    let base = grouped("shared shapes", 8, 1, (8, 8));
+    let base = Case::grouped("shared shapes", 8, 1, (8, 8));
     let base = Case { documents: vec![(3, 140, 137), (21, 21, 0), (150, 150, 0)], ..base };
     all(&SHAPES.map(|(dims, dtype)| of(dtype, dims, &base)));
     all(&[of(Dtype::F16, (40, 24), &base), of(Dtype::Bf16, (168, 120), &base), of(Dtype::F16, (216, 200), &base)]);
@@ -54,8 +49,10 @@ fn shapes() {
 /// Softcap, ALiBi with a slope for each head, sinks for each head, windows.
 #[test]
 fn options() {
-    let base =
-        Case { documents: vec![(50, 170, 120), (18, 18, 0), (7, 3, 9)], ..grouped("shared options", 8, 2, (64, 64)) };
+    let base = Case {
+        documents: vec![(50, 170, 120), (18, 18, 0), (7, 3, 9)],
+        ..Case::grouped("shared options", 8, 2, (64, 64))
+    };
     let score = |left, right, softcap| Score { window_left: left, window_right: right, softcap, ..base.score };
     all(&[
         Case { alibi_slopes: true, ..base.clone() },
@@ -68,7 +65,7 @@ fn options() {
     ]);
     for group in [3, 4] {
         let score = Score { softcap: 3.0, window_left: 30, ..base.score };
-        let base = grouped("shared options", group, 2, (128, 128));
+        let base = Case::grouped("shared options", group, 2, (128, 128));
         all(&[Case { documents: vec![(45, 90, 45)], alibi_slopes: true, sinks: true, score, ..base }]);
     }
 }
@@ -77,8 +74,11 @@ fn options() {
 /// (three calls) and of two.
 #[test]
 fn merges() {
-    let base =
-        Case { documents: vec![(60, 60, 0), (37, 161, 124)], sinks: true, ..grouped("shared merges", 8, 1, (64, 64)) };
+    let base = Case {
+        documents: vec![(60, 60, 0), (37, 161, 124)],
+        sinks: true,
+        ..Case::grouped("shared merges", 8, 1, (64, 64))
+    };
     let narrow = Score { window_left: 20, ..base.score };
     let cases = [
         Case { cut: Cut::Chunks(3), ring_steps: 2, ..base.clone() },
@@ -90,7 +90,7 @@ fn merges() {
     ];
     all(&cases);
     all(&SHAPES[2..].iter().map(|&(dims, dtype)| of(dtype, dims, &cases[1])).collect::<Vec<_>>());
-    let three = grouped("shared merges", 3, 2, (128, 128));
+    let three = Case::grouped("shared merges", 3, 2, (128, 128));
     all(&[Case { documents: vec![(60, 60, 0)], cut: Cut::Chunks(4), ring_steps: 2, sinks: true, ..three }]);
 }
 
@@ -115,7 +115,7 @@ fn held_heads() {
 fn both_kinds() {
     let _turn = turn();
     let Some(device) = Device::open_hopper() else { return };
-    let base = grouped("shared and not", 4, 2, (64, 64));
+    let base = Case::grouped("shared and not", 4, 2, (64, 64));
     for documents in [
         vec![(300, 300, 0), (20, 20, 0), (0, 20, 0), (9, 0, 0)],
         vec![(128, 128, 0), (1, 700, 699), (30, 600, 570)],
@@ -160,7 +160,7 @@ fn tiles_are_loaded_once() {
         ((256, 256), (128, 80)),
     ] {
         let documents = vec![(150, 420, 270), (1, 60, 59), (0, 20, 0), (30, 0, 0), (260, 260, 0)];
-        let base = Case { documents, ..grouped("hopper loads", 2, 1, dims) };
+        let base = Case { documents, ..Case::grouped("hopper loads", 2, 1, dims) };
         let window = |left, right| Score { window_left: left, window_right: right, ..base.score };
         for case in [
             base.clone(),
@@ -206,7 +206,7 @@ fn short_documents_load_an_eighth() {
         (vec![(128, 128, 0); 2], 8),
         (vec![(168, 40, 0)], 11),
     ] {
-        let case = Case { documents, ..grouped("eighths", 8, 1, (128, 128)) };
+        let case = Case { documents, ..Case::grouped("eighths", 8, 1, (128, 128)) };
         let (tiles, items) = tiles_met(&case, (128, 128), None);
         let (separate, found) = (2 * items + 4 * tiles, boxes(&device, &case).expect("counted"));
         // Each tile of keys is two boxes of k and two of v, and 128 x 128 scores; q is two.

@@ -126,7 +126,7 @@ pub(super) const FORWARD_MAPS: usize = 4;
 /// The maps of a backward, `HopperBackwardMaps`: of q, k, v and do, and of q and do for tiles that several heads share.
 pub(super) const BACKWARD_MAPS: usize = 6;
 
-/// The maps of a launch; of a forward, the last two are not used.
+/// The maps of a launch: those that it uses, then that of q.
 pub(super) type Maps = [Map; BACKWARD_MAPS];
 
 /// A tensor without its address and strides.
@@ -219,9 +219,12 @@ pub(super) struct Hopper {
     pub cluster: Option<LoadedKernel>,
     /// The number of its tiles times heads.
     pub items: u32,
-    /// The shape of each map, and the index of its tensor among the first of the parameters. Without one, the map is
-    /// that of q, and is not used.
-    pub maps: [Option<(MapShape, usize)>; BACKWARD_MAPS],
+    /// Of q, k and v.
+    pub tensors: [MapShape; 3],
+    /// Of do, in a backward.
+    pub d_o: Option<MapShape>,
+    /// Rows and heads of a box of q (and do) for tiles that several heads share, if there are such tiles.
+    pub shared_box: Option<(u32, u32)>,
     pub other: Other,
 }
 
@@ -241,15 +244,18 @@ impl Hopper {
         tensors: [Tensor; 4],
         map: impl Fn(MapShape, Tensor) -> Result<Option<Map>>,
     ) -> Result<Option<Maps>> {
-        let mut maps = [Map([0; 128]); BACKWARD_MAPS];
-        for (i, of) in self.maps.iter().enumerate() {
-            let Some((shape, tensor)) = *of else {
-                maps[i] = maps[0];
-                continue;
-            };
+        let boxed = |shape| self.shared_box.map(|(rows, box_heads)| MapShape { rows, box_heads, ..shape });
+        let [q, k, v] = self.tensors;
+        let shapes = [Some(q), Some(k), Some(v), self.d_o, boxed(q), self.d_o.and_then(boxed)];
+        let (mut maps, mut used) = ([Map([0; 128]); BACKWARD_MAPS], 0);
+        for (shape, tensor) in shapes.into_iter().zip([0, 1, 2, 3, 0, 3]) {
+            let Some(shape) = shape else { continue };
             let Some(made) = map(shape, tensors[tensor])? else { return Ok(None) };
-            maps[i] = made;
+            maps[used] = made;
+            used += 1;
         }
+        let q = maps[0];
+        maps[used..].fill(q);
         Ok(Some(maps))
     }
 }

@@ -88,15 +88,13 @@ pub(super) fn launch(
     let queries = BACKWARD[instance.index].map_or(1, |s| s.queries);
     let keys = kernel.launch.rows;
     let of = MapShape::new;
-    let (q, d_o) = (of(&call.q, q_span, queries), of(&call.d_o, q_span, queries));
-    let (k, v) = (of(&call.k, k_span, keys), of(&call.v, k_span, keys));
-    let shared =
-        |shape, tensor| shares(call, params.part_heads, queries).then_some((MapShape { rows: PIECE, ..shape }, tensor));
     let hopper = Hopper {
         kernel,
         cluster: None,
         items: params.call.heads.items,
-        maps: [Some((q, 0)), Some((k, 1)), Some((v, 2)), Some((d_o, 3)), shared(q, 0), shared(d_o, 3)],
+        tensors: [of(&call.q, q_span, queries), of(&call.k, k_span, keys), of(&call.v, k_span, keys)],
+        d_o: Some(of(&call.d_o, q_span, queries)),
+        shared_box: shares(call, params.part_heads, queries).then_some((PIECE, 1)),
         other: Other { module: AttentionModule::Fused, instance, items: other.items },
     };
     let hopper_params = HopperBackwardParams { call: params, q_span, k_span };

@@ -72,16 +72,11 @@ impl Cuda {
         let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
         let keys = FORWARD[instance.index].keys;
         let of = MapShape::new;
-        let q = of(&call.q, q_span, kernel.launch.rows);
+        let tensors = [of(&call.q, q_span, kernel.launch.rows), of(&call.k, k_span, keys), of(&call.v, k_span, keys)];
         let HopperTiles { work, tiles, shared } = split;
         let cluster = cluster.filter(|_| shared.tiles == 0);
         // q once more, for tiles that several heads share.
-        let shared_q = (shared.tiles > 0).then(|| {
-            let rows = 1 << shared.token_bits;
-            (MapShape { rows, box_heads: kernel.launch.rows / rows, ..q }, 0)
-        });
-        let (k, v) = (of(&call.k, k_span, keys), of(&call.v, k_span, keys));
-        let maps = [Some((q, 0)), Some((k, 1)), Some((v, 2)), shared_q, None, None];
+        let shared_box = (shared.tiles > 0).then(|| (1 << shared.token_bits, kernel.launch.rows >> shared.token_bits));
         let held = call.ranges.k.iter().map(|k| u64::from(k.len)).sum::<u64>();
         let head_bytes = held * u64::from(call.k.dim + call.v.dim) * call.k.dtype.size() as u64;
         let section = section(self.l2_bytes, head_bytes, call.heads.group).min(call.q.heads).max(1);
@@ -90,6 +85,6 @@ impl Cuda {
         let other = Other { module: AttentionModule::Forward, instance, items: params.heads.items };
         let params =
             HopperParams { call: params, tile_counter, work, q_span, k_span, tiles, section, shared, has_metadata: 0 };
-        (params, Hopper { kernel, cluster, items, maps, other })
+        (params, Hopper { kernel, cluster, items, tensors, d_o: None, shared_box, other })
     }
 }
