@@ -7,7 +7,7 @@
 // Neither wait then stands between two products.
 //
 // Barriers: `kv_full` gets an arrival for each of k and v, and the bytes of their copies; `q_full` one of the copy and one of lse
-// and delta; `kv_empty` and `d_o_empty` one of each multiplying warp, `q_empty` two more, of the second and the third warp.
+// and delta; `kv_empty` one of each multiplying warp, `q_empty`, which frees do too, two more, of the second and the third warp.
 // `turn` gets one, of the second warp; `added` one of each multiplying warp. A step's buffer of q is free only when the second
 // and the third warp have read what is to be done, and the third has seen `added`: so neither barrier is a phase ahead of one
 // that waits for it.
@@ -61,7 +61,7 @@ struct HopperBackwardBlock {
 
     struct Control {
         u64 kv_full, kv_empty;
-        u64 q_full[STAGES], q_empty[STAGES], d_o_full[STAGES], d_o_empty[STAGES], turn[STAGES], added[STAGES];
+        u64 q_full[STAGES], q_empty[STAGES], d_o_full[STAGES], turn[STAGES], added[STAGES];
         float stats[STAGES][2 * BM];
         float zeros[BM];
         Item items[ITEMS];
@@ -85,7 +85,6 @@ struct HopperBackwardBlock {
         __device__ __forceinline__ u32 q_full(u32 s) const { return control + offsetof(Control, q_full) + 8 * s; }
         __device__ __forceinline__ u32 q_empty(u32 s) const { return control + offsetof(Control, q_empty) + 8 * s; }
         __device__ __forceinline__ u32 d_o_full(u32 s) const { return control + offsetof(Control, d_o_full) + 8 * s; }
-        __device__ __forceinline__ u32 d_o_empty(u32 s) const { return control + offsetof(Control, d_o_empty) + 8 * s; }
         __device__ __forceinline__ u32 turn(u32 s) const { return control + offsetof(Control, turn) + 8 * s; }
         __device__ __forceinline__ u32 added(u32 s) const { return control + offsetof(Control, added) + 8 * s; }
         __device__ __forceinline__ u32 stats(u32 s) const { return control + offsetof(Control, stats) + 8 * BM * s; }
@@ -119,7 +118,6 @@ struct HopperBackwardBlock {
             barrier_init(at.q_full(s), 2);
             barrier_init(at.q_empty(s), WARPS + 2);
             barrier_init(at.d_o_full(s), 1);
-            barrier_init(at.d_o_empty(s), WARPS);
             barrier_init(at.turn(s), 1);
             barrier_init(at.added(s), WARPS);
         }
@@ -245,7 +243,6 @@ struct HopperBackwardLoad {
         __syncwarp();
         if (lane == 0) {
             barrier_arrive(at.q_full(stage));
-            barrier_wait(at.d_o_empty(stage), free);
             load_queries<DV>(at.d_o(stage), maps.d_o, maps.shared_d_o, p.q_span, call, step, at.d_o_full(stage));
         }
         __syncwarp();

@@ -81,7 +81,6 @@ struct HopperBackwardPair : HopperBackwardSteps<T, Shape> {
         product_wait<0>();
         hold(sums);
         hold(weights);
-        Steps::release(at.d_o_empty(stage));
         Steps::release(at.q_empty(stage));
         const u32 column = group * (D / 2);
         float dq[1][D / 16][4];

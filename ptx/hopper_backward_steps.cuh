@@ -150,11 +150,9 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
         product_commit();
         multiply_weights(dk, slopes, q);
         product_commit();
-        product_wait<2>();
+        product_wait<1>();
         hold(dv);
         hold(weights);
-        release(at.d_o_empty(stage));
-        product_wait<1>();
         hold(dq);
         barrier_wait(at.turn(stage), parity);
         add(p, here, flags, column, dq);
@@ -282,7 +280,6 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
         hold(dv);
         hold(weights);
         hold(g);
-        release(at.d_o_empty(stage));
         load_shared_words(weights[LAST], parked);
         if (!(flags & Block::PLAIN)) {
             shape_wide_gradients(g, weights, p, delta + of.pair, own_ds);
