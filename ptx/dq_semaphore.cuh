@@ -164,9 +164,10 @@ struct Round {
             tile = span.begin < span.end ? span.end : 0;
             tile_begin = span.begin < span.end ? span.begin : 0;
             if (SHARES) {
-                // Of the last tile met; only a run's last one has fewer than `size`.
+                // Of the last tile met, if there is one; only a run's last tile has fewer than `size`.
                 const u32 rows = partner.len - (tile - 1) * size;
-                token_bits = heads == 1 || 2 * rows > size ? log2_of(size) : rows > 16 ? 5 : 4;
+                const bool is_short = tile != tile_begin && rows <= size / 2;
+                token_bits = heads > 1 && is_short ? (rows > 16 ? 5 : 4) : log2_of(size);
             }
         }
     }
