@@ -410,5 +410,8 @@ fn tensors_of_the_wrong_length_say_what_a_rank_brings() {
     );
     own.q = bench.own.q.clone();
     refused(own.forward(&mut bench.rank, &bench.plan), &["k.tokens is 12, expected 11"]);
-    refused(bench.plan.shard(Side::Q, 0, &[0f32; 12], 1), &["full is 12 values", "11"]);
+    refused(
+        bench.plan.shard(Side::Q, 0, &[0f32; 12], 1),
+        &["full is of length 12, expected 11: 1 for each of 11 tokens"],
+    );
 }
