@@ -139,7 +139,8 @@ fn constants_in_messages_have_the_numbers_of_the_header() {
     for file in fs::read_dir(root().join("capi/src")).unwrap() {
         let text = fs::read_to_string(file.unwrap().path()).unwrap();
         for list in text.split(']').filter_map(|part| part.rsplit_once('[')) {
-            let names: Vec<_> = list.1.split('"').filter(|word| word.starts_with("CPATTN_")).collect();
+            let begins = list.1.trim_start().trim_start_matches('(').starts_with("\"CPATTN_");
+            let names: Vec<_> = list.1.split('"').filter(|word| begins && word.starts_with("CPATTN_")).collect();
             names.iter().enumerate().for_each(|(i, name)| assert_eq!(number(name), i, "{name}"));
             lists += usize::from(names.len() > 1);
         }
