@@ -196,6 +196,16 @@ static void plans(void) {
   REFUSED(CPATTN_UNSUPPORTED, "wire bf16 with reproducible", cpattn_plan_create(&p, &o, &plan));
 
   cpattn_options good = CPATTN_OPTIONS_INIT;
+  /* A batch of no documents has a plan; its list still has one entry. */
+  p.documents = 0;
+  OK(cpattn_plan_create(&p, &good, &plan));
+  cpattn_plan_info info = CPATTN_PLAN_INFO_INIT;
+  OK(cpattn_plan_describe(plan, &info));
+  if (info.q_tokens || info.k_tokens) failures++, fprintf(stderr, "an empty batch has tokens\n");
+  OK(cpattn_plan_destroy(plan));
+  p.cu_seqlens_q = NULL, plan = NULL;
+  REFUSED(CPATTN_INVALID, "problem.cu_seqlens_q is NULL, expected an address", cpattn_plan_create(&p, &good, &plan));
+  p = small_problem();
   OK(cpattn_plan_create(&p, &good, &plan));
   char text[16];
   size_t needed = 0;
