@@ -345,7 +345,7 @@ mod tests {
             text(plan.shard_into(Side::Q, 1, &[0; 16], &mut [0; 9], 2)),
             "local is of length 9, expected 8: 2 for each of 4 tokens of rank 1"
         );
-        assert!(text(plan.unshard_into(Side::K, 1, &[0; 4], &mut [0; 7], 1)).contains("full is 7"));
+        assert!(text(plan.unshard_into(Side::K, 1, &[0; 4], &mut [0; 7], 1)).contains("full is of length 7"));
         assert_eq!(text(plan.shard(Side::Q, 2, &[0; 8], 1).map(drop)), "rank is 2, expected below the world of 2");
         assert_eq!(text(plan.shift(9, &[0; 8], 0, 1).map(drop)), text(plan.shift_messages(9, 1).map(drop)));
         assert!(plan.shard(Side::Q, 0, &[0u8; 0], usize::MAX).is_err());
