@@ -217,7 +217,7 @@ typedef struct cpattn_problem {
   const int32_t *cu_seqlens_q; /* documents + 1 entries */
   const int32_t *cu_seqlens_k; /* documents + 1 entries; NULL: q and k are the same tokens */
   const int64_t *q_start;      /* documents entries, or NULL; needs cu_seqlens_k */
-  size_t documents;
+  size_t documents;          /* 0: an empty batch, with cu_seqlens_q of the one entry 0. Its plans take tensors of no tokens */
   uint32_t heads;            /* q heads, a multiple of kv_heads */
   uint32_t kv_heads;         /* 0: same as heads */
   uint32_t head_dim;         /* of q and k, 1 to 512 */

@@ -82,16 +82,16 @@ impl Batch {
         if cu_seqlens_q.len() != cu_seqlens_k.len() {
             return Err(Error::invalid(
                 "cu_seqlens_k",
-                format!("{} entries", cu_seqlens_k.len()),
-                format!("the {} entries of cu_seqlens_q", cu_seqlens_q.len()),
+                format!("of length {}", cu_seqlens_k.len()),
+                format!("{}, the length of cu_seqlens_q", cu_seqlens_q.len()),
             ));
         }
         if let Some(starts) = q_start {
             if starts.len() + 1 != cu_seqlens_q.len() {
                 return Err(Error::invalid(
                     "q_start",
-                    format!("{} entries", starts.len()),
-                    format!("{}, one for each document", cu_seqlens_q.len() - 1),
+                    format!("of length {}", starts.len()),
+                    format!("{}: one for each document", cu_seqlens_q.len() - 1),
                 ));
             }
             if let Some((d, &start)) = starts.iter().enumerate().find(|(_, s)| s.unsigned_abs() > 1 << 40) {
@@ -188,8 +188,13 @@ mod tests {
         assert_eq!(text(Batch::new(&[1, 2])), "cu_seqlens[0] is 1, expected 0");
         assert_eq!(text(Batch::new(&[0, 5, 3])), "cu_seqlens[2] is 3, expected at least cu_seqlens[1] = 5");
         assert!(text(Batch::new(&[])).starts_with("cu_seqlens is empty"));
-        assert!(text(Batch::cross(&[0, 1], &[0, 1, 2], None)).contains("3 entries"));
-        assert!(text(Batch::cross(&[0, 1], &[0, 1], Some(&[0, 0]))).contains("q_start is 2 entries"));
+        assert!(
+            text(Batch::cross(&[0, 1], &[0, 1, 2], None))
+                .contains("is of length 3, expected 2, the length of cu_seqlens_q")
+        );
+        assert!(
+            text(Batch::cross(&[0, 1], &[0, 1], Some(&[0, 0]))).contains("q_start is of length 2, expected 1: one")
+        );
         assert!(text(Batch::from_lengths(&[usize::MAX])).contains("2147483647"));
     }
 

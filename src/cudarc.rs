@@ -194,7 +194,7 @@ fn fits(
         )),
         _ => Err(Error::invalid(
             "slice",
-            format!("{len} elements"),
+            format!("of length {len}"),
             format!(
                 "at least {} for {shape:?} from element {start} with strides {strides:?}",
                 end.unwrap_or(usize::MAX)

@@ -47,8 +47,8 @@ pub enum Error {
         ours: u64,
         /// Fingerprint of what the peer runs.
         theirs: u64,
-        /// A description of what this rank runs: direction, tokens, heads, mesh, layout. Empty if the error comes from
-        /// a transport used without a rank.
+        /// A description of what this rank runs: direction, tokens, heads, mesh, layout, and all else that is compared.
+        /// Empty if the error comes from a transport used without a rank.
         what: String,
         /// The number of runs that this rank and the peer have begun in this group; `None` if that was not compared.
         runs: Option<[u64; 2]>,
@@ -286,8 +286,8 @@ impl fmt::Display for Error {
                 if hint.is_empty() { Ok(()) } else { write!(f, "; {hint}") }
             }
             Self::Disagreement { rank, peer, ours, theirs, what, runs } => {
-                let what = if what.is_empty() { "a plan" } else { what };
-                write!(f, "rank {rank} runs {what} ({ours:016x}), rank {peer} runs ")?;
+                let run = if what.is_empty() { "a plan" } else { what };
+                write!(f, "rank {rank} runs {run} ({ours:016x}), rank {peer} runs ")?;
                 if ours == theirs {
                     f.write_str("the same")?
                 } else {
@@ -301,7 +301,11 @@ impl fmt::Display for Error {
                      and one version of cpattn (",
                     env!("CARGO_PKG_VERSION"),
                     " here)"
-                ))
+                ))?;
+                if ours == theirs || what.is_empty() {
+                    return Ok(());
+                }
+                write!(f, "; the message of rank {peer} names the same settings of its run: compare both messages")
             }
             Self::Peer { rank, operation, step, run, peer, cause } => {
                 write!(f, "rank {rank}, {operation}, step {step}{}: rank {peer} {cause}", OfRun(*run))

@@ -159,7 +159,7 @@ fn slices_that_are_too_short_are_refused() {
     let mut t = stream.clone_htod(&drawn(1, 100)).unwrap();
     let text = |e: cpattn::Error| e.to_string();
     let short = cudarc::Slice::<f16>::compact(&t, &stream, [4, 2, 16]).map(drop).map_err(text).unwrap_err();
-    assert!(short.contains("100 elements") && short.contains("at least 128"), "{short}");
+    assert!(short.contains("is of length 100") && short.contains("at least 128"), "{short}");
     assert!(cudarc::Slice::<f16>::compact(&t, &stream, [3, 2, 16]).is_ok());
     assert!(cudarc::Slice::<f16>::new(&t, &stream, 4, [3, 2, 16], [32, 16]).is_ok());
     assert!(cudarc::Slice::<f16>::new(&t, &stream, 5, [3, 2, 16], [32, 16]).is_err());

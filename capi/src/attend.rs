@@ -16,6 +16,12 @@ use cpattn::{
     kernel::Kernels,
 };
 
+const GRADIENTS: [(&str, Gradients); 3] = [
+    ("CPATTN_GRADIENTS_ALL", Gradients::All),
+    ("CPATTN_GRADIENTS_QUERIES", Gradients::Queries),
+    ("CPATTN_GRADIENTS_KEYS", Gradients::Keys),
+];
+
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_attend_args {
@@ -95,14 +101,15 @@ unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> 
 /// As [`forward`].
 unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<AttendBackward<'a>> {
     reserved("args.reserved", a.reserved == 0)?;
-    let gradients = one_of("gradients", a.gradients, &[Gradients::All, Gradients::Queries, Gradients::Keys])?;
+    let gradients = one_of("gradients", a.gradients, &GRADIENTS)?;
     let (keys, queries) = (gradients != Gradients::Queries, gradients != Gradients::Keys);
     for (name, given, made) in
         [("dq", !a.dq.is_null(), queries), ("dk", !a.dk.is_null(), keys), ("dv", !a.dv.is_null(), keys)]
     {
         if given != made {
             let (found, expected) = if made { ("NULL", "a tensor") } else { ("given", "NULL") };
-            return Err(Error::invalid(name, found, format!("{expected} with gradients {}", a.gradients)));
+            let (constant, _) = GRADIENTS[a.gradients as usize];
+            return Err(Error::invalid(name, found, format!("{expected} with gradients {constant}")));
         }
     }
     let read = [

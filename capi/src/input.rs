@@ -16,7 +16,7 @@ use cpattn::{Error, Result};
 /// Structs with a larger size are refused.
 const LONGEST: usize = 4096;
 
-fn check<T>(name: &'static str, ptr: *const T) -> Result<()> {
+fn check<T>(name: &str, ptr: *const T) -> Result<()> {
     if ptr.is_null() {
         return Err(Error::invalid(name, "NULL", "an address"));
     }
@@ -57,7 +57,7 @@ macro_rules! versioned {
 /// # Safety
 /// `ptr` is null or misaligned, or valid for reads of the size that its first word gives, as long as that is
 /// believable.
-pub(super) unsafe fn sized<T: Versioned>(name: &'static str, ptr: *const T) -> Result<T> {
+pub(super) unsafe fn sized<T: Versioned>(name: &str, ptr: *const T) -> Result<T> {
     check(name, ptr)?;
     // SAFETY: the struct begins with its size, which can be read.
     let found = unsafe { ptr.cast::<usize>().read() };
@@ -178,13 +178,21 @@ pub(super) fn write_text(said: &str, text: &mut [MaybeUninit<u8>], needed: &mut 
 }
 
 /// The error with another name for the argument that it refuses.
-pub(super) fn renamed(error: Error, argument: &str) -> Error {
-    match error {
-        Error::Invalid { found, expected, hint, .. } => {
-            Error::Invalid { argument: argument.into(), found, expected, hint }
-        }
-        other => other,
+pub(super) fn renamed(error: Error, new: &str) -> Error {
+    renamed_by(error, |_| new.into())
+}
+
+/// The error with the argument that it refuses named as the member of a struct.
+pub(super) fn member(error: Error, of: &str) -> Error {
+    renamed_by(error, |argument| format!("{of}.{argument}"))
+}
+
+/// The error with the name that `new` gives to the argument that it refuses.
+pub(super) fn renamed_by(mut error: Error, new: impl FnOnce(&str) -> String) -> Error {
+    if let Error::Invalid { argument, .. } = &mut error {
+        *argument = new(argument);
     }
+    error
 }
 
 /// A flag: 0 or 1.
@@ -201,12 +209,23 @@ pub(super) fn reserved(name: &'static str, zero: bool) -> Result<()> {
     if zero { Ok(()) } else { Err(Error::invalid(name, "set", "0")) }
 }
 
-/// The entry of `list` with this number.
-pub(super) fn one_of<T: Copy>(name: &'static str, value: i32, list: &[T]) -> Result<T> {
+/// The value of the constant with this number. The constants are numbered from 0, in the order of `list`.
+pub(super) fn one_of<T: Copy>(name: &'static str, value: i32, list: &[(&'static str, T)]) -> Result<T> {
     usize::try_from(value)
         .ok()
-        .and_then(|i| list.get(i).copied())
-        .ok_or_else(|| Error::invalid(name, value, format!("0 to {}", list.len() - 1)))
+        .and_then(|i| list.get(i))
+        .map(|&(_, value)| value)
+        .ok_or_else(|| not_one_of(name, value, list.iter().map(|&(constant, _)| constant)))
+}
+
+/// The refusal of a number that is none of these constants.
+pub(super) fn not_one_of(
+    name: impl Into<String>, value: i32, constants: impl DoubleEndedIterator<Item = &'static str>,
+) -> Error {
+    let mut constants = constants.rev();
+    let last = constants.next().unwrap_or("");
+    let others: Vec<_> = constants.rev().collect();
+    Error::invalid(name, value, format!("{} or {last}", others.join(", ")))
 }
 
 /// Asserts that two structs have the same layout, given the pairs of fields.

@@ -35,7 +35,7 @@ fn event(at: usize, e: &cpattn_event) -> Result<Event> {
     let lane = match e.lane {
         0 => Lane::Compute,
         1 => Lane::Communication,
-        other => return Err(Error::invalid(field("lane"), other, "0 (compute) or 1 (communication)")),
+        other => return Err(Error::invalid(field("lane"), other, "CPATTN_COMPUTE or CPATTN_COMMUNICATION")),
     };
     if e.end_ns < e.start_ns {
         return Err(Error::invalid(field("end_ns"), e.end_ns, format!("at least its start_ns, {}", e.start_ns)));

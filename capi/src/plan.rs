@@ -98,9 +98,9 @@ pub unsafe extern "C" fn cpattn_plan_auto_for(
     boundary!({
         let mut of_model: Vec<(Problem, usize)> = Vec::new();
         let (problems, layers) = given!(array("problems", problems, kinds), array("layers", layers, kinds));
-        for (&p, &n) in problems.iter().zip(layers) {
+        for (i, (&p, &n)) in problems.iter().zip(layers).enumerate() {
             let batch = of_model.first().map(|(first, _)| first.batch().clone());
-            let problem = given!(read_problem("problems[…]", p, batch.as_ref()));
+            let problem = given!(read_problem(&format!("problems[{i}]"), p, batch.as_ref()));
             of_model.push((problem, usize::try_from(n).unwrap_or(usize::MAX)));
         }
         let (options, out) = given!(sized("options", options), array_mut("plans", plans, kinds));
@@ -232,11 +232,11 @@ pub unsafe extern "C" fn cpattn_plan_verify_all_to_all(
 const BOTH: [AllToAllDirection; 2] = [AllToAllDirection::ToHeads, AllToAllDirection::ToTokens];
 
 pub(super) fn direction(value: i32) -> Result<Direction> {
-    one_of("direction", value, &[Direction::Forward, Direction::Backward])
+    one_of("direction", value, &[("CPATTN_FORWARD", Direction::Forward), ("CPATTN_BACKWARD", Direction::Backward)])
 }
 
 pub(super) fn side(value: i32) -> Result<Side> {
-    one_of("side", value, &[Side::Q, Side::K])
+    one_of("side", value, &[("CPATTN_Q", Side::Q), ("CPATTN_K", Side::K)])
 }
 
 #[unsafe(no_mangle)]

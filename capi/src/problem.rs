@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The problem and the options of a plan.
 
-use super::input::{array, flag, one_of, reserved, sized};
+use super::input::{array, flag, member, not_one_of, one_of, renamed_by, reserved, sized};
 use cpattn::{
     Batch, Dtype, Error, Layout, Machine, Mask, Mesh, Options, Plan, Problem, Result,
     plan::{AttentionKind, Choice, Circulate, Gather, Wire},
@@ -58,10 +58,35 @@ versioned! {
     cpattn_options through ranks_per_node;
 }
 
-pub(super) const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
+pub(super) const DTYPES: [(&str, Dtype); 4] =
+    [("CPATTN_F16", Dtype::F16), ("CPATTN_BF16", Dtype::Bf16), ("CPATTN_F32", Dtype::F32), ("CPATTN_F64", Dtype::F64)];
 
-/// In the order of the header.
-const CIRCULATE: [Circulate; 3] = [Circulate::Auto, Circulate::Keys, Circulate::Queries];
+const KINDS: [(&str, AttentionKind); 2] =
+    [("CPATTN_SOFTMAX", AttentionKind::Softmax), ("CPATTN_OTHER", AttentionKind::Other)];
+
+const CIRCULATE: [(&str, Circulate); 3] = [
+    ("CPATTN_CIRCULATE_AUTO", Circulate::Auto),
+    ("CPATTN_CIRCULATE_KEYS", Circulate::Keys),
+    ("CPATTN_CIRCULATE_QUERIES", Circulate::Queries),
+];
+
+const GATHER: [(&str, Gather); 4] = [
+    ("CPATTN_GATHER_AUTO", Gather::Auto),
+    ("CPATTN_GATHER_OTHERS", Gather::Others),
+    ("CPATTN_GATHER_STEPS", Gather::Steps),
+    ("CPATTN_GATHER_TOGETHER", Gather::Together),
+];
+
+const WIRE: [(&str, Wire); 2] = [("CPATTN_WIRE_FULL", Wire::Full), ("CPATTN_WIRE_BF16", Wire::Bf16)];
+
+const LAYOUTS: [&str; 6] = [
+    "CPATTN_LAYOUT_AUTO",
+    "CPATTN_LAYOUT_CONTIGUOUS",
+    "CPATTN_LAYOUT_ZIGZAG",
+    "CPATTN_LAYOUT_ZIGZAG_PACK",
+    "CPATTN_LAYOUT_STRIPED",
+    "CPATTN_LAYOUT_BALANCED",
+];
 
 pub(super) fn window(name: &'static str, limit: i64) -> Result<Option<u32>> {
     if limit == UNLIMITED {
@@ -79,44 +104,48 @@ unsafe fn batch(p: &cpattn_problem) -> Result<Batch> {
         .documents
         .checked_add(1)
         .filter(|&n| n <= i32::MAX as usize)
-        .ok_or_else(|| Error::invalid("problem.documents", p.documents, format!("below {}", i32::MAX)))?;
-    let cu_q = given!(array("problem.cu_seqlens_q", p.cu_seqlens_q, entries));
+        .ok_or_else(|| Error::invalid("documents", p.documents, format!("below {}", i32::MAX)))?;
+    let cu_q = given!(array("cu_seqlens_q", p.cu_seqlens_q, entries));
     if p.cu_seqlens_k.is_null() {
         if !p.q_start.is_null() {
-            return Err(Error::invalid("problem.q_start", "given", "NULL without cu_seqlens_k"));
+            return Err(Error::invalid("q_start", "given", "NULL without cu_seqlens_k"));
         }
-        return Batch::new(cu_q);
+        // The header has no cu_seqlens; of two lists the error names cu_seqlens_q.
+        return Batch::new(cu_q).or_else(|_| Batch::cross(cu_q, cu_q, None));
     }
-    let starts =
-        if p.q_start.is_null() { None } else { Some(given!(array("problem.q_start", p.q_start, p.documents))) };
-    Batch::cross(cu_q, given!(array("problem.cu_seqlens_k", p.cu_seqlens_k, entries)), starts)
+    let starts = if p.q_start.is_null() { None } else { Some(given!(array("q_start", p.q_start, p.documents))) };
+    Batch::cross(cu_q, given!(array("cu_seqlens_k", p.cu_seqlens_k, entries)), starts)
 }
 
 /// The problem of a struct, with the batch `base` if the struct gives none.
 ///
 /// # Safety
 /// `given` is as [`sized`] needs it, and its pointers are null or as long as the header says.
-pub(super) unsafe fn read_problem(
-    name: &'static str, given: *const cpattn_problem, base: Option<&Batch>,
-) -> Result<Problem> {
-    let p = &given!(sized(name, given));
-    reserved("problem.reserved", p.reserved == 0)?;
+pub(super) unsafe fn read_problem(name: &str, given: *const cpattn_problem, base: Option<&Batch>) -> Result<Problem> {
+    let p = given!(sized(name, given));
+    // SAFETY: the pointers of the struct are part of this function's contract.
+    unsafe { members(&p, base) }.map_err(|error| member(error, name))
+}
+
+/// As [`read_problem`]; errors name the member alone.
+///
+/// # Safety
+/// The pointers of `p` are null or as long as the header says.
+unsafe fn members(p: &cpattn_problem, base: Option<&Batch>) -> Result<Problem> {
+    reserved("reserved", p.reserved == 0)?;
     let none = p.cu_seqlens_q.is_null() && p.cu_seqlens_k.is_null() && p.q_start.is_null() && p.documents == 0;
     let batch = match base {
         Some(base) if none => base.clone(),
         _ => given!(batch(p)),
     };
-    let dtype = one_of("problem.dtype", p.dtype, &DTYPES)?;
-    let kind = one_of("problem.kind", p.kind, &[AttentionKind::Softmax, AttentionKind::Other])?;
+    let dtype = one_of("dtype", p.dtype, &DTYPES)?;
+    let kind = one_of("kind", p.kind, &KINDS)?;
     let or = |n: u32, default: u32| if n == 0 { default as usize } else { n as usize };
-    let mask = Mask {
-        left: window("problem.window_left", p.window_left)?,
-        right: window("problem.window_right", p.window_right)?,
-    };
+    let mask = Mask { left: window("window_left", p.window_left)?, right: window("window_right", p.window_right)? };
     let mut out = Problem::new(batch, p.heads as usize, or(p.kv_heads, p.heads), p.head_dim as usize, dtype)
         .with_value_dim(or(p.value_dim, p.head_dim))
         .with_mask(mask)
-        .with_sinks(flag("problem.sinks", p.sinks)?)
+        .with_sinks(flag("sinks", p.sinks)?)
         .with_kind(kind);
     // 0 stands for the default. `check` refuses a NaN.
     if p.scale != 0.0 {
@@ -128,7 +157,7 @@ pub(super) unsafe fn read_problem(
     out.check()?;
     if !p.alibi_slopes.is_null() {
         // `heads` was checked.
-        out = out.with_alibi_slopes(given!(array("problem.alibi_slopes", p.alibi_slopes, p.heads as usize)));
+        out = out.with_alibi_slopes(given!(array("alibi_slopes", p.alibi_slopes, p.heads as usize)));
         out.check()?;
     }
     Ok(out)
@@ -148,28 +177,42 @@ fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
         (0..=3, 1..) => parameter("0: the layout has none"),
         (0, _) => Ok(None),
         (n @ 1..=5, parameter) => Ok(Some(layouts(parameter)[n as usize - 1])),
-        (other, _) => Err(Error::invalid("options.layout", other, "one of CPATTN_LAYOUT_…, 0 to 5")),
+        (other, _) => Err(not_one_of("options.layout", other, LAYOUTS.into_iter())),
     }
 }
 
 /// The options that do not change which rank holds which tokens.
 fn options(o: &cpattn_options) -> Result<Options> {
     reserved("options.reserved", o.reserved == 0)?;
-    let gathers = [Gather::Auto, Gather::Others, Gather::Steps, Gather::Together];
     Ok(Options::new()
-        .gather(one_of("options.gather", o.gather, &gathers)?)
+        .gather(one_of("options.gather", o.gather, &GATHER)?)
         .passes(o.passes as usize)
         .circulate(one_of("options.circulate", o.circulate, &CIRCULATE)?)
         .circulate_forward(one_of("options.circulate_forward", o.circulate_forward, &CIRCULATE)?)
-        .wire(one_of("options.wire", o.wire, &[Wire::Full, Wire::Bf16])?)
+        .wire(one_of("options.wire", o.wire, &WIRE)?)
         .reproducible(flag("options.reproducible", o.reproducible)?)
         .pack_inputs(flag("options.pack_inputs", o.pack_inputs)?)
         .ranks_per_node(o.ranks_per_node as usize))
 }
 
+/// The error of a plan, with the header's names of the arguments. `problem` is the one with the documents.
+fn named(error: Error, problem: &str) -> Error {
+    renamed_by(error, |argument| match argument {
+        "world" => "options.world".into(),
+        "mesh.ulysses" => "options.ulysses".into(),
+        "layout.stripe" | "layout.chunks" => "options.layout_parameter".into(),
+        _ if ["cu_seqlens_", "q_start"].iter().any(|list| argument.starts_with(list)) => {
+            format!("{problem}.{argument}")
+        }
+        _ => argument.into(),
+    })
+}
+
 /// A plan for `problem` with the distribution of tokens of `base`, and without `o` also with the options of `base`.
 pub(super) fn with_tokens_of(base: &Plan, problem: &Problem, o: Option<&cpattn_options>) -> Result<Plan> {
-    let Some(o) = o else { return Plan::with_tokens_of(base, problem, base.options()) };
+    let Some(o) = o else {
+        return Plan::with_tokens_of(base, problem, base.options()).map_err(|error| named(error, "problem"));
+    };
     let options = options(o)?;
     let mesh = base.mesh();
     let given = [("world", o.world, mesh.world()), ("ulysses", o.ulysses, mesh.ulysses), ("ring", o.ring, mesh.ring)];
@@ -184,7 +227,7 @@ pub(super) fn with_tokens_of(base: &Plan, problem: &Problem, o: Option<&cpattn_o
             let expected = format!("CPATTN_LAYOUT_AUTO, or the base plan's {}", base.layout());
             Err(Error::invalid("options.layout", layout, expected))
         }
-        _ => Plan::with_tokens_of(base, problem, options),
+        _ => Plan::with_tokens_of(base, problem, options).map_err(|error| named(error, "problem")),
     }
 }
 
@@ -202,15 +245,20 @@ pub(super) fn auto_on(problem: &Problem, o: &cpattn_options, machine: &str) -> R
     let hint = "make the plan with cpattn_plan_create, which takes a given one";
     nothing_given(o, "0: it is chosen for the machine", hint)?;
     Plan::auto_on(problem, o.world as usize, &Machine::parse(machine)?, options(o)?)
+        .map_err(|error| named(error, "problem"))
 }
 
 pub(super) fn auto_for(kinds: &[(Problem, usize)], o: &cpattn_options) -> Result<Vec<Plan>> {
     let hint = "for a given one make a plan of one kind, and the others with cpattn_plan_with_tokens_of";
     nothing_given(o, "0: it is chosen for all kinds", hint)?;
-    Plan::auto_for(kinds, o.world as usize, options(o)?)
+    Plan::auto_for(kinds, o.world as usize, options(o)?).map_err(|error| named(error, "problems[…]"))
 }
 
 pub(super) fn plan(problem: &Problem, o: &cpattn_options) -> Result<Plan> {
+    given_or_chosen(problem, o).map_err(|error| named(error, "problem"))
+}
+
+fn given_or_chosen(problem: &Problem, o: &cpattn_options) -> Result<Plan> {
     let options = options(o)?;
     let layout = layout_of(o)?;
     let (world, ulysses, ring) = (o.world as usize, o.ulysses as usize, o.ring as usize);

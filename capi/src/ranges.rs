@@ -5,12 +5,17 @@
 //! number, which is checked before the list is read as the crate's: there it is a value of an enum. Positions are
 //! checked too, since arithmetic with them must not overflow.
 
-use super::{input::array, problem::window};
+use super::{
+    input::{array, not_one_of},
+    problem::window,
+};
 pub use cpattn::call::{HeadMap as cpattn_head_map, Range as cpattn_range, Score as cpattn_score};
 use cpattn::{
     Error, Result,
     call::{Mode, QRange, Ranges, RawTensor},
 };
+
+const MODES: [&str; 4] = ["CPATTN_FIRST", "CPATTN_MERGE", "CPATTN_LAST", "CPATTN_ONLY"];
 
 /// Positions and windows beyond this are a mistake; within it, no sum of a few of them overflows.
 const FAR: u64 = 1 << 40;
@@ -66,7 +71,7 @@ pub(super) unsafe fn ranges<'a>(r: &cpattn_ranges) -> Result<Ranges<'a>> {
     for (i, q) in q.iter().enumerate() {
         range("ranges.q", i, &q.range)?;
         if q.mode > Mode::Only as u8 {
-            return Err(Error::invalid(format!("ranges.q[{i}].mode"), q.mode, "CPATTN_FIRST (0) to CPATTN_ONLY (3)"));
+            return Err(not_one_of(format!("ranges.q[{i}].mode"), q.mode.into(), MODES.into_iter()));
         }
         if q.reserved != [0; 7] {
             return Err(Error::invalid(format!("ranges.q[{i}].reserved"), "set", "0"));

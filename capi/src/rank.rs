@@ -72,9 +72,19 @@ pub(super) fn workers(name: &'static str, n: u32) -> Result<usize> {
     Ok(n as usize)
 }
 
+const ISAS: [&str; 7] = [
+    "CPATTN_ISA_AUTO",
+    "CPATTN_ISA_PORTABLE",
+    "CPATTN_ISA_NEON",
+    "CPATTN_ISA_AVX2",
+    "CPATTN_ISA_AVX512",
+    "CPATTN_ISA_AVX512_BF16",
+    "CPATTN_ISA_AMX",
+];
+
 /// The instruction set with this number, in the order of the header; `None` for `CPATTN_ISA_AUTO`.
 pub(super) fn instruction_set(name: &'static str, number: i32) -> Result<Option<Isa>> {
-    let isas: Vec<_> = [None].into_iter().chain(Isa::ALL.map(Some)).collect();
+    let isas: Vec<_> = ISAS.into_iter().zip([None].into_iter().chain(Isa::ALL.map(Some))).collect();
     one_of(name, number, &isas)
 }
 
@@ -100,7 +110,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
             isa = instruction_set("options.isa", o.isa)?;
             if let (Some(_), Device::Cuda(_)) = (isa, wanted) {
                 return Err(Error::unsupported(
-                    format!("options.isa = {} on {wanted}", o.isa),
+                    format!("options.isa = {} on {wanted}", ISAS[o.isa as usize]),
                     "it is an instruction set of the CPU kernels",
                     "leave it CPATTN_ISA_AUTO on a device",
                 )

@@ -180,7 +180,7 @@ static void drawn(drawing draw, const end *e, const char *begin, const char *wit
   REFUSED(CPATTN_INVALID, "text is NULL", draw(&own, 1, NULL, 1, &again));
   REFUSED(CPATTN_INVALID, "needed is NULL", draw(&own, 1, part, sizeof part, NULL));
   both[1].lane = 2;
-  REFUSED(CPATTN_INVALID, "events[1].lane is 2, expected 0", draw(both, 2, part, sizeof part, &again));
+  REFUSED(CPATTN_INVALID, "events[1].lane is 2, expected CPATTN_COMPUTE or CPATTN_COMMUNICATION", draw(both, 2, part, sizeof part, &again));
   both[1].lane = 0, both[1].start_ns = 8, both[1].end_ns = 7;
   REFUSED(CPATTN_INVALID, "events[1].end_ns is 7, expected at least its start_ns, 8", draw(both, 2, part, sizeof part, &again));
   both[1].end_ns = 9, both[1].reserved = 1;

@@ -92,7 +92,7 @@ static void places(void) {
   REFUSED(CPATTN_INVALID, "options.sm_margin is 1048576, expected below the", cpattn_rank_create(transport, &options, &rank));
   options.sm_margin = 1;
   options.isa = CPATTN_ISA_PORTABLE;
-  REFUSED(CPATTN_UNSUPPORTED, "options.isa = 1 on CUDA device 0", cpattn_rank_create(transport, &options, &rank));
+  REFUSED(CPATTN_UNSUPPORTED, "options.isa = CPATTN_ISA_PORTABLE on CUDA device 0", cpattn_rank_create(transport, &options, &rank));
   options.isa = CPATTN_ISA_AUTO;
   OK(cpattn_rank_create(transport, &options, &rank)); /* still the caller's after all these */
   OK(cpattn_scratch_create_cuda(0, &scratch));

@@ -124,6 +124,30 @@ fn sources() -> String {
     fs::read_dir(root().join("capi/src")).unwrap().map(|e| fs::read_to_string(e.unwrap().path()).unwrap()).collect()
 }
 
+/// Messages name constants from lists in the order of their numbers; the header has the same numbers.
+#[test]
+fn constants_in_messages_have_the_numbers_of_the_header() {
+    let header = header();
+    let number = |name: &str| {
+        let line = header
+            .lines()
+            .find_map(|l| l.strip_prefix(&format!("#define {name} ")))
+            .unwrap_or_else(|| panic!("no {name}"));
+        line.trim().parse::<usize>().unwrap()
+    };
+    let mut lists = 0;
+    for file in fs::read_dir(root().join("capi/src")).unwrap() {
+        let text = fs::read_to_string(file.unwrap().path()).unwrap();
+        for list in text.split(']').filter_map(|part| part.rsplit_once('[')) {
+            let begins = list.1.trim_start().trim_start_matches('(').starts_with("\"CPATTN_");
+            let names: Vec<_> = list.1.split('"').filter(|word| begins && word.starts_with("CPATTN_")).collect();
+            names.iter().enumerate().for_each(|(i, name)| assert_eq!(number(name), i, "{name}"));
+            lists += usize::from(names.len() > 1);
+        }
+    }
+    assert_eq!(lists, 11);
+}
+
 #[test]
 fn functions_agree() {
     let mut ours = BTreeMap::new();

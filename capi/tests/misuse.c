@@ -77,7 +77,7 @@ static void tokens_of_another(const cpattn_plan *alone) {
   REFUSED(CPATTN_INVALID, "options.world is 4, expected 0, or the base plan's 2", cpattn_plan_with_tokens_of(base, &other, &o, &plan));
   int32_t less[2] = {0, 3};
   other.cu_seqlens_q = less, other.documents = 1;
-  REFUSED(CPATTN_INVALID, "cu_seqlens_q", cpattn_plan_with_tokens_of(base, &other, NULL, &plan));
+  REFUSED(CPATTN_INVALID, "problem.cu_seqlens_q is of length 2, expected 3", cpattn_plan_with_tokens_of(base, &other, NULL, &plan));
   REFUSED(CPATTN_INVALID_HANDLE, "NULL", cpattn_plan_with_tokens_of(NULL, &other, NULL, &plan));
   REFUSED(CPATTN_INVALID, "distribution is NULL", cpattn_plan_distribution(base, NULL));
   OK(cpattn_plan_destroy(base));
@@ -105,15 +105,15 @@ static void plans_of_a_model(void) {
   REFUSED(CPATTN_INVALID, "layers is NULL", cpattn_plan_auto_for(kinds, NULL, 2, &o, two));
   REFUSED(CPATTN_INVALID, "plans is NULL", cpattn_plan_auto_for(kinds, layers, 2, &o, NULL));
   layers[1] = 0;
-  REFUSED(CPATTN_INVALID, "layers is 0", cpattn_plan_auto_for(kinds, layers, 2, &o, two));
+  REFUSED(CPATTN_INVALID, "layers is 0, expected 1 to", cpattn_plan_auto_for(kinds, layers, 2, &o, two));
   layers[1] = 5, o.ring = 2;
   REFUSED(CPATTN_INVALID, "options.ring is 2, expected 0", cpattn_plan_auto_for(kinds, layers, 2, &o, two));
   o.ring = 0, kinds[1] = NULL;
-  REFUSED(CPATTN_INVALID, "problems[…] is NULL", cpattn_plan_auto_for(kinds, layers, 2, &o, two));
+  REFUSED(CPATTN_INVALID, "problems[1] is NULL", cpattn_plan_auto_for(kinds, layers, 2, &o, two));
   kinds[1] = &other;
   int32_t less[2] = {0, 3};
   other.cu_seqlens_q = less, other.documents = 1;
-  REFUSED(CPATTN_INVALID, "cu_seqlens_q", cpattn_plan_auto_for(kinds, layers, 2, &o, two));
+  REFUSED(CPATTN_INVALID, "problems[…].cu_seqlens_q is of length 2", cpattn_plan_auto_for(kinds, layers, 2, &o, two));
   if (two[0] || two[1]) failures++, fprintf(stderr, "a refused call has written plans\n");
 }
 
@@ -164,20 +164,29 @@ static void plans(void) {
   p = small_problem();
   p.heads = 3;
   p.kv_heads = 2;
-  REFUSED(CPATTN_INVALID, "a multiple of kv_heads = 2", cpattn_plan_create(&p, &o, &plan));
+  REFUSED(CPATTN_INVALID, "problem.heads is 3, expected a multiple of kv_heads = 2", cpattn_plan_create(&p, &o, &plan));
   p = small_problem();
   p.dtype = 9;
-  REFUSED(CPATTN_INVALID, "problem.dtype is 9", cpattn_plan_create(&p, &o, &plan));
+  REFUSED(CPATTN_INVALID, "problem.dtype is 9, expected CPATTN_F16, CPATTN_BF16, CPATTN_F32 or CPATTN_F64", cpattn_plan_create(&p, &o, &plan));
   p = small_problem();
   p.window_left = -2;
   REFUSED(CPATTN_INVALID, "problem.window_left is -2", cpattn_plan_create(&p, &o, &plan));
+  p = small_problem();
+  p.softcap = -1.0;
+  REFUSED(CPATTN_INVALID, "problem.softcap is -1.0", cpattn_plan_create(&p, &o, &plan));
+  p = small_problem();
+  static const int32_t falling[] = {0, 5, 3};
+  p.cu_seqlens_q = falling;
+  REFUSED(CPATTN_INVALID, "problem.cu_seqlens_q[2] is 3, expected at least cu_seqlens_q[1] = 5", cpattn_plan_create(&p, &o, &plan));
   p = small_problem();
   p.documents = (size_t)-1;
   REFUSED(CPATTN_INVALID, "problem.documents", cpattn_plan_create(&p, &o, &plan));
   p = small_problem();
   o.gather = 4;
-  REFUSED(CPATTN_INVALID, "options.gather is 4, expected 0 to 3", cpattn_plan_create(&p, &o, &plan));
+  REFUSED(CPATTN_INVALID, "options.gather is 4, expected CPATTN_GATHER_AUTO, CPATTN_GATHER_OTHERS, CPATTN_GATHER_STEPS or CPATTN_GATHER_TOGETHER", cpattn_plan_create(&p, &o, &plan));
   o.gather = 0;
+  o.layout = 6;
+  REFUSED(CPATTN_INVALID, "options.layout is 6, expected CPATTN_LAYOUT_AUTO, ", cpattn_plan_create(&p, &o, &plan));
   o.layout = CPATTN_LAYOUT_ZIGZAG;
   o.layout_parameter = 3;
   REFUSED(CPATTN_INVALID, "options.layout_parameter is 3", cpattn_plan_create(&p, &o, &plan));
@@ -187,6 +196,16 @@ static void plans(void) {
   REFUSED(CPATTN_UNSUPPORTED, "wire bf16 with reproducible", cpattn_plan_create(&p, &o, &plan));
 
   cpattn_options good = CPATTN_OPTIONS_INIT;
+  /* A batch of no documents has a plan; its list still has one entry. */
+  p.documents = 0;
+  OK(cpattn_plan_create(&p, &good, &plan));
+  cpattn_plan_info info = CPATTN_PLAN_INFO_INIT;
+  OK(cpattn_plan_describe(plan, &info));
+  if (info.q_tokens || info.k_tokens) failures++, fprintf(stderr, "an empty batch has tokens\n");
+  OK(cpattn_plan_destroy(plan));
+  p.cu_seqlens_q = NULL, plan = NULL;
+  REFUSED(CPATTN_INVALID, "problem.cu_seqlens_q is NULL, expected an address", cpattn_plan_create(&p, &good, &plan));
+  p = small_problem();
   OK(cpattn_plan_create(&p, &good, &plan));
   char text[16];
   size_t needed = 0;
@@ -198,7 +217,7 @@ static void plans(void) {
   plans_of_a_model();
   plan_on_a_machine();
   REFUSED(CPATTN_INVALID, "rank is 1, expected below the world of 1", cpattn_plan_workspace(plan, 1, CPATTN_FORWARD, &bytes));
-  REFUSED(CPATTN_INVALID, "direction is 2", cpattn_plan_workspace(plan, 0, 2, &bytes));
+  REFUSED(CPATTN_INVALID, "direction is 2, expected CPATTN_FORWARD or CPATTN_BACKWARD", cpattn_plan_workspace(plan, 0, 2, &bytes));
   int64_t tokens[TOKENS];
   REFUSED(CPATTN_INVALID, "capacity is 7, expected at least the 8 tokens", cpattn_plan_tokens(plan, CPATTN_Q, 0, tokens, 7));
   OK(cpattn_plan_tokens(plan, CPATTN_Q, 0, tokens, TOKENS));
@@ -241,12 +260,16 @@ static void plans(void) {
   alone.world = 4, alone.ring = 0;
   REFUSED(CPATTN_UNSUPPORTED, "the world of 4 has more ranks than 2 heads", cpattn_plan_create(&mixing, &alone, &mixed));
   alone.ulysses = 4;
-  REFUSED(CPATTN_INVALID, "ulysses is 4, expected at most heads = 2", cpattn_plan_create(&mixing, &alone, &mixed));
+  REFUSED(CPATTN_INVALID, "options.ulysses is 4, expected at most heads = 2", cpattn_plan_create(&mixing, &alone, &mixed));
   cpattn_options many = CPATTN_OPTIONS_INIT;
   many.passes = 3;
   REFUSED(CPATTN_INVALID, "options.passes is 3, expected 1 to kv_heads = 2", cpattn_plan_create(&p, &many, &mixed));
   many.passes = 1, many.layout = CPATTN_LAYOUT_STRIPED;
   REFUSED(CPATTN_INVALID, "options.layout_parameter is 0, expected at least 1", cpattn_plan_create(&p, &many, &mixed));
+  many.layout = CPATTN_LAYOUT_BALANCED, many.layout_parameter = 1 << 21;
+  REFUSED(CPATTN_INVALID, "options.layout_parameter is 2097152, expected 1 to 1048576", cpattn_plan_create(&p, &many, &mixed));
+  many = (cpattn_options)CPATTN_OPTIONS_INIT, many.world = 0;
+  REFUSED(CPATTN_INVALID, "options.world is 0", cpattn_plan_create(&p, &many, &mixed));
 
   /* Handles. */
   cpattn_plan *dead = plan;
@@ -576,7 +599,7 @@ static void single_calls(void) {
   OK(cpattn_attend(scratch, &a));
   q.document[0] = q.document[1] = 0;
   q.mode = 4;
-  REFUSED(CPATTN_INVALID, "ranges.q[0].mode is 4", cpattn_attend(scratch, &a));
+  REFUSED(CPATTN_INVALID, "ranges.q[0].mode is 4, expected CPATTN_FIRST, CPATTN_MERGE, CPATTN_LAST or CPATTN_ONLY", cpattn_attend(scratch, &a));
   q.mode = CPATTN_ONLY;
   keys[0].pos = INT64_MAX;
   REFUSED(CPATTN_INVALID, "ranges.k[0].pos", cpattn_attend(scratch, &a));

@@ -37,9 +37,11 @@ pub unsafe fn sink_gradient(args: &SinkGradient) -> Result<()> {
             ));
         }
     }
-    if delta.tokens != lse.tokens || sinks.dtype != Dtype::F32 {
-        let found = std::format!("{} tokens, sinks of {}", delta.tokens, sinks.dtype);
-        return Err(Error::invalid("delta, sinks", found, std::format!("{} tokens, sinks of f32", lse.tokens)));
+    if delta.tokens != lse.tokens {
+        return Err(Error::invalid("delta.tokens", delta.tokens, std::format!("that of lse, {}", lse.tokens)));
+    }
+    if sinks.dtype != Dtype::F32 {
+        return Err(Error::invalid("sinks.dtype", sinks.dtype, Dtype::F32));
     }
     if dsinks.dim != 1 && dsinks.dim as usize != DIGITS {
         return Err(Error::invalid("dsinks.dim", dsinks.dim, std::format!("1, or {DIGITS} for an exact sum")));

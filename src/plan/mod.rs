@@ -31,6 +31,7 @@ pub(crate) mod problem;
 pub(crate) mod shard;
 mod sides;
 mod together;
+mod words;
 
 pub(crate) use area::Load;
 pub use auto::{Candidate, Choice};

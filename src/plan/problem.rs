@@ -161,8 +161,8 @@ impl Problem {
             if alibi_slopes.len() != self.heads {
                 return Err(Error::invalid(
                     "alibi_slopes",
-                    format!("{} entries", alibi_slopes.len()),
-                    format!("one for each of {} q heads", self.heads),
+                    format!("of length {}", alibi_slopes.len()),
+                    format!("{}: one for each q head", self.heads),
                 ));
             }
             // The product of a steeper slope and a distance may not be finite in f32; NaN is outside the range too.
@@ -340,7 +340,7 @@ mod tests {
         );
         assert_eq!(
             text(problem().with_alibi_slopes(&[1.0])),
-            "alibi_slopes is 1 entries, expected one for each of 6 q heads"
+            "alibi_slopes is of length 1, expected 6: one for each q head"
         );
         assert!(
             text(problem().with_alibi_slopes(&[1.0, 1.0, f32::INFINITY, 1.0, 1.0, 1.0]))

@@ -24,8 +24,8 @@ fn check_len(name: &str, found: usize, tokens: usize, row_len: usize, of: &str) 
     match tokens.checked_mul(row_len) {
         Some(expected) if expected == found => Ok(()),
         Some(expected) => {
-            let expected = format!("{expected} values ({tokens} tokens{of}, {row_len} each)");
-            Err(Error::invalid(name, format!("{found} values"), expected))
+            let expected = format!("{expected}: {row_len} for each of {tokens} tokens{of}");
+            Err(Error::invalid(name, format!("of length {found}"), expected))
         }
         None => Err(Error::invalid("row_len", row_len, format!("at most {} for {tokens} tokens", usize::MAX / tokens))),
     }
@@ -339,13 +339,13 @@ mod tests {
         let text = |r: Result<()>| r.unwrap_err().to_string();
         assert_eq!(
             text(plan.shard(Side::Q, 0, &[0; 9], 1).map(drop)),
-            "full is 9 values, expected 8 values (8 tokens, 1 each)"
+            "full is of length 9, expected 8: 1 for each of 8 tokens"
         );
         assert_eq!(
             text(plan.shard_into(Side::Q, 1, &[0; 16], &mut [0; 9], 2)),
-            "local is 9 values, expected 8 values (4 tokens of rank 1, 2 each)"
+            "local is of length 9, expected 8: 2 for each of 4 tokens of rank 1"
         );
-        assert!(text(plan.unshard_into(Side::K, 1, &[0; 4], &mut [0; 7], 1)).contains("full is 7"));
+        assert!(text(plan.unshard_into(Side::K, 1, &[0; 4], &mut [0; 7], 1)).contains("full is of length 7"));
         assert_eq!(text(plan.shard(Side::Q, 2, &[0; 8], 1).map(drop)), "rank is 2, expected below the world of 2");
         assert_eq!(text(plan.shift(9, &[0; 8], 0, 1).map(drop)), text(plan.shift_messages(9, 1).map(drop)));
         assert!(plan.shard(Side::Q, 0, &[0u8; 0], usize::MAX).is_err());

@@ -108,14 +108,6 @@ impl Plan {
 
     fn describe(&self, out: &mut String) {
         let (p, b) = (self.problem(), self.problem().batch());
-        let mask = match (p.mask().left, p.mask().right) {
-            (None, None) => "full".to_string(),
-            (None, Some(0)) => "causal".to_string(),
-            (left, right) => {
-                let side = |x: Option<u32>| x.map_or("open".to_string(), |n| n.to_string());
-                format!("window {} back, {} ahead", side(left), side(right))
-            }
-        };
         let kind = if p.kind == AttentionKind::Softmax { "attention" } else { "mixing of another kind" };
         let lengths = (0..b.documents()).map(|d| b.document(Side::Q, d).len());
         let documents = match (b.documents(), lengths.clone().min(), lengths.max()) {
@@ -124,14 +116,13 @@ impl Plan {
         };
         let [q, k] = [Side::Q, Side::K].map(|side| grouped(b.tokens(side) as u128));
         let _ = writeln!(out, "plan {:016x}", self.fingerprint());
-        let _ = writeln!(out, "  {kind}, mask {mask}, {}: {documents}, {q} q tokens, {k} k tokens", p.dtype());
-        let softcap = p.softcap.map_or(String::new(), |c| format!(", softcap {c}"));
-        let alibi = if p.alibi_slopes().is_some() { ", ALiBi" } else { "" };
-        let sinks = if p.sinks() { ", sinks" } else { "" };
+        let _ =
+            writeln!(out, "  {kind}, mask {}, {}: {documents}, {q} q tokens, {k} k tokens", p.mask_words(), p.dtype());
         let (heads, kv_heads, head_dim, value_dim) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
         let _ = writeln!(
             out,
-            "  {heads} q heads, {kv_heads} kv heads, head_dim {head_dim}, value_dim {value_dim}{softcap}{alibi}{sinks}"
+            "  {heads} q heads, {kv_heads} kv heads, head_dim {head_dim}, value_dim {value_dim}{}",
+            p.score_words()
         );
         let (dk, dv) = (head_dim as u128, value_dim as u128);
         let [forward, backward] = [dk + dv, 3 * dk + 2 * dv].map(|dims| grouped(p.area() * heads as u128 * dims));

@@ -45,8 +45,8 @@ impl Purpose {
         plan.fingerprint() ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)
     }
 
-    /// A run in words: direction, tokens, heads, mesh, layout. An all-to-all has a dim and an element type of its own,
-    /// and the tokens and heads of its side.
+    /// A run in words: direction, tokens, heads, mesh, layout; then all else that ranks compare. An all-to-all has a
+    /// dim and an element type of its own, and the tokens and heads of its side.
     pub(super) fn describe(self, plan: &Plan) -> String {
         let p = plan.problem();
         let (side, dim, dtype) = match self {
@@ -63,10 +63,11 @@ impl Purpose {
             false => String::new(),
         };
         format!(
-            "the {} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {}, {}{nodes}",
+            "the {} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {}, {}{nodes}, {}",
             self.name(plan).kind,
             plan.mesh(),
-            plan.layout()
+            plan.layout(),
+            plan.words()
         )
     }
 }

@@ -110,8 +110,8 @@ impl Rank {
         plan.fits_world(self.world())?;
         let tokens = plan.local_tokens(Side::Q, self.rank());
         if tokens.checked_mul(row_len) != Some(rows.len()) {
-            let expected = format!("{tokens} tokens of rank {}, {row_len} each", self.rank());
-            return Err(Error::invalid("rows", format!("{} values", rows.len()), expected));
+            let expected = format!("{row_len} for each of {tokens} tokens of rank {}", self.rank());
+            return Err(Error::invalid("rows", format!("of length {}", rows.len()), expected));
         }
         let mut slices = Slices { rows, row_len, out: vec![fill; rows.len()] };
         self.shift_rows(plan, by, &mut slices)?;

@@ -60,7 +60,8 @@ pub(super) struct Tags {
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only devices say it by slot"))]
     senders: Vec<usize>,
     rank: usize,
-    what: String,
+    /// The run, for errors.
+    run: Option<(Plan, Purpose)>,
 }
 
 impl Tags {
@@ -79,7 +80,7 @@ impl Tags {
             }
         }
         let memory = vec![RunTag::default(); 1 + senders.len()];
-        Self { firsts, memory, on_device: None, senders, rank: schedule.rank, what: run.describe(plan) }
+        Self { firsts, memory, on_device: None, senders, rank: schedule.rank, run: Some((plan.clone(), run)) }
     }
 
     /// The same tags in device memory: at `address`, as the backend names it, `bytes` bytes each.
@@ -140,7 +141,7 @@ impl Tags {
                     peer: f.peer,
                     ours: own.fingerprint,
                     theirs: theirs.fingerprint,
-                    what: self.what.clone(),
+                    what: self.run.as_ref().map_or(String::new(), |(plan, run)| run.describe(plan)),
                     runs: Some([own.run, theirs.run]),
                 });
             }

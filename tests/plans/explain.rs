@@ -117,6 +117,26 @@ fn messages_are_counted() {
     has(&text, &["messages                16          16          16          16\n"]);
 }
 
+/// Options of scores are printed where they differ from the default, long lists of slopes with a number of all.
+#[test]
+fn options_of_scores_are_printed() {
+    let line = |p: Problem| {
+        let text = Plan::new(&p, Mesh::single(), Layout::Contiguous).unwrap().explain();
+        text.lines().find(|line| line.contains("kv heads, head_dim")).unwrap().to_string()
+    };
+    let plain = "  9 q heads, 3 kv heads, head_dim 64, value_dim 64";
+    assert_eq!(line(minilm()), plain);
+    assert_eq!(line(minilm().with_scale(0.125)), plain, "the default");
+    let all = minilm().with_scale(0.1).with_softcap(30.0).with_sinks(true);
+    assert_eq!(line(all), format!("{plain}, scale 0.1, softcap 30, sinks"));
+    let few = Problem::new(Batch::from_lengths(&[7]).unwrap(), 2, 2, 64, Dtype::F32).with_alibi_slopes(&[0.5, 1e-18]);
+    assert!(line(few).ends_with("value_dim 64, ALiBi slopes [0.5, 1e-18]"));
+    let slopes = |fourth| line(minilm().with_alibi_slopes(&[0.5, 0.4, 0.3, fourth, 0.1, 0.1, 0.1, 0.1, 0.1]));
+    let begin = format!("{plain}, ALiBi slopes 0.5 to 0.1 (fingerprint ");
+    assert!(slopes(0.2).starts_with(&begin) && slopes(0.25).starts_with(&begin), "{}", slopes(0.2));
+    assert_ne!(slopes(0.2), slopes(0.25));
+}
+
 #[test]
 fn forms_tell_their_price() {
     let mesh = Mesh { replicas: 2, ring: 2, ulysses: 2 };

@@ -160,7 +160,7 @@ fn ranks_that_call_different_things_find_out() {
             rank.gather_trace(Instant::now()).unwrap();
             // What is this rank's own mistake is refused on it alone.
             let said = rank.shift(plan, &rows[1..], 1, 0, 1).unwrap_err().to_string();
-            assert!(said.contains(&format!("expected {n} tokens of rank {}, 1 each", rank.rank())), "{said}");
+            assert!(said.contains(&format!("expected 1 for each of {n} tokens of rank {}", rank.rank())), "{said}");
             assert!(rank.shift(plan, &rows, usize::MAX, 0, 1).is_err());
             let wide = Plan::new(plan.problem(), Mesh::ring(4).unwrap(), Layout::Zigzag).unwrap();
             assert!(rank.shift(&wide, &rows, 1, 0, 1).unwrap_err().to_string().contains("world"));

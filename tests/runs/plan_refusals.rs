@@ -19,8 +19,11 @@ fn documents() {
     refused(Batch::new(&[0, -5]), &["cu_seqlens[1] is -5", "cu_seqlens[0] = 0"]);
     refused(Batch::cross(&[1], &[0], None), &["cu_seqlens_q[0] is 1"]);
     refused(Batch::cross(&[0, 1], &[0, 3, 2], None), &["cu_seqlens_k[2] is 2"]);
-    refused(Batch::cross(&[0, 1], &[0, 3, 4], None), &["cu_seqlens_k is 3 entries", "2 entries of cu_seqlens_q"]);
-    refused(Batch::cross(&[0, 1], &[0, 1], Some(&[])), &["q_start is 0 entries", "expected 1, one for each document"]);
+    refused(
+        Batch::cross(&[0, 1], &[0, 3, 4], None),
+        &["cu_seqlens_k is of length 3, expected 2, the length of cu_seqlens_q"],
+    );
+    refused(Batch::cross(&[0, 1], &[0, 1], Some(&[])), &["q_start is of length 0, expected 1: one for each document"]);
     refused(Batch::cross(&[0, 1], &[0, 1], Some(&[i64::MIN])), &["q_start[0]", "2^40"]);
     refused(Batch::from_lengths(&[usize::MAX]), &["lengths[0]", "2147483647"]);
 }
@@ -38,7 +41,10 @@ fn problems() {
     refused(problem().with_scale(f64::INFINITY).check(), &["scale is inf"]);
     refused(problem().with_softcap(-1.0).check(), &["softcap is -1", "above 0"]);
     refused(problem().with_softcap(f64::NAN).check(), &["softcap is NaN"]);
-    refused(problem().with_alibi_slopes(&[0.5; 5]).check(), &["alibi_slopes is 5 entries", "6 q heads"]);
+    refused(
+        problem().with_alibi_slopes(&[0.5; 5]).check(),
+        &["alibi_slopes is of length 5, expected 6: one for each q head"],
+    );
     refused(problem().with_alibi_slopes(&[0.5, f32::NAN, 0., 0., 0., 0.]).check(), &["alibi_slopes[1] is NaN"]);
     // Planning asks the same.
     refused(Plan::new(&problem().with_scale(f64::NAN), ring(2), Layout::Contiguous), &["scale is NaN"]);

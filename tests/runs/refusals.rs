@@ -167,6 +167,13 @@ fn traces_that_no_memory_holds() {
     found.into_iter().for_each(|result| refused(result, &["capacity", "18446744073709551615", "16777216"]));
 }
 
+/// The parts of a description that the other one lacks, of both.
+fn differing<'a>(one: &'a str, other: &'a str) -> Vec<&'a str> {
+    let [one, other] = [one, other].map(|words| words.split(", ").collect::<Vec<_>>());
+    let only = |a: &[&'a str], b: &[&'a str]| a.iter().filter(|part| !b.contains(part)).copied().collect::<Vec<_>>();
+    [only(&one, &other), only(&other, &one)].concat()
+}
+
 /// Every way in which one rank may have planned something else: found on every rank, nothing written, and the ranks go
 /// on with equal plans afterwards.
 #[test]
@@ -209,14 +216,14 @@ fn ranks_that_planned_different_things() {
     assert_ne!(ours.fingerprint(), plan(&half, mesh, layout, o()).fingerprint(), "dtype");
     for (what, other) in &others {
         for odd in 0..3 {
-            on_ranks(3, |mut rank| {
+            let words = on_ranks(3, |mut rank| {
                 let r = rank.rank();
                 let plan = if r == odd { other } else { &ours };
                 let data = Data::<f32>::random(plan.problem(), 5);
                 let mut own = Own::new(plan, &data, r, compact);
                 let error = own.forward(&mut rank, plan).unwrap_err();
                 let text = error.to_string();
-                let Error::Disagreement { rank: reporter, peer, ours: mine, theirs, .. } = error else {
+                let Error::Disagreement { rank: reporter, peer, ours: mine, theirs, what: words, .. } = error else {
                     panic!("{text}")
                 };
                 // The first rank whose plan differs.
@@ -229,7 +236,20 @@ fn ranks_that_planned_different_things() {
                 let mut own = Own::new(&ours, &data, r, compact);
                 own.forward(&mut rank, &ours).unwrap();
                 own.backward(&mut rank, &ours).unwrap();
+                words
             });
+            // The messages name the part that differs, and few other parts differ.
+            let part = match *what {
+                "k's documents" | "q_start" => "documents with fingerprint ",
+                "window" => "mask ",
+                "alibi_slopes" => "ALiBi slopes ",
+                "stripe" | "layout" => "striped",
+                "mesh" => "ulysses ",
+                "gather together" => "gather ",
+                what => what,
+            };
+            let differ = differing(&words[odd], &words[(odd + 1) % 3]);
+            assert!(differ.iter().any(|p| p.starts_with(part)) && differ.len() <= 6, "{what}: {differ:?}");
         }
     }
     // One rank already runs the backward.
@@ -390,5 +410,8 @@ fn tensors_of_the_wrong_length_say_what_a_rank_brings() {
     );
     own.q = bench.own.q.clone();
     refused(own.forward(&mut bench.rank, &bench.plan), &["k.tokens is 12, expected 11"]);
-    refused(bench.plan.shard(Side::Q, 0, &[0f32; 12], 1), &["full is 12 values", "11"]);
+    refused(
+        bench.plan.shard(Side::Q, 0, &[0f32; 12], 1),
+        &["full is of length 12, expected 11: 1 for each of 11 tokens"],
+    );
 }

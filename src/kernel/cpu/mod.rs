@@ -217,8 +217,9 @@ fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<Crew<'a>> {
             "scratch",
             alloc::format!("{held} bytes"),
             alloc::format!(
-                "{} bytes for {workers} workers at head_dim {} and value_dim {} of {}",
+                "{} bytes for {workers} worker{} at head_dim {} and value_dim {} of {}",
                 Scratch::bytes(workers, dims),
+                if workers == 1 { "" } else { "s" },
                 dims.head_dim,
                 dims.value_dim,
                 dims.dtype

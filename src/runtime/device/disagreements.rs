@@ -2,7 +2,6 @@
 //! Converts a device's record of a peer that runs another plan into the error that a rank on the CPU would return.
 
 use std::{
-    string::String,
     sync::{Mutex, PoisonError},
     vec::Vec,
 };
@@ -10,7 +9,9 @@ use std::{
 use crate::{
     error::{Error, Result},
     kernel::cuda::{Cuda, tags},
+    plan::Plan,
     runtime::failure::Found,
+    schedule::Purpose,
 };
 
 /// The kinds of runs that a rank may have begun, and the device's records of peers that ran another plan.
@@ -23,8 +24,8 @@ pub(crate) struct Disagreements {
 struct StartedRun {
     rank: usize,
     fingerprint: u64,
-    /// The run in words.
-    what: String,
+    plan: Plan,
+    run: Purpose,
     /// The sender of each tag, from tag 1 on.
     senders: Vec<usize>,
 }
@@ -36,10 +37,11 @@ impl Disagreements {
 
     /// Records the meaning of the tags of a kind of run. (If the rank forgets the run and prepares it again, the
     /// meaning is the same.)
-    pub(super) fn add(&self, rank: usize, fingerprint: u64, what: String, senders: &[usize]) {
+    pub(super) fn add(&self, rank: usize, plan: &Plan, run: Purpose, senders: &[usize]) {
+        let fingerprint = run.fingerprint(plan);
         let mut kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
         if !kinds.iter().any(|k| k.fingerprint == fingerprint) {
-            kinds.push(StartedRun { rank, fingerprint, what, senders: senders.to_vec() });
+            kinds.push(StartedRun { rank, fingerprint, plan: plan.clone(), run, senders: senders.to_vec() });
         }
     }
 
@@ -59,7 +61,7 @@ impl Found for Disagreements {
             peer: *kind.senders.get(noted.tag.checked_sub(1)?)?,
             ours: noted.ours,
             theirs: noted.theirs,
-            what: kind.what.clone(),
+            what: kind.run.describe(&kind.plan),
             runs: Some([noted.our_run, noted.their_run]),
         };
         Some((error, noted.is_tag))

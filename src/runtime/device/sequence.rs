@@ -184,7 +184,7 @@ impl Sequence {
         let Prepared { schedule, run, compute: listing, .. } = prepared;
         if let Some(runs) = runs {
             let tags = Tags::new(&plan, *run, schedule, &mut Expansion::new(schedule));
-            disagreements.add(schedule.rank, fingerprint, run.describe(&plan), tags.senders());
+            disagreements.add(schedule.rank, &plan, *run, tags.senders());
             let count = 1 + tags.senders().len();
             let at = recording.recorder.tags(count);
             recording.recorder.add(|cuda, recorder| recorder.begin_run(cuda, fingerprint, (at, count), runs))?;

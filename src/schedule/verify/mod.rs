@@ -165,8 +165,8 @@ fn group_of<'s>(schedules: impl ExactSizeIterator<Item = &'s Schedule> + Clone, 
     {
         return Err(Error::invalid(
             "schedules",
-            format!("{} of ranks {group:?}", schedules.len()),
-            format!("one for each of the {} ranks of a group", plan.mesh().group()),
+            format!("of length {}, for ranks {group:?}", schedules.len()),
+            format!("{}: one for each rank of a group", plan.mesh().group()),
         ));
     }
     for (s, rank) in schedules.zip(group.clone()) {

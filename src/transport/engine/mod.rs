@@ -142,7 +142,11 @@ impl<E: Engine> EngineTransport<E> {
         let EngineGroup { rank, world, .. } = *self.group;
         rules::check_group(rank, world, &ranks)?;
         if all.len() != ranks.len() {
-            return Err(Error::invalid("all", format_args!("{} numbers", all.len()), format_args!("{}", ranks.len())));
+            return Err(Error::invalid(
+                "all",
+                format_args!("of length {}", all.len()),
+                format_args!("{}: one for each rank", ranks.len()),
+            ));
         }
         let label = Label { run: *self.run.lock().unwrap_or_else(PoisonError::into_inner), ..AGREEMENT };
         self.moving(label, |moves| moves.gather(ranks, number, all))

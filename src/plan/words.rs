@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Settings in words, as explanations and errors print them. A setting that has its default value is left out.
+//!
+//! Long lists are printed as 32-bit fingerprints: two ranks that print the same number have the same list.
+
+use alloc::{
+    format,
+    string::{String, ToString},
+    vec::Vec,
+};
+
+use super::{Fingerprint, Options, Plan, Problem, problem::AttentionKind};
+
+/// Up to this many slopes are printed one by one.
+const SLOPES: usize = 8;
+
+fn short(fold: impl FnOnce(&mut Fingerprint)) -> String {
+    let mut fingerprint = Fingerprint::new();
+    fold(&mut fingerprint);
+    format!("{:08x}", fingerprint.finish() as u32)
+}
+
+impl Problem {
+    /// The mask.
+    pub(crate) fn mask_words(&self) -> String {
+        match (self.mask.left, self.mask.right) {
+            (None, None) => "full".to_string(),
+            (None, Some(0)) => "causal".to_string(),
+            (left, right) => {
+                let side = |x: Option<u32>| x.map_or("open".to_string(), |n| n.to_string());
+                format!("window {} back, {} ahead", side(left), side(right))
+            }
+        }
+    }
+
+    /// Scale, softcap, ALiBi slopes and sinks, each behind a comma.
+    pub(crate) fn score_words(&self) -> String {
+        let default = Self { scale: None, ..self.clone() }.score().scale;
+        let scale = self.scale.filter(|s| *s != default).map_or(String::new(), |s| format!(", scale {s:?}"));
+        let softcap = self.softcap.map_or(String::new(), |cap| format!(", softcap {cap}"));
+        let alibi = match self.alibi_slopes() {
+            None => String::new(),
+            Some(slopes) if slopes.len() <= SLOPES => format!(", ALiBi slopes {slopes:?}"),
+            Some(slopes) => {
+                let all = short(|f| slopes.iter().for_each(|s| f.word(s.to_bits().into())));
+                format!(", ALiBi slopes {:?} to {:?} (fingerprint {all})", slopes[0], slopes[slopes.len() - 1])
+            }
+        };
+        let sinks = if self.sinks() { ", sinks" } else { "" };
+        format!("{scale}{softcap}{alibi}{sinks}")
+    }
+}
+
+impl Options {
+    /// The options that all ranks must give alike, each behind a comma; without `ranks_per_node`.
+    fn words(&self) -> String {
+        let words = |o: &Self| {
+            [
+                ("gather", format!("{:?}", o.gather)),
+                ("passes", o.passes.to_string()),
+                ("circulate", format!("{:?}", o.circulate)),
+                ("circulate_forward", format!("{:?}", o.circulate_forward)),
+                ("wire", format!("{:?}", o.wire)),
+                ("reproducible", o.reproducible.to_string()),
+            ]
+        };
+        let differ = words(self).into_iter().zip(words(&Self::default())).filter(|(own, default)| own != default);
+        differ.map(|((name, value), _)| format!(", {name} {}", value.to_lowercase())).collect::<Vec<_>>().concat()
+    }
+}
+
+impl Plan {
+    /// What the [fingerprint](Self::fingerprint) is made of, but for mesh, layout and nodes: two ranks whose
+    /// fingerprints differ see in these words where.
+    pub(crate) fn words(&self) -> String {
+        let p = self.problem();
+        let documents = short(|f| f.batch(p.batch()));
+        let kind = if p.kind() == AttentionKind::Softmax { "" } else { ", mixing of another kind" };
+        let chunks = self.shares().deal().map_or(String::new(), |deal| {
+            format!(", chunks with fingerprint {}", short(|f| deal.iter().for_each(|&c| f.word(c.into()))))
+        });
+        format!(
+            "documents with fingerprint {documents}, heads {}, kv_heads {}, head_dim {}, value_dim {}, dtype {}, mask {}{}{kind}{chunks}{}",
+            p.heads(),
+            p.kv_heads(),
+            p.head_dim(),
+            p.value_dim(),
+            p.dtype(),
+            p.mask_words(),
+            p.score_words(),
+            self.options().words(),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem};
+
+    /// Chunks that another mask has dealt are a part of the fingerprint, so they are in the words.
+    #[test]
+    fn chunks_of_another_plan_are_seen() {
+        let full =
+            Problem::new(Batch::from_lengths(&[90, 7, 31]).unwrap(), 4, 2, 16, Dtype::F32).with_mask(Mask::full());
+        let window = full.clone().with_mask(Mask::sliding(9));
+        let plan = |p: &Problem| Plan::new(p, Mesh::ring(3).unwrap(), Layout::Balanced { chunks: 4 }).unwrap();
+        let (own, dealt) = (plan(&full), Plan::with_tokens_of(&plan(&window), &full, Options::new()).unwrap());
+        assert_ne!(own.fingerprint(), dealt.fingerprint());
+        let [own, dealt] = [own, dealt].map(|plan| plan.words());
+        let cut = |words: &str| words.split_once(", chunks with fingerprint ").unwrap().0.to_owned();
+        assert!(own != dealt && cut(&own) == cut(&dealt), "{own}\n{dealt}");
+    }
+}
