@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A transport of one's own: four processes, without MPI, over Unix sockets (`sockets.rs`).
 //!
-//! `cargo run --release --example own_transport` starts itself once for each rank. The ranks check their links and compute
-//! one attention; each compares its rows with those of one rank. `cargo test --example own_transport` tests the contract.
+//! `cargo run --release --example own_transport` starts itself once for each rank. The ranks check their links and
+//! compute one attention; each compares its rows with those of one rank. `cargo test --example own_transport` tests the
+//! contract.
 #![allow(missing_docs, reason = "a program has no users of its items")]
 
 #[cfg(unix)]

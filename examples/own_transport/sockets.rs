@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A transport over Unix sockets: two to each peer, one for exchanges and one for agreements, because `agree` on one rank
-//! and `exchange` on another may run at the same time.
+//! A transport over Unix sockets: two to each peer, one for exchanges and one for agreements, because `agree` on one
+//! rank and `exchange` on another may run at the same time.
 //!
-//! Sockets do not block, and the thread of the call moves all messages in turn. So a call sends and receives at the same
-//! time, watches its deadline, and has left the memory of its messages when it returns. `tests.rs` has a test for each rule
-//! of the contract (`docs/transports.md`). One thing is simpler than in the transports of the crate: a rank whose deadline
-//! passes names the first peer that owes it a message, and does not ask whether that peer waits for another one.
+//! Sockets do not block, and the thread of the call moves all messages in turn. So a call sends and receives at the
+//! same time, watches its deadline, and has left the memory of its messages when it returns. `tests.rs` has a test for
+//! each rule of the contract (`docs/transports.md`). One thing is simpler than in the transports of the crate: a rank
+//! whose deadline passes names the first peer that owes it a message, and does not ask whether that peer waits for
+//! another one.
 
 use cpattn::{
     Cause, Error, Result, RunName,
@@ -115,7 +116,8 @@ impl<'a> Queue<'a> {
 }
 
 impl Sockets {
-    /// Connects this process with the other ranks, whose sockets are in `folder`: the same one on every rank, for one group.
+    /// Connects this process with the other ranks, whose sockets are in `folder`: the same one on every rank, for one
+    /// group.
     pub fn connect(folder: &Path, rank: usize, world: usize, deadline: Duration) -> std::io::Result<Self> {
         let begin = Instant::now();
         let in_time = |waits_for: String| {
