@@ -75,7 +75,8 @@ mod sealed {
     impl Sealed for f64 {}
 }
 
-/// An element type of q, k, v, o and their gradients.
+/// An element type of q, k, v, o and their gradients: `f32`, `f64`, and of the crate `half` (version 2) `f16` and
+/// `bf16`.
 pub trait Element: Pod + Send + Sync + PartialEq + core::fmt::Debug + sealed::Sealed + 'static {
     /// Its run-time name.
     const DTYPE: Dtype;

@@ -77,6 +77,8 @@ pub(crate) struct Shares {
     batch: Batch,
     layout: Layout,
     ring: usize,
+    /// The mask whose work the balanced layout deals out evenly.
+    mask: Mask,
     /// Balanced only: the chunks of rank r are `deal[r·chunks .. (r+1)·chunks]`, ascending.
     deal: Option<Arc<[u32]>>,
 }
@@ -97,12 +99,17 @@ impl Shares {
             }
             _ => None,
         };
-        Ok(Self { batch: batch.clone(), layout, ring, deal })
+        Ok(Self { batch: batch.clone(), layout, ring, mask, deal })
     }
 
     /// The number of ring ranks that share the batch.
     pub fn ring(&self) -> usize {
         self.ring
+    }
+
+    /// The same layout of another batch, for the work of the same mask.
+    pub fn of_batch(&self, batch: &Batch) -> Result<Self> {
+        Self::new(batch, self.mask, self.layout, self.ring)
     }
 
     /// Tokens of a ring rank's share.

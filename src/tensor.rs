@@ -126,6 +126,23 @@ impl<'a, T: Element> View<'a, T> {
 
     /// A tensor of any strides: element `[t, h, d]` is `data[t · strides[0] + h · strides[1] + d]`.
     ///
+    /// A run may ask for a compact k and v: see [`Options::pack_inputs`](crate::Options::pack_inputs).
+    ///
+    /// ```
+    /// use cpattn::View;
+    /// let (tokens, heads, kv_heads, dim) = (5, 4, 2, 8);
+    /// // Heads first: [heads, tokens, dim].
+    /// let data = vec![0f32; heads * tokens * dim];
+    /// let q = View::strided(&data, [tokens, heads, dim], [dim, tokens * dim])?;
+    /// // k and v of a fused projection: [tokens, (heads + 2 · kv_heads) · dim].
+    /// let width = (heads + 2 * kv_heads) * dim;
+    /// let fused = vec![0f32; tokens * width];
+    /// let k = View::strided(&fused[heads * dim..], [tokens, kv_heads, dim], [width, dim])?;
+    /// let v = View::strided(&fused[(heads + kv_heads) * dim..], [tokens, kv_heads, dim], [width, dim])?;
+    /// assert!(!q.is_compact() && !k.is_compact() && v.row(4, 1).len() == dim);
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Invalid`](crate::Error::Invalid) when the last element lies beyond `data`; when heads or dim exceed 32

@@ -269,21 +269,29 @@ impl Plan {
     /// for each document and ring rank decides the [side](Plan::forward_circulates) anew). Whether the kept choice is
     /// still the best is not considered: see [`Choice::new`].
     ///
+    /// Plans of one [`distribution`](Plan::distribution), for layers of several kinds, have one distribution of the
+    /// next batch too: chunks of a balanced layout are dealt by the mask that dealt those of `previous`
+    /// ([`Plan::with_tokens_of`], [`Plan::auto_for`]).
+    ///
     /// # Errors
     /// As [`Plan::with_options`].
     ///
     /// ```
-    /// use cpattn::{Batch, Dtype, Plan, Problem};
-    /// let problem = Problem::new(Batch::from_lengths(&[4000, 96])?, 8, 8, 64, Dtype::Bf16);
-    /// let first = Plan::auto(&problem, 4)?;
-    /// let next = Plan::auto_like(&first, &Batch::from_lengths(&[1000, 2000, 1096])?)?;
-    /// assert_eq!((next.mesh(), next.layout(), next.options()), (first.mesh(), first.layout(), first.options()));
-    /// assert_eq!(next.problem().batch().documents(), 3);
+    /// use cpattn::{Batch, Dtype, Mask, Options, Plan, Problem};
+    /// let full = Problem::new(Batch::from_lengths(&[4000, 96])?, 8, 8, 64, Dtype::Bf16);
+    /// let windowed = full.clone().with_mask(Mask::sliding(512));
+    /// let mut kinds = Plan::auto_for(&[(full, 1), (windowed, 5)], 4, Options::default())?; // the first batch
+    /// for lengths in [[1000, 2000, 1096], [3, 4000, 93]] {
+    ///     let batch = Batch::from_lengths(&lengths)?; // each step: its batch, and a plan for each kind of layer
+    ///     kinds = kinds.iter().map(|plan| Plan::auto_like(plan, &batch)).collect::<Result<_, _>>()?;
+    ///     assert_eq!(kinds[0].distribution(), kinds[1].distribution());
+    /// }
     /// # Ok::<(), cpattn::Error>(())
     /// ```
     pub fn auto_like(previous: &Self, batch: &Batch) -> Result<Self> {
         let problem = previous.problem().clone().with_batch(batch.clone());
-        let plan = Self::with_options(&problem, previous.mesh(), previous.layout(), previous.options())?;
+        super::check(&problem, previous.mesh(), previous.options())?;
+        let plan = Self::over(&problem, previous.mesh(), previous.shares().of_batch(batch)?, previous.options());
         Ok(if let Some(reason) = previous.reason() { plan.because(reason) } else { plan })
     }
 }

@@ -80,8 +80,10 @@ pub struct Options {
     pub wire: Wire,
     /// The same bits for any number of ranks: see [`Form::Ordered`](super::Form::Ordered).
     pub reproducible: bool,
-    /// Allows any strides for k and v (and for q's side, if that is sent): they are packed before they are sent.
-    /// Without it, tensors that are sent in place must be compact.
+    /// Allows any strides for k and v (and for q's side, if that is sent): they are packed before they are sent, also
+    /// where they are compact, which takes a copy and workspace. Without it, tensors that are sent in place must be
+    /// compact: on a mesh without Ulysses those of the side that is sent. So set it where k and v are slices of a fused
+    /// projection, or heads first, whichever mesh an automatic choice takes.
     pub pack_inputs: bool,
     /// Ranks of a node (or of whatever a slow link joins), 0 if all links are alike. Node n has ranks
     /// `n · ranks_per_node ..`; [`ranks_per_node`](super::ranks_per_node) makes the number of a list. Then each row

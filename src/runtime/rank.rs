@@ -295,6 +295,9 @@ impl Rank {
     /// the communication lane's thread; on a device kernels, scheduler metadata and events. Required before a run that
     /// is captured into a CUDA graph, otherwise optional: the first run of a plan does it.
     ///
+    /// A rank keeps the last 16 pairs of a plan and a direction that it prepared or ran (an all-to-all counts as one),
+    /// by the value of the plan: equal plans share one. A run of a plan that it no longer keeps prepares it again.
+    ///
     /// # Errors
     /// A plan for another world; a lent workspace that is too small; memory or a thread that the system refuses. On a
     /// device an element type or head dim without a kernel, and the driver's.

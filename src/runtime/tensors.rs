@@ -218,7 +218,8 @@ impl<T: Element, V: Views> Backward<'_, T, V> {
 }
 
 impl Rank {
-    /// o and lse of this rank's tokens, exactly as if one device had seen the whole batch.
+    /// o and lse of this rank's tokens, exactly as if one device had seen the whole batch. All ranks of the group call
+    /// it, with equal plans in the same order.
     ///
     /// # Errors
     /// As [`Rank::run`].
@@ -230,7 +231,50 @@ impl Rank {
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings, null_mut()) }
     }
 
-    /// dq, dk, dv of this rank's tokens (and the sinks' gradients).
+    /// dq, dk, dv of this rank's tokens (and the sinks' gradients). All ranks of the group call it, as the forward.
+    ///
+    /// ```
+    /// use cpattn::{Backward, Batch, Dtype, Forward, Plan, Problem, Rank, Side, View, ViewMut, transport::local};
+    /// use std::time::Duration;
+    /// let (heads, kv_heads, dim) = (4, 2, 16);
+    /// let problem = Problem::new(Batch::from_lengths(&[5, 7])?, heads, kv_heads, dim, Dtype::F32).with_sinks(true);
+    /// let plan = &Plan::auto(&problem, 2)?;
+    /// let all_dsinks = local::run(2, Duration::from_secs(10), |end| {
+    ///     let mut rank = Rank::new(end);
+    ///     let n = plan.local_tokens(Side::Q, rank.rank());
+    ///     let tensor = |heads, x| vec![x; n * heads * dim];
+    ///     let (q, k, v, d_o) = (tensor(heads, 0.1), tensor(kv_heads, 0.2), tensor(kv_heads, 0.3), tensor(heads, 1.0f32));
+    ///     let (mut o, mut lse) = (tensor(heads, 0.0), vec![0.0; heads * n]);
+    ///     let (mut dq, mut dk, mut dv) = (tensor(heads, 0.0), tensor(kv_heads, 0.0), tensor(kv_heads, 0.0));
+    ///     let (sinks, mut dsinks) = (vec![0.5; heads], vec![0.0; heads]);
+    ///     let q = View::new(&q, n, heads, dim)?;
+    ///     let (k, v) = (View::new(&k, n, kv_heads, dim)?, View::new(&v, n, kv_heads, dim)?);
+    ///     rank.forward(plan, Forward {
+    ///         q,
+    ///         k,
+    ///         v,
+    ///         sinks: Some(&sinks),
+    ///         o: ViewMut::new(&mut o, n, heads, dim)?,
+    ///         lse: ViewMut::head_major(&mut lse, n, heads)?,
+    ///     })?;
+    ///     rank.backward(plan, Backward {
+    ///         q,
+    ///         k,
+    ///         v,
+    ///         sinks: Some(&sinks),
+    ///         o: View::new(&o, n, heads, dim)?,
+    ///         lse: View::head_major(&lse, n, heads)?,
+    ///         d_o: View::new(&d_o, n, heads, dim)?,
+    ///         dq: ViewMut::new(&mut dq, n, heads, dim)?,
+    ///         dk: ViewMut::new(&mut dk, n, kv_heads, dim)?,
+    ///         dv: ViewMut::new(&mut dv, n, kv_heads, dim)?,
+    ///         dsinks: Some(&mut dsinks),
+    ///     })?;
+    ///     Ok(dsinks)
+    /// })?;
+    /// assert!(all_dsinks[0] == all_dsinks[1] && all_dsinks[0].iter().all(|x| *x < 0.0)); // sums over all ranks
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`Rank::run`].

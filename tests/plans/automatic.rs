@@ -2,7 +2,7 @@
 //! The automatic mesh and layout.
 
 use cpattn::{
-    Batch, Dtype, Mask, Mesh, Options, Plan, Problem,
+    Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,
     plan::{AttentionKind, Choice},
 };
 
@@ -59,6 +59,27 @@ fn a_kept_choice_is_the_plan_that_it_names() {
     let kept = Plan::auto_like(&previous, second.batch()).unwrap();
     assert_eq!(kept, Plan::with_options(&second, previous.mesh(), previous.layout(), options).unwrap());
     assert_eq!(Plan::auto_like(&kept, first.batch()).unwrap().fingerprint(), previous.fingerprint());
+}
+
+#[test]
+fn kept_choices_of_several_kinds_have_one_distribution() {
+    let full = problem(&[900, 30, 0, 400], 6, 3);
+    let windowed = full.clone().with_mask(Mask::sliding(16));
+    let next = Batch::from_lengths(&[5, 700, 61]).unwrap();
+    let alone = |p: &Problem| Plan::new(p, Mesh::ring(4).unwrap(), Layout::Balanced { chunks: 8 }).unwrap();
+    let separate = [&full, &windowed].map(|p| Plan::auto_like(&alone(p), &next).unwrap().distribution());
+    assert_ne!(separate[0], separate[1], "the masks deal alike: this batch shows nothing");
+    // Whichever kind decides, and over several steps.
+    for (base, other) in [(&full, &windowed), (&windowed, &full)] {
+        let base = alone(base);
+        let mut kinds = [base.clone(), Plan::with_tokens_of(&base, other, Options::new().pack_inputs(true)).unwrap()];
+        for batch in [&next, full.batch(), &next] {
+            kinds = kinds.map(|plan| Plan::auto_like(&plan, batch).unwrap());
+            assert_eq!(kinds[0].distribution(), kinds[1].distribution());
+            assert_eq!(kinds[1].options(), Options::new().pack_inputs(true));
+        }
+        assert_eq!(kinds[0], Plan::auto_like(&base, &next).unwrap());
+    }
 }
 
 #[test]
