@@ -26,19 +26,19 @@ TAKEN = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels"
 @dataclass(eq=False)
 class Pack:
     """The documents of a forward call, on every rank of the group. `kept` are the places of their tokens in the flattened rows,
-    `shape` is the shape of input_ids. `next_ids` are the labels of the tokens, -100 for none."""
+    `shape` is the shape of input_ids. `labels` are the labels of the tokens, -100 for none."""
 
     cu_seqlens: tuple[int, ...]
     ids: Tensor
     positions: Tensor
-    next_ids: Tensor | None
+    labels: Tensor | None
     kept: Tensor
     shape: tuple[int, int]
 
     @property
     def count(self) -> int:
         """The number of tokens with a label."""
-        return 0 if self.next_ids is None else int((self.next_ids != -100).sum())
+        return 0 if self.labels is None else int((self.labels != -100).sum())
 
     @property
     def longest(self) -> int:
@@ -47,7 +47,7 @@ class Pack:
 
     def bytes(self) -> bytes:
         """Bytes that are equal for equal packs."""
-        tensors = (self.ids, self.positions, self.next_ids, self.kept)
+        tensors = (self.ids, self.positions, self.labels, self.kept)
         parts = (b"-" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors)
         return b"".join((repr((self.cu_seqlens, self.shape)).encode(), *parts))
 

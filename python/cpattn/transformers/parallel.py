@@ -253,12 +253,12 @@ class ContextParallel:
         if asked("return_dict") is False:
             raise Unsupported("return_dict is False, True is needed")
         found, loss = pack(inputs), getattr(self.model, "loss_function", None)
-        if found.next_ids is not None and getattr(loss, "__name__", "ForCausalLMLoss") != "ForCausalLMLoss":
+        if found.labels is not None and getattr(loss, "__name__", "ForCausalLMLoss") != "ForCausalLMLoss":
             raise Unsupported(f"model.loss_function is {loss!r}, ForCausalLMLoss is needed")
         words, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         within("input_ids", found.ids, getattr(words, "num_embeddings", None))
-        if found.next_ids is not None:
-            within("labels", found.next_ids[found.next_ids != -100], getattr(head, "out_features", None))
+        if found.labels is not None:
+            within("labels", found.labels[found.labels != -100], getattr(head, "out_features", None))
         rope = getattr(self.config, "rope_parameters", None) or {}
         usual: Any = getattr(self.config, "original_max_position_embeddings", None) or getattr(self.config, "max_position_embeddings", 0)
         for one in filter(lambda one: isinstance(one, dict), (rope, *rope.values())):
@@ -285,7 +285,7 @@ class ContextParallel:
                 f"the batch has {len(found.ids)} tokens, and ranks {without} of this group hold none, at least 1 token on each rank is needed: "
                 "give longer batches, use fewer ranks for each replica (replicas), or choose another layout"
             )
-        labels = None if found.next_ids is None else found.next_ids[batch.tokens]
+        labels = None if found.labels is None else found.labels[batch.tokens]
         return Forward(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens), batch, items, labels)
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
