@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Models of masked words: one has windows on both sides, the other counts positions from padding_idx + 1.
 MASKED: dict[str, tuple[str, dict[str, Any]]] = {
-    "modernbert": ("modernbert", {"local_attention": 10, "layer_types": KINDS}),
+    "modernbert": ("modernbert", {"local_attention": 10, "layer_types": KINDS, "head_dim": 4}),
     "roberta": ("roberta", {"pad_token_id": 1, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}),
 }
 

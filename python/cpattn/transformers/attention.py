@@ -90,7 +90,7 @@ def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
                 )
         else:
             raise Unsupported(
-                f"the model's mask has the part {name!r}, which is not supported: masks of {', '.join(WINDOWS)} are, for others use cpattn.torch"
+                f"the model's mask has the part {name!r}, which is not supported: only {', '.join(WINDOWS)} are. Use cpattn.torch for others"
             )
     if asked.get("q_length") != asked.get("kv_length"):
         raise Unsupported(f"the mask has {asked.get('kv_length')} keys and {asked.get('q_length')} queries: caches are not supported")
