@@ -127,12 +127,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
             # RoBERTa and its relatives count from the number after that of the padding.
             firsts = [0] if padding is None else [0, padding + 1]
             first = next((first for first in firsts if apart(logits(every, first), usual) <= most), None)
-            if first is None:
-                raise Unsupported(
-                    f"it does not count positions from {' or '.join(map(str, firsts))}, which is not supported: without position_ids its "
-                    "logits differ"
-                )
-            distance = apart(logits(some, first), usual[some])
+            distance = apart(logits(some, first or 0), usual[some])
     except Error as error:
         raise type(error)(f"{name}: {error}") from error
     except Exception as error:
@@ -143,6 +138,10 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
             module.training = True
     if not forward.kinds:
         raise Unsupported(f"{name} has no layer with attention through AttentionInterface of Transformers, which is needed")
+    if first is None:
+        raise Unsupported(
+            f"{name} does not count positions from {' or '.join(map(str, firsts))}, which is not supported: without position_ids its logits differ"
+        )
     if not distance <= most:
         raise Unsupported(
             f"{name} mixes tokens outside of attention, or counts positions itself: without attention, and with tokens in another order, "
