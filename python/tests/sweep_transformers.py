@@ -92,7 +92,7 @@ OWN: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
     },
     "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
-    "esm": {"vocab_size": models.WORDS, "mask_token_id": 3},
+    "esm": {"vocab_size": models.WORDS, "pad_token_id": 1, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "gemma3n_vision": {"architecture": "mobilenetv3_small_050"},
