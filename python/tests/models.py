@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 WORDS = 96
 
@@ -33,14 +33,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {"sliding_window": 6, "layer_types": KINDS, **EXPERTS}),
     "smollm2": ("llama", {"tie_word_embeddings": True, "num_hidden_layers": 3, "rope_theta": 100000.0}),
 }
+# Models of masked words: one has windows on both sides, the other counts positions from padding_idx + 1.
+MASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "modernbert": ("modernbert", {"local_attention": 10, "layer_types": KINDS, "head_dim": 4}),
+    "roberta": ("roberta", {"pad_token_id": 1, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}),
+}
 
 
 def build(name: str, **more: Any) -> Any:
     """The same model on every process."""
-    kind, options = MODELS[name]
+    kind, options = (MODELS | MASKED)[name]
+    auto = AutoModelForMaskedLM if name in MASKED else AutoModelForCausalLM
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SMALL, **options, **more})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms, biases and sinks: not all equal
@@ -61,22 +67,37 @@ def batch(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in lengths])[None], "labels": labels}
 
 
+def rows(pack: dict[str, torch.Tensor], pad: int = 0) -> dict[str, torch.Tensor]:
+    """The documents of a pack as rows with padding, at the right or at the left."""
+    split = documents(pack)
+    width = max(ids.shape[1] for ids, _ in split)
+    made = {name: torch.full((len(split), width), fill) for name, fill in (("input_ids", pad), ("attention_mask", 0), ("labels", -100))}
+    for row, (ids, labels) in enumerate(split):
+        where = slice(None, ids.shape[1]) if row % 2 else slice(width - ids.shape[1], None)
+        made["input_ids"][row, where], made["attention_mask"][row, where], made["labels"][row, where] = ids[0], 1, labels[0]
+    return made
+
+
 def documents(pack: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     starts = [*(pack["position_ids"][0] == 0).nonzero().flatten().tolist(), pack["input_ids"].shape[1]]
     return [(pack["input_ids"][:, a:b], pack["labels"][:, a:b]) for a, b in zip(starts, starts[1:])]
 
 
-def part(model: Any, pack: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The summed loss of a pack, by one process, document by document."""
+def part(model: Any, pack: dict[str, torch.Tensor], masked: bool = False) -> torch.Tensor:
+    """The summed loss of a pack, by one process, document by document; of a model of masked words, the model's own loss."""
     total = torch.zeros(())
     for ids, labels in documents(pack):
+        if masked:
+            n = int((labels != -100).sum())
+            total = total + (model(input_ids=ids, labels=labels).loss * n if n else 0)
+            continue
         logits = model(input_ids=ids, use_cache=False).logits[0].float()
         total = total + F.cross_entropy(logits[:-1], labels[0, 1:], ignore_index=-100, reduction="sum")
     return total
 
 
-def count(pack: dict[str, torch.Tensor]) -> int:
-    return sum(int((labels[0, 1:] != -100).sum()) for _, labels in documents(pack))
+def count(pack: dict[str, torch.Tensor], masked: bool = False) -> int:
+    return sum(int((labels[0, 0 if masked else 1 :] != -100).sum()) for _, labels in documents(pack))
 
 
 def alone(name: str, pack: dict[str, torch.Tensor], **more: Any) -> tuple[float, torch.Tensor]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Every causal language model of Transformers, from a small config, on four processes: right, or refused by name.
+"""Every causal and every masked language model of Transformers, from a small config, on four processes: right, or refused by name.
 
     python3 sweep_transformers.py --table ../../docs/transformers_models.md
-    python3 sweep_transformers.py --only llama,opt
+    python3 sweep_transformers.py --only llama,opt,masked:bert
 
 A model is right if loss and gradients are those of one process (1e-5 and 1e-4 relative, in f32). One process runs the documents one
-by one, with Transformers' eager attention. By hand. The processes try one model after another, each with a limit of time: one that
+by one, with Transformers' eager attention; masked models with their own loss. By hand. The processes try one model after another, each with a limit of time: one that
 ends them, or hangs, is listed as BROKEN, and other processes go on with the next.
 """
 
@@ -29,7 +29,12 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 import models
 import processes
@@ -41,6 +46,9 @@ PACK = [23, 1, 17, 9]
 RANKS = 4
 # Seconds for one model.
 LIMIT = 90
+# Before the names of models of masked words, which causal models have as well.
+MASKED = "masked:"
+CLASSES = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **{MASKED + kind: made for kind, made in MODEL_FOR_MASKED_LM_MAPPING_NAMES.items()}}
 
 # Names that configs have for small numbers, where they have them.
 SMALL = {
@@ -84,6 +92,8 @@ OWN: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
     },
     "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+    "esm": {"vocab_size": models.WORDS, "pad_token_id": 1, "mask_token_id": 3},
+    "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "gemma3n_vision": {"architecture": "mobilenetv3_small_050"},
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
@@ -91,8 +101,11 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "luke": {"entity_vocab_size": 10, "entity_emb_size": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "ministral": {"head_dim": 8},
+    "modernbert": {"local_attention": 16, "layer_types": ["full_attention", "sliding_attention"]},
+    "mpnet": {"pad_token_id": 1},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "nemotron": {"num_key_value_heads": 2},
@@ -127,10 +140,10 @@ WHOLE = {"gemma4_assistant": SHARED, "gemma4_unified_assistant": SHARED}
 ALONE = {kind: "an assistant, which reads keys and values of another model" for kind in WHOLE}
 
 
-def _small(text: Any) -> Any:
+def _small(text: Any, decoder: bool = True) -> Any:
     """A config of the same type with small numbers."""
     known = {}
-    for name, value in SMALL.items():
+    for name, value in {**SMALL, "is_decoder": decoder}.items():
         # Some properties cannot be set, and some attributes differ from layer to layer.
         with contextlib.suppress(Exception):
             if getattr(text, name) is not None and getattr(getattr(type(text), name, None), "fset", True):
@@ -142,7 +155,7 @@ def _small(text: Any) -> Any:
         known |= {"layer_types": kinds * 2 if len(kinds) == 1 else kinds, "num_hidden_layers": max(2, len(kinds))}
     for name in getattr(type(text), "sub_configs", {}):
         if isinstance(inner := getattr(text, name, None), PreTrainedConfig):
-            known[name] = _small(inner)
+            known[name] = _small(inner, decoder)
     if getattr(text, "mlp_layer_types", None):
         known["mlp_layer_types"] = text.mlp_layer_types[: known["num_hidden_layers"]]
     known |= OWN.get(type(text).model_type, {})
@@ -151,13 +164,15 @@ def _small(text: Any) -> Any:
 
 def build(kind: str) -> Any:
     torch.manual_seed(0)
+    mapping = MODEL_FOR_MASKED_LM_MAPPING if kind.startswith(MASKED) else MODEL_FOR_CAUSAL_LM_MAPPING
+    masked, kind = kind.startswith(MASKED), kind.removeprefix(MASKED)
     config = AutoConfig.for_model(kind, **WHOLE.get(kind, {}))
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in mapping:
         config = config.get_text_config()
-    made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    made = mapping[type(config)]
     if made.config_class is not type(config):
         config = config.get_text_config(decoder=True)
-    small = config if kind in WHOLE else _small(config)
+    small = config if kind in WHOLE else _small(config, not masked)
     with torch.device("meta"):
         size = sum(p.numel() for p in made._from_config(small).parameters())
     if size > 20_000_000:
@@ -181,12 +196,13 @@ def _try(kind: str) -> tuple[str, str]:
 
     from cpattn.transformers import ContextParallel
 
+    masked = kind.startswith(MASKED)
     try:
         model, pack = build(kind), models.batch(PACK)
         with torch.no_grad():
-            if models.part(model, pack) != models.part(model, pack):
+            if models.part(model, pack, masked) != models.part(model, pack, masked):
                 model.eval()  # it draws random numbers in training
-        loss = models.part(model, pack) / models.count(pack)
+        loss = models.part(model, pack, masked) / models.count(pack, masked)
         loss.backward()
         expected, alone = models.gradients(model), loss.item()
         model.zero_grad()
@@ -255,15 +271,15 @@ def sweep(kinds: list[str], each: Callable[[str, str, str], None]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tries every causal language model of Transformers.")
+    parser = argparse.ArgumentParser(description="Tries every causal and every masked language model of Transformers.")
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--table", type=Path, help="a Markdown file for the table")
     given = parser.parse_args()
-    chosen = given.only.split(",") if given.only else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    chosen = given.only.split(",") if given.only else [*sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *(MASKED + kind for kind in sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES))]
     rows: list[tuple[str, Any, str, str]] = []
 
     def each(kind: str, verdict: str, detail: str) -> None:
-        rows.append((kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], verdict, detail))
+        rows.append((kind, CLASSES[kind], verdict, detail))
         print(f"{len(rows)}/{len(chosen)} {kind}: {verdict}: {detail}", flush=True)
         if given.table:
             given.table.write_text(table(rows, len(chosen)))
@@ -274,7 +290,7 @@ def main() -> None:
 def table(rows: list[tuple[str, str, str, str]], of: int) -> str:
     count = {v: sum(row[2] == v for row in rows) for v in sorted({row[2] for row in rows})}
     lines = [
-        "# Causal language models of Transformers",
+        "# Language models of Transformers",
         "",
         f"Transformers {transformers.__version__}, PyTorch {torch.__version__}, four processes over gloo, {platform.machine()}, "
         f"{datetime.date.today()}: {len(rows)} of {of} models; " + ", ".join(f"{n} {verdict}" for verdict, n in count.items()) + ".",
@@ -282,13 +298,13 @@ def table(rows: list[tuple[str, str, str, str]], of: int) -> str:
         "Made by `python3 python/tests/sweep_transformers.py --table docs/transformers_models.md`, from small configs in f32. *right*: loss and "
         "gradients are those of one process that runs the documents one by one. *refused*: `ContextParallel` raises the error shown. *not tried*: "
         "the model cannot be made from the script's small config, or cannot run it on one process.",
-        "",
-        "| model | class | result | |",
-        "|---|---|---|---|",
     ]
-    for kind, name, verdict, detail in rows:
-        text = detail.replace("|", "/").replace("<", "&lt;")
-        lines.append(f"| `{kind}` | {name if isinstance(name, str) else name[0]} | {verdict} | {text} |")
+    for masked, title in enumerate(("Causal language models", "Masked language models")):
+        lines += ["", f"## {title}", "", "| model | class | result | |", "|---|---|---|---|"]
+        for kind, name, verdict, detail in rows:
+            text = detail.replace("|", "/").replace("<", "&lt;")
+            if masked == kind.startswith(MASKED):
+                lines.append(f"| `{kind.removeprefix(MASKED)}` | {name if isinstance(name, str) else name[0]} | {verdict} | {text} |")
     return "\n".join([*lines, ""])
 
 

@@ -205,14 +205,7 @@ def _wrapped(rank: int, world: int, file: str) -> dict[str, float]:
 
     model = models.build("llama")
     cp = ContextParallel(model, gradients="sum")
-    documents = models.documents(packs[1])
-    width = max(ids.shape[1] for ids, _ in documents)
-    rows = {name: torch.zeros(len(documents), width, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
-    for row, (ids, labels) in enumerate(documents):
-        where = slice(None, ids.shape[1]) if row % 2 else slice(width - ids.shape[1], None)
-        rows["input_ids"][row, where], rows["attention_mask"][row, where], rows["labels"][row] = ids[0], 1, -100
-        rows["labels"][row, where] = labels[0]
-    model(**rows).loss.backward()
+    model(**models.rows(packs[1])).loss.backward()
     found["padding"] = models.apart(summed(model), models.alone("llama", packs[1])[1])
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
@@ -220,6 +213,88 @@ def _wrapped(rank: int, world: int, file: str) -> dict[str, float]:
     loss.backward()
     found["autocast, thousandths"] = abs(loss.item() / models.alone("llama", packs[1])[0] - 1) / 1000  # it is in bf16
     return found
+
+
+def _masked(rank: int, world: int) -> dict[str, float]:
+    """Relative errors of losses and gradients of models of masked words, by case."""
+    found = {}
+    for name in models.MASKED:
+        # Packs, from 0 and from the model's own first position, and rows with padding, of a collator's random words.
+        model, pack = models.build(name), models.batch(PACK)
+        first = 2 if name == "roberta" else 0
+        if first:
+            pack["input_ids"][0, 30] = 1  # the id of the padding, of which RoBERTa counts no position
+        expected = models.part(model, pack, True) / models.count(pack, True)
+        expected.backward()
+        gradients = models.gradients(model)
+        ends = torch.cat([(pack["position_ids"][0] == 0).nonzero().flatten(), torch.tensor([90])])
+        cases = {"rows": models.rows(pack, pad=first // 2), "ends": {"input_ids": pack["input_ids"], "labels": pack["labels"], "cu_seqlens": ends}}
+        if not first:
+            cases["pack"] = pack
+        for tile, (case, inputs) in enumerate(cases.items()):
+            model.zero_grad()
+            cp = ContextParallel(model, gradients="sum", tile=8 * (tile % 2))
+            loss = model(**inputs).loss
+            loss.backward()
+            found[f"{name}, {case}: loss"] = abs(loss.item() / expected.item() - 1)
+            found[f"{name}, {case}: gradients"] = models.apart(summed(model), gradients)
+            cp.close()
+        if first:
+            cp = ContextParallel(model)
+            plain = models.batch(PACK)
+            losses = [model(**{**plain, "position_ids": plain["position_ids"] + more}).loss.item() for more in (0, first)]
+            cp.close()
+            expected = models.part(model, plain, True) / models.count(plain, True)
+            found["roberta, both firsts"] = max(abs(loss / expected.item() - 1) for loss in losses)
+    return found
+
+
+def _refused(rank: int, world: int) -> dict[str, str]:
+    """What models of masked words and other encoders refuse, on all ranks."""
+    from transformers import AutoModelForSequenceClassification, ModernBertForMaskedLM
+    from transformers.masking_utils import create_bidirectional_mask
+    from transformers.models.modernbert import modeling_modernbert
+
+    said: dict[str, str] = {}
+
+    def refuse(name: str, kind: type[Exception], call: Any) -> None:
+        try:
+            call()
+            said[name] = "not refused"
+        except kind as error:
+            said[name] = str(error)
+
+    model = models.build("roberta", max_position_embeddings=80)
+    cp = ContextParallel(model)
+    pack, long = models.batch(PACK), models.batch([79, 11])
+    for name, kind, given in (
+        ("label", InvalidArgument, {**pack, "labels": torch.full_like(pack["labels"], 96)}),
+        ("types", InvalidArgument, {**pack, "token_type_ids": torch.full_like(pack["labels"], 2)}),
+        ("shifted", Unsupported, {**pack, "shift_labels": pack["labels"]}),
+        ("first", InvalidArgument, {**pack, "position_ids": pack["position_ids"] + 1}),
+        ("long", InvalidArgument, long),
+    ):
+        refuse(name, kind, lambda: model(**given))
+    assert model(**models.batch([78, 12])).loss.isfinite()
+    cp.close()
+    pooling = AutoModelForSequenceClassification.from_config(models.build("modernbert").config)
+    refuse("pooling", Unsupported, lambda: ContextParallel(pooling))
+    contrary = models.build("modernbert")
+    contrary.model.layers[1].attn.is_causal = True
+    refuse("causal", Unsupported, lambda: ContextParallel(contrary))
+
+    def either(**given: Any) -> Any:
+        return create_bidirectional_mask(**given, or_mask_function=lambda batch, head, q, k: q == k)
+
+    modeling_modernbert.create_bidirectional_mask = either
+    refuse("mask", Unsupported, lambda: ContextParallel(models.build("modernbert")))
+    modeling_modernbert.create_bidirectional_mask = create_bidirectional_mask
+    model = models.build("modernbert", sparse_prediction=True)
+    assert isinstance(model, ModernBertForMaskedLM)
+    cp = ContextParallel(model)
+    refuse("sparse", Unsupported, lambda: model(**pack))
+    cp.close()
+    return said
 
 
 def _refusals(rank: int, world: int) -> dict[str, str]:
@@ -329,6 +404,20 @@ class Others(unittest.TestCase):
                 ("label", "labels has numbers"), ("float", "input_ids.dtype is torch.float32"), ("positions", "position_ids is a list"),
                 ("shifted", "shift_labels has the shape (1, 89), (1, 90)"), ("fraction", "cu_seqlens is [0, 22.5, 90]"),
                 ("items", "num_items_in_batch is 'all'"), ("other tile", "tile is"), ("other gradients", "gradients is"), ("other ulysses", "options is"),
+            ):  # fmt: skip
+                self.assertIn(word, said[name])
+
+    def test_masked_words(self) -> None:
+        for found in processes.run(_masked, 4):
+            self.assertLessEqual(max(found.values()), 1e-5, found)
+
+    def test_refusals_of_encoders(self) -> None:
+        for said in processes.run(_refused, 2):
+            for name, word in (
+                ("label", "labels has numbers from 96 to 96, numbers from 0 to 95"), ("types", "token_type_ids has numbers from 2 to 2"),
+                ("shifted", "give labels"), ("first", "position_ids begin with 1, 0 or 2"), ("long", "79 tokens, RobertaForMaskedLM has 78 positions"),
+                ("pooling", "models that pool tokens"), ("causal", "set is_causal of the layers to False"), ("mask", "'or_masks'"),
+                ("sparse", "sparse_prediction = False"),
             ):  # fmt: skip
                 self.assertIn(word, said[name])
 

@@ -30,14 +30,27 @@ class Forward(Protocol):
 
     longest: int
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: int, **options: Any) -> Tensor: ...
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window, **options: Any) -> Tensor: ...
+
+
+# The number of keys before its own key that a query sees, and the number of keys after it (0: causal).
+Window = tuple[int, int]
 
 
 class Mask:
-    """A causal mask over documents. A query sees `window` keys before its own key."""
+    """A mask over documents."""
 
-    def __init__(self, forward: Forward, window: int) -> None:
+    def __init__(self, forward: Forward, window: Window) -> None:
         self.forward, self.window = forward, window
+
+
+# The windows of the parts of a mask, by the names of their functions in transformers.masking_utils. A mask is an intersection of parts.
+WINDOWS: dict[str, Callable[[dict[str, Any]], Window]] = {
+    "causal_mask_function": lambda bound: (UNLIMITED, 0),
+    "bidirectional_mask_function": lambda bound: (UNLIMITED, UNLIMITED),
+    "sliding_window_overlay": lambda bound: (int(bound["sliding_window"]) - 1, UNLIMITED),
+    "sliding_window_bidirectional_overlay": lambda bound: (int(bound["sliding_window"]), int(bound["sliding_window"])),
+}
 
 
 class Current:
@@ -65,12 +78,10 @@ def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
     forward = Current.forward
     if forward is None:
         raise Unsupported("the forward pass did not begin with the model that has the ContextParallel: call that model, not a part of it")
-    window, causal = UNLIMITED, False
+    left = right = UNLIMITED
     for name, bound in _parts(mask_function):
-        if name == "causal_mask_function":
-            causal = True
-        elif name == "sliding_window_overlay":
-            window = min(window, int(bound["sliding_window"]) - 1)
+        if name in WINDOWS:
+            left, right = map(min, (left, right), WINDOWS[name](bound))
         elif name == "chunked_overlay":
             if forward.longest > int(bound["chunk_size"]):
                 raise Unsupported(
@@ -78,12 +89,12 @@ def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
                     "supported: cut longer documents"
                 )
         else:
-            raise Unsupported(f"the model's mask has the part {name!r}, which is not supported")
-    if not causal:
-        raise Unsupported("the model's mask is not causal, which is not supported")
+            raise Unsupported(
+                f"the model's mask has the part {name!r}, which is not supported: only {', '.join(WINDOWS)} are. Use cpattn.torch for others"
+            )
     if asked.get("q_length") != asked.get("kv_length"):
         raise Unsupported(f"the mask has {asked.get('kv_length')} keys and {asked.get('q_length')} queries: caches are not supported")
-    return Mask(forward, window)
+    return Mask(forward, (left, right))
 
 
 # Tensors in an attention call that repeat the mask, or that only the layer itself uses.
@@ -114,9 +125,14 @@ def attention(
         kind = "no mask" if attention_mask is None else f"a mask of the type {type(attention_mask).__name__}"
         raise Unsupported(f"{name} has {kind}, a mask of transformers.masking_utils is needed")
     if dropout:
-        raise Unsupported(f"{name} has dropout={dropout} in attention, which is not supported: set config.attention_dropout = 0")
-    if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise Unsupported(f"{name} has is_causal=False, which is not supported")
+        raise Unsupported(
+            f"{name} has dropout={dropout} in attention, which is not supported: set config.attention_dropout (or "
+            "attention_probs_dropout_prob, attn_pdrop) to 0 before the model is made"
+        )
+    causal = attention_mask.window[1] == 0
+    if contrary := [said for said in (is_causal, getattr(module, "is_causal", None)) if said is not None and bool(said) != causal]:
+        kind = "causal" if causal else "bidirectional"
+        raise Unsupported(f"{name} has is_causal={contrary[0]} and a {kind} mask: set is_causal of the layers to {causal}")
     for option, given in more.items():
         if given is not None and option not in HARMLESS and _tensors(given):
             raise Unsupported(f"{name} uses {option}, which is not supported")

@@ -2,7 +2,8 @@
 """The inputs of one forward call as documents.
 
 A document is a run of tokens of one row whose positions grow by one. Padding belongs to no document and is left out. As in
-Transformers, the label of a token is the next token, but the last token of a document has no label.
+Transformers, the label of a token is the next token, but the last token of a document has no label. Models of masked words have labels
+that are not shifted.
 """
 
 from __future__ import annotations
@@ -20,34 +21,37 @@ from ..errors import InvalidArgument, Unsupported
 
 # Arguments of a forward call for the ends of documents; only cu_seqlens and cu_seq_lens_q are used, the others repeat position_ids.
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cu_seqlens")
-TAKEN = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch", *BOUNDARIES)
+TAKEN = ("input_ids", "position_ids", "token_type_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch", *BOUNDARIES)
 
 
 @dataclass(eq=False)
 class Pack:
     """The documents of a forward call, on every rank of the group. `kept` are the places of their tokens in the flattened rows,
-    `shape` is the shape of input_ids. `next_ids` are the labels of the tokens, -100 for none."""
+    `shape` is the shape of input_ids. `labels` are the labels of the tokens, -100 for none, and `types` their token_type_ids. The first
+    token of a document has the position `first`."""
 
     cu_seqlens: tuple[int, ...]
     ids: Tensor
     positions: Tensor
-    next_ids: Tensor | None
+    labels: Tensor | None
     kept: Tensor
     shape: tuple[int, int]
+    types: Tensor | None = None
+    first: int = 0
 
     @property
     def count(self) -> int:
         """The number of tokens with a label."""
-        return 0 if self.next_ids is None else int((self.next_ids != -100).sum())
+        return 0 if self.labels is None else int((self.labels != -100).sum())
 
     @property
     def longest(self) -> int:
-        """The largest position plus one."""
-        return int(self.positions.max()) + 1
+        """The largest position plus one, if positions began with 0."""
+        return int(self.positions.max()) + 1 - self.first
 
     def bytes(self) -> bytes:
         """Bytes that are equal for equal packs."""
-        tensors = (self.ids, self.positions, self.next_ids, self.kept)
+        tensors = (self.ids, self.positions, self.labels, self.kept, self.types)
         parts = (b"-" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors)
         return b"".join((repr((self.cu_seqlens, self.shape)).encode(), *parts))
 
@@ -86,8 +90,23 @@ def _mask(mask: Any, ids: Tensor) -> Tensor:
     return kept
 
 
-def pack(inputs: Mapping[str, Any]) -> Pack:
-    """The documents of the arguments of a forward call. Raises InvalidArgument and Unsupported."""
+def _from(first: int, ids: Tensor, positions: Tensor, begins: Tensor, given: bool) -> Tensor:
+    """The positions in a model that counts from `first`, the number after that of the padding. Without position_ids it leaves out
+    tokens with the padding's id, which random words of a collator can have."""
+    if first and not given:
+        words = ids != first - 1
+        total = words.cumsum(0)
+        before = F.pad(total, (1, 0))[begins].repeat_interleave(F.pad(begins, (0, 1), value=len(ids)).diff())
+        return (total - before) * words + first - 1
+    least = int(positions.min())
+    if 0 < least < first:
+        raise InvalidArgument(f"position_ids begin with {least}, 0 or {first}, with which the model's own positions begin, is needed")
+    return positions + (first if least == 0 else 0)
+
+
+def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True) -> Pack:
+    """The documents of the arguments of a forward call, for a model that counts positions from `first`. Labels are `shifted` if the
+    label of a token is the next one. Raises InvalidArgument and Unsupported."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         raise Unsupported("input_ids is needed, a tensor [rows, tokens]: inputs_embeds and other inputs are not supported")
@@ -119,11 +138,18 @@ def pack(inputs: Mapping[str, Any]) -> Pack:
         raise InvalidArgument("attention_mask leaves no token of input_ids, at least one is needed")
     begins = starts.flatten()[places].nonzero().flatten()
     labels = inputs.get("shift_labels")
+    if labels is not None and not shifted:
+        raise Unsupported("shift_labels is given to a model of masked words, whose labels are not shifted: give labels")
     if labels is not None:
         labels = _numbers("shift_labels", labels, (rows, length)).flatten()[places]
-    elif (given := inputs.get("labels")) is not None:
-        labels = F.pad(_numbers("labels", given, (rows, length)).flatten()[places][1:], (0, 1), value=-100)
+    elif inputs.get("labels") is not None:
+        labels = _numbers("labels", inputs["labels"], (rows, length)).flatten()[places]
+    if shifted and labels is not None and inputs.get("shift_labels") is None:
+        labels = F.pad(labels[1:], (0, 1), value=-100)
         labels[torch.cat([begins[1:], begins.new_tensor([len(places)])]) - 1] = -100
-    return Pack(
-        (*begins.tolist(), len(places)), ids.flatten()[places], positions.flatten()[places], labels, places, (rows, length)
-    )
+    types = inputs.get("token_type_ids")
+    if types is not None:
+        types = _numbers("token_type_ids", types, (rows, length)).flatten()[places]
+    tokens, given = ids.flatten()[places], inputs.get("position_ids") is not None
+    positions = _from(first, tokens, positions.flatten()[places], begins, given)
+    return Pack((*begins.tolist(), len(places)), tokens, positions, labels, places, (rows, length), types, first)

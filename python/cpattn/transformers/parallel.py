@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""`ContextParallel`: a causal language model of Transformers whose forward pass the ranks of a group share.
+"""`ContextParallel`: a language model of Transformers whose forward pass the ranks of a group share.
 
 A hook before `forward` selects this rank's tokens of the batch, a hook after it computes the loss. Both run inside DDP and FSDP, in an
 evaluation, and under gradient checkpointing. Every rank calls the model with the same whole batch.
@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from .._check import attempt, refused, whole
 from ..engine import EngineTransport
@@ -31,7 +30,7 @@ from ..errors import Disagreement, Error, InvalidArgument, Unsupported
 from ..packing import over_all
 from ..plan import CHOSEN, Plan
 from ..torch import Batch, Context, GlooTransport
-from .attention import NAME, Current, _tensors, register
+from .attention import NAME, Current, Window, _tensors, register
 from .mixers import Mixer, Mixers
 from .pack import TAKEN, Pack, pack, within
 from .probe import probe
@@ -44,8 +43,12 @@ _OWN = "each rank computes its own tokens only. For generate, use `with cp.off()
 REFUSED_OPTIONS = {
     "output_router_logits": "the router's loss is not a sum over tokens. Set model.config.output_router_logits = False, and "
     "router_aux_loss_coef=0.0 in an SFTConfig",
+    "sparse_prediction": "logits are those of all tokens. Set model.config.sparse_prediction = False; `tile` saves the same memory",
     **dict.fromkeys(("output_attentions", "output_hidden_states", "logits_to_keep"), _OWN),
 }
+
+# The losses of models, and whether the label of a token is the next one.
+LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 
 
 def _number(data: bytes) -> int:
@@ -105,14 +108,15 @@ class Forward:
     labels: Tensor | None
     tile: Tensor | None = None
     hidden: Tensor | None = None
+    outputs: Any = None
     longest: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.longest = self.pack.longest
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: int, **options: Any) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window, **options: Any) -> Tensor:
         dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
-        return self.batch_of(dtype).attention(q.to(dtype), k.to(dtype), v.to(dtype), window_left=window, **options)
+        return self.batch_of(dtype).attention(q.to(dtype), k.to(dtype), v.to(dtype), window_left=window[0], window_right=window[1], **options)
 
     # For mixers.
 
@@ -171,7 +175,7 @@ class ContextParallel:
             with _told(transport):
                 self._try(model, len(members), replicas, gradients, tile, mixers or {})
             settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "options": sorted(options.items())}
-            settings["model"] = (type(model).__name__, self._layers)
+            settings["model"] = (type(model).__name__, self._found)
             for name, value in settings.items():
                 need = f"{name} is {value!r} on this rank, all ranks need the same"
                 _same(transport, "arguments of ContextParallel", _number(repr(value).encode()), need)
@@ -215,7 +219,7 @@ class ContextParallel:
         self.model = model  # from here on `_restore` undoes the changes
         model.set_attn_implementation(NAME)
         self._mixers.replace()
-        self._layers = probe(model, self._takes, self._mixers)
+        self._found = probe(model, self._takes, self._mixers)
         self._base = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
             raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
@@ -224,22 +228,30 @@ class ContextParallel:
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
 
     def _heads(self) -> dict[str, Any]:
-        """Heads and dims of the first layer, as defaults: each layer has its own."""
-        return {name: self._layers[0][1][name] for name in ("heads", "kv_heads", "head_dim")}
+        """Heads, dims and direction of the first layer, as defaults: each layer has its own."""
+        return {name: self._found.layers[0][1][name] for name in ("heads", "kv_heads", "head_dim", "window_right")}
 
     def _context(self, dtype: torch.dtype) -> Context:
         if dtype not in self._contexts:
             options = {**self._heads(), **self._options}
             if not any(options.get(name) for name in CHOSEN):
-                options["layers"] = self._layers
+                options["layers"] = self._found.layers
             self._contexts[dtype] = Context(self.group, dtype=dtype, device=self.device, **options)
         return self._contexts[dtype]
 
     # Inputs
 
+    def _loss(self) -> str:
+        """The name of the model's loss."""
+        return str(getattr(getattr(self.model, "loss_function", None), "__name__", "ForCausalLMLoss"))
+
+    def _documents(self, inputs: Mapping[str, Any]) -> Pack:
+        return pack(inputs, self._found.first, LOSSES.get(self._loss(), True))
+
     def _pack(self, inputs: Mapping[str, Any]) -> Pack:
         for name, value in inputs.items():
-            if name not in TAKEN and value is not None and _tensors(value):
+            taken = name in TAKEN and (name != "token_type_ids" or self._found.types)
+            if not taken and value is not None and _tensors(value):
                 raise Unsupported(f"the model was given {name}, which is not supported: leave it out")
         if inputs.get("past_key_values") is not None:
             raise Unsupported("past_key_values is not supported: use `with cp.off():`")
@@ -252,13 +264,23 @@ class ContextParallel:
                 raise Unsupported(f"{name} is set, which is not supported: {reason}")
         if asked("return_dict") is False:
             raise Unsupported("return_dict is False, True is needed")
-        found, loss = pack(inputs), getattr(self.model, "loss_function", None)
-        if found.next_ids is not None and getattr(loss, "__name__", "ForCausalLMLoss") != "ForCausalLMLoss":
-            raise Unsupported(f"model.loss_function is {loss!r}, ForCausalLMLoss is needed")
+        found, loss = self._documents(inputs), self._loss()
+        if found.labels is not None and loss not in LOSSES:
+            raise Unsupported(
+                f"model.loss_function is {loss}, {' or '.join(LOSSES)} is needed: give no labels, and compute the loss of this rank's tokens "
+                "from the logits"
+            )
         words, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         within("input_ids", found.ids, getattr(words, "num_embeddings", None))
-        if found.next_ids is not None:
-            within("labels", found.next_ids[found.next_ids != -100], getattr(head, "out_features", None))
+        if found.labels is not None:
+            within("labels", found.labels[found.labels != -100], getattr(head, "out_features", None))
+        if found.types is not None:
+            within("token_type_ids", found.types, self._found.types)
+        if found.longest > self._found.positions:
+            raise InvalidArgument(
+                f"the longest document has {found.longest} tokens, {type(self.model).__name__} has {self._found.positions} positions: cut longer "
+                "documents"
+            )
         rope = getattr(self.config, "rope_parameters", None) or {}
         usual: Any = getattr(self.config, "original_max_position_embeddings", None) or getattr(self.config, "max_position_embeddings", 0)
         for one in filter(lambda one: isinstance(one, dict), (rope, *rope.values())):
@@ -285,7 +307,7 @@ class ContextParallel:
                 f"the batch has {len(found.ids)} tokens, and ranks {without} of this group hold none, at least 1 token on each rank is needed: "
                 "give longer batches, use fewer ranks for each replica (replicas), or choose another layout"
             )
-        labels = None if found.next_ids is None else found.next_ids[batch.tokens]
+        labels = None if found.labels is None else found.labels[batch.tokens]
         return Forward(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens), batch, items, labels)
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -297,6 +319,8 @@ class ContextParallel:
         mine = forward.batch.tokens
         kept = {name: value for name, value in kwargs.items() if name not in TAKEN}
         kept |= {"input_ids": forward.pack.ids[mine][None], "position_ids": forward.pack.positions[mine][None]}
+        if forward.pack.types is not None:
+            kept["token_type_ids"] = forward.pack.types[mine][None]
         if "use_cache" in self._takes:
             kept["use_cache"] = False
         return (), kept | self._mixers.arguments(forward)
@@ -351,9 +375,9 @@ class ContextParallel:
         if not isinstance(forward, Forward) or forward.labels is None:
             return usual(*args, **kwargs)
         if forward.tile is not None:
-            return MoeModelOutputWithPast(last_hidden_state=forward.tile)
+            return forward.outputs(last_hidden_state=forward.tile)
         out = usual(*args, **kwargs)
-        forward.hidden = out["last_hidden_state"]
+        forward.hidden, forward.outputs = out["last_hidden_state"], type(out)
         out["last_hidden_state"] = forward.hidden[:, :0]
         return out
 
@@ -426,7 +450,7 @@ class ContextParallel:
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """The number of tokens of a batch with a label."""
-        return pack(batch).count
+        return self._documents(batch).count
 
     def loader(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of rank 0 of the group, on all ranks of the group. The model selects each rank's tokens."""

@@ -33,7 +33,7 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if self.compute_loss_func is not None or self.label_smoother is not None:
-                raise Unsupported("compute_loss_func and label smoothing are not supported: the loss is ForCausalLMLoss")
+                raise Unsupported("compute_loss_func and label smoothing are not supported: the loss is the model's own")
             for option, supported in OPTIONS.items():
                 if (given := getattr(self.args, option, None)) not in supported:
                     needed = " or ".join(map(repr, supported))
