@@ -116,6 +116,10 @@ def _trainer(rank: int, world: int, replicas: int, sft: bool, losses: list[float
             predictions = trainer.predict(data[: 10 if replicas == 1 else 12])
             assert len(predictions.predictions) == len(predictions.label_ids) == (10 if replicas == 1 else 12)
             found += [predictions.metrics["test_loss"], *map(float, abs(predictions.predictions).sum((1, 2)))]
+            trainer.data_collator = lambda rows: {"input_ids": torch.tensor([row["input_ids"][:5] for row in rows])}
+            unlabelled = trainer.predict(data[: 10 if replicas == 1 else 12]).predictions
+            assert unlabelled.shape == predictions.predictions.shape
+            found += map(float, abs(unlabelled).sum((1, 2)))
     return found
 
 
