@@ -250,6 +250,12 @@ def _masked(rank: int, world: int) -> dict[str, float]:
             cp.close()
             expected = models.part(model, plain, True) / models.count(plain, True)
             found["roberta, both firsts"] = max(abs(loss / expected.item() - 1) for loss in losses)
+    for size in (0, 2, 46, 200):  # a token alone, its neighbours, more than half of a document of 40 tokens, more than a document
+        model, pack = models.build("modernbert", local_attention=size), models.batch(PACK)
+        expected = models.part(model, pack, True) / models.count(pack, True)
+        cp = ContextParallel(model)
+        found[f"modernbert, window {size}"] = abs(model(**pack).loss.item() / expected.item() - 1)
+        cp.close()
     return found
 
 
