@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .._check import attempt, refused, whole
+from .._header import UNLIMITED
 from ..engine import EngineTransport
 from ..errors import Disagreement, Error, InvalidArgument, Unsupported
 from ..packing import over_all
@@ -281,6 +282,8 @@ class ContextParallel:
                 f"the longest document has {found.longest} tokens, {type(self.model).__name__} has {self._found.positions} positions: cut longer "
                 "documents"
             )
+        if self._found.positions < UNLIMITED:
+            within("position_ids", found.positions, found.first + self._found.positions)
         rope = getattr(self.config, "rope_parameters", None) or {}
         usual: Any = getattr(self.config, "original_max_position_embeddings", None) or getattr(self.config, "max_position_embeddings", 0)
         for one in filter(lambda one: isinstance(one, dict), (rope, *rope.values())):
