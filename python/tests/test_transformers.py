@@ -250,6 +250,11 @@ def _masked(rank: int, world: int) -> dict[str, float]:
             cp.close()
             expected = models.part(model, plain, True) / models.count(plain, True)
             found["roberta, both firsts"] = max(abs(loss / expected.item() - 1) for loss in losses)
+    small = models.build("roberta")
+    small.roberta.embeddings.position_embeddings.weight.data.mul_(1e-3)
+    cp = ContextParallel(small.bfloat16())
+    found["roberta, small positions in bf16"] = abs(cp._found.first - 2.0)
+    cp.close()
     for size in (0, 2, 46, 200):  # a token alone, its neighbours, more than half of a document of 40 tokens, more than a document
         model, pack = models.build("modernbert", local_attention=size), models.batch(PACK)
         expected = models.part(model, pack, True) / models.count(pack, True)
@@ -294,6 +299,8 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     small = {"vocab_size": models.WORDS, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
     bert = BertForMaskedLM(transformers.BertConfig(**small, attention_probs_dropout_prob=0.0))
     cp = ContextParallel(bert)
+    left = {"input_ids": torch.ones(1, 514, dtype=torch.int64), "attention_mask": (torch.arange(514) > 9).long()[None]}
+    refuse("padding", InvalidArgument, lambda: bert(**left))
     refuse("negative", InvalidArgument, lambda: bert(**{**pack, "position_ids": pack["position_ids"] - 1}))
     cp.close()
     both = BartConfig(vocab_size=models.WORDS, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4)
@@ -438,7 +445,7 @@ class Others(unittest.TestCase):
             for name, word in (
                 ("label", "labels has numbers from 96 to 96, numbers from 0 to 95"), ("types", "token_type_ids has numbers from 2 to 2"),
                 ("shifted", "give labels"), ("first", "position_ids of documents begin with [1], 0 in all documents or 2 in all"),
-                ("left", "leave position_ids out"), ("negative", "position_ids has numbers from -1 to 38, numbers from 0 to 511"),
+                ("left", "leave position_ids out"), ("padding", "or put padding at the right"), ("negative", "position_ids has numbers from -1 to 38, numbers from 0 to 511"),
                 ("base", "Take the class with a head for words"), ("replaced", "(1, 7), (1, 7, ...) is needed"), ("decoder", "an encoder and a decoder"),
                 ("long", "79 tokens, RobertaForMaskedLM has 78 positions"),
                 ("pooling", "models that pool tokens"), ("causal", "set is_causal of the layers to False"), ("mask", "'or_masks'"),

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -278,9 +279,10 @@ class ContextParallel:
         if found.types is not None:
             within("token_type_ids", found.types, self._found.types)
         if found.longest > self._found.positions:
+            padded = found.longest > max(b - a for a, b in pairwise(found.cu_seqlens))
             raise InvalidArgument(
-                f"the longest document has {found.longest} tokens, {type(self.model).__name__} has {self._found.positions} positions: cut longer "
-                "documents"
+                f"the longest document has {found.longest} tokens, {'counted from position 0, ' * padded}{type(self.model).__name__} has "
+                f"{self._found.positions} positions: cut longer documents{', or put padding at the right' * padded}"
             )
         if self._found.positions < UNLIMITED:
             within("position_ids", found.positions, found.first + self._found.positions)
