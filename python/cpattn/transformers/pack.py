@@ -99,7 +99,7 @@ def _from(first: int, ids: Tensor, positions: Tensor, begins: Tensor, given: boo
         before = F.pad(total, (1, 0))[begins].repeat_interleave(F.pad(begins, (0, 1), value=len(ids)).diff())
         return (total - before) * words + first - 1
     # Left-padded rows counted from 0 begin with the number of their padding tokens: the same row must not depend on the others.
-    said = positions[begins].unique().tolist()
+    said = sorted(set(positions[begins].tolist()))
     if first and said not in ([0], [first]):
         raise InvalidArgument(
             f"position_ids of documents begin with {said[:5]}, 0 in all documents or {first} in all, with which the model's own positions "

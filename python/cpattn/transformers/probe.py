@@ -134,7 +134,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
             usual = logits(every, None)
             # RoBERTa and its relatives count from the number after that of the padding.
             firsts = [0] if padding is None else [0, padding + 1]
-            distances = {}
+            distances: dict[int, float] = {}
             for one in firsts:
                 if 0.0 not in distances.values() and one + len(every) <= tables.rows:
                     distances[one] = apart(logits(every, one), usual)
