@@ -116,6 +116,10 @@ def _trainer(rank: int, world: int, replicas: int, sft: bool, losses: list[float
             predictions = trainer.predict(data[: 10 if replicas == 1 else 12])
             assert len(predictions.predictions) == len(predictions.label_ids) == (10 if replicas == 1 else 12)
             found += [predictions.metrics["test_loss"], *map(float, abs(predictions.predictions).sum((1, 2)))]
+            trainer.data_collator = lambda rows: {"input_ids": torch.tensor([row["input_ids"][:5] for row in rows])}
+            unlabelled = trainer.predict(data[: 10 if replicas == 1 else 12]).predictions
+            assert unlabelled.shape == predictions.predictions.shape
+            found += map(float, abs(unlabelled).sum((1, 2)))
     return found
 
 
@@ -246,12 +250,24 @@ def _masked(rank: int, world: int) -> dict[str, float]:
             cp.close()
             expected = models.part(model, plain, True) / models.count(plain, True)
             found["roberta, both firsts"] = max(abs(loss / expected.item() - 1) for loss in losses)
+    small = models.build("roberta")
+    small.roberta.embeddings.position_embeddings.weight.data.mul_(1e-3)
+    cp = ContextParallel(small.bfloat16())
+    found["roberta, small positions in bf16"] = abs(cp._found.first - 2.0)
+    cp.close()
+    for size in (0, 2, 46, 200):  # a token alone, its neighbours, more than half of a document of 40 tokens, more than a document
+        model, pack = models.build("modernbert", local_attention=size), models.batch(PACK)
+        expected = models.part(model, pack, True) / models.count(pack, True)
+        cp = ContextParallel(model)
+        found[f"modernbert, window {size}"] = abs(model(**pack).loss.item() / expected.item() - 1)
+        cp.close()
     return found
 
 
 def _refused(rank: int, world: int) -> dict[str, str]:
     """What models of masked words and other encoders refuse, on all ranks."""
-    from transformers import AutoModelForSequenceClassification, ModernBertForMaskedLM
+    from transformers import AutoModelForSequenceClassification, BartConfig, BartForConditionalGeneration, BertForMaskedLM, BertModel, ElectraForPreTraining
+    from transformers import ElectraConfig, ModernBertForMaskedLM
     from transformers.masking_utils import create_bidirectional_mask
     from transformers.models.modernbert import modeling_modernbert
 
@@ -272,6 +288,7 @@ def _refused(rank: int, world: int) -> dict[str, str]:
         ("types", InvalidArgument, {**pack, "token_type_ids": torch.full_like(pack["labels"], 2)}),
         ("shifted", Unsupported, {**pack, "shift_labels": pack["labels"]}),
         ("first", InvalidArgument, {**pack, "position_ids": pack["position_ids"] + 1}),
+        ("left", InvalidArgument, {**models.rows(pack, pad=1), "position_ids": torch.arange(max(PACK))[None]}),
         ("long", InvalidArgument, long),
     ):
         refuse(name, kind, lambda: model(**given))
@@ -279,6 +296,18 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     cp.close()
     pooling = AutoModelForSequenceClassification.from_config(models.build("modernbert").config)
     refuse("pooling", Unsupported, lambda: ContextParallel(pooling))
+    small = {"vocab_size": models.WORDS, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    bert = BertForMaskedLM(transformers.BertConfig(**small, attention_probs_dropout_prob=0.0))
+    cp = ContextParallel(bert)
+    left = {"input_ids": torch.ones(1, 514, dtype=torch.int64), "attention_mask": (torch.arange(514) > 9).long()[None]}
+    refuse("padding", InvalidArgument, lambda: bert(**left))
+    refuse("negative", InvalidArgument, lambda: bert(**{**pack, "position_ids": pack["position_ids"] - 1}))
+    cp.close()
+    both = BartConfig(vocab_size=models.WORDS, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4)
+    for name, model in (
+        ("base", BertModel(bert.config)), ("replaced", ElectraForPreTraining(ElectraConfig(**small))), ("decoder", BartForConditionalGeneration(both)),
+    ):  # fmt: skip
+        refuse(name, Unsupported, lambda: ContextParallel(model))
     contrary = models.build("modernbert")
     contrary.model.layers[1].attn.is_causal = True
     refuse("causal", Unsupported, lambda: ContextParallel(contrary))
@@ -415,7 +444,10 @@ class Others(unittest.TestCase):
         for said in processes.run(_refused, 2):
             for name, word in (
                 ("label", "labels has numbers from 96 to 96, numbers from 0 to 95"), ("types", "token_type_ids has numbers from 2 to 2"),
-                ("shifted", "give labels"), ("first", "position_ids begin with 1, 0 or 2"), ("long", "79 tokens, RobertaForMaskedLM has 78 positions"),
+                ("shifted", "give labels"), ("first", "position_ids of documents begin with [1], 0 in all documents or 2 in all"),
+                ("left", "leave position_ids out"), ("padding", "or put padding at the right"), ("negative", "position_ids has numbers from -1 to 38, numbers from 0 to 511"),
+                ("base", "Take the class with a head for words"), ("replaced", "(1, 7), (1, 7, ...) is needed"), ("decoder", "an encoder and a decoder"),
+                ("long", "79 tokens, RobertaForMaskedLM has 78 positions"),
                 ("pooling", "models that pool tokens"), ("causal", "set is_causal of the layers to False"), ("mask", "'or_masks'"),
                 ("sparse", "sparse_prediction = False"),
             ):  # fmt: skip

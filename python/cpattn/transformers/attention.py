@@ -130,7 +130,8 @@ def attention(
             "attention_probs_dropout_prob, attn_pdrop) to 0 before the model is made"
         )
     causal = attention_mask.window[1] == 0
-    if contrary := [said for said in (is_causal, getattr(module, "is_causal", None)) if said is not None and bool(said) != causal]:
+    alone = attention_mask.window == (0, 0)  # a query sees its own key only: both at once
+    if contrary := [said for said in (is_causal, getattr(module, "is_causal", None)) if said is not None and bool(said) != causal and not alone]:
         kind = "causal" if causal else "bidirectional"
         raise Unsupported(f"{name} has is_causal={contrary[0]} and a {kind} mask: set is_causal of the layers to {causal}")
     for option, given in more.items():

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .._check import attempt, refused, whole
+from .._header import UNLIMITED
 from ..engine import EngineTransport
 from ..errors import Disagreement, Error, InvalidArgument, Unsupported
 from ..packing import over_all
@@ -277,10 +279,13 @@ class ContextParallel:
         if found.types is not None:
             within("token_type_ids", found.types, self._found.types)
         if found.longest > self._found.positions:
+            padded = found.longest > max(b - a for a, b in pairwise(found.cu_seqlens))
             raise InvalidArgument(
-                f"the longest document has {found.longest} tokens, {type(self.model).__name__} has {self._found.positions} positions: cut longer "
-                "documents"
+                f"the longest document has {found.longest} tokens, {'counted from position 0, ' * padded}{type(self.model).__name__} has "
+                f"{self._found.positions} positions: cut longer documents{', or put padding at the right' * padded}"
             )
+        if self._found.positions < UNLIMITED:
+            within("position_ids", found.positions, found.first + self._found.positions)
         rope = getattr(self.config, "rope_parameters", None) or {}
         usual: Any = getattr(self.config, "original_max_position_embeddings", None) or getattr(self.config, "max_position_embeddings", 0)
         for one in filter(lambda one: isinstance(one, dict), (rope, *rope.values())):

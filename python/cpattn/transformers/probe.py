@@ -82,6 +82,8 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()):
         raise Unsupported(f"{name} has parameters on the device meta: load them before ContextParallel, which tries the model")
+    if "decoder_input_ids" in takes and getattr(model.config, "is_encoder_decoder", False):
+        raise Unsupported(f"{name} has an encoder and a decoder, which is not supported: use cpattn.torch for its layers")
     table = model.get_input_embeddings()
     # Some models embed several streams of tokens, with one table for each.
     if not isinstance(words := getattr(table, "weight", None), Tensor):
@@ -109,11 +111,17 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
         forward.cu_seqlens = tuple(range(len(order) + 1))
         where = {} if first is None else {"position_ids": (order + first)[None]}
         where |= {"token_type_ids": (ids[order] % types)[None]} if types else {}
-        found: Tensor = model(input_ids=ids[order][None], **where, **more, **mixers.arguments(forward)).logits
-        if found.shape[:2] != (1, len(order)):
+        out = model(input_ids=ids[order][None], **where, **more, **mixers.arguments(forward))
+        found = getattr(out, "logits", None)
+        if not isinstance(found, Tensor):
             raise Unsupported(
-                f"logits of {len(order)} tokens have the shape {tuple(found.shape)}, one row for each token is needed: models that pool "
-                "tokens, as for classes of sequences, are not supported. Use cpattn.torch for them"
+                f"the result, a {type(out).__name__}, has no logits: base models and heads for answers are not supported. Take the class with "
+                "a head for words (...ForMaskedLM, ...ForCausalLM), or use cpattn.torch"
+            )
+        if found.ndim != 3 or found.shape[:2] != (1, len(order)):
+            raise Unsupported(
+                f"logits of {len(order)} tokens have the shape {tuple(found.shape)}, (1, {len(order)}, ...) is needed, one row for each token: "
+                "models that pool tokens, as for classes of sequences, are not supported. Use cpattn.torch for them"
             )
         return found[0].double()
 
@@ -126,7 +134,13 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
             usual = logits(every, None)
             # RoBERTa and its relatives count from the number after that of the padding.
             firsts = [0] if padding is None else [0, padding + 1]
-            first = next((first for first in firsts if apart(logits(every, first), usual) <= most), None)
+            distances: dict[int, float] = {}
+            for one in firsts:
+                if 0.0 not in distances.values() and one + len(every) <= tables.rows:
+                    distances[one] = apart(logits(every, one), usual)
+            # The nearest: in half precision, a table of small positions is near enough from any of them.
+            near = [one for one in distances if distances[one] <= most]
+            first = min(near, key=distances.__getitem__, default=None)
             distance = apart(logits(some, first or 0), usual[some])
     except Error as error:
         raise type(error)(f"{name}: {error}") from error

@@ -113,5 +113,11 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
                 out["logits"] = cp.gather(out["logits"])
             return loss, out
 
+        def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+            loss, logits, labels = super().prediction_step(*args, **kwargs)
+            if loss is None and logits is not None:  # without labels, Trainer calls the model itself, not compute_loss
+                logits = cp.gather(logits)
+            return loss, logits, labels
+
     ContextParallelTrainer.__name__ = f"ContextParallel{kind.__name__}"
     return ContextParallelTrainer
