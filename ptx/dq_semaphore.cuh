@@ -47,8 +47,8 @@ struct DqStep {
     u32 after;             // what it holds when this block may add; 0 when there is nothing to wait for
     unsigned char rows;  // 0 past the last step
     unsigned char flags;
-    unsigned char heads;       // where heads share a tile: how many do, from `head` on
-    unsigned char token_bits;  // and the binary logarithm of the rows that each has there
+    unsigned char heads;       // with SHARES (see Round): how many there are, from `head` on
+    unsigned char token_bits;  // and the binary logarithm of the rows that each has in the tile
 };
 
 // Of a step: all its rows meet all own rows, so that no mask is needed; dq holds something already; the own number is to be
@@ -88,7 +88,7 @@ struct Round {
     u32 next, begin, end;      // entries of the list of q runs, taken from the end
     u32 run;                   // the current q run
     u32 tile, tile_begin;      // its tiles that are still to be met, from the last on
-    u32 at;                    // heads that have met the last one of these
+    u32 at;                    // steps that the last one of these has had
     u32 full_begin, full_end;  // its rows that every key meets
     u32 number;                // of the own tile, plus one
     bool again, more;          // whether the list named this run just before, and whether it will again

@@ -105,7 +105,8 @@ struct HopperBackwardProducts {
                 general_gradients(sixteen(s, n), sixteen(g, n), p.score, p.alibi_slopes, of.head(n), key, own_row, query, of.first(n));
         }
         // Rows of the own tile past its end must not make ds either: lse of a q row may be anything.
-        if (!(step.flags & DQ_FULL)) mask(s, g, window, key, own_row, (int)item.own.rows - (int)row, query, step);
+        if (!(step.flags & DQ_FULL))
+            mask_gradients(s, g, window, key, own_row, (int)item.own.rows - (int)row, query, step.first, (1u << step.token_bits) - 1);
     }
 
     // Scores of 16 q rows, which are of one head also where heads share a step: from the n-th tile of eight columns on.
@@ -121,29 +122,6 @@ struct HopperBackwardProducts {
         __device__ __forceinline__ u32 head(int n) const { return first_head + min((u32)n * 8 >> bits, last_skipped); }
         __device__ __forceinline__ u32 first(int n) const { return first_row + (n * 8 & ((1u << bits) - 1)); }
     };
-
-    // As `mask_gradients`, where the columns are the rows of a step.
-    static __device__ __forceinline__ void mask(Scores& s, Scores& g, const Window& window, const Run& run, u32 own_row, int rows,
-                                                const Run& partner, volatile const DqStep& step) {
-        const int pair = 2 * (lane() & 3);
-        int low[2], high[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            allowed(low[h], high[h], window, run, own_row + h * 8, partner, step.first);
-            low[h] -= pair;
-            high[h] = h * 8 < rows ? high[h] - pair : low[h];
-        }
-        const u32 tokens = (1u << step.token_bits) - 1;
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int column = (int)(n * 8 & tokens) + i % 2;
-                const bool keep = column >= low[i / 2] && column < high[i / 2];
-                s[0][n][i] = keep ? s[0][n][i] : minus_infinity();
-                g[0][n][i] = keep ? g[0][n][i] : 0.0f;
-            }
-    }
 
     // p, from scores. `stats` is where the lane's bases of exponents lie.
     static __device__ __forceinline__ void probabilities(Scores& s, const BackwardParams& p, u32 stats) {

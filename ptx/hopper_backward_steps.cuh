@@ -191,7 +191,7 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
         if (step.flags & DQ_FULL) return;
         Scores unused;
         clear(unused);
-        Products::mask(s, unused, window, key, own_row, (int)item.own.rows - (int)row, query, step);
+        mask_gradients(s, unused, window, key, own_row, (int)item.own.rows - (int)row, query, step.first, (1u << step.token_bits) - 1);
     }
 
     // What p is multiplied by in such a step: dp less delta, times softcap's slope; 0 where p is, which may be masked.

@@ -87,26 +87,29 @@ __device__ __forceinline__ void mask(float (&s)[MT][NT][4], float value, const W
         }
 }
 
-// The mask of both scores and their gradients, in one pass; own rows from `rows` on are past the end and meet nothing.
+// The mask of both scores and their gradients, in one pass; own rows from `rows` on are past the end and meet nothing. Where
+// several heads share the columns, `tokens` is one less than the columns of each, a power of two: each begins with row `first`.
 template <int MT, int NT>
 __device__ __forceinline__ void mask_gradients(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const Window& window,
-                                               const Run& run, u32 own_first, int rows, const Run& partner, u32 first) {
+                                               const Run& run, u32 own_first, int rows, const Run& partner, u32 first,
+                                               u32 tokens = ~0u) {
     const int t = threadIdx.x & 3;
+    int low[2 * MT], high[2 * MT];
 #pragma unroll
-    for (int m = 0; m < MT; ++m)
+    for (int r = 0; r < 2 * MT; ++r) {
+        allowed(low[r], high[r], window, run, own_first + r * 8, partner, first);
+        low[r] -= 2 * t;
+        high[r] = r * 8 < rows ? high[r] - 2 * t : low[r];
+    }
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            int low, high;
-            allowed(low, high, window, run, own_first + (2 * m + h) * 8, partner, first);
-            low -= 2 * t;
-            high = (2 * m + h) * 8 < rows ? high - 2 * t : low;
+    for (int n = 0; n < NT; ++n)
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
+        for (int m = 0; m < MT; ++m)
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const bool keep = n * 8 + e >= low && n * 8 + e < high;
-                    s[m][n][2 * h + e] = keep ? s[m][n][2 * h + e] : minus_infinity();
-                    g[m][n][2 * h + e] = keep ? g[m][n][2 * h + e] : 0.0f;
-                }
-        }
+            for (int i = 0; i < 4; ++i) {
+                const int column = (int)(n * 8 & tokens) + i % 2, r = 2 * m + i / 2;
+                const bool keep = column >= low[r] && column < high[r];
+                s[m][n][i] = keep ? s[m][n][i] : minus_infinity();
+                g[m][n][i] = keep ? g[m][n][i] : 0.0f;
+            }
 }

@@ -264,13 +264,8 @@ def _masked(rank: int, world: int) -> dict[str, float]:
     return found
 
 
-def _refused(rank: int, world: int) -> dict[str, str]:
-    """What models of masked words and other encoders refuse, on all ranks."""
-    from transformers import AutoModelForSequenceClassification, BartConfig, BartForConditionalGeneration, BertForMaskedLM, BertModel, ElectraForPreTraining
-    from transformers import ElectraConfig, ModernBertForMaskedLM
-    from transformers.masking_utils import create_bidirectional_mask
-    from transformers.models.modernbert import modeling_modernbert
-
+def _said() -> tuple[dict[str, str], Any]:
+    """Messages of errors by name, and the function that calls what should raise them."""
     said: dict[str, str] = {}
 
     def refuse(name: str, kind: type[Exception], call: Any) -> None:
@@ -280,6 +275,17 @@ def _refused(rank: int, world: int) -> dict[str, str]:
         except kind as error:
             said[name] = str(error)
 
+    return said, refuse
+
+
+def _refused(rank: int, world: int) -> dict[str, str]:
+    """What models of masked words and other encoders refuse, on all ranks."""
+    from transformers import AutoModelForSequenceClassification, BartConfig, BartForConditionalGeneration, BertForMaskedLM, BertModel, ElectraForPreTraining
+    from transformers import ElectraConfig, ModernBertForMaskedLM
+    from transformers.masking_utils import create_bidirectional_mask
+    from transformers.models.modernbert import modeling_modernbert
+
+    said, refuse = _said()
     model = models.build("roberta", max_position_embeddings=80)
     cp = ContextParallel(model)
     pack, long = models.batch(PACK), models.batch([79, 11])
@@ -327,15 +333,7 @@ def _refused(rank: int, world: int) -> dict[str, str]:
 
 
 def _refusals(rank: int, world: int) -> dict[str, str]:
-    said: dict[str, str] = {}
-
-    def refuse(name: str, kind: type[Exception], call: Any) -> None:
-        try:
-            call()
-            said[name] = "not refused"
-        except kind as error:
-            said[name] = str(error)
-
+    said, refuse = _said()
     pack, mine = models.batch(PACK), rank == 1
     model = models.build("llama")
     cp = ContextParallel(model)

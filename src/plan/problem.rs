@@ -275,7 +275,7 @@ impl Problem {
 }
 
 /// `1/√x` without std: Newton's iteration from above, to the last bit or two of f64.
-fn inverse_sqrt(x: f64) -> f64 {
+pub(super) fn inverse_sqrt(x: f64) -> f64 {
     let mut root = if x > 1.0 { x } else { 1.0 };
     loop {
         let next = 0.5 * (root + x / root);

@@ -9,7 +9,10 @@ use alloc::{
     vec::Vec,
 };
 
-use super::{Fingerprint, Options, Plan, Problem, problem::AttentionKind};
+use super::{
+    Fingerprint, Options, Plan, Problem,
+    problem::{AttentionKind, inverse_sqrt},
+};
 
 /// Up to this many slopes are printed one by one.
 const SLOPES: usize = 8;
@@ -35,7 +38,7 @@ impl Problem {
 
     /// Scale, softcap, ALiBi slopes and sinks, each behind a comma.
     pub(crate) fn score_words(&self) -> String {
-        let default = Self { scale: None, ..self.clone() }.score().scale;
+        let default = inverse_sqrt(self.head_dim() as f64);
         let scale = self.scale.filter(|s| *s != default).map_or(String::new(), |s| format!(", scale {s:?}"));
         let softcap = self.softcap.map_or(String::new(), |cap| format!(", softcap {cap}"));
         let alibi = match self.alibi_slopes() {

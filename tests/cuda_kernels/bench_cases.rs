@@ -19,6 +19,14 @@ type Result<T> = core::result::Result<T, String>;
 #[allow(dead_code, reason = "the bench uses the rest")]
 mod case;
 
+/// The text of all cases, where they are: the package has neither of the two folders.
+fn cases() -> Option<String> {
+    let root = env!("CARGO_MANIFEST_DIR");
+    let text = std::fs::read_to_string(format!("{root}/benches/peers/cases.txt")).ok();
+    assert!(text.is_some() || !std::path::Path::new(root).join(".ci").exists(), "benches/peers/cases.txt is missing");
+    text
+}
+
 /// Launches of both forward kernels for `sm_90a` by a case: in clusters, and without.
 fn launched(device: &Device, memory: &Memory, case: &Case) -> [u64; 2] {
     let (mut row, mut k) = (0, Vec::new());
@@ -67,12 +75,7 @@ fn cases_that_ask_for_clusters_have_them() {
     if !alone_with(test, &[("CPATTN_CUDA_CLUSTER", "1"), ("CPATTN_EMU_IDLE", "1")]) {
         return;
     }
-    let root = env!("CARGO_MANIFEST_DIR");
-    // The package has neither of the two folders.
-    let Ok(text) = std::fs::read_to_string(format!("{root}/benches/peers/cases.txt")) else {
-        assert!(!std::path::Path::new(root).join(".ci").exists(), "benches/peers/cases.txt is missing");
-        return;
-    };
+    let Some(text) = cases() else { return };
     // Other drivers would run the calls, and devices without clusters refuse the variable.
     if emulated_count(c"boxes").is_none() || std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm != "90") {
         return;
@@ -98,4 +101,35 @@ fn cases_that_ask_for_clusters_have_them() {
         }
     }
     assert!(seen[0] == others.len() && seen[1] > 0, "{seen:?}");
+}
+
+/// The share of the steps of a causal backward for `sm_90a` that heads save by sharing steps (tiles of 64 q rows by 128
+/// keys), for the packs of the bench: `ptx/README.md` prints these figures.
+#[test]
+fn steps_that_heads_save_are_those_of_the_readme() {
+    let Some(text) = cases() else { return };
+    let mut found = Vec::new();
+    for line in text.lines().filter(|line| line.starts_with("packed-forward-bf16-128-gqa64")) {
+        let case = Case::parse(line).expect("a case");
+        let group = case.heads / case.kv_heads;
+        let (mut single, mut shared) = (0, 0);
+        for &len in &case.lengths {
+            for tile in 0..len.div_ceil(64) {
+                let rows = (len - tile * 64).min(64);
+                // Tiles of keys that begin at or before the last of these rows.
+                let keys = (tile * 64 + rows).div_ceil(128);
+                let heads = if rows <= 16 { 4 } else { 1 + usize::from(rows <= 32) };
+                single += keys * group;
+                shared += keys * group.div_ceil(heads);
+            }
+        }
+        found.push(format!("{:.1} %", 100.0 * (single - shared) as f64 / single as f64));
+    }
+    let readme = include_str!("../../ptx/README.md");
+    let said = readme.split("with eight q heads to a kv head: ").nth(1).expect("the sentence");
+    let mut said = said.split_inclusive('%').map(|part| part.rsplit(' ').nth(1).expect("a number"));
+    assert!(
+        found.len() == 4 && found.iter().all(|share| share.starts_with(said.next().expect("a share"))),
+        "{found:?}"
+    );
 }

@@ -98,14 +98,16 @@ def _from(first: int, ids: Tensor, positions: Tensor, begins: Tensor, given: boo
         total = words.cumsum(0)
         before = F.pad(total, (1, 0))[begins].repeat_interleave(F.pad(begins, (0, 1), value=len(ids)).diff())
         return (total - before) * words + first - 1
+    if not first:
+        return positions
     # Left-padded rows counted from 0 begin with the number of their padding tokens: the same row must not depend on the others.
     said = sorted(set(positions[begins].tolist()))
-    if first and said not in ([0], [first]):
+    if said not in ([0], [first]):
         raise InvalidArgument(
             f"position_ids of documents begin with {said[:5]}, 0 in all documents or {first} in all, with which the model's own positions "
             "begin, is needed: leave position_ids out, and give attention_mask for rows or cu_seqlens for packs"
         )
-    return positions + (first if first and said == [0] else 0)
+    return positions + (first if said == [0] else 0)
 
 
 def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True) -> Pack:
