@@ -6,13 +6,11 @@
 use alloc::{
     format,
     string::{String, ToString},
-    vec::Vec,
 };
 
-use super::{
-    Fingerprint, Options, Plan, Problem,
-    problem::{AttentionKind, inverse_sqrt},
-};
+use super::{Fingerprint, Problem, problem::inverse_sqrt};
+#[cfg(feature = "std")]
+use super::{Options, Plan, problem::AttentionKind};
 
 /// Up to this many slopes are printed one by one.
 const SLOPES: usize = 8;
@@ -54,6 +52,7 @@ impl Problem {
     }
 }
 
+#[cfg(feature = "std")]
 impl Options {
     /// The options that all ranks must give alike, each behind a comma; without `ranks_per_node`.
     fn words(&self) -> String {
@@ -68,10 +67,11 @@ impl Options {
             ]
         };
         let differ = words(self).into_iter().zip(words(&Self::default())).filter(|(own, default)| own != default);
-        differ.map(|((name, value), _)| format!(", {name} {}", value.to_lowercase())).collect::<Vec<_>>().concat()
+        differ.map(|((name, value), _)| format!(", {name} {}", value.to_lowercase())).collect()
     }
 }
 
+#[cfg(feature = "std")]
 impl Plan {
     /// What the [fingerprint](Self::fingerprint) is made of, but for mesh, layout and nodes: two ranks whose
     /// fingerprints differ see in these words where.
