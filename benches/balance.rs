@@ -9,7 +9,7 @@
 
 use cpattn::{
     Dtype,
-    call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score},
+    call::{Attend, AttendBackward, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score},
     kernel::cpu::Isa,
 };
 
@@ -41,8 +41,8 @@ fn balances(case: &Case, isa: Isa, workers: usize) -> [(usize, f64); 2] {
         .zip(&k)
         .map(|(i, &range)| QRange { range, document: [0; 2], keys_begin: i, keys_end: i + 1, mode: Mode::Only })
         .collect();
-    let pairs: Vec<u32> = (0..k.len() as u32).collect();
-    let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
+    let pairs: Vec<Pair> = (0..k.len() as u32).map(Pair::of).collect();
+    let ranges = Ranges { q: &q, k: &k, pairs: &pairs, bands: &[Band::WHOLE] };
     // Only shapes matter: no memory is accessed.
     let tensor = |heads| RawTensor::compact(std::ptr::null_mut(), case.dtype, row as u64, heads, case.dim);
     let (q, k) = (tensor(case.heads.0), tensor(case.heads.1));

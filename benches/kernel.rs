@@ -6,7 +6,7 @@
 //! pairs only.
 
 use cpattn::Dtype;
-use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, AttendBackward, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Scratch};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
@@ -60,7 +60,7 @@ fn one(
     scratch.reserve(dtype, DIM, DIM);
     let range = Range::plain(0, tokens as u32, 0, 0);
     let q = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only }];
-    let ranges = Ranges { q: &q, k: &[range], pairs: &[0] };
+    let ranges = Ranges { q: &q, k: &[range], pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] };
     let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
     let score = Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: right };
     let forward = Attend {

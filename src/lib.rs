@@ -51,6 +51,7 @@ pub mod report;
 pub mod runtime;
 pub mod schedule;
 pub mod simulate;
+mod slice;
 #[cfg(feature = "std")]
 mod sync;
 mod tensor;
@@ -70,4 +71,5 @@ pub use runtime::{
     rank::Rank,
     tensors::{Backward, Forward},
 };
+pub use slice::Slice;
 pub use tensor::{DeviceView, DeviceViewMut, View, ViewMut, disjoint};

@@ -7,7 +7,7 @@ use crate::device::{Device, decode, normal, tensor, text};
 use crate::{Prepared, Result};
 use cpattn::Dtype;
 use cpattn::call::{
-    Attend, AttendBackward, Block, Delta, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform,
+    Attend, AttendBackward, Band, Block, Delta, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score, Transform,
 };
 use cpattn::kernel::cuda::{DeviceMemory, Staging};
 
@@ -35,7 +35,7 @@ pub struct Heads {
     host: Inputs,
     q_ranges: Vec<QRange>,
     k_ranges: Vec<Range>,
-    pairs: Vec<u32>,
+    pairs: Vec<Pair>,
     sets: Vec<Set>,
     /// `None` while a call borrows it together with other fields.
     staging: Option<Staging>,
@@ -114,7 +114,7 @@ impl Heads {
             k_ranges.push(range);
             row += len as i64;
         }
-        let pairs: Vec<u32> = (0..case.lengths.len() as u32).collect();
+        let pairs: Vec<Pair> = (0..case.lengths.len() as u32).map(Pair::of).collect();
         text(device.cuda.prepare(case.dtype, case.head_dim as u32, case.value_dim as u32))?;
         let mut heads = Self { case: case.clone(), host, q_ranges, k_ranges, pairs, sets, staging: None };
         heads.staging = Some(device.staging(heads.metadata_bytes(device)?)?);
@@ -140,7 +140,7 @@ impl Heads {
     }
 
     fn ranges(&self) -> Ranges<'_> {
-        Ranges { q: &self.q_ranges, k: &self.k_ranges, pairs: &self.pairs }
+        Ranges { q: &self.q_ranges, k: &self.k_ranges, pairs: &self.pairs, bands: &[Band::WHOLE] }
     }
 
     /// q, k, v and o of a set.

@@ -2,7 +2,7 @@
 //! Single calls of the CPU kernels over a pack of documents, timed: for benchmarks.
 
 use cpattn::Dtype;
-use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, AttendBackward, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Scratch};
 use half::{bf16, f16};
 use std::time::Instant;
@@ -71,8 +71,8 @@ impl Tensors {
                 mode: Mode::Only,
             })
             .collect();
-        let pairs: Vec<u32> = (0..documents.len() as u32).collect();
-        let ranges = Ranges { q: &q, k: documents, pairs: &pairs };
+        let pairs: Vec<Pair> = (0..documents.len() as u32).map(Pair::of).collect();
+        let ranges = Ranges { q: &q, k: documents, pairs: &pairs, bands: &[Band::WHOLE] };
         let Self { rows, shape: Shape { heads, kv_heads, dim, dtype, causal }, .. } = *self;
         let tensor = |ptr: *mut u8, dtype, heads, dim| RawTensor::compact(ptr, dtype, rows, heads, dim);
         let [q, d_o, k, v] = [0, 1, 2, 3]

@@ -9,7 +9,9 @@ use super::{
     input::{array, not_one_of},
     problem::window,
 };
-pub use cpattn::call::{HeadMap as cpattn_head_map, Range as cpattn_range, Score as cpattn_score};
+pub use cpattn::call::{
+    Band as cpattn_band, HeadMap as cpattn_head_map, Pair as cpattn_pair, Range as cpattn_range, Score as cpattn_score,
+};
 use cpattn::{
     Error, Result,
     call::{Mode, QRange, Ranges, RawTensor},
@@ -43,8 +45,10 @@ pub struct cpattn_ranges {
     pub q_count: usize,
     pub k: *const cpattn_range,
     pub k_count: usize,
-    pub pairs: *const u32,
+    pub pairs: *const cpattn_pair,
     pub pair_count: usize,
+    pub bands: *const cpattn_band,
+    pub band_count: usize,
 }
 
 /// A range whose positions can be computed.
@@ -68,6 +72,7 @@ fn range(name: &'static str, i: usize, r: &cpattn_range) -> Result<()> {
 pub(super) unsafe fn ranges<'a>(r: &cpattn_ranges) -> Result<Ranges<'a>> {
     let (q, k) = given!(array("ranges.q", r.q, r.q_count), array("ranges.k", r.k, r.k_count));
     let pairs = given!(array("ranges.pairs", r.pairs, r.pair_count));
+    let bands = given!(array("ranges.bands", r.bands, r.band_count));
     for (i, q) in q.iter().enumerate() {
         range("ranges.q", i, &q.range)?;
         if q.mode > Mode::Only as u8 {
@@ -82,7 +87,7 @@ pub(super) unsafe fn ranges<'a>(r: &cpattn_ranges) -> Result<Ranges<'a>> {
     }
     // SAFETY: the layouts are equal (asserted above), and every mode is one of the enum's (just checked).
     let q = unsafe { core::slice::from_raw_parts(q.as_ptr().cast::<QRange>(), q.len()) };
-    Ok(Ranges { q, k, pairs })
+    Ok(Ranges { q, k, pairs, bands })
 }
 
 /// Refuses windows that no mask has.

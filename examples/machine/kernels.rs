@@ -5,7 +5,9 @@ use std::{sync::Barrier, thread, time::Instant};
 
 use cpattn::{
     Dtype, Mask, Result,
-    call::{Attend, AttendBackward, Block, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform},
+    call::{
+        Attend, AttendBackward, Band, Block, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score, Transform,
+    },
     kernel::cpu::{self, Scratch},
     machine::{KernelRate, KernelShape},
 };
@@ -169,7 +171,12 @@ impl Bench {
             keys_end: 1,
             mode,
         }];
-        let ranges = Ranges { q: &q_ranges, k: &[Range::plain(0, keys, 0, 0)], pairs: &[0] };
+        let ranges = Ranges {
+            q: &q_ranges,
+            k: &[Range::plain(0, keys, 0, 0)],
+            pairs: &[Pair { k: 0, band: 0 }],
+            bands: &[Band::WHOLE],
+        };
         let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
         let score =
             Score { scale: 0.1, softcap: 0.0, window_left: mask.left_limit(), window_right: mask.right_limit() };

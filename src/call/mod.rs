@@ -18,7 +18,7 @@ use crate::element::Dtype;
 
 mod range;
 
-pub use range::{Mode, QRange, Range, Ranges};
+pub use range::{Band, Mode, Pair, QRange, Range, Ranges};
 
 pub use crate::device::RawStream;
 

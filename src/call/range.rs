@@ -23,7 +23,7 @@ pub struct Range {
     pub block: u32,
     /// Distance in positions from one block to the next; at least `block`.
     pub period: u32,
-    /// The document. Kernels do not mask by it: a pair is always two ranges of one document.
+    /// The document. Kernels do not mask by it: the pairs and their bands say what attends to what.
     pub doc: u32,
 }
 
@@ -120,6 +120,110 @@ impl Mode {
     }
 }
 
+/// Which rows of a q range attend to which rows of a k range: the part of a [slice](crate::Slice) that lies in one
+/// document of q and one of k.
+///
+/// A q row at position `x` and a k row at position `y` are a pair if `q_begin ≤ x < q_end`, `k_begin ≤ y < k_end`,
+/// `low ≤ y − x + shift ≤ high`, and the window of the [`Score`](super::Score) allows the distance `y − x + shift`.
+/// ALiBi is computed from that distance too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub struct Band {
+    /// First position of q.
+    pub q_begin: i64,
+    /// One past the last position of q.
+    pub q_end: i64,
+    /// First position of k.
+    pub k_begin: i64,
+    /// One past the last position of k.
+    pub k_end: i64,
+    /// The least distance; `i64::MIN` for no limit.
+    pub low: i64,
+    /// The largest distance; `i64::MAX` for no limit.
+    pub high: i64,
+    /// Is added to `y − x`: positions in the slice may begin elsewhere than those in the documents. Within ±2^42.
+    pub shift: i64,
+}
+
+impl Band {
+    /// No limits: q and k of the same document.
+    pub const WHOLE: Self = Self {
+        q_begin: i64::MIN,
+        q_end: i64::MAX,
+        k_begin: i64::MIN,
+        k_end: i64::MAX,
+        low: i64::MIN,
+        high: i64::MAX,
+        shift: 0,
+    };
+
+    /// The distance of a q row from a k row: positive if k comes later. Accepts positions within ±2^61.
+    #[inline]
+    pub const fn distance(&self, q_pos: i64, k_pos: i64) -> i64 {
+        k_pos - q_pos + self.shift
+    }
+
+    /// The positions of k that a q row at `q_pos` attends to, as `begin..end`, under a window of `left` keys before and
+    /// `right` after (`i64::MAX` for no limit); empty if `begin ≥ end`. Accepts positions within ±2^61.
+    #[inline]
+    pub const fn keys(&self, q_pos: i64, (left, right): (i64, i64)) -> (i64, i64) {
+        if q_pos < self.q_begin || q_pos >= self.q_end {
+            return (0, 0);
+        }
+        let (low, high) = self.distances((left, right));
+        let here = q_pos - self.shift;
+        let (begin, end) = (here.saturating_add(low), here.saturating_add(high).saturating_add(1));
+        (if begin > self.k_begin { begin } else { self.k_begin }, if end < self.k_end { end } else { self.k_end })
+    }
+
+    /// The least and the largest distance of a pair, with the window `(left, right)`.
+    #[inline]
+    pub const fn distances(&self, (left, right): (i64, i64)) -> (i64, i64) {
+        let low = if left == i64::MAX { i64::MIN } else { -left };
+        (if low > self.low { low } else { self.low }, if right < self.high { right } else { self.high })
+    }
+
+    /// The band with the roles of q and k exchanged.
+    #[must_use]
+    pub const fn transposed(&self) -> Self {
+        Self {
+            q_begin: self.k_begin,
+            q_end: self.k_end,
+            k_begin: self.q_begin,
+            k_end: self.q_end,
+            low: negated(self.high),
+            high: negated(self.low),
+            shift: -self.shift,
+        }
+    }
+}
+
+/// `−x`; the ends of i64, which are no limits, for each other.
+const fn negated(x: i64) -> i64 {
+    match x {
+        i64::MIN => i64::MAX,
+        i64::MAX => i64::MIN,
+        _ => -x,
+    }
+}
+
+/// A k range that a q range attends to, and the band of these two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub struct Pair {
+    /// Index of the k range in [`Ranges::k`].
+    pub k: u32,
+    /// Index of the band in [`Ranges::bands`].
+    pub band: u32,
+}
+
+impl Pair {
+    /// A k range under the first band.
+    pub const fn of(k: u32) -> Self {
+        Self { k, band: 0 }
+    }
+}
+
 /// A q range with its mode and the k ranges it attends to: entries `keys_begin..keys_end` of [`Ranges::pairs`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(C)]
@@ -140,9 +244,10 @@ pub struct QRange {
     pub mode: Mode,
 }
 
-/// The pairs of one call, by q range. A pair is a q range and a k range of the same document; the pairs of a q range
-/// are in the order in which keys are read. A row that the call writes may be in only one range, which is checked; rows
-/// that it only reads may be in several. The call writes the rows of q ranges (unless only dk and dv are computed), and
+/// The pairs of one call, by q range. A pair is a q range, a k range and a band; the pairs of a q range are in the order
+/// in which keys are read. The same two ranges may be in several pairs; a q row and a k row are in one pair at most,
+/// which the caller sees to. A row that the call writes may be in only one range, which is checked; rows that it only
+/// reads may be in several. The call writes the rows of q ranges (unless only dk and dv are computed), and
 /// the rows of k ranges if dk and dv are computed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ranges<'a> {
@@ -150,8 +255,18 @@ pub struct Ranges<'a> {
     pub q: &'a [QRange],
     /// The k ranges.
     pub k: &'a [Range],
-    /// Indices into `k`.
-    pub pairs: &'a [u32],
+    /// The pairs, q range by q range.
+    pub pairs: &'a [Pair],
+    /// The bands of the pairs. For documents, [`Band::WHOLE`] alone.
+    pub bands: &'a [Band],
+}
+
+impl<'a> Ranges<'a> {
+    /// The pairs of a q range.
+    #[inline]
+    pub fn pairs_of(&self, q: &QRange) -> &'a [Pair] {
+        &self.pairs[q.keys_begin as usize..q.keys_end as usize]
+    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 use alloc::{format, string::String};
 
 use crate::{
-    call::{HeadMap, Range, Ranges, RawTensor, Score},
+    call::{Band, HeadMap, Range, Ranges, RawTensor, Score},
     element::Dtype,
     error::{Error, Result},
 };
@@ -98,13 +98,17 @@ pub(super) fn pairs(r: &Ranges, each: impl Fn(&Range, &Range) -> Result<()>) -> 
             ));
         };
         for &pair in pairs {
-            let Some(k) = r.k.get(pair as usize) else {
-                let expected = format!("an index of ranges.k, which has {}", r.k.len());
-                return Err(Error::invalid(format!("ranges.pairs of q range {i}"), pair, expected));
+            let refused = |part: &str, found: u32, of: &str, n: usize| {
+                let expected = format!("an index of ranges.{of}, which has {n}");
+                Err(Error::invalid(format!("ranges.pairs of q range {i}: {part}"), found, expected))
             };
-            if k.doc != q.range.doc {
-                let expected = format!("{}, the document of q range {i}", q.range.doc);
-                return Err(Error::invalid(format!("ranges.k[{pair}].doc"), k.doc, expected));
+            let Some(k) = r.k.get(pair.k as usize) else { return refused("k", pair.k, "k", r.k.len()) };
+            let Some(band) = r.bands.get(pair.band as usize) else {
+                return refused("band", pair.band, "bands", r.bands.len());
+            };
+            if k.doc != q.range.doc && *band == Band::WHOLE {
+                let expected = format!("{}, the document of q range {i}, under a band without limits", q.range.doc);
+                return Err(Error::invalid(format!("ranges.k[{}].doc", pair.k), k.doc, expected));
             }
             each(&q.range, k)?;
         }
@@ -139,7 +143,7 @@ fn documents(r: &Ranges) -> Result<()> {
             return refused(format!("at least {len} tokens of q, the rows of its range, or [0, 0] if not given"));
         }
         let keys = &r.pairs[q.keys_begin as usize..q.keys_end as usize];
-        if let Some(&k) = keys.iter().find(|&&k| r.k[k as usize].len > q.document[1]) {
+        if let Some(k) = keys.iter().map(|pair| pair.k).find(|&k| r.k[k as usize].len > q.document[1]) {
             let len = r.k[k as usize].len;
             return refused(format!("at least {len} tokens of k, the rows of ranges.k[{k}], or [0, 0] if not given"));
         }

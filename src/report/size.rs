@@ -106,7 +106,7 @@ impl<'a> OpSizes<'a> {
         let mut head = HeadSize { keys: r.k.iter().map(|k| u64::from(k.len)).sum(), ..HeadSize::default() };
         for q in r.q {
             let keys = &r.pairs[q.keys_begin as usize..q.keys_end as usize];
-            for k in keys.iter().map(|&k| &r.k[k as usize]) {
+            for k in keys.iter().map(|pair| &r.k[pair.k as usize]) {
                 head.pairs += u128::from(q.range.area(k, mask));
                 head.edges += q.range.edges(k, mask);
             }

@@ -9,7 +9,7 @@ use crate::device::{Device, Memory, emulated_count};
 use crate::hopper::alone_with;
 use case::{Case, Kind};
 use cpattn::Dtype;
-use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, Score};
+use cpattn::call::{Attend, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, Score};
 
 /// What the bench's own reader returns.
 type Result<T> = core::result::Result<T, String>;
@@ -36,7 +36,7 @@ fn launched(device: &Device, memory: &Memory, case: &Case) -> [u64; 2] {
     }
     let q_range = |(i, &range)| QRange { range, document: [0; 2], keys_begin: i, keys_end: i + 1, mode: Mode::Only };
     let q: Vec<QRange> = (0..).zip(&k).map(q_range).collect();
-    let pairs: Vec<u32> = (0..k.len() as u32).collect();
+    let pairs: Vec<Pair> = (0..k.len() as u32).map(Pair::of).collect();
     // All tensors begin where the memory does; the driver does not run the kernel.
     let of =
         |dtype, heads: usize, dim: usize| memory.tensor(dtype, case.tokens(), heads as u32, dim as u32, heads * dim);
@@ -54,7 +54,7 @@ fn launched(device: &Device, memory: &Memory, case: &Case) -> [u64; 2] {
             [q_, k_, v, o],
             HeadMap { q_offset: 0, kv_offset: 0, group: (case.heads / case.kv_heads) as u32 },
             Score { scale: 0.1, softcap: 0.0, window_left: i64::MAX, window_right },
-            Ranges { q: &q, k: &k, pairs: &pairs },
+            Ranges { q: &q, k: &k, pairs: &pairs, bands: &[Band::WHOLE] },
         )
     };
     let counts =

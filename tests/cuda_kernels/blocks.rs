@@ -5,7 +5,7 @@ use crate::case::{decode, encode, random};
 use crate::device::{Device, Memory};
 use cpattn::call::Merge;
 use cpattn::call::{
-    Attend, Block, Finish, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, SinkGradient, Transform,
+    Attend, Band, Block, Finish, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score, SinkGradient, Transform,
 };
 use cpattn::{Dtype, Error};
 
@@ -195,7 +195,7 @@ fn partial_results_keep_their_digits_as_scores_grow() {
                     ],
                     HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
                     Score { scale, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX },
-                    Ranges { q: &q, k: &k, pairs: &[0] },
+                    Ranges { q: &q, k: &k, pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] },
                 )
             };
             // SAFETY: everything lives until the downloads below.
@@ -252,7 +252,7 @@ impl Small {
                 [f16s(0, 1), f16s(1, 2), f16s(2, 2), f16s(3, 1)],
                 HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
                 Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right: 0 },
-                Ranges { q: &self.q, k: &self.k, pairs: &[0] },
+                Ranges { q: &self.q, k: &self.k, pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] },
             )
         }
     }
@@ -314,7 +314,10 @@ fn refusals() {
         let k = [Range::plain(0, 2, pos, 0)];
         refused(run(&Attend { ranges: Ranges { k: &k, ..call.ranges }, ..call }).unwrap_err(), "positions below 2^61");
     }
-    refused(run(&Attend { ranges: Ranges { pairs: &[1], ..call.ranges }, ..call }).unwrap_err(), "ranges.pairs");
+    refused(
+        run(&Attend { ranges: Ranges { pairs: &[Pair { k: 1, band: 0 }], ..call.ranges }, ..call }).unwrap_err(),
+        "ranges.pairs",
+    );
     refused(run(&Attend { ranges: Ranges { pairs: &[], ..call.ranges }, ..call }).unwrap_err(), "ranges.q[0].keys");
     let mut none = device.cuda.staging(16, 1).expect("memory");
     // What lies where a block does may only be the block itself; and rows are named as the caller names them.

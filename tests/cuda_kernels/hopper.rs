@@ -10,7 +10,7 @@ use crate::device::{Device, emulated_count};
 use crate::run::{check, forward};
 use crate::runs_repeat_of;
 use cpattn::Dtype;
-use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cuda::{Cuda, Family, Staging};
 use std::sync::Mutex;
 
@@ -245,7 +245,7 @@ fn launch_with(device: &Device, staging: &mut Staging, change: impl Fn(&mut Atte
             [tensor(&q), tensor(&k), tensor(&v), tensor(&o)],
             HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
             Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX },
-            Ranges { q: &ranges, k: &keys, pairs: &[0] },
+            Ranges { q: &ranges, k: &keys, pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] },
         )
     };
     change(&mut call);

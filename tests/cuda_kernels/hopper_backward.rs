@@ -12,7 +12,7 @@ use crate::hopper::{alone, alone_with, of, turn};
 use crate::run::check;
 use crate::runs_repeat_of;
 use cpattn::Dtype;
-use cpattn::call::{AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{AttendBackward, Band, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cuda::{Cuda, Family};
 
 const DIMS: (usize, usize) = (128, 128);
@@ -257,7 +257,7 @@ impl Call {
                 [(0, d), (1, d), (2, dv), (3, dv)].map(|(i, dim)| of(i, Dtype::Bf16, dim)),
                 HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
                 Score { scale: 0.1, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX },
-                Ranges { q: &q, k: &keys, pairs: &[0] },
+                Ranges { q: &q, k: &keys, pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] },
             )
         };
         change(&mut call);

@@ -6,7 +6,7 @@ use crate::case::{decode, encode, random};
 use crate::device::{Device, Memory, emulated_count};
 use crate::hopper::alone;
 use cpattn::Dtype;
-use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, AttendBackward, Band, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::{call::RawStream, kernel::cuda::Staging};
 use cudarc::driver::sys;
 
@@ -73,7 +73,7 @@ impl Tensors {
                 [q_, k_, v, self.o.tensor(Dtype::Bf16, TOKENS, 2, 64, 128)],
                 HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
                 SCORE,
-                Ranges { q: &q, k: &k, pairs: &pairs },
+                Ranges { q: &q, k: &k, pairs: &pairs, bands: &[Band::WHOLE] },
             )
         };
         change(&mut call);
@@ -98,7 +98,7 @@ impl Tensors {
                 [q_, k_, v, d_o],
                 HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
                 SCORE,
-                Ranges { q: &q, k: &k, pairs: &pairs },
+                Ranges { q: &q, k: &k, pairs: &pairs, bands: &[Band::WHOLE] },
             )
         };
         // SAFETY: as above.

@@ -7,7 +7,9 @@
 use crate::case::{Case, Numbers, Side, decode, encode};
 use crate::device::{Device, Memory};
 use cpattn::Dtype;
-use cpattn::call::{Attend, AttendBackward, Delta, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor};
+use cpattn::call::{
+    Attend, AttendBackward, Band, Delta, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor,
+};
 
 /// Elements between the end of a token and the next one.
 const GAP: usize = 8;
@@ -81,7 +83,7 @@ impl Held {
 struct RingStep {
     q: Vec<QRange>,
     k: Vec<Range>,
-    pairs: Vec<u32>,
+    pairs: Vec<Pair>,
 }
 
 /// Keys of each document are dealt out over the ring steps; every q range is in every one of them.
@@ -102,7 +104,7 @@ fn ring_steps(case: &Case, q: &Side, k: &Side) -> Vec<RingStep> {
                 .enumerate()
                 .map(|(i, &range)| {
                     let begin = pairs.len() as u32;
-                    pairs.extend((0..keys.len() as u32).filter(|&i| keys[i as usize].doc == range.doc));
+                    pairs.extend((0..keys.len() as u32).filter(|&i| keys[i as usize].doc == range.doc).map(Pair::of));
                     if case.shuffled && i % 2 == 1 {
                         pairs[begin as usize..].reverse();
                     }
@@ -263,7 +265,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
                 [q.raw, k.raw, v.raw, o.raw],
                 map,
                 case.score,
-                Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs },
+                Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs, bands: &[Band::WHOLE] },
             )
         })
         .collect();
@@ -331,7 +333,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
                     [q.raw, k.raw, v.raw, d_o.raw],
                     map,
                     case.score,
-                    Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs },
+                    Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs, bands: &[Band::WHOLE] },
                 )
             };
             for &gradients in parts {

@@ -7,7 +7,7 @@
 use crate::case::{encode, random};
 use crate::device::{Device, Memory};
 use cpattn::Dtype;
-use cpattn::call::{AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{AttendBackward, Band, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cuda::{Cuda, Family};
 
 /// A compact tensor of random numbers.
@@ -37,7 +37,7 @@ struct Job<'a> {
     score: Score,
     q: &'a [QRange],
     k: &'a [Range],
-    pairs: &'a [u32],
+    pairs: &'a [Pair],
 }
 
 /// Both sides at once against one after the other; and twice the same bits. Returns dq, dk and dv.
@@ -62,7 +62,7 @@ fn check(device: &Device, dtype: Dtype, dim: usize, job: &Job) -> [Vec<f32>; 3] 
                     [q.raw, k.raw, v.raw, d_o.raw],
                     HeadMap { q_offset: 0, kv_offset: 0, group: job.heads.max(1) as u32 },
                     job.score,
-                    Ranges { q: job.q, k: job.k, pairs: job.pairs },
+                    Ranges { q: job.q, k: job.k, pairs: job.pairs, bands: &[Band::WHOLE] },
                 )
             };
             let bytes = device.cuda.attend_backward_bytes(&call).expect("a supported call");
@@ -102,7 +102,7 @@ fn pairs_may_repeat() {
             q_range(range(100, 0, 0), 0, 11, Mode::First),
         ],
         k: &[range(0, 200, 0), range(200, 0, 0), range(200, 350, 200), range(550, 150, 550)],
-        pairs: &[2, 2, 0, 1, 0, 3, /**/ 3, 0, 3, 2, 3],
+        pairs: &[2, 2, 0, 1, 0, 3, /**/ 3, 0, 3, 2, 3].map(Pair::of),
     };
     check(&device, Dtype::Bf16, 64, &job);
     check(&device, Dtype::F16, 128, &job);
@@ -124,7 +124,7 @@ fn no_q_heads_leave_zeros() {
         score: Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: 0 },
         q: &[q_range(range(0, 100, 100), 0, 1, Mode::Only)],
         k: &[range(0, 200, 0)],
-        pairs: &[0],
+        pairs: &[Pair { k: 0, band: 0 }],
     };
     let [dq, dk, dv] = check(&device, Dtype::Bf16, 64, &job);
     assert!(dq.is_empty() && dk.len() == 200 * 64 && dk.iter().chain(&dv).all(|&x| x == 0.0));
@@ -136,7 +136,7 @@ fn no_q_heads_leave_zeros() {
 fn tiles_meet_more_than_is_prepared_at_once() {
     let Some(device) = Device::open() else { return };
     let k: Vec<Range> = (0..8i64).map(|i| range(40 * i, 40 - 5 * (i as u32 % 2), 40 * i)).collect();
-    let pairs: Vec<u32> = (0..8).collect();
+    let pairs: Vec<Pair> = (0..8).map(Pair::of).collect();
     let (mut row, mut q) = (0, Vec::new());
     for len in [410, 1, 70, 64, 3, 200, 65] {
         q.push(q_range(range(row, len, row % 300), 0, 8, if len == 64 { Mode::Merge } else { Mode::First }));

@@ -3,7 +3,7 @@
 
 use crate::harness::*;
 use cpattn::Element;
-use cpattn::call::{Attend, AttendBackward, Delta, Gradients, HeadMap, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, AttendBackward, Band, Delta, Gradients, HeadMap, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Isa, Scratch};
 use half::{bf16, f16};
 
@@ -76,7 +76,7 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
         .collect();
     for (qs, ks) in if way.apart { by_q } else { vec![all.clone()] } {
         let (qs, ks, pairs) = ring_step(&qs, &ks, 0, 1, true, |_| LONG);
-        let ranges = Ranges { q: &qs, k: &ks, pairs: &pairs };
+        let ranges = Ranges { q: &qs, k: &ks, pairs: &pairs, bands: &[Band::WHOLE] };
         let call = Attend {
             lse: lse.raw(),
             alibi_slopes: slopes,
@@ -99,7 +99,7 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
     }
     for (qs, ks) in if way.apart { by_k } else { vec![all] } {
         let (qs, ks, pairs) = ring_step(&qs, &ks, 0, 1, true, |_| LONG);
-        let ranges = Ranges { q: &qs, k: &ks, pairs: &pairs };
+        let ranges = Ranges { q: &qs, k: &ks, pairs: &pairs, bands: &[Band::WHOLE] };
         let call = Attend {
             lse: lse.raw(),
             alibi_slopes: slopes,

@@ -5,8 +5,8 @@ use crate::bits::backward_call;
 use crate::counting;
 use crate::harness::*;
 use cpattn::call::{
-    Attend, AttendBackward, Block, Delta, Finish, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score,
-    Transform,
+    Attend, AttendBackward, Band, Block, Delta, Finish, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges,
+    RawTensor, Score, Transform,
 };
 use cpattn::kernel::cpu::{self, Scratch};
 use cpattn::kernel::reference::Attention;
@@ -94,7 +94,7 @@ fn fixture() {
     for mode in [Mode::First, Mode::Only] {
         let (mut qs, ks, pairs) = ring_step(&documents, &documents, 0, 1, true, |_| [0; 2]);
         qs.iter_mut().for_each(|q| q.mode = mode);
-        let call = Attend { ranges: Ranges { q: &qs, k: &ks, pairs: &pairs }, ..call };
+        let call = Attend { ranges: Ranges { q: &qs, k: &ks, pairs: &pairs, bands: &[Band::WHOLE] }, ..call };
         // SAFETY: the tensors are the vectors above, alive and used by no other code; here and below.
         unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
         if mode == Mode::Only {
@@ -150,7 +150,7 @@ fn merged_tensors_are_the_whole() {
                     [q.raw(), k.raw(), v.raw(), RawTensor::NONE],
                     HeadMap { q_offset: 0, kv_offset: 0, group: (p.heads / p.kv_heads) as u32 },
                     p.score,
-                    Ranges { q: &qs, k: &ks, pairs: &pairs },
+                    Ranges { q: &qs, k: &ks, pairs: &pairs, bands: &[Band::WHOLE] },
                 )
             };
             // SAFETY: the tensors are the buffers above, alive and used by no other code.
@@ -187,7 +187,12 @@ fn large_sinks() {
         QRange { range: range(0, -5), document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only },
         QRange { range: range(1, 0), document: [0; 2], keys_begin: 1, keys_end: 2, mode: Mode::Only },
     ];
-    let ranges = Ranges { q: &rows, k: &[range(0, 0)], pairs: &[0, 0] };
+    let ranges = Ranges {
+        q: &rows,
+        k: &[range(0, 0)],
+        pairs: &[Pair { k: 0, band: 0 }, Pair { k: 0, band: 0 }],
+        bands: &[Band::WHOLE],
+    };
     let call = Attend {
         lse: tensor(&mut lse, 1),
         sinks: per_head(&mut sinks, true),
@@ -223,7 +228,7 @@ fn calls_do_not_allocate() {
         let [lse, delta, running, dq, dk, dv] = std::array::from_fn(|_| out.next().unwrap());
         let range = Range::plain(0, 64, 0, 0);
         let rows = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only }];
-        let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
+        let ranges = Ranges { q: &rows, k: &[range], pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] };
         let call = Attend {
             running,
             lse,
@@ -274,7 +279,12 @@ fn adding_to_keys_leaves_those_alone_that_no_row_reaches() {
     };
     let range = Range::plain(0, rows as u32, 0, 0);
     let qs = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::First }];
-    let ranges = Ranges { q: &qs, k: &[Range::plain(0, keys as u32, 0, 0)], pairs: &[0] };
+    let ranges = Ranges {
+        q: &qs,
+        k: &[Range::plain(0, keys as u32, 0, 0)],
+        pairs: &[Pair { k: 0, band: 0 }],
+        bands: &[Band::WHOLE],
+    };
     let call = AttendBackward {
         lse: raw(&mut lse, 1),
         delta: raw(&mut delta, 1),

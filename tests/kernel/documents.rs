@@ -7,7 +7,7 @@
 
 use crate::harness::*;
 use cpattn::Element;
-use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor};
+use cpattn::call::{Attend, AttendBackward, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor};
 use cpattn::kernel::cpu::{self, Executor, Isa, Scratch};
 use half::{bf16, f16};
 use std::sync::Arc;
@@ -76,12 +76,12 @@ impl<E: Element> Pack<E> {
             let parts = [part(half, len - half), part(0, half)];
             let (keys_begin, first) = (pairs.len() as u32, k.len() as u32);
             k.extend(parts.iter().filter(|part| part.len > 0));
-            pairs.extend(first..k.len() as u32);
+            pairs.extend((first..k.len() as u32).map(Pair::of));
             let keys_end = pairs.len() as u32;
             let range = |range| QRange { range, document: [0; 2], keys_begin, keys_end, mode: Mode::Only };
             q.extend(parts.into_iter().filter(|part| part.len > 0).map(range));
         }
-        let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
+        let ranges = Ranges { q: &q, k: &k, pairs: &pairs, bands: &[Band::WHOLE] };
         let (n, n_kv, score) = (self.heads, self.kv_heads, score(DIM, self.window.0, self.window.1));
         let [q, d_o, k, v] = self.inputs.each_mut().map(|x| raw(x, DIM));
         let sums = |heads: usize| vec![E::Acc::from_f64(f64::NAN); ROWS * heads];

@@ -2,7 +2,7 @@
 //! Many problems in all the ways there are.
 
 use crate::harness::*;
-use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Ranges, RawTensor};
+use cpattn::call::{Attend, AttendBackward, Band, Gradients, HeadMap, Ranges, RawTensor};
 use cpattn::kernel::cpu::{self, Isa, Scratch};
 use cpattn::{Dtype, Element};
 use half::{bf16, f16};
@@ -67,7 +67,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
                         [q.raw(), k.raw(), v.raw(), if finish { o.raw() } else { RawTensor::NONE }],
                         map,
                         p.score,
-                        Ranges { q: &qs, k: &ks, pairs: &pairs },
+                        Ranges { q: &qs, k: &ks, pairs: &pairs, bands: &[Band::WHOLE] },
                     )
                 };
                 // SAFETY: the tensors are the buffers above, alive and used by no other code.
@@ -141,7 +141,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
                                 [q.raw(), k.raw(), v.raw(), d_o.raw()],
                                 map,
                                 p.score,
-                                Ranges { q: &qs, k: &ks, pairs: &pairs },
+                                Ranges { q: &qs, k: &ks, pairs: &pairs, bands: &[Band::WHOLE] },
                             )
                         };
                         // SAFETY: as above.

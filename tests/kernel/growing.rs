@@ -7,7 +7,7 @@
 
 use crate::harness::*;
 use cpattn::Element;
-use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, RawTensor};
+use cpattn::call::{Attend, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor};
 use cpattn::kernel::cpu::{self, Isa, Scratch};
 use cpattn::kernel::reference::Attention;
 use half::{bf16, f16};
@@ -62,7 +62,12 @@ fn check<E: Element>(isa: Isa, growth: f64, left: i64, right: i64) {
         keys_end: 1,
         mode: Mode::First,
     }];
-    let ranges = Ranges { q: &rows, k: &[Range::plain(0, KEYS as u32, 0, 0)], pairs: &[0] };
+    let ranges = Ranges {
+        q: &rows,
+        k: &[Range::plain(0, KEYS as u32, 0, 0)],
+        pairs: &[Pair { k: 0, band: 0 }],
+        bands: &[Band::WHOLE],
+    };
     let call = Attend {
         running: raw(&mut o, HEADS, VALUE_DIM),
         running_lse: raw(&mut words, HEADS, 2),

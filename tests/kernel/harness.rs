@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Problems, and how they are laid out in memory: cut into ranges, scattered, among NaN.
 
-use cpattn::call::{Mode, QRange, Range, RawTensor, Score};
+use cpattn::call::{Mode, Pair, QRange, Range, RawTensor, Score};
 use cpattn::kernel::cpu::Isa;
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element};
@@ -319,7 +319,7 @@ pub fn ring_step(
         .iter()
         .map(|&range| {
             let keys_begin = pairs.len() as u32;
-            pairs.extend(keys.iter().enumerate().filter(|(_, r)| r.doc == range.doc).map(|(i, _)| i as u32));
+            pairs.extend(keys.iter().enumerate().filter(|(_, r)| r.doc == range.doc).map(|(i, _)| Pair::of(i as u32)));
             let mode = Mode::of(ring_step == 0, finish && ring_step == ring_steps - 1);
             QRange { range, document: document(range.doc), keys_begin, keys_end: pairs.len() as u32, mode }
         })

@@ -7,7 +7,7 @@
 
 use crate::harness::*;
 use cpattn::Element;
-use cpattn::call::{Attend, AttendBackward, Delta, HeadMap, Mode, QRange, Range, Ranges, RawTensor};
+use cpattn::call::{Attend, AttendBackward, Band, Delta, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor};
 use cpattn::kernel::cpu::{self, Scratch};
 use half::bf16;
 
@@ -55,7 +55,7 @@ fn run<E: Element>(inputs: &mut [Vec<E>; 4], shift: usize, workers: usize) -> [V
     let [mut dq, mut dk, mut dv] = [(); 3].map(|()| Results::<E::Acc>::new(tokens * HEADS * DIM, shift));
     let range = Range::plain(0, tokens as u32, 0, 0);
     let rows = [QRange { range, document: LONG, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
-    let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
+    let ranges = Ranges { q: &rows, k: &[range], pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] };
     let (heads, score) = (HeadMap { q_offset: 0, kv_offset: 0, group: 1 }, score(DIM, 40, 0));
     let mut scratch = Scratch::new(workers);
     scratch.reserve(E::DTYPE, DIM as u32, DIM as u32);

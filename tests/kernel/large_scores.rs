@@ -6,7 +6,7 @@
 //! does, by the error rule: RMS error at most 1.1 times as large.
 
 use crate::harness::*;
-use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Scratch};
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element};
@@ -98,7 +98,7 @@ fn results<A: Element<Acc = A>>(inputs: &mut Inputs<A>, score: Score, way: Way) 
                 [raw(&mut inputs.q, DIM), raw(&mut inputs.k, DIM), raw(&mut inputs.v, DIM), raw(&mut o, DIM)],
                 HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
                 score,
-                Ranges { q: &rows, k: &keys, pairs: &[0] },
+                Ranges { q: &rows, k: &keys, pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] },
             )
         };
         // SAFETY: the tensors are the vectors above, alive and used by no other code.
@@ -173,7 +173,7 @@ fn one_word_is_taken_too() {
                 [raw(&mut inputs.q, DIM), raw(&mut inputs.k, DIM), raw(&mut inputs.v, DIM), running],
                 HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
                 score,
-                Ranges { q: &rows, k: &keys, pairs: &[0] },
+                Ranges { q: &rows, k: &keys, pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] },
             )
         };
         // SAFETY: the tensors are the vectors above, alive and used by no other code.

@@ -5,7 +5,7 @@
 //! and rows with an infinity, a NaN, or a number that would be rounded to infinity, with the reference.
 
 use crate::harness::*;
-use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, AttendBackward, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Isa, Scratch};
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element};
@@ -72,7 +72,7 @@ impl<E: Element<Acc = f32>> One<E> {
                 [raw(&mut self.q, DIM), raw(&mut self.k, DIM), raw(&mut self.v, DIM), RawTensor::NONE],
                 HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
                 Self::score(),
-                Ranges { q: &q, k: &k, pairs: &[0] },
+                Ranges { q: &q, k: &k, pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] },
             )
         };
         // SAFETY: the tensors are the vectors above, alive and used by nobody else.
@@ -109,7 +109,7 @@ impl<E: Element<Acc = f32>> One<E> {
                 [raw(&mut self.q, DIM), raw(&mut self.k, DIM), raw(&mut self.v, DIM), raw(&mut d_o, DIM)],
                 HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
                 Self::score(),
-                Ranges { q: &q, k: &k, pairs: &[0] },
+                Ranges { q: &q, k: &k, pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] },
             )
         };
         // SAFETY: the tensors are the vectors above, alive and used by nobody else.

@@ -4,7 +4,7 @@
 use crate::bits::backward_call;
 use crate::harness::*;
 use cpattn::Dtype;
-use cpattn::call::{Attend, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, Band, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Scratch};
 
 /// What is refused, and how it is said. Nothing is touched: the tensors have addresses that would fault.
@@ -13,7 +13,7 @@ fn refusals() {
     let nowhere = |heads, dim| RawTensor::compact(std::ptr::without_provenance_mut(64), Dtype::F32, 8, heads, dim);
     let range = Range::plain(0, 8, 0, 0);
     let rows = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only }];
-    let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
+    let ranges = Ranges { q: &rows, k: &[range], pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] };
     let good = Attend {
         lse: nowhere(4, 1),
         ..Attend::new(
@@ -57,7 +57,7 @@ fn refusals() {
     let q: Vec<QRange> = [1, 2, 1].into_iter().zip(apart).map(of_doc).collect();
     let way = "lengths of documents need q ranges in the order of documents: sort them, or give [0, 0] in all";
     refused(
-        Attend { ranges: Ranges { q: &q, k: &[], pairs: &[] }, ..good },
+        Attend { ranges: Ranges { q: &q, k: &[], pairs: &[], bands: &[] }, ..good },
         &format!("ranges.q[2].range.doc is 1, expected at least 2, as in ranges.q[1]; {way}"),
     );
     let with = |score: Score| Attend { score, ..good };
@@ -102,7 +102,7 @@ fn refusals() {
         "ranges.k[0].doc is 3, expected 0, the document of q range 0",
     );
     refused(
-        Attend { ranges: Ranges { pairs: &[1], ..good.ranges }, ..good },
+        Attend { ranges: Ranges { pairs: &[Pair { k: 1, band: 0 }], ..good.ranges }, ..good },
         "ranges.pairs of q range 0 is 1, expected an index of ranges.k, which has 1",
     );
     refused(

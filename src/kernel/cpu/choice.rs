@@ -152,8 +152,8 @@ impl Rule<'_> {
         match self.by {
             By::Lengths { score, group } => {
                 let seen = |q: &QRange| {
-                    let pairs = &self.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
-                    pairs.iter().map(|&k| u64::from(self.ranges.k[k as usize].len)).sum()
+                    let pairs = self.ranges.pairs_of(q);
+                    pairs.iter().map(|pair| u64::from(self.ranges.k[pair.k as usize].len)).sum()
                 };
                 tiles_pay(q.iter().map(|q| [u64::from(q.range.len), seen(q)]), &score, group)
             }

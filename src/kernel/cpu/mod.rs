@@ -232,7 +232,7 @@ fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<Crew<'a>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+    use crate::call::{Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
     use crate::element::{Accumulator, Element};
     use crate::kernel::reference::Attention;
     use alloc::{vec, vec::Vec};
@@ -285,7 +285,7 @@ mod tests {
         let (lse, delta, running_lse) = (raw(&mut lse, 1), raw(&mut delta, 1), raw(&mut running_lse, 2));
         let range = Range::plain(0, n as u32, 0, 0);
         let rows = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::First }];
-        let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
+        let ranges = Ranges { q: &rows, k: &[range], pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] };
         let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
         let none = RawTensor::NONE;
         let backward =

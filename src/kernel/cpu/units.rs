@@ -54,8 +54,9 @@ fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
     let ranges = &call.ranges;
     let work = |unit: RowUnit| {
         let q = &ranges.q[unit.range];
-        let keys = &ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
-        let row = |i| keys.iter().map(|&k| seen(&call.score, q.range.position(i), &ranges.k[k as usize])).sum::<u64>();
+        let keys = ranges.pairs_of(q);
+        let row =
+            |i| keys.iter().map(|pair| seen(&call.score, q.range.position(i), &ranges.k[pair.k as usize])).sum::<u64>();
         let heads = readers(&call.heads, unit.kv, call.q.heads).len() as u64;
         WorkUnit { pairs: (unit.first..unit.first + unit.rows).map(row).sum::<u64>() * heads, after: None }
     };

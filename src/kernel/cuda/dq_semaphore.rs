@@ -16,7 +16,7 @@
 use super::metadata::{TileRows, cut, inverse_len, invert, key_cost, runs, work};
 use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::{Run, WORK_ZERO, Work};
-use crate::call::{Mode, Range, Ranges};
+use crate::call::{Mode, Pair, Range, Ranges};
 use alloc::vec::Vec;
 
 /// Where the metadata lies on the device.
@@ -85,8 +85,8 @@ fn tiles_met(range: &Range, low: i64, high: i64, rows: u32) -> core::ops::Range<
 }
 
 /// Whether any key tile meets the q rows at positions `first..=last`.
-fn is_met(ranges: &Ranges, pairs: &[u32], tiles: TileRows, (left, right): (i64, i64), first: i64, last: i64) -> bool {
-    pairs.iter().any(|&k| !tiles_met(&ranges.k[k as usize], first - left, last + right, tiles.keys).is_empty())
+fn is_met(ranges: &Ranges, pairs: &[Pair], tiles: TileRows, (left, right): (i64, i64), first: i64, last: i64) -> bool {
+    pairs.iter().any(|pair| !tiles_met(&ranges.k[pair.k as usize], first - left, last + right, tiles.keys).is_empty())
 }
 
 /// Writes the metadata. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
@@ -101,7 +101,7 @@ pub(super) fn write(
 ) -> DqSemaphore {
     let (queries, (key_runs, keys)) = runs(writer, ranges);
     let (pairs, keys_of) = writer.array::<u32>(ranges.pairs.len());
-    pairs.copy_from_slice(ranges.pairs);
+    pairs.iter_mut().zip(ranges.pairs).for_each(|(k, pair)| *k = pair.k);
     let (inverse, queries_of) = writer.array::<u32>(inverse_len(ranges));
     invert(ranges, key_runs, inverse);
     let (before, query_tiles) = writer.array::<u32>(ranges.q.len());
@@ -170,7 +170,7 @@ fn order(
         if matches!(q.mode, Mode::Merge | Mode::Last) {
             continue;
         }
-        let pairs = &ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+        let pairs = ranges.pairs_of(q);
         for first in (0..q.range.len).step_by(tiles.queries as usize) {
             let last = first + (tiles.queries - 1).min(q.range.len - 1 - first);
             if !is_met(ranges, pairs, tiles, window, q.range.position(first), q.range.position(last)) {
@@ -185,9 +185,9 @@ fn join(components: &mut Vec<(u32, u64)>, ranges: &Ranges) {
     components.clear();
     components.extend((0..ranges.k.len() as u32).map(|i| (i, u64::MAX)));
     for q in ranges.q {
-        let pairs = &ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+        let pairs = ranges.pairs_of(q);
         for pair in pairs.windows(2) {
-            let (a, b) = (root(components, pair[0]), root(components, pair[1]));
+            let (a, b) = (root(components, pair[0].k), root(components, pair[1].k));
             components[a.max(b) as usize].0 = a.min(b);
         }
     }

@@ -92,7 +92,7 @@ pub(super) fn write(
     if tiles.queries > 0 {
         let (pairs, at) = writer.array::<u32>(ranges.pairs.len());
         metadata.keys_of = at;
-        pairs.copy_from_slice(ranges.pairs);
+        pairs.iter_mut().zip(ranges.pairs).for_each(|(k, pair)| *k = pair.k);
         (metadata.query_work, metadata.query_tiles) = query_work(scratch, writer, ranges, tiles.queries, window);
     }
     if tiles.keys > 0 {
@@ -147,7 +147,7 @@ pub(super) fn key_cost(ranges: &Ranges, readers: &[u32], window: (i64, i64), fir
 
 /// The k ranges of a q range.
 pub(super) fn partners<'a>(ranges: &'a Ranges, q: &QRange) -> impl Iterator<Item = &'a Range> {
-    ranges.pairs[q.keys_begin as usize..q.keys_end as usize].iter().map(|&k| &ranges.k[k as usize])
+    ranges.pairs_of(q).iter().map(|pair| &ranges.k[pair.k as usize])
 }
 
 /// Cuts some rows of a range into tiles, with their cost.
@@ -186,8 +186,8 @@ pub(super) fn work(tiles: &mut [(u64, Work)], writer: &mut Writer<'_>) -> (u64, 
 /// backward goes through the list from the end.)
 pub(super) fn invert(ranges: &Ranges, keys: &mut [Run], inverse: &mut [u32]) {
     for q in ranges.q {
-        for &k in &ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
-            keys[k as usize].end += 1;
+        for pair in ranges.pairs_of(q) {
+            keys[pair.k as usize].end += 1;
         }
     }
     let mut begin = 0;
@@ -197,8 +197,8 @@ pub(super) fn invert(ranges: &Ranges, keys: &mut [Run], inverse: &mut [u32]) {
         begin += n;
     }
     for (i, q) in ranges.q.iter().enumerate() {
-        for &k in &ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
-            let key = &mut keys[k as usize];
+        for pair in ranges.pairs_of(q) {
+            let key = &mut keys[pair.k as usize];
             inverse[key.end as usize] = i as u32;
             key.end += 1;
         }

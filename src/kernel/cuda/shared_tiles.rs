@@ -178,7 +178,7 @@ pub(super) fn write(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{Mode, Range};
+    use crate::call::{Band, Mode, Pair, Range};
     use crate::report::metadata::SHARED_ROWS;
     use alloc::vec::Vec;
 
@@ -253,8 +253,8 @@ mod tests {
             })
             .collect();
         let k: Vec<Range> = (0..).zip(k).map(|(i, &len)| Range::plain(0, len, 0, i)).collect();
-        let pairs: Vec<u32> = (0..k.len() as u32).collect();
-        let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
+        let pairs: Vec<Pair> = (0..k.len() as u32).map(Pair::of).collect();
+        let ranges = Ranges { q: &q, k: &k, pairs: &pairs, bands: &[Band::WHOLE] };
         let mut memory = alloc::vec![0u128; bytes(&ranges, rows).div_ceil(16)];
         let mut scratch = SortBuffers::default();
         let mut writer = Writer::new(bytemuck::cast_slice_mut(&mut memory), 0, 0, None);

@@ -44,7 +44,7 @@ impl Named {
 }
 
 /// Around one operation.
-struct Pair {
+struct EventPair {
     start: CudaEvent,
     end: CudaEvent,
 }
@@ -58,11 +58,11 @@ pub(super) struct Tracer {
     other: CudaEvent,
     base_ns: u64,
     accuracy_ns: u64,
-    free: Vec<Pair>,
+    free: Vec<EventPair>,
     /// Recorded operations whose times were not read yet, in the order of the runs.
-    recorded: Vec<(Named, Pair)>,
+    recorded: Vec<(Named, EventPair)>,
     /// The operation that is being enqueued.
-    open: Option<(Named, Pair)>,
+    open: Option<(Named, EventPair)>,
 }
 
 impl Tracer {
@@ -76,7 +76,7 @@ impl Tracer {
         idle: RawStream,
     ) -> Result<Self> {
         let timed = || CudaEvent::timed(context);
-        let pair = || Ok(Pair { start: timed()?, end: timed()? });
+        let pair = || Ok(EventPair { start: timed()?, end: timed()? });
         let mut made = Self {
             rank,
             epoch,

@@ -10,7 +10,7 @@ use alloc::vec::Vec;
 use super::{RangeScratch, RingSteps};
 use crate::{
     batch::Side,
-    call::{Mode, QRange, Range},
+    call::{Mode, Pair, QRange, Range},
     schedule::join::{by_document, document, meets},
 };
 
@@ -55,7 +55,7 @@ impl RingSteps {
         let begins = ring_step == self.first(split);
         let last = &self.last[split as usize * self.stationary.len()..];
         let mode = |i: usize| Mode::of(begins, last[i] as usize == ring_step);
-        let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, i: usize| {
+        let lone = |q: &mut Vec<QRange>, pairs: &[Pair], i: usize| {
             let at = pairs.len() as u32;
             q.push(self.q_range(self.stationary[i].range, at..at, mode(i)));
         };
@@ -70,7 +70,7 @@ impl RingSteps {
                     .iter()
                     .zip(at as u32..)
                     .filter(|(f, _)| meets(&st.range, &fragments[**f as usize].range, mask));
-                pairs.extend(met.map(|(_, place)| place));
+                pairs.extend(met.map(|(_, place)| Pair::of(place)));
                 let end = pairs.len() as u32;
                 if end > begin || begins {
                     q.push(self.q_range(st.range, begin..end, mode(first + i)));
@@ -88,7 +88,7 @@ impl RingSteps {
         let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
         let mode = if ring_step == self.first(0) && self.continues() { Mode::First } else { Mode::Only };
         let mut next = 0;
-        let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, f: u32| {
+        let lone = |q: &mut Vec<QRange>, pairs: &[Pair], f: u32| {
             let at = pairs.len() as u32;
             q.push(self.q_range(fragments[f as usize].range, at..at, mode));
         };
@@ -100,7 +100,7 @@ impl RingSteps {
                 let range = fragments[f as usize].range;
                 let begin = pairs.len() as u32;
                 let hits = stationary.iter().enumerate().filter(|(_, st)| meets(&st.range, &range, mask));
-                pairs.extend(hits.map(|(i, _)| (first + i) as u32));
+                pairs.extend(hits.map(|(i, _)| Pair::of((first + i) as u32)));
                 q.push(self.q_range(range, begin..pairs.len() as u32, mode));
             }
             next = at + part.len();

@@ -7,7 +7,7 @@
 use alloc::vec::Vec;
 
 use crate::{
-    call::{Mode, QRange, Range, Ranges},
+    call::{Band, Mode, Pair, QRange, Range, Ranges},
     layout::Segment,
     schedule::join::Fragment,
 };
@@ -40,13 +40,15 @@ pub struct RangeScratch {
     pub(super) order: Vec<u32>,
     pub(super) q: Vec<QRange>,
     pub(super) k: Vec<Range>,
-    pub(super) pairs: Vec<u32>,
+    pub(super) pairs: Vec<Pair>,
+    /// The bands of the slices; the same at every ring step.
+    pub(super) bands: Vec<Band>,
 }
 
 impl RangeScratch {
     /// The ranges of the ring step that was listed last.
     pub fn ranges(&self) -> Ranges<'_> {
-        Ranges { q: &self.q, k: &self.k, pairs: &self.pairs }
+        Ranges { q: &self.q, k: &self.k, pairs: &self.pairs, bands: &self.bands }
     }
 
     /// Sets the mode of every q range: begin the running result, do not finish it.
@@ -69,6 +71,8 @@ impl RangeScratch {
         grow(&mut self.q, c.q);
         grow(&mut self.k, c.k);
         grow(&mut self.pairs, c.pairs);
+        grow(&mut self.bands, 1);
+        self.bands.push(Band::WHOLE);
         self.nodes.reserve(c.nodes);
     }
 }

@@ -74,7 +74,7 @@ impl AttendCalls {
             let mut at = Vec::with_capacity(met.q.len());
             for i in 0..met.q.len() {
                 at.push((self.links.len(), met.keys(i).len() as u32));
-                self.links.extend(met.keys(i).iter().map(|k| base + k));
+                self.links.extend(met.keys(i).iter().map(|pair| base + pair.k));
             }
             self.name(q, &at);
         }
@@ -84,7 +84,7 @@ impl AttendCalls {
             self.ranges.extend(met.q.iter().map(|q| q.range));
             // The q ranges of each k range, in ascending order.
             let mut at = vec![(0, 0); met.k.len()];
-            (0..met.q.len()).flat_map(|i| met.keys(i)).for_each(|&k| at[k as usize].1 += 1);
+            (0..met.q.len()).flat_map(|i| met.keys(i)).for_each(|pair| at[pair.k as usize].1 += 1);
             let mut next = self.links.len();
             for (first, links) in &mut at {
                 *first = next;
@@ -92,8 +92,8 @@ impl AttendCalls {
             }
             self.links.resize(next, 0);
             for i in 0..met.q.len() {
-                for &k in met.keys(i) {
-                    let (first, links) = &mut at[k as usize];
+                for pair in met.keys(i) {
+                    let (first, links) = &mut at[pair.k as usize];
                     self.links[*first + *links as usize] = base + i as u32;
                     *links += 1;
                 }

@@ -7,7 +7,12 @@
 use alloc::{format, string::String, vec, vec::Vec};
 
 use super::{calls::NamedTokens, execute::Prover, listed::Met};
-use crate::{batch::Side, call::Range, error::Result, mask::Mask};
+use crate::{
+    batch::Side,
+    call::{Pair, Range},
+    error::Result,
+    mask::Mask,
+};
 
 /// Rows of a range whose positions are in `low..=high`: positions ascend, so they are one run.
 pub(super) fn rows_between(r: &Range, low: i64, high: i64) -> (u32, u32) {
@@ -146,7 +151,7 @@ impl Prover<'_> {
             self.claimed(Side::K, k)?;
         }
         for (i, query) in met.q.iter().enumerate() {
-            for &key in met.keys(i) {
+            for &Pair { k: key, .. } in met.keys(i) {
                 let (q, k) = (&query.range, &met.k[key as usize]);
                 pairs += rows_that_meet(q, k, mask, &mut q_met[i], &mut k_met[key as usize]);
             }

@@ -6,7 +6,7 @@ use core::convert::Infallible;
 
 use super::one_rank::Lists;
 use crate::{
-    call::{QRange, Range},
+    call::{Band, Pair, QRange, Range},
     schedule::{
         AttendOp, BackwardOp, BlockView, Buf, BufferView, MessageView, OpKind, Schedule, TensorId, expand::Expansion,
     },
@@ -24,12 +24,13 @@ pub(super) struct Sum {
 pub(super) struct Met {
     pub q: Vec<QRange>,
     pub k: Vec<Range>,
-    pub pairs: Vec<u32>,
+    pub pairs: Vec<Pair>,
+    pub bands: Vec<Band>,
 }
 
 impl Met {
-    /// The k ranges of a q range.
-    pub fn keys(&self, q: usize) -> &[u32] {
+    /// The pairs of a q range.
+    pub fn keys(&self, q: usize) -> &[Pair] {
         &self.pairs[self.q[q].keys_begin as usize..self.q[q].keys_end as usize]
     }
 }
@@ -101,7 +102,7 @@ fn sums(s: &Schedule, i: usize, e: &mut Expansion) -> Vec<Vec<Sum>> {
 
 fn met(e: &Expansion) -> Met {
     let r = e.scratch.ranges();
-    Met { q: r.q.to_vec(), k: r.k.to_vec(), pairs: r.pairs.to_vec() }
+    Met { q: r.q.to_vec(), k: r.k.to_vec(), pairs: r.pairs.to_vec(), bands: r.bands.to_vec() }
 }
 
 /// Lists of operations whose arguments are listed already.
@@ -147,13 +148,14 @@ pub(super) fn check_met(met: &Met, q_rows: u64, k_rows: u64) -> Result<(), Strin
         if q.keys_begin > q.keys_end || q.keys_end as usize > met.pairs.len() {
             return Err(format!("a q range names pairs {}..{} of {}", q.keys_begin, q.keys_end, met.pairs.len()));
         }
-        for &k in &met.pairs[q.keys_begin as usize..q.keys_end as usize] {
-            match met.k.get(k as usize) {
-                None => return Err(format!("a pair names k range {k} of {}", met.k.len())),
-                Some(k) if k.doc != q.range.doc => {
+        for &Pair { k, band } in &met.pairs[q.keys_begin as usize..q.keys_end as usize] {
+            match (met.k.get(k as usize), met.bands.get(band as usize)) {
+                (None, _) => return Err(format!("a pair names k range {k} of {}", met.k.len())),
+                (_, None) => return Err(format!("a pair names band {band} of {}", met.bands.len())),
+                (Some(k), Some(&Band::WHOLE)) if k.doc != q.range.doc => {
                     return Err(format!("a pair joins documents {} and {}", q.range.doc, k.doc));
                 }
-                Some(_) => {}
+                _ => {}
             }
         }
     }

@@ -184,7 +184,7 @@ impl ForwardPass<'_> {
         unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
         let lo = q.range.position(unit.block.start).saturating_sub(c.score.window_left);
         let hi = q.range.position(unit.block.end - 1).saturating_add(c.score.window_right);
-        let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+        let pairs = c.ranges.pairs_of(q);
         let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
         if self.few && is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), (lo, hi)) {
             let any = t.keys[0].next(&mut stream, false, false);

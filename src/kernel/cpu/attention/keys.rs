@@ -96,7 +96,7 @@ impl Keys<'_> {
     /// The rows of a q range that may see a key of the current tile. Also marks which keys the range reads.
     fn rows<A: Real>(&self, t: &mut KeyTiles<A>, q: &QRange) -> core::ops::Range<u32> {
         let c = self.call;
-        if !t.mark_read(&c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize]) {
+        if !t.mark_read(c.ranges.pairs_of(q)) {
             return 0..0;
         }
         let (left, right) = (c.score.window_left, c.score.window_right);

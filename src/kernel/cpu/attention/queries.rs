@@ -131,7 +131,7 @@ impl Queries<'_> {
         no_row(t.lse);
         t.part[..size].fill(V::T::ZERO);
         t.total[..size].fill(V::T::ZERO);
-        let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+        let pairs = c.ranges.pairs_of(q);
         let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
         let mut run = Flush::new(c.aligned);
         while t.keys.next(&mut stream, c.aligned, false) {

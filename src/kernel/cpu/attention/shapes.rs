@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Calls that have shapes and no memory, for tests of decisions that are taken before memory is read.
 
-use crate::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use crate::call::{Attend, AttendBackward, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use crate::element::Dtype;
 use alloc::{vec, vec::Vec};
 
@@ -27,8 +27,8 @@ pub(crate) fn calls<T>(
         .zip(&k)
         .map(|(i, &range)| QRange { range, document: [0; 2], keys_begin: i, keys_end: i + 1, mode: Mode::Only })
         .collect();
-    let pairs: Vec<u32> = (0..k.len() as u32).collect();
-    let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
+    let pairs: Vec<Pair> = (0..k.len() as u32).map(Pair::of).collect();
+    let ranges = Ranges { q: &q, k: &k, pairs: &pairs, bands: &[Band::WHOLE] };
     let tensor = |heads| RawTensor::compact(core::ptr::null_mut(), dtype, row as u64, heads, 64);
     let heads = HeadMap { q_offset: 0, kv_offset: 0, group: q_heads / kv_heads };
     let score = Score { scale: 1.0, softcap: 0.0, window_left: left, window_right: right };

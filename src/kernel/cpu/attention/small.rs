@@ -40,8 +40,8 @@ pub(crate) fn is_small<V: Vector>(c: &Attend, q: &QRange, heads: usize, (lo, hi)
         return false;
     }
     let mut keys = 0;
-    for &pair in &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
-        let k = &c.ranges.k[pair as usize];
+    for &pair in c.ranges.pairs_of(q) {
+        let k = &c.ranges.k[pair.k as usize];
         keys += k.rows_at(lo, hi).len();
         if keys * lanes > PAIRS || keys >= KEYS {
             return false;

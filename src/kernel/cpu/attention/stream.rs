@@ -10,7 +10,7 @@
 //! keys are present, so products that sum keys in groups have the same bits.
 
 use super::tile::SPAN;
-use crate::call::{Range, RawTensor};
+use crate::call::{Pair, Range, RawTensor};
 use crate::kernel::cpu::memory::arena::{Arena, KEYS};
 use crate::kernel::cpu::product::engine::AttentionEngine;
 use crate::kernel::cpu::vector::simd::Real;
@@ -39,7 +39,7 @@ pub(crate) struct TileRun {
 #[derive(Clone)]
 enum Rest<'a> {
     /// Indices into the k ranges.
-    Pairs(&'a [u32]),
+    Pairs(&'a [Pair]),
     /// The ranges of a document, from an index on.
     Document { doc: u32, from: u32 },
 }
@@ -59,7 +59,7 @@ pub(crate) struct KeyStream<'a> {
 }
 
 impl<'a> KeyStream<'a> {
-    pub(crate) fn new(k: &'a [Range], pairs: &'a [u32], lo: i64, hi: i64) -> Self {
+    pub(crate) fn new(k: &'a [Range], pairs: &'a [Pair], lo: i64, hi: i64) -> Self {
         Self { k, rest: Rest::Pairs(pairs), index: 0, current: Range::plain(0, 0, 0, 0), at: 0, stop: 0, lo, hi }
     }
 
@@ -98,7 +98,7 @@ impl<'a> KeyStream<'a> {
     fn next_range(&mut self) -> Option<u32> {
         match &mut self.rest {
             Rest::Pairs(pairs) => {
-                let (&index, rest) = pairs.split_first()?;
+                let (&Pair { k: index, .. }, rest) = pairs.split_first()?;
                 *pairs = rest;
                 Some(index)
             }
@@ -243,12 +243,12 @@ impl<'a, A: Real> Slots<'a, A> {
 
     /// For each slot up to the last one with a key, whether its range is among the pairs.
     #[inline(always)]
-    pub(crate) fn read_by(&self, pairs: &[u32]) -> impl Iterator<Item = bool> {
+    pub(crate) fn read_by(&self, pairs: &[Pair]) -> impl Iterator<Item = bool> {
         let mut last = None;
         self.index[..self.n].iter().map(move |&index| {
             let (_, read) = *last.insert(match last {
                 Some(known @ (range, _)) if range == index => known,
-                _ => (index, pairs.contains(&index)),
+                _ => (index, pairs.iter().any(|pair| pair.k == index)),
             });
             read
         })

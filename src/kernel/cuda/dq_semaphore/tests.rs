@@ -2,7 +2,7 @@
 //! The order of tiles against one that is found by looking at all of them.
 
 use super::*;
-use crate::call::QRange;
+use crate::call::{Band, Pair, QRange};
 use crate::kernel::cuda::metadata::{run, sort};
 use alloc::vec;
 
@@ -86,7 +86,8 @@ fn predecessor(
         return before[k as usize] + t;
     }
     let (mut name, mut best) = (0, 0);
-    for &r in ranges.pairs[ranges.q[q].keys_begin as usize..ranges.q[q].keys_end as usize].iter().rev() {
+    for &Pair { k: r, .. } in ranges.pairs[ranges.q[q].keys_begin as usize..ranges.q[q].keys_end as usize].iter().rev()
+    {
         if r >= k || (name != 0 && r <= best) {
             continue;
         }
@@ -108,11 +109,11 @@ fn turns_follow_one_another_and_the_order_of_work() {
         let (mut q, mut pairs) = (vec![], vec![]);
         for _ in 0..1 + dice.below(5) {
             let keys_begin = pairs.len() as u32;
-            pairs.extend((0..dice.below(5)).map(|_| dice.below(k.len() as u64) as u32));
+            pairs.extend((0..dice.below(5)).map(|_| Pair::of(dice.below(k.len() as u64) as u32)));
             let mode = [Mode::First, Mode::Merge, Mode::Last, Mode::Only][dice.below(4) as usize];
             q.push(QRange { range: dice.range(), document: [0; 2], keys_begin, keys_end: pairs.len() as u32, mode });
         }
-        let (window, ranges) = (dice.window(), Ranges { q: &q, k: &k, pairs: &pairs });
+        let (window, ranges) = (dice.window(), Ranges { q: &q, k: &k, pairs: &pairs, bands: &[Band::WHOLE] });
 
         let mut runs: Vec<Run> = k.iter().map(|k| run(k, 0, 0, 0)).collect();
         let mut inverse = vec![0; inverse_len(&ranges)];
@@ -169,7 +170,7 @@ fn documents_interleave() {
         keys_end: i + 1,
         mode: Mode::Only,
     });
-    let ranges = Ranges { q: &q, k: &k, pairs: &[0, 1, 2] };
+    let ranges = Ranges { q: &q, k: &k, pairs: &[0, 1, 2].map(Pair::of), bands: &[Band::WHOLE] };
     let tiles = TileRows { queries: 1, keys: 1 };
     let mut runs: Vec<Run> = k.iter().map(|k| run(k, 0, 0, 0)).collect();
     let mut inverse = vec![0; 3];

@@ -59,8 +59,8 @@ fn ranges_and_pairs_changed() {
             let end = met.q[n].keys_end as usize;
             let mask = s.plan.problem().mask();
             let last = met.q[n].range.last();
-            let meets = met.keys(n).iter().any(|&k| {
-                let k = met.k[k as usize];
+            let meets = met.keys(n).iter().any(|pair| {
+                let k = met.k[pair.k as usize];
                 (0..k.len).any(|i| mask.allows(last, k.position(i)))
             });
             // In the backward a later ring step may leave out a row without keys.

@@ -50,8 +50,8 @@ impl ForwardPass<'_> {
                 }
             }
             let mut left = 2 * FEW_ROWS;
-            for &pair in &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
-                let k = &c.ranges.k[pair as usize];
+            for &pair in c.ranges.pairs_of(q) {
+                let k = &c.ranges.k[pair.k as usize];
                 let rows = k.len.min(left);
                 self.ask(k.row..k.row + i64::from(rows), kv);
                 left -= rows;

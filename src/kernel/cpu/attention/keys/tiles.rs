@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One worker's tiles for the backward pass of keys, and the writing of dk and dv at the end of a unit.
 
-use crate::call::AttendBackward;
+use crate::call::{AttendBackward, Pair};
 use crate::kernel::cpu::attention::stream::KeyTile;
 use crate::kernel::cpu::attention::tile::{Lanes, at};
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK, Line};
@@ -66,7 +66,7 @@ impl<'a, A: Real> KeyTiles<'a, A> {
     }
 
     /// Marks the keys whose range is among the pairs; false if no key is.
-    pub fn mark_read(&mut self, pairs: &[u32]) -> bool {
+    pub fn mark_read(&mut self, pairs: &[Pair]) -> bool {
         let mut any = false;
         for (valid, read) in self.valid.iter_mut().zip(self.keys.read_by(pairs)) {
             *valid = read.into();

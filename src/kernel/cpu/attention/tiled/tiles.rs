@@ -174,7 +174,7 @@ impl<'a> MatrixTiles<'a> {
     /// `blocks`).
     #[inline(always)]
     pub(crate) fn rows(&mut self, c: &AttendBackward, q: &QRange) -> core::ops::Range<u32> {
-        let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+        let pairs = c.ranges.pairs_of(q);
         let (mut min, mut max) = (i64::MAX, i64::MIN);
         self.blocks = [KeyBlock::EMPTY; BLOCKS];
         for (i, slots) in self.slots[..self.n].iter().enumerate() {
