@@ -8,7 +8,17 @@
 
 use alloc::{format, sync::Arc, vec::Vec};
 
-use crate::error::{Error, Result};
+use crate::{
+    call,
+    error::{Error, Result},
+    mask::Mask,
+    slice::{
+        Slice,
+        parts::{Allowed, Borders, Parts},
+    },
+};
+
+pub use crate::side::Side;
 
 /// Documents of one packed batch. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -16,25 +26,8 @@ pub struct Batch {
     cu_q: Arc<[i32]>,
     cu_k: Arc<[i32]>,
     q_start: Option<Arc<[i64]>>,
-}
-
-/// The tokens of q or those of k, where the two may differ.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Side {
-    /// q, o, lse and their gradients.
-    Q,
-    /// k, v and their gradients.
-    K,
-}
-
-impl Side {
-    /// The other side.
-    pub(crate) const fn other(self) -> Self {
-        match self {
-            Self::Q => Self::K,
-            Self::K => Self::Q,
-        }
-    }
+    /// The slices, cut at documents; without them each document attends to itself.
+    parts: Option<Arc<Parts>>,
 }
 
 fn check(name: &'static str, cu: &[i32]) -> Result<()> {
@@ -60,7 +53,7 @@ impl Batch {
     pub fn new(cu_seqlens: &[i32]) -> Result<Self> {
         check("cu_seqlens", cu_seqlens)?;
         let cu: Arc<[i32]> = cu_seqlens.into();
-        Ok(Self { cu_k: cu.clone(), cu_q: cu, q_start: None })
+        Ok(Self { cu_k: cu.clone(), cu_q: cu, q_start: None, parts: None })
     }
 
     /// Documents with different q and k. `q_start[d]` is the position of document `d`'s first q token among its k
@@ -98,7 +91,8 @@ impl Batch {
                 return Err(Error::invalid(format!("q_start[{d}]"), start, "a position within ±2^40"));
             }
         }
-        Ok(Self { cu_q: cu_seqlens_q.into(), cu_k: cu_seqlens_k.into(), q_start: q_start.map(Into::into) })
+        let q_start = q_start.map(Into::into);
+        Ok(Self { cu_q: cu_seqlens_q.into(), cu_k: cu_seqlens_k.into(), q_start, parts: None })
     }
 
     /// Documents of the given lengths.
@@ -113,6 +107,42 @@ impl Batch {
             cu.push(total);
         }
         Self::new(&cu)
+    }
+
+    /// The same tokens and documents, of which queries attend to what `slices` say, and to nothing else. Documents are
+    /// then what layouts cut and what positions of tokens ([`Plan::positions`](crate::Plan::positions)) count in.
+    /// Replaces slices given before.
+    ///
+    /// The mask of the [`Problem`](crate::Problem) applies inside every slice, by its positions. A problem with slices
+    /// begins with [`Mask::full`](crate::Mask::full): the bands of the slices are the mask.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`](crate::Error::Invalid) for tokens outside the batch, a `q_start` beyond ±2^40, and two slices
+    /// that allow the same pair, which it names. A slice that allows no pair is legal.
+    ///
+    /// ```
+    /// use cpattn::{Batch, Slice};
+    /// // A prefix of 3 tokens that see each other, in one document of 8.
+    /// let prefix = [Slice::new(0..3, 0..3), Slice::new(3..8, 0..8).causal()];
+    /// let batch = Batch::new(&[0, 8])?.with_slices(&prefix)?;
+    /// assert_eq!(batch.slices(), Some(&prefix[..]));
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    pub fn with_slices(mut self, slices: &[Slice]) -> Result<Self> {
+        let borders = Borders { cu_seqlens: [&self.cu_q, &self.cu_k], q_start: &|d| self.start(Side::Q, d) };
+        self.parts = Some(Arc::new(Parts::new(&borders, slices)?));
+        Ok(self)
+    }
+
+    /// The slices, if they were given.
+    pub fn slices(&self) -> Option<&[Slice]> {
+        self.parts.as_deref().map(Parts::slices)
+    }
+
+    /// The pairs that are computed under a mask.
+    pub(crate) fn allowed(&self, mask: Mask) -> Allowed {
+        Allowed::new(self.parts.clone(), mask)
     }
 
     /// How many documents there are, empty ones included.
@@ -137,6 +167,11 @@ impl Batch {
     pub fn document(&self, side: Side, d: usize) -> core::ops::Range<usize> {
         let cu = self.cu_seqlens(side);
         cu[d] as usize..cu[d + 1] as usize
+    }
+
+    /// All tokens of a document, with their positions, as rows from 0 on.
+    pub(crate) fn whole(&self, side: Side, d: usize) -> call::Range {
+        call::Range::plain(0, self.document(side, d).len() as u32, self.start(side, d), d as u32)
     }
 
     /// The position of a document's first token: 0 for k, `q_start` for q.
@@ -165,6 +200,11 @@ impl Batch {
         }
         let low = step / 2;
         from + low + rest[low..rest.len().min(step)].partition_point(|&c| c <= token)
+    }
+
+    /// Whether tokens and documents are those of another batch, whatever attends to what.
+    pub(crate) fn has_documents_of(&self, other: &Self) -> bool {
+        (&self.cu_q, &self.cu_k, &self.q_start) == (&other.cu_q, &other.cu_k, &other.q_start)
     }
 
     /// Whether q and k are the same tokens at the same positions.

@@ -2,7 +2,7 @@
 //! The types of cudarc: views of its slices, ranks on its contexts, runs on its streams; nothing is copied.
 //!
 //! cudarc orders the uses of a slice by events: it asks for the address on a stream, and is told when the work there
-//! has been enqueued. [`Slice`] and [`SliceMut`] do both. Making one lets its stream wait for earlier writes of the
+//! has been enqueued. [`StreamSlice`] and [`StreamSliceMut`] do both. Making one lets its stream wait for earlier writes of the
 //! slice; dropping it records that the work which was enqueued on the stream in between has used it. So:
 //!
 //! - make the slices of a run with the stream of the run ([`stream`]),
@@ -28,11 +28,11 @@
 //! let (q, k, v) = (stream.alloc_zeros::<bf16>(n * 4 * 64)?, stream.alloc_zeros(n * 2 * 64)?, stream.alloc_zeros(n * 2 * 64)?);
 //! let (mut o, mut lse) = (stream.alloc_zeros::<bf16>(n * 4 * 64)?, stream.alloc_zeros::<f32>(n * 4)?);
 //! {
-//!     let slice = |t, heads| cudarc::Slice::compact(t, &stream, [n, heads, 64]);
+//!     let slice = |t, heads| cudarc::StreamSlice::compact(t, &stream, [n, heads, 64]);
 //!     let (q, k, v) = (slice(&q, 4)?, slice(&k, 2)?, slice(&v, 2)?);
 //!     let (mut o, mut lse) = (
-//!         cudarc::SliceMut::compact(&mut o, &stream, [n, 4, 64])?,
-//!         cudarc::SliceMut::new(&mut lse, &stream, 0, [n, 4, 1], [1, n])?, // [heads, tokens]
+//!         cudarc::StreamSliceMut::compact(&mut o, &stream, [n, 4, 64])?,
+//!         cudarc::StreamSliceMut::new(&mut lse, &stream, 0, [n, 4, 1], [1, n])?, // [heads, tokens]
 //!     );
 //!     let tensors = DeviceForward { q: q.view(), k: k.view(), v: v.view(), sinks: None, o: o.view(), lse: lse.view() };
 //!     // SAFETY: the stream was not destroyed.
@@ -79,18 +79,18 @@ pub fn stream(stream: &CudaStream) -> RawStream {
 }
 
 /// A `[tokens, heads, dim]` tensor in a slice that work on a stream reads.
-pub struct Slice<'a, T> {
+pub struct StreamSlice<'a, T> {
     view: DeviceView<'a, T>,
     _order: SyncOnDrop<'a>,
 }
 
 /// A `[tokens, heads, dim]` tensor in a slice that work on a stream writes.
-pub struct SliceMut<'a, T> {
+pub struct StreamSliceMut<'a, T> {
     view: DeviceViewMut<'a, T>,
     _order: SyncOnDrop<'a>,
 }
 
-impl<'a, T: Element> Slice<'a, T> {
+impl<'a, T: Element> StreamSlice<'a, T> {
     /// The tensor whose first element is element `start` of `slice`, with strides of tokens and heads in elements; the
     /// innermost dimension is contiguous. `stream` is the one whose work reads it.
     ///
@@ -115,7 +115,7 @@ impl<'a, T: Element> Slice<'a, T> {
     /// A compact token-major tensor at the beginning of `slice`.
     ///
     /// # Errors
-    /// As [`Slice::new`].
+    /// As [`StreamSlice::new`].
     pub fn compact(slice: &'a impl DevicePtr<T>, stream: &'a CudaStream, shape: [usize; 3]) -> Result<Self> {
         Self::new(slice, stream, 0, shape, [shape[1].saturating_mul(shape[2]), shape[2]])
     }
@@ -126,11 +126,11 @@ impl<'a, T: Element> Slice<'a, T> {
     }
 }
 
-impl<'a, T: Element> SliceMut<'a, T> {
-    /// As [`Slice::new`], of a slice that work on `stream` writes.
+impl<'a, T: Element> StreamSliceMut<'a, T> {
+    /// As [`StreamSlice::new`], of a slice that work on `stream` writes.
     ///
     /// # Errors
-    /// As [`Slice::new`], and rows that share elements.
+    /// As [`StreamSlice::new`], and rows that share elements.
     pub fn new(
         slice: &'a mut impl DevicePtrMut<T>,
         stream: &'a CudaStream,
@@ -150,7 +150,7 @@ impl<'a, T: Element> SliceMut<'a, T> {
     /// A compact token-major tensor at the beginning of `slice`.
     ///
     /// # Errors
-    /// As [`SliceMut::new`].
+    /// As [`StreamSliceMut::new`].
     pub fn compact(slice: &'a mut impl DevicePtrMut<T>, stream: &'a CudaStream, shape: [usize; 3]) -> Result<Self> {
         Self::new(slice, stream, 0, shape, [shape[1].saturating_mul(shape[2]), shape[2]])
     }
@@ -203,14 +203,14 @@ fn fits(
     }
 }
 
-impl<T: Element> fmt::Debug for Slice<'_, T> {
+impl<T: Element> fmt::Debug for StreamSlice<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Slice").field("view", &self.view).finish_non_exhaustive()
+        f.debug_struct("StreamSlice").field("view", &self.view).finish_non_exhaustive()
     }
 }
 
-impl<T: Element> fmt::Debug for SliceMut<'_, T> {
+impl<T: Element> fmt::Debug for StreamSliceMut<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SliceMut").field("view", &self.view).finish_non_exhaustive()
+        f.debug_struct("StreamSliceMut").field("view", &self.view).finish_non_exhaustive()
     }
 }

@@ -13,13 +13,14 @@
 
 mod deal;
 
-use alloc::{format, sync::Arc, vec::Vec};
+use alloc::{format, sync::Arc, vec, vec::Vec};
 
 use crate::{
     batch::{Batch, Side},
     call::Range,
     error::{Error, Result},
     mask::Mask,
+    slice::parts::Reach,
 };
 
 pub(crate) use deal::deal;
@@ -289,6 +290,9 @@ pub(crate) fn chunk_limit(chunks: u32, ring: usize) -> Result<()> {
 
 /// The mask areas of the pack's q tokens in `parts` chunks.
 fn chunk_areas(batch: &Batch, mask: Mask, parts: usize) -> Vec<u64> {
+    if batch.slices().is_some() {
+        return chunk_areas_of_slices(batch, mask, parts);
+    }
     let n = batch.tokens(Side::Q);
     let (whole, rest) = (n / parts, n % parts);
     // The border, and its rounding error: ⌊c·n/parts⌋ for each c without a division.
@@ -317,4 +321,35 @@ fn chunk_areas(batch: &Batch, mask: Mask, parts: usize) -> Vec<u64> {
         area
     };
     (0..parts).map(chunk).collect()
+}
+
+/// As [`chunk_areas`]: slice by slice, over the chunks that a slice touches.
+fn chunk_areas_of_slices(batch: &Batch, mask: Mask, parts: usize) -> Vec<u64> {
+    let (n, mut areas) = (batch.tokens(Side::Q), vec![0; parts]);
+    let allowed = batch.allowed(mask);
+    for d in 0..batch.documents() {
+        let (tokens, start) = (batch.document(Side::Q, d), batch.start(Side::Q, d));
+        for Reach { document, limits, .. } in allowed.of(Side::Q, d as u32) {
+            let keys = batch.whole(Side::K, document as usize);
+            // Queries of the slice, as tokens of the pack.
+            let token =
+                |position: i64| (position.saturating_sub(start)).clamp(0, tokens.len() as i64) as usize + tokens.start;
+            let (mut t, end) = (token(limits.q_begin), token(limits.q_end));
+            // The chunk of the first: the last one that begins at or before it.
+            let mut chunk = (t * parts).div_ceil(n.max(1)).min(parts - 1);
+            while chunk > 0 && cut(chunk, n, parts) > t {
+                chunk -= 1;
+            }
+            while t < end {
+                let next = cut(chunk + 1, n, parts).min(end);
+                if t < next {
+                    let pos = start + (t - tokens.start) as i64;
+                    areas[chunk] += Range::plain(0, (next - t) as u32, pos, d as u32).area_within(&keys, &limits);
+                    t = next;
+                }
+                chunk += 1;
+            }
+        }
+    }
+    areas
 }

@@ -50,6 +50,7 @@ pub mod report;
 #[cfg(feature = "std")]
 pub mod runtime;
 pub mod schedule;
+mod side;
 pub mod simulate;
 mod slice;
 #[cfg(feature = "std")]

@@ -2,11 +2,13 @@
 //! Slices: which queries of a batch attend to which keys.
 //!
 //! A slice is a run of q tokens, a run of k tokens, and a band: limits of the distance `k_pos − q_pos` between the
-//! positions of a query and of a key in the slice. Every mask that is trained is a set of slices: a document is one, and
-//! shared prefixes, trees, prefixes that are seen in both directions, spans and chunks are a few. A token may be in
+//! positions of a query and of a key in the slice. Every mask that is trained is a set of slices: a document is one,
+//! and shared prefixes, trees, prefixes that are seen in both directions, spans and chunks are a few. A token may be in
 //! several slices, a (query, key) pair in one at most.
 
 use core::ops::Range;
+
+pub(crate) mod parts;
 
 /// A run of q tokens, a run of k tokens and the distances at which they attend.
 ///

@@ -85,13 +85,13 @@ fn over_slices(context: &Arc<CudaContext>, plan: &Plan, end: peer::Peer) -> Outp
     let [mut dq, mut dk, mut dv] =
         [HEADS, KV_HEADS, KV_HEADS].map(|heads| before.clone_htod(&vec![f16::NAN; n * heads * DIM]).unwrap());
     let strides = [HEADS * DIM, DIM];
-    let read = |t: &CudaSlice<f16>, heads| cudarc::Slice::compact(t, &stream, [n, heads, DIM]).unwrap().view().raw();
+    let read = |t: &CudaSlice<f16>, heads| cudarc::StreamSlice::compact(t, &stream, [n, heads, DIM]).unwrap().view().raw();
     assert_eq!(read(&q, HEADS).tokens as usize, n);
     {
         let [q, k, v] = [(&q, HEADS), (&k, KV_HEADS), (&v, KV_HEADS)]
-            .map(|(t, heads)| cudarc::Slice::compact(t, &stream, [n, heads, DIM]).unwrap());
-        let mut o = cudarc::SliceMut::new(&mut o, &stream, 64, [n, HEADS, DIM], strides).unwrap();
-        let mut lse = cudarc::SliceMut::new(&mut lse, &stream, 0, [n, HEADS, 1], [1, n]).unwrap();
+            .map(|(t, heads)| cudarc::StreamSlice::compact(t, &stream, [n, heads, DIM]).unwrap());
+        let mut o = cudarc::StreamSliceMut::new(&mut o, &stream, 64, [n, HEADS, DIM], strides).unwrap();
+        let mut lse = cudarc::StreamSliceMut::new(&mut lse, &stream, 0, [n, HEADS, 1], [1, n]).unwrap();
         let tensors =
             DeviceForward { q: q.view(), k: k.view(), v: v.view(), sinks: None, o: o.view(), lse: lse.view() };
         // SAFETY: the stream lives.
@@ -99,12 +99,12 @@ fn over_slices(context: &Arc<CudaContext>, plan: &Plan, end: peer::Peer) -> Outp
     }
     {
         let [q, k, v, d_o] = [(&q, HEADS), (&k, KV_HEADS), (&v, KV_HEADS), (&d_o, HEADS)]
-            .map(|(t, heads)| cudarc::Slice::compact(t, &stream, [n, heads, DIM]).unwrap());
-        let o = cudarc::Slice::new(&o, &stream, 64, [n, HEADS, DIM], strides).unwrap();
-        let lse = cudarc::Slice::new(&lse, &stream, 0, [n, HEADS, 1], [1, n]).unwrap();
-        let mut dq = cudarc::SliceMut::compact(&mut dq, &stream, [n, HEADS, DIM]).unwrap();
+            .map(|(t, heads)| cudarc::StreamSlice::compact(t, &stream, [n, heads, DIM]).unwrap());
+        let o = cudarc::StreamSlice::new(&o, &stream, 64, [n, HEADS, DIM], strides).unwrap();
+        let lse = cudarc::StreamSlice::new(&lse, &stream, 0, [n, HEADS, 1], [1, n]).unwrap();
+        let mut dq = cudarc::StreamSliceMut::compact(&mut dq, &stream, [n, HEADS, DIM]).unwrap();
         let [mut dk, mut dv] =
-            [&mut dk, &mut dv].map(|t| cudarc::SliceMut::compact(t, &stream, [n, KV_HEADS, DIM]).unwrap());
+            [&mut dk, &mut dv].map(|t| cudarc::StreamSliceMut::compact(t, &stream, [n, KV_HEADS, DIM]).unwrap());
         let tensors = DeviceBackward {
             q: q.view(),
             k: k.view(),
@@ -158,15 +158,15 @@ fn slices_that_are_too_short_are_refused() {
     let stream = context.default_stream();
     let mut t = stream.clone_htod(&drawn(1, 100)).unwrap();
     let text = |e: cpattn::Error| e.to_string();
-    let short = cudarc::Slice::<f16>::compact(&t, &stream, [4, 2, 16]).map(drop).map_err(text).unwrap_err();
+    let short = cudarc::StreamSlice::<f16>::compact(&t, &stream, [4, 2, 16]).map(drop).map_err(text).unwrap_err();
     assert!(short.contains("is of length 100") && short.contains("at least 128"), "{short}");
-    assert!(cudarc::Slice::<f16>::compact(&t, &stream, [3, 2, 16]).is_ok());
-    assert!(cudarc::Slice::<f16>::new(&t, &stream, 4, [3, 2, 16], [32, 16]).is_ok());
-    assert!(cudarc::Slice::<f16>::new(&t, &stream, 5, [3, 2, 16], [32, 16]).is_err());
-    assert!(cudarc::Slice::<f16>::new(&t, &stream, 101, [0, 2, 16], [32, 16]).is_err());
-    assert!(cudarc::Slice::<f16>::new(&t, &stream, 0, [3, 2, 16], [usize::MAX, 16]).is_err());
+    assert!(cudarc::StreamSlice::<f16>::compact(&t, &stream, [3, 2, 16]).is_ok());
+    assert!(cudarc::StreamSlice::<f16>::new(&t, &stream, 4, [3, 2, 16], [32, 16]).is_ok());
+    assert!(cudarc::StreamSlice::<f16>::new(&t, &stream, 5, [3, 2, 16], [32, 16]).is_err());
+    assert!(cudarc::StreamSlice::<f16>::new(&t, &stream, 101, [0, 2, 16], [32, 16]).is_err());
+    assert!(cudarc::StreamSlice::<f16>::new(&t, &stream, 0, [3, 2, 16], [usize::MAX, 16]).is_err());
     // Rows that share elements cannot be written.
     let shared =
-        cudarc::SliceMut::<f16>::new(&mut t, &stream, 0, [3, 2, 16], [16, 16]).map(drop).map_err(text).unwrap_err();
+        cudarc::StreamSliceMut::<f16>::new(&mut t, &stream, 0, [3, 2, 16], [16, 16]).map(drop).map_err(text).unwrap_err();
     assert!(shared.contains("share"), "{shared}");
 }

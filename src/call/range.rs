@@ -76,6 +76,21 @@ impl Range {
         if rows < self.len as u64 { rows as u32 } else { self.len }
     }
 
+    /// Rows `i0..i1` as one or two ranges, each with the number of its first row in this one: a stripe that is cut
+    /// inside a block needs a plain run first.
+    pub(crate) fn split(&self, i0: u32, i1: u32, mut each: impl FnMut(u32, Self)) {
+        let mut i = i0;
+        let phase = i % self.block;
+        if self.block != self.period && phase != 0 && i < i1 {
+            let n = (self.block - phase).min(i1 - i);
+            each(i, Self { pos: self.position(i), len: n, block: 1, period: 1, ..*self });
+            i += n;
+        }
+        if i < i1 {
+            each(i, Self { pos: self.position(i), len: i1 - i, ..*self });
+        }
+    }
+
     /// The rows at positions `low..=high`.
     #[inline]
     pub(crate) const fn rows_at(&self, low: i64, high: i64) -> core::ops::Range<u32> {
@@ -183,6 +198,14 @@ impl Band {
         (if low > self.low { low } else { self.low }, if right < self.high { right } else { self.high })
     }
 
+    /// The band within a window `(left, right)` of distances, with limits that include its shift.
+    pub(crate) const fn within(&self, window: (i64, i64)) -> Self {
+        let (low, high) = self.distances(window);
+        let low = if low == i64::MIN { low } else { low.saturating_sub(self.shift) };
+        let high = if high == i64::MAX { high } else { high.saturating_sub(self.shift) };
+        Self { low, high, shift: 0, ..*self }
+    }
+
     /// The band with the roles of q and k exchanged.
     #[must_use]
     pub const fn transposed(&self) -> Self {
@@ -244,11 +267,11 @@ pub struct QRange {
     pub mode: Mode,
 }
 
-/// The pairs of one call, by q range. A pair is a q range, a k range and a band; the pairs of a q range are in the order
-/// in which keys are read. The same two ranges may be in several pairs; a q row and a k row are in one pair at most,
-/// which the caller sees to. A row that the call writes may be in only one range, which is checked; rows that it only
-/// reads may be in several. The call writes the rows of q ranges (unless only dk and dv are computed), and
-/// the rows of k ranges if dk and dv are computed.
+/// The pairs of one call, by q range. A pair is a q range, a k range and a band; the pairs of a q range are in the
+/// order in which keys are read. The same two ranges may be in several pairs; a q row and a k row are in one pair at
+/// most, which the caller sees to. A row that the call writes may be in only one range, which is checked; rows that it
+/// only reads may be in several. The call writes the rows of q ranges (unless only dk and dv are computed), and the
+/// rows of k ranges if dk and dv are computed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ranges<'a> {
     /// The q ranges. One without pairs is legal: its rows attend to nothing in this call.

@@ -10,10 +10,11 @@ use alloc::vec::Vec;
 
 use super::CirculatingSide;
 use crate::{
-    batch::Side,
-    call::Range,
+    batch::{Batch, Side},
+    call::{Band, Range},
     layout::{Segment, Shares},
     mask::Mask,
+    slice::parts::{Allowed, Reach},
 };
 
 impl Range {
@@ -65,6 +66,55 @@ impl Range {
         let shifts = [mask.right.map(i64::from), mask.left.map(|left| -i64::from(left))];
         let on_edge = |shift| Self { pos: self.pos.saturating_add(shift), ..*self }.area(k, Mask::window(0, 0));
         shifts.into_iter().flatten().map(on_edge).sum()
+    }
+}
+
+impl Range {
+    /// Calls `each` with the rows of this range and of `k` that are inside the limits' positions, as pairs of ranges.
+    fn for_each_inside(&self, k: &Self, limits: &Band, mut each: impl FnMut(&Self, &Self)) {
+        let rows = self.rows_at(limits.q_begin, limits.q_end.saturating_sub(1));
+        let keys = k.rows_at(limits.k_begin, limits.k_end.saturating_sub(1));
+        if rows.len() == self.len as usize && keys.len() == k.len as usize {
+            return each(self, k);
+        }
+        self.split(rows.start, rows.end, |_, q| k.split(keys.start, keys.end, |_, k| each(&q, &k)));
+    }
+
+    /// The number of (q, k) pairs of this range of q rows with a range of k rows that `limits` allow, which have no
+    /// shift.
+    pub(crate) fn area_within(&self, k: &Self, limits: &Band) -> u64 {
+        let mut pairs = 0;
+        self.for_each_inside(k, limits, |q, k| pairs += q.area_between(k, limits.low, limits.high));
+        pairs
+    }
+
+    /// The pairs with `low ≤ k_pos − q_pos ≤ high`.
+    fn area_between(&self, k: &Self, low: i64, high: i64) -> u64 {
+        if self.len == 0 || k.len == 0 {
+            return 0;
+        }
+        // A mask has its limits on both sides of the query, so the queries are moved to one limit.
+        let moved = |by: i64| Self { pos: self.pos.saturating_add(by), ..*self };
+        match (low <= k.pos - self.last(), high >= k.last() - self.pos) {
+            (true, true) => u64::from(self.len) * u64::from(k.len),
+            (true, false) => moved(high).area(k, Mask::causal()),
+            (false, true) => moved(low).area(k, Mask { left: Some(0), right: None }),
+            (false, false) if low > high => 0,
+            (false, false) => {
+                moved(high).area(k, Mask { left: u32::try_from(high.abs_diff(low)).ok(), right: Some(0) })
+            }
+        }
+    }
+
+    /// As [`Range::edges`], for the limits of distances.
+    pub(crate) fn edges_within(&self, k: &Self, limits: &Band) -> u64 {
+        let mut pairs = 0;
+        self.for_each_inside(k, limits, |q, k| {
+            for limit in [limits.low, limits.high].into_iter().filter(|&limit| limit != i64::MIN && limit != i64::MAX) {
+                pairs += Self { pos: q.pos.saturating_add(limit), ..*q }.area(k, Mask::window(0, 0));
+            }
+        });
+        pairs
     }
 }
 
@@ -143,7 +193,7 @@ pub struct Load {
 /// `lists` has no contents; callers keep it for the next rank.
 pub(super) fn load(
     shares: &Shares,
-    mask: Mask,
+    allowed: &Allowed,
     r: usize,
     sent: CirculatingSide,
     lists: &mut [Vec<Segment>; 2],
@@ -152,74 +202,74 @@ pub(super) fn load(
     shares.segments(Side::Q, r, q);
     shares.segments(Side::K, r, k);
     let [q_tokens, k_tokens] = [&*q, &*k].map(|list| list.iter().map(|s| u64::from(s.range.len)).sum());
-    let whole = |side, doc| (shares.batch().start(side, doc), shares.batch().document(side, doc).len() as u32);
     let (area, needed) = match sent {
-        CirculatingSide::Keys => met(q, k, mask, |doc| whole(Side::K, doc)),
-        CirculatingSide::Queries => met(k, q, mask.transposed(), |doc| whole(Side::Q, doc)),
+        CirculatingSide::Keys => met(q, k, shares.batch(), allowed, Side::Q),
+        CirculatingSide::Queries => met(k, q, shares.batch(), allowed, Side::K),
     };
     Load { area, q_tokens, k_tokens, needed }
 }
 
-/// The pairs of one side's segments with the other side of their documents (`whole` returns its first position and
-/// length), and the number of tokens of that side that they meet, without those in `held`. Both lists ascend by
-/// document.
-fn met(mine: &[Segment], held: &[Segment], mask: Mask, whole: impl Fn(usize) -> (i64, u32)) -> (u64, u64) {
-    let (mut pairs, mut needed) = (0, 0);
-    let (mut held, mut rest) = (held, mine);
-    while let Some(first) = rest.first() {
-        let doc = first.range.doc;
-        let (mine, after) = rest.split_at(rest.partition_point(|s| s.range.doc <= doc));
-        rest = after;
-        held = &held[held.partition_point(|s| s.range.doc < doc)..];
-        let held = &held[..held.partition_point(|s| s.range.doc <= doc)];
-        let (begin, length) = whole(doc as usize);
-        if length == 0 {
-            continue;
-        }
-        let whole = Range::plain(0, length, begin, doc);
-        // The positions met are a union of ascending intervals.
-        let mut open: Option<(i64, i64)> = None;
-        let mut close = |(a, e): (i64, i64)| {
-            let held: u32 = held.iter().map(|s| s.range.rows_before(e) - s.range.rows_before(a)).sum();
-            needed += (e - a) as u64 - u64::from(held);
-        };
-        let mut reach = |a: i64, e: i64| {
-            let (a, e) = (a.max(begin), e.min(begin + i64::from(length)));
-            if a >= e {
-                return;
+/// The pairs of the segments of one `side` with the other side, and the number of tokens of that side that they meet,
+/// without those in `held`, whose documents ascend.
+fn met(mine: &[Segment], held: &[Segment], batch: &Batch, allowed: &Allowed, side: Side) -> (u64, u64) {
+    let mut pairs = 0;
+    // Positions of the other side that are met: document, first and end. They ascend if there are no slices.
+    let mut spans: Vec<(u32, i64, i64)> = Vec::new();
+    for s in mine.iter().map(|s| &s.range) {
+        for Reach { document, limits, .. } in allowed.of(side, s.doc) {
+            let whole = batch.whole(side.other(), document as usize);
+            if whole.len == 0 {
+                continue;
             }
-            match &mut open {
-                Some((_, end)) if a <= *end => *end = (*end).max(e),
-                other => {
-                    if let Some(done) = other.replace((a, e)) {
-                        close(done);
-                    }
-                }
-            }
-        };
-        let (left, right) = (mask.left_limit(), mask.right_limit());
-        let span = left.saturating_add(right);
-        for s in mine {
-            pairs += s.range.area(&whole, mask);
-            if s.range.is_plain() || i64::from(s.range.period - s.range.block) <= span {
-                reach(s.range.pos.saturating_sub(left), s.range.last().saturating_add(right).saturating_add(1));
-            } else {
-                // Only blocks that reach the other side: a new token meets only a few stripes of a long slot.
-                let first = s.range.rows_before(begin.saturating_sub(right));
-                for b in blocks_from(&s.range, first) {
-                    let from = b.pos.saturating_sub(left);
-                    if from >= begin + i64::from(length) {
-                        break;
-                    }
-                    reach(from, b.last().saturating_add(right).saturating_add(1));
-                }
-            }
-        }
-        if let Some(done) = open {
-            close(done);
+            pairs += s.area_within(&whole, &limits);
+            reach(s, &whole, &limits, |first, end| match spans.last_mut() {
+                Some((doc, a, e)) if *doc == document && *a <= first && first <= *e => *e = (*e).max(end),
+                _ => spans.push((document, first, end)),
+            });
         }
     }
+    if !spans.is_sorted() {
+        spans.sort_unstable();
+    }
+    let (mut needed, mut from) = (0, 0);
+    let mut rest = spans.iter().copied().peekable();
+    while let Some((doc, a, mut e)) = rest.next() {
+        while let Some((_, _, end)) = rest.next_if(|next| next.0 == doc && next.1 <= e) {
+            e = e.max(end);
+        }
+        from += held[from..].partition_point(|s| s.range.doc < doc);
+        let of_document = held[from..].iter().take_while(|s| s.range.doc == doc);
+        let held: u32 = of_document.map(|s| s.range.rows_before(e) - s.range.rows_before(a)).sum();
+        needed += (e - a) as u64 - u64::from(held);
+    }
     (pairs, needed)
+}
+
+/// Calls `each(first, end)` for the positions of `whole` that the rows of `s` reach within the limits.
+fn reach(s: &Range, whole: &Range, limits: &Band, mut each: impl FnMut(i64, i64)) {
+    let begin = whole.pos.max(limits.k_begin);
+    let end = (whole.pos + i64::from(whole.len)).min(limits.k_end);
+    let mut run = |a: i64, e: i64| {
+        let (a, e) =
+            (a.saturating_add(limits.low).max(begin), e.saturating_add(limits.high).saturating_add(1).min(end));
+        if a < e {
+            each(a, e);
+        }
+    };
+    let rows = s.rows_at(limits.q_begin, limits.q_end.saturating_sub(1));
+    s.split(rows.start, rows.end, |_, s| {
+        if s.is_plain() || i64::from(s.period - s.block) <= limits.high.saturating_sub(limits.low) {
+            return run(s.pos, s.last());
+        }
+        // Only blocks that reach the other side: a new token meets only a few stripes of a long slot.
+        let first = s.rows_before(begin.saturating_sub(limits.high));
+        for b in blocks_from(&s, first) {
+            if b.pos.saturating_add(limits.low) >= end {
+                break;
+            }
+            run(b.pos, b.last());
+        }
+    });
 }
 
 #[cfg(test)]
@@ -322,7 +372,7 @@ mod tests {
                                 (CirculatingSide::Keys, count(Side::K, &k, &q)),
                                 (CirculatingSide::Queries, count(Side::Q, &q, &k)),
                             ] {
-                                let got = load(&shares, mask, r, sent, &mut lists);
+                                let got = load(&shares, &mask.into(), r, sent, &mut lists);
                                 assert_eq!(got, want, "{layout} ring {ring} rank {r} {mask:?} {sent:?}");
                             }
                         }

@@ -39,6 +39,16 @@ impl Fingerprint {
         }
     }
 
+    /// The slices of a batch, if there are any.
+    pub(crate) fn slices(&mut self, batch: &Batch) {
+        let Some(slices) = batch.slices() else { return };
+        self.word(slices.len() as u64);
+        for s in slices {
+            self.slice_i32(&[s.q_begin, s.q_end, s.k_begin, s.k_end]);
+            [s.q_start, s.low, s.high].into_iter().for_each(|x| self.word(x as u64));
+        }
+    }
+
     pub(crate) fn word(&mut self, w: u64) {
         let mut z = (self.0 ^ w).wrapping_add(0x9e37_79b9_7f4a_7c15);
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

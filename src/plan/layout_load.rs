@@ -87,6 +87,6 @@ impl<'a> LoadCounter<'a> {
 
 /// The load of each ring rank with these shares if one side is sent, computed lazily.
 pub(super) fn loads_of_ranks(problem: &Problem, shares: &Shares, sent: CirculatingSide) -> impl Iterator<Item = Load> {
-    let mut lists = Default::default();
-    (0..shares.ring()).map(move |r| load(shares, problem.mask(), r, sent, &mut lists))
+    let (mut lists, allowed) = (Default::default(), problem.allowed());
+    (0..shares.ring()).map(move |r| load(shares, &allowed, r, sent, &mut lists))
 }

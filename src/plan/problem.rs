@@ -7,11 +7,12 @@
 use alloc::{format, sync::Arc};
 
 use crate::{
-    batch::Batch,
+    batch::{Batch, Side},
     call::Score,
     element::Dtype,
     error::{Error, Result},
     mask::Mask,
+    slice::parts::Allowed,
 };
 
 /// Softmax attention, or the caller's own kernel.
@@ -46,9 +47,10 @@ impl Problem {
     /// The largest supported head dim.
     pub const MAX_HEAD_DIM: usize = 512;
 
-    /// Causal attention over `batch` with `heads` q heads, `kv_heads` kv heads, one head dim for q, k and v, and a
-    /// scale of `1/√head_dim`.
+    /// Causal attention over the documents of `batch`, or attention over its slices with [`Mask::full`] inside them;
+    /// with `heads` q heads, `kv_heads` kv heads, one head dim for q, k and v, and a scale of `1/√head_dim`.
     pub fn new(batch: Batch, heads: usize, kv_heads: usize, head_dim: usize, dtype: Dtype) -> Self {
+        let mask = if batch.slices().is_some() { Mask::full() } else { Mask::causal() };
         Self {
             batch,
             heads,
@@ -56,7 +58,7 @@ impl Problem {
             head_dim,
             value_dim: head_dim,
             dtype,
-            mask: Mask::causal(),
+            mask,
             scale: None,
             softcap: None,
             alibi_slopes: None,
@@ -79,7 +81,7 @@ impl Problem {
         self
     }
 
-    /// Which keys a query reads.
+    /// Which keys a query reads, by their distance: in its document, or in each of its slices.
     #[must_use]
     pub fn with_mask(mut self, mask: Mask) -> Self {
         self.mask = mask;
@@ -243,21 +245,26 @@ impl Problem {
         }
     }
 
-    /// The number of allowed (q, k) pairs over all documents, for one head.
+    /// The pairs that are computed.
+    pub(crate) fn allowed(&self) -> Allowed {
+        self.batch.allowed(self.mask)
+    }
+
+    /// The number of allowed (q, k) pairs over all documents or slices, for one head.
     pub fn area(&self) -> u128 {
-        use crate::batch::Side;
-        (0..self.batch.documents())
-            .map(|d| {
-                let start = self.batch.start(Side::Q, d);
-                let q = self.batch.document(Side::Q, d).len() as i64;
-                let k = self.batch.document(Side::K, d).len() as i64;
-                self.mask.area(start, start + q, k) as u128
+        let allowed = self.allowed();
+        let of_document = |d: usize| {
+            let q = self.batch.whole(Side::Q, d);
+            allowed.of(Side::Q, d as u32).map(move |reach| {
+                u128::from(q.area_within(&self.batch.whole(Side::K, reach.document as usize), &reach.limits))
             })
-            .sum()
+        };
+        (0..self.batch.documents()).flat_map(of_document).sum()
     }
 
     pub(super) fn hash_into(&self, h: &mut super::fingerprint::Fingerprint) {
         h.batch(&self.batch);
+        h.slices(&self.batch);
         for n in [self.heads, self.kv_heads, self.head_dim, self.value_dim] {
             h.word(n as u64);
         }

@@ -78,12 +78,15 @@ impl Plan {
     pub(crate) fn words(&self) -> String {
         let p = self.problem();
         let documents = short(|f| f.batch(p.batch()));
+        let slices = p.batch().slices().map_or(String::new(), |slices| {
+            format!(", {} slices with fingerprint {}", slices.len(), short(|f| f.slices(p.batch())))
+        });
         let kind = if p.kind() == AttentionKind::Softmax { "" } else { ", mixing of another kind" };
         let chunks = self.shares().deal().map_or(String::new(), |deal| {
             format!(", chunks with fingerprint {}", short(|f| deal.iter().for_each(|&c| f.word(c.into()))))
         });
         format!(
-            "documents with fingerprint {documents}, heads {}, kv_heads {}, head_dim {}, value_dim {}, dtype {}, mask {}{}{kind}{chunks}{}",
+            "documents with fingerprint {documents}{slices}, heads {}, kv_heads {}, head_dim {}, value_dim {}, dtype {}, mask {}{}{kind}{chunks}{}",
             p.heads(),
             p.kv_heads(),
             p.head_dim(),

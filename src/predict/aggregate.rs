@@ -33,7 +33,6 @@ use alloc::vec::Vec;
 
 use crate::{
     batch::Side,
-    call::Range,
     error::Result,
     heads::HeadCounts,
     machine::{KernelRate, Machine},
@@ -56,11 +55,14 @@ pub(super) fn kernels(problem: &Problem, machine: &Machine) -> Result<ProblemKer
     let (forward, a) = kernel_rate(problem, machine, false)?;
     let (backward, b) = kernel_rate(problem, machine, true)?;
     let batch = problem.batch();
-    let of_document = |d| {
-        let [q, k] = [Side::Q, Side::K].map(|side| batch.document(side, d).len() as u32);
-        Range::plain(0, q, batch.start(Side::Q, d), 0).edges(&Range::plain(0, k, 0, 0), problem.mask())
+    let allowed = problem.allowed();
+    let of_document = |d: usize| {
+        let q = batch.whole(Side::Q, d);
+        allowed
+            .of(Side::Q, d as u32)
+            .map(move |reach| q.edges_within(&batch.whole(Side::K, reach.document as usize), &reach.limits))
     };
-    let edges = (0..batch.documents()).map(of_document).sum::<u64>() as f64 / batch.tokens(Side::Q).max(1) as f64;
+    let edges = (0..batch.documents()).flat_map(of_document).sum::<u64>() as f64 / batch.tokens(Side::Q).max(1) as f64;
     Ok(ProblemKernels { rates: [forward, backward], exact: a && b, edges })
 }
 
@@ -162,7 +164,8 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, m: &Machine, kernels: &Pro
     let keys = needed * hkv * dims;
     let sides = [plan.forward_circulates(), plan.backward_circulates()];
     let queries_travel = sides.map(|side| side == CirculatingSide::Queries);
-    let counted = (queries_travel[0] || queries_travel[1] || ordered) && !p.batch().is_self_attention();
+    let counted = (queries_travel[0] || queries_travel[1] || ordered)
+        && !(p.batch().is_self_attention() && p.batch().slices().is_none());
     let of_keys = counted.then(|| LayoutLoad::of(p, plan.shares(), CirculatingSide::Queries));
     let visits = of_keys.map_or(load.needed, |l| {
         let sent = u128::from(l.largest.q_tokens) * u128::from(l.total.needed);

@@ -165,8 +165,9 @@ impl Plan {
         let held_keys = |queries| if exchanging || packs_keys(queries) { nk * hkv * dims * e } else { 0 };
         let exchanged = |bytes: u64| if exchanging { bytes } else { 0 };
         let readers = if form == Form::Ring { 1 } else { n(mesh.ring) - 1 };
-        let pieces =
-            p.batch().documents() > 1 || matches!(self.layout(), Layout::Striped { .. } | Layout::Balanced { .. });
+        let pieces = p.batch().documents() > 1
+            || p.batch().slices().is_some()
+            || matches!(self.layout(), Layout::Striped { .. } | Layout::Balanced { .. });
         let leaving_packed = |bytes: u64| if pieces { readers * bytes } else { 0 };
         let nodes = GatewayRows::of(self, sizes);
         let keys_in = nodes.as_ref().map_or(lk * others_kv, GatewayRows::on_the_way_in) * dims * e;

@@ -101,14 +101,16 @@ impl<'a> OpSizes<'a> {
             return n;
         }
         let mask = self.plan.problem().mask();
+        let window = (mask.left_limit(), mask.right_limit());
         self.schedule.ring_steps(side).ranges(ring_step as usize, &mut self.expansion.scratch);
         let r = self.expansion.scratch.ranges();
         let mut head = HeadSize { keys: r.k.iter().map(|k| u64::from(k.len)).sum(), ..HeadSize::default() };
         for q in r.q {
             let keys = &r.pairs[q.keys_begin as usize..q.keys_end as usize];
-            for k in keys.iter().map(|pair| &r.k[pair.k as usize]) {
-                head.pairs += u128::from(q.range.area(k, mask));
-                head.edges += q.range.edges(k, mask);
+            for pair in keys {
+                let (k, limits) = (&r.k[pair.k as usize], r.bands[pair.band as usize].within(window));
+                head.pairs += u128::from(q.range.area_within(k, &limits));
+                head.edges += q.range.edges_within(k, &limits);
             }
             head.rows += if keys.is_empty() { 0 } else { u64::from(q.range.len) };
         }

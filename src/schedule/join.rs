@@ -2,16 +2,22 @@
 //! Which rows of one share another share needs.
 //!
 //! A *circulating* share (k and v, or the q side) is sent to the rank of a *stationary* share. A circulating row is
-//! needed if the mask allows at least one pair with a stationary row of its document; [`join`] finds exactly those
+//! needed if at least one pair with a stationary row is allowed; [`join`] finds exactly those
 //! rows, as [`Fragment`]s that are compact in the receive buffer. Owner and reader both call it with the same
 //! arguments, so they get the same messages without communicating.
 //!
-//! Both shares list documents in ascending order and the segments of one document in ascending positions, so one pass
-//! over both suffices and nothing is allocated beyond the output.
+//! Both shares list documents in ascending order and the segments of one document in ascending positions, so the
+//! segments that a document attends to are found near those of the document before, and nothing is allocated beyond the
+//! lists given.
 
 use alloc::vec::Vec;
 
-use crate::{call::Range, layout::Segment, mask::Mask};
+use crate::{
+    batch::Side,
+    call::{Band, Range},
+    layout::Segment,
+    slice::parts::Allowed,
+};
 
 /// A run of rows of a share that some rank needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,43 +51,36 @@ impl Class {
     }
 }
 
-/// Rows `i0..i1` of a range as one or two ranges: a stripe cut inside a block needs a plain run first.
-pub(super) fn split_stripe(range: &Range, i0: u32, i1: u32, mut each: impl FnMut(u32, Range)) {
-    let mut i = i0;
-    let phase = i % range.block;
-    if range.block != range.period && phase != 0 {
-        let n = (range.block - phase).min(i1 - i);
-        each(i, Range { pos: range.position(i), len: n, block: 1, period: 1, ..*range });
-        i += n;
+/// The circulating positions that the rows of a stationary segment need, as intervals `low..=high`, ascending. `limits`
+/// are seen from the stationary side.
+fn reach(s: &Range, limits: &Band, mut each: impl FnMut(i64, i64)) {
+    let rows = s.rows_at(limits.q_begin, limits.q_end.saturating_sub(1));
+    if rows.is_empty() {
+        return;
     }
-    if i < i1 {
-        each(i, Range { pos: range.position(i), len: i1 - i, ..*range });
+    let mut run = |first: u32, end: u32| {
+        let low = s.position(first).saturating_add(limits.low).max(limits.k_begin);
+        let high = s.position(end - 1).saturating_add(limits.high).min(limits.k_end.saturating_sub(1));
+        if low <= high {
+            each(low, high);
+        }
+    };
+    if s.is_plain() || i64::from(s.period - s.block) <= limits.high.saturating_sub(limits.low) {
+        return run(rows.start, rows.end);
     }
-}
-
-/// The circulating positions that the rows of a stationary segment need, as intervals `low..=high`, ascending.
-fn reach(s: &Range, mask: Mask, mut each: impl FnMut(i64, i64)) {
-    let span = mask.left_limit().saturating_add(mask.right_limit());
-    let interval = |a: i64, b: i64| (a.saturating_sub(mask.left_limit()), b.saturating_add(mask.right_limit()));
-    if s.is_plain() || i64::from(s.period - s.block) <= span {
-        let (low, high) = interval(s.pos, s.last());
-        return each(low, high);
-    }
-    let mut i = 0;
-    while i < s.len {
-        let n = s.block.min(s.len - i);
-        let a = s.position(i);
-        let (low, high) = interval(a, a + i64::from(n) - 1);
-        each(low, high);
+    let mut i = rows.start;
+    while i < rows.end {
+        let n = (s.block - i % s.block).min(rows.end - i);
+        run(i, i + n);
         i += n;
     }
 }
 
-/// Whether some row of `s` may be paired with some row of `v`.
-pub(crate) fn meets(s: &Range, v: &Range, mask: Mask) -> bool {
+/// Whether some row of `s` may be paired with some row of `v` within the limits, seen from `s`.
+pub(crate) fn meets(s: &Range, v: &Range, limits: &Band) -> bool {
     let (first, last) = (v.pos, v.last());
     let mut found = false;
-    reach(s, mask, |low, high| {
+    reach(s, limits, |low, high| {
         found |= low <= last && high >= first && !v.rows_at(low, high).is_empty();
     });
     found
@@ -92,80 +91,103 @@ pub(super) fn document(s: &Segment) -> u32 {
     s.range.doc
 }
 
-/// Calls `each(index, entries of a, index, entries of b)` for every document that two lists hold, with the index of the
-/// first entry of each. Both lists come with the document of an entry, and are in ascending order of it.
-pub(super) fn by_document<'a, A, B>(
-    (a, document_of_a): (&'a [A], impl Fn(&A) -> u32),
-    (b, document_of_b): (&'a [B], impl Fn(&B) -> u32),
-    mut each: impl FnMut(usize, &'a [A], usize, &'a [B]),
-) {
-    let (mut i, mut j) = (0, 0);
-    while i < a.len() && j < b.len() {
-        let (doc, of_b) = (document_of_a(&a[i]), document_of_b(&b[j]));
-        match doc.cmp(&of_b) {
-            core::cmp::Ordering::Less => i += 1,
-            core::cmp::Ordering::Greater => j += 1,
-            core::cmp::Ordering::Equal => {
-                let ie = i + a[i..].iter().take_while(|x| document_of_a(x) == doc).count();
-                let je = j + b[j..].iter().take_while(|x| document_of_b(x) == doc).count();
-                each(i, &a[i..ie], j, &b[j..je]);
-                (i, j) = (ie, je);
-            }
+/// A list in the order of documents, in which those near the last one are found fast.
+pub(super) struct ByDocument<'a, T, F> {
+    list: &'a [T],
+    document_of: F,
+    /// The first entry of the last document.
+    at: usize,
+}
+
+impl<'a, T, F: Fn(&T) -> u32> ByDocument<'a, T, F> {
+    pub fn new(list: &'a [T], document_of: F) -> Self {
+        Self { list, document_of, at: 0 }
+    }
+
+    /// The entries of a document, and the index of the first.
+    pub fn of(&mut self, doc: u32) -> (usize, &'a [T]) {
+        let before = |x: &T| (self.document_of)(x) < doc;
+        // Back to the begin for an earlier document.
+        let mut at = if self.at > 0 && !before(&self.list[self.at - 1]) { 0 } else { self.at };
+        // Doubling steps, then a binary search in the last step.
+        let rest = &self.list[at..];
+        let mut step = 1;
+        while step <= rest.len() && before(&rest[step - 1]) {
+            step *= 2;
         }
+        at += step / 2 + rest[step / 2..rest.len().min(step)].partition_point(before);
+        let of_document = self.list[at..].iter().take_while(|x| (self.document_of)(x) == doc).count();
+        self.at = at;
+        (at, &self.list[at..at + of_document])
     }
 }
 
-/// Appends the fragments of `circulating` that `stationary` needs, compact from slot row `row` on; returns the row
-/// after them. `mask` is seen from the stationary side: it is the problem's mask when k circulates and its transpose
-/// when q does.
+/// Appends the fragments of `circulating`, which are of `side`, that `stationary` needs, compact from slot row `row`
+/// on; returns the row after them. `intervals` has no contents.
 pub(crate) fn join(
     stationary: &[Segment],
-    circulating: &[Segment],
+    (circulating, side): (&[Segment], Side),
     class: Class,
-    mask: Mask,
+    allowed: &Allowed,
     peer: u32,
     mut row: i64,
+    intervals: &mut Vec<(u32, u32)>,
     out: &mut Vec<Fragment>,
 ) -> i64 {
-    by_document((stationary, document), (circulating, document), |_, stationary, _, circulating| {
-        for v in circulating.iter().filter(|v| class.has(v.reverse)) {
-            let v = &v.range;
-            let mut emit = |i0: u32, i1: u32| {
-                split_stripe(v, i0, i1, |i, piece| {
-                    out.push(Fragment { peer, owner_row: v.row + i64::from(i), range: Range { row, ..piece } });
-                    row += i64::from(piece.len);
-                });
-            };
-            // The intervals ascend, so one pass computes their union.
-            let mut open: Option<(u32, u32)> = None;
-            for s in stationary {
-                reach(&s.range, mask, |low, high| {
-                    let (i0, i1) = (v.rows_before(low), v.rows_before(high.saturating_add(1)));
-                    if i0 >= i1 {
-                        return;
-                    }
-                    match &mut open {
-                        Some((_, end)) if i0 <= *end => *end = (*end).max(i1),
-                        Some((a, e)) => {
-                            emit(*a, *e);
-                            open = Some((i0, i1));
-                        }
-                        None => open = Some((i0, i1)),
-                    }
-                });
-            }
-            if let Some((a, e)) = open {
-                emit(a, e);
-            }
+    let mut stationary = ByDocument::new(stationary, document);
+    for v in circulating.iter().filter(|v| class.has(v.reverse)).map(|v| &v.range) {
+        needed(&mut stationary, v, side, allowed, intervals);
+        for &(i0, i1) in &*intervals {
+            v.split(i0, i1, |i, piece| {
+                out.push(Fragment { peer, owner_row: v.row + i64::from(i), range: Range { row, ..piece } });
+                row += i64::from(piece.len);
+            });
         }
-    });
+    }
     row
+}
+
+/// `intervals` := the rows of a circulating segment of `side` that stationary segments need, ascending and joined.
+fn needed(
+    stationary: &mut ByDocument<Segment, impl Fn(&Segment) -> u32>,
+    v: &Range,
+    side: Side,
+    allowed: &Allowed,
+    intervals: &mut Vec<(u32, u32)>,
+) {
+    intervals.clear();
+    let mut ascending = true;
+    for of in allowed.of(side, v.doc) {
+        let limits = of.limits.transposed();
+        for s in stationary.of(of.document).1 {
+            reach(&s.range, &limits, |low, high| {
+                let (i0, i1) = (v.rows_before(low), v.rows_before(high.saturating_add(1)));
+                match intervals.last_mut() {
+                    _ if i0 >= i1 => {}
+                    Some((a, e)) if *a <= i0 && i0 <= *e => *e = (*e).max(i1),
+                    last => {
+                        ascending &= last.is_none_or(|last| last.0 <= i0);
+                        intervals.push((i0, i1));
+                    }
+                }
+            });
+        }
+    }
+    // The intervals of one slice ascend, those of several need not.
+    if !ascending {
+        intervals.sort_unstable();
+        intervals.dedup_by(|next, open| {
+            let joined = next.0 <= open.1;
+            open.1 = if joined { open.1.max(next.1) } else { open.1 };
+            joined
+        });
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{batch::Batch, batch::Side, layout::Layout, layout::Shares};
+    use crate::{batch::Batch, layout::Layout, layout::Shares, mask::Mask};
     use alloc::vec;
 
     /// Every pair of shares of many small problems: the fragments hold exactly the rows that brute force finds.
@@ -203,7 +225,8 @@ mod tests {
                                 let (mut q, mut k, mut out) = (vec![], vec![], vec![]);
                                 shares.segments(Side::Q, r, &mut q);
                                 shares.segments(Side::K, j, &mut k);
-                                let rows = join(&q, &k, Class::All, mask, 9, 0, &mut out);
+                                let rows =
+                                    join(&q, (&k, Side::K), Class::All, &mask.into(), 9, 0, &mut vec![], &mut out);
                                 assert_eq!(rows, out.iter().map(|f| i64::from(f.range.len)).sum::<i64>());
                                 let got: Vec<_> = out
                                     .iter()

@@ -22,8 +22,8 @@ use alloc::{vec, vec::Vec};
 use crate::{
     batch::Side,
     layout::{Layout, Segment, Shares},
-    mask::Mask,
     plan::Form,
+    slice::parts::Allowed,
 };
 
 mod holders;
@@ -100,7 +100,7 @@ struct Scattered {
 #[derive(Clone, Debug)]
 pub struct RingSteps {
     shares: Shares,
-    mask: Mask,
+    allowed: Allowed,
     circulating: Side,
     form: Form,
     me: usize,
@@ -123,7 +123,7 @@ impl RingSteps {
     /// ranks of a node, which divides the ring. `splits` are the holders of the heads that travel, one at least.
     pub fn new(
         shares: &Shares,
-        mask: Mask,
+        allowed: impl Into<Allowed>,
         circulating: Side,
         form: Form,
         (me, per_node): (usize, usize),
@@ -133,11 +133,10 @@ impl RingSteps {
         let staying = circulating.other();
         shares.segments(staying, me, &mut stationary);
         shares.segments(circulating, me, &mut own);
-        let mask = if circulating == Side::K { mask } else { mask.transposed() };
         let last = vec![0; stationary.len() * splits.len()];
         let mut v = Self {
             shares: shares.clone(),
-            mask,
+            allowed: allowed.into(),
             circulating,
             form,
             me,
@@ -150,7 +149,8 @@ impl RingSteps {
             scattered: Vec::new(),
             capacity: Capacity::default(),
         };
-        if shares.layout() == Layout::Zigzag && !form.holds_own() && !v.crosses() {
+        let by_document = v.allowed.is_by_document();
+        if shares.layout() == Layout::Zigzag && by_document && !form.holds_own() && !v.crosses() {
             v.sweep_zigzag(staying);
         } else {
             v.sweep();

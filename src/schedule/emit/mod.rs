@@ -77,7 +77,7 @@ impl Schedule {
         let per_node = plan.ring_ranks_of_node();
         let ring_steps = |side, per_node: usize, splits| {
             let of = (at.ring, per_node);
-            Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), of, splits))
+            Arc::new(RingSteps::new(plan.shares(), p.allowed(), side, plan.form(), of, splits))
         };
         let backward = direction == Direction::Backward;
         let both = backward && plan.options().reproducible;

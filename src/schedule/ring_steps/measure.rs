@@ -13,9 +13,10 @@ use super::{
 };
 use crate::{
     batch::Side,
+    call::Range,
     plan::Form,
     schedule::{
-        join::{Fragment, by_document, document, meets},
+        join::{ByDocument, Fragment, meets},
         sweep::Zigzag,
     },
 };
@@ -25,7 +26,7 @@ impl RingSteps {
     pub(super) fn sweep_zigzag(&mut self, staying: Side) {
         let zigzag = Zigzag {
             batch: self.shares.batch(),
-            mask: self.mask,
+            mask: if self.circulating == Side::K { self.allowed.mask() } else { self.allowed.mask().transposed() },
             circulating: self.circulating,
             staying,
             ring: self.shares.ring(),
@@ -65,6 +66,9 @@ impl RingSteps {
             q: fragments,
             k: fragments,
             pairs: 2 * fragments,
+            bands: 1,
+            // A segment meets at most two others.
+            intervals: 2,
             nodes: Default::default(),
         };
     }
@@ -77,10 +81,13 @@ impl RingSteps {
         let longest = self.own.len().max(self.stationary.len());
         let mut cap =
             Capacity { segments: longest, fragments: self.own.len(), q: longest, k: longest, ..Capacity::default() };
-        by_document((&self.stationary, document), (&self.own, document), |_, a, _, b| cap.pairs += a.len() * b.len());
+        s.k.extend(self.own.iter().map(|o| o.range));
+        cap.pairs = self.meet(&s.k, |_| ());
         for split in 0..self.splits.len() as u32 {
             self.sweep_split(split, &mut s, &mut leaving, &mut cap);
         }
+        cap.bands = if self.allowed.is_by_document() { 1 } else { cap.pairs };
+        cap.intervals = s.intervals.capacity();
         if self.crosses() {
             cap.segments = cap.segments.max(s.segments.capacity());
             cap.nodes = s.nodes.capacity();
@@ -119,24 +126,44 @@ impl RingSteps {
             cap.k = cap.k.max(s.fragments.len());
             cap.q = cap.q.max(s.fragments.len());
             self.sort(s);
-            let mut pairs = 0;
-            let (last, mask) = (&mut self.last[lasts..], self.mask);
-            let document_of = |&f: &u32| s.fragments[f as usize].range.doc;
-            by_document((&self.stationary, document), (&s.order, document_of), |first, stationary, _, order| {
-                pairs += stationary.len() * order.len();
-                for (i, st) in stationary.iter().enumerate() {
-                    if order.iter().any(|&f| meets(&st.range, &s.fragments[f as usize].range, mask)) {
-                        last[first + i] = ring_step;
-                        step.meets = true;
-                    }
-                }
+            s.k.clear();
+            s.k.extend(s.order.iter().map(|&f| s.fragments[f as usize].range));
+            let mut last = core::mem::take(&mut self.last);
+            let pairs = self.meet(&s.k, |i| {
+                last[lasts + i] = ring_step;
+                step.meets = true;
             });
+            self.last = last;
             self.list.push(step);
             cap.pairs = cap.pairs.max(pairs);
         }
         // Rows without partners are finished by the call that begins them.
         let first = self.first(split) as u32;
         self.last[lasts..].iter_mut().for_each(|last| *last = first.max(*last));
+    }
+}
+
+impl RingSteps {
+    /// Calls `each` with the index of every own segment that meets some of `others`, which are in the order of their
+    /// documents. Returns a number of pairs that their list does not exceed: without slices, all of a document.
+    fn meet(&self, others: &[Range], mut each: impl FnMut(usize)) -> usize {
+        let mut others = ByDocument::new(others, |r: &Range| r.doc);
+        let (side, by_document) = (self.circulating.other(), self.allowed.is_by_document());
+        let mut pairs = 0;
+        for (i, own) in self.stationary.iter().enumerate() {
+            let mut met = false;
+            for reach in self.allowed.of(side, own.range.doc) {
+                let others = others.of(reach.document).1;
+                let meets = |r: &&Range| meets(&own.range, r, &reach.limits);
+                let n = if by_document { others.len() } else { others.iter().filter(meets).count() };
+                pairs += n;
+                met |= n > 0 && (!by_document || others.iter().any(|r| meets(&r)));
+            }
+            if met {
+                each(i);
+            }
+        }
+        pairs
     }
 }
 

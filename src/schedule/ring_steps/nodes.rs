@@ -40,7 +40,7 @@ use crate::{
     call::Range,
     layout::{Segment, cut},
     plan::Form,
-    schedule::join::{Class, Fragment, join, split_stripe},
+    schedule::join::{Class, Fragment, join},
 };
 
 impl RingSteps {
@@ -144,7 +144,8 @@ impl RingSteps {
         for reader in first..first + self.per_node {
             self.shares.segments(self.circulating.other(), reader, &mut s.segments);
             needed.clear();
-            join(&s.segments, held, Class::All, self.mask, 0, 0, needed);
+            let circulating = (&**held, self.circulating);
+            join(&s.segments, circulating, Class::All, &self.allowed, 0, 0, &mut s.intervals, needed);
             intervals.extend(needed.iter().map(|f| (f.owner_row, f.owner_row + i64::from(f.range.len))));
         }
         intervals.sort_unstable();
@@ -159,7 +160,7 @@ impl RingSteps {
             first_interval += intervals[first_interval..].iter().take_while(|i| i.1 <= v.row).count();
             for i in intervals[first_interval..].iter().take_while(|i| i.0 < end) {
                 let (i0, i1) = ((i.0.max(v.row) - v.row) as u32, (i.1.min(end) - v.row) as u32);
-                split_stripe(v, i0, i1, |i, piece| {
+                v.split(i0, i1, |i, piece| {
                     let owner_row = v.row + i64::from(i);
                     union.push(Fragment { peer: peer as u32, owner_row, range: Range { row, ..piece } });
                     row += i64::from(piece.len);
@@ -192,7 +193,9 @@ impl RingSteps {
         for of_owner in union.chunk_by(|a, b| a.peer == b.peer) {
             held.clear();
             held.extend(of_owner.iter().map(|f| Segment { range: f.range, reverse: false }));
-            row = join(stationary, held, Class::All, self.mask, peer as u32, row, &mut s.fragments);
+            let circulating = (&**held, self.circulating);
+            let (intervals, fragments) = (&mut s.intervals, &mut s.fragments);
+            row = join(stationary, circulating, Class::All, &self.allowed, peer as u32, row, intervals, fragments);
         }
         row
     }
@@ -300,7 +303,7 @@ fn take_rows(from: &[Fragment], (first, end): (i64, i64), by: i64, into: &mut Ve
         let (row, last) = (f.range.row, f.range.row + i64::from(f.range.len));
         let (i0, i1) = ((first.max(row) - row), (end.min(last) - row));
         if i0 < i1 {
-            split_stripe(&f.range, i0 as u32, i1 as u32, |i, piece| {
+            f.range.split(i0 as u32, i1 as u32, |i, piece| {
                 let range = Range { row: row + i64::from(i) + by, ..piece };
                 into.push(Fragment { peer: f.peer, owner_row: f.owner_row + i64::from(i), range });
             });

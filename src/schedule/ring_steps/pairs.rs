@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The ranges and pairs of one ring step, as kernels take them.
 //!
-//! A q range is listed once with all its k ranges, in the order of their positions, because its mode applies to all of
-//! them; the kernel does not need to know which rank a row came from. K ranges are also listed by document and
-//! position, so that those of a document are next to each other.
+//! A q range is listed once with all its k ranges, slice by slice and in the order of their positions, because its mode
+//! applies to all of them; the kernel does not need to know which rank a row came from. K ranges are also listed by
+//! document and position, so that those of a document are next to each other.
 
 use alloc::vec::Vec;
 
 use super::{RangeScratch, RingSteps};
 use crate::{
     batch::Side,
-    call::{Mode, Pair, QRange, Range},
-    schedule::join::{by_document, document, meets},
+    call::{Band, Mode, Pair, QRange, Range},
+    schedule::join::{ByDocument, meets},
 };
 
 impl RingSteps {
@@ -35,6 +35,7 @@ impl RingSteps {
         s.q.clear();
         s.k.clear();
         s.pairs.clear();
+        s.bands.clear();
         match self.circulating {
             Side::K => self.pairs_of_keys(ring_step, s),
             Side::Q => self.pairs_of_queries(ring_step, s),
@@ -47,64 +48,53 @@ impl RingSteps {
         QRange { range, document, keys_begin: keys.start, keys_end: keys.end, mode }
     }
 
+    /// Own q rows over the keys of a ring step.
     fn pairs_of_keys(&self, ring_step: usize, s: &mut RangeScratch) {
         s.k.extend(s.order.iter().map(|&f| s.fragments[f as usize].range));
-        let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
-        let mut next = 0;
         let split = self.list[ring_step].split;
         let begins = ring_step == self.first(split);
         let last = &self.last[split as usize * self.stationary.len()..];
-        let mode = |i: usize| Mode::of(begins, last[i] as usize == ring_step);
-        let lone = |q: &mut Vec<QRange>, pairs: &[Pair], i: usize| {
-            let at = pairs.len() as u32;
-            q.push(self.q_range(self.stationary[i].range, at..at, mode(i)));
-        };
-        let document_of = |&f: &u32| fragments[f as usize].range.doc;
-        by_document((&self.stationary, document), (&s.order, document_of), |first, stationary, at, order| {
-            if begins {
-                (next..first).for_each(|i| lone(q, pairs, i));
+        let RangeScratch { q, k, pairs, bands, .. } = s;
+        let mut keys = ByDocument::new(k, |k: &Range| k.doc);
+        for (own, &last) in self.stationary.iter().zip(last) {
+            let begin = pairs.len() as u32;
+            for reach in self.allowed.of(Side::Q, own.range.doc) {
+                let (first, keys) = keys.of(reach.document);
+                let met = keys.iter().zip(first as u32..).filter(|(k, _)| meets(&own.range, k, &reach.limits));
+                met.for_each(|(_, k)| push(pairs, bands, k, reach.band));
             }
-            for (i, st) in stationary.iter().enumerate() {
-                let begin = pairs.len() as u32;
-                let met = order
-                    .iter()
-                    .zip(at as u32..)
-                    .filter(|(f, _)| meets(&st.range, &fragments[**f as usize].range, mask));
-                pairs.extend(met.map(|(_, place)| Pair::of(place)));
-                let end = pairs.len() as u32;
-                if end > begin || begins {
-                    q.push(self.q_range(st.range, begin..end, mode(first + i)));
-                }
+            let end = pairs.len() as u32;
+            if end > begin || begins {
+                let mode = Mode::of(begins, last as usize == ring_step);
+                q.push(self.q_range(own.range, begin..end, mode));
             }
-            next = first + stationary.len();
-        });
-        if begins {
-            (next..self.stationary.len()).for_each(|i| lone(q, pairs, i));
         }
     }
 
+    /// q rows of a ring step over own keys.
     fn pairs_of_queries(&self, ring_step: usize, s: &mut RangeScratch) {
         s.k.extend(self.stationary.iter().map(|k| k.range));
-        let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
         let mode = if ring_step == self.first(0) && self.continues() { Mode::First } else { Mode::Only };
-        let mut next = 0;
-        let lone = |q: &mut Vec<QRange>, pairs: &[Pair], f: u32| {
-            let at = pairs.len() as u32;
-            q.push(self.q_range(fragments[f as usize].range, at..at, mode));
-        };
-        let order = &s.order;
-        let document_of = |&f: &u32| fragments[f as usize].range.doc;
-        by_document((&self.stationary, document), (order, document_of), |first, stationary, at, part| {
-            order[next..at].iter().for_each(|&f| lone(q, pairs, f));
-            for &f in part {
-                let range = fragments[f as usize].range;
-                let begin = pairs.len() as u32;
-                let hits = stationary.iter().enumerate().filter(|(_, st)| meets(&st.range, &range, mask));
-                pairs.extend(hits.map(|(i, _)| Pair::of((first + i) as u32)));
-                q.push(self.q_range(range, begin..pairs.len() as u32, mode));
+        let RangeScratch { fragments, order, q, k, pairs, bands, .. } = s;
+        let mut keys = ByDocument::new(k, |k: &Range| k.doc);
+        for &f in &*order {
+            let range = fragments[f as usize].range;
+            let begin = pairs.len() as u32;
+            for reach in self.allowed.of(Side::Q, range.doc) {
+                let (first, keys) = keys.of(reach.document);
+                let seen = reach.limits.transposed();
+                let met = keys.iter().zip(first as u32..).filter(|(k, _)| meets(k, &range, &seen));
+                met.for_each(|(_, k)| push(pairs, bands, k, reach.band));
             }
-            next = at + part.len();
-        });
-        order[next..].iter().for_each(|&f| lone(q, pairs, f));
+            q.push(self.q_range(range, begin..pairs.len() as u32, mode));
+        }
     }
+}
+
+/// Adds a pair; its band is the last one, or a new one.
+fn push(pairs: &mut Vec<Pair>, bands: &mut Vec<Band>, k: u32, band: Band) {
+    if bands.last() != Some(&band) {
+        bands.push(band);
+    }
+    pairs.push(Pair { k, band: bands.len() as u32 - 1 });
 }

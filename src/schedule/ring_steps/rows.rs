@@ -62,7 +62,9 @@ impl RingSteps {
         }
         for (j, class) in self.others(self.place(step), true) {
             self.shares.segments(self.circulating, j, &mut s.segments);
-            row = join(&self.stationary, &s.segments, class, self.mask, j as u32, row, &mut s.fragments);
+            let circulating = (&*s.segments, self.circulating);
+            let (intervals, fragments) = (&mut s.intervals, &mut s.fragments);
+            row = join(&self.stationary, circulating, class, &self.allowed, j as u32, row, intervals, fragments);
             if beside {
                 self.list_node_slot(j, 1, step.split, s);
                 row = self.join_beside(&self.stationary, j, j, row, s);
@@ -86,7 +88,9 @@ impl RingSteps {
         }
         for (j, class) in self.others(self.place(step), false) {
             self.shares.segments(self.circulating.other(), j, &mut s.segments);
-            row = join(&s.segments, &self.own, class, self.mask, j as u32, row, &mut s.fragments);
+            let circulating = (&*self.own, self.circulating);
+            let (intervals, fragments) = (&mut s.intervals, &mut s.fragments);
+            row = join(&s.segments, circulating, class, &self.allowed, j as u32, row, intervals, fragments);
             if beside {
                 let reader = core::mem::take(&mut s.segments);
                 row = self.join_beside(&reader, self.me, j, row, s);

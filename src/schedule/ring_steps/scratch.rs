@@ -26,6 +26,9 @@ pub(super) struct Capacity {
     pub q: usize,
     pub k: usize,
     pub pairs: usize,
+    pub bands: usize,
+    /// Rows that are needed of a segment.
+    pub intervals: usize,
     /// In the order of the fields of [`NodeScratch`].
     pub nodes: [usize; 6],
 }
@@ -37,11 +40,13 @@ pub struct RangeScratch {
     /// Rows that arrive or leave at the ring step that was listed last.
     pub fragments: Vec<Fragment>,
     pub(super) nodes: NodeScratch,
+    /// The rows of a segment that others need.
+    pub(super) intervals: Vec<(u32, u32)>,
     pub(super) order: Vec<u32>,
     pub(super) q: Vec<QRange>,
     pub(super) k: Vec<Range>,
     pub(super) pairs: Vec<Pair>,
-    /// The bands of the slices; the same at every ring step.
+    /// Those of the pairs, in the order of the pairs; equal ones in turn are one.
     pub(super) bands: Vec<Band>,
 }
 
@@ -71,8 +76,8 @@ impl RangeScratch {
         grow(&mut self.q, c.q);
         grow(&mut self.k, c.k);
         grow(&mut self.pairs, c.pairs);
-        grow(&mut self.bands, 1);
-        self.bands.push(Band::WHOLE);
+        grow(&mut self.bands, c.bands);
+        grow(&mut self.intervals, c.intervals);
         self.nodes.reserve(c.nodes);
     }
 }

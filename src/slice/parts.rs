@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The slices of a batch, cut at documents, and the pairs that they allow.
+//!
+//! Layouts cut documents, and ranges of rows have positions in their document. So planning sees a slice as its *parts*:
+//! one for each document of q and document of k that it touches, with a [`Band`] in the positions of these documents. A
+//! batch without slices has one part for each document, with a band without limits, which is not stored.
+//!
+//! [`Allowed`] adds the window of the problem. All of planning asks it which documents and positions a token attends
+//! to; no other module looks at slices or masks.
+
+use alloc::{format, sync::Arc, vec, vec::Vec};
+use core::ops::Range;
+
+use super::Slice;
+use crate::{
+    call::Band,
+    error::{Error, Result},
+    mask::Mask,
+    side::Side,
+};
+
+/// The most parts of a batch: each takes some 70 bytes, and planning looks at all of them.
+const MOST: usize = 1 << 24;
+
+/// Positions of a slice's first query are within ± this.
+const FAR: u64 = 1 << 40;
+
+/// What a slice allows between a document of q and a document of k.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct SlicePart {
+    /// The document of q and that of k.
+    documents: [u32; 2],
+    band: Band,
+}
+
+/// The documents of a batch.
+pub(crate) struct Borders<'a> {
+    /// `cu_seqlens` of q and of k.
+    pub cu_seqlens: [&'a [i32]; 2],
+    /// The position of a document's first q token.
+    pub q_start: &'a dyn Fn(usize) -> i64,
+}
+
+impl Borders<'_> {
+    fn count(&self) -> usize {
+        self.cu_seqlens[0].len() - 1
+    }
+
+    fn tokens(&self, side: Side) -> i32 {
+        self.cu_seqlens[side as usize].last().copied().unwrap_or(0)
+    }
+
+    /// The first token of a document, and one past the last.
+    fn ends(&self, side: Side, d: usize) -> [i64; 2] {
+        [d, d + 1].map(|d| i64::from(self.cu_seqlens[side as usize][d]))
+    }
+
+    /// The documents that tokens `begin..end` touch, without empty ones.
+    fn touched(&self, side: Side, begin: i32, end: i32) -> impl Iterator<Item = usize> + '_ {
+        let of = |token: i32| self.cu_seqlens[side as usize].partition_point(|&c| c <= token) - 1;
+        (of(begin)..=of(end - 1)).filter(move |&d| self.ends(side, d)[0] < self.ends(side, d)[1])
+    }
+}
+
+/// All parts of a batch.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Parts {
+    /// As given.
+    slices: Vec<Slice>,
+    /// By document of q, then document of k, then in the order of the slices.
+    list: Vec<SlicePart>,
+    /// For each document of q its first part; and the end.
+    of_q: Vec<u32>,
+    /// The parts by document of k, then as in `list`.
+    by_k: Vec<u32>,
+    /// For each document of k its first entry of `by_k`; and the end.
+    of_k: Vec<u32>,
+}
+
+impl Parts {
+    /// Checks slices and cuts them at documents.
+    pub fn new(documents: &Borders, slices: &[Slice]) -> Result<Self> {
+        slices.iter().enumerate().try_for_each(|(i, s)| check(documents, i, s))?;
+        check_disjoint(slices)?;
+        let mut list = Vec::new();
+        for (i, s) in slices.iter().enumerate().filter(|(_, s)| s.delta().is_some()) {
+            for a in documents.touched(Side::Q, s.q_begin, s.q_end) {
+                for b in documents.touched(Side::K, s.k_begin, s.k_end) {
+                    if list.len() == MOST {
+                        let found = format!("one of slices that are {MOST} parts or more in all");
+                        let expected =
+                            "slices that touch fewer documents each: a part is a document of q with one of k";
+                        return Err(Error::invalid(format!("slices[{i}]"), found, expected));
+                    }
+                    list.push(SlicePart { documents: [a as u32, b as u32], band: s.band_between(documents, a, b) });
+                }
+            }
+        }
+        list.sort_by_key(|part| part.documents);
+        let mut by_k: Vec<u32> = (0..list.len() as u32).collect();
+        by_k.sort_by_key(|&i| list[i as usize].documents[1]);
+        let firsts = |n: usize, document: &dyn Fn(usize) -> u32| {
+            let mut firsts = vec![0u32; n + 1];
+            (0..list.len()).for_each(|i| firsts[document(i) as usize + 1] += 1);
+            (0..n).for_each(|d| firsts[d + 1] += firsts[d]);
+            firsts
+        };
+        let of_q = firsts(documents.count(), &|i| list[i].documents[0]);
+        let of_k = firsts(documents.count(), &|i| list[i].documents[1]);
+        Ok(Self { slices: slices.into(), list, of_q, by_k, of_k })
+    }
+
+    /// The slices as given.
+    pub fn slices(&self) -> &[Slice] {
+        &self.slices
+    }
+
+    /// The parts of a document, as places for [`Parts::at`].
+    fn of(&self, side: Side, doc: u32) -> Range<usize> {
+        let firsts = if side == Side::Q { &self.of_q } else { &self.of_k };
+        firsts[doc as usize] as usize..firsts[doc as usize + 1] as usize
+    }
+
+    fn at(&self, side: Side, place: usize) -> &SlicePart {
+        match side {
+            Side::Q => &self.list[place],
+            Side::K => &self.list[self.by_k[place] as usize],
+        }
+    }
+}
+
+/// Tokens within the batch, a position that arithmetic can hold.
+fn check(documents: &Borders, i: usize, s: &Slice) -> Result<()> {
+    for (name, side, begin, end) in [("q", Side::Q, s.q_begin, s.q_end), ("k", Side::K, s.k_begin, s.k_end)] {
+        let tokens = documents.tokens(side);
+        if begin < 0 || begin > end {
+            return Err(Error::invalid(format!("slices[{i}].{name}_begin"), begin, format!("0 to {name}_end = {end}")));
+        }
+        if end > tokens {
+            let expected = format!("at most {tokens}, the tokens of {name}");
+            return Err(Error::invalid(format!("slices[{i}].{name}_end"), end, expected));
+        }
+    }
+    if s.q_start.unsigned_abs() > FAR {
+        return Err(Error::invalid(format!("slices[{i}].q_start"), s.q_start, "a position within ±2^40"));
+    }
+    Ok(())
+}
+
+impl Slice {
+    /// What is added to `k − q`, of tokens of the pack, for the distance of their positions.
+    fn offset(&self) -> i64 {
+        i64::from(self.q_begin) - i64::from(self.k_begin) - self.q_start
+    }
+
+    /// The least and the largest `k − q`, of tokens of the pack, of a pair of the slice; `None` if it has no pair.
+    fn delta(&self) -> Option<(i64, i64)> {
+        let [qb, qe, kb, ke] = [self.q_begin, self.q_end, self.k_begin, self.k_end].map(i64::from);
+        let low = (kb - (qe - 1)).max(self.low.saturating_sub(self.offset()));
+        let high = (ke - 1 - qb).min(self.high.saturating_sub(self.offset()));
+        (qb < qe && kb < ke && low <= high && self.low < i64::MAX && self.high > i64::MIN).then_some((low, high))
+    }
+
+    /// The part of the slice in document `a` of q and `b` of k, in positions of these documents.
+    fn band_between(&self, documents: &Borders, a: usize, b: usize) -> Band {
+        let ([q_first, q_last], [k_first, k_last]) = (documents.ends(Side::Q, a), documents.ends(Side::K, b));
+        let start = (documents.q_start)(a);
+        let position = |token: i64| token - q_first + start;
+        let (begin, end) = (i64::from(self.q_begin), i64::from(self.q_end));
+        let (k_begin, k_end) = (i64::from(self.k_begin), i64::from(self.k_end));
+        let mut band = Band {
+            q_begin: position(begin.max(q_first)),
+            q_end: position(end.min(q_last)),
+            k_begin: k_begin.max(k_first) - k_first,
+            k_end: k_end.min(k_last) - k_first,
+            low: self.low,
+            high: self.high,
+            shift: k_first + self.offset() - (q_first - start),
+        };
+        // Ends that are those of the document limit nothing, so that a slice that is a document is one without limits.
+        if a == b {
+            let open = |limited: bool, limit: i64, none: i64| if limited { limit } else { none };
+            band.q_begin = open(begin > q_first, band.q_begin, i64::MIN);
+            band.q_end = open(end < q_last, band.q_end, i64::MAX);
+            band.k_begin = open(k_begin > k_first, band.k_begin, i64::MIN);
+            band.k_end = open(k_end < k_last, band.k_end, i64::MAX);
+        }
+        band
+    }
+}
+
+/// Refuses two slices that allow the same pair.
+///
+/// One pass over the slices in the order of their first query, beside those that still have queries.
+fn check_disjoint(slices: &[Slice]) -> Result<()> {
+    let mut order: Vec<(u32, (i64, i64))> =
+        slices.iter().enumerate().filter_map(|(i, s)| Some((i as u32, s.delta()?))).collect();
+    order.sort_by_key(|&(i, _)| slices[i as usize].q_begin);
+    let mut open: Vec<(u32, (i64, i64))> = Vec::new();
+    for (i, delta) in order {
+        let s = &slices[i as usize];
+        open.retain(|&(j, _)| slices[j as usize].q_end > s.q_begin);
+        for &(j, other) in &open {
+            let t = &slices[j as usize];
+            let (qb, qe) = (i64::from(s.q_begin.max(t.q_begin)), i64::from(s.q_end.min(t.q_end)));
+            let (kb, ke) = (i64::from(s.k_begin.max(t.k_begin)), i64::from(s.k_end.min(t.k_end)));
+            let low = delta.0.max(other.0).max(kb - (qe - 1));
+            let high = delta.1.min(other.1).min(ke - 1 - qb);
+            if kb < ke && low <= high {
+                let q = qb.max(kb - low);
+                let (first, second) = (i.min(j), i.max(j));
+                let found = format!("one that allows q token {q} with k token {}", q + low);
+                let expected = format!("pairs that slices[{first}] does not allow: a pair may be in one slice only");
+                return Err(Error::invalid(format!("slices[{second}]"), found, expected));
+            }
+        }
+        open.push((i, delta));
+    }
+    Ok(())
+}
+
+/// The pairs that a problem allows: the parts of its batch within its window.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Allowed {
+    parts: Option<Arc<Parts>>,
+    mask: Mask,
+}
+
+/// What a document attends to in another one, seen from one side.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reach {
+    /// The other side's document.
+    pub document: u32,
+    /// The band with the window folded in, and without a shift. The side that it is seen from has the place of q.
+    pub limits: Band,
+    /// The band as kernels take it.
+    pub band: Band,
+}
+
+impl From<Mask> for Allowed {
+    /// Borders under a mask.
+    fn from(mask: Mask) -> Self {
+        Self { parts: None, mask }
+    }
+}
+
+impl Allowed {
+    /// The pairs of a batch with these slices, if it has any, under a mask.
+    pub fn new(parts: Option<Arc<Parts>>, mask: Mask) -> Self {
+        Self { parts, mask }
+    }
+
+    /// The window.
+    pub fn mask(&self) -> Mask {
+        self.mask
+    }
+
+    /// Whether each document attends to itself and nothing else. Then figures of documents need no look at slices.
+    pub fn is_by_document(&self) -> bool {
+        self.parts.is_none()
+    }
+
+    /// What a document of `side` attends to, or is attended by: in ascending order of the other documents.
+    pub fn of(&self, side: Side, doc: u32) -> impl Iterator<Item = Reach> + Clone + '_ {
+        let parts = self.parts.as_deref();
+        let places = parts.map_or(0..1, |parts| parts.of(side, doc));
+        let window = (self.mask.left_limit(), self.mask.right_limit());
+        places.map(move |place| {
+            let (document, band) = match parts {
+                None => (doc, Band::WHOLE),
+                Some(parts) => {
+                    let part = parts.at(side, place);
+                    (part.documents[usize::from(side == Side::Q)], part.band)
+                }
+            };
+            let seen = band.within(window);
+            Reach { document, band, limits: if side == Side::Q { seen } else { seen.transposed() } }
+        })
+    }
+}
