@@ -9,6 +9,8 @@
 use core::ops::Range;
 
 pub(crate) mod parts;
+#[cfg(test)]
+mod tests;
 
 /// A run of q tokens, a run of k tokens and the distances at which they attend.
 ///

@@ -85,7 +85,8 @@ fn over_slices(context: &Arc<CudaContext>, plan: &Plan, end: peer::Peer) -> Outp
     let [mut dq, mut dk, mut dv] =
         [HEADS, KV_HEADS, KV_HEADS].map(|heads| before.clone_htod(&vec![f16::NAN; n * heads * DIM]).unwrap());
     let strides = [HEADS * DIM, DIM];
-    let read = |t: &CudaSlice<f16>, heads| cudarc::StreamSlice::compact(t, &stream, [n, heads, DIM]).unwrap().view().raw();
+    let read =
+        |t: &CudaSlice<f16>, heads| cudarc::StreamSlice::compact(t, &stream, [n, heads, DIM]).unwrap().view().raw();
     assert_eq!(read(&q, HEADS).tokens as usize, n);
     {
         let [q, k, v] = [(&q, HEADS), (&k, KV_HEADS), (&v, KV_HEADS)]
@@ -166,7 +167,9 @@ fn slices_that_are_too_short_are_refused() {
     assert!(cudarc::StreamSlice::<f16>::new(&t, &stream, 101, [0, 2, 16], [32, 16]).is_err());
     assert!(cudarc::StreamSlice::<f16>::new(&t, &stream, 0, [3, 2, 16], [usize::MAX, 16]).is_err());
     // Rows that share elements cannot be written.
-    let shared =
-        cudarc::StreamSliceMut::<f16>::new(&mut t, &stream, 0, [3, 2, 16], [16, 16]).map(drop).map_err(text).unwrap_err();
+    let shared = cudarc::StreamSliceMut::<f16>::new(&mut t, &stream, 0, [3, 2, 16], [16, 16])
+        .map(drop)
+        .map_err(text)
+        .unwrap_err();
     assert!(shared.contains("share"), "{shared}");
 }

@@ -198,9 +198,13 @@ impl Band {
         (if low > self.low { low } else { self.low }, if right < self.high { right } else { self.high })
     }
 
-    /// The band within a window `(left, right)` of distances, with limits that include its shift.
+    /// The band within a window `(left, right)` of distances, with limits that include its shift. If no distance is left,
+    /// no position is.
     pub(crate) const fn within(&self, window: (i64, i64)) -> Self {
         let (low, high) = self.distances(window);
+        if low > high {
+            return Self { q_begin: 0, q_end: 0, k_begin: 0, k_end: 0, low: 0, high: 0, shift: 0 };
+        }
         let low = if low == i64::MIN { low } else { low.saturating_sub(self.shift) };
         let high = if high == i64::MAX { high } else { high.saturating_sub(self.shift) };
         Self { low, high, shift: 0, ..*self }

@@ -8,7 +8,10 @@
 use alloc::{string::String, vec, vec::Vec};
 
 use super::listed::Met;
-use crate::{batch::Side, call::Range};
+use crate::{
+    batch::Side,
+    call::{Band, Range},
+};
 
 /// Consecutive tokens that a range of a call names.
 #[derive(Clone, Copy, Debug)]
@@ -27,6 +30,13 @@ struct MetTokens {
     links: u32,
 }
 
+/// A range of the other side, and the band of the pair.
+#[derive(Clone, Copy, Default)]
+struct Link {
+    range: u32,
+    band: u32,
+}
+
 /// A call of a kernel.
 pub(super) struct AttendCall {
     /// Index of the rank in the group.
@@ -42,9 +52,10 @@ pub(super) struct AttendCalls {
     list: Vec<AttendCall>,
     /// For each call and side in ascending order.
     tokens: Vec<MetTokens>,
-    /// Entries of `ranges`.
-    links: Vec<u32>,
+    /// Entries of `ranges` and of `bands`.
+    links: Vec<Link>,
     ranges: Vec<Range>,
+    bands: Vec<Band>,
 }
 
 impl AttendCalls {
@@ -62,19 +73,23 @@ impl AttendCalls {
         k: Option<&Vec<NamedTokens>>,
     ) -> Result<u32, String> {
         // The numbers of both sides' ranges and of the call are below this.
-        let last = self.list.len().max(self.ranges.len() + met.k.len() + met.q.len());
+        let last =
+            self.list.len().max(self.ranges.len() + met.k.len() + met.q.len()).max(self.bands.len() + met.bands.len());
         if u32::try_from(last).is_err() {
             return Err("is one of too many calls: a proof numbers calls and ranges in 32 bits".into());
         }
         let number = self.list.len() as u32;
         let begin = self.tokens.len();
+        let bands = self.bands.len() as u32;
+        self.bands.extend(&met.bands);
         if let Some(q) = q {
             let base = self.ranges.len() as u32;
             self.ranges.extend(&met.k);
             let mut at = Vec::with_capacity(met.q.len());
             for i in 0..met.q.len() {
                 at.push((self.links.len(), met.keys(i).len() as u32));
-                self.links.extend(met.keys(i).iter().map(|pair| base + pair.k));
+                self.links
+                    .extend(met.keys(i).iter().map(|pair| Link { range: base + pair.k, band: bands + pair.band }));
             }
             self.name(q, &at);
         }
@@ -90,11 +105,11 @@ impl AttendCalls {
                 *first = next;
                 next += core::mem::take(links) as usize;
             }
-            self.links.resize(next, 0);
+            self.links.resize(next, Link::default());
             for i in 0..met.q.len() {
                 for pair in met.keys(i) {
                     let (first, links) = &mut at[pair.k as usize];
-                    self.links[*first + *links as usize] = base + i as u32;
+                    self.links[*first + *links as usize] = Link { range: base + i as u32, band: bands + pair.band };
                     *links += 1;
                 }
             }
@@ -112,14 +127,20 @@ impl AttendCalls {
         }));
     }
 
-    /// The ranges of the other side that a token meets in a call, in the order of the call, and the number of tokens
+    /// The ranges of the other side that a token meets in a call, with their bands, in the order of the call, and the number of tokens
     /// from it on that meet the same ranges. `None` if the call does not name the token.
-    pub fn partners(&self, call: u32, side: Side, token: u32) -> Option<(impl Iterator<Item = &Range>, usize)> {
+    pub fn partners(
+        &self,
+        call: u32,
+        side: Side,
+        token: u32,
+    ) -> Option<(impl Iterator<Item = (&Range, &Band)>, usize)> {
         let [q, k, end] = self.get(call).tokens;
         let list = &self.tokens[if side == Side::Q { q..k } else { k..end }];
         let named = list[..list.partition_point(|n| n.token <= token)].last()?;
         let left = (named.token + named.tokens).checked_sub(token).filter(|&n| n > 0)?;
         let links = &self.links[named.first..named.first + named.links as usize];
-        Some((links.iter().map(|&range| &self.ranges[range as usize]), left as usize))
+        let partners = links.iter().map(|link| (&self.ranges[link.range as usize], &self.bands[link.band as usize]));
+        Some((partners, left as usize))
     }
 }

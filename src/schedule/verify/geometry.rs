@@ -9,9 +9,8 @@ use alloc::{format, string::String, vec, vec::Vec};
 use super::{calls::NamedTokens, execute::Prover, listed::Met};
 use crate::{
     batch::Side,
-    call::{Pair, Range},
+    call::{Band, Pair, Range},
     error::Result,
-    mask::Mask,
 };
 
 /// Rows of a range whose positions are in `low..=high`: positions ascend, so they are one run.
@@ -84,30 +83,43 @@ fn in_order(mut list: Intervals) -> Intervals {
 }
 
 /// The runs of consecutive positions of a range: first row and rows.
-fn runs(r: &Range) -> impl Iterator<Item = (u32, u32)> + use<> {
+pub(super) fn runs(r: &Range) -> impl Iterator<Item = (u32, u32)> + use<> {
     let (len, block) = (r.len, if r.is_plain() { r.len } else { r.block });
     (0..len).step_by(block as usize).map(move |first| (first, block.min(len - first)))
 }
 
-/// Adds the rows of two ranges of one document that meet a row of the other range; returns the number of allowed pairs.
-fn rows_that_meet(q: &Range, k: &Range, mask: Mask, q_met: &mut Intervals, k_met: &mut Intervals) -> u128 {
-    let (left, right) = (mask.left_limit(), mask.right_limit());
+/// Adds the rows of two ranges that meet a row of the other range within `limits`, which have no shift; returns the
+/// number of allowed pairs.
+fn rows_that_meet(q: &Range, k: &Range, limits: &Band, q_met: &mut Intervals, k_met: &mut Intervals) -> u128 {
+    let (k_begin, k_last) = (limits.k_begin, limits.k_end.saturating_sub(1));
     let mut pairs = 0;
     for (first, rows) in runs(q) {
-        let (low, high) = (q.position(first), q.position(first + rows - 1));
+        let run = Range { pos: q.position(first), len: rows, ..Range::plain(0, 0, 0, 0) };
         if k.is_plain() {
             // Both are runs, so the rows that meet are runs too.
-            let (a, e) = rows_between(k, low.saturating_sub(left), high.saturating_add(right));
-            add(k_met, a, e);
-            let run = Range { pos: low, len: rows, ..Range::plain(0, 0, 0, 0) };
-            let (a, e) = rows_between(&run, k.pos.saturating_sub(right), k.last().saturating_add(left));
-            add(q_met, first + a, first + e);
-            pairs += mask.area(low - k.pos, high + 1 - k.pos, k.len.into()) as u128;
+            let (a, e) = rows_between(&run, limits.q_begin, limits.q_end.saturating_sub(1));
+            let (b, f) = rows_between(k, k_begin, k_last);
+            if a >= e || b >= f {
+                continue;
+            }
+            let (q, k) =
+                (Range { pos: run.position(a), len: e - a, ..run }, Range { pos: k.position(b), len: f - b, ..*k });
+            let (from, to) = (q.pos.saturating_add(limits.low), q.last().saturating_add(limits.high));
+            let (c, d) = rows_between(&k, from, to);
+            add(k_met, b + c, b + d);
+            let (from, to) = (k.pos.saturating_sub(limits.high), k.last().saturating_sub(limits.low));
+            let (c, d) = rows_between(&q, from, to);
+            add(q_met, first + a + c, first + a + d);
+            pairs += u128::from(q.area_within(
+                &k,
+                &Band { q_begin: i64::MIN, q_end: i64::MAX, k_begin: i64::MIN, k_end: i64::MAX, ..*limits },
+            ));
             continue;
         }
         for row in first..first + rows {
             let pos = q.position(row);
-            let (a, e) = rows_between(k, pos.saturating_sub(left), pos.saturating_add(right));
+            let (begin, end) = limits.keys(pos, NO_WINDOW);
+            let (a, e) = rows_between(k, begin, end.saturating_sub(1));
             if a < e {
                 add(q_met, row, row + 1);
                 add(k_met, a, e);
@@ -117,6 +129,9 @@ fn rows_that_meet(q: &Range, k: &Range, mask: Mask, q_met: &mut Intervals, k_met
     }
     pairs
 }
+
+/// No limits of distances but those of a band.
+pub(super) const NO_WINDOW: (i64, i64) = (i64::MAX, i64::MAX);
 
 impl Prover<'_> {
     /// Checks that a range names tokens of its document; returns the document's first token minus its position.
@@ -134,8 +149,14 @@ impl Prover<'_> {
         Ok(tokens.start as i64 - start)
     }
 
-    pub(super) fn geometry(&self, met: &Met) -> Result<Geometry, String> {
+    /// The window of the problem, as bands take it.
+    pub(super) fn window(&self) -> (i64, i64) {
         let mask = self.plan.problem().mask();
+        (mask.left_limit(), mask.right_limit())
+    }
+
+    pub(super) fn geometry(&self, met: &Met) -> Result<Geometry, String> {
+        let (window, allowed) = (self.window(), self.plan.problem().allowed());
         let mut q_met: Vec<Intervals> = vec![Vec::new(); met.q.len()];
         let mut k_met: Vec<Intervals> = vec![Vec::new(); met.k.len()];
         let mut pairs = 0;
@@ -151,9 +172,16 @@ impl Prover<'_> {
             self.claimed(Side::K, k)?;
         }
         for (i, query) in met.q.iter().enumerate() {
-            for &Pair { k: key, .. } in met.keys(i) {
-                let (q, k) = (&query.range, &met.k[key as usize]);
-                pairs += rows_that_meet(q, k, mask, &mut q_met[i], &mut k_met[key as usize]);
+            for &Pair { k: key, band } in met.keys(i) {
+                let (q, k, band) = (&query.range, &met.k[key as usize], &met.bands[band as usize]);
+                if !allowed.of(Side::Q, q.doc).any(|of| of.document == k.doc && of.band == *band) {
+                    return Err(format!(
+                        "q of document {} meets k of document {} in a band of no slice: {band:?}",
+                        q.doc, k.doc
+                    ));
+                }
+                let limits = band.within(window);
+                pairs += rows_that_meet(q, k, &limits, &mut q_met[i], &mut k_met[key as usize]);
             }
         }
         let q = self.named(Side::Q, met.q.iter().map(|q| &q.range), q_met)?;
@@ -202,6 +230,7 @@ impl Prover<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mask::Mask;
 
     /// Random runs and stripes, compared with counting row by row.
     #[test]
@@ -216,9 +245,28 @@ mod tests {
             let (q, k) = (range(), range());
             let mut limit = || [None, Some(0), Some(1), Some(5)][draw.usize(..4)];
             let mask = Mask { left: limit(), right: limit() };
+            let mut end = |none: i64| if draw.u32(..4) > 0 { none } else { draw.i64(-6..30) };
+            let (begins, ends) = ([end(i64::MIN), end(i64::MIN)], [end(i64::MAX), end(i64::MAX)]);
+            let band = Band {
+                q_begin: begins[0],
+                q_end: ends[0],
+                k_begin: begins[1],
+                k_end: ends[1],
+                low: end(i64::MIN),
+                high: end(i64::MAX),
+                shift: draw.i64(-9..9),
+            };
+            let limits = band.within((mask.left_limit(), mask.right_limit()));
             let (mut q_met, mut k_met) = (Vec::new(), Vec::new());
-            let pairs = rows_that_meet(&q, &k, mask, &mut q_met, &mut k_met);
-            let allows = |i: u32, j: u32| mask.allows(q.position(i), k.position(j));
+            let pairs = rows_that_meet(&q, &k, &limits, &mut q_met, &mut k_met);
+            let allows = |i: u32, j: u32| {
+                let (x, y) = (q.position(i), k.position(j));
+                let distance = y - x + band.shift;
+                (band.q_begin..band.q_end).contains(&x)
+                    && (band.k_begin..band.k_end).contains(&y)
+                    && (band.low..=band.high).contains(&distance)
+                    && mask.allows(0, distance)
+            };
             let rows = |list: Intervals| in_order(list).into_iter().flat_map(|(a, e)| a..e).collect::<Vec<_>>();
             let wanted: Vec<u32> = (0..q.len).filter(|&i| (0..k.len).any(|j| allows(i, j))).collect();
             assert_eq!(rows(q_met), wanted, "{q:?} {k:?} {mask:?}");

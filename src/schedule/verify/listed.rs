@@ -152,9 +152,6 @@ pub(super) fn check_met(met: &Met, q_rows: u64, k_rows: u64) -> Result<(), Strin
             match (met.k.get(k as usize), met.bands.get(band as usize)) {
                 (None, _) => return Err(format!("a pair names k range {k} of {}", met.k.len())),
                 (_, None) => return Err(format!("a pair names band {band} of {}", met.bands.len())),
-                (Some(k), Some(&Band::WHOLE)) if k.doc != q.range.doc => {
-                    return Err(format!("a pair joins documents {} and {}", q.range.doc, k.doc));
-                }
                 _ => {}
             }
         }

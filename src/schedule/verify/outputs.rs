@@ -8,16 +8,17 @@ use super::{
     cell::{Cell, What},
     contributions::Atom,
     execute::Prover,
-    geometry::rows_between,
+    geometry::{NO_WINDOW, runs},
     memory::side_of,
     parallel,
     promise::all_heads,
 };
 use crate::{
     batch::Side,
-    call::Range,
+    call::{Band, Range},
     error::Result,
     schedule::{Buf, BufferView, Direction, Form, TensorId},
+    slice::parts::Reach,
 };
 
 /// Checks all ranks, on at most `threads` threads; returns the number of (q, k, q head) triples attended.
@@ -129,68 +130,125 @@ fn alike(p: &Prover, r: usize, view: &BufferView, tokens: &[usize], first: u64, 
     (0..most).take_while(|&n| tokens[n] == tokens[0] + n).count()
 }
 
-/// The positions of the other side that a token may be paired with, as `low..=high` (empty if `high < low`).
-fn allowed(p: &Prover, side: Side, token: usize) -> (i64, i64) {
+/// Positions of one document of the other side: document, first and last.
+type Span = (u32, i64, i64);
+
+/// A range of the other side and the band of the pair, seen from `side`.
+type Partner<'a> = (&'a Range, Band);
+
+/// The document and the position of a token.
+fn place(p: &Prover, side: Side, token: usize) -> (u32, i64) {
     let batch = p.plan.problem().batch();
     let doc = batch.document_of(side, token);
-    let pos = token as i64 - batch.document(side, doc).start as i64 + batch.start(side, doc);
-    let mask = p.plan.problem().mask();
-    let (mask, other) = if side == Side::Q { (mask, Side::K) } else { (mask.transposed(), Side::Q) };
-    let start = batch.start(other, doc);
-    let end = start + batch.document(other, doc).len() as i64 - 1;
-    (pos.saturating_sub(mask.left_limit()).max(start), pos.saturating_add(mask.right_limit()).min(end))
+    (doc as u32, token as i64 - batch.document(side, doc).start as i64 + batch.start(side, doc))
+}
+
+/// The positions of document `doc` of the other side that one of `tokens` positions from `pos` on may meet within
+/// `limits`; `None` if there are none.
+fn span(p: &Prover, side: Side, (pos, tokens): (i64, usize), doc: u32, limits: &Band) -> Option<Span> {
+    let whole = p.plan.problem().batch().whole(side.other(), doc as usize);
+    let (first, last) = (pos.max(limits.q_begin), pos.saturating_add(tokens as i64).min(limits.q_end) - 1);
+    if first > last || whole.len == 0 {
+        return None;
+    }
+    let low = first.saturating_add(limits.low).max(limits.k_begin).max(whole.pos);
+    let high = last.saturating_add(limits.high).min(limits.k_end.saturating_sub(1)).min(whole.last());
+    (low <= high).then_some((doc, low, high))
 }
 
 /// Checks that over all `calls` the token meets every allowed partner once. Returns for how many of the `rows` tokens
 /// from it on this holds; these are tokens of one document, in the same calls.
-///
-/// Tokens in the same range of each call meet the same ranges, and their allowed intervals move forward from token to
-/// token. So if those ranges have each position once, from the begin of the first token's interval to the end of the
-/// last token's, then each token meets its own interval once.
 fn exactly_once(p: &Prover, side: Side, token: usize, mut rows: usize, calls: &[u32]) -> Result<usize, String> {
-    let mut met: Vec<&Range> = Vec::new();
+    let window = p.window();
+    let mut met: Vec<Partner> = Vec::new();
     for &c in calls {
         let Some((partners, tokens)) = p.calls.partners(c, side, token as u32) else {
             rows = 1;
             continue;
         };
         rows = rows.min(tokens);
-        met.extend(partners);
+        met.extend(partners.map(|(range, band)| {
+            let limits = band.within(window);
+            (range, if side == Side::Q { limits } else { limits.transposed() })
+        }));
     }
-    let (low, high) = allowed(p, side, token);
-    if rows > 1 && tile(&met, low, allowed(p, side, token + rows - 1).1).is_ok() {
+    if rows > 1 && together(p, side, token, rows, &met) {
         return Ok(rows);
     }
-    tile(&met, low, high).map(|()| 1)
+    let (doc, pos) = place(p, side, token);
+    let allowed = p.plan.problem().allowed();
+    let wanted = allowed.of(side, doc).filter_map(|of| span(p, side, (pos, 1), of.document, &of.limits)).collect();
+    let met = met.iter().flat_map(|(range, limits)| {
+        let (begin, end) = limits.keys(pos, NO_WINDOW);
+        clipped(range, begin, end.saturating_sub(1))
+    });
+    tile(met.collect(), wanted).map(|()| 1)
 }
 
-/// Checks that ranges have each of the positions `low..=high` once.
-fn tile(ranges: &[&Range], low: i64, high: i64) -> Result<(), String> {
-    let mut met: Vec<(i64, i64)> = Vec::new();
-    for range in ranges {
-        let (a, e) = rows_between(range, low, high);
-        let mut i = a;
-        while i < e {
-            let n = if range.is_plain() { e - i } else { (range.block - i % range.block).min(e - i) };
-            met.push((range.position(i), range.position(i + n - 1)));
-            i += n;
-        }
-    }
+/// Whether the tokens from `token` on, which have the same partners in all calls, meet every allowed partner once. If
+/// the answer is no, they may still do.
+///
+/// In each band their allowed intervals move forward from token to token. So if the ranges of a band have each position
+/// once, from the begin of the first token's interval to the end of the last token's, then each token meets its own
+/// interval once. Bands of calls are those of the problem, and the
+/// bands of one pair of documents differ.
+fn together(p: &Prover, side: Side, token: usize, rows: usize, met: &[Partner]) -> bool {
+    let (doc, pos) = place(p, side, token);
+    let allowed = p.plan.problem().allowed();
+    let spans: Vec<(Band, Span)> = allowed
+        .of(side, doc)
+        .filter_map(|of| Some((of.limits, span(p, side, (pos, rows), of.document, &of.limits)?)))
+        .collect();
+    spans.iter().all(|&(band, of)| {
+        let of_band = met.iter().filter(|(range, limits)| *limits == band && range.doc == of.0);
+        let met = of_band.flat_map(|(range, _)| clipped(range, of.1, of.2)).collect();
+        tile(met, alloc::vec![of]).is_ok()
+    })
+}
+
+/// The runs of consecutive positions of a range that are in `low..=high`.
+fn clipped(r: &Range, low: i64, high: i64) -> impl Iterator<Item = Span> + '_ {
+    runs_of(r).map(move |(doc, a, e)| (doc, a.max(low), e.min(high))).filter(|(_, a, e)| a <= e)
+}
+
+/// The runs of consecutive positions of a range.
+fn runs_of(r: &Range) -> impl Iterator<Item = Span> + '_ {
+    runs(r).map(|(first, rows)| (r.doc, r.position(first), r.position(first + rows - 1)))
+}
+
+/// Checks that `met` has each position of `wanted`, whose spans do not overlap, once, and no other.
+fn tile(mut met: Vec<Span>, mut wanted: Vec<Span>) -> Result<(), String> {
+    wanted.sort_unstable();
     met.sort_unstable();
-    let mut next = low;
-    for (a, e) in met {
-        if a < next {
-            return Err(format!("position {a} is met twice"));
+    // Both as joined runs.
+    let joined = |list: Vec<Span>| -> Result<Vec<Span>, String> {
+        let mut runs: Vec<Span> = Vec::new();
+        for (doc, a, e) in list {
+            match runs.last_mut() {
+                Some(last) if last.0 == doc && a <= last.2 => return Err(format!("position {a} is met twice")),
+                Some(last) if last.0 == doc && a == last.2 + 1 => last.2 = e,
+                _ => runs.push((doc, a, e)),
+            }
         }
-        if a > next {
-            return Err(format!("position {next} is not met"));
-        }
-        next = e + 1;
+        Ok(runs)
+    };
+    let (met, wanted) = (joined(met)?, joined(wanted)?);
+    for (i, &(doc, a, e)) in wanted.iter().enumerate() {
+        let missing = match met.get(i) {
+            Some(m) if (m.0, m.1) < (doc, a) => return Err(format!("position {} is met without being allowed", m.1)),
+            Some(m) if *m == (doc, a, e) => continue,
+            Some(m) if m.0 == doc && m.1 == a && m.2 > e => {
+                return Err(format!("position {} is met without being allowed", e + 1));
+            }
+            Some(m) if m.0 == doc && m.1 == a => m.2 + 1,
+            _ => a,
+        };
+        return Err(format!("position {missing} is not met"));
     }
-    if next <= high {
-        return Err(format!("position {next} is not met"));
+    match met.get(wanted.len()) {
+        Some(m) => Err(format!("position {} is met without being allowed", m.1)),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// Checks the ordered form: one call for each q head, heads ascending, and in each call partners by ascending position.
@@ -198,10 +256,24 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> Result<(), 
     if atoms.windows(2).any(|w| w[0].head >= w[1].head) || atoms.iter().any(|a| a.heads != 1) {
         return Err(format!("token {token} is not summed head by head: {atoms:?}"));
     }
+    let allowed = p.plan.problem().allowed();
+    let slices = allowed.of(side, place(p, side, token).0);
+    let is = |of: &Reach, partner: &(&Range, &Band)| of.band == *partner.1 && of.document == partner.0.doc;
     for a in atoms {
         let Some((partners, _)) = p.calls.partners(a.call, side, token as u32) else { continue };
-        let found: Vec<&Range> = partners.collect();
-        if found.windows(2).any(|w| w[0].last() >= w[1].pos) {
+        let found: Vec<(&Range, &Band)> = partners.collect();
+        // The keys of a query slice by slice, the queries of a key row by row.
+        let slice_of = |partner: &(&Range, &Band)| slices.clone().position(|of| is(&of, partner));
+        let row_of = |(range, _): &(&Range, &Band)| (range.doc, range.pos, range.last());
+        let order = |a: &(&Range, &Band), b: &(&Range, &Band)| {
+            let ascend = (a.0.doc, a.0.last()) < (b.0.doc, b.0.pos);
+            match side {
+                Side::Q if slice_of(a) == slice_of(b) => ascend,
+                Side::K if row_of(a) != row_of(b) => ascend,
+                _ => slice_of(a) < slice_of(b),
+            }
+        };
+        if found.windows(2).any(|w| !order(&w[0], &w[1])) {
             let call = p.calls.get(a.call);
             let (rank, op) = (p.ranks[call.rank as usize].rank(), call.op);
             return Err(format!(

@@ -11,6 +11,7 @@ use super::{
     promise,
     slices::ScheduleCheck,
 };
+use crate::slice::Slice;
 use crate::{
     batch::{Batch, Side},
     call::Mode,
@@ -83,7 +84,35 @@ fn subjects() -> Vec<Subject> {
     let mesh = |ulysses, ring| Mesh { replicas: 1, ring, ulysses };
     let packed = Batch::from_lengths(&[5, 0, 9, 3]).unwrap();
     let crossed = Batch::cross(&[0, 6, 13], &[0, 4, 14], Some(&[-2, 3])).unwrap();
+    // A shared prefix with a branch in another document, a span that is seen from both sides, a window, two bands of one
+    // pair of documents.
+    let sliced = packed.clone().with_slices(&[
+        Slice::new(0..5, 0..5).causal(),
+        Slice::new(5..14, 0..5).q_start(5),
+        Slice::new(5..9, 5..9),
+        Slice::new(9..14, 5..14).causal(),
+        Slice::new(14..17, 4..17).band(-6, -2),
+        Slice::new(14..17, 4..17).band(0, 0),
+    ]);
+    let sliced = &sliced.unwrap();
+    let full = Mask::full();
     let cases = [
+        ("slices", sliced, mesh(1, 3), Layout::Contiguous, full, 2, 1, Dtype::F32, o().circulate(Circulate::Keys)),
+        ("slices, queries", sliced, mesh(1, 3), Layout::ZigzagPack, Mask::window(8, 1), 2, 2, Dtype::Bf16, {
+            o().circulate(Circulate::Queries).circulate_forward(Circulate::Queries)
+        }),
+        ("slices, gather", sliced, mesh(2, 2), Layout::Balanced { chunks: 2 }, full, 4, 2, Dtype::Bf16, {
+            o().gather(true)
+        }),
+        ("slices, together", sliced, mesh(1, 3), Layout::Striped { stripe: 2 }, full, 2, 1, Dtype::F32, {
+            o().gather(Gather::Together)
+        }),
+        ("slices, ordered", sliced, mesh(2, 2), Layout::Striped { stripe: 1 }, full, 4, 2, Dtype::F32, {
+            o().reproducible(true)
+        }),
+        ("slices, nodes", sliced, mesh(1, 4), Layout::ZigzagPack, full, 2, 1, Dtype::Bf16, {
+            o().ranks_per_node(2).circulate(Circulate::Keys)
+        }),
         ("ring", &packed, mesh(1, 3), Layout::Contiguous, Mask::full(), 2, 1, Dtype::F32, o()),
         ("zigzag", &packed, mesh(1, 3), Layout::Zigzag, Mask::causal(), 2, 2, Dtype::Bf16, {
             o().circulate(Circulate::Keys)

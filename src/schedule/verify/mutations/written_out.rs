@@ -5,6 +5,7 @@ use alloc::{format, string::String, vec::Vec};
 
 use super::{Changed, Subject, Trial, each_op, mutate, subjects};
 use crate::{
+    call::Band,
     call::{Gradients, Mode},
     schedule::{
         BackwardOp, Buf, BufferView, Form, MessageView, OpKind, Schedule,
@@ -58,16 +59,40 @@ fn ranges_and_pairs_changed() {
             }
             let end = met.q[n].keys_end as usize;
             let mask = s.plan.problem().mask();
+            let window = (mask.left_limit(), mask.right_limit());
             let last = met.q[n].range.last();
             let meets = met.keys(n).iter().any(|pair| {
                 let k = met.k[pair.k as usize];
-                (0..k.len).any(|i| mask.allows(last, k.position(i)))
+                let (begin, end) = met.bands[pair.band as usize].keys(last, window);
+                (0..k.len).any(|i| (begin..end).contains(&k.position(i)))
             });
             // In the backward a later ring step may leave out a row without keys.
             if meets || matches!(w, ListedOp::Attend(..)) {
                 change(format!("q {n} len"), &|m| m.q[n].range.len -= 1);
             }
             change(format!("q {n} loses a pair"), &|m| m.q[n].keys_end -= 1);
+            for at in met.q[n].keys_begin as usize..end {
+                let other = |band: &u32| met.bands[*band as usize] != met.bands[met.pairs[at].band as usize];
+                for band in (0..met.bands.len() as u32).filter(other) {
+                    change(format!("q {n} pair {at} in band {band}"), &|m| m.pairs[at].band = band);
+                }
+                type Limit = fn(&mut Band) -> &mut i64;
+                let limits: [(&str, Limit); 7] = [
+                    ("q begin", |b| &mut b.q_begin),
+                    ("q end", |b| &mut b.q_end),
+                    ("k begin", |b| &mut b.k_begin),
+                    ("k end", |b| &mut b.k_end),
+                    ("low", |b| &mut b.low),
+                    ("high", |b| &mut b.high),
+                    ("shift", |b| &mut b.shift),
+                ];
+                for (what, limit) in limits {
+                    change(format!("q {n} pair {at} {what}"), &|m| {
+                        let limit = limit(&mut m.bands[m.pairs[at].band as usize]);
+                        *limit = if *limit == i64::MIN { *limit + 1 } else { *limit - 1 };
+                    });
+                }
+            }
             change(format!("q {n} repeats a pair"), &|m| {
                 let again = m.pairs[end - 1];
                 m.pairs.insert(end, again);
