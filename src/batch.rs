@@ -14,7 +14,7 @@ use crate::{
     mask::Mask,
     slice::{
         Slice,
-        parts::{Allowed, Borders, Parts},
+        parts::{Allowed, DocumentEnds, Parts},
     },
 };
 
@@ -130,8 +130,8 @@ impl Batch {
     /// # Ok::<(), cpattn::Error>(())
     /// ```
     pub fn with_slices(mut self, slices: &[Slice]) -> Result<Self> {
-        let borders = Borders { cu_seqlens: [&self.cu_q, &self.cu_k], q_start: &|d| self.start(Side::Q, d) };
-        self.parts = Some(Arc::new(Parts::new(&borders, slices)?));
+        let ends = DocumentEnds { cu_seqlens: [&self.cu_q, &self.cu_k], q_start: &|d| self.start(Side::Q, d) };
+        self.parts = Some(Arc::new(Parts::new(&ends, slices)?));
         Ok(self)
     }
 

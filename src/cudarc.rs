@@ -2,8 +2,8 @@
 //! The types of cudarc: views of its slices, ranks on its contexts, runs on its streams; nothing is copied.
 //!
 //! cudarc orders the uses of a slice by events: it asks for the address on a stream, and is told when the work there
-//! has been enqueued. [`StreamSlice`] and [`StreamSliceMut`] do both. Making one lets its stream wait for earlier writes of the
-//! slice; dropping it records that the work which was enqueued on the stream in between has used it. So:
+//! has been enqueued. [`StreamSlice`] and [`StreamSliceMut`] do both. Making one lets its stream wait for earlier
+//! writes of the slice; dropping it records that the work which was enqueued on the stream in between has used it. So:
 //!
 //! - make the slices of a run with the stream of the run ([`stream`]),
 //! - drop them after the call that enqueues the run, and not before.

@@ -6,7 +6,7 @@
 //!
 //! | | |
 //! |---|---|
-//! | [`Batch`], [`Mask`], [`Problem`] | what is computed |
+//! | [`Batch`], [`Slice`] and its makers in [`slices`], [`Mask`], [`Problem`] | what is computed |
 //! | [`Mesh`], [`Layout`], [`heads`] | which tokens and heads a rank holds |
 //! | [`plan`] | problem × mesh × layout → [`Plan`]; explanations, shards, automatic choices |
 //! | [`schedule`] | a plan as lists of operations, one for each rank; their verification |
@@ -72,5 +72,5 @@ pub use runtime::{
     rank::Rank,
     tensors::{Backward, Forward},
 };
-pub use slice::Slice;
+pub use slice::{Slice, makers as slices};
 pub use tensor::{DeviceView, DeviceViewMut, View, ViewMut, disjoint};

@@ -8,9 +8,8 @@
 
 use core::ops::Range;
 
+pub mod makers;
 pub(crate) mod parts;
-#[cfg(test)]
-mod tests;
 
 /// A run of q tokens, a run of k tokens and the distances at which they attend.
 ///

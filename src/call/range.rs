@@ -198,8 +198,8 @@ impl Band {
         (if low > self.low { low } else { self.low }, if right < self.high { right } else { self.high })
     }
 
-    /// The band within a window `(left, right)` of distances, with limits that include its shift. If no distance is left,
-    /// no position is.
+    /// The band within a window `(left, right)` of distances, with limits that include its shift. If no distance is
+    /// left, no position is.
     pub(crate) const fn within(&self, window: (i64, i64)) -> Self {
         let (low, high) = self.distances(window);
         if low > high {

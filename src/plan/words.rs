@@ -6,11 +6,18 @@
 use alloc::{
     format,
     string::{String, ToString},
+    vec,
+    vec::Vec,
 };
+
+use crate::batch::Side;
 
 use super::{Fingerprint, Problem, problem::inverse_sqrt};
 #[cfg(feature = "std")]
 use super::{Options, Plan, problem::AttentionKind};
+
+/// Up to this many tokens a side a mask is drawn.
+const PICTURED: usize = 64;
 
 /// Up to this many slopes are printed one by one.
 const SLOPES: usize = 8;
@@ -32,6 +39,42 @@ impl Problem {
                 format!("window {} back, {} ahead", side(left), side(right))
             }
         }
+    }
+
+    /// The mask as text: a row for each query, `#` for a key that it attends to and `.` for another one. `None` with
+    /// more than 64 tokens of q or of k.
+    ///
+    /// ```
+    /// use cpattn::{Batch, Dtype, Problem, slices};
+    /// // Two answers to one prompt, each with positions of its own.
+    /// let batch = Batch::new(&[0, 5])?.with_slices(&slices::shared_prefix(2, &[2, 1]))?;
+    /// let problem = Problem::new(batch, 1, 1, 64, Dtype::Bf16);
+    /// assert_eq!(problem.picture().as_deref(), Some("#....\n##...\n###..\n####.\n##..#"));
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    pub fn picture(&self) -> Option<String> {
+        let batch = self.batch();
+        let [n_q, n_k] = [Side::Q, Side::K].map(|side| batch.tokens(side));
+        if n_q > PICTURED || n_k > PICTURED {
+            return None;
+        }
+        let allowed = self.allowed();
+        let mut rows = Vec::new();
+        for d in 0..batch.documents() {
+            let q = batch.whole(Side::Q, d);
+            for pos in (0..q.len).map(|i| q.position(i)) {
+                let mut row = vec!['.'; n_k];
+                for of in allowed.of(Side::Q, d as u32) {
+                    let (begin, end) = of.limits.keys(pos, (i64::MAX, i64::MAX));
+                    let keys = batch.document(Side::K, of.document as usize);
+                    let inside = |position: i64| position.clamp(0, keys.len() as i64) as usize;
+                    let (begin, end) = (inside(begin), inside(end));
+                    row[keys][begin..end.max(begin)].fill('#');
+                }
+                rows.push(row.into_iter().collect::<String>());
+            }
+        }
+        Some(rows.join("\n"))
     }
 
     /// Scale, softcap, ALiBi slopes and sinks, each behind a comma.

@@ -116,8 +116,13 @@ impl Plan {
         };
         let [q, k] = [Side::Q, Side::K].map(|side| grouped(b.tokens(side) as u128));
         let _ = writeln!(out, "plan {:016x}", self.fingerprint());
-        let _ =
-            writeln!(out, "  {kind}, mask {}, {}: {documents}, {q} q tokens, {k} k tokens", p.mask_words(), p.dtype());
+        let slices = b.slices().map_or(String::new(), |slices| format!(", {} slices", slices.len()));
+        let _ = writeln!(
+            out,
+            "  {kind}, mask {}, {}: {documents}{slices}, {q} q tokens, {k} k tokens",
+            p.mask_words(),
+            p.dtype()
+        );
         let (heads, kv_heads, head_dim, value_dim) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
         let _ = writeln!(
             out,
@@ -131,6 +136,11 @@ impl Plan {
             "  each head computes {} (q, k) pairs; all heads: {forward} multiply-adds forward, {backward} backward",
             grouped(p.area())
         );
+        if b.slices().is_some()
+            && let Some(picture) = p.picture()
+        {
+            let _ = writeln!(out, "\nwhich keys (columns) each query (row) attends to\n{picture}");
+        }
     }
 
     fn holding(&self, rank: usize) -> [String; 9] {

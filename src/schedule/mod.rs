@@ -28,6 +28,8 @@ mod join;
 mod ops;
 mod purpose;
 pub(crate) mod ring_steps;
+#[cfg(test)]
+mod slice_tests;
 mod sweep;
 mod tensor_id;
 pub mod verify;

@@ -34,14 +34,14 @@ struct SlicePart {
 }
 
 /// The documents of a batch.
-pub(crate) struct Borders<'a> {
+pub(crate) struct DocumentEnds<'a> {
     /// `cu_seqlens` of q and of k.
     pub cu_seqlens: [&'a [i32]; 2],
     /// The position of a document's first q token.
     pub q_start: &'a dyn Fn(usize) -> i64,
 }
 
-impl Borders<'_> {
+impl DocumentEnds<'_> {
     fn count(&self) -> usize {
         self.cu_seqlens[0].len() - 1
     }
@@ -79,7 +79,7 @@ pub(crate) struct Parts {
 
 impl Parts {
     /// Checks slices and cuts them at documents.
-    pub fn new(documents: &Borders, slices: &[Slice]) -> Result<Self> {
+    pub fn new(documents: &DocumentEnds, slices: &[Slice]) -> Result<Self> {
         slices.iter().enumerate().try_for_each(|(i, s)| check(documents, i, s))?;
         check_disjoint(slices)?;
         let mut list = Vec::new();
@@ -130,7 +130,7 @@ impl Parts {
 }
 
 /// Tokens within the batch, a position that arithmetic can hold.
-fn check(documents: &Borders, i: usize, s: &Slice) -> Result<()> {
+fn check(documents: &DocumentEnds, i: usize, s: &Slice) -> Result<()> {
     for (name, side, begin, end) in [("q", Side::Q, s.q_begin, s.q_end), ("k", Side::K, s.k_begin, s.k_end)] {
         let tokens = documents.tokens(side);
         if begin < 0 || begin > end {
@@ -162,7 +162,7 @@ impl Slice {
     }
 
     /// The part of the slice in document `a` of q and `b` of k, in positions of these documents.
-    fn band_between(&self, documents: &Borders, a: usize, b: usize) -> Band {
+    fn band_between(&self, documents: &DocumentEnds, a: usize, b: usize) -> Band {
         let ([q_first, q_last], [k_first, k_last]) = (documents.ends(Side::Q, a), documents.ends(Side::K, b));
         let start = (documents.q_start)(a);
         let position = |token: i64| token - q_first + start;
@@ -238,7 +238,7 @@ pub(crate) struct Reach {
 }
 
 impl From<Mask> for Allowed {
-    /// Borders under a mask.
+    /// DocumentEnds under a mask.
     fn from(mask: Mask) -> Self {
         Self { parts: None, mask }
     }

@@ -32,7 +32,7 @@ struct MetTokens {
 
 /// A range of the other side, and the band of the pair.
 #[derive(Clone, Copy, Default)]
-struct Link {
+struct PartnerLink {
     range: u32,
     band: u32,
 }
@@ -53,7 +53,7 @@ pub(super) struct AttendCalls {
     /// For each call and side in ascending order.
     tokens: Vec<MetTokens>,
     /// Entries of `ranges` and of `bands`.
-    links: Vec<Link>,
+    links: Vec<PartnerLink>,
     ranges: Vec<Range>,
     bands: Vec<Band>,
 }
@@ -88,8 +88,9 @@ impl AttendCalls {
             let mut at = Vec::with_capacity(met.q.len());
             for i in 0..met.q.len() {
                 at.push((self.links.len(), met.keys(i).len() as u32));
-                self.links
-                    .extend(met.keys(i).iter().map(|pair| Link { range: base + pair.k, band: bands + pair.band }));
+                self.links.extend(
+                    met.keys(i).iter().map(|pair| PartnerLink { range: base + pair.k, band: bands + pair.band }),
+                );
             }
             self.name(q, &at);
         }
@@ -105,11 +106,12 @@ impl AttendCalls {
                 *first = next;
                 next += core::mem::take(links) as usize;
             }
-            self.links.resize(next, Link::default());
+            self.links.resize(next, PartnerLink::default());
             for i in 0..met.q.len() {
                 for pair in met.keys(i) {
                     let (first, links) = &mut at[pair.k as usize];
-                    self.links[*first + *links as usize] = Link { range: base + i as u32, band: bands + pair.band };
+                    self.links[*first + *links as usize] =
+                        PartnerLink { range: base + i as u32, band: bands + pair.band };
                     *links += 1;
                 }
             }
@@ -127,8 +129,8 @@ impl AttendCalls {
         }));
     }
 
-    /// The ranges of the other side that a token meets in a call, with their bands, in the order of the call, and the number of tokens
-    /// from it on that meet the same ranges. `None` if the call does not name the token.
+    /// The ranges of the other side that a token meets in a call, with their bands, in the order of the call, and the
+    /// number of tokens from it on that meet the same ranges. `None` if the call does not name the token.
     pub fn partners(
         &self,
         call: u32,

@@ -84,8 +84,8 @@ fn subjects() -> Vec<Subject> {
     let mesh = |ulysses, ring| Mesh { replicas: 1, ring, ulysses };
     let packed = Batch::from_lengths(&[5, 0, 9, 3]).unwrap();
     let crossed = Batch::cross(&[0, 6, 13], &[0, 4, 14], Some(&[-2, 3])).unwrap();
-    // A shared prefix with a branch in another document, a span that is seen from both sides, a window, two bands of one
-    // pair of documents.
+    // A shared prefix with a branch in another document, a span that is seen from both sides, a window, two bands of
+    // one pair of documents.
     let sliced = packed.clone().with_slices(&[
         Slice::new(0..5, 0..5).causal(),
         Slice::new(5..14, 0..5).q_start(5),

@@ -3,8 +3,7 @@
 
 use alloc::{format, string::ToString, vec, vec::Vec};
 
-use super::Slice;
-use crate::{Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Side, plan::Circulate, plan::Gather};
+use crate::{Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Side, Slice, plan::Circulate, plan::Gather};
 use fastrand::Rng;
 
 /// Lengths of documents, some of them empty.
