@@ -24,6 +24,7 @@ pub use crate::plan::form::{CirculatingSide, Direction, Form};
 mod all_to_all;
 mod emit;
 pub(crate) mod expand;
+pub(crate) mod expanded;
 mod join;
 mod ops;
 mod purpose;
@@ -36,11 +37,9 @@ pub mod verify;
 
 pub use all_to_all::{AllToAll, AllToAllDirection};
 pub(crate) use all_to_all::{OWN_HEADS, OWN_TOKENS};
-pub use ops::Lane;
-pub(crate) use ops::{
-    ALIGNMENT, AttendOp, AttendPart, BackwardOp, BlockView, Buf, Buffer, BufferView, MessageView, Op, OpKind,
-    SINK_DIGITS, StepRows, StepTensor,
-};
+pub use expanded::{CallRanges, ExpandedOp, SumBlock};
+pub(crate) use ops::{ALIGNMENT, BlockView, Op, OpKind, SINK_DIGITS, StepRows, StepTensor};
+pub use ops::{AttendOp, AttendPart, BackwardOp, Buf, Buffer, BufferView, Lane, MessageView};
 pub(crate) use purpose::{Purpose, TensorForm};
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
 pub use tensor_id::TensorId;

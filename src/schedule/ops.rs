@@ -11,17 +11,17 @@ use crate::{
 
 /// A buffer: the caller's tensor, or one in the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Buf {
+pub enum Buf {
     /// The caller's.
     User(TensorId),
-    /// Entry of [`Schedule::buffers`].
+    /// Entry of [`Schedule::buffers`](super::Schedule::buffers).
     Work(u16),
 }
 
 /// A compact `[rows, heads, dim]` buffer in the workspace. Two buffers may share bytes if their lifetimes do not
 /// overlap.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Buffer {
+pub struct Buffer {
     /// Its purpose, in errors and explanations.
     pub name: &'static str,
     /// Element type.
@@ -51,7 +51,7 @@ impl Buffer {
 
 /// Rows and heads of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct BufferView {
+pub struct BufferView {
     /// Which buffer.
     pub buf: Buf,
     /// First row.
@@ -110,7 +110,7 @@ pub(crate) struct BlockView {
 
 /// One message of an exchange: contiguous rows of a compact buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct MessageView {
+pub struct MessageView {
     /// The other rank, numbered in the world.
     pub peer: usize,
     /// The rows.
@@ -141,7 +141,7 @@ pub(crate) struct StepRows {
 
 /// The purpose of a forward call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum AttendPart {
+pub enum AttendPart {
     /// The rank's own q over k and v of a ring step.
     Keys,
     /// q of a ring step over the rank's own k and v: a partial result, which only its owner finishes.
@@ -162,7 +162,7 @@ impl AttendPart {
 
 /// A forward call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct AttendOp {
+pub struct AttendOp {
     /// The purpose of the call.
     pub part: AttendPart,
     /// Index of the ring step whose rows it reads.
@@ -183,7 +183,7 @@ pub(crate) struct AttendOp {
 
 /// A backward call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct BackwardOp {
+pub struct BackwardOp {
     /// Index of the ring step whose rows it reads.
     pub ring_step: u32,
     /// The list of ring steps: of keys or of queries.

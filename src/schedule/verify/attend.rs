@@ -10,14 +10,14 @@ use super::{
     execute::Prover,
     flaw::Wrong,
     geometry::{Geometry, RangePart},
-    listed::{Met, check_met},
+    listed::check_met,
     memory::Piece,
     promise,
 };
 use crate::{
     call::{Gradients, HeadMap, Mode},
     error::Result,
-    schedule::{AttendOp, BackwardOp, BufferView, TensorId},
+    schedule::{AttendOp, BackwardOp, BufferView, TensorId, expanded::CallRanges},
 };
 
 /// For each cell of a row of q's side: its head, and the q heads that it stands for.
@@ -29,7 +29,7 @@ fn q_cells(map: HeadMap, heads: u32, whole_rows: bool) -> impl Fn(u32) -> (u32, 
 }
 
 impl Prover<'_> {
-    pub(super) fn attend(&mut self, r: usize, op: usize, a: &AttendOp, met: &Met) -> Result<(), Wrong> {
+    pub(super) fn attend(&mut self, r: usize, op: usize, a: &AttendOp, met: &CallRanges) -> Result<(), Wrong> {
         let of_q = [(&a.q, What::Input(TensorId::Q))];
         let of_k = [(&a.k, What::Input(TensorId::K)), (&a.v, What::Input(TensorId::V))];
         let (g, call) = self.operands(r, op, met, a.heads, [&of_q, &of_k], [true, false])?;
@@ -47,7 +47,7 @@ impl Prover<'_> {
         Ok(())
     }
 
-    pub(super) fn backward(&mut self, r: usize, op: usize, b: &BackwardOp, met: &Met) -> Result<(), Wrong> {
+    pub(super) fn backward(&mut self, r: usize, op: usize, b: &BackwardOp, met: &CallRanges) -> Result<(), Wrong> {
         let of_q = [
             (&b.q, What::Input(TensorId::Q)),
             (&b.d_o, What::Input(TensorId::DO)),
@@ -97,7 +97,7 @@ impl Prover<'_> {
         &mut self,
         r: usize,
         op: usize,
-        met: &Met,
+        met: &CallRanges,
         map: HeadMap,
         sides: [&[(&BufferView, What)]; 2],
         of: [bool; 2],

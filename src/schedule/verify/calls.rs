@@ -7,10 +7,10 @@
 
 use alloc::{string::String, vec, vec::Vec};
 
-use super::listed::Met;
 use crate::{
     batch::Side,
     call::{Band, Range},
+    schedule::expanded::CallRanges,
 };
 
 /// Consecutive tokens that a range of a call names.
@@ -68,7 +68,7 @@ impl AttendCalls {
         &mut self,
         rank: usize,
         op: usize,
-        met: &Met,
+        met: &CallRanges,
         q: Option<&Vec<NamedTokens>>,
         k: Option<&Vec<NamedTokens>>,
     ) -> Result<u32, String> {

@@ -10,7 +10,6 @@ use super::{
     cell::{Cell, What},
     contributions::{Atom, Contributions},
     flaw::{Wrong, flaw},
-    listed::{ListedOp, Met, Sum},
     memory::{Memory, Piece},
     packed::RankOps,
     report::RankReport,
@@ -20,7 +19,11 @@ use crate::{
     element::Dtype,
     error::{Error, Result},
     plan::{Plan, Wire},
-    schedule::{Buf, BufferView, SINK_DIGITS, TensorId, expand::Expansion},
+    schedule::{
+        Buf, BufferView, SINK_DIGITS, TensorId,
+        expand::Expansion,
+        expanded::{CallRanges, ExpandedOp, SumBlock},
+    },
 };
 
 /// All ranks during the simulated run.
@@ -76,23 +79,23 @@ impl<'a> Prover<'a> {
     }
 
     /// Writes out an operation of rank `r` (an index of the group).
-    pub fn list(&mut self, r: usize, op: usize) -> ListedOp {
+    pub fn list(&mut self, r: usize, op: usize) -> ExpandedOp {
         self.ranks[r].list(op, &mut self.expansion)
     }
 
     /// Executes an operation of rank `r` that involves no other rank.
-    pub fn execute(&mut self, r: usize, op: usize, work: &ListedOp) -> Result<()> {
+    pub fn execute(&mut self, r: usize, op: usize, work: &ExpandedOp) -> Result<()> {
         let done: Result<(), Wrong> = match work {
-            ListedOp::Delta { delta } => self.delta(r, op, delta),
-            ListedOp::SinkGradient { delta, partial } => self.sink_gradient(r, op, delta, partial),
-            ListedOp::SinkTotal(sum) => self.sink_total(r, op, sum),
-            ListedOp::Sums(parts) => parts.iter().flatten().try_for_each(|s| self.sum(r, op, s)),
-            ListedOp::Merges(parts) => {
+            ExpandedOp::Delta { delta } => self.delta(r, op, delta),
+            ExpandedOp::SinkGradient { delta, partial } => self.sink_gradient(r, op, delta, partial),
+            ExpandedOp::SinkTotal(sum) => self.sink_total(r, op, sum),
+            ExpandedOp::Sums(parts) => parts.iter().flatten().try_for_each(|s| self.sum(r, op, s)),
+            ExpandedOp::Merges(parts) => {
                 parts.iter().try_for_each(|part| part.chunks(2).try_for_each(|pair| self.merge(r, op, pair)))
             }
-            ListedOp::Attend(a, met) => self.attend(r, op, a, met),
-            ListedOp::Backward(b, met) => self.backward(r, op, b, met),
-            ListedOp::Exchange { .. } => Ok(()),
+            ExpandedOp::Attend(a, met) => self.attend(r, op, a, met),
+            ExpandedOp::Backward(b, met) => self.backward(r, op, b, met),
+            ExpandedOp::Exchange { .. } => Ok(()),
         };
         done.map_err(|wrong| match wrong {
             Wrong::Here(text) => self.err(r, op, text),
@@ -141,7 +144,7 @@ impl<'a> Prover<'a> {
             }
             self.memories[r].read(delta, 0, delta.rows, h, |_| true);
         }
-        let call = self.calls.add(r, op, &Met::default(), None, None)?;
+        let call = self.calls.add(r, op, &CallRanges::default(), None, None)?;
         let piece = |head| {
             let list = self.lists.one(Atom { call, head, heads: 1 });
             Piece { head, row: 0, cell: Cell::new(What::Sum(TensorId::Dsinks), 0, head, list) }
@@ -155,7 +158,7 @@ impl<'a> Prover<'a> {
         if self.plan.options().reproducible { SINK_DIGITS } else { 1 }
     }
 
-    fn sink_total(&mut self, r: usize, op: usize, sum: &Sum) -> Result<(), Wrong> {
+    fn sink_total(&mut self, r: usize, op: usize, sum: &SumBlock) -> Result<(), Wrong> {
         if self.sink_dim() == 1 {
             return Err("only a reproducible plan has digits of sinks' gradients".into());
         }
@@ -192,7 +195,7 @@ impl<'a> Prover<'a> {
     }
 
     /// `dst = Σ sources`.
-    fn sum(&mut self, r: usize, op: usize, s: &Sum) -> Result<(), Wrong> {
+    fn sum(&mut self, r: usize, op: usize, s: &SumBlock) -> Result<(), Wrong> {
         let accumulator = self.plan.problem().dtype().accumulator();
         let to = self.memories[r].table(s.dst.buf).dtype;
         let mut pieces = core::mem::take(&mut self.pieces);
@@ -254,7 +257,7 @@ impl<'a> Prover<'a> {
 
     /// Merges a partial o and its lse into running ones: all four belong to one row, o and lse of each pair have the
     /// same calls, and no call is in both pairs (`outputs` would find that only at the end).
-    fn merge(&mut self, r: usize, op: usize, pair: &[Sum]) -> Result<(), Wrong> {
+    fn merge(&mut self, r: usize, op: usize, pair: &[SumBlock]) -> Result<(), Wrong> {
         let [o, lse] = pair else { return Err("merges o without its lse".into()) };
         for (sum, tensor) in [(o, TensorId::O), (lse, TensorId::Lse)] {
             if sum.sources.len() != 2 || sum.sources[0] != sum.dst {

@@ -6,11 +6,12 @@
 
 use alloc::{format, string::String, vec, vec::Vec};
 
-use super::{calls::NamedTokens, execute::Prover, listed::Met};
+use super::{calls::NamedTokens, execute::Prover};
 use crate::{
     batch::Side,
     call::{Band, Pair, Range},
     error::Result,
+    schedule::expanded::CallRanges,
 };
 
 /// Rows of a range whose positions are in `low..=high`: positions ascend, so they are one run.
@@ -155,7 +156,7 @@ impl Prover<'_> {
         (mask.left_limit(), mask.right_limit())
     }
 
-    pub(super) fn geometry(&self, met: &Met) -> Result<Geometry, String> {
+    pub(super) fn geometry(&self, met: &CallRanges) -> Result<Geometry, String> {
         let (window, allowed) = (self.window(), self.plan.problem().allowed());
         let mut q_met: Vec<Intervals> = vec![Vec::new(); met.q.len()];
         let mut k_met: Vec<Intervals> = vec![Vec::new(); met.k.len()];

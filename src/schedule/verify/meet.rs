@@ -12,10 +12,10 @@ use alloc::{
     vec::Vec,
 };
 
-use super::{execute::Prover, flaw::flaw, listed::ListedOp, memory::Memory};
+use super::{execute::Prover, flaw::flaw, memory::Memory};
 use crate::{
     error::{Error, Result},
-    schedule::{BufferView, Lane, MessageView},
+    schedule::{BufferView, Lane, MessageView, expanded::ExpandedOp},
 };
 
 /// The other end of each message, as (index in the group, operation, message).
@@ -24,9 +24,9 @@ type Partners = Vec<Vec<Vec<(usize, usize, usize)>>>;
 type Ends = Vec<(usize, usize)>;
 
 /// The messages of an operation; empty unless it is an exchange.
-pub(super) fn messages(work: ListedOp) -> Vec<MessageView> {
+pub(super) fn messages(work: ExpandedOp) -> Vec<MessageView> {
     match work {
-        ListedOp::Exchange { messages, .. } => messages,
+        ExpandedOp::Exchange { messages, .. } => messages,
         _ => Vec::new(),
     }
 }
@@ -203,7 +203,7 @@ fn post(
     i: usize,
     queue: &mut VecDeque<usize>,
 ) -> Result<()> {
-    let ListedOp::Exchange { messages, strict } = prover.list(r, i) else {
+    let ExpandedOp::Exchange { messages, strict } = prover.list(r, i) else {
         return Err(prover.err(r, i, "is not an exchange"));
     };
     if messages.is_empty() {

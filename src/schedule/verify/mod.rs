@@ -37,6 +37,7 @@ use super::{AllToAll, Direction, Form, KnownSteps, OpKind, Purpose, Schedule, Te
 use crate::{
     error::{Error, Result},
     plan::Plan,
+    schedule::expanded::ExpandedOp,
 };
 
 mod all_to_all;
@@ -85,7 +86,7 @@ fn list_and_prove(schedules: &[Schedule], plan: &Plan, purpose: Purpose) -> Resu
 /// the operations make.
 fn check_rank<'a>(
     s: Schedule,
-    written: Option<&'a [listed::ListedOp]>,
+    written: Option<&'a [ExpandedOp]>,
     plan: &Plan,
     purpose: Purpose,
     expansion: &mut Expansion,

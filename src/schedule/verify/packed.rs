@@ -7,8 +7,11 @@
 
 use alloc::vec::Vec;
 
-use super::listed::{ListedOp, list_one};
-use crate::schedule::{Lane, Op, OpKind, Schedule, expand::Expansion};
+use crate::schedule::{
+    Lane, Op, OpKind, Schedule,
+    expand::Expansion,
+    expanded::{ExpandedOp, expand_with},
+};
 
 /// An operation: its form, the fields in which operations of one form differ, and copies of the form's fields that the
 /// run reads most often.
@@ -34,7 +37,7 @@ pub(super) struct RankOps<'a> {
     frame: Schedule,
     entries: Vec<PackedOp>,
     /// Listed arguments that replace those of the schedule (used by the mutants).
-    written: Option<&'a [ListedOp]>,
+    written: Option<&'a [ExpandedOp]>,
     whole_rows: bool,
 }
 
@@ -47,7 +50,7 @@ fn ring_step(kind: &mut OpKind) -> Option<&mut u32> {
 }
 
 impl<'a> RankOps<'a> {
-    pub fn new(mut frame: Schedule, written: Option<&'a [ListedOp]>, whole_rows: bool) -> Self {
+    pub fn new(mut frame: Schedule, written: Option<&'a [ExpandedOp]>, whole_rows: bool) -> Self {
         let ops = core::mem::take(&mut frame.ops);
         let mut forms: Vec<Op> = Vec::new();
         let mut entries = Vec::with_capacity(ops.len());
@@ -113,7 +116,7 @@ impl<'a> RankOps<'a> {
     }
 
     /// Lists the arguments of an operation.
-    pub fn list(&mut self, op: usize, expansion: &mut Expansion) -> ListedOp {
+    pub fn list(&mut self, op: usize, expansion: &mut Expansion) -> ExpandedOp {
         if let Some(written) = self.written {
             return written[op].clone();
         }
@@ -122,6 +125,6 @@ impl<'a> RankOps<'a> {
         if let Some(ring_step) = ring_step(&mut self.frame.ops[form].kind) {
             *ring_step = step;
         }
-        list_one(&self.frame, form, expansion)
+        expand_with(&self.frame, form, expansion)
     }
 }

@@ -39,7 +39,7 @@ impl Prover<'_> {
     }
 
     /// Moves a message, given as (index in the group, operation, rows). `strict`: as in
-    /// [`ListedOp::Exchange`](super::listed::ListedOp).
+    /// [`ExpandedOp::Exchange`](crate::schedule::ExpandedOp).
     pub fn transfer(
         &mut self,
         from: (usize, usize, BufferView),

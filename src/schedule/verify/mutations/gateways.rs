@@ -34,7 +34,7 @@ fn a_gateway_of_too_many_owners() {
     let all = subjects();
     let s = all.iter().find(|s| s.name == "gateways, Forward").unwrap();
     let exchanges = |r: usize| -> Vec<usize> {
-        let is = |&i: &usize| matches!(s.listed[r][i], ListedOp::Exchange { .. });
+        let is = |&i: &usize| matches!(s.listed[r][i], ExpandedOp::Exchange { .. });
         (0..s.listed[r].len()).filter(is).collect()
     };
     let mut listed = Changed::new(s);

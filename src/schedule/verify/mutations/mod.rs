@@ -5,12 +5,7 @@
 use alloc::{borrow::Cow, format, string::String, vec, vec::Vec};
 use core::ops::{Index, IndexMut};
 
-use super::{
-    Proof, check_rank, list_and_prove,
-    listed::{ListedOp, list_one},
-    promise,
-    slices::ScheduleCheck,
-};
+use super::{Proof, check_rank, list_and_prove, promise, slices::ScheduleCheck};
 use crate::slice::Slice;
 use crate::{
     batch::{Batch, Side},
@@ -24,6 +19,7 @@ use crate::{
     schedule::{
         AllToAll, AllToAllDirection, Buf, BufferView, Direction, Lane, OpKind, Purpose, Schedule, StepTensor, TensorId,
         expand::Expansion,
+        expanded::{ExpandedOp, expand_with},
     },
 };
 
@@ -37,20 +33,20 @@ struct Subject {
     plan: Plan,
     purpose: Purpose,
     schedules: Vec<Schedule>,
-    listed: Vec<Vec<ListedOp>>,
+    listed: Vec<Vec<ExpandedOp>>,
 }
 
 impl Subject {
     fn new(name: String, plan: &Plan, purpose: Purpose, schedule: impl Fn(usize) -> Result<Schedule>) -> Self {
         let schedules: Vec<Schedule> = (0..plan.mesh().group()).map(|rank| schedule(rank).unwrap()).collect();
-        let list = |s: &Schedule| (0..s.ops.len()).map(|i| list_one(s, i, &mut Expansion::new(s))).collect();
+        let list = |s: &Schedule| (0..s.ops.len()).map(|i| expand_with(s, i, &mut Expansion::new(s))).collect();
         let listed = schedules.iter().map(list).collect();
         Self { name, plan: plan.clone(), purpose, schedules, listed }
     }
 }
 
 /// Listed operations, by rank, to be changed: a rank's list is copied for its first change.
-struct Changed<'a>(Vec<Cow<'a, [ListedOp]>>);
+struct Changed<'a>(Vec<Cow<'a, [ExpandedOp]>>);
 
 impl<'a> Changed<'a> {
     fn new(s: &'a Subject) -> Self {
@@ -59,14 +55,14 @@ impl<'a> Changed<'a> {
 }
 
 impl Index<usize> for Changed<'_> {
-    type Output = [ListedOp];
-    fn index(&self, rank: usize) -> &[ListedOp] {
+    type Output = [ExpandedOp];
+    fn index(&self, rank: usize) -> &[ExpandedOp] {
         &self.0[rank]
     }
 }
 
 impl IndexMut<usize> for Changed<'_> {
-    fn index_mut(&mut self, rank: usize) -> &mut [ListedOp] {
+    fn index_mut(&mut self, rank: usize) -> &mut [ExpandedOp] {
         self.0[rank].to_mut()
     }
 }
@@ -264,7 +260,7 @@ impl Trial {
 }
 
 /// Calls `each(rank, operation, its list)` for every operation of a subject.
-fn each_op(s: &Subject, mut each: impl FnMut(usize, usize, &ListedOp)) {
+fn each_op(s: &Subject, mut each: impl FnMut(usize, usize, &ExpandedOp)) {
     for (r, ops) in s.listed.iter().enumerate() {
         ops.iter().enumerate().for_each(|(i, w)| each(r, i, w));
     }
@@ -272,7 +268,7 @@ fn each_op(s: &Subject, mut each: impl FnMut(usize, usize, &ListedOp)) {
 
 /// A trial of one kind of corruption: `each(trial, subject, rank, operation, its list)` is called for every operation
 /// of every subject, and must make at least `at_least` changes.
-fn mutate(kind: &'static str, at_least: usize, mut each: impl FnMut(&mut Trial, &Subject, usize, usize, &ListedOp)) {
+fn mutate(kind: &'static str, at_least: usize, mut each: impl FnMut(&mut Trial, &Subject, usize, usize, &ExpandedOp)) {
     let mut t = Trial::new(kind);
     for s in &subjects() {
         each_op(s, |r, i, w| each(&mut t, s, r, i, w));

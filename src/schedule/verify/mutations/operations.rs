@@ -120,8 +120,8 @@ fn exchanges_swapped_on_one_rank() {
 
 /// Whether messages of two buffers would overlap if the buffers began at the same byte. Other operations access whole
 /// views.
-fn share_rows(work: &ListedOp, a: u16, b: u16) -> bool {
-    let ListedOp::Exchange { messages, .. } = work else { return true };
+fn share_rows(work: &ExpandedOp, a: u16, b: u16) -> bool {
+    let ExpandedOp::Exchange { messages, .. } = work else { return true };
     let of = |buffer| messages.iter().map(|m| m.view).filter(move |v| v.buf == Buf::Work(buffer));
     of(a).any(|v| of(b).any(|w| v.row < w.row + w.rows && w.row < v.row + v.rows))
 }
@@ -143,7 +143,7 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
         };
         match w {
             // Ranges may miss every row of a view: then the call touches none of it.
-            ListedOp::Attend(a, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
+            ExpandedOp::Attend(a, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
                 [a.q, a.k, a.v].iter().for_each(&mut note);
                 // If only some rows have a result, other buffers may share the bytes of the rest.
                 let all_rows = |has: fn(Mode) -> bool| {
@@ -157,14 +157,14 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
                     [o, lse].iter().for_each(&mut note);
                 }
             }
-            ListedOp::Backward(b, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
+            ExpandedOp::Backward(b, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
                 [b.q, b.k, b.v, b.d_o, b.lse, b.delta].iter().chain(&b.dq).for_each(&mut note);
                 b.dkv.iter().for_each(|(k, v)| {
                     note(k);
                     note(v);
                 });
             }
-            ListedOp::Exchange { messages, .. } => messages.iter().for_each(|m| note(&m.view)),
+            ExpandedOp::Exchange { messages, .. } => messages.iter().for_each(|m| note(&m.view)),
             _ => {}
         }
         for (n, &a) in used.iter().enumerate() {
@@ -186,7 +186,7 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
 #[test]
 fn a_result_in_the_place_of_an_operand() {
     mutate("result in the place of an operand", 10, |t, s, r, i, w| {
-        let ListedOp::Attend(a, _) = w else { return };
+        let ExpandedOp::Attend(a, _) = w else { return };
         let Some((BufferView { buf: Buf::Work(result), rows, .. }, _)) = a.result else { return };
         let form = |i: u16| {
             let b = &s.schedules[r].buffers[i as usize];
@@ -236,7 +236,7 @@ fn a_workspace_too_small_or_misaligned() {
 #[test]
 fn heads_mapped_wrong() {
     mutate("head map", 150, |t, s, r, i, w| {
-        if !matches!(w, ListedOp::Attend(..) | ListedOp::Backward(..)) {
+        if !matches!(w, ExpandedOp::Attend(..) | ExpandedOp::Backward(..)) {
             return;
         }
         for field in 0..3 {

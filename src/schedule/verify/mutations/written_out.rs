@@ -9,26 +9,27 @@ use crate::{
     call::{Gradients, Mode},
     schedule::{
         BackwardOp, Buf, BufferView, Form, MessageView, OpKind, Schedule,
-        verify::{listed::ListedOp, memory::Memory, promise},
+        expanded::{CallRanges, ExpandedOp, SumBlock},
+        verify::{memory::Memory, promise},
     },
 };
 
 #[test]
 fn modes_changed() {
     mutate("mode", 200, |t, s, r, i, w| {
-        let (ListedOp::Attend(_, met) | ListedOp::Backward(_, met)) = w else { return };
+        let (ExpandedOp::Attend(_, met) | ExpandedOp::Backward(_, met)) = w else { return };
         // dk and dv alone have no mode.
-        if matches!(w, ListedOp::Backward(b, _) if b.dq.is_none()) {
+        if matches!(w, ExpandedOp::Backward(b, _) if b.dq.is_none()) {
             return;
         }
         for (n, q) in met.q.iter().enumerate() {
             for mode in [Mode::First, Mode::Merge, Mode::Last, Mode::Only] {
-                let backward = matches!(w, ListedOp::Backward(..));
+                let backward = matches!(w, ExpandedOp::Backward(..));
                 if mode == q.mode || (backward && mode.continues() == q.mode.continues()) {
                     continue;
                 }
                 t.listed(s, format!("rank {r} op {i} range {n} {:?} to {mode:?}", q.mode), |x| {
-                    if let ListedOp::Attend(_, m) | ListedOp::Backward(_, m) = &mut x[r][i] {
+                    if let ExpandedOp::Attend(_, m) | ExpandedOp::Backward(_, m) = &mut x[r][i] {
                         m.q[n].mode = mode;
                     }
                 });
@@ -40,10 +41,10 @@ fn modes_changed() {
 #[test]
 fn ranges_and_pairs_changed() {
     mutate("range", 500, |t, s, r, i, w| {
-        let (ListedOp::Attend(_, met) | ListedOp::Backward(_, met)) = w else { return };
-        let mut change = |site: String, change: &dyn Fn(&mut super::super::listed::Met)| {
+        let (ExpandedOp::Attend(_, met) | ExpandedOp::Backward(_, met)) = w else { return };
+        let mut change = |site: String, change: &dyn Fn(&mut CallRanges)| {
             t.listed(s, format!("rank {r} op {i} {site}"), |x| {
-                if let ListedOp::Attend(_, m) | ListedOp::Backward(_, m) = &mut x[r][i] {
+                if let ExpandedOp::Attend(_, m) | ExpandedOp::Backward(_, m) = &mut x[r][i] {
                     change(m);
                 }
             });
@@ -67,7 +68,7 @@ fn ranges_and_pairs_changed() {
                 (0..k.len).any(|i| (begin..end).contains(&k.position(i)))
             });
             // In the backward a later ring step may leave out a row without keys.
-            if meets || matches!(w, ListedOp::Attend(..)) {
+            if meets || matches!(w, ExpandedOp::Attend(..)) {
                 change(format!("q {n} len"), &|m| m.q[n].range.len -= 1);
             }
             change(format!("q {n} loses a pair"), &|m| m.q[n].keys_end -= 1);
@@ -120,7 +121,7 @@ fn other_ends(s: &Subject) -> Vec<Vec<Vec<(usize, usize, usize)>>> {
 
 pub(super) fn messages<'a>(listed: &'a mut Changed, r: usize, i: usize) -> &'a mut Vec<MessageView> {
     match &mut listed[r][i] {
-        ListedOp::Exchange { messages, .. } => messages,
+        ExpandedOp::Exchange { messages, .. } => messages,
         _ => unreachable!("listed as an exchange"),
     }
 }
@@ -131,7 +132,7 @@ fn messages_changed() {
     for s in &subjects() {
         let ends = other_ends(s);
         each_op(s, |r, i, w| {
-            let ListedOp::Exchange { messages: list, .. } = w else { return };
+            let ExpandedOp::Exchange { messages: list, .. } = w else { return };
             for (n, m) in list.iter().enumerate() {
                 let site = |what| format!("rank {r} op {i} message {n} {what}");
                 let (p, j, k) = ends[r][i][n];
@@ -178,10 +179,10 @@ fn a_fetch_widened_at_both_ends() {
     for s in &subjects() {
         let ends = other_ends(s);
         each_op(s, |r, i, w| {
-            let ListedOp::Exchange { messages: list, strict: true } = w else { return };
+            let ExpandedOp::Exchange { messages: list, strict: true } = w else { return };
             for (n, m) in list.iter().enumerate().filter(|(_, m)| !m.send) {
                 let (p, j, k) = ends[r][i][n];
-                let ListedOp::Exchange { messages: there, .. } = &s.listed[p][j] else { return };
+                let ExpandedOp::Exchange { messages: there, .. } = &s.listed[p][j] else { return };
                 let sent = there[k].view;
                 let rows = |x: &Schedule, v: &BufferView| match v.buf {
                     Buf::Work(b) => x.buffers[b as usize].rows,
@@ -205,12 +206,12 @@ fn a_fetch_widened_at_both_ends() {
 #[test]
 fn blocks_changed() {
     mutate("block", 300, |t, s, r, i, w| {
-        let (ListedOp::Sums(parts) | ListedOp::Merges(parts)) = w else { return };
+        let (ExpandedOp::Sums(parts) | ExpandedOp::Merges(parts)) = w else { return };
         for (a, part) in parts.iter().enumerate() {
             for (b, sum) in part.iter().enumerate() {
-                let mut change = |what: &str, change: &dyn Fn(&mut super::super::listed::Sum)| {
+                let mut change = |what: &str, change: &dyn Fn(&mut SumBlock)| {
                     t.listed(s, format!("rank {r} op {i} block {a}.{b} {what}"), |x| {
-                        if let ListedOp::Sums(parts) | ListedOp::Merges(parts) = &mut x[r][i] {
+                        if let ExpandedOp::Sums(parts) | ExpandedOp::Merges(parts) = &mut x[r][i] {
                             change(&mut parts[a][b]);
                         }
                     });
@@ -247,11 +248,11 @@ fn blocks_changed() {
 #[test]
 fn merges_changed() {
     mutate("merge", 100, |t, s, r, i, w| {
-        let ListedOp::Merges(parts) = w else { return };
+        let ExpandedOp::Merges(parts) = w else { return };
         for a in 0..parts.len() {
-            let mut change = |what: &str, change: &dyn Fn(&mut Vec<Vec<super::super::listed::Sum>>)| {
+            let mut change = |what: &str, change: &dyn Fn(&mut Vec<Vec<SumBlock>>)| {
                 t.listed(s, format!("rank {r} op {i} part {a} {what}"), |x| {
-                    if let ListedOp::Merges(parts) = &mut x[r][i] {
+                    if let ExpandedOp::Merges(parts) = &mut x[r][i] {
                         change(parts);
                     }
                 });
@@ -269,7 +270,7 @@ fn merges_changed() {
 #[test]
 fn backward_calls_changed() {
     mutate("backward call", 200, |t, s, r, i, w| {
-        let ListedOp::Backward(op, met) = w else { return };
+        let ExpandedOp::Backward(op, met) = w else { return };
         // A call without pairs writes zeros, whatever it reads.
         let met = !met.pairs.is_empty();
         let mut change = |what: &str, change: &dyn Fn(&mut BackwardOp)| {
