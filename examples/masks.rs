@@ -29,7 +29,9 @@ fn masks() -> Result<[(&'static str, Batch, Vec<Slice>); 6]> {
 fn main() -> Result<()> {
     let side = 24 * CELL;
     let (width, height) = (3 * side + 4 * GAP, 2 * (side + GAP) + GAP);
-    println!(r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">"#);
+    println!(
+        r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">"#
+    );
     println!(r#"<rect width="{width}" height="{height}" fill="white"/>"#);
     for (i, (name, batch, slices)) in masks()?.into_iter().enumerate() {
         let (x, y) = (GAP + i % 3 * (side + GAP), GAP + i / 3 * (side + GAP));

@@ -206,8 +206,19 @@ pub fn reference<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
         alibi_slopes: slopes.as_deref(),
         sinks: sinks.as_deref(),
     };
-    let out = attention.forward();
-    let reference::Gradient { dq, dk, dv, dsinks } = attention.backward(&d_o, &out);
+    let (out, gradient) = match p.batch().slices() {
+        None => {
+            let out = attention.forward();
+            let gradient = attention.backward(&d_o, &out);
+            (out, gradient)
+        }
+        Some(slices) => {
+            let out = attention.forward_of(slices);
+            let gradient = attention.backward_of(slices, &d_o, &out);
+            (out, gradient)
+        }
+    };
+    let reference::Gradient { dq, dk, dv, dsinks } = gradient;
     Results { o: out.o, lse: out.lse, dq, dk, dv, dsinks }
 }
 

@@ -8,6 +8,7 @@
 //! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
 //!   ranks do together besides runs;
 //! - `distribution`: plans with the tokens of another plan;
+//! - `slices`: masks made of slices, drawn and by name;
 //! - `few_tokens`: small enough for Miri; `serving`: tokens generated from a cache that is spread over ranks.
 #![cfg(feature = "std")]
 
@@ -31,5 +32,6 @@ mod refusals;
 #[path = "../common/refused.rs"]
 mod refused;
 mod serving;
+mod slices;
 mod tensor;
 mod ulysses;
