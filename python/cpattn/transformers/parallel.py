@@ -7,15 +7,12 @@ evaluation, and under gradient checkpointing. Every rank calls the model with th
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,77 +23,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .._check import attempt, refused, whole
-from .._header import UNLIMITED
-from ..engine import EngineTransport
-from ..errors import Disagreement, Error, InvalidArgument, Unsupported
+from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
 from ..plan import CHOSEN, Plan
 from ..torch import Batch, Context, GlooTransport
-from .attention import NAME, Current, Window, _tensors, register
+from .agree import Total, number, same, told
+from .attention import NAME, Current, Window, register
+from .inputs import checked, documents
 from .mixers import Mixer, Mixers
-from .pack import TAKEN, Pack, pack, within
+from .pack import TAKEN, Pack
 from .probe import probe
-
-# The numbers that ranks exchange: REFUSED after refused arguments, odd numbers for arguments, other even numbers for parts of a loss.
-# So ranks notice if one of them is at another place, because it has failed in between.
-REFUSED = 2
-
-_OWN = "each rank computes its own tokens only. For generate, use `with cp.off():`"
-REFUSED_OPTIONS = {
-    "output_router_logits": "the router's loss is not a sum over tokens. Set model.config.output_router_logits = False, and "
-    "router_aux_loss_coef=0.0 in an SFTConfig",
-    "sparse_prediction": "logits are those of all tokens. Set model.config.sparse_prediction = False; `tile` saves the same memory",
-    **dict.fromkeys(("output_attentions", "output_hidden_states", "logits_to_keep"), _OWN),
-}
-
-# The losses of models, and whether the label of a token is the next one.
-LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
-
-
-def _number(data: bytes) -> int:
-    """An odd number that is equal for equal bytes."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") | 1
-
-
-def _same(transport: EngineTransport, what: str, mine: int, need: str) -> None:
-    """Compares a number over the ranks, and raises unless it is equal on all of them."""
-    said = transport.agree(0, transport.world, mine)
-    if refusing := [rank for rank, number in enumerate(said) if number == REFUSED]:
-        raise InvalidArgument(f"ranks {refusing} of this group refused their {what}: see the error of these ranks")
-    if ending := [rank for rank, number in enumerate(said) if not number & 1]:
-        raise Disagreement(f"ranks {ending} of this group end a forward pass while rank {transport.rank} begins one: did its previous one fail?", ending[0])
-    if others := [rank for rank, number in enumerate(said) if number != said[0]]:
-        raise Disagreement(
-            f"the {what} of ranks {others} of this group differ from those of rank 0 (this is rank {transport.rank}): {need}", others[0]
-        )
-
-
-@contextmanager
-def _told(transport: EngineTransport) -> Iterator[None]:
-    """Tells the other ranks, which wait in `_same`, if this one raises."""
-    try:
-        yield
-    except Exception:
-        with suppress(Error):  # the first error is raised
-            transport.agree(0, transport.world, REFUSED)
-        raise
-
-
-class _Total(torch.autograd.Function):
-    """The sum over the ranks. Each rank gets the gradient of its own part, times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, transport: EngineTransport, factor: float) -> Tensor:
-        ctx.factor = factor
-        (bits,) = struct.unpack("Q", struct.pack("d", part.item()))
-        said = transport.agree(0, transport.world, bits & ~1)
-        if failed := [rank for rank, number in enumerate(said) if number & 1 or number == REFUSED]:
-            raise Disagreement(f"ranks {failed} of this group begin a forward pass while rank {transport.rank} ends one: did their previous one fail?", failed[0])
-        return torch.full_like(part, sum(struct.unpack(f"{len(said)}d", struct.pack(f"{len(said)}Q", *said))))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient * ctx.factor, None, None
 
 
 @dataclass(eq=False)
@@ -174,13 +110,13 @@ class ContextParallel:
         transport = GlooTransport(group, timeout=timeout)
         members = dist.get_process_group_ranks(group)
         try:
-            with _told(transport):
+            with told(transport):
                 self._try(model, len(members), replicas, gradients, tile, mixers or {})
             settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "options": sorted(options.items())}
             settings["model"] = (type(model).__name__, self._found)
             for name, value in settings.items():
                 need = f"{name} is {value!r} on this rank, all ranks need the same"
-                _same(transport, "arguments of ContextParallel", _number(repr(value).encode()), need)
+                same(transport, "arguments of ContextParallel", number(repr(value).encode()), need)
             self.replica, self.rank = divmod(transport.rank, self.ranks)
             ranks = members[self.replica * self.ranks :][: self.ranks]
             # For contexts, `gather` and `loader`. Only the members make it, so other ranks of the world may use other groups, or none.
@@ -243,69 +179,15 @@ class ContextParallel:
 
     # Inputs
 
-    def _loss(self) -> str:
-        """The name of the model's loss."""
-        return str(getattr(getattr(self.model, "loss_function", None), "__name__", "ForCausalLMLoss"))
-
-    def _documents(self, inputs: Mapping[str, Any]) -> Pack:
-        return pack(inputs, self._found.first, LOSSES.get(self._loss(), True))
-
-    def _pack(self, inputs: Mapping[str, Any]) -> Pack:
-        for name, value in inputs.items():
-            taken = name in TAKEN and (name != "token_type_ids" or self._found.types)
-            if not taken and value is not None and _tensors(value):
-                raise Unsupported(f"the model was given {name}, which is not supported: leave it out")
-        if inputs.get("past_key_values") is not None:
-            raise Unsupported("past_key_values is not supported: use `with cp.off():`")
-
-        def asked(name: str) -> Any:
-            return getattr(self.config, name, None) if inputs.get(name) is None else inputs[name]
-
-        for name, reason in REFUSED_OPTIONS.items():
-            if asked(name):
-                raise Unsupported(f"{name} is set, which is not supported: {reason}")
-        if asked("return_dict") is False:
-            raise Unsupported("return_dict is False, True is needed")
-        found, loss = self._documents(inputs), self._loss()
-        if found.labels is not None and loss not in LOSSES:
-            raise Unsupported(
-                f"model.loss_function is {loss}, {' or '.join(LOSSES)} is needed: give no labels, and compute the loss of this rank's tokens "
-                "from the logits"
-            )
-        words, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        within("input_ids", found.ids, getattr(words, "num_embeddings", None))
-        if found.labels is not None:
-            within("labels", found.labels[found.labels != -100], getattr(head, "out_features", None))
-        if found.types is not None:
-            within("token_type_ids", found.types, self._found.types)
-        if found.longest > self._found.positions:
-            padded = found.longest > max(b - a for a, b in pairwise(found.cu_seqlens))
-            raise InvalidArgument(
-                f"the longest document has {found.longest} tokens, {'counted from position 0, ' * padded}{type(self.model).__name__} has "
-                f"{self._found.positions} positions: cut longer documents{', or put padding at the right' * padded}"
-            )
-        if self._found.positions < UNLIMITED:
-            within("position_ids", found.positions, found.first + self._found.positions)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        usual: Any = getattr(self.config, "original_max_position_embeddings", None) or getattr(self.config, "max_position_embeddings", 0)
-        for one in filter(lambda one: isinstance(one, dict), (rope, *rope.values())):
-            kind, most = one.get("rope_type"), one.get("original_max_position_embeddings") or usual
-            if kind in ("dynamic", "longrope") and found.longest > most:
-                raise Unsupported(
-                    f"rotary embeddings of the type {kind}: the longest document has {found.longest} tokens, at most {most} are supported: cut "
-                    "longer documents"
-                )
-        return found
-
     def shard(self, inputs: Mapping[str, Any]) -> Forward:
         """This rank's part of a batch. The ranks compare their batches first. All ranks call it."""
         context = self._context(self.model.dtype)
         need = "all ranks of a group need the same batch, see ContextParallel.loader"
-        with _told(context.transport):
-            found, items = self._pack(inputs), inputs.get("num_items_in_batch")
+        with told(context.transport):
+            found, items = checked(self.model, self.config, self._found, inputs), inputs.get("num_items_in_batch")
             if items is not None and (items := attempt(float, given := items)) is None:
                 raise refused("num_items_in_batch", given, "a number is needed")
-        _same(context.transport, "inputs", _number(found.bytes() + repr(items).encode()), need)
+        same(context.transport, "inputs", number(found.bytes() + repr(items).encode()), need)
         batch = context.batch(found.cu_seqlens)
         if without := [rank for rank in range(self.ranks) if not batch.plan.share(rank).q_tokens]:
             raise InvalidArgument(
@@ -340,7 +222,7 @@ class ContextParallel:
         else:
             out["logits"], part = None, self._tiles(model, forward, kwargs)
         items = forward.items if forward.items is not None else forward.pack.count
-        out["loss"] = _Total.apply(part, forward.batch.context.transport, self._factor) / items  # type: ignore[no-untyped-call]
+        out["loss"] = Total.apply(part, forward.batch.context.transport, self._factor) / items  # type: ignore[no-untyped-call]
         return out
 
     @staticmethod
@@ -455,7 +337,7 @@ class ContextParallel:
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """The number of tokens of a batch with a label."""
-        return self._documents(batch).count
+        return documents(self.model, self._found, batch).count
 
     def loader(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of rank 0 of the group, on all ranks of the group. The model selects each rank's tokens."""
