@@ -7,7 +7,6 @@ The rules here concern the model: its loss, its numbers of words and positions. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 from .._header import UNLIMITED
@@ -66,10 +65,10 @@ def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any]) ->
         within("labels", found.labels[found.labels != -100], getattr(head, "out_features", None))
     if found.types is not None:
         within("token_type_ids", found.types, known.types)
-    if found.longest > known.positions:
-        padded = found.longest > max(b - a for a, b in pairwise(found.cu_seqlens))
+    padded = found.reach > found.longest
+    if found.reach > known.positions and not (padded and inputs.get("position_ids") is not None):
         raise InvalidArgument(
-            f"the longest document has {found.longest} tokens, {'counted from position 0, ' * padded}{type(model).__name__} has "
+            f"the longest document has {found.reach} tokens, {'counted from position 0, ' * padded}{type(model).__name__} has "
             f"{known.positions} positions: cut longer documents{', or put padding at the right' * padded}"
         )
     if known.positions < UNLIMITED:
@@ -78,9 +77,9 @@ def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any]) ->
     usual: Any = getattr(config, "original_max_position_embeddings", None) or getattr(config, "max_position_embeddings", 0)
     for one in filter(lambda one: isinstance(one, dict), (rope, *rope.values())):
         kind, most = one.get("rope_type"), one.get("original_max_position_embeddings") or usual
-        if kind in ("dynamic", "longrope") and found.longest > most:
+        if kind in ("dynamic", "longrope") and found.reach > most:
             raise Unsupported(
-                f"rotary embeddings of the type {kind}: the longest document has {found.longest} tokens, at most {most} are supported: cut "
-                "longer documents"
+                f"rotary embeddings of the type {kind}: positions reach {found.reach - 1}, at most {most - 1} are supported: cut longer "
+                "documents"
             )
     return found

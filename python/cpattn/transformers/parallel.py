@@ -50,7 +50,7 @@ class Forward:
     longest: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.longest = self.pack.longest
+        self.longest = max(self.pack.longest, self.pack.reach)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window, **options: Any) -> Tensor:
         dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
