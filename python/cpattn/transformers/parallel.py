@@ -29,6 +29,7 @@ from ..plan import CHOSEN, Plan
 from ..torch import Batch, Context, GlooTransport
 from .agree import Total, number, same, told
 from .attention import NAME, Current, Window, register
+from .draws import Draws, refuse_layerdrop
 from .inputs import checked, documents
 from .mixers import Mixer, Mixers
 from .pack import TAKEN, Pack
@@ -47,6 +48,7 @@ class Forward:
     tile: Tensor | None = None
     hidden: Tensor | None = None
     outputs: Any = None
+    draws: Draws | None = None
     longest: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,7 +119,8 @@ class ContextParallel:
             for name, value in settings.items():
                 need = f"{name} is {value!r} on this rank, all ranks need the same"
                 same(transport, "arguments of ContextParallel", number(repr(value).encode()), need)
-            self.replica, self.rank = divmod(transport.rank, self.ranks)
+            self._number = transport.rank
+            self.replica, self.rank = divmod(self._number, self.ranks)
             ranks = members[self.replica * self.ranks :][: self.ranks]
             # For contexts, `gather` and `loader`. Only the members make it, so other ranks of the world may use other groups, or none.
             self.group = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
@@ -150,6 +153,7 @@ class ContextParallel:
             raise Unsupported(
                 f"config.attention_dropout is {self.config.attention_dropout}, which is not supported: set it to 0 before the model is made"
             )
+        refuse_layerdrop(self.config)
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._mixers = Mixers(model, mixers, self._options, self.ranks)
         self._usual = model.config._attn_implementation
@@ -210,6 +214,7 @@ class ContextParallel:
             kept["token_type_ids"] = forward.pack.types[mine][None]
         if "use_cache" in self._takes:
             kept["use_cache"] = False
+        forward.draws = Draws(self._number, self.device)
         return (), kept | self._mixers.arguments(forward)
 
     # Outputs
@@ -271,6 +276,8 @@ class ContextParallel:
     def _ends(self, *_: Any) -> None:
         if (forward := self._whole()) is not None:
             forward.hidden = Current.forward = None
+            if forward.draws is not None:
+                forward.draws.end()
 
     @staticmethod
     def _whole() -> Forward | None:
