@@ -33,7 +33,7 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     """PyTorch's generators for the CPU and for the device."""
     if device.type != "cuda":
         return [torch.default_generator]
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call, unused-ignore]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]]
 
 

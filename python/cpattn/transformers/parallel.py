@@ -38,7 +38,10 @@ from .probe import probe
 
 @dataclass(eq=False)
 class Forward:
-    """One forward pass: its documents, and a batch for each dtype of q, k and v."""
+    """One forward pass: its documents, and a batch for each dtype of q, k and v.
+
+    `tokens` are the tokens of the batch that this rank's model gets. Models do not run without a token, so a rank without any gets the
+    first one, without a label: it is left out of all that is exchanged, and of the results."""
 
     pack: Pack
     batch_of: Callable[[torch.dtype], Batch]
@@ -50,13 +53,26 @@ class Forward:
     outputs: Any = None
     draws: Draws | None = None
     longest: int = field(init=False)
+    tokens: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        self.tokens = self.batch.tokens if len(self.batch.tokens) else self.batch.tokens.new_zeros(1)
+        if self.labels is not None:
+            self.labels = self.labels[self.tokens] if len(self.batch.tokens) else torch.full_like(self.labels[:1], -100)
         self.longest = max(self.pack.longest, self.pack.reach)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window, **options: Any) -> Tensor:
         dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
-        return self.batch_of(dtype).attention(q.to(dtype), k.to(dtype), v.to(dtype), window_left=window[0], window_right=window[1], **options)
+        q, k, v = (self.held(x.to(dtype)) for x in (q, k, v))
+        return self.given(self.batch_of(dtype).attention(q, k, v, window_left=window[0], window_right=window[1], **options))
+
+    def held(self, x: Tensor) -> Tensor:
+        """The rows of x that are tokens of this rank."""
+        return x[: len(self.batch.tokens)]
+
+    def given(self, x: Tensor) -> Tensor:
+        """From rows for the tokens of this rank to rows for those that its model got."""
+        return x if len(self.batch.tokens) else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
     # For mixers.
 
@@ -65,10 +81,10 @@ class Forward:
         return self.batch.cu_seqlens
 
     def to_heads(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
-        return self.batch_of(x.dtype).to_heads(x, side, **heads)
+        return self.batch_of(x.dtype).to_heads(self.held(x), side, **heads)
 
     def to_tokens(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
-        return self.batch_of(x.dtype).to_tokens(x, side, **heads)
+        return self.given(self.batch_of(x.dtype).to_tokens(x, side, **heads))
 
     def own_heads(self, side: str = "q", **heads: int) -> slice:
         return self.batch.own_heads(side, **heads)
@@ -193,13 +209,7 @@ class ContextParallel:
                 raise refused("num_items_in_batch", given, "a number is needed")
         same(context.transport, "inputs", number(found.bytes() + repr(items).encode()), need)
         batch = context.batch(found.cu_seqlens)
-        if without := [rank for rank in range(self.ranks) if not batch.plan.share(rank).q_tokens]:
-            raise InvalidArgument(
-                f"the batch has {len(found.ids)} tokens, and ranks {without} of this group hold none, at least 1 token on each rank is needed: "
-                "give longer batches, use fewer ranks for each replica (replicas), or choose another layout"
-            )
-        labels = None if found.labels is None else found.labels[batch.tokens]
-        return Forward(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens), batch, items, labels)
+        return Forward(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens), batch, items, found.labels)
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if Current.forward is not None:  # the head alone, for a tile
@@ -207,7 +217,7 @@ class ContextParallel:
         if args:
             kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
         forward = self.last = Current.forward = self.shard(kwargs)
-        mine = forward.batch.tokens
+        mine = forward.tokens
         kept = {name: value for name, value in kwargs.items() if name not in TAKEN}
         kept |= {"input_ids": forward.pack.ids[mine][None], "position_ids": forward.pack.positions[mine][None]}
         if forward.pack.types is not None:
@@ -220,10 +230,15 @@ class ContextParallel:
     # Outputs
 
     def _after(self, model: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        if (forward := self._whole()) is None or forward.labels is None:
+        if (forward := self._whole()) is None:
+            return out
+        logits = out.logits
+        if not len(forward.batch.tokens):
+            out["logits"] = logits[:, :0]
+        if forward.labels is None:
             return out
         if forward.hidden is None:
-            part = self._sum(out.logits[0], forward.labels)
+            part = self._sum(logits[0], forward.labels)
         else:
             out["logits"], part = None, self._tiles(model, forward, kwargs)
         items = forward.items if forward.items is not None else forward.pack.count
