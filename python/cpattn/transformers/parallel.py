@@ -11,12 +11,10 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
@@ -27,6 +25,7 @@ from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
 from ..plan import CHOSEN, Plan
 from ..torch import Batch, Context, GlooTransport
+from ..torch.gloo import Collectives, Members
 from .agree import Total, number, same, told
 from .attention import NAME, Current, Window, register
 from .draws import Draws, refuse_layerdrop
@@ -91,8 +90,8 @@ class Forward:
 
 
 class ContextParallel:
-    """Makes `model` context-parallel, in place, over a process group (None: the default group). All ranks make one, before DDP
-    or FSDP wrap the model.
+    """Makes `model` context-parallel, in place, over a process group (None: the default group; or a list of global ranks). All
+    ranks make one, before DDP or FSDP wrap the model.
 
     Afterwards every rank calls `model(**batch)` with the same batch: rows with padding (`attention_mask`), or packs
     (`position_ids` that start again, or `cu_seqlens`). `loss` is the loss of the whole batch on every rank. `logits` are
@@ -111,7 +110,7 @@ class ContextParallel:
         self,
         model: Any,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: Members = None,
         replicas: int = 1,
         gradients: str = "mean",
         tile: int = 0,
@@ -124,9 +123,10 @@ class ContextParallel:
         self._base: Any = None
         self._hooks: list[Any] = []
         self._contexts: dict[torch.dtype, Context] = {}
+        self._collectives: Collectives | None = None
         self._options = {"timeout": timeout, "workers": workers, **options}
         transport = GlooTransport(group, timeout=timeout)
-        members = dist.get_process_group_ranks(group)
+        members = transport.members
         try:
             with told(transport):
                 self._try(model, len(members), replicas, gradients, tile, mixers or {})
@@ -137,13 +137,14 @@ class ContextParallel:
                 same(transport, "arguments of ContextParallel", number(repr(value).encode()), need)
             self._number = transport.rank
             self.replica, self.rank = divmod(self._number, self.ranks)
-            ranks = members[self.replica * self.ranks :][: self.ranks]
-            # For contexts, `gather` and `loader`. Only the members make it, so other ranks of the world may use other groups, or none.
-            self.group = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
+            self._members = members[self.replica * self.ranks :][: self.ranks]
+            self._collectives = Collectives(self._members, timeout)  # for `gather` and `loader`
             self.device = next(model.parameters()).device
             self._context(model.dtype)
         except BaseException as error:
             self._restore()
+            self._leave()
+            transport.release()
             if isinstance(error, ValueError | ImportError | NotImplementedError) and not isinstance(error, Error):
                 raise Unsupported(f"{type(model).__name__}: {error}") from error
             raise
@@ -194,7 +195,7 @@ class ContextParallel:
             options = {**self._heads(), **self._options}
             if not any(options.get(name) for name in CHOSEN):
                 options["layers"] = self._found.layers
-            self._contexts[dtype] = Context(self.group, dtype=dtype, device=self.device, **options)
+            self._contexts[dtype] = Context(self._members, dtype=dtype, device=self.device, **options)
         return self._contexts[dtype]
 
     # Inputs
@@ -343,19 +344,26 @@ class ContextParallel:
     def gather(self, rows: Tensor, fill: float = 0) -> Tensor:
         """From rows of this rank's tokens of the last forward pass, `[1, tokens, ...]`, such as its logits, to `[rows, tokens, ...]` in
         the order of input_ids, on all ranks; `fill` at padding. Not differentiable. All ranks call it."""
+        collectives = self._talk()
         if self.last is None:
             raise InvalidArgument("gather needs a forward pass, and there was none: call the model first")
         forward, rows = self.last, rows.detach()
         mine = len(forward.batch.tokens)
         if rows.ndim < 2 or rows.shape[:2] != (1, mine):
             raise InvalidArgument(f"rows has the shape {tuple(rows.shape)}, (1, {mine}, ...) is needed")
-        whole_ = rows.new_zeros((len(forward.pack.ids), *rows.shape[2:]))
-        whole_[forward.batch.tokens] = rows[0]
-        host = whole_.cpu()
-        dist.all_reduce(host, group=self.group)
-        out = rows.new_full((forward.pack.shape[0] * forward.pack.shape[1], *rows.shape[2:]), fill)
-        out[forward.pack.kept] = host.to(rows.device)
-        return out.reshape(*forward.pack.shape, *rows.shape[2:])
+        # As bytes: each row comes from one rank, so the sum is exact in any dtype.
+        every = torch.zeros((len(forward.pack.ids), *rows.shape[2:]), dtype=rows.dtype)
+        every[forward.batch.tokens.cpu()] = rows[0].cpu()
+        collectives.sum(every.view(-1).view(torch.uint8))
+        if len(forward.pack.ids) < forward.pack.shape[0] * forward.pack.shape[1]:
+            given, every = every, torch.full((forward.pack.shape[0] * forward.pack.shape[1], *rows.shape[2:]), fill, dtype=rows.dtype)
+            every[forward.pack.kept.cpu()] = given
+        return every.reshape(*forward.pack.shape, *rows.shape[2:]).to(rows.device)
+
+    def _talk(self) -> Collectives:
+        if self._collectives is None:
+            raise InvalidArgument("this ContextParallel is closed: make another one")
+        return self._collectives
 
     def count(self, batch: Mapping[str, Any]) -> int:
         """The number of tokens of a batch with a label."""
@@ -363,20 +371,18 @@ class ContextParallel:
 
     def loader(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of rank 0 of the group, on all ranks of the group. The model selects each rank's tokens."""
-        iterator = iter(batches) if self.rank == 0 else None
-        root = dist.get_process_group_ranks(self.group)[0]
+        iterator, collectives = iter(batches) if self.rank == 0 else None, self._talk()
         while True:
-            message: list[Any] = [None]
+            message: Any = None
             if iterator is not None:
                 try:
-                    message = [("batch", next(iterator))]
+                    message = ("batch", next(iterator))
                 except StopIteration:
-                    message = [("end", None)]
+                    message = ("end", None)
                 except BaseException as error:
-                    dist.broadcast_object_list([("failed", repr(error))], src=root, group=self.group)
+                    collectives.broadcast(("failed", repr(error)), 0)
                     raise
-            dist.broadcast_object_list(message, src=root, group=self.group)
-            kind, batch = message[0]
+            kind, batch = collectives.broadcast(message, 0)
             if kind == "failed":
                 raise InvalidArgument(f"the loader of rank 0 of this group failed: {batch}")
             if kind == "end":
@@ -398,5 +404,11 @@ class ContextParallel:
             return
         self._restore()
         self.model._cpattn = None
+        self._leave()
+
+    def _leave(self) -> None:
         for context in self._contexts.values():
             context.close()
+        if self._collectives is not None:
+            self._collectives.close()
+        self._collectives = None
