@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import Cache
+
 from .._header import UNLIMITED
 from ..errors import InvalidArgument, Unsupported
 from .attention import _tensors
@@ -22,6 +24,9 @@ REFUSED_OPTIONS = {
     "sparse_prediction": "logits are those of all tokens. Set model.config.sparse_prediction = False; `tile` saves the same memory",
     **dict.fromkeys(("output_attentions", "output_hidden_states", "logits_to_keep"), _OWN),
 }
+
+# The names of arguments for caches, some of which are not a Cache.
+CACHES = ("past_key_values", "cache", "cache_params")
 
 # The losses of models, and whether the label of a token is the next one.
 LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
@@ -42,8 +47,9 @@ def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any]) ->
         taken = name in TAKEN and (name != "token_type_ids" or known.types)
         if not taken and value is not None and _tensors(value):
             raise Unsupported(f"the model was given {name}, which is not supported: leave it out")
-    if inputs.get("past_key_values") is not None:
-        raise Unsupported("past_key_values is not supported: use `with cp.off():`")
+    for name, value in inputs.items():
+        if isinstance(value, Cache) or (name in CACHES and value is not None):
+            raise Unsupported(f"{name} is given, a cache, which is not supported, not even an empty one: leave it out, or use `with cp.off():`")
 
     def asked(name: str) -> Any:
         return getattr(config, name, None) if inputs.get(name) is None else inputs[name]

@@ -31,6 +31,7 @@ from .attention import NAME, Current, Window, register
 from .draws import Draws, refuse_layerdrop
 from .inputs import checked, documents
 from .mixers import Mixer, Mixers
+from .owners import refuse_owners
 from .pack import TAKEN, Pack
 from .probe import probe
 
@@ -158,6 +159,7 @@ class ContextParallel:
         self, model: Any, ranks: int, replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer]
     ) -> None:
         """The checks that need no other rank."""
+        refuse_owners(model)
         if gradients not in ("mean", "sum"):
             raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
         self.tile, self.replicas = whole("tile", tile, 0, 2**31), whole("replicas", replicas, 1, ranks)
