@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .._check import attempt, refused, whole
+from .._check import attempt, flag, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
 from ..plan import CHOSEN, Plan
@@ -192,6 +192,11 @@ class ContextParallel:
         """Heads, dims and direction of the first layer, as defaults: each layer has its own."""
         return {name: self._found.layers[0][1][name] for name in ("heads", "kv_heads", "head_dim", "window_right")}
 
+    @property
+    def transport(self) -> GlooTransport:
+        """That of the context for the model's dtype, over which the ranks agree."""
+        return self._context(self.model.dtype).transport
+
     def _context(self, dtype: torch.dtype) -> Context:
         if dtype not in self._contexts:
             options = {**self._heads(), **self._options}
@@ -205,7 +210,10 @@ class ContextParallel:
     def shard(self, inputs: Mapping[str, Any]) -> Forward:
         """This rank's part of a batch. The ranks compare their batches first. All ranks call it."""
         context = self._context(self.model.dtype)
-        need = "all ranks of a group need the same batch, see ContextParallel.loader"
+        need = (
+            "all ranks of a group need the same batch. Where each draws its own (random crops or words), cp.trainer(kind, send_batches=True), "
+            "or cp.loader(batches) without a trainer, gives all of them that of rank 0"
+        )
         with told(context.transport):
             found, items = checked(self.model, self.config, self._found, inputs), inputs.get("num_items_in_batch")
             if items is not None and (items := attempt(float, given := items)) is None:
@@ -391,11 +399,16 @@ class ContextParallel:
                 return
             yield batch
 
-    def trainer(self, kind: type[Any]) -> type[Any]:
-        """A subclass of Trainer or of TRL's SFTTrainer that gives all ranks of a group the same batches."""
+    def sent(self, batch: Any) -> Any:
+        """The batch of rank 0 of the group, on all ranks of the group, which all call this with a batch of their own."""
+        return self._talk().broadcast(batch if self.rank == 0 else None, 0)
+
+    def trainer(self, kind: type[Any], *, send_batches: bool = False) -> type[Any]:
+        """A subclass of Trainer or of TRL's SFTTrainer that gives all ranks of a group the same batches. With `send_batches`, rank 0
+        of each group sends its batches to the others, for datasets and collators that draw differently on each rank."""
         from .trainer import trainer
 
-        return trainer(self, kind)
+        return trainer(self, kind, flag("send_batches", send_batches))
 
     def __reduce__(self) -> Any:
         raise Unsupported("a model with a ContextParallel cannot be copied or pickled: copy it before ContextParallel(model) or after close()")
