@@ -23,6 +23,17 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
+
+def _reentrant(model: torch.nn.Module, args: Any) -> bool:
+    """Whether layers are computed again by reentrant checkpointing, as the arguments of a trainer say or the model itself."""
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the same, under its name until Transformers 5.22
+        if vars(args).get(name):
+            # Without the argument, Trainer's checkpointing is not reentrant.
+            return bool((vars(args).get(f"{name}_kwargs") or {}).get("use_reentrant"))
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules() if getattr(module, "gradient_checkpointing", False))
+    return any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
+
+
 # The modules whose trainers are known.
 KNOWN = ("transformers.trainer", "trl.trainer.sft_trainer")
 
@@ -58,6 +69,18 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
                 )
             self._same_batches()
             self._count_once()
+
+        def _build_accelerator_args(self, **more: Any) -> Any:
+            """DDP marks a parameter ready twice with find_unused_parameters and reentrant checkpointing. Trainer chooses both together for
+            a model of PEFT, not for its own models."""
+            if _reentrant(cp.model, self.args):
+                if self.args.ddp_find_unused_parameters:
+                    raise Unsupported(
+                        "ddp_find_unused_parameters is True and checkpointing is reentrant, which DDP does not support together: set it to False, or "
+                        "use_reentrant to False"
+                    )
+                self.args.ddp_find_unused_parameters = False
+            return super()._build_accelerator_args(**more)
 
         def _same_batches(self) -> None:
             """Makes accelerate distribute batches to replicas, not to processes."""
