@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from .._check import attempt, flag, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
@@ -34,6 +31,7 @@ from .mixers import Mixer, Mixers
 from .owners import refuse_owners
 from .pack import TAKEN, Pack
 from .probe import probe
+from .tiles import in_tiles, keeps_hidden, summed
 
 
 @dataclass(eq=False)
@@ -249,54 +247,11 @@ class ContextParallel:
         if forward.labels is None:
             return out
         if forward.hidden is None:
-            part = self._sum(logits[0], forward.labels)
+            part = summed(logits[0], forward.labels)
         else:
-            out["logits"], part = None, self._tiles(model, forward, kwargs)
+            out["logits"], part = None, in_tiles(self, model, forward, kwargs)
         items = forward.items if forward.items is not None else forward.pack.count
         out["loss"] = Total.apply(part, forward.batch.context.transport, self._factor) / items  # type: ignore[no-untyped-call]
-        return out
-
-    @staticmethod
-    def _sum(logits: Tensor, labels: Tensor) -> Tensor:
-        # In f32 as in Transformers.
-        return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels.long(), ignore_index=-100, reduction="sum")
-
-    def _tiles(self, model: Any, forward: Forward, kwargs: dict[str, Any]) -> Tensor:
-        """The loss, with the logits of one tile in memory at a time, in both directions."""
-        assert forward.hidden is not None and forward.labels is not None
-        hidden: Any = forward.hidden
-
-        def part(rows: Tensor, labels: Tensor) -> Tensor:
-            outer, Current.forward = Current.forward, forward
-            forward.tile = rows
-            try:
-                logits = model.forward(**kwargs).logits[0]
-            finally:
-                forward.tile, Current.forward = None, outer
-            return self._sum(logits, labels)
-
-        # The same number on all ranks: with FSDP, each tile gathers the head's parameters.
-        tiles = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(self.ranks)) // self.tile)
-        if self.replicas > 1 and isinstance(model.get_output_embeddings(), FSDPModule):
-            raise Unsupported(
-                f"tile is {self.tile} and replicas is {self.replicas}, and fully_shard wraps the head separately: replicas with batches of "
-                "different lengths would gather the head's parameters a different number of times. Wrap the head with its parent"
-            )
-        parts = zip(hidden.tensor_split(tiles, dim=1), forward.labels.tensor_split(tiles), strict=True)
-        total: Tensor = sum((checkpoint(part, *one, use_reentrant=False) for one in parts), hidden.new_zeros((), dtype=torch.float32))
-        return total
-
-    @staticmethod
-    def _tiled(usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The base model's forward. Keeps the hidden states, so that the head computes no logits, or returns those of a tile."""
-        forward = Current.forward
-        if not isinstance(forward, Forward) or forward.labels is None:
-            return usual(*args, **kwargs)
-        if forward.tile is not None:
-            return forward.outputs(last_hidden_state=forward.tile)
-        out = usual(*args, **kwargs)
-        forward.hidden, forward.outputs = out["last_hidden_state"], type(out)
-        out["last_hidden_state"] = forward.hidden[:, :0]
         return out
 
     def _ends(self, *_: Any) -> None:
@@ -321,7 +276,7 @@ class ContextParallel:
             self.model.register_forward_hook(self._ends, always_call=True),
         ]
         if self.tile:
-            self._base.forward = partial(self._tiled, self._base.forward)
+            self._base.forward = partial(keeps_hidden, self._base.forward)
 
     def _restore(self) -> None:
         if self.model is None:
