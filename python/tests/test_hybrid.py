@@ -29,10 +29,11 @@ from torch import nn
 transformers.utils.logging.set_verbosity_error()
 processes._forks.set_forkserver_preload(["torch.distributed", "qwen3_next", "cpattn.transformers"])
 LENGTHS = [70, 1, 67]
+FEW = [2]  # fewer tokens than ranks
 
 
 def _right(rank: int, world: int, file: str) -> list[str]:
-    expected, gradients = torch.load(file)
+    (expected, gradients), few = torch.load(file)
     wrong = []
 
     def compare(name: str, loss: float, total: torch.Tensor) -> None:
@@ -41,6 +42,9 @@ def _right(rank: int, world: int, file: str) -> list[str]:
             wrong.append(f"{name}: loss {error:.1e}, gradients {distance:.1e}")
 
     compare("plain", *qwen3_next.together(LENGTHS))
+    loss, total = qwen3_next.together(FEW)
+    if not (abs(loss / few[0] - 1) <= 1e-6 and models.apart(total, few[1]) <= 1e-5):
+        wrong.append(f"fewer tokens than ranks: loss {loss}, {few[0]}, gradients {models.apart(total, few[1])}")
     build = qwen3_next.build
     for reentrant in (False, True):
         def checkpointed() -> Any:
@@ -89,7 +93,7 @@ class Hybrid(unittest.TestCase):
     def test_loss_and_gradients_of_one_process(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = str(Path(folder) / "alone")
-            torch.save(qwen3_next.alone(LENGTHS), file)
+            torch.save((qwen3_next.alone(LENGTHS), qwen3_next.alone(FEW)), file)
             for wrong in processes.run(_right, 3, file):
                 self.assertEqual(wrong, [])
 

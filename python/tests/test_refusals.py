@@ -11,6 +11,8 @@ from __future__ import annotations
 import enum
 import inspect
 import re
+import subprocess
+import sys
 import unittest
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -185,6 +187,12 @@ def walk(rank: int, world: int) -> list[str]:
 
 
 class Refusals(unittest.TestCase):
+    def test_an_old_pytorch(self) -> None:
+        """PyTorch 2.9 has no such module."""
+        program = "import sys; sys.modules['torch._library.effects'] = None\nimport cpattn.torch"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+        self.assertIn(f"ImportError: torch.__version__ is {torch.__version__}, 2.10 or later is needed for cpattn.torch", done.stderr)
+
     def test_every_argument_of_every_callable(self) -> None:
         wrong = run(walk, 1)[0]
         self.assertEqual(wrong, [], "\n" + "\n".join(wrong))

@@ -30,6 +30,8 @@ from torch.nn import functional as F
 transformers.utils.logging.set_verbosity_error()
 processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
 LENGTHS = [23, 1, 17, 9, 40]
+# Of fewer tokens than the 8 ranks.
+FEW = {"3 tokens": [3], "5 tokens": [5], "documents of 1 and 3": [1, 3]}
 
 
 def few_labels() -> dict[str, torch.Tensor]:
@@ -67,12 +69,20 @@ def _eight(rank: int, world: int, file: str) -> dict[str, tuple[float, float]]:
     check("Arctic: shift_labels", "gemma3", shifted, "few")
     check("prime-rl: Ulysses", "gpt-oss", pack, "gpt-oss", ulysses=world)
     check("prime-rl: ring", "gpt-oss", pack, "gpt-oss", ring=world)
-    try:
-        check("fewer tokens than ranks", "smollm2", models.batch([3]), "smollm2")
-    except Error as error:
-        assert "the batch has 3 tokens" in str(error) and "hold none" in str(error), error
-    else:
-        raise AssertionError("fewer tokens than ranks were not refused")
+    # Ranks without tokens take part.
+    for number, (name, model) in enumerate((name, model) for name in FEW for model in ("smollm2", "gpt-oss")):
+        more: dict[str, Any] = ({}, {"tile": 1}, {"ring": world}, {"ulysses": world}, {"layout": "zigzag"}, {"layout": "contiguous"})[number]
+        check(f"{name}, {model} with {more}", model, models.batch(FEW[name]), f"{model}, {name}", **more)
+    built = models.build("smollm2")
+    cp = ContextParallel(built)
+    with torch.no_grad():
+        ids = torch.tensor([[5, 7, 9]])
+        out = built(input_ids=ids)
+        whole = cp.gather(out.logits)
+        with cp.off():
+            usual = built(input_ids=ids).logits
+    found["fewer tokens than ranks, logits"] = (float(out.logits.shape[:2] != (1, len(cp.last.batch.tokens))), models.apart(whole, usual))
+    cp.close()
     return found
 
 
@@ -120,6 +130,7 @@ class SetUps(unittest.TestCase):
     def test_loss_and_gradients_of_one_process(self) -> None:
         pack = models.batch(LENGTHS)
         references = {name: models.alone(name, pack) for name in ("smollm2", "gpt-oss")}
+        references |= {f"{model}, {name}": models.alone(model, models.batch(FEW[name])) for name in FEW for model in ("smollm2", "gpt-oss")}
         references["few"] = models.alone("gemma3", few_labels())
         with tempfile.TemporaryDirectory() as folder:
             file = str(Path(folder) / "alone")

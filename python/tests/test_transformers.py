@@ -352,6 +352,9 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
         ("shifted", InvalidArgument, {"labels": None, "shift_labels": many[:, 1:]}),
         ("fraction", InvalidArgument, {"cu_seqlens": [0, 22.5, 90]}),
         ("items", InvalidArgument, {"num_items_in_batch": "all"}),
+        ("cache", Unsupported, {"cache": transformers.DynamicCache()}),
+        ("keys", Unsupported, {"past_key_values": transformers.DynamicCache()}),
+        ("inside", Unsupported, {"more": {"images": many}}),
     ):
         refuse(name, kind, lambda: model(**{**pack, **more}))
     for name, kind, more in (
@@ -430,7 +433,8 @@ class Others(unittest.TestCase):
                 ("keep", "cp.off()"), ("attentions", "output_attentions"), ("words", "input_ids has numbers from 5000 to 5000, numbers from 0 to 95"),
                 ("label", "labels has numbers"), ("float", "input_ids.dtype is torch.float32"), ("positions", "position_ids is a list"),
                 ("shifted", "shift_labels has the shape (1, 89), (1, 90)"), ("fraction", "cu_seqlens is [0, 22.5, 90]"),
-                ("items", "num_items_in_batch is 'all'"), ("other tile", "tile is"), ("other gradients", "gradients is"), ("other ulysses", "options is"),
+                ("items", "num_items_in_batch is 'all'"), ("cache", "cache is given, a cache, which is not supported, not even an empty one"),
+                ("keys", "past_key_values is given, a cache"), ("inside", "the model was given more, which is not supported"), ("other tile", "tile is"), ("other gradients", "gradients is"), ("other ulysses", "options is"),
             ):  # fmt: skip
                 self.assertIn(word, said[name])
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .._check import attempt, flag, instance, one_of, refused, whole
@@ -25,7 +24,7 @@ from ..plan import CHOSEN, RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, a
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..trace import Event
 from . import nodes, operators
-from .gloo import GlooTransport
+from .gloo import GlooTransport, Members
 from .operators import dense
 
 if TYPE_CHECKING:
@@ -48,7 +47,8 @@ def _holds(dtype: torch.dtype, number: object) -> bool:
 
 
 class Context(PackedContext):
-    """This process as one rank of a process group (None: the default group). Make one for the whole job, on all ranks.
+    """This process as one rank of a process group (None: the default group; or a list of global ranks). Make one for the whole job, on
+    all ranks.
 
     `timeout` is in seconds: if no message moves for that time, a call fails on this rank and then on all ranks. It must be longer
     than the slowest rank computes between two calls. `dtype` is the type of q, k, v and o. `workers` is the number of CPU threads of
@@ -71,7 +71,7 @@ class Context(PackedContext):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: Members = None,
         *,
         heads: int,
         head_dim: int,
@@ -102,7 +102,7 @@ class Context(PackedContext):
             raise InvalidArgument(f"workers is {workers}, 1 is needed on {self.device}: workers are CPU threads")
         self.transport = GlooTransport(group, timeout=timeout)
         self.number, self.world = self.transport.rank, self.transport.world
-        self._members = tuple(dist.get_process_group_ranks(group))
+        self._members = self.transport.members
         try:
             options["ranks_per_node"], self._from_torchrun = nodes.agreed(self.transport, self._members, options)
             self._kind: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "dtype": known, **options}

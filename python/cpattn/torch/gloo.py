@@ -12,11 +12,12 @@ library compares sizes, and receives a message only if it fits.
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -24,15 +25,79 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .. import rank
-from .._check import refused
+from .._check import attempt, refused, whole
 from ..engine import Engine, EngineTransport, checked_timeout
 from ..errors import InvalidArgument, Unsupported
 from ..ring import Link
 
 # The number of transports that each group of global ranks has made.
 _made: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
+# A group of PyTorch's, or None, the default group, or the global ranks of one.
+Members = dist.ProcessGroup | Sequence[int] | None
 _FOREVER = timedelta(days=30)
 _NEVER = 7000  # a tag that no message uses
+
+
+def members_of(group: Members) -> tuple[int, ...]:
+    """The global ranks of a group. This process must be one of them."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidArgument("torch.distributed has no process group: start with torchrun and call init_process_group first")
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+    members: tuple[int, ...] | None
+    if group is outside:
+        members = ()
+    elif group is None or isinstance(group, dist.ProcessGroup):
+        members = tuple(dist.get_process_group_ranks(group)) if dist.get_rank(group) >= 0 else ()
+    else:
+        given: Any = group
+        members = attempt(lambda: tuple(whole("group", rank, 0, dist.get_world_size() - 1) for rank in given))
+        if not members or any(b <= a for a, b in pairwise(members)):
+            needed = f"a process group, None or ascending global ranks below {dist.get_world_size()} are needed"
+            raise refused("group", group, needed)
+    if dist.get_rank() not in members:
+        raise InvalidArgument(f"process {dist.get_rank()} is not a member of group: call this on the members of group only")
+    return members
+
+
+def _next_name(members: tuple[int, ...]) -> str:
+    """A name that no other group has. Members make their groups in the same order, so all of them compute the same name."""
+    return f"cpattn/{','.join(map(str, members))}/{next(_made[members])}"
+
+
+def connected(name: str, rank: int, world: int, timeout: timedelta) -> Any:
+    """A gloo group, once all its ranks are connected. Its connections are closed with its last reference.
+
+    Uses a separate connection to the store: an interrupted call still continues until the timeout, and a wait in a store blocks all
+    other calls over the same connection."""
+    store: Any = c10d._get_default_store()
+    with suppress(AttributeError, RuntimeError, NotImplementedError):
+        store = store.clone()
+    return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, world, timeout)
+
+
+class Collectives:
+    """Sums and broadcasts over a gloo group of its own with these global ranks, in the manner of torch.distributed, until `close`."""
+
+    def __init__(self, members: tuple[int, ...], timeout: float) -> None:
+        self._group = connected(_next_name(members), members.index(dist.get_rank()), len(members), timedelta(seconds=timeout))
+
+    def sum(self, host: torch.Tensor) -> None:
+        """Adds up a contiguous tensor, in place."""
+        self._group.allreduce([host]).wait()
+
+    def broadcast(self, message: Any, root: int) -> Any:
+        """An object of the member number `root`, on all members."""
+        group = self._group
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8) if group.rank() == root else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        group.broadcast(length, root).wait()
+        data = data if group.rank() == root else torch.empty(int(length), dtype=torch.uint8)
+        group.broadcast(data, root).wait()
+        return message if group.rank() == root else pickle.loads(data.numpy().tobytes())
+
+    def close(self) -> None:
+        """Leaves the group, which must not be used afterwards."""
+        self._group = None
 
 
 class Gloo(Engine):
@@ -53,12 +118,7 @@ class Gloo(Engine):
             raise RuntimeError(str(error)) from error
 
     def connect(self) -> None:
-        """Uses a separate connection to the store: an interrupted call still continues until the timeout, and a wait in a store
-        blocks all other calls over the same connection."""
-        store: Any = c10d._get_default_store()
-        with suppress(AttributeError, RuntimeError, NotImplementedError):
-            store = store.clone()
-        self._group = c10d.ProcessGroupGloo(c10d.PrefixStore(self._name, store), self.rank, self.world, self._timeout)
+        self._group = connected(self._name, self.rank, self.world, self._timeout)
 
     def post(self, receive: bool, peer: int, tag: int, data: memoryview) -> Any:
         tensor = torch.frombuffer(data, dtype=torch.uint8)
@@ -89,28 +149,19 @@ class Gloo(Engine):
 
 
 class GlooTransport(EngineTransport):
-    """A transport over gloo. Every rank of `group` makes one, at the same time; None is the default group. `timeout` is in
-    seconds: if none of the messages of a call moves for that time, the group fails."""
+    """A transport over gloo. Every rank of `group` makes one, at the same time; None is the default group, and a group can be given by
+    its global ranks. `timeout` is in seconds: if none of the messages of a call moves for that time, the group fails."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise InvalidArgument("torch.distributed has no process group: start with torchrun and call init_process_group first")
-        outside: Any = dist.GroupMember.NON_GROUP_MEMBER
-        if not (group is None or group is outside or isinstance(group, dist.ProcessGroup)):
-            raise refused("group", group, "a process group or None is needed")
-        rank, world = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: Members = None, *, timeout: float) -> None:
+        self.members = members_of(group)
         if not dist.is_gloo_available():
             raise Unsupported("this PyTorch was built without gloo, which CPU tensors need: use a PyTorch with gloo")
-        if rank < 0:
-            raise InvalidArgument(f"process {dist.get_rank()} is not a member of group: call this on the members of group only")
         timeout = checked_timeout(timeout)
-        members = tuple(dist.get_process_group_ranks(group))
-        # Members make their transports in the same order, so all of them compute the same name.
-        name = f"cpattn/{','.join(map(str, members))}/{next(_made[members])}"
-        super().__init__(Gloo(name, rank, world, timeout), timeout)
+        engine = Gloo(_next_name(self.members), self.members.index(dist.get_rank()), len(self.members), timeout)
+        super().__init__(engine, timeout)
 
 
-def check_ring(group: dist.ProcessGroup | None = None, *, timeout: float = 60.0, bytes: int = 4 << 20) -> list[Link]:
+def check_ring(group: Members = None, *, timeout: float = 60.0, bytes: int = 4 << 20) -> list[Link]:
     """Runs `cpattn.check_ring` over a new gloo group with the ranks of `group`. All ranks of `group` call it. `timeout` is in
     seconds, `bytes` is the size of the large message."""
     # Checked first: a rank that is refused after connecting leaves while others may still be connecting.

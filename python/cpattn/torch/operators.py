@@ -19,7 +19,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._library.effects import EffectType
+
+try:
+    from torch._library.effects import EffectType
+except ImportError as error:
+    raise ImportError(f"torch.__version__ is {torch.__version__}, 2.10 or later is needed for cpattn.torch: pip install 'torch>=2.10'") from error
 
 from .._check import instance
 from ..errors import InvalidArgument, InvalidHandle, Unsupported

@@ -11,7 +11,7 @@ Every option of a model is either honoured or refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -102,6 +102,8 @@ HARMLESS = ("position_ids", "position_embeddings", "cache_position", "num_items_
 
 
 def _tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
     return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(_tensors, value)))
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The inputs of one forward call as documents.
 
-A document is a run of tokens of one row whose positions grow by one. Padding belongs to no document and is left out. As in
-Transformers, the label of a token is the next token, but the last token of a document has no label. Models of masked words have labels
+Documents are what `attention_mask`, `cu_seqlens` or `seq_idx` say: then position_ids are only the positions of tokens. Without these
+arguments a document is a run of tokens of one row whose positions grow by one, as in Transformers. Padding belongs to no document and
+is left out. The label of a token is the next token, but the last token of a document has no label. Models of masked words have labels
 that are not shifted.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from torch.nn import functional as F
 from .._check import attempt, refused
 from ..errors import InvalidArgument, Unsupported
 
-# Arguments of a forward call for the ends of documents; only cu_seqlens and cu_seq_lens_q are used, the others repeat position_ids.
+# Arguments of a forward call for the ends of documents. The first three have the ends, each the same if several are given.
+ENDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cu_seqlens")
 TAKEN = ("input_ids", "position_ids", "token_type_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch", *BOUNDARIES)
 
@@ -45,9 +48,14 @@ class Pack:
         return 0 if self.labels is None else int((self.labels != -100).sum())
 
     @property
-    def longest(self) -> int:
+    def reach(self) -> int:
         """The largest position plus one, if positions began with 0."""
         return int(self.positions.max()) + 1 - self.first
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest document."""
+        return max(b - a for a, b in pairwise(self.cu_seqlens))
 
     def bytes(self) -> bytes:
         """Bytes that are equal for equal packs."""
@@ -110,6 +118,32 @@ def _from(first: int, ids: Tensor, positions: Tensor, begins: Tensor, given: boo
     return positions + (first if said == [0] else 0)
 
 
+def _starts(inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
+    """The tokens with which documents begin, as the ends of documents and `seq_idx` say."""
+    rows, length = ids.shape
+    starts = torch.zeros_like(ids, dtype=torch.bool)
+    before: tuple[str, list[int]] | None = None
+    for name in ENDS:
+        if (cu := inputs.get(name)) is None:
+            continue
+        ends = attempt(lambda: torch.as_tensor(cu, device=ids.device).flatten())
+        if ends is None or ends.is_floating_point():
+            raise refused(name, cu, "a tensor or a sequence of whole numbers is needed")
+        if rows != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != length or (ends.diff() < 0).any():
+            raise InvalidArgument(
+                f"{name} is {ends.tolist()}, and input_ids has the shape {tuple(ids.shape)}: one row is needed, and {name} from 0 "
+                f"to {length}, which never decreases"
+            )
+        if before and before[1] != ends.tolist():
+            raise InvalidArgument(f"{name} is {ends.tolist()} and {before[0]} is {before[1]}: give one of them, or the same ends in both")
+        before = (name, ends.tolist())
+        starts[0, ends[:-1][ends[:-1] < length].long()] = True
+    if inputs.get("seq_idx") is not None:
+        numbers = _numbers("seq_idx", inputs["seq_idx"], (rows, length), (1, length)).expand(rows, length)
+        starts = starts | F.pad(numbers.diff(dim=1) != 0, (1, 0))
+    return starts
+
+
 def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True) -> Pack:
     """The documents of the arguments of a forward call, for a model that counts positions from `first`. Labels are `shifted` if the
     label of a token is the next one. Raises InvalidArgument and Unsupported."""
@@ -122,23 +156,15 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True) -> Pac
     starts = places == 0
     if inputs.get("attention_mask") is not None:  # it may number the documents: 1, 1, 2, 2, 2, 0
         starts = starts | F.pad((inputs["attention_mask"].diff(dim=1) != 0) & kept[:, 1:] & kept[:, :-1], (1, 0))
-    cu = next((inputs[name] for name in ("cu_seqlens", "cu_seq_lens_q") if inputs.get(name) is not None), None)
+    starts = starts | _starts(inputs, ids)
+    told = any(inputs.get(name) is not None for name in ("attention_mask", "seq_idx", *ENDS))
     positions = inputs.get("position_ids")
-    if cu is not None:
-        ends = attempt(lambda: torch.as_tensor(cu, device=ids.device).flatten())
-        if ends is None or ends.is_floating_point():
-            raise refused("cu_seqlens", cu, "a tensor or a sequence of whole numbers is needed")
-        if rows != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != length or (ends.diff() < 0).any():
-            raise InvalidArgument(
-                f"cu_seqlens is {ends.tolist()}, and input_ids has the shape {tuple(ids.shape)}: one row is needed, and cu_seqlens from 0 "
-                f"to {length}, which never decreases"
-            )
-        starts = starts.clone()
-        starts[0, ends[:-1][ends[:-1] < length].long()] = True
     if positions is None:
         positions = places - torch.where(starts, places, 0).cummax(1).values
     positions = _numbers("position_ids", positions, (rows, length), (1, length)).expand(rows, length)
-    starts = starts | F.pad(positions.diff(dim=1) != 1, (1, 0), value=True) | (kept & ~F.pad(kept, (1, 0))[:, :-1])
+    if not told:
+        starts = starts | F.pad(positions.diff(dim=1) != 1, (1, 0))
+    starts = starts | (kept & ~F.pad(kept, (1, 0))[:, :-1])
     places = kept.flatten().nonzero().flatten()
     if len(places) == 0:
         raise InvalidArgument("attention_mask leaves no token of input_ids, at least one is needed")

@@ -9,6 +9,7 @@ import torch
 from transformers import Trainer
 
 from ..errors import InvalidArgument, Unsupported
+from .evaluate import Preprocess, gathered
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel
@@ -22,12 +23,30 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
+
+def _reentrant(model: torch.nn.Module, args: Any) -> bool:
+    """Whether layers are computed again by reentrant checkpointing, as the arguments of a trainer say or the model itself."""
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the same, under its name until Transformers 5.22
+        if vars(args).get(name):
+            # Without the argument, Trainer's checkpointing is not reentrant.
+            return bool((vars(args).get(f"{name}_kwargs") or {}).get("use_reentrant"))
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules() if getattr(module, "gradient_checkpointing", False))
+    return any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
+
+
+# The modules whose trainers are known.
+KNOWN = ("transformers.trainer", "trl.trainer.sft_trainer")
+
+
+def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) -> type[Any]:
     if not issubclass(kind, Trainer):
         raise InvalidArgument(f"the trainer is {kind!r}, a subclass of transformers.Trainer is needed")
     mine = kind.compute_loss.__module__
-    if mine not in ("transformers.trainer", "trl.trainer.sft_trainer"):
+    if mine not in KNOWN:
         raise Unsupported(f"{kind.__name__} computes its loss in {mine}, the loss of Trainer or of SFTTrainer is needed")
+
+    # A prediction step that a subclass has written gets the logits of all tokens from compute_loss.
+    usual_step = kind.prediction_step.__module__ in KNOWN
 
     class ContextParallelTrainer(kind):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,6 +69,18 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
                 )
             self._same_batches()
             self._count_once()
+
+        def _build_accelerator_args(self, **more: Any) -> Any:
+            """DDP marks a parameter ready twice with find_unused_parameters and reentrant checkpointing. Trainer chooses both together for
+            a model of PEFT, not for its own models."""
+            if _reentrant(cp.model, self.args):
+                if self.args.ddp_find_unused_parameters:
+                    raise Unsupported(
+                        "ddp_find_unused_parameters is True and checkpointing is reentrant, which DDP does not support together: set it to False, or "
+                        "use_reentrant to False"
+                    )
+                self.args.ddp_find_unused_parameters = False
+            return super()._build_accelerator_args(**more)
 
         def _same_batches(self) -> None:
             """Makes accelerate distribute batches to replicas, not to processes."""
@@ -109,14 +140,47 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
                 loss = loss / cp.ranks  # Trainer multiplied by the number of processes, not of replicas
             if not return_outputs:
                 return loss
-            if out.get("logits") is not None:
-                out["logits"] = cp.gather(out["logits"])
+            if out.get("logits") is not None and not self._own_logits:
+                out["logits"] = gathered(cp, out["logits"])
             return loss, out
 
-        def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-            loss, logits, labels = super().prediction_step(*args, **kwargs)
-            if loss is None and logits is not None:  # without labels, Trainer calls the model itself, not compute_loss
-                logits = cp.gather(logits)
+        # Batches of rank 0 of each group, on all its ranks.
+
+        def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+            samples, count = super().get_batch_samples(*args, **kwargs)
+            return (self._sent(samples), self._sent(count)) if send_batches else (samples, count)
+
+        def _sent(self, given: Any) -> Any:
+            from accelerate.utils import send_to_device  # type: ignore[import-untyped, unused-ignore]
+
+            return send_to_device(cp.sent(send_to_device(given, "cpu")), self.args.device)
+
+        # Evaluation: logits are gathered only where they are read, if possible after preprocess_logits_for_metrics.
+
+        _own_logits = False  # whether compute_loss gives the logits of this rank's tokens
+        _preprocess: Preprocess | None = None
+        preprocess_logits_for_metrics: Any
+
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            usual = self.preprocess_logits_for_metrics
+            if usual_step and usual is not None:
+                self._preprocess, self.preprocess_logits_for_metrics = Preprocess(cp, usual), None
+            try:
+                return super().evaluation_loop(*args, **kwargs)
+            finally:
+                self._preprocess, self.preprocess_logits_for_metrics = None, usual
+
+        def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> tuple[Any, Any, Any]:
+            if send_batches:
+                inputs = self._sent(inputs)
+            self._own_logits = usual_step
+            try:
+                loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+            finally:
+                self._own_logits = False
+            # Without labels Trainer calls the model itself, not compute_loss.
+            if logits is not None and (usual_step or loss is None):
+                logits = self._preprocess(logits, labels) if self._preprocess else gathered(cp, logits)
             return loss, logits, labels
 
     ContextParallelTrainer.__name__ = f"ContextParallel{kind.__name__}"

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What a model may be called with, and what it must not be asked for: every argument is honoured or refused by name.
+
+The rules here concern the model: its loss, its numbers of words and positions. What the arguments say about documents is in `pack.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Cache
+
+from .._header import UNLIMITED
+from ..errors import InvalidArgument, Unsupported
+from .attention import _tensors
+from .pack import TAKEN, Pack, pack, within
+from .probe import Found
+
+_OWN = "each rank computes its own tokens only. For generate, use `with cp.off():`"
+REFUSED_OPTIONS = {
+    "output_router_logits": "the router's loss is not a sum over tokens. Set model.config.output_router_logits = False, and "
+    "router_aux_loss_coef=0.0 in an SFTConfig",
+    "sparse_prediction": "logits are those of all tokens. Set model.config.sparse_prediction = False; `tile` saves the same memory",
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "logits_to_keep"), _OWN),
+}
+
+# The names of arguments for caches, some of which are not a Cache.
+CACHES = ("past_key_values", "cache", "cache_params")
+
+# The losses of models, and whether the label of a token is the next one.
+LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
+
+
+def loss_of(model: Any) -> str:
+    """The name of the model's loss."""
+    return str(getattr(getattr(model, "loss_function", None), "__name__", "ForCausalLMLoss"))
+
+
+def documents(model: Any, known: Found, inputs: Mapping[str, Any]) -> Pack:
+    return pack(inputs, known.first, LOSSES.get(loss_of(model), True))
+
+
+def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any]) -> Pack:
+    """The documents of a call of `model` with the text config `config`. Raises InvalidArgument and Unsupported."""
+    for name, value in inputs.items():
+        taken = name in TAKEN and (name != "token_type_ids" or known.types)
+        if not taken and value is not None and _tensors(value):
+            raise Unsupported(f"the model was given {name}, which is not supported: leave it out")
+    for name, value in inputs.items():
+        if isinstance(value, Cache) or (name in CACHES and value is not None):
+            raise Unsupported(f"{name} is given, a cache, which is not supported, not even an empty one: leave it out, or use `with cp.off():`")
+
+    def asked(name: str) -> Any:
+        return getattr(config, name, None) if inputs.get(name) is None else inputs[name]
+
+    for name, reason in REFUSED_OPTIONS.items():
+        if asked(name):
+            raise Unsupported(f"{name} is set, which is not supported: {reason}")
+    if asked("return_dict") is False:
+        raise Unsupported("return_dict is False, True is needed")
+    found, loss = documents(model, known, inputs), loss_of(model)
+    if found.labels is not None and loss not in LOSSES:
+        raise Unsupported(
+            f"model.loss_function is {loss}, {' or '.join(LOSSES)} is needed: give no labels, and compute the loss of this rank's tokens "
+            "from the logits"
+        )
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    within("input_ids", found.ids, getattr(words, "num_embeddings", None))
+    if found.labels is not None:
+        within("labels", found.labels[found.labels != -100], getattr(head, "out_features", None))
+    if found.types is not None:
+        within("token_type_ids", found.types, known.types)
+    padded = found.reach > found.longest
+    if found.reach > known.positions and not (padded and inputs.get("position_ids") is not None):
+        raise InvalidArgument(
+            f"the longest document has {found.reach} tokens, {'counted from position 0, ' * padded}{type(model).__name__} has "
+            f"{known.positions} positions: cut longer documents{', or put padding at the right' * padded}"
+        )
+    if known.positions < UNLIMITED:
+        within("position_ids", found.positions, found.first + known.positions)
+    rope = getattr(config, "rope_parameters", None) or {}
+    usual: Any = getattr(config, "original_max_position_embeddings", None) or getattr(config, "max_position_embeddings", 0)
+    for one in filter(lambda one: isinstance(one, dict), (rope, *rope.values())):
+        kind, most = one.get("rope_type"), one.get("original_max_position_embeddings") or usual
+        if kind in ("dynamic", "longrope") and found.reach > most:
+            raise Unsupported(
+                f"rotary embeddings of the type {kind}: positions reach {found.reach - 1}, at most {most - 1} are supported: cut longer "
+                "documents"
+            )
+    return found

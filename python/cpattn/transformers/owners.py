@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Models whose parameters something else holds already, so that ContextParallel cannot try them: refused by the name of the owner.
+
+What wraps or shards a model after ContextParallel is not looked at here. `fully_shard` (FSDP2) may come before: its parameters are whole in
+a forward pass of the model itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn import DataParallel
+
+from .._check import refused
+from ..errors import Unsupported
+
+
+def _flattened(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter belongs to FSDP1, with its use_orig_params or without."""
+    return hasattr(parameter, "_fsdp_flattened") or getattr(parameter, "_is_flat_param", False)
+
+
+def refuse_owners(model: Any) -> None:
+    kind, inside = type(model).__name__, getattr(model, "module", None)
+    if isinstance(model, DataParallel):
+        raise Unsupported(f"the model is a DataParallel around a {type(inside).__name__}: give the model itself, and use a process for each device")
+    if isinstance(model, FullyShardedDataParallel) or (isinstance(model, torch.nn.Module) and any(map(_flattened, model.parameters()))):
+        raise Unsupported(
+            f"the parameters of {kind} are sharded by FullyShardedDataParallel (FSDP1): ContextParallel(model) first, and then fully_shard "
+            "(FSDP2), which is tested"
+        )
+    taken = isinstance(model, torch.nn.Module) and all(hasattr(model, name) for name in ("config", "set_attn_implementation"))
+    if not taken and isinstance(inside, torch.nn.Module):
+        raise Unsupported(f"the model is a {kind} around a {type(inside).__name__}: ContextParallel(model) first, and then wrap it with {kind}")
+    if not taken:
+        raise refused("model", model, "a model of Transformers is needed, with config and set_attn_implementation")
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise Unsupported(
+            f"{kind} has parameters that DeepSpeed's ZeRO-3 holds in parts since the model was made: make it outside of deepspeed.zero.Init (with "
+            "Transformers: before the TrainingArguments or HfDeepSpeedConfig of stage 3), or shard it with fully_shard (FSDP2) after ContextParallel"
+        )
+    whole = {id(parameter) for module in model.modules() if isinstance(module, FSDPModule) for parameter in module.parameters()}  # type: ignore[attr-defined, unused-ignore]
+    split = any(isinstance(parameter, DTensor) and id(parameter) not in whole for parameter in model.parameters())
+    if split or (getattr(model, "_tp_size", None) or 1) > 1:
+        raise Unsupported(
+            f"{kind} has parameters that tensor parallelism has split (tp_plan, parallelize_module): load it without tp_plan, and use "
+            "ContextParallel on all ranks, with fully_shard (FSDP2) where parameters do not fit"
+        )

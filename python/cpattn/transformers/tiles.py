@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The loss of this rank's tokens, at once or with the logits of one tile of tokens in memory at a time, in both directions.
+
+For tiles the base model's forward keeps its hidden states (`keeps_hidden`), so that the head computes no logits in the forward pass of the
+model. After it the model runs once more for each tile, with these hidden states in place of the base model's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import Unsupported
+from .attention import Current
+
+if TYPE_CHECKING:
+    from .parallel import ContextParallel, Forward
+
+
+def summed(logits: Tensor, labels: Tensor) -> Tensor:
+    # In f32 as in Transformers.
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels.long(), ignore_index=-100, reduction="sum")
+
+
+def in_tiles(cp: ContextParallel, model: Any, forward: Forward, kwargs: dict[str, Any]) -> Tensor:
+    """The summed loss of this rank's tokens, `cp.tile` of them at a time."""
+    assert forward.hidden is not None and forward.labels is not None
+    hidden: Any = forward.hidden
+
+    def part(rows: Tensor, labels: Tensor) -> Tensor:
+        outer, Current.forward = Current.forward, forward
+        forward.tile = rows
+        try:
+            logits = model.forward(**kwargs).logits[0]
+        finally:
+            forward.tile, Current.forward = None, outer
+        return summed(logits, labels)
+
+    # The same number on all ranks: with FSDP, each tile gathers the head's parameters.
+    tiles = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(cp.ranks)) // cp.tile)
+    if cp.replicas > 1 and isinstance(model.get_output_embeddings(), FSDPModule):
+        raise Unsupported(
+            f"tile is {cp.tile} and replicas is {cp.replicas}, and fully_shard wraps the head separately: replicas with batches of "
+            "different lengths would gather the head's parameters a different number of times. Wrap the head with its parent"
+        )
+    parts = zip(hidden.tensor_split(tiles, dim=1), forward.labels.tensor_split(tiles), strict=True)
+    total: Tensor = sum((checkpoint(part, *one, use_reentrant=False) for one in parts), hidden.new_zeros((), dtype=torch.float32))
+    return total
+
+
+def keeps_hidden(usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The base model's forward. Keeps the hidden states, so that the head computes no logits, or returns those of a tile."""
+    forward: Any = Current.forward
+    if getattr(forward, "labels", None) is None:  # without labels, or tried by `probe`
+        return usual(*args, **kwargs)
+    if forward.tile is not None:
+        return forward.outputs(last_hidden_state=forward.tile)
+    out = usual(*args, **kwargs)
+    forward.hidden, forward.outputs = out["last_hidden_state"], type(out)
+    out["last_hidden_state"] = forward.hidden[:, :0]
+    return out
