@@ -53,6 +53,14 @@ class _Block(threading.local):
 _block = _Block()
 
 
+def _given(documents: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    outer, _block.documents = _block.documents, documents
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _block.documents = outer
+
+
 class Mixers:
     """The mixers of a model's layers: those that a user gives, by class, and those of Transformers' hybrids."""
 
@@ -80,6 +88,10 @@ class Mixers:
 
     def arguments(self, documents: Documents) -> dict[str, Any]:
         """Further arguments for the call of the model."""
+        for block in self._blocks:
+            usual = vars(block).get("_gradient_checkpointing_func")
+            if usual is not None and getattr(usual, "func", None) is not Mixers._checkpointed:
+                vars(block)["_gradient_checkpointing_func"] = partial(Mixers._checkpointed, usual)
         return {ARGUMENT: documents} if self._layers else {}
 
     def replace(self) -> None:
@@ -93,21 +105,26 @@ class Mixers:
         for module in (*self._layers, *self._blocks):
             if getattr(vars(module).get("forward"), "func", None) in (Mixers._forward, Mixers._within):
                 del module.forward
+        for block in self._blocks:
+            kept: Any = vars(block).get("_gradient_checkpointing_func")
+            if getattr(kept, "func", None) is Mixers._checkpointed:
+                vars(block)["_gradient_checkpointing_func"] = kept.args[0]
 
     @staticmethod
     def _within(usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        outer, _block.documents = _block.documents, kwargs.get(ARGUMENT)
-        try:
-            return usual(*args, **kwargs)
-        finally:
-            _block.documents = outer
+        return _given(kwargs.get(ARGUMENT) or _block.documents, usual, *args, **kwargs)
+
+    @staticmethod
+    def _checkpointed(usual: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Gradient checkpointing of a block. What it runs again has the documents of now."""
+        return usual(partial(_given, Current.forward, function), *args, **kwargs)
 
     @staticmethod
     def _forward(layer: torch.nn.Module, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
         documents: Any = kwargs.pop(ARGUMENT, None) or _block.documents or Current.forward
         if documents is None:
             raise Unsupported(
-                f"{type(layer).__name__} has a mixer and was given no documents: call the whole model, or use `with cp.off():`. With gradient "
-                "checkpointing, the model must hand keywords of its call to its blocks"
+                f"{type(layer).__name__} has a mixer and was given no documents: call the whole model, or use `with cp.off():`. In a model "
+                "that hands no keywords to its blocks, checkpoint them with model.gradient_checkpointing_enable"
             )
         return mixer(layer, documents, *args, **kwargs)
