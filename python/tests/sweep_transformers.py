@@ -71,7 +71,7 @@ EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 
 HYBRID = ["linear_attention", "hybrid"] * 2
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
 OWN: dict[str, dict[str, Any]] = {
-    "bamba": MAMBA,
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "blt_local_decoder": {"hidden_size_global": 32},
     "blt_local_encoder": {"hidden_size_global": 32},
@@ -97,9 +97,11 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "gemma3n_vision": {"architecture": "mobilenetv3_small_050"},
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "granitemoehybrid": MAMBA,
+    "granitemoehybrid": {**MAMBA, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "luke": {"entity_vocab_size": 10, "entity_emb_size": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
@@ -114,6 +116,7 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4, "hc_lowrank": 8,
         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {
         "axial_pos_embds": False, "hash_seed": 1, "lsh_attention_probs_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0,
     },

@@ -85,6 +85,10 @@ class Collectives:
         """Adds up a contiguous tensor, in place."""
         self._group.allreduce([host]).wait()
 
+    def exchange(self, to: torch.Tensor, sent: torch.Tensor, arriving: list[int], leaving: list[int]) -> None:
+        """Sends the parts of a contiguous tensor, of these lengths, to each member, and receives one from each."""
+        self._group.alltoall_base(to, sent, arriving, leaving).wait()
+
     def broadcast(self, message: Any, root: int) -> Any:
         """An object of the member number `root`, on all members."""
         group = self._group

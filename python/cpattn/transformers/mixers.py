@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Layers that mix the tokens of whole documents, each head separately: linear attention, state space models, convolutions.
 
-Such a layer needs all tokens of its documents, but not all heads. The user gives a function for its class, which runs instead of its
-forward: it moves the projected tokens to heads, mixes, and moves the result back (docs/training.md has one for Qwen3-Next).
+Such a layer needs all tokens of its documents, but not all heads. A function for its class runs instead of its forward: it moves the
+projected tokens to heads, mixes, and moves the result back. Those of Transformers' hybrids are in `hybrids`; a user can give others
+(docs/training.md has one for Qwen3-Next).
 
 The function gets the forward pass as an argument, so a layer that gradient checkpointing runs again in the backward pass has the
-documents of its own forward pass.
+documents of its own forward pass. Some models hand keywords to their blocks, which do not hand them on: so blocks keep it as well.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +21,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument, Unsupported
+from .attention import Current
+from .hybrids import mixer_of
+from .hybrids.deal import Deal
 
 # The keyword with which a model passes the forward pass to its layers.
 ARGUMENT = "cpattn_documents"
@@ -32,48 +37,94 @@ class Documents(Protocol):
     def to_heads(self, x: Tensor, side: str = "q", *, heads: int, kv_heads: int) -> Tensor: ...
     def to_tokens(self, x: Tensor, side: str = "q", *, heads: int, kv_heads: int) -> Tensor: ...
     def own_heads(self, side: str = "q", *, heads: int, kv_heads: int) -> slice: ...
+    def deal(self, parts: int) -> Deal: ...
 
 
 # Takes a layer, the documents and the arguments of the layer's forward; returns the result of the layer's forward.
 Mixer = Callable[..., Any]
 
 
+class _Block(threading.local):
+    """The documents of the block that this thread runs."""
+
+    documents: Documents | None = None
+
+
+_block = _Block()
+
+
+def _given(documents: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    outer, _block.documents = _block.documents, documents
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _block.documents = outer
+
+
 class Mixers:
-    """The mixers of a model's layers, by class."""
+    """The mixers of a model's layers: those that a user gives, by class, and those of Transformers' hybrids."""
 
     def __init__(self, model: torch.nn.Module, mixers: Mapping[type[torch.nn.Module], Mixer], options: dict[str, Any], ranks: int) -> None:
-        self._layers = []
+        self._layers: dict[torch.nn.Module, Mixer] = {}
         for kind, mixer in mixers.items():
             layers = [module for module in model.modules() if isinstance(module, kind)]
             if not layers:
                 raise InvalidArgument(f"mixers has {kind.__name__}, and {type(model).__name__} has no layer of this class")
-            self._layers += [(layer, mixer) for layer in layers]
-        if not mixers:
-            return
-        if not any(one.kind == one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values()):
-            raise Unsupported(f"mixers are given, and {type(model).__name__}.forward takes no **kwargs: it must pass keywords on to its layers")
-        if options.setdefault("ulysses", ranks) != ranks:
+            self._layers |= dict.fromkeys(layers, mixer)
+        if mixers and options.setdefault("ulysses", ranks) != ranks:
             raise Unsupported(
-                f"ulysses is {options['ulysses']}, {ranks} is needed, the number of ranks: layers with mixers need whole documents. Leave "
-                "ulysses out"
+                f"ulysses is {options['ulysses']}, {ranks} is needed, the number of ranks: layers with mixers of `mixers` need whole "
+                "documents. Leave ulysses out"
             )
+        known = {module: found for module in model.modules() if module not in self._layers and (found := mixer_of(module))}
+        self._layers |= known
+        self._blocks = [module for module in model.modules() if any(child in self._layers for child in module.children())]
+        if self._layers and not any(one.kind == one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values()):
+            what = "mixers are given" if mixers else f"{type(next(iter(known))).__name__} has a mixer"
+            raise Unsupported(f"{what}, and {type(model).__name__}.forward takes no **kwargs: it must pass keywords on to its layers")
+
+    def __bool__(self) -> bool:
+        return bool(self._layers)
 
     def arguments(self, documents: Documents) -> dict[str, Any]:
         """Further arguments for the call of the model."""
+        for block in self._blocks:
+            usual = vars(block).get("_gradient_checkpointing_func")
+            if usual is not None and getattr(usual, "func", None) is not Mixers._checkpointed:
+                vars(block)["_gradient_checkpointing_func"] = partial(Mixers._checkpointed, usual)
         return {ARGUMENT: documents} if self._layers else {}
 
     def replace(self) -> None:
-        for layer, mixer in self._layers:
+        for layer, mixer in self._layers.items():
             layer.forward = partial(self._forward, layer, mixer)
+        for block in self._blocks:
+            if "forward" not in vars(block):
+                block.forward = partial(self._within, block.forward)
 
     def restore(self) -> None:
-        for layer, _ in self._layers:
-            vars(layer).pop("forward", None)
+        for module in (*self._layers, *self._blocks):
+            if getattr(vars(module).get("forward"), "func", None) in (Mixers._forward, Mixers._within):
+                del module.forward
+        for block in self._blocks:
+            kept: Any = vars(block).get("_gradient_checkpointing_func")
+            if getattr(kept, "func", None) is Mixers._checkpointed:
+                vars(block)["_gradient_checkpointing_func"] = kept.args[0]
+
+    @staticmethod
+    def _within(usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _given(kwargs.get(ARGUMENT) or _block.documents, usual, *args, **kwargs)
+
+    @staticmethod
+    def _checkpointed(usual: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Gradient checkpointing of a block. What it runs again has the documents of now."""
+        return usual(partial(_given, Current.forward, function), *args, **kwargs)
 
     @staticmethod
     def _forward(layer: torch.nn.Module, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
-        if (documents := kwargs.pop(ARGUMENT, None)) is None:
+        documents: Any = kwargs.pop(ARGUMENT, None) or _block.documents or Current.forward
+        if documents is None:
             raise Unsupported(
-                f"{type(layer).__name__} has a mixer and was given no documents: call the whole model, or use `with cp.off():`"
+                f"{type(layer).__name__} has a mixer and was given no documents: call the whole model, or use `with cp.off():`. In a model "
+                "that hands no keywords to its blocks, checkpoint them with model.gradient_checkpointing_enable"
             )
         return mixer(layer, documents, *args, **kwargs)

@@ -20,12 +20,13 @@ from torch import Tensor
 from .._check import attempt, flag, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
-from ..plan import CHOSEN, Plan
+from ..plan import CHOSEN, Plan, Side
 from ..torch import Batch, Context, GlooTransport
 from ..torch.gloo import Collectives, Members
 from .agree import Total, number, same, told
 from .attention import NAME, Current, Window, register
 from .draws import Draws, refuse_layerdrop
+from .hybrids.deal import Deal
 from .inputs import checked, documents
 from .mixers import Mixer, Mixers
 from .owners import refuse_owners
@@ -50,6 +51,8 @@ class Forward:
     hidden: Tensor | None = None
     outputs: Any = None
     draws: Draws | None = None
+    group: Collectives | None = None
+    deals: dict[int, Deal] = field(default_factory=dict)
     longest: int = field(init=False)
     tokens: Tensor = field(init=False)
 
@@ -87,6 +90,14 @@ class Forward:
     def own_heads(self, side: str = "q", **heads: int) -> slice:
         return self.batch.own_heads(side, **heads)
 
+    def deal(self, parts: int) -> Deal:
+        """Who gets which heads of which documents, if a layer's heads can be cut into so many parts."""
+        rank, world = self.batch.context.number, self.batch.context.world
+        if (parts := min(parts, world)) not in self.deals:
+            tokens = [torch.tensor(self.batch.plan.tokens(Side.Q, one), dtype=torch.int64) for one in range(world)]
+            self.deals[parts] = Deal(self.cu_seqlens, tokens, rank, parts, self.group)
+        return self.deals[parts]
+
 
 class ContextParallel:
     """Makes `model` context-parallel, in place, over a process group (None: the default group; or a list of global ranks). All
@@ -99,8 +110,8 @@ class ContextParallel:
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP) or "sum". `replicas` is the
     number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `ulysses`, `ring`,
     `layout`, `layout_parameter`, `workers`, `timeout` are those of `cpattn.torch.Context`. With `tile`, logits exist for `tile` tokens
-    at a time: the loss is the same, and no logits are returned. `mixers` are functions for classes of layers that mix tokens outside
-    of attention (hybrids; Ulysses over all ranks): see docs/training.md.
+    at a time: the loss is the same, and no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention
+    run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
 
     Raises Unsupported for a model that would be wrong, with the reason.
     """
@@ -218,7 +229,7 @@ class ContextParallel:
                 raise refused("num_items_in_batch", given, "a number is needed")
         same(context.transport, "inputs", number(found.bytes() + repr(items).encode()), need)
         batch = context.batch(found.cu_seqlens)
-        return Forward(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens), batch, items, found.labels)
+        return Forward(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens), batch, items, found.labels, group=self._talk())
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if Current.forward is not None:  # the head alone, for a tile

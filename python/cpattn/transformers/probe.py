@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._header import UNLIMITED
 from ..errors import Error, Unsupported
 from .attention import Current, Window
+from .hybrids.deal import Deal
 from .mixers import Mixers
 
 TOKENS = 7
@@ -52,6 +53,9 @@ class Alone:
 
     def own_heads(self, side: str = "q", *, heads: int, kv_heads: int) -> slice:
         return slice(0, heads if side == "q" else kv_heads)
+
+    def deal(self, parts: int) -> Deal:
+        return Deal(self.cu_seqlens, [torch.arange(self.cu_seqlens[-1])], 0, 1, None)
 
 
 class Tables(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
@@ -150,6 +154,10 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
         Current.forward = None
         for module in training:
             module.training = True
+    if not forward.kinds and mixers:
+        # No attention: any kind of layer will do for the distribution of tokens.
+        kind = {"heads": 1, "kv_heads": 1, "head_dim": 8, "value_dim": 8, "window_left": UNLIMITED, "window_right": 0}
+        forward.kinds[tuple(kind.items())] = calls
     if not forward.kinds:
         raise Unsupported(f"{name} has no layer with attention through AttentionInterface of Transformers, which is needed")
     if first is None:
