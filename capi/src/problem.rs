@@ -141,9 +141,8 @@ fn not_cut(batch: &Batch, mask: Mask) -> Result<()> {
     match slices.find_map(|(i, s)| Some((i, cut(s)?))).filter(|_| mask.right == Some(0)) {
         Some((i, most)) => {
             let expected = format!("CPATTN_UNLIMITED: slices[{i}] has keys up to {most} positions after a query");
-            Err(Error::invalid("window_right", "0 (causal)", expected).hint(
-                "the window applies inside slices; if it is to cut this one, set high of the slice to 0 instead",
-            ))
+            Err(Error::invalid("window_right", "0 (causal)", expected)
+                .hint("the window applies inside slices; if it is to cut this one, set high of the slice to 0 instead"))
         }
         None => Ok(()),
     }
