@@ -58,7 +58,7 @@ class Slice(NamedTuple):
             return False
         *_, start, low, high = self.complete
         distance = (k - self.k_begin) - (q - self.q_begin + start)  # type: ignore[operator]
-        return low <= distance <= high  # type: ignore[operator, no-any-return]
+        return low <= distance <= high  # type: ignore[operator]
 
 
 def checked(name: str, slices: Iterable[Slice]) -> tuple[Slice, ...]:
@@ -73,7 +73,8 @@ def checked(name: str, slices: Iterable[Slice]) -> tuple[Slice, ...]:
 
 def c_slices(slices: Sequence[Slice]) -> Array[Any]:
     """Checked slices for the C interface, which takes at least one: no slice is one that allows nothing."""
-    return c_structs("slices", _header.Slice, slices or [Slice(0, 0, 0, 0, 0, 0, 0)], Slice)
+    rows: Array[Any] = c_structs("slices", _header.Slice, slices or [Slice(0, 0, 0, 0, 0, 0, 0)], Slice)
+    return rows
 
 
 def picture(slices: Iterable[Slice], q_tokens: int, k_tokens: int | None = None) -> str:
@@ -367,7 +368,10 @@ def from_dense(mask: Any) -> list[Slice]:
     shape = tuple(getattr(mask, "shape", ()))
     if not shape:
         rows = listed("mask", mask, "rows")
-        shape = (len(rows), *{len(row) for row in rows if hasattr(row, "__len__")}) if rows else (0, 0)
+        lengths = sorted({attempt(len, row) or 0 for row in rows})
+        if len(lengths) > 1:
+            raise InvalidArgument(f"mask has rows of {lengths[0]} and of {lengths[1]} k tokens, rows of one length are needed")
+        shape = (len(rows), *lengths) if rows else (0, 0)
     if len(shape) != 2:
         raise InvalidArgument(f"mask has the shape {shape}, [q tokens, k tokens] is needed")
     for side, n in zip("qk", shape):
