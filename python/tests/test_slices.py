@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import doctest
 import random
+import sys
 import unittest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ import cpattn
 from cpattn import UNLIMITED, Plan, Slice, slices
 from cpattn.packing import Packing
 from cpattn.torch import Context
+
+sys.path.append(str(Path(__file__).parents[2] / "examples/python"))
+import joint_attention
 
 # Documents, and slices over them: one for each maker, some that cross documents.
 CASES: dict[str, tuple[list[int], list[Slice]]] = {
@@ -361,7 +366,16 @@ def compiled(rank: int, world: int) -> None:
     leave(context)
 
 
+def the_example(rank: int, world: int) -> list[float]:
+    apart: list[float] = joint_attention.compare(1024, 77)
+    return apart
+
+
 class Processes(unittest.TestCase):
+    def test_the_example(self) -> None:
+        for apart in run(the_example, 4):
+            self.assertLess(max(apart), 1e-5)
+
     def test_four(self) -> None:
         run(everything, 4, seconds=400)
 
