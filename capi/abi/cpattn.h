@@ -198,12 +198,39 @@ typedef struct cpattn_tensor {
 #define CPATTN_OTHER 1
 
 /*
+ * Which queries attend to which keys: a run of q tokens, a run of k tokens, and limits of the distance of their positions.
+ * Tokens are numbered in the whole batch. In the slice the first k token is at position 0 and the first q token at q_start;
+ * a key is attended when low <= k_pos - q_pos <= high, and window_left and window_right of the problem allow the distance.
+ *
+ *   tokens [a, b), causal                              {a, b, a, b, 0, INT64_MIN, 0}
+ *   tokens [a, b), each sees all of them               {a, b, a, b, 0, INT64_MIN, CPATTN_UNLIMITED}
+ *   tokens [c, d) see [a, b), which comes just before  {c, d, a, b, b - a, INT64_MIN, CPATTN_UNLIMITED}
+ *
+ * A token may be in several slices, a pair of tokens in one at most: slices that allow the same pair are refused, with both
+ * and the pair. A slice that allows no pair is accepted. A q token that attends to nothing has o 0 and lse -inf (with a sink,
+ * lse is the sink). */
+typedef struct cpattn_slice {
+  int32_t q_begin; /* first q token */
+  int32_t q_end;   /* one past the last */
+  int32_t k_begin;
+  int32_t k_end;
+  int64_t q_start; /* position of the first q token, when the first k token is at 0; within +-2^40 */
+  int64_t low;     /* least k_pos - q_pos; INT64_MIN: no limit */
+  int64_t high;    /* largest k_pos - q_pos, 0 is causal; CPATTN_UNLIMITED: no limit */
+} cpattn_slice;
+
+/*
  * One attention over one packed batch, as if one device held all of it. Pointers are read during the call and not kept.
  *
  * Documents are stored one after another without padding: cu_seqlens_q has documents + 1 non-decreasing entries, the
  * first is 0, the last is the number of tokens. Positions count from the start of the document. If q and k are the same
  * tokens (the usual case), cu_seqlens_k and q_start are NULL. Otherwise the first q token of document d has position
  * q_start[d] among the document's k tokens; the default is len_k - len_q (the last q is aligned with the last k).
+ *
+ * Without slices each document attends to itself. With `slices` queries attend to what these say and to nothing else, also
+ * across documents. Documents are then what layouts cut, what positions of tokens count in, and where labels end. The window
+ * applies inside each slice, by its positions: give window_right = CPATTN_UNLIMITED. A window_right of 0, as the INIT macro
+ * has it, is refused if some slice has a key after its query.
  *
  * To pad tensors to a fixed shape, add two documents: one that has the spare q rows and no keys, and one that has the
  * spare k rows and no queries. Nothing attends to them. If they hold finite numbers, their o, dq, dk and dv are 0 and
@@ -232,11 +259,13 @@ typedef struct cpattn_problem {
   int32_t sinks;             /* 1: each q head has a learnable sink, given with each run: finite, or -inf for none (+inf
                                 makes all results of its head NaN) */
   int32_t reserved;          /* 0 */
+  const cpattn_slice *slices; /* slice_count entries; NULL: each document attends to itself */
+  size_t slice_count;         /* at least 1 with slices */
 } cpattn_problem;
 
 #define CPATTN_PROBLEM_INIT \
   { sizeof(cpattn_problem), NULL, NULL, NULL, 0, 0, 0, 0, 0, CPATTN_F32, CPATTN_SOFTMAX, CPATTN_UNLIMITED, 0, \
-    0.0, 0.0, NULL, 0, 0 }
+    0.0, 0.0, NULL, 0, 0, NULL, 0 }
 
 /* ---- Options ----------------------------------------------------------------------------------------------------- */
 
@@ -318,14 +347,16 @@ int32_t cpattn_plan_create_on(const cpattn_problem *problem, const cpattn_option
 /* Makes a plan for another kind of layer over the same documents, with the tokens of `base`: its mesh, its layout and, where
  * that goes by mask area, its chunks. Heads, dims, dtype, mask and score options of `problem` are free. Two plans made one by
  * one may give a rank other tokens, often in equal numbers, which no shape tells: make all plans of a model from one.
- * `problem` gives the documents of `base`, or none: cu_seqlens_q, cu_seqlens_k and q_start NULL, documents 0. `options` may be
- * NULL: those of `base`. Otherwise world, ulysses, ring and layout are 0 or those of `base`. */
+ * `problem` gives the documents of `base`, or none: cu_seqlens_q, cu_seqlens_k and q_start NULL, documents 0. Slices need not be
+ * those of `base`: `problem` gives its own; with no documents and no slices it has the slices of `base`, if there are any; with
+ * documents and no slices, none. `options` may be NULL: those of `base`. Otherwise world, ulysses, ring and layout are 0 or those
+ * of `base`. */
 int32_t cpattn_plan_with_tokens_of(const cpattn_plan *base, const cpattn_problem *problem, const cpattn_options *options,
                                    cpattn_plan **plan);
 
 /* Makes the plans of a model whose layers are of several kinds: problems[i] is kind i, of which the model has layers[i]. All plans
  * have the mesh and the tokens that cost all layers together the least, so they have one distribution. The first problem gives
- * the documents; the others give the same ones, or none (see cpattn_plan_with_tokens_of). In `options` ulysses, ring and layout are
+ * the documents; the others give the same ones, or none, and slices as for cpattn_plan_with_tokens_of. In `options` ulysses, ring and layout are
  * 0: they are chosen. `plans` has room for `kinds` plans, and is written only if all of them were made. */
 int32_t cpattn_plan_auto_for(const cpattn_problem *const *problems, const uint64_t *layers, size_t kinds,
                              const cpattn_options *options, cpattn_plan **plans);
@@ -845,8 +876,8 @@ int32_t cpattn_rank_abort(const cpattn_rank *rank);
 /*
  * Attention over ranges: what ranks compute between exchanges. A range is `len` consecutive rows of a [tokens, heads, dim]
  * tensor: row `row + i` holds the token at position pos + (i / block) * period + i % block of document doc. Consecutive
- * positions have block = period = 1. The mask depends only on positions. A pair is a q range and a k range of the same
- * document.
+ * positions have block = period = 1. The mask depends only on positions. A pair is a q range, a k range and a band of
+ * `ranges.bands`, which says what of the two attends to each other.
  */
 typedef struct cpattn_range {
   int64_t row;     /* first row */
@@ -862,8 +893,30 @@ typedef struct cpattn_range {
 #define CPATTN_LAST 2  /* the last of several: merge, then apply the sink and write o. Backward: as MERGE */
 #define CPATTN_ONLY 3  /* first and last at once. Backward: as FIRST */
 
-/* A q range, how its result is stored (mode), and the k ranges it attends to: ranges.k[ranges.pairs[i]] for keys_begin <=
- * i < keys_end, in this order.
+/* What a q range and a k range have of a slice. A q row at position x and a k row at position y are a pair if q_begin <= x <
+ * q_end, k_begin <= y < k_end, low <= y - x + shift <= high, and the window of the score allows the distance y - x + shift.
+ * ALiBi is computed from this distance too. INT64_MIN (of low, q_begin and k_begin) and INT64_MAX (of high, q_end and k_end)
+ * are no limit. Ranges of different documents need a band other than CPATTN_BAND_WHOLE. */
+typedef struct cpattn_band {
+  int64_t q_begin;
+  int64_t q_end;
+  int64_t k_begin;
+  int64_t k_end;
+  int64_t low;
+  int64_t high;
+  int64_t shift; /* of slices whose positions begin elsewhere than those of documents; within +-2^42 */
+} cpattn_band;
+
+/* No limits: the mask is that of the score alone. */
+#define CPATTN_BAND_WHOLE { INT64_MIN, INT64_MAX, INT64_MIN, INT64_MAX, INT64_MIN, INT64_MAX, 0 }
+
+typedef struct cpattn_pair {
+  uint32_t k;    /* index of the k range in ranges.k */
+  uint32_t band; /* index in ranges.bands */
+} cpattn_pair;
+
+/* A q range, how its result is stored (mode), and the k ranges it attends to: ranges.pairs[i] for keys_begin <= i < keys_end, in
+ * this order. The same two ranges may be in several pairs, with different bands; two rows must be in one pair at most.
  *
  * document: the tokens of q and of k of the whole document, of which a call may have parts, as a step of a ring has; {0, 0} if
  * they are not given. All q ranges of a document in a call have the same, and if any has lengths, q ranges are in the order of
@@ -889,8 +942,10 @@ typedef struct cpattn_ranges {
   size_t q_count;
   const cpattn_range *k;
   size_t k_count;
-  const uint32_t *pairs;
+  const cpattn_pair *pairs;
   size_t pair_count;
+  const cpattn_band *bands; /* for documents one, CPATTN_BAND_WHOLE */
+  size_t band_count;
 } cpattn_ranges;
 
 /* q head h of the call's tensors is head q_offset + h of the model, and uses kv head (q_offset + h) / group - kv_offset of
@@ -970,7 +1025,7 @@ typedef struct cpattn_attend_args {
 
 #define CPATTN_ATTEND_ARGS_INIT \
   { sizeof(cpattn_attend_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, \
-    {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL, NULL }
+    {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0, NULL, 0}, NULL, NULL }
 
 int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args);
 
@@ -1007,7 +1062,7 @@ typedef struct cpattn_attend_backward_args {
 
 #define CPATTN_ATTEND_BACKWARD_ARGS_INIT \
   { sizeof(cpattn_attend_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, 0, \
-    CPATTN_GRADIENTS_ALL, 0, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL }
+    CPATTN_GRADIENTS_ALL, 0, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0, NULL, 0}, NULL }
 
 int32_t cpattn_attend_backward(cpattn_scratch *scratch, const cpattn_attend_backward_args *args);
 int32_t cpattn_attend_backward_metadata(cpattn_scratch *scratch, const cpattn_attend_backward_args *args,

@@ -102,6 +102,7 @@ int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, cons
 cpattn_dl_device *keep_cpattn_dl_device(void) { return 0; }
 cpattn_dl_dtype *keep_cpattn_dl_dtype(void) { return 0; }
 cpattn_tensor *keep_cpattn_tensor(void) { return 0; }
+cpattn_slice *keep_cpattn_slice(void) { return 0; }
 cpattn_problem *keep_cpattn_problem(void) { return 0; }
 cpattn_options *keep_cpattn_options(void) { return 0; }
 cpattn_plan_info *keep_cpattn_plan_info(void) { return 0; }
@@ -115,6 +116,8 @@ cpattn_forward_args *keep_cpattn_forward_args(void) { return 0; }
 cpattn_backward_args *keep_cpattn_backward_args(void) { return 0; }
 cpattn_event *keep_cpattn_event(void) { return 0; }
 cpattn_range *keep_cpattn_range(void) { return 0; }
+cpattn_band *keep_cpattn_band(void) { return 0; }
+cpattn_pair *keep_cpattn_pair(void) { return 0; }
 cpattn_q_range *keep_cpattn_q_range(void) { return 0; }
 cpattn_ranges *keep_cpattn_ranges(void) { return 0; }
 cpattn_head_map *keep_cpattn_head_map(void) { return 0; }

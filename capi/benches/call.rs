@@ -88,6 +88,8 @@ fn main() {
         alibi_slopes: null_mut(),
         sinks: 0,
         reserved: 0,
+        slices: null_mut(),
+        slice_count: 0,
     };
     let options = cpattn_options {
         struct_size: size_of::<cpattn_options>(),

@@ -2,6 +2,7 @@
 //! The problem and the options of a plan.
 
 use super::input::{array, flag, member, not_one_of, one_of, renamed_by, reserved, sized};
+pub use cpattn::Slice as cpattn_slice;
 use cpattn::{
     Batch, Dtype, Error, Layout, Machine, Mask, Mesh, Options, Plan, Problem, Result,
     plan::{AttentionKind, Choice, Circulate, Gather, Wire},
@@ -31,6 +32,8 @@ pub struct cpattn_problem {
     pub alibi_slopes: *const f32,
     pub sinks: i32,
     pub reserved: i32,
+    pub slices: *const cpattn_slice,
+    pub slice_count: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -127,6 +130,24 @@ pub(super) unsafe fn read_problem(name: &str, given: *const cpattn_problem, base
     unsafe { members(&p, base) }.map_err(|error| member(error, name))
 }
 
+/// Refuses a causal mask, which is the initial value, where it would leave out pairs of a slice.
+fn not_cut(batch: &Batch, mask: Mask) -> Result<()> {
+    let cut = |s: &cpattn_slice| {
+        let [q, k] = [(s.q_begin, s.q_end), (s.k_begin, s.k_end)].map(|(begin, end)| i64::from(end) - i64::from(begin));
+        let (least, most) = (1 - q - s.q_start, s.high.min(k - 1 - s.q_start));
+        (q > 0 && k > 0 && most > 0 && most >= least && most >= s.low).then_some(most)
+    };
+    let mut slices = batch.slices().unwrap_or_default().iter().enumerate();
+    match slices.find_map(|(i, s)| Some((i, cut(s)?))).filter(|_| mask.right == Some(0)) {
+        Some((i, most)) => {
+            let expected = format!("CPATTN_UNLIMITED: slices[{i}] has keys up to {most} positions after a query");
+            Err(Error::invalid("window_right", "0 (causal)", expected)
+                .hint("the window applies inside slices; if it is to cut this one, set high of the slice to 0 instead"))
+        }
+        None => Ok(()),
+    }
+}
+
 /// As [`read_problem`]; errors name the member alone.
 ///
 /// # Safety
@@ -134,14 +155,23 @@ pub(super) unsafe fn read_problem(name: &str, given: *const cpattn_problem, base
 unsafe fn members(p: &cpattn_problem, base: Option<&Batch>) -> Result<Problem> {
     reserved("reserved", p.reserved == 0)?;
     let none = p.cu_seqlens_q.is_null() && p.cu_seqlens_k.is_null() && p.q_start.is_null() && p.documents == 0;
-    let batch = match base {
+    let mut batch = match base {
         Some(base) if none => base.clone(),
         _ => given!(batch(p)),
     };
+    if !p.slices.is_null() && p.slice_count == 0 {
+        let expected = "at least 1, or slices NULL for none";
+        return Err(Error::invalid("slice_count", 0, expected)
+            .hint("if nothing attends to anything, give one slice that allows no pair"));
+    }
+    if p.slice_count > 0 {
+        batch = batch.with_slices(given!(array("slices", p.slices, p.slice_count)))?;
+    }
     let dtype = one_of("dtype", p.dtype, &DTYPES)?;
     let kind = one_of("kind", p.kind, &KINDS)?;
     let or = |n: u32, default: u32| if n == 0 { default as usize } else { n as usize };
     let mask = Mask { left: window("window_left", p.window_left)?, right: window("window_right", p.window_right)? };
+    not_cut(&batch, mask)?;
     let mut out = Problem::new(batch, p.heads as usize, or(p.kv_heads, p.heads), p.head_dim as usize, dtype)
         .with_value_dim(or(p.value_dim, p.head_dim))
         .with_mask(mask)

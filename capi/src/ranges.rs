@@ -67,6 +67,14 @@ fn range(name: &'static str, i: usize, r: &cpattn_range) -> Result<()> {
     Ok(())
 }
 
+/// A band whose sums with positions do not overflow.
+fn band(i: usize, b: &cpattn_band) -> Result<()> {
+    if b.shift.unsigned_abs() > 4 * FAR {
+        return Err(Error::invalid(format!("ranges.bands[{i}].shift"), b.shift, "within ±2^42"));
+    }
+    Ok(())
+}
+
 /// # Safety
 /// The pointers of `r` are null or as long as its counts say, as long as the result lives.
 pub(super) unsafe fn ranges<'a>(r: &cpattn_ranges) -> Result<Ranges<'a>> {
@@ -85,6 +93,7 @@ pub(super) unsafe fn ranges<'a>(r: &cpattn_ranges) -> Result<Ranges<'a>> {
     for (i, k) in k.iter().enumerate() {
         range("ranges.k", i, k)?;
     }
+    bands.iter().enumerate().try_for_each(|(i, b)| band(i, b))?;
     // SAFETY: the layouts are equal (asserted above), and every mode is one of the enum's (just checked).
     let q = unsafe { core::slice::from_raw_parts(q.as_ptr().cast::<QRange>(), q.len()) };
     Ok(Ranges { q, k, pairs, bands })

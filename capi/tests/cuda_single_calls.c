@@ -16,7 +16,8 @@ static void *stream;
 
 /* Two documents; the second's queries begin at position 5. Keys in three pieces, one of them a stripe. */
 static cpattn_range keys[] = {{0, 0, 12, 1, 1, 0}, {12, 12, 8, 1, 1, 0}, {20, 0, 30, 3, 5, 1}};
-static const uint32_t pairs[] = {0, 1, 2};
+static const cpattn_pair pairs[] = {{0, 0}, {1, 0}, {2, 0}};
+static const cpattn_band whole[] = {CPATTN_BAND_WHOLE};
 
 static cpattn_attend_args attend_args(int device, cpattn_q_range *ranges, size_t count) {
   cpattn_attend_args a = CPATTN_ATTEND_ARGS_INIT;
@@ -28,6 +29,7 @@ static cpattn_attend_args attend_args(int device, cpattn_q_range *ranges, size_t
   a.ranges.q = ranges, a.ranges.q_count = count;
   a.ranges.k = keys, a.ranges.k_count = 3;
   a.ranges.pairs = pairs, a.ranges.pair_count = 3;
+  a.ranges.bands = whole, a.ranges.band_count = 1;
   a.stream = device ? stream : NULL;
   return a;
 }
@@ -164,7 +166,7 @@ static void refusals(void) {
 
   /* More lists than there is room for; the number that is asked for is the one that is needed. */
   enum { MANY = 8000 };
-  static uint32_t all[MANY];
+  static cpattn_pair all[MANY];
   uint64_t bytes = 0, back = 0;
   cpattn_attend_args m = a;
   m.ranges.pairs = all, m.ranges.pair_count = MANY;

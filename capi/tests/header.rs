@@ -166,7 +166,7 @@ fn functions_agree() {
 
 #[test]
 fn structs_agree() {
-    let with_core = sources() + &read("src/call/mod.rs") + &read("src/call/range.rs");
+    let with_core = sources() + &read("src/call/mod.rs") + &read("src/call/range.rs") + &read("src/slice.rs");
     let sources: String = with_core.split_inclusive('\n').filter(|l| !l.trim_start().starts_with("///")).collect();
     for (name, members) in header_structs() {
         // Some are structs of the core under another name.
@@ -228,7 +228,8 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_dl_device: device_type, device_id;
     cpattn_dl_dtype: code, bits, lanes;
     cpattn_tensor: data, device, ndim, dtype, shape, strides, byte_offset;
-    cpattn_problem: struct_size, cu_seqlens_q, cu_seqlens_k, q_start, documents, heads, kv_heads, head_dim, value_dim, dtype, kind, window_left, window_right, scale, softcap, alibi_slopes, sinks, reserved;
+    cpattn_slice: q_begin, q_end, k_begin, k_end, q_start, low, high;
+    cpattn_problem: struct_size, cu_seqlens_q, cu_seqlens_k, q_start, documents, heads, kv_heads, head_dim, value_dim, dtype, kind, window_left, window_right, scale, softcap, alibi_slopes, sinks, reserved, slices, slice_count;
     cpattn_options: struct_size, world, ulysses, ring, layout, layout_parameter, passes, circulate, wire, gather, reproducible, pack_inputs, ranks_per_node, circulate_forward, reserved;
     cpattn_plan_info: struct_size, replicas, ring, ulysses, layout, layout_parameter, ranks_per_node, q_tokens, k_tokens, fingerprint;
     cpattn_share: struct_size, replica, ring, ulysses, reserved, q_tokens, k_tokens, q_head_begin, q_head_end, kv_head_begin, kv_head_end;
@@ -242,7 +243,9 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_event: name, phase, start_ns, end_ns, bytes, rank, step, lane, reserved;
     cpattn_range: row, pos, len, block, period, doc;
     cpattn_q_range: range, document, keys_begin, keys_end, mode, reserved;
-    cpattn_ranges: q, q_count, k, k_count, pairs, pair_count;
+    cpattn_band: q_begin, q_end, k_begin, k_end, low, high, shift;
+    cpattn_pair: k, band;
+    cpattn_ranges: q, q_count, k, k_count, pairs, pair_count, bands, band_count;
     cpattn_head_map: q_offset, kv_offset, group;
     cpattn_score: scale, softcap, window_left, window_right;
     cpattn_attend_args: struct_size, q, k, v, running, o, lse, alibi_slopes, sinks, heads, aligned, score, ranges, stream, running_lse;

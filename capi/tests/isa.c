@@ -67,7 +67,8 @@ static void forward(cpattn_scratch *scratch, int steps, uint32_t document, int64
   for (int rank = 0; rank < steps; rank++) {
     for (int step = 0; step < steps; step++) {
       cpattn_attend_args a = CPATTN_ATTEND_ARGS_INIT;
-      const uint32_t pair = 0;
+      const cpattn_pair pair = {0, 0};
+      const cpattn_band band = CPATTN_BAND_WHOLE;
       cpattn_range keys = part((rank + step) % steps, TOKENS / steps);
       uint8_t mode = steps == 1 ? CPATTN_ONLY : step == 0 ? CPATTN_FIRST : step + 1 < steps ? CPATTN_MERGE : CPATTN_LAST;
       cpattn_q_range queries = q_range(part(rank, TOKENS / steps), mode, document);
@@ -77,6 +78,7 @@ static void forward(cpattn_scratch *scratch, int steps, uint32_t document, int64
       a.ranges.q = &queries, a.ranges.q_count = 1;
       a.ranges.k = &keys, a.ranges.k_count = 1;
       a.ranges.pairs = &pair, a.ranges.pair_count = 1;
+      a.ranges.bands = &band, a.ranges.band_count = 1;
       OK(cpattn_attend(scratch, &a));
     }
   }
@@ -88,7 +90,8 @@ static void backward(cpattn_scratch *scratch, uint32_t document) {
   cpattn_tensor tl = tensor(lse, lse_shape, 2), te = tensor(delta, lse_shape, 2);
   cpattn_tensor tdq = tensor(dq, rows, 3), tdk = tensor(dk, rows, 3), tdv = tensor(dv, rows, 3);
   cpattn_attend_backward_args a = CPATTN_ATTEND_BACKWARD_ARGS_INIT;
-  const uint32_t pair = 0;
+  const cpattn_pair pair = {0, 0};
+  const cpattn_band band = CPATTN_BAND_WHOLE;
   cpattn_range keys = part(0, PART);
   cpattn_q_range queries = q_range(part(0, PART), CPATTN_ONLY, document);
   a.q = &tq, a.k = &tk, a.v = &tv, a.d_o = &td, a.lse = &tl, a.delta = &te, a.dq = &tdq, a.dk = &tdk, a.dv = &tdv;
@@ -97,6 +100,7 @@ static void backward(cpattn_scratch *scratch, uint32_t document) {
   a.ranges.q = &queries, a.ranges.q_count = 1;
   a.ranges.k = &keys, a.ranges.k_count = 1;
   a.ranges.pairs = &pair, a.ranges.pair_count = 1;
+  a.ranges.bands = &band, a.ranges.band_count = 1;
   OK(cpattn_attend_backward(scratch, &a));
 }
 

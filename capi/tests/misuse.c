@@ -117,6 +117,80 @@ static void plans_of_a_model(void) {
   if (two[0] || two[1]) failures++, fprintf(stderr, "a refused call has written plans\n");
 }
 
+/* Slices: planned and proved, of all kinds of layers, or refused with their index and both values. */
+static void slices_of_a_batch(void) {
+  const int64_t none = INT64_MIN, open = CPATTN_UNLIMITED;
+  /* A prompt of 3 and two answers, in two documents of 3 and 5 tokens. */
+  cpattn_slice list[] = {{0, 3, 0, 3, 0, none, 0}, {3, 5, 0, 3, 3, none, open}, {3, 5, 3, 5, 0, none, 0},
+                         {5, 8, 0, 3, 3, none, open}, {5, 8, 5, 8, 0, none, 0}};
+  cpattn_problem p = small_problem(), other = CPATTN_PROBLEM_INIT;
+  cpattn_options o = CPATTN_OPTIONS_INIT;
+  cpattn_plan *plan = NULL, *two = NULL;
+  uint64_t names[2];
+  o.world = o.ring = 2;
+  p.slices = list, p.slice_count = 5;
+  /* No pair of these has its key after the query, so that the window of the INIT macro cuts nothing. */
+  OK(cpattn_plan_create(&p, &o, &plan));
+  OK(cpattn_plan_verify(plan));
+  other.heads = 3, other.head_dim = 16;
+  OK(cpattn_plan_with_tokens_of(plan, &other, NULL, &two));
+  OK(cpattn_plan_verify(two));
+  OK(cpattn_plan_distribution(plan, &names[0]));
+  OK(cpattn_plan_distribution(two, &names[1]));
+  if (names[0] != names[1]) failures++, fprintf(stderr, "slices have other tokens than their documents\n");
+  OK(cpattn_plan_destroy(two));
+
+  /* Each token of the prompt sees all of it: without the slices of the base, with them, and cut by a window. */
+  list[0].high = open;
+  const char *cut = "window_right is 0 (causal), expected CPATTN_UNLIMITED: slices[0] has keys up to 2 positions after a query";
+  other.slices = list, other.slice_count = 1;
+  REFUSED(CPATTN_INVALID, cut, cpattn_plan_with_tokens_of(plan, &other, NULL, &two));
+  other.window_right = CPATTN_UNLIMITED;
+  OK(cpattn_plan_with_tokens_of(plan, &other, NULL, &two));
+  OK(cpattn_plan_verify(two));
+  OK(cpattn_plan_destroy(plan));
+  other.slices = NULL, other.slice_count = 0, other.window_right = 0;
+  REFUSED(CPATTN_INVALID, cut, cpattn_plan_with_tokens_of(two, &other, NULL, &plan));
+  other.window_right = 1;
+  OK(cpattn_plan_with_tokens_of(two, &other, NULL, &plan));
+  OK(cpattn_plan_destroy(plan));
+  OK(cpattn_plan_destroy(two));
+  const cpattn_problem *kinds[2] = {&p, &other};
+  cpattn_plan *both[2] = {NULL, NULL};
+  uint64_t layers[2] = {1, 5};
+  o.ring = 0;
+  REFUSED(CPATTN_INVALID, "problems[0].window_right is 0", cpattn_plan_auto_for(kinds, layers, 2, &o, both));
+  p.window_right = CPATTN_UNLIMITED;
+  OK(cpattn_plan_auto_for(kinds, layers, 2, &o, both));
+  for (int i = 0; i < 2; i++) {
+    OK(cpattn_plan_verify(both[i]));
+    OK(cpattn_plan_destroy(both[i]));
+  }
+
+  plan = NULL;
+  list[4].k_begin = 4; /* and slices[2] allows k token 4 */
+  OK(cpattn_plan_create(&p, &o, &plan));
+  OK(cpattn_plan_destroy(plan));
+  plan = NULL;
+  list[4].q_begin = 4;
+  REFUSED(CPATTN_INVALID, "problem.slices[4] is one that allows q token 4 with k token 4", cpattn_plan_create(&p, &o, &plan));
+  list[4].q_begin = 5, list[4].k_begin = 5;
+  list[3].q_end = TOKENS + 1;
+  REFUSED(CPATTN_INVALID, "problem.slices[3].q_end is 9, expected at most 8, the tokens of q", cpattn_plan_create(&p, &o, &plan));
+  list[3].q_end = 4;
+  REFUSED(CPATTN_INVALID, "problem.slices[3].q_begin is 5, expected 0 to q_end = 4", cpattn_plan_create(&p, &o, &plan));
+  list[3].q_end = TOKENS, list[3].q_start = ((int64_t)1 << 40) + 1;
+  REFUSED(CPATTN_INVALID, "problem.slices[3].q_start is 1099511627777", cpattn_plan_create(&p, &o, &plan));
+  list[3].q_start = 3;
+  p.slice_count = 0;
+  REFUSED(CPATTN_INVALID, "problem.slice_count is 0, expected at least 1, or slices NULL", cpattn_plan_create(&p, &o, &plan));
+  p.slices = NULL, p.slice_count = 5;
+  REFUSED(CPATTN_INVALID, "problem.slices is NULL, expected an address", cpattn_plan_create(&p, &o, &plan));
+  p.slices = list, p.slice_count = SIZE_MAX;
+  REFUSED(CPATTN_INVALID, "problem.length of slices is", cpattn_plan_create(&p, &o, &plan));
+  if (plan) failures++, fprintf(stderr, "a refused call has written a plan\n");
+}
+
 /* The description of a machine chooses mesh and layout. */
 static void plan_on_a_machine(void) {
   const char *machine =
@@ -214,6 +288,7 @@ static void plans(void) {
   OK(cpattn_plan_explain(plan, NULL, 0, &needed));
   uint64_t bytes;
   tokens_of_another(plan);
+  slices_of_a_batch();
   plans_of_a_model();
   plan_on_a_machine();
   REFUSED(CPATTN_INVALID, "rank is 1, expected below the world of 1", cpattn_plan_workspace(plan, 1, CPATTN_FORWARD, &bytes));
@@ -501,7 +576,8 @@ static void single_calls(void) {
   REFUSED(CPATTN_INVALID, "workers is 0", cpattn_scratch_create(0, &scratch));
   OK(cpattn_scratch_create(1, &scratch));
   cpattn_range keys[] = {{0, 0, 5, 1, 1, 0}, {5, 5, 3, 1, 1, 0}};
-  uint32_t pairs[] = {0, 1};
+  cpattn_pair pairs[] = {{0, 0}, {1, 0}};
+  cpattn_band bands[] = {CPATTN_BAND_WHOLE, CPATTN_BAND_WHOLE};
   cpattn_q_range q = {{0, 0, TOKENS, 1, 1, 0}, {0, 0}, 0, 2, CPATTN_ONLY, {0}};
   cpattn_attend_args a = CPATTN_ATTEND_ARGS_INIT;
   cpattn_tensor tq = tensor(0), tk = tensor(1), tv = tensor(2), to = tensor(3), tl = tensor(4), tr = tensor(3);
@@ -512,6 +588,7 @@ static void single_calls(void) {
   a.ranges.q = &q, a.ranges.q_count = 1;
   a.ranges.k = keys, a.ranges.k_count = 2;
   a.ranges.pairs = pairs, a.ranges.pair_count = 2;
+  a.ranges.bands = bands, a.ranges.band_count = 2;
   REFUSED(CPATTN_INVALID, "multiprocessors is 1, expected 0 on the CPU", cpattn_scratch_set_sm_margin(scratch, 1));
   OK(cpattn_scratch_set_sm_margin(scratch, 0));
   REFUSED(CPATTN_INVALID, "scratch is 0 bytes, expected", cpattn_attend(scratch, &a));
@@ -608,10 +685,24 @@ static void single_calls(void) {
   REFUSED(CPATTN_INVALID, "entries of pairs, which has 2", cpattn_attend(scratch, &a));
   q.keys_end = 2;
   keys[1].doc = 3;
-  REFUSED(CPATTN_INVALID, "ranges.k[1].doc is 3, expected 0, the document of q range 0", cpattn_attend(scratch, &a));
+  REFUSED(CPATTN_INVALID, "ranges.k[1].doc is 3, expected 0, the document of q range 0, under a band without limits", cpattn_attend(scratch, &a));
   q.keys_end = 1; /* fine where no pair joins them */
   OK(cpattn_attend(scratch, &a));
   keys[1].doc = 0, q.keys_end = 2;
+  pairs[1].band = 2;
+  REFUSED(CPATTN_INVALID, "ranges.pairs of q range 0: band is 2, expected an index of ranges.bands, which has 2", cpattn_attend(scratch, &a));
+  pairs[1].band = 1;
+  pairs[0].k = 2;
+  REFUSED(CPATTN_INVALID, "ranges.pairs of q range 0: k is 2, expected an index of ranges.k, which has 2", cpattn_attend(scratch, &a));
+  pairs[0].k = 0;
+  bands[1].shift = ((int64_t)1 << 42) + 1;
+  REFUSED(CPATTN_INVALID, "ranges.bands[1].shift is 4398046511105, expected within", cpattn_attend(scratch, &a));
+  bands[1].shift = 0;
+  a.ranges.bands = NULL;
+  REFUSED(CPATTN_INVALID, "ranges.bands is NULL, expected an address", cpattn_attend(scratch, &a));
+  a.ranges.band_count = 0;
+  REFUSED(CPATTN_INVALID, "band is 0, expected an index of ranges.bands, which has 0", cpattn_attend(scratch, &a));
+  a.ranges.bands = bands, a.ranges.band_count = 2;
   q.range.len = TOKENS + 1;
   REFUSED(CPATTN_INVALID, "ranges.q[0].row", cpattn_attend(scratch, &a));
   OK(cpattn_scratch_destroy(scratch));

@@ -41,6 +41,17 @@ int main() {
   options.world = 2;
   cpattn::Plan plan = cpattn::make<cpattn_plan_create>(&problem, &options);
   expect(cpattn::explain(plan.get()).find("2 documents") != std::string::npos, "explain has the plan's text");
+
+  // The second document is a prefix of three tokens, which see each other, and two more.
+  const std::array<cpattn_slice, 3> slices{{{0, 3, 0, 3, 0, INT64_MIN, 0}, {3, 6, 3, 6, 0, INT64_MIN, CPATTN_UNLIMITED}, {6, 8, 3, 8, 3, INT64_MIN, 0}}};
+  problem.slices = slices.data();
+  problem.slice_count = slices.size();
+  cpattn::Error causal = refused("slices under a causal window", [&] { cpattn::make<cpattn_plan_create>(&problem, &options); });
+  expect(std::string(causal.what()).find("slices[1]") != std::string::npos, causal.what());
+  problem.window_right = CPATTN_UNLIMITED;
+  plan = cpattn::make<cpattn_plan_create>(&problem, &options);
+  cpattn::check(cpattn_plan_verify(plan.get()));
+
   cpattn::Scratch scratch = cpattn::make<cpattn_scratch_create>(1u);
 
   problem.heads = 0;

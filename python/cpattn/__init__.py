@@ -5,6 +5,7 @@ A `Plan` says what is computed and which rank holds which tokens. A `Rank` runs 
 other library with DLPack. A `Transport` is your own communicator. `cpattn.torch` is for PyTorch, `cpattn.jax` for JAX.
 """
 
+from . import slices
 from ._header import UNLIMITED
 from ._library import library_version
 from .engine import Engine, EngineTransport
@@ -24,6 +25,7 @@ from .errors import (
 from .plan import Circulate, Direction, Dtype, Gather, Kind, Layout, Plan, PlanOptions, Side, Wire, ranks_per_node
 from .rank import Isa, Rank, check_ring, local_group, nccl_group, nccl_unique_id, on_all, peer_group
 from .ring import Link
+from .slices import Slice
 from .tensors import Array, Memory, SupportsDLPack
 from .trace import Event, chrome_trace, clock, timeline_svg
 from .transport import FAILED_BEFORE, RAISED, Message, Transport
@@ -60,6 +62,7 @@ __all__ = [
     "Rank",
     "ScheduleError",
     "Side",
+    "Slice",
     "SupportsDLPack",
     "Transport",
     "Unsupported",
@@ -74,5 +77,6 @@ __all__ = [
     "on_all",
     "peer_group",
     "ranks_per_node",
+    "slices",
     "timeline_svg",
 ]

@@ -5,12 +5,15 @@ kind of layer."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ._check import attempt, refused
 from .errors import InvalidArgument, InvalidHandle
 from .plan import Dtype, Plan, at_least_1, checked
+from .slices import Slice
+from .slices import checked as checked_slices
 
 B = TypeVar("B")
 
@@ -26,12 +29,56 @@ class Shaped(Protocol):
     def shape(self) -> Sequence[int]: ...
 
 
-def ends_of(cu_seqlens: Any) -> tuple[int, ...]:
-    """The documents of a batch, as a key of a cache."""
-    numbers = attempt(lambda: tuple(map(operator.index, cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens)))
+def numbers_of(name: str, values: Any) -> tuple[int, ...]:
+    """Whole numbers of a sequence, or of an array of any library."""
+    numbers = attempt(lambda: tuple(map(operator.index, values.tolist() if hasattr(values, "tolist") else values)))
     if numbers is None:
-        raise refused("cu_seqlens", cu_seqlens, "a sequence of whole numbers is needed")
+        raise refused(name, values, "a sequence of whole numbers is needed")
     return numbers
+
+
+class Packing(NamedTuple):
+    """What a batch is, as a key of a cache: its documents, its slices (None: each document attends to itself), and the packing whose
+    tokens it has, if that is another one."""
+
+    cu_seqlens: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...] | None = None
+    q_start: tuple[int, ...] | None = None
+    slices: tuple[Slice, ...] | None = None
+    tokens_of: Packing | None = None
+
+    @classmethod
+    def of(cls, cu_seqlens: Any, cu_seqlens_k: Any = None, q_start: Any = None, slices: Iterable[Slice] | None = None) -> Packing:
+        """From arguments, which are refused by their names."""
+        ends = numbers_of("cu_seqlens", cu_seqlens)
+        of_k = None if cu_seqlens_k is None else numbers_of("cu_seqlens_k", cu_seqlens_k)
+        starts = None if q_start is None else numbers_of("q_start", q_start)
+        return cls(ends, of_k, starts, None if slices is None else checked_slices("slices", slices))
+
+    @property
+    def documents(self) -> dict[str, Any]:
+        """The keywords of `Plan` besides cu_seqlens."""
+        return {"cu_seqlens_k": self.cu_seqlens_k, "q_start": self.q_start, "slices": self.slices}
+
+    def numbers(self) -> list[int]:
+        """The packing as one list: the length of each part, or -1 without it, then the part's numbers."""
+        slices = None if self.slices is None else [number for s in self.slices for number in s]
+        parts = (self.cu_seqlens, self.cu_seqlens_k, self.q_start, slices, self.tokens_of and self.tokens_of.numbers())
+        return [number for part in parts for number in ([-1] if part is None else [len(part), *part])]
+
+    @classmethod
+    def from_numbers(cls, numbers: Iterable[int]) -> Packing:
+        """The inverse of `numbers`."""
+        left = iter(numbers)
+        cu_seqlens, cu_seqlens_k, q_start, slices, tokens_of = (_part(left) for _ in cls._fields)
+        assert cu_seqlens is not None
+        every = None if slices is None else tuple(Slice(*slices[at : at + 7]) for at in range(0, len(slices), 7))
+        return cls(cu_seqlens, cu_seqlens_k, q_start, every, None if tokens_of is None else cls.from_numbers(tokens_of))
+
+
+def _part(numbers: Iterator[int]) -> tuple[int, ...] | None:
+    length = next(numbers)
+    return None if length < 0 else tuple(islice(numbers, length))
 
 
 def over_all(plan: Plan) -> Plan:
@@ -57,16 +104,15 @@ class PackedContext:
 
     def __init__(self, plans: int) -> None:
         self._limit, self._closed = at_least_1("plans", plans), False
-        self._batches: dict[tuple[int, ...], Any] = {}  # least recently used first
+        self._batches: dict[Packing, Any] = {}  # least recently used first
 
     def check_open(self) -> None:
         """Raises InvalidHandle after `close`."""
         if self._closed:
             raise InvalidHandle("the context is closed: make a new one, on all ranks of a group")
 
-    def _cached(self, cu_seqlens: Any, make: Callable[[tuple[int, ...]], B]) -> B:
+    def _cached(self, key: Packing, make: Callable[[Packing], B]) -> B:
         self.check_open()
-        key = ends_of(cu_seqlens)
         batch: B = self._batches.pop(key, None) or make(key)
         self._batches[key] = batch
         if len(self._batches) > self._limit:

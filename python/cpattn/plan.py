@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import weakref
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p, pointer
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -20,6 +20,8 @@ from ._check import attempt, c_array, flag, instance, number, one_of, refused, w
 from ._header import UNLIMITED
 from ._library import call, status_of, text_of
 from .errors import InvalidArgument
+from .slices import Slice, c_slices
+from .slices import checked as checked_slices
 from .tensors import Array, Given
 
 if TYPE_CHECKING:
@@ -91,7 +93,8 @@ class PlanOptions(TypedDict, total=False):
 
     - kv_heads: heads of k and v, of which `heads` is a multiple (`heads`). value_dim: the head dim of v and o (`head_dim`).
     - kind: SOFTMAX, or OTHER for your own kernel between two all-to-alls, which needs ring 1 (SOFTMAX).
-    - window_left, window_right: how many keys before and after its own position a query sees (UNLIMITED, 0: causal).
+    - window_left, window_right: how many keys before and after its own position a query sees, in its document or in each of its
+      slices (UNLIMITED, 0: causal; with slices UNLIMITED, UNLIMITED).
     - scale: the factor of q·k (1/√head_dim). softcap c: a score s becomes c·tanh(s/c) (0: none).
     - alibi_slopes: one for each q head; a score loses slope·|distance| (none).
     - sinks: whether each q head has a learnable logit in the softmax, without a value vector (False).
@@ -205,7 +208,7 @@ def kinds_of(name: str, kinds: Any) -> list[tuple[int, dict[str, Any]]]:
     return [(at_least_1("layers", count), kind) for count, kind in pairs]
 
 
-def _documents(cu_seqlens: Any, cu_seqlens_k: Any, q_start: Any, world: int) -> dict[str, Any]:
+def _documents(cu_seqlens: Any, cu_seqlens_k: Any, q_start: Any, slices: Any, world: int) -> dict[str, Any]:
     ends = c_array("cu_seqlens", c_int32, cu_seqlens)
     if not len(ends):
         raise InvalidArgument("cu_seqlens has length 0, at least 1 is needed: give [0] for no documents")
@@ -214,7 +217,15 @@ def _documents(cu_seqlens: Any, cu_seqlens_k: Any, q_start: Any, world: int) -> 
         given["cu_seqlens_k"] = c_array("cu_seqlens_k", c_int32, cu_seqlens_k, len(ends))
     if q_start is not None:
         given["q_start"] = c_array("q_start", c_int64, q_start, len(ends) - 1)
-    return given
+    return given | _slices(slices)
+
+
+def _slices(slices: Iterable[Slice] | None) -> dict[str, Any]:
+    if slices is None:
+        return {}
+    every = checked_slices("slices", slices)
+    rows = c_slices(every)
+    return {"of_slices": every, "slices": rows, "slice_count": len(rows)}
 
 
 class Plan:
@@ -222,6 +233,10 @@ class Plan:
 
     `cu_seqlens` has one entry more than there are documents: 0, the end of the first, ..., the number of tokens. Attention is causal
     unless `window_right` is given. A sliding window of W tokens that includes the query itself is `window_left=W - 1`.
+
+    With `slices` (`cpattn.slices` makes those of common masks) a query attends to what these say and to nothing else, also across
+    documents. Documents are then what layouts cut, what positions count in and where labels end. A window applies inside each
+    slice, by its positions; without one, slices are not cut.
     """
 
     def __init__(
@@ -232,11 +247,12 @@ class Plan:
         *,
         cu_seqlens_k: Sequence[int] | None = None,
         q_start: Sequence[int] | None = None,
+        slices: Iterable[Slice] | None = None,
         dtype: Dtype | str | object = Dtype.F32,
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> None:
-        given = _documents(cu_seqlens, cu_seqlens_k, q_start, world)
+        given = _documents(cu_seqlens, cu_seqlens_k, q_start, slices, world)
         call("plan_create", *self._describe(given, heads, head_dim, dtype, options), byref(self.handle))
 
     @classmethod
@@ -249,6 +265,7 @@ class Plan:
         *,
         cu_seqlens_k: Sequence[int] | None = None,
         q_start: Sequence[int] | None = None,
+        slices: Iterable[Slice] | None = None,
         dtype: Dtype | str | object = Dtype.F32,
         world: int = 1,
         **options: Unpack[PlanOptions],
@@ -263,7 +280,7 @@ class Plan:
             raise refused("machine", machine, "the text of a machine's description is needed")
         if "\0" in machine:  # a C string would end there
             raise InvalidArgument("machine has a zero byte: remove it, the text of a machine's description has none")
-        plan, given = cls.__new__(cls), _documents(cu_seqlens, cu_seqlens_k, q_start, world)
+        plan, given = cls.__new__(cls), _documents(cu_seqlens, cu_seqlens_k, q_start, slices, world)
         described = plan._describe(given, heads, head_dim, dtype, options)
         call("plan_create_on", *described, machine.encode(), byref(plan.handle))
         plan._how["ranks_per_node"] = plan.describe().ranks_per_node
@@ -271,15 +288,24 @@ class Plan:
 
     @classmethod
     def with_tokens_of(
-        cls, base: Plan, heads: int, head_dim: int, *, dtype: Dtype | str | object | None = None, **options: Unpack[PlanOptions]
+        cls,
+        base: Plan,
+        heads: int,
+        head_dim: int,
+        *,
+        slices: Iterable[Slice] | None = None,
+        dtype: Dtype | str | object | None = None,
+        **options: Unpack[PlanOptions],
     ) -> Plan:
         """A plan for another kind of layer over the documents of `base`, with the same tokens on each rank, in the same order. Two
         plans that are made separately may give a rank different tokens, often in equal numbers, so that no shape differs.
 
         Mesh and layout are those of `base`. So are, unless given, dtype, gather, passes, circulate, circulate_forward, wire,
-        reproducible, pack_inputs and ranks_per_node. Mask, score and dims have the defaults of `Plan`.
+        reproducible, pack_inputs and ranks_per_node. Mask, score and dims have the defaults of `Plan`. Without `slices` the plan has
+        those of `base`, if there are any; for a causal layer over such a base give `cpattn.slices.documents(cu_seqlens)`.
         """
         plan, given = cls.__new__(cls), {**instance("base", base, Plan)._how, "world": base.world}
+        given |= {"of_slices": base.slices} if slices is None else _slices(slices)
         described = plan._describe(given, heads, head_dim, base.dtype if dtype is None else dtype, options)
         call("plan_with_tokens_of", base.handle, *described, byref(plan.handle))
         return plan
@@ -292,22 +318,23 @@ class Plan:
         *,
         cu_seqlens_k: Sequence[int] | None = None,
         q_start: Sequence[int] | None = None,
+        slices: Iterable[Slice] | None = None,
         dtype: Dtype | str | object = Dtype.F32,
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> list[Plan]:
         """The plans of a model with several kinds of layers. A kind is a number of layers and its own keywords of `Plan` (heads,
-        head_dim, window_left, ...). `options` are common to all kinds. All plans have the same mesh and the same tokens on each rank,
+        head_dim, window_left, slices, ...). `options` are common to all kinds, and `slices` to those that have none of their own. All plans have the same mesh and the same tokens on each rank,
         with the least cost of all layers together. ulysses, ring and layout are chosen, not given.
         """
-        given = _documents(cu_seqlens, cu_seqlens_k, q_start, world)
+        given = _documents(cu_seqlens, cu_seqlens_k, q_start, slices, world)
         plans, problems, how, counted = [], [], pointer(_header.Options()), kinds_of("kinds", kinds)
         for _, kind in counted:
             plan, own = cls.__new__(cls), {"dtype": dtype, **options, **kind}
             for name in ("heads", "head_dim"):
                 if name not in own:
                     raise InvalidArgument(f"kinds: a kind of layer has no {name}: give each kind its {name}")
-            problem, how = plan._describe(dict(given), own.pop("heads"), own.pop("head_dim"), own.pop("dtype"), own)  # type: ignore[arg-type]
+            problem, how = plan._describe(given | _slices(own.pop("slices", None)), own.pop("heads"), own.pop("head_dim"), own.pop("dtype"), own)  # type: ignore[arg-type]
             problems.append(problem)
             plans.append(plan)
         layers = (c_uint64 * len(plans))(*(count for count, _ in counted))
@@ -323,6 +350,9 @@ class Plan:
         """Pointers to problem and options for the library, from checked arguments. The plan keeps some of them, and gets a handle."""
         self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), given["world"]
         given |= checked(options, self.heads)
+        self.slices: tuple[Slice, ...] | None = given.get("of_slices")
+        if self.slices is not None:
+            given.setdefault("window_right", UNLIMITED)
         self.kv_heads, self.value_dim = given.get("kv_heads", self.heads), given.get("value_dim", self.head_dim)
         self.dtype = dtype_of(dtype)
         self._how = {name: given[name] for name in RUNS & given.keys()}

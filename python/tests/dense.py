@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from cpattn import Slice
 
 
 def dense(
@@ -16,25 +20,45 @@ def dense(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    allowed: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within documents; differentiable. `window` includes the query itself."""
+    """Causal attention within documents, or of the pairs that are `allowed`; differentiable. `window` includes the query itself."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    lengths = torch.tensor(cu_seqlens).diff()
-    document = torch.arange(len(lengths)).repeat_interleave(lengths)
-    place = torch.arange(len(q))
-    back = place[:, None] - place[None, :]
-    allowed = (document[:, None] == document[None, :]) & (back >= 0)
-    if window is not None:
-        allowed &= back < window
+    if allowed is None:
+        lengths = torch.tensor(cu_seqlens).diff()
+        document = torch.arange(len(lengths)).repeat_interleave(lengths)
+        place = torch.arange(len(q))
+        back = place[:, None] - place[None, :]
+        allowed = (document[:, None] == document[None, :]) & (back >= 0)
+        if window is not None:
+            allowed &= back < window
     s = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
-    s = s.masked_fill(~allowed, -torch.inf)
+    # A row without keys is 0; it has no softmax.
+    some = allowed.any(1, keepdim=True)
+    s = s.masked_fill(~allowed & some, -torch.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.double()[:, None, None].expand(-1, len(q), 1)], dim=2)
-    return torch.einsum("hqk,khd->qhd", s.softmax(2)[:, :, : len(k)], v)
+    return torch.einsum("hqk,khd->qhd", s.softmax(2)[:, :, : len(k)] * some, v)
+
+
+def allowed_by(slices: Sequence[Slice], q_tokens: int, k_tokens: int, left: int | None = None, right: int | None = None) -> Tensor:
+    """The pairs of slices within a window of `left` keys before and `right` keys after a query, by the definition of a slice."""
+    pairs = torch.zeros(q_tokens, k_tokens, dtype=torch.int64)
+    for q_begin, q_end, k_begin, k_end, start, low, high in slices:
+        start = k_end - k_begin - (q_end - q_begin) if start is None else start
+        k_pos, q_pos = torch.arange(k_end - k_begin), torch.arange(q_end - q_begin) + start
+        distance = k_pos[None, :] - q_pos[:, None]
+        inside = torch.ones_like(distance, dtype=torch.bool)
+        for limit, after in ((low, False), (high, True), (None if left is None else -left, False), (right, True)):
+            if limit is not None:
+                inside &= distance <= limit if after else distance >= limit
+        pairs[q_begin:q_end, k_begin:k_end] += inside
+    assert not (pairs > 1).any(), "a pair is in two slices"
+    return pairs.bool()
 
 
 def gradients(o: Tensor, d_o: Tensor, inputs: list[Tensor]) -> list[Tensor]:

@@ -10,6 +10,14 @@ use crate::{
     world::World,
 };
 
+fn a_slice(b: &mut Bytes) -> cpattn_slice {
+    let mut token = |most| if b.rarely() { b.word() as i32 } else { b.below(most) as i32 };
+    let [q_begin, k_begin] = [token(48), token(48)];
+    let (q_end, k_end) = (q_begin.saturating_add(token(32)), k_begin.saturating_add(token(32)));
+    let mut limit = |none| if b.byte() & 3 == 0 { none } else { b.number(40) };
+    cpattn_slice { q_begin, q_end, k_begin, k_end, q_start: limit(0), low: limit(i64::MIN), high: limit(i64::MAX) }
+}
+
 pub fn create_plan(w: &mut World, b: &mut Bytes) {
     let documents = b.below(5) as usize;
     let mut cu = vec![0i32];
@@ -17,13 +25,17 @@ pub fn create_plan(w: &mut World, b: &mut Bytes) {
         let last = *cu.last().unwrap();
         cu.push(if b.rarely() { b.word() as i32 } else { last.saturating_add(b.below(48) as i32) });
     }
-    let cross = b.byte() & 3 == 3;
+    let form = b.byte();
+    let cross = form & 3 == 3;
     let mut cu_k = vec![0i32];
     let mut starts = vec![];
     for _ in 0..documents {
         cu_k.push(cu_k.last().unwrap() + b.below(32) as i32);
         starts.push(b.number(16));
     }
+    // Few, so that most of them do not allow the same pair.
+    let slices: Vec<cpattn_slice> =
+        if form & 0x30 == 0x30 { (0..b.below(4)).map(|_| a_slice(b)).collect() } else { vec![] };
     let heads = if b.rarely() { b.word() as u32 } else { b.below(9) as u32 };
     let slopes: Vec<f32> = (0..heads.min(64)).map(|_| f32::from(b.byte()) / 16.0).collect();
     let problem = cpattn_problem {
@@ -45,6 +57,8 @@ pub fn create_plan(w: &mut World, b: &mut Bytes) {
         alibi_slopes: if b.byte() & 7 == 7 && heads <= 64 { slopes.as_ptr() } else { null() },
         sinks: i32::from(b.byte() & 3 == 3),
         reserved: i32::from(b.rarely()),
+        slices: if slices.is_empty() { null() } else { slices.as_ptr() },
+        slice_count: slices.len(),
     };
     let options = cpattn_options {
         struct_size: size::<cpattn_options>(b),

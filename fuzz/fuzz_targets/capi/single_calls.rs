@@ -36,8 +36,9 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
     let acc = if bits == 64 { 64 } else { 32 };
     w.used = 0;
     let k: Vec<cpattn_range> = (0..b.below(4)).map(|_| a_range(b)).collect();
-    let pairs: Vec<u32> =
-        (0..b.below(5)).map(|_| b.below(k.len().max(1) as u64) as u32 + u32::from(b.rarely())).collect();
+    let mut pairs: Vec<cpattn_pair> = (0..b.below(5))
+        .map(|_| cpattn_pair { k: b.below(k.len().max(1) as u64) as u32 + u32::from(b.rarely()), band: 0 })
+        .collect();
     let q: Vec<cpattn_q_range> = (0..b.below(3))
         .map(|_| {
             let range = a_range(b);
@@ -52,6 +53,30 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
             }
         })
         .collect();
+    // Bands of the numbers that are drawn for ranges, so that the inputs that are kept mean what they meant: a position in
+    // odd places gives one, and the pairs of that range have it.
+    let whole = cpattn_band {
+        q_begin: i64::MIN,
+        q_end: i64::MAX,
+        k_begin: i64::MIN,
+        k_end: i64::MAX,
+        low: i64::MIN,
+        high: i64::MAX,
+        shift: 0,
+    };
+    let mut bands = vec![whole];
+    for r in k.iter().filter(|r| r.pos & 1 == 1) {
+        let (pos, len) = (r.pos, i64::from(r.len));
+        bands.push(match r.period & 3 {
+            0 => cpattn_band { high: pos, ..whole },
+            1 => cpattn_band { low: -len, high: len, shift: pos, ..whole },
+            2 => cpattn_band { q_begin: 1, k_end: 5, shift: pos.wrapping_mul(pos), ..whole },
+            _ => cpattn_band { q_end: pos, k_begin: 2, low: pos, ..whole },
+        });
+    }
+    for (i, pair) in pairs.iter_mut().enumerate().filter(|(i, _)| i & 1 == 1) {
+        pair.band = (i % bands.len()) as u32;
+    }
     let ranges = cpattn_ranges {
         q: q.as_ptr(),
         q_count: q.len(),
@@ -59,6 +84,8 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
         k_count: k.len(),
         pairs: pairs.as_ptr(),
         pair_count: pairs.len(),
+        bands: bands.as_ptr(),
+        band_count: bands.len(),
     };
     let heads = cpattn_head_map {
         q_offset: if b.rarely() { b.word() as u32 } else { 0 },

@@ -31,21 +31,43 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from .._check import attempt, refused
 from ..errors import InvalidArgument, Unsupported
-from ..packing import Told
+from ..packing import Packing, Told
 from ..plan import DTYPES, Plan
 from ..rank import Rank
+from ..slices import Slice
 from ..tensors import Memory
 
 if TYPE_CHECKING:
     from .context import Context
 
 
+def array_of(packing: Packing) -> Any:
+    """Documents and slices as int32. cu_seqlens begins with 0, and this with -1: then the low and the high half of each number."""
+    halves = np.array(packing.numbers(), np.int64).view(np.int32)
+    return np.concatenate([np.array([-1], np.int32), halves])
+
+
+def packing_of(numbers: Sequence[int], slices: tuple[Slice, ...] | None) -> Packing:
+    """The packing of an argument `cu_seqlens`, which may be an array of `array_of`, and of slices."""
+    if not numbers or numbers[0] != -1:
+        return Packing(tuple(numbers), slices=slices)
+    if slices is not None:
+        raise InvalidArgument("slices are given, and the batch's packing has slices: give one of the two")
+    found = attempt(lambda: Packing.from_numbers(np.array(numbers[1:], np.int32).view(np.int64).tolist()))
+    if found is None:
+        raise refused("cu_seqlens", numbers, "0 and the ends of documents, or Batch.packing, is needed")
+    return found
+
+
 class Call(NamedTuple):
-    """The arguments that are equal on all ranks. The operands are q, k, v, cu_seqlens, sinks if any, and for the backward o, lse, d_o."""
+    """The arguments that are equal on all ranks. The operands are q, k, v, cu_seqlens (or `Batch.packing`), sinks if any, and for the
+    backward o, lse, d_o."""
 
     context: Context
     told: Told
+    slices: tuple[Slice, ...] | None
     sinks: bool
     backward: bool
 
@@ -119,13 +141,20 @@ def _run_all(call: Call, deposits: Sequence[Deposit]) -> list[list[Any]]:
     q, k, v, ends = deposits[0].arrays[:4]
     for deposit in deposits:
         if not np.array_equal(deposit.arrays[3], ends):
-            theirs = deposit.arrays[3].tolist()
-            raise InvalidArgument(f"cu_seqlens is {ends.tolist()} on rank 0 and {theirs} on rank {deposit.rank}: give the same to all ranks")
-    batch = call.context.batch(ends)
+            mine, theirs = (_in_words(x.tolist()) for x in (ends, deposit.arrays[3]))
+            raise InvalidArgument(f"{mine} on rank 0 and {theirs.removeprefix('cu_seqlens is ')} on rank {deposit.rank}: give the same to all ranks")
+    batch = call.context._batch_of(packing_of(ends.tolist(), call.slices))
     batch.check_rows(len(q))
     plan = batch.layer(q, k, v, call.sinks, call.told)
     operation = _backward if call.backward else _forward
     return call.context.on_ranks(lambda number, rank: operation(plan, number, rank, *deposits[number].arrays))
+
+
+def _in_words(numbers: Sequence[int]) -> str:
+    """The documents and slices of a batch, for messages."""
+    packing = packing_of(numbers, None)
+    slices = "" if packing.slices is None else f" with {len(packing.slices)} slices {[tuple(s) for s in packing.slices]}"
+    return f"cu_seqlens is {list(packing.cu_seqlens)}{slices}"
 
 
 def _memory(array: Any) -> Memory:
@@ -236,20 +265,23 @@ batching.primitive_batchers[operation] = _no_vmap
 ad.primitive_jvps[operation] = _no_derivative
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attention(context: Context, told: Told, q: Any, k: Any, v: Any, ends: Any, sinks: Any) -> Any:
-    return _attend(context, told, q, k, v, ends, sinks)[0]
+Slices = tuple[Slice, ...] | None
 
 
-def _attend(context: Context, told: Told, *inputs: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def attention(context: Context, told: Told, slices: Slices, q: Any, k: Any, v: Any, ends: Any, sinks: Any) -> Any:
+    return _attend(context, told, slices, q, k, v, ends, sinks)[0]
+
+
+def _attend(context: Context, told: Told, slices: Slices, *inputs: Any) -> Any:
     *given, sinks = inputs
     given += () if sinks is None else (sinks,)
-    o, lse = operation.bind(*given, call=Call(context, told, sinks is not None, False))
+    o, lse = operation.bind(*given, call=Call(context, told, slices, sinks is not None, False))
     return o, (*given, o, lse)
 
 
-def _gradients(context: Context, told: Told, kept: Any, d_o: Any) -> Any:
-    dq, dk, dv, *dsinks = operation.bind(*kept, d_o, call=Call(context, told, len(kept) == 7, True))  # with sinks
+def _gradients(context: Context, told: Told, slices: Slices, kept: Any, d_o: Any) -> Any:
+    dq, dk, dv, *dsinks = operation.bind(*kept, d_o, call=Call(context, told, slices, len(kept) == 7, True))  # with sinks
     return dq, dk, dv, None, dsinks[0] if dsinks else None
 
 

@@ -4,13 +4,14 @@ each packing of documents.
 
 Shapes are static in JAX and ranks hold different numbers of tokens. So each rank has at least as many rows as the longest share: its
 tokens, then padding rows. `Batch.shard` fills the padding rows. Attention does not read them, and their results and gradients are 0.
-The documents are data: a function that gets `cu_seqlens` as an argument is not compiled again for other documents.
+The documents are data, and so are slices: a function that gets `Batch.packing` as an argument is not compiled again for other
+documents or slices.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,9 +22,11 @@ import numpy as np
 from .._check import attempt, instance, refused, whole
 from ..engine import checked_timeout
 from ..errors import InvalidArgument, Unsupported
-from ..packing import Packed, PackedContext, ends_of, kind_of, over_all
+from ..packing import Packed, PackedContext, Packing, kind_of, numbers_of, over_all
 from ..plan import DTYPES, Plan, PlanOptions, Side, at_least_1, checked
 from ..rank import Rank, local_group, on_all
+from ..slices import Slice
+from ..slices import checked as checked_slices
 from . import calls
 
 if TYPE_CHECKING:
@@ -76,15 +79,20 @@ class Context(PackedContext):
         self._lock = threading.RLock()
         self._groups: list[list[Rank]] = []  # idle
 
-    def batch(self, cu_seqlens: Any, rows: int | None = None) -> Batch:
+    def batch(self, cu_seqlens: Any, rows: int | None = None, *, slices: Iterable[Slice] | None = None) -> Batch:
         """The batch with these documents. cu_seqlens: 0, the end of the first document, ..., the number of tokens. `rows` is the number
-        of rows per rank, by default the number of tokens of the longest share."""
-        with self._lock:
-            batch = self._cached(cu_seqlens, lambda key: Batch(self, key))
+        of rows per rank, by default the number of tokens of the longest share. `slices` say which queries attend to which keys
+        (`cpattn.slices` makes those of common masks); without them each document attends to itself."""
+        packing = Packing.of(cu_seqlens, slices=slices)
+        batch = self._batch_of(packing)
         if rows is None:
             return batch
         batch.check_rows(at_least_1("rows", rows))
-        return Batch(self, ends_of(cu_seqlens), batch.plan, rows)
+        return Batch(self, packing, batch.plan, rows)
+
+    def _batch_of(self, packing: Packing) -> Batch:
+        with self._lock:
+            return self._cached(packing, lambda key: Batch(self, key))
 
     def attention(
         self,
@@ -98,13 +106,15 @@ class Context(PackedContext):
         window_right: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        slices: Iterable[Slice] | None = None,
     ) -> jax.Array:
         """Attention of this rank's tokens to the whole batch, differentiable once, in reverse mode. All devices of the axis make the
         same calls, as for `jax.lax.psum`.
 
         q [rows, heads, head_dim], k [rows, kv_heads, head_dim], v [rows, kv_heads, value_dim], sinks [heads] (f32); returns o [rows,
         heads, value_dim]. Rows are those of `Batch.shard`. cu_seqlens is that of the batch: numbers, or an array of int32, which
-        jax.jit may trace. The gradient of `sinks` is complete on rank 0 and zero on the others. Sum it over the ranks; jax.shard_map
+        jax.jit may trace. Of a batch with slices give `Batch.packing` instead, an array of int32 with documents and slices, or give
+        `cu_seqlens` and the slices themselves as `slices`, which are compiled into a function. The gradient of `sinks` is complete on rank 0 and zero on the others. Sum it over the ranks; jax.shard_map
         does that for sinks that are equal on all ranks. The other options are those of `cpattn.torch.Batch.attention`.
         """
         told = (window_left, window_right, scale, softcap)
@@ -119,9 +129,10 @@ class Context(PackedContext):
                 raise InvalidArgument(f"{name} has the shape {x.shape}, [rows, heads, dim] is needed{alike}")
         if self.axis is not None:
             self._check_axis()
+        every = None if slices is None else checked_slices("slices", slices)
         if not isinstance(cu_seqlens, jax.core.Tracer):
             # Errors are better raised now than while the program runs.
-            batch = self.batch(cu_seqlens)
+            batch = self._batch_of(calls.packing_of(numbers_of("cu_seqlens", cu_seqlens), every))
             batch.check_rows(len(q))
             plan = batch.layer(q, k, v, sinks is not None, told)
             if sinks is not None and sinks.shape != (plan.heads,):
@@ -131,7 +142,7 @@ class Context(PackedContext):
         ends = jnp.asarray(cu_seqlens)
         over = frozenset() if self.axis is None else _axes(jax.lax.axis_index(self.axis))
         q, k, v, ends, *more = _varying_alike(over, q, k, v, ends, *(() if sinks is None else (sinks,)))
-        o: jax.Array = calls.attention(self, told, q, k, v, ends, more[0] if more else None)
+        o: jax.Array = calls.attention(self, told, every, q, k, v, ends, more[0] if more else None)
         return o
 
     def _check_axis(self) -> None:
@@ -187,10 +198,13 @@ class Batch(Packed):
     Arrays of all ranks are [ranks x rows, ...], in rank order, as `jax.sharding.PartitionSpec(axis)` distributes them.
     """
 
-    def __init__(self, context: Context, cu_seqlens: tuple[int, ...], plan: Plan | None = None, rows: int | None = None) -> None:
+    def __init__(self, context: Context, packing: Packing, plan: Plan | None = None, rows: int | None = None) -> None:
         self.context = instance("context", context, Context)
-        super().__init__(plan or over_all(Plan(cu_seqlens, world=context.world, **context._kind)), context._kind)
-        self.cu_seqlens = np.array(cu_seqlens, np.int32)
+        cu_seqlens, slices = packing.cu_seqlens, packing.slices
+        super().__init__(plan or over_all(Plan(cu_seqlens, slices=slices, world=context.world, **context._kind)), context._kind)
+        self.cu_seqlens, self.slices = np.array(cu_seqlens, np.int32), slices
+        # For `Context.attention`, in place of cu_seqlens: documents and slices.
+        self.packing = self.cu_seqlens if slices is None else calls.array_of(packing)
         shares = [self.plan.share(rank).q_tokens for rank in range(context.world)]
         self.longest = max(shares)
         self.rows = self.longest if rows is None else rows

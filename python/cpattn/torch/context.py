@@ -2,7 +2,7 @@
 """Context parallelism in a training job: one `Context` for the job, one `Batch` for each packing of documents.
 
 Every rank of the group makes the same calls in the same order. A batch has the plan for its documents, and the indices and
-positions of this rank's tokens. Batches are cached by `cu_seqlens`. No rank needs more than its own tokens.
+positions of this rank's tokens. Batches are cached by their documents and slices. No rank needs more than its own tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import math
 import struct
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
-from ..packing import Packed, PackedContext, kind_of, over_all
+from ..packing import Packed, PackedContext, Packing, kind_of, over_all
 from ..plan import CHOSEN, RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..rank import Rank, nccl_group, nccl_unique_id
+from ..slices import Slice
+from ..slices import checked as checked_slices
 from ..trace import Event
 from . import nodes, operators
 from .gloo import GlooTransport, Members
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 DTYPES = dict(zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), Dtype, strict=True))
 
-PlanOf = Callable[[Sequence[int]], Plan]
+PlanOf = Callable[[Packing], Plan]
 
 _numbers = itertools.count()
 
@@ -89,6 +91,8 @@ class Context(PackedContext):
         super().__init__(plans)
         workers = at_least_1("workers", workers)
         own_tokens, self._layers = flag("own_tokens", own_tokens), kinds_of("layers", layers)
+        if any("slices" in kind for _, kind in self._layers):
+            raise InvalidArgument("layers: a kind of layer has slices, which belong to a batch: give them to `batch`, or to its `with_slices`")
         if self._layers and (chosen := [name for name in CHOSEN if options.get(name)]):
             raise InvalidArgument(f"layers and {chosen[0]} are both given, but layers choose {chosen[0]}: leave one of them out")
         if (known := attempt(DTYPES.get, dtype)) is None:
@@ -106,7 +110,7 @@ class Context(PackedContext):
         try:
             options["ranks_per_node"], self._from_torchrun = nodes.agreed(self.transport, self._members, options)
             self._kind: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "dtype": known, **options}
-            nodes.together(self.transport, lambda: over_all(self._first([0, 1])))
+            nodes.together(self.transport, lambda: over_all(self._first(Packing((0, 1)))))
         except BaseException:
             self.transport.release()
             raise
@@ -143,30 +147,52 @@ class Context(PackedContext):
         shared, deadline = struct.pack("16Q", *words), max(1, int(timeout * 1000))
         return nccl_group(shared, rank=self.number, world=self.world, device=self.device.index, deadline_ms=deadline)
 
-    def batch(self, cu_seqlens: Tensor | Sequence[int]) -> Batch:
-        """The batch with these documents. cu_seqlens: 0, the end of the first document, ..., the number of tokens."""
-        return self._cached(cu_seqlens, lambda key: Batch(self, key))
+    def batch(
+        self,
+        cu_seqlens: Tensor | Sequence[int],
+        *,
+        cu_seqlens_k: Tensor | Sequence[int] | None = None,
+        q_start: Tensor | Sequence[int] | None = None,
+        slices: Iterable[Slice] | None = None,
+    ) -> Batch:
+        """The batch with these documents. cu_seqlens: 0, the end of the first document, ..., the number of tokens.
 
-    def _first(self, cu_seqlens: Sequence[int]) -> Plan:
+        `slices` say which queries attend to which keys (`cpattn.slices` makes those of common masks); without them each document
+        attends to itself. Layers then see all of a slice, unless the context or the layer has a window.
+
+        With `cu_seqlens_k`, k and v are other tokens than q, with as many documents: for cross-attention, or for a prefix whose k and v
+        are kept. `q_start[d]` is the position of the first q token of document d among its k tokens (None: the last q token is at the
+        position of the last k token). Such a batch is causal by these positions, unless the context or the layer has window_right.
+        """
+        return self._batch_of(Packing.of(cu_seqlens, cu_seqlens_k, q_start, slices))
+
+    def _batch_of(self, packing: Packing) -> Batch:
+        return self._cached(packing, lambda key: Batch(self, key))
+
+    def _first(self, packing: Packing) -> Plan:
         """A plan that decides which rank holds which tokens."""
+        cu_seqlens, told = packing.cu_seqlens, packing.documents
         if not self._layers:
             try:
-                return Plan(cu_seqlens, world=self.world, **self._kind)
+                return Plan(cu_seqlens, world=self.world, **told, **self._kind)
             except Error as error:
                 if not self._from_torchrun or "node" not in str(error):
                     raise
-                told = f"ranks_per_node is {self._kind['ranks_per_node']} from LOCAL_WORLD_SIZE: give ranks_per_node, 0 if all links are alike"
-                raise type(error)(f"{error}. {told}") from error
+                given = f"ranks_per_node is {self._kind['ranks_per_node']} from LOCAL_WORLD_SIZE: give ranks_per_node, 0 if all links are alike"
+                raise type(error)(f"{error}. {given}") from error
         how = {name: self._kind[name] for name in RUNS & self._kind.keys()}
         kinds = [(count, {"dtype": self._kind["dtype"], **kind}) for count, kind in self._layers]
-        return Plan.with_tokens_of(Plan.auto_for(cu_seqlens, kinds, world=self.world, **how)[0], **self._kind)
+        return Plan.with_tokens_of(Plan.auto_for(cu_seqlens, kinds, world=self.world, **told, **how)[0], **self._kind)
 
-    def plan(self, cu_seqlens: Sequence[int]) -> Plan:
+    def plan(self, cu_seqlens: Sequence[int] | Packing) -> Plan:
         """A plan for these documents over the ranks of the group."""
+        packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing.of(cu_seqlens)
+        if packing.tokens_of is not None:
+            return Plan.with_tokens_of(self._batch_of(packing.tokens_of).plan, slices=packing.slices, **self._kind)
         if self._decides is None:
-            plan = self._first(cu_seqlens)
+            plan = self._first(packing)
         else:
-            base = self._decides(cu_seqlens)
+            base = self._decides(packing)
             try:
                 plan = Plan.with_tokens_of(base, **self._kind)
             except Error as error:
@@ -201,17 +227,36 @@ class Batch(Packed):
     """Packed documents, sharded over the ranks of a context.
 
     `tokens` (int64) are the indices in the batch of this rank's tokens, in its order; `positions` (int64) are their
-    positions in their documents. A data loader reads the rows `tokens`, or `shard` selects them from the whole batch.
+    positions in their documents. A data loader reads the rows `tokens`, or `shard` selects them from the whole batch. `k_tokens` and
+    `k_positions` are those of k and v, the same unless the batch has `cu_seqlens_k`.
     """
 
-    def __init__(self, context: Context, cu_seqlens: tuple[int, ...]) -> None:
-        self.context, self.cu_seqlens = instance("context", context, Context), cu_seqlens
-        super().__init__(context.plan(cu_seqlens), context._kind)
+    def __init__(self, context: Context, packing: Packing) -> None:
+        self.context, self.packing = instance("context", context, Context), packing
+        self.cu_seqlens, self.cu_seqlens_k = packing.cu_seqlens, packing.cu_seqlens_k or packing.cu_seqlens
+        super().__init__(context.plan(packing), context._kind)
         # A tensor, so that graphs treat its values as unknown.
-        self._ends = torch.tensor(cu_seqlens, dtype=torch.int64)
+        self._numbers = torch.tensor(packing.numbers(), dtype=torch.int64)
         self._alone_on_ring = self.plan.describe().ulysses == 1
-        self.tokens = _tensor(self.plan.tokens(Side.Q, context.number)).to(context.device)
-        self.positions = _tensor(self.plan.positions(Side.Q, context.number)).to(context.device)
+        self.tokens, self.positions = self._of(Side.Q)
+        self.k_tokens, self.k_positions = (self.tokens, self.positions) if packing.cu_seqlens_k is None else self._of(Side.K)
+
+    def _of(self, side: Side) -> tuple[Tensor, Tensor]:
+        """Tokens and positions of one side."""
+        plan, number, device = self.plan, self.context.number, self.context.device
+        return _tensor(plan.tokens(side, number)).to(device), _tensor(plan.positions(side, number)).to(device)
+
+    @property
+    def slices(self) -> tuple[Slice, ...] | None:
+        """The slices of the batch, or None: each document attends to itself."""
+        return self.packing.slices
+
+    def with_slices(self, slices: Iterable[Slice]) -> Batch:
+        """The batch with the same tokens on each rank, in which queries attend to what `slices` say: for a kind of layer with another
+        mask. (Batches that are made one by one may give a rank other tokens.)"""
+        every = checked_slices("slices", slices)
+        first = self.packing if self.packing.tokens_of is None else self.packing.tokens_of
+        return self if every == self.slices else self.context._batch_of(self.packing._replace(slices=every, tokens_of=first))
 
     def attention(
         self,
@@ -225,7 +270,8 @@ class Batch(Packed):
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Attention of this rank's tokens to the whole batch, differentiable once. All ranks call it, in the same order.
+        """Attention of this rank's tokens to the whole batch, as its slices say, or in its documents; differentiable once. All ranks
+        call it, in the same order.
 
         q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v [tokens, kv_heads, value_dim], sinks [heads] (f32); returns
         o [tokens, heads, value_dim]. Heads and dims may differ from those of the context: layers of all kinds work on the batch's
@@ -233,7 +279,8 @@ class Batch(Packed):
         complete on rank 0 and zero on the others, since the training loop sums gradients of parameters over the ranks.
 
         Options that are not given have the values of the context. A query sees `window_left` keys before its own and `window_right`
-        keys after it (cpattn.UNLIMITED: no limit). A sliding window of W tokens that includes the query itself is `window_left=W - 1`.
+        keys after it (cpattn.UNLIMITED: no limit), in its document or in each of its slices. Without window_right documents are causal,
+        and slices have no limit. A sliding window of W tokens that includes the query itself is `window_left=W - 1`.
         `scale` multiplies q·k (default: 1/√head_dim). With `softcap` c a score s becomes c·tanh(s/c); 0 is no softcap.
 
         Tensors have the context's dtype, except under torch.autocast, where they and o are cast to its dtype.
@@ -255,7 +302,7 @@ class Batch(Packed):
                 )
         told = (window_left, window_right, scale, softcap)
         if torch.compiler.is_compiling():
-            o: Tensor = operators.attention(q, k, v, sinks, self._ends, context.key, *told)[0]
+            o: Tensor = operators.attention(q, k, v, sinks, self._numbers, context.key, *told)[0]
         else:
             o = operators.Attention.apply(q, k, v, sinks, self, told)  # type: ignore[no-untyped-call]
         return o
@@ -306,14 +353,16 @@ class Batch(Packed):
         out: Tensor = operators.AllToAll.apply(x, context.rank, context.number, plan, side, to_heads)  # type: ignore[no-untyped-call]
         return out
 
-    def shard(self, whole: Tensor) -> Tensor:
-        """This rank's rows of `whole`, which has one row for each token of the batch. Differentiable."""
-        self._check("whole", whole, self.cu_seqlens[-1])
-        return whole.index_select(0, self.tokens)
+    def shard(self, whole: Tensor, side: Side | str = Side.Q) -> Tensor:
+        """This rank's rows of `whole`, which has one row for each token of the batch, with `side="k"` for each token of k and v.
+        Differentiable."""
+        k = one_of("side", side, Side) == Side.K
+        self._check("whole", whole, (self.cu_seqlens_k if k else self.cu_seqlens)[-1])
+        return whole.index_select(0, self.k_tokens if k else self.tokens)
 
     def labels(self, ids: Tensor, ignore: int = -100) -> Tensor:
         """The next token of each of this rank's tokens, also if another rank holds it, from `ids`, which has one for each token of
-        this rank; `ignore` at the ends of documents. All ranks call it."""
+        this rank; `ignore` at the ends of documents. Of q tokens. All ranks call it."""
         return self._shift("ids", ids, 1, "ignore", ignore)
 
     def shift(self, rows: Tensor, by: int, fill: float) -> Tensor:

@@ -6,8 +6,8 @@ Every call exchanges messages with the other ranks, so all ranks must make the s
 registered with an ordered effect: no compiler may remove one with an unused result, merge two with equal arguments, or change their
 order, which it might do on some ranks only, since sizes differ.
 
-A graph outlives the batch that it was made with. So an operator takes the number of a context and cu_seqlens, a tensor whose values
-the graph does not know. The batch is looked up with these, or made again.
+A graph outlives the batch that it was made with. So an operator takes the number of a context and a tensor, whose values the graph does
+not know, with all that a batch is: its documents and slices. The batch is looked up with these, or made again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except ImportError as error:
 
 from .._check import instance
 from ..errors import InvalidArgument, InvalidHandle, Unsupported
-from ..packing import Told
+from ..packing import Packing, Told
 from ..plan import Plan, Side
 from ..rank import Rank
 
@@ -130,10 +130,10 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _batch(cu_seqlens: Tensor, context: int) -> Batch:
+def _batch(packing: Tensor, context: int) -> Batch:
     if (found := CONTEXTS.get(context)) is None:
         raise InvalidHandle("the context of this call is gone: keep it for the whole job")
-    return found.batch(cu_seqlens)
+    return found._batch_of(Packing.from_numbers(packing.tolist()))
 
 
 def _keep_order() -> None:
@@ -154,7 +154,7 @@ def _keep_order() -> None:
 
 
 def _operator(name: str, inputs: str, outputs: str, function: Any, fake: Any) -> Any:
-    told = "Tensor cu_seqlens, int context, int? window_left, int? window_right, float? scale, float? softcap"
+    told = "Tensor packing, int context, int? window_left, int? window_right, float? scale, float? softcap"
     schema = f"({inputs}, {told}) -> ({outputs})"
     operator = torch.library.custom_op(f"cpattn::{name}", function, mutates_args=(), schema=schema)
     operator.register_effect(EffectType.ORDERED)
@@ -168,8 +168,8 @@ def _operator(name: str, inputs: str, outputs: str, function: Any, fake: Any) ->
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, cu_seqlens, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output, cu_seqlens)
+    q, k, v, sinks, packing, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, packing)
 
 
 def _attention_backward(ctx: Any, d_o: Tensor, _: Tensor) -> tuple[Any, ...]:
@@ -182,14 +182,16 @@ attention = _operator(
     "attention",
     _INPUTS,
     "Tensor, Tensor",
-    lambda q, k, v, sinks, ends, context, *told: _forward(_batch(ends, context), q, k, v, sinks, told),
+    lambda q, k, v, sinks, packing, context, *told: _forward(_batch(packing, context), q, k, v, sinks, told),
     _results,
 )
 attention_backward = _operator(
     "attention_backward",
     f"Tensor d_o, {_INPUTS}, Tensor o, Tensor lse",
     "Tensor, Tensor, Tensor, Tensor",
-    lambda d_o, q, k, v, sinks, o, lse, ends, context, *told: _backward(_batch(ends, context), d_o, q, k, v, sinks, o, lse, told),
+    lambda d_o, q, k, v, sinks, o, lse, packing, context, *told: _backward(
+        _batch(packing, context), d_o, q, k, v, sinks, o, lse, told
+    ),
     _gradients,
 )
 attention.register_autograd(_attention_backward, setup_context=_save)
@@ -205,7 +207,8 @@ class AllToAll(torch.autograd.Function):
         heads = share.q_head_end - share.q_head_begin if side == Side.Q else share.kv_head_end - share.kv_head_begin
         tokens, every = (share.q_tokens, plan.heads) if side == Side.Q else (share.k_tokens, plan.kv_heads)
         # The ring is 1, so that the ring share is the whole batch.
-        held, brought = (plan.describe().q_tokens, heads), (tokens, every)
+        info = plan.describe()
+        held, brought = (info.q_tokens if side == Side.Q else info.k_tokens, heads), (tokens, every)
         to = x.new_empty(*(held if to_heads else brought), x.shape[2])
         (rank.to_heads if to_heads else rank.to_tokens)(plan, side, x if to_heads else x.contiguous(), to, _stream(x))
         return to
