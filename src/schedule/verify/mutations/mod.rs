@@ -26,6 +26,7 @@ use crate::{
     },
 };
 
+mod extremes;
 mod gateways;
 mod operations;
 mod written_out;
