@@ -68,6 +68,10 @@
  * every member that it lacks, which is 0. A struct longer than the library knows is accepted if the rest is zero, and
  * refused otherwise: no option is ever ignored.
  *
+ * STRUCTS IN ARRAYS. The same holds for cpattn_q_range and for pairs: the struct with their array says how large the
+ * program's elements are. cpattn_range, cpattn_message, cpattn_link and cpattn_event have one layout as long as the
+ * soname is the same.
+ *
  * TERMS. A `rank` is one participant, the `world` is the number of ranks. A `plan` is what all ranks compute, and how.
  * To `run` a plan is one forward, backward or all-to-all. An `exchange` is a batch of sends and receives that complete
  * together. Lengths, rows and tokens are counts; strides are in elements, sizes in bytes, times in milliseconds unless
@@ -85,7 +89,7 @@ extern "C" {
 /* ---- Version ----------------------------------------------------------------------------------------------------- */
 
 #define CPATTN_VERSION_MAJOR 0
-#define CPATTN_VERSION_MINOR 1
+#define CPATTN_VERSION_MINOR 2
 #define CPATTN_VERSION_PATCH 0
 
 /* 10000 * major + 100 * minor + patch of this header. */
@@ -1021,11 +1025,14 @@ typedef struct cpattn_attend_args {
   /* acc [heads, *, 2]: the lse of `running` in two words, as cpattn_merge describes it. If NULL, it is kept in `lse`, in one
    * word: a merge then loses precision as scores grow. */
   const cpattn_tensor *running_lse;
+  size_t q_range_size; /* sizeof(cpattn_q_range) and sizeof(cpattn_pair), by the INIT macro: see STRUCTS IN ARRAYS */
+  size_t pair_size;
 } cpattn_attend_args;
 
 #define CPATTN_ATTEND_ARGS_INIT \
   { sizeof(cpattn_attend_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, \
-    {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0, NULL, 0}, NULL, NULL }
+    {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0, NULL, 0}, NULL, NULL, sizeof(cpattn_q_range), \
+    sizeof(cpattn_pair) }
 
 int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args);
 
@@ -1058,11 +1065,14 @@ typedef struct cpattn_attend_backward_args {
   cpattn_score score;
   cpattn_ranges ranges;
   void *stream;
+  size_t q_range_size; /* as in cpattn_attend_args */
+  size_t pair_size;
 } cpattn_attend_backward_args;
 
 #define CPATTN_ATTEND_BACKWARD_ARGS_INIT \
   { sizeof(cpattn_attend_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, 0, \
-    CPATTN_GRADIENTS_ALL, 0, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0, NULL, 0}, NULL }
+    CPATTN_GRADIENTS_ALL, 0, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0, NULL, 0}, NULL, \
+    sizeof(cpattn_q_range), sizeof(cpattn_pair) }
 
 int32_t cpattn_attend_backward(cpattn_scratch *scratch, const cpattn_attend_backward_args *args);
 int32_t cpattn_attend_backward_metadata(cpattn_scratch *scratch, const cpattn_attend_backward_args *args,

@@ -7,7 +7,7 @@ use super::{
     dlpack::{Axes, cpattn_tensor, disjoint_tensors, tensor},
     handle::{self, Exclusive as _},
     input::{flag, one_of, reserved, result, sized},
-    ranges::{cpattn_head_map, cpattn_ranges, cpattn_score, head_map, ranges, score},
+    ranges::{ElementSizes, RangeCopies, cpattn_head_map, cpattn_ranges, cpattn_score, head_map, ranges, score},
     scratch::cpattn_scratch,
 };
 use cpattn::{
@@ -40,6 +40,8 @@ pub struct cpattn_attend_args {
     pub ranges: cpattn_ranges,
     pub stream: *mut c_void,
     pub running_lse: *const cpattn_tensor,
+    pub q_range_size: usize,
+    pub pair_size: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -65,6 +67,8 @@ pub struct cpattn_attend_backward_args {
     pub score: cpattn_score,
     pub ranges: cpattn_ranges,
     pub stream: *mut c_void,
+    pub q_range_size: usize,
+    pub pair_size: usize,
 }
 
 versioned! {
@@ -74,7 +78,7 @@ versioned! {
 
 /// # Safety
 /// Tensors and arrays are as the header says, as long as the result lives.
-unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> {
+unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args, copies: &'a mut RangeCopies) -> Result<Attend<'a>> {
     let read = [
         tensor("q", a.q, Axes::Rows),
         tensor("k", a.k, Axes::Rows),
@@ -91,7 +95,8 @@ unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> 
     let ([q, k, v, alibi_slopes, sinks], [running, running_lse, o, lse]) =
         given!(disjoint_tensors(at, read, written, "running"));
     let (heads, score, aligned) = (head_map(a.heads, &q)?, score(a.score)?, flag("aligned", a.aligned)?);
-    let ranges = given!(ranges(&a.ranges));
+    let sizes = ElementSizes { q_range: a.q_range_size, pair: a.pair_size };
+    let ranges = given!(ranges(&a.ranges, sizes, copies));
     // If it is not given, `lse` holds the running lse too, in one word.
     let running_lse = if running_lse.is_none() { lse } else { running_lse };
     Ok(Attend { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, heads, score, ranges, aligned })
@@ -99,7 +104,9 @@ unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> 
 
 /// # Safety
 /// As [`forward`].
-unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<AttendBackward<'a>> {
+unsafe fn backward<'a>(
+    at: Device, a: &cpattn_attend_backward_args, copies: &'a mut RangeCopies,
+) -> Result<AttendBackward<'a>> {
     reserved("args.reserved", a.reserved == 0)?;
     let gradients = one_of("gradients", a.gradients, &GRADIENTS)?;
     let (keys, queries) = (gradients != Gradients::Queries, gradients != Gradients::Keys);
@@ -130,7 +137,8 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
     let accumulate_keys = flag("accumulate_keys", a.accumulate_keys)?;
     let per_q_head = flag("per_q_head", a.per_q_head)?;
     let (heads, score, aligned) = (head_map(a.heads, &q)?, score(a.score)?, flag("aligned", a.aligned)?);
-    let ranges = given!(ranges(&a.ranges));
+    let sizes = ElementSizes { q_range: a.q_range_size, pair: a.pair_size };
+    let ranges = given!(ranges(&a.ranges, sizes, copies));
     let call = AttendBackward::new([q, k, v, d_o], heads, score, ranges);
     Ok(AttendBackward { lse, delta, dq, dk, dv, accumulate_keys, per_q_head, gradients, alibi_slopes, aligned, ..call })
 }
@@ -139,8 +147,8 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
 pub unsafe extern "C" fn cpattn_attend(scratch: *mut cpattn_scratch, args: *const cpattn_attend_args) -> i32 {
     boundary!({
         let (scratch, a) = given!(handle::borrow(scratch), sized("args", args));
-        let mut kernels = scratch.claim()?;
-        let call = given!(forward(kernels.device(), &a));
+        let (mut kernels, mut copies) = (scratch.claim()?, RangeCopies::default());
+        let call = given!(forward(kernels.device(), &a, &mut copies));
         given!(Kernels::attend(&mut kernels, &call, a.stream));
     })
 }
@@ -151,8 +159,8 @@ pub unsafe extern "C" fn cpattn_attend_metadata(
 ) -> i32 {
     boundary!({
         let (scratch, a, bytes) = given!(handle::borrow(scratch), sized("args", args), result("bytes", bytes));
-        let kernels = scratch.claim()?;
-        let call = given!(forward(kernels.device(), &a));
+        let (kernels, mut copies) = (scratch.claim()?, RangeCopies::default());
+        let call = given!(forward(kernels.device(), &a, &mut copies));
         bytes.write(kernels.attend_metadata(&call)? as u64);
     })
 }
@@ -163,8 +171,8 @@ pub unsafe extern "C" fn cpattn_attend_backward(
 ) -> i32 {
     boundary!({
         let (scratch, a) = given!(handle::borrow(scratch), sized("args", args));
-        let mut kernels = scratch.claim()?;
-        let call = given!(backward(kernels.device(), &a));
+        let (mut kernels, mut copies) = (scratch.claim()?, RangeCopies::default());
+        let call = given!(backward(kernels.device(), &a, &mut copies));
         given!(Kernels::attend_backward(&mut kernels, &call, a.stream));
     })
 }
@@ -175,8 +183,8 @@ pub unsafe extern "C" fn cpattn_attend_backward_metadata(
 ) -> i32 {
     boundary!({
         let (scratch, a, bytes) = given!(handle::borrow(scratch), sized("args", args), result("bytes", bytes));
-        let kernels = scratch.claim()?;
-        let call = given!(backward(kernels.device(), &a));
+        let (kernels, mut copies) = (scratch.claim()?, RangeCopies::default());
+        let call = given!(backward(kernels.device(), &a, &mut copies));
         bytes.write(kernels.attend_backward_metadata(&call)? as u64);
     })
 }

@@ -114,6 +114,65 @@ pub(super) unsafe fn array<'a, T: Copy>(name: &'static str, ptr: *const T, count
     Ok(unsafe { core::slice::from_raw_parts(ptr, count) })
 }
 
+/// An element of an array whose program gives the size of elements: such a struct may get members at its end.
+///
+/// # Safety
+/// `repr(C)`, and takes any bytes.
+pub(super) unsafe trait Element: Copy {
+    /// The size of the element in the first header that gave its size.
+    const FIRST: usize;
+}
+
+/// An array of elements of this header, of an earlier or of a later one: `size` is what its program calls the size of an
+/// element, or 0 for [`Element::FIRST`]. Elements of another size are copied to `copies`.
+///
+/// # Safety
+/// `ptr` is null or misaligned, or `count` elements of `size` bytes are valid for reads as long as the slice lives.
+pub(super) unsafe fn sized_array<'a, T: Element>(
+    name: &'static str, ptr: *const T, count: usize, (size_name, size): (&'static str, usize), copies: &'a mut Vec<T>,
+) -> Result<&'a [T]> {
+    let (ours, align) = (size_of::<T>(), align_of::<T>());
+    let size = if size == 0 { T::FIRST } else { size };
+    if size < T::FIRST || size > LONGEST || !size.is_multiple_of(align) {
+        let expected = format!("a multiple of {align} from {} to {LONGEST}, {ours} in this header", T::FIRST);
+        return Err(
+            Error::invalid(size_name, size, expected).hint("initialise the struct with the INIT macro of its name")
+        );
+    }
+    if size == ours || count == 0 {
+        // SAFETY: elements of our own size; the contract of `array` is part of this function's.
+        return unsafe { array(name, ptr, count) };
+    }
+    check(name, ptr)?;
+    let most = isize::MAX as usize / size;
+    if count > most {
+        return Err(Error::invalid(format!("length of {name}"), count, format!("at most {most}")));
+    }
+    // SAFETY: not null (checked), of a size that exists (checked), so `count` elements of `size` bytes are valid (the
+    // contract).
+    let bytes = unsafe { core::slice::from_raw_parts(ptr.cast::<u8>(), count * size) };
+    copies.clear();
+    copies.reserve(count);
+    for element in bytes.chunks_exact(size) {
+        if element.iter().skip(ours).any(|&b| b != 0) {
+            return Err(Error::unsupported(
+                format!("a member of {name} beyond byte {ours}"),
+                "this library is older than the header",
+                "update the library, or leave the new members 0",
+            ));
+        }
+        let mut value = MaybeUninit::<T>::zeroed();
+        let known = &element[..size.min(ours)];
+        // SAFETY: both sides hold the smaller number of bytes, and a value on the stack does not overlap the caller's
+        // memory. Any bytes make a T, by its trait.
+        copies.push(unsafe {
+            value.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(known.as_ptr(), known.len());
+            value.assume_init()
+        });
+    }
+    Ok(copies)
+}
+
 /// An array to write; its content is not read.
 ///
 /// # Safety
@@ -284,6 +343,35 @@ mod tests {
             let rule = "expected a multiple of 8 from 16 to 4096, 24 in this header";
             assert!(text.contains(&format!("struct_size is {size}, {rule}")), "{text}");
         }
+    }
+
+    // SAFETY: three numbers, of which the first header had two.
+    unsafe impl Element for Now {
+        const FIRST: usize = 16;
+    }
+
+    #[test]
+    fn elements_of_other_ages() {
+        let read = |words: &[u64], count, size| {
+            let mut copies = Vec::new();
+            // SAFETY: the words are as long as all elements together.
+            let list = unsafe { sized_array("list", words.as_ptr().cast::<Now>(), count, ("size", size), &mut copies) };
+            list.map(|list| list.iter().map(|n| (n.struct_size, n.value, n.added)).collect::<Vec<_>>())
+        };
+        assert_eq!(read(&[1, 2, 3, 4, 5, 6], 2, 24).unwrap(), [(1, 2, 3), (4, 5, 6)]);
+        // An earlier header's elements are shorter, and so are those of a program that gives no size.
+        assert_eq!(read(&[1, 2, 3, 4, 5, 6], 3, 16).unwrap(), [(1, 2, 0), (3, 4, 0), (5, 6, 0)]);
+        assert_eq!(read(&[1, 2, 3, 4], 2, 0).unwrap(), [(1, 2, 0), (3, 4, 0)]);
+        assert_eq!(read(&[1, 2, 3, 0, 4, 5, 6, 0], 2, 32).unwrap(), [(1, 2, 3), (4, 5, 6)]);
+        let text = read(&[1, 2, 3, 0, 4, 5, 6, 7], 2, 32).unwrap_err().to_string();
+        assert!(text.contains("a member of list beyond byte 24"), "{text}");
+        for size in [8, 20, 4104, usize::MAX] {
+            let text = read(&[1, 2, 3], 1, size).unwrap_err().to_string();
+            let rule = "expected a multiple of 8 from 16 to 4096, 24 in this header";
+            assert!(text.contains(&format!("size is {size}, {rule}")), "{text}");
+        }
+        assert!(read(&[1, 2, 3, 4], usize::MAX, 32).unwrap_err().to_string().contains("length of list"));
+        assert_eq!(read(&[], 0, 32).unwrap(), []);
     }
 
     #[test]

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranges, heads and scores, as the kernels take them.
 //!
-//! Ranges, heads and scores are the crate's own structs, and lists of them are not copied. A q range has its mode as a
-//! number, which is checked before the list is read as the crate's: there it is a value of an enum. Positions are
+//! Ranges, heads and scores are the crate's own structs, and lists of them are not copied, unless the program was
+//! compiled with another header and its q ranges or pairs have another size. A q range has its mode as a number, which is checked before the list is read as the crate's: there it is a value of an enum. Positions are
 //! checked too, since arithmetic with them must not overflow.
 
 use super::{
-    input::{array, not_one_of},
+    input::{Element, array, not_one_of, sized_array},
     problem::window,
 };
 pub use cpattn::call::{
@@ -51,6 +51,30 @@ pub struct cpattn_ranges {
     pub band_count: usize,
 }
 
+// SAFETY: declared so, of integers.
+unsafe impl Element for cpattn_q_range {
+    const FIRST: usize = 56;
+}
+
+// SAFETY: declared so, of integers.
+unsafe impl Element for cpattn_pair {
+    const FIRST: usize = 8;
+}
+
+/// The sizes of q ranges and of pairs in the program's arrays; 0 for those of the first header that had them.
+#[derive(Clone, Copy)]
+pub(super) struct ElementSizes {
+    pub q_range: usize,
+    pub pair: usize,
+}
+
+/// The arrays of a program with other sizes, in ours.
+#[derive(Default)]
+pub(super) struct RangeCopies {
+    q: Vec<cpattn_q_range>,
+    pairs: Vec<cpattn_pair>,
+}
+
 /// A range whose positions can be computed.
 fn range(name: &'static str, i: usize, r: &cpattn_range) -> Result<()> {
     if r.block == 0 || r.period < r.block {
@@ -76,10 +100,14 @@ fn band(i: usize, b: &cpattn_band) -> Result<()> {
 }
 
 /// # Safety
-/// The pointers of `r` are null or as long as its counts say, as long as the result lives.
-pub(super) unsafe fn ranges<'a>(r: &cpattn_ranges) -> Result<Ranges<'a>> {
-    let (q, k) = given!(array("ranges.q", r.q, r.q_count), array("ranges.k", r.k, r.k_count));
-    let pairs = given!(array("ranges.pairs", r.pairs, r.pair_count));
+/// The pointers of `r` are null or as long as its counts and `sizes` say, as long as the result lives.
+pub(super) unsafe fn ranges<'a>(
+    r: &cpattn_ranges, sizes: ElementSizes, copies: &'a mut RangeCopies,
+) -> Result<Ranges<'a>> {
+    let (q_size, pair_size) = (("args.q_range_size", sizes.q_range), ("args.pair_size", sizes.pair));
+    let (q, k) =
+        given!(sized_array("ranges.q", r.q, r.q_count, q_size, &mut copies.q), array("ranges.k", r.k, r.k_count));
+    let pairs = given!(sized_array("ranges.pairs", r.pairs, r.pair_count, pair_size, &mut copies.pairs));
     let bands = given!(array("ranges.bands", r.bands, r.band_count));
     for (i, q) in q.iter().enumerate() {
         range("ranges.q", i, &q.range)?;

@@ -248,8 +248,8 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_ranges: q, q_count, k, k_count, pairs, pair_count, bands, band_count;
     cpattn_head_map: q_offset, kv_offset, group;
     cpattn_score: scale, softcap, window_left, window_right;
-    cpattn_attend_args: struct_size, q, k, v, running, o, lse, alibi_slopes, sinks, heads, aligned, score, ranges, stream, running_lse;
-    cpattn_attend_backward_args: struct_size, q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes, heads, accumulate_keys, per_q_head, gradients, aligned, reserved, score, ranges, stream;
+    cpattn_attend_args: struct_size, q, k, v, running, o, lse, alibi_slopes, sinks, heads, aligned, score, ranges, stream, running_lse, q_range_size, pair_size;
+    cpattn_attend_backward_args: struct_size, q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes, heads, accumulate_keys, per_q_head, gradients, aligned, reserved, score, ranges, stream, q_range_size, pair_size;
     };
     let named: BTreeMap<String, Vec<String>> = ours
         .iter()

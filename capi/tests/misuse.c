@@ -668,6 +668,31 @@ static void single_calls(void) {
   REFUSED(CPATTN_INVALID, "ranges.q[1] is rows 4..7, expected no row of ranges.q[0], which is rows 0..5", cpattn_attend(scratch, &a));
   a.ranges.q = &q, a.ranges.q_count = 1, a.ranges.k = keys;
 
+  /* Elements of a later header, longer by members that are 0, and those of a program that gives no size. */
+  struct {
+    cpattn_q_range known;
+    uint64_t unknown;
+  } later[] = {{halves[0], 0}, {halves[1], 0}};
+  struct {
+    cpattn_pair known;
+    uint32_t unknown[2];
+  } later_pairs[] = {{pairs[0], {0, 0}}, {pairs[1], {0, 0}}};
+  later[1].known.range.row = 5;
+  a.ranges.q = &later[0].known, a.ranges.q_count = 2, a.ranges.k = same, a.q_range_size = sizeof later[0];
+  a.ranges.pairs = &later_pairs[0].known, a.pair_size = sizeof later_pairs[0];
+  memset(o_two, 0, sizeof o_two);
+  OK(cpattn_attend(scratch, &a));
+  if (memcmp(o_one, o_two, sizeof o_one)) failures++, fprintf(stderr, "ranges of a later header give something else\n");
+  later[1].unknown = 1;
+  REFUSED(CPATTN_UNSUPPORTED, "a member of ranges.q beyond byte 56", cpattn_attend(scratch, &a));
+  later[1].unknown = 0, later_pairs[1].unknown[0] = 1;
+  REFUSED(CPATTN_UNSUPPORTED, "a member of ranges.pairs beyond byte 8", cpattn_attend(scratch, &a));
+  a.q_range_size = 48;
+  REFUSED(CPATTN_INVALID, "args.q_range_size is 48, expected a multiple of 8 from 56", cpattn_attend(scratch, &a));
+  a.ranges.q = &q, a.ranges.q_count = 1, a.ranges.k = keys, a.ranges.pairs = pairs, a.q_range_size = a.pair_size = 0;
+  OK(cpattn_attend(scratch, &a));
+  a.q_range_size = sizeof(cpattn_q_range), a.pair_size = sizeof(cpattn_pair);
+
   q.document[0] = TOKENS, q.document[1] = 4;
   REFUSED(CPATTN_INVALID, "expected at least 5 tokens of k, the rows of ranges.k[0], or [0, 0] if not given", cpattn_attend(scratch, &a));
   q.document[0] = TOKENS - 1, q.document[1] = TOKENS;

@@ -9,7 +9,8 @@
 //!
 //! - `options`: the command line; `input`: a file or a seed; `team`: ranks as threads (start reading there);
 //!   `processes`: as processes; `together`: what they do after a run; `ring`: the check of their links;
-//! - `check`: errors and their bounds; `report`: what is printed; `suite`: every combination of options.
+//! - `reference`: the results in f64; `check`: errors and their bounds; `report`: what is printed; `suite`: every
+//!   combination of options.
 #![allow(missing_docs, reason = "a program has no users of its items")]
 
 mod check;
@@ -17,6 +18,7 @@ mod input;
 mod options;
 #[cfg(feature = "mpi")]
 mod processes;
+mod reference;
 mod report;
 mod ring;
 mod suite;
@@ -31,7 +33,7 @@ use cpattn::{Batch, Dtype, Element, Plan};
 use half::{bf16, f16};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use check::Checked;
+use check::{Checked, Expected};
 use input::{Batched, Random};
 use options::{Arguments, TransportRule};
 use team::{How, Inputs, Outcome, Team};
@@ -194,7 +196,7 @@ fn run<T: Element>(args: &Arguments, ranks: &mut Ranks, batched: &Batched, plan:
     }
     // First of all the run: other processes wait in it for this one, until their deadline.
     let stored = batched.reference_for(p, exact);
-    let parts = if stored.is_some() { 0 } else { check::reference_parts(p) };
+    let parts = if stored.is_some() { 0 } else { reference::reference_parts(p) };
     let bar = progress(parts + 2 * world * repeat);
 
     bar.set_message("forward and backward");
@@ -214,17 +216,19 @@ fn run<T: Element>(args: &Arguments, ranks: &mut Ranks, batched: &Batched, plan:
         Some((mask, reference)) => (reference, format!("the file's *_{mask} references")),
         None => {
             bar.set_message("float64 reference");
-            computed = check::reference(p, &inputs, || bar.inc(1));
+            computed = reference::reference(p, &inputs, || bar.inc(1));
             (&computed, "the float64 reference of the crate".to_owned())
         }
     };
+    bar.set_message("one rank");
+    let expected = Expected::new(p, &inputs, want)?;
     bar.finish_and_clear();
     report::times(plan, &outcome.laps, &outcome.planning, args.transport.ranks());
     report::pictures(&outcome.laps, args.trace.as_deref(), args.timeline.as_deref())?;
 
     let mut worst: Vec<Checked> = Vec::new();
     for results in &outcome.results {
-        worst = suite::worse(worst, check::check(plan, &inputs, results, want));
+        worst = suite::worse(worst, check::check(plan, &inputs, results, &expected));
     }
     report::errors(&against, &worst);
     report::summary(&worst);

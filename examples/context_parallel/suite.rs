@@ -21,9 +21,10 @@ use half::{bf16, f16};
 use indicatif::ProgressBar;
 
 use crate::{
-    check::{Checked, check, reference},
+    check::{Checked, Expected, check},
     input::{Batched, Random},
     options::alibi_slopes,
+    reference::reference,
     team::{How, Results, Team},
 };
 
@@ -189,6 +190,7 @@ impl Suite {
                 let sinks = problem.sinks().then(|| Random::new(!self.seed).sinks(HEADS));
                 let inputs = Arc::new(batched.convert::<T>(sinks).0);
                 let want = reference(&problem, &inputs, || ());
+                let want = Expected::new(&problem, &inputs, &want)?;
                 let mut bits: Option<Results<T>> = None;
                 for (i_mesh, mesh) in meshes().into_iter().enumerate() {
                     for (i_layout, layout) in LAYOUTS.into_iter().enumerate() {
@@ -225,7 +227,7 @@ impl Suite {
         &mut self,
         plan: &Plan,
         inputs: &Arc<crate::team::Inputs<T>>,
-        want: &Results<f64>,
+        want: &Expected,
         bits: &mut Option<Results<T>>,
     ) -> Result<Vec<Checked>, String> {
         let world = plan.mesh().world();

@@ -49,6 +49,12 @@ impl Range {
         self.position(self.len - 1)
     }
 
+    /// [`Range::last`] of a range from any source, whose last position may not fit in 64 bits; `len` must not be 0.
+    pub(crate) fn wide_last(&self) -> i128 {
+        let (at, block) = (i128::from(self.len - 1), i128::from(self.block));
+        i128::from(self.pos) + at / block * i128::from(self.period) + at % block
+    }
+
     /// Whether positions count up by one throughout.
     #[inline]
     pub const fn is_plain(&self) -> bool {

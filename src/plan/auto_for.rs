@@ -58,6 +58,16 @@ fn best_deal(kinds: &[(Problem, usize)], ring: usize) -> Result<Deal> {
     Ok(best(deals, |d| d.sum(kinds, work), |d| d.sum(kinds, rows)))
 }
 
+/// The refusal of one of several kinds, with its index.
+fn of_kind(mut error: Error, i: usize, kinds: usize) -> Error {
+    if let (Error::Invalid { argument: name, .. } | Error::Unsupported { option: name, .. }, true) =
+        (&mut error, kinds > 1)
+    {
+        *name = format!("{name} of kinds[{i}]");
+    }
+    error
+}
+
 impl Plan {
     /// The plans of a model whose layers are of several kinds: each kind as a problem and the number of its layers. All
     /// of them have the mesh and the tokens that cost all layers together the least, so they have one
@@ -80,8 +90,8 @@ impl Plan {
         let Some((first, _)) = kinds.first() else {
             return Err(Error::invalid("kinds", "none", "at least one problem and its number of layers"));
         };
-        for (problem, layers) in kinds {
-            problem.check()?;
+        for (i, (problem, layers)) in kinds.iter().enumerate() {
+            problem.check().map_err(|error| of_kind(error, i, kinds.len()))?;
             if !(1..=u32::MAX as usize).contains(layers) {
                 return Err(Error::invalid("layers", layers, format!("1 to {}", u32::MAX)));
             }
@@ -100,8 +110,9 @@ impl Plan {
         let (_, mesh, deal) = best.ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problems"))?;
         kinds
             .iter()
-            .map(|(problem, _)| {
-                super::check(problem, mesh, options)?;
+            .enumerate()
+            .map(|(i, (problem, _))| {
+                super::check(problem, mesh, options).map_err(|error| of_kind(error, i, kinds.len()))?;
                 Ok(Self::over(problem, mesh, deal.shares.clone(), options))
             })
             .collect()

@@ -29,7 +29,9 @@ pub(super) fn check(problem: &Problem, mesh: Mesh, options: Options) -> Result<(
     }
     let kv_heads = problem.kv_heads();
     if options.passes == 0 || options.passes > kv_heads {
-        return Err(Error::invalid("options.passes", options.passes, format!("1 to kv_heads = {kv_heads}")));
+        return Err(Error::invalid("options.passes", options.passes, format!("1 to kv_heads = {kv_heads}")).hint(
+            "a pass takes one kv head at least: use fewer passes (plans with the same tokens may have different ones)",
+        ));
     }
     let Options { gather, circulate, circulate_forward, reproducible: ordered, .. } = options;
     let (passes, queries) = (options.passes > 1, circulate_forward == Circulate::Queries);

@@ -188,6 +188,7 @@ impl Plan {
     ///
     /// # Errors
     /// A rank outside the mesh.
+    #[cfg_attr(not(feature = "std"), allow(dead_code, reason = "shifts and runs need std"))]
     pub(crate) fn shift_messages(&self, rank: usize, by: i64) -> Result<Vec<ShiftMessage>> {
         self.check_rank(rank)?;
         let batch = self.problem().batch();
@@ -220,6 +221,7 @@ impl Plan {
 }
 
 /// Rows whose values another rank's rows take, in a shift; see [`Plan::shift_messages`].
+#[cfg_attr(not(feature = "std"), allow(dead_code, reason = "shifts and runs need std"))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ShiftMessage {
     /// The rank that holds the values.

@@ -73,7 +73,7 @@ impl BufferView {
     /// Some rows of this view. It does not check bounds: the verifier must see a wrong schedule to report it.
     #[must_use]
     pub fn slice(mut self, row: u64, rows: u64) -> Self {
-        self.row += row;
+        self.row = self.row.saturating_add(row);
         self.rows = rows;
         self
     }

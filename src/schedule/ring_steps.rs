@@ -26,6 +26,7 @@ use crate::{
     slice::parts::Allowed,
 };
 
+mod check;
 mod holders;
 mod measure;
 mod nodes;
@@ -270,5 +271,7 @@ impl RingSteps {
     }
 }
 
+#[cfg(test)]
+mod mutants;
 #[cfg(test)]
 mod source_tests;

@@ -26,6 +26,7 @@ use core::ops::Range;
 /// # Errors
 /// [`Error::Invalid`] naming the part (`k.dtype`, `k.tokens`, `k.heads`, `k.head_dim`, …), its value and the one
 /// expected.
+#[cfg_attr(not(feature = "std"), allow(dead_code, reason = "shifts and runs need std"))]
 pub(crate) fn expect(
     name: &'static str,
     t: &RawTensor,

@@ -20,7 +20,9 @@
 //! - The deadline counts from the last message that moved. The error names the nearest rank that is in no call, along
 //!   the chain of ranks that wait for each other; it does not name a peer that is itself waiting.
 //! - An exchange that is complete returns `Ok` even if something failed meanwhile; the next call reports the failure.
-//! - If numbers differ in `agree`, the group does not fail: every rank gets the error and may plan again.
+//! - If numbers differ in `agree`, the group does not fail: every rank gets the error and may plan again. If two ranks
+//!   wait for each other in different groups, as with plans of different numbers of replicas, both get that error at
+//!   once, and the group fails.
 //! - If a rank's exchange needs a peer that waits in an `agree` with this rank, neither call can end: both fail at
 //!   once, without waiting for the deadline.
 
@@ -264,12 +266,20 @@ impl Transport for Local {
         board.enter(rank, label)?;
         if board.offer(rank, group.clone(), fingerprint) {
             group.for_each(|peer| shared.wake(&mut board, peer));
+        } else if let Some((peer, theirs)) = board.other_group(rank) {
+            // Both get the error that says what they run. The group fails: other ranks may wait for one of the two.
+            board.answer(peer, (rank, fingerprint));
+            board.ranks[rank].phase = Phase::Idle;
+            shared.fail(&mut board, GroupFailure::crossed(rank, peer));
+            return Err(Error::disagreement(rank, peer, fingerprint, theirs));
         }
         let mut progress = WaitProgress::new(board.ranks[rank].moved);
         while board.ranks[rank].phase != Phase::Answered {
             let outcome;
             (board, outcome) = self.pause(board, label, &mut progress);
-            if let Err(error) = outcome {
+            if let Err(error) = outcome
+                && board.ranks[rank].phase != Phase::Answered
+            {
                 board.ranks[rank].phase = Phase::Idle;
                 return Err(error);
             }

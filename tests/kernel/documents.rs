@@ -6,9 +6,10 @@
 //! workers.
 
 use crate::harness::*;
+use crate::threads::Threads;
 use cpattn::Element;
 use cpattn::call::{Attend, AttendBackward, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor};
-use cpattn::kernel::cpu::{self, Executor, Isa, Scratch};
+use cpattn::kernel::cpu::{self, Isa, Scratch};
 use half::{bf16, f16};
 use std::sync::Arc;
 
@@ -16,15 +17,6 @@ const DIM: usize = 40;
 const LENGTHS: [u32; 9] = [2, 700, 9, 1, 330, 40, 2, 2, 530];
 
 const NAMES: [&str; 5] = ["o", "lse", "dq", "dk", "dv"];
-
-/// A thread for each worker.
-struct Threads;
-
-impl Executor for Threads {
-    fn execute(&self, n: usize, work: &(dyn Fn() + Sync)) {
-        std::thread::scope(|scope| (0..n).for_each(|_| drop(scope.spawn(work))));
-    }
-}
 
 /// q, do, k and v of all documents, one after the other.
 struct Pack<E> {

@@ -312,3 +312,31 @@ fn all_to_alls() {
         assert!(errors.iter().any(|e| e.to_string().contains("the all-to-all to heads of 12 tokens")), "{errors:?}");
     }
 }
+
+/// Plans of different numbers of replicas have different groups, so that ranks wait for each other in different
+/// agreements: found at once. The two ranks that find it say what they run, and the others name these two.
+#[test]
+fn another_number_of_replicas() {
+    let ours = Job::ring(&[11, 6], 4);
+    let other = Job::new(&[11, 6], [4, 2], Mesh::explicit(4, 1, 2).unwrap(), Layout::Zigzag, Options::new());
+    for odd in 0..4 {
+        let errors = on_ranks(4, FAR, |mut rank| {
+            let job = if rank.rank() == odd { &other } else { &ours };
+            job.forward(&mut rank).unwrap_err()
+        });
+        let other_of_two = odd ^ 1;
+        for (r, error) in errors.iter().enumerate() {
+            let pair = [odd, other_of_two];
+            match error {
+                Error::Disagreement { rank, peer, what, .. } => {
+                    assert!(pair.contains(&r) && *rank == r && *peer == r ^ 1, "rank {odd} is odd: {error}");
+                    assert_eq!(what.contains("2 replicas"), r == odd, "rank {odd} is odd: {error}");
+                }
+                Error::Peer { peer, cause: Cause::Disagreed { with }, .. } => {
+                    assert!(!pair.contains(&r) && pair.contains(peer) && pair.contains(with), "{odd}: {error}");
+                }
+                error => panic!("rank {odd} is odd: {error:?}"),
+            }
+        }
+    }
+}

@@ -120,3 +120,20 @@ fn a_panic_of_the_executor_reaches_the_caller() {
     assert_eq!(found.downcast_ref::<&str>(), Some(&"no threads today"));
     assert_eq!(Dtype::F32, <f32 as Element>::DTYPE);
 }
+
+/// More workers than the build has threads for are refused before anything runs, in runs and in single calls.
+#[cfg(not(feature = "rayon"))]
+#[test]
+fn workers_without_threads_are_refused() {
+    let wanted =
+        "workers = 8 is not supported: the kernels start no threads of their own; build with the feature rayon";
+    let problem = Problem::new(Batch::new(&[0, 7]).unwrap(), HEADS, 2, DIM, Dtype::F32);
+    let plan = Plan::new(&problem, Mesh::ring(1).unwrap(), Layout::Contiguous).unwrap();
+    let end = local::group(1, Duration::from_secs(60)).unwrap().remove(0);
+    let mut rank = Rank::with_workers(end, 8);
+    let refusal = rank.prepare(&plan, cpattn::schedule::Direction::Forward).unwrap_err().to_string();
+    assert!(refusal.starts_with(wanted), "{refusal}");
+    let mut kernels = cpattn::kernel::Kernels::cpu(8);
+    let refusal = kernels.reserve(Dtype::F32, 8, 8).unwrap_err().to_string();
+    assert!(refusal.starts_with(wanted), "{refusal}");
+}

@@ -95,3 +95,17 @@ fn options_that_contradict_each_other() {
     let plan = Plan::new(&other, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
     refused(Schedule::new(&plan, 0, Direction::Forward), &["attention of kind other", "two all-to-alls"]);
 }
+
+/// The way out of too many passes, and which of several kinds of layers has them.
+#[test]
+fn passes_of_a_kind() {
+    let of = |kv_heads| Problem::new(Batch::from_lengths(&[40, 9]).unwrap(), 4, kv_heads, 8, Dtype::F32);
+    let passes = Options::new().passes(2);
+    let wanted = ["options.passes is 2, expected 1 to kv_heads = 1", "use fewer passes"];
+    refused(Plan::with_options(&of(1), ring(2), Layout::Zigzag, passes), &wanted);
+    refused(Plan::auto_for(&[(of(1), 1)], 2, passes), &wanted);
+    let wanted = ["options.passes of kinds[1] is 2, expected 1 to kv_heads = 1", "use fewer passes"];
+    refused(Plan::auto_for(&[(of(4), 3), (of(1), 1)], 2, passes), &wanted);
+    let odd = Problem::new(Batch::from_lengths(&[40, 9]).unwrap(), 4, 3, 8, Dtype::F32);
+    refused(Plan::auto_for(&[(of(4), 3), (odd, 1)], 2, Options::new()), &["of kinds[1]"]);
+}

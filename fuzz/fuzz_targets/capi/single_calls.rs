@@ -142,6 +142,8 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
                     ranges,
                     stream: null_mut(),
                     running_lse: if b.byte() & 1 == 0 { null() } else { words.as_ptr() },
+                    q_range_size: b.below(2) as usize * core::mem::size_of::<cpattn_q_range>(),
+                    pair_size: b.below(2) as usize * core::mem::size_of::<u32>(),
                 };
                 called(cpattn_attend_metadata(scratch, &args, &mut lists));
                 called(cpattn_attend(scratch, &args));
@@ -170,6 +172,8 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
                     score,
                     ranges,
                     stream: null_mut(),
+                    q_range_size: 0,
+                    pair_size: 0,
                 };
                 called(cpattn_attend_backward_metadata(scratch, &args, &mut lists));
                 called(cpattn_attend_backward(scratch, &args));

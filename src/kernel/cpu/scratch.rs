@@ -12,8 +12,8 @@ use super::isa::Isa;
 use super::memory::arena::{KEYS, LANES, LANES_BACK, LANES_MOST, Line, PANEL, VECTOR, row};
 use super::workers::Crew;
 use crate::element::Dtype;
-use crate::error::Result;
-use alloc::{sync::Arc, vec::Vec};
+use crate::error::{Error, Result};
+use alloc::{format, sync::Arc, vec::Vec};
 use bytemuck::Zeroable;
 
 /// The parameters that determine the size of the buffers.
@@ -43,8 +43,8 @@ impl core::fmt::Debug for Scratch {
 }
 
 impl Scratch {
-    /// Memory for `workers` (at least one) parallel workers. Only with the feature `rayon` or an [`Executor`] are more
-    /// than one used; results do not depend on their number.
+    /// Memory for `workers` (at least one) parallel workers; results do not depend on their number. More than one need
+    /// the feature `rayon` or an [`Executor`]: without, every call is refused.
     ///
     /// Calls run on [`Isa::chosen`]. If that is an error (the environment asks for an instruction set that the machine
     /// lacks), every call returns it.
@@ -80,8 +80,15 @@ impl Scratch {
     /// The instruction set that calls run on.
     ///
     /// # Errors
-    /// As [`Isa::chosen`].
+    /// As [`Isa::chosen`]; more than one worker without threads for them (see [`Scratch::new`]).
     pub fn isa(&self) -> Result<Isa> {
+        if self.workers > 1 && self.executor.is_none() && !cfg!(feature = "rayon") {
+            return Err(Error::unsupported(
+                format!("workers = {}", self.workers),
+                "the kernels start no threads of their own",
+                "build with the feature rayon, or give an executor (Rank::with_executor, Scratch::with_executor)",
+            ));
+        }
         self.isa.clone()
     }
 

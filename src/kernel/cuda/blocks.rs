@@ -67,7 +67,7 @@ impl Cuda {
                 return Err(Error::invalid(
                     format!("blocks[{i}].sources"),
                     format!("{}..{}", block.sources_begin, block.sources_end),
-                    format!("entries of {}", call.sources.len()),
+                    format!("entries of sources, which has {}", call.sources.len()),
                 ));
             };
             movable(checker, &format!("blocks[{i}].dst"), &block.dst)?;

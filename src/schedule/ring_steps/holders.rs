@@ -15,12 +15,12 @@ use crate::heads::{HeadShare, holders, least_load};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holders {
     /// Their places among the Ulysses ranks.
-    places: Range<u32>,
+    pub(super) places: Range<u32>,
     /// This rank's index among them.
-    me: usize,
+    pub(super) me: usize,
     /// Holder i has the rows from `⌊ends[i]·n/whole⌋` to `⌊ends[i + 1]·n/whole⌋` of n.
-    ends: Vec<u64>,
-    whole: u64,
+    pub(super) ends: Vec<u64>,
+    pub(super) whole: u64,
 }
 
 impl Holders {

@@ -71,7 +71,7 @@ impl RingSteps {
     }
 
     /// The number of parts in which the rows of a node cross to one rank.
-    fn parts(&self) -> usize {
+    pub(super) fn parts(&self) -> usize {
         (self.places() - 1).max(1)
     }
 

@@ -143,8 +143,8 @@ impl Prover<'_> {
             return Err(format!("{range:?} is of document {doc} of {}", batch.documents()));
         }
         let (tokens, start) = (batch.document(side, doc), batch.start(side, doc));
-        let (first, last) = (range.pos, range.last());
-        if first < start || last >= start + tokens.len() as i64 {
+        let (first, last) = (range.pos, range.wide_last());
+        if first < start || last >= i128::from(start) + tokens.len() as i128 {
             return Err(format!("{range:?} claims positions {first}..={last} outside its document"));
         }
         Ok(tokens.start as i64 - start)

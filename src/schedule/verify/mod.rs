@@ -93,7 +93,12 @@ fn check_rank<'a>(
 ) -> Result<RankOps<'a>> {
     let tensors = TensorId::ALL.map(|tensor| promise::form(tensor, &s, plan, purpose));
     let check = slices::ScheduleCheck::new(&s, &tensors)?;
-    expansion.reserve(&s);
+    // The proof has a column for each head of a buffer.
+    if let Some(b) = s.buffers.iter().find(|b| b.heads as usize > plan.problem().heads()) {
+        let text =
+            format!("buffer {} has {} heads, more than the problem's {}", b.name, b.heads, plan.problem().heads());
+        return Err(flaw(s.rank, 0, text));
+    }
     let touched = match written {
         Some(mut listed) => check.operations(&mut listed),
         None => check.operations(expansion),

@@ -8,6 +8,7 @@ use alloc::{format, string::String, vec::Vec};
 use super::flaw::flaw;
 
 use crate::{
+    batch::Side,
     element::Dtype,
     error::{Error, Result},
     schedule::{ALIGNMENT, Buf, BufferView, Schedule, TensorForm, TensorId},
@@ -44,9 +45,11 @@ pub(super) struct ScheduleCheck<'a> {
 }
 
 impl<'a> ScheduleCheck<'a> {
-    /// Refuses buffers that do not lie in the workspace.
+    /// Refuses buffers that do not lie in the workspace, and ring steps whose lists cannot be made.
     pub(super) fn new(schedule: &'a Schedule, tensors: &[Option<TensorForm>; TensorId::COUNT]) -> Result<Self> {
-        Ok(Self { schedule, extents: extents(schedule, tensors)? })
+        let extents = extents(schedule, tensors)?;
+        ring_steps(schedule).map_err(|text| flaw(schedule.rank, 0, text))?;
+        Ok(Self { schedule, extents })
     }
 
     /// Whether a slice takes all heads of its buffer or tensor.
@@ -154,9 +157,23 @@ impl<'a> ScheduleCheck<'a> {
     }
 }
 
+/// Checks the ring steps of a schedule, before a list of them is made.
+fn ring_steps(s: &Schedule) -> Result<(), String> {
+    if s.ulysses == 0 || !s.group.contains(&s.rank) || !s.group.len().is_multiple_of(s.ulysses) {
+        return Err(format!("rank {} of group {:?} in Ulysses groups of {}", s.rank, s.group, s.ulysses));
+    }
+    let (ulysses, me) = (s.ulysses, (s.rank - s.group.start) / s.ulysses);
+    for (side, steps) in [(Side::K, &s.keys), (Side::Q, &s.queries)] {
+        let checked = steps.as_ref().map_or(Ok(()), |steps| steps.check(side, me, s.group.len() / ulysses, ulysses));
+        checked.map_err(|text| format!("ring steps of side {side:?}: {text}"))?;
+    }
+    Ok(())
+}
+
 /// The caller's tensors in the order of their numbers, then the buffers.
 fn extents(s: &Schedule, tensors: &[Option<TensorForm>; TensorId::COUNT]) -> Result<Vec<Extent>> {
-    let mut base = s.workspace.next_multiple_of(ALIGNMENT);
+    let too_large = || flaw(s.rank, 0, format!("a workspace of {} bytes", s.workspace));
+    let mut base = s.workspace.checked_next_multiple_of(ALIGNMENT).ok_or_else(too_large)?;
     let mut extents = Vec::with_capacity(TensorId::COUNT + s.buffers.len());
     for (t, form) in TensorId::ALL.into_iter().zip(tensors) {
         let ([rows, heads, dim], dtype) = form.map_or(([0; 3], Dtype::F32), |f| (f.shape, f.dtype));

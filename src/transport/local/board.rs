@@ -220,6 +220,13 @@ impl Board {
         true
     }
 
+    /// Ends the agreement of a rank that waits in it, with the first rank that differs and its number.
+    pub(super) fn answer(&mut self, rank: usize, other: (usize, u64)) {
+        let place = &mut self.ranks[rank];
+        place.phase = Phase::Answered;
+        place.verdict = Some(other);
+    }
+
     /// Records a failure, unless there is one already; true if there was none.
     pub(super) fn fail(&mut self, failure: GroupFailure) -> bool {
         let first = self.failure.is_none();

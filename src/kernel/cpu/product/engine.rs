@@ -187,7 +187,7 @@ impl<V: Vector> Dense<V> {
             if row < 0 {
                 at.fill(V::T::ZERO);
             } else {
-                // SAFETY: row and head lie within `t`, whose memory is valid (the contract of `Engine::keys`).
+                // SAFETY: row and head lie within `t`, whose memory is valid (the contract of `AttentionEngine::keys`).
                 unsafe { widen(t, row, head, &mut at[..dim]) };
             }
         }
@@ -248,7 +248,7 @@ impl<V: Vector> AttentionEngine for Dense<V> {
 
     #[inline(always)]
     unsafe fn keys(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [V::T]) -> bool {
-        // SAFETY: rows, head and tile are as `rows` needs them (the contract of `Engine::keys`), here and below.
+        // SAFETY: rows, head and tile are as `rows` needs them (the contract of `AttentionEngine::keys`), here and below.
         unsafe { Self::rows(t, head, rows, tile) }
     }
 

@@ -172,7 +172,7 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
     #[inline(always)]
     unsafe fn enter() {
         if H::MATRIX_UNIT {
-            // SAFETY: AMX is present (the contract of `Engine::enter`).
+            // SAFETY: AMX is present (the contract of `AttentionEngine::enter`).
             unsafe { configure() }
         }
     }
@@ -214,7 +214,7 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
 
     #[inline(always)]
     unsafe fn values(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [u16]) -> bool {
-        // SAFETY: rows and head lie within `t` and the tile holds them (the contract of `Engine::values`).
+        // SAFETY: rows and head lie within `t` and the tile holds them (the contract of `AttentionEngine::values`).
         unsafe {
             let finite = Self::transposed::<false>(t, head, rows, tile, 0, KEYS / 32);
             if !finite {
@@ -279,7 +279,7 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
         keys: Range<usize>,
     ) {
         if H::PARTS > 1 {
-            // SAFETY: the contract of `Engine::scores_again`.
+            // SAFETY: the contract of `AttentionEngine::scores_again`.
             unsafe { row_by_row::<H>(lanes, first, q, k, s, keys) };
         }
     }
@@ -324,7 +324,7 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
         (m, l): (*mut f32, *mut f32),
         later: &mut Later,
     ) -> bool {
-        // SAFETY: the contract of `Engine::interleaved`.
+        // SAFETY: the contract of `AttentionEngine::interleaved`.
         unsafe { Panel { scores, of, next, s, p, m, l }.run::<H>(later) }
     }
 

@@ -23,6 +23,7 @@ use crate::{
     },
 };
 
+mod extremes;
 mod gateways;
 mod operations;
 mod written_out;

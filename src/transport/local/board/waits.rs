@@ -40,6 +40,17 @@ impl Board {
         self.waits_for(rank).find(|&peer| self.ranks[peer].phase == Phase::Gone)
     }
 
+    /// For a rank in an agreement: a rank of its group that waits for it in the agreement of another group, and that
+    /// rank's number. Neither agreement can end.
+    pub(in crate::transport::local) fn other_group(&self, rank: usize) -> Option<(usize, u64)> {
+        let group = &self.ranks[rank].group;
+        let differs = |peer: &usize| {
+            let place = &self.ranks[*peer];
+            place.phase == Phase::Agree && place.group != *group && place.group.contains(&rank)
+        };
+        group.clone().find(differs).map(|peer| (peer, self.ranks[peer].number))
+    }
+
     /// The failure if `rank` and a peer wait for each other, one in an agreement and the other in an exchange: neither
     /// call can end.
     pub(in crate::transport::local) fn crossed(&self, rank: usize) -> Option<GroupFailure> {

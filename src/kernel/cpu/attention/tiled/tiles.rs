@@ -53,7 +53,7 @@ pub(crate) struct MatrixTiles<'a> {
     /// Positions of the keys, infinite for keys that the current q range does not read.
     pub rel: &'a mut [f32],
     pub blocks: [KeyBlock; BLOCKS],
-    /// `[tile]`, as `Engine::keys` packs them.
+    /// `[tile]`, as `AttentionEngine::keys` packs them.
     pub k: &'a mut [u16],
     pub v: &'a mut [u16],
     /// `[dim / 16][block of keys][16 dims][32 keys]`, and whether all of k is finite.
@@ -76,7 +76,7 @@ pub(crate) struct MatrixTiles<'a> {
     pub ds: &'a mut [u16],
     /// ds of a panel, `[block of keys][lane / 16][16 pairs of keys][16 lanes][2]`.
     pub pairs: &'a mut [u16],
-    /// Panels as `Engine::queries` packs them, and `[panel][dim / 16][16 pairs of lanes][16 dims][2]`.
+    /// Panels as `AttentionEngine::queries` packs them, and `[panel][dim / 16][16 pairs of lanes][16 dims][2]`.
     pub q: &'a mut [u16],
     pub d_o: &'a mut [u16],
     pub q_pairs: &'a mut [u16],
