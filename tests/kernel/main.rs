@@ -20,6 +20,7 @@ mod parts;
 mod reference;
 mod refusals;
 mod threads;
+mod slices;
 
 mod counting {
     //! Counts the allocations of each thread.
