@@ -18,6 +18,10 @@ use crate::{
 pub(crate) const RUN: u64 = 56;
 /// Bytes of a tile of work.
 pub(crate) const WORK: u64 = 8;
+/// Bytes of an entry of a list of partners.
+pub(crate) const PARTNER: u64 = 8;
+/// Bytes of a band, as one side sees it.
+pub(crate) const BAND: u64 = 56;
 /// Bytes of a block of a transform.
 pub(crate) const BLOCK: u64 = 104;
 /// Bytes of a source of a block.
@@ -33,8 +37,8 @@ pub(crate) const SHARED_ROWS: u32 = 16;
 pub(crate) const SHORT_ROWS: u32 = 1024;
 /// Rows of the pieces that a longer range is cut into first, by each of the two kernels.
 const STRETCHES: [u32; 2] = [128, 192];
-/// Upper bound on the padding of one call's lists: eleven lists, each padded to a multiple of 16 bytes.
-const PADDING: u64 = 11 * 16;
+/// Upper bound on the padding of one call's lists: thirteen lists, each padded to a multiple of 16 bytes.
+const PADDING: u64 = 13 * 16;
 
 fn tiles(lens: impl Iterator<Item = u32>) -> u64 {
     lens.map(|len| u64::from(len).div_ceil(TILE_ROWS)).sum()
@@ -56,8 +60,9 @@ fn attention(r: &Ranges<'_>, is_shared: bool, (q_heads, key_heads): (u64, u64)) 
     let (q_runs, k_runs) = (r.q.len() as u64, r.k.len() as u64);
     let backward = u64::from(q_heads > 0);
     let runs = (q_runs + k_runs) * (RUN + 4) + backward * k_runs * 4;
+    let bands = (1 + backward) * r.bands.len() as u64 * BAND;
     let work = (2 * q + shared + (1 + backward) * k) * WORK;
-    let lists = runs + r.pairs.len() as u64 * 4 + met * 4 + work + PADDING;
+    let lists = runs + bands + (r.pairs.len() as u64 + met) * PARTNER + work + PADDING;
     (lists, (1 + q * q_heads + k * key_heads) * 4 + PADDING)
 }
 

@@ -135,7 +135,7 @@ pub fn tiles_met(case: &Case, (rows, keys): (usize, usize), shared: Option<Share
     for step in ring_steps(case, &q_side, &k_side) {
         for q in &step.q {
             let partners: Vec<&Range> =
-                step.pairs[q.keys_begin as usize..q.keys_end as usize].iter().map(|&k| &step.k[k as usize]).collect();
+                step.pairs[q.keys_begin as usize..q.keys_end as usize].iter().map(|pair| &step.k[pair.k as usize]).collect();
             let positions: Vec<i64> = (0..q.range.len).map(|i| q.range.position(i)).collect();
             let met = |tile: &[i64]| -> u64 {
                 let of = |k: &&Range| {

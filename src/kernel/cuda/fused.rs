@@ -64,7 +64,7 @@ impl Cuda {
         let (mut writer, scratch) = buffer.begin(self.fused_bytes(call, instance.index, fused))?;
         let other_keys = fused.launch.rows;
         let metadata = dq_semaphore::write(scratch, &mut writer, &call.ranges, tiles, other_keys, window, heads);
-        let DqSemaphore { keys_of, query_tiles, own, other, dq_semaphore, key_semaphore, tile_counter, .. } = metadata;
+        let DqSemaphore { keys_of, query_bands, query_tiles, own, other, dq_semaphore, key_semaphore, .. } = metadata;
         // Words are counted with 32 bits.
         items(metadata.words, 1)?;
         let wanted = ITEMS * self.multiprocessors * kernel.each;
@@ -81,15 +81,16 @@ impl Cuda {
             return Ok(Launches::default());
         }
         (params.queries, params.keys) = (metadata.queries, metadata.keys);
-        (params.partners, params.work) = (metadata.queries_of, own.work);
+        (params.partners, params.bands, params.work) = (metadata.queries_of, metadata.key_bands, own.work);
         let params = Params {
             call: params,
             keys_of,
+            query_bands,
             query_tiles,
             key_tiles: own.key_tiles,
             dq_semaphore,
             key_semaphore,
-            tile_counter,
+            tile_counter: metadata.tile_counter,
             parts: own.parts,
             part_heads: own.part_heads,
         };

@@ -39,6 +39,7 @@
 //! ```
 
 mod attention;
+mod bands;
 pub(crate) mod base_addresses;
 mod blocks;
 mod check;
