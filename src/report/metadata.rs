@@ -9,7 +9,7 @@
 use alloc::collections::BTreeSet;
 
 use crate::{
-    call::Ranges,
+    call::{Band, Ranges},
     plan::Plan,
     schedule::{OpKind, Schedule, expand::Expansion},
 };
@@ -57,8 +57,11 @@ fn attention(r: &Ranges<'_>, is_shared: bool, (q_heads, key_heads): (u64, u64)) 
     let (q, k) = (tiles(r.q.iter().map(|q| q.range.len)), tiles(r.k.iter().map(|k| k.len)));
     let shared: u64 = if is_shared { r.q.iter().map(|q| u64::from(shared_tiles(q.range.len))).sum() } else { 0 };
     let met: u64 = r.q.iter().map(|q| u64::from(q.keys_end - q.keys_begin)).sum();
-    let (q_runs, k_runs) = (r.q.len() as u64, r.k.len() as u64);
     let backward = u64::from(q_heads > 0);
+    // A backward cuts off rows that no band reads: at each pair, once before and once behind on either side.
+    let cut = if r.bands.iter().any(|band| *band != Band::WHOLE) { 2 * backward * met } else { 0 };
+    let (q, k) = (q + cut, k + cut);
+    let (q_runs, k_runs) = (r.q.len() as u64 + cut, r.k.len() as u64 + cut);
     let runs = (q_runs + k_runs) * (RUN + 4) + backward * k_runs * 4;
     let bands = (1 + backward) * r.bands.len() as u64 * BAND;
     let work = (2 * q + shared + (1 + backward) * k) * WORK;

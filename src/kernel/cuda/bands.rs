@@ -68,9 +68,8 @@ impl SidedBand {
 
     /// How many rows of a partner own rows at `lowest..=highest` may meet.
     pub fn rows_met(&self, partner: &Range, lowest: i64, highest: i64) -> u64 {
-        self.reach(lowest, highest).map_or(0, |(first, last)| {
-            partner.rows_before(last + 1).saturating_sub(partner.rows_before(first)).into()
-        })
+        self.reach(lowest, highest)
+            .map_or(0, |(first, last)| partner.rows_before(last + 1).saturating_sub(partner.rows_before(first)).into())
     }
 }
 

@@ -92,9 +92,7 @@ fn tiles_met(partner: &Range, band: &SidedBand, lowest: i64, highest: i64, rows:
 
 /// Whether any key tile meets the q rows at positions `first..=last`. `bands` are those of q rows.
 fn is_met(ranges: &Ranges, pairs: &[Pair], tiles: TileRows, bands: &[SidedBand], first: i64, last: i64) -> bool {
-    let span = |pair: &Pair| {
-        tiles_met(&ranges.k[pair.k as usize], &bands[pair.band as usize], first, last, tiles.keys)
-    };
+    let span = |pair: &Pair| tiles_met(&ranges.k[pair.k as usize], &bands[pair.band as usize], first, last, tiles.keys);
     pairs.iter().any(|pair| !span(pair).is_empty())
 }
 

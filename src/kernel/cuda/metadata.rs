@@ -4,8 +4,8 @@
 //! Blocks start roughly in the order of the grid, so the longest tiles come first: the idle time at the end is then
 //! short. The cost of a tile is the number of partner rows it may meet, estimated from positions alone.
 
-use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::bands;
+use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::{Divisor, Partner, Run, SidedBand, Work};
 use crate::call::{QRange, Range, Ranges};
 
@@ -101,8 +101,7 @@ pub(super) fn write<'a>(
     let mut metadata = Metadata { queries, keys: keys_at, ..Metadata::default() };
     if tiles.queries > 0 {
         metadata.keys_of = keys_of(writer, ranges);
-        (metadata.of_queries, metadata.query_bands) =
-            bands::write(writer, ranges, bands::of_queries(ranges, window));
+        (metadata.of_queries, metadata.query_bands) = bands::write(writer, ranges, bands::of_queries(ranges, window));
         (metadata.query_work, metadata.query_tiles) =
             query_work(scratch, writer, ranges, tiles.queries, metadata.of_queries);
     }

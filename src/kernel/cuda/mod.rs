@@ -72,6 +72,7 @@ mod spare_staging;
 mod staging;
 mod stream_kernels;
 pub(crate) mod tags;
+mod unread;
 
 pub use crate::device::memory::{DeviceMemory, OwnStream};
 pub use family::Family;

@@ -74,7 +74,11 @@ fn both_sides_agree_on_who_meets() {
             for (t, &other) in of_k.iter().enumerate() {
                 let back = tiles_met(&q, &of_keys, other.0, other.1, rows_q);
                 let expected = meets(tile, other, &band, window);
-                assert_eq!(found.contains(&(t as u32)), expected, "{q:?} tile {i}, {k:?} tile {t}, {band:?} {window:?}");
+                assert_eq!(
+                    found.contains(&(t as u32)),
+                    expected,
+                    "{q:?} tile {i}, {k:?} tile {t}, {band:?} {window:?}"
+                );
                 assert_eq!(back.contains(&(i as u32)), expected, "{q:?} tile {i}, {k:?} tile {t}, {band:?} {window:?}");
                 // Whatever rows meet, their tiles do.
                 let allowed = (i as u32 * rows_q..q.len.min((i as u32 + 1) * rows_q)).any(|a| {
@@ -96,7 +100,8 @@ fn limits_far_away() {
     let mut dice = Dice(fastrand::Rng::with_seed(3));
     for _ in 0..200_000 {
         let mut one = || limits[dice.below(9) as usize];
-        let band = Band { q_begin: one(), q_end: one(), k_begin: one(), k_end: one(), low: one(), high: one(), shift: 0 };
+        let band =
+            Band { q_begin: one(), q_end: one(), k_begin: one(), k_end: one(), low: one(), high: one(), shift: 0 };
         let shift = (dice.below(3) as i64 - 1) << 42;
         let band = Band { shift, ..band };
         let window = [(i64::MAX, i64::MAX), (far, 0), (7, -7), (0, i64::MAX)][dice.below(4) as usize];
@@ -212,19 +217,14 @@ fn turns_follow_one_another_and_the_order_of_work() {
                 let (mut name, mut at) = (0, None);
                 for (r, key) in k.iter().enumerate() {
                     for (t, &keys) in ends(key, tiles.keys).iter().enumerate() {
-                        let meets = |pair: &Pair| {
-                            pair.k == r as u32 && meets(rows, keys, &bands[pair.band as usize], window)
-                        };
+                        let meets =
+                            |pair: &Pair| pair.k == r as u32 && meets(rows, keys, &bands[pair.band as usize], window);
                         // From the last to the first, as the device goes through the list.
                         let met: Vec<usize> = (0..entries.len()).rev().filter(|&e| meets(&entries[e])).collect();
                         for (n, &entry) in met.iter().enumerate() {
-                            let found =
-                                visit(&ranges, &before, tiles, &of_queries, (i, tile as u32), t as u32, entry);
-                            let expected = Visit {
-                                again: n > 0,
-                                passes: n + 1 == met.len(),
-                                after: if n > 0 { 0 } else { name },
-                            };
+                            let found = visit(&ranges, &before, tiles, &of_queries, (i, tile as u32), t as u32, entry);
+                            let expected =
+                                Visit { again: n > 0, passes: n + 1 == met.len(), after: if n > 0 { 0 } else { name } };
                             assert_eq!(
                                 found, expected,
                                 "{ranges:?} {window:?} {tiles:?}: q {i} tile {tile}, k {r} tile {t} entry {entry}"
