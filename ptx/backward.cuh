@@ -72,12 +72,12 @@ __device__ __forceinline__ void load_stats(const BackwardParams& p, u32 to, u32 
 template <int MT, int NT>
 __device__ __forceinline__ void general_gradients(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const Score& score,
                                                   const Tensor& slopes, u32 head, const Run& run, u32 row,
-                                                  const Run& partner, u32 first) {
+                                                  const Run& partner, const Band& band, u32 first) {
     if (score.flags & SCORE_GENERAL) {
         general_scores<true>(s, g, score);
         if (slopes.ptr) {
             const float slope = *(const float*)(slopes.ptr + head * slopes.head);
-            alibi(s, run, row, partner, first, slope * LOG2E);
+            alibi(s, run, row, partner, band, first, slope * LOG2E);
         }
     }
 }
@@ -85,12 +85,12 @@ __device__ __forceinline__ void general_gradients(float (&s)[MT][NT][4], float (
 // From q k and do v to p and ds, but for the exponent.
 template <int MT, int NT>
 __device__ __forceinline__ void shape_gradients(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const Score& score,
-                                                const Tensor& slopes, u32 head, const Window& window, const Run& run,
-                                                u32 row, const Run& partner, u32 first, bool full) {
-    general_gradients(s, g, score, slopes, head, run, row, partner, first);
+                                                const Tensor& slopes, u32 head, const Run& run, u32 row,
+                                                const Run& partner, const Band& band, u32 first, bool full) {
+    general_gradients(s, g, score, slopes, head, run, row, partner, band, first);
     if (!full) {
-        mask(s, minus_infinity(), window, run, row, partner, first);
-        mask(g, 0.0f, window, run, row, partner, first);
+        mask(s, minus_infinity(), band, run, row, partner, first);
+        mask(g, 0.0f, band, run, row, partner, first);
     }
 }
 
@@ -112,9 +112,8 @@ struct BackwardQueries {
 
     static __device__ __forceinline__ void tile(const BackwardParams& p, volatile Control& control, u32 sq, u32 item) {
         const u32 sdo = sq + BM * D * 2, skv = sdo + BM * DV * 2;
-        const Window window = {p.score.left, p.score.right};
-        const Partners side = {p.keys, p.partners, &p.k, &p.v};
-        if (threadIdx.x < 32) control.template begin_queries<BM, BN>(p, item, window, side);
+        const Partners side = {p.keys, p.partners, p.bands, &p.k, &p.v};
+        if (threadIdx.x < 32) control.template begin_queries<BM, BN>(p, item, side);
         __syncthreads();
         volatile const Own& own = control.own;
         load_tile<BM, D, THREADS>(sq, p.q.ptr + own.head * p.q.head + own.row * p.q.token, (int)p.q.token,
@@ -141,7 +140,7 @@ struct BackwardQueries {
             copy_commit();
             copy_wait<STAGES - 1>();
             __syncthreads();
-            if (threadIdx.x < 32) control.template prepare<BN>(at, window, side);
+            if (threadIdx.x < 32) control.template prepare<BN>(at, side);
             __syncwarp();
 
             const u32 sk = skv + stage, sv = sk + BN * D * 2;
@@ -160,8 +159,9 @@ struct BackwardQueries {
                     g[r / 2][n][r % 2 * 2 + 1] -= delta;
                 }
             }
-            shape_gradients(s, g, p.score, p.alibi_slopes, own.head, window, p.queries[own.run], own.first + row,
-                            p.keys[step.run], step.first, step.full);
+            const Pair pair = p.partners[step.pair];
+            shape_gradients(s, g, p.score, p.alibi_slopes, own.head, p.queries[own.run], own.first + row, p.keys[pair.run],
+                            p.bands[pair.band], step.first, step.full);
 #pragma unroll
             for (int r = 0; r < 2 * MT; ++r) {
                 const float base = load_shared(stats + (row + r * 8) * 4);
@@ -218,9 +218,7 @@ struct BackwardKeys {
 
     static __device__ __forceinline__ void tile(const BackwardParams& p, volatile Control& control, u32 sk, u32 item) {
         const u32 sv = sk + BN * D * 2, sqs = sv + BN * DV * 2;
-        // Seen from the key, the window is the other way round.
-        const Window window = {p.score.right, p.score.left};
-        const Partners side = {p.queries, p.partners, &p.q, &p.d_o};
+        const Partners side = {p.queries, p.partners, p.bands, &p.q, &p.d_o};
         if (threadIdx.x < 32) {
             if (threadIdx.x == 0) {
                 const u32 heads = p.per_q_head ? p.heads.q_heads : p.heads.kv_heads;
@@ -229,10 +227,10 @@ struct BackwardKeys {
                 const Run& key = p.keys[work.run];
                 const Group group = group_of(p, head);
                 describe(control.own, key, work, BN, head, group.kv_head);
-                control.sweep.start(key.begin, key.end, group.begin, group.end, control.own, window, side);
+                control.sweep.start(key.begin, key.end, group.begin, group.end, control.own, side);
             }
             __syncwarp();
-            control.sweep.template fill<BM>(control.steps, control.own, window, side);
+            control.sweep.template fill<BM>(control.steps, control.own, side);
         }
         __syncthreads();
         volatile const Own& own = control.own;
@@ -261,7 +259,7 @@ struct BackwardKeys {
             copy_commit();
             copy_wait<STAGES - 1>();
             __syncthreads();
-            if (threadIdx.x < 32) control.template prepare<BM>(at, window, side);
+            if (threadIdx.x < 32) control.template prepare<BM>(at, side);
             __syncwarp();
 
             const u32 sq = sqs + stage, sdo = sq + BM * D * 2, stats = sqs + stage + STAGE_TILES;
@@ -286,8 +284,9 @@ struct BackwardKeys {
                         }
                     }
                 }
-                shape_gradients(s, g, p.score, p.alibi_slopes, step.head, window, p.keys[own.run],
-                                own.first + warp_row() + (fresh_thread() & 31) / 4, p.queries[step.run],
+                const Pair pair = p.partners[step.pair];
+                shape_gradients(s, g, p.score, p.alibi_slopes, step.head, p.keys[own.run],
+                                own.first + warp_row() + (fresh_thread() & 31) / 4, p.queries[pair.run], p.bands[pair.band],
                                 step.first + sub, step.full);
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {

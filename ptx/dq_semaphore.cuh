@@ -7,8 +7,10 @@
 // the same run; only a run's first tile that meets these rows has to look through the other runs.
 //
 // Both sides must agree on which tiles meet, or a block waits for one that never comes. So there is one test, and it is
-// symmetric: tiles meet when the last q row reaches the first key and the last key reaches the first q row. Stripes leave
-// gaps in which a pair meets though no row of it does. `dq_semaphore.rs` of the host holds the same test and proves it.
+// symmetric: of each tile, as much as the band has rows for; these meet when the last q row reaches the first key and the last key
+// reaches the first q row. Stripes leave gaps in which a pair meets though no row of it does. `dq_semaphore.rs` of the host holds the
+// same test and proves it. A list may name a run several times, under different bands: a block adds to such a tile of q rows once for
+// each band under which they meet, waits before the first of these, and lets the successor go on behind the last.
 //
 // No block waits for one that has not begun: items are taken one by one from a list in which a tile comes after all that it
 // may wait for, so the earliest unfinished one waits for none. How many blocks run at a time does not matter.
@@ -36,11 +38,18 @@ __device__ __forceinline__ Span tiles_met(const Run& run, i64 low, i64 high, u32
     return span;
 }
 
+// The same of a run of partners: those that an own tile at `lowest..=highest` meets under a band.
+__device__ __forceinline__ Span tiles_met(const Run& run, const Band& band, i64 lowest, i64 highest, u32 size) {
+    const Reach met(band, lowest, highest);
+    if (met.first > met.last) return {0, 0};
+    return tiles_met(run, met.first, met.last, size);
+}
+
 // One tile of q rows for one head (or for several, which share it), and when to add to its dq. Kept small: several lie in shared
 // memory, where there is little left.
 struct DqStep {
     i64 row;               // its first row in the tensor
-    u32 run;
+    u32 pair;              // entry of the list of q runs: its run, and the band
     u32 first;             // its first row in the run
     u32 head;
     u32 semaphore;         // which word
@@ -54,6 +63,9 @@ struct DqStep {
 // Of a step: all its rows meet all own rows, so that no mask is needed; dq holds something already; the own number is to be
 // stored in the word (not when the block comes back to the same tile).
 enum : u32 { DQ_FULL = 1, DQ_ADD = 2, DQ_PASSES = 4 };
+
+// Of two tiles: they have met under another band, or will.
+enum : u32 { MET_BEFORE = 1, MET_BEHIND = 2 };
 
 // What a semaphore holds at the moment. It orders nothing: a thread that finds what it waits for goes on to `wait_semaphore`.
 __device__ __forceinline__ u32 poll_semaphore(const u32* semaphore) {
@@ -153,14 +165,16 @@ struct Round {
         while (tile == tile_begin && next != begin) {
             const u32 entry = next - 1;
             next = entry;
-            run = p.call.partners[entry];
-            again = entry + 1 < end && p.call.partners[entry + 1] == run;
-            more = entry > begin && p.call.partners[entry - 1] == run;
+            const Pair pair = p.call.partners[entry];
+            run = pair.run;
+            again = entry + 1 < end && p.call.partners[entry + 1].run == run;
+            more = entry > begin && p.call.partners[entry - 1].run == run;
             const Run& partner = p.call.queries[run];
-            const i64 low = tile_of.lowest - p.call.score.right, high = tile_of.highest + p.call.score.left;
-            full_begin = rows_below(partner, tile_of.highest - p.call.score.right - partner.pos);
-            full_end = rows_below(partner, tile_of.lowest + p.call.score.left + 1 - partner.pos);
-            const Span span = tiles_met(partner, low, high, size);
+            const Band& band = p.call.bands[pair.band];
+            const FullReach full(band, tile_of.lowest, tile_of.highest);
+            full_begin = rows_below(partner, full.first - partner.pos);
+            full_end = rows_below(partner, full.last + 1 - partner.pos);
+            const Span span = tiles_met(partner, band, tile_of.lowest, tile_of.highest, size);
             tile = span.begin < span.end ? span.end : 0;
             tile_begin = span.begin < span.end ? span.begin : 0;
             if (SHARES) {
@@ -181,38 +195,64 @@ struct Round {
                                          const FusedParams& p) {
         const Run& partner = p.call.queries[run];
         const u32 first = met * BM, rows = partner.len - first < BM ? partner.len - first : BM;
-        u32 after = 0;
-        if (!again) {
-            const Run& own = p.call.keys[tile_of.run];
-            const i64 low = partner.pos + run_offset(partner, first) - p.call.score.left;
-            const i64 high = partner.pos + run_offset(partner, first + rows - 1) + p.call.score.right;
-            const bool leads = tile_of.first / BN == rows_below(own, low - own.pos) / BN;
-            after = leads ? last_before<BN>(partner, low, high, tile_of.run, p) : number - 1;
-        }
+        // Written as soon as it is known: there are few registers.
         out.row = partner.row + first;
-        out.run = run;
+        out.pair = next;
         out.first = first;
         out.head = for_head;
         out.semaphore = (p.query_tiles[run] + met) * p.call.heads.q_heads + for_head;
-        out.after = after;
         out.rows = rows;
-        const bool full = rows == BM && tile_of.rows == BN && first >= full_begin && first + BM <= full_end;
-        const bool add = again || after != 0 || partner.mode == MODE_MERGE || partner.mode == MODE_LAST;
-        out.flags = (full ? DQ_FULL : 0) | (add ? DQ_ADD : 0) | (more ? 0 : DQ_PASSES);
+        u32 flags = rows == BM && tile_of.rows == BN && first >= full_begin && first + BM <= full_end ? DQ_FULL : 0;
+        if (partner.mode == MODE_MERGE || partner.mode == MODE_LAST) flags |= DQ_ADD;
+        const i64 lowest = partner.pos + run_offset(partner, first), highest = partner.pos + run_offset(partner, first + rows - 1);
+        u32 others = 0;
+        if (again || more) others = other_meetings(lowest, highest, tile_of, p);
+        if (!(others & MET_BEHIND)) flags |= DQ_PASSES;
+        out.flags = flags | (others & MET_BEFORE ? DQ_ADD : 0);
+        out.after = 0;
+        if (others & MET_BEFORE) return;
+        const Run& own = p.call.keys[tile_of.run];
+        // The two meet, so the own tile is one of those in reach; is it the first?
+        const i64 low = first_in_reach(p.query_bands[p.call.partners[next].band], lowest);
+        u32 after = number - 1;
+        if (tile_of.first / BN == rows_below(own, low - own.pos) / BN)
+            after = last_before<BN>(partner, lowest, highest, tile_of.run, again || more ? tile_of.first / BN : 0, p);
+        if (after == 0) return;
+        out.after = after;
+        out.flags = flags | DQ_ADD;
     }
 
-    // The number (plus one) of the last tile that adds to these rows of a q run before any of k run `run` does, 0 when there
+    // Whether the own tile has met, or will meet, rows of the current run at `lowest..=highest` under other bands that the list has for
+    // it: those behind the current entry come before it.
+    __device__ __forceinline__ u32 other_meetings(i64 lowest, i64 highest, volatile const Own& tile_of, const FusedParams& p) const {
+        u32 at = next, found = 0;
+        while (at > begin && p.call.partners[at - 1].run == run) --at;
+        for (; at < end; ++at) {
+            const Pair pair = p.call.partners[at];
+            if (pair.run != run) break;
+            const Reach met(p.call.bands[pair.band], tile_of.lowest, tile_of.highest);
+            if (at != next && met.first <= met.last && met.first <= highest && lowest <= met.last)
+                found |= at > next ? MET_BEFORE : MET_BEHIND;
+        }
+        return found;
+    }
+
+    // The number (plus one) of the last tile that adds to these rows of a q run before tile `tile` of k run `run` does, 0 when there
     // is none.
     template <int BN>
-    static __device__ __forceinline__ u32 last_before(const Run& query, i64 low, i64 high, u32 run, const FusedParams& p) {
+    static __device__ __forceinline__ u32 last_before(const Run& query, i64 lowest, i64 highest, u32 run, u32 tile,
+                                                      const FusedParams& p) {
         u32 number = 0, best = 0;
         // Lists mostly grow, so that the first one found from the end stays the best.
         for (u32 at = query.end; at > query.begin; --at) {
-            const u32 r = p.keys_of[at - 1];
-            if (r >= run || (number != 0 && r <= best)) continue;
-            const Span span = tiles_met(p.call.keys[r], low, high, BN);
-            if (span.begin < span.end) {
-                number = p.key_tiles[r] + span.end;
+            const Pair pair = p.keys_of[at - 1];
+            const u32 r = pair.run;
+            if (r > run || (r == run && tile == 0) || (number != 0 && r < best)) continue;
+            const Span span = tiles_met(p.call.keys[r], p.query_bands[pair.band], lowest, highest, BN);
+            const u32 last = r == run && tile < span.end ? tile : span.end;
+            if (span.begin < last) {
+                const u32 found = p.key_tiles[r] + last;
+                number = found > number ? found : number;
                 best = r;
             }
         }

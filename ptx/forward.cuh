@@ -39,9 +39,8 @@ struct Forward {
 
     static __device__ __forceinline__ void tile(const ForwardParams& p, volatile Control& control, u32 sq, u32 sk,
                                                 u32 sv, u32 item) {
-        const Window window = {p.score.left, p.score.right};
-        const Partners side = {p.keys, p.partners, &p.k, &p.v};
-        if (threadIdx.x < 32) control.template begin_queries<BM, BN>(p, item, window, side);
+        const Partners side = {p.keys, p.partners, p.bands, &p.k, &p.v};
+        if (threadIdx.x < 32) control.template begin_queries<BM, BN>(p, item, side);
         __syncthreads();
         volatile const Own& own = control.own;
         load_tile<BM, D, THREADS>(sq, p.q.ptr + own.head * p.q.head + own.row * p.q.token, (int)p.q.token,
@@ -64,13 +63,13 @@ struct Forward {
             __syncthreads();
             load_keys<DV>(sv, step.b, p.v, step, p.heads.value);
             copy_commit();
-            if (threadIdx.x < 32) control.template prepare<BN>(at, window, side);
+            if (threadIdx.x < 32) control.template prepare<BN>(at, side);
             __syncwarp();
 
             float s[MT][NT][4];
             clear(s);
             multiply_rows<T, MT, NT, D>(s, walk_a<D>(sq, warp_row()), walk_b<D>(sk));
-            shape(s, p, window, control.own, step);
+            shape(s, p, control.own, step);
             at = Control::after(at);
 
             copy_wait<0>();
@@ -98,18 +97,21 @@ struct Forward {
     }
 
     // Everything between q k and the exponent.
-    static __device__ __forceinline__ void shape(float (&s)[MT][NT][4], const ForwardParams& p, const Window& window,
-                                                 volatile const Own& own, volatile const Step& step) {
+    static __device__ __forceinline__ void shape(float (&s)[MT][NT][4], const ForwardParams& p, volatile const Own& own,
+                                                 volatile const Step& step) {
         const u32 row = warp_row() + (fresh_thread() & 31) / 4;
         if (p.score.flags & SCORE_GENERAL) {
             general_scores<false>(s, s, p.score);
             if (p.alibi_slopes.ptr) {
                 const float slope = *(const float*)(p.alibi_slopes.ptr + own.head * p.alibi_slopes.head);
-                alibi(s, p.queries[own.run], own.first + row, p.keys[step.run], step.first, slope * LOG2E);
+                const Pair pair = p.partners[step.pair];
+                alibi(s, p.queries[own.run], own.first + row, p.keys[pair.run], p.bands[pair.band], step.first, slope * LOG2E);
             }
         }
-        if (!step.full)
-            mask(s, minus_infinity(), window, p.queries[own.run], own.first + row, p.keys[step.run], step.first);
+        if (!step.full) {
+            const Pair pair = p.partners[step.pair];
+            mask(s, minus_infinity(), p.bands[pair.band], p.queries[own.run], own.first + row, p.keys[pair.run], step.first);
+        }
     }
 
     // Turns scores into probabilities, and rescales what was summed before.

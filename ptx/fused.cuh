@@ -160,7 +160,6 @@ struct BackwardFused {
     static __device__ __forceinline__ void scores(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const FusedParams& p,
                                                   volatile const Control& control, volatile const DqStep& step,
                                                   u32 sk, u32 sq, u32 sdo, const Held& held, u32 stats, int sub) {
-        const Window window = {p.call.score.right, p.call.score.left};
         clear(s);
         multiply_rows<T, MT, NT, D>(s, walk_a<D>(sk, key_row()), walk_b<D>(sq + sub * D * 2));
         clear(g);
@@ -178,12 +177,14 @@ struct BackwardFused {
         }
         const u32 row = key_row() + (fresh_thread() & 31) / 4;
         const Run& key = p.call.keys[control.own.run];
-        const Run& query = p.call.queries[step.run];
-        general_gradients(s, g, p.call.score, p.call.alibi_slopes, step.head, key, control.own.first + row, query,
+        const Pair pair = p.call.partners[step.pair];
+        const Run& query = p.call.queries[pair.run];
+        const Band& band = p.call.bands[pair.band];
+        general_gradients(s, g, p.call.score, p.call.alibi_slopes, step.head, key, control.own.first + row, query, band,
                           step.first + sub);
         // Rows of the own tile past its end must not make ds either: lse of a q row may be anything.
         if (!(step.flags & DQ_FULL))
-            mask_gradients(s, g, window, key, control.own.first + row, (int)control.own.rows - (int)row, query,
+            mask_gradients(s, g, band, key, control.own.first + row, (int)control.own.rows - (int)row, query,
                            step.first + sub);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {

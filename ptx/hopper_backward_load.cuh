@@ -153,7 +153,7 @@ struct HopperBackwardLoad {
     template <int WIDTH>
     static __device__ __forceinline__ void load_queries(u32 to, const TensorMap& map, const TensorMap& shared_map, u32 span,
                                                         const BackwardParams& p, volatile const DqStep& step, u32 barrier) {
-        const Run& query = p.queries[step.run];
+        const Run& query = p.queries[p.partners[step.pair].run];
         if ((1u << step.token_bits) == BM)
             load_rows<BM, WIDTH>(to, map, span, query, step.first, query.len, step.head, barrier);
         else

@@ -94,19 +94,20 @@ struct HopperBackwardProducts {
 #pragma unroll
             for (int i = 0; i < 4; ++i) g[0][n][i] -= i & 1 ? delta.y : delta.x;
         }
-        const Window window = {p.score.right, p.score.left};
         const u32 row = group * 64 + warp_row() + lane() / 4, own_row = item.own.first + row;
         const Run& key = p.keys[item.own.run];
-        const Run& query = p.queries[step.run];
+        const Pair pair = p.partners[step.pair];
+        const Run& query = p.queries[pair.run];
+        const Band& band = p.bands[pair.band];
         if (p.score.flags & SCORE_GENERAL) {
             const Rows of(step);
 #pragma unroll
             for (int n = 0; n < NT; n += 2)
-                general_gradients(sixteen(s, n), sixteen(g, n), p.score, p.alibi_slopes, of.head(n), key, own_row, query, of.first(n));
+                general_gradients(sixteen(s, n), sixteen(g, n), p.score, p.alibi_slopes, of.head(n), key, own_row, query, band, of.first(n));
         }
         // Rows of the own tile past its end must not make ds either: lse of a q row may be anything.
         if (!(step.flags & DQ_FULL))
-            mask_gradients(s, g, window, key, own_row, (int)item.own.rows - (int)row, query, step.first, (1u << step.token_bits) - 1);
+            mask_gradients(s, g, band, key, own_row, (int)item.own.rows - (int)row, query, step.first, (1u << step.token_bits) - 1);
     }
 
     // Scores of 16 q rows, which are of one head also where heads share a step: from the n-th tile of eight columns on.

@@ -168,10 +168,11 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
     // store ds: two tiles of scores at a time, for want of registers.
     static __device__ __forceinline__ void shape_wide(Scores& s, const BackwardParams& p, volatile const Item& item,
                                                       volatile const DqStep& step, u32 group, u32 own_ds) {
-        const Window window = {p.score.right, p.score.left};
         const u32 row = group * 64 + warp_row() + lane() / 4;
         const Run& key = p.keys[item.own.run];
-        const Run& query = p.queries[step.run];
+        const Pair pair = p.partners[step.pair];
+        const Run& query = p.queries[pair.run];
+        const Band& band = p.bands[pair.band];
         const u32 own_row = item.own.first + row;
         if (p.score.flags & SCORE_GENERAL) {
             const typename Products::Rows of(step);
@@ -180,7 +181,7 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
                 float factors[1][2][4];
 #pragma unroll
                 for (int i = 0; i < 8; ++i) factors[0][i / 4][i % 4] = 1.0f;
-                general_gradients(Products::sixteen(s, n), factors, p.score, p.alibi_slopes, of.head(n), key, own_row, query,
+                general_gradients(Products::sixteen(s, n), factors, p.score, p.alibi_slopes, of.head(n), key, own_row, query, band,
                                   of.first(n));
                 if (!(p.score.flags & SCORE_SOFTCAP)) continue;
                 u32 packed[4];
@@ -191,7 +192,7 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
         if (step.flags & DQ_FULL) return;
         Scores unused;
         clear(unused);
-        mask_gradients(s, unused, window, key, own_row, (int)item.own.rows - (int)row, query, step.first, (1u << step.token_bits) - 1);
+        mask_gradients(s, unused, band, key, own_row, (int)item.own.rows - (int)row, query, step.first, (1u << step.token_bits) - 1);
     }
 
     // What p is multiplied by in such a step: dp less delta, times softcap's slope; 0 where p is, which may be masked.

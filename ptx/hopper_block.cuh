@@ -31,7 +31,8 @@ struct HopperBlock {
     struct Metadata {
         const Run* queries;
         const Run* runs;  // of keys
-        const u32* list;  // of each q run, its runs of keys
+        const Pair* list;  // of each q run, its runs of keys
+        const Band* bands;
         const Work* work;
         const Work* shared_work;
     };

@@ -100,23 +100,24 @@ struct HopperForward {
         }
     }
 
+    // The lane's first row in the run. Found where it is used: in a register it would be in the way of scores.
+    static __device__ __forceinline__ u32 lane_row(volatile const Item& item) {
+        return item.own.first + head_row(item) + (fresh_thread() & 31) / 4;
+    }
+
     static __device__ __forceinline__ void shape_scores(Scores& s, const ForwardParams& p, volatile const Item& item,
                                                         volatile const HopperStep& step, u32 flags) {
         volatile const Own& own = item.own;
-        const u32 row = head_row(item) + (fresh_thread() & 31) / 4;
         if (flags & STEP_GENERAL) {
             general_scores<false>(s, s, p.score);
             if (p.alibi_slopes.ptr) {
                 // Of a head that is there: the scores of the others are not used.
                 const u32 before = min(heads_before(item), item.heads - 1);
                 const float slope = *(const float*)(p.alibi_slopes.ptr + (own.head + before) * p.alibi_slopes.head);
-                alibi(s, *item.run, own.first + row, *step.run, step.first, slope * LOG2E);
+                alibi(s, *item.run, lane_row(item), *step.run, *step.band, step.first, slope * LOG2E);
             }
         }
-        if (flags & STEP_MASKED) {
-            const Window window = {p.score.left, p.score.right};
-            mask(s, minus_infinity(), window, *item.run, own.first + row, *step.run, step.first);
-        }
+        if (flags & STEP_MASKED) mask(s, minus_infinity(), *step.band, *item.run, lane_row(item), *step.run, step.first);
     }
 
     // Turns scores into probabilities, and says by how much what was summed before shrinks.

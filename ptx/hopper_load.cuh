@@ -28,7 +28,8 @@ struct HopperLoad {
     static __device__ __forceinline__ void find_metadata(volatile Metadata& metadata, const HopperForwardParams& p, u64 from) {
         metadata.queries = (const Run*)(from + (u64)p.call.queries);
         metadata.runs = (const Run*)(from + (u64)p.call.keys);
-        metadata.list = (const u32*)(from + (u64)p.call.partners);
+        metadata.list = (const Pair*)(from + (u64)p.call.partners);
+        metadata.bands = (const Band*)(from + (u64)p.call.bands);
         metadata.work = (const Work*)(from + (u64)p.work);
         metadata.shared_work = (const Work*)(from + (u64)p.shared.work);
     }
@@ -94,7 +95,6 @@ struct HopperLoad {
     static __device__ __forceinline__ void produce(const HopperMaps& maps, const HopperForwardParams& p, const Shared& at,
                                                    volatile Control& control) {
         const ForwardParams& call = p.call;
-        const Window window = {call.score.left, call.score.right};
         volatile const Metadata& side = control.metadata;
         const u32 general = call.score.flags & SCORE_GENERAL ? STEP_GENERAL : 0;
         const u32 shared_items = p.shared.tiles * p.shared.parts;
@@ -120,7 +120,7 @@ struct HopperLoad {
                 begin_single(item, control, p, at_item < p.shared.begin ? at_item : at_item - shared_items);
             const Run& query = control.metadata.queries[own.run];
             volatile Sweep<1>& sweep = control.sweep;
-            sweep.start(query.begin, query.end, own.partner, own.partner + 1, own, window, side);
+            sweep.start(query.begin, query.end, own.partner, own.partner + 1, own, side);
             item.run = &query;
             item.mode = query.mode;
             item.meets = sweep.row != sweep.row_end;
@@ -136,18 +136,19 @@ struct HopperLoad {
             if (takes()) control.next_item = next;
             if (CLUSTER > 1) pass_on(at, next, n);
             while (sweep.row != sweep.row_end) {
-                const u32 first = sweep.row, end = sweep.row_end, run = sweep.run;
+                const u32 first = sweep.row, end = sweep.row_end, pair = sweep.pair();
                 const bool whole = end - first >= BN && first >= sweep.full_begin && first + BN <= sweep.full_end;
                 if (end - first > BN)
                     sweep.row = first + BN;
                 else
-                    sweep.find(own, window, side);
+                    sweep.find(own, side);
                 const bool last = sweep.row == sweep.row_end;
-                const Run& keys = control.metadata.runs[run];
+                const Run& keys = side.runs[side.list[pair].run];
                 const u32 stage = position.stage(), free = position.parity() ^ 1;
                 barrier_wait(at.k_empty(stage), free);
                 volatile HopperStep& step = control.steps[stage];
                 step.run = &keys;
+                step.band = side.bands + side.list[pair].band;
                 step.first = first;
                 step.flags = general | (whole ? 0 : STEP_MASKED) | (last ? STEP_LAST : 0);
                 load_keys<WIDTH>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, own.partner, at.k_full(stage));

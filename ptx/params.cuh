@@ -38,6 +38,22 @@ struct Run {
     Divisor period;
 };
 
+// An entry of a list of partners: a run of the other side, and the band of the two runs.
+struct Pair {
+    u32 run;
+    u32 band;
+};
+
+// Which rows of an own run meet which rows of a partner, by position: those within `from..to` on either side, where the partner's
+// row lies at most `before` back and `after` ahead of the own one. The call's window is in it. Whatever meets nothing has no own
+// rows. A table has bands as one side sees them: own rows are those of q or those of k.
+struct Band {
+    i64 own_from, own_to;
+    i64 partner_from, partner_to;
+    i64 before, after;
+    i64 shift;  // ALiBi's distance is that of the positions, own less partner, less this
+};
+
 // One tile of work: the run, and its first row in that run. In the fused backward a `first` with the bit WORK_ZERO is a
 // tile of a q run that meets nothing, and is written with zeros.
 struct Work {
@@ -53,8 +69,6 @@ enum : u32 { SCORE_GENERAL = 1, SCORE_SOFTCAP = 2 };
 // How scores are made. The plain score keeps q·k as it is and folds `exp_scale` into the exponent. The general one
 // (softcap, ALiBi, a scale that is not a positive normal f32) turns q·k into base-2 units first, and `exp_scale` is then 1.
 struct Score {
-    i64 left;          // a key counts when q_pos - k_pos <= left
-    i64 right;         // and k_pos - q_pos <= right
     float exp_scale;   // of the exponent
     float scale_log2;  // scale * log2(e)
     float cap_in;      // 2 * log2(e) * scale / cap
@@ -78,7 +92,8 @@ struct ForwardParams {
     Tensor q, k, v, running, running_lse, o, lse, alibi_slopes, sinks;
     const Run* queries;
     const Run* keys;
-    const u32* partners;
+    const Pair* partners;
+    const Band* bands;
     const Work* work;
     Score score;
     Heads heads;
@@ -90,7 +105,8 @@ struct BackwardParams {
     Tensor q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes;
     const Run* queries;
     const Run* keys;
-    const u32* partners;
+    const Pair* partners;
+    const Band* bands;
     const Work* work;
     Score score;
     Heads heads;
@@ -98,12 +114,13 @@ struct BackwardParams {
     u32 accumulate;
 };
 
-// The backward in one kernel. `partners` of `call` are the q runs of each k run; `dq_semaphore` holds a word for each tile
+// The backward in one kernel. `partners` of `call` are the q runs of each k run, and its bands are those of keys; `dq_semaphore` holds a word for each tile
 // of q rows and q head, `key_semaphore` one for each tile of keys and head of dk, all zero before the launch, as is
 // `tile_counter`, the number of items that were taken.
 struct FusedParams {
     BackwardParams call;
-    const u32* keys_of;      // of each q run, its k runs
+    const Pair* keys_of;      // of each q run, its k runs
+    const Band* query_bands;  // as q rows see them
     const u32* query_tiles;  // of each q run, the tiles of all q runs before it
     const u32* key_tiles;    // of each k run, the tiles of all k runs before it
     u32* dq_semaphore;

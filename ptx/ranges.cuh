@@ -3,10 +3,10 @@
 //
 // A tile belongs to its own run and meets the rows of its partners. In every run positions grow with the row, so the
 // rows of a partner that one own row may meet are an interval: masks are two integers per row and partner tile, and the
-// rows that the whole tile may meet are an interval too. The same code serves both directions: a q tile walks over keys
-// (left, right), a k tile walks over queries (right, left).
+// rows that the whole tile may meet are an interval too: the band of the pair of runs says which. The same code serves both
+// directions: a q tile walks over keys by bands of q rows, a k tile walks over queries by bands of k rows.
 //
-// The host guarantees |position| < 2^61, windows clamped to 2^62, and that a run spans less than 2^32 positions.
+// The host guarantees |position| < 2^61, limits of bands clamped to 2^62, and that a run spans less than 2^32 positions.
 #pragma once
 #include "params.cuh"
 
@@ -51,7 +51,7 @@ struct Step {
     const char* a;       // its first row in the one tensor of the other side (k, or q), for its head
     const char* b;       // and in the other (v, or do)
     i64 row;             // in any tensor
-    u32 run;
+    u32 pair;            // entry of the partner list: its run, and the band
     u32 first;           // its first row in the run
     u32 head;
     unsigned char rows;  // 0 past the last tile
@@ -63,10 +63,33 @@ __device__ __forceinline__ u32 kv_head_of(const Heads& heads, u32 head) {
     return (heads.q_offset + head) / heads.group - heads.kv_offset;
 }
 
-// How far back and ahead a partner row may lie.
-struct Window {
-    i64 before;
-    i64 after;
+__device__ __forceinline__ i64 larger(i64 a, i64 b) { return a > b ? a : b; }
+__device__ __forceinline__ i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
+
+// The first and the last position of partners that own rows at `lowest..=highest` may meet under a band; none when first > last.
+struct Reach {
+    i64 first, last;
+    __device__ __forceinline__ Reach(const Band& band, i64 lowest, i64 highest) {
+        const i64 from = larger(lowest, band.own_from), to = smaller(highest, band.own_to - 1);
+        first = larger(from - band.before, band.partner_from);
+        last = smaller(to + band.after, band.partner_to - 1);
+        if (from > to) first = last + 1;
+    }
+};
+
+// The first of these where there is one.
+__device__ __forceinline__ i64 first_in_reach(const Band& band, i64 lowest) {
+    return larger(larger(lowest, band.own_from) - band.before, band.partner_from);
+}
+
+// The same of the rows that each own row meets: no rows where some own row meets none.
+struct FullReach {
+    i64 first, last;
+    __device__ __forceinline__ FullReach(const Band& band, i64 lowest, i64 highest) {
+        first = larger(highest - band.before, band.partner_from);
+        last = smaller(lowest + band.after, band.partner_to - 1);
+        if (lowest < band.own_from || highest >= band.own_to) first = last + 1;
+    }
 };
 
 __device__ __forceinline__ void describe(volatile Own& own, const Run& run, const Work& work, u32 size, u32 head,
@@ -82,10 +105,11 @@ __device__ __forceinline__ void describe(volatile Own& own, const Run& run, cons
     own.partner = partner;
 }
 
-// The other side: its runs, the list of those that are met, and both its tensors.
+// The other side: its runs, the list of those that are met, the bands, and both its tensors.
 struct Partners {
     const Run* runs;
-    const u32* list;
+    const Pair* list;
+    const Band* bands;
     const Tensor* a;
     const Tensor* b;
 };
@@ -101,10 +125,13 @@ struct Sweep {
     u32 row, row_end;          // rows of the current partner that are still to be met
     u32 full_begin, full_end;  // rows that every own row meets
 
-    // Lane 0's. Of the other side, only `runs` and `list` are read.
+    // The entry of the current partner.
+    __device__ __forceinline__ u32 pair() const volatile { return next - 1; }
+
+    // Lane 0's. Of the other side, only `runs`, `list` and `bands` are read.
     template <class Side>
     __device__ __forceinline__ void start(u32 from, u32 to, u32 head0, u32 head1, volatile const Own& own,
-                                          const Window& window, const Side& side) volatile {
+                                          const Side& side) volatile {
         begin = from;
         next = from;
         end = to;
@@ -112,12 +139,12 @@ struct Sweep {
         head_end = from < to ? head1 : head0;
         row = 0;
         row_end = 0;
-        find(own, window, side);
+        find(own, side);
     }
 
     // The next partner that has rows for us, if there is one: else none are left. Lane 0's.
     template <class Side>
-    __device__ __forceinline__ void find(volatile const Own& own, const Window& window, const Side& side) volatile {
+    __device__ __forceinline__ void find(volatile const Own& own, const Side& side) volatile {
         u32 first = 0, last = 0;
         while (first >= last) {
             if (next == end) {
@@ -130,14 +157,16 @@ struct Sweep {
             }
             const u32 at = next;
             next = at + 1;
-            const u32 r = side.list[at];
+            const u32 r = side.list[at].run;
             const Run& partner = side.runs[r];
-            const i64 lowest = own.lowest - partner.pos, highest = own.highest - partner.pos;
-            first = rows_below(partner, lowest - window.before);
-            last = rows_below(partner, highest + window.after + 1);
-            full_begin = rows_below(partner, highest - window.before);
-            full_end = rows_below(partner, lowest + window.after + 1);
+            const Band& band = side.bands[side.list[at].band];
             run = r;
+            const FullReach full(band, own.lowest, own.highest);
+            full_begin = rows_below(partner, full.first - partner.pos);
+            full_end = rows_below(partner, full.last + 1 - partner.pos);
+            const Reach met(band, own.lowest, own.highest);
+            first = rows_below(partner, met.first - partner.pos);
+            last = rows_below(partner, met.last + 1 - partner.pos);
         }
         row = first;
         row_end = last;
@@ -145,8 +174,7 @@ struct Sweep {
 
     // The whole warp's: the next BATCH tiles; those past the end have no rows.
     template <u32 SIZE>
-    __device__ __forceinline__ void fill(volatile Step* out, volatile const Own& own, const Window& window,
-                                         const Partners& side) volatile {
+    __device__ __forceinline__ void fill(volatile Step* out, volatile const Own& own, const Partners& side) volatile {
         const u32 lane = threadIdx.x & 31;
         u32 filled = 0;
         do {
@@ -159,7 +187,7 @@ struct Sweep {
             __syncwarp();
             if (lane == 0) {
                 row = row_end - row > some * SIZE ? row + some * SIZE : row_end;
-                if (row == row_end) find(own, window, side);
+                if (row == row_end) find(own, side);
             }
             __syncwarp();
         } while (filled < BATCH && row != row_end);
@@ -173,7 +201,7 @@ struct Sweep {
         out.a = side.a->ptr + head * side.a->head + at * side.a->token;
         out.b = side.b->ptr + head * side.b->head + at * side.b->token;
         out.row = at;
-        out.run = run;
+        out.pair = pair();
         out.first = first;
         out.head = head;
         out.rows = rows;
@@ -193,18 +221,17 @@ struct Control {
 
     // The first warp's: the tile of ROWS q rows that is item `item` of a call, and its first steps.
     template <u32 ROWS, u32 SIZE, class Params>
-    __device__ __forceinline__ void begin_queries(const Params& p, u32 item, const Window& window,
-                                                  const Partners& side) volatile {
+    __device__ __forceinline__ void begin_queries(const Params& p, u32 item, const Partners& side) volatile {
         if (threadIdx.x == 0) {
             const u32 head = item % p.heads.q_heads;
             const Work work = p.work[item / p.heads.q_heads];
             const Run& query = p.queries[work.run];
             const u32 kv_head = kv_head_of(p.heads, head);
             describe(own, query, work, ROWS, head, kv_head);
-            sweep.start(query.begin, query.end, kv_head, kv_head + 1, own, window, side);
+            sweep.start(query.begin, query.end, kv_head, kv_head + 1, own, side);
         }
         __syncwarp();
-        sweep.template fill<SIZE>(steps, own, window, side);
+        sweep.template fill<SIZE>(steps, own, side);
     }
 
     static __device__ __forceinline__ u32 after(u32 at) { return at + 1 == STEPS ? 0 : at + 1; }
@@ -212,8 +239,7 @@ struct Control {
     // The first warp's, in step `at`, once no thread is in the step before any more: that was the last one to look at the
     // other half, which is filled here. Its first tile is looked at in the last step of this half.
     template <u32 SIZE>
-    __device__ __forceinline__ void prepare(u32 at, const Window& window, const Partners& side) volatile {
-        if (at == 1 || at == BATCH + 1)
-            sweep.template fill<SIZE>(steps + (at == 1 ? BATCH : 0), own, window, side);
+    __device__ __forceinline__ void prepare(u32 at, const Partners& side) volatile {
+        if (at == 1 || at == BATCH + 1) sweep.template fill<SIZE>(steps + (at == 1 ? BATCH : 0), own, side);
     }
 };

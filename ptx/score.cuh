@@ -6,6 +6,7 @@
 #pragma once
 #include "mma.cuh"
 #include "ranges.cuh"
+#include "tile.cuh"
 
 // Scores in base-2 units: softcap, else the plain scale. With FACTOR, multiplies `grad` by the softcap's slope.
 template <bool FACTOR, int MT, int NT>
@@ -32,11 +33,11 @@ __device__ __forceinline__ void general_scores(float (&s)[MT][NT][4], float (&gr
     }
 }
 
-// Subtracts slope * distance.
+// Subtracts slope * distance. Where the distance does not fit in an int, the host has made sure that the mask forbids.
 template <int MT, int NT>
-__device__ __forceinline__ void alibi(float (&s)[MT][NT][4], const Run& run, u32 own_first,
-                                      const Run& partner, u32 first, float slope_log2) {
-    int shift = (int)(run.pos - partner.pos);
+__device__ __forceinline__ void alibi(float (&s)[MT][NT][4], const Run& run, u32 own_first, const Run& partner, const Band& band,
+                                      u32 first, float slope_log2) {
+    int shift = (int)(run.pos - partner.pos - band.shift);
     int t = threadIdx.x & 3;
     int rel[2 * MT];
 #pragma unroll
@@ -56,25 +57,36 @@ __device__ __forceinline__ void alibi(float (&s)[MT][NT][4], const Run& run, u32
         }
 }
 
-// The interval of the columns that own row `row` meets.
-__device__ __forceinline__ void allowed(int& low, int& high, const Window& window, const Run& run, u32 row,
-                                        const Run& partner, u32 first) {
-    i64 here = run.pos + run_offset(run, row) - partner.pos;
-    low = (int)rows_below(partner, here - window.before) - (int)first;
-    high = (int)rows_below(partner, here + window.after + 1) - (int)first;
+// The ends of the intervals of columns that own rows meet, of the thread's rows 2 m and 2 m + 1 (their first is `row`): the four lanes of
+// a quad have the same rows, and each finds one end of one row.
+__device__ __forceinline__ int own_end(const Band& band, const Run& run, u32 row, const Run& partner, u32 first) {
+    const u32 lane = fresh_thread();
+    const bool upper = lane & 1;
+    const i64 here = run.pos + run_offset(run, row + (lane & 2) * 4);
+    const i64 end = upper ? smaller(here + band.after + 1, band.partner_to) : larger(here - band.before, band.partner_from);
+    const int column = (int)rows_below(partner, end - partner.pos) - (int)first;
+    // A row that the band has nothing for meets no column before the first.
+    return upper && (here < band.own_from || here >= band.own_to) ? 0 : column;
+}
+
+// What the quad's lane for row `h` (0 or 1) has found: the first column, and one past the last.
+__device__ __forceinline__ void allowed(int& low, int& high, int end, int h) {
+    low = __shfl_sync(~0u, end, 2 * h, 4);
+    high = __shfl_sync(~0u, end, 2 * h + 1, 4);
 }
 
 // Writes `value` wherever the mask forbids.
 template <int MT, int NT>
-__device__ __forceinline__ void mask(float (&s)[MT][NT][4], float value, const Window& window, const Run& run,
-                                     u32 own_first, const Run& partner, u32 first) {
+__device__ __forceinline__ void mask(float (&s)[MT][NT][4], float value, const Band& band, const Run& run, u32 own_first,
+                                     const Run& partner, u32 first) {
     int t = threadIdx.x & 3;
 #pragma unroll
-    for (int m = 0; m < MT; ++m)
+    for (int m = 0; m < MT; ++m) {
+        const int end = own_end(band, run, own_first + m * 16, partner, first);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             int low, high;
-            allowed(low, high, window, run, own_first + (2 * m + h) * 8, partner, first);
+            allowed(low, high, end, h);
             low -= 2 * t;
             high -= 2 * t;
 #pragma unroll
@@ -85,21 +97,27 @@ __device__ __forceinline__ void mask(float (&s)[MT][NT][4], float value, const W
                     s[m][n][2 * h + e] = keep ? s[m][n][2 * h + e] : value;
                 }
         }
+    }
 }
 
 // The mask of both scores and their gradients, in one pass; own rows from `rows` on are past the end and meet nothing. Where
 // several heads share the columns, `tokens` is one less than the columns of each, a power of two: each begins with row `first`.
 template <int MT, int NT>
-__device__ __forceinline__ void mask_gradients(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const Window& window,
+__device__ __forceinline__ void mask_gradients(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const Band& band,
                                                const Run& run, u32 own_first, int rows, const Run& partner, u32 first,
                                                u32 tokens = ~0u) {
     const int t = threadIdx.x & 3;
     int low[2 * MT], high[2 * MT];
 #pragma unroll
-    for (int r = 0; r < 2 * MT; ++r) {
-        allowed(low[r], high[r], window, run, own_first + r * 8, partner, first);
-        low[r] -= 2 * t;
-        high[r] = r * 8 < rows ? high[r] - 2 * t : low[r];
+    for (int m = 0; m < MT; ++m) {
+        const int end = own_end(band, run, own_first + m * 16, partner, first);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int r = 2 * m + h;
+            allowed(low[r], high[r], end, h);
+            low[r] -= 2 * t;
+            high[r] = r * 8 < rows ? high[r] - 2 * t : low[r];
+        }
     }
 #pragma unroll
     for (int n = 0; n < NT; ++n)

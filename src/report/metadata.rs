@@ -9,7 +9,7 @@
 use alloc::collections::BTreeSet;
 
 use crate::{
-    call::Ranges,
+    call::{Band, Ranges},
     plan::Plan,
     schedule::{OpKind, Schedule, expand::Expansion},
 };
@@ -18,6 +18,10 @@ use crate::{
 pub(crate) const RUN: u64 = 56;
 /// Bytes of a tile of work.
 pub(crate) const WORK: u64 = 8;
+/// Bytes of an entry of a list of partners.
+pub(crate) const PARTNER: u64 = 8;
+/// Bytes of a band, as one side sees it.
+pub(crate) const BAND: u64 = 56;
 /// Bytes of a block of a transform.
 pub(crate) const BLOCK: u64 = 104;
 /// Bytes of a source of a block.
@@ -33,8 +37,8 @@ pub(crate) const SHARED_ROWS: u32 = 16;
 pub(crate) const SHORT_ROWS: u32 = 1024;
 /// Rows of the pieces that a longer range is cut into first, by each of the two kernels.
 const STRETCHES: [u32; 2] = [128, 192];
-/// Upper bound on the padding of one call's lists: eleven lists, each padded to a multiple of 16 bytes.
-const PADDING: u64 = 11 * 16;
+/// Upper bound on the padding of one call's lists: thirteen lists, each padded to a multiple of 16 bytes.
+const PADDING: u64 = 13 * 16;
 
 fn tiles(lens: impl Iterator<Item = u32>) -> u64 {
     lens.map(|len| u64::from(len).div_ceil(TILE_ROWS)).sum()
@@ -53,11 +57,15 @@ fn attention(r: &Ranges<'_>, is_shared: bool, (q_heads, key_heads): (u64, u64)) 
     let (q, k) = (tiles(r.q.iter().map(|q| q.range.len)), tiles(r.k.iter().map(|k| k.len)));
     let shared: u64 = if is_shared { r.q.iter().map(|q| u64::from(shared_tiles(q.range.len))).sum() } else { 0 };
     let met: u64 = r.q.iter().map(|q| u64::from(q.keys_end - q.keys_begin)).sum();
-    let (q_runs, k_runs) = (r.q.len() as u64, r.k.len() as u64);
     let backward = u64::from(q_heads > 0);
+    // A backward cuts off rows that no band reads: at each pair, once before and once behind on either side.
+    let cut = if r.bands.iter().any(|band| *band != Band::WHOLE) { 2 * backward * met } else { 0 };
+    let (q, k) = (q + cut, k + cut);
+    let (q_runs, k_runs) = (r.q.len() as u64 + cut, r.k.len() as u64 + cut);
     let runs = (q_runs + k_runs) * (RUN + 4) + backward * k_runs * 4;
+    let bands = (1 + backward) * r.bands.len() as u64 * BAND;
     let work = (2 * q + shared + (1 + backward) * k) * WORK;
-    let lists = runs + r.pairs.len() as u64 * 4 + met * 4 + work + PADDING;
+    let lists = runs + bands + (r.pairs.len() as u64 + met) * PARTNER + work + PADDING;
     (lists, (1 + q * q_heads + k * key_heads) * 4 + PADDING)
 }
 

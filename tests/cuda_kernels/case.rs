@@ -4,7 +4,8 @@
 //! Rows that belong to no range, and columns between one token and the next, hold NaN: whatever reads a neighbour
 //! shows.
 
-use cpattn::call::{Range, Score};
+use crate::dense;
+use cpattn::call::{Band, Range, Score};
 use cpattn::kernel::reference::{Attention, Gradient, Output};
 use cpattn::{Dtype, Element};
 use half::{bf16, f16};
@@ -20,12 +21,21 @@ pub enum Cut {
     Striped(usize, u32),
 }
 
+/// A band between a document of q and one of k.
+#[derive(Clone, Copy, Debug)]
+pub struct Slice {
+    pub documents: (u32, u32),
+    pub band: Band,
+}
+
 #[derive(Clone, Debug)]
 pub struct Case {
     pub name: &'static str,
     pub dtype: Dtype,
     /// q tokens, k tokens and the position of the first q token of each document.
     pub documents: Vec<(usize, usize, i64)>,
+    /// What attends to what, in the place of each document to itself; empty for that. Tokens in no pair hold NaN.
+    pub slices: Vec<Slice>,
     pub heads: usize,
     pub kv_heads: usize,
     /// The q heads that the call holds.
@@ -81,6 +91,7 @@ impl Case {
             name,
             dtype,
             documents: vec![(70, 70, 0)],
+            slices: vec![],
             heads: 2,
             kv_heads: 1,
             held: 0..2,
@@ -100,6 +111,23 @@ impl Case {
             per_q_head: false,
             accumulate: false,
         }
+    }
+
+    /// Whether each token of q and of k is in some pair. Without slices all count.
+    pub fn is_read(&self) -> [Vec<bool>; 2] {
+        let mut read = [vec![self.slices.is_empty(); self.q_tokens()], vec![self.slices.is_empty(); self.k_tokens()]];
+        if !self.slices.is_empty() {
+            for (t, keys) in dense::pairs(self).iter().enumerate() {
+                read[0][t] = !keys.is_empty();
+                keys.iter().for_each(|&(s, _)| read[1][s] = true);
+            }
+        }
+        read
+    }
+
+    /// The bands of the calls.
+    pub fn bands(&self) -> Vec<Band> {
+        if self.slices.is_empty() { vec![Band::WHOLE] } else { self.slices.iter().map(|s| s.band).collect() }
     }
 
     /// The kv heads that the held q heads read.
@@ -176,13 +204,20 @@ impl Numbers {
             out: Output { o: vec![], lse: vec![] },
             gradient: none(),
         };
-        numbers.out = numbers.with(case, |attention| attention.forward());
-        numbers.gradient = numbers.backward(case, &numbers.d_o);
+        if case.slices.is_empty() {
+            numbers.out = numbers.with(case, |attention| attention.forward());
+            numbers.gradient = numbers.backward(case, &numbers.d_o);
+        } else {
+            (numbers.out, numbers.gradient) = dense::attention(case, &numbers, &numbers.d_o);
+        }
         numbers
     }
 
     /// The gradients for another gradient of o.
     pub fn backward(&self, case: &Case, d_o: &[f64]) -> Gradient {
+        if !case.slices.is_empty() {
+            return dense::attention(case, self, d_o).1;
+        }
         self.with(case, |attention| attention.backward(d_o, &self.out))
     }
 

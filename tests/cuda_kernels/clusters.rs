@@ -14,7 +14,7 @@ use cpattn::call::Score;
 use cpattn::kernel::cuda::{Cuda, Family};
 use cpattn::{Dtype, Error};
 
-const VARIABLE: &str = "CPATTN_CUDA_CLUSTER";
+pub const VARIABLE: &str = "CPATTN_CUDA_CLUSTER";
 const ASKED: &[(&str, &str)] = &[(VARIABLE, "1")];
 
 /// Head dims of the one shape that has a kernel for clusters.
@@ -22,7 +22,7 @@ const DIMS: (usize, usize) = (128, 128);
 
 /// A device whose calls take clusters, and the same without them; none where there are no clusters, which the
 /// variable's refusal has to say. Only in a process with one test, in which the variable asks for clusters.
-fn devices() -> Option<[Device; 2]> {
+pub fn devices() -> Option<[Device; 2]> {
     let with = Cuda::new(0);
     // SAFETY: this process runs one test, and no other thread of it reads or writes the environment meanwhile.
     unsafe { std::env::remove_var(VARIABLE) };

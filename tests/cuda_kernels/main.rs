@@ -10,6 +10,7 @@ mod blocks;
 mod captured;
 mod case;
 mod clusters;
+mod dense;
 mod device;
 #[path = "../common/driver.rs"]
 mod driver;
@@ -23,6 +24,7 @@ mod repeated;
 mod run;
 mod sections;
 mod shared_tiles;
+mod slices;
 mod turns;
 
 use case::{Case, Cut};

@@ -6,7 +6,7 @@ use crate::case::{decode, encode, random};
 use crate::device::{Device, Memory, emulated_count};
 use crate::hopper::alone;
 use cpattn::Dtype;
-use cpattn::call::{Attend, AttendBackward, Band, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, AttendBackward, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::{call::RawStream, kernel::cuda::Staging};
 use cudarc::driver::sys;
 
@@ -116,7 +116,7 @@ impl Tensors {
 
 const SCORE: Score = Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: 0 };
 
-fn ranges(lens: &[u32]) -> (Vec<QRange>, Vec<Range>, Vec<u32>) {
+fn ranges(lens: &[u32]) -> (Vec<QRange>, Vec<Range>, Vec<Pair>) {
     assert_eq!(lens.iter().sum::<u32>() as usize, TOKENS);
     let mut row = 0;
     let k: Vec<Range> = (0..)
@@ -130,7 +130,7 @@ fn ranges(lens: &[u32]) -> (Vec<QRange>, Vec<Range>, Vec<u32>) {
         .zip(&k)
         .map(|(i, &range)| QRange { range, document: [0; 2], keys_begin: i, keys_end: i + 1, mode: Mode::Only })
         .collect();
-    (q, k, (0..lens.len() as u32).collect())
+    (q, k, (0..lens.len() as u32).map(Pair::of).collect())
 }
 
 /// With documents of no tokens, so that lists do not fit into a kernel's parameters.

@@ -7,9 +7,7 @@
 use crate::case::{Case, Numbers, Side, decode, encode};
 use crate::device::{Device, Memory};
 use cpattn::Dtype;
-use cpattn::call::{
-    Attend, AttendBackward, Band, Delta, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor,
-};
+use cpattn::call::{Attend, AttendBackward, Delta, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor};
 
 /// Elements between the end of a token and the next one.
 const GAP: usize = 8;
@@ -104,7 +102,12 @@ fn ring_steps(case: &Case, q: &Side, k: &Side) -> Vec<RingStep> {
                 .enumerate()
                 .map(|(i, &range)| {
                     let begin = pairs.len() as u32;
-                    pairs.extend((0..keys.len() as u32).filter(|&i| keys[i as usize].doc == range.doc).map(Pair::of));
+                    for (k, key) in (0..).zip(&keys) {
+                        let documents = (range.doc, key.doc);
+                        let bands = (0..).zip(&case.slices).filter(|(_, slice)| slice.documents == documents);
+                        pairs.extend(bands.map(|(band, _)| Pair { k, band }));
+                        pairs.extend((case.slices.is_empty() && key.doc == range.doc).then_some(Pair::of(k)));
+                    }
                     if case.shuffled && i % 2 == 1 {
                         pairs[begin as usize..].reverse();
                     }
@@ -134,8 +137,10 @@ pub fn tiles_met(case: &Case, (rows, keys): (usize, usize), shared: Option<Share
     let (mut tiles, mut some) = (0, 0);
     for step in ring_steps(case, &q_side, &k_side) {
         for q in &step.q {
-            let partners: Vec<&Range> =
-                step.pairs[q.keys_begin as usize..q.keys_end as usize].iter().map(|&k| &step.k[k as usize]).collect();
+            let partners: Vec<&Range> = step.pairs[q.keys_begin as usize..q.keys_end as usize]
+                .iter()
+                .map(|pair| &step.k[pair.k as usize])
+                .collect();
             let positions: Vec<i64> = (0..q.range.len).map(|i| q.range.position(i)).collect();
             let met = |tile: &[i64]| -> u64 {
                 let of = |k: &&Range| {
@@ -218,14 +223,18 @@ pub fn check(device: &Device, case: &Case) -> Found {
 
 fn run(device: &Device, case: &Case, gradients: bool) -> Found {
     println!("{} {} {}/{} {:?} {:?}", case.name, case.dtype, case.head_dim, case.value_dim, case.documents, case.cut);
-    let numbers = Numbers::of(case);
+    let (numbers, bands, [q_read, k_read]) = (Numbers::of(case), case.bands(), case.is_read());
     let q_side = Side::new(&case.documents.iter().map(|d| (d.0, d.2)).collect::<Vec<_>>(), case.cut, 3);
     let k_side = Side::new(&case.documents.iter().map(|d| (d.1, 0)).collect::<Vec<_>>(), case.cut, 7);
     let (held, held_kv) = (case.held.clone(), case.held_kv());
     let (heads, kv_heads, d, dv) = (case.heads, case.kv_heads, case.head_dim, case.value_dim);
     let (hq, hk) = (held.len(), held_kv.len());
-    let of_q = |x: &[f64], dim: usize, t: usize, h: usize, i: usize| x[(t * heads + held.start + h) * dim + i];
-    let of_k = |x: &[f64], dim: usize, t: usize, h: usize, i: usize| x[(t * kv_heads + held_kv.start + h) * dim + i];
+    let of_q = |x: &[f64], dim: usize, t: usize, h: usize, i: usize| {
+        if q_read[t] { x[(t * heads + held.start + h) * dim + i] } else { f64::NAN }
+    };
+    let of_k = |x: &[f64], dim: usize, t: usize, h: usize, i: usize| {
+        if k_read[t] { x[(t * kv_heads + held_kv.start + h) * dim + i] } else { f64::NAN }
+    };
     let new = |dtype, side: &Side, shape, value: Option<&dyn Fn(usize, usize, usize) -> f64>| {
         Held::new(device, dtype, side, shape, value)
     };
@@ -265,7 +274,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
                 [q.raw, k.raw, v.raw, o.raw],
                 map,
                 case.score,
-                Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs, bands: &[Band::WHOLE] },
+                Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs, bands: &bands },
             )
         })
         .collect();
@@ -333,7 +342,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
                     [q.raw, k.raw, v.raw, d_o.raw],
                     map,
                     case.score,
-                    Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs, bands: &[Band::WHOLE] },
+                    Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs, bands: &bands },
                 )
             };
             for &gradients in parts {

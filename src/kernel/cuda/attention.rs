@@ -89,8 +89,9 @@ impl Cuda {
             queries: 0,
             keys: 0,
             partners: 0,
+            bands: 0,
             work: 0,
-            score: score(&call.score, window, !call.alibi_slopes.is_none()),
+            score: score(&call.score, !call.alibi_slopes.is_none()),
             heads: inputs.heads,
             running_lse_words: running_lse.dim,
             unused: 0,
@@ -121,7 +122,8 @@ impl Cuda {
             return Ok(Launches::default());
         }
         (params.queries, params.keys) = (metadata.queries, metadata.keys);
-        (params.partners, params.work) = (metadata.keys_of, metadata.query_work);
+        (params.partners, params.bands) = (metadata.keys_of, metadata.query_bands);
+        params.work = metadata.query_work;
         let launch = match hopper {
             None => {
                 let kernel = self.load(AttentionModule::Forward, instance)?;
@@ -129,7 +131,8 @@ impl Cuda {
             }
             Some(hopper) => {
                 let same = (metadata.query_work, metadata.query_tiles, s.forward.rows);
-                let split = hopper_calls::split(call, shape, same, scratch, &mut writer, window);
+                let bands = metadata.of_queries;
+                let split = hopper_calls::split(call, shape, same, scratch, &mut writer, bands);
                 let (params, hopper) = self.hopper_params(call, hopper, instance, params, split, tile_counter);
                 Launch::hopper_or_other(hopper, &params)
             }
@@ -193,8 +196,9 @@ impl Cuda {
             queries: 0,
             keys: 0,
             partners: 0,
+            bands: 0,
             work: 0,
-            score: score(&call.score, window, !call.alibi_slopes.is_none()),
+            score: score(&call.score, !call.alibi_slopes.is_none()),
             heads: inputs.heads,
             per_q_head: u32::from(call.per_q_head),
             accumulate: u32::from(call.accumulate_keys),
@@ -218,6 +222,9 @@ impl Cuda {
             key_tiles,
             keys_of,
             queries_of,
+            query_bands,
+            key_bands,
+            of_queries: _,
             query_work,
             key_work,
             queries: q_runs,
@@ -225,11 +232,11 @@ impl Cuda {
         } = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
         let (query_items, key_items) = (items(query_tiles, call.q.heads)?, items(key_tiles, key_heads)?);
         (params.queries, params.keys) = (q_runs, k_runs);
-        let of_queries = (keys_of, query_work, query_items);
-        let of_keys = (queries_of, key_work, key_items);
+        let of_queries = (keys_of, query_bands, query_work, query_items);
+        let of_keys = (queries_of, key_bands, key_work, key_items);
         let list = [(queries, of_queries), (keys, of_keys), (values, of_keys)].map(|(kernel, of)| {
-            (params.partners, params.work, params.heads.items) = of;
-            kernel.filter(|_| of.2 > 0).map(|kernel| Launch::tiles(kernel, of.2, false, &params))
+            (params.partners, params.bands, params.work, params.heads.items) = of;
+            kernel.filter(|_| of.3 > 0).map(|kernel| Launch::tiles(kernel, of.3, false, &params))
         });
         Ok(Launches { part: writer.part(), list })
     }
@@ -284,14 +291,12 @@ fn rows_fit<'a>(
     Ok(())
 }
 
-fn score(s: &crate::call::Score, window: (i64, i64), slopes: bool) -> ScoreParams {
+fn score(s: &crate::call::Score, slopes: bool) -> ScoreParams {
     let capped = s.softcap > 0.0;
     let scale_log2 = s.scale * LOG2_E;
     // The plain score multiplies a masked -inf by the scale, so the scale must not round to 0 in f32.
     let general = capped || slopes || scale_log2 < f64::from(f32::MIN_POSITIVE);
     ScoreParams {
-        left: window.0,
-        right: window.1,
         exp_scale: if general { 1.0 } else { scale_log2 as f32 },
         scale_log2: scale_log2 as f32,
         cap_in: if capped { (2.0 * scale_log2 / s.softcap) as f32 } else { 0.0 },

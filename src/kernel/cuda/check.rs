@@ -2,7 +2,7 @@
 //! The checks of a call before anything is launched: shapes, types, alignment, ranges, and the device of its memory.
 
 use super::params::Tensor;
-use crate::call::{Range, Ranges, RawTensor, Score};
+use crate::call::{Band, QRange, Range, Ranges, RawTensor, Score};
 use crate::device::driver::device_of;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -13,6 +13,8 @@ use core::f64::consts::LOG2_E;
 
 /// Beyond this, a difference of two positions plus a window would overflow.
 const FAR: i64 = 1 << 61;
+/// The largest shift of a band.
+const SHIFT: u64 = 1 << 42;
 /// The upper bound of windows; no two positions are as far apart.
 const WIDE: i64 = 1 << 62;
 
@@ -194,17 +196,41 @@ pub(super) fn ranges(ranges: &Ranges, q_tokens: u64, k_tokens: u64, distances: b
     for (i, q) in ranges.q.iter().enumerate() {
         range("ranges.q", i, &q.range, q_tokens)?;
     }
-    check::pairs(ranges, |q, k| {
-        if distances && q.len > 0 && k.len > 0 {
-            let far = (q.last() - k.pos).abs().max((k.last() - q.pos).abs());
-            if far > i64::from(i32::MAX) {
-                return Err(Error::unsupported(
-                    format!("ALiBi over a distance of {far}"),
-                    "distances of at most 2^31 positions",
-                    "leave out the slopes",
-                ));
-            }
+    check::pairs(ranges, |_, _| Ok(()))?;
+    bands(ranges)?;
+    let of = |q: &Range, k: u32, band: u32| farthest(q, &ranges.k[k as usize], &ranges.bands[band as usize]);
+    let far = |q: &QRange| ranges.pairs_of(q).iter().filter_map(|pair| of(&q.range, pair.k, pair.band)).max();
+    match ranges.q.iter().filter_map(far).max() {
+        Some(far) if distances && far > i64::from(i32::MAX) => Err(Error::unsupported(
+            format!("ALiBi over a distance of {far}"),
+            "distances of at most 2^31 positions",
+            "leave out the slopes",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses shifts that distances cannot hold beside positions.
+fn bands(ranges: &Ranges) -> Result<()> {
+    match ranges.bands.iter().enumerate().find(|(_, band)| band.shift.unsigned_abs() > SHIFT) {
+        None => Ok(()),
+        Some((i, band)) => {
+            Err(Error::invalid(format!("ranges.bands[{i}].shift"), band.shift, format!("within ±{SHIFT} (2^42)")))
         }
-        Ok(())
-    })
+    }
+}
+
+/// The largest distance of a pair under a band, whatever the window of the call; `None` if there is no pair.
+fn farthest(q: &Range, k: &Range, band: &Band) -> Option<i64> {
+    if q.len == 0 || k.len == 0 {
+        return None;
+    }
+    let (q_first, q_last) = (q.pos.max(band.q_begin), q.last().min(band.q_end.saturating_sub(1)));
+    let (k_first, k_last) = (k.pos.max(band.k_begin), k.last().min(band.k_end.saturating_sub(1)));
+    if q_first > q_last || k_first > k_last {
+        return None;
+    }
+    let low = band.distance(q_last, k_first).max(band.low);
+    let high = band.distance(q_first, k_last).min(band.high);
+    (low <= high).then(|| low.abs().max(high.abs()))
 }

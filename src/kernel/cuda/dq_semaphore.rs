@@ -13,9 +13,10 @@
 //! unconnected tiles the longest come first. This is a merge of lists by the cost of their first entries, which equals
 //! a sort by the least cost of a tile and all tiles before it in its list.
 
-use super::metadata::{TileRows, cut, inverse_len, invert, key_cost, runs, work};
+use super::bands;
+use super::metadata::{TileRows, bands_bytes, cut, inverse_len, invert, key_cost, keys_of, runs, work};
 use super::metadata_buffer::{SortBuffers, Writer, padded};
-use super::params::{Run, WORK_ZERO, Work};
+use super::params::{Partner, Run, SidedBand, WORK_ZERO, Work};
 use crate::call::{Mode, Pair, Range, Ranges};
 use alloc::vec::Vec;
 
@@ -28,6 +29,9 @@ pub(super) struct DqSemaphore {
     pub keys_of: u64,
     /// For each k run, the q runs that read it.
     pub queries_of: u64,
+    /// Bands as q rows see them, and as k rows do.
+    pub query_bands: u64,
+    pub key_bands: u64,
     /// For each q run, the number of tiles before it.
     pub query_tiles: u64,
     pub own: TilesOfKeys,
@@ -67,8 +71,9 @@ pub(super) fn bytes(ranges: &Ranges, tiles: TileRows, other_keys: u32, (q_heads,
     let other = if other_keys == tiles.keys { 0 } else { lists(other_keys) };
     padded(ranges.q.len() * size_of::<Run>())
         + padded(ranges.k.len() * size_of::<Run>())
-        + padded(ranges.pairs.len() * 4)
-        + padded(inverse_len(ranges) * 4)
+        + padded(size_of_val(ranges.pairs))
+        + padded(inverse_len(ranges) * size_of::<Partner>())
+        + 2 * bands_bytes(ranges)
         + padded(ranges.q.len() * 4)
         + lists(tiles.keys)
         + other
@@ -77,19 +82,21 @@ pub(super) fn bytes(ranges: &Ranges, tiles: TileRows, other_keys: u32, (q_heads,
         + padded(key_tiles(tiles.keys.min(other_keys)) * key_heads as usize * 4)
 }
 
-/// The tiles of `rows` rows whose last position is at least `low` and whose first is at most `high`: `tiles_met` of
-/// `ptx/dq_semaphore.cuh`.
-fn tiles_met(range: &Range, low: i64, high: i64, rows: u32) -> core::ops::Range<u32> {
-    let (before, until) = (range.rows_before(low), range.rows_before(high + 1));
-    if before >= range.len { 0..0 } else { before / rows..until.div_ceil(rows) }
+/// The tiles of `rows` rows of a partner that an own tile at positions `lowest..=highest` meets: `tiles_met` of
+/// `ptx/dq_semaphore.cuh`. A tile counts too if the positions in reach lie in a gap between two of its rows.
+fn tiles_met(partner: &Range, band: &SidedBand, lowest: i64, highest: i64, rows: u32) -> core::ops::Range<u32> {
+    let Some((first, last)) = band.reach(lowest, highest) else { return 0..0 };
+    let (before, until) = (partner.rows_before(first), partner.rows_before(last + 1));
+    if before >= partner.len { 0..0 } else { before / rows..until.div_ceil(rows) }
 }
 
-/// Whether any key tile meets the q rows at positions `first..=last`.
-fn is_met(ranges: &Ranges, pairs: &[Pair], tiles: TileRows, (left, right): (i64, i64), first: i64, last: i64) -> bool {
-    pairs.iter().any(|pair| !tiles_met(&ranges.k[pair.k as usize], first - left, last + right, tiles.keys).is_empty())
+/// Whether any key tile meets the q rows at positions `first..=last`. `bands` are those of q rows.
+fn is_met(ranges: &Ranges, pairs: &[Pair], tiles: TileRows, bands: &[SidedBand], first: i64, last: i64) -> bool {
+    let span = |pair: &Pair| tiles_met(&ranges.k[pair.k as usize], &bands[pair.band as usize], first, last, tiles.keys);
+    pairs.iter().any(|pair| !span(pair).is_empty())
 }
 
-/// Writes the metadata. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
+/// Writes the metadata. Ranges were checked.
 pub(super) fn write(
     scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
@@ -100,17 +107,18 @@ pub(super) fn write(
     (q_heads, key_heads): (u32, u32),
 ) -> DqSemaphore {
     let (queries, (key_runs, keys)) = runs(writer, ranges);
-    let (pairs, keys_of) = writer.array::<u32>(ranges.pairs.len());
-    pairs.iter_mut().zip(ranges.pairs).for_each(|(k, pair)| *k = pair.k);
-    let (inverse, queries_of) = writer.array::<u32>(inverse_len(ranges));
+    let keys_of = keys_of(writer, ranges);
+    let (inverse, queries_of) = writer.array::<Partner>(inverse_len(ranges));
     invert(ranges, key_runs, inverse);
+    let (of_queries, query_bands) = bands::write(writer, ranges, bands::of_queries(ranges, window));
+    let (of_keys, key_bands) = bands::write(writer, ranges, of_queries.iter().map(SidedBand::transposed));
     let (before, query_tiles) = writer.array::<u32>(ranges.q.len());
     let count = number(before, ranges.q.iter().map(|q| tiles_of(q.range.len, tiles.queries)));
     let mut list = |keys| {
         let (before, at) = writer.array::<u32>(ranges.k.len());
         let count = number(before, ranges.k.iter().map(|k| tiles_of(k.len, keys)));
         let tiles = TileRows { keys, ..tiles };
-        order(&mut scratch.tiles, &mut scratch.runs, ranges, (key_runs, inverse), tiles, window);
+        order(&mut scratch.tiles, &mut scratch.runs, ranges, (key_runs, inverse), tiles, (of_queries, of_keys));
         let (work, tiles) = work(&mut scratch.tiles, writer);
         (count, TilesOfKeys { before: at, work, tiles })
     };
@@ -125,6 +133,8 @@ pub(super) fn write(
         keys,
         keys_of,
         queries_of,
+        query_bands,
+        key_bands,
         query_tiles,
         own,
         other,
@@ -150,9 +160,9 @@ fn order(
     list: &mut Vec<(u64, Work)>,
     components: &mut Vec<(u32, u64)>,
     ranges: &Ranges,
-    (runs, inverse): (&[Run], &[u32]),
+    (runs, inverse): (&[Run], &[Partner]),
     tiles: TileRows,
-    window: (i64, i64),
+    (of_queries, of_keys): (&[SidedBand], &[SidedBand]),
 ) {
     join(components, ranges);
     list.clear();
@@ -160,7 +170,7 @@ fn order(
         let readers = &inverse[run.begin as usize..run.end as usize];
         let root = root(components, i as u32) as usize;
         let begin = list.len();
-        cut(list, i, k, 0..k.len, tiles.keys, |first, last| key_cost(ranges, readers, window, first, last));
+        cut(list, i, k, 0..k.len, tiles.keys, |first, last| key_cost(ranges, readers, of_keys, first, last));
         for (cost, _) in &mut list[begin..] {
             components[root].1 = components[root].1.min(*cost);
             *cost = components[root].1;
@@ -173,7 +183,7 @@ fn order(
         let pairs = ranges.pairs_of(q);
         for first in (0..q.range.len).step_by(tiles.queries as usize) {
             let last = first + (tiles.queries - 1).min(q.range.len - 1 - first);
-            if !is_met(ranges, pairs, tiles, window, q.range.position(first), q.range.position(last)) {
+            if !is_met(ranges, pairs, tiles, of_queries, q.range.position(first), q.range.position(last)) {
                 list.push((0, Work { run: i as u32, first: first | WORK_ZERO }));
             }
         }

@@ -41,8 +41,9 @@ pub(super) struct EitherParams {
 addresses! {
     EitherParams {
         metadata: [
-            hopper.call.call.queries, hopper.call.call.keys, hopper.call.call.partners, hopper.call.call.work,
-            hopper.call.keys_of, hopper.call.query_tiles, hopper.call.key_tiles, hopper.call.dq_semaphore,
+            hopper.call.call.queries, hopper.call.call.keys, hopper.call.call.partners,
+            hopper.call.call.bands, hopper.call.call.work, hopper.call.keys_of, hopper.call.query_bands,
+            hopper.call.query_tiles, hopper.call.key_tiles, hopper.call.dq_semaphore,
             hopper.call.key_semaphore, hopper.call.tile_counter, other.key_tiles, other.work,
         ],
         ..FusedParams::ADDRESSES

@@ -9,6 +9,7 @@ use super::metadata::TileRows;
 use super::metadata_buffer::MetadataBuffer;
 use super::modules::{AttentionModule, Instance};
 use super::params::{BackwardParams, FusedParams as Params};
+use super::unread::Pieces;
 use super::{Cuda, hopper_backward, shapes};
 use crate::call::AttendBackward;
 use crate::error::Result;
@@ -43,6 +44,13 @@ impl Cuda {
 
     /// Bytes of the metadata of [`Cuda::fused_launches`].
     pub(super) fn fused_bytes(&self, call: &AttendBackward, shape: usize, fused: shapes::Fused) -> usize {
+        let pieces = Pieces::of(&call.ranges, (call.score.window_left, call.score.window_right));
+        let ranges = pieces.as_ref().map_or(call.ranges, |pieces| pieces.ranges(call.ranges.bands));
+        self.list_bytes(&AttendBackward { ranges, ..*call }, shape, fused)
+    }
+
+    /// The same of a call whose ranges are cut.
+    fn list_bytes(&self, call: &AttendBackward, shape: usize, fused: shapes::Fused) -> usize {
         dq_semaphore::bytes(&call.ranges, self.fused_tiles(shape, fused), fused.launch.rows, heads(call))
     }
 
@@ -56,15 +64,18 @@ impl Cuda {
         window: (i64, i64),
         buffer: &mut impl MetadataBuffer,
     ) -> Result<Launches> {
+        let pieces = Pieces::of(&call.ranges, window);
+        let ranges = pieces.as_ref().map_or(call.ranges, |pieces| pieces.ranges(call.ranges.bands));
+        let call = &AttendBackward { ranges, ..*call };
         let is_hopper = self.hopper_backward(instance.index).is_some();
         let module = if is_hopper { AttentionModule::HopperBackward } else { AttentionModule::Fused };
         let kernel = self.load(module, instance)?;
         let heads = heads(call);
         let tiles = self.fused_tiles(instance.index, fused);
-        let (mut writer, scratch) = buffer.begin(self.fused_bytes(call, instance.index, fused))?;
+        let (mut writer, scratch) = buffer.begin(self.list_bytes(call, instance.index, fused))?;
         let other_keys = fused.launch.rows;
         let metadata = dq_semaphore::write(scratch, &mut writer, &call.ranges, tiles, other_keys, window, heads);
-        let DqSemaphore { keys_of, query_tiles, own, other, dq_semaphore, key_semaphore, tile_counter, .. } = metadata;
+        let DqSemaphore { keys_of, query_bands, query_tiles, own, other, dq_semaphore, key_semaphore, .. } = metadata;
         // Words are counted with 32 bits.
         items(metadata.words, 1)?;
         let wanted = ITEMS * self.multiprocessors * kernel.each;
@@ -81,15 +92,16 @@ impl Cuda {
             return Ok(Launches::default());
         }
         (params.queries, params.keys) = (metadata.queries, metadata.keys);
-        (params.partners, params.work) = (metadata.queries_of, own.work);
+        (params.partners, params.bands, params.work) = (metadata.queries_of, metadata.key_bands, own.work);
         let params = Params {
             call: params,
             keys_of,
+            query_bands,
             query_tiles,
             key_tiles: own.key_tiles,
             dq_semaphore,
             key_semaphore,
-            tile_counter,
+            tile_counter: metadata.tile_counter,
             parts: own.parts,
             part_heads: own.part_heads,
         };

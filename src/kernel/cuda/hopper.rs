@@ -93,13 +93,13 @@ pub(super) struct HopperParams {
 
 addresses! {
     HopperParams {
-        metadata: [call.queries, call.keys, call.partners, call.work, tile_counter, work, shared.work],
+        metadata: [call.queries, call.keys, call.partners, call.bands, call.work, tile_counter, work, shared.work],
         ..ForwardParams::ADDRESSES
     }
 }
 
 /// Bytes of metadata that a launch may have among its parameters, in place of a copy to the device before it.
-pub(super) const METADATA_BYTES: usize = 3072;
+pub(super) const METADATA_BYTES: usize = 3184;
 
 /// `HopperMetadata`.
 #[derive(Clone, Copy, Debug)]

@@ -5,7 +5,7 @@ use super::Cuda;
 use super::hopper::{FORWARD, Hopper, HopperParams, HopperShape, MapShape, Other, other_rows, section};
 use super::metadata_buffer::{SortBuffers, Writer};
 use super::modules::{AttentionModule, Instance, LoadedKernel};
-use super::params::ForwardParams;
+use super::params::{ForwardParams, SidedBand};
 use super::shared_tiles::{HopperTiles, Sharing};
 use super::{clusters, metadata, shared_tiles};
 use crate::call::{Attend, Range};
@@ -20,23 +20,23 @@ pub(super) fn work_bytes(call: &Attend, shape: usize, rows: u32) -> usize {
     other_rows(shape, rows).map_or(0, |rows| metadata::query_work_bytes(&call.ranges, rows))
 }
 
-/// Writes the tiles of a call; the other kernel has `tiles` of `rows` rows at `work`, which may be the same.
+/// Writes the tiles of a call under bands of q rows; the other kernel has `tiles` of `rows` rows at `work`, which may be the same.
 pub(super) fn split(
     call: &Attend,
     shape: usize,
     (work, tiles, rows): (u64, usize, u32),
     scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
-    window: (i64, i64),
+    bands: &[SidedBand],
 ) -> HopperTiles {
     let other = other_rows(shape, rows);
     let same = other.is_none().then(|| HopperTiles { work, tiles, ..HopperTiles::default() });
     let tile = FORWARD[shape].tile();
     if let Some(sharing) = Sharing::of(call.q.heads, &call.heads, tile.queries) {
-        return shared_tiles::write(scratch, writer, &call.ranges, (&sharing, call.q.heads), window, tile, same);
+        return shared_tiles::write(scratch, writer, &call.ranges, (&sharing, call.q.heads), bands, tile, same);
     }
     same.unwrap_or_else(|| {
-        let (work, tiles) = metadata::query_work(scratch, writer, &call.ranges, other.unwrap_or(rows), window);
+        let (work, tiles) = metadata::query_work(scratch, writer, &call.ranges, other.unwrap_or(rows), bands);
         HopperTiles { work, tiles, ..HopperTiles::default() }
     })
 }

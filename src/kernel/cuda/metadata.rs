@@ -4,19 +4,24 @@
 //! Blocks start roughly in the order of the grid, so the longest tiles come first: the idle time at the end is then
 //! short. The cost of a tile is the number of partner rows it may meet, estimated from positions alone.
 
+use super::bands;
 use super::metadata_buffer::{SortBuffers, Writer, padded};
-use super::params::{Divisor, Run, Work};
+use super::params::{Divisor, Partner, Run, SidedBand, Work};
 use crate::call::{QRange, Range, Ranges};
 
 /// Where the metadata lies on the device.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Metadata {
+pub(super) struct Metadata<'a> {
     pub queries: u64,
     pub keys: u64,
     /// For each q run, its k runs.
     pub keys_of: u64,
     /// For each k run, the q runs that read it.
     pub queries_of: u64,
+    /// Bands as q rows see them, where they were written and where they lie on the device; and as k rows do.
+    pub of_queries: &'a [SidedBand],
+    pub query_bands: u64,
+    pub key_bands: u64,
     pub query_work: u64,
     pub query_tiles: usize,
     pub key_work: u64,
@@ -40,10 +45,15 @@ pub(super) fn bytes(ranges: &Ranges, tiles: TileRows) -> usize {
     let key_tiles = count(ranges.k.iter().map(|k| k.len), tiles.keys);
     padded(ranges.q.len() * size_of::<Run>())
         + padded(ranges.k.len() * size_of::<Run>())
-        + if tiles.queries > 0 { padded(ranges.pairs.len() * 4) } else { 0 }
-        + if tiles.keys > 0 { padded(inverse_len(ranges) * 4) } else { 0 }
+        + if tiles.queries > 0 { padded(size_of_val(ranges.pairs)) + bands_bytes(ranges) } else { 0 }
+        + if tiles.keys > 0 { padded(inverse_len(ranges) * size_of::<Partner>()) + bands_bytes(ranges) } else { 0 }
         + padded(query_tiles * size_of::<Work>())
         + padded(key_tiles * size_of::<Work>())
+}
+
+/// Bytes of a table of bands.
+pub(super) fn bands_bytes(ranges: &Ranges) -> usize {
+    padded(ranges.bands.len() * size_of::<SidedBand>())
 }
 
 /// Entries of the inverse list. Q ranges may share entries of `pairs`, so it can be longer.
@@ -79,30 +89,33 @@ pub(super) fn runs<'a>(writer: &mut Writer<'a>, ranges: &Ranges) -> (u64, (&'a m
     (at, keys)
 }
 
-/// Writes the metadata. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
-pub(super) fn write(
+/// Writes the metadata. Ranges were checked.
+pub(super) fn write<'a>(
     scratch: &mut SortBuffers,
-    writer: &mut Writer<'_>,
+    writer: &mut Writer<'a>,
     ranges: &Ranges,
     tiles: TileRows,
     window: (i64, i64),
-) -> Metadata {
+) -> Metadata<'a> {
     let (queries, (keys, keys_at)) = runs(writer, ranges);
     let mut metadata = Metadata { queries, keys: keys_at, ..Metadata::default() };
     if tiles.queries > 0 {
-        let (pairs, at) = writer.array::<u32>(ranges.pairs.len());
-        metadata.keys_of = at;
-        pairs.iter_mut().zip(ranges.pairs).for_each(|(k, pair)| *k = pair.k);
-        (metadata.query_work, metadata.query_tiles) = query_work(scratch, writer, ranges, tiles.queries, window);
+        metadata.keys_of = keys_of(writer, ranges);
+        (metadata.of_queries, metadata.query_bands) = bands::write(writer, ranges, bands::of_queries(ranges, window));
+        (metadata.query_work, metadata.query_tiles) =
+            query_work(scratch, writer, ranges, tiles.queries, metadata.of_queries);
     }
     if tiles.keys > 0 {
-        let (inverse, at) = writer.array::<u32>(inverse_len(ranges));
+        let (inverse, at) = writer.array::<Partner>(inverse_len(ranges));
         metadata.queries_of = at;
         invert(ranges, keys, inverse);
+        let bands;
+        (bands, metadata.key_bands) =
+            bands::write(writer, ranges, bands::of_queries(ranges, window).map(|b| b.transposed()));
         scratch.tiles.clear();
         for (i, (k, run)) in ranges.k.iter().zip(keys.iter()).enumerate() {
             let readers = &inverse[run.begin as usize..run.end as usize];
-            let cost = |first, last| key_cost(ranges, readers, window, first, last);
+            let cost = |first, last| key_cost(ranges, readers, bands, first, last);
             cut(&mut scratch.tiles, i, k, 0..k.len, tiles.keys, cost);
         }
         (metadata.key_work, metadata.key_tiles) = work(&mut scratch.tiles, writer);
@@ -110,17 +123,24 @@ pub(super) fn write(
     metadata
 }
 
-/// Writes the tiles of `rows` q rows, and returns their address and number.
+/// Writes the list of pairs, by q run, and returns its address.
+pub(super) fn keys_of(writer: &mut Writer<'_>, ranges: &Ranges) -> u64 {
+    let (list, at) = writer.array::<Partner>(ranges.pairs.len());
+    for (out, pair) in list.iter_mut().zip(ranges.pairs) {
+        *out = Partner { run: pair.k, band: pair.band };
+    }
+    at
+}
+
+/// Writes the tiles of `rows` q rows, and returns their address and number. `bands` are those of q rows.
 pub(super) fn query_work(
     scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
     ranges: &Ranges,
     rows: u32,
-    window: (i64, i64),
+    bands: &[SidedBand],
 ) -> (u64, usize) {
-    let cost = |q: &QRange, first: i64, last: i64| {
-        partners(ranges, q).map(|k| met(k, first.saturating_sub(window.0), last.saturating_add(window.1))).sum()
-    };
+    let cost = |q: &QRange, first: i64, last: i64| met(ranges, bands, q, first, last).sum();
     scratch.tiles.clear();
     for (i, q) in ranges.q.iter().enumerate() {
         cut(&mut scratch.tiles, i, &q.range, 0..q.range.len, rows, |first, last| cost(q, first, last));
@@ -133,21 +153,22 @@ pub(super) fn query_work_bytes(ranges: &Ranges, rows: u32) -> usize {
     padded(count(ranges.q.iter().map(|q| q.range.len), rows) * size_of::<Work>())
 }
 
-/// How many rows of a range lie at positions `low..=high`.
-pub(super) fn met(range: &Range, low: i64, high: i64) -> u64 {
-    range.rows_before(high.saturating_add(1)).saturating_sub(range.rows_before(low)).into()
+/// For each pair of a q range, how many keys its rows at positions `first..=last` may meet.
+pub(super) fn met(
+    ranges: &Ranges,
+    bands: &[SidedBand],
+    q: &QRange,
+    first: i64,
+    last: i64,
+) -> impl Iterator<Item = u64> {
+    let rows = move |k: u32, band: u32| bands[band as usize].rows_met(&ranges.k[k as usize], first, last);
+    ranges.pairs_of(q).iter().map(move |pair| rows(pair.k, pair.band))
 }
 
-/// How many q rows a tile of keys may meet.
-pub(super) fn key_cost(ranges: &Ranges, readers: &[u32], window: (i64, i64), first: i64, last: i64) -> u64 {
-    let rows =
-        |&q: &u32| met(&ranges.q[q as usize].range, first.saturating_sub(window.1), last.saturating_add(window.0));
+/// How many q rows a tile of keys may meet. `bands` are those of k rows.
+pub(super) fn key_cost(ranges: &Ranges, readers: &[Partner], bands: &[SidedBand], first: i64, last: i64) -> u64 {
+    let rows = |p: &Partner| bands[p.band as usize].rows_met(&ranges.q[p.run as usize].range, first, last);
     readers.iter().map(rows).sum()
-}
-
-/// The k ranges of a q range.
-pub(super) fn partners<'a>(ranges: &'a Ranges, q: &QRange) -> impl Iterator<Item = &'a Range> {
-    ranges.pairs_of(q).iter().map(|pair| &ranges.k[pair.k as usize])
 }
 
 /// Cuts some rows of a range into tiles, with their cost.
@@ -184,7 +205,7 @@ pub(super) fn work(tiles: &mut [(u64, Work)], writer: &mut Writer<'_>) -> (u64, 
 
 /// For each k range, the q ranges that read it, in their own order: the order in which dk and dv are summed. (The fused
 /// backward goes through the list from the end.)
-pub(super) fn invert(ranges: &Ranges, keys: &mut [Run], inverse: &mut [u32]) {
+pub(super) fn invert(ranges: &Ranges, keys: &mut [Run], inverse: &mut [Partner]) {
     for q in ranges.q {
         for pair in ranges.pairs_of(q) {
             keys[pair.k as usize].end += 1;
@@ -199,7 +220,7 @@ pub(super) fn invert(ranges: &Ranges, keys: &mut [Run], inverse: &mut [u32]) {
     for (i, q) in ranges.q.iter().enumerate() {
         for pair in ranges.pairs_of(q) {
             let key = &mut keys[pair.k as usize];
-            inverse[key.end as usize] = i as u32;
+            inverse[key.end as usize] = Partner { run: i as u32, band: pair.band };
             key.end += 1;
         }
     }

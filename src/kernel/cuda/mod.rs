@@ -39,6 +39,7 @@
 //! ```
 
 mod attention;
+mod bands;
 pub(crate) mod base_addresses;
 mod blocks;
 mod check;
@@ -71,6 +72,7 @@ mod spare_staging;
 mod staging;
 mod stream_kernels;
 pub(crate) mod tags;
+mod unread;
 
 pub use crate::device::memory::{DeviceMemory, OwnStream};
 pub use family::Family;

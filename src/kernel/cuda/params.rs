@@ -85,6 +85,27 @@ pub(super) struct Run {
     pub period: Divisor,
 }
 
+/// `Pair`: an entry of a list of partners.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Partner {
+    pub run: u32,
+    pub band: u32,
+}
+
+/// `Band`: a [`crate::call::Band`] with the window of a call in it, as one side sees it (`bands`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct SidedBand {
+    pub own_from: i64,
+    pub own_to: i64,
+    pub partner_from: i64,
+    pub partner_to: i64,
+    pub before: i64,
+    pub after: i64,
+    pub shift: i64,
+}
+
 /// `Work`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
@@ -101,8 +122,6 @@ pub(super) const SCORE_SOFTCAP: u32 = 2;
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct ScoreParams {
-    pub left: i64,
-    pub right: i64,
     pub exp_scale: f32,
     pub scale_log2: f32,
     pub cap_in: f32,
@@ -141,6 +160,7 @@ pub(super) struct ForwardParams {
     pub queries: u64,
     pub keys: u64,
     pub partners: u64,
+    pub bands: u64,
     pub work: u64,
     pub score: ScoreParams,
     pub heads: HeadParams,
@@ -165,6 +185,7 @@ pub(super) struct BackwardParams {
     pub queries: u64,
     pub keys: u64,
     pub partners: u64,
+    pub bands: u64,
     pub work: u64,
     pub score: ScoreParams,
     pub heads: HeadParams,
@@ -178,6 +199,7 @@ pub(super) struct BackwardParams {
 pub(super) struct FusedParams {
     pub call: BackwardParams,
     pub keys_of: u64,
+    pub query_bands: u64,
     pub query_tiles: u64,
     pub key_tiles: u64,
     pub dq_semaphore: u64,
@@ -300,18 +322,18 @@ pub(super) struct Sinks {
 addresses! {
     ForwardParams {
         tensors: [q, k, v, running, running_lse, o, lse, alibi_slopes, sinks],
-        metadata: [queries, keys, partners, work],
+        metadata: [queries, keys, partners, bands, work],
         ..Addresses::NONE
     }
     BackwardParams {
         tensors: [q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes],
-        metadata: [queries, keys, partners, work],
+        metadata: [queries, keys, partners, bands, work],
         ..Addresses::NONE
     }
     FusedParams {
         metadata: [
-            call.queries, call.keys, call.partners, call.work,
-            keys_of, query_tiles, key_tiles, dq_semaphore, key_semaphore, tile_counter,
+            call.queries, call.keys, call.partners, call.bands, call.work,
+            keys_of, query_bands, query_tiles, key_tiles, dq_semaphore, key_semaphore, tile_counter,
         ],
         ..BackwardParams::ADDRESSES
     }
@@ -326,6 +348,7 @@ const _: () = {
     assert!(offset_of!(FusedParams, call) == 0);
     // Plans report these sizes as memory of a device.
     assert!(size_of::<Run>() as u64 == metadata::RUN && size_of::<Work>() as u64 == metadata::WORK);
+    assert!(size_of::<Partner>() as u64 == metadata::PARTNER && size_of::<SidedBand>() as u64 == metadata::BAND);
     assert!(
         size_of::<TransformBlock>() as u64 == metadata::BLOCK
             && size_of::<TransformSource>() as u64 == metadata::SOURCE
@@ -334,10 +357,10 @@ const _: () = {
     assert!(size_of::<Tensor>() == 24);
     assert!(size_of::<Run>() == 56);
     assert!(size_of::<Work>() == 8);
-    assert!(size_of::<ScoreParams>() == 40);
+    assert!(size_of::<ScoreParams>() == 24);
     assert!(size_of::<HeadParams>() == 32);
-    assert!(size_of::<ForwardParams>() == 328);
-    assert!(size_of::<BackwardParams>() == 352);
+    assert!(size_of::<ForwardParams>() == 320);
+    assert!(size_of::<BackwardParams>() == 344);
     assert!(size_of::<FusedParams>() == 408);
     assert!(size_of::<TransformTensor>() == 32);
     assert!(size_of::<TransformBlock>() == 104);

@@ -10,9 +10,9 @@
 //! [`SHORT_ROWS`] rows only a last stretch of fewer rows is considered: the others have little to gain, and the
 //! metadata stays small.
 
-use super::metadata::{TileRows, cut, met, partners, work};
+use super::metadata::{TileRows, cut, met, work};
 use super::metadata_buffer::{SortBuffers, Writer, padded};
-use super::params::Work;
+use super::params::{SidedBand, Work};
 use crate::call::{HeadMap, QRange, Ranges};
 use crate::report::metadata::{SHORT_ROWS, shared_tiles};
 use bytemuck::{Pod, Zeroable};
@@ -94,14 +94,13 @@ pub(super) fn bytes(ranges: &Ranges, rows: u32) -> usize {
 /// Steps of a tile of q rows at positions `first..=last`; its costs are rows of keys.
 struct TileCosts<'a> {
     ranges: &'a Ranges<'a>,
-    window: (i64, i64),
+    bands: &'a [SidedBand],
     tile: TileRows,
 }
 
 impl TileCosts<'_> {
     fn met(&self, q: &QRange, first: i64, last: i64) -> impl Iterator<Item = u64> {
-        let (low, high) = (first.saturating_sub(self.window.0), last.saturating_add(self.window.1));
-        partners(self.ranges, q).map(move |k| met(k, low, high))
+        met(self.ranges, self.bands, q, first, last)
     }
 
     fn steps(&self, q: &QRange, first: u32, end: u32) -> u64 {
@@ -134,11 +133,11 @@ pub(super) fn write(
     writer: &mut Writer<'_>,
     ranges: &Ranges,
     (sharing, heads): (&Sharing, u32),
-    window: (i64, i64),
+    bands: &[SidedBand],
     tile: TileRows,
     same: Option<HopperTiles>,
 ) -> HopperTiles {
-    let costs = TileCosts { ranges, window, tile };
+    let costs = TileCosts { ranges, bands, tile };
     let whole = tile.queries;
     scratch.tiles.clear();
     scratch.shared_tiles.clear();
@@ -177,6 +176,7 @@ pub(super) fn write(
 
 #[cfg(test)]
 mod tests {
+    use super::super::bands;
     use super::*;
     use crate::call::{Band, Mode, Pair, Range};
     use crate::report::metadata::SHARED_ROWS;
@@ -256,9 +256,10 @@ mod tests {
         let pairs: Vec<Pair> = (0..k.len() as u32).map(Pair::of).collect();
         let ranges = Ranges { q: &q, k: &k, pairs: &pairs, bands: &[Band::WHOLE] };
         let mut memory = alloc::vec![0u128; bytes(&ranges, rows).div_ceil(16)];
+        let bands: Vec<SidedBand> = bands::of_queries(&ranges, window).collect();
         let mut scratch = SortBuffers::default();
         let mut writer = Writer::new(bytemuck::cast_slice_mut(&mut memory), 0, 0, None);
-        let split = write(&mut scratch, &mut writer, &ranges, (&sharing, held), window, tile, None);
+        let split = write(&mut scratch, &mut writer, &ranges, (&sharing, held), &bands, tile, None);
         assert!(writer.part().filled <= bytes(&ranges, rows));
         let list = |tiles: &[(u64, Work)]| tiles.iter().map(|(_, w)| (w.run, w.first)).collect::<Tiles>();
         let items = split.tiles as u32 * held + split.shared.tiles * split.shared.parts;
