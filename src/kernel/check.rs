@@ -106,7 +106,11 @@ fn positions(argument: &str, i: usize, r: &Range) -> Result<()> {
     let last = i128::from(r.pos) + i128::from(blocks) * i128::from(r.period) + i128::from(rest);
     if r.pos < -POSITION || last > i128::from(POSITION) {
         let expected = "positions within ±2^61 under a band with limits";
-        return Err(Error::invalid(format!("ranges.{argument}[{i}]"), format!("positions {}..={last}", r.pos), expected));
+        return Err(Error::invalid(
+            format!("ranges.{argument}[{i}]"),
+            format!("positions {}..={last}", r.pos),
+            expected,
+        ));
     }
     Ok(())
 }

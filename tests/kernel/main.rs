@@ -19,8 +19,8 @@ mod large_scores;
 mod parts;
 mod reference;
 mod refusals;
-mod threads;
 mod slices;
+mod threads;
 
 mod counting {
     //! Counts the allocations of each thread.

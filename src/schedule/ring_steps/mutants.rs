@@ -21,7 +21,7 @@ impl RingSteps {
             list.push((name, copy));
         };
         for mask in [Mask::full(), Mask::causal(), Mask::window(0, 0), Mask::window(u32::MAX, u32::MAX)] {
-            add(format!("{mask:?}"), &|v| v.mask = mask);
+            add(format!("{mask:?}"), &|v| v.allowed = mask.into());
         }
         add("the other side".into(), &|v| v.circulating = v.circulating.other());
         for form in [Form::Ring, Form::Gather, Form::Together, Form::Ordered] {
