@@ -49,7 +49,7 @@ def _right(rank: int, world: int, file: str) -> list[str]:
             cp = ContextParallel(model, gradients="sum", ulysses=ulysses, ring=ring, layout=LAYOUTS[number % 3], tile=tile)
             kind = number % 3
             if kind:
-                model.activation_checkpointing_enable({"use_reentrant": kind == 2})
+                models.checkpointing(model, kind == 2)
             if kind == 2:
                 model.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_() if given[-1].is_leaf else None)
             loss = model(**models.batch(PACK)).loss
@@ -183,7 +183,7 @@ def _wrapped(rank: int, world: int, file: str) -> dict[str, float]:
 
     model = models.build("gpt-oss")
     cp = ContextParallel(model, gradients="sum", tile=6)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    models.checkpointing(model, False)
     with torch.autograd.graph.save_on_cpu():
         losses = [model(**pack).loss for pack in packs]
     (losses[0] + losses[1]).backward()
