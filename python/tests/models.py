@@ -57,7 +57,7 @@ def build(name: str, **more: Any) -> Any:
 
 
 def checkpointing(model: Any, reentrant: bool) -> None:
-    """Gradient checkpointing, under its name since Transformers 5.22 or before."""
+    """Gradient checkpointing, under its newer name or its older one (Transformers 5.20)."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": reentrant})
 
