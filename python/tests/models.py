@@ -56,6 +56,12 @@ def build(name: str, **more: Any) -> Any:
     return model.train()
 
 
+def checkpointing(model: Any, reentrant: bool) -> None:
+    """Gradient checkpointing, under its newer name or its older one (Transformers 5.20)."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
 def batch(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
     """A pack, with some prompts without labels."""
     draw = torch.Generator().manual_seed(seed)

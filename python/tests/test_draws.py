@@ -62,7 +62,7 @@ def _masks(rank: int, world: int) -> dict[str, Any]:
         cp = ContextParallel(model, gradients="sum", layout="zigzag")
         masks = Masks(model) if kind == "plain" else None
         if kind != "plain":
-            model.activation_checkpointing_enable({"use_reentrant": kind == "reentrant"})
+            models.checkpointing(model, kind == "reentrant")
         if kind == "reentrant":
             model.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_() if given[-1].is_leaf else None)
         set_seed(5)

@@ -49,7 +49,7 @@ def _right(rank: int, world: int, file: str) -> list[str]:
     for reentrant in (False, True):
         def checkpointed() -> Any:
             model = build()
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            models.checkpointing(model, reentrant)
             if reentrant:
                 model.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_() if given[-1].is_leaf else None)
             return model

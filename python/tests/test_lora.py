@@ -34,7 +34,7 @@ def _losses(rank: int, world: int) -> dict[str, list[float]]:
         model = models.build("llama")
         how = {"use_reentrant": reentrant}
         if before:
-            model.activation_checkpointing_enable(how)
+            models.checkpointing(model, reentrant)
             model.enable_input_require_grads()
         adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
         kind: Any = Trainer if world == 1 else ContextParallel(model).trainer(Trainer)

@@ -189,7 +189,7 @@ def walk(rank: int, world: int) -> list[str]:
 class Refusals(unittest.TestCase):
     def test_an_old_pytorch(self) -> None:
         """PyTorch 2.9 has no such module."""
-        program = "import sys; sys.modules['torch._library.effects'] = None\nimport cpattn.torch"
+        program = "import sys, torch; sys.modules['torch._library.effects'] = None; import cpattn.torch"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
         self.assertIn(f"ImportError: torch.__version__ is {torch.__version__}, 2.10 or later is needed for cpattn.torch", done.stderr)
 

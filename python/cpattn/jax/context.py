@@ -11,6 +11,7 @@ documents or slices.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,6 +34,16 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 T = TypeVar("T")
+_inside = threading.local()
+
+
+def _finish() -> None:
+    """Waits for calls in flight: JAX returns before compiled functions have run. JAX gives their failures to whoever reads the
+    results, and here once more."""
+    try:
+        jax.effects_barrier()  # type: ignore[no-untyped-call, unused-ignore]
+    except Exception as error:  # noqa: BLE001 (as JAX does when a program ends)
+        warnings.warn(f"a call of a compiled function failed: {error}", RuntimeWarning, stacklevel=3)
 
 
 class Context(PackedContext):
@@ -166,8 +177,16 @@ class Context(PackedContext):
         """Runs job(number, rank) on a thread for each rank. Independent calls may run at the same time, each with its own group."""
         with self._lock:
             group = self._groups.pop() if self._groups else local_group(self.world, self._deadline, self._workers)
+
+        def inside(number: int, rank: Rank) -> T:
+            _inside.on = True
+            try:
+                return job(number, rank)
+            finally:
+                _inside.on = False
+
         try:
-            results = on_all(group, job)
+            results = on_all(group, inside)
         except BaseException:
             # All ranks of the group have been aborted.
             for rank in group:
@@ -180,7 +199,11 @@ class Context(PackedContext):
         return results
 
     def close(self) -> None:
-        """Frees the ranks. Further calls are refused. JAX keeps the context alive with the functions that were compiled with it."""
+        """Waits for calls in flight and frees the ranks. Further calls are refused. Close a context before the program ends, or read all
+        results: later Python starts no threads. A callback of JAX must not call it, since it would wait for itself. JAX keeps the
+        context alive with the functions that were compiled with it."""
+        if not getattr(_inside, "on", False):
+            _finish()
         with self._lock:
             self._closed = True
             self._batches.clear()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import Unsupported
@@ -48,6 +49,11 @@ def in_tiles(cp: ContextParallel, model: Any, forward: Forward, kwargs: dict[str
         raise Unsupported(
             f"tile is {cp.tile} and replicas is {cp.replicas}, and fully_shard wraps the head separately: replicas with batches of "
             "different lengths would gather the head's parameters a different number of times. Wrap the head with its parent"
+        )
+    if isinstance(model.get_output_embeddings(), FSDPModule) and TorchVersion(torch.__version__) < "2.11":
+        raise Unsupported(
+            f"tile is {cp.tile}, fully_shard wraps the head separately, and torch.__version__ is {torch.__version__}, which does not gather the "
+            "head's parameters again for each tile: use PyTorch 2.11 or later, or leave tile out"
         )
     parts = zip(hidden.tensor_split(tiles, dim=1), forward.labels.tensor_split(tiles), strict=True)
     total: Tensor = sum((checkpoint(part, *one, use_reentrant=False) for one in parts), hidden.new_zeros((), dtype=torch.float32))

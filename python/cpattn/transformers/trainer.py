@@ -26,7 +26,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 def _reentrant(model: torch.nn.Module, args: Any) -> bool:
     """Whether layers are computed again by reentrant checkpointing, as the arguments of a trainer say or the model itself."""
-    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the same, under its name until Transformers 5.22
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the same, under its newer name and its older one
         if vars(args).get(name):
             # Without the argument, Trainer's checkpointing is not reentrant.
             return bool((vars(args).get(f"{name}_kwargs") or {}).get("use_reentrant"))
