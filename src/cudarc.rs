@@ -10,8 +10,9 @@
 //!
 //! The borrows see to the second: a [`DeviceView`] cannot outlive the slice that it comes from.
 //!
-//! This crate chooses no version of CUDA and no way to load the driver for cudarc: the features that your program gives
-//! to cudarc decide. With none, cudarc does not build and says so.
+//! The features that your program gives to cudarc name the version of CUDA and how the driver is loaded. Without them
+//! it is the version of the toolkit that the build finds, or the latest that cudarc knows, and the driver is loaded
+//! when the program runs.
 //!
 //! ```no_run
 //! use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, cudarc, runtime::DeviceForward, transport::peer};

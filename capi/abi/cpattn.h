@@ -260,8 +260,9 @@ typedef struct cpattn_problem {
   double scale;              /* 0: 1 / sqrt(head_dim) */
   double softcap;            /* 0: none */
   const float *alibi_slopes; /* heads entries, -1e18 to 1e18; NULL: none. Distances above 2^24 are rounded in f32 */
-  int32_t sinks;             /* 1: each q head has a learnable sink, given with each run: finite, or -inf for none (+inf
-                                makes all results of its head NaN) */
+  int32_t sinks;             /* 1: each q head has a learnable sink, given with each run: finite, or -inf for none. +inf
+                                takes all weight: in its head o is 0, lse +inf, dq 0, dk and dv get nothing, and its
+                                own gradient is NaN. NaN makes all results of its head NaN */
   int32_t reserved;          /* 0 */
   const cpattn_slice *slices; /* slice_count entries; NULL: each document attends to itself */
   size_t slice_count;         /* at least 1 with slices */

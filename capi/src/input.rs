@@ -123,8 +123,8 @@ pub(super) unsafe trait Element: Copy {
     const FIRST: usize;
 }
 
-/// An array of elements of this header, of an earlier or of a later one: `size` is what its program calls the size of an
-/// element, or 0 for [`Element::FIRST`]. Elements of another size are copied to `copies`.
+/// An array of elements of this header, of an earlier or of a later one: `size` is what its program calls the size of
+/// an element, or 0 for [`Element::FIRST`]. Elements of another size are copied to `copies`.
 ///
 /// # Safety
 /// `ptr` is null or misaligned, or `count` elements of `size` bytes are valid for reads as long as the slice lives.

@@ -2,8 +2,9 @@
 //! Ranges, heads and scores, as the kernels take them.
 //!
 //! Ranges, heads and scores are the crate's own structs, and lists of them are not copied, unless the program was
-//! compiled with another header and its q ranges or pairs have another size. A q range has its mode as a number, which is checked before the list is read as the crate's: there it is a value of an enum. Positions are
-//! checked too, since arithmetic with them must not overflow.
+//! compiled with another header and its q ranges or pairs have another size. A q range has its mode as a number, which
+//! is checked before the list is read as the crate's: there it is a value of an enum. Positions are checked too, since
+//! arithmetic with them must not overflow.
 
 use super::{
     input::{Element, array, not_one_of, sized_array},

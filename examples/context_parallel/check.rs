@@ -4,8 +4,8 @@
 //! With `u` the unit roundoff of the element type, `a` that of the accumulator, `M` the largest magnitude and `R` the
 //! RMS of a reference tensor:
 //!
-//! - o: `2·u·M + (64 + m)·a·M`; dv: `2·u·M + (64 + e)·a·M`: one rounding of the result (at most `u·M`) and as much again for what was rounded
-//!   before it, plus sums in the accumulator's type;
+//! - o: `2·u·M + (64 + m)·a·M`; dv: `2·u·M + (64 + e)·a·M`: one rounding of the result (at most `u·M`) and as much
+//!   again for what was rounded before it, plus sums in the accumulator's type;
 //! - dq, dk: as o, plus `u·(M + R) + 2·u·S + (32 + m)·a·L`: the backward reads the rounded o, so
 //!   `delta = rowsum(do ∘ o)` has an error of its own, which every key of a row multiplies.
 //!   `S = scale·√value_dim·RMS(do)·RMS(o)·RMS(k or q)` is the usual size of what cancels in `ds = p·(do·v − delta)`. L
@@ -25,8 +25,8 @@
 //!
 //! `m` is the same for rows that mix values: `m = (2 + √head_dim)·max(|lse|·ρ)`, where `ρ²` is the part of the values'
 //! square that a row's mean does not explain, `1 − |o|² / Σ p·|v|²`. If one key has all the weight, o is its value
-//! whatever the error of its probability, and `ds = p·(do·v − delta)` is 0: ρ is 0. Activations have such rows, with the
-//! largest |lse| of all. dv has the error of every probability.
+//! whatever the error of its probability, and `ds = p·(do·v − delta)` is 0: ρ is 0. Activations have such rows, with
+//! the largest |lse| of all. dv has the error of every probability.
 //!
 //! A result of several ranks must also be as close as twice the error of one rank, plus a few roundings of the largest
 //! element: `2·E + (u + 4·a)·M`, with 32 roundings of the accumulator for lse and dsinks. That is far below

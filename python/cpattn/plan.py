@@ -97,7 +97,9 @@ class PlanOptions(TypedDict, total=False):
       slices (UNLIMITED, 0: causal; with slices UNLIMITED, UNLIMITED).
     - scale: the factor of q·k (1/√head_dim). softcap c: a score s becomes c·tanh(s/c) (0: none).
     - alibi_slopes: one for each q head; a score loses slope·|distance| (none).
-    - sinks: whether each q head has a learnable logit in the softmax, without a value vector (False).
+    - sinks: whether each q head has a learnable logit in the softmax, without a value vector (False). A sink is finite, or -inf for
+      none. With +inf, o of its head is 0, lse +inf, dq 0, dk and dv get nothing, and its own gradient is NaN; NaN makes all results
+      of its head NaN.
 
     The ranks:
 

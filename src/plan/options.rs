@@ -55,8 +55,9 @@ pub enum Wire {
     /// (one document of 200 tokens, full mask, CPU): a relative RMS error of 1.5e-3 to 1.9e-3 in the gradients that are
     /// sent, on a ring of 8 and on Ulysses 4 × ring 2, against 4e-7 with `Full`;
     /// `cargo test --test runs bf16_wire -- --nocapture`. Over several nodes only what crosses is bf16: the sum over a
-    /// node. bf16 has the exponents of f32, so no f32 gradient overflows; below 2⁻¹²⁶ it loses digits, and up to 2⁻¹³⁴
-    /// it becomes 0. The sums of an f64 plan are rounded the same way, and overflow above 3.4e38.
+    /// node. bf16 has the exponents of f32: a gradient underflows where f32 does, below 2⁻¹²⁶, where it loses digits or
+    /// becomes 0. The sums of an f64 plan are rounded the same way, so they underflow there too and overflow above
+    /// 3.4e38.
     Bf16,
 }
 

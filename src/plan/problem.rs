@@ -111,7 +111,8 @@ impl Problem {
     }
 
     /// Each q head has a learnable sink: a logit that takes part in the softmax and has no value. The logits are given
-    /// with each run; the backward returns their gradients. A sink is finite, or −∞ for none; one that is +∞ or NaN
+    /// with each run; the backward returns their gradients. A sink is finite, or −∞ for none. One that is +∞ takes all
+    /// weight: in its head o is 0, lse +∞, dq 0 and nothing is added to dk and dv, and its own gradient is NaN. NaN
     /// makes all results of its head NaN.
     #[must_use]
     pub fn with_sinks(mut self, sinks: bool) -> Self {

@@ -60,8 +60,8 @@ impl Rank {
         Self::with_workers(transport, 1)
     }
 
-    /// Makes a rank whose kernels use `workers` threads, with the feature `rayon`; without it every run of more than one
-    /// is refused ([`Rank::with_executor`] needs no feature). Results do not depend on the number.
+    /// Makes a rank whose kernels use `workers` threads, with the feature `rayon`; without it every run of more than
+    /// one is refused ([`Rank::with_executor`] needs no feature). Results do not depend on the number.
     pub fn with_workers(transport: impl Transport + 'static, workers: usize) -> Self {
         Self { backend: Box::new(HostRank::new(transport, cpu::Scratch::new(workers))) }
     }

@@ -2,12 +2,11 @@
 //! Which bits depend on what: aligned calls, and NaN that must not spread.
 
 use crate::harness::*;
-use crate::threads::Threads;
+use crate::threads::threaded;
 use cpattn::Element;
 use cpattn::call::{Attend, AttendBackward, Band, Delta, Gradients, HeadMap, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Isa, Scratch};
 use half::{bf16, f16};
-use std::sync::Arc;
 
 /// Outputs of a call as bits, by token.
 #[derive(Default, PartialEq, Debug)]
@@ -55,7 +54,7 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
     let mut slopes = head_numbers(&w.alibi_slopes, heads.clone());
     let slopes = per_head(&mut slopes, p.alibi);
     let map = HeadMap { q_offset: heads.start as u32, kv_offset: kv.start as u32, group: group as u32 };
-    let mut scratch = Scratch::with_isa(way.workers, way.isa).unwrap().with_executor(Arc::new(Threads));
+    let mut scratch = threaded(Scratch::with_isa(way.workers, way.isa).unwrap());
     scratch.reserve(E::DTYPE, p.d as u32, p.dv as u32);
     // Calls as lists of q and k ranges.
     let s = p.score;

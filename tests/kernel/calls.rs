@@ -4,7 +4,7 @@
 use crate::bits::backward_call;
 use crate::counting;
 use crate::harness::*;
-use crate::threads::Threads;
+use crate::threads::threaded;
 use cpattn::call::{
     Attend, AttendBackward, Band, Block, Delta, Finish, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges,
     RawTensor, Score, Transform,
@@ -13,7 +13,6 @@ use cpattn::kernel::cpu::{self, Scratch};
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element, Error};
 use half::{bf16, f16};
-use std::sync::Arc;
 
 /// Real activations against another implementation's float64 results: the reference, then the kernels.
 #[test]
@@ -90,7 +89,7 @@ fn fixture() {
             Ranges::default(),
         )
     };
-    let mut scratch = Scratch::new(2).with_executor(Arc::new(Threads));
+    let mut scratch = threaded(Scratch::new(2));
     let rounding = rounding::<f16>(scratch.isa().unwrap());
     scratch.reserve(Dtype::F16, 32, 32);
     for mode in [Mode::First, Mode::Only] {

@@ -2,6 +2,7 @@
 //! Many problems in all the ways there are.
 
 use crate::harness::*;
+use crate::threads::threaded;
 use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Ranges, RawTensor};
 use cpattn::kernel::cpu::{self, Isa, Scratch};
 use cpattn::{Dtype, Element};
@@ -25,7 +26,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
     let zeros = vec![0; p.lens_k.len()];
     let q_at = place(&p.lens_q, &p.starts, p.cut, &mut random);
     let k_at = place(&p.lens_k, &zeros, p.cut, &mut random);
-    let mut scratch = Scratch::with_isa(1 + p.seed as usize % 3, isa).unwrap();
+    let mut scratch = threaded(Scratch::with_isa(1 + p.seed as usize % 3, isa).unwrap());
     // Of parts that are computed in tiles or vectors: by the ranges of each call, all in tiles, or some documents.
     let document = |doc: u32| match p.seed % 4 {
         0 => [0; 2],

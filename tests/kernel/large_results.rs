@@ -6,12 +6,11 @@
 //! and nothing is written beside them.
 
 use crate::harness::*;
-use crate::threads::Threads;
+use crate::threads::threaded;
 use cpattn::Element;
 use cpattn::call::{Attend, AttendBackward, Band, Delta, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor};
 use cpattn::kernel::cpu::{self, Scratch};
 use half::bf16;
-use std::sync::Arc;
 
 const HEADS: usize = 8;
 const DIM: usize = 128;
@@ -59,7 +58,7 @@ fn run<E: Element>(inputs: &mut [Vec<E>; 4], shift: usize, workers: usize) -> [V
     let rows = [QRange { range, document: LONG, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
     let ranges = Ranges { q: &rows, k: &[range], pairs: &[Pair { k: 0, band: 0 }], bands: &[Band::WHOLE] };
     let (heads, score) = (HeadMap { q_offset: 0, kv_offset: 0, group: 1 }, score(DIM, 40, 0));
-    let mut scratch = Scratch::new(workers).with_executor(Arc::new(Threads));
+    let mut scratch = threaded(Scratch::new(workers));
     scratch.reserve(E::DTYPE, DIM as u32, DIM as u32);
     let forward = Attend { lse: lse.raw(1), ..Attend::new([q, k, v, o.raw(DIM)], heads, score, ranges) };
     let sums = Delta { o: forward.o, d_o, delta: delta.raw(1) };

@@ -6,7 +6,7 @@
 
 use crate::common::{Data, check, error, one_rank, reference, rms, run};
 use cpattn::{
-    Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem,
+    Batch, Dtype, Element, Error, Layout, Mask, Mesh, Options, Plan, Problem,
     plan::{Circulate, Gather, Wire},
 };
 
@@ -132,5 +132,76 @@ fn every_score_option_makes_a_difference_in_every_mode() {
                 check(&what, &run(&plan, &data).unwrap_or_else(|e| panic!("{what}: {e}")), &one, &want);
             }
         }
+    }
+}
+
+/// The documented results of sinks that are no numbers: +∞ takes all weight of its head, and NaN makes its head NaN. In
+/// every form, and other heads have the bits that they have beside a finite sink.
+#[test]
+fn sinks_that_are_not_finite() {
+    fn of<T: Element>(mesh: Mesh, options: Options) {
+        // Each kv head has two q heads.
+        let (heads, kv, dim) = (6, 3, 8);
+        let batch = Batch::from_lengths(&[13, 6]).unwrap();
+        let p = Problem::new(batch, heads, kv, dim, T::DTYPE).with_mask(Mask::causal()).with_sinks(true);
+        let plan = Plan::with_options(&p, mesh, Layout::Zigzag, options).unwrap();
+        let (mut data, what) = (Data::<T>::random(&p, 7), format!("{} {mesh} {options:?}", T::DTYPE));
+        let head = |x: &[T], heads: usize, h: usize| -> Vec<f64> {
+            x.chunks(heads * dim).flat_map(|row| &row[h * dim..(h + 1) * dim]).map(|x| x.to_f64()).collect()
+        };
+        let one =
+            |x: &[T::Acc], h: usize| -> Vec<f64> { x.iter().skip(h).step_by(heads).map(|x| x.to_f64()).collect() };
+        // Without gradients of its head, so that dk and dv are those of the other head alone.
+        data.d_o.chunks_mut(heads * dim).for_each(|row| row[..dim].fill(T::from_f64(0.0)));
+        data.sinks.as_mut().unwrap()[0] = 0.5;
+        let finite = run(&plan, &data).unwrap();
+        data.d_o = Data::<T>::random(&p, 8)
+            .d_o
+            .into_iter()
+            .zip(&data.d_o)
+            .enumerate()
+            .map(|(i, (new, &old))| if i % (heads * dim) < dim { new } else { old })
+            .collect();
+        data.sinks.as_mut().unwrap()[0] = f32::INFINITY;
+        let got = run(&plan, &data).unwrap();
+        assert!(head(&got.o, heads, 0).iter().all(|&x| x == 0.0), "{what}: o");
+        assert!(one(&got.lse, 0).iter().all(|&x| x == f64::INFINITY), "{what}: lse");
+        assert!(head(&got.dq, heads, 0).iter().all(|&x| x == 0.0), "{what}: dq");
+        assert!(got.dsinks[0].to_f64().is_nan(), "{what}: dsinks");
+        for h in 1..heads {
+            assert_eq!(head(&got.o, heads, h), head(&finite.o, heads, h), "{what}: o of head {h}");
+            assert_eq!(one(&got.lse, h), one(&finite.lse, h), "{what}: lse of head {h}");
+            assert_eq!(head(&got.dq, heads, h), head(&finite.dq, heads, h), "{what}: dq of head {h}");
+            assert_eq!(got.dsinks[h], finite.dsinks[h], "{what}: dsinks of head {h}");
+        }
+        for h in 0..kv {
+            assert_eq!(head(&got.dk, kv, h), head(&finite.dk, kv, h), "{what}: dk of head {h}");
+            assert_eq!(head(&got.dv, kv, h), head(&finite.dv, kv, h), "{what}: dv of head {h}");
+        }
+        data.sinks.as_mut().unwrap()[0] = f32::NAN;
+        let got = run(&plan, &data).unwrap();
+        let nan = |name: &str, all: Vec<f64>| assert!(all.iter().all(|x| x.is_nan()), "{what}: {name} of a NaN");
+        nan("o", head(&got.o, heads, 0));
+        nan("lse", one(&got.lse, 0));
+        nan("dq", head(&got.dq, heads, 0));
+        nan("dk", head(&got.dk, kv, 0));
+        nan("dv", head(&got.dv, kv, 0));
+        nan("dsinks", vec![got.dsinks[0].to_f64()]);
+        for h in 1..heads {
+            assert_eq!(head(&got.o, heads, h), head(&finite.o, heads, h), "{what}: o of head {h} beside NaN");
+        }
+    }
+    for (mesh, options) in [
+        (mesh(1, 1), Options::new()),
+        (mesh(3, 1), Options::new()),
+        (mesh(1, 3), Options::new()),
+        (mesh(2, 2), Options::new().circulate_forward(Circulate::Queries)),
+        (mesh(1, 3), Options::new().circulate(Circulate::Queries)),
+        (mesh(1, 4), Options::new().ranks_per_node(2)),
+        (mesh(2, 2), Options::new().reproducible(true)),
+    ] {
+        of::<f32>(mesh, options);
+        of::<half::bf16>(mesh, options);
+        of::<f64>(mesh, options);
     }
 }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The CUDA backend: executes the calls of [`crate::call`] on the caller's stream.
 //!
-//! [`Cuda`] is one device. Its kernels are PTX for compute capability 8.0, with kernels of their own for Hopper (9.0a) in
-//! both directions, embedded in the crate; the driver compiles them when [`Cuda::prepare`] (or the first call) needs them. Tensors are device
-//! addresses, streams are raw driver handles of the device's primary context. A call checks its arguments, writes its
-//! ranges into a [`Staging`] ring buffer, copies them to the device unless an earlier call has, and launches. It waits
-//! for the device only if that ring buffer is full, and allocates nothing once the kernels are loaded. Before you drop
-//! a [`Cuda`], wait for its launches.
+//! [`Cuda`] is one device. Its kernels are PTX for compute capability 8.0, with kernels of their own for Hopper (9.0a)
+//! in both directions, embedded in the crate; the driver compiles them when [`Cuda::prepare`] (or the first call) needs
+//! them. Tensors are device addresses, streams are raw driver handles of the device's primary context. A call checks
+//! its arguments, writes its ranges into a [`Staging`] ring buffer, copies them to the device unless an earlier call
+//! has, and launches. It waits for the device only if that ring buffer is full, and allocates nothing once the kernels
+//! are loaded. Before you drop a [`Cuda`], wait for its launches.
 //!
 //! Not supported in attention, and refused with an error: f32 and f64 elements, head dims above 256 or not a multiple
 //! of 8, rows that are not aligned to 16 bytes, and [`Attend::aligned`](crate::call::Attend::aligned).

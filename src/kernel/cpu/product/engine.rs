@@ -248,7 +248,8 @@ impl<V: Vector> AttentionEngine for Dense<V> {
 
     #[inline(always)]
     unsafe fn keys(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [V::T]) -> bool {
-        // SAFETY: rows, head and tile are as `rows` needs them (the contract of `AttentionEngine::keys`), here and below.
+        // SAFETY: rows, head and tile are as `rows` needs them (the contract of `AttentionEngine::keys`), here and
+        // below.
         unsafe { Self::rows(t, head, rows, tile) }
     }
 
