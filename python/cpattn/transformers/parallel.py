@@ -32,6 +32,7 @@ from ..errors import Disagreement, Error, InvalidArgument, Unsupported
 from ..packing import over_all
 from ..plan import CHOSEN, Plan, Side
 from ..torch import Batch, Context, GlooTransport
+from .adapters import Adapters
 from .attention import NAME, Current, Window, _tensors, register
 from .hybrids.deal import Deal
 from .mixers import Mixer, Mixers
@@ -122,6 +123,10 @@ class Forward:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window, **options: Any) -> Tensor:
         dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
         return self.batch_of(dtype).attention(q.to(dtype), k.to(dtype), v.to(dtype), window_left=window[0], window_right=window[1], **options)
+
+    @property
+    def positions(self) -> Tensor:
+        return self.batch.positions
 
     # For mixers.
 
@@ -226,10 +231,11 @@ class ContextParallel:
                 f"config.attention_dropout is {self.config.attention_dropout}, which is not supported: set it to 0 before the model is made"
             )
         self._takes = frozenset(inspect.signature(model.forward).parameters)
-        self._mixers = Mixers(model, mixers, self._options, self.ranks)
+        self._mixers, self._adapters = Mixers(model, mixers, self._options, self.ranks), Adapters(model)
         self._usual = model.config._attn_implementation
         register()
         self.model = model  # from here on `_restore` undoes the changes
+        self._adapters.replace()
         model.set_attn_implementation(NAME)
         self._mixers.replace()
         self._found = probe(model, self._takes, self._mixers)
@@ -426,6 +432,7 @@ class ContextParallel:
             hook.remove()
         self._hooks = []
         self._mixers.restore()
+        self._adapters.restore()
         if self._base is not None and self.tile:
             vars(self._base).pop("forward", None)
         with suppress(ValueError):
@@ -444,6 +451,7 @@ class ContextParallel:
             yield
         finally:
             if self.model._cpattn is self:
+                self._adapters.replace()
                 self.model.set_attn_implementation(NAME)
                 self._hook()
 
