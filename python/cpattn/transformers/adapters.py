@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..errors import Unsupported
 from .attention import NAME, Mask, attention
@@ -74,6 +75,7 @@ def _alibi(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Tenso
     if not isinstance(mask, Mask):
         raise Unsupported(f"{type(layer).__name__} has no mask of transformers.masking_utils, which is needed")
     positions = mask.forward.positions.to(q.device)
+    positions = F.pad(positions, (0, k.shape[2] - len(positions)))  # of rows that are no tokens of this rank
     more_k = torch.stack([positions // 256, positions % 256], -1).to(q.dtype)
     more_q = torch.stack([slopes * (256 / scale), slopes / scale], -1).to(q.dtype)
     q = torch.cat([q, more_q[None, :, None].expand(1, -1, q.shape[2], -1), q.new_zeros(()).expand(*q.shape[:3], 6)], -1)

@@ -34,7 +34,7 @@ from ..plan import CHOSEN, Plan, Side
 from ..torch import Batch, Context, GlooTransport
 from .adapters import Adapters
 from .attention import NAME, Current, Window, _tensors, register
-from .hybrids.deal import Deal
+from .hybrids.deal import Deal, Talk
 from .mixers import Mixer, Mixers
 from .pack import TAKEN, Pack, pack, within
 from .probe import probe
@@ -148,7 +148,7 @@ class Forward:
         rank, world = self.batch.context.number, self.batch.context.world
         if (parts := min(parts, world)) not in self.deals:
             tokens = [torch.tensor(self.batch.plan.tokens(Side.Q, one), dtype=torch.int64) for one in range(world)]
-            self.deals[parts] = Deal(self.cu_seqlens, tokens, rank, parts, self.group)
+            self.deals[parts] = Deal(self.cu_seqlens, tokens, rank, parts, Talk(self.group))
         return self.deals[parts]
 
 
