@@ -30,6 +30,11 @@ class Forward(Protocol):
 
     longest: int
 
+    @property
+    def positions(self) -> Tensor:
+        """Of this rank's tokens in their documents."""
+        ...
+
     def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window, **options: Any) -> Tensor: ...
 
 
@@ -42,6 +47,10 @@ class Mask:
 
     def __init__(self, forward: Forward, window: Window) -> None:
         self.forward, self.window = forward, window
+
+    def to(self, *_: Any, **__: Any) -> Mask:
+        """Some models convert their masks."""
+        return self
 
 
 # The windows of the parts of a mask, by the names of their functions in transformers.masking_utils. A mask is an intersection of parts.

@@ -23,6 +23,7 @@ from ..packing import over_all
 from ..plan import CHOSEN, Plan, Side
 from ..torch import Batch, Context, GlooTransport
 from ..torch.gloo import Collectives, Members
+from .adapters import Adapters
 from .agree import Total, number, same, told
 from .attention import NAME, Current, Window, register
 from .draws import Draws, refuse_layerdrop
@@ -74,6 +75,10 @@ class Forward:
     def given(self, x: Tensor) -> Tensor:
         """From rows for the tokens of this rank to rows for those that its model got."""
         return x if len(self.batch.tokens) else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+
+    @property
+    def positions(self) -> Tensor:
+        return self.batch.positions
 
     # For mixers.
 
@@ -183,10 +188,11 @@ class ContextParallel:
             )
         refuse_layerdrop(self.config)
         self._takes = frozenset(inspect.signature(model.forward).parameters)
-        self._mixers = Mixers(model, mixers, self._options, self.ranks)
+        self._mixers, self._adapters = Mixers(model, mixers, self._options, self.ranks), Adapters(model)
         self._usual = model.config._attn_implementation
         register()
         self.model = model  # from here on `_restore` undoes the changes
+        self._adapters.replace()
         model.set_attn_implementation(NAME)
         self._mixers.replace()
         self._found = probe(model, self._takes, self._mixers)
@@ -296,6 +302,7 @@ class ContextParallel:
             hook.remove()
         self._hooks = []
         self._mixers.restore()
+        self._adapters.restore()
         if self._base is not None and self.tile:
             vars(self._base).pop("forward", None)
         with suppress(ValueError):
@@ -314,6 +321,7 @@ class ContextParallel:
             yield
         finally:
             if self.model._cpattn is self:
+                self._adapters.replace()
                 self.model.set_attn_implementation(NAME)
                 self._hook()
 

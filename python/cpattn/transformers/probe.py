@@ -42,6 +42,10 @@ class Alone:
         seen = (q * weights).sum(-1, keepdim=True) + (k * weights.cos()).sum((1, 2), keepdim=True)
         return o + seen.tanh().to(o.dtype)
 
+    @property
+    def positions(self) -> Tensor:
+        return torch.zeros(len(self.cu_seqlens) - 1)
+
     # For mixers: each token is a separate document.
 
     cu_seqlens: tuple[int, ...] = ()

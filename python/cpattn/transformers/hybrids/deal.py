@@ -21,12 +21,11 @@ from ...torch.gloo import Collectives
 class Deal:
     """Who gets what of one batch, and this rank's rows in it.
 
-    `tokens` are the indices in the batch of each rank's tokens. `group` is not used with one rank. A rank without tokens has one row
-    that stands for none.
+    `tokens` are the indices in the batch of each rank's tokens. `talk` is not used with one rank.
     """
 
-    def __init__(self, cu_seqlens: Sequence[int], tokens: Sequence[Tensor], rank: int, parts: int, group: Collectives | None) -> None:
-        self.rank, self.world, self.group = rank, len(tokens), group
+    def __init__(self, cu_seqlens: Sequence[int], tokens: Sequence[Tensor], rank: int, parts: int, talk: Collectives | None) -> None:
+        self.rank, self.world, self._talk = rank, len(tokens), talk
         self.parts = min(parts, self.world)
         # The part of the heads of each rank; ranks of a part are consecutive.
         self.part = [one * self.parts // self.world for one in range(self.world)]
@@ -38,7 +37,6 @@ class Deal:
         self.ends: list[int] = [0, *lengths[own].cumsum(0).tolist()]
         first = torch.zeros(len(lengths), dtype=torch.int64)
         first[own] = torch.tensor(self.ends[:-1], dtype=torch.int64)
-        self.count = len(tokens[rank])
         document = [torch.searchsorted(ends, of, right=True) - 1 for of in tokens]
         # The rows of this rank's tokens that each rank needs, and where the rows that come from each rank belong.
         self.send = [owners[one][document[rank]].nonzero().flatten() for one in range(self.world)]
@@ -66,18 +64,18 @@ class Deal:
     def to_documents(self, x: Tensor, columns: Sequence[Tensor]) -> Tensor:
         """From this rank's tokens with all columns, [tokens, width], to this rank's documents with the columns of its part. `columns`
         are those of each part; a column of several parts goes to all of them, and its gradient is summed in f32. Differentiable."""
-        out: Tensor = _Move.apply(x[: self.count], self, columns, x.shape[1], True)  # type: ignore[no-untyped-call]
+        out: Tensor = _Move.apply(x, self, columns, x.shape, True)  # type: ignore[no-untyped-call]
         return out
 
-    def to_tokens(self, y: Tensor, columns: Sequence[Tensor]) -> Tensor:
-        """The way back, for columns that are those of one part each."""
-        out: Tensor = _Move.apply(y, self, columns, sum(map(len, columns)), False)  # type: ignore[no-untyped-call]
-        return out if self.count else torch.cat([out, out.new_zeros(1, out.shape[1])])
+    def to_tokens(self, y: Tensor, columns: Sequence[Tensor], rows: int) -> Tensor:
+        """The way back, for columns that are those of one part each, to so many rows: those after this rank's tokens are 0."""
+        out: Tensor = _Move.apply(y, self, columns, (rows, sum(map(len, columns))), False)  # type: ignore[no-untyped-call]
+        return out
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all ranks, which have the same documents: there are as many parts as ranks. Differentiable; gradients are summed
         as well, since each rank uses the sum for its part."""
-        if self.world == 1:
+        if self._talk is None:
             return x
         if self.parts < self.world:
             raise Unsupported(f"a layer of {self.parts} channels on {self.world} ranks: use at most as many ranks (replicas)")
@@ -87,8 +85,8 @@ class Deal:
     def total(self, x: Tensor) -> Tensor:
         host = x.to("cpu", x.dtype if x.dtype == torch.float64 else torch.float32, copy=True).contiguous()
         try:
-            assert self.group is not None
-            self.group.sum(host)
+            assert self._talk is not None
+            self._talk.sum(host)
         except RuntimeError as error:
             raise PeerError(f"a sum over the ranks failed on rank {self.rank}: {error}") from error
         return host.to(x.device, x.dtype)
@@ -102,10 +100,10 @@ class Deal:
             out[rows] = block
         return out
 
-    def collect(self, y: Tensor, columns: Sequence[Tensor], width: int) -> Tensor:
+    def collect(self, y: Tensor, columns: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         blocks = [y[rows] for rows in self.place]
         widths = [len(columns[part]) for part in self.part]
-        out = y.new_zeros(self.count, width, dtype=y.dtype if y.dtype == torch.float64 else torch.float32)
+        out = y.new_zeros(*shape, dtype=y.dtype if y.dtype == torch.float64 else torch.float32)
         got = self._exchange(blocks, [len(rows) for rows in self.send], widths)
         # In the order of the ranks, so that a sum is the same in each run.
         for rows, part, block in zip(self.send, self.part, got, strict=True):
@@ -114,7 +112,7 @@ class Deal:
 
     def _exchange(self, blocks: list[Tensor], rows: list[int], widths: int | list[int]) -> list[Tensor]:
         """Sends a block to each rank, and returns those from each. gloo takes tensors on the CPU, so others go through it."""
-        if self.world == 1:
+        if self._talk is None:
             return blocks
         each = widths if isinstance(widths, list) else [widths] * self.world
         first = blocks[0]
@@ -123,12 +121,9 @@ class Deal:
         got = torch.empty(sum(sizes), dtype=first.dtype)
         item = first.element_size()
         try:
-            assert self.group is not None
-            self.group.exchange(
-                got.view(torch.uint8),
-                sent.view(torch.uint8),
-                [size * item for size in sizes],
-                [block.numel() * item for block in blocks],
+            assert self._talk is not None
+            self._talk.exchange(
+                got.view(torch.uint8), sent.view(torch.uint8), [size * item for size in sizes], [block.numel() * item for block in blocks]
             )
         except RuntimeError as error:
             raise PeerError(f"the exchange of documents failed on rank {self.rank}: {error}") from error
@@ -140,15 +135,15 @@ class _Move(torch.autograd.Function):
     """Either way between tokens and documents. The gradient takes the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, deal: Deal, columns: Sequence[Tensor], width: int, out: bool) -> Tensor:
-        ctx.how = deal, columns, width, out
-        return deal.scatter(x.detach(), columns) if out else deal.collect(x.detach(), columns, width)
+    def forward(ctx: Any, x: Tensor, deal: Deal, columns: Sequence[Tensor], shape: Sequence[int], out: bool) -> Tensor:
+        ctx.how = deal, columns, shape, out
+        return deal.scatter(x.detach(), columns) if out else deal.collect(x.detach(), columns, shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        deal, columns, width, out = ctx.how
+        deal, columns, shape, out = ctx.how
         gradient = gradient.detach()
-        return deal.collect(gradient, columns, width) if out else deal.scatter(gradient, columns), None, None, None, None
+        return deal.collect(gradient, columns, shape) if out else deal.scatter(gradient, columns), None, None, None, None
 
 
 class _Sum(torch.autograd.Function):

@@ -126,7 +126,7 @@ def mix(layer: nn.Module, documents: Documents, how: Layer) -> Tensor:
         results.append((result[0] if isinstance(result, tuple) else result)[0])
     y = torch.cat(results)[: deal.ends[-1]]
     out = [Columns(how.out)]
-    return deal.to_tokens(y, [one.columns(out).to(device) for one in parts])[None]
+    return deal.to_tokens(y, [one.columns(out).to(device) for one in parts], len(rows))[None]
 
 
 def _taker(where: slice) -> Callable[[Tensor], Tensor]:
