@@ -255,6 +255,11 @@ impl Allowed {
         self.mask
     }
 
+    /// Whether slices, if there are any, are of a batch of so many documents.
+    pub fn is_of(&self, documents: usize) -> bool {
+        self.parts.as_ref().is_none_or(|parts| parts.of_q.len() == documents + 1)
+    }
+
     /// Whether each document attends to itself and nothing else. Then figures of documents need no look at slices.
     pub fn is_by_document(&self) -> bool {
         self.parts.is_none()

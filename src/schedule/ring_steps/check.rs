@@ -25,6 +25,10 @@ impl RingSteps {
         if self.per_node == 0 || !ring.is_multiple_of(self.per_node) {
             return Err(format!("{} ring ranks of a node do not divide a ring of {ring}", self.per_node));
         }
+        let documents = self.shares.batch().documents();
+        if !self.allowed.is_of(documents) {
+            return Err(format!("slices of another batch than that of {documents} documents"));
+        }
         self.segments(self.circulating, &self.own).map_err(|text| format!("own segments: {text}"))?;
         let staying = self.circulating.other();
         self.segments(staying, &self.stationary).map_err(|text| format!("stationary segments: {text}"))?;
