@@ -227,10 +227,7 @@ impl ForwardPass<'_> {
             }
             let mut tiles = 0;
             // Tiles that are processed together have one band.
-            while tiles < E::TILES
-                && stream.band() == band
-                && t.keys[tiles].next(&mut stream, c.aligned, c.aligned)
-            {
+            while tiles < E::TILES && stream.band() == band && t.keys[tiles].next(&mut stream, c.aligned, c.aligned) {
                 t.keys[tiles].find_blocks();
                 // Perhaps only other units of the block see this tile.
                 if !t.is_seen(tiles, panels) {
