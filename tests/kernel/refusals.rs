@@ -99,7 +99,7 @@ fn refusals() {
     let other = [Range { doc: 3, ..range }];
     refused(
         Attend { ranges: Ranges { k: &other, ..good.ranges }, ..good },
-        "ranges.k[0].doc is 3, expected 0, the document of q range 0",
+        "ranges.k[0].doc is 3, expected 0, the document of q range 0, under a band without limits",
     );
     refused(
         Attend { ranges: Ranges { pairs: &[Pair { k: 1, band: 0 }], ..good.ranges }, ..good },
