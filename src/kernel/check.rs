@@ -101,8 +101,8 @@ fn bands(bands: &[Band]) -> Result<()> {
 
 /// Positions of a range that has a band with limits: sums with a shift stay in range.
 fn positions(argument: &str, i: usize, r: &Range) -> Result<()> {
-    let blocks = r.len.saturating_sub(1) / r.block;
-    let rest = r.len.saturating_sub(1) % r.block;
+    let (most, block) = (r.len.saturating_sub(1), r.block.max(1));
+    let (blocks, rest) = (most / block, most % block);
     let last = i128::from(r.pos) + i128::from(blocks) * i128::from(r.period) + i128::from(rest);
     if r.pos < -POSITION || last > i128::from(POSITION) {
         let expected = "positions within ±2^61 under a band with limits";

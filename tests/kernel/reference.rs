@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The reference itself: a row by hand, and its backward against differences of its forward.
 
-use cpattn::{call::Score, kernel::reference::Attention};
+use cpattn::{Slice, call::Score, kernel::reference::Attention};
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(x, y)| x * y).sum()
@@ -110,4 +110,50 @@ fn backward_is_the_derivative_of_forward() {
             check(&sinks, &g.dsinks, &|x| loss(&q, &k, &v, x).0);
         }
     }
+}
+
+/// Slices by hand: two answers after a prompt of two tokens, each of one token, beside each answer alone after it; and
+/// documents as slices.
+#[test]
+fn slices() {
+    let (q, k) = (numbers(4, 1), numbers(4, 2));
+    let (v, slopes) = (numbers(4, 3), [0.25]);
+    let score = Score { scale: 1.0, softcap: 0.0, window_left: 2, window_right: i64::MAX };
+    let a = Attention {
+        q: &q,
+        k: &k,
+        v: &v,
+        cu_seqlens_q: &[0, 4],
+        cu_seqlens_k: &[0, 4],
+        q_start: &[0],
+        heads: 1,
+        kv_heads: 1,
+        head_dim: 1,
+        value_dim: 1,
+        score,
+        alibi_slopes: Some(&slopes),
+        sinks: None,
+    };
+    let slices = [
+        Slice::new(0..2, 0..2).causal(),
+        Slice::new(2..3, 0..2).q_start(2),
+        Slice::new(2..3, 2..3).causal(),
+        Slice::new(3..4, 0..2).q_start(2),
+        Slice::new(3..4, 3..4).causal(),
+    ];
+    let together = a.forward_of(&slices);
+    for answer in [2, 3] {
+        let of = |x: &[f64]| [x[0], x[1], x[answer]];
+        let (q, k, v) = (of(&q), of(&k), of(&v));
+        let causal = Score { window_right: 0, ..score };
+        let alone = Attention { q: &q, k: &k, v: &v, cu_seqlens_q: &[0, 3], cu_seqlens_k: &[0, 3], score: causal, ..a }
+            .forward();
+        assert_eq!(
+            (of(&together.o), of(&together.lse)),
+            ([0, 1, 2].map(|i| alone.o[i]), [0, 1, 2].map(|i| alone.lse[i]))
+        );
+    }
+    // A row in no slice.
+    let none = a.forward_of(&slices[..3]);
+    assert_eq!((none.o[3], none.lse[3]), (0.0, f64::NEG_INFINITY));
 }

@@ -99,7 +99,7 @@ fn refusals() {
     let other = [Range { doc: 3, ..range }];
     refused(
         Attend { ranges: Ranges { k: &other, ..good.ranges }, ..good },
-        "ranges.k[0].doc is 3, expected 0, the document of q range 0",
+        "ranges.k[0].doc is 3, expected 0, the document of q range 0, under a band without limits",
     );
     refused(
         Attend { ranges: Ranges { pairs: &[Pair { k: 1, band: 0 }], ..good.ranges }, ..good },
@@ -108,6 +108,23 @@ fn refusals() {
     refused(
         Attend { ranges: Ranges { pairs: &[], ..good.ranges }, ..good },
         "ranges.q[0].keys is 0..1, expected entries of pairs, which has 0",
+    );
+    let shifted = [Band::WHOLE, Band { shift: -(1 << 42) - 1, ..Band::WHOLE }];
+    refused(
+        Attend { ranges: Ranges { bands: &shifted, ..good.ranges }, ..good },
+        "ranges.bands[1].shift is -4398046511105, expected within ±2^42",
+    );
+    let elsewhere = [Range { doc: 1, ..range }];
+    refused(
+        Attend { ranges: Ranges { k: &elsewhere, ..good.ranges }, ..good },
+        "ranges.k[0].doc is 1, expected 0, the document of q range 0, under a band without limits",
+    );
+    let limited = [Band { high: 0, ..Band::WHOLE }];
+    let far = [Range { pos: (1 << 61) - 6, ..elsewhere[0] }];
+    refused(
+        Attend { ranges: Ranges { k: &far, bands: &limited, ..good.ranges }, ..good },
+        "ranges.k[0] is positions 2305843009213693946..=2305843009213693953, expected positions within ±2^61 under a \
+         band with limits",
     );
     let stripe = [Range { block: 4, period: 3, ..range }];
     refused(
