@@ -64,10 +64,19 @@ fn holder(pieces: &[Rows], row: u32) -> usize {
     pieces.partition_point(|&(_, end)| end <= row)
 }
 
+/// The most cuts of [`Pieces::of`] on either side: two at each pair.
+pub(super) fn most_cuts(ranges: &Ranges) -> usize {
+    if are_whole(ranges) { 0 } else { 2 * super::metadata::inverse_len(ranges) }
+}
+
+fn are_whole(ranges: &Ranges) -> bool {
+    ranges.bands.iter().all(|band| *band == Band::WHOLE)
+}
+
 impl Pieces {
     /// `None` if no row has to be cut off. Ranges were checked.
     pub fn of(ranges: &Ranges, window: (i64, i64)) -> Option<Self> {
-        if ranges.bands.iter().all(|band| *band == Band::WHOLE) {
+        if are_whole(ranges) {
             return None;
         }
         let bands: Vec<SidedBand> = super::bands::of_queries(ranges, window).collect();
