@@ -34,7 +34,8 @@ pub struct Case {
     pub dtype: Dtype,
     /// q tokens, k tokens and the position of the first q token of each document.
     pub documents: Vec<(usize, usize, i64)>,
-    /// What attends to what, in the place of each document to itself; empty for that. Tokens in no pair hold NaN (see `is_read`).
+    /// What attends to what, in the place of each document to itself; empty for that. Tokens in no pair hold NaN (see
+    /// `is_read`).
     pub slices: Vec<Slice>,
     pub heads: usize,
     pub kv_heads: usize,

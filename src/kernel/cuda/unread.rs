@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranges cut where rows begin or cease to be read, for the fused backward.
 //!
-//! That backward multiplies whole tiles of its ranges: a row that no pair reads is multiplied by zero, which is not zero
-//! if it holds NaN. The other kernels walk over the rows in reach of a band alone. So ranges with such rows are cut:
-//! what is read, and what is not, which then has no pairs. Stripes are left whole. Without bands nothing is cut: a
-//! document's rows are all read, or its window says otherwise for whole ranges.
+//! That backward multiplies whole tiles of its ranges: a row that no pair reads is multiplied by zero, which is not
+//! zero if it holds NaN. The other kernels walk over the rows in reach of a band alone. So ranges with such rows are
+//! cut: what is read, and what is not, which then has no pairs. Stripes are left whole. Without bands nothing is cut:
+//! a document's rows are all read, or its window says otherwise for whole ranges.
 
 use super::params::SidedBand;
 use crate::call::{Band, Pair, QRange, Range, Ranges};
