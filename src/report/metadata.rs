@@ -65,7 +65,7 @@ fn attention(r: &Ranges<'_>, is_shared: bool, (q_heads, key_heads): (u64, u64)) 
     let runs = (q_runs + k_runs) * (RUN + 4) + backward * k_runs * 4;
     let bands = (1 + backward) * r.bands.len() as u64 * BAND;
     let work = (2 * q + shared + (1 + backward) * k) * WORK;
-    let lists = runs + bands + (r.pairs.len() as u64 + met) * PARTNER + work + PADDING;
+    let lists = runs + bands + (r.pairs.len() as u64 + met + cut) * PARTNER + work + PADDING;
     (lists, (1 + q * q_heads + k * key_heads) * 4 + PADDING)
 }
 

@@ -34,7 +34,8 @@ pub struct Case {
     pub dtype: Dtype,
     /// q tokens, k tokens and the position of the first q token of each document.
     pub documents: Vec<(usize, usize, i64)>,
-    /// What attends to what, in the place of each document to itself; empty for that. Tokens in no pair hold NaN.
+    /// What attends to what, in the place of each document to itself; empty for that. Tokens in no pair hold NaN (see
+    /// `is_read`).
     pub slices: Vec<Slice>,
     pub heads: usize,
     pub kv_heads: usize,
@@ -113,10 +114,12 @@ impl Case {
         }
     }
 
-    /// Whether each token of q and of k is in some pair. Without slices all count.
+    /// Whether each token of q and of k is in some pair; where none may hold NaN, all count: without slices, and in
+    /// stripes, where kernels multiply rows in the gaps by zeros.
     pub fn is_read(&self) -> [Vec<bool>; 2] {
-        let mut read = [vec![self.slices.is_empty(); self.q_tokens()], vec![self.slices.is_empty(); self.k_tokens()]];
-        if !self.slices.is_empty() {
+        let all = self.slices.is_empty() || matches!(self.cut, Cut::Striped(..));
+        let mut read = [vec![all; self.q_tokens()], vec![all; self.k_tokens()]];
+        if !all {
             for (t, keys) in dense::pairs(self).iter().enumerate() {
                 read[0][t] = !keys.is_empty();
                 keys.iter().for_each(|&(s, _)| read[1][s] = true);

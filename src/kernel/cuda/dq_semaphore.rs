@@ -82,6 +82,15 @@ pub(super) fn bytes(ranges: &Ranges, tiles: TileRows, other_keys: u32, (q_heads,
         + padded(key_tiles(tiles.keys.min(other_keys)) * key_heads as usize * 4)
 }
 
+/// The most bytes that so many cuts of ranges of q, and as many of k, add to [`bytes`]: each is a run more, with a tile
+/// more in either list.
+pub(super) fn cut_bytes(cuts: usize, (q_heads, key_heads): (u32, u32)) -> usize {
+    let of_lists = 2 * (2 * size_of::<Work>() + 4);
+    let words = 4 * (q_heads as usize + key_heads as usize);
+    // Ranges that share entries of pairs have their own when cut.
+    cuts * (2 * size_of::<Run>() + 4 + of_lists + words + size_of::<Partner>()) + padded(1) * 16
+}
+
 /// The tiles of `rows` rows of a partner that an own tile at positions `lowest..=highest` meets: `tiles_met` of
 /// `ptx/dq_semaphore.cuh`. A tile counts too if the positions in reach lie in a gap between two of its rows.
 fn tiles_met(partner: &Range, band: &SidedBand, lowest: i64, highest: i64, rows: u32) -> core::ops::Range<u32> {

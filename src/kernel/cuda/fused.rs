@@ -9,7 +9,7 @@ use super::metadata::TileRows;
 use super::metadata_buffer::MetadataBuffer;
 use super::modules::{AttentionModule, Instance};
 use super::params::{BackwardParams, FusedParams as Params};
-use super::unread::Pieces;
+use super::unread::{self, Pieces};
 use super::{Cuda, hopper_backward, shapes};
 use crate::call::AttendBackward;
 use crate::error::Result;
@@ -42,14 +42,14 @@ impl Cuda {
         self.hopper_backward(shape).unwrap_or(fused).tiles()
     }
 
-    /// Bytes of the metadata of [`Cuda::fused_launches`].
+    /// The most bytes of the metadata of [`Cuda::fused_launches`]. The call may be one that will be refused.
     pub(super) fn fused_bytes(&self, call: &AttendBackward, shape: usize, fused: shapes::Fused) -> usize {
-        let pieces = Pieces::of(&call.ranges, (call.score.window_left, call.score.window_right));
-        let ranges = pieces.as_ref().map_or(call.ranges, |pieces| pieces.ranges(call.ranges.bands));
-        self.list_bytes(&AttendBackward { ranges, ..*call }, shape, fused)
+        let cuts = unread::most_cuts(&call.ranges);
+        let cut_bytes = if cuts == 0 { 0 } else { dq_semaphore::cut_bytes(cuts, heads(call)) };
+        self.list_bytes(call, shape, fused) + cut_bytes
     }
 
-    /// The same of a call whose ranges are cut.
+    /// Bytes for the ranges of a call as they are.
     fn list_bytes(&self, call: &AttendBackward, shape: usize, fused: shapes::Fused) -> usize {
         dq_semaphore::bytes(&call.ranges, self.fused_tiles(shape, fused), fused.launch.rows, heads(call))
     }

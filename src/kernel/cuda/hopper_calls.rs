@@ -20,7 +20,8 @@ pub(super) fn work_bytes(call: &Attend, shape: usize, rows: u32) -> usize {
     other_rows(shape, rows).map_or(0, |rows| metadata::query_work_bytes(&call.ranges, rows))
 }
 
-/// Writes the tiles of a call under bands of q rows; the other kernel has `tiles` of `rows` rows at `work`, which may be the same.
+/// Writes the tiles of a call under bands of q rows. The other kernel has `tiles` of `rows` rows at `work`, which may
+/// be the same.
 pub(super) fn split(
     call: &Attend,
     shape: usize,

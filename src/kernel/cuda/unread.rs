@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranges cut where rows begin or cease to be read, for the fused backward.
 //!
-//! That backward multiplies whole tiles of its ranges: a row that no pair reads is multiplied by zero, which is not zero
-//! if it holds NaN. The other kernels walk over the rows in reach of a band alone. So ranges with such rows are cut:
-//! what is read, and what is not, which then has no pairs. Stripes are left whole. Without bands nothing is cut: a
-//! document's rows are all read, or its window says otherwise for whole ranges.
+//! That backward multiplies whole tiles of its ranges: a row that no pair reads is multiplied by zero, which is not
+//! zero if it holds NaN. The other kernels walk over the rows in reach of a band alone. So ranges with such rows are
+//! cut: what is read, and what is not, which then has no pairs. Stripes are left whole. Without bands nothing is cut:
+//! a document's rows are all read, or its window says otherwise for whole ranges.
 
 use super::params::SidedBand;
 use crate::call::{Band, Pair, QRange, Range, Ranges};
@@ -64,10 +64,19 @@ fn holder(pieces: &[Rows], row: u32) -> usize {
     pieces.partition_point(|&(_, end)| end <= row)
 }
 
+/// The most cuts of [`Pieces::of`] on either side: two at each pair.
+pub(super) fn most_cuts(ranges: &Ranges) -> usize {
+    if are_whole(ranges) { 0 } else { 2 * super::metadata::inverse_len(ranges) }
+}
+
+fn are_whole(ranges: &Ranges) -> bool {
+    ranges.bands.iter().all(|band| *band == Band::WHOLE)
+}
+
 impl Pieces {
     /// `None` if no row has to be cut off. Ranges were checked.
     pub fn of(ranges: &Ranges, window: (i64, i64)) -> Option<Self> {
-        if ranges.bands.iter().all(|band| *band == Band::WHOLE) {
+        if are_whole(ranges) {
             return None;
         }
         let bands: Vec<SidedBand> = super::bands::of_queries(ranges, window).collect();
