@@ -393,10 +393,10 @@ def from_dense(mask: Any) -> list[Slice]:
     for side, n in zip("qk", shape):
         if n > DENSE:
             raise InvalidArgument(f"mask has {n} {side} tokens, at most {DENSE} are possible: make the slices themselves")
-    rows = attempt(lambda: [bytes(map(bool, row)) for row in (mask.tolist() if hasattr(mask, "tolist") else mask)])
-    if rows is None or isinstance(mask, str):
+    packed = attempt(lambda: [bytes(map(bool, row)) for row in (mask.tolist() if hasattr(mask, "tolist") else mask)])
+    if packed is None or isinstance(mask, str):
         raise refused("mask", mask, "rows of booleans are needed")
-    by_query, every = _sweep(rows), b"".join(rows)
+    by_query, every = _sweep(packed), b"".join(packed)
     by_key = _sweep(every[k :: shape[1]] for k in range(shape[1]))
     if len(by_query) <= len(by_key):
         return sorted(by_query, key=lambda s: s[:4])
