@@ -86,8 +86,35 @@ pub(super) fn stripe(argument: &str, i: usize, r: &Range) -> Result<()> {
     Ok(())
 }
 
-/// Pairs lie within the ranges and in one document each, as `each` accepts them; then the lengths of documents.
+/// The largest shift of a band.
+const SHIFT: i64 = 1 << 42;
+/// The largest position, either way, that a band is computed with.
+const POSITION: i64 = 1 << 61;
+
+/// The shifts of bands. Their other limits may be any numbers: a band may allow nothing.
+fn bands(bands: &[Band]) -> Result<()> {
+    match bands.iter().position(|band| !(-SHIFT..=SHIFT).contains(&band.shift)) {
+        Some(i) => Err(Error::invalid(format!("ranges.bands[{i}].shift"), bands[i].shift, "within ±2^42")),
+        None => Ok(()),
+    }
+}
+
+/// Positions of a range that has a band with limits: sums with a shift stay in range.
+fn positions(argument: &str, i: usize, r: &Range) -> Result<()> {
+    let blocks = r.len.saturating_sub(1) / r.block;
+    let rest = r.len.saturating_sub(1) % r.block;
+    let last = i128::from(r.pos) + i128::from(blocks) * i128::from(r.period) + i128::from(rest);
+    if r.pos < -POSITION || last > i128::from(POSITION) {
+        let expected = "positions within ±2^61 under a band with limits";
+        return Err(Error::invalid(format!("ranges.{argument}[{i}]"), format!("positions {}..={last}", r.pos), expected));
+    }
+    Ok(())
+}
+
+/// Pairs lie within the ranges, in one document each unless their band has limits, and as `each` accepts them; then the
+/// lengths of documents.
 pub(super) fn pairs(r: &Ranges, each: impl Fn(&Range, &Range) -> Result<()>) -> Result<()> {
+    bands(r.bands)?;
     for (i, q) in r.q.iter().enumerate() {
         let (begin, end) = (q.keys_begin as usize, q.keys_end as usize);
         let Some(pairs) = r.pairs.get(begin..end) else {
@@ -109,6 +136,10 @@ pub(super) fn pairs(r: &Ranges, each: impl Fn(&Range, &Range) -> Result<()>) -> 
             if k.doc != q.range.doc && *band == Band::WHOLE {
                 let expected = format!("{}, the document of q range {i}, under a band without limits", q.range.doc);
                 return Err(Error::invalid(format!("ranges.k[{}].doc", pair.k), k.doc, expected));
+            }
+            if *band != Band::WHOLE {
+                positions("q", i, &q.range)?;
+                positions("k", pair.k as usize, k)?;
             }
             each(&q.range, k)?;
         }
@@ -143,7 +174,8 @@ fn documents(r: &Ranges) -> Result<()> {
             return refused(format!("at least {len} tokens of q, the rows of its range, or [0, 0] if not given"));
         }
         let keys = &r.pairs[q.keys_begin as usize..q.keys_end as usize];
-        if let Some(k) = keys.iter().map(|pair| pair.k).find(|&k| r.k[k as usize].len > q.document[1]) {
+        let longer = |k: &Range| k.doc == q.range.doc && k.len > q.document[1];
+        if let Some(k) = keys.iter().map(|pair| pair.k).find(|&k| longer(&r.k[k as usize])) {
             let len = r.k[k as usize].len;
             return refused(format!("at least {len} tokens of k, the rows of ranges.k[{k}], or [0, 0] if not given"));
         }

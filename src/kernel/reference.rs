@@ -3,8 +3,11 @@
 //!
 //! It is slow on purpose: one loop over rows, one over keys, one over dims; no tiles, no ranges, no partial results;
 //! the maximum is subtracted only to keep exp finite. Keep it obviously correct: do not add optimisations.
+//!
+//! The mask is a list of [slices](Slice); without one, each document is a slice.
 
 use crate::call::Score;
+use crate::slice::Slice;
 use alloc::{vec, vec::Vec};
 
 /// A whole problem: packed documents, compact `[tokens, heads, dim]` tensors.
@@ -85,26 +88,40 @@ impl Attention<'_> {
         at..at + self.value_dim
     }
 
-    /// Calls `row(q token, q position, first k token, k tokens)` for each q token.
-    fn rows(&self, mut row: impl FnMut(usize, i64, usize, usize)) {
-        for document in 0..self.cu_seqlens_q.len() - 1 {
-            let first = self.cu_seqlens_k[document] as usize;
-            let keys = self.cu_seqlens_k[document + 1] as usize - first;
-            let tokens = self.cu_seqlens_q[document] as usize..self.cu_seqlens_q[document + 1] as usize;
-            for (i, token) in tokens.enumerate() {
-                row(token, self.q_start[document] + i as i64, first, keys);
-            }
-        }
+    /// The documents as slices: all their queries with all their keys.
+    fn documents(&self) -> Vec<Slice> {
+        let document = |i: usize| Slice {
+            q_begin: self.cu_seqlens_q[i],
+            q_end: self.cu_seqlens_q[i + 1],
+            k_begin: self.cu_seqlens_k[i],
+            k_end: self.cu_seqlens_k[i + 1],
+            q_start: self.q_start[i],
+            low: i64::MIN,
+            high: i64::MAX,
+        };
+        (0..self.q_start.len()).map(document).collect()
     }
 
-    /// The score of q token `i` (at position `pos`) with the `j`-th key of its document, or `None` when masked; and
-    /// its derivative by `q·k`.
-    fn score(&self, i: usize, pos: i64, first: usize, j: usize, head: usize) -> Option<(f64, f64)> {
-        if !self.score.allows(pos, j as i64) {
-            return None;
+    /// The keys of q token `i`, with the distance `k_pos − q_pos` of each. Its slices say which; the window too, by the
+    /// positions in the slice.
+    fn keys(&self, slices: &[Slice], i: usize) -> Vec<(usize, i64)> {
+        let mut keys = Vec::new();
+        for slice in slices {
+            for j in slice.k_begin.max(0) as usize..slice.k_end.max(0) as usize {
+                let k_pos = j as i64 - i64::from(slice.k_begin);
+                let q_pos = i as i64 - i64::from(slice.q_begin) + slice.q_start;
+                if slice.allows(i, j) && self.score.allows(q_pos, k_pos) {
+                    keys.push((j, k_pos - q_pos));
+                }
+            }
         }
+        keys
+    }
+
+    /// The score of q token `i` with k token `j` at this distance, and its derivative by `q·k`.
+    fn score(&self, i: usize, (j, distance): (usize, i64), head: usize) -> (f64, f64) {
         let kv = head / (self.heads / self.kv_heads);
-        let mut s = self.score.scale * dot(&self.q[self.q_row(i, head)], &self.k[self.k_row(first + j, kv)]);
+        let mut s = self.score.scale * dot(&self.q[self.q_row(i, head)], &self.k[self.k_row(j, kv)]);
         let mut derivative = self.score.scale;
         if self.score.softcap != 0.0 {
             let t = (s / self.score.softcap).tanh();
@@ -112,50 +129,65 @@ impl Attention<'_> {
             derivative *= 1.0 - t * t;
         }
         if let Some(alibi_slopes) = self.alibi_slopes {
-            s -= alibi_slopes[head] * (pos - j as i64).abs() as f64;
+            s -= alibi_slopes[head] * distance.abs() as f64;
         }
-        Some((s, derivative))
+        (s, derivative)
+    }
+
+    fn tokens(&self) -> usize {
+        self.q.len() / (self.heads * self.head_dim).max(1)
     }
 
     /// o and lse of every row.
     pub fn forward(&self) -> Output {
-        let tokens = self.q.len() / (self.heads * self.head_dim).max(1);
-        let mut o = vec![0.0; tokens * self.heads * self.value_dim];
-        let mut lse = vec![f64::NEG_INFINITY; tokens * self.heads];
-        self.rows(|i, pos, first, keys| {
+        self.forward_of(&self.documents())
+    }
+
+    /// As [`Attention::forward`], with these slices in the place of the documents' own: `cu_seqlens` and `q_start` are
+    /// not read. A pair of tokens is in one slice at most; rows of q in no slice have an o of 0 and an lse of −∞ (or
+    /// that of the sink), and no other rows of k and v are read than those that a slice lets a query see.
+    pub fn forward_of(&self, slices: &[Slice]) -> Output {
+        let mut o = vec![0.0; self.tokens() * self.heads * self.value_dim];
+        let mut lse = vec![f64::NEG_INFINITY; self.tokens() * self.heads];
+        for i in 0..self.tokens() {
+            let keys = self.keys(slices, i);
             for h in 0..self.heads {
                 let kv = h / (self.heads / self.kv_heads);
-                let scores: Vec<_> = (0..keys).map(|j| self.score(i, pos, first, j, h)).collect();
+                let scores: Vec<f64> = keys.iter().map(|&key| self.score(i, key, h).0).collect();
                 let sink = self.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[h]);
                 // NaN if one of them is, which `f64::max` would leave out.
-                let larger = |m: f64, s: f64| if m.is_nan() || s <= m { m } else { s };
-                let max = scores.iter().flatten().fold(sink, |m, s| larger(m, s.0));
+                let larger = |m: f64, &s: &f64| if m.is_nan() || s <= m { m } else { s };
+                let max = scores.iter().fold(sink, larger);
                 if max == f64::NEG_INFINITY {
                     continue;
                 }
-                let sum = (sink - max).exp() + scores.iter().flatten().map(|s| (s.0 - max).exp()).sum::<f64>();
+                let sum = (sink - max).exp() + scores.iter().map(|s| (s - max).exp()).sum::<f64>();
                 lse[i * self.heads + h] = max + sum.ln();
-                for (j, s) in scores.iter().enumerate() {
-                    if let Some((s, _)) = s {
-                        let p = (s - max).exp() / sum;
-                        let v = &self.v[self.v_row(first + j, kv)];
-                        o[self.o_row(i, h)].iter_mut().zip(v).for_each(|(o, v)| *o += p * v);
-                    }
+                for (&(j, _), s) in keys.iter().zip(&scores) {
+                    let p = (s - max).exp() / sum;
+                    let v = &self.v[self.v_row(j, kv)];
+                    o[self.o_row(i, h)].iter_mut().zip(v).for_each(|(o, v)| *o += p * v);
                 }
             }
-        });
+        }
         Output { o, lse }
     }
 
     /// Gradients of q, k, v and the sinks, for `d_o` of o's shape and the result of [`Attention::forward`].
     pub fn backward(&self, d_o: &[f64], out: &Output) -> Gradient {
+        self.backward_of(&self.documents(), d_o, out)
+    }
+
+    /// As [`Attention::backward`], with the slices and the result of [`Attention::forward_of`].
+    pub fn backward_of(&self, slices: &[Slice], d_o: &[f64], out: &Output) -> Gradient {
         let mut g = Gradient {
             dq: vec![0.0; self.q.len()],
             dk: vec![0.0; self.k.len()],
             dv: vec![0.0; self.v.len()],
             dsinks: vec![0.0; self.sinks.map_or(0, <[f64]>::len)],
         };
-        self.rows(|i, pos, first, keys| {
+        for i in 0..self.tokens() {
+            let keys = self.keys(slices, i);
             for h in 0..self.heads {
                 let kv = h / (self.heads / self.kv_heads);
                 let lse = out.lse[i * self.heads + h];
@@ -167,9 +199,9 @@ impl Attention<'_> {
                 if let Some(sinks) = self.sinks {
                     g.dsinks[h] -= (sinks[h] - lse).exp() * delta;
                 }
-                for j in 0..keys {
-                    let Some((s, derivative)) = self.score(i, pos, first, j, h) else { continue };
-                    let (kj, vj) = (self.k_row(first + j, kv), self.v_row(first + j, kv));
+                for &(j, distance) in &keys {
+                    let (s, derivative) = self.score(i, (j, distance), h);
+                    let (kj, vj) = (self.k_row(j, kv), self.v_row(j, kv));
                     let p = (s - lse).exp();
                     let ds = p * (dot(d_o, &self.v[vj.clone()]) - delta) * derivative;
                     g.dv[vj].iter_mut().zip(d_o).for_each(|(x, y)| *x += p * y);
@@ -178,7 +210,7 @@ impl Attention<'_> {
                     g.dk[kj].iter_mut().zip(&self.q[qi]).for_each(|(x, y)| *x += ds * y);
                 }
             }
-        });
+        }
         g
     }
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Problems, and how they are laid out in memory: cut into ranges, scattered, among NaN.
 
-use cpattn::call::{Mode, Pair, QRange, Range, RawTensor, Score};
+use cpattn::call::{Band, Mode, Pair, QRange, Range, RawTensor, Score};
 use cpattn::kernel::cpu::Isa;
-use cpattn::kernel::reference::Attention;
-use cpattn::{Dtype, Element};
+use cpattn::kernel::reference::{Attention, Gradient, Output};
+use cpattn::{Dtype, Element, Slice};
 
 /// A seed names a problem.
 pub struct Random(fastrand::Rng);
@@ -92,6 +92,8 @@ pub struct Problem {
     pub ring_steps: usize,
     /// What do is multiplied by.
     pub gain: f64,
+    /// The mask, if it is not that of documents.
+    pub slices: Option<Vec<Slice>>,
 }
 
 /// Inputs as f64 after rounding to the element type, and what the reference makes of them.
@@ -153,6 +155,110 @@ impl Problem {
             alibi_slopes: self.alibi.then_some(&w.alibi_slopes),
             sinks: (sinks && self.sinks).then_some(&w.sinks),
         }
+    }
+}
+
+/// Slices: the reference, who reads what, and the bands of ranges.
+impl Problem {
+    pub fn forward(&self, w: &Whole, sinks: bool) -> Output {
+        let reference = self.reference(w, sinks);
+        self.slices.as_ref().map_or_else(|| reference.forward(), |slices| reference.forward_of(slices))
+    }
+
+    pub fn backward(&self, w: &Whole, out: &Output) -> Gradient {
+        let reference = self.reference(w, true);
+        let with = |slices: &Vec<Slice>| reference.backward_of(slices, &w.d_o, out);
+        self.slices.as_ref().map_or_else(|| reference.backward(&w.d_o, out), with)
+    }
+
+    /// The distances of the pairs that slices and the window allow, by q token and k token. Empty without slices.
+    fn distances(&self) -> Vec<(usize, usize, i64)> {
+        let mut all = Vec::new();
+        for s in self.slices.iter().flatten() {
+            for i in s.q_begin as usize..s.q_end.max(s.q_begin) as usize {
+                for j in s.k_begin as usize..s.k_end.max(s.k_begin) as usize {
+                    let (x, y) = (i as i64 - i64::from(s.q_begin) + s.q_start, j as i64 - i64::from(s.k_begin));
+                    if s.allows(i, j) && self.score.allows(x, y) {
+                        all.push((i, j, y - x));
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// The tokens of q and of k that are in no pair of the slices.
+    pub fn unread(&self) -> [Vec<usize>; 2] {
+        if self.slices.is_none() {
+            return [vec![], vec![]];
+        }
+        let mut read = [&self.lens_q, &self.lens_k].map(|lens| vec![false; lens.iter().sum()]);
+        for (i, j, _) in self.distances() {
+            (read[0][i], read[1][j]) = (true, true);
+        }
+        read.map(|read| (0..read.len()).filter(|&i| !read[i]).collect())
+    }
+
+    /// With slices and ALiBi: the largest term of the nearest key of a row.
+    pub fn largest_alibi(&self) -> f64 {
+        let mut nearest = std::collections::HashMap::new();
+        for (i, _, distance) in self.distances() {
+            let least = nearest.entry(i).or_insert(i64::MAX);
+            *least = distance.abs().min(*least);
+        }
+        let largest = nearest.into_values().max().unwrap_or(0);
+        if self.alibi { 0.5 * largest as f64 } else { 0.0 }
+    }
+
+    /// The band of a slice between document `of_q` of q and `of_k` of k.
+    fn band(&self, s: &Slice, of_q: usize, of_k: usize) -> Band {
+        let first = |lens: &[usize], doc: usize| lens[..doc].iter().sum::<usize>() as i64;
+        // What is added to a token of the batch for its position in the document.
+        let (to_q, to_k) = (self.starts[of_q] - first(&self.lens_q, of_q), -first(&self.lens_k, of_k));
+        Band {
+            q_begin: i64::from(s.q_begin) + to_q,
+            q_end: i64::from(s.q_end) + to_q,
+            k_begin: i64::from(s.k_begin) + to_k,
+            k_end: i64::from(s.k_end) + to_k,
+            low: s.low,
+            high: s.high,
+            shift: to_q - to_k + i64::from(s.q_begin) - i64::from(s.k_begin) - s.q_start,
+        }
+    }
+
+    /// As [`ring_step`], with the bands: for each q range slice by slice, document by document.
+    pub fn ring_step(
+        &self,
+        q: &[Range],
+        k: &[Range],
+        ring_step: usize,
+        finish: bool,
+        document: impl Fn(u32) -> [u32; 2],
+    ) -> (Vec<QRange>, Vec<Range>, Vec<Pair>, Vec<Band>) {
+        let (mut q, k, mut pairs) = self::ring_step(q, k, ring_step, self.ring_steps, finish, document);
+        let Some(slices) = &self.slices else { return (q, k, pairs, vec![Band::WHOLE]) };
+        let documents = self.lens_q.len();
+        let bands = slices.iter().flat_map(|s| {
+            (0..documents).flat_map(move |of_q| (0..documents).map(move |of_k| self.band(s, of_q, of_k)))
+        });
+        let bands: Vec<_> = bands.collect();
+        pairs.clear();
+        for q in &mut q {
+            q.keys_begin = pairs.len() as u32;
+            for slice in 0..slices.len() {
+                for doc in 0..documents as u32 {
+                    let band = ((slice * documents + q.range.doc as usize) * documents) as u32 + doc;
+                    let of = &bands[band as usize];
+                    let meets = |k: &Range| k.len > 0 && k.pos < of.k_end && k.last() >= of.k_begin;
+                    // Where a band has no row of q or of k there may be a pair or none.
+                    let some = |i: usize, k: &Range| k.doc == doc && (meets(k) || (i + slice) % 4 == 0);
+                    let keys = k.iter().enumerate().filter(|(i, k)| some(*i, k));
+                    pairs.extend(keys.map(|(k, _)| Pair { k: k as u32, band }));
+                }
+            }
+            q.keys_end = pairs.len() as u32;
+        }
+        (q, k, pairs, bands)
     }
 }
 
@@ -260,6 +366,14 @@ impl<T: Element> Buffer<T> {
         }
     }
 
+    /// Makes a row NaN.
+    pub fn poison(&mut self, row: usize) {
+        for head in 0..self.heads {
+            let at = self.at(row, head);
+            self.data[at].fill(T::from_f64(f64::NAN));
+        }
+    }
+
     /// That nothing but `heads` × `row_of` was written.
     pub fn assert_untouched_elsewhere(&self, row_of: &[usize], name: &str) {
         let mut allowed = vec![false; self.data.len()];
@@ -312,7 +426,7 @@ pub fn ring_step(
     ring_steps: usize,
     finish: bool,
     document: impl Fn(u32) -> [u32; 2],
-) -> (Vec<QRange>, Vec<Range>, Vec<u32>) {
+) -> (Vec<QRange>, Vec<Range>, Vec<Pair>) {
     let keys: Vec<_> = k.iter().enumerate().filter(|(i, _)| i % ring_steps == ring_step).map(|(_, r)| *r).collect();
     let mut pairs = Vec::new();
     let q = q
@@ -391,5 +505,6 @@ pub fn problem(seed: u64) -> Problem {
         shares,
         ring_steps: 1 + random.below(3),
         gain: 1.0,
+        slices: None,
     }
 }

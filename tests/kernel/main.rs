@@ -19,6 +19,7 @@ mod large_scores;
 mod parts;
 mod reference;
 mod refusals;
+mod slices;
 
 mod counting {
     //! Counts the allocations of each thread.

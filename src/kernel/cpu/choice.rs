@@ -9,6 +9,7 @@
 //! The rule depends on the document alone, so that forward and backward of f32 make the same choice: on its length, if
 //! the caller has given it ([`QRange::document`]), or else on the ranges of the document in the call.
 
+use super::attention::bands::crosses;
 use super::isa::Isa;
 use crate::call::{Attend, AttendBackward, Gradients, QRange, Ranges, Score};
 
@@ -42,7 +43,8 @@ pub(super) struct EngineChoice<'a> {
 struct Rule<'a> {
     ranges: Ranges<'a>,
     by: By,
-    /// One decision for all documents, if the ranges of a document need not be contiguous: then no lengths are given.
+    /// One decision for all documents, if the ranges of a document need not be contiguous (then no lengths are given),
+    /// or if q ranges read keys of other documents: then a row of dk has a sum over rows of several documents.
     together: Option<bool>,
 }
 
@@ -93,7 +95,7 @@ impl<'a> EngineChoice<'a> {
     /// The documents chosen by a rule; the rule is dropped if it gives the same result for all documents.
     fn by(ranges: Ranges<'a>, by: By, isa: Isa) -> Self {
         let mut rule = Rule { ranges, by, together: None };
-        if !ranges.q.is_sorted_by_key(|q| q.range.doc) {
+        if !ranges.q.is_sorted_by_key(|q| q.range.doc) || crosses(&ranges) {
             rule.together = Some(rule.decides(ranges.q));
         }
         let some = |isa, tiles| Documents { isa, rule: Some((rule, tiles)), last: None };
@@ -138,19 +140,18 @@ impl Rule<'_> {
         if let Some(together) = self.together {
             return together;
         }
-        let q = QRange::of_document(self.ranges.q, doc);
-        match (self.by, q.first()) {
-            (By::Lengths { score, group }, Some(q)) if q.document != [0; 2] => {
-                tiles_pay(core::iter::once(q.document.map(u64::from)), &score, group)
-            }
-            _ => self.decides(q),
-        }
+        self.decides(QRange::of_document(self.ranges.q, doc))
     }
 
     /// The decision for these q ranges.
     fn decides(&self, q: &[QRange]) -> bool {
         match self.by {
             By::Lengths { score, group } => {
+                // Given lengths are those of other calls for the same rows too; one long document takes all along.
+                if q.iter().any(|q| q.document != [0; 2]) {
+                    let pays = |q: &QRange| tiles_pay(core::iter::once(q.document.map(u64::from)), &score, group);
+                    return q.iter().any(pays);
+                }
                 let seen = |q: &QRange| {
                     let pairs = self.ranges.pairs_of(q);
                     pairs.iter().map(|pair| u64::from(self.ranges.k[pair.k as usize].len)).sum()

@@ -2,6 +2,7 @@
 //! The work units of a call as a list, in the order in which workers take them: the input of a simulated schedule over
 //! any number of workers. For benches and reports; the kernels iterate over the same units without a list.
 
+use super::attention::bands::crosses;
 use super::attention::key_units::KeyUnits;
 use super::attention::row_blocks::{RowUnit, RowUnits, lanes, readers, unit_rows};
 #[cfg(target_arch = "x86_64")]
@@ -9,7 +10,7 @@ use super::attention::tiled;
 use super::choice::{Documents, EngineChoice};
 use super::isa::Isa;
 use super::memory::arena::KEYS;
-use crate::call::{Attend, AttendBackward, Range, Score};
+use crate::call::{Attend, AttendBackward, Band, Pair, QRange, Range, Score};
 use alloc::vec::Vec;
 use core::sync::atomic::AtomicUsize;
 
@@ -22,8 +23,9 @@ struct WorkUnit {
 }
 
 /// Keys of `k` that a query at `pos` sees.
-fn seen(score: &Score, pos: i64, k: &Range) -> u64 {
-    k.rows_at(pos.saturating_sub(score.window_left), pos.saturating_add(score.window_right)).len() as u64
+fn seen(score: &Score, pos: i64, k: &Range, band: &Band) -> u64 {
+    let (begin, end) = band.keys(pos, (score.window_left, score.window_right));
+    if begin < end { k.rows_at(begin, end - 1).len() as u64 } else { 0 }
 }
 
 impl Isa {
@@ -54,9 +56,9 @@ fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
     let ranges = &call.ranges;
     let work = |unit: RowUnit| {
         let q = &ranges.q[unit.range];
-        let keys = ranges.pairs_of(q);
-        let row =
-            |i| keys.iter().map(|pair| seen(&call.score, q.range.position(i), &ranges.k[pair.k as usize])).sum::<u64>();
+        let of = |pair: &Pair| (&ranges.k[pair.k as usize], &ranges.bands[pair.band as usize]);
+        let keys = || ranges.pairs_of(q).iter().map(of);
+        let row = |i| keys().map(|(k, band)| seen(&call.score, q.range.position(i), k, band)).sum::<u64>();
         let heads = readers(&call.heads, unit.kv, call.q.heads).len() as u64;
         WorkUnit { pairs: (unit.first..unit.first + unit.rows).map(row).sum::<u64>() * heads, after: None }
     };
@@ -72,18 +74,23 @@ fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
 }
 
 fn backward_units(call: &AttendBackward, isa: Isa, workers: usize) -> Vec<WorkUnit> {
-    let k = call.ranges.k;
+    let ranges = &call.ranges;
+    let together = crosses(ranges);
     // Pairs of the keys `begin..end` of a document, counted along its ranges, and a kv head.
     let pairs = |first: usize, kv: u32, begin: u64, end: u64| {
-        let doc = k[first].doc;
-        let queries = |pos: i64| {
-            let of = |q: &crate::call::QRange| {
-                let (left, right) = (call.score.window_left, call.score.window_right);
-                q.range.rows_at(pos.saturating_sub(right), pos.saturating_add(left)).len() as u64
+        // Rows that see the key at `pos` of k range `k`.
+        let queries = |(k, pos): (u32, i64)| {
+            let of = |(q, pair): (&QRange, &Pair)| {
+                let window = (call.score.window_right, call.score.window_left);
+                let (begin, end) = ranges.bands[pair.band as usize].transposed().keys(pos, window);
+                if begin < end { q.range.rows_at(begin, end - 1).len() as u64 } else { 0 }
             };
-            call.ranges.q.iter().filter(|q| q.range.doc == doc).map(of).sum::<u64>()
+            let all = ranges.q.iter().flat_map(|q| ranges.pairs_of(q).iter().map(move |pair| (q, pair)));
+            all.filter(|(_, pair)| pair.k == k).map(of).sum::<u64>()
         };
-        let keys = k[first..].iter().filter(|r| r.doc == doc).flat_map(|r| (0..r.len).map(|i| r.position(i)));
+        let of_document = |r: &Range| together || r.doc == ranges.k[first].doc;
+        let keys = (0..).zip(ranges.k).skip(first).filter(|(_, r)| of_document(r));
+        let keys = keys.flat_map(|(k, r)| (0..r.len).map(move |i| (k, r.position(i))));
         let some = keys.skip(begin as usize).take((end - begin) as usize);
         some.map(queries).sum::<u64>() * readers(&call.heads, kv, call.q.heads).len() as u64
     };

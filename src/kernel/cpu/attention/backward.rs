@@ -7,8 +7,8 @@
 //! computing the scores twice; not in aligned calls, which keep the order of the separate passes.
 //!
 //! Sums over a long document are kept in two stages, a run of at most [`FLUSH`] positions and the total, so that their
-//! rounding error grows with the square root of the run and not of the document. Runs end at positions that are
-//! multiples of [`FLUSH`] when the call is aligned.
+//! rounding error grows with the square root of the run and not of the document. In an aligned call
+//! runs end at positions that are multiples of [`FLUSH`], and where the band or the document changes.
 
 use super::stream::Slots;
 use super::tile::{Cover, Lanes, Scoring, at};
@@ -26,9 +26,9 @@ pub(crate) const FLUSH: i64 = 512;
 /// When the first stage of a sum is added to the total.
 pub(crate) struct Flush {
     aligned: bool,
-    /// The contents of the first stage, if anything was added: in an aligned call the index of a run of [`FLUSH`]
-    /// positions, otherwise the number of rows.
-    run: Option<i64>,
+    /// The contents of the first stage, if anything was added: in an aligned call the band, the document and the index
+    /// of a run of [`FLUSH`] positions, otherwise the number of rows.
+    run: Option<((u32, u32), i64)>,
 }
 
 impl Flush {
@@ -36,17 +36,17 @@ impl Flush {
         Self { aligned, run: None }
     }
 
-    /// Whether to flush before adding `count` rows from position `pos` on.
+    /// Whether to flush before adding `count` rows from position `pos` on, under this band and of this document.
     #[inline(always)]
-    pub(crate) fn before(&mut self, pos: i64, count: usize) -> bool {
+    pub(crate) fn before(&mut self, of: (u32, u32), pos: i64, count: usize) -> bool {
         let old = self.run;
         if self.aligned {
-            self.run = Some(pos.div_euclid(FLUSH));
+            self.run = Some((of, pos.div_euclid(FLUSH)));
             old.is_some() && old != self.run
         } else {
-            let run = old.unwrap_or(0);
+            let run = old.map_or(0, |(_, run)| run);
             let flush = run >= FLUSH;
-            self.run = Some(if flush { 0 } else { run } + count as i64);
+            self.run = Some(((0, 0), if flush { 0 } else { run } + count as i64));
             flush
         }
     }

@@ -14,6 +14,7 @@
 mod ahead;
 mod result;
 
+use super::bands::Limits;
 use super::row_blocks::{RowUnit, RowUnits, readers, unit_rows};
 use super::small::{Small, is_small};
 use super::softmax::rescale;
@@ -72,6 +73,15 @@ struct ForwardTiles<'a, T, A> {
 }
 
 impl<T, A: Real> ForwardTiles<'_, T, A> {
+    /// Sets the keys that lanes see, and those that panels of `width` lanes see.
+    #[inline(always)]
+    fn limit(&mut self, limits: &Limits, panels: usize, width: usize) {
+        self.lanes.limit(limits);
+        for (i, of) in self.panels[..panels].iter_mut().enumerate() {
+            of.0 = self.lanes.visible_keys(i * width, width);
+        }
+    }
+
     /// Whether any panel sees a key of a tile.
     #[inline(always)]
     fn is_seen(&self, tile: usize, panels: usize) -> bool {
@@ -181,20 +191,21 @@ impl ForwardPass<'_> {
         let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
         let q = &c.ranges.q[unit.range];
         // SAFETY: slopes has one number per head (checked); rows and heads are within q.
-        unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
-        let lo = q.range.position(unit.block.start).saturating_sub(c.score.window_left);
-        let hi = q.range.position(unit.block.end - 1).saturating_add(c.score.window_right);
-        let pairs = c.ranges.pairs_of(q);
-        let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
-        if self.few && is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), (lo, hi)) {
-            let any = t.keys[0].next(&mut stream, false, false);
+        unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.alibi_slopes) };
+        let rows = (q.range.position(unit.block.start), q.range.position(unit.block.end - 1));
+        let mut stream = KeyStream::new(&c.ranges, c.ranges.pairs_of(q), &c.score, rows);
+        let all = stream.clone();
+        if self.few && is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), &all) {
+            let any = stream.band().is_some();
+            t.lanes.limit(&stream.limits());
+            t.keys[0].next(&mut stream, false, false);
             // All keys must fit one tile.
             if stream.ahead(1).is_empty() {
                 // SAFETY: as `Job::work`; these are all lanes of the range, and the tile has all keys that they see.
                 unsafe { self.small::<E>(t, scoring, any, unit.kv, q) };
                 return;
             }
-            stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
+            stream = all;
         }
         // SAFETY: the ranges' rows and the kv head are within k and v (checked).
         unsafe { self.ask(stream.ahead(E::TILES), unit.kv) };
@@ -203,14 +214,23 @@ impl ForwardPass<'_> {
             let first = i * E::PANEL;
             // SAFETY: as above.
             let finite = unsafe { E::queries(&t.lanes, first, &c.q, panel, t.rows) };
-            *of = (t.lanes.visible_keys(first, E::PANEL), finite, false);
+            *of = (VisibleKeys::default(), finite, false);
         }
         t.o[..panels * o_len].fill(E::Sum::ZERO);
         t.m[..panels * E::PANEL].fill(E::Sum::NEG_INFINITY);
         t.l[..panels * E::PANEL].fill(E::Sum::ZERO);
-        loop {
+        let mut band = None;
+        while let Some(next) = stream.band() {
+            if band != Some(next) {
+                band = Some(next);
+                t.limit(&stream.limits(), panels, E::PANEL);
+            }
             let mut tiles = 0;
-            while tiles < E::TILES && t.keys[tiles].next(&mut stream, c.aligned, c.aligned) {
+            // Tiles that are processed together have one band.
+            while tiles < E::TILES
+                && stream.band() == band
+                && t.keys[tiles].next(&mut stream, c.aligned, c.aligned)
+            {
                 t.keys[tiles].find_blocks();
                 // Perhaps only other units of the block see this tile.
                 if !t.is_seen(tiles, panels) {
@@ -221,7 +241,7 @@ impl ForwardPass<'_> {
                 tiles += 1;
             }
             if tiles == 0 {
-                break;
+                continue;
             }
             let ahead = stream.ahead(E::TILES);
             let each = ((ahead.end - ahead.start) as usize).div_ceil(panels) as i64;

@@ -6,15 +6,24 @@
 //! blocks of one head first, so that q and do of that head stay in its cache. Under a window each block reads only a
 //! few rows of q and do; if heads are then adjacent in memory, blocks of all heads are taken in turn, since they read
 //! and write the same pages. The results do not depend on this: the blocks of one head always have the same order.
+//!
+//! Where q ranges read keys of other documents, a row of dq belongs to several documents, and all keys of the call are
+//! taken as one.
 
+use super::bands::crosses;
 use super::stream::KeyStream;
-use crate::call::{AttendBackward, Range};
+use crate::call::{AttendBackward, QRange, Range, Ranges, Score};
 use crate::kernel::cpu::choice::Documents;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 /// Iterates over the units of some documents: blocks of keys, times kv heads, times documents.
 pub(crate) struct KeyUnits<'a> {
     k: &'a [Range],
+    ranges: Ranges<'a>,
+    score: &'a Score,
+    /// All keys are one document's.
+    together: bool,
+    q_sorted: bool,
     documents: Documents<'a>,
     kv_heads: usize,
     /// Heads whose blocks are taken in turn.
@@ -42,10 +51,25 @@ pub(crate) struct KeyUnit {
     pub block: usize,
 }
 
+/// The q ranges of a document, or of all.
+#[derive(Clone, Copy)]
+pub(crate) struct Group<'a> {
+    q: &'a [QRange],
+    doc: Option<u32>,
+}
+
+impl<'a> Group<'a> {
+    #[inline(always)]
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &'a QRange> + Clone + use<'a> {
+        let doc = self.doc;
+        self.q.iter().filter(move |q| doc.is_none_or(|doc| q.range.doc == doc))
+    }
+}
+
 impl<'a> KeyUnits<'a> {
     /// Units of up to `tiles` tiles of keys, for this many workers.
     pub(crate) fn new(
-        call: &AttendBackward<'a>,
+        call: &'a AttendBackward<'a>,
         documents: Documents<'a>,
         tiles: usize,
         aligned: bool,
@@ -56,26 +80,61 @@ impl<'a> KeyUnits<'a> {
         let beside = call.k.head_stride.unsigned_abs() < call.k.token_stride.unsigned_abs();
         let window = call.score.window_left.max(call.score.window_right) < i64::MAX;
         let turns = if beside && window { kv_heads } else { kv_heads.min(workers) }.max(1);
-        Self { k, documents, kv_heads, turns, tiles, aligned, sorted, at: 0, blocks: None, base: 0, walked: None }
+        let (ranges, score, together) = (call.ranges, &call.score, crosses(&call.ranges));
+        let q_sorted = ranges.q.is_sorted_by_key(|q| q.range.doc);
+        let (at, blocks, base, walked) = (0, None, 0, None);
+        Self {
+            k,
+            ranges,
+            score,
+            together,
+            q_sorted,
+            documents,
+            kv_heads,
+            turns,
+            tiles,
+            aligned,
+            sorted,
+            at,
+            blocks,
+            base,
+            walked,
+        }
+    }
+
+    /// The q ranges that may read the keys of a unit.
+    pub(crate) fn group(&self, unit: &KeyUnit) -> Group<'a> {
+        let (q, doc) = (self.ranges.q, self.k[unit.first].doc);
+        if self.together {
+            return Group { q, doc: None };
+        }
+        Group { q: if self.q_sorted { QRange::of_document(q, doc) } else { q }, doc: Some(doc) }
+    }
+
+    fn document(&self, first: usize) -> KeyStream<'a> {
+        KeyStream::document(&self.ranges, self.score, first, self.together)
     }
 
     pub(crate) fn next(&mut self, counter: &AtomicUsize) -> Option<KeyUnit> {
         let index = counter.fetch_add(1, Ordering::Relaxed);
         while let Some(range) = self.k.get(self.at) {
-            let (k, at, sorted, documents) = (self.k, self.at, self.sorted, &mut self.documents);
-            let (tiles, aligned) = (self.tiles, self.aligned);
-            let blocks = *self.blocks.get_or_insert_with(|| {
-                let before = &k[..at];
-                let seen = match before.last() {
-                    Some(last) if last.doc == range.doc => true,
-                    _ => !sorted && before.iter().any(|r| r.doc == range.doc),
-                };
-                if seen || !documents.has(range.doc) {
-                    0
-                } else {
-                    KeyStream::document(k, at).count(aligned).div_ceil(tiles)
+            let at = self.at;
+            let blocks = match self.blocks {
+                Some(blocks) => blocks,
+                None => {
+                    let before = &self.k[..at];
+                    let seen = match before.last() {
+                        Some(last) if self.together || last.doc == range.doc => true,
+                        _ => !self.sorted && before.iter().any(|r| r.doc == range.doc),
+                    };
+                    if seen || !self.documents.has(range.doc) {
+                        0
+                    } else {
+                        self.document(at).count(self.aligned).div_ceil(self.tiles)
+                    }
                 }
-            });
+            };
+            self.blocks = Some(blocks);
             let local = index - self.base;
             if local < blocks * self.kv_heads {
                 // All blocks of the first `turns` heads, then of the next; the last group may have fewer heads.
@@ -97,7 +156,7 @@ impl<'a> KeyUnits<'a> {
     pub(crate) fn keys(&mut self, unit: &KeyUnit) -> KeyStream<'a> {
         let (from, mut keys) = match self.walked.take() {
             Some((first, block, keys)) if first == unit.first && block <= unit.block => (block, keys),
-            _ => (0, KeyStream::document(self.k, unit.first)),
+            _ => (0, self.document(unit.first)),
         };
         for _ in from * self.tiles..unit.block * self.tiles {
             keys.fill(self.aligned, |_| ());

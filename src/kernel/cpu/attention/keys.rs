@@ -8,11 +8,12 @@
 //! where the order of a sum must not depend on how the rows are cut.
 
 use super::backward::{FLUSH, Flush, flush, gradients, meet, no_row};
+use super::bands::{Reader, by_band, next_band, one_band, union};
 use super::dq_order::{DqOrder, DqTurn};
-use super::key_units::KeyUnits;
+use super::key_units::{Group, KeyUnits};
 use super::row_blocks::{FEW_ROWS, readers};
 use super::tile::{Scoring, at, product};
-use crate::call::{AttendBackward, QRange};
+use crate::call::{AttendBackward, Pair, QRange};
 use crate::element::Accumulator;
 use crate::kernel::cpu::choice::Documents;
 use crate::kernel::cpu::job::Job;
@@ -68,53 +69,46 @@ impl Keys<'_> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let mut tiles = KeyTiles::new::<V>(lines, d, dv);
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
-        let k = c.ranges.k;
-        let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
         let mut units = KeyUnits::new(c, self.documents, 1, c.aligned, self.workers);
         while let Some(unit) = units.next(next) {
             let turn = self.order.begin(unit.index, unit.before.filter(|_| self.queries));
-            let (doc, kv) = (k[unit.first].doc, unit.kv);
-            let q = if q_sorted { QRange::of_document(c.ranges.q, doc) } else { c.ranges.q };
+            let (group, kv) = (units.group(&unit), unit.kv);
             let mut stream = units.keys(&unit);
             // Most ring steps attend to some of the keys only; adding 0 to the others would cost reading and writing
             // them.
             let next = tiles.keys.next(&mut stream, c.aligned, false);
-            if !next || (c.accumulate_keys && !self.reached(&mut tiles, q, doc)) {
+            if !next || (c.accumulate_keys && !self.reached(&mut tiles, &group)) {
                 continue;
             }
             // SAFETY: ranges and heads are within the call, whose shapes are checked and memory is valid; the unit
             // alone writes dk and dv of these keys and this kv head, and dq is added to in turn.
             unsafe {
                 tiles.keys.load::<Dense<V>>(&c.k, &c.v, kv);
-                self.tile::<V>(&mut tiles, &scoring, q, doc, kv, &turn);
+                self.tile::<V>(&mut tiles, &scoring, &group, kv, &turn);
             }
         }
     }
 }
 
 impl Keys<'_> {
-    /// The rows of a q range that may see a key of the current tile. Also marks which keys the range reads.
-    fn rows<A: Real>(&self, t: &mut KeyTiles<A>, q: &QRange) -> core::ops::Range<u32> {
-        let c = self.call;
-        if !t.mark_read(c.ranges.pairs_of(q)) {
-            return 0..0;
-        }
-        let (left, right) = (c.score.window_left, c.score.window_right);
-        q.range.rows_at(t.keys.min.saturating_sub(right), t.keys.max.saturating_add(left))
+    /// Whether any row may see a key of the current tile.
+    fn reached<A: Real>(&self, t: &mut KeyTiles<A>, group: &Group) -> bool {
+        let mut reaches = |q: &QRange, pairs: &[Pair]| !t.mark_read(&self.reader(q, pairs)).is_empty();
+        group.iter().any(|q| by_band(self.call.ranges.pairs_of(q)).any(|pairs| reaches(q, pairs)))
     }
 
-    /// Whether any row may see a key of the current tile.
-    fn reached<A: Real>(&self, t: &mut KeyTiles<A>, ranges: &[QRange], doc: u32) -> bool {
-        ranges.iter().any(|q| q.range.doc == doc && !self.rows(t, q).is_empty())
+    /// A q range with pairs of one band.
+    pub(crate) fn reader<'p>(&self, q: &QRange, pairs: &'p [Pair]) -> Reader<'p> {
+        Reader::new(&self.call.ranges, &self.call.score, q, pairs)
     }
 
     /// How many q heads share the lanes. If a document's ranges have few rows, one head would leave most lanes empty.
     /// It is 1 if sums must keep their order or are written per q head.
-    fn heads_together(&self, ranges: &[QRange], doc: u32) -> u32 {
+    fn heads_together(&self, group: &Group) -> u32 {
         if self.call.aligned || self.call.per_q_head {
             return 1;
         }
-        let rows = ranges.iter().filter(|q| q.range.doc == doc).map(|q| q.range.len).max();
+        let rows = group.iter().map(|q| q.range.len).max();
         (LANES_BACK as u32 / rows.unwrap_or(1).max(1)).max(1)
     }
 
@@ -127,14 +121,13 @@ impl Keys<'_> {
         &self,
         t: &mut KeyTiles<V::T>,
         scoring: &Scoring<V::T>,
-        ranges: &[QRange],
-        doc: u32,
+        group: &Group,
         kv: u32,
         turn: &DqTurn,
     ) {
         let c = self.call;
         // SAFETY: rows and heads are within the tensors (checked).
-        unsafe { self.prefetch_next_head(t, ranges, doc, kv) };
+        unsafe { self.prefetch_next_head(t, group, kv) };
         // SAFETY: rows are apart by whole vectors.
         let bad_k = unsafe { any_non_finite::<V>(t.keys.k.as_ptr(), t.keys.n * t.ldk) };
         // Only the rows that hold keys, so that a tile of a short document costs less.
@@ -143,30 +136,34 @@ impl Keys<'_> {
             sums.fill(V::T::ZERO);
         }
         let heads = readers(&c.heads, kv, c.q.heads);
-        let together = self.heads_together(ranges, doc);
+        let together = self.heads_together(group);
         // Rows of dq before the current range, in the order in which units add to them.
         let mut place = 0u32;
         for first_head in heads.clone().step_by(together as usize) {
             let heads = first_head..heads.end.min(first_head + together);
             let mut run = Flush::new(c.aligned);
-            for q in ranges.iter().filter(|q| q.range.doc == doc) {
-                let core::ops::Range { start: mut first, end } = self.rows(t, q);
-                while first < end {
-                    let mut rows = (end - first).min(LANES_BACK as u32);
-                    let pos = q.range.position(first);
-                    if c.aligned {
-                        let border = (pos.div_euclid(FLUSH) + 1) * FLUSH;
-                        rows = rows.min(q.range.rows_before(border) - first);
+            if c.aligned && c.ranges.bands.len() > 1 {
+                // Band by band, so that the order of a sum does not depend on how q is cut.
+                let keys = t.keys.ranges();
+                let mut from = Some(0);
+                while let Some(band) = from.and_then(|from| next_band(&c.ranges, group, keys, from)) {
+                    for q in group.iter() {
+                        for pairs in by_band(c.ranges.pairs_of(q)).filter(|pairs| pairs[0].band == band) {
+                            // SAFETY: rows and head are within the tensors (checked).
+                            unsafe {
+                                self.range::<V>(t, scoring, (q, pairs), heads.clone(), &mut run, bad_k, (turn, 0))
+                            };
+                        }
                     }
-                    // SAFETY: rows and head are within the tensors (checked).
-                    unsafe {
-                        t.lanes.set(&q.range, first, rows, heads.clone(), &c.score, &c.alibi_slopes);
-                        self.meet::<V>(t, scoring, &mut run, pos, bad_k, (turn, place + first + rows));
-                    }
-                    first += rows;
-                    turn.pass(place + first);
+                    from = band.checked_add(1);
                 }
-                place += q.range.len;
+            } else {
+                for q in group.iter() {
+                    let pairs = c.ranges.pairs_of(q);
+                    // SAFETY: as above.
+                    unsafe { self.range::<V>(t, scoring, (q, pairs), heads.clone(), &mut run, bad_k, (turn, place)) };
+                    place += q.range.len;
+                }
             }
             turn.pass(place);
             flush(&mut t.dk[..nk], &mut t.dk_part[..nk]);
@@ -184,17 +181,69 @@ impl Keys<'_> {
         }
     }
 
+    /// The rows of a q range, with some of its pairs and some heads: blocks of rows, and for each block the bands of the
+    /// pairs. `place` is that of the first row.
+    ///
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn range<V: Vector>(
+        &self,
+        t: &mut KeyTiles<V::T>,
+        scoring: &Scoring<V::T>,
+        (q, pairs): (&QRange, &[Pair]),
+        heads: core::ops::Range<u32>,
+        run: &mut Flush,
+        bad_k: bool,
+        (turn, place): (&DqTurn, u32),
+    ) {
+        let c = self.call;
+        let one = one_band(pairs);
+        let mut reader = self.reader(q, pairs);
+        let core::ops::Range { start: mut first, end } = if one {
+            t.mark_read(&reader)
+        } else {
+            union(by_band(pairs).map(|pairs| t.mark_read(&self.reader(q, pairs))))
+        };
+        while first < end {
+            let mut rows = (end - first).min(LANES_BACK as u32);
+            let pos = q.range.position(first);
+            if c.aligned {
+                let border = (pos.div_euclid(FLUSH) + 1) * FLUSH;
+                rows = rows.min(q.range.rows_before(border) - first);
+            }
+            let mut rest = by_band(pairs);
+            while let Some(pairs) = rest.next() {
+                if !one {
+                    reader = self.reader(q, pairs);
+                    let seen = t.mark_read(&reader);
+                    if seen.start >= first + rows || seen.end <= first {
+                        continue;
+                    }
+                }
+                // SAFETY: rows and heads are within the tensors (checked).
+                unsafe {
+                    t.lanes.set(&reader.q, first, rows, heads.clone(), &c.alibi_slopes);
+                    t.lanes.limit(&reader.limits);
+                    let of = (pairs[0].band, q.range.doc);
+                    self.meet::<V>(t, scoring, run, (of, pos), bad_k, (turn, place + first + rows));
+                }
+            }
+            first += rows;
+            turn.pass(place + first);
+        }
+    }
+
     /// If the document has few rows, prefetches them for the next kv head: so short a unit computes for less time than
     /// the next one's rows take to arrive from memory.
     ///
     /// # Safety
     /// As [`Job::work`].
     #[inline(never)]
-    unsafe fn prefetch_next_head<A>(&self, t: &KeyTiles<A>, ranges: &[QRange], doc: u32, kv: u32) {
+    unsafe fn prefetch_next_head<A>(&self, t: &KeyTiles<A>, group: &Group, kv: u32) {
         let c = self.call;
-        let of_document = || ranges.iter().filter(|q| q.range.doc == doc);
         let few = |rows: u32| rows <= FEW_ROWS;
-        if kv + 1 >= c.k.heads || !few(t.keys.n as u32) || !few(of_document().map(|q| q.range.len).sum()) {
+        if kv + 1 >= c.k.heads || !few(t.keys.n as u32) || !few(group.iter().map(|q| q.range.len).sum()) {
             return;
         }
         let heads = readers(&c.heads, kv + 1, c.q.heads);
@@ -208,7 +257,7 @@ impl Keys<'_> {
                     [&c.dk, &c.dv].into_iter().for_each(|tensor| prefetch(tensor, row, head));
                 }
             }
-            for q in of_document() {
+            for q in group.iter() {
                 for row in (q.range.row..).take(q.range.len as usize) {
                     for head in heads.clone() {
                         [&c.q, &c.d_o].into_iter().for_each(|tensor| prefetch(tensor, row, head));
@@ -231,7 +280,7 @@ impl Keys<'_> {
         t: &mut KeyTiles<V::T>,
         scoring: &Scoring<V::T>,
         run: &mut Flush,
-        pos: i64,
+        (of, pos): ((u32, u32), i64),
         bad_k: bool,
         (turn, place): (&DqTurn, u32),
     ) {
@@ -240,7 +289,7 @@ impl Keys<'_> {
         let keys = &t.keys;
         let lanes = vectors::<V>(t.lanes.n);
         let Some((range, masked)) = meet(&mut t.lanes, 0, lanes, &keys.slots, scoring.alibi) else { return };
-        if run.before(pos, t.lanes.n) {
+        if run.before(of, pos, t.lanes.n) {
             let (nk, nv) = (keys.n * t.ldk, keys.n * t.ldv);
             flush(&mut t.dk[..nk], &mut t.dk_part[..nk]);
             flush(&mut t.dv[..nv], &mut t.dv_part[..nv]);

@@ -5,6 +5,7 @@
 //! matrix units (`tiled`) is separate, since its operands have another layout in memory.
 
 pub(crate) mod backward;
+pub(crate) mod bands;
 #[cfg(not(cpattn_loom))]
 pub(crate) mod dq_order;
 #[cfg(cpattn_loom)]

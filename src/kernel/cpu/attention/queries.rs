@@ -118,7 +118,7 @@ impl Queries<'_> {
         let panel = 2 * V::W;
         let q = &c.ranges.q[unit.range];
         // SAFETY: slopes has one number per head (checked); rows and heads are within the tensors.
-        let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
+        unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.alibi_slopes) };
         let lanes = vectors::<V>(t.lanes.n);
         let size = lanes.next_multiple_of(panel) * d;
         // SAFETY: as above.
@@ -131,14 +131,21 @@ impl Queries<'_> {
         no_row(t.lse);
         t.part[..size].fill(V::T::ZERO);
         t.total[..size].fill(V::T::ZERO);
-        let pairs = c.ranges.pairs_of(q);
-        let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
+        let rows = (q.range.position(unit.first), q.range.position(unit.first + unit.rows - 1));
+        let mut stream = KeyStream::new(&c.ranges, c.ranges.pairs_of(q), &c.score, rows);
         let mut run = Flush::new(c.aligned);
-        while t.keys.next(&mut stream, c.aligned, false) {
+        let mut band = None;
+        while let Some(next) = stream.band() {
+            if band != Some(next) {
+                band = Some(next);
+                t.lanes.limit(&stream.limits());
+            }
+            t.keys.next(&mut stream, c.aligned, false);
             // SAFETY: the ranges' rows and the kv head are within k and v (checked).
             unsafe { t.keys.load::<Dense<V>>(&c.k, &c.v, unit.kv) };
             let keys = &t.keys;
-            if run.before(keys.base, keys.n) {
+            let doc = c.ranges.k[keys.index[0] as usize].doc;
+            if run.before((next, doc), keys.base, keys.n) {
                 flush(&mut t.total[..size], &mut t.part[..size]);
             }
             // SAFETY: rows are apart by whole vectors.

@@ -6,7 +6,7 @@
 //! and o is summed row by row. Options, masks and the softmax are those of a panel. The order of the sums differs from
 //! that of panels and tiles, so aligned calls do not use this.
 
-use super::stream::{BLOCK, Slots};
+use super::stream::{BLOCK, KeyStream, Slots};
 use super::tile::{Cover, Lanes, Scores, Scoring};
 use crate::call::{Attend, QRange};
 use crate::kernel::cpu::memory::arena::{KEYS, LANES, PANEL};
@@ -30,24 +30,15 @@ pub(crate) struct Small<'a, A> {
     pub row: &'a mut [A],
 }
 
-/// Whether the rows of `q`, for `heads` heads, and the keys at positions `lo..=hi` that they attend to are few. The
-/// answer does not depend on the number of workers or on how rows are cut into units.
+/// Whether the rows of `q`, for `heads` heads, and the keys of `stream` that they attend to are few. The answer does not depend on the number of workers or on how rows are cut into units.
 #[inline(always)]
-pub(crate) fn is_small<V: Vector>(c: &Attend, q: &QRange, heads: usize, (lo, hi): (i64, i64)) -> bool {
+pub(crate) fn is_small<V: Vector>(c: &Attend, q: &QRange, heads: usize, stream: &KeyStream) -> bool {
     let lanes = q.range.len as usize * heads;
     let of = lanes * (c.q.dim as usize).next_multiple_of(V::W).max(c.v.dim as usize);
     if c.aligned || lanes > Dense::<V>::PANEL || 2 * of > LANES * c.v.dim as usize {
         return false;
     }
-    let mut keys = 0;
-    for &pair in c.ranges.pairs_of(q) {
-        let k = &c.ranges.k[pair.k as usize];
-        keys += k.rows_at(lo, hi).len();
-        if keys * lanes > PAIRS || keys >= KEYS {
-            return false;
-        }
-    }
-    true
+    stream.clone().at_most((PAIRS / lanes.max(1)).min(KEYS - 1))
 }
 
 impl<A: Real> Small<'_, A> {

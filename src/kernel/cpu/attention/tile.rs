@@ -5,6 +5,7 @@
 //! softmax then needs no horizontal sum, k and v are used in the order that they have in memory, and the few rows of a
 //! short document can share a tile with other heads of the same group.
 
+use super::bands::Limits;
 use crate::call::{Range, RawTensor, Score};
 use crate::kernel::cpu::memory::arena::{Arena, PANEL};
 use crate::kernel::cpu::memory::panel::to_lanes;
@@ -96,7 +97,7 @@ impl<'a, A: Real> Lanes<'a, A> {
         }
     }
 
-    /// Rows `first..first + rows` of the range, for each head of `heads`. Returns the positions that any of them sees.
+    /// Rows `first..first + rows` of the range, for each head of `heads`. What they see is set by [`Lanes::limit`].
     ///
     /// # Safety
     /// `slopes` is NONE, or holds an f32 for each head.
@@ -107,9 +108,8 @@ impl<'a, A: Real> Lanes<'a, A> {
         first: u32,
         rows: u32,
         heads: core::ops::Range<u32>,
-        score: &Score,
         slopes: &RawTensor,
-    ) -> (i64, i64) {
+    ) {
         let mut n = 0;
         for head in heads {
             let mut slope = A::ZERO;
@@ -122,21 +122,27 @@ impl<'a, A: Real> Lanes<'a, A> {
                 self.row[n] = range.row + i64::from(i);
                 self.head[n] = head;
                 self.pos[n] = pos;
-                self.lo[n] = pos.saturating_sub(score.window_left);
-                self.hi[n] = pos.saturating_add(score.window_right);
                 self.slope[n] = slope;
                 n += 1;
             }
         }
         self.n = n;
+        let end = n.next_multiple_of(PANEL).min(self.lo.len());
+        self.slope[n..end].fill(A::ZERO);
+        self.pos[n..end].fill(0);
+    }
+
+    /// Sets the positions that each lane sees.
+    #[inline(always)]
+    pub(crate) fn limit(&mut self, limits: &Limits) {
+        let n = self.n;
+        for ((lo, hi), &pos) in self.lo[..n].iter_mut().zip(&mut self.hi[..n]).zip(&self.pos[..n]) {
+            (*lo, *hi) = limits.keys(pos);
+        }
         // Unused lanes of a panel see nothing.
         let end = n.next_multiple_of(PANEL).min(self.lo.len());
         self.lo[n..end].fill(i64::MAX);
         self.hi[n..end].fill(i64::MIN);
-        self.slope[n..end].fill(A::ZERO);
-        self.pos[n..end].fill(0);
-        // Positions grow along a range, so its ends bound them.
-        (self.lo[0], self.hi[n - 1])
     }
 
     /// Bounds of the positions that lanes `first..first + width` see.

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One worker's tiles for the backward pass of keys, and the writing of dk and dv at the end of a unit.
 
-use crate::call::{AttendBackward, Pair};
+use crate::call::AttendBackward;
+use crate::kernel::cpu::attention::bands::Reader;
 use crate::kernel::cpu::attention::stream::KeyTile;
 use crate::kernel::cpu::attention::tile::{Lanes, at};
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK, Line};
 use crate::kernel::cpu::product::engine::Dense;
 use crate::kernel::cpu::vector::simd::{Real, Vector};
+use core::ops::Range;
 
 pub(super) struct KeyTiles<'a, A> {
     pub lanes: Lanes<'a, A>,
@@ -65,14 +67,18 @@ impl<'a, A: Real> KeyTiles<'a, A> {
         }
     }
 
-    /// Marks the keys whose range is among the pairs; false if no key is.
-    pub fn mark_read(&mut self, pairs: &[Pair]) -> bool {
+    /// Marks the keys that are of the pairs and of their band. Returns the rows that may see one of them.
+    pub fn mark_read(&mut self, reader: &Reader) -> Range<u32> {
         let mut any = false;
-        for (valid, read) in self.valid.iter_mut().zip(self.keys.read_by(pairs)) {
+        for (valid, read) in self.valid.iter_mut().zip(self.keys.read_by(reader)) {
             *valid = read.into();
             any |= read;
         }
-        any
+        if !any {
+            return 0..0;
+        }
+        let (first, last) = reader.keys;
+        reader.limits.rows(&reader.q, (self.keys.min.max(first), self.keys.max.min(last)))
     }
 
     /// Writes the totals, or adds them, to head `head` of dk and dv.

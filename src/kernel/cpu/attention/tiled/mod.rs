@@ -24,12 +24,12 @@ mod weights;
 
 pub(crate) use tiles::{SUPER, bytes};
 
+use super::bands::{by_band, one_band, union};
 use super::dq_order::DqTurn;
-use super::key_units::KeyUnits;
+use super::key_units::{Group, KeyUnits};
 use super::keys::Keys;
 use super::row_blocks::readers;
 use super::tile::Scoring;
-use crate::call::QRange;
 use crate::kernel::cpu::memory::arena::Line;
 use crate::kernel::cpu::product::amx_product::PANEL;
 use crate::kernel::cpu::product::engine::AttentionEngine;
@@ -49,15 +49,12 @@ impl Keys<'_> {
         let c = self.call;
         let mut t = MatrixTiles::new::<H>(lines, c);
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
-        let k = c.ranges.k;
-        let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
         let mut units = KeyUnits::new(c, self.documents, SUPER, false, self.workers);
         // SAFETY: products of `H` are present (the contract).
         unsafe { TileEngine::<H>::enter() };
         while let Some(unit) = units.next(next) {
             let turn = self.order.begin(unit.index, unit.before.filter(|_| self.queries));
-            let doc = k[unit.first].doc;
-            let q = if q_sorted { QRange::of_document(c.ranges.q, doc) } else { c.ranges.q };
+            let group = units.group(&unit);
             let mut stream = units.keys(&unit);
             t.n = 0;
             while t.n < SUPER && t.slots[t.n].next(&mut stream, false, false) {
@@ -65,13 +62,13 @@ impl Keys<'_> {
             }
             // SAFETY: rows and heads are within the tensors (checked); dk and dv of these keys and this kv head are
             // this unit's alone, and dq is added to in turn.
-            unsafe { self.unit::<H>(&mut t, &scoring, q, doc, unit.kv, &turn) };
+            unsafe { self.unit::<H>(&mut t, &scoring, &group, unit.kv, &turn) };
         }
         // SAFETY: as above.
         unsafe { TileEngine::<H>::leave() };
     }
 
-    /// Processes the current keys with all rows of their document.
+    /// Processes the current keys with all rows of their group.
     ///
     /// # Safety
     /// As [`Keys::tiled`], entered.
@@ -80,19 +77,17 @@ impl Keys<'_> {
         &self,
         t: &mut MatrixTiles,
         scoring: &Scoring<f32>,
-        ranges: &[QRange],
-        doc: u32,
+        group: &Group,
         kv: u32,
         turn: &DqTurn,
     ) {
         let c = self.call;
-        let ranges = || ranges.iter().filter(|q| q.range.doc == doc);
         let heads = readers(&c.heads, kv, c.q.heads);
         let mut loaded = false;
         t.clear(c);
         // With few rows, as many heads as fill a block are processed together. Where heads are adjacent in memory, a
         // block is one panel of each of several heads: rows of q, do and dq are then read in longer runs.
-        let total: u32 = ranges().map(|q| q.range.len).sum();
+        let total: u32 = group.iter().map(|q| q.range.len).sum();
         let beside = c.q.head_stride.unsigned_abs() < c.q.token_stride.unsigned_abs();
         let share =
             if c.per_q_head { 1 } else { (ROWS as u32 / total.max(1)).max(if beside { PANELS as u32 } else { 1 }) };
@@ -101,9 +96,15 @@ impl Keys<'_> {
         while head < heads.end {
             let end_head = heads.end.min(head + share);
             let mut place = before;
-            for q in ranges() {
-                let rows = t.rows(c, q);
-                let (mut first, end) = (rows.start, rows.end);
+            for q in group.iter() {
+                let pairs = c.ranges.pairs_of(q);
+                let one = one_band(pairs);
+                let mut reader = self.reader(q, pairs);
+                let core::ops::Range { start: mut first, end } = if one {
+                    t.rows(&reader)
+                } else {
+                    union(by_band(pairs).map(|pairs| t.rows(&self.reader(q, pairs))))
+                };
                 if first < end && !loaded {
                     // SAFETY: rows of keys and the head are within k and v.
                     unsafe { t.load::<H>(c, kv) };
@@ -111,10 +112,21 @@ impl Keys<'_> {
                 }
                 while first < end {
                     let count = (end - first).min(block_rows(end_head - head));
-                    // SAFETY: rows and heads are within the tensors (checked).
-                    unsafe {
-                        t.lanes.set(&q.range, first, count, head..end_head, &c.score, &c.alibi_slopes);
-                        self.rows_in_hand::<H>(t, scoring, turn, place + first + count);
+                    let mut rest = by_band(pairs);
+                    while let Some(pairs) = rest.next() {
+                        if !one {
+                            reader = self.reader(q, pairs);
+                            let seen = t.rows(&reader);
+                            if seen.start >= first + count || seen.end <= first {
+                                continue;
+                            }
+                        }
+                        // SAFETY: rows and heads are within the tensors (checked).
+                        unsafe {
+                            t.lanes.set(&reader.q, first, count, head..end_head, &c.alibi_slopes);
+                            t.lanes.limit(&reader.limits);
+                            self.rows_in_hand::<H>(t, scoring, turn, place + first + count);
+                        }
                     }
                     first += count;
                     turn.pass(place + first);

@@ -2,10 +2,11 @@
 //! The buffers of a unit of the backward pass on matrix units: packed keys, sums of dk and dv, and the factors that
 //! keep f16 in range.
 
+use super::super::bands::Reader;
 use super::super::stream::{BLOCK, KeyBlock, Slots};
 use super::super::tile::{Lanes, at};
 use super::weights::ROWS;
-use crate::call::{AttendBackward, QRange};
+use crate::call::AttendBackward;
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, Line};
 use crate::kernel::cpu::memory::convert::streams;
 use crate::kernel::cpu::product::amx_product::PANEL;
@@ -170,17 +171,16 @@ impl<'a> MatrixTiles<'a> {
         }
     }
 
-    /// The rows of a q range that may see a key of the unit. Also sets the positions of keys for this range (`rel`,
-    /// `blocks`).
+    /// The rows of a q range that may see a key of the unit, by pairs of one band. Also sets the positions of keys for
+    /// these (`rel`, `blocks`).
     #[inline(always)]
-    pub(crate) fn rows(&mut self, c: &AttendBackward, q: &QRange) -> core::ops::Range<u32> {
-        let pairs = c.ranges.pairs_of(q);
+    pub(crate) fn rows(&mut self, reader: &Reader) -> core::ops::Range<u32> {
         let (mut min, mut max) = (i64::MAX, i64::MIN);
         self.blocks = [KeyBlock::EMPTY; BLOCKS];
         for (i, slots) in self.slots[..self.n].iter().enumerate() {
             let rel = &mut self.rel[i * KEYS..][..slots.n.next_multiple_of(BLOCK)];
             rel.copy_from_slice(&slots.rel[..rel.len()]);
-            for (rel, read) in rel.iter_mut().zip(slots.read_by(pairs)) {
+            for (rel, read) in rel.iter_mut().zip(slots.read_by(reader)) {
                 if !read {
                     *rel = f32::INFINITY;
                 }
@@ -190,10 +190,7 @@ impl<'a> MatrixTiles<'a> {
                 (min, max) = (min.min(block.min), max.max(block.max));
             }
         }
-        if min > max {
-            return 0..0;
-        }
-        q.range.rows_at(min.saturating_sub(c.score.window_right), max.saturating_add(c.score.window_left))
+        reader.limits.rows(&reader.q, (min, max))
     }
 
     /// Lowers the factor until ds of these rows is in range, and rescales the sums of dk.
