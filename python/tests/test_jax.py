@@ -163,6 +163,7 @@ class Values(unittest.TestCase):
                 batch = on.batch([0, 40, n], 24, slices=made + [cpattn.Slice(0, 0, 0, 0)] * (longest - len(made)))
                 q, k, v, _, d_o = tensors(n)
                 o, back = jax.vjp(lambda *x, batch=batch: batch.unshard(run(*map(batch.shard, x), batch.packing)), q, k, v)
+                self.assertTrue(jnp.array_equal(batch.unshard(run(*map(batch.shard, (q, k, v)), batch.packing)), o))
                 exact = [torch.tensor(x).double().requires_grad_() for x in (q, k, v)]
                 want = dense(*exact, [], allowed=allowed_by(made, n, n, left=window))  # type: ignore[misc]
                 self.close([o, *back(jnp.asarray(d_o))], [want.detach(), *gradients(want, torch.tensor(d_o), exact)], 2e-6)
@@ -173,11 +174,14 @@ class Values(unittest.TestCase):
         data = jax.shard_map(lambda *x: on.attention(*x, batch.packing), mesh=mesh(4), in_specs=spec, out_specs=spec)
         rows = [batch.shard(x) for x in tensors(n)[:3]]
         self.assertTrue(jnp.array_equal(jax.jit(constant)(*rows), data(*rows)))
-        wrong = cpattn.InvalidArgument
         both = jax.shard_map(lambda *x: on.attention(*x, batch.packing, slices=made), mesh=mesh(4), in_specs=spec, out_specs=spec)
-        self.refused(wrong, "slices are given, and the batch's packing has slices", lambda: both(*rows))
-        self.refused(wrong, r"slices\[1\] is one that allows q token 0 with k token 0", lambda: on.batch([0, n], slices=2 * made[:1]))
-        self.refused(wrong, "cu_seqlens is .*, 0 and the ends of documents, or Batch.packing", lambda: calls.packing_of([-1, 5, 0], None))
+        for words, call in (
+            ("slices are given, and the batch's packing has slices", lambda: both(*rows)),
+            (r"slices\[1\] is one that allows q token 0 with k token 0", lambda: on.batch([0, n], slices=2 * made[:1])),
+            ("cu_seqlens is .*, 0 and the ends of documents, or Batch.packing", lambda: calls.packing_of([-1, 5, 0], None)),
+        ):
+            with self.assertRaisesRegex(cpattn.InvalidArgument, words):
+                call()
 
     def test_replicas(self) -> None:
         """Another axis of the mesh holds other batches, and sinks of all of them are the same."""
