@@ -177,7 +177,7 @@ class Values(unittest.TestCase):
         both = jax.shard_map(lambda *x: on.attention(*x, batch.packing, slices=made), mesh=mesh(4), in_specs=spec, out_specs=spec)
         for words, call in (
             ("slices are given, and the batch's packing has slices", lambda: both(*rows)),
-            (r"slices\[1\] is one that allows q token 0 with k token 0", lambda: on.batch([0, n], slices=2 * made[:1])),
+            (r"slices\[1\] is one that allows q token 19 with k token 0", lambda: on.batch([0, n], slices=2 * made[:1])),
             ("cu_seqlens is .*, 0 and the ends of documents, or Batch.packing", lambda: calls.packing_of([-1, 5, 0], None)),
         ):
             with self.assertRaisesRegex(cpattn.InvalidArgument, words):
