@@ -670,7 +670,7 @@ static void single_calls(void) {
 
   /* Bands that are causal by themselves give what the causal window gives; so do ranges of two documents, whose positions the
    * second band shifts. */
-  bands[0].high = bands[1].high = 0, a.score.window_right = CPATTN_UNLIMITED;
+  bands[0].high = bands[1].high = 0, pairs[1].band = 1, a.score.window_right = CPATTN_UNLIMITED;
   for (int i = 0; i < 2; i++) {
     keys[1].doc = 3 * i, keys[1].pos = 5 - 4 * i, bands[1].shift = 4 * i;
     memset(o_two, 0, sizeof o_two);
@@ -681,7 +681,7 @@ static void single_calls(void) {
     }
   }
   keys[1].doc = 0, keys[1].pos = 5, bands[1].shift = 0;
-  bands[0].high = bands[1].high = INT64_MAX, a.score.window_right = 0;
+  bands[0].high = bands[1].high = INT64_MAX, pairs[1].band = 0, a.score.window_right = 0;
 
   q.document[0] = TOKENS, q.document[1] = 4;
   REFUSED(CPATTN_INVALID, "expected at least 5 tokens of k, the rows of ranges.k[0], or [0, 0] if not given", cpattn_attend(scratch, &a));
