@@ -668,21 +668,6 @@ static void single_calls(void) {
   REFUSED(CPATTN_INVALID, "ranges.q[1] is rows 4..7, expected no row of ranges.q[0], which is rows 0..5", cpattn_attend(scratch, &a));
   a.ranges.q = &q, a.ranges.q_count = 1, a.ranges.k = keys;
 
-  /* Bands that are causal by themselves give what the causal window gives; so do ranges of two documents, whose positions the
-   * second band shifts. */
-  bands[0].high = bands[1].high = 0, pairs[1].band = 1, a.score.window_right = CPATTN_UNLIMITED;
-  for (int i = 0; i < 2; i++) {
-    keys[1].doc = 3 * i, keys[1].pos = 5 - 4 * i, bands[1].shift = 4 * i;
-    memset(o_two, 0, sizeof o_two);
-    OK(cpattn_attend(scratch, &a));
-    for (int j = 0; j < TOKENS * HEADS * DIM; j++) {
-      float d = o_one[j] - o_two[j];
-      if (!(d < 1e-6f && d > -1e-6f)) failures++, fprintf(stderr, "o[%d]: %g under a window, %g under bands\n", j, o_one[j], o_two[j]);
-    }
-  }
-  keys[1].doc = 0, keys[1].pos = 5, bands[1].shift = 0;
-  bands[0].high = bands[1].high = INT64_MAX, pairs[1].band = 0, a.score.window_right = 0;
-
   q.document[0] = TOKENS, q.document[1] = 4;
   REFUSED(CPATTN_INVALID, "expected at least 5 tokens of k, the rows of ranges.k[0], or [0, 0] if not given", cpattn_attend(scratch, &a));
   q.document[0] = TOKENS - 1, q.document[1] = TOKENS;
@@ -718,6 +703,20 @@ static void single_calls(void) {
   a.ranges.band_count = 0;
   REFUSED(CPATTN_INVALID, "band is 0, expected an index of ranges.bands, which has 0", cpattn_attend(scratch, &a));
   a.ranges.bands = bands, a.ranges.band_count = 2;
+  /* Bands that are causal by themselves give what the causal window gives; so do ranges of two documents, whose positions the
+   * second band shifts. */
+  bands[0].high = bands[1].high = 0, pairs[1].band = 1, a.score.window_right = CPATTN_UNLIMITED;
+  for (int i = 0; i < 2; i++) {
+    keys[1].doc = 3 * i, keys[1].pos = 5 - 4 * i, bands[1].shift = 4 * i;
+    memset(o_two, 0, sizeof o_two);
+    OK(cpattn_attend(scratch, &a));
+    for (int j = 0; j < TOKENS * HEADS * DIM; j++) {
+      float d = o_one[j] - o_two[j];
+      if (!(d < 1e-6f && d > -1e-6f)) failures++, fprintf(stderr, "o[%d]: %g under a window, %g under bands\n", j, o_one[j], o_two[j]);
+    }
+  }
+  keys[1].doc = 0, keys[1].pos = 5, bands[1].shift = 0;
+  bands[0].high = bands[1].high = INT64_MAX, pairs[1].band = 0, a.score.window_right = 0;
   q.range.len = TOKENS + 1;
   REFUSED(CPATTN_INVALID, "ranges.q[0].row", cpattn_attend(scratch, &a));
   OK(cpattn_scratch_destroy(scratch));
