@@ -171,7 +171,7 @@ fn structs_agree() {
     for (name, members) in header_structs() {
         // Some are structs of the core under another name.
         let of_core =
-            sources.split_once(&format!(" as {name}")).and_then(|(before, _)| before.rsplit([' ', '{']).next());
+            sources.split_once(&format!(" as {name}")).and_then(|(before, _)| before.rsplit([' ', '{', ':']).next());
         let ours = of_core.unwrap_or(&name);
         let at =
             sources.split(&format!("pub struct {ours} {{")).nth(1).unwrap_or_else(|| panic!("no {name} in sources"));

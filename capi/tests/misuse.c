@@ -728,6 +728,20 @@ static void single_calls(void) {
   a.ranges.band_count = 0;
   REFUSED(CPATTN_INVALID, "band is 0, expected an index of ranges.bands, which has 0", cpattn_attend(scratch, &a));
   a.ranges.bands = bands, a.ranges.band_count = 2;
+  /* Bands that are causal by themselves give what the causal window gives; so do ranges of two documents, whose positions the
+   * second band shifts. */
+  bands[0].high = bands[1].high = 0, pairs[1].band = 1, a.score.window_right = CPATTN_UNLIMITED;
+  for (int i = 0; i < 2; i++) {
+    keys[1].doc = 3 * i, keys[1].pos = 5 - 4 * i, bands[1].shift = 4 * i;
+    memset(o_two, 0, sizeof o_two);
+    OK(cpattn_attend(scratch, &a));
+    for (int j = 0; j < TOKENS * HEADS * DIM; j++) {
+      float d = o_one[j] - o_two[j];
+      if (!(d < 1e-6f && d > -1e-6f)) failures++, fprintf(stderr, "o[%d]: %g under a window, %g under bands\n", j, o_one[j], o_two[j]);
+    }
+  }
+  keys[1].doc = 0, keys[1].pos = 5, bands[1].shift = 0;
+  bands[0].high = bands[1].high = INT64_MAX, pairs[1].band = 0, a.score.window_right = 0;
   q.range.len = TOKENS + 1;
   REFUSED(CPATTN_INVALID, "ranges.q[0].row", cpattn_attend(scratch, &a));
   OK(cpattn_scratch_destroy(scratch));

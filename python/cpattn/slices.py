@@ -18,6 +18,21 @@ from ._check import RANGES, attempt, c_structs, instances, listed, refused, whol
 from ._header import UNLIMITED
 from .errors import InvalidArgument
 
+__all__ = [
+    "block_causal",
+    "block_diffusion",
+    "chunks",
+    "documents",
+    "from_dense",
+    "moved",
+    "pairs",
+    "picture",
+    "prefix_lm",
+    "shared_prefix",
+    "spans",
+    "tree",
+]
+
 # No lower limit.
 _LEAST = RANGES[c_int64][0]
 _TOKENS = RANGES[c_int32][1]
@@ -54,6 +69,7 @@ class Slice(NamedTuple):
 
     def allows(self, q: int, k: int) -> bool:
         """Whether token `q` attends to token `k`, by this slice alone."""
+        q, k = whole("q", q, 0, _TOKENS), whole("k", k, 0, _TOKENS)
         if not (self.q_begin <= q < self.q_end and self.k_begin <= k < self.k_end):
             return False
         *_, start, low, high = self.complete
@@ -63,11 +79,11 @@ class Slice(NamedTuple):
 
 def checked(name: str, slices: Iterable[Slice]) -> tuple[Slice, ...]:
     """Slices with a number in each field, of the C interface's ranges: equal if they mean the same."""
-    items, kinds = instances(name, slices, Slice), dict(_header.Slice._fields_)
+    items = instances(name, slices, Slice)
     for at, item in enumerate(items):
         for field, value in zip(item._fields, item):
-            if value is not None:
-                whole(f"{name}[{at}].{field}", value, *RANGES[kinds[field]])
+            if value is not None or field not in Slice._field_defaults:
+                whole(f"{name}[{at}].{field}", value, *(RANGES[c_int64] if field in Slice._field_defaults else (0, _TOKENS)))
     return tuple(Slice(*map(operator.index, item.complete)) for item in items)  # type: ignore[arg-type]
 
 
@@ -377,8 +393,10 @@ def from_dense(mask: Any) -> list[Slice]:
     for side, n in zip("qk", shape):
         if n > DENSE:
             raise InvalidArgument(f"mask has {n} {side} tokens, at most {DENSE} are possible: make the slices themselves")
-    rows = [bytes(map(bool, row)) for row in (mask.tolist() if hasattr(mask, "tolist") else mask)]
-    by_query, every = _sweep(rows), b"".join(rows)
+    packed = attempt(lambda: [bytes(map(bool, row)) for row in (mask.tolist() if hasattr(mask, "tolist") else mask)])
+    if packed is None or isinstance(mask, str):
+        raise refused("mask", mask, "rows of booleans are needed")
+    by_query, every = _sweep(packed), b"".join(packed)
     by_key = _sweep(every[k :: shape[1]] for k in range(shape[1]))
     if len(by_query) <= len(by_key):
         return sorted(by_query, key=lambda s: s[:4])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from dense import dense, error, gradients
+from dense import allowed_by, dense, error, gradients
 
 import cpattn
 
@@ -31,6 +31,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import cpattn.jax
+from cpattn.jax import calls
 
 ENDS = [0, 13, 13, 14, 50]
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 16, 8
@@ -141,6 +142,46 @@ class Values(unittest.TestCase):
             self.assertFalse(np.asarray(o)[batch.tokens < 0].any())
             self.close([batch.unshard(o)], wanted([q, k, v], tensors(ends[-1])[-1], ends)[:1], 1e-6)
         self.assertEqual(attend._cache_size(), 1)
+
+    def test_slices(self) -> None:
+        """Slices as data, one compilation for several of them, and as constants, with gradients, windows and a backward."""
+        on, spec, n = context(4), P("cp"), 60
+        cases = [
+            cpattn.slices.shared_prefix(20, [11, 29]),
+            cpattn.slices.tree([None, 0, 0], [30, 20, 10]),
+            cpattn.slices.spans([0, n], [(3, 9), (30, 58)]),
+            cpattn.slices.prefix_lm([0, 40, n], [17, 5]),
+        ]
+        longest = max(map(len, cases))
+        for window in (None, 6):
+
+            def attend(q: Any, k: Any, v: Any, packing: Any, window: Any = window) -> Any:
+                return on.attention(q, k, v, packing, window_left=window)
+
+            run = jax.jit(jax.shard_map(attend, mesh=mesh(4), in_specs=(spec, spec, spec, P()), out_specs=spec))
+            for made in cases:
+                batch = on.batch([0, 40, n], 24, slices=made + [cpattn.Slice(0, 0, 0, 0)] * (longest - len(made)))
+                q, k, v, _, d_o = tensors(n)
+                o, back = jax.vjp(lambda *x, batch=batch: batch.unshard(run(*map(batch.shard, x), batch.packing)), q, k, v)
+                self.assertTrue(jnp.array_equal(batch.unshard(run(*map(batch.shard, (q, k, v)), batch.packing)), o))
+                exact = [torch.tensor(x).double().requires_grad_() for x in (q, k, v)]
+                want = dense(*exact, [], allowed=allowed_by(made, n, n, left=window))  # type: ignore[misc]
+                self.close([o, *back(jnp.asarray(d_o))], [want.detach(), *gradients(want, torch.tensor(d_o), exact)], 2e-6)
+            self.assertEqual(run._cache_size(), 1)
+        made = cases[0]
+        batch = on.batch([0, n], slices=made)
+        constant = jax.shard_map(lambda *x: on.attention(*x, [0, n], slices=made), mesh=mesh(4), in_specs=spec, out_specs=spec)
+        data = jax.shard_map(lambda *x: on.attention(*x, batch.packing), mesh=mesh(4), in_specs=spec, out_specs=spec)
+        rows = [batch.shard(x) for x in tensors(n)[:3]]
+        self.assertTrue(jnp.array_equal(jax.jit(constant)(*rows), data(*rows)))
+        both = jax.shard_map(lambda *x: on.attention(*x, batch.packing, slices=made), mesh=mesh(4), in_specs=spec, out_specs=spec)
+        for words, call in (
+            ("slices are given, and the batch's packing has slices", lambda: both(*rows)),
+            (r"slices\[1\] is one that allows q token 19 with k token 0", lambda: on.batch([0, n], slices=2 * made[:1])),
+            ("cu_seqlens is .*, 0 and the ends of documents, or Batch.packing", lambda: calls.packing_of([-1, 5, 0], None)),
+        ):
+            with self.assertRaisesRegex(cpattn.InvalidArgument, words):
+                call()
 
     def test_replicas(self) -> None:
         """Another axis of the mesh holds other batches, and sinks of all of them are the same."""

@@ -58,7 +58,7 @@ NOT_CALLED = (enum.Enum, BaseException, dict)
 
 def public() -> Iterator[tuple[str, list[str]]]:
     """Callables, by their names, and the names of their arguments."""
-    for module, names in ((cpattn, cpattn.__all__), (cpattn.torch, cpattn.torch.__all__), (cpattn.ring, ["table"])):
+    for module, names in ((cpattn, cpattn.__all__), (cpattn.torch, cpattn.torch.__all__), (cpattn.ring, ["table"]), (cpattn.slices, cpattn.slices.__all__)):
         for name in names:
             found = getattr(module, name)
             at = f"{module.__name__.removeprefix('cpattn').removeprefix('.')}.{name}".removeprefix(".")
@@ -99,6 +99,9 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
     shape, told = {"heads": 3, "head_dim": 4}, ("sinks", "window_left", "window_right", "scale", "softcap")
     called_from = {"source": "array tensor"}  # refused by the name that C has, and Python cannot have: from
     of, exchanged = {"heads": None, "kv_heads": None}, {"plan": plan, "side": "q", "source": q, "to": q.clone(), "stream": None}
+    made, numbers = [cpattn.Slice(0, 5, 0, 5)], dict.fromkeys(("q_start", "low", "high"), "none negative")
+    many, no_slices = {"cu_seqlens_k": None, "q_start": None, "slices": None}, dict.fromkeys(("cu_seqlens_k", "q_start", "slices"), "none")
+    s = cpattn.slices
     return {
         "EngineTransport": (cpattn.EngineTransport, {"engine": transport.engine, "timeout": 5.0}, {"timeout": "float"}),
         "EngineTransport.agree": (transport.agree, {"first": 0, "end": 1, "number": 5}, {}),
@@ -108,15 +111,15 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
             **dict.fromkeys(("latency", "bytes_per_second"), "float negative huge")}),
         "Memory": (cpattn.Memory, {"address": address, "shape": [5], "bits": 64, "device": (1, 0), "code": 0}, {}),
         "Message": (lambda **fields: transport.exchange("ring", 0, [cpattn.Message(**fields)], []), message, {}),
-        "Plan": (cpattn.Plan, {"cu_seqlens": [0, 5], **shape, "cu_seqlens_k": None, "q_start": None, "dtype": "f32", "world": 1} | options,
-                 optional | {"cu_seqlens_k": "none", "q_start": "none"}),
-        "Plan.auto_for": (cpattn.Plan.auto_for, {"cu_seqlens": [0, 5], "kinds": [(1, shape)], "cu_seqlens_k": None, "q_start": None,
+        "Plan": (cpattn.Plan, {"cu_seqlens": [0, 5], **shape, **many, "dtype": "f32", "world": 1} | options,
+                 optional | no_slices),
+        "Plan.auto_for": (cpattn.Plan.auto_for, {"cu_seqlens": [0, 5], "kinds": [(1, shape)], **many,
                                                  "dtype": "f32", "world": 1} | options,
-                          optional | {"cu_seqlens_k": "none", "q_start": "none"}),
-        "Plan.auto_on": (cpattn.Plan.auto_on, {"cu_seqlens": [0, 5], **shape, "machine": machine, "cu_seqlens_k": None, "q_start": None,
+                          optional | no_slices),
+        "Plan.auto_on": (cpattn.Plan.auto_on, {"cu_seqlens": [0, 5], **shape, "machine": machine, **many,
                                                "dtype": "f32", "world": 1} | options,
-                         optional | {"cu_seqlens_k": "none", "q_start": "none"}),
-        "Plan.with_tokens_of": (cpattn.Plan.with_tokens_of, {"base": plan, **shape, "dtype": None} | options, optional | {"dtype": "none"}),
+                         optional | no_slices),
+        "Plan.with_tokens_of": (cpattn.Plan.with_tokens_of, {"base": plan, **shape, "slices": None, "dtype": None} | options, optional | {"slices": "none", "dtype": "none"}),
         "Plan.share": (plan.share, {"rank": 0}, {}),
         "Plan.workspace": (plan.workspace, {"rank": 0, "direction": "forward"}, {}),
         "Plan.tokens": (plan.tokens, {"side": "q", "rank": 0}, {}),
@@ -133,6 +136,8 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "Rank.check_ring": (rank.check_ring, {"bytes": 8}, {}),
         "Rank.record": (rank.record, {"capacity": 8}, {}),
         "Rank.shift": (rank.shift, {"plan": plan, "by": 1, "fill": ids[:1], "rows": ids, "out": ids.clone()}, {"by": "negative"}),
+        "Slice": (lambda **fields: cpattn.Plan([0, 5], 3, 4, slices=[cpattn.Slice(**fields)]), made[0]._asdict(), numbers),
+        "Slice.allows": (made[0].allows, {"q": 1, "k": 1}, {}),
         "check_ring": (cpattn.check_ring, {"transport": transport, "bytes": 8}, {}),
         "chrome_trace": (cpattn.chrome_trace, {"events": [event]}, {}),
         "local_group": (cpattn.local_group, group, {}),
@@ -141,19 +146,32 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "peer_group": (cpattn.peer_group, {"devices": [0], **deadline}, {}),
         "ranks_per_node": (cpattn.ranks_per_node, {"nodes": [0, 0]}, {}),
         "ring.table": (cpattn.ring.table, {"links": [], "slow": 3.0}, {"slow": "float negative huge"}),
+        "slices.block_causal": (s.block_causal, {"cu_seqlens": [0, 5], "block": 2}, {}),
+        "slices.block_diffusion": (s.block_diffusion, {"tokens": 5, "block": 2}, {}),
+        "slices.chunks": (s.chunks, {"cu_seqlens": [0, 5], "chunk": 2}, {}),
+        "slices.documents": (s.documents, {"cu_seqlens": [0, 5]}, {}),
+        "slices.from_dense": (s.from_dense, {"mask": [[1, 0]]}, {}),
+        "slices.moved": (s.moved, {"slices": made, "by": 1, "by_k": 1}, {"by": "negative", "by_k": "negative none"}),
+        "slices.pairs": (s.pairs, {"pairs": [((0, 1), (0, 1))]}, {}),
+        "slices.picture": (s.picture, {"slices": made, "q_tokens": 5, "k_tokens": 5}, {"k_tokens": "none"}),
+        "slices.prefix_lm": (s.prefix_lm, {"cu_seqlens": [0, 5], "prefixes": [2]}, {}),
+        "slices.shared_prefix": (s.shared_prefix, {"prefix": 2, "branches": [3]}, {}),
+        "slices.spans": (s.spans, {"cu_seqlens": [0, 5], "spans": [(1, 2)]}, {}),
+        "slices.tree": (s.tree, {"parents": [None, 0], "lengths": [2, 3]}, {}),
         "timeline_svg": (cpattn.timeline_svg, {"events": [event]}, {}),
-        "torch.Batch": (cpattn.torch.Batch, {"context": context, "cu_seqlens": (0, 5)}, {}),
+        "torch.Batch": (cpattn.torch.Batch, {"context": context, "packing": batch.packing}, {}),
         "torch.Batch.attention": (batch.attention, {**inputs, **dict.fromkeys(told)}, {
             **optional, **dict.fromkeys(told[:3], "none")}),
         "torch.Batch.labels": (batch.labels, {"ids": ids, "ignore": -100}, {"ignore": "negative truth"}),
         "torch.Batch.own_heads": (batch.own_heads, {"side": "q", **of}, dict.fromkeys(of, "none")),
-        "torch.Batch.shard": (batch.shard, {"whole": ids}, {}),
+        "torch.Batch.shard": (batch.shard, {"whole": ids, "side": "q"}, {}),
         "torch.Batch.shift": (batch.shift, {"rows": ids, "by": 1, "fill": 0}, {"by": "negative", "fill": "negative truth"}),
         "torch.Batch.to_heads": (batch.to_heads, {"x": q, "side": "q", **of}, dict.fromkeys(of, "none")),
         "torch.Batch.to_tokens": (batch.to_tokens, {"x": q, "side": "q", **of}, dict.fromkeys(of, "none")),
+        "torch.Batch.with_slices": (batch.with_slices, {"slices": made}, {}),
         "torch.Context": (cpattn.torch.Context, {"group": None, **shape, "dtype": torch.float32, "device": "cpu", "timeout": 5.0, "workers": 1,
                                                  "plans": 1, "own_tokens": True, "layers": ()} | options, optional | {"group": "none", "timeout": "float", "own_tokens": "truth"}),
-        "torch.Context.batch": (context.batch, {"cu_seqlens": [0, 5]}, {}),
+        "torch.Context.batch": (context.batch, {"cu_seqlens": [0, 5], **many}, no_slices),
         "torch.Context.plan": (context.plan, {"cu_seqlens": [0, 5]}, {}),
         "torch.Context.record": (context.record, {"capacity": 8}, {}),
         "torch.GlooTransport": (cpattn.torch.GlooTransport, {"group": None, "timeout": 5.0}, {"group": "none", "timeout": "float"}),

@@ -53,8 +53,7 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
             }
         })
         .collect();
-    // Bands of the numbers that are drawn for ranges, so that the inputs that are kept mean what they meant: a position in
-    // odd places gives one, and the pairs of that range have it.
+    // Bands of the numbers that are drawn for ranges, so that the inputs that are kept mean what they meant.
     let whole = cpattn_band {
         q_begin: i64::MIN,
         q_end: i64::MAX,

@@ -232,7 +232,7 @@ class Batch(Packed):
     """
 
     def __init__(self, context: Context, packing: Packing) -> None:
-        self.context, self.packing = instance("context", context, Context), packing
+        self.context, self.packing = instance("context", context, Context), instance("packing", packing, Packing)
         self.cu_seqlens, self.cu_seqlens_k = packing.cu_seqlens, packing.cu_seqlens_k or packing.cu_seqlens
         super().__init__(context.plan(packing), context._kind)
         # A tensor, so that graphs treat its values as unknown.
