@@ -232,7 +232,8 @@ pub struct AttendBackward<'a> {
     pub score: Score,
     /// As in [`Attend`].
     pub ranges: Ranges<'a>,
-    /// As in [`Attend`]; for dk and dv it breaks query tiles likewise.
+    /// As in [`Attend`]; for dk and dv it breaks query tiles likewise. Each element is then added up band by band in
+    /// the order of [`Ranges::bands`], and in each band q range by q range.
     pub aligned: bool,
 }
 

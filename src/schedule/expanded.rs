@@ -70,9 +70,9 @@ pub enum ExpandedOp {
     SinkTotal(SumBlock),
     /// Copies, casts and sums. Parts run one after another; the order of blocks within a part is free.
     Sums(Vec<Vec<SumBlock>>),
-    /// Partial results are merged. Parts run one after another; each block is the merge of its two sources, the first of
-    /// which is its own destination. Blocks come in pairs: one of o, then one of its lse, which has two words (their sum
-    /// is the lse).
+    /// Partial results are merged. Parts run one after another; each block is the merge of its two sources, the first
+    /// of which is its own destination. Blocks come in pairs: one of o, then one of its lse, which has two words (their
+    /// sum is the lse).
     Merges(Vec<Vec<SumBlock>>),
     /// Sends and receives that complete together. Between two ranks both have them in the same order.
     Exchange {

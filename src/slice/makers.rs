@@ -55,8 +55,8 @@ pub fn shared_prefix(prefix: usize, branches: &[usize]) -> Vec<Slice> {
 
 /// A tree of turns: each node sees its ancestors and itself, causally, and its positions follow its parent's.
 ///
-/// Nodes are laid out in the order given; a node's parent comes before it. `tree(&[None, Some(0), Some(0)], &[2, 2, 1])`
-/// is the mask of [`shared_prefix`].
+/// Nodes are laid out in the order given; a node's parent comes before it. `tree(&[None, Some(0), Some(0)], &[2, 2,
+/// 1])` is the mask of [`shared_prefix`].
 ///
 /// # Errors
 ///
@@ -250,7 +250,7 @@ pub const DENSE: usize = 4096;
 ///
 /// More than [`DENSE`] tokens on a side, and a list of another length.
 pub fn from_dense(mask: &[bool], k_tokens: usize) -> Result<Vec<Slice>> {
-    let q_tokens = if k_tokens == 0 { 0 } else { mask.len() / k_tokens };
+    let q_tokens = mask.len().checked_div(k_tokens).unwrap_or(0);
     if q_tokens * k_tokens != mask.len() {
         let expected = format!("a multiple of {k_tokens}, the tokens of k");
         return Err(Error::invalid("mask", format!("of length {}", mask.len()), expected));

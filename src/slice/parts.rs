@@ -115,16 +115,17 @@ impl Parts {
         &self.slices
     }
 
-    /// The parts of a document, as places for [`Parts::at`].
+    /// The parts of a document, as places for [`Parts::number`].
     fn of(&self, side: Side, doc: u32) -> Range<usize> {
         let firsts = if side == Side::Q { &self.of_q } else { &self.of_k };
         firsts[doc as usize] as usize..firsts[doc as usize + 1] as usize
     }
 
-    fn at(&self, side: Side, place: usize) -> &SlicePart {
+    /// The number of the part at a place.
+    fn number(&self, side: Side, place: usize) -> u32 {
         match side {
-            Side::Q => &self.list[place],
-            Side::K => &self.list[self.by_k[place] as usize],
+            Side::Q => place as u32,
+            Side::K => self.by_k[place],
         }
     }
 }
@@ -231,6 +232,8 @@ pub(crate) struct Allowed {
 pub(crate) struct Reach {
     /// The other side's document.
     pub document: u32,
+    /// The number of the part: parts of one pair of documents ascend in the order of the slices. 0 without slices.
+    pub part: u32,
     /// The band with the window folded in, and without a shift. The side that it is seen from has the place of q.
     pub limits: Band,
     /// The band as kernels take it.
@@ -265,21 +268,27 @@ impl Allowed {
         self.parts.is_none()
     }
 
+    /// The band of a part, as kernels take it.
+    pub fn band(&self, part: u32) -> Band {
+        self.parts.as_ref().map_or(Band::WHOLE, |parts| parts.list[part as usize].band)
+    }
+
     /// What a document of `side` attends to, or is attended by: in ascending order of the other documents.
     pub fn of(&self, side: Side, doc: u32) -> impl Iterator<Item = Reach> + Clone + '_ {
         let parts = self.parts.as_deref();
         let places = parts.map_or(0..1, |parts| parts.of(side, doc));
         let window = (self.mask.left_limit(), self.mask.right_limit());
         places.map(move |place| {
-            let (document, band) = match parts {
-                None => (doc, Band::WHOLE),
+            let (document, part, band) = match parts {
+                None => (doc, 0, Band::WHOLE),
                 Some(parts) => {
-                    let part = parts.at(side, place);
-                    (part.documents[usize::from(side == Side::Q)], part.band)
+                    let number = parts.number(side, place);
+                    let part = &parts.list[number as usize];
+                    (part.documents[usize::from(side == Side::Q)], number, part.band)
                 }
             };
             let seen = band.within(window);
-            Reach { document, band, limits: if side == Side::Q { seen } else { seen.transposed() } }
+            Reach { document, part, band, limits: if side == Side::Q { seen } else { seen.transposed() } }
         })
     }
 }

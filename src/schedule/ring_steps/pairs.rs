@@ -5,8 +5,6 @@
 //! applies to all of them; the kernel does not need to know which rank a row came from. K ranges are also listed by
 //! document and position, so that those of a document are next to each other.
 
-use alloc::vec::Vec;
-
 use super::{RangeScratch, RingSteps};
 use crate::{
     batch::Side,
@@ -40,6 +38,23 @@ impl RingSteps {
             Side::K => self.pairs_of_keys(ring_step, s),
             Side::Q => self.pairs_of_queries(ring_step, s),
         }
+        self.number_bands(s);
+    }
+
+    /// Bands are those of the parts that pairs name, in the order of the parts: so an aligned call adds up dk and dv
+    /// slice by slice.
+    fn number_bands(&self, s: &mut RangeScratch) {
+        let RangeScratch { pairs, bands, parts, .. } = s;
+        if self.allowed.is_by_document() {
+            return bands.push(Band::WHOLE);
+        }
+        parts.clear();
+        parts.extend(pairs.iter().map(|pair| pair.band));
+        parts.sort_unstable();
+        parts.dedup();
+        bands.extend(parts.iter().map(|&part| self.allowed.band(part)));
+        // Each pair names one of the parts.
+        pairs.iter_mut().for_each(|pair| pair.band = parts.partition_point(|&part| part < pair.band) as u32);
     }
 
     fn q_range(&self, range: Range, keys: core::ops::Range<u32>, mode: Mode) -> QRange {
@@ -54,14 +69,14 @@ impl RingSteps {
         let split = self.list[ring_step].split;
         let begins = ring_step == self.first(split);
         let last = &self.last[split as usize * self.stationary.len()..];
-        let RangeScratch { q, k, pairs, bands, .. } = s;
+        let RangeScratch { q, k, pairs, .. } = s;
         let mut keys = ByDocument::new(k, |k: &Range| k.doc);
         for (own, &last) in self.stationary.iter().zip(last) {
             let begin = pairs.len() as u32;
             for reach in self.allowed.of(Side::Q, own.range.doc) {
                 let (first, keys) = keys.of(reach.document);
                 let met = keys.iter().zip(first as u32..).filter(|(k, _)| meets(&own.range, k, &reach.limits));
-                met.for_each(|(_, k)| push(pairs, bands, k, reach.band));
+                pairs.extend(met.map(|(_, k)| Pair { k, band: reach.part }));
             }
             let end = pairs.len() as u32;
             if end > begin || begins {
@@ -75,7 +90,7 @@ impl RingSteps {
     fn pairs_of_queries(&self, ring_step: usize, s: &mut RangeScratch) {
         s.k.extend(self.stationary.iter().map(|k| k.range));
         let mode = if ring_step == self.first(0) && self.continues() { Mode::First } else { Mode::Only };
-        let RangeScratch { fragments, order, q, k, pairs, bands, .. } = s;
+        let RangeScratch { fragments, order, q, k, pairs, .. } = s;
         let mut keys = ByDocument::new(k, |k: &Range| k.doc);
         for &f in &*order {
             let range = fragments[f as usize].range;
@@ -84,17 +99,9 @@ impl RingSteps {
                 let (first, keys) = keys.of(reach.document);
                 let seen = reach.limits.transposed();
                 let met = keys.iter().zip(first as u32..).filter(|(k, _)| meets(k, &range, &seen));
-                met.for_each(|(_, k)| push(pairs, bands, k, reach.band));
+                pairs.extend(met.map(|(_, k)| Pair { k, band: reach.part }));
             }
             q.push(self.q_range(range, begin..pairs.len() as u32, mode));
         }
     }
-}
-
-/// Adds a pair; its band is the last one, or a new one.
-fn push(pairs: &mut Vec<Pair>, bands: &mut Vec<Band>, k: u32, band: Band) {
-    if bands.last() != Some(&band) {
-        bands.push(band);
-    }
-    pairs.push(Pair { k, band: bands.len() as u32 - 1 });
 }

@@ -46,8 +46,9 @@ pub struct RangeScratch {
     pub(super) q: Vec<QRange>,
     pub(super) k: Vec<Range>,
     pub(super) pairs: Vec<Pair>,
-    /// Those of the pairs, in the order of the pairs; equal ones in turn are one.
+    /// The bands of the pairs, and the parts that these are of, in the order of the parts.
     pub(super) bands: Vec<Band>,
+    pub(super) parts: Vec<u32>,
 }
 
 impl RangeScratch {
@@ -77,6 +78,7 @@ impl RangeScratch {
         grow(&mut self.k, c.k);
         grow(&mut self.pairs, c.pairs);
         grow(&mut self.bands, c.bands);
+        grow(&mut self.parts, c.bands);
         grow(&mut self.intervals, c.intervals);
         self.nodes.reserve(c.nodes);
     }

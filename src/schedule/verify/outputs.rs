@@ -261,17 +261,16 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> Result<(), 
     let is = |of: &Reach, partner: &(&Range, &Band)| of.band == *partner.1 && of.document == partner.0.doc;
     for a in atoms {
         let Some((partners, _)) = p.calls.partners(a.call, side, token as u32) else { continue };
-        let found: Vec<(&Range, &Band)> = partners.collect();
-        // The keys of a query slice by slice, the queries of a key row by row.
+        let mut found: Vec<(&Range, &Band)> = partners.collect();
+        if side == Side::K {
+            // dk and dv are added up band by band, in the order of the call's list.
+            found.sort_by_key(|(_, band)| core::ptr::from_ref(*band).addr());
+        }
+        // Slice by slice, and then row by row.
         let slice_of = |partner: &(&Range, &Band)| slices.clone().position(|of| is(&of, partner));
-        let row_of = |(range, _): &(&Range, &Band)| (range.doc, range.pos, range.last());
-        let order = |a: &(&Range, &Band), b: &(&Range, &Band)| {
-            let ascend = (a.0.doc, a.0.last()) < (b.0.doc, b.0.pos);
-            match side {
-                Side::Q if slice_of(a) == slice_of(b) => ascend,
-                Side::K if row_of(a) != row_of(b) => ascend,
-                _ => slice_of(a) < slice_of(b),
-            }
+        let order = |a: &(&Range, &Band), b: &(&Range, &Band)| match slice_of(a) == slice_of(b) {
+            true => (a.0.doc, a.0.last()) < (b.0.doc, b.0.pos),
+            false => slice_of(a) < slice_of(b),
         };
         if found.windows(2).any(|w| !order(&w[0], &w[1])) {
             let call = p.calls.get(a.call);

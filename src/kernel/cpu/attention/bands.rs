@@ -6,7 +6,6 @@
 //! rows is then the difference of their positions. A band's limits of k rows are applied where keys are chosen, so
 //! lanes have none.
 
-use super::key_units::Group;
 use crate::call::{Band, Pair, QRange, Range, Ranges, Score};
 
 /// A row at position `x` in `begin..=end` sees the keys at `x + low ..= x + high`.
@@ -107,12 +106,6 @@ pub(crate) fn by_band(pairs: &[Pair]) -> impl Iterator<Item = &[Pair]> + Clone {
 #[inline(always)]
 pub(crate) fn one_band(pairs: &[Pair]) -> bool {
     pairs.iter().all(|pair| pair.band == pairs[0].band)
-}
-
-/// The first band from `from` on under which a q range of the group reads one of the k ranges `keys`.
-pub(crate) fn next_band(ranges: &Ranges, group: &Group, keys: (u32, u32), from: u32) -> Option<u32> {
-    let pairs = group.iter().flat_map(|q| ranges.pairs_of(q));
-    pairs.filter(|pair| pair.band >= from && keys.0 <= pair.k && pair.k <= keys.1).map(|pair| pair.band).min()
 }
 
 /// Whether q ranges read keys of other documents than their own. The documents of such a call share rows of dk and dv,

@@ -64,6 +64,12 @@ impl<'a> Group<'a> {
         let doc = self.doc;
         self.q.iter().filter(move |q| doc.is_none_or(|doc| q.range.doc == doc))
     }
+
+    /// The first band from `from` on under which a q range of the group reads one of the k ranges `keys`.
+    pub(crate) fn next_band(&self, ranges: &Ranges, keys: (u32, u32), from: u32) -> Option<u32> {
+        let pairs = self.iter().flat_map(|q| ranges.pairs_of(q));
+        pairs.filter(|pair| pair.band >= from && keys.0 <= pair.k && pair.k <= keys.1).map(|pair| pair.band).min()
+    }
 }
 
 impl<'a> KeyUnits<'a> {

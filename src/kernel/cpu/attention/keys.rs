@@ -8,7 +8,7 @@
 //! where the order of a sum must not depend on how the rows are cut.
 
 use super::backward::{FLUSH, Flush, flush, gradients, meet, no_row};
-use super::bands::{Reader, by_band, next_band, one_band, union};
+use super::bands::{Reader, by_band, one_band, union};
 use super::dq_order::{DqOrder, DqTurn};
 use super::key_units::{Group, KeyUnits};
 use super::row_blocks::{FEW_ROWS, readers};
@@ -146,7 +146,7 @@ impl Keys<'_> {
                 // Band by band, so that the order of a sum does not depend on how q is cut.
                 let keys = t.keys.ranges();
                 let mut from = Some(0);
-                while let Some(band) = from.and_then(|from| next_band(&c.ranges, group, keys, from)) {
+                while let Some(band) = from.and_then(|from| group.next_band(&c.ranges, keys, from)) {
                     for q in group.iter() {
                         for pairs in by_band(c.ranges.pairs_of(q)).filter(|pairs| pairs[0].band == band) {
                             // SAFETY: rows and head are within the tensors (checked).
@@ -181,8 +181,8 @@ impl Keys<'_> {
         }
     }
 
-    /// The rows of a q range, with some of its pairs and some heads: blocks of rows, and for each block the bands of the
-    /// pairs. `place` is that of the first row.
+    /// The rows of a q range, with some of its pairs and some heads: blocks of rows, and for each block the bands of
+    /// the pairs. `place` is that of the first row.
     ///
     /// # Safety
     /// As [`Job::work`].
@@ -212,8 +212,7 @@ impl Keys<'_> {
                 let border = (pos.div_euclid(FLUSH) + 1) * FLUSH;
                 rows = rows.min(q.range.rows_before(border) - first);
             }
-            let mut rest = by_band(pairs);
-            while let Some(pairs) = rest.next() {
+            for pairs in by_band(pairs) {
                 if !one {
                     reader = self.reader(q, pairs);
                     let seen = t.mark_read(&reader);

@@ -30,7 +30,8 @@ pub(crate) struct Small<'a, A> {
     pub row: &'a mut [A],
 }
 
-/// Whether the rows of `q`, for `heads` heads, and the keys of `stream` that they attend to are few. The answer does not depend on the number of workers or on how rows are cut into units.
+/// Whether the rows of `q`, for `heads` heads, and the keys of `stream` that they attend to are few. The answer does
+/// not depend on the number of workers or on how rows are cut into units.
 #[inline(always)]
 pub(crate) fn is_small<V: Vector>(c: &Attend, q: &QRange, heads: usize, stream: &KeyStream) -> bool {
     let lanes = q.range.len as usize * heads;

@@ -3,9 +3,9 @@
 //!
 //! A tile takes keys from as many ranges as it needs, so that many short ranges do not make many small tiles. It ends
 //! early in three cases. In an aligned call it ends at positions that are multiples of a tile's keys, and where the
-//! document changes, so that tiles do not depend on how keys were cut. In all calls it ends where the band changes, since
-//! lanes have limits of one band, and where positions are too far apart: a tile stores positions relative to a base in
-//! the type of the accumulator, which is exact in f32 while no tile spans more than [`SPAN`].
+//! document changes, so that tiles do not depend on how keys were cut. In all calls it ends where the band changes,
+//! since lanes have limits of one band, and where positions are too far apart: a tile stores positions relative to a
+//! base in the type of the accumulator, which is exact in f32 while no tile spans more than [`SPAN`].
 //!
 //! A tile may place keys by position and not one after another. The slot of a key then does not depend on which other
 //! keys are present, so products that sum keys in groups have the same bits.

@@ -112,8 +112,7 @@ impl Keys<'_> {
                 }
                 while first < end {
                     let count = (end - first).min(block_rows(end_head - head));
-                    let mut rest = by_band(pairs);
-                    while let Some(pairs) = rest.next() {
+                    for pairs in by_band(pairs) {
                         if !one {
                             reader = self.reader(q, pairs);
                             let seen = t.rows(&reader);
