@@ -141,7 +141,7 @@ impl ExecutedRank<'_> {
     pub fn delta(&mut self, delta: &BufferView) {
         let (o, d_o) = (self.own(TensorId::O), self.own(TensorId::DO));
         for (i, h) in (0..delta.rows as usize).flat_map(|i| (0..delta.heads as usize).map(move |h| (i, h))) {
-            self.row_mut(delta, i, h)[0] = dot(&self.row(&o, i, h).to_vec(), &self.row(&d_o, i, h).to_vec());
+            self.row_mut(delta, i, h)[0] = dot(self.row(&o, i, h), self.row(&d_o, i, h));
         }
     }
 

@@ -102,7 +102,7 @@ impl Problem {
                     let of = &bands[band as usize];
                     let meets = |k: &Range| k.len > 0 && k.pos < of.k_end && k.last() >= of.k_begin;
                     // Where a band has no row of q or of k there may be a pair or none.
-                    let some = |i: usize, k: &Range| k.doc == doc && (meets(k) || (i + slice) % 4 == 0);
+                    let some = |i: usize, k: &Range| k.doc == doc && (meets(k) || (i + slice).is_multiple_of(4));
                     let keys = k.iter().enumerate().filter(|(i, k)| some(*i, k));
                     pairs.extend(keys.map(|(k, _)| Pair { k: k as u32, band }));
                 }
