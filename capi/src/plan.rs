@@ -224,7 +224,7 @@ pub unsafe extern "C" fn cpattn_plan_verify_all_to_all(
         let plan = given!(handle::borrow(plan));
         let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
         for way in BOTH {
-            plan.verify_all_to_all(AllToAll { way, side, dim, dtype })?;
+            plan.verify_all_to_all(AllToAll { direction: way, side, dim, dtype })?;
         }
     })
 }
@@ -260,7 +260,9 @@ pub unsafe extern "C" fn cpattn_plan_all_to_all_workspace(
         let (rank, side, dtype) = (rank_of(plan, rank)?, self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
         let mut most = 0;
         for way in BOTH {
-            most = most.max(Schedule::all_to_all(plan, rank, AllToAll { way, side, dim, dtype })?.workspace_bytes());
+            most = most.max(
+                Schedule::all_to_all(plan, rank, AllToAll { direction: way, side, dim, dtype })?.workspace_bytes(),
+            );
         }
         bytes.write(most);
     })

@@ -119,7 +119,7 @@ unsafe fn all_to_all(
         AllToAllDirection::ToHeads => (from, to),
         AllToAllDirection::ToTokens => (to, from),
     };
-    let all_to_all = AllToAll { way, side, dim: tokens.dim, dtype: tokens.dtype };
+    let all_to_all = AllToAll { direction: way, side, dim: tokens.dim, dtype: tokens.dtype };
     // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
     // shapes are checked against the plan.
     Ok(unsafe { rank.all_to_all(plan, all_to_all, tokens, held, stream) }?)

@@ -231,7 +231,7 @@ impl Rank {
         stream: RawStream,
     ) -> Result<()> {
         let (from, to) = (raw_on(self.device(), "from", from)?, raw_on(self.device(), "to", to)?);
-        let all_to_all = AllToAll { way, side, dim: from.dim, dtype: from.dtype };
+        let all_to_all = AllToAll { direction: way, side, dim: from.dim, dtype: from.dtype };
         let (tokens, held) = match way {
             AllToAllDirection::ToHeads => (from, to),
             AllToAllDirection::ToTokens => (to, from),
@@ -266,5 +266,5 @@ impl Rank {
 fn both(side: Side, dim: usize, dtype: Dtype) -> Result<[Purpose; 2]> {
     let dim = u32::try_from(dim).map_err(|_| Error::invalid("dim", dim, std::format!("at most {}", u32::MAX)))?;
     Ok([AllToAllDirection::ToHeads, AllToAllDirection::ToTokens]
-        .map(|way| Purpose::AllToAll(AllToAll { way, side, dim, dtype })))
+        .map(|way| Purpose::AllToAll(AllToAll { direction: way, side, dim, dtype })))
 }

@@ -27,8 +27,8 @@ impl Purpose {
         let kind = match self {
             Self::Attention(Direction::Forward) => RunKind::Forward,
             Self::Attention(Direction::Backward) => RunKind::Backward,
-            Self::AllToAll(AllToAll { way: AllToAllDirection::ToHeads, .. }) => RunKind::ToHeads,
-            Self::AllToAll(AllToAll { way: AllToAllDirection::ToTokens, .. }) => RunKind::ToTokens,
+            Self::AllToAll(AllToAll { direction: AllToAllDirection::ToHeads, .. }) => RunKind::ToHeads,
+            Self::AllToAll(AllToAll { direction: AllToAllDirection::ToTokens, .. }) => RunKind::ToTokens,
         };
         RunName::new(kind, plan.fingerprint())
     }
@@ -38,7 +38,7 @@ impl Purpose {
         let salt = match self {
             Self::Attention(Direction::Forward) => 0,
             Self::Attention(Direction::Backward) => 1,
-            Self::AllToAll(AllToAll { way, side, dim, dtype }) => {
+            Self::AllToAll(AllToAll { direction: way, side, dim, dtype }) => {
                 2 | (way as u64) << 2 | (side as u64) << 3 | (dtype as u64) << 4 | u64::from(dim) << 8
             }
         };
@@ -82,7 +82,7 @@ mod tests {
     fn words() {
         let batch = Batch::cross(&[0, 5, 9], &[0, 7, 12], None).unwrap();
         let plan = Plan::new(&Problem::new(batch, 4, 2, 16, Dtype::Bf16), Mesh::single(), Layout::Contiguous).unwrap();
-        let all_to_all = |way, side| Purpose::AllToAll(AllToAll { way, side, dim: 3, dtype: Dtype::F32 });
+        let all_to_all = |way, side| Purpose::AllToAll(AllToAll { direction: way, side, dim: 3, dtype: Dtype::F32 });
         for (run, words) in [
             (Purpose::Attention(Direction::Backward), "the backward of 9 tokens in 2 documents, 4 heads of 16 bf16, "),
             (

@@ -17,7 +17,7 @@ pub enum AllToAllDirection {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AllToAll {
     /// The direction.
-    pub way: AllToAllDirection,
+    pub direction: AllToAllDirection,
     /// `Q`: a row for each q token and the q heads; `K`: a row for each k token and the kv heads.
     pub side: Side,
     /// Innermost dimension.

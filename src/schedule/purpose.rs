@@ -34,7 +34,7 @@ impl Purpose {
                 shape: tensor.shape(plan, rank),
                 written,
             }),
-            Self::AllToAll(AllToAll { way, side, dim, dtype }) => {
+            Self::AllToAll(AllToAll { direction: way, side, dim, dtype }) => {
                 let (share, dim, to_heads) = (plan.heads_of(rank), dim as usize, way == AllToAllDirection::ToHeads);
                 let (all, own) = match side {
                     Side::Q => (p.heads(), share.q.len()),

@@ -96,7 +96,7 @@ proptest! {
                 for (way, side) in [
                     (AllToAllDirection::ToHeads, Side::Q), (AllToAllDirection::ToHeads, Side::K), (AllToAllDirection::ToTokens, Side::Q), (AllToAllDirection::ToTokens, Side::K),
                 ] {
-                    let all_to_all = AllToAll { way, side, dim: 3, dtype };
+                    let all_to_all = AllToAll { direction: way, side, dim: 3, dtype };
                     let report = plan.verify_all_to_all(all_to_all).map_err(|e| TestCaseError::fail(e.to_string()))?;
                     let moved = |rank: usize| {
                         let share = plan.heads_of(rank);

@@ -40,7 +40,7 @@ impl Schedule {
         let me = b.coordinates.ulysses;
         let tokens = BufferView::whole(Buf::User(OWN_TOKENS), b.part(side, me).1, heads as u32);
         let held = BufferView::whole(Buf::User(OWN_HEADS), b.share(side), span(&b, side, me).1);
-        match all_to_all.way {
+        match all_to_all.direction {
             AllToAllDirection::ToHeads => to_heads(&mut b, all_to_all, tokens, held),
             AllToAllDirection::ToTokens => to_tokens(&mut b, all_to_all, tokens, held),
         }

@@ -22,7 +22,7 @@ use crate::{
 
 /// Marks the inputs of a rank on the way back as its part of a sum.
 pub(super) fn bring(p: &mut Prover, all_to_all: AllToAll) {
-    if all_to_all.way == AllToAllDirection::ToHeads {
+    if all_to_all.direction == AllToAllDirection::ToHeads {
         return;
     }
     for r in 0..p.ranks.len() {
@@ -43,7 +43,7 @@ pub(super) fn check(p: &Prover, all_to_all: AllToAll) -> Result<u128> {
     outputs::tokens_are_dealt_once(p)?;
     for r in 0..p.ranks.len() {
         p.memories[r].check_all_read()?;
-        let complete = match all_to_all.way {
+        let complete = match all_to_all.direction {
             AllToAllDirection::ToHeads => heads(p, r, all_to_all),
             AllToAllDirection::ToTokens => tokens(p, r, all_to_all),
         };

@@ -91,7 +91,7 @@ pub(super) fn element(tensor: TensorId, p: &Problem) -> (Dtype, usize) {
 
 /// The two tensors of an all-to-all; the others are absent.
 fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToAll) -> Option<TensorForm> {
-    let to_heads = all_to_all.way == AllToAllDirection::ToHeads;
+    let to_heads = all_to_all.direction == AllToAllDirection::ToHeads;
     let (rows, heads, written) = match tensor {
         OWN_HEADS => {
             let (tokens, heads) = held(plan, s.rank, all_to_all.side);

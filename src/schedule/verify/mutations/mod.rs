@@ -203,7 +203,7 @@ fn all_to_alls() -> Vec<Subject> {
         let plan = Plan::new(&problem, mesh, Layout::Contiguous).unwrap();
         for way in [AllToAllDirection::ToHeads, AllToAllDirection::ToTokens] {
             for (side, dtype) in [(Side::Q, Dtype::Bf16), (Side::K, Dtype::F32)] {
-                let all_to_all = AllToAll { way, side, dim: 5, dtype };
+                let all_to_all = AllToAll { direction: way, side, dim: 5, dtype };
                 let name = format!("{all_to_all:?} over {mesh:?}");
                 subjects.push(Subject::new(name, &plan, Purpose::AllToAll(all_to_all), |rank| {
                     Schedule::all_to_all(&plan, rank, all_to_all)

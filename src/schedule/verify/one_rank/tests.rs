@@ -91,7 +91,7 @@ fn cases(plans: &[Plan]) -> Vec<Case> {
         (2, AllToAllDirection::ToHeads, Side::K),
         (1, AllToAllDirection::ToTokens, Side::K),
     ] {
-        let a = AllToAll { way, side, dim: 7, dtype: Dtype::F32 };
+        let a = AllToAll { direction: way, side, dim: 7, dtype: Dtype::F32 };
         let schedule = Schedule::all_to_all(&plan, rank, a).unwrap();
         cases.push(Case { plan: plan.clone(), run: Purpose::AllToAll(a), schedule });
     }
