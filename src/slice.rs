@@ -8,6 +8,7 @@
 
 use core::ops::Range;
 
+mod dense;
 pub mod makers;
 pub(crate) mod parts;
 
