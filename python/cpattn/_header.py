@@ -72,7 +72,8 @@ def _initial(name: str, kind: Any) -> dict[str, Any]:
     macro = re.search(rf"^#define {name.upper()}_INIT +(.*)$", _text, flags=re.M)
     if not macro:
         return {}
-    text = macro[1].replace("{", "(").replace("}", ")").replace(f"sizeof({name})", str(ctypes.sizeof(kind)))
+    text = macro[1].replace("{", "(").replace("}", ")")
+    text = re.sub(r"sizeof\((\w+)\)", lambda found: str(ctypes.sizeof({**_TYPES, name: kind}[found[1]])), text)
     text = re.sub(r"CPATTN_(\w+)", lambda found: str(NUMBERS[found[1]]), text).replace("NULL", "None")
     members = zip(kind._fields_, ast.literal_eval(text.strip()), strict=True)
     return {member: value for (member, *_), value in members if value is not None}

@@ -103,7 +103,7 @@ fn refusals() {
     );
     refused(
         Attend { ranges: Ranges { pairs: &[Pair { k: 1, band: 0 }], ..good.ranges }, ..good },
-        "ranges.pairs of q range 0 is 1, expected an index of ranges.k, which has 1",
+        "ranges.pairs of q range 0: k is 1, expected an index of ranges.k, which has 1",
     );
     refused(
         Attend { ranges: Ranges { pairs: &[], ..good.ranges }, ..good },
