@@ -113,7 +113,10 @@ fn another_batch_and_too_few_heads_are_refused() {
         }
     };
     let of = |lengths: &[usize]| problem(Batch::from_lengths(lengths).unwrap());
-    refused(&of(&[10, 19]), &["cu_seqlens_q[1] is 10", "expected 9, as in the batch of the other plan", "same documents"]);
+    refused(
+        &of(&[10, 19]),
+        &["cu_seqlens_q[1] is 10", "expected 9, as in the batch of the other plan", "same documents"],
+    );
     refused(&of(&[29]), &["cu_seqlens_q is of length 2, expected 3, as in the batch of the other plan"]);
     let cross = |starts: Option<&[i64]>| problem(Batch::cross(&[0, 9, 29], &[0, 9, 29], starts).unwrap());
     refused(&cross(Some(&[0, 4])), &["q_start[1] is 4", "not given"]);
