@@ -21,7 +21,7 @@ fn masks() -> Result<[(&'static str, Batch, Vec<Slice>); 6]> {
             slices::tree(&[None, Some(0), Some(1), Some(1), Some(0), Some(4)], &[6, 4, 3, 4, 3, 4])?,
         ),
         ("prefixes seen in both directions", Batch::new(&[0, 11, 24])?, slices::prefix_lm(&[0, 11, 24], &[5, 7])?),
-        ("images in causal text", one(24)?, slices::spans(&[0, 24], &[3..9, 13..20])),
+        ("images in causal text", one(24)?, slices::spans(&[0, 24], &[3..9, 13..20])?),
         ("block diffusion: noisy, clean", one(24)?, slices::block_diffusion(12, 4)?),
     ])
 }

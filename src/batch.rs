@@ -119,7 +119,10 @@ impl Batch {
     /// # Errors
     ///
     /// [`Error::Invalid`](crate::Error::Invalid) for tokens outside the batch, a `q_start` beyond ±2^40, and two slices
-    /// that allow the same pair, which it names. A slice that allows no pair is legal.
+    /// that allow the same pair, which it names. A slice that allows no pair is legal. More than 2^24 pairs of documents
+    /// that slices touch.
+    ///
+    /// Slices that share queries are compared with each other, so thousands over the same queries take a second.
     ///
     /// ```
     /// use cpattn::{Batch, Slice};
@@ -133,6 +136,11 @@ impl Batch {
         let ends = DocumentEnds { cu_seqlens: [&self.cu_q, &self.cu_k], q_start: &|d| self.start(Side::Q, d) };
         self.parts = Some(Arc::new(Parts::new(&ends, slices)?));
         Ok(self)
+    }
+
+    /// The same tokens and documents, each of which attends to itself.
+    pub(crate) fn without_slices(&self) -> Self {
+        Self { parts: None, ..self.clone() }
     }
 
     /// The slices, if they were given.

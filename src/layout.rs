@@ -108,9 +108,9 @@ impl Shares {
         self.ring
     }
 
-    /// The same layout of another batch, for the work of the same mask.
+    /// The same layout of another batch, for the work of the same mask in each document.
     pub fn of_batch(&self, batch: &Batch) -> Result<Self> {
-        Self::new(batch, self.mask, self.layout, self.ring)
+        Self::new(&batch.without_slices(), self.mask, self.layout, self.ring)
     }
 
     /// Tokens of a ring rank's share.

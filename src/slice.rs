@@ -48,7 +48,7 @@ pub struct Slice {
     pub high: i64,
 }
 
-/// A number of tokens as `cu_seqlens` holds it; what does not fit is the last number, which no batch has.
+/// A number of tokens as `cu_seqlens` holds it; what does not fit is the largest one.
 fn token(n: usize) -> i32 {
     i32::try_from(n).unwrap_or(i32::MAX)
 }
@@ -80,18 +80,14 @@ impl Slice {
         Self { low, high, ..self }
     }
 
-    /// Whether a q token of the pack attends to a k token of it, by this slice alone.
+    /// Whether a q token of the pack attends to a k token of it, by this slice alone. Accepts any numbers.
     pub const fn allows(&self, q: usize, k: usize) -> bool {
-        let (q, k) = (q as i64, k as i64);
-        if q < self.q_begin as i64 || q >= self.q_end as i64 || k < self.k_begin as i64 || k >= self.k_end as i64 {
+        let (q, k) = (q as i128, k as i128);
+        let (q_begin, k_begin) = (self.q_begin as i128, self.k_begin as i128);
+        if q < q_begin || q >= self.q_end as i128 || k < k_begin || k >= self.k_end as i128 {
             return false;
         }
-        let distance = self.distance(q, k);
-        self.low <= distance && distance <= self.high
-    }
-
-    /// `k_pos − q_pos` of two tokens of the pack.
-    const fn distance(&self, q: i64, k: i64) -> i64 {
-        (k - self.k_begin as i64) - (q - self.q_begin as i64 + self.q_start)
+        let distance = (k - k_begin) - (q - q_begin + self.q_start as i128);
+        self.low as i128 <= distance && distance <= self.high as i128
     }
 }

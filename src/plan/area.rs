@@ -93,9 +93,13 @@ impl Range {
         if self.len == 0 || k.len == 0 {
             return 0;
         }
+        let (least, most) = (k.pos - self.last(), k.last() - self.pos);
+        if low > most || high < least {
+            return 0;
+        }
         // A mask has its limits on both sides of the query, so the queries are moved to one limit.
         let moved = |by: i64| Self { pos: self.pos.saturating_add(by), ..*self };
-        match (low <= k.pos - self.last(), high >= k.last() - self.pos) {
+        match (low <= least, high >= most) {
             (true, true) => u64::from(self.len) * u64::from(k.len),
             (true, false) => moved(high).area(k, Mask::causal()),
             (false, true) => moved(low).area(k, Mask { left: Some(0), right: None }),
@@ -110,7 +114,12 @@ impl Range {
     pub(crate) fn edges_within(&self, k: &Self, limits: &Band) -> u64 {
         let mut pairs = 0;
         self.for_each_inside(k, limits, |q, k| {
-            for limit in [limits.low, limits.high].into_iter().filter(|&limit| limit != i64::MIN && limit != i64::MAX) {
+            if q.len == 0 || k.len == 0 {
+                return;
+            }
+            // Without the edges that are out of reach, at whatever distance.
+            let (least, most) = (k.pos - q.last(), k.last() - q.pos);
+            for limit in [limits.low, limits.high].into_iter().filter(|limit| (least..=most).contains(limit)) {
                 pairs += Self { pos: q.pos.saturating_add(limit), ..*q }.area(k, Mask::window(0, 0));
             }
         });

@@ -271,10 +271,12 @@ impl Plan {
     ///
     /// Plans of one [`distribution`](Plan::distribution), for layers of several kinds, have one distribution of the
     /// next batch too: chunks of a balanced layout are dealt by the mask that dealt those of `previous`
-    /// ([`Plan::with_tokens_of`], [`Plan::auto_for`]).
+    /// ([`Plan::with_tokens_of`], [`Plan::auto_for`]), and by the documents: kinds may have different slices, so slices
+    /// do not count here.
     ///
     /// # Errors
-    /// As [`Plan::with_options`].
+    /// As [`Plan::with_options`]. A batch with slices after one without, or the other way round: the mask of the problem
+    /// means something else then. [`slices::documents`](crate::slices::documents) are documents as slices.
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Mask, Options, Plan, Problem};
@@ -289,6 +291,12 @@ impl Plan {
     /// # Ok::<(), cpattn::Error>(())
     /// ```
     pub fn auto_like(previous: &Self, batch: &Batch) -> Result<Self> {
+        let slices = |batch: &Batch| if batch.slices().is_some() { "with slices" } else { "without slices" };
+        let [found, expected] = [batch, previous.problem().batch()].map(slices);
+        if found != expected {
+            let expected = format!("one {expected}, as in the plan before");
+            return Err(Error::invalid("batch", found, expected).hint("slices::documents gives documents as slices"));
+        }
         let problem = previous.problem().clone().with_batch(batch.clone());
         super::check(&problem, previous.mesh(), previous.options())?;
         let plan = Self::over(&problem, previous.mesh(), previous.shares().of_batch(batch)?, previous.options());

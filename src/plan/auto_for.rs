@@ -74,7 +74,7 @@ impl Plan {
     /// [`distribution`](Plan::distribution). Plans come in the order of the kinds.
     ///
     /// # Errors
-    /// No kinds, a kind of no layers, kinds over different batches, and those of [`Choice::new`] and
+    /// No kinds, a kind of no layers, kinds over different documents, and those of [`Choice::new`] and
     /// [`Plan::with_tokens_of`].
     ///
     /// ```

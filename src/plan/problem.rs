@@ -146,6 +146,10 @@ impl Problem {
         if !self.heads.is_multiple_of(self.kv_heads) {
             return Err(Error::invalid("heads", self.heads, format!("a multiple of kv_heads = {}", self.kv_heads)));
         }
+        if self.kind == AttentionKind::Other && self.batch.slices().is_some() {
+            let kind = "documents are mixed whole by the caller's kernel";
+            return Err(Error::unsupported("slices with attention of kind other", kind, "leave the slices out"));
+        }
         // Kernels score in the accumulator: a number that is not finite there, or a cap that is 0 there, gives NaN.
         let acc = self.dtype.accumulator();
         let (least, most) = match acc {

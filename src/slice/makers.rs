@@ -19,9 +19,11 @@ fn documents_of(cu_seqlens: &[i32]) -> impl Iterator<Item = Range<usize>> + '_ {
 
 /// Consecutive runs of these lengths.
 fn runs(lengths: &[usize]) -> impl Iterator<Item = Range<usize>> + '_ {
-    lengths.iter().scan(0, |at, &n| {
-        *at += n;
-        Some(*at - n..*at)
+    lengths.iter().scan(0usize, |at, &n| {
+        let begin = *at;
+        // What no batch has is refused there.
+        *at = begin.saturating_add(n);
+        Some(begin..*at)
     })
 }
 
@@ -84,11 +86,11 @@ pub fn tree(parents: &[Option<usize>], lengths: &[usize]) -> Result<Vec<Slice>> 
             at = parents[n];
         }
         let mut position = 0;
-        let before: usize = path.iter().map(|run| run.len()).sum::<usize>() - node.len();
+        let before = path.iter().fold(0usize, |sum, run| sum.saturating_add(run.len())) - node.len();
         for run in path.into_iter().rev() {
             // Keys from `position` on; the first query is at `before`.
-            let start = before as i64 - position;
-            position += run.len() as i64;
+            let start = (before as i64).saturating_sub(position);
+            position = position.saturating_add(run.len() as i64);
             slices.push(Slice::new(node.clone(), run).q_start(start).causal());
         }
     }
@@ -173,8 +175,9 @@ fn blocks<'a>(
     if block == 0 {
         return Err(Error::invalid(name, 0, "at least 1"));
     }
-    Ok(documents_of(cu_seqlens)
-        .flat_map(move |d| (d.start..d.end).step_by(block).map(move |at| (d.start, at..d.end.min(at + block)))))
+    Ok(documents_of(cu_seqlens).flat_map(move |d| {
+        (d.start..d.end).step_by(block).map(move |at| (d.start, at..d.end.min(at.saturating_add(block))))
+    }))
 }
 
 /// Causal documents in which the tokens of each span, such as those of an image, see each other in both directions.
@@ -187,9 +190,19 @@ fn blocks<'a>(
 /// ####.
 /// #####
 /// ```
-pub fn spans(cu_seqlens: &[i32], spans: &[Range<usize>]) -> Vec<Slice> {
-    let later = spans.iter().map(|span| Slice::new(span.clone(), span.clone()).band(1, i64::MAX));
-    documents(cu_seqlens).into_iter().chain(later).collect()
+///
+/// # Errors
+///
+/// A span that is not in one document.
+pub fn spans(cu_seqlens: &[i32], spans: &[Range<usize>]) -> Result<Vec<Slice>> {
+    let mut slices = documents(cu_seqlens);
+    for (i, span) in spans.iter().enumerate().filter(|(_, span)| !span.is_empty()) {
+        if !documents_of(cu_seqlens).any(|d| d.start <= span.start && span.end <= d.end) {
+            return Err(Error::invalid(format!("spans[{i}]"), format!("{span:?}"), "tokens of one document"));
+        }
+        slices.push(Slice::new(span.clone(), span.clone()).band(1, i64::MAX));
+    }
+    Ok(slices)
 }
 
 /// Block diffusion over one sequence of `tokens`: its noisy copy, then its clean copy. A noisy block sees itself and
@@ -215,7 +228,7 @@ pub fn block_diffusion(tokens: usize, block: usize) -> Result<Vec<Slice>> {
     let cu_seqlens = [0, i32::try_from(tokens).unwrap_or(i32::MAX)];
     let mut slices = Vec::new();
     for (_, noisy) in blocks(&cu_seqlens, block, "block")? {
-        let clean = tokens + noisy.start..tokens + noisy.end;
+        let clean = tokens.saturating_add(noisy.start)..tokens.saturating_add(noisy.end);
         let at = noisy.start as i64;
         slices.push(Slice::new(noisy.clone(), noisy.clone()).q_start(0));
         slices.push(Slice::new(noisy, tokens..clean.start).q_start(at));
@@ -263,7 +276,7 @@ mod tests {
         looks(&prefix_lm(&[0, 5], &[3]).unwrap(), "###.. ###.. ###.. ####. #####");
         looks(&chunks(&[0, 5], 2).unwrap(), "#.... ##... ..#.. ..##. ....#");
         looks(&block_causal(&[0, 5], 2).unwrap(), "##... ##... ####. ####. #####");
-        looks(&spans(&[0, 5], core::slice::from_ref(&(1..4))), "#.... ####. ####. ####. #####");
+        looks(&spans(&[0, 5], core::slice::from_ref(&(1..4))).unwrap(), "#.... ####. ####. ####. #####");
         looks(
             &block_diffusion(4, 2).unwrap(),
             "##...... ##...... ..####.. ..####.. ....##.. ....##.. ....#### ....####",
@@ -297,6 +310,16 @@ mod tests {
             prefix_lm(&[0, 3], &[4]).unwrap_err().to_string(),
             "prefixes[0] is 4, expected at most 3, the tokens of the document"
         );
+        assert_eq!(
+            spans(&[0, 5, 8], &[0..2, 3..7]).unwrap_err().to_string(),
+            "spans[1] is 3..7, expected tokens of one document"
+        );
+        // Numbers that no batch has do not end the program.
+        assert_eq!(chunks(&[0, 5, 9], usize::MAX).unwrap().len(), 2);
+        for many in [shared_prefix(usize::MAX, &[2, 3]), block_diffusion(usize::MAX, usize::MAX).unwrap()] {
+            let batch = crate::batch::Batch::from_lengths(&[9]).unwrap();
+            assert!(batch.with_slices(&many).is_err());
+        }
         assert_eq!(chunks(&[0, 3], 0).unwrap_err().to_string(), "chunk is 0, expected at least 1");
         assert!(from_dense(&[true; 7], 2).unwrap_err().to_string().starts_with("mask is of length 7"));
     }

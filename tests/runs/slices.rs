@@ -147,7 +147,7 @@ fn trained() -> Vec<(&'static str, Batch, Vec<Slice>)> {
         ("prefix-LM", Batch::from_lengths(&[50, 31]).unwrap(), slices::prefix_lm(&[0, 50, 81], &[20, 31]).unwrap()),
         ("chunks", Batch::from_lengths(&[70, 15]).unwrap(), slices::chunks(&[0, 70, 85], 32).unwrap()),
         ("block-causal", one(75), slices::block_causal(&[0, 75], 16).unwrap()),
-        ("images", one(80), slices::spans(&[0, 80], &[5..30, 44..61])),
+        ("images", one(80), slices::spans(&[0, 80], &[5..30, 44..61]).unwrap()),
         ("block diffusion", one(72), slices::block_diffusion(36, 8).unwrap()),
         ("pairs", Batch::from_lengths(&[33, 40]).unwrap(), slices::pairs(&[(0..33, 33..73), (33..73, 0..33)])),
     ]

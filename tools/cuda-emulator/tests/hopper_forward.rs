@@ -11,6 +11,8 @@ use cuda_emulator::{Launch, Memory, Module, Options, Swizzle, TensorMap, launch}
 const Q_HEADS: usize = 2;
 const Q_ROWS: usize = 150;
 const KEYS: [usize; 2] = [140, 45];
+/// Beyond all positions.
+const FAR: i64 = 1 << 61;
 /// Rows of no tensor before each tensor's own, and behind them.
 const GAP: usize = 3;
 /// Position of the first q row.
@@ -129,11 +131,15 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
         out.u64s(&[row as u64, position as u64]).u32s(&[len as u32, 0, end, 3, 1, 1, 0, 1, 1, 0]);
     };
     let (mut queries, mut partners, mut work) = (Bytes::default(), Bytes::default(), Bytes::default());
+    // One band for all pairs: all rows on both sides, no bound to the left, causal, no shift.
+    let mut bands = Bytes::default();
+    bands.u64s(&[-FAR as u64, FAR as u64, -FAR as u64, FAR as u64, 2 * FAR as u64, 0, 0]);
     range(&mut queries, GAP, START, Q_ROWS, 2);
     let mut runs = Bytes::default();
     range(&mut runs, GAP, 0, KEYS[0], 0);
     range(&mut runs, GAP + KEYS[0], KEYS[0] as i64, KEYS[1], 0);
-    partners.u32s(&[1, 0]);
+    // Runs and their band.
+    partners.u32s(&[1, 0, 0, 0]);
     // Rows of a tile of q, and of a tile of keys.
     let (rows_of_q, tile) = match (dim, value) {
         (64, _) => (192, 128),
@@ -154,10 +160,10 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     let mut tile_counter = Bytes::default();
     tile_counter.u32s(&[0; 4]);
     let tile_counter = tile_counter.upload(&mut mem);
-    // Lists on the device, or in 3072 bytes of the parameters: their addresses are then counted from there.
+    // Lists on the device, or in 3184 bytes of the parameters: their addresses are then counted from there.
     let has_metadata = seed >= 3;
     let mut among = Vec::new();
-    let lists = [&queries, &runs, &partners, &work].map(|list| {
+    let lists = [&queries, &runs, &partners, &bands, &work].map(|list| {
         if !has_metadata {
             return list.upload(&mut mem);
         }
@@ -166,7 +172,7 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
         among.resize(among.len().next_multiple_of(16), 0xff);
         at as u64
     });
-    among.resize(3072, 0xff);
+    among.resize(3184, 0xff);
 
     let scale = (dim as f64).sqrt().recip();
     let log2 = (scale * std::f64::consts::LOG2_E) as f32;
@@ -178,13 +184,13 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     params.0.extend(q.map(dim, Q_ROWS, 64, rows_of_q / 64));
     params.u64s(&[q.at, q_row as u64, dim as u64 * 2, k.at, k_row as u64, 0, v.at, v_row as u64, 0]);
     params.u64s(&[0; 6]).u64s(&[o, (Q_HEADS * value * 2) as u64, value as u64 * 2, lse, Q_HEADS as u64 * 4, 4]);
-    params.u64s(&[0; 6]).u64s(&[lists[0], lists[1], lists[2], lists[3]]);
-    // No bound to the left, causal; then how scores are made, heads, and what this kernel has of its own.
-    params.u64s(&[1 << 62, 0]).u32s(&[log2.to_bits(), log2.to_bits(), 0, 0, (scale as f32).to_bits(), 0]);
+    params.u64s(&[0; 6]).u64s(&lists);
+    // How scores are made, heads, and what this kernel has of its own.
+    params.u32s(&[log2.to_bits(), log2.to_bits(), 0, 0, (scale as f32).to_bits(), 0]);
     params.u32s(&[Q_HEADS as u32, 1, 0, 0, 2, dim as u32, value as u32, 2 * Q_HEADS as u32, 1, 0]);
-    params.u64s(&[tile_counter, lists[3]]).u32s(&[Q_ROWS as u32, KEYS[0] as u32, single.len() as u32, Q_HEADS as u32]);
+    params.u64s(&[tile_counter, lists[4]]).u32s(&[Q_ROWS as u32, KEYS[0] as u32, single.len() as u32, Q_HEADS as u32]);
     // Where they lie, the first item, how many; one item each, as all heads of the call read one kv head; 2^6 rows.
-    params.u64s(&[lists[3] + single.len() as u64 * 8]).u32s(&[begin, shared.len() as u32, 1, 1, 2, 2, 6, 0]);
+    params.u64s(&[lists[4] + single.len() as u64 * 8]).u32s(&[begin, shared.len() as u32, 1, 1, 2, 2, 6, 0]);
     params.u64s(&[has_metadata.into()]);
     params.0.resize(params.0.len().next_multiple_of(16), 0);
     params.0.extend(&among);
