@@ -500,7 +500,7 @@ def refusals(rank: int, world: int) -> None:
         ("workers is 2.5, a whole number is needed", {"workers": 2.5}),
         ("device is 'gpu', cpu or cuda is needed", {"device": "gpu"}),
         ("dtype is 'f32', one of torch.float16, ", {"dtype": "f32"}),
-        ("group is 'world', a process group, None or ascending global ranks below 2 are needed", {"group": "world"}),
+        (f"group is 'world', a process group, None or ascending global ranks below {world} are needed", {"group": "world"}),
     ):
         refused(cpattn.InvalidArgument, words, Context, **{**shape, **options})
     refused(cpattn.InvalidArgument, "bytes is 2.5, a whole number is needed", check_ring, bytes=2.5)

@@ -414,10 +414,10 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     cp = ContextParallel(experts)
     refuse("router", Unsupported, lambda: experts(**pack))
     cp.close()
-    from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig
+    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
-    for name, config in (("bloom", BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4)), ("mamba", MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1))):
-        refuse(name, Unsupported, lambda: ContextParallel(AutoModelForCausalLM.from_config(config)))
+    config = OpenAIGPTConfig(vocab_size=96, n_embd=32, n_layer=2, n_head=4)
+    refuse("openai-gpt", Unsupported, lambda: ContextParallel(OpenAIGPTLMHeadModel(config)))
     return said
 
 
