@@ -2,8 +2,9 @@
 //! The automatic mesh and layout.
 
 use cpattn::{
-    Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,
+    Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Side,
     plan::{AttentionKind, Choice},
+    slices,
 };
 
 fn problem(lengths: &[usize], heads: usize, kv_heads: usize) -> Problem {
@@ -91,4 +92,30 @@ fn every_automatic_plan_is_a_plan() {
             assert_eq!(plan, Plan::auto(&problem(&lengths, heads, kv), world).unwrap());
         }
     }
+}
+
+/// Kinds of layers with different slices keep one distribution, also of the next batch.
+#[test]
+fn kinds_of_different_slices_have_one_distribution() {
+    let problem = |lengths: &[usize], prefixes: bool| {
+        let batch = Batch::from_lengths(lengths).unwrap();
+        let cu = batch.cu_seqlens(Side::Q).to_vec();
+        let halves: Vec<usize> = lengths.iter().map(|n| n / 2).collect();
+        let list = if prefixes { slices::prefix_lm(&cu, &halves) } else { slices::chunks(&cu, 64) };
+        Problem::new(batch.with_slices(&list.unwrap()).unwrap(), 8, 2, 64, Dtype::Bf16)
+    };
+    let (first, next) = ([4000, 96, 700, 1300], [1000, 2000, 1996, 1100]);
+    let kinds = [(problem(&first, false), 3), (problem(&first, true), 9)];
+    let plans = Plan::auto_for(&kinds, 8, Options::default()).unwrap();
+    let chosen = plans.iter().cloned();
+    let base = Plan::new(&kinds[0].0, Mesh::ring(4).unwrap(), Layout::Balanced { chunks: 4 }).unwrap();
+    let other = Plan::with_tokens_of(&base, &kinds[1].0, Options::default()).unwrap();
+    for [a, b] in [chosen.collect::<Vec<_>>().try_into().unwrap(), [base, other]] {
+        assert_eq!(a.distribution(), b.distribution());
+        let of = |plan: &Plan, prefixes| Plan::auto_like(plan, problem(&next, prefixes).batch()).unwrap();
+        assert_eq!(of(&a, false).distribution(), of(&b, true).distribution(), "{}", a.layout());
+    }
+    // The mask of the problem means something else with slices and without.
+    let text = Plan::auto_like(&plans[0], &Batch::from_lengths(&next).unwrap()).unwrap_err().to_string();
+    assert!(text.contains("batch is without slices, expected one with slices, as in the plan before"), "{text}");
 }
