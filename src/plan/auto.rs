@@ -295,7 +295,7 @@ impl Plan {
         let [found, expected] = [batch, previous.problem().batch()].map(slices);
         if found != expected {
             let expected = format!("one {expected}, as in the plan before");
-            return Err(Error::invalid("batch", found, expected).hint("slices::documents gives documents as slices"));
+            return Err(Error::invalid("batch", found, expected).hint("give documents as slices too"));
         }
         let problem = previous.problem().clone().with_batch(batch.clone());
         super::check(&problem, previous.mesh(), previous.options())?;
