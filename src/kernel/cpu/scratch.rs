@@ -86,7 +86,7 @@ impl Scratch {
             return Err(Error::unsupported(
                 format!("workers = {}", self.workers),
                 "the kernels start no threads of their own",
-                "build with the feature rayon, or give an executor (Rank::with_executor, Scratch::with_executor)",
+                "build with the feature rayon, or give an executor",
             ));
         }
         self.isa.clone()
