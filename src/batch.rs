@@ -119,8 +119,8 @@ impl Batch {
     /// # Errors
     ///
     /// [`Error::Invalid`](crate::Error::Invalid) for tokens outside the batch, a `q_start` beyond ±2^40, and two slices
-    /// that allow the same pair, which it names. A slice that allows no pair is legal. More than 2^24 pairs of documents
-    /// that slices touch.
+    /// that allow the same pair, which it names. A slice that allows no pair is legal. More than 2^24 pairs of
+    /// documents that slices touch.
     ///
     /// Slices that share queries are compared with each other, so thousands over the same queries take a second.
     ///

@@ -275,8 +275,8 @@ impl Plan {
     /// do not count here.
     ///
     /// # Errors
-    /// As [`Plan::with_options`]. A batch with slices after one without, or the other way round: the mask of the problem
-    /// means something else then. [`slices::documents`](crate::slices::documents) are documents as slices.
+    /// As [`Plan::with_options`]. A batch with slices after one without, or the other way round: the mask of the
+    /// problem means something else then. [`slices::documents`](crate::slices::documents) are documents as slices.
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Mask, Options, Plan, Problem};

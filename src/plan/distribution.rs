@@ -44,13 +44,14 @@ impl core::fmt::Display for Distribution {
 }
 
 impl Plan {
-    /// Makes a plan for another problem over the same documents (their slices may differ), with the tokens of `base`: its mesh, its layout and, if
-    /// that depends on mask area, its chunks. Heads, dims, dtype, mask, score options and `options` are free.
+    /// Makes a plan for another problem over the same documents (their slices may differ), with the tokens of `base`:
+    /// its mesh, its layout and, if that depends on mask area, its chunks. Heads, dims, dtype, mask, score options and
+    /// `options` are free.
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the documents differ from those of `base`, and those of [`Plan::with_options`], such as a mesh
-    /// with more Ulysses ranks than this problem has heads.
+    /// [`Error::Invalid`] if the documents differ from those of `base`, and those of [`Plan::with_options`], such as a
+    /// mesh with more Ulysses ranks than this problem has heads.
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Mask, Plan, Problem, Side};
