@@ -41,7 +41,7 @@ impl Lists for &[ExpandedOp] {
     }
 }
 
-/// Checks that ranges lie in views of this many rows, and that pairs name ranges of one document.
+/// Checks that ranges lie in views of this many rows, and that pairs name ranges and bands that exist.
 pub(super) fn check_met(met: &CallRanges, q_rows: u64, k_rows: u64) -> Result<(), String> {
     let sane = |r: &Range, rows: u64| {
         if r.len == 0 || r.block == 0 || r.period < r.block || r.row < 0 || (r.row as u64 + u64::from(r.len)) > rows {
