@@ -12,6 +12,7 @@
 //! shares in one pass.
 
 mod deal;
+pub(crate) mod pack;
 
 use alloc::{format, sync::Arc, vec, vec::Vec};
 
@@ -20,10 +21,10 @@ use crate::{
     call::Range,
     error::{Error, Result},
     mask::Mask,
-    slice::parts::Reach,
 };
 
 pub(crate) use deal::deal;
+use pack::{for_each_in_runs, pack_parts};
 
 /// How tokens are distributed over ring ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -290,66 +291,9 @@ pub(crate) fn chunk_limit(chunks: u32, ring: usize) -> Result<()> {
 
 /// The mask areas of the pack's q tokens in `parts` chunks.
 fn chunk_areas(batch: &Batch, mask: Mask, parts: usize) -> Vec<u64> {
-    if batch.slices().is_some() {
-        return chunk_areas_of_slices(batch, mask, parts);
-    }
     let n = batch.tokens(Side::Q);
-    let (whole, rest) = (n / parts, n % parts);
-    // The border, and its rounding error: ⌊c·n/parts⌋ for each c without a division.
-    let (mut t, mut carry, mut end) = (0, 0, 0);
-    let mut d = 0;
-    let document = |d: usize| {
-        let doc = batch.document(Side::Q, d);
-        (doc.end, batch.start(Side::Q, d) - doc.start as i64, batch.document(Side::K, d).len() as i64)
-    };
-    let mut doc = if n > 0 { document(0) } else { (0, 0, 0) };
-    let chunk = |_| {
-        carry += rest;
-        let more = carry >= parts;
-        carry -= if more { parts } else { 0 };
-        end += whole + usize::from(more);
-        let mut area = 0;
-        while t < end {
-            while doc.0 <= t {
-                d += 1;
-                doc = document(d);
-            }
-            let next = end.min(doc.0);
-            area += mask.area(doc.1 + t as i64, doc.1 + next as i64, doc.2) as u64;
-            t = next;
-        }
-        area
-    };
-    (0..parts).map(chunk).collect()
-}
-
-/// As [`chunk_areas`]: slice by slice, over the chunks that a slice touches.
-fn chunk_areas_of_slices(batch: &Batch, mask: Mask, parts: usize) -> Vec<u64> {
-    let (n, mut areas) = (batch.tokens(Side::Q), vec![0; parts]);
-    let allowed = batch.allowed(mask);
-    for d in 0..batch.documents() {
-        let (tokens, start) = (batch.document(Side::Q, d), batch.start(Side::Q, d));
-        for Reach { document, limits, .. } in allowed.of(Side::Q, d as u32) {
-            let keys = batch.whole(Side::K, document as usize);
-            // Queries of the slice, as tokens of the pack.
-            let token =
-                |position: i64| (position.saturating_sub(start)).clamp(0, tokens.len() as i64) as usize + tokens.start;
-            let (mut t, end) = (token(limits.q_begin), token(limits.q_end));
-            // The chunk of the first: the last one that begins at or before it.
-            let mut chunk = (t * parts).div_ceil(n.max(1)).min(parts - 1);
-            while chunk > 0 && cut(chunk, n, parts) > t {
-                chunk -= 1;
-            }
-            while t < end {
-                let next = cut(chunk + 1, n, parts).min(end);
-                if t < next {
-                    let pos = start + (t - tokens.start) as i64;
-                    areas[chunk] += Range::plain(0, (next - t) as u32, pos, d as u32).area_within(&keys, &limits);
-                    t = next;
-                }
-                chunk += 1;
-            }
-        }
-    }
+    let mut areas = vec![0; parts];
+    let chunks = (0..parts).map(|c| (cut(c + 1, n, parts), c));
+    for_each_in_runs(&pack_parts(batch, mask), chunks, |c, part, first, end| areas[c] += part.area(first, end));
     areas
 }
