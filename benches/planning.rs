@@ -22,7 +22,9 @@ use std::{
     time::Instant,
 };
 
-use cpattn::{Batch, Dtype, Layout, Machine, Mask, Mesh, Options, Plan, Problem, plan::Choice, schedule::Schedule};
+use cpattn::{
+    Batch, Dtype, Layout, Machine, Mask, Mesh, Options, Plan, Problem, Slice, plan::Choice, schedule::Schedule, slices,
+};
 use criterion::{BenchmarkId, Criterion, criterion_group};
 
 /// The system's allocator, with the number of allocated bytes, now and at most.
@@ -120,6 +122,58 @@ fn choices(c: &mut Criterion) {
     group.finish();
 }
 
+/// 1,000 slices in three ways, and the same number of documents without slices beside them.
+fn sliced(c: &mut Criterion) {
+    let tokens = 1 << 20;
+    let plain = of(1000, tokens);
+    let cu: Vec<i32> = plain.batch().cu_seqlens(cpattn::Side::Q).to_vec();
+    let with =
+        |batch: Batch, slices: Vec<Slice>| Problem::new(batch.with_slices(&slices).unwrap(), 32, 8, 128, Dtype::Bf16);
+    let documents = with(plain.batch().clone(), slices::documents(&cu));
+    // 31 prompts of 8,192 tokens, each with 16 answers: one slice for the prompt, two for each answer.
+    let (prompts, answer) = (31, (tokens / 31 - 8192) / 16);
+    let group = 8192 + 16 * answer;
+    let answers = slices::shared_prefix(8192, &[answer; 16]);
+    let moved = |s: &Slice, by: i32| Slice {
+        q_begin: s.q_begin + by,
+        q_end: s.q_end + by,
+        k_begin: s.k_begin + by,
+        k_end: s.k_end + by,
+        ..*s
+    };
+    let groups: Vec<Slice> =
+        (0..prompts).flat_map(|i| answers.iter().map(move |s| moved(s, (i * group) as i32))).collect();
+    let groups = with(Batch::from_lengths(&vec![group; prompts]).unwrap(), groups);
+    let one = with(Batch::from_lengths(&[500 * 2000 + 8192]).unwrap(), slices::shared_prefix(8192, &[2000; 500]));
+    let mut bench = c.benchmark_group("slices");
+    bench.sample_size(10);
+    for (name, problem) in [
+        ("documents without", &plain),
+        ("documents", &documents),
+        ("31 prompts, 16 answers each", &groups),
+        ("one prompt, 500 answers", &one),
+    ] {
+        for world in [8, 1024] {
+            bench.bench_function(BenchmarkId::new(format!("automatic, {world} ranks"), name), |b| {
+                b.iter(|| Choice::new(world, black_box(problem), Choice::BALANCE, 0).unwrap());
+            });
+        }
+        let mesh = Mesh { replicas: 1, ring: 8, ulysses: 1 };
+        for layout in [Layout::Contiguous, Layout::ZigzagPack, Layout::Balanced { chunks: 8 }] {
+            bench.bench_function(BenchmarkId::new(format!("8 ranks, {layout}"), name), |b| {
+                b.iter(|| one_rank(black_box(problem), mesh, layout, 5));
+            });
+        }
+        if let Some(list) = problem.batch().slices().map(<[Slice]>::to_vec) {
+            let whole = Batch::new(problem.batch().cu_seqlens(cpattn::Side::Q)).unwrap();
+            bench.bench_function(BenchmarkId::new("slices checked", name), |b| {
+                b.iter(|| whole.clone().with_slices(black_box(&list)).unwrap());
+            });
+        }
+    }
+    bench.finish();
+}
+
 fn bench(c: &mut Criterion) {
     let layouts = [
         Layout::Contiguous,
@@ -185,7 +239,7 @@ fn memory() {
     }
 }
 
-criterion_group!(benches, choices, bench);
+criterion_group!(benches, choices, sliced, bench);
 
 fn main() {
     let filter = std::env::args().skip(1).find(|a| !a.starts_with('-'));
