@@ -3,6 +3,7 @@
 
 The crate is the folder above this one, or the folder `crate` of a source distribution. The environment variable CPATTN_FEATURES has the
 features (default: rayon,cuda,nccl). CUDA and NCCL need no toolkit, and a driver or library only when a device is used.
+CPATTN_TARGET, as in aarch64-unknown-linux-gnu.2.28, is the machine and the oldest glibc to build for (`python/wheels`).
 """
 
 import os
@@ -19,6 +20,7 @@ from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
 CRATE = HERE / "crate" if (HERE / "crate").exists() else HERE.parent
+TARGET = os.environ.get("CPATTN_TARGET", "")
 NO_CARGO = (
     "cpattn is built from Rust, and there is no cargo on the PATH: install Rust 1.89 or later (https://rustup.rs), or install "
     "a wheel that was built elsewhere for this platform (pip wheel ./python)"
@@ -44,7 +46,8 @@ class BuildLibrary(Command):
         prefix = CRATE / ("target/capi" if self.editable_mode else "target/python")
         features = os.environ.get("CPATTN_FEATURES", "rayon,cuda,nccl")
         chosen = ["--features", features] if features else []
-        subprocess.run([CRATE / "capi/build", "--shared", *chosen, prefix], check=True)
+        target = ["--target", TARGET] if TARGET else []
+        subprocess.run([CRATE / "capi/build", "--shared", *chosen, *target, prefix], check=True)
         for source, target in zip(("lib/libcpattn.so", "include/cpattn.h"), self.get_outputs()):
             shutil.copy(prefix / source, target)
 
@@ -63,7 +66,15 @@ class Wheel(bdist_wheel):
     """A wheel for any Python 3 on one platform, since the library is called through ctypes."""
 
     def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
+        if not TARGET:
+            return "py3", "none", super().get_tag()[2]
+        parts = re.fullmatch(r"(x86_64|aarch64)-unknown-linux-gnu\.(\d+)\.(\d+)", TARGET)
+        if parts is None:
+            raise SystemExit(
+                f"CPATTN_TARGET is {TARGET}, x86_64 or aarch64 with the oldest glibc is needed, as in aarch64-unknown-linux-gnu.2.28"
+            )
+        machine, major, minor = parts.groups()
+        return "py3", "none", f"manylinux_{major}_{minor}_{machine}"
 
 
 class Source(sdist):
