@@ -39,14 +39,21 @@ class Forward(Protocol):
         """Whether the batch has blocks of tokens. Refuses numbers of this rank's tokens that do not follow from their types."""
         ...
 
+    def contrary(self, message: str) -> None:
+        """Refuses a layer whose `is_causal` contradicts its mask."""
+        ...
+
     def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, **options: Any) -> Tensor: ...
 
 
 class Mask:
-    """A mask over documents."""
+    """A mask over documents. It is `explicit` if it decides alone what layers see, whatever their `is_causal` is."""
 
-    def __init__(self, forward: Forward, window: Window | Parts) -> None:
-        self.forward, self.window = forward, window
+    # As a mask that is ready for layers has: a text model that gets one from the model around it makes no other.
+    ndim, shape = 4, (1, 1, 0, 0)
+
+    def __init__(self, forward: Forward, window: Window | Parts, explicit: bool = False) -> None:
+        self.forward, self.window, self.explicit = forward, window, explicit
 
     def to(self, *_: Any, **__: Any) -> Mask:
         """Some models convert their masks."""
@@ -64,10 +71,13 @@ def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
     forward, numbers = Current.forward, list[Tensor]()
     if forward is None:
         raise Unsupported("the forward pass did not begin with the model that has the ContextParallel: call that model, not a part of it")
+    if isinstance(made := asked.get("attention_mask"), Mask):
+        return made
     expression = read(mask_function, numbers)
     if asked.get("q_length") != asked.get("kv_length"):
         raise Unsupported(f"the mask has {asked.get('kv_length')} keys and {asked.get('q_length')} queries: caches are not supported")
-    return Mask(forward, window_of(simplified(expression, any([forward.blocked(one) for one in numbers]), forward.longest)))
+    window = window_of(simplified(expression, any([forward.blocked(one) for one in numbers]), forward.longest))
+    return Mask(forward, window, bool(numbers))
 
 
 # Tensors in an attention call that repeat the mask, or that only the layer itself uses.
@@ -108,8 +118,9 @@ def attention(
     causal = window[1] == 0
     alone = window == (0, 0)  # a query sees its own key only: both at once
     if contrary := [said for said in (is_causal, getattr(module, "is_causal", None)) if said is not None and bool(said) != causal and not alone]:
-        kind = "causal" if causal else "bidirectional"
-        raise Unsupported(f"{name} has is_causal={contrary[0]} and a {kind} mask: set is_causal of the layers to {causal}")
+        if not attention_mask.explicit:
+            kind = "causal" if causal else "bidirectional"
+            attention_mask.forward.contrary(f"{name} has is_causal={contrary[0]} and a {kind} mask: set is_causal of the layers to {causal}")
     for option, given in more.items():
         if given is not None and option not in HARMLESS and _tensors(given):
             raise Unsupported(f"{name} uses {option}, which is not supported")

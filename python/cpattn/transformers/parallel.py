@@ -76,6 +76,10 @@ class Forward:
     def blocked(self, numbers: Tensor) -> bool:
         return self.views.blocked(numbers, self.tokens)
 
+    def contrary(self, message: str) -> None:
+        if self.pack.slices is None:
+            raise Unsupported(f"{message}, or give token types, which decide its mask")
+
     def held(self, x: Tensor) -> Tensor:
         """The rows of x that are tokens of this rank."""
         return x[: len(self.batch.tokens)]

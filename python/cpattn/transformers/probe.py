@@ -35,6 +35,10 @@ class Alone:
         # The kinds of layers, and the number of calls of each.
         self.kinds: Counter[tuple[tuple[str, int], ...]] = Counter()
         self.numbers: list[Tensor] = []  # of blocks
+        self.contraries: list[str] = []
+
+    def contrary(self, message: str) -> None:
+        self.contraries.append(message)
 
     def blocked(self, numbers: Tensor) -> bool:
         self.numbers.append(numbers)
@@ -167,6 +171,8 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
             rows, counted = tables.rows, calls
             if named and not types:
                 types, blocks = _typed(forward, logits, torch.arange(len(SAMPLE), device=words.device) % len(ids), first or 0, most)
+            if forward.contraries:
+                raise Unsupported(forward.contraries[0])
     except Error as error:
         raise type(error)(f"{name}: {error}") from error
     except Exception as error:
@@ -198,8 +204,10 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
 def _typed(forward: Alone, logits: Callable[..., Tensor], order: Tensor, first: int, most: float) -> tuple[int, Blocks | None]:
     """The number of types that a model without a table of types takes, 0 if it does something else with them than blocks in its masks, and
     the rule of the blocks."""
-    kinds, usual = forward.kinds.copy(), logits(order, first)
+    kinds, contraries = forward.kinds.copy(), forward.contraries.copy()
+    usual = logits(order, first)
     forward.numbers.clear()
+    forward.contraries.clear()
     try:
         typed = logits(order, first, torch.tensor(SAMPLE, device=order.device))
         same = float((typed - usual).abs().max()) <= most * float(usual.std())
@@ -210,3 +218,6 @@ def _typed(forward: Alone, logits: Callable[..., Tensor], order: Tensor, first: 
         return 0, None
     finally:
         forward.kinds = kinds
+        # Only token types may change what such a layer sees.
+        if not forward.numbers:
+            forward.contraries = contraries
