@@ -77,8 +77,7 @@ class Forward:
         return self.views.blocked(numbers, self.tokens)
 
     def contrary(self, message: str) -> None:
-        if self.pack.slices is None:
-            raise Unsupported(f"{message}, or give token types, which decide its mask")
+        self.views.contrary(message)
 
     def held(self, x: Tensor) -> Tensor:
         """The rows of x that are tokens of this rank."""
@@ -218,10 +217,8 @@ class ContextParallel:
 
     def _heads(self) -> dict[str, Any]:
         """Heads, dims and direction of the first layer, as defaults: each layer has its own."""
-        first = self._found.layers[0][1]
-        # Causal documents are the default, and slices say themselves what they have of the future.
-        names = ("heads", "kv_heads", "head_dim", *(["window_right"] if first["window_right"] else []))
-        return {name: first[name] for name in names}
+        kind = self._found.told[0][1]
+        return {name: kind[name] for name in ("heads", "kv_heads", "head_dim", "window_right") if name in kind}
 
     @property
     def transport(self) -> GlooTransport:
@@ -232,7 +229,7 @@ class ContextParallel:
         if dtype not in self._contexts:
             options = {**self._heads(), **self._options}
             if not any(options.get(name) for name in CHOSEN):
-                options["layers"] = self._found.layers
+                options["layers"] = self._found.told
             self._contexts[dtype] = Context(self._members, dtype=dtype, device=self.device, **options)
         return self._contexts[dtype]
 
@@ -247,6 +244,8 @@ class ContextParallel:
         )
         with told(context.transport):
             found, items = checked(self.model, self.config, self._found, inputs), inputs.get("num_items_in_batch")
+            if found.slices is not None and self._mixers:
+                raise Unsupported("slices are given to a model with layers that mix whole documents, which know no slices: give each answer its own prompt")
             if items is not None and (items := attempt(float, given := items)) is None:
                 raise refused("num_items_in_batch", given, "a number is needed")
         same(context.transport, "inputs", number(found.bytes() + repr(items).encode()), need)

@@ -99,6 +99,11 @@ class Found(NamedTuple):
     named: str
     blocks: Blocks | None
 
+    @property
+    def told(self) -> list[tuple[int, dict[str, int]]]:
+        """The layers as options of plans: causal documents are the default, and slices say themselves what a query sees after its own key."""
+        return [(count, {name: value for name, value in kind.items() if name != "window_right" or value}) for count, kind in self.layers]
+
 
 def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
     """Raises Unsupported if the model would be wrong."""

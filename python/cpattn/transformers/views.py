@@ -44,6 +44,11 @@ class Views:
             )
         return self.inside is not None and bool(self.inside.any())
 
+    def contrary(self, message: str) -> None:
+        """Refuses a layer whose `is_causal` contradicts its mask, unless slices decide."""
+        if self._pack.slices is None:
+            raise Unsupported(f"{message}{', or give token types, which decide its mask' * (self._rule is not None)}")
+
     def of(self, dtype: torch.dtype, window: Window | Parts) -> tuple[Batch, Window]:
         """The batch of layers with this mask, and the window that they have in it."""
         key = dtype, window
