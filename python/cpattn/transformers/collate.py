@@ -99,7 +99,7 @@ class SharedPrefixCollator:
             given, told = [feature.get("prompt"), *answers], feature.get("weights")
             factors = [self.prompt, *([1.0] * len(answers) if told is None else told)]
         elif "tokens" in feature:
-            given, parents = listed(f"{name}['tokens']", feature["tokens"]), listed(f"{name}['parents']", feature.get("parents"))
+            given, parents = listed(f"{name}['tokens']", feature["tokens"]), listed(f"{name}['parents']", feature.get("parents", ()))
             told = feature.get("weights")
             factors = [self.prompt if parent is None else 1.0 for parent in parents] if told is None else list(told)
         else:

@@ -39,7 +39,7 @@ def loss_of(model: Any) -> str:
 
 
 def documents(model: Any, known: Found, inputs: Mapping[str, Any]) -> Pack:
-    return pack(inputs, known.first, LOSSES.get(loss_of(model), True))
+    return pack(inputs, known.first, LOSSES.get(loss_of(model), True), known.skips)
 
 
 def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any]) -> Pack:

@@ -269,5 +269,5 @@ def chunked(slices: Iterable[Slice], size: int, positions: Sequence[int]) -> lis
             a, b = max(q0, q0 + chunk * size - first), min(q1, q0 + (chunk + 1) * size - first)
             c, d = max(k0, k0 + chunk * size - of_k), min(k1, k0 + (chunk + 1) * size - of_k)
             if c < d:
-                made.append(Slice(a, b, c, d, a - q0 + start - (c - k0), low, high))  # type: ignore[operator]
+                made.append(Slice(a, b, c, d, a - q0 + start - (c - k0), low, high))
     return made

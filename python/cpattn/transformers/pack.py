@@ -143,11 +143,11 @@ def _weights(inputs: Mapping[str, Any], shape: tuple[int, int]) -> Tensor | None
     return given.float()
 
 
-def _from(first: int, ids: Tensor, positions: Tensor, begins: Tensor, given: bool) -> Tensor:
-    """The positions in a model that counts from `first`, the number after that of the padding. Without position_ids it leaves out
+def _from(first: int, ids: Tensor, positions: Tensor, begins: Tensor, given: bool, skips: bool) -> Tensor:
+    """The positions in a model that counts from `first`, the number after that of the padding. Without position_ids it may leave out
     tokens with the padding's id, which random words of a collator can have."""
     if first and not given:
-        words = ids != first - 1
+        words = ids != first - 1 if skips else torch.ones_like(ids, dtype=torch.bool)
         total = words.cumsum(0)
         before = F.pad(total, (1, 0))[begins].repeat_interleave(F.pad(begins, (0, 1), value=len(ids)).diff())
         return (total - before) * words + first - 1
@@ -189,8 +189,8 @@ def _starts(inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
     return starts
 
 
-def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True) -> Pack:
-    """The documents of the arguments of a forward call, for a model that counts positions from `first`. Labels are `shifted` if the
+def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips: bool = True) -> Pack:
+    """The documents of the arguments of a forward call, for a model that counts positions from `first` and `skips` padding. Labels are `shifted` if the
     label of a token is the next one. Raises InvalidArgument and Unsupported."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
@@ -238,6 +238,6 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True) -> Pac
             types = _numbers(name, said, (rows, length)).flatten()[places]
     tokens, given = ids.flatten()[places], inputs.get("position_ids") is not None
     positions = positions.flatten()[places]
-    positions = positions + first if slices is not None else _from(first, tokens, positions, begins, given)
+    positions = positions + first if slices is not None else _from(first, tokens, positions, begins, given, skips)
     ends = (*begins.tolist(), len(places))
     return Pack(ends, tokens, positions, labels, places, (rows, length), types, first, slices, weights)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -89,12 +90,13 @@ class Tables(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
 class Found(NamedTuple):
     """The kinds of a model's layers, each with the number of its layers; the first position of a document; the number of positions
-    from there on that the model has; the number of token types, 0 if it takes none, the name of their argument, and the blocks that they
+    from there on that the model has; whether it counts no tokens with the padding's id; the number of token types, 0 if it takes none, the name of their argument, and the blocks that they
     make in its masks."""
 
     layers: list[tuple[int, dict[str, int]]]
     first: int
     positions: int
+    skips: bool
     types: int
     named: str
     blocks: Blocks | None
@@ -132,7 +134,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
     forward, calls = Alone(), 0
     tables = Tables()  # type: ignore[no-untyped-call, unused-ignore]
 
-    def logits(order: Tensor, first: int | None, of: Tensor | None = None) -> Tensor:
+    def logits(order: Tensor, first: int | Tensor | None, of: Tensor | None = None, ids: Tensor = ids) -> Tensor:
         """Of these tokens, with positions from `first`, or without position_ids; with types of their own."""
         nonlocal calls
         Current.forward, calls = forward, calls + 1
@@ -173,7 +175,8 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
             distance = apart(logits(some, first or 0), usual[some])
             if any(bool((one >= 0).any()) for one in forward.numbers):
                 raise Unsupported("its mask has blocks of tokens that do not come from token types, which is not supported: use cpattn.torch")
-            rows, counted = tables.rows, calls
+            rows, counted, kinds = tables.rows, calls, forward.kinds.copy()
+            skips = bool(first) and _skips(logits, ids, every, first or 0)
             if named and not types:
                 types, blocks = _typed(forward, logits, torch.arange(len(SAMPLE), device=words.device) % len(ids), first or 0, most)
             if forward.contraries:
@@ -186,11 +189,11 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
         Current.forward = None
         for module in training:
             module.training = True
-    if not forward.kinds and mixers:
+    if not kinds and mixers:
         # No attention: any kind of layer will do for the distribution of tokens.
         kind = {"heads": 1, "kv_heads": 1, "head_dim": 8, "value_dim": 8, "window_left": UNLIMITED, "window_right": 0}
-        forward.kinds[tuple(kind.items())] = counted
-    if not forward.kinds:
+        kinds[tuple(kind.items())] = counted
+    if not kinds:
         raise Unsupported(f"{name} has no layer with attention through AttentionInterface of Transformers, which is needed")
     if first is None:
         raise Unsupported(
@@ -202,27 +205,31 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
             f"its logits differ by {distance:.1e} of their standard deviation. Layers over whole documents (convolutions, linear attention, state "
             "spaces) need mixers"
         )
-    layers = [(count // counted, dict(kind)) for kind, count in forward.kinds.items()]
-    return Found(layers, first, rows, types, named, blocks)
+    layers = [(count // counted, dict(kind)) for kind, count in kinds.items()]
+    return Found(layers, first, rows, skips, types, named, blocks)
+
+
+def _skips(logits: Callable[..., Tensor], ids: Tensor, order: Tensor, first: int) -> bool:
+    """Whether a model that counts positions from the number after that of the padding leaves out tokens with the padding's id."""
+    some = ids.clone()
+    some[2] = first - 1
+    usual = logits(order, None, ids=some)
+    left_out = torch.where(some == first - 1, first - 1, (some != first - 1).cumsum(0) + first - 1) - order
+    every, others = (float((logits(order, where, ids=some) - usual).abs().max()) for where in (first, left_out))
+    return others < every
 
 
 def _typed(forward: Alone, logits: Callable[..., Tensor], order: Tensor, first: int, most: float) -> tuple[int, Blocks | None]:
     """The number of types that a model without a table of types takes, 0 if it does something else with them than blocks in its masks, and
     the rule of the blocks."""
-    kinds, contraries = forward.kinds.copy(), forward.contraries.copy()
-    usual = logits(order, first)
-    forward.numbers.clear()
-    forward.contraries.clear()
-    try:
+    contraries, usual = forward.contraries, logits(order, first)
+    found: tuple[int, Blocks | None] = (0, None)
+    forward.numbers, forward.contraries = [], []
+    # It may take other types, or none without its other inputs: a batch with types is then refused.
+    with suppress(Exception):
         typed = logits(order, first, torch.tensor(SAMPLE, device=order.device))
-        same = float((typed - usual).abs().max()) <= most * float(usual.std())
-        return (TYPES, rule(forward.numbers)) if same else (0, None)
-    except Error:
-        raise
-    except Exception:  # noqa: BLE001 (it takes other types, or none without its other inputs: they are refused with a batch)
-        return 0, None
-    finally:
-        forward.kinds = kinds
-        # Only token types may change what such a layer sees.
-        if not forward.numbers:
-            forward.contraries = contraries
+        if float((typed - usual).abs().max()) <= most * float(usual.std()):
+            found = TYPES, rule(forward.numbers)
+    if found[1] is None:  # types decide nothing that a layer sees
+        forward.contraries = contraries
+    return found
