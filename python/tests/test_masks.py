@@ -5,6 +5,7 @@ that share a prompt. Loss, logits and gradients are those of one process that ru
 from __future__ import annotations
 
 import inspect
+import os
 import random
 import tempfile
 import unittest
@@ -178,10 +179,10 @@ def answers(model: Any, prompt: float, shared: str, given: list[dict[str, Any]])
 
 
 PREFIXES: dict[str, tuple[str, float, str, dict[str, Any]]] = {
-    "gemma3_text": ("gemma2", 0.0, "each", {}),
+    "gemma2": ("gemma2", 0.0, "each", {}),
     "gpt-oss, prompts": ("gpt-oss", 0.5, "each", {**STRIPED, "tile": 4}),
     "mistral, once": ("mistral", 1.0, "once", {"ulysses": 3}),
-    "llama4": ("llama4", 1.0, "each", STRIPED),
+    "llama4, answers": ("llama4", 1.0, "each", STRIPED),
     "bloom": ("bloom", 0.0, "once", STRIPED),
 }
 
@@ -214,7 +215,7 @@ def _right(rank: int, world: int, file: str) -> list[str]:
         dist.all_reduce(total)
         errors = [abs(out.loss.item() - loss) / loss, models.apart(total, gradients)]
         if logits is not None and out.logits is not None:
-            errors.append(float((cp.gather(out.logits)[mask] if (mask := cp.last.pack.kept) is None else cp.gather(out.logits).flatten(0, 1)[mask] - logits).abs().max()))
+            errors.append(float((cp.gather(out.logits).flatten(0, 1)[cp.last.pack.kept] - logits).abs().max()))
         if not (errors[0] <= 1e-6 and max(errors[1:]) <= 1e-5 and (without > 1e-4 or case in ("git", *PREFIXES))):
             wrong.append(f"{case}: loss, gradients, logits {errors}; without the mask the loss differs by {without}")
 
@@ -231,18 +232,20 @@ def _right(rank: int, world: int, file: str) -> list[str]:
         model, pack = build(name), SharedPrefixCollator(prompt=prompt, shared=shared)(features())
         cp = ContextParallel(model, gradients="sum", timeout=60, **options)
         check(case, cp, model(**pack))
-        with torch.no_grad():
-            without = model(**{key: value for key, value in pack.items() if key != "slices"}).loss.item()
-        if abs(without - references[case][0]) < 1e-4:
-            wrong.append(f"{case}: slices change nothing")
+        if name != "llama4":  # which refuses documents that begin elsewhere
+            with torch.no_grad():
+                without = model(**{key: value for key, value in pack.items() if key != "slices"}).loss.item()
+            if abs(without - references[case][0]) < 1e-4:
+                wrong.append(f"{case}: slices change nothing")
         cp.close()
     return wrong
 
 
-def _trained(rank: int, world: int, folder: str) -> tuple[float, torch.Tensor]:
+def _trained(rank: int, world: int, folder: str) -> tuple[float, list[float]]:
     """Loss and parameters after a step of Trainer over groups."""
     from transformers import Trainer, TrainingArguments
 
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     model = build("smollm2")
     cp = ContextParallel(model)
     args = TrainingArguments(
@@ -251,7 +254,7 @@ def _trained(rank: int, world: int, folder: str) -> tuple[float, torch.Tensor]:
     )  # fmt: skip
     trainer = cp.trainer(Trainer)(model=model, args=args, train_dataset=features(), data_collator=SharedPrefixCollator(prompt=0.5))
     loss = trainer.train().training_loss
-    return loss, torch.cat([p.detach().flatten() for p in model.parameters()])
+    return loss, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
 def _refused(rank: int, world: int) -> list[tuple[str, str]]:
@@ -277,7 +280,7 @@ def _refused(rank: int, world: int) -> list[tuple[str, str]]:
     refuse("slices are given without position_ids", llama, {key: value for key, value in pack.items() if key != "position_ids"})
     refuse("input_ids has 2 rows", llama, {key: value if key == "slices" else value.repeat(2, 1) for key, value in pack.items()})
     refuse("whole numbers (slices, 7) are needed", llama, {**pack, "slices": torch.zeros(3, 6, dtype=torch.int64)})
-    refuse("allow the same pair", llama, {**short, "slices": encode_slices([Slice(0, 9, 0, 9, high=0), Slice(8, 12, 8, 12, high=0)])})
+    refuse("a pair may be in one slice only", llama, {**short, "slices": encode_slices([Slice(0, 9, 0, 9, high=0), Slice(8, 12, 8, 12, high=0)])})
     refuse("loss_weights has the shape (3,)", llama, {**pack, "loss_weights": torch.ones(3)})
     refuse("not finite", llama, {**pack, "loss_weights": torch.full((1, n), torch.nan)})
     refuse("loss_weights are given without labels", llama, {**short, "loss_weights": torch.ones(1, n)})
@@ -379,12 +382,12 @@ class Ranks(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             for trained, parameters, said in processes.run(_second, 2, folder, seconds=300):
                 self.assertLess(abs(trained - loss.item()) / loss.item(), 1e-6)
-                self.assertLess(models.apart(parameters - expected, expected), 1e-6)
+                self.assertLess(models.apart(torch.tensor(parameters), expected), 1e-6)
                 for part, message in said:
                     self.assertIn(part, message)
 
 
-def _second(rank: int, world: int, folder: str) -> tuple[float, torch.Tensor, list[tuple[str, str]]]:
+def _second(rank: int, world: int, folder: str) -> tuple[float, list[float], list[tuple[str, str]]]:
     return *_trained(rank, world, folder), _refused(rank, world)
 
 

@@ -37,7 +37,7 @@ class Pack:
     """The documents of a forward call, on every rank of the group. `kept` are the places of their tokens in the flattened rows,
     `shape` is the shape of input_ids. `labels` are the labels of the tokens, -100 for none, and `types` their token types. The first
     token of a document has the position `first`. `slices` say what attends to what, if they are given, and `weights` are the factors of the
-    labels' losses."""
+    labels' losses. `by_positions` if only position_ids say what documents are."""
 
     cu_seqlens: tuple[int, ...]
     ids: Tensor
@@ -49,6 +49,7 @@ class Pack:
     first: int = 0
     slices: tuple[Slice, ...] | None = None
     weights: Tensor | None = None
+    by_positions: bool = False
 
     @property
     def count(self) -> float:
@@ -240,4 +241,4 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips:
     positions = positions.flatten()[places]
     positions = positions + first if slices is not None else _from(first, tokens, positions, begins, given, skips)
     ends = (*begins.tolist(), len(places))
-    return Pack(ends, tokens, positions, labels, places, (rows, length), types, first, slices, weights)
+    return Pack(ends, tokens, positions, labels, places, (rows, length), types, first, slices, weights, given and not told)

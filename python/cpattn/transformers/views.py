@@ -8,6 +8,7 @@ Slices of the call stand for causal documents: each layer's window applies insid
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -71,11 +72,11 @@ class Views:
         """The slices that a mask makes of the documents."""
         if expression not in self._slices:
             pack = self._pack
-            begins = pack.positions[torch.tensor([a for a, b in zip(pack.cu_seqlens, pack.cu_seqlens[1:]) if a < b], device=pack.positions.device)]
-            if "chunk" in str(expression) and bool((begins != pack.first).any()):
+            begins = pack.positions[[a for a, b in pairwise(pack.cu_seqlens) if a < b]] - pack.first
+            if pack.by_positions and "chunk" in str(expression) and bool(begins.any()):
                 raise Unsupported(
-                    f"position_ids of documents begin with {sorted(set((begins - pack.first).tolist()))[:5]}, and the model has chunked attention, whose "
-                    "chunks begin with the document: give position_ids that begin with 0, or leave them out"
+                    f"position_ids of documents begin with {sorted(set(begins.tolist()))[:5]}, and the model has chunked attention, whose chunks begin "
+                    "with the document: give position_ids that begin with 0, or leave them out"
                 )
             blocks = self._rule.of(pack.types, pack.cu_seqlens) if self._rule is not None and pack.types is not None else None
             self._slices[expression] = slices_of(expression, pack.cu_seqlens, blocks)
