@@ -28,6 +28,7 @@ import processes
 from cpattn import Error, InvalidArgument, Slice, Unsupported, slices
 from cpattn.transformers import ContextParallel, SharedPrefixCollator, encode_slices
 from cpattn.transformers.masks import SAMPLE, Blocks, read, rule, simplified, slices_of
+from cpattn.transformers.pack import pack
 from dense import allowed_by
 from torch.nn import functional as F
 from transformers import masking_utils as of
@@ -164,8 +165,8 @@ def paths(feature: dict[str, Any], prompt: float, shared: str) -> Iterator[list[
             way.insert(0, parent)
     times = {node: sum(node in way for way in ways) if shared == "once" else 1 for node in range(len(parents))}
     for way in ways:
-        each = ((token, factors[node][at] if isinstance(factors[node], list) else factors[node], times[node]) for node in way for at, token in enumerate(tokens[node]))
-        yield [(token, factor / count) for token, factor, count in each]
+        of_each = {node: factors[node] if isinstance(factors[node], list) else [factors[node]] * len(tokens[node]) for node in way}
+        yield [(token, factor / times[node]) for node in way for token, factor in zip(tokens[node], of_each[node], strict=True)]
 
 
 def answers(model: Any, prompt: float, shared: str, given: list[dict[str, Any]]) -> torch.Tensor:
@@ -357,13 +358,25 @@ class Expressions(unittest.TestCase):
         expected = [one.complete for one in slices.shared_prefix(2, [3, 2])]
         self.assertEqual([Slice(*row) for row in made["slices"].tolist()], expected)
         for part, feature in (
-            ("at least one token", {"prompt": [1], "answers": [[]]}), ("'prompt' and 'answers'", {"text": 1}), ("2 numbers", {"prompt": [1], "answers": [[1, 2]], "weights": [[1.0]]}),
+            ("at least one token", {"prompt": [1], "answers": [[]]}), ("'prompt' and 'answers'", {"text": 1}),
+            ("2 numbers", {"prompt": [1], "answers": [[1, 2]], "weights": [[1.0]]}),
             ("a node before 1", {"parents": [None, 1], "tokens": [[1], [2]]}), ("2 parents", {"parents": [None, 0], "tokens": [[1]]}),
         ):  # fmt: skip
             with self.assertRaisesRegex(InvalidArgument, part):
                 SharedPrefixCollator()([feature])
         with self.assertRaisesRegex(InvalidArgument, "shared is 'twice'"):
             SharedPrefixCollator(shared="twice")
+
+
+    def test_weights_go_with_labels(self) -> None:
+        ids, mask, weights = torch.tensor([[0, 5, 6, 7], [8, 9, 0, 0]]), torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]), torch.arange(8.0).view(2, 4)
+        given = {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100), "loss_weights": weights}
+        found = pack(given)
+        self.assertEqual((found.labels.tolist(), found.weights.tolist(), found.count), ([6, 7, -100, 9, -100], [2, 3, 4, 5, 0], 10.0))
+        found = pack(given, shifted=False)
+        self.assertEqual((found.labels.tolist(), found.weights.tolist(), found.count), ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5], 15.0))
+        found = pack({**given, "shift_labels": given["labels"]})
+        self.assertEqual(found.weights.tolist(), [1, 2, 3, 4, 5])
 
 
 class Ranks(unittest.TestCase):

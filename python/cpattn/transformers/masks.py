@@ -113,6 +113,11 @@ def window_of(expression: Expression) -> Window | Parts:
     return parts.hull if expression[0] == "band" else parts
 
 
+def has(expression: Expression, name: str) -> bool:
+    """Whether a part of the expression is one of this name."""
+    return expression[0] == name or any(isinstance(part, tuple) and has(part, name) for part in expression[1:])
+
+
 def _hull(expression: Expression) -> tuple[int, int]:
     name, *rest = expression
     if name == "band":

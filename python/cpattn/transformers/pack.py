@@ -218,7 +218,8 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips:
     padded = len(places) < ids.numel()
     slices = slices_given(inputs, len(places), padded)
     if slices is not None and (rows != 1 or (padded and not kept[0, 0])):
-        raise Unsupported(f"slices are given, and input_ids has {rows} rows{', with padding at the left' * padded}: one row is needed, with padding at the right")
+        where = ", with padding at the left" * padded
+        raise Unsupported(f"slices are given, and input_ids has {rows} rows{where}: one row is needed, with padding at the right")
     weights = _weights(inputs, (rows, length))
     labels = inputs.get("shift_labels")
     if labels is not None and not shifted:

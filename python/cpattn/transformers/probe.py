@@ -90,8 +90,8 @@ class Tables(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
 class Found(NamedTuple):
     """The kinds of a model's layers, each with the number of its layers; the first position of a document; the number of positions
-    from there on that the model has; whether it counts no tokens with the padding's id; the number of token types, 0 if it takes none, the name of their argument, and the blocks that they
-    make in its masks."""
+    from there on that the model has; whether it counts no tokens with the padding's id; the number of token types, 0 if it takes none,
+    the name of their argument, and the blocks that they make in its masks."""
 
     layers: list[tuple[int, dict[str, int]]]
     first: int

@@ -17,7 +17,7 @@ from .._header import UNLIMITED
 from ..errors import InvalidArgument, Unsupported
 from ..slices import Slice
 from ..torch import Batch
-from .masks import Blocks, Expression, Parts, Window, chunked, slices_of
+from .masks import Blocks, Expression, Parts, Window, chunked, has, slices_of
 from .pack import Pack
 
 
@@ -73,7 +73,7 @@ class Views:
         if expression not in self._slices:
             pack = self._pack
             begins = pack.positions[[a for a, b in pairwise(pack.cu_seqlens) if a < b]] - pack.first
-            if pack.by_positions and "chunk" in str(expression) and bool(begins.any()):
+            if pack.by_positions and bool(begins.any()) and has(expression, "chunk"):
                 raise Unsupported(
                     f"position_ids of documents begin with {sorted(set(begins.tolist()))[:5]}, and the model has chunked attention, whose chunks begin "
                     "with the document: give position_ids that begin with 0, or leave them out"
