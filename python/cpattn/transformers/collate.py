@@ -8,6 +8,7 @@ the same tokens and have the same hidden state as the token would have.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -107,8 +108,11 @@ class SharedPrefixCollator:
         if not len(parents) == len(given) == len(factors):
             raise InvalidArgument(f"{name} has {len(given)} runs of tokens, {len(parents)} parents and {len(factors)} weights: equally many are needed")
         for i, parent in enumerate(parents):
-            if parent is not None and not (isinstance(parent, int) and 0 <= parent < i):
-                raise refused(f"{name}['parents'][{i}]", parent, f"a node before {i}, or None, is needed")
+            if parent is not None:
+                above = attempt(operator.index, parent)
+                if above is None or not 0 <= above < i:
+                    raise refused(f"{name}['parents'][{i}]", parent, f"a node before {i}, or None, is needed")
+                parents[i] = above
         tokens, weights = [], []
         for i, (run, factor) in enumerate(zip(given, factors)):
             ids = attempt(lambda run=run: [int(token) for token in run])
