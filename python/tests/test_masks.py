@@ -363,8 +363,9 @@ class Expressions(unittest.TestCase):
         expected = [one.complete for one in slices.shared_prefix(2, [3, 2])]
         self.assertEqual([Slice(*row) for row in made["slices"].tolist()], expected)
         for part, feature in (
-            ("at least one token", {"prompt": [1], "answers": [[]]}), ("'prompt' and 'answers'", {"text": 1}),
+            ("at least one token id", {"prompt": [1], "answers": [[]]}), ("'prompt' and 'answers'", {"text": 1}),
             ("2 numbers", {"prompt": [1], "answers": [[1, 2]], "weights": [[1.0]]}),
+            ("\\['weights'\\] is 3", {"prompt": [1], "answers": [[1]], "weights": 3}), ("token id", {"prompt": [1.5], "answers": [[1]]}),
             ("a node before 1", {"parents": [None, 1], "tokens": [[1], [2]]}), ("2 parents", {"parents": [None, 0], "tokens": [[1]]}),
         ):  # fmt: skip
             with self.assertRaisesRegex(InvalidArgument, part):

@@ -94,15 +94,15 @@ class SharedPrefixCollator:
 
     def _tree(self, name: str, feature: Mapping[str, Any]) -> tuple[list[int | None], list[list[int]], list[list[float]]]:
         """Parents, tokens and factors of the nodes of a group or tree."""
+        told = feature.get("weights")
         if "answers" in feature:
             answers = listed(f"{name}['answers']", feature["answers"])
             parents: list[int | None] = [None, *(0 for _ in answers)]
-            given, told = [feature.get("prompt"), *answers], feature.get("weights")
-            factors = [self.prompt, *([1.0] * len(answers) if told is None else told)]
+            given = [feature.get("prompt"), *answers]
+            factors = [self.prompt, *([1.0] * len(answers) if told is None else listed(f"{name}['weights']", told))]
         elif "tokens" in feature:
             given, parents = listed(f"{name}['tokens']", feature["tokens"]), listed(f"{name}['parents']", feature.get("parents", ()))
-            told = feature.get("weights")
-            factors = [self.prompt if parent is None else 1.0 for parent in parents] if told is None else list(told)
+            factors = [self.prompt if parent is None else 1.0 for parent in parents] if told is None else listed(f"{name}['weights']", told)
         else:
             raise InvalidArgument(f"{name} has {sorted(feature)}, 'prompt' and 'answers', or 'parents' and 'tokens', are needed")
         if not len(parents) == len(given) == len(factors):
@@ -115,10 +115,11 @@ class SharedPrefixCollator:
                 parents[i] = above
         tokens, weights = [], []
         for i, (run, factor) in enumerate(zip(given, factors)):
-            ids = attempt(lambda run=run: [int(token) for token in run])
+            ids = attempt(lambda run=run: [operator.index(token) for token in run])
             if not ids:
-                raise refused(f"the run {i} of tokens of {name}", run, "at least one token is needed")
-            each = attempt(lambda factor=factor: [float(one) for one in factor] if hasattr(factor, "__len__") else [float(factor)] * len(ids))
+                raise refused(f"the run {i} of tokens of {name}", run, "at least one token id is needed")
+            said = factor.tolist() if hasattr(factor, "tolist") else factor
+            each = attempt(lambda said=said: list(map(float, said)) if isinstance(said, Sequence) else [float(said)] * len(ids))
             if each is None or len(each) != len(ids):
                 raise refused(f"{name}['weights'] of the run {i}", factor, f"a number, or {len(ids)} numbers, one for each token, are needed")
             tokens.append(ids)
