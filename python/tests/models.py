@@ -89,15 +89,18 @@ def documents(pack: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.T
     return [(pack["input_ids"][:, a:b], pack["labels"][:, a:b]) for a, b in zip(starts, starts[1:])]
 
 
-def part(model: Any, pack: dict[str, torch.Tensor], masked: bool = False) -> torch.Tensor:
-    """The summed loss of a pack, by one process, document by document; of a model of masked words, the model's own loss."""
-    total = torch.zeros(())
+def part(model: Any, pack: dict[str, torch.Tensor], masked: bool = False, types: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    """The summed loss of a pack, by one process, document by document, with types of its tokens; of a model of masked words, the model's own
+    loss."""
+    total, at = torch.zeros(()), 0
     for ids, labels in documents(pack):
+        mine = {name: every[:, at : at + ids.shape[1]] for name, every in (types or {}).items()}
+        at += ids.shape[1]
         if masked:
             n = int((labels != -100).sum())
             total = total + (model(input_ids=ids, labels=labels).loss * n if n else 0)
             continue
-        logits = model(input_ids=ids, use_cache=False).logits[0].float()
+        logits = model(input_ids=ids, use_cache=False, **mine).logits[0].float()
         total = total + F.cross_entropy(logits[:-1], labels[0, 1:], ignore_index=-100, reduction="sum")
     return total
 

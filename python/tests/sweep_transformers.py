@@ -5,7 +5,8 @@
     python3 sweep_transformers.py --only llama,opt,masked:bert
 
 A model is right if loss and gradients are those of one process (1e-5 and 1e-4 relative, in f32). One process runs the documents one
-by one, with Transformers' eager attention; masked models with their own loss. By hand. The processes try one model after another, each with a limit of time: one that
+by one, with Transformers' eager attention; masked models with their own loss. Models whose masks have blocks of token types get types, and
+chunks are shorter than documents. By hand. The processes try one model after another, each with a limit of time: one that
 ends them, or hangs, is listed as BROKEN, and other processes go on with the next.
 """
 
@@ -32,6 +33,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
@@ -48,7 +50,9 @@ RANKS = 4
 LIMIT = 90
 # Before the names of models of masked words, which causal models have as well.
 MASKED = "masked:"
-CLASSES = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **{MASKED + kind: made for kind, made in MODEL_FOR_MASKED_LM_MAPPING_NAMES.items()}}
+# Models of images and texts that are in no list of causal models, on text.
+MORE = {"paligemma": "PaliGemmaForConditionalGeneration"}
+CLASSES = {**MORE, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **{MASKED + kind: made for kind, made in MODEL_FOR_MASKED_LM_MAPPING_NAMES.items()}}
 
 # Names that configs have for small numbers, where they have them.
 SMALL = {
@@ -62,7 +66,7 @@ SMALL = {
     "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "word_embed_proj_dim": 32, "d_model": 32, "n_heads": 4, "n_layers": 2,
     "rotary_dim": 8, "first_k_dense_replace": 1, "shared_expert_intermediate_size": 16, "num_shared_experts": 1, "use_cache": False,
     "is_decoder": True, "vocab_size_per_layer_input": models.WORDS, "hidden_size_per_layer_input": 8, "global_head_dim": 8,
-    "num_kv_shared_layers": 0, "attention_chunk_size": 64, "lru_width": 32, "embedding_size": 32,
+    "num_kv_shared_layers": 0, "attention_chunk_size": 8, "lru_width": 32, "embedding_size": 32,
 }  # fmt: skip
 
 
@@ -97,6 +101,7 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "gemma3n_vision": {"architecture": "mobilenetv3_small_050"},
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "gemma4_text": {"use_bidirectional_attention": "vision"},
     "granitemoehybrid": {**MAMBA, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2},
@@ -116,6 +121,7 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4, "hc_lowrank": 8,
         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     },
+    "paligemma": {"projection_dim": 32},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {
         "axial_pos_embds": False, "hash_seed": 1, "lsh_attention_probs_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0,
@@ -125,6 +131,14 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba": {"layer_types": None, "layers_block_type": HYBRID, "num_hidden_layers": 4, "head_dim": 16, "num_key_value_heads": 4},
     "zamba2": {"layer_types": None, "layers_block_type": HYBRID, "num_hidden_layers": 4, "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+# The types of tokens that make blocks in the masks of these models; each is a type for a token, as PACK has them.
+BLOCKS = torch.tensor([([0, 0, 1, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0] * sum(PACK))[: sum(PACK)]])
+TYPES = {
+    "gemma3": {"token_type_ids": BLOCKS}, "gemma4": {"mm_token_type_ids": BLOCKS}, "gemma4_unified": {"mm_token_type_ids": BLOCKS},
+    "hrm_text": {"token_type_ids": BLOCKS}, "paligemma": {"token_type_ids": BLOCKS},
 }  # fmt: skip
 
 
@@ -170,6 +184,8 @@ def build(kind: str) -> Any:
     mapping = MODEL_FOR_MASKED_LM_MAPPING if kind.startswith(MASKED) else MODEL_FOR_CAUSAL_LM_MAPPING
     masked, kind = kind.startswith(MASKED), kind.removeprefix(MASKED)
     config = AutoConfig.for_model(kind, **WHOLE.get(kind, {}))
+    if kind in MORE:
+        mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if type(config) not in mapping:
         config = config.get_text_config()
     made = mapping[type(config)]
@@ -201,11 +217,11 @@ def _try(kind: str) -> tuple[str, str]:
 
     masked = kind.startswith(MASKED)
     try:
-        model, pack = build(kind), models.batch(PACK)
+        model, pack, types = build(kind), models.batch(PACK), TYPES.get(kind, {})
         with torch.no_grad():
             if models.part(model, pack, masked) != models.part(model, pack, masked):
                 model.eval()  # it draws random numbers in training
-        loss = models.part(model, pack, masked) / models.count(pack, masked)
+        loss = models.part(model, pack, masked, types) / models.count(pack, masked)
         loss.backward()
         expected, alone = models.gradients(model), loss.item()
         model.zero_grad()
@@ -213,7 +229,7 @@ def _try(kind: str) -> tuple[str, str]:
         return "not tried", "; ".join([*filter(None, [ALONE.get(kind)]), _short(error)])
     try:
         cp = ContextParallel(model, gradients="sum", timeout=60)
-        loss = model(**pack).loss
+        loss = model(**pack, **types).loss
     except Error as error:
         return "refused", _short(error)
     loss.backward()
@@ -222,7 +238,7 @@ def _try(kind: str) -> tuple[str, str]:
     error, distance = abs(loss.item() - alone) / abs(alone), models.apart(total, expected)
     cp.close()
     right = error <= 1e-5 and distance <= 1e-4
-    return "right" if right else "WRONG", f"loss {error:.0e}, gradients {distance:.0e}"
+    return "right" if right else "WRONG", f"loss {error:.0e}, gradients {distance:.0e}" + ", with blocks of token types" * bool(types)
 
 
 def _tries(rank: int, world: int, kinds: list[str], folder: str) -> None:
@@ -278,7 +294,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--table", type=Path, help="a Markdown file for the table")
     given = parser.parse_args()
-    chosen = given.only.split(",") if given.only else [*sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *(MASKED + kind for kind in sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES))]
+    chosen = given.only.split(",") if given.only else [*sorted({**MORE, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}), *(MASKED + kind for kind in sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES))]
     rows: list[tuple[str, Any, str, str]] = []
 
     def each(kind: str, verdict: str, detail: str) -> None:

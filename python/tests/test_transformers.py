@@ -458,7 +458,7 @@ class Others(unittest.TestCase):
                 ("left", "leave position_ids out"), ("padding", "or put padding at the right"), ("negative", "position_ids has numbers from -1 to 38, numbers from 0 to 511"),
                 ("base", "Take the class with a head for words"), ("replaced", "(1, 7), (1, 7, ...) is needed"), ("decoder", "an encoder and a decoder"),
                 ("long", "79 tokens, RobertaForMaskedLM has 78 positions"),
-                ("pooling", "models that pool tokens"), ("causal", "set is_causal of the layers to False"), ("mask", "'or_masks'"),
+                ("pooling", "models that pool tokens"), ("causal", "set is_causal of the layers to False"), ("mask", "either.<locals>.<lambda>"),
                 ("sparse", "sparse_prediction = False"),
             ):  # fmt: skip
                 self.assertIn(word, said[name])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """For Hugging Face Transformers: `ContextParallel(model)`, without other changes of the model's code."""
 
+from .collate import SharedPrefixCollator, encode_slices
 from .pack import Pack
 from .parallel import ContextParallel
 
-__all__ = ["ContextParallel", "Pack"]
+__all__ = ["ContextParallel", "Pack", "SharedPrefixCollator", "encode_slices"]

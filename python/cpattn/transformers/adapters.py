@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Attention layers of Transformers that do not use its AttentionInterface: GPT-J, GPT-Neo, CodeGen, XGLM, Falcon, BLOOM and MPT.
+"""Attention layers of Transformers that do not use its AttentionInterface: GPT-J, GPT-Neo, CodeGen, XGLM, Falcon, BLOOM, MPT
+and GIT.
 
 An adapter runs instead of the layer's own attention, and calls the function that is registered for the others. ALiBi, a bias that is
 linear in the key's position, is a product of two more dims of q and k: the head's slope times the position in the document.
@@ -69,6 +70,13 @@ def mpt(layer: Any, hidden_states: Tensor, position_bias: Tensor, past_key_value
     return layer.out_proj(o.flatten(2)), None
 
 
+def git(layer: Any, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **_: Any) -> tuple[Tensor, None]:
+    split = (-1, layer.attention_head_size)
+    q, k, v = (project(hidden_states).unflatten(-1, split).transpose(1, 2) for project in (layer.query, layer.key, layer.value))
+    o, _none = attention(layer, q, k, v, attention_mask, dropout=_dropout(layer, layer.dropout.p))
+    return o.flatten(2), None
+
+
 def _alibi(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Tensor, scale: float, dropout: float) -> Tensor:
     """Attention with a bias of slope · position: softmax does not see what all keys of a query have in common. The position is two
     numbers, each exact in bf16. Eight dims instead of two, so that rows stay aligned."""
@@ -90,6 +98,7 @@ ADAPTERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "FalconAttention": ("forward", falcon),
     "BloomAttention": ("forward", bloom),
     "MptAttention": ("forward", mpt),
+    "GitSelfAttention": ("forward", git),
 }
 
 

@@ -11,7 +11,7 @@ Every option of a model is either honoured or refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from .._header import UNLIMITED
 from ..errors import Unsupported
+from .masks import Parts, Window, read, simplified, window_of
 
 NAME = "cpattn"
 
@@ -35,31 +35,29 @@ class Forward(Protocol):
         """Of this rank's tokens in their documents."""
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window, **options: Any) -> Tensor: ...
+    def blocked(self, numbers: Tensor) -> bool:
+        """Whether the batch has blocks of tokens. Refuses numbers of this rank's tokens that do not follow from their types."""
+        ...
 
+    def contrary(self, message: str) -> None:
+        """Refuses a layer whose `is_causal` contradicts its mask."""
+        ...
 
-# The number of keys before its own key that a query sees, and the number of keys after it (0: causal).
-Window = tuple[int, int]
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, **options: Any) -> Tensor: ...
 
 
 class Mask:
-    """A mask over documents."""
+    """A mask over documents. It is `explicit` if it decides alone what layers see, whatever their `is_causal` is."""
 
-    def __init__(self, forward: Forward, window: Window) -> None:
-        self.forward, self.window = forward, window
+    # As a mask that is ready for layers has: a text model that gets one from the model around it makes no other.
+    ndim, shape = 4, (1, 1, 0, 0)
+
+    def __init__(self, forward: Forward, window: Window | Parts, explicit: bool = False) -> None:
+        self.forward, self.window, self.explicit = forward, window, explicit
 
     def to(self, *_: Any, **__: Any) -> Mask:
         """Some models convert their masks."""
         return self
-
-
-# The windows of the parts of a mask, by the names of their functions in transformers.masking_utils. A mask is an intersection of parts.
-WINDOWS: dict[str, Callable[[dict[str, Any]], Window]] = {
-    "causal_mask_function": lambda bound: (UNLIMITED, 0),
-    "bidirectional_mask_function": lambda bound: (UNLIMITED, UNLIMITED),
-    "sliding_window_overlay": lambda bound: (int(bound["sliding_window"]) - 1, UNLIMITED),
-    "sliding_window_bidirectional_overlay": lambda bound: (int(bound["sliding_window"]), int(bound["sliding_window"])),
-}
 
 
 class Current:
@@ -68,42 +66,18 @@ class Current:
     forward: Forward | None = None
 
 
-def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The functions whose intersection is a mask function of Transformers, with the variables they are bound to."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    bound = {name: cell.cell_contents for name, cell in cells}
-    name = function.__qualname__.split(".")[0]
-    if name == "and_masks":
-        for part in bound["mask_functions"]:
-            yield from _parts(part)
-    elif name in ("remap_positions_for_packed_sequence", "add_offsets_to_mask_function"):
-        yield from _parts(bound["mask_function"])
-    elif name not in ("packed_sequence_mask_function", "padding_mask_function"):
-        yield name, bound
-
-
 def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
     """The mask function, which Transformers calls for each kind of layer."""
-    forward = Current.forward
+    forward, numbers = Current.forward, list[Tensor]()
     if forward is None:
         raise Unsupported("the forward pass did not begin with the model that has the ContextParallel: call that model, not a part of it")
-    left = right = UNLIMITED
-    for name, bound in _parts(mask_function):
-        if name in WINDOWS:
-            left, right = map(min, (left, right), WINDOWS[name](bound))
-        elif name == "chunked_overlay":
-            if forward.longest > int(bound["chunk_size"]):
-                raise Unsupported(
-                    f"chunked attention: the longest document has {forward.longest} tokens, at most {bound['chunk_size']}, one chunk, are "
-                    "supported: cut longer documents"
-                )
-        else:
-            raise Unsupported(
-                f"the model's mask has the part {name!r}, which is not supported: only {', '.join(WINDOWS)} are. Use cpattn.torch for others"
-            )
+    if isinstance(made := asked.get("attention_mask"), Mask):
+        return made
+    expression = read(mask_function, numbers)
     if asked.get("q_length") != asked.get("kv_length"):
         raise Unsupported(f"the mask has {asked.get('kv_length')} keys and {asked.get('q_length')} queries: caches are not supported")
-    return Mask(forward, (left, right))
+    window = window_of(simplified(expression, any([forward.blocked(one) for one in numbers]), forward.longest))
+    return Mask(forward, window, bool(numbers))
 
 
 # Tensors in an attention call that repeat the mask, or that only the layer itself uses.
@@ -140,11 +114,13 @@ def attention(
             f"{name} has dropout={dropout} in attention, which is not supported: set config.attention_dropout (or "
             "attention_probs_dropout_prob, attn_pdrop) to 0 before the model is made"
         )
-    causal = attention_mask.window[1] == 0
-    alone = attention_mask.window == (0, 0)  # a query sees its own key only: both at once
+    window = attention_mask.window.hull if isinstance(attention_mask.window, Parts) else attention_mask.window
+    causal = window[1] == 0
+    alone = window == (0, 0)  # a query sees its own key only: both at once
     if contrary := [said for said in (is_causal, getattr(module, "is_causal", None)) if said is not None and bool(said) != causal and not alone]:
-        kind = "causal" if causal else "bidirectional"
-        raise Unsupported(f"{name} has is_causal={contrary[0]} and a {kind} mask: set is_causal of the layers to {causal}")
+        if not attention_mask.explicit:
+            kind = "causal" if causal else "bidirectional"
+            attention_mask.forward.contrary(f"{name} has is_causal={contrary[0]} and a {kind} mask: set is_causal of the layers to {causal}")
     for option, given in more.items():
         if given is not None and option not in HARMLESS and _tensors(given):
             raise Unsupported(f"{name} uses {option}, which is not supported")

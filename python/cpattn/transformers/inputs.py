@@ -14,6 +14,7 @@ from transformers import Cache
 from .._header import UNLIMITED
 from ..errors import InvalidArgument, Unsupported
 from .attention import _tensors
+from .masks import ARGUMENTS
 from .pack import TAKEN, Pack, pack, within
 from .probe import Found
 
@@ -38,13 +39,13 @@ def loss_of(model: Any) -> str:
 
 
 def documents(model: Any, known: Found, inputs: Mapping[str, Any]) -> Pack:
-    return pack(inputs, known.first, LOSSES.get(loss_of(model), True))
+    return pack(inputs, known.first, LOSSES.get(loss_of(model), True), known.skips)
 
 
 def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any]) -> Pack:
     """The documents of a call of `model` with the text config `config`. Raises InvalidArgument and Unsupported."""
     for name, value in inputs.items():
-        taken = name in TAKEN and (name != "token_type_ids" or known.types)
+        taken = name in TAKEN and (name not in ARGUMENTS or (known.types and name == known.named))
         if not taken and value is not None and _tensors(value):
             raise Unsupported(f"the model was given {name}, which is not supported: leave it out")
     for name, value in inputs.items():
@@ -70,7 +71,7 @@ def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any]) ->
     if found.labels is not None:
         within("labels", found.labels[found.labels != -100], getattr(head, "out_features", None))
     if found.types is not None:
-        within("token_type_ids", found.types, known.types)
+        within(known.named, found.types, known.types)
     padded = found.reach > found.longest
     if found.reach > known.positions and not (padded and inputs.get("position_ids") is not None):
         raise InvalidArgument(

@@ -20,18 +20,24 @@ from torch.nn import functional as F
 
 from .._check import attempt, refused
 from ..errors import InvalidArgument, Unsupported
+from ..slices import Slice, checked
+from .masks import ARGUMENTS
 
 # Arguments of a forward call for the ends of documents. The first three have the ends, each the same if several are given.
 ENDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cu_seqlens")
-TAKEN = ("input_ids", "position_ids", "token_type_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch", *BOUNDARIES)
+TAKEN = (
+    "input_ids", "position_ids", *ARGUMENTS, "attention_mask", "labels", "shift_labels", "loss_weights", "slices", "num_items_in_batch",
+    *BOUNDARIES,
+)  # fmt: skip
 
 
 @dataclass(eq=False)
 class Pack:
     """The documents of a forward call, on every rank of the group. `kept` are the places of their tokens in the flattened rows,
-    `shape` is the shape of input_ids. `labels` are the labels of the tokens, -100 for none, and `types` their token_type_ids. The first
-    token of a document has the position `first`."""
+    `shape` is the shape of input_ids. `labels` are the labels of the tokens, -100 for none, and `types` their token types. The first
+    token of a document has the position `first`. `slices` say what attends to what, if they are given, and `weights` are the factors of the
+    labels' losses. `by_positions` if only position_ids say what documents are."""
 
     cu_seqlens: tuple[int, ...]
     ids: Tensor
@@ -41,11 +47,17 @@ class Pack:
     shape: tuple[int, int]
     types: Tensor | None = None
     first: int = 0
+    slices: tuple[Slice, ...] | None = None
+    weights: Tensor | None = None
+    by_positions: bool = False
 
     @property
-    def count(self) -> int:
-        """The number of tokens with a label."""
-        return 0 if self.labels is None else int((self.labels != -100).sum())
+    def count(self) -> float:
+        """The number of tokens with a label; with weights, their sum."""
+        if self.labels is None:
+            return 0
+        some = self.labels != -100
+        return int(some.sum()) if self.weights is None else float(self.weights[some].double().sum())
 
     @property
     def reach(self) -> int:
@@ -59,9 +71,9 @@ class Pack:
 
     def bytes(self) -> bytes:
         """Bytes that are equal for equal packs."""
-        tensors = (self.ids, self.positions, self.labels, self.kept, self.types)
+        tensors = (self.ids, self.positions, self.labels, self.kept, self.types, self.weights)
         parts = (b"-" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors)
-        return b"".join((repr((self.cu_seqlens, self.shape)).encode(), *parts))
+        return b"".join((repr((self.cu_seqlens, self.shape, self.slices)).encode(), *parts))
 
 
 def _numbers(name: str, value: Any, *shapes: tuple[int, ...]) -> Tensor:
@@ -98,11 +110,45 @@ def _mask(mask: Any, ids: Tensor) -> Tensor:
     return kept
 
 
-def _from(first: int, ids: Tensor, positions: Tensor, begins: Tensor, given: bool) -> Tensor:
-    """The positions in a model that counts from `first`, the number after that of the padding. Without position_ids it leaves out
+def slices_given(inputs: Mapping[str, Any], tokens: int, padded: bool) -> tuple[Slice, ...] | None:
+    """The slices of a call: a list of Slice, or rows of their numbers (`Slice.complete`) in a tensor."""
+    if (given := inputs.get("slices")) is None:
+        return None
+    if isinstance(given, Tensor):
+        if given.ndim != 2 or given.shape[1] != len(Slice._fields) or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+            raise InvalidArgument(f"slices has the shape {tuple(given.shape)} and the type {given.dtype}, whole numbers (slices, 7) are needed")
+        given = [Slice(*row) for row in given.tolist()]
+    slices = checked("slices", given)
+    for at, one in enumerate(slices):
+        if max(one.q_end, one.k_end) > tokens:
+            raise InvalidArgument(
+                f"slices[{at}] is {one}, and the row has {tokens} tokens{', padding left out' * padded}: slices count the tokens of the row from 0"
+            )
+    if inputs.get("position_ids") is None:
+        raise InvalidArgument("slices are given without position_ids, which say where a token is for the model: give both")
+    if any(inputs.get(name) is not None for name in ARGUMENTS):
+        raise Unsupported("slices and token types are both given: leave token types out, and give slices that have the model's blocks")
+    return slices
+
+
+def _weights(inputs: Mapping[str, Any], shape: tuple[int, int]) -> Tensor | None:
+    if (given := inputs.get("loss_weights")) is None:
+        return None
+    if not isinstance(given, Tensor) or given.shape != shape or given.is_complex() or given.dtype == torch.bool:
+        kind = f"has the shape {tuple(given.shape)} and the type {given.dtype}" if isinstance(given, Tensor) else f"is a {type(given).__name__}"
+        raise InvalidArgument(f"loss_weights {kind}, numbers of the shape {shape} are needed, one for each token of input_ids")
+    if inputs.get("labels") is None and inputs.get("shift_labels") is None:
+        raise InvalidArgument("loss_weights are given without labels, whose losses they multiply: give labels, or leave loss_weights out")
+    if not bool(torch.isfinite(given).all()):
+        raise InvalidArgument("loss_weights has numbers that are not finite, finite ones are needed")
+    return given.float()
+
+
+def _from(first: int, ids: Tensor, positions: Tensor, begins: Tensor, given: bool, skips: bool) -> Tensor:
+    """The positions in a model that counts from `first`, the number after that of the padding. Without position_ids it may leave out
     tokens with the padding's id, which random words of a collator can have."""
     if first and not given:
-        words = ids != first - 1
+        words = ids != first - 1 if skips else torch.ones_like(ids, dtype=torch.bool)
         total = words.cumsum(0)
         before = F.pad(total, (1, 0))[begins].repeat_interleave(F.pad(begins, (0, 1), value=len(ids)).diff())
         return (total - before) * words + first - 1
@@ -144,8 +190,8 @@ def _starts(inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
     return starts
 
 
-def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True) -> Pack:
-    """The documents of the arguments of a forward call, for a model that counts positions from `first`. Labels are `shifted` if the
+def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips: bool = True) -> Pack:
+    """The documents of the arguments of a forward call, for a model that counts positions from `first` and `skips` padding. Labels are `shifted` if the
     label of a token is the next one. Raises InvalidArgument and Unsupported."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
@@ -169,6 +215,12 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True) -> Pac
     if len(places) == 0:
         raise InvalidArgument("attention_mask leaves no token of input_ids, at least one is needed")
     begins = starts.flatten()[places].nonzero().flatten()
+    padded = len(places) < ids.numel()
+    slices = slices_given(inputs, len(places), padded)
+    if slices is not None and (rows != 1 or (padded and not kept[0, 0])):
+        where = ", with padding at the left" * padded
+        raise Unsupported(f"slices are given, and input_ids has {rows} rows{where}: one row is needed, with padding at the right")
+    weights = _weights(inputs, (rows, length))
     labels = inputs.get("shift_labels")
     if labels is not None and not shifted:
         raise Unsupported("shift_labels is given to a model of masked words, whose labels are not shifted: give labels")
@@ -176,12 +228,18 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True) -> Pac
         labels = _numbers("shift_labels", labels, (rows, length)).flatten()[places]
     elif inputs.get("labels") is not None:
         labels = _numbers("labels", inputs["labels"], (rows, length)).flatten()[places]
+    if weights is not None:
+        weights = weights.flatten()[places]
     if shifted and labels is not None and inputs.get("shift_labels") is None:
         labels = F.pad(labels[1:], (0, 1), value=-100)
         labels[torch.cat([begins[1:], begins.new_tensor([len(places)])]) - 1] = -100
-    types = inputs.get("token_type_ids")
-    if types is not None:
-        types = _numbers("token_type_ids", types, (rows, length)).flatten()[places]
+        weights = None if weights is None else F.pad(weights[1:], (0, 1))
+    types = None
+    for name in ARGUMENTS:
+        if (said := inputs.get(name)) is not None:
+            types = _numbers(name, said, (rows, length)).flatten()[places]
     tokens, given = ids.flatten()[places], inputs.get("position_ids") is not None
-    positions = _from(first, tokens, positions.flatten()[places], begins, given)
-    return Pack((*begins.tolist(), len(places)), tokens, positions, labels, places, (rows, length), types, first)
+    positions = positions.flatten()[places]
+    positions = positions + first if slices is not None else _from(first, tokens, positions, begins, given, skips)
+    ends = (*begins.tolist(), len(places))
+    return Pack(ends, tokens, positions, labels, places, (rows, length), types, first, slices, weights, given and not told)

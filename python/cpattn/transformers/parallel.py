@@ -25,15 +25,17 @@ from ..torch import Batch, Context, GlooTransport
 from ..torch.gloo import Collectives, Members
 from .adapters import Adapters
 from .agree import Total, number, same, told
-from .attention import NAME, Current, Window, register
+from .attention import NAME, Current, register
 from .draws import Draws, refuse_layerdrop
 from .hybrids.deal import Deal
 from .inputs import checked, documents
+from .masks import Parts, Window
 from .mixers import Mixer, Mixers
 from .owners import refuse_owners
 from .pack import TAKEN, Pack
 from .probe import probe
 from .tiles import in_tiles, keeps_hidden, summed
+from .views import Views
 
 
 @dataclass(eq=False)
@@ -44,10 +46,11 @@ class Forward:
     first one, without a label: it is left out of all that is exchanged, and of the results."""
 
     pack: Pack
-    batch_of: Callable[[torch.dtype], Batch]
+    views: Views
     batch: Batch
     items: Any
     labels: Tensor | None
+    weights: Tensor | None = None
     tile: Tensor | None = None
     hidden: Tensor | None = None
     outputs: Any = None
@@ -61,12 +64,20 @@ class Forward:
         self.tokens = self.batch.tokens if len(self.batch.tokens) else self.batch.tokens.new_zeros(1)
         if self.labels is not None:
             self.labels = self.labels[self.tokens] if len(self.batch.tokens) else torch.full_like(self.labels[:1], -100)
+            self.weights = None if self.weights is None else self.weights[self.tokens]
         self.longest = max(self.pack.longest, self.pack.reach)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window, **options: Any) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, **options: Any) -> Tensor:
         dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
         q, k, v = (self.held(x.to(dtype)) for x in (q, k, v))
-        return self.given(self.batch_of(dtype).attention(q, k, v, window_left=window[0], window_right=window[1], **options))
+        batch, (left, right) = self.views.of(dtype, window)
+        return self.given(batch.attention(q, k, v, window_left=left, window_right=right, **options))
+
+    def blocked(self, numbers: Tensor) -> bool:
+        return self.views.blocked(numbers, self.tokens)
+
+    def contrary(self, message: str) -> None:
+        self.views.contrary(message)
 
     def held(self, x: Tensor) -> Tensor:
         """The rows of x that are tokens of this rank."""
@@ -78,7 +89,8 @@ class Forward:
 
     @property
     def positions(self) -> Tensor:
-        return self.batch.positions
+        pack = self.pack
+        return self.batch.positions if pack.slices is None else pack.positions[self.batch.tokens] - pack.first
 
     # For mixers.
 
@@ -87,10 +99,10 @@ class Forward:
         return self.batch.cu_seqlens
 
     def to_heads(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
-        return self.batch_of(x.dtype).to_heads(self.held(x), side, **heads)
+        return self.views.batch(x.dtype).to_heads(self.held(x), side, **heads)
 
     def to_tokens(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
-        return self.given(self.batch_of(x.dtype).to_tokens(x, side, **heads))
+        return self.given(self.views.batch(x.dtype).to_tokens(x, side, **heads))
 
     def own_heads(self, side: str = "q", **heads: int) -> slice:
         return self.batch.own_heads(side, **heads)
@@ -205,7 +217,8 @@ class ContextParallel:
 
     def _heads(self) -> dict[str, Any]:
         """Heads, dims and direction of the first layer, as defaults: each layer has its own."""
-        return {name: self._found.layers[0][1][name] for name in ("heads", "kv_heads", "head_dim", "window_right")}
+        kind = self._found.told[0][1]
+        return {name: kind[name] for name in ("heads", "kv_heads", "head_dim", "window_right") if name in kind}
 
     @property
     def transport(self) -> GlooTransport:
@@ -216,7 +229,7 @@ class ContextParallel:
         if dtype not in self._contexts:
             options = {**self._heads(), **self._options}
             if not any(options.get(name) for name in CHOSEN):
-                options["layers"] = self._found.layers
+                options["layers"] = self._found.told
             self._contexts[dtype] = Context(self._members, dtype=dtype, device=self.device, **options)
         return self._contexts[dtype]
 
@@ -231,11 +244,13 @@ class ContextParallel:
         )
         with told(context.transport):
             found, items = checked(self.model, self.config, self._found, inputs), inputs.get("num_items_in_batch")
+            if found.slices is not None and self._mixers:
+                raise Unsupported("slices are given to a model with layers that mix whole documents, which know no slices: give each answer its own prompt")
             if items is not None and (items := attempt(float, given := items)) is None:
                 raise refused("num_items_in_batch", given, "a number is needed")
         same(context.transport, "inputs", number(found.bytes() + repr(items).encode()), need)
-        batch = context.batch(found.cu_seqlens)
-        return Forward(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens), batch, items, found.labels, group=self._talk())
+        views = Views(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens, slices=found.slices), self._found.blocks)
+        return Forward(found, views, views.batch(self.model.dtype), items, found.labels, found.weights, group=self._talk())
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if Current.forward is not None:  # the head alone, for a tile
@@ -247,7 +262,7 @@ class ContextParallel:
         kept = {name: value for name, value in kwargs.items() if name not in TAKEN}
         kept |= {"input_ids": forward.pack.ids[mine][None], "position_ids": forward.pack.positions[mine][None]}
         if forward.pack.types is not None:
-            kept["token_type_ids"] = forward.pack.types[mine][None]
+            kept[self._found.named] = forward.pack.types[mine][None]
         if "use_cache" in self._takes:
             kept["use_cache"] = False
         forward.draws = Draws(self._number, self.device)
@@ -264,7 +279,7 @@ class ContextParallel:
         if forward.labels is None:
             return out
         if forward.hidden is None:
-            part = summed(logits[0], forward.labels)
+            part = summed(logits[0], forward.labels, forward.weights)
         else:
             out["logits"], part = None, in_tiles(self, model, forward, kwargs)
         items = forward.items if forward.items is not None else forward.pack.count
@@ -349,8 +364,8 @@ class ContextParallel:
             raise InvalidArgument("this ContextParallel is closed: make another one")
         return self._collectives
 
-    def count(self, batch: Mapping[str, Any]) -> int:
-        """The number of tokens of a batch with a label."""
+    def count(self, batch: Mapping[str, Any]) -> float:
+        """The number of tokens of a batch with a label; with loss_weights, the sum of their weights."""
         return documents(self.model, self._found, batch).count
 
     def loader(self, batches: Iterable[Any]) -> Iterator[Any]:

@@ -9,6 +9,8 @@ over tokens, linear attention, state spaces, scales that depend on all tokens, a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._header import UNLIMITED
 from ..errors import Error, Unsupported
-from .attention import Current, Window
+from .attention import Current
 from .hybrids.deal import Deal
+from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
 from .mixers import Mixers
 
 TOKENS = 7
@@ -27,13 +30,23 @@ TOKENS = 7
 class Alone:
     """A forward pass in which a token sees itself only, and its o depends on its q, k and v."""
 
-    longest = TOKENS
+    longest = UNLIMITED
 
     def __init__(self) -> None:
         # The kinds of layers, and the number of calls of each.
         self.kinds: Counter[tuple[tuple[str, int], ...]] = Counter()
+        self.numbers: list[Tensor] = []  # of blocks
+        self.contraries: list[str] = []
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window, **options: Any) -> Tensor:
+    def contrary(self, message: str) -> None:
+        self.contraries.append(message)
+
+    def blocked(self, numbers: Tensor) -> bool:
+        self.numbers.append(numbers)
+        return bool((numbers >= 0).any())
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, **options: Any) -> Tensor:
+        window = window.hull if isinstance(window, Parts) else window
         kind = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_dim": v.shape[2]}
         kind |= zip(("window_left", "window_right"), window)
         self.kinds[tuple(kind.items())] += 1
@@ -77,12 +90,21 @@ class Tables(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
 class Found(NamedTuple):
     """The kinds of a model's layers, each with the number of its layers; the first position of a document; the number of positions
-    from there on that the model has; the number of token types, 0 if it takes none."""
+    from there on that the model has; whether it counts no tokens with the padding's id; the number of token types, 0 if it takes none,
+    the name of their argument, and the blocks that they make in its masks."""
 
     layers: list[tuple[int, dict[str, int]]]
     first: int
     positions: int
+    skips: bool
     types: int
+    named: str
+    blocks: Blocks | None
+
+    @property
+    def told(self) -> list[tuple[int, dict[str, int]]]:
+        """The layers as options of plans: causal documents are the default, and slices say themselves what a query sees after its own key."""
+        return [(count, {name: value for name, value in kind.items() if name != "window_right" or value}) for count, kind in self.layers]
 
 
 def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
@@ -98,7 +120,8 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
         raise Unsupported(f"{name} embeds tokens with a {type(table).__name__}, one table with a weight is needed")
     config = model.config.get_text_config()
     padding, masked = (getattr(config, name, None) for name in ("pad_token_id", "mask_token_id"))
-    types = getattr(config, "type_vocab_size", 0) if "token_type_ids" in takes else 0
+    types, named, blocks = getattr(config, "type_vocab_size", 0), next((one for one in ARGUMENTS if one in takes), ""), None
+    types = types if named == "token_type_ids" else 0
     ids = torch.randperm(words.shape[0], generator=torch.Generator().manual_seed(1))
     ids = ids[ids != (-1 if padding is None else padding)][:TOKENS].to(words.device)
     if masked is not None and masked < words.shape[0] and masked not in ids:
@@ -111,14 +134,14 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
     forward, calls = Alone(), 0
     tables = Tables()  # type: ignore[no-untyped-call, unused-ignore]
 
-    def logits(order: Tensor, first: int | None) -> Tensor:
-        """Of these tokens, with positions from `first`, or without position_ids."""
+    def logits(order: Tensor, first: int | Tensor | None, of: Tensor | None = None, ids: Tensor = ids) -> Tensor:
+        """Of these tokens, with positions from `first`, or without position_ids; with types of their own."""
         nonlocal calls
         Current.forward, calls = forward, calls + 1
         tables.positions, tables.rows = order, UNLIMITED
         forward.cu_seqlens = tuple(range(len(order) + 1))
         where = {} if first is None else {"position_ids": (order + first)[None]}
-        where |= {"token_type_ids": (ids[order] % types)[None]} if types else {}
+        where |= {named: (ids[order] % types if of is None else of)[None]} if types or of is not None else {}
         out = model(input_ids=ids[order][None], **where, **more, **mixers.arguments(forward))
         found = getattr(out, "logits", None)
         if not isinstance(found, Tensor):
@@ -150,6 +173,14 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
             near = [one for one in distances if distances[one] <= most]
             first = min(near, key=distances.__getitem__, default=None)
             distance = apart(logits(some, first or 0), usual[some])
+            if any(bool((one >= 0).any()) for one in forward.numbers):
+                raise Unsupported("its mask has blocks of tokens that do not come from token types, which is not supported: use cpattn.torch")
+            rows, counted, kinds = tables.rows, calls, forward.kinds.copy()
+            skips = bool(first) and _skips(logits, ids, every, first or 0)
+            if named and not types:
+                types, blocks = _typed(forward, logits, torch.arange(len(SAMPLE), device=words.device) % len(ids), first or 0, most)
+            if forward.contraries:
+                raise Unsupported(forward.contraries[0])
     except Error as error:
         raise type(error)(f"{name}: {error}") from error
     except Exception as error:
@@ -158,11 +189,11 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
         Current.forward = None
         for module in training:
             module.training = True
-    if not forward.kinds and mixers:
+    if not kinds and mixers:
         # No attention: any kind of layer will do for the distribution of tokens.
         kind = {"heads": 1, "kv_heads": 1, "head_dim": 8, "value_dim": 8, "window_left": UNLIMITED, "window_right": 0}
-        forward.kinds[tuple(kind.items())] = calls
-    if not forward.kinds:
+        kinds[tuple(kind.items())] = counted
+    if not kinds:
         raise Unsupported(f"{name} has no layer with attention through AttentionInterface of Transformers, which is needed")
     if first is None:
         raise Unsupported(
@@ -174,5 +205,31 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
             f"its logits differ by {distance:.1e} of their standard deviation. Layers over whole documents (convolutions, linear attention, state "
             "spaces) need mixers"
         )
-    layers = [(count // calls, dict(kind)) for kind, count in forward.kinds.items()]
-    return Found(layers, first, tables.rows, types)
+    layers = [(count // counted, dict(kind)) for kind, count in kinds.items()]
+    return Found(layers, first, rows, skips, types, named, blocks)
+
+
+def _skips(logits: Callable[..., Tensor], ids: Tensor, order: Tensor, first: int) -> bool:
+    """Whether a model that counts positions from the number after that of the padding leaves out tokens with the padding's id."""
+    some = ids.clone()
+    some[2] = first - 1
+    usual = logits(order, None, ids=some)
+    left_out = torch.where(some == first - 1, first - 1, (some != first - 1).cumsum(0) + first - 1) - order
+    every, others = (float((logits(order, where, ids=some) - usual).abs().max()) for where in (first, left_out))
+    return others < every
+
+
+def _typed(forward: Alone, logits: Callable[..., Tensor], order: Tensor, first: int, most: float) -> tuple[int, Blocks | None]:
+    """The number of types that a model without a table of types takes, 0 if it does something else with them than blocks in its masks, and
+    the rule of the blocks."""
+    contraries, usual = forward.contraries, logits(order, first)
+    found: tuple[int, Blocks | None] = (0, None)
+    forward.numbers, forward.contraries = [], []
+    # It may take other types, or none without its other inputs: a batch with types is then refused.
+    with suppress(Exception):
+        typed = logits(order, first, torch.tensor(SAMPLE, device=order.device))
+        if float((typed - usual).abs().max()) <= most * float(usual.std()):
+            found = TYPES, rule(forward.numbers)
+    if found[1] is None:  # types decide nothing that a layer sees
+        forward.contraries = contraries
+    return found

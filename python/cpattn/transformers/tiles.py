@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from .parallel import ContextParallel, Forward
 
 
-def summed(logits: Tensor, labels: Tensor) -> Tensor:
+def summed(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
     # In f32 as in Transformers.
-    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels.long(), ignore_index=-100, reduction="sum")
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(logits, labels.long(), ignore_index=-100, reduction="sum" if weights is None else "none")
+    return losses if weights is None else (losses * weights).sum()
 
 
 def in_tiles(cp: ContextParallel, model: Any, forward: Forward, kwargs: dict[str, Any]) -> Tensor:
@@ -34,14 +36,14 @@ def in_tiles(cp: ContextParallel, model: Any, forward: Forward, kwargs: dict[str
     assert forward.hidden is not None and forward.labels is not None
     hidden: Any = forward.hidden
 
-    def part(rows: Tensor, labels: Tensor) -> Tensor:
+    def part(rows: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         outer, Current.forward = Current.forward, forward
         forward.tile = rows
         try:
             logits = model.forward(**kwargs).logits[0]
         finally:
             forward.tile, Current.forward = None, outer
-        return summed(logits, labels)
+        return summed(logits, labels, weights)
 
     # The same number on all ranks: with FSDP, each tile gathers the head's parameters.
     tiles = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(cp.ranks)) // cp.tile)
@@ -55,7 +57,8 @@ def in_tiles(cp: ContextParallel, model: Any, forward: Forward, kwargs: dict[str
             f"tile is {cp.tile}, fully_shard wraps the head separately, and torch.__version__ is {torch.__version__}, which does not gather the "
             "head's parameters again for each tile: use PyTorch 2.11 or later, or leave tile out"
         )
-    parts = zip(hidden.tensor_split(tiles, dim=1), forward.labels.tensor_split(tiles), strict=True)
+    weights = (None,) * tiles if forward.weights is None else forward.weights.tensor_split(tiles)
+    parts = zip(hidden.tensor_split(tiles, dim=1), forward.labels.tensor_split(tiles), weights, strict=True)
     total: Tensor = sum((checkpoint(part, *one, use_reentrant=False) for one in parts), hidden.new_zeros((), dtype=torch.float32))
     return total
 
