@@ -122,7 +122,7 @@ pub(super) fn expand_with(s: &Schedule, i: usize, e: &mut Expansion) -> Expanded
             ExpandedOp::Attend(*op, met(e))
         }
         OpKind::Backward(op) => {
-            s.ring_steps(op.ring_steps).ranges(op.ring_step as usize, &mut e.scratch);
+            s.ring_steps(op.side).ranges(op.ring_step as usize, &mut e.scratch);
             ExpandedOp::Backward(*op, met(e))
         }
     }

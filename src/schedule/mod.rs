@@ -143,7 +143,7 @@ impl Schedule {
 
     /// Lists the ranges of a forward call in `s`, with its modes.
     pub(crate) fn attend_ranges(&self, a: &AttendOp, s: &mut RangeScratch) {
-        self.ring_steps(a.part.ring_steps()).ranges(a.ring_step as usize, s);
+        self.ring_steps(a.part.side()).ranges(a.ring_step as usize, s);
         match a.part {
             AttendPart::Keys => {}
             AttendPart::Queries => s.begin_all(),
