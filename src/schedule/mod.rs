@@ -36,7 +36,6 @@ mod tensor_id;
 pub mod verify;
 
 pub use all_to_all::{AllToAll, AllToAllDirection};
-pub(crate) use all_to_all::{OWN_HEADS, OWN_TOKENS};
 pub use expanded::{CallRanges, ExpandedOp, SumBlock};
 pub(crate) use ops::{ALIGNMENT, BlockView, Op, OpKind, SINK_DIGITS, StepRows, StepTensor};
 pub use ops::{AttendOp, AttendPart, BackwardOp, Buf, Buffer, BufferView, Lane, MessageView};
