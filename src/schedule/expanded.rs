@@ -3,7 +3,7 @@
 //!
 //! A schedule stores its operations briefly: the rows of a ring step follow from the plan. [`Schedule::expand`] lists
 //! them, as views of buffers: messages of an exchange, sums of blocks, ranges of a kernel call. A framework can run
-//! these with its own kernels, streams and communicator, `examples/execute_schedule.rs` does it with plain loops and
+//! these with its own kernels, streams and communicator, `examples/execute_schedule` does it with plain loops and
 //! channels, and the verifier proves schedules in this form. The runtime lists the same arguments without allocating
 //! ([`super::expand`]).
 
