@@ -5,7 +5,7 @@ A `Plan` says what is computed and which rank holds which tokens. A `Rank` runs 
 other library with DLPack. A `Transport` is your own communicator. `cpattn.torch` is for PyTorch, `cpattn.jax` for JAX.
 """
 
-from . import slices
+from . import schedule, slices
 from ._header import UNLIMITED
 from ._library import library_version
 from .engine import Engine, EngineTransport
@@ -77,6 +77,7 @@ __all__ = [
     "on_all",
     "peer_group",
     "ranks_per_node",
+    "schedule",
     "slices",
     "timeline_svg",
 ]

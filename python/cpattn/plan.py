@@ -27,6 +27,8 @@ from .tensors import Array, Given
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .schedule import Schedule
+
 
 class Dtype(enum.IntEnum):
     F16, BF16, F32, F64 = range(4)
@@ -402,6 +404,12 @@ class Plan:
         size = c_uint64()
         call("plan_workspace", self.handle, rank, one_of("direction", direction, Direction), byref(size))
         return size.value
+
+    def schedule(self, rank: int, direction: Direction | str) -> Schedule:
+        """What a rank does in one direction, to be executed by your own program: see `cpattn.schedule`."""
+        from .schedule import Schedule
+
+        return Schedule.of(self, rank, direction)
 
     def tokens(self, side: Side, rank: int) -> array[int]:
         """The indices in the batch of a rank's tokens, in the rank's order."""
