@@ -1144,9 +1144,16 @@ typedef struct cpattn_schedule cpattn_schedule;
  * memory grow with the ranges of all operations: for long-lived use keep the schedule. */
 int32_t cpattn_schedule_create(const cpattn_plan *plan, uint32_t rank, int32_t direction, cpattn_schedule **schedule);
 
+/* The same for one all-to-all of a tensor of this side, innermost dimension and type (cpattn_rank_to_heads,
+ * cpattn_rank_to_tokens); its operations are exchanges and sums. For plans of any kind. */
+#define CPATTN_TO_HEADS 2
+#define CPATTN_TO_TOKENS 3
+int32_t cpattn_schedule_create_all_to_all(const cpattn_plan *plan, uint32_t rank, int32_t direction, int32_t side, uint32_t dim,
+    int32_t dtype, cpattn_schedule **schedule);
+
 int32_t cpattn_schedule_destroy(cpattn_schedule *schedule);
 
-/* The caller's tensors, as in cpattn_backward_args: those of a rank's own tokens. */
+/* The caller's tensors, as in cpattn_backward_args: those of a rank's own tokens. The last two are those of an all-to-all. */
 #define CPATTN_TENSOR_Q 0      /* [q_tokens, heads, head_dim] */
 #define CPATTN_TENSOR_K 1      /* [k_tokens, kv_heads, head_dim] */
 #define CPATTN_TENSOR_V 2      /* [k_tokens, kv_heads, value_dim] */
@@ -1158,6 +1165,8 @@ int32_t cpattn_schedule_destroy(cpattn_schedule *schedule);
 #define CPATTN_TENSOR_DV 8
 #define CPATTN_TENSOR_SINKS 9  /* [1, heads, 1] f32 */
 #define CPATTN_TENSOR_DSINKS 10 /* [1, heads, 1], the sum over all ranks of the replica */
+#define CPATTN_TENSOR_OWN_TOKENS 11 /* [own tokens, all heads, dim] */
+#define CPATTN_TENSOR_OWN_HEADS 12  /* [tokens of the ring share, own heads, dim], compact */
 
 /* A buffer. Views name it by its index in cpattn_schedule_info.buffers. */
 typedef struct cpattn_buffer {
@@ -1179,7 +1188,7 @@ typedef struct cpattn_schedule_info {
   size_t op_count;
   uint64_t workspace_bytes;
   uint32_t rank;
-  int32_t direction;
+  int32_t direction; /* as given */
 } cpattn_schedule_info;
 
 #define CPATTN_SCHEDULE_INFO_INIT \

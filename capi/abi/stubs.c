@@ -101,6 +101,8 @@ int32_t cpattn_merge(cpattn_scratch *scratch, const cpattn_tensor *o, const cpat
 int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, const cpattn_tensor *const *sources,
     size_t source_count, void *stream) { return 0; }
 int32_t cpattn_schedule_create(const cpattn_plan *plan, uint32_t rank, int32_t direction, cpattn_schedule **schedule) { return 0; }
+int32_t cpattn_schedule_create_all_to_all(const cpattn_plan *plan, uint32_t rank, int32_t direction, int32_t side, uint32_t dim,
+    int32_t dtype, cpattn_schedule **schedule) { return 0; }
 int32_t cpattn_schedule_destroy(cpattn_schedule *schedule) { return 0; }
 int32_t cpattn_schedule_describe(const cpattn_schedule *schedule, cpattn_schedule_info *info) { return 0; }
 int32_t cpattn_schedule_op(const cpattn_schedule *schedule, size_t index, cpattn_op *op) { return 0; }

@@ -10,18 +10,18 @@ use std::collections::BTreeMap;
 
 use super::{
     handle::{self, Handle, HandleKind},
-    input::{result, write_sized},
-    plan::{cpattn_plan, direction, rank_of, runs},
+    input::{one_of, result, write_sized},
+    plan::{cpattn_plan, direction, rank_of, runs, side},
     problem::DTYPES,
     ranges::{cpattn_band, cpattn_head_map, cpattn_pair, cpattn_q_range, cpattn_range, cpattn_ranges, cpattn_score},
     trace::name,
 };
 use cpattn::{
-    Error, Plan, Result,
+    Dtype, Error, Plan, Result, Side,
     call::{Gradients, HeadMap, QRange},
     schedule::{
-        AttendOp, BackwardOp, Buf, BufferView, CallRanges, ExpandedOp, MessageView, Operation, Schedule, SumBlock,
-        TensorId,
+        AllToAll, AllToAllDirection, AttendOp, BackwardOp, Buf, BufferView, CallRanges, ExpandedOp, MessageView,
+        Operation, Schedule, SumBlock, TensorId,
     },
 };
 
@@ -204,18 +204,42 @@ struct Buffers {
     first_of_workspace: u32,
 }
 
+/// A tensor of the caller's: its shape, its type, and whether the schedule writes it.
+type Given = (TensorId, [usize; 3], Dtype, bool);
+
+/// The tensors that a direction of attention uses.
+fn given_to_attention(plan: &Plan, schedule: &Schedule) -> Vec<Given> {
+    let p = plan.problem();
+    let used = |tensor: TensorId| {
+        let written = tensor.is_written(schedule.direction(), p.sinks())?;
+        Some((tensor, tensor.shape(plan, schedule.rank()), tensor.dtype(p), written))
+    };
+    TensorId::ALL.into_iter().filter_map(used).collect()
+}
+
+/// The two tensors of an all-to-all.
+fn given_to_all_to_all(plan: &Plan, rank: usize, a: AllToAll) -> Vec<Given> {
+    let (p, share, dim) = (plan.problem(), plan.heads_of(rank), a.dim as usize);
+    let (all, own) = match a.side {
+        Side::Q => (p.heads(), share.q.len()),
+        Side::K => (p.kv_heads(), share.kv.len()),
+    };
+    let to_heads = a.direction == AllToAllDirection::ToHeads;
+    vec![
+        (TensorId::OwnTokens, [plan.local_tokens(a.side, rank), all, dim], a.dtype, !to_heads),
+        (TensorId::OwnHeads, [plan.held_tokens(a.side, rank), own, dim], a.dtype, to_heads),
+    ]
+}
+
 impl Buffers {
-    fn new(plan: &Plan, schedule: &Schedule) -> Self {
-        let p = plan.problem();
+    fn new(given: Vec<Given>, schedule: &Schedule) -> Self {
         let (mut list, mut tensors) = (Vec::new(), [u32::MAX; TensorId::COUNT]);
-        for tensor in TensorId::ALL {
-            let Some(written) = tensor.is_written(schedule.direction(), p.sinks()) else { continue };
-            let [rows, heads, dim] = tensor.shape(plan, schedule.rank());
+        for (tensor, [rows, heads, dim], dtype, written) in given {
             tensors[tensor as usize] = list.len() as u32;
             list.push(cpattn_buffer {
                 name: name(if tensor == TensorId::DO { "d_o" } else { tensor.name() }),
                 tensor: tensor as i32,
-                dtype: tensor.dtype(p) as i32,
+                dtype: dtype as i32,
                 rows: rows as u64,
                 heads: heads as u32,
                 dim: dim as u32,
@@ -403,15 +427,15 @@ fn list_ranges(op: &mut ListedOp, r: CallRanges) {
 }
 
 impl ListedSchedule {
-    fn new(plan: &Plan, rank: usize, direction: i32, schedule: &Schedule) -> Result<Self> {
-        let mut lister = Lister { buffers: Buffers::new(plan, schedule), messages: BTreeMap::new() };
+    fn new(plan: &Plan, given: Vec<Given>, direction: i32, schedule: &Schedule) -> Result<Self> {
+        let mut lister = Lister { buffers: Buffers::new(given, schedule), messages: BTreeMap::new() };
         let ops = schedule
             .operations()
             .enumerate()
             .map(|(i, op)| lister.op(op, schedule.expand(i)))
             .collect::<Result<Vec<_>>>()?;
         Ok(Self {
-            rank: rank as u32,
+            rank: schedule.rank() as u32,
             direction,
             workspace_bytes: schedule.workspace_bytes(),
             score: plan.problem().score(),
@@ -487,9 +511,32 @@ pub unsafe extern "C" fn cpattn_schedule_create(
     boundary!({
         let (plan, out) = given!(handle::borrow(plan), result("schedule", schedule));
         runs(plan)?;
-        let rank = rank_of(plan, rank)?;
-        let made = Schedule::new(plan, rank, self::direction(direction)?)?;
-        out.write(handle::create(ListedSchedule::new(plan, rank, direction, &made)?));
+        let made = Schedule::new(plan, rank_of(plan, rank)?, self::direction(direction)?)?;
+        let given = given_to_attention(plan, &made);
+        out.write(handle::create(ListedSchedule::new(plan, given, direction, &made)?));
+    })
+}
+
+const TO_HEADS: i32 = 2;
+const TO_TOKENS: i32 = 3;
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_schedule_create_all_to_all(
+    plan: *const cpattn_plan, rank: u32, direction: i32, side: i32, dim: u32, dtype: i32,
+    schedule: *mut *mut cpattn_schedule,
+) -> i32 {
+    boundary!({
+        let (plan, out) = given!(handle::borrow(plan), result("schedule", schedule));
+        let (rank, side, dtype) = (rank_of(plan, rank)?, self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
+        let way = match direction {
+            TO_HEADS => AllToAllDirection::ToHeads,
+            TO_TOKENS => AllToAllDirection::ToTokens,
+            _ => return Err(Error::invalid("direction", direction, "CPATTN_TO_HEADS or CPATTN_TO_TOKENS").into()),
+        };
+        let all_to_all = AllToAll { direction: way, side, dim, dtype };
+        let made = Schedule::all_to_all(plan, rank, all_to_all)?;
+        let given = given_to_all_to_all(plan, rank, all_to_all);
+        out.write(handle::create(ListedSchedule::new(plan, given, direction, &made)?));
     })
 }
 

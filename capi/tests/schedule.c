@@ -213,7 +213,8 @@ static double result[11][TOKENS * HEADS * DIM];
 static float sinks[HEADS];
 
 static int is_key(int32_t tensor) {
-  return tensor == CPATTN_TENSOR_K || tensor == CPATTN_TENSOR_V || tensor == CPATTN_TENSOR_DK || tensor == CPATTN_TENSOR_DV;
+  return tensor == CPATTN_TENSOR_K || tensor == CPATTN_TENSOR_V || tensor == CPATTN_TENSOR_DK || tensor == CPATTN_TENSOR_DV ||
+         tensor == CPATTN_TENSOR_OWN_TOKENS; /* of k, here */
 }
 
 /* Copies a rank's rows of one of the caller's tensors between the whole batch and a buffer. */
@@ -228,58 +229,114 @@ static void rows(const cpattn_plan *plan, const executed *r, uint32_t buffer, do
   }
 }
 
-static void run(const cpattn_plan *plan, int32_t direction) {
-  executed ranks[WORLD];
+/* Memory for a rank's buffers, filled with NaN: what nothing writes must show. */
+static void begin(executed *r) {
+  cpattn_schedule_info info = CPATTN_SCHEDULE_INFO_INIT;
+  OK(cpattn_schedule_describe(r->schedule, &info));
+  r->info = info;
+  r->next = 0;
+  r->posted = 0;
+  r->data = calloc(info.buffer_count, sizeof *r->data);
+  r->workspace = malloc(info.workspace_bytes + 1);
+  memset(r->workspace, 0xff, info.workspace_bytes + 1);
+  for (uint32_t i = 0; i < info.buffer_count; i++) {
+    const cpattn_buffer *b = &info.buffers[i];
+    const size_t bytes = b->rows * b->heads * b->dim * size_of(b->dtype);
+    if (b->tensor >= 0) {
+      r->data[i] = malloc(bytes + 1);
+      memset(r->data[i], 0xff, bytes + 1);
+    } else {
+      if (b->offset % CPATTN_WORKSPACE_ALIGNMENT || b->offset + bytes > info.workspace_bytes) exit(7);
+      r->data[i] = r->workspace + b->offset;
+    }
+  }
+}
+
+static void end(executed *r) {
+  for (uint32_t i = 0; i < r->info.buffer_count; i++)
+    if (r->info.buffers[i].tensor >= 0) free(r->data[i]);
+  free(r->workspace);
+  free(r->data);
+  OK(cpattn_schedule_destroy(r->schedule));
+}
+
+/* All operations of all ranks, each rank until it waits for a message. */
+static void execute(executed *ranks) {
   cpattn_scratch *scratch = NULL;
   OK(cpattn_scratch_create(1, &scratch));
   OK(cpattn_scratch_reserve(scratch, CPATTN_F64, DIM, VALUE_DIM));
-  memset(ranks, 0, sizeof ranks);
-  for (uint32_t me = 0; me < WORLD; me++) {
-    executed *r = &ranks[me];
-    cpattn_schedule_info info = CPATTN_SCHEDULE_INFO_INIT;
-    OK(cpattn_schedule_create(plan, me, direction, &r->schedule));
-    OK(cpattn_schedule_describe(r->schedule, &info));
-    r->info = info;
-    r->data = calloc(info.buffer_count, sizeof *r->data);
-    uint64_t workspace = 0;
-    OK(cpattn_plan_workspace(plan, me, direction, &workspace));
-    if (workspace != info.workspace_bytes || info.rank != me || info.direction != direction) exit(7);
-    r->workspace = malloc(workspace + 1);
-    memset(r->workspace, 0xff, workspace + 1); /* NaN: what nothing writes must show */
-    for (uint32_t i = 0; i < info.buffer_count; i++) {
-      const cpattn_buffer *b = &info.buffers[i];
-      const size_t bytes = b->rows * b->heads * b->dim * size_of(b->dtype);
-      if (b->tensor < 0) {
-        if (b->offset % CPATTN_WORKSPACE_ALIGNMENT || b->offset + bytes > workspace) exit(8);
-        r->data[i] = r->workspace + b->offset;
-        continue;
-      }
-      r->data[i] = malloc(bytes + 1);
-      memset(r->data[i], 0xff, bytes + 1);
-      if (b->tensor == CPATTN_TENSOR_SINKS) memcpy(r->data[i], sinks, bytes);
-      else if (!b->written) rows(plan, r, i, direction == CPATTN_BACKWARD && (b->tensor == CPATTN_TENSOR_O || b->tensor == CPATTN_TENSOR_LSE) ? result[b->tensor] : whole[b->tensor], 0);
-    }
-  }
   for (int moved = 1; moved;) {
     moved = 0;
     for (uint32_t me = 0; me < WORLD; me++)
       while (ranks[me].next < ranks[me].info.op_count && step(&ranks[me], scratch)) moved = 1;
   }
+  for (uint32_t me = 0; me < WORLD; me++)
+    if (ranks[me].next != ranks[me].info.op_count) exit(8);
+  OK(cpattn_scratch_destroy(scratch));
+  while (letters) free(mail[--letters].data);
+}
+
+static void run(const cpattn_plan *plan, int32_t direction) {
+  executed ranks[WORLD];
   for (uint32_t me = 0; me < WORLD; me++) {
     executed *r = &ranks[me];
-    if (r->next != r->info.op_count) exit(9);
+    uint64_t workspace = 0;
+    OK(cpattn_plan_workspace(plan, me, direction, &workspace));
+    OK(cpattn_schedule_create(plan, me, direction, &r->schedule));
+    begin(r);
+    if (workspace != r->info.workspace_bytes || r->info.rank != me || r->info.direction != direction) exit(9);
+    for (uint32_t i = 0; i < r->info.buffer_count; i++) {
+      const cpattn_buffer *b = &r->info.buffers[i];
+      const int of_forward = b->tensor == CPATTN_TENSOR_O || b->tensor == CPATTN_TENSOR_LSE;
+      if (b->tensor == CPATTN_TENSOR_SINKS) memcpy(r->data[i], sinks, sizeof sinks);
+      else if (!b->written) rows(plan, r, i, of_forward ? result[b->tensor] : whole[b->tensor], 0);
+    }
+  }
+  execute(ranks);
+  for (uint32_t me = 0; me < WORLD; me++) {
+    executed *r = &ranks[me];
     for (uint32_t i = 0; i < r->info.buffer_count; i++) {
       const cpattn_buffer *b = &r->info.buffers[i];
       if (b->tensor == CPATTN_TENSOR_DSINKS) memcpy(result[b->tensor], r->data[i], HEADS * sizeof(double));
       else if (b->tensor >= 0 && b->written) rows(plan, r, i, result[b->tensor], 1);
-      if (b->tensor >= 0) free(r->data[i]);
     }
-    free(r->workspace);
-    free(r->data);
-    OK(cpattn_schedule_destroy(r->schedule));
+    end(r);
   }
-  OK(cpattn_scratch_destroy(scratch));
-  while (letters) free(mail[--letters].data);
+}
+
+/* k to heads and back. Two ranks have each kv head, so the way back doubles it. */
+static void all_to_all(const cpattn_plan *plan) {
+  executed to_heads[WORLD], to_tokens[WORLD];
+  static int64_t order[TOKENS];
+  size_t tokens = 0;
+  for (uint32_t me = 0; me < WORLD; me++) {
+    OK(cpattn_schedule_create_all_to_all(plan, me, CPATTN_TO_HEADS, CPATTN_K, DIM, CPATTN_F64, &to_heads[me].schedule));
+    OK(cpattn_schedule_create_all_to_all(plan, me, CPATTN_TO_TOKENS, CPATTN_K, DIM, CPATTN_F64, &to_tokens[me].schedule));
+    begin(&to_heads[me]);
+    begin(&to_tokens[me]);
+    const cpattn_buffer *own = to_heads[me].info.buffers;
+    if (own[0].tensor != CPATTN_TENSOR_OWN_TOKENS || own[1].tensor != CPATTN_TENSOR_OWN_HEADS || own[0].written || !own[1].written) exit(10);
+    rows(plan, &to_heads[me], 0, whole[CPATTN_TENSOR_K], 0);
+    OK(cpattn_plan_tokens(plan, CPATTN_K, me, order + tokens, TOKENS - tokens));
+    tokens += own[0].rows;
+  }
+  execute(to_heads);
+  for (uint32_t me = 0; me < WORLD; me++) {
+    const cpattn_buffer *held = &to_heads[me].info.buffers[1];
+    cpattn_share share = CPATTN_SHARE_INIT;
+    OK(cpattn_plan_share(plan, me, &share));
+    if (held->rows != TOKENS || held->heads != share.kv_head_end - share.kv_head_begin) exit(11);
+    for (size_t i = 0; i < TOKENS; i++)
+      for (uint32_t h = 0; h < held->heads; h++)
+        failures += memcmp((double *)to_heads[me].data[1] + (i * held->heads + h) * DIM,
+                           whole[CPATTN_TENSOR_K] + ((size_t)order[i] * KV_HEADS + share.kv_head_begin + h) * DIM, DIM * sizeof(double)) != 0;
+    memcpy(to_tokens[me].data[1], to_heads[me].data[1], held->rows * held->heads * DIM * sizeof(double));
+  }
+  execute(to_tokens);
+  for (uint32_t me = 0; me < WORLD; me++) rows(plan, &to_tokens[me], 0, result[CPATTN_TENSOR_K], 1);
+  for (size_t i = 0; i < TOKENS * KV_HEADS * DIM; i++) failures += result[CPATTN_TENSOR_K][i] != 2 * whole[CPATTN_TENSOR_K][i];
+  if (failures) fprintf(stderr, "all-to-all: %d rows or numbers differ\n", failures);
+  for (uint32_t me = 0; me < WORLD; me++) end(&to_heads[me]), end(&to_tokens[me]);
 }
 
 static cpattn_tensor tensor(double *data, int64_t *shape, int64_t *strides, int32_t ndim) {
@@ -402,6 +459,12 @@ int main(void) {
   problem.window_right = 0;
   OK(cpattn_plan_create(&problem, &cases[0], &plan));
   REFUSED(CPATTN_UNSUPPORTED, "CPATTN_OTHER", cpattn_schedule_create(plan, 0, CPATTN_FORWARD, &schedule));
+  all_to_all(plan);
+  REFUSED(CPATTN_INVALID, "direction is 1, expected CPATTN_TO_HEADS or CPATTN_TO_TOKENS",
+          cpattn_schedule_create_all_to_all(plan, 0, CPATTN_BACKWARD, CPATTN_Q, DIM, CPATTN_F32, &schedule));
+  REFUSED(CPATTN_INVALID, "side is 2", cpattn_schedule_create_all_to_all(plan, 0, CPATTN_TO_HEADS, 2, DIM, CPATTN_F32, &schedule));
+  REFUSED(CPATTN_INVALID, "dim is 0", cpattn_schedule_create_all_to_all(plan, 0, CPATTN_TO_HEADS, CPATTN_Q, 0, CPATTN_F32, &schedule));
+  REFUSED(CPATTN_INVALID, "dtype is 4", cpattn_schedule_create_all_to_all(plan, 0, CPATTN_TO_HEADS, CPATTN_Q, DIM, 4, &schedule));
   OK(cpattn_plan_destroy(plan));
   if (failures) return 1;
   puts("ok");
