@@ -16,8 +16,8 @@ import argparse
 import cpattn
 import torch
 import torch.distributed as dist
-from cpattn import Direction, Plan, Side
-from cpattn.schedule import Gradients, Op, Tensor
+from cpattn import Plan, Side
+from cpattn.schedule import Gradients, Op, Schedule, Tensor
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 DOCUMENTS = [0, 37, 37, 101, 128]
@@ -44,11 +44,10 @@ CASES = {
 class Executor:
     """A rank's tensors, by `Tensor`, and the operations on them."""
 
-    def __init__(self, plan: Plan, rank: int, inputs: dict[Tensor, torch.Tensor], slopes: torch.Tensor | None):
-        self.plan, self.rank, self.tensors, self.slopes = plan, rank, inputs, slopes
+    def __init__(self, tensors: dict[Tensor, torch.Tensor], slopes: torch.Tensor | None = None):
+        self.tensors, self.slopes, self.buffers = tensors, slopes, []
 
-    def run(self, direction: Direction) -> None:
-        schedule = self.plan.schedule(self.rank, direction)
+    def run(self, schedule: Schedule) -> None:
         self.buffers = []
         for b in schedule.buffers:
             # What nothing writes must show.
@@ -206,9 +205,9 @@ def compare(name, rank, world, dtype=torch.float64):
     q, k, v, sinks, d_o = inputs
     given = {Tensor.Q: q[mine], Tensor.K: k[mine], Tensor.V: v[mine], Tensor.D_O: d_o[mine]}
     slopes = options.get("alibi_slopes")
-    executor = Executor(plan, rank, given | {Tensor.SINKS: sinks[None, :, None]}, slopes and torch.tensor(slopes))
-    executor.run(Direction.FORWARD)
-    executor.run(Direction.BACKWARD)
+    executor = Executor(given | {Tensor.SINKS: sinks[None, :, None]}, slopes and torch.tensor(slopes))
+    executor.run(plan.schedule(rank, "forward"))
+    executor.run(plan.schedule(rank, "backward"))
 
     place = torch.arange(tokens)
     distance = place[None, :] - place[:, None]

@@ -22,7 +22,7 @@ from .errors import (
     ScheduleError,
     Unsupported,
 )
-from .plan import Circulate, Direction, Dtype, Gather, Kind, Layout, Plan, PlanOptions, Side, Wire, ranks_per_node
+from .plan import AllToAll, Circulate, Direction, Dtype, Gather, Kind, Layout, Plan, PlanOptions, Side, Wire, ranks_per_node
 from .rank import Isa, Rank, check_ring, local_group, nccl_group, nccl_unique_id, on_all, peer_group
 from .ring import Link
 from .slices import Slice
@@ -34,6 +34,7 @@ __all__ = [
     "FAILED_BEFORE",
     "RAISED",
     "UNLIMITED",
+    "AllToAll",
     "Array",
     "Busy",
     "Circulate",

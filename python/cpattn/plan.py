@@ -87,6 +87,12 @@ class Direction(enum.IntEnum):
     FORWARD, BACKWARD = range(2)
 
 
+class AllToAll(enum.IntEnum):
+    """From own tokens and all heads to all tokens of the ring share and own heads, or back."""
+
+    TO_HEADS, TO_TOKENS = 2, 3
+
+
 class PlanOptions(TypedDict, total=False):
     """Options of a plan, with their defaults in parentheses. None, where it is allowed, is the default. Members of an enum may be
     given by their names, as strings.
@@ -410,6 +416,12 @@ class Plan:
         from .schedule import Schedule
 
         return Schedule.of(self, rank, direction)
+
+    def all_to_all_schedule(self, rank: int, direction: AllToAll | str, side: Side | str, dim: int, dtype: Dtype | str | object) -> Schedule:
+        """The same for the all-to-all of one tensor with the tokens and heads of a side."""
+        from .schedule import Schedule
+
+        return Schedule.of_all_to_all(self, rank, direction, side, dim, dtype)
 
     def tokens(self, side: Side, rank: int) -> array[int]:
         """The indices in the batch of a rank's tokens, in the rank's order."""

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 from . import _header
 from ._check import one_of
 from ._library import call, status_of
-from .plan import Direction, Dtype, Plan
+from .plan import AllToAll, Direction, Dtype, Plan, Side, at_least_1, dtype_of
 
 
 class Tensor(enum.IntEnum):
-    """The caller's tensors, [tokens, heads, dim]. That of LSE is [tokens, heads, 1], of SINKS and DSINKS [1, heads, 1]."""
+    """The caller's tensors, [tokens, heads, dim]. That of LSE is [tokens, heads, 1], of SINKS and DSINKS [1, heads, 1]. The last two are
+    those of an all-to-all."""
 
-    Q, K, V, O, LSE, D_O, DQ, DK, DV, SINKS, DSINKS = range(11)
+    Q, K, V, O, LSE, D_O, DQ, DK, DV, SINKS, DSINKS, OWN_TOKENS, OWN_HEADS = range(13)
 
 
 class OpKind(enum.IntEnum):
@@ -205,16 +206,30 @@ class Schedule:
     """A rank's operations in one direction. Views name buffers by their index in `buffers`."""
 
     rank: int
-    direction: Direction
+    direction: Direction | AllToAll
     workspace_bytes: int
     buffers: tuple[Buffer, ...]
     ops: tuple[Op, ...]
 
     @classmethod
     def of(cls, plan: Plan, rank: int, direction: Direction | str) -> Schedule:
-        """The schedule of a plan."""
-        way, handle, info = one_of("direction", direction, Direction), c_void_p(), _header.ScheduleInfo()
+        """The schedule of a plan: `Plan.schedule`."""
+        way, handle = one_of("direction", direction, Direction), c_void_p()
         call("schedule_create", plan.handle, rank, way, byref(handle))
+        return cls._copied(handle, rank, way)
+
+    @classmethod
+    def of_all_to_all(cls, plan: Plan, rank: int, direction: AllToAll | str, side: Side | str, dim: int, dtype: Any) -> Schedule:
+        """The schedule of an all-to-all: `Plan.all_to_all_schedule`."""
+        way, handle = one_of("direction", direction, AllToAll), c_void_p()
+        of = way, one_of("side", side, Side), at_least_1("dim", dim), dtype_of(dtype)
+        call("schedule_create_all_to_all", plan.handle, rank, *of, byref(handle))
+        return cls._copied(handle, rank, way)
+
+    @classmethod
+    def _copied(cls, handle: c_void_p, rank: int, way: Direction | AllToAll) -> Schedule:
+        """What a handle has, which is destroyed."""
+        info = _header.ScheduleInfo()
         try:
             call("schedule_describe", handle, byref(info))
             buffers = tuple(

@@ -21,7 +21,22 @@ WORLD = 4
 
 
 def job(rank: int, world: int) -> list[float]:
-    return [execute_schedule.compare(name, rank, world) for name in execute_schedule.CASES]
+    return [*(execute_schedule.compare(name, rank, world) for name in execute_schedule.CASES), all_to_all(rank)]
+
+
+def all_to_all(rank: int) -> float:
+    """k to heads and back: two ranks have each kv head, so the way back doubles it."""
+    made = plan(kind="other", ring=1)
+    whole = torch.randn(40, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    order = torch.tensor([t for r in range(WORLD) for t in made.tokens(cpattn.Side.K, r)])
+    mine, heads = whole[torch.tensor(made.tokens(cpattn.Side.K, rank))], made.share(rank)
+    tensors = {Tensor.OWN_TOKENS: mine}
+    executor = execute_schedule.Executor(tensors)
+    executor.run(made.all_to_all_schedule(rank, "to_heads", "k", 3, "float64"))
+    held = whole[order, heads.kv_head_begin : heads.kv_head_end]
+    apart = (tensors[Tensor.OWN_HEADS] - held).abs().max()
+    executor.run(made.all_to_all_schedule(rank, cpattn.AllToAll.TO_TOKENS, cpattn.Side.K, 3, torch.float64))
+    return max(apart.item(), (tensors[Tensor.OWN_TOKENS] - 2 * mine).abs().max().item())
 
 
 def plan(**options: object) -> cpattn.Plan:
@@ -31,7 +46,7 @@ def plan(**options: object) -> cpattn.Plan:
 class Schedules(unittest.TestCase):
     def test_executed_with_torch(self) -> None:
         for rank, worst in enumerate(run(job, WORLD)):
-            for name, difference in zip(execute_schedule.CASES, worst, strict=True):
+            for name, difference in zip([*execute_schedule.CASES, "all-to-all"], worst, strict=True):
                 self.assertLess(difference, 1e-13, f"{name} on rank {rank}")
 
     def test_messages_of_all_ranks_match(self) -> None:
@@ -61,7 +76,7 @@ class Schedules(unittest.TestCase):
         s = made.schedule(1, "backward")
         self.assertEqual((s.rank, s.direction, s.workspace_bytes), (1, cpattn.Direction.BACKWARD, made.workspace(1, cpattn.Direction.BACKWARD)))
         given = {b.tensor: b for b in s.buffers if b.tensor is not None}
-        self.assertEqual(set(given), set(Tensor))
+        self.assertEqual(set(given), set(Tensor) - {Tensor.OWN_TOKENS, Tensor.OWN_HEADS})
         self.assertEqual({t for t, b in given.items() if b.written}, {Tensor.DQ, Tensor.DK, Tensor.DV, Tensor.DSINKS})
         tokens = len(made.tokens(cpattn.Side.Q, 1))
         self.assertEqual((given[Tensor.Q].shape, given[Tensor.K].shape, given[Tensor.LSE].shape), ((tokens, 4, 8), (tokens, 2, 8), (tokens, 4, 1)))
@@ -87,6 +102,10 @@ class Schedules(unittest.TestCase):
             plan().schedule(4, "forward")
         with self.assertRaisesRegex(cpattn.InvalidArgument, "direction is 'sideways'"):
             plan().schedule(0, "sideways")
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "direction is 'forward'"):
+            plan().all_to_all_schedule(0, "forward", "k", 8, "float32")
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "dim is 0"):
+            plan().all_to_all_schedule(0, "to_heads", "k", 0, "float32")
         with self.assertRaisesRegex(cpattn.Unsupported, "CPATTN_OTHER"):
             plan(kind="other", ring=1).schedule(0, "forward")
 
