@@ -12,7 +12,7 @@
 //! - `problem`, `plan`, `shard`, `transport` (with `table`, `engine`, `engine_table`, `mpi`, `nccl`), `rank`, `run`,
 //!   `shift`, `trace`, `picture`: the calls of the header, in its order;
 //! - `scratch`, `ranges`, `attend`, `blocks`: single kernel calls;
-//! - `schedule`: a rank's operations, for programs that execute them.
+//! - `schedule` (with `schedule_list`): a rank's operations, for programs that execute them.
 //!
 //! CPU and devices are distinguished in three places: a tensor's device (`dlpack`), the creation of a rank, and the
 //! creation of a scratch. [`Rank`](cpattn::Rank) and [`Kernels`](cpattn::kernel::Kernels) hide all other differences. A
@@ -45,6 +45,7 @@ mod rank;
 mod ring;
 mod run;
 mod schedule;
+mod schedule_list;
 mod scratch;
 mod shard;
 mod shift;
