@@ -49,7 +49,7 @@ pub use options::{Circulate, Gather, Wire};
 pub use problem::AttentionKind;
 pub(crate) use problem::Problem;
 use together::form_of;
-pub(crate) use together::{FEW_KEYS, GATHERED, MANY_DOCUMENTS};
+pub(crate) use together::{GATHERED, MANY_DOCUMENTS, MIN_KEYS_PER_STEP};
 
 impl Plan {
     /// Makes a plan with the default options.
