@@ -161,7 +161,7 @@ impl Plan {
     ///
     /// # Panics
     /// A rank outside the mesh.
-    pub fn held_tokens(&self, side: Side, rank: usize) -> usize {
+    pub fn tokens_between_all_to_alls(&self, side: Side, rank: usize) -> usize {
         self.shares().rows(side, self.coordinates(rank).ring)
     }
 

@@ -187,7 +187,7 @@ impl Rank {
         // Rows and heads of a side that this rank holds between the two all-to-alls.
         let shape = |side: Side| {
             let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
-            (plan.held_tokens(side, rank), heads)
+            (plan.tokens_between_all_to_alls(side, rank), heads)
         };
         let room = |side: Side, dim: usize| {
             let (rows, heads) = shape(side);

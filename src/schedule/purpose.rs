@@ -42,7 +42,7 @@ impl Purpose {
                 };
                 let (shape, written) = match tensor {
                     TensorId::OwnTokens => ([plan.local_tokens(side, rank), all, dim], !to_heads),
-                    TensorId::OwnHeads => ([plan.held_tokens(side, rank), own, dim], to_heads),
+                    TensorId::OwnHeads => ([plan.tokens_between_all_to_alls(side, rank), own, dim], to_heads),
                     _ => return None,
                 };
                 Some(TensorForm { name: if written { "to" } else { "from" }, dtype, shape, written })
