@@ -348,7 +348,7 @@ fn hit<'a>(a: &'a [Touch], b: &'a [Touch]) -> Option<(&'a Touch, &'a Touch)> {
             begin += 1;
         }
         for y in b[begin..].iter().take_while(|y| y.low < x.high) {
-            if (x.write || y.write) && y.low < y.high && ScheduleCheck::meet(x, y) {
+            if (x.write || y.write) && y.low < y.high && ScheduleCheck::overlap(x, y) {
                 return Some((x, y));
             }
         }
