@@ -76,6 +76,7 @@ using Plan = std::unique_ptr<cpattn_plan, detail::Destroyer<cpattn_plan_destroy>
 using Transport = std::unique_ptr<cpattn_transport, detail::Destroyer<cpattn_transport_destroy>>;
 using Rank = std::unique_ptr<cpattn_rank, detail::Destroyer<cpattn_rank_destroy>>;
 using Scratch = std::unique_ptr<cpattn_scratch, detail::Destroyer<cpattn_scratch_destroy>>;
+using Schedule = std::unique_ptr<cpattn_schedule, detail::Destroyer<cpattn_schedule_destroy>>;
 
 namespace detail {
 template <>
@@ -93,6 +94,10 @@ struct Owner<cpattn_rank> {
 template <>
 struct Owner<cpattn_scratch> {
   using type = Scratch;
+};
+template <>
+struct Owner<cpattn_schedule> {
+  using type = Schedule;
 };
 }  // namespace detail
 

@@ -206,7 +206,7 @@ pub enum Cause {
         with: usize,
     },
     /// The library below the transport (NCCL) reports an error, which can be this rank's own.
-    Engine {
+    Library {
         /// The library's error code.
         code: i32,
         /// The meaning of the code.
@@ -359,7 +359,7 @@ impl fmt::Display for Cause {
             Self::Size { ours, theirs } => write!(f, "offered {theirs} bytes where {ours} were expected"),
             Self::Failed => f.write_str("failed; see its own error"),
             Self::Disagreed { with } => write!(f, "runs something else than rank {with}; see their own errors"),
-            Self::Engine { code, text, ms, bytes } => {
+            Self::Library { code, text, ms, bytes } => {
                 write!(f, "failed: the engine reports {code}, {text}, after {ms} ms of an exchange of {bytes} bytes")
             }
             Self::Returned { function, code } => {

@@ -18,20 +18,20 @@
  *   cpattn_forward(rank, plan, &forward_args);           o and lse of this rank's tokens
  *   cpattn_backward(rank, plan, &backward_args);         dq, dk, dv
  *
- * The kernels (attention over ranges, its backward, merging, transforms) can also be called without plans and ranks: see
- * the last section.
+ * The kernels (attention over ranges, its backward, merging, transforms) can also be called without plans and ranks, and a
+ * plan's operations can be executed by the caller on its own streams and communicator: see the last two sections.
  *
  * STATUS. Every call that can fail returns an int32_t: CPATTN_OK (0) or one of the codes below. After a failure,
  * cpattn_last_error() on the same thread returns the message: the argument, the value found and the value expected. A
  * call that refuses its arguments has written nothing. No panic, exception or signal crosses this interface.
  *
- * HANDLES. cpattn_plan, cpattn_transport, cpattn_rank and cpattn_scratch are opaque. The caller that creates one
+ * HANDLES. cpattn_plan, cpattn_transport, cpattn_rank, cpattn_scratch and cpattn_schedule are opaque. The caller that creates one
  * destroys it, once, with the destroy function of its type; destroying NULL does nothing. A NULL handle and a handle of
  * another type are refused with CPATTN_INVALID_HANDLE. A handle that was already destroyed is always refused in debug
  * builds of the library; release builds do not always notice.
  *
- * THREADS. A plan never changes: any number of threads may use it. A rank or a scratch serves one call at a time; a
- * second one is refused with CPATTN_BUSY. cpattn_rank_poll and cpattn_rank_abort may be called from any thread at any
+ * THREADS. A plan and a schedule never change: any number of threads may use them. A rank or a scratch serves one call at
+ * a time; a second one is refused with CPATTN_BUSY. cpattn_rank_poll and cpattn_rank_abort may be called from any thread at any
  * time, in particular while another thread is inside cpattn_forward. A handle that is in use must not be destroyed.
  *
  * MEMORY. Tensors belong to the caller. They are read and written in place; the library does not keep or free them. A
@@ -69,8 +69,7 @@
  * refused otherwise: no option is ever ignored.
  *
  * STRUCTS IN ARRAYS. The same holds for cpattn_q_range and for pairs: the struct with their array says how large the
- * program's elements are. cpattn_range, cpattn_message, cpattn_link and cpattn_event have one layout as long as the
- * soname is the same.
+ * program's elements are. Other structs in arrays have one layout as long as the soname is the same.
  *
  * TERMS. A `rank` is one participant, the `world` is the number of ranks. A `plan` is what all ranks compute, and how.
  * To `run` a plan is one forward, backward or all-to-all. An `exchange` is a batch of sends and receives that complete
@@ -1107,6 +1106,195 @@ int32_t cpattn_merge(cpattn_scratch *scratch, const cpattn_tensor *o, const cpat
 #define CPATTN_MAX_SOURCES 64
 int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, const cpattn_tensor *const *sources,
     size_t source_count, void *stream);
+
+/* ---- Schedules --------------------------------------------------------------------------------------------------- */
+
+/*
+ * What a rank does in one direction of a plan, as a list of operations with all their arguments. cpattn_forward and
+ * cpattn_backward execute this list. A program can execute it by itself: with its own streams, kernels and communicator,
+ * inside a framework's graph, or to see what a run will do. No rank and no transport is needed.
+ *
+ *   cpattn_schedule_create(plan, rank, CPATTN_FORWARD, &schedule);
+ *   cpattn_schedule_describe(schedule, &info);              the buffers; allocate those of the workspace
+ *   for (i = 0; i < info.op_count; i++) {
+ *     cpattn_schedule_op(schedule, i, &op);                 execute it
+ *   }
+ *   cpattn_schedule_destroy(schedule);
+ *
+ * ORDER. The order of the list is a legal order of execution on one stream. What may overlap is said by the lanes: the
+ * operations of a lane run in the order of the list, and an operation begins after operation `after`, which is of the other
+ * lane. So two streams and one event for each `after` execute a schedule with all its overlap.
+ *
+ * MEMORY. All buffers are [rows, heads, dim]. Those of the workspace are compact and begin at `offset` bytes of one allocation
+ * of workspace_bytes; buffers whose lives do not overlap share bytes, so either use the offsets or allocate each buffer by
+ * itself. The caller's tensors may have any strides, except those that a message sends in place (pack_inputs of
+ * cpattn_options: none is): they must be compact. lse, which other calls take as [heads, tokens], is a [tokens, heads, 1]
+ * buffer here. Every row that an operation reads was written before, by the caller or by an operation.
+ *
+ * lse of partial results (running_lse, and the second buffer of a merge) has dim 2: the value, and the rounding error of that
+ * first word, as cpattn_merge describes. A program that has no such error writes 0. The sinks' gradients of a reproducible plan
+ * have dim 28 until CPATTN_OP_SINK_TOTAL; a program that adds in another way writes its number to the first word of each head
+ * and 0 to the others, and their sum in that operation.
+ *
+ * All that these functions return belongs to the schedule: it lives until cpattn_schedule_destroy, is only to be read, and does
+ * not need the plan to live. */
+typedef struct cpattn_schedule cpattn_schedule;
+
+/* Lists a rank's operations. direction: CPATTN_FORWARD or CPATTN_BACKWARD. Refused for plans of the kind CPATTN_OTHER. Time and
+ * memory grow with the ranges of all operations: for long-lived use keep the schedule. */
+int32_t cpattn_schedule_create(const cpattn_plan *plan, uint32_t rank, int32_t direction, cpattn_schedule **schedule);
+
+/* The same for one all-to-all of a tensor of this side, innermost dimension and type (cpattn_rank_to_heads,
+ * cpattn_rank_to_tokens); its operations are exchanges and sums. For plans of any kind. */
+#define CPATTN_TO_HEADS 2
+#define CPATTN_TO_TOKENS 3
+int32_t cpattn_schedule_create_all_to_all(const cpattn_plan *plan, uint32_t rank, int32_t direction, int32_t side, uint32_t dim,
+    int32_t dtype, cpattn_schedule **schedule);
+
+int32_t cpattn_schedule_destroy(cpattn_schedule *schedule);
+
+/* The caller's tensors, as in cpattn_backward_args: those of a rank's own tokens. The last two are those of an all-to-all. */
+#define CPATTN_TENSOR_Q 0      /* [q_tokens, heads, head_dim] */
+#define CPATTN_TENSOR_K 1      /* [k_tokens, kv_heads, head_dim] */
+#define CPATTN_TENSOR_V 2      /* [k_tokens, kv_heads, value_dim] */
+#define CPATTN_TENSOR_O 3      /* [q_tokens, heads, value_dim] */
+#define CPATTN_TENSOR_LSE 4    /* [q_tokens, heads, 1] */
+#define CPATTN_TENSOR_D_O 5
+#define CPATTN_TENSOR_DQ 6
+#define CPATTN_TENSOR_DK 7
+#define CPATTN_TENSOR_DV 8
+#define CPATTN_TENSOR_SINKS 9  /* [1, heads, 1] f32 */
+#define CPATTN_TENSOR_DSINKS 10 /* [1, heads, 1], the sum over all ranks of the replica */
+#define CPATTN_TENSOR_OWN_TOKENS 11 /* [own tokens, all heads, dim] */
+#define CPATTN_TENSOR_OWN_HEADS 12  /* [tokens of the ring share, own heads, dim], compact */
+
+/* A buffer. Views name it by its index in cpattn_schedule_info.buffers. */
+typedef struct cpattn_buffer {
+  char name[32];    /* zero-terminated */
+  int32_t tensor;   /* CPATTN_TENSOR_..., or -1: in the workspace */
+  int32_t dtype;    /* CPATTN_F16, ... */
+  uint64_t rows;
+  uint32_t heads;
+  uint32_t dim;
+  uint64_t offset;  /* first byte in the workspace, a multiple of CPATTN_WORKSPACE_ALIGNMENT; 0 for the caller's tensors */
+  int32_t written;  /* 0: a tensor of the caller that the schedule only reads */
+  uint32_t reserved;
+} cpattn_buffer;
+
+typedef struct cpattn_schedule_info {
+  size_t struct_size;
+  const cpattn_buffer *buffers; /* first the caller's tensors that this direction uses, then the workspace */
+  size_t buffer_count;
+  size_t op_count;
+  uint64_t workspace_bytes;
+  uint32_t rank;
+  int32_t direction; /* as given */
+} cpattn_schedule_info;
+
+#define CPATTN_SCHEDULE_INFO_INIT \
+  { sizeof(cpattn_schedule_info), NULL, 0, 0, 0, 0, 0 }
+
+int32_t cpattn_schedule_describe(const cpattn_schedule *schedule, cpattn_schedule_info *info);
+
+/* Rows and heads of a buffer. heads is 0 where an operation does not have this view. */
+typedef struct cpattn_view {
+  uint64_t row;    /* first row */
+  uint64_t rows;
+  uint32_t buffer; /* index in cpattn_schedule_info.buffers */
+  uint32_t head;   /* first head */
+  uint32_t heads;
+  uint32_t reserved;
+} cpattn_view;
+
+/* A message of an exchange: whole rows of a buffer, so contiguous bytes of a compact one. */
+typedef struct cpattn_op_message {
+  cpattn_view view;
+  uint64_t offset; /* first byte in the buffer */
+  uint64_t bytes;
+  uint32_t peer;   /* a rank of the plan's world */
+  uint32_t tag;    /* counts the messages of this schedule from the sender to the receiver: both have the same number */
+  int32_t send;    /* 1: send it to peer, 0: receive it from peer */
+  uint32_t reserved;
+} cpattn_op_message;
+
+/* dst = the sum of sources[sources_begin] to sources[sources_end - 1], element by element, added in this order in f32 (f64 if one
+ * of them is f64) and rounded once to the type of dst; one source is a copy or a cast. All have dst's rows and heads. dst may be
+ * the first source itself. */
+typedef struct cpattn_sum {
+  cpattn_view dst;
+  uint32_t sources_begin; /* in cpattn_op.sources */
+  uint32_t sources_end;
+  uint32_t part; /* sums of one part may run in any order; parts run one after another */
+  uint32_t reserved;
+} cpattn_sum;
+
+#define CPATTN_OP_DELTA 0           /* delta = rowsum(d_o * o), as cpattn_delta */
+#define CPATTN_OP_SINK_GRADIENT 1   /* dsinks = this rank's part, from lse, delta and sinks, as cpattn_sink_gradient */
+#define CPATTN_OP_SINK_TOTAL 2      /* sums: one, whose source may have dim 28 (see MEMORY) */
+#define CPATTN_OP_SUM 3             /* sums */
+#define CPATTN_OP_MERGE 4           /* sums, in pairs: o, then its lse. Merge source 1 into source 0, which is dst: cpattn_merge */
+#define CPATTN_OP_EXCHANGE 5        /* messages, which complete together; between two ranks both list them in one order */
+#define CPATTN_OP_ATTEND 6          /* as cpattn_attend */
+#define CPATTN_OP_ATTEND_BACKWARD 7 /* as cpattn_attend_backward */
+
+/*
+ * An operation. Lists and views that its kind does not have are empty.
+ *
+ * In ATTEND and ATTEND_BACKWARD the members from `heads` on are those of cpattn_attend_args and cpattn_attend_backward_args, and so
+ * are the views: rows of ranges and heads count within them. ALiBi slopes are the problem's from head heads.q_offset on. A call
+ * without pairs finishes rows whose running result is complete. With delta = rowsum(d_o * o) and a row's final lse:
+ * p = exp(s - lse), 0 where lse is -inf; ds = p * (d_o.v - delta). */
+typedef struct cpattn_op {
+  size_t struct_size;
+  int32_t kind;      /* CPATTN_OP_... */
+  int32_t lane;      /* CPATTN_COMPUTE or CPATTN_COMMUNICATION */
+  int64_t after;     /* index of the last operation of the other lane that must be complete; -1: none */
+  char name[32];     /* as in cpattn_event: "attend", "fetch", ... */
+  char phase[32];
+  uint32_t step;     /* the ring step */
+  uint32_t reserved;
+  const cpattn_op_message *messages;
+  size_t message_count;
+  const cpattn_sum *sums;
+  size_t sum_count;
+  const cpattn_view *sources;
+  size_t source_count;
+  cpattn_view q;
+  cpattn_view k;
+  cpattn_view v;
+  cpattn_view running;     /* ATTEND: the running o; if there is none, every mode is ONLY */
+  cpattn_view running_lse; /* dim 2 */
+  cpattn_view o;           /* ATTEND: the result, of LAST and ONLY; DELTA: the final o */
+  cpattn_view lse;
+  cpattn_view d_o;
+  cpattn_view delta;
+  cpattn_view dq;
+  cpattn_view dk;
+  cpattn_view dv;
+  cpattn_view sinks;  /* ATTEND with a result, SINK_GRADIENT: if the problem has sinks */
+  cpattn_view dsinks; /* SINK_GRADIENT: one row */
+  cpattn_head_map heads;
+  int32_t aligned;
+  int32_t accumulate_keys;
+  int32_t per_q_head;
+  int32_t gradients;
+  int32_t reserved_2;
+  cpattn_score score;
+  cpattn_ranges ranges;
+  size_t q_range_size; /* of the library's elements in ranges: a later library's may be larger than this header's */
+  size_t pair_size;
+} cpattn_op;
+
+#define CPATTN_OP_INIT \
+  { sizeof(cpattn_op), 0, 0, 0, "", "", 0, 0, NULL, 0, NULL, 0, NULL, 0, \
+    {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, \
+    {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, \
+    {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0}, \
+    {0, 0, 1}, 0, 0, 0, 0, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0, NULL, 0}, \
+    sizeof(cpattn_q_range), sizeof(cpattn_pair) }
+
+/* Operation `index`, from 0 to op_count - 1. */
+int32_t cpattn_schedule_op(const cpattn_schedule *schedule, size_t index, cpattn_op *op);
 
 #ifdef __cplusplus
 }

@@ -3,6 +3,7 @@ struct cpattn_plan { char opaque; };
 struct cpattn_transport { char opaque; };
 struct cpattn_rank { char opaque; };
 struct cpattn_scratch { char opaque; };
+struct cpattn_schedule { char opaque; };
 uint32_t cpattn_version(void) { return 0; }
 const char *cpattn_last_error(void) { return 0; }
 int64_t cpattn_last_error_peer(void) { return 0; }
@@ -99,6 +100,12 @@ int32_t cpattn_merge(cpattn_scratch *scratch, const cpattn_tensor *o, const cpat
     const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream) { return 0; }
 int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, const cpattn_tensor *const *sources,
     size_t source_count, void *stream) { return 0; }
+int32_t cpattn_schedule_create(const cpattn_plan *plan, uint32_t rank, int32_t direction, cpattn_schedule **schedule) { return 0; }
+int32_t cpattn_schedule_create_all_to_all(const cpattn_plan *plan, uint32_t rank, int32_t direction, int32_t side, uint32_t dim,
+    int32_t dtype, cpattn_schedule **schedule) { return 0; }
+int32_t cpattn_schedule_destroy(cpattn_schedule *schedule) { return 0; }
+int32_t cpattn_schedule_describe(const cpattn_schedule *schedule, cpattn_schedule_info *info) { return 0; }
+int32_t cpattn_schedule_op(const cpattn_schedule *schedule, size_t index, cpattn_op *op) { return 0; }
 cpattn_dl_device *keep_cpattn_dl_device(void) { return 0; }
 cpattn_dl_dtype *keep_cpattn_dl_dtype(void) { return 0; }
 cpattn_tensor *keep_cpattn_tensor(void) { return 0; }
@@ -124,3 +131,9 @@ cpattn_head_map *keep_cpattn_head_map(void) { return 0; }
 cpattn_score *keep_cpattn_score(void) { return 0; }
 cpattn_attend_args *keep_cpattn_attend_args(void) { return 0; }
 cpattn_attend_backward_args *keep_cpattn_attend_backward_args(void) { return 0; }
+cpattn_buffer *keep_cpattn_buffer(void) { return 0; }
+cpattn_schedule_info *keep_cpattn_schedule_info(void) { return 0; }
+cpattn_view *keep_cpattn_view(void) { return 0; }
+cpattn_op_message *keep_cpattn_op_message(void) { return 0; }
+cpattn_sum *keep_cpattn_sum(void) { return 0; }
+cpattn_op *keep_cpattn_op(void) { return 0; }

@@ -11,7 +11,8 @@
 //! - `input`: structs with a size, arrays, flags, results; `dlpack`: tensors;
 //! - `problem`, `plan`, `shard`, `transport` (with `table`, `engine`, `engine_table`, `mpi`, `nccl`), `rank`, `run`,
 //!   `shift`, `trace`, `picture`: the calls of the header, in its order;
-//! - `scratch`, `ranges`, `attend`, `blocks`: single kernel calls.
+//! - `scratch`, `ranges`, `attend`, `blocks`: single kernel calls;
+//! - `schedule` (with `schedule_list`): a rank's operations, for programs that execute them.
 //!
 //! CPU and devices are distinguished in three places: a tensor's device (`dlpack`), the creation of a rank, and the
 //! creation of a scratch. [`Rank`](cpattn::Rank) and [`Kernels`](cpattn::kernel::Kernels) hide all other differences. A
@@ -43,6 +44,8 @@ mod ranges;
 mod rank;
 mod ring;
 mod run;
+mod schedule;
+mod schedule_list;
 mod scratch;
 mod shard;
 mod shift;
@@ -64,6 +67,7 @@ pub use ranges::*;
 pub use rank::*;
 pub use ring::*;
 pub use run::*;
+pub use schedule::*;
 pub use scratch::*;
 pub use shard::{cpattn_plan_positions, cpattn_plan_shard, cpattn_plan_shift, cpattn_plan_tokens, cpattn_plan_unshard};
 pub use shift::*;

@@ -54,7 +54,7 @@ versioned! {
 }
 
 /// The tensors of a run in the order of `cpattn_backward_args`; a forward has the first six.
-const TENSORS: [TensorId; TensorId::COUNT] = {
+const TENSORS: [TensorId; 11] = {
     use TensorId::{DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
     [Q, K, V, Sinks, O, Lse, DO, Dq, Dk, Dv, Dsinks]
 };

@@ -250,6 +250,12 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_score: scale, softcap, window_left, window_right;
     cpattn_attend_args: struct_size, q, k, v, running, o, lse, alibi_slopes, sinks, heads, aligned, score, ranges, stream, running_lse, q_range_size, pair_size;
     cpattn_attend_backward_args: struct_size, q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes, heads, accumulate_keys, per_q_head, gradients, aligned, reserved, score, ranges, stream, q_range_size, pair_size;
+    cpattn_buffer: name, tensor, dtype, rows, heads, dim, offset, written, reserved;
+    cpattn_schedule_info: struct_size, buffers, buffer_count, op_count, workspace_bytes, rank, direction;
+    cpattn_view: row, rows, buffer, head, heads, reserved;
+    cpattn_op_message: view, offset, bytes, peer, tag, send, reserved;
+    cpattn_sum: dst, sources_begin, sources_end, part, reserved;
+    cpattn_op: struct_size, kind, lane, after, name, phase, step, reserved, messages, message_count, sums, sum_count, sources, source_count, q, k, v, running, running_lse, o, lse, d_o, delta, dq, dk, dv, sinks, dsinks, heads, aligned, accumulate_keys, per_q_head, gradients, reserved_2, score, ranges, q_range_size, pair_size;
     };
     let named: BTreeMap<String, Vec<String>> = ours
         .iter()

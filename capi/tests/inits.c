@@ -13,3 +13,5 @@ cpattn_forward_args forward_args = CPATTN_FORWARD_ARGS_INIT;
 cpattn_backward_args backward_args = CPATTN_BACKWARD_ARGS_INIT;
 cpattn_attend_args attend_args = CPATTN_ATTEND_ARGS_INIT;
 cpattn_attend_backward_args attend_backward_args = CPATTN_ATTEND_BACKWARD_ARGS_INIT;
+cpattn_schedule_info schedule_info = CPATTN_SCHEDULE_INFO_INIT;
+cpattn_op op = CPATTN_OP_INIT;

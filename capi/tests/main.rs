@@ -153,6 +153,11 @@ fn shifts_and_traces_of_a_group() {
 }
 
 #[test]
+fn schedules_executed_by_a_program() {
+    run(&mut Command::new(compile("capi/tests/schedule.c", "c99")));
+}
+
+#[test]
 fn links_of_a_ring() {
     run(&mut Command::new(compile("capi/tests/ring.c", "c99")));
 }

@@ -51,6 +51,10 @@ int main() {
   problem.window_right = CPATTN_UNLIMITED;
   plan = cpattn::make<cpattn_plan_create>(&problem, &options);
   cpattn::check(cpattn_plan_verify(plan.get()));
+  cpattn::Schedule schedule = cpattn::make<cpattn_schedule_create>(plan.get(), 1u, CPATTN_BACKWARD);
+  cpattn_schedule_info info = CPATTN_SCHEDULE_INFO_INIT;
+  cpattn::check(cpattn_schedule_describe(schedule.get(), &info));
+  expect(info.op_count > 0 && info.rank == 1 && info.direction == CPATTN_BACKWARD, "a schedule says whose it is");
 
   cpattn::Scratch scratch = cpattn::make<cpattn_scratch_create>(1u);
 

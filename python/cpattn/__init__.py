@@ -5,7 +5,7 @@ A `Plan` says what is computed and which rank holds which tokens. A `Rank` runs 
 other library with DLPack. A `Transport` is your own communicator. `cpattn.torch` is for PyTorch, `cpattn.jax` for JAX.
 """
 
-from . import slices
+from . import schedule, slices
 from ._header import UNLIMITED
 from ._library import library_version
 from .engine import Engine, EngineTransport
@@ -22,7 +22,7 @@ from .errors import (
     ScheduleError,
     Unsupported,
 )
-from .plan import Circulate, Direction, Dtype, Gather, Kind, Layout, Plan, PlanOptions, Side, Wire, ranks_per_node
+from .plan import AllToAll, Circulate, Direction, Dtype, Gather, Kind, Layout, Plan, PlanOptions, Side, Wire, ranks_per_node
 from .rank import Isa, Rank, check_ring, local_group, nccl_group, nccl_unique_id, on_all, peer_group
 from .ring import Link
 from .slices import Slice
@@ -34,6 +34,7 @@ __all__ = [
     "FAILED_BEFORE",
     "RAISED",
     "UNLIMITED",
+    "AllToAll",
     "Array",
     "Busy",
     "Circulate",
@@ -77,6 +78,7 @@ __all__ = [
     "on_all",
     "peer_group",
     "ranks_per_node",
+    "schedule",
     "slices",
     "timeline_svg",
 ]

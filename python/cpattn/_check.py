@@ -75,7 +75,7 @@ def flag(name: str, value: Any) -> bool:
 
 def one_of(name: str, value: Any, kind: type[E]) -> E:
     """A member of an enum, given as a member, a number or a name in upper or lower case."""
-    member = attempt(lambda: kind[value.upper()] if isinstance(value, str) else kind(whole(name, value, 0, len(kind))))
+    member = attempt(lambda: kind[value.upper()] if isinstance(value, str) else kind(whole(name, value, 0, max(kind))))
     if member is None:
         names = ", ".join(repr(member.name.lower()) for member in kind)
         raise refused(name, value, f"one of {names} is needed, or a member of cpattn.{kind.__name__}")

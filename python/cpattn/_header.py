@@ -68,7 +68,7 @@ def _parameters(text: str) -> list[tuple[str, Any]]:
 
 
 def _initial(name: str, kind: Any) -> dict[str, Any]:
-    """The members of an INIT macro that are not NULL."""
+    """The members of an INIT macro that are not NULL or an empty text."""
     macro = re.search(rf"^#define {name.upper()}_INIT +(.*)$", _text, flags=re.M)
     if not macro:
         return {}
@@ -76,7 +76,7 @@ def _initial(name: str, kind: Any) -> dict[str, Any]:
     text = re.sub(r"sizeof\((\w+)\)", lambda found: str(ctypes.sizeof({**_TYPES, name: kind}[found[1]])), text)
     text = re.sub(r"CPATTN_(\w+)", lambda found: str(NUMBERS[found[1]]), text).replace("NULL", "None")
     members = zip(kind._fields_, ast.literal_eval(text.strip()), strict=True)
-    return {member: value for (member, *_), value in members if value is not None}
+    return {member: value for (member, *_), value in members if value not in (None, "")}
 
 
 for _name, _body in re.findall(r"^typedef struct (\w+) \{(.*?)^\} \1;", _text, flags=re.S | re.M):

@@ -27,6 +27,8 @@ from .tensors import Array, Given
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .schedule import Schedule
+
 
 class Dtype(enum.IntEnum):
     F16, BF16, F32, F64 = range(4)
@@ -83,6 +85,12 @@ class Side(enum.IntEnum):
 
 class Direction(enum.IntEnum):
     FORWARD, BACKWARD = range(2)
+
+
+class AllToAll(enum.IntEnum):
+    """From own tokens and all heads to all tokens of the ring share and own heads, or back."""
+
+    TO_HEADS, TO_TOKENS = 2, 3
 
 
 class PlanOptions(TypedDict, total=False):
@@ -402,6 +410,18 @@ class Plan:
         size = c_uint64()
         call("plan_workspace", self.handle, rank, one_of("direction", direction, Direction), byref(size))
         return size.value
+
+    def schedule(self, rank: int, direction: Direction | str) -> Schedule:
+        """What a rank does in one direction, to be executed by your own program: see `cpattn.schedule`."""
+        from .schedule import Schedule
+
+        return Schedule.of(self, rank, direction)
+
+    def all_to_all_schedule(self, rank: int, direction: AllToAll | str, side: Side | str, dim: int, dtype: Dtype | str | object) -> Schedule:
+        """The same for the all-to-all of one tensor with the tokens and heads of a side."""
+        from .schedule import Schedule
+
+        return Schedule.of_all_to_all(self, rank, direction, side, dim, dtype)
 
     def tokens(self, side: Side, rank: int) -> array[int]:
         """The indices in the batch of a rank's tokens, in the rank's order."""

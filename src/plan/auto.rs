@@ -31,7 +31,7 @@ pub struct Candidate {
     pub bytes_between: u128,
     /// Number of messages that the busiest rank receives, forward and backward; approximate, without a schedule.
     pub messages: u64,
-    /// `multiply_adds + balance · (bytes + (BETWEEN − 1) · bytes_between + MESSAGE · messages)`.
+    /// `multiply_adds + balance · (bytes + (INTER_NODE_FACTOR − 1) · bytes_between + MESSAGE_COST_BYTES · messages)`.
     pub cost: u128,
 }
 
@@ -48,10 +48,11 @@ pub struct Candidate {
 ///    Bytes are those of the two all-to-alls of each direction, and on the ring, for each row that another rank needs,
 ///    k and v twice and their gradients once, also where q circulates; rows that windows or document boundaries make
 ///    unneeded are not counted.
-///    Every message adds [`Choice::MESSAGE`] bytes: k and v, and later their gradients, in each ring step that the
-///    needed rows fill, and each tensor to each peer in an all-to-all. Over several nodes ([`Options::ranks_per_node`])
-///    a byte from another node counts [`Choice::BETWEEN`] times: of an all-to-all the part of the peers that are in
-///    other nodes, of the ring's rows those whose owners are, once for each node where the schedule has two levels.
+///    Every message adds [`Choice::MESSAGE_COST_BYTES`] bytes: k and v, and later their gradients, in each ring step
+///    that the needed rows fill, and each tensor to each peer in an all-to-all. Over several nodes
+///    ([`Options::ranks_per_node`]) a byte from another node counts [`Choice::INTER_NODE_FACTOR`] times: of an
+///    all-to-all the part of the peers that are in other nodes, of the ring's rows those whose owners are, once for
+///    each node where the schedule has two levels.
 /// 3. *Layouts*: with one ring rank nothing is sent, and contiguous is chosen. Otherwise consider those of
 ///    [`Choice::LAYOUTS`] whose busiest rank has at most 1 % more work than the best one's. Of these, choose the one
 ///    whose busiest rank needs the fewest rows of other ranks; of equals the first in the list.
@@ -143,12 +144,12 @@ impl Choice {
 
     /// The fixed cost of a message, in bytes: 64 KiB take some microseconds on a link of ten gigabytes per second. A
     /// convention, as [`Choice::BALANCE`] is.
-    pub const MESSAGE: u32 = 1 << 16;
+    pub const MESSAGE_COST_BYTES: u32 = 1 << 16;
 
     /// Bytes inside a node that take as long as one byte from another node. 8 is the order of magnitude of a node of
     /// eight accelerators with links of a few hundred gigabytes per second and a card of 400 Gb/s for each; a
     /// convention, as [`Choice::BALANCE`] is. It says nothing unless [`Options::ranks_per_node`] is given.
-    pub const BETWEEN: u32 = 8;
+    pub const INTER_NODE_FACTOR: u32 = 8;
 
     /// The layouts that are considered, in order of preference.
     pub const LAYOUTS: [Layout; 6] = [
@@ -163,8 +164,8 @@ impl Choice {
     /// The automatic mesh and layout for `world` ranks that share one batch, with all candidates: the rules of the
     /// [type](Choice). `balance` is usually [`Choice::BALANCE`]. With `ranks_per_node`
     /// ([`Options::ranks_per_node`]; 0 if all links are alike) only meshes whose Ulysses ranks lie in one node are
-    /// considered, where the kind of attention leaves a choice, and bytes from other nodes count [`Choice::BETWEEN`]
-    /// times.
+    /// considered, where the kind of attention leaves a choice, and bytes from other nodes count
+    /// [`Choice::INTER_NODE_FACTOR`] times.
     ///
     /// # Errors
     /// A problem that [`Problem::check`] refuses, a world of 0, and a [`AttentionKind::Other`] on more ranks than
@@ -177,7 +178,7 @@ impl Choice {
     /// assert_eq!(choice.mesh, Mesh::ulysses(8)?);
     /// assert_eq!(choice.candidates.len(), 4);
     /// let first = &choice.candidates[0];
-    /// let sent = first.bytes + u128::from(Choice::MESSAGE) * u128::from(first.messages);
+    /// let sent = first.bytes + u128::from(Choice::MESSAGE_COST_BYTES) * u128::from(first.messages);
     /// assert_eq!(first.cost, first.multiply_adds + u128::from(Choice::BALANCE) * sent);
     /// // A link that costs nothing leaves the balance of work to decide.
     /// assert!(Choice::new(8, &problem, 0, 0)?.mesh.ulysses > 0);
@@ -189,7 +190,7 @@ impl Choice {
     /// let best = &choice.candidates[0];
     /// let alike = Choice::new(16, &problem, Choice::BALANCE, 0)?;
     /// let same = alike.candidates.iter().find(|c| c.mesh == best.mesh).unwrap();
-    /// let weight = u128::from(Choice::BALANCE * (Choice::BETWEEN - 1));
+    /// let weight = u128::from(Choice::BALANCE * (Choice::INTER_NODE_FACTOR - 1));
     /// assert_eq!(best.cost - same.cost, weight * best.bytes_between);
     /// # Ok::<(), cpattn::Error>(())
     /// ```
@@ -236,8 +237,9 @@ pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &LayoutLoad, balance: u32,
     // Forward: q, k, v there, o and lse back. Backward: q, k, v, do, lse, delta there, dq, dk, dv back.
     let peers = if bytes > ring { mesh.ulysses as u64 - 1 } else { 0 };
     let messages = 6 * steps + 14 * peers;
-    let weighed =
-        bytes + u128::from(Choice::BETWEEN - 1) * bytes_between + u128::from(Choice::MESSAGE) * u128::from(messages);
+    let weighed = bytes
+        + u128::from(Choice::INTER_NODE_FACTOR - 1) * bytes_between
+        + u128::from(Choice::MESSAGE_COST_BYTES) * u128::from(messages);
     let cost = multiply_adds + u128::from(balance) * weighed;
     Candidate { mesh, layout: d.layout, multiply_adds, bytes, bytes_between, messages, cost }
 }

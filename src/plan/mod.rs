@@ -49,7 +49,7 @@ pub use options::{Circulate, Gather, Wire};
 pub use problem::AttentionKind;
 pub(crate) use problem::Problem;
 use together::form_of;
-pub(crate) use together::{FEW_KEYS, GATHERED, MANY_DOCUMENTS};
+pub(crate) use together::{GATHERED, MANY_DOCUMENTS, MIN_KEYS_PER_STEP};
 
 impl Plan {
     /// Makes a plan with the default options.
@@ -161,7 +161,7 @@ impl Plan {
     ///
     /// # Panics
     /// A rank outside the mesh.
-    pub fn held_tokens(&self, side: Side, rank: usize) -> usize {
+    pub fn tokens_between_all_to_alls(&self, side: Side, rank: usize) -> usize {
         self.shares().rows(side, self.coordinates(rank).ring)
     }
 

@@ -94,7 +94,7 @@ pub struct Options {
     /// or ranks that hold the same kv head; and in an all-to-all over several nodes if ranks of one node hold the same
     /// kv head. Otherwise schedules are the same, and so they are if the number is that of all ranks or larger: then
     /// there is one node. An automatic mesh keeps Ulysses inside a node, so with 1 it is a ring, and
-    /// counts a byte from another node [`Choice::BETWEEN`](super::Choice::BETWEEN) times.
+    /// counts a byte from another node [`Choice::INTER_NODE_FACTOR`](super::Choice::INTER_NODE_FACTOR) times.
     pub ranks_per_node: usize,
 }
 

@@ -17,7 +17,7 @@ use crate::{batch::Side, layout::Layout, mesh::Mesh};
 
 /// With at least this many keys per row and ring step, on average, ring steps are as fast or faster and need less
 /// memory.
-pub const FEW_KEYS: u64 = 64;
+pub const MIN_KEYS_PER_STEP: u64 = 64;
 /// With fewer documents than this, the fixed cost of ranges is too small to matter.
 pub const MANY_DOCUMENTS: usize = 32;
 /// The most bytes of k and v, over all ring ranks and the heads of one, that the automatic choice gathers.
@@ -40,8 +40,8 @@ pub(super) fn form_of(problem: &Problem, mesh: Mesh, layout: Layout, options: Op
 /// Whether gathering all k and v for one call is faster than ring steps and takes little memory.
 ///
 /// The layout cuts every document for every rank (zigzag, striped), there are at least [`MANY_DOCUMENTS`], a q row has
-/// on average fewer than [`FEW_KEYS`] keys in each ring step, and k and v of all ring ranks, of the heads of one rank,
-/// take at most [`GATHERED`] bytes.
+/// on average fewer than [`MIN_KEYS_PER_STEP`] keys in each ring step, and k and v of all ring ranks, of the heads of
+/// one rank, take at most [`GATHERED`] bytes.
 pub fn together_pays(problem: &Problem, mesh: Mesh, layout: Layout) -> bool {
     let batch = problem.batch();
     if mesh.ring == 1
@@ -53,7 +53,7 @@ pub fn together_pays(problem: &Problem, mesh: Mesh, layout: Layout) -> bool {
     let (q, k) = (batch.tokens(Side::Q) as u128, batch.tokens(Side::K) as u128);
     let heads = problem.kv_heads().div_ceil(mesh.ulysses) as u128;
     let row = heads * (problem.head_dim() + problem.value_dim()) as u128 * problem.dtype().size() as u128;
-    k * row <= u128::from(GATHERED) && problem.area() < u128::from(FEW_KEYS) * q * mesh.ring as u128
+    k * row <= u128::from(GATHERED) && problem.area() < u128::from(MIN_KEYS_PER_STEP) * q * mesh.ring as u128
 }
 
 #[cfg(test)]

@@ -98,7 +98,7 @@ impl Problem {
 #[cfg(feature = "std")]
 impl Options {
     /// The options that all ranks must give alike, each behind a comma; without `ranks_per_node`.
-    fn words(&self) -> String {
+    fn describe_settings(&self) -> String {
         let words = |o: &Self| {
             [
                 ("gather", format!("{:?}", o.gather)),
@@ -118,7 +118,7 @@ impl Options {
 impl Plan {
     /// What the [fingerprint](Self::fingerprint) is made of, but for mesh, layout and nodes: two ranks whose
     /// fingerprints differ see in these words where.
-    pub(crate) fn words(&self) -> String {
+    pub(crate) fn describe_settings(&self) -> String {
         let p = self.problem();
         let documents = short(|f| f.batch(p.batch()));
         let slices = p.batch().slices().map_or(String::new(), |slices| {
@@ -137,7 +137,7 @@ impl Plan {
             p.dtype(),
             p.mask_words(),
             p.score_words(),
-            self.options().words(),
+            self.options().describe_settings(),
         )
     }
 }
@@ -155,7 +155,7 @@ mod tests {
         let plan = |p: &Problem| Plan::new(p, Mesh::ring(3).unwrap(), Layout::Balanced { chunks: 4 }).unwrap();
         let (own, dealt) = (plan(&full), Plan::with_tokens_of(&plan(&window), &full, Options::new()).unwrap());
         assert_ne!(own.fingerprint(), dealt.fingerprint());
-        let [own, dealt] = [own, dealt].map(|plan| plan.words());
+        let [own, dealt] = [own, dealt].map(|plan| plan.describe_settings());
         let cut = |words: &str| words.split_once(", chunks with fingerprint ").unwrap().0.to_owned();
         assert!(own != dealt && cut(&own) == cut(&dealt), "{own}\n{dealt}");
     }

@@ -257,7 +257,8 @@ fn rules_of_thumb_weigh_what_crosses_nodes() {
                 let choice = Choice::new(world, &p, Choice::BALANCE, 8).unwrap();
                 assert!(expected.is_none_or(|ulysses| ulysses == choice.mesh.ulysses), "{world}: {}", choice.mesh);
                 // Among the same meshes, the choice for links of one kind.
-                let weight = |c: &Candidate| u128::from(Choice::BALANCE * (Choice::BETWEEN - 1)) * c.bytes_between;
+                let weight =
+                    |c: &Candidate| u128::from(Choice::BALANCE * (Choice::INTER_NODE_FACTOR - 1)) * c.bytes_between;
                 let alike = choice.candidates.iter().min_by_key(|c| c.cost - weight(c)).unwrap();
                 let all = outlook(&p, world, &machine, [options; 2]).unwrap().candidates;
                 let seconds = |mesh, layout| {

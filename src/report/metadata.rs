@@ -83,7 +83,7 @@ pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
             }
             OpKind::Backward(b) => {
                 let key_heads = if b.per_q_head { b.q.heads } else { b.k.heads };
-                schedule.ring_steps(b.ring_steps).ranges(b.ring_step as usize, &mut expansion.scratch);
+                schedule.ring_steps(b.side).ranges(b.ring_step as usize, &mut expansion.scratch);
                 Some((u64::from(b.q.heads), u64::from(key_heads)))
             }
             kind if kind.is_exchange() => {

@@ -81,14 +81,14 @@ impl<'a> OpSizes<'a> {
         let (dk, dv) = (self.plan.problem().head_dim() as u64, self.plan.problem().value_dim() as u64);
         let (side, ring_step, heads, dims, backward) = match &schedule.ops[op].kind {
             OpKind::Attend(a) if a.part == AttendPart::Finish => return None,
-            OpKind::Attend(a) => (a.part.ring_steps(), a.ring_step, a.q.heads, dk + dv, false),
+            OpKind::Attend(a) => (a.part.side(), a.ring_step, a.q.heads, dk + dv, false),
             OpKind::Backward(b) => {
                 let dims = match b.gradients {
                     Gradients::All => 3 * dk + 2 * dv,
                     Gradients::Queries => 2 * dk + dv,
                     Gradients::Keys => 2 * dk + 2 * dv,
                 };
-                (b.ring_steps, b.ring_step, b.q.heads, dims, true)
+                (b.side, b.ring_step, b.q.heads, dims, true)
             }
             _ => return None,
         };

@@ -25,7 +25,7 @@ use crate::{
     error::{Error, Result},
     heads::HeadShare,
     plan::Plan,
-    schedule::{AllToAll, AllToAllDirection, OWN_HEADS, OWN_TOKENS, Purpose},
+    schedule::{AllToAll, AllToAllDirection, Purpose, TensorId},
     tensor::{View, ViewMut},
 };
 
@@ -187,7 +187,7 @@ impl Rank {
         // Rows and heads of a side that this rank holds between the two all-to-alls.
         let shape = |side: Side| {
             let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
-            (plan.held_tokens(side, rank), heads)
+            (plan.tokens_between_all_to_alls(side, rank), heads)
         };
         let room = |side: Side, dim: usize| {
             let (rows, heads) = shape(side);
@@ -256,7 +256,7 @@ impl Rank {
         held: RawTensor,
         stream: RawStream,
     ) -> Result<()> {
-        let tensors = Bindings::default().with(OWN_TOKENS, tokens).with(OWN_HEADS, held);
+        let tensors = Bindings::default().with(TensorId::OwnTokens, tokens).with(TensorId::OwnHeads, held);
         // SAFETY: the two tensors and the stream are as `run_on` asks for them (the contract of this function).
         unsafe { self.backend.run(plan, Purpose::AllToAll(all_to_all), &tensors, stream) }
     }

@@ -8,7 +8,7 @@ use crate::{
     element::Dtype,
     error::{Error, Result},
     plan::Plan,
-    schedule::{ALIGNMENT, Buf, OWN_HEADS, OpKind, Purpose, Schedule, TensorForm, TensorId},
+    schedule::{ALIGNMENT, Buf, OpKind, Purpose, Schedule, TensorForm, TensorId},
     tensor::{disjoint, expect},
 };
 
@@ -28,12 +28,25 @@ use crate::{
 /// | dsinks | `[1, heads, 1]` | the accumulator's |
 #[derive(Clone, Copy, Debug)]
 pub struct Bindings {
-    tensors: [RawTensor; TensorId::COUNT],
+    tensors: [RawTensor; PLACES],
+}
+
+/// The places of a run's tensors.
+const PLACES: usize = 11;
+
+/// The place of a tensor. Those of an all-to-all have the places of q and o: no run has both, and what kernels get of a
+/// run's tensors is as long as the tensors of attention.
+pub(super) const fn place_of(tensor: TensorId) -> usize {
+    match tensor {
+        TensorId::OwnTokens => TensorId::Q as usize,
+        TensorId::OwnHeads => TensorId::O as usize,
+        of_attention => of_attention as usize,
+    }
 }
 
 impl Default for Bindings {
     fn default() -> Self {
-        Self { tensors: [RawTensor::NONE; TensorId::COUNT] }
+        Self { tensors: [RawTensor::NONE; PLACES] }
     }
 }
 
@@ -47,17 +60,17 @@ impl Bindings {
 
     /// Sets a tensor in place.
     pub fn set(&mut self, tensor: TensorId, raw: RawTensor) {
-        self.tensors[tensor as usize] = raw;
+        self.tensors[place_of(tensor)] = raw;
     }
 
     /// The tensor of that name.
     pub fn get(&self, tensor: TensorId) -> &RawTensor {
-        &self.tensors[tensor as usize]
+        &self.tensors[place_of(tensor)]
     }
 
-    /// All tensors, in the order of [`TensorId`].
+    /// All tensors, in the order of their places.
     #[cfg(feature = "cuda")]
-    pub(super) fn all(&self) -> &[RawTensor; TensorId::COUNT] {
+    pub(super) fn all(&self) -> &[RawTensor; PLACES] {
         &self.tensors
     }
 
@@ -132,7 +145,7 @@ impl ExpectedTensors {
         let sent = match run {
             Purpose::Attention(_) => sent(schedule),
             // Also if the rank keeps all heads and sends none, so that a test on one rank already finds the error.
-            Purpose::AllToAll(_) => std::vec![OWN_HEADS],
+            Purpose::AllToAll(_) => std::vec![TensorId::OwnHeads],
         };
         Self { run, forms: TensorId::ALL.map(|t| run.form(plan, schedule.rank, t)), sent }
     }
@@ -150,7 +163,7 @@ impl ExpectedTensors {
             Purpose::Attention(_) if matches!(tensor, TensorId::Lse) => {
                 "lse is [heads, tokens] in C and Python; the tokens are the rank's own (cu_seqlens_q): its shard of the plan"
             }
-            Purpose::AllToAll(_) if tensor == OWN_HEADS => {
+            Purpose::AllToAll(_) if tensor == TensorId::OwnHeads => {
                 "between the all-to-alls a rank has all tokens of its ring share: the sum of those of its Ulysses ranks"
             }
             _ => {

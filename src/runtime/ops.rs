@@ -235,7 +235,7 @@ pub(super) unsafe fn perform(
             unsafe { backend.attend(&args) }?;
         }
         OpKind::Backward(b) => {
-            schedule.ring_steps(b.ring_steps).ranges(b.ring_step as usize, &mut listing.expansion.scratch);
+            schedule.ring_steps(b.side).ranges(b.ring_step as usize, &mut listing.expansion.scratch);
             let args = backward(plan, schedule, b, &at, backend.alibi_slopes(plan), listing);
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
             // proved of this schedule by `verify::one_rank`.

@@ -67,7 +67,7 @@ impl Purpose {
             self.name(plan).kind,
             plan.mesh(),
             plan.layout(),
-            plan.words()
+            plan.describe_settings()
         )
     }
 }

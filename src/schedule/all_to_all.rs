@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The description of the all-to-all of one tensor: direction, side, innermost dimension, element type.
 
-use super::tensor_id::TensorId;
 use crate::{batch::Side, element::Dtype};
 
 /// The direction of an all-to-all.
@@ -25,8 +24,3 @@ pub struct AllToAll {
     /// Element type.
     pub dtype: Dtype,
 }
-
-/// The caller's tensor of the rank's own tokens: `[local tokens, heads, dim]`.
-pub(crate) const OWN_TOKENS: TensorId = TensorId::Q;
-/// The caller's tensor of the rank's own heads: `[share's tokens, own heads, dim]`, compact.
-pub(crate) const OWN_HEADS: TensorId = TensorId::O;

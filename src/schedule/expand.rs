@@ -191,7 +191,7 @@ impl Expansion {
     /// The rows that arrive or leave at a ring step, as `list` finds them, joined where they touch. The rank's own are
     /// left out.
     fn list_runs(&mut self, schedule: &Schedule, rows: &StepRows, list: fn(&RingSteps, usize, &mut RangeScratch)) {
-        let (ring_steps, ring_step) = (schedule.ring_steps(rows.ring_steps), rows.ring_step as usize);
+        let (ring_steps, ring_step) = (schedule.ring_steps(rows.side), rows.ring_step as usize);
         list(ring_steps, ring_step, &mut self.scratch);
         let between_holders = ring_steps.is_between_holders(ring_step);
         self.runs.clear();

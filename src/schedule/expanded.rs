@@ -3,7 +3,7 @@
 //!
 //! A schedule stores its operations briefly: the rows of a ring step follow from the plan. [`Schedule::expand`] lists
 //! them, as views of buffers: messages of an exchange, sums of blocks, ranges of a kernel call. A framework can run
-//! these with its own kernels, streams and communicator, `examples/execute_schedule.rs` does it with plain loops and
+//! these with its own kernels, streams and communicator, `examples/execute_schedule` does it with plain loops and
 //! channels, and the verifier proves schedules in this form. The runtime lists the same arguments without allocating
 //! ([`super::expand`]).
 
@@ -122,7 +122,7 @@ pub(super) fn expand_with(s: &Schedule, i: usize, e: &mut Expansion) -> Expanded
             ExpandedOp::Attend(*op, met(e))
         }
         OpKind::Backward(op) => {
-            s.ring_steps(op.ring_steps).ranges(op.ring_step as usize, &mut e.scratch);
+            s.ring_steps(op.side).ranges(op.ring_step as usize, &mut e.scratch);
             ExpandedOp::Backward(*op, met(e))
         }
     }

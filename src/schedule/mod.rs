@@ -36,7 +36,6 @@ mod tensor_id;
 pub mod verify;
 
 pub use all_to_all::{AllToAll, AllToAllDirection};
-pub(crate) use all_to_all::{OWN_HEADS, OWN_TOKENS};
 pub use expanded::{CallRanges, ExpandedOp, SumBlock};
 pub(crate) use ops::{ALIGNMENT, BlockView, Op, OpKind, SINK_DIGITS, StepRows, StepTensor};
 pub use ops::{AttendOp, AttendPart, BackwardOp, Buf, Buffer, BufferView, Lane, MessageView};
@@ -143,7 +142,7 @@ impl Schedule {
 
     /// Lists the ranges of a forward call in `s`, with its modes.
     pub(crate) fn attend_ranges(&self, a: &AttendOp, s: &mut RangeScratch) {
-        self.ring_steps(a.part.ring_steps()).ranges(a.ring_step as usize, s);
+        self.ring_steps(a.part.side()).ranges(a.ring_step as usize, s);
         match a.part {
             AttendPart::Keys => {}
             AttendPart::Queries => s.begin_all(),

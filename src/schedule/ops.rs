@@ -133,8 +133,8 @@ pub(crate) struct StepTensor {
 pub(crate) struct StepRows {
     /// Index of the ring step.
     pub ring_step: u32,
-    /// The list of ring steps.
-    pub ring_steps: CirculatingSide,
+    /// The side whose list of ring steps that is.
+    pub side: CirculatingSide,
     /// The tensors.
     pub tensors: Vec<StepTensor>,
 }
@@ -151,8 +151,8 @@ pub enum AttendPart {
 }
 
 impl AttendPart {
-    /// The list of ring steps that the call's `ring_step` is an index of.
-    pub const fn ring_steps(self) -> CirculatingSide {
+    /// The side whose list of ring steps the call's `ring_step` is an index of.
+    pub const fn side(self) -> CirculatingSide {
         match self {
             Self::Keys => CirculatingSide::Keys,
             Self::Queries | Self::Finish => CirculatingSide::Queries,
@@ -186,8 +186,8 @@ pub struct AttendOp {
 pub struct BackwardOp {
     /// Index of the ring step whose rows it reads.
     pub ring_step: u32,
-    /// The list of ring steps: of keys or of queries.
-    pub ring_steps: CirculatingSide,
+    /// The side whose list of ring steps that is.
+    pub side: CirculatingSide,
     /// Queries.
     pub q: BufferView,
     /// Keys.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The purpose of a schedule: a direction of attention, or one all-to-all; and the tensors of each.
 
-use super::{AllToAll, AllToAllDirection, Direction, OWN_HEADS, OWN_TOKENS, TensorId};
+use super::{AllToAll, AllToAllDirection, Direction, TensorId};
 use crate::{batch::Side, element::Dtype, plan::Plan};
 
 /// The purpose of a group's schedules.
@@ -41,8 +41,8 @@ impl Purpose {
                     Side::K => (p.kv_heads(), share.kv.len()),
                 };
                 let (shape, written) = match tensor {
-                    OWN_TOKENS => ([plan.local_tokens(side, rank), all, dim], !to_heads),
-                    OWN_HEADS => ([plan.held_tokens(side, rank), own, dim], to_heads),
+                    TensorId::OwnTokens => ([plan.local_tokens(side, rank), all, dim], !to_heads),
+                    TensorId::OwnHeads => ([plan.tokens_between_all_to_alls(side, rank), own, dim], to_heads),
                     _ => return None,
                 };
                 Some(TensorForm { name: if written { "to" } else { "from" }, dtype, shape, written })

@@ -9,7 +9,8 @@ use crate::{
     plan::{Plan, Problem},
 };
 
-/// A tensor of the caller. All are `[tokens, heads, dim]`; the last dimension of lse is 1.
+/// A tensor of the caller. All are `[tokens, heads, dim]`; the last dimension of lse is 1. The last two are those of an
+/// all-to-all, and the others those of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum TensorId {
@@ -35,6 +36,11 @@ pub enum TensorId {
     Sinks,
     /// Gradient of the sinks, `[1, heads, 1]`, accumulator's type: the sum over the group, on every rank.
     Dsinks,
+    /// Of an all-to-all: `[own tokens, all heads, dim]`. Heads, dim and type are those of its
+    /// [`AllToAll`](super::AllToAll), which the methods here do not know: their dim is 0.
+    OwnTokens,
+    /// Of an all-to-all: `[tokens of the ring share, own heads, dim]`, compact. As [`TensorId::OwnTokens`].
+    OwnHeads,
 }
 
 struct Row {
@@ -49,6 +55,7 @@ struct Row {
     sinks: bool,
 }
 
+const UNKNOWN: fn(&Problem) -> usize = |_| 0;
 const ONE: fn(&Problem) -> usize = |_| 1;
 const ACCUMULATOR: fn(&Problem) -> Dtype = |p| p.dtype().accumulator();
 const ABSENT: Option<bool> = None;
@@ -81,16 +88,18 @@ const TABLE: [Row; TensorId::COUNT] = [
     row("dv", Side::K, Problem::value_dim, Problem::dtype, [ABSENT, WRITTEN]),
     of_sinks("sinks", |_| Dtype::F32, [READ, READ]),
     of_sinks("dsinks", ACCUMULATOR, [ABSENT, WRITTEN]),
+    row("own tokens", Side::Q, UNKNOWN, Problem::dtype, [ABSENT, ABSENT]),
+    row("own heads", Side::Q, UNKNOWN, Problem::dtype, [ABSENT, ABSENT]),
 ];
 
 impl TensorId {
     /// The number of tensors.
-    pub const COUNT: usize = 11;
+    pub const COUNT: usize = 13;
 
     /// All, in the order of their numbers.
     pub const ALL: [Self; Self::COUNT] = {
-        use TensorId::{DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
-        [Q, K, V, O, Lse, DO, Dq, Dk, Dv, Sinks, Dsinks]
+        use TensorId::{DO, Dk, Dq, Dsinks, Dv, K, Lse, O, OwnHeads, OwnTokens, Q, Sinks, V};
+        [Q, K, V, O, Lse, DO, Dq, Dk, Dv, Sinks, Dsinks, OwnTokens, OwnHeads]
     };
 
     const fn row(self) -> &'static Row {
@@ -137,7 +146,8 @@ impl TensorId {
         [tokens, self.heads(p), self.dim(p)]
     }
 
-    /// Whether this direction of a problem with or without sinks writes it; `None` if the direction does not use it.
+    /// Whether this direction of attention writes it, in a problem with or without sinks; `None` if the direction does
+    /// not use it.
     pub const fn is_written(self, direction: Direction, sinks: bool) -> Option<bool> {
         let row = self.row();
         if row.sinks && !sinks { None } else { row.written[direction as usize] }
@@ -152,7 +162,7 @@ mod tests {
     fn rows_of_the_table_are_in_the_order_of_the_numbers() {
         for (i, t) in TensorId::ALL.into_iter().enumerate() {
             assert_eq!(t as usize, i);
-            assert_eq!(alloc::format!("{t:?}").to_lowercase(), t.name());
+            assert_eq!(alloc::format!("{t:?}").to_lowercase(), t.name().replace(' ', ""));
         }
     }
 }

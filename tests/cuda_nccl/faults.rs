@@ -178,7 +178,7 @@ fn sizes_that_differ() {
         assert!(text.starts_with(&format!("rank {rank}, ring, step 2: rank {} ", 1 - rank)), "{text}");
         match error {
             // The other gave up first, and NCCL noticed.
-            Error::Peer { cause: Cause::Engine { code: 6, bytes, .. }, .. } => assert_eq!(bytes, [96, 64][rank]),
+            Error::Peer { cause: Cause::Library { code: 6, bytes, .. }, .. } => assert_eq!(bytes, [96, 64][rank]),
             Error::Peer { cause: Cause::Deadline { ms, bytes }, .. } => {
                 assert!(ms >= 400 && bytes == [96, 64][rank], "{text}");
             }

@@ -101,7 +101,7 @@ proptest! {
                     let moved = |rank: usize| {
                         let share = plan.heads_of(rank);
                         let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
-                        heads * (plan.held_tokens(side, rank) - plan.local_tokens(side, rank)) * 3 * dtype.size()
+                        heads * (plan.tokens_between_all_to_alls(side, rank) - plan.local_tokens(side, rank)) * 3 * dtype.size()
                     };
                     let expected: usize = (0..mesh.group()).map(moved).sum();
                     prop_assert_eq!(report.bytes("exchange"), expected as u64);

@@ -103,7 +103,7 @@ fn the_way_back_is_the_transpose_of_the_way_there() {
                 let x = local_rows(plan, rank, side, heads);
                 let share = plan.heads_of(rank.rank());
                 let own = if side == Side::Q { share.q.len() } else { share.kv.len() };
-                let rows = plan.held_tokens(side, rank.rank());
+                let rows = plan.tokens_between_all_to_alls(side, rank.rank());
                 let mut held = vec![f64::NAN; rows * own * D];
                 let from = View::new(&x, n, heads, D).unwrap();
                 rank.to_heads(plan, side, from, ViewMut::new(&mut held, rows, own, D).unwrap()).unwrap();

@@ -67,12 +67,12 @@ impl Plan {
             out,
             "  rule: the mesh with the lowest cost; if costs are equal, the larger ulysses. cost = multiply-adds of the busiest rank + {} × (bytes it receives + {} × messages it receives), forward and backward, with the automatic layout of the mesh",
             choice.balance,
-            Choice::MESSAGE
+            Choice::MESSAGE_COST_BYTES
         );
         let node = self.options().ranks_per_node;
         let over_nodes = (1..self.mesh().group()).contains(&node);
         if over_nodes {
-            let (node, weight) = (ranks(node), Choice::BETWEEN);
+            let (node, weight) = (ranks(node), Choice::INTER_NODE_FACTOR);
             let _ = writeln!(out, "  nodes of {node}: in the cost, a byte from another node counts {weight} times");
         }
         let mut columns = vec!["", "mesh", "q heads", "layout", "multiply-adds", "bytes", "messages (about)", "cost"];

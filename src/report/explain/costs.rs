@@ -19,7 +19,7 @@ use super::{
 use crate::{
     batch::Side,
     mesh::Mesh,
-    plan::{Circulate, FEW_KEYS, GATHERED, Gather, MANY_DOCUMENTS, Options, Plan, Wire},
+    plan::{Circulate, GATHERED, Gather, MANY_DOCUMENTS, MIN_KEYS_PER_STEP, Options, Plan, Wire},
     report::costs::{Costs, StepCost, order},
     schedule::{BETWEEN_NODES, CirculatingSide, Direction, Form, Schedule},
 };
@@ -64,7 +64,7 @@ impl Plan {
             let keys = self.problem().area() as f64 / (nq.max(1) * ring as u128) as f64;
             let _ = writeln!(
                 out,
-                "    because the layout cuts each of {documents} documents (at least {MANY_DOCUMENTS}) for every ring rank, a q row has only {keys:.1} keys in a ring step (fewer than {FEW_KEYS}), and all k and v take at most {most} bytes"
+                "    because the layout cuts each of {documents} documents (at least {MANY_DOCUMENTS}) for every ring rank, a q row has only {keys:.1} keys in a ring step (fewer than {MIN_KEYS_PER_STEP}), and all k and v take at most {most} bytes"
             );
         }
         if o.passes > 1 {

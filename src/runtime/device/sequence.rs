@@ -36,7 +36,7 @@ use crate::{
 
 /// The base of a tensor of the caller's. Base 0 is the workspace.
 pub(super) const fn base_of(tensor: TensorId) -> usize {
-    tensor as usize + 1
+    bind::place_of(tensor) + 1
 }
 
 /// The commands of one operation on the stream of its lane.

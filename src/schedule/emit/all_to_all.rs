@@ -14,7 +14,7 @@ use crate::{
     batch::Side,
     error::{Error, Result},
     plan::Plan,
-    schedule::{AllToAll, AllToAllDirection, Buf, BufferView, Direction, OWN_HEADS, OWN_TOKENS, Schedule},
+    schedule::{AllToAll, AllToAllDirection, Buf, BufferView, Direction, Schedule, TensorId},
 };
 
 impl Schedule {
@@ -38,8 +38,8 @@ impl Schedule {
         let mut b = Builder::new(plan, rank, Direction::Forward);
         b.out.dtype = all_to_all.dtype;
         let me = b.coordinates.ulysses;
-        let tokens = BufferView::whole(Buf::User(OWN_TOKENS), b.part(side, me).1, heads as u32);
-        let held = BufferView::whole(Buf::User(OWN_HEADS), b.share(side), span(&b, side, me).1);
+        let tokens = BufferView::whole(Buf::User(TensorId::OwnTokens), b.part(side, me).1, heads as u32);
+        let held = BufferView::whole(Buf::User(TensorId::OwnHeads), b.share(side), span(&b, side, me).1);
         match all_to_all.direction {
             AllToAllDirection::ToHeads => to_heads(&mut b, all_to_all, tokens, held),
             AllToAllDirection::ToTokens => to_tokens(&mut b, all_to_all, tokens, held),

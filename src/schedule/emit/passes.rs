@@ -203,7 +203,7 @@ impl Builder<'_> {
             self.attend(ring, t, ring_step, &arrival, |at, partials| {
                 OpKind::Backward(BackwardOp {
                     ring_step: ring_step as u32,
-                    ring_steps: CirculatingSide::Keys,
+                    side: CirculatingSide::Keys,
                     q: of_pass(of.held.q),
                     k: at[0],
                     v: at[1],
@@ -242,7 +242,7 @@ impl Builder<'_> {
             self.attend(ring, t, ring_step, &arrival, |at, partials| {
                 OpKind::Backward(BackwardOp {
                     ring_step: ring_step as u32,
-                    ring_steps: CirculatingSide::Queries,
+                    side: CirculatingSide::Queries,
                     q: at[0],
                     k,
                     v,

@@ -65,7 +65,7 @@ impl Travel {
     /// The rows of a ring step in buffers of this rank's own rows and in slots.
     pub(super) fn rows(&self, ring_step: usize, own: &[BufferView], slots: &[BufferView]) -> StepRows {
         let tensors = own.iter().zip(slots).map(|(&own, &slot)| StepTensor { own, slot }).collect();
-        StepRows { ring_step: ring_step as u32, ring_steps: self.circulating_side, tensors }
+        StepRows { ring_step: ring_step as u32, side: self.circulating_side, tensors }
     }
 
     /// Whether anything is exchanged for a ring step.

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     error::Result,
-    schedule::{AllToAll, AllToAllDirection, Buf, BufferView, OWN_HEADS, OWN_TOKENS},
+    schedule::{AllToAll, AllToAllDirection, Buf, BufferView, TensorId},
 };
 
 /// Marks the inputs of a rank on the way back as its part of a sum.
@@ -27,11 +27,11 @@ pub(super) fn bring(p: &mut Prover, all_to_all: AllToAll) {
     }
     for r in 0..p.ranks.len() {
         let (tokens, heads) = held(p.plan, p.ranks[r].rank(), all_to_all.side);
-        let view = BufferView::whole(Buf::User(OWN_HEADS), tokens.len() as u64, heads.len() as u32);
+        let view = BufferView::whole(Buf::User(TensorId::OwnHeads), tokens.len() as u64, heads.len() as u32);
         for (row, token) in tokens.into_iter().enumerate() {
             for (i, h) in heads.clone().enumerate() {
                 let list = p.lists.one(Atom { call: r as u32, head: h, heads: 1 });
-                let cell = Cell::new(What::Sum(OWN_TOKENS), token as u32, h, list);
+                let cell = Cell::new(What::Sum(TensorId::OwnTokens), token as u32, h, list);
                 p.memories[r].set(&view, row as u64, i as u32, cell);
             }
         }
@@ -54,10 +54,10 @@ pub(super) fn check(p: &Prover, all_to_all: AllToAll) -> Result<u128> {
 
 fn heads(p: &Prover, r: usize, all_to_all: AllToAll) -> Result<(), String> {
     let (tokens, heads) = held(p.plan, p.ranks[r].rank(), all_to_all.side);
-    let view = BufferView::whole(Buf::User(OWN_HEADS), tokens.len() as u64, heads.len() as u32);
+    let view = BufferView::whole(Buf::User(TensorId::OwnHeads), tokens.len() as u64, heads.len() as u32);
     for (row, token) in tokens.into_iter().enumerate() {
         for (i, h) in heads.clone().enumerate() {
-            let want = Cell::new(What::Input(OWN_TOKENS), token as u32, h, 0);
+            let want = Cell::new(What::Input(TensorId::OwnTokens), token as u32, h, 0);
             p.expect(r, &view, (row as u64, 1), i as u32, want)?;
         }
     }
@@ -73,10 +73,10 @@ fn tokens(p: &Prover, r: usize, all_to_all: AllToAll) -> Result<(), String> {
         .collect();
     let heads = all_heads(p.plan, all_to_all.side);
     let tokens = p.plan.token_indices(all_to_all.side, rank);
-    let view = BufferView::whole(Buf::User(OWN_TOKENS), tokens.len() as u64, heads);
+    let view = BufferView::whole(Buf::User(TensorId::OwnTokens), tokens.len() as u64, heads);
     for (row, token) in tokens.into_iter().enumerate() {
         for h in 0..heads {
-            p.expect(r, &view, (row as u64, 1), h, Cell::new(What::Sum(OWN_TOKENS), token as u32, h, 0))?;
+            p.expect(r, &view, (row as u64, 1), h, Cell::new(What::Sum(TensorId::OwnTokens), token as u32, h, 0))?;
             let atoms = p.lists.get(p.memories[r].at(&view, row as u64, h).0.list);
             let want = holders.iter().filter(|(_, own)| own.contains(&h)).map(|(i, _)| *i);
             if !atoms.iter().map(|a| a.call as usize).eq(want) {

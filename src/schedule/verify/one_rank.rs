@@ -155,7 +155,7 @@ impl ScheduleCheck<'_> {
                 self.inside(&list, &whole)?;
             }
             OpKind::Attend(a) => {
-                self.ring_step(a.part.ring_steps(), a.ring_step)?;
+                self.ring_step(a.part.side(), a.ring_step)?;
                 for view in [a.q, a.k, a.v] {
                     add(view, false)?;
                 }
@@ -169,7 +169,7 @@ impl ScheduleCheck<'_> {
                 }
             }
             OpKind::Backward(b) => {
-                self.ring_step(b.ring_steps, b.ring_step)?;
+                self.ring_step(b.side, b.ring_step)?;
                 for view in [b.q, b.k, b.v, b.d_o, b.lse, b.delta] {
                     add(view, false)?;
                 }
@@ -203,7 +203,7 @@ impl ScheduleCheck<'_> {
 
     /// All rows of the tensors that an operation of the ring sends, packs or sums.
     fn step_rows(&self, rows: &StepRows, own: bool, slot: bool) -> Result<Vec<Touch>, String> {
-        self.ring_step(rows.ring_steps, rows.ring_step)?;
+        self.ring_step(rows.side, rows.ring_step)?;
         let mut list = Vec::with_capacity(2 * rows.tensors.len());
         for c in &rows.tensors {
             list.extend([self.touch(c.own, own)?, self.touch(c.slot, slot)?]);
@@ -348,7 +348,7 @@ fn hit<'a>(a: &'a [Touch], b: &'a [Touch]) -> Option<(&'a Touch, &'a Touch)> {
             begin += 1;
         }
         for y in b[begin..].iter().take_while(|y| y.low < x.high) {
-            if (x.write || y.write) && y.low < y.high && ScheduleCheck::meet(x, y) {
+            if (x.write || y.write) && y.low < y.high && ScheduleCheck::overlap(x, y) {
                 return Some((x, y));
             }
         }

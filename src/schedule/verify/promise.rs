@@ -14,9 +14,7 @@ use crate::{
     batch::Side,
     element::Dtype,
     plan::{Plan, Problem},
-    schedule::{
-        AllToAll, AllToAllDirection, Direction, OWN_HEADS, OWN_TOKENS, Purpose, Schedule, TensorForm, TensorId,
-    },
+    schedule::{AllToAll, AllToAllDirection, Direction, Purpose, Schedule, TensorForm, TensorId},
 };
 
 /// The caller's tensors of one rank, in the order of [`TensorId`]. `whole_rows`: with a cell for a row.
@@ -28,7 +26,7 @@ pub(super) fn tables(s: &Schedule, plan: &Plan, purpose: Purpose, whole_rows: bo
         let [rows, heads, _] = form.shape;
         let (tokens, first) = match purpose {
             _ if form.written => (Vec::new(), 0),
-            Purpose::AllToAll(a) if tensor == OWN_HEADS => {
+            Purpose::AllToAll(a) if tensor == TensorId::OwnHeads => {
                 let (tokens, heads) = held(plan, s.rank, a.side);
                 (tokens, heads.start)
             }
@@ -80,6 +78,7 @@ pub(super) fn element(tensor: TensorId, p: &Problem) -> (Dtype, usize) {
         TensorId::Q | TensorId::K | TensorId::Dq | TensorId::Dk => p.head_dim(),
         TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv => p.value_dim(),
         TensorId::Lse | TensorId::Sinks | TensorId::Dsinks => 1,
+        TensorId::OwnTokens | TensorId::OwnHeads => 0,
     };
     let dtype = match tensor {
         TensorId::Lse | TensorId::Dsinks => p.dtype().accumulator(),
@@ -93,11 +92,11 @@ pub(super) fn element(tensor: TensorId, p: &Problem) -> (Dtype, usize) {
 fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToAll) -> Option<TensorForm> {
     let to_heads = all_to_all.direction == AllToAllDirection::ToHeads;
     let (rows, heads, written) = match tensor {
-        OWN_HEADS => {
+        TensorId::OwnHeads => {
             let (tokens, heads) = held(plan, s.rank, all_to_all.side);
             (tokens.len(), heads.len(), to_heads)
         }
-        OWN_TOKENS => {
+        TensorId::OwnTokens => {
             let tokens = plan.token_indices(all_to_all.side, s.rank);
             (tokens.len(), all_heads(plan, all_to_all.side) as usize, !to_heads)
         }

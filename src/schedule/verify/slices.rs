@@ -92,7 +92,7 @@ impl<'a> ScheduleCheck<'a> {
     }
 
     /// Whether two slices may share a byte. Conservative for different buffers if a view leaves out heads.
-    pub(super) fn meet(a: &Touch, b: &Touch) -> bool {
+    pub(super) fn overlap(a: &Touch, b: &Touch) -> bool {
         if a.low >= b.high || b.low >= a.high {
             return false;
         }
@@ -130,7 +130,7 @@ impl<'a> ScheduleCheck<'a> {
         let mut open: Vec<&Touch> = Vec::new();
         for t in sorted.iter().filter(|t| t.low < t.high) {
             open.retain(|o| o.high > t.low);
-            if let Some(o) = open.iter().find(|o| (o.write || t.write) && Self::meet(o, t)) {
+            if let Some(o) = open.iter().find(|o| (o.write || t.write) && Self::overlap(o, t)) {
                 return Err(format!("touches the same bytes twice: {} and {}", self.describe(o), self.describe(t)));
             }
             open.push(t);

@@ -234,7 +234,7 @@ impl Watchdog {
     pub(super) fn engines_report(&self) -> Option<Error> {
         match self.comm.turn_now()?.state() {
             Ok(SUCCESS | IN_PROGRESS) => None,
-            Ok(code) => Some(self.about_oldest(|ms, bytes| Cause::Engine { code, text: describe(code), ms, bytes })),
+            Ok(code) => Some(self.about_oldest(|ms, bytes| Cause::Library { code, text: describe(code), ms, bytes })),
             Err(error) => Some(error),
         }
     }

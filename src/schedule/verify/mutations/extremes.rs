@@ -219,8 +219,8 @@ fn other_fields_with_any_values() {
                 s.ops[i].lane = [Lane::Communication, Lane::Compute][s.ops[i].lane as usize];
             });
             of(&format!("op {i} other side"), &|s| match &mut s.ops[i].kind {
-                OpKind::Backward(b) => b.ring_steps = opposite(b.ring_steps),
-                kind => kind.step_rows().into_iter().for_each(|rows| rows.ring_steps = opposite(rows.ring_steps)),
+                OpKind::Backward(b) => b.side = opposite(b.side),
+                kind => kind.step_rows().into_iter().for_each(|rows| rows.side = opposite(rows.side)),
             });
             of(&format!("op {i} no tensors"), &|s| {
                 s.ops[i].kind.step_rows().into_iter().for_each(|rows: &mut StepRows| rows.tensors.clear());
