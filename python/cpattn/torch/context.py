@@ -26,7 +26,8 @@ from ..slices import Slice
 from ..slices import checked as checked_slices
 from ..trace import Event
 from . import nodes, operators
-from .gloo import GlooTransport, Members
+from .gather import Gathering
+from .gloo import Collectives, GlooTransport, Members
 from .operators import dense
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ class Context(PackedContext):
             raise Unsupported(f"device is {self.device}, cpu or cuda is needed")
         if self.device.type == "cuda" and workers != 1:
             raise InvalidArgument(f"workers is {workers}, 1 is needed on {self.device}: workers are CPU threads")
-        self.transport = GlooTransport(group, timeout=timeout)
+        self.transport, self._timeout = GlooTransport(group, timeout=timeout), timeout
+        self._collectives: Collectives | None = None
         self.number, self.world = self.transport.rank, self.transport.world
         self._members = self.transport.members
         try:
@@ -203,6 +205,12 @@ class Context(PackedContext):
                 ) from error
         return over_all(plan)
 
+    def collectives(self) -> Collectives:
+        """A group for rows of other ranks, made when it is first needed. All ranks call it."""
+        if self._collectives is None:
+            self._collectives = Collectives(self._members, self._timeout)
+        return self._collectives
+
     def record(self, capacity: int = 1 << 16) -> None:
         """Starts to record this rank's operations, at most `capacity` of them, for `trace`."""
         self.check_open()
@@ -218,12 +226,14 @@ class Context(PackedContext):
         """Leaves the group. Peers that still need this rank get an error, so call dist.barrier on all ranks before."""
         self._closed = True
         self._batches.clear()
+        if self._collectives is not None:
+            self._collectives.close()
         _deciding[self._members] = [pair for pair in _deciding.get(self._members, []) if pair[0] is not self]
         self.rank.close()
         self._host.close()
 
 
-class Batch(Packed):
+class Batch(Gathering, Packed):
     """Packed documents, sharded over the ranks of a context.
 
     `tokens` (int64) are the indices in the batch of this rank's tokens, in its order; `positions` (int64) are their
