@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Attention layers of Transformers that do not use its AttentionInterface: GPT-J, GPT-Neo, CodeGen, XGLM, Falcon, BLOOM and MPT.
+"""Attention layers of Transformers that do not use its AttentionInterface: GPT-J, GPT-Neo, CodeGen, XGLM, Falcon, BLOOM and MPT; and those
+that run their own attention on gathered keys (`gathered`).
 
 An adapter runs instead of the layer's own attention, and calls the function that is registered for the others. ALiBi, a bias that is
 linear in the key's position, is a product of two more dims of q and k: the head's slope times the position in the document.
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from ..errors import Unsupported
 from .attention import NAME, Mask, attention
+from .gathered import GATHERED
 
 
 def _dropout(layer: nn.Module, p: float) -> float:
@@ -99,10 +101,12 @@ class Adapters:
 
     def __init__(self, model: Any) -> None:
         self._config, self._usual = model.config, model.config._attn_implementation
+        kind = "sdpa" if self._usual == "sdpa" else "eager"
+        known = ADAPTERS | {name: ("forward", partial(adapter, kind)) for name, adapter in GATHERED.items()}
         self._layers = [
-            (layer, *ADAPTERS[type(layer).__name__])
+            (layer, *known[type(layer).__name__])
             for layer in model.modules()
-            if type(layer).__name__ in ADAPTERS and type(layer).__module__.startswith("transformers.models.")
+            if type(layer).__name__ in known and type(layer).__module__.startswith("transformers.models.")
         ]
         if getattr(model.config, "alibi", False) and self._layers:
             raise Unsupported(

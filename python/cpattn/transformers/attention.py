@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from .._header import UNLIMITED
 from ..errors import Unsupported
+from ..torch.gather import Reads
 
 NAME = "cpattn"
 
@@ -36,6 +37,10 @@ class Forward(Protocol):
         ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window, **options: Any) -> Tensor: ...
+
+    def reads(self, window: Window) -> Reads:
+        """The rows that this rank's tokens read."""
+        ...
 
 
 # The number of keys before its own key that a query sees, and the number of keys after it (0: causal).

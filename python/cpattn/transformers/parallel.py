@@ -22,6 +22,7 @@ from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
 from ..plan import CHOSEN, Plan, Side
 from ..torch import Batch, Context, GlooTransport
+from ..torch.gather import Reads
 from ..torch.gloo import Collectives, Members
 from .adapters import Adapters
 from .agree import Total, number, same, told
@@ -79,6 +80,9 @@ class Forward:
     @property
     def positions(self) -> Tensor:
         return self.batch.positions
+
+    def reads(self, window: Window) -> Reads:
+        return self.batch.reads(window_left=window[0], window_right=window[1])
 
     # For mixers.
 
@@ -218,6 +222,7 @@ class ContextParallel:
             if not any(options.get(name) for name in CHOSEN):
                 options["layers"] = self._found.layers
             self._contexts[dtype] = Context(self._members, dtype=dtype, device=self.device, **options)
+            self._contexts[dtype]._collectives = self._collectives  # one group is enough
         return self._contexts[dtype]
 
     # Inputs

@@ -17,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._header import UNLIMITED
 from ..errors import Error, Unsupported
+from ..packing import Packing
+from ..torch.gather import Reads, bands_of
+from ..torch.reads import Runs
 from .attention import Current, Window
 from .hybrids.deal import Deal
 from .mixers import Mixers
@@ -32,6 +35,8 @@ class Alone:
     def __init__(self) -> None:
         # The kinds of layers, and the number of calls of each.
         self.kinds: Counter[tuple[tuple[str, int], ...]] = Counter()
+        # The window of a layer with gathered keys.
+        self.gathered: Window | None = None
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window, **options: Any) -> Tensor:
         kind = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_dim": v.shape[2]}
@@ -41,6 +46,11 @@ class Alone:
         o = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         seen = (q * weights).sum(-1, keepdim=True) + (k * weights.cos()).sum((1, 2), keepdim=True)
         return o + seen.tanh().to(o.dtype)
+
+    def reads(self, window: Window) -> Reads:
+        self.gathered = window
+        tokens = torch.arange(self.cu_seqlens[-1])
+        return Reads(bands_of(Packing(self.cu_seqlens), *window), [Runs(tokens)], [Runs(tokens)], 0, tokens, None)
 
     @property
     def positions(self) -> Tensor:
@@ -158,9 +168,10 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
         Current.forward = None
         for module in training:
             module.training = True
-    if not forward.kinds and mixers:
-        # No attention: any kind of layer will do for the distribution of tokens.
-        kind = {"heads": 1, "kv_heads": 1, "head_dim": 8, "value_dim": 8, "window_left": UNLIMITED, "window_right": 0}
+    if not forward.kinds and (mixers or forward.gathered):
+        # No attention with kernels: any kind of layer will do for the distribution of tokens.
+        left, right = forward.gathered or (UNLIMITED, 0)
+        kind = {"heads": 1, "kv_heads": 1, "head_dim": 8, "value_dim": 8, "window_left": left, "window_right": right}
         forward.kinds[tuple(kind.items())] = calls
     if not forward.kinds:
         raise Unsupported(f"{name} has no layer with attention through AttentionInterface of Transformers, which is needed")

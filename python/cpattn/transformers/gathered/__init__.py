@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Layers of Transformers whose scores no kernel has, by the names of their classes: they run their own attention on gathered keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .keys import gathered
+
+# An indexer chooses the keys of each query.
+INDEXED = ("DeepseekV32Attention", "GlmMoeDsaAttention", "HYV4Attention", "AXK2Attention", "Dots3NoteTextAttention")
+# Numbers from the values are added to the scores, and choose keys.
+DYNAMIC = ("DogeAttention",)
+# Attention that has no AttentionInterface.
+PLAIN = (
+    "GPTNeoXJapaneseAttention", "MegatronBertSelfAttention", "MvpAttention", "RemBertSelfAttention", "RoFormerSelfAttention", "TrOCRAttention",
+)  # fmt: skip
+
+GATHERED: dict[str, Callable[..., Any]] = dict.fromkeys((*INDEXED, *DYNAMIC, *PLAIN), gathered)
