@@ -87,7 +87,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": EXPERTS,
     "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
     "dots3_note_text": {
-        "index_head_dim": 8, "index_n_heads": 2, "index_topk": 4, "shared_experts_intermediate_size": 16, "head_dim": 16,
+        "index_head_dim": 16, "index_n_heads": 16, "index_topk": 6, "shared_experts_intermediate_size": 16, "head_dim": 16,
         "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8, "swa_head_dim": 16,
         "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
     },

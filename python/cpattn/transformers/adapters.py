@@ -19,7 +19,9 @@ from torch.nn import functional as F
 
 from ..errors import Unsupported
 from .attention import NAME, Mask, attention
-from .gathered import GATHERED
+from .gathered import adapter_of
+from .positions import NAMES as TABLES
+from .positions import positions
 
 
 def _dropout(layer: nn.Module, p: float) -> float:
@@ -92,6 +94,7 @@ ADAPTERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "FalconAttention": ("forward", falcon),
     "BloomAttention": ("forward", bloom),
     "MptAttention": ("forward", mpt),
+    **dict.fromkeys(TABLES, ("forward", positions)),
 }
 
 
@@ -102,12 +105,14 @@ class Adapters:
     def __init__(self, model: Any) -> None:
         self._config, self._usual = model.config, model.config._attn_implementation
         kind = "sdpa" if self._usual == "sdpa" else "eager"
-        known = ADAPTERS | {name: ("forward", partial(adapter, kind)) for name, adapter in GATHERED.items()}
-        self._layers = [
-            (layer, *known[type(layer).__name__])
-            for layer in model.modules()
-            if type(layer).__name__ in known and type(layer).__module__.startswith("transformers.models.")
-        ]
+        self._layers: list[tuple[nn.Module, str, Callable[..., Any]]] = []
+        for layer in model.modules():
+            if not type(layer).__module__.startswith("transformers.models."):
+                continue
+            if type(layer).__name__ in ADAPTERS:
+                self._layers.append((layer, *ADAPTERS[type(layer).__name__]))
+            elif own := adapter_of(layer):
+                self._layers.append((layer, "forward", partial(own, kind)))
         if getattr(model.config, "alibi", False) and self._layers:
             raise Unsupported(
                 f"{type(model).__name__} has config.alibi, which is not supported: it rounds the bias to bf16, so that it depends on the "

@@ -32,6 +32,11 @@ class Forward(Protocol):
     longest: int
 
     @property
+    def places(self) -> Tensor | None:
+        """The position_ids of the tokens that the model gets, or None: those that it counts itself."""
+        ...
+
+    @property
     def positions(self) -> Tensor:
         """Of this rank's tokens in their documents."""
         ...

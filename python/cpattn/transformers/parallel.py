@@ -78,6 +78,10 @@ class Forward:
         return x if len(self.batch.tokens) else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
     @property
+    def places(self) -> Tensor:
+        return self.pack.positions[self.tokens]
+
+    @property
     def positions(self) -> Tensor:
         return self.batch.positions
 

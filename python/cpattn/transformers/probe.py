@@ -37,6 +37,7 @@ class Alone:
         self.kinds: Counter[tuple[tuple[str, int], ...]] = Counter()
         # The window of a layer with gathered keys.
         self.gathered: Window | None = None
+        self.places: Tensor | None = None
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window, **options: Any) -> Tensor:
         kind = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_dim": v.shape[2]}
@@ -127,6 +128,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
         Current.forward, calls = forward, calls + 1
         tables.positions, tables.rows = order, UNLIMITED
         forward.cu_seqlens = tuple(range(len(order) + 1))
+        forward.places = None if first is None else order + first
         where = {} if first is None else {"position_ids": (order + first)[None]}
         where |= {"token_type_ids": (ids[order] % types)[None]} if types else {}
         out = model(input_ids=ids[order][None], **where, **more, **mixers.arguments(forward))

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from .keys import gathered
 
 # An indexer chooses the keys of each query.
@@ -18,3 +20,11 @@ PLAIN = (
 )  # fmt: skip
 
 GATHERED: dict[str, Callable[..., Any]] = dict.fromkeys((*INDEXED, *DYNAMIC, *PLAIN), gathered)
+
+
+def adapter_of(layer: nn.Module) -> Callable[..., Any] | None:
+    """What runs instead of the forward of a layer of Transformers; None for a layer that kernels can run."""
+    name = type(layer).__name__
+    if name == "Dots3NoteTextAttention" and layer.indexer is None:
+        return None
+    return GATHERED.get(name)
