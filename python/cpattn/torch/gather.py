@@ -93,6 +93,13 @@ class Reads:
         out: tuple[Tensor, ...] = _Move.apply(self, True, *x)  # type: ignore[no-untyped-call]
         return out
 
+    def halo(self, rows: Tensor, taps: int) -> Halo:
+        """Of gathered rows, if these are so many before each token in its document."""
+        rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+        at, back = self._rows.places(self._own), torch.arange(taps, -1, -1)
+        there = self.positions[at][:, None] >= back
+        return Halo(rows, torch.where(there, at[:, None] - back, len(self)).to(rows.device))
+
     def _there(self, x: Sequence[Tensor]) -> list[Tensor]:
         device = x[0].device
         data = torch.cat([_bytes(one) for one in x], 1).cpu()
@@ -238,10 +245,14 @@ class Gathering:
         """This rank's rows of x, one for each of its q tokens, and the `taps` rows before each of them in its document, which other
         ranks may have: for convolutions. With `h = batch.halo(x, taps)`, `h.rows[h.places]` is [tokens, taps + 1, ...]. Differentiable.
         All ranks call it."""
-        taps, alone = whole("taps", taps, 0, 2**31), Packing(self.packing.cu_seqlens)
-        reads = self._reads(("halo", taps), Side.Q, Side.Q, lambda: bands_of(alone, taps, 0))
+        reads = self.halo_reads(taps)
         (rows,) = self._gathered(reads, ("halo", taps), (x,))
-        return halo_of(reads, rows, self.tokens.cpu(), taps)
+        return reads.halo(rows, taps)
+
+    def halo_reads(self, taps: int) -> Reads:
+        """The rows of `halo`. Cached."""
+        taps, alone = whole("taps", taps, 0, 2**31), Packing(self.packing.cu_seqlens)
+        return self._reads(("halo", taps), Side.Q, Side.Q, lambda: bands_of(alone, taps, 0))
 
     def _gathered(self, reads: Reads, what: tuple[Any, ...], x: Sequence[Tensor]) -> tuple[Tensor, ...]:
         context = self.context
@@ -263,12 +274,3 @@ class Gathering:
                     others[0],
                 )
         return reads.gather(*x) if x else ()
-
-
-def halo_of(reads: Reads, rows: Tensor, own: Tensor, taps: int) -> Halo:
-    """From gathered rows, for these tokens."""
-    rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
-    at = reads._rows.places(own)
-    back = torch.arange(taps, -1, -1)
-    there = reads.positions[at][:, None] >= back if len(at) else torch.zeros(0, taps + 1, dtype=torch.bool)
-    return Halo(rows, torch.where(there, at[:, None] - back, len(reads)).to(rows.device))

@@ -22,7 +22,7 @@ from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
 from ..plan import CHOSEN, Plan, Side
 from ..torch import Batch, Context, GlooTransport
-from ..torch.gather import Reads
+from ..torch.gather import Halo, Reads
 from ..torch.gloo import Collectives, Members
 from .adapters import Adapters
 from .agree import Total, number, same, told
@@ -87,6 +87,11 @@ class Forward:
 
     def reads(self, window: Window) -> Reads:
         return self.batch.reads(window_left=window[0], window_right=window[1])
+
+    def halo(self, x: Tensor, taps: int) -> Halo:
+        reads = self.batch.halo_reads(taps)
+        halo = reads.halo(reads.gather(self.held(x))[0], taps)
+        return halo if reads.given else Halo(halo.rows, halo.places.new_zeros(1, taps + 1))
 
     # For mixers.
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._header import UNLIMITED
 from ..errors import Error, Unsupported
 from ..packing import Packing
-from ..torch.gather import Reads, bands_of
+from ..torch.gather import Halo, Reads, bands_of
 from ..torch.reads import Runs
 from .attention import Current, Window
 from .hybrids.deal import Deal
@@ -50,12 +50,18 @@ class Alone:
 
     def reads(self, window: Window) -> Reads:
         self.gathered = window
+        return self._reads(window)
+
+    def halo(self, x: Tensor, taps: int) -> Halo:
+        return self._reads((taps, 0)).halo(x, taps)
+
+    def _reads(self, window: Window) -> Reads:
         tokens = torch.arange(self.cu_seqlens[-1])
         return Reads(bands_of(Packing(self.cu_seqlens), *window), [Runs(tokens)], [Runs(tokens)], 0, tokens, None)
 
     @property
     def positions(self) -> Tensor:
-        return torch.zeros(len(self.cu_seqlens) - 1)
+        return torch.zeros(len(self.cu_seqlens) - 1, dtype=torch.int64)
 
     # For mixers: each token is a separate document.
 

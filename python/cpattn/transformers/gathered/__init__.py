@@ -8,18 +8,22 @@ from typing import Any
 
 from torch import nn
 
+from .compressed import compressed
 from .keys import gathered
 
 # An indexer chooses the keys of each query.
 INDEXED = ("DeepseekV32Attention", "GlmMoeDsaAttention", "HYV4Attention", "AXK2Attention", "Dots3NoteTextAttention")
 # Numbers from the values are added to the scores, and choose keys.
 DYNAMIC = ("DogeAttention",)
+# A learned bias that depends on the distance.
+BIASED = ("InklingAttention", "Inkling2SlidingAttention", "Inkling2FullAttention")
 # Attention that has no AttentionInterface.
 PLAIN = (
     "GPTNeoXJapaneseAttention", "MegatronBertSelfAttention", "MvpAttention", "RemBertSelfAttention", "RoFormerSelfAttention", "TrOCRAttention",
 )  # fmt: skip
 
-GATHERED: dict[str, Callable[..., Any]] = dict.fromkeys((*INDEXED, *DYNAMIC, *PLAIN), gathered)
+GATHERED: dict[str, Callable[..., Any]] = dict.fromkeys((*INDEXED, *DYNAMIC, *BIASED, *PLAIN), gathered)
+GATHERED["Qwen4ExpTextAttention"] = compressed
 
 
 def adapter_of(layer: nn.Module) -> Callable[..., Any] | None:
