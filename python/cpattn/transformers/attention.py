@@ -62,6 +62,13 @@ class Mask:
         """Some models convert their masks."""
         return self
 
+    def __getitem__(self, part: Any) -> Mask:
+        """Some take the rows of the tokens whose logits are kept: all of them."""
+        whole = (slice(None), slice(0, None), ...)
+        if all(one in whole for one in (part if isinstance(part, tuple) else (part,))):
+            return self
+        raise Unsupported(f"the model computes with its mask (it takes {part}), which is not supported: the layer needs an adapter. Use cpattn.torch")
+
 
 # The windows of the parts of a mask, by the names of their functions in transformers.masking_utils. A mask is an intersection of parts.
 WINDOWS: dict[str, Callable[[dict[str, Any]], Window]] = {
