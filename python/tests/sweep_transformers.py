@@ -62,7 +62,7 @@ SMALL = {
     "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "word_embed_proj_dim": 32, "d_model": 32, "n_heads": 4, "n_layers": 2,
     "rotary_dim": 8, "first_k_dense_replace": 1, "shared_expert_intermediate_size": 16, "num_shared_experts": 1, "use_cache": False,
     "is_decoder": True, "vocab_size_per_layer_input": models.WORDS, "hidden_size_per_layer_input": 8, "global_head_dim": 8,
-    "num_kv_shared_layers": 0, "attention_chunk_size": 64, "lru_width": 32, "embedding_size": 32,
+    "num_kv_shared_layers": 0, "attention_chunk_size": 64, "index_topk": 6, "index_n_heads": 16, "index_head_dim": 16, "lru_width": 32, "embedding_size": 32,
 }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": EXPERTS,
     "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
     "dots3_note_text": {
-        "index_head_dim": 16, "index_n_heads": 16, "index_topk": 6, "shared_experts_intermediate_size": 16, "head_dim": 16,
+        "shared_experts_intermediate_size": 16, "head_dim": 16,
         "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8, "swa_head_dim": 16,
         "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
     },

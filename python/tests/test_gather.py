@@ -104,7 +104,7 @@ def _right(rank: int, world: int) -> list[str]:
                 "same bits": all(torch.equal(a, b) for a, b in zip(*bits)),
             }
             wrong += [f"case {number}, side {side}: {name}" for name, right in checks.items() if not right]
-        wrong += _halo(batch, cu, number)
+        wrong += _halo(batch, cu, number) + _attention(batch, dense, window, number)
         context.close()
     return wrong
 
@@ -125,6 +125,28 @@ def _ascending(tokens: torch.Tensor) -> bool:
 def _weights(tokens: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(100 + rank)
     return torch.randn(len(tokens), 3, 2, generator=draw), torch.randn(len(tokens), generator=draw).bfloat16()
+
+
+def _attention(batch: Any, dense: torch.Tensor, window: dict[str, int], number: int) -> list[str]:
+    """Attention over gathered keys beside that of the kernels, with gradients."""
+    if not dense.any(1).all():
+        return []
+    draw = torch.Generator().manual_seed(number)
+    made = [torch.randn(n, 2, 8, generator=draw) for n in (dense.shape[0], dense.shape[1], dense.shape[1])]
+    out = torch.randn(dense.shape[0], 2, 8, generator=draw)[batch.tokens]
+    both = []
+    for kernels in (True, False):
+        q, k, v = (x[tokens].requires_grad_() for x, tokens in zip(made, (batch.tokens, batch.k_tokens, batch.k_tokens)))
+        if kernels:
+            o = batch.attention(q, k, v, **window)
+        else:
+            keys, values = batch.gather((k, v), **window).rows
+            scores = torch.einsum("qhd,khd->hqk", q, keys) / 8**0.5
+            o = torch.einsum("hqk,khd->qhd", scores.masked_fill(~batch.reads(**window).mask(), -torch.inf).softmax(-1), values)
+        (o * out).sum().backward()
+        both.append((o.detach(), q.grad, k.grad, v.grad))
+    right = all(torch.allclose(a, b, atol=1e-5, rtol=1e-4) for a, b in zip(*both))
+    return [] if right else [f"case {number}: attention"]
 
 
 def _halo(batch: Any, cu: list[int], number: int) -> list[str]:

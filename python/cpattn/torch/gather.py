@@ -84,6 +84,7 @@ class Reads:
         """Which of the rows each of this rank's tokens reads, [tokens, rows]: so many bytes."""
         return self._bands.mask(self._own, self.tokens)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def gather(self, *x: Tensor) -> tuple[Tensor, ...]:
         """The rows of tensors that have a row for each token of this rank, all in one exchange. Differentiable: gradients are
         summed in f32 (of f64 in f64) by the rank that has the row, in the order of the ranks."""

@@ -99,6 +99,7 @@ def _parameters(forward: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(forward)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def gathered(kind: str, layer: Any, *args: Any, cache: Callable[[Keys, torch.device], Any] = Cache, **kwargs: Any) -> Any:
     """The layer's own forward with its own attention of this kind, "eager" or "sdpa", on this rank's queries and gathered keys."""
     forward = type(layer).forward
