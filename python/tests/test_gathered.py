@@ -133,8 +133,8 @@ def _right(rank: int, world: int, file: str) -> list[str]:
     for name in ("deepseek_v32", "inkling_text", "qwen4_exp_text", "mvp"):
         wrong += _wrong(name, [4], file)  # which leaves ranks without tokens
         wrong += _wrong(name, LENGTHS, file, checkpointed=name != "mvp")
-    for name in ("deepseek_v32", "hy_v4", "qwen4_exp_text"):
-        wrong += _wrong(name, LENGTHS, file, "sdpa" if name != "hy_v4" else "eager")
+    for name in ("deepseek_v32", "inkling_text"):
+        wrong += _wrong(name, LENGTHS, file, "sdpa")
     return wrong
 
 

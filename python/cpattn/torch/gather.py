@@ -94,6 +94,10 @@ class Reads:
         out: tuple[Tensor, ...] = _Move.apply(self, True, *x)  # type: ignore[no-untyped-call]
         return out
 
+    def said(self, rows: Any, device: torch.device) -> Gathered:
+        """Gathered rows with what they are."""
+        return Gathered(rows, *(one.to(device) for one in (self.tokens, self.positions, self.documents)))
+
     def halo(self, rows: Tensor, taps: int) -> Halo:
         """Of gathered rows, if these are so many before each token in its document."""
         rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
@@ -240,7 +244,7 @@ class Gathering:
         given = [x] if isinstance(x, Tensor) else list(instances("x", x, Tensor))
         reads = self.reads(side, window_left=window_left, window_right=window_right)
         got = self._gathered(reads, (one_of("side", side, Side), window_left, window_right), given)
-        return Gathered(got[0] if isinstance(x, Tensor) else got, *(one.to(self.context.device) for one in (reads.tokens, reads.positions, reads.documents)))
+        return reads.said(got[0] if isinstance(x, Tensor) else got, self.context.device)
 
     def halo(self, x: Tensor, taps: int) -> Halo:
         """This rank's rows of x, one for each of its q tokens, and the `taps` rows before each of them in its document, which other

@@ -22,12 +22,12 @@ from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
 from ..plan import CHOSEN, Plan, Side
 from ..torch import Batch, Context, GlooTransport
-from ..torch.gather import Halo, Reads
 from ..torch.gloo import Collectives, Members
 from .adapters import Adapters
 from .agree import Total, number, same, told
 from .attention import NAME, Current, Window, register
 from .draws import Draws, refuse_layerdrop
+from .gathered.forward import Gathers
 from .hybrids.deal import Deal
 from .inputs import checked, documents
 from .mixers import Mixer, Mixers
@@ -38,7 +38,7 @@ from .tiles import in_tiles, keeps_hidden, summed
 
 
 @dataclass(eq=False)
-class Forward:
+class Forward(Gathers):
     """One forward pass: its documents, and a batch for each dtype of q, k and v.
 
     `tokens` are the tokens of the batch that this rank's model gets. Models do not run without a token, so a rank without any gets the
@@ -84,14 +84,6 @@ class Forward:
     @property
     def positions(self) -> Tensor:
         return self.batch.positions
-
-    def reads(self, window: Window) -> Reads:
-        return self.batch.reads(window_left=window[0], window_right=window[1])
-
-    def halo(self, x: Tensor, taps: int) -> Halo:
-        reads = self.batch.halo_reads(taps)
-        halo = reads.halo(reads.gather(self.held(x))[0], taps)
-        return halo if reads.given else Halo(halo.rows, halo.places.new_zeros(1, taps + 1))
 
     # For mixers.
 

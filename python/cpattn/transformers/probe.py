@@ -9,6 +9,7 @@ over tokens, linear attention, state spaces, scales that depend on all tokens, a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._header import UNLIMITED
 from ..errors import Error, Unsupported
 from ..packing import Packing
-from ..torch.gather import Halo, Reads, bands_of
+from ..torch.gather import Gathered, Halo, Reads, bands_of
 from ..torch.reads import Runs
 from .attention import Current, Window
 from .hybrids.deal import Deal
@@ -51,6 +52,10 @@ class Alone:
     def reads(self, window: Window) -> Reads:
         self.gathered = window
         return self._reads(window)
+
+    def gather(self, x: Tensor | Sequence[Tensor], side: str = "k", **window: int) -> Gathered:
+        reads = self._reads((UNLIMITED, UNLIMITED))
+        return reads.said(x if isinstance(x, Tensor) else tuple(x), reads.tokens.device)
 
     def halo(self, x: Tensor, taps: int) -> Halo:
         return self._reads((taps, 0)).halo(x, taps)

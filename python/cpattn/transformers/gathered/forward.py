@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""How a forward pass gathers rows of other ranks: `reads` for layers that run their own attention, `gather` and `halo` for mixers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...torch import Batch
+from ...torch.gather import Gathered, Halo, Reads
+from ..attention import Window
+
+
+class Gathers:
+    """The methods of a forward pass over this batch. A rank without tokens has a row all the same, which it does not send."""
+
+    batch: Batch
+
+    def reads(self, window: Window) -> Reads:
+        return self.batch.reads(window_left=window[0], window_right=window[1])
+
+    def gather(self, x: Tensor | Sequence[Tensor], side: str = "k", **window: int) -> Gathered:
+        reads = self.batch.reads(side, **window)
+        rows = reads.gather(*(one[: reads.given] for one in ([x] if isinstance(x, Tensor) else x)))
+        return reads.said(rows[0] if isinstance(x, Tensor) else rows, rows[0].device)
+
+    def halo(self, x: Tensor, taps: int) -> Halo:
+        reads = self.batch.halo_reads(taps)
+        halo = reads.halo(reads.gather(x[: reads.given])[0], taps)
+        return halo if reads.given else Halo(halo.rows, halo.places.new_zeros(1, taps + 1))
