@@ -5,13 +5,12 @@
 
 Both run PyTorch's scaled_dot_product_attention with a mask, forward and backward, on the same tokens of each of 4 processes. By hand
 all keys and values come from all ranks, and their gradients are summed over all. Times are medians of the slowest rank in one
-interleaved run; memory is the growth of the largest process, each case in processes of its own.
+interleaved run; memory is that of keys, values, mask and one matrix of scores for each head, on the rank with most rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -73,21 +72,20 @@ def _ways(batch: Batch, window: int | None) -> dict[str, Callable[[], None]]:
     return {"gather": gathered, "all_gather": lambda: _layer(q, _All.apply(k, every), _All.apply(v, every), seen)}  # type: ignore[no-untyped-call]
 
 
-def _job(rank: int, world: int, case: str, rounds: int, only: str) -> tuple[int, dict[str, list[float]], int]:
+def _job(rank: int, world: int, case: str, rounds: int) -> tuple[int, int, dict[str, list[float]]]:
+    """This rank's tokens, the rows that it reads, and the seconds of each way."""
     cu_seqlens, window = CASES[case]
     batch = Context(heads=HEADS, head_dim=DIM, ring=world).batch(cu_seqlens)
     times: dict[str, list[float]] = {}
     ways = _ways(batch, window)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(rounds):
+    for _ in range(rounds + 1):
         for name, way in ways.items():
-            if only in ("", name):
-                dist.barrier()
-                began = time.monotonic()
-                way()
-                times.setdefault(name, []).append(time.monotonic() - began)
+            dist.barrier()
+            began = time.monotonic()
+            way()
+            times.setdefault(name, []).append(time.monotonic() - began)
     dist.barrier()
-    return len(batch.reads(window_left=window)), times, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return len(batch.tokens), len(batch.reads(window_left=window)), times
 
 
 def main() -> None:
@@ -96,12 +94,13 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     print(f"{TOKENS} tokens, {HEADS} heads of {DIM} dims in f32, 4 processes over gloo, forward and backward")
     for case in CASES:
-        ranks = run(_job, 4, case, rounds, "")
-        text = f"{case:26} rows at most {max(rank[0] for rank in ranks):5} of {TOKENS}"
-        for name in ("gather", "all_gather"):
-            wall = statistics.median(max(rank[1][name][one] for rank in ranks) for one in range(rounds))
-            memory = max(rank[2] for rank in run(_job, 4, case, 2, name))
-            text += f"  {name} {wall * 1e3:6.0f} ms, {memory / 1024:4.0f} MB"
+        ranks = run(_job, 4, case, rounds)
+        rows = max(rank[1] for rank in ranks)
+        text = f"{case:26} rows at most {rows:5} of {TOKENS}"
+        for name, of in (("gather", rows), ("all_gather", TOKENS)):
+            wall = statistics.median(max(rank[2][name][1 + one] for rank in ranks) for one in range(rounds))
+            memory = max(of * HEADS * DIM * 8 + rank[0] * of * (1 + 4 * HEADS) for rank in ranks)
+            text += f"  {name} {wall * 1e3:6.0f} ms, {memory / 1e6:4.0f} MB"
         print(text, flush=True)
 
 

@@ -62,7 +62,8 @@ SMALL = {
     "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "word_embed_proj_dim": 32, "d_model": 32, "n_heads": 4, "n_layers": 2,
     "rotary_dim": 8, "first_k_dense_replace": 1, "shared_expert_intermediate_size": 16, "num_shared_experts": 1, "use_cache": False,
     "is_decoder": True, "vocab_size_per_layer_input": models.WORDS, "hidden_size_per_layer_input": 8, "global_head_dim": 8,
-    "num_kv_shared_layers": 0, "attention_chunk_size": 64, "index_topk": 6, "index_n_heads": 16, "index_head_dim": 16, "lru_width": 32, "embedding_size": 32,
+    "num_kv_shared_layers": 0, "attention_chunk_size": 64, "lru_width": 32, "embedding_size": 32,
+    "index_topk": 6, "index_n_heads": 16, "index_head_dim": 16,
 }  # fmt: skip
 
 
@@ -105,6 +106,10 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "luke": {"entity_vocab_size": 10, "entity_emb_size": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4,
+        "index_topk_blocks": 3,
+    },
     "ministral": {"head_dim": 8},
     "modernbert": {"local_attention": 16, "layer_types": ["full_attention", "sliding_attention"]},
     "mpnet": {"pad_token_id": 1},

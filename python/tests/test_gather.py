@@ -97,7 +97,7 @@ def _right(rank: int, world: int) -> list[str]:
                 "tokens": torch.equal(got.tokens, at),
                 "values": all(torch.equal(one, of[at]) for one, of in zip(got.rows, whole)),
                 "documents": torch.equal(got.documents, document),
-                "positions": torch.equal(got.positions[torch.isin(at, held)], _positions(batch, side)[torch.isin(held, at)]) if _ascending(held) else True,
+                "positions": torch.equal(got.positions, _positions(batch, side)[at]),
                 "mask": torch.equal(reads.mask(), mask[own][:, at]),
                 "bytes": reads.bytes(*x) == sum(one.numel() * one.element_size() for one in got.rows),
                 "gradients": torch.equal(bits[0][0], sums[0][held]) and torch.equal(bits[0][1], sums[1][held].bfloat16()),
@@ -111,15 +111,17 @@ def _right(rank: int, world: int) -> list[str]:
 
 def _owners(batch: Any, side: str) -> list[torch.Tensor]:
     """The tokens of each rank that read."""
-    return [torch.tensor(batch.plan.tokens(cpattn.Side.Q if side == "k" else cpattn.Side.K, rank), dtype=torch.int64) for rank in range(batch.context.world)]
+    of = cpattn.Side.Q if side == "k" else cpattn.Side.K
+    return [torch.tensor(batch.plan.tokens(of, rank), dtype=torch.int64) for rank in range(batch.context.world)]
 
 
 def _positions(batch: Any, side: str) -> torch.Tensor:
-    return batch.k_positions if side == "k" else batch.positions
-
-
-def _ascending(tokens: torch.Tensor) -> bool:
-    return bool((tokens.diff() > 0).all())
+    """The positions of all tokens that are read, from the plan."""
+    of, plan = cpattn.Side.K if side == "k" else cpattn.Side.Q, batch.plan
+    made = torch.zeros((batch.cu_seqlens_k if side == "k" else batch.cu_seqlens)[-1], dtype=torch.int64)
+    for rank in range(plan.world):
+        made[torch.tensor(plan.tokens(of, rank), dtype=torch.int64)] = torch.tensor(plan.positions(of, rank), dtype=torch.int64)
+    return made
 
 
 def _weights(tokens: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

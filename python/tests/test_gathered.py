@@ -59,6 +59,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": LATENT,
     "hy_v4": {**LATENT, "indexer_types": ["full", "shared"]},
     "dots3_note_text": {**LATENT, **SWA, "head_dim": 16, "layer_types": ["sliding_attention", "indexed_attention"]},
+    "minimax_m3_vl_text": {
+        **EXPERTS, "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"], "index_n_heads": 2,
+        "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 1, "dense_intermediate_size": 40,
+        "shared_intermediate_size": 16,
+    },
     "doge": {"keep_window_size": 5},
     "inkling_text": INKLING,
     "inkling2_text": INKLING,
@@ -130,10 +135,10 @@ def _right(rank: int, world: int, file: str) -> list[str]:
     wrong = []
     for name in MODELS:
         wrong += _wrong(name, LENGTHS, file)
-    for name in ("deepseek_v32", "inkling_text", "qwen4_exp_text", "mvp"):
+    for name in ("deepseek_v32", "inkling_text", "qwen4_exp_text", "minimax_m3_vl_text", "mvp"):
         wrong += _wrong(name, [4], file)  # which leaves ranks without tokens
         wrong += _wrong(name, LENGTHS, file, checkpointed=name != "mvp")
-    for name in ("deepseek_v32", "inkling_text"):
+    for name in ("deepseek_v32", "inkling_text", "minimax_m3_vl_text"):
         wrong += _wrong(name, LENGTHS, file, "sdpa")
     return wrong
 

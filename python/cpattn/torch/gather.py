@@ -72,6 +72,11 @@ class Reads:
     def documents(self) -> Tensor:
         return self._bands.documents(self.tokens)
 
+    @property
+    def own_documents(self) -> Tensor:
+        """The documents of this rank's tokens that read, if q and k are the same tokens."""
+        return self._bands.documents(self._own)
+
     @cached_property
     def positions(self) -> Tensor:
         return self.tokens - self._bands.ends[self.documents] + self._bands.first[self.documents]

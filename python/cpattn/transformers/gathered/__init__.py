@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .blocks import blocks
 from .compressed import compressed
 from .keys import gathered
 
@@ -23,12 +24,12 @@ PLAIN = (
 )  # fmt: skip
 
 GATHERED: dict[str, Callable[..., Any]] = dict.fromkeys((*INDEXED, *DYNAMIC, *BIASED, *PLAIN), gathered)
-GATHERED["Qwen4ExpTextAttention"] = compressed
+GATHERED |= {"Qwen4ExpTextAttention": compressed, "MiniMaxM3VLAttention": blocks}
 
 
 def adapter_of(layer: nn.Module) -> Callable[..., Any] | None:
     """What runs instead of the forward of a layer of Transformers; None for a layer that kernels can run."""
     name = type(layer).__name__
-    if name == "Dots3NoteTextAttention" and layer.indexer is None:
+    if name in ("Dots3NoteTextAttention", "MiniMaxM3VLAttention") and layer.indexer is None:
         return None
     return GATHERED.get(name)

@@ -55,6 +55,16 @@ class Keys:
             self._masks[dtype, device] = seen
         return self._masks[dtype, device]
 
+    def documents(self) -> list[tuple[Tensor, slice]]:
+        """The rows of this rank's queries and of the keys of each document that it has a query of."""
+        if self.alone:
+            return [(torch.zeros(1, dtype=torch.int64), slice(0, 1))]
+        own = self.reads.own_documents
+        numbers = own.bincount().nonzero().flatten()
+        begins = torch.searchsorted(self.reads.documents, numbers).tolist()
+        ends = torch.searchsorted(self.reads.documents, numbers, right=True).tolist()
+        return [((own == one).nonzero().flatten(), slice(*ends_of)) for one, *ends_of in zip(numbers.tolist(), begins, ends, strict=True)]
+
     def gather(self, x: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
         """The rows that this rank reads of tensors with this rank's tokens at these dims, in one exchange."""
         rows = [one.movedim(dim, 0) for one, dim in zip(x, dims, strict=True)]
@@ -100,8 +110,9 @@ def _parameters(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
-def gathered(kind: str, layer: Any, *args: Any, cache: Callable[[Keys, torch.device], Any] = Cache, **kwargs: Any) -> Any:
-    """The layer's own forward with its own attention of this kind, "eager" or "sdpa", on this rank's queries and gathered keys."""
+def gathered(kind: str, layer: Any, *args: Any, change: Callable[[Any, Keys], dict[str, Any]] | None = None, **kwargs: Any) -> Any:
+    """The layer's own forward with its own attention of this kind, "eager" or "sdpa", on this rank's queries and gathered keys. `change`
+    makes attributes that it has instead of its own."""
     forward = type(layer).forward
     given = _parameters(forward).bind(layer, *args, **kwargs)
     name = type(layer).__name__
@@ -112,8 +123,8 @@ def gathered(kind: str, layer: Any, *args: Any, cache: Callable[[Keys, torch.dev
     keys = Keys.of(layer, given.arguments.get("attention_mask"))
     mask = keys.mask(torch.bool if kind == "sdpa" else hidden.dtype, hidden.device)
     taken = next(one for one in CACHES if one in given.signature.parameters)
-    given.arguments |= {"attention_mask": mask, taken: cache(keys, hidden.device)}
-    changed: dict[str, Any] = {}
+    given.arguments |= {"attention_mask": mask, taken: Cache(keys, hidden.device)}
+    changed = change(layer, keys) if change else {}
     if hasattr(layer, "config"):
         changed["config"] = copy.copy(layer.config)
         changed["config"]._attn_implementation_internal = kind
