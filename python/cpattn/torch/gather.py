@@ -22,7 +22,7 @@ from ..errors import Disagreement, InvalidArgument, PeerError
 from ..packing import Packing
 from ..plan import Plan, Side
 from .gloo import Collectives
-from .operators import dense
+from .operators import on_device
 from .reads import Bands, Runs
 
 if TYPE_CHECKING:
@@ -266,11 +266,8 @@ class Gathering:
 
     def _gathered(self, reads: Reads, what: tuple[Any, ...], x: Sequence[Tensor]) -> tuple[Tensor, ...]:
         context = self.context
-        context.check_open()
         for one in x:
-            dense("x", one)
-            if one.device != context.device:
-                raise InvalidArgument(f"x.device is {one.device}, {context.device} is needed, the device of the context")
+            on_device(context, "x", one)
             if one.ndim == 0 or len(one) != reads.given:
                 raise InvalidArgument(f"x has the shape {tuple(one.shape)}, ({reads.given}, ...) is needed: a row for each of this rank's tokens")
         if context.world > 1:
