@@ -22,6 +22,7 @@ import processes
 from cpattn import Unsupported
 from cpattn.transformers import ContextParallel
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 transformers.utils.logging.set_verbosity_error()
 processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
@@ -72,6 +73,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "hc_lowrank": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "layer_types": ["linear_attention", "indexed_attention"], "ple_layer_ids": [1], "ple_embed_dim": 32, "ngram_vocab_size_base": 50,
     },
+    "zaya": {**EXPERTS, "num_experts_per_tok": 1},
     "gemma4_text": {
         "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": models.KINDS * 2, "sliding_window": 6, "global_head_dim": 8,
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": models.WORDS,
@@ -80,6 +82,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "bart": DECODER,
     "mvp": DECODER,
 }  # fmt: skip
+
+# Older versions of Transformers do not have all of them.
+MODELS = {name: options for name, options in MODELS.items() if name in CONFIG_MAPPING_NAMES}
 
 
 def _build(name: str, attention: str = "eager") -> Any:
@@ -135,11 +140,13 @@ def _right(rank: int, world: int, file: str) -> list[str]:
     wrong = []
     for name in MODELS:
         wrong += _wrong(name, LENGTHS, file)
-    for name in ("deepseek_v32", "inkling_text", "qwen4_exp_text", "minimax_m3_vl_text", "mvp"):
+    for name in ("deepseek_v32", "inkling_text", "qwen4_exp_text", "minimax_m3_vl_text", "zaya", "mvp"):
+        if name not in MODELS:
+            continue
         wrong += _wrong(name, [4], file)  # which leaves ranks without tokens
         wrong += _wrong(name, LENGTHS, file, checkpointed=name != "mvp")
-    for name in ("deepseek_v32", "inkling_text", "minimax_m3_vl_text"):
-        wrong += _wrong(name, LENGTHS, file, "sdpa")
+        if name in ("deepseek_v32", "inkling_text", "minimax_m3_vl_text"):
+            wrong += _wrong(name, LENGTHS, file, "sdpa")
     return wrong
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Layers in which a token sees the few tokens before it: the short convolutions of Inkling, and the n-grams of Qwen4-exp.
+"""Layers in which a token sees the few tokens before it: short convolutions of Inkling and ZAYA, and n-grams of Qwen4-exp.
 
 Each token of this rank is a row of its own, with the tokens before it in its document, some of which other ranks have. The layer's own
 forward runs on these rows, and the last token of each is the result.
@@ -8,12 +8,14 @@ forward runs on these rows, and the last token of each is the result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .shared import Documents, view
+from ...errors import Unsupported
+from .shared import Documents, _taker, view
 
 
 def _rows(documents: Documents, x: Tensor, taps: int, step: int = 1) -> Tensor:
@@ -51,8 +53,22 @@ def per_layer_embedding(layer: Any, documents: Documents, hidden_states: Tensor,
     return out
 
 
+def projections(layer: Any, documents: Documents, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    """Of queries, keys and values, which convolutions mix: each token's own are computed once."""
+    if layer.v_proj_delayed.bias is not None:
+        raise Unsupported(f"{type(layer).__name__} has config.attention_bias, which is not supported: the first token of a document sees it")
+    names = ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed")
+    made = [getattr(layer, name)(hidden_states) for name in names]
+    ends = torch.tensor([0, *(one.shape[-1] for one in made)]).cumsum(0).tolist()
+    takers = {name: _taker(slice(*one)) for name, one in zip(names, pairwise(ends), strict=True)}
+    rows = _rows(documents, torch.cat(made, -1), layer.conv_kernel_size)
+    out = type(layer).forward(view(layer, hidden_size=ends[-1], **takers), rows, None)
+    return tuple(one[:, -1][None] for one in out)
+
+
 MIXERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("InklingShortConvolution", "Inkling2ShortConvolution", "Inkling2DynamicShortConvolution"), short_convolution),
     "Qwen4ExpTextNGramEmbedding": ngrams,
+    "ZayaCCAProjection": projections,
     "Qwen4ExpTextPLELayer": per_layer_embedding,
 }
