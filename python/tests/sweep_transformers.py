@@ -67,6 +67,7 @@ SMALL = {
     "rotary_dim": 8, "first_k_dense_replace": 1, "shared_expert_intermediate_size": 16, "num_shared_experts": 1, "use_cache": False,
     "is_decoder": True, "vocab_size_per_layer_input": models.WORDS, "hidden_size_per_layer_input": 8, "global_head_dim": 8,
     "num_kv_shared_layers": 0, "attention_chunk_size": 8, "lru_width": 32, "embedding_size": 32,
+    "index_topk": 6, "index_n_heads": 16, "index_head_dim": 16,
 }  # fmt: skip
 
 
@@ -91,7 +92,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": EXPERTS,
     "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
     "dots3_note_text": {
-        "index_head_dim": 8, "index_n_heads": 2, "index_topk": 4, "shared_experts_intermediate_size": 16, "head_dim": 16,
+        "shared_experts_intermediate_size": 16, "head_dim": 16,
         "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8, "swa_head_dim": 16,
         "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
     },
@@ -110,6 +111,10 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "luke": {"entity_vocab_size": 10, "entity_emb_size": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4,
+        "index_topk_blocks": 3,
+    },
     "ministral": {"head_dim": 8},
     "modernbert": {"local_attention": 16, "layer_types": ["full_attention", "sliding_attention"]},
     "mpnet": {"pad_token_id": 1},

@@ -20,14 +20,16 @@ from torch import Tensor
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import Packed, PackedContext, Packing, kind_of, over_all
-from ..plan import CHOSEN, RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
+from ..plan import CHOSEN, RUNS, Dtype, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..slices import Slice
 from ..slices import checked as checked_slices
 from ..trace import Event
 from . import nodes, operators
-from .gloo import GlooTransport, Members
-from .operators import dense
+from .gather import Gathering
+from .gloo import Collectives, GlooTransport, Members
+from .heads import Heads
+from .operators import on_device
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -104,7 +106,8 @@ class Context(PackedContext):
             raise Unsupported(f"device is {self.device}, cpu or cuda is needed")
         if self.device.type == "cuda" and workers != 1:
             raise InvalidArgument(f"workers is {workers}, 1 is needed on {self.device}: workers are CPU threads")
-        self.transport = GlooTransport(group, timeout=timeout)
+        self.transport, self._timeout = GlooTransport(group, timeout=timeout), timeout
+        self._collectives: Collectives | None = None
         self.number, self.world = self.transport.rank, self.transport.world
         self._members = self.transport.members
         try:
@@ -203,6 +206,12 @@ class Context(PackedContext):
                 ) from error
         return over_all(plan)
 
+    def collectives(self) -> Collectives:
+        """A group for rows of other ranks, made when it is first needed. All ranks call it."""
+        if self._collectives is None:
+            self._collectives = Collectives(self._members, self._timeout)
+        return self._collectives
+
     def record(self, capacity: int = 1 << 16) -> None:
         """Starts to record this rank's operations, at most `capacity` of them, for `trace`."""
         self.check_open()
@@ -218,12 +227,14 @@ class Context(PackedContext):
         """Leaves the group. Peers that still need this rank get an error, so call dist.barrier on all ranks before."""
         self._closed = True
         self._batches.clear()
+        if self._collectives is not None:
+            self._collectives.close()
         _deciding[self._members] = [pair for pair in _deciding.get(self._members, []) if pair[0] is not self]
         self.rank.close()
         self._host.close()
 
 
-class Batch(Packed):
+class Batch(Heads, Gathering, Packed):
     """Packed documents, sharded over the ranks of a context.
 
     `tokens` (int64) are the indices in the batch of this rank's tokens, in its order; `positions` (int64) are their
@@ -287,9 +298,9 @@ class Batch(Packed):
         """
         context = self.context
         for name, tensor in (("q", q), ("k", k), ("v", v)):
-            _on(context, name, tensor, ndim=3)
+            on_device(context, name, tensor, ndim=3)
         if sinks is not None:
-            _on(context, "sinks", sinks)
+            on_device(context, "sinks", sinks)
         dtype, cast = context.dtype, torch.is_autocast_enabled(context.device.type)
         if cast and not all(x.dtype == torch.float64 for x in (q, k, v)):
             dtype = torch.get_autocast_dtype(context.device.type)
@@ -313,45 +324,6 @@ class Batch(Packed):
         if self._alone_on_ring and not all(x.is_contiguous() for x in (q, k, v, *more)):
             kind["pack_inputs"] = True
         return self._plan_of(kind)
-
-    def to_heads(self, x: Tensor, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> Tensor:
-        """For a layer that mixes the tokens of whole documents, each head by itself: linear attention, state space models,
-        convolutions. From this rank's tokens with all heads, [tokens, heads, dim], to all tokens of the batch, in its order, with
-        this rank's heads, [all tokens, own heads, dim]; `cu_seqlens` says where documents end. Differentiable. All ranks call it.
-
-        `heads` and `kv_heads` are those of the layer. Without both, they are the context's; without `kv_heads`, it is `heads`. With
-        `side="k"`, x has `kv_heads` heads, and a rank gets the heads that its q heads use; the gradient of a head on several ranks is
-        summed. Refused unless `ulysses` is the number of ranks: make the context with `ulysses=` of at most `heads`.
-        """
-        return self._exchange(x, side, heads, kv_heads, True)
-
-    def to_tokens(self, x: Tensor, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> Tensor:
-        """The inverse of `to_heads`: from [all tokens, own heads, dim] to [tokens, heads, dim]. With `side="k"`, a head on several
-        ranks is summed."""
-        return self._exchange(x, side, heads, kv_heads, False)
-
-    def own_heads(self, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> slice:
-        """The heads that `to_heads` gives this rank, for weights of single heads."""
-        share = self._mixing(heads, kv_heads).share(self.context.number)
-        if one_of("side", side, Side) == Side.Q:
-            return slice(share.q_head_begin, share.q_head_end)
-        return slice(share.kv_head_begin, share.kv_head_end)
-
-    def _mixing(self, heads: int | None, kv_heads: int | None) -> Plan:
-        """The plan of a layer that mixes whole documents."""
-        told = self.context._kind
-        if heads is None and kv_heads is None:
-            kv_heads = told.get("kv_heads")
-        heads = told["heads"] if heads is None else at_least_1("heads", heads)
-        kv_heads = heads if kv_heads is None else at_least_1("kv_heads", kv_heads)
-        return self._plan_of({"kind": Kind.OTHER, "heads": heads, "kv_heads": kv_heads, "passes": 1})
-
-    def _exchange(self, x: Tensor, side: Side | str, heads: int | None, kv_heads: int | None, to_heads: bool) -> Tensor:
-        context, side = self.context, one_of("side", side, Side)
-        _on(context, "x", x, ndim=3)
-        plan = self._mixing(heads, kv_heads)
-        out: Tensor = operators.AllToAll.apply(x, context.rank, context.number, plan, side, to_heads)  # type: ignore[no-untyped-call]
-        return out
 
     def shard(self, whole: Tensor, side: Side | str = Side.Q) -> Tensor:
         """This rank's rows of `whole`, which has one row for each token of the batch, with `side="k"` for each token of k and v.
@@ -380,19 +352,9 @@ class Batch(Packed):
         return out.reshape(rows.shape).to(rows.device)
 
     def _check(self, name: str, tensor: Tensor, rows: int) -> None:
-        _on(self.context, name, tensor)
+        on_device(self.context, name, tensor)
         if tensor.ndim == 0 or len(tensor) != rows:
             raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, ({rows}, ...) is needed")
-
-
-def _on(context: Context, name: str, tensor: Tensor, ndim: int | None = None) -> None:
-    """Refuses everything but a dense tensor on the device of an open context."""
-    context.check_open()
-    dense(name, tensor)
-    if tensor.device != context.device:
-        raise InvalidArgument(f"{name}.device is {tensor.device}, {context.device} is needed, the device of the context")
-    if ndim and tensor.ndim != ndim:
-        raise InvalidArgument(f"{name}.ndim is {tensor.ndim}, {ndim} is needed: [tokens, heads, dim]")
 
 
 def _tokens_of(plan: Plan) -> str:

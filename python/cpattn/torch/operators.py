@@ -45,6 +45,16 @@ def dense(name: str, tensor: Any) -> None:
         raise InvalidArgument(f"{name} {kind}, torch.strided is needed: convert it, for example with {name}.to_dense()")
 
 
+def on_device(context: Context, name: str, tensor: Tensor, ndim: int | None = None) -> None:
+    """Refuses everything but a dense tensor on the device of an open context."""
+    context.check_open()
+    dense(name, tensor)
+    if tensor.device != context.device:
+        raise InvalidArgument(f"{name}.device is {tensor.device}, {context.device} is needed, the device of the context")
+    if ndim and tensor.ndim != ndim:
+        raise InvalidArgument(f"{name}.ndim is {tensor.ndim}, {ndim} is needed: [tokens, heads, dim]")
+
+
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor with contiguous head elements, which kernels need; other strides may be any."""
     tensor = tensor.detach()

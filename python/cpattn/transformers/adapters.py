@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Attention layers of Transformers that do not use its AttentionInterface: GPT-J, GPT-Neo, CodeGen, XGLM, Falcon, BLOOM, MPT
-and GIT.
+"""Attention layers of Transformers that do not use its AttentionInterface: GPT-J, GPT-Neo, CodeGen, XGLM, Falcon, BLOOM, MPT and GIT;
+and those that run their own attention on gathered keys (`gathered`).
 
 An adapter runs instead of the layer's own attention, and calls the function that is registered for the others. ALiBi, a bias that is
 linear in the key's position, is a product of two more dims of q and k: the head's slope times the position in the document.
@@ -19,6 +19,9 @@ from torch.nn import functional as F
 
 from ..errors import Unsupported
 from .attention import NAME, Mask, attention
+from .gathered import adapter_of
+from .positions import NAMES as TABLES
+from .positions import positions
 
 
 def _dropout(layer: nn.Module, p: float) -> float:
@@ -99,6 +102,7 @@ ADAPTERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "BloomAttention": ("forward", bloom),
     "MptAttention": ("forward", mpt),
     "GitSelfAttention": ("forward", git),
+    **dict.fromkeys(TABLES, ("forward", positions)),
 }
 
 
@@ -108,11 +112,15 @@ class Adapters:
 
     def __init__(self, model: Any) -> None:
         self._config, self._usual = model.config, model.config._attn_implementation
-        self._layers = [
-            (layer, *ADAPTERS[type(layer).__name__])
-            for layer in model.modules()
-            if type(layer).__name__ in ADAPTERS and type(layer).__module__.startswith("transformers.models.")
-        ]
+        kind = "sdpa" if self._usual == "sdpa" else "eager"
+        self._layers: list[tuple[nn.Module, str, Callable[..., Any]]] = []
+        for layer in model.modules():
+            if not type(layer).__module__.startswith("transformers.models."):
+                continue
+            if type(layer).__name__ in ADAPTERS:
+                self._layers.append((layer, *ADAPTERS[type(layer).__name__]))
+            elif own := adapter_of(layer):
+                self._layers.append((layer, "forward", partial(own, kind)))
         if getattr(model.config, "alibi", False) and self._layers:
             raise Unsupported(
                 f"{type(model).__name__} has config.alibi, which is not supported: it rounds the bias to bf16, so that it depends on the "

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..errors import Unsupported
+from ..torch.gather import Reads
 from .masks import Parts, Window, read, simplified, window_of
 
 NAME = "cpattn"
@@ -29,6 +30,11 @@ class Forward(Protocol):
     """One forward pass of a model."""
 
     longest: int
+
+    @property
+    def places(self) -> Tensor | None:
+        """The position_ids of the tokens that the model gets, or None: those that it counts itself."""
+        ...
 
     @property
     def positions(self) -> Tensor:
@@ -41,6 +47,10 @@ class Forward(Protocol):
 
     def contrary(self, message: str) -> None:
         """Refuses a layer whose `is_causal` contradicts its mask."""
+        ...
+
+    def reads(self, window: Window | Parts) -> Reads:
+        """The rows that this rank's tokens read."""
         ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, **options: Any) -> Tensor: ...
@@ -58,6 +68,13 @@ class Mask:
     def to(self, *_: Any, **__: Any) -> Mask:
         """Some models convert their masks."""
         return self
+
+    def __getitem__(self, part: Any) -> Mask:
+        """Some take the rows of the tokens whose logits are kept: all of them."""
+        whole = (slice(None), slice(0, None), ...)
+        if all(one in whole for one in (part if isinstance(part, tuple) else (part,))):
+            return self
+        raise Unsupported(f"the model computes with its mask (it takes {part}), which is not supported: the layer needs an adapter. Use cpattn.torch")
 
 
 class Current:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument, Unsupported
+from ..torch.gather import Gathered, Halo
 from .attention import Current
 from .hybrids import mixer_of
 from .hybrids.deal import Deal
@@ -38,6 +39,8 @@ class Documents(Protocol):
     def to_tokens(self, x: Tensor, side: str = "q", *, heads: int, kv_heads: int) -> Tensor: ...
     def own_heads(self, side: str = "q", *, heads: int, kv_heads: int) -> slice: ...
     def deal(self, parts: int) -> Deal: ...
+    def gather(self, x: Tensor | Sequence[Tensor], side: str = "k", **window: int) -> Gathered: ...
+    def halo(self, x: Tensor, taps: int) -> Halo: ...
 
 
 # Takes a layer, the documents and the arguments of the layer's forward; returns the result of the layer's forward.

@@ -27,6 +27,7 @@ from .adapters import Adapters
 from .agree import Total, number, same, told
 from .attention import NAME, Current, register
 from .draws import Draws, refuse_layerdrop
+from .gathered.forward import Gathers
 from .hybrids.deal import Deal
 from .inputs import checked, documents
 from .masks import Parts, Window
@@ -39,7 +40,7 @@ from .views import Views
 
 
 @dataclass(eq=False)
-class Forward:
+class Forward(Gathers):
     """One forward pass: its documents, and a batch for each dtype of q, k and v.
 
     `tokens` are the tokens of the batch that this rank's model gets. Models do not run without a token, so a rank without any gets the
@@ -86,6 +87,10 @@ class Forward:
     def given(self, x: Tensor) -> Tensor:
         """From rows for the tokens of this rank to rows for those that its model got."""
         return x if len(self.batch.tokens) else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+
+    @property
+    def places(self) -> Tensor:
+        return self.pack.positions[self.tokens]
 
     @property
     def positions(self) -> Tensor:
@@ -231,6 +236,7 @@ class ContextParallel:
             if not any(options.get(name) for name in CHOSEN):
                 options["layers"] = self._found.told
             self._contexts[dtype] = Context(self._members, dtype=dtype, device=self.device, **options)
+            self._contexts[dtype]._collectives = self._collectives  # one group is enough
         return self._contexts[dtype]
 
     # Inputs

@@ -9,7 +9,7 @@ over tokens, linear attention, state spaces, scales that depend on all tokens, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._header import UNLIMITED
 from ..errors import Error, Unsupported
+from ..packing import Packing
+from ..torch.gather import Gathered, Halo, Reads, bands_of
+from ..torch.reads import Runs
 from .attention import Current
 from .hybrids.deal import Deal
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
@@ -37,6 +40,9 @@ class Alone:
         self.kinds: Counter[tuple[tuple[str, int], ...]] = Counter()
         self.numbers: list[Tensor] = []  # of blocks
         self.contraries: list[str] = []
+        # The window of a layer with gathered keys.
+        self.gathered: Window | None = None
+        self.places: Tensor | None = None
 
     def contrary(self, message: str) -> None:
         self.contraries.append(message)
@@ -55,9 +61,26 @@ class Alone:
         seen = (q * weights).sum(-1, keepdim=True) + (k * weights.cos()).sum((1, 2), keepdim=True)
         return o + seen.tanh().to(o.dtype)
 
+    def reads(self, window: Window | Parts) -> Reads:
+        if isinstance(window, Parts):
+            raise Unsupported("layers that run their own attention on gathered keys take documents with or without a window, and their mask is another one")
+        self.gathered = window
+        return self._reads(window)
+
+    def gather(self, x: Tensor | Sequence[Tensor], side: str = "k", **window: int) -> Gathered:
+        reads = self._reads((UNLIMITED, UNLIMITED))
+        return reads.said(x if isinstance(x, Tensor) else tuple(x), reads.tokens.device)
+
+    def halo(self, x: Tensor, taps: int) -> Halo:
+        return self._reads((taps, 0)).halo(x, taps)
+
+    def _reads(self, window: Window) -> Reads:
+        tokens = torch.arange(self.cu_seqlens[-1])
+        return Reads(bands_of(Packing(self.cu_seqlens), *window), [Runs(tokens)], [Runs(tokens)], 0, tokens, None)
+
     @property
     def positions(self) -> Tensor:
-        return torch.zeros(len(self.cu_seqlens) - 1)
+        return torch.zeros(len(self.cu_seqlens) - 1, dtype=torch.int64)
 
     # For mixers: each token is a separate document.
 
@@ -140,6 +163,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
         Current.forward, calls = forward, calls + 1
         tables.positions, tables.rows = order, UNLIMITED
         forward.cu_seqlens = tuple(range(len(order) + 1))
+        forward.places = None if first is None else order + first
         where = {} if first is None else {"position_ids": (order + first)[None]}
         where |= {named: (ids[order] % types if of is None else of)[None]} if types or of is not None else {}
         out = model(input_ids=ids[order][None], **where, **more, **mixers.arguments(forward))
@@ -189,9 +213,10 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
         Current.forward = None
         for module in training:
             module.training = True
-    if not kinds and mixers:
-        # No attention: any kind of layer will do for the distribution of tokens.
-        kind = {"heads": 1, "kv_heads": 1, "head_dim": 8, "value_dim": 8, "window_left": UNLIMITED, "window_right": 0}
+    if not kinds and (mixers or forward.gathered):
+        # No attention with kernels: any kind of layer will do for the distribution of tokens.
+        left, right = forward.gathered or (UNLIMITED, 0)
+        kind = {"heads": 1, "kv_heads": 1, "head_dim": 8, "value_dim": 8, "window_left": left, "window_right": right}
         kinds[tuple(kind.items())] = counted
     if not kinds:
         raise Unsupported(f"{name} has no layer with attention through AttentionInterface of Transformers, which is needed")

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from . import convolution, delta, lightning, mamba, mamba2, rglru
+from . import convolution, delta, lightning, mamba, mamba2, rglru, windows
 
-_FAMILIES = (convolution, delta, lightning, mamba, mamba2, rglru)
+_FAMILIES = (convolution, delta, lightning, mamba, mamba2, rglru, windows)
 MIXERS: dict[str, Callable[..., Any]] = {name: mixer for family in _FAMILIES for name, mixer in family.MIXERS.items()}
 
 

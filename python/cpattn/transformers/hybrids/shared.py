@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import Unsupported
+from ...torch.gather import Halo
 from .deal import Deal
 
 M = TypeVar("M", bound=nn.Module)
@@ -25,6 +26,7 @@ class Documents(Protocol):
     """The documents of one forward pass."""
 
     def deal(self, parts: int) -> Deal: ...
+    def halo(self, x: Tensor, taps: int) -> Halo: ...
 
 
 @dataclass(frozen=True)
