@@ -110,7 +110,7 @@ pub fn ask_plan(w: &mut World, b: &mut Bytes) {
     unsafe {
         let known = called(cpattn_plan_describe(plan, &mut info)) == 0;
         let small = known && info.q_tokens < 400 && info.k_tokens < 400;
-        match b.below(6) {
+        match b.below(7) {
             0 if small || !known => {
                 let mut text = vec![0u8; b.byte() as usize * 16];
                 let mut needed = 0;
@@ -125,6 +125,7 @@ pub fn ask_plan(w: &mut World, b: &mut Bytes) {
                 let mut bytes = 0;
                 called(cpattn_plan_workspace(plan, rank, b.number(2) as i32, &mut bytes));
             }
+            3 if small || !known => walk_schedule(plan, rank, b),
             n => {
                 let mut list = vec![0i64; b.byte() as usize];
                 let side = b.number(2) as i32;
@@ -133,6 +134,46 @@ pub fn ask_plan(w: &mut World, b: &mut Bytes) {
             }
         }
     }
+}
+
+/// Lists a schedule, and reads all that it points to.
+fn walk_schedule(plan: *const cpattn_plan, rank: u32, b: &mut Bytes) {
+    let (mut schedule, direction) = (null_mut(), b.number(4) as i32);
+    let status = if direction < 2 {
+        called(unsafe { cpattn_schedule_create(plan, rank, direction, &mut schedule) })
+    } else {
+        let (side, dim, dtype) = (b.number(2) as i32, b.number(70) as u32, b.number(4) as i32);
+        called(unsafe { cpattn_schedule_create_all_to_all(plan, rank, direction, side, dim, dtype, &mut schedule) })
+    };
+    if status != CPATTN_OK {
+        return;
+    }
+    unsafe {
+        let mut info: cpattn_schedule_info = std::mem::zeroed();
+        info.struct_size = size::<cpattn_schedule_info>(b);
+        if called(cpattn_schedule_describe(schedule, &mut info)) == CPATTN_OK {
+            let buffers = list(info.buffers, info.buffer_count);
+            for at in 0..info.op_count {
+                let mut op: cpattn_op = std::mem::zeroed();
+                op.struct_size = size_of::<cpattn_op>();
+                assert_eq!(called(cpattn_schedule_op(schedule, at, &mut op)), CPATTN_OK);
+                assert!(op.after < at as i64);
+                let sums = list(op.sums, op.sum_count).iter().map(|s| s.dst);
+                for v in list(op.messages, op.message_count).iter().map(|m| m.view).chain(sums) {
+                    let buffer = &buffers[v.buffer as usize];
+                    assert!(v.row + v.rows <= buffer.rows && v.head + v.heads <= buffer.heads);
+                }
+            }
+        }
+        called(cpattn_schedule_op(schedule, b.word() as usize, null_mut()));
+        assert_eq!(called(cpattn_schedule_destroy(schedule)), CPATTN_OK);
+    }
+}
+
+/// # Safety
+/// An array of the library's.
+unsafe fn list<'a, T>(first: *const T, count: usize) -> &'a [T] {
+    if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(first, count) } }
 }
 
 /// Rows of a plan's rank 0, and its shape, if the plan lives.
