@@ -23,8 +23,18 @@ PLAIN = (
     "GPTNeoXJapaneseAttention", "MegatronBertSelfAttention", "MvpAttention", "RemBertSelfAttention", "RoFormerSelfAttention", "TrOCRAttention",
 )  # fmt: skip
 
-GATHERED: dict[str, Callable[..., Any]] = dict.fromkeys((*INDEXED, *DYNAMIC, *BIASED, *PLAIN), gathered)
-GATHERED |= {"Qwen4ExpTextAttention": compressed, "MiniMaxM3VLAttention": blocks}
+
+def plain(kind: str, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Layers that add their mask to scores, whatever the model's attention is called."""
+    return gathered("eager", layer, *args, **kwargs)
+
+
+GATHERED: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys((*INDEXED, *DYNAMIC, *BIASED), gathered),
+    **dict.fromkeys(PLAIN, plain),
+    "Qwen4ExpTextAttention": compressed,
+    "MiniMaxM3VLAttention": blocks,
+}
 
 
 def adapter_of(layer: nn.Module) -> Callable[..., Any] | None:
