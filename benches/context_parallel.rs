@@ -96,6 +96,7 @@ impl Worker {
             o: View::new(o, n, HEADS, HEAD_DIM)?,
             lse: View::head_major(lse, n, HEADS)?,
             d_o,
+            d_lse: None,
             dq: ViewMut::new(dq, n, HEADS, HEAD_DIM)?,
             dk: ViewMut::new(dk, n, HEADS, HEAD_DIM)?,
             dv: ViewMut::new(dv, n, HEADS, HEAD_DIM)?,

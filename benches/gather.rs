@@ -61,6 +61,7 @@ impl Tensors {
             o: view(o, HEADS)?,
             lse: View::head_major(lse, n, HEADS)?,
             d_o: view(d_o, HEADS)?,
+            d_lse: None,
             dq: ViewMut::new(dq, n, HEADS, DIM)?,
             dk: ViewMut::new(dk, n, KV_HEADS, DIM)?,
             dv: ViewMut::new(dv, n, KV_HEADS, DIM)?,

@@ -15,7 +15,7 @@ use std::{
     time::Duration,
 };
 
-use common::{Data, Results, check_on_device as check, gather, reference, scatter};
+use common::{Data, Results, check_on_device as check, d_lse_of, gather, reference, scatter};
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
     call::RawTensor,
@@ -88,8 +88,17 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                     unsafe { rank.run_on(&plan, Direction::Forward, &bindings, stream) }?;
                     let (dq, dk) = (Held::nan::<T>(cuda, nq, hq, d), Held::nan::<T>(cuda, nk, hk, d));
                     let (d_v, dsinks) = (Held::nan::<T>(cuda, nk, hk, dv), Held::nan::<f32>(cuda, 1, hq, 1));
+                    let d_lse = data.d_lse.as_ref().map(|all| {
+                        // Rows of heads, as `d_lse_of` has them, to rows of tokens.
+                        let found = lse.read::<f32>();
+                        let lse: Vec<f32> = (0..nq * hq).map(|i| found[i % nq * hq + i / nq]).collect();
+                        let by_head = d_lse_of(all, &tq, &lse, hq);
+                        let by_token: Vec<f32> = (0..nq * hq).map(|i| by_head[i % hq * nq + i / hq]).collect();
+                        Held::new(cuda, &by_token, nq, hq, 1)
+                    });
                     let bindings = bindings
                         .with(TensorId::DO, d_o.1)
+                        .with(TensorId::DLse, d_lse.as_ref().map_or(RawTensor::NONE, |d_lse| d_lse.1))
                         .with(TensorId::Dq, dq.1)
                         .with(TensorId::Dk, dk.1)
                         .with(TensorId::Dv, d_v.1)

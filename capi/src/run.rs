@@ -46,6 +46,7 @@ pub struct cpattn_backward_args {
     pub dv: *const cpattn_tensor,
     pub dsinks: *const cpattn_tensor,
     pub stream: *mut c_void,
+    pub d_lse: *const cpattn_tensor,
 }
 
 versioned! {
@@ -55,8 +56,8 @@ versioned! {
 
 /// The tensors of a run in the order of `cpattn_backward_args`; a forward has the first six.
 const TENSORS: [TensorId; TensorId::COUNT] = {
-    use TensorId::{DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
-    [Q, K, V, Sinks, O, Lse, DO, Dq, Dk, Dv, Dsinks]
+    use TensorId::{DLse, DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
+    [Q, K, V, Sinks, O, Lse, DO, Dq, Dk, Dv, Dsinks, DLse]
 };
 
 /// Reads the tensors of a run and runs it.
@@ -70,10 +71,15 @@ unsafe fn run(
     let (mut rank, mut bindings) = (rank.claim()?, Bindings::default());
     let at = rank.device();
     for (id, &given) in TENSORS.into_iter().zip(tensors) {
-        let name = if id == TensorId::DO { "d_o" } else { id.name() };
+        let name = match id {
+            TensorId::DO => "d_o",
+            TensorId::DLse => "d_lse",
+            _ => id.name(),
+        };
         let given = match id {
             TensorId::Sinks | TensorId::Dsinks => tensor(name, given, Axes::PerHead).optional(),
             TensorId::Lse => tensor(name, given, Axes::HeadMajor),
+            TensorId::DLse => tensor(name, given, Axes::HeadMajor).optional(),
             _ => tensor(name, given, Axes::Rows),
         };
         bindings.set(id, given!(one(at, &given)));
@@ -98,7 +104,7 @@ pub unsafe extern "C" fn cpattn_backward(
 ) -> i32 {
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
-        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks];
+        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks, a.d_lse];
         given!(run(rank, plan, Direction::Backward, &tensors, a.stream));
     })
 }

@@ -210,7 +210,7 @@ pub struct AttendBackward<'a> {
     pub d_o: RawTensor,
     /// Final lse (with the sink), `[*, q heads, 1]`, accumulator's type.
     pub lse: RawTensor,
-    /// `rowsum(do ∘ o)`, `[*, q heads, 1]`, accumulator's type.
+    /// `rowsum(do ∘ o)`, less the gradient of lse if it has one, `[*, q heads, 1]`, accumulator's type: see [`Delta`].
     pub delta: RawTensor,
     /// `[*, q heads, head_dim]`, accumulator's type. Modes that continue add to it, others write it.
     pub dq: RawTensor,
@@ -285,7 +285,9 @@ pub struct Transform<'a> {
     pub sources: &'a [RawTensor],
 }
 
-/// `delta[t, h] = Σ_d do[t, h, d] · o[t, h, d]` in the accumulator's type.
+/// `delta[t, h] = Σ_d do[t, h, d] · o[t, h, d] − d_lse[t, h]` in the accumulator's type.
+///
+/// A score's gradient is `p · (do·v − Σ do ∘ o)` by o and `p · d_lse` by lse, so that one number of each row holds both.
 #[derive(Clone, Copy, Debug)]
 pub struct Delta {
     /// Final o.
@@ -294,6 +296,17 @@ pub struct Delta {
     pub d_o: RawTensor,
     /// The result, `dim` 1.
     pub delta: RawTensor,
+    /// Final lse, of the type and shape of delta. It is read only if there is a gradient of it, and may be NONE if not.
+    pub lse: RawTensor,
+    /// Gradient of lse, of the type and shape of delta; NONE if there is none. It is not read where lse is −∞.
+    pub d_lse: RawTensor,
+}
+
+impl Delta {
+    /// A call without a gradient of lse.
+    pub const fn new([o, d_o, delta]: [RawTensor; 3]) -> Self {
+        Self { o, d_o, delta, lse: RawTensor::NONE, d_lse: RawTensor::NONE }
+    }
 }
 
 /// Finishes rows that no pair covers: `o = 0`, `lse = −inf`, or the sink's value if there is one.
@@ -329,7 +342,7 @@ pub struct Merge {
 pub struct SinkGradient {
     /// Final lse, with the sink, `[*, q heads, 1]`.
     pub lse: RawTensor,
-    /// `rowsum(do ∘ o)`, of the type and shape of lse.
+    /// As [`Delta`] makes it, of the type and shape of lse.
     pub delta: RawTensor,
     /// f32 `[1, q heads, 1]`.
     pub sinks: RawTensor,

@@ -96,6 +96,9 @@ pub struct Backward<'a, T: Element, V: Views = HostViews> {
     pub lse: V::Read<'a, T::Acc>,
     /// Gradient of o.
     pub d_o: V::Read<'a, T>,
+    /// Gradient of lse, of its shape; `None` if nothing but o was used. It is not read where lse is −∞. Ranks may differ
+    /// in whether they give it.
+    pub d_lse: Option<V::Read<'a, T::Acc>>,
     /// Written: gradient of q.
     pub dq: V::Written<'a, T>,
     /// Written: gradient of k.
@@ -209,6 +212,7 @@ impl<T: Element, V: Views> Backward<'_, T, V> {
             .with_view(at, TensorId::O, Some(self.o))?
             .with_view(at, TensorId::Lse, Some(self.lse))?
             .with_view(at, TensorId::DO, Some(self.d_o))?
+            .with_view(at, TensorId::DLse, self.d_lse)?
             .with_view(at, TensorId::Dq, Some(self.dq))?
             .with_view(at, TensorId::Dk, Some(self.dk))?
             .with_view(at, TensorId::Dv, Some(self.dv))?
@@ -265,6 +269,7 @@ impl Rank {
     ///         o: View::new(&o, n, heads, dim)?,
     ///         lse: View::head_major(&lse, n, heads)?,
     ///         d_o: View::new(&d_o, n, heads, dim)?,
+    ///         d_lse: None,
     ///         dq: ViewMut::new(&mut dq, n, heads, dim)?,
     ///         dk: ViewMut::new(&mut dk, n, kv_heads, dim)?,
     ///         dv: ViewMut::new(&mut dv, n, kv_heads, dim)?,

@@ -9,7 +9,7 @@ use crate::{
     plan::{Plan, Problem},
 };
 
-/// A tensor of the caller. All are `[tokens, heads, dim]`; the last dimension of lse is 1.
+/// A tensor of the caller. All are `[tokens, heads, dim]`; the last dimension of lse and its gradient is 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum TensorId {
@@ -35,6 +35,8 @@ pub enum TensorId {
     Sinks,
     /// Gradient of the sinks, `[1, heads, 1]`, accumulator's type: the sum over the group, on every rank.
     Dsinks,
+    /// Gradient of lse, which a backward may be given.
+    DLse,
 }
 
 struct Row {
@@ -47,6 +49,8 @@ struct Row {
     written: [Option<bool>; 2],
     /// It has one row for the whole problem, and exists only if the problem has sinks.
     sinks: bool,
+    /// A run may leave it out.
+    optional: bool,
 }
 
 const ONE: fn(&Problem) -> usize = |_| 1;
@@ -62,7 +66,7 @@ const fn row(
     dtype: fn(&Problem) -> Dtype,
     written: [Option<bool>; 2],
 ) -> Row {
-    Row { name, side, dim, dtype, written, sinks: false }
+    Row { name, side, dim, dtype, written, sinks: false, optional: false }
 }
 
 const fn of_sinks(name: &'static str, dtype: fn(&Problem) -> Dtype, written: [Option<bool>; 2]) -> Row {
@@ -81,16 +85,17 @@ const TABLE: [Row; TensorId::COUNT] = [
     row("dv", Side::K, Problem::value_dim, Problem::dtype, [ABSENT, WRITTEN]),
     of_sinks("sinks", |_| Dtype::F32, [READ, READ]),
     of_sinks("dsinks", ACCUMULATOR, [ABSENT, WRITTEN]),
+    Row { optional: true, ..row("dlse", Side::Q, ONE, ACCUMULATOR, [ABSENT, READ]) },
 ];
 
 impl TensorId {
     /// The number of tensors.
-    pub const COUNT: usize = 11;
+    pub const COUNT: usize = 12;
 
     /// All, in the order of their numbers.
     pub const ALL: [Self; Self::COUNT] = {
-        use TensorId::{DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
-        [Q, K, V, O, Lse, DO, Dq, Dk, Dv, Sinks, Dsinks]
+        use TensorId::{DLse, DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
+        [Q, K, V, O, Lse, DO, Dq, Dk, Dv, Sinks, Dsinks, DLse]
     };
 
     const fn row(self) -> &'static Row {
@@ -110,6 +115,11 @@ impl TensorId {
     /// Whether it has one row for the whole problem, and no tokens.
     pub const fn is_per_head(self) -> bool {
         self.row().sinks
+    }
+
+    /// Whether a run may leave it out, on each rank by itself; it then counts as zeros.
+    pub const fn is_optional(self) -> bool {
+        self.row().optional
     }
 
     /// Heads of the whole problem.

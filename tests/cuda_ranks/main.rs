@@ -283,6 +283,7 @@ fn typed_views() {
         // SAFETY: as above.
         lse: unsafe { DeviceView::compact(here, lse.cast_const(), [12, 2, 1]) }.unwrap(),
         d_o: read(TensorId::DO, here),
+        d_lse: None,
         dq: written(TensorId::Dq),
         dk: written(TensorId::Dk),
         dv: written(TensorId::Dv),

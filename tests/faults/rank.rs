@@ -73,6 +73,7 @@ pub fn backward(rank: &mut Rank, plan: &Plan, data: &Data<f32>, made: &Parts) ->
         o: View::new(&made[0], tq, hq, dv)?,
         lse: View::head_major(&made[1], tq, hq)?,
         d_o: View::new(&d_o, tq, hq, dv)?,
+        d_lse: None,
         dq: ViewMut::new(&mut dq, tq, hq, d)?,
         dk: ViewMut::new(&mut dk, tk, hk, d)?,
         dv: ViewMut::new(&mut d_v, tk, hk, dv)?,

@@ -96,7 +96,7 @@ fn transforms() {
     let o = raw(&mut b, compact, shape);
     let sums = raw(&mut delta, (1, 3), (3, 2, 1));
     // SAFETY: as above.
-    unsafe { cpu::delta(&Delta { o, d_o: o, delta: sums }) }.unwrap();
+    unsafe { cpu::delta(&Delta::new([o, o, sums])) }.unwrap();
     for t in 0..3 {
         for h in 0..2 {
             let exact: f64 = b[t * 600 + h * 300..][..300].iter().map(|x| x.to_f64() * x.to_f64()).sum();

@@ -18,7 +18,7 @@ impl Problem {
 
     pub fn backward(&self, w: &Whole, out: &Output) -> Gradient {
         let reference = self.reference(w, true);
-        let with = |slices: &Vec<Slice>| reference.backward_of(slices, &w.d_o, out);
+        let with = |slices: &Vec<Slice>| reference.backward_of(slices, &w.d_o, None, out);
         self.slices.as_ref().map_or_else(|| reference.backward(&w.d_o, out), with)
     }
 

@@ -220,6 +220,7 @@ fn run(rank: &mut Rank, plan: &Plan) -> Vec<Vec<u32>> {
         o: view(&o, nq, 6, 16),
         lse: view(&lse, nq, 6, 1),
         d_o,
+        d_lse: None,
         dq: write(&mut dq, nq, 6, 16),
         dk: write(&mut dk, nk, 3, 16),
         dv: write(&mut dv, nk, 3, 16),

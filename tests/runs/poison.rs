@@ -150,6 +150,7 @@ fn fused_buffers_are_packed() {
                     o: own.o.view(),
                     lse: own.lse.view(),
                     d_o: own.d_o.view(),
+                    d_lse: None,
                     dq,
                     dk,
                     dv,

@@ -91,6 +91,7 @@ impl CustomOp3 for Attention {
             o: o_view,
             lse: View::head_major(&lse, q_view.tokens(), q_view.heads()).map_err(Error::wrap)?,
             d_o: d_o_view,
+            d_lse: None,
             dq: out(&mut dq, q_view.shape())?,
             dk: out(&mut dk, k_view.shape())?,
             dv: out(&mut dv, v_view.shape())?,

@@ -109,6 +109,8 @@ impl ScheduleCheck<'_> {
                 add(*delta, true)?;
                 add(user(TensorId::O), false)?;
                 add(user(TensorId::DO), false)?;
+                add(user(TensorId::Lse), false)?;
+                add(user(TensorId::DLse), false)?;
             }
             OpKind::SinkGradient { delta, partial } => {
                 add(*partial, true)?;

@@ -60,7 +60,7 @@ fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan, direction: Directio
     let written = match tensor {
         TensorId::Q | TensorId::K | TensorId::V => false,
         TensorId::O | TensorId::Lse => forward,
-        TensorId::DO if !forward => false,
+        TensorId::DO | TensorId::DLse if !forward => false,
         TensorId::Dq | TensorId::Dk | TensorId::Dv if !forward => true,
         TensorId::Sinks if p.sinks() => false,
         TensorId::Dsinks if p.sinks() && !forward => true,
@@ -79,10 +79,10 @@ pub(super) fn element(tensor: TensorId, p: &Problem) -> (Dtype, usize) {
     let dim = match tensor {
         TensorId::Q | TensorId::K | TensorId::Dq | TensorId::Dk => p.head_dim(),
         TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv => p.value_dim(),
-        TensorId::Lse | TensorId::Sinks | TensorId::Dsinks => 1,
+        TensorId::Lse | TensorId::DLse | TensorId::Sinks | TensorId::Dsinks => 1,
     };
     let dtype = match tensor {
-        TensorId::Lse | TensorId::Dsinks => p.dtype().accumulator(),
+        TensorId::Lse | TensorId::DLse | TensorId::Dsinks => p.dtype().accumulator(),
         TensorId::Sinks => Dtype::F32,
         _ => p.dtype(),
     };
