@@ -239,7 +239,7 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_link: from, to, latency, bytes_per_second;
     cpattn_rank_options: struct_size, workers, device_type, device_id, sm_margin, isa, reserved;
     cpattn_forward_args: struct_size, q, k, v, sinks, o, lse, stream;
-    cpattn_backward_args: struct_size, q, k, v, sinks, o, lse, d_o, dq, dk, dv, dsinks, stream;
+    cpattn_backward_args: struct_size, q, k, v, sinks, o, lse, d_o, dq, dk, dv, dsinks, stream, d_lse;
     cpattn_event: name, phase, start_ns, end_ns, bytes, rank, step, lane, reserved;
     cpattn_range: row, pos, len, block, period, doc;
     cpattn_q_range: range, document, keys_begin, keys_end, mode, reserved;

@@ -110,9 +110,11 @@ class Rank:
         dv: Array,
         sinks: Array | None = None,
         dsinks: Array | None = None,
+        d_lse: Array | None = None,
     ) -> None:
-        """Writes dq, dk, dv (and dsinks, summed over all ranks) from d_o and the inputs and outputs of the forward."""
-        tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
+        """Writes dq, dk, dv (and dsinks, summed over all ranks) from d_o and the inputs and outputs of the forward. `d_lse`, [heads,
+        tokens], is the gradient of lse, if something was computed from lse too; it is not used where lse is -inf."""
+        tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks, d_lse=d_lse)
         self._attend("backward", _header.BackwardArgs, plan, stream, _given({"dq", "dk", "dv", "dsinks"}, **tensors))
 
     def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given]) -> None:

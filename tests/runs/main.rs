@@ -7,6 +7,7 @@
 //!   `executor`, `poison`: against other runs;
 //! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
 //!   ranks do together besides runs;
+//! - `d_lse`: the gradient of lse;
 //! - `distribution`: plans with the tokens of another plan;
 //! - `slices`: masks made of slices, drawn and by name;
 //! - `few_tokens`: small enough for Miri; `serving`: tokens generated from a cache that is spread over ranks.
@@ -18,6 +19,7 @@ mod between_runs;
 #[path = "../common/mod.rs"]
 mod common;
 mod context_parallel;
+mod d_lse;
 mod distribution;
 mod drawn;
 mod executor;
