@@ -85,6 +85,7 @@ impl Worker {
                 sinks: None,
                 o: ViewMut::new(o, n, HEADS, HEAD_DIM)?,
                 lse: ViewMut::head_major(lse, n, HEADS)?,
+                max_logit: None,
             };
             return self.rank.forward(&self.plan, forward);
         }

@@ -51,7 +51,7 @@ impl Tensors {
         let (q, k, v) = (view(q, HEADS)?, view(k, KV_HEADS)?, view(v, KV_HEADS)?);
         if forward {
             let (o, lse) = (ViewMut::new(o, n, HEADS, DIM)?, ViewMut::head_major(lse, n, HEADS)?);
-            return rank.forward(plan, Forward { q, k, v, sinks: None, o, lse });
+            return rank.forward(plan, Forward { q, k, v, sinks: None, o, lse, max_logit: None });
         }
         let backward = Backward {
             q,

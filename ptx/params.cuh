@@ -163,7 +163,7 @@ struct TransformSource {
     u32 unused;
 };
 
-enum : u32 { TRANSFORM_BASES = 13 };
+enum : u32 { TRANSFORM_BASES = 14 };
 
 struct TransformParams {
     const TransformBlock* blocks;

@@ -71,11 +71,7 @@ unsafe fn run(
     let (mut rank, mut bindings) = (rank.claim()?, Bindings::default());
     let at = rank.device();
     for (id, &given) in TENSORS.into_iter().zip(tensors) {
-        let name = match id {
-            TensorId::DO => "d_o",
-            TensorId::DLse => "d_lse",
-            _ => id.name(),
-        };
+        let name = if id == TensorId::DO { "d_o" } else { id.name() };
         let given = match id {
             TensorId::Sinks | TensorId::Dsinks => tensor(name, given, Axes::PerHead).optional(),
             TensorId::Lse => tensor(name, given, Axes::HeadMajor),

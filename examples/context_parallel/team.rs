@@ -255,6 +255,7 @@ pub fn part<T: Element>(
             sinks,
             o: ViewMut::new(&mut out.o, nq, heads, dv)?,
             lse: ViewMut::new(&mut out.lse, nq, heads, 1)?,
+            max_logit: None,
         };
         rank.forward(plan, forward)?;
         laps.push(Lap { direction: Direction::Forward, wall: began.elapsed(), events: rank.events() });

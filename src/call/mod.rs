@@ -166,6 +166,10 @@ pub struct Attend<'a> {
     /// Sinks (logits) of the call's q heads, f32 `[1, q heads, 1]`, or NONE. Applied once, by the modes that finish
     /// (`Last`, `Only`).
     pub sinks: RawTensor,
+    /// The largest score of each of the call's q heads, f32 `[1, q heads, 1]`, or NONE: after scale, softcap and ALiBi,
+    /// over the pairs of this call that the mask allows, without the sinks; a NaN does not count. It is raised, not
+    /// written: set it to −∞ before the first of several calls. CPU only.
+    pub max_logit: RawTensor,
     /// Which heads these are.
     pub heads: HeadMap,
     /// How scores are computed.
@@ -181,8 +185,9 @@ impl<'a> Attend<'a> {
     /// A call with these tensors and no optional ones; not aligned.
     pub const fn new([q, k, v, o]: [RawTensor; 4], heads: HeadMap, score: Score, ranges: Ranges<'a>) -> Self {
         let none = RawTensor::NONE;
-        let (running, running_lse, lse, alibi_slopes, sinks) = (none, none, none, none, none);
-        Self { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, heads, score, ranges, aligned: false }
+        let (running, running_lse, lse, alibi_slopes, sinks, max_logit) = (none, none, none, none, none, none);
+        let aligned = false;
+        Self { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, max_logit, heads, score, ranges, aligned }
     }
 }
 

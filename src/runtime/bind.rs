@@ -25,6 +25,7 @@ use crate::{
 /// | o, do | `[tokens, heads, value_dim]` | the problem's |
 /// | lse | `[tokens, heads, 1]` | the accumulator's: f32, or f64 for f64 |
 /// | d_lse, which a backward may be given | as lse | as lse |
+/// | max_logit, which a forward may be asked for | `[1, heads, 1]` | f32 |
 /// | sinks | `[1, heads, 1]` | f32 |
 /// | dsinks | `[1, heads, 1]` | the accumulator's |
 #[derive(Clone, Copy, Debug)]
@@ -68,7 +69,7 @@ impl Bindings {
             let raw = self.get(tensor);
             let Some(TensorForm { name, dtype, shape, written }) = expected.forms[tensor as usize] else {
                 // A forward may be given `dsinks`, which the backward of the same problem needs.
-                if tensor.is_per_head() && !raw.is_none() && expected.forms[TensorId::Sinks as usize].is_none() {
+                if tensor.is_of_sinks() && !raw.is_none() && expected.forms[TensorId::Sinks as usize].is_none() {
                     return Err(Error::invalid(tensor.name(), "given", "none, since the problem has no sinks")
                         .hint("plan a problem that has sinks"));
                 }

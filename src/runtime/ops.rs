@@ -275,6 +275,7 @@ fn attend<'a>(
         lse,
         alibi_slopes: heads_of(alibi_slopes, a.heads.q_offset, a.q.heads),
         sinks: heads_of(user(TensorId::Sinks), a.heads.q_offset, a.q.heads),
+        max_logit: heads_of(user(TensorId::MaxLogit), a.heads.q_offset, a.q.heads),
         heads: a.heads,
         score: plan.problem().score(),
         ranges: listing.expansion.scratch.ranges(),

@@ -77,6 +77,10 @@ pub struct Forward<'a, T: Element, V: Views = HostViews> {
     /// Written: `[tokens, heads, 1]`; natural log. [`ViewMut::head_major`], or on a device the strides `[1, tokens]`,
     /// are the usual `[heads, tokens]`.
     pub lse: V::Written<'a, T::Acc>,
+    /// Written, if it is given: the largest score of each q head, after scale, softcap and ALiBi, over the pairs that this
+    /// rank computed, without sinks; −∞ for a head of which it computed none. The largest over the group is that of the
+    /// whole batch: the ranks reduce it as often as they need it. Ranks may differ in whether they give it. CPU only.
+    pub max_logit: Option<V::PerHeadWritten<'a, f32>>,
 }
 
 /// The tensors of a backward. It repeats the forward's exchanges, so besides the inputs only o and lse have to be kept.
@@ -198,6 +202,7 @@ impl<T: Element, V: Views> Forward<'_, T, V> {
             .with_view(at, TensorId::V, Some(self.v))?
             .with_view(at, TensorId::O, Some(self.o))?
             .with_view(at, TensorId::Lse, Some(self.lse))?
+            .with_view(at, TensorId::MaxLogit, self.max_logit)?
             .with_view(at, TensorId::Sinks, self.sinks)
     }
 }
@@ -260,6 +265,7 @@ impl Rank {
     ///         sinks: Some(&sinks),
     ///         o: ViewMut::new(&mut o, n, heads, dim)?,
     ///         lse: ViewMut::head_major(&mut lse, n, heads)?,
+    ///         max_logit: None,
     ///     })?;
     ///     rank.backward(plan, Backward {
     ///         q,

@@ -146,6 +146,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                             sinks,
                             o: ViewMut::new(&mut o, tq.len(), hq, dv)?,
                             lse: ViewMut::head_major(&mut lse, tq.len(), hq)?,
+                            max_logit: None,
                         },
                     )?;
                     let d_lse = data.d_lse.as_ref().map(|all| d_lse_of(all, &tq, &lse, hq));

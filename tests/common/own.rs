@@ -158,6 +158,7 @@ impl<T: Element> Own<T> {
             sinks: self.sinks.as_deref(),
             o: self.o.view_mut(),
             lse: self.lse.view_mut(),
+            max_logit: None,
         };
         rank.forward(plan, tensors)
     }

@@ -58,6 +58,7 @@ fn on_the_cpu(plan: &Plan) -> Vec<Vec<Event>> {
             sinks,
             o: ViewMut::new(&mut out, nq, h, dv).unwrap(),
             lse: ViewMut::new(&mut lse, nq, h, 1).unwrap(),
+            max_logit: None,
         };
         rank.forward(plan, forward).unwrap();
         let backward = Backward {

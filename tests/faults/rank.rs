@@ -49,6 +49,7 @@ pub fn forward(rank: &mut Rank, plan: &Plan, data: &Data<f32>) -> Result<Parts> 
         sinks: data.sinks.as_deref(),
         o: ViewMut::new(&mut o, tq, hq, dv)?,
         lse: ViewMut::head_major(&mut lse, tq, hq)?,
+        max_logit: None,
     };
     rank.forward(plan, tensors)?;
     Ok(vec![o, lse])

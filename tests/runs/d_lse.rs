@@ -96,7 +96,8 @@ fn a_wrong_shape_is_refused() {
     let mut own = own::Own::new(&plan, &Data::<f32>::random(&p, 5), 0, own::compact);
     own.forward(&mut rank, &plan).unwrap();
     let good = own.d_lse.take();
-    for (shape, words) in [([29, 6, 1], "dlse.tokens is 29, expected 30"), ([30, 5, 1], "dlse.heads is 5, expected 6")]
+    for (shape, words) in
+        [([29, 6, 1], "d_lse.tokens is 29, expected 30"), ([30, 5, 1], "d_lse.heads is 5, expected 6")]
     {
         own.d_lse = Some(own::Slot::new(own::compact, shape));
         let refused = own.backward(&mut rank, &plan).unwrap_err();

@@ -60,6 +60,7 @@ fn bits<T: Element>(workers: usize, executor: Option<Arc<dyn Executor>>) -> Vec<
             sinks: None,
             o: ViewMut::new(&mut o, n, HEADS, DIM).unwrap(),
             lse: ViewMut::new(&mut lse, n, HEADS, 1).unwrap(),
+            max_logit: None,
         },
     )
     .unwrap();

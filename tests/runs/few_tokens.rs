@@ -39,6 +39,7 @@ fn own(mut rank: Rank, plan: &Plan, [q, k, v, d_o]: &[Vec<f32>; 4]) -> [Vec<f32>
             sinks: None,
             o: ViewMut::new(&mut o, n, HEADS, DIM).unwrap(),
             lse: ViewMut::head_major(&mut lse, n, HEADS).unwrap(),
+            max_logit: None,
         };
         rank.forward(plan, forward).unwrap();
         let backward = Backward {

@@ -213,7 +213,7 @@ pub(super) struct FusedParams {
 pub(super) const WORK_ZERO: u32 = 1 << 31;
 
 /// Bases of a transform: plain memory, and the caller's tensors.
-pub(crate) const BASES: usize = 13;
+pub(crate) const BASES: usize = 14;
 
 /// `TransformTensor`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -367,7 +367,7 @@ const _: () = {
     assert!(size_of::<TransformTensor>() == 32);
     assert!(size_of::<TransformBlock>() == 104);
     assert!(size_of::<TransformSource>() == 40);
-    assert!(size_of::<TransformParams>() == 344);
+    assert!(size_of::<TransformParams>() == 368);
     assert!(size_of::<DeltaParams>() == 144);
     assert!(size_of::<FinishParams>() == 104);
     assert!(size_of::<MergeParams>() == 120);

@@ -161,6 +161,7 @@ impl ScheduleCheck<'_> {
                 for view in [a.q, a.k, a.v] {
                     add(view, false)?;
                 }
+                add(user(TensorId::MaxLogit), true)?;
                 let written = a.result.into_iter().flat_map(|(o, lse)| [o, lse]);
                 for view in written.chain(a.running.map(|(_, lse)| lse)) {
                     add(view, true)?;
