@@ -735,10 +735,14 @@ typedef struct cpattn_forward_args {
   const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores and the sink,
                                  -inf for a row that attends to nothing */
   void *stream;               /* cudaStream_t on a device; NULL on the CPU */
+  /* written, [H] f32: the largest score of each head, after scale, softcap and ALiBi, over the allowed pairs that this rank
+   * computed, without sinks; -inf for a head of which it computed none. The largest over the group is that of the whole batch:
+   * reduce it as often as it is needed. NULL if it is not needed, on each rank by itself; devices refuse it. */
+  const cpattn_tensor *max_logit;
 } cpattn_forward_args;
 
 #define CPATTN_FORWARD_ARGS_INIT \
-  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* The tensors of a backward, with Nq, H, ... as above. It repeats the forward's exchanges, so besides the inputs only o and
  * lse have to be kept. */
@@ -1031,12 +1035,15 @@ typedef struct cpattn_attend_args {
   const cpattn_tensor *running_lse;
   size_t q_range_size; /* sizeof(cpattn_q_range) and sizeof(cpattn_pair), by the INIT macro: see STRUCTS IN ARRAYS */
   size_t pair_size;
+  /* f32 [heads], or NULL: raised to the largest score of each head, after scale, softcap and ALiBi, over the allowed pairs of
+   * the call, without sinks; a NaN does not count. Set it to -inf before the first of several calls. CPU only. */
+  const cpattn_tensor *max_logit;
 } cpattn_attend_args;
 
 #define CPATTN_ATTEND_ARGS_INIT \
   { sizeof(cpattn_attend_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, \
     {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0, NULL, 0}, NULL, NULL, sizeof(cpattn_q_range), \
-    sizeof(cpattn_pair) }
+    sizeof(cpattn_pair), NULL }
 
 int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args);
 

@@ -416,7 +416,9 @@ def log_sum_exp(rank: int, world: int) -> None:
         whole = [draw(24, heads, 8, seed=heads) for heads in (4, 2, 2)]
         mine, exact = [batch.shard(x).requires_grad_() for x in whole], [x.clone().requires_grad_() for x in whole]
         extra = [] if sinks is None else [sinks.float().requires_grad_()]
-        o, lse = batch.attention(*mine, *extra, return_lse=True)
+        o, lse, largest = batch.attention(*mine, *extra, return_lse=True, return_max_logit=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        assert not largest.requires_grad and largest.dtype == torch.float32
         assert lse.shape == (4, len(batch.tokens)) and lse.dtype == torch.float64
         place = torch.arange(24)
         allowed = (place[:, None] >= place) & ((place[:, None] < 9) == (place < 9))
@@ -425,6 +427,7 @@ def log_sum_exp(rank: int, world: int) -> None:
             allowed[14:, 2:8] = True
         scores = torch.einsum("qhd,khd->hqk", exact[0], exact[1].repeat_interleave(2, 1)) / 8**0.5
         scores = scores.masked_fill(~allowed, float("-inf"))
+        assert error(largest, scores.detach().amax((1, 2))) < 1e-7
         held = [x.double().detach().requires_grad_() for x in extra]
         all_scores = torch.cat([scores, *(x[:, None, None].expand(4, 24, 1) for x in held)], dim=2)
         want = torch.logsumexp(all_scores, 2)

@@ -173,6 +173,18 @@ impl Attention<'_> {
         Output { o, lse }
     }
 
+    /// The largest score of each q head over the pairs that the [documents](Attention::documents) or other slices allow;
+    /// −∞ where there is none. Sinks are no scores.
+    pub fn max_logit_of(&self, slices: &[Slice]) -> Vec<f64> {
+        let mut largest = vec![f64::NEG_INFINITY; self.heads];
+        for i in 0..self.tokens() {
+            for key in self.keys(slices, i) {
+                largest.iter_mut().enumerate().for_each(|(h, m)| *m = m.max(self.score(i, key, h).0));
+            }
+        }
+        largest
+    }
+
     /// Gradients of q, k, v and the sinks, for `d_o` of o's shape and the result of [`Attention::forward`].
     pub fn backward(&self, d_o: &[f64], out: &Output) -> Gradient {
         self.backward_of(&self.documents(), d_o, None, out)

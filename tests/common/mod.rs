@@ -78,6 +78,8 @@ pub struct Results<T: Element> {
     pub dk: Vec<T>,
     pub dv: Vec<T>,
     pub dsinks: Vec<T::Acc>,
+    /// The largest over the ranks.
+    pub max_logit: Vec<f32>,
 }
 
 impl<T: Element> Results<T> {
@@ -88,7 +90,8 @@ impl<T: Element> Results<T> {
         let nan = |n: usize| vec![T::from_f64(f64::NAN); n];
         let lse = vec![<T::Acc as Element>::from_f64(f64::NAN); nq * hq];
         let (dq, dk) = (nan(nq * hq * d), nan(nk * hk * d));
-        Self { o: nan(nq * hq * dv), lse, dq, dk, dv: nan(nk * hk * dv), dsinks: Vec::new() }
+        let max_logit = vec![f32::NEG_INFINITY; hq];
+        Self { o: nan(nq * hq * dv), lse, dq, dk, dv: nan(nk * hk * dv), dsinks: Vec::new(), max_logit }
     }
 }
 
@@ -137,6 +140,8 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                     let k = View::new(&k, tk.len(), hk, d)?;
                     let v = View::new(&v, tk.len(), hk, dv)?;
                     let sinks = data.sinks.as_deref();
+                    // It is written, not raised.
+                    let mut max_logit = vec![f32::MAX; hq];
                     rank.forward(
                         &plan,
                         Forward {
@@ -146,7 +151,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                             sinks,
                             o: ViewMut::new(&mut o, tq.len(), hq, dv)?,
                             lse: ViewMut::head_major(&mut lse, tq.len(), hq)?,
-                            max_logit: None,
+                            max_logit: Some(&mut max_logit),
                         },
                     )?;
                     let d_lse = data.d_lse.as_ref().map(|all| d_lse_of(all, &tq, &lse, hq));
@@ -175,6 +180,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                     scatter(&mut all.o, &o, &tq, hq * dv);
                     let lse: Vec<_> = (0..tq.len() * hq).map(|i| lse[i % hq * tq.len() + i / hq]).collect();
                     scatter(&mut all.lse, &lse, &tq, hq);
+                    all.max_logit.iter_mut().zip(&max_logit).for_each(|(all, &own)| *all = all.max(own));
                     scatter(&mut all.dq, &dq, &tq, hq * d);
                     scatter(&mut all.dk, &dk, &tk, hk * d);
                     scatter(&mut all.dv, &d_v, &tk, hk * dv);
@@ -226,7 +232,8 @@ pub fn reference<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
     let out = attention.forward_of(&slices);
     let gradient = attention.backward_of(&slices, &d_o, data.d_lse.as_deref(), &out);
     let reference::Gradient { dq, dk, dv, dsinks } = gradient;
-    Results { o: out.o, lse: out.lse, dq, dk, dv, dsinks }
+    let max_logit = attention.max_logit_of(&slices).iter().map(|&x| x as f32).collect();
+    Results { o: out.o, lse: out.lse, dq, dk, dv, dsinks, max_logit }
 }
 
 pub fn rms(x: impl Iterator<Item = f64>) -> f64 {
@@ -276,6 +283,9 @@ pub fn check_within<T: Element>(slack: f64, what: &str, got: &Results<T>, one: &
     for (i, (g, &w)) in got.lse.iter().zip(&want.lse).enumerate() {
         let g = g.to_f64();
         assert!(g == w || (g - w).abs() <= 1e-5 * w.abs().max(1.0), "{what}: lse[{i}] is {g}, expected {w}");
+    }
+    for (h, (&g, &w)) in got.max_logit.iter().zip(&want.max_logit).enumerate() {
+        assert!(g == w || (g - w).abs() <= 2e-6 * w.abs().max(1.0), "{what}: max_logit[{h}] is {g}, expected {w}");
     }
     assert_eq!(got.dsinks.len(), want.dsinks.len());
     let scale = rms(want.dsinks.iter().copied());

@@ -119,6 +119,7 @@ pub struct Own<T: Element> {
     pub dv: Slot<T>,
     pub sinks: Option<Vec<f32>>,
     pub dsinks: Option<Vec<T::Acc>>,
+    pub max_logit: Option<Vec<f32>>,
 }
 
 impl<T: Element> Own<T> {
@@ -147,6 +148,7 @@ impl<T: Element> Own<T> {
             dv: Slot::new(style, v),
             sinks: data.sinks.clone(),
             dsinks: data.sinks.as_ref().map(|s| vec![poison(); s.len()]),
+            max_logit: None,
         }
     }
 
@@ -158,7 +160,7 @@ impl<T: Element> Own<T> {
             sinks: self.sinks.as_deref(),
             o: self.o.view_mut(),
             lse: self.lse.view_mut(),
-            max_logit: None,
+            max_logit: self.max_logit.as_deref_mut(),
         };
         rank.forward(plan, tensors)
     }

@@ -22,6 +22,11 @@ impl Problem {
         self.slices.as_ref().map_or_else(|| reference.backward(&w.d_o, out), with)
     }
 
+    pub fn max_logit(&self, w: &Whole) -> Vec<f64> {
+        let reference = self.reference(w, false);
+        reference.max_logit_of(&self.slices.clone().unwrap_or_else(|| reference.documents()))
+    }
+
     /// The distances of the pairs that slices and the window allow, by q token and k token. Empty without slices.
     fn distances(&self) -> Vec<(usize, usize, i64)> {
         let mut all = Vec::new();
