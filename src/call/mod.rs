@@ -292,7 +292,8 @@ pub struct Transform<'a> {
 
 /// `delta[t, h] = Σ_d do[t, h, d] · o[t, h, d] − d_lse[t, h]` in the accumulator's type.
 ///
-/// A score's gradient is `p · (do·v − Σ do ∘ o)` by o and `p · d_lse` by lse, so that one number of each row holds both.
+/// A score's gradient is `p · (do·v − Σ do ∘ o)` by o and `p · d_lse` by lse, so that one number of each row holds
+/// both.
 #[derive(Clone, Copy, Debug)]
 pub struct Delta {
     /// Final o.

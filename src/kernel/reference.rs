@@ -173,8 +173,8 @@ impl Attention<'_> {
         Output { o, lse }
     }
 
-    /// The largest score of each q head over the pairs that the [documents](Attention::documents) or other slices allow;
-    /// −∞ where there is none. Sinks are no scores.
+    /// The largest score of each q head over the pairs that the [documents](Attention::documents) or other slices
+    /// allow; −∞ where there is none. Sinks are no scores.
     pub fn max_logit_of(&self, slices: &[Slice]) -> Vec<f64> {
         let mut largest = vec![f64::NEG_INFINITY; self.heads];
         for i in 0..self.tokens() {

@@ -15,7 +15,8 @@ use crate::{
 /// One tensor for each name; [`RawTensor::NONE`] for those that a direction does not use.
 ///
 /// Forward reads q, k, v (and sinks) and writes o and lse. Backward reads q, k, v, o, lse, do (and sinks, d_lse) and
-/// writes dq, dk, dv (and dsinks). Shapes are those of the rank's own tokens, and a rank without any gives tensors of 0 rows.
+/// writes dq, dk, dv (and dsinks). Shapes are those of the rank's own tokens, and a rank without any gives tensors of 0
+/// rows.
 ///
 /// | tensors | shape | type |
 /// |---|---|---|

@@ -77,9 +77,10 @@ pub struct Forward<'a, T: Element, V: Views = HostViews> {
     /// Written: `[tokens, heads, 1]`; natural log. [`ViewMut::head_major`], or on a device the strides `[1, tokens]`,
     /// are the usual `[heads, tokens]`.
     pub lse: V::Written<'a, T::Acc>,
-    /// Written, if it is given: the largest score of each q head, after scale, softcap and ALiBi, over the pairs that this
-    /// rank computed, without sinks; −∞ for a head of which it computed none. The largest over the group is that of the
-    /// whole batch: the ranks reduce it as often as they need it. Ranks may differ in whether they give it. CPU only.
+    /// Written, if it is given: the largest score of each q head, after scale, softcap and ALiBi, over the pairs that
+    /// this rank computed, without sinks; −∞ for a head of which it computed none. The largest over the group is that
+    /// of the whole batch: the ranks reduce it as often as they need it. Ranks may differ in whether they give it. CPU
+    /// only.
     pub max_logit: Option<V::PerHeadWritten<'a, f32>>,
 }
 
@@ -100,8 +101,8 @@ pub struct Backward<'a, T: Element, V: Views = HostViews> {
     pub lse: V::Read<'a, T::Acc>,
     /// Gradient of o.
     pub d_o: V::Read<'a, T>,
-    /// Gradient of lse, of its shape; `None` if nothing but o was used. It is not read where lse is −∞. Ranks may differ
-    /// in whether they give it.
+    /// Gradient of lse, of its shape; `None` if nothing but o was used. It is not read where lse is −∞. Ranks may
+    /// differ in whether they give it.
     pub d_lse: Option<V::Read<'a, T::Acc>>,
     /// Written: gradient of q.
     pub dq: V::Written<'a, T>,

@@ -37,8 +37,8 @@ pub enum TensorId {
     Dsinks,
     /// Gradient of lse, which a backward may be given.
     DLse,
-    /// The largest score of each head, `[1, heads, 1]` f32, which a forward may be asked for: of the pairs that this rank
-    /// computed.
+    /// The largest score of each head, `[1, heads, 1]` f32, which a forward may be asked for: of the pairs that this
+    /// rank computed.
     MaxLogit,
 }
 

@@ -47,7 +47,8 @@ pub struct Data<T> {
     pub v: Vec<T>,
     pub d_o: Vec<T>,
     pub sinks: Option<Vec<f32>>,
-    /// Gradient of lse, `[tokens, heads]`, exact in the accumulator's type. Rows that attend to nothing get NaN instead.
+    /// Gradient of lse, `[tokens, heads]`, exact in the accumulator's type. Rows that attend to nothing get NaN
+    /// instead.
     pub d_lse: Option<Vec<f64>>,
 }
 

@@ -57,7 +57,8 @@ fn one_row_by_hand() {
     }
 }
 
-/// Backward against central differences of `Σ do · o + Σ d_lse · lse` (or of the first sum alone), with every option at once and each alone.
+/// Backward against central differences of `Σ do · o + Σ d_lse · lse` (or of the first sum alone), with every option at
+/// once and each alone.
 #[test]
 fn backward_is_the_derivative_of_forward() {
     let (heads, kv_heads, d, dv) = (4, 2, 3, 2);

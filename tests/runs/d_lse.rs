@@ -15,8 +15,8 @@ fn problem(dtype: Dtype) -> Problem {
     p.with_mask(Mask { left: Some(9), right: Some(0) })
 }
 
-/// Each form's results are those of a loss of o and lse, and clearly not those of o alone; without a gradient of o, they
-/// are those of lse alone.
+/// Each form's results are those of a loss of o and lse, and clearly not those of o alone; without a gradient of o,
+/// they are those of lse alone.
 fn on_every_form<T: Element>(dtype: Dtype) {
     for sinks in [false, true] {
         let p = problem(dtype).with_sinks(sinks);

@@ -15,7 +15,6 @@ use crate::call::{Delta, Finish, Merge, RawStream, RawTensor, SinkGradient, Tran
 use crate::device::driver::Function;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-use crate::kernel::check::lse_gradient;
 use alloc::format;
 
 const THREADS: u32 = 256;
@@ -163,7 +162,7 @@ impl Cuda {
                 return Err(Error::invalid(format!("{name}.tokens"), t.tokens, call.o.tokens));
             }
         }
-        lse_gradient(call, |_, _| Ok(()))?;
+        crate::kernel::check::lse_gradient(call, |_, _| Ok(()))?;
         let number = TensorSpec { dim: 1, dtype: Dtype::F32, align: 4, ..like };
         let lanes = (call.o.dim / 8).next_power_of_two();
         let params = params::DeltaParams {

@@ -372,8 +372,8 @@ impl ForwardPass<'_> {
             let (s, p) = (t.s.as_mut_ptr(), t.p[later.free].as_mut_ptr());
             let (q, o) = (t.q.as_ptr().add(panel * q_len), t.o.as_mut_ptr().add(panel * o_len));
             let (m, l) = (t.m.as_mut_ptr().add(first), t.l.as_mut_ptr().add(first));
-            let asked = !t.best.is_empty();
-            let best = if asked { t.best.as_mut_ptr().add(first) } else { core::ptr::null_mut() };
+            let none = t.best.is_empty();
+            let best = if none { core::ptr::null_mut() } else { t.best.as_mut_ptr().add(first) };
             if E::INTERLEAVES && met && now.simple {
                 let operands = |of: &TilePair| {
                     let q = t.q.as_ptr().add(of.panel * q_len);
@@ -395,7 +395,7 @@ impl ForwardPass<'_> {
             let mut changed = false;
             for lane in (0..width).step_by(E::V::W) {
                 let alpha = t.alpha.as_mut_ptr().add(lane);
-                let best = if asked { best.add(lane) } else { best };
+                let best = if none { best } else { best.add(lane) };
                 changed |= scores.run::<E>(lane, range.clone(), s, p, m.add(lane), l.add(lane), alpha, best);
             }
             // Before its first keys a panel's sums are zero, and need no factor.
