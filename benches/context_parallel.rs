@@ -85,6 +85,7 @@ impl Worker {
                 sinks: None,
                 o: ViewMut::new(o, n, HEADS, HEAD_DIM)?,
                 lse: ViewMut::head_major(lse, n, HEADS)?,
+                max_logit: None,
             };
             return self.rank.forward(&self.plan, forward);
         }
@@ -96,6 +97,7 @@ impl Worker {
             o: View::new(o, n, HEADS, HEAD_DIM)?,
             lse: View::head_major(lse, n, HEADS)?,
             d_o,
+            d_lse: None,
             dq: ViewMut::new(dq, n, HEADS, HEAD_DIM)?,
             dk: ViewMut::new(dk, n, HEADS, HEAD_DIM)?,
             dv: ViewMut::new(dv, n, HEADS, HEAD_DIM)?,

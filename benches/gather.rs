@@ -51,7 +51,7 @@ impl Tensors {
         let (q, k, v) = (view(q, HEADS)?, view(k, KV_HEADS)?, view(v, KV_HEADS)?);
         if forward {
             let (o, lse) = (ViewMut::new(o, n, HEADS, DIM)?, ViewMut::head_major(lse, n, HEADS)?);
-            return rank.forward(plan, Forward { q, k, v, sinks: None, o, lse });
+            return rank.forward(plan, Forward { q, k, v, sinks: None, o, lse, max_logit: None });
         }
         let backward = Backward {
             q,
@@ -61,6 +61,7 @@ impl Tensors {
             o: view(o, HEADS)?,
             lse: View::head_major(lse, n, HEADS)?,
             d_o: view(d_o, HEADS)?,
+            d_lse: None,
             dq: ViewMut::new(dq, n, HEADS, DIM)?,
             dk: ViewMut::new(dk, n, KV_HEADS, DIM)?,
             dv: ViewMut::new(dv, n, KV_HEADS, DIM)?,

@@ -104,7 +104,7 @@ fn sum(tokens: usize, from: Dtype, to: Dtype, count: usize) -> Case {
 fn delta(tokens: usize, dim: usize, dtype: Dtype) -> Case {
     let mut memory = Arena(Vec::new());
     let (o, d_o) = (memory.tensor(dtype, tokens, 8, dim), memory.tensor(dtype, tokens, 8, dim));
-    let call = Delta { o, d_o, delta: memory.per_row(tokens, 8) };
+    let call = Delta::new([o, d_o, memory.per_row(tokens, 8)]);
     let total = bytes(&call.o) + bytes(&call.d_o) + bytes(&call.delta);
     // SAFETY: as for transforms.
     let run = move || unsafe { cpu::delta(&call) }.expect("shapes agree");

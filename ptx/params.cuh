@@ -163,7 +163,7 @@ struct TransformSource {
     u32 unused;
 };
 
-enum : u32 { TRANSFORM_BASES = 12 };
+enum : u32 { TRANSFORM_BASES = 14 };
 
 struct TransformParams {
     const TransformBlock* blocks;
@@ -176,6 +176,7 @@ struct TransformParams {
 
 struct DeltaParams {
     Tensor o, d_o, delta;
+    Tensor lse, d_lse;  // d_lse may be null; lse is read beside it only
     u64 rows;
     u32 heads;
     u32 dim;

@@ -239,7 +239,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) cpattn_delta(const __grid_
             for (int e = 0; e < 8; ++e) sum += x[e] * y[e];
         }
         for (u32 far = p.lanes / 2; far > 0; far /= 2) sum += __shfl_xor_sync(~0u, sum, far);
-        if (ok && lane == 0) *(float*)(p.delta.ptr + token * p.delta.token + head * p.delta.head) = sum;
+        if (ok && lane == 0) {
+            // Where lse is minus infinity it depends on no score, and its gradient may be anything.
+            if (p.d_lse.ptr && *(const float*)(p.lse.ptr + token * p.lse.token + head * p.lse.head) != minus_infinity())
+                sum -= *(const float*)(p.d_lse.ptr + token * p.d_lse.token + head * p.d_lse.head);
+            *(float*)(p.delta.ptr + token * p.delta.token + head * p.delta.head) = sum;
+        }
     }
 }
 

@@ -15,10 +15,10 @@ use std::{
     time::Duration,
 };
 
-use common::{Data, Results, check_on_device as check, gather, reference, scatter};
+use common::{Data, Results, check_on_device as check, d_lse_of, gather, reference, scatter};
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
-    call::RawTensor,
+    call::{Attend, HeadMap, Ranges, RawTensor},
     kernel::cuda::{Cuda, DeviceMemory},
     plan::{Circulate, Gather, Wire},
     runtime::Bindings,
@@ -88,8 +88,17 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                     unsafe { rank.run_on(&plan, Direction::Forward, &bindings, stream) }?;
                     let (dq, dk) = (Held::nan::<T>(cuda, nq, hq, d), Held::nan::<T>(cuda, nk, hk, d));
                     let (d_v, dsinks) = (Held::nan::<T>(cuda, nk, hk, dv), Held::nan::<f32>(cuda, 1, hq, 1));
+                    let d_lse = data.d_lse.as_ref().map(|all| {
+                        // Rows of heads, as `d_lse_of` has them, to rows of tokens.
+                        let found = lse.read::<f32>();
+                        let lse: Vec<f32> = (0..nq * hq).map(|i| found[i % nq * hq + i / nq]).collect();
+                        let by_head = d_lse_of(all, &tq, &lse, hq);
+                        let by_token: Vec<f32> = (0..nq * hq).map(|i| by_head[i % hq * nq + i / hq]).collect();
+                        Held::new(cuda, &by_token, nq, hq, 1)
+                    });
                     let bindings = bindings
                         .with(TensorId::DO, d_o.1)
+                        .with(TensorId::DLse, d_lse.as_ref().map_or(RawTensor::NONE, |d_lse| d_lse.1))
                         .with(TensorId::Dq, dq.1)
                         .with(TensorId::Dk, dk.1)
                         .with(TensorId::Dv, d_v.1)
@@ -189,4 +198,47 @@ fn reproducible_plans_are_refused() {
     let plan = Plan::with_options(&p, Mesh::single(), Layout::Contiguous, Options::new().reproducible(true)).unwrap();
     let error = run(&cuda, &plan, &Data::<f16>::random(&p, 1)).unwrap_err().to_string();
     assert!(error.contains("reproducible on a device"), "{error}");
+}
+
+/// The kernels do not keep the largest scores: refused by name, in a run and in a single call, and nothing is written.
+#[test]
+fn largest_scores_are_refused() {
+    let Some(cuda) = device() else { return };
+    let p = Problem::new(Batch::from_lengths(&[9]).unwrap(), 2, 2, 32, Dtype::F16);
+    let plan = Plan::new(&p, Mesh::single(), Layout::Contiguous).unwrap();
+    let mut rank =
+        Rank::on_device(peer::group(&[Arc::clone(&cuda)], Duration::from_secs(9)).unwrap().remove(0)).unwrap();
+    let data = Data::<f16>::random(&p, 2);
+    let [q, k, v] = [&data.q, &data.k, &data.v].map(|x| Held::new(&cuda, x, 9, 2, 32));
+    let (o, lse) = (Held::nan::<f16>(&cuda, 9, 2, 32), Held::nan::<f32>(&cuda, 9, 2, 1));
+    let largest = Held::new(&cuda, &[7f32; 2], 1, 2, 1);
+    let bindings = Bindings::default()
+        .with(TensorId::Q, q.1)
+        .with(TensorId::K, k.1)
+        .with(TensorId::V, v.1)
+        .with(TensorId::O, o.1)
+        .with(TensorId::Lse, lse.1);
+    let asked = bindings.with(TensorId::MaxLogit, largest.1);
+    let words = "max_logit is not supported";
+    // SAFETY: the tensors live until the stream was waited for; the default stream is the context's.
+    let refused = unsafe { rank.run(&plan, Direction::Forward, &asked) }.unwrap_err().to_string();
+    assert!(refused.starts_with(words), "{refused}");
+    let call = Attend {
+        lse: lse.1,
+        max_logit: largest.1,
+        ..Attend::new(
+            [q.1, k.1, v.1, o.1],
+            HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+            p.score(),
+            Ranges::default(),
+        )
+    };
+    let mut staging = cuda.staging(1 << 10, 1).unwrap();
+    // SAFETY: refused before anything is launched.
+    let refused = unsafe { cuda.attend(&call, &mut staging, std::ptr::null_mut()) }.unwrap_err().to_string();
+    assert!(refused.starts_with(words), "{refused}");
+    assert_eq!((largest.read::<f32>(), lse.read::<f32>()[0].is_nan()), (vec![7.0; 2], true));
+    // SAFETY: as above.
+    unsafe { rank.run(&plan, Direction::Forward, &bindings) }.unwrap();
+    rank.synchronize().unwrap();
 }

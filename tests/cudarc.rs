@@ -50,7 +50,10 @@ fn on_the_host(plan: &Plan) -> Vec<Outputs> {
         let view = |t, heads| View::new(t, n, heads, DIM);
         let (q, k, v, d_o) = (view(&q, HEADS)?, view(&k, KV_HEADS)?, view(&v, KV_HEADS)?, view(&d_o, HEADS)?);
         let out = ViewMut::new(&mut o, n, HEADS, DIM)?;
-        rank.forward(plan, Forward { q, k, v, sinks: None, o: out, lse: ViewMut::head_major(&mut lse, n, HEADS)? })?;
+        rank.forward(
+            plan,
+            Forward { q, k, v, sinks: None, o: out, lse: ViewMut::head_major(&mut lse, n, HEADS)?, max_logit: None },
+        )?;
         rank.backward(
             plan,
             Backward {
@@ -61,6 +64,7 @@ fn on_the_host(plan: &Plan) -> Vec<Outputs> {
                 o: View::new(&o, n, HEADS, DIM)?,
                 lse: View::head_major(&lse, n, HEADS)?,
                 d_o,
+                d_lse: None,
                 dq: ViewMut::new(&mut dq, n, HEADS, DIM)?,
                 dk: ViewMut::new(&mut dk, n, KV_HEADS, DIM)?,
                 dv: ViewMut::new(&mut dv, n, KV_HEADS, DIM)?,
@@ -93,8 +97,15 @@ fn over_slices(context: &Arc<CudaContext>, plan: &Plan, end: peer::Peer) -> Outp
             .map(|(t, heads)| cudarc::StreamSlice::compact(t, &stream, [n, heads, DIM]).unwrap());
         let mut o = cudarc::StreamSliceMut::new(&mut o, &stream, 64, [n, HEADS, DIM], strides).unwrap();
         let mut lse = cudarc::StreamSliceMut::new(&mut lse, &stream, 0, [n, HEADS, 1], [1, n]).unwrap();
-        let tensors =
-            DeviceForward { q: q.view(), k: k.view(), v: v.view(), sinks: None, o: o.view(), lse: lse.view() };
+        let tensors = DeviceForward {
+            q: q.view(),
+            k: k.view(),
+            v: v.view(),
+            sinks: None,
+            o: o.view(),
+            lse: lse.view(),
+            max_logit: None,
+        };
         // SAFETY: the stream lives.
         unsafe { rank.forward_on(plan, tensors, cudarc::stream(&stream)) }.unwrap();
     }
@@ -114,6 +125,7 @@ fn over_slices(context: &Arc<CudaContext>, plan: &Plan, end: peer::Peer) -> Outp
             o: o.view(),
             lse: lse.view(),
             d_o: d_o.view(),
+            d_lse: None,
             dq: dq.view(),
             dk: dk.view(),
             dv: dv.view(),

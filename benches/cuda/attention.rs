@@ -238,7 +238,7 @@ impl Heads {
         self.with_staging(|s, staging| {
             let (call, [_, _, _, o]) = (s.attend_backward(&s.sets[set]), s.tensors(&s.sets[set]));
             let (blocks, sources) = s.casts(&s.sets[set]);
-            let delta = Delta { o, d_o: call.d_o, delta: call.delta };
+            let delta = Delta::new([o, call.d_o, call.delta]);
             let casts = Transform { blocks: &blocks, sources: &sources };
             // SAFETY: as in `forward`.
             unsafe {

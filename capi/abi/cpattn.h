@@ -734,10 +734,14 @@ typedef struct cpattn_forward_args {
   const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores and the sink,
                                  -inf for a row that attends to nothing */
   void *stream;               /* cudaStream_t on a device; NULL on the CPU */
+  /* written, [H] f32: the largest score of each head, after scale, softcap and ALiBi, over the allowed pairs that this rank
+   * computed, without sinks; -inf for a head of which it computed none. The largest over the group is that of the whole batch:
+   * reduce it as often as it is needed. NULL if it is not needed, on each rank by itself; devices refuse it. */
+  const cpattn_tensor *max_logit;
 } cpattn_forward_args;
 
 #define CPATTN_FORWARD_ARGS_INIT \
-  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* The tensors of a backward, with Nq, H, ... as above. It repeats the forward's exchanges, so besides the inputs only o and
  * lse have to be kept. */
@@ -755,10 +759,13 @@ typedef struct cpattn_backward_args {
   const cpattn_tensor *dv;     /* written, [Nk, Hk, Dv] */
   const cpattn_tensor *dsinks; /* written, [H] of lse's type, summed over the group; NULL unless there are sinks */
   void *stream;                /* cudaStream_t on a device; NULL on the CPU */
+  /* read, [H, Nq] of lse's type: gradient of lse, if something was computed from lse too; NULL if not, on each rank by itself.
+   * A row whose lse is -inf has no gradient, and its d_lse is not used. */
+  const cpattn_tensor *d_lse;
 } cpattn_backward_args;
 
 #define CPATTN_BACKWARD_ARGS_INIT \
-  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* Run a plan. All ranks of the group make the same calls with equal plans in the same order, each rank on its own thread or
  * process, and wait for each other.
@@ -1027,12 +1034,15 @@ typedef struct cpattn_attend_args {
   const cpattn_tensor *running_lse;
   size_t q_range_size; /* sizeof(cpattn_q_range) and sizeof(cpattn_pair), by the INIT macro: see STRUCTS IN ARRAYS */
   size_t pair_size;
+  /* f32 [heads], or NULL: raised to the largest score of each head, after scale, softcap and ALiBi, over the allowed pairs of
+   * the call, without sinks; a NaN does not count. Set it to -inf before the first of several calls. CPU only. */
+  const cpattn_tensor *max_logit;
 } cpattn_attend_args;
 
 #define CPATTN_ATTEND_ARGS_INIT \
   { sizeof(cpattn_attend_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, \
     {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0, NULL, 0}, NULL, NULL, sizeof(cpattn_q_range), \
-    sizeof(cpattn_pair) }
+    sizeof(cpattn_pair), NULL }
 
 int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args);
 
@@ -1051,7 +1061,7 @@ typedef struct cpattn_attend_backward_args {
   const cpattn_tensor *v;
   const cpattn_tensor *d_o;    /* of q's type [*, heads, value_dim] */
   const cpattn_tensor *lse;    /* final, acc [heads, *] */
-  const cpattn_tensor *delta;  /* acc [heads, *]: see cpattn_delta */
+  const cpattn_tensor *delta;  /* acc [heads, *]: see cpattn_delta, cpattn_delta_with_lse */
   const cpattn_tensor *dq;     /* acc [*, heads, head_dim] */
   const cpattn_tensor *dk;     /* acc [*, kv heads, head_dim] */
   const cpattn_tensor *dv;     /* acc [*, kv heads, value_dim] */
@@ -1084,6 +1094,12 @@ int32_t cpattn_attend_backward_metadata(cpattn_scratch *scratch, const cpattn_at
 /* delta[h, t] = sum over d of d_o[t, h, d] * o[t, h, d], from the final o. */
 int32_t cpattn_delta(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o,
     const cpattn_tensor *delta, void *stream);
+
+/* As cpattn_delta, less the gradient of lse: delta[h, t] = sum over d of d_o[t, h, d] * o[t, h, d] - d_lse[h, t]. A backward
+ * with this delta, and cpattn_sink_gradient with it, are those of a loss of o and lse. lse is the final one; where it is -inf,
+ * d_lse is not used. lse and d_lse: acc [heads, tokens]. */
+int32_t cpattn_delta_with_lse(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o,
+    const cpattn_tensor *lse, const cpattn_tensor *d_lse, const cpattn_tensor *delta, void *stream);
 
 /* For the given rows, which no q range covered: writes o = 0 and lse = -inf, or lse = the sink if `sinks` is not NULL. */
 int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse,

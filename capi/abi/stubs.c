@@ -92,6 +92,8 @@ int32_t cpattn_attend_backward_metadata(cpattn_scratch *scratch, const cpattn_at
     uint64_t *bytes) { return 0; }
 int32_t cpattn_delta(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o,
     const cpattn_tensor *delta, void *stream) { return 0; }
+int32_t cpattn_delta_with_lse(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o,
+    const cpattn_tensor *lse, const cpattn_tensor *d_lse, const cpattn_tensor *delta, void *stream) { return 0; }
 int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse,
     const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream) { return 0; }
 int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta,

@@ -42,6 +42,7 @@ pub struct cpattn_attend_args {
     pub running_lse: *const cpattn_tensor,
     pub q_range_size: usize,
     pub pair_size: usize,
+    pub max_logit: *const cpattn_tensor,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -91,15 +92,16 @@ unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args, copies: &'a mut RangeC
         tensor("running_lse", a.running_lse, Axes::PartialLse).optional(),
         tensor("o", a.o, Axes::Rows).optional(),
         tensor("lse", a.lse, Axes::HeadMajor).optional(),
+        tensor("max_logit", a.max_logit, Axes::PerHead).optional(),
     ];
-    let ([q, k, v, alibi_slopes, sinks], [running, running_lse, o, lse]) =
+    let ([q, k, v, alibi_slopes, sinks], [running, running_lse, o, lse, max_logit]) =
         given!(disjoint_tensors(at, read, written, "running"));
     let (heads, score, aligned) = (head_map(a.heads, &q)?, score(a.score)?, flag("aligned", a.aligned)?);
     let sizes = ElementSizes { q_range: a.q_range_size, pair: a.pair_size };
     let ranges = given!(ranges(&a.ranges, sizes, copies));
     // If it is not given, `lse` holds the running lse too, in one word.
     let running_lse = if running_lse.is_none() { lse } else { running_lse };
-    Ok(Attend { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, heads, score, ranges, aligned })
+    Ok(Attend { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, max_logit, heads, score, ranges, aligned })
 }
 
 /// # Safety

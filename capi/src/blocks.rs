@@ -53,16 +53,43 @@ pub unsafe extern "C" fn cpattn_delta(
     scratch: *mut cpattn_scratch, o: *const cpattn_tensor, d_o: *const cpattn_tensor, delta: *const cpattn_tensor,
     stream: *mut c_void,
 ) -> i32 {
+    boundary!({ given!(delta_of([o, d_o, core::ptr::null(), core::ptr::null(), delta], scratch, stream)) })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_delta_with_lse(
+    scratch: *mut cpattn_scratch, o: *const cpattn_tensor, d_o: *const cpattn_tensor, lse: *const cpattn_tensor,
+    d_lse: *const cpattn_tensor, delta: *const cpattn_tensor, stream: *mut c_void,
+) -> i32 {
     boundary!({
-        let mut at = given!(kernels(scratch));
-        let read = [tensor("o", o, Axes::Rows), tensor("d_o", d_o, Axes::Rows)];
-        let written = [tensor("delta", delta, Axes::HeadMajor)];
-        let ([o, d_o], [delta]) = given!(disjoint_tensors(at.kernels().device(), read, written, ""));
-        if o.tokens == 0 || o.heads == 0 {
-            return Ok(());
+        for (name, tensor) in [("lse", lse), ("d_lse", d_lse)] {
+            if tensor.is_null() {
+                return Err(Error::invalid(name, "NULL", "a tensor; without a gradient of lse, cpattn_delta").into());
+            }
         }
-        given!(Kernels::delta(at.kernels(), &Delta { o, d_o, delta }, stream));
+        given!(delta_of([o, d_o, lse, d_lse, delta], scratch, stream));
     })
+}
+
+/// # Safety
+/// The header's promises about handles, tensors and streams.
+unsafe fn delta_of(
+    [o, d_o, lse, d_lse, delta]: [*const cpattn_tensor; 5], scratch: *mut cpattn_scratch, stream: *mut c_void,
+) -> Outcome<()> {
+    let mut at = given!(kernels(scratch));
+    let read = [
+        tensor("o", o, Axes::Rows),
+        tensor("d_o", d_o, Axes::Rows),
+        tensor("lse", lse, Axes::HeadMajor).optional(),
+        tensor("d_lse", d_lse, Axes::HeadMajor).optional(),
+    ];
+    let written = [tensor("delta", delta, Axes::HeadMajor)];
+    let ([o, d_o, lse, d_lse], [delta]) = given!(disjoint_tensors(at.kernels().device(), read, written, ""));
+    if o.tokens == 0 || o.heads == 0 {
+        return Ok(());
+    }
+    given!(Kernels::delta(at.kernels(), &Delta { o, d_o, delta, lse, d_lse }, stream));
+    Ok(())
 }
 
 #[unsafe(no_mangle)]

@@ -28,6 +28,7 @@ pub struct cpattn_forward_args {
     pub o: *const cpattn_tensor,
     pub lse: *const cpattn_tensor,
     pub stream: *mut c_void,
+    pub max_logit: *const cpattn_tensor,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -46,6 +47,7 @@ pub struct cpattn_backward_args {
     pub dv: *const cpattn_tensor,
     pub dsinks: *const cpattn_tensor,
     pub stream: *mut c_void,
+    pub d_lse: *const cpattn_tensor,
 }
 
 versioned! {
@@ -53,10 +55,14 @@ versioned! {
     cpattn_backward_args through dsinks;
 }
 
-/// The tensors of a run in the order of `cpattn_backward_args`; a forward has the first six.
-const TENSORS: [TensorId; 11] = {
-    use TensorId::{DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
-    [Q, K, V, Sinks, O, Lse, DO, Dq, Dk, Dv, Dsinks]
+/// The tensors of a forward and of a backward, in the order of their structs.
+const FORWARD: [TensorId; 7] = {
+    use TensorId::{K, Lse, MaxLogit, O, Q, Sinks, V};
+    [Q, K, V, Sinks, O, Lse, MaxLogit]
+};
+const BACKWARD: [TensorId; 12] = {
+    use TensorId::{DLse, DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
+    [Q, K, V, Sinks, O, Lse, DO, Dq, Dk, Dv, Dsinks, DLse]
 };
 
 /// Reads the tensors of a run and runs it.
@@ -69,11 +75,16 @@ unsafe fn run(
     runs(plan)?;
     let (mut rank, mut bindings) = (rank.claim()?, Bindings::default());
     let at = rank.device();
-    for (id, &given) in TENSORS.into_iter().zip(tensors) {
+    let ids: &[TensorId] = match direction {
+        Direction::Forward => &FORWARD,
+        Direction::Backward => &BACKWARD,
+    };
+    for (&id, &given) in ids.iter().zip(tensors) {
         let name = if id == TensorId::DO { "d_o" } else { id.name() };
         let given = match id {
-            TensorId::Sinks | TensorId::Dsinks => tensor(name, given, Axes::PerHead).optional(),
+            TensorId::Sinks | TensorId::Dsinks | TensorId::MaxLogit => tensor(name, given, Axes::PerHead).optional(),
             TensorId::Lse => tensor(name, given, Axes::HeadMajor),
+            TensorId::DLse => tensor(name, given, Axes::HeadMajor).optional(),
             _ => tensor(name, given, Axes::Rows),
         };
         bindings.set(id, given!(one(at, &given)));
@@ -88,7 +99,8 @@ pub unsafe extern "C" fn cpattn_forward(
 ) -> i32 {
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
-        given!(run(rank, plan, Direction::Forward, &[a.q, a.k, a.v, a.sinks, a.o, a.lse], a.stream));
+        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.max_logit];
+        given!(run(rank, plan, Direction::Forward, &tensors, a.stream));
     })
 }
 
@@ -98,7 +110,7 @@ pub unsafe extern "C" fn cpattn_backward(
 ) -> i32 {
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
-        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks];
+        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks, a.d_lse];
         given!(run(rank, plan, Direction::Backward, &tensors, a.stream));
     })
 }

@@ -96,14 +96,14 @@ struct Buffers {
 /// A tensor of the caller's: its shape, its type, and whether the schedule writes it.
 pub(super) type Given = (TensorId, [usize; 3], Dtype, bool);
 
-/// The tensors that a direction of attention uses.
+/// The tensors that a direction of attention uses, without those that a run may leave out.
 pub(super) fn given_to_attention(plan: &Plan, schedule: &Schedule) -> Vec<Given> {
     let p = plan.problem();
     let used = |tensor: TensorId| {
         let written = tensor.is_written(schedule.direction(), p.sinks())?;
         Some((tensor, tensor.shape(plan, schedule.rank()), tensor.dtype(p), written))
     };
-    TensorId::ALL.into_iter().filter_map(used).collect()
+    TensorId::ALL.into_iter().filter(|tensor| !tensor.is_optional()).filter_map(used).collect()
 }
 
 /// The two tensors of an all-to-all.

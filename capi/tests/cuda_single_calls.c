@@ -10,7 +10,7 @@
 #include "cuda_test.h"
 
 enum { TOKENS = 50, HEADS = 4, KV_HEADS = 2, DIM = 32 };
-static array q, k, v, d_o, o, running, words, lse, sinks, slopes, delta, dq, dk, dv, dsinks, other_o, other_lse, small_o, empty_o, empty_lse, moved, moved_wide, sum;
+static array q, k, v, d_o, o, running, words, lse, sinks, slopes, delta, dq, dk, dv, dsinks, delta_of_lse, other_o, other_lse, small_o, empty_o, empty_lse, moved, moved_wide, sum;
 static cpattn_scratch *cpu, *gpu;
 static void *stream;
 
@@ -58,6 +58,7 @@ static void attention(void) {
       OK(cpattn_attend(scratch, &a));
     }
     OK(cpattn_delta(scratch, OF(o), OF(d_o), OF(delta), device ? stream : NULL));
+    OK(cpattn_delta_with_lse(scratch, OF(o), OF(d_o), OF(lse), OF(other_lse), OF(delta_of_lse), device ? stream : NULL));
     cpattn_attend_backward_args b = backward_args(device, once, 2);
     OK(cpattn_attend_backward(scratch, &b));
     b.gradients = CPATTN_GRADIENTS_KEYS, b.dq = NULL, b.accumulate_keys = 1;
@@ -70,6 +71,7 @@ static void attention(void) {
   AGREES(lse, stream, 1e-5);
   AGREES(words, stream, 1e-5);
   AGREES(delta, stream, 2e-3);
+  AGREES(delta_of_lse, stream, 2e-3);
   AGREES(dq, stream, 2e-3);
   AGREES(dk, stream, 2e-3);
   AGREES(dv, stream, 2e-3);
@@ -212,12 +214,12 @@ static void refusals(void) {
 int main(int argc, char **argv) {
   if (!driver_open(0)) return printf("not run: %s\n", driver_missing), 0;
   array *queries[] = {&q, &d_o, &o, &small_o, &empty_o, &moved}, *keys_like[] = {&k, &v};
-  array *wide[] = {&running, &other_o, &dq, &moved_wide, &sum}, *gradients[] = {&dk, &dv}, *rows_like[] = {&lse, &delta, &other_lse, &empty_lse};
+  array *wide[] = {&running, &other_o, &dq, &moved_wide, &sum}, *gradients[] = {&dk, &dv}, *rows_like[] = {&lse, &delta, &delta_of_lse, &other_lse, &empty_lse};
   for (int i = 0; i < 6; i++) array_make(queries[i], 16, 3, TOKENS, HEADS, DIM);
   for (int i = 0; i < 2; i++) array_make(keys_like[i], 16, 3, TOKENS, KV_HEADS, DIM);
   for (int i = 0; i < 5; i++) array_make(wide[i], 32, 3, TOKENS, HEADS, DIM);
   for (int i = 0; i < 2; i++) array_make(gradients[i], 32, 3, TOKENS, KV_HEADS, DIM);
-  for (int i = 0; i < 4; i++) array_make(rows_like[i], 32, 2, HEADS, TOKENS, 1);
+  for (int i = 0; i < 5; i++) array_make(rows_like[i], 32, 2, HEADS, TOKENS, 1);
   array_make(&words, 32, 3, HEADS, TOKENS, 2);
   array *heads[] = {&sinks, &slopes, &dsinks};
   for (int i = 0; i < 3; i++) array_make(heads[i], 32, 1, HEADS, 1, 1);

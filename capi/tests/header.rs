@@ -238,8 +238,8 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_engine_table: struct_size, context, rank, world, open, connect, post, wait, close, put, look, wait_for, release;
     cpattn_link: from, to, latency, bytes_per_second;
     cpattn_rank_options: struct_size, workers, device_type, device_id, sm_margin, isa, reserved;
-    cpattn_forward_args: struct_size, q, k, v, sinks, o, lse, stream;
-    cpattn_backward_args: struct_size, q, k, v, sinks, o, lse, d_o, dq, dk, dv, dsinks, stream;
+    cpattn_forward_args: struct_size, q, k, v, sinks, o, lse, stream, max_logit;
+    cpattn_backward_args: struct_size, q, k, v, sinks, o, lse, d_o, dq, dk, dv, dsinks, stream, d_lse;
     cpattn_event: name, phase, start_ns, end_ns, bytes, rank, step, lane, reserved;
     cpattn_range: row, pos, len, block, period, doc;
     cpattn_q_range: range, document, keys_begin, keys_end, mode, reserved;
@@ -248,7 +248,7 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_ranges: q, q_count, k, k_count, pairs, pair_count, bands, band_count;
     cpattn_head_map: q_offset, kv_offset, group;
     cpattn_score: scale, softcap, window_left, window_right;
-    cpattn_attend_args: struct_size, q, k, v, running, o, lse, alibi_slopes, sinks, heads, aligned, score, ranges, stream, running_lse, q_range_size, pair_size;
+    cpattn_attend_args: struct_size, q, k, v, running, o, lse, alibi_slopes, sinks, heads, aligned, score, ranges, stream, running_lse, q_range_size, pair_size, max_logit;
     cpattn_attend_backward_args: struct_size, q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes, heads, accumulate_keys, per_q_head, gradients, aligned, reserved, score, ranges, stream, q_range_size, pair_size;
     cpattn_buffer: name, tensor, dtype, rows, heads, dim, offset, written, reserved;
     cpattn_schedule_info: struct_size, buffers, buffer_count, op_count, workspace_bytes, rank, direction;

@@ -643,6 +643,18 @@ static void single_calls(void) {
     OK(cpattn_attend(scratch, &a));
   }
   OK(cpattn_merge(NULL, &tr, &tw, &to_three, &tw_three, NULL));
+  /* delta without and with a gradient of lse, which is lse itself here. */
+  static float sums[2][HEADS * TOKENS];
+  cpattn_tensor without = tl, with = tl;
+  without.data = sums[0], with.data = sums[1];
+  OK(cpattn_delta(NULL, final_o, final_o, &without, NULL));
+  OK(cpattn_delta_with_lse(NULL, final_o, final_o, final_lse, final_lse, &with, NULL));
+  for (int i = 0; i < HEADS * TOKENS; i++) {
+    float d = sums[0][i] - ((const float *)final_lse->data)[i] - sums[1][i];
+    if (!(d < 1e-6f && d > -1e-6f)) failures++, fprintf(stderr, "delta[%d]: %g less lse is not %g\n", i, sums[0][i], sums[1][i]);
+  }
+  REFUSED(CPATTN_INVALID, "d_lse is NULL", cpattn_delta_with_lse(NULL, final_o, final_o, final_lse, NULL, &with, NULL));
+  REFUSED(CPATTN_INVALID, "lse is NULL", cpattn_delta_with_lse(NULL, final_o, final_o, NULL, final_lse, &with, NULL));
   for (int i = 0; i < TOKENS * HEADS * DIM; i++) {
     float d = o_one[i] - running[i];
     if (!(d < 1e-5f && d > -1e-5f)) failures++, fprintf(stderr, "o[%d]: %g in one visit, %g merged\n", i, o_one[i], running[i]);

@@ -255,6 +255,7 @@ pub fn part<T: Element>(
             sinks,
             o: ViewMut::new(&mut out.o, nq, heads, dv)?,
             lse: ViewMut::new(&mut out.lse, nq, heads, 1)?,
+            max_logit: None,
         };
         rank.forward(plan, forward)?;
         laps.push(Lap { direction: Direction::Forward, wall: began.elapsed(), events: rank.events() });
@@ -269,6 +270,7 @@ pub fn part<T: Element>(
             o: View::new(&out.o, nq, heads, dv)?,
             lse: View::new(&out.lse, nq, heads, 1)?,
             d_o,
+            d_lse: None,
             dq: ViewMut::new(&mut out.dq, nq, heads, d)?,
             dk: ViewMut::new(&mut out.dk, nk, kv_heads, d)?,
             dv: ViewMut::new(&mut out.dv, nk, kv_heads, dv)?,

@@ -88,6 +88,7 @@ mod processes {
             sinks: None,
             o: ViewMut::new(&mut o, n, HEADS, DIM)?,
             lse: ViewMut::head_major(&mut lse, n, HEADS)?,
+            max_logit: None,
         };
         rank.forward(plan, tensors)?;
         Ok(o)

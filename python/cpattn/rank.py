@@ -88,10 +88,14 @@ class Rank:
         o: Array,
         lse: Array,
         sinks: Array | None = None,
+        max_logit: Array | None = None,
     ) -> None:
         """Writes o and lse of this rank's tokens. On a device it returns when the work is enqueued on `stream` (a cudaStream_t; None
-        is the default stream)."""
-        given = _given({"o", "lse"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse)
+        is the default stream).
+
+        `max_logit`, [heads] f32, is written too, if given: the largest score of each head over the pairs that this rank computed,
+        -inf where there is none. The largest over the ranks is that of the batch. Devices refuse it."""
+        given = _given({"o", "lse", "max_logit"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, max_logit=max_logit)
         self._attend("forward", _header.ForwardArgs, plan, stream, given)
 
     def backward(
@@ -110,9 +114,11 @@ class Rank:
         dv: Array,
         sinks: Array | None = None,
         dsinks: Array | None = None,
+        d_lse: Array | None = None,
     ) -> None:
-        """Writes dq, dk, dv (and dsinks, summed over all ranks) from d_o and the inputs and outputs of the forward."""
-        tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
+        """Writes dq, dk, dv (and dsinks, summed over all ranks) from d_o and the inputs and outputs of the forward. `d_lse`, [heads,
+        tokens], is the gradient of lse, if something was computed from lse too; it is not used where lse is -inf."""
+        tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks, d_lse=d_lse)
         self._attend("backward", _header.BackwardArgs, plan, stream, _given({"dq", "dk", "dv", "dsinks"}, **tensors))
 
     def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given]) -> None:

@@ -24,7 +24,7 @@ class Tensor(enum.IntEnum):
     """The caller's tensors, [tokens, heads, dim]. That of LSE is [tokens, heads, 1], of SINKS and DSINKS [1, heads, 1]. The last two are
     those of an all-to-all."""
 
-    Q, K, V, O, LSE, D_O, DQ, DK, DV, SINKS, DSINKS, OWN_TOKENS, OWN_HEADS = range(13)
+    Q, K, V, O, LSE, D_O, DQ, DK, DV, SINKS, DSINKS, D_LSE, MAX_LOGIT, OWN_TOKENS, OWN_HEADS = range(15)
 
 
 class OpKind(enum.IntEnum):

@@ -68,7 +68,7 @@ def leave(context: Context) -> None:
 
 
 def everything(rank: int, world: int) -> None:
-    for check in (results, nodes, kinds, contexts, precision, strides, exchanges, gradcheck, shares, overlaps, subgroups, refusals, second_derivatives, disagreements, leaving, stays_failed):
+    for check in (results, nodes, kinds, contexts, precision, strides, exchanges, gradcheck, log_sum_exp, shares, overlaps, subgroups, refusals, second_derivatives, disagreements, leaving, stays_failed):
         check(rank, world)
         dist.barrier()
 
@@ -394,12 +394,58 @@ def gradcheck(rank: int, world: int) -> None:
     def function(*inputs: torch.Tensor) -> torch.Tensor:
         return Gather.apply(batch.attention(*(batch.shard(Whole.apply(x)) for x in inputs)), batch)
 
+    def with_lse(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        o, lse = batch.attention(*(batch.shard(Whole.apply(x)) for x in inputs), return_lse=True)
+        return Gather.apply(o, batch), Gather.apply(lse.T, batch)
+
     try:
         assert torch.autograd.gradcheck(function, inputs)
+        assert torch.autograd.gradcheck(with_lse, inputs)
         assert error(function(*inputs), dense(*inputs, [0, 2, 5], softcap=5.0)) < 1e-14
     finally:
         dist.all_reduce = reduce
     context.close()
+
+
+def log_sum_exp(rank: int, world: int) -> None:
+    """lse and its gradient alone, with sinks, and beside rows that attend to nothing, whose gradient may be anything."""
+    context = Context(heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, ring=2, ulysses=2)
+    for sinks, documents in ((None, [0, 24]), (draw(4), [0, 9, 24])):
+        slices = [cpattn.Slice(0, 10, 0, 10, high=0), cpattn.Slice(14, 24, 2, 8)] if sinks is None else None
+        batch = context.batch(documents, slices=slices)
+        whole = [draw(24, heads, 8, seed=heads) for heads in (4, 2, 2)]
+        mine, exact = [batch.shard(x).requires_grad_() for x in whole], [x.clone().requires_grad_() for x in whole]
+        extra = [] if sinks is None else [sinks.float().requires_grad_()]
+        o, lse, largest = batch.attention(*mine, *extra, return_lse=True, return_max_logit=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        assert not largest.requires_grad and largest.dtype == torch.float32
+        assert lse.shape == (4, len(batch.tokens)) and lse.dtype == torch.float64
+        place = torch.arange(24)
+        allowed = (place[:, None] >= place) & ((place[:, None] < 9) == (place < 9))
+        if sinks is None:
+            allowed = (place[:, None] >= place) & (place[:, None] < 10)
+            allowed[14:, 2:8] = True
+        scores = torch.einsum("qhd,khd->hqk", exact[0], exact[1].repeat_interleave(2, 1)) / 8**0.5
+        scores = scores.masked_fill(~allowed, float("-inf"))
+        assert error(largest, scores.detach().amax((1, 2))) < 1e-7
+        held = [x.double().detach().requires_grad_() for x in extra]
+        all_scores = torch.cat([scores, *(x[:, None, None].expand(4, 24, 1) for x in held)], dim=2)
+        want = torch.logsumexp(all_scores, 2)
+        assert error(lse.nan_to_num(neginf=0), want[:, batch.tokens].nan_to_num(neginf=0)) < 1e-14
+        lost = ~allowed.any(1)
+        assert torch.equal(lse[0] == float("-inf"), lost[batch.tokens] & (sinks is None))
+        # Of lse alone: d_lse is 2 lse, which is -inf where lse is.
+        got = torch.autograd.grad((lse * lse).sum(), mine[:2] + extra)
+        finite = want if sinks is not None else want[:, ~lost]
+        expected = torch.autograd.grad((finite * finite).sum(), exact[:2] + held)
+        for name, a, b in zip(("dq", "dk"), got, expected):
+            assert torch.isfinite(a).all() and error(a, batch.shard(b.nan_to_num())) < 1e-13, (name, sinks is None)
+        if extra:
+            dsinks = got[2].clone()
+            dist.all_reduce(dsinks)
+            assert error(dsinks, expected[2]) < 1e-6
+    refused(cpattn.InvalidArgument, "return_lse is 'yes'", batch.attention, *mine, return_lse="yes")
+    leave(context)
 
 
 def shares(rank: int, world: int) -> None:

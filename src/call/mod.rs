@@ -166,6 +166,10 @@ pub struct Attend<'a> {
     /// Sinks (logits) of the call's q heads, f32 `[1, q heads, 1]`, or NONE. Applied once, by the modes that finish
     /// (`Last`, `Only`).
     pub sinks: RawTensor,
+    /// The largest score of each of the call's q heads, f32 `[1, q heads, 1]`, or NONE: after scale, softcap and ALiBi,
+    /// over the pairs of this call that the mask allows, without the sinks; a NaN does not count. It is raised, not
+    /// written: set it to −∞ before the first of several calls. CPU only.
+    pub max_logit: RawTensor,
     /// Which heads these are.
     pub heads: HeadMap,
     /// How scores are computed.
@@ -181,8 +185,9 @@ impl<'a> Attend<'a> {
     /// A call with these tensors and no optional ones; not aligned.
     pub const fn new([q, k, v, o]: [RawTensor; 4], heads: HeadMap, score: Score, ranges: Ranges<'a>) -> Self {
         let none = RawTensor::NONE;
-        let (running, running_lse, lse, alibi_slopes, sinks) = (none, none, none, none, none);
-        Self { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, heads, score, ranges, aligned: false }
+        let (running, running_lse, lse, alibi_slopes, sinks, max_logit) = (none, none, none, none, none, none);
+        let aligned = false;
+        Self { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, max_logit, heads, score, ranges, aligned }
     }
 }
 
@@ -210,7 +215,7 @@ pub struct AttendBackward<'a> {
     pub d_o: RawTensor,
     /// Final lse (with the sink), `[*, q heads, 1]`, accumulator's type.
     pub lse: RawTensor,
-    /// `rowsum(do ∘ o)`, `[*, q heads, 1]`, accumulator's type.
+    /// `rowsum(do ∘ o)`, less the gradient of lse if it has one, `[*, q heads, 1]`, accumulator's type: see [`Delta`].
     pub delta: RawTensor,
     /// `[*, q heads, head_dim]`, accumulator's type. Modes that continue add to it, others write it.
     pub dq: RawTensor,
@@ -285,7 +290,10 @@ pub struct Transform<'a> {
     pub sources: &'a [RawTensor],
 }
 
-/// `delta[t, h] = Σ_d do[t, h, d] · o[t, h, d]` in the accumulator's type.
+/// `delta[t, h] = Σ_d do[t, h, d] · o[t, h, d] − d_lse[t, h]` in the accumulator's type.
+///
+/// A score's gradient is `p · (do·v − Σ do ∘ o)` by o and `p · d_lse` by lse, so that one number of each row holds
+/// both.
 #[derive(Clone, Copy, Debug)]
 pub struct Delta {
     /// Final o.
@@ -294,6 +302,17 @@ pub struct Delta {
     pub d_o: RawTensor,
     /// The result, `dim` 1.
     pub delta: RawTensor,
+    /// Final lse, of the type and shape of delta. It is read only if there is a gradient of it, and may be NONE if not.
+    pub lse: RawTensor,
+    /// Gradient of lse, of the type and shape of delta; NONE if there is none. It is not read where lse is −∞.
+    pub d_lse: RawTensor,
+}
+
+impl Delta {
+    /// A call without a gradient of lse.
+    pub const fn new([o, d_o, delta]: [RawTensor; 3]) -> Self {
+        Self { o, d_o, delta, lse: RawTensor::NONE, d_lse: RawTensor::NONE }
+    }
 }
 
 /// Finishes rows that no pair covers: `o = 0`, `lse = −inf`, or the sink's value if there is one.
@@ -329,7 +348,7 @@ pub struct Merge {
 pub struct SinkGradient {
     /// Final lse, with the sink, `[*, q heads, 1]`.
     pub lse: RawTensor,
-    /// `rowsum(do ∘ o)`, of the type and shape of lse.
+    /// As [`Delta`] makes it, of the type and shape of lse.
     pub delta: RawTensor,
     /// f32 `[1, q heads, 1]`.
     pub sinks: RawTensor,

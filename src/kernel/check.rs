@@ -7,7 +7,7 @@
 use alloc::{format, string::String};
 
 use crate::{
-    call::{Band, HeadMap, Range, Ranges, RawTensor, Score},
+    call::{Band, Delta, HeadMap, Range, Ranges, RawTensor, Score},
     element::Dtype,
     error::{Error, Result},
 };
@@ -22,6 +22,21 @@ pub(super) fn tensor(name: &str, t: &RawTensor, heads: u32, dim: u32, dtype: Dty
     }
     if t.dtype != dtype {
         return Err(Error::invalid(format!("{name}.dtype"), t.dtype, dtype));
+    }
+    Ok(())
+}
+
+/// lse and its gradient in a call of delta: none of them, lse alone, or both, as `each` accepts them, with the rows of
+/// o.
+pub(super) fn lse_gradient(d: &Delta, each: impl Fn(&'static str, &RawTensor) -> Result<()>) -> Result<()> {
+    if !d.d_lse.is_none() && d.lse.is_none() {
+        return Err(Error::invalid("lse", "none", "the final lse, since d_lse is not read where lse is −∞"));
+    }
+    for (name, t) in [("lse", &d.lse), ("d_lse", &d.d_lse)].into_iter().filter(|(_, t)| !t.is_none()) {
+        each(name, t)?;
+        if t.tokens != d.o.tokens {
+            return Err(Error::invalid(format!("{name}.tokens"), t.tokens, d.o.tokens));
+        }
     }
     Ok(())
 }

@@ -89,7 +89,7 @@ impl Attention<'_> {
     }
 
     /// The documents as slices: all their queries with all their keys.
-    fn documents(&self) -> Vec<Slice> {
+    pub fn documents(&self) -> Vec<Slice> {
         let document = |i: usize| Slice {
             q_begin: self.cu_seqlens_q[i],
             q_end: self.cu_seqlens_q[i + 1],
@@ -173,13 +173,26 @@ impl Attention<'_> {
         Output { o, lse }
     }
 
-    /// Gradients of q, k, v and the sinks, for `d_o` of o's shape and the result of [`Attention::forward`].
-    pub fn backward(&self, d_o: &[f64], out: &Output) -> Gradient {
-        self.backward_of(&self.documents(), d_o, out)
+    /// The largest score of each q head over the pairs that the [documents](Attention::documents) or other slices
+    /// allow; −∞ where there is none. Sinks are no scores.
+    pub fn max_logit_of(&self, slices: &[Slice]) -> Vec<f64> {
+        let mut largest = vec![f64::NEG_INFINITY; self.heads];
+        for i in 0..self.tokens() {
+            for key in self.keys(slices, i) {
+                largest.iter_mut().enumerate().for_each(|(h, m)| *m = m.max(self.score(i, key, h).0));
+            }
+        }
+        largest
     }
 
-    /// As [`Attention::backward`], with the slices and the result of [`Attention::forward_of`].
-    pub fn backward_of(&self, slices: &[Slice], d_o: &[f64], out: &Output) -> Gradient {
+    /// Gradients of q, k, v and the sinks, for `d_o` of o's shape and the result of [`Attention::forward`].
+    pub fn backward(&self, d_o: &[f64], out: &Output) -> Gradient {
+        self.backward_of(&self.documents(), d_o, None, out)
+    }
+
+    /// As [`Attention::backward`], with the slices and the result of [`Attention::forward_of`], and for a `d_lse` of
+    /// lse's shape if lse was used too. It is not read where lse is −∞.
+    pub fn backward_of(&self, slices: &[Slice], d_o: &[f64], d_lse: Option<&[f64]>, out: &Output) -> Gradient {
         let mut g = Gradient {
             dq: vec![0.0; self.q.len()],
             dk: vec![0.0; self.k.len()],
@@ -196,14 +209,16 @@ impl Attention<'_> {
                 }
                 let d_o = &d_o[self.o_row(i, h)];
                 let delta = dot(d_o, &out.o[self.o_row(i, h)]);
+                // A score changes lse by its probability.
+                let d_lse = d_lse.map_or(0.0, |d_lse| d_lse[i * self.heads + h]);
                 if let Some(sinks) = self.sinks {
-                    g.dsinks[h] -= (sinks[h] - lse).exp() * delta;
+                    g.dsinks[h] += (sinks[h] - lse).exp() * (d_lse - delta);
                 }
                 for &(j, distance) in &keys {
                     let (s, derivative) = self.score(i, (j, distance), h);
                     let (kj, vj) = (self.k_row(j, kv), self.v_row(j, kv));
                     let p = (s - lse).exp();
-                    let ds = p * (dot(d_o, &self.v[vj.clone()]) - delta) * derivative;
+                    let ds = p * (dot(d_o, &self.v[vj.clone()]) - delta + d_lse) * derivative;
                     g.dv[vj].iter_mut().zip(d_o).for_each(|(x, y)| *x += p * y);
                     let qi = self.q_row(i, h);
                     g.dq[qi.clone()].iter_mut().zip(&self.k[kj.clone()]).for_each(|(x, y)| *x += ds * y);

@@ -14,8 +14,9 @@ use crate::{
 
 /// One tensor for each name; [`RawTensor::NONE`] for those that a direction does not use.
 ///
-/// Forward reads q, k, v (and sinks) and writes o and lse. Backward reads q, k, v, o, lse, do (and sinks) and writes
-/// dq, dk, dv (and dsinks). Shapes are those of the rank's own tokens, and a rank without any gives tensors of 0 rows.
+/// Forward reads q, k, v (and sinks) and writes o and lse. Backward reads q, k, v, o, lse, do (and sinks, d_lse) and
+/// writes dq, dk, dv (and dsinks). Shapes are those of the rank's own tokens, and a rank without any gives tensors of 0
+/// rows.
 ///
 /// | tensors | shape | type |
 /// |---|---|---|
@@ -24,6 +25,8 @@ use crate::{
 /// | v, dv | `[k tokens, kv_heads, value_dim]` | the problem's |
 /// | o, do | `[tokens, heads, value_dim]` | the problem's |
 /// | lse | `[tokens, heads, 1]` | the accumulator's: f32, or f64 for f64 |
+/// | d_lse, which a backward may be given | as lse | as lse |
+/// | max_logit, which a forward may be asked for | `[1, heads, 1]` | f32 |
 /// | sinks | `[1, heads, 1]` | f32 |
 /// | dsinks | `[1, heads, 1]` | the accumulator's |
 #[derive(Clone, Copy, Debug)]
@@ -80,12 +83,15 @@ impl Bindings {
             let raw = self.get(tensor);
             let Some(TensorForm { name, dtype, shape, written }) = expected.forms[tensor as usize] else {
                 // A forward may be given `dsinks`, which the backward of the same problem needs.
-                if tensor.is_per_head() && !raw.is_none() && expected.forms[TensorId::Sinks as usize].is_none() {
+                if tensor.is_of_sinks() && !raw.is_none() && expected.forms[TensorId::Sinks as usize].is_none() {
                     return Err(Error::invalid(tensor.name(), "given", "none, since the problem has no sinks")
                         .hint("plan a problem that has sinks"));
                 }
                 continue;
             };
+            if *raw == RawTensor::NONE && tensor.is_optional() {
+                continue;
+            }
             if *raw == RawTensor::NONE {
                 let (expected, hint) = if tensor.is_per_head() {
                     (
@@ -155,12 +161,14 @@ impl ExpectedTensors {
         &'a self,
         tensors: &'a Bindings,
     ) -> impl Iterator<Item = (TensorId, &'static str, &'a RawTensor)> {
-        TensorId::ALL.into_iter().zip(&self.forms).filter_map(|(t, form)| form.map(|f| (t, f.name, tensors.get(t))))
+        let given = |t: TensorId| Some(tensors.get(t)).filter(|&raw| *raw != RawTensor::NONE);
+        let all = TensorId::ALL.into_iter().zip(&self.forms);
+        all.filter_map(move |(t, form)| form.and_then(|f| given(t).map(|raw| (t, f.name, raw))))
     }
 
     fn tokens_hint(&self, tensor: TensorId) -> &'static str {
         match self.run {
-            Purpose::Attention(_) if matches!(tensor, TensorId::Lse) => {
+            Purpose::Attention(_) if matches!(tensor, TensorId::Lse | TensorId::DLse) => {
                 "lse is [heads, tokens] in C and Python; the tokens are the rank's own (cu_seqlens_q): its shard of the plan"
             }
             Purpose::AllToAll(_) if tensor == TensorId::OwnHeads => {

@@ -16,7 +16,7 @@ use crate::{
     kernel::{cpu, merge, sinks},
     plan::Plan,
     report::trace,
-    schedule::{Lane, Schedule},
+    schedule::{Lane, Schedule, TensorId},
     transport::{Label, Message, Transport},
 };
 
@@ -36,6 +36,13 @@ pub(super) unsafe fn run(
     memory: &BufferAddresses,
     scratch: &mut cpu::Scratch,
 ) -> Result<()> {
+    if prepared.expected.used(&memory.tensors).any(|(tensor, ..)| tensor == TensorId::MaxLogit) {
+        let all = memory.tensors.get(TensorId::MaxLogit);
+        for head in 0..all.heads {
+            // SAFETY: a number of the head, in memory that is valid and used by nothing else (the contract).
+            unsafe { *all.heads(head, 1).ptr.cast::<f32>() = f32::NEG_INFINITY };
+        }
+    }
     let Prepared { plan, schedule, compute, communication, .. } = prepared;
     let (plan, schedule) = (&*plan, &*schedule);
     let mut other = |progress: &Progress| {

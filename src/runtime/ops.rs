@@ -146,7 +146,11 @@ pub(super) unsafe fn perform(
     let step = schedule.ops[op].step;
     match &schedule.ops[op].kind {
         OpKind::Delta { delta } => {
-            let args = Delta { o: user(TensorId::O), d_o: user(TensorId::DO), delta: at(*delta) };
+            let args = Delta {
+                lse: user(TensorId::Lse),
+                d_lse: user(TensorId::DLse),
+                ..Delta::new([user(TensorId::O), user(TensorId::DO), at(*delta)])
+            };
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
             // proved of this schedule by `verify::one_rank`.
             unsafe { backend.delta(&args) }?;
@@ -271,6 +275,7 @@ fn attend<'a>(
         lse,
         alibi_slopes: heads_of(alibi_slopes, a.heads.q_offset, a.q.heads),
         sinks: heads_of(user(TensorId::Sinks), a.heads.q_offset, a.q.heads),
+        max_logit: heads_of(user(TensorId::MaxLogit), a.heads.q_offset, a.q.heads),
         heads: a.heads,
         score: plan.problem().score(),
         ranges: listing.expansion.scratch.ranges(),

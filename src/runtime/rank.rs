@@ -131,6 +131,7 @@ impl Rank {
     ///                 sinks: None,
     ///                 o: DeviceViewMut::compact(at, o.ptr().cast(), [n, 4, 64])?,
     ///                 lse: DeviceViewMut::compact(at, lse.ptr().cast(), [n, 4, 1])?,
+    ///                 max_logit: None,
     ///             }
     ///         };
     ///         let stream = null_mut(); // the legacy default stream, or a cudaStream_t of the caller's, cast

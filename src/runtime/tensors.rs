@@ -77,6 +77,11 @@ pub struct Forward<'a, T: Element, V: Views = HostViews> {
     /// Written: `[tokens, heads, 1]`; natural log. [`ViewMut::head_major`], or on a device the strides `[1, tokens]`,
     /// are the usual `[heads, tokens]`.
     pub lse: V::Written<'a, T::Acc>,
+    /// Written, if it is given: the largest score of each q head, after scale, softcap and ALiBi, over the pairs that
+    /// this rank computed, without sinks; −∞ for a head of which it computed none. The largest over the group is that
+    /// of the whole batch: the ranks reduce it as often as they need it. Ranks may differ in whether they give it. CPU
+    /// only.
+    pub max_logit: Option<V::PerHeadWritten<'a, f32>>,
 }
 
 /// The tensors of a backward. It repeats the forward's exchanges, so besides the inputs only o and lse have to be kept.
@@ -96,6 +101,9 @@ pub struct Backward<'a, T: Element, V: Views = HostViews> {
     pub lse: V::Read<'a, T::Acc>,
     /// Gradient of o.
     pub d_o: V::Read<'a, T>,
+    /// Gradient of lse, of its shape; `None` if nothing but o was used. It is not read where lse is −∞. Ranks may
+    /// differ in whether they give it.
+    pub d_lse: Option<V::Read<'a, T::Acc>>,
     /// Written: gradient of q.
     pub dq: V::Written<'a, T>,
     /// Written: gradient of k.
@@ -195,6 +203,7 @@ impl<T: Element, V: Views> Forward<'_, T, V> {
             .with_view(at, TensorId::V, Some(self.v))?
             .with_view(at, TensorId::O, Some(self.o))?
             .with_view(at, TensorId::Lse, Some(self.lse))?
+            .with_view(at, TensorId::MaxLogit, self.max_logit)?
             .with_view(at, TensorId::Sinks, self.sinks)
     }
 }
@@ -209,6 +218,7 @@ impl<T: Element, V: Views> Backward<'_, T, V> {
             .with_view(at, TensorId::O, Some(self.o))?
             .with_view(at, TensorId::Lse, Some(self.lse))?
             .with_view(at, TensorId::DO, Some(self.d_o))?
+            .with_view(at, TensorId::DLse, self.d_lse)?
             .with_view(at, TensorId::Dq, Some(self.dq))?
             .with_view(at, TensorId::Dk, Some(self.dk))?
             .with_view(at, TensorId::Dv, Some(self.dv))?
@@ -256,6 +266,7 @@ impl Rank {
     ///         sinks: Some(&sinks),
     ///         o: ViewMut::new(&mut o, n, heads, dim)?,
     ///         lse: ViewMut::head_major(&mut lse, n, heads)?,
+    ///         max_logit: None,
     ///     })?;
     ///     rank.backward(plan, Backward {
     ///         q,
@@ -265,6 +276,7 @@ impl Rank {
     ///         o: View::new(&o, n, heads, dim)?,
     ///         lse: View::head_major(&lse, n, heads)?,
     ///         d_o: View::new(&d_o, n, heads, dim)?,
+    ///         d_lse: None,
     ///         dq: ViewMut::new(&mut dq, n, heads, dim)?,
     ///         dk: ViewMut::new(&mut dk, n, kv_heads, dim)?,
     ///         dv: ViewMut::new(&mut dv, n, kv_heads, dim)?,

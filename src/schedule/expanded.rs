@@ -54,7 +54,8 @@ impl CallRanges {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum ExpandedOp {
-    /// `delta = rowsum(do ∘ o)` of the caller's rows.
+    /// `delta = rowsum(do ∘ o) − d_lse` of the caller's rows; a run without a gradient of lse has the row sums alone,
+    /// and so do rows whose lse is −∞.
     Delta {
         /// The result.
         delta: BufferView,

@@ -198,7 +198,7 @@ pub struct BackwardOp {
     pub d_o: BufferView,
     /// Final lse.
     pub lse: BufferView,
-    /// `rowsum(do ∘ o)`.
+    /// As [`ExpandedOp::Delta`](super::ExpandedOp::Delta) makes it.
     pub delta: BufferView,
     /// Gradient of q, or nothing.
     pub dq: Option<BufferView>,
@@ -217,7 +217,7 @@ pub struct BackwardOp {
 /// The kind of an operation, with its arguments.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum OpKind {
-    /// `delta = rowsum(do ∘ o)` of the caller's rows into a buffer.
+    /// `delta = rowsum(do ∘ o) − d_lse` of the caller's rows into a buffer; without a gradient of lse, the row sums.
     Delta {
         /// The result.
         delta: BufferView,

@@ -9,8 +9,8 @@ use crate::{
     plan::{Plan, Problem},
 };
 
-/// A tensor of the caller. All are `[tokens, heads, dim]`; the last dimension of lse is 1. The last two are those of an
-/// all-to-all, and the others those of attention.
+/// A tensor of the caller. All are `[tokens, heads, dim]`; the last dimension of lse and its gradient is 1. The last two
+/// are those of an all-to-all, and the others those of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum TensorId {
@@ -36,6 +36,11 @@ pub enum TensorId {
     Sinks,
     /// Gradient of the sinks, `[1, heads, 1]`, accumulator's type: the sum over the group, on every rank.
     Dsinks,
+    /// Gradient of lse, which a backward may be given.
+    DLse,
+    /// The largest score of each head, `[1, heads, 1]` f32, which a forward may be asked for: of the pairs that this
+    /// rank computed.
+    MaxLogit,
     /// Of an all-to-all: `[own tokens, all heads, dim]`. Heads, dim and type are those of its
     /// [`AllToAll`](super::AllToAll), which the methods here do not know: their dim is 0.
     OwnTokens,
@@ -51,8 +56,12 @@ struct Row {
     dtype: fn(&Problem) -> Dtype,
     /// Forward, backward: whether the direction writes it; `None` if it does not use it.
     written: [Option<bool>; 2],
-    /// It has one row for the whole problem, and exists only if the problem has sinks.
+    /// It has one row for the whole problem.
+    per_head: bool,
+    /// It exists only if the problem has sinks.
     sinks: bool,
+    /// A run may leave it out.
+    optional: bool,
 }
 
 const UNKNOWN: fn(&Problem) -> usize = |_| 0;
@@ -69,11 +78,11 @@ const fn row(
     dtype: fn(&Problem) -> Dtype,
     written: [Option<bool>; 2],
 ) -> Row {
-    Row { name, side, dim, dtype, written, sinks: false }
+    Row { name, side, dim, dtype, written, per_head: false, sinks: false, optional: false }
 }
 
 const fn of_sinks(name: &'static str, dtype: fn(&Problem) -> Dtype, written: [Option<bool>; 2]) -> Row {
-    Row { sinks: true, ..row(name, Side::Q, ONE, dtype, written) }
+    Row { per_head: true, sinks: true, ..row(name, Side::Q, ONE, dtype, written) }
 }
 
 const TABLE: [Row; TensorId::COUNT] = [
@@ -88,18 +97,20 @@ const TABLE: [Row; TensorId::COUNT] = [
     row("dv", Side::K, Problem::value_dim, Problem::dtype, [ABSENT, WRITTEN]),
     of_sinks("sinks", |_| Dtype::F32, [READ, READ]),
     of_sinks("dsinks", ACCUMULATOR, [ABSENT, WRITTEN]),
+    Row { optional: true, ..row("d_lse", Side::Q, ONE, ACCUMULATOR, [ABSENT, READ]) },
+    Row { optional: true, per_head: true, ..row("max_logit", Side::Q, ONE, |_| Dtype::F32, [WRITTEN, ABSENT]) },
     row("own tokens", Side::Q, UNKNOWN, Problem::dtype, [ABSENT, ABSENT]),
     row("own heads", Side::Q, UNKNOWN, Problem::dtype, [ABSENT, ABSENT]),
 ];
 
 impl TensorId {
     /// The number of tensors.
-    pub const COUNT: usize = 13;
+    pub const COUNT: usize = 15;
 
     /// All, in the order of their numbers.
     pub const ALL: [Self; Self::COUNT] = {
-        use TensorId::{DO, Dk, Dq, Dsinks, Dv, K, Lse, O, OwnHeads, OwnTokens, Q, Sinks, V};
-        [Q, K, V, O, Lse, DO, Dq, Dk, Dv, Sinks, Dsinks, OwnTokens, OwnHeads]
+        use TensorId::{DLse, DO, Dk, Dq, Dsinks, Dv, K, Lse, MaxLogit, O, OwnHeads, OwnTokens, Q, Sinks, V};
+        [Q, K, V, O, Lse, DO, Dq, Dk, Dv, Sinks, Dsinks, DLse, MaxLogit, OwnTokens, OwnHeads]
     };
 
     const fn row(self) -> &'static Row {
@@ -118,7 +129,18 @@ impl TensorId {
 
     /// Whether it has one row for the whole problem, and no tokens.
     pub const fn is_per_head(self) -> bool {
+        self.row().per_head
+    }
+
+    /// Whether it exists only if the problem has sinks.
+    #[cfg_attr(not(feature = "std"), expect(dead_code, reason = "runs need std"))]
+    pub(crate) const fn is_of_sinks(self) -> bool {
         self.row().sinks
+    }
+
+    /// Whether a run may leave it out, on each rank by itself.
+    pub const fn is_optional(self) -> bool {
+        self.row().optional
     }
 
     /// Heads of the whole problem.
@@ -162,7 +184,7 @@ mod tests {
     fn rows_of_the_table_are_in_the_order_of_the_numbers() {
         for (i, t) in TensorId::ALL.into_iter().enumerate() {
             assert_eq!(t as usize, i);
-            assert_eq!(alloc::format!("{t:?}").to_lowercase(), t.name().replace(' ', ""));
+            assert_eq!(alloc::format!("{t:?}").to_lowercase(), t.name().replace([' ', '_'], ""));
         }
     }
 }

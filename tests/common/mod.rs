@@ -8,8 +8,8 @@ pub mod through;
 use std::{sync::Mutex, time::Duration};
 
 use cpattn::{
-    Backward, Element, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut, kernel::reference,
-    transport::local,
+    Backward, Element, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, Slice, View, ViewMut,
+    kernel::reference, transport::local,
 };
 
 /// Numbers that look random; a seed gives the same ones everywhere.
@@ -47,9 +47,13 @@ pub struct Data<T> {
     pub v: Vec<T>,
     pub d_o: Vec<T>,
     pub sinks: Option<Vec<f32>>,
+    /// Gradient of lse, `[tokens, heads]`, exact in the accumulator's type. Rows that attend to nothing get NaN
+    /// instead.
+    pub d_lse: Option<Vec<f64>>,
 }
 
 impl<T: Element> Data<T> {
+    /// With a gradient of lse if the seed is odd.
     pub fn random(p: &Problem, seed: u64) -> Self {
         let mut r = Random::new(seed);
         let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
@@ -60,7 +64,9 @@ impl<T: Element> Data<T> {
         let d_o = fill(nq * p.heads() * p.value_dim());
         // Large and small sinks: a forgotten one must show.
         let sinks = p.sinks().then(|| (0..p.heads()).map(|_| (3.0 * r.normal()) as f32).collect());
-        Self { q, k, v, d_o, sinks }
+        let number = |_| <T::Acc as Element>::from_f64(r.normal()).to_f64();
+        let d_lse = (seed % 2 == 1).then(|| (0..nq * p.heads()).map(number).collect());
+        Self { q, k, v, d_o, sinks, d_lse }
     }
 }
 
@@ -73,6 +79,8 @@ pub struct Results<T: Element> {
     pub dk: Vec<T>,
     pub dv: Vec<T>,
     pub dsinks: Vec<T::Acc>,
+    /// The largest over the ranks.
+    pub max_logit: Vec<f32>,
 }
 
 impl<T: Element> Results<T> {
@@ -83,7 +91,8 @@ impl<T: Element> Results<T> {
         let nan = |n: usize| vec![T::from_f64(f64::NAN); n];
         let lse = vec![<T::Acc as Element>::from_f64(f64::NAN); nq * hq];
         let (dq, dk) = (nan(nq * hq * d), nan(nk * hk * d));
-        Self { o: nan(nq * hq * dv), lse, dq, dk, dv: nan(nk * hk * dv), dsinks: Vec::new() }
+        let max_logit = vec![f32::NEG_INFINITY; hq];
+        Self { o: nan(nq * hq * dv), lse, dq, dk, dv: nan(nk * hk * dv), dsinks: Vec::new(), max_logit }
     }
 }
 
@@ -132,6 +141,8 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                     let k = View::new(&k, tk.len(), hk, d)?;
                     let v = View::new(&v, tk.len(), hk, dv)?;
                     let sinks = data.sinks.as_deref();
+                    // It is written, not raised.
+                    let mut max_logit = vec![f32::MAX; hq];
                     rank.forward(
                         &plan,
                         Forward {
@@ -141,8 +152,10 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                             sinks,
                             o: ViewMut::new(&mut o, tq.len(), hq, dv)?,
                             lse: ViewMut::head_major(&mut lse, tq.len(), hq)?,
+                            max_logit: Some(&mut max_logit),
                         },
                     )?;
+                    let d_lse = data.d_lse.as_ref().map(|all| d_lse_of(all, &tq, &lse, hq));
                     let mut dq = vec![nan; tq.len() * hq * d];
                     let mut dk = vec![nan; tk.len() * hk * d];
                     let mut d_v = vec![nan; tk.len() * hk * dv];
@@ -157,6 +170,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                             o: View::new(&o, tq.len(), hq, dv)?,
                             lse: View::head_major(&lse, tq.len(), hq)?,
                             d_o: View::new(&d_o, tq.len(), hq, dv)?,
+                            d_lse: d_lse.as_ref().map(|x| View::head_major(x, tq.len(), hq)).transpose()?,
                             dq: ViewMut::new(&mut dq, tq.len(), hq, d)?,
                             dk: ViewMut::new(&mut dk, tk.len(), hk, d)?,
                             dv: ViewMut::new(&mut d_v, tk.len(), hk, dv)?,
@@ -167,6 +181,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                     scatter(&mut all.o, &o, &tq, hq * dv);
                     let lse: Vec<_> = (0..tq.len() * hq).map(|i| lse[i % hq * tq.len() + i / hq]).collect();
                     scatter(&mut all.lse, &lse, &tq, hq);
+                    all.max_logit.iter_mut().zip(&max_logit).for_each(|(all, &own)| *all = all.max(own));
                     scatter(&mut all.dq, &dq, &tq, hq * d);
                     scatter(&mut all.dk, &dk, &tk, hk * d);
                     scatter(&mut all.dv, &d_v, &tk, hk * dv);
@@ -183,6 +198,13 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
     });
     outcomes.into_iter().collect::<Result<()>>()?;
     Ok(all.into_inner().unwrap())
+}
+
+/// A rank's gradient of lse, `[heads, tokens]` as its `lse`: NaN where that is −∞, which must not be read.
+pub fn d_lse_of<A: Element>(all: &[f64], tokens: &[usize], lse: &[A], heads: usize) -> Vec<A> {
+    let at = |i: usize| all[tokens[i % tokens.len()] * heads + i / tokens.len()];
+    let lost = |i: usize| lse[i].to_f64() == f64::NEG_INFINITY;
+    (0..lse.len()).map(|i| A::from_f64(if lost(i) { f64::NAN } else { at(i) })).collect()
 }
 
 /// The f64 reference on the very values of `data`.
@@ -207,20 +229,12 @@ pub fn reference<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
         alibi_slopes: slopes.as_deref(),
         sinks: sinks.as_deref(),
     };
-    let (out, gradient) = match p.batch().slices() {
-        None => {
-            let out = attention.forward();
-            let gradient = attention.backward(&d_o, &out);
-            (out, gradient)
-        }
-        Some(slices) => {
-            let out = attention.forward_of(slices);
-            let gradient = attention.backward_of(slices, &d_o, &out);
-            (out, gradient)
-        }
-    };
+    let slices = p.batch().slices().map_or_else(|| attention.documents(), <[Slice]>::to_vec);
+    let out = attention.forward_of(&slices);
+    let gradient = attention.backward_of(&slices, &d_o, data.d_lse.as_deref(), &out);
     let reference::Gradient { dq, dk, dv, dsinks } = gradient;
-    Results { o: out.o, lse: out.lse, dq, dk, dv, dsinks }
+    let max_logit = attention.max_logit_of(&slices).iter().map(|&x| x as f32).collect();
+    Results { o: out.o, lse: out.lse, dq, dk, dv, dsinks, max_logit }
 }
 
 pub fn rms(x: impl Iterator<Item = f64>) -> f64 {
@@ -270,6 +284,9 @@ pub fn check_within<T: Element>(slack: f64, what: &str, got: &Results<T>, one: &
     for (i, (g, &w)) in got.lse.iter().zip(&want.lse).enumerate() {
         let g = g.to_f64();
         assert!(g == w || (g - w).abs() <= 1e-5 * w.abs().max(1.0), "{what}: lse[{i}] is {g}, expected {w}");
+    }
+    for (h, (&g, &w)) in got.max_logit.iter().zip(&want.max_logit).enumerate() {
+        assert!(g == w || (g - w).abs() <= 2e-6 * w.abs().max(1.0), "{what}: max_logit[{h}] is {g}, expected {w}");
     }
     assert_eq!(got.dsinks.len(), want.dsinks.len());
     let scale = rms(want.dsinks.iter().copied());

@@ -111,6 +111,7 @@ pub struct Own<T: Element> {
     pub k: Slot<T>,
     pub v: Slot<T>,
     pub d_o: Slot<T>,
+    pub d_lse: Option<Slot<T::Acc>>,
     pub o: Slot<T>,
     pub lse: Slot<T::Acc>,
     pub dq: Slot<T>,
@@ -118,6 +119,7 @@ pub struct Own<T: Element> {
     pub dv: Slot<T>,
     pub sinks: Option<Vec<f32>>,
     pub dsinks: Option<Vec<T::Acc>>,
+    pub max_logit: Option<Vec<f32>>,
 }
 
 impl<T: Element> Own<T> {
@@ -134,6 +136,11 @@ impl<T: Element> Own<T> {
             k: Slot::of(style, k, &cut(Side::K, &data.k, k)),
             v: Slot::of(style, v, &cut(Side::K, &data.v, v)),
             d_o: Slot::of(style, o, &cut(Side::Q, &data.d_o, o)),
+            d_lse: data.d_lse.as_ref().map(|all| {
+                let own = plan.shard(Side::Q, rank, all, p.heads()).unwrap();
+                let own: Vec<_> = own.into_iter().map(T::Acc::from_f64).collect();
+                Slot::of(style, shape(tq, p.heads(), 1), &own)
+            }),
             o: Slot::new(style, o),
             lse: Slot::new(style, shape(tq, p.heads(), 1)),
             dq: Slot::new(style, q),
@@ -141,6 +148,7 @@ impl<T: Element> Own<T> {
             dv: Slot::new(style, v),
             sinks: data.sinks.clone(),
             dsinks: data.sinks.as_ref().map(|s| vec![poison(); s.len()]),
+            max_logit: None,
         }
     }
 
@@ -152,6 +160,7 @@ impl<T: Element> Own<T> {
             sinks: self.sinks.as_deref(),
             o: self.o.view_mut(),
             lse: self.lse.view_mut(),
+            max_logit: self.max_logit.as_deref_mut(),
         };
         rank.forward(plan, tensors)
     }
@@ -165,6 +174,7 @@ impl<T: Element> Own<T> {
             o: self.o.view(),
             lse: self.lse.view(),
             d_o: self.d_o.view(),
+            d_lse: self.d_lse.as_ref().map(Slot::view),
             dq: self.dq.view_mut(),
             dk: self.dk.view_mut(),
             dv: self.dv.view_mut(),
@@ -182,7 +192,8 @@ impl<T: Element> Own<T> {
     /// Whether inputs and results lie in gaps that nothing wrote to.
     pub fn gaps_are_whole(&self) -> bool {
         let all = [&self.q, &self.k, &self.v, &self.d_o, &self.o, &self.dq, &self.dk, &self.dv];
-        all.iter().all(|s| s.gaps_are_whole()) && self.lse.gaps_are_whole()
+        let of_lse = self.d_lse.iter().chain([&self.lse]);
+        all.iter().all(|s| s.gaps_are_whole()) && of_lse.into_iter().all(Slot::gaps_are_whole)
     }
 
     /// Whether no result was written.

@@ -315,7 +315,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
     let (o, d_o) = (&o, &d_o);
     let rows = |t: &RawTensor, r: &Range| t.rows(r.row as u64, u64::from(r.len));
     for r in &q_side.ranges {
-        let call = Delta { o: rows(&o.raw, r), d_o: rows(&d_o.raw, r), delta: rows(&delta.raw, r) };
+        let call = Delta::new([rows(&o.raw, r), rows(&d_o.raw, r), rows(&delta.raw, r)]);
         // SAFETY: as above.
         unsafe { device.cuda.delta(&call, device.stream) }.expect("a legal call");
     }

@@ -46,7 +46,7 @@ impl Case {
         // SAFETY: the memory lives until the stream was waited for, and nothing else uses it until then.
         unsafe {
             kernels.transform(&Transform { blocks: &blocks, sources: &[from] }, stream.raw()).unwrap();
-            kernels.delta(&Delta { o: from, d_o: from, delta }, stream.raw()).unwrap();
+            kernels.delta(&Delta::new([from, from, delta]), stream.raw()).unwrap();
         }
     }
 
@@ -141,7 +141,7 @@ fn beside_a_capture(cuda: &Arc<Cuda>) {
                 [
                     kernels.transform(&Transform { blocks: &block, sources: &[rows] }, target),
                     kernels.finish(&Finish { o: rows, lse, sinks: RawTensor::NONE, rows: &[] }, target),
-                    kernels.delta(&Delta { o: rows, d_o: rows, delta: numbers }, target),
+                    kernels.delta(&Delta::new([rows, rows, numbers]), target),
                     kernels
                         .sink_gradient(&SinkGradient { lse, delta: numbers, sinks: numbers, dsinks: numbers }, target),
                     kernels.merge(&Merge { o, lse, with_o, with_lse }, target),

@@ -58,6 +58,7 @@ fn on_the_cpu(plan: &Plan) -> Vec<Vec<Event>> {
             sinks,
             o: ViewMut::new(&mut out, nq, h, dv).unwrap(),
             lse: ViewMut::new(&mut lse, nq, h, 1).unwrap(),
+            max_logit: None,
         };
         rank.forward(plan, forward).unwrap();
         let backward = Backward {
@@ -68,6 +69,7 @@ fn on_the_cpu(plan: &Plan) -> Vec<Vec<Event>> {
             o: View::new(&out, nq, h, dv).unwrap(),
             lse: View::new(&lse, nq, h, 1).unwrap(),
             d_o: View::new(&d_o, nq, h, dv).unwrap(),
+            d_lse: None,
             dq: ViewMut::new(&mut dq, nq, h, d).unwrap(),
             dk: ViewMut::new(&mut dk, nk, hk, d).unwrap(),
             dv: ViewMut::new(&mut d_v, nk, hk, dv).unwrap(),

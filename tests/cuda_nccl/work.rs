@@ -105,8 +105,12 @@ pub fn tensors(cuda: &Cuda, plan: &Plan, rank: usize, data: &Data<T>) -> Tensors
         (TensorId::DO, Held::new(cuda, &gather(&data.d_o, &tq, hq * dv), nq, hq, dv)),
     ];
     let sinks = data.sinks.as_ref().map(|s| (TensorId::Sinks, Held::new(cuda, s, 1, hq, 1)));
+    let d_lse = data.d_lse.as_ref().map(|all| {
+        let own: Vec<f32> = tq.iter().flat_map(|&t| &all[t * hq..(t + 1) * hq]).map(|&x| x as f32).collect();
+        (TensorId::DLse, Held::new(cuda, &own, nq, hq, 1))
+    });
     let (mut bindings, mut held) = (Bindings::default(), Vec::new());
-    for (tensor, h) in results.into_iter().chain(inputs).chain(sinks) {
+    for (tensor, h) in results.into_iter().chain(inputs).chain(sinks).chain(d_lse) {
         // Gradients of sinks that a problem does not have are refused.
         if tensor != TensorId::Dsinks || data.sinks.is_some() {
             bindings.set(tensor, h.1);

@@ -273,6 +273,7 @@ fn typed_views() {
         o: written(TensorId::O),
         // SAFETY: as above.
         lse: unsafe { DeviceViewMut::compact(here, lse, [12, 2, 1]) }.unwrap(),
+        max_logit: None,
     };
     let backward = || DeviceBackward {
         q: read(TensorId::Q, here),
@@ -283,6 +284,7 @@ fn typed_views() {
         // SAFETY: as above.
         lse: unsafe { DeviceView::compact(here, lse.cast_const(), [12, 2, 1]) }.unwrap(),
         d_o: read(TensorId::DO, here),
+        d_lse: None,
         dq: written(TensorId::Dq),
         dk: written(TensorId::Dk),
         dv: written(TensorId::Dv),
@@ -327,7 +329,15 @@ fn typed_views() {
     let (view, mut out) = (View::new(&host, 12, 2, 16).unwrap(), vec![f16::ZERO; 12 * 2 * 16]);
     let mut lse = vec![0f32; 24];
     let o = ViewMut::new(&mut out, 12, 2, 16).unwrap();
-    let tensors = Forward { q: view, k: view, v: view, sinks: None, o, lse: ViewMut::new(&mut lse, 12, 2, 1).unwrap() };
+    let tensors = Forward {
+        q: view,
+        k: view,
+        v: view,
+        sinks: None,
+        o,
+        lse: ViewMut::new(&mut lse, 12, 2, 1).unwrap(),
+        max_logit: None,
+    };
     refused(rank.forward(&plan, tensors), &["forward on host views of a rank on CUDA device 0"]);
     let to = ViewMut::new(&mut out, 12, 2, 16).unwrap();
     refused(rank.to_heads(&plan, Side::Q, view, to), &["to_heads on host views of a rank on CUDA device 0"]);

@@ -49,6 +49,7 @@ pub fn forward(rank: &mut Rank, plan: &Plan, data: &Data<f32>) -> Result<Parts> 
         sinks: data.sinks.as_deref(),
         o: ViewMut::new(&mut o, tq, hq, dv)?,
         lse: ViewMut::head_major(&mut lse, tq, hq)?,
+        max_logit: None,
     };
     rank.forward(plan, tensors)?;
     Ok(vec![o, lse])
@@ -73,6 +74,7 @@ pub fn backward(rank: &mut Rank, plan: &Plan, data: &Data<f32>, made: &Parts) ->
         o: View::new(&made[0], tq, hq, dv)?,
         lse: View::head_major(&made[1], tq, hq)?,
         d_o: View::new(&d_o, tq, hq, dv)?,
+        d_lse: None,
         dq: ViewMut::new(&mut dq, tq, hq, d)?,
         dk: ViewMut::new(&mut dk, tk, hk, d)?,
         dv: ViewMut::new(&mut d_v, tk, hk, dv)?,

@@ -87,7 +87,7 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
         // SAFETY: the tensors are the buffers above, alive and used by no other code; here and below.
         unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
         // SAFETY: as above. Rows in no range are NaN, and give NaN that no row reads.
-        unsafe { cpu::delta(&Delta { o: o.raw(), d_o: d_o.raw(), delta: delta.raw() }) }.unwrap();
+        unsafe { cpu::delta(&Delta::new([o.raw(), d_o.raw(), delta.raw()])) }.unwrap();
         let call = backward_call(
             &call,
             d_o.raw(),

@@ -96,12 +96,35 @@ fn transforms() {
     let o = raw(&mut b, compact, shape);
     let sums = raw(&mut delta, (1, 3), (3, 2, 1));
     // SAFETY: as above.
-    unsafe { cpu::delta(&Delta { o, d_o: o, delta: sums }) }.unwrap();
+    unsafe { cpu::delta(&Delta::new([o, o, sums])) }.unwrap();
     for t in 0..3 {
         for h in 0..2 {
             let exact: f64 = b[t * 600 + h * 300..][..300].iter().map(|x| x.to_f64() * x.to_f64()).sum();
             assert!((f64::from(delta[h * 3 + t]) / exact - 1.0).abs() < 1e-6);
         }
+    }
+    // Less a gradient of lse, which is not read where lse is −∞.
+    let (without, mut found) = (delta.clone(), vec![f32::NAN; 6]);
+    let mut of_lse = vec![0.5f32, f32::NEG_INFINITY, -0.0, 2.0, f32::INFINITY, -3.0];
+    let mut d_lse = vec![1.25f32, f32::NAN, -3.5, 0.75, 2.0, -0.125];
+    let numbers = |x: &mut Vec<f32>| raw(x, (1, 3), (3, 2, 1));
+    let o = raw(&mut b, compact, shape);
+    let call =
+        Delta { lse: numbers(&mut of_lse), d_lse: numbers(&mut d_lse), ..Delta::new([o, o, numbers(&mut found)]) };
+    // SAFETY: as above.
+    unsafe { cpu::delta(&call) }.unwrap();
+    for (i, found) in found.iter().enumerate() {
+        assert_eq!(*found, if i == 1 { without[1] } else { without[i] - d_lse[i] }, "{i}");
+    }
+    for (wrong, text) in [
+        (Delta { lse: RawTensor::NONE, ..call }, "lse is none, expected the final lse"),
+        (Delta { d_lse: call.d_lse.rows(0, 2), ..call }, "d_lse.tokens is 2, expected 3"),
+        (Delta { lse: call.lse.heads(0, 1), ..call }, "lse.heads is 1, expected 2"),
+        (Delta { d_lse: RawTensor { dtype: Dtype::F64, ..call.d_lse }, ..call }, "d_lse.dtype is f64, expected f32"),
+    ] {
+        // SAFETY: refused before anything is touched.
+        let refused = unsafe { cpu::delta(&wrong) }.unwrap_err().to_string();
+        assert!(refused.starts_with(text), "{refused}");
     }
     let mut sinks = [1.5f32, f32::NEG_INFINITY];
     let rows = [Range::plain(1, 2, 0, 0)];

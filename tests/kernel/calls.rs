@@ -100,7 +100,7 @@ fn fixture() {
         unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
         if mode == Mode::Only {
             // SAFETY: as above.
-            unsafe { cpu::delta(&Delta { o: call.o, d_o, delta }) }.unwrap();
+            unsafe { cpu::delta(&Delta::new([call.o, d_o, delta])) }.unwrap();
             let backward = backward_call(&call, d_o, delta, Gradients::All, [dq, dk, dv]);
             // SAFETY: as above.
             unsafe { cpu::attend_backward(&backward, &mut scratch) }.unwrap();
@@ -244,7 +244,7 @@ fn calls_do_not_allocate() {
         // SAFETY: the tensors are the vectors above.
         unsafe {
             cpu::attend(&call, &mut scratch).unwrap();
-            cpu::delta(&Delta { o: call.o, d_o: q, delta }).unwrap();
+            cpu::delta(&Delta::new([call.o, q, delta])).unwrap();
             for aligned in [false, true] {
                 let call = backward_call(&Attend { aligned, ..call }, q, delta, Gradients::All, [dq, dk, dv]);
                 cpu::attend_backward(&call, &mut scratch).unwrap();

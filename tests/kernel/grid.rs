@@ -21,6 +21,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
     let w = p.whole::<E>();
     let (plain, sunk) = (p.forward(&w, false), p.forward(&w, true));
     let gradient = p.backward(&w, &sunk);
+    let largest = p.max_logit(&w);
     let [unread_q, unread_k] = p.unread();
     let mut random = Random::new(p.seed + 1);
     let zeros = vec![0; p.lens_k.len()];
@@ -64,9 +65,11 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
             let mut lse = Buffer::<E::Acc>::poisoned(q_at.rows, heads.len(), 1);
             let mut words = Buffer::<E::Acc>::poisoned(q_at.rows, heads.len(), 2);
             let mut o = Buffer::<E>::poisoned(q_at.rows, heads.len(), p.dv);
+            let mut max_logit = vec![f32::NEG_INFINITY; heads.len()];
             for i in 0..p.ring_steps {
                 let (qs, ks, pairs, bands) = p.ring_step(&q_at.ranges, &k_at.ranges, i, finish, document);
                 let call = Attend {
+                    max_logit: per_head(&mut max_logit, finish),
                     running: if finish && E::DTYPE == E::Acc::DTYPE { o.raw() } else { running.raw() },
                     running_lse: words.raw(),
                     lse: if finish { lse.raw() } else { RawTensor::NONE },
@@ -85,6 +88,9 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
             }
             let expected = if finish { &sunk } else { &plain };
             for h in heads.clone() {
+                let (found, exact) = (f64::from(max_logit[h - heads.start]), largest[h]);
+                let close = found == exact || (found - exact).abs() <= (2.0 * bound + 6e-8) * (1.0 + exact.abs());
+                assert!(!finish || close, "max_logit of head {h} on {isa}: {found}, expected {exact}; {p:?}");
                 let found = if finish {
                     o.get(h - heads.start, &q_at.row_of)
                 } else {

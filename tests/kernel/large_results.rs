@@ -61,7 +61,7 @@ fn run<E: Element>(inputs: &mut [Vec<E>; 4], shift: usize, workers: usize) -> [V
     let mut scratch = threaded(Scratch::new(workers));
     scratch.reserve(E::DTYPE, DIM as u32, DIM as u32);
     let forward = Attend { lse: lse.raw(1), ..Attend::new([q, k, v, o.raw(DIM)], heads, score, ranges) };
-    let sums = Delta { o: forward.o, d_o, delta: delta.raw(1) };
+    let sums = Delta::new([forward.o, d_o, delta.raw(1)]);
     let backward = AttendBackward {
         lse: forward.lse,
         delta: sums.delta,

@@ -57,7 +57,8 @@ fn one_row_by_hand() {
     }
 }
 
-/// Backward against central differences of `Σ do · o`, with every option at once and each alone.
+/// Backward against central differences of `Σ do · o + Σ d_lse · lse` (or of the first sum alone), with every option at
+/// once and each alone.
 #[test]
 fn backward_is_the_derivative_of_forward() {
     let (heads, kv_heads, d, dv) = (4, 2, 3, 2);
@@ -65,8 +66,9 @@ fn backward_is_the_derivative_of_forward() {
     let (tq, tk) = (8, 10);
     let (q, k) = (numbers(tq * heads * d, 1), numbers(tk * kv_heads * d, 2));
     let (v, d_o) = (numbers(tk * kv_heads * dv, 3), numbers(tq * heads * dv, 4));
+    let d_lse = numbers(tq * heads, 5);
     let (alibi_slopes, sinks) = ([0.5, 0.25, 0.125, 0.0625], [0.3, -1.0, f64::NEG_INFINITY, 2.0]);
-    for options in 0..8 {
+    for options in 0..16 {
         for (left, right) in [(i64::MAX, i64::MAX), (i64::MAX, 0), (2, 1)] {
             let softcap = if options & 1 == 0 { 0.0 } else { 0.8 };
             let score = Score { scale: 0.9, softcap, window_left: left, window_right: right };
@@ -87,7 +89,13 @@ fn backward_is_the_derivative_of_forward() {
                     sinks: (options & 4 != 0).then_some(sinks),
                 };
                 let out = a.forward();
-                (dot(&out.o, &d_o), a.backward(&d_o, &out))
+                if options & 8 != 0 {
+                    return (dot(&out.o, &d_o), a.backward(&d_o, &out));
+                }
+                // A row without keys has an lse that nothing changes.
+                let of_lse = out.lse.iter().zip(&d_lse).filter(|(l, _)| l.is_finite()).map(|(l, x)| l * x);
+                let gradient = a.backward_of(&a.documents(), &d_o, Some(&d_lse), &out);
+                (dot(&out.o, &d_o) + of_lse.sum::<f64>(), gradient)
             };
             let g = loss(&q, &k, &v, &sinks).1;
             let check = |x: &[f64], gradient: &[f64], f: &dyn Fn(&[f64]) -> f64| {

@@ -18,8 +18,13 @@ impl Problem {
 
     pub fn backward(&self, w: &Whole, out: &Output) -> Gradient {
         let reference = self.reference(w, true);
-        let with = |slices: &Vec<Slice>| reference.backward_of(slices, &w.d_o, out);
+        let with = |slices: &Vec<Slice>| reference.backward_of(slices, &w.d_o, None, out);
         self.slices.as_ref().map_or_else(|| reference.backward(&w.d_o, out), with)
+    }
+
+    pub fn max_logit(&self, w: &Whole) -> Vec<f64> {
+        let reference = self.reference(w, false);
+        reference.max_logit_of(&self.slices.clone().unwrap_or_else(|| reference.documents()))
     }
 
     /// The distances of the pairs that slices and the window allow, by q token and k token. Empty without slices.

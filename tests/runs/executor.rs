@@ -60,6 +60,7 @@ fn bits<T: Element>(workers: usize, executor: Option<Arc<dyn Executor>>) -> Vec<
             sinks: None,
             o: ViewMut::new(&mut o, n, HEADS, DIM).unwrap(),
             lse: ViewMut::new(&mut lse, n, HEADS, 1).unwrap(),
+            max_logit: None,
         },
     )
     .unwrap();
@@ -73,6 +74,7 @@ fn bits<T: Element>(workers: usize, executor: Option<Arc<dyn Executor>>) -> Vec<
             o: view(&o),
             lse: View::new(&lse, n, HEADS, 1).unwrap(),
             d_o: view(&d_o),
+            d_lse: None,
             dq: ViewMut::new(&mut dq, n, HEADS, DIM).unwrap(),
             dk: ViewMut::new(&mut dk, n, 2, DIM).unwrap(),
             dv: ViewMut::new(&mut dv, n, 2, DIM).unwrap(),

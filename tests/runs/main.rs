@@ -7,6 +7,7 @@
 //!   `executor`, `poison`: against other runs;
 //! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
 //!   ranks do together besides runs;
+//! - `d_lse`, `max_logit`: the gradient of lse, the largest scores;
 //! - `distribution`: plans with the tokens of another plan;
 //! - `slices`: masks made of slices, drawn and by name;
 //! - `few_tokens`: small enough for Miri; `serving`: tokens generated from a cache that is spread over ranks.
@@ -18,11 +19,13 @@ mod between_runs;
 #[path = "../common/mod.rs"]
 mod common;
 mod context_parallel;
+mod d_lse;
 mod distribution;
 mod drawn;
 mod executor;
 mod failed_transport;
 mod few_tokens;
+mod max_logit;
 mod nodes;
 mod options;
 mod padding;

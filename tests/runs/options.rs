@@ -153,6 +153,8 @@ fn sinks_that_are_not_finite() {
             |x: &[T::Acc], h: usize| -> Vec<f64> { x.iter().skip(h).step_by(heads).map(|x| x.to_f64()).collect() };
         // Without gradients of its head, so that dk and dv are those of the other head alone.
         data.d_o.chunks_mut(heads * dim).for_each(|row| row[..dim].fill(T::from_f64(0.0)));
+        let d_lse = data.d_lse.clone();
+        data.d_lse.as_mut().unwrap().iter_mut().step_by(heads).for_each(|x| *x = 0.0);
         data.sinks.as_mut().unwrap()[0] = 0.5;
         let finite = run(&plan, &data).unwrap();
         data.d_o = Data::<T>::random(&p, 8)
@@ -162,6 +164,7 @@ fn sinks_that_are_not_finite() {
             .enumerate()
             .map(|(i, (new, &old))| if i % (heads * dim) < dim { new } else { old })
             .collect();
+        data.d_lse = d_lse;
         data.sinks.as_mut().unwrap()[0] = f32::INFINITY;
         let got = run(&plan, &data).unwrap();
         assert!(head(&got.o, heads, 0).iter().all(|&x| x == 0.0), "{what}: o");

@@ -137,7 +137,8 @@ fn fused_buffers_are_packed() {
                 }
                 let all = View::new(&fused, n, 8, 8).unwrap();
                 let (q, k, v) = (all.heads_range(0..4), all.heads_range(4..6), all.heads_range(6..8));
-                let forward = Forward { q, k, v, sinks: None, o: own.o.view_mut(), lse: own.lse.view_mut() };
+                let forward =
+                    Forward { q, k, v, sinks: None, o: own.o.view_mut(), lse: own.lse.view_mut(), max_logit: None };
                 rank.forward(&plan, forward).unwrap();
                 let mut gradients = vec![f32::NAN; fused.len()];
                 let (dq, rest) = ViewMut::new(&mut gradients, n, 8, 8).unwrap().split_heads(4);
@@ -150,6 +151,7 @@ fn fused_buffers_are_packed() {
                     o: own.o.view(),
                     lse: own.lse.view(),
                     d_o: own.d_o.view(),
+                    d_lse: None,
                     dq,
                     dk,
                     dv,

@@ -47,6 +47,7 @@ fn forward(plan: &Plan, q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
             sinks: None,
             o: ViewMut::new(&mut o, n, HEADS, DIM)?,
             lse: ViewMut::head_major(&mut lse, n, HEADS)?,
+            max_logit: None,
         };
         rank.forward(plan, tensors)?;
         Ok(o)

@@ -280,7 +280,9 @@ class Batch(Heads, Gathering, Packed):
         window_right: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
-    ) -> Tensor:
+        return_lse: bool = False,
+        return_max_logit: bool = False,
+    ) -> Any:
         """Attention of this rank's tokens to the whole batch, as its slices say, or in its documents; differentiable once. All ranks
         call it, in the same order.
 
@@ -294,9 +296,15 @@ class Batch(Heads, Gathering, Packed):
         and slices have no limit. A sliding window of W tokens that includes the query itself is `window_left=W - 1`.
         `scale` multiplies q·k (default: 1/√head_dim). With `softcap` c a score s becomes c·tanh(s/c); 0 is no softcap.
 
+        With `return_lse` it returns o and lse [heads, tokens] (f32; f64 for f64): the natural log-sum-exp of the scores and the sink,
+        -inf for a query that sees nothing. Both are differentiable; the gradient of a -inf is not used. With `return_max_logit` the
+        last result is the largest score of each head, [heads] f32 without a gradient, over the pairs that this rank computed (-inf if
+        it computed none): all_reduce with MAX gives that of the batch. On the CPU only.
+
         Tensors have the context's dtype, except under torch.autocast, where they and o are cast to its dtype.
         """
-        context = self.context
+        context, largest = self.context, flag("return_max_logit", return_max_logit)
+        wanted = (True, flag("return_lse", return_lse), largest)
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             on_device(context, name, tensor, ndim=3)
         if sinks is not None:
@@ -313,10 +321,11 @@ class Batch(Heads, Gathering, Packed):
                 )
         told = (window_left, window_right, scale, softcap)
         if torch.compiler.is_compiling():
-            o: Tensor = operators.attention(q, k, v, sinks, self._numbers, context.key, *told)[0]
+            results = operators.attention(q, k, v, sinks, largest, self._numbers, context.key, *told)
         else:
-            o = operators.Attention.apply(q, k, v, sinks, self, told)  # type: ignore[no-untyped-call]
-        return o
+            results = operators.Attention.apply(q, k, v, sinks, self, largest, told)  # type: ignore[no-untyped-call]
+        returned = tuple(x for x, want in zip(results, wanted) if want)
+        return returned if len(returned) > 1 else returned[0]
 
     def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor) -> Plan:
         """The plan of a kind of layer, with this batch's tokens. It packs messages if the tensors are not contiguous."""

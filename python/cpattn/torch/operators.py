@@ -69,35 +69,50 @@ def _stream(tensor: Tensor) -> int | None:
     return stream
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, largest: bool, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=accumulator)
+    o, lse = q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=accumulator)
+    return o, lse, q.new_empty(q.shape[1] if largest else 0, dtype=torch.float32)
 
 
-def _forward(batch: Batch, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Told) -> tuple[Tensor, Tensor]:
-    """o and lse."""
+def _forward(
+    batch: Batch, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, largest: bool, told: Told
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, lse, and the largest scores, which are empty unless they are asked for."""
     q, k, v = map(_rows, (q, k, v))
-    o, lse = _results(q, k, v)
+    o, lse, max_logit = _results(q, k, v, sinks, largest)
     sinks = None if sinks is None else sinks.detach().contiguous()
-    batch.context.rank.forward(batch._plan_for(q, k, v, sinks, told), _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse)
-    return o, lse
+    given = {"max_logit": max_logit} if largest else {}
+    batch.context.rank.forward(batch._plan_for(q, k, v, sinks, told), _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **given)
+    return o, lse, max_logit
 
 
-def _gradients(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+def _gradients(d_o: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return (*(torch.empty_like(_rows(x)) for x in (q, k, v)), dsinks)
 
 
 def _backward(
-    batch: Batch, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, o: Tensor, lse: Tensor, told: Told
+    batch: Batch,
+    d_o: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    d_lse: Tensor | None,
+    told: Told,
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv and dsinks. dsinks is empty without sinks."""
-    d_o, q, k, v, o = map(_rows, (d_o, q, k, v, o))
+    """dq, dk, dv and dsinks. dsinks is empty without sinks. The gradient of o or that of lse may be None: it was not used."""
+    d_o, q, k, v, o = map(_rows, (torch.zeros_like(o) if d_o is None else d_o, q, k, v, o))
     lse = lse.detach()
     dq, dk, dv, dsinks = _gradients(d_o, q, k, v, sinks)
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o, "dq": dq, "dk": dk, "dv": dv}
     if sinks is not None:
         given |= {"sinks": sinks.detach().contiguous(), "dsinks": lse.new_empty(sinks.shape)}
+    if d_lse is not None:
+        given["d_lse"] = d_lse.detach()
     batch.context.rank.backward(batch._plan_for(q, k, v, sinks, told, d_o), _stream(q), **given)
     if sinks is not None:
         dsinks.copy_(given["dsinks"]) if batch.context.number == 0 else dsinks.zero_()
@@ -106,22 +121,26 @@ def _backward(
 
 class Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, batch: Batch, told: Told) -> Tensor:
-        o, lse = _forward(batch, q, k, v, sinks, told)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, batch: Batch, largest: bool, told: Told
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        o, lse, max_logit = _forward(batch, q, k, v, sinks, largest, told)
         ctx.save_for_backward(q, k, v, sinks, o, lse)
+        ctx.mark_non_differentiable(max_logit)
+        ctx.set_materialize_grads(False)
         ctx.batch, ctx.told = batch, told
-        return o
+        return o, lse, max_logit
 
     @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
-        *gradients, dsinks = _backward(ctx.batch, d_o, q, k, v, sinks, o, lse, ctx.told)
+        *gradients, dsinks = _backward(ctx.batch, d_o, q, k, v, sinks, o, lse, d_lse, ctx.told)
         if sinks is not None:
             gradients.append(dsinks)
         if torch.is_grad_enabled():  # the gradients are to be differentiated
             # They depend on the anchor, so that PyTorch does not treat them as constants.
             gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)  # type: ignore[no-untyped-call]
-        return (*gradients, None, None, None)[:6]
+        return (*gradients, None, None, None, None)[:7]
 
 
 class _Once(torch.autograd.Function):
@@ -177,30 +196,33 @@ def _operator(name: str, inputs: str, outputs: str, function: Any, fake: Any) ->
     return operator
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, packing, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output, packing)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, sinks, _, packing, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output[:2], packing)
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
 
 
-def _attention_backward(ctx: Any, d_o: Tensor, _: Tensor) -> tuple[Any, ...]:
-    *gradients, dsinks = attention_backward(d_o, *ctx.saved_tensors, *ctx.rest)
-    return *gradients, None if ctx.saved_tensors[3] is None else dsinks, *(None,) * 6
+def _attention_backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Any, ...]:
+    *saved, packing = ctx.saved_tensors
+    *gradients, dsinks = attention_backward(d_o, *saved, d_lse, packing, *ctx.rest)
+    return *gradients, None if saved[3] is None else dsinks, *(None,) * 7
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks"
 attention = _operator(
     "attention",
-    _INPUTS,
-    "Tensor, Tensor",
-    lambda q, k, v, sinks, packing, context, *told: _forward(_batch(packing, context), q, k, v, sinks, told),
+    f"{_INPUTS}, bool largest",
+    "Tensor, Tensor, Tensor",
+    lambda q, k, v, sinks, largest, packing, context, *told: _forward(_batch(packing, context), q, k, v, sinks, largest, told),
     _results,
 )
 attention_backward = _operator(
     "attention_backward",
-    f"Tensor d_o, {_INPUTS}, Tensor o, Tensor lse",
+    f"Tensor? d_o, {_INPUTS}, Tensor o, Tensor lse, Tensor? d_lse",
     "Tensor, Tensor, Tensor, Tensor",
-    lambda d_o, q, k, v, sinks, o, lse, packing, context, *told: _backward(
-        _batch(packing, context), d_o, q, k, v, sinks, o, lse, told
+    lambda d_o, q, k, v, sinks, o, lse, d_lse, packing, context, *told: _backward(
+        _batch(packing, context), d_o, q, k, v, sinks, o, lse, d_lse, told
     ),
     _gradients,
 )

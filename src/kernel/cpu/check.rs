@@ -75,6 +75,7 @@ pub(super) fn attend(c: &Attend) -> Result<Dims> {
     score(&c.score, acc)?;
     per_head("alibi_slopes", &c.alibi_slopes, c.q.heads)?;
     per_head("sinks", &c.sinks, c.q.heads)?;
+    per_head("max_logit", &c.max_logit, c.q.heads)?;
     let (heads, dim) = (c.q.heads, c.v.dim);
     let words = if c.running_lse.dim == 1 { 1 } else { 2 };
     let running = [("running", &c.running, dim, acc), ("running_lse", &c.running_lse, words, acc)];

@@ -186,7 +186,7 @@ pub unsafe fn transform(call: &Transform) -> Result<()> {
 /// [`Error::Invalid`] when shapes or types differ; nothing was touched then.
 ///
 /// # Safety
-/// o and d_o are valid for reads, delta for writes, and delta overlaps neither.
+/// o, d_o, lse and d_lse are valid for reads, delta for writes, and delta overlaps none.
 pub unsafe fn delta(call: &Delta) -> Result<()> {
     check_delta(call)?;
     // SAFETY: shapes and types are checked; the tensors are valid and delta is apart (the contract of this function).

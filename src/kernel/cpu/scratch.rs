@@ -119,7 +119,7 @@ impl Scratch {
         let keys = KEYS * (d + dv + 2) * size + KEYS * 16;
         // Matrix units pad value_dim to blocks of 32, and keep p apart from the scores.
         let lanes = if dims.dtype.size() == 2 { LANES_MOST } else { LANES };
-        let forward = lanes * (d + dv.next_multiple_of(32) + 12) * size + lanes * 64 + 2 * KEYS * PANEL * size;
+        let forward = lanes * (d + dv.next_multiple_of(32) + 13) * size + lanes * 64 + 2 * KEYS * PANEL * size;
         let backward = LANES_BACK * (3 * d + 2 * dv + 2 * KEYS + 12) * size
             + LANES_BACK * 64
             + 2 * KEYS * (d + dv) * size
@@ -137,7 +137,7 @@ impl Scratch {
                 // Three parts of an element take 6 bytes.
                 let d = (dims.head_dim as usize).next_multiple_of(32);
                 let dv = (dims.value_dim as usize).next_multiple_of(32);
-                let lanes = LANES_MOST * (6 * d + 4 * dv + 48 + 64);
+                let lanes = LANES_MOST * (6 * d + 4 * dv + 52 + 64);
                 (
                     forward.max(lanes + 2 * KEYS * (6 * (d + dv) + 24) + 16 * KEYS * PANEL),
                     backward.max(super::attention::tiled::bytes(d, dv, 3)),

@@ -61,6 +61,9 @@ impl Cuda {
         let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
         let (shape, s) = (instance.index, instance.shape());
         refuse_aligned(call.aligned)?;
+        if !call.max_logit.is_none() {
+            return Err(check::no_max_logit());
+        }
         let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;

@@ -146,7 +146,7 @@ impl Cuda {
     /// As [`Cuda::attend`].
     ///
     /// # Safety
-    /// As [`Cuda::attend`]: o and d_o are valid for reads, delta for writes, and delta overlaps neither.
+    /// As [`Cuda::attend`]: o, d_o, lse and d_lse are valid for reads, delta for writes, and delta overlaps none.
     pub unsafe fn delta(&self, call: &Delta, stream: RawStream) -> Result<()> {
         // SAFETY: the launch reads and writes what the caller promised.
         unsafe { self.launch_alone(stream, |checker| self.delta_launches(call, checker)) }
@@ -162,11 +162,15 @@ impl Cuda {
                 return Err(Error::invalid(format!("{name}.tokens"), t.tokens, call.o.tokens));
             }
         }
+        crate::kernel::check::lse_gradient(call, |_, _| Ok(()))?;
+        let number = TensorSpec { dim: 1, dtype: Dtype::F32, align: 4, ..like };
         let lanes = (call.o.dim / 8).next_power_of_two();
         let params = params::DeltaParams {
             o: checker.needed("o", &call.o, like)?,
             d_o: checker.needed("d_o", &call.d_o, like)?,
-            delta: checker.needed("delta", &call.delta, TensorSpec { dim: 1, dtype: Dtype::F32, align: 4, ..like })?,
+            delta: checker.needed("delta", &call.delta, number)?,
+            lse: checker.optional("lse", &call.lse, number)?,
+            d_lse: checker.optional("d_lse", &call.d_lse, number)?,
             rows: rows(&call.o)?,
             heads: call.o.heads,
             dim: call.o.dim,

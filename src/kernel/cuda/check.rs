@@ -129,6 +129,15 @@ pub(super) fn element(dtype: Dtype) -> Result<()> {
     }
 }
 
+/// The refusal of the largest scores: the running maximum of the kernels is not the largest score.
+pub(crate) fn no_max_logit() -> Error {
+    Error::unsupported(
+        "max_logit",
+        "the CUDA kernels do not keep the largest score of a head",
+        "leave it out, or use the CPU kernels",
+    )
+}
+
 /// Checks one head dim; `largest` is the largest dim of the shapes.
 pub(super) fn dim(name: &str, dim: u32, largest: u32) -> Result<()> {
     if dim == 0 || !dim.is_multiple_of(8) || dim > largest {

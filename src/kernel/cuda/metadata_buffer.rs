@@ -18,6 +18,7 @@ pub(super) const fn padded(bytes: usize) -> usize {
 
 /// The kind of the addresses of a call's tensors.
 #[derive(Clone, Copy, Debug)]
+#[allow(clippy::large_enum_variant, reason = "it lives on the stack, one for each call that is recorded")]
 pub(crate) enum AddressSpace {
     /// Memory that the driver has allocated.
     Memory,

@@ -74,6 +74,8 @@ mod stream_kernels;
 pub(crate) mod tags;
 mod unread;
 
+pub(crate) use check::no_max_logit;
+
 pub use crate::device::memory::{DeviceMemory, OwnStream};
 pub use family::Family;
 pub use staging::Staging;

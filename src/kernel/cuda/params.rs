@@ -213,7 +213,7 @@ pub(super) struct FusedParams {
 pub(super) const WORK_ZERO: u32 = 1 << 31;
 
 /// Bases of a transform: plain memory, and the caller's tensors.
-pub(crate) const BASES: usize = 12;
+pub(crate) const BASES: usize = 14;
 
 /// `TransformTensor`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -271,6 +271,8 @@ pub(super) struct DeltaParams {
     pub o: Tensor,
     pub d_o: Tensor,
     pub delta: Tensor,
+    pub lse: Tensor,
+    pub d_lse: Tensor,
     pub rows: u64,
     pub heads: u32,
     pub dim: u32,
@@ -338,7 +340,7 @@ addresses! {
         ..BackwardParams::ADDRESSES
     }
     TransformParams { metadata: [blocks, sources], bases: [bases], ..Addresses::NONE }
-    DeltaParams { tensors: [o, d_o, delta], ..Addresses::NONE }
+    DeltaParams { tensors: [o, d_o, delta, lse, d_lse], ..Addresses::NONE }
     FinishParams { tensors: [o, lse, sinks], metadata: [runs, work], ..Addresses::NONE }
     MergeParams { tensors: [o, lse, with_o, with_lse], ..Addresses::NONE }
     Sinks { tensors: [lse, delta, sinks, dsinks], ..Addresses::NONE }
@@ -365,8 +367,8 @@ const _: () = {
     assert!(size_of::<TransformTensor>() == 32);
     assert!(size_of::<TransformBlock>() == 104);
     assert!(size_of::<TransformSource>() == 40);
-    assert!(size_of::<TransformParams>() == 320);
-    assert!(size_of::<DeltaParams>() == 96);
+    assert!(size_of::<TransformParams>() == 368);
+    assert!(size_of::<DeltaParams>() == 144);
     assert!(size_of::<FinishParams>() == 104);
     assert!(size_of::<MergeParams>() == 120);
 };

@@ -106,6 +106,8 @@ impl Recording<'_> {
 // Nothing here accesses memory. The run that later sets the addresses guarantees the conditions of the calls.
 impl Operations for Recording<'_> {
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
+        // No run is asked for it (`DeviceRank::run`).
+        let args = &Attend { max_logit: RawTensor::NONE, ..*args };
         self.launch(|cuda, recorder| cuda.attend_launches(args, recorder))
     }
 

@@ -109,6 +109,8 @@ impl ScheduleCheck<'_> {
                 add(*delta, true)?;
                 add(user(TensorId::O), false)?;
                 add(user(TensorId::DO), false)?;
+                add(user(TensorId::Lse), false)?;
+                add(user(TensorId::DLse), false)?;
             }
             OpKind::SinkGradient { delta, partial } => {
                 add(*partial, true)?;
@@ -159,6 +161,7 @@ impl ScheduleCheck<'_> {
                 for view in [a.q, a.k, a.v] {
                     add(view, false)?;
                 }
+                add(user(TensorId::MaxLogit), true)?;
                 let written = a.result.into_iter().flat_map(|(o, lse)| [o, lse]);
                 for view in written.chain(a.running.map(|(_, lse)| lse)) {
                     add(view, true)?;

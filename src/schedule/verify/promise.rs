@@ -58,14 +58,15 @@ fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan, direction: Directio
     let written = match tensor {
         TensorId::Q | TensorId::K | TensorId::V => false,
         TensorId::O | TensorId::Lse => forward,
-        TensorId::DO if !forward => false,
+        TensorId::MaxLogit if forward => true,
+        TensorId::DO | TensorId::DLse if !forward => false,
         TensorId::Dq | TensorId::Dk | TensorId::Dv if !forward => true,
         TensorId::Sinks if p.sinks() => false,
         TensorId::Dsinks if p.sinks() && !forward => true,
         _ => return None,
     };
     let side = side_of(tensor);
-    let one_row = matches!(tensor, TensorId::Sinks | TensorId::Dsinks);
+    let one_row = matches!(tensor, TensorId::Sinks | TensorId::Dsinks | TensorId::MaxLogit);
     let rows = if one_row { 1 } else { plan.local_tokens(side, s.rank) };
     let (dtype, dim) = element(tensor, p);
     let shape = [rows, all_heads(plan, side) as usize, dim];
@@ -77,12 +78,12 @@ pub(super) fn element(tensor: TensorId, p: &Problem) -> (Dtype, usize) {
     let dim = match tensor {
         TensorId::Q | TensorId::K | TensorId::Dq | TensorId::Dk => p.head_dim(),
         TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv => p.value_dim(),
-        TensorId::Lse | TensorId::Sinks | TensorId::Dsinks => 1,
+        TensorId::Lse | TensorId::DLse | TensorId::Sinks | TensorId::Dsinks | TensorId::MaxLogit => 1,
         TensorId::OwnTokens | TensorId::OwnHeads => 0,
     };
     let dtype = match tensor {
-        TensorId::Lse | TensorId::Dsinks => p.dtype().accumulator(),
-        TensorId::Sinks => Dtype::F32,
+        TensorId::Lse | TensorId::DLse | TensorId::Dsinks => p.dtype().accumulator(),
+        TensorId::Sinks | TensorId::MaxLogit => Dtype::F32,
         _ => p.dtype(),
     };
     (dtype, dim)

@@ -42,6 +42,7 @@ fn forward(end: impl Transport + 'static) -> Vec<f32> {
             sinks: None,
             o: ViewMut::new(&mut o, n, 4, 64).unwrap(),
             lse: ViewMut::head_major(&mut lse, n, 4).unwrap(),
+            max_logit: None,
         };
         rank.forward(&plan, t).unwrap();
     }

@@ -65,6 +65,8 @@ struct ForwardTiles<'a, T, A> {
     /// For each lane: the reference m of `p = exp(s − m)`, and the sum of p.
     m: &'a mut [A],
     l: &'a mut [A],
+    /// For each lane: the largest score; empty if the call does not ask for it.
+    best: &'a mut [A],
     /// For each lane: the factor that rescales the panel's sums.
     alpha: &'a mut [A],
     /// Results of [`Vector::W`] lanes, and the running result of the same lanes.
@@ -141,6 +143,7 @@ impl Job for ForwardPass<'_> {
             p: [arena.take(E::weights_len()), arena.take(E::weights_len())],
             m: arena.zeros(lanes),
             l: arena.zeros(lanes),
+            best: arena.take(if c.max_logit.is_none() { 0 } else { lanes }),
             alpha: arena.zeros(E::PANEL),
             rows: arena.zeros(E::V::W * d.max(dv)),
             others: arena.zeros(E::V::W * dv),
@@ -219,6 +222,7 @@ impl ForwardPass<'_> {
         t.o[..panels * o_len].fill(E::Sum::ZERO);
         t.m[..panels * E::PANEL].fill(E::Sum::NEG_INFINITY);
         t.l[..panels * E::PANEL].fill(E::Sum::ZERO);
+        t.best.fill(E::Sum::NEG_INFINITY);
         let mut band = None;
         while let Some(next) = stream.band() {
             if band != Some(next) {
@@ -285,7 +289,7 @@ impl ForwardPass<'_> {
     ) {
         let dv = self.call.v.dim as usize;
         let n = t.lanes.n;
-        let mut few = Small { sums: t.o, s: t.s, m: t.m, l: t.l, alpha: t.alpha, row: t.rows };
+        let mut few = Small { sums: t.o, s: t.s, m: t.m, l: t.l, alpha: t.alpha, best: t.best, row: t.rows };
         // SAFETY: the contract; `is_small` has looked at the lengths.
         unsafe {
             few.clear(n, dv);
@@ -368,13 +372,15 @@ impl ForwardPass<'_> {
             let (s, p) = (t.s.as_mut_ptr(), t.p[later.free].as_mut_ptr());
             let (q, o) = (t.q.as_ptr().add(panel * q_len), t.o.as_mut_ptr().add(panel * o_len));
             let (m, l) = (t.m.as_mut_ptr().add(first), t.l.as_mut_ptr().add(first));
+            let none = t.best.is_empty();
+            let best = if none { core::ptr::null_mut() } else { t.best.as_mut_ptr().add(first) };
             if E::INTERLEAVES && met && now.simple {
                 let operands = |of: &TilePair| {
                     let q = t.q.as_ptr().add(of.panel * q_len);
                     Operands { k: &*t.keys[of.tile].k, q, dim: d, keys: of.range.clone() }
                 };
                 let (of, next) = (operands(now), next.map(operands));
-                if E::interleaved(&scores, &of, next.as_ref(), s, p, (m, l), &mut later.products) {
+                if E::interleaved(&scores, &of, next.as_ref(), s, p, (m, l, best), &mut later.products) {
                     E::put_off(&v, p, o, range.clone(), &mut later.products);
                     later.free ^= 1;
                     return;
@@ -389,7 +395,8 @@ impl ForwardPass<'_> {
             let mut changed = false;
             for lane in (0..width).step_by(E::V::W) {
                 let alpha = t.alpha.as_mut_ptr().add(lane);
-                changed |= scores.run::<E>(lane, range.clone(), s, p, m.add(lane), l.add(lane), alpha);
+                let best = if none { best } else { best.add(lane) };
+                changed |= scores.run::<E>(lane, range.clone(), s, p, m.add(lane), l.add(lane), alpha, best);
             }
             // Before its first keys a panel's sums are zero, and need no factor.
             if changed && met {

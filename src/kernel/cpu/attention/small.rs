@@ -26,6 +26,8 @@ pub(crate) struct Small<'a, A> {
     pub m: &'a mut [A],
     pub l: &'a mut [A],
     pub alpha: &'a mut [A],
+    /// The largest score of each lane; empty if nobody asks for it.
+    pub best: &'a mut [A],
     /// A row of k or v.
     pub row: &'a mut [A],
 }
@@ -49,6 +51,7 @@ impl<A: Real> Small<'_, A> {
         let width = n.next_multiple_of(PANEL).min(self.m.len());
         self.m[..width].fill(A::NEG_INFINITY);
         self.l[..width].fill(A::ZERO);
+        self.best.fill(A::NEG_INFINITY);
         self.sums[..n * dv].fill(A::ZERO);
     }
 
@@ -105,7 +108,8 @@ impl<A: Real> Small<'_, A> {
             for lane in (0..width).step_by(V::W) {
                 let (m, l) = (self.m.as_mut_ptr().add(lane), self.l.as_mut_ptr().add(lane));
                 let s = self.s.as_mut_ptr();
-                scores.run::<Dense<V>>(lane, 0..keys.n, s, s, m, l, self.alpha.as_mut_ptr().add(lane));
+                let best = if self.best.is_empty() { core::ptr::null_mut() } else { self.best.as_mut_ptr().add(lane) };
+                scores.run::<Dense<V>>(lane, 0..keys.n, s, s, m, l, self.alpha.as_mut_ptr().add(lane), best);
             }
             let row = &mut self.row[..dv];
             for (j, &key) in keys.row[..keys.n].iter().enumerate() {

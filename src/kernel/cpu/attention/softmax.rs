@@ -22,11 +22,12 @@ pub(crate) const SLACK: f64 = 8.0;
 
 impl<A: Real> Scores<'_, A> {
     /// Converts the products `s` of one vector of lanes with the keys `range` to p, updates the reference `m` and the
-    /// sum `l`, and writes `alpha`. If the result is true, the lanes' sums of o must be multiplied by `alpha`.
+    /// sum `l`, and writes `alpha`; raises `best`, unless it is null, to the largest score. If the result is true, the
+    /// lanes' sums of o must be multiplied by `alpha`.
     ///
     /// # Safety
     /// The engine's instruction set is present; `s` and `p` are as the engine says, with a row behind an odd range;
-    /// `m`, `l` and `alpha` are of W.
+    /// `m`, `l` and `alpha` are of W, and so is `best` unless it is null.
     #[inline(always)]
     pub(crate) unsafe fn run<E: AttentionEngine<Sum = A>>(
         &self,
@@ -37,10 +38,15 @@ impl<A: Real> Scores<'_, A> {
         m: *mut A,
         l: *mut A,
         alpha: *mut A,
+        best: *mut A,
     ) -> bool {
-        // SAFETY: the instruction set is present and `s`, `p`, `m`, `l` and `alpha` are as long as the contract says.
+        // SAFETY: the instruction set is present and `s`, `p`, `m`, `l`, `alpha` and `best` are as long as the contract
+        // says.
         unsafe {
             let max = self.largest::<E>(lane, range.clone(), s.add(lane));
+            if !best.is_null() {
+                E::V::max(max, E::V::load(best)).store(best);
+            }
             let log2 = E::V::splat(self.scoring.log2);
             let zero = E::V::splat(A::ZERO);
             let never = E::V::splat(A::NEG_INFINITY);

@@ -273,6 +273,11 @@ impl<A: Real> Scoring<A> {
         m.to_f64() * self.natural + l.to_f64().ln() - rounding * core::f64::consts::LN_2
     }
 
+    /// The final score of a score as the softmax has it: if plain, of a product.
+    pub(crate) fn logit(&self, s: A) -> f32 {
+        (s.to_f64() * self.natural) as f32
+    }
+
     /// The scores of one key with the lanes at `lane`, and the derivative of the softcap.
     ///
     /// # Safety

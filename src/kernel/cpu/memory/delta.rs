@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Row sums before the backward: `delta = rowsum(do ∘ o)`.
+//! Row sums before the backward: `delta = rowsum(do ∘ o) − d_lse`.
 //!
 //! Every row is summed in sixteen lanes, which are then added in pairs. The order is the same on every instruction set,
 //! and there are no fused multiply-adds, so the bits are the same on all of them.
@@ -9,6 +9,7 @@ use super::rows::address;
 use crate::call::Delta;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
+use crate::kernel::check::lse_gradient;
 use crate::kernel::cpu::attention::tile::at;
 use crate::kernel::cpu::check;
 use crate::kernel::cpu::vector::simd::Real;
@@ -22,7 +23,7 @@ pub(crate) fn check_delta(d: &Delta) -> Result<()> {
     if d.delta.tokens != d.o.tokens {
         return Err(Error::invalid("delta.tokens", d.delta.tokens, d.o.tokens));
     }
-    Ok(())
+    lse_gradient(d, |name, t| check::tensor(name, t, d.o.heads, 1, d.o.dtype.accumulator()))
 }
 
 /// # Safety
@@ -41,9 +42,22 @@ pub(crate) unsafe fn delta<A: Real>(c: &Delta) {
             for d in 0..dim {
                 sums[d % LANES] = sums[d % LANES] + *o.add(d) * *d_o.add(d);
             }
-            *at::<A>(&c.delta, t, h) = total(sums);
+            *at::<A>(&c.delta, t, h) = less_lse(c, t, h, total(sums));
         }
     }
+}
+
+/// A row's sum less the gradient of its lse, if the call has one and lse depends on any score.
+///
+/// # Safety
+/// As [`delta`]; the row is in the tensors.
+#[inline(always)]
+unsafe fn less_lse<A: Real>(c: &Delta, t: i64, h: u32, sum: A) -> A {
+    if c.d_lse.is_none() {
+        return sum;
+    }
+    // SAFETY: the row is in both tensors, which hold `A`s (the contract of this function).
+    unsafe { if *at::<A>(&c.lse, t, h) == A::NEG_INFINITY { sum } else { sum - *at::<A>(&c.d_lse, t, h) } }
 }
 
 /// All sums, added in pairs that are half of them apart.
@@ -88,7 +102,7 @@ impl VectorLoop for DeltaRows<'_> {
                         core::ptr::copy_nonoverlapping(d_o.add(done), y, rest * size);
                         sums = add(sums, convert::load::<V>(dtype, x), convert::load(dtype, y));
                     }
-                    *at::<f32>(&c.delta, t, h) = across(sums);
+                    *at::<f32>(&c.delta, t, h) = less_lse(c, t, h, across(sums));
                 }
             }
         }
@@ -149,7 +163,7 @@ mod tests {
             RawTensor::compact(x.as_mut_ptr().cast(), E::DTYPE, tokens as u64, heads as u32, dim as u32)
         };
         let per_row = RawTensor::compact(found.as_mut_ptr().cast(), Dtype::F32, tokens as u64, heads as u32, 1);
-        let call = Delta { o: raw(&mut o), d_o: raw(&mut d_o), delta: per_row };
+        let call = Delta::new([raw(&mut o), raw(&mut d_o), per_row]);
         // SAFETY: the tensors are the vectors above.
         unsafe { DeltaRows(&call).run::<V>() };
         for (row, found) in found.iter().enumerate() {

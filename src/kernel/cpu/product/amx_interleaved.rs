@@ -132,6 +132,8 @@ pub(crate) struct Panel<'a> {
     /// References and sums of the panel's lanes.
     pub m: *mut f32,
     pub l: *mut f32,
+    /// The largest scores of the lanes; null if nobody asks for them.
+    pub best: *mut f32,
 }
 
 /// Stores p of keys `j` (even) and `j + 1` with 16 lanes as an operand of products.
@@ -233,6 +235,10 @@ impl Panel<'_> {
             while w < 2 {
                 let l = self.l.add(16 * w);
                 __m512::load(l).add(r.even[w].add(r.odd[w])).store(l);
+                if !self.best.is_null() {
+                    let best = self.best.add(16 * w);
+                    __m512::max(r.max[w], __m512::load(best)).store(best);
+                }
                 w += 1;
             }
             true

@@ -125,7 +125,7 @@ pub(crate) trait AttentionEngine {
         _next: Option<&Operands<Self::T>>,
         _s: *mut Self::Sum,
         _p: *mut Self::T,
-        _sums: (*mut Self::Sum, *mut Self::Sum),
+        _sums: (*mut Self::Sum, *mut Self::Sum, *mut Self::Sum),
         _later: &mut Self::Later,
     ) -> bool {
         false

@@ -321,11 +321,11 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
         next: Option<&Operands<u16>>,
         s: *mut f32,
         p: *mut u16,
-        (m, l): (*mut f32, *mut f32),
+        (m, l, best): (*mut f32, *mut f32, *mut f32),
         later: &mut Later,
     ) -> bool {
         // SAFETY: the contract of `AttentionEngine::interleaved`.
-        unsafe { Panel { scores, of, next, s, p, m, l }.run::<H>(later) }
+        unsafe { Panel { scores, of, next, s, p, m, l, best }.run::<H>(later) }
     }
 
     #[inline(always)]

@@ -73,5 +73,5 @@ const _: () = {
     assert!(size_of::<Tag>() as u64 == metadata::TAG && size_of::<ArrivedRange>() as u64 == metadata::ARRIVED);
     assert!(size_of::<BeginRun>() == 32);
     assert!(size_of::<Note>() == 56);
-    assert!(size_of::<Arrived>() == 336);
+    assert!(size_of::<Arrived>() == 384);
 };

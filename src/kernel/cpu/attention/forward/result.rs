@@ -10,6 +10,7 @@ use crate::kernel::cpu::memory::rows::narrow;
 use crate::kernel::cpu::product::engine::AttentionEngine;
 use crate::kernel::cpu::vector::simd::Vector;
 use crate::kernel::merge::{self, LogSumExp};
+use core::sync::atomic::{AtomicU32, Ordering};
 
 impl ForwardPass<'_> {
     /// Normalises up to [`Vector::W`] lanes from `first` on, whose sums are in `rows`, and merges and finishes them as
@@ -52,8 +53,11 @@ impl ForwardPass<'_> {
                     *x = *x * inverse + E::Sum::ZERO;
                 }
             }
-            // SAFETY: the tensors that the mode uses exist (checked).
+            // SAFETY: the tensors that the mode uses exist (checked), and max_logit has a number for each head.
             unsafe {
+                if let Some(&best) = t.best.get(lane) {
+                    raise(at(&c.max_logit, 0, head), scoring.logit(best));
+                }
                 if q.mode.continues() {
                     let before = LogSumExp::load(at::<E::Sum>(&c.running_lse, token, head), c.running_lse.dim);
                     let w = merge::weights(before, lse);
@@ -77,6 +81,23 @@ impl ForwardPass<'_> {
                     lse.store(at::<E::Sum>(&c.running_lse, token, head), c.running_lse.dim);
                 }
             }
+        }
+    }
+}
+
+/// Raises a number that other workers raise too: the maximum of all does not depend on their order.
+///
+/// # Safety
+/// `to` is valid for reads and writes, aligned, and accessed by nothing but this function meanwhile.
+unsafe fn raise(to: *mut f32, x: f32) {
+    // SAFETY: valid, aligned and accessed by this function alone (the contract), as an atomic.
+    let to = unsafe { AtomicU32::from_ptr(to.cast()) };
+    let mut seen = to.load(Ordering::Relaxed);
+    // A NaN is not larger than anything.
+    while x > f32::from_bits(seen) {
+        match to.compare_exchange_weak(seen, x.to_bits(), Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => break,
+            Err(now) => seen = now,
         }
     }
 }
