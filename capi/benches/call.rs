@@ -68,6 +68,7 @@ fn main() {
         o: &tensors[3],
         lse: &tensors[4],
         stream: null_mut(),
+        max_logit: null_mut(),
     };
     let problem = cpattn_problem {
         struct_size: size_of::<cpattn_problem>(),

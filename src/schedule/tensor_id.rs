@@ -9,8 +9,8 @@ use crate::{
     plan::{Plan, Problem},
 };
 
-/// A tensor of the caller. All are `[tokens, heads, dim]`; the last dimension of lse and its gradient is 1. The last two
-/// are those of an all-to-all, and the others those of attention.
+/// A tensor of the caller. All are `[tokens, heads, dim]`; the last dimension of lse and its gradient is 1. The last
+/// two are those of an all-to-all, and the others those of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum TensorId {
