@@ -108,6 +108,7 @@ fn shape(plan: &Plan, rank: usize, tensor: TensorId) -> (Dtype, [usize; 3]) {
         TensorId::O | TensorId::DO => (p.dtype(), [q, p.heads(), p.value_dim()]),
         TensorId::Lse => (Dtype::F32, [q, p.heads(), 1]),
         TensorId::Sinks | TensorId::Dsinks => (Dtype::F32, [1, p.heads(), 1]),
+        TensorId::OwnTokens | TensorId::OwnHeads => unreachable!("tensors of an all-to-all"),
     }
 }
 
