@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What runs of q tokens of the pack attend to, for all runs in one pass.
 //!
-//! Layouts cut the pack into runs of one rank each, and planning wants the mask area of every run and the k tokens that
-//! it reads, for several layouts and meshes in every step of a training run. So the parts of a batch are listed here by
-//! tokens of the pack instead of positions: the queries of a part that have a key are consecutive, and the number of
-//! keys of a query is the difference of two functions of one bend each. The sum over any run then has a closed form,
-//! and one pass over the parts in the order of their queries, beside the parts that are still open, visits each pair of a
-//! run and a part that meet, and no other.
+//! Layouts cut the pack into runs of one rank each, and planning wants the mask area of every run and the k tokens
+//! that it reads, for several layouts and meshes in every step of a training run. So the parts of a batch are listed
+//! here by tokens of the pack instead of positions: the queries of a part that have a key are consecutive, and the
+//! number of keys of a query is the difference of two functions of one bend each. The sum over any run then has a
+//! closed form, and one pass over the parts in the order of their queries, beside the parts that are still open,
+//! visits each pair of a run and a part that meet, and no other.
 
 use alloc::vec::Vec;
 use core::ops::Range;
