@@ -35,7 +35,7 @@ pub struct Bindings {
 }
 
 /// The places of a run's tensors.
-const PLACES: usize = 11;
+const PLACES: usize = TensorId::MaxLogit as usize + 1;
 
 /// The place of a tensor. Those of an all-to-all have the places of q and o: no run has both, and what kernels get of a
 /// run's tensors is as long as the tensors of attention.
