@@ -8,7 +8,7 @@ evaluation, and under gradient checkpointing. Every rank calls the model with th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._check import attempt, flag, refused, whole
+from .._check import attempt, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
 from ..plan import CHOSEN, Plan, Side
@@ -26,13 +26,17 @@ from ..torch.gloo import Collectives, Members
 from .adapters import Adapters
 from .agree import Total, number, same, told
 from .attention import NAME, Current, Window, register
+from .calls import Calls
 from .draws import Draws, refuse_layerdrop
 from .hybrids.deal import Deal
-from .inputs import checked, documents
+from .inputs import checked
 from .mixers import Mixer, Mixers
 from .owners import refuse_owners
 from .pack import TAKEN, Pack
+from .pooled import Kept, Pooled, pools
 from .probe import probe
+from .router import keeps_router, router_loss
+from .scores import Fused, Reader
 from .tiles import in_tiles, keeps_hidden, summed
 
 
@@ -41,16 +45,20 @@ class Forward:
     """One forward pass: its documents, and a batch for each dtype of q, k and v.
 
     `tokens` are the tokens of the batch that this rank's model gets. Models do not run without a token, so a rank without any gets the
-    first one, without a label: it is left out of all that is exchanged, and of the results."""
+    first one, without a label: it is left out of all that is exchanged, and of the results. Logits exist for `size` tokens at a time (0: for
+    all). A `reader` makes the results, of all tokens, instead of loss and logits."""
 
     pack: Pack
     batch_of: Callable[[torch.dtype], Batch]
     batch: Batch
     items: Any
     labels: Tensor | None
+    reader: Reader | None = None
+    size: int = 0
     tile: Tensor | None = None
     hidden: Tensor | None = None
     outputs: Any = None
+    router: Any = None
     draws: Draws | None = None
     group: Collectives | None = None
     deals: dict[int, Deal] = field(default_factory=dict)
@@ -104,7 +112,7 @@ class Forward:
         return self.deals[parts]
 
 
-class ContextParallel:
+class ContextParallel(Calls):
     """Makes `model` context-parallel, in place, over a process group (None: the default group; or a list of global ranks). All
     ranks make one, before DDP or FSDP wrap the model.
 
@@ -137,9 +145,13 @@ class ContextParallel:
         self.model: Any = None
         self._base: Any = None
         self._hooks: list[Any] = []
+        self._kept: Kept | None = None
+        self._asked: Reader | None = None
+        self._others: list[ContextParallel] = []
         self._contexts: dict[torch.dtype, Context] = {}
         self._collectives: Collectives | None = None
         self._options = {"timeout": timeout, "workers": workers, **options}
+        self._alike = {"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "mixers": mixers, **self._options}
         transport = GlooTransport(group, timeout=timeout)
         members = transport.members
         try:
@@ -164,7 +176,7 @@ class ContextParallel:
                 raise Unsupported(f"{type(model).__name__}: {error}") from error
             raise
         transport.release()
-        self._factor = float(self.ranks) if gradients == "mean" else 1.0
+        self.factor = float(self.ranks) if gradients == "mean" else 1.0
         self.last: Forward | None = None
         model._cpattn = self
         self._hook()
@@ -195,7 +207,10 @@ class ContextParallel:
         self._adapters.replace()
         model.set_attn_implementation(NAME)
         self._mixers.replace()
-        self._found = probe(model, self._takes, self._mixers)
+        if pools(model):
+            self._kept = Kept(model)
+            self._kept.replace()
+        self._found = probe(model, self._takes, self._mixers, self._kept)
         self._base = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
             raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
@@ -233,9 +248,20 @@ class ContextParallel:
             found, items = checked(self.model, self.config, self._found, inputs), inputs.get("num_items_in_batch")
             if items is not None and (items := attempt(float, given := items)) is None:
                 raise refused("num_items_in_batch", given, "a number is needed")
-        same(context.transport, "inputs", number(found.bytes() + repr(items).encode()), need)
+            reader = self._reader(inputs)
+        more = reader.bytes() if reader else b""
+        same(context.transport, "inputs", number(found.bytes() + repr(items).encode() + more), need)
         batch = context.batch(found.cu_seqlens)
-        return Forward(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens), batch, items, found.labels, group=self._talk())
+        forward = Forward(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens), batch, items, found.labels, reader, group=self._talk())
+        forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
+        return forward
+
+    def _reader(self, inputs: Mapping[str, Any]) -> Reader | None:
+        if self._asked is not None:
+            return self._asked
+        if inputs.get("fused_lm_head"):
+            return Fused(self, self.factor, inputs.get("shift_labels") is not None)
+        return Pooled(self, self.factor, self._kept, inputs) if self._kept else None
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if Current.forward is not None:  # the head alone, for a tile
@@ -250,6 +276,8 @@ class ContextParallel:
             kept["token_type_ids"] = forward.pack.types[mine][None]
         if "use_cache" in self._takes:
             kept["use_cache"] = False
+        if forward.reader is not None:
+            kept |= forward.reader.arguments(forward)
         forward.draws = Draws(self._number, self.device)
         return (), kept | self._mixers.arguments(forward)
 
@@ -258,22 +286,35 @@ class ContextParallel:
     def _after(self, model: Any, args: Any, kwargs: Any, out: Any) -> Any:
         if (forward := self._whole()) is None:
             return out
+        weighted = None
+        if isinstance(out.get("aux_loss"), Tensor):
+            out["aux_loss"], weighted = router_loss(self, forward, out["aux_loss"], self.factor)
+        if forward.reader is not None:
+            aux, out = out.get("aux_loss"), forward.reader.result(model, forward, out, kwargs)
+            if aux is not None:
+                out["aux_loss"] = aux
+        else:
+            self._losses(model, forward, out, kwargs)
+        if weighted is not None and out.get("loss") is not None:
+            out["loss"] = out["loss"] + weighted
+        return out
+
+    def _losses(self, model: Any, forward: Forward, out: Any, kwargs: dict[str, Any]) -> None:
         logits = out.logits
         if not len(forward.batch.tokens):
             out["logits"] = logits[:, :0]
         if forward.labels is None:
-            return out
+            return
         if forward.hidden is None:
             part = summed(logits[0], forward.labels)
         else:
             out["logits"], part = None, in_tiles(self, model, forward, kwargs)
         items = forward.items if forward.items is not None else forward.pack.count
-        out["loss"] = Total.apply(part, forward.batch.context.transport, self._factor) / items  # type: ignore[no-untyped-call]
-        return out
+        out["loss"] = Total.apply(part, forward.batch.context.transport, self.factor) / items  # type: ignore[no-untyped-call]
 
     def _ends(self, *_: Any) -> None:
         if (forward := self._whole()) is not None:
-            forward.hidden = Current.forward = None
+            forward.hidden = forward.router = Current.forward = None
             if forward.draws is not None:
                 forward.draws.end()
 
@@ -292,7 +333,10 @@ class ContextParallel:
             self.model.register_forward_hook(after, with_kwargs=True),
             self.model.register_forward_hook(self._ends, always_call=True),
         ]
-        if self.tile:
+        if self._kept:
+            self._kept.replace()
+        if self._base not in (None, self.model):
+            self._hooks.append(self._base.register_forward_hook(keeps_router))
             self._base.forward = partial(keeps_hidden, self._base.forward)
 
     def _restore(self) -> None:
@@ -303,7 +347,9 @@ class ContextParallel:
         self._hooks = []
         self._mixers.restore()
         self._adapters.restore()
-        if self._base is not None and self.tile:
+        if self._kept:
+            self._kept.restore()
+        if self._base not in (None, self.model):
             vars(self._base).pop("forward", None)
         with suppress(ValueError):
             self.model.set_attn_implementation(self._usual)
@@ -325,64 +371,15 @@ class ContextParallel:
                 self.model.set_attn_implementation(NAME)
                 self._hook()
 
-    def gather(self, rows: Tensor, fill: float = 0) -> Tensor:
-        """From rows of this rank's tokens of the last forward pass, `[1, tokens, ...]`, such as its logits, to `[rows, tokens, ...]` in
-        the order of input_ids, on all ranks; `fill` at padding. Not differentiable. All ranks call it."""
-        collectives = self._talk()
-        if self.last is None:
-            raise InvalidArgument("gather needs a forward pass, and there was none: call the model first")
-        forward, rows = self.last, rows.detach()
-        mine = len(forward.batch.tokens)
-        if rows.ndim < 2 or rows.shape[:2] != (1, mine):
-            raise InvalidArgument(f"rows has the shape {tuple(rows.shape)}, (1, {mine}, ...) is needed")
-        # As bytes: each row comes from one rank, so the sum is exact in any dtype.
-        every = torch.zeros((len(forward.pack.ids), *rows.shape[2:]), dtype=rows.dtype)
-        every[forward.batch.tokens.cpu()] = rows[0].cpu()
-        collectives.sum(every.view(-1).view(torch.uint8))
-        if len(forward.pack.ids) < forward.pack.shape[0] * forward.pack.shape[1]:
-            given, every = every, torch.full((forward.pack.shape[0] * forward.pack.shape[1], *rows.shape[2:]), fill, dtype=rows.dtype)
-            every[forward.pack.kept.cpu()] = given
-        return every.reshape(*forward.pack.shape, *rows.shape[2:]).to(rows.device)
-
     def _talk(self) -> Collectives:
         if self._collectives is None:
             raise InvalidArgument("this ContextParallel is closed: make another one")
         return self._collectives
 
-    def count(self, batch: Mapping[str, Any]) -> int:
-        """The number of tokens of a batch with a label."""
-        return documents(self.model, self._found, batch).count
-
-    def loader(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches of rank 0 of the group, on all ranks of the group. The model selects each rank's tokens."""
-        iterator, collectives = iter(batches) if self.rank == 0 else None, self._talk()
-        while True:
-            message: Any = None
-            if iterator is not None:
-                try:
-                    message = ("batch", next(iterator))
-                except StopIteration:
-                    message = ("end", None)
-                except BaseException as error:
-                    collectives.broadcast(("failed", repr(error)), 0)
-                    raise
-            kind, batch = collectives.broadcast(message, 0)
-            if kind == "failed":
-                raise InvalidArgument(f"the loader of rank 0 of this group failed: {batch}")
-            if kind == "end":
-                return
-            yield batch
-
-    def sent(self, batch: Any) -> Any:
-        """The batch of rank 0 of the group, on all ranks of the group, which all call this with a batch of their own."""
-        return self._talk().broadcast(batch if self.rank == 0 else None, 0)
-
-    def trainer(self, kind: type[Any], *, send_batches: bool = False) -> type[Any]:
-        """A subclass of Trainer or of TRL's SFTTrainer that gives all ranks of a group the same batches. With `send_batches`, rank 0
-        of each group sends its batches to the others, for datasets and collators that draw differently on each rank."""
-        from .trainer import trainer
-
-        return trainer(self, kind, flag("send_batches", send_batches))
+    def like(self, model: Any) -> ContextParallel:
+        """One for another model, with the arguments of this one. It is closed with this one."""
+        self._others.append(ContextParallel(model, **self._alike))
+        return self._others[-1]
 
     def __reduce__(self) -> Any:
         raise Unsupported("a model with a ContextParallel cannot be copied or pickled: copy it before ContextParallel(model) or after close()")
@@ -391,6 +388,8 @@ class ContextParallel:
         """Leaves the group and restores the model's own attention."""
         if self.model._cpattn is not self:
             return
+        for other in self._others:
+            other.close()
         self._restore()
         self.model._cpattn = None
         self._leave()

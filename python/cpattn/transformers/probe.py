@@ -20,6 +20,7 @@ from ..errors import Error, Unsupported
 from .attention import Current, Window
 from .hybrids.deal import Deal
 from .mixers import Mixers
+from .pooled import Kept
 
 TOKENS = 7
 
@@ -77,15 +78,16 @@ class Tables(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
 class Found(NamedTuple):
     """The kinds of a model's layers, each with the number of its layers; the first position of a document; the number of positions
-    from there on that the model has; the number of token types, 0 if it takes none."""
+    from there on that the model has; the number of token types, 0 if it takes none; whether the head reads one token of a row."""
 
     layers: list[tuple[int, dict[str, int]]]
     first: int
     positions: int
     types: int
+    pooled: bool
 
 
-def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
+def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None = None) -> Found:
     """Raises Unsupported if the model would be wrong."""
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()):
@@ -121,6 +123,10 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
         where |= {"token_type_ids": (ids[order] % types)[None]} if types else {}
         out = model(input_ids=ids[order][None], **where, **more, **mixers.arguments(forward))
         found = getattr(out, "logits", None)
+        if kept is not None:
+            pooled, found = found, kept.take()
+            if not isinstance(pooled, Tensor) or not torch.equal(pooled[0], found[0, -1]):
+                raise Unsupported("the result is not that of the head for the last token of a row, which is needed of a head for classes of sequences")
         if not isinstance(found, Tensor):
             raise Unsupported(
                 f"the result, a {type(out).__name__}, has no logits: base models and heads for answers are not supported. Take the class with "
@@ -175,4 +181,4 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
             "spaces) need mixers"
         )
     layers = [(count // calls, dict(kind)) for kind, count in forward.kinds.items()]
-    return Found(layers, first, tables.rows, types)
+    return Found(layers, first, tables.rows, types, kept is not None)
