@@ -46,8 +46,9 @@ class Sum(torch.autograd.Function):
         return gradient * ctx.factor, None, None
 
 
-def _asked(cp: ContextParallel, names: tuple[str, ...]) -> Any:
-    found = (getattr(one, name, None) for one in (cp.config, cp.model) for name in names)
+def _asked(cp: ContextParallel, names: tuple[str, ...], config: bool) -> Any:
+    # A model has copied them from its config. TRL's fused head reads the config.
+    found = (getattr(one, name, None) for one in (cp.config, cp.model)[:: 1 if config else -1] for name in names)
     return next((value for value in found if value is not None), None)
 
 
@@ -72,7 +73,7 @@ def router_loss(cp: ContextParallel, forward: Forward, given: Tensor, factor: fl
     """The loss over all tokens, and its share of the model's loss, from this rank's router logits and the model's own loss of its tokens."""
     assert forward.group is not None
     layers = [logits.flatten(0, -2) for logits in forward.router or () if isinstance(logits, Tensor)]
-    chosen, weight = _asked(cp, CHOSEN), _asked(cp, WEIGHT)
+    chosen, weight = (_asked(cp, names, forward.reader is not None) for names in (CHOSEN, WEIGHT))
     known = bool(layers) and isinstance(chosen, int) and isinstance(weight, int | float)
     known = known and all(logits.shape == (len(forward.tokens), layers[0].shape[-1]) for logits in layers)
     if known:
