@@ -15,7 +15,7 @@ try:
     import peft
     import transformers
     import trl
-    from datasets import Dataset
+    from datasets import Dataset, load_from_disk
 except ImportError:
     raise unittest.SkipTest("transformers, peft, trl or datasets is not installed") from None
 
@@ -40,6 +40,14 @@ def _text(seed: int, n: int) -> str:
 
 def pairs() -> Dataset:
     return Dataset.from_list([{"prompt": _text(i, p), "chosen": _text(10 + i, c), "rejected": _text(20 + i, r)} for i, (p, c, r) in enumerate(LENGTHS)])
+
+
+def saved(folder: str, rank: int) -> Dataset:
+    """The pairs in a folder: with precomputed log-probabilities TRL reads on all processes what one has written beside the data."""
+    if rank == 0:
+        pairs().save_to_disk(f"{folder}/pairs")
+    torch.distributed.barrier()
+    return load_from_disk(f"{folder}/pairs")
 
 
 def whole_pairs() -> Dataset:
@@ -90,14 +98,14 @@ GENERATED = {"num_generations": 4, "max_completion_length": 8, "per_device_train
 ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
-def trainers(kinds: list[str]) -> dict[str, Any]:
+def trainers(kinds: list[str], folder: str, rank: int) -> dict[str, Any]:
     """For each kind: the model, the class of the trainer, its config, and what it is made with."""
     tokenizer = models.tokenizer()
     every: dict[str, Any] = {
         "dpo": lambda: (models.build("gemma2"), trl.DPOTrainer, trl.DPOConfig, {}, {"train_dataset": pairs(), "eval_dataset": pairs(), "ref_model": other("gemma2")}),
         "dpo, experts": lambda: (
             models.build("mixtral"), trl.DPOTrainer, trl.DPOConfig, {"router_aux_loss_coef": 0.5, "precompute_ref_log_probs": True},
-            {"train_dataset": pairs(), "ref_model": other("mixtral")},
+            {"train_dataset": saved(folder, rank), "ref_model": other("mixtral")},
         ),
         "dpo, lora": lambda: (models.build("qwen3"), trl.DPOTrainer, trl.DPOConfig, {}, {"train_dataset": pairs(), "peft_config": adapter()}),
         "reward": lambda: (head(), trl.RewardTrainer, trl.RewardConfig, {}, {"train_dataset": whole_pairs(), "eval_dataset": whole_pairs()}),
@@ -124,20 +132,20 @@ def trainers(kinds: list[str]) -> dict[str, Any]:
     return {name: (*every[name](), tokenizer) for name in kinds}
 
 
-def _job(rank: int, world: int, kinds: list[str], replicas: int, parallel: bool) -> dict[str, Any]:
+def _job(rank: int, world: int, kinds: list[str], folder: str, replicas: int, parallel: bool) -> dict[str, Any]:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
-    for name, (model, kind, config, options, more, tokenizer) in trainers(kinds).items():
+    for name, (model, kind, config, options, more, tokenizer) in trainers(kinds, folder, rank).items():
         cp = ContextParallel(model, replicas=replicas) if parallel else None
         torch.manual_seed(0)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as place:
             options = {
                 "use_cpu": True, "max_steps": 3, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "per_device_train_batch_size": 2,
                 "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "seed": 1, "logging_nan_inf_filter": False,
                 "bf16": False, "eval_strategy": "steps" if "eval_dataset" in more else "no", "eval_steps": 3, "gradient_checkpointing": False, **options,
             }  # fmt: skip
-            trainer = (cp.trainer(kind) if cp else kind)(model=model, args=config(folder, **options), processing_class=tokenizer, **more)
+            trainer = (cp.trainer(kind) if cp else kind)(model=model, args=config(place, **options), processing_class=tokenizer, **more)
             trainer.train()
         logged = [{key: value for key, value in entry.items() if "time" not in key and "per_second" not in key} for entry in trainer.state.log_history]
         weights = torch.cat([p.detach().flatten().double() for p in trainer.model.parameters() if p.requires_grad])
@@ -163,10 +171,12 @@ KINDS = sys.argv[1:]
 if __name__ == "__main__":
     import numpy as np
     world, replicas = int(KINDS.pop(0)), int(KINDS.pop(0))
-    one = processes.run(_job, replicas, KINDS, 1, False, seconds=400)[0]
+    one = processes.run(_job, replicas, KINDS, tempfile.mkdtemp(), 1, False, seconds=400)[0]
     for k in KINDS:
         for e in one[k][0]: print(k, e)
-    for r in processes.run(_job, world, KINDS, replicas, True, seconds=400)[:1]:
+    outs = processes.start(_job, world, KINDS, tempfile.mkdtemp(), replicas, True, seconds=400)
+    for o in outs: print((o.error or "")[-1500:])
+    for r in [o.value for o in outs if o.value]:
         for k in KINDS:
             print(k, models.apart(torch.tensor(r[k][1]), torch.tensor(one[k][1])))
             for a, b in zip(r[k][0], one[k][0]):

@@ -133,6 +133,10 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
             """Trainer divides the number of processes by it to count samples."""
             return cp.ranks
 
+        def floating_point_ops(self, inputs: Any) -> Any:
+            """Trainer adds it up over the processes."""
+            return super().floating_point_ops(inputs) / cp.ranks
+
         def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
             if not self.model_accepts_loss_kwargs or not all("labels" in batch or "shift_labels" in batch for batch in batch_samples):
                 return None
