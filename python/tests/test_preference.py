@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import unittest
 import warnings
@@ -15,7 +14,7 @@ try:
     import peft
     import transformers
     import trl
-    from datasets import Dataset, load_from_disk
+    from datasets import Dataset, disable_progress_bars, load_from_disk
 except ImportError:
     raise unittest.SkipTest("transformers, peft, trl or datasets is not installed") from None
 
@@ -23,7 +22,7 @@ import models
 import processes
 import torch
 from cpattn.transformers import ContextParallel
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 transformers.utils.logging.set_verbosity_error()
 processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers", "transformers.trainer", "peft", "trl"])
@@ -52,6 +51,10 @@ def saved(folder: str, rank: int) -> Dataset:
 
 def whole_pairs() -> Dataset:
     return Dataset.from_list([{"chosen_ids": _words(i, p + c), "rejected_ids": _words(i, p + r), "margin": 0.1 * i} for i, (p, c, r) in enumerate(LENGTHS)])
+
+
+def classes() -> Dataset:
+    return Dataset.from_list([{"input_ids": _words(i, p + c), "labels": i % 3} for i, (p, c, _) in enumerate(LENGTHS)])
 
 
 def unpaired() -> Dataset:
@@ -85,9 +88,8 @@ def other(name: str, **more: Any) -> Any:
     return model.eval()
 
 
-def lora(model: Any) -> Any:
-    torch.manual_seed(3)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+def accuracy(found: Any) -> dict[str, float]:
+    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean()), "mean": float(found.predictions.mean())}
 
 
 def adapter() -> Any:
@@ -95,7 +97,6 @@ def adapter() -> Any:
 
 
 GENERATED = {"num_generations": 4, "max_completion_length": 8, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "temperature": 0.8}
-ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 def trainers(kinds: list[str], folder: str, rank: int) -> dict[str, Any]:
@@ -107,8 +108,12 @@ def trainers(kinds: list[str], folder: str, rank: int) -> dict[str, Any]:
             models.build("mixtral"), trl.DPOTrainer, trl.DPOConfig, {"router_aux_loss_coef": 0.5, "precompute_ref_log_probs": True},
             {"train_dataset": saved(folder, rank), "ref_model": other("mixtral")},
         ),
-        "dpo, lora": lambda: (models.build("qwen3"), trl.DPOTrainer, trl.DPOConfig, {}, {"train_dataset": pairs(), "peft_config": adapter()}),
+        "dpo, lora": lambda: (models.build("qwen3"), trl.DPOTrainer, trl.DPOConfig, {"gradient_checkpointing": True}, {"train_dataset": pairs(), "peft_config": adapter()}),
         "reward": lambda: (head(), trl.RewardTrainer, trl.RewardConfig, {}, {"train_dataset": whole_pairs(), "eval_dataset": whole_pairs()}),
+        "classes": lambda: (
+            head(num_labels=3), Trainer, TrainingArguments, {"gradient_accumulation_steps": 2},
+            {"train_dataset": classes(), "eval_dataset": classes(), "compute_metrics": accuracy},
+        ),
         "grpo": lambda: (
             models.build("llama"), trl.GRPOTrainer, trl.GRPOConfig, {**GENERATED, "beta": 0.0, "steps_per_generation": 2, "num_iterations": 2},
             {"train_dataset": prompts(), "eval_dataset": prompts(), "reward_funcs": reward},
@@ -125,7 +130,7 @@ def trainers(kinds: list[str], folder: str, rank: int) -> dict[str, Any]:
             {"train_dataset": unpaired(), "ref_model": other("llama")},
         ),
         "sft": lambda: (
-            models.build("mixtral"), trl.SFTTrainer, trl.SFTConfig, {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2, "max_length": None},
+            models.build("mixtral"), trl.SFTTrainer, trl.SFTConfig, {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2, "max_length": None, "gradient_checkpointing": True},
             {"train_dataset": Dataset.from_list([{"input_ids": row["chosen_ids"]} for row in whole_pairs()])},
         ),
     }  # fmt: skip
@@ -135,6 +140,7 @@ def trainers(kinds: list[str], folder: str, rank: int) -> dict[str, Any]:
 def _job(rank: int, world: int, kinds: list[str], folder: str, replicas: int, parallel: bool) -> dict[str, Any]:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     warnings.simplefilter("ignore")
+    disable_progress_bars()
     found: dict[str, Any] = {}
     for name, (model, kind, config, options, more, tokenizer) in trainers(kinds, folder, rank).items():
         cp = ContextParallel(model, replicas=replicas) if parallel else None
@@ -143,13 +149,14 @@ def _job(rank: int, world: int, kinds: list[str], folder: str, replicas: int, pa
             options = {
                 "use_cpu": True, "max_steps": 3, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "per_device_train_batch_size": 2,
                 "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "seed": 1, "logging_nan_inf_filter": False,
-                "bf16": False, "eval_strategy": "steps" if "eval_dataset" in more else "no", "eval_steps": 3, "gradient_checkpointing": False, **options,
+                "bf16": False, "ddp_find_unused_parameters": False, "eval_strategy": "steps" if "eval_dataset" in more else "no", "eval_steps": 3, "gradient_checkpointing": False, **options,
             }  # fmt: skip
             trainer = (cp.trainer(kind) if cp else kind)(model=model, args=config(place, **options), processing_class=tokenizer, **more)
+            trainer.remove_callback(transformers.PrinterCallback)
             trainer.train()
         logged = [{key: value for key, value in entry.items() if "time" not in key and "per_second" not in key} for entry in trainer.state.log_history]
         weights = torch.cat([p.detach().flatten().double() for p in trainer.model.parameters() if p.requires_grad])
-        found[name] = logged, trainer.accelerator.unwrap_model(trainer.model) is not None and weights.numpy()
+        found[name] = logged, weights.numpy()
         if cp:
             cp.close()
     return found
@@ -158,8 +165,7 @@ def _job(rank: int, world: int, kinds: list[str], folder: str, replicas: int, pa
 def compare(test: unittest.TestCase, kinds: list[str], one: dict[str, Any], several: list[dict[str, Any]]) -> None:
     for found in several:
         for name in kinds:
-            logs, weights = (torch.tensor(found[name][1]), torch.tensor(one[name][1]))
-            test.assertLessEqual(models.apart(logs, weights), 2e-6, name)
+            test.assertLessEqual(models.apart(torch.tensor(found[name][1]), torch.tensor(one[name][1])), 1e-6, name)
             test.assertEqual(len(found[name][0]), len(one[name][0]))
             for a, b in zip(found[name][0], one[name][0], strict=True):
                 test.assertEqual(a.keys(), b.keys(), name)
@@ -167,18 +173,24 @@ def compare(test: unittest.TestCase, kinds: list[str], one: dict[str, Any], seve
                     test.assertLessEqual(abs((a[key] or 0) - (b[key] or 0)), 1e-4 * max(abs(b[key] or 0), 1), (name, key, a, b))
 
 
-KINDS = sys.argv[1:]
+class Preference(unittest.TestCase):
+    def test_as_one_process(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            one = processes.run(_job, 1, KINDS, f"{folder}/one", 1, False)[0]
+            several = processes.run(_job, 2, KINDS, f"{folder}/two", 1, True)
+        compare(self, KINDS, one, several)
+        rewards = [entry["reward_std"] for entry in one["grpo"][0] if "reward_std" in entry]
+        self.assertGreater(min(rewards), 0.05, "the completions differ, and so do their rewards")
+
+    def test_replicas_as_processes(self) -> None:
+        """Two groups of two ranks, as two processes of TRL with data in parallel."""
+        kinds = ["grpo", "reward"]
+        with tempfile.TemporaryDirectory() as folder:
+            two = processes.run(_job, 2, kinds, folder, 1, False)[0]
+            compare(self, kinds, two, processes.run(_job, 4, kinds, folder, 2, True))
+
+
+KINDS = ["dpo", "dpo, experts", "dpo, lora", "reward", "classes", "grpo", "grpo, lora", "rloo", "kto", "sft"]
+
 if __name__ == "__main__":
-    import numpy as np
-    world, replicas = int(KINDS.pop(0)), int(KINDS.pop(0))
-    one = processes.run(_job, replicas, KINDS, tempfile.mkdtemp(), 1, False, seconds=400)[0]
-    for k in KINDS:
-        for e in one[k][0]: print(k, e)
-    outs = processes.start(_job, world, KINDS, tempfile.mkdtemp(), replicas, True, seconds=400)
-    for o in outs: print((o.error or "")[-1500:])
-    for r in [o.value for o in outs if o.value]:
-        for k in KINDS:
-            print(k, models.apart(torch.tensor(r[k][1]), torch.tensor(one[k][1])))
-            for a, b in zip(r[k][0], one[k][0]):
-                bad = {x: (a.get(x), b.get(x)) for x in a.keys()|b.keys() if a.get(x)!=b.get(x) and not (x in a and x in b and abs((a[x] or 0)-(b[x] or 0))<=1e-5*max(1,abs(b[x] or 0)))}
-                print("  bad", bad)
+    unittest.main()
