@@ -88,8 +88,8 @@ class Calls:
         return self._talk().broadcast(batch if self.rank == 0 else None, 0)
 
     def trainer(self, kind: type[Any], *, send_batches: bool = False) -> type[Any]:
-        """A subclass of Trainer or of TRL's SFTTrainer that gives all ranks of a group the same batches. With `send_batches`, rank 0
+        """A subclass of Trainer or of one of TRL's (SFT, DPO, KTO, reward, GRPO, RLOO) that gives all ranks of a group the same batches. With `send_batches`, rank 0
         of each group sends its batches to the others, for datasets and collators that draw differently on each rank."""
         from .trainer import trainer
 
-        return trainer(self, kind, flag("send_batches", send_batches))
+        return trainer(self, kind, flag("send_batches", send_batches))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from .._check import number
 from ..errors import InvalidArgument
@@ -103,7 +103,7 @@ class Fused(Reader):
 
 
 @dataclass
-class Scores(ModelOutput):  # type: ignore[misc]
+class Scores(ModelOutput):
     """Of the label of each token, `[rows, tokens]` in the order of input_ids, on all ranks; 0 at tokens without a label.
 
     The label of a token is the next token, at the place of the token before it, as logits are."""

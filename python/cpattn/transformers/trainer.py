@@ -149,8 +149,8 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
             if own:
-                found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-                loss, out = found if return_outputs else (found, None)
+                found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+                loss, out = found if return_outputs else (found, {})
             else:
                 loss, out = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
             if not own and self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs and num_items_in_batch is not None:
