@@ -21,12 +21,13 @@ except ImportError:
 import models
 import processes
 import torch
+from cpattn import InvalidArgument, Unsupported
 from cpattn.transformers import ContextParallel
 from transformers import AutoConfig, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 transformers.utils.logging.set_verbosity_error()
 processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers", "transformers.trainer", "peft", "trl"])
-LENGTHS = [(5, 9, 4), (3, 6, 12), (7, 2, 8), (4, 15, 3), (6, 5, 5), (2, 11, 7), (9, 3, 6), (5, 8, 10)]
+LENGTHS = [(5, 9, 4), (3, 6, 12), (7, 2, 8), (4, 15, 3), (6, 5, 4), (2, 11, 7), (9, 3, 6), (5, 8, 10)]
 
 
 def _words(seed: int, n: int) -> list[int]:
@@ -159,6 +160,41 @@ def _job(rank: int, world: int, kinds: list[str], folder: str, replicas: int, pa
         found[name] = logged, weights.numpy()
         if cp:
             cp.close()
+            # A reference is closed with the model.
+            assert getattr(getattr(trainer, "ref_model", None), "_cpattn", None) is None
+    if parallel and replicas == 1:
+        found["refused"] = _refused()
+    return found
+
+
+def _refused() -> dict[str, str]:
+    """What is refused when a trainer is made."""
+    found: dict[str, str] = {}
+    model = models.build("llama")
+    cp = ContextParallel(model)
+    more = {"model": model, "train_dataset": prompts(), "reward_funcs": reward, "processing_class": models.tokenizer()}
+    with tempfile.TemporaryDirectory() as place:
+        usual = {"use_cpu": True, "bf16": False, "report_to": [], "num_generations": 4, "per_device_train_batch_size": 4}
+
+        def refuse(name: str, kind: Any, args: Any) -> None:
+            try:
+                cp.trainer(kind)(args=args, **more)
+            except (InvalidArgument, Unsupported) as error:
+                found[name] = str(error)
+
+        refuse("no arguments", trl.GRPOTrainer, None)
+        refuse("batch", trl.GRPOTrainer, trl.GRPOConfig(place, **{**usual, "per_device_train_batch_size": 2}))
+        args = trl.GRPOConfig(place, **usual)
+        args.use_vllm = True
+        refuse("vllm", trl.GRPOTrainer, args)
+        refuse("smoothing", trl.GRPOTrainer, trl.GRPOConfig(place, **usual, label_smoothing_factor=0.1))
+
+        class Other(trl.GRPOTrainer):
+            def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+                return super().compute_loss(*args, **kwargs)
+
+        refuse("subclass", Other, trl.GRPOConfig(place, **usual))
+    cp.close()
     return found
 
 
@@ -179,6 +215,13 @@ class Preference(unittest.TestCase):
             one = processes.run(_job, 1, KINDS, f"{folder}/one", 1, False)[0]
             several = processes.run(_job, 2, KINDS, f"{folder}/two", 1, True)
         compare(self, KINDS, one, several)
+        said = {
+            "no arguments": "args is needed: the GRPOConfig", "batch": "has 2 prompts (generation_batch_size", "vllm": "use_vllm is True",
+            "smoothing": "label smoothing", "subclass": "Other computes its loss in test_preference",
+        }  # fmt: skip
+        for found in several:
+            for name, text in said.items():
+                self.assertIn(text, found["refused"].get(name, ""), name)
         rewards = [entry["reward_std"] for entry in one["grpo"][0] if "reward_std" in entry]
         self.assertGreater(min(rewards), 0.05, "the completions differ, and so do their rewards")
 

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from .._check import flag
 from ..errors import InvalidArgument
+from .agree import told
 from .inputs import documents
 from .scores import LogProbs, Reader, Scores, spread
 
 if TYPE_CHECKING:
+    from ..torch import GlooTransport
     from ..torch.gloo import Collectives
     from .parallel import Forward
     from .pooled import Kept
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 
 class Calls:
+    def __init__(self, model: Any, **_: Any) -> None: ...
+
     model: Any
     rank: int
     factor: float
@@ -28,8 +32,17 @@ class Calls:
     _found: Found
     _kept: Kept | None
     _asked: Reader | None
+    _others: list[Any]
+    _alike: dict[str, Any]
 
     def _talk(self) -> Collectives:
+        raise NotImplementedError
+
+    def _keep_hidden(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def transport(self) -> GlooTransport:
         raise NotImplementedError
 
     def gather(self, rows: Tensor, fill: float = 0) -> Tensor:
@@ -51,7 +64,11 @@ class Calls:
         what wraps the model, such as DDP. Differentiable: every rank computes the loss of the whole batch from them, as one process does,
         divided by nothing that has to do with ranks; each rank's gradients are then its part, as those of the model's own loss.
         All ranks call it."""
-        reader = self._asked = LogProbs(self, self.factor, temperature, flag("entropy", entropy), inputs)  # type: ignore[arg-type]
+        self._talk()
+        with told(self.transport):
+            reader = LogProbs(self, self.factor, temperature, flag("entropy", entropy), inputs)  # type: ignore[arg-type]
+        self._keep_hidden()
+        self._asked = reader
         try:
             return reader.given((self.model if model is None else model)(**inputs))
         finally:
@@ -86,6 +103,12 @@ class Calls:
     def sent(self, batch: Any) -> Any:
         """The batch of rank 0 of the group, on all ranks of the group, which all call this with a batch of their own."""
         return self._talk().broadcast(batch if self.rank == 0 else None, 0)
+
+    def like(self, model: Any) -> Any:
+        """One for another model, such as a reference, with the arguments of this one. It is closed with this one."""
+        self._talk()
+        self._others.append(type(self)(model, **self._alike))
+        return self._others[-1]
 
     def trainer(self, kind: type[Any], *, send_batches: bool = False) -> type[Any]:
         """A subclass of Trainer or of one of TRL's (SFT, DPO, KTO, reward, GRPO, RLOO) that gives all ranks of a group the same batches. With `send_batches`, rank 0

@@ -33,10 +33,10 @@ from .inputs import checked
 from .mixers import Mixer, Mixers
 from .owners import refuse_owners
 from .pack import TAKEN, Pack
-from .pooled import Kept, Pooled, pools
+from .pooled import Kept, pools, reader_of
 from .probe import probe
 from .router import keeps_router, router_loss
-from .scores import Fused, Reader
+from .scores import Reader
 from .tiles import in_tiles, keeps_hidden, summed
 
 
@@ -145,6 +145,7 @@ class ContextParallel(Calls):
         self.model: Any = None
         self._base: Any = None
         self._hooks: list[Any] = []
+        self._tiles = False
         self._kept: Kept | None = None
         self._asked: Reader | None = None
         self._others: list[ContextParallel] = []
@@ -189,6 +190,7 @@ class ContextParallel(Calls):
         if gradients not in ("mean", "sum"):
             raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
         self.tile, self.replicas = whole("tile", tile, 0, 2**31), whole("replicas", replicas, 1, ranks)
+        self._tiles = self.tile > 0
         if ranks % replicas:
             raise InvalidArgument(f"replicas is {replicas}, which does not divide the {ranks} ranks of the group")
         if getattr(model, "_cpattn", None) is not None:
@@ -248,20 +250,13 @@ class ContextParallel(Calls):
             found, items = checked(self.model, self.config, self._found, inputs), inputs.get("num_items_in_batch")
             if items is not None and (items := attempt(float, given := items)) is None:
                 raise refused("num_items_in_batch", given, "a number is needed")
-            reader = self._reader(inputs)
+            reader = self._asked or reader_of(self, self._kept, inputs)
         more = reader.bytes() if reader else b""
         same(context.transport, "inputs", number(found.bytes() + repr(items).encode() + more), need)
         batch = context.batch(found.cu_seqlens)
         forward = Forward(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens), batch, items, found.labels, reader, group=self._talk())
         forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
         return forward
-
-    def _reader(self, inputs: Mapping[str, Any]) -> Reader | None:
-        if self._asked is not None:
-            return self._asked
-        if inputs.get("fused_lm_head"):
-            return Fused(self, self.factor, inputs.get("shift_labels") is not None)
-        return Pooled(self, self.factor, self._kept, inputs) if self._kept else None
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if Current.forward is not None:  # the head alone, for a tile
@@ -335,8 +330,15 @@ class ContextParallel(Calls):
         ]
         if self._kept:
             self._kept.replace()
-        if self._base not in (None, self.model):
+        if self._base is not None and hasattr(self.config, "output_router_logits"):
             self._hooks.append(self._base.register_forward_hook(keeps_router))
+        if self._tiles:
+            self._keep_hidden()
+
+    def _keep_hidden(self) -> None:
+        """For tiles, from here on: a backward pass computes them again."""
+        self._tiles = True
+        if self._base not in (None, self.model) and not isinstance(self._base.forward, partial):
             self._base.forward = partial(keeps_hidden, self._base.forward)
 
     def _restore(self) -> None:
@@ -349,7 +351,7 @@ class ContextParallel(Calls):
         self._adapters.restore()
         if self._kept:
             self._kept.restore()
-        if self._base not in (None, self.model):
+        if self._tiles and self._base not in (None, self.model):
             vars(self._base).pop("forward", None)
         with suppress(ValueError):
             self.model.set_attn_implementation(self._usual)
@@ -375,11 +377,6 @@ class ContextParallel(Calls):
         if self._collectives is None:
             raise InvalidArgument("this ContextParallel is closed: make another one")
         return self._collectives
-
-    def like(self, model: Any) -> ContextParallel:
-        """One for another model, with the arguments of this one. It is closed with this one."""
-        self._others.append(ContextParallel(model, **self._alike))
-        return self._others[-1]
 
     def __reduce__(self) -> Any:
         raise Unsupported("a model with a ContextParallel cannot be copied or pickled: copy it before ContextParallel(model) or after close()")

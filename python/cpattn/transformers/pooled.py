@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument, Unsupported
-from .scores import Reader
+from .scores import Fused, Reader
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel, Forward
@@ -55,7 +55,7 @@ class Pooled(Reader):
     def __init__(self, cp: ContextParallel, factor: float, kept: Kept, inputs: Any) -> None:
         super().__init__(cp, factor)
         self.kept, self.labels, self.ids, self.mask = kept, inputs.get("labels"), inputs["input_ids"], inputs.get("attention_mask")
-        padding = cp.config.pad_token_id
+        padding = getattr(cp.config, "pad_token_id", None)
         if padding is None and len(self.ids) > 1:
             raise InvalidArgument(f"input_ids has {len(self.ids)} rows and config.pad_token_id is None: set it, so that the last token of a row is known")
         if self.labels is not None and (not isinstance(self.labels, Tensor) or len(self.labels) != len(self.ids)):
@@ -80,3 +80,10 @@ class Pooled(Reader):
         if self.labels is not None:
             out["loss"] = model.loss_function(logits=logits, labels=self.labels, pooled_logits=logits, config=model.config)
         return out
+
+
+def reader_of(cp: ContextParallel, kept: Kept | None, inputs: Any) -> Reader | None:
+    """What makes the results of a forward pass, if it is not the model's own loss and logits."""
+    if inputs.get("fused_lm_head"):
+        return Fused(cp, cp.factor, inputs.get("shift_labels") is not None)
+    return Pooled(cp, cp.factor, kept, inputs) if kept else None
