@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """For Hugging Face Transformers: `ContextParallel(model)`, without other changes of the model's code."""
 
+from .balance import balanced
 from .pack import Pack
 from .parallel import ContextParallel
 
-__all__ = ["ContextParallel", "Pack"]
+__all__ = ["ContextParallel", "Pack", "balanced"]
