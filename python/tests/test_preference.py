@@ -23,7 +23,7 @@ import processes
 import torch
 from cpattn import InvalidArgument, Unsupported
 from cpattn.transformers import ContextParallel
-from transformers import AutoConfig, AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 transformers.utils.logging.set_verbosity_error()
 processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers", "transformers.trainer", "peft", "trl"])
@@ -68,6 +68,14 @@ def prompts() -> Dataset:
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(n % 7 for n in ids) / len(ids) + 0.1 * len(ids) for ids in completion_ids]
+
+
+def loaded(folder: str, rank: int) -> Any:
+    """A model of a folder, from which TRL makes the reference."""
+    if rank == 0:
+        models.build("llama").save_pretrained(f"{folder}/llama")
+    torch.distributed.barrier()
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/llama", attn_implementation="eager", dtype=torch.float32).train()
 
 
 def head(**more: Any) -> Any:
@@ -127,8 +135,7 @@ def trainers(kinds: list[str], folder: str, rank: int) -> dict[str, Any]:
             models.build("llama"), trl.RLOOTrainer, trl.RLOOConfig, {**GENERATED, "beta": 0.0}, {"train_dataset": prompts(), "reward_funcs": reward},
         ),
         "kto": lambda: (
-            models.build("llama"), trl.KTOTrainer, trl.KTOConfig, {"per_device_train_batch_size": 4},
-            {"train_dataset": unpaired(), "ref_model": other("llama")},
+            loaded(folder, rank), trl.KTOTrainer, trl.KTOConfig, {"per_device_train_batch_size": 4}, {"train_dataset": unpaired()},
         ),
         "sft": lambda: (
             models.build("mixtral"), trl.SFTTrainer, trl.SFTConfig, {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2, "max_length": None, "gradient_checkpointing": True},
@@ -152,7 +159,7 @@ def _job(rank: int, world: int, kinds: list[str], folder: str, replicas: int, pa
                 "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "seed": 1, "logging_nan_inf_filter": False,
                 "bf16": False, "ddp_find_unused_parameters": False, "eval_strategy": "steps" if "eval_dataset" in more else "no", "eval_steps": 3, "gradient_checkpointing": False, **options,
             }  # fmt: skip
-            trainer = (cp.trainer(kind) if cp else kind)(model=model, args=config(place, **options), processing_class=tokenizer, **more)
+            trainer = (cp.trainer(kind, send_batches=name in ("kto", "rloo")) if cp else kind)(model=model, args=config(place, **options), processing_class=tokenizer, **more)
             trainer.remove_callback(transformers.PrinterCallback)
             trainer.train()
         logged = [{key: value for key, value in entry.items() if "time" not in key and "per_second" not in key} for entry in trainer.state.log_history]

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from cpattn import InvalidArgument, Unsupported
 from cpattn.transformers import ContextParallel
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -28,9 +30,10 @@ transformers.utils.logging.set_verbosity_error()
 processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers", "transformers.models.mixtral"])
 LENGTHS = [7, 3, 19, 11]
 TEMPERATURE = 0.7
-# Cases: rows with padding at both sides, with a scale of logits (cohere), softcapping (gemma2) and tiles, a pack with two tokens for three ranks.
+# Cases: rows with padding at both sides, with a scale of logits (cohere), softcapping (gemma2) and tiles; two tokens for three ranks; FSDP2.
 WORDS: dict[str, tuple[str, int, list[int]]] = {
     "rows": ("gemma2", 4, LENGTHS), "scale": ("cohere", 0, LENGTHS), "two tokens": ("llama", 0, [2]),
+    "sharded": ("qwen3", 0, LENGTHS),
 }  # fmt: skip
 HEADS: dict[str, tuple[str, int, list[float] | list[int]]] = {"value": ("qwen3", 1, [0.5, -1.0, 2.0, 0.0]), "classes": ("gpt2", 3, [0, 2, 1, 1])}
 ROUTERS = {"mixtral": 0, "gpt-oss": 4}
@@ -71,6 +74,8 @@ def _job(rank: int, world: int) -> dict[str, Any]:
     def keep(name: str, loss: torch.Tensor, model: Any, summed: bool, *more: torch.Tensor) -> None:
         loss.backward()
         gradients = models.gradients(model)
+        if isinstance(gradients, DTensor):
+            gradients = gradients.full_tensor()
         if world > 1 and summed:
             dist.all_reduce(gradients)
         found[name] = [x.detach().double().flatten().numpy() for x in (loss[None], gradients, *more)]
@@ -81,7 +86,10 @@ def _job(rank: int, world: int) -> dict[str, Any]:
             given["labels"] = given["input_ids"]
         if world > 1:
             cp = ContextParallel(model, tile=tile)
-            outer = DistributedDataParallel(model)
+            if name == "sharded":
+                for layer in model.model.layers:
+                    fully_shard(layer)
+            outer = fully_shard(model) if name == "sharded" else DistributedDataParallel(model)
             out = cp.logprobs(given, model=outer, temperature=TEMPERATURE, entropy=True)
             scores, entropies = out.log_probs, out.entropy
         else:

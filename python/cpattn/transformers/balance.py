@@ -30,7 +30,7 @@ def balanced(
         raise InvalidArgument(f"lengths has a document of {bad} tokens, from 1 to {tokens} are needed (tokens)")
     costs = []
     for n in ends:
-        one = attempt(lambda n=n: float(cost(n)))  # type: ignore[misc]
+        one = attempt(lambda n=n: float(cost(n)))
         if one is None or not math.isfinite(one) or one < 0:
             raise refused("cost", cost, f"a function is needed that gives a finite number from 0 on, also for {n} tokens")
         costs.append(one)
