@@ -219,8 +219,8 @@ def compare(test: unittest.TestCase, kinds: list[str], one: dict[str, Any], seve
 class Preference(unittest.TestCase):
     def test_as_one_process(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            one = processes.run(_job, 1, KINDS, f"{folder}/one", 1, False)[0]
-            several = processes.run(_job, 2, KINDS, f"{folder}/two", 1, True)
+            one = processes.run(_job, 1, KINDS, f"{folder}/one", 1, False, seconds=300)[0]
+            several = processes.run(_job, 2, KINDS, f"{folder}/two", 1, True, seconds=300)
         compare(self, KINDS, one, several)
         said = {
             "no arguments": "args is needed: the GRPOConfig", "batch": "has 2 prompts (generation_batch_size", "vllm": "use_vllm is True",
