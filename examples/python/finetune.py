@@ -72,7 +72,6 @@ def losses(name, steps, alone):
         args = SFTConfig(
             folder, max_steps=steps, packing=True, max_length=256, per_device_train_batch_size=1, gradient_accumulation_steps=2,
             learning_rate=3e-3, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, bf16=False, seed=1,
-            loss_type="nll", router_aux_loss_coef=0.0,  # the router's loss is not a sum over tokens
         )  # fmt: skip
         trainer = trainer(model=model, args=args, train_dataset=Dataset.from_list(list(texts(400))), processing_class=tokenizer())
         trainer.train()

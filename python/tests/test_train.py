@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""examples/python/train.py and finetune.py: one process and several have the same losses, and the user's code stays short."""
+"""examples/python/train.py, finetune.py and grpo.py: one process and several have the same losses, and the user's code stays short."""
 
 from __future__ import annotations
 
@@ -68,6 +68,20 @@ class Train(unittest.TestCase):
                     self.assertLessEqual(abs(a - b) / a, 2e-6, model)
             lines = ElementTree.parse(plot).findall("{http://www.w3.org/2000/svg}polyline")
             self.assertEqual([len(line.attrib["points"].split()) for line in lines], 4 * [STEPS])
+
+    @unittest.skipUnless(find_spec("trl") and find_spec("datasets"), "TRL and datasets are not installed")
+    def test_reinforcement(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            one = start(0, f"--json={folder}/one.json", program="grpo.py")
+            self.assertEqual(one.returncode, 0, one.stderr)
+            plot = Path(folder) / "both.svg"
+            two = start(2, f"--json={folder}/two.json", f"--against={folder}/one.json", f"--plot={plot}", program="grpo.py")
+            self.assertEqual(two.returncode, 0, two.stderr)
+            rewards = [json.loads(Path(folder, name).read_text())["rewards"] for name in ("one.json", "two.json")]
+            for a, b in zip(*rewards, strict=True):
+                self.assertLessEqual(abs(a - b), 1e-6, rewards)
+            lines = ElementTree.parse(plot).findall("{http://www.w3.org/2000/svg}polyline")
+            self.assertEqual([len(line.attrib["points"].split()) for line in lines], 2 * [STEPS])
 
     def test_what_all_are_refused_for_is_said_once(self) -> None:
         # No file is asked for.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """For Hugging Face Transformers: `ContextParallel(model)`, without other changes of the model's code."""
 
+from .balance import balanced
 from .collate import SharedPrefixCollator, encode_slices
 from .pack import Pack
 from .parallel import ContextParallel
 
-__all__ = ["ContextParallel", "Pack", "SharedPrefixCollator", "encode_slices"]
+__all__ = ["ContextParallel", "Pack", "SharedPrefixCollator", "balanced", "encode_slices"]

@@ -24,8 +24,8 @@ MIXES, UNKNOWN, ALONE = 4, 6, 8
 
 
 def gathered(cp: ContextParallel, rows: Any) -> Any:
-    """Rows of this rank's tokens, of all ranks, also in tuples and mappings."""
-    return _each(cp.gather, rows)
+    """Rows of this rank's tokens, of all ranks, also in tuples and mappings. Results of all ranks are left as they are."""
+    return rows if cp.last is not None and cp.last.reader is not None else _each(cp.gather, rows)
 
 
 class Preprocess:
@@ -35,6 +35,8 @@ class Preprocess:
 
     def __call__(self, logits: Any, labels: Any) -> Any:
         """The function's result for all tokens, on all ranks, from the logits of this rank's tokens."""
+        if self._cp.last is not None and self._cp.last.reader is not None:
+            return self._function(logits, labels)
         mine, own = self._own(logits, labels)
         if self._found == UNKNOWN:
             transport = self._cp.transport

@@ -20,8 +20,6 @@ from .probe import Found
 
 _OWN = "each rank computes its own tokens only. For generate, use `with cp.off():`"
 REFUSED_OPTIONS = {
-    "output_router_logits": "the router's loss is not a sum over tokens. Set model.config.output_router_logits = False, and "
-    "router_aux_loss_coef=0.0 in an SFTConfig",
     "sparse_prediction": "logits are those of all tokens. Set model.config.sparse_prediction = False; `tile` saves the same memory",
     **dict.fromkeys(("output_attentions", "output_hidden_states", "logits_to_keep"), _OWN),
 }
@@ -39,6 +37,8 @@ def loss_of(model: Any) -> str:
 
 
 def documents(model: Any, known: Found, inputs: Mapping[str, Any]) -> Pack:
+    if known.pooled:  # labels of rows
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
     return pack(inputs, known.first, LOSSES.get(loss_of(model), True), known.skips)
 
 

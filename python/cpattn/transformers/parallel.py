@@ -8,120 +8,39 @@ evaluation, and under gradient checkpointing. Every rank calls the model with th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._check import attempt, flag, refused, whole
+from .._check import attempt, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
-from ..plan import CHOSEN, Plan, Side
-from ..torch import Batch, Context, GlooTransport
+from ..plan import CHOSEN, Plan
+from ..torch import Context, GlooTransport
 from ..torch.gloo import Collectives, Members
 from .adapters import Adapters
 from .agree import Total, number, same, told
 from .attention import NAME, Current, register
+from .calls import Calls
 from .draws import Draws, refuse_layerdrop
-from .gathered.forward import Gathers
-from .hybrids.deal import Deal
-from .inputs import checked, documents
-from .masks import Parts, Window
+from .forward import Forward
+from .inputs import checked
 from .mixers import Mixer, Mixers
 from .owners import refuse_owners
-from .pack import TAKEN, Pack
+from .pack import TAKEN
+from .pooled import Kept, pools, reader_of
 from .probe import probe
+from .router import keeps_router, router_loss
+from .scores import Reader
 from .tiles import in_tiles, keeps_hidden, summed
 from .views import Views
 
 
-@dataclass(eq=False)
-class Forward(Gathers):
-    """One forward pass: its documents, and a batch for each dtype of q, k and v.
-
-    `tokens` are the tokens of the batch that this rank's model gets. Models do not run without a token, so a rank without any gets the
-    first one, without a label: it is left out of all that is exchanged, and of the results."""
-
-    pack: Pack
-    views: Views
-    batch: Batch
-    items: Any
-    labels: Tensor | None
-    weights: Tensor | None = None
-    tile: Tensor | None = None
-    hidden: Tensor | None = None
-    outputs: Any = None
-    draws: Draws | None = None
-    group: Collectives | None = None
-    deals: dict[int, Deal] = field(default_factory=dict)
-    longest: int = field(init=False)
-    tokens: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tokens = self.batch.tokens if len(self.batch.tokens) else self.batch.tokens.new_zeros(1)
-        if self.labels is not None:
-            self.labels = self.labels[self.tokens] if len(self.batch.tokens) else torch.full_like(self.labels[:1], -100)
-            self.weights = None if self.weights is None else self.weights[self.tokens]
-        self.longest = max(self.pack.longest, self.pack.reach)
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, **options: Any) -> Tensor:
-        dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
-        q, k, v = (self.held(x.to(dtype)) for x in (q, k, v))
-        batch, (left, right) = self.views.of(dtype, window)
-        return self.given(batch.attention(q, k, v, window_left=left, window_right=right, **options))
-
-    def blocked(self, numbers: Tensor) -> bool:
-        return self.views.blocked(numbers, self.tokens)
-
-    def contrary(self, message: str) -> None:
-        self.views.contrary(message)
-
-    def held(self, x: Tensor) -> Tensor:
-        """The rows of x that are tokens of this rank."""
-        return x[: len(self.batch.tokens)]
-
-    def given(self, x: Tensor) -> Tensor:
-        """From rows for the tokens of this rank to rows for those that its model got."""
-        return x if len(self.batch.tokens) else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-
-    @property
-    def places(self) -> Tensor:
-        return self.pack.positions[self.tokens]
-
-    @property
-    def positions(self) -> Tensor:
-        pack = self.pack
-        return self.batch.positions if pack.slices is None else pack.positions[self.batch.tokens] - pack.first
-
-    # For mixers.
-
-    @property
-    def cu_seqlens(self) -> tuple[int, ...]:
-        return self.batch.cu_seqlens
-
-    def to_heads(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
-        return self.views.batch(x.dtype).to_heads(self.held(x), side, **heads)
-
-    def to_tokens(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
-        return self.given(self.views.batch(x.dtype).to_tokens(x, side, **heads))
-
-    def own_heads(self, side: str = "q", **heads: int) -> slice:
-        return self.batch.own_heads(side, **heads)
-
-    def deal(self, parts: int) -> Deal:
-        """Who gets which heads of which documents, if a layer's heads can be cut into so many parts."""
-        rank, world = self.batch.context.number, self.batch.context.world
-        if (parts := min(parts, world)) not in self.deals:
-            tokens = [torch.tensor(self.batch.plan.tokens(Side.Q, one), dtype=torch.int64) for one in range(world)]
-            self.deals[parts] = Deal(self.cu_seqlens, tokens, rank, parts, self.group)
-        return self.deals[parts]
-
-
-class ContextParallel:
+class ContextParallel(Calls):
     """Makes `model` context-parallel, in place, over a process group (None: the default group; or a list of global ranks). All
     ranks make one, before DDP or FSDP wrap the model.
 
@@ -154,9 +73,14 @@ class ContextParallel:
         self.model: Any = None
         self._base: Any = None
         self._hooks: list[Any] = []
+        self._tiles = False
+        self._kept: Kept | None = None
+        self._asked: Reader | None = None
+        self._others: list[ContextParallel] = []
         self._contexts: dict[torch.dtype, Context] = {}
         self._collectives: Collectives | None = None
         self._options = {"timeout": timeout, "workers": workers, **options}
+        self._alike = {"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "mixers": mixers, **self._options}
         transport = GlooTransport(group, timeout=timeout)
         members = transport.members
         try:
@@ -181,7 +105,7 @@ class ContextParallel:
                 raise Unsupported(f"{type(model).__name__}: {error}") from error
             raise
         transport.release()
-        self._factor = float(self.ranks) if gradients == "mean" else 1.0
+        self.factor = float(self.ranks) if gradients == "mean" else 1.0
         self.last: Forward | None = None
         model._cpattn = self
         self._hook()
@@ -194,6 +118,7 @@ class ContextParallel:
         if gradients not in ("mean", "sum"):
             raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
         self.tile, self.replicas = whole("tile", tile, 0, 2**31), whole("replicas", replicas, 1, ranks)
+        self._tiles = self.tile > 0
         if ranks % replicas:
             raise InvalidArgument(f"replicas is {replicas}, which does not divide the {ranks} ranks of the group")
         if getattr(model, "_cpattn", None) is not None:
@@ -212,7 +137,10 @@ class ContextParallel:
         self._adapters.replace()
         model.set_attn_implementation(NAME)
         self._mixers.replace()
-        self._found = probe(model, self._takes, self._mixers)
+        if pools(model):
+            self._kept = Kept(model)
+            self._kept.replace()
+        self._found = probe(model, self._takes, self._mixers, self._kept)
         self._base = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
             raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
@@ -254,9 +182,17 @@ class ContextParallel:
                 raise Unsupported("slices are given to a model with layers that mix whole documents, which know no slices: give each answer its own prompt")
             if items is not None and (items := attempt(float, given := items)) is None:
                 raise refused("num_items_in_batch", given, "a number is needed")
-        same(context.transport, "inputs", number(found.bytes() + repr(items).encode()), need)
+            reader = self._asked or reader_of(self, self._kept, inputs)
+            if reader and found.weights is not None:
+                raise Unsupported("loss_weights are given where the loss is not that of labels of tokens: leave them out, and weigh the results")
+            if self._found.pooled and found.slices is not None:
+                raise Unsupported("slices are given to a head that reads one token of each row: give each answer its own row")
+        more = reader.bytes() if reader else b""
+        same(context.transport, "inputs", number(found.bytes() + repr(items).encode() + more), need)
         views = Views(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens, slices=found.slices), self._found.blocks)
-        return Forward(found, views, views.batch(self.model.dtype), items, found.labels, found.weights, group=self._talk())
+        forward = Forward(found, views, views.batch(self.model.dtype), items, found.labels, found.weights, reader, group=self._talk())
+        forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
+        return forward
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if Current.forward is not None:  # the head alone, for a tile
@@ -271,6 +207,8 @@ class ContextParallel:
             kept[self._found.named] = forward.pack.types[mine][None]
         if "use_cache" in self._takes:
             kept["use_cache"] = False
+        if forward.reader is not None:
+            kept |= forward.reader.arguments(forward)
         forward.draws = Draws(self._number, self.device)
         return (), kept | self._mixers.arguments(forward)
 
@@ -279,22 +217,35 @@ class ContextParallel:
     def _after(self, model: Any, args: Any, kwargs: Any, out: Any) -> Any:
         if (forward := self._whole()) is None:
             return out
+        weighted = None
+        if isinstance(out.get("aux_loss"), Tensor):
+            out["aux_loss"], weighted = router_loss(self, forward, out["aux_loss"], self.factor)
+        if forward.reader is not None:
+            aux, out = out.get("aux_loss"), forward.reader.result(model, forward, out, kwargs)
+            if aux is not None:
+                out["aux_loss"] = aux
+        else:
+            self._losses(model, forward, out, kwargs)
+        if weighted is not None and out.get("loss") is not None:
+            out["loss"] = out["loss"] + weighted
+        return out
+
+    def _losses(self, model: Any, forward: Forward, out: Any, kwargs: dict[str, Any]) -> None:
         logits = out.logits
         if not len(forward.batch.tokens):
             out["logits"] = logits[:, :0]
         if forward.labels is None:
-            return out
+            return
         if forward.hidden is None:
             part = summed(logits[0], forward.labels, forward.weights)
         else:
             out["logits"], part = None, in_tiles(self, model, forward, kwargs)
         items = forward.items if forward.items is not None else forward.pack.count
-        out["loss"] = Total.apply(part, forward.batch.context.transport, self._factor) / items  # type: ignore[no-untyped-call]
-        return out
+        out["loss"] = Total.apply(part, forward.batch.context.transport, self.factor) / items  # type: ignore[no-untyped-call]
 
     def _ends(self, *_: Any) -> None:
         if (forward := self._whole()) is not None:
-            forward.hidden = Current.forward = None
+            forward.hidden = forward.router = Current.forward = None
             if forward.draws is not None:
                 forward.draws.end()
 
@@ -313,7 +264,17 @@ class ContextParallel:
             self.model.register_forward_hook(after, with_kwargs=True),
             self.model.register_forward_hook(self._ends, always_call=True),
         ]
-        if self.tile:
+        if self._kept:
+            self._kept.replace()
+        if self._base is not None and hasattr(self.config, "output_router_logits"):
+            self._hooks.append(self._base.register_forward_hook(keeps_router))
+        if self._tiles:
+            self._keep_hidden()
+
+    def _keep_hidden(self) -> None:
+        """For tiles, from here on: a backward pass computes them again."""
+        self._tiles = True
+        if self._base not in (None, self.model) and not isinstance(self._base.forward, partial):
             self._base.forward = partial(keeps_hidden, self._base.forward)
 
     def _restore(self) -> None:
@@ -324,7 +285,9 @@ class ContextParallel:
         self._hooks = []
         self._mixers.restore()
         self._adapters.restore()
-        if self._base is not None and self.tile:
+        if self._kept:
+            self._kept.restore()
+        if self._tiles and self._base not in (None, self.model):
             vars(self._base).pop("forward", None)
         with suppress(ValueError):
             self.model.set_attn_implementation(self._usual)
@@ -346,64 +309,10 @@ class ContextParallel:
                 self.model.set_attn_implementation(NAME)
                 self._hook()
 
-    def gather(self, rows: Tensor, fill: float = 0) -> Tensor:
-        """From rows of this rank's tokens of the last forward pass, `[1, tokens, ...]`, such as its logits, to `[rows, tokens, ...]` in
-        the order of input_ids, on all ranks; `fill` at padding. Not differentiable. All ranks call it."""
-        collectives = self._talk()
-        if self.last is None:
-            raise InvalidArgument("gather needs a forward pass, and there was none: call the model first")
-        forward, rows = self.last, rows.detach()
-        mine = len(forward.batch.tokens)
-        if rows.ndim < 2 or rows.shape[:2] != (1, mine):
-            raise InvalidArgument(f"rows has the shape {tuple(rows.shape)}, (1, {mine}, ...) is needed")
-        # As bytes: each row comes from one rank, so the sum is exact in any dtype.
-        every = torch.zeros((len(forward.pack.ids), *rows.shape[2:]), dtype=rows.dtype)
-        every[forward.batch.tokens.cpu()] = rows[0].cpu()
-        collectives.sum(every.view(-1).view(torch.uint8))
-        if len(forward.pack.ids) < forward.pack.shape[0] * forward.pack.shape[1]:
-            given, every = every, torch.full((forward.pack.shape[0] * forward.pack.shape[1], *rows.shape[2:]), fill, dtype=rows.dtype)
-            every[forward.pack.kept.cpu()] = given
-        return every.reshape(*forward.pack.shape, *rows.shape[2:]).to(rows.device)
-
     def _talk(self) -> Collectives:
         if self._collectives is None:
             raise InvalidArgument("this ContextParallel is closed: make another one")
         return self._collectives
-
-    def count(self, batch: Mapping[str, Any]) -> float:
-        """The number of tokens of a batch with a label; with loss_weights, the sum of their weights."""
-        return documents(self.model, self._found, batch).count
-
-    def loader(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches of rank 0 of the group, on all ranks of the group. The model selects each rank's tokens."""
-        iterator, collectives = iter(batches) if self.rank == 0 else None, self._talk()
-        while True:
-            message: Any = None
-            if iterator is not None:
-                try:
-                    message = ("batch", next(iterator))
-                except StopIteration:
-                    message = ("end", None)
-                except BaseException as error:
-                    collectives.broadcast(("failed", repr(error)), 0)
-                    raise
-            kind, batch = collectives.broadcast(message, 0)
-            if kind == "failed":
-                raise InvalidArgument(f"the loader of rank 0 of this group failed: {batch}")
-            if kind == "end":
-                return
-            yield batch
-
-    def sent(self, batch: Any) -> Any:
-        """The batch of rank 0 of the group, on all ranks of the group, which all call this with a batch of their own."""
-        return self._talk().broadcast(batch if self.rank == 0 else None, 0)
-
-    def trainer(self, kind: type[Any], *, send_batches: bool = False) -> type[Any]:
-        """A subclass of Trainer or of TRL's SFTTrainer that gives all ranks of a group the same batches. With `send_batches`, rank 0
-        of each group sends its batches to the others, for datasets and collators that draw differently on each rank."""
-        from .trainer import trainer
-
-        return trainer(self, kind, flag("send_batches", send_batches))
 
     def __reduce__(self) -> Any:
         raise Unsupported("a model with a ContextParallel cannot be copied or pickled: copy it before ContextParallel(model) or after close()")
@@ -412,6 +321,8 @@ class ContextParallel:
         """Leaves the group and restores the model's own attention."""
         if self.model._cpattn is not self:
             return
+        for other in self._others:
+            other.close()
         self._restore()
         self.model._cpattn = None
         self._leave()

@@ -26,6 +26,7 @@ from .attention import Current
 from .hybrids.deal import Deal
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
 from .mixers import Mixers
+from .pooled import Kept
 
 TOKENS = 7
 
@@ -114,7 +115,7 @@ class Tables(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 class Found(NamedTuple):
     """The kinds of a model's layers, each with the number of its layers; the first position of a document; the number of positions
     from there on that the model has; whether it counts no tokens with the padding's id; the number of token types, 0 if it takes none,
-    the name of their argument, and the blocks that they make in its masks."""
+    the name of their argument, and the blocks that they make in its masks; whether the head reads one token of a row."""
 
     layers: list[tuple[int, dict[str, int]]]
     first: int
@@ -123,6 +124,7 @@ class Found(NamedTuple):
     types: int
     named: str
     blocks: Blocks | None
+    pooled: bool
 
     @property
     def told(self) -> list[tuple[int, dict[str, int]]]:
@@ -130,7 +132,7 @@ class Found(NamedTuple):
         return [(count, {name: value for name, value in kind.items() if name != "window_right" or value}) for count, kind in self.layers]
 
 
-def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
+def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None = None) -> Found:
     """Raises Unsupported if the model would be wrong."""
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()):
@@ -168,6 +170,10 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
         where |= {named: (ids[order] % types if of is None else of)[None]} if types or of is not None else {}
         out = model(input_ids=ids[order][None], **where, **more, **mixers.arguments(forward))
         found = getattr(out, "logits", None)
+        if kept is not None:
+            pooled, found = found, kept.take()
+            if not isinstance(pooled, Tensor) or not torch.equal(pooled[0], found[0, -1]):
+                raise Unsupported("the result is not that of the head for the last token of a row, which is needed of a head for classes of sequences")
         if not isinstance(found, Tensor):
             raise Unsupported(
                 f"the result, a {type(out).__name__}, has no logits: base models and heads for answers are not supported. Take the class with "
@@ -231,7 +237,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> Found:
             "spaces) need mixers"
         )
     layers = [(count // counted, dict(kind)) for kind, count in kinds.items()]
-    return Found(layers, first, rows, skips, types, named, blocks)
+    return Found(layers, first, rows, skips, types, named, blocks, kept is not None)
 
 
 def _skips(logits: Callable[..., Tensor], ids: Tensor, order: Tensor, first: int) -> bool:

@@ -21,7 +21,8 @@ from ..errors import Unsupported
 from .attention import Current
 
 if TYPE_CHECKING:
-    from .parallel import ContextParallel, Forward
+    from .forward import Forward
+    from .parallel import ContextParallel
 
 
 def summed(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -31,42 +32,60 @@ def summed(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Ten
     return losses if weights is None else (losses * weights).sum()
 
 
+# The number of tokens of a tile where none is given.
+TILE = 1024
+
+
 def in_tiles(cp: ContextParallel, model: Any, forward: Forward, kwargs: dict[str, Any]) -> Tensor:
     """The summed loss of this rank's tokens, `cp.tile` of them at a time."""
-    assert forward.hidden is not None and forward.labels is not None
-    hidden: Any = forward.hidden
+    assert forward.hidden is not None
+    total: Tensor = sum(tiles(cp, model, forward, kwargs, summed, forward.weights), forward.hidden.new_zeros((), dtype=torch.float32))
+    return total
 
-    def part(rows: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+
+def tiles(
+    cp: ContextParallel,
+    model: Any,
+    forward: Forward,
+    kwargs: dict[str, Any],
+    function: Callable[..., Tensor],
+    weights: Tensor | None = None,
+) -> list[Tensor]:
+    """The results of a function of the logits and labels of a tile, and weights if there are any, for the tiles of this rank's tokens.
+    Its logits are computed again in the backward pass."""
+    assert forward.hidden is not None and forward.labels is not None
+    hidden, size = forward.hidden, forward.size
+
+    def part(rows: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
         outer, Current.forward = Current.forward, forward
         forward.tile = rows
         try:
             logits = model.forward(**kwargs).logits[0]
         finally:
             forward.tile, Current.forward = None, outer
-        return summed(logits, labels, weights)
+        return function(logits, labels, *weights)
 
     # The same number on all ranks: with FSDP, each tile gathers the head's parameters.
-    tiles = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(cp.ranks)) // cp.tile)
+    number = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(cp.ranks)) // size)
     if cp.replicas > 1 and isinstance(model.get_output_embeddings(), FSDPModule):
         raise Unsupported(
-            f"tile is {cp.tile} and replicas is {cp.replicas}, and fully_shard wraps the head separately: replicas with batches of "
+            f"tile is {size} and replicas is {cp.replicas}, and fully_shard wraps the head separately: replicas with batches of "
             "different lengths would gather the head's parameters a different number of times. Wrap the head with its parent"
         )
     if isinstance(model.get_output_embeddings(), FSDPModule) and TorchVersion(torch.__version__) < "2.11":
         raise Unsupported(
-            f"tile is {cp.tile}, fully_shard wraps the head separately, and torch.__version__ is {torch.__version__}, which does not gather the "
+            f"tile is {size}, fully_shard wraps the head separately, and torch.__version__ is {torch.__version__}, which does not gather the "
             "head's parameters again for each tile: use PyTorch 2.11 or later, or leave tile out"
         )
-    weights = (None,) * tiles if forward.weights is None else forward.weights.tensor_split(tiles)
-    parts = zip(hidden.tensor_split(tiles, dim=1), forward.labels.tensor_split(tiles), weights, strict=True)
-    total: Tensor = sum((checkpoint(part, *one, use_reentrant=False) for one in parts), hidden.new_zeros((), dtype=torch.float32))
-    return total
+    each = () if weights is None else (weights.tensor_split(number),)
+    parts = zip(hidden.tensor_split(number, dim=1), forward.labels.tensor_split(number), *each, strict=True)
+    return [checkpoint(part, *one, use_reentrant=False) for one in parts]
 
 
 def keeps_hidden(usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The base model's forward. Keeps the hidden states, so that the head computes no logits, or returns those of a tile."""
     forward: Any = Current.forward
-    if getattr(forward, "labels", None) is None:  # without labels, or tried by `probe`
+    if not getattr(forward, "size", 0):  # without tiles, or tried by `probe`
         return usual(*args, **kwargs)
     if forward.tile is not None:
         return forward.outputs(last_hidden_state=forward.tile)

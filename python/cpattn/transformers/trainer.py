@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Trainer and SFTTrainer: all ranks of a group get the same batches, and the loss is counted once for each replica."""
+"""Trainer and TRL's trainers: all ranks of a group get the same batches, and the loss is counted once for each replica."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from transformers import Trainer
 
 from ..errors import InvalidArgument, Unsupported
+from .beyond import MODULES, SFT, beyond, fused
 from .evaluate import Preprocess, gathered
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel
 
 
-# Options of TrainingArguments and SFTConfig, with the values that give the results of one process.
+# Options of TrainingArguments, with the values that give the results of one process.
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "loss_type": (None, "nll", "chunked_nll"),
     "neftune_noise_alpha": (None, 0),  # the size of the noise depends on the number of tokens of the model
     "eval_use_gather_object": (None, False),  # each rank of a replica would contribute an object
 }
@@ -35,7 +35,7 @@ def _reentrant(model: torch.nn.Module, args: Any) -> bool:
 
 
 # The modules whose trainers are known.
-KNOWN = ("transformers.trainer", "trl.trainer.sft_trainer")
+KNOWN = ("transformers.trainer", *MODULES)
 
 
 def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) -> type[Any]:
@@ -43,7 +43,13 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
         raise InvalidArgument(f"the trainer is {kind!r}, a subclass of transformers.Trainer is needed")
     mine = kind.compute_loss.__module__
     if mine not in KNOWN:
-        raise Unsupported(f"{kind.__name__} computes its loss in {mine}, the loss of Trainer or of SFTTrainer is needed")
+        raise Unsupported(f"{kind.__name__} computes its loss in {mine}, the loss of Trainer or of TRL's SFT, DPO, KTO, reward, GRPO or RLOO trainer is needed")
+    # SFTTrainer without a fused head computes its metrics from all logits: then the loss is the model's.
+    own = mine in MODULES and (mine != SFT or fused())
+    options = OPTIONS if own else {**OPTIONS, "loss_type": (None, "nll", "chunked_nll")}
+    usual_kind = kind
+    if own:
+        kind = beyond(cp, kind)
 
     # A prediction step that a subclass has written gets the logits of all tokens from compute_loss.
     usual_step = kind.prediction_step.__module__ in KNOWN
@@ -51,9 +57,9 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
     class ContextParallelTrainer(kind):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            if self.compute_loss_func is not None or self.label_smoother is not None:
+            if callable(self.compute_loss_func) or self.label_smoother is not None:
                 raise Unsupported("compute_loss_func and label smoothing are not supported: the loss is the model's own")
-            for option, supported in OPTIONS.items():
+            for option, supported in options.items():
                 if (given := getattr(self.args, option, None)) not in supported:
                     needed = " or ".join(map(repr, supported))
                     raise Unsupported(f"{option} is {given!r}, which is not supported: {needed} is needed")
@@ -67,6 +73,9 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
                     f"the trainer has {self.args.world_size} processes, {cp.replicas * cp.ranks} are needed: ContextParallel has {cp.replicas} "
                     f"replicas of {cp.ranks} ranks"
                 )
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
             self._same_batches()
             self._count_once()
 
@@ -124,6 +133,10 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
             """Trainer divides the number of processes by it to count samples."""
             return cp.ranks
 
+        def floating_point_ops(self, inputs: Any) -> Any:
+            """Trainer adds it up over the processes."""
+            return super().floating_point_ops(inputs) / cp.ranks
+
         def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
             if not self.model_accepts_loss_kwargs or not all("labels" in batch or "shift_labels" in batch for batch in batch_samples):
                 return None
@@ -135,8 +148,12 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
-            loss, out = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
-            if self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            if own:
+                found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+                loss, out = found if return_outputs else (found, {})
+            else:
+                loss, out = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
+            if not own and self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs and num_items_in_batch is not None:
                 loss = loss / cp.ranks  # Trainer multiplied by the number of processes, not of replicas
             if not return_outputs:
                 return loss
@@ -183,5 +200,5 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
                 logits = self._preprocess(logits, labels) if self._preprocess else gathered(cp, logits)
             return loss, logits, labels
 
-    ContextParallelTrainer.__name__ = f"ContextParallel{kind.__name__}"
+    ContextParallelTrainer.__name__ = f"ContextParallel{usual_kind.__name__}"
     return ContextParallelTrainer

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""TRL's trainers, with losses of their own: SFT, DPO, KTO, rewards, and GRPO and RLOO, which generate.
+
+They call the model with `fused_lm_head=True` and compute their losses from numbers of all tokens (scores.py), or from the scores of rows
+(pooled.py), which every rank has. So every rank computes the same loss, as one process does. What remains are the numbers that a trainer
+gathers over processes, the reference model, and what ranks could draw differently: completions and rewards.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from transformers import set_seed
+
+from ..errors import InvalidArgument, Unsupported
+from .attention import NAME
+
+if TYPE_CHECKING:
+    from .parallel import ContextParallel
+
+SFT = "trl.trainer.sft_trainer"
+REWARD = "trl.trainer.reward_trainer"
+GENERATING = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
+MODULES = (SFT, REWARD, "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", *GENERATING)
+# Options of GRPOConfig and RLOOConfig for other ways to generate.
+GENERATORS = ("use_vllm", "use_transformers_continuous_batching")
+
+
+def fused() -> bool:
+    """Whether this TRL computes its losses from the outputs of a fused head."""
+    from trl.trainer import utils  # type: ignore[import-not-found, unused-ignore]
+
+    return hasattr(utils, "add_fused_lm_head")
+
+
+def beyond(cp: ContextParallel, kind: type[Any]) -> type[Any]:
+    """A subclass of one of TRL's trainers. The rest, for batches and evaluation, is in trainer.py."""
+    module = kind.compute_loss.__module__
+    if module not in (SFT, REWARD) and not fused():
+        raise Unsupported(f"{kind.__name__} of this version of TRL computes log-probabilities from all logits: use TRL 1.16, which has add_fused_lm_head")
+
+    class Own(kind):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if module in GENERATING:
+                args, kwargs = _batches(cp, kind, args, kwargs)
+            super().__init__(*args, **kwargs)
+            self._share_reference()
+            if module in GENERATING:
+                # TRL gives each process another seed. Ranks of a replica need the same, that of the process which a replica stands for.
+                set_seed(self.args.seed + cp.replica)
+
+        def _share_reference(self) -> None:
+            """The reference model gets a ContextParallel too, with the arguments of the other."""
+            if getattr(self, "ref_model", None) is None:
+                return
+            model = self.accelerator.unwrap_model(self.ref_model)
+            if getattr(model, "_cpattn", None) is None:
+                if model.config._attn_implementation == NAME:  # made with the option of the trained model
+                    model.set_attn_implementation(cp._usual)
+                cp.like(model)
+
+        def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+            self._share_reference()  # called by __init__
+            return super()._precompute_ref_logps(*args, **kwargs)
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            usual = model
+            if module == REWARD:  # gives the model all it gets
+
+                def model(**given: Any) -> Any:
+                    return usual(**{name: value for name, value in given.items() if name != "margin"})
+
+            with self._replicas():
+                return super().compute_loss(model, inputs, *args, **kwargs)
+
+        @contextmanager
+        def _replicas(self) -> Iterator[None]:
+            """Inside of it, accelerate has as many processes as there are replicas."""
+            usual = type(self.accelerator)
+            if hasattr(usual, "_cpattn_replicas"):
+                yield
+                return
+
+            class Replicas(usual):  # type: ignore[misc, valid-type]
+                _cpattn_replicas = True
+                num_processes = property(lambda self: cp.replicas)
+                process_index = property(lambda self: cp.replica)
+
+            self.accelerator.__class__ = Replicas
+            try:
+                yield
+            finally:
+                self.accelerator.__class__ = usual
+
+        if module in GENERATING:
+
+            def _generate(self, prompts: list[Any]) -> Any:
+                """All ranks generate, each with the whole model, and take what rank 0 of the group has got."""
+                with cp.off():
+                    return cp.sent(super()._generate(prompts))
+
+            def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+                # TRL gathers rewards and logs with functions of accelerate: of each replica those of its rank 0, since functions for rewards may
+                # draw, or ask a server.
+                trl: Any = sys.modules[module]
+                usual, objects = trl.gather, trl.gather_object
+                trl.gather, trl.gather_object = self.accelerator.gather, lambda given: objects(given if cp.rank == 0 else [])
+                try:
+                    with self._replicas():
+                        return super()._generate_and_score_completions(*args, **kwargs)
+                finally:
+                    trl.gather, trl.gather_object = usual, objects
+
+    Own.__name__, Own.__module__ = kind.__name__, kind.__module__
+    return Own
+
+
+def _batches(cp: ContextParallel, kind: type[Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a trainer that generates, with batches for replicas instead of processes."""
+    bound = inspect.signature(kind.__init__).bind(None, *args, **kwargs)
+    if (given := bound.arguments.get("args")) is None:
+        raise InvalidArgument(f"args is needed: the {kind.__name__.replace('Trainer', 'Config')} of the trainer")
+    for name in GENERATORS:
+        if getattr(given, name, False):
+            raise Unsupported(f"{name} is True, which is not supported: leave it out (the model generates), or give rollout_func")
+    given = copy.copy(given)
+    given.generation_batch_size //= cp.ranks
+    for batch, number in (("generation_batch_size", "num_generations"), ("per_device_eval_batch_size", "num_generations_eval")):
+        size, parts = getattr(given, batch), getattr(given, number, None) or given.num_generations
+        size *= cp.replicas if batch != "generation_batch_size" else 1
+        if size % parts and (batch == "generation_batch_size" or given.eval_strategy != "no"):
+            raise InvalidArgument(
+                f"a batch of {cp.replicas} replicas has {size} prompts ({batch}; ranks of a replica have the same ones), which {parts} ({number}) does not divide"
+            )
+    bound.arguments["args"] = given
+    return bound.args[1:], bound.kwargs

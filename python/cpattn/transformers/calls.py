@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What a user calls of a `ContextParallel` beside the model: results of all tokens, batches of one rank for all, trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .._check import flag
+from ..errors import InvalidArgument
+from .agree import told
+from .inputs import documents
+from .scores import LogProbs, Reader, Scores, spread
+
+if TYPE_CHECKING:
+    from ..torch import GlooTransport
+    from ..torch.gloo import Collectives
+    from .forward import Forward
+    from .pooled import Kept
+    from .probe import Found
+
+
+class Calls:
+    def __init__(self, model: Any, **_: Any) -> None: ...
+
+    model: Any
+    rank: int
+    factor: float
+    last: Forward | None
+    _found: Found
+    _kept: Kept | None
+    _asked: Reader | None
+    _others: list[Any]
+    _alike: dict[str, Any]
+
+    def _talk(self) -> Collectives:
+        raise NotImplementedError
+
+    def _keep_hidden(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def transport(self) -> GlooTransport:
+        raise NotImplementedError
+
+    def gather(self, rows: Tensor, fill: float = 0) -> Tensor:
+        """From rows of this rank's tokens of the last forward pass, `[1, tokens, ...]`, such as its logits, to `[rows, tokens, ...]` in
+        the order of input_ids, on all ranks; `fill` at padding. Not differentiable. All ranks call it."""
+        collectives = self._talk()
+        if self.last is None:
+            raise InvalidArgument("gather needs a forward pass, and there was none: call the model first")
+        forward, rows = self.last, rows.detach()
+        mine = len(forward.batch.tokens)
+        if rows.ndim < 2 or rows.shape[:2] != (1, mine):
+            raise InvalidArgument(f"rows has the shape {tuple(rows.shape)}, (1, {mine}, ...) is needed")
+        return spread(forward.pack, forward.batch.tokens, rows[0], fill, collectives)
+
+    def logprobs(self, inputs: Mapping[str, Any], *, model: Any = None, temperature: float = 1.0, entropy: bool = False) -> Scores:
+        """The log-probabilities of the labels of a batch (`inputs`, with `labels`), and the entropies, of all tokens on all ranks:
+        `log_probs` and `entropy`, `[rows, tokens]` in the order of input_ids, each at the place of the token that predicts the label, 0
+        where there is none. Logits are divided by the `temperature` and exist for `tile` tokens at a time (1024 if it is 0). `model` is
+        what wraps the model, such as DDP. Differentiable: every rank computes the loss of the whole batch from them, as one process does,
+        divided by nothing that has to do with ranks; each rank's gradients are then its part, as those of the model's own loss.
+        All ranks call it."""
+        self._talk()
+        with told(self.transport):
+            reader = LogProbs(self, self.factor, temperature, flag("entropy", entropy), inputs)  # type: ignore[arg-type]
+        self._keep_hidden()
+        self._asked = reader
+        try:
+            return reader.given((self.model if model is None else model)(**inputs))
+        finally:
+            self._asked = None
+
+    def count(self, batch: Mapping[str, Any]) -> float:
+        """The number of tokens of a batch with a label, with loss_weights the sum of their weights; of rows, if the model's head reads one token of a row."""
+        if self._kept:
+            return int((batch["labels"] != -100).sum())
+        return documents(self.model, self._found, batch).count
+
+    def loader(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches of rank 0 of the group, on all ranks of the group. The model selects each rank's tokens."""
+        iterator, collectives = iter(batches) if self.rank == 0 else None, self._talk()
+        while True:
+            message: Any = None
+            if iterator is not None:
+                try:
+                    message = ("batch", next(iterator))
+                except StopIteration:
+                    message = ("end", None)
+                except BaseException as error:
+                    collectives.broadcast(("failed", repr(error)), 0)
+                    raise
+            kind, batch = collectives.broadcast(message, 0)
+            if kind == "failed":
+                raise InvalidArgument(f"the loader of rank 0 of this group failed: {batch}")
+            if kind == "end":
+                return
+            yield batch
+
+    def sent(self, batch: Any) -> Any:
+        """The batch of rank 0 of the group, on all ranks of the group, which all call this with a batch of their own."""
+        return self._talk().broadcast(batch if self.rank == 0 else None, 0)
+
+    def like(self, model: Any) -> Any:
+        """One for another model, such as a reference, with the arguments of this one. It is closed with this one."""
+        self._talk()
+        self._others.append(type(self)(model, **self._alike))
+        return self._others[-1]
+
+    def trainer(self, kind: type[Any], *, send_batches: bool = False) -> type[Any]:
+        """A subclass of Trainer or of one of TRL's (SFT, DPO, KTO, reward, GRPO, RLOO) that gives all ranks of a group the same batches. With `send_batches`, rank 0
+        of each group sends its batches to the others, for datasets and collators that draw differently on each rank."""
+        from .trainer import trainer
+
+        return trainer(self, kind, flag("send_batches", send_batches))  # type: ignore[arg-type]

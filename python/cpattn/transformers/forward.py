@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""One forward pass of a model over the ranks of a group: what its layers, its head and its mixers ask of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan import Side
+from ..torch import Batch
+from ..torch.gloo import Collectives
+from .draws import Draws
+from .gathered.forward import Gathers
+from .hybrids.deal import Deal
+from .masks import Parts, Window
+from .pack import Pack
+from .scores import Reader
+from .views import Views
+
+
+@dataclass(eq=False)
+class Forward(Gathers):
+    """One forward pass: its documents, and a batch for each dtype of q, k and v.
+
+    `tokens` are the tokens of the batch that this rank's model gets. Models do not run without a token, so a rank without any gets the
+    first one, without a label: it is left out of all that is exchanged, and of the results. Logits exist for `size` tokens at a time (0: for
+    all). A `reader` makes the results, of all tokens, instead of loss and logits."""
+
+    pack: Pack
+    views: Views
+    batch: Batch
+    items: Any
+    labels: Tensor | None
+    weights: Tensor | None = None
+    reader: Reader | None = None
+    size: int = 0
+    tile: Tensor | None = None
+    hidden: Tensor | None = None
+    outputs: Any = None
+    router: Any = None
+    draws: Draws | None = None
+    group: Collectives | None = None
+    deals: dict[int, Deal] = field(default_factory=dict)
+    longest: int = field(init=False)
+    tokens: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.batch.tokens if len(self.batch.tokens) else self.batch.tokens.new_zeros(1)
+        if self.labels is not None:
+            self.labels = self.labels[self.tokens] if len(self.batch.tokens) else torch.full_like(self.labels[:1], -100)
+            self.weights = None if self.weights is None else self.weights[self.tokens]
+        self.longest = max(self.pack.longest, self.pack.reach)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, **options: Any) -> Tensor:
+        dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
+        q, k, v = (self.held(x.to(dtype)) for x in (q, k, v))
+        batch, (left, right) = self.views.of(dtype, window)
+        return self.given(batch.attention(q, k, v, window_left=left, window_right=right, **options))
+
+    def blocked(self, numbers: Tensor) -> bool:
+        return self.views.blocked(numbers, self.tokens)
+
+    def contrary(self, message: str) -> None:
+        self.views.contrary(message)
+
+    def held(self, x: Tensor) -> Tensor:
+        """The rows of x that are tokens of this rank."""
+        return x[: len(self.batch.tokens)]
+
+    def given(self, x: Tensor) -> Tensor:
+        """From rows for the tokens of this rank to rows for those that its model got."""
+        return x if len(self.batch.tokens) else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+
+    @property
+    def places(self) -> Tensor:
+        return self.pack.positions[self.tokens]
+
+    @property
+    def positions(self) -> Tensor:
+        pack = self.pack
+        return self.batch.positions if pack.slices is None else pack.positions[self.batch.tokens] - pack.first
+
+    # For mixers.
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        return self.batch.cu_seqlens
+
+    def to_heads(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
+        return self.views.batch(x.dtype).to_heads(self.held(x), side, **heads)
+
+    def to_tokens(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
+        return self.given(self.views.batch(x.dtype).to_tokens(x, side, **heads))
+
+    def own_heads(self, side: str = "q", **heads: int) -> slice:
+        return self.batch.own_heads(side, **heads)
+
+    def deal(self, parts: int) -> Deal:
+        """Who gets which heads of which documents, if a layer's heads can be cut into so many parts."""
+        rank, world = self.batch.context.number, self.batch.context.world
+        if (parts := min(parts, world)) not in self.deals:
+            tokens = [torch.tensor(self.batch.plan.tokens(Side.Q, one), dtype=torch.int64) for one in range(world)]
+            self.deals[parts] = Deal(self.cu_seqlens, tokens, rank, parts, self.group)
+        return self.deals[parts]

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""TRL's trainers with losses of their own: parameters after some steps and all that is logged as in one process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import unittest
+import warnings
+from typing import Any
+
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # TRL reads it when a trainer is made
+try:
+    import peft
+    import transformers
+    import trl
+    from datasets import Dataset, disable_progress_bars, load_from_disk
+except ImportError:
+    raise unittest.SkipTest("transformers, peft, trl or datasets is not installed") from None
+
+import models
+import processes
+import torch
+from cpattn import InvalidArgument, Unsupported
+from cpattn.transformers import ContextParallel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+transformers.utils.logging.set_verbosity_error()
+processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers", "transformers.trainer", "peft", "trl"])
+LENGTHS = [(5, 9, 4), (3, 6, 12), (7, 2, 8), (4, 15, 3), (6, 5, 4), (2, 11, 7), (9, 3, 6), (5, 8, 10)]
+
+
+def _words(seed: int, n: int) -> list[int]:
+    return torch.randint(3, models.WORDS, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _text(seed: int, n: int) -> str:
+    return "".join(f" w{word}" for word in _words(seed, n))
+
+
+def pairs() -> Dataset:
+    return Dataset.from_list([{"prompt": _text(i, p), "chosen": _text(10 + i, c), "rejected": _text(20 + i, r)} for i, (p, c, r) in enumerate(LENGTHS)])
+
+
+def saved(folder: str, rank: int) -> Dataset:
+    """The pairs in a folder: with precomputed log-probabilities TRL reads on all processes what one has written beside the data."""
+    if rank == 0:
+        pairs().save_to_disk(f"{folder}/pairs")
+    torch.distributed.barrier()
+    return load_from_disk(f"{folder}/pairs")
+
+
+def whole_pairs() -> Dataset:
+    return Dataset.from_list([{"chosen_ids": _words(i, p + c), "rejected_ids": _words(i, p + r), "margin": 0.1 * i} for i, (p, c, r) in enumerate(LENGTHS)])
+
+
+def classes() -> Dataset:
+    return Dataset.from_list([{"input_ids": _words(i, p + c), "labels": i % 3} for i, (p, c, _) in enumerate(LENGTHS)])
+
+
+def unpaired() -> Dataset:
+    return Dataset.from_list([{"prompt": _text(i, p), "completion": _text(10 + i, c), "label": i % 3 > 0} for i, (p, c, _) in enumerate(LENGTHS)])
+
+
+def prompts() -> Dataset:
+    return Dataset.from_list([{"prompt": _text(i, p)} for i, (p, _, _) in enumerate(LENGTHS)])
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(n % 7 for n in ids) / len(ids) + 0.1 * len(ids) for ids in completion_ids]
+
+
+def loaded(folder: str, rank: int) -> Any:
+    """A model of a folder, from which TRL makes the reference."""
+    if rank == 0:
+        models.build("llama").save_pretrained(f"{folder}/llama")
+    torch.distributed.barrier()
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/llama", attn_implementation="eager", dtype=torch.float32).train()
+
+
+def head(**more: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3", **{**models.SMALL, "num_labels": 1, **more})
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.train()
+
+
+def other(name: str, **more: Any) -> Any:
+    """A reference: the same kind of model, with other parameters."""
+    model = models.build(name, **more)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.95)
+    return model.eval()
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean()), "mean": float(found.predictions.mean())}
+
+
+def adapter() -> Any:
+    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+
+
+GENERATED = {"num_generations": 4, "max_completion_length": 8, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "temperature": 0.8}
+
+
+def trainers(kinds: list[str], folder: str, rank: int) -> dict[str, Any]:
+    """For each kind: the model, the class of the trainer, its config, and what it is made with."""
+    tokenizer = models.tokenizer()
+    every: dict[str, Any] = {
+        "dpo": lambda: (models.build("gemma2"), trl.DPOTrainer, trl.DPOConfig, {}, {"train_dataset": pairs(), "eval_dataset": pairs(), "ref_model": other("gemma2")}),
+        "dpo, experts": lambda: (
+            models.build("mixtral"), trl.DPOTrainer, trl.DPOConfig, {"router_aux_loss_coef": 0.5, "precompute_ref_log_probs": True},
+            {"train_dataset": saved(folder, rank), "ref_model": other("mixtral")},
+        ),
+        "dpo, lora": lambda: (models.build("qwen3"), trl.DPOTrainer, trl.DPOConfig, {"gradient_checkpointing": True}, {"train_dataset": pairs(), "peft_config": adapter()}),
+        "reward": lambda: (head(), trl.RewardTrainer, trl.RewardConfig, {}, {"train_dataset": whole_pairs(), "eval_dataset": whole_pairs()}),
+        "classes": lambda: (
+            head(num_labels=3), Trainer, TrainingArguments, {"gradient_accumulation_steps": 2},
+            {"train_dataset": classes(), "eval_dataset": classes(), "compute_metrics": accuracy},
+        ),
+        "grpo": lambda: (
+            models.build("llama"), trl.GRPOTrainer, trl.GRPOConfig, {**GENERATED, "beta": 0.0, "steps_per_generation": 2, "num_iterations": 2},
+            {"train_dataset": prompts(), "eval_dataset": prompts(), "reward_funcs": reward},
+        ),
+        "grpo, lora": lambda: (
+            models.build("qwen3"), trl.GRPOTrainer, trl.GRPOConfig, {**GENERATED, "beta": 0.1, "loss_type": "grpo"},
+            {"train_dataset": prompts(), "reward_funcs": reward, "peft_config": adapter()},
+        ),
+        "rloo": lambda: (
+            models.build("llama"), trl.RLOOTrainer, trl.RLOOConfig, {**GENERATED, "beta": 0.0}, {"train_dataset": prompts(), "reward_funcs": reward},
+        ),
+        "kto": lambda: (
+            loaded(folder, rank), trl.KTOTrainer, trl.KTOConfig, {"per_device_train_batch_size": 4}, {"train_dataset": unpaired()},
+        ),
+        "sft": lambda: (
+            models.build("mixtral"), trl.SFTTrainer, trl.SFTConfig, {"router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2, "max_length": None, "gradient_checkpointing": True},
+            {"train_dataset": Dataset.from_list([{"input_ids": row["chosen_ids"]} for row in whole_pairs()])},
+        ),
+    }  # fmt: skip
+    return {name: (*every[name](), tokenizer) for name in kinds}
+
+
+def _job(rank: int, world: int, kinds: list[str], folder: str, replicas: int, parallel: bool) -> dict[str, Any]:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    warnings.simplefilter("ignore")
+    disable_progress_bars()
+    found: dict[str, Any] = {}
+    for name, (model, kind, config, options, more, tokenizer) in trainers(kinds, folder, rank).items():
+        cp = ContextParallel(model, replicas=replicas) if parallel else None
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory() as place:
+            options = {
+                "use_cpu": True, "max_steps": 3, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "per_device_train_batch_size": 2,
+                "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "seed": 1, "logging_nan_inf_filter": False,
+                "bf16": False, "ddp_find_unused_parameters": False, "eval_strategy": "steps" if "eval_dataset" in more else "no", "eval_steps": 3, "gradient_checkpointing": False, **options,
+            }  # fmt: skip
+            trainer = (cp.trainer(kind, send_batches=name in ("kto", "rloo")) if cp else kind)(model=model, args=config(place, **options), processing_class=tokenizer, **more)
+            trainer.remove_callback(transformers.PrinterCallback)
+            trainer.train()
+        logged = [{key: value for key, value in entry.items() if "time" not in key and "per_second" not in key} for entry in trainer.state.log_history]
+        weights = torch.cat([p.detach().flatten().double() for p in trainer.model.parameters() if p.requires_grad])
+        found[name] = logged, weights.numpy()
+        if cp:
+            cp.close()
+            # A reference is closed with the model.
+            assert getattr(getattr(trainer, "ref_model", None), "_cpattn", None) is None
+    if parallel and replicas == 1:
+        found["refused"] = _refused()
+    return found
+
+
+def _refused() -> dict[str, str]:
+    """What is refused when a trainer is made."""
+    found: dict[str, str] = {}
+    model = models.build("llama")
+    cp = ContextParallel(model)
+    more = {"model": model, "train_dataset": prompts(), "reward_funcs": reward, "processing_class": models.tokenizer()}
+    with tempfile.TemporaryDirectory() as place:
+        usual = {"use_cpu": True, "bf16": False, "report_to": [], "num_generations": 4, "per_device_train_batch_size": 4}
+
+        def refuse(name: str, kind: Any, args: Any) -> None:
+            try:
+                cp.trainer(kind)(args=args, **more)
+            except (InvalidArgument, Unsupported) as error:
+                found[name] = str(error)
+
+        refuse("no arguments", trl.GRPOTrainer, None)
+        refuse("batch", trl.GRPOTrainer, trl.GRPOConfig(place, **{**usual, "per_device_train_batch_size": 2}))
+        args = trl.GRPOConfig(place, **usual)
+        args.use_vllm = True
+        refuse("vllm", trl.GRPOTrainer, args)
+        refuse("smoothing", trl.GRPOTrainer, trl.GRPOConfig(place, **usual, label_smoothing_factor=0.1))
+
+        class Other(trl.GRPOTrainer):
+            def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+                return super().compute_loss(*args, **kwargs)
+
+        refuse("subclass", Other, trl.GRPOConfig(place, **usual))
+    cp.close()
+    return found
+
+
+def compare(test: unittest.TestCase, kinds: list[str], one: dict[str, Any], several: list[dict[str, Any]]) -> None:
+    for found in several:
+        for name in kinds:
+            test.assertLessEqual(models.apart(torch.tensor(found[name][1]), torch.tensor(one[name][1])), 1e-6, name)
+            test.assertEqual(len(found[name][0]), len(one[name][0]))
+            for a, b in zip(found[name][0], one[name][0], strict=True):
+                test.assertEqual(a.keys(), b.keys(), name)
+                for key in a:
+                    test.assertLessEqual(abs((a[key] or 0) - (b[key] or 0)), 1e-4 * max(abs(b[key] or 0), 1), (name, key, a, b))
+
+
+class Preference(unittest.TestCase):
+    def test_as_one_process(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            one = processes.run(_job, 1, KINDS, f"{folder}/one", 1, False, seconds=300)[0]
+            several = processes.run(_job, 2, KINDS, f"{folder}/two", 1, True, seconds=300)
+        compare(self, KINDS, one, several)
+        said = {
+            "no arguments": "args is needed: the GRPOConfig", "batch": "has 2 prompts (generation_batch_size", "vllm": "use_vllm is True",
+            "smoothing": "label smoothing", "subclass": "Other computes its loss in test_preference",
+        }  # fmt: skip
+        for found in several:
+            for name, text in said.items():
+                self.assertIn(text, found["refused"].get(name, ""), name)
+        rewards = [entry["reward_std"] for entry in one["grpo"][0] if "reward_std" in entry]
+        self.assertGreater(min(rewards), 0.05, "the completions differ, and so do their rewards")
+
+    def test_replicas_as_processes(self) -> None:
+        """Two groups of two ranks, as two processes of TRL with data in parallel."""
+        kinds = ["grpo", "reward"]
+        with tempfile.TemporaryDirectory() as folder:
+            two = processes.run(_job, 2, kinds, folder, 1, False)[0]
+            compare(self, kinds, two, processes.run(_job, 4, kinds, folder, 2, True))
+
+
+KINDS = ["dpo", "dpo, experts", "dpo, lora", "reward", "classes", "grpo", "grpo, lora", "rloo", "kto", "sft"]
+
+if __name__ == "__main__":
+    unittest.main()
