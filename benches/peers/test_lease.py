@@ -359,10 +359,14 @@ class Lease(Folder):
         # The last line is the hanging process's, which has written "seen" by then.
         while (not pids.exists() or len(pids.read_text().split()) < 1 + bool(also)) and time.monotonic() < until:
             time.sleep(0.02)
+        # The stage itself may be slower than its step.
+        log = self.folder / "out/lease-1.log"
+        while "seen" not in log.read_text() and time.monotonic() < until:
+            time.sleep(0.02)
         self.process.send_signal(number)
         self.process.communicate(timeout=30)
         self.assertFalse(any_runs(pids.read_text().split()))
-        self.assertIn("seen", (self.folder / "out/lease-1.log").read_text())
+        self.assertIn("seen", log.read_text())
         return self.record("lease-1")
 
     def test_a_command_that_is_asked_to_end_leaves_its_step_and_no_process(self):
