@@ -20,6 +20,18 @@ HERE = pathlib.Path(__file__).resolve().parent
 TESTS = ("cuda_kernels", "cuda_plans", "cuda_ranks", "cuda_launches", "cuda_ring", "capi_cuda")
 """Test programs of `programs`, those that fail first of all when something is wrong with the device."""
 
+HARDWARE = (
+    "CPATTN_CUDA_FAMILY=sm_80 runs_repeat", "hopper_walks::bf16_128", "hopper_backward::bf16_128", "hopper_backward::bf16_64",
+    "hopper_backward::bf16_192128", "hopper_backward::bf16_256", "hopper_walks::bf16_64", "hopper_walks::bf16_192128",
+    "hopper_walks::bf16_256", "hopper_backward_shared::groups", "shared_tiles::groups", "hopper_backward::runs_repeat",
+    "hopper::lists_give_the_same_bits_wherever_they_are", "hopper::counters_come_back_to_zero", "clusters::bf16_128",
+    "hopper_walks::bf16_96", "hopper_walks::bf16_192",
+)
+"""What is run before all else, in the order of ptx/HARDWARE.md: variables, if any, and a test of cuda_kernels."""
+
+HARDWARE_LIMIT_S = 30
+"""Of each of these."""
+
 LEFT_OUT = {
     "capi_cuda the_symbols_are_those_of_the_other_build": "it reads the library with nm and readelf, not with a device",
     "capi_cuda ranks_over_nccl": "it needs libnccl.so.2 on the loader's path, and tells nothing about a device",
@@ -98,8 +110,14 @@ def tests_of(program):
 
 
 def first(stage):
-    """What the machine is, and whether everything computes right on it."""
+    """What the machine is, what it refutes of ptx/HARDWARE.md, and whether everything computes right on it."""
     stage.json_of("facts", stage.python(HERE / "machine.py", "facts"), 40)
+    listed, others = of_hardware(tests(stage))
+    hung = set()
+    if not run_tests(stage, listed, HARDWARE_LIMIT_S, hung=hung):
+        names = ["jit", "conformance", *(test.name for test in others)]
+        stage.steps.keep(not_begun=stage.steps.record["not_begun"] + names)
+        return
     if not stage.options.ours_only:
         stage.json_of("ceilings", stage.python(HERE / "machine.py", "ceilings"), 60)
     stage.json_of("jit", [stage.bin / "cuda", "--jit"], 120, {"CUDA_CACHE_DISABLE": "1"})
@@ -107,7 +125,7 @@ def first(stage):
     stage.steps.run(
         "conformance", [stage.bin / "conformance", "--json", stage.steps.out / "conformance.json", *only], 120
     )
-    run_tests(stage, tests(stage))
+    run_tests(stage, others, hung=hung)
 
 
 class Test:
@@ -144,10 +162,23 @@ def tests(stage):
     return found
 
 
-def run_tests(stage, waiting, limit_s=90, late_s=15):
+def of_hardware(found):
+    """The tests of `HARDWARE` among those that came along, and the others. What is listed with variables is run without, too."""
+    named, listed = {test.name: test for test in found}, []
+    for line in HARDWARE:
+        *variables, name = line.split()
+        if test := named.get(f"cuda_kernels {name}"):
+            env = test.env | dict(variable.split("=", 1) for variable in variables)
+            listed.append(Test(f"cuda_kernels {line}", test.group, test.command, env))
+    names = {test.name for test in listed}
+    return listed, [test for test in found if test.name not in names]
+
+
+def run_tests(stage, waiting, limit_s=90, late_s=15, hung=None):
     """One after the other. A test that hangs takes the rest of its group to the end of the queue, where each has
-    `late_s`: a kernel that hangs does so in many of them, and what has nothing to do with it is not to pay for that."""
-    hung, late, lost = set(), [], 0
+    `late_s`: a kernel that hangs does so in many of them, and what has nothing to do with it is not to pay for that.
+    Such groups are added to `hung`. Returns whether the device still answers."""
+    hung, late, lost = set() if hung is None else hung, [], 0
     while waiting or late:
         last = not waiting
         test = (late if last else waiting).pop(0)
@@ -164,7 +195,8 @@ def run_tests(stage, waiting, limit_s=90, late_s=15):
             if lost == 2:
                 stage.steps.record["not_begun"] += [test.name for test in waiting + late]
                 stage.steps.keep(given_up="the device does not answer any more")
-                return
+                return False
+    return True
 
 
 def second(stage):

@@ -299,11 +299,39 @@ class Lease(Folder):
         self.assertIn("FAILED cuda_plans one", done.stdout)
 
     def test_a_device_that_answers_no_more_ends_the_stage(self):
-        listing = 'if [ "$1" = --list ]; then printf "%s: test\\n" one two; exit; fi'
-        _, record = self.call("1", cuda="exit 1", cuda_kernels=listing + "\nexit 1")
-        self.assertIn("does not answer", record["given_up"])
-        self.assertIn("cuda_plans one", record["not_begun"])
-        self.assertFalse(any(step["name"].startswith("cuda_plans") for step in record["steps"]))
+        for names, begun in ("one two", True), ("hopper_walks::bf16_128 hopper_backward::bf16_64", False):
+            listing = f'if [ "$1" = --list ]; then printf "%s: test\\n" {names}; exit; fi'
+            _, record = self.call("1", cuda="exit 1", cuda_kernels=listing + "\nexit 1")
+            self.assertIn("does not answer", record["given_up"])
+            self.assertIn("cuda_plans one", record["not_begun"])
+            steps = [step["name"] for step in record["steps"]]
+            self.assertFalse(any(name.startswith("cuda_plans") for name in steps))
+            self.assertEqual(("conformance" in steps, "conformance" not in record["not_begun"]), (begun, begun))
+
+    def test_what_hardware_may_refute_comes_first(self):
+        listing = 'if [ "$1" = --list ]; then printf "%s: test\\n" hopper_walks::bf16_128 runs_repeat; exit; fi'
+        _, record = self.call("1", cuda_kernels=f"{listing}\necho \"$2 $CPATTN_CUDA_FAMILY.\"")
+        said = [(step["name"], step["tail"]) for step in record["steps"]]
+        listed = [("cuda_kernels CPATTN_CUDA_FAMILY=sm_80 runs_repeat", "runs_repeat sm_80.\n"),
+                  ("cuda_kernels hopper_walks::bf16_128", "hopper_walks::bf16_128 .\n")]
+        self.assertEqual([said[0][0], *said[1:3], said[3][0]], ["facts", *listed, "jit"])
+        self.assertIn(("cuda_kernels runs_repeat", "runs_repeat .\n"), said[3:])
+        self.assertEqual(len([name for name, _ in said if "bf16_128" in name]), 1)
+
+    def test_what_hardware_may_refute_is_what_the_page_lists(self):
+        root = HERE.parents[1]
+        page = root / "ptx/HARDWARE.md"
+        if not page.exists():
+            self.skipTest("a prepared folder has no sources")
+        table = re.search(r"## The first two minutes\n(.*?)\n## ", page.read_text(), re.S)[1]
+        rows = [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in table.splitlines() if row.startswith("| `")]
+        names = [name for row in rows for name in row if "=" not in name]
+        self.assertEqual(names, [line.split()[-1] for line in lease.HARDWARE])
+        # All tests that the page names are there.
+        for test in {*names, *re.findall(r"`([a-z_]+::\w+)`", page.read_text())}:
+            module, _, name = test.rpartition("::")
+            source = (root / f"tests/cuda_kernels/{module or 'main'}.rs").read_text()
+            self.assertRegex(source, rf"#\[test\]\nfn {name}\(\)")
 
     def test_the_tests_beside_one_that_hangs_come_last_and_are_short(self):
         class Stage:
@@ -331,10 +359,14 @@ class Lease(Folder):
         # The last line is the hanging process's, which has written "seen" by then.
         while (not pids.exists() or len(pids.read_text().split()) < 1 + bool(also)) and time.monotonic() < until:
             time.sleep(0.02)
+        # The stage itself may be slower than its step.
+        log = self.folder / "out/lease-1.log"
+        while "seen" not in log.read_text() and time.monotonic() < until:
+            time.sleep(0.02)
         self.process.send_signal(number)
         self.process.communicate(timeout=30)
         self.assertFalse(any_runs(pids.read_text().split()))
-        self.assertIn("seen", (self.folder / "out/lease-1.log").read_text())
+        self.assertIn("seen", log.read_text())
         return self.record("lease-1")
 
     def test_a_command_that_is_asked_to_end_leaves_its_step_and_no_process(self):

@@ -190,8 +190,10 @@ class Brought(unittest.TestCase):
         self.assertIn("/no/such/file is not there", done.stderr)
 
     def test_prepare_takes_them_along_and_unpack_puts_them_where_they_are_found(self):
-        home, to = self.folder / "home", self.folder / "prepared"
-        home.mkdir()
+        home, to = self.folder / "benches/peers", self.folder / "prepared"
+        home.mkdir(parents=True)
+        (self.folder / "ptx").mkdir()
+        shutil.copy(HERE.parents[1] / "ptx/HARDWARE.md", self.folder / "ptx")
         for path in HERE.iterdir():
             if path.is_file() and path.name != "programs":
                 shutil.copy(path, home)
@@ -208,6 +210,7 @@ class Brought(unittest.TestCase):
             subprocess.run([to / "unpack"], check=True, env=environment)
         subprocess.run([to / "bin/cuda"], check=True)
         self.assertEqual((to / "brought/06-fused-attention.py").read_text(), "kernel")
+        self.assertTrue((to / "HARDWARE.md").exists())
         self.assertEqual([path.name for path in to.glob("unpacked")], [])
         # Every file of ours that is imported over there has come along.
         names = {path.name for path in to.iterdir()}
