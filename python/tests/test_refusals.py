@@ -67,10 +67,16 @@ def public() -> Iterator[tuple[str, list[str]]]:
             elif inspect.isclass(found) and not issubclass(found, NOT_CALLED) and not getattr(found, "_is_protocol", False):
                 # What a tuple has is looked at where it is used.
                 yield at, list(found._fields) if issubclass(found, tuple) else arguments(found)
-                for method, function in vars(found).items():
+                # Those of its bases too that are no classes of their own for users.
+                methods = {name: one for base in reversed(found.__mro__) if base is found or hidden(base) for name, one in vars(base).items()}
+                for method, function in methods.items():
                     function = function.__func__ if isinstance(function, classmethod) else function
                     if inspect.isfunction(function) and not method.startswith("_") and method not in getattr(found, "__abstractmethods__", ()):
                         yield f"{at}.{method}", arguments(function)[1:]
+
+
+def hidden(base: type) -> bool:
+    return base.__module__.startswith("cpattn.") and base.__name__ not in (*cpattn.__all__, *cpattn.torch.__all__)
 
 
 def arguments(function: Callable[..., Any]) -> list[str]:
@@ -87,7 +93,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
     plan = cpattn.Plan([0, 5], 3, 4)
     machine = (Path(__file__).parents[2] / "machines/cpu_host.machine").read_text()
     q, lse, ids, address = torch.zeros(5, 3, 4), torch.zeros(3, 5), torch.zeros(5, dtype=torch.int64), batch.tokens.data_ptr()
-    forward = {"plan": plan, "stream": None, **dict.fromkeys("qkvo", q), "lse": lse, "sinks": None}
+    forward = {"plan": plan, "stream": None, **{name: q.clone() for name in "qkvo"}, "lse": lse, "sinks": None}
     inputs, local = dict.fromkeys("qkv", q), {"rank": 0, "side": "q", "whole": q, "local": q.clone()}
     message, event = {"peer": 0, "address": address, "bytes": 8}, cpattn.Event(0, 0, "attend", "forward", 0, 0, 1, 8)
     exchange = {"operation": "ring", "step": 0, "sends": [], "recvs": [], "stream": None}
@@ -99,6 +105,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
     shape, told = {"heads": 3, "head_dim": 4}, ("sinks", "window_left", "window_right", "scale", "softcap")
     called_from = {"source": "array tensor"}  # refused by the name that C has, and Python cannot have: from
     of, exchanged = {"heads": None, "kv_heads": None}, {"plan": plan, "side": "q", "source": q, "to": q.clone(), "stream": None}
+    window = {"window_left": 3, "window_right": 0}
     made, numbers = [cpattn.Slice(0, 5, 0, 5)], dict.fromkeys(("q_start", "low", "high"), "none negative")
     many, no_slices = {"cu_seqlens_k": None, "q_start": None, "slices": None}, dict.fromkeys(("cu_seqlens_k", "q_start", "slices"), "none")
     s = cpattn.slices
@@ -120,6 +127,8 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
                                                "dtype": "f32", "world": 1} | options,
                          optional | no_slices),
         "Plan.with_tokens_of": (cpattn.Plan.with_tokens_of, {"base": plan, **shape, "slices": None, "dtype": None} | options, optional | {"slices": "none", "dtype": "none"}),
+        "Plan.schedule": (plan.schedule, {"rank": 0, "direction": "forward"}, {}),
+        "Plan.all_to_all_schedule": (plan.all_to_all_schedule, {"rank": 0, "direction": "to_heads", "side": "q", "dim": 4, "dtype": "f32"}, {}),
         "Plan.share": (plan.share, {"rank": 0}, {}),
         "Plan.workspace": (plan.workspace, {"rank": 0, "direction": "forward"}, {}),
         "Plan.tokens": (plan.tokens, {"side": "q", "rank": 0}, {}),
@@ -128,9 +137,9 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "Plan.unshard": (plan.unshard, local, {}),
         "Rank": (cpattn.Rank, {"transport": transport, "workers": 1, "isa": "auto"}, {}),
         "Rank.prepare": (rank.prepare, {"plan": plan, "direction": "forward"}, {}),
-        "Rank.forward": (rank.forward, forward, {"stream": "none", "sinks": "none"}),
-        "Rank.backward": (rank.backward, forward | dict.fromkeys(("d_o", "dq", "dk", "dv"), q) | {"dsinks": None},
-                          {"stream": "none", "sinks": "none", "dsinks": "none"}),
+        "Rank.forward": (rank.forward, forward | {"max_logit": None}, {"stream": "none", "sinks": "none", "max_logit": "none"}),
+        "Rank.backward": (rank.backward, forward | {name: q.clone() for name in ("d_o", "dq", "dk", "dv")} | {"dsinks": None, "d_lse": None},
+                          {"stream": "none", "sinks": "none", "dsinks": "none", "d_lse": "none"}),
         "Rank.to_heads": (rank.to_heads, exchanged, {"stream": "none", **called_from}),
         "Rank.to_tokens": (rank.to_tokens, exchanged, {"stream": "none", **called_from}),
         "Rank.check_ring": (rank.check_ring, {"bytes": 8}, {}),
@@ -160,8 +169,12 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "slices.tree": (s.tree, {"parents": [None, 0], "lengths": [2, 3]}, {}),
         "timeline_svg": (cpattn.timeline_svg, {"events": [event]}, {}),
         "torch.Batch": (cpattn.torch.Batch, {"context": context, "packing": batch.packing}, {}),
-        "torch.Batch.attention": (batch.attention, {**inputs, **dict.fromkeys(told)}, {
-            **optional, **dict.fromkeys(told[:3], "none")}),
+        "torch.Batch.attention": (batch.attention, {**inputs, **dict.fromkeys(told), "return_lse": False, "return_max_logit": False}, {
+            **optional, **dict.fromkeys(told[:3], "none"), "return_lse": "truth", "return_max_logit": "truth"}),
+        "torch.Batch.gather": (batch.gather, {"x": q, "side": "k", **window}, dict.fromkeys(window, "none")),
+        "torch.Batch.halo": (batch.halo, {"x": q, "taps": 2}, {}),
+        "torch.Batch.halo_reads": (batch.halo_reads, {"taps": 2}, {}),
+        "torch.Batch.reads": (batch.reads, {"side": "k", **window}, dict.fromkeys(window, "none")),
         "torch.Batch.labels": (batch.labels, {"ids": ids, "ignore": -100}, {"ignore": "negative truth"}),
         "torch.Batch.own_heads": (batch.own_heads, {"side": "q", **of}, dict.fromkeys(of, "none")),
         "torch.Batch.shard": (batch.shard, {"whole": ids, "side": "q"}, {}),
