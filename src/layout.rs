@@ -24,7 +24,7 @@ use crate::{
 };
 
 pub(crate) use deal::deal;
-use pack::{for_each_in_runs, pack_parts};
+use pack::PackParts;
 
 /// How tokens are distributed over ring ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -294,6 +294,6 @@ fn chunk_areas(batch: &Batch, mask: Mask, parts: usize) -> Vec<u64> {
     let n = batch.tokens(Side::Q);
     let mut areas = vec![0; parts];
     let chunks = (0..parts).map(|c| (cut(c + 1, n, parts), c));
-    for_each_in_runs(&pack_parts(batch, mask), chunks, |c, part, first, end| areas[c] += part.area(first, end));
+    PackParts::new(batch, mask).for_each_in_runs(chunks, |c, pairs, _| areas[c] += pairs);
     areas
 }

@@ -16,10 +16,7 @@ use super::area::Load;
 use crate::{
     batch::{Batch, Side},
     error::Result,
-    layout::{
-        Layout, chunk_limit, cut, deal,
-        pack::{PackPart, for_each_in_runs, pack_parts},
-    },
+    layout::{Layout, chunk_limit, cut, deal, pack::PackParts},
     mask::Mask,
 };
 
@@ -27,7 +24,7 @@ use crate::{
 pub(super) struct Counted<'a> {
     cu: &'a [i32],
     mask: Mask,
-    parts: Vec<PackPart>,
+    parts: PackParts<'a>,
     /// Without slices: each length with the number of its documents.
     lengths: Option<Vec<(u32, u32)>>,
 }
@@ -44,7 +41,7 @@ impl<'a> Counted<'a> {
             all.sort_unstable();
             all.chunk_by(|a, b| a == b).map(|same| (same[0], same.len() as u32)).collect()
         });
-        Some(Self { cu, mask, parts: pack_parts(batch, mask), lengths })
+        Some(Self { cu, mask, parts: PackParts::new(batch, mask), lengths })
     }
 
     /// The load of every ring rank under a layout; `None` if the layout has so many runs that counting rank by rank is
@@ -68,7 +65,7 @@ impl<'a> Counted<'a> {
                 chunk_limit(chunks, ring)?;
                 let (per, parts) = (chunks as usize, ring * chunks as usize);
                 let mut areas = vec![0; parts];
-                for_each_in_runs(&self.parts, runs(parts).zip(0..), |c: usize, part, a, e| areas[c] += part.area(a, e));
+                self.parts.for_each_in_runs(runs(parts).zip(0..), |c: usize, pairs, _| areas[c] += pairs);
                 let mut owner = vec![0; parts];
                 deal(&areas, ring, per).iter().enumerate().for_each(|(i, &c)| owner[c as usize] = i / per);
                 self.runs(ring, runs(parts).zip(owner))
@@ -101,10 +98,9 @@ impl<'a> Counted<'a> {
             }
             (end, (rank, run))
         });
-        for_each_in_runs(&self.parts, runs, |(rank, run), part, a, e| {
-            loads[rank].area += part.area(a, e);
-            let keys = part.keys(a, e);
-            if keys.start < run[0] || keys.end > run[1] {
+        self.parts.for_each_in_runs(runs, |(rank, run), pairs, keys| {
+            loads[rank].area += pairs;
+            if !keys.is_empty() && (keys.start < run[0] || keys.end > run[1]) {
                 read[rank].push([keys.start, keys.end]);
             }
         });
