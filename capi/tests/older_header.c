@@ -128,9 +128,9 @@ int main(void) {
   SAME(dk);
   SAME(dv);
 
-  /* With today's size those bytes are the stream, and are refused. */
+  /* With today's size those bytes are the stream and max_logit, and are refused. */
   f.args.struct_size = sizeof(cpattn_forward_args);
-  REFUSED(CPATTN_UNSUPPORTED, "stream", cpattn_forward(rank, plan, (const cpattn_forward_args *)&f.args));
+  REFUSED(CPATTN_INVALID, "max_logit", cpattn_forward(rank, plan, (const cpattn_forward_args *)&f.args));
   /* A struct that no header had. */
   f.args.struct_size = sizeof(earlier_forward_args) - sizeof(void *);
   REFUSED(CPATTN_INVALID, "args.struct_size is 48", cpattn_forward(rank, plan, (const cpattn_forward_args *)&f.args));
