@@ -291,9 +291,38 @@ pub(crate) fn chunk_limit(chunks: u32, ring: usize) -> Result<()> {
 
 /// The mask areas of the pack's q tokens in `parts` chunks.
 fn chunk_areas(batch: &Batch, mask: Mask, parts: usize) -> Vec<u64> {
+    if batch.slices().is_some() {
+        let mut areas = vec![0; parts];
+        let chunks = (0..parts).map(|c| (cut(c + 1, batch.tokens(Side::Q), parts), c));
+        PackParts::new(batch, mask).for_each_in_runs(chunks, |c, pairs, _| areas[c] += pairs);
+        return areas;
+    }
     let n = batch.tokens(Side::Q);
-    let mut areas = vec![0; parts];
-    let chunks = (0..parts).map(|c| (cut(c + 1, n, parts), c));
-    PackParts::new(batch, mask).for_each_in_runs(chunks, |c, pairs, _| areas[c] += pairs);
-    areas
+    let (whole, rest) = (n / parts, n % parts);
+    // The border, and its rounding error: ⌊c·n/parts⌋ for each c without a division.
+    let (mut t, mut carry, mut end) = (0, 0, 0);
+    let mut d = 0;
+    let document = |d: usize| {
+        let doc = batch.document(Side::Q, d);
+        (doc.end, batch.start(Side::Q, d) - doc.start as i64, batch.document(Side::K, d).len() as i64)
+    };
+    let mut doc = if n > 0 { document(0) } else { (0, 0, 0) };
+    let chunk = |_| {
+        carry += rest;
+        let more = carry >= parts;
+        carry -= if more { parts } else { 0 };
+        end += whole + usize::from(more);
+        let mut area = 0;
+        while t < end {
+            while doc.0 <= t {
+                d += 1;
+                doc = document(d);
+            }
+            let next = end.min(doc.0);
+            area += mask.area(doc.1 + t as i64, doc.1 + next as i64, doc.2) as u64;
+            t = next;
+        }
+        area
+    };
+    (0..parts).map(chunk).collect()
 }

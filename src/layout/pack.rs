@@ -62,86 +62,33 @@ impl PackPart {
     }
 }
 
-enum List<'a> {
-    /// Each document is a part.
-    Documents(&'a Batch, (i64, i64)),
-    Parts(Vec<PackPart>),
-}
-
-/// The parts of a batch, by their first query.
-pub(crate) struct PackParts<'a> {
-    list: List<'a>,
+/// The parts of a batch with slices that have pairs, by their first query.
+pub(crate) struct PackParts {
+    list: Vec<PackPart>,
     /// The pairs of all parts before each, if the tokens of one part all come before those of the next.
     before: Option<Vec<u64>>,
 }
 
-impl<'a> PackParts<'a> {
+impl PackParts {
     /// Of a batch under a mask.
-    pub fn new(batch: &'a Batch, mask: Mask) -> Self {
-        let list = if batch.slices().is_none() {
-            List::Documents(batch, (mask.left_limit(), mask.right_limit()))
-        } else {
-            List::Parts(sliced(batch, mask))
-        };
-        let apart = |pair: &[PackPart]| pair[0].extent()[1] <= pair[1].extent()[0];
-        let mut parts = Self { list, before: None };
-        if parts.slices().is_none_or(|list| list.windows(2).all(apart)) {
-            let mut before = Vec::with_capacity(parts.len() + 1);
+    pub fn new(batch: &Batch, mask: Mask) -> Self {
+        let list = parts_of(batch, mask);
+        let apart = list.windows(2).all(|pair| pair[0].extent()[1] <= pair[1].extent()[0]);
+        let before = apart.then(|| {
+            let mut before = Vec::with_capacity(list.len() + 1);
             before.push(0);
-            for i in 0..parts.len() {
-                before.push(before[i] + parts.get(i).before(i64::MAX));
-            }
-            parts.before = Some(before);
-        }
-        parts
-    }
-
-    fn slices(&self) -> Option<&[PackPart]> {
-        match &self.list {
-            List::Documents(..) => None,
-            List::Parts(list) => Some(list),
-        }
+            list.iter().fold(0, |sum, part| {
+                before.push(sum + part.before(i64::MAX));
+                before[before.len() - 1]
+            });
+            before
+        });
+        Self { list, before }
     }
 
     /// The number of parts.
     pub fn len(&self) -> usize {
-        match &self.list {
-            List::Documents(batch, _) => batch.documents(),
-            List::Parts(list) => list.len(),
-        }
-    }
-
-    fn get(&self, i: usize) -> PackPart {
-        match &self.list {
-            List::Parts(list) => list[i],
-            List::Documents(batch, (left, right)) => {
-                let [q, k] = [Side::Q, Side::K].map(|side| batch.document(side, i));
-                let (q, k) = (q.start as i64..q.end as i64, k.start as i64..k.end as i64);
-                let to_token = k.start - q.start + batch.start(Side::Q, i);
-                PackPart::new(q, k, to_token.saturating_sub(*left), to_token.saturating_add(*right))
-            }
-        }
-    }
-
-    /// The first part from `from` on that does not lie before token `end` with all of its tokens, which `from` does.
-    fn first_beyond(&self, from: usize, end: i64) -> usize {
-        match &self.list {
-            List::Parts(list) => from + list[from..].partition_point(|part| part.extent()[1] <= end),
-            List::Documents(batch, _) if end as usize == batch.tokens(Side::Q) => batch.documents(),
-            List::Documents(batch, _) => batch.document_from(Side::Q, from, end as usize),
-        }
-    }
-
-    /// Whether all tokens of a part are in this run of tokens.
-    fn lies_in(&self, i: usize, part: &PackPart, run: &Range<i64>) -> bool {
-        let [first, last] = match &self.list {
-            List::Parts(_) => part.extent(),
-            List::Documents(batch, _) => {
-                let tokens = batch.document(Side::Q, i);
-                [tokens.start as i64, tokens.end as i64]
-            }
-        };
-        run.start <= first && last <= run.end
+        self.list.len()
     }
 
     /// Calls `each(run, pairs, keys)` for what each run of q tokens attends to: often, with a number of pairs and the k
@@ -168,20 +115,18 @@ impl<'a> PackParts<'a> {
                 each(name, part.before(e) - part.before(a), keys);
                 part.q[1] > run.end
             };
-            open.retain(|&i| part_of_run(&self.get(i as usize), &mut each));
-            while next < self.len() {
-                let part = self.get(next);
-                if part.q[0] >= run.end {
-                    break;
-                }
+            open.retain(|&i| part_of_run(&self.list[i as usize], &mut each));
+            while let Some(part) = self.list.get(next).filter(|part| part.q[0] < run.end) {
+                let [first, last] = part.extent();
                 match &self.before {
-                    Some(before) if self.lies_in(next, &part, &run) => {
-                        let first = next;
-                        next = self.first_beyond(first, run.end);
-                        each(name, before[next] - before[first], run.start..run.start);
+                    Some(before) if run.start <= first && last <= run.end => {
+                        // All parts that lie in the run.
+                        let to = next + self.list[next..].partition_point(|part| part.extent()[1] <= run.end);
+                        each(name, before[to] - before[next], run.start..run.start);
+                        next = to;
                     }
                     _ => {
-                        if !part.is_empty() && part_of_run(&part, &mut each) {
+                        if part_of_run(part, &mut each) {
                             open.push(next as u32);
                         }
                         next += 1;
@@ -193,8 +138,8 @@ impl<'a> PackParts<'a> {
     }
 }
 
-/// The parts that slices make, without those that have no pair.
-fn sliced(batch: &Batch, mask: Mask) -> Vec<PackPart> {
+/// The parts that have pairs.
+fn parts_of(batch: &Batch, mask: Mask) -> Vec<PackPart> {
     let allowed = batch.allowed(mask);
     let mut list = Vec::new();
     for d in 0..batch.documents() {

@@ -8,6 +8,7 @@ use super::{
     CirculatingSide, Problem,
     area::{Load, load},
     loads::Counted,
+    slice_loads::CountedSlices,
 };
 use crate::{
     error::Result,
@@ -66,18 +67,25 @@ fn ratio(largest: u64, total: u64, ring: usize) -> f64 {
 /// Counts the loads of a problem under many layouts and rings.
 pub(crate) struct LoadCounter<'a> {
     problem: &'a Problem,
-    /// If q and k are the same tokens.
+    /// If q and k are the same tokens: without slices, and with them.
     counted: Option<Counted<'a>>,
+    sliced: Option<CountedSlices<'a>>,
 }
 
 impl<'a> LoadCounter<'a> {
     pub fn new(problem: &'a Problem) -> Self {
-        Self { problem, counted: Counted::new(problem.batch(), problem.mask()) }
+        let (batch, mask) = (problem.batch(), problem.mask());
+        Self { problem, counted: Counted::new(batch, mask), sliced: CountedSlices::new(batch, mask) }
     }
 
     /// How `layout` distributes the problem over `ring` ranks.
     pub fn load(&self, layout: Layout, ring: usize) -> Result<LayoutLoad> {
-        if let Some(loads) = self.counted.as_ref().map(|c| c.loads(layout, ring)).transpose()?.flatten() {
+        let loads = match (&self.counted, &self.sliced) {
+            (Some(counted), _) => counted.loads(layout, ring)?,
+            (_, Some(sliced)) => sliced.loads(layout, ring)?,
+            _ => None,
+        };
+        if let Some(loads) = loads {
             return Ok(LayoutLoad::sum(layout, ring, loads.into_iter()));
         }
         let shares = Shares::new(self.problem.batch(), self.problem.mask(), layout, ring)?;

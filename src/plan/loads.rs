@@ -2,13 +2,17 @@
 //! The loads of all ring ranks at once, where q and k are the same tokens.
 //!
 //! The automatic choice compares six layouts for every mesh, at every step of a training run, so it may not list the
-//! segments of every rank. Every layout cuts the pack into runs of one rank each, and one pass over the parts of the
-//! batch gives the areas and the k tokens of all runs ([`pack`](crate::layout::pack)). A rank's own tokens need no
-//! message; what its runs read of others is merged by rank, since several parts may read the same token. A zigzag cuts
-//! documents of the same length alike, so without slices each length is counted once, times its documents.
+//! segments of every rank. Two observations make it short:
 //!
-//! All figures are integers, and equal to the sum over [`load`](super::area::load) (a test compares them), which is
-//! used for batches with different q and k.
+//! - Every layout except the zigzag of documents cuts the *pack* into runs of one rank each. The mask area of the
+//!   pack's first `t` tokens is a prefix sum over documents, so the area of a run takes two look-ups, however many
+//!   documents lie in it. A document inside one run needs no row of another rank; only the two documents that a run
+//!   cuts do.
+//! - A zigzag cuts documents of the same length alike, so each length is counted once, times its documents.
+//!
+//! A query always attends to its own position, so a rank's own rows are among those it needs; the rows needed of others
+//! are the union of the rows in reach, without its own. All figures are integers, and equal to the sum over
+//! [`load`](super::area::load) (a test compares them), which is used for batches with different q and k.
 
 use alloc::{vec, vec::Vec};
 
@@ -16,32 +20,41 @@ use super::area::Load;
 use crate::{
     batch::{Batch, Side},
     error::Result,
-    layout::{Layout, chunk_limit, cut, deal, pack::PackParts},
+    layout::{Layout, chunk_limit, cut, deal},
     mask::Mask,
 };
 
-/// The parts of a batch of self-attention, prepared for counting; made once for all meshes and layouts.
+/// The documents of a batch of self-attention, prepared for counting; made once for all meshes and layouts.
 pub(super) struct Counted<'a> {
+    batch: &'a Batch,
     cu: &'a [i32],
     mask: Mask,
-    parts: PackParts<'a>,
-    /// Without slices: each length with the number of its documents.
-    lengths: Option<Vec<(u32, u32)>>,
+    /// The mask area of all documents before each.
+    before: Vec<u64>,
+    /// Each length with the number of its documents.
+    lengths: Vec<(u32, u32)>,
 }
 
 impl<'a> Counted<'a> {
-    /// None if q and k are different tokens.
+    /// None if q and k are different tokens, or if there are slices.
     pub fn new(batch: &'a Batch, mask: Mask) -> Option<Self> {
-        if !batch.is_self_attention() {
+        if !batch.is_self_attention() || batch.slices().is_some() {
             return None;
         }
         let cu = batch.cu_seqlens(Side::Q);
-        let lengths = batch.slices().is_none().then(|| {
-            let mut all: Vec<u32> = cu.windows(2).map(|w| (w[1] - w[0]) as u32).collect();
-            all.sort_unstable();
-            all.chunk_by(|a, b| a == b).map(|same| (same[0], same.len() as u32)).collect()
-        });
-        Some(Self { cu, mask, parts: PackParts::new(batch, mask), lengths })
+        let mut sum = 0;
+        let mut before = Vec::with_capacity(cu.len());
+        before.push(0);
+        let mut all: Vec<u32> = Vec::with_capacity(cu.len());
+        for w in cu.windows(2) {
+            let n = w[1] - w[0];
+            sum += pairs(mask, n.into(), n.into());
+            before.push(sum);
+            all.push(n as u32);
+        }
+        all.sort_unstable();
+        let lengths = all.chunk_by(|a, b| a == b).map(|same| (same[0], same.len() as u32)).collect();
+        Some(Self { batch, cu, mask, before, lengths })
     }
 
     /// The load of every ring rank under a layout; `None` if the layout has so many runs that counting rank by rank is
@@ -50,10 +63,7 @@ impl<'a> Counted<'a> {
         let n = self.cu.last().map_or(0, |&n| n as usize);
         let runs = |parts: usize| (1..=parts).map(move |i| cut(i, n, parts));
         Ok(Some(match layout {
-            Layout::Zigzag => match &self.lengths {
-                Some(lengths) => self.zigzag(ring, lengths),
-                None => self.runs(ring, self.zigzag_runs(ring)),
-            },
+            Layout::Zigzag => self.zigzag(ring),
             Layout::Contiguous => self.runs(ring, runs(ring).zip(0..ring)),
             Layout::ZigzagPack => self.runs(ring, runs(2 * ring).zip((0..ring).chain((0..ring).rev()))),
             Layout::Striped { stripe } if stripe > 0 && n / stripe as usize <= 16 * ring * self.cu.len() => {
@@ -64,8 +74,14 @@ impl<'a> Counted<'a> {
             Layout::Balanced { chunks } => {
                 chunk_limit(chunks, ring)?;
                 let (per, parts) = (chunks as usize, ring * chunks as usize);
-                let mut areas = vec![0; parts];
-                self.parts.for_each_in_runs(runs(parts).zip(0..), |c: usize, pairs, _| areas[c] += pairs);
+                let mut at = 0;
+                let mut low = 0;
+                let areas: Vec<u64> = runs(parts)
+                    .map(|end| {
+                        let high = self.prefix(&mut at, end);
+                        high - core::mem::replace(&mut low, high)
+                    })
+                    .collect();
                 let mut owner = vec![0; parts];
                 deal(&areas, ring, per).iter().enumerate().for_each(|(i, &c)| owner[c as usize] = i / per);
                 self.runs(ring, runs(parts).zip(owner))
@@ -73,54 +89,68 @@ impl<'a> Counted<'a> {
         }))
     }
 
-    /// Each document in 2R chunks, of which a rank has one from each end.
-    fn zigzag_runs(&self, ring: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
-        self.cu.windows(2).flat_map(move |w| {
-            let (begin, n) = (w[0] as usize, (w[1] - w[0]) as usize);
-            (0..2 * ring).map(move |c| (begin + cut(c + 1, n, 2 * ring), c.min(2 * ring - 1 - c)))
-        })
+    fn length(&self, doc: usize) -> i64 {
+        (self.cu[doc + 1] - self.cu[doc]).into()
+    }
+
+    /// The mask area of the first `t` tokens of the pack; `at` advances to the document of the last of these tokens.
+    fn prefix(&self, at: &mut usize, t: usize) -> u64 {
+        if t == 0 {
+            return 0;
+        }
+        *at = self.batch.document_from(Side::Q, *at, t - 1);
+        let inside = t as i64 - i64::from(self.cu[*at]);
+        self.before[*at] + pairs(self.mask, inside, self.length(*at))
     }
 
     /// Loads of consecutive runs of the pack, each given by its end and its rank.
     fn runs(&self, ring: usize, runs: impl Iterator<Item = (usize, usize)>) -> Vec<Load> {
+        let (left, right) = (self.mask.left_limit(), self.mask.right_limit());
         let mut loads = vec![Load::default(); ring];
-        // By rank: its runs, and the keys that they read and do not hold all of. Both by tokens.
-        let mut own: Vec<Vec<[i64; 2]>> = vec![vec![]; ring];
-        let mut read: Vec<Vec<[i64; 2]>> = vec![vec![]; ring];
-        let mut start = 0;
-        let runs = runs.map(|(end, rank)| {
-            let run = [core::mem::replace(&mut start, end) as i64, end as i64];
-            if run[0] < run[1] {
-                match own[rank].last_mut() {
-                    Some(last) if last[1] == run[0] => last[1] = run[1],
-                    _ => own[rank].push(run),
+        // By rank: the document whose rows it needs, and the end of the rows needed so far.
+        let mut open = vec![(usize::MAX, 0i64); ring];
+        let mut at = 0;
+        let (mut start, mut low) = (0, 0);
+        for (end, rank) in runs {
+            if start == end {
+                continue;
+            }
+            at = self.batch.document_from(Side::Q, at, start);
+            let first = at;
+            let high = self.prefix(&mut at, end);
+            let load = &mut loads[rank];
+            load.area += high - low;
+            load.q_tokens += (end - start) as u64;
+            let open = &mut open[rank];
+            let mut part = |doc: usize| {
+                let (begin, length) = (i64::from(self.cu[doc]), self.length(doc));
+                let (a, e) = ((start as i64 - begin).max(0), (end as i64 - begin).min(length));
+                if e - a == length {
+                    return;
                 }
+                let (mut from, to) = (a.saturating_sub(left).max(0), e.saturating_add(right).min(length));
+                if open.0 == doc {
+                    from = from.max(open.1);
+                }
+                *open = (doc, if open.0 == doc { open.1.max(to) } else { to });
+                load.needed = load.needed + (to - from).max(0) as u64 - (e - a) as u64;
+            };
+            part(first);
+            if at != first {
+                part(at);
             }
-            (end, (rank, run))
-        });
-        self.parts.for_each_in_runs(runs, |(rank, run), pairs, keys| {
-            loads[rank].area += pairs;
-            if !keys.is_empty() && (keys.start < run[0] || keys.end > run[1]) {
-                read[rank].push([keys.start, keys.end]);
-            }
-        });
-        for ((load, own), mut read) in loads.iter_mut().zip(own).zip(read) {
-            load.q_tokens = own.iter().map(|run| (run[1] - run[0]) as u64).sum();
-            load.k_tokens = load.q_tokens;
-            if !read.is_sorted() {
-                read.sort_unstable();
-            }
-            load.needed = without(&read, &own);
+            (start, low) = (end, high);
         }
+        loads.iter_mut().for_each(|l| l.k_tokens = l.q_tokens);
         loads
     }
 
     /// Each document in 2R chunks, from both ends at once.
-    fn zigzag(&self, ring: usize, lengths: &[(u32, u32)]) -> Vec<Load> {
+    fn zigzag(&self, ring: usize) -> Vec<Load> {
         let (left, right) = (self.mask.left_limit(), self.mask.right_limit());
         let mut loads = vec![Load::default(); ring];
         let parts = 2 * ring as i64;
-        for &(length, documents) in lengths {
+        for &(length, documents) in &self.lengths {
             let (n, times) = (i64::from(length), u64::from(documents));
             let (whole, rest) = (n / parts, n % parts);
             // Chunk r ends at ⌊(r + 1)·n / 2R⌋, and the chunk opposite to it begins at n − ⌈(r + 1)·n / 2R⌉.
@@ -152,22 +182,6 @@ impl<'a> Counted<'a> {
     }
 }
 
-/// The number of tokens of ascending runs, which may overlap, that are in none of the `own` runs, which do not.
-fn without(read: &[[i64; 2]], own: &[[i64; 2]]) -> u64 {
-    let (mut tokens, mut done, mut at) = (0, i64::MIN, 0);
-    for &[first, end] in read {
-        let mut token = first.max(done);
-        while token < end {
-            at += own[at..].iter().take_while(|run| run[1] <= token).count();
-            let [a, e] = own.get(at).copied().unwrap_or([i64::MAX; 2]);
-            tokens += (a.min(end) - token).max(0) as u64;
-            token = if a < end { e } else { end };
-        }
-        done = done.max(end);
-    }
-    tokens
-}
-
 /// How many keys the first `x` queries of a document of `n` tokens read together.
 fn pairs(mask: Mask, x: i64, n: i64) -> u64 {
     // Σ min(q + right + 1, n) − Σ max(q − left, 0)
@@ -188,12 +202,8 @@ fn pairs(mask: Mask, x: i64, n: i64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        Slice,
-        layout::Shares,
-        plan::{CirculatingSide, area::load},
-        slices,
-    };
+    use crate::layout::Shares;
+    use crate::plan::{CirculatingSide, area::load};
 
     /// Random documents, masks and layouts: the loads of all ranks at once equal the sums over each rank's segments.
     #[test]
@@ -201,30 +211,11 @@ mod tests {
         let mut draw = fastrand::Rng::with_seed(9);
         let mut lists = Default::default();
         let mut compared = 0;
-        for trial in 0..1500 {
+        for _ in 0..1500 {
             let most = [1, 3, 20, 200][draw.usize(..4)];
             let lengths: Vec<usize> =
                 (0..draw.usize(0..30)).map(|_| if draw.u8(..5) == 0 { 0 } else { draw.usize(..=most) }).collect();
-            let mut batch = Batch::from_lengths(&lengths).unwrap();
-            if trial % 2 == 1 {
-                // Each document a prompt with answers, the last of which reads another document too.
-                let cu = batch.cu_seqlens(Side::Q).to_vec();
-                let mut list = vec![];
-                for d in 0..lengths.len() {
-                    let [begin, n] = [cu[d], cu[d + 1] - cu[d]].map(|t| t as usize);
-                    let (prompt, answer) = (n / 3, n / 4);
-                    for s in slices::shared_prefix(prompt, &[answer, n - prompt - answer]) {
-                        let moved = |t: i32| t as usize + begin;
-                        let (q, k) = (moved(s.q_begin)..moved(s.q_end), moved(s.k_begin)..moved(s.k_end));
-                        list.push(Slice::new(q, k).q_start(s.q_start).band(s.low, s.high));
-                    }
-                    let other = draw.usize(..lengths.len());
-                    if other != d {
-                        list.push(Slice::new(begin + prompt..begin + n, cu[other] as usize..cu[other + 1] as usize));
-                    }
-                }
-                batch = batch.with_slices(&list).unwrap();
-            }
+            let batch = Batch::from_lengths(&lengths).unwrap();
             let limit = |draw: &mut fastrand::Rng| [None, Some(0), Some(1), Some(7), Some(90)][draw.usize(..5)];
             let mask = Mask { left: limit(&mut draw), right: limit(&mut draw) };
             let ring = draw.usize(1..12);
@@ -241,7 +232,7 @@ mod tests {
                 let counted = Counted::new(&batch, mask).unwrap();
                 let Some(all) = counted.loads(layout, ring).unwrap() else { continue };
                 for (r, got) in all.iter().enumerate() {
-                    let want = load(&shares, &batch.allowed(mask), r, CirculatingSide::Keys, &mut lists);
+                    let want = load(&shares, &mask.into(), r, CirculatingSide::Keys, &mut lists);
                     assert_eq!(*got, want, "{layout} {mask:?} rank {r} of {ring}: {lengths:?}");
                     compared += usize::from(want.needed > 0);
                 }

@@ -30,6 +30,7 @@ pub(crate) mod options;
 pub(crate) mod problem;
 pub(crate) mod shard;
 mod sides;
+mod slice_loads;
 mod together;
 mod words;
 
