@@ -283,6 +283,9 @@ class Expressions(unittest.TestCase):
         self.assertEqual(made["loss_weights"].tolist(), [[0, 2, 2, 1, 1, 0, 1]])
         expected = [one.complete for one in slices.shared_prefix(2, [3, 2])]
         self.assertEqual([Slice(*row) for row in made["slices"].tolist()], expected)
+        # A row of a data set of both kinds.
+        tree = {"prompt": None, "answers": None, "weights": None, "parents": [None, 0, 0], "tokens": [[10, 11, 12], [20, 21], [30]]}
+        self.assertEqual(SharedPrefixCollator(prompt=1)([tree])["labels"].tolist(), made["labels"].tolist())
         for part, feature in (
             ("at least one token id", {"prompt": [1], "answers": [[]]}), ("'prompt' and 'answers'", {"text": 1}),
             ("2 numbers", {"prompt": [1], "answers": [[1, 2]], "weights": [[1.0]]}),

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from cpattn import InvalidArgument, Unsupported
 from cpattn.transformers import ContextParallel
+from cpattn.transformers.evaluate import gathered
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -108,7 +109,9 @@ def _job(rank: int, world: int) -> dict[str, Any]:
         if world > 1:
             cp = ContextParallel(model, gradients="sum", tile=tile)
         out = model(**given)
-        keep(name, out.loss, model, True, out.aux_loss)
+        # What a Trainer's evaluation gathers.
+        aux, routers = (out.aux_loss, out.router_logits) if world == 1 else gathered(cp, (out.aux_loss, out.router_logits))
+        keep(name, out.loss, model, True, out.aux_loss, aux, torch.stack(routers)[:, given["attention_mask"].flatten().bool()])
         if world > 1:
             assert torch.equal(cp.logprobs(given).aux_loss, out.aux_loss)
     return found
@@ -132,7 +135,8 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     refuse("another model", InvalidArgument, lambda: cp.logprobs(given, model=dict))
     cp.close()
     model = head("value")
-    ContextParallel(model)
+    cp = ContextParallel(model)
+    refuse("rows", Unsupported, lambda: cp.logprobs(given))
     refuse("labels", InvalidArgument, lambda: model(**{**given, "labels": torch.zeros(3)}))
     masked = {**words, "attention_mask": words["attention_mask"].clone()}
     masked["attention_mask"][2, -1] = 0
@@ -146,6 +150,12 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
         refuse("router", Unsupported, lambda: model(**rows(LENGTHS)))
     finally:
         modeling_mixtral.load_balancing_loss_func = usual
+    # A model that has diverged is not refused for its router's loss.
+    model = models.build("mixtral", output_router_logits=True)
+    ContextParallel(model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[int(given["input_ids"][0, -1])] = torch.nan
+    found["diverged"] = str(model(**given).loss.item())
     return found
 
 
@@ -161,8 +171,8 @@ class Scores(unittest.TestCase):
     def test_refusals(self) -> None:
         said = {
             "no labels": "inputs has no labels", "temperature": "temperature is 0", "another model": "give one that wraps it",
-            "labels": "labels is (3,)", "masked": "attention_mask is 0 at place 18 of row 2", "other labels": "differ from those of rank 0",
-            "router": "not that of Transformers' load_balancing_loss_func",
+            "rows": "whose head gives no words", "labels": "labels is (3,)", "masked": "attention_mask is 0 at place 18 of row 2", "other labels": "differ from those of rank 0",
+            "router": "not that of Transformers' load_balancing_loss_func", "diverged": "nan",
         }  # fmt: skip
         for found in processes.run(_refusals, 2):
             for name, text in said.items():

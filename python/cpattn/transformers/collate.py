@@ -95,16 +95,16 @@ class SharedPrefixCollator:
     def _tree(self, name: str, feature: Mapping[str, Any]) -> tuple[list[int | None], list[list[int]], list[list[float]]]:
         """Parents, tokens and factors of the nodes of a group or tree."""
         told = feature.get("weights")
-        if "answers" in feature:
+        if feature.get("answers") is not None:  # a data set of both kinds has None in the columns of the other
             answers = listed(f"{name}['answers']", feature["answers"])
             parents: list[int | None] = [None, *(0 for _ in answers)]
             given = [feature.get("prompt"), *answers]
             factors = [self.prompt, *([1.0] * len(answers) if told is None else listed(f"{name}['weights']", told))]
-        elif "tokens" in feature:
+        elif feature.get("tokens") is not None:
             given, parents = listed(f"{name}['tokens']", feature["tokens"]), listed(f"{name}['parents']", feature.get("parents", ()))
             factors = [self.prompt if parent is None else 1.0 for parent in parents] if told is None else listed(f"{name}['weights']", told)
         else:
-            raise InvalidArgument(f"{name} has {sorted(feature)}, 'prompt' and 'answers', or 'parents' and 'tokens', are needed")
+            raise InvalidArgument(f"{name} has {sorted(key for key, value in feature.items() if value is not None)}, 'prompt' and 'answers', or 'parents' and 'tokens', are needed")
         if not len(parents) == len(given) == len(factors):
             raise InvalidArgument(f"{name} has {len(given)} runs of tokens, {len(parents)} parents and {len(factors)} weights: equally many are needed")
         for i, parent in enumerate(parents):

@@ -24,8 +24,19 @@ MIXES, UNKNOWN, ALONE = 4, 6, 8
 
 
 def gathered(cp: ContextParallel, rows: Any) -> Any:
-    """Rows of this rank's tokens, of all ranks, also in tuples and mappings. Results of all ranks are left as they are."""
-    return rows if cp.last is not None and cp.last.reader is not None else _each(cp.gather, rows)
+    """Rows of this rank's tokens, of all ranks, also in tuples and mappings. Results of all ranks are left as they are, as numbers are
+    (a router's loss)."""
+    if (forward := cp.last) is None or forward.reader is not None:
+        return rows
+    given, mine = len(forward.tokens), len(forward.batch.tokens)
+
+    def every(x: Tensor) -> Tensor:
+        if x.ndim == 2 and len(x) == given and x.shape != (1, mine):  # [tokens, experts], as a router's logits are
+            return cp.gather(x[None, :mine]).flatten(0, 1)
+        # A rank without tokens has a pretended one.
+        return cp.gather(x[:, :mine] if x.shape[:2] == (1, given) else x) if x.ndim else x
+
+    return _each(every, rows)
 
 
 class Preprocess:
@@ -64,7 +75,7 @@ class Preprocess:
                 return x
             return x.flatten(0, 1)[places.to(x.device)][None]
 
-        return _each(lambda x: x if x.shape[1] else x.new_zeros(1, 1, *x.shape[2:]), logits), _each(own, labels)
+        return _each(lambda x: x if x.ndim < 2 or x.shape[1] else x.new_zeros(1, 1, *x.shape[2:]), logits), _each(own, labels)
 
     def _try(self, logits: Any, labels: Any) -> int:
         """Whether the function works token by token, as far as this rank's tokens show."""

@@ -59,7 +59,7 @@ class Pooled(Reader):
         padding = getattr(cp.config, "pad_token_id", None)
         if padding is None and len(self.ids) > 1:
             raise InvalidArgument(f"input_ids has {len(self.ids)} rows and config.pad_token_id is None: set it, so that the last token of a row is known")
-        if self.labels is not None and (not isinstance(self.labels, Tensor) or len(self.labels) != len(self.ids)):
+        if self.labels is not None and (not isinstance(self.labels, Tensor) or self.labels.shape[:1] != self.ids.shape[:1]):
             shape = tuple(self.labels.shape) if isinstance(self.labels, Tensor) else self.labels
             raise InvalidArgument(f"labels is {shape}, a tensor with the labels of {len(self.ids)} rows is needed")
         places = torch.arange(self.ids.shape[1], device=self.ids.device).expand(self.ids.shape)

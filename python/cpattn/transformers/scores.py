@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.utils.generic import ModelOutput
 
 from .._check import number
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, Unsupported
 from ..torch.gloo import Collectives
 from .pack import Pack
 from .tiles import TILE, tiles
@@ -119,6 +119,8 @@ class LogProbs(Reader):
 
     def __init__(self, cp: ContextParallel, factor: float, temperature: float, entropy: bool, inputs: Any) -> None:
         super().__init__(cp, factor)
+        if cp._kept:
+            raise Unsupported(f"logprobs of {type(cp.model).__name__}, whose head gives no words: call the model, whose logits are those of rows")
         if inputs.get("labels") is None and inputs.get("shift_labels") is None:
             raise InvalidArgument("inputs has no labels, which are needed: the ids of the tokens whose log-probabilities you want, -100 at others")
         if not (temperature := number("temperature", temperature)) > 0:
