@@ -236,8 +236,8 @@ class Preference(unittest.TestCase):
         """Two groups of two ranks, as two processes of TRL with data in parallel."""
         kinds = ["grpo", "reward"]
         with tempfile.TemporaryDirectory() as folder:
-            two = processes.run(_job, 2, kinds, folder, 1, False)[0]
-            compare(self, kinds, two, processes.run(_job, 4, kinds, folder, 2, True))
+            two = processes.run(_job, 2, kinds, folder, 1, False, seconds=300)[0]
+            compare(self, kinds, two, processes.run(_job, 4, kinds, folder, 2, True, seconds=300))
 
 
 KINDS = ["dpo", "dpo, experts", "dpo, lora", "reward", "classes", "grpo", "grpo, lora", "rloo", "kto", "sft"]

@@ -444,6 +444,14 @@ def log_sum_exp(rank: int, world: int) -> None:
             dsinks = got[2].clone()
             dist.all_reduce(dsinks)
             assert error(dsinks, expected[2]) < 1e-6
+    # One token, so that the other ranks have none: its lse is its score.
+    batch = context.batch([0, 1])
+    whole = [draw(1, heads, 8, seed=heads) for heads in (4, 2, 2)]
+    mine = [batch.shard(x).requires_grad_() for x in whole]
+    _, lse = batch.attention(*mine, return_lse=True)
+    dq, dk = torch.autograd.grad(lse.sum(), mine[:2])
+    assert error(dq, batch.shard(whole[1].repeat_interleave(2, 1)) / 8**0.5) < 1e-14
+    assert error(dk, batch.shard(whole[0].unflatten(1, (2, 2)).sum(2)) / 8**0.5) < 1e-14
     refused(cpattn.InvalidArgument, "return_lse is 'yes'", batch.attention, *mine, return_lse="yes")
     leave(context)
 

@@ -29,7 +29,8 @@ pub(super) fn tensor(name: &str, t: &RawTensor, heads: u32, dim: u32, dtype: Dty
 /// lse and its gradient in a call of delta: none of them, lse alone, or both, as `each` accepts them, with the rows of
 /// o.
 pub(super) fn lse_gradient(d: &Delta, each: impl Fn(&'static str, &RawTensor) -> Result<()>) -> Result<()> {
-    if !d.d_lse.is_none() && d.lse.is_none() {
+    // Without rows, lse may be an empty tensor, which has no address.
+    if !d.d_lse.is_none() && d.lse.is_none() && d.o.tokens > 0 {
         return Err(Error::invalid("lse", "none", "the final lse, since d_lse is not read where lse is −∞"));
     }
     for (name, t) in [("lse", &d.lse), ("d_lse", &d.d_lse)].into_iter().filter(|(_, t)| !t.is_none()) {

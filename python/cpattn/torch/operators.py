@@ -111,7 +111,7 @@ def _backward(
     given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o, "dq": dq, "dk": dk, "dv": dv}
     if sinks is not None:
         given |= {"sinks": sinks.detach().contiguous(), "dsinks": lse.new_empty(sinks.shape)}
-    if d_lse is not None and d_lse.numel():  # a rank without tokens has no lse either
+    if d_lse is not None:
         given["d_lse"] = d_lse.detach()
     batch.context.rank.backward(batch._plan_for(q, k, v, sinks, told, d_o), _stream(q), **given)
     if sinks is not None:

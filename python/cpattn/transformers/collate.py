@@ -104,7 +104,8 @@ class SharedPrefixCollator:
             given, parents = listed(f"{name}['tokens']", feature["tokens"]), listed(f"{name}['parents']", feature.get("parents", ()))
             factors = [self.prompt if parent is None else 1.0 for parent in parents] if told is None else listed(f"{name}['weights']", told)
         else:
-            raise InvalidArgument(f"{name} has {sorted(key for key, value in feature.items() if value is not None)}, 'prompt' and 'answers', or 'parents' and 'tokens', are needed")
+            has = sorted(key for key, value in feature.items() if value is not None)
+            raise InvalidArgument(f"{name} has {has}, 'prompt' and 'answers', or 'parents' and 'tokens', are needed")
         if not len(parents) == len(given) == len(factors):
             raise InvalidArgument(f"{name} has {len(given)} runs of tokens, {len(parents)} parents and {len(factors)} weights: equally many are needed")
         for i, parent in enumerate(parents):
