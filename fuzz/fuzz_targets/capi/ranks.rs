@@ -136,6 +136,7 @@ pub fn run(w: &mut World, b: &mut Bytes) {
                 o: p[4],
                 lse: p[5],
                 stream: if b.rarely() { p[0].cast_mut().cast() } else { null_mut() },
+                max_logit: if b.rarely() { p[5] } else { core::ptr::null() },
             };
             called(cpattn_forward(rank, plan, &args));
         } else {
@@ -153,6 +154,7 @@ pub fn run(w: &mut World, b: &mut Bytes) {
                 dv: p[9],
                 dsinks: optional(10),
                 stream: null_mut(),
+                d_lse: if b.rarely() { p[5] } else { core::ptr::null() },
             };
             called(cpattn_backward(rank, plan, &args));
         }

@@ -143,6 +143,7 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
                     running_lse: if b.byte() & 1 == 0 { null() } else { words.as_ptr() },
                     q_range_size: b.below(2) as usize * core::mem::size_of::<cpattn_q_range>(),
                     pair_size: b.below(2) as usize * core::mem::size_of::<u32>(),
+                    max_logit: if b.rarely() { p[5] } else { core::ptr::null() },
                 };
                 called(cpattn_attend_metadata(scratch, &args, &mut lists));
                 called(cpattn_attend(scratch, &args));
