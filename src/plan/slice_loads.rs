@@ -138,26 +138,24 @@ mod tests {
             let most = [1, 3, 20, 200][draw.usize(..4)];
             let lengths: Vec<usize> =
                 (0..draw.usize(0..30)).map(|_| if draw.u8(..5) == 0 { 0 } else { draw.usize(..=most) }).collect();
-            let mut batch = Batch::from_lengths(&lengths).unwrap();
-            {
-                // Each document a prompt with answers, the last of which reads another document too.
-                let cu = batch.cu_seqlens(Side::Q).to_vec();
-                let mut list = vec![];
-                for d in 0..lengths.len() {
-                    let [begin, n] = [cu[d], cu[d + 1] - cu[d]].map(|t| t as usize);
-                    let (prompt, answer) = (n / 3, n / 4);
-                    for s in slices::shared_prefix(prompt, &[answer, n - prompt - answer]) {
-                        let moved = |t: i32| t as usize + begin;
-                        let (q, k) = (moved(s.q_begin)..moved(s.q_end), moved(s.k_begin)..moved(s.k_end));
-                        list.push(Slice::new(q, k).q_start(s.q_start).band(s.low, s.high));
-                    }
-                    let other = draw.usize(..lengths.len());
-                    if other != d {
-                        list.push(Slice::new(begin + prompt..begin + n, cu[other] as usize..cu[other + 1] as usize));
-                    }
+            let batch = Batch::from_lengths(&lengths).unwrap();
+            // Each document a prompt with answers, the last of which reads another document too.
+            let cu = batch.cu_seqlens(Side::Q).to_vec();
+            let mut list = vec![];
+            for d in 0..lengths.len() {
+                let [begin, n] = [cu[d], cu[d + 1] - cu[d]].map(|t| t as usize);
+                let (prompt, answer) = (n / 3, n / 4);
+                for s in slices::shared_prefix(prompt, &[answer, n - prompt - answer]) {
+                    let moved = |t: i32| t as usize + begin;
+                    let (q, k) = (moved(s.q_begin)..moved(s.q_end), moved(s.k_begin)..moved(s.k_end));
+                    list.push(Slice::new(q, k).q_start(s.q_start).band(s.low, s.high));
                 }
-                batch = batch.with_slices(&list).unwrap();
+                let other = draw.usize(..lengths.len());
+                if other != d {
+                    list.push(Slice::new(begin + prompt..begin + n, cu[other] as usize..cu[other + 1] as usize));
+                }
             }
+            let batch = batch.with_slices(&list).unwrap();
             let limit = |draw: &mut fastrand::Rng| [None, Some(0), Some(1), Some(7), Some(90)][draw.usize(..5)];
             let mask = Mask { left: limit(&mut draw), right: limit(&mut draw) };
             let ring = draw.usize(1..12);
