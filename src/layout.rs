@@ -14,7 +14,7 @@
 mod deal;
 pub(crate) mod pack;
 
-use alloc::{format, sync::Arc, vec, vec::Vec};
+use alloc::{format, sync::Arc, vec::Vec};
 
 use crate::{
     batch::{Batch, Side},
@@ -292,10 +292,8 @@ pub(crate) fn chunk_limit(chunks: u32, ring: usize) -> Result<()> {
 /// The mask areas of the pack's q tokens in `parts` chunks.
 fn chunk_areas(batch: &Batch, mask: Mask, parts: usize) -> Vec<u64> {
     if batch.slices().is_some() {
-        let mut areas = vec![0; parts];
-        let chunks = (0..parts).map(|c| (cut(c + 1, batch.tokens(Side::Q), parts), c));
-        PackParts::new(batch, mask).for_each_in_runs(chunks, |c, pairs, _| areas[c] += pairs);
-        return areas;
+        let n = batch.tokens(Side::Q);
+        return PackParts::new(batch, mask).areas((1..=parts).map(|c| cut(c, n, parts)));
     }
     let n = batch.tokens(Side::Q);
     let (whole, rest) = (n / parts, n % parts);

@@ -8,7 +8,7 @@
 //! closed form, and one pass over the parts in the order of their queries, beside the parts that are still open,
 //! visits each pair of a run and a part that meet, and no other.
 
-use alloc::vec::Vec;
+use alloc::{vec, vec::Vec};
 use core::ops::Range;
 
 use crate::{
@@ -91,6 +91,14 @@ impl PackParts {
         self.list.len()
     }
 
+    /// The pairs of the runs of q tokens that end at these tokens.
+    pub fn areas(&self, ends: impl Iterator<Item = usize>) -> Vec<u64> {
+        let ends: Vec<usize> = ends.collect();
+        let mut areas = vec![0; ends.len()];
+        self.for_each_in_runs(ends.into_iter().zip(0..), |run: usize, pairs, _| areas[run] += pairs);
+        areas
+    }
+
     /// Calls `each(run, pairs, keys)` for what each run of q tokens attends to: often, with a number of pairs and the k
     /// tokens of these, which may overlap those of other calls. They are left out (an empty range) where they are
     /// tokens of the run, if k are the same tokens as q. Runs follow each other from token 0 on, each given by its end
@@ -165,7 +173,6 @@ fn parts_of(batch: &Batch, mask: Mask) -> Vec<PackPart> {
 mod tests {
     use super::*;
     use crate::{Slice, slices};
-    use alloc::{vec, vec::Vec};
 
     /// Areas and keys of drawn runs, in batches with and without slices, equal counting token by token.
     #[test]

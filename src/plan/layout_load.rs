@@ -7,7 +7,7 @@
 use super::{
     CirculatingSide, Problem,
     area::{Load, load},
-    loads::Counted,
+    loads::{CountRuns, Counted},
     slice_loads::CountedSlices,
 };
 use crate::{

@@ -24,6 +24,49 @@ use crate::{
     mask::Mask,
 };
 
+/// Counts consecutive runs of the pack's tokens, each of one ring rank. What layouts have to do with it is here.
+pub(super) trait CountRuns {
+    /// The tokens of the pack.
+    fn tokens(&self) -> usize;
+
+    /// How much is listed: documents, or parts of slices.
+    fn listed(&self) -> usize;
+
+    /// The loads of a zigzag of each document.
+    fn zigzag(&self, ring: usize) -> Vec<Load>;
+
+    /// The mask areas of the runs that end at these tokens.
+    fn areas(&self, ends: impl Iterator<Item = usize>) -> Vec<u64>;
+
+    /// The loads of ranks whose runs are given by their ends and ranks.
+    fn runs(&self, ring: usize, runs: impl Iterator<Item = (usize, usize)>) -> Vec<Load>;
+
+    /// The load of every ring rank under a layout; `None` if the layout has so many runs that counting rank by rank is
+    /// faster.
+    fn loads(&self, layout: Layout, ring: usize) -> Result<Option<Vec<Load>>> {
+        let n = self.tokens();
+        let runs = |parts: usize| (1..=parts).map(move |i| cut(i, n, parts));
+        Ok(Some(match layout {
+            Layout::Zigzag => self.zigzag(ring),
+            Layout::Contiguous => self.runs(ring, runs(ring).zip(0..ring)),
+            Layout::ZigzagPack => self.runs(ring, runs(2 * ring).zip((0..ring).chain((0..ring).rev()))),
+            Layout::Striped { stripe } if stripe > 0 && n / stripe as usize <= 16 * ring * (1 + self.listed()) => {
+                let ends = (1..).map(|i| n.min(i * stripe as usize));
+                self.runs(ring, ends.zip((0..ring).cycle()).take(n.div_ceil(stripe as usize)))
+            }
+            Layout::Striped { .. } => return Ok(None),
+            Layout::Balanced { chunks } => {
+                chunk_limit(chunks, ring)?;
+                let (per, parts) = (chunks as usize, ring * chunks as usize);
+                let mut owner = vec![0; parts];
+                let dealt = deal(&self.areas(runs(parts)), ring, per);
+                dealt.iter().enumerate().for_each(|(i, &c)| owner[c as usize] = i / per);
+                self.runs(ring, runs(parts).zip(owner))
+            }
+        }))
+    }
+}
+
 /// The documents of a batch of self-attention, prepared for counting; made once for all meshes and layouts.
 pub(super) struct Counted<'a> {
     batch: &'a Batch,
@@ -57,38 +100,6 @@ impl<'a> Counted<'a> {
         Some(Self { batch, cu, mask, before, lengths })
     }
 
-    /// The load of every ring rank under a layout; `None` if the layout has so many runs that counting rank by rank is
-    /// faster.
-    pub fn loads(&self, layout: Layout, ring: usize) -> Result<Option<Vec<Load>>> {
-        let n = self.cu.last().map_or(0, |&n| n as usize);
-        let runs = |parts: usize| (1..=parts).map(move |i| cut(i, n, parts));
-        Ok(Some(match layout {
-            Layout::Zigzag => self.zigzag(ring),
-            Layout::Contiguous => self.runs(ring, runs(ring).zip(0..ring)),
-            Layout::ZigzagPack => self.runs(ring, runs(2 * ring).zip((0..ring).chain((0..ring).rev()))),
-            Layout::Striped { stripe } if stripe > 0 && n / stripe as usize <= 16 * ring * self.cu.len() => {
-                let ends = (1..).map(|i| n.min(i * stripe as usize));
-                self.runs(ring, ends.zip((0..ring).cycle()).take(n.div_ceil(stripe as usize)))
-            }
-            Layout::Striped { .. } => return Ok(None),
-            Layout::Balanced { chunks } => {
-                chunk_limit(chunks, ring)?;
-                let (per, parts) = (chunks as usize, ring * chunks as usize);
-                let mut at = 0;
-                let mut low = 0;
-                let areas: Vec<u64> = runs(parts)
-                    .map(|end| {
-                        let high = self.prefix(&mut at, end);
-                        high - core::mem::replace(&mut low, high)
-                    })
-                    .collect();
-                let mut owner = vec![0; parts];
-                deal(&areas, ring, per).iter().enumerate().for_each(|(i, &c)| owner[c as usize] = i / per);
-                self.runs(ring, runs(parts).zip(owner))
-            }
-        }))
-    }
-
     fn length(&self, doc: usize) -> i64 {
         (self.cu[doc + 1] - self.cu[doc]).into()
     }
@@ -101,6 +112,25 @@ impl<'a> Counted<'a> {
         *at = self.batch.document_from(Side::Q, *at, t - 1);
         let inside = t as i64 - i64::from(self.cu[*at]);
         self.before[*at] + pairs(self.mask, inside, self.length(*at))
+    }
+}
+
+impl CountRuns for Counted<'_> {
+    fn tokens(&self) -> usize {
+        self.cu.last().map_or(0, |&n| n as usize)
+    }
+
+    fn listed(&self) -> usize {
+        self.cu.len() - 1
+    }
+
+    fn areas(&self, ends: impl Iterator<Item = usize>) -> Vec<u64> {
+        let (mut at, mut low) = (0, 0);
+        let area = |end| {
+            let high = self.prefix(&mut at, end);
+            high - core::mem::replace(&mut low, high)
+        };
+        ends.map(area).collect()
     }
 
     /// Loads of consecutive runs of the pack, each given by its end and its rank.

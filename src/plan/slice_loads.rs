@@ -10,11 +10,10 @@
 
 use alloc::{vec, vec::Vec};
 
-use super::area::Load;
+use super::{area::Load, loads::CountRuns};
 use crate::{
     batch::{Batch, Side},
-    error::Result,
-    layout::{Layout, chunk_limit, cut, deal, pack::PackParts},
+    layout::{cut, pack::PackParts},
     mask::Mask,
 };
 
@@ -32,42 +31,30 @@ impl<'a> CountedSlices<'a> {
         }
         Some(Self { cu: batch.cu_seqlens(Side::Q), parts: PackParts::new(batch, mask) })
     }
+}
 
-    /// The load of every ring rank under a layout; `None` if the layout has so many runs that counting rank by rank is
-    /// faster.
-    pub fn loads(&self, layout: Layout, ring: usize) -> Result<Option<Vec<Load>>> {
-        let n = self.cu.last().map_or(0, |&n| n as usize);
-        let runs = |parts: usize| (1..=parts).map(move |i| cut(i, n, parts));
-        Ok(Some(match layout {
-            Layout::Zigzag => self.runs(ring, self.zigzag_runs(ring)),
-            Layout::Contiguous => self.runs(ring, runs(ring).zip(0..ring)),
-            Layout::ZigzagPack => self.runs(ring, runs(2 * ring).zip((0..ring).chain((0..ring).rev()))),
-            Layout::Striped { stripe } if stripe > 0 && n / stripe as usize <= 16 * ring * (1 + self.parts.len()) => {
-                let ends = (1..).map(|i| n.min(i * stripe as usize));
-                self.runs(ring, ends.zip((0..ring).cycle()).take(n.div_ceil(stripe as usize)))
-            }
-            Layout::Striped { .. } => return Ok(None),
-            Layout::Balanced { chunks } => {
-                chunk_limit(chunks, ring)?;
-                let (per, parts) = (chunks as usize, ring * chunks as usize);
-                let mut areas = vec![0; parts];
-                self.parts.for_each_in_runs(runs(parts).zip(0..), |c: usize, pairs, _| areas[c] += pairs);
-                let mut owner = vec![0; parts];
-                deal(&areas, ring, per).iter().enumerate().for_each(|(i, &c)| owner[c as usize] = i / per);
-                self.runs(ring, runs(parts).zip(owner))
-            }
-        }))
+impl CountRuns for CountedSlices<'_> {
+    fn tokens(&self) -> usize {
+        self.cu.last().map_or(0, |&n| n as usize)
+    }
+
+    fn listed(&self) -> usize {
+        self.parts.len()
     }
 
     /// Each document in 2R chunks, of which a rank has one from each end.
-    fn zigzag_runs(&self, ring: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
-        self.cu.windows(2).flat_map(move |w| {
+    fn zigzag(&self, ring: usize) -> Vec<Load> {
+        let chunks = self.cu.windows(2).flat_map(|w| {
             let (begin, n) = (w[0] as usize, (w[1] - w[0]) as usize);
             (0..2 * ring).map(move |c| (begin + cut(c + 1, n, 2 * ring), c.min(2 * ring - 1 - c)))
-        })
+        });
+        self.runs(ring, chunks)
     }
 
-    /// Loads of consecutive runs of the pack, each given by its end and its rank.
+    fn areas(&self, ends: impl Iterator<Item = usize>) -> Vec<u64> {
+        self.parts.areas(ends)
+    }
+
     fn runs(&self, ring: usize, runs: impl Iterator<Item = (usize, usize)>) -> Vec<Load> {
         let mut loads = vec![Load::default(); ring];
         // By rank: its runs, and the keys that they read and do not hold all of. Both by tokens.
@@ -123,7 +110,7 @@ mod tests {
     use super::*;
     use crate::{
         Slice,
-        layout::Shares,
+        layout::{Layout, Shares},
         plan::{CirculatingSide, area::load},
         slices,
     };
