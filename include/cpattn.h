@@ -519,7 +519,7 @@ typedef struct cpattn_message {
  * its result: "rank 0, fetch, step 1 of the forward of plan ...: rank 2 failed: the transport's exchange returned 7". The
  * functions must not throw or longjmp. `context` is passed to each of them.
  *
- * The contract (docs/transports.md names the test of each rule): each send matches one receive of the same size; between two
+ * The contract (docs/transport_contract.md names the test of each rule): each send matches one receive of the same size; between two
  * ranks, sends and receives match in the order in which each rank lists them. A rank makes one exchange at a time. An exchange
  * is a rendezvous (schedules do not rely on buffering) and completes as a whole. Empty messages and messages to oneself do not
  * occur. One exchange has at most eight messages to each peer and at most eight from it, so requests can be allocated once.

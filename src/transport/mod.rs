@@ -25,7 +25,7 @@
 //!   transport that cannot cancel a receive that has begun must receive into its own memory and copy, as transport
 //!   `mpi` does.
 //!
-//! `docs/transports.md` has the same contract for authors of transports, with the test of each rule.
+//! `docs/transport_contract.md` has the same contract for authors of transports, with the test of each rule.
 
 #[cfg(feature = "cuda")]
 use crate::call::RawStream;
