@@ -23,12 +23,55 @@
 //! caller's memory and are `no_std` with `alloc`; the rest needs the feature `std` (default). Other features: `rayon`
 //! runs CPU kernels on several threads, `cuda` adds the CUDA backend, `cudarc` views of cudarc's slices, `nccl` ranks
 //! over NCCL, `mpi` ranks over MPI.
-#![cfg_attr(feature = "std", doc = "")]
-#![cfg_attr(feature = "std", doc = include_str!("../README.md"))]
+//!
+//! ```
+//! # #[cfg(feature = "std")] {
+//! use cpattn::{Batch, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, transport::local};
+//! use std::time::Duration;
+//!
+//! // Two documents of 5 and 7 tokens, 4 q heads, 2 kv heads, head_dim 64; causal by default.
+//! let problem = Problem::new(Batch::new(&[0, 5, 12])?, 4, 2, 64, Dtype::F32);
+//! let plan = &Plan::new(&problem, Mesh::explicit(4, 2, 2)?, Layout::Zigzag)?; // ulysses 2 × ring 2
+//! // Ranks as threads of one process; over MPI, NCCL or gloo each process has one.
+//! let outputs = local::run(4, Duration::from_secs(10), |end| {
+//!     let mut rank = Rank::new(end);
+//!     let n = plan.local_tokens(Side::Q, rank.rank()); // this rank's own tokens: plan.token_indices(…)
+//!     let (q, k, v) = (vec![0.1f32; n * 4 * 64], vec![0.2; n * 2 * 64], vec![0.3; n * 2 * 64]);
+//!     let (mut o, mut lse) = (vec![f32::NAN; n * 4 * 64], vec![f32::NAN; n * 4]);
+//!     rank.forward(plan, Forward {
+//!         q: View::new(&q, n, 4, 64)?,
+//!         k: View::new(&k, n, 2, 64)?,
+//!         v: View::new(&v, n, 2, 64)?,
+//!         sinks: None,
+//!         o: ViewMut::new(&mut o, n, 4, 64)?,
+//!         lse: ViewMut::head_major(&mut lse, n, 4)?,
+//!         max_logit: None,
+//!     })?;
+//!     Ok(o)
+//! })?;
+//! assert_eq!(outputs.concat().len(), 12 * 4 * 64);
+//! # }
+//! # Ok::<(), cpattn::Error>(())
+//! ```
+//!
+//! With `cudarc` the slices, contexts and streams of that crate are used as they are: module `cudarc` has a program.
+//! The repository's README has the programs in C and Python, tables of what is supported, measurements and limits; its
+//! folder `docs` one page for each subject.
+//!
+//! ## Limits
+//! - No real GPU has run the CUDA kernels or NCCL yet: stand-ins interpret the PTX and report races and bad accesses.
+//! - CUDA has f16 and bf16; a call that it cannot run is refused by name before anything is touched.
+//! - A pair of tokens is in one slice at most, and a mask without structure needs a slice for each run of it.
+//! - `Options::reproducible` plans run on the CPU only, and all ranks need the same kind of CPU.
 #![cfg_attr(not(feature = "std"), no_std)]
 #![deny(missing_debug_implementations)]
 
 extern crate alloc;
+
+/// The programs of the README are compiled and run as tests.
+#[cfg(all(doctest, feature = "std"))]
+#[doc = include_str!("../README.md")]
+struct Readme;
 
 mod batch;
 pub mod call;
