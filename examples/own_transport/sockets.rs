@@ -4,9 +4,9 @@
 //!
 //! Sockets do not block, and the thread of the call moves all messages in turn. So a call sends and receives at the
 //! same time, watches its deadline, and has left the memory of its messages when it returns. `tests.rs` has a test for
-//! each rule of the contract (`docs/transport_contract.md`). One thing is simpler than in the transports of the crate: a rank
-//! whose deadline passes names the first peer that owes it a message, and does not ask whether that peer waits for
-//! another one.
+//! each rule of the contract (`docs/transport_contract.md`). One thing is simpler than in the transports of the crate:
+//! a rank whose deadline passes names the first peer that owes it a message, and does not ask whether that peer waits
+//! for another one.
 
 use cpattn::{
     Cause, Error, Result, RunName,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The contract of `docs/transport_contract.md`, as tests that an author of a transport can take over: only `connected` knows
-//! the transport. Ranks are threads here.
+//! The contract of `docs/transport_contract.md`, as tests that an author of a transport can take over: only `connected`
+//! knows the transport. Ranks are threads here.
 
 use super::sockets::Sockets;
 use cpattn::{
