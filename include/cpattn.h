@@ -42,8 +42,8 @@
  * 8.0 and later; a library without it serves the CPU. Both have the same functions. What a build or a device lacks is
  * refused with CPATTN_UNSUPPORTED. The CUDA driver is loaded when a device is first asked for; on a machine without a
  * driver the library loads and serves the CPU. Each rank and each scratch has one device (or the CPU), and all tensors
- * and the workspace of a call are in its memory. Devices support f16 and bf16, with head_dim and value_dim multiples of
- * 8 up to 256, and refuse reproducible plans.
+ * and the workspace of a call are in its memory. Devices support f16 and bf16, with head_dim a multiple of 8 up
+ * to 576 and value_dim up to 512, and refuse reproducible plans.
  *
  * STREAMS. On the CPU `stream` is NULL and a call returns when its work is done. On a device `stream` is a cudaStream_t
  * (CUstream) of the device's primary context, the one that the CUDA runtime uses; NULL is the legacy default stream.
@@ -250,7 +250,7 @@ typedef struct cpattn_problem {
   size_t documents;          /* 0: an empty batch, with cu_seqlens_q of the one entry 0. Its plans take tensors of no tokens */
   uint32_t heads;            /* q heads, a multiple of kv_heads */
   uint32_t kv_heads;         /* 0: same as heads */
-  uint32_t head_dim;         /* of q and k, 1 to 512 */
+  uint32_t head_dim;         /* of q and k, 1 to 576 */
   uint32_t value_dim;        /* of v and o; 0: same as head_dim */
   int32_t dtype;             /* of q, k, v, o and their gradients: CPATTN_F16, ... */
   int32_t kind;              /* CPATTN_SOFTMAX or CPATTN_OTHER */

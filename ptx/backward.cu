@@ -2,6 +2,25 @@
 // Entries of one compilation: `compile` defines ELEMENT and SHAPE.
 #include "backward.cuh"
 #include "shapes.cuh"
+#include "wide_backward.cuh"
+
+#if SHAPE == 576512
+
+using Tiles = WideBackwardShape<SHAPE>;
+using Queries = WideQueries<ELEMENT, Tiles>;
+using Keys = WideKeys<ELEMENT, Tiles>;
+
+extern "C" __global__ void __launch_bounds__(Tiles::THREADS, Tiles::BLOCKS)
+    cpattn_backward_queries(const __grid_constant__ BackwardParams p) {
+    run_wide<Queries, Queries::Control>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(Tiles::THREADS, Tiles::BLOCKS)
+    cpattn_backward_keys(const __grid_constant__ BackwardParams p) {
+    run_wide<Keys, Keys::Control>(p);
+}
+
+#else
 
 using Queries = BackwardQueries<ELEMENT, QueriesShape<SHAPE>>;
 
@@ -30,3 +49,5 @@ extern "C" __global__ void __launch_bounds__(Keys::THREADS, KeysShape<SHAPE>::BL
     cpattn_backward_keys(const __grid_constant__ BackwardParams p) {
     Keys::run(p);
 }
+
+#endif

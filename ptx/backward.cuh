@@ -34,6 +34,22 @@ __device__ __forceinline__ Group group_of(const BackwardParams& p, u32 head) {
     return {head, begin < last ? begin : last, last};
 }
 
+// The first warp's: the tile of ROWS keys that is item `item` of a call, and its first steps of SIZE q rows.
+template <u32 ROWS, u32 SIZE, class Control>
+__device__ __forceinline__ void begin_keys(const BackwardParams& p, volatile Control& control, u32 item, const Partners& side) {
+    if (threadIdx.x == 0) {
+        const u32 heads = p.per_q_head ? p.heads.q_heads : p.heads.kv_heads;
+        const u32 head = item % heads;
+        const Work work = p.work[item / heads];
+        const Run& key = p.keys[work.run];
+        const Group group = group_of(p, head);
+        describe(control.own, key, work, ROWS, head, group.kv_head);
+        control.sweep.start(key.begin, key.end, group.begin, group.end, control.own, side);
+    }
+    __syncwarp();
+    control.sweep.template fill<SIZE>(control.steps, control.own, side);
+}
+
 // f32 result of one accumulator row: adds to or overwrites what is there.
 template <int N>
 __device__ __forceinline__ void write_row(char* to, const float (&c)[N][4], int h, float scale, bool add, int dim) {
@@ -219,19 +235,7 @@ struct BackwardKeys {
     static __device__ __forceinline__ void tile(const BackwardParams& p, volatile Control& control, u32 sk, u32 item) {
         const u32 sv = sk + BN * D * 2, sqs = sv + BN * DV * 2;
         const Partners side = {p.queries, p.partners, p.bands, &p.q, &p.d_o};
-        if (threadIdx.x < 32) {
-            if (threadIdx.x == 0) {
-                const u32 heads = p.per_q_head ? p.heads.q_heads : p.heads.kv_heads;
-                const u32 head = item % heads;
-                const Work work = p.work[item / heads];
-                const Run& key = p.keys[work.run];
-                const Group group = group_of(p, head);
-                describe(control.own, key, work, BN, head, group.kv_head);
-                control.sweep.start(key.begin, key.end, group.begin, group.end, control.own, side);
-            }
-            __syncwarp();
-            control.sweep.template fill<BM>(control.steps, control.own, side);
-        }
+        if (threadIdx.x < 32) begin_keys<BN, BM>(p, control, item, side);
         __syncthreads();
         volatile const Own& own = control.own;
         load_tile<BN, D, THREADS>(sk, p.k.ptr + own.partner * p.k.head + own.row * p.k.token, (int)p.k.token,

@@ -2,10 +2,17 @@
 // Entries of one compilation: `compile` defines ELEMENT and SHAPE.
 #include "forward.cuh"
 #include "shapes.cuh"
+#include "wide_forward.cuh"
 
-using Kernel = Forward<ELEMENT, ForwardShape<SHAPE>>;
+#if SHAPE == 576512
+using Tiles = WideForwardShape<SHAPE>;
+using Kernel = WideForward<ELEMENT, Tiles>;
+#else
+using Tiles = ForwardShape<SHAPE>;
+using Kernel = Forward<ELEMENT, Tiles>;
+#endif
 
-extern "C" __global__ void __launch_bounds__(Kernel::THREADS, ForwardShape<SHAPE>::BLOCKS)
+extern "C" __global__ void __launch_bounds__(Kernel::THREADS, Tiles::BLOCKS)
     cpattn_forward(const __grid_constant__ ForwardParams p) {
     Kernel::run(p);
 }

@@ -181,7 +181,7 @@ struct DeltaParams {
     u32 heads;
     u32 dim;
     u32 dtype;
-    u32 lanes;  // threads of one row: a power of two, at least dim / 8
+    u32 lanes;  // threads of one row: a power of two, at most 32
 };
 
 struct FinishParams {

@@ -27,6 +27,11 @@ struct Dims<128128> {
     static constexpr int D = 128, DV = 128;
 };
 
+template <>
+struct Dims<576512> {
+    static constexpr int D = 576, DV = 512;
+};
+
 // BM q rows, BN keys, WARPS warps of BM / WARPS q rows each; BLOCKS per multiprocessor is what registers are bounded for.
 // TILES bytes hold q, k and v; behind them lie largest score and sum of each thread's rows, where registers are too few.
 // 6464 is what serves head dims up to 64 where a multiprocessor has no room for two blocks of 64: sm_86, sm_89 and sm_120.
@@ -115,3 +120,24 @@ FUSED(192, 64, 64, 16, 2, 4, 2, 2, 1, 16, false)
 FUSED(192128, 64, 64, 16, 2, 4, 2, 2, 1, 16, false)
 FUSED(256, 64, 64, 16, 2, 4, 2, 2, 1, 16, false)
 #undef FUSED
+
+// The kernels of `wide.cuh`: BM own rows, of which all columns lie in shared memory, by BN rows of partners in chunks of 64 columns,
+// STAGES of them. Behind them the squares of p and ds, 16-bit, and numbers of rows: four each of own rows in the forward, two each of
+// own rows or partners in the backward.
+template <int S>
+struct WideForwardShape;
+template <int S>
+struct WideBackwardShape;
+#define WIDE(shape, m, own, n, st)                                                                              \
+    template <>                                                                                                 \
+    struct WideForwardShape<shape> : Dims<shape> {                                                              \
+        static constexpr int BM = m, BN = n, STAGES = st, THREADS = 256, BLOCKS = 1, BATCH = 16;                 \
+        static constexpr int SHARED = 2 * (m * D + st * n * 64 + m * n) + 4 * m * 4;                            \
+    };                                                                                                          \
+    template <>                                                                                                 \
+    struct WideBackwardShape<shape> : Dims<shape> {                                                             \
+        static constexpr int BM = own, BN = n, STAGES = st, THREADS = 256, BLOCKS = 1, BATCH = 16;               \
+        static constexpr int SHARED = 2 * (own * (D + DV) + st * n * 64 + 2 * own * n) + 2 * n * 4;              \
+    };
+WIDE(576512, 64, 32, 64, 2)
+#undef WIDE

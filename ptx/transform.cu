@@ -231,10 +231,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) cpattn_delta(const __grid_
         const u32 token = (u32)row / p.heads;
         const u32 head = (u32)row - token * p.heads;
         float sum = 0.0f;
-        if (ok && lane * 8 < p.dim) {
+        for (u32 unit = lane; ok && unit * 8 < p.dim; unit += p.lanes) {
             float x[8], y[8];
-            widen8(x, p.o.ptr + token * p.o.token + head * p.o.head, lane, p.dtype);
-            widen8(y, p.d_o.ptr + token * p.d_o.token + head * p.d_o.head, lane, p.dtype);
+            widen8(x, p.o.ptr + token * p.o.token + head * p.o.head, unit, p.dtype);
+            widen8(y, p.d_o.ptr + token * p.d_o.token + head * p.d_o.head, unit, p.dtype);
 #pragma unroll
             for (int e = 0; e < 8; ++e) sum += x[e] * y[e];
         }

@@ -170,6 +170,21 @@ fn ulysses_ring_and_hybrid() {
     );
 }
 
+/// MLA in its latent form: one kv head for all q heads, and k wider than v.
+#[test]
+fn latent_heads() {
+    let p = Problem::new(Batch::from_lengths(&[9, 0, 75]).unwrap(), 3, 1, 576, Dtype::Bf16).with_value_dim(512);
+    every_way::<bf16>(
+        "latent",
+        &p,
+        &[
+            (1, 2, Layout::Zigzag, Options::new()),
+            (2, 1, Layout::Contiguous, Options::new()),
+            (1, 2, Layout::Contiguous, Options::new().circulate(Circulate::Queries).wire(Wire::Bf16)),
+        ],
+    );
+}
+
 #[test]
 fn every_option_at_once() {
     let batch = Batch::cross(&[0, 40, 61], &[0, 75, 96], None).unwrap();

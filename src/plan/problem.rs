@@ -45,7 +45,7 @@ pub struct Problem {
 
 impl Problem {
     /// The largest supported head dim.
-    pub const MAX_HEAD_DIM: usize = 512;
+    pub const MAX_HEAD_DIM: usize = 576;
 
     /// Causal attention over the documents of `batch`, or attention over its slices with [`Mask::full`] inside them;
     /// with `heads` q heads, `kv_heads` kv heads, one head dim for q, k and v, and a scale of `1/√head_dim`.
@@ -323,8 +323,8 @@ mod tests {
         assert_eq!(text(p), "heads is 6, expected a multiple of kv_heads = 4");
         let mut p = problem();
         p.head_dim = 0;
-        assert_eq!(text(p), "head_dim is 0, expected 1 to 512");
-        assert_eq!(text(problem().with_value_dim(513)), "value_dim is 513, expected 1 to 512");
+        assert_eq!(text(p), "head_dim is 0, expected 1 to 576");
+        assert_eq!(text(problem().with_value_dim(577)), "value_dim is 577, expected 1 to 576");
         assert_eq!(
             text(problem().with_scale(f64::NAN)),
             "scale is NaN, expected a finite number, from -3.4028234663852886e38 to 3.4028234663852886e38 (f32)"

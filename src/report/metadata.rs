@@ -30,8 +30,11 @@ pub(crate) const SOURCE: u64 = 40;
 pub(crate) const TAG: u64 = 24;
 /// Bytes of the entry for a message that arrives.
 pub(crate) const ARRIVED: u64 = 24;
-/// The fewest rows of a tile.
-pub(crate) const TILE_ROWS: u64 = 64;
+/// The fewest rows of a tile of a problem with these head dims.
+pub(crate) fn tile_rows(head_dim: u32, value_dim: u32) -> u64 {
+    if head_dim.max(value_dim) > 256 { 32 } else { 64 }
+}
+
 /// q heads share tiles of at least so many rows, in ranges of at most so many rows, and at the end of longer ones.
 pub(crate) const SHARED_ROWS: u32 = 16;
 pub(crate) const SHORT_ROWS: u32 = 1024;
@@ -40,8 +43,8 @@ const STRETCHES: [u32; 2] = [128, 192];
 /// Upper bound on the padding of one call's lists: thirteen lists, each padded to a multiple of 16 bytes.
 const PADDING: u64 = 13 * 16;
 
-fn tiles(lens: impl Iterator<Item = u32>) -> u64 {
-    lens.map(|len| u64::from(len).div_ceil(TILE_ROWS)).sum()
+fn tiles(lens: impl Iterator<Item = u32>, rows: u64) -> u64 {
+    lens.map(|len| u64::from(len).div_ceil(rows)).sum()
 }
 
 /// The most tiles that q heads share in a range of so many rows.
@@ -53,8 +56,8 @@ pub(crate) fn shared_tiles(len: u32) -> u32 {
 /// Bytes of the lists of one attention call, and bytes of the counters of a backward, with these numbers of heads of q
 /// and of dk. Two kernels may each have their own tiles (of q rows in a forward, of keys in a backward), and q heads
 /// may share some tiles.
-fn attention(r: &Ranges<'_>, is_shared: bool, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
-    let (q, k) = (tiles(r.q.iter().map(|q| q.range.len)), tiles(r.k.iter().map(|k| k.len)));
+fn attention(r: &Ranges<'_>, rows: u64, is_shared: bool, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
+    let (q, k) = (tiles(r.q.iter().map(|q| q.range.len), rows), tiles(r.k.iter().map(|k| k.len), rows));
     let shared: u64 = if is_shared { r.q.iter().map(|q| u64::from(shared_tiles(q.range.len))).sum() } else { 0 };
     let met: u64 = r.q.iter().map(|q| u64::from(q.keys_end - q.keys_begin)).sum();
     let backward = u64::from(q_heads > 0);
@@ -107,7 +110,8 @@ pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
         };
         // Only in the forward, if several q heads read one kv head.
         let is_shared = heads.is_none() && plan.problem().heads() > plan.problem().kv_heads();
-        let (bytes, counted) = attention(&expansion.scratch.ranges(), is_shared, heads.unwrap_or((0, 0)));
+        let rows = tile_rows(plan.problem().head_dim() as u32, plan.problem().value_dim() as u32);
+        let (bytes, counted) = attention(&expansion.scratch.ranges(), rows, is_shared, heads.unwrap_or((0, 0)));
         lists += bytes;
         if heads.is_some() {
             // Calls run one after another and reuse the same counters.

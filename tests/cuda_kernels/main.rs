@@ -26,6 +26,7 @@ mod sections;
 mod shared_tiles;
 mod slices;
 mod turns;
+mod wide;
 
 use case::{Case, Cut};
 use cpattn::Dtype;

@@ -133,6 +133,12 @@ fn drawn_slices_of_sm_80() {
     drawn(&device, 3, 24, &DIMS);
 }
 
+#[test]
+fn drawn_slices_of_wide_heads() {
+    let Some(device) = Device::open() else { return };
+    drawn(&device, 6, 12, &[(264, 8), (72, 264)]);
+}
+
 /// The kernels of devices with 99 KB of shared memory to a block.
 #[test]
 fn drawn_slices_of_small_devices() {

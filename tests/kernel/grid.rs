@@ -16,6 +16,8 @@ pub fn check<E: Element>(p: &Problem) {
 /// On one instruction set.
 fn check_isa<E: Element>(p: &Problem, isa: Isa) {
     let bound = if E::Acc::DTYPE == Dtype::F64 { 1e-13 } else { 1e-6 };
+    // A score is a sum of so many products, whose roundings add up like steps of a random walk.
+    let bound = bound * (p.d as f64 / 256.0).sqrt().max(1.0);
     // A row whose nearest key is far has scores of this size under ALiBi, and their rounding errors.
     let bound = bound + p.largest_alibi() * E::Acc::DTYPE.unit_roundoff();
     let w = p.whole::<E>();

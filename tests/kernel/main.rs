@@ -21,6 +21,7 @@ mod reference;
 mod refusals;
 mod slices;
 mod threads;
+mod wide;
 
 mod counting {
     //! Counts the allocations of each thread.

@@ -29,7 +29,9 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
         };
         let kv_heads = 1 + r.below(3);
         let heads = kv_heads * (1 + r.below(3));
-        let mut p = Problem::new(batch, heads, kv_heads, 1 + r.below(24), Dtype::F32).with_value_dim(1 + r.below(24));
+        // Now and then those of MLA in its latent form.
+        let [d, dv] = if r.below(12) == 0 { [576, 512] } else { [(); 2].map(|()| 1 + r.below(24)) };
+        let mut p = Problem::new(batch, heads, kv_heads, d, Dtype::F32).with_value_dim(dv);
         p = p.with_mask(match r.below(4) {
             0 => Mask::full(),
             1 => Mask::causal(),

@@ -34,8 +34,8 @@ fn problems() {
     refused(p(7, 3, 8), &["heads is 7", "multiple of kv_heads = 3"]);
     refused(p(0, 3, 8), &["heads is 0"]);
     refused(p(6, 0, 8), &["kv_heads is 0"]);
-    refused(p(6, 3, 0), &["head_dim is 0, expected 1 to 512"]);
-    refused(p(6, 3, 513), &["head_dim is 513, expected 1 to 512"]);
+    refused(p(6, 3, 0), &["head_dim is 0, expected 1 to 576"]);
+    refused(p(6, 3, 577), &["head_dim is 577, expected 1 to 576"]);
     refused(problem().with_value_dim(0).check(), &["value_dim is 0"]);
     refused(problem().with_scale(f64::NAN).check(), &["scale is NaN, expected a finite number"]);
     refused(problem().with_scale(f64::INFINITY).check(), &["scale is inf"]);

@@ -10,6 +10,7 @@ use super::metadata::run;
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part, padded};
 use super::modules::Blocks;
 use super::params::{self, Parameters};
+use super::shapes::LARGEST;
 use super::staging::Staging;
 use crate::call::{Delta, Finish, Merge, RawStream, RawTensor, SinkGradient, Transform};
 use crate::device::driver::Function;
@@ -155,7 +156,7 @@ impl Cuda {
     /// The launch of [`Cuda::delta`]; none when there are no rows.
     pub(crate) fn delta_launches(&self, call: &Delta, checker: Checker) -> Result<Launches> {
         check::element(call.o.dtype)?;
-        check::dim("o.dim", call.o.dim, 256)?;
+        check::dim("o.dim", call.o.dim, LARGEST.1)?;
         let like = TensorSpec { heads: call.o.heads, dim: call.o.dim, dtype: call.o.dtype, align: 16 };
         for (name, t) in [("d_o", &call.d_o), ("delta", &call.delta)] {
             if t.tokens != call.o.tokens {
@@ -164,7 +165,7 @@ impl Cuda {
         }
         crate::kernel::check::lse_gradient(call, |_, _| Ok(()))?;
         let number = TensorSpec { dim: 1, dtype: Dtype::F32, align: 4, ..like };
-        let lanes = (call.o.dim / 8).next_power_of_two();
+        let lanes = (call.o.dim / 8).next_power_of_two().min(32);
         let params = params::DeltaParams {
             o: checker.needed("o", &call.o, like)?,
             d_o: checker.needed("d_o", &call.d_o, like)?,
@@ -195,7 +196,7 @@ impl Cuda {
     fn finish_launches(&self, call: &Finish<'_>, buffer: &mut impl MetadataBuffer) -> Result<Launches> {
         let checker = self.checker(buffer);
         check::element(call.o.dtype)?;
-        check::dim("o.dim", call.o.dim, 256)?;
+        check::dim("o.dim", call.o.dim, LARGEST.1)?;
         let o = TensorSpec { heads: call.o.heads, dim: call.o.dim, dtype: call.o.dtype, align: 16 };
         let f32s = TensorSpec { dim: 1, dtype: Dtype::F32, align: 4, ..o };
         let mut params = params::FinishParams {

@@ -17,7 +17,7 @@ use std::ffi::OsString;
 pub(super) const VARIABLE: &str = "CPATTN_CUDA_CLUSTER";
 
 /// Whether there is such a kernel, by the index of [`SHAPES`].
-pub(super) const HAS_KERNEL: [bool; SHAPES.len()] = [false, false, true, false, false, false];
+pub(super) const HAS_KERNEL: [bool; SHAPES.len()] = [false, false, true, false, false, false, false];
 
 /// Whether the environment asks for clusters.
 pub(super) fn of_environment() -> Result<bool> {

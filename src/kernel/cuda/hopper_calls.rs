@@ -2,7 +2,7 @@
 //! Calls of the kernels for `sm_90a`: loading them, and the parts of a launch.
 
 use super::Cuda;
-use super::hopper::{FORWARD, Hopper, HopperParams, HopperShape, MapShape, Other, other_rows, section};
+use super::hopper::{FORWARD, Hopper, HopperParams, HopperShape, MapShape, Other, kernel_of, other_rows, section};
 use super::metadata_buffer::{SortBuffers, Writer};
 use super::modules::{AttentionModule, Instance, LoadedKernel};
 use super::params::{ForwardParams, SidedBand};
@@ -13,7 +13,7 @@ use crate::call::{Attend, Range};
 /// Bytes of the own list of tiles of the kernel for a shape, 0 if it uses the other kernel's list, of tiles of `rows`
 /// rows.
 pub(super) fn work_bytes(call: &Attend, shape: usize, rows: u32) -> usize {
-    let own = FORWARD[shape].launch.rows;
+    let own = kernel_of(shape).launch.rows;
     if Sharing::of(call.q.heads, &call.heads, own).is_some() {
         return shared_tiles::bytes(&call.ranges, own);
     }
@@ -32,7 +32,7 @@ pub(super) fn split(
 ) -> HopperTiles {
     let other = other_rows(shape, rows);
     let same = other.is_none().then(|| HopperTiles { work, tiles, ..HopperTiles::default() });
-    let tile = FORWARD[shape].tile();
+    let tile = kernel_of(shape).tile();
     if let Some(sharing) = Sharing::of(call.q.heads, &call.heads, tile.queries) {
         return shared_tiles::write(scratch, writer, &call.ranges, (&sharing, call.q.heads), bands, tile, same);
     }
@@ -51,7 +51,7 @@ impl Cuda {
     /// The kernel for a shape, if there is one and the device is to run it.
     pub(super) fn hopper_shape(&self, shape: usize) -> Option<HopperShape> {
         let runs = |s: &HopperShape| s.launch.shared <= self.shared_limit && (s.is_taken || self.every_hopper);
-        Some(FORWARD[shape]).filter(|s| self.hopper && runs(s))
+        FORWARD[shape].filter(|s| self.hopper && runs(s))
     }
 
     /// Whether calls of a shape run in clusters if they can.
@@ -71,7 +71,7 @@ impl Cuda {
         tile_counter: u64,
     ) -> (HopperParams, Hopper) {
         let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
-        let keys = FORWARD[instance.index].keys;
+        let keys = kernel_of(instance.index).keys;
         let of = MapShape::new;
         let tensors = [of(&call.q, q_span, kernel.launch.rows), of(&call.k, k_span, keys), of(&call.v, k_span, keys)];
         let HopperTiles { work, tiles, shared } = split;

@@ -5,7 +5,7 @@
 //! and never noticed.
 
 use super::family::Family;
-use super::hopper::FORWARD;
+use super::hopper::kernel_of;
 use super::hopper_backward::BACKWARD;
 use super::modules::{AttentionModule, Blocks, ELEMENTS, Instance, Loaded, LoadedKernel, LoadedModule};
 use super::shapes::{Shape, Shaped};
@@ -81,8 +81,8 @@ impl Cuda {
     }
 
     fn load_module(&self, module: AttentionModule, instance: Instance) -> Result<LoadedModule> {
-        let (shape, forward) = (instance.shape(), FORWARD[instance.index].launch);
-        let fused = self.fused(shape).unwrap_or(shape.fused);
+        let shape = instance.shape();
+        let fused = self.fused(shape).or(shape.fused);
         let open = |file| self.module(&format!("{file}_{}_{}", ELEMENTS[instance.element], shape.name));
         let one = |file, name, launch| {
             let text = open(file)?;
@@ -94,9 +94,9 @@ impl Cuda {
                 Ok(Loaded { kernels: [Some(self.forward_of(&text, shape)?), None, None], _modules: [text] })
             }
             AttentionModule::Fused if fused != shape.fused => {
-                one("fused_narrow", c"cpattn_backward_fused_narrow", fused.launch)
+                one("fused_narrow", c"cpattn_backward_fused_narrow", fused.expect("asked before").launch)
             }
-            AttentionModule::Fused => one("fused", c"cpattn_backward_fused", fused.launch),
+            AttentionModule::Fused => one("fused", c"cpattn_backward_fused", fused.expect("asked before").launch),
             AttentionModule::Sides => {
                 let text = open("backward")?;
                 let kernel = |name, launch| self.function(&text, name, launch).map(Some);
@@ -106,10 +106,12 @@ impl Cuda {
                 Ok(Loaded { kernels: [queries, keys, values], _modules: [text] })
             }
             AttentionModule::HopperForward => {
-                one("hopper_forward", c"cpattn_hopper_forward", forward).map_err(Family::with_way_out)
+                one("hopper_forward", c"cpattn_hopper_forward", kernel_of(instance.index).launch)
+                    .map_err(Family::with_way_out)
             }
             AttentionModule::HopperCluster => {
-                one("hopper_cluster", c"cpattn_hopper_cluster", forward).map_err(Family::with_way_out)
+                one("hopper_cluster", c"cpattn_hopper_cluster", kernel_of(instance.index).launch)
+                    .map_err(Family::with_way_out)
             }
             AttentionModule::HopperBackward => {
                 let launch = BACKWARD[instance.index].expect("asked before").launch;

@@ -8,7 +8,7 @@
 //! has, and launches. It waits for the device only if that ring buffer is full, and allocates nothing once the kernels
 //! are loaded. Before you drop a [`Cuda`], wait for its launches.
 //!
-//! Not supported in attention, and refused with an error: f32 and f64 elements, head dims above 256 or not a multiple
+//! Not supported in attention, and refused with an error: f32 and f64 elements, head dims above 576, value dims above 512, or either not a multiple
 //! of 8, rows that are not aligned to 16 bytes, and [`Attend::aligned`](crate::call::Attend::aligned).
 //! [`Merge`](crate::call::Merge) takes f32 only, dims that are multiples of 4 and rows of o at multiples of 16 bytes;
 //! transforms take f16, bf16 and f32 of any dim and alignment. The `Safety` section of each call lists what it cannot
@@ -122,7 +122,7 @@ impl Cuda {
     /// selects its attention kernels. Without it, devices of compute capability 9.0 use the kernels for `sm_90a` and
     /// all others those for `sm_80`. Compute capability 9.0 also uses the kernels for `sm_80` where the larger of head
     /// dim and value dim is 65 to 96, or the value dim is 129 to 192 and the head dim at most 192: the forwards for
-    /// `sm_90a` were not measured there yet, and there is no such backward.
+    /// `sm_90a` were not measured there yet, and there is no such backward. Above 256 there is neither.
     ///
     /// The variable `CPATTN_CUDA_CLUSTER`, which [`Cuda::with_family`] reads too, asks with `1` for clusters of two
     /// blocks that share what they copy of k and v, in the forward for `sm_90a` (`0`, empty or unset: no clusters;
@@ -142,7 +142,7 @@ impl Cuda {
     }
 
     /// The same with the given kernels instead of the environment variable's; [`Family::Sm90a`] uses the forward at
-    /// every head dim.
+    /// every head dim up to 256.
     ///
     /// # Errors
     /// As [`Cuda::new`], except those of the variable that names a family; [`Error::Unsupported`] when the device or
@@ -299,7 +299,7 @@ impl Cuda {
     /// The shape's fused backward, where the device has the shared memory for it.
     fn fused(&self, shape: &Shape) -> Option<shapes::Fused> {
         let fits = |f: &shapes::Fused| f.launch.shared + f.control <= self.shared_limit;
-        Some(shape.fused).filter(fits).or(shape.narrow_fused.filter(fits))
+        shape.fused.filter(fits).or(shape.narrow_fused.filter(fits))
     }
 
     /// Blocks of a launch over `items` tiles, of which a multiprocessor holds `each`: one for each tile, or, if

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The kernels of a device that were loaded so far, and what those of attention are compiled for.
 
-use super::shapes::{SHAPES, Shape, Shaped};
+use super::shapes::{LARGEST, SHAPES, Shape, Shaped};
 use super::{check, shapes};
 use crate::device::driver::{Function, Module};
 use crate::element::Dtype;
@@ -23,9 +23,8 @@ impl Instance {
     /// The smallest shape that holds these head dims.
     pub fn find(dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Self> {
         check::element(dtype)?;
-        let largest = &SHAPES[SHAPES.len() - 1];
-        check::dim("head_dim", head_dim, largest.head_dim)?;
-        check::dim("value_dim", value_dim, largest.value_dim)?;
+        check::dim("head_dim", head_dim, LARGEST.0)?;
+        check::dim("value_dim", value_dim, LARGEST.1)?;
         let (index, _) = shapes::find(head_dim, value_dim).expect("the largest shape holds every dim that passed");
         Ok(Self { element: usize::from(dtype == Dtype::Bf16), index })
     }

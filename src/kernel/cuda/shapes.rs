@@ -28,8 +28,8 @@ pub(super) struct Shape {
     pub keys: Shaped,
     /// Whether dk and dv are two kernels.
     pub split: bool,
-    /// dq, dk and dv at once.
-    pub fused: Fused,
+    /// dq, dk and dv at once, where there is such a kernel.
+    pub fused: Option<Fused>,
     /// The same kernel with v in registers, for devices with too little shared memory for `fused`. It has the same
     /// tiles.
     pub narrow_fused: Option<Fused>,
@@ -87,13 +87,32 @@ const fn shape(d: u32, dv: u32, f: [u32; 3], q: [u32; 4], k: [u32; 4], all: [u32
         queries: queries(d, dv, q[0], q[1], q[2], q[3]),
         keys: keys(d, dv, k[0], k[1], k[2], k[3]),
         split: false,
-        fused: fused(d, dv, all[0], all[1], all[2], all[3], all[4]),
+        fused: Some(fused(d, dv, all[0], all[1], all[2], all[3], all[4])),
+        narrow_fused: None,
+    }
+}
+
+/// The shape whose partners come in chunks of 64 columns: `m` q rows in the forward and `own` own rows in the backward
+/// by `n` rows of partners, in `stages` buffers.
+const fn wide(d: u32, dv: u32, m: u32, own: u32, n: u32, stages: u32) -> Shape {
+    let (threads, ring) = (256, 2 * stages * n * 64);
+    let side = Shaped { rows: own, threads, shared: 2 * own * (d + dv) + ring + 4 * own * n + 8 * n };
+    Shape {
+        name: d * 1000 + dv,
+        head_dim: d,
+        value_dim: dv,
+        forward: Shaped { rows: m, threads, shared: 2 * m * d + ring + 2 * m * n + 16 * m },
+        narrow: None,
+        queries: side,
+        keys: side,
+        split: false,
+        fused: None,
         narrow_fused: None,
     }
 }
 
 /// All shapes, smallest first.
-pub(super) const SHAPES: [Shape; 6] = [
+pub(super) const SHAPES: [Shape; 7] = [
     Shape {
         narrow: Some(forward(64, 64, 128, 64, 4)),
         ..shape(64, 64, [128, 128, 4], [128, 64, 4, 2], [128, 64, 4, 2], [128, 64, 4, 1, 6])
@@ -106,7 +125,11 @@ pub(super) const SHAPES: [Shape; 6] = [
     shape(192, 128, [128, 64, 8], [64, 32, 4, 2], [64, 32, 4, 2], [64, 64, 2, 4, 16]),
     shape(192, 192, [128, 64, 8], [64, 32, 4, 2], [64, 32, 4, 2], [64, 64, 2, 4, 16]),
     Shape { split: true, ..shape(256, 256, [64, 64, 4], [64, 32, 4, 1], [64, 32, 4, 1], [64, 64, 2, 4, 16]) },
+    wide(576, 512, 64, 32, 64, 2),
 ];
+
+/// The largest head dim and value dim of the kernels.
+pub(super) const LARGEST: (u32, u32) = (SHAPES[SHAPES.len() - 1].head_dim, SHAPES[SHAPES.len() - 1].value_dim);
 
 /// The smallest shape that holds these head dims.
 pub(super) fn find(head_dim: u32, value_dim: u32) -> Option<(usize, &'static Shape)> {
@@ -128,14 +151,19 @@ mod tests {
         assert_eq!(name(192, 128), Some(192128));
         assert_eq!(name(128, 192), Some(192));
         assert_eq!(name(256, 8), Some(256));
-        assert_eq!(name(257, 8), None);
+        assert_eq!(name(257, 8), Some(576512));
+        assert_eq!(name(64, 264), Some(576512));
+        assert_eq!(name(577, 8), None);
+        assert_eq!(name(8, 513), None);
     }
 
     #[test]
     fn no_tile_has_fewer_rows_than_plans_count_with() {
         for s in SHAPES {
-            let rows = [s.forward.rows, s.queries.rows, s.keys.rows, s.fused.launch.rows, s.fused.queries];
-            assert!(rows.iter().all(|&rows| u64::from(rows) >= crate::report::metadata::TILE_ROWS), "{}", s.name);
+            let fused = s.fused.map_or([u32::MAX; 2], |f| [f.launch.rows, f.queries]);
+            let counted = crate::report::metadata::tile_rows(s.head_dim, s.value_dim);
+            let rows = [s.forward.rows, s.queries.rows, s.keys.rows].into_iter().chain(fused);
+            assert_eq!(rows.clone().min().map(u64::from), Some(counted.min(64)), "{}", s.name);
         }
     }
 
@@ -147,13 +175,13 @@ mod tests {
                 ("forward", "cpattn_forward_narrow", shape.narrow.map_or(0, |n| n.threads)),
                 ("backward", "cpattn_backward_queries", shape.queries.threads),
                 ("backward", "cpattn_backward_keys", shape.keys.threads),
-                ("fused", "cpattn_backward_fused", shape.fused.launch.threads),
+                ("fused", "cpattn_backward_fused", shape.fused.map_or(0, |f| f.launch.threads)),
                 ("fused", "cpattn_backward_fused_narrow", 0),
                 ("fused_narrow", "cpattn_backward_fused_narrow", shape.narrow_fused.map_or(0, |n| n.launch.threads)),
             ] {
                 let name = format!("{file}_bf16_{}", shape.name);
                 let Some(text) = crate::kernel::cuda::embedded::find(&name) else {
-                    assert!(file == "fused_narrow" && threads == 0, "{name}");
+                    assert!(file.starts_with("fused") && threads == 0, "{name}");
                     continue;
                 };
                 let text = text.into_string().expect("text");
@@ -183,9 +211,18 @@ mod tests {
     fn tiles_are_those_of_the_sources() {
         let (f, q, k) = (lines("FORWARD"), lines("QUERIES"), lines("KEYS"));
         let fuse = lines("FUSED");
-        assert_eq!(fuse.len(), SHAPES.len() + 1);
-        assert_eq!((f.len(), q.len(), k.len()), (SHAPES.len() + 1, SHAPES.len(), SHAPES.len()));
+        // One of them is `wide`; two have a second kernel.
+        assert_eq!([f.len(), q.len(), k.len(), fuse.len()].map(|n| n + 1 - SHAPES.len()), [1, 0, 0, 1]);
+        let [w] = lines("WIDE").try_into().expect("one");
         for shape in SHAPES {
+            if shape.name == w[0] {
+                let expected = wide(shape.head_dim, shape.value_dim, w[1], w[2], w[3], w[4]);
+                assert_eq!(
+                    (shape.forward, shape.queries, shape.keys, shape.fused),
+                    (expected.forward, expected.queries, expected.keys, None)
+                );
+                continue;
+            }
             let (d, dv) = (shape.head_dim, shape.value_dim);
             let of_name = |lines: &[Vec<u32>], name| lines.iter().find(|l| l[0] == name).expect("a line").clone();
             let of = |lines: &[Vec<u32>]| of_name(lines, shape.name);
@@ -199,11 +236,12 @@ mod tests {
             assert_eq!(shape.queries, queries(d, dv, q[1], q[2], q[3], q[4]));
             assert_eq!(shape.keys, keys(d, dv, k[1], k[2], k[4], k[5]));
             let f = of(&fuse);
-            assert_eq!(shape.fused, fused(d, dv, f[1], f[2], f[4], f[5], f[9]));
+            let of_sources = fused(d, dv, f[1], f[2], f[4], f[5], f[9]);
+            assert_eq!(shape.fused, Some(of_sources));
             if let Some(narrow) = shape.narrow_fused {
                 let n = of_name(&fuse, 128128);
                 assert_eq!((shape.name, narrow), (128, narrow_fused(d, dv, n[1], n[2], n[4], n[5], n[9])));
-                assert_eq!(narrow.tiles(), shape.fused.tiles(), "bits are those of the other");
+                assert_eq!(narrow.tiles(), of_sources.tiles(), "bits are those of the other");
             }
         }
     }
@@ -249,7 +287,7 @@ mod tests {
     #[test]
     fn fused_shapes_fit_their_devices() {
         for shape in SHAPES {
-            let (launch, control) = (shape.fused.launch, shape.fused.control);
+            let Some(Fused { launch, control, .. }) = shape.fused else { continue };
             let most = if shape.name == 256 { 227 } else { 163 };
             assert!(launch.shared + control <= most * 1024, "{}: {launch:?}", shape.name);
             if shape.name == 64 {
