@@ -64,6 +64,11 @@ impl DropoutMask {
         philox([q_token, k_token >> 2, head, 0], self.key)[(k_token & 3) as usize] > self.last_dropped
     }
 
+    /// The probability with which a pair is dropped.
+    pub const fn probability(&self) -> f64 {
+        self.probability
+    }
+
     /// `1 / (1 − probability)`: the factor of pairs that are kept.
     pub const fn factor(&self) -> f64 {
         1.0 / (1.0 - self.probability)

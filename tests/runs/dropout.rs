@@ -3,7 +3,7 @@
 //! has dropped the same pairs as every other mesh. Also: bits that do not depend on the mesh, ranks whose seeds differ,
 //! and what is refused.
 
-use crate::common::{Data, check, error, one_rank, own, reference, rms, run};
+use crate::common::{Data, error, one_rank, own, reference, rms, run};
 use crate::context_parallel::{LAYOUTS, every_way, forms, mesh};
 use cpattn::{
     Batch, Dtype, Element, Error, Layout, Mask, Options, Plan, Problem, Rank, call::DropoutMask, plan::AttentionKind,
