@@ -223,8 +223,8 @@ pub enum Gradients {
     Keys,
 }
 
-/// Backward attention over ranges. `p = exp(s − lse)`, 0 where `lse = −inf`; `ds = p · (do·v − delta)`. With dropout, do·v
-/// and the p of dv are 0 for a pair that is dropped, and times [`DropoutMask::factor`] for one that is kept.
+/// Backward attention over ranges. `p = exp(s − lse)`, 0 where `lse = −inf`; `ds = p · (do·v − delta)`. With dropout,
+/// do·v and the p of dv are 0 for a pair that is dropped, and times [`DropoutMask::factor`] for one that is kept.
 #[derive(Clone, Copy, Debug)]
 pub struct AttendBackward<'a> {
     /// As in [`Attend`].

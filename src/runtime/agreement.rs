@@ -46,8 +46,8 @@ impl Agreements {
         }
     }
 
-    /// Begins a run of a prepared schedule on a rank that has not failed. Returns what ranks compare and the run's number,
-    /// or `None` if the rank runs it alone.
+    /// Begins a run of a prepared schedule on a rank that has not failed. Returns what ranks compare and the run's
+    /// number, or `None` if the rank runs it alone.
     ///
     /// # Errors
     /// [`Error::Disagreement`], with the runs in words; the ranks may plan again after it. Any other error is kept in
@@ -72,8 +72,8 @@ impl Agreements {
         })?
     }
 
-    /// Begins a run, with an agreement on `compared` if it is the first with its fingerprint. Returns the number of the run in the group, from
-    /// 1.
+    /// Begins a run, with an agreement on `compared` if it is the first with its fingerprint. Returns the number of the
+    /// run in the group, from 1.
     ///
     /// # Errors
     /// Those of [`Transport::agree`]; the run then does not count.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A prepared plan: the checked schedule with everything that a run needs; and which prepared plans a rank keeps.
 
-use std::{format, string::String, vec::Vec};
+use std::{string::String, vec::Vec};
 
 use super::{bind::ExpectedTensors, ops::Listing, tags::Tags};
 use crate::{
@@ -62,18 +62,12 @@ impl Prepared {
 
     /// The run in words, for a disagreement.
     pub(super) fn describe(&self) -> String {
-        described(self.run, &self.plan, self.dropout_seed)
+        self.run.describe_with(&self.plan, self.dropout_seed)
     }
 
     pub(super) fn is(&self, plan: &Plan, run: Purpose) -> bool {
         self.run == run && self.plan == *plan
     }
-}
-
-/// A run in words, with the seed of its dropout.
-pub(super) fn described(run: Purpose, plan: &Plan, seed: Option<u64>) -> String {
-    let seed = seed.map_or(String::new(), |seed| format!(", dropout_seed {seed}"));
-    run.describe(plan) + &seed
 }
 
 /// Schedules that a rank keeps, beside those that captured graphs may still use.

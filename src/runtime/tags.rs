@@ -20,7 +20,6 @@
 
 use std::{collections::BTreeSet, string::String, vec, vec::Vec};
 
-use super::prepared::described;
 use crate::{
     error::{Error, Result},
     plan::Plan,
@@ -149,7 +148,7 @@ impl Tags {
                     what: self
                         .run
                         .as_ref()
-                        .map_or(String::new(), |(plan, run)| described(*run, plan, self.dropout_seed)),
+                        .map_or(String::new(), |(plan, run)| run.describe_with(plan, self.dropout_seed)),
                     runs: Some([own.run, theirs.run]),
                 });
             }

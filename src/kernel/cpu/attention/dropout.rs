@@ -2,9 +2,9 @@
 //! Which pairs of some lanes and a tile of keys are kept, and what becomes of their numbers: see
 //! [`DropoutMask`](crate::call::DropoutMask).
 //!
-//! Four neighbouring tokens of k share one hash, so that a vector of lanes is hashed once for four keys of a tile if its
-//! keys are neighbours, as they are in all layouts but stripes of fewer than four tokens. The hash is written as loops
-//! over a few lanes, which the compiler makes vectors of. Nothing here is reached in a call without dropout.
+//! Four neighbouring tokens of k share one hash, so that a vector of lanes is hashed once for four keys of a tile if
+//! its keys are neighbours, as they are in all layouts but stripes of fewer than four tokens. The hash is written as
+//! loops over a few lanes, which the compiler makes vectors of. Nothing here is reached in a call without dropout.
 
 use super::stream::Slots;
 use super::tile::Lanes;
