@@ -126,7 +126,8 @@ impl Problem {
     /// is that of all pairs, and sinks are not dropped. Which pairs are dropped is a hash of the two tokens' places in
     /// the batch, the q head and a seed ([`DropoutMask`](crate::call::DropoutMask)), so they are the same on every
     /// mesh. The seed is given with each run, the same on all ranks of the group, and the backward gets that of its
-    /// forward. From 0, which is no dropout, up to but not including 1. CPU only.
+    /// forward. A program that executes a schedule itself gives both to its kernels
+    /// ([`Dropout`](crate::call::Dropout)). From 0, which is no dropout, up to but not including 1. CPU only.
     #[must_use]
     pub fn with_dropout(mut self, probability: f64) -> Self {
         self.dropout = (probability != 0.0).then_some(probability);
