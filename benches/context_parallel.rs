@@ -86,6 +86,7 @@ impl Worker {
                 o: ViewMut::new(o, n, HEADS, HEAD_DIM)?,
                 lse: ViewMut::head_major(lse, n, HEADS)?,
                 max_logit: None,
+                dropout_seed: None,
             };
             return self.rank.forward(&self.plan, forward);
         }
@@ -98,6 +99,7 @@ impl Worker {
             lse: View::head_major(lse, n, HEADS)?,
             d_o,
             d_lse: None,
+            dropout_seed: None,
             dq: ViewMut::new(dq, n, HEADS, HEAD_DIM)?,
             dk: ViewMut::new(dk, n, HEADS, HEAD_DIM)?,
             dv: ViewMut::new(dv, n, HEADS, HEAD_DIM)?,

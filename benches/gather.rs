@@ -51,7 +51,7 @@ impl Tensors {
         let (q, k, v) = (view(q, HEADS)?, view(k, KV_HEADS)?, view(v, KV_HEADS)?);
         if forward {
             let (o, lse) = (ViewMut::new(o, n, HEADS, DIM)?, ViewMut::head_major(lse, n, HEADS)?);
-            return rank.forward(plan, Forward { q, k, v, sinks: None, o, lse, max_logit: None });
+            return rank.forward(plan, Forward { q, k, v, sinks: None, o, lse, max_logit: None, dropout_seed: None });
         }
         let backward = Backward {
             q,
@@ -62,6 +62,7 @@ impl Tensors {
             lse: View::head_major(lse, n, HEADS)?,
             d_o: view(d_o, HEADS)?,
             d_lse: None,
+            dropout_seed: None,
             dq: ViewMut::new(dq, n, HEADS, DIM)?,
             dk: ViewMut::new(dk, n, KV_HEADS, DIM)?,
             dv: ViewMut::new(dv, n, KV_HEADS, DIM)?,

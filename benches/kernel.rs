@@ -6,7 +6,9 @@
 //! pairs only.
 
 use cpattn::Dtype;
-use cpattn::call::{Attend, AttendBackward, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{
+    Attend, AttendBackward, Band, Dropout, DropoutMask, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score,
+};
 use cpattn::kernel::cpu::{self, Scratch};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
@@ -30,8 +32,11 @@ fn kernel(c: &mut Criterion) {
         let rounded: Vec<Vec<bf16>> = inputs.iter().map(|x| x.iter().map(|&x| bf16::from_f32(x)).collect()).collect();
         for dtype in [Dtype::F32, Dtype::Bf16] {
             for (mask, right) in [("full", i64::MAX), ("causal", 0)] {
-                one(c, tokens, dtype, mask, right, &inputs, &rounded);
+                one(c, tokens, dtype, (mask, right, None), &inputs, &rounded);
             }
+            let mask = DropoutMask::new(0.1, 1).unwrap();
+            let dropout = Some(Dropout { mask, q_tokens: &[0], k_tokens: &[0] });
+            one(c, tokens, dtype, ("causal dropout", 0, dropout), &inputs, &rounded);
         }
     }
 }
@@ -40,8 +45,7 @@ fn one(
     c: &mut Criterion,
     tokens: usize,
     dtype: Dtype,
-    mask: &str,
-    right: i64,
+    (mask, right, dropout): (&str, i64, Option<Dropout<'static>>),
     inputs: &[Vec<f32>],
     rounded: &[Vec<bf16>],
 ) {
@@ -65,6 +69,7 @@ fn one(
     let score = Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: right };
     let forward = Attend {
         lse: tensor(lse, Dtype::F32, 1),
+        dropout,
         ..Attend::new([input(0), input(1), input(2), tensor(o, dtype, DIM)], heads, score, ranges)
     };
     let backward = AttendBackward {
@@ -73,6 +78,7 @@ fn one(
         dq: tensor(dq, Dtype::F32, DIM),
         dk: tensor(dk, Dtype::F32, DIM),
         dv: tensor(dv, Dtype::F32, DIM),
+        dropout,
         ..AttendBackward::new([forward.q, forward.k, forward.v, input(3)], heads, score, ranges)
     };
     let pairs = if right == 0 { tokens * (tokens + 1) / 2 } else { tokens * tokens };

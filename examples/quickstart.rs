@@ -50,7 +50,16 @@ fn own(mut rank: Rank, plan: &Plan, [q, k, v]: [&[f32]; 3]) -> Result<Vec<f32>> 
     let (out, scores) = (ViewMut::new(&mut o, n, HEADS, DIM)?, ViewMut::head_major(&mut lse, n, HEADS)?);
     rank.forward(
         plan,
-        Forward { q: View::new(&q, n, HEADS, DIM)?, k, v, sinks: None, o: out, lse: scores, max_logit: None },
+        Forward {
+            q: View::new(&q, n, HEADS, DIM)?,
+            k,
+            v,
+            sinks: None,
+            o: out,
+            lse: scores,
+            max_logit: None,
+            dropout_seed: None,
+        },
     )?;
     Ok(o)
 }

@@ -125,7 +125,16 @@ fn forward(rank: &mut Rank, plan: &Plan, q: &[f32], k: &[f32], v: &[f32]) -> Res
     let (out, scores) = (ViewMut::new(&mut o, n, HEADS, DIM)?, ViewMut::head_major(&mut lse, n, HEADS)?);
     rank.forward(
         plan,
-        Forward { q: View::new(q, n, HEADS, DIM)?, k, v, sinks: None, o: out, lse: scores, max_logit: None },
+        Forward {
+            q: View::new(q, n, HEADS, DIM)?,
+            k,
+            v,
+            sinks: None,
+            o: out,
+            lse: scores,
+            max_logit: None,
+            dropout_seed: None,
+        },
     )?;
     Ok(o)
 }

@@ -43,7 +43,7 @@
  * refused with CPATTN_UNSUPPORTED. The CUDA driver is loaded when a device is first asked for; on a machine without a
  * driver the library loads and serves the CPU. Each rank and each scratch has one device (or the CPU), and all tensors
  * and the workspace of a call are in its memory. Devices support f16 and bf16, with head_dim a multiple of 8 up
- * to 576 and value_dim up to 512, and refuse reproducible plans.
+ * to 576 and value_dim up to 512, and refuse reproducible plans and dropout.
  *
  * STREAMS. On the CPU `stream` is NULL and a call returns when its work is done. On a device `stream` is a cudaStream_t
  * (CUstream) of the device's primary context, the one that the CUDA runtime uses; NULL is the legacy default stream.
@@ -265,11 +265,15 @@ typedef struct cpattn_problem {
   int32_t reserved;          /* 0 */
   const cpattn_slice *slices; /* slice_count entries; NULL: each document attends to itself */
   size_t slice_count;         /* at least 1 with slices */
+  /* 0: none, up to but not including 1. Each probability is dropped with this probability, those that are kept are multiplied
+   * by 1 / (1 - dropout); lse is that of all pairs, and sinks are not dropped. Which pairs are dropped depends on the two tokens'
+   * places in the batch, the q head and the seed of each run (cpattn_dropout_mask), on no mesh. CPU only. */
+  double dropout;
 } cpattn_problem;
 
 #define CPATTN_PROBLEM_INIT \
   { sizeof(cpattn_problem), NULL, NULL, NULL, 0, 0, 0, 0, 0, CPATTN_F32, CPATTN_SOFTMAX, CPATTN_UNLIMITED, 0, \
-    0.0, 0.0, NULL, 0, 0, NULL, 0 }
+    0.0, 0.0, NULL, 0, 0, NULL, 0, 0.0 }
 
 /* ---- Options ----------------------------------------------------------------------------------------------------- */
 
@@ -738,10 +742,13 @@ typedef struct cpattn_forward_args {
    * computed, without sinks; -inf for a head of which it computed none. The largest over the group is that of the whole batch:
    * reduce it as often as it is needed. NULL if it is not needed, on each rank by itself; devices refuse it. */
   const cpattn_tensor *max_logit;
+  /* The seed of dropout, another one for each layer and step, and the same on all ranks of the group, which is checked as plans
+   * are. NULL unless the problem has dropout. */
+  const uint64_t *dropout_seed;
 } cpattn_forward_args;
 
 #define CPATTN_FORWARD_ARGS_INIT \
-  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* The tensors of a backward, with Nq, H, ... as above. It repeats the forward's exchanges, so besides the inputs only o and
  * lse have to be kept. */
@@ -762,10 +769,11 @@ typedef struct cpattn_backward_args {
   /* read, [H, Nq] of lse's type: gradient of lse, if something was computed from lse too; NULL if not, on each rank by itself.
    * A row whose lse is -inf has no gradient, and its d_lse is not used. */
   const cpattn_tensor *d_lse;
+  const uint64_t *dropout_seed; /* as given to the forward */
 } cpattn_backward_args;
 
 #define CPATTN_BACKWARD_ARGS_INIT \
-  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* Run a plan. All ranks of the group make the same calls with equal plans in the same order, each rank on its own thread or
  * process, and wait for each other.
@@ -783,6 +791,15 @@ typedef struct cpattn_backward_args {
  * its outputs are undefined. */
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args);
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);
+
+/* The pairs that dropout keeps, for a comparison with a computation that has the whole mask: kept[i * k_count + j] is 1 if q token
+ * q_begin + i keeps k token k_begin + j, and 0 if it drops it. Tokens are places in the whole batch; head is a q head of the
+ * whole problem. probability is above 0.
+ *
+ * The rule: Philox 4x32-10 with the counter (q token, k token / 4, head, 0) and the key (seed's low 32 bits, its high ones); of the
+ * four words that result, number k token mod 4 decides: below probability * 2^32 drops. */
+int32_t cpattn_dropout_mask(double probability, uint64_t seed, uint32_t q_begin, uint32_t q_count, uint32_t k_begin,
+    uint32_t k_count, uint32_t head, uint8_t *kept);
 
 /*
  * The two all-to-alls of Ulysses as separate calls, for kernels that mix the tokens of each head and are not softmax
@@ -1156,8 +1173,9 @@ int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, cons
  * not need the plan to live. */
 typedef struct cpattn_schedule cpattn_schedule;
 
-/* Lists a rank's operations. direction: CPATTN_FORWARD or CPATTN_BACKWARD. Refused for plans of the kind CPATTN_OTHER. Time and
- * memory grow with the ranges of all operations: for long-lived use keep the schedule. */
+/* Lists a rank's operations. direction: CPATTN_FORWARD or CPATTN_BACKWARD. Refused for plans of the kind CPATTN_OTHER and for
+ * plans with dropout, which cpattn_attend does not have. Time and memory grow with the ranges of all operations: for long-lived
+ * use keep the schedule. */
 int32_t cpattn_schedule_create(const cpattn_plan *plan, uint32_t rank, int32_t direction, cpattn_schedule **schedule);
 
 /* The same for one all-to-all of a tensor of this side, innermost dimension and type (cpattn_rank_to_heads,

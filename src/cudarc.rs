@@ -35,7 +35,7 @@
 //!         cudarc::StreamSliceMut::compact(&mut o, &stream, [n, 4, 64])?,
 //!         cudarc::StreamSliceMut::new(&mut lse, &stream, 0, [n, 4, 1], [1, n])?, // [heads, tokens]
 //!     );
-//!     let tensors = DeviceForward { q: q.view(), k: k.view(), v: v.view(), sinks: None, o: o.view(), lse: lse.view(), max_logit: None };
+//!     let tensors = DeviceForward { q: q.view(), k: k.view(), v: v.view(), sinks: None, o: o.view(), lse: lse.view(), max_logit: None, dropout_seed: None };
 //!     // SAFETY: the stream was not destroyed.
 //!     unsafe { rank.forward_on(&plan, tensors, cudarc::stream(&stream)) }?;
 //! }

@@ -18,7 +18,7 @@ use std::{
 use common::{Data, Results, check_on_device as check, d_lse_of, gather, reference, scatter};
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
-    call::{Attend, HeadMap, Ranges, RawTensor},
+    call::{Attend, AttendBackward, Dropout, DropoutMask, HeadMap, Ranges, RawTensor},
     kernel::cuda::{Cuda, DeviceMemory},
     plan::{Circulate, Gather, Wire},
     runtime::Bindings,
@@ -213,6 +213,36 @@ fn reproducible_plans_are_refused() {
     let plan = Plan::with_options(&p, Mesh::single(), Layout::Contiguous, Options::new().reproducible(true)).unwrap();
     let error = run(&cuda, &plan, &Data::<f16>::random(&p, 1)).unwrap_err().to_string();
     assert!(error.contains("reproducible on a device"), "{error}");
+}
+
+/// The kernels have no dropout: refused by name, with its way out, before the plan is prepared and in single calls.
+#[test]
+fn dropout_is_refused() {
+    let Some(cuda) = device() else { return };
+    let p = Problem::new(Batch::from_lengths(&[9]).unwrap(), 2, 2, 32, Dtype::F16).with_dropout(0.125);
+    let plan = Plan::new(&p, Mesh::single(), Layout::Contiguous).unwrap();
+    let words = "dropout 0.125 is not supported";
+    let error = run(&cuda, &plan, &Data::<f16>::random(&p, 1)).unwrap_err().to_string();
+    assert!(error.starts_with(words) && error.contains("plan without dropout"), "{error}");
+    let (q, lse) = (Held::nan::<f16>(&cuda, 9, 2, 32), Held::nan::<f32>(&cuda, 9, 2, 1));
+    let mask = DropoutMask::new(0.125, 1).unwrap();
+    let dropout = Some(Dropout { mask, q_tokens: &[0], k_tokens: &[0] });
+    let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
+    let forward =
+        Attend { lse: lse.1, dropout, ..Attend::new([q.1, q.1, q.1, q.1], heads, p.score(), Ranges::default()) };
+    let backward = AttendBackward {
+        lse: lse.1,
+        delta: lse.1,
+        dropout,
+        ..AttendBackward::new([q.1, q.1, q.1, q.1], heads, p.score(), Ranges::default())
+    };
+    let mut staging = cuda.staging(1 << 10, 1).unwrap();
+    // SAFETY: refused before anything is launched.
+    let forward = unsafe { cuda.attend(&forward, &mut staging, std::ptr::null_mut()) }.unwrap_err().to_string();
+    // SAFETY: as above.
+    let backward =
+        unsafe { cuda.attend_backward(&backward, &mut staging, std::ptr::null_mut()) }.unwrap_err().to_string();
+    assert!(forward.starts_with(words) && backward.starts_with(words), "{forward} {backward}");
 }
 
 /// The kernels do not keep the largest scores: refused by name, in a run and in a single call, and nothing is written.

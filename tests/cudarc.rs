@@ -52,7 +52,16 @@ fn on_the_host(plan: &Plan) -> Vec<Outputs> {
         let out = ViewMut::new(&mut o, n, HEADS, DIM)?;
         rank.forward(
             plan,
-            Forward { q, k, v, sinks: None, o: out, lse: ViewMut::head_major(&mut lse, n, HEADS)?, max_logit: None },
+            Forward {
+                q,
+                k,
+                v,
+                sinks: None,
+                o: out,
+                lse: ViewMut::head_major(&mut lse, n, HEADS)?,
+                max_logit: None,
+                dropout_seed: None,
+            },
         )?;
         rank.backward(
             plan,
@@ -65,6 +74,7 @@ fn on_the_host(plan: &Plan) -> Vec<Outputs> {
                 lse: View::head_major(&lse, n, HEADS)?,
                 d_o,
                 d_lse: None,
+                dropout_seed: None,
                 dq: ViewMut::new(&mut dq, n, HEADS, DIM)?,
                 dk: ViewMut::new(&mut dk, n, KV_HEADS, DIM)?,
                 dv: ViewMut::new(&mut dv, n, KV_HEADS, DIM)?,
@@ -105,6 +115,7 @@ fn over_slices(context: &Arc<CudaContext>, plan: &Plan, end: peer::Peer) -> Outp
             o: o.view(),
             lse: lse.view(),
             max_logit: None,
+            dropout_seed: None,
         };
         // SAFETY: the stream lives.
         unsafe { rank.forward_on(plan, tensors, cudarc::stream(&stream)) }.unwrap();
@@ -126,6 +137,7 @@ fn over_slices(context: &Arc<CudaContext>, plan: &Plan, end: peer::Peer) -> Outp
             lse: lse.view(),
             d_o: d_o.view(),
             d_lse: None,
+            dropout_seed: None,
             dq: dq.view(),
             dk: dk.view(),
             dv: dv.view(),

@@ -70,6 +70,7 @@ fn refused_before_a_run(named: &str) {
                             o: ViewMut::new(&mut o, n, 2, 16).unwrap(),
                             lse: ViewMut::head_major(&mut lse, n, 2).unwrap(),
                             max_logit: None,
+                            dropout_seed: None,
                         },
                     )
                 };

@@ -69,6 +69,7 @@ fn main() {
         lse: &tensors[4],
         stream: null_mut(),
         max_logit: null_mut(),
+        dropout_seed: core::ptr::null(),
     };
     let problem = cpattn_problem {
         struct_size: size_of::<cpattn_problem>(),

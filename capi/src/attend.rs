@@ -101,7 +101,8 @@ unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args, copies: &'a mut RangeC
     let ranges = given!(ranges(&a.ranges, sizes, copies));
     // If it is not given, `lse` holds the running lse too, in one word.
     let running_lse = if running_lse.is_none() { lse } else { running_lse };
-    Ok(Attend { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, max_logit, heads, score, ranges, aligned })
+    let call = Attend::new([q, k, v, o], heads, score, ranges);
+    Ok(Attend { running, running_lse, lse, alibi_slopes, sinks, max_logit, aligned, ..call })
 }
 
 /// # Safety

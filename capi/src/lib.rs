@@ -32,6 +32,7 @@ mod input;
 mod attend;
 mod blocks;
 mod dlpack;
+mod dropout;
 mod engine;
 mod engine_table;
 mod handle;

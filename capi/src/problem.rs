@@ -34,6 +34,7 @@ pub struct cpattn_problem {
     pub reserved: i32,
     pub slices: *const cpattn_slice,
     pub slice_count: usize,
+    pub dropout: f64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -176,6 +177,7 @@ unsafe fn members(p: &cpattn_problem, base: Option<&Batch>) -> Result<Problem> {
         .with_value_dim(or(p.value_dim, p.head_dim))
         .with_mask(mask)
         .with_sinks(flag("sinks", p.sinks)?)
+        .with_dropout(p.dropout)
         .with_kind(kind);
     // 0 stands for the default. `check` refuses a NaN.
     if p.scale != 0.0 {

@@ -6,7 +6,7 @@ use core::ffi::c_void;
 use super::{
     dlpack::{Axes, cpattn_tensor, one, tensor},
     handle::{self, Exclusive as _},
-    input::sized,
+    input::{array, sized},
     plan::{cpattn_plan, runs, side},
     rank::{RankState, cpattn_rank},
     status::Outcome,
@@ -29,6 +29,7 @@ pub struct cpattn_forward_args {
     pub lse: *const cpattn_tensor,
     pub stream: *mut c_void,
     pub max_logit: *const cpattn_tensor,
+    pub dropout_seed: *const u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -48,6 +49,7 @@ pub struct cpattn_backward_args {
     pub dsinks: *const cpattn_tensor,
     pub stream: *mut c_void,
     pub d_lse: *const cpattn_tensor,
+    pub dropout_seed: *const u64,
 }
 
 versioned! {
@@ -70,7 +72,8 @@ const BACKWARD: [TensorId; 12] = {
 /// # Safety
 /// The header's promise about handles and tensors; streams are the driver's.
 unsafe fn run(
-    rank: &RankState, plan: &Plan, direction: Direction, tensors: &[*const cpattn_tensor], stream: *mut c_void,
+    rank: &RankState, plan: &Plan, direction: Direction, tensors: &[*const cpattn_tensor], dropout_seed: *const u64,
+    stream: *mut c_void,
 ) -> Outcome {
     runs(plan)?;
     let (mut rank, mut bindings) = (rank.claim()?, Bindings::default());
@@ -89,6 +92,9 @@ unsafe fn run(
         };
         bindings.set(id, given!(one(at, &given)));
     }
+    if !dropout_seed.is_null() {
+        bindings = bindings.with_dropout_seed(Some(given!(array("dropout_seed", dropout_seed, 1))[0]));
+    }
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
     Ok(unsafe { rank.run_on(plan, direction, &bindings, stream) }?)
 }
@@ -100,7 +106,7 @@ pub unsafe extern "C" fn cpattn_forward(
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.max_logit];
-        given!(run(rank, plan, Direction::Forward, &tensors, a.stream));
+        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, a.stream));
     })
 }
 
@@ -111,7 +117,7 @@ pub unsafe extern "C" fn cpattn_backward(
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks, a.d_lse];
-        given!(run(rank, plan, Direction::Backward, &tensors, a.stream));
+        given!(run(rank, plan, Direction::Backward, &tensors, a.dropout_seed, a.stream));
     })
 }
 

@@ -135,6 +135,14 @@ pub unsafe extern "C" fn cpattn_schedule_create(
     boundary!({
         let (plan, out) = given!(handle::borrow(plan), result("schedule", schedule));
         runs(plan)?;
+        if let Some(probability) = plan.problem().dropout() {
+            return Err(Error::unsupported(
+                format!("the schedule of a plan with dropout {probability}"),
+                "the kernels that programs call themselves have no dropout",
+                "run the plan on a rank, or plan without dropout",
+            )
+            .into());
+        }
         let made = Schedule::new(plan, rank_of(plan, rank)?, self::direction(direction)?)?;
         let given = given_to_attention(plan, &made);
         out.write(handle::create(ListedSchedule::new(plan, given, direction, &made)?));

@@ -773,6 +773,50 @@ static void single_calls(void) {
   REFUSED(CPATTN_INVALID, "source_count is 65", cpattn_transform(NULL, &other_o, sources, 65, NULL));
 }
 
+/* Dropout: o is that of the mask, and a seed is needed exactly where the problem has dropout. */
+static void dropout(void) {
+  cpattn_problem p = small_problem();
+  cpattn_options o = CPATTN_OPTIONS_INIT;
+  cpattn_plan *plan = NULL, *without = NULL;
+  cpattn_transport *end = NULL;
+  cpattn_rank *rank = NULL;
+  cpattn_schedule *schedule = NULL;
+  uint64_t seed = UINT64_MAX - 6;
+  uint8_t kept[TOKENS * TOKENS];
+  OK(cpattn_plan_create(&p, &o, &without));
+  p.dropout = 1.0;
+  REFUSED(CPATTN_INVALID, "problem.dropout is 1.0, expected a probability from 0 up to, but not including, 1", cpattn_plan_create(&p, &o, &plan));
+  p.dropout = 0.5;
+  OK(cpattn_plan_create(&p, &o, &plan));
+  OK(cpattn_local_group(1, 10000, &end));
+  OK(cpattn_rank_create(end, NULL, &rank));
+  memset(memory, 0, sizeof memory); /* equal scores */
+  for (int i = 0; i < TOKENS * HEADS * DIM; i++) memory[2][i] = (float)(i + 1);
+  cpattn_forward_args a = args();
+  REFUSED(CPATTN_INVALID, "dropout_seed is not given, expected a number for this layer and step", cpattn_forward(rank, plan, &a));
+  a.dropout_seed = &seed;
+  REFUSED(CPATTN_INVALID, "dropout_seed is 18446744073709551609, expected none", cpattn_forward(rank, without, &a));
+  OK(cpattn_forward(rank, plan, &a));
+  for (uint32_t h = 0; h < HEADS; h++) {
+    OK(cpattn_dropout_mask(0.5, seed, 0, TOKENS, 0, TOKENS, h, kept));
+    for (int i = 0; i < TOKENS; i++) {
+      int first = i < documents[1] ? 0 : documents[1];
+      float sum = 0, d;
+      for (int j = first; j <= i; j++) sum += kept[i * TOKENS + j] ? 2 * memory[2][(j * HEADS + (int)h) * DIM] : 0;
+      d = memory[3][(i * HEADS + (int)h) * DIM] - sum / (float)(i - first + 1);
+      if (!(d < 1e-4f && d > -1e-4f)) failures++, fprintf(stderr, "o[%d], head %u: off by %g from the mask\n", i, h, d);
+    }
+  }
+  REFUSED(CPATTN_INVALID, "probability is 2.0, expected", cpattn_dropout_mask(2.0, seed, 0, 1, 0, 1, 0, kept));
+  REFUSED(CPATTN_INVALID, "kept is NULL", cpattn_dropout_mask(0.5, seed, 0, 1, 0, 1, 0, NULL));
+  REFUSED(CPATTN_INVALID, "k_count is 6, expected at most 5", cpattn_dropout_mask(0.5, seed, 0, 1, UINT32_MAX - 5, 6, 0, kept));
+  REFUSED(CPATTN_UNSUPPORTED, "the schedule of a plan with dropout 0.5", cpattn_schedule_create(plan, 0, CPATTN_FORWARD, &schedule));
+  memset(memory, 0, sizeof memory);
+  OK(cpattn_rank_destroy(rank));
+  OK(cpattn_plan_destroy(plan));
+  OK(cpattn_plan_destroy(without));
+}
+
 int main(void) {
   if (cpattn_version() != CPATTN_VERSION || strcmp(cpattn_last_error(), "")) return 2;
   plans();
@@ -780,6 +824,7 @@ int main(void) {
   aborts();
   tables();
   single_calls();
+  dropout();
   if (failures) fprintf(stderr, "%d failures\n", failures);
   else puts("ok");
   return failures != 0;

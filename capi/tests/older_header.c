@@ -128,7 +128,7 @@ int main(void) {
   SAME(dk);
   SAME(dv);
 
-  /* With today's size those bytes are the stream and max_logit, and are refused. */
+  /* With today's size those bytes are the stream, max_logit and dropout_seed, and are refused. */
   f.args.struct_size = sizeof(cpattn_forward_args);
   REFUSED(CPATTN_INVALID, "max_logit", cpattn_forward(rank, plan, (const cpattn_forward_args *)&f.args));
   /* A struct that no header had. */

@@ -147,6 +147,7 @@ impl Part {
             score: p.score(),
             alibi_slopes: self.slopes.as_deref(),
             sinks: self.sinks.as_deref(),
+            dropout: None,
         }
     }
 }

@@ -256,6 +256,7 @@ pub fn part<T: Element>(
             o: ViewMut::new(&mut out.o, nq, heads, dv)?,
             lse: ViewMut::new(&mut out.lse, nq, heads, 1)?,
             max_logit: None,
+            dropout_seed: None,
         };
         rank.forward(plan, forward)?;
         laps.push(Lap { direction: Direction::Forward, wall: began.elapsed(), events: rank.events() });
@@ -271,6 +272,7 @@ pub fn part<T: Element>(
             lse: View::new(&out.lse, nq, heads, 1)?,
             d_o,
             d_lse: None,
+            dropout_seed: None,
             dq: ViewMut::new(&mut out.dq, nq, heads, d)?,
             dk: ViewMut::new(&mut out.dk, nk, kv_heads, d)?,
             dv: ViewMut::new(&mut out.dv, nk, kv_heads, dv)?,

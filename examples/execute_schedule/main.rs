@@ -103,6 +103,7 @@ fn whole(p: &Problem, inputs: &Inputs) -> [Vec<f64>; 6] {
         score: p.score(),
         alibi_slopes: slopes.as_deref(),
         sinks: p.sinks().then_some(&inputs.sinks[..]),
+        dropout: None,
     };
     let out = attention.forward();
     let Gradient { dq, dk, dv, dsinks } = attention.backward(&inputs.d_o, &out);

@@ -89,6 +89,7 @@ mod processes {
             o: ViewMut::new(&mut o, n, HEADS, DIM)?,
             lse: ViewMut::head_major(&mut lse, n, HEADS)?,
             max_logit: None,
+            dropout_seed: None,
         };
         rank.forward(plan, tensors)?;
         Ok(o)

@@ -61,6 +61,7 @@ fn legal(p: &Problem, scale: Option<f64>, cap: Option<f64>, slopes: Option<&[f32
         && scale.is_none_or(f64::is_finite)
         && cap.is_none_or(|c| c.is_finite() && c > 0.0)
         && slopes.is_none_or(|s| s.len() == p.heads() && s.iter().all(|x| x.is_finite()))
+        && p.dropout().is_none_or(|p| (0.0..1.0).contains(&p) && kind == AttentionKind::Softmax)
         && matches!(kind, AttentionKind::Softmax | AttentionKind::Other)
 }
 
@@ -144,6 +145,7 @@ fuzz_target!(|data: &[u8]| {
     if let Some(slopes) = &slopes {
         p = p.with_alibi_slopes(slopes);
     }
+    p = p.with_dropout(b.pick(&[0.0, 0.0, 0.0, 0.3, 0.9, 1.0, -0.1, f64::NAN]));
     let mesh = Mesh { replicas: b.pick(&[1, 1, 1, 2, 0]), ring: b.below(6), ulysses: b.below(7) };
     let layout = match b.below(5) {
         0 => Layout::Contiguous,

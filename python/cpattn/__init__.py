@@ -8,6 +8,7 @@ other library with DLPack. A `Transport` is your own communicator. `cpattn.torch
 from . import schedule, slices
 from ._header import UNLIMITED
 from ._library import library_version
+from .dropout import dropout_mask
 from .engine import Engine, EngineTransport
 from .errors import (
     Busy,
@@ -71,6 +72,7 @@ __all__ = [
     "check_ring",
     "chrome_trace",
     "clock",
+    "dropout_mask",
     "library_version",
     "local_group",
     "nccl_group",

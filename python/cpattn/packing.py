@@ -17,9 +17,9 @@ from .slices import checked as checked_slices
 
 B = TypeVar("B")
 
-# window_left, window_right, scale and softcap of a layer; None: the value of the context.
-Told = tuple[int | None, int | None, float | None, float | None]
-_TOLD = ("window_left", "window_right", "scale", "softcap")
+# window_left, window_right, scale, softcap and dropout of a layer; None: the value of the context.
+Told = tuple[int | None, int | None, float | None, float | None, float | None]
+_TOLD = ("window_left", "window_right", "scale", "softcap", "dropout")
 
 
 class Shaped(Protocol):

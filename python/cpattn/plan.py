@@ -104,6 +104,9 @@ class PlanOptions(TypedDict, total=False):
     - window_left, window_right: how many keys before and after its own position a query sees, in its document or in each of its
       slices (UNLIMITED, 0: causal; with slices UNLIMITED, UNLIMITED).
     - scale: the factor of q·k (1/√head_dim). softcap c: a score s becomes c·tanh(s/c) (0: none).
+    - dropout: the probability, below 1, with which a pair of a query and a key is dropped; the others are multiplied by 1/(1 - dropout).
+      Which are dropped depends on the tokens' places in the batch, the q head and the seed of a run, on no mesh; on the CPU (0: none).
+      See `cpattn.dropout_mask`.
     - alibi_slopes: one for each q head; a score loses slope·|distance| (none).
     - sinks: whether each q head has a learnable logit in the softmax, without a value vector (False). A sink is finite, or -inf for
       none. With +inf, o of its head is 0, lse +inf, dq 0, dk and dv get nothing, and its own gradient is NaN; NaN makes all results
@@ -142,6 +145,7 @@ class PlanOptions(TypedDict, total=False):
     window_right: int
     scale: float | None
     softcap: float | None
+    dropout: float
     alibi_slopes: Sequence[float] | None
     sinks: bool
     ulysses: int
@@ -176,7 +180,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("circulate", "circulate_forward"), partial(one_of, kind=Circulate)),
     **dict.fromkeys(("sinks", "reproducible", "pack_inputs"), lambda name, value: int(flag(name, value))),
     **dict.fromkeys(("kv_heads", "value_dim"), at_least_1),
-    **dict.fromkeys(("scale", "softcap"), number),
+    **dict.fromkeys(("scale", "softcap", "dropout"), number),
 }
 RUNS = {"passes", "circulate", "circulate_forward", "wire", "gather", "reproducible", "pack_inputs", "ranks_per_node"}
 # Options that decide which rank holds which tokens.

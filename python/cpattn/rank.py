@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref, c_int32, c_size_t, c_uint8, c_void_p
+from ctypes import byref, c_int32, c_size_t, c_uint8, c_uint64, c_void_p, pointer
 from functools import partial
 from typing import Any, TypeVar
 
@@ -89,14 +89,18 @@ class Rank:
         lse: Array,
         sinks: Array | None = None,
         max_logit: Array | None = None,
+        dropout_seed: int | None = None,
     ) -> None:
         """Writes o and lse of this rank's tokens. On a device it returns when the work is enqueued on `stream` (a cudaStream_t; None
         is the default stream).
 
         `max_logit`, [heads] f32, is written too, if given: the largest score of each head over the pairs that this rank computed,
-        -inf where there is none. The largest over the ranks is that of the batch. Devices refuse it."""
+        -inf where there is none. The largest over the ranks is that of the batch. Devices refuse it.
+
+        A plan with dropout needs a `dropout_seed`, from 0 to 2^64 - 1: another one for each layer and step, the same on all ranks, which
+        is checked as plans are."""
         given = _given({"o", "lse", "max_logit"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, max_logit=max_logit)
-        self._attend("forward", _header.ForwardArgs, plan, stream, given)
+        self._attend("forward", _header.ForwardArgs, plan, stream, given, dropout_seed)
 
     def backward(
         self,
@@ -115,15 +119,20 @@ class Rank:
         sinks: Array | None = None,
         dsinks: Array | None = None,
         d_lse: Array | None = None,
+        dropout_seed: int | None = None,
     ) -> None:
         """Writes dq, dk, dv (and dsinks, summed over all ranks) from d_o and the inputs and outputs of the forward. `d_lse`, [heads,
-        tokens], is the gradient of lse, if something was computed from lse too; it is not used where lse is -inf."""
+        tokens], is the gradient of lse, if something was computed from lse too; it is not used where lse is -inf. `dropout_seed` is that of
+        the forward."""
         tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks, d_lse=d_lse)
-        self._attend("backward", _header.BackwardArgs, plan, stream, _given({"dq", "dk", "dv", "dsinks"}, **tensors))
+        given = _given({"dq", "dk", "dv", "dsinks"}, **tensors)
+        self._attend("backward", _header.BackwardArgs, plan, stream, given, dropout_seed)
 
-    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given]) -> None:
+    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given], seed: int | None) -> None:
         stream = _address("stream", stream)
         args = struct(stream=stream, **{name: g.pointer for name, g in given.items()})
+        if seed is not None:
+            args.dropout_seed = pointer(c_uint64(whole("dropout_seed", seed, *RANGES[c_uint64])))
         self._run(name, _handle(plan), byref(args), keep=given, stream=stream)
 
     def to_heads(self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None) -> None:

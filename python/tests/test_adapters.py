@@ -92,7 +92,7 @@ def _right(rank: int, world: int, file: str) -> list[str]:
 
 def _refused(rank: int, world: int) -> list[str]:
     said = []
-    for name, more in (("falcon", {"alibi": True}), ("gptj", {"attn_pdrop": 0.1})):
+    for name, more in (("falcon", {"alibi": True}),):
         model = _build(name, **more)
         try:
             ContextParallel(model, timeout=60).model(**models.batch(LENGTHS))
@@ -111,9 +111,8 @@ class Adapters(unittest.TestCase):
                 self.assertEqual(wrong, [])
 
     def test_refusals(self) -> None:
-        for alibi, dropout in processes.run(_refused, 2):
+        for (alibi,) in processes.run(_refused, 2):
             self.assertIn("FalconForCausalLM has config.alibi", alibi)
-            self.assertIn("GPTJAttention has dropout=0.1", dropout)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ static void bytes(const void *of, size_t count) {
 static volatile long long zero;
 """
 VALUES = {getattr(ctypes, f"c_{u}int{bits}"): f"({u}int{bits}_t)zero" for u in ("u", "") for bits in (32, 64)}
+VALUES[ctypes.c_double] = "(double)zero"
 
 
 class Header(unittest.TestCase):

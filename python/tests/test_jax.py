@@ -338,6 +338,7 @@ class Refusals(unittest.TestCase):
         twice = jax.grad(lambda q: jax.grad(lambda q: attend(q, k, v).sum())(q).sum())
         self.refused(none, "differentiable once", lambda: twice(q))
         self.refused(TypeError, "forward-mode", lambda: jax.jvp(lambda q: context(1).attention(q, k, v, ENDS), (q,), (q,)))
+        self.refused(none, "dropout is 0.1.*cpattn.torch", lambda: context(1, dropout=0.1))
         self.refused(wrong, "2 ranks of the axis 'cp'.*inside jax.shard_map", lambda: on.attention(*map(batch.shard, (q, k, v)), ENDS))
         four = jax.shard_map(lambda q: on.attention(q, q, q, ENDS), mesh=mesh(4), in_specs=P("cp"), out_specs=P("cp"))
         self.refused(wrong, "axis 'cp' has 4 devices here, the context's mesh has 2", lambda: four(jnp.zeros((200, 2, 8))))

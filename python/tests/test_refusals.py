@@ -137,9 +137,10 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "Plan.unshard": (plan.unshard, local, {}),
         "Rank": (cpattn.Rank, {"transport": transport, "workers": 1, "isa": "auto"}, {}),
         "Rank.prepare": (rank.prepare, {"plan": plan, "direction": "forward"}, {}),
-        "Rank.forward": (rank.forward, forward | {"max_logit": None}, {"stream": "none", "sinks": "none", "max_logit": "none"}),
-        "Rank.backward": (rank.backward, forward | {name: q.clone() for name in ("d_o", "dq", "dk", "dv")} | {"dsinks": None, "d_lse": None},
-                          {"stream": "none", "sinks": "none", "dsinks": "none", "d_lse": "none"}),
+        "Rank.forward": (rank.forward, forward | {"max_logit": None, "dropout_seed": None}, {
+            "stream": "none", "sinks": "none", "max_logit": "none", "dropout_seed": "none"}),
+        "Rank.backward": (rank.backward, forward | {name: q.clone() for name in ("d_o", "dq", "dk", "dv")} | {"dsinks": None, "d_lse": None, "dropout_seed": None},
+                          {"stream": "none", "sinks": "none", "dsinks": "none", "d_lse": "none", "dropout_seed": "none"}),
         "Rank.to_heads": (rank.to_heads, exchanged, {"stream": "none", **called_from}),
         "Rank.to_tokens": (rank.to_tokens, exchanged, {"stream": "none", **called_from}),
         "Rank.check_ring": (rank.check_ring, {"bytes": 8}, {}),
@@ -149,6 +150,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "Slice.allows": (made[0].allows, {"q": 1, "k": 1}, {}),
         "check_ring": (cpattn.check_ring, {"transport": transport, "bytes": 8}, {}),
         "chrome_trace": (cpattn.chrome_trace, {"events": [event]}, {}),
+        "dropout_mask": (cpattn.dropout_mask, {"probability": 0.5, "seed": 1, "head": 0, "q_tokens": 5, "k_tokens": 5, "q_first": 0, "k_first": 0}, {}),
         "local_group": (cpattn.local_group, group, {}),
         "nccl_group": (cpattn.nccl_group, nccl, {"unique_id": "none", "comm": "none", "may_abort": "truth"}),
         "on_all": (cpattn.on_all, {"ranks": [rank], "job": print}, {}),
@@ -169,8 +171,8 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "slices.tree": (s.tree, {"parents": [None, 0], "lengths": [2, 3]}, {}),
         "timeline_svg": (cpattn.timeline_svg, {"events": [event]}, {}),
         "torch.Batch": (cpattn.torch.Batch, {"context": context, "packing": batch.packing}, {}),
-        "torch.Batch.attention": (batch.attention, {**inputs, **dict.fromkeys(told), "return_lse": False, "return_max_logit": False}, {
-            **optional, **dict.fromkeys(told[:3], "none"), "return_lse": "truth", "return_max_logit": "truth"}),
+        "torch.Batch.attention": (batch.attention, {**inputs, **dict.fromkeys(told), "dropout_p": None, "dropout_seed": None, "return_lse": False, "return_max_logit": False}, {
+            **optional, "dropout_p": "none", "dropout_seed": "none", **dict.fromkeys(told[:3], "none"), "return_lse": "truth", "return_max_logit": "truth"}),
         "torch.Batch.gather": (batch.gather, {"x": q, "side": "k", **window}, dict.fromkeys(window, "none")),
         "torch.Batch.halo": (batch.halo, {"x": q, "taps": 2}, {}),
         "torch.Batch.halo_reads": (batch.halo_reads, {"taps": 2}, {}),
@@ -188,6 +190,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "torch.Context.plan": (context.plan, {"cu_seqlens": [0, 5]}, {}),
         "torch.Context.record": (context.record, {"capacity": 8}, {}),
         "torch.GlooTransport": (cpattn.torch.GlooTransport, {"group": None, "timeout": 5.0}, {"group": "none", "timeout": "float"}),
+        "torch.dropout_mask": (cpattn.torch.dropout_mask, {"p": 0.5, "seed": 1, "heads": 2, "q_tokens": 5, "k_tokens": 5}, {"k_tokens": "none"}),
         "torch.check_ring": (cpattn.torch.check_ring, {"group": None, "timeout": 5.0, "bytes": 8}, {"group": "none", "timeout": "float"}),
     }  # fmt: skip
 

@@ -404,7 +404,7 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     assert model(**pack).loss.isfinite()
     again.close()
     # Of ContextParallel itself: no rank waits for one that refuses, or that was told otherwise.
-    refuse("dropout", Unsupported if mine else InvalidArgument, lambda: ContextParallel(models.build("llama", attention_dropout=0.1 * mine)))
+    refuse("dropout", InvalidArgument, lambda: ContextParallel(models.build("llama"), dropout=0.1 if mine else "rank"))
     for name, value in (("tile", 5), ("gradients", "sum"), ("replicas", 3), ("ulysses", 3)):
         refuse(f"other {name}", Disagreement, lambda: ContextParallel(models.build("llama"), **({name: value} if mine else {})))
     refuse("other model", Disagreement, lambda: ContextParallel(models.build("gemma3" if mine else "llama")))
@@ -430,7 +430,7 @@ class Others(unittest.TestCase):
             self.assertNotIn("not refused", said.values(), said)
             for name in ("other", "divisor"):
                 self.assertIn("ranks [2]", said[name])
-            for name, word in (("one", "past_key_values"), ("list", "labels is a list"), ("dropout", "attention_dropout is 0.1")):
+            for name, word in (("one", "past_key_values"), ("list", "labels is a list"), ("dropout", "dropout is 0.1, 'rank'")):
                 self.assertIn(word if rank == 1 else "ranks [1] of this group refused", said[name])
             for name, word in (
                 ("mask", "attention_mask"), ("hole", "runs"), ("embeds", "inputs_embeds"), ("dict", "return_dict"),

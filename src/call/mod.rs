@@ -16,8 +16,13 @@
 
 use crate::element::Dtype;
 
+mod dropout;
 mod range;
 
+pub(crate) use dropout::check_probability;
+pub use dropout::{Dropout, DropoutMask};
+#[cfg(feature = "std")]
+pub(crate) use dropout::{MULTIPLIERS, ROUNDS, WEYL};
 pub use range::{Band, Mode, Pair, QRange, Range, Ranges};
 
 pub use crate::device::RawStream;
@@ -176,6 +181,8 @@ pub struct Attend<'a> {
     pub score: Score,
     /// Which q rows attend to which k rows.
     pub ranges: Ranges<'a>,
+    /// Which probabilities are dropped; `None` for none. lse is that of all pairs, and sinks are not dropped. CPU only.
+    pub dropout: Option<Dropout<'a>>,
     /// Start key tiles at positions that are multiples of the tile size, not at the start of a range. A row's bits then
     /// do not depend on how its keys are split into ranges, if the ranges are in the order of positions. CPU only.
     pub aligned: bool,
@@ -185,9 +192,23 @@ impl<'a> Attend<'a> {
     /// A call with these tensors and no optional ones; not aligned.
     pub const fn new([q, k, v, o]: [RawTensor; 4], heads: HeadMap, score: Score, ranges: Ranges<'a>) -> Self {
         let none = RawTensor::NONE;
-        let (running, running_lse, lse, alibi_slopes, sinks, max_logit) = (none, none, none, none, none, none);
-        let aligned = false;
-        Self { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, max_logit, heads, score, ranges, aligned }
+        Self {
+            q,
+            k,
+            v,
+            running: none,
+            running_lse: none,
+            o,
+            lse: none,
+            alibi_slopes: none,
+            sinks: none,
+            max_logit: none,
+            heads,
+            score,
+            ranges,
+            dropout: None,
+            aligned: false,
+        }
     }
 }
 
@@ -202,7 +223,8 @@ pub enum Gradients {
     Keys,
 }
 
-/// Backward attention over ranges. `p = exp(s − lse)`, 0 where `lse = −inf`; `ds = p · (do·v − delta)`.
+/// Backward attention over ranges. `p = exp(s − lse)`, 0 where `lse = −inf`; `ds = p · (do·v − delta)`. With dropout,
+/// do·v and the p of dv are 0 for a pair that is dropped, and times [`DropoutMask::factor`] for one that is kept.
 #[derive(Clone, Copy, Debug)]
 pub struct AttendBackward<'a> {
     /// As in [`Attend`].
@@ -237,6 +259,8 @@ pub struct AttendBackward<'a> {
     pub score: Score,
     /// As in [`Attend`].
     pub ranges: Ranges<'a>,
+    /// As in [`Attend`]: the forward's.
+    pub dropout: Option<Dropout<'a>>,
     /// As in [`Attend`]; for dk and dv it breaks query tiles likewise. Each element is then added up band by band in
     /// the order of [`Ranges::bands`], and in each band q range by q range.
     pub aligned: bool,
@@ -263,6 +287,7 @@ impl<'a> AttendBackward<'a> {
             heads,
             score,
             ranges,
+            dropout: None,
             aligned: false,
         }
     }

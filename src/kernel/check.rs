@@ -7,7 +7,7 @@
 use alloc::{format, string::String};
 
 use crate::{
-    call::{Band, Delta, HeadMap, Range, Ranges, RawTensor, Score},
+    call::{Band, Delta, Dropout, HeadMap, Range, Ranges, RawTensor, Score},
     element::Dtype,
     error::{Error, Result},
 };
@@ -165,6 +165,26 @@ pub(super) fn pairs(r: &Ranges, each: impl Fn(&Range, &Range) -> Result<()>) -> 
         }
     }
     documents(r)
+}
+
+/// Every row of the ranges is a token of the packed batch, whose places fit the counter of the hash.
+pub(super) fn dropout(dropout: &Option<Dropout>, r: &Ranges) -> Result<()> {
+    let Some(dropout) = dropout else { return Ok(()) };
+    let q = r.q.iter().map(|q| &q.range).enumerate().map(|x| ("q", x, dropout.q_tokens));
+    let k = r.k.iter().enumerate().map(|x| ("k", x, dropout.k_tokens));
+    for (name, (i, range), tokens) in q.chain(k).filter(|(_, (_, range), _)| range.len > 0) {
+        let Some(&base) = tokens.get(range.doc as usize) else {
+            let expected = format!("below {}, the length of dropout.{name}_tokens", tokens.len());
+            return Err(Error::invalid(format!("ranges.{name}[{i}].doc"), range.doc, expected));
+        };
+        let base = i128::from(base);
+        let (first, last) = (base + i128::from(range.pos), base + range.wide_last());
+        if first < 0 || last > i128::from(u32::MAX) {
+            let expected = format!("tokens 0 to {} of the packed batch: dropout is by token", u32::MAX);
+            return Err(Error::invalid(format!("ranges.{name}[{i}]"), format!("tokens {first}..={last}"), expected));
+        }
+    }
+    Ok(())
 }
 
 /// Refuses lengths of a document that are shorter than a range of it, or that are not the same in all its q ranges, and

@@ -6,7 +6,7 @@
 //!
 //! The mask is a list of [slices](Slice); without one, each document is a slice.
 
-use crate::call::Score;
+use crate::call::{DropoutMask, Score};
 use crate::slice::Slice;
 use alloc::{vec, vec::Vec};
 
@@ -39,6 +39,8 @@ pub struct Attention<'a> {
     pub alibi_slopes: Option<&'a [f64]>,
     /// Sinks, one per q head: finite, or −∞ for none. A sink of +∞ makes the results of its head NaN.
     pub sinks: Option<&'a [f64]>,
+    /// Which probabilities are dropped: tokens are those of q, k and v here.
+    pub dropout: Option<DropoutMask>,
 }
 
 /// The result of [`Attention::forward`].
@@ -134,6 +136,12 @@ impl Attention<'_> {
         (s, derivative)
     }
 
+    /// The factor of a probability: 0 if it is dropped.
+    fn kept(&self, i: usize, j: usize, head: usize) -> f64 {
+        let factor = |mask: DropoutMask| if mask.keeps(i as u32, j as u32, head as u32) { mask.factor() } else { 0.0 };
+        self.dropout.map_or(1.0, factor)
+    }
+
     fn tokens(&self) -> usize {
         self.q.len() / (self.heads * self.head_dim).max(1)
     }
@@ -164,7 +172,7 @@ impl Attention<'_> {
                 let sum = (sink - max).exp() + scores.iter().map(|s| (s - max).exp()).sum::<f64>();
                 lse[i * self.heads + h] = max + sum.ln();
                 for (&(j, _), s) in keys.iter().zip(&scores) {
-                    let p = (s - max).exp() / sum;
+                    let p = (s - max).exp() / sum * self.kept(i, j, h);
                     let v = &self.v[self.v_row(j, kv)];
                     o[self.o_row(i, h)].iter_mut().zip(v).for_each(|(o, v)| *o += p * v);
                 }
@@ -218,8 +226,9 @@ impl Attention<'_> {
                     let (s, derivative) = self.score(i, (j, distance), h);
                     let (kj, vj) = (self.k_row(j, kv), self.v_row(j, kv));
                     let p = (s - lse).exp();
-                    let ds = p * (dot(d_o, &self.v[vj.clone()]) - delta + d_lse) * derivative;
-                    g.dv[vj].iter_mut().zip(d_o).for_each(|(x, y)| *x += p * y);
+                    let kept = self.kept(i, j, h);
+                    let ds = p * (kept * dot(d_o, &self.v[vj.clone()]) - delta + d_lse) * derivative;
+                    g.dv[vj].iter_mut().zip(d_o).for_each(|(x, y)| *x += kept * p * y);
                     let qi = self.q_row(i, h);
                     g.dq[qi.clone()].iter_mut().zip(&self.k[kj.clone()]).for_each(|(x, y)| *x += ds * y);
                     g.dk[kj].iter_mut().zip(&self.q[qi]).for_each(|(x, y)| *x += ds * y);

@@ -8,7 +8,7 @@ use alloc::{format, sync::Arc};
 
 use crate::{
     batch::{Batch, Side},
-    call::Score,
+    call::{Score, check_probability},
     element::Dtype,
     error::{Error, Result},
     mask::Mask,
@@ -40,6 +40,7 @@ pub struct Problem {
     pub(crate) softcap: Option<f64>,
     pub(crate) alibi_slopes: Option<Arc<[f32]>>,
     pub(crate) sinks: bool,
+    pub(crate) dropout: Option<f64>,
     pub(crate) kind: AttentionKind,
 }
 
@@ -63,6 +64,7 @@ impl Problem {
             softcap: None,
             alibi_slopes: None,
             sinks: false,
+            dropout: None,
             kind: AttentionKind::Softmax,
         }
     }
@@ -120,6 +122,18 @@ impl Problem {
         self
     }
 
+    /// Drops each probability with this probability, and multiplies those that are kept by `1 / (1 − probability)`; lse
+    /// is that of all pairs, and sinks are not dropped. Which pairs are dropped is a hash of the two tokens' places in
+    /// the batch, the q head and a seed ([`DropoutMask`](crate::call::DropoutMask)), so they are the same on every
+    /// mesh. The seed is given with each run, the same on all ranks of the group, and the backward gets that of its
+    /// forward. A program that executes a schedule itself gives both to its kernels
+    /// ([`Dropout`](crate::call::Dropout)). From 0, which is no dropout, up to but not including 1. CPU only.
+    #[must_use]
+    pub fn with_dropout(mut self, probability: f64) -> Self {
+        self.dropout = (probability != 0.0).then_some(probability);
+        self
+    }
+
     /// Sets the kind of attention.
     #[must_use]
     pub fn with_kind(mut self, kind: AttentionKind) -> Self {
@@ -149,6 +163,13 @@ impl Problem {
         if self.kind == AttentionKind::Other && self.batch.slices().is_some() {
             let kind = "documents are mixed whole by the caller's kernel";
             return Err(Error::unsupported("slices with attention of kind other", kind, "leave the slices out"));
+        }
+        if let Some(probability) = self.dropout {
+            check_probability(probability)?;
+            if self.kind == AttentionKind::Other {
+                let limit = "probabilities are the caller's kernel's";
+                return Err(Error::unsupported("dropout with attention of kind other", limit, "leave it out"));
+            }
         }
         // Kernels score in the accumulator: a number that is not finite there, or a cap that is 0 there, gives NaN.
         let acc = self.dtype.accumulator();
@@ -225,6 +246,11 @@ impl Problem {
         self.sinks
     }
 
+    /// The probability with which a pair is dropped, if any is.
+    pub fn dropout(&self) -> Option<f64> {
+        self.dropout
+    }
+
     /// The kind of attention.
     pub fn kind(&self) -> AttentionKind {
         self.kind
@@ -283,6 +309,9 @@ impl Problem {
             None => h.word(u64::MAX),
         }
         h.word(u64::from(self.sinks) | (self.kind as u64) << 1);
+        if let Some(probability) = self.dropout {
+            h.word(probability.to_bits());
+        }
     }
 }
 

@@ -77,7 +77,7 @@ impl Problem {
         Some(rows.join("\n"))
     }
 
-    /// Scale, softcap, ALiBi slopes and sinks, each behind a comma.
+    /// Scale, softcap, ALiBi slopes, sinks and dropout, each behind a comma.
     pub(crate) fn score_words(&self) -> String {
         let default = inverse_sqrt(self.head_dim() as f64);
         let scale = self.scale.filter(|s| *s != default).map_or(String::new(), |s| format!(", scale {s:?}"));
@@ -91,7 +91,8 @@ impl Problem {
             }
         };
         let sinks = if self.sinks() { ", sinks" } else { "" };
-        format!("{scale}{softcap}{alibi}{sinks}")
+        let dropout = self.dropout().map_or(String::new(), |probability| format!(", dropout {probability}"));
+        format!("{scale}{softcap}{alibi}{sinks}{dropout}")
     }
 }
 

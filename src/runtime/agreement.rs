@@ -46,8 +46,8 @@ impl Agreements {
         }
     }
 
-    /// Begins a run of a prepared schedule on a rank that has not failed. Returns the fingerprint and the run's number,
-    /// or `None` if the rank runs it alone.
+    /// Begins a run of a prepared schedule on a rank that has not failed. Returns what ranks compare and the run's
+    /// number, or `None` if the rank runs it alone.
     ///
     /// # Errors
     /// [`Error::Disagreement`], with the runs in words; the ranks may plan again after it. Any other error is kept in
@@ -61,27 +61,33 @@ impl Agreements {
         if prepared.schedule.group.len() == 1 {
             return Ok(None);
         }
-        let fingerprint = prepared.fingerprint();
+        let (fingerprint, compared) = (prepared.fingerprint(), prepared.compared());
         let name = || prepared.run.name(&prepared.plan);
         watched(transport, failure, || {
             transport.announce(Some(name()));
-            let begun = self.begin(transport, &prepared.schedule.group, fingerprint);
+            let begun = self.begin(transport, &prepared.schedule.group, fingerprint, compared);
             transport.announce(None);
-            let begun = begun.map(|run| Some((fingerprint, run))).map_err(|error| error.of_run(name()));
-            described(begun, || prepared.run.describe(&prepared.plan))
+            let begun = begun.map(|run| Some((compared, run))).map_err(|error| error.of_run(name()));
+            described(begun, || prepared.describe())
         })?
     }
 
-    /// Begins a run, with an agreement if it is the first of its kind. Returns the number of the run in the group, from
-    /// 1.
+    /// Begins a run, with an agreement on `compared` if it is the first with its fingerprint. Returns the number of the
+    /// run in the group, from 1.
     ///
     /// # Errors
     /// Those of [`Transport::agree`]; the run then does not count.
-    fn begin(&mut self, transport: &dyn Transport, ranks: &Range<usize>, fingerprint: u64) -> Result<u64> {
+    fn begin(
+        &mut self,
+        transport: &dyn Transport,
+        ranks: &Range<usize>,
+        fingerprint: u64,
+        compared: u64,
+    ) -> Result<u64> {
         self.reserve(ranks);
         let group = self.groups.iter_mut().find(|g| g.ranks == *ranks).expect("reserved above");
         if !group.agreed.contains(&fingerprint) {
-            transport.agree(ranks.clone(), fingerprint)?;
+            transport.agree(ranks.clone(), compared)?;
             if group.agreed.len() == REMEMBERED {
                 group.agreed.pop_front();
             }
@@ -125,23 +131,24 @@ mod tests {
     #[test]
     fn the_first_run_agrees_and_the_oldest_is_forgotten() {
         let (asked, mut a) = (AgreementLog(Mutex::default()), Agreements::default());
+        let begin = |a: &mut Agreements, ranks: &Range<usize>, number| a.begin(&asked, ranks, number, number);
         let taken = || std::mem::take(&mut *asked.0.lock().unwrap());
         for run in 1..=3 {
-            assert_eq!(a.begin(&asked, &(0..4), 2), Ok(run));
+            assert_eq!(begin(&mut a, &(0..4), 2), Ok(run));
         }
         assert_eq!(taken(), [2]);
         // A smaller group agrees and counts for itself.
-        assert_eq!(a.begin(&asked, &(0..2), 2), Ok(1));
+        assert_eq!(begin(&mut a, &(0..2), 2), Ok(1));
         assert_eq!(taken(), [2]);
         // A refused fingerprint is not remembered, and does not count as a run.
-        assert!(a.begin(&asked, &(0..4), 3).is_err() && a.begin(&asked, &(0..4), 3).is_err());
+        assert!(begin(&mut a, &(0..4), 3).is_err() && begin(&mut a, &(0..4), 3).is_err());
         assert_eq!(taken(), [3, 3]);
         // A later run of a known fingerprint does not renew it; the oldest is removed.
         for other in 2..=REMEMBERED as u64 {
-            assert!(a.begin(&asked, &(0..4), 2 * other).is_ok() && a.begin(&asked, &(0..4), 2).is_ok());
+            assert!(begin(&mut a, &(0..4), 2 * other).is_ok() && begin(&mut a, &(0..4), 2).is_ok());
         }
         assert_eq!(taken().len(), REMEMBERED - 1);
-        assert!(a.begin(&asked, &(0..4), 1000).is_ok() && a.begin(&asked, &(0..4), 2).is_ok());
+        assert!(begin(&mut a, &(0..4), 1000).is_ok() && begin(&mut a, &(0..4), 2).is_ok());
         assert_eq!(taken(), [1000, 2]);
     }
 }

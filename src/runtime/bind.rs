@@ -12,7 +12,7 @@ use crate::{
     tensor::{disjoint, expect},
 };
 
-/// One tensor for each name; [`RawTensor::NONE`] for those that a direction does not use.
+/// One tensor for each name, and the seed of dropout; [`RawTensor::NONE`] for those that a direction does not use.
 ///
 /// Forward reads q, k, v (and sinks) and writes o and lse. Backward reads q, k, v, o, lse, do (and sinks, d_lse) and
 /// writes dq, dk, dv (and dsinks). Shapes are those of the rank's own tokens, and a rank without any gives tensors of 0
@@ -32,6 +32,7 @@ use crate::{
 #[derive(Clone, Copy, Debug)]
 pub struct Bindings {
     tensors: [RawTensor; PLACES],
+    dropout_seed: Option<u64>,
 }
 
 /// The places of a run's tensors.
@@ -49,7 +50,7 @@ pub(super) const fn place_of(tensor: TensorId) -> usize {
 
 impl Default for Bindings {
     fn default() -> Self {
-        Self { tensors: [RawTensor::NONE; PLACES] }
+        Self { tensors: [RawTensor::NONE; PLACES], dropout_seed: None }
     }
 }
 
@@ -59,6 +60,18 @@ impl Bindings {
     pub fn with(mut self, tensor: TensorId, raw: RawTensor) -> Self {
         self.set(tensor, raw);
         self
+    }
+
+    /// Sets the seed of a problem with [dropout](crate::Problem::with_dropout); `None` without.
+    #[must_use]
+    pub fn with_dropout_seed(mut self, seed: Option<u64>) -> Self {
+        self.dropout_seed = seed;
+        self
+    }
+
+    /// The seed of dropout.
+    pub fn dropout_seed(&self) -> Option<u64> {
+        self.dropout_seed
     }
 
     /// Sets a tensor in place.
@@ -78,6 +91,7 @@ impl Bindings {
     }
 
     pub(super) fn check(&self, expected: &ExpectedTensors) -> Result<()> {
+        expected.check_seed(self.dropout_seed)?;
         let mut list = [("", RawTensor::NONE, false); TensorId::COUNT];
         for tensor in TensorId::ALL {
             let raw = self.get(tensor);
@@ -144,6 +158,8 @@ pub(super) struct ExpectedTensors {
     pub forms: [Option<TensorForm>; TensorId::COUNT],
     /// Tensors that are sent in place.
     sent: Vec<TensorId>,
+    /// Whether the run has dropout.
+    dropout: bool,
 }
 
 impl ExpectedTensors {
@@ -153,7 +169,25 @@ impl ExpectedTensors {
             // Also if the rank keeps all heads and sends none, so that a test on one rank already finds the error.
             Purpose::AllToAll(_) => std::vec![TensorId::OwnHeads],
         };
-        Self { run, forms: TensorId::ALL.map(|t| run.form(plan, schedule.rank, t)), sent }
+        let dropout = matches!(run, Purpose::Attention(_)) && plan.problem().dropout().is_some();
+        Self { run, forms: TensorId::ALL.map(|t| run.form(plan, schedule.rank, t)), sent, dropout }
+    }
+
+    /// A seed if there is dropout, and none otherwise.
+    fn check_seed(&self, seed: Option<u64>) -> Result<()> {
+        match seed {
+            None if self.dropout => Err(Error::invalid(
+                "dropout_seed",
+                "not given",
+                "a number for this layer and step, the same on all ranks",
+            )
+            .hint("the problem of the plan has dropout; without, plan a problem that has none")),
+            Some(seed) if !self.dropout => {
+                Err(Error::invalid("dropout_seed", seed, "none, since the problem has no dropout")
+                    .hint("plan a problem that has dropout"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The tensors that a run reads or writes, by name.

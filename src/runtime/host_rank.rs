@@ -176,8 +176,9 @@ impl Backend for HostRank {
         let used = prepared.expected.used(tensors).map(|(_, name, raw)| (name, *raw));
         self.workspace.apart(prepared.schedule.workspace, used)?;
         self.failure.check(&*self.transport)?;
+        prepared.dropout_seed = tensors.dropout_seed();
         if let Some((fingerprint, run)) = self.agreements.begin_run(prepared, &*self.transport, &self.failure)? {
-            prepared.communication.tags.begin(fingerprint, run);
+            prepared.communication.tags.begin(fingerprint, run, prepared.dropout_seed);
         }
         let memory = BufferAddresses { tensors: *tensors, workspace };
         let transport = &*self.transport;

@@ -8,7 +8,8 @@ use std::vec::Vec;
 
 use super::{bind::Bindings, tags::Tags};
 use crate::{
-    call::{Attend, AttendBackward, Block, Delta, Merge, RawTensor, SinkGradient, Transform},
+    batch::{Batch, Side},
+    call::{Attend, AttendBackward, Block, Delta, Dropout, DropoutMask, Merge, RawTensor, SinkGradient, Transform},
     error::{Error, Result, RunName},
     plan::Plan,
     schedule::{AttendOp, BackwardOp, Buf, BufferView, OpKind, Schedule, TensorId, expand::Expansion},
@@ -73,6 +74,28 @@ pub(super) struct Listing {
     pub tags: Tags,
     /// How errors name the run.
     run: Option<RunName>,
+    dropout: Option<DropoutTokens>,
+}
+
+/// The dropout of a plan: its mask without the seed, and where the tokens of documents are in the batch.
+struct DropoutTokens {
+    mask: DropoutMask,
+    q: Vec<i64>,
+    k: Vec<i64>,
+}
+
+impl DropoutTokens {
+    fn new(probability: f64, batch: &Batch) -> Result<Self> {
+        let of = |side| {
+            let first = |d| batch.cu_seqlens(side)[d] as i64 - batch.start(side, d);
+            (0..batch.documents()).map(first).collect()
+        };
+        Ok(Self { mask: DropoutMask::new(probability, 0)?, q: of(Side::Q), k: of(Side::K) })
+    }
+
+    fn with_seed(&self, seed: u64) -> Dropout<'_> {
+        Dropout { mask: self.mask.with_seed(seed), q_tokens: &self.q, k_tokens: &self.k }
+    }
 }
 
 impl Listing {
@@ -88,7 +111,23 @@ impl Listing {
             recvs: Vec::with_capacity(messages),
             tags: Tags::default(),
             run: Some(run),
+            dropout: None,
         }
+    }
+
+    /// The same for a lane that computes attention.
+    ///
+    /// # Errors
+    /// A probability that no problem may have.
+    pub(super) fn computing(mut self, plan: &Plan) -> Result<Self> {
+        let of = |probability| DropoutTokens::new(probability, plan.problem().batch());
+        self.dropout = plan.problem().dropout().map(of).transpose()?;
+        Ok(self)
+    }
+
+    /// The dropout of a run with this seed; a problem with dropout has one (`Bindings::check`).
+    fn dropout(&self, seed: Option<u64>) -> Option<Dropout<'_>> {
+        self.dropout.as_ref().zip(seed).map(|(tokens, seed)| tokens.with_seed(seed))
     }
 
     /// Sets the tags, made by `tags`, and reserves room for their messages.
@@ -233,14 +272,18 @@ pub(super) unsafe fn perform(
         }
         OpKind::Attend(a) => {
             schedule.attend_ranges(a, &mut listing.expansion.scratch);
+            let dropout = listing.dropout(memory.tensors.dropout_seed());
             let args = attend(plan, schedule, a, &at, &user, backend.alibi_slopes(plan), listing);
+            let args = Attend { dropout, ..args };
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
             // proved of this schedule by `verify::one_rank`.
             unsafe { backend.attend(&args) }?;
         }
         OpKind::Backward(b) => {
             schedule.ring_steps(b.side).ranges(b.ring_step as usize, &mut listing.expansion.scratch);
+            let dropout = listing.dropout(memory.tensors.dropout_seed());
             let args = backward(plan, schedule, b, &at, backend.alibi_slopes(plan), listing);
+            let args = AttendBackward { dropout, ..args };
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
             // proved of this schedule by `verify::one_rank`.
             unsafe { backend.attend_backward(&args) }?;
@@ -279,6 +322,7 @@ fn attend<'a>(
         heads: a.heads,
         score: plan.problem().score(),
         ranges: listing.expansion.scratch.ranges(),
+        dropout: None,
         aligned: schedule.aligned,
     }
 }
@@ -308,6 +352,7 @@ fn backward<'a>(
         heads: b.heads,
         score: plan.problem().score(),
         ranges: listing.expansion.scratch.ranges(),
+        dropout: None,
         aligned: schedule.aligned,
     }
 }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A prepared plan: the checked schedule with everything that a run needs; and which prepared plans a rank keeps.
 
-use std::vec::Vec;
+use std::{string::String, vec::Vec};
 
 use super::{bind::ExpectedTensors, ops::Listing, tags::Tags};
 use crate::{
     error::Result,
-    plan::Plan,
+    plan::{Fingerprint, Plan},
     schedule::{Purpose, Schedule, expand::Expansion, verify::one_rank},
 };
 
@@ -18,6 +18,8 @@ pub(super) struct Prepared {
     pub expected: ExpectedTensors,
     pub compute: Listing,
     pub communication: Listing,
+    /// The seed of dropout of the run that begins.
+    pub dropout_seed: Option<u64>,
 }
 
 impl Prepared {
@@ -29,9 +31,10 @@ impl Prepared {
             plan: plan.clone(),
             run,
             expected,
-            compute: Listing::new(&schedule, run.name(plan)),
+            compute: Listing::new(&schedule, run.name(plan)).computing(plan)?,
             communication: Listing::new(&schedule, run.name(plan)),
             schedule,
+            dropout_seed: None,
         })
     }
 
@@ -42,9 +45,24 @@ impl Prepared {
         self
     }
 
-    /// The fingerprint that the ranks of a group compare.
+    /// The fingerprint of the plan and the direction.
     pub(super) fn fingerprint(&self) -> u64 {
         self.run.fingerprint(&self.plan)
+    }
+
+    /// The fingerprint that the ranks of a group compare: with the seed of dropout, if there is one.
+    pub(super) fn compared(&self) -> u64 {
+        let fingerprint = self.fingerprint();
+        self.dropout_seed.map_or(fingerprint, |seed| {
+            let mut h = Fingerprint::new();
+            [fingerprint, seed].into_iter().for_each(|word| h.word(word));
+            h.finish()
+        })
+    }
+
+    /// The run in words, for a disagreement.
+    pub(super) fn describe(&self) -> String {
+        self.run.describe_with(&self.plan, self.dropout_seed)
     }
 
     pub(super) fn is(&self, plan: &Plan, run: Purpose) -> bool {

@@ -132,6 +132,7 @@ impl Rank {
     ///                 o: DeviceViewMut::compact(at, o.ptr().cast(), [n, 4, 64])?,
     ///                 lse: DeviceViewMut::compact(at, lse.ptr().cast(), [n, 4, 1])?,
     ///                 max_logit: None,
+    ///                 dropout_seed: None,
     ///             }
     ///         };
     ///         let stream = null_mut(); // the legacy default stream, or a cudaStream_t of the caller's, cast

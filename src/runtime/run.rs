@@ -45,6 +45,12 @@ impl Purpose {
         plan.fingerprint() ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)
     }
 
+    /// As [`Purpose::describe`], with the seed of dropout.
+    pub(super) fn describe_with(self, plan: &Plan, dropout_seed: Option<u64>) -> String {
+        let seed = dropout_seed.map_or(String::new(), |seed| format!(", dropout_seed {seed}"));
+        self.describe(plan) + &seed
+    }
+
     /// A run in words: direction, tokens, heads, mesh, layout; then all else that ranks compare. An all-to-all has a
     /// dim and an element type of its own, and the tokens and heads of its side.
     pub(super) fn describe(self, plan: &Plan) -> String {

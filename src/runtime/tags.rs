@@ -62,6 +62,8 @@ pub(super) struct Tags {
     rank: usize,
     /// The run, for errors.
     run: Option<(Plan, Purpose)>,
+    /// The seed of its dropout, for errors.
+    dropout_seed: Option<u64>,
 }
 
 impl Tags {
@@ -80,7 +82,8 @@ impl Tags {
             }
         }
         let memory = vec![RunTag::default(); 1 + senders.len()];
-        Self { firsts, memory, on_device: None, senders, rank: schedule.rank, run: Some((plan.clone(), run)) }
+        let (rank, run) = (schedule.rank, Some((plan.clone(), run)));
+        Self { firsts, memory, on_device: None, senders, rank, run, dropout_seed: None }
     }
 
     /// The same tags in device memory: at `address`, as the backend names it, `bytes` bytes each.
@@ -101,7 +104,8 @@ impl Tags {
     }
 
     /// Sets the tag that this run sends and expects.
-    pub(super) fn begin(&mut self, fingerprint: u64, run: u64) {
+    pub(super) fn begin(&mut self, fingerprint: u64, run: u64, dropout_seed: Option<u64>) {
+        self.dropout_seed = dropout_seed;
         self.memory.fill(RunTag::default());
         if let Some(own) = self.memory.first_mut() {
             *own = RunTag { fingerprint, run };
@@ -141,7 +145,10 @@ impl Tags {
                     peer: f.peer,
                     ours: own.fingerprint,
                     theirs: theirs.fingerprint,
-                    what: self.run.as_ref().map_or(String::new(), |(plan, run)| run.describe(plan)),
+                    what: self
+                        .run
+                        .as_ref()
+                        .map_or(String::new(), |(plan, run)| run.describe_with(plan, self.dropout_seed)),
                     runs: Some([own.run, theirs.run]),
                 });
             }

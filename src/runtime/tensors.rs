@@ -82,6 +82,10 @@ pub struct Forward<'a, T: Element, V: Views = HostViews> {
     /// of the whole batch: the ranks reduce it as often as they need it. Ranks may differ in whether they give it. CPU
     /// only.
     pub max_logit: Option<V::PerHeadWritten<'a, f32>>,
+    /// When the problem has [dropout](crate::Problem::with_dropout): the seed of the pairs that are dropped, another
+    /// one for each layer and step. All ranks of the group give the same, which is checked as their plans are. CPU
+    /// only.
+    pub dropout_seed: Option<u64>,
 }
 
 /// The tensors of a backward. It repeats the forward's exchanges, so besides the inputs only o and lse have to be kept.
@@ -104,6 +108,8 @@ pub struct Backward<'a, T: Element, V: Views = HostViews> {
     /// Gradient of lse, of its shape; `None` if nothing but o was used. It is not read where lse is −∞. Ranks may
     /// differ in whether they give it.
     pub d_lse: Option<V::Read<'a, T::Acc>>,
+    /// As given to the forward.
+    pub dropout_seed: Option<u64>,
     /// Written: gradient of q.
     pub dq: V::Written<'a, T>,
     /// Written: gradient of k.
@@ -198,6 +204,7 @@ impl<T: Element, V: Views> Forward<'_, T, V> {
     /// The tensors without their types, for a rank on `at`.
     fn bindings(self, at: Device) -> Result<Bindings> {
         Bindings::default()
+            .with_dropout_seed(self.dropout_seed)
             .with_view(at, TensorId::Q, Some(self.q))?
             .with_view(at, TensorId::K, Some(self.k))?
             .with_view(at, TensorId::V, Some(self.v))?
@@ -212,6 +219,7 @@ impl<T: Element, V: Views> Backward<'_, T, V> {
     /// The tensors without their types, for a rank on `at`.
     fn bindings(self, at: Device) -> Result<Bindings> {
         Bindings::default()
+            .with_dropout_seed(self.dropout_seed)
             .with_view(at, TensorId::Q, Some(self.q))?
             .with_view(at, TensorId::K, Some(self.k))?
             .with_view(at, TensorId::V, Some(self.v))?
@@ -267,6 +275,7 @@ impl Rank {
     ///         o: ViewMut::new(&mut o, n, heads, dim)?,
     ///         lse: ViewMut::head_major(&mut lse, n, heads)?,
     ///         max_logit: None,
+    ///         dropout_seed: None,
     ///     })?;
     ///     rank.backward(plan, Backward {
     ///         q,
@@ -277,6 +286,7 @@ impl Rank {
     ///         lse: View::head_major(&lse, n, heads)?,
     ///         d_o: View::new(&d_o, n, heads, dim)?,
     ///         d_lse: None,
+    ///         dropout_seed: None,
     ///         dq: ViewMut::new(&mut dq, n, heads, dim)?,
     ///         dk: ViewMut::new(&mut dk, n, kv_heads, dim)?,
     ///         dv: ViewMut::new(&mut dv, n, kv_heads, dim)?,

@@ -9,7 +9,7 @@ use std::{sync::Mutex, time::Duration};
 
 use cpattn::{
     Backward, Element, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, Slice, View, ViewMut,
-    kernel::reference, transport::local,
+    call::DropoutMask, kernel::reference, transport::local,
 };
 
 /// Numbers that look random; a seed gives the same ones everywhere.
@@ -50,6 +50,8 @@ pub struct Data<T> {
     /// Gradient of lse, `[tokens, heads]`, exact in the accumulator's type. Rows that attend to nothing get NaN
     /// instead.
     pub d_lse: Option<Vec<f64>>,
+    /// The seed of a problem with dropout.
+    pub dropout_seed: Option<u64>,
 }
 
 impl<T: Element> Data<T> {
@@ -66,7 +68,8 @@ impl<T: Element> Data<T> {
         let sinks = p.sinks().then(|| (0..p.heads()).map(|_| (3.0 * r.normal()) as f32).collect());
         let number = |_| <T::Acc as Element>::from_f64(r.normal()).to_f64();
         let d_lse = (seed % 2 == 1).then(|| (0..nq * p.heads()).map(number).collect());
-        Self { q, k, v, d_o, sinks, d_lse }
+        let dropout_seed = p.dropout().map(|_| seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        Self { q, k, v, d_o, sinks, d_lse, dropout_seed }
     }
 }
 
@@ -153,6 +156,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                             o: ViewMut::new(&mut o, tq.len(), hq, dv)?,
                             lse: ViewMut::head_major(&mut lse, tq.len(), hq)?,
                             max_logit: Some(&mut max_logit),
+                            dropout_seed: data.dropout_seed,
                         },
                     )?;
                     let d_lse = data.d_lse.as_ref().map(|all| d_lse_of(all, &tq, &lse, hq));
@@ -171,6 +175,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                             lse: View::head_major(&lse, tq.len(), hq)?,
                             d_o: View::new(&d_o, tq.len(), hq, dv)?,
                             d_lse: d_lse.as_ref().map(|x| View::head_major(x, tq.len(), hq)).transpose()?,
+                            dropout_seed: data.dropout_seed,
                             dq: ViewMut::new(&mut dq, tq.len(), hq, d)?,
                             dk: ViewMut::new(&mut dk, tk.len(), hk, d)?,
                             dv: ViewMut::new(&mut d_v, tk.len(), hk, dv)?,
@@ -228,6 +233,7 @@ pub fn reference<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
         score: p.score(),
         alibi_slopes: slopes.as_deref(),
         sinks: sinks.as_deref(),
+        dropout: p.dropout().zip(data.dropout_seed).map(|(p, seed)| DropoutMask::new(p, seed).unwrap()),
     };
     let slices = p.batch().slices().map_or_else(|| attention.documents(), <[Slice]>::to_vec);
     let out = attention.forward_of(&slices);

@@ -120,6 +120,7 @@ pub struct Own<T: Element> {
     pub sinks: Option<Vec<f32>>,
     pub dsinks: Option<Vec<T::Acc>>,
     pub max_logit: Option<Vec<f32>>,
+    pub dropout_seed: Option<u64>,
 }
 
 impl<T: Element> Own<T> {
@@ -149,6 +150,7 @@ impl<T: Element> Own<T> {
             sinks: data.sinks.clone(),
             dsinks: data.sinks.as_ref().map(|s| vec![poison(); s.len()]),
             max_logit: None,
+            dropout_seed: data.dropout_seed,
         }
     }
 
@@ -161,6 +163,7 @@ impl<T: Element> Own<T> {
             o: self.o.view_mut(),
             lse: self.lse.view_mut(),
             max_logit: self.max_logit.as_deref_mut(),
+            dropout_seed: self.dropout_seed,
         };
         rank.forward(plan, tensors)
     }
@@ -175,6 +178,7 @@ impl<T: Element> Own<T> {
             lse: self.lse.view(),
             d_o: self.d_o.view(),
             d_lse: self.d_lse.as_ref().map(Slot::view),
+            dropout_seed: self.dropout_seed,
             dq: self.dq.view_mut(),
             dk: self.dk.view_mut(),
             dv: self.dv.view_mut(),

@@ -245,6 +245,7 @@ impl Numbers {
             score: case.score,
             alibi_slopes: case.alibi_slopes.then_some(&self.alibi_slopes),
             sinks: case.sinks.then_some(&self.sinks),
+            dropout: None,
         })
     }
 }

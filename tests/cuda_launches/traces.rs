@@ -59,6 +59,7 @@ fn on_the_cpu(plan: &Plan) -> Vec<Vec<Event>> {
             o: ViewMut::new(&mut out, nq, h, dv).unwrap(),
             lse: ViewMut::new(&mut lse, nq, h, 1).unwrap(),
             max_logit: None,
+            dropout_seed: None,
         };
         rank.forward(plan, forward).unwrap();
         let backward = Backward {
@@ -70,6 +71,7 @@ fn on_the_cpu(plan: &Plan) -> Vec<Vec<Event>> {
             lse: View::new(&lse, nq, h, 1).unwrap(),
             d_o: View::new(&d_o, nq, h, dv).unwrap(),
             d_lse: None,
+            dropout_seed: None,
             dq: ViewMut::new(&mut dq, nq, h, d).unwrap(),
             dk: ViewMut::new(&mut dk, nk, hk, d).unwrap(),
             dv: ViewMut::new(&mut d_v, nk, hk, dv).unwrap(),

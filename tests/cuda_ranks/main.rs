@@ -274,6 +274,7 @@ fn typed_views() {
         // SAFETY: as above.
         lse: unsafe { DeviceViewMut::compact(here, lse, [12, 2, 1]) }.unwrap(),
         max_logit: None,
+        dropout_seed: None,
     };
     let backward = || DeviceBackward {
         q: read(TensorId::Q, here),
@@ -285,6 +286,7 @@ fn typed_views() {
         lse: unsafe { DeviceView::compact(here, lse.cast_const(), [12, 2, 1]) }.unwrap(),
         d_o: read(TensorId::DO, here),
         d_lse: None,
+        dropout_seed: None,
         dq: written(TensorId::Dq),
         dk: written(TensorId::Dk),
         dv: written(TensorId::Dv),
@@ -337,6 +339,7 @@ fn typed_views() {
         o,
         lse: ViewMut::new(&mut lse, 12, 2, 1).unwrap(),
         max_logit: None,
+        dropout_seed: None,
     };
     refused(rank.forward(&plan, tensors), &["forward on host views of a rank on CUDA device 0"]);
     let to = ViewMut::new(&mut out, 12, 2, 16).unwrap();

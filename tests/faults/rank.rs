@@ -50,6 +50,7 @@ pub fn forward(rank: &mut Rank, plan: &Plan, data: &Data<f32>) -> Result<Parts> 
         o: ViewMut::new(&mut o, tq, hq, dv)?,
         lse: ViewMut::head_major(&mut lse, tq, hq)?,
         max_logit: None,
+        dropout_seed: None,
     };
     rank.forward(plan, tensors)?;
     Ok(vec![o, lse])
@@ -75,6 +76,7 @@ pub fn backward(rank: &mut Rank, plan: &Plan, data: &Data<f32>, made: &Parts) ->
         lse: View::head_major(&made[1], tq, hq)?,
         d_o: View::new(&d_o, tq, hq, dv)?,
         d_lse: None,
+        dropout_seed: None,
         dq: ViewMut::new(&mut dq, tq, hq, d)?,
         dk: ViewMut::new(&mut dk, tk, hk, d)?,
         dv: ViewMut::new(&mut d_v, tk, hk, dv)?,

@@ -170,6 +170,7 @@ fn check_aligned_isa<E: Element>(window: (i64, i64), alibi: bool, softcap: f64, 
         ring_steps: 1,
         gain: 1.0,
         slices: None,
+        dropout: None,
     };
     let w = p.whole::<E>();
     let whole = Way { q_cut: Cut::Whole, k_cut: Cut::Whole, apart: false, workers: 1, isa, heads: 0..4 };

@@ -46,6 +46,7 @@ fn fixture() {
         score: score(32, UNLIMITED, 0),
         alibi_slopes: None,
         sinks: None,
+        dropout: None,
     };
     let out = a.forward();
     let gradient = a.backward(&d_o, &out);

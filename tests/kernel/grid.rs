@@ -3,7 +3,7 @@
 
 use crate::harness::*;
 use crate::threads::threaded;
-use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Ranges, RawTensor};
+use cpattn::call::{Attend, AttendBackward, Dropout, DropoutMask, Gradients, HeadMap, Ranges, RawTensor};
 use cpattn::kernel::cpu::{self, Isa, Scratch};
 use cpattn::{Dtype, Element};
 use half::{bf16, f16};
@@ -29,6 +29,12 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
     let zeros = vec![0; p.lens_k.len()];
     let q_at = place(&p.lens_q, &p.starts, p.cut, &mut random);
     let k_at = place(&p.lens_k, &zeros, p.cut, &mut random);
+    let first = |lens: &[usize], starts: &[i64]| -> Vec<i64> {
+        cumulative(lens).iter().zip(starts).map(|(&first, start)| i64::from(first) - start).collect()
+    };
+    let (q_tokens, k_tokens) = (first(&p.lens_q, &p.starts), first(&p.lens_k, &zeros));
+    let mask = p.dropout.map(|probability| DropoutMask::new(probability, p.seed).unwrap());
+    let dropout = mask.map(|mask| Dropout { mask, q_tokens: &q_tokens, k_tokens: &k_tokens });
     let mut scratch = threaded(Scratch::with_isa(1 + p.seed as usize % 3, isa).unwrap());
     // Of parts that are computed in tiles or vectors: by the ranges of each call, all in tiles, or some documents.
     let document = |doc: u32| match p.seed % 4 {
@@ -77,6 +83,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
                     lse: if finish { lse.raw() } else { RawTensor::NONE },
                     alibi_slopes: slopes,
                     sinks,
+                    dropout,
                     aligned: p.seed % 4 == 3,
                     ..Attend::new(
                         [q.raw(), k.raw(), v.raw(), if finish { o.raw() } else { RawTensor::NONE }],
@@ -155,6 +162,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
                             per_q_head,
                             gradients,
                             alibi_slopes: slopes,
+                            dropout,
                             aligned,
                             ..AttendBackward::new(
                                 [q.raw(), k.raw(), v.raw(), d_o.raw()],
@@ -198,7 +206,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
     }
     // ds is a difference, do·v − delta, which may cancel to next to nothing (a row with one key); its terms are of this
     // size, and so are their rounding errors.
-    let floor = p.gain * p.score.scale * (p.dv as f64).sqrt();
+    let floor = p.gain * p.score.scale * (p.dv as f64).sqrt() * mask.map_or(1.0, |mask| mask.factor());
     // Slices may leave all rows a single key: dk is then a sum of so many errors, and 0.
     let of_dk = if p.slices.is_some() { floor * (q_at.row_of.len() as f64).sqrt() } else { floor };
     for (rms, (what, floor)) in rms.iter().zip([("running o", 0.0), ("dq", floor), ("dk", of_dk), ("dv", 0.0)]) {
@@ -260,6 +268,7 @@ fn long_documents() {
             gain: 1.0,
             seed: 42,
             slices: None,
+            dropout: None,
         });
     }
 }

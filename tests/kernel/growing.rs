@@ -48,6 +48,7 @@ fn check<E: Element>(isa: Isa, growth: f64, left: i64, right: i64) {
         score,
         alibi_slopes: None,
         sinks: None,
+        dropout: None,
     }
     .forward();
     let nan = E::Acc::from_f64(f64::NAN);

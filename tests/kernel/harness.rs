@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Problems, and how they are laid out in memory: cut into ranges, scattered, among NaN.
 
-use cpattn::call::{Mode, Pair, QRange, Range, RawTensor, Score};
+use cpattn::call::{DropoutMask, Mode, Pair, QRange, Range, RawTensor, Score};
 use cpattn::kernel::cpu::Isa;
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element, Slice};
@@ -94,6 +94,8 @@ pub struct Problem {
     pub gain: f64,
     /// The mask, if it is not that of documents.
     pub slices: Option<Vec<Slice>>,
+    /// The probability with which pairs are dropped; the seed is the problem's.
+    pub dropout: Option<f64>,
 }
 
 /// Inputs as f64 after rounding to the element type, and what the reference makes of them.
@@ -154,6 +156,7 @@ impl Problem {
             score: self.score,
             alibi_slopes: self.alibi.then_some(&w.alibi_slopes),
             sinks: (sinks && self.sinks).then_some(&w.sinks),
+            dropout: self.dropout.map(|p| DropoutMask::new(p, self.seed).unwrap()),
         }
     }
 }
@@ -402,5 +405,6 @@ pub fn problem(seed: u64) -> Problem {
         ring_steps: 1 + random.below(3),
         gain: 1.0,
         slices: None,
+        dropout: None,
     }
 }

@@ -51,6 +51,7 @@ impl<A: Element> Inputs<A> {
             score,
             alibi_slopes: None,
             sinks: None,
+            dropout: None,
         }
         .forward();
         (out.o, out.lse)

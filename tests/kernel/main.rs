@@ -11,6 +11,7 @@ mod bits;
 mod blocks;
 mod calls;
 mod documents;
+mod dropout;
 mod grid;
 mod growing;
 mod harness;

@@ -48,6 +48,7 @@ impl<E: Element<Acc = f32>> One<E> {
             score: Self::score(),
             alibi_slopes: None,
             sinks: None,
+            dropout: None,
         }
         .forward();
         (out.o, out.lse)

@@ -30,6 +30,7 @@ fn one_row_by_hand() {
         score,
         alibi_slopes: None,
         sinks: None,
+        dropout: None,
     };
     // Weights 1 and 2 of 3.
     let out = a.forward();
@@ -87,6 +88,7 @@ fn backward_is_the_derivative_of_forward() {
                     score,
                     alibi_slopes: (options & 2 != 0).then_some(&alibi_slopes),
                     sinks: (options & 4 != 0).then_some(sinks),
+                    dropout: None,
                 };
                 let out = a.forward();
                 if options & 8 != 0 {
@@ -141,6 +143,7 @@ fn slices() {
         score,
         alibi_slopes: Some(&slopes),
         sinks: None,
+        dropout: None,
     };
     let slices = [
         Slice::new(0..2, 0..2).causal(),

@@ -173,7 +173,7 @@ fn draw(p: &Problem, random: &mut Random) -> Vec<Slice> {
     slices
 }
 
-fn of(seed: u64) -> Problem {
+pub fn of(seed: u64) -> Problem {
     let mut random = Random::new(seed + 7000);
     let mut p = problem(seed);
     p.lens_q.truncate(3);

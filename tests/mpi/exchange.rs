@@ -210,8 +210,16 @@ fn run(rank: &mut Rank, plan: &Plan) -> Vec<Vec<u32>> {
     let (mut o, mut lse) = (vec![f32::NAN; nq * 96], vec![f32::NAN; nq * 6]);
     let (mut dq, mut dk, mut dv) = (vec![f32::NAN; nq * 96], vec![f32::NAN; nk * 48], vec![f32::NAN; nk * 48]);
     let (q, k, v, d_o) = (view(&q, nq, 6, 16), view(&k, nk, 3, 16), view(&v, nk, 3, 16), view(&d_o, nq, 6, 16));
-    let forward =
-        Forward { q, k, v, sinks: None, o: write(&mut o, nq, 6, 16), lse: write(&mut lse, nq, 6, 1), max_logit: None };
+    let forward = Forward {
+        q,
+        k,
+        v,
+        sinks: None,
+        o: write(&mut o, nq, 6, 16),
+        lse: write(&mut lse, nq, 6, 1),
+        max_logit: None,
+        dropout_seed: None,
+    };
     rank.forward(plan, forward).unwrap();
     let backward = Backward {
         q,
@@ -222,6 +230,7 @@ fn run(rank: &mut Rank, plan: &Plan) -> Vec<Vec<u32>> {
         lse: view(&lse, nq, 6, 1),
         d_o,
         d_lse: None,
+        dropout_seed: None,
         dq: write(&mut dq, nq, 6, 16),
         dk: write(&mut dk, nk, 3, 16),
         dv: write(&mut dv, nk, 3, 16),

@@ -71,6 +71,7 @@ pub fn forward(rank: &mut Rank, plan: &Plan) -> Result<Vec<u32>> {
             o: ViewMut::new(&mut o, n, 4, 16)?,
             lse: ViewMut::new(&mut lse, n, 4, 1)?,
             max_logit: None,
+            dropout_seed: None,
         },
     )?;
     Ok(o.into_iter().map(f32::to_bits).collect())

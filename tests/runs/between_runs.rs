@@ -113,6 +113,7 @@ fn forward(rank: &mut Rank, plan: &Plan) -> Result<()> {
             o: ViewMut::new(&mut o, n, 4, 8)?,
             lse: ViewMut::head_major(&mut lse, n, 4)?,
             max_logit: None,
+            dropout_seed: None,
         },
     )
 }

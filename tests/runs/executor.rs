@@ -61,6 +61,7 @@ fn bits<T: Element>(workers: usize, executor: Option<Arc<dyn Executor>>) -> Vec<
             o: ViewMut::new(&mut o, n, HEADS, DIM).unwrap(),
             lse: ViewMut::new(&mut lse, n, HEADS, 1).unwrap(),
             max_logit: None,
+            dropout_seed: None,
         },
     )
     .unwrap();
@@ -75,6 +76,7 @@ fn bits<T: Element>(workers: usize, executor: Option<Arc<dyn Executor>>) -> Vec<
             lse: View::new(&lse, n, HEADS, 1).unwrap(),
             d_o: view(&d_o),
             d_lse: None,
+            dropout_seed: None,
             dq: ViewMut::new(&mut dq, n, HEADS, DIM).unwrap(),
             dk: ViewMut::new(&mut dk, n, 2, DIM).unwrap(),
             dv: ViewMut::new(&mut dv, n, 2, DIM).unwrap(),

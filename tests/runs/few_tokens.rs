@@ -40,6 +40,7 @@ fn own(mut rank: Rank, plan: &Plan, [q, k, v, d_o]: &[Vec<f32>; 4]) -> [Vec<f32>
             o: ViewMut::new(&mut o, n, HEADS, DIM).unwrap(),
             lse: ViewMut::head_major(&mut lse, n, HEADS).unwrap(),
             max_logit: None,
+            dropout_seed: None,
         };
         rank.forward(plan, forward).unwrap();
         let backward = Backward {
@@ -51,6 +52,7 @@ fn own(mut rank: Rank, plan: &Plan, [q, k, v, d_o]: &[Vec<f32>; 4]) -> [Vec<f32>
             lse: View::head_major(&lse, n, HEADS).unwrap(),
             d_o: rows(&d_o, HEADS),
             d_lse: None,
+            dropout_seed: None,
             dq: ViewMut::new(&mut dq, n, HEADS, DIM).unwrap(),
             dk: ViewMut::new(&mut dk, n, KV_HEADS, DIM).unwrap(),
             dv: ViewMut::new(&mut dv, n, KV_HEADS, DIM).unwrap(),

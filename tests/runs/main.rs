@@ -7,7 +7,7 @@
 //!   `executor`, `poison`: against other runs;
 //! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
 //!   ranks do together besides runs;
-//! - `d_lse`, `max_logit`: the gradient of lse, the largest scores;
+//! - `d_lse`, `max_logit`, `dropout`: the gradient of lse, the largest scores, dropout by token;
 //! - `distribution`: plans with the tokens of another plan;
 //! - `slices`: masks made of slices, drawn and by name;
 //! - `few_tokens`: small enough for Miri; `serving`: tokens generated from a cache that is spread over ranks.
@@ -22,6 +22,7 @@ mod context_parallel;
 mod d_lse;
 mod distribution;
 mod drawn;
+mod dropout;
 mod executor;
 mod failed_transport;
 mod few_tokens;

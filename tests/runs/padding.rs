@@ -55,6 +55,7 @@ fn padded_rows_get_zeros_and_change_nothing() {
         d_o: cut(&data.d_o, HEADS),
         sinks: None,
         d_lse: data.d_lse.as_ref().map(|x| x[..15 * HEADS].to_vec()),
+        dropout_seed: None,
     };
     for mask in [Mask::causal(), Mask::full(), Mask::sliding(4)] {
         let good = &run(&real, &alone, Mesh::single(), mask)[0].2;

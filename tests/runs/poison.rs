@@ -137,8 +137,16 @@ fn fused_buffers_are_packed() {
                 }
                 let all = View::new(&fused, n, 8, 8).unwrap();
                 let (q, k, v) = (all.heads_range(0..4), all.heads_range(4..6), all.heads_range(6..8));
-                let forward =
-                    Forward { q, k, v, sinks: None, o: own.o.view_mut(), lse: own.lse.view_mut(), max_logit: None };
+                let forward = Forward {
+                    q,
+                    k,
+                    v,
+                    sinks: None,
+                    o: own.o.view_mut(),
+                    lse: own.lse.view_mut(),
+                    max_logit: None,
+                    dropout_seed: None,
+                };
                 rank.forward(&plan, forward).unwrap();
                 let mut gradients = vec![f32::NAN; fused.len()];
                 let (dq, rest) = ViewMut::new(&mut gradients, n, 8, 8).unwrap().split_heads(4);
@@ -152,6 +160,7 @@ fn fused_buffers_are_packed() {
                     lse: own.lse.view(),
                     d_o: own.d_o.view(),
                     d_lse: None,
+                    dropout_seed: None,
                     dq,
                     dk,
                     dv,

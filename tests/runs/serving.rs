@@ -48,6 +48,7 @@ fn forward(plan: &Plan, q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
             o: ViewMut::new(&mut o, n, HEADS, DIM)?,
             lse: ViewMut::head_major(&mut lse, n, HEADS)?,
             max_logit: None,
+            dropout_seed: None,
         };
         rank.forward(plan, tensors)?;
         Ok(o)

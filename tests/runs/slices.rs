@@ -75,6 +75,9 @@ fn any_problem(r: &mut Random, dtype: Dtype) -> Problem {
     if near && r.below(3) == 0 {
         p = p.with_alibi_slopes(&(0..heads).map(|_| r.uniform() as f32).collect::<Vec<_>>());
     }
+    if r.below(3) == 0 {
+        p = p.with_dropout(0.9 * r.uniform());
+    }
     p.with_sinks(r.below(3) == 0)
 }
 

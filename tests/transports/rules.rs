@@ -70,6 +70,7 @@ fn a_transport_that_panics_in_abort_hangs_nobody() {
                     o: ViewMut::new(&mut o, n, 4, 8).unwrap(),
                     lse: ViewMut::head_major(&mut lse, n, 4).unwrap(),
                     max_logit: None,
+                    dropout_seed: None,
                 };
                 let outcome = catch_unwind(AssertUnwindSafe(|| rank.forward(&plan, t)));
                 told.send(outcome.map_err(drop)).unwrap();

@@ -59,6 +59,7 @@ pub fn create_plan(w: &mut World, b: &mut Bytes) {
         reserved: i32::from(b.rarely()),
         slices: if slices.is_empty() { null() } else { slices.as_ptr() },
         slice_count: slices.len(),
+        dropout: if b.byte() & 7 == 7 { b.f64() } else { 0.0 },
     };
     let options = cpattn_options {
         struct_size: size::<cpattn_options>(b),

@@ -125,6 +125,8 @@ pub fn run(w: &mut World, b: &mut Bytes) {
     let p: Vec<*const cpattn_tensor> = t.iter_mut().map(Owned::as_ptr).collect();
     let sinks = b.byte() & 3 == 3;
     let optional = |i: usize| if sinks { p[i] } else { null() };
+    let seed = b.word();
+    let dropout_seed: *const u64 = if b.byte() & 3 == 3 { &seed } else { null() };
     unsafe {
         if b.byte() & 1 == 0 {
             let args = cpattn_forward_args {
@@ -137,6 +139,7 @@ pub fn run(w: &mut World, b: &mut Bytes) {
                 lse: p[5],
                 stream: if b.rarely() { p[0].cast_mut().cast() } else { null_mut() },
                 max_logit: if b.rarely() { p[5] } else { core::ptr::null() },
+                dropout_seed,
             };
             called(cpattn_forward(rank, plan, &args));
         } else {
@@ -155,6 +158,7 @@ pub fn run(w: &mut World, b: &mut Bytes) {
                 dsinks: optional(10),
                 stream: null_mut(),
                 d_lse: if b.rarely() { p[5] } else { core::ptr::null() },
+                dropout_seed,
             };
             called(cpattn_backward(rank, plan, &args));
         }

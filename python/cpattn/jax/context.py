@@ -51,8 +51,8 @@ class Context(PackedContext):
 
     `attention` is called inside `jax.shard_map` over that axis, on each rank's own tokens. Other axes of the mesh are replicas.
     `timeout` is in seconds: a rank that waits longer for a message of another rank fails. `workers` is the number of threads of each
-    rank's kernels. `plans` is the number of cached batches. Further keywords are those of `cpattn.PlanOptions`. Mesh and layout are
-    chosen for `heads` and `head_dim`: give those of most layers. Layers of all kinds work on the same distribution of tokens.
+    rank's kernels. `plans` is the number of cached batches. Further keywords are those of `cpattn.PlanOptions`, without dropout. Mesh and
+    layout are chosen for `heads` and `head_dim`: give those of most layers. Layers of all kinds work on the same distribution of tokens.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class Context(PackedContext):
                     )
             self.world = mesh.shape[axis]
         self._kind: dict[str, Any] = {"heads": at_least_1("heads", heads), "head_dim": at_least_1("head_dim", head_dim), **options}
-        checked(options, heads)
+        if checked(options, heads).get("dropout"):
+            raise Unsupported(f"dropout is {options['dropout']}, which is not supported here: leave it out, or use cpattn.torch or cpattn.Rank")
         over_all(Plan([0, 1], world=self.world, **self._kind))
         self._deadline = max(1, round(1000 * checked_timeout(timeout)))
         self._workers = whole("workers", workers, 1, 1024)
@@ -128,7 +129,7 @@ class Context(PackedContext):
         `cu_seqlens` and the slices themselves as `slices`, which are compiled into a function. The gradient of `sinks` is complete on rank 0 and zero on the others. Sum it over the ranks; jax.shard_map
         does that for sinks that are equal on all ranks. The other options are those of `cpattn.torch.Batch.attention`.
         """
-        told = (window_left, window_right, scale, softcap)
+        told = (window_left, window_right, scale, softcap, None)
         given = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
         for name, x in given.items():
             instance(name, x, jax.Array | np.ndarray, "an array of JAX or NumPy is needed")

@@ -2,6 +2,7 @@
 """For PyTorch. A training job needs `Context` and `Batch`, which use `GlooTransport`."""
 
 from .context import Batch, Context
+from .dropout import dropout_mask
 from .gloo import GlooTransport, check_ring
 
-__all__ = ["Batch", "Context", "GlooTransport", "check_ring"]
+__all__ = ["Batch", "Context", "GlooTransport", "check_ring", "dropout_mask"]

@@ -26,6 +26,7 @@ from ..slices import Slice
 from ..slices import checked as checked_slices
 from ..trace import Event
 from . import nodes, operators
+from .dropout import of_call
 from .gather import Gathering
 from .gloo import Collectives, GlooTransport, Members
 from .heads import Heads
@@ -280,6 +281,8 @@ class Batch(Heads, Gathering, Packed):
         window_right: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        dropout_p: float | None = None,
+        dropout_seed: int | Tensor | None = None,
         return_lse: bool = False,
         return_max_logit: bool = False,
     ) -> Any:
@@ -295,6 +298,12 @@ class Batch(Heads, Gathering, Packed):
         keys after it (cpattn.UNLIMITED: no limit), in its document or in each of its slices. Without window_right documents are causal,
         and slices have no limit. A sliding window of W tokens that includes the query itself is `window_left=W - 1`.
         `scale` multiplies q·k (default: 1/√head_dim). With `softcap` c a score s becomes c·tanh(s/c); 0 is no softcap.
+
+        `dropout_p` is the probability with which a pair of a query and a key is dropped, as in PyTorch's scaled_dot_product_attention, also
+        in models in evaluation: give 0 there. Which pairs are dropped depends on the tokens' places in the batch, the head and
+        `dropout_seed`, a number from 0 to 2^64 - 1 or one of an int64 tensor, and not on the ranks: it is as on one process, and in
+        `cpattn.torch.dropout_mask`. All ranks give the same seed, which is checked, and another one for each call. Without a seed it is drawn
+        from PyTorch's generator for the CPU, whose state must then be equal on all ranks, as after torch.manual_seed. On the CPU only.
 
         With `return_lse` it returns o and lse [heads, tokens] (f32; f64 for f64): the natural log-sum-exp of the scores and the sink,
         -inf for a query that sees nothing. Both are differentiable; the gradient of a -inf is not used. With `return_max_logit` the
@@ -319,11 +328,12 @@ class Batch(Heads, Gathering, Packed):
                     f"{name}.dtype is {tensor.dtype}, {dtype} is needed: convert q, k and v, use torch.autocast, or make a Context with "
                     "another dtype"
                 )
-        told = (window_left, window_right, scale, softcap)
+        seed = of_call(dropout_p, dropout_seed, context._kind.get("dropout", 0.0))
+        told = (window_left, window_right, scale, softcap, dropout_p)
         if torch.compiler.is_compiling():
-            results = operators.attention(q, k, v, sinks, largest, self._numbers, context.key, *told)
+            results = operators.attention(q, k, v, sinks, largest, seed, self._numbers, context.key, *told)
         else:
-            results = operators.Attention.apply(q, k, v, sinks, self, largest, told)  # type: ignore[no-untyped-call]
+            results = operators.Attention.apply(q, k, v, sinks, self, largest, seed, told)  # type: ignore[no-untyped-call]
         returned = tuple(x for x, want in zip(results, wanted) if want)
         return returned if len(returned) > 1 else returned[0]
 

@@ -30,6 +30,7 @@ from ..errors import InvalidArgument, InvalidHandle, Unsupported
 from ..packing import Packing, Told
 from ..plan import Plan, Side
 from ..rank import Rank
+from .dropout import seed_of
 
 if TYPE_CHECKING:
     from .context import Batch, Context
@@ -76,13 +77,15 @@ def _results(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, largest: bool, *
 
 
 def _forward(
-    batch: Batch, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, largest: bool, told: Told
+    batch: Batch, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, largest: bool, seed: Tensor | None, told: Told
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, lse, and the largest scores, which are empty unless they are asked for."""
     q, k, v = map(_rows, (q, k, v))
     o, lse, max_logit = _results(q, k, v, sinks, largest)
     sinks = None if sinks is None else sinks.detach().contiguous()
-    given = {"max_logit": max_logit} if largest else {}
+    given: dict[str, Any] = {"max_logit": max_logit} if largest else {}
+    if seed is not None:
+        given["dropout_seed"] = seed_of("dropout_seed", seed)
     batch.context.rank.forward(batch._plan_for(q, k, v, sinks, told), _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **given)
     return o, lse, max_logit
 
@@ -102,6 +105,7 @@ def _backward(
     o: Tensor,
     lse: Tensor,
     d_lse: Tensor | None,
+    seed: Tensor | None,
     told: Told,
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and dsinks. dsinks is empty without sinks. The gradient of o or that of lse may be None: it was not used."""
@@ -113,6 +117,8 @@ def _backward(
         given |= {"sinks": sinks.detach().contiguous(), "dsinks": lse.new_empty(sinks.shape)}
     if d_lse is not None:
         given["d_lse"] = d_lse.detach()
+    if seed is not None:
+        given["dropout_seed"] = seed_of("dropout_seed", seed)
     batch.context.rank.backward(batch._plan_for(q, k, v, sinks, told, d_o), _stream(q), **given)
     if sinks is not None:
         dsinks.copy_(given["dsinks"]) if batch.context.number == 0 else dsinks.zero_()
@@ -122,10 +128,18 @@ def _backward(
 class Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, batch: Batch, largest: bool, told: Told
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        batch: Batch,
+        largest: bool,
+        seed: Tensor | None,
+        told: Told,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        o, lse, max_logit = _forward(batch, q, k, v, sinks, largest, told)
-        ctx.save_for_backward(q, k, v, sinks, o, lse)
+        o, lse, max_logit = _forward(batch, q, k, v, sinks, largest, seed, told)
+        ctx.save_for_backward(q, k, v, sinks, o, lse, seed)
         ctx.mark_non_differentiable(max_logit)
         ctx.set_materialize_grads(False)
         ctx.batch, ctx.told = batch, told
@@ -133,14 +147,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, o, lse = ctx.saved_tensors
-        *gradients, dsinks = _backward(ctx.batch, d_o, q, k, v, sinks, o, lse, d_lse, ctx.told)
+        q, k, v, sinks, o, lse, seed = ctx.saved_tensors
+        *gradients, dsinks = _backward(ctx.batch, d_o, q, k, v, sinks, o, lse, d_lse, seed, ctx.told)
         if sinks is not None:
             gradients.append(dsinks)
         if torch.is_grad_enabled():  # the gradients are to be differentiated
             # They depend on the anchor, so that PyTorch does not treat them as constants.
             gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)  # type: ignore[no-untyped-call]
-        return (*gradients, None, None, None, None)[:7]
+        return (*gradients, None, None, None, None, None)[:8]
 
 
 class _Once(torch.autograd.Function):
@@ -183,7 +197,7 @@ def _keep_order() -> None:
 
 
 def _operator(name: str, inputs: str, outputs: str, function: Any, fake: Any) -> Any:
-    told = "Tensor packing, int context, int? window_left, int? window_right, float? scale, float? softcap"
+    told = "Tensor packing, int context, int? window_left, int? window_right, float? scale, float? softcap, float? dropout"
     schema = f"({inputs}, {told}) -> ({outputs})"
     operator = torch.library.custom_op(f"cpattn::{name}", function, mutates_args=(), schema=schema)
     operator.register_effect(EffectType.ORDERED)
@@ -197,32 +211,32 @@ def _operator(name: str, inputs: str, outputs: str, function: Any, fake: Any) ->
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, sinks, _, packing, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output[:2], packing)
+    q, k, v, sinks, _, seed, packing, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output[:2], seed, packing)
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
 def _attention_backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Any, ...]:
-    *saved, packing = ctx.saved_tensors
-    *gradients, dsinks = attention_backward(d_o, *saved, d_lse, packing, *ctx.rest)
-    return *gradients, None if saved[3] is None else dsinks, *(None,) * 7
+    *saved, seed, packing = ctx.saved_tensors
+    *gradients, dsinks = attention_backward(d_o, *saved, d_lse, seed, packing, *ctx.rest)
+    return *gradients, None if saved[3] is None else dsinks, *(None,) * 9
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks"
 attention = _operator(
     "attention",
-    f"{_INPUTS}, bool largest",
+    f"{_INPUTS}, bool largest, Tensor? seed",
     "Tensor, Tensor, Tensor",
-    lambda q, k, v, sinks, largest, packing, context, *told: _forward(_batch(packing, context), q, k, v, sinks, largest, told),
+    lambda q, k, v, sinks, largest, seed, packing, context, *told: _forward(_batch(packing, context), q, k, v, sinks, largest, seed, told),
     _results,
 )
 attention_backward = _operator(
     "attention_backward",
-    f"Tensor? d_o, {_INPUTS}, Tensor o, Tensor lse, Tensor? d_lse",
+    f"Tensor? d_o, {_INPUTS}, Tensor o, Tensor lse, Tensor? d_lse, Tensor? seed",
     "Tensor, Tensor, Tensor, Tensor",
-    lambda d_o, q, k, v, sinks, o, lse, d_lse, packing, context, *told: _backward(
-        _batch(packing, context), d_o, q, k, v, sinks, o, lse, d_lse, told
+    lambda d_o, q, k, v, sinks, o, lse, d_lse, seed, packing, context, *told: _backward(
+        _batch(packing, context), d_o, q, k, v, sinks, o, lse, d_lse, seed, told
     ),
     _gradients,
 )

@@ -51,7 +51,7 @@ def falcon(layer: Any, hidden_states: Tensor, alibi: None, attention_mask: Any, 
         each = layer.num_heads // layer.num_kv_heads
         k, v = k[:, ::each], v[:, ::each]
     q, k = sys.modules[type(layer).__module__].apply_rotary_pos_emb(q, k, *position_embeddings)
-    o, _none = attention(layer, q, k, v, attention_mask)
+    o, _none = attention(layer, q, k, v, attention_mask, dropout=_dropout(layer, layer.attention_dropout.p))
     return layer.dense(o.flatten(2)), None
 
 

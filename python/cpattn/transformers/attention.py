@@ -126,9 +126,9 @@ def attention(
     if not isinstance(attention_mask, Mask):
         kind = "no mask" if attention_mask is None else f"a mask of the type {type(attention_mask).__name__}"
         raise Unsupported(f"{name} has {kind}, a mask of transformers.masking_utils is needed")
-    if dropout:
+    if dropout and query.device.type != "cpu":
         raise Unsupported(
-            f"{name} has dropout={dropout} in attention, which is not supported: set config.attention_dropout (or "
+            f"{name} has dropout={dropout} in attention, which is not supported on {query.device}: set config.attention_dropout (or "
             "attention_probs_dropout_prob, attn_pdrop) to 0 before the model is made"
         )
     window = attention_mask.window.hull if isinstance(attention_mask.window, Parts) else attention_mask.window
@@ -152,6 +152,7 @@ def attention(
         attention_mask.window,
         scale=1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling),
         softcap=float(softcap or 0.0),
+        dropout=float(dropout),
         sinks=None if s_aux is None else s_aux.float(),
     )
     return o.unsqueeze(0), None

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..plan import Side
 from ..torch import Batch
 from ..torch.gloo import Collectives
-from .draws import Draws
+from .draws import Draws, seed_of_call
 from .gathered.forward import Gathers
 from .hybrids.deal import Deal
 from .masks import Parts, Window
@@ -54,7 +54,9 @@ class Forward(Gathers):
             self.weights = None if self.weights is None else self.weights[self.tokens]
         self.longest = max(self.pack.longest, self.pack.reach)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, **options: Any) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: Window | Parts, dropout: float = 0.0, **options: Any) -> Tensor:
+        if dropout:
+            options |= {"dropout_p": dropout, "dropout_seed": seed_of_call(self.draws).number}
         dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
         q, k, v = (self.held(x.to(dtype)) for x in (q, k, v))
         batch, (left, right) = self.views.of(dtype, window)

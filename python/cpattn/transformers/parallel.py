@@ -27,6 +27,7 @@ from .agree import Total, number, same, told
 from .attention import NAME, Current, register
 from .calls import Calls
 from .draws import Draws, refuse_layerdrop
+from .dropout import ByPlace
 from .forward import Forward
 from .inputs import checked
 from .mixers import Mixer, Mixers
@@ -53,6 +54,8 @@ class ContextParallel(Calls):
     `layout`, `layout_parameter`, `workers`, `timeout` are those of `cpattn.torch.Context`. With `tile`, logits exist for `tile` tokens
     at a time: the loss is the same, and no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention
     run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
+    With `dropout="position"` each `torch.nn.Dropout` drops by the places of tokens in the batch, so that training does not depend on the
+    number of ranks; otherwise each rank draws its own. (Attention drops by places always.)
 
     Raises Unsupported for a model that would be wrong, with the reason.
     """
@@ -68,6 +71,7 @@ class ContextParallel(Calls):
         timeout: float = 300.0,
         workers: int = 1,
         mixers: Mapping[type[torch.nn.Module], Mixer] | None = None,
+        dropout: str = "rank",
         **options: Any,
     ) -> None:
         self.model: Any = None
@@ -75,18 +79,22 @@ class ContextParallel(Calls):
         self._hooks: list[Any] = []
         self._tiles = False
         self._kept: Kept | None = None
+        self._dropouts: ByPlace | None = None
         self._asked: Reader | None = None
         self._others: list[ContextParallel] = []
         self._contexts: dict[torch.dtype, Context] = {}
         self._collectives: Collectives | None = None
         self._options = {"timeout": timeout, "workers": workers, **options}
-        self._alike = {"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "mixers": mixers, **self._options}
+        self._alike = {"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "mixers": mixers, "dropout": dropout, **self._options}
         transport = GlooTransport(group, timeout=timeout)
         members = transport.members
         try:
             with told(transport):
+                if dropout not in ("rank", "position"):
+                    raise refused("dropout", dropout, "'rank' (each rank draws its own) or 'position' is needed")
+                self._dropouts = ByPlace(model) if dropout == "position" else None
                 self._try(model, len(members), replicas, gradients, tile, mixers or {})
-            settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "options": sorted(options.items())}
+            settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "dropout": dropout, "options": sorted(options.items())}
             settings["model"] = (type(model).__name__, self._found)
             for name, value in settings.items():
                 need = f"{name} is {value!r} on this rank, all ranks need the same"
@@ -124,10 +132,6 @@ class ContextParallel(Calls):
         if getattr(model, "_cpattn", None) is not None:
             raise InvalidArgument("the model already has a ContextParallel: close it first")
         self.ranks, self.config = ranks // replicas, model.config.get_text_config()
-        if getattr(self.config, "attention_dropout", 0):
-            raise Unsupported(
-                f"config.attention_dropout is {self.config.attention_dropout}, which is not supported: set it to 0 before the model is made"
-            )
         refuse_layerdrop(self.config)
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._mixers, self._adapters = Mixers(model, mixers, self._options, self.ranks), Adapters(model)
@@ -209,7 +213,9 @@ class ContextParallel(Calls):
             kept["use_cache"] = False
         if forward.reader is not None:
             kept |= forward.reader.arguments(forward)
-        forward.draws = Draws(self._number, self.device)
+        if self._dropouts:
+            self._dropouts.replace()
+        forward.draws = Draws(self._number, self.device, self.transport, mine)
         return (), kept | self._mixers.arguments(forward)
 
     # Outputs
@@ -217,6 +223,8 @@ class ContextParallel(Calls):
     def _after(self, model: Any, args: Any, kwargs: Any, out: Any) -> Any:
         if (forward := self._whole()) is None:
             return out
+        if self._dropouts and forward.draws is not None:
+            self._dropouts.check(forward.draws)
         weighted = None
         if isinstance(out.get("aux_loss"), Tensor):
             out["aux_loss"], weighted = router_loss(self, forward, out["aux_loss"], self.factor)
@@ -285,6 +293,8 @@ class ContextParallel(Calls):
         self._hooks = []
         self._mixers.restore()
         self._adapters.restore()
+        if self._dropouts:
+            self._dropouts.restore()
         if self._kept:
             self._kept.restore()
         if self._tiles and self._base not in (None, self.model):

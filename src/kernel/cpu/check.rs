@@ -84,6 +84,7 @@ pub(super) fn attend(c: &Attend) -> Result<Dims> {
         tensor(name, t, heads, dim, dtype)?;
     }
     ranges(&c.ranges, &c.k, &c.v)?;
+    check::dropout(&c.dropout, &c.ranges)?;
     for (i, x) in c.ranges.q.iter().enumerate() {
         rows("q", &c.q, "ranges.q", i, &x.range)?;
         let runs = x.mode.continues() || !x.mode.finishes();
@@ -113,6 +114,7 @@ pub(super) fn backward(c: &AttendBackward) -> Result<Dims> {
     tensor("lse", &c.lse, c.q.heads, 1, acc)?;
     tensor("delta", &c.delta, c.q.heads, 1, acc)?;
     ranges(&c.ranges, &c.k, &c.v)?;
+    check::dropout(&c.dropout, &c.ranges)?;
     for (i, x) in c.ranges.q.iter().enumerate() {
         for (name, t) in [("q", &c.q), ("d_o", &c.d_o), ("lse", &c.lse), ("delta", &c.delta)] {
             rows(name, t, "ranges.q", i, &x.range)?;

@@ -59,7 +59,8 @@ enum By {
 impl<'a> EngineChoice<'a> {
     /// The documents of a forward call on `isa`.
     pub(super) fn forward(call: &Attend<'a>, isa: Isa) -> Self {
-        if !isa.has_tiles(call.q.dtype) {
+        // Dropout is written for vectors.
+        if !isa.has_tiles(call.q.dtype) || call.dropout.is_some() {
             return Self::vectors(isa);
         }
         if isa.has_tiles_of(call.q.dtype) {
@@ -77,7 +78,7 @@ impl<'a> EngineChoice<'a> {
     /// The documents of a backward call.
     pub(super) fn backward(call: &AttendBackward<'a>, isa: Isa) -> Self {
         let tiled = call.gradients != Gradients::Queries && !call.aligned;
-        if !tiled || !isa.has_tiles(call.q.dtype) {
+        if !tiled || !isa.has_tiles(call.q.dtype) || call.dropout.is_some() {
             return Self::vectors(isa);
         }
         let by = match isa.has_tiles_of(call.q.dtype) {

@@ -268,6 +268,7 @@ mod tests {
             score,
             alibi_slopes: None,
             sinks: None,
+            dropout: None,
         };
         let out = reference.forward();
         let gradient = reference.backward(&wide[3], &out);

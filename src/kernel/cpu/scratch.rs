@@ -5,6 +5,7 @@
 //! [`Scratch::reserve`], and passes it to each call, which divides it into one part per worker and each part into
 //! buffers. The contents do not survive a call.
 
+use super::attention::dropout;
 #[cfg(target_arch = "x86_64")]
 use super::attention::forward::MAX_TILES;
 use super::executor::Executor;
@@ -146,7 +147,7 @@ impl Scratch {
             _ => (forward, backward),
         };
         // Each of at most eighty slices begins on a line of its own.
-        (keys + forward.max(backward) + rows).div_ceil(size_of::<Line>()) + 80
+        (keys + forward.max(backward) + rows + dropout::BYTES).div_ceil(size_of::<Line>()) + 80
     }
 
     /// Bytes of the memory so far.

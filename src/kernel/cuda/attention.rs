@@ -64,6 +64,7 @@ impl Cuda {
         if !call.max_logit.is_none() {
             return Err(check::no_max_logit());
         }
+        check::no_dropout(call.dropout.map(|dropout| dropout.mask.probability()))?;
         let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;
@@ -171,6 +172,7 @@ impl Cuda {
         let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
         let s = instance.shape();
         refuse_aligned(call.aligned)?;
+        check::no_dropout(call.dropout.map(|dropout| dropout.mask.probability()))?;
         let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;

@@ -138,6 +138,18 @@ pub(crate) fn no_max_logit() -> Error {
     )
 }
 
+/// Refuses dropout, which the kernels do not have.
+pub(crate) fn no_dropout(probability: Option<f64>) -> Result<()> {
+    match probability {
+        None => Ok(()),
+        Some(probability) => Err(Error::unsupported(
+            format!("dropout {probability}"),
+            "the CUDA kernels drop no probabilities",
+            "plan without dropout, or use the CPU kernels",
+        )),
+    }
+}
+
 /// Checks one head dim; `largest` is the largest dim of the shapes.
 pub(super) fn dim(name: &str, dim: u32, largest: u32) -> Result<()> {
     if dim == 0 || !dim.is_multiple_of(8) || dim > largest {

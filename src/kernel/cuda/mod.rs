@@ -74,7 +74,7 @@ mod stream_kernels;
 pub(crate) mod tags;
 mod unread;
 
-pub(crate) use check::no_max_logit;
+pub(crate) use check::{no_dropout, no_max_logit};
 
 pub use crate::device::memory::{DeviceMemory, OwnStream};
 pub use family::Family;

@@ -8,7 +8,7 @@ use super::{DeviceRank, OnDevice, sequence::Sequence};
 use crate::{
     element::Dtype,
     error::{Error, Result},
-    kernel::cuda::tags::RunCount,
+    kernel::cuda::{no_dropout, tags::RunCount},
     plan::Plan,
     runtime::{backend::Backend, ops::Listing, prepared::Prepared},
     schedule::Purpose,
@@ -40,6 +40,7 @@ impl DeviceRank {
                 "run it on the CPU, or plan without it: runs still repeat bit for bit on one mesh",
             ));
         }
+        no_dropout(p.dropout())?;
         self.gpu().accept_score(&p.score())?;
         self.gpu().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
     }

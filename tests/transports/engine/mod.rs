@@ -43,6 +43,7 @@ fn forward(end: impl Transport + 'static) -> Vec<f32> {
             o: ViewMut::new(&mut o, n, 4, 64).unwrap(),
             lse: ViewMut::head_major(&mut lse, n, 4).unwrap(),
             max_logit: None,
+            dropout_seed: None,
         };
         rank.forward(&plan, t).unwrap();
     }

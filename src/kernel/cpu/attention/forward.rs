@@ -15,13 +15,14 @@ mod ahead;
 mod result;
 
 use super::bands::Limits;
+use super::dropout::Kept;
 use super::row_blocks::{RowUnit, RowUnits, readers, unit_rows};
 use super::small::{Small, is_small};
 use super::softmax::rescale;
 use super::stream::{BLOCK, KeyStream, KeyTile};
 use super::tile::{Cover, Lanes, Scores, Scoring, VisibleKeys};
 use crate::call::{Attend, QRange};
-use crate::element::Accumulator;
+use crate::element::{Accumulator, Element};
 use crate::kernel::cpu::choice::Documents;
 use crate::kernel::cpu::job::Job;
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES, LANES_MOST, Line};
@@ -69,6 +70,8 @@ struct ForwardTiles<'a, T, A> {
     best: &'a mut [A],
     /// For each lane: the factor that rescales the panel's sums.
     alpha: &'a mut [A],
+    /// Which pairs are not dropped.
+    kept: Kept<'a>,
     /// Results of [`Vector::W`] lanes, and the running result of the same lanes.
     rows: &'a mut [A],
     others: &'a mut [A],
@@ -145,6 +148,7 @@ impl Job for ForwardPass<'_> {
             l: arena.zeros(lanes),
             best: arena.take(if c.max_logit.is_none() { 0 } else { lanes }),
             alpha: arena.zeros(E::PANEL),
+            kept: Kept::new(&mut arena, &c.dropout),
             rows: arena.zeros(E::V::W * d.max(dv)),
             others: arena.zeros(E::V::W * dv),
         };
@@ -259,7 +263,7 @@ impl ForwardPass<'_> {
                     asked += 1;
                 }
                 // SAFETY: as above; tiles and panels are packed.
-                unsafe { self.panel::<E>(t, scoring, &now, next.as_ref(), unit.kv, &mut later) };
+                unsafe { self.panel::<E>(t, scoring, &now, next.as_ref(), (unit.kv, q), &mut later) };
             }
             // SAFETY: tiles and panels are those of the deferred products.
             unsafe { E::finish(&mut later.products) };
@@ -346,7 +350,7 @@ impl ForwardPass<'_> {
         scoring: &Scoring<E::Sum>,
         now: &TilePair,
         next: Option<&TilePair>,
-        kv: u32,
+        (kv, row): (u32, &QRange),
         later: &mut Deferred<E>,
     ) {
         let c = self.call;
@@ -401,6 +405,12 @@ impl ForwardPass<'_> {
             // Before its first keys a panel's sums are zero, and need no factor.
             if changed && met {
                 rescale::<E::V>(o, dv, E::PANEL, width, t.alpha.as_ptr());
+            }
+            if let Some(dropout) = &c.dropout {
+                // On vectors, p is where the scores were.
+                let (row, lanes) = ((row, c.heads.q_offset), (&t.lanes, first, width));
+                t.kept.draw(dropout, &c.ranges, row, lanes, &keys.slots, range.clone());
+                t.kept.apply(s, E::PANEL, range.clone(), width, E::Sum::from_f64(1.0));
             }
             E::weigh(&v, s, p, o, range.clone(), width);
         }

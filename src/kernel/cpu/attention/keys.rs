@@ -14,7 +14,7 @@ use super::key_units::{Group, KeyUnits};
 use super::row_blocks::{FEW_ROWS, readers};
 use super::tile::{Scoring, at, product};
 use crate::call::{AttendBackward, Pair, QRange};
-use crate::element::Accumulator;
+use crate::element::{Accumulator, Element};
 use crate::kernel::cpu::choice::Documents;
 use crate::kernel::cpu::job::Job;
 use crate::kernel::cpu::memory::arena::{LANES_BACK, Line, vectors};
@@ -66,8 +66,7 @@ impl Keys<'_> {
     #[inline(always)]
     unsafe fn dense<V: Vector>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
-        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
-        let mut tiles = KeyTiles::new::<V>(lines, d, dv);
+        let mut tiles = KeyTiles::new::<V>(lines, c);
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let mut units = KeyUnits::new(c, self.documents, 1, c.aligned, self.workers);
         while let Some(unit) = units.next(next) {
@@ -225,7 +224,7 @@ impl Keys<'_> {
                     t.lanes.set(&reader.q, first, rows, heads.clone(), &c.alibi_slopes);
                     t.lanes.limit(&reader.limits);
                     let of = (pairs[0].band, q.range.doc);
-                    self.meet::<V>(t, scoring, run, (of, pos), bad_k, (turn, place + first + rows));
+                    self.meet::<V>(t, scoring, run, (of, pos, q), bad_k, (turn, place + first + rows));
                 }
             }
             first += rows;
@@ -279,7 +278,7 @@ impl Keys<'_> {
         t: &mut KeyTiles<V::T>,
         scoring: &Scoring<V::T>,
         run: &mut Flush,
-        (of, pos): ((u32, u32), i64),
+        (of, pos, row): ((u32, u32), i64, &QRange),
         bad_k: bool,
         (turn, place): (&DqTurn, u32),
     ) {
@@ -320,6 +319,12 @@ impl Keys<'_> {
                     ..product(count, lanes, dim)
                 });
             }
+            let (s, dp) = (t.s.as_mut_ptr(), t.dp.as_mut_ptr());
+            if let Some(dropout) = &c.dropout {
+                let row = (row, c.heads.q_offset);
+                t.kept.draw(dropout, &c.ranges, row, (&t.lanes, 0, lanes), &keys.slots, range.clone());
+                t.kept.apply(dp, lanes, range.clone(), lanes, V::T::from_f64(dropout.mask.factor()));
+            }
             for w in (0..lanes).step_by(V::W) {
                 gradients::<V>(
                     scoring,
@@ -328,12 +333,15 @@ impl Keys<'_> {
                     &keys.rel[range.clone()],
                     |j| t.valid[begin + j] != 0,
                     masked,
-                    t.s.as_mut_ptr().add(begin * lanes + w),
-                    t.dp.as_mut_ptr().add(begin * lanes + w),
+                    s.add(begin * lanes + w),
+                    dp.add(begin * lanes + w),
                     lanes,
                     t.lse.as_ptr().add(w),
                     t.delta.as_ptr().add(w),
                 );
+            }
+            if let Some(dropout) = &c.dropout {
+                t.kept.apply(s, lanes, range.clone(), lanes, V::T::from_f64(dropout.mask.factor()));
             }
             let sums =
                 [(&t.s, &t.d_o, &mut t.dv_part, t.ldv, bad_d_o, dv), (&t.dp, &t.q, &mut t.dk_part, t.ldk, bad_q, d)];

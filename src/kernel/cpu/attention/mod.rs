@@ -16,6 +16,7 @@ pub(crate) mod dq_order;
     reason = "public for the models of .ci/loom alone"
 )]
 pub mod dq_order;
+pub(crate) mod dropout;
 pub(crate) mod forward;
 pub(crate) mod key_units;
 pub(crate) mod keys;

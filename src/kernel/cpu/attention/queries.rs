@@ -5,11 +5,12 @@
 //! and is then written to dq or added to it, as the mode of the range says.
 
 use super::backward::{FLUSH, Flush, flush, gradients, meet, no_row};
+use super::dropout::Kept;
 use super::row_blocks::{RowUnit, RowUnits, readers};
 use super::stream::{KeyStream, KeyTile};
 use super::tile::{Lanes, Scoring, at, product};
 use crate::call::AttendBackward;
-use crate::element::Accumulator;
+use crate::element::{Accumulator, Element};
 use crate::kernel::cpu::choice::Documents;
 use crate::kernel::cpu::job::Job;
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
@@ -46,6 +47,8 @@ struct QueryTiles<'a, A> {
     dp: &'a mut [A],
     lse: &'a mut [A],
     delta: &'a mut [A],
+    /// Which pairs are not dropped.
+    kept: Kept<'a>,
     rows: &'a mut [A],
 }
 
@@ -86,6 +89,7 @@ impl Queries<'_> {
             dp: arena.zeros(KEYS * panel),
             lse: arena.zeros(LANES_BACK),
             delta: arena.zeros(LANES_BACK),
+            kept: Kept::new(&mut arena, &c.dropout),
             rows: arena.zeros(V::W * d.max(dv)),
         };
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
@@ -169,6 +173,12 @@ impl Queries<'_> {
                             ldc: panel,
                             ..product(count, width, dim)
                         });
+                    }
+                    if let Some(dropout) = &c.dropout {
+                        let (row, lanes) = ((q, c.heads.q_offset), (&t.lanes, first, width));
+                        t.kept.draw(dropout, &c.ranges, row, lanes, &keys.slots, range.clone());
+                        let factor = V::T::from_f64(dropout.mask.factor());
+                        t.kept.apply(t.dp.as_mut_ptr(), panel, range.clone(), width, factor);
                     }
                     for w in (0..width).step_by(V::W) {
                         gradients::<V>(

@@ -47,7 +47,7 @@ impl ForwardPass<'_> {
                 row.fill(E::Sum::ZERO);
             } else {
                 lse = LogSumExp::of(scoring.lse(m, l));
-                let inverse = E::Sum::from_f64(1.0) / l;
+                let inverse = E::Sum::from_f64(c.dropout.map_or(1.0, |dropout| dropout.mask.factor())) / l;
                 for x in row.iter_mut() {
                     // Adding 0 makes −0 (a product that underflowed) the 0 it would be with one more masked key.
                     *x = *x * inverse + E::Sum::ZERO;

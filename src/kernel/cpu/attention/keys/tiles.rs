@@ -3,6 +3,7 @@
 
 use crate::call::AttendBackward;
 use crate::kernel::cpu::attention::bands::Reader;
+use crate::kernel::cpu::attention::dropout::Kept;
 use crate::kernel::cpu::attention::stream::KeyTile;
 use crate::kernel::cpu::attention::tile::{Lanes, at};
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK, Line};
@@ -36,12 +37,15 @@ pub(super) struct KeyTiles<'a, A> {
     pub dv: &'a mut [A],
     pub lse: &'a mut [A],
     pub delta: &'a mut [A],
+    /// Which pairs are not dropped.
+    pub kept: Kept<'a>,
 }
 
 impl<'a, A: Real> KeyTiles<'a, A> {
-    /// Tiles for head dims `d` and `dv`, with vectors `V`.
+    /// Tiles for a call, with vectors `V`.
     #[inline(always)]
-    pub fn new<V: Vector<T = A>>(lines: &'a mut [Line], d: usize, dv: usize) -> Self {
+    pub fn new<V: Vector<T = A>>(lines: &'a mut [Line], c: &AttendBackward) -> Self {
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (ldk, ldv) = (Dense::<V>::row(d), Dense::<V>::row(dv));
         let mut arena = Arena(lines);
         // The padding of rows is read and never written, so it must be zero.
@@ -64,6 +68,7 @@ impl<'a, A: Real> KeyTiles<'a, A> {
             dv: arena.take(KEYS * ldv),
             lse: arena.take(LANES_BACK),
             delta: arena.take(LANES_BACK),
+            kept: Kept::new(&mut arena, &c.dropout),
         }
     }
 
