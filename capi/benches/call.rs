@@ -92,6 +92,7 @@ fn main() {
         reserved: 0,
         slices: null_mut(),
         slice_count: 0,
+        dropout: 0.0,
     };
     let options = cpattn_options {
         struct_size: size_of::<cpattn_options>(),
