@@ -18,7 +18,8 @@ fn wide<E: Element>(seeds: std::ops::Range<u64>) {
         p.score.scale = score(d, 0, 0).scale;
         // Short documents, and one of more than a tile of keys.
         let shorter = |len: &mut usize| *len = if *len > 90 { 130 } else { *len };
-        (p.lens_k.iter_mut().for_each(shorter), p.lens_q.iter_mut().for_each(shorter));
+        p.lens_k.iter_mut().for_each(shorter);
+        p.lens_q.iter_mut().for_each(shorter);
         p.starts = p.lens_q.iter().zip(&p.lens_k).map(|(&q, &k)| k as i64 - q as i64).collect();
         check::<E>(&p);
     }
