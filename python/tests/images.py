@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import random
 from typing import Any
 
 import torch
@@ -125,9 +124,9 @@ def build(name: str) -> Any:
 GRIDS = [(4, 6), (8, 4), (4, 4)]
 
 
-def image(kind: str, at: int, draw: torch.Generator) -> tuple[int, dict[str, torch.Tensor]]:
+def image(kind: str, grid: tuple[int, int], draw: torch.Generator) -> tuple[int, dict[str, torch.Tensor]]:
     """The number of tokens of an image, and the arguments for it."""
-    high, wide = GRIDS[at % len(GRIDS)]
+    high, wide = grid
 
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw)
@@ -139,7 +138,7 @@ def image(kind: str, at: int, draw: torch.Generator) -> tuple[int, dict[str, tor
         places[0, : high * wide] = torch.cartesian_prod(torch.arange(high), torch.arange(wide)).flip(1)
         return high * wide // 4, {"pixel_values": some(1, 32, 48).sigmoid(), "image_position_ids": places}
     if kind == "sizes":
-        high, wide = min(high, 4), min(wide, 4 if at % 2 else 2)
+        high, wide = min(high, 4), 2 if wide > 4 else 4
         return high * wide // 4, {"pixel_values": some(1, 3, 16, 16), "image_sizes": torch.tensor([[high * 4, wide * 4]])}
     return 4, {"pixel_values": some(1, 3, *((16, 16) if kind == "pixels" else (8, 8)))}
 
@@ -148,7 +147,7 @@ def image(kind: str, at: int, draw: torch.Generator) -> tuple[int, dict[str, tor
 DOCUMENTS = [[3, 5, 2], [9], [1, 6], [4]]
 
 
-def documents(name: str, seed: int = 1, every: list[list[int]] = DOCUMENTS) -> list[dict[str, torch.Tensor]]:
+def documents(name: str, seed: int = 1, every: list[list[int]] = DOCUMENTS, grids: list[tuple[int, int]] = GRIDS) -> list[dict[str, torch.Tensor]]:
     """The arguments of documents, each for a call of its own."""
     kind, draw, at = MODELS[name][1], torch.Generator().manual_seed(seed), 0
     made = []
@@ -156,7 +155,7 @@ def documents(name: str, seed: int = 1, every: list[list[int]] = DOCUMENTS) -> l
         ids, parts = [], []
         for i, n in enumerate(texts):
             if i:
-                tokens, part = image(kind, at, draw)
+                tokens, part = image(kind, grids[at % len(grids)], draw)
                 at += 1
                 ids += [IMAGE] * tokens
                 parts.append(part)
@@ -222,6 +221,3 @@ def one_by_one(model: Any, each: list[dict[str, torch.Tensor]]) -> tuple[torch.T
         count += int((labels != -100).sum())
     return total / count, [one.detach() for one in logits]
 
-
-def shuffled(each: list[dict[str, torch.Tensor]], seed: int) -> list[dict[str, torch.Tensor]]:
-    return random.Random(seed).sample(each, len(each))

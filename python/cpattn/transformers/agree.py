@@ -28,9 +28,9 @@ def number(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") | 1
 
 
-def _said(transport: EngineTransport, what: str, mine: int) -> list[int]:
+def _said(transport: EngineTransport, what: str, mine: int) -> Sequence[int]:
     """The odd numbers of all ranks."""
-    said: list[int] = transport.agree(0, transport.world, mine)
+    said = transport.agree(0, transport.world, mine)
     if refusing := [rank for rank, one in enumerate(said) if one == REFUSED]:
         raise InvalidArgument(f"ranks {refusing} of this group refused their {what}: see the error of these ranks")
     if ending := [rank for rank, one in enumerate(said) if not one & 1]:
@@ -67,7 +67,8 @@ def content(value: Any) -> str:
         return repr(value)
     data = value.detach().contiguous().view(-1).view(torch.uint8)
     words = torch.cat([data, data.new_zeros(-len(data) % 4)]).view(torch.int32)
-    sums = [(int(one.sum()), int((one * torch.arange(1, len(one) + 1, device=one.device)).sum())) for one in (part.long() for part in words.split(1 << 20))]
+    parts = (words[at : at + (1 << 20)].long() for at in range(0, len(words), 1 << 20))
+    sums = [(int(part.sum()), int((part * torch.arange(1, len(part) + 1, device=part.device)).sum())) for part in parts]
     return repr((str(value.dtype), tuple(value.shape), sums))
 
 

@@ -123,7 +123,8 @@ class Images:
     def replace(self) -> None:
         if self._decoder is None or self._hook is not None:
             return
-        self._hook = self._decoder.register_forward_pre_hook(torch.compiler.disable(self._enter), with_kwargs=True)
+        (enter,) = map(torch.compiler.disable, (self._enter,))
+        self._hook = self._decoder.register_forward_pre_hook(enter, with_kwargs=True)
         changes: dict[str, Callable[..., Any]] = {POSITIONS: _by_documents, **({FEATURES: sharded} if self._shards else {})}
         for name, function in changes.items():
             if (module := self._methods.get(name)) is not None:
@@ -202,7 +203,7 @@ def _by_documents(forward: Forward, usual: Callable[..., Any], *args: Any, **kwa
     lengths = [b - a for a, b in pairwise(pack.cu_seqlens)]
 
     def documents(x: Tensor) -> Tensor:
-        return pad_sequence(list(x.flatten()[pack.kept.to(x.device)].split(lengths)), batch_first=True)
+        return pad_sequence(list(torch.split(x.flatten()[pack.kept.to(x.device)], lengths)), batch_first=True)
 
     for name, value in given.arguments.items():
         if isinstance(value, Tensor) and value.shape == pack.shape:

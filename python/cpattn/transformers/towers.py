@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ..errors import InvalidArgument, Unsupported
 
@@ -54,7 +54,7 @@ def some_images(given: dict[str, Any], patches: list[int], images: list[int]) ->
     mine: dict[str, Any] = {}
     for name, value in given.items():
         if name == PIXELS and given.get(GRIDS) is not None:
-            value = torch.cat([part for at, part in enumerate(value.split(patches)) if at in images])
+            value = torch.cat([part for at, part in enumerate(torch.split(value, patches)) if at in images])
         elif isinstance(value, Tensor) and value.ndim and len(value) == len(patches):
             value = value[images]
         elif isinstance(value, Tensor):
@@ -123,7 +123,7 @@ def sharded(forward: Forward, usual: Callable[..., Any], *args: Any, **kwargs: A
     assert group is not None
     bound = inspect.signature(usual).bind(*args, **kwargs)
     known = bound.arguments
-    more = next((one.name for one in inspect.signature(usual).parameters.values() if one.kind == one.VAR_KEYWORD), None)
+    more = next((one.name for one in inspect.signature(usual).parameters.values() if one.kind == one.VAR_KEYWORD), "")
     given = {name: value for name, value in known.items() if name != more}
     patches = patches_of(given)
     dealt = deal(patches, ranks)
@@ -155,7 +155,7 @@ def _all(forward: Forward, features: list[Tensor], dealt: list[list[int]], rank:
     counts = [int(lengths[images].sum()) for images in dealt]
     every: Tensor = Exchanged.apply(rows, counts, rank, group)  # type: ignore[no-untyped-call]
     order = [image for images in dealt for image in images]
-    parts = dict(zip(order, every.split([int(lengths[image]) for image in order]), strict=True))
+    parts = dict(zip(order, torch.split(every, [int(lengths[image]) for image in order]), strict=True))
     return [parts[image].view(_shape(features[0], int(lengths[image]))) for image in sorted(parts)]
 
 
