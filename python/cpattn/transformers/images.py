@@ -64,6 +64,9 @@ class Images:
         self._decoder, self._mixers, self._name = decoder_of(model), mixers, type(model).__name__
         self.names = tuple(sorted(takes - set(TAKEN) - {"labels"})) if self._decoder is not None else ()
         self._takes = frozenset(inspect.signature(self._decoder.forward).parameters) if self._decoder is not None else frozenset()
+        # The names of all arguments that something in the text model reads.
+        modules = self._decoder.modules() if self._decoder is not None else ()
+        self._read = frozenset(name for module in modules for name in inspect.signature(module.forward).parameters)
         self._hook: Any = None
         self._draws: Callable[[], Draws] | None = None
         # Where each method is replaced: the innermost module that has it.
@@ -146,7 +149,9 @@ class Images:
         forward.outer = False
         kwargs = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
         rows = Rows(forward, kwargs, self._name)
-        mine = {name: rows.of(name, value) for name, value in kwargs.items() if name not in ("attention_mask", "cache_position") or not isinstance(value, Tensor)}
+        # The documents say what a padding mask says. What nothing in the text model reads goes no further.
+        gone = {name for name, value in kwargs.items() if _tensors(value) and (name in ("attention_mask", "cache_position") or name not in self._read)}
+        mine = {name: rows.of(name, value) for name, value in kwargs.items() if name not in gone}
         if mine.get("position_ids") is None:
             mine["position_ids"] = forward.places[None]
         if "use_cache" in self._takes:
