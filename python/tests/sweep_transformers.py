@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Every causal and every masked language model of Transformers, from a small config, on four processes: right, or refused by name.
+"""Every causal and every masked language model of Transformers, and every model of images and texts with images and without, from a small
+config, on four processes: right, or refused by name.
 
     python3 sweep_transformers.py --table ../../docs/transformers_models.md
-    python3 sweep_transformers.py --only llama,opt,masked:bert
+    python3 sweep_transformers.py --only llama,opt,masked:bert,texts:qwen3_vl,images:qwen3_vl
 
 A model is right if loss and gradients are those of one process (1e-5 and 1e-4 relative, in f32). One process runs the documents one
 by one, with Transformers' eager attention; masked models with their own loss. Models whose masks have blocks of token types get types, and
@@ -34,12 +35,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
 import models
 import processes
+import sweep_images
 from cpattn import Error
 
 processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
@@ -50,9 +53,12 @@ RANKS = 4
 LIMIT = 90
 # Before the names of models of masked words, which causal models have as well.
 MASKED = "masked:"
+# Before the names of models of images and texts, on texts alone and with images.
+TEXTS, IMAGES = "texts:", "images:"
 # Models of images and texts that are in no list of causal models, on text.
 MORE = {"paligemma": "PaliGemmaForConditionalGeneration"}
 CLASSES = {**MORE, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **{MASKED + kind: made for kind, made in MODEL_FOR_MASKED_LM_MAPPING_NAMES.items()}}
+CLASSES |= {f"{of}{kind}": made for of in (TEXTS, IMAGES) for kind, made in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()}
 
 # Names that configs have for small numbers, where they have them.
 SMALL = {
@@ -215,21 +221,35 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
 
 
+def _alone(kind: str) -> tuple[Any, dict[str, torch.Tensor], float, torch.Tensor, dict[str, torch.Tensor]]:
+    """A model, its batch, loss and gradients of one process, and the types of tokens that the batch has besides."""
+    masked = kind.startswith(MASKED)
+    model, pack, types = build(kind), models.batch(PACK), TYPES.get(kind, {})
+    with torch.no_grad():
+        if models.part(model, pack, masked) != models.part(model, pack, masked):
+            model.eval()  # it draws random numbers in training
+    loss = models.part(model, pack, masked, types) / models.count(pack, masked)
+    loss.backward()
+    expected = models.gradients(model)
+    model.zero_grad()
+    return model, pack, loss.item(), expected, types
+
+
 def _try(kind: str) -> tuple[str, str]:
     import torch.distributed as dist
 
     from cpattn.transformers import ContextParallel
 
-    masked = kind.startswith(MASKED)
+    of = next((one for one in (TEXTS, IMAGES) if kind.startswith(one)), None)
+    types: dict[str, torch.Tensor] = {}
     try:
-        model, pack, types = build(kind), models.batch(PACK), TYPES.get(kind, {})
-        with torch.no_grad():
-            if models.part(model, pack, masked) != models.part(model, pack, masked):
-                model.eval()  # it draws random numbers in training
-        loss = models.part(model, pack, masked, types) / models.count(pack, masked)
-        loss.backward()
-        expected, alone = models.gradients(model), loss.item()
-        model.zero_grad()
+        if of is not None:
+            model = sweep_images.build(kind.removeprefix(of), SMALL)
+            each, alone, expected = sweep_images.tried(model, of == IMAGES)
+            pack = sweep_images.packed(each)
+            model.zero_grad()
+        else:
+            model, pack, alone, expected, types = _alone(kind)
     except Exception as error:
         return "not tried", "; ".join([*filter(None, [ALONE.get(kind)]), _short(error)])
     try:
@@ -300,6 +320,8 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="a Markdown file for the table")
     given = parser.parse_args()
     chosen = given.only.split(",") if given.only else [*sorted({**MORE, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}), *(MASKED + kind for kind in sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES))]
+    if not given.only:
+        chosen += [of + kind for kind in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) for of in (TEXTS, IMAGES)]
     rows: list[tuple[str, Any, str, str]] = []
 
     def each(kind: str, verdict: str, detail: str) -> None:
@@ -327,9 +349,10 @@ def table(rows: list[tuple[str, str, str, str]], of: int) -> str:
         lines += ["", f"## {title}", "", "| model | class | result | |", "|---|---|---|---|"]
         for kind, name, verdict, detail in rows:
             text = detail.replace("|", "/").replace("<", "&lt;")
-            if masked == kind.startswith(MASKED):
+            if masked == kind.startswith(MASKED) and not kind.startswith((TEXTS, IMAGES)):
                 lines.append(f"| `{kind.removeprefix(MASKED)}` | {name if isinstance(name, str) else name[0]} | {verdict} | {text} |")
-    return "\n".join([*lines, ""])
+    lines += ["", "## Models of images and texts", "", *sweep_images.table({kind: row for kind, *row in rows if kind.startswith((TEXTS, IMAGES))}), ""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

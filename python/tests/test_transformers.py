@@ -349,7 +349,7 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     many = torch.full_like(pack["input_ids"], 5000)
     for name, kind, more in (
         ("mask", Unsupported, {"attention_mask": torch.ones(1, 1, 90, 90)}),
-        ("embeds", Unsupported, {"input_ids": None, "inputs_embeds": torch.ones(1, 3, 36)}),
+        ("embeds", Unsupported, {"input_ids": None, "inputs_embeds": torch.ones(3, 36)}),
         ("dict", Unsupported, {"return_dict": False}),
         ("keep", Unsupported, {"logits_to_keep": 3}),
         ("attentions", Unsupported, {"output_attentions": True}),

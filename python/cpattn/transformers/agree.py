@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -28,17 +28,48 @@ def number(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") | 1
 
 
-def same(transport: EngineTransport, what: str, mine: int, need: str) -> None:
-    """Compares a number over the ranks, and raises unless it is equal on all of them."""
+def _said(transport: EngineTransport, what: str, mine: int) -> Sequence[int]:
+    """The odd numbers of all ranks."""
     said = transport.agree(0, transport.world, mine)
     if refusing := [rank for rank, one in enumerate(said) if one == REFUSED]:
         raise InvalidArgument(f"ranks {refusing} of this group refused their {what}: see the error of these ranks")
     if ending := [rank for rank, one in enumerate(said) if not one & 1]:
         raise Disagreement(f"ranks {ending} of this group end a forward pass while rank {transport.rank} begins one: did its previous one fail?", ending[0])
+    return said
+
+
+def same(transport: EngineTransport, what: str, mine: int, need: str) -> None:
+    """Compares a number over the ranks, and raises unless it is equal on all of them."""
+    said = _said(transport, what, mine)
     if others := [rank for rank, one in enumerate(said) if one != said[0]]:
         raise Disagreement(
             f"the {what} of ranks {others} of this group differ from those of rank 0 (this is rank {transport.rank}): {need}", others[0]
         )
+
+
+def same_names(transport: EngineTransport, names: Sequence[str], given: Set[str], need: str) -> None:
+    """Refuses arguments that only some ranks were given, by their names: those of `names`, which are the same on all ranks."""
+    bits = {name: 2 << at for at, name in enumerate(names[:62])}
+    said = _said(transport, "inputs", 1 + sum(bit for name, bit in bits.items() if name in given))
+    for name, bit in bits.items():
+        if others := [rank for rank, one in enumerate(said) if bool(one & bit) != bool(said[0] & bit)]:
+            have, lack = ([rank for rank, one in enumerate(said) if bool(one & bit) == has] for has in (True, False))
+            raise Disagreement(f"{name} is given on the ranks {have} of this group, and not on {lack} (this is rank {transport.rank}): {need}", others[0])
+
+
+def content(value: Any) -> str:
+    """A text that is equal for equal tensors, also in lists and mappings, and differs for different ones as good as always."""
+    if isinstance(value, Mapping):
+        return repr([(str(name), content(one)) for name, one in sorted(value.items())])
+    if isinstance(value, list | tuple):
+        return repr([content(one) for one in value])
+    if not isinstance(value, Tensor):
+        return repr(value)
+    data = value.detach().contiguous().view(-1).view(torch.uint8)
+    words = torch.cat([data, data.new_zeros(-len(data) % 4)]).view(torch.int32)
+    parts = (words[at : at + (1 << 20)].long() for at in range(0, len(words), 1 << 20))
+    sums = [(int(part.sum()), int((part * torch.arange(1, len(part) + 1, device=part.device)).sum())) for part in parts]
+    return repr((str(value.dtype), tuple(value.shape), sums))
 
 
 @contextmanager

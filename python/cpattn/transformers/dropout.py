@@ -49,7 +49,8 @@ def factors(like: Tensor, rows: int, seed: Seed, p: float) -> Tensor:
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def by_place(layer: nn.Dropout, x: Tensor) -> Tensor:
     """The forward of a `torch.nn.Dropout`."""
-    if not layer.training or not layer.p or layer.p >= 1:
+    # A vision tower has no tokens of the batch: it runs before the text model, and draws as in one process.
+    if not layer.training or not layer.p or layer.p >= 1 or getattr(Current.forward, "outer", False):
         return nn.functional.dropout(x, layer.p, layer.training, layer.inplace)
     seed = seed_of_call(getattr(Current.forward, "draws", None))
     rows = len(seed.tokens)

@@ -24,8 +24,8 @@ MIXES, UNKNOWN, ALONE = 4, 6, 8
 
 
 def gathered(cp: ContextParallel, rows: Any) -> Any:
-    """Rows of this rank's tokens, of all ranks, also in tuples and mappings. Results of all ranks are left as they are, as numbers are
-    (a router's loss)."""
+    """Rows of this rank's tokens, of all ranks, also in tuples and mappings. What has no such rows is left as it is: numbers (a router's
+    loss), features of images, results of all ranks."""
     if (forward := cp.last) is None or forward.reader is not None:
         return rows
     given, mine = len(forward.tokens), len(forward.batch.tokens)
@@ -34,7 +34,7 @@ def gathered(cp: ContextParallel, rows: Any) -> Any:
         if x.ndim == 2 and len(x) == given and x.shape != (1, mine):  # [tokens, experts], as a router's logits are
             return cp.gather(x[None, :mine]).flatten(0, 1)
         # A rank without tokens has a pretended one.
-        return cp.gather(x[:, :mine] if x.shape[:2] == (1, given) else x) if x.ndim else x
+        return cp.gather(x[:, :mine]) if x.shape[:2] in ((1, given), (1, mine)) else x
 
     return _each(every, rows)
 

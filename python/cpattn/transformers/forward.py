@@ -42,6 +42,8 @@ class Forward(Gathers):
     outputs: Any = None
     router: Any = None
     draws: Draws | None = None
+    # Whether the model around the text model runs, on the whole batch.
+    outer: bool = False
     group: Collectives | None = None
     deals: dict[int, Deal] = field(default_factory=dict)
     longest: int = field(init=False)
@@ -63,6 +65,9 @@ class Forward(Gathers):
         return self.given(batch.attention(q, k, v, window_left=left, window_right=right, **options))
 
     def blocked(self, numbers: Tensor) -> bool:
+        if self.outer and numbers.shape == self.pack.shape:
+            kept = self.pack.kept
+            return self.views.blocked(numbers.flatten()[kept.to(numbers.device)][None], torch.arange(len(kept), device=kept.device))
         return self.views.blocked(numbers, self.tokens)
 
     def contrary(self, message: str) -> None:

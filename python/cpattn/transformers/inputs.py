@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import Cache
 
 from .._header import UNLIMITED
@@ -27,6 +28,9 @@ REFUSED_OPTIONS = {
 # The names of arguments for caches, some of which are not a Cache.
 CACHES = ("past_key_values", "cache", "cache_params")
 
+# The names in configs of ids that stand for images, videos and audio.
+PLACES = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
+
 # The losses of models, and whether the label of a token is the next one.
 LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 
@@ -42,10 +46,13 @@ def documents(model: Any, known: Found, inputs: Mapping[str, Any]) -> Pack:
     return pack(inputs, known.first, LOSSES.get(loss_of(model), True), known.skips)
 
 
-def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any]) -> Pack:
-    """The documents of a call of `model` with the text config `config`. Raises InvalidArgument and Unsupported."""
+def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any], images: frozenset[str] = frozenset()) -> Pack:
+    """The documents of a call of `model` with the text config `config`, and the arguments `images` for what is around its text model. Raises
+    InvalidArgument and Unsupported."""
     for name, value in inputs.items():
-        taken = name in TAKEN and (name not in ARGUMENTS or (known.types and name == known.named))
+        taken = name in images or (name in TAKEN and (name not in ARGUMENTS or (known.types and name == known.named)))
+        if name == "position_ids" and name not in images and getattr(value, "ndim", 2) == 3:
+            raise Unsupported(f"position_ids has the shape {tuple(value.shape)}, and {type(model).__name__} takes positions of one row: [rows, tokens] is needed")
         if not taken and value is not None and _tensors(value):
             raise Unsupported(f"the model was given {name}, which is not supported: leave it out")
     for name, value in inputs.items():
@@ -67,10 +74,14 @@ def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any]) ->
             "from the logits"
         )
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    within("input_ids", found.ids, getattr(words, "num_embeddings", None))
+    some = found.ids
+    if images:  # places of images, whose ids may be outside of the vocabulary
+        marks = [getattr(model.config, name, None) for name in PLACES]
+        some = some[~torch.isin(some, some.new_tensor([mark for mark in marks if isinstance(mark, int)]))]
+    within("input_ids", some, getattr(words, "num_embeddings", None))
     if found.labels is not None:
         within("labels", found.labels[found.labels != -100], getattr(head, "out_features", None))
-    if found.types is not None:
+    if found.types is not None and known.types:
         within(known.named, found.types, known.types)
     padded = found.reach > found.longest
     if found.reach > known.positions and not (padded and inputs.get("position_ids") is not None):

@@ -27,7 +27,7 @@ from .masks import ARGUMENTS
 ENDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cu_seqlens")
 TAKEN = (
-    "input_ids", "position_ids", *ARGUMENTS, "attention_mask", "labels", "shift_labels", "loss_weights", "slices", "num_items_in_batch",
+    "input_ids", "inputs_embeds", "position_ids", *ARGUMENTS, "attention_mask", "labels", "shift_labels", "loss_weights", "slices", "num_items_in_batch",
     *BOUNDARIES,
 )  # fmt: skip
 
@@ -190,12 +190,32 @@ def _starts(inputs: Mapping[str, Any], ids: Tensor) -> Tensor:
     return starts
 
 
+def _ids(inputs: Mapping[str, Any]) -> Tensor:
+    """Those of the tokens, or zeros with embeddings in their place."""
+    ids, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
+    if ids is None and isinstance(embeddings, Tensor) and embeddings.ndim == 3 and embeddings.is_floating_point():
+        return torch.zeros(embeddings.shape[:2], dtype=torch.int64, device=embeddings.device)
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise Unsupported("input_ids is needed, a tensor [rows, tokens], or inputs_embeds, [rows, tokens, hidden size]: other inputs are not supported")
+    if embeddings is not None:
+        raise InvalidArgument("input_ids and inputs_embeds are both given: give one of them")
+    return ids
+
+
+def _positions(inputs: Mapping[str, Any], shape: tuple[int, int]) -> Tensor | None:
+    """The position_ids that say what documents are. Those of models of images have three rows, of time, height and width, which do not say
+    it, or a fourth one before them, which does."""
+    positions, (rows, length) = inputs.get("position_ids"), shape
+    if not isinstance(positions, Tensor) or positions.ndim != 3:
+        return positions
+    _numbers("position_ids", positions, *((parts, n, length) for parts in (3, 4) for n in (rows, 1)))
+    return positions[0] if len(positions) == 4 else None
+
+
 def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips: bool = True) -> Pack:
     """The documents of the arguments of a forward call, for a model that counts positions from `first` and `skips` padding. Labels are `shifted` if the
     label of a token is the next one. Raises InvalidArgument and Unsupported."""
-    ids = inputs.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2:
-        raise Unsupported("input_ids is needed, a tensor [rows, tokens]: inputs_embeds and other inputs are not supported")
+    ids = _ids(inputs)
     rows, length = _numbers("input_ids", ids, tuple(ids.shape)).shape
     kept = _mask(inputs.get("attention_mask"), ids)
     places = torch.arange(length, device=ids.device).expand(rows, length)
@@ -204,7 +224,8 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips:
         starts = starts | F.pad((inputs["attention_mask"].diff(dim=1) != 0) & kept[:, 1:] & kept[:, :-1], (1, 0))
     starts = starts | _starts(inputs, ids)
     told = any(inputs.get(name) is not None for name in ("attention_mask", "seq_idx", *ENDS))
-    positions = inputs.get("position_ids")
+    positions = _positions(inputs, (rows, length))
+    given = positions is not None
     if positions is None:
         positions = places - torch.where(starts, places, 0).cummax(1).values
     positions = _numbers("position_ids", positions, (rows, length), (1, length)).expand(rows, length)
@@ -238,7 +259,7 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips:
     for name in ARGUMENTS:
         if (said := inputs.get(name)) is not None:
             types = _numbers(name, said, (rows, length)).flatten()[places]
-    tokens, given = ids.flatten()[places], inputs.get("position_ids") is not None
+    tokens = ids.flatten()[places]
     positions = positions.flatten()[places]
     positions = positions + first if slices is not None else _from(first, tokens, positions, begins, given, skips)
     ends = (*begins.tolist(), len(places))

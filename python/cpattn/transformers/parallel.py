@@ -23,12 +23,13 @@ from ..plan import CHOSEN, Plan
 from ..torch import Context, GlooTransport
 from ..torch.gloo import Collectives, Members
 from .adapters import Adapters
-from .agree import Total, number, same, told
+from .agree import Total, content, number, same, same_names, told
 from .attention import NAME, Current, register
 from .calls import Calls
 from .draws import Draws, refuse_layerdrop
 from .dropout import ByPlace
 from .forward import Forward
+from .images import Images
 from .inputs import checked
 from .mixers import Mixer, Mixers
 from .owners import refuse_owners
@@ -68,6 +69,7 @@ class ContextParallel(Calls):
         replicas: int = 1,
         gradients: str = "mean",
         tile: int = 0,
+        vision: str = "all",
         timeout: float = 300.0,
         workers: int = 1,
         mixers: Mapping[type[torch.nn.Module], Mixer] | None = None,
@@ -85,7 +87,10 @@ class ContextParallel(Calls):
         self._contexts: dict[torch.dtype, Context] = {}
         self._collectives: Collectives | None = None
         self._options = {"timeout": timeout, "workers": workers, **options}
-        self._alike = {"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "mixers": mixers, "dropout": dropout, **self._options}
+        self._alike = {
+            **{"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "mixers": mixers, "dropout": dropout},
+            **self._options,
+        }
         transport = GlooTransport(group, timeout=timeout)
         members = transport.members
         try:
@@ -93,8 +98,9 @@ class ContextParallel(Calls):
                 if dropout not in ("rank", "position"):
                     raise refused("dropout", dropout, "'rank' (each rank draws its own) or 'position' is needed")
                 self._dropouts = ByPlace(model) if dropout == "position" else None
-                self._try(model, len(members), replicas, gradients, tile, mixers or {})
-            settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "dropout": dropout, "options": sorted(options.items())}
+                self._try(model, len(members), replicas, gradients, tile, mixers or {}, vision)
+            settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout}
+            settings["options"] = sorted(options.items())
             settings["model"] = (type(model).__name__, self._found)
             for name, value in settings.items():
                 need = f"{name} is {value!r} on this rank, all ranks need the same"
@@ -119,7 +125,7 @@ class ContextParallel(Calls):
         self._hook()
 
     def _try(
-        self, model: Any, ranks: int, replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer]
+        self, model: Any, ranks: int, replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer], vision: str
     ) -> None:
         """The checks that need no other rank."""
         refuse_owners(model)
@@ -135,11 +141,12 @@ class ContextParallel(Calls):
         refuse_layerdrop(self.config)
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._mixers, self._adapters = Mixers(model, mixers, self._options, self.ranks), Adapters(model)
+        self._images = Images(model, vision, self._mixers, self._takes)
         self._usual = model.config._attn_implementation
         register()
         self.model = model  # from here on `_restore` undoes the changes
         self._adapters.replace()
-        model.set_attn_implementation(NAME)
+        self._attend(NAME)
         self._mixers.replace()
         if pools(model):
             self._kept = Kept(model)
@@ -151,6 +158,10 @@ class ContextParallel(Calls):
         # Invalid options of a plan are refused here, not with the first batch.
         how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers")}
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
+
+    def _attend(self, kind: str) -> None:
+        self.model.set_attn_implementation(kind)
+        self._images.keep_attention()
 
     def _heads(self) -> dict[str, Any]:
         """Heads, dims and direction of the first layer, as defaults: each layer has its own."""
@@ -181,7 +192,10 @@ class ContextParallel(Calls):
             "or cp.loader(batches) without a trainer, gives all of them that of rank 0"
         )
         with told(context.transport):
-            found, items = checked(self.model, self.config, self._found, inputs), inputs.get("num_items_in_batch")
+            images = self._images.given(inputs)
+            found, items = checked(self.model, self.config, self._found, inputs, images), inputs.get("num_items_in_batch")
+            if self._kept and (images or inputs.get("input_ids") is None):
+                raise Unsupported(f"{', '.join(sorted(images)) or 'inputs_embeds'} is given to a head that reads one token of each row: it needs input_ids alone")
             if found.slices is not None and self._mixers:
                 raise Unsupported("slices are given to a model with layers that mix whole documents, which know no slices: give each answer its own prompt")
             if items is not None and (items := attempt(float, given := items)) is None:
@@ -191,7 +205,10 @@ class ContextParallel(Calls):
                 raise Unsupported("loss_weights are given where the loss is not that of labels of tokens: leave them out, and weigh the results")
             if self._found.pooled and found.slices is not None:
                 raise Unsupported("slices are given to a head that reads one token of each row: give each answer its own row")
-        more = reader.bytes() if reader else b""
+            more = reader.bytes() if reader else b""
+            more += content({name: inputs.get(name) for name in (*images, "inputs_embeds")}).encode()
+        if self._images:
+            same_names(context.transport, self._images.names, images, need)
         same(context.transport, "inputs", number(found.bytes() + repr(items).encode() + more), need)
         views = Views(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens, slices=found.slices), self._found.blocks)
         forward = Forward(found, views, views.batch(self.model.dtype), items, found.labels, found.weights, reader, group=self._talk())
@@ -204,19 +221,32 @@ class ContextParallel(Calls):
         if args:
             kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
         forward = self.last = Current.forward = self.shard(kwargs)
-        mine = forward.tokens
-        kept = {name: value for name, value in kwargs.items() if name not in TAKEN}
-        kept |= {"input_ids": forward.pack.ids[mine][None], "position_ids": forward.pack.positions[mine][None]}
-        if forward.pack.types is not None:
-            kept[self._found.named] = forward.pack.types[mine][None]
+        draws = partial(Draws, self._number, self.device, self.transport, forward.tokens)
+        if self._images.given(kwargs):
+            kept = self._images.arguments(forward, kwargs, draws)
+        else:
+            kept = self._own(forward, kwargs) | self._mixers.arguments(forward)
+            forward.draws = draws()
         if "use_cache" in self._takes:
             kept["use_cache"] = False
         if forward.reader is not None:
             kept |= forward.reader.arguments(forward)
         if self._dropouts:
             self._dropouts.replace()
-        forward.draws = Draws(self._number, self.device, self.transport, mine)
-        return (), kept | self._mixers.arguments(forward)
+        return (), kept
+
+    def _own(self, forward: Forward, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments for this rank's tokens."""
+        mine = forward.tokens
+        kept = {name: value for name, value in kwargs.items() if name not in TAKEN}
+        kept["position_ids"] = forward.pack.positions[mine][None]
+        if (embeddings := kwargs.get("inputs_embeds")) is None:
+            kept["input_ids"] = forward.pack.ids[mine][None]
+        else:
+            kept["inputs_embeds"] = embeddings.flatten(0, 1)[forward.pack.kept[mine]][None]
+        if forward.pack.types is not None:
+            kept[self._found.named] = forward.pack.types[mine][None]
+        return kept
 
     # Outputs
 
@@ -225,6 +255,8 @@ class ContextParallel(Calls):
             return out
         if self._dropouts and forward.draws is not None:
             self._dropouts.check(forward.draws)
+        if forward.outer:
+            raise Unsupported(f"{type(model).__name__} did not call its text model with the batch: images are not supported in it")
         weighted = None
         if isinstance(out.get("aux_loss"), Tensor):
             out["aux_loss"], weighted = router_loss(self, forward, out["aux_loss"], self.factor)
@@ -265,6 +297,7 @@ class ContextParallel(Calls):
 
     def _hook(self) -> None:
         self._mixers.replace()
+        self._images.replace()
         # Not compiled: torch.compile breaks the graph at the hooks, and cannot trace them.
         before, after = map(torch.compiler.disable, (self._before, self._after))
         self._hooks = [
@@ -299,8 +332,9 @@ class ContextParallel(Calls):
             self._kept.restore()
         if self._tiles and self._base not in (None, self.model):
             vars(self._base).pop("forward", None)
+        self._images.restore()
         with suppress(ValueError):
-            self.model.set_attn_implementation(self._usual)
+            self._attend(self._usual)
 
     # What a user calls
 
@@ -316,7 +350,7 @@ class ContextParallel(Calls):
         finally:
             if self.model._cpattn is self:
                 self._adapters.replace()
-                self.model.set_attn_implementation(NAME)
+                self._attend(NAME)
                 self._hook()
 
     def _talk(self) -> Collectives:
