@@ -19,7 +19,7 @@ from ._check import RANGES, c_array, flag, instance, instances, one_of, refused,
 from ._interruptible import ENDING, Interruptible
 from ._library import call, status_of
 from .engine import EngineTransport
-from .plan import Direction, Plan, Side
+from .plan import CombineTo, Direction, Plan, Side
 from .ring import Link
 from .tensors import Array, Given
 from .trace import Event
@@ -141,6 +141,30 @@ class Rank:
         side, stream = one_of("side", side, Side), _address("stream", stream)
         given = Given("source", source), Given("to", to, written=True)
         self._run(name, _handle(plan), side, *(g.pointer for g in given), stream, keep=given, stream=stream)
+
+    def combine(
+        self,
+        plan: Plan,
+        to: CombineTo | str = "all",
+        stream: int | c_void_p | None = None,
+        *,
+        partial_o: Array,
+        partial_lse: Array,
+        o: Array,
+        lse: Array,
+        sinks: Array | None = None,
+    ) -> None:
+        """Merges partial results of the same queries over the ring of the plan's mesh: decode context parallelism, where each rank
+        has attended to its own part of a cache with any kernel that returns lse. All ranks of the group call it.
+
+        `partial_o`, [tokens, own heads, value_dim], is of all q tokens of the plan's batch and of the heads of `Plan.share` (all of
+        them without Ulysses), without sinks; `partial_lse`, [own heads, tokens], is -inf in a row without keys. `o` and `lse` get what
+        `to` says: "all" rows, the same bits on every rank; "heads", own heads j*H//R to (j+1)*H//R of ring rank j of R; or "tokens",
+        likewise. A row without keys on any rank gets o 0 and lse -inf, or the sink's value. Devices refuse it."""
+        to, stream = one_of("to", to, CombineTo), _address("stream", stream)
+        given = _given({"o", "lse"}, partial_o=partial_o, partial_lse=partial_lse, sinks=sinks, o=o, lse=lse)
+        tensors = (given[name].pointer if name in given else None for name in ("partial_o", "partial_lse", "sinks", "o", "lse"))
+        self._run("rank_combine", _handle(plan), to, *tensors, stream, keep=given, stream=stream)
 
     def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
         """Sends bytes over each link and checks them, around the ring in both directions, one link at a time.
