@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref, c_int32, c_size_t, c_uint8, c_void_p
+from ctypes import POINTER, byref, c_int32, c_size_t, c_uint8, c_void_p, cast
 from functools import partial
 from typing import Any, TypeVar
 
@@ -89,14 +89,32 @@ class Rank:
         lse: Array,
         sinks: Array | None = None,
         max_logit: Array | None = None,
+        block_table: Array | None = None,
+        page_size: int | None = None,
+        page_stride: int | None = None,
     ) -> None:
         """Writes o and lse of this rank's tokens. On a device it returns when the work is enqueued on `stream` (a cudaStream_t; None
         is the default stream).
 
         `max_logit`, [heads] f32, is written too, if given: the largest score of each head over the pairs that this rank computed,
-        -inf where there is none. The largest over the ranks is that of the batch. Devices refuse it."""
+        -inf where there is none. The largest over the ranks is that of the batch. Devices refuse it.
+
+        With `block_table`, int32 [documents, pages] on the CPU, k and v lie in pages and are not copied: they have the rows of all
+        pages, [rows, kv_heads, dim], and row i of this rank's k rows of document d, in its order, is row
+        block_table[d, i // page_size] * page_stride + i % page_size (None: page_size). A plan that copies or sends k and v is
+        refused: a ring needs circulate_forward="queries", and no Ulysses ranks. Devices refuse it."""
         given = _given({"o", "lse", "max_logit"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, max_logit=max_logit)
-        self._attend("forward", _header.ForwardArgs, plan, stream, given)
+        if block_table is None:
+            for name, value in (("page_size", page_size), ("page_stride", page_stride)):
+                if value is not None:
+                    raise errors.InvalidArgument(f"{name} is {value!r} without a block_table: give both, or none")
+            return self._attend("forward", _header.ForwardArgs, plan, stream, given)
+        table, stream = Given("block_table", block_table), _address("stream", stream)
+        args = _header.ForwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
+        size = whole("page_size", page_size, 1, (1 << 31) - 1)
+        stride = size if page_stride is None else whole("page_stride", page_stride, 1, (1 << 31) - 1)
+        entries, *shape = _table(table.pointer.contents)
+        self._run("forward_paged", _handle(plan), byref(args), entries, *shape, size, stride, keep=(given, table), stream=stream)
 
     def backward(
         self,
@@ -248,6 +266,18 @@ class Rank:
             raise errors.InvalidHandle(f"cpattn_{name}: this rank is closed: make a new one")
         self._interruptible.check_process()
         self._kept.call(name, self._handle, *arguments)
+
+
+def _table(table: Any) -> tuple[Any, int, int]:
+    """The address of a table of pages, the documents it has, and the pages of each."""
+    shape, kind = tuple(table.shape[: table.ndim]), (table.dtype.code, table.dtype.bits, table.device.device_type)
+    if kind != (0, 32, 1):
+        raise errors.InvalidArgument(f"block_table is of DLPack type {kind[0]}, {kind[1]} bits, on device type {kind[2]}, int32 on the CPU is needed")
+    if len(shape) != 2:
+        raise errors.InvalidArgument(f"block_table is of shape {shape}, [documents, pages] is needed")
+    if table.strides and math.prod(shape) and (table.strides[1], table.strides[0]) != (1, shape[1]):
+        raise errors.InvalidArgument(f"block_table has strides {tuple(table.strides[:2])}, a contiguous one is needed")
+    return cast(table.data + table.byte_offset if table.data else None, POINTER(c_int32)), *shape
 
 
 def _address(name: str, value: object) -> int | None:

@@ -109,7 +109,10 @@ impl FoundRows {
         match failure {
             None => Ok(()),
             Some((doc, Some((page, entry)))) => {
-                let expected = format!("0 to {}: k and v have {have} rows, pages of {size} rows", all as i128 - 1);
+                let expected = match all {
+                    0 => format!("a page of {size} rows: k and v have {have}"),
+                    _ => format!("0 to {}: k and v have {have} rows, pages of {size} rows", all - 1),
+                };
                 Err(Error::invalid(format!("block_table[{doc}][{page}]"), entry, expected))
             }
             Some((doc, None)) => {

@@ -7,7 +7,7 @@
 //!   `executor`, `poison`: against other runs;
 //! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
 //!   ranks do together besides runs;
-//! - `combine`: partial results merged over the ring;
+//! - `combine`: partial results merged over the ring; `paged`: k and v in pages;
 //! - `d_lse`, `max_logit`: the gradient of lse, the largest scores;
 //! - `distribution`: plans with the tokens of another plan;
 //! - `slices`: masks made of slices, drawn and by name;
@@ -31,6 +31,7 @@ mod max_logit;
 mod nodes;
 mod options;
 mod padding;
+mod paged;
 mod plan_refusals;
 mod poison;
 mod refusals;
