@@ -792,6 +792,18 @@ typedef struct cpattn_backward_args {
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args);
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);
 
+/* A forward over k and v that lie in pages, without copying them: k and v of `args` have the rows of all pages, [rows, kv_heads, dim]
+ * (an array of [pages, page_size, kv_heads, dim] seen as rows). block_table is [documents, pages_per_document], on the CPU: row i
+ * of this rank's k rows of document d, in the rank's order, is row
+ *   block_table[d * pages_per_document + i / page_size] * page_stride + i % page_size
+ * of k and v. page_stride is page_size if pages adjoin, more if something lies between them. Entries beyond a document's rows are
+ * not read; documents may share pages. On one rank this is the block_table of vLLM and FlashAttention, with the lengths of the
+ * sequences as the batch's k side; over a ring each rank has a table of the pages of its own rows. The result has the bits of a
+ * forward whose k and v have these rows one after another.
+ * CPATTN_UNSUPPORTED: a plan that copies or sends k and v (Ulysses ranks; a ring whose k circulates), a rank on a device. */
+int32_t cpattn_forward_paged(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
+    const int32_t *block_table, size_t documents, size_t pages_per_document, size_t page_size, size_t page_stride);
+
 /* The pairs that dropout keeps, for a comparison with a computation that has the whole mask: kept[i * k_count + j] is 1 if q token
  * q_begin + i keeps k token k_begin + j, and 0 if it drops it. Tokens are places in the whole batch; head is a q head of the
  * whole problem. probability is above 0.
@@ -830,6 +842,36 @@ int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank,
 
 /* Verifies both all-to-alls of such tensors, as cpattn_plan_verify does forward and backward. For plans of any kind. */
 int32_t cpattn_plan_verify_all_to_all(const cpattn_plan *plan, int32_t side, uint32_t dim, int32_t dtype);
+
+/*
+ * Partial results merged over the ring, as a call of its own: decode context parallelism. A server that spreads a cache over
+ * ranks has the same queries on all of them; each rank attends to its own part of the keys with any kernel that returns lse,
+ * and the parts are merged here. Of the plan, only the number of q tokens, the heads, value_dim, the element type, the sinks and
+ * the mesh matter: its batch is the queries of the step (cu_seqlens 0, tokens), its ring the ranks that have
+ * parts of the keys, its Ulysses ranks hold different heads. All ranks of the group make the same calls, as for runs.
+ *
+ * Given: partial_o [tokens, own heads, value_dim] of all q tokens, f16, bf16 or f32 (f64 if the plan is of f64), normalised, without
+ * sinks; and partial_lse [own heads, tokens], natural log, f32 (f64), -inf in a row without keys, whose o is then not read.
+ * The own heads are q_head_begin to q_head_end of cpattn_share: all heads, without Ulysses. sinks: [heads] f32 if the plan has
+ * sinks, else NULL; they are applied once.
+ * Written: o in the plan's type, and lse [heads, tokens]. With T tokens and H own heads, ring rank j of R gets
+ *   CPATTN_COMBINE_TO_ALL     all rows: [T, H, value_dim], with the same bits on every rank;
+ *   CPATTN_COMBINE_TO_HEADS   the own heads from j*H/R to (j+1)*H/R, rounded down: what tensor parallelism goes on with;
+ *   CPATTN_COMBINE_TO_TOKENS  the tokens from j*T/R to (j+1)*T/R.
+ * Parts are merged in f32 (f64), in the order of the ring ranks, and rounded once, so that every run gives the same bits. A row
+ * without keys on any rank gets o 0 and lse -inf, or the sink's value. CPATTN_UNSUPPORTED on a device.
+ *
+ * partial: the type of partial_o (CPATTN_F32, ...). The other functions do for a combine what cpattn_rank_prepare,
+ * cpattn_plan_verify and cpattn_plan_workspace do for attention. */
+#define CPATTN_COMBINE_TO_ALL 0
+#define CPATTN_COMBINE_TO_HEADS 1
+#define CPATTN_COMBINE_TO_TOKENS 2
+int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_tensor *partial_o,
+    const cpattn_tensor *partial_lse, const cpattn_tensor *sinks, const cpattn_tensor *o, const cpattn_tensor *lse,
+    void *stream);
+int32_t cpattn_rank_prepare_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, int32_t partial);
+int32_t cpattn_plan_verify_combine(const cpattn_plan *plan, int32_t to, int32_t partial);
+int32_t cpattn_plan_combine_workspace(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial, uint64_t *bytes);
 
 /* Labels where each rank has only its own tokens (compare cpattn_plan_shift): for each of the rank's q tokens, `out` gets the
  * row that is `by` tokens later in the same document, which another rank may hold, or repeats the one element at `fill` if the
@@ -1185,9 +1227,15 @@ int32_t cpattn_schedule_create(const cpattn_plan *plan, uint32_t rank, int32_t d
 int32_t cpattn_schedule_create_all_to_all(const cpattn_plan *plan, uint32_t rank, int32_t direction, int32_t side, uint32_t dim,
     int32_t dtype, cpattn_schedule **schedule);
 
+/* The same for a combine (cpattn_rank_combine); its operations are exchanges, sums and CPATTN_OP_COMBINE. Its direction is
+ * CPATTN_COMBINE. */
+#define CPATTN_COMBINE 4
+int32_t cpattn_schedule_create_combine(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial,
+    cpattn_schedule **schedule);
+
 int32_t cpattn_schedule_destroy(cpattn_schedule *schedule);
 
-/* The caller's tensors, as in cpattn_backward_args: those of a rank's own tokens. The last two are those of an all-to-all. d_lse
+/* The caller's tensors, as in cpattn_backward_args: those of a rank's own tokens. OWN_... are of an all-to-all. d_lse
  * and max_logit, which a run may leave out, are in no list: a program that executes one subtracts d_lse where it makes delta, and
  * takes the largest score of its pairs where it makes o. */
 #define CPATTN_TENSOR_Q 0      /* [q_tokens, heads, head_dim] */
@@ -1205,6 +1253,8 @@ int32_t cpattn_schedule_destroy(cpattn_schedule *schedule);
 #define CPATTN_TENSOR_MAX_LOGIT 12 /* [1, heads, 1] f32, of the pairs that this rank computed */
 #define CPATTN_TENSOR_OWN_TOKENS 13 /* [own tokens, all heads, dim] */
 #define CPATTN_TENSOR_OWN_HEADS 14  /* [tokens of the ring share, own heads, dim], compact */
+#define CPATTN_TENSOR_PARTIAL_O 15   /* of a combine: [all q_tokens, own heads, value_dim] */
+#define CPATTN_TENSOR_PARTIAL_LSE 16 /* of a combine: [all q_tokens, own heads, 1] */
 
 /* A buffer. Views name it by its index in cpattn_schedule_info.buffers. */
 typedef struct cpattn_buffer {
@@ -1274,6 +1324,7 @@ typedef struct cpattn_sum {
 #define CPATTN_OP_EXCHANGE 5        /* messages, which complete together; between two ranks both list them in one order */
 #define CPATTN_OP_ATTEND 6          /* as cpattn_attend */
 #define CPATTN_OP_ATTEND_BACKWARD 7 /* as cpattn_attend_backward */
+#define CPATTN_OP_COMBINE 8 /* sums, two: o and its lse. Merge all sources, in order, apply the sinks once, write to dst */
 
 /*
  * An operation. Lists and views that its kind does not have are empty.
@@ -1309,7 +1360,7 @@ typedef struct cpattn_op {
   cpattn_view dq;
   cpattn_view dk;
   cpattn_view dv;
-  cpattn_view sinks;  /* ATTEND with a result, SINK_GRADIENT: if the problem has sinks */
+  cpattn_view sinks;  /* ATTEND with a result, SINK_GRADIENT, COMBINE: if the problem has sinks */
   cpattn_view dsinks; /* SINK_GRADIENT: one row */
   cpattn_head_map heads;
   int32_t aligned;

@@ -135,6 +135,8 @@ pub enum RunKind {
     ToHeads,
     /// The all-to-all from heads to tokens.
     ToTokens,
+    /// The merge of partial results of several ranks.
+    Combine,
 }
 
 impl fmt::Display for RunKind {
@@ -144,6 +146,7 @@ impl fmt::Display for RunKind {
             Self::Backward => "backward",
             Self::ToHeads => "all-to-all to heads",
             Self::ToTokens => "all-to-all to tokens",
+            Self::Combine => "combine",
         })
     }
 }

@@ -9,6 +9,7 @@
 use core::ops::Range;
 
 mod dense;
+mod disjoint;
 pub mod makers;
 pub(crate) mod parts;
 

@@ -31,6 +31,7 @@ mod input;
 
 mod attend;
 mod blocks;
+mod combine;
 mod dlpack;
 mod dropout;
 mod engine;

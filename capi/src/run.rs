@@ -12,8 +12,8 @@ use super::{
     status::Outcome,
 };
 use cpattn::{
-    Plan,
-    runtime::Bindings,
+    Error, Plan,
+    runtime::{Bindings, Pages},
     schedule::{AllToAll, AllToAllDirection, Direction, TensorId},
 };
 
@@ -73,7 +73,7 @@ const BACKWARD: [TensorId; 12] = {
 /// The header's promise about handles and tensors; streams are the driver's.
 unsafe fn run(
     rank: &RankState, plan: &Plan, direction: Direction, tensors: &[*const cpattn_tensor], dropout_seed: *const u64,
-    stream: *mut c_void,
+    pages: Option<Pages<'_>>, stream: *mut c_void,
 ) -> Outcome {
     runs(plan)?;
     let (mut rank, mut bindings) = (rank.claim()?, Bindings::default());
@@ -95,6 +95,7 @@ unsafe fn run(
     if !dropout_seed.is_null() {
         bindings = bindings.with_dropout_seed(Some(given!(array("dropout_seed", dropout_seed, 1))[0]));
     }
+    let bindings = pages.map_or(bindings, |pages| bindings.with_pages(pages));
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
     Ok(unsafe { rank.run_on(plan, direction, &bindings, stream) }?)
 }
@@ -106,7 +107,27 @@ pub unsafe extern "C" fn cpattn_forward(
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.max_logit];
-        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, a.stream));
+        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, None, a.stream));
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_forward_paged(
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const cpattn_forward_args, block_table: *const i32,
+    documents: usize, pages_per_document: usize, page_size: usize, page_stride: usize,
+) -> i32 {
+    boundary!({
+        let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
+        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.max_logit];
+        if documents != plan.problem().batch().documents() {
+            let expected = format!("{}, those of the plan", plan.problem().batch().documents());
+            return Err(Error::invalid("documents", documents, expected).hint("block_table has a row for each").into());
+        }
+        // A product that is too large is no array's length.
+        let entries = documents.saturating_mul(pages_per_document);
+        let table = given!(array("block_table", block_table, entries));
+        let pages = Pages { table, per_document: pages_per_document, size: page_size, stride: page_stride };
+        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, Some(pages), a.stream));
     })
 }
 
@@ -117,7 +138,7 @@ pub unsafe extern "C" fn cpattn_backward(
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks, a.d_lse];
-        given!(run(rank, plan, Direction::Backward, &tensors, a.dropout_seed, a.stream));
+        given!(run(rank, plan, Direction::Backward, &tensors, a.dropout_seed, None, a.stream));
     })
 }
 

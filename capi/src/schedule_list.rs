@@ -31,6 +31,7 @@ const MERGE: i32 = 4;
 const EXCHANGE: i32 = 5;
 const ATTEND: i32 = 6;
 const ATTEND_BACKWARD: i32 = 7;
+const COMBINE: i32 = 8;
 
 /// The views and numbers of an operation; a view of no heads is not there.
 #[derive(Clone, Copy, Default)]
@@ -219,6 +220,14 @@ impl Lister {
             ExpandedOp::Merges(parts) => {
                 a.kind = MERGE;
                 self.sums(&mut op, &parts);
+            }
+            ExpandedOp::Combine(merge) => {
+                a.kind = COMBINE;
+                a.sinks = match of.whole(TensorId::Sinks) {
+                    none if none.heads == 0 => none,
+                    all => cpattn_view { head: merge.first_head, heads: merge.o.dst.heads, ..all },
+                };
+                self.sums(&mut op, &[vec![merge.o, merge.lse]]);
             }
             ExpandedOp::Exchange { messages, .. } => {
                 a.kind = EXCHANGE;

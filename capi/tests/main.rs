@@ -143,6 +143,11 @@ fn a_kernel_of_the_callers_between_two_all_to_alls() {
 }
 
 #[test]
+fn keys_in_pages_and_partial_results_of_two_ranks() {
+    run(&mut Command::new(compile("capi/tests/serving.c", "c99")));
+}
+
+#[test]
 fn instruction_sets_are_forced_and_parts_of_documents_err_as_the_whole() {
     run(&mut Command::new(compile("capi/tests/isa.c", "c99")));
 }

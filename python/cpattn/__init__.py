@@ -23,7 +23,7 @@ from .errors import (
     ScheduleError,
     Unsupported,
 )
-from .plan import AllToAll, Circulate, Direction, Dtype, Gather, Kind, Layout, Plan, PlanOptions, Side, Wire, ranks_per_node
+from .plan import AllToAll, Circulate, CombineTo, Direction, Dtype, Gather, Kind, Layout, Plan, PlanOptions, Side, Wire, ranks_per_node
 from .rank import Isa, Rank, check_ring, local_group, nccl_group, nccl_unique_id, on_all, peer_group
 from .ring import Link
 from .slices import Slice
@@ -36,6 +36,7 @@ __all__ = [
     "RAISED",
     "UNLIMITED",
     "AllToAll",
+    "CombineTo",
     "Array",
     "Busy",
     "Circulate",

@@ -93,6 +93,12 @@ class AllToAll(enum.IntEnum):
     TO_HEADS, TO_TOKENS = 2, 3
 
 
+class CombineTo(enum.IntEnum):
+    """The rows of a merged result that a rank gets: see `Rank.combine`."""
+
+    ALL, HEADS, TOKENS = range(3)
+
+
 class PlanOptions(TypedDict, total=False):
     """Options of a plan, with their defaults in parentheses. None, where it is allowed, is the default. Members of an enum may be
     given by their names, as strings.
@@ -426,6 +432,12 @@ class Plan:
         from .schedule import Schedule
 
         return Schedule.of_all_to_all(self, rank, direction, side, dim, dtype)
+
+    def combine_schedule(self, rank: int, to: CombineTo | str, partial: Dtype | str | object) -> Schedule:
+        """The same for a combine (`Rank.combine`) of partial results of a type."""
+        from .schedule import Schedule
+
+        return Schedule.of_combine(self, rank, to, partial)
 
     def tokens(self, side: Side, rank: int) -> array[int]:
         """The indices in the batch of a rank's tokens, in the rank's order."""

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref, c_int32, c_size_t, c_uint8, c_uint64, c_void_p, pointer
+from ctypes import POINTER, byref, c_int32, c_size_t, c_uint8, c_uint64, c_void_p, cast, pointer
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from ._check import RANGES, c_array, flag, instance, instances, one_of, refused,
 from ._interruptible import ENDING, Interruptible
 from ._library import call, status_of
 from .engine import EngineTransport
-from .plan import Direction, Plan, Side
+from .plan import CombineTo, Direction, Plan, Side
 from .ring import Link
 from .tensors import Array, Given
 from .trace import Event
@@ -90,6 +90,9 @@ class Rank:
         sinks: Array | None = None,
         max_logit: Array | None = None,
         dropout_seed: int | None = None,
+        block_table: Array | None = None,
+        page_size: int | None = None,
+        page_stride: int | None = None,
     ) -> None:
         """Writes o and lse of this rank's tokens. On a device it returns when the work is enqueued on `stream` (a cudaStream_t; None
         is the default stream).
@@ -98,9 +101,23 @@ class Rank:
         -inf where there is none. The largest over the ranks is that of the batch. Devices refuse it.
 
         A plan with dropout needs a `dropout_seed`, from 0 to 2^64 - 1: another one for each layer and step, the same on all ranks, which
-        is checked as plans are."""
+        is checked as plans are.
+
+        With `block_table`, int32 [documents, pages] on the CPU, k and v lie in pages and are not copied: they have the rows of all
+        pages, [rows, kv_heads, dim], and row i of this rank's k rows of document d, in its order, is row
+        block_table[d, i // page_size] * page_stride + i % page_size (None: page_size). A plan that copies or sends k and v is
+        refused: a ring needs circulate_forward="queries", and no Ulysses ranks. Devices refuse it."""
         given = _given({"o", "lse", "max_logit"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, max_logit=max_logit)
-        self._attend("forward", _header.ForwardArgs, plan, stream, given, dropout_seed)
+        if block_table is None:
+            for name, value in (("page_size", page_size), ("page_stride", page_stride)):
+                if value is not None:
+                    raise errors.InvalidArgument(f"{name} is {value!r} without a block_table: give both, or none")
+            return self._attend("forward", _header.ForwardArgs, plan, stream, given, dropout_seed)
+        size = whole("page_size", page_size, 1, (1 << 31) - 1)
+        stride = size if page_stride is None else whole("page_stride", page_stride, 1, (1 << 31) - 1)
+        given["block_table"] = table = Given("block_table", block_table)
+        pages = (*_table(table.pointer.contents), size, stride)
+        self._attend("forward_paged", _header.ForwardArgs, plan, stream, given, dropout_seed, pages)
 
     def backward(
         self,
@@ -128,12 +145,12 @@ class Rank:
         given = _given({"dq", "dk", "dv", "dsinks"}, **tensors)
         self._attend("backward", _header.BackwardArgs, plan, stream, given, dropout_seed)
 
-    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given], seed: int | None) -> None:
+    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given], seed: int | None, pages: tuple[Any, ...] = ()) -> None:
         stream = _address("stream", stream)
-        args = struct(stream=stream, **{name: g.pointer for name, g in given.items()})
+        args = struct(stream=stream, **{name: g.pointer for name, g in given.items() if name != "block_table"})
         if seed is not None:
             args.dropout_seed = pointer(c_uint64(whole("dropout_seed", seed, *RANGES[c_uint64])))
-        self._run(name, _handle(plan), byref(args), keep=given, stream=stream)
+        self._run(name, _handle(plan), byref(args), *pages, keep=given, stream=stream)
 
     def to_heads(self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None) -> None:
         """For your own kernel that mixes whole sequences (linear attention, state space models): from this rank's tokens and all
@@ -150,6 +167,30 @@ class Rank:
         side, stream = one_of("side", side, Side), _address("stream", stream)
         given = Given("source", source), Given("to", to, written=True)
         self._run(name, _handle(plan), side, *(g.pointer for g in given), stream, keep=given, stream=stream)
+
+    def combine(
+        self,
+        plan: Plan,
+        to: CombineTo | str = "all",
+        stream: int | c_void_p | None = None,
+        *,
+        partial_o: Array,
+        partial_lse: Array,
+        o: Array,
+        lse: Array,
+        sinks: Array | None = None,
+    ) -> None:
+        """Merges partial results of the same queries over the ring of the plan's mesh: decode context parallelism, where each rank
+        has attended to its own part of a cache with any kernel that returns lse. All ranks of the group call it.
+
+        `partial_o`, [tokens, own heads, value_dim], is of all q tokens of the plan's batch and of the heads of `Plan.share` (all of
+        them without Ulysses), without sinks; `partial_lse`, [own heads, tokens], is -inf in a row without keys. `o` and `lse` get what
+        `to` says: "all" rows, the same bits on every rank; "heads", own heads j*H//R to (j+1)*H//R of ring rank j of R; or "tokens",
+        likewise. A row without keys on any rank gets o 0 and lse -inf, or the sink's value. Devices refuse it."""
+        to, stream = one_of("to", to, CombineTo), _address("stream", stream)
+        given = _given({"o", "lse"}, partial_o=partial_o, partial_lse=partial_lse, sinks=sinks, o=o, lse=lse)
+        tensors = (given[name].pointer if name in given else None for name in ("partial_o", "partial_lse", "sinks", "o", "lse"))
+        self._run("rank_combine", _handle(plan), to, *tensors, stream, keep=given, stream=stream)
 
     def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
         """Sends bytes over each link and checks them, around the ring in both directions, one link at a time.
@@ -233,6 +274,18 @@ class Rank:
             raise errors.InvalidHandle(f"cpattn_{name}: this rank is closed: make a new one")
         self._interruptible.check_process()
         self._kept.call(name, self._handle, *arguments)
+
+
+def _table(table: Any) -> tuple[Any, int, int]:
+    """The address of a table of pages, the documents it has, and the pages of each."""
+    shape, kind = tuple(table.shape[: table.ndim]), (table.dtype.code, table.dtype.bits, table.device.device_type)
+    if kind != (0, 32, 1):
+        raise errors.InvalidArgument(f"block_table is of DLPack type {kind[0]}, {kind[1]} bits, on device type {kind[2]}, int32 on the CPU is needed")
+    if len(shape) != 2:
+        raise errors.InvalidArgument(f"block_table is of shape {shape}, [documents, pages] is needed")
+    if table.strides and math.prod(shape) and (table.strides[1], table.strides[0]) != (1, shape[1]):
+        raise errors.InvalidArgument(f"block_table has strides {tuple(table.strides[:2])}, a contiguous one is needed")
+    return cast(c_void_p(table.data + table.byte_offset if table.data else None), POINTER(c_int32)), *shape
 
 
 def _address(name: str, value: object) -> int | None:

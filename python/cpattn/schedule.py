@@ -17,21 +17,22 @@ from typing import Any, NamedTuple
 from . import _header
 from ._check import one_of
 from ._library import call, status_of
-from .plan import AllToAll, Direction, Dtype, Plan, Side, at_least_1, dtype_of
+from .plan import AllToAll, CombineTo, Direction, Dtype, Plan, Side, at_least_1, dtype_of
 
 
 class Tensor(enum.IntEnum):
-    """The caller's tensors, [tokens, heads, dim]. That of LSE is [tokens, heads, 1], of SINKS and DSINKS [1, heads, 1]. The last two are
-    those of an all-to-all."""
+    """The caller's tensors, [tokens, heads, dim]. That of LSE is [tokens, heads, 1], of SINKS and DSINKS [1, heads, 1]. OWN_... are
+    of an all-to-all, PARTIAL_... of a combine."""
 
-    Q, K, V, O, LSE, D_O, DQ, DK, DV, SINKS, DSINKS, D_LSE, MAX_LOGIT, OWN_TOKENS, OWN_HEADS = range(15)
+    Q, K, V, O, LSE, D_O, DQ, DK, DV, SINKS, DSINKS, D_LSE, MAX_LOGIT, OWN_TOKENS, OWN_HEADS, PARTIAL_O, PARTIAL_LSE = range(17)
 
 
 class OpKind(enum.IntEnum):
     """DELTA: delta = rowsum(d_o·o). SINK_GRADIENT: dsinks = -sum of exp(sink - lse)·delta over rows. SINK_TOTAL, SUM: `sums`. MERGE:
-    `sums` in pairs, o and then its lse. EXCHANGE: `messages`. ATTEND, ATTEND_BACKWARD: `ranges`."""
+    `sums` in pairs, o and then its lse. EXCHANGE: `messages`. ATTEND, ATTEND_BACKWARD: `ranges`.
+    COMBINE: `sums`, one of o and one of its lse: all sources are merged in order, and the sinks applied."""
 
-    DELTA, SINK_GRADIENT, SINK_TOTAL, SUM, MERGE, EXCHANGE, ATTEND, ATTEND_BACKWARD = range(8)
+    DELTA, SINK_GRADIENT, SINK_TOTAL, SUM, MERGE, EXCHANGE, ATTEND, ATTEND_BACKWARD, COMBINE = range(9)
 
 
 class Lane(enum.IntEnum):
@@ -203,10 +204,10 @@ class Op:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A rank's operations in one direction. Views name buffers by their index in `buffers`."""
+    """A rank's operations in one direction; None for a combine. Views name buffers by their index in `buffers`."""
 
     rank: int
-    direction: Direction | AllToAll
+    direction: Direction | AllToAll | None
     workspace_bytes: int
     buffers: tuple[Buffer, ...]
     ops: tuple[Op, ...]
@@ -227,7 +228,14 @@ class Schedule:
         return cls._copied(handle, rank, way)
 
     @classmethod
-    def _copied(cls, handle: c_void_p, rank: int, way: Direction | AllToAll) -> Schedule:
+    def of_combine(cls, plan: Plan, rank: int, to: CombineTo | str, partial: Any) -> Schedule:
+        """The schedule of a combine: `Plan.combine_schedule`."""
+        handle, of = c_void_p(), (one_of("to", to, CombineTo), dtype_of(partial))
+        call("schedule_create_combine", plan.handle, rank, *of, byref(handle))
+        return cls._copied(handle, rank, None)
+
+    @classmethod
+    def _copied(cls, handle: c_void_p, rank: int, way: Direction | AllToAll | None) -> Schedule:
         """What a handle has, which is destroyed."""
         info = _header.ScheduleInfo()
         try:

@@ -368,6 +368,21 @@ pub struct Merge {
     pub with_lse: RawTensor,
 }
 
+/// Merges partial results of the same rows, in the order given, and applies the sinks once.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MergeAll<'a> {
+    /// Normalised o of each part, of one element type, without sinks.
+    pub o_parts: &'a [RawTensor],
+    /// The lse of each part, `dim` 1.
+    pub lse_parts: &'a [RawTensor],
+    /// As in [`Attend`].
+    pub sinks: RawTensor,
+    /// The merged o; its type has the accumulator of the parts'.
+    pub o: RawTensor,
+    /// Its lse, `dim` 1.
+    pub lse: RawTensor,
+}
+
 /// `dsink_h = −Σ_rows exp(sink_h − lse) · delta`.
 #[derive(Clone, Copy, Debug)]
 pub struct SinkGradient {

@@ -5,7 +5,7 @@
 //!
 //! - [`mod@reference`]: attention in f64, simple code that all other kernels are tested against;
 //! - [`cpu`]: the CPU's kernels; `cuda`: the CUDA backend (feature `cuda`);
-//! - `merge`, `sinks`: partial results and the gradients of sinks, on the CPU;
+//! - `merge`, `merge_all`, `sinks`: partial results and the gradients of sinks, on the CPU;
 //! - [`Kernels`]: one type for both backends, for callers that choose at run time.
 
 mod check;
@@ -14,6 +14,7 @@ pub mod cpu;
 pub mod cuda;
 mod kernels;
 pub(crate) mod merge;
+pub(crate) mod merge_all;
 pub mod reference;
 pub(crate) mod sinks;
 mod writers;

@@ -3,6 +3,7 @@
 
 use std::{format, vec::Vec};
 
+use super::paged::RawPages;
 use crate::{
     call::RawTensor,
     element::Dtype,
@@ -33,24 +34,28 @@ use crate::{
 pub struct Bindings {
     tensors: [RawTensor; PLACES],
     dropout_seed: Option<u64>,
+    /// Where the rows of k and v lie, if they lie in pages.
+    pub(super) pages: Option<RawPages>,
 }
 
 /// The places of a run's tensors.
 const PLACES: usize = TensorId::MaxLogit as usize + 1;
 
-/// The place of a tensor. Those of an all-to-all have the places of q and o: no run has both, and what kernels get of a
-/// run's tensors is as long as the tensors of attention.
+/// The place of a tensor. Those of an all-to-all and of a combine have places of attention's: no run has both, and what
+/// kernels get of a run's tensors is as long as the tensors of attention.
 pub(super) const fn place_of(tensor: TensorId) -> usize {
     match tensor {
         TensorId::OwnTokens => TensorId::Q as usize,
         TensorId::OwnHeads => TensorId::O as usize,
+        TensorId::PartialO => TensorId::Q as usize,
+        TensorId::PartialLse => TensorId::K as usize,
         of_attention => of_attention as usize,
     }
 }
 
 impl Default for Bindings {
     fn default() -> Self {
-        Self { tensors: [RawTensor::NONE; PLACES], dropout_seed: None }
+        Self { tensors: [RawTensor::NONE; PLACES], dropout_seed: None, pages: None }
     }
 }
 
@@ -118,9 +123,10 @@ impl Bindings {
                 return Err(Error::invalid(name, "not given", expected).hint(hint));
             }
             let innermost = match expected.run {
-                Purpose::Attention(_) => "head_dim",
+                Purpose::Attention(_) | Purpose::Combine(_) => "head_dim",
                 Purpose::AllToAll(_) => "dim",
             };
+            let shape = self.shape_of(tensor, raw, shape);
             expect(name, raw, dtype, shape, innermost).map_err(|error| {
                 // The usual reason is a tensor of the whole batch, or a cu_seqlens that ends elsewhere.
                 let tokens = raw.dtype == dtype && raw.tokens != shape[0] as u64;
@@ -168,6 +174,7 @@ impl ExpectedTensors {
             Purpose::Attention(_) => sent(schedule),
             // Also if the rank keeps all heads and sends none, so that a test on one rank already finds the error.
             Purpose::AllToAll(_) => std::vec![TensorId::OwnHeads],
+            Purpose::Combine(_) => Vec::new(),
         };
         let dropout = matches!(run, Purpose::Attention(_)) && plan.problem().dropout().is_some();
         Self { run, forms: TensorId::ALL.map(|t| run.form(plan, schedule.rank, t)), sent, dropout }
@@ -205,6 +212,10 @@ impl ExpectedTensors {
             Purpose::Attention(_) if matches!(tensor, TensorId::Lse | TensorId::DLse) => {
                 "lse is [heads, tokens] in C and Python; the tokens are the rank's own (cu_seqlens_q): its shard of the plan"
             }
+            Purpose::Combine(_) if matches!(tensor, TensorId::PartialO | TensorId::PartialLse) => {
+                "every rank gives its part of all q tokens of the plan; lse is [heads, tokens] in C and Python"
+            }
+            Purpose::Combine(_) => "a rank gets what the plan's combined share says: all rows, or some heads or tokens",
             Purpose::AllToAll(_) if tensor == TensorId::OwnHeads => {
                 "between the all-to-alls a rank has all tokens of its ring share: the sum of those of its Ulysses ranks"
             }
@@ -217,7 +228,7 @@ impl ExpectedTensors {
     fn compact_hint(&self) -> &'static str {
         match self.run {
             Purpose::Attention(_) => "plan with pack_inputs, which packs it first",
-            Purpose::AllToAll(_) => "give a compact tensor",
+            Purpose::AllToAll(_) | Purpose::Combine(_) => "give a compact tensor",
         }
     }
 }

@@ -10,10 +10,10 @@ use super::{
     prepared::Prepared,
 };
 use crate::{
-    call::{Attend, AttendBackward, Delta, Merge, RawTensor, SinkGradient, Transform},
+    call::{Attend, AttendBackward, Delta, Merge, MergeAll, RawTensor, SinkGradient, Transform},
     element::Dtype,
     error::Result,
-    kernel::{cpu, merge, sinks},
+    kernel::{cpu, merge, merge_all, sinks},
     plan::Plan,
     report::trace,
     schedule::{Lane, Schedule, TensorId},
@@ -34,6 +34,7 @@ pub(super) unsafe fn run(
     transport: &dyn Transport,
     prepared: &mut Prepared,
     memory: &BufferAddresses,
+    table: Option<&[u32]>,
     scratch: &mut cpu::Scratch,
 ) -> Result<()> {
     if prepared.expected.used(&memory.tensors).any(|(tensor, ..)| tensor == TensorId::MaxLogit) {
@@ -46,7 +47,7 @@ pub(super) unsafe fn run(
     let Prepared { plan, schedule, compute, communication, .. } = prepared;
     let (plan, schedule) = (&*plan, &*schedule);
     let mut other = |progress: &Progress| {
-        let operations = HostOperations { scratch: None, transport };
+        let operations = HostOperations { scratch: None, table, transport };
         // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the
         // contract of `run`); this lane has the listing `communication` to itself.
         unsafe { perform_lane(progress, Lane::Communication, plan, schedule, memory, communication, operations) }
@@ -54,7 +55,7 @@ pub(super) unsafe fn run(
     let other = communicates(schedule).then_some(&mut other as &mut Task<'_>);
     lanes.run(
         |progress| {
-            let operations = HostOperations { scratch: Some(scratch), transport };
+            let operations = HostOperations { scratch: Some(scratch), table, transport };
             // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the
             // contract of `run`); this lane has the listing `compute` to itself.
             unsafe { perform_lane(progress, Lane::Compute, plan, schedule, memory, compute, operations) }
@@ -105,6 +106,8 @@ unsafe fn perform_lane(
 /// Calls the CPU kernels and the transport for one lane. Only the compute lane has tiles for attention.
 pub(super) struct HostOperations<'a> {
     pub scratch: Option<&'a mut cpu::Scratch>,
+    /// Where each row of k and v lies, if they lie in pages.
+    pub table: Option<&'a [u32]>,
     pub transport: &'a dyn Transport,
 }
 
@@ -116,9 +119,15 @@ impl HostOperations<'_> {
 
 impl Operations for HostOperations<'_> {
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
+        let table = self.table;
         // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
-        // `Operations`.
-        unsafe { cpu::attend(args, self.scratch()) }
+        // `Operations`. The rows of a table are those of k and v (`FoundRows::list`).
+        unsafe {
+            match table {
+                Some(table) => cpu::attend_through(args, table, self.scratch()),
+                None => cpu::attend(args, self.scratch()),
+            }
+        }
     }
 
     unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
@@ -137,6 +146,12 @@ impl Operations for HostOperations<'_> {
         // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
         // `Operations`.
         unsafe { merge::merge(&args.o, &args.lse, &args.with_o, &args.with_lse) }
+    }
+
+    unsafe fn merge_all(&mut self, args: &MergeAll<'_>) -> Result<()> {
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
+        // `Operations`.
+        unsafe { merge_all::merge_all(args) }
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {

@@ -15,6 +15,7 @@ use super::{
     host,
     lanes::LaneThreads,
     ops::BufferAddresses,
+    paged::{self, FoundRows},
     prepared::{Entry, Prepared, Remembered},
     ring,
     workspace::{HostMemory, OwnMemory, Workspace},
@@ -43,6 +44,7 @@ pub(super) struct HostRank {
     workspace: Workspace<HostMemory>,
     agreements: Agreements,
     failure: FirstFailure,
+    found_rows: FoundRows,
 }
 
 impl Entry for Prepared {
@@ -62,6 +64,7 @@ impl HostRank {
             workspace: Workspace::default(),
             agreements: Agreements::default(),
             failure: FirstFailure::default(),
+            found_rows: FoundRows::default(),
         }
     }
 
@@ -170,7 +173,14 @@ impl Backend for HostRank {
     unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings, stream: RawStream) -> Result<()> {
         no_stream(stream)?;
         let at = self.find_or_prepare(plan, run)?;
+        if tensors.pages.is_some() {
+            paged::suits(run, &self.prepared[at].schedule)?;
+        }
         tensors.check(&self.prepared[at].expected)?;
+        if let Some(pages) = tensors.pages {
+            // SAFETY: the table is valid (promised to `Bindings::with_pages`).
+            unsafe { self.found_rows.list(plan, self.transport.rank(), tensors, pages) }?;
+        }
         let workspace = self.work_at(at)?;
         let prepared = &mut self.prepared[at];
         let used = prepared.expected.used(tensors).map(|(_, name, raw)| (name, *raw));
@@ -181,11 +191,12 @@ impl Backend for HostRank {
             prepared.communication.tags.begin(fingerprint, run, prepared.dropout_seed);
         }
         let memory = BufferAddresses { tensors: *tensors, workspace };
+        let table = tensors.pages.map(|_| self.found_rows.rows());
         let transport = &*self.transport;
         let outcome = abort_on_unwind(transport, &self.failure, || {
             // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the
             // call (the contract of this function); the workspace is as large as the schedule needs (`work_at`).
-            unsafe { host::run(&mut self.lanes, transport, prepared, &memory, &mut self.scratch) }
+            unsafe { host::run(&mut self.lanes, transport, prepared, &memory, table, &mut self.scratch) }
         });
         outcome.map_err(|error| error.of_run(prepared.run.name(&prepared.plan))).inspect_err(|e| self.failure.keep(e))
     }

@@ -25,6 +25,7 @@ mod all_to_all;
 mod backend;
 mod bind;
 mod collective;
+mod combine;
 #[cfg(feature = "cuda")]
 mod device;
 mod failure;
@@ -38,6 +39,7 @@ mod lanes;
 #[allow(missing_debug_implementations, reason = "public for the models of .ci/loom alone")]
 pub mod lanes;
 mod ops;
+mod paged;
 mod prepared;
 pub(crate) mod rank;
 mod ring;
@@ -48,7 +50,9 @@ pub(crate) mod tensors;
 mod workspace;
 
 pub use bind::Bindings;
+pub use combine::CombineTensors;
 pub use handle::AbortHandle;
+pub use paged::Pages;
 pub use shift::ShiftedRows;
 #[cfg(feature = "cuda")]
 pub use tensors::{DeviceBackward, DeviceForward, DeviceViews};

@@ -9,7 +9,9 @@ use std::vec::Vec;
 use super::{bind::Bindings, tags::Tags};
 use crate::{
     batch::{Batch, Side},
-    call::{Attend, AttendBackward, Block, Delta, Dropout, DropoutMask, Merge, RawTensor, SinkGradient, Transform},
+    call::{
+        Attend, AttendBackward, Block, Delta, Dropout, DropoutMask, Merge, MergeAll, RawTensor, SinkGradient, Transform,
+    },
     error::{Error, Result, RunName},
     plan::Plan,
     schedule::{AttendOp, BackwardOp, Buf, BufferView, OpKind, Schedule, TensorId, expand::Expansion},
@@ -38,6 +40,11 @@ pub(super) trait Operations {
     /// # Safety
     /// As [`Operations::attend`].
     unsafe fn merge(&mut self, args: &Merge) -> Result<()>;
+    /// See [`MergeAll`].
+    ///
+    /// # Safety
+    /// As [`Operations::attend`].
+    unsafe fn merge_all(&mut self, args: &MergeAll<'_>) -> Result<()>;
     /// See [`Delta`].
     ///
     /// # Safety
@@ -242,6 +249,20 @@ pub(super) unsafe fn perform(
                 }
                 Ok::<(), Error>(())
             })?;
+        }
+        OpKind::Combine { o, lse, first_head } => {
+            let sources = &mut listing.sources;
+            sources.clear();
+            for b in [o, lse] {
+                let from = &schedule.sources[b.sources_begin as usize..b.sources_end as usize];
+                sources.extend(from.iter().map(|&v| at(v)));
+            }
+            let (o_parts, lse_parts) = sources.split_at((o.sources_end - o.sources_begin) as usize);
+            let sinks = heads_of(user(TensorId::Sinks), *first_head, o.dst.heads);
+            let args = MergeAll { o_parts, lse_parts, sinks, o: at(o.dst), lse: at(lse.dst) };
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and
+            // proved of this schedule by `verify::one_rank`.
+            unsafe { backend.merge_all(&args) }?;
         }
         kind @ (OpKind::Exchange { .. } | OpKind::Fetch { .. } | OpKind::Return(_)) => {
             let Listing { expansion, sends, recvs, tags, run, .. } = listing;

@@ -7,7 +7,7 @@ use crate::{
     batch::Side,
     error::{Result, RunKind, RunName},
     plan::Plan,
-    schedule::{AllToAll, AllToAllDirection, Direction, Purpose, Schedule},
+    schedule::{AllToAll, AllToAllDirection, Combine, Direction, Purpose, Schedule},
 };
 
 impl Purpose {
@@ -19,6 +19,7 @@ impl Purpose {
         match self {
             Self::Attention(direction) => Schedule::new(plan, rank, direction),
             Self::AllToAll(all_to_all) => Schedule::all_to_all(plan, rank, all_to_all),
+            Self::Combine(combine) => Schedule::combine(plan, rank, combine),
         }
     }
 
@@ -29,6 +30,7 @@ impl Purpose {
             Self::Attention(Direction::Backward) => RunKind::Backward,
             Self::AllToAll(AllToAll { direction: AllToAllDirection::ToHeads, .. }) => RunKind::ToHeads,
             Self::AllToAll(AllToAll { direction: AllToAllDirection::ToTokens, .. }) => RunKind::ToTokens,
+            Self::Combine(_) => RunKind::Combine,
         };
         RunName::new(kind, plan.fingerprint())
     }
@@ -41,6 +43,7 @@ impl Purpose {
             Self::AllToAll(AllToAll { direction: way, side, dim, dtype }) => {
                 2 | (way as u64) << 2 | (side as u64) << 3 | (dtype as u64) << 4 | u64::from(dim) << 8
             }
+            Self::Combine(Combine { to, partial }) => 3 | (to as u64) << 2 | (partial as u64) << 4,
         };
         plan.fingerprint() ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)
     }
@@ -58,6 +61,7 @@ impl Purpose {
         let (side, dim, dtype) = match self {
             Self::Attention(_) => (Side::Q, p.head_dim(), p.dtype()),
             Self::AllToAll(AllToAll { side, dim, dtype, .. }) => (side, dim as usize, dtype),
+            Self::Combine(of) => (Side::Q, p.value_dim(), of.partial),
         };
         let (tokens, heads) = match side {
             Side::Q => (p.batch().tokens(side), p.heads()),

@@ -202,7 +202,7 @@ impl Bindings {
 
 impl<T: Element, V: Views> Forward<'_, T, V> {
     /// The tensors without their types, for a rank on `at`.
-    fn bindings(self, at: Device) -> Result<Bindings> {
+    pub(super) fn bindings(self, at: Device) -> Result<Bindings> {
         Bindings::default()
             .with_dropout_seed(self.dropout_seed)
             .with_view(at, TensorId::Q, Some(self.q))?

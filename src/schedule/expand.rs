@@ -128,6 +128,7 @@ impl Expansion {
             OpKind::Transform { begin, end } => {
                 each(&schedule.blocks[*begin as usize..*end as usize], &schedule.sources)
             }
+            OpKind::Combine { o, lse, .. } => each(&[*o, *lse], &schedule.sources),
             OpKind::Pack(rows) => {
                 self.list_runs(schedule, rows, RingSteps::outgoing);
                 self.clear_blocks();

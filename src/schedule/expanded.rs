@@ -11,7 +11,7 @@ use alloc::{vec, vec::Vec};
 use core::convert::Infallible;
 
 use super::{
-    AttendOp, BackwardOp, BlockView, Buf, Buffer, BufferView, MessageView, OpKind, Schedule, TensorId,
+    AttendOp, BackwardOp, BlockView, Buf, Buffer, BufferView, CombineOp, MessageView, OpKind, Schedule, TensorId,
     expand::Expansion,
 };
 use crate::call::{Band, Pair, QRange, Range, Ranges};
@@ -75,6 +75,8 @@ pub enum ExpandedOp {
     /// of which is its own destination. Blocks come in pairs: one of o, then one of its lse, which has two words (their
     /// sum is the lse).
     Merges(Vec<Vec<SumBlock>>),
+    /// Partial results of several ranks are merged at once, in order, and the sinks applied.
+    Combine(CombineOp),
     /// Sends and receives that complete together. Between two ranks both have them in the same order.
     Exchange {
         /// The messages.
@@ -114,6 +116,13 @@ pub(super) fn expand_with(s: &Schedule, i: usize, e: &mut Expansion) -> Expanded
         }
         OpKind::Transform { .. } | OpKind::Pack(_) | OpKind::Reduce(_) => ExpandedOp::Sums(sums(s, i, e)),
         OpKind::Merge(_) => ExpandedOp::Merges(sums(s, i, e)),
+        OpKind::Combine { o, lse, first_head } => {
+            let [o, lse] = [o, lse].map(|b| SumBlock {
+                dst: b.dst,
+                sources: s.sources[b.sources_begin as usize..b.sources_end as usize].to_vec(),
+            });
+            ExpandedOp::Combine(CombineOp { o, lse, first_head: *first_head })
+        }
         kind @ (OpKind::Exchange { .. } | OpKind::Fetch { .. } | OpKind::Return(_)) => {
             let strict = matches!(kind, OpKind::Fetch { .. });
             ExpandedOp::Exchange { messages: e.messages(s, i).to_vec(), strict }

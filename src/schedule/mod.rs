@@ -22,6 +22,7 @@ use crate::element::Dtype;
 pub use crate::plan::form::{CirculatingSide, Direction, Form};
 
 mod all_to_all;
+mod combine;
 mod emit;
 pub(crate) mod expand;
 pub(crate) mod expanded;
@@ -36,6 +37,7 @@ mod tensor_id;
 pub mod verify;
 
 pub use all_to_all::{AllToAll, AllToAllDirection};
+pub use combine::{Combine, CombineOp, CombineTo, CombinedShare};
 pub use expanded::{CallRanges, ExpandedOp, SumBlock};
 pub(crate) use ops::{ALIGNMENT, BlockView, Op, OpKind, SINK_DIGITS, StepRows, StepTensor};
 pub use ops::{AttendOp, AttendPart, BackwardOp, Buf, Buffer, BufferView, Lane, MessageView};

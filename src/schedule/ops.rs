@@ -267,6 +267,16 @@ pub(crate) enum OpKind {
     Return(StepRows),
     /// Returned partials are added to the sums: `own += slot`, row by row.
     Reduce(StepRows),
+    /// Partial results of several ranks are merged at once: see [`CombineOp`](super::CombineOp). The sources are
+    /// entries of [`Schedule::sources`](super::Schedule::sources).
+    Combine {
+        /// Merged o and its parts.
+        o: BlockView,
+        /// Its lse and theirs.
+        lse: BlockView,
+        /// The first head, numbered in the problem.
+        first_head: u32,
+    },
     /// Returned partial results are merged into the running ones, row by row. Tensors: running o and the o that
     /// arrived; then lse likewise.
     Merge(StepRows),
@@ -288,6 +298,7 @@ impl OpKind {
             Self::Return(_) => "return",
             Self::Reduce(_) => "reduce",
             Self::Merge(_) => "merge",
+            Self::Combine { .. } => "combine",
         }
     }
 

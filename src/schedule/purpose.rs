@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The purpose of a schedule: a direction of attention, or one all-to-all; and the tensors of each.
+//! The purpose of a schedule: a direction of attention, one all-to-all, or one combine; and the tensors of each.
 
-use super::{AllToAll, AllToAllDirection, Direction, TensorId};
+use super::{AllToAll, AllToAllDirection, Combine, Direction, TensorId};
 use crate::{batch::Side, element::Dtype, plan::Plan};
 
 /// The purpose of a group's schedules.
@@ -9,6 +9,7 @@ use crate::{batch::Side, element::Dtype, plan::Plan};
 pub(crate) enum Purpose {
     Attention(Direction),
     AllToAll(AllToAll),
+    Combine(Combine),
 }
 
 /// One of the caller's tensors, as a run uses it.
@@ -46,6 +47,19 @@ impl Purpose {
                     _ => return None,
                 };
                 Some(TensorForm { name: if written { "to" } else { "from" }, dtype, shape, written })
+            }
+            Self::Combine(combine) => {
+                let share = plan.combined_share(rank, combine.to);
+                let given = [p.batch().tokens(Side::Q), plan.heads_of(rank).q.len(), tensor.dim(p)];
+                let merged = [share.tokens.len(), share.heads.len(), tensor.dim(p)];
+                let (shape, dtype, written) = match tensor {
+                    TensorId::PartialO => (given, combine.partial, false),
+                    TensorId::PartialLse => (given, tensor.dtype(p), false),
+                    TensorId::O | TensorId::Lse => (merged, tensor.dtype(p), true),
+                    TensorId::Sinks if p.sinks() => (tensor.shape(plan, rank), tensor.dtype(p), false),
+                    _ => return None,
+                };
+                Some(TensorForm { name: tensor.name(), dtype, shape, written })
             }
         }
     }

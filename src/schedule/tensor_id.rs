@@ -9,8 +9,8 @@ use crate::{
     plan::{Plan, Problem},
 };
 
-/// A tensor of the caller. All are `[tokens, heads, dim]`; the last dimension of lse and its gradient is 1. The last
-/// two are those of an all-to-all, and the others those of attention.
+/// A tensor of the caller. All are `[tokens, heads, dim]`; the last dimension of lse and its gradient is 1. Those of
+/// an all-to-all and the parts of a combine come last; the others are those of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum TensorId {
@@ -46,6 +46,11 @@ pub enum TensorId {
     OwnTokens,
     /// Of an all-to-all: `[tokens of the ring share, own heads, dim]`, compact. As [`TensorId::OwnTokens`].
     OwnHeads,
+    /// Of a combine: this rank's part of o, `[all q tokens, own heads, value_dim]`, of the type that the
+    /// [`Combine`](super::Combine) says.
+    PartialO,
+    /// Of a combine: the lse of this rank's part, `[all q tokens, own heads, 1]`.
+    PartialLse,
 }
 
 struct Row {
@@ -101,16 +106,19 @@ const TABLE: [Row; TensorId::COUNT] = [
     Row { optional: true, per_head: true, ..row("max_logit", Side::Q, ONE, |_| Dtype::F32, [WRITTEN, ABSENT]) },
     row("own tokens", Side::Q, UNKNOWN, Problem::dtype, [ABSENT, ABSENT]),
     row("own heads", Side::Q, UNKNOWN, Problem::dtype, [ABSENT, ABSENT]),
+    row("partial_o", Side::Q, Problem::value_dim, Problem::dtype, [ABSENT, ABSENT]),
+    row("partial_lse", Side::Q, ONE, ACCUMULATOR, [ABSENT, ABSENT]),
 ];
 
 impl TensorId {
     /// The number of tensors.
-    pub const COUNT: usize = 15;
+    pub const COUNT: usize = 17;
 
     /// All, in the order of their numbers.
     pub const ALL: [Self; Self::COUNT] = {
         use TensorId::{DLse, DO, Dk, Dq, Dsinks, Dv, K, Lse, MaxLogit, O, OwnHeads, OwnTokens, Q, Sinks, V};
-        [Q, K, V, O, Lse, DO, Dq, Dk, Dv, Sinks, Dsinks, DLse, MaxLogit, OwnTokens, OwnHeads]
+        use TensorId::{PartialLse, PartialO};
+        [Q, K, V, O, Lse, DO, Dq, Dk, Dv, Sinks, Dsinks, DLse, MaxLogit, OwnTokens, OwnHeads, PartialO, PartialLse]
     };
 
     const fn row(self) -> &'static Row {

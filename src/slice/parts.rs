@@ -11,7 +11,7 @@
 use alloc::{format, sync::Arc, vec, vec::Vec};
 use core::ops::Range;
 
-use super::Slice;
+use super::{Slice, disjoint::check_disjoint};
 use crate::{
     call::Band,
     error::{Error, Result},
@@ -155,7 +155,7 @@ impl Slice {
     }
 
     /// The least and the largest `k − q`, of tokens of the pack, of a pair of the slice; `None` if it has no pair.
-    fn delta(&self) -> Option<(i64, i64)> {
+    pub(super) fn delta(&self) -> Option<(i64, i64)> {
         let [qb, qe, kb, ke] = [self.q_begin, self.q_end, self.k_begin, self.k_end].map(i64::from);
         let low = (kb - (qe - 1)).max(self.low.saturating_sub(self.offset()));
         let high = (ke - 1 - qb).min(self.high.saturating_sub(self.offset()));
@@ -188,36 +188,6 @@ impl Slice {
         }
         band
     }
-}
-
-/// Refuses two slices that allow the same pair.
-///
-/// One pass over the slices in the order of their first query, beside those that still have queries.
-fn check_disjoint(slices: &[Slice]) -> Result<()> {
-    let mut order: Vec<(u32, (i64, i64))> =
-        slices.iter().enumerate().filter_map(|(i, s)| Some((i as u32, s.delta()?))).collect();
-    order.sort_by_key(|&(i, _)| slices[i as usize].q_begin);
-    let mut open: Vec<(u32, (i64, i64))> = Vec::new();
-    for (i, delta) in order {
-        let s = &slices[i as usize];
-        open.retain(|&(j, _)| slices[j as usize].q_end > s.q_begin);
-        for &(j, other) in &open {
-            let t = &slices[j as usize];
-            let (qb, qe) = (i64::from(s.q_begin.max(t.q_begin)), i64::from(s.q_end.min(t.q_end)));
-            let (kb, ke) = (i64::from(s.k_begin.max(t.k_begin)), i64::from(s.k_end.min(t.k_end)));
-            let low = delta.0.max(other.0).max(kb - (qe - 1));
-            let high = delta.1.min(other.1).min(ke - 1 - qb);
-            if kb < ke && low <= high {
-                let q = qb.max(kb - low);
-                let (first, second) = (i.min(j), i.max(j));
-                let found = format!("one that allows q token {q} with k token {}", q + low);
-                let expected = format!("pairs that slices[{first}] does not allow: a pair may be in one slice only");
-                return Err(Error::invalid(format!("slices[{second}]"), found, expected));
-            }
-        }
-        open.push((i, delta));
-    }
-    Ok(())
 }
 
 /// The pairs that a problem allows: the parts of its batch within its window.

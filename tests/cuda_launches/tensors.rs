@@ -108,7 +108,9 @@ fn shape(plan: &Plan, rank: usize, tensor: TensorId) -> (Dtype, [usize; 3]) {
         TensorId::O | TensorId::DO => (p.dtype(), [q, p.heads(), p.value_dim()]),
         TensorId::Lse | TensorId::DLse => (Dtype::F32, [q, p.heads(), 1]),
         TensorId::Sinks | TensorId::Dsinks | TensorId::MaxLogit => (Dtype::F32, [1, p.heads(), 1]),
-        TensorId::OwnTokens | TensorId::OwnHeads => unreachable!("tensors of an all-to-all"),
+        TensorId::OwnTokens | TensorId::OwnHeads | TensorId::PartialO | TensorId::PartialLse => {
+            unreachable!("tensors of other runs")
+        }
     }
 }
 

@@ -7,6 +7,7 @@
 //!   `executor`, `poison`: against other runs;
 //! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
 //!   ranks do together besides runs;
+//! - `combine`: partial results merged over the ring; `paged`: k and v in pages;
 //! - `d_lse`, `max_logit`, `dropout`: the gradient of lse, the largest scores, dropout by token;
 //! - `distribution`: plans with the tokens of another plan;
 //! - `slices`: masks made of slices, drawn and by name;
@@ -16,6 +17,7 @@
 mod accuracy;
 mod agreement;
 mod between_runs;
+mod combine;
 #[path = "../common/mod.rs"]
 mod common;
 mod context_parallel;
@@ -30,6 +32,7 @@ mod max_logit;
 mod nodes;
 mod options;
 mod padding;
+mod paged;
 mod plan_refusals;
 mod poison;
 mod refusals;

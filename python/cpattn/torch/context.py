@@ -26,6 +26,7 @@ from ..slices import Slice
 from ..slices import checked as checked_slices
 from ..trace import Event
 from . import nodes, operators
+from .combine import Combining
 from .dropout import of_call
 from .gather import Gathering
 from .gloo import Collectives, GlooTransport, Members
@@ -51,7 +52,7 @@ def _holds(dtype: torch.dtype, number: object) -> bool:
     return held is not None and (dtype.is_floating_point or dtype.is_complex or bool(held == number))
 
 
-class Context(PackedContext):
+class Context(PackedContext, Combining):
     """This process as one rank of a process group (None: the default group; or a list of global ranks). Make one for the whole job, on
     all ranks.
 
@@ -109,6 +110,7 @@ class Context(PackedContext):
             raise InvalidArgument(f"workers is {workers}, 1 is needed on {self.device}: workers are CPU threads")
         self.transport, self._timeout = GlooTransport(group, timeout=timeout), timeout
         self._collectives: Collectives | None = None
+        self._combines: dict[tuple[Any, ...], Plan] = {}
         self.number, self.world = self.transport.rank, self.transport.world
         self._members = self.transport.members
         try:

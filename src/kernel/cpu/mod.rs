@@ -50,7 +50,7 @@ pub use executor::Executor;
 pub use isa::Isa;
 pub use scratch::Scratch;
 
-use crate::call::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
+use crate::call::{Attend, AttendBackward, Delta, Finish, Gradients, RawTensor, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use attention::{backward, dq_order::DqOrder, forward as forward_pass, keys, queries, row_blocks};
@@ -82,23 +82,54 @@ macro_rules! by_sums {
 /// running, running_lse, o and lse, which overlap nothing but each other where [`Attend::running`] and
 /// [`Attend::running_lse`] allow it, and which nothing else accesses meanwhile. Addresses are aligned to their type.
 pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
-    let dims = check::attend(call)?;
+    // SAFETY: the contract; without a table, rows of the ranges are rows of k and v.
+    unsafe { attend_rows(call, call, &[], scratch) }
+}
+
+/// Forward attention whose keys are found through a table: row r of the k ranges is row `table[r]` of k and of v. The
+/// result has the bits of a call whose k and v have these rows one after another.
+///
+/// # Errors
+/// As [`attend`]; a range beyond the table.
+///
+/// # Safety
+/// As [`attend`], of the rows that the table names, which are rows of k and v.
+pub(crate) unsafe fn attend_through(call: &Attend, table: &[u32], scratch: &mut Scratch) -> Result<()> {
+    debug_assert!(table.iter().all(|&row| u64::from(row) < call.k.tokens.min(call.v.tokens)));
+    if table.is_empty() {
+        let none = |t: RawTensor| RawTensor { tokens: 0, ..t };
+        // SAFETY: the contract; a range with rows is refused.
+        return unsafe { attend(&Attend { k: none(call.k), v: none(call.v), ..*call }, scratch) };
+    }
+    // To the ranges, k and v have as many rows as the table.
+    let seen = |t: RawTensor| RawTensor { tokens: table.len() as u64, ..t };
+    let as_seen = Attend { k: seen(call.k), v: seen(call.v), ..*call };
+    // SAFETY: the contract; every entry is a row of k and v.
+    unsafe { attend_rows(&as_seen, call, table, scratch) }
+}
+
+/// As [`attend`], with the call as it is to be checked.
+///
+/// # Safety
+/// As [`attend_through`].
+unsafe fn attend_rows(seen: &Attend, call: &Attend, table: &[u32], scratch: &mut Scratch) -> Result<()> {
+    let dims = check::attend(seen)?;
     let isa = scratch.isa()?;
     let crew = memory(scratch, &dims)?;
     // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
-    unsafe { by_sums!(call.q.dtype, forward(call, isa, crew)) };
+    unsafe { by_sums!(call.q.dtype, forward(call, table, isa, crew)) };
     Ok(())
 }
 
 /// # Safety
 /// As [`attend`], checked, with sums of `A`.
-unsafe fn forward<'a, A: SumType>(call: &'a Attend<'a>, isa: Isa, crew: Crew<'_>) {
+unsafe fn forward<'a, A: SumType>(call: &'a Attend<'a>, table: &'a [u32], isa: Isa, crew: Crew<'_>) {
     let (dtype, workers) = (call.q.dtype, crew.workers());
     let finished = call.ranges.q.iter().filter(|q| q.mode.finishes());
     let stream = convert::streams(&call.o, finished.map(|q| u64::from(q.range.len)).sum());
     let job = |documents: Documents<'a>| {
         let (lanes, few) = (row_blocks::lanes(call, documents, workers), documents.isa.roundoff(dtype) > 0.0);
-        forward_pass::ForwardPass { call, documents, lanes, few, stream }
+        forward_pass::ForwardPass { call, table, documents, lanes, few, stream }
     };
     // SAFETY: checked, valid and with sums of `A` (the contract of this function).
     unsafe { run::<A, _>(crew, EngineChoice::forward(call, isa), dtype, job) }
@@ -232,7 +263,7 @@ fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<Crew<'a>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
+    use crate::call::{Band, HeadMap, Mode, Pair, QRange, Range, Ranges, Score};
     use crate::element::{Accumulator, Element};
     use crate::kernel::reference::Attention;
     use alloc::{vec, vec::Vec};
@@ -304,6 +335,7 @@ mod tests {
             job.work::<Dense<V>>(lines, &AtomicUsize::new(0));
             forward_pass::ForwardPass {
                 call: &forward,
+                table: &[],
                 documents,
                 lanes: [memory::arena::LANES; 2],
                 few: false,

@@ -297,6 +297,13 @@ impl Backend for DeviceRank {
         if capturing {
             self.capturable(plan, run)?;
         }
+        if tensors.pages.is_some() {
+            return Err(crate::error::Error::unsupported(
+                std::format!("pages of k and v on {}", self.device()),
+                "no CUDA kernel looks rows up in a table of pages",
+                "gather the pages into k and v first, or use a rank on the CPU",
+            ));
+        }
         let at = self.find_or_prepare(plan, run)?;
         let OnDevice { prepared, sequence, .. } = &self.prepared[at];
         tensors.check(&prepared.expected)?;

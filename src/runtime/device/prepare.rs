@@ -33,6 +33,13 @@ impl DeviceRank {
                 Ok(())
             };
         }
+        if let Purpose::Combine(_) = run {
+            return Err(Error::unsupported(
+                format!("combine on {}", self.device()),
+                "there is no CUDA kernel that merges the parts of several ranks",
+                "use a rank on the CPU for it, or plan attention over a ring, which merges in its own kernels",
+            ));
+        }
         if plan.options().reproducible {
             return Err(Error::unsupported(
                 "reproducible on a device",
@@ -54,7 +61,7 @@ impl DeviceRank {
         let cuda = Arc::clone(self.transport.device());
         match run {
             Purpose::Attention(_) => cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?,
-            Purpose::AllToAll(_) => cuda.prepare_blocks()?,
+            Purpose::AllToAll(_) | Purpose::Combine(_) => cuda.prepare_blocks()?,
         }
         let mut prepared = Prepared::new(plan, self.transport.rank(), run)?;
         self.agreements.reserve(&prepared.schedule.group);

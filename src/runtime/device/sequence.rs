@@ -13,7 +13,7 @@ use super::{
     tracer::{Named, Tracer},
 };
 use crate::{
-    call::{Attend, AttendBackward, Delta, Merge, RawStream, RawTensor, SinkGradient, Transform},
+    call::{Attend, AttendBackward, Delta, Merge, MergeAll, RawStream, RawTensor, SinkGradient, Transform},
     device::driver::CudaEvent,
     error::Result,
     kernel::cuda::{
@@ -121,6 +121,10 @@ impl Operations for Recording<'_> {
 
     unsafe fn merge(&mut self, args: &Merge) -> Result<()> {
         self.launch(|cuda, recorder| cuda.merge_launches(args, cuda.checker(recorder)))
+    }
+
+    unsafe fn merge_all(&mut self, _: &MergeAll<'_>) -> Result<()> {
+        unreachable!("devices refuse a combine")
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {

@@ -17,6 +17,7 @@ use builder::Builder;
 
 mod all_to_all;
 mod builder;
+mod combine;
 #[cfg(test)]
 mod gateway_tests;
 mod gateways;

@@ -93,6 +93,7 @@ impl<'a> Prover<'a> {
             ExpandedOp::Merges(parts) => {
                 parts.iter().try_for_each(|part| part.chunks(2).try_for_each(|pair| self.merge(r, op, pair)))
             }
+            ExpandedOp::Combine(c) => self.combine(r, op, c),
             ExpandedOp::Attend(a, met) => self.attend(r, op, a, met),
             ExpandedOp::Backward(b, met) => self.backward(r, op, b, met),
             ExpandedOp::Exchange { .. } => Ok(()),

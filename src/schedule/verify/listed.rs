@@ -27,7 +27,11 @@ impl Lists for &[ExpandedOp] {
         op: usize,
         mut each: impl FnMut(&[BlockView], &[BufferView]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let (ExpandedOp::Sums(parts) | ExpandedOp::Merges(parts)) = &self[op] else { return Ok(()) };
+        let parts = match &self[op] {
+            ExpandedOp::Sums(parts) | ExpandedOp::Merges(parts) => parts.as_slice(),
+            ExpandedOp::Combine(c) => &[alloc::vec![c.o.clone(), c.lse.clone()]],
+            _ => return Ok(()),
+        };
         parts.iter().try_for_each(|part| {
             let mut sources = Vec::new();
             let block = |sum: &SumBlock| {

@@ -23,8 +23,8 @@
 //!    row crosses back twice: the bytes that cross are the minimum, whichever ranks of a node hold a head. And no
 //!    gateway carries more of these bytes than 1.1 × the mean, or than the busiest owner must.
 //!
-//! The two separate all-to-alls ([`AllToAll`]) are verified by the same four parts; `all_to_all` specifies their inputs
-//! and outputs.
+//! The two separate all-to-alls ([`AllToAll`]) and a [`Combine`] are verified by the same four parts; `all_to_all` and
+//! `combine` specify their inputs and outputs.
 //!
 //! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is a few steps for each range of each call,
 //! and for each head if heads can differ: rows with equal content, except for their token, are one entry (`column`). A
@@ -33,7 +33,7 @@
 
 use alloc::{format, vec::Vec};
 
-use super::{AllToAll, Direction, Form, KnownSteps, OpKind, Purpose, Schedule, TensorId, expand::Expansion};
+use super::{AllToAll, Combine, Direction, Form, KnownSteps, OpKind, Purpose, Schedule, TensorId, expand::Expansion};
 use crate::{
     error::{Error, Result},
     plan::Plan,
@@ -46,6 +46,7 @@ mod borders;
 mod calls;
 mod cell;
 mod column;
+mod combine;
 mod contributions;
 mod execute;
 mod flaw;
@@ -75,6 +76,15 @@ pub use report::{RankReport, Report, Traffic};
 pub(crate) fn verify_all_to_all(schedules: &[Schedule], plan: &Plan, all_to_all: AllToAll) -> Result<Report> {
     group_of(schedules.iter(), plan)?;
     list_and_prove(schedules, plan, Purpose::AllToAll(all_to_all))
+}
+
+/// As [`verify_all_to_all`], for a combine.
+///
+/// # Errors
+/// As [`Plan::verify_schedules`].
+pub(crate) fn verify_combine(schedules: &[Schedule], plan: &Plan, combine: Combine) -> Result<Report> {
+    group_of(schedules.iter(), plan)?;
+    list_and_prove(schedules, plan, Purpose::Combine(combine))
 }
 
 fn list_and_prove(schedules: &[Schedule], plan: &Plan, purpose: Purpose) -> Result<Report> {
@@ -145,9 +155,14 @@ impl Proof<'_> {
         let memory = |s| memory::Memory::new(s, promise::tables(s, plan, purpose, whole_rows), whole_rows);
         let memories = ranks.iter().map(|rank| memory(rank.frame())).collect();
         let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows);
-        if let Purpose::AllToAll(all_to_all) = purpose {
-            all_to_all::bring(&mut prover, all_to_all);
-            // Rows of an all-to-all cross from rank to rank, with a copy for every rank that holds the head.
+        match purpose {
+            Purpose::AllToAll(all_to_all) => all_to_all::bring(&mut prover, all_to_all),
+            Purpose::Combine(_) => combine::bring(&mut prover),
+            Purpose::Attention(_) => {}
+        }
+        if !matches!(purpose, Purpose::Attention(_)) {
+            // Rows of an all-to-all cross from rank to rank, with a copy for every rank that holds the head; those of a
+            // combine to the rank that merges them.
             prover.borders = None;
         }
         meet::run(&mut prover)?;
@@ -157,6 +172,7 @@ impl Proof<'_> {
         let pairs = match purpose {
             Purpose::Attention(direction) => outputs::check(&prover, direction, threads)?,
             Purpose::AllToAll(all_to_all) => all_to_all::check(&prover, all_to_all)?,
+            Purpose::Combine(combine) => combine::check(&prover, combine)?,
         };
         Ok(Report { pairs, ranks: prover.traffic })
     }
@@ -241,5 +257,15 @@ impl Plan {
         let schedules: Vec<Schedule> =
             (0..self.mesh().group()).map(|rank| Schedule::all_to_all(self, rank, all_to_all)).collect::<Result<_>>()?;
         verify_all_to_all(&schedules, self, all_to_all)
+    }
+
+    /// Verifies the schedules of one replica's ranks for a combine.
+    ///
+    /// # Errors
+    /// [`Error::Schedule`] with the first flaw found; as [`Schedule::combine`].
+    pub fn verify_combine(&self, combine: Combine) -> Result<Report> {
+        let schedules: Vec<Schedule> =
+            (0..self.mesh().group()).map(|rank| Schedule::combine(self, rank, combine)).collect::<Result<_>>()?;
+        verify_combine(&schedules, self, combine)
     }
 }

@@ -139,6 +139,16 @@ impl ScheduleCheck<'_> {
                 list = self.blocks(i, lists)?;
                 self.inside(&list, &whole)?;
             }
+            OpKind::Combine { o, lse, first_head } => {
+                for b in [o, lse] {
+                    self.entries(b.sources_begin, b.sources_end, self.schedule.sources.len())?;
+                }
+                list = self.blocks(i, lists)?;
+                let sinks = user(TensorId::Sinks);
+                if sinks.heads > 0 {
+                    list.push(self.touch(sinks.of_heads(*first_head, o.dst.heads), false)?);
+                }
+            }
             OpKind::Exchange { begin, end } => {
                 self.entries(*begin, *end, self.schedule.messages.len())?;
                 list = self.messages(lists.messages(self.schedule, i), counts)?;

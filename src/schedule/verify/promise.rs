@@ -8,6 +8,7 @@ use alloc::{vec, vec::Vec};
 use super::{
     cell::{Cell, What},
     column::Column,
+    combine,
     memory::{CellTable, Columns, side_of},
 };
 use crate::{
@@ -31,7 +32,9 @@ pub(super) fn tables(s: &Schedule, plan: &Plan, purpose: Purpose, whole_rows: bo
                 (tokens, heads.start)
             }
             Purpose::AllToAll(a) => (plan.token_indices(a.side, s.rank), 0),
-            Purpose::Attention(_) if tensor == TensorId::Sinks => (vec![0], 0),
+            Purpose::Attention(_) | Purpose::Combine(_) if tensor == TensorId::Sinks => (vec![0], 0),
+            // What a combine is given is set by `combine::bring`.
+            Purpose::Combine(_) => (vec![0; rows], 0),
             Purpose::Attention(_) => (plan.token_indices(side_of(tensor), s.rank), 0),
         };
         let heads = first..first + if whole_rows { 1 } else { heads as u32 };
@@ -49,6 +52,7 @@ pub(super) fn form(tensor: TensorId, s: &Schedule, plan: &Plan, purpose: Purpose
     match purpose {
         Purpose::Attention(direction) => of_attention(tensor, s, plan, direction),
         Purpose::AllToAll(all_to_all) => of_all_to_all(tensor, s, plan, all_to_all),
+        Purpose::Combine(of) => combine::form(tensor, s, plan, of),
     }
 }
 
@@ -77,12 +81,13 @@ fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan, direction: Directio
 pub(super) fn element(tensor: TensorId, p: &Problem) -> (Dtype, usize) {
     let dim = match tensor {
         TensorId::Q | TensorId::K | TensorId::Dq | TensorId::Dk => p.head_dim(),
-        TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv => p.value_dim(),
+        TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv | TensorId::PartialO => p.value_dim(),
         TensorId::Lse | TensorId::DLse | TensorId::Sinks | TensorId::Dsinks | TensorId::MaxLogit => 1,
+        TensorId::PartialLse => 1,
         TensorId::OwnTokens | TensorId::OwnHeads => 0,
     };
     let dtype = match tensor {
-        TensorId::Lse | TensorId::DLse | TensorId::Dsinks => p.dtype().accumulator(),
+        TensorId::Lse | TensorId::DLse | TensorId::Dsinks | TensorId::PartialLse => p.dtype().accumulator(),
         TensorId::Sinks | TensorId::MaxLogit => Dtype::F32,
         _ => p.dtype(),
     };

@@ -103,7 +103,8 @@ pub(super) struct Header {
     plan: u64,
 }
 
-const KINDS: [RunKind; 4] = [RunKind::Forward, RunKind::Backward, RunKind::ToHeads, RunKind::ToTokens];
+const KINDS: [RunKind; 5] =
+    [RunKind::Forward, RunKind::Backward, RunKind::ToHeads, RunKind::ToTokens, RunKind::Combine];
 
 impl Header {
     pub(super) const BYTES: usize = 40;

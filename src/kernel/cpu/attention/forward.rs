@@ -37,6 +37,8 @@ use core::sync::atomic::AtomicUsize;
 /// A forward call.
 pub(crate) struct ForwardPass<'a> {
     pub call: &'a Attend<'a>,
+    /// Where each row of the k ranges lies in k and v; empty if they are rows of k and v.
+    pub table: &'a [u32],
     pub documents: Documents<'a>,
     /// Lanes of a unit and of a block; see `row_blocks::lanes`.
     pub lanes: [usize; 2],
@@ -200,7 +202,7 @@ impl ForwardPass<'_> {
         // SAFETY: slopes has one number per head (checked); rows and heads are within q.
         unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.alibi_slopes) };
         let rows = (q.range.position(unit.block.start), q.range.position(unit.block.end - 1));
-        let mut stream = KeyStream::new(&c.ranges, c.ranges.pairs_of(q), &c.score, rows);
+        let mut stream = KeyStream::new(&c.ranges, c.ranges.pairs_of(q), &c.score, rows).through(self.table);
         let all = stream.clone();
         if self.few && is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), &all) {
             let any = stream.band().is_some();

@@ -52,6 +52,8 @@ enum Rest<'a> {
 pub(crate) struct KeyStream<'a> {
     k: &'a [Range],
     bands: &'a [Band],
+    /// Where each row of the ranges lies in k and v; empty if they are rows of k and v.
+    table: &'a [u32],
     score: &'a Score,
     /// The first and the last position of the rows.
     rows: (i64, i64),
@@ -74,7 +76,12 @@ impl<'a> KeyStream<'a> {
         let current = Range::plain(0, 0, 0, 0);
         let (k, bands, rest) = (ranges.k, ranges.bands, Rest::Pairs(pairs));
         let (index, at, stop, band, shift, lo, hi) = (0, 0, 0, u32::MAX, 0, i64::MIN, i64::MAX);
-        Self { k, bands, score, rows, rest, index, current, at, stop, band, shift, lo, hi }
+        Self { k, bands, table: &[], score, rows, rest, index, current, at, stop, band, shift, lo, hi }
+    }
+
+    /// The same keys, whose rows are found through a table; an empty one says that they are rows of k and v.
+    pub(crate) fn through(self, table: &'a [u32]) -> Self {
+        Self { table, ..self }
     }
 
     /// The number of tiles that remain.
@@ -268,11 +275,22 @@ impl<'a, A: Real> Slots<'a, A> {
             }
         });
         (self.n, self.base) = (slots, base);
+        if !stream.table.is_empty() {
+            self.look_up(stream.table);
+        }
         // The unused slots of the last block.
         let end = slots.next_multiple_of(BLOCK);
         self.row[slots..end].fill(-1);
         self.rel[slots..end].fill(infinity);
         n > 0
+    }
+
+    /// Turns rows of ranges into rows of k and v.
+    #[cold]
+    fn look_up(&mut self, table: &[u32]) {
+        for row in self.row[..self.n].iter_mut().filter(|row| **row >= 0) {
+            *row = i64::from(table[*row as usize]);
+        }
     }
 
     /// `range` of the slots, shortened at both ends by groups of `grain` slots whose positions are all outside

@@ -26,6 +26,7 @@ impl Outcome {
         let verify = || match s.purpose {
             Purpose::Attention(_) => s.plan.verify_schedules(&schedules),
             Purpose::AllToAll(all_to_all) => super::super::verify_all_to_all(&schedules, &s.plan, all_to_all),
+            Purpose::Combine(combine) => super::super::verify_combine(&schedules, &s.plan, combine),
         };
         match catch_unwind(AssertUnwindSafe(verify)) {
             Ok(Err(Error::Schedule { .. } | Error::Invalid { .. })) => self.refused += 1,
@@ -88,6 +89,7 @@ fn views(kind: &mut OpKind) -> Vec<&mut BufferView> {
         OpKind::SinkGradient { delta, partial } => vec![delta, partial],
         OpKind::SinkTotal { digits } => vec![digits],
         OpKind::Transform { .. } | OpKind::Exchange { .. } => vec![],
+        OpKind::Combine { o, lse, .. } => vec![&mut o.dst, &mut lse.dst],
         OpKind::Fetch { rows, packed } => {
             rows.tensors.iter_mut().flat_map(|t| [&mut t.own, &mut t.slot]).chain(packed).collect()
         }

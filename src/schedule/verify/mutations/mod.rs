@@ -23,6 +23,7 @@ use crate::{
     },
 };
 
+mod combines;
 mod extremes;
 mod gateways;
 mod operations;
@@ -187,6 +188,7 @@ fn subjects() -> Vec<Subject> {
         }
     }
     subjects.extend(all_to_alls());
+    subjects.extend(combines::subjects());
     subjects
 }
 

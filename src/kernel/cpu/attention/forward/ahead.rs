@@ -12,10 +12,11 @@ impl ForwardPass<'_> {
     /// of one head are a page apart, and the hardware does not prefetch across pages.
     ///
     /// # Safety
-    /// The rows and the head are within k and v.
+    /// The rows, looked up in the table if there is one, and the head are within k and v.
     #[inline(always)]
     pub(super) unsafe fn ask(&self, rows: Range<i64>, head: u32) {
         for row in rows {
+            let row = self.table.get(row as usize).map_or(row, |&row| i64::from(row));
             // SAFETY: the rows and the head are within k and v (the contract).
             unsafe {
                 prefetch(&self.call.k, row, head);

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Partial results of several ranks, merged over the ring: the run, its preparation, proof and workspace, its schedule.
+
+use core::ffi::c_void;
+
+use super::{
+    dlpack::{Axes, cpattn_tensor, one, tensor},
+    handle::{self, Exclusive as _},
+    input::{one_of, result},
+    plan::{cpattn_plan, rank_of},
+    problem::DTYPES,
+    rank::cpattn_rank,
+    schedule::cpattn_schedule,
+    schedule_list::{Given, ListedSchedule},
+};
+use cpattn::{
+    Dtype, Plan, Result, Side,
+    runtime::Bindings,
+    schedule::{Combine, CombineTo, Schedule, TensorId},
+};
+
+/// The direction of its schedules.
+const COMBINE: i32 = 4;
+
+fn to(value: i32) -> Result<CombineTo> {
+    let names = [
+        ("CPATTN_COMBINE_TO_ALL", CombineTo::All),
+        ("CPATTN_COMBINE_TO_HEADS", CombineTo::Heads),
+        ("CPATTN_COMBINE_TO_TOKENS", CombineTo::Tokens),
+    ];
+    one_of("to", value, &names)
+}
+
+fn combine_of(to: i32, partial: i32) -> Result<Combine> {
+    Ok(Combine { to: self::to(to)?, partial: one_of("partial", partial, &DTYPES)? })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_combine(
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, to: i32, partial_o: *const cpattn_tensor,
+    partial_lse: *const cpattn_tensor, sinks: *const cpattn_tensor, o: *const cpattn_tensor, lse: *const cpattn_tensor,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
+        let (mut rank, to) = (rank.claim()?, self::to(to)?);
+        let (at, mut bindings) = (rank.device(), Bindings::default());
+        for (id, given) in [
+            (TensorId::PartialO, tensor("partial_o", partial_o, Axes::Rows)),
+            (TensorId::PartialLse, tensor("partial_lse", partial_lse, Axes::HeadMajor)),
+            (TensorId::Sinks, tensor("sinks", sinks, Axes::PerHead).optional()),
+            (TensorId::O, tensor("o", o, Axes::Rows)),
+            (TensorId::Lse, tensor("lse", lse, Axes::HeadMajor)),
+        ] {
+            bindings.set(id, given!(one(at, &given)));
+        }
+        let combine = Combine { to, partial: bindings.get(TensorId::PartialO).dtype };
+        // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
+        // shapes are checked against the plan.
+        unsafe { rank.combine_on(plan, combine, &bindings, stream) }?;
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_prepare_combine(
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, to: i32, partial: i32,
+) -> i32 {
+    boundary!({
+        let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
+        rank.claim()?.prepare_combine(plan, combine_of(to, partial)?)?;
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_verify_combine(plan: *const cpattn_plan, to: i32, partial: i32) -> i32 {
+    boundary!({
+        given!(handle::borrow(plan)).verify_combine(combine_of(to, partial)?)?;
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_combine_workspace(
+    plan: *const cpattn_plan, rank: u32, to: i32, partial: i32, bytes: *mut u64,
+) -> i32 {
+    boundary!({
+        let (plan, bytes) = given!(handle::borrow(plan), result("bytes", bytes));
+        bytes.write(Schedule::combine(plan, rank_of(plan, rank)?, combine_of(to, partial)?)?.workspace_bytes());
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_schedule_create_combine(
+    plan: *const cpattn_plan, rank: u32, to: i32, partial: i32, schedule: *mut *mut cpattn_schedule,
+) -> i32 {
+    boundary!({
+        let (plan, out) = given!(handle::borrow(plan), result("schedule", schedule));
+        let (rank, combine) = (rank_of(plan, rank)?, combine_of(to, partial)?);
+        let made = Schedule::combine(plan, rank, combine)?;
+        out.write(handle::create(ListedSchedule::new(plan, given(plan, rank, combine), COMBINE, &made)?));
+    })
+}
+
+/// The caller's tensors.
+fn given(plan: &Plan, rank: usize, combine: Combine) -> Vec<Given> {
+    let (p, share) = (plan.problem(), plan.combined_share(rank, combine.to));
+    let (dim, accumulator) = (p.value_dim(), p.dtype().accumulator());
+    let (tokens, own) = (p.batch().tokens(Side::Q), plan.heads_of(rank).q.len());
+    let (rows, heads) = (share.tokens.len(), share.heads.len());
+    let mut list = vec![
+        (TensorId::PartialO, [tokens, own, dim], combine.partial, false),
+        (TensorId::PartialLse, [tokens, own, 1], accumulator, false),
+        (TensorId::O, [rows, heads, dim], p.dtype(), true),
+        (TensorId::Lse, [rows, heads, 1], accumulator, true),
+    ];
+    if p.sinks() {
+        list.push((TensorId::Sinks, [1, p.heads(), 1], Dtype::F32, false));
+    }
+    list
+}

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Partial results of several ranks merged over the ring: a call of its own, for programs whose attention is theirs.
+//!
+//! A server that spreads a cache over ranks has the same queries on all of them. Each rank attends to its own part of
+//! the keys, with any kernel that returns lse, and the parts are merged: decode context parallelism.
+
+use core::ptr::null_mut;
+
+use super::{
+    bind::Bindings,
+    rank::Rank,
+    tensors::{HostViews, Views, raw_on},
+};
+use crate::{
+    call::RawStream,
+    element::Element,
+    error::Result,
+    plan::Plan,
+    schedule::{Combine, CombineTo, Purpose, TensorId},
+};
+
+/// The tensors of a combine: a partial result of type `P`, and the merged result of type `T`.
+///
+/// Both types have one accumulator: parts of f16, bf16 or f32 are merged in f32, each once, and the result is rounded
+/// once to the type of the plan's problem.
+#[derive(Debug)]
+pub struct CombineTensors<'a, P: Element, T: Element, V: Views = HostViews> {
+    /// This rank's o of all q tokens of the batch, `[tokens, own heads, value_dim]`, normalised over the keys that this
+    /// rank has, without sinks. It is not read where the lse is −∞.
+    pub partial_o: V::Read<'a, P>,
+    /// Its natural log-sum-exp, `[tokens, own heads, 1]`; −∞ in a row that has no key on this rank.
+    pub partial_lse: V::Read<'a, T::Acc>,
+    /// One logit for each q head of the problem, when it has sinks.
+    pub sinks: Option<V::PerHead<'a, f32>>,
+    /// Written: the merged o of [`Plan::combined_share`].
+    pub o: V::Written<'a, T>,
+    /// Written: its lse.
+    pub lse: V::Written<'a, T::Acc>,
+}
+
+impl Rank {
+    /// Merges partial results of the same queries over the ring of the plan's mesh, whichever kernels made them. Each
+    /// ring rank gives the result of all q tokens of the plan's batch over its own part of the keys, for the q heads
+    /// that [`Plan::heads_of`] returns; `to` says which rows of the merged result each rank gets.
+    ///
+    /// Of the plan, only the number of q tokens, the q heads, `value_dim`, the element type, the sinks and the mesh
+    /// matter. Parts are merged in the order of the ring ranks, so the result has the same bits in every run and on
+    /// every rank that gets it. A row that has no key on any rank gets o 0 and lse −∞, or the sink's value if there is
+    /// one.
+    ///
+    /// ```
+    /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, View, ViewMut, transport::local};
+    /// use cpattn::{runtime::CombineTensors, schedule::CombineTo};
+    /// use std::time::Duration;
+    ///
+    /// // One query, two heads of dim 1, on two ranks: values 1 and 3, of equal weight in head 0; in head 1 only rank 1
+    /// // has keys.
+    /// let problem = Problem::new(Batch::from_lengths(&[1])?, 2, 2, 1, Dtype::F32);
+    /// let plan = &Plan::new(&problem, Mesh::ring(2)?, Layout::Contiguous)?;
+    /// std::thread::scope(|scope| {
+    ///     for end in local::group(2, Duration::from_secs(10)).unwrap() {
+    ///         scope.spawn(move || {
+    ///             let mut rank = Rank::new(end);
+    ///             let o = [[1.0f32, f32::NAN], [3.0, 7.0]][rank.rank()];
+    ///             let lse = [[0.5, f32::NEG_INFINITY], [0.5, 2.0]][rank.rank()];
+    ///             let (mut merged, mut merged_lse) = ([0.0f32; 2], [0.0; 2]);
+    ///             let tensors = CombineTensors {
+    ///                 partial_o: View::new(&o, 1, 2, 1).unwrap(),
+    ///                 partial_lse: View::new(&lse, 1, 2, 1).unwrap(),
+    ///                 sinks: None,
+    ///                 o: ViewMut::new(&mut merged, 1, 2, 1).unwrap(),
+    ///                 lse: ViewMut::new(&mut merged_lse, 1, 2, 1).unwrap(),
+    ///             };
+    ///             rank.combine(plan, CombineTo::All, tensors).unwrap();
+    ///             assert_eq!((merged, merged_lse[1]), ([2.0, 7.0], 2.0));
+    ///         });
+    ///     }
+    /// });
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Rank::run`]; parts of a type with another accumulator than the problem's.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) on a device.
+    pub fn combine<P: Element, T: Element>(
+        &mut self,
+        plan: &Plan,
+        to: CombineTo,
+        tensors: CombineTensors<'_, P, T>,
+    ) -> Result<()> {
+        self.expect_host("combine", "use a rank on the CPU for it, or plan attention over a ring")?;
+        let at = self.device();
+        let CombineTensors { partial_o, partial_lse, sinks, o, lse } = tensors;
+        let mut bindings = Bindings::default()
+            .with(TensorId::PartialO, raw_on(at, "partial_o", partial_o)?)
+            .with(TensorId::PartialLse, raw_on(at, "partial_lse", partial_lse)?)
+            .with(TensorId::O, raw_on(at, "o", o)?)
+            .with(TensorId::Lse, raw_on(at, "lse", lse)?);
+        if let Some(sinks) = sinks {
+            bindings.set(TensorId::Sinks, raw_on(at, "sinks", sinks)?);
+        }
+        // SAFETY: during this call the views guarantee valid memory, and the exclusive ones that nothing else uses
+        // theirs.
+        unsafe { self.combine_on(plan, Combine { to, partial: P::DTYPE }, &bindings, null_mut()) }
+    }
+
+    /// As [`Rank::combine`], of tensors whose types are known at run time: partial_o, partial_lse, o, lse, and sinks if
+    /// the problem has some.
+    ///
+    /// # Errors
+    /// As [`Rank::run_on`]; [`Error::Unsupported`](crate::Error::Unsupported) on a device.
+    ///
+    /// # Safety
+    /// As [`Rank::run_on`].
+    pub unsafe fn combine_on(
+        &mut self,
+        plan: &Plan,
+        combine: Combine,
+        tensors: &Bindings,
+        stream: RawStream,
+    ) -> Result<()> {
+        // SAFETY: the tensors and the stream are as `run_on` asks for them (the contract of this function).
+        unsafe { self.backend.run(plan, Purpose::Combine(combine), tensors, stream) }
+    }
+
+    /// Allocates everything for combines of this kind, as [`Rank::prepare`] does for attention. Optional.
+    ///
+    /// # Errors
+    /// As [`Rank::prepare`] and [`Rank::combine`].
+    pub fn prepare_combine(&mut self, plan: &Plan, combine: Combine) -> Result<()> {
+        self.backend.prepare(plan, Purpose::Combine(combine))
+    }
+
+    /// Bytes of workspace on this rank: see [`Rank::workspace_bytes`].
+    ///
+    /// # Errors
+    /// As [`Rank::prepare_combine`], memory and driver aside.
+    pub fn combine_workspace_bytes(&mut self, plan: &Plan, combine: Combine) -> Result<u64> {
+        self.backend.workspace_bytes(plan, Purpose::Combine(combine))
+    }
+}

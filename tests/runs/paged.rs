@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! k and v in pages: the bits of the same call without pages, on one rank and over a ring, with pages in any order that
+//! documents share, and NaN in every row that no page of the batch holds.
+
+use crate::common::Random;
+use crate::context_parallel::mesh;
+use crate::refused::refused;
+use cpattn::{
+    Batch, Dtype, Element, Forward, Layout, Mask, Options, Plan, Problem, Rank, Result, Side, Slice, View, ViewMut,
+    plan::Circulate, runtime::Pages, transport::local,
+};
+use half::bf16;
+use std::time::Duration;
+
+/// A cache of one rank: its pages, in an order that has nothing to do with the documents.
+struct Cache<T> {
+    k: Vec<T>,
+    v: Vec<T>,
+    rows: usize,
+    table: Vec<i32>,
+    per_document: usize,
+    size: usize,
+    stride: usize,
+}
+
+impl<T: Element> Cache<T> {
+    /// Of a rank's rows of k and v. Entries that no row needs are −1, rows that no entry names are NaN.
+    fn new(plan: &Plan, rank: usize, [k, v]: [&[T]; 2], size: usize, stride: usize, r: &mut Random) -> Self {
+        let p = plan.problem();
+        let mut held = vec![Vec::new(); p.batch().documents()];
+        let mut row = 0;
+        plan.for_each_token(Side::K, rank, |_, _, doc| {
+            held[doc].push(row);
+            row += 1;
+        });
+        let per_document = 2 + held.iter().map(|rows| rows.len().div_ceil(size)).max().unwrap_or(0);
+        let used: usize = held.iter().map(|rows| rows.len().div_ceil(size)).sum();
+        let pages = used + 3;
+        let mut free: Vec<usize> = (0..pages).collect();
+        (1..pages).for_each(|i| free.swap(i, r.below(i + 1)));
+        let rows = if pages == 0 { 0 } else { (pages - 1) * stride + size };
+        let widths = [p.kv_heads() * p.head_dim(), p.kv_heads() * p.value_dim()];
+        let mut pool = widths.map(|width| vec![T::from_f64(f64::NAN); rows * width]);
+        let mut table = vec![-1; per_document * held.len()];
+        for (doc, own) in held.iter().enumerate() {
+            for (i, &row) in own.iter().enumerate() {
+                let entry = &mut table[doc * per_document + i / size];
+                if i % size == 0 {
+                    *entry = free.pop().unwrap() as i32;
+                }
+                let to = *entry as usize * stride + i % size;
+                for ((pool, from), width) in pool.iter_mut().zip([k, v]).zip(widths) {
+                    pool[to * width..][..width].copy_from_slice(&from[row * width..][..width]);
+                }
+            }
+        }
+        let [k, v] = pool;
+        Self { k, v, rows, table, per_document, size, stride }
+    }
+
+    fn pages(&self) -> Pages<'_> {
+        Pages { table: &self.table, per_document: self.per_document, size: self.size, stride: self.stride }
+    }
+}
+
+/// o and lse of all ranks, with and without pages of this size and stride.
+fn both<T: Element>(plan: &Plan, size: usize, stride: usize, seed: u64) -> Vec<[(Vec<T>, Vec<T::Acc>); 2]> {
+    let p = plan.problem().clone();
+    let world = plan.mesh().world();
+    local::run(world, Duration::from_secs(60), |end| {
+        let (mut rank, mut r) = (Rank::new(end), Random::new(seed));
+        let me = rank.rank();
+        let (h, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
+        let mut whole = |side, width: usize| {
+            let all: Vec<T> = (0..p.batch().tokens(side) * width).map(|_| T::from_f64(r.normal())).collect();
+            plan.shard(side, me, &all, width).unwrap()
+        };
+        let (q, k, v) = (whole(Side::Q, h * d), whole(Side::K, hk * d), whole(Side::K, hk * dv));
+        let [n, m] = [Side::Q, Side::K].map(|side| plan.local_tokens(side, me));
+        let cache = Cache::new(plan, me, [&k, &v], size, stride, &mut r);
+        let sinks: Vec<f32> = (0..h).map(|i| i as f32 - 1.0).collect();
+        let mut run = |paged: bool| -> Result<_> {
+            let nan = <T::Acc as Element>::from_f64(f64::NAN);
+            let (mut o, mut lse) = (vec![T::from_f64(f64::NAN); n * h * dv], vec![nan; n * h]);
+            let mut largest = vec![0.0; h];
+            let ((k, v), rows) = if paged { ((&cache.k, &cache.v), cache.rows) } else { ((&k, &v), m) };
+            let tensors = Forward {
+                q: View::new(&q, n, h, d)?,
+                k: View::new(k, rows, hk, d)?,
+                v: View::new(v, rows, hk, dv)?,
+                sinks: p.sinks().then_some(&sinks[..]),
+                o: ViewMut::new(&mut o, n, h, dv)?,
+                lse: ViewMut::head_major(&mut lse, n, h)?,
+                max_logit: Some(&mut largest[..]),
+                dropout_seed: None,
+            };
+            match paged {
+                true => rank.forward_paged(plan, tensors, cache.pages())?,
+                false => rank.forward(plan, tensors)?,
+            }
+            lse.extend(largest.iter().map(|&x| <T::Acc as Element>::from_f64(f64::from(x))));
+            Ok((o, lse))
+        };
+        // With pages, without, and with them again.
+        let first = run(true)?;
+        let plain = run(false)?;
+        assert!(run(true)? == first, "a run between two others changes them");
+        Ok([first, plain])
+    })
+    .unwrap()
+}
+
+fn same_bits<T: Element>(dtype: Dtype) {
+    let queries = Options::new().circulate_forward(Circulate::Queries);
+    let ends = |lengths: &[i32]| lengths.iter().fold(vec![0], |mut e, n| (e.push(e[e.len() - 1] + n), e).1);
+    // One new token each, a chunk, sequences without new tokens or without keys; and slices.
+    let cached = [300, 17, 0, 64, 131];
+    let decode = Batch::cross(&ends(&[1; 5]), &ends(&cached), None).unwrap();
+    let chunks = Batch::cross(&ends(&[40, 3, 2, 0, 9]), &ends(&cached), None).unwrap();
+    let sliced = Batch::cross(&ends(&[20, 9]), &ends(&[150, 90]), None).unwrap().with_slices(&[
+        Slice::new(0..20, 0..150).causal(),
+        Slice::new(5..25, 160..200),
+        Slice::new(20..29, 100..140),
+    ]);
+    for (i, batch) in [decode, chunks, sliced.unwrap()].into_iter().enumerate() {
+        for (heads, kv_heads, d, dv) in [(6, 2, 16, 24), (4, 1, 64, 64)] {
+            let p = Problem::new(batch.clone(), heads, kv_heads, d, dtype).with_value_dim(dv).with_sinks(i == 1);
+            let p = if i == 0 { p.with_mask(Mask::sliding(90)) } else { p };
+            for (ring, layout) in [
+                (1, Layout::Contiguous),
+                (3, Layout::Striped { stripe: 8 }),
+                (3, Layout::Contiguous),
+                (2, Layout::Zigzag),
+            ] {
+                let plan =
+                    Plan::with_options(&p, mesh(1, ring), layout, if ring > 1 { queries } else { Options::new() });
+                let plan = plan.unwrap();
+                for (size, stride) in [(1, 1), (16, 16), (5, 5), (16, 32), (64, 64)] {
+                    for (r, [paged, plain]) in both::<T>(&plan, size, stride, i as u64).into_iter().enumerate() {
+                        let what = format!("{dtype} {i} ring {ring} {layout} pages of {size} every {stride}, rank {r}");
+                        assert!(paged == plain, "{what}");
+                        assert!(paged.0.iter().all(|x| x.to_f64().is_finite()), "{what}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn pages_have_the_bits_of_rows_f32() {
+    same_bits::<f32>(Dtype::F32);
+}
+
+#[test]
+fn pages_have_the_bits_of_rows_bf16() {
+    same_bits::<bf16>(Dtype::Bf16);
+}
+
+#[test]
+fn pages_have_the_bits_of_rows_f64() {
+    same_bits::<f64>(Dtype::F64);
+}
+
+#[test]
+fn refusals() {
+    let batch = Batch::cross(&[0, 1, 2], &[0, 5, 7], None).unwrap();
+    let p = Problem::new(batch, 2, 2, 4, Dtype::F32);
+    let try_with = |mesh, layout, options, pages: Pages<'_>, rows: usize| {
+        let plan = Plan::with_options(&p, mesh, layout, options).unwrap();
+        let mut outcomes = local::run(mesh.world(), Duration::from_secs(10), |end| {
+            let mut rank = Rank::new(end);
+            let n = plan.local_tokens(Side::Q, rank.rank());
+            let (q, x) = (vec![0.0f32; n * 8], vec![0.0f32; rows * 8]);
+            let (mut o, mut lse) = (q.clone(), vec![0.0f32; n * 2]);
+            let tensors = Forward {
+                q: View::new(&q, n, 2, 4)?,
+                k: View::new(&x, rows, 2, 4)?,
+                v: View::new(&x, rows, 2, 4)?,
+                sinks: None,
+                o: ViewMut::new(&mut o, n, 2, 4)?,
+                lse: ViewMut::head_major(&mut lse, n, 2)?,
+                max_logit: None,
+                dropout_seed: None,
+            };
+            Ok(rank.forward_paged(&plan, tensors, pages))
+        })
+        .unwrap();
+        outcomes.remove(0)
+    };
+    let one = |pages: Pages<'_>, rows| try_with(mesh(1, 1), Layout::Contiguous, Options::new(), pages, rows);
+    let good = Pages { table: &[0, 2, -1, 1, 7, 7], per_document: 3, size: 4, stride: 4 };
+    one(good, 12).unwrap();
+    refused(one(good, 11), &["block_table[0][1] is 2, expected 0 to 1: k and v have 11 rows, pages of 4 rows"]);
+    refused(one(Pages { table: &[0, -1, 0, 1, 0, 0], ..good }, 12), &["block_table[0][1] is -1, expected 0 to 2"]);
+    refused(
+        one(Pages { per_document: 2, ..good }, 12),
+        &["block_table is of 6 entries, expected 2 documents of 2 pages"],
+    );
+    let short = Pages { table: &[0, 2], per_document: 1, ..good };
+    refused(one(short, 12), &["block_table is 1 pages of 4 rows", "rows of document 0 on rank 0"]);
+    refused(one(Pages { size: 0, ..good }, 12), &["page_size is 0, expected at least 1"]);
+    refused(one(Pages { stride: 3, ..good }, 12), &["page_stride is 3, expected at least 4"]);
+    refused(one(good, 0), &["block_table[0][0] is 0, expected a page of 4 rows: k and v have 0"]);
+    let keys = Options::new().circulate_forward(Circulate::Keys);
+    for (ring, ulysses, options) in [(2, 1, keys), (1, 2, Options::new())] {
+        let words = ["pages in a plan that copies or sends k and v", "circulate_forward queries"];
+        refused(try_with(mesh(ulysses, ring), Layout::Contiguous, options, good, 12), &words);
+    }
+}
