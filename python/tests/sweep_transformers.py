@@ -252,18 +252,28 @@ def _try(kind: str) -> tuple[str, str]:
             model, pack, alone, expected, types = _alone(kind)
     except Exception as error:
         return "not tried", "; ".join([*filter(None, [ALONE.get(kind)]), _short(error)])
-    try:
-        cp = ContextParallel(model, gradients="sum", timeout=60)
-        loss = model(**pack, **types).loss
-    except Error as error:
-        return "refused", _short(error)
-    loss.backward()
-    total = models.gradients(model)
-    dist.all_reduce(total)
-    error, distance = abs(loss.item() - alone) / abs(alone), models.apart(total, expected)
-    cp.close()
-    right = error <= 1e-5 and distance <= 1e-4
-    return "right" if right else "WRONG", f"loss {error:.0e}, gradients {distance:.0e}" + ", with blocks of token types" * bool(types)
+    found = []
+    for more in ({}, {"vision": "shard"})[: 1 + (of == IMAGES)]:
+        model.zero_grad()
+        try:
+            cp = ContextParallel(model, gradients="sum", timeout=60, **more)
+            loss = model(**pack, **types).loss
+        except Error as error:
+            found.append(("refused", _short(error)))
+            if more:
+                break
+            return found[0]
+        loss.backward()
+        total = models.gradients(model)
+        dist.all_reduce(total)
+        error, distance = abs(loss.item() - alone) / abs(alone), models.apart(total, expected)
+        cp.close()
+        right = error <= 1e-5 and distance <= 1e-4
+        found.append(("right" if right else "WRONG", f"loss {error:.0e}, gradients {distance:.0e}" + ", with blocks of token types" * bool(types)))
+    if len(found) == 1 or found[0][0] == "WRONG":
+        return found[0]
+    (verdict, detail), (other, why) = found
+    return ("WRONG", f"vision='shard': {why}") if other == "WRONG" else (verdict, f"{detail}; shards: {other if other == 'right' else why}")
 
 
 def _tries(rank: int, world: int, kinds: list[str], folder: str) -> None:

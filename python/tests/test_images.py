@@ -165,6 +165,7 @@ def _qwen(model: Any, expected: dict[str, Any]) -> list[str]:
     out.loss.backward()
     wrong += [f"DDP: {one}" for one in differs(cp, out, expected["qwen3_vl"], summed=False)]
     model.gradient_checkpointing_disable()
+    wrong += _scored(cp, batch(each, False), expected["qwen3_vl"])
     # Positions of three rows and of four, as the caller computes them.
     three = expected["types"]
     text = (rows["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -177,9 +178,13 @@ def _qwen(model: Any, expected: dict[str, Any]) -> list[str]:
             far = abs(float(model(**given).loss - expected["qwen3_vl"]["loss"]))
         wrong += [f"positions of {name}: {far}"] * (far > 1e-5)
     wrong += [f"{name}: {one}" for name, one in _agree(cp, each, rank=dist.get_rank())]
+    wrong += _drawn(model, batch(each, False))
     with cp.off(), torch.no_grad():
         far = abs(float(model(**each[0]).loss - images.one_by_one(model, each[:1])[0]))
         wrong += [f"off: {far}"] * (far > 1e-5)
+    cp.close()
+    cp = ContextParallel(model, gradients="sum")
+    wrong += _drawn(model, batch(each, False), same=True)
     cp.close()
     cp = ContextParallel(model, gradients="sum", vision="shard")
     little = batch(images.documents("qwen3_vl", **LITTLE), False)
@@ -189,6 +194,37 @@ def _qwen(model: Any, expected: dict[str, Any]) -> list[str]:
     wrong += [f"fewer tokens than ranks: {one}" for one in differs(cp, out, expected["little"])]
     cp.close()
     return wrong + _trained(model, expected["trained"])
+
+
+def _scored(cp: Any, given: dict[str, torch.Tensor], expected: dict[str, Any]) -> list[str]:
+    """Log-probabilities of labels, from the model that DDP wrapped before."""
+    with torch.no_grad():
+        scores = cp.logprobs(given).log_probs
+    labels = given["labels"].clone()
+    labels[0, given["cu_seqlens"][:-1]] = -100
+    far = abs(float(-scores.sum() / (labels != -100).sum() - expected["loss"]))
+    return [f"logprobs: {far}"] * (not far < 1e-5)
+
+
+def _drawn(model: Any, given: dict[str, torch.Tensor], same: bool = False) -> list[str]:
+    """What the tower draws, on every rank the same if it runs on all; what the text model draws, never; and the generators afterwards."""
+    drawn: list[torch.Tensor] = []
+
+    def draws(module: Any, args: Any) -> None:
+        drawn.append(torch.rand(1))
+
+    hooks = [module.register_forward_pre_hook(draws) for module in (model.model.visual, model.model.language_model.layers[0])]
+    torch.manual_seed(3)
+    with torch.no_grad():
+        model(**given)
+    for hook in hooks:
+        hook.remove()
+    drawn.append(torch.rand(1))
+    every = [torch.zeros(3) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, torch.cat(drawn))
+    tower, text, after = (len(set(one.tolist())) for one in torch.stack(every, 1))
+    wrong = {"tower": same and tower != 1, "text model": text == 1, "afterwards": after != 1}
+    return [f"draws of {name}: {every}" for name, one in wrong.items() if one]
 
 
 def _agree(cp: Any, each: list[dict[str, torch.Tensor]], rank: int) -> list[tuple[str, str]]:

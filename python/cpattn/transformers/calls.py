@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .._check import flag
+from .._check import flag, instance
 from ..errors import InvalidArgument
 from .agree import told
 from .inputs import documents
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from .forward import Forward
     from .pooled import Kept
     from .probe import Found
+
+
+BATCH = "a mapping is needed, with input_ids and labels"
 
 
 class Calls:
@@ -51,7 +55,7 @@ class Calls:
         collectives = self._talk()
         if self.last is None:
             raise InvalidArgument("gather needs a forward pass, and there was none: call the model first")
-        forward, rows = self.last, rows.detach()
+        forward, rows = self.last, instance("rows", rows, Tensor).detach()
         mine = len(forward.batch.tokens)
         if rows.ndim < 2 or rows.shape[:2] != (1, mine):
             raise InvalidArgument(f"rows has the shape {tuple(rows.shape)}, (1, {mine}, ...) is needed")
@@ -66,6 +70,7 @@ class Calls:
         All ranks call it."""
         self._talk()
         with told(self.transport):
+            instance("inputs", inputs, Mapping, BATCH)
             reader = LogProbs(self, self.factor, temperature, flag("entropy", entropy), inputs)  # type: ignore[arg-type]
         self._keep_hidden()
         self._asked = reader
@@ -76,13 +81,14 @@ class Calls:
 
     def count(self, batch: Mapping[str, Any]) -> float:
         """The number of tokens of a batch with a label, with loss_weights the sum of their weights; of rows, if the model's head reads one token of a row."""
-        if self._kept:
+        if instance("batch", batch, Mapping, BATCH) and self._kept:
             return int((batch["labels"] != -100).sum())
         return documents(self.model, self._found, batch).count
 
     def loader(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of rank 0 of the group, on all ranks of the group. The model selects each rank's tokens."""
-        iterator, collectives = iter(batches) if self.rank == 0 else None, self._talk()
+        collectives = self._talk()
+        iterator = chain.from_iterable((batches,)) if self.rank == 0 else None  # which begins below, where an error is sent to all
         while True:
             message: Any = None
             if iterator is not None:

@@ -151,7 +151,8 @@ class ContextParallel(Calls):
         if pools(model):
             self._kept = Kept(model)
             self._kept.replace()
-        self._found = probe(model, self._takes, self._mixers, self._kept)
+        ulysses = self._options.get("ulysses")  # which other layers than those with kernels do not limit
+        self._found = probe(model, self._takes, self._mixers, self._kept, ulysses if isinstance(ulysses, int) and ulysses > 0 else 1)
         self._base = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
             raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
@@ -198,6 +199,8 @@ class ContextParallel(Calls):
                 raise Unsupported(f"{', '.join(sorted(images)) or 'inputs_embeds'} is given to a head that reads one token of each row: it needs input_ids alone")
             if found.slices is not None and self._mixers:
                 raise Unsupported("slices are given to a model with layers that mix whole documents, which know no slices: give each answer its own prompt")
+            if items is None and found.weights is not None and found.count == 0:
+                raise InvalidArgument("loss_weights of the tokens with a label sum up to 0, by which the loss is divided: give num_items_in_batch, or other weights")
             if items is not None and (items := attempt(float, given := items)) is None:
                 raise refused("num_items_in_batch", given, "a number is needed")
             reader = self._asked or reader_of(self, self._kept, inputs)

@@ -132,8 +132,8 @@ class Found(NamedTuple):
         return [(count, {name: value for name, value in kind.items() if name != "window_right" or value}) for count, kind in self.layers]
 
 
-def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None = None) -> Found:
-    """Raises Unsupported if the model would be wrong."""
+def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None = None, heads: int = 1) -> Found:
+    """Raises Unsupported if the model would be wrong. A model without attention that uses kernels has tokens as for so many `heads`."""
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()):
         raise Unsupported(f"{name} has parameters on the device meta: load them before ContextParallel, which tries the model")
@@ -222,7 +222,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
     if not kinds and (mixers or forward.gathered):
         # No attention with kernels: any kind of layer will do for the distribution of tokens.
         left, right = forward.gathered or (UNLIMITED, 0)
-        kind = {"heads": 1, "kv_heads": 1, "head_dim": 8, "value_dim": 8, "window_left": left, "window_right": right}
+        kind = {"heads": heads, "kv_heads": heads, "head_dim": 8, "value_dim": 8, "window_left": left, "window_right": right}
         kinds[tuple(kind.items())] = counted
     if not kinds:
         raise Unsupported(f"{name} has no layer with attention through AttentionInterface of Transformers, which is needed")

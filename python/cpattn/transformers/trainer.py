@@ -39,7 +39,7 @@ KNOWN = ("transformers.trainer", *MODULES)
 
 
 def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) -> type[Any]:
-    if not issubclass(kind, Trainer):
+    if not isinstance(kind, type) or not issubclass(kind, Trainer):
         raise InvalidArgument(f"the trainer is {kind!r}, a subclass of transformers.Trainer is needed")
     mine = kind.compute_loss.__module__
     if mine not in KNOWN:
