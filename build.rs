@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Embeds what `ptx/` holds, compressed. It compiles nothing and needs no CUDA toolkit: the PTX is checked in.
 //!
-//! With `CPATTN_PTX` set, the texts in that folder take the place of those of the same name: alternatives of kernels, as
-//! `ptx/compile --with` makes them (`ptx/HARDWARE.md`).
+//! With `CPATTN_PTX` set, the texts in that folder take the place of those of the same name: alternatives of kernels,
+//! as `ptx/compile --with` makes them (`ptx/HARDWARE.md`).
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -144,8 +144,8 @@ impl Cuda {
     }
 
     /// Backward attention: see [`AttendBackward`]. All gradients are one launch where a block of the device has the
-    /// shared memory for it (99 KB: head dims up to 64, of 97 to 128; 163 KB: up to 192; 227 KB: 256); else, and above head
-    /// dim 256, dq is one, dk and dv another (two from head dim 193 to 256).
+    /// shared memory for it (99 KB: head dims up to 64, of 97 to 128; 163 KB: up to 192; 227 KB: 256); else, and above
+    /// head dim 256, dq is one, dk and dv another (two from head dim 193 to 256).
     ///
     /// # Errors
     /// As [`Cuda::attend`].

@@ -8,12 +8,13 @@
 //! has, and launches. It waits for the device only if that ring buffer is full, and allocates nothing once the kernels
 //! are loaded. Before you drop a [`Cuda`], wait for its launches.
 //!
-//! Not supported in attention, and refused with an error: f32 and f64 elements, head dims above 576, value dims above 512, or either not a multiple
-//! of 8, rows that are not aligned to 16 bytes, and [`Attend::aligned`](crate::call::Attend::aligned).
-//! [`Merge`](crate::call::Merge) takes f32 only, dims that are multiples of 4 and rows of o at multiples of 16 bytes;
-//! transforms take f16, bf16 and f32 of any dim and alignment. The `Safety` section of each call lists what it cannot
-//! check: that tensors do not overlap ([`tensor::disjoint`](crate::tensor::disjoint) checks that), and that memory is
-//! as large as the shape and strides say.
+//! Not supported in attention, and refused with an error: f32 and f64 elements, head dims above 576, value dims above
+//! 512, or either not a multiple of 8, rows that are not aligned to 16 bytes, and
+//! [`Attend::aligned`](crate::call::Attend::aligned). [`Merge`](crate::call::Merge) takes f32 only, dims that are
+//! multiples of 4 and rows of o at multiples of 16 bytes; transforms take f16, bf16 and f32 of any dim and alignment.
+//! The `Safety` section of each call lists what it cannot check: that tensors do not overlap
+//! ([`tensor::disjoint`](crate::tensor::disjoint) checks that), and that memory is as large as the shape and strides
+//! say.
 //!
 //! A [`RawStream`] is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy
 //! default stream. Memory may come from any allocator; [`Cuda::allocate`] is for programs that have none.

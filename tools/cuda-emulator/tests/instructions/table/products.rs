@@ -61,7 +61,8 @@ impl Layout {
         if self.long { 16 * self.width * step } else { 32 * step }
     }
 
-    /// Bytes from the first of its long side to the `first`th. Inside of a row the swizzle is left to the address's bits.
+    /// Bytes from the first of its long side to the `first`th. Inside of a row the swizzle is left to the address's
+    /// bits.
     fn from(self, first: u64) -> u64 {
         if !self.long || self.width == 16 {
             assert_eq!(first, 0, "of rows that the long side fills");
@@ -269,8 +270,9 @@ pub fn cases() -> Vec<Case> {
             cases.push(p.case(&format!("panels of {rows} rows, A in registers, n")));
         }
     }
-    // dq of the backward at head dims 64 and 192: the second half of a panel's columns, 64 bytes into rows of 128. The manual
-    // shows no such matrix. Then what replaces it: all columns, and the half as a matrix of its own, with rows of 64.
+    // dq of the backward at head dims 64 and 192: the second half of a panel's columns, 64 bytes into rows of 128. The
+    // manual shows no such matrix. Then what replaces it: all columns, and the half as a matrix of its own, with rows
+    // of 64.
     let ds = Layout { width: 128, long: false, rows: 16 };
     for (n, first, width, rows) in
         [(32, 32, 128, 64), (32, 32, 128, 16), (32, 96, 128, 16), (64, 0, 128, 64), (32, 0, 64, 64)]
