@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Embeds what `ptx/` holds, compressed. It compiles nothing and needs no CUDA toolkit: the PTX is checked in.
+//!
+//! With `CPATTN_PTX` set, the texts in that folder take the place of those of the same name: alternatives of kernels,
+//! as `ptx/compile --with` makes them (`ptx/HARDWARE.md`).
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed=ptx");
+    println!("cargo::rerun-if-env-changed=CPATTN_PTX");
     #[cfg(feature = "cuda")]
     embed();
 }
@@ -19,12 +23,21 @@ fn embed() {
     let folder = Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("ptx");
     // Build scripts are not optimised: the best level takes seconds.
     let level = if env::var_os("PROFILE").is_some_and(|profile| profile == "release") { 9 } else { 1 };
-    let mut files: Vec<PathBuf> = fs::read_dir(&folder)
-        .expect("ptx/ is part of the crate")
-        .map(|entry| entry.expect("a readable folder").path())
-        .filter(|path| path.extension().is_some_and(|extension| extension == "ptx"))
-        .collect();
+    let texts = |folder: &Path| -> Vec<PathBuf> {
+        let entries = fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+        let paths = entries.map(|entry| entry.expect("a readable folder").path());
+        paths.filter(|path| path.extension().is_some_and(|extension| extension == "ptx")).collect()
+    };
+    let mut files = texts(&folder);
     files.sort();
+    if let Some(others) = env::var_os("CPATTN_PTX") {
+        println!("cargo::rerun-if-changed={}", Path::new(&others).display());
+        for other in texts(Path::new(&others)) {
+            let same = files.iter_mut().find(|file| file.file_name() == other.file_name());
+            let Some(same) = same else { panic!("CPATTN_PTX: {} is no text of ptx/", other.display()) };
+            *same = other;
+        }
+    }
     let mut table = String::from(
         "/// Name, bytes of the text, and the text compressed, in the order of names.\nstatic PTX: &[(&str, usize, &[u8])] = &[\n",
     );

@@ -78,7 +78,12 @@ __device__ __forceinline__ u32 poll_semaphore(const u32* semaphore) {
 // the predecessor wrote is then visible to all its threads. Polling is relaxed; only the last read acquires. It finds the
 // same number, because no other block stores the next one.
 __device__ __forceinline__ void wait_semaphore(const u32* semaphore, u32 number, u32 seen) {
-    while (seen != number) seen = poll_semaphore(semaphore);
+    while (seen != number) {
+#ifdef CPATTN_PAUSE
+        asm volatile("nanosleep.u32 64;");
+#endif
+        seen = poll_semaphore(semaphore);
+    }
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(semaphore) : "memory");
 }
 

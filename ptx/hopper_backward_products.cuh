@@ -22,6 +22,12 @@ __device__ __forceinline__ void add_pair(char* to, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }
 
+#ifdef CPATTN_RED_V4
+__device__ __forceinline__ void add_four(char* to, float x, float y, float z, float w) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+#endif
+
 // Four 8 x 8 matrices, each with its rows and columns exchanged. Lane 8 i + r says where row r of matrix i goes.
 __device__ __forceinline__ void store_matrices_transposed(u32 address, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
@@ -39,6 +45,12 @@ struct HopperBackwardProducts {
     static_assert(BN % 64 == 0 && BM == 64, "64 keys to a warpgroup, and as many rows of dq");
 
     using Scores = float[1][NT][4];
+    // Tiles of eight columns that a warpgroup makes of a panel of dq of which it adds half: with CPATTN_WHOLE_PANELS all.
+#ifdef CPATTN_WHOLE_PANELS
+    static constexpr int HALF_PANEL = 8;
+#else
+    static constexpr int HALF_PANEL = 4;
+#endif
     using Weights = u32[NT / 2][4];
 
     static __device__ __forceinline__ u32 lane() { return fresh_thread() & 31; }
@@ -146,12 +158,26 @@ struct HopperBackwardProducts {
         const float scale = p.score.scale;
         // One branch, so that all additions follow one another.
         if (add) {
+#ifdef CPATTN_RED_V4
+            // Of four columns of two rows, a lane and its neighbour each have two columns of both, and here each adds all four of one.
+            const bool second = lane() & 1;
+            char* const to_four = second ? to + 8 * p.dq.token - 8 : to;
+            const bool has_row = WHOLE || (second ? 8 : 0) < rows;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const float low = dq[0][n][0] * scale, high = dq[0][n][1] * scale, low8 = dq[0][n][2] * scale, high8 = dq[0][n][3] * scale;
+                const float x = __shfl_xor_sync(~0u, second ? low : low8, 1), y = __shfl_xor_sync(~0u, second ? high : high8, 1);
+                if (has_row && (WHOLE || n * 8 < columns))
+                    add_four(to_four + n * 32, second ? x : low, second ? y : high, second ? low8 : x, second ? high8 : y);
+            }
+#else
 #pragma unroll
             for (int h = 0; h < 2; ++h)
 #pragma unroll
                 for (int n = 0; n < N; ++n)
                     if (WHOLE || (h * 8 < rows && n * 8 < columns))
                         add_pair(to + h * 8 * p.dq.token + n * 32, dq[0][n][2 * h] * scale, dq[0][n][2 * h + 1] * scale);
+#endif
         } else {
 #pragma unroll
             for (int h = 0; h < 2; ++h)
@@ -165,7 +191,7 @@ struct HopperBackwardProducts {
 
     // Columns of dq = ds k from `column` on, not waited for: ds has q rows by keys, in a panel for each warpgroup's keys; of k, the
     // keys are the inner dimension. Columns that begin 64 bytes into the rows of a panel end with it: there the swizzle, by bits of
-    // the address, is that of the whole panel.
+    // the address, is that of the whole panel. (With CPATTN_WHOLE_PANELS none do: `multiply_half`.)
     template <int N>
     static __device__ __forceinline__ void multiply_keys(float (&dq)[1][N][4], u64 ds, u32 k, u32 column) {
         const u64 from = matrix_at(k + column / 64 * K_PANEL + column % 64 * 2, K_PANEL);
@@ -177,5 +203,10 @@ struct HopperBackwardProducts {
             else
                 product_add_columns(T{}, dq, x, y);
         }
+    }
+
+    // 32 columns of dq, the first or the second half of a panel that begins with `column`.
+    static __device__ __forceinline__ void multiply_half(float (&dq)[1][HALF_PANEL][4], u64 ds, u32 k, u32 column, u32 half) {
+        multiply_keys(dq, ds, k, column + (HALF_PANEL == 4 ? half * 32 : 0));
     }
 };

@@ -26,7 +26,9 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
     using typename Products::Scores;
     using typename Products::Weights;
     using Products::add_queries;
+    using Products::HALF_PANEL;
     using Products::lane;
+    using Products::multiply_half;
     using Products::multiply_keys;
     using Products::multiply_rows;
     using Products::multiply_weights;
@@ -81,6 +83,19 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
             add_queries<true>(p, here.step, flags & Block::ADD, column, dq);
         else
             add_queries<false>(p, here.step, flags & Block::ADD, column, dq);
+    }
+
+    // The half of a panel that the warpgroup adds.
+    static __device__ __forceinline__ void add_half(const BackwardParams& p, volatile const Stage& here, u32 flags, u32 column, u32 half,
+                                                    const float (&dq)[1][HALF_PANEL][4]) {
+        if constexpr (HALF_PANEL == 4) {
+            add(p, here, flags, column + half * 32, dq);
+        } else {
+            float own[1][4][4];
+#pragma unroll
+            for (int i = 0; i < 16; ++i) own[0][i / 4][i % 4] = half ? dq[0][4 + i / 4][i % 4] : dq[0][i / 4][i % 4];
+            add(p, here, flags, column + half * 32, own);
+        }
     }
 
     static __device__ __forceinline__ void multiply(const BackwardParams& p, const Shared& at, volatile Control& control,
@@ -141,12 +156,16 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
         share(slopes, at.ds(stage) + of.own_ds);
         named_wait<2 * 128>(BARRIER_BOTH);
         static_assert(D == 128 || D == 64, "each warpgroup's columns lie in one panel");
-        const u32 column = group * (D / 2);
-        float dq[1][D / 16][4];
+        constexpr bool HALF = D == 64;
+        const u64 ds = of.first_ds + stage * (Block::DS_BYTES >> 4);
+        float dq[1][HALF ? HALF_PANEL : D / 16][4];
         hold(dk);
         hold(slopes);
         product_fence();
-        multiply_keys(dq, of.first_ds + stage * (Block::DS_BYTES >> 4), of.k_columns, column);
+        if constexpr (HALF)
+            multiply_half(dq, ds, of.k_columns, 0, group);
+        else
+            multiply_keys(dq, ds, of.k_columns, group * 64);
         product_commit();
         multiply_weights(dk, slopes, q);
         product_commit();
@@ -155,7 +174,10 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
         hold(weights);
         hold(dq);
         barrier_wait(at.turn(stage), parity);
-        add(p, here, flags, column, dq);
+        if constexpr (HALF)
+            add_half(p, here, flags, 0, group, dq);
+        else
+            add(p, here, flags, group * 64, dq);
         release(at.added(stage));
         product_wait<0>();
         hold(dk);
@@ -293,21 +315,26 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
         product_fence();
         multiply_weights(dk, weights, q);
         product_commit();
+        // Beside the whole panel there are not enough registers for these weights.
+        if (HALF_PANEL == 8) {
+            product_wait<0>();
+            hold(dk);
+            hold(weights);
+        }
         named_wait<2 * 128>(BARRIER_BOTH);
         // Half a panel of dq while dk is made, then a whole one.
         const u64 ds = of.first_ds + stage * (Block::DS_BYTES >> 4);
-        const u32 half_column = 128 + group * 32, panel_column = group * 64;
-        float half[1][4][4];
+        const u32 panel_column = group * 64;
+        float half[1][HALF_PANEL][4];
         product_fence();
-        multiply_keys(half, ds, of.k_columns, half_column);
+        multiply_half(half, ds, of.k_columns, 128, group);
         product_commit();
         product_wait<0>();
         hold(dk);
         hold(weights);
         hold(half);
-        release(at.q_empty(stage));
         barrier_wait(at.turn(stage), parity);
-        add(p, here, flags, half_column, half);
+        add_half(p, here, flags, 128, group, half);
         float panel[1][8][4];
         product_fence();
         multiply_keys(panel, ds, of.k_columns, panel_column);
@@ -316,6 +343,8 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
         hold(panel);
         add(p, here, flags, panel_column, panel);
         release(at.added(stage));
+        // The third warp frees the buffers behind `added` alone, so nothing is gained by an earlier one.
+        release(at.q_empty(stage));
         return flags;
     }
 };

@@ -115,8 +115,8 @@ static void tensors(int devices) {
 
   /* What devices do not do. */
   cpattn_plan *plans[] = {plan_of(problem(CPATTN_F32, DIM), 0), plan_of(problem(CPATTN_F64, DIM), 0),
-                          plan_of(problem(CPATTN_F16, 12), 0), plan_of(problem(CPATTN_F16, 264), 0), plan_of(problem(CPATTN_F16, DIM), 1)};
-  const char *words[] = {"dtype f32", "dtype f64", "head_dim 12", "head_dim 264", "reproducible on a device"};
+                          plan_of(problem(CPATTN_F16, 12), 0), plan_of(problem(CPATTN_F16, 520), 0), plan_of(problem(CPATTN_F16, DIM), 1)};
+  const char *words[] = {"dtype f32", "dtype f64", "head_dim 12", "value_dim 520", "reproducible on a device"};
   for (int i = 0; i < 5; i++) {
     REFUSED(CPATTN_UNSUPPORTED, words[i], cpattn_rank_prepare(rank, plans[i], CPATTN_FORWARD));
     cpattn_forward_args a = args();

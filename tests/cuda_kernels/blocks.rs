@@ -275,7 +275,7 @@ fn refusals() {
     let f32s = |t: RawTensor| RawTensor { dtype: Dtype::F32, ..t };
     refused(run(&Attend { q: f32s(call.q), ..call }).unwrap_err(), "f32");
     refused(run(&Attend { q: RawTensor { dim: 12, ..call.q }, ..call }).unwrap_err(), "head_dim 12");
-    refused(run(&Attend { v: RawTensor { dim: 264, ..call.v }, ..call }).unwrap_err(), "value_dim 264");
+    refused(run(&Attend { v: RawTensor { dim: 520, ..call.v }, ..call }).unwrap_err(), "value_dim 520");
     refused(run(&Attend { k: RawTensor { dim: 16, ..call.k }, ..call }).unwrap_err(), "k.dim");
     refused(run(&Attend { v: RawTensor { dtype: Dtype::Bf16, ..call.v }, ..call }).unwrap_err(), "v.dtype");
     let odd = RawTensor { ptr: call.k.ptr.wrapping_add(2), ..call.k };

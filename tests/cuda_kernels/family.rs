@@ -42,6 +42,8 @@ fn families_follow_device_and_head_dims() {
         Ok(forced) => {
             assert!(is_hopper);
             assert_eq!(families(&forced), [Family::Sm90a; DIMS.len()]);
+            // There is none above 256.
+            assert_eq!(forced.family(Dtype::F16, 576, 512), Ok(Family::Sm80));
         }
         Err(error) => {
             assert!(!is_hopper && matches!(error, Error::Unsupported { .. }), "{error}");
@@ -49,7 +51,7 @@ fn families_follow_device_and_head_dims() {
             assert!(said.contains("sm_90a") && said.contains("9.0") && said.contains("CPATTN_CUDA_FAMILY"), "{said}");
         }
     }
-    assert!(device.cuda.family(Dtype::F32, 64, 64).is_err() && device.cuda.family(Dtype::F16, 264, 64).is_err());
+    assert!(device.cuda.family(Dtype::F32, 64, 64).is_err() && device.cuda.family(Dtype::F16, 584, 64).is_err());
 }
 
 /// Launches of both forward kernels by a small call.

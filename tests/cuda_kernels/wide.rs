@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Head dims above 256: the kernels whose partners come through shared memory in chunks of 64 columns.
 //!
-//! Dims are those of MLA in its latent form, others that fill a chunk by less than one column of 8, and such that have
-//! the fewest chunks. One kernel serves them all, on every device: 99 KB of shared memory are enough.
+//! Dims are those of MLA in its latent form, others whose last chunk has a single group of eight columns, and such that
+//! have the fewest chunks. One kernel serves them all, on every device: 99 KB of shared memory are enough.
 
 use crate::case::{Case, Cut};
 use crate::device::Device;

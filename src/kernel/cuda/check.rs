@@ -156,7 +156,7 @@ pub(super) fn dim(name: &str, dim: u32, largest: u32) -> Result<()> {
         return Err(Error::unsupported(
             format!("{name} {dim}"),
             format!("the CUDA kernels take multiples of 8 up to {largest}"),
-            "pad the heads with zeros",
+            if dim > largest { "use the CPU kernels" } else { "pad the heads with zeros" },
         ));
     }
     Ok(())

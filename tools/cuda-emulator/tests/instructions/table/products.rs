@@ -61,6 +61,17 @@ impl Layout {
         if self.long { 16 * self.width * step } else { 32 * step }
     }
 
+    /// Bytes from the first of its long side to the `first`th. Inside of a row the swizzle is left to the address's
+    /// bits.
+    fn from(self, first: u64) -> u64 {
+        if !self.long || self.width == 16 {
+            assert_eq!(first, 0, "of rows that the long side fills");
+            return 0;
+        }
+        let columns = self.width / 2;
+        first / columns * self.rows * self.width + first % columns * 2
+    }
+
     /// All but the address: leading offset, strided offset, swizzle.
     fn descriptor(self) -> u64 {
         let (leading, strided) = match (self.width, self.long) {
@@ -99,6 +110,8 @@ fn number(x: f64, brain: bool) -> u16 {
 /// A product and what is special about it.
 struct Product {
     n: u64,
+    /// The first column of B in a longer matrix.
+    first: u64,
     brain: bool,
     a: Layout,
     b: Layout,
@@ -112,7 +125,7 @@ const PLAIN: Layout = Layout { width: 128, long: false, rows: 16 };
 
 impl Default for Product {
     fn default() -> Self {
-        Self { n: 8, brain: true, a: PLAIN, b: PLAIN, registers: false, scale: ("1", true), signs: (1, 1) }
+        Self { n: 8, first: 0, brain: true, a: PLAIN, b: PLAIN, registers: false, scale: ("1", true), signs: (1, 1) }
     }
 }
 
@@ -139,7 +152,8 @@ impl Product {
     /// Both matrices as they lie in shared memory, B from `second` on. What lies beside them is no number.
     fn image(&self) -> (Vec<u8>, u64) {
         let second = if self.registers { 0 } else { self.a.bytes(64) };
-        let mut image = vec![0xffu8; (second + self.b.bytes(self.n)) as usize];
+        let columns = self.first + self.n;
+        let mut image = vec![0xffu8; (second + self.b.bytes(columns)) as usize];
         let mut put = |at: u64, x: f64| {
             let bits = number(x, self.brain).to_le_bytes();
             image[at as usize..at as usize + 2].copy_from_slice(&bits);
@@ -148,7 +162,7 @@ impl Product {
             (0..64).filter(|_| !self.registers).for_each(|r| put(self.a.byte(r, k), a(r, k)));
         }
         for k in 0..self.b.depth() {
-            (0..self.n).for_each(|n| put(second + self.b.byte(n, k), b(n, k)));
+            (0..columns).for_each(|n| put(second + self.b.byte(n, k), b(n, k)));
         }
         (image, second)
     }
@@ -179,7 +193,7 @@ impl Product {
             text += &format!(
                 "add.s64 %q2, %q1, {}; add.s64 %q3, %q1, {};\n",
                 at(0, self.a) as i64,
-                at(second, self.b) as i64
+                at(second + self.b.from(self.first), self.b) as i64
             );
             let left = if self.registers { "{$0, $1, $2, $3}" } else { "%q2" };
             let first = if step == 0 { self.scale.0 } else { "1" };
@@ -202,7 +216,8 @@ impl Product {
         // What was in D before: the thread's number, which stays below 128.
         let before = |t: u64| if self.scale.1 { t as f64 } else { 0.0 };
         let (depth, sign) = (self.depth(), f64::from(self.signs.0 * self.signs.1));
-        let element = |r: u64, n: u64| sign * (0..depth).map(|k| a(r, self.of_a(k)) * b(n, k)).sum::<f64>();
+        let element =
+            |r: u64, n: u64| sign * (0..depth).map(|k| a(r, self.of_a(k)) * b(self.first + n, k)).sum::<f64>();
         let mut case = Case::new(FAMILY, &format!("{} {name}", self.op()), 128).hopper();
         // Fragments: thread t has rows 16 w + t % 32 / 4 and eight further on, columns 2 (t % 4) and one further on.
         let row = |t: u64, j: u64| 16 * (t / 32) + t % 32 / 4 + 8 * (j / 2);
@@ -253,6 +268,19 @@ pub fn cases() -> Vec<Case> {
         for brain in [true, false] {
             let p = Product { n, brain, registers: true, b, ..Product::default() };
             cases.push(p.case(&format!("panels of {rows} rows, A in registers, n")));
+        }
+    }
+    // dq of the backward at head dims 64 and 192: the second half of a panel's columns, 64 bytes into rows of 128. The
+    // manual shows no such matrix. Then what replaces it: all columns, and the half as a matrix of its own, with rows
+    // of 64.
+    let ds = Layout { width: 128, long: false, rows: 16 };
+    for (n, first, width, rows) in
+        [(32, 32, 128, 64), (32, 32, 128, 16), (32, 96, 128, 16), (64, 0, 128, 64), (32, 0, 64, 64)]
+    {
+        let b = Layout { width, long: true, rows };
+        for brain in [true, false] {
+            let p = Product { n, first, brain, a: ds, b, ..Product::default() };
+            cases.push(p.case(&format!("half panels: columns from {first} on, rows of {width} and panels of {rows}")));
         }
     }
     for scale in [("0", false), ("%p1", true), ("%p2", false)] {
