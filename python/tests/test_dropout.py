@@ -169,7 +169,7 @@ def model_of(kind: str, hidden: float = 0.0) -> Any:
     if kind == "bert":  # the default of attention_probs_dropout_prob is 0.1
         config = transformers.BertConfig(**small, hidden_dropout_prob=hidden)
         return AutoModelForMaskedLM.from_config(config, attn_implementation="eager").train()
-    if kind == "llama":
+    if kind in ("llama", "lora"):
         return models.build("llama", attention_dropout=P)
     config = transformers.GPT2Config(
         vocab_size=models.WORDS, n_embd=48, n_head=4, n_layer=2, n_positions=128, resid_pdrop=hidden, embd_pdrop=hidden, bos_token_id=1, eos_token_id=2
@@ -215,6 +215,15 @@ def in_transformers(rank: int, world: int) -> None:
         assert abs(loss / expected.item() - 1) < 1e-5 and models.apart(total, models.gradients(alone)) < 1e-4, (kind, loss, expected.item())
 
 
+def lora(model: Any) -> None:
+    """Adapters in a model's layers, as a user adds them after ContextParallel, with a dropout of their own."""
+    import peft
+
+    torch.manual_seed(1)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, lora_dropout=P, init_lora_weights=False, target_modules=["q_proj", "v_proj"]), model)
+    model.train()
+
+
 def by_place(rank: int, world: int) -> None:
     """With dropout="position" three ranks train as one does, also when layers are computed again; other draws are refused."""
     import models
@@ -223,11 +232,13 @@ def by_place(rank: int, world: int) -> None:
     from cpattn.transformers import ContextParallel
 
     pack = models.batch([33, 28])
-    for kind in ("bert", "gpt2"):
+    for kind in ("bert", "gpt2", *(("lora",) if importlib.util.find_spec("peft") else ())):
         results = []
         for group, again in ((None, False), (None, True), ([rank], False)):
             model = model_of(kind, 0.2)
             cp = ContextParallel(model, group=group, gradients="sum", dropout="position")
+            if kind == "lora":
+                lora(model)
             if again:
                 models.checkpointing(model, False)
             set_seed(5)
