@@ -63,8 +63,11 @@ impl<T: Element> Cache<T> {
     }
 }
 
+/// o, lse.
+type Outputs<T> = (Vec<T>, Vec<<T as Element>::Acc>);
+
 /// o and lse of all ranks, with and without pages of this size and stride.
-fn both<T: Element>(plan: &Plan, size: usize, stride: usize, seed: u64) -> Vec<[(Vec<T>, Vec<T::Acc>); 2]> {
+fn both<T: Element>(plan: &Plan, size: usize, stride: usize, seed: u64) -> Vec<[Outputs<T>; 2]> {
     let p = plan.problem().clone();
     let world = plan.mesh().world();
     local::run(world, Duration::from_secs(60), |end| {
