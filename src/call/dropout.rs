@@ -30,7 +30,7 @@ use crate::error::{Error, Result};
 /// // Whether q token 3 keeps k token 2 in q head 1 of the whole problem.
 /// let kept = mask.keeps(3, 2, 1);
 /// assert_eq!(kept, DropoutMask::new(0.25, 7)?.keeps(3, 2, 1));
-/// assert_eq!(mask.factor(), 4.0 / 3.0);
+/// assert_eq!((mask.probability(), mask.factor()), (0.25, 4.0 / 3.0));
 /// # Ok::<(), cpattn::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -75,7 +75,7 @@ impl Bindings {
     }
 
     /// The seed of dropout.
-    pub fn dropout_seed(&self) -> Option<u64> {
+    pub(super) fn dropout_seed(&self) -> Option<u64> {
         self.dropout_seed
     }
 

@@ -128,7 +128,8 @@ unsafe fn forward<'a, A: SumType>(call: &'a Attend<'a>, table: &'a [u32], isa: I
     let finished = call.ranges.q.iter().filter(|q| q.mode.finishes());
     let stream = convert::streams(&call.o, finished.map(|q| u64::from(q.range.len)).sum());
     let job = |documents: Documents<'a>| {
-        let (lanes, few) = (row_blocks::lanes(call, documents, workers), documents.isa.roundoff(dtype) > 0.0);
+        let lanes = row_blocks::lanes(call, documents, workers);
+        let few = documents.isa.roundoff(dtype) > 0.0 && call.dropout.is_none();
         forward_pass::ForwardPass { call, table, documents, lanes, few, stream }
     };
     // SAFETY: checked, valid and with sums of `A` (the contract of this function).

@@ -13,12 +13,12 @@ use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK};
 use crate::kernel::cpu::vector::simd::Real;
 use core::ops::Range;
 
-/// Lanes that are hashed together.
-const HASHED: usize = 8;
+/// Lanes that are hashed together: two of the widest vectors, so that one multiplies while the other waits.
+const HASHED: usize = 16;
 /// The most lanes of a tile.
 const MOST: usize = LANES_BACK;
 /// Bytes of the memory of one worker.
-pub(crate) const BYTES: usize = KEYS * MOST + 6 * 4 * MOST;
+pub(crate) const BYTES: usize = KEYS * MOST + (2 * 4 + 4 * 8) * MOST;
 
 /// The pairs of the current lanes and keys.
 pub(crate) struct Kept<'a> {
@@ -27,8 +27,8 @@ pub(crate) struct Kept<'a> {
     /// The q token and the q head of each lane.
     rows: &'a mut [u32],
     heads: &'a mut [u32],
-    /// `[k token modulo 4][lane]`.
-    words: &'a mut [u32],
+    /// `[k token modulo 4][lane]`: a word in the low half of each number.
+    words: &'a mut [u64],
 }
 
 impl<'a> Kept<'a> {
@@ -83,7 +83,9 @@ impl<'a> Kept<'a> {
                     let words = hash(rows, four, heads, &dropout.mask);
                     let mut word = 0;
                     while word < 4 {
-                        self.words[word * MOST + l..][..HASHED].copy_from_slice(&words[word]);
+                        let to: &mut [u64; HASHED] =
+                            (&mut self.words[word * MOST + l..][..HASHED]).try_into().expect("as long");
+                        *to = words[word];
                         word += 1;
                     }
                     l += HASHED;
@@ -92,7 +94,7 @@ impl<'a> Kept<'a> {
             let (words, last) = (&self.words[(token & 3) as usize * MOST..][..MOST], dropout.mask.last_dropped());
             let mut l = 0;
             while l < width {
-                pairs[l] = u8::from(words[l] > last);
+                pairs[l] = u8::from(words[l] as u32 > last);
                 l += 1;
             }
         }
@@ -120,7 +122,7 @@ impl<'a> Kept<'a> {
 /// The four words of each lane with four neighbouring keys: Philox 4x32-10, as in `call/dropout.rs`. Words are the low
 /// halves of 64-bit numbers, whose products vectors have.
 #[inline(always)]
-fn hash(rows: &[u32; HASHED], four: u32, heads: &[u32; HASHED], mask: &DropoutMask) -> [[u32; HASHED]; 4] {
+fn hash(rows: &[u32; HASHED], four: u32, heads: &[u32; HASHED], mask: &DropoutMask) -> [[u64; HASHED]; 4] {
     const LOW: u64 = 0xffff_ffff;
     let [mut a, mut b, mut c, mut d] = [[0u64; HASHED]; 4];
     let mut l = 0;
@@ -144,16 +146,7 @@ fn hash(rows: &[u32; HASHED], four: u32, heads: &[u32; HASHED], mask: &DropoutMa
         (k0, k1) = (k0.wrapping_add(WEYL[0]), k1.wrapping_add(WEYL[1]));
         round += 1;
     }
-    let mut words = [[0u32; HASHED]; 4];
-    let mut l = 0;
-    while l < HASHED {
-        words[0][l] = a[l] as u32;
-        words[1][l] = b[l] as u32;
-        words[2][l] = c[l] as u32;
-        words[3][l] = d[l] as u32;
-        l += 1;
-    }
-    words
+    [a, b, c, d]
 }
 
 #[cfg(test)]
@@ -163,13 +156,13 @@ mod tests {
     #[test]
     fn the_hash_of_lanes_is_that_of_pairs() {
         let mask = DropoutMask::new(0.37, 0xfedc_ba98_7654_3210).unwrap();
-        let rows = [0, 1, 77, u32::MAX, 1 << 31, 5, 5, 5];
-        let heads = [0, 3, 65_535, 1, 2, 0, 1, 2];
+        let rows = [0, 1, 77, u32::MAX, 1 << 31, 5, 5, 5, 6, 7, 8, 9, 10, 1 << 20, 1 << 30, 3];
+        let heads = [0, 3, 65_535, 1, 2, 0, 1, 2, 0, 0, 0, 0, 1, 1, 1, 1];
         for four in [0, 1, 12_345, u32::MAX >> 2] {
             let words = hash(&rows, four, &heads, &mask);
             for l in 0..HASHED {
                 for k in 0..4 {
-                    let kept = words[k as usize][l] > mask.last_dropped();
+                    let kept = words[k as usize][l] as u32 > mask.last_dropped();
                     assert_eq!(kept, mask.keeps(rows[l], 4 * four + k, heads[l]));
                 }
             }
