@@ -9,6 +9,7 @@ import tempfile
 import unittest
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ import processes
 from cpattn import Disagreement, Error, InvalidArgument, Unsupported
 from cpattn.transformers import ContextParallel
 from cpattn.transformers.agree import content
+from cpattn.transformers.images import Rows
 from cpattn.transformers.towers import deal
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -137,7 +140,21 @@ def _right(rank: int, world: int, file: str) -> list[str]:
         if name == "qwen3_vl" and rows:
             wrong += [f"qwen3-vl: {one}" for one in _qwen(model, expected)]
             last = ""  # it was trained
-    return wrong
+    return wrong + _fully_sharded(expected["qwen3_vl"])
+
+
+def _fully_sharded(expected: dict[str, Any]) -> list[str]:
+    """FSDP2, whose ranks gather the tower's parameters together, also those without an image."""
+    model = images.build("qwen3_vl")
+    for layer in (*model.model.language_model.layers, *model.model.visual.blocks, model.model.visual, model):
+        fully_shard(layer)
+    cp = ContextParallel(model, vision="shard")
+    out = model(**batch(images.documents("qwen3_vl"), False))
+    out.loss.backward()
+    found = torch.cat([p.grad.full_tensor().flatten().double() for p in model.parameters()])
+    cp.close()
+    far = models.apart(found, expected["gradients"])
+    return [f"FSDP2: {far}"] * (not far < 1e-5)
 
 
 def _embedded(cp: Any, expected: dict[str, Any]) -> list[str]:
@@ -284,6 +301,21 @@ class Parts(unittest.TestCase):
         self.assertEqual(deal([4, 16, 6, 10], 2), [[0, 1], [2, 3]])
         self.assertEqual(deal([1], 3), [[0], [], []])
         self.assertEqual(sorted(sum(deal([5, 5, 5, 5, 1], 3), [])), [0, 1, 2, 3, 4])
+
+    def test_rows_of_what_a_text_model_is_given(self) -> None:
+        # Two rows of four, one token of padding; this rank has the tokens at the places 1, 4 and 6.
+        pack = SimpleNamespace(shape=(2, 4), kept=torch.tensor([0, 1, 2, 3, 4, 5, 6]))
+        marks = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 0]]).bool()
+        rows = Rows(SimpleNamespace(pack=pack, tokens=torch.tensor([1, 4, 6])), {"visual_pos_masks": marks}, "Some")
+        every = torch.arange(8).view(2, 4)
+        self.assertEqual(rows.of("inputs_embeds", every[..., None]).tolist(), [[[1], [4], [6]]])
+        self.assertEqual(rows.of("position_ids", torch.stack([every, every + 10])).tolist(), [[[1, 4, 6]], [[11, 14, 16]]])
+        self.assertEqual(rows.of("position_ids", every[:1]).tolist(), [[1, 0, 2]])
+        self.assertEqual(rows.of("visual_pos_masks", marks).tolist(), [[True, False, True]])
+        self.assertEqual(rows.of("deepstack", [torch.tensor([[10], [20], [30]])])[0].tolist(), [[10], [30]])
+        self.assertEqual(rows.of("layers", {1: torch.tensor([[10], [20], [30]])})[1].tolist(), [[10], [30]])
+        with self.assertRaisesRegex(Unsupported, r"Some gives its text model cross_attention_states of the shape \(5, 1\)"):
+            rows.of("cross_attention_states", torch.ones(5, 1))
 
     def test_content_tells_tensors_apart(self) -> None:
         one = torch.arange(2_100_001, dtype=torch.float32)

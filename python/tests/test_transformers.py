@@ -360,11 +360,21 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
         ("shifted", InvalidArgument, {"labels": None, "shift_labels": many[:, 1:]}),
         ("fraction", InvalidArgument, {"cu_seqlens": [0, 22.5, 90]}),
         ("items", InvalidArgument, {"num_items_in_batch": "all"}),
+        ("no weights", InvalidArgument, {"loss_weights": torch.zeros(1, 90)}),
         ("cache", Unsupported, {"cache": transformers.DynamicCache()}),
         ("keys", Unsupported, {"past_key_values": transformers.DynamicCache()}),
         ("inside", Unsupported, {"more": {"images": many}}),
     ):
         refuse(name, kind, lambda: model(**{**pack, **more}))
+    for name, job in (
+        ("logprobs", lambda: cp.logprobs(None)), ("count", lambda: cp.count(None)), ("trainer", lambda: cp.trainer(None)),
+        ("rows", lambda: (model(**pack), cp.gather(None))),
+    ):  # fmt: skip
+        refuse(name, InvalidArgument, job)
+    try:
+        next(cp.loader(None))
+    except (TypeError, InvalidArgument) as error:
+        said["loader"] = str(error)
     for name, kind, more in (
         ("one", Unsupported, {"past_key_values": ()}),
         ("list", InvalidArgument, {"labels": pack["labels"].tolist()}),
@@ -438,7 +448,8 @@ class Others(unittest.TestCase):
                 ("label", "labels has numbers"), ("float", "input_ids.dtype is torch.float32"), ("positions", "position_ids is a list"),
                 ("shifted", "shift_labels has the shape (1, 89), (1, 90)"), ("fraction", "cu_seqlens is [0, 22.5, 90]"),
                 ("items", "num_items_in_batch is 'all'"), ("cache", "cache is given, a cache, which is not supported, not even an empty one"),
-                ("keys", "past_key_values is given, a cache"), ("inside", "the model was given more, which is not supported"), ("other tile", "tile is"), ("other gradients", "gradients is"), ("other ulysses", "options is"),
+                ("keys", "past_key_values is given, a cache"), ("no weights", "loss_weights of the tokens with a label sum up to 0"),
+                ("logprobs", "inputs is None"), ("count", "batch is None"), ("trainer", "the trainer is None"), ("rows", "rows is None"), ("loader", "'NoneType' object is not iterable"), ("inside", "the model was given more, which is not supported"), ("other tile", "tile is"), ("other gradients", "gradients is"), ("other ulysses", "options is"),
             ):  # fmt: skip
                 self.assertIn(word, said[name])
 
