@@ -42,7 +42,7 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
         if r.below(3) == 0 {
             p = p.with_alibi_slopes(&(0..heads).map(|_| r.uniform() as f32).collect::<Vec<_>>());
         }
-        p = p.with_sinks(r.below(3) == 0);
+        p = p.with_sinks_per_head([0, 1, 0, 3, 0, 2][r.below(6) as usize]);
         let (nodes, per_node) = if r.below(3) == 0 { (2 + r.below(2), 1 + r.below(3)) } else { (1, 1 + r.below(5)) };
         let mesh = mesh(1 + r.below(heads), nodes * per_node);
         let layout = match r.below(5) {

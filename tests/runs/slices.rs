@@ -75,7 +75,7 @@ fn any_problem(r: &mut Random, dtype: Dtype) -> Problem {
     if near && r.below(3) == 0 {
         p = p.with_alibi_slopes(&(0..heads).map(|_| r.uniform() as f32).collect::<Vec<_>>());
     }
-    p.with_sinks(r.below(3) == 0)
+    p.with_sinks_per_head([0, 1, 0, 3, 0, 2][r.below(6) as usize])
 }
 
 /// A mesh, a layout and a form.
