@@ -7,6 +7,7 @@
 // result, applies the sink and writes either the running f32 result or the element type.
 #pragma once
 #include "log_sum_exp.cuh"
+#include "max_logit.cuh"
 #include "score.cuh"
 #include "tile.cuh"
 
@@ -37,10 +38,17 @@ struct Forward {
     using Control = ::Control<Shape::BATCH>;
     static_assert(DV <= D, "o is staged where q was");
 
-    static __device__ __forceinline__ void tile(const ForwardParams& p, volatile Control& control, u32 sq, u32 sk,
-                                                u32 sv, u32 item) {
+    static __device__ __forceinline__ void tile(const ForwardParams& p, volatile Control& control, volatile LogSumExp& sinks, u32 sq,
+                                                u32 sk, u32 sv, u32 item) {
         const Partners side = {p.keys, p.partners, p.bands, &p.k, &p.v};
         if (threadIdx.x < 32) control.template begin_queries<BM, BN>(p, item, side);
+        // For the epilogue, where no register is free.
+        if (threadIdx.x < 32 && p.sink_count) {
+            __syncwarp();
+            const LogSumExp all = load_sinks(p.sinks, control.own.head, p.sink_count);
+            sinks.lse = all.lse;
+            sinks.rest = all.rest;
+        }
         __syncthreads();
         volatile const Own& own = control.own;
         load_tile<BM, D, THREADS>(sq, p.q.ptr + own.head * p.q.head + own.row * p.q.token, (int)p.q.token,
@@ -83,7 +91,7 @@ struct Forward {
         }
         copy_wait<0>();
         __syncthreads();
-        epilogue(p, own, sq, out, row_max, row_sum);
+        epilogue(p, own, sinks, sq, out, row_max, row_sum);
         __syncthreads();
     }
 
@@ -152,8 +160,8 @@ struct Forward {
             }
     }
 
-    static __device__ __forceinline__ void epilogue(const ForwardParams& p, volatile const Own& own, u32 sq, float (&out)[MT][DV / 8][4],
-                                                    const Rows& row_max, const Rows& row_sum) {
+    static __device__ __forceinline__ void epilogue(const ForwardParams& p, volatile const Own& own, volatile const LogSumExp& sinks, u32 sq,
+                                                    float (&out)[MT][DV / 8][4], const Rows& row_max, const Rows& row_sum) {
         const u32 mode = p.queries[own.run].mode;
         const u32 head = own.head;
         const i64 first_row = own.row;
@@ -163,6 +171,7 @@ struct Forward {
         const int g = lane >> 2, t = lane & 3;
         const bool continues = mode == MODE_MERGE || mode == MODE_LAST;
         const bool finishes = mode == MODE_LAST || mode == MODE_ONLY;
+        if (MT == 1) raise_largest(p, own, row_max);
 #pragma unroll
         for (int r = 0; r < 2 * MT; ++r) {
             const int m = r / 2, h = r % 2;
@@ -182,8 +191,8 @@ struct Forward {
                 lse = merge(load_lse(running_lse, p.running_lse_words), lse, keep, weight);
                 scale *= weight;
             }
-            if (finishes && p.sinks.ptr) {
-                const LogSumExp sink = {*(const float*)(p.sinks.ptr + head * p.sinks.head), 0.0f};
+            if (finishes && p.sink_count) {
+                const LogSumExp sink = {sinks.lse, sinks.rest};
                 float weight, of_sink;
                 lse = merge(lse, sink, weight, of_sink);
                 // Without a running row `keep` stays 0: times the weight of a NaN it would be NaN, and there is nothing to read.
@@ -224,13 +233,27 @@ struct Forward {
                     *(uint4*)(p.o.ptr + head * p.o.head + (first_row + row) * p.o.token + chunk * 16) = x;
             }
         }
+        // Here registers are free, and the largest scores of rows are still in shared memory.
+        if (MT > 1) raise_largest(p, own, row_max);
+    }
+
+    static __device__ __forceinline__ void raise_largest(const ForwardParams& p, volatile const Own& own, const Rows& row_max) {
+        if (!p.max_logit.ptr) return;
+        const int first = warp_row() + (fresh_thread() & 31) / 4, rows = (int)own.rows;
+        float largest = minus_infinity();
+        // Rows past the end are zeros, and have scores.
+#pragma unroll
+        for (int r = 0; r < 2 * MT; ++r)
+            if (first + r * 8 < rows) largest = fmaxf(largest, row_max.get(r));
+        raise_max_logit(p.max_logit, own.head, largest);
     }
 
     static __device__ __forceinline__ void run(const ForwardParams& p) {
         __shared__ Control control;
+        __shared__ LogSumExp sinks;
         extern __shared__ __align__(128) char shared[];
         const u32 sq = shared_address(shared);
         const u32 sk = sq + BM * D * 2, sv = sk + BN * D * 2;
-        for (u32 item = blockIdx.x; item < p.heads.items; item += gridDim.x) tile(p, control, sq, sk, sv, item);
+        for (u32 item = blockIdx.x; item < p.heads.items; item += gridDim.x) tile(p, control, sinks, sq, sk, sv, item);
     }
 };

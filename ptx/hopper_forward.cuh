@@ -273,6 +273,12 @@ struct HopperForward {
         const int g = lane >> 2, t = lane & 3;
         const bool continues = mode == MODE_MERGE || mode == MODE_LAST;
         const bool finishes = mode == MODE_LAST || mode == MODE_ONLY;
+        const LogSumExp sink = load_sinks(p.sinks, head, finishes && rows ? p.sink_count : 0);
+        if (p.max_logit.ptr) {
+            // Rows past the end are zeros or a neighbour's, and have scores.
+            const float largest = base + g < rows ? row_max[0] : minus_infinity();
+            raise_max_logit(p.max_logit, head, base + 8 + g < rows ? fmaxf(largest, row_max[1]) : largest);
+        }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = base + h * 8 + g;
@@ -290,8 +296,7 @@ struct HopperForward {
                 lse = merge(load_lse(running_lse, p.running_lse_words), lse, keep, weight);
                 scale *= weight;
             }
-            if (finishes && ok && p.sinks.ptr) {
-                const LogSumExp sink = {*(const float*)(p.sinks.ptr + head * p.sinks.head), 0.0f};
+            if (finishes && ok && p.sink_count) {
                 float weight, of_sink;
                 lse = merge(lse, sink, weight, of_sink);
                 // Without a running row `keep` stays 0: times the weight of a NaN it would be NaN, and there is nothing to read.

@@ -24,7 +24,7 @@ struct SharedTiles {
     u32 unused;
 };
 
-enum : u32 { METADATA_BYTES = 3184 };
+enum : u32 { METADATA_BYTES = 3152 };
 
 // The scheduler metadata of a call where it fits, so that nothing is copied to the device before the launch. With the maps and the
 // parameters it makes less than the 4096 bytes that a kernel may be given.

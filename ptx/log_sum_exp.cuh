@@ -6,6 +6,7 @@
 // for the CPU. The rounding modes that are spelled out keep the compiler from fusing a product into a sum.
 #pragma once
 #include "mma.cuh"
+#include "params.cuh"
 
 struct LogSumExp {
     float lse;
@@ -53,4 +54,18 @@ __device__ __forceinline__ LogSumExp merge(const LogSumExp& a, const LogSumExp& 
     weight_a = first ? inverse : x * inverse;
     weight_b = first ? x * inverse : inverse;
     return two_sum(first ? a.lse : b.lse, (first ? a.rest : b.rest) + log1pf(x));
+}
+
+// That of all sinks of a head, of which there are `count`: they act in a softmax as one sink with this value.
+__device__ __forceinline__ LogSumExp load_sinks(const Tensor& sinks, i64 head, u32 count) {
+    const float* at = (const float*)(sinks.ptr + head * sinks.head);
+    LogSumExp all = {count ? at[0] : minus_infinity(), 0.0f};
+#pragma unroll 1
+    for (u32 i = 1; i < count; ++i) {
+        float weight, other;
+        all = merge(all, {at[i], 0.0f}, weight, other);
+        // Of infinity nothing is lost.
+        if (all.lse - all.lse != 0.0f) all.rest = 0.0f;
+    }
+    return all;
 }

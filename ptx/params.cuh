@@ -90,6 +90,7 @@ struct Heads {
 
 struct ForwardParams {
     Tensor q, k, v, running, running_lse, o, lse, alibi_slopes, sinks;
+    Tensor max_logit;  // or null
     const Run* queries;
     const Run* keys;
     const Pair* partners;
@@ -98,7 +99,7 @@ struct ForwardParams {
     Score score;
     Heads heads;
     u32 running_lse_words;  // 1 or 2: see log_sum_exp.cuh
-    u32 unused;
+    u32 sink_count;         // of each head; 0 without sinks
 };
 
 struct BackwardParams {
@@ -192,6 +193,8 @@ struct FinishParams {
     u32 heads;
     u32 dim;
     u32 rows;  // of one work item
+    u32 sink_count;  // of each head; 0 without sinks
+    u32 unused;
 };
 
 struct MergeParams {

@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cpattn_finish(const __grid
             ((uint4*)(p.o.ptr + row * p.o.token + head * p.o.head))[unit] = make_uint4(0, 0, 0, 0);
             if (unit == 0)
                 *(float*)(p.lse.ptr + row * p.lse.token + head * p.lse.head) =
-                    p.sinks.ptr ? *(const float*)(p.sinks.ptr + head * p.sinks.head) : minus_infinity();
+                    load_sinks(p.sinks, head, p.sink_count).lse;
         }
     }
 }

@@ -18,7 +18,7 @@ use std::{
 use common::{Data, Results, check_on_device as check, d_lse_of, gather, reference, scatter};
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
-    call::{Attend, AttendBackward, Dropout, DropoutMask, HeadMap, Ranges, RawTensor},
+    call::{Attend, AttendBackward, Band, Dropout, DropoutMask, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor},
     kernel::cuda::{Cuda, DeviceMemory},
     plan::{Circulate, Gather, Wire},
     runtime::Bindings,
@@ -71,15 +71,18 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                     let k = Held::new(cuda, &gather(&data.k, &tk, hk * d), nk, hk, d);
                     let v = Held::new(cuda, &gather(&data.v, &tk, hk * dv), nk, hk, dv);
                     let d_o = Held::new(cuda, &gather(&data.d_o, &tq, hq * dv), nq, hq, dv);
-                    let sinks = data.sinks.as_ref().map(|s| Held::new(cuda, s, 1, hq, 1));
+                    let sinks = data.sinks.as_ref().map(|s| Held::new(cuda, s, 1, hq, p.sinks_per_head()));
                     let o = Held::nan::<T>(cuda, nq, hq, dv);
                     let lse = Held::nan::<f32>(cuda, nq, hq, 1);
+                    // It is written, not raised.
+                    let max_logit = Held::new(cuda, &vec![f32::MAX; hq], 1, hq, 1);
                     let mut bindings = Bindings::default()
                         .with(TensorId::Q, q.1)
                         .with(TensorId::K, k.1)
                         .with(TensorId::V, v.1)
                         .with(TensorId::O, o.1)
-                        .with(TensorId::Lse, lse.1);
+                        .with(TensorId::Lse, lse.1)
+                        .with(TensorId::MaxLogit, max_logit.1);
                     if let Some(s) = &sinks {
                         bindings = bindings.with(TensorId::Sinks, s.1);
                     }
@@ -87,7 +90,8 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                     // SAFETY: the tensors live until the stream was waited for; the default stream is the context's.
                     unsafe { rank.run_on(&plan, Direction::Forward, &bindings, stream) }?;
                     let (dq, dk) = (Held::nan::<T>(cuda, nq, hq, d), Held::nan::<T>(cuda, nk, hk, d));
-                    let (d_v, dsinks) = (Held::nan::<T>(cuda, nk, hk, dv), Held::nan::<f32>(cuda, 1, hq, 1));
+                    let (d_v, dsinks) =
+                        (Held::nan::<T>(cuda, nk, hk, dv), Held::nan::<f32>(cuda, 1, hq, p.sinks_per_head()));
                     let d_lse = data.d_lse.as_ref().map(|all| {
                         // Rows of heads, as `d_lse_of` has them, to rows of tokens.
                         let found = lse.read::<f32>();
@@ -110,6 +114,7 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                     let mut all = all.lock().unwrap();
                     scatter(&mut all.o, &o.read::<T>(), &tq, hq * dv);
                     scatter(&mut all.lse, &lse.read::<f32>(), &tq, hq);
+                    all.max_logit.iter_mut().zip(max_logit.read::<f32>()).for_each(|(all, own)| *all = all.max(own));
                     scatter(&mut all.dq, &dq.read::<T>(), &tq, hq * d);
                     scatter(&mut all.dk, &dk.read::<T>(), &tk, hk * d);
                     scatter(&mut all.dv, &d_v.read::<T>(), &tk, hk * dv);
@@ -193,7 +198,7 @@ fn every_option_at_once() {
         .with_mask(Mask::window(30, 5))
         .with_softcap(5.0)
         .with_alibi_slopes(&[0.1, 0.2, 0.05, 0.3])
-        .with_sinks(true);
+        .with_sinks_per_head(3);
     every_way::<f16>(
         "every option",
         &p,
@@ -245,45 +250,66 @@ fn dropout_is_refused() {
     assert!(forward.starts_with(words) && backward.starts_with(words), "{forward} {backward}");
 }
 
-/// The kernels do not keep the largest scores: refused by name, in a run and in a single call, and nothing is written.
+/// The largest scores, of a run that is asked for them and one that is not, in memory of strides of its own; a single
+/// call raises what is there, and a wrong shape is refused before anything is written.
 #[test]
-fn largest_scores_are_refused() {
+fn largest_scores() {
     let Some(cuda) = device() else { return };
     let p = Problem::new(Batch::from_lengths(&[9]).unwrap(), 2, 2, 32, Dtype::F16);
     let plan = Plan::new(&p, Mesh::single(), Layout::Contiguous).unwrap();
     let mut rank =
         Rank::on_device(peer::group(&[Arc::clone(&cuda)], Duration::from_secs(9)).unwrap().remove(0)).unwrap();
     let data = Data::<f16>::random(&p, 2);
+    let want = reference(&p, &data).max_logit;
     let [q, k, v] = [&data.q, &data.k, &data.v].map(|x| Held::new(&cuda, x, 9, 2, 32));
     let (o, lse) = (Held::nan::<f16>(&cuda, 9, 2, 32), Held::nan::<f32>(&cuda, 9, 2, 1));
-    let largest = Held::new(&cuda, &[7f32; 2], 1, 2, 1);
+    // Two heads with another number between them, from the last to the first.
+    let largest = Held::new(&cuda, &[7f32; 3], 1, 3, 1);
+    let apart = RawTensor { ptr: largest.1.ptr.wrapping_add(8), heads: 2, head_stride: -2, ..largest.1 };
     let bindings = Bindings::default()
         .with(TensorId::Q, q.1)
         .with(TensorId::K, k.1)
         .with(TensorId::V, v.1)
         .with(TensorId::O, o.1)
         .with(TensorId::Lse, lse.1);
-    let asked = bindings.with(TensorId::MaxLogit, largest.1);
-    let words = "max_logit is not supported";
-    // SAFETY: the tensors live until the stream was waited for; the default stream is the context's.
-    let refused = unsafe { rank.run(&plan, Direction::Forward, &asked) }.unwrap_err().to_string();
-    assert!(refused.starts_with(words), "{refused}");
-    let call = Attend {
+    let near = |found: &[f32], want: &[f32]| found.iter().zip(want).all(|(x, w)| (x - w).abs() <= 1e-5 * w.abs());
+    let forward = |rank: &mut Rank, bindings: &Bindings| {
+        // SAFETY: the tensors live until the stream was waited for; the default stream is the context's.
+        unsafe { rank.run(&plan, Direction::Forward, bindings) }?;
+        rank.synchronize()
+    };
+    let wrong = forward(&mut rank, &bindings.with(TensorId::MaxLogit, largest.1)).unwrap_err().to_string();
+    assert!(wrong.starts_with("max_logit.heads is 3, expected 2"), "{wrong}");
+    assert_eq!((largest.read::<f32>(), lse.read::<f32>()[0].is_nan()), (vec![7.0; 3], true));
+    forward(&mut rank, &bindings.with(TensorId::MaxLogit, apart)).unwrap();
+    let found = largest.read::<f32>();
+    assert!(near(&[found[2], found[0]], &want) && found[1] == 7.0, "{found:?}, expected {want:?}");
+    forward(&mut rank, &bindings).unwrap();
+    assert_eq!(largest.read::<f32>(), found);
+
+    let range = Range::plain(0, 9, 0, 0);
+    let rows = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+    let (keys, pairs, bands) = ([range], [Pair::of(0)], [Band::WHOLE]);
+    let call = |max_logit| Attend {
         lse: lse.1,
-        max_logit: largest.1,
+        max_logit,
         ..Attend::new(
             [q.1, k.1, v.1, o.1],
             HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
             p.score(),
-            Ranges::default(),
+            Ranges { q: &rows, k: &keys, pairs: &pairs, bands: &bands },
         )
     };
-    let mut staging = cuda.staging(1 << 10, 1).unwrap();
+    let mut staging = cuda.staging(1 << 12, 1).unwrap();
     // SAFETY: refused before anything is launched.
-    let refused = unsafe { cuda.attend(&call, &mut staging, std::ptr::null_mut()) }.unwrap_err().to_string();
-    assert!(refused.starts_with(words), "{refused}");
-    assert_eq!((largest.read::<f32>(), lse.read::<f32>()[0].is_nan()), (vec![7.0; 2], true));
+    let wrong = unsafe { cuda.attend(&call(largest.1), &mut staging, std::ptr::null_mut()) }.unwrap_err().to_string();
+    assert!(wrong.starts_with("max_logit.heads is 3, expected 2"), "{wrong}");
+    // One head is above its scores, the other below all numbers.
+    let one_above = Held::new(&cuda, &[1e3, f32::NEG_INFINITY], 1, 2, 1);
     // SAFETY: as above.
-    unsafe { rank.run(&plan, Direction::Forward, &bindings) }.unwrap();
-    rank.synchronize().unwrap();
+    unsafe { cuda.attend(&call(one_above.1), &mut staging, std::ptr::null_mut()) }.unwrap();
+    // SAFETY: the default stream.
+    unsafe { cuda.synchronize(std::ptr::null_mut()) }.unwrap();
+    let found = one_above.read::<f32>();
+    assert!(found[0] == 1e3 && near(&found[1..], &want[1..]), "{found:?}, expected {want:?}");
 }

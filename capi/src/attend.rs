@@ -85,7 +85,7 @@ unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args, copies: &'a mut RangeC
         tensor("k", a.k, Axes::Rows),
         tensor("v", a.v, Axes::Rows),
         tensor("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
-        tensor("sinks", a.sinks, Axes::PerHead).optional(),
+        tensor("sinks", a.sinks, Axes::Sinks).optional(),
     ];
     let written = [
         tensor("running", a.running, Axes::Rows).optional(),

@@ -99,7 +99,7 @@ pub unsafe extern "C" fn cpattn_finish(
 ) -> i32 {
     boundary!({
         let mut at = given!(kernels(scratch));
-        let read = [tensor("sinks", sinks, Axes::PerHead).optional()];
+        let read = [tensor("sinks", sinks, Axes::Sinks).optional()];
         let written = [tensor("o", o, Axes::Rows), tensor("lse", lse, Axes::HeadMajor)];
         let (([sinks], [o, lse]), rows) =
             given!(disjoint_tensors(at.kernels().device(), read, written, ""), self::rows(rows, row_count));
@@ -117,9 +117,9 @@ pub unsafe extern "C" fn cpattn_sink_gradient(
         let read = [
             tensor("lse", lse, Axes::HeadMajor),
             tensor("delta", delta, Axes::HeadMajor),
-            tensor("sinks", sinks, Axes::PerHead),
+            tensor("sinks", sinks, Axes::Sinks),
         ];
-        let written = [tensor("dsinks", dsinks, Axes::PerHead)];
+        let written = [tensor("dsinks", dsinks, Axes::Sinks)];
         let ([lse, delta, sinks], [dsinks]) = given!(disjoint_tensors(at.kernels().device(), read, written, ""));
         given!(Kernels::sink_gradient(at.kernels(), &SinkGradient { lse, delta, sinks, dsinks }, stream));
     })

@@ -55,6 +55,8 @@ pub(super) enum Axes {
     PartialLse,
     /// `[heads]`.
     PerHead,
+    /// `[heads]` or `[heads, sinks of each]`.
+    Sinks,
 }
 
 const CPU: i32 = 1;
@@ -289,6 +291,7 @@ pub(super) unsafe fn one(at: Device, given: &Given) -> Result<RawTensor> {
         Axes::HeadMajor => 2..=2,
         Axes::PartialLse => 2..=3,
         Axes::PerHead => 1..=1,
+        Axes::Sinks => 1..=2,
     };
     // SAFETY: the tensor is as `parts` needs it (the contract of this function).
     let p = unsafe { parts(name, tensor, ndim, at) }?;
@@ -306,6 +309,7 @@ pub(super) unsafe fn one(at: Device, given: &Given) -> Result<RawTensor> {
         Axes::HeadMajor => (p.shape[1], s[1], narrow(0)?, s[0], 1),
         Axes::PartialLse => (p.shape[1], s[1], narrow(0)?, s[0], if p.ndim == 3 { 2 } else { 1 }),
         Axes::PerHead => (1, 0, narrow(0)?, s[0], 1),
+        Axes::Sinks => (1, 0, narrow(0)?, s[0], if p.ndim == 2 { narrow(1)? } else { 1 }),
     };
     let mut ptr = p.ptr;
     if optional && ptr.is_null() {

@@ -176,7 +176,10 @@ unsafe fn members(p: &cpattn_problem, base: Option<&Batch>) -> Result<Problem> {
     let mut out = Problem::new(batch, p.heads as usize, or(p.kv_heads, p.heads), p.head_dim as usize, dtype)
         .with_value_dim(or(p.value_dim, p.head_dim))
         .with_mask(mask)
-        .with_sinks(flag("sinks", p.sinks)?)
+        .with_sinks_per_head(
+            usize::try_from(p.sinks)
+                .map_err(|_| Error::invalid("sinks", p.sinks, format!("0 to {}", Problem::MAX_SINKS)))?,
+        )
         .with_dropout(p.dropout)
         .with_kind(kind);
     // 0 stands for the default. `check` refuses a NaN.

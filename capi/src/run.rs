@@ -85,7 +85,8 @@ unsafe fn run(
     for (&id, &given) in ids.iter().zip(tensors) {
         let name = if id == TensorId::DO { "d_o" } else { id.name() };
         let given = match id {
-            TensorId::Sinks | TensorId::Dsinks | TensorId::MaxLogit => tensor(name, given, Axes::PerHead).optional(),
+            TensorId::Sinks | TensorId::Dsinks => tensor(name, given, Axes::Sinks).optional(),
+            TensorId::MaxLogit => tensor(name, given, Axes::PerHead).optional(),
             TensorId::Lse => tensor(name, given, Axes::HeadMajor),
             TensorId::DLse => tensor(name, given, Axes::HeadMajor).optional(),
             _ => tensor(name, given, Axes::Rows),

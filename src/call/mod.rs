@@ -168,12 +168,12 @@ pub struct Attend<'a> {
     /// ALiBi slopes of the call's q heads, f32 `[1, q heads, 1]`, or NONE; a positive one lowers the scores of far
     /// keys.
     pub alibi_slopes: RawTensor,
-    /// Sinks (logits) of the call's q heads, f32 `[1, q heads, 1]`, or NONE. Applied once, by the modes that finish
-    /// (`Last`, `Only`).
+    /// Sinks (logits) of the call's q heads, f32 `[1, q heads, n]`, or NONE; the softmax has all `n` of a head. Applied
+    /// once, by the modes that finish (`Last`, `Only`).
     pub sinks: RawTensor,
     /// The largest score of each of the call's q heads, f32 `[1, q heads, 1]`, or NONE: after scale, softcap and ALiBi,
     /// over the pairs of this call that the mask allows, without the sinks; a NaN does not count. It is raised, not
-    /// written: set it to −∞ before the first of several calls. CPU only.
+    /// written: set it to −∞ before the first of several calls.
     pub max_logit: RawTensor,
     /// Which heads these are.
     pub heads: HeadMap,
@@ -340,7 +340,7 @@ impl Delta {
     }
 }
 
-/// Finishes rows that no pair covers: `o = 0`, `lse = −inf`, or the sink's value if there is one.
+/// Finishes rows that no pair covers: `o = 0`, `lse = −inf`, or the log-sum-exp of the sinks if there are any.
 #[derive(Clone, Copy, Debug)]
 pub struct Finish<'a> {
     /// Final o.
@@ -383,16 +383,16 @@ pub(crate) struct MergeAll<'a> {
     pub lse: RawTensor,
 }
 
-/// `dsink_h = −Σ_rows exp(sink_h − lse) · delta`.
+/// `dsink = −Σ_rows exp(sink − lse) · delta`, for each sink of each head.
 #[derive(Clone, Copy, Debug)]
 pub struct SinkGradient {
-    /// Final lse, with the sink, `[*, q heads, 1]`.
+    /// Final lse, with the sinks, `[*, q heads, 1]`.
     pub lse: RawTensor,
     /// As [`Delta`] makes it, of the type and shape of lse.
     pub delta: RawTensor,
-    /// f32 `[1, q heads, 1]`.
+    /// f32 `[1, q heads, n]`.
     pub sinks: RawTensor,
-    /// The result, `[1, q heads, 1]`, of lse's type; or the digits of an exact sum, `[1, q heads, DIGITS]` (the CPU
+    /// The result, `[1, q heads, n]`, of lse's type; or the digits of exact sums, `[1, q heads, n · DIGITS]` (the CPU
     /// only, see `sinks::DIGITS`).
     pub dsinks: RawTensor,
 }

@@ -53,6 +53,20 @@ pub(super) fn per_head(name: &str, t: &RawTensor, heads: u32) -> Result<()> {
     tensor(name, t, heads, 1, Dtype::F32)
 }
 
+/// The sinks of each head, `[1, heads, n]` f32, or nothing.
+pub(super) fn sinks(t: &RawTensor, heads: u32) -> Result<()> {
+    if t.is_none() {
+        return Ok(());
+    }
+    if t.tokens != 1 {
+        return Err(Error::invalid("sinks.tokens", t.tokens, "1: there is one row of sinks for each head"));
+    }
+    if t.dim == 0 {
+        return Err(Error::invalid("sinks.dim", 0, "at least 1: the sinks of each head"));
+    }
+    tensor("sinks", t, heads, t.dim, Dtype::F32)
+}
+
 /// Every q head finds its kv head.
 pub(super) fn heads(map: &HeadMap, q: u32, kv: u32) -> Result<()> {
     if map.group == 0 {

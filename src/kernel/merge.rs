@@ -128,11 +128,25 @@ pub(crate) fn combine<A: Accumulator>(w: &Weights<A>, row: &mut [A], other: &[A]
     }
 }
 
+/// The sinks of a head as one: their log-sum-exp.
+///
+/// # Safety
+/// `head` is a head of `sinks`, whose memory is valid for reads: f32 (checked).
+#[inline]
+pub(crate) unsafe fn sinks_of<A: Accumulator>(sinks: &RawTensor, head: u32) -> LogSumExp<A> {
+    let from = sinks.heads(head, 1).ptr.cast::<f32>();
+    (0..sinks.dim as usize).fold(LogSumExp::NOTHING, |all, i| {
+        // SAFETY: one of the head's `dim` numbers, which are consecutive.
+        let one = A::from_f64(unsafe { *from.add(i) }.into());
+        weights(all, LogSumExp { lse: one, rest: A::ZERO }).lse
+    })
+}
+
 /// Applies a sink (a logit with no value behind it) to a row whose log-sum-exp is `lse`: the factor of its o, and the
 /// final lse `logaddexp(lse, sink)`. A sink of `−inf` is no sink; a row without keys gets `(0, sink)`.
 #[inline]
-pub fn sink<A: Accumulator>(lse: LogSumExp<A>, sink: A) -> (A, A) {
-    let w = weights(lse, LogSumExp { lse: sink, rest: A::ZERO });
+pub fn sink<A: Accumulator>(lse: LogSumExp<A>, sink: LogSumExp<A>) -> (A, A) {
+    let w = weights(lse, sink);
     match (w.first, w.second) {
         (_, None) => (A::from_f64(1.0), lse.lse),
         (factor, Some(_)) => (factor.unwrap_or(A::ZERO), w.lse.lse),
@@ -258,22 +272,22 @@ mod tests {
         let mut row = [1.0f32];
         combine(&weights(word(0.0), word(f32::NAN)), &mut row, &[1.0]);
         assert!(row[0].is_nan());
-        assert!(sink(word(f32::NAN), 0.0).1.is_nan() && sink(word(0.0), f32::NAN).1.is_nan());
+        assert!(sink(word(f32::NAN), word(0.0)).1.is_nan() && sink(word(0.0), word(f32::NAN)).1.is_nan());
         assert!(LogSumExp::<f32>::of(f64::NAN).lse.is_nan());
         assert_eq!(LogSumExp::<f32>::of(f64::NEG_INFINITY), word(NEG));
     }
 
     #[test]
     fn sinks() {
-        assert_eq!(sink(word(3.0f32), NEG), (1.0, 3.0));
-        assert_eq!(sink(word(NEG), NEG), (1.0, NEG));
-        assert_eq!(sink(word(NEG), 2.0f32), (0.0, 2.0));
-        assert_eq!(sink(word(1.0f32), 1e4), (0.0, 1e4));
-        let (factor, lse) = sink(word(0f64), 0.0);
+        assert_eq!(sink(word(3.0f32), word(NEG)), (1.0, 3.0));
+        assert_eq!(sink(word(NEG), word(NEG)), (1.0, NEG));
+        assert_eq!(sink(word(NEG), word(2.0f32)), (0.0, 2.0));
+        assert_eq!(sink(word(1.0f32), word(1e4)), (0.0, 1e4));
+        let (factor, lse) = sink(word(0f64), word(0.0));
         assert!((factor - 0.5).abs() < 1e-15 && (lse - 2f64.ln()).abs() < 1e-15);
         // The second word counts.
         let rest = 1000.0 * 2f32.powi(-25);
-        let (factor, _) = sink(LogSumExp { lse: 1000.0, rest }, 1000.0);
+        let (factor, _) = sink(LogSumExp { lse: 1000.0, rest }, word(1000.0));
         let expected = 1.0 / (1.0 + f64::from(-rest).exp());
         assert!((f64::from(factor) - expected).abs() < 1e-7);
     }

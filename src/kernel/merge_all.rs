@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Merges several partial results of the same rows at once, with the sink: see [`MergeAll`].
+//! Merges several partial results of the same rows at once, with the sinks: see [`MergeAll`].
 //!
 //! The lse of a row is the merge of all in the order given, in two words ([`merge`](super::merge)); the weight of a
 //! part is `exp` of its lse less this one, computed in f64. So the parts are read once, nothing is allocated, and a
@@ -9,7 +9,7 @@ use std::format;
 
 use super::{
     check,
-    merge::{LogSumExp, weights},
+    merge::{LogSumExp, sinks_of, weights},
 };
 use crate::{
     call::{MergeAll, RawTensor},
@@ -44,7 +44,7 @@ pub(crate) unsafe fn merge_all(call: &MergeAll<'_>) -> Result<()> {
             return Err(Error::invalid(format!("{name}.dtype"), t.dtype, dtype));
         }
     }
-    check::per_head("sinks", &call.sinks, call.o.heads)?;
+    check::sinks(&call.sinks, call.o.heads)?;
     // SAFETY: shapes and types agree (checked above); the elements are valid, and o and lse apart (the contract).
     unsafe {
         match (partial, call.o.dtype) {
@@ -74,9 +74,8 @@ unsafe fn rows<P: Element, T: Element<Acc = P::Acc>>(call: &MergeAll<'_>) {
             let load = |x: &RawTensor| unsafe { LogSumExp::load(at(x, t, h).cast::<P::Acc>(), 1) };
             let mut total = call.lse_parts.iter().fold(LogSumExp::NOTHING, |sum, part| weights(sum, load(part)).lse);
             if !call.sinks.is_none() {
-                // SAFETY: as above; sinks have one row.
-                let sink = unsafe { *at(&call.sinks, 0, h).cast::<f32>() };
-                total = weights(total, LogSumExp::of(f64::from(sink))).lse;
+                // SAFETY: a head of the sinks, which have the heads of o and are valid (the contract).
+                total = weights(total, unsafe { sinks_of(&call.sinks, h) }).lse;
             }
             // SAFETY: as above, for writes.
             unsafe { total.store(at(&call.lse, t, h).cast::<P::Acc>(), 1) };

@@ -37,7 +37,8 @@ pub struct Attention<'a> {
     pub score: Score,
     /// ALiBi slopes, one per q head.
     pub alibi_slopes: Option<&'a [f64]>,
-    /// Sinks, one per q head: finite, or −∞ for none. A sink of +∞ makes the results of its head NaN.
+    /// Sinks, `[heads, n]`: as many for each q head, finite, or −∞ for none. A sink of +∞ makes the results of its head
+    /// NaN.
     pub sinks: Option<&'a [f64]>,
     /// Which probabilities are dropped: tokens are those of q, k and v here.
     pub dropout: Option<DropoutMask>,
@@ -142,6 +143,11 @@ impl Attention<'_> {
         self.dropout.map_or(1.0, factor)
     }
 
+    /// The sinks of a head.
+    fn sinks_of(&self, head: usize) -> &[f64] {
+        self.sinks.map_or(&[], |all| &all[all.len() / self.heads * head..][..all.len() / self.heads])
+    }
+
     fn tokens(&self) -> usize {
         self.q.len() / (self.heads * self.head_dim).max(1)
     }
@@ -153,7 +159,7 @@ impl Attention<'_> {
 
     /// As [`Attention::forward`], with these slices in the place of the documents' own: `cu_seqlens` and `q_start` are
     /// not read. A pair of tokens is in one slice at most; rows of q in no slice have an o of 0 and an lse of −∞ (or
-    /// that of the sink), and no other rows of k and v are read than those that a slice lets a query see.
+    /// that of the sinks), and no other rows of k and v are read than those that a slice lets a query see.
     pub fn forward_of(&self, slices: &[Slice]) -> Output {
         let mut o = vec![0.0; self.tokens() * self.heads * self.value_dim];
         let mut lse = vec![f64::NEG_INFINITY; self.tokens() * self.heads];
@@ -162,14 +168,14 @@ impl Attention<'_> {
             for h in 0..self.heads {
                 let kv = h / (self.heads / self.kv_heads);
                 let scores: Vec<f64> = keys.iter().map(|&key| self.score(i, key, h).0).collect();
-                let sink = self.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[h]);
+                let sinks = self.sinks_of(h);
                 // NaN if one of them is, which `f64::max` would leave out.
                 let larger = |m: f64, &s: &f64| if m.is_nan() || s <= m { m } else { s };
-                let max = scores.iter().fold(sink, larger);
+                let max = scores.iter().chain(sinks).fold(f64::NEG_INFINITY, larger);
                 if max == f64::NEG_INFINITY {
                     continue;
                 }
-                let sum = (sink - max).exp() + scores.iter().map(|s| (s - max).exp()).sum::<f64>();
+                let sum = sinks.iter().chain(&scores).map(|s| (s - max).exp()).sum::<f64>();
                 lse[i * self.heads + h] = max + sum.ln();
                 for (&(j, _), s) in keys.iter().zip(&scores) {
                     let p = (s - max).exp() / sum * self.kept(i, j, h);
@@ -219,8 +225,9 @@ impl Attention<'_> {
                 let delta = dot(d_o, &out.o[self.o_row(i, h)]);
                 // A score changes lse by its probability.
                 let d_lse = d_lse.map_or(0.0, |d_lse| d_lse[i * self.heads + h]);
-                if let Some(sinks) = self.sinks {
-                    g.dsinks[h] += (sinks[h] - lse).exp() * (d_lse - delta);
+                let sinks = self.sinks_of(h);
+                for (i, sink) in sinks.iter().enumerate() {
+                    g.dsinks[h * sinks.len() + i] += (sink - lse).exp() * (d_lse - delta);
                 }
                 for &(j, distance) in &keys {
                     let (s, derivative) = self.score(i, (j, distance), h);

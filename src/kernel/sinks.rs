@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The gradient of the sinks.
 //!
-//! A sink is a logit without a value: it takes the probability `exp(sink_h − lse)` in every row of its head and adds
-//! nothing to o. Its gradient is therefore `dsink_h = −Σ_rows exp(sink_h − lse) · delta`, and needs neither keys nor
+//! A sink is a logit without a value: it takes the probability `exp(sink − lse)` in every row of its head and adds
+//! nothing to o. Its gradient is therefore `dsink = −Σ_rows exp(sink − lse) · delta`, and needs neither keys nor
 //! scores. The sum over a rank's rows is kept in f64 for every element type, because it has as many terms as the
 //! sequence has rows.
 
@@ -43,8 +43,10 @@ pub unsafe fn sink_gradient(args: &SinkGradient) -> Result<()> {
     if sinks.dtype != Dtype::F32 {
         return Err(Error::invalid("sinks.dtype", sinks.dtype, Dtype::F32));
     }
-    if dsinks.dim != 1 && dsinks.dim as usize != DIGITS {
-        return Err(Error::invalid("dsinks.dim", dsinks.dim, std::format!("1, or {DIGITS} for an exact sum")));
+    let (found, count) = (dsinks.dim as usize, sinks.dim as usize);
+    if count == 0 || found != count && found != count * DIGITS {
+        let expected = std::format!("that of sinks, {count}, or {DIGITS} times as many for exact sums");
+        return Err(Error::invalid("dsinks.dim", found, expected));
     }
     // SAFETY: the tensors are valid and dsinks apart (the contract); the two types were checked to be theirs.
     unsafe {
@@ -65,9 +67,10 @@ fn term(sink: f64, lse: f64, delta: f64) -> f64 {
 
 unsafe fn sum<A: Element>(args: &SinkGradient) {
     let SinkGradient { lse, delta, sinks, dsinks } = args;
-    for h in 0..lse.heads {
-        // SAFETY: `h` is a head of all four tensors, which the caller vouches for.
-        let sink = f64::from(unsafe { *sinks.heads(h, 1).ptr.cast::<f32>() });
+    let (count, each) = (sinks.dim as usize, (dsinks.dim / sinks.dim) as usize);
+    for (h, i) in (0..lse.heads).flat_map(|h| (0..count).map(move |i| (h, i))) {
+        // SAFETY: `h` is a head of all four tensors, which the caller vouches for, and sink `i` one of its sinks.
+        let sink = f64::from(unsafe { *sinks.heads(h, 1).ptr.cast::<f32>().add(i) });
         let (lse, delta) = (lse.heads(h, 1), delta.heads(h, 1));
         let terms = (0..lse.tokens as i64).map(|t| {
             // SAFETY: `t` is a row of both tensors; strides are in elements of type A.
@@ -79,14 +82,15 @@ unsafe fn sum<A: Element>(args: &SinkGradient) {
             };
             term(sink, l, d)
         });
-        let out = dsinks.heads(h, 1).ptr.cast::<A>();
-        if dsinks.dim == 1 {
-            // SAFETY: as above, and the tensor is the call's to write.
+        // SAFETY: `each` numbers of this sink, consecutive, in a tensor that is the call's to write.
+        let out = unsafe { dsinks.heads(h, 1).ptr.cast::<A>().add(i * each) };
+        if each == 1 {
+            // SAFETY: as above.
             unsafe { *out = A::from_f64(terms.sum()) };
             continue;
         }
         for (i, digit) in digits(terms, Radix::of(A::DTYPE)).into_iter().enumerate() {
-            // SAFETY: as above; the innermost dimension holds `DIGITS` elements.
+            // SAFETY: as above; a sink has `DIGITS` elements.
             unsafe { *out.add(i) = A::from_f64(digit) };
         }
     }
@@ -208,26 +212,27 @@ fn total(digits: impl Iterator<Item = f64>, radix: Radix) -> f64 {
     sign * (lead | u128::from(more)) as f64 * power(radix.unit + radix.bits as i32 * last as i32)
 }
 
-/// `[1, heads, DIGITS]` to `[1, heads, 1]`: what digits that were summed over ranks stand for.
+/// `[1, heads, n · DIGITS]` to `[1, heads, n]`: what digits that were summed over ranks stand for.
 ///
 /// # Safety
 /// The tensors describe memory that is valid for the call, `digits` for reads and `dsinks` for writes, without overlap.
 pub(crate) unsafe fn sink_total(digits: &RawTensor, dsinks: &RawTensor) -> Result<()> {
-    if digits.dim as usize != DIGITS || digits.heads != dsinks.heads || digits.dtype != dsinks.dtype {
+    let dim = dsinks.dim as usize * DIGITS;
+    if digits.dim as usize != dim || digits.heads != dsinks.heads || digits.dtype != dsinks.dtype {
         let found = std::format!("{} heads of {} {}", digits.heads, digits.dim, digits.dtype);
-        let expected = std::format!("{} heads of {DIGITS} {}", dsinks.heads, dsinks.dtype);
+        let expected = std::format!("{} heads of {dim} {}", dsinks.heads, dsinks.dtype);
         return Err(Error::invalid("digits", found, expected));
     }
     /// # Safety
     /// As [`sink_total`], of elements `A`, shapes checked.
     unsafe fn each<A: Element>(digits: &RawTensor, dsinks: &RawTensor) {
-        for h in 0..digits.heads {
+        for (h, i) in (0..digits.heads).flat_map(|h| (0..dsinks.dim as usize).map(move |i| (h, i))) {
             let from = digits.heads(h, 1).ptr.cast::<A>();
-            // SAFETY: `h` is a head of both, and its DIGITS digits are consecutive (shapes checked; memory valid by
-            // the contract).
+            // SAFETY: `h` is a head of both, and the DIGITS digits of its sink `i` are consecutive (shapes checked;
+            // memory valid by the contract).
             unsafe {
-                let all = (0..DIGITS).map(|i| (*from.add(i)).to_f64());
-                *dsinks.heads(h, 1).ptr.cast::<A>() = A::from_f64(total(all, Radix::of(A::DTYPE)));
+                let all = (i * DIGITS..(i + 1) * DIGITS).map(|at| (*from.add(at)).to_f64());
+                *dsinks.heads(h, 1).ptr.cast::<A>().add(i) = A::from_f64(total(all, Radix::of(A::DTYPE)));
             };
         }
     }
@@ -256,7 +261,10 @@ mod tests {
     #[test]
     fn a_sink_keeps_nan_and_its_factor_is_at_most_one() {
         fn check<A: Accumulator>(lse: f64, sink: f64) {
-            let (factor, l) = merge::sink(LogSumExp { lse: A::from_f64(lse), rest: A::ZERO }, A::from_f64(sink));
+            let (factor, l) = merge::sink(
+                LogSumExp { lse: A::from_f64(lse), rest: A::ZERO },
+                LogSumExp { lse: A::from_f64(sink), rest: A::ZERO },
+            );
             let nan = lse.is_nan() || sink.is_nan();
             assert_eq!(l.to_f64().is_nan(), nan, "{} lse {lse}, sink {sink}: {l:?}", A::DTYPE);
             assert!(nan || (0.0..=1.0).contains(&factor.to_f64()), "lse {lse}, sink {sink}: factor {factor:?}");

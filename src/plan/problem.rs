@@ -39,7 +39,8 @@ pub struct Problem {
     pub(crate) scale: Option<f64>,
     pub(crate) softcap: Option<f64>,
     pub(crate) alibi_slopes: Option<Arc<[f32]>>,
-    pub(crate) sinks: bool,
+    /// Sinks of each head; 0 for none.
+    pub(crate) sinks: usize,
     pub(crate) dropout: Option<f64>,
     pub(crate) kind: AttentionKind,
 }
@@ -47,6 +48,9 @@ pub struct Problem {
 impl Problem {
     /// The largest supported head dim.
     pub const MAX_HEAD_DIM: usize = 576;
+
+    /// The most sinks of a head.
+    pub const MAX_SINKS: usize = 4096;
 
     /// Causal attention over the documents of `batch`, or attention over its slices with [`Mask::full`] inside them;
     /// with `heads` q heads, `kv_heads` kv heads, one head dim for q, k and v, and a scale of `1/√head_dim`.
@@ -63,7 +67,7 @@ impl Problem {
             scale: None,
             softcap: None,
             alibi_slopes: None,
-            sinks: false,
+            sinks: 0,
             dropout: None,
             kind: AttentionKind::Softmax,
         }
@@ -117,8 +121,15 @@ impl Problem {
     /// weight: in its head o is 0, lse +∞, dq 0 and nothing is added to dk and dv, and its own gradient is NaN. NaN
     /// makes all results of its head NaN.
     #[must_use]
-    pub fn with_sinks(mut self, sinks: bool) -> Self {
-        self.sinks = sinks;
+    pub fn with_sinks(self, sinks: bool) -> Self {
+        self.with_sinks_per_head(sinks.into())
+    }
+
+    /// As [`Problem::with_sinks`], with several sinks for each q head, `[heads, count]`: all of them take part in the
+    /// softmax, and each has its own gradient. 0 for none.
+    #[must_use]
+    pub fn with_sinks_per_head(mut self, count: usize) -> Self {
+        self.sinks = count;
         self
     }
 
@@ -159,6 +170,9 @@ impl Problem {
         range("value_dim", self.value_dim, Self::MAX_HEAD_DIM)?;
         if !self.heads.is_multiple_of(self.kv_heads) {
             return Err(Error::invalid("heads", self.heads, format!("a multiple of kv_heads = {}", self.kv_heads)));
+        }
+        if self.sinks > Self::MAX_SINKS {
+            return Err(Error::invalid("sinks", self.sinks, format!("0 to {} for each head", Self::MAX_SINKS)));
         }
         if self.kind == AttentionKind::Other && self.batch.slices().is_some() {
             let kind = "documents are mixed whole by the caller's kernel";
@@ -241,8 +255,13 @@ impl Problem {
         self.alibi_slopes.as_deref()
     }
 
-    /// Whether each head has a sink.
+    /// Whether each head has sinks.
     pub fn sinks(&self) -> bool {
+        self.sinks > 0
+    }
+
+    /// Sinks of each head; 0 for none.
+    pub fn sinks_per_head(&self) -> usize {
         self.sinks
     }
 
@@ -308,7 +327,7 @@ impl Problem {
             Some(alibi_slopes) => alibi_slopes.iter().for_each(|s| h.word(1 << 32 | u64::from(s.to_bits()))),
             None => h.word(u64::MAX),
         }
-        h.word(u64::from(self.sinks) | (self.kind as u64) << 1);
+        h.word(u64::from(self.sinks()) | (self.kind as u64) << 1 | (self.sinks.saturating_sub(1) as u64) << 32);
         if let Some(probability) = self.dropout {
             h.word(probability.to_bits());
         }

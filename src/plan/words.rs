@@ -90,7 +90,11 @@ impl Problem {
                 format!(", ALiBi slopes {:?} to {:?} (fingerprint {all})", slopes[0], slopes[slopes.len() - 1])
             }
         };
-        let sinks = if self.sinks() { ", sinks" } else { "" };
+        let sinks = match self.sinks_per_head() {
+            0 => String::new(),
+            1 => ", sinks".into(),
+            n => format!(", {n} sinks per head"),
+        };
         let dropout = self.dropout().map_or(String::new(), |probability| format!(", dropout {probability}"));
         format!("{scale}{softcap}{alibi}{sinks}{dropout}")
     }

@@ -198,7 +198,7 @@ impl Plan {
             let key_heads = if ordered { hq } else { hkv };
             let sums = nq * hq * dk * a + nk * key_heads * dims * a;
             let digits = if self.options().reproducible { n(SINK_DIGITS) } else { 1 };
-            let sinks = if p.sinks() { (n(mesh.group()) + 1) * n(p.heads()) * digits * a } else { 0 };
+            let sinks = (n(mesh.group()) + 1) * n(p.heads() * p.sinks_per_head()) * digits * a;
             let q_row = hq * (dims * e + 2 * a);
             let ring = if ordered {
                 let packed = leaving_packed(nq * q_row + nk * hkv * dims * e) * if crosses { n(mesh.ring) } else { 1 };

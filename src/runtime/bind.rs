@@ -28,8 +28,8 @@ use crate::{
 /// | lse | `[tokens, heads, 1]` | the accumulator's: f32, or f64 for f64 |
 /// | d_lse, which a backward may be given | as lse | as lse |
 /// | max_logit, which a forward may be asked for | `[1, heads, 1]` | f32 |
-/// | sinks | `[1, heads, 1]` | f32 |
-/// | dsinks | `[1, heads, 1]` | the accumulator's |
+/// | sinks | `[1, heads, n]`, `n` of each head | f32 |
+/// | dsinks | `[1, heads, n]` | the accumulator's |
 #[derive(Clone, Copy, Debug)]
 pub struct Bindings {
     tensors: [RawTensor; PLACES],
@@ -113,8 +113,10 @@ impl Bindings {
             }
             if *raw == RawTensor::NONE {
                 let (expected, hint) = if tensor.is_per_head() {
+                    let (all, each) = (shape[1] * shape[2], shape[2]);
+                    let each = if each == 1 { "one".into() } else { format!("{each}") };
                     (
-                        format!("{} numbers of {dtype}, one for each q head", shape[1]),
+                        format!("{all} numbers of {dtype}, {each} for each q head"),
                         "the problem of the plan has sinks; without sinks, plan a problem that has none",
                     )
                 } else {

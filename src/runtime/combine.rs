@@ -30,7 +30,7 @@ pub struct CombineTensors<'a, P: Element, T: Element, V: Views = HostViews> {
     pub partial_o: V::Read<'a, P>,
     /// Its natural log-sum-exp, `[tokens, own heads, 1]`; −∞ in a row that has no key on this rank.
     pub partial_lse: V::Read<'a, T::Acc>,
-    /// One logit for each q head of the problem, when it has sinks.
+    /// One logit for each q head of the problem, when it has sinks; `[heads, n]` with several.
     pub sinks: Option<V::PerHead<'a, f32>>,
     /// Written: the merged o of [`Plan::combined_share`].
     pub o: V::Written<'a, T>,
@@ -91,14 +91,12 @@ impl Rank {
         self.expect_host("combine", "use a rank on the CPU for it, or plan attention over a ring")?;
         let at = self.device();
         let CombineTensors { partial_o, partial_lse, sinks, o, lse } = tensors;
-        let mut bindings = Bindings::default()
+        let bindings = Bindings::default()
             .with(TensorId::PartialO, raw_on(at, "partial_o", partial_o)?)
             .with(TensorId::PartialLse, raw_on(at, "partial_lse", partial_lse)?)
             .with(TensorId::O, raw_on(at, "o", o)?)
-            .with(TensorId::Lse, raw_on(at, "lse", lse)?);
-        if let Some(sinks) = sinks {
-            bindings.set(TensorId::Sinks, raw_on(at, "sinks", sinks)?);
-        }
+            .with(TensorId::Lse, raw_on(at, "lse", lse)?)
+            .with_sinks(at, plan, TensorId::Sinks, sinks)?;
         // SAFETY: during this call the views guarantee valid memory, and the exclusive ones that nothing else uses
         // theirs.
         unsafe { self.combine_on(plan, Combine { to, partial: P::DTYPE }, &bindings, null_mut()) }

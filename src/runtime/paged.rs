@@ -205,7 +205,7 @@ impl Rank {
     /// on a device.
     pub fn forward_paged<T: Element>(&mut self, plan: &Plan, tensors: Forward<'_, T>, pages: Pages<'_>) -> Result<()> {
         self.expect_host("forward_paged", "gather the pages into k and v, and call forward_on")?;
-        let bindings = tensors.bindings(self.device())?.with_pages(pages);
+        let bindings = tensors.bindings(self.device(), plan)?.with_pages(pages);
         // SAFETY: during this call the views guarantee valid memory, the exclusive ones that nothing else uses theirs,
         // and the table is borrowed.
         unsafe { self.run(plan, Direction::Forward, &bindings) }

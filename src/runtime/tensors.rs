@@ -45,7 +45,8 @@ impl Views for HostViews {
     type PerHeadWritten<'a, T: Element> = &'a mut [T];
 }
 
-/// Views of memory of a device; tables by q head are tensors of `[1, heads, 1]`.
+/// Views of memory of a device; tables by q head are tensors of `[1, heads, 1]`, or `[1, heads, n]` where a head has
+/// `n` sinks.
 #[cfg(feature = "cuda")]
 #[derive(Debug)]
 pub enum DeviceViews {}
@@ -70,7 +71,8 @@ pub struct Forward<'a, T: Element, V: Views = HostViews> {
     pub k: V::Read<'a, T>,
     /// `[k tokens, kv_heads, value_dim]`.
     pub v: V::Read<'a, T>,
-    /// One logit for each q head, when the problem has sinks.
+    /// One logit for each q head, when the problem has sinks; `[heads, n]` with several
+    /// ([`with_sinks_per_head`](crate::Problem::with_sinks_per_head)).
     pub sinks: Option<V::PerHead<'a, f32>>,
     /// Written: `[tokens, heads, value_dim]`.
     pub o: V::Written<'a, T>,
@@ -79,8 +81,7 @@ pub struct Forward<'a, T: Element, V: Views = HostViews> {
     pub lse: V::Written<'a, T::Acc>,
     /// Written, if it is given: the largest score of each q head, after scale, softcap and ALiBi, over the pairs that
     /// this rank computed, without sinks; −∞ for a head of which it computed none. The largest over the group is that
-    /// of the whole batch: the ranks reduce it as often as they need it. Ranks may differ in whether they give it. CPU
-    /// only.
+    /// of the whole batch: the ranks reduce it as often as they need it. Ranks may differ in whether they give it.
     pub max_logit: Option<V::PerHeadWritten<'a, f32>>,
     /// When the problem has [dropout](crate::Problem::with_dropout): the seed of the pairs that are dropped, another
     /// one for each layer and step. All ranks of the group give the same, which is checked as their plans are. CPU
@@ -194,6 +195,24 @@ pub(super) fn raw_on(device: Device, name: &'static str, tensor: impl AnyView) -
 }
 
 impl Bindings {
+    /// As [`Bindings::with_view`], for the sinks of a plan or their gradient: slices of the host hold all sinks of a
+    /// head side by side.
+    pub(super) fn with_sinks(
+        self,
+        device: Device,
+        plan: &Plan,
+        id: TensorId,
+        view: Option<impl AnyView>,
+    ) -> Result<Self> {
+        let Some(view) = view else { return Ok(self) };
+        let raw = raw_on(device, id.name(), view)?;
+        let count = plan.problem().sinks_per_head().max(1) as u32;
+        if device != Device::Cpu || !raw.heads.is_multiple_of(count) {
+            return Ok(self.with(id, raw));
+        }
+        Ok(self.with(id, RawTensor::compact(raw.ptr, raw.dtype, 1, raw.heads / count, count)))
+    }
+
     /// Sets the tensor of a view, for a rank on `device`; an optional tensor may be left out.
     fn with_view(self, device: Device, id: TensorId, view: Option<impl AnyView>) -> Result<Self> {
         view.map_or(Ok(self), |view| Ok(self.with(id, raw_on(device, id.name(), view)?)))
@@ -202,7 +221,7 @@ impl Bindings {
 
 impl<T: Element, V: Views> Forward<'_, T, V> {
     /// The tensors without their types, for a rank on `at`.
-    pub(super) fn bindings(self, at: Device) -> Result<Bindings> {
+    pub(super) fn bindings(self, at: Device, plan: &Plan) -> Result<Bindings> {
         Bindings::default()
             .with_dropout_seed(self.dropout_seed)
             .with_view(at, TensorId::Q, Some(self.q))?
@@ -211,13 +230,13 @@ impl<T: Element, V: Views> Forward<'_, T, V> {
             .with_view(at, TensorId::O, Some(self.o))?
             .with_view(at, TensorId::Lse, Some(self.lse))?
             .with_view(at, TensorId::MaxLogit, self.max_logit)?
-            .with_view(at, TensorId::Sinks, self.sinks)
+            .with_sinks(at, plan, TensorId::Sinks, self.sinks)
     }
 }
 
 impl<T: Element, V: Views> Backward<'_, T, V> {
     /// The tensors without their types, for a rank on `at`.
-    fn bindings(self, at: Device) -> Result<Bindings> {
+    fn bindings(self, at: Device, plan: &Plan) -> Result<Bindings> {
         Bindings::default()
             .with_dropout_seed(self.dropout_seed)
             .with_view(at, TensorId::Q, Some(self.q))?
@@ -230,8 +249,8 @@ impl<T: Element, V: Views> Backward<'_, T, V> {
             .with_view(at, TensorId::Dq, Some(self.dq))?
             .with_view(at, TensorId::Dk, Some(self.dk))?
             .with_view(at, TensorId::Dv, Some(self.dv))?
-            .with_view(at, TensorId::Sinks, self.sinks)?
-            .with_view(at, TensorId::Dsinks, self.dsinks)
+            .with_sinks(at, plan, TensorId::Sinks, self.sinks)?
+            .with_sinks(at, plan, TensorId::Dsinks, self.dsinks)
     }
 }
 
@@ -243,7 +262,7 @@ impl Rank {
     /// As [`Rank::run`].
     pub fn forward<T: Element>(&mut self, plan: &Plan, t: Forward<'_, T>) -> Result<()> {
         self.expect_host("forward on host views", "give device tensors to forward_on")?;
-        let bindings = t.bindings(Device::Cpu)?;
+        let bindings = t.bindings(Device::Cpu, plan)?;
         // SAFETY: as long as `t` lives, views guarantee valid memory, and exclusive ones that nothing else uses their
         // memory.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings, null_mut()) }
@@ -302,7 +321,7 @@ impl Rank {
     /// As [`Rank::run`].
     pub fn backward<T: Element>(&mut self, plan: &Plan, t: Backward<'_, T>) -> Result<()> {
         self.expect_host("backward on host views", "give device tensors to backward_on")?;
-        let bindings = t.bindings(Device::Cpu)?;
+        let bindings = t.bindings(Device::Cpu, plan)?;
         // SAFETY: as long as `t` lives, views guarantee valid memory, and exclusive ones that nothing else uses their
         // memory.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Backward), &bindings, null_mut()) }
@@ -322,7 +341,7 @@ impl Rank {
         t: DeviceForward<'_, T>,
         stream: RawStream,
     ) -> Result<()> {
-        let bindings = t.bindings(self.device())?;
+        let bindings = t.bindings(self.device(), plan)?;
         // SAFETY: until the work enqueued with them is over, views guarantee valid memory, and exclusive ones that
         // nothing else uses their memory; the stream is as promised.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings, stream) }
@@ -342,7 +361,7 @@ impl Rank {
         t: DeviceBackward<'_, T>,
         stream: RawStream,
     ) -> Result<()> {
-        let bindings = t.bindings(self.device())?;
+        let bindings = t.bindings(self.device(), plan)?;
         // SAFETY: until the work enqueued with them is over, views guarantee valid memory, and exclusive ones that
         // nothing else uses their memory; the stream is as promised.
         unsafe { self.backend.run(plan, Purpose::Attention(Direction::Backward), &bindings, stream) }

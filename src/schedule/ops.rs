@@ -231,7 +231,7 @@ pub(crate) enum OpKind {
     },
     /// Converts the digits of the sinks' gradients, summed over ranks, to numbers in the caller's dsinks.
     SinkTotal {
-        /// One row of [`SINK_DIGITS`] for each head.
+        /// One row of [`SINK_DIGITS`] for each sink of each head.
         digits: BufferView,
     },
     /// Entries `begin..end` of [`Schedule::blocks`].

@@ -32,9 +32,9 @@ pub enum TensorId {
     Dk,
     /// Gradient of the values.
     Dv,
-    /// Sinks, `[1, heads, 1]` f32.
+    /// Sinks, `[1, heads, n]` f32: the `n` of each head.
     Sinks,
-    /// Gradient of the sinks, `[1, heads, 1]`, accumulator's type: the sum over the group, on every rank.
+    /// Gradient of the sinks, `[1, heads, n]`, accumulator's type: the sum over the group, on every rank.
     Dsinks,
     /// Gradient of lse, which a backward may be given.
     DLse,
@@ -87,7 +87,7 @@ const fn row(
 }
 
 const fn of_sinks(name: &'static str, dtype: fn(&Problem) -> Dtype, written: [Option<bool>; 2]) -> Row {
-    Row { per_head: true, sinks: true, ..row(name, Side::Q, ONE, dtype, written) }
+    Row { per_head: true, sinks: true, ..row(name, Side::Q, Problem::sinks_per_head, dtype, written) }
 }
 
 const TABLE: [Row; TensorId::COUNT] = [

@@ -65,7 +65,7 @@ impl<T: Element> Data<T> {
         let v = fill(nk * p.kv_heads() * p.value_dim());
         let d_o = fill(nq * p.heads() * p.value_dim());
         // Large and small sinks: a forgotten one must show.
-        let sinks = p.sinks().then(|| (0..p.heads()).map(|_| (3.0 * r.normal()) as f32).collect());
+        let sinks = p.sinks().then(|| (0..p.heads() * p.sinks_per_head()).map(|_| (3.0 * r.normal()) as f32).collect());
         let number = |_| <T::Acc as Element>::from_f64(r.normal()).to_f64();
         let d_lse = (seed % 2 == 1).then(|| (0..nq * p.heads()).map(number).collect());
         let dropout_seed = p.dropout().map(|_| seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
@@ -163,7 +163,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                     let mut dq = vec![nan; tq.len() * hq * d];
                     let mut dk = vec![nan; tk.len() * hk * d];
                     let mut d_v = vec![nan; tk.len() * hk * dv];
-                    let mut dsinks = vec![acc_nan; if sinks.is_some() { hq } else { 0 }];
+                    let mut dsinks = vec![acc_nan; sinks.map_or(0, <[f32]>::len)];
                     rank.backward(
                         &plan,
                         Backward {
@@ -332,6 +332,10 @@ pub fn check_on_device<T: Element<Acc = f32>>(
     rule("dv", &got.dv, &one.dv, &want.dv);
     for (i, (&g, &w)) in got.lse.iter().zip(&want.lse).enumerate() {
         assert!(f64::from(g) == w || (f64::from(g) - w).abs() <= 2e-5 * w.abs().max(1.0), "{what}: lse[{i}] {g} {w}");
+    }
+    for (h, (&g, &w)) in got.max_logit.iter().zip(&want.max_logit).enumerate() {
+        let close = g == w || (g - w).abs() <= 5e-6 * w.abs().max(1.0);
+        assert!(close, "{what}: max_logit[{h}] is {g}, expected {w}");
     }
     assert_eq!(got.dsinks.len(), want.dsinks.len());
     let scale = rms(want.dsinks.iter().copied());

@@ -128,6 +128,11 @@ impl Case {
         read
     }
 
+    /// Sinks of each head, where there are any.
+    pub fn sinks_per_head(&self) -> usize {
+        if self.ring_steps == 2 || self.heads > 2 { 3 } else { 1 }
+    }
+
     /// The bands of the calls.
     pub fn bands(&self) -> Vec<Band> {
         if self.slices.is_empty() { vec![Band::WHOLE] } else { self.slices.iter().map(|s| s.band).collect() }
@@ -158,6 +163,8 @@ pub struct Numbers {
     pub sinks: Vec<f64>,
     pub out: Output,
     pub gradient: Gradient,
+    /// The largest score of each head.
+    pub max_logit: Vec<f64>,
 }
 
 /// Numbers that look random: between −√3 and √3, so of variance 1.
@@ -196,7 +203,9 @@ impl Numbers {
         let v = rounded(tk * case.kv_heads * case.value_dim, 3);
         let d_o = rounded(tq * case.heads * case.value_dim, 4);
         let slopes: Vec<f64> = (0..case.heads).map(|h| f64::from(0.5f32.powi(h as i32 + 1))).collect();
-        let sinks: Vec<f64> = (0..case.heads).map(|h| [1.5, f64::NEG_INFINITY, -2.0, 40.0][h % 4]).collect();
+        let count = case.sinks_per_head();
+        let some = [1.5, f64::NEG_INFINITY, -2.0, 40.0, 0.5, -1.0, f64::NEG_INFINITY];
+        let sinks: Vec<f64> = (0..case.heads * count).map(|i| some[i % some.len()]).collect();
         let mut numbers = Self {
             q,
             k,
@@ -206,12 +215,14 @@ impl Numbers {
             sinks,
             out: Output { o: vec![], lse: vec![] },
             gradient: none(),
+            max_logit: vec![],
         };
         if case.slices.is_empty() {
             numbers.out = numbers.with(case, |attention| attention.forward());
+            numbers.max_logit = numbers.with(case, |attention| attention.max_logit_of(&attention.documents()));
             numbers.gradient = numbers.backward(case, &numbers.d_o);
         } else {
-            (numbers.out, numbers.gradient) = dense::attention(case, &numbers, &numbers.d_o);
+            (numbers.out, numbers.gradient, numbers.max_logit) = dense::attention(case, &numbers, &numbers.d_o);
         }
         numbers
     }

@@ -33,8 +33,9 @@ pub fn pairs(case: &Case) -> Vec<Vec<(usize, i64)>> {
     q.iter().map(|&q| (0..k.len()).filter_map(|t| allowed(q, k[t]).map(|distance| (t, distance))).collect()).collect()
 }
 
-/// What the forward and the backward give for these slices.
-pub fn attention(case: &Case, n: &Numbers, d_o: &[f64]) -> (Output, Gradient) {
+/// What the forward and the backward give for these slices, and the largest score of each head.
+pub fn attention(case: &Case, n: &Numbers, d_o: &[f64]) -> (Output, Gradient, Vec<f64>) {
+    let mut max_logit = vec![f64::NEG_INFINITY; case.heads];
     let (d, dv) = (case.head_dim, case.value_dim);
     let (tq, tk, group) = (case.q_tokens(), case.k_tokens(), case.heads / case.kv_heads);
     let mut out = Output { o: vec![0.0; tq * case.heads * dv], lse: vec![f64::NEG_INFINITY; tq * case.heads] };
@@ -46,7 +47,7 @@ pub fn attention(case: &Case, n: &Numbers, d_o: &[f64]) -> (Output, Gradient) {
     };
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
     for (t, keys) in pairs(case).iter().enumerate() {
-        for h in 0..case.heads {
+        for (h, largest) in max_logit.iter_mut().enumerate() {
             let (row, kv) = (t * case.heads + h, h / group);
             let (q, d_o) = (&n.q[row * d..][..d], &d_o[row * dv..][..dv]);
             let key = |s: usize| (s * case.kv_heads + kv) * d..(s * case.kv_heads + kv + 1) * d;
@@ -67,12 +68,15 @@ pub fn attention(case: &Case, n: &Numbers, d_o: &[f64]) -> (Output, Gradient) {
                     (x, slope)
                 })
                 .collect();
-            let sink = if case.sinks { n.sinks[h] } else { f64::NEG_INFINITY };
-            let most = scores.iter().map(|s| s.0).fold(sink, f64::max);
+            *largest = scores.iter().map(|s| s.0).fold(*largest, f64::max);
+            let count = case.sinks_per_head();
+            let sinks = if case.sinks { &n.sinks[h * count..][..count] } else { &[] };
+            let most = scores.iter().map(|s| s.0).chain(sinks.iter().copied()).fold(f64::NEG_INFINITY, f64::max);
             if most == f64::NEG_INFINITY {
                 continue;
             }
-            let sum = (sink - most).exp() + scores.iter().map(|s| (s.0 - most).exp()).sum::<f64>();
+            let all = scores.iter().map(|s| s.0).chain(sinks.iter().copied());
+            let sum = all.map(|s| (s - most).exp()).sum::<f64>();
             let lse = most + sum.ln();
             out.lse[row] = lse;
             let o = &mut out.o[row * dv..][..dv];
@@ -90,5 +94,5 @@ pub fn attention(case: &Case, n: &Numbers, d_o: &[f64]) -> (Output, Gradient) {
             }
         }
     }
-    (out, gradient)
+    (out, gradient, max_logit)
 }

@@ -248,18 +248,27 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
     let words = new(Dtype::F32, &q_side, (hq, 2), None);
     // Cases of three calls keep the running lse in one word, where the final one goes.
     let running_lse = if case.ring_steps == 3 { &lse } else { &words };
-    let per_head = |x: &[f64]| {
-        let bytes: Vec<u8> = x[held.clone()].iter().flat_map(|&x| (x as f32).to_le_bytes()).collect();
+    let per_head = |x: &[f64], each: usize| {
+        let bytes: Vec<u8> =
+            x[held.start * each..held.end * each].iter().flat_map(|&x| (x as f32).to_le_bytes()).collect();
         device.upload(&bytes)
     };
-    let (slopes, sinks) = (per_head(&numbers.alibi_slopes), per_head(&numbers.sinks));
-    let optional = |on: bool, m: &Memory| if on { m.tensor(Dtype::F32, 1, hq as u32, 1, hq) } else { RawTensor::NONE };
+    let count = case.sinks_per_head();
+    let (slopes, sinks) = (per_head(&numbers.alibi_slopes, 1), per_head(&numbers.sinks, count));
+    let optional = |on: bool, m: &Memory, each: usize| match on {
+        true => m.tensor(Dtype::F32, 1, hq as u32, each as u32, hq * each),
+        false => RawTensor::NONE,
+    };
     let map = HeadMap {
         q_offset: held.start as u32,
         kv_offset: held_kv.start as u32,
         group: (case.heads / case.kv_heads) as u32,
     };
     let ring_steps = ring_steps(case, &q_side, &k_side);
+    // Raised by every call. Bytes of no head are NaN.
+    let max_logit = device.upload(&[&[0xff; 4][..], &f32::NEG_INFINITY.to_le_bytes().repeat(hq), &[0xff; 4]].concat());
+    let whole = max_logit.tensor(Dtype::F32, 1, hq as u32, 1, hq);
+    let largest = RawTensor { ptr: whole.ptr.wrapping_add(4), ..whole };
 
     // Forward.
     let calls: Vec<Attend> = ring_steps
@@ -268,8 +277,9 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
             running: if case.ring_steps > 1 { running.raw } else { RawTensor::NONE },
             running_lse: if case.ring_steps > 1 { running_lse.raw } else { RawTensor::NONE },
             lse: lse.raw,
-            alibi_slopes: optional(case.alibi_slopes, &slopes),
-            sinks: optional(case.sinks, &sinks),
+            alibi_slopes: optional(case.alibi_slopes, &slopes, 1),
+            sinks: optional(case.sinks, &sinks, count),
+            max_logit: largest,
             ..Attend::new(
                 [q.raw, k.raw, v.raw, o.raw],
                 map,
@@ -300,6 +310,13 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
     for (i, (found, expected)) in lse.read(device, "lse", &q_side).iter().zip(&expected).enumerate() {
         let close = found == expected || (found - expected).abs() <= 2e-6 * (8.0 + expected.abs());
         assert!(close, "lse {i} is {found}, not {expected}; {case:?}");
+    }
+    let found = device.download_f32(&max_logit);
+    assert!(found[0].is_nan() && found[hq + 1].is_nan(), "max_logit has {hq} numbers: {found:?}");
+    for (h, (&found, &expected)) in found[1..=hq].iter().zip(&numbers.max_logit[held.clone()]).enumerate() {
+        let (found, expected) = (f64::from(found), expected);
+        let close = found == expected || (found - expected).abs() <= 2e-6 * (4.0 + expected.abs());
+        assert!(close, "max_logit of head {h} is {found}, not {expected}; {case:?}");
     }
     if case.ring_steps > 1 {
         running.read(device, "running", &q_side);
@@ -337,7 +354,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
                 dv: dv_out.raw,
                 accumulate_keys: case.accumulate,
                 per_q_head: case.per_q_head,
-                alibi_slopes: optional(case.alibi_slopes, &slopes),
+                alibi_slopes: optional(case.alibi_slopes, &slopes, 1),
                 ..AttendBackward::new(
                     [q.raw, k.raw, v.raw, d_o.raw],
                     map,

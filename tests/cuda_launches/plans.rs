@@ -18,7 +18,7 @@ fn plan(p: &Problem, ulysses: usize, ring: usize, layout: Layout, options: Optio
 /// Plans of so many ranks.
 pub fn of(world: usize) -> Vec<(&'static str, Plan)> {
     let o = Options::new;
-    let window = problem(&[21, 0, 30], 4, 2, 32).with_mask(Mask::window(9, 2)).with_sinks(true);
+    let window = problem(&[21, 0, 30], 4, 2, 32).with_mask(Mask::window(9, 2)).with_sinks_per_head(2);
     let alibi = problem(&[33, 8], 4, 4, 16).with_alibi_slopes(&[0.5, 0.25, 0.1, 0.05]).with_softcap(4.0);
     let mla = problem(&[18, 25], 4, 1, 48).with_value_dim(32);
     match world {

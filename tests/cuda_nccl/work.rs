@@ -97,6 +97,7 @@ pub fn tensors(cuda: &Cuda, plan: &Plan, rank: usize, data: &Data<T>) -> Tensors
         (TensorId::Dk, Held::nan::<T>(cuda, nk, hk, d)),
         (TensorId::Dv, Held::nan::<T>(cuda, nk, hk, dv)),
         (TensorId::Dsinks, Held::nan::<f32>(cuda, 1, hq, 1)),
+        (TensorId::MaxLogit, Held::nan::<f32>(cuda, 1, hq, 1)),
     ];
     let inputs = [
         (TensorId::Q, Held::new(cuda, &gather(&data.q, &tq, hq * d), nq, hq, d)),
@@ -128,7 +129,7 @@ impl Tensors {
     }
 
     pub fn results(&self) -> Part {
-        self.held[..6].iter().map(Held::read).collect()
+        self.held[..7].iter().map(Held::read).collect()
     }
 }
 
@@ -172,6 +173,8 @@ pub fn whole(plan: &Plan, parts: &[Part]) -> Results<T> {
         scatter(&mut all.dq, &part[2], &tq, hq * d);
         scatter(&mut all.dk, &part[3], &tk, hk * d);
         scatter(&mut all.dv, &part[4], &tk, hk * dv);
+        let largest = part[6].chunks_exact(4).map(bytemuck::pod_read_unaligned::<f32>);
+        all.max_logit.iter_mut().zip(largest).for_each(|(all, own)| *all = all.max(own));
         if p.sinks() {
             all.dsinks = part[5].chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
         }

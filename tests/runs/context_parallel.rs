@@ -121,12 +121,16 @@ fn every_score_option() {
         ("softcap", base().with_softcap(2.0)),
         ("ALiBi", base().with_alibi_slopes(&slopes)),
         ("sinks", base().with_sinks(true)),
+        ("three sinks per head", base().with_sinks_per_head(3)),
         ("scale", base().with_scale(0.4)),
         (
             "all, in a window",
             base().with_softcap(3.0).with_alibi_slopes(&slopes).with_sinks(true).with_mask(Mask::window(9, 3)),
         ),
-        ("all, full", base().with_softcap(3.0).with_alibi_slopes(&slopes).with_sinks(true).with_mask(Mask::full())),
+        (
+            "all, full",
+            base().with_softcap(3.0).with_alibi_slopes(&slopes).with_sinks_per_head(2).with_mask(Mask::full()),
+        ),
     ];
     for (what, p) in problems {
         let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Balanced { chunks: 2 }];

@@ -44,7 +44,7 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
         if r.below(3) == 0 {
             p = p.with_alibi_slopes(&(0..heads).map(|_| r.uniform() as f32).collect::<Vec<_>>());
         }
-        p = p.with_sinks(r.below(3) == 0);
+        p = p.with_sinks_per_head([0, 1, 0, 3, 0, 2][r.below(6)]);
         if r.below(3) == 0 {
             p = p.with_dropout(0.9 * r.uniform());
         }

@@ -52,7 +52,7 @@ fn all_to_alls_over_several_nodes() {
         o().gather(Gather::Together).circulate(Circulate::Keys),
         o().reproducible(true),
     ];
-    let problem = |heads, kv_heads| Problem::new(batch(), heads, kv_heads, 8, Dtype::F32).with_sinks(true);
+    let problem = |heads, kv_heads| Problem::new(batch(), heads, kv_heads, 8, Dtype::F32).with_sinks_per_head(2);
     for (what, p, meshes) in [
         ("one kv head", problem(6, 1), [(mesh(4, 1), 2), (mesh(6, 1), 3), (mesh(4, 2), 2)]),
         ("window", problem(8, 2).with_mask(Mask::sliding(11)), [(mesh(8, 1), 2), (mesh(8, 1), 4), (mesh(4, 3), 2)]),

@@ -38,7 +38,8 @@ fn mesh(ulysses: usize, ring: usize) -> Mesh {
 #[test]
 fn every_combination_of_options_is_honoured_or_refused() {
     let batch = Batch::from_lengths(&[21, 0, 12, 5]).unwrap();
-    let p = Problem::new(batch, 6, 3, 8, Dtype::F32).with_value_dim(4).with_sinks(true).with_mask(Mask::window(9, 2));
+    let p =
+        Problem::new(batch, 6, 3, 8, Dtype::F32).with_value_dim(4).with_sinks_per_head(2).with_mask(Mask::window(9, 2));
     let data = Data::<f32>::random(&p, 7);
     let (want, one) = (reference(&p, &data), one_rank(&p, &data));
     let (mut honoured, mut refused) = (0, 0);

@@ -105,7 +105,7 @@ fn poison_changes_no_bit() {
 #[test]
 fn poison_changes_no_bit_where_there_is_nothing_to_do() {
     let p = Problem::new(Batch::cross(&[0, 9, 12, 12], &[0, 4, 4, 9], None).unwrap(), 4, 2, 8, Dtype::F32);
-    every_way::<f32>(&p.clone().with_sinks(true), &[mesh(1, 4), mesh(2, 3)]);
+    every_way::<f32>(&p.clone().with_sinks_per_head(2), &[mesh(1, 4), mesh(2, 3)]);
     every_way::<f32>(&p.with_mask(Mask::full()), &[mesh(1, 4)]);
     let p = Problem::new(Batch::from_lengths(&[2, 1]).unwrap(), 4, 2, 8, Dtype::F32);
     every_way::<f32>(&p, &[mesh(1, 8), mesh(4, 2)]);

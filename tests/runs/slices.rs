@@ -83,7 +83,7 @@ fn any_problem(r: &mut Random, dtype: Dtype) -> Problem {
     if r.below(3) == 0 {
         p = p.with_dropout(0.9 * r.uniform());
     }
-    p.with_sinks(r.below(3) == 0)
+    p.with_sinks_per_head([0, 1, 0, 3, 0, 2][r.below(6)])
 }
 
 /// A mesh, a layout and a form.

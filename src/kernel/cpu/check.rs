@@ -6,7 +6,7 @@ use crate::call::{Attend, AttendBackward, Gradients, HeadMap, Range, Ranges, Raw
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use crate::kernel::check::{self, heads, stripe};
-pub(super) use crate::kernel::check::{per_head, same_shape, tensor};
+pub(super) use crate::kernel::check::{per_head, same_shape, sinks, tensor};
 use alloc::format;
 
 /// Checks that the rows of a range lie within `t`, and that `t` has memory.
@@ -74,7 +74,7 @@ pub(super) fn attend(c: &Attend) -> Result<Dims> {
     let acc = c.q.dtype.accumulator();
     score(&c.score, acc)?;
     per_head("alibi_slopes", &c.alibi_slopes, c.q.heads)?;
-    per_head("sinks", &c.sinks, c.q.heads)?;
+    sinks(&c.sinks, c.q.heads)?;
     per_head("max_logit", &c.max_logit, c.q.heads)?;
     let (heads, dim) = (c.q.heads, c.v.dim);
     let words = if c.running_lse.dim == 1 { 1 } else { 2 };

@@ -49,7 +49,7 @@ impl Cuda {
     /// # Safety
     /// The stream is of the device's primary context. When the launch runs, in stream order, the rows of the ranges are
     /// valid device memory in every tensor: for reads in q, k, v, slopes and sinks, for writes too in running,
-    /// running_lse, o and lse, which overlap nothing (but running_lse may be lse) and which nothing else
+    /// running_lse, o, lse and max_logit, which overlap nothing (but running_lse may be lse) and which nothing else
     /// accesses meanwhile.
     pub unsafe fn attend(&self, call: &Attend, staging: &mut Staging, stream: RawStream) -> Result<()> {
         // SAFETY: the launches read and write what the caller promised, and metadata in the ring.
@@ -61,9 +61,6 @@ impl Cuda {
         let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
         let (shape, s) = (instance.index, instance.shape());
         refuse_aligned(call.aligned)?;
-        if !call.max_logit.is_none() {
-            return Err(check::no_max_logit());
-        }
         check::no_dropout(call.dropout.map(|dropout| dropout.mask.probability()))?;
         let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
@@ -89,7 +86,8 @@ impl Cuda {
             o: require(needs_o, checker, "o", &call.o, o)?,
             lse: require(needs_o, checker, "lse", &call.lse, f32s)?,
             alibi_slopes: checker.per_head("alibi_slopes", &call.alibi_slopes, q_heads)?,
-            sinks: checker.per_head("sinks", &call.sinks, q_heads)?,
+            sinks: checker.sinks(&call.sinks, q_heads)?,
+            max_logit: checker.per_head("max_logit", &call.max_logit, q_heads)?,
             queries: 0,
             keys: 0,
             partners: 0,
@@ -98,7 +96,7 @@ impl Cuda {
             score: score(&call.score, !call.alibi_slopes.is_none()),
             heads: inputs.heads,
             running_lse_words: running_lse.dim,
-            unused: 0,
+            sink_count: if call.sinks.is_none() { 0 } else { call.sinks.dim },
         };
         let of_queries =
             [("running", &call.running), ("running_lse", &call.running_lse), ("o", &call.o), ("lse", &call.lse)];

@@ -202,13 +202,15 @@ impl Cuda {
         let mut params = params::FinishParams {
             o: checker.needed("o", &call.o, o)?,
             lse: checker.needed("lse", &call.lse, f32s)?,
-            sinks: checker.per_head("sinks", &call.sinks, call.o.heads)?,
+            sinks: checker.sinks(&call.sinks, call.o.heads)?,
             runs: 0,
             work: 0,
             items: 0,
             heads: call.o.heads,
             dim: call.o.dim,
             rows: finish_rows(&call.o),
+            sink_count: if call.sinks.is_none() { 0 } else { call.sinks.dim },
+            unused: 0,
         };
         let tokens = call.o.tokens.min(call.lse.tokens);
         check::rows(call.rows, tokens)?;
@@ -299,18 +301,26 @@ impl Cuda {
         }
         for (name, t) in [("sinks", &call.sinks), ("dsinks", &call.dsinks)] {
             if t.tokens != 1 {
-                return Err(Error::invalid(format!("{name}.tokens"), t.tokens, "1: there is one number for each head"));
+                return Err(Error::invalid(
+                    format!("{name}.tokens"),
+                    t.tokens,
+                    "1: there is one row of sinks for each head",
+                ));
             }
         }
         let like = TensorSpec { heads: call.lse.heads, dim: 1, dtype: Dtype::F32, align: 4 };
+        let count = call.sinks.dim.max(1);
+        let of_sinks = TensorSpec { dim: count, ..like };
         let params = params::Sinks {
             lse: checker.needed("lse", &call.lse, like)?,
             delta: checker.needed("delta", &call.delta, like)?,
-            sinks: checker.needed("sinks", &call.sinks, like)?,
-            dsinks: checker.needed("dsinks", &call.dsinks, like)?,
+            sinks: checker.needed("sinks", &call.sinks, of_sinks)?,
+            dsinks: checker.needed("dsinks", &call.dsinks, of_sinks)?,
             rows: call.lse.tokens,
+            count,
+            unused: 0,
         };
-        self.launch_of_rows(|kernels| kernels.sinks, call.lse.heads.into(), 1, &params)
+        self.launch_of_rows(|kernels| kernels.sinks, u64::from(call.lse.heads) * u64::from(count), 1, &params)
     }
 
     /// A launch whose blocks take `each` rows at a time; none when there are no rows.

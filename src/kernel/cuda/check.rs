@@ -54,6 +54,12 @@ impl Checker {
         if t.is_none() { Ok(Tensor::default()) } else { self.memory(name, t, 4) }
     }
 
+    /// The sinks of each head, `[1, heads, n]`, or nothing.
+    pub(super) fn sinks(self, t: &RawTensor, heads: u32) -> Result<Tensor> {
+        check::sinks(t, heads)?;
+        if t.is_none() { Ok(Tensor::default()) } else { self.memory("sinks", t, 4) }
+    }
+
     /// Address, strides and device of a tensor of any shape.
     pub(super) fn memory(self, name: &str, t: &RawTensor, align: usize) -> Result<Tensor> {
         let size = t.dtype.size() as i64;
@@ -127,15 +133,6 @@ pub(super) fn element(dtype: Dtype) -> Result<()> {
             "convert, or use the CPU kernels",
         )),
     }
-}
-
-/// The refusal of the largest scores: the running maximum of the kernels is not the largest score.
-pub(crate) fn no_max_logit() -> Error {
-    Error::unsupported(
-        "max_logit",
-        "the CUDA kernels do not keep the largest score of a head",
-        "leave it out, or use the CPU kernels",
-    )
 }
 
 /// Refuses dropout, which the kernels do not have.

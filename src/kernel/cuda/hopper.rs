@@ -105,7 +105,7 @@ addresses! {
 }
 
 /// Bytes of metadata that a launch may have among its parameters, in place of a copy to the device before it.
-pub(super) const METADATA_BYTES: usize = 3184;
+pub(super) const METADATA_BYTES: usize = 3152;
 
 /// `HopperMetadata`.
 #[derive(Clone, Copy, Debug)]

@@ -29,6 +29,7 @@
 //! check     the checks of calls
 //! attention, fused, blocks   the launches
 //! family    which forward kernels a device runs, and how that is forced
+//! max_logit the largest scores of a run before its first launch
 //! modules   the kernels that were loaded so far, and what each is compiled for; load: how each is loaded
 //! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its parameters)
 //! shared_tiles  which tiles of those kernels several heads share
@@ -59,6 +60,7 @@ pub(crate) mod launch;
 mod lent_staging;
 mod load;
 mod margin_requests;
+mod max_logit;
 mod metadata;
 mod metadata_buffer;
 mod modules;
@@ -75,7 +77,7 @@ mod stream_kernels;
 pub(crate) mod tags;
 mod unread;
 
-pub(crate) use check::{no_dropout, no_max_logit};
+pub(crate) use check::no_dropout;
 
 pub use crate::device::memory::{DeviceMemory, OwnStream};
 pub use family::Family;

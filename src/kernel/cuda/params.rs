@@ -157,6 +157,7 @@ pub(super) struct ForwardParams {
     pub lse: Tensor,
     pub alibi_slopes: Tensor,
     pub sinks: Tensor,
+    pub max_logit: Tensor,
     pub queries: u64,
     pub keys: u64,
     pub partners: u64,
@@ -165,7 +166,7 @@ pub(super) struct ForwardParams {
     pub score: ScoreParams,
     pub heads: HeadParams,
     pub running_lse_words: u32,
-    pub unused: u32,
+    pub sink_count: u32,
 }
 
 /// `BackwardParams`.
@@ -293,6 +294,8 @@ pub(super) struct FinishParams {
     pub heads: u32,
     pub dim: u32,
     pub rows: u32,
+    pub sink_count: u32,
+    pub unused: u32,
 }
 
 /// `MergeParams`.
@@ -319,11 +322,13 @@ pub(super) struct Sinks {
     pub sinks: Tensor,
     pub dsinks: Tensor,
     pub rows: u64,
+    pub count: u32,
+    pub unused: u32,
 }
 
 addresses! {
     ForwardParams {
-        tensors: [q, k, v, running, running_lse, o, lse, alibi_slopes, sinks],
+        tensors: [q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, max_logit],
         metadata: [queries, keys, partners, bands, work],
         ..Addresses::NONE
     }
@@ -355,13 +360,13 @@ const _: () = {
         size_of::<TransformBlock>() as u64 == metadata::BLOCK
             && size_of::<TransformSource>() as u64 == metadata::SOURCE
     );
-    assert!(size_of::<Sinks>() == 104);
+    assert!(size_of::<Sinks>() == 112);
     assert!(size_of::<Tensor>() == 24);
     assert!(size_of::<Run>() == 56);
     assert!(size_of::<Work>() == 8);
     assert!(size_of::<ScoreParams>() == 24);
     assert!(size_of::<HeadParams>() == 32);
-    assert!(size_of::<ForwardParams>() == 320);
+    assert!(size_of::<ForwardParams>() == 344);
     assert!(size_of::<BackwardParams>() == 344);
     assert!(size_of::<FusedParams>() == 408);
     assert!(size_of::<TransformTensor>() == 32);
@@ -369,7 +374,7 @@ const _: () = {
     assert!(size_of::<TransformSource>() == 40);
     assert!(size_of::<TransformParams>() == 368);
     assert!(size_of::<DeltaParams>() == 144);
-    assert!(size_of::<FinishParams>() == 104);
+    assert!(size_of::<FinishParams>() == 112);
     assert!(size_of::<MergeParams>() == 120);
 };
 

@@ -39,7 +39,7 @@ use crate::{
     error::{Cause, Result},
     kernel::{
         cpu,
-        cuda::{Cuda, DeviceMemory, no_max_logit, sm_margin::SmMargin, tags::RunCount},
+        cuda::{Cuda, DeviceMemory, sm_margin::SmMargin, tags::RunCount},
         no_isa,
     },
     plan::Plan,
@@ -307,9 +307,6 @@ impl Backend for DeviceRank {
         let at = self.find_or_prepare(plan, run)?;
         let OnDevice { prepared, sequence, .. } = &self.prepared[at];
         tensors.check(&prepared.expected)?;
-        if prepared.expected.used(tensors).any(|(tensor, ..)| tensor == TensorId::MaxLogit) {
-            return Err(no_max_logit());
-        }
         let attention = matches!(run, Purpose::Attention(_));
         for (tensor, name, raw) in prepared.expected.used(tensors) {
             // Attention reads and writes 16 bytes at a time, on every mesh. Other tensors are only copied, which needs

@@ -30,7 +30,7 @@ use crate::{
         prepared::Prepared,
         tags::Tags,
     },
-    schedule::{Lane, TensorId, expand::Expansion},
+    schedule::{Direction, Lane, Purpose, TensorId, expand::Expansion},
     transport::{DeviceTransport, Label, Message},
 };
 
@@ -64,6 +64,8 @@ enum Command {
 pub(super) struct Sequence {
     /// Whether launch 0 begins a run, on the stream of communication.
     has_tags: bool,
+    /// Whether it is a forward of attention, which may be asked for the largest scores.
+    forward: bool,
     ops: Vec<OpCommands>,
     launches: RecordedLaunches,
     messages: Vec<Message>,
@@ -106,8 +108,6 @@ impl Recording<'_> {
 // Nothing here accesses memory. The run that later sets the addresses guarantees the conditions of the calls.
 impl Operations for Recording<'_> {
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
-        // No run is asked for it (`DeviceRank::run`).
-        let args = &Attend { max_logit: RawTensor::NONE, ..*args };
         self.launch(|cuda, recorder| cuda.attend_launches(args, recorder))
     }
 
@@ -211,12 +211,13 @@ impl Sequence {
                 *event = Some(CudaEvent::new(cuda.context())?);
             }
         }
+        let forward = *run == Purpose::Attention(Direction::Forward);
         let Recording { recorder, tags, mut messages, offsets, .. } = recording;
         let launches = recorder.keep()?;
         for message in &mut messages {
             message.ptr = launches.metadata_address(message.ptr).unwrap_or(message.ptr);
         }
-        Ok(Self { has_tags: tags.is_some(), ops, launches, messages, offsets })
+        Ok(Self { has_tags: tags.is_some(), forward, ops, launches, messages, offsets })
     }
 
     /// Bytes that the sequence keeps on the device.
@@ -261,6 +262,11 @@ impl Sequence {
         let start = |i, lane| unsafe { self.launches.start(i, cuda, stream_of(lane)) };
         if self.has_tags {
             start(0, Lane::Communication)?;
+        }
+        let largest = tensors.get(TensorId::MaxLogit);
+        if self.forward && !largest.is_none() {
+            // SAFETY: a tensor of the plan, as promised; all launches that raise it are on the same stream.
+            unsafe { cuda.clear_max_logit(largest, stream_of(Lane::Compute)) }?;
         }
         for op in &self.ops {
             let stream = stream_of(op.lane);

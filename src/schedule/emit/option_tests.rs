@@ -46,7 +46,8 @@ fn shows(what: &str, plan: &Plan) {
 #[test]
 fn schedules_show_their_options() {
     let batch = Batch::from_lengths(&[21, 0, 12, 5]).unwrap();
-    let p = Problem::new(batch, 6, 3, 8, Dtype::F32).with_value_dim(4).with_sinks(true).with_mask(Mask::window(9, 2));
+    let p =
+        Problem::new(batch, 6, 3, 8, Dtype::F32).with_value_dim(4).with_sinks_per_head(2).with_mask(Mask::window(9, 2));
     let flags = [false, true];
     let mut list = Vec::new();
     for (gather, passes) in

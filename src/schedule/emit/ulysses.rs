@@ -312,7 +312,8 @@ impl Builder<'_> {
     /// order.
     pub(super) fn sink_gradient(&mut self, delta: BufferView) -> BufferView {
         let heads = self.plan.problem().heads() as u32;
-        let dim = if self.plan.options().reproducible { SINK_DIGITS } else { 1 };
+        let digits = if self.plan.options().reproducible { SINK_DIGITS } else { 1 };
+        let dim = self.plan.problem().sinks_per_head() * digits;
         let partial = self.buffer(Life::Throughout, "sink gradient", self.accumulator(), 1, heads, dim);
         self.push(OpKind::SinkGradient { delta, partial }, Lane::Compute, 0, "sinks", None);
         partial
@@ -334,7 +335,8 @@ impl Builder<'_> {
         }
         let exact = self.plan.options().reproducible;
         let sum = if exact {
-            self.buffer(Life::Throughout, "sum of sink gradients", self.accumulator(), 1, partial.heads, SINK_DIGITS)
+            let dim = self.dim_of(partial);
+            self.buffer(Life::Throughout, "sum of sink gradients", self.accumulator(), 1, partial.heads, dim)
         } else {
             self.user(TensorId::Dsinks)
         };

@@ -52,7 +52,7 @@ pub(super) fn form(tensor: TensorId, s: &Schedule, plan: &Plan, combine: Combine
         TensorId::PartialLse => ([given, own.len(), 1], accumulator, false),
         TensorId::O => ([tokens.len(), heads.len(), p.value_dim()], p.dtype(), true),
         TensorId::Lse => ([tokens.len(), heads.len(), 1], accumulator, true),
-        TensorId::Sinks if p.sinks() => ([1, p.heads(), 1], crate::element::Dtype::F32, false),
+        TensorId::Sinks if p.sinks() => ([1, p.heads(), p.sinks_per_head()], crate::element::Dtype::F32, false),
         _ => return None,
     };
     Some(TensorForm { name: tensor.name(), dtype, shape, written })

@@ -156,11 +156,11 @@ impl<'a> Prover<'a> {
 
     /// An exact sum travels as digits.
     pub fn sink_dim(&self) -> usize {
-        if self.plan.options().reproducible { SINK_DIGITS } else { 1 }
+        self.plan.problem().sinks_per_head() * if self.plan.options().reproducible { SINK_DIGITS } else { 1 }
     }
 
     fn sink_total(&mut self, r: usize, op: usize, sum: &SumBlock) -> Result<(), Wrong> {
-        if self.sink_dim() == 1 {
+        if !self.plan.options().reproducible {
             return Err("only a reproducible plan has digits of sinks' gradients".into());
         }
         let shape = (1, self.given(r).1);
@@ -168,7 +168,8 @@ impl<'a> Prover<'a> {
         if (sum.dst.rows, sum.dst.heads) != shape {
             return Err("a gradient of sinks has one row of all q heads".into());
         }
-        self.typed(r, &sum.dst, self.plan.problem().dtype().accumulator(), 1)?;
+        let p = self.plan.problem();
+        self.typed(r, &sum.dst, p.dtype().accumulator(), p.sinks_per_head())?;
         self.sum(r, op, sum)
     }
 

@@ -82,8 +82,8 @@ pub(super) fn element(tensor: TensorId, p: &Problem) -> (Dtype, usize) {
     let dim = match tensor {
         TensorId::Q | TensorId::K | TensorId::Dq | TensorId::Dk => p.head_dim(),
         TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv | TensorId::PartialO => p.value_dim(),
-        TensorId::Lse | TensorId::DLse | TensorId::Sinks | TensorId::Dsinks | TensorId::MaxLogit => 1,
-        TensorId::PartialLse => 1,
+        TensorId::Lse | TensorId::DLse | TensorId::MaxLogit | TensorId::PartialLse => 1,
+        TensorId::Sinks | TensorId::Dsinks => p.sinks_per_head(),
         TensorId::OwnTokens | TensorId::OwnHeads => 0,
     };
     let dtype = match tensor {

@@ -269,7 +269,7 @@ unsafe fn wide(b: &Block, sources: &[RawTensor]) {
 
 pub(crate) fn check_finish(f: &Finish) -> Result<()> {
     check::tensor("lse", &f.lse, f.o.heads, 1, f.o.dtype.accumulator())?;
-    check::per_head("sinks", &f.sinks, f.o.heads)?;
+    check::sinks(&f.sinks, f.o.heads)?;
     check::finish_rows(&f.o, "o", f.rows)?;
     check::finish_rows(&f.lse, "lse", f.rows)
 }
@@ -282,11 +282,7 @@ pub(crate) unsafe fn finish<A: Real>(f: &Finish) {
             for h in 0..f.o.heads {
                 // SAFETY: rows and heads are within o, lse and sinks (checked).
                 unsafe {
-                    let sink = if f.sinks.is_none() {
-                        A::NEG_INFINITY
-                    } else {
-                        A::from_f64((*at::<f32>(&f.sinks, 0, h)).into())
-                    };
+                    let sink = if f.sinks.is_none() { LogSumExp::NOTHING } else { merge::sinks_of::<A>(&f.sinks, h) };
                     // Zero is zero bytes in every type.
                     address(&f.o, range.row + i, h).write_bytes(0, f.o.dim as usize * f.o.dtype.size());
                     *at::<A>(&f.lse, range.row + i, h) = merge::sink(LogSumExp::NOTHING, sink).1;

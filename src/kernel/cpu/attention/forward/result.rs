@@ -67,8 +67,7 @@ impl ForwardPass<'_> {
                 }
                 if q.mode.finishes() {
                     if !c.sinks.is_none() {
-                        let sink = E::Sum::from_f64((*at::<f32>(&c.sinks, 0, head)).into());
-                        let (factor, with_sink) = merge::sink(lse, sink);
+                        let (factor, with_sink) = merge::sink(lse, merge::sinks_of(&c.sinks, head));
                         for x in row.iter_mut() {
                             *x = *x * factor;
                         }
