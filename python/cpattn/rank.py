@@ -277,7 +277,7 @@ def _table(table: Any) -> tuple[Any, int, int]:
         raise errors.InvalidArgument(f"block_table is of shape {shape}, [documents, pages] is needed")
     if table.strides and math.prod(shape) and (table.strides[1], table.strides[0]) != (1, shape[1]):
         raise errors.InvalidArgument(f"block_table has strides {tuple(table.strides[:2])}, a contiguous one is needed")
-    return cast(table.data + table.byte_offset if table.data else None, POINTER(c_int32)), *shape
+    return cast(c_void_p(table.data + table.byte_offset if table.data else None), POINTER(c_int32)), *shape
 
 
 def _address(name: str, value: object) -> int | None:

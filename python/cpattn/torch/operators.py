@@ -82,8 +82,9 @@ def _forward(
     q, k, v = map(_rows, (q, k, v))
     o, lse, max_logit = _results(q, k, v, sinks, largest)
     sinks = None if sinks is None else sinks.detach().contiguous()
-    given = {"max_logit": max_logit} if largest else {}
-    batch.context.rank.forward(batch._plan_for(q, k, v, sinks, told), _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **given)
+    given = max_logit if largest else None
+    plan = batch._plan_for(q, k, v, sinks, told)
+    batch.context.rank.forward(plan, _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, max_logit=given)
     return o, lse, max_logit
 
 
