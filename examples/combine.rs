@@ -22,7 +22,8 @@ const PAGE: usize = 16;
 
 /// A number of a sequence, a token, a head and an element, from 0 to 1.
 fn value(kind: usize, at: [usize; 4]) -> f32 {
-    let mixed = at.iter().fold(kind as u64 + 1, |x, &n| (x ^ n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29));
+    let mixed =
+        at.iter().fold(kind as u64 + 1, |x, &n| (x ^ n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29));
     (mixed >> 40) as f32 / (1u64 << 24) as f32
 }
 
@@ -58,7 +59,8 @@ fn main() -> Result<()> {
             }
         }
         let heads = plan.combined_share(rank.rank(), CombineTo::Heads).heads;
-        let (mut merged, mut merged_lse) = (vec![0.0f32; tokens * heads.len() * DIM], vec![0.0f32; tokens * heads.len()]);
+        let (mut merged, mut merged_lse) =
+            (vec![0.0f32; tokens * heads.len() * DIM], vec![0.0f32; tokens * heads.len()]);
         let tensors = CombineTensors {
             partial_o: View::new(&o, tokens, HEADS, DIM)?,
             partial_lse: View::new(&lse, tokens, HEADS, 1)?,
