@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Decode over a cache that is spread over four ranks, with an attention of one's own: each rank attends to its part of
-//! the keys, in pages, with plain loops that return o and lse, and [`Rank::combine`] merges the parts by heads, as tensor
-//! parallelism goes on with them. Compared with one rank that has all keys.
+//! the keys, in pages, with plain loops that return o and lse, and [`Rank::combine`] merges the parts by heads, as
+//! tensor parallelism goes on with them. Compared with one rank that has all keys.
 //!
 //! `cargo run --release --example combine`
 #![allow(missing_docs, reason = "a program has no users of its items")]

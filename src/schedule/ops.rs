@@ -267,8 +267,8 @@ pub(crate) enum OpKind {
     Return(StepRows),
     /// Returned partials are added to the sums: `own += slot`, row by row.
     Reduce(StepRows),
-    /// Partial results of several ranks are merged at once: see [`CombineOp`](super::CombineOp). The sources are entries
-    /// of [`Schedule::sources`](super::Schedule::sources).
+    /// Partial results of several ranks are merged at once: see [`CombineOp`](super::CombineOp). The sources are
+    /// entries of [`Schedule::sources`](super::Schedule::sources).
     Combine {
         /// Merged o and its parts.
         o: BlockView,

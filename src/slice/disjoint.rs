@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 
 /// The pairs of one slice: those of `q` and `k` at distances `k − q` within `delta`, all of them tokens of the pack.
 #[derive(Clone, Copy)]
-struct Region {
+struct PairRegion {
     /// The number of the slice.
     slice: u32,
     q: [i64; 2],
@@ -23,7 +23,7 @@ struct Region {
     delta: (i64, i64),
 }
 
-impl Region {
+impl PairRegion {
     /// Of a slice that has a pair. `q` are the queries that have one.
     fn new((i, s): (usize, &Slice)) -> Option<Self> {
         let delta = s.delta()?;
@@ -68,7 +68,7 @@ impl Region {
 
 /// Refuses two slices that allow the same pair.
 pub(super) fn check_disjoint(slices: &[Slice]) -> Result<()> {
-    let mut regions: Vec<Region> = slices.iter().enumerate().filter_map(Region::new).collect();
+    let mut regions: Vec<PairRegion> = slices.iter().enumerate().filter_map(PairRegion::new).collect();
     regions.sort_by_key(|r| r.q[0]);
     let mut ends: Vec<u32> = (0..regions.len() as u32).collect();
     ends.sort_by_key(|&i| regions[i as usize].q[1]);
@@ -103,7 +103,7 @@ mod tests {
 
     /// What every pair of slices says.
     fn one_by_one(slices: &[Slice]) -> bool {
-        let regions: Vec<Region> = slices.iter().enumerate().filter_map(Region::new).collect();
+        let regions: Vec<PairRegion> = slices.iter().enumerate().filter_map(PairRegion::new).collect();
         (0..regions.len()).all(|i| regions[..i].iter().all(|r| r.apart(&regions[i]).is_ok()))
     }
 

@@ -16,8 +16,8 @@ use std::time::Duration;
 
 const TO: [CombineTo; 3] = [CombineTo::All, CombineTo::Heads, CombineTo::Tokens];
 
-/// The parts of every rank: o as `[tokens, heads, dim]` and lse as `[heads, tokens]`, each with a row or a number of NaN
-/// behind what is given.
+/// The parts of every rank: o as `[tokens, heads, dim]` and lse as `[heads, tokens]`, each with a row or a number of
+/// NaN behind what is given.
 struct Parts<P: Element> {
     o: Vec<Vec<P>>,
     lse: Vec<Vec<P::Acc>>,

@@ -121,8 +121,8 @@ fn drawn<T: Element>(seed: u64, dtype: Dtype) -> usize {
     p.batch().slices().unwrap().len()
 }
 
-/// `CPATTN_DRAWN_SLICES` problems from seed `CPATTN_DRAWN_SEED` on: each is found again by its seed alone, with a number
-/// of 1. `.ci/long` draws 20,000.
+/// `CPATTN_DRAWN_SLICES` problems from seed `CPATTN_DRAWN_SEED` on: each is found again by its seed alone, with a
+/// number of 1. `.ci/long` draws 20,000.
 #[test]
 fn any_slices_on_any_mesh() {
     let (first, count) = (number("CPATTN_DRAWN_SEED", 1), number("CPATTN_DRAWN_SLICES", 250));
