@@ -140,7 +140,7 @@ fn any_slices_on_any_mesh() {
 }
 
 /// Puts NaN into the rows of k and v that no query reads.
-fn poison(p: &Problem, data: &mut Data<f32>) {
+fn poison<T: Element>(p: &Problem, data: &mut Data<T>) {
     let (q, k) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
     for key in 0..k {
         let read = |s: &Slice, q: usize| {
@@ -149,8 +149,8 @@ fn poison(p: &Problem, data: &mut Data<f32>) {
         };
         if !p.batch().slices().unwrap().iter().any(|s| (0..q).any(|q| read(s, q))) {
             let (k_row, v_row) = (p.kv_heads() * p.head_dim(), p.kv_heads() * p.value_dim());
-            data.k[key * k_row..(key + 1) * k_row].fill(f32::NAN);
-            data.v[key * v_row..(key + 1) * v_row].fill(f32::NAN);
+            data.k[key * k_row..(key + 1) * k_row].fill(T::from_f64(f64::NAN));
+            data.v[key * v_row..(key + 1) * v_row].fill(T::from_f64(f64::NAN));
         }
     }
 }
