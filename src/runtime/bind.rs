@@ -3,7 +3,7 @@
 
 use std::{format, vec::Vec};
 
-use super::paged::RawPages;
+use super::pages::{Pages, RawPages};
 use crate::{
     call::RawTensor,
     element::Dtype,
@@ -93,6 +93,21 @@ impl Bindings {
     #[cfg(feature = "cuda")]
     pub(super) fn all(&self) -> &[RawTensor; PLACES] {
         &self.tensors
+    }
+
+    /// Says that k and v lie in pages. The table must be valid for reads during runs with these tensors; k and v have
+    /// as many rows as all pages together. For a forward on the CPU.
+    #[must_use]
+    pub fn with_pages(mut self, pages: Pages<'_>) -> Self {
+        let Pages { table, per_document, size, stride } = pages;
+        self.pages = Some(RawPages { table: table.as_ptr(), entries: table.len(), per_document, size, stride });
+        self
+    }
+
+    /// The shape that a tensor must have: k and v in pages may have any number of rows.
+    pub(super) fn shape_of(&self, tensor: TensorId, raw: &RawTensor, [tokens, heads, dim]: [usize; 3]) -> [usize; 3] {
+        let paged = self.pages.is_some() && matches!(tensor, TensorId::K | TensorId::V);
+        [if paged { raw.tokens as usize } else { tokens }, heads, dim]
     }
 
     pub(super) fn check(&self, expected: &ExpectedTensors) -> Result<()> {

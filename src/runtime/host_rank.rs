@@ -11,11 +11,11 @@ use super::{
     backend::Backend,
     bind::Bindings,
     failure::{FirstFailure, abort_on_unwind},
+    found_rows::{FoundRows, suits},
     handle::AbortHandle,
     host,
     lanes::LaneThreads,
     ops::BufferAddresses,
-    paged::{self, FoundRows},
     prepared::{Entry, Prepared, Remembered},
     ring,
     workspace::{HostMemory, OwnMemory, Workspace},
@@ -174,7 +174,7 @@ impl Backend for HostRank {
         no_stream(stream)?;
         let at = self.find_or_prepare(plan, run)?;
         if tensors.pages.is_some() {
-            paged::suits(run, &self.prepared[at].schedule)?;
+            suits(run, &self.prepared[at].schedule)?;
         }
         tensors.check(&self.prepared[at].expected)?;
         if let Some(pages) = tensors.pages {

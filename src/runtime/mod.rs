@@ -29,6 +29,7 @@ mod combine;
 #[cfg(feature = "cuda")]
 mod device;
 mod failure;
+mod found_rows;
 mod gather;
 mod handle;
 mod host;
@@ -40,6 +41,7 @@ mod lanes;
 pub mod lanes;
 mod ops;
 mod paged;
+mod pages;
 mod prepared;
 pub(crate) mod rank;
 mod ring;
@@ -52,7 +54,7 @@ mod workspace;
 pub use bind::Bindings;
 pub use combine::CombineTensors;
 pub use handle::AbortHandle;
-pub use paged::Pages;
+pub use pages::Pages;
 pub use shift::ShiftedRows;
 #[cfg(feature = "cuda")]
 pub use tensors::{DeviceBackward, DeviceForward, DeviceViews};

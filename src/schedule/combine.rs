@@ -4,7 +4,6 @@
 
 use core::ops::Range;
 
-use super::SumBlock;
 use crate::{batch::Side, element::Dtype, layout::cut, plan::Plan};
 
 /// The rows that each rank gets of the merged result.
@@ -35,18 +34,6 @@ pub struct CombinedShare {
     pub tokens: Range<usize>,
     /// q heads, numbered in the problem.
     pub heads: Range<u32>,
-}
-
-/// Merges partial results of the same rows in the order given, applies the sink of each head once, and writes o and
-/// lse.
-#[derive(Clone, Debug)]
-pub struct CombineOp {
-    /// Merged o, and the partial ones.
-    pub o: SumBlock,
-    /// Its lse, and those of the partial results.
-    pub lse: SumBlock,
-    /// The first head, numbered in the problem: the caller's sinks have one for each head of the problem.
-    pub first_head: u32,
 }
 
 impl Plan {

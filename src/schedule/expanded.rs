@@ -11,7 +11,7 @@ use alloc::{vec, vec::Vec};
 use core::convert::Infallible;
 
 use super::{
-    AttendOp, BackwardOp, BlockView, Buf, Buffer, BufferView, CombineOp, MessageView, OpKind, Schedule, TensorId,
+    AttendOp, BackwardOp, BlockView, Buf, Buffer, BufferView, MessageView, OpKind, Schedule, TensorId,
     expand::Expansion,
 };
 use crate::call::{Band, Pair, QRange, Range, Ranges};
@@ -23,6 +23,18 @@ pub struct SumBlock {
     pub dst: BufferView,
     /// What is summed; one source is a copy or a cast.
     pub sources: Vec<BufferView>,
+}
+
+/// Merges partial results of the same rows in the order given, applies the sink of each head once, and writes o and
+/// lse.
+#[derive(Clone, Debug)]
+pub struct CombineOp {
+    /// Merged o, and the partial ones.
+    pub o: SumBlock,
+    /// Its lse, and those of the partial results.
+    pub lse: SumBlock,
+    /// The first head, numbered in the problem: the caller's sinks have one for each head of the problem.
+    pub first_head: u32,
 }
 
 /// The ranges and pairs of a kernel call. Rows count within the views of the call.

@@ -37,8 +37,8 @@ mod tensor_id;
 pub mod verify;
 
 pub use all_to_all::{AllToAll, AllToAllDirection};
-pub use combine::{Combine, CombineOp, CombineTo, CombinedShare};
-pub use expanded::{CallRanges, ExpandedOp, SumBlock};
+pub use combine::{Combine, CombineTo, CombinedShare};
+pub use expanded::{CallRanges, CombineOp, ExpandedOp, SumBlock};
 pub(crate) use ops::{ALIGNMENT, BlockView, Op, OpKind, SINK_DIGITS, StepRows, StepTensor};
 pub use ops::{AttendOp, AttendPart, BackwardOp, Buf, Buffer, BufferView, Lane, MessageView};
 pub(crate) use purpose::{Purpose, TensorForm};

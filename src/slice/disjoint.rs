@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 
 /// The pairs of one slice: those of `q` and `k` at distances `k − q` within `delta`, all of them tokens of the pack.
 #[derive(Clone, Copy)]
-struct Region {
+struct PairRegion {
     /// The number of the slice.
     slice: u32,
     q: [i64; 2],
@@ -23,7 +23,7 @@ struct Region {
     delta: (i64, i64),
 }
 
-impl Region {
+impl PairRegion {
     /// Of a slice that has a pair. `q` are the queries that have one.
     fn new((i, s): (usize, &Slice)) -> Option<Self> {
         let delta = s.delta()?;
@@ -68,24 +68,30 @@ impl Region {
 
 /// Refuses two slices that allow the same pair.
 pub(super) fn check_disjoint(slices: &[Slice]) -> Result<()> {
-    let mut begins: Vec<Region> = slices.iter().enumerate().filter_map(Region::new).collect();
-    let mut ends = begins.clone();
-    begins.sort_by_key(|r| r.q[0]);
-    ends.sort_by_key(|r| r.q[1]);
+    let mut regions: Vec<PairRegion> = slices.iter().enumerate().filter_map(PairRegion::new).collect();
+    regions.sort_by_key(|r| r.q[0]);
+    let mut ends: Vec<u32> = (0..regions.len() as u32).collect();
+    ends.sort_by_key(|&i| regions[i as usize].q[1]);
     let mut ends = ends.into_iter().peekable();
-    // Those that have the query of the sweep, in the order of their keys.
-    let mut open: Vec<Region> = Vec::new();
-    for region in begins {
-        while let Some(gone) = ends.next_if(|r| r.q[1] <= region.q[0]) {
-            let at = open.partition_point(|r| r.order(&gone, gone.q[1] - 1) == Ordering::Less);
+    let of = |i: &u32| &regions[*i as usize];
+    // Those that have the query of the sweep, in the order of their keys: numbers, so that little moves where one comes
+    // or goes.
+    let mut open: Vec<u32> = Vec::new();
+    // What two slices have between them may end before they meet, also after the last slice has begun.
+    let begins = regions.iter().zip(0u32..).map(|(r, i)| (r.q[0], Some((r, i))));
+    for (q, begins) in begins.chain([(i64::MAX, None)]) {
+        while let Some(gone) = ends.next_if(|i| of(i).q[1] <= q) {
+            let gone = of(&gone);
+            let at = open.partition_point(|i| of(i).order(gone, gone.q[1] - 1) == Ordering::Less);
             open.remove(at);
             if at > 0 && at < open.len() {
-                open[at - 1].apart(&open[at])?;
+                of(&open[at - 1]).apart(of(&open[at]))?;
             }
         }
-        let at = open.partition_point(|r| r.order(&region, region.q[0]) == Ordering::Less);
-        open[at.saturating_sub(1)..open.len().min(at + 1)].iter().try_for_each(|r| r.apart(&region))?;
-        open.insert(at, region);
+        let Some((region, i)) = begins else { break };
+        let at = open.partition_point(|i| of(i).order(region, q) == Ordering::Less);
+        open[at.saturating_sub(1)..open.len().min(at + 1)].iter().try_for_each(|i| of(i).apart(region))?;
+        open.insert(at, i);
     }
     Ok(())
 }
@@ -97,7 +103,7 @@ mod tests {
 
     /// What every pair of slices says.
     fn one_by_one(slices: &[Slice]) -> bool {
-        let regions: Vec<Region> = slices.iter().enumerate().filter_map(Region::new).collect();
+        let regions: Vec<PairRegion> = slices.iter().enumerate().filter_map(PairRegion::new).collect();
         (0..regions.len()).all(|i| regions[..i].iter().all(|r| r.apart(&regions[i]).is_ok()))
     }
 

@@ -87,7 +87,7 @@ fn both<T: Element>(plan: &Plan, size: usize, stride: usize, seed: u64) -> Vec<[
             let (mut o, mut lse) = (vec![T::from_f64(f64::NAN); n * h * dv], vec![nan; n * h]);
             let mut largest = vec![0.0; h];
             let ((k, v), rows) = if paged { ((&cache.k, &cache.v), cache.rows) } else { ((&k, &v), m) };
-            let tensors = Forward {
+            let tensors = Forward::<T> {
                 q: View::new(&q, n, h, d)?,
                 k: View::new(k, rows, hk, d)?,
                 v: View::new(v, rows, hk, dv)?,

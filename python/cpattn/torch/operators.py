@@ -86,7 +86,8 @@ def _forward(
     given: dict[str, Any] = {"max_logit": max_logit} if largest else {}
     if seed is not None:
         given["dropout_seed"] = seed_of("dropout_seed", seed)
-    batch.context.rank.forward(batch._plan_for(q, k, v, sinks, told), _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **given)
+    plan = batch._plan_for(q, k, v, sinks, told)
+    batch.context.rank.forward(plan, _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **given)
     return o, lse, max_logit
 
 

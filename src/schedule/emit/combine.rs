@@ -27,14 +27,14 @@ const PHASE: &str = "combine";
 
 /// Rows and heads, the latter counted within those that the rank gives.
 #[derive(Clone, Copy)]
-struct Piece {
+struct MergePiece {
     row: u64,
     rows: u64,
     head: u32,
     heads: u32,
 }
 
-impl Piece {
+impl MergePiece {
     fn of(self, all: BufferView) -> BufferView {
         all.slice(self.row, self.rows).of_heads(self.head, self.heads)
     }
@@ -70,17 +70,17 @@ impl Schedule {
         };
         let gathers = combine.to == CombineTo::All && ring > 2;
         let piece = |j: usize| {
-            let whole = Piece { row: 0, rows: tokens as u64, head: 0, heads: heads as u32 };
+            let whole = MergePiece { row: 0, rows: tokens as u64, head: 0, heads: heads as u32 };
             if combine.to == CombineTo::All && !gathers {
                 return whole;
             }
             let part = |n| (cut(j, n, ring), cut(j + 1, n, ring) - cut(j, n, ring));
             if by_heads {
                 let (head, heads) = part(heads);
-                Piece { head: head as u32, heads: heads as u32, ..whole }
+                MergePiece { head: head as u32, heads: heads as u32, ..whole }
             } else {
                 let (row, rows) = part(tokens);
-                Piece { row: row as u64, rows: rows as u64, ..whole }
+                MergePiece { row: row as u64, rows: rows as u64, ..whole }
             }
         };
         let given = [TensorId::PartialO, TensorId::PartialLse]
@@ -107,14 +107,14 @@ impl Schedule {
         }
         let packed = b.push_blocks(0, PHASE, None);
         let arrived = b.push_messages(0, PHASE, packed);
-        let whole = |piece: Piece| {
+        let whole = |piece: MergePiece| {
             [TensorId::O, TensorId::Lse].map(|t| BufferView::whole(Buf::User(t), piece.rows, piece.heads))
         };
         let merged = if gathers { b.pair(["merged o", "merged lse"], p.dtype(), mine) } else { whole(mine) };
         let first_head = b.mine().q.start + mine.head;
         let done = b.push_combine(merged, &parts, first_head, arrived);
         if gathers {
-            let all = whole(Piece { row: 0, rows: tokens as u64, head: 0, heads: heads as u32 });
+            let all = whole(MergePiece { row: 0, rows: tokens as u64, head: 0, heads: heads as u32 });
             b.gather(merged, mine, all, piece, done.or(packed));
         }
         b.finish()
@@ -123,7 +123,7 @@ impl Schedule {
 
 impl Builder<'_> {
     /// Room for o and lse of a piece.
-    fn pair(&mut self, [o, lse]: [&'static str; 2], dtype: Dtype, piece: Piece) -> Pair {
+    fn pair(&mut self, [o, lse]: [&'static str; 2], dtype: Dtype, piece: MergePiece) -> Pair {
         let (dim, accumulator) = (self.plan.problem().value_dim(), self.accumulator());
         let mut room = |name, dtype, dim| self.buffer(Life::Throughout, name, dtype, piece.rows, piece.heads, dim);
         [room(o, dtype, dim), room(lse, accumulator, 1)]
@@ -143,7 +143,14 @@ impl Builder<'_> {
     }
 
     /// Sends the rank's merged piece to all ranks of the ring, and puts theirs and its own into the caller's tensors.
-    fn gather(&mut self, merged: Pair, mine: Piece, all: Pair, piece: impl Fn(usize) -> Piece, done: Option<u32>) {
+    fn gather(
+        &mut self,
+        merged: Pair,
+        mine: MergePiece,
+        all: Pair,
+        piece: impl Fn(usize) -> MergePiece,
+        done: Option<u32>,
+    ) {
         let (messages, blocks) = (self.out.messages.len(), self.out.blocks.len());
         for j in 0..self.plan.mesh().ring {
             if j == self.coordinates.ring {

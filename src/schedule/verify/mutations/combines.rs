@@ -3,33 +3,8 @@
 
 use alloc::{format, vec::Vec};
 
-use super::{Subject, mutate};
-use crate::{
-    batch::Batch,
-    element::Dtype,
-    layout::Layout,
-    mesh::Mesh,
-    plan::{Plan, Problem},
-    schedule::{Combine, CombineOp, CombineTo, Purpose, Schedule, expanded::ExpandedOp},
-};
-
-/// Combines over rings, alone and beside Ulysses ranks, with pieces of heads and of tokens, some of them empty.
-pub(super) fn subjects() -> Vec<Subject> {
-    let mut subjects = Vec::new();
-    for (ring, ulysses, heads, tokens) in [(2, 1, 2, 3), (3, 1, 4, 2), (3, 2, 6, 4), (4, 1, 3, 2)] {
-        let problem = Problem::new(Batch::from_lengths(&[tokens]).unwrap(), heads, heads, 8, Dtype::Bf16);
-        let mesh = Mesh { replicas: 1, ring, ulysses };
-        let plan = Plan::new(&problem.with_sinks(ring == 3), mesh, Layout::Contiguous).unwrap();
-        for to in [CombineTo::All, CombineTo::Heads, CombineTo::Tokens] {
-            let combine = Combine { to, partial: Dtype::F32 };
-            let name = format!("{combine:?} over {mesh:?}");
-            subjects.push(Subject::new(name, &plan, Purpose::Combine(combine), |rank| {
-                Schedule::combine(&plan, rank, combine)
-            }));
-        }
-    }
-    subjects
-}
+use super::mutate;
+use crate::schedule::{CombineOp, expanded::ExpandedOp};
 
 #[test]
 fn merges_of_parts_changed() {

@@ -17,7 +17,8 @@ use crate::{
     mesh::Mesh,
     plan::{Circulate, Gather, Options, Plan, Problem, Wire},
     schedule::{
-        AllToAll, AllToAllDirection, Buf, BufferView, Direction, Lane, OpKind, Purpose, Schedule, StepTensor, TensorId,
+        AllToAll, AllToAllDirection, Buf, BufferView, Combine, CombineTo, Direction, Lane, OpKind, Purpose, Schedule,
+        StepTensor, TensorId,
         expand::Expansion,
         expanded::{ExpandedOp, expand_with},
     },
@@ -188,7 +189,7 @@ fn subjects() -> Vec<Subject> {
         }
     }
     subjects.extend(all_to_alls());
-    subjects.extend(combines::subjects());
+    subjects.extend(combines());
     subjects
 }
 
@@ -211,6 +212,24 @@ fn all_to_alls() -> Vec<Subject> {
                     Schedule::all_to_all(&plan, rank, all_to_all)
                 }));
             }
+        }
+    }
+    subjects
+}
+
+/// Combines over rings, alone and beside Ulysses ranks, with pieces of heads and of tokens, some of them empty.
+fn combines() -> Vec<Subject> {
+    let mut subjects = Vec::new();
+    for (ring, ulysses, heads, tokens) in [(2, 1, 2, 3), (3, 1, 4, 2), (3, 2, 6, 4), (4, 1, 3, 2)] {
+        let problem = Problem::new(Batch::from_lengths(&[tokens]).unwrap(), heads, heads, 8, Dtype::Bf16);
+        let mesh = Mesh { replicas: 1, ring, ulysses };
+        let plan = Plan::new(&problem.with_sinks(ring == 3), mesh, Layout::Contiguous).unwrap();
+        for to in [CombineTo::All, CombineTo::Heads, CombineTo::Tokens] {
+            let combine = Combine { to, partial: Dtype::F32 };
+            let name = format!("{combine:?} over {mesh:?}");
+            subjects.push(Subject::new(name, &plan, Purpose::Combine(combine), |rank| {
+                Schedule::combine(&plan, rank, combine)
+            }));
         }
     }
     subjects
