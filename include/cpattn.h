@@ -852,7 +852,7 @@ int32_t cpattn_plan_verify_all_to_all(const cpattn_plan *plan, int32_t side, uin
  *
  * Given: partial_o [tokens, own heads, value_dim] of all q tokens, f16, bf16 or f32 (f64 if the plan is of f64), normalised, without
  * sinks; and partial_lse [own heads, tokens], natural log, f32 (f64), -inf in a row without keys, whose o is then not read.
- * The own heads are q_head_begin to q_head_end of cpattn_share: all heads, without Ulysses. sinks: [heads] f32 if the plan has
+ * The own heads are q_head_begin to q_head_end of cpattn_share: all heads, without Ulysses. sinks: [heads, n] f32 if the plan has
  * sinks, else NULL; they are applied once.
  * Written: o in the plan's type, and lse [heads, tokens]. With T tokens and H own heads, ring rank j of R gets
  *   CPATTN_COMBINE_TO_ALL     all rows: [T, H, value_dim], with the same bits on every rank;

@@ -6,6 +6,7 @@
 // and then p, through shared memory. Each keeps the sum of its own keys to the end. Everything else is as in `forward.cuh`.
 #pragma once
 #include "log_sum_exp.cuh"
+#include "max_logit.cuh"
 #include "wide.cuh"
 
 template <class T, class Shape>
@@ -150,6 +151,14 @@ struct WideForward {
             if (t == 0) store_shared(stats + (row_of(r) * PARTS + part) * 4, total);
             if (t == 0 && part == 0) store_shared(kept + row_of(r) * 4, row_max[r]);
         }
+        // The warps of a row have the same largest score.
+        if (p.max_logit.ptr && part == 0) {
+            float largest = minus_infinity();
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+                if (row_of(r) < rows) largest = fmaxf(largest, row_max[r]);
+            raise_max_logit(p.max_logit, head, largest);
+        }
         __syncthreads();
         // A thread for each row: its lse, the factor of its new sums, and that of its running ones.
         const int own_row = threadIdx.x;
@@ -166,7 +175,7 @@ struct WideForward {
                 scale *= weight;
             }
             if (finishes && p.sinks.ptr) {
-                const LogSumExp sink = {*(const float*)(p.sinks.ptr + head * p.sinks.head), 0.0f};
+                const LogSumExp sink = load_sinks(p.sinks, head, p.sink_count);
                 float weight, of_sink;
                 lse = merge(lse, sink, weight, of_sink);
                 // Without a running row `keep` stays 0: times the weight of a NaN it would be NaN, and there is nothing to read.
