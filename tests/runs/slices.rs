@@ -64,9 +64,12 @@ fn any_batch(r: &mut Random, most: usize) -> Batch {
 
 fn any_problem(r: &mut Random, dtype: Dtype) -> Problem {
     let batch = any_batch(r, 40);
-    let kv_heads = 1 + r.below(3);
+    // Now and then MLA in its latent form.
+    let latent = r.below(24) == 0;
+    let kv_heads = if latent { 1 } else { 1 + r.below(3) };
     let heads = kv_heads * (1 + r.below(3));
-    let mut p = Problem::new(batch, heads, kv_heads, 1 + r.below(24), dtype).with_value_dim(1 + r.below(24));
+    let (dim, value_dim) = if latent { (576, 512) } else { (1 + r.below(24), 1 + r.below(24)) };
+    let mut p = Problem::new(batch, heads, kv_heads, dim, dtype).with_value_dim(value_dim);
     p = match r.below(4) {
         0 => p.with_mask(Mask::sliding(1 + r.below(20) as u32)),
         1 => p.with_mask(Mask::window(r.below(9) as u32, r.below(9) as u32)),
