@@ -67,7 +67,10 @@ fn refusals() {
     refused(Attend { q: nowhere(4, 0), ..good }, "q.dim is 0, expected at least 1");
     refused(Attend { lse: nowhere(4, 2), ..good }, "lse.dim is 2, expected 1");
     let several = "tokens is 8, expected 1: there is one number for each head";
-    refused(Attend { sinks: nowhere(4, 1), ..good }, &format!("sinks.{several}"));
+    let of_sinks = "sinks.tokens is 8, expected 1: there is one row of sinks for each head";
+    refused(Attend { sinks: nowhere(4, 3), ..good }, of_sinks);
+    let none = RawTensor { tokens: 1, dim: 0, ..nowhere(4, 1) };
+    refused(Attend { sinks: none, ..good }, "sinks.dim is 0, expected at least 1: the sinks of each head");
     refused(Attend { alibi_slopes: nowhere(4, 1), ..good }, &format!("alibi_slopes.{several}"));
     refused(with(Score { scale: f64::NAN, ..good.score }), "scale is NaN, expected a finite number");
     let window = "expected 0 to 4294967295, or i64::MAX for no limit";
