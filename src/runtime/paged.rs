@@ -38,6 +38,7 @@ impl Rank {
     ///     o: ViewMut::new(&mut o, 1, 1, 2)?,
     ///     lse: ViewMut::new(&mut lse, 1, 1, 1)?,
     ///     max_logit: None,
+    ///     dropout_seed: None,
     /// };
     /// rank.forward_paged(&plan, tensors, Pages { table: &[1, 0], per_document: 2, size: 2, stride: 2 })?;
     /// assert_eq!(o, [4.0, 4.0]);
