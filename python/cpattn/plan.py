@@ -105,7 +105,7 @@ class PlanOptions(TypedDict, total=False):
       slices (UNLIMITED, 0: causal; with slices UNLIMITED, UNLIMITED).
     - scale: the factor of q·k (1/√head_dim). softcap c: a score s becomes c·tanh(s/c) (0: none).
     - alibi_slopes: one for each q head; a score loses slope·|distance| (none).
-    - sinks: whether each q head has a learnable logit in the softmax, without a value vector (False). A sink is finite, or -inf for
+    - sinks: how many learnable logits each q head has in the softmax, without value vectors; True is one (False: none). A sink is finite, or -inf for
       none. With +inf, o of its head is 0, lse +inf, dq 0, dk and dv get nothing, and its own gradient is NaN; NaN makes all results
       of its head NaN.
 
@@ -143,7 +143,7 @@ class PlanOptions(TypedDict, total=False):
     scale: float | None
     softcap: float | None
     alibi_slopes: Sequence[float] | None
-    sinks: bool
+    sinks: bool | int
     ulysses: int
     ring: int
     layout: Layout | str
@@ -174,7 +174,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "wire": partial(one_of, kind=Wire),
     "gather": _gather,
     **dict.fromkeys(("circulate", "circulate_forward"), partial(one_of, kind=Circulate)),
-    **dict.fromkeys(("sinks", "reproducible", "pack_inputs"), lambda name, value: int(flag(name, value))),
+    "sinks": lambda name, value: int(value) if isinstance(value, bool) else whole(name, value, 0, 4096),
+    **dict.fromkeys(("reproducible", "pack_inputs"), lambda name, value: int(flag(name, value))),
     **dict.fromkeys(("kv_heads", "value_dim"), at_least_1),
     **dict.fromkeys(("scale", "softcap"), number),
 }
