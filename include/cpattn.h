@@ -140,7 +140,8 @@ const char *cpattn_status_name(int32_t status);
  *                as CPU memory. kDLCUDAManaged (13) does not say which side may access it and is refused: use 1 or 2
  *   ndim, shape  q, k, v, o and their gradients: 3, [tokens, heads, head_dim]
  *                lse, delta:                     2, [heads, tokens]
- *                alibi_slopes, sinks, dsinks:    1, [heads]
+ *                alibi_slopes, max_logit:        1, [heads]
+ *                sinks, dsinks:                  1, [heads], or 2, [heads, sinks of each head], those of a head side by side
  *                the lse of a partial result:    3, [heads, tokens, 2], or 2, [heads, tokens] (see cpattn_merge)
  *   dtype        f16 {2, 16, 1}, bf16 {4, 16, 1}, f32 {2, 32, 1}, f64 {2, 64, 1} as {code, bits, lanes}
  *   strides      in elements, none negative (such a tensor is refused); NULL means compact (row-major). head_dim must
@@ -259,7 +260,7 @@ typedef struct cpattn_problem {
   double scale;              /* 0: 1 / sqrt(head_dim) */
   double softcap;            /* 0: none */
   const float *alibi_slopes; /* heads entries, -1e18 to 1e18; NULL: none. Distances above 2^24 are rounded in f32 */
-  int32_t sinks;             /* 1: each q head has a learnable sink, given with each run: finite, or -inf for none. +inf
+  int32_t sinks;             /* learnable sinks of each q head, 0 to 4096, given with each run: finite, or -inf for none. +inf
                                 takes all weight: in its head o is 0, lse +inf, dq 0, dk and dv get nothing, and its
                                 own gradient is NaN. NaN makes all results of its head NaN */
   int32_t reserved;          /* 0 */
@@ -733,14 +734,14 @@ typedef struct cpattn_forward_args {
   const cpattn_tensor *q;     /* read, [Nq, H, D] */
   const cpattn_tensor *k;     /* read, [Nk, Hk, D] */
   const cpattn_tensor *v;     /* read, [Nk, Hk, Dv] */
-  const cpattn_tensor *sinks; /* read, [H] f32; NULL unless the problem has sinks */
+  const cpattn_tensor *sinks; /* read, [H] or [H, sinks] f32; NULL unless the problem has sinks */
   const cpattn_tensor *o;     /* written, [Nq, H, Dv] */
-  const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores and the sink,
+  const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores and the sinks,
                                  -inf for a row that attends to nothing */
   void *stream;               /* cudaStream_t on a device; NULL on the CPU */
   /* written, [H] f32: the largest score of each head, after scale, softcap and ALiBi, over the allowed pairs that this rank
    * computed, without sinks; -inf for a head of which it computed none. The largest over the group is that of the whole batch:
-   * reduce it as often as it is needed. NULL if it is not needed, on each rank by itself; devices refuse it. */
+   * reduce it as often as it is needed. NULL if it is not needed, on each rank by itself. */
   const cpattn_tensor *max_logit;
   /* The seed of dropout, another one for each layer and step, and the same on all ranks of the group, which is checked as plans
    * are. NULL unless the problem has dropout. */
@@ -764,7 +765,7 @@ typedef struct cpattn_backward_args {
   const cpattn_tensor *dq;     /* written, [Nq, H, D] */
   const cpattn_tensor *dk;     /* written, [Nk, Hk, D] */
   const cpattn_tensor *dv;     /* written, [Nk, Hk, Dv] */
-  const cpattn_tensor *dsinks; /* written, [H] of lse's type, summed over the group; NULL unless there are sinks */
+  const cpattn_tensor *dsinks; /* written, as sinks, of lse's type, summed over the group; NULL unless there are sinks */
   void *stream;                /* cudaStream_t on a device; NULL on the CPU */
   /* read, [H, Nq] of lse's type: gradient of lse, if something was computed from lse too; NULL if not, on each rank by itself.
    * A row whose lse is -inf has no gradient, and its d_lse is not used. */
@@ -1081,7 +1082,7 @@ typedef struct cpattn_attend_args {
   /* acc [heads, *]: the final lse, written by LAST and ONLY; if running_lse is NULL, also the running lse. */
   const cpattn_tensor *lse;
   const cpattn_tensor *alibi_slopes; /* f32 [heads], -1e18 to 1e18, or NULL */
-  const cpattn_tensor *sinks;   /* f32 [heads], or NULL; applied by LAST and ONLY */
+  const cpattn_tensor *sinks;   /* f32 [heads] or [heads, n], or NULL; applied by LAST and ONLY */
   cpattn_head_map heads;
   /* 1: tiles begin at fixed positions, so that a row's bits do not depend on how its keys are split into ranges. CPU only. */
   int32_t aligned;
@@ -1094,7 +1095,7 @@ typedef struct cpattn_attend_args {
   size_t q_range_size; /* sizeof(cpattn_q_range) and sizeof(cpattn_pair), by the INIT macro: see STRUCTS IN ARRAYS */
   size_t pair_size;
   /* f32 [heads], or NULL: raised to the largest score of each head, after scale, softcap and ALiBi, over the allowed pairs of
-   * the call, without sinks; a NaN does not count. Set it to -inf before the first of several calls. CPU only. */
+   * the call, without sinks; a NaN does not count. Set it to -inf before the first of several calls. */
   const cpattn_tensor *max_logit;
 } cpattn_attend_args;
 
@@ -1160,11 +1161,11 @@ int32_t cpattn_delta(cpattn_scratch *scratch, const cpattn_tensor *o, const cpat
 int32_t cpattn_delta_with_lse(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o,
     const cpattn_tensor *lse, const cpattn_tensor *d_lse, const cpattn_tensor *delta, void *stream);
 
-/* For the given rows, which no q range covered: writes o = 0 and lse = -inf, or lse = the sink if `sinks` is not NULL. */
+/* For the given rows, which no q range covered: writes o = 0 and lse = -inf, or lse = the log-sum-exp of the sinks if `sinks` is not NULL. */
 int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse,
     const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream);
 
-/* dsinks[h] = - sum over t of exp(sinks[h] - lse[h, t]) * delta[h, t]. */
+/* dsinks[h] = - sum over t of exp(sinks[h] - lse[h, t]) * delta[h, t]; with sinks [heads, n] the same for each of a head. */
 int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta,
     const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream);
 

@@ -92,11 +92,16 @@ def over_all(plan: Plan) -> Plan:
     return plan
 
 
-def kind_of(q: Shaped, k: Shaped, v: Shaped, dtype: Dtype, sinks: bool, told: Sequence[Any]) -> dict[str, Any]:
-    """The keywords of `Plan` for a layer with these tensors. Refuses invalid values."""
+def sinks_of(sinks: Shaped | None) -> int:
+    """The number of sinks of each head: `sinks` is [heads] or [heads, n]."""
+    return 0 if sinks is None else 1 if len(sinks.shape) < 2 else sinks.shape[1]
+
+
+def kind_of(q: Shaped, k: Shaped, v: Shaped, dtype: Dtype, sinks: int, told: Sequence[Any]) -> dict[str, Any]:
+    """The keywords of `Plan` for a layer with these tensors and as many sinks for each head. Refuses invalid values."""
     kind = checked({name: value for name, value in zip(_TOLD, told) if value is not None}, q.shape[1])  # type: ignore[arg-type]
     shape = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_dim": v.shape[2], "dtype": dtype}
-    return {**kind, **shape, **({"sinks": True} if sinks else {})}
+    return {**kind, **shape, **({"sinks": sinks} if sinks else {})}
 
 
 class PackedContext:

@@ -114,7 +114,7 @@ class PlanOptions(TypedDict, total=False):
       Which are dropped depends on the tokens' places in the batch, the q head and the seed of a run, on no mesh; on the CPU (0: none).
       See `cpattn.dropout_mask`.
     - alibi_slopes: one for each q head; a score loses slope·|distance| (none).
-    - sinks: whether each q head has a learnable logit in the softmax, without a value vector (False). A sink is finite, or -inf for
+    - sinks: how many learnable logits each q head has in the softmax, without value vectors; True is one (False: none). A sink is finite, or -inf for
       none. With +inf, o of its head is 0, lse +inf, dq 0, dk and dv get nothing, and its own gradient is NaN; NaN makes all results
       of its head NaN.
 
@@ -153,7 +153,7 @@ class PlanOptions(TypedDict, total=False):
     softcap: float | None
     dropout: float
     alibi_slopes: Sequence[float] | None
-    sinks: bool
+    sinks: bool | int
     ulysses: int
     ring: int
     layout: Layout | str
@@ -184,7 +184,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "wire": partial(one_of, kind=Wire),
     "gather": _gather,
     **dict.fromkeys(("circulate", "circulate_forward"), partial(one_of, kind=Circulate)),
-    **dict.fromkeys(("sinks", "reproducible", "pack_inputs"), lambda name, value: int(flag(name, value))),
+    "sinks": lambda name, value: int(value) if isinstance(value, bool) else whole(name, value, 0, 4096),
+    **dict.fromkeys(("reproducible", "pack_inputs"), lambda name, value: int(flag(name, value))),
     **dict.fromkeys(("kv_heads", "value_dim"), at_least_1),
     **dict.fromkeys(("scale", "softcap", "dropout"), number),
 }

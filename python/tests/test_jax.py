@@ -111,6 +111,47 @@ class Values(unittest.TestCase):
         one = [x[:, :1] for x in (*qkv, d_o)]
         self.check(whole(on, scale=0.3), one[:3], one[3], 1e-6, scale=0.3)
 
+    def test_lse(self) -> None:
+        """lse and its gradient, alone and beside that of o, with sinks of each number: against the formula."""
+        q, k, v, one, d_o = tensors()
+        three = np.random.default_rng(5).standard_normal((HEADS, 3), np.float32)
+        d_lse = np.random.default_rng(6).standard_normal((HEADS, ENDS[-1]), np.float32)
+        place = np.arange(ENDS[-1])
+        document = np.repeat(np.arange(4), np.diff(ENDS))
+        allowed = torch.tensor((document[:, None] == document) & (place[:, None] >= place))
+        for ranks, sinks in ((1, None), (4, None), (2, one), (4, three)):
+            on = context(ranks)
+            batch, given = on.batch(ENDS), [q, k, v, *(() if sinks is None else (sinks,))]
+
+            def attend(*x: Any, on: Any = on) -> Any:
+                return on.attention(*x[:3], ENDS, *x[3:], return_lse=True)
+
+            run: Any = attend
+            if on.axis:
+                specs = (P("cp"),) * 3 + (P(),) * (len(given) - 3)
+                run = jax.shard_map(attend, mesh=mesh(ranks), in_specs=specs, out_specs=(P("cp"), P(None, "cp")))
+
+            def whole_batch(*x: Any, run: Any = run, batch: Any = batch) -> Any:
+                o, lse = run(*map(batch.shard, x[:3]), *x[3:])
+                return batch.unshard(o), batch.unshard(lse.T).T
+
+            (o, lse), back = jax.vjp(jax.jit(whole_batch), *given)
+            exact = [torch.tensor(x).double().requires_grad_() for x in given]
+            keys = exact[1].repeat_interleave(HEADS // KV_HEADS, dim=1)
+            scores = torch.einsum("qhd,khd->hqk", exact[0], keys) * DIM**-0.5
+            scores = scores.masked_fill(~allowed, -torch.inf)
+            if sinks is not None:
+                more = exact[3].reshape(HEADS, 1, -1).expand(-1, ENDS[-1], -1)
+                scores = torch.cat([scores, more], dim=2)
+            values = exact[2].repeat_interleave(HEADS // KV_HEADS, dim=1)
+            want_o = torch.einsum("hqk,khd->qhd", scores.softmax(2)[:, :, : ENDS[-1]], values)
+            want_lse = scores.logsumexp(2)
+            self.assertEqual((lse.dtype, lse.shape), (np.float32, (HEADS, ENDS[-1])))
+            self.close([o, lse], [want_o.detach(), want_lse.detach()], 2e-6)
+            for of_o in (0.0, 1.0):
+                want = torch.autograd.grad([want_o, want_lse], exact, [torch.tensor(of_o * d_o).double(), torch.tensor(d_lse).double()], retain_graph=True)
+                self.close(back((jnp.asarray(of_o * d_o), jnp.asarray(d_lse))), [*want], 3e-6)
+
     def test_eagerly(self) -> None:
         *qkv, _, d_o = tensors()
         on = context(2)
@@ -351,7 +392,7 @@ class Refusals(unittest.TestCase):
         self.refused(wrong, "k.dtype is float16, float32 is needed", lambda: attend(q, k.astype(np.float16), v))
         self.refused(wrong, "q.dtype is int32", lambda: attend(q.astype(np.int32), k, v))
         self.refused(wrong, "sinks.dtype is float16, float32", lambda: attend(q, k, v, sinks.astype(np.float16)))
-        self.refused(wrong, r"sinks has the shape \(3,\), \(4,\)", lambda: attend(q, k, v, sinks[:3]))
+        self.refused(wrong, r"sinks has the shape \(3,\), \(4,\) or \(4, n\)", lambda: attend(q, k, v, sinks[:3]))
         self.refused(wrong, r"v has the shape \(52, 8\)|v has the shape", lambda: attend(q, k, v.reshape(50, 16)))
         self.refused(wrong, r"q is \[1\], an array of JAX or NumPy", lambda: context(1).attention([1], k, v, ENDS))  # type: ignore[arg-type]
         self.refused(wrong, r"q has the shape \(\), \[rows, heads, dim\]", lambda: context(1).attention(jnp.float32(1), k, v, ENDS))

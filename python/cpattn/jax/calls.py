@@ -33,7 +33,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .._check import attempt, refused
 from ..errors import InvalidArgument, Unsupported
-from ..packing import Packing, Told
+from ..packing import Packing, Told, sinks_of
 from ..plan import DTYPES, Plan
 from ..rank import Rank
 from ..slices import Slice
@@ -63,12 +63,13 @@ def packing_of(numbers: Sequence[int], slices: tuple[Slice, ...] | None) -> Pack
 
 class Call(NamedTuple):
     """The arguments that are equal on all ranks. The operands are q, k, v, cu_seqlens (or `Batch.packing`), sinks if any, and for the
-    backward o, lse, d_o."""
+    backward o, lse, d_o, and d_lse if lse was asked for."""
 
     context: Context
     told: Told
     slices: tuple[Slice, ...] | None
-    sinks: bool
+    sinks: int  # of each head
+    lse: bool
     backward: bool
 
 
@@ -146,7 +147,7 @@ def _run_all(call: Call, deposits: Sequence[Deposit]) -> list[list[Any]]:
     batch = call.context._batch_of(packing_of(ends.tolist(), call.slices))
     batch.check_rows(len(q))
     plan = batch.layer(q, k, v, call.sinks, call.told)
-    operation = _backward if call.backward else _forward
+    operation = functools.partial(_backward, call) if call.backward else _forward
     return call.context.on_ranks(lambda number, rank: operation(plan, number, rank, *deposits[number].arrays))
 
 
@@ -180,28 +181,31 @@ def _forward(plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends:
     return [o, np.pad(lse, ((0, 0), (0, rows - held)))[:, :, None]]
 
 
-def _backward(plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends: Any, *more: Any) -> list[Any]:
-    *sinks, o, lse, d_o = more
+def _backward(call: Call, plan: Plan, number: int, rank: Rank, q: Any, k: Any, v: Any, _ends: Any, *more: Any) -> list[Any]:
+    *sinks, o, lse, d_o = more[:-1] if call.lse else more
     held = plan.share(number).q_tokens
     inputs = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
     gradients = {f"d{name}": np.zeros_like(x) for name, x in zip("qkv", (q, k, v))}
     lse = lse[:, :held, 0].copy()
     given = _tensors(**{name: x[:held] for name, x in (inputs | gradients).items()}, lse=lse)
     results = list(gradients.values())
+    if call.lse:
+        d_lse = more[-1][:, :held].copy()
+        given |= _tensors(d_lse=d_lse)
     if sinks:
-        dsinks = np.empty(q.shape[1], lse.dtype)
+        dsinks = np.empty(sinks[0].shape, lse.dtype)
         given |= _tensors(sinks=sinks[0], dsinks=dsinks)
     rank.backward(plan, **given)
     if sinks:
         # dsinks is already the sum over all ranks, and jax.shard_map sums the results of the ranks.
-        results.append(dsinks.astype(np.float32) if number == 0 else np.zeros(q.shape[1], np.float32))
+        results.append(dsinks.astype(np.float32) if number == 0 else np.zeros(dsinks.shape, np.float32))
     return results
 
 
 def _shapes(q: Any, k: Any, v: Any, _ends: Any, *more: Any, call: Call) -> list[Any]:
     """The shapes of the results, made from those of q, k, v and sinks, so that they vary over the same axes of a mesh."""
     if call.backward:
-        return [q, k, v, *more[:-3]]
+        return [q, k, v, *more[: -4 if call.lse else -3]]
     accumulator = _accumulator(np.dtype(q.dtype))
     return [q.update(shape=(*q.shape[:2], v.shape[2])), q.update(shape=(q.shape[1], q.shape[0], 1), dtype=np.dtype(accumulator))]
 
@@ -268,20 +272,23 @@ ad.primitive_jvps[operation] = _no_derivative
 Slices = tuple[Slice, ...] | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def attention(context: Context, told: Told, slices: Slices, q: Any, k: Any, v: Any, ends: Any, sinks: Any) -> Any:
-    return _attend(context, told, slices, q, k, v, ends, sinks)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def attention(context: Context, told: Told, slices: Slices, with_lse: bool, q: Any, k: Any, v: Any, ends: Any, sinks: Any) -> Any:
+    """o, or o and lse [heads, rows]."""
+    return _attend(context, told, slices, with_lse, q, k, v, ends, sinks)[0]
 
 
-def _attend(context: Context, told: Told, slices: Slices, *inputs: Any) -> Any:
+def _attend(context: Context, told: Told, slices: Slices, with_lse: bool, *inputs: Any) -> Any:
     *given, sinks = inputs
     given += () if sinks is None else (sinks,)
-    o, lse = operation.bind(*given, call=Call(context, told, slices, sinks is not None, False))
-    return o, (*given, o, lse)
+    o, lse = operation.bind(*given, call=Call(context, told, slices, sinks_of(sinks), False, False))
+    return (o, lse[:, :, 0]) if with_lse else o, (*given, o, lse)
 
 
-def _gradients(context: Context, told: Told, slices: Slices, kept: Any, d_o: Any) -> Any:
-    dq, dk, dv, *dsinks = operation.bind(*kept, d_o, call=Call(context, told, slices, len(kept) == 7, True))  # with sinks
+def _gradients(context: Context, told: Told, slices: Slices, with_lse: bool, kept: Any, cotangents: Any) -> Any:
+    sinks = kept[4] if len(kept) == 7 else None
+    call = Call(context, told, slices, sinks_of(sinks), with_lse, True)
+    dq, dk, dv, *dsinks = operation.bind(*kept, *(cotangents if with_lse else (cotangents,)), call=call)
     return dq, dk, dv, None, dsinks[0] if dsinks else None
 
 

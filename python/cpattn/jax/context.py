@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._check import attempt, instance, refused, whole
+from .._check import attempt, flag, instance, refused, whole
 from ..engine import checked_timeout
 from ..errors import InvalidArgument, Unsupported
-from ..packing import Packed, PackedContext, Packing, kind_of, numbers_of, over_all
+from ..packing import Packed, PackedContext, Packing, kind_of, numbers_of, over_all, sinks_of
 from ..plan import DTYPES, Plan, PlanOptions, Side, at_least_1, checked
 from ..rank import Rank, local_group, on_all
 from ..slices import Slice
@@ -119,16 +119,22 @@ class Context(PackedContext):
         scale: float | None = None,
         softcap: float | None = None,
         slices: Iterable[Slice] | None = None,
-    ) -> jax.Array:
+        return_lse: bool = False,
+    ) -> Any:
         """Attention of this rank's tokens to the whole batch, differentiable once, in reverse mode. All devices of the axis make the
         same calls, as for `jax.lax.psum`.
 
-        q [rows, heads, head_dim], k [rows, kv_heads, head_dim], v [rows, kv_heads, value_dim], sinks [heads] (f32); returns o [rows,
-        heads, value_dim]. Rows are those of `Batch.shard`. cu_seqlens is that of the batch: numbers, or an array of int32, which
+        q [rows, heads, head_dim], k [rows, kv_heads, head_dim], v [rows, kv_heads, value_dim], sinks [heads] or [heads, n] (f32); returns
+        o [rows, heads, value_dim]. Rows are those of `Batch.shard`. cu_seqlens is that of the batch: numbers, or an array of int32, which
         jax.jit may trace. Of a batch with slices give `Batch.packing` instead, an array of int32 with documents and slices, or give
         `cu_seqlens` and the slices themselves as `slices`, which are compiled into a function. The gradient of `sinks` is complete on rank 0 and zero on the others. Sum it over the ranks; jax.shard_map
         does that for sinks that are equal on all ranks. The other options are those of `cpattn.torch.Batch.attention`.
+
+        With `return_lse` it returns o and lse [heads, rows] (f32; f64 for f64): the natural log-sum-exp of the scores and the sinks, -inf
+        for a query that sees nothing, 0 in padding rows. Both are differentiable; the gradient of a -inf and of padding is not used.
+        jax.shard_map puts lse together with `out_specs` P(None, axis).
         """
+        with_lse = flag("return_lse", return_lse)
         told = (window_left, window_right, scale, softcap, None)
         given = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
         for name, x in given.items():
@@ -146,16 +152,15 @@ class Context(PackedContext):
             # Errors are better raised now than while the program runs.
             batch = self._batch_of(calls.packing_of(numbers_of("cu_seqlens", cu_seqlens), every))
             batch.check_rows(len(q))
-            plan = batch.layer(q, k, v, sinks is not None, told)
-            if sinks is not None and sinks.shape != (plan.heads,):
-                raise InvalidArgument(f"sinks has the shape {sinks.shape}, ({plan.heads},) is needed")
+            plan = batch.layer(q, k, v, sinks_of(sinks), told)
+            if sinks is not None and (sinks.ndim not in (1, 2) or len(sinks) != plan.heads):
+                raise InvalidArgument(f"sinks has the shape {sinks.shape}, ({plan.heads},) or ({plan.heads}, n) is needed")
         elif cu_seqlens.ndim != 1 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
             raise InvalidArgument(f"cu_seqlens is an array of {cu_seqlens.dtype} of the shape {cu_seqlens.shape}, a sequence of whole numbers is needed")
         ends = jnp.asarray(cu_seqlens)
         over = frozenset() if self.axis is None else _axes(jax.lax.axis_index(self.axis))
         q, k, v, ends, *more = _varying_alike(over, q, k, v, ends, *(() if sinks is None else (sinks,)))
-        o: jax.Array = calls.attention(self, told, every, q, k, v, ends, more[0] if more else None)
-        return o
+        return calls.attention(self, told, every, with_lse, q, k, v, ends, more[0] if more else None)
 
     def _check_axis(self) -> None:
         try:
@@ -233,7 +238,7 @@ class Batch(Packed):
         self.longest = max(shares)
         self.rows = self.longest if rows is None else rows
 
-    def layer(self, q: Any, k: Any, v: Any, sinks: bool, told: Sequence[Any]) -> Plan:
+    def layer(self, q: Any, k: Any, v: Any, sinks: int, told: Sequence[Any]) -> Plan:
         """The plan of a kind of layer, with this batch's tokens."""
         with self.context._lock:
             return self._plan_of(kind_of(q, k, v, DTYPES[str(q.dtype)], sinks, told))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._check import attempt, one_of, refused
 from ..errors import InvalidArgument
+from ..packing import sinks_of
 from ..plan import CombineTo, Plan
 from .operators import _rows, _stream, on_device
 
@@ -37,7 +38,7 @@ class Combining:
         `o` is [tokens, heads, value_dim], without sinks; `lse`, [heads, tokens], float32 (float64 with it), natural log, -inf in a
         row without keys. Returns o and lse of what `to` says: "all" rows, the same bits on every rank; "heads", heads j*H//R to
         (j+1)*H//R on rank j of R; or "tokens", likewise. `dtype` is that of the merged o (None: of o); parts are merged in float32
-        (float64). `sinks`, [heads] float32, are applied once. On the CPU only.
+        (float64). `sinks`, [heads] or [heads, n] float32, are applied once. On the CPU only.
         """
         from .context import DTYPES, Context
 
@@ -48,13 +49,13 @@ class Combining:
         if (known := attempt(DTYPES.get, dtype)) is None:
             raise refused("dtype", dtype, f"one of {', '.join(map(str, DTYPES))} is needed")
         if sinks is not None:
-            on_device(self, "sinks", sinks, ndim=1)
+            on_device(self, "sinks", sinks)
         tokens, heads, dim = o.shape
         if not heads or not dim:
             raise InvalidArgument(f"o has {heads} heads of {dim}, at least 1 of 1 is needed")
-        key = tokens, heads, dim, known, sinks is not None
+        key = tokens, heads, dim, known, sinks_of(sinks)
         if (plan := self._combines.get(key)) is None:
-            shape = {"head_dim": dim, "value_dim": dim, "dtype": known, "sinks": sinks is not None}
+            shape = {"head_dim": dim, "value_dim": dim, "dtype": known, "sinks": sinks_of(sinks)}
             plan = Plan([0, tokens], heads, world=self.world, ring=self.world, ulysses=1, **shape)  # type: ignore[arg-type]
             while len(self._combines) >= KEPT:
                 self._combines.pop(next(iter(self._combines)))
@@ -63,6 +64,6 @@ class Combining:
         rows, own = rows if to == CombineTo.TOKENS else tokens, own if to == CombineTo.HEADS else heads
         merged = o.new_empty(rows, own, dim, dtype=dtype)
         merged_lse = o.new_empty(own, rows, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-        given = {} if sinks is None else {"sinks": _rows(sinks)}
+        given = {} if sinks is None else {"sinks": sinks.detach().contiguous()}
         self.rank.combine(plan, to, _stream(o), partial_o=_rows(o), partial_lse=lse.detach(), o=merged, lse=merged_lse, **given)
         return merged, merged_lse

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
-from ..packing import Packed, PackedContext, Packing, kind_of, over_all
+from ..packing import Packed, PackedContext, Packing, kind_of, over_all, sinks_of
 from ..plan import CHOSEN, RUNS, Dtype, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..slices import Slice
@@ -291,7 +291,7 @@ class Batch(Heads, Gathering, Packed):
         """Attention of this rank's tokens to the whole batch, as its slices say, or in its documents; differentiable once. All ranks
         call it, in the same order.
 
-        q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v [tokens, kv_heads, value_dim], sinks [heads] (f32); returns
+        q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v [tokens, kv_heads, value_dim], sinks [heads] or [heads, n] (f32); returns
         o [tokens, heads, value_dim]. Heads and dims may differ from those of the context: layers of all kinds work on the batch's
         tokens. Any strides are allowed. On a device, it runs on the current stream. The gradient of `sinks`, a sum over all ranks, is
         complete on rank 0 and zero on the others, since the training loop sums gradients of parameters over the ranks.
@@ -307,10 +307,10 @@ class Batch(Heads, Gathering, Packed):
         `cpattn.torch.dropout_mask`. All ranks give the same seed, which is checked, and another one for each call. Without a seed it is drawn
         from PyTorch's generator for the CPU, whose state must then be equal on all ranks, as after torch.manual_seed. On the CPU only.
 
-        With `return_lse` it returns o and lse [heads, tokens] (f32; f64 for f64): the natural log-sum-exp of the scores and the sink,
+        With `return_lse` it returns o and lse [heads, tokens] (f32; f64 for f64): the natural log-sum-exp of the scores and the sinks,
         -inf for a query that sees nothing. Both are differentiable; the gradient of a -inf is not used. With `return_max_logit` the
         last result is the largest score of each head, [heads] f32 without a gradient, over the pairs that this rank computed (-inf if
-        it computed none): all_reduce with MAX gives that of the batch. On the CPU only.
+        it computed none): all_reduce with MAX gives that of the batch.
 
         Tensors have the context's dtype, except under torch.autocast, where they and o are cast to its dtype.
         """
@@ -341,7 +341,7 @@ class Batch(Heads, Gathering, Packed):
 
     def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor) -> Plan:
         """The plan of a kind of layer, with this batch's tokens. It packs messages if the tensors are not contiguous."""
-        kind = kind_of(q, k, v, DTYPES[q.dtype], sinks is not None, told)
+        kind = kind_of(q, k, v, DTYPES[q.dtype], sinks_of(sinks), told)
         if self._alone_on_ring and not all(x.is_contiguous() for x in (q, k, v, *more)):
             kind["pack_inputs"] = True
         return self._plan_of(kind)
