@@ -42,8 +42,8 @@
  * 8.0 and later; a library without it serves the CPU. Both have the same functions. What a build or a device lacks is
  * refused with CPATTN_UNSUPPORTED. The CUDA driver is loaded when a device is first asked for; on a machine without a
  * driver the library loads and serves the CPU. Each rank and each scratch has one device (or the CPU), and all tensors
- * and the workspace of a call are in its memory. Devices support f16 and bf16, with head_dim and value_dim multiples of
- * 8 up to 256, and refuse reproducible plans and dropout.
+ * and the workspace of a call are in its memory. Devices support f16 and bf16, with head_dim a multiple of 8 up
+ * to 576 and value_dim up to 512, and refuse reproducible plans and dropout.
  *
  * STREAMS. On the CPU `stream` is NULL and a call returns when its work is done. On a device `stream` is a cudaStream_t
  * (CUstream) of the device's primary context, the one that the CUDA runtime uses; NULL is the legacy default stream.
@@ -140,7 +140,8 @@ const char *cpattn_status_name(int32_t status);
  *                as CPU memory. kDLCUDAManaged (13) does not say which side may access it and is refused: use 1 or 2
  *   ndim, shape  q, k, v, o and their gradients: 3, [tokens, heads, head_dim]
  *                lse, delta:                     2, [heads, tokens]
- *                alibi_slopes, sinks, dsinks:    1, [heads]
+ *                alibi_slopes, max_logit:        1, [heads]
+ *                sinks, dsinks:                  1, [heads], or 2, [heads, sinks of each head], those of a head side by side
  *                the lse of a partial result:    3, [heads, tokens, 2], or 2, [heads, tokens] (see cpattn_merge)
  *   dtype        f16 {2, 16, 1}, bf16 {4, 16, 1}, f32 {2, 32, 1}, f64 {2, 64, 1} as {code, bits, lanes}
  *   strides      in elements, none negative (such a tensor is refused); NULL means compact (row-major). head_dim must
@@ -250,7 +251,7 @@ typedef struct cpattn_problem {
   size_t documents;          /* 0: an empty batch, with cu_seqlens_q of the one entry 0. Its plans take tensors of no tokens */
   uint32_t heads;            /* q heads, a multiple of kv_heads */
   uint32_t kv_heads;         /* 0: same as heads */
-  uint32_t head_dim;         /* of q and k, 1 to 512 */
+  uint32_t head_dim;         /* of q and k, 1 to 576 */
   uint32_t value_dim;        /* of v and o; 0: same as head_dim */
   int32_t dtype;             /* of q, k, v, o and their gradients: CPATTN_F16, ... */
   int32_t kind;              /* CPATTN_SOFTMAX or CPATTN_OTHER */
@@ -259,7 +260,7 @@ typedef struct cpattn_problem {
   double scale;              /* 0: 1 / sqrt(head_dim) */
   double softcap;            /* 0: none */
   const float *alibi_slopes; /* heads entries, -1e18 to 1e18; NULL: none. Distances above 2^24 are rounded in f32 */
-  int32_t sinks;             /* 1: each q head has a learnable sink, given with each run: finite, or -inf for none. +inf
+  int32_t sinks;             /* learnable sinks of each q head, 0 to 4096, given with each run: finite, or -inf for none. +inf
                                 takes all weight: in its head o is 0, lse +inf, dq 0, dk and dv get nothing, and its
                                 own gradient is NaN. NaN makes all results of its head NaN */
   int32_t reserved;          /* 0 */
@@ -733,14 +734,14 @@ typedef struct cpattn_forward_args {
   const cpattn_tensor *q;     /* read, [Nq, H, D] */
   const cpattn_tensor *k;     /* read, [Nk, Hk, D] */
   const cpattn_tensor *v;     /* read, [Nk, Hk, Dv] */
-  const cpattn_tensor *sinks; /* read, [H] f32; NULL unless the problem has sinks */
+  const cpattn_tensor *sinks; /* read, [H] or [H, sinks] f32; NULL unless the problem has sinks */
   const cpattn_tensor *o;     /* written, [Nq, H, Dv] */
-  const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores and the sink,
+  const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores and the sinks,
                                  -inf for a row that attends to nothing */
   void *stream;               /* cudaStream_t on a device; NULL on the CPU */
   /* written, [H] f32: the largest score of each head, after scale, softcap and ALiBi, over the allowed pairs that this rank
    * computed, without sinks; -inf for a head of which it computed none. The largest over the group is that of the whole batch:
-   * reduce it as often as it is needed. NULL if it is not needed, on each rank by itself; devices refuse it. */
+   * reduce it as often as it is needed. NULL if it is not needed, on each rank by itself. */
   const cpattn_tensor *max_logit;
   /* The seed of dropout, another one for each layer and step, and the same on all ranks of the group, which is checked as plans
    * are. NULL unless the problem has dropout. */
@@ -764,7 +765,7 @@ typedef struct cpattn_backward_args {
   const cpattn_tensor *dq;     /* written, [Nq, H, D] */
   const cpattn_tensor *dk;     /* written, [Nk, Hk, D] */
   const cpattn_tensor *dv;     /* written, [Nk, Hk, Dv] */
-  const cpattn_tensor *dsinks; /* written, [H] of lse's type, summed over the group; NULL unless there are sinks */
+  const cpattn_tensor *dsinks; /* written, as sinks, of lse's type, summed over the group; NULL unless there are sinks */
   void *stream;                /* cudaStream_t on a device; NULL on the CPU */
   /* read, [H, Nq] of lse's type: gradient of lse, if something was computed from lse too; NULL if not, on each rank by itself.
    * A row whose lse is -inf has no gradient, and its d_lse is not used. */
@@ -791,6 +792,18 @@ typedef struct cpattn_backward_args {
  * its outputs are undefined. */
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args);
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);
+
+/* A forward over k and v that lie in pages, without copying them: k and v of `args` have the rows of all pages, [rows, kv_heads, dim]
+ * (an array of [pages, page_size, kv_heads, dim] seen as rows). block_table is [documents, pages_per_document], on the CPU: row i
+ * of this rank's k rows of document d, in the rank's order, is row
+ *   block_table[d * pages_per_document + i / page_size] * page_stride + i % page_size
+ * of k and v. page_stride is page_size if pages adjoin, more if something lies between them. Entries beyond a document's rows are
+ * not read; documents may share pages. On one rank this is the block_table of vLLM and FlashAttention, with the lengths of the
+ * sequences as the batch's k side; over a ring each rank has a table of the pages of its own rows. The result has the bits of a
+ * forward whose k and v have these rows one after another.
+ * CPATTN_UNSUPPORTED: a plan that copies or sends k and v (Ulysses ranks; a ring whose k circulates), a rank on a device. */
+int32_t cpattn_forward_paged(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
+    const int32_t *block_table, size_t documents, size_t pages_per_document, size_t page_size, size_t page_stride);
 
 /* The pairs that dropout keeps, for a comparison with a computation that has the whole mask: kept[i * k_count + j] is 1 if q token
  * q_begin + i keeps k token k_begin + j, and 0 if it drops it. Tokens are places in the whole batch; head is a q head of the
@@ -830,6 +843,36 @@ int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank,
 
 /* Verifies both all-to-alls of such tensors, as cpattn_plan_verify does forward and backward. For plans of any kind. */
 int32_t cpattn_plan_verify_all_to_all(const cpattn_plan *plan, int32_t side, uint32_t dim, int32_t dtype);
+
+/*
+ * Partial results merged over the ring, as a call of its own: decode context parallelism. A server that spreads a cache over
+ * ranks has the same queries on all of them; each rank attends to its own part of the keys with any kernel that returns lse,
+ * and the parts are merged here. Of the plan, only the number of q tokens, the heads, value_dim, the element type, the sinks and
+ * the mesh matter: its batch is the queries of the step (cu_seqlens 0, tokens), its ring the ranks that have
+ * parts of the keys, its Ulysses ranks hold different heads. All ranks of the group make the same calls, as for runs.
+ *
+ * Given: partial_o [tokens, own heads, value_dim] of all q tokens, f16, bf16 or f32 (f64 if the plan is of f64), normalised, without
+ * sinks; and partial_lse [own heads, tokens], natural log, f32 (f64), -inf in a row without keys, whose o is then not read.
+ * The own heads are q_head_begin to q_head_end of cpattn_share: all heads, without Ulysses. sinks: [heads, n] f32 if the plan has
+ * sinks, else NULL; they are applied once.
+ * Written: o in the plan's type, and lse [heads, tokens]. With T tokens and H own heads, ring rank j of R gets
+ *   CPATTN_COMBINE_TO_ALL     all rows: [T, H, value_dim], with the same bits on every rank;
+ *   CPATTN_COMBINE_TO_HEADS   the own heads from j*H/R to (j+1)*H/R, rounded down: what tensor parallelism goes on with;
+ *   CPATTN_COMBINE_TO_TOKENS  the tokens from j*T/R to (j+1)*T/R.
+ * Parts are merged in f32 (f64), in the order of the ring ranks, and rounded once, so that every run gives the same bits. A row
+ * without keys on any rank gets o 0 and lse -inf, or the sink's value. CPATTN_UNSUPPORTED on a device.
+ *
+ * partial: the type of partial_o (CPATTN_F32, ...). The other functions do for a combine what cpattn_rank_prepare,
+ * cpattn_plan_verify and cpattn_plan_workspace do for attention. */
+#define CPATTN_COMBINE_TO_ALL 0
+#define CPATTN_COMBINE_TO_HEADS 1
+#define CPATTN_COMBINE_TO_TOKENS 2
+int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_tensor *partial_o,
+    const cpattn_tensor *partial_lse, const cpattn_tensor *sinks, const cpattn_tensor *o, const cpattn_tensor *lse,
+    void *stream);
+int32_t cpattn_rank_prepare_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, int32_t partial);
+int32_t cpattn_plan_verify_combine(const cpattn_plan *plan, int32_t to, int32_t partial);
+int32_t cpattn_plan_combine_workspace(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial, uint64_t *bytes);
 
 /* Labels where each rank has only its own tokens (compare cpattn_plan_shift): for each of the rank's q tokens, `out` gets the
  * row that is `by` tokens later in the same document, which another rank may hold, or repeats the one element at `fill` if the
@@ -1039,7 +1082,7 @@ typedef struct cpattn_attend_args {
   /* acc [heads, *]: the final lse, written by LAST and ONLY; if running_lse is NULL, also the running lse. */
   const cpattn_tensor *lse;
   const cpattn_tensor *alibi_slopes; /* f32 [heads], -1e18 to 1e18, or NULL */
-  const cpattn_tensor *sinks;   /* f32 [heads], or NULL; applied by LAST and ONLY */
+  const cpattn_tensor *sinks;   /* f32 [heads] or [heads, n], or NULL; applied by LAST and ONLY */
   cpattn_head_map heads;
   /* 1: tiles begin at fixed positions, so that a row's bits do not depend on how its keys are split into ranges. CPU only. */
   int32_t aligned;
@@ -1052,7 +1095,7 @@ typedef struct cpattn_attend_args {
   size_t q_range_size; /* sizeof(cpattn_q_range) and sizeof(cpattn_pair), by the INIT macro: see STRUCTS IN ARRAYS */
   size_t pair_size;
   /* f32 [heads], or NULL: raised to the largest score of each head, after scale, softcap and ALiBi, over the allowed pairs of
-   * the call, without sinks; a NaN does not count. Set it to -inf before the first of several calls. CPU only. */
+   * the call, without sinks; a NaN does not count. Set it to -inf before the first of several calls. */
   const cpattn_tensor *max_logit;
 } cpattn_attend_args;
 
@@ -1118,11 +1161,11 @@ int32_t cpattn_delta(cpattn_scratch *scratch, const cpattn_tensor *o, const cpat
 int32_t cpattn_delta_with_lse(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o,
     const cpattn_tensor *lse, const cpattn_tensor *d_lse, const cpattn_tensor *delta, void *stream);
 
-/* For the given rows, which no q range covered: writes o = 0 and lse = -inf, or lse = the sink if `sinks` is not NULL. */
+/* For the given rows, which no q range covered: writes o = 0 and lse = -inf, or lse = the log-sum-exp of the sinks if `sinks` is not NULL. */
 int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse,
     const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream);
 
-/* dsinks[h] = - sum over t of exp(sinks[h] - lse[h, t]) * delta[h, t]. */
+/* dsinks[h] = - sum over t of exp(sinks[h] - lse[h, t]) * delta[h, t]; with sinks [heads, n] the same for each of a head. */
 int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta,
     const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream);
 
@@ -1185,9 +1228,17 @@ int32_t cpattn_schedule_create(const cpattn_plan *plan, uint32_t rank, int32_t d
 int32_t cpattn_schedule_create_all_to_all(const cpattn_plan *plan, uint32_t rank, int32_t direction, int32_t side, uint32_t dim,
     int32_t dtype, cpattn_schedule **schedule);
 
+/* The same for a combine (cpattn_rank_combine); its operations are exchanges, sums and CPATTN_OP_COMBINE. Its direction is
+ * CPATTN_COMBINE. */
+#define CPATTN_COMBINE 4
+int32_t cpattn_schedule_create_combine(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial,
+    cpattn_schedule **schedule);
+
 int32_t cpattn_schedule_destroy(cpattn_schedule *schedule);
 
-/* The caller's tensors, as in cpattn_backward_args: those of a rank's own tokens. The last two are those of an all-to-all. */
+/* The caller's tensors, as in cpattn_backward_args: those of a rank's own tokens. OWN_... are of an all-to-all. d_lse
+ * and max_logit, which a run may leave out, are in no list: a program that executes one subtracts d_lse where it makes delta, and
+ * takes the largest score of its pairs where it makes o. */
 #define CPATTN_TENSOR_Q 0      /* [q_tokens, heads, head_dim] */
 #define CPATTN_TENSOR_K 1      /* [k_tokens, kv_heads, head_dim] */
 #define CPATTN_TENSOR_V 2      /* [k_tokens, kv_heads, value_dim] */
@@ -1199,8 +1250,12 @@ int32_t cpattn_schedule_destroy(cpattn_schedule *schedule);
 #define CPATTN_TENSOR_DV 8
 #define CPATTN_TENSOR_SINKS 9  /* [1, heads, 1] f32 */
 #define CPATTN_TENSOR_DSINKS 10 /* [1, heads, 1], the sum over all ranks of the replica */
-#define CPATTN_TENSOR_OWN_TOKENS 11 /* [own tokens, all heads, dim] */
-#define CPATTN_TENSOR_OWN_HEADS 12  /* [tokens of the ring share, own heads, dim], compact */
+#define CPATTN_TENSOR_D_LSE 11     /* [q_tokens, heads, 1] */
+#define CPATTN_TENSOR_MAX_LOGIT 12 /* [1, heads, 1] f32, of the pairs that this rank computed */
+#define CPATTN_TENSOR_OWN_TOKENS 13 /* [own tokens, all heads, dim] */
+#define CPATTN_TENSOR_OWN_HEADS 14  /* [tokens of the ring share, own heads, dim], compact */
+#define CPATTN_TENSOR_PARTIAL_O 15   /* of a combine: [all q_tokens, own heads, value_dim] */
+#define CPATTN_TENSOR_PARTIAL_LSE 16 /* of a combine: [all q_tokens, own heads, 1] */
 
 /* A buffer. Views name it by its index in cpattn_schedule_info.buffers. */
 typedef struct cpattn_buffer {
@@ -1270,6 +1325,7 @@ typedef struct cpattn_sum {
 #define CPATTN_OP_EXCHANGE 5        /* messages, which complete together; between two ranks both list them in one order */
 #define CPATTN_OP_ATTEND 6          /* as cpattn_attend */
 #define CPATTN_OP_ATTEND_BACKWARD 7 /* as cpattn_attend_backward */
+#define CPATTN_OP_COMBINE 8 /* sums, two: o and its lse. Merge all sources, in order, apply the sinks once, write to dst */
 
 /*
  * An operation. Lists and views that its kind does not have are empty.
@@ -1305,7 +1361,7 @@ typedef struct cpattn_op {
   cpattn_view dq;
   cpattn_view dk;
   cpattn_view dv;
-  cpattn_view sinks;  /* ATTEND with a result, SINK_GRADIENT: if the problem has sinks */
+  cpattn_view sinks;  /* ATTEND with a result, SINK_GRADIENT, COMBINE: if the problem has sinks */
   cpattn_view dsinks; /* SINK_GRADIENT: one row */
   cpattn_head_map heads;
   int32_t aligned;

@@ -58,6 +58,8 @@ int32_t cpattn_rank_ring_check(cpattn_rank *rank, size_t bytes, cpattn_link *lin
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes) { return 0; }
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args) { return 0; }
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args) { return 0; }
+int32_t cpattn_forward_paged(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
+    const int32_t *block_table, size_t documents, size_t pages_per_document, size_t page_size, size_t page_stride) { return 0; }
 int32_t cpattn_dropout_mask(double probability, uint64_t seed, uint32_t q_begin, uint32_t q_count, uint32_t k_begin,
     uint32_t k_count, uint32_t head, uint8_t *kept) { return 0; }
 int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from,
@@ -69,6 +71,12 @@ int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *pla
 int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim,
     int32_t dtype, uint64_t *bytes) { return 0; }
 int32_t cpattn_plan_verify_all_to_all(const cpattn_plan *plan, int32_t side, uint32_t dim, int32_t dtype) { return 0; }
+int32_t cpattn_rank_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, const cpattn_tensor *partial_o,
+    const cpattn_tensor *partial_lse, const cpattn_tensor *sinks, const cpattn_tensor *o, const cpattn_tensor *lse,
+    void *stream) { return 0; }
+int32_t cpattn_rank_prepare_combine(cpattn_rank *rank, const cpattn_plan *plan, int32_t to, int32_t partial) { return 0; }
+int32_t cpattn_plan_verify_combine(const cpattn_plan *plan, int32_t to, int32_t partial) { return 0; }
+int32_t cpattn_plan_combine_workspace(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial, uint64_t *bytes) { return 0; }
 int32_t cpattn_rank_shift(cpattn_rank *rank, const cpattn_plan *plan, int64_t by, const void *fill,
     const cpattn_tensor *rows, const cpattn_tensor *out) { return 0; }
 int32_t cpattn_clock(uint64_t *ns) { return 0; }
@@ -107,6 +115,8 @@ int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, cons
 int32_t cpattn_schedule_create(const cpattn_plan *plan, uint32_t rank, int32_t direction, cpattn_schedule **schedule) { return 0; }
 int32_t cpattn_schedule_create_all_to_all(const cpattn_plan *plan, uint32_t rank, int32_t direction, int32_t side, uint32_t dim,
     int32_t dtype, cpattn_schedule **schedule) { return 0; }
+int32_t cpattn_schedule_create_combine(const cpattn_plan *plan, uint32_t rank, int32_t to, int32_t partial,
+    cpattn_schedule **schedule) { return 0; }
 int32_t cpattn_schedule_destroy(cpattn_schedule *schedule) { return 0; }
 int32_t cpattn_schedule_describe(const cpattn_schedule *schedule, cpattn_schedule_info *info) { return 0; }
 int32_t cpattn_schedule_op(const cpattn_schedule *schedule, size_t index, cpattn_op *op) { return 0; }
