@@ -37,10 +37,10 @@ class Dtype(enum.IntEnum):
 DTYPES = dict(zip(("float16", "bfloat16", "float32", "float64"), Dtype))
 
 
-def dtype_of(dtype: Any) -> Dtype:
+def dtype_of(dtype: Any, name: str = "dtype") -> Dtype:
     """A `Dtype`, given as a member, its number or its name, or as a dtype of NumPy, PyTorch or JAX or its name."""
     known = attempt(lambda: DTYPES.get((getattr(dtype, "__name__", None) or str(dtype)).rpartition(".")[2]))
-    return one_of("dtype", dtype, Dtype) if known is None else known
+    return one_of(name, dtype, Dtype) if known is None else known
 
 
 class Kind(enum.IntEnum):

@@ -111,7 +111,7 @@ class Rank:
         if block_table is None:
             for name, value in (("page_size", page_size), ("page_stride", page_stride)):
                 if value is not None:
-                    raise errors.InvalidArgument(f"{name} is {value!r} without a block_table: give both, or none")
+                    raise errors.InvalidArgument(f"block_table is None, and {name} is {value!r}: give both, or none")
             return self._attend("forward", _header.ForwardArgs, plan, stream, given, dropout_seed)
         size = whole("page_size", page_size, 1, (1 << 31) - 1)
         stride = size if page_stride is None else whole("page_stride", page_stride, 1, (1 << 31) - 1)

@@ -230,7 +230,7 @@ class Schedule:
     @classmethod
     def of_combine(cls, plan: Plan, rank: int, to: CombineTo | str, partial: Any) -> Schedule:
         """The schedule of a combine: `Plan.combine_schedule`."""
-        handle, of = c_void_p(), (one_of("to", to, CombineTo), dtype_of(partial))
+        handle, of = c_void_p(), (one_of("to", to, CombineTo), dtype_of(partial, "partial"))
         call("schedule_create_combine", plan.handle, rank, *of, byref(handle))
         return cls._copied(handle, rank, None)
 

@@ -41,7 +41,8 @@ def dense(
     some = allowed.any(1, keepdim=True)
     s = s.masked_fill(~allowed & some, -torch.inf)
     if sinks is not None:
-        s = torch.cat([s, sinks.double()[:, None, None].expand(-1, len(q), 1)], dim=2)
+        of_heads = sinks.double().view(len(sinks), 1, -1)  # [heads], or [heads, n]
+        s = torch.cat([s, of_heads.expand(-1, len(q), -1)], dim=2)
     return torch.einsum("hqk,khd->qhd", s.softmax(2)[:, :, : len(k)] * some, v)
 
 

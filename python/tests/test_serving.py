@@ -124,7 +124,7 @@ class Pages(unittest.TestCase):
         plan, rank = cpattn.Plan([0, 1], 1, DIM, cu_seqlens_k=[0, 4]), cpattn.local_group(1)[0]
         q, k, lse, good = torch.zeros(1, 1, DIM), torch.zeros(4, 1, DIM), torch.zeros(1, 1), torch.zeros(1, 2, dtype=torch.int32)
         for words, given in (
-            ("page_size is 2 without a block_table", {"page_size": 2}),
+            ("block_table is None, and page_size is 2", {"page_size": 2}),
             ("block_table is of DLPack type 0, 64 bits", {"block_table": good.long(), "page_size": 2}),
             (r"block_table is of shape \(2,\)", {"block_table": good[0], "page_size": 2}),
             ("block_table has strides", {"block_table": torch.zeros(2, 2, dtype=torch.int32).T, "page_size": 2}),

@@ -92,6 +92,7 @@ def results(rank: int, world: int) -> None:
         context.close()
     context = Context(heads=4, kv_heads=2, head_dim=8, value_dim=6, window_left=9, softcap=3.0, sinks=True, dtype=f64, ulysses=2, ring=2)
     compare(context, DOCUMENTS, (4, 2, 8, 6), 2e-14, window=10, softcap=3.0, sinks=draw(4, dtype=f32))
+    compare(context, DOCUMENTS, (4, 2, 8, 6), 2e-14, window=10, softcap=3.0, sinks=draw(4, 3, dtype=f32))
     context.close()
     # Strides of any kind, as slices of one projection have them.
     context = Context(heads=9, kv_heads=3, head_dim=8, dtype=f64)
