@@ -47,7 +47,7 @@ fn on_the_cpu(plan: &Plan) -> Vec<Vec<Event>> {
             (new(nq * h * d), new(nk * hk * d), new(nk * hk * dv), new(nq * h * dv), new(nq * h * dv));
         let (mut out, mut lse) = (o.clone(), vec![0f32; nq * h]);
         let (mut dq, mut dk, mut d_v) = (q.clone(), k.clone(), v.clone());
-        let (sinks, mut dsinks) = (vec![0.25; h], vec![0f32; h]);
+        let (sinks, mut dsinks) = (vec![0.25; h * p.sinks_per_head()], vec![0f32; h * p.sinks_per_head()]);
         let sinks = p.sinks().then_some(&sinks[..]);
         rank.record(Instant::now(), 10_000).unwrap();
         assert_eq!(rank.trace_accuracy(), Duration::ZERO);

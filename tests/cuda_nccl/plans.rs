@@ -64,7 +64,7 @@ fn as_processes(name: &str) {
         assert!(!text.contains("nccl-stand-in:") && !text.contains("cuda-emulator:"), "{name}, rank {r}: {text}");
     }
     let read = |r: usize, k: usize| std::fs::read(folder.0.join(format!("{r}.{k}"))).unwrap();
-    let parts: Vec<Part> = (0..world).map(|r| (0..6).map(|k| read(r, k)).collect()).collect();
+    let parts: Vec<Part> = (0..world).map(|r| (0..7).map(|k| read(r, k)).collect()).collect();
     right(name, &plan, &parts);
     if let Some(copies) = over_copies(&plan) {
         assert!(parts == copies, "{name}: other bits than over copies");
