@@ -386,8 +386,9 @@ static void tensors(void) {
   a.k = NULL;
   REFUSED(CPATTN_INVALID, "k is NULL", cpattn_forward(rank, plan, &a));
   a = args();
+  a.sinks = &t[0];
+  REFUSED(CPATTN_INVALID, "sinks.ndim is 3, expected 1 to 2", cpattn_forward(rank, plan, &a));
   a.sinks = &t[4];
-  REFUSED(CPATTN_INVALID, "sinks.ndim is 2, expected 1", cpattn_forward(rank, plan, &a));
   int64_t heads[] = {HEADS};
   t[4] = tensor(0), t[4].ndim = 1, t[4].shape = heads;
   cpattn_tensor lse = tensor(4);
