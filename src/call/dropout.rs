@@ -176,6 +176,7 @@ mod tests {
     /// The share of pairs that is dropped, over all and in each row, column and head; neighbours are independent in all
     /// three directions, and so are seeds that differ in one bit.
     #[test]
+    #[cfg_attr(miri, ignore = "hours of an interpreter, and no unsafe code")]
     fn shares_and_independence() {
         const N: u32 = 96;
         const HEADS: u32 = 8;
