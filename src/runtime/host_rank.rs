@@ -11,7 +11,7 @@ use super::{
     backend::Backend,
     bind::Bindings,
     failure::{FirstFailure, abort_on_unwind},
-    found_rows::{FoundRows, suits},
+    found_rows::{FoundRows, check_supported},
     handle::AbortHandle,
     host,
     lanes::LaneThreads,
@@ -174,7 +174,7 @@ impl Backend for HostRank {
         no_stream(stream)?;
         let at = self.find_or_prepare(plan, run)?;
         if tensors.pages.is_some() {
-            suits(run, &self.prepared[at].schedule)?;
+            check_supported(run, plan, &self.prepared[at].schedule)?;
         }
         tensors.check(&self.prepared[at].expected)?;
         if let Some(pages) = tensors.pages {

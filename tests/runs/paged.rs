@@ -210,4 +210,22 @@ fn refusals() {
         let words = ["pages in a plan that copies or sends k and v", "circulate_forward queries"];
         refused(try_with(mesh(ulysses, ring), Layout::Contiguous, options, good, 12), &words);
     }
+    let dropped = p.clone().with_dropout(0.25);
+    let plan = Plan::new(&dropped, mesh(1, 1), Layout::Contiguous).unwrap();
+    let outcome = local::run(1, Duration::from_secs(10), |end| {
+        let (q, x) = (vec![0.0f32; 16], vec![0.0f32; 12 * 8]);
+        let (mut o, mut lse) = (q.clone(), vec![0.0f32; 4]);
+        let tensors = Forward {
+            q: View::new(&q, 2, 2, 4)?,
+            k: View::new(&x, 12, 2, 4)?,
+            v: View::new(&x, 12, 2, 4)?,
+            sinks: None,
+            o: ViewMut::new(&mut o, 2, 2, 4)?,
+            lse: ViewMut::head_major(&mut lse, 2, 2)?,
+            max_logit: None,
+            dropout_seed: Some(1),
+        };
+        Ok(Rank::new(end).forward_paged(&plan, tensors, good))
+    });
+    refused(outcome.unwrap().remove(0), &["dropout 0.25 with pages is not supported", "plan without dropout"]);
 }
