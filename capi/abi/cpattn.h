@@ -801,7 +801,7 @@ int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn
  * not read; documents may share pages. On one rank this is the block_table of vLLM and FlashAttention, with the lengths of the
  * sequences as the batch's k side; over a ring each rank has a table of the pages of its own rows. The result has the bits of a
  * forward whose k and v have these rows one after another.
- * CPATTN_UNSUPPORTED: a plan that copies or sends k and v (Ulysses ranks; a ring whose k circulates), a rank on a device. */
+ * CPATTN_UNSUPPORTED: a plan that copies or sends k and v (Ulysses ranks; a ring whose k circulates) or has dropout, a device. */
 int32_t cpattn_forward_paged(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
     const int32_t *block_table, size_t documents, size_t pages_per_document, size_t page_size, size_t page_stride);
 

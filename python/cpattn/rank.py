@@ -106,7 +106,7 @@ class Rank:
         With `block_table`, int32 [documents, pages] on the CPU, k and v lie in pages and are not copied: they have the rows of all
         pages, [rows, kv_heads, dim], and row i of this rank's k rows of document d, in its order, is row
         block_table[d, i // page_size] * page_stride + i % page_size (None: page_size). A plan that copies or sends k and v is
-        refused: a ring needs circulate_forward="queries", and no Ulysses ranks. Devices refuse it."""
+        refused: a ring needs circulate_forward="queries", and no Ulysses ranks. Devices and dropout refuse it."""
         given = _given({"o", "lse", "max_logit"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, max_logit=max_logit)
         if block_table is None:
             for name, value in (("page_size", page_size), ("page_stride", page_stride)):

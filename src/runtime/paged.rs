@@ -47,8 +47,8 @@ impl Rank {
     ///
     /// # Errors
     /// As [`Rank::forward`]; a table that does not fit the plan, an entry that is no page of k and v;
-    /// [`Error::Unsupported`](crate::Error::Unsupported) for a plan that copies or sends k and v (Ulysses ranks; a ring
-    /// whose k circulates), and on a device.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for a plan that has dropout, or copies or sends k and v
+    /// (Ulysses ranks; a ring whose k circulates), and on a device.
     pub fn forward_paged<T: Element>(&mut self, plan: &Plan, tensors: Forward<'_, T>, pages: Pages<'_>) -> Result<()> {
         self.expect_host("forward_paged", "gather the pages into k and v, and call forward_on")?;
         let bindings = tensors.bindings(self.device(), plan)?.with_pages(pages);
