@@ -160,7 +160,7 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     let mut tile_counter = Bytes::default();
     tile_counter.u32s(&[0; 4]);
     let tile_counter = tile_counter.upload(&mut mem);
-    // Lists on the device, or in 3184 bytes of the parameters: their addresses are then counted from there.
+    // Lists on the device, or in 3152 bytes of the parameters: their addresses are then counted from there.
     let has_metadata = seed >= 3;
     let mut among = Vec::new();
     let lists = [&queries, &runs, &partners, &bands, &work].map(|list| {
@@ -172,7 +172,7 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
         among.resize(among.len().next_multiple_of(16), 0xff);
         at as u64
     });
-    among.resize(3184, 0xff);
+    among.resize(3152, 0xff);
 
     let scale = (dim as f64).sqrt().recip();
     let log2 = (scale * std::f64::consts::LOG2_E) as f32;
@@ -184,7 +184,8 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     params.0.extend(q.map(dim, Q_ROWS, 64, rows_of_q / 64));
     params.u64s(&[q.at, q_row as u64, dim as u64 * 2, k.at, k_row as u64, 0, v.at, v_row as u64, 0]);
     params.u64s(&[0; 6]).u64s(&[o, (Q_HEADS * value * 2) as u64, value as u64 * 2, lse, Q_HEADS as u64 * 4, 4]);
-    params.u64s(&[0; 6]).u64s(&lists);
+    // No slopes, no sinks, no largest scores.
+    params.u64s(&[0; 9]).u64s(&lists);
     // How scores are made, heads, and what this kernel has of its own.
     params.u32s(&[log2.to_bits(), log2.to_bits(), 0, 0, (scale as f32).to_bits(), 0]);
     params.u32s(&[Q_HEADS as u32, 1, 0, 0, 2, dim as u32, value as u32, 2 * Q_HEADS as u32, 1, 0]);
