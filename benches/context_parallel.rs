@@ -56,7 +56,7 @@ struct Worker {
 impl Worker {
     fn new(rank: Rank, plan: &Plan) -> Self {
         let r = rank.rank();
-        let n = plan.local_tokens(Side::Q, r);
+        let n = plan.local_tokens(Side::Q, r).len();
         let mut state = r as u64 + 1;
         let mut values = |n: usize| -> Vec<f32> {
             let next = |_| {
@@ -72,7 +72,7 @@ impl Worker {
     }
 
     fn run(&mut self, direction: Direction) -> cpattn::Result<()> {
-        let n = self.plan.local_tokens(Side::Q, self.rank.rank());
+        let n = self.plan.local_tokens(Side::Q, self.rank.rank()).len();
         let view = |x| View::new(x, n, HEADS, HEAD_DIM);
         let [q, k, v, d_o] = &self.inputs;
         let (q, k, v, d_o) = (view(q)?, view(k)?, view(v)?, view(d_o)?);

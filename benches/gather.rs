@@ -80,7 +80,7 @@ fn times(plans: &[Plan; 2], ring: usize, rounds: usize) -> [[Vec<Duration>; 2]; 
             let (all, barrier) = (&all, &barrier);
             scope.spawn(move || {
                 let mut rank = Rank::new(end);
-                let mut tensors = Tensors::new(plans[0].local_tokens(Side::Q, rank.rank()));
+                let mut tensors = Tensors::new(plans[0].local_tokens(Side::Q, rank.rank()).len());
                 for round in 0..=rounds {
                     for (plan, form) in plans.iter().zip(0..) {
                         for direction in 0..2 {
@@ -119,8 +119,14 @@ fn main() {
             (0..documents).map(|i| 1 + (i * 137 % documents) * (2 * mean - 1) / documents).collect();
         let problem = Problem::new(Batch::from_lengths(&lengths).expect("lengths"), HEADS, KV_HEADS, DIM, Dtype::F32);
         let mesh = Mesh::ring(ring).expect("a ring");
-        let plan =
-            |form| Plan::with_options(&problem, mesh, Layout::Zigzag, Options::new().gather(form)).expect("a plan");
+        let plan = |form| {
+            Plan::builder(&problem)
+                .mesh(mesh)
+                .layout(Layout::Zigzag)
+                .options(Options::new().gather(form))
+                .build()
+                .expect("a plan")
+        };
         let mut times = times(&FORMS.map(plan), ring, rounds);
         let mut median = |form: usize, direction: usize| {
             let list = &mut times[form][direction];

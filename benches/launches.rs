@@ -48,7 +48,7 @@ fn cpu() -> f64 {
 fn tensors(cuda: &Cuda, plan: &Plan, rank: usize) -> (Bindings, Vec<DeviceMemory>) {
     use TensorId::{DO, Dk, Dq, Dv, K, Lse, O, Q, V};
     let p = plan.problem();
-    let (nq, nk) = (plan.local_tokens(Side::Q, rank), plan.local_tokens(Side::K, rank));
+    let (nq, nk) = (plan.local_tokens(Side::Q, rank).len(), plan.local_tokens(Side::K, rank).len());
     let (mut bindings, mut memory) = (Bindings::default(), Vec::new());
     for tensor in [Q, K, V, O, Lse, DO, Dq, Dk, Dv] {
         let (tokens, heads) = if matches!(tensor, K | V | Dk | Dv) { (nk, p.kv_heads()) } else { (nq, p.heads()) };

@@ -23,7 +23,7 @@ use std::{
 };
 
 use cpattn::{
-    Batch, Dtype, Layout, Machine, Mask, Mesh, Options, Plan, Problem, Slice, plan::Choice, schedule::Schedule, slices,
+    Batch, Dtype, Layout, Machine, Mask, Mesh, Plan, Problem, Slice, plan::Choice, schedule::Schedule, slices,
 };
 use criterion::{BenchmarkId, Criterion, criterion_group};
 
@@ -111,11 +111,11 @@ fn choices(c: &mut Criterion) {
             });
             let machine = Machine::parse(include_str!("../machines/h100_8x400g.machine")).unwrap();
             group.bench_function(BenchmarkId::new(format!("by a machine, {world} ranks"), n), |b| {
-                b.iter(|| Plan::auto_on(black_box(&problem), world, &machine, Options::default()).unwrap());
+                b.iter(|| Plan::builder(black_box(&problem)).world(world).build_on(&machine).unwrap());
             });
             let previous = Plan::auto(&problem, world).unwrap();
             group.bench_function(BenchmarkId::new(format!("kept, {world} ranks"), n), |b| {
-                b.iter(|| Plan::auto_like(&previous, black_box(problem.batch())).unwrap());
+                b.iter(|| previous.next(black_box(problem.batch())).unwrap());
             });
         }
     }

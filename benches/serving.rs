@@ -11,7 +11,7 @@
 //! slot of `--cache` rows divided by `--sequences`, and grows by `--new` tokens in each step until it is full. A model
 //! makes one plan for a step and runs it in each of its layers, so these times are separate:
 //!
-//! - *plan*: `Plan::with_options`, and *prepare*: the schedule, its checks and lists (`Rank::prepare`), of the slowest
+//! - *plan*: building the plan, and *prepare*: the schedule, its checks and lists (`Rank::prepare`), of the slowest
 //!   rank; once for a step;
 //! - *first*: the first run, in which the ranks agree on the plan;
 //! - *run*: each of the next ten runs, one after another without a pause, like the layers of a model.
@@ -74,7 +74,7 @@ fn plan(slot: usize, done: usize, new: usize, sequences: usize, circulate: Circu
     let batch = Batch::cross(&ends(new), &ends(slot), Some(&vec![done as i64; sequences]))?;
     let problem = Problem::new(batch, HEADS, KV_HEADS, DIM, Dtype::Bf16);
     let options = Options::new().circulate_forward(circulate);
-    Plan::with_options(&problem, Mesh::ring(RANKS)?, Layout::Striped { stripe: STRIPE }, options)
+    Plan::builder(&problem).mesh(Mesh::ring(RANKS)?).layout(Layout::Striped { stripe: STRIPE }).options(options).build()
 }
 
 fn micros(since: Instant) -> f64 {
@@ -112,7 +112,7 @@ impl Memory {
     }
 
     fn bind(&mut self, plan: &Plan, rank: usize) -> Bindings {
-        let [n, m] = [Side::Q, Side::K].map(|side| plan.local_tokens(side, rank) as u64);
+        let [n, m] = [Side::Q, Side::K].map(|side| plan.local_tokens(side, rank).len() as u64);
         let (heads, kv_heads, dim) = (HEADS as u32, KV_HEADS as u32, DIM as u32);
         let of = |p: *mut bf16, rows, heads| RawTensor::compact(p.cast(), Dtype::Bf16, rows, heads, dim);
         let mut tensors = Bindings::default();
@@ -189,7 +189,7 @@ fn measure(end: impl Transport + 'static, side: &impl Transport, asked: &Asked) 
                 let of = |s: usize| plan(slot, before + s * new, new, asked.sequences, circulate);
                 let first = of(0)?;
                 let [n, m] =
-                    [Side::Q, Side::K].map(|side| first.local_tokens(side, rank.rank()) + 64 * asked.sequences);
+                    [Side::Q, Side::K].map(|side| first.local_tokens(side, rank.rank()).len() + 64 * asked.sequences);
                 let mut memory = Memory::new(n, m, rank.rank() as u64);
                 let times: Vec<_> =
                     (0..STEPS).map(|s| step(&mut rank, side, &mut memory, || of(s))).collect::<Result<_>>()?;

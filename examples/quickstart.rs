@@ -35,16 +35,19 @@ fn attention(plan: &Plan, [q, k, v]: &[Vec<f32>; 3]) -> Result<Vec<f32>> {
     let parts = local::run(plan.mesh().world(), Duration::from_secs(60), |end| own(Rank::new(end), plan, [q, k, v]))?;
     let mut whole = vec![f32::NAN; q.len()];
     for (rank, o) in parts.iter().enumerate() {
-        plan.unshard_into(Side::Q, rank, o, &mut whole, HEADS * DIM)?;
+        plan.local_tokens(Side::Q, rank).unshard_into(o, &mut whole, HEADS * DIM)?;
     }
     Ok(whole)
 }
 
 /// What one rank does with its tokens. In a program of many processes it would have no others.
 fn own(mut rank: Rank, plan: &Plan, [q, k, v]: [&[f32]; 3]) -> Result<Vec<f32>> {
-    let (r, n) = (rank.rank(), plan.local_tokens(Side::Q, rank.rank()));
-    let q = plan.shard(Side::Q, r, q, HEADS * DIM)?;
-    let (k, v) = (plan.shard(Side::K, r, k, KV_HEADS * DIM)?, plan.shard(Side::K, r, v, KV_HEADS * DIM)?);
+    let (r, n) = (rank.rank(), plan.local_tokens(Side::Q, rank.rank()).len());
+    let q = plan.local_tokens(Side::Q, r).shard(q, HEADS * DIM)?;
+    let (k, v) = (
+        plan.local_tokens(Side::K, r).shard(k, KV_HEADS * DIM)?,
+        plan.local_tokens(Side::K, r).shard(v, KV_HEADS * DIM)?,
+    );
     let (mut o, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; n * HEADS]);
     let [k, v] = [View::new(&k, n, KV_HEADS, DIM)?, View::new(&v, n, KV_HEADS, DIM)?];
     let (out, scores) = (ViewMut::new(&mut o, n, HEADS, DIM)?, ViewMut::head_major(&mut lse, n, HEADS)?);

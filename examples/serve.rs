@@ -6,7 +6,8 @@
 #![allow(missing_docs, reason = "a program has no users of its items")]
 
 use cpattn::{
-    Batch, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut, schedule::CirculatingSide,
+    Batch, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut,
+    schedule::{CirculatingSide, Direction},
     transport::local,
 };
 use std::time::Duration;
@@ -91,13 +92,13 @@ fn serve(mut rank: Rank, sequences: &[Sequence; 3]) -> Result<Vec<(usize, usize,
         let batch = Batch::cross(&ends(&new), &ends(&[SLOT; 3]), Some(&done.map(|n| n as i64)))?;
         let plan = Plan::new(&problem(batch), Mesh::ring(RANKS)?, Layout::Striped { stripe: STRIPE as u32 })?;
         if r == 0 && (done[0] <= PROMPTS[0] || done[0] + new[0] == PROMPTS[0] + GENERATED) {
-            let side = if plan.forward_circulates() == CirculatingSide::Queries { "q" } else { "k and v" };
+            let side = if plan.circulates(Direction::Forward) == CirculatingSide::Queries { "q" } else { "k and v" };
             println!("cached {done:3?}, new {new:3?}, sent round the ring: {side}");
         }
         // The rank that holds a row of the cache writes it.
         let width = KV_HEADS * DIM;
-        cache.iter_mut().for_each(|part| part.resize(plan.local_tokens(Side::K, r) * width, 0.0));
-        for (row, token) in plan.token_indices(Side::K, r).into_iter().enumerate() {
+        cache.iter_mut().for_each(|part| part.resize(plan.local_tokens(Side::K, r).len() * width, 0.0));
+        for (row, token) in plan.local_tokens(Side::K, r).indices().into_iter().enumerate() {
             let (s, position) = (token / SLOT, token % SLOT);
             if (done[s]..done[s] + new[s]).contains(&position) {
                 for (part, from) in cache.iter_mut().zip([&sequences[s].k, &sequences[s].v]) {
@@ -107,7 +108,7 @@ fn serve(mut rank: Rank, sequences: &[Sequence; 3]) -> Result<Vec<(usize, usize,
         }
         let width = HEADS * DIM;
         let (mut q, mut tokens) = (Vec::new(), Vec::new());
-        plan.for_each_token(Side::Q, r, |_, position, s| {
+        plan.local_tokens(Side::Q, r).for_each(|_, position, s| {
             q.extend_from_slice(&sequences[s].q[position as usize * width..][..width]);
             tokens.push((s, position as usize));
         });
@@ -119,7 +120,7 @@ fn serve(mut rank: Rank, sequences: &[Sequence; 3]) -> Result<Vec<(usize, usize,
 
 /// o of a rank's own rows of q.
 fn forward(rank: &mut Rank, plan: &Plan, q: &[f32], k: &[f32], v: &[f32]) -> Result<Vec<f32>> {
-    let [n, m] = [Side::Q, Side::K].map(|side| plan.local_tokens(side, rank.rank()));
+    let [n, m] = [Side::Q, Side::K].map(|side| plan.local_tokens(side, rank.rank()).len());
     let (mut o, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; n * HEADS]);
     let [k, v] = [View::new(k, m, KV_HEADS, DIM)?, View::new(v, m, KV_HEADS, DIM)?];
     let (out, scores) = (ViewMut::new(&mut o, n, HEADS, DIM)?, ViewMut::head_major(&mut lse, n, HEADS)?);

@@ -110,8 +110,8 @@ impl Batch {
     }
 
     /// The same tokens and documents, of which queries attend to what `slices` say, and to nothing else. Documents are
-    /// then what layouts cut and what positions of tokens ([`Plan::positions`](crate::Plan::positions)) count in.
-    /// Replaces slices given before.
+    /// then what layouts cut and what positions of tokens
+    /// ([`LocalTokens::positions`](crate::plan::LocalTokens::positions)) count in. Replaces slices given before.
     ///
     /// The mask of the [`Problem`](crate::Problem) applies inside every slice, by its positions. A problem with slices
     /// begins with [`Mask::full`](crate::Mask::full): the bands of the slices are the mask.

@@ -25,7 +25,7 @@
 //! let device = cudarc::device(&context)?;
 //! let mut rank = Rank::on_device(peer::group(&[device], Duration::from_secs(10))?.remove(0))?;
 //! let plan = Plan::new(&Problem::new(Batch::new(&[0, 5, 12])?, 4, 2, 64, Dtype::Bf16), Mesh::single(), Layout::Contiguous)?;
-//! let n = plan.local_tokens(Side::Q, 0);
+//! let n = plan.local_tokens(Side::Q, 0).len();
 //! let (q, k, v) = (stream.alloc_zeros::<bf16>(n * 4 * 64)?, stream.alloc_zeros(n * 2 * 64)?, stream.alloc_zeros(n * 2 * 64)?);
 //! let (mut o, mut lse) = (stream.alloc_zeros::<bf16>(n * 4 * 64)?, stream.alloc_zeros::<f32>(n * 4)?);
 //! {

@@ -35,7 +35,7 @@
 //! // Ranks as threads of one process; over MPI, NCCL or gloo each process has one.
 //! let outputs = local::run(4, Duration::from_secs(10), |end| {
 //!     let mut rank = Rank::new(end);
-//!     let n = plan.local_tokens(Side::Q, rank.rank()); // this rank's own tokens: plan.token_indices(…)
+//!     let n = plan.local_tokens(Side::Q, rank.rank()).len(); // this rank's own tokens: plan.local_tokens(…).indices()
 //!     let (q, k, v) = (vec![0.1f32; n * 4 * 64], vec![0.2; n * 2 * 64], vec![0.3; n * 2 * 64]);
 //!     let (mut o, mut lse) = (vec![f32::NAN; n * 4 * 64], vec![f32::NAN; n * 4]);
 //!     rank.forward(plan, Forward {

@@ -208,7 +208,7 @@ fn main() {
             }
             for layout in [Layout::Zigzag, Layout::Striped { stripe: 3 }] {
                 let p = |dtype| Problem::new(batch.clone(), 6, 3, 16, dtype).with_value_dim(8).with_sinks(true);
-                let plan = |p| Plan::with_options(&p, mesh, layout, form).unwrap();
+                let plan = |p| Plan::builder(&p).mesh(mesh).layout(layout).options(form).build().unwrap();
                 let what = format!("{mesh}, {layout}, {form:?}");
                 play::<f32>(&what, &plan(p(Dtype::F32).with_softcap(3.0)));
                 play::<bf16>(&what, &plan(p(Dtype::Bf16).with_mask(Mask::window(9, 2)).with_alibi_slopes(&[0.5; 6])));

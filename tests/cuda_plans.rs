@@ -65,7 +65,7 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                 scope.spawn(move || -> Result<()> {
                     let mut rank = Rank::on_device(peer)?;
                     let r = rank.rank();
-                    let (tq, tk) = (plan.token_indices(Side::Q, r), plan.token_indices(Side::K, r));
+                    let (tq, tk) = (plan.local_tokens(Side::Q, r).indices(), plan.local_tokens(Side::K, r).indices());
                     let (nq, nk) = (tq.len(), tk.len());
                     let q = Held::new(cuda, &gather(&data.q, &tq, hq * d), nq, hq, d);
                     let k = Held::new(cuda, &gather(&data.k, &tk, hk * d), nk, hk, d);
@@ -139,7 +139,7 @@ fn every_way<T: Element<Acc = f32>>(what: &str, p: &Problem, ways: &[(usize, usi
     check(&format!("{what}, one rank"), &one, &one, &want, 0.0);
     for &(ulysses, ring, layout, options) in ways {
         let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
-        let plan = Plan::with_options(p, mesh, layout, options).unwrap();
+        let plan = Plan::builder(p).mesh(mesh).layout(layout).options(options).build().unwrap();
         let what = format!("{what}, {mesh}, {layout}, {options:?}");
         let got = run(&cuda, &plan, &data).unwrap_or_else(|e| panic!("{what}: {e}"));
         let slack = if options.wire == Wire::Bf16 { 3e-3 } else { 0.0 };
@@ -215,7 +215,12 @@ fn every_option_at_once() {
 fn reproducible_plans_are_refused() {
     let Some(cuda) = device() else { return };
     let p = Problem::new(Batch::from_lengths(&[9]).unwrap(), 2, 2, 32, Dtype::F16);
-    let plan = Plan::with_options(&p, Mesh::single(), Layout::Contiguous, Options::new().reproducible(true)).unwrap();
+    let plan = Plan::builder(&p)
+        .mesh(Mesh::single())
+        .layout(Layout::Contiguous)
+        .options(Options::new().reproducible(true))
+        .build()
+        .unwrap();
     let error = run(&cuda, &plan, &Data::<f16>::random(&p, 1)).unwrap_err().to_string();
     assert!(error.contains("reproducible on a device"), "{error}");
 }

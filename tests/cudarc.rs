@@ -42,7 +42,7 @@ fn inputs(rank: usize, n: usize) -> [Vec<f16>; 4] {
 fn on_the_host(plan: &Plan) -> Vec<Outputs> {
     local::run(2, DEADLINE, |end| {
         let mut rank = Rank::new(end);
-        let n = plan.local_tokens(Side::Q, rank.rank());
+        let n = plan.local_tokens(Side::Q, rank.rank()).len();
         let [q, k, v, d_o] = inputs(rank.rank(), n);
         let [mut o, mut dq] = [HEADS; 2].map(|heads| vec![f16::NAN; n * heads * DIM]);
         let [mut dk, mut dv] = [KV_HEADS; 2].map(|heads| vec![f16::NAN; n * heads * DIM]);
@@ -90,7 +90,7 @@ fn on_the_host(plan: &Plan) -> Vec<Outputs> {
 /// order them.
 fn over_slices(context: &Arc<CudaContext>, plan: &Plan, end: peer::Peer) -> Outputs {
     let mut rank = Rank::on_device(end).unwrap();
-    let n = plan.local_tokens(Side::Q, rank.rank());
+    let n = plan.local_tokens(Side::Q, rank.rank()).len();
     let (before, stream) = (context.new_stream().unwrap(), context.new_stream().unwrap());
     let [q, k, v, d_o] = inputs(rank.rank(), n).map(|t| before.clone_htod(&t).unwrap());
     // o begins behind 64 elements that belong to nobody.

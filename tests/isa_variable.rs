@@ -55,7 +55,7 @@ fn refused_before_a_run(named: &str) {
                     let text = result.unwrap_err().to_string();
                     assert!(text.starts_with(named), "{text:?} does not begin with {named:?}");
                 };
-                let n = plan.local_tokens(Side::Q, rank.rank());
+                let n = plan.local_tokens(Side::Q, rank.rank()).len();
                 let x = vec![1.0f32; n * 2 * 16];
                 let (mut o, mut lse) = (vec![0.0f32; n * 2 * 16], vec![0.0f32; n * 2]);
                 let mut forward = |rank: &mut Rank| {

@@ -42,7 +42,7 @@ struct Tensors {
 impl Tensors {
     fn new(plan: &Plan, rank: usize) -> Self {
         use TensorId::{DO, Dk, Dq, Dv, K, Lse, O, Q, V};
-        let n = plan.local_tokens(Side::Q, rank);
+        let n = plan.local_tokens(Side::Q, rank).len();
         let mut random = fastrand::Rng::with_seed(rank as u64);
         let (mut bindings, mut memory) = (Bindings::default(), Vec::new());
         for tensor in [Q, K, V, O, Lse, DO, Dq, Dk, Dv] {

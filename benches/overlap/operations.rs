@@ -33,7 +33,7 @@ const RECORDED: usize = 101;
 
 fn measure<T: Transport + 'static>(tap: &Tap<T>, plan: &Plan, runs: usize, counts: bool) -> Result<Times> {
     use TensorId::{K, Lse, O, Q, V};
-    let n = plan.local_tokens(Side::Q, tap.rank());
+    let n = plan.local_tokens(Side::Q, tap.rank()).len();
     let mut memory = [DIM, DIM, DIM, DIM, 1].map(|dim| vec![0.5_f32; n * dim]);
     let mut tensors = Bindings::default();
     for (tensor, values) in [Q, K, V, O, Lse].into_iter().zip(&mut memory) {

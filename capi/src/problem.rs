@@ -5,7 +5,7 @@ use super::input::{array, flag, member, not_one_of, one_of, renamed_by, reserved
 pub use cpattn::Slice as cpattn_slice;
 use cpattn::{
     Batch, Dtype, Error, Layout, Machine, Mask, Mesh, Options, Plan, Problem, Result,
-    plan::{AttentionKind, Choice, Circulate, Gather, Wire},
+    plan::{AttentionKind, Circulate, Gather, Wire},
 };
 
 /// For windows: no limit.
@@ -246,7 +246,11 @@ fn named(error: Error, problem: &str) -> Error {
 /// A plan for `problem` with the distribution of tokens of `base`, and without `o` also with the options of `base`.
 pub(super) fn with_tokens_of(base: &Plan, problem: &Problem, o: Option<&cpattn_options>) -> Result<Plan> {
     let Some(o) = o else {
-        return Plan::with_tokens_of(base, problem, base.options()).map_err(|error| named(error, "problem"));
+        return Plan::builder(problem)
+            .tokens_of(base)
+            .options(base.options())
+            .build()
+            .map_err(|error| named(error, "problem"));
     };
     let options = options(o)?;
     let mesh = base.mesh();
@@ -262,7 +266,7 @@ pub(super) fn with_tokens_of(base: &Plan, problem: &Problem, o: Option<&cpattn_o
             let expected = format!("CPATTN_LAYOUT_AUTO, or the base plan's {}", base.layout());
             Err(Error::invalid("options.layout", layout, expected))
         }
-        _ => Plan::with_tokens_of(base, problem, options).map_err(|error| named(error, "problem")),
+        _ => Plan::builder(problem).tokens_of(base).options(options).build().map_err(|error| named(error, "problem")),
     }
 }
 
@@ -279,7 +283,10 @@ fn nothing_given(o: &cpattn_options, expected: &str, hint: &'static str) -> Resu
 pub(super) fn auto_on(problem: &Problem, o: &cpattn_options, machine: &str) -> Result<Plan> {
     let hint = "make the plan with cpattn_plan_create, which takes a given one";
     nothing_given(o, "0: it is chosen for the machine", hint)?;
-    Plan::auto_on(problem, o.world as usize, &Machine::parse(machine)?, options(o)?)
+    Plan::builder(problem)
+        .world(o.world as usize)
+        .options(options(o)?)
+        .build_on(&Machine::parse(machine)?)
         .map_err(|error| named(error, "problem"))
 }
 
@@ -298,19 +305,17 @@ fn given_or_chosen(problem: &Problem, o: &cpattn_options) -> Result<Plan> {
     let layout = layout_of(o)?;
     let (world, ulysses, ring) = (o.world as usize, o.ulysses as usize, o.ring as usize);
     let mesh = match (ulysses, ring) {
-        (0, 0) => Choice::new(world, problem, Choice::BALANCE, options.ranks_per_node)?.mesh,
+        (0, 0) => None,
         (0, n) | (n, 0) => {
             if world == 0 || !world.is_multiple_of(n) {
                 let name = if ring == 0 { "options.ulysses" } else { "options.ring" };
                 return Err(Error::invalid(name, n, format!("a divisor of the world of {world}")));
             }
-            if ring == 0 { Mesh::explicit(world, n, world / n)? } else { Mesh::explicit(world, world / n, n)? }
+            Some(if ring == 0 { Mesh::explicit(world, n, world / n)? } else { Mesh::explicit(world, world / n, n)? })
         }
-        (u, r) => Mesh::explicit(world, u, r)?,
+        (u, r) => Some(Mesh::explicit(world, u, r)?),
     };
-    let layout = match layout {
-        Some(layout) => layout,
-        None => Layout::auto(mesh.ring, problem)?,
-    };
-    Plan::with_options(problem, mesh, layout, options)
+    let plan = Plan::builder(problem).world(world).options(options);
+    let plan = mesh.map_or(plan, |mesh| plan.mesh(mesh));
+    layout.map_or(plan, |layout| plan.layout(layout)).build()
 }

@@ -116,7 +116,7 @@ pub(super) fn given_to_all_to_all(plan: &Plan, rank: usize, a: AllToAll) -> Vec<
     };
     let to_heads = a.direction == AllToAllDirection::ToHeads;
     vec![
-        (TensorId::OwnTokens, [plan.local_tokens(a.side, rank), all, dim], a.dtype, !to_heads),
+        (TensorId::OwnTokens, [plan.local_tokens(a.side, rank).len(), all, dim], a.dtype, !to_heads),
         (TensorId::OwnHeads, [plan.tokens_between_all_to_alls(a.side, rank), own, dim], a.dtype, to_heads),
     ]
 }

@@ -24,13 +24,13 @@ unsafe fn list(
 ) -> Outcome {
     let (plan, out) = given!(handle::borrow(plan), array_mut(name, out, capacity));
     let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
-    let n = plan.local_tokens(side, rank);
+    let n = plan.local_tokens(side, rank).len();
     if capacity < n {
         let expected = format!("at least the {n} {name} of rank {rank}");
         return Err(Error::invalid("capacity", capacity, expected).into());
     }
     let mut at = out.iter_mut();
-    plan.for_each_token(side, rank, |token, pos, _| {
+    plan.local_tokens(side, rank).for_each(|token, pos, _| {
         at.next().map(|to| to.write(number(token, pos)));
     });
     Ok(())
@@ -178,7 +178,7 @@ pub(super) fn apart(first: (&str, &Rows), second: (&str, &Rows), written: usize)
 unsafe fn pair(
     plan: &Plan, side: Side, rank: usize, whole: *const cpattn_tensor, local: *const cpattn_tensor, whole_written: bool,
 ) -> Result<Option<(Rows, Rows)>> {
-    let (all, mine) = (plan.problem().batch().tokens(side), plan.local_tokens(side, rank));
+    let (all, mine) = (plan.problem().batch().tokens(side), plan.local_tokens(side, rank).len());
     // SAFETY: both tensors are as the header says (the contract of this function).
     let [w, l] = unsafe { alike(("whole", whole, all), ("local", local, mine)) }?;
     if w.is_empty() || l.is_empty() {
@@ -211,7 +211,7 @@ unsafe fn move_rows(
     let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
     if let Some((whole, local)) = given!(pair(plan, side, rank, whole, local, whole_written)) {
         let mut row = 0;
-        plan.for_each_token(side, rank, |token, _, _| {
+        plan.local_tokens(side, rank).for_each(|token, _, _| {
             let (whole, local) = ((&whole, token), (&local, row));
             // SAFETY: the tensors of a `pair`, the caller's for the call.
             unsafe { if whole_written { copy(local, whole) } else { copy(whole, local) } };
@@ -247,7 +247,7 @@ pub unsafe extern "C" fn cpattn_plan_shift(
         let pair = given!(pair(plan, Side::Q, rank, whole, local, false));
         let Some((whole, local)) = pair else { return Ok(()) };
         let mut row = 0;
-        plan.for_each_shifted(rank, by, |token| {
+        plan.local_tokens(Side::Q, rank).for_each_shifted(by, |token| {
             match token {
                 // SAFETY: the tensors of a `pair`, the caller's for the call.
                 Some(token) => unsafe { copy((&whole, token), (&local, row)) },

@@ -63,7 +63,7 @@ pub unsafe extern "C" fn cpattn_rank_shift(
         let mut rank = rank.claim()?;
         plan.fits_world(rank.world())?;
         given_fill(fill)?;
-        let tokens = plan.local_tokens(Side::Q, rank.rank());
+        let tokens = plan.local_tokens(Side::Q, rank.rank()).len();
         let [from, to] = given!(alike(("rows", rows, tokens), ("out", out, tokens)));
         let (rows, out) = (Rows::new("rows", &from)?, Rows::new("out", &to)?);
         if !from.is_empty() {

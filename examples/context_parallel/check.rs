@@ -40,7 +40,11 @@
 
 use std::{sync::Arc, time::Duration};
 
-use cpattn::{Dtype, Element, Layout, Mesh, Plan, Problem, Side, plan::Wire, schedule::CirculatingSide};
+use cpattn::{
+    Dtype, Element, Layout, Mesh, Plan, Problem, Side,
+    plan::Wire,
+    schedule::{CirculatingSide, Direction},
+};
 
 use crate::{
     reference::mixed_scores,
@@ -127,7 +131,7 @@ impl<'a> Expected<'a> {
 pub fn check<T: Element>(plan: &Plan, inputs: &Inputs<T>, got: &Results<T>, expected: &Expected) -> Vec<Checked> {
     let (p, want) = (plan.problem(), expected.want);
     let (u, a) = (T::DTYPE.unit_roundoff(), T::Acc::DTYPE.unit_roundoff());
-    let ring = |side| plan.mesh().ring > 1 && plan.backward_circulates() == side;
+    let ring = |side| plan.mesh().ring > 1 && plan.circulates(Direction::Backward) == side;
     let wire = |travels: bool| {
         if travels && plan.options().wire == Wire::Bf16 { 2.0 * Dtype::Bf16.unit_roundoff() } else { 0.0 }
     };

@@ -352,6 +352,6 @@ impl Arguments {
                 CirculateRule::Keys => Circulate::Keys,
                 CirculateRule::Queries => Circulate::Queries,
             });
-        Plan::with_options(p, mesh, layout, options)
+        Plan::builder(p).mesh(mesh).layout(layout).options(options).build()
     }
 }

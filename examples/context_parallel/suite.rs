@@ -202,7 +202,8 @@ impl Suite {
                                 continue;
                             }
                             let indices = [i_mesh, i_layout, i_mask, i_score, dtype, i_form];
-                            let plan = match Plan::with_options(&problem, mesh, layout, options) {
+                            let plan = match Plan::builder(&problem).mesh(mesh).layout(layout).options(options).build()
+                            {
                                 Ok(plan) => plan,
                                 Err(e) => {
                                     *self.refusals.entry(e.to_string()).or_default() += 1;

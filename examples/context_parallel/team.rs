@@ -197,11 +197,11 @@ impl<T: Element> Results<T> {
 
     pub fn put(&mut self, plan: &Plan, rank: usize, part: &Self) -> cpattn::Result<()> {
         let p = plan.problem();
-        plan.unshard_into(Side::Q, rank, &part.o, &mut self.o, p.heads() * p.value_dim())?;
-        plan.unshard_into(Side::Q, rank, &part.lse, &mut self.lse, p.heads())?;
-        plan.unshard_into(Side::Q, rank, &part.dq, &mut self.dq, p.heads() * p.head_dim())?;
-        plan.unshard_into(Side::K, rank, &part.dk, &mut self.dk, p.kv_heads() * p.head_dim())?;
-        plan.unshard_into(Side::K, rank, &part.dv, &mut self.dv, p.kv_heads() * p.value_dim())?;
+        plan.local_tokens(Side::Q, rank).unshard_into(&part.o, &mut self.o, p.heads() * p.value_dim())?;
+        plan.local_tokens(Side::Q, rank).unshard_into(&part.lse, &mut self.lse, p.heads())?;
+        plan.local_tokens(Side::Q, rank).unshard_into(&part.dq, &mut self.dq, p.heads() * p.head_dim())?;
+        plan.local_tokens(Side::K, rank).unshard_into(&part.dk, &mut self.dk, p.kv_heads() * p.head_dim())?;
+        plan.local_tokens(Side::K, rank).unshard_into(&part.dv, &mut self.dv, p.kv_heads() * p.value_dim())?;
         // All ranks of a group have the same sum.
         self.dsinks.copy_from_slice(&part.dsinks);
         Ok(())
@@ -218,13 +218,13 @@ pub fn part<T: Element>(
 ) -> cpattn::Result<Part<T>> {
     let (p, r) = (plan.problem(), rank.rank());
     let (heads, kv_heads, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
-    let (nq, nk) = (plan.local_tokens(Side::Q, r), plan.local_tokens(Side::K, r));
+    let (nq, nk) = (plan.local_tokens(Side::Q, r).len(), plan.local_tokens(Side::K, r).len());
 
     // This rank's tokens of the batch.
-    let q = plan.shard(Side::Q, r, &inputs.q, heads * d)?;
-    let k = plan.shard(Side::K, r, &inputs.k, kv_heads * d)?;
-    let v = plan.shard(Side::K, r, &inputs.v, kv_heads * dv)?;
-    let d_o = plan.shard(Side::Q, r, &inputs.d_o, heads * dv)?;
+    let q = plan.local_tokens(Side::Q, r).shard(&inputs.q, heads * d)?;
+    let k = plan.local_tokens(Side::K, r).shard(&inputs.k, kv_heads * d)?;
+    let v = plan.local_tokens(Side::K, r).shard(&inputs.v, kv_heads * dv)?;
+    let d_o = plan.local_tokens(Side::Q, r).shard(&inputs.d_o, heads * dv)?;
     let sinks = inputs.sinks.as_deref();
     let mut out = Results::<T>::nan(nq, nk, p);
 

@@ -55,7 +55,7 @@ impl<'a> ExecutedRank<'a> {
     pub fn set(&mut self, tensor: TensorId, whole: &[f64]) {
         let [_, heads, dim] = tensor.shape(self.plan, self.rank);
         let row = heads * dim;
-        let tokens = self.plan.token_indices(tensor.side(), self.rank);
+        let tokens = self.plan.local_tokens(tensor.side(), self.rank).indices();
         self.tensors.insert(tensor, tokens.iter().flat_map(|&t| whole[t * row..(t + 1) * row].to_vec()).collect());
     }
 
@@ -194,7 +194,7 @@ pub fn gather(plan: &Plan, tensor: TensorId, ranks: &[ExecutedRank]) -> Vec<f64>
     let row = heads * dim;
     let mut whole = vec![f64::NAN; plan.problem().batch().tokens(tensor.side()) * row];
     for rank in ranks {
-        for (from, t) in plan.token_indices(tensor.side(), rank.rank).into_iter().enumerate() {
+        for (from, t) in plan.local_tokens(tensor.side(), rank.rank).indices().into_iter().enumerate() {
             whole[t * row..(t + 1) * row].copy_from_slice(&rank.tensors[&tensor][from * row..(from + 1) * row]);
         }
     }

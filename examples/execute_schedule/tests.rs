@@ -10,7 +10,7 @@ use cpattn::{
 /// Executes a plan, and compares it with attention over the whole batch.
 fn check(p: &Problem, mesh: Mesh, layout: Layout, options: Options) {
     let inputs = Inputs::new(p);
-    let plan = Plan::with_options(p, mesh, layout, options).unwrap();
+    let plan = Plan::builder(p).mesh(mesh).layout(layout).options(options).build().unwrap();
     let (found, expected) = (execute(&plan, &inputs).unwrap(), whole(p, &inputs));
     for ((name, a), b) in ["o", "lse", "dq", "dk", "dv", "dsinks"].iter().zip(&found).zip(&expected) {
         let far = difference(a, b);
@@ -54,7 +54,7 @@ fn every_form_and_option() {
                     _ => p,
                 };
                 let mesh = Mesh { replicas: 1, ring, ulysses };
-                if Plan::with_options(&p, mesh, layouts[j], options).is_ok() {
+                if Plan::builder(&p).mesh(mesh).layout(layouts[j]).options(options).build().is_ok() {
                     check(&p, mesh, layouts[(i + j) % layouts.len()], options);
                 }
             }

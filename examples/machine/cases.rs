@@ -115,7 +115,7 @@ fn case(
 ) -> Result<Case> {
     let problem = Problem::new(Batch::from_lengths(lengths)?, heads, kv_heads, dim, dtype).with_mask(mask);
     let mesh = Mesh::explicit(ulysses * ring, ulysses, ring)?;
-    Ok(Case { name, plan: Plan::with_options(&problem, mesh, layout, options)? })
+    Ok(Case { name, plan: Plan::builder(&problem).mesh(mesh).layout(layout).options(options).build()? })
 }
 
 /// Nanoseconds of a clock that is never set, and that all ranks share: processes of one machine read the same.

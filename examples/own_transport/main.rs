@@ -69,7 +69,7 @@ mod processes {
         let mine = attention(&mut Rank::new(transport), &plan, &inputs)?;
         let single = Plan::new(&problem, Mesh::single(), Layout::Contiguous)?;
         let whole = local::run(1, DEADLINE, |end| attention(&mut Rank::new(end), &single, &inputs))?;
-        let expected = plan.shard(Side::Q, rank, &whole[0], HEADS * DIM)?;
+        let expected = plan.local_tokens(Side::Q, rank).shard(&whole[0], HEADS * DIM)?;
         let apart = mine.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         println!("rank {rank}, {} tokens: largest difference from one rank {apart:e}", expected.len() / (HEADS * DIM));
         if apart < 1e-5 { Ok(()) } else { Err("a wrong row, or one that nothing wrote".into()) }
@@ -77,9 +77,12 @@ mod processes {
 
     /// o of the rank's own tokens.
     fn attention(rank: &mut Rank, plan: &Plan, [q, k, v]: &[Vec<f32>; 3]) -> cpattn::Result<Vec<f32>> {
-        let (r, n) = (rank.rank(), plan.local_tokens(Side::Q, rank.rank()));
-        let q = plan.shard(Side::Q, r, q, HEADS * DIM)?;
-        let [k, v] = [plan.shard(Side::K, r, k, KV_HEADS * DIM)?, plan.shard(Side::K, r, v, KV_HEADS * DIM)?];
+        let (r, n) = (rank.rank(), plan.local_tokens(Side::Q, rank.rank()).len());
+        let q = plan.local_tokens(Side::Q, r).shard(q, HEADS * DIM)?;
+        let [k, v] = [
+            plan.local_tokens(Side::K, r).shard(k, KV_HEADS * DIM)?,
+            plan.local_tokens(Side::K, r).shard(v, KV_HEADS * DIM)?,
+        ];
         let (mut o, mut lse) = (vec![f32::NAN; n * HEADS * DIM], vec![f32::NAN; n * HEADS]);
         let tensors = Forward {
             q: View::new(&q, n, HEADS, DIM)?,

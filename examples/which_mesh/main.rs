@@ -22,7 +22,7 @@ use std::{
 
 use clap::Parser;
 use cpattn::{
-    Batch, Dtype, Machine, Mask, Options, Plan, Problem, predict, predict::Effort, report::timeline::timeline_svg,
+    Batch, Dtype, Machine, Mask, Plan, Problem, predict, predict::Effort, report::timeline::timeline_svg,
     schedule::Direction,
 };
 
@@ -159,10 +159,10 @@ fn run(arguments: &Arguments) -> Result<(), String> {
     let start = Instant::now();
     let effort = Effort::new(arguments.simulate, arguments.simulate_ranks);
     let outlook = predict::meshes(&problem, arguments.ranks, &machine, effort).map_err(|e| e.to_string())?;
-    let auto = Plan::auto_on(&problem, arguments.ranks, &machine, Options::default()).map_err(|e| e.to_string())?;
+    let auto = Plan::builder(&problem).world(arguments.ranks).build_on(&machine).map_err(|e| e.to_string())?;
     let levels = if auto.has_two_levels() { "two levels" } else { "one level" };
     let table = outlook.to_markdown(arguments.lines);
-    let taken = format!("Plan::auto_on, which simulates nothing, takes {}, {}, {levels}.", auto.mesh(), auto.layout());
+    let taken = format!("build_on, which simulates nothing, takes {}, {}, {levels}.", auto.mesh(), auto.layout());
     if let Err(error) = writeln!(std::io::stdout(), "{table}{taken}") {
         // A reader such as `head` may close the pipe when it has enough.
         if error.kind() != ErrorKind::BrokenPipe {
@@ -174,7 +174,7 @@ fn run(arguments: &Arguments) -> Result<(), String> {
         write(file, &picture::candidates(&outlook, arguments.lines))?;
     }
     if let (Some(file), Some(best)) = (&arguments.timeline, outlook.candidates.first()) {
-        let plan = Plan::with_options(&problem, best.mesh, best.layout, best.options(&machine));
+        let plan = Plan::builder(&problem).mesh(best.mesh).layout(best.layout).options(best.options(&machine)).build();
         let run = plan.and_then(|p| p.simulate(Direction::Backward, &machine));
         write(file, &timeline_svg(&run.map_err(|e| e.to_string())?.events))?;
     }

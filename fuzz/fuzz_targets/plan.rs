@@ -104,7 +104,7 @@ fn compute<T: Element>(p: &Problem, plan: &Plan, seed: u64) {
     let what = format!("{p:?} on {}, {}, {:?}, seed {seed}", plan.mesh(), plan.layout(), plan.options());
     let data = Data::<T>::random(p, seed);
     let options = Options::new().reproducible(plan.options().reproducible);
-    let one = Plan::with_options(p, Mesh::single(), Layout::Contiguous, options).unwrap();
+    let one = Plan::builder(p).mesh(Mesh::single()).layout(Layout::Contiguous).options(options).build().unwrap();
     let got = run(plan, &data).unwrap_or_else(|e| panic!("{what}: {e}"));
     let one = run(&one, &data).unwrap_or_else(|e| panic!("{what}, one rank: {e}"));
     compare(&what, &got, &one, &reference(p, &data), plan.options().wire == Wire::Bf16);
@@ -166,7 +166,7 @@ fuzz_target!(|data: &[u8]| {
     let possible = legal(&p, scale, cap, slopes.as_deref(), kind);
     assert_eq!(p.check().is_ok(), possible, "{p:?}");
     let legal = possible && legal_on(&p, kind, mesh, layout, options);
-    let plan = Plan::with_options(&p, mesh, layout, options);
+    let plan = Plan::builder(&p).mesh(mesh).layout(layout).options(options).build();
     let plan = match plan {
         Ok(plan) => plan,
         Err(error) => {

@@ -38,9 +38,9 @@ fn tokens(b: &mut Bytes) {
         let mut back = vec![u32::MAX; full.len()];
         let mut count = 0;
         for rank in 0..mesh.world() {
-            let local = plan.shard(side, rank, &full, row).unwrap();
-            assert_eq!(local.len(), plan.local_tokens(side, rank) * row);
-            plan.unshard_into(side, rank, &local, &mut back, row).unwrap();
+            let local = plan.local_tokens(side, rank).shard(&full, row).unwrap();
+            assert_eq!(local.len(), plan.local_tokens(side, rank).len() * row);
+            plan.local_tokens(side, rank).unshard_into(&local, &mut back, row).unwrap();
             count += local.len();
         }
         assert!(back == full && count == full.len());

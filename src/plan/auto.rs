@@ -60,7 +60,7 @@ pub struct Candidate {
 /// Everything is counted in integers from the problem alone, so all ranks make the same choice. Where q and k are the
 /// same tokens it takes about one step for each document, and for each mesh one for each run of a layout and, for a
 /// zigzag, for each rank and length; otherwise `O(documents × ring)` steps for each mesh and
-/// layout. These are rules of thumb: if the machine is known, `Plan::auto_on` uses its description.
+/// layout. These are rules of thumb: if the machine is known, `PlanBuilder::build_on` uses its description.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Choice {
@@ -130,7 +130,7 @@ pub(super) fn best<T>(all: Vec<T>, work: impl Fn(&T) -> u128, rows: impl Fn(&T) 
     best.expect("the layout with the least work")
 }
 
-fn best_layout(counter: &LoadCounter<'_>, ring: usize) -> Result<LayoutLoad> {
+pub(super) fn best_layout(counter: &LoadCounter<'_>, ring: usize) -> Result<LayoutLoad> {
     let all = layouts(ring).map(|layout| counter.load(layout, ring)).collect::<Result<Vec<_>>>()?;
     Ok(best(all, |d| d.largest.area.into(), |d| d.largest.needed.into()))
 }
@@ -195,10 +195,24 @@ impl Choice {
     /// # Ok::<(), cpattn::Error>(())
     /// ```
     pub fn new(world: usize, problem: &Problem, balance: u32, ranks_per_node: usize) -> Result<Self> {
+        Self::among(world, problem, balance, ranks_per_node, None)
+    }
+
+    /// As [`Choice::new`], of the meshes with `layout` if one is given.
+    pub(super) fn among(
+        world: usize,
+        problem: &Problem,
+        balance: u32,
+        ranks_per_node: usize,
+        layout: Option<Layout>,
+    ) -> Result<Self> {
         problem.check()?;
         let counter = LoadCounter::new(problem);
         let rated = |mesh: Mesh| {
-            let d = best_layout(&counter, mesh.ring)?;
+            let d = match layout {
+                Some(layout) => counter.load(layout, mesh.ring)?,
+                None => best_layout(&counter, mesh.ring)?,
+            };
             Ok(judge(problem, mesh, &d, balance, ranks_per_node))
         };
         let whole = problem.kind == AttentionKind::Other;
@@ -252,33 +266,23 @@ impl Mesh {
 }
 
 impl Plan {
-    /// Plans with the mesh and the layout that [`Choice::new`] takes for `world` ranks, and the default options.
-    pub fn auto(problem: &Problem, world: usize) -> Result<Self> {
-        Self::auto_with(problem, world, Options::default())
-    }
-
-    /// As [`Plan::auto`], with options.
-    pub fn auto_with(problem: &Problem, world: usize, options: Options) -> Result<Self> {
-        let choice = Choice::new(world, problem, Choice::BALANCE, options.ranks_per_node)?;
-        Self::with_options(problem, choice.mesh, choice.layout, options)
-    }
-
-    /// The plan of another batch with the mesh, the layout, the options and all else of `previous`: nothing is chosen
+    /// The plan of another batch with the mesh, the layout, the options and all else of this plan: nothing is chosen
     /// again.
     ///
     /// For steps of a training run that differ only in the lengths of their documents. It takes about as long as
     /// reading `cu_seqlens` (for [`Layout::Balanced`] as dealing the chunks; where q and k are different tokens, a step
-    /// for each document and ring rank decides the [side](Plan::forward_circulates) anew). Whether the kept choice is
+    /// for each document and ring rank decides the [side](Plan::circulates) anew). Whether the kept choice is
     /// still the best is not considered: see [`Choice::new`].
     ///
     /// Plans of one [`distribution`](Plan::distribution), for layers of several kinds, have one distribution of the
-    /// next batch too: chunks of a balanced layout are dealt by the mask that dealt those of `previous`
-    /// ([`Plan::with_tokens_of`], [`Plan::auto_for`]), and by the documents: kinds may have different slices, so slices
-    /// do not count here.
+    /// next batch too: chunks of a balanced layout are dealt by the mask that dealt those of this plan
+    /// ([`PlanBuilder::tokens_of`](super::PlanBuilder::tokens_of), [`Plan::auto_for`]), and by the documents: kinds may
+    /// have different slices, so slices do not count here.
     ///
     /// # Errors
-    /// As [`Plan::with_options`]. A batch with slices after one without, or the other way round: the mask of the
-    /// problem means something else then. [`slices::documents`](crate::slices::documents) are documents as slices.
+    /// As [`PlanBuilder::build`](super::PlanBuilder::build). A batch with slices after one without, or the other way
+    /// round: the mask of the problem means something else then. [`slices::documents`](crate::slices::documents) are
+    /// documents as slices.
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Mask, Options, Plan, Problem};
@@ -287,22 +291,22 @@ impl Plan {
     /// let mut kinds = Plan::auto_for(&[(full, 1), (windowed, 5)], 4, Options::default())?; // the first batch
     /// for lengths in [[1000, 2000, 1096], [3, 4000, 93]] {
     ///     let batch = Batch::from_lengths(&lengths)?; // each step: its batch, and a plan for each kind of layer
-    ///     kinds = kinds.iter().map(|plan| Plan::auto_like(plan, &batch)).collect::<Result<_, _>>()?;
+    ///     kinds = kinds.iter().map(|plan| plan.next(&batch)).collect::<Result<_, _>>()?;
     ///     assert_eq!(kinds[0].distribution(), kinds[1].distribution());
     /// }
     /// # Ok::<(), cpattn::Error>(())
     /// ```
-    pub fn auto_like(previous: &Self, batch: &Batch) -> Result<Self> {
+    pub fn next(&self, batch: &Batch) -> Result<Self> {
         let slices = |batch: &Batch| if batch.slices().is_some() { "with slices" } else { "without slices" };
-        let [found, expected] = [batch, previous.problem().batch()].map(slices);
+        let [found, expected] = [batch, self.problem().batch()].map(slices);
         if found != expected {
             let expected = format!("one {expected}, as in the plan before");
             return Err(Error::invalid("batch", found, expected).hint("give documents as slices too"));
         }
-        let problem = previous.problem().clone().with_batch(batch.clone());
-        super::check(&problem, previous.mesh(), previous.options())?;
-        let plan = Self::over(&problem, previous.mesh(), previous.shares().of_batch(batch)?, previous.options());
-        Ok(if let Some(reason) = previous.reason() { plan.because(reason) } else { plan })
+        let problem = self.problem().clone().with_batch(batch.clone());
+        super::check(&problem, self.mesh(), self.options())?;
+        let plan = Self::over(&problem, self.mesh(), self.shares().of_batch(batch)?, self.options());
+        Ok(if let Some(reason) = self.reason() { plan.because(reason) } else { plan })
     }
 }
 

@@ -75,7 +75,7 @@ impl Plan {
     ///
     /// # Errors
     /// No kinds, a kind of no layers, kinds over different documents, and those of [`Choice::new`] and
-    /// [`Plan::with_tokens_of`].
+    /// [`PlanBuilder::tokens_of`](super::PlanBuilder::tokens_of).
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Mask, Options, Plan, Problem};

@@ -5,7 +5,7 @@
 //! of them work on the same tokens of a rank, in the same order. Separate plans do not guarantee that: the automatic
 //! and the balanced layout depend on mask area, so two masks may give a rank different tokens, often equally many; then
 //! the shape of a tensor does not show that it belongs to another plan. So one plan decides, and the plans of the other
-//! kinds are made with its tokens: [`Plan::with_tokens_of`].
+//! kinds are made with its tokens: [`PlanBuilder::tokens_of`](super::PlanBuilder::tokens_of).
 //!
 //! [`Plan::distribution`] identifies which rank holds which tokens. A tensor may be used with any plan of its
 //! distribution, and with no other plan.
@@ -16,7 +16,7 @@ use alloc::{
     vec::Vec,
 };
 
-use super::{Fingerprint, Options, Plan, Problem, check};
+use super::{Fingerprint, Plan};
 use crate::{
     batch::{Batch, Side},
     error::{Error, Result},
@@ -44,31 +44,6 @@ impl core::fmt::Display for Distribution {
 }
 
 impl Plan {
-    /// Makes a plan for another problem over the same documents (their slices may differ), with the tokens of `base`:
-    /// its mesh, its layout and, if that depends on mask area, its chunks. Heads, dims, dtype, mask, score options and
-    /// `options` are free.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Invalid`] if the documents differ from those of `base`, and those of [`Plan::with_options`], such as a
-    /// mesh with more Ulysses ranks than this problem has heads.
-    ///
-    /// ```
-    /// use cpattn::{Batch, Dtype, Mask, Plan, Problem, Side};
-    /// let full = Problem::new(Batch::from_lengths(&[700, 90, 410])?, 8, 2, 64, Dtype::Bf16);
-    /// let windowed = full.clone().with_mask(Mask::sliding(128));
-    /// let base = Plan::auto(&full, 4)?;
-    /// let plan = Plan::with_tokens_of(&base, &windowed, base.options())?;
-    /// assert_eq!(plan.distribution(), base.distribution());
-    /// assert_eq!(plan.token_indices(Side::Q, 3), base.token_indices(Side::Q, 3));
-    /// # Ok::<(), cpattn::Error>(())
-    /// ```
-    pub fn with_tokens_of(base: &Self, problem: &Problem, options: Options) -> Result<Self> {
-        same_batch(problem.batch(), base.problem().batch())?;
-        check(problem, base.mesh(), options)?;
-        Ok(Self::over(problem, base.mesh(), base.shares().clone(), options))
-    }
-
     /// An identifier of the distribution of tokens. Takes `O(documents × ring)` steps; with stripes, a step for each
     /// stripe.
     pub fn distribution(&self) -> Distribution {
@@ -79,7 +54,7 @@ impl Plan {
             for side in [Side::Q, Side::K] {
                 // Runs are joined, so that they do not depend on the layout that made them.
                 runs.clear();
-                self.for_each_run(side, rank, |_, token, rows, _| match runs.last_mut() {
+                self.local_tokens(side, rank).for_each_run(|_, token, rows, _| match runs.last_mut() {
                     Some((first, n)) if *first + *n == token => *n += rows,
                     _ => runs.push((token, rows)),
                 });

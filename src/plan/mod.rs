@@ -5,19 +5,20 @@
 //! times. Every option works in every mode, or making the plan is refused with an error that names the option, the
 //! limit and the way out. A plan is the same on all ranks; `Schedule::new` makes the list of operations of one rank.
 
-use alloc::{format, sync::Arc, vec::Vec};
+use alloc::{format, sync::Arc};
 
 use crate::{
     batch::Side,
     error::{Error, Result},
     heads::{self, HeadShare},
-    layout::{Layout, Shares, cut},
+    layout::{Layout, Shares},
     mesh::{Coordinates, Mesh},
 };
 
 mod area;
 pub(crate) mod auto;
 mod auto_for;
+pub(crate) mod builder;
 mod check;
 mod distribution;
 mod fingerprint;
@@ -25,10 +26,11 @@ pub(crate) mod form;
 pub(crate) mod identity;
 mod layout_load;
 mod loads;
+pub(crate) mod local_tokens;
 mod nodes;
 pub(crate) mod options;
 pub(crate) mod problem;
-pub(crate) mod shard;
+
 mod sides;
 mod slice_loads;
 mod together;
@@ -36,13 +38,15 @@ mod words;
 
 pub(crate) use area::Load;
 pub use auto::{Candidate, Choice};
+pub use builder::PlanBuilder;
 use check::check;
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
-pub(crate) use form::{CirculatingSide, Form};
+pub(crate) use form::{CirculatingSide, Direction, Form};
 use identity::Inner;
 pub(crate) use identity::Plan;
 pub(crate) use layout_load::{LayoutLoad, LoadCounter};
+pub use local_tokens::LocalTokens;
 pub use nodes::ranks_per_node;
 pub(crate) use nodes::{NodeRanks, crossing, ring_steps};
 pub(crate) use options::Options;
@@ -53,27 +57,6 @@ use together::form_of;
 pub(crate) use together::{GATHERED, MANY_DOCUMENTS, MIN_KEYS_PER_STEP};
 
 impl Plan {
-    /// Makes a plan with the default options.
-    ///
-    /// # Errors
-    ///
-    /// As [`Plan::with_options`].
-    pub fn new(problem: &Problem, mesh: Mesh, layout: Layout) -> Result<Self> {
-        Self::with_options(problem, mesh, layout, Options::default())
-    }
-
-    /// Makes a plan.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Invalid`] or [`Error::Unsupported`] for a problem that [`Problem::check`] refuses, a mesh with a factor
-    /// of 0 or with more Ulysses ranks than heads, and options that contradict each other, the problem or the mesh.
-    pub fn with_options(problem: &Problem, mesh: Mesh, layout: Layout, options: Options) -> Result<Self> {
-        check(problem, mesh, options)?;
-        let shares = Shares::new(problem.batch(), problem.mask(), layout, mesh.ring)?;
-        Ok(Self::over(problem, mesh, shares, options))
-    }
-
     /// A plan with these shares; the arguments have been checked.
     fn over(problem: &Problem, mesh: Mesh, shares: Shares, options: Options) -> Self {
         let node_ranks = NodeRanks::new(problem, mesh, options);
@@ -142,7 +125,8 @@ impl Plan {
     /// and v do not circulate. Otherwise those that hold the same kv head each receive a part of its rows, and pass it
     /// on to each other.
     pub fn ring_holders_of_node(&self) -> usize {
-        let keys = [self.forward_circulates(), self.backward_circulates()].contains(&CirculatingSide::Keys);
+        let keys =
+            [Direction::Forward, Direction::Backward].map(|d| self.circulates(d)).contains(&CirculatingSide::Keys);
         if keys { self.node_ranks().ring_holders } else { 1 }
     }
 
@@ -194,49 +178,28 @@ impl Plan {
         heads::shared_kv_in(ulysses, ulysses, self.problem().head_numbers())
     }
 
-    /// The rows of this rank's own tokens in its ring share.
-    ///
-    /// # Panics
-    /// A rank outside the mesh.
-    pub fn local_rows(&self, side: Side, rank: usize) -> core::ops::Range<usize> {
-        let Coordinates { ring, ulysses, .. } = self.coordinates(rank);
-        let rows = self.shares().rows(side, ring);
-        cut(ulysses, rows, self.mesh().ulysses)..cut(ulysses + 1, rows, self.mesh().ulysses)
-    }
-
-    /// How many tokens a rank holds.
-    ///
-    /// # Panics
-    /// A rank outside the mesh.
-    pub fn local_tokens(&self, side: Side, rank: usize) -> usize {
-        self.local_rows(side, rank).len()
-    }
-
     /// How k and v are received on the ring.
     pub fn form(&self) -> Form {
         self.inner.form
     }
 
-    /// The side that is sent round the ring in the forward, by [`Options::circulate_forward`]. If that is automatic: q,
-    /// if sending q moves fewer bytes in total over all ring ranks, and there are ring steps, one pass, and different
-    /// tokens of q and k; otherwise k and v. A q row costs `Hq(dk·e + (dv + 2)a)` bytes for each rank whose keys it
-    /// reads, a k row `Hk(dk + dv)e` for each rank whose q rows read it (e: bytes of an element, a: of an element of
-    /// the accumulator).
-    pub fn forward_circulates(&self) -> CirculatingSide {
-        self.inner.forward
+    /// The side that is sent round the ring.
+    ///
+    /// In a forward ([`Options::circulate_forward`]) that is automatic: q, if sending q moves fewer bytes in total over
+    /// all ring ranks, and there are ring steps, one pass, and different tokens of q and k; otherwise k and v. A q row
+    /// costs `Hq(dk·e + (dv + 2)a)` bytes for each rank whose keys it reads, a k row `Hk(dk + dv)e` for each rank whose
+    /// q rows read it (e: bytes of an element, a: of an element of the accumulator).
+    ///
+    /// In a backward ([`Options::circulate`]) the bytes per k token are `Hk(dk + dv)(e + g)`, per q token `Hq(dk + dv)e
+    /// + Hq·dk·g + 2·Hq·a` (g: bytes of an element of a gradient as sent).
+    pub fn circulates(&self, direction: Direction) -> CirculatingSide {
+        match direction {
+            Direction::Forward => self.inner.forward,
+            Direction::Backward => self.backward_side(),
+        }
     }
 
-    /// Whether a forward in which q circulates packs it first: if the option asks for it, or if the automatic choice
-    /// sends q, which may then have any strides because the caller did not ask for it.
-    pub(crate) fn packs_forward_queries(&self) -> bool {
-        let options = self.options();
-        options.pack_inputs || options.circulate_forward == Circulate::Auto
-    }
-
-    /// The side that is sent round the ring in the backward. The bytes per k token are `Hk(dk + dv)(e + g)`, per q
-    /// token `Hq(dk + dv)e + Hq·dk·g + 2·Hq·a` (e: bytes of an element, g: of an element of a gradient as sent, a: of
-    /// an element of lse and delta).
-    pub fn backward_circulates(&self) -> CirculatingSide {
+    fn backward_side(&self) -> CirculatingSide {
         let (p, o) = (self.problem(), self.options());
         match o.circulate {
             Circulate::Keys => CirculatingSide::Keys,
@@ -248,6 +211,13 @@ impl Plan {
                 if q * nq < k * nk { CirculatingSide::Queries } else { CirculatingSide::Keys }
             }
         }
+    }
+
+    /// Whether a forward in which q circulates packs it first: if the option asks for it, or if the automatic choice
+    /// sends q, which may then have any strides because the caller did not ask for it.
+    pub(crate) fn packs_forward_queries(&self) -> bool {
+        let options = self.options();
+        options.pack_inputs || options.circulate_forward == Circulate::Auto
     }
 
     /// The bytes per ring step in the backward, both ways, for one token of k's side and for one of q's side.
@@ -282,37 +252,5 @@ impl Plan {
             .hint("plan with a mesh of as many ranks as the transport has"));
         }
         Ok(())
-    }
-
-    /// Calls `each(global token, position, document)` for every token a rank holds, in its order.
-    ///
-    /// # Panics
-    /// A rank outside the mesh.
-    pub fn for_each_token(&self, side: Side, rank: usize, mut each: impl FnMut(usize, i64, usize)) {
-        let batch = self.problem().batch();
-        self.for_each_run(side, rank, |_, token, rows, doc| {
-            let base = batch.document(side, doc).start as i64 - batch.start(side, doc);
-            (token..token + rows).for_each(|token| each(token, token as i64 - base, doc));
-        });
-    }
-
-    /// The tokens of the packed batch that a rank holds, in its order.
-    ///
-    /// # Panics
-    /// A rank outside the mesh.
-    pub fn token_indices(&self, side: Side, rank: usize) -> Vec<usize> {
-        let mut out = Vec::with_capacity(self.local_tokens(side, rank));
-        self.for_each_token(side, rank, |token, _, _| out.push(token));
-        out
-    }
-
-    /// The positions of a rank's tokens in their documents (for rotary embeddings and the like).
-    ///
-    /// # Panics
-    /// A rank outside the mesh.
-    pub fn positions(&self, side: Side, rank: usize) -> Vec<i64> {
-        let mut out = Vec::with_capacity(self.local_tokens(side, rank));
-        self.for_each_token(side, rank, |_, pos, _| out.push(pos));
-        out
     }
 }

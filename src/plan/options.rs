@@ -8,7 +8,7 @@
 pub enum Circulate {
     /// The side that moves fewer bytes. In the forward that is k and v if q and k are the same tokens, and in plans
     /// with several passes, gathered plans and reproducible plans
-    /// ([`Plan::forward_circulates`](super::Plan::forward_circulates)).
+    /// ([`Plan::circulates`](super::Plan::circulates)).
     #[default]
     Auto,
     /// k and v; in the backward dk and dv are sent back to their owners.

@@ -98,7 +98,12 @@ mod tests {
     }
 
     fn plan(problem: &Problem, mesh: Mesh, layout: Layout, side: Circulate) -> Plan {
-        Plan::with_options(problem, mesh, layout, Options::new().circulate_forward(side)).unwrap()
+        Plan::builder(problem)
+            .mesh(mesh)
+            .layout(layout)
+            .options(Options::new().circulate_forward(side))
+            .build()
+            .unwrap()
     }
 
     /// The compared bytes are those of the schedules; the automatic plan moves the fewer bytes, and passes the proof.
@@ -128,13 +133,13 @@ mod tests {
                             }
                             // All-to-alls are the same with both sides.
                             assert_eq!(keys + q, queries + k, "{what}");
-                            let side = auto.forward_circulates();
+                            let side = auto.circulates(Direction::Forward);
                             // If bytes are equal, k and v are sent.
                             assert_eq!(side == CirculatingSide::Queries, ring > 1 && q < k, "{what}");
                             chosen[usize::from(side == CirculatingSide::Queries)] += 1;
                             let asked = if q < k { Circulate::Queries } else { Circulate::Keys };
                             let options = Options::new().circulate_forward(asked).pack_inputs(q < k);
-                            let asked = Plan::with_options(&p, mesh, layout, options).unwrap();
+                            let asked = Plan::builder(&p).mesh(mesh).layout(layout).options(options).build().unwrap();
                             assert_eq!(
                                 auto.workspace_bound(0, Direction::Forward),
                                 asked.workspace_bound(0, Direction::Forward)
@@ -156,7 +161,13 @@ mod tests {
         let side = |batch: Batch, options| {
             let p = Problem::new(batch, 4, 4, 8, Dtype::F32);
             let layout = Layout::Striped { stripe: 2 };
-            Plan::with_options(&p, Mesh::ring(4).unwrap(), layout, options).unwrap().forward_circulates()
+            Plan::builder(&p)
+                .mesh(Mesh::ring(4).unwrap())
+                .layout(layout)
+                .options(options)
+                .build()
+                .unwrap()
+                .circulates(Direction::Forward)
         };
         let (k, q, o) = (CirculatingSide::Keys, CirculatingSide::Queries, Options::new);
         assert_eq!(side(serving(), o()), q);
@@ -177,7 +188,9 @@ mod tests {
         let side = |start: i64, new: i32| {
             let batch = Batch::cross(&[0, new], &[0, 1 << 16], Some(&[start])).unwrap();
             let p = Problem::new(batch, 32, 8, 128, Dtype::Bf16);
-            Plan::new(&p, Mesh::ring(4).unwrap(), Layout::Striped { stripe: 64 }).unwrap().forward_circulates()
+            Plan::new(&p, Mesh::ring(4).unwrap(), Layout::Striped { stripe: 64 })
+                .unwrap()
+                .circulates(Direction::Forward)
         };
         assert_eq!(side(0, 2048), CirculatingSide::Keys);
         assert_eq!(side(60_000, 2048), CirculatingSide::Queries);

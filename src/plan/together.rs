@@ -67,7 +67,7 @@ mod tests {
     }
 
     fn form(p: &Problem, ring: usize, layout: Layout, options: Options) -> Form {
-        Plan::with_options(p, Mesh::ring(ring).unwrap(), layout, options).unwrap().form()
+        Plan::builder(p).mesh(Mesh::ring(ring).unwrap()).layout(layout).options(options).build().unwrap().form()
     }
 
     #[test]
@@ -113,7 +113,14 @@ mod tests {
         ] {
             assert_eq!(form(&p, 3, Layout::Zigzag, options), expected, "{options:?}");
         }
-        let made = |gather| Plan::with_options(&p, Mesh::ring(3).unwrap(), Layout::Zigzag, o().gather(gather)).unwrap();
+        let made = |gather| {
+            Plan::builder(&p)
+                .mesh(Mesh::ring(3).unwrap())
+                .layout(Layout::Zigzag)
+                .options(o().gather(gather))
+                .build()
+                .unwrap()
+        };
         assert_ne!(made(Gather::Auto).fingerprint(), made(Gather::Steps).fingerprint());
     }
 

@@ -149,7 +149,7 @@ impl Plan {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem};
+    use crate::{Batch, Dtype, Layout, Mask, Mesh, Plan, Problem};
 
     /// Chunks that another mask has dealt are a part of the fingerprint, so they are in the words.
     #[test]
@@ -158,7 +158,7 @@ mod tests {
             Problem::new(Batch::from_lengths(&[90, 7, 31]).unwrap(), 4, 2, 16, Dtype::F32).with_mask(Mask::full());
         let window = full.clone().with_mask(Mask::sliding(9));
         let plan = |p: &Problem| Plan::new(p, Mesh::ring(3).unwrap(), Layout::Balanced { chunks: 4 }).unwrap();
-        let (own, dealt) = (plan(&full), Plan::with_tokens_of(&plan(&window), &full, Options::new()).unwrap());
+        let (own, dealt) = (plan(&full), Plan::builder(&full).tokens_of(&plan(&window)).build().unwrap());
         assert_ne!(own.fingerprint(), dealt.fingerprint());
         let [own, dealt] = [own, dealt].map(|plan| plan.describe_settings());
         let cut = |words: &str| words.split_once(", chunks with fingerprint ").unwrap().0.to_owned();

@@ -36,7 +36,7 @@ use crate::{
     error::Result,
     heads::HeadCounts,
     machine::{KernelRate, Machine},
-    plan::{CirculatingSide, Form, LayoutLoad, Load, NodeRanks, Plan, Problem, Wire, crossing, ring_steps},
+    plan::{CirculatingSide, Direction, Form, LayoutLoad, Load, NodeRanks, Plan, Problem, Wire, crossing, ring_steps},
     simulate::kernel_rate,
 };
 
@@ -162,7 +162,7 @@ pub(super) fn passes(plan: &Plan, loads: &LayoutLoad, m: &Machine, kernels: &Pro
     // counts: it receives the most rows, or its rows are sent to the most ranks (one new token is on one rank).
     let needed = load.needed as f64;
     let keys = needed * hkv * dims;
-    let sides = [plan.forward_circulates(), plan.backward_circulates()];
+    let sides = [plan.circulates(Direction::Forward), plan.circulates(Direction::Backward)];
     let queries_travel = sides.map(|side| side == CirculatingSide::Queries);
     let counted = (queries_travel[0] || queries_travel[1] || ordered)
         && !(p.batch().is_self_attention() && p.batch().slices().is_none());

@@ -10,19 +10,19 @@
 //! different plans end in an error on all ranks. A job that does not want to rely on this chooses on one rank and sends
 //! mesh and layout to the other ranks.
 
-use alloc::format;
+use alloc::{format, string::ToString};
 
 use super::{forms, outlook};
 use crate::{
     error::{Error, Result},
     machine::Machine,
-    plan::{Options, Plan, Problem},
+    plan::{Plan, PlanBuilder},
 };
 
 /// Candidates that the plan's explanation lists.
 const LISTED: usize = 8;
 
-impl Plan {
+impl PlanBuilder<'_> {
     /// Plans with the mesh and the layout that are predicted to take the least time for one forward and one backward on
     /// a machine; those that fit in the memory of a rank come first. [`Plan::explain`] lists the candidates.
     ///
@@ -30,26 +30,41 @@ impl Plan {
     /// and of two are rated, and a plan of two levels has the machine's `ranks_per_node` among its options. To rate one
     /// level alone, set `ranks_per_node` to the number of all ranks.
     ///
-    /// It rates every mesh and layout, which takes longer than [`Plan::auto`]; [`Plan::auto_like`] keeps the choice for
+    /// It rates every mesh and layout, which takes longer than [`Plan::auto`]; [`Plan::next`] keeps the choice for
     /// the next batch.
     ///
     /// # Errors
-    /// As [`meshes`](super::meshes), and those of [`Plan::with_options`] if no mesh can have these options.
+    /// No world; a mesh, a layout or the tokens of a plan given: they are chosen here. Those of
+    /// [`meshes`](super::meshes), and those of [`PlanBuilder::build`] if no mesh can have these options.
     ///
     /// ```
-    /// use cpattn::{Batch, Dtype, Machine, Options, Plan, Problem};
+    /// use cpattn::{Batch, Dtype, Machine, Plan, Problem};
     /// let machine = Machine::parse(include_str!("../../machines/h100_8x400g.machine"))?;
     /// let problem = Problem::new(Batch::from_lengths(&[1 << 18, 1 << 16])?, 32, 8, 128, Dtype::Bf16);
-    /// let plan = Plan::auto_on(&problem, 16, &machine, Options::default())?;
+    /// let plan = Plan::builder(&problem).world(16).build_on(&machine)?;
     /// assert!(plan.explain().contains(&machine.name));
     /// # Ok::<(), cpattn::Error>(())
     /// ```
-    pub fn auto_on(problem: &Problem, world: usize, machine: &Machine, options: Options) -> Result<Self> {
+    pub fn build_on(self, machine: &Machine) -> Result<Plan> {
+        let Self { problem, options, .. } = self;
+        let given = [
+            ("mesh", self.mesh.map(|mesh| mesh.to_string())),
+            ("layout", self.layout.map(|layout| layout.to_string())),
+            ("tokens_of", self.tokens_of.map(|plan| format!("a plan of {} over {}", plan.layout(), plan.mesh()))),
+        ];
+        for (name, found) in given {
+            if let Some(found) = found {
+                let expected = "nothing: mesh and layout are chosen for the machine";
+                return Err(Error::invalid(name, found, expected).hint("make the plan with PlanBuilder's build"));
+            }
+        }
+        let world = self.world.ok_or_else(|| Error::invalid("world", "not given", "the number of ranks"))?;
         let forms = forms(options, machine);
         let outlook = outlook(problem, world, machine, forms)?;
         let best = outlook.candidates.first();
         let best = best.ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problem"))?;
-        let plan = Self::with_options(problem, best.mesh, best.layout, forms[best.levels - 1])?;
+        let plan =
+            Plan::builder(problem).mesh(best.mesh).layout(best.layout).options(forms[best.levels - 1]).build()?;
         let (given, of_machine) = (options.ranks_per_node, machine.ranks_per_node);
         let two = outlook.candidates.iter().any(|c| c.levels == 2);
         let nodes = match given {

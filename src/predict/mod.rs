@@ -224,7 +224,7 @@ fn rate(
     forms: [Options; 2],
 ) -> Result<Vec<MeshTime>> {
     let layout = loads.layout;
-    let first = Plan::with_options(problem, mesh, layout, forms[0])?;
+    let first = Plan::builder(problem).mesh(mesh).layout(layout).options(forms[0]).build()?;
     let candidate = |plan: &Plan| {
         let [forward, backward] = aggregate::passes(plan, loads, machine, kernels);
         let of = |rank| {
@@ -239,7 +239,7 @@ fn rate(
     let mut levels = vec![candidate(&first)];
     if levels[0].levels == 1
         && forms[0] != forms[1]
-        && let Ok(plan) = Plan::with_tokens_of(&first, problem, forms[1])
+        && let Ok(plan) = Plan::builder(problem).tokens_of(&first).options(forms[1]).build()
         && plan.has_two_levels()
     {
         levels.push(candidate(&plan));
@@ -249,7 +249,11 @@ fn rate(
 
 /// Replaces a candidate's figures by those of the simulation.
 fn simulate(problem: &Problem, candidate: &mut MeshTime, machine: &Machine) -> Result<()> {
-    let plan = Plan::with_options(problem, candidate.mesh, candidate.layout, candidate.options(machine))?;
+    let plan = Plan::builder(problem)
+        .mesh(candidate.mesh)
+        .layout(candidate.layout)
+        .options(candidate.options(machine))
+        .build()?;
     let pass = |direction| {
         plan.simulate(direction, machine).map(|run| PassTime {
             seconds: run.makespan,

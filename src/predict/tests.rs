@@ -104,7 +104,7 @@ fn a_machine_that_no_description_has_is_refused() {
         let refusals = [
             plan.simulate(Direction::Forward, &machine).unwrap_err(),
             meshes(&p, 2, &machine, Effort::new(0, 0)).unwrap_err(),
-            Plan::auto_on(&p, 2, &machine, Options::new()).unwrap_err(),
+            Plan::builder(&p).world(2).build_on(&machine).unwrap_err(),
         ];
         for text in refusals.map(|e| alloc::string::ToString::to_string(&e)) {
             assert!(text.ends_with(expected), "{text}\n{expected}");
@@ -117,7 +117,7 @@ fn a_machine_that_no_description_has_is_refused() {
 fn a_plan_is_chosen_by_the_machine() {
     let (mut machine, p) = (h100(), problem(&[1 << 17]));
     for world in [16, 64] {
-        let plan = Plan::auto_on(&p, world, &machine, Options::default()).unwrap();
+        let plan = Plan::builder(&p).world(world).build_on(&machine).unwrap();
         let all = meshes(&p, world, &machine, Effort::new(0, 0)).unwrap().candidates;
         assert_eq!(
             (plan.mesh(), plan.layout(), plan.options()),
@@ -128,20 +128,20 @@ fn a_plan_is_chosen_by_the_machine() {
         assert!(text.contains(&machine.name) && !text.contains("rules of thumb"), "{text}");
         assert!(!text.contains("rule:"), "the rule of another choice: {text}");
         // The same plan made by hand is equal, and does not name a machine.
-        let given = Plan::with_options(&p, plan.mesh(), plan.layout(), plan.options()).unwrap();
+        let given = Plan::builder(&p).mesh(plan.mesh()).layout(plan.layout()).options(plan.options()).build().unwrap();
         assert_eq!((&given, given.fingerprint()), (&plan, plan.fingerprint()));
         let given = given.explain();
         assert!(given.contains("by rules of thumb; no machine is described"), "{given}");
         assert!(given.contains("rule: of the layouts with at most 1 % more work"), "{given}");
-        // A plan made by `auto_like` keeps the reason.
-        let kept = Plan::auto_like(&plan, problem(&[1 << 16, 1 << 16]).batch()).unwrap();
+        // A plan made by `Plan::next` keeps the reason.
+        let kept = plan.next(problem(&[1 << 16, 1 << 16]).batch()).unwrap();
         assert!(kept.mesh() == plan.mesh() && kept.explain().contains(&machine.name));
         assert_eq!(kept.options(), plan.options());
     }
     // With slow cards between nodes k and v would take long: all-to-alls of fewer bytes win, or stay inside nodes.
-    let fast = Plan::auto_on(&p, 16, &machine, Options::default()).unwrap();
+    let fast = Plan::builder(&p).world(16).build_on(&machine).unwrap();
     machine.between.rate *= 1e-4;
-    let slow = Plan::auto_on(&p, 16, &machine, Options::default()).unwrap();
+    let slow = Plan::builder(&p).world(16).build_on(&machine).unwrap();
     let seconds = |plan: &Plan| {
         let all = meshes(&p, 16, &machine, Effort::new(0, 0)).unwrap().candidates;
         let of =
@@ -164,7 +164,7 @@ fn nodes_need_not_be_given() {
                 for world in [12, 16, 32] {
                     let batch = Batch::from_lengths(lengths).unwrap();
                     let p = Problem::new(batch, 32, kv_heads, 128, Dtype::Bf16).with_mask(mask);
-                    let plan = Plan::auto_on(&p, world, machine, Options::new()).unwrap();
+                    let plan = Plan::builder(&p).world(world).build_on(machine).unwrap();
                     let of = |c: &&MeshTime| {
                         (c.mesh, c.layout, c.options(machine)) == (plan.mesh(), plan.layout(), plan.options())
                     };
@@ -207,11 +207,11 @@ fn nodes_need_not_be_given() {
 fn nodes_that_are_given_are_taken() {
     let machine = Machine { ranks_per_node: 4, cards_per_node: 1, ..h100() };
     let (p, options) = (problem(&[1 << 18]), Options::new().wire(Wire::Bf16));
-    let free = Plan::auto_on(&p, 16, &machine, options).unwrap();
+    let free = Plan::builder(&p).world(16).options(options).build_on(&machine).unwrap();
     assert_eq!(free.options(), options.ranks_per_node(4));
     assert!(free.has_two_levels());
     for each in [2, 4, 16] {
-        let plan = Plan::auto_on(&p, 16, &machine, options.ranks_per_node(each)).unwrap();
+        let plan = Plan::builder(&p).world(16).options(options.ranks_per_node(each)).build_on(&machine).unwrap();
         assert_eq!(plan.options(), options.ranks_per_node(each));
         assert!(each < 16 || !plan.has_two_levels());
         let text = plan.explain();
@@ -226,9 +226,13 @@ fn options_that_rule_out_meshes_leave_the_others() {
     let (machine, p) = (h100(), problem(&[1 << 16]));
     // The ranks of an all-to-all fill nodes or lie in one: with 12 ranks in nodes of 4, ulysses 3 and 6 do neither.
     let options = Options::new().ranks_per_node(4);
-    let plan = Plan::auto_on(&p, 12, &machine, options).unwrap();
+    let plan = Plan::builder(&p).world(12).options(options).build_on(&machine).unwrap();
     assert!([1, 2, 4, 12].contains(&plan.mesh().ulysses) && plan.options().ranks_per_node == 4, "{}", plan.mesh());
-    let text = |options| alloc::string::ToString::to_string(&Plan::auto_on(&p, 16, &machine, options).unwrap_err());
+    let text = |options| {
+        alloc::string::ToString::to_string(
+            &Plan::builder(&p).world(16).options(options).build_on(&machine).unwrap_err(),
+        )
+    };
     let passes = text(Options::new().passes(9));
     assert!(
         passes.starts_with("options.passes is 9, expected 1 to kv_heads = 8; a pass takes one kv head"),

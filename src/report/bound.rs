@@ -172,7 +172,7 @@ impl Plan {
         let nodes = GatewayRows::of(self, sizes);
         let keys_in = nodes.as_ref().map_or(lk * others_kv, GatewayRows::on_the_way_in) * dims * e;
         let (throughout, phases) = if direction == Direction::Forward {
-            let queries = self.forward_circulates() == CirculatingSide::Queries;
+            let queries = self.circulates(Direction::Forward) == CirculatingSide::Queries;
             let pack_q = queries && ringed && self.packs_forward_queries();
             let held_q = if pack_q && !exchanging { nq * hq * dk * e } else { 0 };
             let share = held_keys(queries) + exchanged(nq * hq * (dims * e + a)) + held_q;
@@ -191,7 +191,7 @@ impl Plan {
             (share, [exchanged(lq * others_q * dk * e + keys_in), ring, exchanged(lq * others_q * (dv * e + a))])
         } else {
             let ordered = form == Form::Ordered;
-            let queries = self.backward_circulates() == CirculatingSide::Queries;
+            let queries = self.circulates(Direction::Backward) == CirculatingSide::Queries;
             let held_q = nq * hq * (dims * e + 2 * a);
             let share = held_keys(queries && !ordered)
                 + if exchanging || ringed && (pack_inputs || queries || ordered) { held_q } else { 0 };

@@ -146,7 +146,7 @@ impl Plan {
     fn holding(&self, rank: usize) -> [String; 9] {
         let at = self.mesh().coordinates(rank);
         let (mut documents, mut last) = (0, None);
-        self.for_each_run(Side::Q, rank, |_, _, _, doc| {
+        self.local_tokens(Side::Q, rank).for_each_run(|_, _, _, doc| {
             documents += usize::from(last != Some(doc));
             last = Some(doc);
         });
@@ -156,8 +156,8 @@ impl Plan {
             rank.to_string(),
             at.ring.to_string(),
             at.ulysses.to_string(),
-            grouped(self.local_tokens(Side::Q, rank) as u128),
-            grouped(self.local_tokens(Side::K, rank) as u128),
+            grouped(self.local_tokens(Side::Q, rank).len() as u128),
+            grouped(self.local_tokens(Side::K, rank).len() as u128),
             documents.to_string(),
             span(share.q),
             span(share.kv),
@@ -180,8 +180,8 @@ impl Plan {
             let values: Vec<u128> = (0..n).map(|rank| values(rank) as u128).collect();
             t.row([name.to_string()].into_iter().chain(spread(&values)));
         };
-        line("q tokens", &|r| self.local_tokens(Side::Q, r));
-        line("k tokens", &|r| self.local_tokens(Side::K, r));
+        line("q tokens", &|r| self.local_tokens(Side::Q, r).len());
+        line("k tokens", &|r| self.local_tokens(Side::K, r).len());
         line("q heads", &|r| self.heads_of(r).q.len());
         line("kv heads", &|r| self.heads_of(r).kv.len());
         t.write(out);

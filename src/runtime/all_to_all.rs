@@ -149,7 +149,7 @@ impl Rank {
     ///         let plan = &plan;
     ///         scope.spawn(move || {
     ///             let mut rank = Rank::new(end);
-    ///             let n = plan.local_tokens(Side::Q, rank.rank());
+    ///             let n = plan.local_tokens(Side::Q, rank.rank()).len();
     ///             let (x, mut y) = (vec![1.0f32; n * 2 * 4], vec![0.0; n * 2 * 4]);
     ///             let x = View::new(&x, n, 2, 4).unwrap();
     ///             let out = ViewMut::new(&mut y, n, 2, 4).unwrap();
@@ -163,7 +163,7 @@ impl Rank {
     ///                 }
     ///                 Ok(())
     ///             }).unwrap();
-    ///             let positions = plan.positions(Side::Q, rank.rank());
+    ///             let positions = plan.local_tokens(Side::Q, rank.rank()).positions();
     ///             assert!(positions.iter().enumerate().all(|(i, &p)| y[i * 8] == (p + 1) as f32));
     ///         });
     ///     }

@@ -58,7 +58,7 @@ impl FoundRows {
         self.listed.clear();
         self.listed.resize(documents, 0);
         let mut failure = None;
-        plan.for_each_token(Side::K, rank, |_, _, doc| {
+        plan.local_tokens(Side::K, rank).for_each(|_, _, doc| {
             let row = self.listed[doc];
             self.listed[doc] += 1;
             let (page, within) = (row / size, row % size);

@@ -219,8 +219,12 @@ mod tests {
             let batch = Batch::cross(&[0, 8], &[0, 520], Some(&[start])).unwrap();
             let problem = Problem::new(batch, 2, 2, 16, Dtype::F32);
             let options = Options::new().circulate_forward(Circulate::Keys);
-            let plan =
-                Plan::with_options(&problem, Mesh::ring(2).unwrap(), Layout::Striped { stripe: 4 }, options).unwrap();
+            let plan = Plan::builder(&problem)
+                .mesh(Mesh::ring(2).unwrap())
+                .layout(Layout::Striped { stripe: 4 })
+                .options(options)
+                .build()
+                .unwrap();
             let at = rank.find_or_prepare(&plan, run).unwrap();
             let bytes = rank.prepared[at].schedule.workspace;
             grown += usize::from(rank.workspace.is_short(bytes));

@@ -117,8 +117,8 @@ impl Rank {
     /// std::thread::scope(|scope| {
     ///     let run = |end| -> Result<()> {
     ///         let mut rank = Rank::on_device(end)?;
-    ///         let (at, n) = (rank.device(), plan.local_tokens(Side::Q, rank.rank()));
-    ///         // Device memory of any allocator will do; q, k and v are to be filled with this rank's tokens (Plan::shard).
+    ///         let (at, n) = (rank.device(), plan.local_tokens(Side::Q, rank.rank()).len());
+    ///         // Device memory of any allocator will do; q, k and v are to be filled with this rank's tokens (LocalTokens::shard).
     ///         let room = |heads: usize, dim: usize, bytes: usize| device.allocate(n * heads * dim * bytes);
     ///         let (q, k, v) = (room(4, 64, 2)?, room(2, 64, 2)?, room(2, 64, 2)?);
     ///         let (o, lse) = (room(4, 64, 2)?, room(4, 1, 4)?);

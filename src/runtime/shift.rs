@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Shifts rows when no rank has the whole batch, for example for next-token labels.
 //!
-//! [`Plan::shift`] needs the whole batch. Here each rank has only its own tokens' rows, and receives the others in one
-//! exchange, with at most one message from each rank to each other. The plan determines which rows these are
-//! ([`Plan::shift_messages`]), so no requests are sent. Rows are in host memory: token ids, loss weights, segment ids.
-//! With a device transport they are copied to device memory and back.
+//! [`LocalTokens::shift`](crate::plan::LocalTokens::shift) needs the whole batch. Here each rank has only its own
+//! tokens' rows, and receives the others in one exchange, with at most one message from each rank to each other. The
+//! plan determines which rows these are ([`Plan::shift_messages`]), so no requests are sent. Rows are in host memory:
+//! token ids, loss weights, segment ids. With a device transport they are copied to device memory and back.
 
 use std::{format, vec, vec::Vec};
 
@@ -14,7 +14,7 @@ use super::{collective, rank::Rank};
 use crate::{
     batch::Side,
     error::{Error, Result},
-    plan::{Plan, shard::ShiftMessage},
+    plan::{Plan, local_tokens::ShiftMessage},
     transport::{
         Label,
         carrier::{Carrier, WireBuffer},
@@ -93,9 +93,9 @@ impl Rank {
     ///     for end in local::group(2, Duration::from_secs(10)).unwrap() {
     ///         scope.spawn(move || {
     ///             let mut rank = Rank::new(end);
-    ///             let mine = plan.shard(Side::Q, rank.rank(), &ids, 1).unwrap();
+    ///             let mine = plan.local_tokens(Side::Q, rank.rank()).shard(&ids, 1).unwrap();
     ///             let labels = rank.shift(plan, &mine, 1, -100, 1).unwrap();
-    ///             assert_eq!(labels, plan.shift(rank.rank(), &ids, -100, 1).unwrap());
+    ///             assert_eq!(labels, plan.local_tokens(Side::Q, rank.rank()).shift(&ids, -100, 1).unwrap());
     ///         });
     ///     }
     /// });
@@ -108,7 +108,7 @@ impl Rank {
     /// device, a run of this rank that is being captured.
     pub fn shift<T: Pod>(&mut self, plan: &Plan, rows: &[T], row_len: usize, fill: T, by: i64) -> Result<Vec<T>> {
         plan.fits_world(self.world())?;
-        let tokens = plan.local_tokens(Side::Q, self.rank());
+        let tokens = plan.local_tokens(Side::Q, self.rank()).len();
         if tokens.checked_mul(row_len) != Some(rows.len()) {
             let expected = format!("{row_len} for each of {tokens} tokens of rank {}", self.rank());
             return Err(Error::invalid("rows", format!("of length {}", rows.len()), expected));
@@ -164,7 +164,7 @@ impl Rank {
         let what = || format!("a shift by {by} of rows of {bytes} bytes over plan {fingerprint:016x}");
         let group = plan.mesh().group_of(rank);
         collective::agreed(carrier.end(), failure, group, number, what, || {
-            (0..plan.local_tokens(Side::Q, rank)).for_each(|row| rows.fill(row));
+            (0..plan.local_tokens(Side::Q, rank).len()).for_each(|row| rows.fill(row));
             if bytes == 0 { Ok(()) } else { moved(carrier, &messages, rows) }
         })
     }

@@ -59,7 +59,7 @@ impl Views for DeviceViews {
     type PerHeadWritten<'a, T: Element> = DeviceViewMut<'a, T>;
 }
 
-/// The tensors of a forward: this rank's own tokens (see [`Plan::token_indices`]), all heads.
+/// The tensors of a forward: this rank's own tokens (see [`Plan::local_tokens`]), all heads.
 ///
 /// If the literal is not an argument of the call and a field needs a coercion, such as from a vector to a slice, write
 /// the element type: `Forward::<f32> { … }`.
@@ -278,7 +278,7 @@ impl Rank {
     /// let plan = &Plan::auto(&problem, 2)?;
     /// let all_dsinks = local::run(2, Duration::from_secs(10), |end| {
     ///     let mut rank = Rank::new(end);
-    ///     let n = plan.local_tokens(Side::Q, rank.rank());
+    ///     let n = plan.local_tokens(Side::Q, rank.rank()).len();
     ///     let tensor = |heads, x| vec![x; n * heads * dim];
     ///     let (q, k, v, d_o) = (tensor(heads, 0.1), tensor(kv_heads, 0.2), tensor(kv_heads, 0.3), tensor(heads, 1.0f32));
     ///     let (mut o, mut lse) = (tensor(heads, 0.0), vec![0.0; heads * n]);

@@ -42,7 +42,7 @@ impl Purpose {
                     Side::K => (p.kv_heads(), share.kv.len()),
                 };
                 let (shape, written) = match tensor {
-                    TensorId::OwnTokens => ([plan.local_tokens(side, rank), all, dim], !to_heads),
+                    TensorId::OwnTokens => ([plan.local_tokens(side, rank).len(), all, dim], !to_heads),
                     TensorId::OwnHeads => ([plan.tokens_between_all_to_alls(side, rank), own, dim], to_heads),
                     _ => return None,
                 };

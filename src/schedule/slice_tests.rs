@@ -145,7 +145,7 @@ fn plans_of_slices_are_proved() {
             o().ranks_per_node(2).circulate(Circulate::Queries),
             o().ranks_per_node(2).gather(Gather::Together),
         ][draw.usize(..9)];
-        let Ok(plan) = Plan::with_options(&problem, mesh, layout, options) else { continue };
+        let Ok(plan) = Plan::builder(&problem).mesh(mesh).layout(layout).options(options).build() else { continue };
         let what = || format!("{problem:?} {mesh} {layout} {options:?}");
         let proof = plan.verify().unwrap_or_else(|e| panic!("{e}\n{}", what()));
         assert_eq!(proof.0.pairs, problem.area() * 4, "{}", what());
@@ -177,7 +177,7 @@ fn loads_of_slices_are_what_counting_gives() {
         let load = crate::plan::LayoutLoad::of(&problem, plan.shares(), crate::schedule::CirculatingSide::Keys);
         let (mut total, mut largest) = ((0, 0), 0);
         for r in 0..ring {
-            let (q, k) = (plan.token_indices(Side::Q, r), plan.token_indices(Side::K, r));
+            let (q, k) = (plan.local_tokens(Side::Q, r).indices(), plan.local_tokens(Side::K, r).indices());
             let area: u64 = q
                 .iter()
                 .map(|&q| (0..batch.tokens(Side::K)).filter(|&k| allows(&batch, mask, q, k)).count() as u64)

@@ -172,7 +172,7 @@ impl TensorId {
     /// `[tokens, heads, dim]` on a rank.
     pub fn shape(self, plan: &Plan, rank: usize) -> [usize; 3] {
         let p = plan.problem();
-        let tokens = if self.is_per_head() { 1 } else { plan.local_tokens(self.side(), rank) };
+        let tokens = if self.is_per_head() { 1 } else { plan.local_tokens(self.side(), rank).len() };
         [tokens, self.heads(p), self.dim(p)]
     }
 

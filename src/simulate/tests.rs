@@ -242,7 +242,7 @@ fn bytes_and_times_are_conserved() {
                 for options in forms {
                     for m in [machine(2, 1, None), machine(3, 2, None), machine(8, 1, Some(2))] {
                         let mesh = Mesh { replicas: 1, ring, ulysses };
-                        let plan = Plan::with_options(&p, mesh, layout, options).unwrap();
+                        let plan = Plan::builder(&p).mesh(mesh).layout(layout).options(options).build().unwrap();
                         for direction in [Direction::Forward, Direction::Backward] {
                             let run = plan.simulate(direction, &m).unwrap();
                             assert_eq!(run, plan.simulate(direction, &m).unwrap(), "the same every time");

@@ -45,8 +45,8 @@ pub fn shapes(plan: &Plan, rank: usize, side: Side, dim: usize) -> [[usize; 3]; 
         let (a, b) = (plan.mesh().coordinates(r), plan.mesh().coordinates(rank));
         (a.replica, a.ring) == (b.replica, b.ring)
     });
-    let rows = members.map(|r| plan.local_tokens(side, r)).sum();
-    [[plan.local_tokens(side, rank), all, dim], [rows, own, dim]]
+    let rows = members.map(|r| plan.local_tokens(side, r).len()).sum();
+    [[plan.local_tokens(side, rank).len(), all, dim], [rows, own, dim]]
 }
 
 /// Numbers that depend on these alone.

@@ -20,9 +20,13 @@ pub fn one_rank(mut rank: Rank, world: usize, began: Instant) {
     let plan = &Plan::new(&problem, Mesh::ring(world).unwrap(), Layout::Zigzag).unwrap();
     let r = rank.rank();
     let ids: Vec<i64> = (0..64).map(|t| 100 + t).collect();
-    let mine = plan.shard(Side::Q, r, &ids, 1).unwrap();
+    let mine = plan.local_tokens(Side::Q, r).shard(&ids, 1).unwrap();
     for by in [1, -2, 25, 1000] {
-        assert_eq!(rank.shift(plan, &mine, 1, -100, by).unwrap(), plan.shift(r, &ids, -100, by).unwrap(), "{by}");
+        assert_eq!(
+            rank.shift(plan, &mine, 1, -100, by).unwrap(),
+            plan.local_tokens(Side::Q, r).shift(&ids, -100, by).unwrap(),
+            "{by}"
+        );
     }
     let error = rank.shift(plan, &mine, 1, -100, r.min(1) as i64).unwrap_err();
     assert!(matches!(error, Error::Disagreement { .. }), "{error}");
@@ -30,7 +34,7 @@ pub fn one_rank(mut rank: Rank, world: usize, began: Instant) {
     let epoch = began - Duration::from_secs(r as u64);
     rank.record(epoch, 1000).unwrap();
     let cuda = rank.cuda().unwrap().clone();
-    let n = plan.local_tokens(Side::Q, r) as u64;
+    let n = plan.local_tokens(Side::Q, r).len() as u64;
     let memory: Vec<_> = (0..5).map(|_| cuda.allocate(n as usize * 2 * 16 * 4).unwrap()).collect();
     // All bytes 0, whatever the type.
     memory.iter().for_each(|m| m.upload(&vec![0; m.bytes()]).unwrap());

@@ -133,7 +133,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                 let (plan, data, all) = (plan.clone(), &data, &all);
                 scope.spawn(move || -> Result<()> {
                     let r = rank.rank();
-                    let (tq, tk) = (plan.token_indices(Side::Q, r), plan.token_indices(Side::K, r));
+                    let (tq, tk) = (plan.local_tokens(Side::Q, r).indices(), plan.local_tokens(Side::K, r).indices());
                     let q = gather(&data.q, &tq, hq * d);
                     let k = gather(&data.k, &tk, hk * d);
                     let v = gather(&data.v, &tk, hk * dv);

@@ -127,18 +127,18 @@ impl<T: Element> Own<T> {
     /// A rank's part of the data; results are poison.
     pub fn new(plan: &Plan, data: &Data<T>, rank: usize, style: Style) -> Self {
         let p = plan.problem();
-        let (tq, tk) = (plan.local_tokens(Side::Q, rank), plan.local_tokens(Side::K, rank));
+        let (tq, tk) = (plan.local_tokens(Side::Q, rank).len(), plan.local_tokens(Side::K, rank).len());
         let shape = |tokens, heads, dim| [tokens, heads, dim];
         let (q, k) = (shape(tq, p.heads(), p.head_dim()), shape(tk, p.kv_heads(), p.head_dim()));
         let (o, v) = (shape(tq, p.heads(), p.value_dim()), shape(tk, p.kv_heads(), p.value_dim()));
-        let cut = |side, full: &[T], s: [usize; 3]| plan.shard(side, rank, full, s[1] * s[2]).unwrap();
+        let cut = |side, full: &[T], s: [usize; 3]| plan.local_tokens(side, rank).shard(full, s[1] * s[2]).unwrap();
         Self {
             q: Slot::of(style, q, &cut(Side::Q, &data.q, q)),
             k: Slot::of(style, k, &cut(Side::K, &data.k, k)),
             v: Slot::of(style, v, &cut(Side::K, &data.v, v)),
             d_o: Slot::of(style, o, &cut(Side::Q, &data.d_o, o)),
             d_lse: data.d_lse.as_ref().map(|all| {
-                let own = plan.shard(Side::Q, rank, all, p.heads()).unwrap();
+                let own = plan.local_tokens(Side::Q, rank).shard(all, p.heads()).unwrap();
                 let own: Vec<_> = own.into_iter().map(T::Acc::from_f64).collect();
                 Slot::of(style, shape(tq, p.heads(), 1), &own)
             }),

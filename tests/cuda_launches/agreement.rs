@@ -33,7 +33,7 @@ fn plan(lengths: &[usize], mesh: Mesh, layout: Layout, options: Options) -> Plan
 fn scaled(scale: f64, lengths: &[usize], mesh: Mesh, layout: Layout, options: Options) -> Plan {
     let batch = Batch::from_lengths(lengths).unwrap();
     let p = Problem::new(batch, 4, 2, 32, Dtype::Bf16).with_mask(Mask::full()).with_scale(scale);
-    Plan::with_options(&p, mesh, layout, options).unwrap()
+    Plan::builder(&p).mesh(mesh).layout(layout).options(options).build().unwrap()
 }
 
 /// Each rank of a group on a thread, with a barrier of all.

@@ -12,7 +12,7 @@ fn problem(lengths: &[usize], heads: usize, kv_heads: usize, dim: usize) -> Prob
 
 fn plan(p: &Problem, ulysses: usize, ring: usize, layout: Layout, options: Options) -> Plan {
     let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
-    Plan::with_options(p, mesh, layout, options).unwrap()
+    Plan::builder(p).mesh(mesh).layout(layout).options(options).build().unwrap()
 }
 
 /// Plans of so many ranks.

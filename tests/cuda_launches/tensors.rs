@@ -100,7 +100,7 @@ pub const OUTPUTS: [TensorId; 6] =
 /// Shape of a rank's tensor.
 fn shape(plan: &Plan, rank: usize, tensor: TensorId) -> (Dtype, [usize; 3]) {
     let p = plan.problem();
-    let (q, k) = (plan.local_tokens(Side::Q, rank), plan.local_tokens(Side::K, rank));
+    let (q, k) = (plan.local_tokens(Side::Q, rank).len(), plan.local_tokens(Side::K, rank).len());
     match tensor {
         TensorId::Q | TensorId::Dq => (p.dtype(), [q, p.heads(), p.head_dim()]),
         TensorId::K | TensorId::Dk => (p.dtype(), [k, p.kv_heads(), p.head_dim()]),

@@ -40,7 +40,7 @@ fn on_the_cpu(plan: &Plan) -> Vec<Vec<Event>> {
     let run = |end| {
         let mut rank = Rank::new(end);
         let p = plan.problem();
-        let [nq, nk] = [Side::Q, Side::K].map(|side| plan.local_tokens(side, rank.rank()));
+        let [nq, nk] = [Side::Q, Side::K].map(|side| plan.local_tokens(side, rank.rank()).len());
         let (h, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
         let new = |n: usize| vec![bf16::from_f32(0.5); n];
         let (q, k, v, o, d_o) =

@@ -47,7 +47,7 @@ pub fn plan(name: &str) -> Plan {
         _ => panic!("no plan {name}"),
     };
     let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
-    Plan::with_options(&p, mesh, layout, options).unwrap()
+    Plan::builder(&p).mesh(mesh).layout(layout).options(options).build().unwrap()
 }
 
 pub fn data(plan: &Plan) -> Data<T> {
@@ -85,7 +85,7 @@ pub struct Tensors {
 pub fn tensors(cuda: &Cuda, plan: &Plan, rank: usize, data: &Data<T>) -> Tensors {
     let p = plan.problem();
     let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
-    let (tq, tk) = (plan.token_indices(Side::Q, rank), plan.token_indices(Side::K, rank));
+    let (tq, tk) = (plan.local_tokens(Side::Q, rank).indices(), plan.local_tokens(Side::K, rank).indices());
     let (nq, nk) = (tq.len(), tk.len());
     let gather = |all: &[T], tokens: &[usize], row: usize| -> Vec<T> {
         tokens.iter().flat_map(|&t| all[t * row..(t + 1) * row].iter().copied()).collect()
@@ -167,7 +167,7 @@ pub fn whole(plan: &Plan, parts: &[Part]) -> Results<T> {
         common::scatter(all, &part, tokens, row);
     }
     for (rank, part) in parts.iter().enumerate() {
-        let (tq, tk) = (plan.token_indices(Side::Q, rank), plan.token_indices(Side::K, rank));
+        let (tq, tk) = (plan.local_tokens(Side::Q, rank).indices(), plan.local_tokens(Side::K, rank).indices());
         scatter(&mut all.o, &part[0], &tq, hq * dv);
         scatter(&mut all.lse, &part[1], &tq, hq);
         scatter(&mut all.dq, &part[2], &tq, hq * d);

@@ -47,7 +47,7 @@ fn rank(cuda: &Arc<Cuda>) -> Rank {
 
 /// All tensors of a backward, of zeros, and the memory they lie in.
 fn tensors(cuda: &Cuda, plan: &Plan, rank: usize) -> (Bindings, Vec<DeviceMemory>) {
-    let n = plan.local_tokens(Side::Q, rank);
+    let n = plan.local_tokens(Side::Q, rank).len();
     let mut memory = Vec::new();
     let mut bindings = Bindings::default();
     use TensorId::{DO, Dk, Dq, Dv, K, Lse, O, Q, V};

@@ -61,7 +61,7 @@ pub struct Mode {
 
 impl Mode {
     pub fn new(name: &'static str, problem: Problem, mesh: Mesh, options: Options) -> Self {
-        let plan = Plan::with_options(&problem, mesh, Layout::Zigzag, options).unwrap();
+        let plan = Plan::builder(&problem).mesh(mesh).layout(Layout::Zigzag).options(options).build().unwrap();
         let data = Data::<f32>::random(&problem, 3);
         let mut mode = Self { name, plan, data, good: Vec::new(), calls: Vec::new() };
         let taps: Vec<_> = local::group(mode.plan.mesh().world(), FAR)

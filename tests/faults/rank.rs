@@ -37,10 +37,10 @@ pub enum End {
 pub fn forward(rank: &mut Rank, plan: &Plan, data: &Data<f32>) -> Result<Parts> {
     let (p, r) = (plan.problem(), rank.rank());
     let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
-    let (tq, tk) = (plan.local_tokens(Side::Q, r), plan.local_tokens(Side::K, r));
-    let q = plan.shard(Side::Q, r, &data.q, hq * d)?;
-    let k = plan.shard(Side::K, r, &data.k, hk * d)?;
-    let v = plan.shard(Side::K, r, &data.v, hk * dv)?;
+    let (tq, tk) = (plan.local_tokens(Side::Q, r).len(), plan.local_tokens(Side::K, r).len());
+    let q = plan.local_tokens(Side::Q, r).shard(&data.q, hq * d)?;
+    let k = plan.local_tokens(Side::K, r).shard(&data.k, hk * d)?;
+    let v = plan.local_tokens(Side::K, r).shard(&data.v, hk * dv)?;
     let (mut o, mut lse) = (vec![f32::NAN; tq * hq * dv], vec![f32::NAN; tq * hq]);
     let tensors = Forward {
         q: View::new(&q, tq, hq, d)?,
@@ -60,11 +60,11 @@ pub fn forward(rank: &mut Rank, plan: &Plan, data: &Data<f32>) -> Result<Parts> 
 pub fn backward(rank: &mut Rank, plan: &Plan, data: &Data<f32>, made: &Parts) -> Result<Parts> {
     let (p, r) = (plan.problem(), rank.rank());
     let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
-    let (tq, tk) = (plan.local_tokens(Side::Q, r), plan.local_tokens(Side::K, r));
-    let q = plan.shard(Side::Q, r, &data.q, hq * d)?;
-    let k = plan.shard(Side::K, r, &data.k, hk * d)?;
-    let v = plan.shard(Side::K, r, &data.v, hk * dv)?;
-    let d_o = plan.shard(Side::Q, r, &data.d_o, hq * dv)?;
+    let (tq, tk) = (plan.local_tokens(Side::Q, r).len(), plan.local_tokens(Side::K, r).len());
+    let q = plan.local_tokens(Side::Q, r).shard(&data.q, hq * d)?;
+    let k = plan.local_tokens(Side::K, r).shard(&data.k, hk * d)?;
+    let v = plan.local_tokens(Side::K, r).shard(&data.v, hk * dv)?;
+    let d_o = plan.local_tokens(Side::Q, r).shard(&data.d_o, hq * dv)?;
     let (mut dq, mut dk) = (vec![f32::NAN; tq * hq * d], vec![f32::NAN; tk * hk * d]);
     let (mut d_v, mut dsinks) = (vec![f32::NAN; tk * hk * dv], vec![f32::NAN; if p.sinks() { hq } else { 0 }]);
     let tensors = Backward {

@@ -203,10 +203,10 @@ fn run(rank: &mut Rank, plan: &Plan) -> Vec<Vec<u32>> {
     let mut random = fastrand::Rng::with_seed(3);
     let mut tensor = |side: Side, heads: usize| -> Vec<f32> {
         let all: Vec<f32> = (0..p.batch().tokens(side) * heads * 16).map(|_| random.f32() - 0.5).collect();
-        plan.shard(side, r, &all, heads * 16).unwrap()
+        plan.local_tokens(side, r).shard(&all, heads * 16).unwrap()
     };
     let (q, k, v, d_o) = (tensor(Side::Q, 6), tensor(Side::K, 3), tensor(Side::K, 3), tensor(Side::Q, 6));
-    let (nq, nk) = (plan.local_tokens(Side::Q, r), plan.local_tokens(Side::K, r));
+    let (nq, nk) = (plan.local_tokens(Side::Q, r).len(), plan.local_tokens(Side::K, r).len());
     let (mut o, mut lse) = (vec![f32::NAN; nq * 96], vec![f32::NAN; nq * 6]);
     let (mut dq, mut dk, mut dv) = (vec![f32::NAN; nq * 96], vec![f32::NAN; nk * 48], vec![f32::NAN; nk * 48]);
     let (q, k, v, d_o) = (view(&q, nq, 6, 16), view(&k, nk, 3, 16), view(&v, nk, 3, 16), view(&d_o, nq, 6, 16));

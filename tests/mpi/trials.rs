@@ -56,10 +56,10 @@ pub fn forward(rank: &mut Rank, plan: &Plan) -> Result<Vec<u32>> {
     let (r, mut random) = (rank.rank(), fastrand::Rng::with_seed(3));
     let mut tensor = |side, heads: usize| {
         let all: Vec<f32> = (0..256 * heads * 16).map(|_| random.f32() - 0.5).collect();
-        plan.shard(side, r, &all, heads * 16).unwrap()
+        plan.local_tokens(side, r).shard(&all, heads * 16).unwrap()
     };
     let (q, k, v) = (tensor(Side::Q, 4), tensor(Side::K, 2), tensor(Side::K, 2));
-    let n = plan.local_tokens(Side::Q, r);
+    let n = plan.local_tokens(Side::Q, r).len();
     let (mut o, mut lse) = (vec![f32::NAN; n * 64], vec![f32::NAN; n * 4]);
     rank.forward(
         plan,

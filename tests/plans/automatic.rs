@@ -55,11 +55,14 @@ fn what_cannot_be_merged_stays_on_ulysses() {
 fn a_kept_choice_is_the_plan_that_it_names() {
     let first = problem(&[900, 30, 0, 400], 6, 3).with_mask(Mask::sliding(64)).with_sinks(true);
     let options = Options::new().passes(2);
-    let previous = Plan::auto_with(&first, 6, options).unwrap();
+    let previous = Plan::builder(&first).world(6).options(options).build().unwrap();
     let second = problem(&[5, 600], 6, 3).with_mask(Mask::sliding(64)).with_sinks(true);
-    let kept = Plan::auto_like(&previous, second.batch()).unwrap();
-    assert_eq!(kept, Plan::with_options(&second, previous.mesh(), previous.layout(), options).unwrap());
-    assert_eq!(Plan::auto_like(&kept, first.batch()).unwrap().fingerprint(), previous.fingerprint());
+    let kept = previous.next(second.batch()).unwrap();
+    assert_eq!(
+        kept,
+        Plan::builder(&second).mesh(previous.mesh()).layout(previous.layout()).options(options).build().unwrap()
+    );
+    assert_eq!(kept.next(first.batch()).unwrap().fingerprint(), previous.fingerprint());
 }
 
 #[test]
@@ -68,18 +71,21 @@ fn kept_choices_of_several_kinds_have_one_distribution() {
     let windowed = full.clone().with_mask(Mask::sliding(16));
     let next = Batch::from_lengths(&[5, 700, 61]).unwrap();
     let alone = |p: &Problem| Plan::new(p, Mesh::ring(4).unwrap(), Layout::Balanced { chunks: 8 }).unwrap();
-    let separate = [&full, &windowed].map(|p| Plan::auto_like(&alone(p), &next).unwrap().distribution());
+    let separate = [&full, &windowed].map(|p| alone(p).next(&next).unwrap().distribution());
     assert_ne!(separate[0], separate[1], "the masks deal alike: this batch shows nothing");
     // Whichever kind decides, and over several steps.
     for (base, other) in [(&full, &windowed), (&windowed, &full)] {
         let base = alone(base);
-        let mut kinds = [base.clone(), Plan::with_tokens_of(&base, other, Options::new().pack_inputs(true)).unwrap()];
+        let mut kinds = [
+            base.clone(),
+            Plan::builder(other).tokens_of(&base).options(Options::new().pack_inputs(true)).build().unwrap(),
+        ];
         for batch in [&next, full.batch(), &next] {
-            kinds = kinds.map(|plan| Plan::auto_like(&plan, batch).unwrap());
+            kinds = kinds.map(|plan| plan.next(batch).unwrap());
             assert_eq!(kinds[0].distribution(), kinds[1].distribution());
             assert_eq!(kinds[1].options(), Options::new().pack_inputs(true));
         }
-        assert_eq!(kinds[0], Plan::auto_like(&base, &next).unwrap());
+        assert_eq!(kinds[0], base.next(&next).unwrap());
     }
 }
 
@@ -109,13 +115,13 @@ fn kinds_of_different_slices_have_one_distribution() {
     let plans = Plan::auto_for(&kinds, 8, Options::default()).unwrap();
     let chosen = plans.iter().cloned();
     let base = Plan::new(&kinds[0].0, Mesh::ring(4).unwrap(), Layout::Balanced { chunks: 4 }).unwrap();
-    let other = Plan::with_tokens_of(&base, &kinds[1].0, Options::default()).unwrap();
+    let other = Plan::builder(&kinds[1].0).tokens_of(&base).build().unwrap();
     for [a, b] in [chosen.collect::<Vec<_>>().try_into().unwrap(), [base, other]] {
         assert_eq!(a.distribution(), b.distribution());
-        let of = |plan: &Plan, prefixes| Plan::auto_like(plan, problem(&next, prefixes).batch()).unwrap();
+        let of = |plan: &Plan, prefixes| plan.next(problem(&next, prefixes).batch()).unwrap();
         assert_eq!(of(&a, false).distribution(), of(&b, true).distribution(), "{}", a.layout());
     }
     // The mask of the problem means something else with slices and without.
-    let text = Plan::auto_like(&plans[0], &Batch::from_lengths(&next).unwrap()).unwrap_err().to_string();
+    let text = plans[0].next(&Batch::from_lengths(&next).unwrap()).unwrap_err().to_string();
     assert!(text.contains("batch is without slices, expected one with slices, as in the plan before"), "{text}");
 }

@@ -36,7 +36,11 @@ fn each(mut check: impl FnMut(&Plan)) {
                 for (ulysses, ring) in [(1, 1), (1, 4), (2, 3), (4, 1), (4, 2)] {
                     for o in options {
                         check(
-                            &Plan::with_options(&p, Mesh { replicas: 1, ring, ulysses }, layout, o)
+                            &Plan::builder(&p)
+                                .mesh(Mesh { replicas: 1, ring, ulysses })
+                                .layout(layout)
+                                .options(o)
+                                .build()
                                 .unwrap_or_else(|e| panic!("{e}")),
                         );
                     }
@@ -109,7 +113,8 @@ fn no_workspace_is_larger_than_the_design_allows() {
             [random.usize(..3)]
         .ranks_per_node(levels);
         for layout in Choice::LAYOUTS {
-            let plan = Plan::with_options(&p, Mesh::ring(ring).unwrap(), layout, options).unwrap();
+            let plan =
+                Plan::builder(&p).mesh(Mesh::ring(ring).unwrap()).layout(layout).options(options).build().unwrap();
             for direction in [Direction::Forward, Direction::Backward] {
                 for rank in 0..ring {
                     let schedule = Schedule::new(&plan, rank, direction).unwrap();

@@ -16,7 +16,7 @@ use crate::verify;
 fn indices(batch: &Batch, layout: Layout, ring: usize) -> Vec<Vec<usize>> {
     let problem = Problem::new(batch.clone(), 1, 1, 8, Dtype::F32);
     let plan = Plan::new(&problem, Mesh::ring(ring).unwrap(), layout).unwrap();
-    (0..ring).map(|r| plan.token_indices(Side::Q, r)).collect()
+    (0..ring).map(|r| plan.local_tokens(Side::Q, r).indices()).collect()
 }
 
 /// Written by hand: borders `⌊i·n/2R⌋`, rank r takes chunk r, then chunk 2R − 1 − r.
@@ -55,8 +55,8 @@ fn striped_tokens_and_positions() {
     let plan =
         Plan::new(&Problem::new(batch, 1, 1, 8, Dtype::F32), Mesh::ring(2).unwrap(), Layout::Striped { stripe: 3 })
             .unwrap();
-    assert_eq!(plan.positions(Side::Q, 0), [0, 1, 2, 2, 3, 4]);
-    assert_eq!(plan.positions(Side::Q, 1), [3, 0, 1]);
+    assert_eq!(plan.local_tokens(Side::Q, 0).positions(), [0, 1, 2, 2, 3, 4]);
+    assert_eq!(plan.local_tokens(Side::Q, 1).positions(), [3, 0, 1]);
 }
 
 /// The back chunk of rank j is needed by ranks below j only: 1.5·R·(R − 1) chunks move, not 2·R·(R − 1).
@@ -133,11 +133,11 @@ fn imbalance(batch: &Batch, layout: Layout, ring: usize) -> (f64, f64) {
     let (mut work, mut tokens) = (Vec::new(), Vec::new());
     for r in 0..ring {
         let mut area = 0f64;
-        plan.for_each_token(Side::Q, r, |_, pos, doc| {
+        plan.local_tokens(Side::Q, r).for_each(|_, pos, doc| {
             area += mask.row_area(pos, batch.document(Side::K, doc).len() as i64) as f64;
         });
         work.push(area);
-        tokens.push(plan.local_tokens(Side::Q, r) as f64);
+        tokens.push(plan.local_tokens(Side::Q, r).len() as f64);
     }
     let over = |v: &[f64]| v.iter().copied().fold(0.0, f64::max) * v.len() as f64 / v.iter().sum::<f64>();
     (over(&work), over(&tokens))
@@ -174,7 +174,7 @@ fn many_documents_travel_in_few_messages() {
         (Layout::Striped { stripe: 1 }, Options::new()),
     ] {
         let p = Problem::new(batch.clone(), 2, 2, 8, Dtype::F32).with_mask(Mask::causal());
-        let plan = Plan::with_options(&p, Mesh::ring(4).unwrap(), layout, options).unwrap();
+        let plan = Plan::builder(&p).mesh(Mesh::ring(4).unwrap()).layout(layout).options(options).build().unwrap();
         let packs =
             Schedule::new(&plan, 0, Direction::Forward).unwrap().operations().filter(|op| op.name == "pack").count();
         assert!(packs > 0 || layout != Layout::Zigzag, "{layout}, {options:?}: nothing is packed");

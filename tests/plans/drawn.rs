@@ -87,7 +87,7 @@ proptest! {
         let ulysses = if too_many == 0 { ulysses } else { ulysses.min(kv_heads * group) };
         let mesh = Mesh { replicas: 1, ring, ulysses };
         let drawn = DRAWN.fetch_add(1, Ordering::Relaxed) + 1;
-        match Plan::with_options(&problem, mesh, layout, options) {
+        match Plan::builder(&problem).mesh(mesh).layout(layout).options(options).build() {
             Ok(plan) => {
                 ACCEPTED.fetch_add(1, Ordering::Relaxed);
                 let (forward, backward) = plan.verify().map_err(|e| TestCaseError::fail(e.to_string()))?;
@@ -101,7 +101,7 @@ proptest! {
                     let moved = |rank: usize| {
                         let share = plan.heads_of(rank);
                         let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
-                        heads * (plan.tokens_between_all_to_alls(side, rank) - plan.local_tokens(side, rank)) * 3 * dtype.size()
+                        heads * (plan.tokens_between_all_to_alls(side, rank) - plan.local_tokens(side, rank).len()) * 3 * dtype.size()
                     };
                     let expected: usize = (0..mesh.group()).map(moved).sum();
                     prop_assert_eq!(report.bytes("exchange"), expected as u64);

@@ -50,7 +50,12 @@ fn nine_heads_on_eight_ranks() {
 fn all_to_alls_over_nodes() {
     let p = Problem::new(Batch::from_lengths(&[64]).unwrap(), 8, 2, 64, Dtype::Bf16);
     let plan = |ring, options: Options| {
-        Plan::with_options(&p, Mesh { replicas: 1, ring, ulysses: 4 }, Layout::Zigzag, options).unwrap()
+        Plan::builder(&p)
+            .mesh(Mesh { replicas: 1, ring, ulysses: 4 })
+            .layout(Layout::Zigzag)
+            .options(options)
+            .build()
+            .unwrap()
     };
     let o = || Options::new().circulate(Circulate::Keys);
     has(
@@ -110,7 +115,7 @@ fn a_window_over_many_ranks_is_summarised() {
 fn messages_are_counted() {
     let p = Problem::new(Batch::from_lengths(&[20; 300]).unwrap(), 8, 2, 64, Dtype::F32);
     let of = Options::new().gather(Gather::Steps);
-    let plan = Plan::with_options(&p, Mesh::ring(4).unwrap(), Layout::Zigzag, of).unwrap();
+    let plan = Plan::builder(&p).mesh(Mesh::ring(4).unwrap()).layout(Layout::Zigzag).options(of).build().unwrap();
     // k and v to one rank and from another: one or two chunks of each document, and each chunk is packed separately.
     let text = plan.explain();
     has(&text, &["messages                 6           8           8           6\n"]);
@@ -140,7 +145,7 @@ fn options_of_scores_are_printed() {
 #[test]
 fn forms_tell_their_price() {
     let mesh = Mesh { replicas: 2, ring: 2, ulysses: 2 };
-    let text = |o| Plan::with_options(&minilm(), mesh, Layout::ZigzagPack, o).unwrap().explain();
+    let text = |o| Plan::builder(&minilm()).mesh(mesh).layout(Layout::ZigzagPack).options(o).build().unwrap().explain();
     has(
         &text(Options::new().reproducible(true)),
         &[
@@ -178,7 +183,13 @@ fn forms_tell_their_price() {
     let forward = |side| {
         let p = Problem::new(cache.clone(), 4, 2, 16, Dtype::F32);
         let options = Options::new().circulate_forward(side);
-        Plan::with_options(&p, Mesh::ring(4).unwrap(), Layout::Striped { stripe: 2 }, options).unwrap().explain()
+        Plan::builder(&p)
+            .mesh(Mesh::ring(4).unwrap())
+            .layout(Layout::Striped { stripe: 2 })
+            .options(options)
+            .build()
+            .unwrap()
+            .explain()
     };
     let returned = "forward: q circulates, partial o and lse are returned to its owner and merged";
     has(&forward(Circulate::Auto), &[returned, "fewer bytes: all ranks receive 7,680 with k and v, 1,632 with q"]);
@@ -204,7 +215,7 @@ fn of_very_many_ranks_some_are_counted_and_named() {
 #[test]
 fn nodes_in_the_cost_are_named() {
     let p = Problem::new(Batch::from_lengths(&[1 << 15]).unwrap(), 32, 8, 128, Dtype::Bf16);
-    let text = |n| Plan::auto_with(&p, 16, Options::new().ranks_per_node(n)).unwrap().explain();
+    let text = |n| Plan::builder(&p).world(16).options(Options::new().ranks_per_node(n)).build().unwrap().explain();
     has(
         &text(8),
         &["nodes of 8 ranks: in the cost, a byte from another node counts 8 times", "from other nodes (about)"],

@@ -61,7 +61,11 @@ fn options() -> Vec<Options> {
 }
 
 fn verify(problem: &Problem, mesh: Mesh, layout: Layout, options: Options) -> (Report, Report) {
-    let plan = Plan::with_options(problem, mesh, layout, options)
+    let plan = Plan::builder(problem)
+        .mesh(mesh)
+        .layout(layout)
+        .options(options)
+        .build()
         .unwrap_or_else(|e| panic!("{problem:?} on {mesh}, {layout}, {options:?}: {e}"));
     plan.verify().unwrap_or_else(|e| panic!("{problem:?} on {mesh}, {layout}, {options:?}: {e}"))
 }

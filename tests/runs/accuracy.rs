@@ -83,7 +83,8 @@ fn a_bf16_wire_has_its_own_bound() {
         [(mesh(1, 8), Circulate::Keys), (mesh(1, 8), Circulate::Queries), (mesh(4, 2), Circulate::Auto)]
     {
         let options = Options::new().wire(Wire::Bf16).circulate(circulate);
-        let got = run(&Plan::with_options(&p, mesh, Layout::Zigzag, options).unwrap(), &data).unwrap();
+        let got =
+            run(&Plan::builder(&p).mesh(mesh).layout(Layout::Zigzag).options(options).build().unwrap(), &data).unwrap();
         let relative = |got: &[f32], want: &[f64]| common::error(got, want) / common::rms(want.iter().copied());
         let errors = [relative(&got.dq, &want.dq), relative(&got.dk, &want.dk), relative(&got.dv, &want.dv)];
         println!("{mesh}, {circulate:?}: relative RMS error of dq, dk, dv {errors:?}");

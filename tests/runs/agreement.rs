@@ -48,7 +48,7 @@ impl Job {
     fn new(lengths: &[usize], heads: [usize; 2], mesh: Mesh, layout: Layout, options: Options) -> Self {
         let batch = Batch::from_lengths(lengths).unwrap();
         let p = Problem::new(batch, heads[0], heads[1], 8, Dtype::F32).with_mask(Mask::full());
-        let plan = Plan::with_options(&p, mesh, layout, options).unwrap();
+        let plan = Plan::builder(&p).mesh(mesh).layout(layout).options(options).build().unwrap();
         Self { data: Data::random(&p, 7), plan }
     }
 
@@ -294,7 +294,7 @@ fn a_new_plan_against_one_that_was_agreed_on() {
 fn all_to_alls() {
     let mesh = Mesh::ulysses(2).unwrap();
     let job = Job::new(&[12], [4, 4], mesh, Layout::Contiguous, Options::new());
-    let n = |rank: &Rank| job.plan.local_tokens(Side::Q, rank.rank());
+    let n = |rank: &Rank| job.plan.local_tokens(Side::Q, rank.rank()).len();
     let all_to_all = |rank: &mut Rank, side: Side, dim: usize| {
         let n = n(rank);
         let (x, mut y) = (vec![1.0f32; n * 4 * dim], vec![0.0f32; 12 * 2 * dim]);

@@ -80,9 +80,9 @@ fn a_shift_of_shares_is_that_of_the_whole() {
                 |end| Through::new(end, OneEach),
                 |mut rank| {
                     let r = rank.rank();
-                    let mine = plan.shard(Side::Q, r, &whole(r), 1).unwrap();
+                    let mine = plan.local_tokens(Side::Q, r).shard(&whole(r), 1).unwrap();
                     for by in [1, -1, 0, 3, 70, -64, i64::MAX, i64::MIN] {
-                        let want = plan.shift(r, &whole(r), -7, by).unwrap();
+                        let want = plan.local_tokens(Side::Q, r).shift(&whole(r), -7, by).unwrap();
                         assert_eq!(rank.shift(plan, &mine, 1, -7, by).unwrap(), want, "by {by}, {}", plan.explain());
                         // Rows of three values, and rows of none.
                         let wide: Vec<[u8; 3]> = mine.iter().map(|x| [*x as u8, 1, 2]).collect();
@@ -100,7 +100,7 @@ fn a_shift_of_shares_is_that_of_the_whole() {
 }
 
 fn forward(rank: &mut Rank, plan: &Plan) -> Result<()> {
-    let n = plan.local_tokens(Side::Q, rank.rank());
+    let n = plan.local_tokens(Side::Q, rank.rank()).len();
     let (q, kv) = (vec![0.5f32; n * 4 * 8], vec![0.25f32; n * 2 * 8]);
     let (mut o, mut lse) = (vec![0f32; n * 4 * 8], vec![0f32; n * 4]);
     rank.forward(
@@ -128,7 +128,7 @@ fn ranks_that_call_different_things_find_out() {
         |end| end,
         |mut rank| {
             let odd = rank.rank() == 1;
-            let n = plan.local_tokens(Side::Q, rank.rank());
+            let n = plan.local_tokens(Side::Q, rank.rank()).len();
             let rows = vec![7u32; n];
             let halves = vec![7u16; 2 * n];
             let words = |error: Error| {
@@ -136,7 +136,7 @@ fn ranks_that_call_different_things_find_out() {
                 error.to_string()
             };
             let (by, at) = (if odd { 2 } else { 1 }, if odd { other } else { plan });
-            let mine = vec![7u32; at.local_tokens(Side::Q, rank.rank())];
+            let mine = vec![7u32; at.local_tokens(Side::Q, rank.rank()).len()];
             let said = words(rank.shift(plan, &rows, 1, 0, by).unwrap_err());
             assert!(said.contains(&format!("runs a shift by {by} of rows of 4 bytes over plan")), "{said}");
             words(rank.shift(at, &mine, 1, 0, 1).unwrap_err());
@@ -181,7 +181,7 @@ fn a_rank_that_leaves_ends_the_call_on_all_others() {
             Through::faulty(end, call, fault)
         };
         ranks(3, wrap, |mut rank| {
-            let rows = vec![0u8; plan.local_tokens(Side::Q, rank.rank())];
+            let rows = vec![0u8; plan.local_tokens(Side::Q, rank.rank()).len()];
             let once = |rank: &mut Rank| match gathers {
                 true => rank.gather_trace(Instant::now()).map(drop),
                 false => rank.shift(plan, &rows, 1, 0, 1).map(drop),

@@ -44,7 +44,7 @@ pub fn every_way<T: Element>(what: &str, p: &Problem, meshes: &[Mesh], layouts: 
     for &mesh in meshes {
         for &layout in layouts {
             for &option in options {
-                let plan = Plan::with_options(p, mesh, layout, option).unwrap();
+                let plan = Plan::builder(p).mesh(mesh).layout(layout).options(option).build().unwrap();
                 let what = format!("{what}, {mesh}, {layout}, {option:?}");
                 let got = run(&plan, &data).unwrap_or_else(|e| panic!("{what}: {e}"));
                 check(&what, &got, &one, &want);
@@ -213,7 +213,7 @@ fn a_token_moves_q_and_partial_results() {
     let batch = Batch::cross(&[0, 1], &[0, 64], Some(&[63])).unwrap();
     let p = Problem::new(batch, 6, 2, 16, Dtype::Bf16).with_value_dim(8);
     let moved = |options| {
-        let plan = Plan::with_options(&p, mesh(1, 4), Layout::Contiguous, options).unwrap();
+        let plan = Plan::builder(&p).mesh(mesh(1, 4)).layout(Layout::Contiguous).options(options).build().unwrap();
         let (forward, _) = plan.verify().unwrap();
         forward.ranks.iter().flat_map(|r| &r.traffic).map(|t| t.bytes_out).sum::<u64>()
     };
@@ -236,7 +236,7 @@ fn a_run_repeats_bit_for_bit() {
     let p = nine_and_three().with_sinks(true);
     let data = Data::<f32>::random(&p, 5);
     for option in forms() {
-        let plan = Plan::with_options(&p, mesh(2, 3), Layout::Zigzag, option).unwrap();
+        let plan = Plan::builder(&p).mesh(mesh(2, 3)).layout(Layout::Zigzag).options(option).build().unwrap();
         let first = run(&plan, &data).unwrap();
         for _ in 0..5 {
             assert!(run(&plan, &data).unwrap() == first, "{option:?}");
@@ -255,7 +255,7 @@ fn one_document_does_not_touch_another() {
     }
     for layout in LAYOUTS {
         for option in forms() {
-            let plan = Plan::with_options(&p, mesh(2, 3), layout, option).unwrap();
+            let plan = Plan::builder(&p).mesh(mesh(2, 3)).layout(layout).options(option).build().unwrap();
             let (a, b) = (run(&plan, &data).unwrap(), run(&plan, &other).unwrap());
             for (a, b, row) in [(&a.o, &b.o, 64), (&a.dq, &b.dq, 64), (&a.dk, &b.dk, 32), (&a.dv, &b.dv, 32)] {
                 assert!(a[21 * row..] == b[21 * row..], "{layout}, {option:?}");
@@ -270,7 +270,11 @@ fn reproducible_plans_give_the_bits_of_one_rank() {
     fn of<T: Element>(p: &Problem) {
         let data = Data::<T>::random(p, 11);
         let option = Options::new().reproducible(true);
-        let one = run(&Plan::with_options(p, Mesh::single(), Layout::Contiguous, option).unwrap(), &data).unwrap();
+        let one = run(
+            &Plan::builder(p).mesh(Mesh::single()).layout(Layout::Contiguous).options(option).build().unwrap(),
+            &data,
+        )
+        .unwrap();
         let meshes = [
             mesh(1, 2),
             mesh(2, 1),
@@ -288,8 +292,11 @@ fn reproducible_plans_give_the_bits_of_one_rank() {
         let both = [(mesh(4, 2), 4), (mesh(6, 2), 6), (mesh(4, 4), 8)];
         for (mesh, ranks) in one_level.into_iter().chain(ring).chain(ulysses).chain(both) {
             for layout in LAYOUTS {
-                let got =
-                    run(&Plan::with_options(p, mesh, layout, option.ranks_per_node(ranks)).unwrap(), &data).unwrap();
+                let got = run(
+                    &Plan::builder(p).mesh(mesh).layout(layout).options(option.ranks_per_node(ranks)).build().unwrap(),
+                    &data,
+                )
+                .unwrap();
                 let what = format!("on {mesh}, {layout}, {ranks} ranks of a node");
                 assert!(got.o == one.o, "o {what}");
                 assert!(got.lse == one.lse, "lse {what}");
@@ -315,9 +322,9 @@ fn tokens_are_dealt_once_and_positions_follow() {
         for side in [Side::Q, Side::K] {
             let mut seen = vec![0; p.batch().tokens(side)];
             for rank in 0..12 {
-                let tokens = plan.token_indices(side, rank);
-                assert_eq!(tokens.len(), plan.local_tokens(side, rank));
-                for (t, pos) in tokens.iter().zip(plan.positions(side, rank)) {
+                let tokens = plan.local_tokens(side, rank).indices();
+                assert_eq!(tokens.len(), plan.local_tokens(side, rank).len());
+                for (t, pos) in tokens.iter().zip(plan.local_tokens(side, rank).positions()) {
                     seen[*t] += 1;
                     let d = p.batch().document_of(side, *t);
                     assert_eq!(pos, p.batch().start(side, d) + (*t - p.batch().document(side, d).start) as i64);

@@ -37,7 +37,7 @@ fn on_every_form<T: Element>(dtype: Dtype) {
             for mesh in [mesh(1, 1), mesh(3, 1), mesh(1, 3), mesh(2, 2)] {
                 for form in forms() {
                     let what = format!("{dtype} sinks {sinks} d_o {d_o} {mesh} {form:?}");
-                    let plan = Plan::with_options(&p, mesh, Layout::Zigzag, form).unwrap();
+                    let plan = Plan::builder(&p).mesh(mesh).layout(Layout::Zigzag).options(form).build().unwrap();
                     let mut got = run(&plan, &data).unwrap_or_else(|e| panic!("{what}: {e}"));
                     if form.wire != cpattn::plan::Wire::Full {
                         let off = |x: &[T], want: &[f64]| error(x, want) / rms(want.iter().copied()).max(1e-9);
@@ -68,7 +68,7 @@ fn ranks_may_differ() {
     for mesh in [mesh(3, 1), mesh(1, 3), mesh(2, 2)] {
         let plan = Plan::new(&p, mesh, Layout::Zigzag).unwrap();
         let mut data = Data::<f32>::random(&p, 5);
-        for t in plan.token_indices(Side::Q, 1) {
+        for t in plan.local_tokens(Side::Q, 1).indices() {
             data.d_lse.as_mut().unwrap()[t * 6..(t + 1) * 6].fill(0.0);
         }
         let results = |given: bool| -> Vec<Vec<Vec<u8>>> {

@@ -37,7 +37,7 @@ fn kinds(base: &Problem) -> Vec<(Problem, Options)> {
 }
 
 fn tokens(plan: &Plan) -> Vec<[Vec<usize>; 2]> {
-    (0..plan.mesh().world()).map(|r| [Side::Q, Side::K].map(|side| plan.token_indices(side, r))).collect()
+    (0..plan.mesh().world()).map(|r| [Side::Q, Side::K].map(|side| plan.local_tokens(side, r).indices())).collect()
 }
 
 #[test]
@@ -49,7 +49,7 @@ fn derived_plans_hold_the_same_tokens_and_are_proved() {
             let lengths: Vec<usize> = (0..1 + random.below(6)).map(|_| random.below(60)).collect();
             let base = Plan::new(&problem(Batch::from_lengths(&lengths).unwrap()), mesh, layout).unwrap();
             for (problem, options) in kinds(base.problem()) {
-                let plan = Plan::with_tokens_of(&base, &problem, options).unwrap();
+                let plan = Plan::builder(&problem).tokens_of(&base).options(options).build().unwrap();
                 let what = format!("{mesh} {layout} {lengths:?} {:?}", problem.mask());
                 assert_eq!(tokens(&plan), tokens(&base), "{what}");
                 assert_eq!(plan.distribution(), base.distribution(), "{what}");
@@ -57,7 +57,7 @@ fn derived_plans_hold_the_same_tokens_and_are_proved() {
                 plan.verify().unwrap_or_else(|e| panic!("{what}: {e}"));
                 // A plan made by itself may deal otherwise. It is equal, and has an equal number, only where it does
                 // not.
-                let own = Plan::with_options(&problem, mesh, layout, options).unwrap();
+                let own = Plan::builder(&problem).mesh(mesh).layout(layout).options(options).build().unwrap();
                 let same = tokens(&own) == tokens(&plan);
                 assert_eq!(own.distribution() == plan.distribution(), same, "{what}");
                 assert_eq!((own == plan, own.fingerprint() == plan.fingerprint()), (same, same), "{what}");
@@ -77,7 +77,7 @@ fn derived_plans_run_as_one_rank_does() {
         for layout in [Layout::Balanced { chunks: 4 }, Layout::Zigzag, Layout::Striped { stripe: 3 }] {
             let base = Plan::new(&problem(batch.clone()), mesh, layout).unwrap();
             for (problem, options) in kinds(base.problem()) {
-                let plan = Plan::with_tokens_of(&base, &problem, options).unwrap();
+                let plan = Plan::builder(&problem).tokens_of(&base).options(options).build().unwrap();
                 let data = Data::<f32>::random(&problem, 3);
                 let what = format!("{mesh} {layout} {:?}", problem.mask());
                 check(&what, &run(&plan, &data).unwrap(), &one_rank(&problem, &data), &reference(&problem, &data));
@@ -107,7 +107,7 @@ fn another_batch_and_too_few_heads_are_refused() {
         Plan::new(&problem(Batch::from_lengths(&[9, 20]).unwrap()), Mesh::ulysses(4).unwrap(), Layout::Contiguous);
     let base = base.unwrap();
     let refused = |p: &Problem, words: &[&str]| {
-        let said = Plan::with_tokens_of(&base, p, Options::default()).unwrap_err().to_string();
+        let said = Plan::builder(p).tokens_of(&base).build().unwrap_err().to_string();
         for word in words {
             assert!(said.contains(word), "{said}: {word}");
         }
@@ -121,7 +121,12 @@ fn another_batch_and_too_few_heads_are_refused() {
     let cross = |starts: Option<&[i64]>| problem(Batch::cross(&[0, 9, 29], &[0, 9, 29], starts).unwrap());
     refused(&cross(Some(&[0, 4])), &["q_start[1] is 4", "not given"]);
     refused(&Problem::new(base.problem().batch().clone(), 3, 3, 8, Dtype::F32), &["mesh.ulysses is 4", "heads = 3"]);
-    let said = Plan::with_tokens_of(&base, base.problem(), Options::default().passes(9)).unwrap_err().to_string();
+    let said = Plan::builder(base.problem())
+        .tokens_of(&base)
+        .options(Options::default().passes(9))
+        .build()
+        .unwrap_err()
+        .to_string();
     assert!(said.contains("options.passes"), "{said}");
 }
 
@@ -129,7 +134,7 @@ fn another_batch_and_too_few_heads_are_refused() {
 fn explain_names_the_distribution_and_whose_chunks_they_are() {
     let p = problem(Batch::from_lengths(&[300, 20, 80]).unwrap());
     let base = Plan::new(&p, Mesh::ring(4).unwrap(), Layout::Balanced { chunks: 4 }).unwrap();
-    let plan = Plan::with_tokens_of(&base, &p.with_mask(Mask::sliding(8)), Options::default()).unwrap();
+    let plan = Plan::builder(&p.with_mask(Mask::sliding(8))).tokens_of(&base).build().unwrap();
     let name = format!("distribution {}", base.distribution());
     assert!(base.explain().contains(&name) && plan.explain().contains(&name));
     assert!(plan.explain().contains("chunks are those of another plan") && !base.explain().contains("of another plan"));

@@ -65,7 +65,7 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
                 .ranks_per_node((1..=mesh.ulysses).filter(|n| mesh.ulysses.is_multiple_of(*n)).nth(1).unwrap_or(0)),
             _ => option.ranks_per_node(per_node * mesh.ulysses),
         };
-        let plan = Plan::with_options(&p, mesh, layout, option).unwrap();
+        let plan = Plan::builder(&p).mesh(mesh).layout(layout).options(option).build().unwrap();
         (p, plan, seed)
     })
 }

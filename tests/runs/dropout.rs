@@ -72,7 +72,8 @@ fn same_bits_on_every_mesh() {
     let p = problem(Dtype::Bf16);
     let data = Data::<bf16>::random(&p, 5);
     let of = |mesh, layout| {
-        let plan = Plan::with_options(&p, mesh, layout, Options::new().reproducible(true)).unwrap();
+        let plan =
+            Plan::builder(&p).mesh(mesh).layout(layout).options(Options::new().reproducible(true)).build().unwrap();
         let r = run(&plan, &data).unwrap();
         (r.o, r.lse, r.dq, r.dk, r.dv, r.dsinks)
     };

@@ -41,7 +41,7 @@ fn bits<T: Element>(workers: usize, executor: Option<Arc<dyn Executor>>) -> Vec<
         Some(executor) => Rank::with_executor(end, workers, executor),
         None => Rank::with_workers(end, workers),
     };
-    let n = plan.local_tokens(Side::Q, 0);
+    let n = plan.local_tokens(Side::Q, 0).len();
     let mut random = fastrand::Rng::with_seed(7);
     let mut numbers =
         |heads: usize| -> Vec<T> { (0..n * heads * DIM).map(|_| T::from_f64(random.f64() * 2.0 - 1.0)).collect() };

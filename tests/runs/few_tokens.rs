@@ -25,9 +25,9 @@ fn rows(x: &[f32], heads: usize) -> View<'_, f32> {
 
 /// o, dq, dk and dv of a rank's own tokens, after a second run of each direction, which repeats the bits of the first.
 fn own(mut rank: Rank, plan: &Plan, [q, k, v, d_o]: &[Vec<f32>; 4]) -> [Vec<f32>; 4] {
-    let (r, n) = (rank.rank(), plan.local_tokens(Side::Q, rank.rank()));
-    let [q, d_o] = [q, d_o].map(|x| plan.shard(Side::Q, r, x, HEADS * DIM).unwrap());
-    let [k, v] = [k, v].map(|x| plan.shard(Side::K, r, x, KV_HEADS * DIM).unwrap());
+    let (r, n) = (rank.rank(), plan.local_tokens(Side::Q, rank.rank()).len());
+    let [q, d_o] = [q, d_o].map(|x| plan.local_tokens(Side::Q, r).shard(x, HEADS * DIM).unwrap());
+    let [k, v] = [k, v].map(|x| plan.local_tokens(Side::K, r).shard(x, KV_HEADS * DIM).unwrap());
     let mut runs = (0..2).map(|_| {
         let [mut o, mut dq] = [(); 2].map(|()| vec![f32::NAN; q.len()]);
         let [mut dk, mut dv] = [(); 2].map(|()| vec![f32::NAN; k.len()]);
@@ -76,7 +76,7 @@ fn whole(plan: &Plan, inputs: &[Vec<f32>; 4]) -> [Vec<f32>; 4] {
         for (rank, thread) in ranks.into_iter().enumerate() {
             let sides = [(Side::Q, HEADS), (Side::Q, HEADS), (Side::K, KV_HEADS), (Side::K, KV_HEADS)];
             for ((all, mine), (side, heads)) in out.iter_mut().zip(thread.join().unwrap()).zip(sides) {
-                plan.unshard_into(side, rank, &mine, all, heads * DIM).unwrap();
+                plan.local_tokens(side, rank).unshard_into(&mine, all, heads * DIM).unwrap();
             }
         }
     });

@@ -47,7 +47,8 @@ fn same_bits_on_every_mesh() {
         let p = problem(dtype);
         let data = Data::<f32>::random(&p, seed);
         let of = |mesh, layout| {
-            let plan = Plan::with_options(&p, mesh, layout, Options::new().reproducible(true)).unwrap();
+            let plan =
+                Plan::builder(&p).mesh(mesh).layout(layout).options(Options::new().reproducible(true)).build().unwrap();
             run(&plan, &data).unwrap().max_logit
         };
         let one = of(mesh(1, 1), Layout::Contiguous);

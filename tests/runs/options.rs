@@ -66,7 +66,7 @@ fn every_combination_of_options_is_honoured_or_refused() {
         ] {
             let options = options.ranks_per_node(ranks_per_node);
             let what = format!("{mesh}, {options:?}");
-            let plan = match Plan::with_options(&p, mesh, Layout::Zigzag, options) {
+            let plan = match Plan::builder(&p).mesh(mesh).layout(Layout::Zigzag).options(options).build() {
                 Ok(plan) => plan,
                 Err(error) => {
                     assert!(clash && matches!(error, Error::Unsupported { .. }), "{what}: {error}");
@@ -129,7 +129,7 @@ fn every_score_option_makes_a_difference_in_every_mode() {
         for mesh in [mesh(3, 1), mesh(1, 3), mesh(2, 2), mesh(4, 2)] {
             for form in forms {
                 let what = format!("{name}, {mesh}, {form:?}");
-                let plan = Plan::with_options(p, mesh, Layout::Zigzag, form).unwrap();
+                let plan = Plan::builder(p).mesh(mesh).layout(Layout::Zigzag).options(form).build().unwrap();
                 check(&what, &run(&plan, &data).unwrap_or_else(|e| panic!("{what}: {e}")), &one, &want);
             }
         }
@@ -145,7 +145,7 @@ fn sinks_that_are_not_finite() {
         let (heads, kv, dim) = (6, 3, 8);
         let batch = Batch::from_lengths(&[13, 6]).unwrap();
         let p = Problem::new(batch, heads, kv, dim, T::DTYPE).with_mask(Mask::causal()).with_sinks(true);
-        let plan = Plan::with_options(&p, mesh, Layout::Zigzag, options).unwrap();
+        let plan = Plan::builder(&p).mesh(mesh).layout(Layout::Zigzag).options(options).build().unwrap();
         let (mut data, what) = (Data::<T>::random(&p, 7), format!("{} {mesh} {options:?}", T::DTYPE));
         let head = |x: &[T], heads: usize, h: usize| -> Vec<f64> {
             x.chunks(heads * dim).flat_map(|row| &row[h * dim..(h + 1) * dim]).map(|x| x.to_f64()).collect()

@@ -28,7 +28,7 @@ fn run(batch: &Batch, data: &Data<f32>, mesh: Mesh, mask: Mask) -> Results {
             bytes.chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect()
         };
         let mut results = own.results().into_iter().map(numbers);
-        let tokens = |side| plan.token_indices(side, rank.rank());
+        let tokens = |side| plan.local_tokens(side, rank.rank()).indices();
         (tokens(Side::Q), tokens(Side::K), std::array::from_fn(|_| results.next().unwrap()))
     };
     local::run(mesh.world(), Duration::from_secs(60), |end| Ok(one(end))).unwrap()

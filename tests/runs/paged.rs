@@ -29,7 +29,7 @@ impl<T: Element> Cache<T> {
         let p = plan.problem();
         let mut held = vec![Vec::new(); p.batch().documents()];
         let mut row = 0;
-        plan.for_each_token(Side::K, rank, |_, _, doc| {
+        plan.local_tokens(Side::K, rank).for_each(|_, _, doc| {
             held[doc].push(row);
             row += 1;
         });
@@ -76,10 +76,10 @@ fn both<T: Element>(plan: &Plan, size: usize, stride: usize, seed: u64) -> Vec<[
         let (h, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
         let mut whole = |side, width: usize| {
             let all: Vec<T> = (0..p.batch().tokens(side) * width).map(|_| T::from_f64(r.normal())).collect();
-            plan.shard(side, me, &all, width).unwrap()
+            plan.local_tokens(side, me).shard(&all, width).unwrap()
         };
         let (q, k, v) = (whole(Side::Q, h * d), whole(Side::K, hk * d), whole(Side::K, hk * dv));
-        let [n, m] = [Side::Q, Side::K].map(|side| plan.local_tokens(side, me));
+        let [n, m] = [Side::Q, Side::K].map(|side| plan.local_tokens(side, me).len());
         let cache = Cache::new(plan, me, [&k, &v], size, stride, &mut r);
         let sinks: Vec<f32> = (0..h).map(|i| i as f32 - 1.0).collect();
         let mut run = |paged: bool| -> Result<_> {
@@ -135,8 +135,11 @@ fn same_bits<T: Element>(dtype: Dtype) {
                 (3, Layout::Contiguous),
                 (2, Layout::Zigzag),
             ] {
-                let plan =
-                    Plan::with_options(&p, mesh(1, ring), layout, if ring > 1 { queries } else { Options::new() });
+                let plan = Plan::builder(&p)
+                    .mesh(mesh(1, ring))
+                    .layout(layout)
+                    .options(if ring > 1 { queries } else { Options::new() })
+                    .build();
                 let plan = plan.unwrap();
                 for (size, stride) in [(1, 1), (16, 16), (5, 5), (16, 32), (64, 64)] {
                     for (r, [paged, plain]) in both::<T>(&plan, size, stride, i as u64).into_iter().enumerate() {
@@ -170,10 +173,10 @@ fn refusals() {
     let batch = Batch::cross(&[0, 1, 2], &[0, 5, 7], None).unwrap();
     let p = Problem::new(batch, 2, 2, 4, Dtype::F32);
     let try_with = |mesh, layout, options, pages: Pages<'_>, rows: usize| {
-        let plan = Plan::with_options(&p, mesh, layout, options).unwrap();
+        let plan = Plan::builder(&p).mesh(mesh).layout(layout).options(options).build().unwrap();
         let mut outcomes = local::run(mesh.world(), Duration::from_secs(10), |end| {
             let mut rank = Rank::new(end);
-            let n = plan.local_tokens(Side::Q, rank.rank());
+            let n = plan.local_tokens(Side::Q, rank.rank()).len();
             let (q, x) = (vec![0.0f32; n * 8], vec![0.0f32; rows * 8]);
             let (mut o, mut lse) = (q.clone(), vec![0.0f32; n * 2]);
             let tensors = Forward {

@@ -72,7 +72,7 @@ fn meshes_and_layouts() {
 #[test]
 fn options_that_contradict_each_other() {
     let o = Options::new;
-    let plan = |options| Plan::with_options(&problem(), ring(2), Layout::Zigzag, options);
+    let plan = |options| Plan::builder(&problem()).mesh(ring(2)).layout(Layout::Zigzag).options(options).build();
     refused(plan(o().passes(0)), &["options.passes is 0", "kv_heads = 3"]);
     refused(plan(o().passes(4)), &["options.passes is 4", "kv_heads = 3"]);
     refused(plan(o().reproducible(true).wire(Wire::Bf16)), &["wire bf16 with reproducible", "leave"]);
@@ -102,7 +102,7 @@ fn passes_of_a_kind() {
     let of = |kv_heads| Problem::new(Batch::from_lengths(&[40, 9]).unwrap(), 4, kv_heads, 8, Dtype::F32);
     let passes = Options::new().passes(2);
     let wanted = ["options.passes is 2, expected 1 to kv_heads = 1", "use fewer passes"];
-    refused(Plan::with_options(&of(1), ring(2), Layout::Zigzag, passes), &wanted);
+    refused(Plan::builder(&of(1)).mesh(ring(2)).layout(Layout::Zigzag).options(passes).build(), &wanted);
     refused(Plan::auto_for(&[(of(1), 1)], 2, passes), &wanted);
     let wanted = ["options.passes of kinds[1] is 2, expected 1 to kv_heads = 1", "use fewer passes"];
     refused(Plan::auto_for(&[(of(4), 3), (of(1), 1)], 2, passes), &wanted);

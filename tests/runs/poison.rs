@@ -66,7 +66,8 @@ fn every_way<T: Element>(p: &Problem, meshes: &[Mesh]) {
         for form in forms {
             for layout in [Layout::Zigzag, Layout::Striped { stripe: 2 }, Layout::Balanced { chunks: 2 }] {
                 let what = format!("{p:?}, {mesh}, {layout}, {form:?}");
-                let plan = |pack| Plan::with_options(p, mesh, layout, form.pack_inputs(pack)).unwrap();
+                let plan =
+                    |pack| Plan::builder(p).mesh(mesh).layout(layout).options(form.pack_inputs(pack)).build().unwrap();
                 let clean = play(&plan(false), &data, compact, false);
                 let check = |how: &str, got: Vec<Own<T>>| {
                     for (rank, (got, clean)) in got.iter().zip(&clean).enumerate() {
@@ -119,13 +120,13 @@ fn fused_buffers_are_packed() {
     for mesh in [mesh(1, 1), mesh(1, 3), mesh(2, 2), mesh(4, 1)] {
         for circulate in [Circulate::Keys, Circulate::Queries] {
             let options = Options::new().pack_inputs(true).circulate(circulate);
-            let plan = Plan::with_options(&p, mesh, Layout::Zigzag, options).unwrap();
+            let plan = Plan::builder(&p).mesh(mesh).layout(Layout::Zigzag).options(options).build().unwrap();
             let clean = play(&plan, &data, compact, false);
             let one_rank = |end: local::Local| {
                 let mut rank = Rank::new(end);
                 let r = rank.rank();
                 let mut own = Own::new(&plan, &data, r, compact);
-                let n = plan.local_tokens(Side::Q, r);
+                let n = plan.local_tokens(Side::Q, r).len();
                 let mut fused = vec![f32::NAN; n * 8 * 8];
                 for (slot, first) in [(&own.q, 0), (&own.k, 4), (&own.v, 6)] {
                     let view = slot.view();

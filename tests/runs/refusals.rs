@@ -37,7 +37,8 @@ struct Bench {
 
 impl Bench {
     fn new(problem: &Problem, options: Options) -> Self {
-        let plan = Plan::with_options(problem, Mesh::single(), Layout::Contiguous, options).unwrap();
+        let plan =
+            Plan::builder(problem).mesh(Mesh::single()).layout(Layout::Contiguous).options(options).build().unwrap();
         let own = Own::new(&plan, &Data::random(problem, 1), 0, compact);
         Self { rank: Rank::new(local::group(1, Duration::from_secs(9)).unwrap().remove(0)), plan, own }
     }
@@ -180,7 +181,9 @@ fn differing<'a>(one: &'a str, other: &'a str) -> Vec<&'a str> {
 fn ranks_that_planned_different_things() {
     let base = problem();
     let o = Options::new;
-    let plan = |p: &Problem, mesh, layout, options| Plan::with_options(p, mesh, layout, options).unwrap();
+    let plan = |p: &Problem, mesh, layout, options| {
+        Plan::builder(p).mesh(mesh).layout(layout).options(options).build().unwrap()
+    };
     let (mesh, layout) = (ring(3), Layout::Striped { stripe: 2 });
     let of = |p: Problem| plan(&p, mesh, layout, o());
     let shifted = Batch::cross(&[0, 7, 11], &[0, 7, 11], Some(&[0, 1])).unwrap();
@@ -281,7 +284,14 @@ fn strides_of_what_is_sent() {
         ),
         (o(), Mesh::ulysses(3).unwrap(), None, None),
     ] {
-        let plan = |pack| Plan::with_options(&problem(), mesh, Layout::Zigzag, options.pack_inputs(pack)).unwrap();
+        let plan = |pack| {
+            Plan::builder(&problem())
+                .mesh(mesh)
+                .layout(Layout::Zigzag)
+                .options(options.pack_inputs(pack))
+                .build()
+                .unwrap()
+        };
         let run = |pack: bool, direction: Direction| {
             let plan = plan(pack);
             on_ranks(3, |mut rank| {
@@ -312,7 +322,12 @@ fn strides_of_a_q_that_is_sent_by_default() {
     let problem = Problem::new(Batch::cross(&[0, 1], &[0, 40], None).unwrap(), 6, 3, 8, Dtype::F32);
     let data = Data::<f32>::random(&problem, 5);
     let run = |options| {
-        let plan = Plan::with_options(&problem, ring(3), Layout::Striped { stripe: 2 }, options).unwrap();
+        let plan = Plan::builder(&problem)
+            .mesh(ring(3))
+            .layout(Layout::Striped { stripe: 2 })
+            .options(options)
+            .build()
+            .unwrap();
         on_ranks(3, |mut rank| {
             let mut own = Own::new(&plan, &data, rank.rank(), compact);
             own.q = Own::new(&plan, &data, rank.rank(), gaps).q;
@@ -411,7 +426,7 @@ fn tensors_of_the_wrong_length_say_what_a_rank_brings() {
     own.q = bench.own.q.clone();
     refused(own.forward(&mut bench.rank, &bench.plan), &["k.tokens is 12, expected 11"]);
     refused(
-        bench.plan.shard(Side::Q, 0, &[0f32; 12], 1),
+        bench.plan.local_tokens(Side::Q, 0).shard(&[0f32; 12], 1),
         &["full is of length 12, expected 11: 1 for each of 11 tokens"],
     );
 }

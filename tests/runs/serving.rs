@@ -36,8 +36,8 @@ fn forward(plan: &Plan, q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
     let ranks = local::run(plan.mesh().world(), Duration::from_secs(60), |end| {
         let mut rank = Rank::new(end);
         let r = rank.rank();
-        let q = plan.shard(Side::Q, r, q, HEADS * DIM)?;
-        let [k, v] = [k, v].map(|x| plan.shard(Side::K, r, x, KV_HEADS * DIM).unwrap());
+        let q = plan.local_tokens(Side::Q, r).shard(q, HEADS * DIM)?;
+        let [k, v] = [k, v].map(|x| plan.local_tokens(Side::K, r).shard(x, KV_HEADS * DIM).unwrap());
         let (n, m) = (rows("q", &q, HEADS), rows("k", &k, KV_HEADS));
         let (mut o, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; n * HEADS]);
         let tensors = Forward {
@@ -55,7 +55,7 @@ fn forward(plan: &Plan, q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
     });
     let mut all = vec![f32::NAN; q.len()];
     for (rank, own) in ranks.unwrap().iter().enumerate() {
-        plan.unshard_into(Side::Q, rank, own, &mut all, HEADS * DIM).unwrap();
+        plan.local_tokens(Side::Q, rank).unshard_into(own, &mut all, HEADS * DIM).unwrap();
     }
     all
 }
@@ -104,8 +104,8 @@ fn a_cache_over_ranks_gives_what_one_forward_gives() {
             let starts: Vec<i64> = done.iter().map(|&n| n as i64).collect();
             let batch = Batch::cross(&ends(new.iter().copied()), &slots, Some(&starts)).unwrap();
             let options = Options::new().circulate_forward(circulate);
-            let plan = Plan::with_options(&problem(batch), mesh, layout, options).unwrap();
-            let held: Vec<_> = (0..4).map(|rank| plan.token_indices(Side::K, rank)).collect();
+            let plan = Plan::builder(&problem(batch)).mesh(mesh).layout(layout).options(options).build().unwrap();
+            let held: Vec<_> = (0..4).map(|rank| plan.local_tokens(Side::K, rank).indices()).collect();
             assert_eq!(holders.get_or_insert_with(|| held.clone()), &held, "a cached row has changed its rank");
             let (report, _) = plan.verify().unwrap();
             moved[side].push(report.ranks.iter().flat_map(|r| &r.traffic).map(|t| t.bytes_out).sum());

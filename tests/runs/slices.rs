@@ -103,7 +103,7 @@ fn any_plan(r: &mut Random, p: &Problem) -> Plan {
     let option = forms()[r.below(10)];
     let option = if p.kv_heads() < option.passes { option.passes(1) } else { option };
     let option = if nodes > 1 { option.ranks_per_node(per_node * mesh.ulysses) } else { option };
-    Plan::with_options(p, mesh, layout, option).unwrap()
+    Plan::builder(p).mesh(mesh).layout(layout).options(option).build().unwrap()
 }
 
 /// A number from the environment.
@@ -206,7 +206,9 @@ fn bits_do_not_depend_on_the_mesh() {
     for i in 0..40 {
         let p = any_problem(&mut r, Dtype::F32);
         let data = Data::<f32>::random(&p, i);
-        let plan = |mesh, layout| Plan::with_options(&p, mesh, layout, Options::new().reproducible(true)).unwrap();
+        let plan = |mesh, layout| {
+            Plan::builder(&p).mesh(mesh).layout(layout).options(Options::new().reproducible(true)).build().unwrap()
+        };
         let one = run(&plan(mesh(1, 1), Layout::Contiguous), &data).unwrap();
         for layout in
             [Layout::Contiguous, Layout::Zigzag, Layout::Striped { stripe: 3 }, Layout::Balanced { chunks: 2 }]

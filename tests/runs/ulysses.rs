@@ -24,7 +24,7 @@ fn ranks(plan: &Plan, each: impl Fn(&Plan, &mut Rank) + Sync) {
 }
 
 fn local_rows(plan: &Plan, rank: &Rank, side: Side, heads: usize) -> Vec<f64> {
-    let tokens = plan.token_indices(side, rank.rank());
+    let tokens = plan.local_tokens(side, rank.rank()).indices();
     tokens.iter().flat_map(|&t| (0..heads * D).map(move |i| value(t, i / D, i % D))).collect()
 }
 
@@ -69,7 +69,7 @@ fn linear_attention_between_two_all_to_alls() {
         for world in [1, 2, 4, 5] {
             let plan = Plan::new(&p, Mesh::ulysses(world).unwrap(), Layout::Contiguous).unwrap();
             ranks(&plan, |plan, rank| {
-                let tokens = plan.token_indices(Side::Q, rank.rank());
+                let tokens = plan.local_tokens(Side::Q, rank.rank()).indices();
                 let n = tokens.len();
                 let (q, k) = (local_rows(plan, rank, Side::Q, heads), local_rows(plan, rank, Side::K, kv_heads));
                 let mut y = vec![f64::NAN; n * heads * D];
@@ -99,7 +99,7 @@ fn the_way_back_is_the_transpose_of_the_way_there() {
         let plan = Plan::new(&p, Mesh::explicit(ulysses * ring, ulysses, ring).unwrap(), Layout::Zigzag).unwrap();
         ranks(&plan, |plan, rank| {
             for (side, heads) in [(Side::Q, 9), (Side::K, 3)] {
-                let n = plan.local_tokens(side, rank.rank());
+                let n = plan.local_tokens(side, rank.rank()).len();
                 let x = local_rows(plan, rank, side, heads);
                 let share = plan.heads_of(rank.rank());
                 let own = if side == Side::Q { share.q.len() } else { share.kv.len() };
@@ -136,7 +136,7 @@ fn a_local_kernel_that_fails_ends_the_run_everywhere() {
     let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F64).with_kind(AttentionKind::Other);
     let plan = Plan::new(&p, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
     ranks(&plan, |plan, rank| {
-        let n = plan.local_tokens(Side::Q, rank.rank());
+        let n = plan.local_tokens(Side::Q, rank.rank()).len();
         let (x, mut y) = (vec![1.0f64; n * 4 * D], vec![0.0; n * 4 * D]);
         let x = View::new(&x, n, 4, D).unwrap();
         let out = ViewMut::new(&mut y, n, 4, D).unwrap();
@@ -157,7 +157,7 @@ fn a_local_kernel_that_panics_ends_the_run_everywhere() {
     let plan = Plan::new(&p, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
     let both_are_back = std::sync::Barrier::new(2);
     ranks(&plan, |plan, rank| {
-        let n = plan.local_tokens(Side::Q, rank.rank());
+        let n = plan.local_tokens(Side::Q, rank.rank()).len();
         let (x, mut y) = (vec![1.0f64; n * 4 * D], vec![0.0; n * 4 * D]);
         let x = View::new(&x, n, 4, D).unwrap();
         let out = ViewMut::new(&mut y, n, 4, D).unwrap();

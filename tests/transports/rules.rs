@@ -58,7 +58,7 @@ fn a_transport_that_panics_in_abort_hangs_nobody() {
         thread::spawn(move || {
             let mut rank = Rank::new(Hopeless(end));
             for _ in 0..3 {
-                let n = plan.local_tokens(Side::Q, rank.rank());
+                let n = plan.local_tokens(Side::Q, rank.rank()).len();
                 let (q, kv) = (vec![1.0f32; n * 4 * 8], vec![1.0f32; n * 2 * 8]);
                 let (mut o, mut lse) = (vec![0.0f32; n * 4 * 8], vec![0.0f32; n * 4]);
                 let kv = View::new(&kv, n, 2, 8).unwrap();
@@ -90,9 +90,9 @@ fn a_rank_outside_the_mesh_is_nobody() {
     let p = Problem::new(Batch::new(&[0, 9, 21]).unwrap(), 4, 2, 8, Dtype::F32);
     let plan = Plan::new(&p, Mesh::explicit(4, 2, 2).unwrap(), Layout::Zigzag).unwrap();
     let calls: [&dyn Fn(usize) -> usize; 4] = [
-        &|rank| plan.local_tokens(Side::Q, rank),
-        &|rank| plan.token_indices(Side::K, rank).len(),
-        &|rank| plan.positions(Side::Q, rank).len(),
+        &|rank| plan.local_tokens(Side::Q, rank).len(),
+        &|rank| plan.local_tokens(Side::K, rank).indices().len(),
+        &|rank| plan.local_tokens(Side::Q, rank).positions().len(),
         &|rank| plan.heads_of(rank).q.len(),
     ];
     for call in calls {

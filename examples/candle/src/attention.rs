@@ -62,7 +62,16 @@ impl CustomOp3 for Attention {
         let [tokens, heads, dim] = [q.tokens(), q.heads(), v.dim()];
         let (mut o, mut lse) = (vec![0.0; tokens * heads * dim], vec![0.0; tokens * heads]);
         let scores = ViewMut::head_major(&mut lse, tokens, heads).map_err(Error::wrap)?;
-        let call = Forward { q, k, v, sinks: None, o: out(&mut o, [tokens, heads, dim])?, lse: scores, max_logit: None, dropout_seed: None };
+        let call = Forward {
+            q,
+            k,
+            v,
+            sinks: None,
+            o: out(&mut o, [tokens, heads, dim])?,
+            lse: scores,
+            max_logit: None,
+            dropout_seed: None,
+        };
         self.rank.lock().unwrap_or_else(PoisonError::into_inner).forward(&self.plan, call).map_err(Error::wrap)?;
         *self.lse.lock().unwrap_or_else(PoisonError::into_inner) = lse;
         Ok((CpuStorage::F32(o), Shape::from((tokens, heads, dim))))

@@ -30,7 +30,14 @@ fn main() -> Result<()> {
     let problem = Problem::new(batch, HEADS, KV_HEADS, DIM, Dtype::F32);
     // q, k and v are slices of one projection, which are not compact: the plan packs the part that is sent.
     let options = Options::new().pack_inputs(true);
-    let plan_of = |mesh| Plan::with_options(&problem, mesh, Layout::Zigzag, options).map_err(candle_core::Error::wrap);
+    let plan_of = |mesh| {
+        Plan::builder(&problem)
+            .mesh(mesh)
+            .layout(Layout::Zigzag)
+            .options(options)
+            .build()
+            .map_err(candle_core::Error::wrap)
+    };
 
     let single = plan_of(Mesh::single())?;
     let alone = train(&single, 0, &ids, &dense, &|own| Ok(own))?;

@@ -32,10 +32,11 @@ fn weights(rows: usize, columns: usize, seed: f32) -> Result<Var> {
 /// Trains on this rank's tokens of `ids`.
 pub fn train(plan: &Plan, rank: usize, ids: &[u32], attend: &Attend<'_>, sum: &Sum<'_>) -> Result<Trained> {
     let wrap = candle_core::Error::wrap;
-    let own = plan.shard(Side::Q, rank, ids, 1).map_err(wrap)?;
+    let own = plan.local_tokens(Side::Q, rank).shard(ids, 1).map_err(wrap)?;
     // The word after each token; WORDS where its document ends, which counts for nothing.
-    let next = plan.shift(rank, ids, WORDS as u32, 1).map_err(wrap)?;
-    let places: Vec<u32> = plan.positions(Side::Q, rank).into_iter().map(|position| position as u32).collect();
+    let next = plan.local_tokens(Side::Q, rank).shift(ids, WORDS as u32, 1).map_err(wrap)?;
+    let places: Vec<u32> =
+        plan.local_tokens(Side::Q, rank).positions().into_iter().map(|position| position as u32).collect();
     let counted = ids.len() - plan.problem().batch().documents();
     let marks: Vec<f32> =
         next.iter().flat_map(|&word| (0..WORDS as u32).map(move |w| f32::from(u8::from(w == word)))).collect();

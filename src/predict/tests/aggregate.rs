@@ -51,7 +51,7 @@ fn the_aggregate_model_knows_passes_and_the_ordered_form() {
             Options::new().reproducible(true),
         ] {
             for c in outlook(&p, 16, &machine, [options; 2]).unwrap().candidates {
-                let plan = Plan::with_options(&p, c.mesh, c.layout, options).unwrap();
+                let plan = Plan::builder(&p).mesh(c.mesh).layout(c.layout).options(options).build().unwrap();
                 let exact = |direction| plan.simulate(direction, &machine).unwrap();
                 let (forward, backward) = (exact(Direction::Forward), exact(Direction::Backward));
                 let ratio = c.seconds() / (forward.makespan + backward.makespan);
@@ -94,7 +94,7 @@ fn the_aggregate_model_knows_caches() {
                 if !striped || c.mesh.ulysses > 1 {
                     continue;
                 }
-                let plan = Plan::with_options(&p, c.mesh, c.layout, options).unwrap();
+                let plan = Plan::builder(&p).mesh(c.mesh).layout(c.layout).options(options).build().unwrap();
                 let costs = |r| plan.costs(r, Direction::Forward).unwrap();
                 let ends = |r| costs(r).bytes_received().max(costs(r).bytes_sent());
                 let busiest = (0..8).map(ends).max().unwrap() as f64;
@@ -127,7 +127,7 @@ fn the_aggregate_model_knows_all_to_alls_over_nodes() {
         let wide: Vec<_> = all.iter().filter(|c| c.mesh.ulysses == 16).collect();
         assert_eq!(wide.len(), 2);
         for c in &wide {
-            let plan = Plan::with_options(&p, c.mesh, c.layout, levels[c.levels - 1]).unwrap();
+            let plan = Plan::builder(&p).mesh(c.mesh).layout(c.layout).options(levels[c.levels - 1]).build().unwrap();
             for (direction, quick) in [(Direction::Forward, c.forward), (Direction::Backward, c.backward)] {
                 let exact = plan.simulate(direction, &machine).unwrap();
                 let inside = exact.ranks.iter().map(|r| r.bytes_inside).max().unwrap() as f64;
@@ -160,7 +160,8 @@ fn the_aggregate_model_knows_divided_rows() {
         for options in [Options::new(), Options::new().gather(true)] {
             let levels = [options, options.ranks_per_node(4)];
             for c in outlook(&p, 16, &machine, levels).unwrap().candidates {
-                let plan = Plan::with_options(&p, c.mesh, c.layout, levels[c.levels - 1]).unwrap();
+                let plan =
+                    Plan::builder(&p).mesh(c.mesh).layout(c.layout).options(levels[c.levels - 1]).build().unwrap();
                 if plan.ring_holders_of_node() == 1 || mask != Mask::full() && c.layout == Layout::Contiguous {
                     continue;
                 }

@@ -79,7 +79,7 @@ impl Plan {
         }
         self.describe_nodes(out, ranks);
         self.describe_forward(out);
-        let moved = match self.backward_circulates() {
+        let moved = match self.circulates(Direction::Backward) {
             _ if ring == 1 => "nothing circulates on one ring rank",
             _ if self.form() == Form::Ordered => "k and v are gathered for dq, then the q side for dk and dv",
             CirculatingSide::Keys => "k and v circulate, dk and dv are returned to their owner",
@@ -126,7 +126,7 @@ impl Plan {
     /// The side that circulates in the forward, if it is not the default: q, or the result of comparing two numbers of
     /// bytes.
     fn describe_forward(&self, out: &mut String) {
-        let queries = self.forward_circulates() == CirculatingSide::Queries && self.mesh().ring > 1;
+        let queries = self.circulates(Direction::Forward) == CirculatingSide::Queries && self.mesh().ring > 1;
         let compared = self.compared_in_forward();
         if !queries && compared.is_none() {
             return;
@@ -209,7 +209,7 @@ impl Plan {
     /// The costs of another form over those of the ring form with one pass.
     fn describe_price(&self, out: &mut String, ranks: &[usize]) {
         let options = Options::default().gather(Gather::Steps).ranks_per_node(self.options().ranks_per_node);
-        let Ok(ring) = Self::with_tokens_of(self, self.problem(), options) else { return };
+        let Ok(ring) = Plan::builder(self.problem()).tokens_of(self).options(options).build() else { return };
         for direction in [Direction::Forward, Direction::Backward] {
             let (Ok(ours), Ok(theirs)) = (self.costs_for(ranks, direction), ring.costs_for(ranks, direction)) else {
                 continue;

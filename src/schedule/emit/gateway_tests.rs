@@ -32,7 +32,7 @@ fn carried(plan: &Plan, direction: Direction) -> [Vec<Vec<u64>>; 2] {
 /// bytes on the way in and on the way out, and the part of these that is k, v and their gradients.
 fn least(plan: &Plan, direction: Direction, owner: usize, node: core::ops::Range<usize>) -> [[u64; 2]; 2] {
     let (p, group) = (plan.problem(), plan.problem().group() as u32);
-    let rows = |side| plan.local_tokens(side, owner) as u64;
+    let rows = |side| plan.local_tokens(side, owner).len() as u64;
     let first = owner / plan.mesh().ulysses * plan.mesh().ulysses;
     let (dk, dims) = (p.head_dim() as u64, (p.head_dim() + p.value_dim()) as u64);
     let (e, a) = (p.dtype().size() as u64, p.dtype().accumulator().size() as u64);
@@ -116,7 +116,7 @@ fn all_to_alls_over_nodes_are_proved_and_rows_cross_once() {
                 let problem = problem.with_mask(Mask::causal()).with_sinks(o % 2 == 0);
                 let mesh = Mesh { replicas: 1, ring, ulysses };
                 let option = option.passes(passes).ranks_per_node(ranks);
-                let plan = Plan::with_options(&problem, mesh, Layout::Zigzag, option).unwrap();
+                let plan = Plan::builder(&problem).mesh(mesh).layout(Layout::Zigzag).options(option).build().unwrap();
                 let name = format!("{batch:?} {heads} over {kv_heads} {dtype} {mesh} by {ranks}, {option:?}");
                 plan.verify().unwrap_or_else(|e| panic!("{name}: {e}"));
                 let two_levels = plan.ulysses_ranks_of_node() == ranks;
@@ -158,7 +158,12 @@ fn one_level_where_it_is_the_same() {
     let plan = |(ulysses, ring, ranks), (heads, kv_heads)| {
         let problem = Problem::new(batch.clone(), heads, kv_heads, 8, Dtype::Bf16);
         let options = Options::new().circulate(Circulate::Keys).ranks_per_node(ranks);
-        Plan::with_options(&problem, Mesh { replicas: 1, ring, ulysses }, Layout::Zigzag, options).unwrap()
+        Plan::builder(&problem)
+            .mesh(Mesh { replicas: 1, ring, ulysses })
+            .layout(Layout::Zigzag)
+            .options(options)
+            .build()
+            .unwrap()
     };
     let shared = (8, 2);
     for (of, heads) in [((4, 2, 1), shared), ((4, 2, 8), shared), ((4, 1, 4), shared), ((4, 2, 2), (8, 4))] {

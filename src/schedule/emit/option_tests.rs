@@ -68,7 +68,9 @@ fn schedules_show_their_options() {
         for (ulysses, ring) in [(3, 1), (1, 3), (2, 2)] {
             let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
             // Refusals have tests of their own.
-            let Ok(plan) = Plan::with_options(&p, mesh, Layout::Zigzag, options) else { continue };
+            let Ok(plan) = Plan::builder(&p).mesh(mesh).layout(Layout::Zigzag).options(options).build() else {
+                continue;
+            };
             shows(&format!("{mesh}, {options:?}"), &plan);
             shown += 1;
         }

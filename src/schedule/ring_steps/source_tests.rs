@@ -55,7 +55,12 @@ fn a_window_is_a_halo() {
     let batch = Batch::from_lengths(&[64 * 1024]).unwrap();
     let problem = Problem::new(batch, 1, 1, 64, Dtype::Bf16).with_mask(Mask::sliding(128));
     let options = Options::new().circulate(Circulate::Keys);
-    let plan = Plan::with_options(&problem, Mesh::ring(64).unwrap(), Layout::Contiguous, options).unwrap();
+    let plan = Plan::builder(&problem)
+        .mesh(Mesh::ring(64).unwrap())
+        .layout(Layout::Contiguous)
+        .options(options)
+        .build()
+        .unwrap();
     let (forward, backward) = plan.verify().unwrap();
     let sources = sources(&plan);
     assert_eq!(sources[0], [0]);

@@ -72,7 +72,7 @@ fn tokens(p: &Prover, r: usize, all_to_all: AllToAll) -> Result<(), String> {
         .map(|i| (i, held(p.plan, p.ranks[i].rank(), all_to_all.side).1))
         .collect();
     let heads = all_heads(p.plan, all_to_all.side);
-    let tokens = p.plan.token_indices(all_to_all.side, rank);
+    let tokens = p.plan.local_tokens(all_to_all.side, rank).indices();
     let view = BufferView::whole(Buf::User(TensorId::OwnTokens), tokens.len() as u64, heads);
     for (row, token) in tokens.into_iter().enumerate() {
         for h in 0..heads {

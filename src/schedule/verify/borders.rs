@@ -74,7 +74,7 @@ impl NodeBorders {
             let mut homes: Vec<Home> = Vec::new();
             for rank in 0..mesh.group() {
                 let node = rank / ranks;
-                plan.for_each_token(side, rank, |token, _, _| match homes.last_mut() {
+                plan.local_tokens(side, rank).for_each(|token, _, _| match homes.last_mut() {
                     Some(last) if (last.1, last.2) == (token as u32, node) => last.1 += 1,
                     _ => homes.push((token as u32, token as u32 + 1, node)),
                 });
@@ -227,7 +227,12 @@ mod tests {
     fn borders() -> NodeBorders {
         let problem = Problem::new(Batch::from_lengths(&[16]).unwrap(), 2, 1, 8, Dtype::F32);
         let options = Options::new().ranks_per_node(2);
-        let plan = Plan::with_options(&problem, Mesh::ring(4).unwrap(), Layout::Contiguous, options).unwrap();
+        let plan = Plan::builder(&problem)
+            .mesh(Mesh::ring(4).unwrap())
+            .layout(Layout::Contiguous)
+            .options(options)
+            .build()
+            .unwrap();
         NodeBorders::new(&plan).unwrap()
     }
 
@@ -254,7 +259,12 @@ mod tests {
         let plan = |heads: (usize, usize), ranks| {
             let problem = Problem::new(batch.clone(), heads.0, heads.1, 8, Dtype::F32);
             let options = Options::new().ranks_per_node(ranks);
-            Plan::with_options(&problem, Mesh::ulysses(4).unwrap(), Layout::Contiguous, options).unwrap()
+            Plan::builder(&problem)
+                .mesh(Mesh::ulysses(4).unwrap())
+                .layout(Layout::Contiguous)
+                .options(options)
+                .build()
+                .unwrap()
         };
         let mut b = NodeBorders::new(&plan((4, 1), 2)).unwrap();
         assert_eq!(b.first_of_node(3), 2);

@@ -115,7 +115,7 @@ impl<'a> Prover<'a> {
 
     /// Rows and heads that the caller of rank `r` gives of q's side.
     fn given(&self, r: usize) -> (u64, u32) {
-        (self.plan.local_tokens(Side::Q, self.ranks[r].rank()) as u64, self.plan.problem().heads() as u32)
+        (self.plan.local_tokens(Side::Q, self.ranks[r].rank()).len() as u64, self.plan.problem().heads() as u32)
     }
 
     fn delta(&mut self, r: usize, op: usize, delta: &BufferView) -> Result<(), Wrong> {

@@ -54,7 +54,7 @@ pub(super) fn check(p: &Prover, direction: Direction, threads: usize) -> Result<
 /// Checks that the ranks of the group have every token of the batch once.
 pub(super) fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
     for side in [Side::Q, Side::K] {
-        let mut all: Vec<usize> = p.ranks.iter().flat_map(|s| p.plan.token_indices(side, s.rank())).collect();
+        let mut all: Vec<usize> = p.ranks.iter().flat_map(|s| p.plan.local_tokens(side, s.rank()).indices()).collect();
         all.sort_unstable();
         if !all.iter().copied().eq(0..p.plan.problem().batch().tokens(side)) {
             return Err(p.err(0, 0, format!("the ranks together do not hold every token of side {side:?} once")));
@@ -66,7 +66,7 @@ pub(super) fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
 /// One output of one rank.
 fn tensor(p: &Prover, r: usize, tensor: TensorId, want: What) -> Result<(), String> {
     let side = side_of(tensor);
-    let tokens = p.plan.token_indices(side, p.ranks[r].rank());
+    let tokens = p.plan.local_tokens(side, p.ranks[r].rank()).indices();
     let (heads, group) = (all_heads(p.plan, side), p.plan.problem().group() as u32);
     let view = BufferView::whole(Buf::User(tensor), tokens.len() as u64, heads);
     let cells: Vec<u32> = p.memories[r].heads(&view).collect();

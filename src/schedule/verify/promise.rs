@@ -31,11 +31,11 @@ pub(super) fn tables(s: &Schedule, plan: &Plan, purpose: Purpose, whole_rows: bo
                 let (tokens, heads) = held(plan, s.rank, a.side);
                 (tokens, heads.start)
             }
-            Purpose::AllToAll(a) => (plan.token_indices(a.side, s.rank), 0),
+            Purpose::AllToAll(a) => (plan.local_tokens(a.side, s.rank).indices(), 0),
             Purpose::Attention(_) | Purpose::Combine(_) if tensor == TensorId::Sinks => (vec![0], 0),
             // What a combine is given is set by `combine::bring`.
             Purpose::Combine(_) => (vec![0; rows], 0),
-            Purpose::Attention(_) => (plan.token_indices(side_of(tensor), s.rank), 0),
+            Purpose::Attention(_) => (plan.local_tokens(side_of(tensor), s.rank).indices(), 0),
         };
         let heads = first..first + if whole_rows { 1 } else { heads as u32 };
         let columns = match form.written {
@@ -71,7 +71,7 @@ fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan, direction: Directio
     };
     let side = side_of(tensor);
     let one_row = matches!(tensor, TensorId::Sinks | TensorId::Dsinks | TensorId::MaxLogit);
-    let rows = if one_row { 1 } else { plan.local_tokens(side, s.rank) };
+    let rows = if one_row { 1 } else { plan.local_tokens(side, s.rank).len() };
     let (dtype, dim) = element(tensor, p);
     let shape = [rows, all_heads(plan, side) as usize, dim];
     Some(TensorForm { name: tensor.name(), dtype, shape, written })
@@ -103,7 +103,7 @@ fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToA
             (tokens.len(), heads.len(), to_heads)
         }
         TensorId::OwnTokens => {
-            let tokens = plan.token_indices(all_to_all.side, s.rank);
+            let tokens = plan.local_tokens(all_to_all.side, s.rank).indices();
             (tokens.len(), all_heads(plan, all_to_all.side) as usize, !to_heads)
         }
         _ => return None,
@@ -125,7 +125,7 @@ pub(super) fn held(plan: &Plan, rank: usize, side: Side) -> (Vec<usize>, core::o
         .mesh()
         .group_of(rank)
         .filter(|&peer| plan.mesh().coordinates(peer).ring == place.ring)
-        .flat_map(|peer| plan.token_indices(side, peer))
+        .flat_map(|peer| plan.local_tokens(side, peer).indices())
         .collect();
     let share = plan.heads_of(rank);
     (tokens, if side == Side::Q { share.q } else { share.kv })

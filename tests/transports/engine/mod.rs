@@ -28,7 +28,7 @@ fn forward(end: impl Transport + 'static) -> Vec<f32> {
     let p = Problem::new(Batch::new(&[0, 9, 700]).unwrap(), 4, 2, 64, Dtype::F32);
     let plan = Plan::new(&p, Mesh::explicit(4, 2, 2).unwrap(), Layout::Zigzag).unwrap();
     let mut rank = Rank::new(end);
-    let n = plan.local_tokens(Side::Q, rank.rank());
+    let n = plan.local_tokens(Side::Q, rank.rank()).len();
     let numbers = |count: usize, seed: usize| -> Vec<f32> {
         (0..count).map(|i| ((i * 7 + seed + rank.rank()) % 13) as f32 * 0.1).collect()
     };

@@ -42,7 +42,9 @@ fn needed(plan: &Plan, circulating: Side, share: usize, node: &core::ops::Range<
         (doc, token as i64 - batch.document(side, doc).start as i64 + batch.start(side, doc))
     };
     let tokens = |side, ring: usize| -> BTreeSet<usize> {
-        (ring * mesh.ulysses..(ring + 1) * mesh.ulysses).flat_map(|rank| plan.token_indices(side, rank)).collect()
+        (ring * mesh.ulysses..(ring + 1) * mesh.ulysses)
+            .flat_map(|rank| plan.local_tokens(side, rank).indices())
+            .collect()
     };
     let shares = node.start / mesh.ulysses..node.end.div_ceil(mesh.ulysses);
     let there: Vec<_> = shares.flat_map(|ring| tokens(circulating.other(), ring)).collect();
@@ -104,7 +106,7 @@ fn rows_cross_once_for_all_that_hold_a_head() {
                     let problem = problem.with_mask(mask).with_sinks(draw % 2 == 0);
                     let option = option.passes(option.passes.min(kv_heads)).ranks_per_node(ranks);
                     let mesh = Mesh { replicas: 1, ring, ulysses };
-                    let plan = Plan::with_options(&problem, mesh, layout, option).unwrap();
+                    let plan = Plan::builder(&problem).mesh(mesh).layout(layout).options(option).build().unwrap();
                     let name =
                         format!("{batch:?} {heads}/{kv_heads} {dtype} {mask:?} {layout} {mesh} by {ranks}, {option:?}");
                     plan.verify().unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -132,7 +134,11 @@ fn rows_cross_once_for_all_that_hold_a_head() {
                             let (e, a) = (dtype.size() as u64, dtype.accumulator().size() as u64);
                             let wire = if option.wire == Wire::Bf16 { 2 } else { a };
                             let forward = direction == Direction::Forward;
-                            let side = if forward { plan.forward_circulates() } else { plan.backward_circulates() };
+                            let side = if forward {
+                                plan.circulates(Direction::Forward)
+                            } else {
+                                plan.circulates(Direction::Backward)
+                            };
                             let of_q = rows_q * q * (12 * e + 2 * a);
                             let want = match side {
                                 _ if option.reproducible && forward => [rows_k * kv * 12 * e, 0],
@@ -189,7 +195,12 @@ fn nothing_is_divided_where_no_head_is_held_twice() {
     let plan = |(ulysses, ring, ranks), (heads, kv_heads)| {
         let problem = Problem::new(batch.clone(), heads, kv_heads, 8, Dtype::Bf16);
         let options = Options::new().circulate(Circulate::Keys).ranks_per_node(ranks);
-        Plan::with_options(&problem, Mesh { replicas: 1, ring, ulysses }, Layout::Zigzag, options).unwrap()
+        Plan::builder(&problem)
+            .mesh(Mesh { replicas: 1, ring, ulysses })
+            .layout(Layout::Zigzag)
+            .options(options)
+            .build()
+            .unwrap()
     };
     for (of, heads) in
         [((4, 2, 1), (8, 2)), ((4, 2, 8), (8, 2)), ((4, 2, 4), (8, 4)), ((2, 3, 2), (12, 6)), ((1, 4, 1), (4, 1))]

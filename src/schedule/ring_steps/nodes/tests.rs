@@ -29,7 +29,7 @@ fn rows_that_cross(plan: &Plan, circulating: Side) -> u64 {
     };
     let tokens = |side, node: usize| -> BTreeSet<usize> {
         let ranks = node * ranks_of_node..(node + 1) * ranks_of_node;
-        ranks.flat_map(|rank| plan.token_indices(side, rank)).collect()
+        ranks.flat_map(|rank| plan.local_tokens(side, rank).indices()).collect()
     };
     let mut rows = 0;
     for node in 0..mesh.group() / ranks_of_node {
@@ -82,7 +82,7 @@ fn plans_over_nodes_are_proved_and_rows_cross_once() {
                     let mesh = Mesh { replicas: 1, ring, ulysses };
                     // Options rotate, so that each set of options meets each value of the other dimensions.
                     let options = options[(b + m + l + n) % options.len()].ranks_per_node(ranks);
-                    let plan = Plan::with_options(&problem, mesh, layout, options).unwrap();
+                    let plan = Plan::builder(&problem).mesh(mesh).layout(layout).options(options).build().unwrap();
                     let name = alloc::format!("{batch:?} {mask:?} {layout} {mesh} by {ranks}, {options:?}");
                     let (forward, backward) = plan.verify().unwrap_or_else(|e| panic!("{name}: {e}"));
                     let between = |report: &crate::schedule::verify::Report, kind| -> u64 {
@@ -101,7 +101,7 @@ fn plans_over_nodes_are_proved_and_rows_cross_once() {
                     assert_eq!(between(&forward, "fetch"), keys * 2 * kv, "{name}");
                     // q and do; lse and delta.
                     let query_side = queries * (2 * row + 2 * heads as u64 * 4);
-                    let (fetched, returned) = match plan.backward_circulates() {
+                    let (fetched, returned) = match plan.circulates(Direction::Backward) {
                         _ if options.reproducible => (keys * 2 * kv + query_side, 0),
                         CirculatingSide::Keys => (keys * 2 * kv, keys * 2 * kv / wire),
                         CirculatingSide::Queries => (query_side, queries * row / wire),
@@ -128,7 +128,8 @@ fn cards_are_loaded_evenly() {
         let together = Options::new().gather(Gather::Together);
         for options in [Options::new().circulate(Circulate::Keys), Options::new().gather(true), together] {
             let mesh = Mesh::ring(12).unwrap();
-            let plan = Plan::with_options(&problem, mesh, layout, options.ranks_per_node(4)).unwrap();
+            let plan =
+                Plan::builder(&problem).mesh(mesh).layout(layout).options(options.ranks_per_node(4)).build().unwrap();
             let (forward, backward) = plan.verify().unwrap();
             for node in [forward, backward].iter().flat_map(|r| r.ranks.chunks(4)) {
                 let of = |bytes: fn(&crate::schedule::verify::Traffic) -> u64| -> Vec<u64> {
@@ -152,7 +153,7 @@ fn rows_cross_beside_the_steps_of_a_node() {
     let problem = Problem::new(batch, 2, 1, 8, Dtype::Bf16).with_mask(Mask::full());
     let mesh = Mesh::ring(12).unwrap();
     let options = Options::new().gather(false).ranks_per_node(4);
-    let plan = Plan::with_options(&problem, mesh, Layout::Contiguous, options).unwrap();
+    let plan = Plan::builder(&problem).mesh(mesh).layout(Layout::Contiguous).options(options).build().unwrap();
     let schedule = Schedule::new(&plan, 5, Direction::Forward).unwrap();
     let exchanges: Vec<&str> =
         schedule.operations().filter(|op| op.lane == Lane::Communication).map(|op| op.phase).collect();
@@ -164,7 +165,7 @@ fn rows_cross_beside_the_steps_of_a_node() {
     // One level: the same schedule as without nodes.
     let one = |ranks| {
         let options = Options::new().gather(false).ranks_per_node(ranks);
-        Plan::with_options(&problem, mesh, Layout::Contiguous, options).unwrap()
+        Plan::builder(&problem).mesh(mesh).layout(Layout::Contiguous).options(options).build().unwrap()
     };
     for ranks in [1, 12, 16] {
         let (a, b) =
@@ -180,7 +181,14 @@ fn rows_cross_beside_the_steps_of_a_node() {
 fn nodes_that_do_not_fit_are_refused() {
     let problem = Problem::new(Batch::from_lengths(&[64]).unwrap(), 8, 4, 8, Dtype::Bf16);
     let refused = |mesh, options| {
-        Plan::with_options(&problem, mesh, Layout::Contiguous, options).map(|_| ()).unwrap_err().to_string()
+        Plan::builder(&problem)
+            .mesh(mesh)
+            .layout(Layout::Contiguous)
+            .options(options)
+            .build()
+            .map(|_| ())
+            .unwrap_err()
+            .to_string()
     };
     use alloc::string::ToString;
     let o = || Options::new().ranks_per_node(4);
@@ -201,6 +209,6 @@ fn nodes_that_do_not_fit_are_refused() {
         (group(1, 2, 4), o().gather(Gather::Together)),
         (group(2, 4, 2), o()),
     ] {
-        Plan::with_options(&problem, mesh, Layout::Contiguous, options).unwrap();
+        Plan::builder(&problem).mesh(mesh).layout(Layout::Contiguous).options(options).build().unwrap();
     }
 }

@@ -16,7 +16,12 @@ fn rows_that_cross_to_each_reader() {
     for s in subjects().iter().filter(|s| s.name.contains("gateways") || s.name.contains("holders")) {
         let Purpose::Attention(direction) = s.purpose else { continue };
         let options = s.plan.options().ranks_per_node(0);
-        let one_level = Plan::with_options(s.plan.problem(), s.plan.mesh(), s.plan.layout(), options).unwrap();
+        let one_level = Plan::builder(s.plan.problem())
+            .mesh(s.plan.mesh())
+            .layout(s.plan.layout())
+            .options(options)
+            .build()
+            .unwrap();
         let schedules: Vec<Schedule> =
             (0..s.schedules.len()).map(|r| Schedule::new(&one_level, r, direction).unwrap()).collect();
         list_and_prove(&schedules, &one_level, s.purpose).unwrap();

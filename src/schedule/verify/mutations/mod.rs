@@ -180,7 +180,7 @@ fn subjects() -> Vec<Subject> {
     let mut subjects = Vec::new();
     for (name, batch, mesh, layout, mask, heads, kv_heads, dtype, options) in cases {
         let problem = Problem::new(batch.clone(), heads, kv_heads, 8, dtype).with_mask(mask).with_sinks_per_head(2);
-        let plan = Plan::with_options(&problem, mesh, layout, options).unwrap();
+        let plan = Plan::builder(&problem).mesh(mesh).layout(layout).options(options).build().unwrap();
         for direction in [Direction::Forward, Direction::Backward] {
             let name = format!("{name}, {direction:?}");
             subjects.push(Subject::new(name, &plan, Purpose::Attention(direction), |rank| {

@@ -65,7 +65,7 @@ fn plans() -> Vec<Plan> {
                 ] {
                     let p = Problem::new(batch.clone(), 6, 2, 4, Dtype::Bf16).with_mask(mask).with_sinks(ring == 3);
                     let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
-                    plans.extend(Plan::with_options(&p, mesh, layout, options));
+                    plans.extend(Plan::builder(&p).mesh(mesh).layout(layout).options(options).build());
                 }
             }
         }

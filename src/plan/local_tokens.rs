@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Extracts a rank's rows from tensors of the whole batch, and writes them back.
+//! The tokens that a rank holds: which they are, and their rows in tensors of the whole batch.
 //!
-//! Inputs and outputs of a rank are the tokens that the layout gives it, with all heads. These helpers copy rows of any
-//! `Copy` type by that layout, so that a data loader, a test or a checkpoint does not have to know the layout: token
-//! ids (`row_len` 1), activations (`heads · head_dim`), gradients, losses.
+//! Inputs and outputs of a rank are the tokens that the layout gives it, with all heads. [`LocalTokens`] lists them,
+//! and copies rows of any `Copy` type by them, so that a data loader, a test or a checkpoint does not have to know the
+//! layout: token ids (`row_len` 1), activations (`heads · head_dim`), gradients, losses.
 //!
-//! [`Plan::shift`] gives each token the value of the token `by` places later in its document; with 1, that is the label
-//! for next-token prediction. Neighbours in a document are often on different ranks, and neighbours in a shard are
-//! often of different documents, so shifting the shard itself would be wrong at almost every boundary.
+//! [`LocalTokens::shift`] gives each token the value of the token `by` places later in its document; with 1, that is
+//! the label for next-token prediction. Neighbours in a document are often on different ranks, and neighbours in a
+//! shard are often of different documents, so shifting the shard itself would be wrong at almost every boundary.
 
 use alloc::{format, vec::Vec};
 use core::ops::Range;
@@ -16,7 +16,8 @@ use super::Plan;
 use crate::{
     batch::Side,
     error::{Error, Result},
-    layout::Segment,
+    layout::{Segment, cut},
+    mesh::Coordinates,
 };
 
 /// Refuses a tensor that does not have one row of `row_len` values for each token.
@@ -31,47 +32,60 @@ fn check_len(name: &str, found: usize, tokens: usize, row_len: usize, of: &str) 
     }
 }
 
-impl Plan {
-    fn check_rank(&self, rank: usize) -> Result<()> {
-        let world = self.mesh().world();
-        if rank >= world {
-            return Err(Error::invalid("rank", rank, format!("below the world of {world}")));
-        }
-        Ok(())
+/// The tokens of one side that a rank holds, in its order: [`Plan::local_tokens`].
+///
+/// A rank outside the mesh is an error where a method returns one, and panics elsewhere.
+#[derive(Clone, Copy, Debug)]
+pub struct LocalTokens<'a> {
+    plan: &'a Plan,
+    side: Side,
+    rank: usize,
+}
+
+impl LocalTokens<'_> {
+    /// How many they are.
+    #[expect(clippy::len_without_is_empty, reason = "no tokens are not a case of their own")]
+    pub fn len(&self) -> usize {
+        self.rows().len()
     }
 
-    fn check_full(&self, side: Side, found: usize, row_len: usize) -> Result<()> {
-        check_len("full", found, self.problem().batch().tokens(side), row_len, "")
+    /// Their rows in the rank's ring share, which is what the ranks of its Ulysses group hold together.
+    pub fn rows(&self) -> Range<usize> {
+        let Coordinates { ring, ulysses, .. } = self.plan.coordinates(self.rank);
+        let (rows, ranks) = (self.plan.shares().rows(self.side, ring), self.plan.mesh().ulysses);
+        cut(ulysses, rows, ranks)..cut(ulysses + 1, rows, ranks)
     }
 
-    /// Checks the tensors of a copy between the whole batch and a rank, and calls `each` with the places of each run in
-    /// the values of both.
-    fn for_each_copy(
-        &self,
-        side: Side,
-        rank: usize,
-        [full, local]: [usize; 2],
-        row_len: usize,
-        mut each: impl FnMut(Range<usize>, Range<usize>),
-    ) -> Result<()> {
-        self.check_rank(rank)?;
-        self.check_full(side, full, row_len)?;
-        check_len("local", local, self.local_tokens(side, rank), row_len, &format!(" of rank {rank}"))?;
-        let values = |first: usize, rows: usize| first * row_len..(first + rows) * row_len;
-        self.for_each_run(side, rank, |row, token, rows, _| each(values(token, rows), values(row, rows)));
-        Ok(())
+    /// Their indices in the packed batch.
+    pub fn indices(&self) -> Vec<usize> {
+        let mut out = Vec::with_capacity(self.len());
+        self.for_each(|token, _, _| out.push(token));
+        out
     }
 
-    /// Calls `each(local row, first global token, rows, document)` for each sequence of a rank's tokens that is
-    /// contiguous in the packed batch, in the rank's order.
-    ///
-    /// # Panics
-    /// A rank outside the mesh.
-    pub fn for_each_run(&self, side: Side, rank: usize, mut each: impl FnMut(usize, usize, usize, usize)) {
-        let rows = self.local_rows(side, rank);
+    /// Their positions in their documents (for rotary embeddings and the like).
+    pub fn positions(&self) -> Vec<i64> {
+        let mut out = Vec::with_capacity(self.len());
+        self.for_each(|_, position, _| out.push(position));
+        out
+    }
+
+    /// Calls `each(global token, position, document)` for every token.
+    pub fn for_each(&self, mut each: impl FnMut(usize, i64, usize)) {
+        let (batch, side) = (self.plan.problem().batch(), self.side);
+        self.for_each_run(|_, token, rows, doc| {
+            let base = batch.document(side, doc).start as i64 - batch.start(side, doc);
+            (token..token + rows).for_each(|token| each(token, token as i64 - base, doc));
+        });
+    }
+
+    /// Calls `each(local row, first global token, rows, document)` for each sequence of tokens that is contiguous in
+    /// the packed batch.
+    pub fn for_each_run(&self, mut each: impl FnMut(usize, usize, usize, usize)) {
+        let (rows, plan, side) = (self.rows(), self.plan, self.side);
         let mut segments: Vec<Segment> = Vec::new();
-        self.shares().segments(side, self.mesh().coordinates(rank).ring, &mut segments);
-        let batch = self.problem().batch();
+        plan.shares().segments(side, plan.mesh().coordinates(self.rank).ring, &mut segments);
+        let batch = plan.problem().batch();
         for s in &segments {
             let (range, first, doc) = (&s.range, s.range.row as usize, s.range.doc as usize);
             let base = batch.document(side, doc).start as i64 - batch.start(side, doc);
@@ -87,8 +101,28 @@ impl Plan {
         }
     }
 
-    /// A rank's rows of `full`, a tensor of all tokens of one side: `[tokens, row_len]`, compact. The result is
-    /// `[local tokens, row_len]` in the rank's order.
+    fn check_full(&self, found: usize, row_len: usize) -> Result<()> {
+        check_len("full", found, self.plan.problem().batch().tokens(self.side), row_len, "")
+    }
+
+    /// Checks the tensors of a copy between the whole batch and the rank, and calls `each` with the places of each run
+    /// in the values of both.
+    fn for_each_copy(
+        &self,
+        [full, local]: [usize; 2],
+        row_len: usize,
+        mut each: impl FnMut(Range<usize>, Range<usize>),
+    ) -> Result<()> {
+        self.plan.check_rank(self.rank)?;
+        self.check_full(full, row_len)?;
+        check_len("local", local, self.len(), row_len, &format!(" of rank {}", self.rank))?;
+        let values = |first: usize, rows: usize| first * row_len..(first + rows) * row_len;
+        self.for_each_run(|row, token, rows, _| each(values(token, rows), values(row, rows)));
+        Ok(())
+    }
+
+    /// The rank's rows of `full`, a tensor of all tokens of the side: `[tokens, row_len]`, compact. The result is
+    /// `[local tokens, row_len]`.
     ///
     /// # Errors
     /// A rank outside the mesh, and a `full` whose length is not `tokens · row_len`.
@@ -98,79 +132,68 @@ impl Plan {
     /// let problem = Problem::new(Batch::from_lengths(&[8])?, 2, 2, 4, Dtype::F32);
     /// let plan = Plan::new(&problem, Mesh::ring(2)?, Layout::Zigzag)?;
     /// let ids = [10, 11, 12, 13, 14, 15, 16, 17];
-    /// assert_eq!(plan.shard(Side::Q, 0, &ids, 1)?, [10, 11, 16, 17]);
-    /// assert_eq!(plan.shift(0, &ids, -100, 1)?, [11, 12, 17, -100]);
+    /// let own = plan.local_tokens(Side::Q, 0);
+    /// assert_eq!((own.len(), own.indices()), (4, vec![0, 1, 6, 7]));
+    /// assert_eq!(own.shard(&ids, 1)?, [10, 11, 16, 17]);
+    /// assert_eq!(own.shift(&ids, -100, 1)?, [11, 12, 17, -100]);
     /// # Ok::<(), cpattn::Error>(())
     /// ```
-    pub fn shard<T: Copy>(&self, side: Side, rank: usize, full: &[T], row_len: usize) -> Result<Vec<T>> {
-        self.check_rank(rank)?;
-        self.check_full(side, full.len(), row_len)?;
-        let mut local = Vec::with_capacity(self.local_tokens(side, rank) * row_len);
-        self.for_each_run(side, rank, |_, token, rows, _| {
+    pub fn shard<T: Copy>(&self, full: &[T], row_len: usize) -> Result<Vec<T>> {
+        self.plan.check_rank(self.rank)?;
+        self.check_full(full.len(), row_len)?;
+        let mut local = Vec::with_capacity(self.len() * row_len);
+        self.for_each_run(|_, token, rows, _| {
             local.extend_from_slice(&full[token * row_len..(token + rows) * row_len]);
         });
         Ok(local)
     }
 
-    /// As [`Plan::shard`], into the caller's memory: `[local tokens, row_len]`.
+    /// As [`LocalTokens::shard`], into the caller's memory: `[local tokens, row_len]`.
     ///
     /// # Errors
-    /// Those of [`Plan::shard`], and a `local` whose length is not `local tokens · row_len`. Nothing is written then.
-    pub fn shard_into<T: Copy>(
-        &self,
-        side: Side,
-        rank: usize,
-        full: &[T],
-        local: &mut [T],
-        row_len: usize,
-    ) -> Result<()> {
-        self.for_each_copy(side, rank, [full.len(), local.len()], row_len, |of_full, of_local| {
+    /// Those of [`LocalTokens::shard`], and a `local` whose length is not `local tokens · row_len`. Nothing is written
+    /// then.
+    pub fn shard_into<T: Copy>(&self, full: &[T], local: &mut [T], row_len: usize) -> Result<()> {
+        self.for_each_copy([full.len(), local.len()], row_len, |of_full, of_local| {
             local[of_local].copy_from_slice(&full[of_full]);
         })
     }
 
-    /// Writes a rank's rows to their places in `full`; the rows of other ranks are not changed. Over all ranks of a
+    /// Writes the rank's rows to their places in `full`; the rows of other ranks are not changed. Over all ranks of a
     /// group every row of `full` is written exactly once.
     ///
     /// # Errors
-    /// Those of [`Plan::shard_into`]. Nothing is written then.
-    pub fn unshard_into<T: Copy>(
-        &self,
-        side: Side,
-        rank: usize,
-        local: &[T],
-        full: &mut [T],
-        row_len: usize,
-    ) -> Result<()> {
-        self.for_each_copy(side, rank, [full.len(), local.len()], row_len, |of_full, of_local| {
+    /// Those of [`LocalTokens::shard_into`]. Nothing is written then.
+    pub fn unshard_into<T: Copy>(&self, local: &[T], full: &mut [T], row_len: usize) -> Result<()> {
+        self.for_each_copy([full.len(), local.len()], row_len, |of_full, of_local| {
             full[of_full].copy_from_slice(&local[of_local]);
         })
     }
 
-    /// For each of a rank's q tokens, the value of the token `by` places on in the same document (back, when `by` is
-    /// negative), and `fill` where the document has none. `full` holds one value for each q token of the batch.
+    /// For each token, the value of the token `by` places on in the same document (back, when `by` is negative), and
+    /// `fill` where the document has none. `full` holds one value for each token of the batch.
     ///
     /// With `by` 1 and `fill` the loss function's ignore index these are the labels of next-token prediction.
     ///
     /// # Errors
-    /// A rank outside the mesh, and a `full` whose length is not the number of q tokens.
-    pub fn shift<T: Copy>(&self, rank: usize, full: &[T], fill: T, by: i64) -> Result<Vec<T>> {
-        self.check_full(Side::Q, full.len(), 1)?;
+    /// A rank outside the mesh, and a `full` whose length is not the number of tokens.
+    pub fn shift<T: Copy>(&self, full: &[T], fill: T, by: i64) -> Result<Vec<T>> {
+        self.check_full(full.len(), 1)?;
         let mut out = Vec::new();
-        self.for_each_shifted(rank, by, |token| out.push(token.map_or(fill, |t| full[t])))?;
+        self.for_each_shifted(by, |token| out.push(token.map_or(fill, |t| full[t])))?;
         Ok(out)
     }
 
-    /// Calls `each` for every q token a rank holds, in its order, with the token `by` places on in the same document,
-    /// if there is one: the indices that [`Plan::shift`] reads at.
+    /// Calls `each` for every token with the token `by` places on in the same document, if there is one: the indices
+    /// that [`LocalTokens::shift`] reads at.
     ///
     /// # Errors
     /// A rank outside the mesh.
-    pub fn for_each_shifted(&self, rank: usize, by: i64, mut each: impl FnMut(Option<usize>)) -> Result<()> {
-        self.check_rank(rank)?;
-        let batch = self.problem().batch();
-        self.for_each_run(Side::Q, rank, |_, token, rows, doc| {
-            let doc = batch.document(Side::Q, doc);
+    pub fn for_each_shifted(&self, by: i64, mut each: impl FnMut(Option<usize>)) -> Result<()> {
+        self.plan.check_rank(self.rank)?;
+        let (batch, side) = (self.plan.problem().batch(), self.side);
+        self.for_each_run(|_, token, rows, doc| {
+            let doc = batch.document(side, doc);
             for token in token..token + rows {
                 let at = (token as i64).checked_add(by).and_then(|t| usize::try_from(t).ok());
                 each(at.filter(|t| doc.contains(t)));
@@ -178,8 +201,23 @@ impl Plan {
         });
         Ok(())
     }
+}
 
-    /// [`Plan::shift`] if no rank holds the whole tensor: the rows that each rank sends to each other rank.
+impl Plan {
+    /// The tokens that a rank holds.
+    pub fn local_tokens(&self, side: Side, rank: usize) -> LocalTokens<'_> {
+        LocalTokens { plan: self, side, rank }
+    }
+
+    fn check_rank(&self, rank: usize) -> Result<()> {
+        let world = self.mesh().world();
+        if rank >= world {
+            return Err(Error::invalid("rank", rank, format!("below the world of {world}")));
+        }
+        Ok(())
+    }
+
+    /// [`LocalTokens::shift`] if no rank holds the whole tensor: the rows that each rank sends to each other rank.
     ///
     /// A rank applies its copies (the owner is the reader), sends each peer the rows listed for it in the order listed,
     /// and writes what arrives from each peer in the order listed. Rows that are in no list get the fill value. All
@@ -195,7 +233,7 @@ impl Plan {
         // Runs of all ranks by token: (first token, rows, rank, local row).
         let mut runs = Vec::new();
         for r in self.mesh().group_of(rank) {
-            self.for_each_run(Side::Q, r, |row, token, rows, doc| runs.push((token, rows, r, row, doc)));
+            self.local_tokens(Side::Q, r).for_each_run(|row, token, rows, doc| runs.push((token, rows, r, row, doc)));
         }
         runs.sort_unstable();
         let mut out = Vec::new();
@@ -280,14 +318,14 @@ mod tests {
                     let mut back = vec![u32::MAX; full.len()];
                     let mut written = 0;
                     for rank in plan.mesh().group_of(replica * plan.mesh().group()) {
-                        let local = plan.shard(side, rank, &full, row_len).unwrap();
+                        let local = plan.local_tokens(side, rank).shard(&full, row_len).unwrap();
                         let mut again = vec![0; local.len()];
-                        plan.shard_into(side, rank, &full, &mut again, row_len).unwrap();
+                        plan.local_tokens(side, rank).shard_into(&full, &mut again, row_len).unwrap();
                         prop_assert_eq!(&local, &again);
-                        let tokens = plan.token_indices(side, rank);
+                        let tokens = plan.local_tokens(side, rank).indices();
                         let want: Vec<u32> = tokens.iter().flat_map(|t| full[t * row_len..(t + 1) * row_len].to_vec()).collect();
                         prop_assert_eq!(&local, &want);
-                        plan.unshard_into(side, rank, &local, &mut back, row_len).unwrap();
+                        plan.local_tokens(side, rank).unshard_into(&local, &mut back, row_len).unwrap();
                         written += local.len();
                     }
                     prop_assert_eq!(&back, &full);
@@ -302,9 +340,9 @@ mod tests {
             let full: Vec<i64> = (0..batch.tokens(Side::Q) as i64).map(|t| 1000 + t).collect();
             let mut locals: Vec<Vec<i64>> = vec![];
             for rank in plan.mesh().group_of(0) {
-                let got = plan.shift(rank, &full, -1, by).unwrap();
+                let got = plan.local_tokens(Side::Q, rank).shift(&full, -1, by).unwrap();
                 let want: Vec<i64> = plan
-                    .token_indices(Side::Q, rank)
+                    .local_tokens(Side::Q, rank).indices()
                     .into_iter()
                     .map(|t| {
                         let s = t as i64 + by;
@@ -316,7 +354,7 @@ mod tests {
                 locals.push(got);
             }
             // The same result by messages, from local values alone.
-            let shards: Vec<_> = plan.mesh().group_of(0).map(|r| plan.shard(Side::Q, r, &full, 1).unwrap()).collect();
+            let shards: Vec<_> = plan.mesh().group_of(0).map(|r| plan.local_tokens(Side::Q, r).shard(&full, 1).unwrap()).collect();
             let lists: Vec<_> = plan.mesh().group_of(0).map(|r| plan.shift_messages(r, by).unwrap()).collect();
             for (rank, want) in locals.iter().enumerate() {
                 let mut got = vec![-1; want.len()];
@@ -340,20 +378,28 @@ mod tests {
         let plan = Plan::new(&problem, Mesh::ring(2).unwrap(), Layout::Contiguous).unwrap();
         let text = |r: Result<()>| r.unwrap_err().to_string();
         assert_eq!(
-            text(plan.shard(Side::Q, 0, &[0; 9], 1).map(drop)),
+            text(plan.local_tokens(Side::Q, 0).shard(&[0; 9], 1).map(drop)),
             "full is of length 9, expected 8: 1 for each of 8 tokens"
         );
         assert_eq!(
-            text(plan.shard_into(Side::Q, 1, &[0; 16], &mut [0; 9], 2)),
+            text(plan.local_tokens(Side::Q, 1).shard_into(&[0; 16], &mut [0; 9], 2)),
             "local is of length 9, expected 8: 2 for each of 4 tokens of rank 1"
         );
-        assert!(text(plan.unshard_into(Side::K, 1, &[0; 4], &mut [0; 7], 1)).contains("full is of length 7"));
-        assert_eq!(text(plan.shard(Side::Q, 2, &[0; 8], 1).map(drop)), "rank is 2, expected below the world of 2");
-        assert_eq!(text(plan.shift(9, &[0; 8], 0, 1).map(drop)), text(plan.shift_messages(9, 1).map(drop)));
-        assert!(plan.shard(Side::Q, 0, &[0u8; 0], usize::MAX).is_err());
-        assert_eq!(plan.shift(0, &[0, 1, 2, 3, 4, 5, 6, 7], -9, i64::MAX).unwrap(), [-9; 4]);
+        assert!(
+            text(plan.local_tokens(Side::K, 1).unshard_into(&[0; 4], &mut [0; 7], 1)).contains("full is of length 7")
+        );
+        assert_eq!(
+            text(plan.local_tokens(Side::Q, 2).shard(&[0; 8], 1).map(drop)),
+            "rank is 2, expected below the world of 2"
+        );
+        assert_eq!(
+            text(plan.local_tokens(Side::Q, 9).shift(&[0; 8], 0, 1).map(drop)),
+            text(plan.shift_messages(9, 1).map(drop))
+        );
+        assert!(plan.local_tokens(Side::Q, 0).shard(&[0u8; 0], usize::MAX).is_err());
+        assert_eq!(plan.local_tokens(Side::Q, 0).shift(&[0, 1, 2, 3, 4, 5, 6, 7], -9, i64::MAX).unwrap(), [-9; 4]);
         assert_eq!(plan.shift_messages(0, i64::MIN).unwrap(), []);
         // The document ends at token 5, in the middle of rank 1.
-        assert_eq!(plan.shift(1, &[0, 1, 2, 3, 4, 5, 6, 7], -9, 1).unwrap(), [-9, 6, 7, -9]);
+        assert_eq!(plan.local_tokens(Side::Q, 1).shift(&[0, 1, 2, 3, 4, 5, 6, 7], -9, 1).unwrap(), [-9, 6, 7, -9]);
     }
 }
