@@ -154,11 +154,11 @@ fn step(
     }
     let run = micros(begin) / RUNS as f64;
     // One further run for the parts, because recording makes a run slower.
-    rank.record(Instant::now(), 256)?;
+    rank.trace().record(Instant::now(), 256)?;
     // SAFETY: as above.
     unsafe { rank.run(&plan, Direction::Forward, &tensors) }?;
-    let events = rank.events();
-    rank.record(Instant::now(), 0)?;
+    let events = rank.trace().events();
+    rank.trace().record(Instant::now(), 0)?;
     let part = |name: &[&str]| -> f64 {
         let of = events.iter().filter(|e| name.contains(&e.name));
         of.map(|e| (e.end_ns - e.start_ns) as f64 / 1e3).fold(0.0, |sum, x| sum + x)

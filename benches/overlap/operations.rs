@@ -65,12 +65,12 @@ fn measure<T: Transport + 'static>(tap: &Tap<T>, plan: &Plan, runs: usize, count
 /// median.
 fn kernels<T: Transport + 'static>(tap: &Tap<T>, rank: &mut Rank, plan: &Plan, tensors: &Bindings) -> Result<f64> {
     let mut all: Vec<Vec<u64>> = Vec::new();
-    rank.record(Instant::now(), 64)?;
+    rank.trace().record(Instant::now(), 64)?;
     for _ in 0..RECORDED {
         tap.set(Mode::Hold);
         // SAFETY: the tensors are the caller's, of the plan's shapes, and outlive the rank.
         unsafe { rank.run(plan, Direction::Forward, tensors) }?;
-        let events = rank.events().into_iter().filter(|event| event.lane == Lane::Compute);
+        let events = rank.trace().events().into_iter().filter(|event| event.lane == Lane::Compute);
         for (at, event) in events.enumerate() {
             if at == all.len() {
                 all.push(Vec::new());
@@ -78,7 +78,7 @@ fn kernels<T: Transport + 'static>(tap: &Tap<T>, rank: &mut Rank, plan: &Plan, t
             all[at].push(event.end_ns - event.start_ns);
         }
     }
-    rank.record(Instant::now(), 0)?;
+    rank.trace().record(Instant::now(), 0)?;
     tap.set(Mode::Through);
     let median = |times: &mut Vec<u64>| {
         times.sort_unstable();

@@ -57,7 +57,7 @@ pub unsafe extern "C" fn cpattn_rank_combine(
         let combine = Combine { to, partial: bindings.get(TensorId::PartialO).dtype };
         // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
         // shapes are checked against the plan.
-        unsafe { rank.combine_on(plan, combine, &bindings, stream) }?;
+        unsafe { rank.run_on(plan, combine, &bindings, stream) }?;
     })
 }
 
@@ -67,14 +67,14 @@ pub unsafe extern "C" fn cpattn_rank_prepare_combine(
 ) -> i32 {
     boundary!({
         let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
-        rank.claim()?.prepare_combine(plan, combine_of(to, partial)?)?;
+        rank.claim()?.prepare(plan, combine_of(to, partial)?)?;
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_verify_combine(plan: *const cpattn_plan, to: i32, partial: i32) -> i32 {
     boundary!({
-        given!(handle::borrow(plan)).verify_combine(combine_of(to, partial)?)?;
+        given!(handle::borrow(plan)).verify_purpose(combine_of(to, partial)?)?;
     })
 }
 

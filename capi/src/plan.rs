@@ -224,7 +224,7 @@ pub unsafe extern "C" fn cpattn_plan_verify_all_to_all(
         let plan = given!(handle::borrow(plan));
         let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
         for way in BOTH {
-            plan.verify_all_to_all(AllToAll { direction: way, side, dim, dtype })?;
+            plan.verify_purpose(AllToAll { direction: way, side, dim, dtype })?;
         }
     })
 }

@@ -17,7 +17,7 @@ use super::{
     problem::DTYPES,
     transport::{Any, cpattn_transport},
 };
-use cpattn::{Device, Error, Rank, Result, kernel::cpu::Isa, report::trace, runtime::AbortHandle};
+use cpattn::{Device, Error, Rank, Result, kernel::cpu::Isa, report::trace, runtime::AbortHandle, schedule::AllToAll};
 
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -189,7 +189,10 @@ pub unsafe extern "C" fn cpattn_rank_prepare_all_to_all(
     boundary!({
         let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
         let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
-        rank.claim()?.prepare_all_to_all(plan, side, dim as usize, dtype)?;
+        let mut rank = rank.claim()?;
+        for all_to_all in AllToAll::both(side, dim as usize, dtype)? {
+            rank.prepare(plan, all_to_all)?;
+        }
     })
 }
 

@@ -160,9 +160,10 @@ unsafe fn all_to_all(
         AllToAllDirection::ToTokens => (to, from),
     };
     let all_to_all = AllToAll { direction: way, side, dim: tokens.dim, dtype: tokens.dtype };
+    let tensors = Bindings::default().with(TensorId::OwnTokens, tokens).with(TensorId::OwnHeads, held);
     // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
     // shapes are checked against the plan.
-    Ok(unsafe { rank.all_to_all(plan, all_to_all, tokens, held, stream) }?)
+    Ok(unsafe { rank.run_on(plan, all_to_all, &tensors, stream) }?)
 }
 
 #[unsafe(no_mangle)]

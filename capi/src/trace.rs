@@ -75,7 +75,7 @@ pub unsafe extern "C" fn cpattn_clock(ns: *mut u64) -> i32 {
 pub unsafe extern "C" fn cpattn_rank_record(rank: *mut cpattn_rank, capacity: u64) -> i32 {
     boundary!({
         let rank = given!(handle::borrow(rank));
-        rank.claim()?.record(epoch(), usize::try_from(capacity).unwrap_or(usize::MAX))?;
+        rank.claim()?.trace().record(epoch(), usize::try_from(capacity).unwrap_or(usize::MAX))?;
         rank.untaken.lock().unwrap_or_else(PoisonError::into_inner).clear();
     })
 }
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn cpattn_rank_trace(
         let mut untaken = rank.untaken.lock().unwrap_or_else(PoisonError::into_inner);
         // Events that do not fit stay with the rank, within its capacity; events gathered from other ranks come first.
         if untaken.is_empty() {
-            untaken.extend(locked.events());
+            untaken.extend(locked.trace().events());
         }
         count.write(untaken.len());
         let taken = untaken.len().min(events.len());
@@ -108,9 +108,9 @@ pub unsafe extern "C" fn cpattn_rank_gather_trace(rank: *mut cpattn_rank) -> i32
         let mut locked = rank.claim()?;
         locked.synchronize()?;
         let mut untaken = rank.untaken.lock().unwrap_or_else(PoisonError::into_inner);
-        untaken.extend(locked.events());
+        untaken.extend(locked.trace().events());
         // After a failure this rank still has its own events.
-        *untaken = locked.gather_events(epoch(), untaken.make_contiguous())?.into();
+        *untaken = locked.trace().gather_events(epoch(), untaken.make_contiguous())?.into();
     })
 }
 
@@ -118,7 +118,7 @@ pub unsafe extern "C" fn cpattn_rank_gather_trace(rank: *mut cpattn_rank) -> i32
 pub unsafe extern "C" fn cpattn_rank_trace_accuracy(rank: *const cpattn_rank, ns: *mut u64) -> i32 {
     boundary!({
         let (rank, ns) = given!(handle::borrow(rank), result("ns", ns));
-        ns.write(rank.claim()?.trace_accuracy().as_nanos() as u64);
+        ns.write(rank.claim()?.trace().accuracy().as_nanos() as u64);
     })
 }
 

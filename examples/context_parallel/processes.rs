@@ -3,7 +3,7 @@
 //!
 //! Every process reads the same input, makes the same plan and runs its rank, exactly as a thread of a
 //! [`Team`](crate::team::Team) would. The differences: results are gathered on rank 0 over a second transport
-//! (`together.rs`), and traces are gathered by the ranks, because their clocks differ ([`Rank::gather_events`]).
+//! (`together.rs`), and traces are gathered by the ranks, because their clocks differ ([`gather_events`]).
 
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
@@ -141,7 +141,7 @@ impl Processes {
         plan.fits_world(self.world()).map_err(|e| e.to_string())?;
         let mut mine = part(&mut self.rank, plan, inputs, how, self.epoch).map_err(|e| e.to_string())?;
         for lap in mine.laps.iter_mut().filter(|_| how.record) {
-            lap.events = self.rank.gather_events(self.epoch, &lap.events).map_err(|e| e.to_string())?;
+            lap.events = self.rank.trace().gather_events(self.epoch, &lap.events).map_err(|e| e.to_string())?;
         }
         let theirs = together::gather(&*self.side, &pack(&mine)).map_err(|e| e.to_string())?;
         if self.rank() != 0 {

@@ -240,7 +240,7 @@ pub fn part<T: Element>(
     } else {
         0
     };
-    rank.record(epoch, operations)?;
+    rank.trace().record(epoch, operations)?;
 
     let (q, k) = (View::new(&q, nq, heads, d)?, View::new(&k, nk, kv_heads, d)?);
     let v = View::new(&v, nk, kv_heads, dv)?;
@@ -259,7 +259,7 @@ pub fn part<T: Element>(
             dropout_seed: None,
         };
         rank.forward(plan, forward)?;
-        laps.push(Lap { direction: Direction::Forward, wall: began.elapsed(), events: rank.events() });
+        laps.push(Lap { direction: Direction::Forward, wall: began.elapsed(), events: rank.trace().events() });
         (how.tick)();
 
         let began = Instant::now();
@@ -279,9 +279,9 @@ pub fn part<T: Element>(
             dsinks: sinks.map(|_| out.dsinks.as_mut_slice()),
         };
         rank.backward(plan, backward)?;
-        laps.push(Lap { direction: Direction::Backward, wall: began.elapsed(), events: rank.events() });
+        laps.push(Lap { direction: Direction::Backward, wall: began.elapsed(), events: rank.trace().events() });
         (how.tick)();
     }
-    rank.record(epoch, 0)?;
+    rank.trace().record(epoch, 0)?;
     Ok(Part { results: out, laps, planning })
 }

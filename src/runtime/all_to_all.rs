@@ -20,12 +20,11 @@ use crate::tensor::{DeviceView, DeviceViewMut};
 use crate::{
     batch::Side,
     call::RawStream,
-    call::RawTensor,
-    element::{Dtype, Element},
-    error::{Error, Result},
+    element::Element,
+    error::Result,
     heads::HeadShare,
     plan::Plan,
-    schedule::{AllToAll, AllToAllDirection, Purpose, TensorId},
+    schedule::{AllToAll, AllToAllDirection, TensorId},
     tensor::{View, ViewMut},
 };
 
@@ -111,26 +110,6 @@ impl Rank {
         // SAFETY: until the work enqueued with them is over, the views guarantee valid memory, and the exclusive one
         // that nothing else uses its memory; the stream is as promised.
         unsafe { self.all_to_all_of(plan, AllToAllDirection::ToTokens, side, from, to, stream) }
-    }
-
-    /// Allocates, loads and uploads everything for both all-to-alls of tensors of this side, innermost dimension and
-    /// element type, as [`Rank::prepare`] does for attention. Required before runs that are captured into a CUDA graph,
-    /// otherwise optional.
-    ///
-    /// # Errors
-    /// As [`Rank::prepare`]; a `dim` of 0; on a device, f64.
-    pub fn prepare_all_to_all(&mut self, plan: &Plan, side: Side, dim: usize, dtype: Dtype) -> Result<()> {
-        both(side, dim, dtype)?.into_iter().try_for_each(|run| self.backend.prepare(plan, run))
-    }
-
-    /// Bytes of workspace on this rank, the larger of the two all-to-alls: see [`Rank::workspace_bytes`].
-    ///
-    /// # Errors
-    /// As [`Rank::prepare_all_to_all`], memory and driver aside.
-    pub fn all_to_all_workspace_bytes(&mut self, plan: &Plan, side: Side, dim: usize, dtype: Dtype) -> Result<u64> {
-        both(side, dim, dtype)?
-            .into_iter()
-            .try_fold(0, |most, run| Ok(self.backend.workspace_bytes(plan, run)?.max(most)))
     }
 
     /// Calls [`Rank::to_heads`] for every input, runs `local` on whole sequences, and calls [`Rank::to_tokens`] for
@@ -236,35 +215,8 @@ impl Rank {
             AllToAllDirection::ToHeads => (from, to),
             AllToAllDirection::ToTokens => (to, from),
         };
-        // SAFETY: the two tensors and the stream are as `run_on` asks for them (the contract of this function).
-        unsafe { self.all_to_all(plan, all_to_all, tokens, held, stream) }
-    }
-
-    /// As [`Rank::to_heads_on`] or [`Rank::to_tokens_on`], of tensors whose types are known at run time: `tokens` by
-    /// tokens, `held` by heads.
-    ///
-    /// # Errors
-    /// As [`Rank::run_on`].
-    ///
-    /// # Safety
-    /// As [`Rank::run_on`].
-    pub unsafe fn all_to_all(
-        &mut self,
-        plan: &Plan,
-        all_to_all: AllToAll,
-        tokens: RawTensor,
-        held: RawTensor,
-        stream: RawStream,
-    ) -> Result<()> {
         let tensors = Bindings::default().with(TensorId::OwnTokens, tokens).with(TensorId::OwnHeads, held);
         // SAFETY: the two tensors and the stream are as `run_on` asks for them (the contract of this function).
-        unsafe { self.backend.run(plan, Purpose::AllToAll(all_to_all), &tensors, stream) }
+        unsafe { self.run_on(plan, all_to_all, &tensors, stream) }
     }
-}
-
-/// Both all-to-alls: to heads, and back to tokens.
-fn both(side: Side, dim: usize, dtype: Dtype) -> Result<[Purpose; 2]> {
-    let dim = u32::try_from(dim).map_err(|_| Error::invalid("dim", dim, std::format!("at most {}", u32::MAX)))?;
-    Ok([AllToAllDirection::ToHeads, AllToAllDirection::ToTokens]
-        .map(|way| Purpose::AllToAll(AllToAll { direction: way, side, dim, dtype })))
 }

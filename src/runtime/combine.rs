@@ -12,11 +12,10 @@ use super::{
     tensors::{HostViews, Views, raw_on},
 };
 use crate::{
-    call::RawStream,
     element::Element,
     error::Result,
     plan::Plan,
-    schedule::{Combine, CombineTo, Purpose, TensorId},
+    schedule::{Combine, CombineTo, TensorId},
 };
 
 /// The tensors of a combine: a partial result of type `P`, and the merged result of type `T`.
@@ -99,41 +98,6 @@ impl Rank {
             .with_sinks(at, plan, TensorId::Sinks, sinks)?;
         // SAFETY: during this call the views guarantee valid memory, and the exclusive ones that nothing else uses
         // theirs.
-        unsafe { self.combine_on(plan, Combine { to, partial: P::DTYPE }, &bindings, null_mut()) }
-    }
-
-    /// As [`Rank::combine`], of tensors whose types are known at run time: partial_o, partial_lse, o, lse, and sinks if
-    /// the problem has some.
-    ///
-    /// # Errors
-    /// As [`Rank::run_on`]; [`Error::Unsupported`](crate::Error::Unsupported) on a device.
-    ///
-    /// # Safety
-    /// As [`Rank::run_on`].
-    pub unsafe fn combine_on(
-        &mut self,
-        plan: &Plan,
-        combine: Combine,
-        tensors: &Bindings,
-        stream: RawStream,
-    ) -> Result<()> {
-        // SAFETY: the tensors and the stream are as `run_on` asks for them (the contract of this function).
-        unsafe { self.backend.run(plan, Purpose::Combine(combine), tensors, stream) }
-    }
-
-    /// Allocates everything for combines of this kind, as [`Rank::prepare`] does for attention. Optional.
-    ///
-    /// # Errors
-    /// As [`Rank::prepare`] and [`Rank::combine`].
-    pub fn prepare_combine(&mut self, plan: &Plan, combine: Combine) -> Result<()> {
-        self.backend.prepare(plan, Purpose::Combine(combine))
-    }
-
-    /// Bytes of workspace on this rank: see [`Rank::workspace_bytes`].
-    ///
-    /// # Errors
-    /// As [`Rank::prepare_combine`], memory and driver aside.
-    pub fn combine_workspace_bytes(&mut self, plan: &Plan, combine: Combine) -> Result<u64> {
-        self.backend.workspace_bytes(plan, Purpose::Combine(combine))
+        unsafe { self.run_on(plan, Combine { to, partial: P::DTYPE }, &bindings, null_mut()) }
     }
 }

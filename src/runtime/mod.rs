@@ -11,7 +11,7 @@
 //!   as separate calls; [`handle`]: the calls that other threads may make;
 //! - [`bind`]: checks the caller's tensors; [`prepared`]: a plan as a rank keeps it; [`run`]: how a run of each purpose
 //!   is named and compared;
-//! - `ring`: the check of the links between ranks; `collective`: other calls of all ranks between runs: `gather`, the
+//! - `ring`: the check of the links between ranks; `collective`: other calls of all ranks between runs: `trace`, the
 //!   trace of a group, and `shift`, labels and the like;
 //! - [`agreement`] and [`tags`]: check that all ranks run the same plan; [`failure`]: keeps a failed group failed;
 //! - [`backend`]: a rank on one kind of memory: [`host_rank`] or `device`; [`workspace`]: its memory;
@@ -30,7 +30,6 @@ mod combine;
 mod device;
 mod failure;
 mod found_rows;
-mod gather;
 mod handle;
 mod host;
 mod host_rank;
@@ -49,6 +48,7 @@ mod run;
 mod shift;
 mod tags;
 pub(crate) mod tensors;
+mod trace;
 mod workspace;
 
 pub use bind::Bindings;
@@ -59,3 +59,4 @@ pub use shift::ShiftedRows;
 #[cfg(feature = "cuda")]
 pub use tensors::{DeviceBackward, DeviceForward, DeviceViews};
 pub use tensors::{HostViews, Views};
+pub use trace::RankTrace;

@@ -5,12 +5,7 @@
 //! streams and device memory, and a run returns when it is enqueued. A call that only one of them supports is refused
 //! on the other.
 
-use std::{
-    boxed::Box,
-    sync::Arc,
-    time::{Duration, Instant},
-    vec::Vec,
-};
+use std::{boxed::Box, sync::Arc, vec::Vec};
 
 #[cfg(feature = "cuda")]
 use super::device::DeviceRank;
@@ -21,8 +16,7 @@ use crate::{
     error::{Error, Result},
     kernel::cpu,
     plan::Plan,
-    report::trace,
-    schedule::{Direction, Purpose},
+    schedule::Purpose,
     transport::{
         Transport,
         ring_check::{Link, RingFault},
@@ -30,10 +24,6 @@ use crate::{
 };
 #[cfg(feature = "cuda")]
 use crate::{kernel::cuda::Cuda, transport::DeviceTransport};
-
-/// The largest number of operations that a rank records before they are taken. Each has memory, and on a device two
-/// events, from the start.
-const MAX_RECORDED: usize = 1 << 24;
 
 /// One participant of a group: runs the plans that all ranks of its group run.
 ///
@@ -179,8 +169,8 @@ impl Rank {
     ///
     /// It can be called while graphs are being captured; captured work counts as unfinished. Calls that wait for the
     /// rank are refused while one of its runs is being captured, and the capture stays valid: [`Rank::synchronize`],
-    /// [`Rank::record`], the calls that lend workspace or take it back, [`Rank::prepare`] of a plan that is not
-    /// prepared, and a run on a stream that is not part of that capture.
+    /// [`RankTrace::record`](super::RankTrace::record), the calls that lend workspace or take it back,
+    /// [`Rank::prepare`] of a plan that is not prepared, and a run on a stream that is not part of that capture.
     pub fn poll(&self) -> Result<()> {
         self.backend.failure().poll(self.backend.transport())
     }
@@ -210,55 +200,14 @@ impl Rank {
         self.backend.synchronize()
     }
 
-    /// Starts to record the operations of each lane, at most `capacity` until [`Rank::events`] has taken them, then as
-    /// many again; 0 stops. Times count from `epoch`. Ranks that are threads of one process should share one `epoch`;
-    /// [`Rank::gather_trace`] aligns the clocks of several processes.
-    ///
-    /// On a device each operation is timed by two CUDA events on the stream of its lane, which are created by this
-    /// call; the time of an exchange includes the wait for its peers. The device's clock is aligned with `epoch` by
-    /// this call, after a wait for the work that the rank enqueued, and again when [`Rank::events`] has taken
-    /// everything: [`Rank::trace_accuracy`] returns the error. Durations have the resolution of the driver's events,
-    /// half a microsecond. A recorded run enqueues two more events for each operation and does not wait for the device.
-    /// It cannot be captured into a graph, and replays of graphs are not recorded.
-    ///
-    /// # Errors
-    /// A capacity above 2^24; an epoch in the future; the driver's.
-    pub fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
-        if capacity > MAX_RECORDED {
-            return Err(Error::invalid("capacity", capacity, std::format!("at most {MAX_RECORDED} operations")));
-        }
-        if let Some(ahead) = epoch.checked_duration_since(Instant::now()).filter(|a| capacity > 0 && !a.is_zero()) {
-            let found = std::format!("{ahead:?} from now");
-            return Err(Error::invalid("epoch", found, "a moment that has passed, since times count from it"));
-        }
-        self.backend.record(epoch, capacity)
-    }
-
-    /// Takes what was recorded since the last call, ordered by the end of the operations within each lane.
-    ///
-    /// On a device it takes only operations that have finished, and does not wait; a later call returns the others.
-    /// Call [`Rank::synchronize`] first to get all of them. If the device failed, nothing is returned, and
-    /// [`Rank::poll`] returns the reason.
-    pub fn events(&mut self) -> Vec<trace::Event> {
-        self.backend.events()
-    }
-
-    /// The possible error of the recorded times on the clock of `epoch`: half the shortest time in which the host
-    /// recorded an event on the idle stream and saw it complete. In addition, CUDA events have a resolution of half a
-    /// microsecond, and the driver returns f32 milliseconds, which are rounded to about a microsecond from 8 s after
-    /// [`Rank::record`], or after the last [`Rank::events`] that took everything. 0 on the CPU, and while nothing is
-    /// recorded.
-    pub fn trace_accuracy(&self) -> Duration {
-        self.backend.trace_accuracy()
-    }
-
-    /// Bytes of workspace for a run of `plan` in `direction` on this rank, without the kernels' tiles. Allocates
-    /// nothing on a device, so that a caller who lends the workspace does not need memory for two.
+    /// Bytes of workspace for a run of `plan` on this rank, without the kernels' tiles: for a direction of attention,
+    /// or an all-to-all or a combine. Allocates nothing on a device, so that a caller who lends the workspace does not
+    /// need memory for two.
     ///
     /// # Errors
     /// As [`Rank::prepare`], except those about memory and the driver.
-    pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
-        self.backend.workspace_bytes(plan, Purpose::Attention(direction))
+    pub fn workspace_bytes(&mut self, plan: &Plan, purpose: impl Into<Purpose>) -> Result<u64> {
+        self.backend.workspace_bytes(plan, purpose.into())
     }
 
     /// Lends the rank a workspace, in host memory or on the rank's device, instead of its own. On a device it waits for
@@ -293,18 +242,19 @@ impl Rank {
         self.backend.metadata_bytes()
     }
 
-    /// Allocates, loads and uploads everything that a run needs: the schedule, the workspace, the kernels' tiles and
-    /// the communication lane's thread; on a device kernels, scheduler metadata and events. Required before a run that
-    /// is captured into a CUDA graph, otherwise optional: the first run of a plan does it.
+    /// Allocates, loads and uploads everything that a run of `plan` needs, for a direction of attention, or an
+    /// all-to-all ([`AllToAll::both`](crate::schedule::AllToAll::both)) or a combine: the schedule, the workspace, the
+    /// kernels' tiles and the communication lane's thread; on a device kernels, scheduler metadata and events. Required
+    /// before a run that is captured into a CUDA graph, otherwise optional: the first run of a plan does it.
     ///
-    /// A rank keeps the last 16 pairs of a plan and a direction that it prepared or ran (an all-to-all counts as one),
+    /// A rank keeps the last 16 pairs of a plan and a purpose that it prepared or ran,
     /// by the value of the plan: equal plans share one. A run of a plan that it no longer keeps prepares it again.
     ///
     /// # Errors
     /// A plan for another world; a lent workspace that is too small; memory or a thread that the system refuses. On a
     /// device an element type or head dim without a kernel, and the driver's.
-    pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
-        self.backend.prepare(plan, Purpose::Attention(direction))
+    pub fn prepare(&mut self, plan: &Plan, purpose: impl Into<Purpose>) -> Result<()> {
+        self.backend.prepare(plan, purpose.into())
     }
 
     /// Runs a plan on untyped tensors: [`Rank::run_on`] with a null stream, which on a device is the legacy default
@@ -315,15 +265,17 @@ impl Rank {
     ///
     /// # Safety
     /// As [`Rank::run_on`].
-    pub unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings) -> Result<()> {
+    pub unsafe fn run(&mut self, plan: &Plan, purpose: impl Into<Purpose>, tensors: &Bindings) -> Result<()> {
         // SAFETY: the tensors are as promised, and there is always a default stream.
-        unsafe { self.run_on(plan, direction, tensors, core::ptr::null_mut()) }
+        unsafe { self.run_on(plan, purpose, tensors, core::ptr::null_mut()) }
     }
 
-    /// Runs a plan on untyped tensors.
+    /// Runs a plan on untyped tensors: attention in a direction, an all-to-all (`TensorId::OwnTokens` and
+    /// `TensorId::OwnHeads`) or a combine (`TensorId::PartialO`, `TensorId::PartialLse`, o, lse, and sinks if the
+    /// problem has some; on the CPU).
     ///
     /// All ranks of the group must call it with equal plans in the same order, on a device each from its own thread.
-    /// This is checked before any data moves when the group first runs a plan in a direction, and in later runs with
+    /// This is checked before any data moves when the group first runs a plan for a purpose, and in later runs with
     /// the first message between each two ranks.
     ///
     /// On a device the later check runs on the device, without synchronising hosts, and also in replays of a graph. A
@@ -363,12 +315,12 @@ impl Rank {
     pub unsafe fn run_on(
         &mut self,
         plan: &Plan,
-        direction: Direction,
+        purpose: impl Into<Purpose>,
         tensors: &Bindings,
         stream: RawStream,
     ) -> Result<()> {
         // SAFETY: the tensors and the stream are as this function asks for them.
-        unsafe { self.backend.run(plan, Purpose::Attention(direction), tensors, stream) }
+        unsafe { self.backend.run(plan, purpose.into(), tensors, stream) }
     }
 
     /// Refuses a call for which the rank must be on the CPU, with the way out.

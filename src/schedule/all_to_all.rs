@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The description of the all-to-all of one tensor: direction, side, innermost dimension, element type.
 
-use crate::{batch::Side, element::Dtype};
+use alloc::format;
+
+use crate::{
+    batch::Side,
+    element::Dtype,
+    error::{Error, Result},
+};
 
 /// The direction of an all-to-all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -23,4 +29,20 @@ pub struct AllToAll {
     pub dim: u32,
     /// Element type.
     pub dtype: Dtype,
+}
+
+impl AllToAll {
+    /// To heads, and back to tokens: both all-to-alls of tensors of this side, innermost dimension and element type.
+    ///
+    /// # Errors
+    /// A `dim` above the largest u32.
+    pub fn both(side: Side, dim: usize, dtype: Dtype) -> Result<[Self; 2]> {
+        let dim = u32::try_from(dim).map_err(|_| Error::invalid("dim", dim, format!("at most {}", u32::MAX)))?;
+        Ok([AllToAllDirection::ToHeads, AllToAllDirection::ToTokens].map(|direction| Self {
+            direction,
+            side,
+            dim,
+            dtype,
+        }))
+    }
 }

@@ -41,7 +41,8 @@ pub use combine::{Combine, CombineTo, CombinedShare};
 pub use expanded::{CallRanges, CombineOp, ExpandedOp, SumBlock};
 pub(crate) use ops::{ALIGNMENT, BlockView, Op, OpKind, SINK_DIGITS, StepRows, StepTensor};
 pub use ops::{AttendOp, AttendPart, BackwardOp, Buf, Buffer, BufferView, Lane, MessageView};
-pub(crate) use purpose::{Purpose, TensorForm};
+pub use purpose::Purpose;
+pub(crate) use purpose::TensorForm;
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
 pub use tensor_id::TensorId;
 

@@ -4,12 +4,33 @@
 use super::{AllToAll, AllToAllDirection, Combine, Direction, TensorId};
 use crate::{batch::Side, element::Dtype, plan::Plan};
 
-/// The purpose of a group's schedules.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Purpose {
+/// The purpose of a group's schedules, and of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Purpose {
+    /// Attention in one direction.
     Attention(Direction),
+    /// An all-to-all of one tensor.
     AllToAll(AllToAll),
+    /// A merge of partial results.
     Combine(Combine),
+}
+
+impl From<Direction> for Purpose {
+    fn from(direction: Direction) -> Self {
+        Self::Attention(direction)
+    }
+}
+
+impl From<AllToAll> for Purpose {
+    fn from(all_to_all: AllToAll) -> Self {
+        Self::AllToAll(all_to_all)
+    }
+}
+
+impl From<Combine> for Purpose {
+    fn from(combine: Combine) -> Self {
+        Self::Combine(combine)
+    }
 }
 
 /// One of the caller's tensors, as a run uses it.

@@ -32,7 +32,7 @@ pub fn one_rank(mut rank: Rank, world: usize, began: Instant) {
     assert!(matches!(error, Error::Disagreement { .. }), "{error}");
 
     let epoch = began - Duration::from_secs(r as u64);
-    rank.record(epoch, 1000).unwrap();
+    rank.trace().record(epoch, 1000).unwrap();
     let cuda = rank.cuda().unwrap().clone();
     let n = plan.local_tokens(Side::Q, r).len() as u64;
     let memory: Vec<_> = (0..5).map(|_| cuda.allocate(n as usize * 2 * 16 * 4).unwrap()).collect();
@@ -48,9 +48,9 @@ pub fn one_rank(mut rank: Rank, world: usize, began: Instant) {
     let from = began.elapsed();
     // SAFETY: the memory lives until the rank was waited for, which the gathering does, and nothing else uses it.
     unsafe { rank.run_on(plan, Direction::Forward, &tensors, null_mut()) }.unwrap();
-    let events = rank.gather_trace(epoch).unwrap();
+    let events = rank.trace().gather(epoch).unwrap();
     let to = began.elapsed();
-    assert_eq!(rank.gather_trace(epoch).unwrap(), [], "taken");
+    assert_eq!(rank.trace().gather(epoch).unwrap(), [], "taken");
     rank.poll().unwrap();
     if r > 0 {
         assert_eq!(events, []);

@@ -13,7 +13,7 @@ use crate::{
 };
 use cpattn::{
     Device, DeviceView, DeviceViewMut, Dtype, Element, Plan, Rank, Side, View, ViewMut, kernel::cuda::Cuda,
-    transport::peer,
+    schedule::AllToAll, transport::peer,
 };
 use half::{bf16, f16};
 use std::{
@@ -21,6 +21,11 @@ use std::{
     thread,
     time::Duration,
 };
+
+/// Prepares both all-to-alls of such tensors.
+fn prepare(rank: &mut Rank, plan: &Plan, side: Side, dim: usize, dtype: Dtype) -> cpattn::Result<()> {
+    AllToAll::both(side, dim, dtype)?.into_iter().try_for_each(|all_to_all| rank.prepare(plan, all_to_all))
+}
 
 /// Every plan, both sides, both dims: the bits of ranks on the CPU, twice, in tensors that lie differently.
 fn bits<T: Element>(cuda: &Arc<Cuda>) {
@@ -60,7 +65,7 @@ fn counted(cuda: &Arc<Cuda>, counters: Option<Counters>, world: usize) {
                 let me = rank.rank();
                 let mut runs = Vec::new();
                 for ((_, plan), side) in list.iter().flat_map(|p| SIDES.map(|s| (p, s))) {
-                    rank.prepare_all_to_all(plan, side, 5, Dtype::Bf16).unwrap();
+                    prepare(&mut rank, plan, side, 5, Dtype::Bf16).unwrap();
                     let tensors = Tensors::new::<bf16>(cuda, plan, me, side, 5, false);
                     tensors.fill::<bf16>(3);
                     runs.push((plan, tensors));
@@ -108,7 +113,7 @@ fn replayed(cuda: &Arc<Cuda>, world: usize) {
             .into_iter()
             .map(|end| {
                 let mut rank = Rank::on_device(end).unwrap();
-                rank.prepare_all_to_all(plan, side, 16, T::DTYPE).unwrap();
+                prepare(&mut rank, plan, side, 16, T::DTYPE).unwrap();
                 let tensors = Tensors::new::<T>(cuda, plan, rank.rank(), side, 16, false);
                 (rank, tensors)
             })
@@ -179,23 +184,24 @@ fn refusals(cuda: &Arc<Cuda>) {
         rank.to_heads_on(plan, Side::Q, x, y, stream.raw())
     };
     refused(double, &["f64", "f16, bf16 and f32"]);
-    refused(rank.prepare_all_to_all(plan, Side::K, 8, Dtype::F64), &["f64"]);
-    refused(rank.prepare_all_to_all(plan, Side::K, 0, Dtype::F32), &["dim is 0"]);
+    refused(prepare(&mut rank, plan, Side::K, 8, Dtype::F64), &["f64"]);
+    refused(prepare(&mut rank, plan, Side::K, 0, Dtype::F32), &["dim is 0"]);
 
     // A workspace that is lent is large enough, and apart from the tensors.
     let two = &cases::plans(2)[0].1;
     let mut ends = peer::group(&vec![Arc::clone(cuda); 2], Duration::from_secs(60)).unwrap();
     let (_other, mut first) = (ends.pop(), Rank::on_device(ends.remove(0)).unwrap());
-    let needed = first.all_to_all_workspace_bytes(two, Side::Q, 16, T::DTYPE).unwrap() as usize;
+    let both = AllToAll::both(Side::Q, 16, T::DTYPE).unwrap();
+    let needed = both.map(|call| first.workspace_bytes(two, call).unwrap()).into_iter().max().unwrap() as usize;
     assert!(needed > 0);
     let lent = cuda.allocate(needed).unwrap();
     // SAFETY: the memory outlives the rank, which runs nothing.
     unsafe { first.lend_workspace(lent.ptr(), needed - 1) }.unwrap();
     let words = format!("at least {needed} bytes");
-    refused(first.prepare_all_to_all(two, Side::Q, 16, T::DTYPE), &[&words]);
+    refused(prepare(&mut first, two, Side::Q, 16, T::DTYPE), &[&words]);
     // SAFETY: as above.
     unsafe { first.lend_workspace(lent.ptr(), needed) }.unwrap();
-    first.prepare_all_to_all(two, Side::Q, 16, T::DTYPE).unwrap();
+    prepare(&mut first, two, Side::Q, 16, T::DTYPE).unwrap();
     let [tokens, held] = cases::shapes(two, 0, Side::Q, 16);
     // SAFETY: refused.
     let overlapping = unsafe {

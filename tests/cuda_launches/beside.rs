@@ -12,6 +12,7 @@ use crate::{
 use cpattn::{
     Error, Plan, Rank, Result,
     kernel::cuda::Cuda,
+    schedule::AllToAll,
     schedule::Direction::{self, Backward, Forward},
     transport::peer,
 };
@@ -64,14 +65,14 @@ fn own_capture(cuda: &Arc<Cuda>) {
     type Call = (&'static str, fn(&mut Rank, &Plan, &Cuda) -> Result<()>);
     let calls: [Call; 5] = [
         ("synchronize", |rank, _, _| rank.synchronize()),
-        ("record", |rank, _, _| rank.record(Instant::now(), 8)),
+        ("record", |rank, _, _| rank.trace().record(Instant::now(), 8)),
         ("lend_workspace", |rank, _, cuda| {
             let memory = cuda.allocate(1 << 20)?;
             // SAFETY: refused; the memory would have to live on otherwise.
             unsafe { rank.lend_workspace(memory.ptr(), memory.bytes()) }
         }),
         ("prepare", |rank, other, _| rank.prepare(other, Forward)),
-        ("prepare", |rank, other, _| rank.prepare_all_to_all(other, cpattn::Side::Q, 8, cpattn::Dtype::Bf16)),
+        ("prepare", |rank, other, _| rank.prepare(other, AllToAll::both(cpattn::Side::Q, 8, cpattn::Dtype::Bf16)?[0])),
     ];
     let (tensors, stream, plain) = (Tensors::new(cuda, plan, 0, |_| Form::Compact), Stream::new(), Stream::new());
     // One capture for each call, so that each is seen to leave its own valid; the last for what is allowed.
@@ -90,8 +91,8 @@ fn own_capture(cuda: &Arc<Cuda>) {
                 rank.poll().unwrap();
                 rank.prepare(plan, Forward).unwrap();
                 rank.take_workspace_back().unwrap();
-                rank.record(Instant::now(), 0).unwrap();
-                assert!(rank.events().is_empty());
+                rank.trace().record(Instant::now(), 0).unwrap();
+                assert!(rank.trace().events().is_empty());
                 rank.workspace_bytes(other, Forward).unwrap();
                 "calls that do not wait"
             }
@@ -140,14 +141,14 @@ fn capture_of_others(cuda: &Arc<Cuda>) {
         enter();
         let (mut rank, stream) = (alone(cuda), Stream::new());
         let lent = cuda.allocate(1 << 22).unwrap();
-        rank.record(Instant::now(), 64).unwrap();
+        rank.trace().record(Instant::now(), 64).unwrap();
         for plan in [plan, other] {
             let theirs = Tensors::new(cuda, plan, 0, |_| Form::Compact);
             theirs.fill(2, 0);
             // Not prepared: the run loads, allocates and uploads.
             BOTH.iter().for_each(|&d| run(&mut rank, plan, d, &theirs, stream).unwrap());
             rank.synchronize().unwrap();
-            assert!(!rank.events().is_empty());
+            assert!(!rank.trace().events().is_empty());
         }
         // SAFETY: the memory lives until it is taken back.
         unsafe { rank.lend_workspace(lent.ptr(), lent.bytes()) }.unwrap();

@@ -49,8 +49,8 @@ fn on_the_cpu(plan: &Plan) -> Vec<Vec<Event>> {
         let (mut dq, mut dk, mut d_v) = (q.clone(), k.clone(), v.clone());
         let (sinks, mut dsinks) = (vec![0.25; h * p.sinks_per_head()], vec![0f32; h * p.sinks_per_head()]);
         let sinks = p.sinks().then_some(&sinks[..]);
-        rank.record(Instant::now(), 10_000).unwrap();
-        assert_eq!(rank.trace_accuracy(), Duration::ZERO);
+        rank.trace().record(Instant::now(), 10_000).unwrap();
+        assert_eq!(rank.trace().accuracy(), Duration::ZERO);
         let forward = Forward {
             q: View::new(&q, nq, h, d).unwrap(),
             k: View::new(&k, nk, hk, d).unwrap(),
@@ -78,7 +78,7 @@ fn on_the_cpu(plan: &Plan) -> Vec<Vec<Event>> {
             dsinks: p.sinks().then_some(&mut dsinks[..]),
         };
         rank.backward(plan, backward).unwrap();
-        rank.events()
+        rank.trace().events()
     };
     local::run(plan.mesh().world(), Duration::from_secs(60), |end| Ok(run(end))).unwrap()
 }
@@ -102,29 +102,29 @@ fn recorded(cuda: &Arc<Cuda>, world: usize) {
             let (me, stream, epoch) = (rank.rank(), Stream::new(), Instant::now());
             let tensors = Tensors::new(cuda, plan, me, |_| Form::Compact);
             tensors.fill(8, me);
-            assert!(rank.events().is_empty() && rank.trace_accuracy().is_zero());
+            assert!(rank.trace().events().is_empty() && rank.trace().accuracy().is_zero());
             let begun_ns = epoch.elapsed().as_nanos() as u64;
-            rank.record(epoch, 10_000).unwrap();
-            let accuracy = rank.trace_accuracy();
+            rank.trace().record(epoch, 10_000).unwrap();
+            let accuracy = rank.trace().accuracy();
             assert!(!accuracy.is_zero() && accuracy < Duration::from_secs(1), "{accuracy:?}");
             for round in 0..2 {
                 both(&mut rank, plan, &tensors, stream);
                 rank.synchronize().unwrap();
-                let events = rank.events();
+                let events = rank.trace().events();
                 for lane in [Lane::Compute, Lane::Communication] {
                     let (found, wanted) = (what(&events, lane), what(&cpu[me], lane));
                     assert!(!wanted.is_empty() || lane == Lane::Communication);
                     assert_eq!(found, wanted, "{name}, round {round}, rank {me}");
                 }
                 in_order(&events, begun_ns);
-                assert!(rank.events().is_empty());
+                assert!(rank.trace().events().is_empty());
             }
             for ((tensor, found), (_, expected)) in tensors.results(name).iter().zip(&expected[me]) {
                 assert!(found == expected, "{name}, rank {me}: {} has other bits", tensor.name());
             }
-            rank.record(epoch, 0).unwrap();
+            rank.trace().record(epoch, 0).unwrap();
             both(&mut rank, plan, &tensors, stream);
-            assert!(rank.events().is_empty());
+            assert!(rank.trace().events().is_empty());
         });
     }
 }
@@ -138,23 +138,23 @@ fn room(cuda: &Arc<Cuda>) {
     let (mut rank, stream) = (Rank::on_device(end_of).unwrap(), Stream::new());
     let tensors = Tensors::new(cuda, plan, 0, |_| Form::Compact);
     tensors.fill(1, 0);
-    rank.record(Instant::now(), 2).unwrap();
+    rank.trace().record(Instant::now(), 2).unwrap();
     for _ in 0..2 {
         both(&mut rank, plan, &tensors, stream);
-        assert_eq!(rank.events().len(), 2);
+        assert_eq!(rank.trace().events().len(), 2);
     }
     // Without a wait: whatever comes at once, all of it comes in the end, once.
-    rank.record(Instant::now(), 10 * all).unwrap();
+    rank.trace().record(Instant::now(), 10 * all).unwrap();
     let mut events = Vec::new();
     for _ in 0..5 {
         for direction in [Direction::Forward, Direction::Backward] {
             // SAFETY: the tensors live until the stream was waited for.
             unsafe { rank.run_on(plan, direction, &tensors.bindings(), stream.raw().cast()) }.unwrap();
         }
-        events.extend(rank.events());
+        events.extend(rank.trace().events());
     }
     rank.synchronize().unwrap();
-    events.extend(rank.events());
+    events.extend(rank.trace().events());
     assert_eq!(events.len(), 5 * all);
 
     // A graph would leave no times behind.
@@ -164,13 +164,13 @@ fn room(cuda: &Arc<Cuda>) {
     let Err(error @ Error::Unsupported { .. }) = captured else { panic!("{captured:?}") };
     assert!(error.to_string().contains("the rank records a trace"), "{error}");
     assert!(error.to_string().contains("record with a capacity of 0"), "{error}");
-    rank.record(Instant::now(), 0).unwrap();
+    rank.trace().record(Instant::now(), 0).unwrap();
     // SAFETY: the tensors live until the replay was waited for.
     unsafe { rank.run_on(plan, Direction::Forward, &tensors.bindings(), stream.raw().cast()) }.unwrap();
     let exec = end(stream);
     ok!(cuGraphLaunch(exec, stream.0));
     stream.wait();
-    assert!(rank.events().is_empty());
+    assert!(rank.trace().events().is_empty());
     rank.synchronize().unwrap();
     ok!(cuGraphExecDestroy(exec));
 }
@@ -189,7 +189,7 @@ fn asked(cuda: &Arc<Cuda>, counters: Option<Counters>, capacity: usize) -> (Opti
                 tensors.fill(2, rank.rank());
                 both(&mut rank, plan, &tensors, stream);
                 rank.synchronize().unwrap();
-                rank.record(Instant::now(), capacity).unwrap();
+                rank.trace().record(Instant::now(), capacity).unwrap();
                 let bindings = tensors.bindings();
                 barrier.wait();
                 barrier.wait();
@@ -200,7 +200,7 @@ fn asked(cuda: &Arc<Cuda>, counters: Option<Counters>, capacity: usize) -> (Opti
                 outcome.unwrap();
                 stream.wait();
                 rank.synchronize().unwrap();
-                operations.fetch_add(rank.events().len() as u64, SeqCst);
+                operations.fetch_add(rank.trace().events().len() as u64, SeqCst);
             });
         }
         let (found, allocated) = counts::between(&barrier, counters);

@@ -97,7 +97,7 @@ proptest! {
                     (AllToAllDirection::ToHeads, Side::Q), (AllToAllDirection::ToHeads, Side::K), (AllToAllDirection::ToTokens, Side::Q), (AllToAllDirection::ToTokens, Side::K),
                 ] {
                     let all_to_all = AllToAll { direction: way, side, dim: 3, dtype };
-                    let report = plan.verify_all_to_all(all_to_all).map_err(|e| TestCaseError::fail(e.to_string()))?;
+                    let report = plan.verify_purpose(all_to_all).map_err(|e| TestCaseError::fail(e.to_string()))?;
                     let moved = |rank: usize| {
                         let share = plan.heads_of(rank);
                         let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };

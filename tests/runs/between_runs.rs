@@ -147,19 +147,19 @@ fn ranks_that_call_different_things_find_out() {
                 rank.shift(plan, &rows, 1, 0, 1).unwrap_err()
             });
             words(if odd {
-                rank.gather_trace(Instant::now()).unwrap_err()
+                rank.trace().gather(Instant::now()).unwrap_err()
             } else {
                 rank.shift(plan, &rows, 1, 0, 1).unwrap_err()
             });
             let said = words(if odd {
                 forward(&mut rank, plan).unwrap_err()
             } else {
-                rank.gather_trace(Instant::now()).unwrap_err()
+                rank.trace().gather(Instant::now()).unwrap_err()
             });
             assert!(odd || said.contains("runs the gathering of a trace"), "{said}");
             forward(&mut rank, plan).unwrap();
             rank.shift(plan, &rows, 1, 0, 1).unwrap();
-            rank.gather_trace(Instant::now()).unwrap();
+            rank.trace().gather(Instant::now()).unwrap();
             // What is this rank's own mistake is refused on it alone.
             let said = rank.shift(plan, &rows[1..], 1, 0, 1).unwrap_err().to_string();
             assert!(said.contains(&format!("expected 1 for each of {n} tokens of rank {}", rank.rank())), "{said}");
@@ -183,7 +183,7 @@ fn a_rank_that_leaves_ends_the_call_on_all_others() {
         ranks(3, wrap, |mut rank| {
             let rows = vec![0u8; plan.local_tokens(Side::Q, rank.rank()).len()];
             let once = |rank: &mut Rank| match gathers {
-                true => rank.gather_trace(Instant::now()).map(drop),
+                true => rank.trace().gather(Instant::now()).map(drop),
                 false => rank.shift(plan, &rows, 1, 0, 1).map(drop),
             };
             // Rank 1 may have given what it has when rank 2 leaves: it learns of it at its next call.
@@ -221,15 +221,15 @@ fn a_trace_is_gathered_on_the_clock_of_rank_0() {
         |end| end,
         |mut rank| {
             let r = rank.rank();
-            rank.record(epoch(r), 1000).unwrap();
+            rank.trace().record(epoch(r), 1000).unwrap();
             let from = (began.elapsed() - Duration::from_millis(500)).as_nanos() as u64;
             forward(&mut rank, plan).unwrap();
             let to = (began.elapsed() - Duration::from_millis(500)).as_nanos() as u64;
-            let events = rank.gather_trace(epoch(r)).unwrap();
-            assert_eq!(rank.gather_trace(epoch(r)).unwrap(), [], "taken");
-            assert_eq!(rank.events(), []);
+            let events = rank.trace().gather(epoch(r)).unwrap();
+            assert_eq!(rank.trace().gather(epoch(r)).unwrap(), [], "taken");
+            assert_eq!(rank.trace().events(), []);
             // Events of the caller's, also with names that no operation has.
-            let others = rank.gather_events(epoch(r), &vec![own(9); r]).unwrap();
+            let others = rank.trace().gather_events(epoch(r), &vec![own(9); r]).unwrap();
             (from, to, events, others)
         },
     );
@@ -259,8 +259,8 @@ fn a_trace_is_gathered_on_the_clock_of_rank_0() {
         1,
         |end| end,
         |mut rank| {
-            assert_eq!(rank.gather_events(began, &[own(0)]).unwrap(), [own(0)]);
-            assert_eq!(rank.gather_trace(began).unwrap(), []);
+            assert_eq!(rank.trace().gather_events(began, &[own(0)]).unwrap(), [own(0)]);
+            assert_eq!(rank.trace().gather(began).unwrap(), []);
         },
     );
 }

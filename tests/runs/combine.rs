@@ -129,7 +129,7 @@ fn right<P: Element, T: Element<Acc = P::Acc>>(dtype: Dtype, epsilon: f64) {
             let parts = parts::<P>(&plan, seed as u64);
             let all = combined::<P, T>(threads(&plan), &plan, CombineTo::All, &parts);
             for to in TO {
-                plan.verify_combine(Combine { to, partial: P::DTYPE }).unwrap();
+                plan.verify_purpose(Combine { to, partial: P::DTYPE }).unwrap();
                 let got = combined::<P, T>(threads(&plan), &plan, to, &parts);
                 for (r, (o, lse)) in got.iter().enumerate() {
                     let (share, own) = (plan.combined_share(r, to), plan.heads_of(r).q);
@@ -242,5 +242,5 @@ fn refusals() {
     refused(run(4, 4, 3, None), &["o.tokens is 3, expected 4", "combined share"]);
     refused(run(4, 4, 4, Some(&[1.0; 2])), &["sinks", "the problem has no sinks"]);
     let combine = Combine { to: CombineTo::All, partial: Dtype::F64 };
-    refused(plan.verify_combine(combine).map(|_| ()), &["partial_o.dtype is f64", "f32, f16 or bf16"]);
+    refused(plan.verify_purpose(combine).map(|_| ()), &["partial_o.dtype is f64", "f32, f16 or bf16"]);
 }

@@ -164,7 +164,7 @@ fn on_ranks<R: Send>(world: usize, each: impl Fn(Rank) -> R + Sync) -> Vec<R> {
 
 #[test]
 fn traces_that_no_memory_holds() {
-    let found = on_ranks(1, |mut rank| rank.record(std::time::Instant::now(), usize::MAX));
+    let found = on_ranks(1, |mut rank| rank.trace().record(std::time::Instant::now(), usize::MAX));
     found.into_iter().for_each(|result| refused(result, &["capacity", "18446744073709551615", "16777216"]));
 }
 

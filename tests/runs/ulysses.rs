@@ -4,7 +4,9 @@
 use std::time::{Duration, Instant};
 
 use cpattn::{
-    Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, plan::AttentionKind, schedule::Schedule,
+    Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut,
+    plan::AttentionKind,
+    schedule::{AllToAll, Schedule},
     transport::local,
 };
 
@@ -208,9 +210,15 @@ fn dims_are_refused_by_name() {
     let most = i64::MAX as u64 / ((1 << 30) * 128 * 32);
     let words = format!("dim is 4294967295, expected at most {most}, for 1073741824 tokens of 128 heads");
     let dim = u32::MAX as usize;
-    assert_eq!(rank.prepare_all_to_all(&plan, Side::Q, dim, Dtype::F32).unwrap_err().to_string(), words);
-    assert_eq!(rank.all_to_all_workspace_bytes(&plan, Side::Q, dim, Dtype::F32).unwrap_err().to_string(), words);
-    assert_eq!(rank.all_to_all_workspace_bytes(&plan, Side::Q, most as usize, Dtype::F32), Ok(0));
+    for call in AllToAll::both(Side::Q, dim, Dtype::F32).unwrap() {
+        assert_eq!(rank.prepare(&plan, call).unwrap_err().to_string(), words);
+        assert_eq!(rank.workspace_bytes(&plan, call).unwrap_err().to_string(), words);
+    }
+    for call in AllToAll::both(Side::Q, most as usize, Dtype::F32).unwrap() {
+        assert_eq!(rank.workspace_bytes(&plan, call), Ok(0));
+    }
+    let above = AllToAll::both(Side::Q, dim + 1, Dtype::F32).unwrap_err().to_string();
+    assert_eq!(above, "dim is 4294967296, expected at most 4294967295");
 
     let small = Problem::new(Batch::from_lengths(&[3]).unwrap(), 2, 2, 4, Dtype::F32);
     let plan = Plan::new(&small, Mesh::single(), Layout::Contiguous).unwrap();
@@ -225,8 +233,8 @@ fn dims_are_refused_by_name() {
 fn an_epoch_that_has_not_come_is_refused() {
     let mut rank = Rank::new(local::group(1, Duration::from_secs(1)).unwrap().remove(0));
     let later = Instant::now() + Duration::from_secs(3600);
-    let error = rank.record(later, 8).unwrap_err().to_string();
+    let error = rank.trace().record(later, 8).unwrap_err().to_string();
     assert!(error.contains("epoch is 3599.") && error.contains("a moment that has passed"), "{error}");
-    rank.record(later, 0).unwrap();
-    rank.record(Instant::now(), 8).unwrap();
+    rank.trace().record(later, 0).unwrap();
+    rank.trace().record(Instant::now(), 8).unwrap();
 }

@@ -249,23 +249,22 @@ impl Plan {
         list_and_prove(schedules, self, Purpose::Attention(direction))
     }
 
-    /// Verifies the schedules of one replica's ranks for the all-to-all of one tensor.
+    /// Verifies the schedules of one replica's ranks for a purpose: a direction, an all-to-all or a combine.
     ///
     /// # Errors
-    /// [`Error::Schedule`] with the first flaw found.
-    pub fn verify_all_to_all(&self, all_to_all: AllToAll) -> Result<Report> {
-        let schedules: Vec<Schedule> =
-            (0..self.mesh().group()).map(|rank| Schedule::all_to_all(self, rank, all_to_all)).collect::<Result<_>>()?;
-        verify_all_to_all(&schedules, self, all_to_all)
-    }
-
-    /// Verifies the schedules of one replica's ranks for a combine.
-    ///
-    /// # Errors
-    /// [`Error::Schedule`] with the first flaw found; as [`Schedule::combine`].
-    pub fn verify_combine(&self, combine: Combine) -> Result<Report> {
-        let schedules: Vec<Schedule> =
-            (0..self.mesh().group()).map(|rank| Schedule::combine(self, rank, combine)).collect::<Result<_>>()?;
-        verify_combine(&schedules, self, combine)
+    /// [`Error::Schedule`] with the first flaw found; as [`Schedule::all_to_all`] and [`Schedule::combine`].
+    pub fn verify_purpose(&self, purpose: impl Into<Purpose>) -> Result<Report> {
+        let purpose = purpose.into();
+        let of_rank = |rank| match purpose {
+            Purpose::Attention(direction) => Schedule::new(self, rank, direction),
+            Purpose::AllToAll(all_to_all) => Schedule::all_to_all(self, rank, all_to_all),
+            Purpose::Combine(combine) => Schedule::combine(self, rank, combine),
+        };
+        let schedules: Vec<Schedule> = (0..self.mesh().group()).map(of_rank).collect::<Result<_>>()?;
+        match purpose {
+            Purpose::Attention(_) => self.verify_schedules(&schedules),
+            Purpose::AllToAll(all_to_all) => verify_all_to_all(&schedules, self, all_to_all),
+            Purpose::Combine(combine) => verify_combine(&schedules, self, combine),
+        }
     }
 }
