@@ -16,7 +16,7 @@ use super::{
     host,
     lanes::LaneThreads,
     ops::BufferAddresses,
-    prepared::{Entry, Prepared, Remembered},
+    prepared::{Entry, Prepared, PlanCache},
     ring,
     workspace::{HostMemory, OwnMemory, Workspace},
 };
@@ -39,7 +39,7 @@ use crate::{
 pub(super) struct HostRank {
     transport: Arc<dyn Transport>,
     lanes: LaneThreads,
-    prepared: Remembered<Prepared>,
+    prepared: PlanCache<Prepared>,
     scratch: cpu::Scratch,
     workspace: Workspace<HostMemory>,
     agreements: Agreements,
@@ -59,7 +59,7 @@ impl HostRank {
         Self {
             lanes: LaneThreads::new(Arc::clone(&transport)),
             transport,
-            prepared: Remembered::default(),
+            prepared: PlanCache::default(),
             scratch,
             workspace: Workspace::default(),
             agreements: Agreements::default(),

@@ -73,7 +73,7 @@ impl Prepared {
 /// Schedules that a rank keeps, beside those that captured graphs may still use.
 const REMEMBERED: usize = 16;
 
-/// An entry of [`Remembered`].
+/// An entry of [`PlanCache`].
 pub(super) trait Entry {
     /// The schedule.
     fn prepared(&self) -> &Prepared;
@@ -85,19 +85,19 @@ pub(super) trait Entry {
 }
 
 /// The schedules of the plans that a rank ran or prepared last.
-pub(super) struct Remembered<E> {
+pub(super) struct PlanCache<E> {
     /// Each entry with the number of its last use.
     entries: Vec<(u64, E)>,
     uses: u64,
 }
 
-impl<E: Entry> Default for Remembered<E> {
+impl<E: Entry> Default for PlanCache<E> {
     fn default() -> Self {
         Self { entries: Vec::with_capacity(REMEMBERED), uses: 0 }
     }
 }
 
-impl<E: Entry> Remembered<E> {
+impl<E: Entry> PlanCache<E> {
     /// Index of a run's schedule.
     pub(super) fn find(&self, plan: &Plan, run: Purpose) -> Option<usize> {
         self.entries.iter().position(|(_, e)| e.prepared().is(plan, run))
@@ -139,7 +139,7 @@ impl<E: Entry> Remembered<E> {
     }
 }
 
-impl<E> core::ops::Index<usize> for Remembered<E> {
+impl<E> core::ops::Index<usize> for PlanCache<E> {
     type Output = E;
 
     fn index(&self, at: usize) -> &E {
@@ -147,7 +147,7 @@ impl<E> core::ops::Index<usize> for Remembered<E> {
     }
 }
 
-impl<E> core::ops::IndexMut<usize> for Remembered<E> {
+impl<E> core::ops::IndexMut<usize> for PlanCache<E> {
     fn index_mut(&mut self, at: usize) -> &mut E {
         &mut self.entries[at].1
     }
@@ -182,7 +182,7 @@ mod tests {
             Plan::new(&problem, Mesh::ulysses(1).unwrap(), Layout::Contiguous).unwrap()
         };
         let mark = |tokens, kept| Mark { prepared: Prepared::new(&plan(tokens), 0, run).unwrap(), kept };
-        let mut all = Remembered::default();
+        let mut all = PlanCache::default();
         for tokens in 1..=20 {
             all.push(mark(tokens, true));
         }
@@ -190,7 +190,7 @@ mod tests {
             assert_eq!(all.least_recent(), None, "{tokens}");
             all.push(mark(tokens, false));
         }
-        let place = |all: &Remembered<Mark>, tokens| all.find(&plan(tokens), run);
+        let place = |all: &PlanCache<Mark>, tokens| all.find(&plan(tokens), run);
         assert_eq!(all.least_recent(), place(&all, 21));
         assert!(all.reuse(&plan(21), run).is_some());
         assert_eq!(all.least_recent(), place(&all, 22));

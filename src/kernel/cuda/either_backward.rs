@@ -51,7 +51,7 @@ addresses! {
 }
 
 /// Changes the parameters of a launch into those for the kernel for `sm_80`.
-pub(super) fn turn_to_other(params: &mut [u64]) {
+pub(super) fn use_sm80_params(params: &mut [u64]) {
     let params: &mut EitherParams = &mut bytemuck::cast_slice_mut(&mut params[..size_of::<EitherParams>() / 8])[0];
     let (own, other) = (&mut params.hopper.call, params.other);
     (own.key_tiles, own.call.work) = (other.key_tiles, other.work);
@@ -69,7 +69,7 @@ mod tests {
         let mut params = [u64::MAX; size_of::<EitherParams>() / 8];
         let other = DealtOut { key_tiles: 1, work: 2, items: 3, parts: 4, part_heads: 5, unused: 0 };
         params[offset_of!(EitherParams, other) / 8..].copy_from_slice(bytemuck::cast_slice(&[other]));
-        turn_to_other(&mut params);
+        use_sm80_params(&mut params);
         let words: &[u32] = bytemuck::cast_slice(&params[..size_of::<FusedParams>() / 8]);
         let changed: alloc::vec::Vec<_> = words.iter().enumerate().filter(|(_, w)| **w != u32::MAX).collect();
         let (work, items) =

@@ -231,13 +231,13 @@ pub(super) struct Hopper {
     pub d_o: Option<MapShape>,
     /// Rows and heads of a box of q (and do) for tiles that several heads share, if there are such tiles.
     pub shared_box: Option<(u32, u32)>,
-    pub other: Other,
+    pub other: Sm80Fallback,
 }
 
 /// The kernel for `sm_80` that does a launch if maps cannot describe its tensors: a forward or a fused backward, and
 /// the number of its tiles times heads.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Other {
+pub(super) struct Sm80Fallback {
     pub module: AttentionModule,
     pub instance: Instance,
     pub items: u32,

@@ -9,7 +9,7 @@
 
 use super::Cuda;
 use super::either_backward::{DealtOut, EitherParams, HopperBackwardParams};
-use super::hopper::{Hopper, MapShape, Other};
+use super::hopper::{Hopper, MapShape, Sm80Fallback};
 use super::hopper_calls::longest;
 use super::launch::Launch;
 use super::modules::{AttentionModule, Instance, LoadedKernel};
@@ -97,7 +97,7 @@ pub(super) fn launch(
         tensors: [of(&call.q, q_span, queries), of(&call.k, k_span, keys), of(&call.v, k_span, keys)],
         d_o: Some(of(&call.d_o, q_span, queries)),
         shared_box: shares(call, params.part_heads, queries).then_some((PIECE, 1)),
-        other: Other { module: AttentionModule::Fused, instance, items: other.items },
+        other: Sm80Fallback { module: AttentionModule::Fused, instance, items: other.items },
     };
     let hopper_params = HopperBackwardParams { call: params, q_span, k_span };
     Launch::hopper_or_other(hopper, &EitherParams { hopper: hopper_params, other })

@@ -2,7 +2,7 @@
 //! Calls of the kernels for `sm_90a`: loading them, and the parts of a launch.
 
 use super::Cuda;
-use super::hopper::{FORWARD, Hopper, HopperParams, HopperShape, MapShape, Other, kernel_of, other_rows, section};
+use super::hopper::{FORWARD, Hopper, HopperParams, HopperShape, MapShape, Sm80Fallback, kernel_of, other_rows, section};
 use super::metadata_buffer::{SortBuffers, Writer};
 use super::modules::{AttentionModule, Instance, LoadedKernel};
 use super::params::{ForwardParams, SidedBand};
@@ -83,7 +83,7 @@ impl Cuda {
         let section = section(self.l2_bytes, head_bytes, call.heads.group).min(call.q.heads).max(1);
         // Items are never more than those of the other kernel, whose number fits.
         let (tiles, items) = (tiles as u32, tiles as u32 * call.q.heads + shared.tiles * shared.parts);
-        let other = Other { module: AttentionModule::Forward, instance, items: params.heads.items };
+        let other = Sm80Fallback { module: AttentionModule::Forward, instance, items: params.heads.items };
         let params =
             HopperParams { call: params, tile_counter, work, q_span, k_span, tiles, section, shared, has_metadata: 0 };
         (params, Hopper { kernel, cluster, items, tensors, d_o: None, shared_box, other })

@@ -8,8 +8,8 @@
 
 use super::Cuda;
 use super::check::Checker;
-use super::either_backward::turn_to_other;
-use super::hopper::{self, Hopper, InlineMetadata, METADATA_BYTES, MapShape, Maps, NO_METADATA, Other};
+use super::either_backward::use_sm80_params;
+use super::hopper::{self, Hopper, InlineMetadata, METADATA_BYTES, MapShape, Maps, NO_METADATA, Sm80Fallback};
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part};
 use super::modules::{AttentionModule, LoadedKernel};
 use super::params::{Addresses, BASES, Parameters, Tensor};
@@ -121,7 +121,7 @@ impl Launch {
 
     /// Whether its kernel can read its metadata among the parameters.
     fn takes_lists(&self) -> bool {
-        matches!(self.kernel, Kernel::Hopper(Hopper { other: Other { module: AttentionModule::Forward, .. }, .. }))
+        matches!(self.kernel, Kernel::Hopper(Hopper { other: Sm80Fallback { module: AttentionModule::Forward, .. }, .. }))
     }
 
     /// Makes the kernel for `sm_90a` read its metadata, `bytes` bytes at `from`, from the parameters.
@@ -151,10 +151,10 @@ impl Launch {
         let mut params = self.params;
         let (function, grid, threads, shared) = match self.kernel {
             Kernel::Loaded { function, grid, threads, shared } => (function, grid, threads, shared),
-            Kernel::Hopper(Hopper { other: Other { module, instance, items }, .. }) => {
+            Kernel::Hopper(Hopper { other: Sm80Fallback { module, instance, items }, .. }) => {
                 let resident = module == AttentionModule::Fused;
                 if resident {
-                    turn_to_other(&mut params);
+                    use_sm80_params(&mut params);
                 }
                 let LoadedKernel { function, launch, each } = cuda.load(module, instance)?;
                 (function, Grid::Tiles { items, each, resident }, launch.threads, launch.shared)

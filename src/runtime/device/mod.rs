@@ -29,7 +29,7 @@ use super::{
     bind::Bindings,
     failure::{FirstFailure, abort_on_unwind},
     handle::AbortHandle,
-    prepared::{Entry, Prepared, Remembered},
+    prepared::{Entry, Prepared, PlanCache},
     ring,
     workspace::Workspace,
 };
@@ -66,7 +66,7 @@ use tracer::Tracer;
 /// A rank on a CUDA device.
 pub(super) struct DeviceRank {
     transport: Arc<dyn DeviceTransport>,
-    prepared: Remembered<OnDevice>,
+    prepared: PlanCache<OnDevice>,
     workspace: Workspace<DeviceMemory>,
     /// Workspaces that graphs still use.
     retired: Vec<DeviceMemory>,
@@ -126,7 +126,7 @@ impl DeviceRank {
     pub(super) fn new(transport: impl DeviceTransport + 'static) -> Result<Self> {
         let marks = Marks::new(transport.device())?;
         Ok(Self {
-            prepared: Remembered::default(),
+            prepared: PlanCache::default(),
             workspace: Workspace::default(),
             retired: Vec::new(),
             accepted: None,
@@ -262,7 +262,7 @@ impl Backend for DeviceRank {
         match self.prepared.find(plan, run) {
             Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
             None => {
-                self.suits(plan, run)?;
+                self.check_supported(plan, run)?;
                 Ok(run.schedule(plan, self.transport.rank())?.workspace)
             }
         }

@@ -22,7 +22,7 @@ impl DeviceRank {
     }
 
     /// Refuses plans that a device cannot run, before any run of them begins.
-    pub(super) fn suits(&self, plan: &Plan, run: Purpose) -> Result<()> {
+    pub(super) fn check_supported(&self, plan: &Plan, run: Purpose) -> Result<()> {
         plan.fits_world(self.transport.world())?;
         let p = plan.problem();
         if let Purpose::AllToAll(a) = run {
@@ -56,7 +56,7 @@ impl DeviceRank {
         if let Some(i) = self.prepared.reuse(plan, run) {
             return Ok(i);
         }
-        self.suits(plan, run)?;
+        self.check_supported(plan, run)?;
         let p = plan.problem();
         let cuda = Arc::clone(self.transport.device());
         match run {
