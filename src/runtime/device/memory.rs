@@ -45,7 +45,7 @@ impl DeviceRank {
             })?;
         }
         self.beside_no_capture("lend_workspace")?;
-        self.settle()?;
+        self.wait_idle()?;
         let own = self.workspace.lend(ptr, bytes);
         self.retire(own);
         Ok(())
@@ -59,7 +59,7 @@ impl DeviceRank {
     pub(super) fn take_back(&mut self) -> Result<()> {
         if self.workspace.is_lent() {
             self.beside_no_capture("take_workspace_back")?;
-            self.settle()?;
+            self.wait_idle()?;
             self.workspace.take_back();
         }
         Ok(())
@@ -76,7 +76,7 @@ impl DeviceRank {
     pub(super) fn work_at(&mut self, at: usize) -> Result<*mut u8> {
         let needed = self.prepared[at].prepared.schedule.workspace;
         if self.workspace.is_short(needed) {
-            self.settle()?;
+            self.wait_idle()?;
             let own = self.workspace.take_own();
             self.retire(own);
             let larger = self.gpu().allocate(needed as usize)?;

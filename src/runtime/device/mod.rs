@@ -147,7 +147,7 @@ impl DeviceRank {
     }
 
     /// Waits on the host until nothing that this rank enqueued uses its memory any more.
-    pub(super) fn settle(&self) -> Result<()> {
+    pub(super) fn wait_idle(&self) -> Result<()> {
         self.transport.synchronize()?;
         self.marks.over.wait()
     }
@@ -224,7 +224,7 @@ impl Backend for DeviceRank {
 
     fn synchronize(&self) -> Result<()> {
         self.beside_no_capture("synchronize")?;
-        let waited = self.settle();
+        let waited = self.wait_idle();
         self.failure.check(&*self.transport)?;
         waited
     }
@@ -235,7 +235,7 @@ impl Backend for DeviceRank {
         }
         self.tracer = None;
         if capacity > 0 {
-            self.settle()?;
+            self.wait_idle()?;
             let (context, rank, stream) = (self.gpu().context(), self.transport.rank(), self.transport.stream());
             self.tracer = Some(Box::new(Tracer::new(context, rank, epoch, capacity, stream)?));
         }
@@ -353,7 +353,7 @@ impl Drop for DeviceRank {
         // Workspace and metadata must outlive the enqueued work; a failure means that the context is gone. Captured
         // work has not begun, and the event `over` comes after all runs before it.
         let _ = match self.beside_no_capture("drop") {
-            Ok(()) => self.settle(),
+            Ok(()) => self.wait_idle(),
             Err(_) => self.marks.over.wait(),
         };
     }

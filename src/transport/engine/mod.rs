@@ -104,17 +104,17 @@ impl<E: Engine> EngineTransport<E> {
             None if group.has_ended() => return Err(self.failed_before(MAKING)),
             None => {
                 let verdict = Verdict::unknown("the process that holds the store does not answer");
-                group.settle(verdict.clone());
+                group.publish(verdict.clone());
                 return Err(self.failed(after("no transport was made"), &verdict, None));
             }
             Some(Ok(None)) => group.listen(),
             Some(Ok(Some(late))) => {
                 let what = "the others gave up before this rank made its transport".to_string();
-                group.settle(late.clone());
+                group.publish(late.clone());
                 return Err(self.failed(what, &late, None));
             }
             Some(Err(failed)) => {
-                group.settle(Verdict::unknown(&format!("the store has no second connection ({})", failed.text)));
+                group.publish(Verdict::unknown(&format!("the store has no second connection ({})", failed.text)));
             }
         }
         group.set_wait(Some(Wait::MEETING));

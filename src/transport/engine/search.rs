@@ -144,7 +144,7 @@ impl<E: Engine> EngineGroup<E> {
     }
 
     /// Sets the verdict without a search, if the ranks cannot be asked.
-    pub(super) fn settle(&self, verdict: Verdict) {
+    pub(super) fn publish(&self, verdict: Verdict) {
         self.state().verdict.get_or_insert(verdict);
     }
 
@@ -260,7 +260,7 @@ impl<E: Engine> EngineGroup<E> {
         });
         if let Err(failed) = outcome {
             let why = "the store of the process group, or the process that holds it, is gone";
-            self.settle(Verdict::unknown(&format!("{why} ({})", failed.text)));
+            self.publish(Verdict::unknown(&format!("{why} ({})", failed.text)));
         }
         self.state().known = true;
         self.known.notify_all();

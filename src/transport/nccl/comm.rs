@@ -103,7 +103,7 @@ impl Communicator {
             api.begun("ncclCommInitRankConfig", code).map_err(|error| not_joined(error, rank, world, cuda))?;
         }
         let began = Instant::now();
-        let met = this.turn()?.settle("ncclCommInitRankConfig", deadline);
+        let met = this.turn()?.wait_done("ncclCommInitRankConfig", deadline);
         if met.map_err(|error| not_joined(error, rank, world, cuda))? {
             return Ok(this);
         }
@@ -241,7 +241,7 @@ impl Communicator {
         let handle = turn.handle();
         // SAFETY: a live communicator; this thread alone makes calls.
         self.api.begun("ncclCommFinalize", unsafe { (self.api.ncclCommFinalize)(handle) })?;
-        if !turn.settle("ncclCommFinalize", limit)? {
+        if !turn.wait_done("ncclCommFinalize", limit)? {
             return Err(Self::gone());
         }
         self.closed.store(true, Ordering::SeqCst);
@@ -282,7 +282,7 @@ impl CallRight<'_> {
     }
 
     /// Waits until the library has done what `call` began; false if it takes longer than `limit`.
-    pub(super) fn settle(&self, call: &'static str, limit: Duration) -> Result<bool> {
+    pub(super) fn wait_done(&self, call: &'static str, limit: Duration) -> Result<bool> {
         let (begin, mut asked) = (Instant::now(), 0u32);
         loop {
             if self.comm.is_closed() {

@@ -217,7 +217,7 @@ impl Nccl {
         if api.begun("ncclGroupEnd", code)? {
             // The library puts the group into its stream, which waits for other ranks only if the group is the first
             // with one of them. The watchdog ends the wait.
-            turn.settle("ncclGroupEnd", Duration::MAX)?;
+            turn.wait_done("ncclGroupEnd", Duration::MAX)?;
         }
         Ok(())
     }
