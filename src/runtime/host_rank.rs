@@ -184,7 +184,7 @@ impl Backend for HostRank {
         let workspace = self.work_at(at)?;
         let prepared = &mut self.prepared[at];
         let used = prepared.expected.used(tensors).map(|(_, name, raw)| (name, *raw));
-        self.workspace.apart(prepared.schedule.workspace, used)?;
+        self.workspace.check_disjoint(prepared.schedule.workspace, used)?;
         self.failure.check(&*self.transport)?;
         prepared.dropout_seed = tensors.dropout_seed();
         if let Some((fingerprint, run)) = self.agreements.begin_run(prepared, &*self.transport, &self.failure)? {

@@ -100,7 +100,7 @@ impl<M: OwnMemory> Workspace<M> {
     }
 
     /// Refuses tensors that lie in the part of lent memory that a run uses: the run would overwrite them.
-    pub(super) fn apart(
+    pub(super) fn check_disjoint(
         &self,
         needed: u64,
         tensors: impl IntoIterator<Item = (&'static str, RawTensor)>,

@@ -50,7 +50,7 @@ impl PairRegion {
     }
 
     /// Refuses a pair that both allow.
-    fn apart(&self, other: &Self) -> Result<()> {
+    fn refuse_common_pair(&self, other: &Self) -> Result<()> {
         let q = [self.q[0].max(other.q[0]), self.q[1].min(other.q[1])];
         let k = [self.k[0].max(other.k[0]), self.k[1].min(other.k[1])];
         let low = self.delta.0.max(other.delta.0).max(k[0] - (q[1] - 1));
@@ -85,12 +85,12 @@ pub(super) fn check_disjoint(slices: &[Slice]) -> Result<()> {
             let at = open.partition_point(|i| of(i).order(gone, gone.q[1] - 1) == Ordering::Less);
             open.remove(at);
             if at > 0 && at < open.len() {
-                of(&open[at - 1]).apart(of(&open[at]))?;
+                of(&open[at - 1]).refuse_common_pair(of(&open[at]))?;
             }
         }
         let Some((region, i)) = begins else { break };
         let at = open.partition_point(|i| of(i).order(region, q) == Ordering::Less);
-        open[at.saturating_sub(1)..open.len().min(at + 1)].iter().try_for_each(|i| of(i).apart(region))?;
+        open[at.saturating_sub(1)..open.len().min(at + 1)].iter().try_for_each(|i| of(i).refuse_common_pair(region))?;
         open.insert(at, i);
     }
     Ok(())
@@ -104,7 +104,7 @@ mod tests {
     /// What every pair of slices says.
     fn one_by_one(slices: &[Slice]) -> bool {
         let regions: Vec<PairRegion> = slices.iter().enumerate().filter_map(PairRegion::new).collect();
-        (0..regions.len()).all(|i| regions[..i].iter().all(|r| r.apart(&regions[i]).is_ok()))
+        (0..regions.len()).all(|i| regions[..i].iter().all(|r| r.refuse_common_pair(&regions[i]).is_ok()))
     }
 
     fn shares(a: &Slice, b: &Slice, tokens: usize) -> bool {

@@ -155,7 +155,7 @@ impl DeviceTransport for Peer {
 
 /// The error of an exchange between two captures: a copy waits for an event of its sender, and a graph cannot wait for
 /// an event of another graph.
-fn apart(rank: usize, peer: usize, [ours, theirs]: [u64; 2]) -> Error {
+fn capture_mismatch(rank: usize, peer: usize, [ours, theirs]: [u64; 2]) -> Error {
     let of = |capture| if capture == 0 { "in no graph" } else { "captured into a graph" };
     let how = if ours != 0 && theirs != 0 { ", of another capture" } else { "" };
     let found = format!("rank {rank} {}, rank {peer} {}{how}", of(ours), of(theirs));
@@ -175,7 +175,7 @@ impl PeerStream {
         let (sender, receiver) = (&streams[from], &streams[to]);
         let captures = [receiver, sender].map(|rank| rank.capture.load(Ordering::Relaxed));
         if captures[0] != captures[1] {
-            return Err(apart(to, from, captures));
+            return Err(capture_mismatch(to, from, captures));
         }
         let stream = receiver.stream.handle();
         let mut enqueue = || {

@@ -318,7 +318,7 @@ impl Backend for DeviceRank {
         let workspace = self.work_at(at)?;
         let Prepared { schedule, expected, .. } = &self.prepared[at].prepared;
         let used = expected.used(tensors).map(|(_, name, raw)| (name, *raw));
-        self.workspace.apart(schedule.workspace, used)?;
+        self.workspace.check_disjoint(schedule.workspace, used)?;
         self.failure.check(&*self.transport)?;
         // The device counts the runs.
         self.agreements.begin_run(&self.prepared[at].prepared, &*self.transport, &self.failure)?;

@@ -94,7 +94,7 @@ impl NodeBorders {
     }
 
     /// Whether two ranks (indices of the group) lie in different nodes.
-    pub fn apart(&self, a: usize, b: usize) -> bool {
+    pub fn cross_nodes(&self, a: usize, b: usize) -> bool {
         a / self.ranks != b / self.ranks
     }
 
@@ -239,7 +239,7 @@ mod tests {
     #[test]
     fn what_crosses_too_often_or_needlessly() {
         let mut b = borders();
-        assert!(b.apart(1, 2) && !b.apart(2, 3));
+        assert!(b.cross_nodes(1, 2) && !b.cross_nodes(2, 3));
         let k = |token| Cell::new(What::Input(TensorId::K), token, 0, 0);
         // Token 3 is rank 0's.
         assert_eq!(b.cross(0, 2, false, k(3), 1), None);

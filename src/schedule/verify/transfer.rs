@@ -49,7 +49,7 @@ impl Prover<'_> {
         let (out, into) = (from.2, to.2);
         let home = matches!(self.ranks[to.0].form(to.1).kind, OpKind::Return(_));
         let exchanged = matches!(self.ranks[to.0].form(to.1).kind, OpKind::Exchange { .. });
-        let apart = self.borders.as_ref().is_some_and(|b| b.apart(from.0, to.0));
+        let apart = self.borders.as_ref().is_some_and(|b| b.cross_nodes(from.0, to.0));
         let crosses = apart && (exchanged || home || strict);
         let ulysses = self.plan.mesh().ulysses;
         let between_holders = !apart && from.0 % ulysses != to.0 % ulysses;
