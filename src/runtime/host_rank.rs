@@ -16,7 +16,7 @@ use super::{
     host,
     lanes::LaneThreads,
     ops::BufferAddresses,
-    prepared::{Entry, Prepared, PlanCache},
+    prepared::{Entry, PlanCache, Prepared},
     ring,
     workspace::{HostMemory, OwnMemory, Workspace},
 };

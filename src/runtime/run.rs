@@ -89,7 +89,7 @@ mod tests {
 
     /// An all-to-all is named by its own tensors: side, dim and element type are not those of attention.
     #[test]
-    fn words() {
+    fn an_all_to_all_is_named_by_its_tensors() {
         let batch = Batch::cross(&[0, 5, 9], &[0, 7, 12], None).unwrap();
         let plan = Plan::new(&Problem::new(batch, 4, 2, 16, Dtype::Bf16), Mesh::single(), Layout::Contiguous).unwrap();
         let all_to_all = |way, side| Purpose::AllToAll(AllToAll { direction: way, side, dim: 3, dtype: Dtype::F32 });

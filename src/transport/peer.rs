@@ -181,7 +181,7 @@ impl PeerStream {
         let mut enqueue = || {
             // The stream is given work while its own context is current.
             let _entered = receiver.cuda.context().enter()?;
-            sender.ready.hold(stream)?;
+            sender.ready.make_stream_wait(stream)?;
             let mut message = Some(first);
             while let Some([send, recv]) = message {
                 // SAFETY: both ranks are in exchanges that list these bytes, of one size, and so promise them until the
@@ -210,7 +210,7 @@ impl Peer {
         for peer in sends.iter().map(|m| m.peer) {
             // Messages to one peer are mostly adjacent; a second wait for one event does no harm.
             if last.replace(peer) != Some(peer) {
-                self.streams[peer].done[me].hold(stream)?;
+                self.streams[peer].done[me].make_stream_wait(stream)?;
             }
         }
         Ok(())

@@ -44,7 +44,7 @@ impl CudaEvent {
     }
 
     /// Makes all work that is put on `stream` from now on wait for the point, on the device.
-    pub fn hold(&self, stream: sys::CUstream) -> Result<()> {
+    pub fn make_stream_wait(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the event is alive; if it is recorded anew or destroyed, the driver still keeps the state that the
         // wait needs.
         unsafe { call!(cuStreamWaitEvent(stream, self.handle, 0)) }

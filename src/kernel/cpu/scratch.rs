@@ -10,7 +10,7 @@ use super::attention::dropout;
 use super::attention::forward::MAX_TILES;
 use super::executor::Executor;
 use super::isa::Isa;
-use super::memory::arena::{KEYS, LANES, LANES_BACK, LANES_MOST, Line, PANEL, VECTOR, row};
+use super::memory::arena::{KEYS, LANES, LANES_BACK, Line, MAX_LANES, PANEL, VECTOR, row};
 use super::workers::Crew;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -119,7 +119,7 @@ impl Scratch {
         let (d, dv) = (row(dims.head_dim as usize, size), row(dims.value_dim as usize, size));
         let keys = KEYS * (d + dv + 2) * size + KEYS * 16;
         // Matrix units pad value_dim to blocks of 32, and keep p apart from the scores.
-        let lanes = if dims.dtype.size() == 2 { LANES_MOST } else { LANES };
+        let lanes = if dims.dtype.size() == 2 { MAX_LANES } else { LANES };
         let forward = lanes * (d + dv.next_multiple_of(32) + 13) * size + lanes * 64 + 2 * KEYS * PANEL * size;
         let backward = LANES_BACK * (3 * d + 2 * dv + 2 * KEYS + 12) * size
             + LANES_BACK * 64
@@ -138,7 +138,7 @@ impl Scratch {
                 // Three parts of an element take 6 bytes.
                 let d = (dims.head_dim as usize).next_multiple_of(32);
                 let dv = (dims.value_dim as usize).next_multiple_of(32);
-                let lanes = LANES_MOST * (6 * d + 4 * dv + 52 + 64);
+                let lanes = MAX_LANES * (6 * d + 4 * dv + 52 + 64);
                 (
                     forward.max(lanes + 2 * KEYS * (6 * (d + dv) + 24) + 16 * KEYS * PANEL),
                     backward.max(super::attention::tiled::bytes(d, dv, 3)),

@@ -133,10 +133,10 @@ pub(super) fn write(
     };
     let (key_count, own) = list(tiles.keys);
     let (other_count, other) = if other_keys == tiles.keys { (key_count, own) } else { list(other_keys) };
-    let tile_counter = writer.words(1);
+    let tile_counter = writer.counters(1);
     let words = count * q_heads as usize;
-    let dq_semaphore = writer.words(words);
-    let key_semaphore = writer.words(key_count.max(other_count) * key_heads as usize);
+    let dq_semaphore = writer.counters(words);
+    let key_semaphore = writer.counters(key_count.max(other_count) * key_heads as usize);
     DqSemaphore {
         queries,
         keys,

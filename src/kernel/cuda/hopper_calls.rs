@@ -2,7 +2,9 @@
 //! Calls of the kernels for `sm_90a`: loading them, and the parts of a launch.
 
 use super::Cuda;
-use super::hopper::{FORWARD, Hopper, HopperParams, HopperShape, MapShape, Sm80Fallback, kernel_of, other_rows, section};
+use super::hopper::{
+    FORWARD, Hopper, HopperParams, HopperShape, MapShape, Sm80Fallback, kernel_of, other_rows, section,
+};
 use super::metadata_buffer::{SortBuffers, Writer};
 use super::modules::{AttentionModule, Instance, LoadedKernel};
 use super::params::{ForwardParams, SidedBand};

@@ -48,7 +48,7 @@ impl LastCalls {
         // The handle may belong to a new stream by now, while work of the old stream is still in flight. The event then
         // comes after both; on the same stream the wait ends at once.
         let _entered = self.cuda.enter()?;
-        let marked = event.hold(stream).and_then(|()| event.record(stream));
+        let marked = event.make_stream_wait(stream).and_then(|()| event.record(stream));
         self.marks.push_back(LastCall { stream, event });
         marked
     }

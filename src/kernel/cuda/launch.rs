@@ -121,7 +121,10 @@ impl Launch {
 
     /// Whether its kernel can read its metadata among the parameters.
     fn takes_lists(&self) -> bool {
-        matches!(self.kernel, Kernel::Hopper(Hopper { other: Sm80Fallback { module: AttentionModule::Forward, .. }, .. }))
+        matches!(
+            self.kernel,
+            Kernel::Hopper(Hopper { other: Sm80Fallback { module: AttentionModule::Forward, .. }, .. })
+        )
     }
 
     /// Makes the kernel for `sm_90a` read its metadata, `bytes` bytes at `from`, from the parameters.

@@ -109,7 +109,7 @@ impl<'a> Writer<'a> {
     ///
     /// # Panics
     /// As [`Writer::array`].
-    pub fn words(&mut self, n: usize) -> u64 {
+    pub fn counters(&mut self, n: usize) -> u64 {
         let at = self.words_at.unwrap_or(self.device + self.filled as u64) + self.words as u64;
         self.words += padded(n * 4);
         assert!(self.words <= self.rest.len(), "the part holds {} bytes more, not {}", self.rest.len(), self.words);

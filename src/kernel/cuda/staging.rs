@@ -157,7 +157,7 @@ impl Staging {
     pub(super) fn reuse(&self, part: Part, stream: CUstream) -> Result<()> {
         // The handle may belong to a new stream by now; the old one was destroyed with work in flight.
         if let Some(last) = self.in_flight.iter().rev().find(|f| f.begin == part.begin) {
-            self.events[last.event].hold(stream)?;
+            self.events[last.event].make_stream_wait(stream)?;
         }
         self.clear(part, stream)
     }

@@ -29,7 +29,7 @@ use super::{
     bind::Bindings,
     failure::{FirstFailure, abort_on_unwind},
     handle::AbortHandle,
-    prepared::{Entry, Prepared, PlanCache},
+    prepared::{Entry, PlanCache, Prepared},
     ring,
     workspace::Workspace,
 };
@@ -167,15 +167,15 @@ impl DeviceRank {
         let _entered = cuda.context().enter()?;
         let other = transport.stream();
         let Marks { begin, end, over, .. } = &self.marks;
-        if capturing { over.hold_in_replays(stream) } else { over.hold(stream) }?;
+        if capturing { over.hold_in_replays(stream) } else { over.make_stream_wait(stream) }?;
         begin.record(stream)?;
-        begin.hold(other)?;
+        begin.make_stream_wait(other)?;
         let (sequence, tracer) = (&mut self.prepared[at].sequence, self.tracer.as_deref_mut());
         // SAFETY: the promise of this function; both streams wait for the rank's earlier runs (above), and the rank's
         // next run waits for both streams (below).
         unsafe { sequence.enqueue(tensors, workspace, [stream, other], cuda, &*transport, tracer) }?;
         end.record(other)?;
-        end.hold(stream)?;
+        end.make_stream_wait(stream)?;
         if capturing { over.record_in_replays(stream) } else { over.record(stream) }
     }
 }

@@ -271,7 +271,7 @@ impl Sequence {
         for op in &self.ops {
             let stream = stream_of(op.lane);
             if let Some(event) = op.after.and_then(|after| self.ops[after as usize].event.as_ref()) {
-                event.hold(stream)?;
+                event.make_stream_wait(stream)?;
             }
             if let Some(tracer) = &mut tracer {
                 tracer.begin(op.named, stream)?;

@@ -82,7 +82,7 @@ impl RingSteps {
         let mut cap =
             Capacity { segments: longest, fragments: self.own.len(), q: longest, k: longest, ..Capacity::default() };
         s.k.extend(self.own.iter().map(|o| o.range));
-        cap.pairs = self.meet(&s.k, |_| ());
+        cap.pairs = self.overlapping(&s.k, |_| ());
         for split in 0..self.splits.len() as u32 {
             self.sweep_split(split, &mut s, &mut leaving, &mut cap);
         }
@@ -129,7 +129,7 @@ impl RingSteps {
             s.k.clear();
             s.k.extend(s.order.iter().map(|&f| s.fragments[f as usize].range));
             let mut last = core::mem::take(&mut self.last);
-            let pairs = self.meet(&s.k, |i| {
+            let pairs = self.overlapping(&s.k, |i| {
                 last[lasts + i] = ring_step;
                 step.meets = true;
             });
@@ -146,7 +146,7 @@ impl RingSteps {
 impl RingSteps {
     /// Calls `each` with the index of every own segment that meets some of `others`, which are in the order of their
     /// documents. Returns a number of pairs that their list does not exceed: without slices, all of a document.
-    fn meet(&self, others: &[Range], mut each: impl FnMut(usize)) -> usize {
+    fn overlapping(&self, others: &[Range], mut each: impl FnMut(usize)) -> usize {
         let mut others = ByDocument::new(others, |r: &Range| r.doc);
         let (side, by_document) = (self.circulating.other(), self.allowed.is_by_document());
         let mut pairs = 0;

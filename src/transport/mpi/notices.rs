@@ -56,7 +56,7 @@ pub(super) enum Notice {
 }
 
 impl Notice {
-    fn words(self) -> Words {
+    fn encode(self) -> Words {
         match self {
             Self::Over(GroupFailure { peer, cause, other }) => {
                 let (kind, a, b) = match cause {
@@ -77,7 +77,7 @@ impl Notice {
         }
     }
 
-    fn from_words([kind, a, b, c, d]: Words) -> Option<Self> {
+    fn decode([kind, a, b, c, d]: Words) -> Option<Self> {
         let over = |cause| Some(Self::Over(GroupFailure { peer: c as usize, cause, other: d as usize }));
         match kind {
             1 => over(Cause::Deadline { ms: a, bytes: b }),
@@ -180,7 +180,7 @@ impl Notices {
         let Ok(mut in_flight) = self.arriving.try_lock() else { return Ok(None) };
         while let Some(&mut words) = in_flight.poll()? {
             in_flight.receive(self.comm, None, TAG)?;
-            match Notice::from_words(words) {
+            match Notice::decode(words) {
                 Some(Notice::Over(failure)) => return Ok(Some(failure)),
                 Some(Notice::Ask { from, question }) => {
                     let mut questions = self.questions();
@@ -215,7 +215,7 @@ impl Notices {
     pub(super) fn send(&self, to: usize, notice: Notice) {
         let mut leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
         sent(&mut leaving);
-        let mut in_flight = MemoryInFlight::new(Box::new(notice.words()));
+        let mut in_flight = MemoryInFlight::new(Box::new(notice.encode()));
         if in_flight.send(self.comm, size_of::<Words>(), to, TAG).is_ok() {
             leaving.push(in_flight);
         }
@@ -258,16 +258,16 @@ mod tests {
         ];
         for cause in causes {
             let over = Notice::Over(GroupFailure { peer: 3, cause, other: 4 });
-            assert_eq!(Notice::from_words(over.words()), Some(over));
+            assert_eq!(Notice::decode(over.encode()), Some(over));
         }
         let foreign = Cause::Returned { function: "exchange", code: 9 };
         let over = Notice::Over(GroupFailure { peer: 3, cause: foreign, other: 3 });
         let told = Notice::Over(GroupFailure { peer: 3, cause: Cause::Failed, other: 3 });
-        assert_eq!(Notice::from_words(over.words()), Some(told));
+        assert_eq!(Notice::decode(over.encode()), Some(told));
         let waits = |agreeing| Notice::Waits { question: 8, wait: WaitsFor { on: 2, agreeing }, ms: 70 };
         for notice in [Notice::Ask { from: 5, question: 6 }, waits(false), waits(true), Notice::Left { from: 3 }] {
-            assert_eq!(Notice::from_words(notice.words()), Some(notice));
+            assert_eq!(Notice::decode(notice.encode()), Some(notice));
         }
-        assert_eq!(Notice::from_words([99, 0, 0, 0, 0]), None);
+        assert_eq!(Notice::decode([99, 0, 0, 0, 0]), None);
     }
 }

@@ -25,7 +25,7 @@ use crate::call::{Attend, QRange};
 use crate::element::{Accumulator, Element};
 use crate::kernel::cpu::choice::Documents;
 use crate::kernel::cpu::job::Job;
-use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES, LANES_MOST, Line};
+use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES, Line, MAX_LANES};
 use crate::kernel::cpu::memory::panel::to_rows;
 use crate::kernel::cpu::product::engine::{AttentionEngine, Operands, Values};
 #[cfg(target_arch = "x86_64")]
@@ -99,7 +99,7 @@ impl<T, A: Real> ForwardTiles<'_, T, A> {
 }
 
 /// Panels of the narrowest vectors.
-const MAX_PANELS: usize = LANES_MOST / 8;
+const MAX_PANELS: usize = MAX_LANES / 8;
 /// At least [`AttentionEngine::TILES`] of every engine.
 pub(crate) const MAX_TILES: usize = 4;
 

@@ -7,7 +7,7 @@
 use super::stream::BLOCK;
 use crate::call::{Attend, HeadMap, QRange, RawTensor};
 use crate::kernel::cpu::choice::Documents;
-use crate::kernel::cpu::memory::arena::{LANES, LANES_MOST};
+use crate::kernel::cpu::memory::arena::{LANES, MAX_LANES};
 use core::ops::Range;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
@@ -88,15 +88,15 @@ pub(crate) fn readers(map: &HeadMap, kv: u32, q_heads: u32) -> Range<u32> {
 /// Lanes of a unit, and of a block of units, for some documents of a call. Units are largest on matrix units. They are
 /// made smaller if there would be too few per worker: packing keys more often costs less than an idle worker.
 pub(crate) fn lanes(call: &Attend, mut documents: Documents, workers: usize) -> [usize; 2] {
-    let block = if documents.isa.has_tiles(call.q.dtype) { LANES_MOST } else { LANES };
+    let block = if documents.isa.has_tiles(call.q.dtype) { MAX_LANES } else { LANES };
     let mut enough = |lanes, each: usize| {
         let rows = unit_rows(lanes, &call.heads, call.q.heads);
         let ranges = call.ranges.q.iter().filter(|q| documents.has(q.range.doc));
         let blocks = ranges.map(|q| (q.range.len as usize).div_ceil(rows)).sum::<usize>();
         workers == 1 || blocks * call.k.heads as usize >= each * workers
     };
-    if block == LANES_MOST && enough(LANES_MOST, 8) {
-        return [LANES_MOST, block];
+    if block == MAX_LANES && enough(MAX_LANES, 8) {
+        return [MAX_LANES, block];
     }
     let lanes = [LANES, LANES / 2].into_iter().find(|&lanes| enough(lanes, 4)).unwrap_or(LANES / 4);
     [lanes, block]

@@ -10,7 +10,7 @@ pub(crate) const KEYS: usize = 128;
 pub(crate) const LANES: usize = 256;
 /// Lanes of a unit on matrix units, if there are enough units for all workers: products are so fast there that the time
 /// for packing matters.
-pub(crate) const LANES_MOST: usize = 512;
+pub(crate) const MAX_LANES: usize = 512;
 /// Lanes of a backward tile.
 pub(crate) const LANES_BACK: usize = 64;
 /// The widest panel of lanes.
