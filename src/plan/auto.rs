@@ -299,6 +299,12 @@ impl Plan {
             let expected = format!("one {expected}, as in the plan before");
             return Err(Error::invalid("batch", found, expected).hint("give documents as slices too"));
         }
+        if previous.problem().alibi_per_document() {
+            let limit = "the slopes of the plan before are of its documents";
+            let hint =
+                "plan a kind without them so, and make this one with Plan::with_tokens_of and slopes of the batch";
+            return Err(Error::unsupported("slopes per document in auto_like", limit, hint));
+        }
         let problem = previous.problem().clone().with_batch(batch.clone());
         super::check(&problem, previous.mesh(), previous.options())?;
         let plan = Self::over(&problem, previous.mesh(), previous.shares().of_batch(batch)?, previous.options());
