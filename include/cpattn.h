@@ -1334,9 +1334,9 @@ typedef struct cpattn_sum {
  * An operation. Lists and views that its kind does not have are empty.
  *
  * In ATTEND and ATTEND_BACKWARD the members from `heads` on are those of cpattn_attend_args and cpattn_attend_backward_args, and so
- * are the views: rows of ranges and heads count within them. ALiBi slopes are the problem's from head heads.q_offset on. A call
- * without pairs finishes rows whose running result is complete. With delta = rowsum(d_o * o) and a row's final lse:
- * p = exp(s - lse), 0 where lse is -inf; ds = p * (d_o.v - delta). */
+ * are the views: rows of ranges and heads count within them. ALiBi slopes are the problem's from head heads.q_offset on (of row
+ * `doc` of a q range, if the problem has some of each document). A call without pairs finishes rows whose running result is
+ * complete. With delta = rowsum(d_o * o) and a row's final lse: p = exp(s - lse), 0 where lse is -inf; ds = p * (d_o.v - delta). */
 typedef struct cpattn_op {
   size_t struct_size;
   int32_t kind;      /* CPATTN_OP_... */
