@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The cost of a pair under masks of slices: the time of a forward and of a backward on one rank for each pair of tokens
-//! that the mask allows, divided by the same of one causal document of as many tokens. Figures are medians of ratios;
-//! the two times of a ratio are measured in turn.
+//! The cost of a pair under masks of slices: the time of a forward and of a backward on one rank for each pair of
+//! tokens that the mask allows, divided by the same of one causal document of as many tokens. Figures are medians of
+//! ratios; the two times of a ratio are measured in turn.
 //!
 //! `cargo bench --bench slices [-- --rounds N]`
 

@@ -140,7 +140,8 @@ const char *cpattn_status_name(int32_t status);
  *                as CPU memory. kDLCUDAManaged (13) does not say which side may access it and is refused: use 1 or 2
  *   ndim, shape  q, k, v, o and their gradients: 3, [tokens, heads, head_dim]
  *                lse, delta:                     2, [heads, tokens]
- *                alibi_slopes, max_logit:        1, [heads]
+ *                alibi_slopes:                   1, [heads], or 2, [documents, heads]
+ *                max_logit:                      1, [heads]
  *                sinks, dsinks:                  1, [heads], or 2, [heads, sinks of each head], those of a head side by side
  *                the lse of a partial result:    3, [heads, tokens, 2], or 2, [heads, tokens] (see cpattn_merge)
  *   dtype        f16 {2, 16, 1}, bf16 {4, 16, 1}, f32 {2, 32, 1}, f64 {2, 64, 1} as {code, bits, lanes}
@@ -259,11 +260,12 @@ typedef struct cpattn_problem {
   int64_t window_right;      /* 0 (causal) to UINT32_MAX, or CPATTN_UNLIMITED */
   double scale;              /* 0: 1 / sqrt(head_dim) */
   double softcap;            /* 0: none */
-  const float *alibi_slopes; /* heads entries, -1e18 to 1e18; NULL: none. Distances above 2^24 are rounded in f32 */
+  const float *alibi_slopes; /* alibi_rows x heads entries, -1e18 to 1e18; NULL: none. Distances above 2^24 are rounded in f32 */
   int32_t sinks;             /* learnable sinks of each q head, 0 to 4096, given with each run: finite, or -inf for none. +inf
                                 takes all weight: in its head o is 0, lse +inf, dq 0, dk and dv get nothing, and its
                                 own gradient is NaN. NaN makes all results of its head NaN */
-  int32_t reserved;          /* 0 */
+  int32_t alibi_rows;        /* 0: alibi_slopes has one row, for all documents; documents: a row for each, and a pair has the slope of
+                                its q token's document (CPU only) */
   const cpattn_slice *slices; /* slice_count entries; NULL: each document attends to itself */
   size_t slice_count;         /* at least 1 with slices */
   /* 0: none, up to but not including 1. Each probability is dropped with this probability, those that are kept are multiplied
@@ -1081,7 +1083,8 @@ typedef struct cpattn_attend_args {
   const cpattn_tensor *o;       /* written by LAST and ONLY, of q's type [*, heads, value_dim]; NULL if no range has them */
   /* acc [heads, *]: the final lse, written by LAST and ONLY; if running_lse is NULL, also the running lse. */
   const cpattn_tensor *lse;
-  const cpattn_tensor *alibi_slopes; /* f32 [heads], -1e18 to 1e18, or NULL */
+  /* f32 [heads], -1e18 to 1e18, or NULL; or [documents, heads], of which a q range has row `doc` (CPU only). */
+  const cpattn_tensor *alibi_slopes;
   const cpattn_tensor *sinks;   /* f32 [heads] or [heads, n], or NULL; applied by LAST and ONLY */
   cpattn_head_map heads;
   /* 1: tiles begin at fixed positions, so that a row's bits do not depend on how its keys are split into ranges. CPU only. */
@@ -1125,7 +1128,7 @@ typedef struct cpattn_attend_backward_args {
   const cpattn_tensor *dq;     /* acc [*, heads, head_dim] */
   const cpattn_tensor *dk;     /* acc [*, kv heads, head_dim] */
   const cpattn_tensor *dv;     /* acc [*, kv heads, value_dim] */
-  const cpattn_tensor *alibi_slopes; /* f32 [heads], or NULL */
+  const cpattn_tensor *alibi_slopes; /* as in cpattn_attend_args */
   cpattn_head_map heads;
   int32_t accumulate_keys; /* 1: add to dk and dv; 0: write every row of every k range */
   int32_t per_q_head;      /* 1: dk and dv have one partial gradient for each q head, [*, heads, ...] */
@@ -1331,9 +1334,9 @@ typedef struct cpattn_sum {
  * An operation. Lists and views that its kind does not have are empty.
  *
  * In ATTEND and ATTEND_BACKWARD the members from `heads` on are those of cpattn_attend_args and cpattn_attend_backward_args, and so
- * are the views: rows of ranges and heads count within them. ALiBi slopes are the problem's from head heads.q_offset on. A call
- * without pairs finishes rows whose running result is complete. With delta = rowsum(d_o * o) and a row's final lse:
- * p = exp(s - lse), 0 where lse is -inf; ds = p * (d_o.v - delta). */
+ * are the views: rows of ranges and heads count within them. ALiBi slopes are the problem's from head heads.q_offset on (of row
+ * `doc` of a q range, if the problem has some of each document). A call without pairs finishes rows whose running result is
+ * complete. With delta = rowsum(d_o * o) and a row's final lse: p = exp(s - lse), 0 where lse is -inf; ds = p * (d_o.v - delta). */
 typedef struct cpattn_op {
   size_t struct_size;
   int32_t kind;      /* CPATTN_OP_... */

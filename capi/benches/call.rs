@@ -89,7 +89,7 @@ fn main() {
         softcap: 0.0,
         alibi_slopes: null_mut(),
         sinks: 0,
-        reserved: 0,
+        alibi_rows: 0,
         slices: null_mut(),
         slice_count: 0,
         dropout: 0.0,

@@ -84,7 +84,7 @@ unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args, copies: &'a mut RangeC
         tensor("q", a.q, Axes::Rows),
         tensor("k", a.k, Axes::Rows),
         tensor("v", a.v, Axes::Rows),
-        tensor("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
+        tensor("alibi_slopes", a.alibi_slopes, Axes::Slopes).optional(),
         tensor("sinks", a.sinks, Axes::Sinks).optional(),
     ];
     let written = [
@@ -129,7 +129,7 @@ unsafe fn backward<'a>(
         tensor("d_o", a.d_o, Axes::Rows),
         tensor("lse", a.lse, Axes::HeadMajor),
         tensor("delta", a.delta, Axes::HeadMajor),
-        tensor("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
+        tensor("alibi_slopes", a.alibi_slopes, Axes::Slopes).optional(),
     ];
     let written = [
         tensor("dq", a.dq, Axes::Rows).optional(),

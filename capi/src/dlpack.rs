@@ -57,6 +57,8 @@ pub(super) enum Axes {
     PerHead,
     /// `[heads]` or `[heads, sinks of each]`.
     Sinks,
+    /// `[heads]` or `[documents, heads]`.
+    Slopes,
 }
 
 const CPU: i32 = 1;
@@ -291,7 +293,7 @@ pub(super) unsafe fn one(at: Device, given: &Given) -> Result<RawTensor> {
         Axes::HeadMajor => 2..=2,
         Axes::PartialLse => 2..=3,
         Axes::PerHead => 1..=1,
-        Axes::Sinks => 1..=2,
+        Axes::Sinks | Axes::Slopes => 1..=2,
     };
     // SAFETY: the tensor is as `parts` needs it (the contract of this function).
     let p = unsafe { parts(name, tensor, ndim, at) }?;
@@ -308,7 +310,8 @@ pub(super) unsafe fn one(at: Device, given: &Given) -> Result<RawTensor> {
         Axes::Rows => (p.shape[0], s[0], narrow(1)?, s[1], narrow(2)?),
         Axes::HeadMajor => (p.shape[1], s[1], narrow(0)?, s[0], 1),
         Axes::PartialLse => (p.shape[1], s[1], narrow(0)?, s[0], if p.ndim == 3 { 2 } else { 1 }),
-        Axes::PerHead => (1, 0, narrow(0)?, s[0], 1),
+        Axes::Slopes if p.ndim == 2 => (p.shape[0], s[0], narrow(1)?, s[1], 1),
+        Axes::PerHead | Axes::Slopes => (1, 0, narrow(0)?, s[0], 1),
         Axes::Sinks => (1, 0, narrow(0)?, s[0], if p.ndim == 2 { narrow(1)? } else { 1 }),
     };
     let mut ptr = p.ptr;

@@ -31,7 +31,7 @@ pub struct cpattn_problem {
     pub softcap: f64,
     pub alibi_slopes: *const f32,
     pub sinks: i32,
-    pub reserved: i32,
+    pub alibi_rows: i32,
     pub slices: *const cpattn_slice,
     pub slice_count: usize,
     pub dropout: f64,
@@ -58,7 +58,7 @@ pub struct cpattn_options {
 }
 
 versioned! {
-    cpattn_problem through reserved;
+    cpattn_problem through alibi_rows;
     cpattn_options through ranks_per_node;
 }
 
@@ -154,7 +154,6 @@ fn not_cut(batch: &Batch, mask: Mask) -> Result<()> {
 /// # Safety
 /// The pointers of `p` are null or as long as the header says.
 unsafe fn members(p: &cpattn_problem, base: Option<&Batch>) -> Result<Problem> {
-    reserved("reserved", p.reserved == 0)?;
     let none = p.cu_seqlens_q.is_null() && p.cu_seqlens_k.is_null() && p.q_start.is_null() && p.documents == 0;
     let mut batch = match base {
         Some(base) if none => base.clone(),
@@ -190,11 +189,25 @@ unsafe fn members(p: &cpattn_problem, base: Option<&Batch>) -> Result<Problem> {
         out = out.with_softcap(p.softcap);
     }
     out.check()?;
-    if !p.alibi_slopes.is_null() {
+    let (heads, documents) = (p.heads as usize, out.batch().documents());
+    match p.alibi_rows {
+        0 if p.alibi_slopes.is_null() => return Ok(out),
+        rows if p.alibi_slopes.is_null() => {
+            return Err(Error::invalid("alibi_rows", rows, "0 if alibi_slopes is NULL"));
+        }
         // `heads` was checked.
-        out = out.with_alibi_slopes(given!(array("alibi_slopes", p.alibi_slopes, p.heads as usize)));
-        out.check()?;
+        0 => out = out.with_alibi_slopes(given!(array("alibi_slopes", p.alibi_slopes, heads))),
+        rows if usize::try_from(rows) == Ok(documents) => {
+            let all = given!(array("alibi_slopes", p.alibi_slopes, documents * heads));
+            out = out.with_alibi_slopes_per_document(all);
+        }
+        rows => {
+            let found = format!("of {rows} rows of {heads} (alibi_rows)");
+            let expected = format!("{documents} rows, one for each document, or 0 for {heads} slopes of all documents");
+            return Err(Error::invalid("alibi_slopes", found, expected));
+        }
     }
+    out.check()?;
     Ok(out)
 }
 

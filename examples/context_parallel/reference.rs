@@ -126,7 +126,10 @@ impl Part {
             q: cut(&inputs.q, &rq, p.heads(), p.head_dim(), first, group),
             k: cut(&inputs.k, &rk, p.kv_heads(), p.head_dim(), kv, 1),
             v: cut(&inputs.v, &rk, p.kv_heads(), p.value_dim(), kv, 1),
-            slopes: p.alibi_slopes().map(per_head),
+            slopes: p.alibi_slopes().map(|all| {
+                let row = if p.alibi_rows() == 1 { 0 } else { document };
+                per_head(&all[row * p.heads()..][..p.heads()])
+            }),
             sinks: inputs.sinks.as_deref().map(per_head),
             rows: [rq, rk],
         }

@@ -48,8 +48,8 @@ impl ExecutedRank<'_> {
     }
 
     /// The score of a product under the options of the problem, and its derivative by the product. `head` is a q head
-    /// of the problem.
-    fn score(&self, product: f64, head: usize, distance: i64) -> (f64, f64) {
+    /// of the problem, and `document` that of the q row: slopes are those of all documents, or of each.
+    fn score(&self, product: f64, (head, document): (usize, u32), distance: i64) -> (f64, f64) {
         let (p, score) = (self.plan.problem(), self.plan.problem().score());
         let (mut s, mut derivative) = (score.scale * product, score.scale);
         if score.softcap != 0.0 {
@@ -57,7 +57,8 @@ impl ExecutedRank<'_> {
             s = score.softcap * t;
             derivative *= 1.0 - t * t;
         }
-        let slope = p.alibi_slopes().map_or(0.0, |slopes| slopes[head].into());
+        let row = if p.alibi_rows() == 1 { 0 } else { document as usize };
+        let slope = p.alibi_slopes().map_or(0.0, |slopes| slopes[row * p.heads() + head].into());
         (s - slope * distance.abs() as f64, derivative)
     }
 
@@ -69,7 +70,7 @@ impl ExecutedRank<'_> {
                 let mut result = (vec![0.0; self.dim(&call.v)], f64::NEG_INFINITY);
                 for key in self.keys(ranges, n, i) {
                     let product = dot(self.row(&call.q, row, h), self.row(&call.k, key.row, kv));
-                    let s = self.score(product, head, key.distance).0;
+                    let s = self.score(product, (head, q.range.doc), key.distance).0;
                     result = merged(result, (self.row(&call.v, key.row, kv).to_vec(), s));
                 }
                 if let Some((o, lse)) = call.running.as_ref().filter(|_| q.mode.continues()) {
@@ -107,7 +108,8 @@ impl ExecutedRank<'_> {
                 let mut sum = vec![0.0; self.dim(&call.q)];
                 for key in self.keys(ranges, n, i).iter().filter(|_| lse > f64::NEG_INFINITY) {
                     let k = self.row(&call.k, key.row, kv);
-                    let (s, derivative) = self.score(dot(self.row(&call.q, row, h), k), head, key.distance);
+                    let product = dot(self.row(&call.q, row, h), k);
+                    let (s, derivative) = self.score(product, (head, q.range.doc), key.distance);
                     let p = (s - lse).exp();
                     let of_o = dot(self.row(&call.d_o, row, h), self.row(&call.v, key.row, kv));
                     let ds = p * (of_o - delta) * derivative;

@@ -50,7 +50,10 @@ fn every_form_and_option() {
                 let p = match (i + j) % 4 {
                     0 => p.with_mask(Mask::full()).with_softcap(2.0),
                     1 => p.with_mask(Mask::window(6, 2)).with_alibi_slopes(&[0.1, 0.2, 0.0, 0.4]),
-                    2 => p.with_mask(Mask::sliding(5)),
+                    2 => {
+                        let slopes: Vec<f32> = (0..4 * batch.documents()).map(|i| i as f32 * 0.07 - 0.2).collect();
+                        p.with_mask(Mask::sliding(5)).with_alibi_slopes_per_document(&slopes)
+                    }
                     _ => p,
                 };
                 let mesh = Mesh { replicas: 1, ring, ulysses };

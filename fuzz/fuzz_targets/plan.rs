@@ -60,7 +60,7 @@ fn legal(p: &Problem, scale: Option<f64>, cap: Option<f64>, slopes: Option<&[f32
         && in_range(p.value_dim())
         && scale.is_none_or(f64::is_finite)
         && cap.is_none_or(|c| c.is_finite() && c > 0.0)
-        && slopes.is_none_or(|s| s.len() == p.heads() && s.iter().all(|x| x.is_finite()))
+        && slopes.is_none_or(|s| s.len() == p.alibi_rows() * p.heads() && s.iter().all(|x| x.is_finite()))
         && p.dropout().is_none_or(|p| (0.0..1.0).contains(&p) && kind == AttentionKind::Softmax)
         && matches!(kind, AttentionKind::Softmax | AttentionKind::Other)
 }
@@ -126,7 +126,7 @@ fuzz_target!(|data: &[u8]| {
     let mask = if b.below(8) == 1 { Mask { left: None, right: Some(window.1) } } else { mask };
     let scale = b.pick(&[None, None, None, Some(0.3), Some(-0.7), Some(0.0), Some(f64::NAN), Some(f64::INFINITY)]);
     let cap = b.pick(&[None, None, None, Some(2.5), Some(0.5), Some(0.0), Some(-1.0), Some(f64::NAN)]);
-    let slopes: Option<Vec<f32>> = match b.below(8) {
+    let mut slopes: Option<Vec<f32>> = match b.below(8) {
         1 | 2 => Some((0..heads).map(|_| f32::from(b.byte()) / 300.0).collect()),
         3 => Some(vec![0.5; b.below(9)]),
         4 => Some(vec![f32::NAN; heads]),
@@ -142,8 +142,13 @@ fuzz_target!(|data: &[u8]| {
     if let Some(cap) = cap {
         p = p.with_softcap(cap);
     }
-    if let Some(slopes) = &slopes {
-        p = p.with_alibi_slopes(slopes);
+    // Of all documents, or of each: then there may be too few, too.
+    let each = b.flag();
+    if let Some(slopes) = slopes.as_mut() {
+        if each && b.flag() {
+            *slopes = slopes.repeat(p.batch().documents());
+        }
+        p = if each { p.with_alibi_slopes_per_document(slopes) } else { p.with_alibi_slopes(slopes) };
     }
     p = p.with_dropout(b.pick(&[0.0, 0.0, 0.0, 0.3, 0.9, 1.0, -0.1, f64::NAN]));
     let mesh = Mesh { replicas: b.pick(&[1, 1, 1, 2, 0]), ring: b.below(6), ulysses: b.below(7) };

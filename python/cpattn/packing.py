@@ -14,12 +14,13 @@ from .errors import InvalidArgument, InvalidHandle
 from .plan import Dtype, Plan, at_least_1, checked
 from .slices import Slice
 from .slices import checked as checked_slices
+from .slopes import Slopes
 
 B = TypeVar("B")
 
-# window_left, window_right, scale, softcap and dropout of a layer; None: the value of the context.
-Told = tuple[int | None, int | None, float | None, float | None, float | None]
-_TOLD = ("window_left", "window_right", "scale", "softcap", "dropout")
+# window_left, window_right, scale, softcap, dropout and slopes of a layer; None: the value of the context.
+Told = tuple[int | None, int | None, float | None, float | None, float | None, Slopes | None]
+_TOLD = ("window_left", "window_right", "scale", "softcap", "dropout", "alibi_slopes")
 
 
 class Shaped(Protocol):
@@ -99,7 +100,10 @@ def sinks_of(sinks: Shaped | None) -> int:
 
 def kind_of(q: Shaped, k: Shaped, v: Shaped, dtype: Dtype, sinks: int, told: Sequence[Any]) -> dict[str, Any]:
     """The keywords of `Plan` for a layer with these tensors and as many sinks for each head. Refuses invalid values."""
-    kind = checked({name: value for name, value in zip(_TOLD, told) if value is not None}, q.shape[1])  # type: ignore[arg-type]
+    given = {name: value for name, value in zip(_TOLD, told) if value is not None}
+    kind = checked(given, q.shape[1])  # type: ignore[arg-type]
+    if kind.pop("alibi_rows", None) is not None:
+        kind["alibi_slopes"] = given["alibi_slopes"]  # as a key, which an array of C is not
     shape = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_dim": v.shape[2], "dtype": dtype}
     return {**kind, **shape, **({"sinks": sinks} if sinks else {})}
 

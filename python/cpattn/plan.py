@@ -11,7 +11,7 @@ import enum
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p, pointer
+from ctypes import POINTER, byref, c_int32, c_int64, c_uint32, c_uint64, c_void_p, pointer
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -22,6 +22,7 @@ from ._library import call, status_of, text_of
 from .errors import InvalidArgument
 from .slices import Slice, c_slices
 from .slices import checked as checked_slices
+from .slopes import c_slopes
 from .tensors import Array, Given
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ class PlanOptions(TypedDict, total=False):
     - dropout: the probability, below 1, with which a pair of a query and a key is dropped; the others are multiplied by 1/(1 - dropout).
       Which are dropped depends on the tokens' places in the batch, the q head and the seed of a run, on no mesh; on the CPU (0: none).
       See `cpattn.dropout_mask`.
-    - alibi_slopes: one for each q head; a score loses slope·|distance| (none).
+    - alibi_slopes: one for each q head, [heads], or for each document and q head, [documents, heads] (on the CPU): a pair has the slope of
+      the query's document. A score loses slope·|distance| (none).
     - sinks: how many learnable logits each q head has in the softmax, without value vectors; True is one (False: none). A sink is finite, or -inf for
       none. With +inf, o of its head is 0, lse +inf, dq 0, dk and dv get nothing, and its own gradient is NaN; NaN makes all results
       of its head NaN.
@@ -152,7 +154,7 @@ class PlanOptions(TypedDict, total=False):
     scale: float | None
     softcap: float | None
     dropout: float
-    alibi_slopes: Sequence[float] | None
+    alibi_slopes: Sequence[float] | Sequence[Sequence[float]] | None
     sinks: bool | int
     ulysses: int
     ring: int
@@ -201,10 +203,9 @@ def checked(options: PlanOptions, heads: int) -> dict[str, Any]:
         known = ", ".join(sorted(PlanOptions.__annotations__))
         raise InvalidArgument(f"{unknown[0]} is not an option of a plan, one of these is needed: {known}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}
-    for name, value in given.items():
+    for name, value in list(given.items()):
         if name == "alibi_slopes":
-            # The C interface takes no length: the library reads `heads` slopes.
-            given[name] = c_array(name, c_float, value, heads)
+            given |= c_slopes(name, value, heads)
         else:
             given[name] = _CHECKS[name](name, value) if name in _CHECKS else whole(name, value, 0, UNLIMITED)
     return given

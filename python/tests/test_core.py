@@ -344,7 +344,7 @@ class Plans(unittest.TestCase):
             ("pack_inputs is 'no', True or False is needed", {"pack_inputs": "no"}),
             ("ranks_per_node is -1, at least 0 is needed", {"ranks_per_node": -1}),
             (f"gather is 'no', {gathers}", {"gather": "no"}),
-            ("sinks is 2, True or False is needed", {"sinks": 2}),
+            ("sinks is 4097, at most 4096 is needed", {"sinks": 4097}),
             (f"layout is 'zigzap', {layouts}", {"layout": "zigzap"}),
             (f"layout is 6, {layouts}", {"layout": 6}),
             (f"layout is None, {layouts}", {"layout": None}),

@@ -167,6 +167,16 @@ class Values(unittest.TestCase):
             o, back = jax.vjp(jax.jit(whole(context(ranks, alibi_slopes=[0.5, 0.25, 0.1, 0.0]))), *qkv)
             results.append([o, *back(jnp.asarray(d_o))])
         self.close(results[1], [torch.tensor(np.asarray(x)).double() for x in results[0]], 1e-6)
+        # Slopes of each document, of which some are those of the context above.
+        rows = [[0.5, 0.25, 0.1, 0.0]] * (len(ENDS) - 1)
+        for at, same in ((None, True), (0, False)):
+            given = [[2.0] * HEADS if i == at else row for i, row in enumerate(rows)]
+            o = whole(context(4), alibi_slopes=given)(*qkv)
+            last = slice(ENDS[-2], None)  # a document whose slopes are not changed
+            self.close([o[last]], [torch.tensor(np.asarray(results[0][0])).double()[last]], 1e-6)
+            self.assertEqual(error(torch.tensor(np.asarray(o)), torch.tensor(np.asarray(results[0][0]))) < 1e-5, same)
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "alibi_slopes has a row for each of"):
+            context(1, alibi_slopes=rows)
         plain = whole(context(1))(*qkv)
         self.assertGreater(error(torch.tensor(np.asarray(plain)), torch.tensor(np.asarray(results[0][0]))), 1e-2)
 

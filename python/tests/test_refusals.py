@@ -102,7 +102,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
     options = {name: None for name in PlanOptions.__annotations__}
     group, deadline = {"world": 1, "deadline_ms": 1000, "workers": 1, "isa": "auto"}, {"deadline_ms": 1000}
     nccl = {"unique_id": bytes(128), "comm": None, "may_abort": False, "rank": 0, "world": 1, "device": 0, **deadline}
-    shape, told = {"heads": 3, "head_dim": 4}, ("sinks", "window_left", "window_right", "scale", "softcap")
+    shape, told = {"heads": 3, "head_dim": 4}, ("sinks", "window_left", "window_right", "scale", "softcap", "alibi_slopes")
     called_from = {"source": "array tensor"}  # refused by the name that C has, and Python cannot have: from
     of, exchanged = {"heads": None, "kv_heads": None}, {"plan": plan, "side": "q", "source": q, "to": q.clone(), "stream": None}
     window = {"window_left": 3, "window_right": 0}

@@ -165,8 +165,9 @@ pub struct Attend<'a> {
     pub o: RawTensor,
     /// Final lse (natural log), accumulator's type, `[*, q heads, 1]`; may be NONE when no mode finishes.
     pub lse: RawTensor,
-    /// ALiBi slopes of the call's q heads, f32 `[1, q heads, 1]`, or NONE; a positive one lowers the scores of far
-    /// keys.
+    /// ALiBi slopes of the call's q heads, f32, or NONE; a positive one lowers the scores of far keys. `[1, q heads,
+    /// 1]`: those of all documents. `[documents, q heads, 1]`: a row for each document, that of the document of a q
+    /// range ([`Range::doc`]); CPU only.
     pub alibi_slopes: RawTensor,
     /// Sinks (logits) of the call's q heads, f32 `[1, q heads, n]`, or NONE; the softmax has all `n` of a head. Applied
     /// once, by the modes that finish (`Last`, `Only`).

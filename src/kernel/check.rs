@@ -7,7 +7,7 @@
 use alloc::{format, string::String};
 
 use crate::{
-    call::{Band, Delta, Dropout, HeadMap, Range, Ranges, RawTensor, Score},
+    call::{Band, Delta, Dropout, HeadMap, QRange, Range, Ranges, RawTensor, Score},
     element::Dtype,
     error::{Error, Result},
 };
@@ -51,6 +51,23 @@ pub(super) fn per_head(name: &str, t: &RawTensor, heads: u32) -> Result<()> {
         return Err(Error::invalid(format!("{name}.tokens"), t.tokens, "1: there is one number for each head"));
     }
     tensor(name, t, heads, 1, Dtype::F32)
+}
+
+/// Slopes of ALiBi: nothing, one for each head, or a row of these for each document of the q ranges.
+pub(super) fn slopes(t: &RawTensor, heads: u32, r: &Ranges) -> Result<()> {
+    if t.is_none() {
+        return Ok(());
+    }
+    tensor("alibi_slopes", t, heads, 1, Dtype::F32)?;
+    let missing = |q: &QRange| t.tokens != 1 && u64::from(q.range.doc) >= t.tokens && q.range.len > 0;
+    match r.q.iter().position(missing) {
+        Some(i) => {
+            let expected = format!("below {}, the rows of alibi_slopes", t.tokens);
+            Err(Error::invalid(format!("ranges.q[{i}].range.doc"), r.q[i].range.doc, expected)
+                .hint("give slopes a row for each document, or one row for all of them"))
+        }
+        None => Ok(()),
+    }
 }
 
 /// The sinks of each head, `[1, heads, n]` f32, or nothing.

@@ -35,7 +35,7 @@ pub struct Attention<'a> {
     pub value_dim: usize,
     /// Scale, softcap, window.
     pub score: Score,
-    /// ALiBi slopes, one per q head.
+    /// ALiBi slopes, one per q head, or `[documents, heads]`: those of the q token's document by `cu_seqlens_q`.
     pub alibi_slopes: Option<&'a [f64]>,
     /// Sinks, `[heads, n]`: as many for each q head, finite, or −∞ for none. A sink of +∞ makes the results of its head
     /// NaN.
@@ -132,9 +132,18 @@ impl Attention<'_> {
             derivative *= 1.0 - t * t;
         }
         if let Some(alibi_slopes) = self.alibi_slopes {
-            s -= alibi_slopes[head] * distance.abs() as f64;
+            s -= self.slope(alibi_slopes, i, head) * distance.abs() as f64;
         }
         (s, derivative)
+    }
+
+    /// The slope of q token `i` and a head.
+    fn slope(&self, slopes: &[f64], i: usize, head: usize) -> f64 {
+        if slopes.len() == self.heads {
+            return slopes[head];
+        }
+        let document = self.cu_seqlens_q[1..].iter().position(|&end| i < end as usize);
+        slopes[document.expect("every token has a document") * self.heads + head]
     }
 
     /// The factor of a probability: 0 if it is dropped.
@@ -158,8 +167,9 @@ impl Attention<'_> {
     }
 
     /// As [`Attention::forward`], with these slices in the place of the documents' own: `cu_seqlens` and `q_start` are
-    /// not read. A pair of tokens is in one slice at most; rows of q in no slice have an o of 0 and an lse of −∞ (or
-    /// that of the sinks), and no other rows of k and v are read than those that a slice lets a query see.
+    /// not read, except for slopes of documents. A pair of tokens is in one slice at most; rows of q in no slice have
+    /// an o of 0 and an lse of −∞ (or that of the sinks), and no other rows of k and v are read than those that a slice
+    /// lets a query see.
     pub fn forward_of(&self, slices: &[Slice]) -> Output {
         let mut o = vec![0.0; self.tokens() * self.heads * self.value_dim];
         let mut lse = vec![f64::NEG_INFINITY; self.tokens() * self.heads];

@@ -303,6 +303,11 @@ impl Plan {
             let expected = format!("one {expected}, as in the plan before");
             return Err(Error::invalid("batch", found, expected).hint("give documents as slices too"));
         }
+        if self.problem().alibi_per_document() {
+            let limit = "the slopes of this plan are of its documents";
+            let hint = "plan a kind without them so, and make this plan with its tokens and with slopes of the batch";
+            return Err(Error::unsupported("slopes per document for the next batch", limit, hint));
+        }
         let problem = self.problem().clone().with_batch(batch.clone());
         super::check(&problem, self.mesh(), self.options())?;
         let plan = Self::over(&problem, self.mesh(), self.shares().of_batch(batch)?, self.options());

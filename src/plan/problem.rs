@@ -39,6 +39,8 @@ pub struct Problem {
     pub(crate) scale: Option<f64>,
     pub(crate) softcap: Option<f64>,
     pub(crate) alibi_slopes: Option<Arc<[f32]>>,
+    /// Whether there is a row of slopes for each document, and not one for all.
+    alibi_per_document: bool,
     /// Sinks of each head; 0 for none.
     pub(crate) sinks: usize,
     pub(crate) dropout: Option<f64>,
@@ -67,6 +69,7 @@ impl Problem {
             scale: None,
             softcap: None,
             alibi_slopes: None,
+            alibi_per_document: false,
             sinks: 0,
             dropout: None,
             kind: AttentionKind::Softmax,
@@ -113,6 +116,24 @@ impl Problem {
     #[must_use]
     pub fn with_alibi_slopes(mut self, alibi_slopes: &[f32]) -> Self {
         self.alibi_slopes = Some(alibi_slopes.into());
+        self.alibi_per_document = false;
+        self
+    }
+
+    /// As [`Problem::with_alibi_slopes`], with slopes of each document: `[documents, heads]`, document by document. A
+    /// pair has the slope of the q token's document, also in a slice that reads keys of another one. CPU only.
+    ///
+    /// ```
+    /// # use cpattn::{Batch, Dtype, Problem};
+    /// let batch = Batch::from_lengths(&[5, 7])?; // two documents, and two heads
+    /// let p = Problem::new(batch, 2, 2, 64, Dtype::F32).with_alibi_slopes_per_document(&[0.5, 0.25, 1.0, 0.5]);
+    /// assert_eq!(p.alibi_rows(), 2);
+    /// # p.check()
+    /// ```
+    #[must_use]
+    pub fn with_alibi_slopes_per_document(mut self, alibi_slopes: &[f32]) -> Self {
+        self.alibi_slopes = Some(alibi_slopes.into());
+        self.alibi_per_document = true;
         self
     }
 
@@ -199,20 +220,31 @@ impl Problem {
             let expected = format!("a finite number above 0, from {least:e} to {most:e} ({acc})");
             return Err(Error::invalid("softcap", format!("{cap:?}"), expected).hint("leave it out for no cap"));
         }
-        if let Some(alibi_slopes) = &self.alibi_slopes {
-            if alibi_slopes.len() != self.heads {
-                return Err(Error::invalid(
-                    "alibi_slopes",
-                    format!("of length {}", alibi_slopes.len()),
-                    format!("{}: one for each q head", self.heads),
-                ));
-            }
-            // The product of a steeper slope and a distance may not be finite in f32; NaN is outside the range too.
-            if let Some((h, s)) = alibi_slopes.iter().enumerate().find(|&(_, &s)| !(-1e18..=1e18).contains(&s)) {
-                return Err(Error::invalid(format!("alibi_slopes[{h}]"), format!("{s:e}"), "-1e18 to 1e18"));
-            }
+        self.check_slopes()
+    }
+
+    /// One slope for each head, or for each document and head, that scores can be computed with.
+    fn check_slopes(&self) -> Result<()> {
+        let Some(slopes) = &self.alibi_slopes else { return Ok(()) };
+        let (rows, heads) = (self.alibi_rows(), self.heads);
+        if rows.checked_mul(heads) != Some(slopes.len()) {
+            let expected = match self.alibi_per_document {
+                true => format!("{rows} x {heads}: one for each of {rows} documents and each of {heads} q heads"),
+                false => format!("{heads}: one for each q head"),
+            };
+            return Err(Error::invalid("alibi_slopes", format!("of length {}", slopes.len()), expected));
         }
-        Ok(())
+        // The product of a steeper slope and a distance may not be finite in f32; NaN is outside the range too.
+        match slopes.iter().enumerate().find(|&(_, &s)| !(-1e18..=1e18).contains(&s)) {
+            Some((i, s)) => {
+                let at = match self.alibi_per_document {
+                    true => format!("alibi_slopes[{}][{}]", i / heads, i % heads),
+                    false => format!("alibi_slopes[{i}]"),
+                };
+                Err(Error::invalid(at, format!("{s:e}"), "-1e18 to 1e18"))
+            }
+            None => Ok(()),
+        }
     }
 
     /// The documents.
@@ -250,9 +282,20 @@ impl Problem {
         self.mask
     }
 
-    /// ALiBi slopes, if any.
+    /// ALiBi slopes, if any: `[alibi_rows, heads]`.
     pub fn alibi_slopes(&self) -> Option<&[f32]> {
         self.alibi_slopes.as_deref()
+    }
+
+    /// Rows of the ALiBi slopes: one for each document if they were given so
+    /// ([`Problem::with_alibi_slopes_per_document`]), otherwise 1.
+    pub fn alibi_rows(&self) -> usize {
+        if self.alibi_per_document { self.batch.documents() } else { 1 }
+    }
+
+    /// Whether documents have slopes of their own.
+    pub(crate) fn alibi_per_document(&self) -> bool {
+        self.alibi_per_document && self.alibi_slopes.is_some()
     }
 
     /// Whether each head has sinks.
@@ -326,6 +369,10 @@ impl Problem {
         match &self.alibi_slopes {
             Some(alibi_slopes) => alibi_slopes.iter().for_each(|s| h.word(1 << 32 | u64::from(s.to_bits()))),
             None => h.word(u64::MAX),
+        }
+        // With one document both ways to give slopes mean the same.
+        if self.alibi_per_document() && self.alibi_rows() != 1 {
+            h.word(2 << 32 | self.alibi_rows() as u64);
         }
         h.word(u64::from(self.sinks()) | (self.kind as u64) << 1 | (self.sinks.saturating_sub(1) as u64) << 32);
         if let Some(probability) = self.dropout {

@@ -84,10 +84,16 @@ impl Problem {
         let softcap = self.softcap.map_or(String::new(), |cap| format!(", softcap {cap}"));
         let alibi = match self.alibi_slopes() {
             None => String::new(),
-            Some(slopes) if slopes.len() <= SLOPES => format!(", ALiBi slopes {slopes:?}"),
             Some(slopes) => {
-                let all = short(|f| slopes.iter().for_each(|s| f.word(s.to_bits().into())));
-                format!(", ALiBi slopes {:?} to {:?} (fingerprint {all})", slopes[0], slopes[slopes.len() - 1])
+                let of = if self.alibi_per_document() { " per document" } else { "" };
+                match slopes {
+                    few if few.len() <= SLOPES => format!(", ALiBi slopes{of} {few:?}"),
+                    _ => {
+                        let all = short(|f| slopes.iter().for_each(|s| f.word(s.to_bits().into())));
+                        let (first, last) = (slopes[0], slopes[slopes.len() - 1]);
+                        format!(", ALiBi slopes{of} {first:?} to {last:?} (fingerprint {all})")
+                    }
+                }
             }
         };
         let sinks = match self.sinks_per_head() {

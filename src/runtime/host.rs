@@ -180,7 +180,8 @@ impl Operations for HostOperations<'_> {
 
     fn alibi_slopes(&self, plan: &Plan) -> RawTensor {
         plan.problem().alibi_slopes().map_or(RawTensor::NONE, |s| {
-            RawTensor::compact(s.as_ptr().cast_mut().cast(), Dtype::F32, 1, s.len() as u32, 1)
+            let (rows, heads) = (plan.problem().alibi_rows() as u64, plan.problem().heads() as u32);
+            RawTensor::compact(s.as_ptr().cast_mut().cast(), Dtype::F32, rows, heads, 1)
         })
     }
 }

@@ -65,7 +65,7 @@ pub(super) trait Operations {
     /// # Safety
     /// As there.
     unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()>;
-    /// The problem's ALiBi slopes, `[1, heads, 1]` f32, where the backend can read them.
+    /// The problem's ALiBi slopes, `[1 or documents, heads, 1]` f32, where the backend can read them.
     fn alibi_slopes(&self, plan: &Plan) -> RawTensor;
 }
 
@@ -313,7 +313,7 @@ pub(super) unsafe fn perform(
     Ok(0)
 }
 
-/// The call's slice of a per-head table of the whole problem, `[1, heads, 1]` f32.
+/// The call's heads of a table of the whole problem, `[1, heads, 1]` f32, or slopes of each document.
 fn heads_of(table: RawTensor, first: u32, count: u32) -> RawTensor {
     if table.is_none() { table } else { table.heads(first, count) }
 }

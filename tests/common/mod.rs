@@ -212,6 +212,21 @@ pub fn d_lse_of<A: Element>(all: &[f64], tokens: &[usize], lse: &[A], heads: usi
     (0..lse.len()).map(|i| A::from_f64(if lost(i) { f64::NAN } else { at(i) })).collect()
 }
 
+/// The problem with drawn ALiBi slopes: of each head, or of each document and head.
+pub fn any_slopes(r: &mut Random, p: Problem) -> Problem {
+    let drawn = |r: &mut Random, n: usize| (0..n).map(|_| r.uniform() as f32).collect::<Vec<_>>();
+    match r.below(2) {
+        0 => {
+            let slopes = drawn(r, p.heads());
+            p.with_alibi_slopes(&slopes)
+        }
+        _ => {
+            let slopes = drawn(r, p.batch().documents() * p.heads());
+            p.with_alibi_slopes_per_document(&slopes)
+        }
+    }
+}
+
 /// The f64 reference on the very values of `data`.
 pub fn reference<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
     let wide = |v: &[T]| v.iter().map(|x| x.to_f64()).collect::<Vec<f64>>();

@@ -305,7 +305,7 @@ fn refusals() {
     }
     let two = RawTensor::compact(call.lse.ptr, Dtype::F32, 2, 1, 1);
     refused(run(&Attend { sinks: two, ..call }).unwrap_err(), "sinks.tokens is 2");
-    refused(run(&Attend { alibi_slopes: two, ..call }).unwrap_err(), "alibi_slopes.tokens is 2");
+    refused(run(&Attend { alibi_slopes: two, ..call }).unwrap_err(), "alibi_slopes of 2 documents");
     let k = [Range::plain(0, 2, 0, 1)];
     refused(run(&Attend { ranges: Ranges { k: &k, ..call.ranges }, ..call }).unwrap_err(), "ranges.k[0].doc is 1");
     let k = [Range::plain(1, 2, 0, 0)];

@@ -51,8 +51,8 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
     k.put(&w.k, p.kv_heads, kv.clone(), &k_at.row_of);
     v.put(&w.v, p.kv_heads, kv.clone(), &k_at.row_of);
     d_o.put(&w.d_o, p.heads, heads.clone(), &q_at.row_of);
-    let mut slopes = head_numbers(&w.alibi_slopes, heads.clone());
-    let slopes = per_head(&mut slopes, p.alibi);
+    let mut slopes = head_numbers(&w.alibi_slopes, 0..w.alibi_slopes.len());
+    let slopes = p.slopes(&mut slopes, heads.clone());
     let map = HeadMap { q_offset: heads.start as u32, kv_offset: kv.start as u32, group: group as u32 };
     let mut scratch = threaded(Scratch::with_isa(way.workers, way.isa).unwrap());
     scratch.reserve(E::DTYPE, p.d as u32, p.dv as u32);

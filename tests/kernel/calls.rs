@@ -135,7 +135,7 @@ fn merged_tensors_are_the_whole() {
     q.put(&w.q, p.heads, 0..p.heads, &q_at.row_of);
     k.put(&w.k, p.kv_heads, 0..p.kv_heads, &k_at.row_of);
     v.put(&w.v, p.kv_heads, 0..p.kv_heads, &k_at.row_of);
-    let mut slopes = head_numbers(&w.alibi_slopes, 0..p.heads);
+    let mut slopes = head_numbers(&w.alibi_slopes, 0..w.alibi_slopes.len());
     let mut scratch = Scratch::new(1);
     scratch.reserve(Dtype::F32, p.d as u32, p.dv as u32);
     let mut partials: Vec<_> = (0..2)
@@ -147,7 +147,7 @@ fn merged_tensors_are_the_whole() {
             let call = Attend {
                 running: o.raw(),
                 running_lse: lse.raw(),
-                alibi_slopes: per_head(&mut slopes, p.alibi),
+                alibi_slopes: p.slopes(&mut slopes, 0..p.heads),
                 ..Attend::new(
                     [q.raw(), k.raw(), v.raw(), RawTensor::NONE],
                     HeadMap { q_offset: 0, kv_offset: 0, group: (p.heads / p.kv_heads) as u32 },

@@ -64,9 +64,9 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
         for token in &unread_k {
             [&mut k, &mut v].into_iter().for_each(|x| x.poison(k_at.row_of[*token]));
         }
-        let mut slopes = head_numbers(&w.alibi_slopes, heads.clone());
+        let mut slopes = head_numbers(&w.alibi_slopes, 0..w.alibi_slopes.len());
         let mut sinks = head_numbers(&w.sinks, heads.clone());
-        let (slopes, sinks) = (per_head(&mut slopes, p.alibi), per_head(&mut sinks, p.sinks));
+        let (slopes, sinks) = (p.slopes(&mut slopes, heads.clone()), per_head(&mut sinks, p.sinks));
 
         for finish in [false, true] {
             let mut running = Buffer::<E::Acc>::poisoned(q_at.rows, heads.len(), p.dv);

@@ -104,6 +104,7 @@ pub struct Whole {
     pub k: Vec<f64>,
     pub v: Vec<f64>,
     pub d_o: Vec<f64>,
+    /// `[1 or documents, heads]`.
     pub alibi_slopes: Vec<f64>,
     pub sinks: Vec<f64>,
     pub cu_q: Vec<i32>,
@@ -132,13 +133,30 @@ impl Problem {
             k: numbers(tk * self.kv_heads * self.d),
             v: numbers(tk * self.kv_heads * self.dv),
             d_o: scaled(tq * self.heads * self.dv, self.gain),
-            alibi_slopes: (0..self.heads).map(|h| 0.5f64.powi(h as i32 + 1)).collect(),
+            alibi_slopes: (0..self.slope_rows() * self.heads)
+                .map(|i| 0.5f64.powi((i % self.heads) as i32 + 1) * [1.0, 0.25, 3.0, -0.5][i / self.heads % 4])
+                .collect(),
             sinks: (0..self.heads)
                 .map(|h| [0.5, -2.0, f64::NEG_INFINITY, 4.0, 12.0][(h + self.seed as usize) % 5])
                 .collect(),
             cu_q: cumulative(&self.lens_q),
             cu_k: cumulative(&self.lens_k),
         }
+    }
+
+    /// Every second problem has slopes for each document.
+    fn slope_rows(&self) -> usize {
+        if self.seed.is_multiple_of(2) { 1 } else { self.lens_q.len() }
+    }
+
+    /// Slopes of these heads, where the problem has some, in the table of all heads.
+    pub fn slopes(&self, table: &mut [f32], heads: core::ops::Range<usize>) -> RawTensor {
+        if !self.alibi {
+            return RawTensor::NONE;
+        }
+        let rows = (table.len() / self.heads) as u64;
+        RawTensor::compact(table.as_mut_ptr().cast(), Dtype::F32, rows, self.heads as u32, 1)
+            .heads(heads.start as u32, heads.len() as u32)
     }
 
     pub fn reference<'a>(&'a self, w: &'a Whole, sinks: bool) -> Attention<'a> {

@@ -71,7 +71,13 @@ fn refusals() {
     refused(Attend { sinks: nowhere(4, 3), ..good }, of_sinks);
     let none = RawTensor { tokens: 1, dim: 0, ..nowhere(4, 1) };
     refused(Attend { sinks: none, ..good }, "sinks.dim is 0, expected at least 1: the sinks of each head");
-    refused(Attend { alibi_slopes: nowhere(4, 1), ..good }, &format!("alibi_slopes.{several}"));
+    refused(Attend { max_logit: nowhere(4, 1), ..good }, &format!("max_logit.{several}"));
+    let slopes = RawTensor { tokens: 2, ..nowhere(4, 1) };
+    refused(Attend { alibi_slopes: nowhere(3, 1), ..good }, "alibi_slopes.heads is 3, expected 4");
+    let third = [QRange { range: Range { doc: 2, ..rows[0].range }, keys_begin: 0, keys_end: 0, ..rows[0] }];
+    let of_document = "ranges.q[0].range.doc is 2, expected below 2, the rows of alibi_slopes; give slopes a row for \
+                       each document, or one row for all of them";
+    refused(Attend { alibi_slopes: slopes, ranges: Ranges { q: &third, ..ranges }, ..good }, of_document);
     refused(with(Score { scale: f64::NAN, ..good.score }), "scale is NaN, expected a finite number");
     let window = "expected 0 to 4294967295, or i64::MAX for no limit";
     for limit in [-1, i64::MIN, 1 << 32, i64::MAX - 1] {

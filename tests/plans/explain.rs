@@ -140,6 +140,9 @@ fn options_of_scores_are_printed() {
     let begin = format!("{plain}, ALiBi slopes 0.5 to 0.1 (fingerprint ");
     assert!(slopes(0.2).starts_with(&begin) && slopes(0.25).starts_with(&begin), "{}", slopes(0.2));
     assert_ne!(slopes(0.2), slopes(0.25));
+    let two = Problem::new(Batch::from_lengths(&[7, 2]).unwrap(), 2, 2, 64, Dtype::F32);
+    let each = line(two.with_alibi_slopes_per_document(&[0.5, 0.25, 1.0, 0.0]));
+    assert!(each.ends_with("value_dim 64, ALiBi slopes per document [0.5, 0.25, 1.0, 0.0]"), "{each}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Problems and ways to run them that are drawn at random, against the f64 reference.
 
-use crate::common::{Data, Random, check_within, one_rank, reference, run};
+use crate::common::{Data, Random, any_slopes, check_within, one_rank, reference, run};
 use crate::context_parallel::{forms, mesh};
 use cpattn::{Batch, Dtype, Layout, Mask, Plan, Problem};
 use proptest::prelude::*;
@@ -42,7 +42,7 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
             p = p.with_softcap(1.0 + r.uniform());
         }
         if r.below(3) == 0 {
-            p = p.with_alibi_slopes(&(0..heads).map(|_| r.uniform() as f32).collect::<Vec<_>>());
+            p = any_slopes(&mut r, p);
         }
         p = p.with_sinks_per_head([0, 1, 0, 3, 0, 2][r.below(6)]);
         if r.below(3) == 0 {

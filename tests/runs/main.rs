@@ -8,7 +8,8 @@
 //! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
 //!   ranks do together besides runs;
 //! - `combine`: partial results merged over the ring; `paged`: k and v in pages;
-//! - `d_lse`, `max_logit`, `dropout`: the gradient of lse, the largest scores, dropout by token;
+//! - `d_lse`, `max_logit`, `dropout`, `slopes`: the gradient of lse, the largest scores, dropout by token, ALiBi slopes
+//!   of each document;
 //! - `distribution`: plans with the tokens of another plan;
 //! - `slices`: masks made of slices, drawn and by name;
 //! - `few_tokens`: small enough for Miri; `serving`: tokens generated from a cache that is spread over ranks.
@@ -40,5 +41,6 @@ mod refusals;
 mod refused;
 mod serving;
 mod slices;
+mod slopes;
 mod tensor;
 mod ulysses;

@@ -46,7 +46,10 @@ fn problems() {
         &["alibi_slopes is of length 5, expected 6: one for each q head"],
     );
     refused(problem().with_alibi_slopes(&[0.5, f32::NAN, 0., 0., 0., 0.]).check(), &["alibi_slopes[1] is NaN"]);
+    refused(problem().with_sinks_per_head(4097).check(), &["sinks is 4097, expected 0 to 4096 for each head"]);
+    problem().with_sinks_per_head(4096).check().unwrap();
     // Planning asks the same.
+    refused(Plan::new(&problem().with_sinks_per_head(usize::MAX), ring(2), Layout::Contiguous), &["0 to 4096"]);
     refused(Plan::new(&problem().with_scale(f64::NAN), ring(2), Layout::Contiguous), &["scale is NaN"]);
 }
 

@@ -2,7 +2,7 @@
 //! Masks made of slices: drawn ones on drawn meshes, those that people train on every form, and bits that do not depend
 //! on the mesh.
 
-use crate::common::{Data, Random, check_within, one_rank, reference, run};
+use crate::common::{Data, Random, any_slopes, check_within, one_rank, reference, run};
 use crate::context_parallel::{LAYOUTS, every_way, forms, mesh};
 use cpattn::{Batch, Dtype, Element, Layout, Mask, Options, Plan, Problem, Side, Slice, slices};
 use half::bf16;
@@ -81,7 +81,7 @@ fn any_problem(r: &mut Random, dtype: Dtype) -> Problem {
     // Distances of slices at ±2^40 leave nothing of a score in f32.
     let near = p.batch().slices().unwrap().iter().all(|s| s.q_start.abs() < 1 << 20);
     if near && r.below(3) == 0 {
-        p = p.with_alibi_slopes(&(0..heads).map(|_| r.uniform() as f32).collect::<Vec<_>>());
+        p = any_slopes(r, p);
     }
     if r.below(3) == 0 {
         p = p.with_dropout(0.9 * r.uniform());

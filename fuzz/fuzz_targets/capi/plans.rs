@@ -37,7 +37,7 @@ pub fn create_plan(w: &mut World, b: &mut Bytes) {
     let slices: Vec<cpattn_slice> =
         if form & 0x30 == 0x30 { (0..b.below(4)).map(|_| a_slice(b)).collect() } else { vec![] };
     let heads = if b.rarely() { b.word() as u32 } else { b.below(9) as u32 };
-    let slopes: Vec<f32> = (0..heads.min(64)).map(|_| f32::from(b.byte()) / 16.0).collect();
+    let slopes: Vec<f32> = (0..heads.min(64) as usize * documents.max(1)).map(|_| f32::from(b.byte()) / 16.0).collect();
     let problem = cpattn_problem {
         struct_size: size::<cpattn_problem>(b),
         cu_seqlens_q: if b.rarely() { null() } else { cu.as_ptr() },
@@ -56,7 +56,7 @@ pub fn create_plan(w: &mut World, b: &mut Bytes) {
         softcap: if b.byte() & 3 == 0 { b.f64() } else { 0.0 },
         alibi_slopes: if b.byte() & 7 == 7 && heads <= 64 { slopes.as_ptr() } else { null() },
         sinks: i32::from(b.byte() & 3 == 3),
-        reserved: i32::from(b.rarely()),
+        alibi_rows: [0, documents as i32, 0, b.byte().into()][b.below(4) as usize],
         slices: if slices.is_empty() { null() } else { slices.as_ptr() },
         slice_count: slices.len(),
         dropout: if b.byte() & 7 == 7 { b.f64() } else { 0.0 },

@@ -104,7 +104,7 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
         (&[n, hq, dv], acc),
         (&[n, hq, dv], bits),
         (&[hq, n], acc),
-        (&[hq], 32),
+        (if b.byte() & 1 == 0 { &[hq] } else { &[2, hq] }, 32),
         (&[hq], 32),
         (&[hq, n], acc),
         (&[n, hq, d], acc),

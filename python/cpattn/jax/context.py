@@ -28,6 +28,7 @@ from ..plan import DTYPES, Plan, PlanOptions, Side, at_least_1, checked
 from ..rank import Rank, local_group, on_all
 from ..slices import Slice
 from ..slices import checked as checked_slices
+from ..slopes import refuse_per_document, slopes_of
 from . import calls
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Context(PackedContext):
                     )
             self.world = mesh.shape[axis]
         self._kind: dict[str, Any] = {"heads": at_least_1("heads", heads), "head_dim": at_least_1("head_dim", head_dim), **options}
+        refuse_per_document("", options)
         if checked(options, heads).get("dropout"):
             raise Unsupported(f"dropout is {options['dropout']}, which is not supported here: leave it out, or use cpattn.torch or cpattn.Rank")
         over_all(Plan([0, 1], world=self.world, **self._kind))
@@ -118,6 +120,7 @@ class Context(PackedContext):
         window_right: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        alibi_slopes: Sequence[float] | Sequence[Sequence[float]] | None = None,
         slices: Iterable[Slice] | None = None,
         return_lse: bool = False,
     ) -> Any:
@@ -128,14 +131,15 @@ class Context(PackedContext):
         o [rows, heads, value_dim]. Rows are those of `Batch.shard`. cu_seqlens is that of the batch: numbers, or an array of int32, which
         jax.jit may trace. Of a batch with slices give `Batch.packing` instead, an array of int32 with documents and slices, or give
         `cu_seqlens` and the slices themselves as `slices`, which are compiled into a function. The gradient of `sinks` is complete on rank 0 and zero on the others. Sum it over the ranks; jax.shard_map
-        does that for sinks that are equal on all ranks. The other options are those of `cpattn.torch.Batch.attention`.
+        does that for sinks that are equal on all ranks. The other options are those of `cpattn.torch.Batch.attention`. `alibi_slopes` are
+        numbers that are compiled into a function, not a traced array.
 
         With `return_lse` it returns o and lse [heads, rows] (f32; f64 for f64): the natural log-sum-exp of the scores and the sinks, -inf
         for a query that sees nothing, 0 in padding rows. Both are differentiable; the gradient of a -inf and of padding is not used.
         jax.shard_map puts lse together with `out_specs` P(None, axis).
         """
         with_lse = flag("return_lse", return_lse)
-        told = (window_left, window_right, scale, softcap, None)
+        told = (window_left, window_right, scale, softcap, None, slopes_of("alibi_slopes", alibi_slopes))
         given = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
         for name, x in given.items():
             instance(name, x, jax.Array | np.ndarray, "an array of JAX or NumPy is needed")

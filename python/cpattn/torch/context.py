@@ -24,6 +24,7 @@ from ..plan import CHOSEN, RUNS, Dtype, Layout, Plan, PlanOptions, Side, at_leas
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..slices import Slice
 from ..slices import checked as checked_slices
+from ..slopes import refuse_per_document, slopes_of
 from ..trace import Event
 from . import nodes, operators
 from .combine import Combining
@@ -92,11 +93,14 @@ class Context(PackedContext, Combining):
     ) -> None:
         heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
         checked({name: value for name, value in options.items() if name != nodes.ARGUMENT}, heads)  # type: ignore[arg-type]
+        refuse_per_document("", options)
         super().__init__(plans)
         workers = at_least_1("workers", workers)
         own_tokens, self._layers = flag("own_tokens", own_tokens), kinds_of("layers", layers)
         if any("slices" in kind for _, kind in self._layers):
             raise InvalidArgument("layers: a kind of layer has slices, which belong to a batch: give them to `batch`, or to its `with_slices`")
+        for _, kind in self._layers:
+            refuse_per_document("layers: ", kind)
         if self._layers and (chosen := [name for name in CHOSEN if options.get(name)]):
             raise InvalidArgument(f"layers and {chosen[0]} are both given, but layers choose {chosen[0]}: leave one of them out")
         if (known := attempt(DTYPES.get, dtype)) is None:
@@ -283,6 +287,7 @@ class Batch(Heads, Gathering, Packed):
         window_right: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        alibi_slopes: Tensor | Sequence[float] | Sequence[Sequence[float]] | None = None,
         dropout_p: float | None = None,
         dropout_seed: int | Tensor | None = None,
         return_lse: bool = False,
@@ -300,6 +305,8 @@ class Batch(Heads, Gathering, Packed):
         keys after it (cpattn.UNLIMITED: no limit), in its document or in each of its slices. Without window_right documents are causal,
         and slices have no limit. A sliding window of W tokens that includes the query itself is `window_left=W - 1`.
         `scale` multiplies q·k (default: 1/√head_dim). With `softcap` c a score s becomes c·tanh(s/c); 0 is no softcap.
+        `alibi_slopes` are [heads], or [documents, heads] with a row for each document of the batch (on the CPU): a score loses the slope of
+        the query's document and head times the distance of the two positions. They are read on the host and have no gradient.
 
         `dropout_p` is the probability with which a pair of a query and a key is dropped, as in PyTorch's scaled_dot_product_attention, also
         in models in evaluation: give 0 there. Which pairs are dropped depends on the tokens' places in the batch, the head and
@@ -333,8 +340,10 @@ class Batch(Heads, Gathering, Packed):
         seed = of_call(dropout_p, dropout_seed, context._kind.get("dropout", 0.0))
         told = (window_left, window_right, scale, softcap, dropout_p)
         if torch.compiler.is_compiling():
-            results = operators.attention(q, k, v, sinks, largest, seed, self._numbers, context.key, *told)
+            slopes = operators.slopes_tensor(alibi_slopes)
+            results = operators.attention(q, k, v, sinks, largest, seed, slopes, self._numbers, context.key, *told)
         else:
+            told = (*told, slopes_of("alibi_slopes", alibi_slopes))
             results = operators.Attention.apply(q, k, v, sinks, self, largest, seed, told)  # type: ignore[no-untyped-call]
         returned = tuple(x for x, want in zip(results, wanted) if want)
         return returned if len(returned) > 1 else returned[0]

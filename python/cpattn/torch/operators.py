@@ -30,6 +30,7 @@ from ..errors import InvalidArgument, InvalidHandle, Unsupported
 from ..packing import Packing, Told
 from ..plan import Plan, Side
 from ..rank import Rank
+from ..slopes import slopes_of
 from .dropout import seed_of
 
 if TYPE_CHECKING:
@@ -212,32 +213,46 @@ def _operator(name: str, inputs: str, outputs: str, function: Any, fake: Any) ->
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, sinks, _, seed, packing, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output[:2], seed, packing)
+    q, k, v, sinks, _, seed, slopes, packing, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output[:2], seed, slopes, packing)
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
 def _attention_backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Any, ...]:
-    *saved, seed, packing = ctx.saved_tensors
-    *gradients, dsinks = attention_backward(d_o, *saved, d_lse, seed, packing, *ctx.rest)
-    return *gradients, None if saved[3] is None else dsinks, *(None,) * 9
+    *saved, seed, slopes, packing = ctx.saved_tensors
+    *gradients, dsinks = attention_backward(d_o, *saved, d_lse, seed, slopes, packing, *ctx.rest)
+    return *gradients, None if saved[3] is None else dsinks, *(None,) * 10
+
+
+def slopes_tensor(slopes: Any) -> Tensor | None:
+    """Slopes as an argument of an operator."""
+    if isinstance(slopes, Tensor) and slopes.requires_grad:
+        slopes_of("alibi_slopes", slopes)  # raises
+    return slopes if slopes is None or isinstance(slopes, Tensor) else torch.tensor(slopes, dtype=torch.float32)
+
+
+def _told(slopes: Tensor | None, told: Any) -> Told:
+    """What an operator is told: slopes come as a tensor, whose values a graph does not know."""
+    return (*told, slopes_of("alibi_slopes", slopes))
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks"
 attention = _operator(
     "attention",
-    f"{_INPUTS}, bool largest, Tensor? seed",
+    f"{_INPUTS}, bool largest, Tensor? seed, Tensor? slopes",
     "Tensor, Tensor, Tensor",
-    lambda q, k, v, sinks, largest, seed, packing, context, *told: _forward(_batch(packing, context), q, k, v, sinks, largest, seed, told),
+    lambda q, k, v, sinks, largest, seed, slopes, packing, context, *told: _forward(
+        _batch(packing, context), q, k, v, sinks, largest, seed, _told(slopes, told)
+    ),
     _results,
 )
 attention_backward = _operator(
     "attention_backward",
-    f"Tensor? d_o, {_INPUTS}, Tensor o, Tensor lse, Tensor? d_lse, Tensor? seed",
+    f"Tensor? d_o, {_INPUTS}, Tensor o, Tensor lse, Tensor? d_lse, Tensor? seed, Tensor? slopes",
     "Tensor, Tensor, Tensor, Tensor",
-    lambda d_o, q, k, v, sinks, o, lse, d_lse, seed, packing, context, *told: _backward(
-        _batch(packing, context), d_o, q, k, v, sinks, o, lse, d_lse, seed, told
+    lambda d_o, q, k, v, sinks, o, lse, d_lse, seed, slopes, packing, context, *told: _backward(
+        _batch(packing, context), d_o, q, k, v, sinks, o, lse, d_lse, seed, _told(slopes, told)
     ),
     _gradients,
 )

@@ -6,7 +6,7 @@ use crate::call::{Attend, AttendBackward, Gradients, HeadMap, Range, Ranges, Raw
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use crate::kernel::check::{self, heads, stripe};
-pub(super) use crate::kernel::check::{per_head, same_shape, sinks, tensor};
+pub(super) use crate::kernel::check::{per_head, same_shape, sinks, slopes, tensor};
 use alloc::format;
 
 /// Checks that the rows of a range lie within `t`, and that `t` has memory.
@@ -73,7 +73,7 @@ pub(super) fn attend(c: &Attend) -> Result<Dims> {
     let dims = qkv(&c.q, &c.k, &c.v, &c.heads)?;
     let acc = c.q.dtype.accumulator();
     score(&c.score, acc)?;
-    per_head("alibi_slopes", &c.alibi_slopes, c.q.heads)?;
+    slopes(&c.alibi_slopes, c.q.heads, &c.ranges)?;
     sinks(&c.sinks, c.q.heads)?;
     per_head("max_logit", &c.max_logit, c.q.heads)?;
     let (heads, dim) = (c.q.heads, c.v.dim);
@@ -109,7 +109,7 @@ pub(super) fn backward(c: &AttendBackward) -> Result<Dims> {
     let dims = qkv(&c.q, &c.k, &c.v, &c.heads)?;
     let acc = c.q.dtype.accumulator();
     score(&c.score, acc)?;
-    per_head("alibi_slopes", &c.alibi_slopes, c.q.heads)?;
+    slopes(&c.alibi_slopes, c.q.heads, &c.ranges)?;
     tensor("d_o", &c.d_o, c.q.heads, c.v.dim, c.q.dtype)?;
     tensor("lse", &c.lse, c.q.heads, 1, acc)?;
     tensor("delta", &c.delta, c.q.heads, 1, acc)?;

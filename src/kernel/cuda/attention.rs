@@ -62,6 +62,7 @@ impl Cuda {
         let (shape, s) = (instance.index, instance.shape());
         refuse_aligned(call.aligned)?;
         check::no_dropout(call.dropout.map(|dropout| dropout.mask.probability()))?;
+        check::one_row_of_slopes(call.alibi_slopes.tokens)?;
         let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;
@@ -171,6 +172,7 @@ impl Cuda {
         let s = instance.shape();
         refuse_aligned(call.aligned)?;
         check::no_dropout(call.dropout.map(|dropout| dropout.mask.probability()))?;
+        check::one_row_of_slopes(call.alibi_slopes.tokens)?;
         let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;

@@ -147,6 +147,18 @@ pub(crate) fn no_dropout(probability: Option<f64>) -> Result<()> {
     }
 }
 
+/// Refuses slopes for each document, which the kernels do not have.
+pub(crate) fn one_row_of_slopes(rows: u64) -> Result<()> {
+    if rows <= 1 {
+        return Ok(());
+    }
+    Err(Error::unsupported(
+        format!("alibi_slopes of {rows} documents"),
+        "the CUDA kernels take one slope for each head",
+        "give [heads] slopes for all documents, a call for each document, or use the CPU kernels",
+    ))
+}
+
 /// Checks one head dim; `largest` is the largest dim of the shapes.
 pub(super) fn dim(name: &str, dim: u32, largest: u32) -> Result<()> {
     if dim == 0 || !dim.is_multiple_of(8) || dim > largest {

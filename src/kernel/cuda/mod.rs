@@ -77,7 +77,7 @@ mod stream_kernels;
 pub(crate) mod tags;
 mod unread;
 
-pub(crate) use check::no_dropout;
+pub(crate) use check::{no_dropout, one_row_of_slopes};
 
 pub use crate::device::memory::{DeviceMemory, OwnStream};
 pub use family::Family;

@@ -8,7 +8,7 @@ use super::{DeviceRank, OnDevice, sequence::Sequence};
 use crate::{
     element::Dtype,
     error::{Error, Result},
-    kernel::cuda::{no_dropout, tags::RunCount},
+    kernel::cuda::{no_dropout, one_row_of_slopes, tags::RunCount},
     plan::Plan,
     runtime::{backend::Backend, ops::Listing, prepared::Prepared},
     schedule::Purpose,
@@ -48,6 +48,7 @@ impl DeviceRank {
             ));
         }
         no_dropout(p.dropout())?;
+        one_row_of_slopes(p.alibi_rows() as u64)?;
         self.gpu().accept_score(&p.score())?;
         self.gpu().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
     }

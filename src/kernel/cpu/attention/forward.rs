@@ -199,7 +199,7 @@ impl ForwardPass<'_> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
         let q = &c.ranges.q[unit.range];
-        // SAFETY: slopes has one number per head (checked); rows and heads are within q.
+        // SAFETY: slopes has a number for each head and the document (checked); rows and heads are within q.
         unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.alibi_slopes) };
         let rows = (q.range.position(unit.block.start), q.range.position(unit.block.end - 1));
         let mut stream = KeyStream::new(&c.ranges, c.ranges.pairs_of(q), &c.score, rows).through(self.table);

@@ -121,7 +121,7 @@ impl Queries<'_> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let panel = 2 * V::W;
         let q = &c.ranges.q[unit.range];
-        // SAFETY: slopes has one number per head (checked); rows and heads are within the tensors.
+        // SAFETY: slopes has a number for each head and the document (checked); rows and heads are within the tensors.
         unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.alibi_slopes) };
         let lanes = vectors::<V>(t.lanes.n);
         let size = lanes.next_multiple_of(panel) * d;

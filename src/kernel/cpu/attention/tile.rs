@@ -100,7 +100,7 @@ impl<'a, A: Real> Lanes<'a, A> {
     /// Rows `first..first + rows` of the range, for each head of `heads`. What they see is set by [`Lanes::limit`].
     ///
     /// # Safety
-    /// `slopes` is NONE, or holds an f32 for each head.
+    /// `slopes` is NONE, or holds an f32 for each head: in one row, or in a row for each document.
     #[inline(always)]
     pub(crate) unsafe fn set(
         &mut self,
@@ -111,11 +111,13 @@ impl<'a, A: Real> Lanes<'a, A> {
         slopes: &RawTensor,
     ) {
         let mut n = 0;
+        let row = if slopes.tokens == 1 { 0 } else { i64::from(range.doc) };
         for head in heads {
             let mut slope = A::ZERO;
             if !slopes.is_none() {
-                // SAFETY: `slopes` is not NONE (checked above), so it holds an f32 for each head (the contract).
-                slope = A::from_f64(unsafe { *at::<f32>(slopes, 0, head) }.into());
+                // SAFETY: `slopes` is not NONE (checked above), so it holds an f32 for each head, in one row or in one
+                // of the range's document (the contract).
+                slope = A::from_f64(unsafe { *at::<f32>(slopes, row, head) }.into());
             }
             for i in first..first + rows {
                 let pos = range.position(i);
