@@ -21,7 +21,7 @@ fn drawn<E: Element>(seeds: std::ops::Range<u64>) {
 
 #[test]
 fn dropout_f32() {
-    drawn::<f32>(2000..2018);
+    drawn::<f32>(2000..2009);
 }
 
 #[test]
@@ -31,7 +31,7 @@ fn dropout_bf16() {
 
 #[test]
 fn dropout_f16() {
-    drawn::<f16>(2200..2209);
+    drawn::<f16>(2200..2204);
 }
 
 #[test]

@@ -203,10 +203,10 @@ fn slices_bf16() {
 
 #[test]
 fn slices_f16() {
-    drawn::<f16>(1200..1248);
+    drawn::<f16>(1200..1224);
 }
 
 #[test]
 fn slices_f64() {
-    drawn::<f64>(1300..1348);
+    drawn::<f64>(1300..1324);
 }

@@ -82,7 +82,7 @@ impl Schedule {
         };
         let backward = direction == Direction::Backward;
         let both = backward && plan.options().reproducible;
-        let side = if backward { plan.circulates(Direction::Backward) } else { plan.circulates(Direction::Forward) };
+        let side = plan.circulates(direction);
         let queries_travel = side == CirculatingSide::Queries && (backward || plan.mesh().ring > 1);
         if both || !queries_travel {
             b.divide_rows();

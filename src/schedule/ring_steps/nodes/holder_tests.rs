@@ -95,11 +95,15 @@ fn rows_cross_once_for_all_that_hold_a_head() {
         Layout::Balanced { chunks: 3 },
     ];
     let (mut divided, mut crossed, mut even, mut draw) = (0, 0, 0, 0);
+    let long = std::env::var_os("CPATTN_LONG").is_some();
     for (b, batch) in batches.iter().enumerate() {
         for (m, (ulysses, ring, ranks)) in MESHES.into_iter().enumerate() {
             for (h, (heads, kv_heads)) in HEADS.into_iter().enumerate() {
                 for (o, option) in options().into_iter().enumerate() {
                     draw += 1;
+                    if draw % 2 == b % 2 && !long {
+                        continue;
+                    }
                     let (mask, layout) = (masks[(draw + b) % masks.len()], layouts[(draw + m + h) % layouts.len()]);
                     let dtype = [Dtype::Bf16, Dtype::F32, Dtype::F64][(draw + o) % 3];
                     let problem = Problem::new(batch.clone(), heads, kv_heads, 8, dtype).with_value_dim(4);
@@ -134,11 +138,7 @@ fn rows_cross_once_for_all_that_hold_a_head() {
                             let (e, a) = (dtype.size() as u64, dtype.accumulator().size() as u64);
                             let wire = if option.wire == Wire::Bf16 { 2 } else { a };
                             let forward = direction == Direction::Forward;
-                            let side = if forward {
-                                plan.circulates(Direction::Forward)
-                            } else {
-                                plan.circulates(Direction::Backward)
-                            };
+                            let side = plan.circulates(direction);
                             let of_q = rows_q * q * (12 * e + 2 * a);
                             let want = match side {
                                 _ if option.reproducible && forward => [rows_k * kv * 12 * e, 0],
@@ -184,7 +184,7 @@ fn rows_cross_once_for_all_that_hold_a_head() {
             }
         }
     }
-    assert!(divided > 500 && crossed > 1_000_000 && even > 200, "{divided} {crossed} {even}");
+    assert!(divided > 250 && crossed > 500_000 && even > 100, "{divided} {crossed} {even}");
 }
 
 /// If no two ranks of a node hold the same kv head, or if the ring lies in one node, schedules are those of one level,
