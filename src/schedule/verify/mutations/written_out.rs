@@ -3,7 +3,7 @@
 
 use alloc::{format, string::String, vec::Vec};
 
-use super::{Changed, Subject, Trial, each_op, mutate, subjects};
+use super::{Changed, Subject, Trial, each_op, mutate, mutate_in, subjects};
 use crate::{
     call::Band,
     call::{Gradients, Mode},
@@ -128,7 +128,7 @@ pub(super) fn messages<'a>(listed: &'a mut Changed, r: usize, i: usize) -> &'a m
 
 #[test]
 fn messages_changed() {
-    let mut t = Trial::new("message");
+    let mut t = Trial::sampled("message");
     for s in &subjects() {
         let ends = other_ends(s);
         each_op(s, |r, i, w| {
@@ -205,7 +205,7 @@ fn a_fetch_widened_at_both_ends() {
 
 #[test]
 fn blocks_changed() {
-    mutate("block", 300, |t, s, r, i, w| {
+    mutate_in(Trial::sampled("block"), 300, |t, s, r, i, w| {
         let (ExpandedOp::Sums(parts) | ExpandedOp::Merges(parts)) = w else { return };
         for (a, part) in parts.iter().enumerate() {
             for (b, sum) in part.iter().enumerate() {
