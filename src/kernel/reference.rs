@@ -167,8 +167,9 @@ impl Attention<'_> {
     }
 
     /// As [`Attention::forward`], with these slices in the place of the documents' own: `cu_seqlens` and `q_start` are
-    /// not read, except for slopes of documents. A pair of tokens is in one slice at most; rows of q in no slice have an o of 0 and an lse of −∞ (or
-    /// that of the sinks), and no other rows of k and v are read than those that a slice lets a query see.
+    /// not read, except for slopes of documents. A pair of tokens is in one slice at most; rows of q in no slice have an
+    /// o of 0 and an lse of −∞ (or that of the sinks), and no other rows of k and v are read than those that a slice
+    /// lets a query see.
     pub fn forward_of(&self, slices: &[Slice]) -> Output {
         let mut o = vec![0.0; self.tokens() * self.heads * self.value_dim];
         let mut lse = vec![f64::NEG_INFINITY; self.tokens() * self.heads];

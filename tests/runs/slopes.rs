@@ -67,8 +67,8 @@ fn rows<T: Clone>(all: &[T], tokens: std::ops::Range<usize>, width: usize) -> Ve
     all[tokens.start * width..tokens.end * width].to_vec()
 }
 
-/// Tokens of short and of long documents, on one rank and on four: each document has the bits of a plan of it alone with
-/// its slopes in one row. A kernel that took another document's slopes would differ.
+/// Tokens of short and of long documents, on one rank and on four: each document has the bits of a plan of it alone
+/// with its slopes in one row. A kernel that took another document's slopes would differ.
 fn each_document_alone<T: Element>(dtype: Dtype) {
     let lengths = [3, 40, 0, 300, 1, 17];
     let batch = Batch::from_lengths(&lengths).unwrap();
