@@ -225,6 +225,23 @@ fn reproducible_plans_are_refused() {
     assert!(error.contains("reproducible on a device"), "{error}");
 }
 
+/// The kernels take one slope for each head: slopes of documents are refused by name, with their way out. Those of one
+/// document are one row.
+#[test]
+fn slopes_of_documents_are_refused() {
+    let Some(cuda) = device() else { return };
+    let outcome = |lengths: &[usize]| {
+        let p = Problem::new(Batch::from_lengths(lengths).unwrap(), 2, 2, 32, Dtype::F16);
+        let p = p.with_alibi_slopes_per_document(&vec![0.5; 2 * lengths.len()]);
+        let plan = Plan::new(&p, Mesh::single(), Layout::Contiguous).unwrap();
+        run(&cuda, &plan, &Data::<f16>::random(&p, 1))
+    };
+    let error = outcome(&[9, 4, 2]).unwrap_err().to_string();
+    assert!(error.starts_with("alibi_slopes of 3 documents is not supported"), "{error}");
+    assert!(error.contains("use the CPU kernels"), "{error}");
+    outcome(&[9]).unwrap();
+}
+
 /// The kernels have no dropout: refused by name, with its way out, before the plan is prepared and in single calls.
 #[test]
 fn dropout_is_refused() {

@@ -249,6 +249,23 @@ static void plans(void) {
   p.softcap = -1.0;
   REFUSED(CPATTN_INVALID, "problem.softcap is -1.0", cpattn_plan_create(&p, &o, &plan));
   p = small_problem();
+  p.sinks = 4097;
+  REFUSED(CPATTN_INVALID, "problem.sinks is 4097, expected 0 to 4096", cpattn_plan_create(&p, &o, &plan));
+  p.sinks = -1;
+  REFUSED(CPATTN_INVALID, "problem.sinks is -1, expected 0 to 4096", cpattn_plan_create(&p, &o, &plan));
+  p = small_problem();
+  p.alibi_rows = 2;
+  REFUSED(CPATTN_INVALID, "problem.alibi_rows is 2, expected 0 if alibi_slopes is NULL", cpattn_plan_create(&p, &o, &plan));
+  static const float slopes[2 * HEADS] = {0.5f};
+  p.alibi_slopes = slopes;
+  OK(cpattn_plan_create(&p, &o, &plan));
+  cpattn_plan_destroy(&plan);
+  static const int32_t wrong[] = {1, 3, -1, INT32_MAX};
+  for (int i = 0; i < 4; i++) {
+    p.alibi_rows = wrong[i];
+    REFUSED(CPATTN_INVALID, "(alibi_rows), expected 2 rows, one for each document", cpattn_plan_create(&p, &o, &plan));
+  }
+  p = small_problem();
   static const int32_t falling[] = {0, 5, 3};
   p.cu_seqlens_q = falling;
   REFUSED(CPATTN_INVALID, "problem.cu_seqlens_q[2] is 3, expected at least cu_seqlens_q[1] = 5", cpattn_plan_create(&p, &o, &plan));

@@ -338,12 +338,12 @@ class Batch(Heads, Gathering, Packed):
                     "another dtype"
                 )
         seed = of_call(dropout_p, dropout_seed, context._kind.get("dropout", 0.0))
-        told = (window_left, window_right, scale, softcap, dropout_p)
+        numbers = (window_left, window_right, scale, softcap, dropout_p)
         if torch.compiler.is_compiling():
             slopes = operators.slopes_tensor(alibi_slopes)
-            results = operators.attention(q, k, v, sinks, largest, seed, slopes, self._numbers, context.key, *told)
+            results = operators.attention(q, k, v, sinks, largest, seed, slopes, self._numbers, context.key, *numbers)
         else:
-            told = (*told, slopes_of("alibi_slopes", alibi_slopes))
+            told = (*numbers, slopes_of("alibi_slopes", alibi_slopes))
             results = operators.Attention.apply(q, k, v, sinks, self, largest, seed, told)  # type: ignore[no-untyped-call]
         returned = tuple(x for x, want in zip(results, wanted) if want)
         return returned if len(returned) > 1 else returned[0]
