@@ -259,7 +259,7 @@ static void plans(void) {
   static const float slopes[2 * HEADS] = {0.5f};
   p.alibi_slopes = slopes;
   OK(cpattn_plan_create(&p, &o, &plan));
-  cpattn_plan_destroy(&plan);
+  OK(cpattn_plan_destroy(plan));
   static const int32_t wrong[] = {1, 3, -1, INT32_MAX};
   for (int i = 0; i < 4; i++) {
     p.alibi_rows = wrong[i];
