@@ -143,7 +143,7 @@ impl Keys<'_> {
             let mut run = Flush::new(c.aligned);
             if c.aligned && c.ranges.bands.len() > 1 {
                 // Band by band, so that the order of a sum does not depend on how q is cut.
-                let keys = t.keys.ranges();
+                let keys = t.keys.ranges;
                 let mut from = Some(0);
                 while let Some(band) = from.and_then(|from| group.next_band(&c.ranges, keys, from)) {
                     for q in group.iter() {
@@ -202,7 +202,7 @@ impl Keys<'_> {
         let core::ops::Range { start: mut first, end } = if one {
             t.mark_read(&reader)
         } else {
-            union(by_band(pairs).map(|pairs| t.mark_read(&self.reader(q, pairs))))
+            union(by_band(pairs).map(|pairs| t.keys.rows_near(&self.reader(q, pairs))))
         };
         while first < end {
             let mut rows = (end - first).min(LANES_BACK as u32);
@@ -214,8 +214,8 @@ impl Keys<'_> {
             for pairs in by_band(pairs) {
                 if !one {
                     reader = self.reader(q, pairs);
-                    let seen = t.mark_read(&reader);
-                    if seen.start >= first + rows || seen.end <= first {
+                    let near = t.keys.rows_near(&reader);
+                    if near.start >= first + rows || near.end <= first || t.mark_read(&reader).is_empty() {
                         continue;
                     }
                 }

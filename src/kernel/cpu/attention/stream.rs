@@ -225,6 +225,8 @@ pub(crate) struct Slots<'a, A> {
     pub base: i64,
     pub min: i64,
     pub max: i64,
+    /// The least and the largest index of the ranges of the keys; the tile has keys.
+    pub ranges: (u32, u32),
     pub blocks: [KeyBlock; KEYS / BLOCK],
 }
 
@@ -245,6 +247,7 @@ impl<'a, A: Real> Slots<'a, A> {
             base: 0,
             min: 0,
             max: 0,
+            ranges: (0, 0),
             blocks: [KeyBlock { min: 0, max: 0, full: false }; KEYS / BLOCK],
         }
     }
@@ -255,6 +258,7 @@ impl<'a, A: Real> Slots<'a, A> {
         debug_assert!(aligned || !placed, "positions of a tile that is not aligned need not grow");
         self.min = i64::MAX;
         self.max = i64::MIN;
+        self.ranges = (u32::MAX, 0);
         let infinity = -A::NEG_INFINITY;
         if placed {
             self.row.fill(-1);
@@ -265,6 +269,7 @@ impl<'a, A: Real> Slots<'a, A> {
             let range = &run.range;
             self.min = self.min.min(range.position(run.first));
             self.max = self.max.max(range.position(run.first + run.count - 1));
+            self.ranges = (self.ranges.0.min(run.index), self.ranges.1.max(run.index));
             for i in 0..run.count {
                 let rel = range.position(run.first + i) - run.base;
                 let s = if placed { rel as usize } else { run.slot + i as usize };
@@ -314,10 +319,21 @@ impl<'a, A: Real> Slots<'a, A> {
         begin..end
     }
 
-    /// The least and the largest index of the ranges of the keys. The tile has keys.
-    pub(crate) fn ranges(&self) -> (u32, u32) {
-        let each = || self.index[..self.n].iter().copied();
-        (each().min().unwrap_or(0), each().max().unwrap_or(0))
+    /// The rows that may see a key of the tile, without a look at each key; none if no pair has one of its ranges.
+    #[inline]
+    pub(crate) fn rows_near(&self, reader: &Reader) -> Span<u32> {
+        let (first, last) = self.ranges;
+        if !reader.pairs.iter().any(|pair| first <= pair.k && pair.k <= last) {
+            return 0..0;
+        }
+        reader.limits.rows(&reader.q, (self.min.max(reader.keys.0), self.max.min(reader.keys.1)))
+    }
+
+    /// Whether the reader reads all keys of the tile; it has rows near them.
+    #[inline]
+    pub(crate) fn is_read_whole(&self, reader: &Reader) -> bool {
+        let one_range = self.ranges.0 == self.ranges.1;
+        one_range && (reader.all_keys() || (reader.has(self.min) && reader.has(self.max)))
     }
 
     /// For each slot up to the last one with a key, whether its range is among the pairs and its position in the band.

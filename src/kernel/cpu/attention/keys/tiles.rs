@@ -74,16 +74,20 @@ impl<'a, A: Real> KeyTiles<'a, A> {
 
     /// Marks the keys that are of the pairs and of their band. Returns the rows that may see one of them.
     pub fn mark_read(&mut self, reader: &Reader) -> Range<u32> {
+        let rows = self.keys.rows_near(reader);
+        if rows.is_empty() {
+            return rows;
+        }
+        if self.keys.is_read_whole(reader) {
+            self.valid[..self.keys.n].fill(1);
+            return rows;
+        }
         let mut any = false;
         for (valid, read) in self.valid.iter_mut().zip(self.keys.read_by(reader)) {
             *valid = read.into();
             any |= read;
         }
-        if !any {
-            return 0..0;
-        }
-        let (first, last) = reader.keys;
-        reader.limits.rows(&reader.q, (self.keys.min.max(first), self.keys.max.min(last)))
+        if any { rows } else { 0..0 }
     }
 
     /// Writes the totals, or adds them, to head `head` of dk and dv.

@@ -58,6 +58,7 @@ impl Keys<'_> {
             let mut stream = units.keys(&unit);
             t.n = 0;
             while t.n < SUPER && t.slots[t.n].next(&mut stream, false, false) {
+                t.slots[t.n].find_blocks();
                 t.n += 1;
             }
             // SAFETY: rows and heads are within the tensors (checked); dk and dv of these keys and this kv head are
@@ -103,7 +104,7 @@ impl Keys<'_> {
                 let core::ops::Range { start: mut first, end } = if one {
                     t.rows(&reader)
                 } else {
-                    union(by_band(pairs).map(|pairs| t.rows(&self.reader(q, pairs))))
+                    union(by_band(pairs).map(|pairs| t.rows_near(&self.reader(q, pairs))))
                 };
                 if first < end && !loaded {
                     // SAFETY: rows of keys and the head are within k and v.
@@ -115,8 +116,8 @@ impl Keys<'_> {
                     for pairs in by_band(pairs) {
                         if !one {
                             reader = self.reader(q, pairs);
-                            let seen = t.rows(&reader);
-                            if seen.start >= first + count || seen.end <= first {
+                            let near = t.rows_near(&reader);
+                            if near.start >= first + count || near.end <= first || t.rows(&reader).is_empty() {
                                 continue;
                             }
                         }

@@ -2,7 +2,7 @@
 //! The buffers of a unit of the backward pass on matrix units: packed keys, sums of dk and dv, and the factors that
 //! keep f16 in range.
 
-use super::super::bands::Reader;
+use super::super::bands::{Reader, union};
 use super::super::stream::{BLOCK, KeyBlock, Slots};
 use super::super::tile::{Lanes, at};
 use super::weights::ROWS;
@@ -171,15 +171,34 @@ impl<'a> MatrixTiles<'a> {
         }
     }
 
+    /// The rows of a q range that may see a key of the unit, by pairs of one band, without a look at each key.
+    #[inline]
+    pub(crate) fn rows_near(&self, reader: &Reader) -> core::ops::Range<u32> {
+        union(self.slots[..self.n].iter().map(|slots| slots.rows_near(reader)))
+    }
+
     /// The rows of a q range that may see a key of the unit, by pairs of one band. Also sets the positions of keys for
     /// these (`rel`, `blocks`).
     #[inline(always)]
     pub(crate) fn rows(&mut self, reader: &Reader) -> core::ops::Range<u32> {
+        if self.rows_near(reader).is_empty() {
+            return 0..0;
+        }
         let (mut min, mut max) = (i64::MAX, i64::MIN);
         self.blocks = [KeyBlock::EMPTY; BLOCKS];
         for (i, slots) in self.slots[..self.n].iter().enumerate() {
             let rel = &mut self.rel[i * KEYS..][..slots.n.next_multiple_of(BLOCK)];
+            if slots.rows_near(reader).is_empty() {
+                rel.fill(f32::INFINITY);
+                continue;
+            }
             rel.copy_from_slice(&slots.rel[..rel.len()]);
+            if slots.is_read_whole(reader) {
+                let blocks = &slots.blocks[..rel.len() / BLOCK];
+                self.blocks[i * KEYS / BLOCK..][..blocks.len()].copy_from_slice(blocks);
+                (min, max) = (min.min(slots.min), max.max(slots.max));
+                continue;
+            }
             for (rel, read) in rel.iter_mut().zip(slots.read_by(reader)) {
                 if !read {
                     *rel = f32::INFINITY;
