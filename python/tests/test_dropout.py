@@ -271,6 +271,71 @@ def by_place(rank: int, world: int) -> None:
         raise AssertionError("a number was taken")
 
 
+def passes(rank: int, world: int) -> None:
+    """Replicas drop other places, each in its own batch. A layer of a pass that began with the generator's state of another pass, in flight
+    with it, is computed again with the tokens of its own."""
+    import models
+    from transformers import set_seed
+
+    from cpattn.transformers import ContextParallel
+
+    model = model_of("gpt2", P)
+    cp = ContextParallel(model, replicas=world)
+    set_seed(5)
+    model(**models.batch([20]))
+    seeds = [torch.zeros(2, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(seeds, torch.tensor([one.number >> 1 for one in cp.last.draws.seeds]))  # type: ignore[union-attr]
+    assert len({int(one) for both in seeds for one in both}) == 2 * world, seeds
+    cp.close()
+    results = []
+    for again in (False, True):
+        model = model_of("gpt2", P)
+        cp = ContextParallel(model, gradients="sum", dropout="position", ring=world, layout="zigzag")
+        if again:
+            models.checkpointing(model, False)
+        losses = []
+        for lengths in ([60], [30, 30]):  # as many tokens on each rank, and other ones
+            set_seed(5)
+            losses.append(model(**models.batch(lengths)).loss)
+        (losses[0] + losses[1]).backward()
+        results.append(models.gradients(model))
+        cp.close()
+    assert models.apart(*results) < 1e-6, models.apart(*results)
+
+
+def towers(rank: int, world: int) -> None:
+    """A dropout of LoRA in a vision tower draws as in one process, also where the tower is computed again."""
+    import images
+    import models
+    from transformers import set_seed
+
+    from cpattn.transformers import ContextParallel
+
+    each, results = images.documents("gemma3"), []
+    pack = {**images.packed(each), "cu_seqlens": images.ends(each)}
+    for group, again in ((None, False), (None, True), ([rank], False)):
+        model = images.build("gemma3")
+        cp = ContextParallel(model, group=group, gradients="sum", dropout="position")
+        lora(model)
+        if again:
+            models.checkpointing(model, False)
+        set_seed(5)
+        model(**pack).loss.backward()
+        results.append(models.gradients(model))
+        if group is None:
+            dist.all_reduce(results[-1])
+        cp.close()
+    assert max(models.apart(one, results[2]) for one in results[:2]) < 1e-5, results
+    cp = ContextParallel(model, vision="shard", dropout="position")
+    try:
+        model(**pack)
+    except cpattn.Unsupported as said:
+        assert "or in a vision tower with vision='shard'" in str(said), said
+    else:
+        raise AssertionError("dropout of images that each rank draws was not refused")
+    cp.close()
+
+
 def the_hash(rank: int, world: int) -> None:
     from cpattn.transformers.dropout import hashed
 
@@ -280,7 +345,7 @@ def the_hash(rank: int, world: int) -> None:
         assert row == [philox((token, j // 4, 0, 1), (seed % 2**32, seed >> 32))[j % 4] for j in range(7)]
 
 
-TRANSFORMERS = (in_transformers, by_place, the_hash)
+TRANSFORMERS = (in_transformers, by_place, passes, *((towers,) if importlib.util.find_spec("peft") else ()), the_hash)
 
 
 def everything(rank: int, world: int) -> None:

@@ -306,7 +306,7 @@ class Parts(unittest.TestCase):
         # Two rows of four, one token of padding; this rank has the tokens at the places 1, 4 and 6.
         pack = SimpleNamespace(shape=(2, 4), kept=torch.tensor([0, 1, 2, 3, 4, 5, 6]))
         marks = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 0]]).bool()
-        rows = Rows(SimpleNamespace(pack=pack, tokens=torch.tensor([1, 4, 6])), {"visual_pos_masks": marks}, "Some")
+        rows = Rows(SimpleNamespace(pack=pack, tokens=torch.tensor([1, 4, 6])), {"attention_mask": torch.ones(2, 4).bool(), "visual_pos_masks": marks}, "Some")
         every = torch.arange(8).view(2, 4)
         self.assertEqual(rows.of("inputs_embeds", every[..., None]).tolist(), [[[1], [4], [6]]])
         self.assertEqual(rows.of("position_ids", torch.stack([every, every + 10])).tolist(), [[[1, 4, 6]], [[11, 14, 16]]])

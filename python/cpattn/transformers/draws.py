@@ -66,15 +66,17 @@ _known: WeakValueDictionary[int, Seed] = WeakValueDictionary()
 class Draws:
     """The draws of a forward pass on one rank, from its making to `end`."""
 
-    def __init__(self, rank: int, device: torch.device, transport: EngineTransport, tokens: Tensor) -> None:
+    def __init__(self, rank: int, replica: int, device: torch.device, transport: EngineTransport, tokens: Tensor, distribution: int) -> None:
         self._transport, self._tokens = transport, tokens
         self._generators = _generators(device)
         self._before = [one.get_state() for one in self._generators]
         states = [state.numpy().tobytes() for state in self._before]
-        # Odd, as all that ranks tell each other while a forward pass is under way.
-        self._common = _digest(*states) | 1
+        # Odd, as all that ranks tell each other while a forward pass is under way. Replicas have batches of their own, and one seed.
+        self._common = _digest(replica.to_bytes(8, "little"), *states) | 1
         self.seeds: list[Seed] = []
-        self._seeded = [one.manual_seed(_digest(rank.to_bytes(8, "little"), *states)).get_state() for one in self._generators]
+        # Passes that begin with one state and have other tokens on this rank draw other numbers: `_known` tells them apart.
+        mine = rank.to_bytes(8, "little"), distribution.to_bytes(8, "little")
+        self._seeded = [one.manual_seed(_digest(*mine, *states)).get_state() for one in self._generators]
 
     def _next(self, drawn: int) -> Seed:
         """The seed of the next call. All ranks have the same calls."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..errors import Unsupported
 from .attention import Current
 from .draws import Draws, Seed, seed_of_call
+from .images import decoder_of
 
 LOW = 2**32 - 1
 # Hashes that are computed at a time.
@@ -49,7 +50,7 @@ def factors(like: Tensor, rows: int, seed: Seed, p: float) -> Tensor:
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def by_place(layer: nn.Dropout, x: Tensor) -> Tensor:
     """The forward of a `torch.nn.Dropout`."""
-    # A vision tower has no tokens of the batch: it runs before the text model, and draws as in one process.
+    # What runs before the text model of a batch with images has all tokens, and draws as in one process.
     if not layer.training or not layer.p or layer.p >= 1 or getattr(Current.forward, "outer", False):
         return nn.functional.dropout(x, layer.p, layer.training, layer.inplace)
     seed = seed_of_call(getattr(Current.forward, "draws", None))
@@ -63,14 +64,21 @@ def by_place(layer: nn.Dropout, x: Tensor) -> Tensor:
 
 
 class ByPlace:
-    """Replaces the forward of all dropouts of a model."""
+    """Replaces the forward of all dropouts of a model. Those of a vision tower have no tokens of the batch: they draw as in one process, also
+    in a tower that is computed again."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
 
     def replace(self) -> None:
         """Also those that the model did not have before."""
-        for layer in self._model.modules():
+        decoder, head = decoder_of(self._model), self._model.get_output_embeddings()
+        for part in (self._model,) if decoder is None else (decoder, head):
+            self._replace(part)
+
+    @staticmethod
+    def _replace(part: nn.Module | None) -> None:
+        for layer in part.modules() if part is not None else ():
             if isinstance(layer, nn.Dropout) and "forward" not in vars(layer):
                 layer.forward = partial(by_place, layer)  # type: ignore[method-assign]
 
@@ -85,6 +93,6 @@ class ByPlace:
         """Refuses a forward pass in which something else drew random numbers too."""
         if not draws.all_known():
             raise Unsupported(
-                "the model draws random numbers outside of torch.nn.Dropout and attention, for example in torch.nn.functional.dropout, and they "
-                "would not be those of one process: use dropout='rank'"
+                "the model draws random numbers outside of torch.nn.Dropout and attention, for example in torch.nn.functional.dropout, or in a vision "
+                "tower with vision='shard', and they would not be those of one process: use dropout='rank', or vision='all'"
             )

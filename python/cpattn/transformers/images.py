@@ -167,8 +167,8 @@ class Rows:
     def __init__(self, forward: Forward, arguments: Mapping[str, Any], model: str) -> None:
         self.shape, self.model = forward.pack.shape, model
         self.places = forward.pack.kept[forward.tokens]
-        # Which tokens are those of images, if layers are given features of them.
-        marks = [one if one.ndim == 2 else one[..., 0] for one in arguments.values() if self._marks(one)]
+        # Which tokens are those of images, if layers are given features of them. A padding mask can be of the same type.
+        marks = [one if one.ndim == 2 else one[..., 0] for name, one in arguments.items() if name != "attention_mask" and self._marks(one)]
         self.marks = marks[0].flatten() if marks else None
 
     def _marks(self, value: Any) -> bool:

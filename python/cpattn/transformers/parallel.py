@@ -224,7 +224,7 @@ class ContextParallel(Calls):
         if args:
             kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
         forward = self.last = Current.forward = self.shard(kwargs)
-        draws = partial(Draws, self._number, self.device, self.transport, forward.tokens)
+        draws = partial(Draws, self._number, self.replica, self.device, self.transport, forward.tokens, forward.batch.plan.distribution)
         if self._images.given(kwargs):
             kept = self._images.arguments(forward, kwargs, draws)
         else:
