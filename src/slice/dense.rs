@@ -16,6 +16,16 @@ pub const DENSE: usize = 4096;
 /// one key a query, in the order that a band has: the first key stays, then moves; the last key moves, then stays.
 /// Positions count in the batch, so distances are those of token numbers.
 ///
+/// ```
+/// use cpattn::slices::{DENSE, from_dense};
+///
+/// // Two documents of two tokens and one, causal.
+/// let mask = [[true, false, false], [true, true, false], [false, false, true]].concat();
+/// assert_eq!(from_dense(&mask, 3)?.len(), 2);
+/// assert!(from_dense(&vec![true; DENSE + 1], 1).is_err());
+/// # Ok::<(), cpattn::Error>(())
+/// ```
+///
 /// # Errors
 ///
 /// More than [`DENSE`] tokens on a side, and a list of another length.
