@@ -807,6 +807,20 @@ int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn
 int32_t cpattn_forward_paged(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
     const int32_t *block_table, size_t documents, size_t pages_per_document, size_t page_size, size_t page_stride);
 
+/* A forward and a backward where each q token attends only to keys that it lists: the results of dense calls whose mask has these
+ * pairs alone. key_indices is [tokens, heads, entries], compact, on the CPU, a row for each of this rank's q tokens (q_tokens of
+ * cpattn_share) in the rank's order: positions of keys in the token's document, from 0, each at most once in a list, in any order; -1
+ * for none. heads is 1 for lists that all kv heads share, or kv_heads. All ranks have the same heads and entries.
+ * A token without keys gets o 0 and lse -inf, or the sinks' values. Rows of k and v that no token lists may hold anything, and get
+ * gradients 0. k and v go to the ranks whose tokens may read them by the plan's mask, whatever is listed.
+ * CPATTN_INVALID: a key outside the document or the mask of its token, named by token, head and entry.
+ * CPATTN_UNSUPPORTED: a batch with slices, a reproducible plan, a device, a ring whose q circulates (plan with circulate_forward and
+ * circulate CPATTN_CIRCULATE_KEYS). */
+int32_t cpattn_forward_listed(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
+    const int32_t *key_indices, size_t tokens, size_t heads, size_t entries);
+int32_t cpattn_backward_listed(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args,
+    const int32_t *key_indices, size_t tokens, size_t heads, size_t entries);
+
 /* The pairs that dropout keeps, for a comparison with a computation that has the whole mask: kept[i * k_count + j] is 1 if q token
  * q_begin + i keeps k token k_begin + j, and 0 if it drops it. Tokens are places in the whole batch; head is a q head of the
  * whole problem. probability is above 0.

@@ -60,6 +60,10 @@ int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args) { return 0; }
 int32_t cpattn_forward_paged(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
     const int32_t *block_table, size_t documents, size_t pages_per_document, size_t page_size, size_t page_stride) { return 0; }
+int32_t cpattn_forward_listed(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
+    const int32_t *key_indices, size_t tokens, size_t heads, size_t entries) { return 0; }
+int32_t cpattn_backward_listed(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args,
+    const int32_t *key_indices, size_t tokens, size_t heads, size_t entries) { return 0; }
 int32_t cpattn_dropout_mask(double probability, uint64_t seed, uint32_t q_begin, uint32_t q_count, uint32_t k_begin,
     uint32_t k_count, uint32_t head, uint8_t *kept) { return 0; }
 int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from,

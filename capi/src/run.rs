@@ -13,7 +13,7 @@ use super::{
 };
 use cpattn::{
     Error, Plan,
-    runtime::{Bindings, Pages},
+    runtime::{Bindings, KeyIndices, Pages},
     schedule::{AllToAll, AllToAllDirection, Direction, TensorId},
 };
 
@@ -67,13 +67,33 @@ const BACKWARD: [TensorId; 12] = {
     [Q, K, V, Sinks, O, Lse, DO, Dq, Dk, Dv, Dsinks, DLse]
 };
 
+/// The keys of a run.
+enum Keys<'a> {
+    /// All that the mask allows, in k and v.
+    All,
+    /// All that the mask allows, in pages.
+    Paged(Pages<'a>),
+    /// Those that each token lists.
+    Listed(KeyIndices<'a>),
+}
+
+/// The lists of a rank's tokens.
+///
+/// # Safety
+/// The header's promise about arrays.
+unsafe fn listed<'a>(indices: *const i32, [tokens, heads, entries]: [usize; 3]) -> Outcome<Keys<'a>> {
+    // A product that is too large is no array's length.
+    let all = tokens.saturating_mul(heads).saturating_mul(entries);
+    Ok(Keys::Listed(KeyIndices { indices: given!(array("key_indices", indices, all)), heads, entries }))
+}
+
 /// Reads the tensors of a run and runs it.
 ///
 /// # Safety
 /// The header's promise about handles and tensors; streams are the driver's.
 unsafe fn run(
     rank: &RankState, plan: &Plan, direction: Direction, tensors: &[*const cpattn_tensor], dropout_seed: *const u64,
-    pages: Option<Pages<'_>>, stream: *mut c_void,
+    keys: Keys<'_>, stream: *mut c_void,
 ) -> Outcome {
     runs(plan)?;
     let (mut rank, mut bindings) = (rank.claim()?, Bindings::default());
@@ -96,7 +116,11 @@ unsafe fn run(
     if !dropout_seed.is_null() {
         bindings = bindings.with_dropout_seed(Some(given!(array("dropout_seed", dropout_seed, 1))[0]));
     }
-    let bindings = pages.map_or(bindings, |pages| bindings.with_pages(pages));
+    let bindings = match keys {
+        Keys::All => bindings,
+        Keys::Paged(pages) => bindings.with_pages(pages),
+        Keys::Listed(keys) => bindings.with_key_indices(keys),
+    };
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
     Ok(unsafe { rank.run_on(plan, direction, &bindings, stream) }?)
 }
@@ -108,7 +132,7 @@ pub unsafe extern "C" fn cpattn_forward(
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.max_logit];
-        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, None, a.stream));
+        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, Keys::All, a.stream));
     })
 }
 
@@ -128,7 +152,7 @@ pub unsafe extern "C" fn cpattn_forward_paged(
         let entries = documents.saturating_mul(pages_per_document);
         let table = given!(array("block_table", block_table, entries));
         let pages = Pages { table, per_document: pages_per_document, size: page_size, stride: page_stride };
-        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, Some(pages), a.stream));
+        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, Keys::Paged(pages), a.stream));
     })
 }
 
@@ -139,7 +163,33 @@ pub unsafe extern "C" fn cpattn_backward(
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks, a.d_lse];
-        given!(run(rank, plan, Direction::Backward, &tensors, a.dropout_seed, None, a.stream));
+        given!(run(rank, plan, Direction::Backward, &tensors, a.dropout_seed, Keys::All, a.stream));
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_forward_listed(
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const cpattn_forward_args, key_indices: *const i32,
+    tokens: usize, heads: usize, entries: usize,
+) -> i32 {
+    boundary!({
+        let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
+        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.max_logit];
+        let keys = given!(listed(key_indices, [tokens, heads, entries]));
+        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, keys, a.stream));
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_backward_listed(
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const cpattn_backward_args, key_indices: *const i32,
+    tokens: usize, heads: usize, entries: usize,
+) -> i32 {
+    boundary!({
+        let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
+        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks, a.d_lse];
+        let keys = given!(listed(key_indices, [tokens, heads, entries]));
+        given!(run(rank, plan, Direction::Backward, &tensors, a.dropout_seed, keys, a.stream));
     })
 }
 

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import POINTER, byref, c_int32, c_size_t, c_uint8, c_uint64, c_void_p, cast, pointer
+from ctypes import byref, c_int32, c_size_t, c_uint8, c_uint64, c_void_p, pointer
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from ._library import call, status_of
 from .engine import EngineTransport
 from .plan import CombineTo, Direction, Plan, Side
 from .ring import Link
-from .tensors import Array, Given
+from .tensors import Array, Given, all_given, whole_numbers
 from .trace import Event
 from .transport import Callbacks, Kept, Transport
 
@@ -93,6 +93,7 @@ class Rank:
         block_table: Array | None = None,
         page_size: int | None = None,
         page_stride: int | None = None,
+        key_indices: Array | None = None,
     ) -> None:
         """Writes o and lse of this rank's tokens. On a device it returns when the work is enqueued on `stream` (a cudaStream_t; None
         is the default stream).
@@ -106,18 +107,25 @@ class Rank:
         With `block_table`, int32 [documents, pages] on the CPU, k and v lie in pages and are not copied: they have the rows of all
         pages, [rows, kv_heads, dim], and row i of this rank's k rows of document d, in its order, is row
         block_table[d, i // page_size] * page_stride + i % page_size (None: page_size). A plan that copies or sends k and v is
-        refused: a ring needs circulate_forward="queries", and no Ulysses ranks. Devices and dropout refuse it."""
-        given = _given({"o", "lse", "max_logit"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, max_logit=max_logit)
+        refused: a ring needs circulate_forward="queries", and no Ulysses ranks. Devices and dropout refuse it.
+
+        With `key_indices`, int32 [tokens, heads, entries] on the CPU, each of this rank's q tokens attends only to the keys that it lists:
+        positions in its document, each at most once, that the mask allows; -1 is none. heads is 1, for lists that all kv heads share, or
+        the kv heads. All ranks give the same heads and entries. Rows that no token lists may hold anything. A ring needs
+        circulate_forward="keys" (backward: circulate="keys"). Devices, slices, pages and reproducible plans refuse it."""
+        given = all_given({"o", "lse", "max_logit"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, max_logit=max_logit)
+        if key_indices is not None and block_table is not None:
+            raise errors.Unsupported("key_indices and block_table are both given: gather the pages into k and v")
         if block_table is None:
             for name, value in (("page_size", page_size), ("page_stride", page_stride)):
                 if value is not None:
                     raise errors.InvalidArgument(f"block_table is None, and {name} is {value!r}: give both, or none")
-            return self._attend("forward", _header.ForwardArgs, plan, stream, given, dropout_seed)
+            return self._attend("forward", _header.ForwardArgs, plan, stream, given, dropout_seed, key_indices)
         size = whole("page_size", page_size, 1, (1 << 31) - 1)
         stride = size if page_stride is None else whole("page_stride", page_stride, 1, (1 << 31) - 1)
         given["block_table"] = table = Given("block_table", block_table)
-        pages = (*_table(table.pointer.contents), size, stride)
-        self._attend("forward_paged", _header.ForwardArgs, plan, stream, given, dropout_seed, pages)
+        pages = (*whole_numbers("block_table", table.pointer.contents, ("documents", "pages")), size, stride)
+        self._attend("forward_paged", _header.ForwardArgs, plan, stream, given, dropout_seed, pages=pages)
 
     def backward(
         self,
@@ -137,19 +145,25 @@ class Rank:
         dsinks: Array | None = None,
         d_lse: Array | None = None,
         dropout_seed: int | None = None,
+        key_indices: Array | None = None,
     ) -> None:
         """Writes dq, dk, dv (and dsinks, summed over all ranks) from d_o and the inputs and outputs of the forward. `d_lse`, [heads,
-        tokens], is the gradient of lse, if something was computed from lse too; it is not used where lse is -inf. `dropout_seed` is that of
-        the forward."""
+        tokens], is the gradient of lse, if something was computed from lse too; it is not used where lse is -inf. `dropout_seed` and
+        `key_indices` are those of the forward; rows of k and v that no token lists get gradients 0."""
         tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks, d_lse=d_lse)
-        given = _given({"dq", "dk", "dv", "dsinks"}, **tensors)
-        self._attend("backward", _header.BackwardArgs, plan, stream, given, dropout_seed)
+        given = all_given({"dq", "dk", "dv", "dsinks"}, **tensors)
+        self._attend("backward", _header.BackwardArgs, plan, stream, given, dropout_seed, key_indices)
 
-    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given], seed: int | None, pages: tuple[Any, ...] = ()) -> None:
+    def _attend(
+        self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given], seed: int | None, keys: Array | None = None, pages: tuple[Any, ...] = ()
+    ) -> None:
         stream = _address("stream", stream)
         args = struct(stream=stream, **{name: g.pointer for name, g in given.items() if name != "block_table"})
         if seed is not None:
             args.dropout_seed = pointer(c_uint64(whole("dropout_seed", seed, *RANGES[c_uint64])))
+        if keys is not None:
+            given["key_indices"] = lists = Given("key_indices", keys)
+            name, pages = f"{name}_listed", whole_numbers("key_indices", lists.pointer.contents, ("tokens", "heads", "entries"))
         self._run(name, _handle(plan), byref(args), *pages, keep=given, stream=stream)
 
     def to_heads(self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None) -> None:
@@ -188,7 +202,7 @@ class Rank:
         `to` says: "all" rows, the same bits on every rank; "heads", own heads j*H//R to (j+1)*H//R of ring rank j of R; or "tokens",
         likewise. A row without keys on any rank gets o 0 and lse -inf, or the sink's value. Devices refuse it."""
         to, stream = one_of("to", to, CombineTo), _address("stream", stream)
-        given = _given({"o", "lse"}, partial_o=partial_o, partial_lse=partial_lse, sinks=sinks, o=o, lse=lse)
+        given = all_given({"o", "lse"}, partial_o=partial_o, partial_lse=partial_lse, sinks=sinks, o=o, lse=lse)
         tensors = (given[name].pointer if name in given else None for name in ("partial_o", "partial_lse", "sinks", "o", "lse"))
         self._run("rank_combine", _handle(plan), to, *tensors, stream, keep=given, stream=stream)
 
@@ -276,18 +290,6 @@ class Rank:
         self._kept.call(name, self._handle, *arguments)
 
 
-def _table(table: Any) -> tuple[Any, int, int]:
-    """The address of a table of pages, the documents it has, and the pages of each."""
-    shape, kind = tuple(table.shape[: table.ndim]), (table.dtype.code, table.dtype.bits, table.device.device_type)
-    if kind != (0, 32, 1):
-        raise errors.InvalidArgument(f"block_table is of DLPack type {kind[0]}, {kind[1]} bits, on device type {kind[2]}, int32 on the CPU is needed")
-    if len(shape) != 2:
-        raise errors.InvalidArgument(f"block_table is of shape {shape}, [documents, pages] is needed")
-    if table.strides and math.prod(shape) and (table.strides[1], table.strides[0]) != (1, shape[1]):
-        raise errors.InvalidArgument(f"block_table has strides {tuple(table.strides[:2])}, a contiguous one is needed")
-    return cast(c_void_p(table.data + table.byte_offset if table.data else None), POINTER(c_int32)), *shape
-
-
 def _address(name: str, value: object) -> int | None:
     """An address for C; None is NULL."""
     value = value.value if isinstance(value, c_void_p) else value
@@ -301,10 +303,6 @@ def ring_bytes(bytes: int) -> int:
 
 def _handle(plan: Plan) -> c_void_p:
     return instance("plan", plan, Plan).handle
-
-
-def _given(written: set[str], **arrays: Array | None) -> dict[str, Given]:
-    return {name: Given(name, array, written=name in written) for name, array in arrays.items() if array is not None}
 
 
 def destroy(function: str, handle: c_void_p, owner: Callbacks | EngineTransport | None, process: int) -> None:

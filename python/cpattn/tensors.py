@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from ctypes import c_char_p, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any, Protocol
@@ -92,3 +93,22 @@ class Given:
         if written and read_only:
             kind = f"{type(array).__module__}.{type(array).__name__}"
             raise InvalidArgument(f"{name} is a read-only {kind}, and the call writes it: give a writable tensor")
+
+
+def all_given(written: set[str], **arrays: Array | None) -> dict[str, Given]:
+    """The tensors of a call that are not None, by their names."""
+    return {name: Given(name, array, written=name in written) for name, array in arrays.items() if array is not None}
+
+
+def whole_numbers(name: str, given: Any, dims: Sequence[str]) -> tuple[Any, ...]:
+    """The address of a compact int32 array on the CPU, and its size in each of `dims`."""
+    shape, kind = tuple(given.shape[: given.ndim]), (given.dtype.code, given.dtype.bits, given.device.device_type)
+    if kind != (0, 32, DEVICE_CPU):
+        raise InvalidArgument(f"{name} is of DLPack type {kind[0]}, {kind[1]} bits, on device type {kind[2]}, int32 on the CPU is needed")
+    if len(shape) != len(dims):
+        raise InvalidArgument(f"{name} is of shape {shape}, [{', '.join(dims)}] is needed")
+    if given.strides and math.prod(shape):
+        strides, compact = given.strides[: len(shape)], [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+        if any(stride != right for stride, right, size in zip(strides, compact, shape, strict=True) if size > 1):
+            raise InvalidArgument(f"{name} has strides {tuple(strides)}, a contiguous one is needed")
+    return ctypes.cast(c_void_p(given.data + given.byte_offset if given.data else None), ctypes.POINTER(c_int32)), *shape

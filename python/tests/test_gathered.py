@@ -58,6 +58,7 @@ INKLING = {
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": LATENT,
+    "glm_moe_dsa": {**LATENT, "indexer_types": ["full", "shared"]},
     "hy_v4": {**LATENT, "indexer_types": ["full", "shared"]},
     "dots3_note_text": {**LATENT, **SWA, "head_dim": 16, "layer_types": ["sliding_attention", "indexed_attention"]},
     "minimax_m3_vl_text": {

@@ -3,7 +3,10 @@
 
 use std::{format, vec::Vec};
 
-use super::pages::{Pages, RawPages};
+use super::{
+    key_indices::{KeyIndices, RawKeyIndices},
+    pages::{Pages, RawPages},
+};
 use crate::{
     call::RawTensor,
     element::Dtype,
@@ -36,6 +39,8 @@ pub struct Bindings {
     dropout_seed: Option<u64>,
     /// Where the rows of k and v lie, if they lie in pages.
     pub(super) pages: Option<RawPages>,
+    /// The keys that each q token attends to, if they are listed.
+    pub(super) key_indices: Option<RawKeyIndices>,
 }
 
 /// The places of a run's tensors.
@@ -55,7 +60,7 @@ pub(super) const fn place_of(tensor: TensorId) -> usize {
 
 impl Default for Bindings {
     fn default() -> Self {
-        Self { tensors: [RawTensor::NONE; PLACES], dropout_seed: None, pages: None }
+        Self { tensors: [RawTensor::NONE; PLACES], dropout_seed: None, pages: None, key_indices: None }
     }
 }
 
@@ -101,6 +106,15 @@ impl Bindings {
     pub fn with_pages(mut self, pages: Pages<'_>) -> Self {
         let Pages { table, per_document, size, stride } = pages;
         self.pages = Some(RawPages { table: table.as_ptr(), entries: table.len(), per_document, size, stride });
+        self
+    }
+
+    /// Sets the keys that each q token attends to. They must be valid for reads during runs with these tensors. For
+    /// runs on the CPU; see [`Rank::forward_listed`](crate::Rank::forward_listed).
+    #[must_use]
+    pub fn with_key_indices(mut self, keys: KeyIndices<'_>) -> Self {
+        let KeyIndices { indices, heads, entries } = keys;
+        self.key_indices = Some(RawKeyIndices { indices: indices.as_ptr(), len: indices.len(), heads, entries });
         self
     }
 

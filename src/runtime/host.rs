@@ -13,7 +13,13 @@ use crate::{
     call::{Attend, AttendBackward, Delta, Merge, MergeAll, RawTensor, SinkGradient, Transform},
     element::Dtype,
     error::Result,
-    kernel::{cpu, merge, merge_all, sinks},
+    kernel::{
+        cpu::{
+            self,
+            listed::{self, KeyLists, ListScratch},
+        },
+        merge, merge_all, sinks,
+    },
     plan::Plan,
     report::trace,
     schedule::{Lane, Schedule, TensorId},
@@ -34,7 +40,7 @@ pub(super) unsafe fn run(
     transport: &dyn Transport,
     prepared: &mut Prepared,
     memory: &BufferAddresses,
-    table: Option<&[u32]>,
+    keys: KeyRows<'_>,
     scratch: &mut cpu::Scratch,
 ) -> Result<()> {
     if prepared.expected.used(&memory.tensors).any(|(tensor, ..)| tensor == TensorId::MaxLogit) {
@@ -47,7 +53,7 @@ pub(super) unsafe fn run(
     let Prepared { plan, schedule, compute, communication, .. } = prepared;
     let (plan, schedule) = (&*plan, &*schedule);
     let mut other = |progress: &Progress| {
-        let operations = HostOperations { scratch: None, table, transport };
+        let operations = HostOperations { kernels: None, transport };
         // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the
         // contract of `run`); this lane has the listing `communication` to itself.
         unsafe { perform_lane(progress, Lane::Communication, plan, schedule, memory, communication, operations) }
@@ -55,7 +61,7 @@ pub(super) unsafe fn run(
     let other = communicates(schedule).then_some(&mut other as &mut Task<'_>);
     lanes.run(
         |progress| {
-            let operations = HostOperations { scratch: Some(scratch), table, transport };
+            let operations = HostOperations { kernels: Some((scratch, keys)), transport };
             // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the
             // contract of `run`); this lane has the listing `compute` to itself.
             unsafe { perform_lane(progress, Lane::Compute, plan, schedule, memory, compute, operations) }
@@ -103,37 +109,52 @@ unsafe fn perform_lane(
     Ok(())
 }
 
+/// Which rows of k and v the kernels read.
+pub(super) enum KeyRows<'a> {
+    /// Those of the ranges.
+    Own,
+    /// Those that a table names: k and v lie in pages.
+    Paged(&'a [u32]),
+    /// Those of the ranges that each row of q lists.
+    Listed(KeyLists<'a>, &'a mut ListScratch),
+}
+
 /// Calls the CPU kernels and the transport for one lane. Only the compute lane has tiles for attention.
 pub(super) struct HostOperations<'a> {
-    pub scratch: Option<&'a mut cpu::Scratch>,
-    /// Where each row of k and v lies, if they lie in pages.
-    pub table: Option<&'a [u32]>,
+    pub kernels: Option<(&'a mut cpu::Scratch, KeyRows<'a>)>,
     pub transport: &'a dyn Transport,
 }
 
-impl HostOperations<'_> {
-    fn scratch(&mut self) -> &mut cpu::Scratch {
-        self.scratch.as_mut().expect("planning puts attention on the compute lane")
+impl<'a> HostOperations<'a> {
+    fn kernels(&mut self) -> &mut (&'a mut cpu::Scratch, KeyRows<'a>) {
+        self.kernels.as_mut().expect("planning puts attention on the compute lane")
     }
 }
 
 impl Operations for HostOperations<'_> {
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
-        let table = self.table;
+        let (scratch, keys) = self.kernels();
         // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
         // `Operations`. The rows of a table are those of k and v (`FoundRows::list`).
         unsafe {
-            match table {
-                Some(table) => cpu::attend_through(args, table, self.scratch()),
-                None => cpu::attend(args, self.scratch()),
+            match keys {
+                KeyRows::Own => cpu::attend(args, scratch),
+                KeyRows::Paged(table) => cpu::attend_through(args, table, scratch),
+                KeyRows::Listed(lists, room) => listed::attend_listed(args, lists, room, scratch),
             }
         }
     }
 
     unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
+        let (scratch, keys) = self.kernels();
         // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of
-        // `Operations`.
-        unsafe { cpu::attend_backward(args, self.scratch()) }
+        // `Operations`. k and v in pages have no backward (`check_supported`).
+        unsafe {
+            match keys {
+                KeyRows::Own | KeyRows::Paged(_) => cpu::attend_backward(args, scratch),
+                KeyRows::Listed(lists, room) => listed::attend_backward_listed(args, lists, room, scratch),
+            }
+        }
     }
 
     unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {

@@ -10,10 +10,11 @@ use super::{
     agreement::Agreements,
     backend::Backend,
     bind::Bindings,
-    failure::{FirstFailure, abort_on_unwind},
+    failure::{FirstFailure, abort_on_unwind, watched},
     found_rows::{FoundRows, check_supported},
     handle::AbortHandle,
-    host,
+    host::{self, KeyRows},
+    key_lists::{self, RankLists},
     lanes::LaneThreads,
     ops::BufferAddresses,
     prepared::{Entry, PlanCache, Prepared},
@@ -45,6 +46,7 @@ pub(super) struct HostRank {
     agreements: Agreements,
     failure: FirstFailure,
     found_rows: FoundRows,
+    lists: RankLists,
 }
 
 impl Entry for Prepared {
@@ -65,6 +67,7 @@ impl HostRank {
             agreements: Agreements::default(),
             failure: FirstFailure::default(),
             found_rows: FoundRows::default(),
+            lists: RankLists::default(),
         }
     }
 
@@ -176,7 +179,14 @@ impl Backend for HostRank {
         if tensors.pages.is_some() {
             check_supported(run, plan, &self.prepared[at].schedule)?;
         }
+        if tensors.key_indices.is_some() {
+            key_lists::check_supported(run, plan, &self.prepared[at].schedule, tensors)?;
+        }
         tensors.check(&self.prepared[at].expected)?;
+        if let Some(given) = tensors.key_indices {
+            // SAFETY: the lists are valid (promised to `Bindings::with_key_indices`).
+            unsafe { self.lists.check(plan, self.transport.rank(), given) }?;
+        }
         if let Some(pages) = tensors.pages {
             // SAFETY: the table is valid (promised to `Bindings::with_pages`).
             unsafe { self.found_rows.list(plan, self.transport.rank(), tensors, pages) }?;
@@ -187,16 +197,28 @@ impl Backend for HostRank {
         self.workspace.check_disjoint(prepared.schedule.workspace, used)?;
         self.failure.check(&*self.transport)?;
         prepared.dropout_seed = tensors.dropout_seed();
+        prepared.key_indices = tensors.key_indices.map(|given| given.shape());
         if let Some((fingerprint, run)) = self.agreements.begin_run(prepared, &*self.transport, &self.failure)? {
-            prepared.communication.tags.begin(fingerprint, run, prepared.dropout_seed);
+            prepared.communication.tags.begin(fingerprint, run, prepared.dropout_seed, prepared.key_indices);
         }
         let memory = BufferAddresses { tensors: *tensors, workspace };
-        let table = tensors.pages.map(|_| self.found_rows.rows());
         let transport = &*self.transport;
         let outcome = abort_on_unwind(transport, &self.failure, || {
+            let keys = match (tensors.pages, tensors.key_indices) {
+                (_, Some(given)) => {
+                    // SAFETY: the lists are valid (promised to `Bindings::with_key_indices`), and were checked above.
+                    let exchanged = || unsafe { self.lists.exchange(plan, transport, given) };
+                    watched(transport, &self.failure, exchanged)?;
+                    // SAFETY: the lists are valid (promised to `Bindings::with_key_indices`).
+                    let (lists, scratch) = unsafe { self.lists.of_calls(plan, given) };
+                    KeyRows::Listed(lists, scratch)
+                }
+                (Some(_), None) => KeyRows::Paged(self.found_rows.rows()),
+                (None, None) => KeyRows::Own,
+            };
             // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the
             // call (the contract of this function); the workspace is as large as the schedule needs (`work_at`).
-            unsafe { host::run(&mut self.lanes, transport, prepared, &memory, table, &mut self.scratch) }
+            unsafe { host::run(&mut self.lanes, transport, prepared, &memory, keys, &mut self.scratch) }
         });
         outcome.map_err(|error| error.of_run(prepared.run.name(&prepared.plan))).inspect_err(|e| self.failure.keep(e))
     }

@@ -33,11 +33,14 @@ mod found_rows;
 mod handle;
 mod host;
 mod host_rank;
+mod key_indices;
+mod key_lists;
 #[cfg(not(cpattn_loom))]
 mod lanes;
 #[cfg(cpattn_loom)]
 #[allow(missing_debug_implementations, reason = "public for the models of .ci/loom alone")]
 pub mod lanes;
+mod listed;
 mod ops;
 mod paged;
 mod pages;
@@ -54,6 +57,7 @@ mod workspace;
 pub use bind::Bindings;
 pub use combine::CombineTensors;
 pub use handle::AbortHandle;
+pub use key_indices::KeyIndices;
 pub use pages::Pages;
 pub use shift::ShiftedRows;
 #[cfg(feature = "cuda")]

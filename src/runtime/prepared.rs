@@ -20,6 +20,8 @@ pub(super) struct Prepared {
     pub communication: Listing,
     /// The seed of dropout of the run that begins.
     pub dropout_seed: Option<u64>,
+    /// Heads and entries of the lists of keys of the run that begins, if it has any.
+    pub key_indices: Option<[usize; 2]>,
 }
 
 impl Prepared {
@@ -35,6 +37,7 @@ impl Prepared {
             communication: Listing::new(&schedule, run.name(plan)),
             schedule,
             dropout_seed: None,
+            key_indices: None,
         })
     }
 
@@ -45,9 +48,14 @@ impl Prepared {
         self
     }
 
-    /// The fingerprint of the plan and the direction.
+    /// The fingerprint of the plan and the direction, and of the shape of lists of keys.
     pub(super) fn fingerprint(&self) -> u64 {
-        self.run.fingerprint(&self.plan)
+        let fingerprint = self.run.fingerprint(&self.plan);
+        self.key_indices.map_or(fingerprint, |[heads, entries]| {
+            let mut h = Fingerprint::new();
+            [fingerprint, heads as u64, entries as u64].into_iter().for_each(|word| h.word(word));
+            h.finish()
+        })
     }
 
     /// The fingerprint that the ranks of a group compare: with the seed of dropout, if there is one.
@@ -62,7 +70,7 @@ impl Prepared {
 
     /// The run in words, for a disagreement.
     pub(super) fn describe(&self) -> String {
-        self.run.describe_with(&self.plan, self.dropout_seed)
+        self.run.describe_with(&self.plan, self.dropout_seed, self.key_indices)
     }
 
     pub(super) fn is(&self, plan: &Plan, run: Purpose) -> bool {

@@ -48,10 +48,16 @@ impl Purpose {
         plan.fingerprint() ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)
     }
 
-    /// As [`Purpose::describe`], with the seed of dropout.
-    pub(super) fn describe_with(self, plan: &Plan, dropout_seed: Option<u64>) -> String {
+    /// As [`Purpose::describe`], with the seed of dropout, and heads and entries of lists of keys.
+    pub(super) fn describe_with(
+        self,
+        plan: &Plan,
+        dropout_seed: Option<u64>,
+        key_indices: Option<[usize; 2]>,
+    ) -> String {
         let seed = dropout_seed.map_or(String::new(), |seed| format!(", dropout_seed {seed}"));
-        self.describe(plan) + &seed
+        let lists = |[heads, entries]: [usize; 2]| format!(", key_indices of {heads} heads and {entries} entries");
+        self.describe(plan) + &seed + &key_indices.map_or(String::new(), lists)
     }
 
     /// A run in words: direction, tokens, heads, mesh, layout; then all else that ranks compare. An all-to-all has a

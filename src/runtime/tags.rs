@@ -64,6 +64,8 @@ pub(super) struct Tags {
     run: Option<(Plan, Purpose)>,
     /// The seed of its dropout, for errors.
     dropout_seed: Option<u64>,
+    /// Heads and entries of its lists of keys, for errors.
+    key_indices: Option<[usize; 2]>,
 }
 
 impl Tags {
@@ -83,7 +85,7 @@ impl Tags {
         }
         let memory = vec![RunTag::default(); 1 + senders.len()];
         let (rank, run) = (schedule.rank, Some((plan.clone(), run)));
-        Self { firsts, memory, on_device: None, senders, rank, run, dropout_seed: None }
+        Self { firsts, memory, on_device: None, senders, rank, run, dropout_seed: None, key_indices: None }
     }
 
     /// The same tags in device memory: at `address`, as the backend names it, `bytes` bytes each.
@@ -104,8 +106,14 @@ impl Tags {
     }
 
     /// Sets the tag that this run sends and expects.
-    pub(super) fn begin(&mut self, fingerprint: u64, run: u64, dropout_seed: Option<u64>) {
-        self.dropout_seed = dropout_seed;
+    pub(super) fn begin(
+        &mut self,
+        fingerprint: u64,
+        run: u64,
+        dropout_seed: Option<u64>,
+        key_indices: Option<[usize; 2]>,
+    ) {
+        (self.dropout_seed, self.key_indices) = (dropout_seed, key_indices);
         self.memory.fill(RunTag::default());
         if let Some(own) = self.memory.first_mut() {
             *own = RunTag { fingerprint, run };
@@ -145,10 +153,9 @@ impl Tags {
                     peer: f.peer,
                     ours: own.fingerprint,
                     theirs: theirs.fingerprint,
-                    what: self
-                        .run
-                        .as_ref()
-                        .map_or(String::new(), |(plan, run)| run.describe_with(plan, self.dropout_seed)),
+                    what: self.run.as_ref().map_or(String::new(), |(plan, run)| {
+                        run.describe_with(plan, self.dropout_seed, self.key_indices)
+                    }),
                     runs: Some([own.run, theirs.run]),
                 });
             }

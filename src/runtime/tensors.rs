@@ -236,7 +236,7 @@ impl<T: Element, V: Views> Forward<'_, T, V> {
 
 impl<T: Element, V: Views> Backward<'_, T, V> {
     /// The tensors without their types, for a rank on `at`.
-    fn bindings(self, at: Device, plan: &Plan) -> Result<Bindings> {
+    pub(super) fn bindings(self, at: Device, plan: &Plan) -> Result<Bindings> {
         Bindings::default()
             .with_dropout_seed(self.dropout_seed)
             .with_view(at, TensorId::Q, Some(self.q))?

@@ -9,7 +9,7 @@ use std::{sync::Mutex, time::Duration};
 
 use cpattn::{
     Backward, Element, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, Slice, View, ViewMut,
-    call::DropoutMask, kernel::reference, transport::local,
+    call::DropoutMask, kernel::reference, runtime::KeyIndices, transport::local,
 };
 
 /// Numbers that look random; a seed gives the same ones everywhere.
@@ -52,6 +52,16 @@ pub struct Data<T> {
     pub d_lse: Option<Vec<f64>>,
     /// The seed of a problem with dropout.
     pub dropout_seed: Option<u64>,
+    /// The keys that each q token attends to, if they are listed.
+    pub key_indices: Option<Lists>,
+}
+
+/// Lists of keys of all q tokens of a batch, `[tokens, heads, entries]`.
+#[derive(Clone, Debug)]
+pub struct Lists {
+    pub all: Vec<i32>,
+    pub heads: usize,
+    pub entries: usize,
 }
 
 impl<T: Element> Data<T> {
@@ -69,7 +79,7 @@ impl<T: Element> Data<T> {
         let number = |_| <T::Acc as Element>::from_f64(r.normal()).to_f64();
         let d_lse = (seed % 2 == 1).then(|| (0..nq * p.heads()).map(number).collect());
         let dropout_seed = p.dropout().map(|_| seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        Self { q, k, v, d_o, sinks, d_lse, dropout_seed }
+        Self { q, k, v, d_o, sinks, d_lse, dropout_seed, key_indices: None }
     }
 }
 
@@ -146,42 +156,51 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                     let sinks = data.sinks.as_deref();
                     // It is written, not raised.
                     let mut max_logit = vec![f32::MAX; hq];
-                    rank.forward(
-                        &plan,
-                        Forward {
-                            q,
-                            k,
-                            v,
-                            sinks,
-                            o: ViewMut::new(&mut o, tq.len(), hq, dv)?,
-                            lse: ViewMut::head_major(&mut lse, tq.len(), hq)?,
-                            max_logit: Some(&mut max_logit),
-                            dropout_seed: data.dropout_seed,
-                        },
-                    )?;
+                    let lists = data.key_indices.as_ref();
+                    let own = lists.map(|lists| gather(&lists.all, &tq, lists.heads * lists.entries));
+                    let keys = lists.zip(own.as_deref()).map(|(&Lists { heads, entries, .. }, indices)| KeyIndices {
+                        indices,
+                        heads,
+                        entries,
+                    });
+                    let tensors = Forward {
+                        q,
+                        k,
+                        v,
+                        sinks,
+                        o: ViewMut::new(&mut o, tq.len(), hq, dv)?,
+                        lse: ViewMut::head_major(&mut lse, tq.len(), hq)?,
+                        max_logit: Some(max_logit.as_mut_slice()),
+                        dropout_seed: data.dropout_seed,
+                    };
+                    match keys {
+                        Some(keys) => rank.forward_listed(&plan, tensors, keys)?,
+                        None => rank.forward(&plan, tensors)?,
+                    }
                     let d_lse = data.d_lse.as_ref().map(|all| d_lse_of(all, &tq, &lse, hq));
                     let mut dq = vec![nan; tq.len() * hq * d];
                     let mut dk = vec![nan; tk.len() * hk * d];
                     let mut d_v = vec![nan; tk.len() * hk * dv];
                     let mut dsinks = vec![acc_nan; sinks.map_or(0, <[f32]>::len)];
-                    rank.backward(
-                        &plan,
-                        Backward {
-                            q,
-                            k,
-                            v,
-                            sinks,
-                            o: View::new(&o, tq.len(), hq, dv)?,
-                            lse: View::head_major(&lse, tq.len(), hq)?,
-                            d_o: View::new(&d_o, tq.len(), hq, dv)?,
-                            d_lse: d_lse.as_ref().map(|x| View::head_major(x, tq.len(), hq)).transpose()?,
-                            dropout_seed: data.dropout_seed,
-                            dq: ViewMut::new(&mut dq, tq.len(), hq, d)?,
-                            dk: ViewMut::new(&mut dk, tk.len(), hk, d)?,
-                            dv: ViewMut::new(&mut d_v, tk.len(), hk, dv)?,
-                            dsinks: sinks.map(|_| dsinks.as_mut_slice()),
-                        },
-                    )?;
+                    let tensors = Backward {
+                        q,
+                        k,
+                        v,
+                        sinks,
+                        o: View::new(&o, tq.len(), hq, dv)?,
+                        lse: View::head_major(&lse, tq.len(), hq)?,
+                        d_o: View::new(&d_o, tq.len(), hq, dv)?,
+                        d_lse: d_lse.as_ref().map(|x| View::head_major(x, tq.len(), hq)).transpose()?,
+                        dropout_seed: data.dropout_seed,
+                        dq: ViewMut::new(&mut dq, tq.len(), hq, d)?,
+                        dk: ViewMut::new(&mut dk, tk.len(), hk, d)?,
+                        dv: ViewMut::new(&mut d_v, tk.len(), hk, dv)?,
+                        dsinks: sinks.map(|_| dsinks.as_mut_slice()),
+                    };
+                    match keys {
+                        Some(keys) => rank.backward_listed(&plan, tensors, keys)?,
+                        None => rank.backward(&plan, tensors)?,
+                    }
                     let mut all = all.lock().unwrap();
                     scatter(&mut all.o, &o, &tq, hq * dv);
                     let lse: Vec<_> = (0..tq.len() * hq).map(|i| lse[i % hq * tq.len() + i / hq]).collect();

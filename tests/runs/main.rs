@@ -7,7 +7,7 @@
 //!   `executor`, `poison`: against other runs;
 //! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
 //!   ranks do together besides runs;
-//! - `combine`: partial results merged over the ring; `paged`: k and v in pages;
+//! - `combine`: partial results merged over the ring; `paged`: k and v in pages; `listed`: keys that each token lists;
 //! - `d_lse`, `max_logit`, `dropout`, `slopes`: the gradient of lse, the largest scores, dropout by token, ALiBi slopes
 //!   of each document;
 //! - `distribution`: plans with the tokens of another plan;
@@ -29,6 +29,7 @@ mod dropout;
 mod executor;
 mod failed_transport;
 mod few_tokens;
+mod listed;
 mod max_logit;
 mod nodes;
 mod options;

@@ -56,6 +56,7 @@ fn padded_rows_get_zeros_and_change_nothing() {
         sinks: None,
         d_lse: data.d_lse.as_ref().map(|x| x[..15 * HEADS].to_vec()),
         dropout_seed: None,
+        key_indices: None,
     };
     for mask in [Mask::causal(), Mask::full(), Mask::sliding(4)] {
         let good = &run(&real, &alone, Mesh::single(), mask)[0].2;

@@ -20,7 +20,7 @@ from torch import Tensor
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import Packed, PackedContext, Packing, kind_of, over_all, sinks_of
-from ..plan import CHOSEN, RUNS, Dtype, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
+from ..plan import CHOSEN, RUNS, Circulate, Dtype, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..slices import Slice
 from ..slices import checked as checked_slices
@@ -32,6 +32,7 @@ from .dropout import of_call
 from .gather import Gathering
 from .gloo import Collectives, GlooTransport, Members
 from .heads import Heads
+from .lists import lists_of
 from .operators import on_device
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Context(PackedContext, Combining):
             raise refused("dtype", dtype, f"one of {', '.join(map(str, DTYPES))} is needed")
         if isinstance(device, bool) or (on := attempt(torch.device, device)) is None:
             raise refused("device", device, "cpu or cuda is needed")
-        self.dtype, self.device = dtype, on
+        self.dtype, self.device, self.workers = dtype, on, workers
         if self.device.type not in ("cpu", "cuda"):
             raise Unsupported(f"device is {self.device}, cpu or cuda is needed")
         if self.device.type == "cuda" and workers != 1:
@@ -290,6 +291,7 @@ class Batch(Heads, Gathering, Packed):
         alibi_slopes: Tensor | Sequence[float] | Sequence[Sequence[float]] | None = None,
         dropout_p: float | None = None,
         dropout_seed: int | Tensor | None = None,
+        key_indices: Tensor | None = None,
         return_lse: bool = False,
         return_max_logit: bool = False,
     ) -> Any:
@@ -313,6 +315,10 @@ class Batch(Heads, Gathering, Packed):
         `dropout_seed`, a number from 0 to 2^64 - 1 or one of an int64 tensor, and not on the ranks: it is as on one process, and in
         `cpattn.torch.dropout_mask`. All ranks give the same seed, which is checked, and another one for each call. Without a seed it is drawn
         from PyTorch's generator for the CPU, whose state must then be equal on all ranks, as after torch.manual_seed. On the CPU only.
+
+        With `key_indices`, int32 or int64 [tokens, entries] or [tokens, kv_heads, entries], a query attends only to the keys that it lists:
+        positions in its document, each at most once, that the mask allows; -1 is none. k and v go where the mask lets tokens read them,
+        and kernels compute the listed pairs alone. On the CPU only, without slices.
 
         With `return_lse` it returns o and lse [heads, tokens] (f32; f64 for f64): the natural log-sum-exp of the scores and the sinks,
         -inf for a query that sees nothing. Both are differentiable; the gradient of a -inf is not used. With `return_max_logit` the
@@ -338,19 +344,23 @@ class Batch(Heads, Gathering, Packed):
                     "another dtype"
                 )
         seed = of_call(dropout_p, dropout_seed, context._kind.get("dropout", 0.0))
+        keys = lists_of(context, key_indices)
         numbers = (window_left, window_right, scale, softcap, dropout_p)
         if torch.compiler.is_compiling():
             slopes = operators.slopes_tensor(alibi_slopes)
-            results = operators.attention(q, k, v, sinks, largest, seed, slopes, self._numbers, context.key, *numbers)
+            told = (slopes, keys, self._numbers, context.key, *numbers)
+            results = operators.attention(q, k, v, sinks, largest, seed, *told)
         else:
             told = (*numbers, slopes_of("alibi_slopes", alibi_slopes))
-            results = operators.Attention.apply(q, k, v, sinks, self, largest, seed, told)  # type: ignore[no-untyped-call]
+            results = operators.Attention.apply(q, k, v, sinks, self, largest, seed, keys, told)  # type: ignore[no-untyped-call]
         returned = tuple(x for x, want in zip(results, wanted) if want)
         return returned if len(returned) > 1 else returned[0]
 
-    def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor) -> Plan:
+    def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor, listed: bool = False) -> Plan:
         """The plan of a kind of layer, with this batch's tokens. It packs messages if the tensors are not contiguous."""
         kind = kind_of(q, k, v, DTYPES[q.dtype], sinks_of(sinks), told)
+        if listed and not self._common.get("reproducible"):
+            kind |= {side: one_of(side, self._common.get(side, 0), Circulate) or Circulate.KEYS for side in ("circulate", "circulate_forward")}
         if self._alone_on_ring and not all(x.is_contiguous() for x in (q, k, v, *more)):
             kind["pack_inputs"] = True
         return self._plan_of(kind)

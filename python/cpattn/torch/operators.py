@@ -78,7 +78,15 @@ def _results(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, largest: bool, *
 
 
 def _forward(
-    batch: Batch, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, largest: bool, seed: Tensor | None, told: Told
+    batch: Batch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    largest: bool,
+    seed: Tensor | None,
+    keys: Tensor | None,
+    told: Told,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, lse, and the largest scores, which are empty unless they are asked for."""
     q, k, v = map(_rows, (q, k, v))
@@ -87,7 +95,9 @@ def _forward(
     given: dict[str, Any] = {"max_logit": max_logit} if largest else {}
     if seed is not None:
         given["dropout_seed"] = seed_of("dropout_seed", seed)
-    plan = batch._plan_for(q, k, v, sinks, told)
+    if keys is not None:
+        given["key_indices"] = keys
+    plan = batch._plan_for(q, k, v, sinks, told, listed=keys is not None)
     batch.context.rank.forward(plan, _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **given)
     return o, lse, max_logit
 
@@ -108,6 +118,7 @@ def _backward(
     lse: Tensor,
     d_lse: Tensor | None,
     seed: Tensor | None,
+    keys: Tensor | None,
     told: Told,
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and dsinks. dsinks is empty without sinks. The gradient of o or that of lse may be None: it was not used."""
@@ -121,7 +132,9 @@ def _backward(
         given["d_lse"] = d_lse.detach()
     if seed is not None:
         given["dropout_seed"] = seed_of("dropout_seed", seed)
-    batch.context.rank.backward(batch._plan_for(q, k, v, sinks, told, d_o), _stream(q), **given)
+    if keys is not None:
+        given["key_indices"] = keys
+    batch.context.rank.backward(batch._plan_for(q, k, v, sinks, told, d_o, listed=keys is not None), _stream(q), **given)
     if sinks is not None:
         dsinks.copy_(given["dsinks"]) if batch.context.number == 0 else dsinks.zero_()
     return dq, dk, dv, dsinks
@@ -138,10 +151,11 @@ class Attention(torch.autograd.Function):
         batch: Batch,
         largest: bool,
         seed: Tensor | None,
+        keys: Tensor | None,
         told: Told,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        o, lse, max_logit = _forward(batch, q, k, v, sinks, largest, seed, told)
-        ctx.save_for_backward(q, k, v, sinks, o, lse, seed)
+        o, lse, max_logit = _forward(batch, q, k, v, sinks, largest, seed, keys, told)
+        ctx.save_for_backward(q, k, v, sinks, o, lse, seed, keys)
         ctx.mark_non_differentiable(max_logit)
         ctx.set_materialize_grads(False)
         ctx.batch, ctx.told = batch, told
@@ -149,14 +163,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, o, lse, seed = ctx.saved_tensors
-        *gradients, dsinks = _backward(ctx.batch, d_o, q, k, v, sinks, o, lse, d_lse, seed, ctx.told)
+        q, k, v, sinks, o, lse, seed, keys = ctx.saved_tensors
+        *gradients, dsinks = _backward(ctx.batch, d_o, q, k, v, sinks, o, lse, d_lse, seed, keys, ctx.told)
         if sinks is not None:
             gradients.append(dsinks)
         if torch.is_grad_enabled():  # the gradients are to be differentiated
             # They depend on the anchor, so that PyTorch does not treat them as constants.
             gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)  # type: ignore[no-untyped-call]
-        return (*gradients, None, None, None, None, None)[:8]
+        return (*gradients, None, None, None, None, None, None)[:9]
 
 
 class _Once(torch.autograd.Function):
@@ -213,16 +227,16 @@ def _operator(name: str, inputs: str, outputs: str, function: Any, fake: Any) ->
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, sinks, _, seed, slopes, packing, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output[:2], seed, slopes, packing)
+    q, k, v, sinks, _, seed, slopes, keys, packing, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output[:2], seed, slopes, keys, packing)
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
 def _attention_backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Any, ...]:
-    *saved, seed, slopes, packing = ctx.saved_tensors
-    *gradients, dsinks = attention_backward(d_o, *saved, d_lse, seed, slopes, packing, *ctx.rest)
-    return *gradients, None if saved[3] is None else dsinks, *(None,) * 10
+    *saved, seed, slopes, keys, packing = ctx.saved_tensors
+    *gradients, dsinks = attention_backward(d_o, *saved, d_lse, seed, slopes, keys, packing, *ctx.rest)
+    return *gradients, None if saved[3] is None else dsinks, *(None,) * 11
 
 
 def slopes_tensor(slopes: Any) -> Tensor | None:
@@ -240,19 +254,19 @@ def _told(slopes: Tensor | None, told: Any) -> Told:
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks"
 attention = _operator(
     "attention",
-    f"{_INPUTS}, bool largest, Tensor? seed, Tensor? slopes",
+    f"{_INPUTS}, bool largest, Tensor? seed, Tensor? slopes, Tensor? keys",
     "Tensor, Tensor, Tensor",
-    lambda q, k, v, sinks, largest, seed, slopes, packing, context, *told: _forward(
-        _batch(packing, context), q, k, v, sinks, largest, seed, _told(slopes, told)
+    lambda q, k, v, sinks, largest, seed, slopes, keys, packing, context, *told: _forward(
+        _batch(packing, context), q, k, v, sinks, largest, seed, keys, _told(slopes, told)
     ),
     _results,
 )
 attention_backward = _operator(
     "attention_backward",
-    f"Tensor? d_o, {_INPUTS}, Tensor o, Tensor lse, Tensor? d_lse, Tensor? seed, Tensor? slopes",
+    f"Tensor? d_o, {_INPUTS}, Tensor o, Tensor lse, Tensor? d_lse, Tensor? seed, Tensor? slopes, Tensor? keys",
     "Tensor, Tensor, Tensor, Tensor",
-    lambda d_o, q, k, v, sinks, o, lse, d_lse, seed, slopes, packing, context, *told: _backward(
-        _batch(packing, context), d_o, q, k, v, sinks, o, lse, d_lse, seed, _told(slopes, told)
+    lambda d_o, q, k, v, sinks, o, lse, d_lse, seed, slopes, keys, packing, context, *told: _backward(
+        _batch(packing, context), d_o, q, k, v, sinks, o, lse, d_lse, seed, keys, _told(slopes, told)
     ),
     _gradients,
 )

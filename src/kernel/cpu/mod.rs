@@ -18,6 +18,7 @@
 //! memory     transform: copies, casts, ordered sums, rows that no pair covers; delta: row sums before the backward;
 //!            convert: f16, bf16, f32 as vectors of f32 and back; rows: elements to sums and back; panel: rows to lanes
 //!            and back
+//! listed     each q row over the keys that a list names: calls of the attention above, row by row
 //! isa        which instruction sets there are, and which one is used
 //! choice     which documents take matrix units, and which take vectors
 //! units, workers, executor, scratch   how work is cut, spread over threads, and where it is computed
@@ -35,6 +36,7 @@ mod choice;
 mod executor;
 mod isa;
 mod job;
+pub(crate) mod listed;
 mod memory;
 mod product;
 mod scratch;

@@ -304,6 +304,13 @@ impl Backend for DeviceRank {
                 "gather the pages into k and v first, or use a rank on the CPU",
             ));
         }
+        if tensors.key_indices.is_some() {
+            return Err(crate::error::Error::unsupported(
+                std::format!("key_indices on {}", self.device()),
+                "no CUDA kernel attends to listed keys",
+                "use a rank on the CPU",
+            ));
+        }
         let at = self.find_or_prepare(plan, run)?;
         let OnDevice { prepared, sequence, .. } = &self.prepared[at];
         tensors.check(&prepared.expected)?;

@@ -11,6 +11,7 @@ from torch import nn
 from .blocks import blocks
 from .compressed import compressed
 from .keys import gathered
+from .listed import listed
 
 # An indexer chooses the keys of each query.
 INDEXED = ("DeepseekV32Attention", "GlmMoeDsaAttention", "HYV4Attention", "AXK2Attention", "Dots3NoteTextAttention")
@@ -30,7 +31,8 @@ def plain(kind: str, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 GATHERED: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys((*INDEXED, *DYNAMIC, *BIASED), gathered),
+    **dict.fromkeys(INDEXED, listed),
+    **dict.fromkeys((*DYNAMIC, *BIASED), gathered),
     **dict.fromkeys(PLAIN, plain),
     "Qwen4ExpTextAttention": compressed,
     "MiniMaxM3VLAttention": blocks,

@@ -111,8 +111,8 @@ def _parameters(forward: Callable[..., Any]) -> inspect.Signature:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def gathered(kind: str, layer: Any, *args: Any, change: Callable[[Any, Keys], dict[str, Any]] | None = None, **kwargs: Any) -> Any:
-    """The layer's own forward with its own attention of this kind, "eager" or "sdpa", on this rank's queries and gathered keys. `change`
-    makes attributes that it has instead of its own."""
+    """The layer's own forward with attention of this kind, "eager" or another, whose mask has booleans, on this rank's queries and gathered
+    keys. `change` makes attributes that it has instead of its own."""
     forward = type(layer).forward
     given = _parameters(forward).bind(layer, *args, **kwargs)
     name = type(layer).__name__
@@ -121,7 +121,7 @@ def gathered(kind: str, layer: Any, *args: Any, change: Callable[[Any, Keys], di
             raise Unsupported(f"{name} is given {option}, cross-attention, which is not supported: leave the encoder out")
     hidden = next(one for one in given.args[1:] if isinstance(one, Tensor))
     keys = Keys.of(layer, given.arguments.get("attention_mask"))
-    mask = keys.mask(torch.bool if kind == "sdpa" else hidden.dtype, hidden.device)
+    mask = keys.mask(hidden.dtype if kind == "eager" else torch.bool, hidden.device)
     taken = next(one for one in CACHES if one in given.signature.parameters)
     given.arguments |= {"attention_mask": mask, taken: Cache(keys, hidden.device)}
     changed = change(layer, keys) if change else {}
