@@ -214,10 +214,11 @@ pub fn d_lse_of<A: Element>(all: &[f64], tokens: &[usize], lse: &[A], heads: usi
 
 /// The problem with drawn ALiBi slopes: of each head, or of each document and head.
 pub fn any_slopes(r: &mut Random, p: Problem) -> Problem {
-    let drawn = |r: &mut Random, n: usize| (0..n).map(|_| r.uniform() as f32).collect::<Vec<_>>();
+    let mut drawn = |n: usize| (0..n).map(|_| r.uniform() as f32).collect::<Vec<_>>();
+    let (of_heads, of_documents) = (drawn(p.heads()), drawn(p.batch().documents() * p.heads()));
     match r.below(2) {
-        0 => p.with_alibi_slopes(&drawn(r, p.heads())),
-        _ => p.with_alibi_slopes_per_document(&drawn(r, p.batch().documents() * p.heads())),
+        0 => p.with_alibi_slopes(&of_heads),
+        _ => p.with_alibi_slopes_per_document(&of_documents),
     }
 }
 
