@@ -48,7 +48,7 @@ pub unsafe extern "C" fn cpattn_rank_combine(
         for (id, given) in [
             (TensorId::PartialO, tensor("partial_o", partial_o, Axes::Rows)),
             (TensorId::PartialLse, tensor("partial_lse", partial_lse, Axes::HeadMajor)),
-            (TensorId::Sinks, tensor("sinks", sinks, Axes::PerHead).optional()),
+            (TensorId::Sinks, tensor("sinks", sinks, Axes::Sinks).optional()),
             (TensorId::O, tensor("o", o, Axes::Rows)),
             (TensorId::Lse, tensor("lse", lse, Axes::HeadMajor)),
         ] {
@@ -113,7 +113,7 @@ fn given(plan: &Plan, rank: usize, combine: Combine) -> Vec<Given> {
         (TensorId::Lse, [rows, heads, 1], accumulator, true),
     ];
     if p.sinks() {
-        list.push((TensorId::Sinks, [1, p.heads(), 1], Dtype::F32, false));
+        list.push((TensorId::Sinks, [1, p.heads(), p.sinks_per_head()], Dtype::F32, false));
     }
     list
 }

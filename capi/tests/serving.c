@@ -21,7 +21,7 @@
 #define PAGES 5
 
 static cpattn_transport *transports[RANKS];
-static cpattn_plan *merge;
+static cpattn_plan *merge, *merge_with_sinks;
 static float expected[HEADS * DIM], expected_lse[HEADS];
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
 #define LOCKED(check) (pthread_mutex_lock(&turn), (check), pthread_mutex_unlock(&turn))
@@ -33,12 +33,12 @@ static cpattn_tensor tensor(float *data, int32_t ndim, int64_t *shape) {
   return t;
 }
 
-/* A plan of queries that see all keys. */
-static cpattn_plan *plan_of(const int32_t *q, const int32_t *k, uint32_t world) {
+/* A plan of queries that see all keys, with so many sinks for each head. */
+static cpattn_plan *plan_of(const int32_t *q, const int32_t *k, uint32_t world, int32_t sinks) {
   cpattn_problem problem = CPATTN_PROBLEM_INIT;
   problem.documents = 1, problem.cu_seqlens_q = q, problem.cu_seqlens_k = k;
   problem.heads = problem.kv_heads = HEADS, problem.head_dim = problem.value_dim = DIM, problem.dtype = CPATTN_F32;
-  problem.window_right = CPATTN_UNLIMITED;
+  problem.window_right = CPATTN_UNLIMITED, problem.sinks = sinks;
   cpattn_options options = CPATTN_OPTIONS_INIT;
   options.world = world, options.ulysses = 1, options.ring = world, options.layout = CPATTN_LAYOUT_CONTIGUOUS;
   cpattn_plan *plan = NULL;
@@ -48,7 +48,7 @@ static cpattn_plan *plan_of(const int32_t *q, const int32_t *k, uint32_t world) 
 
 static void attend(cpattn_rank *rank, int first, int keys, float *o, float *lse, int paged) {
   const int32_t cu_q[] = {0, 1}, cu_k[] = {0, keys};
-  cpattn_plan *plan = plan_of(cu_q, cu_k, 1);
+  cpattn_plan *plan = plan_of(cu_q, cu_k, 1, 0);
   static const int32_t table[] = {3, 0, 4, -1};
   int64_t one[] = {1, HEADS, DIM}, heads[] = {HEADS, 1}, rows[] = {paged ? PAGE * PAGES : keys, HEADS, DIM};
   float q[HEADS * DIM];
@@ -107,6 +107,17 @@ static void *run(void *argument) {
   for (int h = 0; h < HEADS; h++) LOCKED(failures += !(fabsf(all_lse[h] - expected_lse[h]) < 1e-6f));
   LOCKED(failures += memcmp(half, all + number_of_rank * HEADS / 2 * DIM, sizeof half) != 0);
   LOCKED(failures += memcmp(half_lse, all_lse + number_of_rank * HEADS / 2, sizeof half_lse) != 0);
+  float sinks[HEADS][2], others[HEADS * DIM];
+  for (int h = 0; h < HEADS; h++) sinks[h][0] = (float)h - 1, sinks[h][1] = h ? 0.5f : -INFINITY;
+  int64_t pairs[] = {HEADS, 2};
+  cpattn_tensor ts = tensor(sinks[0], 2, pairs), to2 = tensor(others, 3, one);
+  int32_t third = cpattn_rank_combine(rank, merge_with_sinks, CPATTN_COMBINE_TO_ALL, &to, &tl, &ts, &to2, &tal, NULL);
+  LOCKED(OK(third));
+  for (int h = 0; h < HEADS; h++) {
+    double with = log(exp(expected_lse[h]) + exp(sinks[h][0]) + exp(sinks[h][1])), factor = exp(expected_lse[h] - with);
+    LOCKED(failures += !(fabs(all_lse[h] - with) < 1e-6));
+    for (int d = h * DIM; d < (h + 1) * DIM; d++) LOCKED(failures += !(fabs(others[d] - factor * expected[d]) < 1e-6));
+  }
   LOCKED(OK(cpattn_rank_destroy(rank)));
   LOCKED(OK(cpattn_rank_destroy(alone)));
   return NULL;
@@ -114,7 +125,7 @@ static void *run(void *argument) {
 
 int main(void) {
   const int32_t cu_q[] = {0, 1};
-  merge = plan_of(cu_q, NULL, RANKS);
+  merge = plan_of(cu_q, NULL, RANKS, 0), merge_with_sinks = plan_of(cu_q, NULL, RANKS, 2);
   for (int32_t to = 0; to < 3; to++) OK(cpattn_plan_verify_combine(merge, to, CPATTN_BF16));
   REFUSED(CPATTN_INVALID, "partial is 9", cpattn_plan_verify_combine(merge, 0, 9));
   REFUSED(CPATTN_INVALID, "partial_o.dtype is f64", cpattn_plan_verify_combine(merge, 0, CPATTN_F64));
@@ -141,5 +152,6 @@ int main(void) {
   for (uintptr_t r = 0; r < RANKS; r++) pthread_create(&threads[r], NULL, run, (void *)r);
   for (int r = 0; r < RANKS; r++) pthread_join(threads[r], NULL);
   OK(cpattn_plan_destroy(merge));
+  OK(cpattn_plan_destroy(merge_with_sinks));
   return failures != 0;
 }

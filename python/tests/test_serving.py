@@ -28,7 +28,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tens
     scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~allowed, -torch.inf)
     lse = scores.logsumexp(-1)
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.double()[:, None])
+        lse = torch.logaddexp(lse, sinks.double().view(HEADS, -1).logsumexp(1)[:, None])
     weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
     return torch.einsum("hqk,khd->qhd", weights, v), lse
 
@@ -50,8 +50,9 @@ def job(rank: int, world: int) -> list[float]:
     allowed = torch.stack([parts(r)[2] for r in range(world)]).any(0)
     context = cpattn.torch.Context(heads=HEADS, head_dim=DIM, timeout=60.0)
     worst, sinks = [], torch.tensor([0.5, -1.0, 3.0, 0.0, -torch.inf])
+    several = torch.stack([sinks, torch.full_like(sinks, -torch.inf), sinks.flip(0)], 1)
     for to in CombineTo:
-        for dtype, given, bound in ((torch.float32, None, 2e-6), (torch.bfloat16, sinks, 2e-2), (torch.float64, None, 1e-12)):
+        for dtype, given, bound in ((torch.float32, None, 2e-6), (torch.bfloat16, sinks, 2e-2), (torch.float64, None, 1e-12), (torch.float32, several, 2e-6)):
             acc = torch.float64 if dtype == torch.float64 else torch.float32
             got, got_lse = context.combine(o.to(dtype), lse.to(acc), to=to.name.lower(), sinks=given, dtype=acc)
             want, want_lse = dense(q, k, v, allowed, given)
@@ -81,6 +82,9 @@ class Combines(unittest.TestCase):
             self.assertEqual({b.tensor for b in made.buffers} - {None}, {Tensor.PARTIAL_O, Tensor.PARTIAL_LSE, Tensor.O, Tensor.LSE})
         with self.assertRaisesRegex(cpattn.InvalidArgument, "partial_o.dtype is f64"):
             plan.combine_schedule(1, "all", "float64")
+        made = cpattn.Plan([0, TOKENS], HEADS, DIM, world=WORLD, ring=WORLD, ulysses=1, sinks=2).combine_schedule(1, "heads", "float32")
+        (shape,) = [b.shape for b in made.buffers if b.tensor == Tensor.SINKS]
+        self.assertEqual(shape, (1, HEADS, 2))
 
 
 class Pages(unittest.TestCase):
