@@ -48,7 +48,7 @@ pub(crate) struct HeadCounts {
 }
 
 impl HeadCounts {
-    pub fn new(ulysses: usize, [heads, kv_heads]: [u32; 2]) -> Self {
+    pub(crate) fn new(ulysses: usize, [heads, kv_heads]: [u32; 2]) -> Self {
         (0..ulysses).fold(Self { q: 0, kv: 0, all_kv: 0 }, |counts, u| {
             let share = HeadShare::new(u, ulysses, heads, kv_heads);
             let [q, kv] = [share.q, share.kv].map(|heads| heads.end - heads.start);

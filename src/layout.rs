@@ -92,7 +92,7 @@ pub(crate) fn cut(i: usize, n: usize, parts: usize) -> usize {
 
 impl Shares {
     /// Binds a layout to a batch. Only the balanced layout depends on the mask.
-    pub fn new(batch: &Batch, mask: Mask, layout: Layout, ring: usize) -> Result<Self> {
+    pub(crate) fn new(batch: &Batch, mask: Mask, layout: Layout, ring: usize) -> Result<Self> {
         let deal = match layout {
             Layout::Striped { stripe: 0 } => return Err(Error::invalid("layout.stripe", 0, "at least 1")),
             Layout::Balanced { chunks } => {
@@ -105,17 +105,17 @@ impl Shares {
     }
 
     /// The number of ring ranks that share the batch.
-    pub fn ring(&self) -> usize {
+    pub(crate) fn ring(&self) -> usize {
         self.ring
     }
 
     /// The same layout of another batch, for the work of the same mask in each document.
-    pub fn of_batch(&self, batch: &Batch) -> Result<Self> {
+    pub(crate) fn of_batch(&self, batch: &Batch) -> Result<Self> {
         Self::new(&batch.without_slices(), self.mask, self.layout, self.ring)
     }
 
     /// Tokens of a ring rank's share.
-    pub fn rows(&self, side: Side, r: usize) -> usize {
+    pub(crate) fn rows(&self, side: Side, r: usize) -> usize {
         let n = self.batch.tokens(side);
         let ring = self.ring;
         let part = |i: usize, n: usize, parts: usize| cut(i + 1, n, parts) - cut(i, n, parts);
@@ -144,7 +144,7 @@ impl Shares {
     }
 
     /// The segments of a ring rank's share, in layout order, into `out` (cleared first).
-    pub fn segments(&self, side: Side, r: usize, out: &mut Vec<Segment>) {
+    pub(crate) fn segments(&self, side: Side, r: usize, out: &mut Vec<Segment>) {
         out.clear();
         let n = self.batch.tokens(side);
         let ring = self.ring;
@@ -181,7 +181,7 @@ impl Shares {
     }
 
     /// The layout.
-    pub fn layout(&self) -> Layout {
+    pub(crate) fn layout(&self) -> Layout {
         self.layout
     }
 

@@ -65,6 +65,7 @@
 //! - A pair of tokens is in one slice at most, and a mask without structure needs a slice for each run of it.
 //! - Dropout, merges of partial results (`combine`) and k and v in pages are on the CPU only.
 //! - `Options::reproducible` plans run on the CPU only, and all ranks need the same kind of CPU.
+#![warn(unreachable_pub)]
 #![cfg_attr(not(feature = "std"), no_std)]
 #![deny(missing_debug_implementations)]
 

@@ -81,11 +81,13 @@ impl DropoutMask {
     }
 
     /// Words up to this one drop; those above keep.
+    #[cfg_attr(not(feature = "std"), allow(dead_code, reason = "kernels need std"))]
     pub(crate) const fn last_dropped(&self) -> u32 {
         self.last_dropped
     }
 
     /// The key of Philox.
+    #[cfg_attr(not(feature = "std"), allow(dead_code, reason = "kernels need std"))]
     pub(crate) const fn key(&self) -> [u32; 2] {
         self.key
     }

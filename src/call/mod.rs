@@ -370,6 +370,7 @@ pub struct Merge {
 }
 
 /// Merges partial results of the same rows, in the order given, and applies the sinks once.
+#[cfg_attr(not(feature = "std"), allow(dead_code, reason = "kernels need std"))]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MergeAll<'a> {
     /// Normalised o of each part, of one element type, without sinks.

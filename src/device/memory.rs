@@ -170,7 +170,7 @@ unsafe impl Sync for PinnedMemory {}
 
 impl PinnedMemory {
     /// Allocates `bytes` bytes; `flags` are those of the driver.
-    pub fn new(context: &Arc<Context>, bytes: usize, flags: c_uint) -> Result<Self> {
+    pub(crate) fn new(context: &Arc<Context>, bytes: usize, flags: c_uint) -> Result<Self> {
         let _beside = context.enter_beside_captures()?;
         let mut address = null_mut();
         // SAFETY: a context is current, the pointer is to a local.
@@ -181,7 +181,7 @@ impl PinnedMemory {
     }
 
     /// Its address on the host.
-    pub fn ptr(&self) -> *mut u8 {
+    pub(crate) fn ptr(&self) -> *mut u8 {
         self.address
     }
 }

@@ -23,7 +23,7 @@ use crate::kernel::check;
 /// A log-sum-exp in two words: `lse + rest`, where `rest` is what rounding lost, at most half a unit in the last place
 /// of `lse`. It is 0 where `lse` is not finite, and for a number that was only kept to one word.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LogSumExp<A> {
+pub(crate) struct LogSumExp<A> {
     /// The rounded number: what a final result holds.
     pub lse: A,
     /// The rounding error.
@@ -32,11 +32,11 @@ pub struct LogSumExp<A> {
 
 impl<A: Accumulator> LogSumExp<A> {
     /// The lse of a row without keys.
-    pub const NOTHING: Self = Self { lse: A::NEG_INFINITY, rest: A::ZERO };
+    pub(crate) const NOTHING: Self = Self { lse: A::NEG_INFINITY, rest: A::ZERO };
 
     /// Of a number with the digits of both words; those of an f64 are one word.
     #[inline]
-    pub fn of(x: f64) -> Self {
+    pub(crate) fn of(x: f64) -> Self {
         Self::sum(x, 0.0)
     }
 
@@ -53,7 +53,7 @@ impl<A: Accumulator> LogSumExp<A> {
     /// # Safety
     /// `at` is valid for reads of `words` elements.
     #[inline]
-    pub unsafe fn load(at: *const A, words: u32) -> Self {
+    pub(crate) unsafe fn load(at: *const A, words: u32) -> Self {
         // SAFETY: `at` is valid for reads of `words` elements: one, or two (the contract).
         unsafe { Self { lse: *at, rest: if words > 1 { *at.add(1) } else { A::ZERO } } }
     }
@@ -63,7 +63,7 @@ impl<A: Accumulator> LogSumExp<A> {
     /// # Safety
     /// `at` is valid for writes of `words` elements.
     #[inline]
-    pub unsafe fn store(self, at: *mut A, words: u32) {
+    pub(crate) unsafe fn store(self, at: *mut A, words: u32) {
         // SAFETY: as in `load`.
         unsafe {
             *at = self.lse;
@@ -145,7 +145,7 @@ pub(crate) unsafe fn sinks_of<A: Accumulator>(sinks: &RawTensor, head: u32) -> L
 /// Applies a sink (a logit with no value behind it) to a row whose log-sum-exp is `lse`: the factor of its o, and the
 /// final lse `logaddexp(lse, sink)`. A sink of `−inf` is no sink; a row without keys gets `(0, sink)`.
 #[inline]
-pub fn sink<A: Accumulator>(lse: LogSumExp<A>, sink: LogSumExp<A>) -> (A, A) {
+pub(crate) fn sink<A: Accumulator>(lse: LogSumExp<A>, sink: LogSumExp<A>) -> (A, A) {
     let w = weights(lse, sink);
     match (w.first, w.second) {
         (_, None) => (A::from_f64(1.0), lse.lse),

@@ -71,7 +71,7 @@ pub(crate) struct PackParts {
 
 impl PackParts {
     /// Of a batch under a mask.
-    pub fn new(batch: &Batch, mask: Mask) -> Self {
+    pub(crate) fn new(batch: &Batch, mask: Mask) -> Self {
         let list = parts_of(batch, mask);
         let apart = list.windows(2).all(|pair| pair[0].extent()[1] <= pair[1].extent()[0]);
         let before = apart.then(|| {
@@ -87,12 +87,12 @@ impl PackParts {
     }
 
     /// The number of parts.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.list.len()
     }
 
     /// The pairs of the runs of q tokens that end at these tokens.
-    pub fn areas(&self, ends: impl Iterator<Item = usize>) -> Vec<u64> {
+    pub(crate) fn areas(&self, ends: impl Iterator<Item = usize>) -> Vec<u64> {
         let ends: Vec<usize> = ends.collect();
         let mut areas = vec![0; ends.len()];
         self.for_each_in_runs(ends.into_iter().zip(0..), |run: usize, pairs, _| areas[run] += pairs);
@@ -103,7 +103,7 @@ impl PackParts {
     /// tokens of these, which may overlap those of other calls. They are left out (an empty range) where they are
     /// tokens of the run, if k are the same tokens as q. Runs follow each other from token 0 on, each given by its end
     /// and what it is called.
-    pub fn for_each_in_runs<T: Copy, F: FnMut(T, u64, Range<i64>)>(
+    pub(crate) fn for_each_in_runs<T: Copy, F: FnMut(T, u64, Range<i64>)>(
         &self,
         runs: impl Iterator<Item = (usize, T)>,
         mut each: F,

@@ -184,7 +184,7 @@ fn position_sum(r: &Range, i: u32) -> i64 {
 
 /// Work and traffic of one ring rank under a layout, in pairs and tokens (not multiplied by heads or bytes).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Load {
+pub(crate) struct Load {
     /// Allowed (q, k) pairs of its q tokens.
     pub area: u64,
     /// q tokens.

@@ -30,7 +30,7 @@ pub(crate) struct LayoutLoad {
 
 impl LayoutLoad {
     /// The load of these shares, with any mask, if one side is sent round the ring.
-    pub fn of(problem: &Problem, shares: &Shares, sent: CirculatingSide) -> Self {
+    pub(crate) fn of(problem: &Problem, shares: &Shares, sent: CirculatingSide) -> Self {
         Self::sum(shares.layout(), shares.ring(), loads_of_ranks(problem, shares, sent))
     }
 
@@ -50,12 +50,12 @@ impl LayoutLoad {
     }
 
     /// The busiest ring rank's mask area over the mean; 1 when there is no work.
-    pub fn work_imbalance(&self) -> f64 {
+    pub(crate) fn work_imbalance(&self) -> f64 {
         ratio(self.largest.area, self.total.area, self.ring)
     }
 
     /// The largest share of q tokens over the mean; 1 when there are none.
-    pub fn token_imbalance(&self) -> f64 {
+    pub(crate) fn token_imbalance(&self) -> f64 {
         ratio(self.largest.q_tokens, self.total.q_tokens, self.ring)
     }
 }
@@ -73,13 +73,13 @@ pub(crate) struct LoadCounter<'a> {
 }
 
 impl<'a> LoadCounter<'a> {
-    pub fn new(problem: &'a Problem) -> Self {
+    pub(crate) fn new(problem: &'a Problem) -> Self {
         let (batch, mask) = (problem.batch(), problem.mask());
         Self { problem, counted: Counted::new(batch, mask), sliced: CountedSlices::new(batch, mask) }
     }
 
     /// How `layout` distributes the problem over `ring` ranks.
-    pub fn load(&self, layout: Layout, ring: usize) -> Result<LayoutLoad> {
+    pub(crate) fn load(&self, layout: Layout, ring: usize) -> Result<LayoutLoad> {
         let loads = match (&self.counted, &self.sliced) {
             (Some(counted), _) => counted.loads(layout, ring)?,
             (_, Some(sliced)) => sliced.loads(layout, ring)?,

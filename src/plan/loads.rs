@@ -80,7 +80,7 @@ pub(super) struct Counted<'a> {
 
 impl<'a> Counted<'a> {
     /// None if q and k are different tokens, or if there are slices.
-    pub fn new(batch: &'a Batch, mask: Mask) -> Option<Self> {
+    pub(super) fn new(batch: &'a Batch, mask: Mask) -> Option<Self> {
         if !batch.is_self_attention() || batch.slices().is_some() {
             return None;
         }

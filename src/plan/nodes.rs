@@ -75,12 +75,12 @@ pub(crate) struct Fraction {
 
 impl Fraction {
     /// This part of some bytes, rounded down.
-    pub fn bytes(self, bytes: u128) -> u128 {
+    pub(crate) fn bytes(self, bytes: u128) -> u128 {
         bytes * u128::from(self.of.0) / u128::from(self.of.1)
     }
 
     /// The part as a number from 0 to 1.
-    pub fn as_f64(self) -> f64 {
+    pub(crate) fn as_f64(self) -> f64 {
         self.of.0 as f64 / self.of.1 as f64
     }
 }
@@ -165,7 +165,7 @@ pub(crate) struct NodeRanks {
 }
 
 impl NodeRanks {
-    pub fn new(problem: &Problem, mesh: Mesh, options: Options) -> Self {
+    pub(crate) fn new(problem: &Problem, mesh: Mesh, options: Options) -> Self {
         let (per_node, in_node) = (options.ranks_per_node, ring_ranks_in_node(mesh, options));
         let shared = |ranks| shared_kv_in(ranks, mesh.ulysses, problem.head_numbers());
         let ranks = per_node.min(mesh.ulysses);

@@ -25,7 +25,7 @@ pub(super) struct CountedSlices<'a> {
 
 impl<'a> CountedSlices<'a> {
     /// None if q and k are different tokens, or without slices.
-    pub fn new(batch: &'a Batch, mask: Mask) -> Option<Self> {
+    pub(super) fn new(batch: &'a Batch, mask: Mask) -> Option<Self> {
         if !batch.is_self_attention() || batch.slices().is_none() {
             return None;
         }

@@ -17,11 +17,11 @@ use crate::{batch::Side, layout::Layout, mesh::Mesh};
 
 /// With at least this many keys per row and ring step, on average, ring steps are as fast or faster and need less
 /// memory.
-pub const MIN_KEYS_PER_STEP: u64 = 64;
+pub(crate) const MIN_KEYS_PER_STEP: u64 = 64;
 /// With fewer documents than this, the fixed cost of ranges is too small to matter.
-pub const MANY_DOCUMENTS: usize = 32;
+pub(crate) const MANY_DOCUMENTS: usize = 32;
 /// The most bytes of k and v, over all ring ranks and the heads of one, that the automatic choice gathers.
-pub const GATHERED: u64 = 16 << 20;
+pub(crate) const GATHERED: u64 = 16 << 20;
 
 /// The form given by the options, or the automatic choice.
 pub(super) fn form_of(problem: &Problem, mesh: Mesh, layout: Layout, options: Options, node_ranks: NodeRanks) -> Form {
@@ -42,7 +42,7 @@ pub(super) fn form_of(problem: &Problem, mesh: Mesh, layout: Layout, options: Op
 /// The layout cuts every document for every rank (zigzag, striped), there are at least [`MANY_DOCUMENTS`], a q row has
 /// on average fewer than [`MIN_KEYS_PER_STEP`] keys in each ring step, and k and v of all ring ranks, of the heads of
 /// one rank, take at most [`GATHERED`] bytes.
-pub fn together_pays(problem: &Problem, mesh: Mesh, layout: Layout) -> bool {
+pub(super) fn together_pays(problem: &Problem, mesh: Mesh, layout: Layout) -> bool {
     let batch = problem.batch();
     if mesh.ring == 1
         || !matches!(layout, Layout::Zigzag | Layout::Striped { .. })

@@ -37,7 +37,7 @@ pub(crate) struct ShareSizes {
 
 impl ShareSizes {
     /// The sizes of a rank of the mesh; `largest` is computed once for all ranks.
-    pub fn new(plan: &Plan, rank: usize, largest: [u64; 2]) -> Self {
+    pub(crate) fn new(plan: &Plan, rank: usize, largest: [u64; 2]) -> Self {
         let (mesh, at) = (plan.mesh(), plan.mesh().coordinates(rank));
         let q = plan.shares().rows(Side::Q, at.ring);
         let alike = plan.problem().batch().is_self_attention();

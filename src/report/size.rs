@@ -42,7 +42,7 @@ pub(crate) struct CallSize {
 
 impl CallSize {
     /// Multiply-adds of all heads.
-    pub fn multiply_adds(&self) -> u128 {
+    pub(crate) fn multiply_adds(&self) -> u128 {
         self.head.pairs * u128::from(self.heads) * u128::from(self.dims)
     }
 }
@@ -64,19 +64,19 @@ pub(crate) struct OpSizes<'a> {
 }
 
 impl<'a> OpSizes<'a> {
-    pub fn new(plan: &'a Plan, schedule: &'a Schedule) -> Self {
+    pub(crate) fn new(plan: &'a Plan, schedule: &'a Schedule) -> Self {
         Self { plan, schedule, expansion: Expansion::new(schedule), known: Vec::new() }
     }
 
     /// The messages of an operation; none unless it is an exchange.
-    pub fn messages(&mut self, op: usize) -> impl Iterator<Item = MessageSize> + '_ {
+    pub(crate) fn messages(&mut self, op: usize) -> impl Iterator<Item = MessageSize> + '_ {
         let (plan, schedule) = (self.plan, self.schedule);
         let list = self.expansion.messages(schedule, op).iter();
         list.map(move |m| MessageSize { peer: m.peer, bytes: bytes(plan, schedule, &m.view), send: m.send })
     }
 
     /// The attention of an operation; none unless it calls the kernel.
-    pub fn call(&mut self, op: usize) -> Option<CallSize> {
+    pub(crate) fn call(&mut self, op: usize) -> Option<CallSize> {
         let schedule = self.schedule;
         let (dk, dv) = (self.plan.problem().head_dim() as u64, self.plan.problem().value_dim() as u64);
         let (side, ring_step, heads, dims, backward) = match &schedule.ops[op].kind {
@@ -119,7 +119,7 @@ impl<'a> OpSizes<'a> {
     }
 
     /// Bytes that an operation reads and writes if it neither attends nor exchanges.
-    pub fn copied(&mut self, op: usize) -> u64 {
+    pub(crate) fn copied(&mut self, op: usize) -> u64 {
         let (plan, schedule) = (self.plan, self.schedule);
         let of = |view: &BufferView| bytes(plan, schedule, view);
         let user = |tensor: TensorId| {

@@ -11,14 +11,14 @@ use super::{BlockView, BufferView, MessageView, OpKind, RangeScratch, RingSteps,
 
 /// The most messages between two ranks, one way, in one exchange. One of them may be the tag that precedes the first
 /// message of a run.
-pub const MESSAGES_PER_PEER: usize = 8;
+pub(crate) const MESSAGES_PER_PEER: usize = 8;
 
 /// The most of these messages that carry rows, as schedules list them. Rows that would take more are packed first.
-pub const ROWS_PER_PEER: usize = MESSAGES_PER_PEER - 1;
+pub(crate) const ROWS_PER_PEER: usize = MESSAGES_PER_PEER - 1;
 
 /// Room for the lists of one operation.
 #[derive(Debug, Default)]
-pub struct Expansion {
+pub(crate) struct Expansion {
     /// Fragments and ranges of a ring step.
     pub scratch: RangeScratch,
     /// Messages of an exchange.
@@ -49,14 +49,14 @@ pub(super) const fn is_fragmented(runs: usize, tensors: usize) -> bool {
 
 impl Expansion {
     /// Room for every operation of `schedule`.
-    pub fn new(schedule: &Schedule) -> Self {
+    pub(crate) fn new(schedule: &Schedule) -> Self {
         let mut e = Self::default();
         e.reserve(schedule);
         e
     }
 
     /// Grows to hold every operation of `schedule`.
-    pub fn reserve(&mut self, schedule: &Schedule) {
+    pub(crate) fn reserve(&mut self, schedule: &Schedule) {
         let ring_steps = || schedule.keys.iter().chain(&schedule.queries);
         for v in ring_steps() {
             v.reserve(&mut self.scratch);
@@ -74,13 +74,13 @@ impl Expansion {
 
     /// The most messages, blocks and sources of any one operation.
     #[cfg(feature = "std")]
-    pub fn capacity(&self) -> (usize, usize, usize) {
+    pub(crate) fn capacity(&self) -> (usize, usize, usize) {
         (self.messages.capacity(), self.blocks.capacity(), self.sources.capacity())
     }
 
     /// Lists the messages of an exchange. Between two ranks both list them in the same order: tensor by tensor, run by
     /// run.
-    pub fn messages(&mut self, schedule: &Schedule, op: usize) -> &[MessageView] {
+    pub(crate) fn messages(&mut self, schedule: &Schedule, op: usize) -> &[MessageView] {
         self.messages.clear();
         match &schedule.ops[op].kind {
             OpKind::Exchange { begin, end } => {
@@ -118,7 +118,7 @@ impl Expansion {
     /// Lists the blocks of a transform or a reduce: calls `each(blocks, sources)` for every part, in order. Blocks of
     /// one part do not overlap: contributions of several peers to one row are added peer by peer, in separate parts. A
     /// merge is listed like a reduce; its blocks come in pairs, of o and of lse.
-    pub fn blocks<E>(
+    pub(crate) fn blocks<E>(
         &mut self,
         schedule: &Schedule,
         op: usize,

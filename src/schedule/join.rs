@@ -21,7 +21,7 @@ use crate::{
 
 /// A run of rows of a share that some rank needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fragment {
+pub(crate) struct Fragment {
     /// The ring rank at the other end: the owner of what arrives, the reader of what leaves.
     pub peer: u32,
     /// First row in the owner's share.
@@ -32,7 +32,7 @@ pub struct Fragment {
 
 /// Which segments of a share are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Class {
+pub(super) enum Class {
     /// Segments that are sent in ring direction.
     Forward,
     /// Segments that are sent in the reverse direction.
@@ -100,12 +100,12 @@ pub(super) struct ByDocument<'a, T, F> {
 }
 
 impl<'a, T, F: Fn(&T) -> u32> ByDocument<'a, T, F> {
-    pub fn new(list: &'a [T], document_of: F) -> Self {
+    pub(super) fn new(list: &'a [T], document_of: F) -> Self {
         Self { list, document_of, at: 0 }
     }
 
     /// The entries of a document, and the index of the first.
-    pub fn of(&mut self, doc: u32) -> (usize, &'a [T]) {
+    pub(super) fn of(&mut self, doc: u32) -> (usize, &'a [T]) {
         let before = |x: &T| (self.document_of)(x) < doc;
         // Back to the begin for an earlier document.
         let mut at = if self.at > 0 && !before(&self.list[self.at - 1]) { 0 } else { self.at };

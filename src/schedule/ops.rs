@@ -284,7 +284,7 @@ pub(crate) enum OpKind {
 
 impl OpKind {
     /// The name in errors, traces and explanations.
-    pub const fn name(&self) -> &'static str {
+    pub(crate) const fn name(&self) -> &'static str {
         match self {
             Self::Delta { .. } => "delta",
             Self::SinkGradient { .. } => "sink gradient",
@@ -303,7 +303,7 @@ impl OpKind {
     }
 
     /// The rows of a ring step that it moves; none if it is not an operation of the ring.
-    pub fn step_rows(&mut self) -> Option<&mut StepRows> {
+    pub(crate) fn step_rows(&mut self) -> Option<&mut StepRows> {
         match self {
             Self::Pack(rows)
             | Self::Fetch { rows, .. }
@@ -315,7 +315,7 @@ impl OpKind {
     }
 
     /// Whether it is an exchange with other ranks.
-    pub const fn is_exchange(&self) -> bool {
+    pub(crate) const fn is_exchange(&self) -> bool {
         matches!(self, Self::Exchange { .. } | Self::Fetch { .. } | Self::Return(_))
     }
 }

@@ -36,11 +36,11 @@ mod scratch;
 
 pub(crate) use holders::Holders;
 use scratch::Capacity;
-pub use scratch::RangeScratch;
+pub(crate) use scratch::RangeScratch;
 
 /// One ring step, as far as planning stores it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RingStep {
+pub(crate) struct RingStep {
     /// The ring step; 0 is the rank's own share.
     pub step: u32,
     /// What is exchanged and attended.
@@ -68,7 +68,7 @@ impl RingStep {
 
 /// What a ring step exchanges and attends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Hop {
+pub(crate) enum Hop {
     /// Nothing is exchanged, the own share is attended.
     #[default]
     Own,
@@ -99,7 +99,7 @@ struct Scattered {
 
 /// The ring steps of one ring rank: what arrives there, and what it sends meanwhile.
 #[derive(Clone, Debug)]
-pub struct RingSteps {
+pub(crate) struct RingSteps {
     shares: Shares,
     allowed: Allowed,
     circulating: Side,
@@ -122,7 +122,7 @@ pub struct RingSteps {
 impl RingSteps {
     /// Finds every ring step of ring rank `me`. `circulating` is the side that travels, `per_node` the number of ring
     /// ranks of a node, which divides the ring. `splits` are the holders of the heads that travel, one at least.
-    pub fn new(
+    pub(crate) fn new(
         shares: &Shares,
         allowed: impl Into<Allowed>,
         circulating: Side,
@@ -190,12 +190,12 @@ impl RingSteps {
     }
 
     /// The ring steps, in order. Entry 0 is the own share, unless the only entry holds all shares.
-    pub fn list(&self) -> &[RingStep] {
+    pub(crate) fn list(&self) -> &[RingStep] {
         &self.list
     }
 
     /// The form.
-    pub fn form(&self) -> Form {
+    pub(crate) fn form(&self) -> Form {
         self.form
     }
 
@@ -205,22 +205,22 @@ impl RingSteps {
     }
 
     /// Rows of the largest slot that any ring step needs.
-    pub fn slot_rows(&self) -> u64 {
+    pub(crate) fn slot_rows(&self) -> u64 {
         self.of_hop(Hop::Local).map(|v| v.rows_in).max().unwrap_or(0)
     }
 
     /// How many ring steps receive rows into a slot.
-    pub fn arrivals(&self) -> usize {
+    pub(crate) fn arrivals(&self) -> usize {
         self.of_hop(Hop::Local).filter(|v| v.split == 0 && v.rows_in > 0).count()
     }
 
     /// Rows of the largest node slot.
-    pub fn node_slot_rows(&self) -> u64 {
+    pub(crate) fn node_slot_rows(&self) -> u64 {
         self.of_hop(Hop::Crossed).map(|v| v.rows_in).max().unwrap_or(0)
     }
 
     /// The number of node slots needed, at most two, which take turns.
-    pub fn node_slots(&self) -> usize {
+    pub(crate) fn node_slots(&self) -> usize {
         self.of_hop(Hop::Crossed).map(|v| v.node as usize).max().unwrap_or(0).min(2)
     }
 
@@ -236,17 +236,17 @@ impl RingSteps {
     }
 
     /// Number of rows that a buffer needs for the largest sum of a node that crosses back.
-    pub fn node_sum_rows(&self) -> u64 {
+    pub(crate) fn node_sum_rows(&self) -> u64 {
         self.crossing_back().map(|v| v.first_in + v.rows_in).max().unwrap_or(0)
     }
 
     /// Rows of the largest gradient that is returned from another node.
-    pub fn node_return_rows(&self) -> u64 {
+    pub(crate) fn node_return_rows(&self) -> u64 {
         self.crossing_back().map(|v| v.rows_out).max().unwrap_or(0)
     }
 
     /// Rows of the largest gradient that is returned in one ring step.
-    pub fn return_rows(&self) -> u64 {
+    pub(crate) fn return_rows(&self) -> u64 {
         let inside = self.of_hop(Hop::Local).chain(self.of_hop(Hop::Passed));
         inside.chain(self.crossing_back()).map(|v| v.rows_out).max().unwrap_or(0)
     }
@@ -261,7 +261,7 @@ impl RingSteps {
     }
 
     /// Makes room in `scratch` for the lists of any of these ring steps.
-    pub fn reserve(&self, scratch: &mut RangeScratch) {
+    pub(crate) fn reserve(&self, scratch: &mut RangeScratch) {
         scratch.reserve(&self.capacity);
     }
 

@@ -118,7 +118,7 @@ impl Zigzag<'_> {
     /// Counts by step (entry 0 is unused), and the last step at which each stationary segment meets anything, or 0.
     ///
     /// In the gather form all is counted at step 1, except the rows for rank j, which are counted at entry j.
-    pub fn measure(&self) -> (Vec<StepVolume>, Vec<u32>) {
+    pub(super) fn measure(&self) -> (Vec<StepVolume>, Vec<u32>) {
         let mut steps = vec![StepVolume::default(); self.ring.max(2)];
         let mut last = vec![0; self.stationary.len()];
         let same_document = |a: &Segment, b: &Segment| a.range.doc == b.range.doc;
@@ -138,7 +138,7 @@ impl Zigzag<'_> {
     }
 
     /// The rows that leave in more than one run, by step and reader, from the counts of [`Zigzag::measure`].
-    pub fn readers(&self, steps: &[StepVolume]) -> Vec<(usize, Leaving)> {
+    pub(super) fn readers(&self, steps: &[StepVolume]) -> Vec<(usize, Leaving)> {
         let mut readers = Vec::new();
         for (i, s) in steps.iter().enumerate() {
             let [forward, reverse] = s.leaving;

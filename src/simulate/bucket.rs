@@ -20,13 +20,13 @@ pub(super) struct Bucket {
 
 impl Bucket {
     /// A full bucket.
-    pub fn new(machine: &Machine) -> Self {
+    pub(super) fn new(machine: &Machine) -> Self {
         let size = machine.between_burst;
         Self { size, rate: machine.between.rate, tokens: size, since: 0.0, passed: 0.0 }
     }
 
     /// The tokens at time `now`, if `passed` bytes have passed the card at its rate until then.
-    pub fn fill(&mut self, now: f64, passed: f64) -> f64 {
+    pub(super) fn fill(&mut self, now: f64, passed: f64) -> f64 {
         let unused = (now - self.since) * self.rate - (passed - self.passed);
         self.tokens = (self.tokens + unused.max(0.0)).min(self.size);
         (self.since, self.passed) = (now, passed);
@@ -34,7 +34,7 @@ impl Bucket {
     }
 
     /// Takes tokens for some bytes.
-    pub fn take(&mut self, bytes: f64) {
+    pub(super) fn take(&mut self, bytes: f64) {
         self.tokens -= bytes;
     }
 }

@@ -51,7 +51,7 @@ pub(super) struct Resources {
 
 impl Resources {
     /// Adds a resource.
-    pub fn add(&mut self, capacity: f64) -> usize {
+    pub(super) fn add(&mut self, capacity: f64) -> usize {
         self.capacity.push(capacity);
         self.passed.push(0.0);
         self.users.push(Vec::new());
@@ -59,7 +59,7 @@ impl Resources {
     }
 
     /// Begins a job of some amount of work, at a speed of at most `limit`.
-    pub fn begin(&mut self, now: f64, work: f64, limit: f64, used: &[usize]) -> JobId {
+    pub(super) fn begin(&mut self, now: f64, work: f64, limit: f64, used: &[usize]) -> JobId {
         let mut list = [0; 3];
         list[..used.len()].copy_from_slice(used);
         let id = self.free.pop().unwrap_or(self.jobs.len());
@@ -79,7 +79,7 @@ impl Resources {
     }
 
     /// Ends the job that ends next; returns its end and its index.
-    pub fn next(&mut self) -> Option<(f64, JobId)> {
+    pub(super) fn next(&mut self) -> Option<(f64, JobId)> {
         while let Some(Reverse((time, _, id, version))) = self.ends.pop() {
             if self.jobs[id].version != version {
                 continue;
@@ -99,7 +99,7 @@ impl Resources {
     }
 
     /// The work that has passed a resource until `now`.
-    pub fn passed(&self, now: f64, resource: usize) -> f64 {
+    pub(super) fn passed(&self, now: f64, resource: usize) -> f64 {
         self.passed[resource] + self.users[resource].iter().map(|&id| self.jobs[id].done(now)).sum::<f64>()
     }
 

@@ -79,7 +79,7 @@ pub(crate) struct Parts {
 
 impl Parts {
     /// Checks slices and cuts them at documents.
-    pub fn new(documents: &DocumentEnds, slices: &[Slice]) -> Result<Self> {
+    pub(crate) fn new(documents: &DocumentEnds, slices: &[Slice]) -> Result<Self> {
         slices.iter().enumerate().try_for_each(|(i, s)| check(documents, i, s))?;
         check_disjoint(slices)?;
         let mut list = Vec::new();
@@ -111,7 +111,7 @@ impl Parts {
     }
 
     /// The slices as given.
-    pub fn slices(&self) -> &[Slice] {
+    pub(crate) fn slices(&self) -> &[Slice] {
         &self.slices
     }
 
@@ -219,32 +219,32 @@ impl From<Mask> for Allowed {
 
 impl Allowed {
     /// The pairs of a batch with these slices, if it has any, under a mask.
-    pub fn new(parts: Option<Arc<Parts>>, mask: Mask) -> Self {
+    pub(crate) fn new(parts: Option<Arc<Parts>>, mask: Mask) -> Self {
         Self { parts, mask }
     }
 
     /// The window.
-    pub fn mask(&self) -> Mask {
+    pub(crate) fn mask(&self) -> Mask {
         self.mask
     }
 
     /// Whether slices, if there are any, are of a batch of so many documents.
-    pub fn is_of(&self, documents: usize) -> bool {
+    pub(crate) fn is_of(&self, documents: usize) -> bool {
         self.parts.as_ref().is_none_or(|parts| parts.of_q.len() == documents + 1)
     }
 
     /// Whether each document attends to itself and nothing else. Then figures of documents need no look at slices.
-    pub fn is_by_document(&self) -> bool {
+    pub(crate) fn is_by_document(&self) -> bool {
         self.parts.is_none()
     }
 
     /// The band of a part, as kernels take it.
-    pub fn band(&self, part: u32) -> Band {
+    pub(crate) fn band(&self, part: u32) -> Band {
         self.parts.as_ref().map_or(Band::WHOLE, |parts| parts.list[part as usize].band)
     }
 
     /// What a document of `side` attends to, or is attended by: in ascending order of the other documents.
-    pub fn of(&self, side: Side, doc: u32) -> impl Iterator<Item = Reach> + Clone + '_ {
+    pub(crate) fn of(&self, side: Side, doc: u32) -> impl Iterator<Item = Reach> + Clone + '_ {
         let parts = self.parts.as_deref();
         let places = parts.map_or(0..1, |parts| parts.of(side, doc));
         let window = (self.mask.left_limit(), self.mask.right_limit());

@@ -138,9 +138,8 @@ fn dense<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
                     out.dq[(t * h + head) * d + j] += ds * k[j];
                     out.dk[(token * hk + kv) * d + j] += ds * q[j];
                 }
-                for j in 0..dv {
-                    out.dv[(token * hk + kv) * dv + j] += p_of(i) * kept[i] * d_o[j];
-                }
+                let dv = &mut out.dv[(token * hk + kv) * dv..][..dv];
+                dv.iter_mut().zip(&d_o).for_each(|(dv, d_o)| *dv += p_of(i) * kept[i] * d_o);
             }
         }
     });

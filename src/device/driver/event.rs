@@ -8,7 +8,7 @@ use core::ptr::null_mut;
 
 /// A point in a stream.
 #[derive(Debug)]
-pub struct CudaEvent {
+pub(crate) struct CudaEvent {
     context: Arc<Context>,
     handle: sys::CUevent,
 }
@@ -20,12 +20,12 @@ unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
     /// An event that was not recorded yet, without timing.
-    pub fn new(context: &Arc<Context>) -> Result<Self> {
+    pub(crate) fn new(context: &Arc<Context>) -> Result<Self> {
         Self::with_flags(context, sys::EVENT_DISABLE_TIMING)
     }
 
     /// An event that was not recorded yet, with timing.
-    pub fn timed(context: &Arc<Context>) -> Result<Self> {
+    pub(crate) fn timed(context: &Arc<Context>) -> Result<Self> {
         Self::with_flags(context, sys::EVENT_DEFAULT)
     }
 
@@ -38,13 +38,13 @@ impl CudaEvent {
     }
 
     /// Marks this point of the stream.
-    pub fn record(&self, stream: sys::CUstream) -> Result<()> {
+    pub(crate) fn record(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the event is alive; the stream is the caller's, of this context.
         unsafe { call!(cuEventRecord(self.handle, stream)) }
     }
 
     /// Makes all work that is put on `stream` from now on wait for the point, on the device.
-    pub fn make_stream_wait(&self, stream: sys::CUstream) -> Result<()> {
+    pub(crate) fn make_stream_wait(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the event is alive; if it is recorded anew or destroyed, the driver still keeps the state that the
         // wait needs.
         unsafe { call!(cuStreamWaitEvent(stream, self.handle, 0)) }
@@ -52,20 +52,20 @@ impl CudaEvent {
 
     /// For a stream that is being captured: makes each replay of the graph mark this point, as [`CudaEvent::record`]
     /// does elsewhere.
-    pub fn record_in_replays(&self, stream: sys::CUstream) -> Result<()> {
+    pub(crate) fn record_in_replays(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: as in `record`.
         unsafe { call!(cuEventRecordWithFlags(self.handle, stream, sys::EVENT_RECORD_EXTERNAL)) }
     }
 
     /// For a stream that is being captured: makes each replay of the graph wait for the last mark of the point before
     /// it.
-    pub fn hold_in_replays(&self, stream: sys::CUstream) -> Result<()> {
+    pub(crate) fn hold_in_replays(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: as in `hold`; the graph's owner keeps the event alive (see `Rank::run_on`).
         unsafe { call!(cuStreamWaitEvent(stream, self.handle, sys::EVENT_WAIT_EXTERNAL)) }
     }
 
     /// Whether everything before the point is done.
-    pub fn is_done(&self) -> Result<bool> {
+    pub(crate) fn is_done(&self) -> Result<bool> {
         let _beside = self.context.enter_beside_captures()?;
         // SAFETY: the event is alive.
         match unsafe { sys::cuEventQuery(self.handle) } {
@@ -76,7 +76,7 @@ impl CudaEvent {
 
     /// Nanoseconds from `start` to this point, with the precision of milliseconds in f32; `None` while either point is
     /// not over. Both events have timing.
-    pub fn ns_since(&self, start: &Self) -> Result<Option<i64>> {
+    pub(crate) fn ns_since(&self, start: &Self) -> Result<Option<i64>> {
         let _entered = self.context.enter()?;
         let mut milliseconds = 0f32;
         // SAFETY: both events are alive; the pointer is to a local.
@@ -87,7 +87,7 @@ impl CudaEvent {
     }
 
     /// Waits on the host until everything before the point is done.
-    pub fn wait(&self) -> Result<()> {
+    pub(crate) fn wait(&self) -> Result<()> {
         // Owners wait when they are dropped, on threads that may have no context.
         let _beside = self.context.enter_beside_captures()?;
         // SAFETY: the event is alive.

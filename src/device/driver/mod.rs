@@ -11,8 +11,8 @@ mod module;
 pub(crate) mod sys;
 mod table;
 
-pub use event::CudaEvent;
-pub use module::{Function, Module};
+pub(crate) use event::CudaEvent;
+pub(crate) use module::{Function, Module};
 
 use crate::error::{Error, Result};
 use alloc::format;
@@ -88,7 +88,7 @@ unsafe impl Sync for Context {}
 
 impl Context {
     /// Loads the driver and retains the primary context of a device.
-    pub fn new(ordinal: i32) -> Result<Arc<Self>> {
+    pub(crate) fn new(ordinal: i32) -> Result<Arc<Self>> {
         sys::load()?;
         // SAFETY: a call without conditions.
         unsafe { call!(cuInit(0)) }?;
@@ -107,12 +107,12 @@ impl Context {
     }
 
     /// The device's number.
-    pub fn ordinal(&self) -> i32 {
+    pub(crate) fn ordinal(&self) -> i32 {
         self.ordinal
     }
 
     /// An attribute of the device.
-    pub fn attribute(&self, attribute: c_int) -> Result<i32> {
+    pub(crate) fn attribute(&self, attribute: c_int) -> Result<i32> {
         let mut value = 0;
         // SAFETY: the device is valid, `value` is a local.
         unsafe { call!(cuDeviceGetAttribute(&raw mut value, attribute, self.device)) }?;
@@ -120,7 +120,7 @@ impl Context {
     }
 
     /// Makes the context current until the guard is dropped.
-    pub fn enter(&self) -> Result<Entered<'_>> {
+    pub(crate) fn enter(&self) -> Result<Entered<'_>> {
         // SAFETY: the context is retained for as long as `self` lives.
         unsafe { call!(cuCtxPushCurrent_v2(self.handle)) }?;
         Ok(Entered { _context: PhantomData })
@@ -128,7 +128,7 @@ impl Context {
 
     /// Gives this device access to the memory of another, so that copies from there need not go through host memory.
     /// False if the machine or the driver has no such access; the access remains after `self` is dropped.
-    pub fn enable_access_to(&self, other: &Self) -> Result<bool> {
+    pub(crate) fn enable_access_to(&self, other: &Self) -> Result<bool> {
         if self.handle == other.handle {
             return Ok(true);
         }
@@ -148,7 +148,7 @@ impl Context {
     }
 
     /// The driver's handle.
-    pub fn handle(&self) -> sys::CUcontext {
+    pub(crate) fn handle(&self) -> sys::CUcontext {
         self.handle
     }
 
@@ -156,7 +156,7 @@ impl Context {
     ///
     /// # Safety
     /// The stream is the driver's, and was not destroyed.
-    pub unsafe fn accept(&self, stream: sys::CUstream) -> Result<()> {
+    pub(crate) unsafe fn accept(&self, stream: sys::CUstream) -> Result<()> {
         let _entered = self.enter()?;
         let mut owner = null_mut();
         // SAFETY: a live stream, as promised; `owner` is a local.
@@ -174,7 +174,7 @@ impl Context {
     ///
     /// # Safety
     /// As [`Context::accept`].
-    pub unsafe fn is_capturing(&self, stream: sys::CUstream) -> Result<bool> {
+    pub(crate) unsafe fn is_capturing(&self, stream: sys::CUstream) -> Result<bool> {
         // SAFETY: a live stream (the contract of this function).
         Ok(unsafe { self.capture_of(stream) }?.is_some())
     }
@@ -187,7 +187,7 @@ impl Context {
     ///
     /// # Safety
     /// As [`Context::accept`].
-    pub unsafe fn capture_of(&self, stream: sys::CUstream) -> Result<Option<u64>> {
+    pub(crate) unsafe fn capture_of(&self, stream: sys::CUstream) -> Result<Option<u64>> {
         let _entered = self.enter()?;
         let (mut status, mut id) = (sys::STREAM_CAPTURE_NONE, 0);
         let none = null_mut();
@@ -207,7 +207,7 @@ impl Context {
     }
 
     /// Refuses while the default stream takes no work, as [`Context::capture_of`] does.
-    pub fn accept_default_stream(&self) -> Result<()> {
+    pub(crate) fn accept_default_stream(&self) -> Result<()> {
         // SAFETY: there is always a default stream.
         unsafe { self.capture_of(null_mut()) }.map(|_| ())
     }
@@ -215,7 +215,7 @@ impl Context {
     /// As [`Context::enter`], for calls that query, wait, allocate or load code. While any thread captures a graph in
     /// the usual mode, such a call on any thread ends that capture with an error. Until the guard is dropped, calls of
     /// this thread do not. A stream or event that is part of a capture must still not be queried or waited for.
-    pub fn enter_beside_captures(&self) -> Result<Beside<'_>> {
+    pub(crate) fn enter_beside_captures(&self) -> Result<Beside<'_>> {
         let entered = self.enter()?;
         let mut mode = sys::STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the pointer is to a local, which holds a mode.

@@ -10,7 +10,7 @@ use core::ptr::null_mut;
 
 /// Loaded PTX.
 #[derive(Debug)]
-pub struct Module {
+pub(crate) struct Module {
     context: Arc<Context>,
     handle: sys::CUmodule,
 }
@@ -22,7 +22,7 @@ unsafe impl Sync for Module {}
 
 impl Module {
     /// Compiles PTX (zero-terminated) for the device.
-    pub fn new(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Self> {
+    pub(crate) fn new(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Self> {
         let _beside = context.enter_beside_captures()?;
         let mut handle = null_mut();
         // SAFETY: the text is zero-terminated and outlives the call, which copies what it needs.
@@ -36,7 +36,7 @@ impl Module {
     }
 
     /// A kernel of the module, allowed `shared` bytes of dynamic shared memory.
-    pub fn function(&self, name: &CStr, shared: u32) -> Result<Function> {
+    pub(crate) fn function(&self, name: &CStr, shared: u32) -> Result<Function> {
         let _entered = self.context.enter()?;
         let mut handle = null_mut();
         // SAFETY: the module is loaded, the name zero-terminated.
@@ -59,7 +59,7 @@ impl Drop for Module {
 
 /// A kernel; lives as long as its module.
 #[derive(Clone, Copy, Debug)]
-pub struct Function(sys::CUfunction);
+pub(crate) struct Function(sys::CUfunction);
 
 // SAFETY: a handle, as the module is.
 unsafe impl Send for Function {}
@@ -68,7 +68,7 @@ unsafe impl Sync for Function {}
 
 impl Function {
     /// Blocks of `threads` that one multiprocessor holds.
-    pub fn blocks_per_multiprocessor(self, threads: u32, shared: u32) -> Result<u32> {
+    pub(crate) fn blocks_per_multiprocessor(self, threads: u32, shared: u32) -> Result<u32> {
         let mut blocks = 0;
         // SAFETY: the function is loaded and its context current (callers enter it); `blocks` is a local.
         unsafe {
@@ -87,7 +87,7 @@ impl Function {
     /// # Safety
     /// They are the kernel's parameters, and the memory that they point to is as the kernel expects; the stream is of
     /// the current context.
-    pub unsafe fn launch<const N: usize>(
+    pub(crate) unsafe fn launch<const N: usize>(
         self,
         blocks: u32,
         threads: u32,

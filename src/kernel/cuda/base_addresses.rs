@@ -63,7 +63,7 @@ pub(crate) struct BaseOffset {
 
 impl BaseOffset {
     /// Its address.
-    pub fn address(&self, bases: &BaseAddresses) -> u64 {
+    pub(crate) fn address(&self, bases: &BaseAddresses) -> u64 {
         let Tensor { ptr, token, head } = bases.0[self.base as usize];
         let by = self.row.wrapping_mul(token).wrapping_add(i64::from(self.first_head).wrapping_mul(head));
         ptr.wrapping_add_signed(by)
@@ -82,7 +82,7 @@ pub(crate) struct BaseShapes([[u64; 2]; BASES]);
 
 impl BaseShapes {
     /// Shapes of the tensors with numbers from 1 on, each as heads, dim, type.
-    pub fn new(tensors: impl IntoIterator<Item = (u32, u32, Dtype)>) -> Self {
+    pub(crate) fn new(tensors: impl IntoIterator<Item = (u32, u32, Dtype)>) -> Self {
         let mut shapes = [[1, 1]; BASES];
         for (out, (heads, dim, dtype)) in shapes[1..].iter_mut().zip(tensors) {
             let head = u64::from(dim) * dtype.size() as u64;
@@ -92,13 +92,13 @@ impl BaseShapes {
     }
 
     /// The symbol of the beginning of a base.
-    pub fn symbol(base: usize) -> *mut u8 {
+    pub(crate) fn symbol(base: usize) -> *mut u8 {
         debug_assert!(base < BASES);
         core::ptr::without_provenance_mut(symbol(base as u64) as usize)
     }
 
     /// The address that a symbol of a base stands for.
-    pub fn locate(&self, address: u64) -> BaseOffset {
+    pub(crate) fn locate(&self, address: u64) -> BaseOffset {
         debug_assert_eq!(meaning(address), Meaning::Base, "{address:#x}");
         let base = ((address >> SHIFT) - 1) as u32;
         let at = address & ((1 << SHIFT) - 1);
@@ -117,7 +117,7 @@ pub(crate) struct BaseAddresses(pub(super) [Tensor; BASES]);
 
 impl BaseAddresses {
     /// The workspace, and the tensors with numbers from 1 on.
-    pub fn new<'a>(workspace: *mut u8, tensors: impl IntoIterator<Item = &'a RawTensor>) -> Self {
+    pub(crate) fn new<'a>(workspace: *mut u8, tensors: impl IntoIterator<Item = &'a RawTensor>) -> Self {
         let mut bases = [Tensor::default(); BASES];
         bases[0] = Tensor { ptr: workspace as usize as u64, token: 1, head: 0 };
         for (out, t) in bases[1..].iter_mut().zip(tensors) {

@@ -81,7 +81,7 @@ impl Cuda {
         let wanted = ITEMS * self.multiprocessors * kernel.each;
         // Without q heads dk and dv are zeros, and a launch must still write them.
         let group = if call.per_q_head { 1 } else { call.heads.group.min(call.q.heads).max(1) };
-        let dealt_out = |keys: TilesOfKeys| {
+        let dealt_out = |keys: TilesOfKeys| -> Result<DealtOut> {
             let (parts, part_heads) = split(group, items(keys.tiles, heads.1)?, wanted);
             let items = items(keys.tiles * parts as usize, heads.1)?;
             Ok(DealtOut { key_tiles: keys.before, work: keys.work, items, parts, part_heads, unused: 0 })

@@ -161,7 +161,7 @@ struct Ragged {
 
 impl MapShape {
     /// Boxes of `rows` rows of one head.
-    pub fn new(t: &RawTensor, span: u32, rows: u32) -> Self {
+    pub(super) fn new(t: &RawTensor, span: u32, rows: u32) -> Self {
         Self { dtype: t.dtype, dim: t.dim, heads: t.heads, tokens: t.tokens, span, rows, box_heads: 1 }
     }
 
@@ -186,7 +186,7 @@ impl MapShape {
 
     /// The map; `None` if no map can describe the tensor. If the driver refuses a map that can be described, this is an
     /// error. To use the other kernel instead would be slower, and never noticed.
-    pub fn encode(&self, t: Tensor) -> Result<Option<Map>> {
+    pub(super) fn encode(&self, t: Tensor) -> Result<Option<Map>> {
         let Some(ragged) = self.ragged(t) else { return Ok(None) };
         let mut map = Map([0; 128]);
         let code = self.encode_into(&mut map, ragged);
@@ -245,7 +245,7 @@ pub(super) struct Sm80Fallback {
 
 impl Hopper {
     /// The maps of the tensors, made by `map`; `None` if the kernel for `sm_80` must do the launch.
-    pub fn maps(
+    pub(super) fn maps(
         &self,
         tensors: [Tensor; 4],
         map: impl Fn(MapShape, Tensor) -> Result<Option<Map>>,

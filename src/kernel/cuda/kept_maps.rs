@@ -27,12 +27,12 @@ struct Set {
 
 impl KeptMaps {
     /// An empty cache; without entries on devices that use no maps.
-    pub fn new(is_used: bool) -> Self {
+    pub(super) fn new(is_used: bool) -> Self {
         Self(Mutex::new(vec![Set::default(); if is_used { SETS } else { 0 }].into_boxed_slice()))
     }
 
     /// The map of a tensor: from the cache, or made by `encode` and then cached. A result of `None` is not cached.
-    pub fn find(
+    pub(super) fn find(
         &self,
         shape: MapShape,
         t: Tensor,

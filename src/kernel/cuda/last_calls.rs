@@ -34,13 +34,13 @@ struct LastCall {
 unsafe impl Send for LastCall {}
 
 impl LastCalls {
-    pub fn new(cuda: &Arc<Cuda>) -> Result<Self> {
+    pub(super) fn new(cuda: &Arc<Cuda>) -> Result<Self> {
         let unused = (0..STREAMS).map(|_| CudaEvent::new(cuda.context())).collect::<Result<_>>()?;
         Ok(Self { cuda: Arc::clone(cuda), marks: VecDeque::with_capacity(STREAMS), unused })
     }
 
     /// Notes that a call was put on a stream, which is not being captured.
-    pub fn mark(&mut self, stream: CUstream) -> Result<()> {
+    pub(super) fn mark(&mut self, stream: CUstream) -> Result<()> {
         let event = match self.marks.iter().position(|mark| mark.stream == stream) {
             Some(at) => self.remove(at),
             None => self.free_event()?,

@@ -16,7 +16,7 @@ pub(super) struct LentStaging {
 
 impl LentStaging {
     /// Takes spare staging memory of this size, or allocates it.
-    pub fn new(cuda: &Arc<Cuda>, bytes: usize, launches: usize) -> Result<Self> {
+    pub(super) fn new(cuda: &Arc<Cuda>, bytes: usize, launches: usize) -> Result<Self> {
         let staging = match cuda.spare_staging.take(bytes, launches) {
             Some(staging) => staging,
             None => cuda.staging(bytes, launches)?,

@@ -23,22 +23,22 @@ struct RequestList {
 
 impl MarginRequests {
     /// The largest current request.
-    pub fn most(&self) -> u32 {
+    pub(super) fn most(&self) -> u32 {
         self.most.load(Ordering::Relaxed)
     }
 
     /// Sets the request of the device's owner.
-    pub fn set_own(&self, n: u32) {
+    pub(super) fn set_own(&self, n: u32) {
         self.change(|asked| asked.own = n);
     }
 
     /// Adds a request for `n`.
-    pub fn add(&self, n: u32) {
+    pub(super) fn add(&self, n: u32) {
         self.change(|asked| asked.others.push(n));
     }
 
     /// Removes one request for `n`.
-    pub fn remove(&self, n: u32) {
+    pub(super) fn remove(&self, n: u32) {
         self.change(|asked| {
             if let Some(at) = asked.others.iter().position(|&m| m == n) {
                 asked.others.swap_remove(at);

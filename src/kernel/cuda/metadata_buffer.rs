@@ -28,7 +28,7 @@ pub(crate) enum AddressSpace {
 
 impl AddressSpace {
     /// Where an address is.
-    pub fn of(&self, address: u64) -> BaseOffset {
+    pub(crate) fn of(&self, address: u64) -> BaseOffset {
         match self {
             Self::Memory => BaseOffset { base: 0, row: address as i64, first_head: 0 },
             Self::Bases(shapes) => shapes.locate(address),
@@ -87,7 +87,7 @@ pub(crate) struct Writer<'a> {
 impl<'a> Writer<'a> {
     /// A writer of arrays into `memory`, which is, or will be, at `device`, with words at `words_at`, or behind the
     /// arrays.
-    pub fn new(memory: &'a mut [u8], begin: usize, device: u64, words_at: Option<u64>) -> Self {
+    pub(crate) fn new(memory: &'a mut [u8], begin: usize, device: u64, words_at: Option<u64>) -> Self {
         Self { rest: memory, begin, device, words_at, filled: 0, words: 0 }
     }
 
@@ -95,7 +95,7 @@ impl<'a> Writer<'a> {
     ///
     /// # Panics
     /// When the part is smaller than what [`MetadataBuffer::begin`] was told; that would be a defect of the backend.
-    pub fn array<T: Pod>(&mut self, n: usize) -> (&'a mut [T], u64) {
+    pub(crate) fn array<T: Pod>(&mut self, n: usize) -> (&'a mut [T], u64) {
         assert_eq!(self.words, 0, "arrays come before words");
         let bytes = n * size_of::<T>();
         let (array, rest) = core::mem::take(&mut self.rest).split_at_mut(padded(bytes));
@@ -109,7 +109,7 @@ impl<'a> Writer<'a> {
     ///
     /// # Panics
     /// As [`Writer::array`].
-    pub fn counters(&mut self, n: usize) -> u64 {
+    pub(crate) fn counters(&mut self, n: usize) -> u64 {
         let at = self.words_at.unwrap_or(self.device + self.filled as u64) + self.words as u64;
         self.words += padded(n * 4);
         assert!(self.words <= self.rest.len(), "the part holds {} bytes more, not {}", self.rest.len(), self.words);
@@ -117,7 +117,7 @@ impl<'a> Writer<'a> {
     }
 
     /// The written words.
-    pub fn part(&self) -> Part {
+    pub(crate) fn part(&self) -> Part {
         Part { begin: self.begin, filled: self.filled, words: self.words }
     }
 }

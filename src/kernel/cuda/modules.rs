@@ -21,7 +21,7 @@ pub(super) struct Instance {
 
 impl Instance {
     /// The smallest shape that holds these head dims.
-    pub fn find(dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Self> {
+    pub(super) fn find(dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Self> {
         check::element(dtype)?;
         check::dim("head_dim", head_dim, LARGEST.0)?;
         check::dim("value_dim", value_dim, LARGEST.1)?;
@@ -29,7 +29,7 @@ impl Instance {
         Ok(Self { element: usize::from(dtype == Dtype::Bf16), index })
     }
 
-    pub fn shape(self) -> &'static Shape {
+    pub(super) fn shape(self) -> &'static Shape {
         &SHAPES[self.index]
     }
 }
@@ -86,7 +86,7 @@ pub(super) struct LoadedKernels {
 }
 
 impl LoadedKernels {
-    pub fn slot(&mut self, module: AttentionModule, instance: Instance) -> &mut Option<LoadedModule> {
+    pub(super) fn slot(&mut self, module: AttentionModule, instance: Instance) -> &mut Option<LoadedModule> {
         &mut self.attention[module as usize][instance.element][instance.index]
     }
 }

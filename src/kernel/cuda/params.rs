@@ -23,7 +23,7 @@ pub(super) struct Addresses {
 }
 
 impl Addresses {
-    pub const NONE: Self = Self { tensors: &[], metadata: &[], bases: &[] };
+    pub(super) const NONE: Self = Self { tensors: &[], metadata: &[], bases: &[] };
 }
 
 /// Implements [`Parameters`] by the names of the fields that hold addresses. Kinds that are not named are those of
@@ -63,7 +63,7 @@ pub(super) struct Divisor {
 impl Divisor {
     /// The numbers for `by ≥ 1`, after Granlund and Montgomery (1994): with `l = ⌈log2 by⌉`,
     /// `magic = ⌊2³² (2^l − by) / by⌋ + 1`, shifts `min(l, 1)` and `max(l − 1, 0)`.
-    pub const fn new(by: u32) -> Self {
+    pub(super) const fn new(by: u32) -> Self {
         let l = 32 - (by - 1).leading_zeros();
         let magic = ((1u64 << 32) * ((1u64 << l) - by as u64) / by as u64 + 1) as u32;
         let first = if l < 1 { l } else { 1 };

@@ -19,14 +19,14 @@ pub(super) struct PinnedMirror {
 
 impl PinnedMirror {
     /// Allocates both, at least one byte.
-    pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
+    pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
         let bytes = bytes.max(1);
         let (host, device) = (PinnedMemory::new(context, bytes, 0)?, DeviceMemory::new(context, bytes)?);
         Ok(Self { context: context.clone(), host, device })
     }
 
     /// Refuses use while another context is current: a launch there could not read this memory.
-    pub fn at_home(&self) -> Result<()> {
+    pub(super) fn at_home(&self) -> Result<()> {
         let mut current = null_mut();
         // SAFETY: the driver is initialised; `current` is a local.
         unsafe { call!(cuCtxGetCurrent(&raw mut current)) }?;
@@ -39,7 +39,7 @@ impl PinnedMirror {
     }
 
     /// Bytes of each side.
-    pub fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         self.device.bytes()
     }
 
@@ -47,7 +47,7 @@ impl PinnedMirror {
     ///
     /// # Panics
     /// When there are fewer.
-    pub fn host(&mut self, offset: usize, bytes: usize) -> &mut [u8] {
+    pub(super) fn host(&mut self, offset: usize, bytes: usize) -> &mut [u8] {
         // SAFETY: `self` owns the memory, which was zeroed when it was allocated and holds the part (checked). The
         // borrow is of `self`, so nothing else on the host has it; copies to the device only read, and a writer has
         // waited for those of this part.
@@ -58,7 +58,7 @@ impl PinnedMirror {
     ///
     /// # Panics
     /// As [`PinnedMirror::host`].
-    pub fn written(&self, offset: usize, bytes: usize) -> &[u8] {
+    pub(super) fn written(&self, offset: usize, bytes: usize) -> &[u8] {
         // SAFETY: as in `host`; a writer has the only borrow of `self`.
         unsafe { core::slice::from_raw_parts(self.part(offset, bytes), bytes) }
     }
@@ -70,12 +70,12 @@ impl PinnedMirror {
     }
 
     /// The device address of `offset`.
-    pub fn device(&self, offset: usize) -> u64 {
+    pub(super) fn device(&self, offset: usize) -> u64 {
         self.device.ptr() as usize as u64 + offset as u64
     }
 
     /// Copies a part to the device, in stream order. The context must be current.
-    pub fn upload(&self, offset: usize, bytes: usize, stream: sys::CUstream) -> Result<()> {
+    pub(super) fn upload(&self, offset: usize, bytes: usize, stream: sys::CUstream) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
@@ -85,7 +85,7 @@ impl PinnedMirror {
     }
 
     /// Writes zeros to a part of the device side, in stream order. The context must be current.
-    pub fn clear(&self, offset: usize, bytes: usize, stream: sys::CUstream) -> Result<()> {
+    pub(super) fn clear(&self, offset: usize, bytes: usize, stream: sys::CUstream) -> Result<()> {
         debug_assert!(offset + bytes <= self.bytes());
         if bytes == 0 {
             return Ok(());

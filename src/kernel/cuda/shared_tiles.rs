@@ -34,7 +34,7 @@ pub(super) struct Sharing {
 impl Sharing {
     /// For tiles of `rows` rows. None where no two q heads read one kv head, or where kv heads would need different
     /// numbers of tiles.
-    pub fn of(held: u32, heads: &HeadMap, rows: u32) -> Option<Self> {
+    pub(super) fn of(held: u32, heads: &HeadMap, rows: u32) -> Option<Self> {
         let group = heads.group.min(held);
         if group <= 1 {
             return None;
@@ -56,7 +56,7 @@ impl Sharing {
     }
 
     /// q rows of a tile.
-    pub fn rows(&self) -> u32 {
+    pub(super) fn rows(&self) -> u32 {
         1 << self.token_bits
     }
 }

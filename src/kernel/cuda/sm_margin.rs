@@ -23,7 +23,7 @@ impl SmMargin {
     ///
     /// # Errors
     /// `n` is not below the number of multiprocessors that the device has.
-    pub fn new(cuda: &Arc<Cuda>, n: u32) -> Result<Option<Self>> {
+    pub(crate) fn new(cuda: &Arc<Cuda>, n: u32) -> Result<Option<Self>> {
         if n == 0 {
             return Ok(None);
         }

@@ -18,7 +18,7 @@ pub(super) struct SpareStaging(Mutex<Vec<Staging>>);
 
 impl SpareStaging {
     /// Takes spare memory of this size, if there is any.
-    pub fn take(&self, bytes: usize, launches: usize) -> Option<Staging> {
+    pub(super) fn take(&self, bytes: usize, launches: usize) -> Option<Staging> {
         // A panic leaves the list consistent.
         let mut spares = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let at = spares.iter().position(|staging| staging.is_like(bytes, launches))?;
@@ -26,7 +26,7 @@ impl SpareStaging {
     }
 
     /// Adds memory without launches in flight, or frees it.
-    pub fn put(&self, staging: Staging) {
+    pub(super) fn put(&self, staging: Staging) {
         let mut spares = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if spares.iter().map(Staging::bytes).sum::<usize>() + staging.bytes() <= MAX_BYTES {
             spares.push(staging);

@@ -75,7 +75,7 @@ fn are_whole(ranges: &Ranges) -> bool {
 
 impl Pieces {
     /// `None` if no row has to be cut off. Ranges were checked.
-    pub fn of(ranges: &Ranges, window: (i64, i64)) -> Option<Self> {
+    pub(super) fn of(ranges: &Ranges, window: (i64, i64)) -> Option<Self> {
         if are_whole(ranges) {
             return None;
         }
@@ -121,7 +121,7 @@ impl Pieces {
     }
 
     /// The ranges, with the bands of the call.
-    pub fn ranges<'a>(&'a self, bands: &'a [Band]) -> Ranges<'a> {
+    pub(super) fn ranges<'a>(&'a self, bands: &'a [Band]) -> Ranges<'a> {
         Ranges { q: &self.q, k: &self.k, pairs: &self.pairs, bands }
     }
 }

@@ -27,15 +27,15 @@ pub(super) struct TextTable {
 }
 
 impl TextTable {
-    pub fn new(left: usize) -> Self {
+    pub(super) fn new(left: usize) -> Self {
         Self { left, rows: Vec::new() }
     }
 
-    pub fn row(&mut self, cells: impl IntoIterator<Item = impl ToString>) {
+    pub(super) fn row(&mut self, cells: impl IntoIterator<Item = impl ToString>) {
         self.rows.push(cells.into_iter().map(|cell| cell.to_string()).collect());
     }
 
-    pub fn write(&self, out: &mut String) {
+    pub(super) fn write(&self, out: &mut String) {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let width = |c: usize| self.rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
         let widths: Vec<usize> = (0..columns).map(width).collect();

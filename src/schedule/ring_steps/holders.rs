@@ -13,7 +13,7 @@ use crate::heads::{HeadShare, holders, least_load};
 
 /// The holders of one kv head, and their parts of the rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Holders {
+pub(crate) struct Holders {
     /// Their places among the Ulysses ranks.
     pub(super) places: Range<u32>,
     /// This rank's index among them.

@@ -27,7 +27,7 @@ impl RingSteps {
     /// Lists the ranges and pairs of a ring step. Of q ranges, those without a key in this ring step are left out,
     /// except at the first ring step, which starts every row. `Mode`s are those of the forward; in the backward a mode
     /// that continues adds to dq.
-    pub fn ranges(&self, ring_step: usize, s: &mut RangeScratch) {
+    pub(crate) fn ranges(&self, ring_step: usize, s: &mut RangeScratch) {
         self.list_incoming(&self.list[ring_step], s);
         self.sort(s);
         s.q.clear();

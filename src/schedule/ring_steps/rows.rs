@@ -101,13 +101,13 @@ impl RingSteps {
     }
 
     /// Lists the rows that arrive at a ring step, in slot order, into `scratch.fragments`.
-    pub fn incoming(&self, ring_step: usize, scratch: &mut RangeScratch) {
+    pub(crate) fn incoming(&self, ring_step: usize, scratch: &mut RangeScratch) {
         self.list_incoming(&self.list[ring_step], scratch);
     }
 
     /// Lists the rows that leave at a ring step, of the own share or of the node slot; `range.row` counts from the
     /// start of the buffer that receives their gradients.
-    pub fn outgoing(&self, ring_step: usize, scratch: &mut RangeScratch) {
+    pub(crate) fn outgoing(&self, ring_step: usize, scratch: &mut RangeScratch) {
         self.list_outgoing(&self.list[ring_step], scratch);
     }
 }

@@ -35,7 +35,7 @@ pub(super) struct Capacity {
 
 /// Room for the lists of any one ring step. Made once; never grows afterwards.
 #[derive(Debug, Default)]
-pub struct RangeScratch {
+pub(crate) struct RangeScratch {
     pub(super) segments: Vec<Segment>,
     /// Rows that arrive or leave at the ring step that was listed last.
     pub fragments: Vec<Fragment>,
@@ -53,7 +53,7 @@ pub struct RangeScratch {
 
 impl RangeScratch {
     /// The ranges of the ring step that was listed last.
-    pub fn ranges(&self) -> Ranges<'_> {
+    pub(crate) fn ranges(&self) -> Ranges<'_> {
         Ranges { q: &self.q, k: &self.k, pairs: &self.pairs, bands: &self.bands }
     }
 

@@ -65,7 +65,7 @@ pub(super) struct NodeBorders {
 
 impl NodeBorders {
     /// `None` if the group lies in one node, or if each rank is a node.
-    pub fn new(plan: &Plan) -> Option<Self> {
+    pub(super) fn new(plan: &Plan) -> Option<Self> {
         let (mesh, ranks, p) = (plan.mesh(), plan.options().ranks_per_node, plan.problem());
         if ranks < 2 || ranks >= mesh.group() {
             return None;
@@ -94,18 +94,18 @@ impl NodeBorders {
     }
 
     /// Whether two ranks (indices of the group) lie in different nodes.
-    pub fn cross_nodes(&self, a: usize, b: usize) -> bool {
+    pub(super) fn cross_nodes(&self, a: usize, b: usize) -> bool {
         a / self.ranks != b / self.ranks
     }
 
     /// The first rank of a rank's node (both are indices of the group).
-    pub fn first_of_node(&self, rank: usize) -> usize {
+    pub(super) fn first_of_node(&self, rank: usize) -> usize {
         rank / self.ranks * self.ranks
     }
 
     /// Records a run of rows that crosses from one node to another; `first` is its first row. Either the rows were
     /// fetched, or they are gradients on their way `home`. Returns the flaw, if there is one.
-    pub fn cross(&mut self, from: usize, to: usize, home: bool, first: Cell, rows: u64) -> Option<String> {
+    pub(super) fn cross(&mut self, from: usize, to: usize, home: bool, first: Cell, rows: u64) -> Option<String> {
         let node = if home { from } else { to } / self.ranks;
         let way = if home { "from" } else { "to" };
         let side = if is_of_keys(first.what) { Side::K } else { Side::Q };
@@ -158,7 +158,7 @@ impl NodeBorders {
     }
 
     /// Counts the bytes of a message that crosses, on the ring or by gateways of an all-to-all.
-    pub fn count(&mut self, from: usize, to: usize, (home, on_ring): (bool, bool), what: What, bytes: u64) {
+    pub(super) fn count(&mut self, from: usize, to: usize, (home, on_ring): (bool, bool), what: What, bytes: u64) {
         let of_keys = is_of_keys(what);
         if !(on_ring || self.gateways && of_keys) {
             return;
@@ -190,7 +190,7 @@ impl NodeBorders {
     }
 
     /// A gateway (index of the group) that carries too much, and the flaw.
-    pub fn uneven(&self) -> Option<(usize, String)> {
+    pub(super) fn uneven(&self) -> Option<(usize, String)> {
         let mut parts = BTreeMap::new();
         self.flows.iter().find_map(|(flow, [owners, gateways])| {
             let (part, whole_rows) = if flow.on_ring {

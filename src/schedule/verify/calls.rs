@@ -59,12 +59,12 @@ pub(super) struct AttendCalls {
 }
 
 impl AttendCalls {
-    pub fn get(&self, call: u32) -> &AttendCall {
+    pub(super) fn get(&self, call: u32) -> &AttendCall {
         &self.list[call as usize]
     }
 
     /// Adds a call with its tokens of q's side, of k's side, of both or of none; returns its number.
-    pub fn add(
+    pub(super) fn add(
         &mut self,
         rank: usize,
         op: usize,
@@ -131,7 +131,7 @@ impl AttendCalls {
 
     /// The ranges of the other side that a token meets in a call, with their bands, in the order of the call, and the
     /// number of tokens from it on that meet the same ranges. `None` if the call does not name the token.
-    pub fn partners(
+    pub(super) fn partners(
         &self,
         call: u32,
         side: Side,

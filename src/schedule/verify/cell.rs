@@ -45,14 +45,14 @@ pub(super) struct Cell {
 }
 
 impl Cell {
-    pub const UNSET: Self =
+    pub(super) const UNSET: Self =
         Self { what: What::Unset, token: 0, head: 0, list: 0, unread: 0, strict: false, crossed: false, rounded: None };
 
-    pub const fn new(what: What, token: u32, head: u32, list: u32) -> Self {
+    pub(super) const fn new(what: What, token: u32, head: u32, list: u32) -> Self {
         Self { what, token, head, list, ..Self::UNSET }
     }
 
-    pub fn describe(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         match self.what {
             What::Unset => "nothing".into(),
             What::Zero => "zeros".into(),
@@ -64,7 +64,7 @@ impl Cell {
         }
     }
     /// The content of the row `rows` after this one, in the same run.
-    pub fn after(self, rows: u64) -> Self {
+    pub(super) fn after(self, rows: u64) -> Self {
         match self.what {
             What::Unset | What::Zero => self,
             _ => Self { token: self.token.wrapping_add(rows as u32), ..self },

@@ -19,12 +19,12 @@ pub(super) struct Column {
 
 impl Column {
     /// A column of undefined rows.
-    pub fn unset(rows: u64) -> Self {
+    pub(super) fn unset(rows: u64) -> Self {
         Self { rows, runs: if rows > 0 { vec![(0, Cell::UNSET)] } else { Vec::new() } }
     }
 
     /// A cell for each row.
-    pub fn of(cells: impl Iterator<Item = Cell>) -> Self {
+    pub(super) fn of(cells: impl Iterator<Item = Cell>) -> Self {
         let mut column = Self { rows: 0, runs: Vec::new() };
         for cell in cells {
             column.runs.push((column.rows, cell));
@@ -44,14 +44,14 @@ impl Column {
     }
 
     /// The content of a row, and the number of rows from it to the end of its run.
-    pub fn at(&self, row: u64) -> (Cell, u64) {
+    pub(super) fn at(&self, row: u64) -> (Cell, u64) {
         let i = self.find(row);
         let (first, cell) = self.runs[i];
         (cell.after(row - first), self.end(i) - row)
     }
 
     /// The runs that hold rows `first..end`, cut to these rows: the first row of each, the number of rows, the content.
-    pub fn runs(&self, first: u64, end: u64) -> impl Iterator<Item = (u64, u64, Cell)> + '_ {
+    pub(super) fn runs(&self, first: u64, end: u64) -> impl Iterator<Item = (u64, u64, Cell)> + '_ {
         let from = if first < end { self.find(first) } else { self.runs.len() };
         let within = self.runs[from..].iter().take_while(move |run| run.0 < end);
         (from..).zip(within).map(move |(i, &(row, cell))| {
@@ -61,12 +61,12 @@ impl Column {
     }
 
     /// The first of these rows that was written and has not been read.
-    pub fn unread(&self, first: u64, end: u64) -> Option<(u64, Cell)> {
+    pub(super) fn unread(&self, first: u64, end: u64) -> Option<(u64, Cell)> {
         self.runs(first, end).find(|run| run.2.unread > 0).map(|(row, _, cell)| (row, cell))
     }
 
     /// Writes rows `first..end`: runs that cover them, each with its first row.
-    pub fn write(&mut self, first: u64, end: u64, runs: impl Iterator<Item = (u64, Cell)>) {
+    pub(super) fn write(&mut self, first: u64, end: u64, runs: impl Iterator<Item = (u64, Cell)>) {
         if first >= end {
             return;
         }
@@ -77,7 +77,7 @@ impl Column {
     }
 
     /// Marks those rows of `first..end` as read for which `counts` is true.
-    pub fn read(&mut self, first: u64, end: u64, counts: impl Fn(&Cell) -> bool) {
+    pub(super) fn read(&mut self, first: u64, end: u64, counts: impl Fn(&Cell) -> bool) {
         let Some((from, _)) = self.unread(first, end) else { return };
         let (i, j) = (self.split(from), self.split(end));
         for (_, cell) in self.runs[i..j].iter_mut().filter(|run| counts(&run.1)) {

@@ -39,7 +39,7 @@ fn hash((list, atom): (u32, Atom)) -> usize {
 }
 
 impl Contributions {
-    pub fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
             all: vec![(0, Atom { call: 0, head: 0, heads: 0 })],
             of_calls: Vec::new(),
@@ -49,7 +49,7 @@ impl Contributions {
         }
     }
 
-    pub fn get(&self, list: u32) -> Vec<Atom> {
+    pub(super) fn get(&self, list: u32) -> Vec<Atom> {
         let mut atoms = Vec::new();
         let mut at = list;
         while at > 0 {
@@ -104,12 +104,12 @@ impl Contributions {
         new
     }
 
-    pub fn one(&mut self, atom: Atom) -> u32 {
+    pub(super) fn one(&mut self, atom: Atom) -> u32 {
         self.add(0, atom)
     }
 
     /// `a` followed by `b`.
-    pub fn join(&mut self, a: u32, b: u32) -> u32 {
+    pub(super) fn join(&mut self, a: u32, b: u32) -> u32 {
         if a == 0 || b == 0 {
             return a.max(b);
         }

@@ -49,7 +49,7 @@ pub(super) struct Prover<'a> {
 }
 
 impl<'a> Prover<'a> {
-    pub fn new(plan: &'a Plan, ranks: Vec<RankOps<'a>>, memories: Vec<Memory>, whole_rows: bool) -> Self {
+    pub(super) fn new(plan: &'a Plan, ranks: Vec<RankOps<'a>>, memories: Vec<Memory>, whole_rows: bool) -> Self {
         let report = |ops: &RankOps| RankReport {
             rank: ops.rank(),
             operations: ops.len(),
@@ -74,17 +74,17 @@ impl<'a> Prover<'a> {
         }
     }
 
-    pub fn err(&self, r: usize, op: usize, text: impl Into<String>) -> Error {
+    pub(super) fn err(&self, r: usize, op: usize, text: impl Into<String>) -> Error {
         flaw(self.ranks[r].rank(), op, text)
     }
 
     /// Writes out an operation of rank `r` (an index of the group).
-    pub fn list(&mut self, r: usize, op: usize) -> ExpandedOp {
+    pub(super) fn list(&mut self, r: usize, op: usize) -> ExpandedOp {
         self.ranks[r].list(op, &mut self.expansion)
     }
 
     /// Executes an operation of rank `r` that involves no other rank.
-    pub fn execute(&mut self, r: usize, op: usize, work: &ExpandedOp) -> Result<()> {
+    pub(super) fn execute(&mut self, r: usize, op: usize, work: &ExpandedOp) -> Result<()> {
         let done: Result<(), Wrong> = match work {
             ExpandedOp::Delta { delta } => self.delta(r, op, delta),
             ExpandedOp::SinkGradient { delta, partial } => self.sink_gradient(r, op, delta, partial),
@@ -105,7 +105,7 @@ impl<'a> Prover<'a> {
     }
 
     /// Checks that a view has the expected type.
-    pub fn typed(&self, r: usize, v: &BufferView, dtype: Dtype, dim: usize) -> Result<(), String> {
+    pub(super) fn typed(&self, r: usize, v: &BufferView, dtype: Dtype, dim: usize) -> Result<(), String> {
         let t = self.memories[r].table(v.buf);
         if (t.dtype, t.dim as usize) != (dtype, dim) {
             return Err(format!("{} is {} of dim {}, not {dtype} of dim {dim}", t.name, t.dtype, t.dim));
@@ -155,7 +155,7 @@ impl<'a> Prover<'a> {
     }
 
     /// An exact sum travels as digits.
-    pub fn sink_dim(&self) -> usize {
+    pub(super) fn sink_dim(&self) -> usize {
         self.plan.problem().sinks_per_head() * if self.plan.options().reproducible { SINK_DIGITS } else { 1 }
     }
 
@@ -175,7 +175,7 @@ impl<'a> Prover<'a> {
 
     /// Checks that the rows from `row` on have the expected content (except contributions): the first `want`, and each
     /// row after it the next token.
-    pub fn expect(
+    pub(super) fn expect(
         &self,
         r: usize,
         v: &BufferView,
@@ -188,7 +188,15 @@ impl<'a> Prover<'a> {
     }
 
     /// Checks the content of one row, except contributions.
-    pub fn holds(&self, r: usize, v: &BufferView, row: u64, head: u32, cell: Cell, want: Cell) -> Result<(), String> {
+    pub(super) fn holds(
+        &self,
+        r: usize,
+        v: &BufferView,
+        row: u64,
+        head: u32,
+        cell: Cell,
+        want: Cell,
+    ) -> Result<(), String> {
         if (cell.what, cell.token, cell.head) == (want.what, want.token, want.head) {
             return Ok(());
         }
@@ -298,7 +306,7 @@ impl<'a> Prover<'a> {
 
     /// The contributions to one row of a running o and its lse, which must be those of `of`'s row, and the number of
     /// rows from it on that have the same.
-    pub fn running(
+    pub(super) fn running(
         &self,
         r: usize,
         (o, lse): (&BufferView, &BufferView),

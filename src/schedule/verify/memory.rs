@@ -76,14 +76,14 @@ pub(super) struct CellTable {
 
 impl CellTable {
     /// A tensor of the caller and its initial content; absent if it has no form.
-    pub fn of_user(tensor: TensorId, form: Option<TensorForm>, columns: Columns) -> Self {
+    pub(super) fn of_user(tensor: TensorId, form: Option<TensorForm>, columns: Columns) -> Self {
         let ([rows, heads, dim], dtype) = form.map_or(([0; 3], Dtype::F32), |f| (f.shape, f.dtype));
         let (name, rows, heads, dim) = (tensor.name(), rows as u64, heads as u32, dim as u32);
         Self { name, rows, heads, dim, dtype, columns, offset: 0, aliases: Vec::new() }
     }
 
     /// Bytes of a head of a row.
-    pub fn cell_bytes(&self) -> u64 {
+    pub(super) fn cell_bytes(&self) -> u64 {
         u64::from(self.dim) * self.dtype.size() as u64
     }
 
@@ -130,7 +130,7 @@ pub(super) fn side_of(tensor: TensorId) -> Side {
 impl Memory {
     /// The caller's tensors, in the order of [`TensorId`], and the buffers of a schedule, which lie in its workspace.
     /// `whole_rows`: a cell for a row.
-    pub fn new(s: &Schedule, mut tables: Vec<CellTable>, whole_rows: bool) -> Self {
+    pub(super) fn new(s: &Schedule, mut tables: Vec<CellTable>, whole_rows: bool) -> Self {
         tables.extend(s.buffers.iter().map(|b| CellTable {
             columns: Columns::unset(b.rows, if whole_rows { b.heads.min(1) } else { b.heads }),
             name: b.name,
@@ -157,11 +157,11 @@ impl Memory {
         Self { rank: s.rank, whole_rows, tables }
     }
 
-    pub fn table(&self, buf: Buf) -> &CellTable {
+    pub(super) fn table(&self, buf: Buf) -> &CellTable {
         &self.tables[table_of(buf)]
     }
 
-    pub fn name(&self, buf: Buf) -> &'static str {
+    pub(super) fn name(&self, buf: Buf) -> &'static str {
         self.table(buf).name
     }
 
@@ -170,36 +170,42 @@ impl Memory {
     }
 
     /// The heads of a view that have cells of their own: all of them, or only the first, which stands for all.
-    pub fn heads(&self, v: &BufferView) -> core::iter::StepBy<core::ops::Range<u32>> {
+    pub(super) fn heads(&self, v: &BufferView) -> core::iter::StepBy<core::ops::Range<u32>> {
         (0..v.heads).step_by(if self.whole_rows { v.heads.max(1) as usize } else { 1 })
     }
 
     /// The content of a row of a view, and the number of rows from it to the end of its run.
-    pub fn at(&self, v: &BufferView, row: u64, head: u32) -> (Cell, u64) {
+    pub(super) fn at(&self, v: &BufferView, row: u64, head: u32) -> (Cell, u64) {
         self.table(v.buf).columns[self.column(v, head)].at(v.row + row)
     }
 
     /// The runs of rows `row..row + rows` of a view: the first row of each, the number of rows, the content.
-    pub fn runs(&self, v: &BufferView, row: u64, rows: u64, head: u32) -> impl Iterator<Item = (u64, u64, Cell)> + '_ {
+    pub(super) fn runs(
+        &self,
+        v: &BufferView,
+        row: u64,
+        rows: u64,
+        head: u32,
+    ) -> impl Iterator<Item = (u64, u64, Cell)> + '_ {
         let (first, from) = (v.row + row, v.row);
         let runs = self.table(v.buf).columns[self.column(v, head)].runs(first, first + rows);
         runs.map(move |(row, rows, cell)| (row - from, rows, cell))
     }
 
     /// Sets the initial content of a row of a view.
-    pub fn set(&mut self, v: &BufferView, row: u64, head: u32, cell: Cell) {
+    pub(super) fn set(&mut self, v: &BufferView, row: u64, head: u32, cell: Cell) {
         let (column, at) = (self.column(v, head), v.row + row);
         self.tables[table_of(v.buf)].columns[column].write(at, at + 1, core::iter::once((at, cell)));
     }
 
     /// Marks those cells of rows `row..row + rows` of a view as read for which `counts` is true.
-    pub fn read(&mut self, v: &BufferView, row: u64, rows: u64, head: u32, counts: impl Fn(&Cell) -> bool) {
+    pub(super) fn read(&mut self, v: &BufferView, row: u64, rows: u64, head: u32, counts: impl Fn(&Cell) -> bool) {
         let (column, first) = (self.column(v, head), v.row + row);
         self.tables[table_of(v.buf)].columns[column].read(first, first + rows, counts);
     }
 
     /// Writes rows `row..row + rows` of all heads of a view, head by head, in pieces, by operation `op`.
-    pub fn write(&mut self, op: usize, v: &BufferView, row: u64, rows: u64, pieces: &[Piece]) -> Result<()> {
+    pub(super) fn write(&mut self, op: usize, v: &BufferView, row: u64, rows: u64, pieces: &[Piece]) -> Result<()> {
         if v.heads == 0 || rows == 0 {
             return Ok(());
         }
@@ -251,7 +257,7 @@ impl Memory {
     }
 
     /// Checks at the end that every row written has been read, except the caller's results.
-    pub fn check_all_read(&self) -> Result<()> {
+    pub(super) fn check_all_read(&self) -> Result<()> {
         let mut buffers = self.tables.iter().enumerate().skip(TensorId::COUNT);
         buffers.try_for_each(|(t, table)| {
             (0..table.columns.len()).try_for_each(|column| self.lost(t, column, 0, table.rows))

@@ -50,7 +50,7 @@ fn ring_step(kind: &mut OpKind) -> Option<&mut u32> {
 }
 
 impl<'a> RankOps<'a> {
-    pub fn new(mut frame: Schedule, written: Option<&'a [ExpandedOp]>, whole_rows: bool) -> Self {
+    pub(super) fn new(mut frame: Schedule, written: Option<&'a [ExpandedOp]>, whole_rows: bool) -> Self {
         let ops = core::mem::take(&mut frame.ops);
         let mut forms: Vec<Op> = Vec::new();
         let mut entries = Vec::with_capacity(ops.len());
@@ -72,51 +72,51 @@ impl<'a> RankOps<'a> {
     }
 
     /// The schedule, with forms in place of its operations.
-    pub fn frame(&self) -> &Schedule {
+    pub(super) fn frame(&self) -> &Schedule {
         &self.frame
     }
 
     /// Whether every view takes all heads of its buffer.
-    pub fn takes_whole_rows(&self) -> bool {
+    pub(super) fn takes_whole_rows(&self) -> bool {
         self.whole_rows
     }
 
-    pub fn rank(&self) -> usize {
+    pub(super) fn rank(&self) -> usize {
         self.frame.rank
     }
 
     /// How many operations there are.
-    pub fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.entries.len()
     }
 
     /// The last operation, which errors about results name.
-    pub fn last(&self) -> usize {
+    pub(super) fn last(&self) -> usize {
         self.len().max(1) - 1
     }
 
     /// An operation without its step, its ring step and its dependency.
-    pub fn form(&self, op: usize) -> &Op {
+    pub(super) fn form(&self, op: usize) -> &Op {
         &self.frame.ops[self.entries[op].form as usize]
     }
 
     /// The operation of the other lane that an operation waits for.
-    pub fn after(&self, op: usize) -> Option<usize> {
+    pub(super) fn after(&self, op: usize) -> Option<usize> {
         Some(self.entries[op].after).filter(|&after| after != NOTHING).map(|after| after as usize)
     }
 
     /// The lane of an operation.
-    pub fn lane(&self, op: usize) -> Lane {
+    pub(super) fn lane(&self, op: usize) -> Lane {
         self.entries[op].lane
     }
 
     /// Whether an operation is an exchange.
-    pub fn is_exchange(&self, op: usize) -> bool {
+    pub(super) fn is_exchange(&self, op: usize) -> bool {
         self.entries[op].exchange
     }
 
     /// Lists the arguments of an operation.
-    pub fn list(&mut self, op: usize, expansion: &mut Expansion) -> ExpandedOp {
+    pub(super) fn list(&mut self, op: usize, expansion: &mut Expansion) -> ExpandedOp {
         if let Some(written) = self.written {
             return written[op].clone();
         }

@@ -40,7 +40,7 @@ impl Prover<'_> {
 
     /// Moves a message, given as (index in the group, operation, rows). `strict`: as in
     /// [`ExpandedOp::Exchange`](crate::schedule::ExpandedOp).
-    pub fn transfer(
+    pub(super) fn transfer(
         &mut self,
         from: (usize, usize, BufferView),
         to: (usize, usize, BufferView),

@@ -44,7 +44,7 @@ pub(super) struct KeyTiles<'a, A> {
 impl<'a, A: Real> KeyTiles<'a, A> {
     /// Tiles for a call, with vectors `V`.
     #[inline(always)]
-    pub fn new<V: Vector<T = A>>(lines: &'a mut [Line], c: &AttendBackward) -> Self {
+    pub(super) fn new<V: Vector<T = A>>(lines: &'a mut [Line], c: &AttendBackward) -> Self {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (ldk, ldv) = (Dense::<V>::row(d), Dense::<V>::row(dv));
         let mut arena = Arena(lines);
@@ -73,7 +73,7 @@ impl<'a, A: Real> KeyTiles<'a, A> {
     }
 
     /// Marks the keys that are of the pairs and of their band. Returns the rows that may see one of them.
-    pub fn mark_read(&mut self, reader: &Reader) -> Range<u32> {
+    pub(super) fn mark_read(&mut self, reader: &Reader) -> Range<u32> {
         let rows = self.keys.rows_near(reader);
         if rows.is_empty() {
             return rows;
@@ -95,7 +95,7 @@ impl<'a, A: Real> KeyTiles<'a, A> {
     /// # Safety
     /// The keys' rows and the head are within dk and dv, which this unit alone touches there.
     #[inline(always)]
-    pub unsafe fn write(&self, c: &AttendBackward, head: u32) {
+    pub(super) unsafe fn write(&self, c: &AttendBackward, head: u32) {
         for j in 0..self.keys.n {
             let row = self.keys.row[j];
             for (tensor, sums, ld) in [(&c.dk, &self.dk, self.ldk), (&c.dv, &self.dv, self.ldv)] {
