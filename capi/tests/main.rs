@@ -148,6 +148,11 @@ fn keys_in_pages_and_partial_results_of_two_ranks() {
 }
 
 #[test]
+fn listed_keys_in_c() {
+    run(&mut Command::new(compile("capi/tests/listed.c", "c99")));
+}
+
+#[test]
 fn instruction_sets_are_forced_and_parts_of_documents_err_as_the_whole() {
     run(&mut Command::new(compile("capi/tests/isa.c", "c99")));
 }

@@ -163,7 +163,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                         heads,
                         entries,
                     });
-                    let tensors = Forward {
+                    let tensors = Forward::<T> {
                         q,
                         k,
                         v,
@@ -182,7 +182,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                     let mut dk = vec![nan; tk.len() * hk * d];
                     let mut d_v = vec![nan; tk.len() * hk * dv];
                     let mut dsinks = vec![acc_nan; sinks.map_or(0, <[f32]>::len)];
-                    let tensors = Backward {
+                    let tensors = Backward::<T> {
                         q,
                         k,
                         v,

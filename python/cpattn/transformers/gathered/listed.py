@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface
 
 from ..._header import UNLIMITED
 from ...errors import Unsupported
@@ -83,7 +83,7 @@ def attend(
     return o[None], None
 
 
-ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+AttentionInterface.register(NAME, attend)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def listed(kind: str, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
