@@ -104,7 +104,7 @@ impl<I: Iterator<Item = (i64, u32)> + Clone> VectorLoop for Zeros<'_, I> {
 /// The keys of a tile that any of lanes `first..first + width` sees, and whether pairs of them are masked. Prepares the
 /// lanes for [`gradients`].
 #[inline(always)]
-pub(crate) fn meet<A: Real>(
+pub(crate) fn visible_keys<A: Real>(
     lanes: &mut Lanes<A>,
     first: usize,
     width: usize,

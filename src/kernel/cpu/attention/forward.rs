@@ -217,7 +217,7 @@ impl ForwardPass<'_> {
             stream = all;
         }
         // SAFETY: the ranges' rows and the kv head are within k and v (checked).
-        unsafe { self.ask(stream.ahead(E::TILES), unit.kv) };
+        unsafe { self.prefetch(stream.ahead(E::TILES), unit.kv) };
         let panels = t.lanes.n.div_ceil(E::PANEL);
         for (i, (panel, of)) in t.q.chunks_exact_mut(q_len).zip(&mut t.panels[..panels]).enumerate() {
             let first = i * E::PANEL;
@@ -254,14 +254,14 @@ impl ForwardPass<'_> {
             let each = ((ahead.end - ahead.start) as usize).div_ceil(panels) as i64;
             let mut later = Deferred { products: E::Later::default(), free: 0 };
             let mut meetings = (0..panels * tiles).map(|i| (i / tiles, i % tiles));
-            let mut next = meetings.find_map(|(panel, tile)| self.meet::<E>(t, scoring, panel, tile));
+            let mut next = meetings.find_map(|(panel, tile)| self.visible_keys::<E>(t, scoring, panel, tile));
             let mut asked = 0;
             while let Some(now) = next {
-                next = meetings.find_map(|(panel, tile)| self.meet::<E>(t, scoring, panel, tile));
+                next = meetings.find_map(|(panel, tile)| self.visible_keys::<E>(t, scoring, panel, tile));
                 while asked <= now.panel as i64 {
                     let part = ahead.start + asked * each;
                     // SAFETY: the ranges' rows and the kv head are within k and v (checked).
-                    unsafe { self.ask(part..ahead.end.min(part + each), unit.kv) };
+                    unsafe { self.prefetch(part..ahead.end.min(part + each), unit.kv) };
                     asked += 1;
                 }
                 // SAFETY: as above; tiles and panels are packed.
@@ -312,7 +312,7 @@ impl ForwardPass<'_> {
 
     /// The keys of a tile that a panel sees, or nothing.
     #[inline(always)]
-    fn meet<E: AttentionEngine>(
+    fn visible_keys<E: AttentionEngine>(
         &self,
         t: &ForwardTiles<E::T, E::Sum>,
         scoring: &Scoring<E::Sum>,
@@ -387,7 +387,7 @@ impl ForwardPass<'_> {
                 };
                 let (of, next) = (operands(now), next.map(operands));
                 if E::interleaved(&scores, &of, next.as_ref(), s, p, (m, l, best), &mut later.products) {
-                    E::put_off(&v, p, o, range.clone(), &mut later.products);
+                    E::defer(&v, p, o, range.clone(), &mut later.products);
                     later.free ^= 1;
                     return;
                 }

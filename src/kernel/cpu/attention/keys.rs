@@ -7,7 +7,7 @@
 //! over the rows in that order. Where ranges are short, several q heads are processed together; not in aligned calls,
 //! where the order of a sum must not depend on how the rows are cut.
 
-use super::backward::{FLUSH, Flush, flush, gradients, meet, no_row};
+use super::backward::{FLUSH, Flush, flush, gradients, no_row, visible_keys};
 use super::bands::{Reader, by_band, one_band, union};
 use super::dq_order::{DqOrder, DqTurn};
 use super::key_units::{Group, KeyUnits};
@@ -224,7 +224,7 @@ impl Keys<'_> {
                     t.lanes.set(&reader.q, first, rows, heads.clone(), &c.alibi_slopes);
                     t.lanes.limit(&reader.limits);
                     let of = (pairs[0].band, q.range.doc);
-                    self.meet::<V>(t, scoring, run, (of, pos, q), bad_k, (turn, place + first + rows));
+                    self.tile_pairs::<V>(t, scoring, run, (of, pos, q), bad_k, (turn, place + first + rows));
                 }
             }
             first += rows;
@@ -273,7 +273,7 @@ impl Keys<'_> {
     /// # Safety
     /// As [`Job::work`].
     #[inline(always)]
-    unsafe fn meet<V: Vector>(
+    unsafe fn tile_pairs<V: Vector>(
         &self,
         t: &mut KeyTiles<V::T>,
         scoring: &Scoring<V::T>,
@@ -286,7 +286,7 @@ impl Keys<'_> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let keys = &t.keys;
         let lanes = vectors::<V>(t.lanes.n);
-        let Some((range, masked)) = meet(&mut t.lanes, 0, lanes, &keys.slots, scoring.alibi) else { return };
+        let Some((range, masked)) = visible_keys(&mut t.lanes, 0, lanes, &keys.slots, scoring.alibi) else { return };
         if run.before(of, pos, t.lanes.n) {
             let (nk, nv) = (keys.n * t.ldk, keys.n * t.ldv);
             flush(&mut t.dk[..nk], &mut t.dk_part[..nk]);

@@ -4,7 +4,7 @@
 //! Units, tiles and the order of keys are those of the forward. `dQᵀ += Kᵀ·dS` stays in the cache until the last key,
 //! and is then written to dq or added to it, as the mode of the range says.
 
-use super::backward::{FLUSH, Flush, flush, gradients, meet, no_row};
+use super::backward::{FLUSH, Flush, flush, gradients, no_row, visible_keys};
 use super::dropout::Kept;
 use super::row_blocks::{RowUnit, RowUnits, readers};
 use super::stream::{KeyStream, KeyTile};
@@ -156,7 +156,7 @@ impl Queries<'_> {
             let bad = unsafe { any_non_finite::<V>(keys.k.as_ptr(), keys.n * t.ldk) };
             for first in (0..lanes).step_by(panel) {
                 let width = panel.min(lanes - first);
-                let Some((range, masked)) = meet(&mut t.lanes, first, width, &keys.slots, scoring.alibi) else {
+                let Some((range, masked)) = visible_keys(&mut t.lanes, first, width, &keys.slots, scoring.alibi) else {
                     continue;
                 };
                 let (begin, count) = (range.start, range.len());

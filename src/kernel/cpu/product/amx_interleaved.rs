@@ -24,7 +24,7 @@ use core::marker::PhantomData;
 use core::ops::Range;
 
 /// The deferred products, and the scores that were computed ahead.
-pub(crate) struct Later {
+pub(crate) struct PendingProduct {
     /// The deferred products `o += Vᵀ·P`; those of the dims from `d` on remain.
     v: *const u16,
     p: *const u16,
@@ -38,16 +38,16 @@ pub(crate) struct Later {
     ahead: bool,
 }
 
-impl Default for Later {
+impl Default for PendingProduct {
     fn default() -> Self {
         let (v, p, o) = (core::ptr::null(), core::ptr::null(), core::ptr::null_mut());
         Self { v, p, o, keys: 0..0, d: 0, dim: 0, half: 0, ahead: false }
     }
 }
 
-impl Later {
+impl PendingProduct {
     /// Defers the products of a panel's p over the keys `keys`, for `dim` dims.
-    pub(crate) fn put_off(&mut self, v: *const u16, p: *const u16, o: *mut f32, keys: Range<usize>, dim: usize) {
+    pub(crate) fn defer(&mut self, v: *const u16, p: *const u16, o: *mut f32, keys: Range<usize>, dim: usize) {
         debug_assert_eq!(self.left(), 0);
         *self = Self { v, p, o, keys, d: 0, dim, ..*self };
     }
@@ -85,7 +85,7 @@ struct Steps<'a, H> {
     product: Product,
     /// The number of products of `later` that follow.
     quota: usize,
-    later: &'a mut Later,
+    later: &'a mut PendingProduct,
     half: PhantomData<H>,
 }
 
@@ -169,7 +169,7 @@ impl Panel<'_> {
     /// # Safety
     /// AMX with products of `H` is entered; tiles and panels are as long as the engine says; `keys` are whole blocks.
     #[inline(always)]
-    pub(crate) unsafe fn run<H: TileForm>(&self, later: &mut Later) -> bool {
+    pub(crate) unsafe fn run<H: TileForm>(&self, later: &mut PendingProduct) -> bool {
         // SAFETY: the instruction set is present, keys are within the tile and lanes within the panel (the contract).
         unsafe {
             let zero = __m512::splat(0.0);

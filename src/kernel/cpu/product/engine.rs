@@ -131,7 +131,7 @@ pub(crate) trait AttentionEngine {
         false
     }
     /// Defers the product of [`AttentionEngine::weigh`], for a finite v. No other product may be deferred.
-    unsafe fn put_off(
+    unsafe fn defer(
         _v: &Values<Self::T>,
         _p: *const Self::T,
         _o: *mut Self::Sum,

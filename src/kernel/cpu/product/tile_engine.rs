@@ -18,7 +18,7 @@
 //! `amx_interleaved.rs` uses that for scores without options. In all other cases products and softmax alternate.
 
 use super::amx::{configure, release};
-use super::amx_interleaved::{Later, Panel, put};
+use super::amx_interleaved::{Panel, PendingProduct, put};
 use super::amx_product::{PANEL, TILE, scores_of, values_of};
 use super::engine::{AttentionEngine, Operands, Values};
 use super::forms::TileForm;
@@ -155,7 +155,7 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
     const TILES: usize = H::TILES;
     const INTERLEAVES: bool = H::MATRIX_UNIT;
     const WRITES_ALL: bool = true;
-    type Later = Later;
+    type Later = PendingProduct;
 
     fn keys_len(dim: usize) -> usize {
         KEYS * dim.next_multiple_of(32) * H::PARTS
@@ -322,19 +322,19 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
         s: *mut f32,
         p: *mut u16,
         (m, l, best): (*mut f32, *mut f32, *mut f32),
-        later: &mut Later,
+        later: &mut PendingProduct,
     ) -> bool {
         // SAFETY: the contract of `AttentionEngine::interleaved`.
         unsafe { Panel { scores, of, next, s, p, m, l, best }.run::<H>(later) }
     }
 
     #[inline(always)]
-    unsafe fn put_off(v: &Values<u16>, p: *const u16, o: *mut f32, keys: Range<usize>, later: &mut Later) {
-        later.put_off(v.tile.as_ptr(), p, o, keys, v.tensor.dim as usize);
+    unsafe fn defer(v: &Values<u16>, p: *const u16, o: *mut f32, keys: Range<usize>, later: &mut PendingProduct) {
+        later.defer(v.tile.as_ptr(), p, o, keys, v.tensor.dim as usize);
     }
 
     #[inline(always)]
-    unsafe fn finish(later: &mut Later) {
+    unsafe fn finish(later: &mut PendingProduct) {
         // SAFETY: tiles and panels are as they were when it was put off (the contract).
         unsafe { later.finish::<H>() };
     }

@@ -14,7 +14,7 @@ impl ForwardPass<'_> {
     /// # Safety
     /// The rows, looked up in the table if there is one, and the head are within k and v.
     #[inline(always)]
-    pub(super) unsafe fn ask(&self, rows: Range<i64>, head: u32) {
+    pub(super) unsafe fn prefetch(&self, rows: Range<i64>, head: u32) {
         for row in rows {
             let row = self.table.get(row as usize).map_or(row, |&row| i64::from(row));
             // SAFETY: the rows and the head are within k and v (the contract).
@@ -54,7 +54,7 @@ impl ForwardPass<'_> {
             for &pair in c.ranges.pairs_of(q) {
                 let k = &c.ranges.k[pair.k as usize];
                 let rows = k.len.min(left);
-                self.ask(k.row..k.row + i64::from(rows), kv);
+                self.prefetch(k.row..k.row + i64::from(rows), kv);
                 left -= rows;
                 if left == 0 {
                     break;

@@ -7,7 +7,7 @@ use super::super::keys::Keys;
 use super::super::stream::BLOCK;
 use super::super::tile::{Cover, Scoring, VisibleKeys, at};
 use super::tiles::{BLOCKS, MatrixTiles, shift, weight};
-use super::weights::{Of, Out, PANELS, not_finite_lanes, pack_pairs};
+use super::weights::{GradientInputs, GradientOutputs, PANELS, not_finite_lanes, pack_pairs};
 use crate::kernel::cpu::memory::arena::KEYS;
 use crate::kernel::cpu::memory::panel::to_rows;
 use crate::kernel::cpu::memory::rows::address;
@@ -183,12 +183,12 @@ impl Keys<'_> {
                         continue;
                     }
                     let at = (block - tile * EACH) * BLOCK * PANEL;
-                    let out = Out {
+                    let out = GradientOutputs {
                         p: t.p.as_mut_ptr().add((2 * block * PANELS + panel) * whole),
                         ds: t.ds.as_mut_ptr().add((2 * block * PANELS + panel) * whole),
                         pairs: t.pairs.as_mut_ptr().add(2 * block * whole),
                     };
-                    let of = Of {
+                    let of = GradientInputs {
                         scoring,
                         lanes: &t.lanes,
                         first,

@@ -18,14 +18,14 @@ pub(crate) const ROWS: usize = 128;
 pub(crate) const PANELS: usize = ROWS / PANEL;
 
 /// Where p and ds of a block of 32 keys with a panel are written.
-pub(crate) struct Out {
+pub(crate) struct GradientOutputs {
     pub p: *mut u16,
     pub ds: *mut u16,
     pub pairs: *mut u16,
 }
 
 /// The inputs of p and ds.
-pub(crate) struct Of<'a> {
+pub(crate) struct GradientInputs<'a> {
     pub scoring: &'a Scoring<f32>,
     pub lanes: &'a Lanes<'a, f32>,
     pub first: usize,
@@ -40,11 +40,11 @@ pub(crate) struct Of<'a> {
     pub masked: bool,
 }
 
-impl Of<'_> {
+impl GradientInputs<'_> {
     /// # Safety
     /// AVX-512 with BW and BF16 is present; all are as large as their comments say.
     #[inline(always)]
-    pub(crate) unsafe fn gradients<H: TileForm, const CAREFUL: bool, const MASKED: bool>(&self, out: &Out) {
+    pub(crate) unsafe fn gradients<H: TileForm, const CAREFUL: bool, const MASKED: bool>(&self, out: &GradientOutputs) {
         // SAFETY: keys are within the block, lanes within the panel.
         unsafe {
             let (low, high) = (_mm512_loadu_si512(LOW.as_ptr().cast()), _mm512_loadu_si512(HIGH.as_ptr().cast()));
