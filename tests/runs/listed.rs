@@ -147,7 +147,7 @@ fn dense<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
     out
 }
 
-/// One rank within `8 u` of the dense result, and every mesh and layout within the rule of that.
+/// One rank within `8 u` (`24 u` where dims are large) of the dense result, and every mesh and layout within the rule of that.
 fn every_way<T: Element>(what: &str, p: &Problem, list_heads: usize, entries: usize, ways: &[(Mesh, Layout, Options)]) {
     let data = data::<T>(p, &lists(p, list_heads, entries, 3), 7);
     let want = dense(p, &data);
@@ -156,10 +156,9 @@ fn every_way<T: Element>(what: &str, p: &Problem, list_heads: usize, entries: us
         [("o", &one.o, &want.o), ("dq", &one.dq, &want.dq), ("dk", &one.dk, &want.dk), ("dv", &one.dv, &want.dv)]
     {
         let (e, scale) = (error(got, want), rms(want.iter().copied()));
-        assert!(
-            scale > 1e-3 && e <= 8.0 * T::DTYPE.unit_roundoff() * scale,
-            "{what}: {name} of one rank {e:e}, {scale:e}"
-        );
+        // Long dot products in sums of f32, of which ds is a difference.
+        let within = T::DTYPE.unit_roundoff() * if p.head_dim() > 128 { 24.0 } else { 8.0 };
+        assert!(scale > 1e-3 && e <= within * scale, "{what}: {name} of one rank {e:e}, {scale:e}");
     }
     check(&format!("{what}, one rank"), &one, &one, &want);
     for &(mesh, layout, options) in ways {
