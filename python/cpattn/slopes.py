@@ -35,7 +35,9 @@ def c_slopes(name: str, given: Any, heads: int) -> dict[str, Any]:
     if not slopes or not isinstance(slopes[0], tuple):
         return {"alibi_slopes": c_array(name, c_float, slopes, heads), "alibi_rows": 0}
     rows = [list(c_array(f"{name}[{at}]", c_float, row, heads)) for at, row in enumerate(slopes)]  # type: ignore[arg-type]
-    return {"alibi_slopes": c_array(name, c_float, sum(rows, [])), "alibi_rows": len(rows)}
+    # As f32, which has less range.
+    flat = [number(f"{name}[{at}][{head}]", slope) for at, row in enumerate(rows) for head, slope in enumerate(row)]
+    return {"alibi_slopes": c_array(name, c_float, flat), "alibi_rows": len(rows)}
 
 
 def refuse_per_document(where: str, options: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ impl Rank {
     ///
     /// On one rank the table is that of vLLM and FlashAttention (`block_table`), with the lengths of the cached
     /// sequences as the batch's k side. Where the keys are spread over a ring, each rank has a table of the pages of
-    /// its own rows, in the order of [`Plan::token_indices`]: with the striped layout, and documents of k whose lengths
+    /// its own rows, in the order of [`Plan::local_tokens`]: with the striped layout, and documents of k whose lengths
     /// are multiples of `stripe · ring`, row i of a document on ring rank j is that of position `(i / stripe · ring +
     /// j) · stripe + i mod stripe`.
     ///

@@ -97,6 +97,7 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
         window_left: if b.byte() & 1 == 0 { i64::MAX } else { b.number(16) },
         window_right: if b.byte() & 1 == 0 { 0 } else { b.number(16) },
     };
+    let slopes = [[2, hq].as_slice(), &[hq]][usize::from(b.byte() & 1 == 0)].to_vec();
     let mut t: Vec<Owned> = [
         (&[n, hq, d][..], bits),
         (&[n, h, d], bits),
@@ -104,7 +105,7 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
         (&[n, hq, dv], acc),
         (&[n, hq, dv], bits),
         (&[hq, n], acc),
-        (if b.byte() & 1 == 0 { &[hq] } else { &[2, hq] }, 32),
+        (&slopes, 32),
         (&[hq], 32),
         (&[hq, n], acc),
         (&[n, hq, d], acc),
