@@ -19,7 +19,8 @@ def slopes_of(name: str, given: Any) -> Slopes | None:
         return None
     if getattr(given, "requires_grad", False):
         raise InvalidArgument(f"{name}.requires_grad is True, but slopes have no gradient: give {name}.detach()")
-    values = listed(name, attempt(given.tolist) if hasattr(given, "tolist") else given)
+    sequence: Any = attempt(given.tolist) if hasattr(given, "tolist") else given
+    values = listed(name, sequence)
     if not values or isinstance(values[0], str | bytes) or attempt(iter, values[0]) is None:
         return _row(name, values)
     return tuple(_row(f"{name}[{at}]", listed(f"{name}[{at}]", row)) for at, row in enumerate(values))
@@ -34,7 +35,7 @@ def c_slopes(name: str, given: Any, heads: int) -> dict[str, Any]:
     slopes = slopes_of(name, given) or ()
     if not slopes or not isinstance(slopes[0], tuple):
         return {"alibi_slopes": c_array(name, c_float, slopes, heads), "alibi_rows": 0}
-    rows = [list(c_array(f"{name}[{at}]", c_float, row, heads)) for at, row in enumerate(slopes)]  # type: ignore[arg-type]
+    rows = [list(c_array(f"{name}[{at}]", c_float, row, heads)) for at, row in enumerate(slopes)]
     # As f32, which has less range.
     flat = [number(f"{name}[{at}][{head}]", slope) for at, row in enumerate(rows) for head, slope in enumerate(row)]
     return {"alibi_slopes": c_array(name, c_float, flat), "alibi_rows": len(rows)}

@@ -348,8 +348,8 @@ class Batch(Heads, Gathering, Packed):
         numbers = (window_left, window_right, scale, softcap, dropout_p)
         if torch.compiler.is_compiling():
             slopes = operators.slopes_tensor(alibi_slopes)
-            told = (slopes, keys, self._numbers, context.key, *numbers)
-            results = operators.attention(q, k, v, sinks, largest, seed, *told)
+            of_call_alone = (slopes, keys, self._numbers, context.key)
+            results = operators.attention(q, k, v, sinks, largest, seed, *of_call_alone, *numbers)
         else:
             told = (*numbers, slopes_of("alibi_slopes", alibi_slopes))
             results = operators.Attention.apply(q, k, v, sinks, self, largest, seed, keys, told)  # type: ignore[no-untyped-call]

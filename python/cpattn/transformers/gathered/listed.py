@@ -78,7 +78,9 @@ def attend(
     allowed = mask[:, 0].expand(-1, indices.shape[1], -1).gather(-1, indices.long())
     keys = torch.where(allowed, indices, -1).to(torch.int32)[0, :, None].contiguous()
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-    workers = Current.forward.batch.context.workers if Current.forward else 1
+    # A trial of a model has no batch.
+    batch = getattr(Current.forward, "batch", None)
+    workers = batch.context.workers if batch else 1
     o: Tensor = _Listed.apply(q, k, v, s_aux, keys, scaling, workers)  # type: ignore[no-untyped-call]
     return o[None], None
 
@@ -89,5 +91,5 @@ AttentionInterface.register(NAME, attend)  # type: ignore[no-untyped-call, unuse
 def listed(kind: str, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The layer's forward over listed keys; over the layer's own mask where the kernels cannot: on a device, and with dropout."""
     hidden = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-    dropped = layer.training and getattr(layer, "attention_dropout", 0.0)
+    dropped: Any = layer.training and getattr(layer, "attention_dropout", 0.0)
     return gathered(kind if hidden.is_cuda or dropped else NAME, layer, *args, **kwargs)
