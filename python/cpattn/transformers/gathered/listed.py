@@ -52,6 +52,7 @@ class _Listed(torch.autograd.Function):
         given = {} if sinks is None else {"sinks": sinks.detach().float().contiguous()}
         o = q.new_empty(*q.shape[:2], v.shape[2])
         lse = q.new_empty(q.shape[1], len(q), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+        q, k, v = (x.detach() for x in (q, k, v))
         ctx.rank.forward(ctx.plan, q=q, k=k, v=v, o=o, lse=lse, key_indices=keys, **given)
         ctx.save_for_backward(q, k, v, sinks, keys, o, lse)
         return o
@@ -60,6 +61,7 @@ class _Listed(torch.autograd.Function):
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, keys, o, lse = ctx.saved_tensors
+        q, k, v, o = (x.detach() for x in (q, k, v, o))
         dq, dk, dv = map(torch.empty_like, (q, k, v))
         given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o.contiguous(), "dq": dq, "dk": dk, "dv": dv}
         if sinks is not None:
