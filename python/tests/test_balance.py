@@ -4,22 +4,41 @@
 from __future__ import annotations
 
 import random
+import sys
 import unittest
+from pathlib import Path
 
 try:
     import transformers  # noqa: F401
 except ImportError:
     raise unittest.SkipTest("transformers is not installed") from None
 
+from processes import run
+
 from cpattn import InvalidArgument
 from cpattn.transformers import balanced
 from cpattn.transformers.balance import causal_area
+
+sys.path.append(str(Path(__file__).parents[2] / "examples/python"))
+import joined_groups
 
 
 def waiting(lengths: list[int], steps: list[list[list[int]]]) -> float:
     """The time of all steps, each as long as its most expensive pack, over that with equal packs."""
     costs = [[sum(causal_area(lengths[i]) for i in pack) for pack in step] for step in steps]
     return sum(map(max, costs)) / sum(sum(step) / len(step) for step in costs)
+
+
+def join(rank: int, world: int) -> list[tuple[int, list[list[int]], float]]:
+    return list(joined_groups.train())
+
+
+class Joined(unittest.TestCase):
+    def test_the_example(self) -> None:
+        for steps in run(join, 4):
+            self.assertEqual({ranks for ranks, _, _ in steps}, {2, 4})
+            self.assertEqual(sorted(i for _, packs, _ in steps for pack in packs for i in pack), list(range(len(joined_groups.LENGTHS))))
+            self.assertLess(max(apart for _, _, apart in steps), 1e-5)
 
 
 class Balance(unittest.TestCase):

@@ -29,7 +29,7 @@ use crate::{
 };
 
 /// The communication lane's part of one run.
-pub(super) type Task<'a> = dyn FnMut(&Progress) -> Result<()> + Send + 'a;
+pub type Task<'a> = dyn FnMut(&Progress) -> Result<()> + Send + 'a;
 
 /// The task of one run. It lies on the stack of [`LaneThreads::run`], which does not return before the lane is done
 /// with it.
@@ -83,14 +83,14 @@ struct TraceRecorder {
 }
 
 /// The progress of both lanes, and the failure of a run.
-pub(super) struct Progress {
+pub struct Progress {
     state: Mutex<LaneState>,
     /// Wakes each lane.
     wakes: [Condvar; 2],
 }
 
 /// The lanes of one rank.
-pub(super) struct LaneThreads {
+pub struct LaneThreads {
     progress: Arc<Progress>,
     transport: Arc<dyn Transport>,
     thread: Option<thread::JoinHandle<()>>,
@@ -138,12 +138,12 @@ impl Progress {
     }
 
     /// Parks `lane` until operation `op` of the other lane is done; false when the run has failed.
-    pub(super) fn wait_for(&self, lane: Lane, op: usize) -> bool {
+    pub fn wait_for(&self, lane: Lane, op: usize) -> bool {
         !self.park(lane, Parked::Operation(op)).stop
     }
 
     /// Records that `lane` has completed all of its operations below `upto`.
-    pub(super) fn advance(&self, lane: Lane, upto: usize, event: Option<trace::Event>) {
+    pub fn advance(&self, lane: Lane, upto: usize, event: Option<trace::Event>) {
         let mut state = self.lock();
         state.done[lane as usize] = upto;
         if let (Some(event), Some(r)) = (event, &mut state.recorder)
@@ -202,7 +202,7 @@ impl Progress {
 
 impl LaneThreads {
     /// The lanes of a rank at that end of a transport.
-    pub(super) fn new(transport: Arc<dyn Transport>) -> Self {
+    pub fn new(transport: Arc<dyn Transport>) -> Self {
         let progress =
             Arc::new(Progress { state: Mutex::new(LaneState::default()), wakes: [Condvar::new(), Condvar::new()] });
         Self { progress, transport, thread: None }
@@ -223,7 +223,7 @@ impl LaneThreads {
     }
 
     /// Starts the communication lane's thread, once it is first needed.
-    pub(super) fn ensure_thread(&mut self) -> Result<()> {
+    pub fn ensure_thread(&mut self) -> Result<()> {
         if self.thread.is_some() {
             return Ok(());
         }
@@ -246,7 +246,7 @@ impl LaneThreads {
     ///
     /// # Errors
     /// The error of a lane; [`Error::Device`] when the thread cannot be started.
-    pub(super) fn run(
+    pub fn run(
         &mut self,
         compute: impl FnOnce(&Progress) -> Result<()>,
         communication: Option<&mut Task<'_>>,

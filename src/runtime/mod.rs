@@ -36,6 +36,7 @@ mod host_rank;
 mod key_indices;
 mod key_lists;
 #[cfg(not(cpattn_loom))]
+#[allow(unreachable_pub, reason = "public for the models of .ci/loom alone")]
 mod lanes;
 #[cfg(cpattn_loom)]
 #[allow(missing_debug_implementations, reason = "public for the models of .ci/loom alone")]

@@ -16,10 +16,10 @@ const UNITS: usize = if cfg!(cpattn_loom) { 2 } else { 256 };
 
 /// The progress of each unit in progress: its number plus 1 in the upper half, the last row that it passed in the
 /// lower.
-pub(crate) struct DqOrder([AtomicU64; UNITS]);
+pub struct DqOrder([AtomicU64; UNITS]);
 
 /// One unit's entry in the order.
-pub(crate) struct DqTurn<'a> {
+pub struct DqTurn<'a> {
     order: &'a DqOrder,
     unit: u64,
     /// The preceding unit that adds to the same rows.
@@ -27,13 +27,13 @@ pub(crate) struct DqTurn<'a> {
 }
 
 impl DqOrder {
-    pub(crate) fn new() -> Self {
+    pub fn new() -> Self {
         Self(core::array::from_fn(|_| AtomicU64::new(0)))
     }
 
     /// Begins unit number `unit`; units are numbered from 0 as they are handed out. `before` is the earlier unit that
     /// adds to the same rows, if there is one.
-    pub(crate) fn begin(&self, unit: usize, before: Option<usize>) -> DqTurn<'_> {
+    pub fn begin(&self, unit: usize, before: Option<usize>) -> DqTurn<'_> {
         let turn = DqTurn { order: self, unit: unit as u64, before: before.map(|unit| unit as u64) };
         // The previous unit of this entry must be done. Units that wait for it see a larger number in the entry, and
         // stop waiting.
@@ -57,14 +57,14 @@ impl DqOrder {
 
 impl DqTurn<'_> {
     /// Waits until rows up to `place` may be added to.
-    pub(crate) fn wait(&self, place: u32) {
+    pub fn wait(&self, place: u32) {
         if let Some(before) = self.before {
             self.order.wait(before, place);
         }
     }
 
     /// Publishes that all rows up to `place` are done.
-    pub(crate) fn pass(&self, place: u32) {
+    pub fn pass(&self, place: u32) {
         self.wait(place);
         self.order.0[self.unit as usize % UNITS].store((self.unit + 1) << 32 | u64::from(place), Ordering::Release);
     }

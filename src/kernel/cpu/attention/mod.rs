@@ -7,6 +7,7 @@
 pub(crate) mod backward;
 pub(crate) mod bands;
 #[cfg(not(cpattn_loom))]
+#[allow(unreachable_pub, reason = "public for the models of .ci/loom alone")]
 pub(crate) mod dq_order;
 #[cfg(cpattn_loom)]
 #[allow(
