@@ -17,6 +17,7 @@ import random
 import tempfile
 from pathlib import Path
 
+import pictures
 import torch
 import torch.distributed as dist
 from datasets import Dataset
@@ -72,24 +73,6 @@ def rewards(steps, alone):
     return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
 
 
-def draw(runs):
-    """The first run as a wide line, the others on top of it."""
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 300" font-family="sans-serif" font-size="12">']
-    parts.append('<rect width="400" height="300" fill="white"/><text x="50" y="22" font-size="14">GRPO: mean reward</text>')
-    every = [value for _, found in runs for value in found]
-    low, high = min(every), max(every)
-    for value, y in ((high, 40), ((low + high) / 2, 145), (low, 250)):
-        parts.append(f'<path d="M50 {y}h330" stroke="#ddd"/><text x="44" y="{y + 4}" text-anchor="end">{value:.2f}</text>')
-    parts.append(f'<text x="50" y="268">1</text><text x="380" y="268" text-anchor="end">step {len(runs[0][1])}</text>')
-    for number, (name, found) in enumerate(runs):
-        color, width = ("#f5a742", 6) if number == 0 else ("#1d4ed8", 1.5)
-        step = 330 / max(len(found) - 1, 1)
-        points = " ".join(f"{50 + step * n:.1f},{40 + 210 * (high - value) / max(high - low, 1e-9):.1f}" for n, value in enumerate(found))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{width}"/>')
-        parts.append(f'<path d="M210 {200 + 18 * number}h24" stroke="{color}" stroke-width="{width}"/><text x="240" y="{204 + 18 * number}">{name}</text>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
 def main():
     parser = argparse.ArgumentParser(description="Trains a small model with GRPO; see the top of the file.")
     parser.add_argument("--steps", type=int, default=20)
@@ -112,7 +95,7 @@ def main():
             worst = max(abs(a - b) for a, b in zip(found, other["rewards"], strict=True))
             print(f"largest difference to {other['name']}: {worst:.1e}")
         if given.plot:
-            given.plot.write_text(draw(runs))
+            given.plot.write_text(pictures.of_runs("GRPO: mean reward", runs))
     if world > 1:
         dist.destroy_process_group()
 

@@ -19,6 +19,7 @@ import random
 import tempfile
 from pathlib import Path
 
+import pictures
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments
@@ -86,24 +87,6 @@ def losses(steps, alone, shard):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def draw_both(runs):
-    """The first run as a wide line, the others on top of it."""
-    every = [loss for _, found in runs for loss in found]
-    low, high = min(every), max(every)
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 460 300" font-family="sans-serif" font-size="12">']
-    parts.append('<rect width="460" height="300" fill="white"/><text x="50" y="22" font-size="14">Qwen3-VL, two images in each text: loss</text>')
-    for loss, y in ((high, 40), ((low + high) / 2, 145), (low, 250)):
-        parts.append(f'<path d="M50 {y}h390" stroke="#ddd"/><text x="44" y="{y + 4}" text-anchor="end">{loss:.2f}</text>')
-    parts.append(f'<text x="50" y="268">1</text><text x="440" y="268" text-anchor="end">step {len(runs[0][1])}</text>')
-    for number, (name, found) in enumerate(runs):
-        color, width = ("#f5a742", 6) if number == 0 else ("#1d4ed8", 1.5)
-        step = 390 / max(len(found) - 1, 1)
-        points = " ".join(f"{50 + step * n:.1f},{40 + 210 * (high - loss) / (high - low):.1f}" for n, loss in enumerate(found))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{width}"/>')
-        parts.append(f'<path d="M240 {56 + 18 * number}h24" stroke="{color}" stroke-width="{width}"/><text x="270" y="{60 + 18 * number}">{name}</text>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=80)
@@ -128,7 +111,8 @@ def main():
         apart = max(abs(a - b) for a, b in zip(other["losses"], found, strict=True))
         print(f"at most {apart:.1e} away from {other['name']}")
         if given.plot:
-            given.plot.write_text(draw_both([(other["name"], other["losses"]), (name, found)]))
+            runs = [(other["name"], other["losses"]), (name, found)]
+            given.plot.write_text(pictures.of_runs("Qwen3-VL, two images in each text: loss", runs))
 
 
 if __name__ == "__main__":

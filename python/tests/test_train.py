@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""examples/python/train.py, finetune.py and grpo.py: one process and several have the same losses, and the user's code stays short."""
+"""examples/python/train.py, finetune.py, grpo.py and newest_kinds.py: one process and several have the same losses, and the user's code stays short."""
 
 from __future__ import annotations
 
@@ -80,6 +80,20 @@ class Train(unittest.TestCase):
             rewards = [json.loads(Path(folder, name).read_text())["rewards"] for name in ("one.json", "two.json")]
             for a, b in zip(*rewards, strict=True):
                 self.assertLessEqual(abs(a - b), 1e-6, rewards)
+            lines = ElementTree.parse(plot).findall("{http://www.w3.org/2000/svg}polyline")
+            self.assertEqual([len(line.attrib["points"].split()) for line in lines], 2 * [STEPS])
+
+    @unittest.skipUnless(find_spec("transformers") and find_spec("accelerate"), "Transformers is not installed")
+    def test_newest_kinds(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            one = start(0, "deepseek_v32", f"--json={folder}/one.json", program="newest_kinds.py")
+            self.assertEqual(one.returncode, 0, one.stderr)
+            plot = Path(folder) / "both.svg"
+            two = start(2, "deepseek_v32", f"--json={folder}/two.json", f"--against={folder}/one.json", f"--plot={plot}", program="newest_kinds.py")
+            self.assertEqual(two.returncode, 0, two.stderr)
+            losses = [json.loads(Path(folder, name).read_text())["losses"] for name in ("one.json", "two.json")]
+            for a, b in zip(*losses, strict=True):
+                self.assertLessEqual(abs(a - b) / a, 1e-5, losses)
             lines = ElementTree.parse(plot).findall("{http://www.w3.org/2000/svg}polyline")
             self.assertEqual([len(line.attrib["points"].split()) for line in lines], 2 * [STEPS])
 
