@@ -128,7 +128,8 @@ impl Problem {
     /// let batch = Batch::from_lengths(&[5, 7])?; // two documents, and two heads
     /// let p = Problem::new(batch, 2, 2, 64, Dtype::F32).with_alibi_slopes_per_document(&[0.5, 0.25, 1.0, 0.5]);
     /// assert_eq!(p.alibi_rows(), 2);
-    /// # p.check()
+    /// # p.check()?;
+    /// # Ok::<(), cpattn::Error>(())
     /// ```
     #[must_use]
     pub fn with_alibi_slopes_per_document(mut self, alibi_slopes: &[f32]) -> Self {
