@@ -95,14 +95,14 @@ class Ours:
         import ctypes
 
         from cpattn import _header, _library
-        from cpattn.rank import _given
+        from cpattn.tensors import all_given
 
-        given = _given({"o", "lse", "dq", "dk", "dv"}, **tensors)
+        given = all_given({"o", "lse", "dq", "dk", "dv"}, **tensors)
         args = getattr(_header, kind)(**{name: tensor.pointer for name, tensor in given.items()})
         function, pointer = getattr(_library._library, "cpattn_" + name), ctypes.byref(args)
         rank, plan = self.rank._handle, self.plan.handle
 
-        def call(_given=given):
+        def call(given=given):
             if function(rank, plan, pointer):
                 raise RuntimeError(_library._library.cpattn_last_error().decode())
 
