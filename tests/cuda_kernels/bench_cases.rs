@@ -127,7 +127,7 @@ fn steps_that_heads_save_are_those_of_the_readme() {
     }
     let readme = include_str!("../../ptx/README.md");
     let said = readme.split("with eight q heads to a kv head: ").nth(1).expect("the sentence");
-    let mut said = said.split_inclusive('%').map(|part| part.rsplit(' ').nth(1).expect("a number"));
+    let mut said = said.split_inclusive('%').map(|part| part.rsplit(char::is_whitespace).nth(1).expect("a number"));
     assert!(
         found.len() == 4 && found.iter().all(|share| share.starts_with(said.next().expect("a share"))),
         "{found:?}"
