@@ -194,7 +194,7 @@ pub(super) fn check_supported(run: Purpose, plan: &Plan, schedule: &Schedule, te
         let limit = "the lists stay with the rank that has the tokens";
         return Err(Error::unsupported("key_indices in a ring whose q circulates", limit, way_out));
     }
-    let rows = schedule_rows(plan, schedule.rank);
+    let rows = plan.tokens_between_all_to_alls(Side::Q, schedule.rank) as u64;
     let is_whole = |q: BufferView| q.row == 0 && q.rows == rows;
     let whole = schedule.ops.iter().all(|op| match &op.kind {
         OpKind::Attend(a) => is_whole(a.q) && a.part != AttendPart::Finish,
@@ -206,11 +206,4 @@ pub(super) fn check_supported(run: Purpose, plan: &Plan, schedule: &Schedule, te
         return Err(Error::unsupported("key_indices", limit, "plan with another gather, or without passes"));
     }
     Ok(())
-}
-
-/// The q rows of a rank's kernel calls: those of its ring share.
-fn schedule_rows(plan: &Plan, rank: usize) -> u64 {
-    let ulysses = plan.mesh().ulysses;
-    let first = rank / ulysses * ulysses;
-    (first..first + ulysses).map(|peer| plan.local_tokens(Side::Q, peer).len() as u64).sum()
 }

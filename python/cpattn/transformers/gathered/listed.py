@@ -71,12 +71,15 @@ class _Listed(torch.autograd.Function):
 
 
 def attend(
-    layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, indices: Tensor | None = None, s_aux: Tensor | None = None, **_: Any
+    layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, indices: Tensor | None = None, s_aux: Tensor | None = None, **more: Any
 ) -> tuple[Tensor, None]:
     """The attention function of Transformers for these layers, with sinks `s_aux`. Columns that the mask forbids are chosen where it
     allows fewer."""
     if indices is None:
         raise Unsupported(f"{type(layer).__name__} gives its attention no indices: use a version of transformers whose layer does")
+    # Windows are in the mask; other options of Transformers' functions would change the scores.
+    if more.get("softcap") is not None:
+        raise Unsupported(f"{type(layer).__name__} has softcap={more['softcap']} and lists keys: this adapter has no softcap over listed keys")
     allowed = mask[:, 0].expand(-1, indices.shape[1], -1).gather(-1, indices.long())
     keys = torch.where(allowed, indices, -1).to(torch.int32)[0, :, None].contiguous()
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))

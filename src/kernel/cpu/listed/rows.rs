@@ -5,6 +5,7 @@
 use super::lists::KeyLists;
 use crate::call::{Band, Pair, QRange, Range, Ranges, RawTensor};
 use crate::element::Dtype;
+use crate::kernel::cpu::memory::rows::address;
 use alloc::vec::Vec;
 
 /// A position that no k range of the call holds.
@@ -137,9 +138,11 @@ impl ListScratch {
         let bytes = from.dim as usize * from.dtype.size();
         for (i, &row) in self.table.iter().enumerate() {
             for head in 0..from.heads {
-                let (source, target) = (element(from, row.into(), head), element(&to, i as u64, head));
                 // SAFETY: a row and a head of each (the contract), which are apart.
-                unsafe { core::ptr::copy_nonoverlapping(source, target, bytes) };
+                unsafe {
+                    let (source, target) = (address(from, row.into(), head), address(&to, i as i64, head));
+                    core::ptr::copy_nonoverlapping(source, target, bytes);
+                }
             }
         }
         to
@@ -149,12 +152,6 @@ impl ListScratch {
 /// Bytes of a row of all heads, without gaps; 0 for NONE.
 pub(super) fn bytes_of_row(t: &RawTensor) -> usize {
     if t.is_none() { 0 } else { t.heads as usize * t.dim as usize * t.dtype.size() }
-}
-
-/// The address of a row and head.
-fn element(t: &RawTensor, row: u64, head: u32) -> *mut u8 {
-    let at = row as i64 * t.token_stride + i64::from(head) * t.head_stride;
-    t.ptr.wrapping_offset(at as isize * t.dtype.size() as isize)
 }
 
 /// Writes zeros to the rows of ranges.
@@ -167,7 +164,7 @@ pub(super) unsafe fn clear_rows(t: &RawTensor, ranges: &[Range]) {
         for row in range.row..range.row + i64::from(range.len) {
             for head in 0..t.heads {
                 // SAFETY: a row of the ranges (the contract); zeros are a number of every type.
-                unsafe { core::ptr::write_bytes(element(t, row as u64, head), 0, bytes) };
+                unsafe { core::ptr::write_bytes(address(t, row, head), 0, bytes) };
             }
         }
     }
@@ -184,11 +181,12 @@ pub(super) unsafe fn add_rows(to: &RawTensor, from: &RawTensor, table: &[u32]) {
         let dim = to.dim as usize;
         for (i, &row) in table.iter().enumerate() {
             for head in 0..to.heads {
-                let (target, source) = (element(to, row.into(), head).cast(), element(from, i as u64, head).cast());
-                // SAFETY: a row and a head of each (the contract).
-                let (target, source): (&mut [A], &[A]) =
-                    unsafe { (core::slice::from_raw_parts_mut(target, dim), core::slice::from_raw_parts(source, dim)) };
-                target.iter_mut().zip(source).for_each(|(to, &from)| *to += from);
+                // SAFETY: a row and a head of each (the contract), which are apart.
+                unsafe {
+                    let target = core::slice::from_raw_parts_mut(address(to, row.into(), head).cast::<A>(), dim);
+                    let source = core::slice::from_raw_parts(address(from, i as i64, head).cast::<A>(), dim);
+                    target.iter_mut().zip(source).for_each(|(to, &from)| *to += from);
+                }
             }
         }
     }
