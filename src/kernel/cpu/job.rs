@@ -2,7 +2,7 @@
 //! A kernel call as units of work, on the vectors or tiles of its type of sums.
 
 use super::memory::arena::Line;
-use super::product::engine::AttentionEngine;
+use super::product::engine::{AttentionEngine, Dense};
 #[cfg(target_arch = "x86_64")]
 use super::product::forms::TileForm;
 use super::vector::portable::FourLanes;
@@ -41,6 +41,10 @@ impl SumType for f64 {
 }
 
 /// A kernel call, ready to run on any number of workers.
+///
+/// The methods that enter an instruction set are the job's, not those of the type that calls them: rustc distributes
+/// what it compiles over units by the module of a method's type, so forward, dk and dv, and dq are compiled side by
+/// side. They are never inlined, for the same reason.
 pub(super) trait Job: Sync {
     /// Takes units until none is left; `next` counts the units taken.
     ///
@@ -55,4 +59,51 @@ pub(super) trait Job: Sync {
     /// As [`Job::work`]; AVX-512 with BF16 and the products of `H` are present.
     #[cfg(target_arch = "x86_64")]
     unsafe fn work_on_tiles<H: TileForm>(&self, lines: &mut [Line], next: &AtomicUsize);
+
+    /// # Safety
+    /// As [`Job::work_on_tiles`].
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+    #[inline(never)]
+    unsafe fn tiles<H: TileForm>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        // SAFETY: the contract.
+        unsafe { self.work_on_tiles::<H>(lines, next) }
+    }
+
+    /// # Safety
+    /// As [`Job::work`]; AVX-512 is present.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
+    #[inline(never)]
+    unsafe fn avx512<A: SumType>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        // SAFETY: the contract of `Job::work`, and AVX-512 is present: the engine's instruction set.
+        unsafe { self.work::<Dense<A::Avx512>>(lines, next) }
+    }
+
+    /// # Safety
+    /// As [`Job::work`]; AVX2 and FMA are present.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,fma")]
+    #[inline(never)]
+    unsafe fn avx2<A: SumType>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        // SAFETY: the contract of `Job::work`, and AVX2 and FMA are present: the engine's instruction set.
+        unsafe { self.work::<Dense<A::Avx2>>(lines, next) }
+    }
+
+    /// # Safety
+    /// As [`Job::work`].
+    #[cfg(target_arch = "aarch64")]
+    #[inline(never)]
+    unsafe fn neon<A: SumType>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        // SAFETY: the contract of `Job::work`; NEON is part of every AArch64.
+        unsafe { self.work::<Dense<A::Neon>>(lines, next) }
+    }
+
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(never)]
+    unsafe fn portable<A: SumType>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        // SAFETY: the contract of `Job::work`; the engine needs no instruction set.
+        unsafe { self.work::<Dense<A::Portable>>(lines, next) }
+    }
 }

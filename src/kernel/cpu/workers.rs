@@ -13,9 +13,8 @@ use super::memory::arena::Line;
 use super::product::amx::has_f16;
 #[cfg(target_arch = "x86_64")]
 use super::product::dots::DotBf16;
-use super::product::engine::Dense;
 #[cfg(target_arch = "x86_64")]
-use super::product::forms::{Bf16, F16, ThreeParts, TileForm, TwoParts};
+use super::product::forms::{Bf16, F16, ThreeParts, TwoParts};
 use crate::element::Dtype;
 use core::sync::atomic::AtomicUsize;
 
@@ -72,51 +71,24 @@ impl<J: Job> Units<J> {
         unsafe {
             match (self.isa, self.dtype) {
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Avx512Bf16, _) => self.tiles::<DotBf16>(lines),
+                (Isa::Avx512Bf16, _) => self.job.tiles::<DotBf16>(lines, &self.next),
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Amx, Dtype::Bf16) => self.tiles::<Bf16>(lines),
+                (Isa::Amx, Dtype::Bf16) => self.job.tiles::<Bf16>(lines, &self.next),
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Amx, Dtype::F16) if has_f16() => self.tiles::<F16>(lines),
+                (Isa::Amx, Dtype::F16) if has_f16() => self.job.tiles::<F16>(lines, &self.next),
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Amx, Dtype::F16) => self.tiles::<TwoParts>(lines),
+                (Isa::Amx, Dtype::F16) => self.job.tiles::<TwoParts>(lines, &self.next),
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Amx, _) => self.tiles::<ThreeParts>(lines),
+                (Isa::Amx, _) => self.job.tiles::<ThreeParts>(lines, &self.next),
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Avx512, _) => self.avx512::<A>(lines),
+                (Isa::Avx512, _) => self.job.avx512::<A>(lines, &self.next),
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Avx2, _) => self.avx2::<A>(lines),
+                (Isa::Avx2, _) => self.job.avx2::<A>(lines, &self.next),
                 #[cfg(target_arch = "aarch64")]
-                (Isa::Neon, _) => self.job.work::<Dense<A::Neon>>(lines, &self.next),
-                _ => self.job.work::<Dense<A::Portable>>(lines, &self.next),
+                (Isa::Neon, _) => self.job.neon::<A>(lines, &self.next),
+                _ => self.job.portable::<A>(lines, &self.next),
             }
         }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-impl<J: Job> Units<J> {
-    /// # Safety
-    /// As [`Job::work_on_tiles`].
-    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-    unsafe fn tiles<H: TileForm>(&self, lines: &mut [Line]) {
-        // SAFETY: the contract.
-        unsafe { self.job.work_on_tiles::<H>(lines, &self.next) }
-    }
-
-    /// # Safety
-    /// As [`Job::work`]; AVX-512 is present.
-    #[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
-    unsafe fn avx512<A: SumType>(&self, lines: &mut [Line]) {
-        // SAFETY: the contract of `Job::work`, and AVX-512 is present: the engine's instruction set.
-        unsafe { self.job.work::<Dense<A::Avx512>>(lines, &self.next) }
-    }
-
-    /// # Safety
-    /// As [`Job::work`]; AVX2 and FMA are present.
-    #[target_feature(enable = "avx2,fma")]
-    unsafe fn avx2<A: SumType>(&self, lines: &mut [Line]) {
-        // SAFETY: the contract of `Job::work`, and AVX2 and FMA are present: the engine's instruction set.
-        unsafe { self.job.work::<Dense<A::Avx2>>(lines, &self.next) }
     }
 }
 
