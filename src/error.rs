@@ -57,51 +57,10 @@ pub enum Error {
     Peer {
         /// The rank that reports.
         rank: usize,
-        /// The operation it was in, as the schedule names it.
-        operation: &'static str,
-        /// The step of the schedule.
-        step: u32,
-        /// The run that it belongs to; `None` outside of runs.
-        run: Option<RunName>,
-        /// The peer at fault.
-        peer: usize,
-        /// What the peer did.
-        cause: Cause,
-    },
-    /// As [`Error::Peer`], from a communication library (NCCL) that does not say which of several peers is at fault.
-    /// The run is over.
-    Peers {
-        /// The rank that reports.
-        rank: usize,
-        /// The operation it was in, as the schedule names it.
-        operation: &'static str,
-        /// The step of the schedule.
-        step: u32,
-        /// The run that it belongs to; `None` outside of runs.
-        run: Option<RunName>,
-        /// The peers of that operation, one of which failed.
-        peers: Vec<usize>,
-        /// What that peer did.
-        cause: Cause,
-    },
-    /// As [`Error::Peer`], from a group over an [engine](crate::transport::engine), whose ranks have asked each other
-    /// which of them is at fault. The run is over.
-    Found {
-        /// The rank that reports.
-        rank: usize,
-        /// The operation it was in, as the schedule names it.
-        operation: &'static str,
-        /// The step of the schedule.
-        step: u32,
-        /// The run that it belongs to; `None` outside of runs.
-        run: Option<RunName>,
-        /// The rank at fault, which may be this one; `None` if it cannot be determined. Of two ranks that run different
-        /// plans, each names the other.
-        peer: Option<usize>,
-        /// Whether the cause is that ranks run different plans or make different calls.
-        differ: bool,
-        /// The operation that this rank waited for, and the answers of the ranks.
-        text: String,
+        /// The exchange it was in, and the run that it belongs to.
+        at: Label,
+        /// The peer at fault, as far as it is known.
+        fault: Fault,
     },
     /// The schedule verifier found a flaw.
     Schedule {
@@ -121,6 +80,85 @@ pub enum Error {
         /// The text of the driver, of MPI, or of this crate.
         message: String,
     },
+}
+
+/// Names an exchange in errors and traces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Label {
+    /// The operation, as the schedule names it.
+    pub operation: &'static str,
+    /// The step of the schedule.
+    pub step: u32,
+    /// The run that the call belongs to, if any.
+    pub run: Option<RunName>,
+}
+
+impl Label {
+    /// An exchange outside of runs.
+    pub const fn new(operation: &'static str, step: u32) -> Self {
+        Self { operation, step, run: None }
+    }
+
+    /// The error of `rank` when `peer` made an exchange with this label fail.
+    pub const fn error(self, rank: usize, peer: usize, cause: Cause) -> Error {
+        Error::Peer { rank, at: self, fault: Fault::One { peer, cause } }
+    }
+
+    /// As [`error`](Self::error), when it is not known which of several peers is at fault.
+    pub const fn error_of_one(self, rank: usize, peers: Vec<usize>, cause: Cause) -> Error {
+        Error::Peer { rank, at: self, fault: Fault::OneOf { peers, cause } }
+    }
+}
+
+impl fmt::Display for Label {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, step {}", self.operation, self.step)?;
+        self.run.map_or(Ok(()), |RunName { kind, plan }| write!(f, " of the {kind} of plan {plan:016x}"))
+    }
+}
+
+/// Who ended a run, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fault {
+    /// One rank.
+    One {
+        /// The peer at fault.
+        peer: usize,
+        /// What the peer did.
+        cause: Cause,
+    },
+    /// A rank that the communication library (NCCL) does not name.
+    OneOf {
+        /// The peers of that operation, one of which failed.
+        peers: Vec<usize>,
+        /// What that peer did.
+        cause: Cause,
+    },
+    /// In a group over an [engine](crate::transport::engine), the ranks have asked each other which of them is at
+    /// fault.
+    Found {
+        /// The rank at fault, which may be the one that reports; `None` if it cannot be determined. Of two ranks that
+        /// run different plans, each names the other.
+        peer: Option<usize>,
+        /// Whether the cause is that ranks run different plans or make different calls.
+        differ: bool,
+        /// The operation that this rank waited for, and the answers of the ranks.
+        text: String,
+    },
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::One { peer, cause } => write!(f, "rank {peer} {cause}"),
+            Self::OneOf { peers, cause } => match peers[..] {
+                [peer] => write!(f, "rank {peer} {cause}"),
+                _ => write!(f, "one of the ranks {peers:?} {cause}"),
+            },
+            Self::Found { text, .. } => f.write_str(text),
+        }
+    }
 }
 
 /// The kind of a run.
@@ -252,8 +290,8 @@ impl Error {
     /// The other rank that the error names, if any: the rank at fault, or a rank that runs another plan.
     pub const fn peer(&self) -> Option<usize> {
         match self {
-            Self::Disagreement { peer, .. } | Self::Peer { peer, .. } => Some(*peer),
-            Self::Found { peer, .. } => *peer,
+            Self::Disagreement { peer, .. } | Self::Peer { fault: Fault::One { peer, .. }, .. } => Some(*peer),
+            Self::Peer { fault: Fault::Found { peer, .. }, .. } => *peer,
             _ => None,
         }
     }
@@ -261,8 +299,8 @@ impl Error {
     /// Adds the name of the failed run, if the error has none yet.
     #[must_use]
     pub fn of_run(mut self, name: RunName) -> Self {
-        if let Self::Peer { run, .. } | Self::Peers { run, .. } | Self::Found { run, .. } = &mut self {
-            run.get_or_insert(name);
+        if let Self::Peer { at, .. } = &mut self {
+            at.run.get_or_insert(name);
         }
         self
     }
@@ -310,33 +348,12 @@ impl fmt::Display for Error {
                 }
                 write!(f, "; the message of rank {peer} names the same settings of its run: compare both messages")
             }
-            Self::Peer { rank, operation, step, run, peer, cause } => {
-                write!(f, "rank {rank}, {operation}, step {step}{}: rank {peer} {cause}", OfRun(*run))
-            }
-            Self::Peers { rank, operation, step, run, peers, cause } => {
-                write!(f, "rank {rank}, {operation}, step {step}{}: ", OfRun(*run))?;
-                match peers[..] {
-                    [peer] => write!(f, "rank {peer} {cause}"),
-                    _ => write!(f, "one of the ranks {peers:?} {cause}"),
-                }
-            }
-            Self::Found { rank, operation, step, run, text, .. } => {
-                write!(f, "rank {rank}, {operation}, step {step}{}: {text}", OfRun(*run))
-            }
+            Self::Peer { rank, at, fault } => write!(f, "rank {rank}, {at}: {fault}"),
             Self::Schedule { rank, operation, flaw } => {
                 write!(f, "schedule of rank {rank}, operation {operation}: {flaw}")
             }
             Self::Device { call, code, message } => write!(f, "{call} failed with {code}: {message}"),
         }
-    }
-}
-
-/// A run, behind a step.
-struct OfRun(Option<RunName>);
-
-impl fmt::Display for OfRun {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.map_or(Ok(()), |RunName { kind, plan }| write!(f, " of the {kind} of plan {plan:016x}"))
     }
 }
 

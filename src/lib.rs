@@ -107,7 +107,7 @@ pub mod transport;
 pub use batch::{Batch, Side};
 pub use device::Device;
 pub use element::{Accumulator, Dtype, Element};
-pub use error::{Cause, Error, Result, RunKind, RunName};
+pub use error::{Cause, Error, Fault, Result, RunKind, RunName};
 pub use layout::Layout;
 pub use machine::figures::Machine;
 pub use mask::Mask;

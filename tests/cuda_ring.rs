@@ -10,6 +10,7 @@ mod between_runs;
 #[path = "common/driver.rs"]
 mod driver;
 
+use cpattn::Fault;
 use std::{
     sync::Arc,
     thread,
@@ -60,8 +61,10 @@ fn a_silent_rank_on_a_device_is_the_end_of_a_link_that_failed() {
         let threads: Vec<_> = ends.iter().map(|end| scope.spawn(|| Link::check_all_on_device(end, 1000))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap().unwrap_err()).collect()
     });
-    let RingFault::Failed { link: Some((1, 2)), error: Error::Peer { peer: 2, cause: Cause::Deadline { .. }, .. } } =
-        &all[1]
+    let RingFault::Failed {
+        link: Some((1, 2)),
+        error: Error::Peer { fault: Fault::One { peer: 2, cause: Cause::Deadline { .. } }, .. },
+    } = &all[1]
     else {
         panic!("{:?}", all[1])
     };
@@ -70,7 +73,9 @@ fn a_silent_rank_on_a_device_is_the_end_of_a_link_that_failed() {
         "{}",
         all[1]
     );
-    let RingFault::Failed { error: Error::Peer { peer: 2, .. }, .. } = &all[0] else { panic!("{:?}", all[0]) };
+    let RingFault::Failed { error: Error::Peer { fault: Fault::One { peer: 2, .. }, .. }, .. } = &all[0] else {
+        panic!("{:?}", all[0])
+    };
     assert!(silent.poll().is_err());
 }
 

@@ -11,7 +11,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-use cpattn::Error;
+use cpattn::{Error, Fault};
 
 pub const CPATTN_OK: i32 = 0;
 pub const CPATTN_INVALID: i32 = 1;
@@ -67,8 +67,10 @@ pub(super) fn status_of(error: &Error) -> i32 {
     match error {
         Error::Invalid { .. } => CPATTN_INVALID,
         Error::Unsupported { .. } => CPATTN_UNSUPPORTED,
-        Error::Disagreement { .. } | Error::Found { differ: true, .. } => CPATTN_DISAGREEMENT,
-        Error::Peer { .. } | Error::Peers { .. } | Error::Found { .. } => CPATTN_PEER,
+        Error::Disagreement { .. } | Error::Peer { fault: Fault::Found { differ: true, .. }, .. } => {
+            CPATTN_DISAGREEMENT
+        }
+        Error::Peer { .. } => CPATTN_PEER,
         Error::Schedule { .. } => CPATTN_SCHEDULE,
         Error::Device { .. } => CPATTN_DEVICE,
         // A new kind without a status here is a defect.

@@ -4,6 +4,7 @@
 //! Copy this part into your own program: each thread owns a [`Rank`], takes its tokens out of the batch, runs forward
 //! and backward, and returns its part. A rank outlives its plans, so a team runs many plans, one after another.
 
+use cpattn::Fault;
 use std::{
     sync::{Arc, mpsc},
     thread::JoinHandle,
@@ -135,7 +136,9 @@ impl Team {
             }
         }
         // An error that refers to that of another rank explains nothing by itself.
-        let refers = |e: &Error| matches!(e, Error::Peer { cause: Cause::Failed | Cause::Disagreed { .. }, .. });
+        let refers = |e: &Error| {
+            matches!(e, Error::Peer { fault: Fault::One { cause: Cause::Failed | Cause::Disagreed { .. }, .. }, .. })
+        };
         if let Some((_, error)) = errors.into_iter().min_by_key(|(rank, e)| (refers(e), *rank)) {
             return Err(error.to_string());
         }

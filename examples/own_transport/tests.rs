@@ -3,6 +3,7 @@
 //! knows the transport. Ranks are threads here.
 
 use super::sockets::Sockets;
+use cpattn::Fault;
 use cpattn::{
     Cause, Error, Result,
     transport::{Label, Message, Transport},
@@ -85,7 +86,9 @@ fn different_sizes_are_named() {
             exchange(&end, &[], &mut [(0, &mut [0; 5])]).unwrap_err()
         }
     });
-    let cause = |e: &Error| if let Error::Peer { peer, cause, .. } = e { Some((*peer, *cause)) } else { None };
+    let cause = |e: &Error| {
+        if let Error::Peer { fault: Fault::One { peer, cause }, .. } = e { Some((*peer, *cause)) } else { None }
+    };
     assert_eq!(cause(&errors[1]), Some((0, Cause::Size { ours: 5, theirs: 4 })));
     assert_eq!(errors[0].peer(), Some(1));
 }
@@ -141,7 +144,17 @@ fn the_deadline_names_the_silent_rank_and_the_group_stays_failed() {
             let begin = Instant::now();
             let error = exchange(&end, &[], &mut [(1, &mut [0; 3])]).unwrap_err();
             assert!((200..5_000).contains(&begin.elapsed().as_millis()), "{:?}", begin.elapsed());
-            assert!(matches!(&error, Error::Peer { peer: 1, step: 7, cause: Cause::Deadline { .. }, .. }), "{error}");
+            assert!(
+                matches!(
+                    &error,
+                    Error::Peer {
+                        at: Label { step: 7, .. },
+                        fault: Fault::One { peer: 1, cause: Cause::Deadline { .. } },
+                        ..
+                    }
+                ),
+                "{error}"
+            );
             assert_eq!(end.poll(), Err(error.clone()));
             assert_eq!(end.agree(0..2, 1), Err(error));
         }
@@ -178,5 +191,8 @@ fn a_rank_that_leaves_is_named() {
         0 => None,
         _ => exchange(&end, &[], &mut [(0, &mut [0])]).err(),
     });
-    assert!(matches!(errors[1], Some(Error::Peer { peer: 0, cause: Cause::Left, .. })), "{errors:?}");
+    assert!(
+        matches!(errors[1], Some(Error::Peer { fault: Fault::One { peer: 0, cause: Cause::Left }, .. })),
+        "{errors:?}"
+    );
 }

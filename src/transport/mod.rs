@@ -29,13 +29,13 @@
 
 #[cfg(feature = "cuda")]
 use crate::call::RawStream;
-use crate::error::{Cause, Error, Result, RunName};
+pub use crate::error::Label;
+use crate::error::{Cause, Result, RunName};
 
 #[cfg(feature = "cuda")]
 use crate::kernel::cuda::Cuda;
 #[cfg(feature = "cuda")]
 use alloc::sync::Arc;
-use alloc::vec::Vec;
 
 #[cfg(feature = "std")]
 pub(crate) mod carrier;
@@ -76,36 +76,6 @@ unsafe impl Send for Message {}
 // SAFETY: a Message is an address and numbers; the contract of `Transport::exchange` says which thread may touch the
 // bytes.
 unsafe impl Sync for Message {}
-
-/// Names an exchange in errors and traces.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Label {
-    /// The operation, as the schedule names it.
-    pub operation: &'static str,
-    /// The step of the schedule.
-    pub step: u32,
-    /// The run that the call belongs to, if any.
-    pub run: Option<RunName>,
-}
-
-impl Label {
-    /// An exchange outside of runs.
-    pub const fn new(operation: &'static str, step: u32) -> Self {
-        Self { operation, step, run: None }
-    }
-
-    /// The error of `rank` when `peer` made an exchange with this label fail.
-    pub const fn error(self, rank: usize, peer: usize, cause: Cause) -> Error {
-        let Self { operation, step, run } = self;
-        Error::Peer { rank, operation, step, run, peer, cause }
-    }
-
-    /// As [`error`](Self::error), when it is not known which of several peers is at fault.
-    pub const fn error_of_one(self, rank: usize, peers: Vec<usize>, cause: Cause) -> Error {
-        let Self { operation, step, run } = self;
-        Error::Peers { rank, operation, step, run, peers, cause }
-    }
-}
 
 /// One rank's transport. One group of transports serves every mesh. The [module](self) states the contract.
 ///

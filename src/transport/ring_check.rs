@@ -17,7 +17,7 @@ use super::{
     Label, Transport,
     carrier::{self, Carrier, WireBuffer},
 };
-use crate::error::{Cause, Error, Result};
+use crate::error::{Cause, Error, Fault, Result};
 
 /// How often the small message is sent back and forth, and how often the large one is sent.
 const SMALL_ROUNDS: u32 = 16;
@@ -63,7 +63,7 @@ impl RingFault {
         match self {
             Self::Failed { error, .. } => {
                 let here = match &error {
-                    Error::Peer { peer, .. } | Error::Found { peer: Some(peer), .. } => [from, to].contains(peer),
+                    Error::Peer { .. } => error.peer().is_none_or(|peer| [from, to].contains(&peer)),
                     Error::Invalid { .. } => false,
                     _ => true,
                 };
@@ -79,14 +79,17 @@ impl RingFault {
             Self::OtherBytes { .. } => {
                 "the transport or the network changes data: test the two hosts of this link alone, and with another transport"
             }
-            Self::Failed { error: Error::Peer { cause: Cause::Deadline { .. }, .. }, .. } => {
+            Self::Failed {
+                error: Error::Peer { fault: Fault::One { cause: Cause::Deadline { .. }, .. }, .. }, ..
+            } => {
                 "see whether the process of that rank runs and whether its host is reached from here: firewalls, the network \
                  interface that is used, host names; if it was only slow, give a longer deadline"
             }
-            Self::Failed { error: Error::Peer { cause: Cause::Size { .. } | Cause::Disagreed { .. }, .. }, .. } => {
-                "give every rank the same number of bytes"
-            }
-            Self::Failed { error: Error::Peer { .. } | Error::Found { .. }, .. } => {
+            Self::Failed {
+                error: Error::Peer { fault: Fault::One { cause: Cause::Size { .. } | Cause::Disagreed { .. }, .. }, .. },
+                ..
+            } => "give every rank the same number of bytes",
+            Self::Failed { error: Error::Peer { fault: Fault::One { .. } | Fault::Found { .. }, .. }, .. } => {
                 "see whether the process of that rank still runs; if it ended by itself, read its output"
             }
             Self::Failed { error: Error::Invalid { .. }, .. } => "give what is expected, the same on every rank",

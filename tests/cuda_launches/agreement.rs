@@ -9,6 +9,7 @@ use crate::{
     tensors::{Form, Tensors},
     wrapped::Wrapped,
 };
+use cpattn::Fault;
 use cpattn::{
     Batch, Cause, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result,
     kernel::cuda::Cuda,
@@ -210,7 +211,10 @@ fn handed_on(cuda: &Arc<Cuda>) {
     assert!(!direct(&said[3].0), "rank 3 met rank 0: {said:?}");
     for (rank, (_, later, is_nan)) in said.iter().enumerate() {
         assert!(*is_nan, "rank {rank} has results: {said:?}");
-        let told = matches!(later, Error::Disagreement { .. } | Error::Peer { cause: Cause::Disagreed { .. }, .. });
+        let told = matches!(
+            later,
+            Error::Disagreement { .. } | Error::Peer { fault: Fault::One { cause: Cause::Disagreed { .. }, .. }, .. }
+        );
         assert!(told, "{later:?}");
     }
 }

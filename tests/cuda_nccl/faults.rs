@@ -3,6 +3,7 @@
 //!
 //! Ranks pass bytes round a ring, without kernels.
 
+use cpattn::Fault;
 use std::{
     sync::Arc,
     thread,
@@ -115,12 +116,10 @@ fn a_rank_that_never_comes() {
     assert!(begin.elapsed() >= DEADLINE && begin.elapsed() < SLACK);
     for (rank, error) in all.iter().enumerate() {
         let others: Vec<usize> = (0..3).filter(|&r| r != rank).collect();
-        let Error::Peers {
+        let Error::Peer {
             rank: who,
-            operation: "making the communicator",
-            peers,
-            cause: Cause::Deadline { ms, .. },
-            ..
+            at: Label { operation: "making the communicator", .. },
+            fault: Fault::OneOf { peers, cause: Cause::Deadline { ms, .. } },
         } = error
         else {
             panic!("{error:?}")
@@ -178,8 +177,10 @@ fn sizes_that_differ() {
         assert!(text.starts_with(&format!("rank {rank}, ring, step 2: rank {} ", 1 - rank)), "{text}");
         match error {
             // The other gave up first, and NCCL noticed.
-            Error::Peer { cause: Cause::Library { code: 6, bytes, .. }, .. } => assert_eq!(bytes, [96, 64][rank]),
-            Error::Peer { cause: Cause::Deadline { ms, bytes }, .. } => {
+            Error::Peer { fault: Fault::One { cause: Cause::Library { code: 6, bytes, .. }, .. }, .. } => {
+                assert_eq!(bytes, [96, 64][rank])
+            }
+            Error::Peer { fault: Fault::One { cause: Cause::Deadline { ms, bytes }, .. }, .. } => {
                 assert!(ms >= 400 && bytes == [96, 64][rank], "{text}");
             }
             other => panic!("{other:?}"),

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The check of a ring's links over NCCL.
 
+use cpattn::Fault;
+use cpattn::transport::Label;
 use std::time::Duration;
 
 use cpattn::{
@@ -37,8 +39,8 @@ fn a_silent_rank_is_at_the_link_of_the_lowest_step() {
     for (rank, trouble) in all.into_iter().map(Result::unwrap).enumerate() {
         let Some(trouble) = trouble else { continue };
         let RingFault::Failed { link: Some(link), error } = &trouble else { panic!("{trouble}") };
-        let (Error::Peers { step, cause: Cause::Deadline { .. }, .. }
-        | Error::Peer { step, cause: Cause::Deadline { .. }, .. }) = error
+        let (Error::Peer { at: Label { step, .. }, fault: Fault::OneOf { cause: Cause::Deadline { .. }, .. }, .. }
+        | Error::Peer { at: Label { step, .. }, fault: Fault::One { cause: Cause::Deadline { .. }, .. }, .. }) = error
         else {
             panic!("{trouble}")
         };

@@ -11,6 +11,7 @@ mod driver;
 mod refused;
 mod second_device;
 
+use cpattn::Fault;
 use std::{
     sync::Arc,
     thread,
@@ -195,7 +196,7 @@ fn exchanges_are_refused_or_end_on_both_sides() {
 
     let sizes = [Cause::Size { ours: 8, theirs: 16 }, Cause::Size { ours: 16, theirs: 8 }];
     for (me, error) in all_to_all(group(), 8, to.ptr(), 16).into_iter().enumerate() {
-        let named = matches!(error, Err(Error::Peer { peer, cause, .. }) if peer == 1 - me && cause == sizes[me]);
+        let named = matches!(error, Err(Error::Peer { fault: Fault::One { peer, cause }, .. }) if peer == 1 - me && cause == sizes[me]);
         assert!(named, "rank {me}: {error:?}");
     }
     // An address that no driver knows: the copy is refused to the rank that came second, and the other hears of it. A
@@ -207,7 +208,7 @@ fn exchanges_are_refused_or_end_on_both_sides() {
     let said = all_to_all(group(), 8, std::ptr::without_provenance_mut(64), 8);
     let second = usize::from(matches!(said[1], Err(Error::Device { .. })));
     assert!(matches!(said[second], Err(Error::Device { .. })), "{said:?}");
-    let told = matches!(said[1 - second], Err(Error::Peer { peer, cause: Cause::Failed, .. }) if peer == second);
+    let told = matches!(said[1 - second], Err(Error::Peer { fault: Fault::One { peer, cause: Cause::Failed }, .. }) if peer == second);
     assert!(told, "{said:?}");
 }
 
@@ -235,7 +236,10 @@ fn a_rank_that_fails_waits_for_copies_out_of_its_memory() {
             received.unwrap();
             third.abort(Cause::Aborted);
             let sent = sender.join().unwrap();
-            assert!(matches!(sent, Err(Error::Peer { peer: 2, cause: Cause::Aborted, .. })), "{sent:?}");
+            assert!(
+                matches!(sent, Err(Error::Peer { fault: Fault::One { peer: 2, cause: Cause::Aborted }, .. })),
+                "{sent:?}"
+            );
             first.synchronize().unwrap();
         });
         // The stream of rank 1 was not waited for, and yet its copy is over.

@@ -77,7 +77,12 @@ impl Mode {
                 assert!(!own && (free || !self.needs(r, culprit, act)), "{what} returned Ok");
                 continue;
             };
-            let Error::Peer { rank, operation, step, run, peer, cause: found } = *error else {
+            let Error::Peer {
+                rank,
+                at: Label { operation, step, run },
+                fault: cpattn::Fault::One { peer, cause: found },
+            } = *error
+            else {
                 panic!("{what}: {error}")
             };
             // An abort may come between two runs. The transport of a silent rank knows the call before.
@@ -100,7 +105,9 @@ impl Mode {
                 let Label { operation: o, step: s, .. } = labels[at as usize].label;
                 assert_eq!((operation, step), (o, s), "{what}: {error}");
             }
-            let Some(Error::Peer { peer, .. }) = again else { panic!("{what}: {again:?}") };
+            let Some(Error::Peer { fault: cpattn::Fault::One { peer, .. }, .. }) = again else {
+                panic!("{what}: {again:?}")
+            };
             assert_eq!(*peer, culprit, "{what}: {again:?}");
         }
     }

@@ -72,7 +72,7 @@ fn ok_or_blames(result: &Result<()>, peer: usize, cause: Cause) {
     assert!(
         matches!(result, Ok(()) | Err(Error::Peer { .. }))
             && result.as_ref().err().is_none_or(
-                |error| matches!(error, Error::Peer { peer: p, cause: c, .. } if (*p, *c) == (peer, cause))
+                |error| matches!(error, Error::Peer { fault: cpattn::Fault::One { peer: p, cause: c }, .. } if (*p, *c) == (peer, cause))
             ),
         "{result:?}"
     );

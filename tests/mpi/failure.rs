@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What must fail: on every rank, in time, with an error that names who is to blame.
 
+use cpattn::Fault;
+use cpattn::transport::Label;
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     process,
@@ -31,7 +33,12 @@ fn peer_error(rank: &Mpi, operation: &'static str, step: u32, peer: usize, cause
 /// An expired deadline of [`SHORT`]: the peer, and the bytes that were still to move.
 #[track_caller]
 fn late(result: &Result<()>, label: (&str, u32)) -> (usize, u64) {
-    let Err(Error::Peer { operation, step, peer, cause: Cause::Deadline { ms, bytes }, .. }) = result else {
+    let Err(Error::Peer {
+        at: Label { operation, step, .. },
+        fault: Fault::One { peer, cause: Cause::Deadline { ms, bytes } },
+        ..
+    }) = result
+    else {
         panic!("{result:?}");
     };
     assert_eq!((*operation, *step), label);
@@ -101,7 +108,7 @@ pub fn between_calls() {
     rank.agree(0..3, 0).unwrap();
     let began = Instant::now();
     let blamed = |error: Result<()>| match error {
-        Err(Error::Peer { peer, cause: Cause::Deadline { .. }, .. }) => peer,
+        Err(Error::Peer { fault: Fault::One { peer, cause: Cause::Deadline { .. } }, .. }) => peer,
         other => panic!("rank {me}: {other:?}"),
     };
     if me == 2 {
@@ -144,7 +151,12 @@ pub fn different() {
         } else {
             exchange(&rank, label("take", 1), &[], &mut [((me + 1) % 3, &mut got)])
         };
-        let Err(Error::Peer { operation, peer, cause: Cause::Disagreed { with }, .. }) = result else {
+        let Err(Error::Peer {
+            at: Label { operation, .. },
+            fault: Fault::One { peer, cause: Cause::Disagreed { with } },
+            ..
+        }) = result
+        else {
             panic!("{result:?}")
         };
         assert_eq!(operation, if agrees { "agree" } else { "take" });
@@ -271,7 +283,9 @@ pub fn stopped_for_a_while() {
         for _ in 0..100 {
             let result = exchange(&rank, label("round", round), &[(to, &[1; 8])], &mut [(from, &mut got)]);
             if let Err(error) = result {
-                let Error::Peer { peer, cause: Cause::Deadline { .. }, .. } = error else { panic!("{error}") };
+                let Error::Peer { fault: Fault::One { peer, cause: Cause::Deadline { .. } }, .. } = error else {
+                    panic!("{error}")
+                };
                 assert!(peer == 1 && round > 0, "rank {me}, stopped for {asleep:?}: {error}");
                 break;
             }

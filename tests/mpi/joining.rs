@@ -2,6 +2,8 @@
 //! Processes that come to make their transports too late, never, or in several attempts: the others name those that are
 //! absent, and a later attempt in which all come succeeds.
 
+use cpattn::Fault;
+use cpattn::transport::Label;
 use std::{process, thread, time::Duration};
 
 use cpattn::{
@@ -22,11 +24,8 @@ use crate::{
 fn absent(result: Result<Mpi>, me: usize) -> (usize, usize) {
     let Err(Error::Peer {
         rank,
-        operation: "making the transport",
-        step: 0,
-        run: None,
-        peer,
-        cause: Cause::Absent { ms, others },
+        at: Label { operation: "making the transport", step: 0, run: None },
+        fault: Fault::One { peer, cause: Cause::Absent { ms, others } },
     }) = result
     else {
         panic!("{result:?}")
@@ -111,7 +110,11 @@ pub fn stopped_while_made() {
                 assert_eq!(round, 0, "rank {me}");
                 rank.agree(0..3, 1).unwrap();
             }
-            Err(Error::Peer { operation: "making the transport", peer: 2, cause, .. }) if round > 0 => match cause {
+            Err(Error::Peer {
+                at: Label { operation: "making the transport", .. },
+                fault: Fault::One { peer: 2, cause },
+                ..
+            }) if round > 0 => match cause {
                 Cause::Absent { others: 0, .. } => assert_ne!(me, 2, "it was there"),
                 Cause::Deadline { ms, bytes: 0 } => assert!((1300..20_000).contains(&ms), "{ms}"),
                 other => panic!("rank {me}: {other}"),

@@ -4,7 +4,7 @@
 //! What shows it first depends on timing: the tag in front of the first message, a message of another size, or what
 //! another rank tells. Each says which two ranks differ, and the odd one is always one of them.
 
-use cpattn::{Batch, Cause, Dtype, Error, Layout, Mesh, Plan, Problem, Rank, transport::mpi::Mpi};
+use cpattn::{Batch, Cause, Dtype, Error, Fault, Layout, Mesh, Plan, Problem, Rank, transport::mpi::Mpi};
 
 use crate::{
     exchange::{LONG, init},
@@ -28,8 +28,9 @@ pub fn named() {
         }
         let error = forward(&mut rank, &plans[usize::from(me == odd)]).unwrap_err();
         let differ = match error {
-            Error::Disagreement { peer, .. } | Error::Peer { peer, cause: Cause::Size { .. }, .. } => [me, peer],
-            Error::Peer { peer, cause: Cause::Disagreed { with }, .. } => [peer, with],
+            Error::Disagreement { peer, .. }
+            | Error::Peer { fault: Fault::One { peer, cause: Cause::Size { .. } }, .. } => [me, peer],
+            Error::Peer { fault: Fault::One { peer, cause: Cause::Disagreed { with } }, .. } => [peer, with],
             other => panic!("{other:?}"),
         };
         assert_eq!(differ.iter().filter(|&&rank| rank == odd).count(), 1, "rank {me}, of which {odd} is odd: {error}");

@@ -15,7 +15,9 @@ use std::{
 };
 
 use cpattn::transport::{local, mpi::Mpi};
-use cpattn::{Batch, Cause, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut};
+use cpattn::{
+    Batch, Cause, Dtype, Error, Fault, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut,
+};
 
 use crate::{
     exchange::init,
@@ -169,20 +171,23 @@ pub fn rank(seed: u64) -> ! {
     match found {
         Some((run, error)) => {
             let right = match (&error, act) {
-                (Error::Peer { peer, cause: Cause::Absent { others: 0, .. }, .. }, Act::NeverStarts) => {
-                    *peer == culprit
-                }
+                (
+                    Error::Peer { fault: Fault::One { peer, cause: Cause::Absent { others: 0, .. } }, .. },
+                    Act::NeverStarts,
+                ) => *peer == culprit,
                 (Error::Disagreement { .. }, Act::AnotherPlan) => true,
                 // One agrees on a new plan while others exchange for the old one: each names one on the other side. A
                 // process that got no core in time to say for whom it waits has missed the deadline, and names itself.
-                (Error::Peer { peer, cause: Cause::Disagreed { .. }, .. }, Act::AnotherPlan) => {
+                (Error::Peer { fault: Fault::One { peer, cause: Cause::Disagreed { .. } }, .. }, Act::AnotherPlan) => {
                     (*peer == culprit) != (me == culprit)
                 }
-                (Error::Peer { peer, cause: Cause::Deadline { .. }, .. }, Act::AnotherPlan) => {
+                (Error::Peer { fault: Fault::One { peer, cause: Cause::Deadline { .. } }, .. }, Act::AnotherPlan) => {
                     *peer == culprit || me == culprit
                 }
-                (Error::Peer { peer, .. }, Act::Killed | Act::Stopped | Act::Paused) => *peer == culprit,
-                (Error::Peer { peer, cause: Cause::Left, .. }, Act::Leaves) => *peer == culprit,
+                (Error::Peer { fault: Fault::One { peer, .. }, .. }, Act::Killed | Act::Stopped | Act::Paused) => {
+                    *peer == culprit
+                }
+                (Error::Peer { fault: Fault::One { peer, cause: Cause::Left }, .. }, Act::Leaves) => *peer == culprit,
                 _ => false,
             };
             println!("{} {run} {error}", if right { FINE } else { "WRONG" });

@@ -10,6 +10,7 @@ use crate::common::{
     own::{Own, compact},
     through::{Counted, Through},
 };
+use cpattn::Fault;
 use cpattn::{
     Batch, Cause, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side, View, ViewMut,
     plan::{Circulate, Gather},
@@ -158,10 +159,10 @@ fn expect_disagreement(
                     assert!(r == odd || *peer == odd, "{what}: rank {r} blames rank {peer}, not {odd}");
                     assert!(run.contains("ward of ") && run.contains("ring"), "{run}");
                 }
-                Error::Peer { peer, cause: Cause::Disagreed { with }, .. } => {
+                Error::Peer { fault: Fault::One { peer, cause: Cause::Disagreed { with } }, .. } => {
                     assert_eq!([*peer, *with].iter().filter(|&&n| n == odd).count(), 1, "{what}, rank {r}: {error}");
                 }
-                Error::Peer { peer, cause: Cause::Size { .. }, .. } => {
+                Error::Peer { fault: Fault::One { peer, cause: Cause::Size { .. } }, .. } => {
                     assert!(r == odd || *peer == odd, "{what}, rank {odd} is odd: rank {r}: {error}");
                 }
                 other => panic!("{what}, rank {odd} is odd: rank {r} returned {other:?}"),
@@ -241,7 +242,10 @@ fn one_run_more() {
     };
     assert!(errors.iter().any(ahead), "{errors:?}");
     assert!(
-        errors.iter().all(|e| ahead(e) || matches!(e, Error::Peer { cause: Cause::Disagreed { .. }, .. })),
+        errors
+            .iter()
+            .all(|e| ahead(e)
+                || matches!(e, Error::Peer { fault: Fault::One { cause: Cause::Disagreed { .. }, .. }, .. })),
         "{errors:?}"
     );
     assert!(errors.iter().any(|e| e.to_string().contains("run 5 of rank 0")), "{errors:?}");
@@ -262,7 +266,10 @@ fn a_run_that_no_other_rank_makes() {
         ours.forward(&mut rank).unwrap_err()
     });
     for e in &errors {
-        assert!(matches!(e, Error::Peer { peer: 1, cause: Cause::Deadline { ms: 300.., .. }, .. }), "{errors:?}");
+        assert!(
+            matches!(e, Error::Peer { fault: Fault::One { peer: 1, cause: Cause::Deadline { ms: 300.., .. } }, .. }),
+            "{errors:?}"
+        );
     }
 }
 
@@ -279,7 +286,7 @@ fn a_new_plan_against_one_that_was_agreed_on() {
             });
             // Every rank hears of the two that differ, and names the one of them that it is not.
             let disagreed = |(r, e): (usize, &Error)| match *e {
-                Error::Peer { peer, cause: Cause::Disagreed { with }, .. } => {
+                Error::Peer { fault: Fault::One { peer, cause: Cause::Disagreed { with } }, .. } => {
                     r != peer && (peer == odd) != (with == odd)
                 }
                 _ => false,
@@ -332,7 +339,7 @@ fn another_number_of_replicas() {
                     assert!(pair.contains(&r) && *rank == r && *peer == r ^ 1, "rank {odd} is odd: {error}");
                     assert_eq!(what.contains("2 replicas"), r == odd, "rank {odd} is odd: {error}");
                 }
-                Error::Peer { peer, cause: Cause::Disagreed { with }, .. } => {
+                Error::Peer { fault: Fault::One { peer, cause: Cause::Disagreed { with } }, .. } => {
                     assert!(!pair.contains(&r) && pair.contains(peer) && pair.contains(with), "{odd}: {error}");
                 }
                 error => panic!("rank {odd} is odd: {error:?}"),

@@ -191,7 +191,10 @@ fn a_rank_that_leaves_ends_the_call_on_all_others() {
                 Ok(()) => once(&mut rank).unwrap_err(),
                 Err(error) => error,
             };
-            assert!(matches!(error, Error::Peer { peer: 2, cause: Cause::Left, .. }), "{error}");
+            assert!(
+                matches!(error, Error::Peer { fault: cpattn::Fault::One { peer: 2, cause: Cause::Left }, .. }),
+                "{error}"
+            );
             assert_eq!(once(&mut rank).unwrap_err(), error, "a group that failed stays failed");
             assert!(rank.poll().is_err());
         });

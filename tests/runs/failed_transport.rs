@@ -3,6 +3,7 @@
 
 use crate::agreement::{FAR, Job};
 use crate::common::through::{Hook, Through};
+use cpattn::Fault;
 use cpattn::{
     Cause, Error, Rank, Result,
     transport::{
@@ -81,7 +82,10 @@ fn a_failed_transport_is_not_used_again() {
                     }
                     let first = first.expect("a call failed");
                     assert!(
-                        matches!(first, Error::Peer { cause: Cause::Deadline { ms: 7, bytes: 0 }, .. }),
+                        matches!(
+                            first,
+                            Error::Peer { fault: Fault::One { cause: Cause::Deadline { ms: 7, bytes: 0 }, .. }, .. }
+                        ),
                         "call {at}: {first}"
                     );
                     assert_eq!(rank.poll(), Err(first), "call {at}");

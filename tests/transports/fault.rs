@@ -67,7 +67,12 @@ fn check(fault: Fault, own: Option<Cause>, cause: Cause) {
                 continue;
             };
             let (call, error) = result.unwrap_err();
-            let Error::Peer { rank: reporter, operation, step, peer, cause: found, .. } = error else {
+            let Error::Peer {
+                rank: reporter,
+                at: Label { operation, step, .. },
+                fault: cpattn::Fault::One { peer, cause: found },
+            } = error
+            else {
                 panic!("{error}")
             };
             assert_eq!((reporter, peer), (rank, who), "{fault:?} at {at}");
@@ -114,7 +119,7 @@ fn silence() {
             let (call, error) = result.unwrap().unwrap_err();
             assert_eq!(call, at);
             assert!(
-                matches!(error, Error::Peer { rank: r, peer: 2, cause: Cause::Deadline { ms: 300.., .. }, .. } if r == rank),
+                matches!(error, Error::Peer { rank: r, fault: cpattn::Fault::One { peer: 2, cause: Cause::Deadline { ms: 300.., .. } }, .. } if r == rank),
                 "{error}"
             );
         }

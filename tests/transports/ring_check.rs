@@ -49,7 +49,11 @@ fn a_silent_rank_is_the_end_of_a_link_that_failed() {
         Through::faulty(end, 0, fault)
     };
     let all = run(4, Duration::from_millis(400), wrap);
-    let Err(RingFault::Failed { link: Some((1, 2)), error: Error::Peer { peer: 2, cause, .. } }) = &all[1] else {
+    let Err(RingFault::Failed {
+        link: Some((1, 2)),
+        error: Error::Peer { fault: cpattn::Fault::One { peer: 2, cause }, .. },
+    }) = &all[1]
+    else {
         panic!("{:?}", all[1])
     };
     assert!(matches!(cause, Cause::Deadline { bytes: 8, .. }), "{cause}");
@@ -57,7 +61,9 @@ fn a_silent_rank_is_the_end_of_a_link_that_failed() {
     assert!(text.starts_with("link 1 → 2 failed: rank 1, ring check, step 1: rank 2 did not answer"), "{text}");
     assert!(text.contains("try: see whether the process of that rank runs"), "{text}");
     // Rank 0 waits at its last link, 1 → 0 or 3 → 0, for one who waits.
-    let Err(RingFault::Failed { link: None, error: Error::Peer { peer: 2, .. } }) = &all[0] else {
+    let Err(RingFault::Failed { link: None, error: Error::Peer { fault: cpattn::Fault::One { peer: 2, .. }, .. } }) =
+        &all[0]
+    else {
         panic!("{:?}", all[0])
     };
 }
@@ -71,7 +77,11 @@ fn a_rank_that_fails_or_leaves_is_named() {
             Through::faulty(end, 50, fault)
         });
         for result in all {
-            let Err(RingFault::Failed { error: Error::Peer { peer, cause: found, .. }, .. }) = result else {
+            let Err(RingFault::Failed {
+                error: Error::Peer { fault: cpattn::Fault::One { peer, cause: found }, .. },
+                ..
+            }) = result
+            else {
                 panic!("{result:?}")
             };
             assert_eq!((peer, found), (0, cause));
@@ -123,7 +133,9 @@ fn numbers_of_bytes_that_differ_are_named_on_both_sides() {
         }
         // It hears that the sender failed, or finds that a neighbour has left.
         let here = 3 - from - to;
-        let RingFault::Failed { link, error: Error::Peer { peer, cause, .. } } = &all[here] else {
+        let RingFault::Failed { link, error: Error::Peer { fault: cpattn::Fault::One { peer, cause }, .. } } =
+            &all[here]
+        else {
             panic!("{}", all[here])
         };
         let neighbours = [(here, (here + 1) % 3), ((here + 2) % 3, here)];
@@ -165,10 +177,10 @@ fn a_rank_whose_ring_has_failed_stays_failed() {
                 assert!(rank.check_ring(0).unwrap_err().to_string().contains("bytes is 0"));
                 let trouble = rank.check_ring(8).unwrap_err();
                 let RingFault::Failed { error, .. } = &trouble else { panic!("{trouble}") };
-                let Error::Peer { peer, .. } = error else { panic!("{trouble}") };
+                let Error::Peer { fault: cpattn::Fault::One { peer, .. }, .. } = error else { panic!("{trouble}") };
                 let again = rank.check_ring(8).unwrap_err();
                 assert!(
-                    matches!(&again, RingFault::Failed { link: None, error: Error::Peer { peer: p, .. } } if p == peer)
+                    matches!(&again, RingFault::Failed { link: None, error: Error::Peer { fault: cpattn::Fault::One { peer: p, .. }, .. } } if p == peer)
                 );
                 assert!(rank.poll().is_err());
             });

@@ -36,7 +36,7 @@ use std::{
 use core::ops::Range;
 
 use super::{Label, Message, Transport, rules};
-use crate::error::{Cause, Error, Result, RunName};
+use crate::error::{Cause, Error, Fault, Result, RunName};
 pub use contract::{Engine, Failed, LONGEST_VALUE, MessageDirection};
 use moves::{MessageBuffers, Moves, Stop};
 use search::EngineGroup;
@@ -95,7 +95,7 @@ impl<E: Engine> EngineTransport<E> {
     /// [`abort`](Transport::abort) and a failure of any rank end the wait.
     ///
     /// # Errors
-    /// [`Error::Found`] if not all ranks connect in time. The group has then failed.
+    /// [`Fault::Found`](crate::Fault::Found) if not all ranks connect in time. The group has then failed.
     pub fn connect(&self) -> Result<()> {
         let (group, began) = (&self.group, Instant::now());
         let deadline = group.deadline;
@@ -233,9 +233,9 @@ impl<E: Engine> EngineTransport<E> {
         let engine = failed.map(|failed| format!("engine: {}", failed.text));
         let said = [what, verdict.map_or("", |v| &v.text), engine.as_deref().unwrap_or("")];
         let said: Vec<_> = said.into_iter().filter(|text| !text.is_empty()).collect();
-        let (rank, Label { operation, step, run }) = (self.group.rank, label);
+        let rank = self.group.rank;
         let (peer, differ) = (verdict.and_then(|v| v.on(rank)), verdict.is_some_and(|v| v.differ));
-        Error::Found { rank, operation, step, run, peer, differ, text: said.join("; ") }
+        Error::Peer { rank, at: label, fault: Fault::Found { peer, differ, text: said.join("; ") } }
     }
 }
 

@@ -73,11 +73,12 @@ impl GroupFailure {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Fault;
 
     #[test]
     fn each_rank_reports_a_failure_from_its_own_side() {
         let named = |failure: GroupFailure, rank, operation| match failure.error(rank, Label::new(operation, 0)) {
-            Error::Peer { peer, cause, .. } => (peer, cause),
+            Error::Peer { fault: Fault::One { peer, cause }, .. } => (peer, cause),
             error => panic!("{error}"),
         };
         let size = GroupFailure::of_size(0, 1, [4, 8]);

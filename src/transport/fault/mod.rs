@@ -17,7 +17,7 @@
 //! The transports differ in how they ask. `local` reads the answers from its board, so every rank answers at once and
 //! only the order of the search matters. `mpi` sends questions as notices; a rank answers when it is in a call, so one
 //! that computes does not answer. `engine` puts questions and answers into a store, and every rank has a thread that
-//! answers; its errors have a text instead of a cause ([`Error::Found`](crate::Error::Found)). NCCL has no way to ask:
+//! answers; its errors have a text instead of a cause ([`Fault::Found`](crate::Fault::Found)). NCCL has no way to ask:
 //! its errors name the peers of the exchange.
 //!
 //! Nothing here waits, sends or takes a lock.

@@ -102,7 +102,7 @@ impl Nccl {
     ///
     /// # Errors
     /// [`Error::Unsupported`] without NCCL 2.14 or later; [`Error::Invalid`] for a rank that is not below `world`, an
-    /// id of zeros, or a rank of this id that the process already has; [`Error::Peers`] when a rank does not connect
+    /// id of zeros, or a rank of this id that the process already has; [`Error::Peer`] when a rank does not connect
     /// before the deadline; [`Error::Device`] for what NCCL refuses, such as two ranks with the same number or the same
     /// device.
     pub fn new(id: &UniqueId, rank: usize, world: usize, device: &Arc<Cuda>, deadline: Duration) -> Result<Self> {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Groups on threads, exchanges written as lists of peers and sizes, and what is expected of errors.
 
+use cpattn::Fault;
 use std::{
     collections::BTreeMap,
     sync::{Arc, mpsc},
@@ -84,7 +85,7 @@ pub fn exchange(
 /// Rank at fault and text of an error that the ranks found.
 pub fn found(outcome: Result<impl std::fmt::Debug, Error>) -> (Option<usize>, bool, String) {
     let error = outcome.unwrap_err();
-    let Error::Found { peer, differ, .. } = error else { panic!("{error}") };
+    let Error::Peer { fault: Fault::Found { peer, differ, .. }, .. } = error else { panic!("{error}") };
     assert_eq!(error.peer(), peer);
     (peer, differ, error.to_string())
 }

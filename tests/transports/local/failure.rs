@@ -10,7 +10,7 @@
 
 use super::harness::{LONG, SHORT, exchange, label, run, timed};
 use cpattn::transport::{Transport, local};
-use cpattn::{Cause, Error, Result};
+use cpattn::{Cause, Error, Fault, Result};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -105,7 +105,7 @@ fn a_circle_of_waiting_ranks_ends_by_the_deadline() {
     let named: Vec<usize> = results
         .iter()
         .map(|result| match result {
-            Err(Error::Peer { peer, cause: Cause::Deadline { bytes: 8, .. }, .. }) => *peer,
+            Err(Error::Peer { fault: Fault::One { peer, cause: Cause::Deadline { bytes: 8, .. } }, .. }) => *peer,
             _ => panic!("{results:?}"),
         })
         .collect();

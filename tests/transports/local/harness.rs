@@ -4,7 +4,7 @@
 //! Deadlines are short where one is meant to expire, and long where none is: a test that hangs fails by its deadline.
 
 use cpattn::transport::{Label, Message, Transport, local, local::Local};
-use cpattn::{Cause, Error, Result};
+use cpattn::{Cause, Error, Fault, Result};
 use std::thread;
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ pub fn recv(peer: usize, bytes: &mut [u8]) -> Message {
 
 /// A result whose expired deadline, if it has one, took between [`SHORT`] and three times that, as [`SHORT`].
 pub fn timed(mut result: Result<()>) -> Result<()> {
-    if let Err(Error::Peer { cause: Cause::Deadline { ms, .. }, .. }) = &mut result {
+    if let Err(Error::Peer { fault: Fault::One { cause: Cause::Deadline { ms, .. }, .. }, .. }) = &mut result {
         let short = SHORT.as_millis() as u64;
         assert!((short..3 * short).contains(ms), "a deadline of {short} ms expired after {ms} ms");
         *ms = short;
