@@ -71,7 +71,7 @@ fn alone(cuda: &Arc<Cuda>) {
         captured.push((*name, plan, tensors, end(stream)));
     }
     let counters = Counters::find();
-    for seed in 1..4 {
+    for seed in 1..3 {
         for (name, plan, tensors, exec) in &captured {
             let expected = expected(cuda, plan, seed);
             tensors.fill(seed, 0);
@@ -157,7 +157,7 @@ fn together(cuda: &Arc<Cuda>, world: usize) {
         streams[1..].iter().for_each(|&s| behind(s, streams[0]));
         let exec = end(streams[0]);
         // Each replay is a run of its own: ranks that counted otherwise would have NaN.
-        for seed in [1, 2, 1, 2, 1] {
+        for seed in [1, 2, 1] {
             let expected = expected(cuda, plan, seed);
             members.iter().enumerate().for_each(|(me, (_, tensors))| tensors.fill(seed, me));
             ok!(cuGraphLaunch(exec, streams[0].0));

@@ -128,7 +128,12 @@ fn same_bits<T: Element>(dtype: Dtype) {
     for (i, batch) in [decode, chunks, sliced.unwrap()].into_iter().enumerate() {
         for (heads, kv_heads, d, dv) in [(6, 2, 16, 24), (4, 1, 64, 64)] {
             let p = Problem::new(batch.clone(), heads, kv_heads, d, dtype).with_value_dim(dv).with_sinks(i == 1);
-            let p = if i == 0 { p.with_mask(Mask::sliding(90)) } else { p };
+            let slopes: Vec<f32> = (0..batch.documents() * heads).map(|i| 0.02 * (i % 7) as f32).collect();
+            let p = match i {
+                0 => p.with_mask(Mask::sliding(90)),
+                1 => p,
+                _ => p.with_alibi_slopes_per_document(&slopes),
+            };
             for (ring, layout) in [
                 (1, Layout::Contiguous),
                 (3, Layout::Striped { stripe: 8 }),
