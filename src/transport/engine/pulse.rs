@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A clock that does not advance while the process is stopped or gets no core: that time does not count as waiting.
-//!
-//! A thread reads the system clock at short intervals. If two readings are much further apart, the time between them
-//! does not count.
+//! The time that ranks of an engine's group wait, without gaps in which the process did not run. The
+//! [clock](crate::transport::fault) has to be read at short intervals, also while every other thread waits for the
+//! library, so a thread reads it.
 
+use crate::transport::fault::Clock;
 use std::{
     boxed::Box,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A gap: two readings further apart than three intervals plus this time.
+/// Readings lie further apart than three intervals plus this time only if the process did not run.
 const LATE: Duration = Duration::from_millis(50);
 
 pub(super) struct Pulse {
@@ -24,15 +24,16 @@ pub(super) struct Pulse {
 
 struct PulseState {
     running: bool,
-    lost: Duration,
-    seen: Duration,
+    clock: Clock,
+    gaps: Duration,
 }
 
 impl Pulse {
     pub(super) fn new(deadline: Duration) -> Self {
         let every = (deadline / 32).clamp(Duration::from_millis(10), Duration::from_secs(1));
-        let state = PulseState { running: false, lost: Duration::ZERO, seen: Duration::ZERO };
-        Self { every, began: Instant::now(), state: Mutex::new(state), over: Condvar::new() }
+        let clock = Clock::new(3 * every + LATE);
+        let state = PulseState { running: false, clock, gaps: Duration::ZERO };
+        Self { every, began: clock.seen(), state: Mutex::new(state), over: Condvar::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, PulseState> {
@@ -56,19 +57,17 @@ impl Pulse {
         }
     }
 
-    fn look(&self, state: &mut PulseState) {
-        let now = self.began.elapsed();
-        if state.running && now - state.seen > 3 * self.every + LATE {
-            state.lost += now - state.seen;
-        }
-        state.seen = now;
-    }
-
     /// The time since the clock was made, without gaps.
     pub(super) fn time(&self) -> Duration {
-        let mut state = self.state();
-        self.look(&mut state);
-        state.seen - state.lost
+        self.look(&mut self.state())
+    }
+
+    fn look(&self, state: &mut PulseState) -> Duration {
+        let gap = state.clock.gap();
+        if state.running {
+            state.gaps += gap;
+        }
+        state.clock.seen() - self.began - state.gaps
     }
 
     /// It is an ordinary clock from now on.

@@ -5,7 +5,7 @@
 //! not at fault by that alone. The rules, from the first sign to the error:
 //!
 //! 1. *Deadline.* A call waits as long as its messages move, and for one deadline after the last that moved. Time in
-//!    which the process was stopped does not count.
+//!    which the process was stopped does not count ([`Clock`]).
 //! 2. *Search.* A rank whose deadline has passed asks its peer for which rank that one waits, then that rank, and so on
 //!    ([`Search`]). A rank has a [`grace`] of half a deadline for its answer.
 //! 3. *Verdict.* The nearest rank that does not answer, or is in no call, is at fault ([`AtFault`]). If all wait for
@@ -22,9 +22,11 @@
 //!
 //! Nothing here waits, sends or takes a lock.
 
+mod clock;
 mod failure;
 mod search;
 
+pub(super) use clock::Clock;
 pub(super) use failure::{AGREEMENT, GroupFailure};
 pub(super) use search::{Answer, AtFault, Search};
 

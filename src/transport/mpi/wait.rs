@@ -15,7 +15,7 @@ use std::{
 use super::notices::{Notice, Notices, WaitsFor};
 use crate::{
     sync::yield_core,
-    transport::fault::{Answer, AtFault, Search, grace, millis},
+    transport::fault::{Answer, AtFault, Clock, Search, grace, millis},
 };
 
 /// How often a call yields its core and polls again before it sleeps.
@@ -27,7 +27,7 @@ const LONGEST: Duration = Duration::from_micros(200);
 /// How long a call still polls for messages of a rank that has left.
 const LEFT: Duration = Duration::from_millis(50);
 
-/// A longer gap between two polls means that the process did not run: it was stopped, or got no core.
+/// Polls lie further apart only if the process did not run.
 const STOPPED: Duration = Duration::from_millis(100);
 
 /// The shortest time that an asked rank has for its answer.
@@ -44,8 +44,8 @@ struct Question {
 pub(super) struct DeadlineState {
     deadline: Duration,
     since: Instant,
-    /// Time of the last poll.
-    seen: Instant,
+    /// Read at each poll.
+    clock: Clock,
     /// Since when it knows that the rank it waits for has left.
     left: Option<Instant>,
     yields: u32,
@@ -55,19 +55,14 @@ pub(super) struct DeadlineState {
 
 impl DeadlineState {
     pub(super) fn new(deadline: Duration) -> Self {
-        let now = Instant::now();
-        Self { deadline, since: now, seen: now, left: None, yields: 0, sleeps: 0, question: None }
+        let clock = Clock::new(STOPPED);
+        Self { deadline, since: clock.seen(), clock, left: None, yields: 0, sleeps: 0, question: None }
     }
 
     /// Records a poll. If the process was stopped since the last one, extends the deadline by the gap, and returns the
     /// gap; otherwise 0.
     pub(super) fn runs(&mut self) -> Duration {
-        let now = Instant::now();
-        let gap = now.duration_since(self.seen);
-        self.seen = now;
-        if gap <= STOPPED {
-            return Duration::ZERO;
-        }
+        let gap = self.clock.gap();
         self.since += gap;
         if let Some(question) = &mut self.question {
             question.at += gap;
@@ -77,7 +72,7 @@ impl DeadlineState {
 
     /// Time of the last poll.
     pub(super) fn seen(&self) -> Instant {
-        self.seen
+        self.clock.seen()
     }
 
     /// Time from which the wait counts.
@@ -87,7 +82,7 @@ impl DeadlineState {
 
     /// For a peer that has left: whether that has been known for long enough for its last messages to arrive.
     pub(super) fn is_left_behind(&mut self) -> bool {
-        self.left.get_or_insert(self.seen).elapsed() >= LEFT
+        self.left.get_or_insert(self.clock.seen()).elapsed() >= LEFT
     }
 
     /// Something moved.
@@ -97,7 +92,7 @@ impl DeadlineState {
 
     /// Whether the deadline had passed at the last poll; the process may have been stopped since then.
     pub(super) fn is_over(&self) -> bool {
-        self.seen.duration_since(self.since) >= self.deadline
+        self.seen().duration_since(self.since) >= self.deadline
     }
 
     /// Yields the core, or sleeps.
@@ -131,7 +126,7 @@ impl DeadlineState {
             Some(question) => {
                 let answer = match notices.answer(question.number) {
                     Some((theirs, ms)) => waits(theirs, Duration::from_millis(ms)),
-                    None if self.seen.saturating_duration_since(question.at)
+                    None if self.seen().saturating_duration_since(question.at)
                         >= grace(self.deadline, SHORTEST_GRACE) =>
                     {
                         Answer::Silent
