@@ -105,15 +105,13 @@ def refusals() -> None:
     refused(cpattn.InvalidArgument, found, lambda: over_torch(communicator=mine))
 
 
-def runs(owner: Owner, driver: Driver) -> None:
+def runs(owner: Owner, driver: Driver, whole: dict[str, bytes], want: dict[str, bytes]) -> None:
     """Attention and sums take turns over one communicator, and give what the CPU gives."""
-    whole = batch()
-    want = on_cpu(whole)
     contexts = [over_torch() for _ in range(2)]
     assert owner.connects == 1, "the second context finds the communicator of the first"
     for at, context in enumerate(contexts):
         before = owner.sum(NUMBER + 1)
-        errors = part(driver, context.batch(DOCUMENTS).plan, whole, want, NUMBER, context.rank)
+        errors = part(driver, context.plan(DOCUMENTS), whole, want, NUMBER, context.rank)
         after = owner.sum(NUMBER + 10)
         report(NUMBER, errors)
         assert owner.summed(*before) == (3.0,) * 4 and owner.summed(*after) == (21.0,) * 4
@@ -125,17 +123,18 @@ def runs(owner: Owner, driver: Driver) -> None:
     time.sleep(0.2)
     (context,) = contexts[1:]
     context.rank.poll()
-    refused(cpattn.InvalidHandle, "PyTorch has ended the NCCL communicator", lambda: part(driver, context.batch(DOCUMENTS).plan, whole, want, NUMBER, context.rank))
+    words = "PyTorch has ended the NCCL communicator of the context"
+    refused(cpattn.InvalidHandle, words, lambda: part(driver, context.plan(DOCUMENTS), whole, want, NUMBER, context.rank))
     context.close()
 
 
-def a_rank_is_missing(owner: Owner, driver: Driver) -> None:
+def a_rank_is_missing(owner: Owner, driver: Driver, whole: dict[str, bytes], want: dict[str, bytes]) -> None:
     """The call fails at the deadline on the rank that waits, and its stream goes on once the owner has aborted the communicator."""
     context = over_torch(timeout=1.0)
-    plan = context.batch(DOCUMENTS).plan
+    plan = context.plan(DOCUMENTS)
     dist.barrier()
     if NUMBER == 0:
-        refused(cpattn.PeerError, "rank 1 did not answer within", lambda: context.rank.prepare(plan, cpattn.Direction.FORWARD))
+        refused(cpattn.PeerError, "rank 1 did not answer within", lambda: part(driver, plan, whole, want, NUMBER, context.rank))
         assert owner._comm_ptr(), "the communicator of the group is not aborted"
         owner.end("ncclCommAbort")
     dist.barrier()
@@ -159,8 +158,10 @@ def main() -> None:
     words = "PyTorch has NCCL 2.15.3, and libnccl.so.2 is 2.14.3" if NUMBER else "communicator='torch' is refused on rank 1: see the error"
     refused(cpattn.Unsupported, words, over_torch)
     current._of_torch = lambda: (2, 14, 3)
-    runs(owner, driver)
-    a_rank_is_missing(owner, driver)
+    whole = batch()
+    given = owner, driver, whole, on_cpu(whole)
+    runs(*given)
+    a_rank_is_missing(*given)
     dist.destroy_process_group()
     print("done")
 
