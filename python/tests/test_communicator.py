@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A context over the NCCL communicator of a process group, on the stand-ins for the CUDA driver and for NCCL: CPATTN_STANDINS names their
-folder (see .ci/python); otherwise it is skipped."""
+"""A context over the NCCL communicator of a process group, on the stand-ins for the CUDA driver and for NCCL, of which CPATTN_STANDINS names
+the folder (see .ci/python; otherwise it is skipped), and PyTorch's tensors in one process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import unittest
+
+import torch
 
 HERE = pathlib.Path(__file__).resolve().parent
 STANDINS = os.environ.get("CPATTN_STANDINS", "")
@@ -41,6 +43,13 @@ class Communicator(unittest.TestCase):
             for rank, text in zip(ranks, said):
                 self.assertEqual((rank.returncode, text.split()[-1:]), (0, ["done"]), "\n".join(said))
             self.assertFalse(report.exists() and report.read_text(), "the stand-ins report nothing")
+
+    def test_pytorch_in_one_process(self) -> None:
+        """Beside f64, training as PyTorch alone, graphs: all on a device, what needs none without."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        program = HERE.parents[1] / "benches/peers/pytorch.py"
+        done = subprocess.run([sys.executable, str(program), "--device", device], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+        self.assertEqual((done.returncode, done.stdout.split()[-1:]), (0, ["ok"]), done.stdout)
 
 
 if __name__ == "__main__":
