@@ -120,6 +120,7 @@ def first(stage):
         return
     if not stage.options.ours_only:
         stage.json_of("ceilings", stage.python(HERE / "machine.py", "ceilings"), 60)
+        stage.steps.run("PyTorch", stage.python(HERE / "pytorch.py"), 120, package(stage))
     stage.json_of("jit", [stage.bin / "cuda", "--jit"], 120, {"CUDA_CACHE_DISABLE": "1"})
     only = ["--only", "mma"] if stage.tiny else []
     stage.steps.run(
@@ -156,10 +157,14 @@ def tests(stage):
         found.append(Test(f"C {program.name}", (program.name,), [program]))
     python = stage.bin / "capi/repository/examples/python/cuda_ranks.py"
     if python.exists():
-        package = {"PYTHONPATH": os.pathsep.join(filter(None, (str(python.parents[2] / "python"), os.environ.get("PYTHONPATH"))))}
-        library = {"CPATTN_LIBRARY": str(stage.bin / "capi/lib/libcpattn.so"), **package}
-        found.append(Test("Python cuda_ranks.py", (python.name,), stage.python(python), library))
+        found.append(Test("Python cuda_ranks.py", (python.name,), stage.python(python), package(stage)))
     return found
+
+
+def package(stage):
+    """The variables with which Python finds the package and its library."""
+    path = os.pathsep.join(filter(None, (str(stage.bin / "capi/repository/python"), os.environ.get("PYTHONPATH"))))
+    return {"CPATTN_LIBRARY": str(stage.bin / "capi/lib/libcpattn.so"), "PYTHONPATH": path}
 
 
 def of_hardware(found):

@@ -58,11 +58,13 @@ def texts(count):
         yield {"text": " ".join(text)}
 
 
-def losses(name, steps, alone):
+def losses(name, steps, alone, device="cpu"):
     kind, more = MODELS[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **more}), attn_implementation="eager", dtype=torch.float32)
     trainer = SFTTrainer
+    if device == "cuda":  # the CUDA kernels take bfloat16 and float16
+        model = model.to("cuda", torch.bfloat16)
     if not alone:
         cp = ContextParallel(model)  # context parallelism: this line
         trainer = cp.trainer(SFTTrainer)  # and this one
@@ -71,7 +73,8 @@ def losses(name, steps, alone):
     with tempfile.TemporaryDirectory() as folder:
         args = SFTConfig(
             folder, max_steps=steps, packing=True, max_length=256, per_device_train_batch_size=1, gradient_accumulation_steps=2,
-            learning_rate=3e-3, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, bf16=False, seed=1,
+            learning_rate=3e-3, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+            use_cpu=device == "cpu", bf16=False, seed=1,
         )  # fmt: skip
         trainer = trainer(model=model, args=args, train_dataset=Dataset.from_list(list(texts(400))), processing_class=tokenizer())
         trainer.train()
@@ -125,14 +128,17 @@ def main():
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the losses go")
     parser.add_argument("--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of them")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: weights in bfloat16; no GPU has run it yet")
     given = parser.parse_args()
     other = json.loads(given.against.read_text()) if given.against else None
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        dist.init_process_group("gloo")
-    found = {name: losses(name, given.steps, world == 1) for name in MODELS}
+    world, alone = int(os.environ.get("WORLD_SIZE", "1")), "WORLD_SIZE" not in os.environ
+    if not alone:
+        if given.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("gloo" if given.device == "cpu" else "cpu:gloo,cuda:nccl")
+    found = {name: losses(name, given.steps, alone, given.device) for name in MODELS}
     if int(os.environ.get("RANK", "0")) == 0:
-        title = "one process" if world == 1 else f"cpattn, {world} processes"
+        title = "one process" if alone else f"cpattn, {world} processes"
         runs = [(title, found)]
         if given.json:
             given.json.write_text(json.dumps({"name": title, "losses": found}) + "\n")
@@ -143,7 +149,7 @@ def main():
                 print(f"{name}: largest relative difference to {other['name']}: {worst:.1e}")
         if given.plot:
             given.plot.write_text(draw(runs))
-    if world > 1:
+    if not alone:
         dist.destroy_process_group()
 
 

@@ -125,13 +125,13 @@ def batches(steps):
         yield ids, torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def train(parallel, steps, dtype):
+def train(parallel, steps, dtype, device="cpu"):
     torch.manual_seed(0)
-    model = Model(parallel).to(dtype)
+    model = Model(parallel).to(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
     losses = []
     for ids, cu_seqlens in batches(steps):
-        mine, positions, labels = parallel.split(ids, cu_seqlens)
+        mine, positions, labels = (x.to(device) for x in parallel.split(ids.to(device), cu_seqlens))
         # The mean over all tokens of the batch with a next token. Each process adds its part.
         count = int((cu_seqlens.diff() - 1).clamp(min=0).sum())
         loss = F.cross_entropy(model(mine, positions), labels, reduction="sum") / count

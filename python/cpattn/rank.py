@@ -366,13 +366,20 @@ def nccl_group(
     It joins the ranks with the same `unique_id`, or uses an existing communicator (`comm`, the address of an ncclComm_t), which it
     aborts after a failure only with `may_abort`.
     """
+    return Rank(nccl_transport(unique_id, comm, may_abort, rank=rank, world=world, device=device, deadline_ms=deadline_ms))
+
+
+def nccl_transport(
+    unique_id: bytes | None, comm: int | None, may_abort: bool, *, rank: int, world: int, device: int, deadline_ms: int
+) -> c_void_p:
+    """The transport of `nccl_group`, which has no owner yet."""
     if unique_id is not None and len(instance("unique_id", unique_id, bytes | bytearray, "bytes are needed")) != 128:
         raise errors.InvalidArgument(f"unique_id has length {len(unique_id)}, 128 is needed")
     transport = c_void_p()
     shared = (c_uint8 * 128)(*unique_id) if unique_id is not None else None
     device, abort = whole("device", device, 0, 2**31 - 1), int(flag("may_abort", may_abort))
     call("nccl_group", shared, _address("comm", comm), abort, rank, world, device, deadline_ms, byref(transport))
-    return Rank(transport)
+    return transport
 
 
 def on_all(ranks: Sequence[Rank], job: Callable[[int, Rank], T]) -> list[T]:

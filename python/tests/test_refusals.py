@@ -188,7 +188,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "torch.Batch.to_tokens": (batch.to_tokens, {"x": q, "side": "q", **of}, dict.fromkeys(of, "none")),
         "torch.Batch.with_slices": (batch.with_slices, {"slices": made}, {}),
         "torch.Context": (cpattn.torch.Context, {"group": None, **shape, "dtype": torch.float32, "device": "cpu", "timeout": 5.0, "workers": 1,
-                                                 "plans": 1, "own_tokens": True, "layers": ()} | options, optional | {"group": "none", "timeout": "float", "own_tokens": "truth"}),
+                                                 "plans": 1, "own_tokens": True, "layers": (), "communicator": "own"} | options, optional | {"group": "none", "timeout": "float", "own_tokens": "truth"}),
         "torch.Context.batch": (context.batch, {"cu_seqlens": [0, 5], **many}, no_slices),
         "torch.Context.combine": (context.combine, {"o": q, "lse": lse, "to": "all", "sinks": None, "dtype": None}, {"sinks": "none", "dtype": "none"}),
         "torch.Context.plan": (context.plan, {"cu_seqlens": [0, 5]}, {}),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,12 @@ from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import Packed, PackedContext, Packing, kind_of, over_all, sinks_of
 from ..plan import CHOSEN, RUNS, Circulate, Dtype, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
-from ..rank import Rank, nccl_group, nccl_unique_id
+from ..rank import Rank
 from ..slices import Slice
 from ..slices import checked as checked_slices
 from ..slopes import refuse_per_document, slopes_of
 from ..trace import Event
-from . import nodes, operators
+from . import nccl, nodes, operators
 from .combine import Combining
 from .dropout import of_call
 from .gather import Gathering
@@ -70,6 +69,10 @@ class Context(PackedContext, Combining):
     For a model with several kinds of layers, give `layers`, kinds as for `Plan.auto_for`: the automatic choice of mesh and layout then
     considers all of them. It excludes ulysses, ring and layout.
 
+    On CUDA messages go over NCCL: over a communicator of the context's own, or with `communicator="torch"` over that of the process
+    group, which PyTorch owns. Then collectives of the group and calls of the context are enqueued in one order, the same on all
+    ranks, by one thread at a time; after a failure the group is not aborted; and the context is closed before the group is destroyed.
+
     Without `ranks_per_node`, nodes are those of torchrun: LOCAL_WORLD_SIZE consecutive global ranks each. A group with different
     numbers of ranks on its nodes is refused, and so are ranks with different numbers, on all ranks; `ranks_per_node=0` treats all links
     alike.
@@ -90,6 +93,7 @@ class Context(PackedContext, Combining):
         plans: int = 16,
         own_tokens: bool = False,
         layers: Sequence[tuple[int, Mapping[str, Any]]] = (),
+        communicator: str = "own",
         **options: Unpack[PlanOptions],
     ) -> None:
         heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
@@ -113,6 +117,9 @@ class Context(PackedContext, Combining):
             raise Unsupported(f"device is {self.device}, cpu or cuda is needed")
         if self.device.type == "cuda" and workers != 1:
             raise InvalidArgument(f"workers is {workers}, 1 is needed on {self.device}: workers are CPU threads")
+        communicator = nccl.checked(communicator, self.device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
         self.transport, self._timeout = GlooTransport(group, timeout=timeout), timeout
         self._collectives: Collectives | None = None
         self._combines: dict[tuple[Any, ...], Plan] = {}
@@ -131,7 +138,7 @@ class Context(PackedContext, Combining):
         self._host = self.rank = Rank(self.transport, workers=workers)
         if self.device.type == "cuda":
             try:
-                self.rank = self._over_nccl(timeout)
+                self.rank = nccl.rank_on(self.device, communicator, self.transport, group, timeout)
             except BaseException:
                 self._host.close()
                 raise
@@ -139,24 +146,6 @@ class Context(PackedContext, Combining):
         self._decides: PlanOf | None = open_ones[0][1] if open_ones and not own_tokens else None
         if not own_tokens:
             open_ones.append((self, self._decides or self._first))
-
-    def _over_nccl(self, timeout: float) -> Rank:
-        """A rank over its own NCCL communicator, whose id comes from rank 0."""
-        if self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-        unique_id, failure = bytes(128), None
-        if self.number == 0:
-            try:
-                unique_id = nccl_unique_id()
-            except Error as error:  # raised after the other ranks know
-                failure = error
-        words = [self.transport.agree(0, self.world, word)[0] for word in struct.unpack("16Q", unique_id)]
-        if failure:
-            raise failure
-        if not any(words):
-            raise Unsupported(f"rank {self.number}: cpattn_nccl_unique_id failed on rank 0: see the error of rank 0")
-        shared, deadline = struct.pack("16Q", *words), max(1, int(timeout * 1000))
-        return nccl_group(shared, rank=self.number, world=self.world, device=self.device.index, deadline_ms=deadline)
 
     def batch(
         self,

@@ -155,6 +155,11 @@ impl Communicator {
         self.api
     }
 
+    /// Whether it is the caller's.
+    pub(super) fn is_borrowed(&self) -> bool {
+        self.borrowed.is_some()
+    }
+
     /// Whether an abort is allowed, so that streams become usable again after a failure.
     pub(super) fn may_abort(&self) -> bool {
         self.borrowed != Some(OnFailure::Leave)

@@ -217,11 +217,16 @@ impl Watchdog {
 
     /// The failure, if there is one. NCCL's report says more than an expired deadline, so it counts first.
     fn look(&self) -> Option<Error> {
-        let late = {
+        let (late, idle) = {
             let _entered = self.cuda.context().enter().ok()?;
             let mut queue = self.queue();
-            queue.retire().and_then(|()| queue.late(self.deadline()))
+            let late = queue.retire().and_then(|()| queue.late(self.deadline()));
+            (late, queue.pending.is_empty())
         };
+        // The owner of a borrowed communicator may have ended it after the last run.
+        if idle && self.comm.is_borrowed() {
+            return late.err();
+        }
         match late {
             Ok(late) => self
                 .engines_report()

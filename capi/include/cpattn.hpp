@@ -1,0 +1,1 @@
+../../include/cpattn.hpp
