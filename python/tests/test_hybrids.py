@@ -25,7 +25,6 @@ from cpattn.transformers.hybrids import mixer_of
 from torch.distributed.fsdp import fully_shard
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "hybrids", "cpattn.transformers"])
 # Documents of one token, of fewer than a convolution's taps, and of more than a chunk of each kernel.
 LENGTHS = [33, 1, 70, 2, 3, 1, 20]
 
