@@ -38,7 +38,7 @@ _forks = multiprocessing.get_context("forkserver")
 JOINING = 240
 
 
-def _preload() -> None:
+def preload() -> None:
     """For the server, should it not run yet."""
     here = os.path.dirname(os.path.abspath(__file__))
     mine = [name for name, module in sys.modules.items() if os.path.dirname(getattr(module, "__file__", None) or "") == here]
@@ -94,7 +94,7 @@ def start(
     """Outcomes by rank. Waits for the ranks of which `until` is true, and at most so many seconds once all of them have
     joined; kills what is then left, and returns when no process is. `inside`: rank 0 holds the store.
     """
-    _preload()
+    preload()
     store = None if inside else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port if store else 0
     pipes = [_forks.Pipe(duplex=False) for _ in range(world)]

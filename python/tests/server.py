@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Loaded last by the server from which processes.py forks ranks: what ranks import besides the test modules, once for all of them."""
+"""Loaded last by the server from which processes.py forks ranks: what ranks and programs import besides the test modules, once for all."""
 
 import gc
 import sys
@@ -7,7 +7,7 @@ from contextlib import suppress
 from importlib import import_module
 
 LATER = ["torch.fx.experimental.symbolic_shapes", "cpattn.torch"]
-if "transformers" in sys.modules:
+if "transformers" in sys.modules or "programs" in sys.modules:
     LATER += ["transformers.trainer", "cpattn.transformers", "models", "trl", "peft", "datasets"]
 for name in LATER:
     with suppress(ImportError):
