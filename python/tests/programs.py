@@ -36,7 +36,6 @@ def _main(file: str, arguments: tuple[str, ...], environment: dict[str, str], sa
 
 def run(file: str, world: int, *arguments: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
     """What the program wrote, and the exit code of the first process that failed, or 0. With `world` 0: one process that is no rank."""
-    processes.preload()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     of_all = {
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
@@ -50,8 +49,7 @@ def run(file: str, world: int, *arguments: str, seconds: float = 240) -> subproc
         try:
             for rank in range(max(world, 1)):
                 mine = {**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world else {}
-                started.append(processes._forks.Process(target=_main, args=(file, arguments, mine, said)))
-                started[-1].start()
+                started.append(processes.fork(_main, file, arguments, mine, said))
             left, code, end = {process.sentinel: process for process in started}, 0, time.monotonic() + seconds
             while left and (until := end - time.monotonic()) > 0:
                 for sentinel in wait(list(left), until):
@@ -61,9 +59,8 @@ def run(file: str, world: int, *arguments: str, seconds: float = 240) -> subproc
                         code, end = process.exitcode, min(end, time.monotonic() + AFTER)
         finally:
             for process in started:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
+                process.kill()
+                process.join()
         out, err = (open(name, encoding="utf-8").read() for name in said)
     if left and not code:
         raise subprocess.TimeoutExpired([file, *arguments], seconds, out, err)

@@ -6,12 +6,25 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 
-LATER = ["torch.fx.experimental.symbolic_shapes", "cpattn.torch"]
+LATER = ["torch._dynamo", "torch.distributed.fsdp", "cpattn.torch"]
 if "transformers" in sys.modules or "programs" in sys.modules:
     LATER += ["transformers.trainer", "cpattn.transformers", "models", "trl", "peft", "datasets"]
+if {"test_compile", "test_slices"} & sys.modules.keys():
+    LATER += ["torch._inductor.compile_fx"]
 for name in LATER:
     with suppress(ImportError):
         import_module(name)
+
+# The code of the models of test modules that have a table of them.
+if "models" in sys.modules:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    tables = [module.MODELS for module in list(sys.modules.values()) if isinstance(vars(module).get("MODELS"), dict)]
+    kinds = {row[0] if isinstance(row, tuple) else name.split("-")[0] for table in tables for name, row in table.items()}
+    for kind in sorted(kinds):
+        with suppress(KeyError, ImportError):
+            MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
 
 # Ranks do not look for garbage in what is loaded, nor copy its pages for that.
 gc.collect()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -178,9 +179,8 @@ def interrupted(rank: int, world: int, how: str) -> str:
 @contextmanager
 def holder() -> Iterator[tuple[int, int]]:
     """A process that holds a store: its port, and the process to stop or kill."""
-    mine, theirs = processes._forks.Pipe(duplex=False)
-    process = processes._forks.Process(target=_holds, args=(theirs,))
-    process.start()
+    mine, theirs = multiprocessing.Pipe(duplex=False)
+    process = processes.fork(_holds, theirs)
     try:
         assert mine.poll(processes.JOINING), "no store was made"
         yield mine.recv(), process.pid
