@@ -2,6 +2,7 @@
 """Loaded last by the server from which processes.py forks ranks: what ranks and programs import besides the test modules, once for all."""
 
 import gc
+import os
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -20,7 +21,9 @@ if "models" in sys.modules:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    tables = [module.MODELS for module in list(sys.modules.values()) if isinstance(vars(module).get("MODELS"), dict)]
+    here = os.path.dirname(__file__)
+    mine = [module for module in sys.modules.values() if os.path.dirname(getattr(module, "__file__", None) or "") == here]
+    tables = [vars(module).get("MODELS", {}) for module in mine]
     kinds = {row[0] if isinstance(row, tuple) else name.split("-")[0] for table in tables for name, row in table.items()}
     for kind in sorted(kinds):
         with suppress(KeyError, ImportError):
