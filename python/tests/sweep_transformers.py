@@ -45,7 +45,6 @@ import processes
 import sweep_images
 from cpattn import Error
 
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
 transformers.utils.logging.set_verbosity_error()
 PACK = [23, 1, 17, 9]
 RANKS = 4

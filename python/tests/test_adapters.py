@@ -24,7 +24,6 @@ from cpattn.transformers import ContextParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
 # A document of more than 256 tokens: BLOOM's and MPT's positions are of two numbers from there on.
 LENGTHS = [290, 1, 40, 23]
 WORDS: dict[str, Any] = {"vocab_size": models.WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}

@@ -25,7 +25,6 @@ from cpattn.transformers import ContextParallel
 from torch.distributed import distributed_c10d as c10d
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
 
 
 def held() -> tuple[int, int, int]:

@@ -23,7 +23,6 @@ from cpattn.transformers import ContextParallel
 from cpattn.transformers.pack import pack
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
 LENGTH = 200
 CUT = torch.cat([torch.arange(100), torch.arange(500, 600)])[None]
 ENDS = [0, 70, LENGTH]

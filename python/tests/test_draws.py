@@ -22,7 +22,6 @@ from cpattn.transformers import ContextParallel
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, OPTConfig, set_seed
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
 LENGTHS = [93]  # on 4 ranks: not equally many tokens
 P = 0.25
 

@@ -24,7 +24,6 @@ from cpattn import Disagreement, InvalidArgument
 from cpattn.transformers import ContextParallel
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers", "transformers.trainer"])
 OPTIONS: dict[str, Any] = {
     "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "seed": 5, "per_device_eval_batch_size": 2, "logging_steps": 1,
     "logging_nan_inf_filter": False, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant",

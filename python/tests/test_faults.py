@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,11 +11,14 @@ import sys
 import threading
 import time
 import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import faults
+import processes
 import torch
 import torch.distributed as dist
 from processes import run, start
@@ -172,34 +176,41 @@ def interrupted(rank: int, world: int, how: str) -> str:
     return "no error"
 
 
-# A process that holds a store.
-HOLDER = (
-    "import torch.distributed as d, time\n"
-    "s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-    "print(s.port, flush=True); time.sleep(100)"
-)
+@contextmanager
+def holder() -> Iterator[tuple[int, int]]:
+    """A process that holds a store: its port, and the process to stop or kill."""
+    mine, theirs = multiprocessing.Pipe(duplex=False)
+    process = processes.fork(_holds, theirs)
+    try:
+        assert mine.poll(processes.JOINING), "no store was made"
+        yield mine.recv(), process.pid
+    finally:
+        process.kill()
+        process.join()
 
 
-def orphan(rank: int, world: int, number: int, interrupt: bool) -> str:
+def _holds(pipe: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(200)
+
+
+def orphan(rank: int, world: int, port: int, of: int, number: int, interrupt: bool) -> str:
     """A context is made when the process that holds the store has been killed or stopped; `interrupt`: and Ctrl-C."""
     timeout, kind = (30.0, KeyboardInterrupt) if interrupt else (1.0, cpattn.PeerError)
-    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        store = dist.TCPStore("127.0.0.1", int(process.stdout.readline()), timeout=timedelta(seconds=60))
-        process.send_signal(number)
-        if interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        began = time.monotonic()
-        try:
-            with mock.patch.object(c10d, "_get_default_store", lambda: store):
-                Context(heads=2, head_dim=4, timeout=timeout)
-        except kind as failure:
-            took = time.monotonic() - began
-            assert 0.4 < took < (6 if interrupt else 25), f"after {took:.1f} s"
-            return f"{getattr(failure, 'peer', None)}: {failure}"
-        finally:
-            process.kill()
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
+    os.kill(of, number)
+    if interrupt:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    try:
+        with mock.patch.object(c10d, "_get_default_store", lambda: store):
+            Context(heads=2, head_dim=4, timeout=timeout)
+    except kind as failure:
+        took = time.monotonic() - began
+        assert 0.4 < took < (6 if interrupt else 25), f"after {took:.1f} s"
+        return f"{getattr(failure, 'peer', None)}: {failure}"
     return "no error"
 
 
@@ -226,13 +237,26 @@ def waits_for_ever(rank: int, world: int) -> str:
     return f"{value} {'at once' if took < 6 else f'after {took:.1f} s'}"
 
 
-# A program of two ranks, of which rank 0 ends while a daemon thread of its own waits for rank 1, and rank 1 soon after.
+# Programs of two ranks, of which rank 0 ends while a daemon thread of its own waits for rank 1, and rank 1 soon after: each a fork of one
+# that has imported everything, since what is tested is how an interpreter ends, and which writes how they ended.
 DAEMON = """
-import sys, threading, time
+import os, sys, threading, time
 import torch, torch.distributed as dist
 from cpattn.torch import Context, GlooTransport
 from cpattn.transport import Message
-port, rank, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+started = []
+for what, port in zip(sys.argv[1::2], map(int, sys.argv[2::2])):
+    for rank in range(2):
+        if not (child := os.fork()):
+            break
+        started.append((child, f"{what} {rank}"))
+    else:
+        continue
+    break
+else:
+    for child, name in started:
+        print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    sys.exit()
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank, world_size=2)
 room, q = torch.zeros(4), torch.zeros(4, 2, 4)
 if what == "attention":
@@ -253,14 +277,19 @@ time.sleep(1)
 
 class Ends(unittest.TestCase):
     def test_a_program_whose_daemon_thread_waits(self) -> None:
-        for what in ("attention", "exchange", "connect"):
-            with self.subTest(what):
-                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-                commands = [[sys.executable, "-c", DAEMON, str(store.port), str(rank), what] for rank in range(2)]
-                ends = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in commands]
-                said = [process.communicate(timeout=100)[1] for process in ends]
-                self.assertEqual([process.returncode for process in ends], [0, 0], said)
-                self.assertNotIn("terminate called", said[0])
+        kinds = ("attention", "exchange", "connect")
+        stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in kinds]
+        arguments = [word for what, store in zip(kinds, stores, strict=True) for word in (what, str(store.port))]
+        with subprocess.Popen(
+            [sys.executable, "-c", DAEMON, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as program:
+            try:
+                ended, said = program.communicate(timeout=200)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(program.pid, signal.SIGKILL)
+        self.assertEqual(ended.splitlines(), [f"{what} {rank} 0" for what in kinds for rank in range(2)], said)
+        self.assertNotIn("terminate called", said)
 
 
 class Faults(unittest.TestCase):
@@ -341,32 +370,27 @@ class Faults(unittest.TestCase):
                 self.assertIn(f"rank {waiting} waited for rank {(waiting + 1) % 3} (exchange, step 3: receiving 16 bytes)", said)
 
 
-def without(rank: int, world: int, how: str) -> str:
+def without(rank: int, world: int, port: int, of: int, how: str) -> str:
     """The process that holds the store fails, or the store has no second connection: then a rank sends nothing."""
-    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        port: list[Any] = [int(process.stdout.readline()) if rank == 0 else None]
-        dist.broadcast_object_list(port)
-        store: Any = dist.TCPStore("127.0.0.1", port[0], timeout=timedelta(seconds=30))
-        # As open does where the stores of the PyTorch in use have no clone.
-        open_ = mock.Mock(side_effect=RuntimeError("no clone")) if how == "clone" else Gloo.open
-        with mock.patch.object(c10d, "_get_default_store", lambda: store), mock.patch.object(Gloo, "open", open_):
-            transport, room = GlooTransport(timeout=0.5), torch.zeros(4)
+    store: Any = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    # As open does where the stores of the PyTorch in use have no clone.
+    open_ = mock.Mock(side_effect=RuntimeError("no clone")) if how == "clone" else Gloo.open
+    with mock.patch.object(c10d, "_get_default_store", lambda: store), mock.patch.object(Gloo, "open", open_):
+        transport, room = GlooTransport(timeout=0.5), torch.zeros(4)
+    dist.barrier()
+    if rank == 0 and how != "clone":
+        os.kill(of, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        if rank == 0:
+            transport.exchange("ring", 3, [], [Message(1, room.data_ptr(), 16)])
+    except cpattn.PeerError as failure:
+        took = time.monotonic() - began
+        assert took < 6, f"after {took:.1f} s"
+        return f"{failure.peer}: {failure}"
+    finally:
         dist.barrier()
-        if rank == 0 and how != "clone":
-            process.send_signal(signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
-        dist.barrier()
-        began = time.monotonic()
-        try:
-            if rank == 0:
-                transport.exchange("ring", 3, [], [Message(1, room.data_ptr(), 16)])
-        except cpattn.PeerError as failure:
-            took = time.monotonic() - began
-            assert took < 6, f"after {took:.1f} s"
-            return f"{failure.peer}: {failure}"
-        finally:
-            dist.barrier()
-            process.kill()
     return "no error"
 
 
@@ -379,16 +403,18 @@ class Store(unittest.TestCase):
             ("killed", "the store of the process group, or the process that holds it, is gone"),
             ("clone", "the store has no second connection"),
         ):
-            with self.subTest(how):
-                said = run(without, 2, how)[0]
+            with self.subTest(how), holder() as (port, of):
+                said = run(without, 2, port, of, how)[0]
                 self.assertRegex(said, f"^None: .*receiving 16 bytes, rank 1 failed .*cannot be told: .*{words}")
 
     def test_a_context_after_that(self) -> None:
         for number in (signal.SIGSTOP, signal.SIGKILL):
             with self.subTest(number):
-                said = run(orphan, 1, number, False)[0]
+                with holder() as (port, of):
+                    said = run(orphan, 1, port, of, number, False)[0]
                 self.assertRegex(said, "^None: .*rank 0, making the transport, step 0: no transport was made, after .* that holds the store does not answer")
-                self.assertEqual(run(orphan, 1, number, True)[0], "None: ")
+                with holder() as (port, of):
+                    self.assertEqual(run(orphan, 1, port, of, number, True)[0], "None: ")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from cpattn.transformers import ContextParallel
 from torch import nn
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "qwen3_next", "cpattn.transformers"])
 LENGTHS = [70, 1, 67]
 FEW = [2]  # fewer tokens than ranks
 

@@ -25,7 +25,6 @@ from cpattn.transformers.hybrids import mixer_of
 from torch.distributed.fsdp import fully_shard
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "hybrids", "cpattn.transformers"])
 # Documents of one token, of fewer than a convolution's taps, and of more than a chunk of each kernel.
 LENGTHS = [33, 1, 70, 2, 3, 1, 20]
 
@@ -133,7 +132,7 @@ class Hybrids(unittest.TestCase):
                     self.assertEqual(wrong, [], f"{world} processes")
 
     def test_loss_and_gradients_of_one_process(self) -> None:
-        self._run(_right, (2, 4), hybrids.MODELS)
+        self._run(_right, (2, 4) if processes.LONG else (4,), hybrids.MODELS)
 
     def test_checkpointing_and_tiles(self) -> None:
         self._run(_checkpointed, (3,), ("qwen3_next", "jamba", "mamba"))

@@ -33,7 +33,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
 STRIPED = {"ring": 3, "layout": "striped", "layout_parameter": 1}
 # By name: the model, whether the documents are rows with padding, and options.
 CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {

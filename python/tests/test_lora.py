@@ -21,7 +21,6 @@ from cpattn.transformers import ContextParallel
 from transformers import Trainer, TrainingArguments
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers", "transformers.trainer", "peft"])
 # Whether checkpointing is reentrant, and whether the model has it already.
 KINDS = {"reentrant": (True, False), "not reentrant": (False, False), "reentrant, by the model": (True, True)}
 

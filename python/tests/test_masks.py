@@ -34,7 +34,6 @@ from torch.nn import functional as F
 from transformers import masking_utils as of
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
 # By name: the model, the seed of its types, whether the documents are rows with padding, and options. Striped: each token's neighbours are on
 # other ranks.
 STRIPED = {"ring": 3, "layout": "striped", "layout_parameter": 1}

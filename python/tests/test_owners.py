@@ -23,7 +23,6 @@ from cpattn import Error
 from cpattn.transformers import ContextParallel
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
 
 
 def _said(call: Any) -> str:

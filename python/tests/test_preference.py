@@ -26,7 +26,6 @@ from cpattn.transformers import ContextParallel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers", "transformers.trainer", "peft", "trl"])
 LENGTHS = [(5, 9, 4), (3, 6, 12), (7, 2, 8), (4, 15, 3), (6, 5, 4), (2, 11, 7), (9, 3, 6), (5, 8, 10)]
 
 

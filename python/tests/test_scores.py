@@ -28,7 +28,6 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.models.mixtral import modeling_mixtral
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers", "transformers.models.mixtral"])
 LENGTHS = [7, 3, 19, 11]
 TEMPERATURE = 0.7
 # Cases: rows with padding at both sides, with a scale of logits (cohere), softcapping (gemma2) and tiles; two tokens for three ranks; FSDP2.

@@ -28,7 +28,6 @@ from cpattn.transformers import ContextParallel
 from torch.nn import functional as F
 
 transformers.utils.logging.set_verbosity_error()
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
 LENGTHS = [23, 1, 17, 9, 40]
 # Of fewer tokens than the 8 ranks.
 FEW = {"3 tokens": [3], "5 tokens": [5], "documents of 1 and 3": [1, 3]}

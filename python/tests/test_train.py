@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""examples/python/train.py, finetune.py, grpo.py and newest_kinds.py: one process and several have the same losses, and the user's code stays short."""
+"""examples/python/train.py, finetune.py, grpo.py and newest_kinds.py: one process and several have the same losses, and the user's code
+stays short. The program of the README runs under torchrun, the others as programs.py says."""
 
 from __future__ import annotations
 
@@ -13,16 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
+import programs
+
 EXAMPLES = Path(__file__).parents[2] / "examples/python"
 STEPS = 4
 
 
 def start(processes: int, *more: str, program: str = "train.py") -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    return subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / program), f"--steps={STEPS}", *more],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False,
-    )
+    return programs.run(str(EXAMPLES / program), processes, f"--steps={STEPS}", *more)
 
 
 def train(folder: str, name: str, processes: int, *more: str) -> tuple[list[float], str]:
@@ -114,7 +113,10 @@ class Train(unittest.TestCase):
         )
         with tempfile.TemporaryDirectory() as folder:
             (file := Path(folder) / "first.py").write_text(program)
-            done = start(2, program=str(file))
+            done = subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(file)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False,
+            )
         self.assertEqual(done.returncode, 0, done.stderr)
         ranks = [line.split()[1::2] for line in done.stdout.splitlines() if line.startswith("tokens")]
         self.assertEqual([sum(int(rank[i]) for rank in ranks) for i in range(2)], [80, 2], done.stdout)

@@ -24,10 +24,8 @@ from cpattn import Disagreement, InvalidArgument, Unsupported
 from cpattn.transformers import ContextParallel
 
 transformers.utils.logging.set_verbosity_error()
-# Children are forked from a process that has loaded all of it.
-processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers", "transformers.trainer"])
 PACK = [23, 1, 17, 9, 40]
-MESHES = {1: [(1, 1)], 3: [(3, 1)], 4: [(1, 4), (2, 2)], 6: [(3, 2)], 8: [(4, 2)]}
+MESHES = {1: [(1, 1)], 3: [(3, 1)], 4: [(1, 4), (2, 2)], 6: [(3, 2)]} | ({8: [(4, 2)]} if processes.LONG else {})
 
 
 LAYOUTS = ("auto", "zigzag_pack", "zigzag")
