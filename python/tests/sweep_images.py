@@ -69,7 +69,7 @@ OWN: dict[str, dict[str, Any]] = {
 # Numbers of these models, inside of them too.
 NUMBERS = {"granite4_vision": {"hidden_size": 64}}
 # What some have no config for by default.
-TINY = {"architecture": "vit_pe_core_tiny_patch16_384", "model_args": {"embed_dim": 192, "img_size": [32, 32], "depth": 1, "global_pool": ""}, "do_pooling": False}
+TINY: dict[str, Any] = {"architecture": "vit_pe_core_tiny_patch16_384", "model_args": {"embed_dim": 192, "img_size": [32, 32], "depth": 1, "global_pool": ""}, "do_pooling": False}
 WHOLE: dict[str, dict[str, Any]] = {kind: {"vision_config": {}} for kind in ("gemma4", "gemma4_unified")}
 WHOLE["perception_lm"] = {"vision_config": TINY}
 
@@ -94,7 +94,7 @@ def small(config: Any, numbers: dict[str, Any], own: dict[str, dict[str, Any]]) 
     for name in getattr(type(config), "sub_configs", {}):
         if isinstance(inner := getattr(config, name, None), PreTrainedConfig):
             left = "audio" in name and inner.model_type not in own and inner.model_type not in OWN
-            known[name] = None if left else inner if getattr(inner, "model_args", None) else small(inner, numbers, own)
+            known[name] = None if left else inner if getattr(inner, "architecture", "") == TINY["architecture"] else small(inner, numbers, own)
     if getattr(config, "mlp_layer_types", None):
         known["mlp_layer_types"] = config.mlp_layer_types[: known["num_hidden_layers"]]
     known |= own.get(config.model_type, {}) | OWN.get(config.model_type, {})
