@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import models
 
-IMAGE = 95  # the id of a token of an image
+IMAGE, VIDEO = 95, 94  # the ids of tokens of images and videos
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "patch_size": 4}
 SIGLIP = {**SIZES, "num_hidden_layers": 1, "image_size": 8, "vision_use_head": False}
 TEXT = {**models.SMALL, "intermediate_size": 32}
@@ -63,7 +63,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": models.WORDS, "use_bidirectional_attention": "vision",
             },
             "vision_config": {**SIZES, "num_hidden_layers": 1, "head_dim": 8, "num_key_value_heads": 2, "pooling_kernel_size": 2, "position_embedding_size": 8},
-            "audio_config": None, "video_token_id": 94, "audio_token_id": 93,
+            "audio_config": None, "audio_token_id": 93,
         },
     ),
     "paligemma": (
@@ -109,7 +109,8 @@ def build(name: str) -> Any:
     kind, _, options = MODELS[name]
     made = getattr(transformers, kind)
     places = [one for one in ("image_token_id", "image_token_index") if one in inspect.signature(made.config_class.__init__).parameters]
-    config = made.config_class(**options, **dict.fromkeys(places, IMAGE))
+    videos = {"video_token_id": VIDEO} if "video_token_id" in inspect.signature(made.config_class.__init__).parameters else {}
+    config = made.config_class(**options, **dict.fromkeys(places, IMAGE), **videos)
     model = made._from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -172,6 +173,22 @@ def documents(name: str, seed: int = 1, every: list[list[int]] = DOCUMENTS, grid
         for key in parts[0] if parts else ():
             one[key] = torch.cat([part[key] for part in parts])
         made.append(one)
+    return made
+
+
+def with_videos(name: str, each: list[dict[str, torch.Tensor]], seed: int = 2) -> list[dict[str, torch.Tensor]]:
+    """Documents with a video in the first and the third: 2 and 3 frames of 4 x 4 patches, which Qwen3-VL has as runs with a word before each."""
+    draw, made = torch.Generator().manual_seed(seed), [dict(one) for one in each]
+    for at, frames in ((0, 2), (2, 3)):
+        one, apart = made[at], name != "qwen2_5_vl"
+        ids = sum(([5 + frame] * apart + [VIDEO] * 4 for frame in range(frames)), [7] * (not apart))
+        one["input_ids"] = torch.cat([one["input_ids"], torch.tensor([ids + [8, 9]])], 1)
+        one["labels"] = torch.where(one["input_ids"] >= VIDEO, -100, one["input_ids"])
+        one["mm_token_type_ids"] = (one["input_ids"] == IMAGE).long() + 2 * (one["input_ids"] == VIDEO)
+        one["pixel_values_videos"] = torch.randn(frames * 16, 96, generator=draw)
+        one["video_grid_thw"] = torch.tensor([[frames, 4, 4]])
+        if not apart:
+            one["second_per_grid_ts"] = torch.tensor([0.5 + at])
     return made
 
 

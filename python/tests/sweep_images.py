@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 import models
 
 IMAGE = 90  # the id of a token of an image
+WORDS = 40  # before it are the ids of texts, and after it those of parts of images
 # Names that configs of vision towers and of what joins them to a text model have for small numbers.
 VISION: dict[str, Any] = {
     "depth": 2, "num_heads": 4, "image_size": 16, "patch_size": 4, "out_hidden_size": 32, "embed_dim": 32, "spatial_merge_size": 2,
@@ -30,25 +31,59 @@ VISION: dict[str, Any] = {
     "image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 91, "video_token_index": 91, "audio_token_id": 92, "audio_token_index": 92,
     "boi_token_id": 93, "eoi_token_id": 94, "vision_start_token_id": 93, "vision_end_token_id": 94, "image_start_token_id": 93, "image_end_token_id": 94,
 }  # fmt: skip
-# What some models need besides, or instead.
+# What some models need besides, or instead; "_" stands before attributes that are set in the config when it is made.
+HALVES = {"rope_type": "default", "rope_theta": 10000.0}
 OWN: dict[str, dict[str, Any]] = {
     "llama4_vision_model": {"intermediate_size": 128}, "gemma3": {"mm_tokens_per_image": 4}, "pixtral": {"hidden_act": "gelu"},
     "siglip_vision_model": {"vision_use_head": False}, "gemma4_vision": {"num_key_value_heads": 4}, "llama4_text": {"attention_chunk_size": 8},
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), {"image_grid_pinpoints": [[16, 32], [32, 16]]}),
     "aria": {"projector_patch_to_query_dict": {16: 4}}, "vipllava": {"vision_feature_layers": [-1, -2]},
+    "blip-2": {"image_token_index": IMAGE}, "instructblip": {"image_token_index": IMAGE}, "instructblipvideo": {"video_token_index": IMAGE},
+    "chameleon": {"vocabulary_map": {"<image>": IMAGE, **{f"IMGIMG{chr(65 + i)}Z": 40 + i for i in range(8)}}},
+    "emu3": {"vocabulary_map": {"<image>": IMAGE, "<|extra_200|>": 39, **{f"<|visual token {i:06d}|>": 40 + i for i in range(8)}}},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**HALVES, "mrope_section": [1, 1, 2]}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "unlimited_ocr_text": {"num_key_value_heads": 4},
+    **dict.fromkeys(("janus_vqgan", "emu3_vqgan", "chameleon_vqgan"), {"base_channels": 32, "num_embeddings": 8, "channel_multiplier": [1, 1], "codebook_size": 8}),
+    "mistral4": {"head_dim": 16},
+    "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 0, "index_topk": 32, "linear_num_heads": 4, "linear_head_dim": 8},
+    "granite4_vision": {"image_grid_pinpoints": [[16, 32], [32, 16]], "deepstack_layer_map": [[-2, 0]], "downsample_rate": "1/2"},
+    **dict.fromkeys(("muse_spark", "muse_glimmer"), {"out_hidden_size": 128, "projector_hidden_size": 32}),
+    "molmo2": {"video_token_id": IMAGE}, "kimi_k25": {"projection_hidden_size": 32}, "timm_wrapper": {"hidden_size": 2048},
+    **dict.fromkeys(("deepseek_ocr2_sam_vision_model", "unlimited_ocr_sam_vision_model"), {
+        "image_size": 64, "output_channels": 32, "downsample_channels": [32, 32], "window_size": 4, "mlp_dim": 32, "global_attn_indexes": [1],
+    }),
+    "qwen2_5_omni_audio_encoder": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "output_dim": 32},
+    "qwen3_omni_moe_audio_encoder": {
+        "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "output_dim": 32, "downsample_hidden_size": 32,
+    },
+    "sam_vision_model": {"window_size": 4, "global_attn_indexes": [1], "output_channels": 32, "mlp_dim": 32},
+    "instructblip_qformer": {"encoder_hidden_size": 32}, "blip_2_qformer": {"encoder_hidden_size": 32},
+    "hunyuan_vl_text": {"head_dim": 8, "rope_parameters": {**HALVES, "mrope_section": [1, 1, 1, 1]}},
+    "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
+    "muse_spark_audio": {"out_hidden_size": 32, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "num_hidden_layers": 4},
+    "nemotron_h_omni": {"image_token_id": IMAGE, "projector_hidden_size": 32, "vision_hidden_size": 32},
+    "step3p5": {"sliding_window": 8}, "radio": {"video_temporal_patch_size": 2}, "gemma3n_text": {"intermediate_size": [48, 48]}, "gemma3n": {"vision_soft_tokens_per_image": 1}, "gemma3n_vision": {"hidden_size": 288},
+    "gemma3n_audio": {"hidden_size": 32, "conf_num_attention_heads": 4, "conf_num_hidden_layers": 1},
 }  # fmt: skip
+# Numbers of these models, inside of them too.
+NUMBERS = {"granite4_vision": {"hidden_size": 64}}
 # What some have no config for by default.
+TINY: dict[str, Any] = {"architecture": "vit_pe_core_tiny_patch16_384", "model_args": {"embed_dim": 192, "img_size": [32, 32], "depth": 1, "global_pool": ""}, "do_pooling": False}
 WHOLE: dict[str, dict[str, Any]] = {kind: {"vision_config": {}} for kind in ("gemma4", "gemma4_unified")}
+WHOLE["perception_lm"] = {"vision_config": TINY}
 
 
-def small(config: Any, numbers: dict[str, Any]) -> Any:
-    """A config of the same type with small numbers, also inside of it."""
+def small(config: Any, numbers: dict[str, Any], own: dict[str, dict[str, Any]]) -> Any:
+    """A config of the same type with small numbers, also inside of it. `own` are numbers of models, besides OWN."""
     known: dict[str, Any] = {}
     for name, value in {**numbers, **VISION}.items():
         with contextlib.suppress(Exception):
             usual = getattr(config, name)
             if usual is not None and getattr(getattr(type(config), name, None), "fset", True):
                 known[name] = [value] * len(usual) if isinstance(usual, list | tuple) and isinstance(value, int) else type(usual)(value)
+    if "kv_lora_rank" in known:
+        known["num_key_value_heads"] = known["num_attention_heads"]
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
     if kinds:
         known |= {"layer_types": kinds * 2 if len(kinds) == 1 else kinds, "num_hidden_layers": max(2, len(kinds))}
@@ -58,21 +93,23 @@ def small(config: Any, numbers: dict[str, Any]) -> Any:
         known["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     for name in getattr(type(config), "sub_configs", {}):
         if isinstance(inner := getattr(config, name, None), PreTrainedConfig):
-            known[name] = None if "audio" in name else small(inner, numbers)
+            left = "audio" in name and inner.model_type not in own and inner.model_type not in OWN
+            known[name] = None if left else inner if getattr(inner, "architecture", "") == TINY["architecture"] else small(inner, numbers, own)
     if getattr(config, "mlp_layer_types", None):
         known["mlp_layer_types"] = config.mlp_layer_types[: known["num_hidden_layers"]]
-    return type(config)(**known | OWN.get(config.model_type, {}))
+    known |= own.get(config.model_type, {}) | OWN.get(config.model_type, {})
+    return type(config)(**{name: value for name, value in known.items() if value is not None or "audio" in name})
 
 
-def build(kind: str, numbers: dict[str, Any]) -> Any:
+def build(kind: str, numbers: dict[str, Any], own: dict[str, dict[str, Any]]) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **WHOLE.get(kind, {}))
     made = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     made = made[0] if isinstance(made, tuple) else made
-    config = small(config, numbers)
+    config = small(config, numbers | NUMBERS.get(kind, {}), own)
     with torch.device("meta"):
         size = sum(p.numel() for p in made._from_config(config).parameters())
-    if size > 20_000_000:
+    if size > 30_000_000:
         raise ValueError(f"{size / 1e6:.0f} million parameters from the small config")
     model = made._from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
@@ -84,11 +121,20 @@ def build(kind: str, numbers: dict[str, Any]) -> Any:
     return model.eval()  # some draw random numbers in training
 
 
+def featuring(model: Any) -> Any:
+    """The innermost module with `get_image_features`."""
+    found = [module for module in model.modules() if hasattr(type(module), "get_image_features")]
+    if not found:
+        raise AttributeError(f"{type(model).__name__} has no get_image_features")
+    return found[-1]
+
+
 def ways(model: Any) -> Iterator[Callable[[int], dict[str, torch.Tensor]]]:
     """How a model may want an image, by its number."""
-    takes, draw = inspect.signature(model.forward).parameters, torch.Generator().manual_seed(5)
+    takes, draw = {*inspect.signature(model.forward).parameters, *inspect.signature(featuring(model).get_image_features).parameters}, torch.Generator().manual_seed(5)
     vision = getattr(model.config, "vision_config", None) or model.config
-    patch, time = getattr(vision, "patch_size", 4), getattr(vision, "temporal_patch_size", 1)
+    patch = getattr(vision, "model_patch_size", None) or getattr(vision, "patch_size", 4)
+    time = getattr(vision, "temporal_patch_size", None) or getattr(vision, "patch_temporal", 1)
     patch = patch[0] if isinstance(patch, list | tuple) else patch
     size = getattr(vision, "image_size", 16) or 16
     size = size[0] if isinstance(size, list | tuple) else size
@@ -104,8 +150,22 @@ def ways(model: Any) -> Iterator[Callable[[int], dict[str, torch.Tensor]]]:
     def grids(*shape: int) -> Callable[[int], dict[str, torch.Tensor]]:
         return lambda at: {"pixel_values": some(grid(at)[0] * grid(at)[1], *shape), "image_grid_thw": torch.tensor([[1, *grid(at)]])} | merged
 
+    if "target_sizes" in takes:
+        yield lambda at: {"pixel_values": some(1, 3, patch, grid(at)[0] * grid(at)[1] * patch), "target_sizes": torch.tensor([grid(at)])}
+    if "high_res_pixel_values" in takes:
+        high = model.config.high_res_vision_config.image_size
+        yield lambda at: {"pixel_values": some(1, 3, size, size), "high_res_pixel_values": some(1, 3, high, high)}
+    if "qformer_input_ids" in takes:
+        yield lambda at: {"pixel_values": some(1, 3, size, size), "qformer_input_ids": torch.tensor([[5, 6, 7]]) + at}
+    if "image_grid_hw" in takes:
+        yield lambda at: {"pixel_values": some(grid(at)[0] * grid(at)[1], 3 * patch * patch), "image_grid_hw": torch.tensor([grid(at)])}
+    if "image_token_pooling" in takes:  # tokens of 4 patches of an image of 4 x 4, besides one of all
+        pooling = torch.stack([torch.arange(16).view(4, 4)[2 * i : 2 * i + 2, 2 * j : 2 * j + 2].flatten() for i in range(2) for j in range(2)])
+        yield lambda at: {"pixel_values": some(1, 16, 3 * patch * patch), "image_token_pooling": pooling, "image_grids": torch.tensor([[2, 2, 0, 0]])}
+    if "tile_fine_mask" in takes:
+        yield lambda at: {"pixel_values": some(1, 2, 3, size, size), "pixel_attention_mask": torch.tensor([[True, at % 2 == 0]])}
     if "image_grid_thw" in takes:
-        for shape in ((3 * time * patch * patch,), (3 * patch * patch,), (3, patch, patch), (3, time, patch, patch)):
+        for shape in ((3 * time * patch * patch,), (3 * patch * patch,), (3, patch, patch), (3, time, patch, patch), (2 * patch, 2 * patch, 3)):
             yield grids(*shape)
     if "image_position_ids" in takes:
         def placed(at: int) -> dict[str, torch.Tensor]:
@@ -125,20 +185,26 @@ def ways(model: Any) -> Iterator[Callable[[int], dict[str, torch.Tensor]]]:
         yield lambda at: {"pixel_values": some(1, 5, 3, size, size), "image_sizes": torch.tensor([[size, size]])}
     yield lambda at: {"pixel_values": some(1, 3, size, size)}
     yield lambda at: {"pixel_values": some(1, 1, 3, size, size)}
+    yield lambda at: {"pixel_values": some(1, 3, 64, 64)}
+    yield lambda at: {"pixel_values": some(1, 1, 3, 32, 32)}
+    yield lambda at: {"pixel_values": some(4, time, patch, patch, 3)}
+    yield lambda at: {"pixel_values": some(1, 6, 3 * patch * patch)}
 
 
 def tokens(model: Any, given: dict[str, torch.Tensor]) -> int:
     """The number of tokens of an image, by the features that the model makes of it."""
-    feature = model.get_image_features
+    feature = featuring(model).get_image_features
     takes = inspect.signature(feature).parameters
     with torch.no_grad():
         out = feature(**{name: value for name, value in given.items() if name in takes})
     found = out.get("pooler_output") if hasattr(out, "get") else out
+    found = out["deepstack_features"][0][1] if found is None and "deepstack_features" in out else found
     found = out.last_hidden_state if found is None else found
     return sum(one[..., 0].numel() for one in (found if isinstance(found, list | tuple) else [found]))
 
 
 TEXTS = [[3, 5, 2], [9], [1, 6], [4]]
+EVERYWHERE = [[3, 5, 2], [0, 9], [1, 6], [4, 1]]  # for models that take no texts alone
 ROWS = ("input_ids", "labels", "token_type_ids", "mm_token_type_ids")
 
 
@@ -146,20 +212,21 @@ def documents(model: Any, way: Callable[[int], dict[str, torch.Tensor]] | None) 
     """Documents of texts, with images between them if there is a way."""
     draw, at, made = torch.Generator().manual_seed(1), 0, []
     takes = inspect.signature(model.forward).parameters
-    for texts in TEXTS:
+    needed = "pixel_values" in takes and takes["pixel_values"].default is inspect.Parameter.empty
+    for texts in EVERYWHERE if needed else TEXTS:
         ids, parts = [], []
         for i, n in enumerate(texts):
             if i and way is not None:
                 parts.append(way(at))
                 ids += [IMAGE] * tokens(model, parts[-1])
                 at += 1
-            ids += torch.randint(3, IMAGE, (n,), generator=draw).tolist()
+            ids += torch.randint(3, WORDS, (n,), generator=draw).tolist()
         one = {"input_ids": torch.tensor([ids])}
         one["labels"] = torch.where(one["input_ids"] == IMAGE, -100, one["input_ids"])
         for name in ("token_type_ids", "mm_token_type_ids"):
             if way is not None and name in takes:
                 one[name] = (one["input_ids"] == IMAGE).long()
-        made.append(one | {key: torch.cat([part[key] for part in parts]) for key in (parts[0] if parts else ())})
+        made.append(one | {key: torch.cat([part[key] for part in parts], along(key, part)) for part in parts[:1] for key in part})
     return made
 
 
@@ -191,9 +258,14 @@ def tried(model: Any, images: bool) -> tuple[list[dict[str, torch.Tensor]], floa
     raise first
 
 
+def along(key: str, given: dict[str, torch.Tensor]) -> int:
+    """The dim in which the documents' tensors of this name follow each other."""
+    return 1 if key in ROWS else -1 if key == "pixel_values" and "target_sizes" in given else 0
+
+
 def packed(each: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     keys = dict.fromkeys(key for one in each for key in one)
-    made = {key: torch.cat([one[key] for one in each if key in one], 1 if key in ROWS else 0) for key in keys}
+    made = {key: torch.cat([one[key] for one in each if key in one], along(key, keys)) for key in keys}
     return made | {"cu_seqlens": F.pad(torch.tensor([one["input_ids"].shape[1] for one in each]).cumsum(0), (1, 0))}
 
 

@@ -243,14 +243,15 @@ def _try(kind: str) -> tuple[str, str]:
     types: dict[str, torch.Tensor] = {}
     try:
         if of is not None:
-            model = sweep_images.build(kind.removeprefix(of), SMALL)
+            model = sweep_images.build(kind.removeprefix(of), SMALL, OWN)
             each, alone, expected = sweep_images.tried(model, of == IMAGES)
             pack = sweep_images.packed(each)
             model.zero_grad()
         else:
             model, pack, alone, expected, types = _alone(kind)
     except Exception as error:
-        return "not tried", "; ".join([*filter(None, [ALONE.get(kind)]), _short(error)])
+        why = "; ".join([*filter(None, [ALONE.get(kind)]), _short(error)])
+        return _refused(kind.removeprefix(of), why) if of is not None else ("not tried", why)
     found = []
     for more in ({}, {"vision": "shard"})[: 1 + (of == IMAGES)]:
         model.zero_grad()
@@ -273,6 +274,21 @@ def _try(kind: str) -> tuple[str, str]:
         return found[0]
     (verdict, detail), (other, why) = found
     return ("WRONG", f"vision='shard': {why}") if other == "WRONG" else (verdict, f"{detail}; shards: {other if other == 'right' else why}")
+
+
+def _refused(kind: str, why: str) -> tuple[str, str]:
+    """Of a model of images and texts that the script cannot run on one process: whether it is refused."""
+    from cpattn.transformers import ContextParallel
+
+    try:
+        model = sweep_images.build(kind, SMALL, OWN)
+    except Exception:
+        return "not tried", why
+    try:
+        ContextParallel(model, timeout=60).close()
+    except Error as error:
+        return "refused", _short(error)
+    return "not tried", why
 
 
 def _tries(rank: int, world: int, kinds: list[str], folder: str) -> None:

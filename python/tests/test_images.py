@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Batches with images: nine models of images and texts have the loss, the logits and the gradients of one process, those of vision tower and
+"""Batches with images and videos: nine models of images and texts have the loss, the logits and the gradients of one process, those of vision tower and
 projector among them, with the tower on all ranks and with each image on one rank. Documents and ranks end inside of images."""
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 transformers.utils.logging.set_verbosity_error()
 STRIPED = {"ring": 3, "layout": "striped", "layout_parameter": 1}
-# By name: the model, whether the documents are rows with padding, and options.
+# By name: the model, with "videos" for documents with videos too, whether the documents are rows with padding, and options.
 CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
-    "qwen2.5-vl": ("qwen2_5_vl", False, {"vision": "shard", **STRIPED}),
-    "qwen3-vl, rows, tiles": ("qwen3_vl", True, {"tile": 5}),
+    "qwen2.5-vl": ("qwen2_5_vl videos", False, {"vision": "shard", **STRIPED}),
+    "qwen3-vl, rows, tiles": ("qwen3_vl videos", True, {"tile": 5}),
+    "qwen3-vl, videos, shards": ("qwen3_vl videos", False, {"vision": "shard"}),
     "qwen3-vl, shards": ("qwen3_vl", False, {"vision": "shard", **STRIPED}),
     "qwen3.5": ("qwen3_5", False, {}),
     "gemma3, rows": ("gemma3", True, {"vision": "shard"}),
@@ -85,11 +86,16 @@ def cut(model: Any) -> dict[str, Any]:
     return {"loss": loss.detach(), "logits": torch.cat(logits).detach(), "gradients": models.gradients(model), "embeddings": embeddings.detach(), "ends": torch.tensor(ends)}
 
 
+def documents(name: str) -> list[dict[str, torch.Tensor]]:
+    model, _, videos = name.partition(" ")
+    return images.with_videos(model, images.documents(model)) if videos else images.documents(model)
+
+
 def references() -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name in images.MODELS:
         model = images.build(name)
-        made[name] = alone(model, images.documents(name))
+        made |= {case: alone(model, documents(case)) for case in {case for case, *_ in CASES.values() if case.split()[0] == name} | {name}}
         if name == "gemma3":
             made["cut"] = cut(model)
         if name == "qwen3_vl":
@@ -125,18 +131,19 @@ def differs(cp: Any, out: Any, expected: dict[str, Any], rows: torch.Tensor | No
 def _right(rank: int, world: int, file: str) -> list[str]:
     expected, wrong, model, last = torch.load(file), list[str](), None, ""
     for case, (name, rows, options) in CASES.items():
-        if name != last:
-            model, last = images.build(name), name
+        if name.split()[0] != last:
+            last = name.split()[0]
+            model = images.build(last)
         model.zero_grad()
         cp = ContextParallel(model, gradients="sum", **options)
-        given = batch(images.documents(name), rows)
+        given = batch(documents(name), rows)
         out = model(**given)
         out.loss.backward()
         wrong += [f"{case}: {one}" for one in differs(cp, out, expected[name], given.get("attention_mask"))]
         if name == "gemma3" and not rows:
             wrong += _embedded(cp, expected["cut"])
         cp.close()
-        if name == "qwen3_vl" and rows:
+        if case == "qwen3-vl, shards":
             wrong += [f"qwen3-vl: {one}" for one in _qwen(model, expected)]
             last = ""  # it was trained
     return wrong + _fully_sharded(expected["qwen3_vl"])
@@ -260,6 +267,8 @@ def _agree(cp: Any, each: list[dict[str, torch.Tensor]], rank: int) -> list[tupl
     refuse("some ranks", Disagreement, where, lambda: model(**(texts | {"image_grid_thw": pack["image_grid_thw"]} if rank == 1 else pack)))
     refuse("other pixels", Disagreement, "same batch", lambda: model(**pack | {"pixel_values": pack["pixel_values"] + (rank == 2)}))
     refuse("other grids", Disagreement, "same batch", lambda: model(**pack | {"image_grid_thw": pack["image_grid_thw"].flip(0 if rank else 1)}))
+    refuse("other numbers", Disagreement, "same batch", lambda: model(**pack | {"second_per_grid_ts": [1.0 + rank]}))
+    refuse("videos on some", Disagreement, "pixel_values_videos is given on the ranks [1] of this group", lambda: model(**pack | ({"pixel_values_videos": pack["pixel_values"]} if rank == 1 else {})))
     refuse("patches", InvalidArgument, "has 72 patches, and pixel_values has 71", lambda: model(**pack | {"pixel_values": pack["pixel_values"][1:]}))
     refuse("ends inside", InvalidArgument, "no document ends inside of an image", lambda: model(**pack | {"cu_seqlens": images.ends(each) + torch.tensor([0, -18, 0, 0, 0])}))
     refuse("both", InvalidArgument, "both given", lambda: model(**texts, inputs_embeds=torch.ones(1, 3, 36)))

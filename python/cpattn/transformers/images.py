@@ -102,6 +102,11 @@ class Images:
             found.add("position_ids")
         return frozenset(found)
 
+    def compared(self, inputs: Mapping[str, Any], images: frozenset[str]) -> dict[str, Any]:
+        """What of a call with images the ranks compare: tensors, and lists of numbers beside them (the seconds of a video's frames)."""
+        lists = {name for name, value in inputs.items() if images and name not in TAKEN and isinstance(value, list | tuple)}
+        return {name: inputs.get(name) for name in sorted(images | lists | {"inputs_embeds"})}
+
     def arguments(self, forward: Forward, kwargs: dict[str, Any], draws: Callable[[], Draws]) -> dict[str, Any]:
         """The arguments of the model's forward: the whole batch."""
         forward.outer, pack = True, forward.pack

@@ -209,7 +209,7 @@ class ContextParallel(Calls):
             if self._found.pooled and found.slices is not None:
                 raise Unsupported("slices are given to a head that reads one token of each row: give each answer its own row")
             more = reader.bytes() if reader else b""
-            more += content({name: inputs.get(name) for name in (*images, "inputs_embeds")}).encode()
+            more += content(self._images.compared(inputs, images)).encode()
         if self._images:
             same_names(context.transport, self._images.names, images, need)
         same(context.transport, "inputs", number(found.bytes() + repr(items).encode() + more), need)
