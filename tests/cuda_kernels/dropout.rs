@@ -62,9 +62,30 @@ fn options() {
         Case { held: 2..5, accumulate: true, per_q_head: true, head_dim: 144, value_dim: 136, ..grouped },
         Case { cut: Cut::Chunks(5), ring_steps: 3, ..pack.clone() },
         Case { cut: Cut::Striped(3, 1), ring_steps: 3, ..pack.clone() },
-        Case { cut: Cut::Striped(2, 5), ring_steps: 2, alibi_slopes: true, score: narrow, shuffled: true, ..pack.clone() },
-        Case { cut: Cut::Striped(2, 3), ring_steps: 2, head_dim: 128, value_dim: 128, dtype: Dtype::F16, ..pack.clone() },
-        Case { cut: Cut::Striped(2, 6), ring_steps: 2, head_dim: 136, value_dim: 136, dtype: Dtype::F16, ..pack.clone() },
+        Case {
+            cut: Cut::Striped(2, 5),
+            ring_steps: 2,
+            alibi_slopes: true,
+            score: narrow,
+            shuffled: true,
+            ..pack.clone()
+        },
+        Case {
+            cut: Cut::Striped(2, 3),
+            ring_steps: 2,
+            head_dim: 128,
+            value_dim: 128,
+            dtype: Dtype::F16,
+            ..pack.clone()
+        },
+        Case {
+            cut: Cut::Striped(2, 6),
+            ring_steps: 2,
+            head_dim: 136,
+            value_dim: 136,
+            dtype: Dtype::F16,
+            ..pack.clone()
+        },
         Case {
             documents: vec![(20, 40, 1 << 40), (9, 5, -(1 << 35))],
             score: window(&pack, i64::MAX, i64::MAX),
@@ -88,9 +109,8 @@ fn drawn_slices() {
 /// Numbers of a tensor, rounded to bf16.
 fn upload(device: &Device, tokens: usize, dim: usize, value: impl Fn(usize, usize) -> f32) -> (Memory, RawTensor) {
     let value = &value;
-    let bytes: Vec<u8> = (0..tokens)
-        .flat_map(|t| (0..dim).flat_map(move |i| bf16::from_f32(value(t, i)).to_le_bytes()))
-        .collect();
+    let bytes: Vec<u8> =
+        (0..tokens).flat_map(|t| (0..dim).flat_map(move |i| bf16::from_f32(value(t, i)).to_le_bytes())).collect();
     let memory = device.upload(&bytes);
     let raw = memory.tensor(Dtype::Bf16, tokens, 1, dim as u32, dim);
     (memory, raw)
@@ -132,13 +152,15 @@ fn every_pair_is_that_of_the_mask() {
             };
             let (lse, delta) = (f32s(tq, 1, f32::NAN), f32s(tq, 1, 0.0));
             let (dq, dk, dv) = (f32s(tq, dims, f32::NAN), f32s(tk, dims, f32::NAN), f32s(tk, dims, f32::NAN));
-            let score =
-                Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX };
+            let score = Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX };
             // The call holds head 3 of the problem.
             let heads = HeadMap { q_offset: 3, kv_offset: 3, group: 1 };
             let mut staging = device.cuda.staging(1 << 14, 4).unwrap();
-            let forward =
-                Attend { lse: lse.1, dropout, ..Attend::new([zeros.1, ones.1.rows(0, tk as u64), of_k.1, o.1], heads, score, ranges) };
+            let forward = Attend {
+                lse: lse.1,
+                dropout,
+                ..Attend::new([zeros.1, ones.1.rows(0, tk as u64), of_k.1, o.1], heads, score, ranges)
+            };
             // SAFETY: all tensors live until the downloads below.
             unsafe { device.cuda.attend(&forward, &mut staging, device.stream) }.unwrap();
             let backward = |k: RawTensor, v: RawTensor, d_o: RawTensor, staging: &mut _| {
@@ -159,11 +181,8 @@ fn every_pair_is_that_of_the_mask() {
             let found_dq = device.download_f32(&dq.0);
             backward(whole, whole, of_q.1, &mut staging);
             let found_dv = device.download_f32(&dv.0);
-            let found_o: Vec<f32> = device
-                .download(&o.0)
-                .chunks_exact(2)
-                .map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())
-                .collect();
+            let found_o: Vec<f32> =
+                device.download(&o.0).chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect();
             let (expected, mut kept) = (mask.factor() / tk as f64, 0);
             for t in 0..tq {
                 for s in 0..tk.min(dims) {
@@ -178,7 +197,10 @@ fn every_pair_is_that_of_the_mask() {
                         ("dv", found_dv[s * dims + t], expected),
                     ] {
                         let close = (f64::from(found) - expected).abs() <= 0.01 * expected;
-                        assert!(close, "{what} of q {t} and k {s} is {found}, not {expected}: {dims}, {base}, {stripe}");
+                        assert!(
+                            close,
+                            "{what} of q {t} and k {s} is {found}, not {expected}: {dims}, {base}, {stripe}"
+                        );
                     }
                 }
             }

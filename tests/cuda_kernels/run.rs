@@ -7,7 +7,9 @@
 use crate::case::{Case, Numbers, Side, decode, encode};
 use crate::device::{Device, Memory};
 use cpattn::Dtype;
-use cpattn::call::{Attend, AttendBackward, Delta, Dropout, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor};
+use cpattn::call::{
+    Attend, AttendBackward, Delta, Dropout, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor,
+};
 
 /// Elements between the end of a token and the next one.
 const GAP: usize = 8;
