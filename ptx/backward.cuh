@@ -11,6 +11,7 @@
 // The second kernel computes s^T and ds^T, so that both are, rounded, the A operand of the next product without leaving
 // the registers.
 #pragma once
+#include "dropout.cuh"
 #include "score.cuh"
 #include "tile.cuh"
 
@@ -110,7 +111,8 @@ __device__ __forceinline__ void shape_gradients(float (&s)[MT][NT][4], float (&g
     }
 }
 
-template <class T, class Shape>
+// With DROPPED, do·v of dropped pairs counts nothing, and that of the others more.
+template <class T, class Shape, class Params = BackwardParams, bool DROPPED = false>
 struct BackwardQueries {
     static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, WARPS = Shape::WARPS;
     static constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, TILES = Shape::TILES, THREADS = Shape::THREADS;
@@ -126,7 +128,7 @@ struct BackwardQueries {
         load_tile<BN, DV, THREADS>(to + BN * D * 2, step.b, (int)p.v.token, (int)step.rows, (int)p.heads.value);
     }
 
-    static __device__ __forceinline__ void tile(const BackwardParams& p, volatile Control& control, u32 sq, u32 item) {
+    static __device__ __forceinline__ void tile(const Params& p, volatile Control& control, u32 sq, u32 item) {
         const u32 sdo = sq + BM * D * 2, skv = sdo + BM * DV * 2;
         const Partners side = {p.keys, p.partners, p.bands, &p.k, &p.v};
         if (threadIdx.x < 32) control.template begin_queries<BM, BN>(p, item, side);
@@ -160,11 +162,18 @@ struct BackwardQueries {
             __syncwarp();
 
             const u32 sk = skv + stage, sv = sk + BN * D * 2;
+            u32 kept[2 * MT];
+            if constexpr (DROPPED) {
+                const Pair pair = p.partners[step.pair];
+                draw_keys<MT, NT>(kept, p.dropout, p.heads.q_offset + own.head, p.queries[own.run], p.dropout.q_tokens[own.run],
+                                  own.first + warp_row(), p.keys[pair.run], p.dropout.k_tokens[pair.run], step.first);
+            }
             float s[MT][NT][4], g[MT][NT][4];
             clear(s);
             multiply_rows<T, MT, NT, D>(s, walk_a<D>(sq, warp_row()), walk_b<D>(sk));
             clear(g);
             multiply_rows<T, MT, NT, DV>(g, walk_a<DV>(sdo, warp_row()), walk_b<DV>(sv));
+            if constexpr (DROPPED) drop(g, kept, p.dropout.factor);
             const u32 row = warp_row() + (fresh_thread() & 31) / 4;
 #pragma unroll
             for (int r = 0; r < 2 * MT; ++r) {
@@ -203,7 +212,7 @@ struct BackwardQueries {
         __syncthreads();
     }
 
-    static __device__ __forceinline__ void run(const BackwardParams& p) {
+    static __device__ __forceinline__ void run(const Params& p) {
         __shared__ Control control;
         extern __shared__ __align__(128) char shared[];
         const u32 sq = shared_address(shared);
@@ -214,7 +223,7 @@ struct BackwardQueries {
 // Which sums one pass keeps.
 enum { DK = 1, DV_ = 2 };
 
-template <class T, class Shape, int WHAT>
+template <class T, class Shape, int WHAT, class Params = BackwardParams, bool DROPPED = false>
 struct BackwardKeys {
     static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, WARPS = Shape::WARPS;
     static constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, STAGE_TILES = Shape::STAGE_TILES;
@@ -232,7 +241,7 @@ struct BackwardKeys {
         load_stats<BM>(p, to + STAGE_TILES, step.head, step.row, step.rows);
     }
 
-    static __device__ __forceinline__ void tile(const BackwardParams& p, volatile Control& control, u32 sk, u32 item) {
+    static __device__ __forceinline__ void tile(const Params& p, volatile Control& control, u32 sk, u32 item) {
         const u32 sv = sk + BN * D * 2, sqs = sv + BN * DV * 2;
         const Partners side = {p.queries, p.partners, p.bands, &p.q, &p.d_o};
         if (threadIdx.x < 32) begin_keys<BN, BM>(p, control, item, side);
@@ -269,12 +278,20 @@ struct BackwardKeys {
             const u32 sq = sqs + stage, sdo = sq + BM * D * 2, stats = sqs + stage + STAGE_TILES;
 #pragma unroll 1
             for (int sub = 0; sub < BM; sub += SUB) {
+                u32 kept[2 * MT];
+                if constexpr (DROPPED) {
+                    const Pair pair = p.partners[step.pair];
+                    draw_queries<MT, NT>(kept, p.dropout, p.heads.q_offset + step.head, p.keys[own.run],
+                                         p.dropout.k_tokens[own.run], own.first + warp_row(), p.queries[pair.run],
+                                         p.dropout.q_tokens[pair.run], step.first + sub);
+                }
                 float s[MT][NT][4], g[MT][NT][4];
                 clear(s);
                 clear(g);
                 multiply_rows<T, MT, NT, D>(s, walk_a<D>(sk, warp_row()), walk_b<D>(sq + sub * D * 2));
                 if (WHAT & DK) {
                     multiply_rows<T, MT, NT, DV>(g, walk_a<DV>(sv, warp_row()), walk_b<DV>(sdo + sub * DV * 2));
+                    if constexpr (DROPPED) drop(g, kept, p.dropout.factor);
 #pragma unroll
                     for (int n = 0; n < NT; ++n) {
                         const float2 delta =
@@ -303,6 +320,7 @@ struct BackwardKeys {
                             g[m][n][i] *= s[m][n][i];
                         }
                 }
+                if constexpr (DROPPED && (WHAT & DV_) != 0) drop(s, kept, 1.0f);
                 if constexpr ((WHAT & DV_) != 0)
                     multiply_columns<T, MT, NT, DV>(dv, s, walk_b_transposed<DV>(sdo + sub * DV * 2), 0);
                 if constexpr ((WHAT & DK) != 0)
@@ -319,15 +337,18 @@ struct BackwardKeys {
                 if constexpr ((WHAT & DK) != 0)
                     write_row(p.dk.ptr + own.head * p.dk.head + (own.row + row) * p.dk.token, dk[r / 2], r & 1,
                               p.score.scale, p.accumulate, (int)p.heads.dim);
-                if constexpr ((WHAT & DV_) != 0)
-                    write_row(p.dv.ptr + own.head * p.dv.head + (own.row + row) * p.dv.token, dv[r / 2], r & 1, 1.0f,
+                if constexpr ((WHAT & DV_) != 0) {
+                    float factor = 1.0f;
+                    if constexpr (DROPPED) factor = p.dropout.factor;
+                    write_row(p.dv.ptr + own.head * p.dv.head + (own.row + row) * p.dv.token, dv[r / 2], r & 1, factor,
                               p.accumulate, (int)p.heads.value);
+                }
             }
         }
         __syncthreads();
     }
 
-    static __device__ __forceinline__ void run(const BackwardParams& p) {
+    static __device__ __forceinline__ void run(const Params& p) {
         __shared__ Control control;
         extern __shared__ __align__(128) char shared[];
         const u32 sk = shared_address(shared);

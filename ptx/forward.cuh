@@ -6,6 +6,7 @@
 // stays per thread until the end, the scale is folded into the exponent's base. The epilogue merges with the running
 // result, applies the sink and writes either the running f32 result or the element type.
 #pragma once
+#include "dropout.cuh"
 #include "log_sum_exp.cuh"
 #include "max_logit.cuh"
 #include "score.cuh"
@@ -29,7 +30,8 @@ struct PerRow<ROWS, THREADS, true> {
     __device__ __forceinline__ void set(int r, float y) { store_shared(at + (r * THREADS + fresh_thread()) * 4, y); }
 };
 
-template <class T, class Shape>
+// With DROPPED, probabilities of some pairs are dropped before they meet v: the sum of a row has them all.
+template <class T, class Shape, class Params = ForwardParams, bool DROPPED = false>
 struct Forward {
     static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, WARPS = Shape::WARPS;
     static constexpr int THREADS = Shape::THREADS, MT = Shape::MT, NT = BN / 8;
@@ -38,7 +40,7 @@ struct Forward {
     using Control = ::Control<Shape::BATCH>;
     static_assert(DV <= D, "o is staged where q was");
 
-    static __device__ __forceinline__ void tile(const ForwardParams& p, volatile Control& control, volatile LogSumExp& sinks, u32 sq,
+    static __device__ __forceinline__ void tile(const Params& p, volatile Control& control, volatile LogSumExp& sinks, u32 sq,
                                                 u32 sk, u32 sv, u32 item) {
         const Partners side = {p.keys, p.partners, p.bands, &p.k, &p.v};
         if (threadIdx.x < 32) control.template begin_queries<BM, BN>(p, item, side);
@@ -74,6 +76,13 @@ struct Forward {
             if (threadIdx.x < 32) control.template prepare<BN>(at, side);
             __syncwarp();
 
+            u32 kept[2 * MT];
+            if constexpr (DROPPED) {
+                const Pair pair = p.partners[step.pair];
+                draw_keys<MT, NT>(kept, p.dropout, p.heads.q_offset + own.head, p.queries[own.run], p.dropout.q_tokens[own.run],
+                                  own.first + warp_row(), p.keys[pair.run], p.dropout.k_tokens[pair.run], step.first);
+            }
+
             float s[MT][NT][4];
             clear(s);
             multiply_rows<T, MT, NT, D>(s, walk_a<D>(sq, warp_row()), walk_b<D>(sk));
@@ -87,6 +96,7 @@ struct Forward {
             copy_commit();
 
             softmax(s, out, row_max, row_sum, p.score.exp_scale);
+            if constexpr (DROPPED) drop(s, kept, 1.0f);
             multiply_columns<T, MT, NT, DV>(out, s, walk_b_transposed<DV>(sv), 0);
         }
         copy_wait<0>();
@@ -160,7 +170,7 @@ struct Forward {
             }
     }
 
-    static __device__ __forceinline__ void epilogue(const ForwardParams& p, volatile const Own& own, volatile const LogSumExp& sinks, u32 sq,
+    static __device__ __forceinline__ void epilogue(const Params& p, volatile const Own& own, volatile const LogSumExp& sinks, u32 sq,
                                                     float (&out)[MT][DV / 8][4], const Rows& row_max, const Rows& row_sum) {
         const u32 mode = p.queries[own.run].mode;
         const u32 head = own.head;
@@ -182,6 +192,7 @@ struct Forward {
             total += __shfl_xor_sync(~0u, total, 2);
             LogSumExp lse = log_sum_exp(row_max.get(r), total);
             float scale = total == 0.0f ? 0.0f : reciprocal(total);
+            if constexpr (DROPPED) scale *= p.dropout.factor;
             float keep = 0.0f;
             char* lse_at = p.lse.ptr + head * p.lse.head + (first_row + row) * p.lse.token;
             char* running_lse = p.running_lse.ptr + head * p.running_lse.head + (first_row + row) * p.running_lse.token;
@@ -248,7 +259,7 @@ struct Forward {
         raise_max_logit(p.max_logit, own.head, largest);
     }
 
-    static __device__ __forceinline__ void run(const ForwardParams& p) {
+    static __device__ __forceinline__ void run(const Params& p) {
         __shared__ Control control;
         __shared__ LogSumExp sinks;
         extern __shared__ __align__(128) char shared[];

@@ -102,6 +102,19 @@ struct ForwardParams {
     u32 sink_count;         // of each head; 0 without sinks
 };
 
+// Dropout of a call: see dropout.cuh. The token of the first row of each run, in the packed batch.
+struct Dropout {
+    const u32* q_tokens;
+    const u32* k_tokens;
+    u32 key[2];        // of Philox: the seed
+    u32 last_dropped;  // words up to this one drop
+    float factor;      // of pairs that are kept
+};
+
+struct DroppedForwardParams : ForwardParams {
+    Dropout dropout;
+};
+
 struct BackwardParams {
     Tensor q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes;
     const Run* queries;
@@ -113,6 +126,10 @@ struct BackwardParams {
     Heads heads;
     u32 per_q_head;
     u32 accumulate;
+};
+
+struct DroppedBackwardParams : BackwardParams {
+    Dropout dropout;
 };
 
 // The backward in one kernel. `partners` of `call` are the q runs of each k run, and its bands are those of keys; `dq_semaphore` holds a word for each tile

@@ -89,14 +89,14 @@ struct WideTile {
 };
 
 // dq.
-template <class T, class Shape>
+template <class T, class Shape, class Params = BackwardParams, bool DROPPED = false>
 struct WideQueries : WideTile<T, Shape> {
     using Tile = WideTile<T, Shape>;
     using Control = typename Tile::Control;
     using Chunks = Feed<Shape::STAGES, 3, 2, Shape::THREADS, Control>;
     static constexpr int BM = Shape::BM, THREADS = Shape::THREADS;
 
-    static __device__ __forceinline__ void tile(const BackwardParams& p, volatile Control& control, u32 sq, u32 item) {
+    static __device__ __forceinline__ void tile(const Params& p, volatile Control& control, u32 sq, u32 item) {
         const u32 sdo = sq + Tile::KN * Tile::OWN, ring = sdo + Tile::VN * Tile::OWN, sds = ring + Shape::STAGES * Chunk<CHUNK>::BYTES;
         const u32 stats = sds + 2 * Tile::OWN;
         const Partners side = {p.keys, p.partners, p.bands, &p.k, &p.v};
@@ -120,6 +120,14 @@ struct WideQueries : WideTile<T, Shape> {
                 if (threadIdx.x < 32) control.template prepare<CHUNK>(at, side);
                 __syncwarp();
             });
+            if constexpr (DROPPED) {
+                const Pair pair = p.partners[step.pair];
+                u32 kept[2];
+                draw_keys<1, 2>(kept, p.dropout, p.heads.q_offset + own.head, p.queries[own.run], p.dropout.q_tokens[own.run],
+                                own.first + warp_half() * 16, p.keys[pair.run], p.dropout.k_tokens[pair.run],
+                                step.first + warp_part() * 16);
+                drop(g, kept, p.dropout.factor);
+            }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float delta = load_shared(stats + (BM + Tile::row() + r * 8) * 4);
@@ -149,14 +157,14 @@ struct WideQueries : WideTile<T, Shape> {
 };
 
 // dk and dv.
-template <class T, class Shape>
+template <class T, class Shape, class Params = BackwardParams, bool DROPPED = false>
 struct WideKeys : WideTile<T, Shape> {
     using Tile = WideTile<T, Shape>;
     using Control = typename Tile::Control;
     using Chunks = Feed<Shape::STAGES, 4, 2 | 4, Shape::THREADS, Control>;
     static constexpr int BM = Shape::BM, THREADS = Shape::THREADS;
 
-    static __device__ __forceinline__ void tile(const BackwardParams& p, volatile Control& control, u32 sk, u32 item) {
+    static __device__ __forceinline__ void tile(const Params& p, volatile Control& control, u32 sk, u32 item) {
         const u32 sv = sk + Tile::KN * Tile::OWN, ring = sv + Tile::VN * Tile::OWN, sds = ring + Shape::STAGES * Chunk<CHUNK>::BYTES;
         const u32 sp = sds + Tile::OWN, stats = sp + Tile::OWN;
         const Partners side = {p.queries, p.partners, p.bands, &p.q, &p.d_o};
@@ -183,6 +191,14 @@ struct WideKeys : WideTile<T, Shape> {
                 if (threadIdx.x < 32) control.template prepare<CHUNK>(at, side);
                 __syncwarp();
             });
+            u32 kept[2];
+            if constexpr (DROPPED) {
+                const Pair pair = p.partners[step.pair];
+                draw_queries<1, 2>(kept, p.dropout, p.heads.q_offset + step.head, p.keys[own.run], p.dropout.k_tokens[own.run],
+                                   own.first + warp_half() * 16, p.queries[pair.run], p.dropout.q_tokens[pair.run],
+                                   step.first + warp_part() * 16);
+                drop(g, kept, p.dropout.factor);
+            }
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const float2 delta = load_shared_pair(stats + (CHUNK + Tile::column() + n * 8) * 4);
@@ -199,6 +215,7 @@ struct WideKeys : WideTile<T, Shape> {
                     g[0][n][i] *= s[0][n][i];
                 }
             }
+            if constexpr (DROPPED) drop(s, kept, 1.0f);
             store_square<T, 1>(sp, s);
             store_square<T, 1>(sds, g);
             Tile::add(dv, sp, chunks, control, p.q, p.d_o, p.heads, p.heads.value);
@@ -207,12 +224,14 @@ struct WideKeys : WideTile<T, Shape> {
         copy_wait<0>();
         __syncthreads();
         Tile::write(p.dk, sk, own.head, own.row, own.rows, dk, p.score.scale, p.accumulate, p.heads.dim);
-        Tile::write(p.dv, sk, own.head, own.row, own.rows, dv, 1.0f, p.accumulate, p.heads.value);
+        float factor = 1.0f;
+        if constexpr (DROPPED) factor = p.dropout.factor;
+        Tile::write(p.dv, sk, own.head, own.row, own.rows, dv, factor, p.accumulate, p.heads.value);
     }
 };
 
-template <class Kernel, class Control>
-__device__ __forceinline__ void run_wide(const BackwardParams& p) {
+template <class Kernel, class Control, class Params>
+__device__ __forceinline__ void run_wide(const Params& p) {
     __shared__ Control control;
     extern __shared__ __align__(128) char shared[];
     const u32 own = shared_address(shared);

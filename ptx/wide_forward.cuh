@@ -5,11 +5,12 @@
 // the columns; scores are shared out likewise, 16 keys to a warp. So the four warps of a row tell each other its largest score,
 // and then p, through shared memory. Each keeps the sum of its own keys to the end. Everything else is as in `forward.cuh`.
 #pragma once
+#include "dropout.cuh"
 #include "log_sum_exp.cuh"
 #include "max_logit.cuh"
 #include "wide.cuh"
 
-template <class T, class Shape>
+template <class T, class Shape, class Params = ForwardParams, bool DROPPED = false>
 struct WideForward {
     static constexpr int DV = Shape::DV, BM = Shape::BM, THREADS = Shape::THREADS, MT = BM / 32, COLUMNS = DV / CHUNK;
     static constexpr int ROWS = 2 * MT;  // of a thread
@@ -21,7 +22,7 @@ struct WideForward {
     // The row of a tile that is the thread's r-th.
     static __device__ __forceinline__ int row_of(int r) { return warp_half() * 16 * MT + r * 8 + ((fresh_thread() & 31) >> 2); }
 
-    static __device__ __forceinline__ void tile(const ForwardParams& p, volatile Control& control, u32 sq, u32 item) {
+    static __device__ __forceinline__ void tile(const Params& p, volatile Control& control, u32 sq, u32 item) {
         const u32 ring = sq + Shape::D / CHUNK * OWN, sp = ring + Shape::STAGES * Chunk<CHUNK>::BYTES, stats = sp + OWN;
         const Partners side = {p.keys, p.partners, p.bands, &p.k, &p.v};
         if (threadIdx.x < 32) control.template begin_queries<BM, CHUNK>(p, item, side);
@@ -55,6 +56,15 @@ struct WideForward {
             shape(s, p, control.own, control.steps[at]);
             float rescale[ROWS];
             softmax(s, stats, row_max, row_sum, rescale, p.score.exp_scale);
+            if constexpr (DROPPED) {
+                volatile const Step& step = control.steps[at];
+                const Pair pair = p.partners[step.pair];
+                u32 kept[ROWS];
+                draw_keys<MT, 2>(kept, p.dropout, p.heads.q_offset + own.head, p.queries[own.run], p.dropout.q_tokens[own.run],
+                                 own.first + warp_half() * 16 * MT, p.keys[pair.run], p.dropout.k_tokens[pair.run],
+                                 step.first + warp_part() * 16);
+                drop(s, kept, 1.0f);
+            }
             store_square<T, MT>(sp, s);
             u32 weights[CHUNK / 16][MT][4];
 #pragma unroll 1
@@ -136,7 +146,7 @@ struct WideForward {
         }
     }
 
-    static __device__ __forceinline__ void epilogue(const ForwardParams& p, volatile const Own& own, u32 sq, u32 kept, u32 stats,
+    static __device__ __forceinline__ void epilogue(const Params& p, volatile const Own& own, u32 sq, u32 kept, u32 stats,
                                                     const float (&out)[COLUMNS][MT][2][4], const float (&row_max)[ROWS],
                                                     const float (&row_sum)[ROWS]) {
         const u32 mode = p.queries[own.run].mode, head = own.head;
@@ -168,6 +178,7 @@ struct WideForward {
             const float total = (__uint_as_float(of.x) + __uint_as_float(of.y)) + (__uint_as_float(of.z) + __uint_as_float(of.w));
             LogSumExp lse = log_sum_exp(load_shared(kept + own_row * 4), total);
             float scale = total == 0.0f ? 0.0f : reciprocal(total), keep = 0.0f;
+            if constexpr (DROPPED) scale *= p.dropout.factor;
             char* running_lse = p.running_lse.ptr + head * p.running_lse.head + (first_row + own_row) * p.running_lse.token;
             if (continues && ok) {
                 float weight;
@@ -224,7 +235,7 @@ struct WideForward {
         }
     }
 
-    static __device__ __forceinline__ void run(const ForwardParams& p) {
+    static __device__ __forceinline__ void run(const Params& p) {
         __shared__ Control control;
         extern __shared__ __align__(128) char shared[];
         const u32 sq = shared_address(shared);

@@ -43,7 +43,7 @@
  * refused with CPATTN_UNSUPPORTED. The CUDA driver is loaded when a device is first asked for; on a machine without a
  * driver the library loads and serves the CPU. Each rank and each scratch has one device (or the CPU), and all tensors
  * and the workspace of a call are in its memory. Devices support f16 and bf16, with head_dim a multiple of 8 up
- * to 576 and value_dim up to 512, and refuse reproducible plans and dropout.
+ * to 576 and value_dim up to 512, and refuse reproducible plans.
  *
  * STREAMS. On the CPU `stream` is NULL and a call returns when its work is done. On a device `stream` is a cudaStream_t
  * (CUstream) of the device's primary context, the one that the CUDA runtime uses; NULL is the legacy default stream.
@@ -270,7 +270,7 @@ typedef struct cpattn_problem {
   size_t slice_count;         /* at least 1 with slices */
   /* 0: none, up to but not including 1. Each probability is dropped with this probability, those that are kept are multiplied
    * by 1 / (1 - dropout); lse is that of all pairs, and sinks are not dropped. Which pairs are dropped depends on the two tokens'
-   * places in the batch, the q head and the seed of each run (cpattn_dropout_mask), on no mesh. CPU only. */
+   * places in the batch, the q head and the seed of each run (cpattn_dropout_mask), on no mesh. Runs that are captured into a graph refuse it. */
   double dropout;
 } cpattn_problem;
 

@@ -182,7 +182,7 @@ pub struct Attend<'a> {
     pub score: Score,
     /// Which q rows attend to which k rows.
     pub ranges: Ranges<'a>,
-    /// Which probabilities are dropped; `None` for none. lse is that of all pairs, and sinks are not dropped. CPU only.
+    /// Which probabilities are dropped; `None` for none. lse is that of all pairs, and sinks are not dropped.
     pub dropout: Option<Dropout<'a>>,
     /// Start key tiles at positions that are multiples of the tile size, not at the start of a range. A row's bits then
     /// do not depend on how its keys are split into ranges, if the ranges are in the order of positions. CPU only.

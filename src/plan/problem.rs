@@ -160,7 +160,8 @@ impl Problem {
     /// the batch, the q head and a seed ([`DropoutMask`](crate::call::DropoutMask)), so they are the same on every
     /// mesh. The seed is given with each run, the same on all ranks of the group, and the backward gets that of its
     /// forward. A program that executes a schedule itself gives both to its kernels
-    /// ([`Dropout`](crate::call::Dropout)). From 0, which is no dropout, up to but not including 1. CPU only.
+    /// ([`Dropout`](crate::call::Dropout)). From 0, which is no dropout, up to but not including 1. A run that is
+    /// captured into a CUDA graph is refused: its replays would drop the same pairs.
     #[must_use]
     pub fn with_dropout(mut self, probability: f64) -> Self {
         self.dropout = (probability != 0.0).then_some(probability);

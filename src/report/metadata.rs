@@ -35,6 +35,11 @@ pub(crate) fn tile_rows(head_dim: u32, value_dim: u32) -> u64 {
     if head_dim.max(value_dim) > 256 { 32 } else { 64 }
 }
 
+/// The same of the kernels with dropout, whose tiles of head dims above 128 are those of head dims above 256.
+pub(crate) fn dropped_tile_rows(head_dim: u32, value_dim: u32) -> u64 {
+    if head_dim.max(value_dim) > 128 { 32 } else { 64 }
+}
+
 /// q heads share tiles of at least so many rows, in ranges of at most so many rows, and at the end of longer ones.
 pub(crate) const SHARED_ROWS: u32 = 16;
 pub(crate) const SHORT_ROWS: u32 = 1024;
@@ -54,7 +59,7 @@ pub(crate) fn shared_tiles(len: u32) -> u32 {
 }
 
 /// Bytes of the lists of one attention call, and bytes of the counters of a backward, with these numbers of heads of q
-/// and of dk. Two kernels may each have their own tiles (of q rows in a forward, of keys in a backward), and q heads
+/// and of dk. Instead of the tiles of all runs before each, a call with dropout has the first token of each. Two kernels may each have their own tiles (of q rows in a forward, of keys in a backward), and q heads
 /// may share some tiles.
 fn attention(r: &Ranges<'_>, rows: u64, is_shared: bool, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
     let (q, k) = (tiles(r.q.iter().map(|q| q.range.len), rows), tiles(r.k.iter().map(|k| k.len), rows));
@@ -110,7 +115,11 @@ pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
         };
         // Only in the forward, if several q heads read one kv head.
         let is_shared = heads.is_none() && plan.problem().heads() > plan.problem().kv_heads();
-        let rows = tile_rows(plan.problem().head_dim() as u32, plan.problem().value_dim() as u32);
+        let (head_dim, value_dim) = (plan.problem().head_dim() as u32, plan.problem().value_dim() as u32);
+        let rows = match plan.problem().dropout() {
+            None => tile_rows(head_dim, value_dim),
+            Some(_) => dropped_tile_rows(head_dim, value_dim),
+        };
         let (bytes, counted) = attention(&expansion.scratch.ranges(), rows, is_shared, heads.unwrap_or((0, 0)));
         lists += bytes;
         if heads.is_some() {

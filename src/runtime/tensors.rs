@@ -84,8 +84,7 @@ pub struct Forward<'a, T: Element, V: Views = HostViews> {
     /// of the whole batch: the ranks reduce it as often as they need it. Ranks may differ in whether they give it.
     pub max_logit: Option<V::PerHeadWritten<'a, f32>>,
     /// When the problem has [dropout](crate::Problem::with_dropout): the seed of the pairs that are dropped, another
-    /// one for each layer and step. All ranks of the group give the same, which is checked as their plans are. CPU
-    /// only.
+    /// one for each layer and step. All ranks of the group give the same, which is checked as their plans are.
     pub dropout_seed: Option<u64>,
 }
 

@@ -5,7 +5,7 @@
 //! shows.
 
 use crate::dense;
-use cpattn::call::{Band, Range, Score};
+use cpattn::call::{Band, DropoutMask, Range, Score};
 use cpattn::kernel::reference::{Attention, Gradient, Output};
 use cpattn::{Dtype, Element};
 use half::{bf16, f16};
@@ -53,6 +53,8 @@ pub struct Case {
     pub shuffled: bool,
     pub per_q_head: bool,
     pub accumulate: bool,
+    /// Probability and seed.
+    pub dropout: Option<(f64, u64)>,
 }
 
 impl Case {
@@ -111,6 +113,7 @@ impl Case {
             shuffled: false,
             per_q_head: false,
             accumulate: false,
+            dropout: None,
         }
     }
 
@@ -126,6 +129,22 @@ impl Case {
             }
         }
         read
+    }
+
+    /// Which pairs are dropped.
+    pub fn mask(&self) -> Option<DropoutMask> {
+        self.dropout.map(|(probability, seed)| DropoutMask::new(probability, seed).expect("a probability"))
+    }
+
+    /// For each document, the tokens of q and of k that position 0 is, or would be.
+    pub fn first_tokens(&self) -> [Vec<i64>; 2] {
+        let (mut tokens, mut before) = ([vec![], vec![]], [0, 0]);
+        for &(len_q, len_k, start) in &self.documents {
+            tokens[0].push(before[0] - start);
+            tokens[1].push(before[1]);
+            before = [before[0] + len_q as i64, before[1] + len_k as i64];
+        }
+        tokens
     }
 
     /// Sinks of each head, where there are any.
@@ -256,7 +275,7 @@ impl Numbers {
             score: case.score,
             alibi_slopes: case.alibi_slopes.then_some(&self.alibi_slopes),
             sinks: case.sinks.then_some(&self.sinks),
-            dropout: None,
+            dropout: case.mask(),
         })
     }
 }

@@ -45,6 +45,10 @@ pub fn attention(case: &Case, n: &Numbers, d_o: &[f64]) -> (Output, Gradient, Ve
         dv: vec![0.0; tk * case.kv_heads * dv],
         dsinks: vec![],
     };
+    let mask = case.mask();
+    let kept = |t: usize, s: usize, h: usize| {
+        mask.map_or(1.0, |mask| if mask.keeps(t as u32, s as u32, h as u32) { mask.factor() } else { 0.0 })
+    };
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
     for (t, keys) in pairs(case).iter().enumerate() {
         for (h, largest) in max_logit.iter_mut().enumerate() {
@@ -81,14 +85,15 @@ pub fn attention(case: &Case, n: &Numbers, d_o: &[f64]) -> (Output, Gradient, Ve
             out.lse[row] = lse;
             let o = &mut out.o[row * dv..][..dv];
             for (&(s, _), &(x, _)) in keys.iter().zip(&scores) {
-                let p = (x - lse).exp();
+                let p = (x - lse).exp() * kept(t, s, h);
                 o.iter_mut().zip(&n.v[value(s)]).for_each(|(o, v)| *o += p * v);
             }
             let delta = dot(o, d_o);
             for (&(s, _), &(x, slope)) in keys.iter().zip(&scores) {
                 let p = (x - lse).exp();
-                let ds = p * (dot(d_o, &n.v[value(s)]) - delta) * slope;
-                gradient.dv[value(s)].iter_mut().zip(d_o).for_each(|(x, d_o)| *x += p * d_o);
+                let kept = kept(t, s, h);
+                let ds = p * (kept * dot(d_o, &n.v[value(s)]) - delta) * slope;
+                gradient.dv[value(s)].iter_mut().zip(d_o).for_each(|(x, d_o)| *x += kept * p * d_o);
                 gradient.dk[key(s)].iter_mut().zip(q).for_each(|(x, q)| *x += ds * q);
                 gradient.dq[row * d..][..d].iter_mut().zip(&n.k[key(s)]).for_each(|(x, k)| *x += ds * k);
             }

@@ -14,6 +14,7 @@ mod dense;
 mod device;
 #[path = "../common/driver.rs"]
 mod driver;
+mod dropout;
 mod family;
 mod hopper;
 mod hopper_backward;

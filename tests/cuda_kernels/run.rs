@@ -7,7 +7,9 @@
 use crate::case::{Case, Numbers, Side, decode, encode};
 use crate::device::{Device, Memory};
 use cpattn::Dtype;
-use cpattn::call::{Attend, AttendBackward, Delta, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor};
+use cpattn::call::{
+    Attend, AttendBackward, Delta, Dropout, Gradients, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor,
+};
 
 /// Elements between the end of a token and the next one.
 const GAP: usize = 8;
@@ -265,6 +267,8 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
         group: (case.heads / case.kv_heads) as u32,
     };
     let ring_steps = ring_steps(case, &q_side, &k_side);
+    let [q_tokens, k_tokens] = case.first_tokens();
+    let dropout = case.mask().map(|mask| Dropout { mask, q_tokens: &q_tokens, k_tokens: &k_tokens });
     // Raised by every call. Bytes of no head are NaN.
     let max_logit = device.upload(&[&[0xff; 4][..], &f32::NEG_INFINITY.to_le_bytes().repeat(hq), &[0xff; 4]].concat());
     let whole = max_logit.tensor(Dtype::F32, 1, hq as u32, 1, hq);
@@ -280,6 +284,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
             alibi_slopes: optional(case.alibi_slopes, &slopes, 1),
             sinks: optional(case.sinks, &sinks, count),
             max_logit: largest,
+            dropout,
             ..Attend::new(
                 [q.raw, k.raw, v.raw, o.raw],
                 map,
@@ -355,6 +360,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
                 accumulate_keys: case.accumulate,
                 per_q_head: case.per_q_head,
                 alibi_slopes: optional(case.alibi_slopes, &slopes, 1),
+                dropout,
                 ..AttendBackward::new(
                     [q.raw, k.raw, v.raw, d_o.raw],
                     map,

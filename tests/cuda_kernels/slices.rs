@@ -68,7 +68,7 @@ fn slices(rng: &mut Rng, documents: &[(usize, usize, i64)]) -> Vec<Slice> {
 }
 
 /// A problem for kernels of these head dims.
-fn draw(rng: &mut Rng, dims: (usize, usize)) -> Case {
+pub fn draw(rng: &mut Rng, dims: (usize, usize)) -> Case {
     let dtype = if rng.bool() { Dtype::Bf16 } else { Dtype::F16 };
     let mut lens = || rng.usize(0..210);
     let lens = [(lens(), lens()), (lens(), lens()), (lens(), 0)];

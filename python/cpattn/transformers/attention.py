@@ -126,11 +126,6 @@ def attention(
     if not isinstance(attention_mask, Mask):
         kind = "no mask" if attention_mask is None else f"a mask of the type {type(attention_mask).__name__}"
         raise Unsupported(f"{name} has {kind}, a mask of transformers.masking_utils is needed")
-    if dropout and query.device.type != "cpu":
-        raise Unsupported(
-            f"{name} has dropout={dropout} in attention, which is not supported on {query.device}: set config.attention_dropout (or "
-            "attention_probs_dropout_prob, attn_pdrop) to 0 before the model is made"
-        )
     window = attention_mask.window.hull if isinstance(attention_mask.window, Parts) else attention_mask.window
     causal = window[1] == 0
     alone = window == (0, 0)  # a query sees its own key only: both at once

@@ -8,7 +8,7 @@ use super::metadata_buffer::MetadataBuffer;
 use super::modules::{AttentionModule, Instance};
 use super::params::{BackwardParams, ForwardParams, HeadParams, SCORE_GENERAL, SCORE_SOFTCAP, ScoreParams, Tensor};
 use super::staging::Staging;
-use super::{Cuda, clusters, hopper_calls};
+use super::{Cuda, clusters, dropped, hopper_calls};
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawStream, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -21,6 +21,9 @@ impl Cuda {
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
     pub fn attend_bytes(&self, call: &Attend) -> Result<usize> {
+        if call.dropout.is_some() {
+            return dropped::forward_bytes(call);
+        }
         let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
         let (at, rows) = (instance.index, instance.shape().forward.rows);
         let other = if self.hopper_shape(at).is_some() { hopper_calls::work_bytes(call, at, rows) } else { 0 };
@@ -33,6 +36,9 @@ impl Cuda {
     /// # Errors
     /// As [`Cuda::attend_bytes`].
     pub fn attend_backward_bytes(&self, call: &AttendBackward) -> Result<usize> {
+        if call.dropout.is_some() {
+            return dropped::backward_bytes(call);
+        }
         let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
         Ok(match self.fused(instance.shape()).filter(|_| call.gradients == Gradients::All) {
             Some(fused) => self.fused_bytes(call, instance.index, fused),
@@ -61,7 +67,7 @@ impl Cuda {
         let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
         let (shape, s) = (instance.index, instance.shape());
         refuse_aligned(call.aligned)?;
-        check::no_dropout(call.dropout.map(|dropout| dropout.mask.probability()))?;
+        check::dropout(&call.dropout, &call.ranges)?;
         check::one_row_of_slopes(call.alibi_slopes.tokens)?;
         let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
@@ -105,6 +111,9 @@ impl Cuda {
             rows_fit(name, t, call.q.tokens, call.ranges.q.iter().map(|q| &q.range))?;
         }
 
+        if let Some(dropout) = &call.dropout {
+            return self.dropped_forward(call, dropout, params, window, buffer);
+        }
         // A call without keys only finishes merged results; there are no keys for a tensor map to describe.
         let hopper = match self.hopper_shape(shape).filter(|_| !call.ranges.k.is_empty()) {
             Some(_) => {
@@ -145,7 +154,7 @@ impl Cuda {
 
     /// Backward attention: see [`AttendBackward`]. All gradients are one launch where a block of the device has the
     /// shared memory for it (99 KB: head dims up to 64, of 97 to 128; 163 KB: up to 192; 227 KB: 256); else, and above
-    /// head dim 256, dq is one, dk and dv another (two from head dim 193 to 256).
+    /// head dim 256 and with dropout, dq is one, dk and dv another (two from head dim 193 to 256 without dropout).
     ///
     /// # Errors
     /// As [`Cuda::attend`].
@@ -171,7 +180,7 @@ impl Cuda {
         let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
         let s = instance.shape();
         refuse_aligned(call.aligned)?;
-        check::no_dropout(call.dropout.map(|dropout| dropout.mask.probability()))?;
+        check::dropout(&call.dropout, &call.ranges)?;
         check::one_row_of_slopes(call.alibi_slopes.tokens)?;
         let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
@@ -216,6 +225,9 @@ impl Cuda {
             rows_fit(name, t, call.k.tokens, call.ranges.k.iter())?;
         }
 
+        if let Some(dropout) = &call.dropout {
+            return self.dropped_backward(call, dropout, params, window, buffer);
+        }
         if let Some(fused) = self.fused(s).filter(|_| call.gradients == Gradients::All) {
             return self.fused_launches(call, instance, fused, params, window, buffer);
         }
@@ -248,10 +260,7 @@ impl Cuda {
 }
 
 fn backward_tiles(gradients: Gradients, shape: &super::Shape) -> TileRows {
-    TileRows {
-        queries: if gradients == Gradients::Keys { 0 } else { shape.queries.rows },
-        keys: if gradients == Gradients::Queries { 0 } else { shape.keys.rows },
-    }
+    TileRows::of(gradients, shape.queries.rows, shape.keys.rows)
 }
 
 /// Words of a running lse: see [`Attend::running_lse`].

@@ -7,7 +7,7 @@ use crate::device::driver::device_of;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use crate::kernel::check;
-pub(super) use crate::kernel::check::{heads, same_shape};
+pub(super) use crate::kernel::check::{dropout, heads, same_shape};
 use alloc::format;
 use core::f64::consts::LOG2_E;
 
@@ -131,18 +131,6 @@ pub(super) fn element(dtype: Dtype) -> Result<()> {
             format!("dtype {other}"),
             "the CUDA kernels take f16 and bf16",
             "convert, or use the CPU kernels",
-        )),
-    }
-}
-
-/// Refuses dropout, which the kernels do not have.
-pub(crate) fn no_dropout(probability: Option<f64>) -> Result<()> {
-    match probability {
-        None => Ok(()),
-        Some(probability) => Err(Error::unsupported(
-            format!("dropout {probability}"),
-            "the CUDA kernels drop no probabilities",
-            "plan without dropout, or use the CPU kernels",
         )),
     }
 }

@@ -105,6 +105,15 @@ impl Cuda {
                 let values = if shape.split { kernel(c"cpattn_backward_values", shape.keys)? } else { None };
                 Ok(Loaded { kernels: [queries, keys, values], _modules: [text] })
             }
+            AttentionModule::DroppedForward => {
+                one("dropped_forward", c"cpattn_dropped_forward", shape.dropped.expect("as found").forward)
+            }
+            AttentionModule::DroppedSides => {
+                let (text, dropped) = (open("dropped_backward")?, shape.dropped.expect("as found"));
+                let queries = self.function(&text, c"cpattn_dropped_queries", dropped.queries)?;
+                let keys = self.function(&text, c"cpattn_dropped_keys", dropped.keys)?;
+                Ok(Loaded { kernels: [Some(queries), Some(keys), None], _modules: [text] })
+            }
             AttentionModule::HopperForward => {
                 one("hopper_forward", c"cpattn_hopper_forward", kernel_of(instance.index).launch)
                     .map_err(Family::with_way_out)

@@ -7,7 +7,7 @@
 use super::bands;
 use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::{Divisor, Partner, Run, SidedBand, Work};
-use crate::call::{QRange, Range, Ranges};
+use crate::call::{Gradients, QRange, Range, Ranges};
 
 /// Where the metadata lies on the device.
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,6 +33,16 @@ pub(super) struct Metadata<'a> {
 pub(super) struct TileRows {
     pub queries: u32,
     pub keys: u32,
+}
+
+impl TileRows {
+    /// Those of the kernels for dq and for dk and dv that make some gradients.
+    pub(super) fn of(gradients: Gradients, queries: u32, keys: u32) -> Self {
+        Self {
+            queries: if gradients == Gradients::Keys { 0 } else { queries },
+            keys: if gradients == Gradients::Queries { 0 } else { keys },
+        }
+    }
 }
 
 fn count(lens: impl Iterator<Item = u32>, rows: u32) -> usize {

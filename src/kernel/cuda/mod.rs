@@ -27,7 +27,7 @@
 //! dq_semaphore  the metadata of the fused backward, and which tile waits for which
 //! staging   how metadata reaches the device, through a mirror of host and device memory
 //! check     the checks of calls
-//! attention, fused, blocks   the launches
+//! attention, fused, dropped, blocks   the launches
 //! family    which forward kernels a device runs, and how that is forced
 //! max_logit the largest scores of a run before its first launch
 //! modules   the kernels that were loaded so far, and what each is compiled for; load: how each is loaded
@@ -47,6 +47,7 @@ mod blocks;
 mod check;
 mod clusters;
 mod dq_semaphore;
+mod dropped;
 mod either_backward;
 mod embedded;
 mod family;
@@ -77,7 +78,7 @@ mod stream_kernels;
 pub(crate) mod tags;
 mod unread;
 
-pub(crate) use check::{no_dropout, one_row_of_slopes};
+pub(crate) use check::one_row_of_slopes;
 
 pub use crate::device::memory::{DeviceMemory, OwnStream};
 pub use family::Family;

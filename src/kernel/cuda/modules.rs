@@ -29,6 +29,13 @@ impl Instance {
         Ok(Self { element: usize::from(dtype == Dtype::Bf16), index })
     }
 
+    /// That of the kernels with dropout for these head dims.
+    pub(super) fn find_dropped(dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Self> {
+        let instance = Self::find(dtype, head_dim, value_dim)?;
+        let index = shapes::find_dropped(head_dim, value_dim).expect("the largest shape has them");
+        Ok(Self { index, ..instance })
+    }
+
     pub(super) fn shape(self) -> &'static Shape {
         &SHAPES[self.index]
     }
@@ -45,6 +52,10 @@ pub(super) enum AttentionModule {
     HopperForward,
     HopperCluster,
     HopperBackward,
+    /// With dropout, for the instances that [`Instance::find_dropped`] finds.
+    DroppedForward,
+    /// The kernels for dq, and for dk and dv.
+    DroppedSides,
 }
 
 /// One kernel, ready to launch.
@@ -81,7 +92,7 @@ pub(super) type LoadedModule = Loaded<[Option<LoadedKernel>; 3], 1>;
 #[derive(Debug, Default)]
 pub(super) struct LoadedKernels {
     /// By [`AttentionModule`] and [`Instance`].
-    attention: [[[Option<LoadedModule>; SHAPES.len()]; ELEMENTS.len()]; 6],
+    attention: [[[Option<LoadedModule>; SHAPES.len()]; ELEMENTS.len()]; 8],
     pub blocks: Option<Loaded<Blocks, 3>>,
 }
 

@@ -20,10 +20,12 @@ pub(super) struct Addresses {
     pub metadata: &'static [usize],
     /// Tables of all bases.
     pub bases: &'static [usize],
+    /// Keys of Philox, which are the seed of a run.
+    pub seeds: &'static [usize],
 }
 
 impl Addresses {
-    pub(super) const NONE: Self = Self { tensors: &[], metadata: &[], bases: &[] };
+    pub(super) const NONE: Self = Self { tensors: &[], metadata: &[], bases: &[], seeds: &[] };
 }
 
 /// Implements [`Parameters`] by the names of the fields that hold addresses. Kinds that are not named are those of
@@ -167,6 +169,33 @@ pub(super) struct ForwardParams {
     pub heads: HeadParams,
     pub running_lse_words: u32,
     pub sink_count: u32,
+}
+
+/// `Dropout`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct DropoutParams {
+    pub q_tokens: u64,
+    pub k_tokens: u64,
+    pub key: [u32; 2],
+    pub last_dropped: u32,
+    pub factor: f32,
+}
+
+/// `DroppedForwardParams`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct DroppedForwardParams {
+    pub call: ForwardParams,
+    pub dropout: DropoutParams,
+}
+
+/// `DroppedBackwardParams`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct DroppedBackwardParams {
+    pub call: BackwardParams,
+    pub dropout: DropoutParams,
 }
 
 /// `BackwardParams`.
@@ -337,6 +366,20 @@ addresses! {
         metadata: [queries, keys, partners, bands, work],
         ..Addresses::NONE
     }
+    DroppedForwardParams {
+        metadata: [
+            call.queries, call.keys, call.partners, call.bands, call.work, dropout.q_tokens, dropout.k_tokens,
+        ],
+        seeds: [dropout.key],
+        ..ForwardParams::ADDRESSES
+    }
+    DroppedBackwardParams {
+        metadata: [
+            call.queries, call.keys, call.partners, call.bands, call.work, dropout.q_tokens, dropout.k_tokens,
+        ],
+        seeds: [dropout.key],
+        ..BackwardParams::ADDRESSES
+    }
     FusedParams {
         metadata: [
             call.queries, call.keys, call.partners, call.bands, call.work,
@@ -353,6 +396,7 @@ addresses! {
 
 const _: () = {
     assert!(offset_of!(FusedParams, call) == 0);
+    assert!(offset_of!(DroppedForwardParams, call) == 0 && offset_of!(DroppedBackwardParams, call) == 0);
     // Plans report these sizes as memory of a device.
     assert!(size_of::<Run>() as u64 == metadata::RUN && size_of::<Work>() as u64 == metadata::WORK);
     assert!(size_of::<Partner>() as u64 == metadata::PARTNER && size_of::<SidedBand>() as u64 == metadata::BAND);
@@ -369,6 +413,7 @@ const _: () = {
     assert!(size_of::<ForwardParams>() == 344);
     assert!(size_of::<BackwardParams>() == 344);
     assert!(size_of::<FusedParams>() == 408);
+    assert!(size_of::<DroppedForwardParams>() == 376 && size_of::<DroppedBackwardParams>() == 376);
     assert!(size_of::<TransformTensor>() == 32);
     assert!(size_of::<TransformBlock>() == 104);
     assert!(size_of::<TransformSource>() == 40);
@@ -409,6 +454,16 @@ mod tests {
                 size_of::<BackwardParams>(),
             ),
             (crate::kernel::cuda::embedded::find("fused_bf16_96"), "cpattn_backward_fused", size_of::<FusedParams>()),
+            (
+                crate::kernel::cuda::embedded::find("dropped_forward_f16_64"),
+                "cpattn_dropped_forward",
+                size_of::<DroppedForwardParams>(),
+            ),
+            (
+                crate::kernel::cuda::embedded::find("dropped_backward_bf16_128"),
+                "cpattn_dropped_queries",
+                size_of::<DroppedBackwardParams>(),
+            ),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_transform", size_of::<TransformParams>()),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_delta", size_of::<DeltaParams>()),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_finish", size_of::<FinishParams>()),

@@ -206,6 +206,21 @@ impl RecordedLaunches {
         }
     }
 
+    /// Writes the seed of dropout of a run into all launches.
+    pub(crate) fn set_seed(&mut self, seed: u64) {
+        for RecordedLaunch { launch, .. } in &mut self.launches {
+            for &offset in launch.addresses.seeds {
+                // The key of Philox: the low half, then the high one.
+                launch.set_word(offset, bytemuck::cast([seed as u32, (seed >> 32) as u32]));
+            }
+        }
+    }
+
+    /// Writes what ranks compare in a run into the launch that begins it.
+    pub(crate) fn set_fingerprint(&mut self, i: usize, fingerprint: u64) {
+        self.launches[i].launch.set_word(super::tags::FINGERPRINT, fingerprint);
+    }
+
     /// Puts launch `i` on a stream, after the work that clears its words. The context is current.
     ///
     /// # Safety

@@ -33,6 +33,16 @@ pub(super) struct Shape {
     /// The same kernel with v in registers, for devices with too little shared memory for `fused`. It has the same
     /// tiles.
     pub narrow_fused: Option<Fused>,
+    /// The kernels with dropout; head dims of a shape without them run as the next larger one with them.
+    pub dropped: Option<Dropped>,
+}
+
+/// The kernels with dropout: `ptx/dropped_shapes.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Dropped {
+    pub forward: Shaped,
+    pub queries: Shaped,
+    pub keys: Shaped,
 }
 
 /// The kernel that makes all gradients at once.
@@ -75,6 +85,15 @@ const fn narrow_fused(d: u32, dv: u32, n: u32, m: u32, key_parts: u32, column_pa
     narrow
 }
 
+/// 64 own rows by 64 keys in the forward, and by 32 rows in two buffers in the backward.
+const fn dropped(d: u32) -> Option<Dropped> {
+    Some(Dropped {
+        forward: forward(d, d, 64, 64, 4),
+        queries: queries(d, d, 64, 32, 4, 2),
+        keys: keys(d, d, 64, 32, 4, 2),
+    })
+}
+
 /// A shape without narrow kernels; the numbers are those of its lines in `ptx/shapes.cuh` that the functions above
 /// take.
 const fn shape(d: u32, dv: u32, f: [u32; 3], q: [u32; 4], k: [u32; 4], all: [u32; 5]) -> Shape {
@@ -89,6 +108,7 @@ const fn shape(d: u32, dv: u32, f: [u32; 3], q: [u32; 4], k: [u32; 4], all: [u32
         split: false,
         fused: Some(fused(d, dv, all[0], all[1], all[2], all[3], all[4])),
         narrow_fused: None,
+        dropped: None,
     }
 }
 
@@ -97,17 +117,19 @@ const fn shape(d: u32, dv: u32, f: [u32; 3], q: [u32; 4], k: [u32; 4], all: [u32
 const fn wide(d: u32, dv: u32, m: u32, own: u32, n: u32, stages: u32) -> Shape {
     let (threads, ring) = (256, 2 * stages * n * 64);
     let side = Shaped { rows: own, threads, shared: 2 * own * (d + dv) + ring + 4 * own * n + 8 * n };
+    let forward = Shaped { rows: m, threads, shared: 2 * m * d + ring + 2 * m * n + 16 * m };
     Shape {
         name: d * 1000 + dv,
         head_dim: d,
         value_dim: dv,
-        forward: Shaped { rows: m, threads, shared: 2 * m * d + ring + 2 * m * n + 16 * m },
+        forward,
         narrow: None,
         queries: side,
         keys: side,
         split: false,
         fused: None,
         narrow_fused: None,
+        dropped: Some(Dropped { forward, queries: side, keys: side }),
     }
 }
 
@@ -115,11 +137,13 @@ const fn wide(d: u32, dv: u32, m: u32, own: u32, n: u32, stages: u32) -> Shape {
 pub(super) const SHAPES: [Shape; 7] = [
     Shape {
         narrow: Some(forward(64, 64, 128, 64, 4)),
+        dropped: dropped(64),
         ..shape(64, 64, [128, 128, 4], [128, 64, 4, 2], [128, 64, 4, 2], [128, 64, 4, 1, 6])
     },
     shape(96, 96, [128, 64, 4], [128, 32, 4, 2], [64, 64, 4, 2], [128, 64, 4, 2, 16]),
     Shape {
         narrow_fused: Some(narrow_fused(128, 128, 128, 64, 8, 1, 16)),
+        dropped: dropped(128),
         ..shape(128, 128, [128, 64, 4], [128, 32, 4, 2], [64, 64, 4, 2], [128, 64, 4, 2, 16])
     },
     shape(192, 128, [128, 64, 8], [64, 32, 4, 2], [64, 32, 4, 2], [64, 64, 2, 4, 16]),
@@ -134,6 +158,11 @@ pub(super) const LARGEST: (u32, u32) = (SHAPES[SHAPES.len() - 1].head_dim, SHAPE
 /// The smallest shape that holds these head dims.
 pub(super) fn find(head_dim: u32, value_dim: u32) -> Option<(usize, &'static Shape)> {
     SHAPES.iter().enumerate().find(|(_, s)| head_dim <= s.head_dim && value_dim <= s.value_dim)
+}
+
+/// The smallest shape with kernels with dropout that holds these head dims.
+pub(super) fn find_dropped(head_dim: u32, value_dim: u32) -> Option<usize> {
+    SHAPES.iter().position(|s| head_dim <= s.head_dim && value_dim <= s.value_dim && s.dropped.is_some())
 }
 
 #[cfg(test)]
@@ -155,6 +184,9 @@ mod tests {
         assert_eq!(name(64, 264), Some(576512));
         assert_eq!(name(577, 8), None);
         assert_eq!(name(8, 513), None);
+        let dropped = |d, dv| find_dropped(d, dv).map(|at| SHAPES[at].name);
+        assert_eq!([dropped(8, 64), dropped(8, 72), dropped(136, 8)], [Some(64), Some(128), Some(576512)]);
+        assert_eq!([dropped(576, 512), dropped(577, 8)], [Some(576512), None]);
     }
 
     #[test]
@@ -164,6 +196,9 @@ mod tests {
             let counted = crate::report::metadata::tile_rows(s.head_dim, s.value_dim);
             let rows = [s.forward.rows, s.queries.rows, s.keys.rows].into_iter().chain(fused);
             assert_eq!(rows.clone().min().map(u64::from), Some(counted.min(64)), "{}", s.name);
+            let d = SHAPES[find_dropped(s.head_dim, s.value_dim).expect("the largest shape has them")].dropped.unwrap();
+            let counted = crate::report::metadata::dropped_tile_rows(s.head_dim, s.value_dim);
+            assert_eq!(u64::from(d.forward.rows.min(d.queries.rows).min(d.keys.rows)), counted, "{}", s.name);
         }
     }
 

@@ -2,6 +2,7 @@
 //! Converts a device's record of a peer that runs another plan into the error that a rank on the CPU would return.
 
 use std::{
+    collections::VecDeque,
     sync::{Mutex, PoisonError},
     vec::Vec,
 };
@@ -18,7 +19,20 @@ use crate::{
 pub(crate) struct Disagreements {
     pub(super) device: tags::NoteMemory,
     kinds: Mutex<Vec<StartedRun>>,
+    /// The last runs with dropout.
+    seeded: Mutex<VecDeque<Seeded>>,
 }
+
+/// A run with dropout: what its ranks compare, which is made of the fingerprint of its kind and of the seed.
+#[derive(Clone, Copy)]
+struct Seeded {
+    compared: u64,
+    fingerprint: u64,
+    seed: u64,
+}
+
+/// Runs with dropout that are remembered. A host is seldom as many runs ahead of its device.
+const SEEDED: usize = 256;
 
 /// A kind of run that the rank may have begun.
 struct StartedRun {
@@ -32,7 +46,8 @@ struct StartedRun {
 
 impl Disagreements {
     pub(super) fn new(cuda: &Cuda) -> Result<Self> {
-        Ok(Self { device: tags::NoteMemory::new(cuda)?, kinds: Mutex::default() })
+        let seeded = Mutex::new(VecDeque::with_capacity(SEEDED));
+        Ok(Self { device: tags::NoteMemory::new(cuda)?, kinds: Mutex::default(), seeded })
     }
 
     /// Records the meaning of the tags of a kind of run. (If the rank forgets the run and prepares it again, the
@@ -45,6 +60,15 @@ impl Disagreements {
         }
     }
 
+    /// Records a run with dropout that begins. It allocates nothing.
+    pub(super) fn begin(&self, fingerprint: u64, compared: u64, seed: u64) {
+        let mut seeded = self.seeded.lock().unwrap_or_else(PoisonError::into_inner);
+        if seeded.len() == SEEDED {
+            seeded.pop_front();
+        }
+        seeded.push_back(Seeded { compared, fingerprint, seed });
+    }
+
     /// Forgets a kind of run. All runs of this kind are over.
     pub(super) fn remove(&self, fingerprint: u64) {
         self.kinds.lock().unwrap_or_else(PoisonError::into_inner).retain(|k| k.fingerprint != fingerprint);
@@ -55,13 +79,16 @@ impl Found for Disagreements {
     fn found(&self) -> Option<(Error, bool)> {
         let noted = self.device.read()?;
         let kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
-        let kind = kinds.iter().find(|k| k.fingerprint == noted.ours)?;
+        let seeded = self.seeded.lock().unwrap_or_else(PoisonError::into_inner);
+        let seeded = seeded.iter().rev().find(|run| run.compared == noted.ours);
+        let fingerprint = seeded.map_or(noted.ours, |run| run.fingerprint);
+        let kind = kinds.iter().find(|k| k.fingerprint == fingerprint)?;
         let error = Error::Disagreement {
             rank: kind.rank,
             peer: *kind.senders.get(noted.tag.checked_sub(1)?)?,
             ours: noted.ours,
             theirs: noted.theirs,
-            what: kind.run.describe(&kind.plan),
+            what: kind.run.describe_with(&kind.plan, seeded.map(|run| run.seed), None),
             runs: Some([noted.our_run, noted.their_run]),
         };
         Some((error, noted.is_tag))

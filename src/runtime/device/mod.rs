@@ -170,10 +170,11 @@ impl DeviceRank {
         if capturing { over.hold_in_replays(stream) } else { over.make_stream_wait(stream) }?;
         begin.record(stream)?;
         begin.make_stream_wait(other)?;
+        let compared = self.prepared[at].prepared.compared();
         let (sequence, tracer) = (&mut self.prepared[at].sequence, self.tracer.as_deref_mut());
         // SAFETY: the promise of this function; both streams wait for the rank's earlier runs (above), and the rank's
         // next run waits for both streams (below).
-        unsafe { sequence.enqueue(tensors, workspace, [stream, other], cuda, &*transport, tracer) }?;
+        unsafe { sequence.enqueue((tensors, compared), workspace, [stream, other], cuda, &*transport, tracer) }?;
         end.record(other)?;
         end.make_stream_wait(stream)?;
         if capturing { over.record_in_replays(stream) } else { over.record(stream) }
@@ -327,6 +328,11 @@ impl Backend for DeviceRank {
         let used = expected.used(tensors).map(|(_, name, raw)| (name, *raw));
         self.workspace.check_disjoint(schedule.workspace, used)?;
         self.failure.check(&*self.transport)?;
+        let prepared = &mut self.prepared[at].prepared;
+        prepared.dropout_seed = tensors.dropout_seed();
+        if let Some(seed) = prepared.dropout_seed {
+            self.marks.disagreements.begin(prepared.fingerprint(), prepared.compared(), seed);
+        }
         // The device counts the runs.
         self.agreements.begin_run(&self.prepared[at].prepared, &*self.transport, &self.failure)?;
         let (transport, failure) = (Arc::clone(&self.transport), self.failure.clone());

@@ -8,7 +8,7 @@ use super::{DeviceRank, OnDevice, sequence::Sequence};
 use crate::{
     element::Dtype,
     error::{Error, Result},
-    kernel::cuda::{no_dropout, one_row_of_slopes, tags::RunCount},
+    kernel::cuda::{one_row_of_slopes, tags::RunCount},
     plan::Plan,
     runtime::{backend::Backend, ops::Listing, prepared::Prepared},
     schedule::Purpose,
@@ -47,7 +47,6 @@ impl DeviceRank {
                 "run it on the CPU, or plan without it: runs still repeat bit for bit on one mesh",
             ));
         }
-        no_dropout(p.dropout())?;
         one_row_of_slopes(p.alibi_rows() as u64)?;
         self.gpu().accept_score(&p.score())?;
         self.gpu().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
@@ -61,6 +60,8 @@ impl DeviceRank {
         let p = plan.problem();
         let cuda = Arc::clone(self.transport.device());
         match run {
+            // The kernels with dropout are loaded when their launches are recorded.
+            Purpose::Attention(_) if p.dropout().is_some() => cuda.prepare_blocks()?,
             Purpose::Attention(_) => cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?,
             Purpose::AllToAll(_) | Purpose::Combine(_) => cuda.prepare_blocks()?,
         }

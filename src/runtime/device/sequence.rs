@@ -172,6 +172,8 @@ impl Sequence {
         let tensors = bind::placeholders(&prepared.expected, |tensor, dtype, tokens, heads, dim| {
             RawTensor::compact(BaseShapes::symbol(base_of(tensor)), dtype, tokens, heads, dim)
         });
+        // A run brings another one.
+        let tensors = tensors.with_dropout_seed(plan.problem().dropout().map(|_| 0));
         let shapes = BaseShapes::new(tensors.all().iter().map(|t| (t.heads, t.dim, t.dtype)));
         let mut recorder = LaunchRecorder::new(cuda, shapes);
         let mut recording = Recording {
@@ -241,10 +243,10 @@ impl Sequence {
     /// # Safety
     /// The tensors are those of the plan, checked. In the order of the streams, they and the workspace are valid when
     /// the run reaches them, and nothing else uses them until the run is over. `cuda` is the device of
-    /// [`Sequence::record`].
+    /// [`Sequence::record`]. `compared` is what ranks compare.
     pub(super) unsafe fn enqueue(
         &mut self,
-        tensors: &Bindings,
+        (tensors, compared): (&Bindings, u64),
         workspace: *mut u8,
         streams: [RawStream; 2],
         cuda: &Cuda,
@@ -253,6 +255,12 @@ impl Sequence {
     ) -> Result<()> {
         let bases = BaseAddresses::new(workspace, tensors.all());
         self.launches.set_bases(&bases);
+        if let Some(seed) = tensors.dropout_seed() {
+            self.launches.set_seed(seed);
+            if self.has_tags {
+                self.launches.set_fingerprint(0, compared);
+            }
+        }
         for &(i, place) in &self.offsets {
             self.messages[i].ptr = place.address(&bases) as usize as *mut u8;
         }
