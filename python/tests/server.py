@@ -7,11 +7,9 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 
-LATER = ["torch._dynamo", "torch.distributed.fsdp", "cpattn.torch"]
+LATER = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx", "torch.distributed.fsdp", "cpattn.torch"]
 if "transformers" in sys.modules or "programs" in sys.modules:
     LATER += ["transformers.trainer", "cpattn.transformers", "models", "trl", "peft", "datasets"]
-if {"test_compile", "test_slices"} & sys.modules.keys():
-    LATER += ["torch._inductor.compile_fx"]
 for name in LATER:
     with suppress(ImportError):
         import_module(name)
