@@ -89,6 +89,9 @@ __device__ __forceinline__ void wait_semaphore(const u32* semaphore, u32 number,
 
 // For one thread, after a barrier of the block: what all its threads wrote is visible to every thread that waits for `number`.
 __device__ __forceinline__ void store_semaphore(u32* semaphore, u32 number) {
+#ifdef CPATTN_FENCES
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(semaphore), "r"(number) : "memory");
 }
 

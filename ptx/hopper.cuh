@@ -19,7 +19,9 @@ struct alignas(64) TensorMap {
 
 // Brings a map to where copies read it from, so that the first copy does not wait for it.
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+#ifndef CPATTN_NO_PREFETCH
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+#endif
 }
 
 // -- Barriers in shared memory. A phase ends when all arrivals and all announced bytes have come.
@@ -179,11 +181,21 @@ __device__ __forceinline__ void copy_box_to(unsigned short mask, u32 to, const T
 
 // Brings bytes into L2 soon: address and count are multiples of 16.
 __device__ __forceinline__ void prefetch(const void* from, u32 bytes) {
+#ifndef CPATTN_NO_PREFETCH
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
 }
 
 // Makes what ordinary instructions wrote known to copies and products.
 __device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same behind the first writes of barriers, by the thread that makes them.
+__device__ __forceinline__ void fence_made_barriers() {
+#ifdef CPATTN_FENCES
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    fence_proxy();
+}
 
 // -- Registers of a warpgroup.
 
@@ -206,7 +218,11 @@ __device__ __forceinline__ void product_commit() { asm volatile("wgmma.commit_gr
 // Waits until at most PENDING groups are not done.
 template <int PENDING>
 __device__ __forceinline__ void product_wait() {
+#ifdef CPATTN_WAIT_ALL
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#else
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+#endif
 }
 
 template <int N>

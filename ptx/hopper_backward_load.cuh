@@ -121,7 +121,7 @@ struct HopperBackwardBlock {
             barrier_init(at.turn(s), 1);
             barrier_init(at.added(s), WARPS);
         }
-        fence_proxy();
+        fence_made_barriers();
     }
 };
 

@@ -105,6 +105,6 @@ struct HopperBlock {
             barrier_init(at.item_full(), 1);
             barrier_init(at.item_empty(), 1);
         }
-        fence_proxy();
+        fence_made_barriers();
     }
 };

@@ -58,7 +58,11 @@ struct HopperForward {
         if (CLUSTER == 1) return release(barrier);
         __syncwarp();
         const u32 rank = fresh_thread() & 31;
+#ifdef CPATTN_RELEASE
+        if (rank < CLUSTER) barrier_release_at(barrier, rank);
+#else
         if (rank < CLUSTER) barrier_arrive_at(barrier, rank);
+#endif
     }
 
     // scores = Q K^T, not waited for.

@@ -125,9 +125,13 @@ def batches(steps):
         yield ids, torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def train(parallel, steps, dtype, device="cpu"):
+def model_of(parallel):
     torch.manual_seed(0)
-    model = Model(parallel).to(device, dtype)
+    return Model(parallel)
+
+
+def train(parallel, steps, dtype, device="cpu"):
+    model = model_of(parallel).to(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
     losses = []
     for ids, cu_seqlens in batches(steps):

@@ -87,6 +87,19 @@ fn it_stays_its_owners() {
     });
 }
 
+/// Between runs nothing is called with it, so an owner that ends it first is no failure.
+#[test]
+fn its_owner_may_end_it_after_the_last_run() {
+    two(|rank, raw, cuda| {
+        let end = take(&raw, rank, 2, &cuda, OnFailure::Leave).unwrap();
+        swap(&end, 0, 64).unwrap();
+        raw.destroy();
+        // The watchdog comes every 50 ms.
+        thread::sleep(Duration::from_millis(200));
+        end.poll().unwrap();
+    });
+}
+
 #[test]
 fn by_leave_it_is_aborted() {
     two(|rank, raw, cuda| {
