@@ -11,7 +11,7 @@
 
 Nothing is downloaded: the model is made from a config. Each word of a document follows from the one two places before it, which the model
 learns. The two lines that are for context parallelism are marked; no kind needs another one. Where two keys are as good as equal, rounding decides
-which of them the indexer of deepseek_v32 takes, so its losses part after some dozen steps, by thousandths; with all keys they do not.
+which of them the indexer of deepseek_v32 takes, so its losses part after some dozen steps, by thousandths or hundredths; with all keys they do not.
 """
 
 import argparse

@@ -3,8 +3,8 @@
 
     capi/build && PYTHONPATH=python python3 python/tests/measure_lists.py [--rounds N] [--unions]
 
-Time is that of the CPU, of both processes together, in one interleaved run over gloo; memory is what the largest process grows by in a call,
-its peak of resident pages. Both are of a forward and a backward of latent attention (576/512), as DeepSeek V3.2 has it.
+Time is that of the CPU, of both processes together, in one interleaved run over gloo; memory is what the larger process grows by in its first
+call, in its peak of resident pages. Both are of a forward and a backward of latent attention (576/512), as DeepSeek V3.2 has it.
 
 Unions: a query's list has the keys with the highest scores before it. A score is a part that all queries of the key share, and a part of
 the pair's own; `share` is the first one's part of the variance. At 0 the lists of queries are independent, at 1 they are the same.
@@ -16,11 +16,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from cpattn.torch import Context
+from peak import peak
 from processes import run
 
 HEADS, DIM, V_DIM = 8, 576, 512
@@ -38,21 +38,8 @@ def lists(positions: torch.Tensor, entries: int, seed: int) -> torch.Tensor:
     return torch.where(found.values < 0, -1, found.indices).int()
 
 
-def _peak(what: Callable[[], None]) -> float:
-    """MB by which the resident pages of this process grow at most."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-    def kb(name: str) -> int:
-        return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-
-    before = kb("VmRSS")
-    what()
-    return (kb("VmHWM") - before) / 1e3
-
-
-def _job(rank: int, world: int, tokens: int, entries: int, rounds: int) -> dict[str, tuple[list[float], float]]:
-    context = Context(heads=HEADS, kv_heads=1, head_dim=DIM, value_dim=V_DIM, ring=world)
-    batch = context.batch([0, tokens])
+def _ways(rank: int, world: int, tokens: int, entries: int) -> dict[str, Callable[[], None]]:
+    batch = Context(heads=HEADS, kv_heads=1, head_dim=DIM, value_dim=V_DIM, ring=world).batch([0, tokens])
     rows, draw = len(batch.tokens), torch.Generator().manual_seed(rank)
     q, k, v = (torch.randn(rows, heads, dim, generator=draw).requires_grad_() for heads, dim in ((HEADS, DIM), (1, DIM), (1, V_DIM)))
     keys = lists(batch.positions, entries, rank)
@@ -60,7 +47,11 @@ def _job(rank: int, world: int, tokens: int, entries: int, rounds: int) -> dict[
     def call(**more: torch.Tensor) -> None:
         batch.attention(q, k, v, **more).sum().backward()
 
-    ways: dict[str, Callable[[], None]] = {"all": call, "listed": lambda: call(key_indices=keys)}
+    return {"all": call, "listed": lambda: call(key_indices=keys)}
+
+
+def _times(rank: int, world: int, tokens: int, entries: int, rounds: int) -> dict[str, list[float]]:
+    ways = _ways(rank, world, tokens, entries)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for at in range(rounds + 1):
         for name, way in ways.items():
@@ -69,9 +60,15 @@ def _job(rank: int, world: int, tokens: int, entries: int, rounds: int) -> dict[
             way()
             if at:
                 times[name].append(time.process_time() - began)
-    peaks = {name: _peak(way) for name, way in ways.items()}
     dist.barrier()
-    return {name: (times[name], peaks[name]) for name in ways}
+    return times
+
+
+def _grows(rank: int, world: int, tokens: int, entries: int, name: str) -> float:
+    """In a process of its own: what one call has freed would be there for the next."""
+    grown = peak(_ways(rank, world, tokens, entries)[name])
+    dist.barrier()
+    return grown
 
 
 def union(keys: int, queries: int, share: float, draw: torch.Generator, at_a_time: int = 64) -> float:
@@ -98,11 +95,11 @@ def main() -> None:
         return
     print(f"{HEADS} heads of {DIM} and {V_DIM} dims, one kv head, f32, 2 processes over gloo, forward and backward; medians of {given.rounds}")
     for tokens, entries in CASES:
-        ranks = run(_job, 2, tokens, entries, given.rounds, seconds=600)
+        ranks = run(_times, 2, tokens, entries, given.rounds, seconds=600)
         text = f"{tokens} tokens, {entries} keys of {tokens / 2:.0f} on average"
         for name in ("all", "listed"):
-            cpu = statistics.median(sum(rank[name][0][at] for rank in ranks) for at in range(given.rounds))
-            text += f"  {name} {cpu * 1e3:6.0f} ms, {max(rank[name][1] for rank in ranks):5.1f} MB"
+            cpu = statistics.median(sum(rank[name][at] for rank in ranks) for at in range(given.rounds))
+            text += f"  {name} {cpu * 1e3:6.0f} ms, {max(run(_grows, 2, tokens, entries, name, seconds=600)):5.1f} MB"
         print(text, flush=True)
 
 

@@ -226,7 +226,7 @@ def documents(model: Any, way: Callable[[int], dict[str, torch.Tensor]] | None) 
         for name in ("token_type_ids", "mm_token_type_ids"):
             if way is not None and name in takes:
                 one[name] = (one["input_ids"] == IMAGE).long()
-        made.append(one | {key: torch.cat([part[key] for part in parts], along(key, part)) for part in parts[:1] for key in part})
+        made.append(one | {key: joined(key, parts) for part in parts[:1] for key in part})
     return made
 
 
@@ -258,14 +258,19 @@ def tried(model: Any, images: bool) -> tuple[list[dict[str, torch.Tensor]], floa
     raise first
 
 
-def along(key: str, given: dict[str, torch.Tensor]) -> int:
-    """The dim in which the documents' tensors of this name follow each other."""
-    return 1 if key in ROWS else -1 if key == "pixel_values" and "target_sizes" in given else 0
+def joined(key: str, each: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The tensors of one name, of images or documents, as one."""
+    found, before = [one[key] for one in each if key in one], 0
+    if key == "image_token_pooling":  # places in all patches of the call, 4 in a row of 16 for an image
+        for at, one in enumerate(found):
+            found[at] = one + before
+            before += 4 * len(one)
+    along_patches = key == "pixel_values" and any("target_sizes" in one for one in each)
+    return torch.cat(found, 1 if key in ROWS else -1 if along_patches else 0)
 
 
 def packed(each: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    keys = dict.fromkeys(key for one in each for key in one)
-    made = {key: torch.cat([one[key] for one in each if key in one], along(key, keys)) for key in keys}
+    made = {key: joined(key, each) for key in dict.fromkeys(key for one in each for key in one)}
     return made | {"cu_seqlens": F.pad(torch.tensor([one["input_ids"].shape[1] for one in each]).cumsum(0), (1, 0))}
 
 

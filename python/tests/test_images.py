@@ -8,6 +8,7 @@ import os
 import tempfile
 import unittest
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +27,12 @@ import processes
 from cpattn import Disagreement, Error, InvalidArgument, Unsupported
 from cpattn.transformers import ContextParallel
 from cpattn.transformers.agree import content
-from cpattn.transformers.images import Rows
-from cpattn.transformers.towers import deal
+from cpattn.transformers.images import Rows, _alone
+from cpattn.transformers.towers import Features, deal
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from transformers.utils.generic import ModelOutput
 
 transformers.utils.logging.set_verbosity_error()
 STRIPED = {"ring": 3, "layout": "striped", "layout_parameter": 1}
@@ -304,6 +306,14 @@ def _trained(model: Any, expected: torch.Tensor) -> list[str]:
     return [f"trainer: {models.apart(found, expected)}"] * (not models.apart(found, expected) < 1e-6) + [f"predictions: {far}"] * (not far < 1e-5)
 
 
+@dataclass
+class Needed(ModelOutput):
+    """As timm's towers have it: the first field has no default."""
+
+    last_hidden_state: Any
+    pooler_output: Any = None
+
+
 class Parts(unittest.TestCase):
     def test_images_are_dealt_by_patches(self) -> None:
         self.assertEqual(deal([4, 16, 6, 10], 2), [[0, 1], [2, 3]])
@@ -324,6 +334,20 @@ class Parts(unittest.TestCase):
         self.assertEqual(rows.of("layers", {1: torch.tensor([[10], [20], [30]])})[1].tolist(), [[10], [30]])
         with self.assertRaisesRegex(Unsupported, r"Some gives its text model cross_attention_states of the shape \(5, 1\)"):
             rows.of("cross_attention_states", torch.ones(5, 1))
+
+    def test_features_of_a_class_whose_fields_are_needed(self) -> None:
+        made = Features(Needed(torch.zeros(1, 3), torch.ones(2, 4)), 2).whole([[torch.ones(4), torch.zeros(4), torch.ones(4)]])
+        self.assertEqual((made.last_hidden_state, made.pooler_output.tolist()), (None, [[1.0] * 4, [0.0] * 4, [1.0] * 4]))
+
+    def test_calls_for_each_document(self) -> None:
+        # Three documents with 2, 0 and 1 images; the first ends with one, and the last begins with one.
+        types = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0]])
+        grids = torch.tensor([[1, 2, 4], [1, 2, 2], [1, 4, 2]])
+        mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]])
+        each = _alone({"mm_token_type_ids": types, "image_grid_thw": grids, "kwargs": {"more": 1}}, mask)
+        self.assertEqual([one["image_grid_thw"].tolist() for one in each], [grids[:2].tolist(), [], grids[2:].tolist()])
+        self.assertEqual([one["mm_token_type_ids"].tolist() for one in each], [[row] for row in types.tolist()])
+        self.assertEqual([one["more"] for one in each], [1] * 3)
 
     def test_content_tells_tensors_apart(self) -> None:
         one = torch.arange(2_100_001, dtype=torch.float32)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 WHOLE = ("input_ids", "inputs_embeds", "attention_mask", *ARGUMENTS)
 # Methods of models that compute positions of several rows, and features of images.
 POSITIONS, FEATURES = "get_rope_index", "get_image_features"
+# Models whose positions have the number of the image, counted over all rows of a call.
+NUMBERED = ("HunYuanVLModel",)
 
 
 def decoder_of(model: Any) -> Any:
@@ -207,6 +209,19 @@ def _outside(function: Callable[..., Any], usual: Callable[..., Any], *args: Any
     return function(forward, usual, *args, **kwargs) if getattr(forward, "outer", False) else usual(*args, **kwargs)
 
 
+def _alone(arguments: Mapping[str, Any], mask: Tensor) -> list[dict[str, Any]]:
+    """The arguments for each document in a call of its own. A run of image tokens is an image."""
+    flat = {name: value for name, value in {**arguments, **arguments.get("kwargs", {})}.items() if name != "kwargs"}
+    made, at = list[dict[str, Any]](), 0
+    for row in range(len(mask)):
+        types = (flat["mm_token_type_ids"][row] == 1) & mask[row].bool()
+        images = int((types[1:] & ~types[:-1]).sum() + types[0])
+        one = {name: value[row : row + 1] if isinstance(value, Tensor) and value.shape == mask.shape else value for name, value in flat.items()}
+        made.append(one | {"image_grid_thw": flat["image_grid_thw"][at : at + images]})
+        at += images
+    return made
+
+
 def _by_documents(forward: Forward, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Positions of several rows, as the model computes them for each document: it gets the documents as rows with padding at the right."""
     pack, given = forward.pack, inspect.signature(usual).bind(*args, **kwargs)
@@ -222,8 +237,12 @@ def _by_documents(forward: Forward, usual: Callable[..., Any], *args: Any, **kwa
     if "attention_mask" in inspect.signature(usual).parameters:
         given.arguments["attention_mask"] = mask
     try:
-        found, deltas = usual(*given.args, **given.kwargs)
-    except (StopIteration, RuntimeError, IndexError) as error:
+        if type(getattr(usual, "__self__", None)).__name__ in NUMBERED:
+            each = [usual(**arguments) for arguments in _alone(given.arguments, mask)]
+            found, deltas = torch.cat([of for of, _ in each], 1), torch.cat([of for _, of in each])
+        else:
+            found, deltas = usual(*given.args, **given.kwargs)
+    except (StopIteration, RuntimeError, IndexError, ValueError) as error:
         raise InvalidArgument(
             f"the positions of image tokens cannot be computed ({type(error).__name__}: {error}): each run of image tokens of a document needs its "
             "grid, in the order of the tokens, and no document ends inside of an image. Or give position_ids [3 or 4, rows, tokens]"

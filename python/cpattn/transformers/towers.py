@@ -8,6 +8,7 @@ the gradients of an image's features come from all ranks to the one that compute
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -88,8 +89,10 @@ class Features:
         made = [torch.stack(new) if isinstance(old, Tensor) else type(old)(new) for old, new in zip(self.leaves, leaves, strict=True)]
         if not isinstance(self.out, ModelOutput):
             return made[0]
-        fields = {self._name: made[0]} | ({"deepstack_features": made[1:]} if self._layers else {})
-        return type(self.out)(**fields)
+        kind: Any = type(self.out)
+        needed = [one.name for one in dataclasses.fields(kind) if one.default is dataclasses.MISSING]
+        fields = dict.fromkeys(needed) | {self._name: made[0]} | ({"deepstack_features": made[1:]} if self._layers else {})
+        return kind(**fields)
 
 
 class Exchanged(torch.autograd.Function):
