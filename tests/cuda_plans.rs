@@ -277,6 +277,67 @@ fn dropout() {
     assert!(error.starts_with("ranges.q[0] is tokens -1..=7"), "{error}");
 }
 
+/// Ranks of other seeds are found in the first run, where they may go on, and in later ones. Later seeds may be any, if
+/// they are equal, and give other results.
+#[test]
+fn seeds_of_dropout() {
+    let Some(cuda) = device() else { return };
+    let p = Problem::new(Batch::from_lengths(&[30]).unwrap(), 2, 1, 32, Dtype::F16).with_dropout(0.5);
+    let plan = Plan::new(&p, Mesh::ring(2).unwrap(), Layout::Zigzag).unwrap();
+    let data = Data::<f16>::random(&p, 4);
+    let peers = || peer::group(&[Arc::clone(&cuda), Arc::clone(&cuda)], Duration::from_secs(120)).unwrap();
+    let on_ranks = |body: &(dyn Fn(&mut dyn FnMut(Option<u64>) -> Result<Vec<f16>>, usize) + Sync)| {
+        std::thread::scope(|scope| {
+            for end in peers() {
+                let (plan, data, cuda) = (&plan, &data, &cuda);
+                scope.spawn(move || {
+                    let mut rank = Rank::on_device(end).unwrap();
+                    let r = rank.rank();
+                    let of = |x: &[f16], side, heads: usize| {
+                        let tokens = plan.local_tokens(side, r).indices();
+                        Held::new(cuda, &gather(x, &tokens, heads * 32), tokens.len(), heads, 32)
+                    };
+                    let (q, k, v) = (of(&data.q, Side::Q, 2), of(&data.k, Side::K, 1), of(&data.v, Side::K, 1));
+                    let n = q.1.tokens as usize;
+                    let (o, lse) = (Held::nan::<f16>(cuda, n, 2, 32), Held::nan::<f32>(cuda, n, 2, 1));
+                    let bindings = Bindings::default()
+                        .with(TensorId::Q, q.1)
+                        .with(TensorId::K, k.1)
+                        .with(TensorId::V, v.1)
+                        .with(TensorId::O, o.1)
+                        .with(TensorId::Lse, lse.1);
+                    let mut forward = |seed| {
+                        // SAFETY: the tensors live until the rank has waited.
+                        unsafe { rank.run(plan, Direction::Forward, &bindings.with_dropout_seed(seed)) }?;
+                        rank.synchronize()?;
+                        Ok(o.read::<f16>())
+                    };
+                    body(&mut forward, r);
+                });
+            }
+        });
+    };
+    on_ranks(&|forward, rank| {
+        let own = 20 + rank as u64;
+        let error = forward(Some(own)).unwrap_err();
+        assert!(matches!(error, cpattn::Error::Disagreement { .. }), "{error}");
+        assert!(error.to_string().contains(&format!("dropout 0.5, dropout_seed {own}")), "{error}");
+        let missing = forward(None).unwrap_err().to_string();
+        assert!(missing.starts_with("dropout_seed is not given"), "{missing}");
+        let results = [3, u64::MAX, 1 << 32, 3].map(|seed| forward(Some(seed)).unwrap());
+        assert!(results[0] == results[3] && results[0] != results[1] && results[1] != results[2]);
+    });
+    on_ranks(&|forward, rank| {
+        forward(Some(1)).unwrap();
+        let own = 20 + rank as u64;
+        let error = forward(Some(own)).unwrap_err();
+        // The one that is late may hear that its peer has left.
+        let (found, text) = (matches!(error, cpattn::Error::Disagreement { .. }), error.to_string());
+        let told = matches!(error, cpattn::Error::Peer { .. });
+        assert!(told || found && text.contains(&format!("dropout_seed {own}")), "{error:?}");
+    });
+}
+
 /// The largest scores, of a run that is asked for them and one that is not, in memory of strides of its own; a single
 /// call raises what is there, and a wrong shape is refused before anything is written.
 #[test]

@@ -8,7 +8,7 @@ use crate::{
     tensors::{Form, Tensors, awkward},
     wrapped::Wrapped,
 };
-use cpattn::{Plan, Rank, kernel::cuda::Cuda, schedule::Direction, transport::peer};
+use cpattn::{Layout, Mesh, Plan, Rank, kernel::cuda::Cuda, schedule::Direction, transport::peer};
 use cudarc::driver::sys::{self, CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_GLOBAL};
 use std::{ptr::null_mut, sync::Arc, thread, time::Duration};
 
@@ -198,6 +198,12 @@ fn refusals(cuda: &Arc<Cuda>) {
     both(&mut rank, plan, &tensors, stream);
     let expected = expected(cuda, plan, 5);
     assert!(tensors.results("after a refusal") == expected[0]);
+    let dropped = plan.problem().clone().with_dropout(0.5);
+    let dropped = Plan::new(&dropped, Mesh::single(), Layout::Contiguous).unwrap();
+    rank.prepare(&dropped, Direction::Forward).unwrap();
+    begin(stream);
+    refused(&mut rank, &dropped, &tensors, "a graph would keep the seed of dropout");
+    ok!(cuGraphExecDestroy(end(stream)));
 
     // Over a transport that cannot be captured, a plan that exchanges is refused and one that does not is captured.
     let mut ends = peer::group(&vec![Arc::clone(cuda); 2], Duration::from_secs(300)).unwrap();
