@@ -49,6 +49,7 @@ OWN: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 0, "index_topk": 32, "linear_num_heads": 4, "linear_head_dim": 8},
     "granite4_vision": {"image_grid_pinpoints": [[16, 32], [32, 16]], "deepstack_layer_map": [[-2, 0]], "downsample_rate": "1/2"},
     **dict.fromkeys(("muse_spark", "muse_glimmer"), {"out_hidden_size": 128, "projector_hidden_size": 32}),
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), {"image_token_id": IMAGE}),
     "molmo2": {"video_token_id": IMAGE}, "kimi_k25": {"projection_hidden_size": 32}, "timm_wrapper": {"hidden_size": 2048},
     **dict.fromkeys(("deepseek_ocr2_sam_vision_model", "unlimited_ocr_sam_vision_model"), {
         "image_size": 64, "output_channels": 32, "downsample_channels": [32, 32], "window_size": 4, "mlp_dim": 32, "global_attn_indexes": [1],
@@ -203,6 +204,8 @@ def tokens(model: Any, given: dict[str, torch.Tensor]) -> int:
     return sum(one[..., 0].numel() for one in (found if isinstance(found, list | tuple) else [found]))
 
 
+# Their towers mix images, so documents in one call have other losses than one by one.
+MIXING = ("minicpmv4_6", "minicpmv4_7")
 TEXTS = [[3, 5, 2], [9], [1, 6], [4]]
 EVERYWHERE = [[3, 5, 2], [0, 9], [1, 6], [4, 1]]  # for models that take no texts alone
 ROWS = ("input_ids", "labels", "token_type_ids", "mm_token_type_ids")
@@ -230,8 +233,8 @@ def documents(model: Any, way: Callable[[int], dict[str, torch.Tensor]] | None) 
     return made
 
 
-def alone(model: Any, each: list[dict[str, torch.Tensor]]) -> tuple[float, torch.Tensor]:
-    """Loss and gradients of one process, document by document."""
+def loss(model: Any, each: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Of one process, document by document."""
     total, count = torch.zeros(()), 0
     cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     for one in each:
@@ -239,18 +242,30 @@ def alone(model: Any, each: list[dict[str, torch.Tensor]]) -> tuple[float, torch
         logits = model(**{name: value for name, value in one.items() if name != "labels"}, **cache).logits[0].float()
         total = total + F.cross_entropy(logits[:-1], labels, ignore_index=-100, reduction="sum")
         count += int((labels != -100).sum())
-    loss = total / count
+    return total / count
+
+
+def alone(model: Any, each: list[dict[str, torch.Tensor]]) -> tuple[float, torch.Tensor]:
+    """Loss and gradients of one process."""
     model.zero_grad()
-    loss.backward()
-    return loss.item(), models.gradients(model)
+    found = loss(model, each)
+    found.backward()
+    return found.item(), models.gradients(model)
 
 
 def tried(model: Any, images: bool) -> tuple[list[dict[str, torch.Tensor]], float, torch.Tensor]:
     """The documents with images that the model takes, and the results of one process. Raises the error of the first way."""
+    if images and model.config.model_type in MIXING:
+        raise ValueError("the features of an image depend on the other images of a call, in Transformers alone")
     first: Exception | None = None
     for way in ways(model) if images else [None]:
         try:
             each = documents(model, way)
+            if images:
+                others = [one | {"pixel_values": 1 - one["pixel_values"]} if "pixel_values" in one else one for one in each]
+                with torch.no_grad():
+                    if loss(model, others) == loss(model, each):
+                        raise ValueError("the model does not read its images")
             return each, *alone(model, each)
         except Exception as error:  # noqa: BLE001 (the next way may be right)
             first = first or error
