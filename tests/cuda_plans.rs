@@ -18,7 +18,7 @@ use std::{
 use common::{Data, Results, check_on_device as check, d_lse_of, gather, reference, scatter};
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
-    call::{Attend, AttendBackward, Band, Dropout, DropoutMask, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor},
+    call::{Attend, Band, Dropout, DropoutMask, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor},
     kernel::cuda::{Cuda, DeviceMemory},
     plan::{Circulate, Gather, Wire},
     runtime::Bindings,
