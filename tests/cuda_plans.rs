@@ -18,7 +18,7 @@ use std::{
 use common::{Data, Results, check_on_device as check, d_lse_of, gather, reference, scatter};
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
-    call::{Attend, AttendBackward, Band, Dropout, DropoutMask, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor},
+    call::{Attend, Band, Dropout, DropoutMask, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor},
     kernel::cuda::{Cuda, DeviceMemory},
     plan::{Circulate, Gather, Wire},
     runtime::Bindings,
@@ -286,7 +286,9 @@ fn seeds_of_dropout() {
     let plan = Plan::new(&p, Mesh::ring(2).unwrap(), Layout::Zigzag).unwrap();
     let data = Data::<f16>::random(&p, 4);
     let peers = || peer::group(&[Arc::clone(&cuda), Arc::clone(&cuda)], Duration::from_secs(120)).unwrap();
-    let on_ranks = |body: &(dyn Fn(&mut dyn FnMut(Option<u64>) -> Result<Vec<f16>>, usize) + Sync)| {
+    // A forward with a seed, which returns o.
+    type Forward<'a> = &'a mut dyn FnMut(Option<u64>) -> Result<Vec<f16>>;
+    let on_ranks = |body: &(dyn Fn(Forward<'_>, usize) + Sync)| {
         std::thread::scope(|scope| {
             for end in peers() {
                 let (plan, data, cuda) = (&plan, &data, &cuda);

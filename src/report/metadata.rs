@@ -59,8 +59,8 @@ pub(crate) fn shared_tiles(len: u32) -> u32 {
 }
 
 /// Bytes of the lists of one attention call, and bytes of the counters of a backward, with these numbers of heads of q
-/// and of dk. Instead of the tiles of all runs before each, a call with dropout has the first token of each. Two kernels may each have their own tiles (of q rows in a forward, of keys in a backward), and q heads
-/// may share some tiles.
+/// and of dk. Two kernels may each have their own tiles (of q rows in a forward, of keys in a backward), and q heads
+/// may share some tiles. Beside each run lies the number of tiles before it, or with dropout its first token.
 fn attention(r: &Ranges<'_>, rows: u64, is_shared: bool, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
     let (q, k) = (tiles(r.q.iter().map(|q| q.range.len), rows), tiles(r.k.iter().map(|k| k.len), rows));
     let shared: u64 = if is_shared { r.q.iter().map(|q| u64::from(shared_tiles(q.range.len))).sum() } else { 0 };

@@ -14,7 +14,7 @@ use super::Cuda;
 use super::base_addresses::{BaseAddresses, BaseOffset, BaseShapes, Meaning, meaning, metadata_symbol, words_symbol};
 use super::launch::{Launch, Launches};
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, SortBuffers, Writer, padded};
-use super::params::Tensor;
+use super::params::{Tensor, tags::BeginRun};
 use crate::call::{RawStream, RawTensor};
 use crate::device::driver::call;
 use crate::device::memory::DeviceMemory;
@@ -218,7 +218,7 @@ impl RecordedLaunches {
 
     /// Writes what ranks compare in a run into the launch that begins it.
     pub(crate) fn set_fingerprint(&mut self, i: usize, fingerprint: u64) {
-        self.launches[i].launch.set_word(super::tags::FINGERPRINT, fingerprint);
+        self.launches[i].launch.set_word(core::mem::offset_of!(BeginRun, fingerprint), fingerprint);
     }
 
     /// Puts launch `i` on a stream, after the work that clears its words. The context is current.

@@ -29,8 +29,6 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes of a tag.
 pub(crate) const TAG_BYTES: usize = size_of::<Tag>();
-/// Where the launch that begins a run has the fingerprint, in bytes.
-pub(super) const FINGERPRINT: usize = core::mem::offset_of!(BeginRun, fingerprint);
 const THREADS: u32 = 256;
 /// Blocks of the kernel after an exchange: it has work only if ranks differ.
 const MAX_BLOCKS: u64 = 8;
