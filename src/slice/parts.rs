@@ -238,11 +238,6 @@ impl Allowed {
         Self { parts, mask }
     }
 
-    /// The window.
-    pub(crate) fn mask(&self) -> Mask {
-        self.mask
-    }
-
     /// Whether slices, if there are any, are of a batch of so many documents.
     pub(crate) fn is_of(&self, documents: usize) -> bool {
         self.parts.as_ref().is_none_or(|parts| parts.of_q.len() == documents + 1)
