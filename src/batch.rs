@@ -200,14 +200,7 @@ impl Batch {
 
     /// As [`Batch::document_of`], for a token in document `from` or a later one: fast if it is near `from`.
     pub(crate) fn document_from(&self, side: Side, from: usize, token: usize) -> usize {
-        let rest = &self.cu_seqlens(side)[from + 1..];
-        let (token, mut step) = (token as i32, 1);
-        // Doubling steps, then a binary search in the last step.
-        while step <= rest.len() && rest[step - 1] <= token {
-            step *= 2;
-        }
-        let low = step / 2;
-        from + low + rest[low..rest.len().min(step)].partition_point(|&c| c <= token)
+        document_from(self.cu_seqlens(side), from, token as i64)
     }
 
     /// Whether tokens and documents are those of another batch, whatever attends to what.
@@ -223,6 +216,18 @@ impl Batch {
     pub(crate) fn explicit_starts(&self) -> Option<&[i64]> {
         self.q_start.as_deref()
     }
+}
+
+/// As [`Batch::document_from`], of documents by their ends.
+pub(crate) fn document_from(cu_seqlens: &[i32], from: usize, token: i64) -> usize {
+    let rest = &cu_seqlens[from + 1..];
+    let (token, mut step) = (token as i32, 1);
+    // Doubling steps, then a binary search in the last step.
+    while step <= rest.len() && rest[step - 1] <= token {
+        step *= 2;
+    }
+    let low = step / 2;
+    from + low + rest[low..rest.len().min(step)].partition_point(|&c| c <= token)
 }
 
 #[cfg(test)]

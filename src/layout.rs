@@ -90,6 +90,19 @@ pub(crate) fn cut(i: usize, n: usize, parts: usize) -> usize {
     (i as u64 * n as u64 / parts as u64) as usize
 }
 
+/// The ends of all parts of [`cut`], without a division for each.
+pub(crate) fn cuts(n: usize, parts: usize) -> impl Iterator<Item = usize> + Clone {
+    let (whole, rest) = (n / parts, n % parts);
+    let (mut end, mut carry) = (0, 0);
+    (0..parts).map(move |_| {
+        carry += rest;
+        let more = carry >= parts;
+        carry -= if more { parts } else { 0 };
+        end += whole + usize::from(more);
+        end
+    })
+}
+
 impl Shares {
     /// Binds a layout to a batch. Only the balanced layout depends on the mask.
     pub(crate) fn new(batch: &Batch, mask: Mask, layout: Layout, ring: usize) -> Result<Self> {
@@ -97,7 +110,8 @@ impl Shares {
             Layout::Striped { stripe: 0 } => return Err(Error::invalid("layout.stripe", 0, "at least 1")),
             Layout::Balanced { chunks } => {
                 chunk_limit(chunks, ring)?;
-                Some(deal(&chunk_areas(batch, mask, ring * chunks as usize), ring, chunks as usize).into())
+                let ends = cuts(batch.tokens(Side::Q), ring * chunks as usize);
+                Some(deal(&PackParts::new(batch, mask).areas(ends), ring, chunks as usize).into())
             }
             _ => None,
         };
@@ -287,40 +301,4 @@ pub(crate) fn chunk_limit(chunks: u32, ring: usize) -> Result<()> {
         return Err(Error::invalid("layout.chunks", chunks, format!("1 to {}", (1 << 20) / ring)));
     }
     Ok(())
-}
-
-/// The mask areas of the pack's q tokens in `parts` chunks.
-fn chunk_areas(batch: &Batch, mask: Mask, parts: usize) -> Vec<u64> {
-    if batch.slices().is_some() {
-        let n = batch.tokens(Side::Q);
-        return PackParts::new(batch, mask).areas((1..=parts).map(|c| cut(c, n, parts)));
-    }
-    let n = batch.tokens(Side::Q);
-    let (whole, rest) = (n / parts, n % parts);
-    // The border, and its rounding error: ⌊c·n/parts⌋ for each c without a division.
-    let (mut t, mut carry, mut end) = (0, 0, 0);
-    let mut d = 0;
-    let document = |d: usize| {
-        let doc = batch.document(Side::Q, d);
-        (doc.end, batch.start(Side::Q, d) - doc.start as i64, batch.document(Side::K, d).len() as i64)
-    };
-    let mut doc = if n > 0 { document(0) } else { (0, 0, 0) };
-    let chunk = |_| {
-        carry += rest;
-        let more = carry >= parts;
-        carry -= if more { parts } else { 0 };
-        end += whole + usize::from(more);
-        let mut area = 0;
-        while t < end {
-            while doc.0 <= t {
-                d += 1;
-                doc = document(d);
-            }
-            let next = end.min(doc.0);
-            area += mask.area(doc.1 + t as i64, doc.1 + next as i64, doc.2) as u64;
-            t = next;
-        }
-        area
-    };
-    (0..parts).map(chunk).collect()
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What runs of q tokens of the pack attend to, for all runs in one pass.
+//! What runs of q tokens of the pack attend to, for all runs in one pass: the counter behind the choice of a layout.
 //!
 //! Layouts cut the pack into runs of one rank each, and planning wants the mask area of every run and the k tokens
 //! that it reads, for several layouts and meshes in every step of a training run. So the parts of a batch are listed
@@ -7,12 +7,14 @@
 //! number of keys of a query is the difference of two functions of one bend each. The sum over any run then has a
 //! closed form, and one pass over the parts in the order of their queries, beside the parts that are still open,
 //! visits each pair of a run and a part that meet, and no other.
+//!
+//! Documents that attend to themselves, given as slices or not, need no list: each is two entries of `cu_seqlens`.
 
-use alloc::{vec, vec::Vec};
+use alloc::vec::Vec;
 use core::ops::Range;
 
 use crate::{
-    batch::{Batch, Side},
+    batch::{Batch, Side, document_from},
     mask::Mask,
     slice::parts::Reach,
 };
@@ -44,16 +46,16 @@ impl PackPart {
         self.q[0] == self.q[1]
     }
 
-    /// The pairs of the queries before token `x`.
-    fn before(&self, x: i64) -> u64 {
-        let [first, x] = [self.q[0], x.clamp(self.q[0], self.q[1])];
+    /// The pairs of queries `a..b`, which are of the part.
+    #[inline]
+    fn pairs(&self, a: i64, b: i64) -> u64 {
         let sum = |a: i64, b: i64| (b * (b - 1) - a * (a - 1)) / 2;
         // Σ min(q + high, last key) + 1 − Σ max(q + low, first key)
-        let bend = (self.k[1] - 1 - self.high).clamp(first, x);
-        let upper = sum(first, bend) + (bend - first) * self.high + (x - bend) * (self.k[1] - 1);
-        let bend = (self.k[0] - self.low).clamp(first, x);
-        let lower = (bend - first) * self.k[0] + sum(bend, x) + (x - bend) * self.low;
-        (upper - lower + (x - first)) as u64
+        let bend = (self.k[1] - 1 - self.high).clamp(a, b);
+        let upper = sum(a, bend) + (bend - a) * self.high + (b - bend) * (self.k[1] - 1);
+        let bend = (self.k[0] - self.low).clamp(a, b);
+        let lower = (bend - a) * self.k[0] + sum(bend, b) + (b - bend) * self.low;
+        (upper - lower + (b - a)) as u64
     }
 
     /// The tokens of its queries and keys, where these are the same tokens.
@@ -62,88 +64,189 @@ impl PackPart {
     }
 }
 
-/// The parts of a batch with slices that have pairs, by their first query.
-pub(crate) struct PackParts {
-    list: Vec<PackPart>,
-    /// The pairs of all parts before each, if the tokens of one part all come before those of the next.
-    before: Option<Vec<u64>>,
+/// The parts of a batch.
+#[derive(Debug)]
+enum PartList<'a> {
+    /// Each document with itself, in a band that has 0.
+    Documents { cu: &'a [i32], band: [i64; 2] },
+    /// By their first query; without those that have no pair.
+    Parts(Vec<PackPart>),
 }
 
-impl PackParts {
+/// The parts of a batch under a mask.
+#[derive(Debug)]
+pub(crate) struct PackParts<'a> {
+    list: PartList<'a>,
+    /// The pairs of all parts before each, and of all.
+    before: Vec<u64>,
+    /// Whether q and k are the same tokens, and those of one part all come before those of the next.
+    apart: bool,
+}
+
+impl<'a> PackParts<'a> {
     /// Of a batch under a mask.
-    pub(crate) fn new(batch: &Batch, mask: Mask) -> Self {
-        let list = parts_of(batch, mask);
-        let apart = list.windows(2).all(|pair| pair[0].extent()[1] <= pair[1].extent()[0]);
-        let before = apart.then(|| {
-            let mut before = Vec::with_capacity(list.len() + 1);
-            before.push(0);
-            list.iter().fold(0, |sum, part| {
-                before.push(sum + part.before(i64::MAX));
-                before[before.len() - 1]
-            });
-            before
-        });
-        Self { list, before }
+    pub(crate) fn new(batch: &'a Batch, mask: Mask) -> Self {
+        let (cu, itself) = (batch.cu_seqlens(Side::Q), batch.is_self_attention());
+        let list = match batch.allowed(mask).mask_of_documents().filter(|_| itself) {
+            Some(mask) => PartList::Documents { cu, band: [-mask.left_limit().min(FAR), mask.right_limit().min(FAR)] },
+            None => PartList::Parts(parts_of(batch, mask)),
+        };
+        let (mut before, mut sum) = (Vec::with_capacity(batch.documents() + 1), 0);
+        before.push(0);
+        let mut add = |pairs: u64| {
+            sum += pairs;
+            before.push(sum);
+        };
+        let apart = match &list {
+            PartList::Documents { cu, band } => {
+                cu.windows(2).for_each(|w| {
+                    let n = (w[1] - w[0]).into();
+                    add(pairs_of_document(n, n, *band));
+                });
+                true
+            }
+            PartList::Parts(list) => {
+                list.iter().for_each(|part| add(part.pairs(part.q[0], part.q[1])));
+                itself && list.windows(2).all(|pair| pair[0].extent()[1] <= pair[1].extent()[0])
+            }
+        };
+        Self { list, before, apart }
     }
 
     /// The number of parts.
     pub(crate) fn len(&self) -> usize {
-        self.list.len()
+        match &self.list {
+            PartList::Documents { cu, .. } => cu.len() - 1,
+            PartList::Parts(list) => list.len(),
+        }
+    }
+
+    /// The band of every document, if each attends to itself, in one band that has 0, and to nothing else.
+    pub(crate) fn band_of_documents(&self) -> Option<[i64; 2]> {
+        match &self.list {
+            PartList::Documents { band, .. } => Some(*band),
+            PartList::Parts(_) => None,
+        }
     }
 
     /// The pairs of the runs of q tokens that end at these tokens.
     pub(crate) fn areas(&self, ends: impl Iterator<Item = usize>) -> Vec<u64> {
-        let ends: Vec<usize> = ends.collect();
-        let mut areas = vec![0; ends.len()];
-        self.for_each_in_runs(ends.into_iter().zip(0..), |run: usize, pairs, _| areas[run] += pairs);
+        let mut areas = Vec::with_capacity(ends.size_hint().0);
+        self.for_each_run(ends.map(|end| (end, ())), |(), _, pairs, _| areas.push(pairs));
         areas
     }
 
-    /// Calls `each(run, pairs, keys)` for what each run of q tokens attends to: often, with a number of pairs and the k
-    /// tokens of these, which may overlap those of other calls. They are left out (an empty range) where they are
-    /// tokens of the run, if k are the same tokens as q. Runs follow each other from token 0 on, each given by its end
-    /// and what it is called.
-    pub(crate) fn for_each_in_runs<T: Copy, F: FnMut(T, u64, Range<i64>)>(
+    /// Calls `each(name, run, pairs, keys)` for every run of q tokens: the number of its pairs, and the k tokens of
+    /// these as runs that may overlap. If q and k are the same tokens, keys that are tokens of the run may be left out.
+    /// Runs follow each other from token 0 on, each given by its end and what it is called.
+    pub(crate) fn for_each_run<T>(
         &self,
         runs: impl Iterator<Item = (usize, T)>,
-        mut each: F,
+        each: impl FnMut(T, [i64; 2], u64, &[[i64; 2]]),
     ) {
-        // Parts that begin before the run, and do not end before it.
-        let mut open: Vec<u32> = Vec::new();
-        let (mut next, mut start) = (0, 0);
-        for (end, name) in runs {
-            let run = start..end as i64;
-            if run.is_empty() {
-                continue;
-            }
-            // Whether the part goes on behind the run.
-            let part_of_run = |part: &PackPart, each: &mut F| {
-                let (a, e) = (part.q[0].max(run.start), part.q[1].min(run.end));
-                let keys = (a + part.low).max(part.k[0])..(e + part.high).min(part.k[1]);
-                each(name, part.before(e) - part.before(a), keys);
-                part.q[1] > run.end
-            };
-            open.retain(|&i| part_of_run(&self.list[i as usize], &mut each));
-            while let Some(part) = self.list.get(next).filter(|part| part.q[0] < run.end) {
-                let [first, last] = part.extent();
-                match &self.before {
-                    Some(before) if run.start <= first && last <= run.end => {
-                        // All parts that lie in the run.
-                        let to = next + self.list[next..].partition_point(|part| part.extent()[1] <= run.end);
-                        each(name, before[to] - before[next], run.start..run.start);
-                        next = to;
-                    }
-                    _ => {
-                        if part_of_run(part, &mut each) {
-                            open.push(next as u32);
-                        }
-                        next += 1;
-                    }
-                }
-            }
-            start = run.end;
+        match &self.list {
+            PartList::Documents { cu, band } => self.runs_of_documents(cu, *band, runs, each),
+            PartList::Parts(list) => self.runs_of_parts(list, runs, each),
         }
     }
+
+    /// Only the first and the last document of a run can be cut by it.
+    fn runs_of_documents<T>(
+        &self,
+        cu: &[i32],
+        band: [i64; 2],
+        runs: impl Iterator<Item = (usize, T)>,
+        mut each: impl FnMut(T, [i64; 2], u64, &[[i64; 2]]),
+    ) {
+        let ends = |d: usize| [i64::from(cu[d]), i64::from(cu[d + 1])];
+        // The document of the first token, and all pairs before that token.
+        let (mut first, mut before, mut start) = (0, 0, 0);
+        for (end, name) in runs {
+            let end = end as i64;
+            let (mut keys, mut cuts, mut pairs) = ([[0; 2]; 2], 0, 0);
+            if start < end {
+                while ends(first)[1] <= start {
+                    first += 1;
+                }
+                let last = document_from(cu, first, end - 1);
+                let mut cut = |d: usize| {
+                    let [a, e] = ends(d);
+                    if a < start || end < e {
+                        keys[cuts] = [(a.max(start) + band[0]).max(a), (e.min(end) + band[1]).min(e)];
+                        cuts += 1;
+                    }
+                };
+                cut(first);
+                if last != first {
+                    cut(last);
+                }
+                let [a, e] = ends(last);
+                let all = self.before[last] + pairs_of_document(end - a, e - a, band);
+                pairs = all - before;
+                (first, before) = (last, all);
+            }
+            each(name, [start, end], pairs, &keys[..cuts]);
+            start = end;
+        }
+    }
+
+    fn runs_of_parts<T>(
+        &self,
+        list: &[PackPart],
+        runs: impl Iterator<Item = (usize, T)>,
+        mut each: impl FnMut(T, [i64; 2], u64, &[[i64; 2]]),
+    ) {
+        // Parts that begin before the run and do not end before it, with the pairs that are left of them.
+        let mut open: Vec<(PackPart, u64)> = Vec::new();
+        let mut keys: Vec<[i64; 2]> = Vec::new();
+        let (mut next, mut start) = (0, 0);
+        for (end, name) in runs {
+            let end = end as i64;
+            let (mut pairs, mut whole) = (0, 0);
+            keys.clear();
+            // Whether the part goes on behind the run.
+            let mut add = |(part, left): &mut (PackPart, u64)| {
+                let (a, e) = (part.q[0].max(start), part.q[1].min(end));
+                let read = [(a + part.low).max(part.k[0]), (e + part.high).min(part.k[1])];
+                if read[0] < read[1] {
+                    keys.push(read);
+                }
+                let goes_on = part.q[1] > end;
+                let now = if goes_on { part.pairs(a, e) } else { *left };
+                (pairs, *left) = (pairs + now, *left - now);
+                goes_on
+            };
+            if start < end {
+                open.retain_mut(&mut add);
+            }
+            while let Some(part) = list.get(next).filter(|part| part.q[0] < end) {
+                let [first, last] = part.extent();
+                if self.apart && start <= first && last <= end {
+                    // All parts that lie in the run.
+                    let to = next + list[next..].partition_point(|part| part.extent()[1] <= end);
+                    whole += self.before[to] - self.before[next];
+                    next = to;
+                } else {
+                    let mut part = (*part, self.before[next + 1] - self.before[next]);
+                    if add(&mut part) {
+                        open.push(part);
+                    }
+                    next += 1;
+                }
+            }
+            each(name, [start, end], pairs + whole, &keys);
+            start = end;
+        }
+    }
+}
+
+/// The pairs of the first `x` queries of a document of `n` tokens.
+#[inline]
+pub(crate) fn pairs_of_document(x: i64, n: i64, [low, high]: [i64; 2]) -> u64 {
+    let triangle = |rows: i64| rows.max(0) * (rows.max(0) + 1) / 2;
+    // Without those beyond the last key of a query, and before the first.
+    let beyond = triangle(n - 1 - high) - triangle(n - 1 - high - x);
+    (x * n - beyond - triangle(x - 1 + low)) as u64
 }
 
 /// The parts that have pairs.
@@ -173,6 +276,7 @@ fn parts_of(batch: &Batch, mask: Mask) -> Vec<PackPart> {
 mod tests {
     use super::*;
     use crate::{Slice, slices};
+    use alloc::vec;
 
     /// Areas and keys of drawn runs, in batches with and without slices, equal counting token by token.
     #[test]
@@ -233,9 +337,11 @@ mod tests {
             let mut areas = vec![0; ends.len()];
             let mut read = vec![vec![false; k_tokens]; ends.len()];
             let parts = PackParts::new(&batch, mask);
-            parts.for_each_in_runs(ends.iter().copied().zip(0..), |run: usize, pairs, keys| {
-                areas[run] += pairs;
-                keys.for_each(|k| read[run][k as usize] = true);
+            parts.for_each_run(ends.iter().copied().zip(0..), |run: usize, [first, end], pairs, keys| {
+                assert_eq!(end as usize, ends[run]);
+                assert_eq!(first as usize, if run > 0 { ends[run - 1] } else { 0 });
+                areas[run] = pairs;
+                keys.iter().for_each(|k| (k[0]..k[1]).for_each(|k| read[run][k as usize] = true));
             });
             let mut start = 0;
             for (run, &end) in ends.iter().enumerate() {
@@ -245,7 +351,7 @@ mod tests {
                     let want = (start..end).any(|q| dense[q * k_tokens + k]);
                     // Tokens of the run itself may be left out, where they are k tokens too.
                     let own = batch.is_self_attention() && (start..end).contains(&k);
-                    if !own && batch.is_self_attention() {
+                    if !own {
                         assert_eq!(read[run][k], want, "trial {trial} run {run} key {k}");
                     } else {
                         assert!(want || !read[run][k], "trial {trial} run {run} key {k}");

@@ -225,7 +225,7 @@ fn met(mine: &[Segment], held: &[Segment], batch: &Batch, allowed: &Allowed, sid
     // Positions of the other side that are met: document, first and end. They ascend if there are no slices.
     let mut spans: Vec<(u32, i64, i64)> = Vec::new();
     for s in mine.iter().map(|s| &s.range) {
-        for Reach { document, limits, .. } in allowed.of(side, s.doc) {
+        for Reach { document, limits, .. } in allowed.of_rows(side, s) {
             let whole = batch.whole(side.other(), document as usize);
             if whole.len == 0 {
                 continue;

@@ -81,7 +81,7 @@ impl Layout {
         if ring == 0 {
             return Err(Error::invalid("ring", 0, "at least 1"));
         }
-        Ok(best_layout(&LoadCounter::new(problem), ring)?.layout)
+        Ok(best_layout(&mut LoadCounter::new(problem), ring)?.layout)
     }
 }
 
@@ -130,7 +130,7 @@ pub(super) fn best<T>(all: Vec<T>, work: impl Fn(&T) -> u128, rows: impl Fn(&T) 
     best.expect("the layout with the least work")
 }
 
-pub(super) fn best_layout(counter: &LoadCounter<'_>, ring: usize) -> Result<LayoutLoad> {
+pub(super) fn best_layout(counter: &mut LoadCounter<'_>, ring: usize) -> Result<LayoutLoad> {
     let all = layouts(ring).map(|layout| counter.load(layout, ring)).collect::<Result<Vec<_>>>()?;
     Ok(best(all, |d| d.largest.area.into(), |d| d.largest.needed.into()))
 }
@@ -207,11 +207,11 @@ impl Choice {
         layout: Option<Layout>,
     ) -> Result<Self> {
         problem.check()?;
-        let counter = LoadCounter::new(problem);
+        let mut counter = LoadCounter::new(problem);
         let rated = |mesh: Mesh| {
             let d = match layout {
                 Some(layout) => counter.load(layout, mesh.ring)?,
-                None => best_layout(&counter, mesh.ring)?,
+                None => best_layout(&mut counter, mesh.ring)?,
             };
             Ok(judge(problem, mesh, &d, balance, ranks_per_node))
         };

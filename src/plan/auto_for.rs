@@ -9,7 +9,7 @@
 use alloc::{format, vec::Vec};
 
 use super::{
-    AttentionKind, Choice, CirculatingSide, LayoutLoad, Options, Plan, Problem,
+    AttentionKind, Choice, LayoutLoad, LoadCounter, Options, Plan, Problem,
     auto::{best, judge, layouts, meshes},
 };
 use crate::{
@@ -25,9 +25,8 @@ struct Deal {
 }
 
 impl Deal {
-    fn new(kinds: &[(Problem, usize)], shares: Shares) -> Self {
-        let load = |(problem, _): &(Problem, usize)| LayoutLoad::of(problem, &shares, CirculatingSide::Keys);
-        let loads = kinds.iter().map(load).collect();
+    fn new(counters: &mut [LoadCounter], shares: Shares) -> Self {
+        let loads = counters.iter_mut().map(|counter| counter.load_of(&shares)).collect();
         Self { shares, loads }
     }
 
@@ -38,7 +37,7 @@ impl Deal {
 }
 
 /// The best distribution of the tokens to `ring` ranks.
-fn best_deal(kinds: &[(Problem, usize)], ring: usize) -> Result<Deal> {
+fn best_deal(kinds: &[(Problem, usize)], counters: &mut [LoadCounter], ring: usize) -> Result<Deal> {
     let mut deals: Vec<Deal> = Vec::new();
     for layout in layouts(ring) {
         let by_mask = matches!(layout, Layout::Balanced { .. });
@@ -46,7 +45,7 @@ fn best_deal(kinds: &[(Problem, usize)], ring: usize) -> Result<Deal> {
         for (problem, _) in kinds.iter().take(if by_mask { kinds.len() } else { 1 }) {
             let shares = Shares::new(problem.batch(), problem.mask(), layout, ring)?;
             if !deals.iter().any(|d| d.shares.layout() == layout && d.shares.deal() == shares.deal()) {
-                deals.push(Deal::new(kinds, shares));
+                deals.push(Deal::new(counters, shares));
             }
         }
     }
@@ -99,9 +98,10 @@ impl Plan {
         }
         let heads = kinds.iter().map(|(p, _)| p.heads()).min().unwrap_or(1);
         let whole = kinds.iter().any(|(p, _)| p.kind == AttentionKind::Other);
+        let mut counters: Vec<LoadCounter> = kinds.iter().map(|(problem, _)| LoadCounter::new(problem)).collect();
         let mut best: Option<(u128, Mesh, Deal)> = None;
         for mesh in meshes(world, heads, whole, options.ranks_per_node)? {
-            let deal = best_deal(kinds, mesh.ring)?;
+            let deal = best_deal(kinds, &mut counters, mesh.ring)?;
             let cost = deal.sum(kinds, |p, d| judge(p, mesh, d, Choice::BALANCE, options.ranks_per_node).cost);
             if best.as_ref().is_none_or(|b| cost < b.0) {
                 best = Some((cost, mesh, deal));

@@ -95,7 +95,7 @@ impl<'a> PlanBuilder<'a> {
                     Some(layout) => layout,
                     None => {
                         check(problem, mesh, options)?;
-                        best_layout(&LoadCounter::new(problem), mesh.ring)?.layout
+                        best_layout(&mut LoadCounter::new(problem), mesh.ring)?.layout
                     }
                 };
                 (mesh, layout)

@@ -1,19 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How evenly a layout distributes a problem over ring ranks: the largest and the total load of a rank.
 //!
-//! The automatic choice ([`auto`](super::auto)) compares layouts by it, and `Plan::explain` prints it. Where q and k
-//! are the same tokens, loads are counted without making the shares ([`loads`](super::loads)).
+//! The automatic choice ([`auto`](super::auto)) compares layouts by it, and `Plan::explain` prints it.
+//! [`loads`](super::loads) counts it for many layouts; here it is counted rank by rank, for any shares.
 
 use super::{
     CirculatingSide, Problem,
     area::{Load, load},
-    loads::{CountRuns, Counted},
-    slice_loads::CountedSlices,
 };
-use crate::{
-    error::Result,
-    layout::{Layout, Shares},
-};
+use crate::layout::{Layout, Shares};
 
 /// How evenly a layout distributes a problem over ring ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +29,7 @@ impl LayoutLoad {
         Self::sum(shares.layout(), shares.ring(), loads_of_ranks(problem, shares, sent))
     }
 
-    fn sum(layout: Layout, ring: usize, loads: impl Iterator<Item = Load>) -> Self {
+    pub(super) fn sum(layout: Layout, ring: usize, loads: impl Iterator<Item = Load>) -> Self {
         let (mut largest, mut total) = (Load::default(), Load::default());
         for l in loads {
             let fold = |into: &mut Load, f: fn(u64, u64) -> u64| {
@@ -62,35 +57,6 @@ impl LayoutLoad {
 
 fn ratio(largest: u64, total: u64, ring: usize) -> f64 {
     if total == 0 { 1.0 } else { largest as f64 * ring as f64 / total as f64 }
-}
-
-/// Counts the loads of a problem under many layouts and rings.
-pub(crate) struct LoadCounter<'a> {
-    problem: &'a Problem,
-    /// If q and k are the same tokens: without slices, and with them.
-    counted: Option<Counted<'a>>,
-    sliced: Option<CountedSlices<'a>>,
-}
-
-impl<'a> LoadCounter<'a> {
-    pub(crate) fn new(problem: &'a Problem) -> Self {
-        let (batch, mask) = (problem.batch(), problem.mask());
-        Self { problem, counted: Counted::new(batch, mask), sliced: CountedSlices::new(batch, mask) }
-    }
-
-    /// How `layout` distributes the problem over `ring` ranks.
-    pub(crate) fn load(&self, layout: Layout, ring: usize) -> Result<LayoutLoad> {
-        let loads = match (&self.counted, &self.sliced) {
-            (Some(counted), _) => counted.loads(layout, ring)?,
-            (_, Some(sliced)) => sliced.loads(layout, ring)?,
-            _ => None,
-        };
-        if let Some(loads) = loads {
-            return Ok(LayoutLoad::sum(layout, ring, loads.into_iter()));
-        }
-        let shares = Shares::new(self.problem.batch(), self.problem.mask(), layout, ring)?;
-        Ok(LayoutLoad::of(self.problem, &shares, CirculatingSide::Keys))
-    }
 }
 
 /// The load of each ring rank with these shares if one side is sent, computed lazily.

@@ -32,7 +32,6 @@ pub(crate) mod options;
 pub(crate) mod problem;
 
 mod sides;
-mod slice_loads;
 mod together;
 mod words;
 
@@ -45,7 +44,8 @@ pub(crate) use fingerprint::Fingerprint;
 pub(crate) use form::{CirculatingSide, Direction, Form};
 use identity::Inner;
 pub(crate) use identity::Plan;
-pub(crate) use layout_load::{LayoutLoad, LoadCounter};
+pub(crate) use layout_load::LayoutLoad;
+pub(crate) use loads::LoadCounter;
 pub use local_tokens::LocalTokens;
 pub use nodes::ranks_per_node;
 pub(crate) use nodes::{NodeRanks, crossing, ring_steps};

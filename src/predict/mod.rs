@@ -176,7 +176,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, forms: [Options; 
     let meshes = candidate_meshes(world, problem.heads(), whole, 0)?;
     let kernels = aggregate::kernels(problem, machine)?;
     let (mut candidates, mut refused) = (Vec::new(), None);
-    let counter = LoadCounter::new(problem);
+    let mut counter = LoadCounter::new(problem);
     for mesh in meshes {
         for layout in layouts(mesh.ring) {
             // A mesh that an option excludes is not a candidate.

@@ -157,7 +157,7 @@ fn needed(
 ) {
     intervals.clear();
     let mut ascending = true;
-    for of in allowed.of(side, v.doc) {
+    for of in allowed.of_rows(side, v) {
         let limits = of.limits.transposed();
         for s in stationary.of(of.document).1 {
             reach(&s.range, &limits, |low, high| {
@@ -175,13 +175,18 @@ fn needed(
     }
     // The intervals of one slice ascend, those of several need not.
     if !ascending {
-        intervals.sort_unstable();
-        intervals.dedup_by(|next, open| {
-            let joined = next.0 <= open.1;
-            open.1 = if joined { open.1.max(next.1) } else { open.1 };
-            joined
-        });
+        unite(intervals);
     }
+}
+
+/// Sorts intervals of rows, each given by its first row and its end, and joins those that overlap or touch.
+pub(super) fn unite<T: Copy + Ord>(intervals: &mut Vec<(T, T)>) {
+    intervals.sort_unstable();
+    intervals.dedup_by(|next, open| {
+        let joined = next.0 <= open.1;
+        open.1 = if joined { open.1.max(next.1) } else { open.1 };
+        joined
+    });
 }
 
 #[cfg(test)]

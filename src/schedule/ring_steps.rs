@@ -150,11 +150,10 @@ impl RingSteps {
             scattered: Vec::new(),
             capacity: Capacity::default(),
         };
-        let by_document = v.allowed.is_by_document();
-        if shares.layout() == Layout::Zigzag && by_document && !form.holds_own() && !v.crosses() {
-            v.sweep_zigzag(staying);
-        } else {
-            v.sweep();
+        let zigzag = shares.layout() == Layout::Zigzag && !form.holds_own() && !v.crosses();
+        match v.allowed.mask_of_documents().filter(|_| zigzag) {
+            Some(mask) => v.sweep_zigzag(staying, mask),
+            None => v.sweep(),
         }
         v
     }

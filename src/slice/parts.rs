@@ -13,7 +13,7 @@ use core::ops::Range;
 
 use super::{Slice, disjoint::check_disjoint};
 use crate::{
-    call::Band,
+    call::{self, Band},
     error::{Error, Result},
     mask::Mask,
     side::Side,
@@ -75,6 +75,8 @@ pub(crate) struct Parts {
     by_k: Vec<u32>,
     /// For each document of k its first entry of `by_k`; and the end.
     of_k: Vec<u32>,
+    /// The least and the largest distance, if each document attends to itself alone, all within the same distances.
+    of_documents: Option<(i64, i64)>,
 }
 
 impl Parts {
@@ -107,7 +109,8 @@ impl Parts {
         };
         let of_q = firsts(documents.count(), &|i| list[i].documents[0]);
         let of_k = firsts(documents.count(), &|i| list[i].documents[1]);
-        Ok(Self { slices: slices.into(), list, of_q, by_k, of_k })
+        let of_documents = common_band(documents, &list);
+        Ok(Self { slices: slices.into(), list, of_q, by_k, of_k, of_documents })
     }
 
     /// The slices as given.
@@ -128,6 +131,18 @@ impl Parts {
             Side::K => self.by_k[place],
         }
     }
+}
+
+/// The limits that all parts have in common, if they are the documents, each with itself and whole.
+fn common_band(documents: &DocumentEnds, list: &[SlicePart]) -> Option<(i64, i64)> {
+    let Band { low, high, .. } = list.first()?.band;
+    let whole = Band { low, high, ..Band::WHOLE };
+    let filled = (0..documents.count() as u32).filter(|&d| {
+        let [begin, end] = documents.ends(Side::Q, d as usize);
+        begin < end
+    });
+    let alike = list.iter().all(|part| part.documents[0] == part.documents[1] && part.band == whole);
+    (alike && list.iter().map(|part| part.documents[0]).eq(filled)).then_some((low, high))
 }
 
 /// Tokens within the batch, a position that arithmetic can hold.
@@ -223,11 +238,6 @@ impl Allowed {
         Self { parts, mask }
     }
 
-    /// The window.
-    pub(crate) fn mask(&self) -> Mask {
-        self.mask
-    }
-
     /// Whether slices, if there are any, are of a batch of so many documents.
     pub(crate) fn is_of(&self, documents: usize) -> bool {
         self.parts.as_ref().is_none_or(|parts| parts.of_q.len() == documents + 1)
@@ -238,6 +248,21 @@ impl Allowed {
         self.parts.is_none()
     }
 
+    /// The mask of every document, if each attends to itself and nothing else, within one mask: then documents, given
+    /// as slices or not, can be counted by their lengths.
+    pub(crate) fn mask_of_documents(&self) -> Option<Mask> {
+        let Some(parts) = &self.parts else {
+            return Some(self.mask);
+        };
+        let (low, high) = parts.of_documents?;
+        let limit = |distance: i64, window: Option<u32>| match distance {
+            i64::MAX => Some(window),
+            _ => u32::try_from(distance).ok().map(|limit| Some(window.map_or(limit, |window| window.min(limit)))),
+        };
+        let left = low.checked_neg().unwrap_or(i64::MAX);
+        Some(Mask { left: limit(left, self.mask.left)?, right: limit(high, self.mask.right)? })
+    }
+
     /// The band of a part, as kernels take it.
     pub(crate) fn band(&self, part: u32) -> Band {
         self.parts.as_ref().map_or(Band::WHOLE, |parts| parts.list[part as usize].band)
@@ -245,20 +270,41 @@ impl Allowed {
 
     /// What a document of `side` attends to, or is attended by: in ascending order of the other documents.
     pub(crate) fn of(&self, side: Side, doc: u32) -> impl Iterator<Item = Reach> + Clone + '_ {
-        let parts = self.parts.as_deref();
-        let places = parts.map_or(0..1, |parts| parts.of(side, doc));
-        let window = (self.mask.left_limit(), self.mask.right_limit());
-        places.map(move |place| {
-            let (document, part, band) = match parts {
-                None => (doc, 0, Band::WHOLE),
-                Some(parts) => {
-                    let number = parts.number(side, place);
-                    let part = &parts.list[number as usize];
-                    (part.documents[usize::from(side == Side::Q)], number, part.band)
-                }
-            };
-            let seen = band.within(window);
-            Reach { document, part, band, limits: if side == Side::Q { seen } else { seen.transposed() } }
-        })
+        self.places(side, doc).map(move |place| self.at(side, doc, place))
+    }
+
+    /// As [`Allowed::of`], for some rows of a document: without parts that none of their positions are in.
+    pub(crate) fn of_rows(&self, side: Side, rows: &call::Range) -> impl Iterator<Item = Reach> + Clone + '_ {
+        let doc = rows.doc;
+        // Without slices there is one part, of all positions.
+        let (first, last) = if self.parts.is_some() { (rows.pos, rows.last()) } else { (0, 0) };
+        let within = move |place: &usize| {
+            self.parts.as_deref().is_none_or(|parts| {
+                let Band { q_begin, q_end, k_begin, k_end, .. } = parts.list[parts.number(side, *place) as usize].band;
+                let (begin, end) = if side == Side::Q { (q_begin, q_end) } else { (k_begin, k_end) };
+                begin <= last && first < end
+            })
+        };
+        self.places(side, doc).filter(within).map(move |place| self.at(side, doc, place))
+    }
+
+    /// The places of a document's parts.
+    fn places(&self, side: Side, doc: u32) -> Range<usize> {
+        self.parts.as_deref().map_or(0..1, |parts| parts.of(side, doc))
+    }
+
+    /// The part at a place of a document.
+    #[inline]
+    fn at(&self, side: Side, doc: u32, place: usize) -> Reach {
+        let (document, part, band) = match self.parts.as_deref() {
+            None => (doc, 0, Band::WHOLE),
+            Some(parts) => {
+                let number = parts.number(side, place);
+                let part = &parts.list[number as usize];
+                (part.documents[usize::from(side == Side::Q)], number, part.band)
+            }
+        };
+        let seen = band.within((self.mask.left_limit(), self.mask.right_limit()));
+        Reach { document, part, band, limits: if side == Side::Q { seen } else { seen.transposed() } }
     }
 }

@@ -14,7 +14,7 @@ use crate::{
     heads,
     layout::{Layout, Shares},
     mesh::Mesh,
-    plan::{Choice, CirculatingSide, LayoutLoad, LoadCounter, Plan, auto::layouts},
+    plan::{Choice, LayoutLoad, LoadCounter, Plan, auto::layouts},
 };
 
 fn ranks(n: usize) -> String {
@@ -115,8 +115,8 @@ impl Plan {
             out,
             "  work, q tokens: the most of a ring rank over the mean; k rows from others: the most that queries of a ring rank read"
         );
-        let own = LayoutLoad::of(self.problem(), self.shares(), CirculatingSide::Keys);
-        let counter = LoadCounter::new(self.problem());
+        let mut counter = LoadCounter::new(self.problem());
+        let own = counter.load_of(self.shares());
         let others = layouts(ring).filter(|other| ring > 1 && *other != layout);
         let loads: Vec<LayoutLoad> =
             core::iter::once(own).chain(others.filter_map(|other| counter.load(other, ring).ok())).collect();

@@ -14,6 +14,7 @@ use super::{
 use crate::{
     batch::Side,
     call::Range,
+    mask::Mask,
     plan::Form,
     schedule::{
         join::{ByDocument, Fragment, meets},
@@ -23,10 +24,10 @@ use crate::{
 
 impl RingSteps {
     /// As [`RingSteps::sweep`], but much faster.
-    pub(super) fn sweep_zigzag(&mut self, staying: Side) {
+    pub(super) fn sweep_zigzag(&mut self, staying: Side, mask: Mask) {
         let zigzag = Zigzag {
             batch: self.shares.batch(),
-            mask: if self.circulating == Side::K { self.allowed.mask() } else { self.allowed.mask().transposed() },
+            mask: if self.circulating == Side::K { mask } else { mask.transposed() },
             circulating: self.circulating,
             staying,
             ring: self.shares.ring(),
@@ -66,7 +67,7 @@ impl RingSteps {
             q: fragments,
             k: fragments,
             pairs: 2 * fragments,
-            bands: 1,
+            bands: if self.allowed.is_by_document() { 1 } else { 2 * fragments },
             // A segment meets at most two others.
             intervals: 2,
             nodes: Default::default(),
@@ -152,7 +153,7 @@ impl RingSteps {
         let mut pairs = 0;
         for (i, own) in self.stationary.iter().enumerate() {
             let mut met = false;
-            for reach in self.allowed.of(side, own.range.doc) {
+            for reach in self.allowed.of_rows(side, &own.range) {
                 let others = others.of(reach.document).1;
                 let meets = |r: &&Range| meets(&own.range, r, &reach.limits);
                 let n = if by_document { others.len() } else { others.iter().filter(meets).count() };
@@ -181,7 +182,7 @@ mod tests {
     use crate::{
         batch::Batch,
         layout::{Layout, Shares},
-        mask::Mask,
+        slices,
     };
 
     /// The fast method counts as the general one, and reserves at least as much capacity.
@@ -202,14 +203,18 @@ mod tests {
             Mask { left: Some(1), right: None },
         ];
         let mut ring_steps = 0;
-        for batch in &batches {
+        let documents = slices::documents(batches[0].cu_seqlens(Side::Q));
+        let sliced = batches[0].clone().with_slices(&documents).unwrap();
+        for batch in batches.iter().chain([&sliced]) {
             for mask in masks {
                 for ring in [1, 2, 3, 4, 7, 16] {
                     let shares = Shares::new(batch, mask, Layout::Zigzag, ring).unwrap();
                     for (me, side, form) in (0..ring).flat_map(|me| {
                         [Side::Q, Side::K].into_iter().flat_map(move |s| [(me, s, Form::Ring), (me, s, Form::Gather)])
                     }) {
-                        let fast = RingSteps::new(&shares, mask, side, form, (me, ring), vec![Holders::alone()]);
+                        let allowed = batch.allowed(mask);
+                        assert!(allowed.mask_of_documents().is_some());
+                        let fast = RingSteps::new(&shares, allowed, side, form, (me, ring), vec![Holders::alone()]);
                         let mut slow = fast.clone();
                         slow.list.clear();
                         slow.last.fill(0);
@@ -222,7 +227,7 @@ mod tests {
                         );
                         let (a, b) = (fast.capacity, slow.capacity);
                         assert!(a.segments >= b.segments && a.fragments >= b.fragments && a.q >= b.q && a.k >= b.k);
-                        assert!(a.pairs >= b.pairs, "{} {}", a.pairs, b.pairs);
+                        assert!(a.pairs >= b.pairs && a.bands >= b.bands, "{} {}", a.pairs, b.pairs);
                         ring_steps += fast.list.len();
                     }
                 }

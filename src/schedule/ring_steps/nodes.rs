@@ -40,7 +40,7 @@ use crate::{
     call::Range,
     layout::{Segment, cut},
     plan::Form,
-    schedule::join::{Class, Fragment, join},
+    schedule::join::{Class, Fragment, join, unite},
 };
 
 impl RingSteps {
@@ -148,12 +148,7 @@ impl RingSteps {
             join(&s.segments, circulating, Class::All, &self.allowed, 0, 0, &mut s.intervals, needed);
             intervals.extend(needed.iter().map(|f| (f.owner_row, f.owner_row + i64::from(f.range.len))));
         }
-        intervals.sort_unstable();
-        intervals.dedup_by(|next, open| {
-            let joined = next.0 <= open.1;
-            open.1 = if joined { open.1.max(next.1) } else { open.1 };
-            joined
-        });
+        unite(intervals);
         let mut first_interval = 0;
         for v in held.iter().map(|v| &v.range) {
             let end = v.row + i64::from(v.len);

@@ -73,7 +73,7 @@ impl RingSteps {
         let mut keys = ByDocument::new(k, |k: &Range| k.doc);
         for (own, &last) in self.stationary.iter().zip(last) {
             let begin = pairs.len() as u32;
-            for reach in self.allowed.of(Side::Q, own.range.doc) {
+            for reach in self.allowed.of_rows(Side::Q, &own.range) {
                 let (first, keys) = keys.of(reach.document);
                 let met = keys.iter().zip(first as u32..).filter(|(k, _)| meets(&own.range, k, &reach.limits));
                 pairs.extend(met.map(|(_, k)| Pair { k, band: reach.part }));
@@ -95,7 +95,7 @@ impl RingSteps {
         for &f in &*order {
             let range = fragments[f as usize].range;
             let begin = pairs.len() as u32;
-            for reach in self.allowed.of(Side::Q, range.doc) {
+            for reach in self.allowed.of_rows(Side::Q, &range) {
                 let (first, keys) = keys.of(reach.document);
                 let seen = reach.limits.transposed();
                 let met = keys.iter().zip(first as u32..).filter(|(k, _)| meets(k, &range, &seen));
