@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import processes
@@ -61,7 +62,7 @@ def run(file: str, world: int, *arguments: str, seconds: float = 240) -> subproc
             for process in started:
                 process.kill()
                 process.join()
-        out, err = (open(name, encoding="utf-8").read() for name in said)
+        out, err = (Path(name).read_text("utf-8") for name in said)
     if left and not code:
         raise subprocess.TimeoutExpired([file, *arguments], seconds, out, err)
     return subprocess.CompletedProcess([file, *arguments], code, out, err)

@@ -90,7 +90,7 @@ pub trait Transport: Send + Sync {
     fn world(&self) -> usize;
 
     /// Compares one number over the ranks of `group`, by an all-gather outside of any schedule; waits for all of them.
-    /// Fails with [`Error::Disagreement`] on every rank of the group if the numbers differ.
+    /// Fails with [`Error::Disagreement`](crate::Error::Disagreement) on every rank of the group if the numbers differ.
     fn agree(&self, group: core::ops::Range<usize>, fingerprint: u64) -> Result<()>;
 
     /// Sets the label of the next [`agree`](Self::agree), for errors.

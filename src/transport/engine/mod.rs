@@ -95,7 +95,7 @@ impl<E: Engine> EngineTransport<E> {
     /// [`abort`](Transport::abort) and a failure of any rank end the wait.
     ///
     /// # Errors
-    /// [`Fault::Found`](crate::Fault::Found) if not all ranks connect in time. The group has then failed.
+    /// [`Fault::Found`] if not all ranks connect in time. The group has then failed.
     pub fn connect(&self) -> Result<()> {
         let (group, began) = (&self.group, Instant::now());
         let deadline = group.deadline;
