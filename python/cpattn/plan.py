@@ -110,10 +110,10 @@ class PlanOptions(TypedDict, total=False):
     - kind: SOFTMAX, or OTHER for your own kernel between two all-to-alls, which needs ring 1 (SOFTMAX).
     - window_left, window_right: how many keys before and after its own position a query sees, in its document or in each of its
       slices (UNLIMITED, 0: causal; with slices UNLIMITED, UNLIMITED).
-    - scale: the factor of q·k (1/√head_dim). softcap c: a score s becomes c·tanh(s/c) (0: none).
+    - scale: the factor of q·k, not 0 (1/√head_dim). softcap c: a score s becomes c·tanh(s/c) (0: none).
     - dropout: the probability, below 1, with which a pair of a query and a key is dropped; the others are multiplied by 1/(1 - dropout).
-      Which are dropped depends on the tokens' places in the batch, the q head and the seed of a run, on no mesh; on the CPU (0: none).
-      See `cpattn.dropout_mask`.
+      Which are dropped depends on the tokens' places in the batch, the q head and the seed of a run, on no mesh: see
+      `cpattn.dropout_mask`. Runs that are captured into a graph refuse it (0: none).
     - alibi_slopes: one for each q head, [heads], or for each document and q head, [documents, heads] (on the CPU): a pair has the slope of
       the query's document. A score loses slope·|distance| (none).
     - sinks: how many learnable logits each q head has in the softmax, without value vectors; True is one (False: none). A sink is finite, or -inf for
@@ -175,6 +175,13 @@ def at_least_1(name: str, value: Any) -> int:
     return whole(name, value, 1, 2**32 - 1)
 
 
+def _scale(name: str, value: Any) -> float:
+    # In C 0 is the default.
+    if not (scale := number(name, value)):
+        raise refused(name, value, "a number other than 0 is needed; None is 1/√head_dim, and with q of zeros all weights are equal")
+    return scale
+
+
 def _gather(name: str, value: Any) -> Gather:
     return (Gather.OTHERS if value else Gather.STEPS) if isinstance(value, bool) else one_of(name, value, Gather)
 
@@ -189,7 +196,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "sinks": lambda name, value: int(value) if isinstance(value, bool) else whole(name, value, 0, 4096),
     **dict.fromkeys(("reproducible", "pack_inputs"), lambda name, value: int(flag(name, value))),
     **dict.fromkeys(("kv_heads", "value_dim"), at_least_1),
-    **dict.fromkeys(("scale", "softcap", "dropout"), number),
+    "scale": _scale,
+    **dict.fromkeys(("softcap", "dropout"), number),
 }
 RUNS = {"passes", "circulate", "circulate_forward", "wire", "gather", "reproducible", "pack_inputs", "ranks_per_node"}
 # Options that decide which rank holds which tokens.

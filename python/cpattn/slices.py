@@ -376,7 +376,8 @@ def _sweep(rows: Iterable[bytes]) -> list[Slice]:
 
 def from_dense(mask: Any) -> list[Slice]:
     """The slices of a dense mask [q tokens, k tokens], rows of booleans or an array, for tests and small masks: at most 4,096 tokens
-    a side. The mask is read along queries and along keys, and the shorter list is returned. Positions are places in the batch.
+    a side. True or 1 is a pair that is allowed, False or 0 one that is not; numbers that are added to scores are refused. The mask is
+    read along queries and along keys, and the shorter list is returned. Positions are places in the batch.
 
     >>> from_dense([[1, 0, 0], [1, 1, 0], [1, 1, 1]])
     [Slice(q_begin=0, q_end=3, k_begin=0, k_end=3, q_start=0, low=None, high=0)]
@@ -393,9 +394,13 @@ def from_dense(mask: Any) -> list[Slice]:
     for side, n in zip("qk", shape):
         if n > DENSE:
             raise InvalidArgument(f"mask has {n} {side} tokens, at most {DENSE} are possible: make the slices themselves")
-    packed = attempt(lambda: [bytes(map(bool, row)) for row in (mask.tolist() if hasattr(mask, "tolist") else mask)])
-    if packed is None or isinstance(mask, str):
+    values = attempt(lambda: list(map(list, mask.tolist() if hasattr(mask, "tolist") else mask)))
+    packed = None if values is None else attempt(lambda: [bytes(map(bool, row)) for row in values])
+    if values is None or packed is None or isinstance(mask, str):
         raise refused("mask", mask, "rows of booleans are needed")
+    for q, row in enumerate(values):
+        if attempt(lambda: set(row) <= {0, 1}) is not True:
+            raise refused(f"mask[{q}]", row, "True (allowed) or False is needed for each pair: compare numbers that are added to scores with 0")
     by_query, every = _sweep(packed), b"".join(packed)
     by_key = _sweep(every[k :: shape[1]] for k in range(shape[1]))
     if len(by_query) <= len(by_key):

@@ -339,6 +339,7 @@ class Plans(unittest.TestCase):
             ("window_left is -1, at least 0 is needed", {"window_left": -1}),
             ("window_right is None, a whole number is needed", {"window_right": None}),
             ("scale is nan, a finite number is needed", {"scale": float("nan")}),
+            ("scale is 0.0, a number other than 0 is needed", {"scale": 0.0}),
             ("softcap is '3', a finite number is needed", {"softcap": "3"}),
             ("softcap is True, a finite number is needed", {"softcap": True}),
             ("pack_inputs is 'no', True or False is needed", {"pack_inputs": "no"}),

@@ -409,6 +409,8 @@ class Refusals(unittest.TestCase):
         for ends in ([0.0, 13.5, 50.0], [[0, 50]], [False, True]):
             traced = jax.jit(context(1).attention)
             self.refused(wrong, "cu_seqlens is .*, a sequence of whole numbers", lambda: traced(q, k, v, jnp.asarray(ends)))
+        zero = jax.jit(lambda q, k, v, ends: context(1).attention(q, k, v, ends, scale=0.0))
+        self.refused(wrong, "scale is 0.0, a number other than 0", lambda: zero(q, k, v, jnp.asarray(ENDS)))
         spread = jax.sharding.NamedSharding(mesh(4), P(None, "cp"))
         parts = jax.device_put(q, spread)
         alone = context(1, kv_heads=HEADS).attention

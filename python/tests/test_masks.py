@@ -287,6 +287,8 @@ class Expressions(unittest.TestCase):
         self.assertEqual(SharedPrefixCollator(prompt=1)([tree])["labels"].tolist(), made["labels"].tolist())
         for part, feature in (
             ("at least one token id", {"prompt": [1], "answers": [[]]}), ("'prompt' and 'answers'", {"text": 1}),
+            ("\\['weight'\\] beside 'prompt'", {"prompt": [1], "answers": [[2]], "weight": [0.5]}),
+            ("\\['parents', 'tokens'\\] beside", {"prompt": [1], "answers": [[2]], "parents": [None], "tokens": [[1]]}),
             ("2 numbers", {"prompt": [1], "answers": [[1, 2]], "weights": [[1.0]]}),
             ("\\['weights'\\] is 3", {"prompt": [1], "answers": [[1]], "weights": 3}), ("token id", {"prompt": [1.5], "answers": [[1]]}),
             ("a node before 1", {"parents": [None, 1], "tokens": [[1], [2]]}), ("2 parents", {"parents": [None, 0], "tokens": [[1]]}),

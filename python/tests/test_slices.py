@@ -116,6 +116,7 @@ class Makers(unittest.TestCase):
             ("pairs[0] is (1, 2), ((q_begin, q_end), (k_begin, k_end))", lambda: slices.pairs([(1, 2)])),  # type: ignore[list-item]
             ("mask has 4097 k tokens, at most 4096", lambda: slices.from_dense(torch.ones(1, 4097))),
             ("mask has 4097 q tokens, at most 4096", lambda: slices.from_dense(torch.ones(4097, 1))),
+            ("mask[1] is [-inf, 0.0], True (allowed) or False", lambda: slices.from_dense(torch.ones(2, 2).triu().log())),
             ("mask has the shape (2, 2, 2)", lambda: slices.from_dense(torch.ones(2, 2, 2))),
             ("mask has rows of 1 and of 2 k tokens", lambda: slices.from_dense([[1], [1, 0]])),
             ("slices[0] is (0, 1, 0, 1), a Slice is needed", lambda: Plan([0, 5], 1, 8, slices=[(0, 1, 0, 1)])),  # type: ignore[list-item]

@@ -130,8 +130,8 @@ class Context(PackedContext):
         q [rows, heads, head_dim], k [rows, kv_heads, head_dim], v [rows, kv_heads, value_dim], sinks [heads] or [heads, n] (f32); returns
         o [rows, heads, value_dim]. Rows are those of `Batch.shard`. cu_seqlens is that of the batch: numbers, or an array of int32, which
         jax.jit may trace. Of a batch with slices give `Batch.packing` instead, an array of int32 with documents and slices, or give
-        `cu_seqlens` and the slices themselves as `slices`, which are compiled into a function. The gradient of `sinks` is complete on rank 0 and zero on the others. Sum it over the ranks; jax.shard_map
-        does that for sinks that are equal on all ranks. The other options are those of `cpattn.torch.Batch.attention`. `alibi_slopes` are
+        `cu_seqlens` and the slices themselves as `slices`, which are compiled into a function. The gradient of `sinks` is complete on
+        rank 0 and zero on the others. Sum it over the ranks; jax.shard_map does that for sinks that are equal on all ranks. The other options are those of `cpattn.torch.Batch.attention`. `alibi_slopes` are
         numbers that are compiled into a function, not a traced array.
 
         With `return_lse` it returns o and lse [heads, rows] (f32; f64 for f64): the natural log-sum-exp of the scores and the sinks, -inf
@@ -152,8 +152,9 @@ class Context(PackedContext):
         if self.axis is not None:
             self._check_axis()
         every = None if slices is None else checked_slices("slices", slices)
+        # Errors are better raised now than while the program runs.
+        kind_of(q, k, v, DTYPES[str(q.dtype)], sinks_of(sinks), told)
         if not isinstance(cu_seqlens, jax.core.Tracer):
-            # Errors are better raised now than while the program runs.
             batch = self._batch_of(calls.packing_of(numbers_of("cu_seqlens", cu_seqlens), every))
             batch.check_rows(len(q))
             plan = batch.layer(q, k, v, sinks_of(sinks), told)

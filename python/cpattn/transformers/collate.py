@@ -94,7 +94,7 @@ class SharedPrefixCollator:
 
     def _tree(self, name: str, feature: Mapping[str, Any]) -> tuple[list[int | None], list[list[int]], list[list[float]]]:
         """Parents, tokens and factors of the nodes of a group or tree."""
-        told = feature.get("weights")
+        told, has = feature.get("weights"), {key for key, value in feature.items() if value is not None}
         if feature.get("answers") is not None:  # a data set of both kinds has None in the columns of the other
             answers = listed(f"{name}['answers']", feature["answers"])
             parents: list[int | None] = [None, *(0 for _ in answers)]
@@ -104,8 +104,10 @@ class SharedPrefixCollator:
             given, parents = listed(f"{name}['tokens']", feature["tokens"]), listed(f"{name}['parents']", feature.get("parents", ()))
             factors = [self.prompt if parent is None else 1.0 for parent in parents] if told is None else listed(f"{name}['weights']", told)
         else:
-            has = sorted(key for key, value in feature.items() if value is not None)
-            raise InvalidArgument(f"{name} has {has}, 'prompt' and 'answers', or 'parents' and 'tokens', are needed")
+            raise InvalidArgument(f"{name} has {sorted(has)}, 'prompt' and 'answers', or 'parents' and 'tokens', are needed")
+        read = ("prompt", "answers", "weights") if "answers" in has else ("parents", "tokens", "weights")
+        if others := sorted(has.difference(read)):
+            raise InvalidArgument(f"{name} has {others} beside {', '.join(map(repr, read))}, which nothing reads: remove these columns from the data set")
         if not len(parents) == len(given) == len(factors):
             raise InvalidArgument(f"{name} has {len(given)} runs of tokens, {len(parents)} parents and {len(factors)} weights: equally many are needed")
         for i, parent in enumerate(parents):
