@@ -71,6 +71,9 @@ class Balance(unittest.TestCase):
         self.assertEqual(balanced([], tokens=5), [])
         # Three of 4 tokens do not fit into one pack of 10 nor, with 2 more, into the fewest that the tokens allow.
         self.assertEqual(len(balanced([6, 6, 6], tokens=10)), 3)
+        # Fewer documents than packs leave packs of the last step empty; documents that cost nothing do not.
+        self.assertEqual(balanced([8, 8, 8], tokens=8, replicas=2), [[[0], [1]], [[2], []]])
+        self.assertEqual(sorted(balanced([4, 4], tokens=16, replicas=2, cost=lambda n: 0)[0]), [[0], [1]])
 
     def test_refusals(self) -> None:
         for options, text in (

@@ -21,6 +21,7 @@ import models
 import processes
 from cpattn import Unsupported
 from cpattn.transformers import ContextParallel
+from cpattn.transformers.gathered.listed import attend
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -159,6 +160,17 @@ class Gathered(unittest.TestCase):
             torch.save({(name, tuple(of)): _alone(name, of) for name in MODELS for of in (LENGTHS, [4])}, file)
             for wrong in processes.run(_right, 3, file, seconds=200):
                 self.assertEqual(wrong, [])
+
+    def test_listed_keys_under_autocast(self) -> None:
+        # Rotary embeddings make some of q, k and v f32 there.
+        draw = torch.Generator().manual_seed(1)
+        q, k, v = (torch.randn(1, 2, 5, 8, generator=draw) for _ in range(3))
+        seen = torch.ones(5, 5, dtype=torch.bool).tril()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            o, _ = attend(None, q, k.bfloat16(), v.bfloat16(), seen[None, None], 0.5, torch.arange(5).expand(1, 5, 5))
+        expected = (q @ k.mT * 0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        self.assertEqual(o.dtype, torch.bfloat16)
+        torch.testing.assert_close(o.float(), expected.transpose(1, 2), rtol=0, atol=0.05)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ def balanced(
     """Packs of at most so many `tokens`, as `[step][replica]` lists of documents, by their places in `lengths`. Each document is in one pack.
 
     The packs of a step have about the same cost: that of their documents, by default the area of a causal mask. There are as few steps as
-    the tokens allow when the most expensive documents come first. The result is the same on all ranks. Shuffle steps as you like."""
+    the tokens allow when the most expensive documents come first. The last step has empty packs if there are fewer documents than packs. The
+    result is the same on all ranks. Shuffle steps as you like."""
     ends = numbers_of("lengths", lengths)
     tokens, replicas = whole("tokens", tokens, 1, 2**62), whole("replicas", replicas, 1, 2**31)
     if (bad := next((n for n in ends if not 0 < n <= tokens), None)) is not None:
@@ -45,15 +46,15 @@ def balanced(
 def _dealt(lengths: Sequence[int], costs: list[float], order: list[int], tokens: int, number: int) -> list[list[int]] | None:
     """Each document into the cheapest pack that has room for it; None if one has no room anywhere."""
     packs: list[list[int]] = [[] for _ in range(number)]
-    heap = [(0.0, pack, 0) for pack in range(number)]  # cost, pack, tokens
+    heap = [(0.0, 0, pack) for pack in range(number)]  # cost, tokens, pack
     for i in order:
         full = []
-        while heap and heap[0][2] + lengths[i] > tokens:
+        while heap and heap[0][1] + lengths[i] > tokens:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
-        before, pack, used = heapq.heappop(heap)
+        before, used, pack = heapq.heappop(heap)
         packs[pack].append(i)
-        for entry in (*full, (before + costs[i], pack, used + lengths[i])):
+        for entry in (*full, (before + costs[i], used + lengths[i], pack)):
             heapq.heappush(heap, entry)
     return packs

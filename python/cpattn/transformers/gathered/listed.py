@@ -82,7 +82,9 @@ def attend(
         raise Unsupported(f"{type(layer).__name__} has softcap={more['softcap']} and lists keys: this adapter has no softcap over listed keys")
     allowed = mask[:, 0].expand(-1, indices.shape[1], -1).gather(-1, indices.long())
     keys = torch.where(allowed, indices, -1).to(torch.int32)[0, :, None].contiguous()
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    # Under autocast q, k and v can be of different types: rotary embeddings make some of them f32.
+    dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
+    q, k, v = (x[0].to(dtype).transpose(0, 1).contiguous() for x in (q, k, v))
     # A trial of a model has no batch.
     batch = getattr(Current.forward, "batch", None)
     workers = batch.context.workers if batch else 1
