@@ -84,6 +84,8 @@ def _refused(rank: int, world: int) -> dict[str, str]:
         ("across", Unsupported, {"mixers": {layer: across}}),
         ("ring", Unsupported, {"mixers": {layer: qwen3_next.gated_delta_net}, "ulysses": 1, "ring": world}),
         ("class", InvalidArgument, {"mixers": {nn.Conv3d: across}}),
+        ("name", InvalidArgument, {"mixers": {"Linear": across}}),
+        ("list", InvalidArgument, {"mixers": [layer]}),
     ):
         if name == "without":
             change(layer, Other)
@@ -117,6 +119,8 @@ class Hybrid(unittest.TestCase):
             self.assertIn("mixes tokens outside of attention", said["across"])
             self.assertIn("ulysses is 1, 2 is needed", said["ring"])
             self.assertIn("Conv3d", said["class"])
+            for name in ("name", "list"):
+                self.assertIn("a mapping of classes of layers to mixers is needed", said[name])
             self.assertFalse([one for one in said.values() if "afterwards" in one], said)
 
     def test_what_a_user_writes(self) -> None:

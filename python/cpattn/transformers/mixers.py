@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .._check import instance, refused
 from ..errors import InvalidArgument, Unsupported
 from ..torch.gather import Gathered, Halo
 from .attention import Current
@@ -69,7 +70,9 @@ class Mixers:
 
     def __init__(self, model: torch.nn.Module, mixers: Mapping[type[torch.nn.Module], Mixer], options: dict[str, Any], ranks: int) -> None:
         self._layers: dict[torch.nn.Module, Mixer] = {}
-        for kind, mixer in mixers.items():
+        for kind, mixer in instance("mixers", mixers, Mapping, "a mapping of classes of layers to mixers is needed").items():
+            if not isinstance(kind, type) or not callable(mixer):
+                raise refused("mixers", mixers, "a mapping of classes of layers to mixers is needed")
             layers = [module for module in model.modules() if isinstance(module, kind)]
             if not layers:
                 raise InvalidArgument(f"mixers has {kind.__name__}, and {type(model).__name__} has no layer of this class")

@@ -129,6 +129,8 @@ def sharded(forward: Forward, usual: Callable[..., Any], *args: Any, **kwargs: A
     more = next((one.name for one in inspect.signature(usual).parameters.values() if one.kind == one.VAR_KEYWORD), "")
     given = {name: value for name, value in known.items() if name != more}
     patches = patches_of(given)
+    if not patches:
+        raise InvalidArgument("the batch has pixel values and no image: leave them out of a batch without images")
     dealt = deal(patches, ranks)
     mine, failed, found = dealt[rank], None, None
     images = mine or [min(range(len(patches)), key=patches.__getitem__)]
