@@ -116,7 +116,11 @@ impl Plan {
         };
         let [q, k] = [Side::Q, Side::K].map(|side| grouped(b.tokens(side) as u128));
         let _ = writeln!(out, "plan {:016x}", self.fingerprint());
-        let slices = b.slices().map_or(String::new(), |slices| format!(", {} slices", slices.len()));
+        let slices = match b.slices().map(<[_]>::len) {
+            None => String::new(),
+            Some(1) => ", 1 slice".into(),
+            Some(n) => format!(", {n} slices"),
+        };
         let _ = writeln!(
             out,
             "  {kind}, mask {}, {}: {documents}{slices}, {q} q tokens, {k} k tokens",
