@@ -77,13 +77,7 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                     let lse = Held::nan::<f32>(cuda, nq, hq, 1);
                     // It is written, not raised.
                     let max_logit = Held::new(cuda, &vec![f32::MAX; hq], 1, hq, 1);
-                    let mut bindings = Bindings::default()
-                        .with(TensorId::Q, q.1)
-                        .with(TensorId::K, k.1)
-                        .with(TensorId::V, v.1)
-                        .with(TensorId::O, o.1)
-                        .with(TensorId::Lse, lse.1)
-                        .with(TensorId::MaxLogit, max_logit.1);
+                    let mut bindings = of_forward([&q, &k, &v, &o, &lse]).with(TensorId::MaxLogit, max_logit.1);
                     if let Some(s) = &sinks {
                         bindings = bindings.with(TensorId::Sinks, s.1);
                     }
@@ -302,12 +296,7 @@ fn seeds_of_dropout() {
                     let (q, k, v) = (of(&data.q, Side::Q, 2), of(&data.k, Side::K, 1), of(&data.v, Side::K, 1));
                     let n = q.1.tokens as usize;
                     let (o, lse) = (Held::nan::<f16>(cuda, n, 2, 32), Held::nan::<f32>(cuda, n, 2, 1));
-                    let bindings = Bindings::default()
-                        .with(TensorId::Q, q.1)
-                        .with(TensorId::K, k.1)
-                        .with(TensorId::V, v.1)
-                        .with(TensorId::O, o.1)
-                        .with(TensorId::Lse, lse.1);
+                    let bindings = of_forward([&q, &k, &v, &o, &lse]);
                     let mut forward = |seed| {
                         // SAFETY: the tensors live until the rank has waited.
                         unsafe { rank.run(plan, Direction::Forward, &bindings.with_dropout_seed(seed)) }?;
@@ -340,6 +329,12 @@ fn seeds_of_dropout() {
     });
 }
 
+/// The tensors q, k, v, o and lse of a forward.
+fn of_forward(tensors: [&Held; 5]) -> Bindings {
+    let ids = [TensorId::Q, TensorId::K, TensorId::V, TensorId::O, TensorId::Lse];
+    ids.into_iter().zip(tensors).fold(Bindings::default(), |bindings, (id, held)| bindings.with(id, held.1))
+}
+
 /// The largest scores, of a run that is asked for them and one that is not, in memory of strides of its own; a single
 /// call raises what is there, and a wrong shape is refused before anything is written.
 #[test]
@@ -356,12 +351,7 @@ fn largest_scores() {
     // Two heads with another number between them, from the last to the first.
     let largest = Held::new(&cuda, &[7f32; 3], 1, 3, 1);
     let apart = RawTensor { ptr: largest.1.ptr.wrapping_add(8), heads: 2, head_stride: -2, ..largest.1 };
-    let bindings = Bindings::default()
-        .with(TensorId::Q, q.1)
-        .with(TensorId::K, k.1)
-        .with(TensorId::V, v.1)
-        .with(TensorId::O, o.1)
-        .with(TensorId::Lse, lse.1);
+    let bindings = of_forward([&q, &k, &v, &o, &lse]);
     let near = |found: &[f32], want: &[f32]| found.iter().zip(want).all(|(x, w)| (x - w).abs() <= 1e-5 * w.abs());
     let forward = |rank: &mut Rank, bindings: &Bindings| {
         // SAFETY: the tensors live until the stream was waited for; the default stream is the context's.

@@ -6,7 +6,10 @@ use super::launch::{Launch, Launches, items};
 use super::metadata::{self, Metadata, TileRows};
 use super::metadata_buffer::MetadataBuffer;
 use super::modules::{AttentionModule, Instance};
-use super::params::{BackwardParams, ForwardParams, HeadParams, SCORE_GENERAL, SCORE_SOFTCAP, ScoreParams, Tensor};
+use super::params::{
+    BackwardParams, DroppedBackwardParams, DroppedForwardParams, ForwardParams, HeadParams, SCORE_GENERAL,
+    SCORE_SOFTCAP, ScoreParams, Tensor,
+};
 use super::staging::Staging;
 use super::{Cuda, clusters, dropped, hopper_calls};
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawStream, RawTensor};
@@ -111,11 +114,13 @@ impl Cuda {
             rows_fit(name, t, call.q.tokens, call.ranges.q.iter().map(|q| &q.range))?;
         }
 
-        if let Some(dropout) = &call.dropout {
-            return self.dropped_forward(call, dropout, params, window, buffer);
-        }
+        let dropout = match &call.dropout {
+            Some(dropout) => Some((dropout, dropped::find(&call.q, &call.v)?)),
+            None => None,
+        };
         // A call without keys only finishes merged results; there are no keys for a tensor map to describe.
-        let hopper = match self.hopper_shape(shape).filter(|_| !call.ranges.k.is_empty()) {
+        let has_map = dropout.is_none() && !call.ranges.k.is_empty();
+        let hopper = match self.hopper_shape(shape).filter(|_| has_map) {
             Some(_) => {
                 let cluster = match self.has_clusters(shape) && clusters::are_pairs(call) {
                     true => Some(self.load(AttentionModule::HopperCluster, instance)?),
@@ -125,7 +130,10 @@ impl Cuda {
             }
             None => None,
         };
-        let tiles = TileRows { queries: s.forward.rows, keys: 0 };
+        let tiles = match &dropout {
+            Some((_, (_, kernels))) => dropped::forward_tiles(kernels),
+            None => TileRows { queries: s.forward.rows, keys: 0 },
+        };
         let tile_counter = if hopper.is_some() { buffer.counter()? } else { 0 };
         let (mut writer, scratch) = buffer.begin(self.attend_bytes(call)?)?;
         let metadata = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
@@ -136,12 +144,17 @@ impl Cuda {
         (params.queries, params.keys) = (metadata.queries, metadata.keys);
         (params.partners, params.bands) = (metadata.keys_of, metadata.query_bands);
         params.work = metadata.query_work;
-        let launch = match hopper {
-            None => {
+        let launch = match (hopper, dropout) {
+            (_, Some((dropout, (instance, _)))) => {
+                let kernel = self.load(AttentionModule::DroppedForward, instance)?;
+                let dropout = dropped::write_tokens(&mut writer, &call.ranges, dropout);
+                Launch::tiles(kernel, params.heads.items, false, &DroppedForwardParams { call: params, dropout })
+            }
+            (None, None) => {
                 let kernel = self.load(AttentionModule::Forward, instance)?;
                 Launch::tiles(kernel, params.heads.items, false, &params)
             }
-            Some(hopper) => {
+            (Some(hopper), None) => {
                 let same = (metadata.query_work, metadata.query_tiles, s.forward.rows);
                 let bands = metadata.of_queries;
                 let split = hopper_calls::split(call, shape, same, scratch, &mut writer, bands);
@@ -225,15 +238,19 @@ impl Cuda {
             rows_fit(name, t, call.k.tokens, call.ranges.k.iter())?;
         }
 
-        if let Some(dropout) = &call.dropout {
-            return self.dropped_backward(call, dropout, params, window, buffer);
-        }
-        if let Some(fused) = self.fused(s).filter(|_| call.gradients == Gradients::All) {
+        let fused = self.fused(s).filter(|_| call.gradients == Gradients::All && call.dropout.is_none());
+        if let Some(fused) = fused {
             return self.fused_launches(call, instance, fused, params, window, buffer);
         }
-        let [queries, keys, values] = self.load_all(AttentionModule::Sides, instance)?;
-        let tiles = backward_tiles(call.gradients, s);
-        let (mut writer, scratch) = buffer.begin(metadata::bytes(&call.ranges, tiles))?;
+        let (module, instance, tiles) = match &call.dropout {
+            Some(_) => {
+                let (instance, kernels) = dropped::find(&call.q, &call.v)?;
+                (AttentionModule::DroppedSides, instance, dropped::backward_tiles(call, &kernels))
+            }
+            None => (AttentionModule::Sides, instance, backward_tiles(call.gradients, s)),
+        };
+        let [queries, keys, values] = self.load_all(module, instance)?;
+        let (mut writer, scratch) = buffer.begin(self.attend_backward_bytes(call)?)?;
         let Metadata {
             query_tiles,
             key_tiles,
@@ -251,9 +268,13 @@ impl Cuda {
         (params.queries, params.keys) = (q_runs, k_runs);
         let of_queries = (keys_of, query_bands, query_work, query_items);
         let of_keys = (queries_of, key_bands, key_work, key_items);
+        let dropout = call.dropout.as_ref().map(|dropout| dropped::write_tokens(&mut writer, &call.ranges, dropout));
         let list = [(queries, of_queries), (keys, of_keys), (values, of_keys)].map(|(kernel, of)| {
             (params.partners, params.bands, params.work, params.heads.items) = of;
-            kernel.filter(|_| of.3 > 0).map(|kernel| Launch::tiles(kernel, of.3, false, &params))
+            kernel.filter(|_| of.3 > 0).map(|kernel| match dropout {
+                Some(dropout) => Launch::tiles(kernel, of.3, false, &DroppedBackwardParams { call: params, dropout }),
+                None => Launch::tiles(kernel, of.3, false, &params),
+            })
         });
         Ok(Launches { part: writer.part(), list })
     }
