@@ -154,7 +154,7 @@ pub(super) fn find(asker: Asker, world: usize, deadline: Duration, ranks: &dyn R
     let Asker::Rank(asker) = asker else { return find_joining(world, deadline, ranks) };
     let (mut chain, mut search) = (Vec::new(), Search::new(asker, deadline));
     let end = loop {
-        let at = search.asked();
+        let at = search.current_rank();
         let answer = match ranks.answer(at)? {
             None => Answer::Silent,
             Some(Said { ended: Some(ended), .. }) => break Verdict::of(at, &ended),

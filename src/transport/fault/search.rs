@@ -49,13 +49,13 @@ impl<C: Clone + PartialEq> Search<C> {
     }
 
     /// The rank whose answer is needed.
-    pub(in crate::transport) fn asked(&self) -> usize {
+    pub(in crate::transport) fn current_rank(&self) -> usize {
         self.found[self.next]
     }
 
     /// Takes the answer of the rank that is [`asked`](Self::asked). If it does not decide, another rank is asked next.
     pub(in crate::transport) fn hear(&mut self, answer: Answer<C>) -> Option<AtFault<C>> {
-        let rank = self.asked();
+        let rank = self.current_rank();
         match answer {
             Answer::Silent => Some(AtFault::Silent(rank)),
             // It may have come back from the very call in which others wait for it.
@@ -107,7 +107,7 @@ mod tests {
     fn found(answers: &[Option<(&[usize], char, f64)>]) -> AtFault<char> {
         let mut search = Search::new(0, DEADLINE);
         loop {
-            let answer = match answers[search.asked()] {
+            let answer = match answers[search.current_rank()] {
                 None => Answer::Silent,
                 Some(([], _, time)) => Answer::Idle(Duration::from_secs_f64(time)),
                 Some((on, call, time)) => Answer::Waits { on: on.to_vec(), call, time: Duration::from_secs_f64(time) },

@@ -72,7 +72,7 @@ impl Board {
         let deadline = self.ranks[rank].deadline;
         let (mut search, mut copying) = (Search::new(rank, deadline), self.ranks[rank].readers > 0);
         let found = loop {
-            let asked = search.asked();
+            let asked = search.current_rank();
             let place = &self.ranks[asked];
             copying |= asked != rank && place.copying;
             // The board does not record how long a rank has waited: none counts as late.
