@@ -169,7 +169,7 @@ pub(super) fn find(asker: Asker, world: usize, deadline: Duration, ranks: &dyn R
                 Answer::Waits { on: std::vec![peer], call: format!("{call} of {run}"), time }
             }
         };
-        if let Some(found) = search.hear(answer) {
+        if let Some(found) = search.record_answer(answer) {
             break found.into();
         }
     };

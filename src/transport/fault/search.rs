@@ -54,7 +54,7 @@ impl<C: Clone + PartialEq> Search<C> {
     }
 
     /// Takes the answer of the rank that is [`asked`](Self::asked). If it does not decide, another rank is asked next.
-    pub(in crate::transport) fn hear(&mut self, answer: Answer<C>) -> Option<AtFault<C>> {
+    pub(in crate::transport) fn record_answer(&mut self, answer: Answer<C>) -> Option<AtFault<C>> {
         let rank = self.current_rank();
         match answer {
             Answer::Silent => Some(AtFault::Silent(rank)),
@@ -112,7 +112,7 @@ mod tests {
                 Some(([], _, time)) => Answer::Idle(Duration::from_secs_f64(time)),
                 Some((on, call, time)) => Answer::Waits { on: on.to_vec(), call, time: Duration::from_secs_f64(time) },
             };
-            if let Some(at_fault) = search.hear(answer) {
+            if let Some(at_fault) = search.record_answer(answer) {
                 return at_fault;
             }
         }

@@ -83,7 +83,7 @@ impl Board {
                     Answer::Waits { on, call: place.phase == Phase::Agree, time: deadline }
                 }
             };
-            if let Some(found) = search.hear(answer) {
+            if let Some(found) = search.record_answer(answer) {
                 break found;
             }
         };
