@@ -153,7 +153,7 @@ unsafe impl Engine for EngineTable {
         self::value("put", |there, bytes| call!(self.put(key.as_ptr(), from, value.len(), there, bytes)))
     }
 
-    fn look(&self, key: &str) -> Result<Option<Vec<u8>>, Failed> {
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>, Failed> {
         let key = self::key(key)?;
         let value = value("look", |there, bytes| call!(self.look(key.as_ptr(), there, bytes)))?;
         Ok((!value.is_empty()).then_some(value))

@@ -84,7 +84,7 @@ pub unsafe trait Engine: Send + Sync + 'static {
     fn put(&self, key: &str, value: &[u8]) -> Result<Vec<u8>, Failed>;
 
     /// The value of a key, if it exists; does not wait.
-    fn look(&self, key: &str) -> Result<Option<Vec<u8>>, Failed>;
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>, Failed>;
 
     /// Waits without a time limit until a key exists; fails when the store is gone.
     fn wait_for(&self, key: &str) -> Result<(), Failed>;

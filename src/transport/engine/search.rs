@@ -209,7 +209,7 @@ impl<E: Engine> EngineGroup<E> {
     pub(super) fn open(&self) -> Result<Option<Verdict>, Failed> {
         self.engine.open()?;
         self.engine.put(&format!("here/{}", self.rank), THERE)?;
-        match self.engine.look("verdict")? {
+        match self.engine.get("verdict")? {
             Some(verdict) => read(Verdict::read(&verdict)).map(Some),
             None => Ok(None),
         }
@@ -287,10 +287,10 @@ impl<E: Engine> EngineGroup<E> {
     }
 
     fn find(&self) -> Result<Verdict, Failed> {
-        if self.engine.look("verdict")?.is_some() {
+        if self.engine.get("verdict")?.is_some() {
             return Ok(Verdict::default()); // which is not the first
         }
-        let asker = self.engine.look("asker")?.unwrap_or_default();
+        let asker = self.engine.get("asker")?.unwrap_or_default();
         let rank = || str::from_utf8(&asker).ok()?.parse().ok().filter(|&rank| rank < self.world);
         let asker = if asker == JOINING { Asker::Joining } else { Asker::Rank(read(rank())?) };
         verdict::find(asker, self.world, self.deadline, self)
@@ -330,18 +330,18 @@ impl<E: Engine> EngineGroup<E> {
 /// The ranks are asked through the store.
 impl<E: Engine> Ranks for EngineGroup<E> {
     fn came(&self, rank: usize) -> Result<bool, Failed> {
-        Ok(self.engine.look(&format!("here/{rank}"))?.is_some())
+        Ok(self.engine.get(&format!("here/{rank}"))?.is_some())
     }
 
     fn answer(&self, rank: usize) -> Result<Option<Said>, Failed> {
         let (key, end) = (format!("says/{rank}"), self.pulse.time() + self.grace());
         while !self.state().left {
             let over = self.pulse.time() > end; // and one more look
-            if let Some(said) = self.engine.look(&key)? {
+            if let Some(said) = self.engine.get(&key)? {
                 return read(Said::read(&said)).map(Some);
             }
             // Another rank has found the verdict.
-            if over || self.engine.look("verdict")?.is_some() {
+            if over || self.engine.get("verdict")?.is_some() {
                 break;
             }
             thread::sleep(Duration::from_millis(10));

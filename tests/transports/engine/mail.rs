@@ -221,7 +221,7 @@ unsafe impl Engine for Mail {
         self.changed(there)
     }
 
-    fn look(&self, key: &str) -> Result<Option<Vec<u8>>, Failed> {
+    fn get(&self, key: &str) -> Result<Option<Vec<u8>>, Failed> {
         self.store(|state| Some(state.keys.get(key).cloned()))
     }
 
