@@ -284,7 +284,7 @@ impl<E: Engine> Transport for EngineTransport<E> {
 
     fn poll(&self) -> Result<()> {
         // Never waits: a failure is reported once the ranks know which of them is at fault.
-        if self.group.has_failed() && !self.group.is_asking() {
+        if self.group.has_failed() && !self.group.is_searching() {
             return Err(self.failed_before(Label::new("poll", 0)));
         }
         Ok(())

@@ -150,14 +150,14 @@ impl<E: Engine> EngineGroup<E> {
 
     /// For a group that has failed: whether the search for the rank at fault is not over. Without a listening thread
     /// there is none.
-    pub(super) fn is_asking(&self) -> bool {
+    pub(super) fn is_searching(&self) -> bool {
         let state = self.state();
         state.listening && !state.known
     }
 
     /// The verdict. Waits for it while a search runs.
     pub(super) fn settled(&self) -> Option<Verdict> {
-        if self.is_asking() {
+        if self.is_searching() {
             self.wait_until_known();
         }
         self.state().verdict.clone()
@@ -300,7 +300,7 @@ impl<E: Engine> EngineGroup<E> {
     /// made. `found`: the verdict that this rank already has.
     pub(super) fn ask(self: &Arc<Self>, joining: bool, found: Option<Verdict>) -> Verdict {
         let asked = found.clone();
-        if self.is_asking() && self.spawn("cpattn question", move |group| _ = group.question(joining, asked)) {
+        if self.is_searching() && self.spawn("cpattn question", move |group| _ = group.question(joining, asked)) {
             self.wait_until_known();
         }
         let verdict = self.state().verdict.clone();

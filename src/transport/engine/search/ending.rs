@@ -85,7 +85,7 @@ impl<E: Engine> EngineGroup<E> {
             state.failed.get_or_insert_with(|| "this rank has left it".into());
         }
         self.pulse.close();
-        if self.is_asking() {
+        if self.is_searching() {
             self.spawn("cpattn leaving", |group| {
                 // Without the store no other rank can ask either.
                 let _ = group.say();
