@@ -211,7 +211,7 @@ impl<E: Engine> EngineTransport<E> {
     fn failed_by_itself(&self, label: Label, failed: &Failed) -> Error {
         let what = format!("failed by itself ({})", failed.text);
         self.group.end(&what);
-        let verdict = self.group.settled().unwrap_or_else(|| Verdict::of(self.group.rank, &what));
+        let verdict = self.group.wait_for_verdict().unwrap_or_else(|| Verdict::of(self.group.rank, &what));
         self.error(label, "", Some(&verdict), None)
     }
 
@@ -224,7 +224,7 @@ impl<E: Engine> EngineTransport<E> {
 
     /// The error of a call after the group has failed. Waits for the end of the search for the rank at fault.
     fn failed_before(&self, label: Label) -> Error {
-        let verdict = self.group.settled();
+        let verdict = self.group.wait_for_verdict();
         let what = format!("the group failed before: {}", self.group.failed());
         self.error(label, &what, verdict.as_ref(), None)
     }

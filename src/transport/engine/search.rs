@@ -156,7 +156,7 @@ impl<E: Engine> EngineGroup<E> {
     }
 
     /// The verdict. Waits for it while a search runs.
-    pub(super) fn settled(&self) -> Option<Verdict> {
+    pub(super) fn wait_for_verdict(&self) -> Option<Verdict> {
         if self.is_searching() {
             self.wait_until_known();
         }
