@@ -248,7 +248,7 @@ impl<E: Engine> EngineGroup<E> {
     fn answer_when_asked(&self) {
         let outcome = self.engine.wait_for(&format!("ask/{}", self.rank)).and_then(|()| {
             if !self.state().left {
-                self.say()?;
+                self.publish_state()?;
                 self.set_failed("another rank ended it");
                 self.engine.close();
                 let found = self.find()?;
@@ -273,7 +273,7 @@ impl<E: Engine> EngineGroup<E> {
         Ok(())
     }
 
-    fn say(&self) -> Result<(), Failed> {
+    fn publish_state(&self) -> Result<(), Failed> {
         let now = self.pulse.time();
         let said = {
             let state = self.state();

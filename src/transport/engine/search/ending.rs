@@ -50,8 +50,10 @@ impl<E: Engine> EngineGroup<E> {
             self.spawn("cpattn question", move |group| {
                 let _ending = ending;
                 // A rank that the store does not reach cannot be notified.
-                let _ =
-                    group.say().and_then(|()| group.question(false, None)).and_then(|()| group.wait_until_all_know());
+                let _ = group
+                    .publish_state()
+                    .and_then(|()| group.question(false, None))
+                    .and_then(|()| group.wait_until_all_know());
             });
         }
         ended
@@ -88,7 +90,7 @@ impl<E: Engine> EngineGroup<E> {
         if self.is_searching() {
             self.spawn("cpattn leaving", |group| {
                 // Without the store no other rank can ask either.
-                let _ = group.say();
+                let _ = group.publish_state();
                 let _ = group.engine.put(&format!("ask/{}", group.rank), THERE);
             });
         }
