@@ -128,7 +128,7 @@ impl<E: Engine> EngineTransport<E> {
             Some(Err(failed)) if failed.own => return Err(self.failed_by_itself(MAKING, &failed)),
             outcome => outcome.and_then(Result::err),
         };
-        let verdict = group.ask(true, None);
+        let verdict = group.start_search(true, None);
         group.set_wait(None);
         Err(self.failed(after("not all ranks made their transport"), &verdict, failed.as_ref()))
     }
@@ -184,7 +184,7 @@ impl<E: Engine> EngineTransport<E> {
             }
             Err(Stop::Differs(verdict)) => {
                 group.set_failed(&verdict.text);
-                let verdict = self.group.ask(false, Some(verdict));
+                let verdict = self.group.start_search(false, Some(verdict));
                 group.engine.close();
                 self.error(label, "", Some(&verdict), None)
             }
@@ -199,7 +199,7 @@ impl<E: Engine> EngineTransport<E> {
                     );
                     group.set_failed(&format!("{}, step {}: {text}", label.operation, label.step));
                     group.engine.close();
-                    let verdict = self.group.ask(false, None);
+                    let verdict = self.group.start_search(false, None);
                     self.error(label, &text, Some(&verdict), Some(&failed))
                 }
             },

@@ -298,7 +298,7 @@ impl<E: Engine> EngineGroup<E> {
 
     /// The verdict of the search for the rank at fault, after a failure on this rank. `joining`: the group was being
     /// made. `found`: the verdict that this rank already has.
-    pub(super) fn ask(self: &Arc<Self>, joining: bool, found: Option<Verdict>) -> Verdict {
+    pub(super) fn start_search(self: &Arc<Self>, joining: bool, found: Option<Verdict>) -> Verdict {
         let asked = found.clone();
         if self.is_searching() && self.spawn("cpattn question", move |group| _ = group.question(joining, asked)) {
             self.wait_until_known();
