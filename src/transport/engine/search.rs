@@ -300,7 +300,7 @@ impl<E: Engine> EngineGroup<E> {
     /// made. `found`: the verdict that this rank already has.
     pub(super) fn start_search(self: &Arc<Self>, joining: bool, found: Option<Verdict>) -> Verdict {
         let asked = found.clone();
-        if self.is_searching() && self.spawn("cpattn question", move |group| _ = group.question(joining, asked)) {
+        if self.is_searching() && self.spawn("cpattn question", move |group| _ = group.write_query(joining, asked)) {
             self.wait_until_known();
         }
         let verdict = self.state().verdict.clone();
@@ -313,7 +313,7 @@ impl<E: Engine> EngineGroup<E> {
     }
 
     /// Writes the question to all ranks, after the verdict if this rank has `found` one.
-    fn question(&self, joining: bool, found: Option<Verdict>) -> Result<(), Failed> {
+    fn write_query(&self, joining: bool, found: Option<Verdict>) -> Result<(), Failed> {
         if let Some(found) = found {
             self.agree_on(&found)?;
         }

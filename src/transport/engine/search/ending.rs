@@ -52,7 +52,7 @@ impl<E: Engine> EngineGroup<E> {
                 // A rank that the store does not reach cannot be notified.
                 let _ = group
                     .publish_state()
-                    .and_then(|()| group.question(false, None))
+                    .and_then(|()| group.write_query(false, None))
                     .and_then(|()| group.wait_until_all_know());
             });
         }
