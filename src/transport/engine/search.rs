@@ -237,7 +237,7 @@ impl<E: Engine> EngineGroup<E> {
     pub(super) fn listen(self: &Arc<Self>) {
         if self.world > 1 {
             self.state().listening = true;
-            if self.spawn("cpattn listener", |group| group.answer_when_asked()) {
+            if self.spawn("cpattn listener", |group| group.answer_query()) {
                 self.pulse.start();
             } else {
                 self.state().listening = false;
@@ -245,7 +245,7 @@ impl<E: Engine> EngineGroup<E> {
         }
     }
 
-    fn answer_when_asked(&self) {
+    fn answer_query(&self) {
         let outcome = self.engine.wait_for(&format!("ask/{}", self.rank)).and_then(|()| {
             if !self.state().left {
                 self.publish_state()?;
