@@ -27,7 +27,7 @@ use std::{
 use super::{
     contract::{Engine, Failed},
     pulse::{Pulse, detached},
-    verdict::{self, Asker, Ranks, Said, Verdict, read},
+    verdict::{self, Asker, RankState, Ranks, Verdict, read},
     waits::Wait,
 };
 use crate::transport::fault::grace;
@@ -277,7 +277,7 @@ impl<E: Engine> EngineGroup<E> {
         let now = self.pulse.time();
         let said = {
             let state = self.state();
-            Said {
+            RankState {
                 ended: state.ended.clone(),
                 wait: state.wait.map(|wait| wait.said()),
                 time: now - state.since.min(now),
@@ -333,12 +333,12 @@ impl<E: Engine> Ranks for EngineGroup<E> {
         Ok(self.engine.get(&format!("here/{rank}"))?.is_some())
     }
 
-    fn answer(&self, rank: usize) -> Result<Option<Said>, Failed> {
+    fn answer(&self, rank: usize) -> Result<Option<RankState>, Failed> {
         let (key, end) = (format!("says/{rank}"), self.pulse.time() + self.grace());
         while !self.state().left {
             let over = self.pulse.time() > end; // and one more look
             if let Some(said) = self.engine.get(&key)? {
-                return read(Said::read(&said)).map(Some);
+                return read(RankState::read(&said)).map(Some);
             }
             // Another rank has found the verdict.
             if over || self.engine.get("verdict")?.is_some() {

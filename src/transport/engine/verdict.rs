@@ -32,12 +32,12 @@ pub(super) trait Ranks {
     fn came(&self, rank: usize) -> Result<bool, Failed>;
 
     /// The rank's answer; none if it does not answer in time.
-    fn answer(&self, rank: usize) -> Result<Option<Said>, Failed>;
+    fn answer(&self, rank: usize) -> Result<Option<RankState>, Failed>;
 }
 
 /// The answer of a rank.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Said {
+pub(super) struct RankState {
     /// Why it has ended, if it has.
     pub(super) ended: Option<String>,
     pub(super) wait: Option<SaidWait>,
@@ -97,7 +97,7 @@ impl Verdict {
     }
 }
 
-impl Said {
+impl RankState {
     pub(super) fn write(&self) -> Vec<u8> {
         let wait = self.wait.clone().unwrap_or_default();
         lines([
@@ -157,9 +157,9 @@ pub(super) fn find(asker: Asker, world: usize, deadline: Duration, ranks: &dyn R
         let at = search.current_rank();
         let answer = match ranks.answer(at)? {
             None => Answer::Silent,
-            Some(Said { ended: Some(ended), .. }) => break Verdict::of(at, &ended),
-            Some(Said { wait: None, time, .. }) => Answer::Idle(time),
-            Some(Said { wait: Some(wait), time, .. }) => {
+            Some(RankState { ended: Some(ended), .. }) => break Verdict::of(at, &ended),
+            Some(RankState { wait: None, time, .. }) => Answer::Idle(time),
+            Some(RankState { wait: Some(wait), time, .. }) => {
                 let SaidWait { call, doing, peer, bytes, run } = wait;
                 let Some(peer) = peer else {
                     chain.push(format!("rank {at} was {call}"));

@@ -7,7 +7,7 @@ const DEADLINE: Duration = Duration::from_secs(2);
 /// What each rank says; one that is not there gives no answer. `absent` never came.
 #[derive(Default)]
 struct Told {
-    said: BTreeMap<usize, Said>,
+    said: BTreeMap<usize, RankState>,
     absent: Vec<usize>,
 }
 
@@ -16,30 +16,30 @@ impl Ranks for Told {
         Ok(!self.absent.contains(&rank))
     }
 
-    fn answer(&self, rank: usize) -> Result<Option<Said>, Failed> {
+    fn answer(&self, rank: usize) -> Result<Option<RankState>, Failed> {
         Ok(self.said.get(&rank).cloned())
     }
 }
 
-fn waits(peer: usize, seconds: f64, call: &str, run: &str) -> Said {
+fn waits(peer: usize, seconds: f64, call: &str, run: &str) -> RankState {
     let wait = SaidWait { call: call.into(), doing: "receiving".into(), peer: Some(peer), bytes: 16, run: run.into() };
-    Said { ended: None, wait: Some(wait), time: Duration::from_secs_f64(seconds) }
+    RankState { ended: None, wait: Some(wait), time: Duration::from_secs_f64(seconds) }
 }
 
-fn ring(peer: usize, seconds: f64) -> Said {
+fn ring(peer: usize, seconds: f64) -> RankState {
     waits(peer, seconds, "ring, step 3", "no plan")
 }
 
-fn idle(seconds: f64) -> Said {
-    Said { time: Duration::from_secs_f64(seconds), ..Said::default() }
+fn idle(seconds: f64) -> RankState {
+    RankState { time: Duration::from_secs_f64(seconds), ..RankState::default() }
 }
 
-fn joining(seconds: f64) -> Said {
+fn joining(seconds: f64) -> RankState {
     let wait = SaidWait { call: "making the transport".into(), doing: "connecting".into(), ..SaidWait::default() };
-    Said { wait: Some(wait), ..idle(seconds) }
+    RankState { wait: Some(wait), ..idle(seconds) }
 }
 
-fn found(asker: Asker, world: usize, said: impl IntoIterator<Item = (usize, Said)>, absent: &[usize]) -> Verdict {
+fn found(asker: Asker, world: usize, said: impl IntoIterator<Item = (usize, RankState)>, absent: &[usize]) -> Verdict {
     let told = Told { said: said.into_iter().collect(), absent: absent.to_vec() };
     find(asker, world, DEADLINE, &told).unwrap()
 }
@@ -59,7 +59,7 @@ fn the_end_of_a_chain_is_at_fault_and_not_those_who_wait() {
         "rank 3 gives no answer: it was killed, is stopped, or is cut off; rank 0 waited for rank 1 ",
     );
     assert!(silent.text.ends_with("; rank 2 waited for rank 3 (ring, step 3: receiving 16 bytes)"), "{silent:?}");
-    let left = Said { ended: Some("has left the group".into()), ..Said::default() };
+    let left = RankState { ended: Some("has left the group".into()), ..RankState::default() };
     names(
         &found(Asker::Rank(1), 4, chain().into_iter().chain([(3, left)]), &[]),
         Some(3),
@@ -140,12 +140,13 @@ fn long_chains_are_shortened() {
 
 #[test]
 fn what_is_written_is_read() {
-    for said in [idle(0.25), ring(3, 1.5), joining(2.0), Said { ended: Some("failed\nby itself".into()), ..idle(0.0) }]
+    for said in
+        [idle(0.25), ring(3, 1.5), joining(2.0), RankState { ended: Some("failed\nby itself".into()), ..idle(0.0) }]
     {
-        let read = Said::read(&said.write()).unwrap();
+        let read = RankState::read(&said.write()).unwrap();
         assert_eq!(
-            Said { ended: read.ended.map(|e| e.replace(' ', "\n")).filter(|_| said.ended.is_none()), ..read },
-            Said { ended: None, ..said }
+            RankState { ended: read.ended.map(|e| e.replace(' ', "\n")).filter(|_| said.ended.is_none()), ..read },
+            RankState { ended: None, ..said }
         );
     }
     for verdict in [
@@ -154,10 +155,10 @@ fn what_is_written_is_read() {
     ] {
         assert_eq!(Verdict::read(&verdict.write()), Some(verdict));
     }
-    let long = Said { ended: Some("é".repeat(10_000)), ..Said::default() };
-    assert!(long.write().len() <= LONGEST_VALUE && Said::read(&long.write()).is_some());
+    let long = RankState { ended: Some("é".repeat(10_000)), ..RankState::default() };
+    assert!(long.write().len() <= LONGEST_VALUE && RankState::read(&long.write()).is_some());
     for wrong in [&b""[..], b"1\n2", b"\xff", b"x\n\n\n", b"\n\n\n\n\n\n\n\n\n"] {
-        assert_eq!((Verdict::read(wrong), Said::read(wrong)), (None, None));
+        assert_eq!((Verdict::read(wrong), RankState::read(wrong)), (None, None));
     }
     let no_lines = vec![b'\n'; 3];
     assert_eq!(Verdict::read(&no_lines), Some(Verdict::default()));
