@@ -40,14 +40,14 @@ pub(super) trait Ranks {
 pub(super) struct RankState {
     /// Why it has ended, if it has.
     pub(super) ended: Option<String>,
-    pub(super) wait: Option<SaidWait>,
+    pub(super) wait: Option<WaitState>,
     /// How long it has been waiting, or idle.
     pub(super) time: Duration,
 }
 
 /// The wait and the run of a rank, in words.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct SaidWait {
+pub(super) struct WaitState {
     pub(super) call: String,
     pub(super) doing: String,
     /// None while the group is being made: it waits for no rank in particular.
@@ -115,7 +115,7 @@ impl RankState {
     pub(super) fn read(bytes: &[u8]) -> Option<Self> {
         let [ended, ms, waits, call, doing, peer, count, run] = fields(bytes)?;
         let [call, doing, run] = [call, doing, run].map(String::from);
-        let wait = SaidWait { call, doing, peer: optional(peer)?, bytes: count.parse().ok()?, run };
+        let wait = WaitState { call, doing, peer: optional(peer)?, bytes: count.parse().ok()?, run };
         Some(Self {
             ended: (!ended.is_empty()).then(|| ended.into()),
             wait: (waits == "1").then_some(wait),
@@ -160,7 +160,7 @@ pub(super) fn find(asker: Asker, world: usize, deadline: Duration, ranks: &dyn R
             Some(RankState { ended: Some(ended), .. }) => break Verdict::of(at, &ended),
             Some(RankState { wait: None, time, .. }) => Answer::Idle(time),
             Some(RankState { wait: Some(wait), time, .. }) => {
-                let SaidWait { call, doing, peer, bytes, run } = wait;
+                let WaitState { call, doing, peer, bytes, run } = wait;
                 let Some(peer) = peer else {
                     chain.push(format!("rank {at} was {call}"));
                     break find_joining(world, deadline, ranks)?;

@@ -6,7 +6,7 @@ use std::{
     string::{String, ToString},
 };
 
-use super::{super::Label, contract::MessageDirection, packets::running, verdict::SaidWait};
+use super::{super::Label, contract::MessageDirection, packets::running, verdict::WaitState};
 
 pub(super) const MAKING: Label = Label::new("making the transport", 0);
 
@@ -22,14 +22,14 @@ pub(super) struct Wait {
 impl Wait {
     pub(super) const MEETING: Self = Self { label: MAKING, of: None, bytes: 0 };
 
-    pub(super) fn said(&self) -> SaidWait {
+    pub(super) fn said(&self) -> WaitState {
         let Label { operation, step, run } = self.label;
         let (call, doing) = match self.of {
             None => (operation.to_string(), "connecting"),
             Some((way, _)) => (format!("{operation}, step {step}"), doing(way)),
         };
         let peer = self.of.map(|(_, peer)| peer);
-        SaidWait { call, doing: doing.to_string(), peer, bytes: self.bytes as u64, run: running(run) }
+        WaitState { call, doing: doing.to_string(), peer, bytes: self.bytes as u64, run: running(run) }
     }
 
     /// The text of an error if it fails.

@@ -22,7 +22,7 @@ impl Ranks for Told {
 }
 
 fn waits(peer: usize, seconds: f64, call: &str, run: &str) -> RankState {
-    let wait = SaidWait { call: call.into(), doing: "receiving".into(), peer: Some(peer), bytes: 16, run: run.into() };
+    let wait = WaitState { call: call.into(), doing: "receiving".into(), peer: Some(peer), bytes: 16, run: run.into() };
     RankState { ended: None, wait: Some(wait), time: Duration::from_secs_f64(seconds) }
 }
 
@@ -35,7 +35,7 @@ fn idle(seconds: f64) -> RankState {
 }
 
 fn joining(seconds: f64) -> RankState {
-    let wait = SaidWait { call: "making the transport".into(), doing: "connecting".into(), ..SaidWait::default() };
+    let wait = WaitState { call: "making the transport".into(), doing: "connecting".into(), ..WaitState::default() };
     RankState { wait: Some(wait), ..idle(seconds) }
 }
 
