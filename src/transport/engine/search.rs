@@ -27,7 +27,7 @@ use std::{
 use super::{
     contract::{Engine, Failed},
     pulse::{Pulse, detached},
-    verdict::{self, Asker, RankState, Ranks, Verdict, read},
+    verdict::{self, RankState, Ranks, SearchOrigin, Verdict, read},
     waits::Wait,
 };
 use crate::transport::fault::grace;
@@ -292,7 +292,7 @@ impl<E: Engine> EngineGroup<E> {
         }
         let asker = self.engine.get("asker")?.unwrap_or_default();
         let rank = || str::from_utf8(&asker).ok()?.parse().ok().filter(|&rank| rank < self.world);
-        let asker = if asker == JOINING { Asker::Joining } else { Asker::Rank(read(rank())?) };
+        let asker = if asker == JOINING { SearchOrigin::Joining } else { SearchOrigin::Rank(read(rank())?) };
         verdict::find(asker, self.world, self.deadline, self)
     }
 

@@ -58,7 +58,7 @@ pub(super) struct WaitState {
 
 /// The rank that asks. `Joining`: it was making its transport, when no rank waits for one other rank in particular.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Asker {
+pub(super) enum SearchOrigin {
     Rank(usize),
     Joining,
 }
@@ -150,8 +150,13 @@ fn fields<const N: usize>(bytes: &[u8]) -> Option<[&str; N]> {
 }
 
 /// The verdict of all ranks' answers. `deadline` is that of each of them.
-pub(super) fn find(asker: Asker, world: usize, deadline: Duration, ranks: &dyn Ranks) -> Result<Verdict, Failed> {
-    let Asker::Rank(asker) = asker else { return find_joining(world, deadline, ranks) };
+pub(super) fn find(
+    asker: SearchOrigin,
+    world: usize,
+    deadline: Duration,
+    ranks: &dyn Ranks,
+) -> Result<Verdict, Failed> {
+    let SearchOrigin::Rank(asker) = asker else { return find_joining(world, deadline, ranks) };
     let (mut chain, mut search) = (Vec::new(), Search::new(asker, deadline));
     let end = loop {
         let at = search.current_rank();

@@ -39,7 +39,12 @@ fn joining(seconds: f64) -> RankState {
     RankState { wait: Some(wait), ..idle(seconds) }
 }
 
-fn found(asker: Asker, world: usize, said: impl IntoIterator<Item = (usize, RankState)>, absent: &[usize]) -> Verdict {
+fn found(
+    asker: SearchOrigin,
+    world: usize,
+    said: impl IntoIterator<Item = (usize, RankState)>,
+    absent: &[usize],
+) -> Verdict {
     let told = Told { said: said.into_iter().collect(), absent: absent.to_vec() };
     find(asker, world, DEADLINE, &told).unwrap()
 }
@@ -52,7 +57,7 @@ fn names(verdict: &Verdict, peer: Option<usize>, begins: &str) {
 #[test]
 fn the_end_of_a_chain_is_at_fault_and_not_those_who_wait() {
     let chain = || [(0, ring(1, 2.0)), (1, ring(2, 1.2)), (2, ring(3, 0.4))];
-    let silent = found(Asker::Rank(0), 4, chain(), &[]);
+    let silent = found(SearchOrigin::Rank(0), 4, chain(), &[]);
     names(
         &silent,
         Some(3),
@@ -61,20 +66,20 @@ fn the_end_of_a_chain_is_at_fault_and_not_those_who_wait() {
     assert!(silent.text.ends_with("; rank 2 waited for rank 3 (ring, step 3: receiving 16 bytes)"), "{silent:?}");
     let left = RankState { ended: Some("has left the group".into()), ..RankState::default() };
     names(
-        &found(Asker::Rank(1), 4, chain().into_iter().chain([(3, left)]), &[]),
+        &found(SearchOrigin::Rank(1), 4, chain().into_iter().chain([(3, left)]), &[]),
         Some(3),
         "rank 3 has left the group; ",
     );
-    let busy = found(Asker::Rank(0), 4, chain().into_iter().chain([(3, idle(5.0))]), &[]);
+    let busy = found(SearchOrigin::Rank(0), 4, chain().into_iter().chain([(3, idle(5.0))]), &[]);
     names(&busy, Some(3), "rank 3 is in no call of the group, while others wait for it; ");
 }
 
 #[test]
 fn a_rank_that_has_just_come_is_not_blamed_by_one_that_was_stopped() {
     // Rank 1 was stopped, gave up at once, and rank 0 has been in no call for a short time.
-    let verdict = found(Asker::Rank(1), 2, [(1, ring(0, 0.2)), (0, idle(0.3))], &[]);
+    let verdict = found(SearchOrigin::Rank(1), 2, [(1, ring(0, 0.2)), (0, idle(0.3))], &[]);
     names(&verdict, Some(1), "rank 1 came late: it has waited for 0.2 s, and was in no call or stopped before; ");
-    let verdict = found(Asker::Rank(1), 2, [(1, ring(0, 2.0)), (0, idle(0.3))], &[]);
+    let verdict = found(SearchOrigin::Rank(1), 2, [(1, ring(0, 2.0)), (0, idle(0.3))], &[]);
     names(&verdict, Some(0), "rank 0 is in no call of the group");
 }
 
@@ -82,14 +87,14 @@ fn a_rank_that_has_just_come_is_not_blamed_by_one_that_was_stopped() {
 fn ranks_that_wait_for_each_other() {
     let all = |last| [(0, ring(1, 2.0)), (1, ring(2, 2.0)), (2, ring(0, last))];
     names(
-        &found(Asker::Rank(0), 3, all(2.0), &[]),
+        &found(SearchOrigin::Rank(0), 3, all(2.0), &[]),
         None,
         "which rank is at fault cannot be told: ranks wait for each other; ",
     );
-    names(&found(Asker::Rank(0), 3, all(0.9), &[]), Some(2), "rank 2 came late: it has waited for 0.9 s");
+    names(&found(SearchOrigin::Rank(0), 3, all(0.9), &[]), Some(2), "rank 2 came late: it has waited for 0.9 s");
     let differ = |time| {
         let agrees = waits(0, time, "agreement, step 0", "the forward of plan 2");
-        found(Asker::Rank(0), 2, [(0, waits(1, 2.0, "ring, step 3", "the forward of plan 1")), (1, agrees)], &[])
+        found(SearchOrigin::Rank(0), 2, [(0, waits(1, 2.0, "ring, step 3", "the forward of plan 1")), (1, agrees)], &[])
     };
     let verdict = differ(0.9);
     let text =
@@ -103,26 +108,26 @@ fn ranks_that_wait_for_each_other() {
 #[test]
 fn while_the_group_is_made() {
     let all = |last: f64| [(0, joining(3.0)), (1, joining(2.9)), (2, joining(last))];
-    names(&found(Asker::Joining, 3, all(3.0), &[1, 2]), Some(1), "ranks 1, 2 did not come");
+    names(&found(SearchOrigin::Joining, 3, all(3.0), &[1, 2]), Some(1), "ranks 1, 2 did not come");
     names(
-        &found(Asker::Joining, 12, all(3.0), &[1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        &found(SearchOrigin::Joining, 12, all(3.0), &[1, 2, 3, 4, 5, 6, 7, 8, 9]),
         Some(1),
         "ranks 1, 2, 3, 4, 5, 6, 7, 8, ... did",
     );
-    names(&found(Asker::Joining, 4, all(3.0), &[]), Some(3), "rank 3 gives no answer");
+    names(&found(SearchOrigin::Joining, 4, all(3.0), &[]), Some(3), "rank 3 gives no answer");
     names(
-        &found(Asker::Joining, 3, all(1.0), &[]),
+        &found(SearchOrigin::Joining, 3, all(1.0), &[]),
         Some(2),
         "rank 2 came late, or was stopped: it has been there for 1.0 s, ",
     );
-    let unknown = found(Asker::Joining, 3, all(2.5), &[]);
+    let unknown = found(SearchOrigin::Joining, 3, all(2.5), &[]);
     names(&unknown, None, "all ranks came, and their connections were not made: which is at fault cannot be told");
 }
 
 #[test]
 fn a_rank_that_makes_its_connections_is_not_blamed() {
     // Rank 2 has its connections and waits for rank 0, which is still at it, because of rank 1, which does not answer.
-    let verdict = found(Asker::Rank(2), 3, [(2, ring(0, 0.5)), (0, joining(0.5))], &[]);
+    let verdict = found(SearchOrigin::Rank(2), 3, [(2, ring(0, 0.5)), (0, joining(0.5))], &[]);
     names(&verdict, Some(1), "rank 1 gives no answer");
     assert!(
         verdict.text.contains("; rank 2 waited for rank 0 ")
@@ -132,7 +137,7 @@ fn a_rank_that_makes_its_connections_is_not_blamed() {
 
 #[test]
 fn long_chains_are_shortened() {
-    let verdict = found(Asker::Rank(0), 20, (0..19).map(|rank| (rank, ring(rank + 1, 2.0))), &[]);
+    let verdict = found(SearchOrigin::Rank(0), 20, (0..19).map(|rank| (rank, ring(rank + 1, 2.0))), &[]);
     assert_eq!(verdict.text.matches("waited for").count(), SHOWN);
     assert!(verdict.text.contains("; ...; rank 18 waited for rank 19 "), "{}", verdict.text);
     assert!(verdict.write().len() <= LONGEST_VALUE);
