@@ -329,7 +329,7 @@ impl<E: Engine> EngineGroup<E> {
 
 /// The ranks are asked through the store.
 impl<E: Engine> Ranks for EngineGroup<E> {
-    fn came(&self, rank: usize) -> Result<bool, Failed> {
+    fn has_opened(&self, rank: usize) -> Result<bool, Failed> {
         Ok(self.engine.get(&format!("here/{rank}"))?.is_some())
     }
 

@@ -29,7 +29,7 @@ const SHOWN: usize = 8;
 /// The ranks that can be asked.
 pub(super) trait Ranks {
     /// Whether the rank has started.
-    fn came(&self, rank: usize) -> Result<bool, Failed>;
+    fn has_opened(&self, rank: usize) -> Result<bool, Failed>;
 
     /// The rank's answer; none if it does not answer in time.
     fn answer(&self, rank: usize) -> Result<Option<RankState>, Failed>;
@@ -213,7 +213,7 @@ impl From<AtFault<String>> for Verdict {
 fn find_joining(world: usize, deadline: Duration, ranks: &dyn Ranks) -> Result<Verdict, Failed> {
     let mut missing = Vec::new();
     for rank in 0..world {
-        if !ranks.came(rank)? {
+        if !ranks.has_opened(rank)? {
             missing.push(rank);
         }
     }

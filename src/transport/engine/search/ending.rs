@@ -63,7 +63,7 @@ impl<E: Engine> EngineGroup<E> {
     pub(super) fn wait_until_all_know(&self) -> Result<(), Failed> {
         let end = self.pulse.time() + self.grace().min(ENDING);
         for rank in (0..self.world).filter(|&rank| rank != self.rank) {
-            while self.engine.get(&format!("knows/{rank}"))?.is_none() && self.came(rank)? {
+            while self.engine.get(&format!("knows/{rank}"))?.is_none() && self.has_opened(rank)? {
                 let at_fault = self.state().verdict.as_ref().is_some_and(|verdict| verdict.peer == Some(rank));
                 let gone = at_fault && self.engine.get(&format!("says/{rank}"))?.is_none();
                 if gone || self.pulse.time() > end {

@@ -12,7 +12,7 @@ struct Told {
 }
 
 impl Ranks for Told {
-    fn came(&self, rank: usize) -> Result<bool, Failed> {
+    fn has_opened(&self, rank: usize) -> Result<bool, Failed> {
         Ok(!self.absent.contains(&rank))
     }
 
