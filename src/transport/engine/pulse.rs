@@ -52,17 +52,17 @@ impl Pulse {
     fn run(&self) {
         let mut state = self.state();
         while state.running {
-            self.look(&mut state);
+            self.update(&mut state);
             state = self.over.wait_timeout(state, self.every).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// The time since the clock was made, without gaps.
     pub(super) fn time(&self) -> Duration {
-        self.look(&mut self.state())
+        self.update(&mut self.state())
     }
 
-    fn look(&self, state: &mut PulseState) -> Duration {
+    fn update(&self, state: &mut PulseState) -> Duration {
         let gap = state.clock.gap();
         if state.running {
             state.gaps += gap;
