@@ -209,14 +209,14 @@ impl Watchdog {
                 self.comm.abort();
                 continue;
             }
-            if let Some(error) = self.look() {
+            if let Some(error) = self.check() {
                 self.fail(error);
             }
         }
     }
 
     /// The failure, if there is one. NCCL's report says more than an expired deadline, so it counts first.
-    fn look(&self) -> Option<Error> {
+    fn check(&self) -> Option<Error> {
         let (late, idle) = {
             let _entered = self.cuda.context().enter().ok()?;
             let mut queue = self.queue();
