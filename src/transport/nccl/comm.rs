@@ -103,7 +103,7 @@ impl Communicator {
             api.begun("ncclCommInitRankConfig", code).map_err(|error| not_joined(error, rank, world, cuda))?;
         }
         let began = Instant::now();
-        let met = this.turn()?.wait_done("ncclCommInitRankConfig", deadline);
+        let met = this.lock_calls()?.wait_done("ncclCommInitRankConfig", deadline);
         if met.map_err(|error| not_joined(error, rank, world, cuda))? {
             return Ok(this);
         }
@@ -181,7 +181,7 @@ impl Communicator {
     ///
     /// # Errors
     /// The communicator is closed, or the driver's.
-    pub(super) fn turn(&self) -> Result<CallRight<'_>> {
+    pub(super) fn lock_calls(&self) -> Result<CallRight<'_>> {
         self.entered(self.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -242,7 +242,7 @@ impl Communicator {
     }
 
     fn finalise(&self, limit: Duration) -> Result<()> {
-        let turn = self.turn()?;
+        let turn = self.lock_calls()?;
         let handle = turn.handle();
         // SAFETY: a live communicator; this thread alone makes calls.
         self.api.begun("ncclCommFinalize", unsafe { (self.api.ncclCommFinalize)(handle) })?;

@@ -179,7 +179,7 @@ impl Nccl {
     /// # Safety
     /// As [`Transport::exchange`].
     unsafe fn enqueue(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<u64> {
-        let turn = self.watch.comm.turn()?;
+        let turn = self.watch.comm.lock_calls()?;
         let stream = self.stream.handle();
         let number = self.watch.begin(label, [sends, recvs], stream)?;
         // SAFETY: the messages' bytes are valid until the exchange is over (the contract); the stream is the
