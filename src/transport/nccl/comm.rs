@@ -186,7 +186,7 @@ impl Communicator {
     }
 
     /// As [`turn`](Self::turn), or `None` while another thread is in a call.
-    pub(super) fn turn_now(&self) -> Option<CallRight<'_>> {
+    pub(super) fn try_lock_calls(&self) -> Option<CallRight<'_>> {
         self.entered(self.free_turn()?).ok()
     }
 

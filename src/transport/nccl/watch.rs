@@ -237,7 +237,7 @@ impl Watchdog {
 
     /// An error of the communicator. A call that is under way asks for it itself.
     pub(super) fn engines_report(&self) -> Option<Error> {
-        match self.comm.turn_now()?.state() {
+        match self.comm.try_lock_calls()?.state() {
             Ok(SUCCESS | IN_PROGRESS) => None,
             Ok(code) => Some(self.about_oldest(|ms, bytes| Cause::Library { code, text: describe(code), ms, bytes })),
             Err(error) => Some(error),
