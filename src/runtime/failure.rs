@@ -53,14 +53,14 @@ impl FirstFailure {
     /// Returns the first failure, if there is one. Notifies the peers of a failure that the device recorded.
     pub(super) fn check(&self, transport: &dyn Transport) -> Result<()> {
         #[cfg(feature = "cuda")]
-        self.look(transport);
+        self.poll_transport(transport);
         let _ = transport;
         self.first.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
     /// Keeps a failure that the device recorded, unless there is an earlier one.
     #[cfg(feature = "cuda")]
-    fn look(&self, transport: &dyn Transport) {
+    fn poll_transport(&self, transport: &dyn Transport) {
         if self.first.get().is_none()
             && let Some((error, certain)) = self.device.as_ref().and_then(Weak::upgrade).and_then(|d| d.found())
         {
