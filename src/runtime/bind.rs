@@ -178,7 +178,7 @@ impl Bindings {
 }
 
 /// Refuses tensors that overlap a lent workspace of `bytes` bytes: a run would overwrite them.
-pub(super) fn apart_from(
+pub(super) fn check_disjoint_from(
     workspace: *mut u8,
     bytes: u64,
     tensors: impl IntoIterator<Item = (&'static str, RawTensor)>,

@@ -106,7 +106,7 @@ impl<M: OwnMemory> Workspace<M> {
         tensors: impl IntoIterator<Item = (&'static str, RawTensor)>,
     ) -> Result<()> {
         match self.lent {
-            Some((ptr, bytes)) if bytes > 0 => bind::apart_from(ptr, needed, tensors),
+            Some((ptr, bytes)) if bytes > 0 => bind::check_disjoint_from(ptr, needed, tensors),
             _ => Ok(()),
         }
     }
