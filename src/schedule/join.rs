@@ -77,7 +77,7 @@ fn reach(s: &Range, limits: &Band, mut each: impl FnMut(i64, i64)) {
 }
 
 /// Whether some row of `s` may be paired with some row of `v` within the limits, seen from `s`.
-pub(crate) fn meets(s: &Range, v: &Range, limits: &Band) -> bool {
+pub(crate) fn has_allowed_pair(s: &Range, v: &Range, limits: &Band) -> bool {
     let (first, last) = (v.pos, v.last());
     let mut found = false;
     reach(s, limits, |low, high| {

@@ -17,7 +17,7 @@ use crate::{
     mask::Mask,
     plan::Form,
     schedule::{
-        join::{ByDocument, Fragment, meets},
+        join::{ByDocument, Fragment, has_allowed_pair},
         sweep::Zigzag,
     },
 };
@@ -155,7 +155,7 @@ impl RingSteps {
             let mut met = false;
             for reach in self.allowed.of_rows(side, &own.range) {
                 let others = others.of(reach.document).1;
-                let meets = |r: &&Range| meets(&own.range, r, &reach.limits);
+                let meets = |r: &&Range| has_allowed_pair(&own.range, r, &reach.limits);
                 let n = if by_document { others.len() } else { others.iter().filter(meets).count() };
                 pairs += n;
                 met |= n > 0 && (!by_document || others.iter().any(|r| meets(&r)));

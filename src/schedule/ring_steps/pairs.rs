@@ -9,7 +9,7 @@ use super::{RangeScratch, RingSteps};
 use crate::{
     batch::Side,
     call::{Band, Mode, Pair, QRange, Range},
-    schedule::join::{ByDocument, meets},
+    schedule::join::{ByDocument, has_allowed_pair},
 };
 
 impl RingSteps {
@@ -75,7 +75,8 @@ impl RingSteps {
             let begin = pairs.len() as u32;
             for reach in self.allowed.of_rows(Side::Q, &own.range) {
                 let (first, keys) = keys.of(reach.document);
-                let met = keys.iter().zip(first as u32..).filter(|(k, _)| meets(&own.range, k, &reach.limits));
+                let met =
+                    keys.iter().zip(first as u32..).filter(|(k, _)| has_allowed_pair(&own.range, k, &reach.limits));
                 pairs.extend(met.map(|(_, k)| Pair { k, band: reach.part }));
             }
             let end = pairs.len() as u32;
@@ -98,7 +99,7 @@ impl RingSteps {
             for reach in self.allowed.of_rows(Side::Q, &range) {
                 let (first, keys) = keys.of(reach.document);
                 let seen = reach.limits.transposed();
-                let met = keys.iter().zip(first as u32..).filter(|(k, _)| meets(k, &range, &seen));
+                let met = keys.iter().zip(first as u32..).filter(|(k, _)| has_allowed_pair(k, &range, &seen));
                 pairs.extend(met.map(|(_, k)| Pair { k, band: reach.part }));
             }
             q.push(self.q_range(range, begin..pairs.len() as u32, mode));
