@@ -83,7 +83,14 @@ impl Builder<'_> {
 
     /// Brings `source` (this rank's rows, all heads) to the ring share's rows for the rank's own heads. `compact`: with
     /// one Ulysses rank, copy the caller's tensor too, because its strides may not be compact.
-    fn bring(&mut self, name: &'static str, source: BufferView, side: Side, heads: Heads, compact: bool) -> BufferView {
+    fn exchange_in(
+        &mut self,
+        name: &'static str,
+        source: BufferView,
+        side: Side,
+        heads: Heads,
+        compact: bool,
+    ) -> BufferView {
         let (dtype, dim) = (self.dtype_of(source), self.dim_of(source));
         let me = self.coordinates.ulysses;
         let (first, count) = self.span(heads, me);
@@ -122,19 +129,19 @@ impl Builder<'_> {
             self.push(OpKind::Delta { delta }, Lane::Compute, 0, "ulysses in", None);
             delta
         });
-        let q = self.bring("q", self.user(TensorId::Q), Side::Q, Heads::Q, pack_q);
+        let q = self.exchange_in("q", self.user(TensorId::Q), Side::Q, Heads::Q, pack_q);
         let row = row_source.map(|delta| RowSide {
-            d_o: self.bring("do", self.user(TensorId::DO), Side::Q, Heads::Q, pack_q),
-            lse: self.bring("lse", self.user(TensorId::Lse), Side::Q, Heads::Q, queries_travel),
-            delta: self.bring("delta of the share", delta, Side::Q, Heads::Q, false),
+            d_o: self.exchange_in("do", self.user(TensorId::DO), Side::Q, Heads::Q, pack_q),
+            lse: self.exchange_in("lse", self.user(TensorId::Lse), Side::Q, Heads::Q, queries_travel),
+            delta: self.exchange_in("delta of the share", delta, Side::Q, Heads::Q, false),
         });
         let (mut k, mut v) = (Vec::new(), Vec::new());
         let crossing = self.ranks_of_node < self.out.ulysses;
         let most = self.passes.iter().map(Vec::len).max().unwrap_or(0);
         for pass in 0..if crossing { 0 } else { most } {
             let brought = (
-                self.bring("k", self.user(TensorId::K), Side::K, Heads::Kv(pass), pack_k),
-                self.bring("v", self.user(TensorId::V), Side::K, Heads::Kv(pass), pack_k),
+                self.exchange_in("k", self.user(TensorId::K), Side::K, Heads::Kv(pass), pack_k),
+                self.exchange_in("v", self.user(TensorId::V), Side::K, Heads::Kv(pass), pack_k),
             );
             if brought.0.heads > 0 {
                 k.push(brought.0);
