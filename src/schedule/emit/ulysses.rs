@@ -166,7 +166,7 @@ impl Builder<'_> {
     }
 
     /// Returns rows of `held` (the ring share for the rank's own q heads) to the ranks that sent them.
-    fn give_back(&mut self, tensor: TensorId, held: BufferView) {
+    fn exchange_out(&mut self, tensor: TensorId, held: BufferView) {
         for (to, arrived) in self.exchange_all_back(tensor, held) {
             self.block(to, &[arrived]);
         }
@@ -263,8 +263,8 @@ impl Builder<'_> {
     /// o and lse to the caller.
     pub(super) fn all_to_all_out_forward(&mut self, o: BufferView, lse: BufferView) {
         let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
-        self.give_back(TensorId::O, o);
-        self.give_back(TensorId::Lse, lse);
+        self.exchange_out(TensorId::O, o);
+        self.exchange_out(TensorId::Lse, lse);
         let arrived = self.push_messages(messages, "ulysses out", self.last().compute);
         self.push_blocks(blocks, "ulysses out", arrived);
     }
@@ -308,7 +308,7 @@ impl Builder<'_> {
             self.push_blocks(blocks, "ulysses out", arrived.or(last.communication));
             return;
         }
-        self.give_back(TensorId::Dq, dq_out);
+        self.exchange_out(TensorId::Dq, dq_out);
         self.give_back_keys(TensorId::Dk, dkv.0, dk_wire, per_q_head);
         self.give_back_keys(TensorId::Dv, dkv.1, dv_wire, per_q_head);
         let arrived = self.push_messages(messages, "ulysses out", cast.or(last.compute));
