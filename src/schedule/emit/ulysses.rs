@@ -210,7 +210,7 @@ impl Builder<'_> {
 
     /// Returns gradients of k or v: `held` has the rank's own kv heads, or one partial for each of its q heads. `wire`,
     /// if any, is `held` in the type that is sent.
-    fn give_back_keys(&mut self, tensor: TensorId, held: BufferView, wire: Option<BufferView>, per_q_head: bool) {
+    fn exchange_keys_out(&mut self, tensor: TensorId, held: BufferView, wire: Option<BufferView>, per_q_head: bool) {
         let user = self.user(tensor);
         if held.buf == user.buf {
             return;
@@ -309,8 +309,8 @@ impl Builder<'_> {
             return;
         }
         self.exchange_out(TensorId::Dq, dq_out);
-        self.give_back_keys(TensorId::Dk, dkv.0, dk_wire, per_q_head);
-        self.give_back_keys(TensorId::Dv, dkv.1, dv_wire, per_q_head);
+        self.exchange_keys_out(TensorId::Dk, dkv.0, dk_wire, per_q_head);
+        self.exchange_keys_out(TensorId::Dv, dkv.1, dv_wire, per_q_head);
         let arrived = self.push_messages(messages, "ulysses out", cast.or(last.compute));
         self.push_blocks(blocks, "ulysses out", arrived.or(last.communication));
     }
