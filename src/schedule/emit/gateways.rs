@@ -87,7 +87,7 @@ impl Builder<'_> {
     }
 
     /// The first exchange of the rank's own rows of a tensor of k's side; `source` has all heads of these rows.
-    pub(super) fn bring_over_nodes(&mut self, name: &'static str, source: BufferView) -> Crossing {
+    pub(super) fn exchange_in_over_nodes(&mut self, name: &'static str, source: BufferView) -> Crossing {
         let (dtype, dim, me) = (self.dtype_of(source), self.dim_of(source), self.coordinates.ulysses);
         let (node, (off, rows)) = (self.node_place().0, self.part(Side::K, me));
         let spans = self.kv_spans(me);

@@ -150,7 +150,7 @@ impl Builder<'_> {
         }
         let crossed = crossing.then(|| {
             [("k", TensorId::K), ("v", TensorId::V)]
-                .map(|(name, tensor)| self.bring_over_nodes(name, self.user(tensor)))
+                .map(|(name, tensor)| self.exchange_in_over_nodes(name, self.user(tensor)))
         });
         self.push_blocks(blocks, "ulysses in", None);
         let mut compute = self.last().compute;
