@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Marks the inputs of a rank on the way back as its part of a sum.
-pub(super) fn bring(p: &mut Prover, all_to_all: AllToAll) {
+pub(super) fn set_inputs(p: &mut Prover, all_to_all: AllToAll) {
     if all_to_all.direction == AllToAllDirection::ToHeads {
         return;
     }

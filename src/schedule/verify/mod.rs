@@ -156,7 +156,7 @@ impl Proof<'_> {
         let memories = ranks.iter().map(|rank| memory(rank.frame())).collect();
         let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows);
         match purpose {
-            Purpose::AllToAll(all_to_all) => all_to_all::bring(&mut prover, all_to_all),
+            Purpose::AllToAll(all_to_all) => all_to_all::set_inputs(&mut prover, all_to_all),
             Purpose::Combine(_) => combine::bring(&mut prover),
             Purpose::Attention(_) => {}
         }
