@@ -59,7 +59,7 @@ pub(super) fn form(tensor: TensorId, s: &Schedule, plan: &Plan, combine: Combine
 }
 
 /// Marks the partial results of each rank as that rank's.
-pub(super) fn bring(p: &mut Prover) {
+pub(super) fn set_inputs(p: &mut Prover) {
     let tokens = p.plan.problem().batch().tokens(Side::Q);
     for r in 0..p.ranks.len() {
         let own = p.plan.heads_of(p.ranks[r].rank()).q;

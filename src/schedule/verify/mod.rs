@@ -157,7 +157,7 @@ impl Proof<'_> {
         let mut prover = execute::Prover::new(plan, ranks, memories, whole_rows);
         match purpose {
             Purpose::AllToAll(all_to_all) => all_to_all::set_inputs(&mut prover, all_to_all),
-            Purpose::Combine(_) => combine::bring(&mut prover),
+            Purpose::Combine(_) => combine::set_inputs(&mut prover),
             Purpose::Attention(_) => {}
         }
         if !matches!(purpose, Purpose::Attention(_)) {
