@@ -13,7 +13,7 @@ use super::{
 use cpattn::transport::mpi::Mpi;
 use cpattn::{Error, Result};
 
-fn given_comm(comm: *const c_void) -> Result<()> {
+fn check_comm(comm: *const c_void) -> Result<()> {
     if comm.is_null() {
         return Err(Error::invalid("comm", "NULL", "the address of an MPI_Comm"));
     }
@@ -27,7 +27,7 @@ pub unsafe extern "C" fn cpattn_mpi_group(
     boundary!({
         let deadline = deadline(deadline_ms)?;
         let out = given!(result("transport", transport));
-        given_comm(comm)?;
+        check_comm(comm)?;
         with_feature!("mpi", cpattn_mpi_group, (deadline, out), {
             // SAFETY: the header's promise that this is the address of a communicator, of the MPI of this build.
             let end = unsafe { Mpi::from_raw(core::ptr::read(comm.cast()), deadline) }?;
@@ -40,7 +40,7 @@ pub unsafe extern "C" fn cpattn_mpi_group(
 pub unsafe extern "C" fn cpattn_mpi_ranks_per_node(comm: *const c_void, ranks_per_node: *mut u32) -> i32 {
     boundary!({
         let out = given!(result("ranks_per_node", ranks_per_node));
-        given_comm(comm)?;
+        check_comm(comm)?;
         with_feature!("mpi", cpattn_mpi_ranks_per_node, (out), {
             // SAFETY: the header's promise that this is the address of a communicator, of the MPI of this build.
             let ranks = unsafe { Mpi::ranks_per_node_of_raw(core::ptr::read(comm.cast())) }?;
