@@ -51,7 +51,7 @@ pub unsafe extern "C" fn cpattn_plan_positions(
 }
 
 /// Refuses a shift without an element for rows that have no source.
-pub(super) fn given_fill(fill: *const c_void) -> Result<()> {
+pub(super) fn check_fill(fill: *const c_void) -> Result<()> {
     if fill.is_null() {
         return Err(Error::invalid("fill", "NULL", "the address of one element"));
     }
@@ -243,7 +243,7 @@ pub unsafe extern "C" fn cpattn_plan_shift(
     boundary!({
         let plan = given!(handle::borrow(plan));
         let rank = rank_of(plan, rank)?;
-        given_fill(fill)?;
+        check_fill(fill)?;
         let pair = given!(pair(plan, Side::Q, rank, whole, local, false));
         let Some((whole, local)) = pair else { return Ok(()) };
         let mut row = 0;

@@ -11,7 +11,7 @@ use super::{
     handle::{self, Exclusive as _},
     plan::cpattn_plan,
     rank::cpattn_rank,
-    shard::{Rows, alike, apart, given_fill},
+    shard::{Rows, alike, apart, check_fill},
 };
 use cpattn::{Side, runtime::ShiftedRows};
 
@@ -62,7 +62,7 @@ pub unsafe extern "C" fn cpattn_rank_shift(
         let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
         let mut rank = rank.claim()?;
         plan.fits_world(rank.world())?;
-        given_fill(fill)?;
+        check_fill(fill)?;
         let tokens = plan.local_tokens(Side::Q, rank.rank()).len();
         let [from, to] = given!(alike(("rows", rows, tokens), ("out", out, tokens)));
         let (rows, out) = (Rows::new("rows", &from)?, Rows::new("out", &to)?);
