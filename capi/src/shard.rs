@@ -158,7 +158,7 @@ pub(super) unsafe fn alike((a, first, rows_a): Wanted, (b, second, rows_b): Want
 }
 
 /// Refuses a written tensor whose rows share bytes or that overlaps the other tensor. Neither tensor is empty.
-pub(super) fn apart(first: (&str, &Rows), second: (&str, &Rows), written: usize) -> Result<()> {
+pub(super) fn check_disjoint(first: (&str, &Rows), second: (&str, &Rows), written: usize) -> Result<()> {
     let (name, rows) = [first, second][written];
     if !rows.is_injective() {
         let expected = "rows that share no byte: they are written";
@@ -185,7 +185,7 @@ unsafe fn pair(
         return Ok(None);
     }
     let (w, l) = (Rows::new("whole", &w)?, Rows::new("local", &l)?);
-    apart(("whole", &w), ("local", &l), usize::from(!whole_written))?;
+    check_disjoint(("whole", &w), ("local", &l), usize::from(!whole_written))?;
     Ok(Some((w, l)))
 }
 

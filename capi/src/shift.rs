@@ -11,7 +11,7 @@ use super::{
     handle::{self, Exclusive as _},
     plan::cpattn_plan,
     rank::cpattn_rank,
-    shard::{Rows, alike, apart, check_fill},
+    shard::{Rows, alike, check_disjoint, check_fill},
 };
 use cpattn::{Side, runtime::ShiftedRows};
 
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn cpattn_rank_shift(
         let [from, to] = given!(alike(("rows", rows, tokens), ("out", out, tokens)));
         let (rows, out) = (Rows::new("rows", &from)?, Rows::new("out", &to)?);
         if !from.is_empty() {
-            apart(("rows", &rows), ("out", &out), 1)?;
+            check_disjoint(("rows", &rows), ("out", &out), 1)?;
         }
         // Beside the bytes of a row, its type, dimensions and runs must be equal on all ranks.
         let (dtype, runs) = (from.dtype, if from.ndim == 3 { rows.parts as u64 } else { 1 });
