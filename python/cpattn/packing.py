@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ._check import attempt, refused
 from .errors import InvalidArgument, InvalidHandle
-from .plan import Dtype, Plan, at_least_1, checked
+from .options import Dtype, at_least_1, checked
+from .plan import Plan
 from .slices import Slice
 from .slices import checked as checked_slices
 from .slopes import Slopes

@@ -19,7 +19,8 @@ from ._check import RANGES, c_array, flag, instance, instances, one_of, refused,
 from ._interruptible import ENDING, Interruptible
 from ._library import call, status_of
 from .engine import EngineTransport
-from .plan import CombineTo, Direction, Plan, Side
+from .options import CombineTo, Direction, Side
+from .plan import Plan
 from .ring import Link
 from .tensors import Array, Given, all_given, whole_numbers
 from .trace import Event

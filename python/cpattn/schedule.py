@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from . import _header
 from ._check import one_of
 from ._library import call, status_of
-from .plan import AllToAll, CombineTo, Direction, Dtype, Plan, Side, at_least_1, dtype_of
+from .options import AllToAll, CombineTo, Direction, Dtype, Side, at_least_1, dtype_of
+from .plan import Plan
 
 
 class Tensor(enum.IntEnum):

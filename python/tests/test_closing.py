@@ -28,13 +28,15 @@ transformers.utils.logging.set_verbosity_error()
 
 
 def held() -> tuple[int, int, int]:
-    """Descriptors, threads and PyTorch's groups of this process, once those that are ending have ended."""
+    """Descriptors, threads and PyTorch's groups of this process, once those that are ending have ended, on all ranks: a rank that
+    returned alone would be in another collective than those that look again."""
     gc.collect()
     found = (0, 0, 0)
     for _ in range(50):
-        dist.barrier()
         before, found = found, (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(c10d._world.pg_names))
-        if found == before:
+        changed = torch.tensor([found != before])
+        dist.all_reduce(changed, op=dist.ReduceOp.MAX)
+        if not changed:
             break
         time.sleep(0.1)
     return found

@@ -25,7 +25,7 @@ from processes import run
 import cpattn
 import cpattn.ring
 import cpattn.torch
-from cpattn.plan import PlanOptions
+from cpattn.options import PlanOptions
 
 
 class Unknown:

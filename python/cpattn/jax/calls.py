@@ -34,7 +34,8 @@ from jax.interpreters import ad, batching, mlir
 from .._check import attempt, refused
 from ..errors import InvalidArgument, Unsupported
 from ..packing import Packing, Told, sinks_of
-from ..plan import DTYPES, Plan
+from ..options import DTYPES
+from ..plan import Plan
 from ..rank import Rank
 from ..slices import Slice
 from ..tensors import Memory

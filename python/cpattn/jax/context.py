@@ -24,7 +24,8 @@ from .._check import attempt, flag, instance, refused, whole
 from ..engine import checked_timeout
 from ..errors import InvalidArgument, Unsupported
 from ..packing import Packed, PackedContext, Packing, kind_of, numbers_of, over_all, sinks_of
-from ..plan import DTYPES, Plan, PlanOptions, Side, at_least_1, checked
+from ..options import DTYPES, PlanOptions, Side, at_least_1, checked
+from ..plan import Plan
 from ..rank import Rank, local_group, on_all
 from ..slices import Slice
 from ..slices import checked as checked_slices

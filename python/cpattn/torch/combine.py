@@ -11,7 +11,8 @@ from torch import Tensor
 from .._check import attempt, one_of, refused
 from ..errors import InvalidArgument
 from ..packing import sinks_of
-from ..plan import CombineTo, Plan
+from ..options import CombineTo
+from ..plan import Plan
 from .operators import _rows, _stream, on_device
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from torch import Tensor
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import Packed, PackedContext, Packing, kind_of, over_all, sinks_of
-from ..plan import CHOSEN, RUNS, Circulate, Dtype, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
+from ..options import CHOSEN, RUNS, Circulate, Dtype, Layout, PlanOptions, Side, at_least_1, checked, kinds_of
+from ..plan import Plan
 from ..rank import Rank
 from ..slices import Slice
 from ..slices import checked as checked_slices

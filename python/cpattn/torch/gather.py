@@ -20,7 +20,8 @@ from .._check import instances, one_of, whole
 from .._header import UNLIMITED
 from ..errors import Disagreement, InvalidArgument, PeerError
 from ..packing import Packing
-from ..plan import Plan, Side
+from ..options import Side
+from ..plan import Plan
 from .gloo import Collectives
 from .operators import on_device
 from .reads import Bands, Runs

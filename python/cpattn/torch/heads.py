@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .._check import one_of
-from ..plan import Kind, Plan, Side, at_least_1
+from ..options import Kind, Side, at_least_1
+from ..plan import Plan
 from . import operators
 from .operators import on_device
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from .._check import attempt, refused, whole
 from ..engine import EngineTransport
 from ..errors import Error, InvalidArgument
-from ..plan import ranks_per_node
+from ..options import ranks_per_node
 
 T = TypeVar("T")
 

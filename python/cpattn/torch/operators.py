@@ -28,7 +28,8 @@ except ImportError as error:
 from .._check import instance
 from ..errors import InvalidArgument, InvalidHandle, Unsupported
 from ..packing import Packing, Told
-from ..plan import Plan, Side
+from ..options import Side
+from ..plan import Plan
 from ..rank import Rank
 from ..slopes import slopes_of
 from .dropout import seed_of

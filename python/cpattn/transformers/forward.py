@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan import Side
+from ..options import Side
 from ..torch import Batch
 from ..torch.gloo import Collectives
 from .draws import Draws, seed_of_call

@@ -19,7 +19,8 @@ from torch import Tensor
 from .._check import attempt, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
-from ..plan import CHOSEN, Plan
+from ..options import CHOSEN
+from ..plan import Plan
 from ..torch import Context, GlooTransport
 from ..torch.gloo import Collectives, Members
 from .adapters import Adapters
