@@ -579,7 +579,7 @@ int32_t cpattn_transport_create(const cpattn_transport_table *table, cpattn_tran
  * each of them.
  *
  * Several threads, of the library and of the caller, call them at the same time. While one thread waits in wait_for, put
- * and look must still work on other threads, which may take a second connection to the store. If a call does not return
+ * and get must still work on other threads, which may take a second connection to the store. If a call does not return
  * (the process that holds the store is stopped), the library stops waiting for it at the deadline, and does not call
  * release. */
 #define CPATTN_ENGINE_GROUP 1
@@ -611,7 +611,7 @@ typedef struct cpattn_engine_table {
   int32_t (*put)(void *context, const char *key, const void *value, size_t bytes, void *there, size_t *there_bytes,
       char *text);
   /* Reads the value of a key without waiting for it: *there_bytes is 0 on entry and stays 0 if the key does not exist. */
-  int32_t (*look)(void *context, const char *key, void *there, size_t *there_bytes, char *text);
+  int32_t (*get)(void *context, const char *key, void *there, size_t *there_bytes, char *text);
   /* Waits without a time limit until the key exists. Fails when the store is gone. */
   int32_t (*wait_for)(void *context, const char *key, char *text);
   /* The engine is no longer used. May be NULL. */

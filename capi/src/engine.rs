@@ -23,7 +23,7 @@ pub unsafe extern "C" fn cpattn_engine_group(
     boundary!({
         let (table, out) = given!(sized("table", table), result("transport", transport));
         let deadline = deadline(deadline_ms)?;
-        functions!(table: open, connect, post, wait, close, put, look, wait_for);
+        functions!(table: open, connect, post, wait, close, put, get, wait_for);
         // Checked before the engine is taken over: a refusal must not release it.
         super::table::place(table.rank, table.world)?;
         out.write(handle::create(Any::Engine(Arc::new(EngineTransport::new(EngineTable(table), deadline)?))));

@@ -49,7 +49,7 @@ pub struct cpattn_engine_table {
             text: *mut c_char,
         ) -> i32,
     >,
-    pub look: Option<
+    pub get: Option<
         unsafe extern "C" fn(
             context: *mut c_void,
             key: *const c_char,
@@ -155,7 +155,7 @@ unsafe impl Engine for EngineTable {
 
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>, Failed> {
         let key = self::key(key)?;
-        let value = value("look", |there, bytes| call!(self.look(key.as_ptr(), there, bytes)))?;
+        let value = value("get", |there, bytes| call!(self.get(key.as_ptr(), there, bytes)))?;
         Ok((!value.is_empty()).then_some(value))
     }
 

@@ -140,7 +140,7 @@ static int32_t put(void *context, const char *key, const void *value, size_t byt
   return leave(0);
 }
 
-static int32_t look(void *context, const char *key, void *there, size_t *there_bytes, char *text) {
+static int32_t get(void *context, const char *key, void *there, size_t *there_bytes, char *text) {
   (void)text;
   enter(context);
   entry *e = find(key);
@@ -173,7 +173,7 @@ static cpattn_engine_table table_of(size_t number) {
   cpattn_engine_table table = CPATTN_ENGINE_TABLE_INIT;
   table.context = (void *)(uintptr_t)number, table.rank = (uint32_t)number, table.world = RANKS;
   table.open = open_store, table.connect = connect_all, table.post = post, table.wait = wait_moved, table.close = close_all;
-  table.put = put, table.look = look, table.wait_for = wait_for, table.release = release;
+  table.put = put, table.get = get, table.wait_for = wait_for, table.release = release;
   return table;
 }
 

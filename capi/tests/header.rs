@@ -235,7 +235,7 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_share: struct_size, replica, ring, ulysses, reserved, q_tokens, k_tokens, q_head_begin, q_head_end, kv_head_begin, kv_head_end;
     cpattn_message: peer, data, bytes;
     cpattn_transport_table: struct_size, context, rank, world, agree, exchange, poll, abort, release;
-    cpattn_engine_table: struct_size, context, rank, world, open, connect, post, wait, close, put, look, wait_for, release;
+    cpattn_engine_table: struct_size, context, rank, world, open, connect, post, wait, close, put, get, wait_for, release;
     cpattn_link: from, to, latency, bytes_per_second;
     cpattn_rank_options: struct_size, workers, device_type, device_id, sm_margin, isa, reserved;
     cpattn_forward_args: struct_size, q, k, v, sinks, o, lse, stream, max_logit, dropout_seed;

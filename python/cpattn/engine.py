@@ -67,7 +67,7 @@ class Engine(abc.ABC):
         """Writes a key unless it exists, and returns the value in the store. Values have 1 to 4096 bytes."""
 
     @abc.abstractmethod
-    def look(self, key: str) -> bytes | None:
+    def get(self, key: str) -> bytes | None:
         """The value of a key, or None."""
 
     @abc.abstractmethod
@@ -225,8 +225,8 @@ def _put(entry: _Entry, key: bytes, value: int, bytes: int, there: int, there_by
     _give(entry.engine.put(key.decode(), ctypes.string_at(value, bytes)), there, there_bytes)
 
 
-def _look(entry: _Entry, key: bytes, there: int, there_bytes: Any) -> None:
-    _give(entry.engine.look(key.decode()) or b"", there, there_bytes)
+def _get(entry: _Entry, key: bytes, there: int, there_bytes: Any) -> None:
+    _give(entry.engine.get(key.decode()) or b"", there, there_bytes)
 
 
 def _close(context: int) -> None:
@@ -247,7 +247,7 @@ _callbacks = _header.callbacks(
     wait=_guarded(_wait),
     close=_close,
     put=_guarded(_put),
-    look=_guarded(_look),
+    get=_guarded(_get),
     wait_for=_guarded(lambda entry, key: entry.engine.wait_for(key.decode())),
     release=_release,
 )

@@ -142,7 +142,7 @@ class Gloo(Engine):
         there: bytes = self._said.compare_set(key, "", value.decode())
         return there
 
-    def look(self, key: str) -> bytes | None:
+    def get(self, key: str) -> bytes | None:
         return self._said.get(key) if self._said.check([key]) else None
 
     def wait_for(self, key: str) -> None:

@@ -37,7 +37,7 @@ impl Failed {
 /// Sends and receives between the ranks of a group, and a key-value store that all of them can access.
 ///
 /// Each key of the store is written once. Values have 1 to [`LONGEST_VALUE`] bytes. Several threads
-/// call the functions at the same time; while one thread waits in [`wait_for`](Self::wait_for), `put` and `look` must
+/// call the functions at the same time; while one thread waits in [`wait_for`](Self::wait_for), `put` and `get` must
 /// still work on other threads, which may take a second connection to the store.
 ///
 /// # Safety
