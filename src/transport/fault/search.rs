@@ -53,7 +53,7 @@ impl<C: Clone + PartialEq> Search<C> {
         self.found[self.next]
     }
 
-    /// Takes the answer of the rank that is [`asked`](Self::asked). If it does not decide, another rank is asked next.
+    /// Takes the answer of the rank that is [`current_rank`](Self::current_rank). If it does not decide, another rank is asked next.
     pub(in crate::transport) fn record_answer(&mut self, answer: Answer<C>) -> Option<AtFault<C>> {
         let rank = self.current_rank();
         match answer {

@@ -139,12 +139,12 @@ impl DeadlineState {
                 (question.search, answer)
             }
         };
-        if let Some(at_fault) = search.hear(answer) {
+        if let Some(at_fault) = search.record_answer(answer) {
             return Some((at_fault, millis(waited)));
         }
         // 0 stands for no question.
         let number = questions.fetch_add(1, Ordering::Relaxed) + 1;
-        notices.send(search.asked(), Notice::Ask { from: rank, question: number });
+        notices.send(search.current_rank(), Notice::Ask { from: rank, question: number });
         self.question = Some(Question { number, at: Instant::now(), search });
         None
     }
