@@ -251,7 +251,7 @@ impl Mpi {
         let calls = rules::begin_call(self, &self.calls, label, || Some(self.group.label()))?;
         environment::usable()?;
         self.group.set_label(label);
-        match self.group.look() {
+        match self.group.check() {
             Some(failure) => Err(self.group.error(label, failure)),
             None => Ok(calls),
         }
@@ -296,7 +296,7 @@ impl Transport for Mpi {
     fn poll(&self) -> Result<()> {
         environment::usable()?;
         let label = self.group.label();
-        self.group.look().map_or(Ok(()), |failure| Err(self.group.error(label, failure)))
+        self.group.check().map_or(Ok(()), |failure| Err(self.group.error(label, failure)))
     }
 
     fn abort(&self, cause: Cause) {

@@ -90,7 +90,7 @@ impl MpiGroup {
     }
 
     /// The first failure, found here or reported by another rank.
-    pub(super) fn look(&self) -> Option<GroupFailure> {
+    pub(super) fn check(&self) -> Option<GroupFailure> {
         match self.notices.listen() {
             // The rank that failed has notified all others.
             Ok(Some(failure)) => {
@@ -121,7 +121,7 @@ impl MpiGroup {
         // Before questions are answered, so that the answer leaves out the time in which the process was stopped.
         state.runs();
         self.notices.wait_for(wait, state.since());
-        if let Some(failure) = self.look() {
+        if let Some(failure) = self.check() {
             return Err(failure);
         }
         // Its last messages may still be on their way.
