@@ -35,7 +35,7 @@ enum Departures {
 }
 
 impl LeftRank {
-    fn look(&mut self) -> Departures {
+    fn poll(&mut self) -> Departures {
         if !matches!(self.notices.listen(), Ok(None)) {
             return Departures::Abandoned;
         }
@@ -58,7 +58,7 @@ pub(super) fn leave(rank: usize, world: usize, notices: Notices, comms: [Comm; 2
         notices.send(peer, Notice::Left { from: rank });
     }
     let mut left = LeftRank { rank, notices, comms };
-    if !settles(|| left.look() != Departures::Waiting) {
+    if !settles(|| left.poll() != Departures::Waiting) {
         LEFT_RANKS.lock().unwrap_or_else(PoisonError::into_inner).push(left);
     }
     sweep();
@@ -66,5 +66,5 @@ pub(super) fn leave(rank: usize, world: usize, notices: Notices, comms: [Comm; 2
 
 /// Frees communicators of ranks that left earlier, where all others have left too. MPI has to be usable.
 pub(super) fn sweep() {
-    LEFT_RANKS.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|left| left.look() == Departures::Waiting);
+    LEFT_RANKS.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|left| left.poll() == Departures::Waiting);
 }
