@@ -155,12 +155,12 @@ impl Notices {
             std::mem::take(&mut questions.asked)
         };
         for asked in asked {
-            self.tell(asked, wait, since);
+            self.send_answer(asked, wait, since);
         }
     }
 
     /// Answers a question.
-    fn tell(&self, (from, question): Asked, wait: WaitsFor, since: Instant) {
+    fn send_answer(&self, (from, question): Asked, wait: WaitsFor, since: Instant) {
         self.send(from, Notice::Waits { question, wait, ms: millis(since.elapsed()) });
     }
 
@@ -187,7 +187,7 @@ impl Notices {
                     match questions.wait {
                         Some((wait, since)) => {
                             drop(questions);
-                            self.tell((from, question), wait, since);
+                            self.send_answer((from, question), wait, since);
                         }
                         // `poll` may find it between two calls.
                         None => questions.asked.push((from, question)),
