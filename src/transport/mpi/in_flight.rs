@@ -21,7 +21,7 @@ use super::raw::{Comm, Refused, check};
 const SETTLE: Duration = Duration::from_millis(20);
 
 /// Repeats `done` for a moment, until it returns true. Returns whether it did.
-pub(super) fn settles(mut done: impl FnMut() -> bool) -> bool {
+pub(super) fn poll_until(mut done: impl FnMut() -> bool) -> bool {
     let began = Instant::now();
     while !done() {
         if began.elapsed() > SETTLE {

@@ -12,7 +12,7 @@ use std::{
 };
 
 use super::{
-    in_flight::settles,
+    in_flight::poll_until,
     notices::{Notice, Notices},
     raw::Comm,
 };
@@ -58,7 +58,7 @@ pub(super) fn leave(rank: usize, world: usize, notices: Notices, comms: [Comm; 2
         notices.send(peer, Notice::Left { from: rank });
     }
     let mut left = LeftRank { rank, notices, comms };
-    if !settles(|| left.poll() != Departures::Waiting) {
+    if !poll_until(|| left.poll() != Departures::Waiting) {
         LEFT_RANKS.lock().unwrap_or_else(PoisonError::into_inner).push(left);
     }
     sweep();

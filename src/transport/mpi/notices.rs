@@ -18,7 +18,7 @@ use std::{
 };
 
 use super::{
-    in_flight::{MemoryInFlight, settles},
+    in_flight::{MemoryInFlight, poll_until},
     raw::{Comm, Refused},
 };
 use crate::{
@@ -225,7 +225,7 @@ impl Notices {
     pub(super) fn close(&mut self) -> bool {
         let in_flight = self.arriving.get_mut().unwrap_or_else(PoisonError::into_inner);
         in_flight.cancel();
-        settles(|| in_flight.is_done()) && self.all_sent()
+        poll_until(|| in_flight.is_done()) && self.all_sent()
     }
 
     /// Whether all sends are complete.

@@ -5,7 +5,7 @@ use std::{ffi::c_int, vec::Vec};
 
 use super::{
     group::MpiGroup,
-    in_flight::settles,
+    in_flight::poll_until,
     notices::WaitsFor,
     pipe::{self, Broken, Pipe},
     raw::Comm,
@@ -64,7 +64,7 @@ impl Pipes {
             self.all.iter_mut().for_each(Pipe::cancel);
             // The memory of requests that do not end is never freed. All are tested every time, since each test makes
             // progress.
-            settles(|| self.all.iter_mut().map(Pipe::is_free).fold(true, |all, free| all & free));
+            poll_until(|| self.all.iter_mut().map(Pipe::is_free).fold(true, |all, free| all & free));
         }
         outcome
     }
