@@ -61,7 +61,7 @@ pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Durati
     let attempt = duplicates.new_attempt();
     let mut state = DeadlineState::new(deadline);
     let (mut went_on, mut stopped) = (state.since(), Duration::ZERO);
-    let mut roll = Roll { comm, rank, world, attempt, there: std::vec![None; world] };
+    let mut roll = Presence { comm, rank, world, attempt, there: std::vec![None; world] };
     loop {
         // Checked before the duplicates: they are useless if other ranks have given up.
         let given_up = roll.hear()?;
@@ -84,7 +84,7 @@ pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Durati
 }
 
 /// The ranks whose messages have arrived.
-struct Roll {
+struct Presence {
     comm: Comm,
     rank: usize,
     world: usize,
@@ -93,7 +93,7 @@ struct Roll {
     there: Vec<Option<There>>,
 }
 
-impl Roll {
+impl Presence {
     /// Receives messages, and returns whether another rank has given up.
     fn hear(&mut self) -> Result<bool, Refused> {
         while self.comm.has_arrived(TAG)? {
