@@ -64,7 +64,7 @@ pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Durati
     let mut roll = Presence { comm, rank, world, attempt, there: std::vec![None; world] };
     loop {
         // Checked before the duplicates: they are useless if other ranks have given up.
-        let given_up = roll.hear()?;
+        let given_up = roll.receive()?;
         let gap = state.runs();
         if !gap.is_zero() {
             went_on = state.seen();
@@ -95,7 +95,7 @@ struct Presence {
 
 impl Presence {
     /// Receives messages, and returns whether another rank has given up.
-    fn hear(&mut self) -> Result<bool, Refused> {
+    fn receive(&mut self) -> Result<bool, Refused> {
         while self.comm.has_arrived(TAG)? {
             let mut message = MemoryInFlight::new(Box::<Words>::default());
             message.receive(self.comm, None, TAG)?;
@@ -134,7 +134,7 @@ impl Presence {
         // Long enough for a waiting rank to get a core, and for ranks that came a little later to get these messages.
         let mut state = DeadlineState::new(grace(deadline, SHORTEST_GRACE));
         while !state.is_over() && self.there.iter().any(Option::is_none) {
-            let _ = self.hear();
+            let _ = self.receive();
             std::thread::sleep(Duration::from_millis(1));
             state.runs();
         }
