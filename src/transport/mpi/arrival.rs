@@ -77,7 +77,7 @@ pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Durati
             let since = |start| state.seen().duration_since(start);
             let waited = since(state.since());
             let met = waited.saturating_sub(stopped).max(since(went_on).min(waited));
-            return Err(roll.call(Arrival { waited: millis(waited), met: millis(met) }, deadline)?);
+            return Err(roll.find_missing(Arrival { waited: millis(waited), met: millis(met) }, deadline)?);
         }
         state.sleep();
     }
@@ -119,7 +119,7 @@ impl Presence {
 
     /// Sends that this rank is there, receives the same from others, and names a rank that is missing, or else the rank
     /// that could be met for the shortest time.
-    fn call(mut self, there: Arrival, deadline: Duration) -> Result<Error> {
+    fn find_missing(mut self, there: Arrival, deadline: Duration) -> Result<Error> {
         // A process that has ended must not end this one.
         let _errors = self.comm.return_errors_for_now()?;
         self.there[self.rank] = Some(there);
