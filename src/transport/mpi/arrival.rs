@@ -44,7 +44,7 @@ type Words = [u64; 4];
 
 /// For how long a rank has been there, in milliseconds.
 #[derive(Clone, Copy)]
-struct Arrival {
+struct Attendance {
     /// How long the rank has waited, without the time in which its process did not run.
     waited: u64,
     /// How long others could have met the rank: the time since its process last resumed, or `waited` less the time in
@@ -77,7 +77,7 @@ pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Durati
             let since = |start| state.seen().duration_since(start);
             let waited = since(state.since());
             let met = waited.saturating_sub(stopped).max(since(went_on).min(waited));
-            return Err(roll.find_missing(Arrival { waited: millis(waited), met: millis(met) }, deadline)?);
+            return Err(roll.find_missing(Attendance { waited: millis(waited), met: millis(met) }, deadline)?);
         }
         state.sleep();
     }
@@ -90,7 +90,7 @@ struct Presence {
     world: usize,
     attempt: u64,
     /// By rank: how long it has been there, by its last message.
-    there: Vec<Option<Arrival>>,
+    there: Vec<Option<Attendance>>,
 }
 
 impl Presence {
@@ -111,7 +111,7 @@ impl Presence {
                 }
             };
             if attempt >= self.attempt && (rank as usize) < self.world {
-                self.there[rank as usize] = Some(Arrival { waited, met });
+                self.there[rank as usize] = Some(Attendance { waited, met });
             }
         }
         Ok(self.there.iter().any(Option::is_some))
@@ -119,7 +119,7 @@ impl Presence {
 
     /// Sends that this rank is there, receives the same from others, and names a rank that is missing, or else the rank
     /// that could be met for the shortest time.
-    fn find_missing(mut self, there: Arrival, deadline: Duration) -> Result<Error> {
+    fn find_missing(mut self, there: Attendance, deadline: Duration) -> Result<Error> {
         // A process that has ended must not end this one.
         let _errors = self.comm.return_errors_for_now()?;
         self.there[self.rank] = Some(there);
