@@ -48,12 +48,12 @@ impl<C: Clone + PartialEq> Search<C> {
         Self { deadline, found: std::vec![asking], next: 0, waits: Vec::new() }
     }
 
-    /// The rank whose answer is needed.
+    /// The rank whose answer is needed next.
     pub(in crate::transport) fn current_rank(&self) -> usize {
         self.found[self.next]
     }
 
-    /// Takes the answer of the rank that is [`current_rank`](Self::current_rank). If it does not decide, another rank is asked next.
+    /// Takes the answer of [`current_rank`](Self::current_rank). If it does not decide, another rank is asked next.
     pub(in crate::transport) fn record_answer(&mut self, answer: Answer<C>) -> Option<AtFault<C>> {
         let rank = self.current_rank();
         match answer {
