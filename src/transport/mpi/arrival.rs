@@ -39,7 +39,7 @@ const MAKING: &str = "making the transport";
 /// caller's.
 const TAG: c_int = 32_611;
 
-/// Rank, attempt, and the two times of [`There`].
+/// Rank, attempt, and the two times of [`Attendance`].
 type Words = [u64; 4];
 
 /// For how long a rank has been there, in milliseconds.
