@@ -34,7 +34,8 @@ fn check(name: &'static str, cu: &[i32]) -> Result<()> {
     let first =
         *cu.first().ok_or_else(|| Error::invalid(name, "empty", "n + 1 entries for n documents, the first 0"))?;
     if first != 0 {
-        return Err(Error::invalid(format!("{name}[0]"), first, 0));
+        return Err(Error::invalid(format!("{name}[0]"), first, 0)
+            .hint("these are offsets, not lengths: 0, then the end of each document"));
     }
     for (i, pair) in cu.windows(2).enumerate() {
         if pair[1] < pair[0] {
@@ -238,7 +239,10 @@ mod tests {
     #[test]
     fn refusals_name_the_entry_and_both_values() {
         let text = |r: Result<Batch>| r.unwrap_err().to_string();
-        assert_eq!(text(Batch::new(&[1, 2])), "cu_seqlens[0] is 1, expected 0");
+        assert_eq!(
+            text(Batch::new(&[1, 2])),
+            "cu_seqlens[0] is 1, expected 0: these are offsets, not lengths: 0, then the end of each document"
+        );
         assert_eq!(text(Batch::new(&[0, 5, 3])), "cu_seqlens[2] is 3, expected at least cu_seqlens[1] = 5");
         assert!(text(Batch::new(&[])).starts_with("cu_seqlens is empty"));
         assert!(

@@ -1182,9 +1182,14 @@ int32_t cpattn_delta_with_lse(cpattn_scratch *scratch, const cpattn_tensor *o, c
 int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse,
     const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream);
 
-/* dsinks[h] = - sum over t of exp(sinks[h] - lse[h, t]) * delta[h, t]; with sinks [heads, n] the same for each of a head. */
+/* dsinks[h] = - sum over t of exp(sinks[h] - lse[h, t]) * delta[h, t]; with sinks [heads, n] the same for each of a head. On the
+ * CPU dsinks may also be [heads, 28 n]: 28 words for each sink, the digits of a sum without rounding. Digits of several ranks
+ * are added element by element, in any order; cpattn_sink_total makes the gradient of them. */
 int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta,
     const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream);
+
+/* dsinks [heads, n] from digits [heads, 28 n]: both f32 or both f64, on the CPU. */
+int32_t cpattn_sink_total(const cpattn_tensor *digits, const cpattn_tensor *dsinks);
 
 /* Merges the partial result (other_o, other_lse) into (o, lse): all f32 or all f64, o [tokens, heads, dim] normalised,
  * lse [heads, tokens, 2]: the natural logarithm, and the rounding error of that first word. Without the second word, as
@@ -1193,7 +1198,8 @@ int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, 
 int32_t cpattn_merge(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse,
     const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream);
 
-/* dst = the sum of the sources, element by element, added in this order in f32 (f64 if one of them is f64) and rounded once.
+/* dst = the sum of the sources, element by element, added in this order in f32 (f64 if one of them or dst is f64) and rounded
+ * once.
  * All are [tokens, heads, dim], with any strides and types. One source makes a copy or a cast, no source fills dst with zeros;
  * the first source may be dst itself. Use it to copy slices of tokens and heads before and after an all-to-all. */
 #define CPATTN_MAX_SOURCES 64
@@ -1226,8 +1232,9 @@ int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, cons
  *
  * lse of partial results (running_lse, and the second buffer of a merge) has dim 2: the value, and the rounding error of that
  * first word, as cpattn_merge describes. A program that has no such error writes 0. The sinks' gradients of a reproducible plan
- * have dim 28 until CPATTN_OP_SINK_TOTAL; a program that adds in another way writes its number to the first word of each head
- * and 0 to the others, and their sum in that operation.
+ * have dim 28 n for n sinks of each head, from CPATTN_OP_SINK_GRADIENT to CPATTN_OP_SINK_TOTAL: the digits of
+ * cpattn_sink_gradient, which cpattn_sink_total makes a number again. A program with a sum of its own writes it to the first of
+ * a sink's 28 words and 0 to the others, and adds these words in the second operation. The two ways do not mix.
  *
  * All that these functions return belongs to the schedule: it lives until cpattn_schedule_destroy, is only to be read, and does
  * not need the plan to live. */
@@ -1265,8 +1272,8 @@ int32_t cpattn_schedule_destroy(cpattn_schedule *schedule);
 #define CPATTN_TENSOR_DQ 6
 #define CPATTN_TENSOR_DK 7
 #define CPATTN_TENSOR_DV 8
-#define CPATTN_TENSOR_SINKS 9  /* [1, heads, 1] f32 */
-#define CPATTN_TENSOR_DSINKS 10 /* [1, heads, 1], the sum over all ranks of the replica */
+#define CPATTN_TENSOR_SINKS 9  /* [1, heads, n] f32, for n sinks of each head */
+#define CPATTN_TENSOR_DSINKS 10 /* [1, heads, n], the sum over all ranks of the replica */
 #define CPATTN_TENSOR_D_LSE 11     /* [q_tokens, heads, 1] */
 #define CPATTN_TENSOR_MAX_LOGIT 12 /* [1, heads, 1] f32, of the pairs that this rank computed */
 #define CPATTN_TENSOR_OWN_TOKENS 13 /* [own tokens, all heads, dim] */
@@ -1324,7 +1331,7 @@ typedef struct cpattn_op_message {
 } cpattn_op_message;
 
 /* dst = the sum of sources[sources_begin] to sources[sources_end - 1], element by element, added in this order in f32 (f64 if one
- * of them is f64) and rounded once to the type of dst; one source is a copy or a cast. All have dst's rows and heads. dst may be
+ * of them or dst is f64) and rounded once to the type of dst; one source is a copy or a cast. All have dst's rows and heads. dst may be
  * the first source itself. */
 typedef struct cpattn_sum {
   cpattn_view dst;
@@ -1336,7 +1343,7 @@ typedef struct cpattn_sum {
 
 #define CPATTN_OP_DELTA 0           /* delta = rowsum(d_o * o), as cpattn_delta */
 #define CPATTN_OP_SINK_GRADIENT 1   /* dsinks = this rank's part, from lse, delta and sinks, as cpattn_sink_gradient */
-#define CPATTN_OP_SINK_TOTAL 2      /* sums: one, whose source may have dim 28 (see MEMORY) */
+#define CPATTN_OP_SINK_TOTAL 2      /* sums: one, of digits (see MEMORY): cpattn_sink_total */
 #define CPATTN_OP_SUM 3             /* sums */
 #define CPATTN_OP_MERGE 4           /* sums, in pairs: o, then its lse. Merge source 1 into source 0, which is dst: cpattn_merge */
 #define CPATTN_OP_EXCHANGE 5        /* messages, which complete together; between two ranks both list them in one order */

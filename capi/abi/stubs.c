@@ -112,6 +112,7 @@ int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpa
     const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream) { return 0; }
 int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta,
     const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream) { return 0; }
+int32_t cpattn_sink_total(const cpattn_tensor *digits, const cpattn_tensor *dsinks) { return 0; }
 int32_t cpattn_merge(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse,
     const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream) { return 0; }
 int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, const cpattn_tensor *const *sources,

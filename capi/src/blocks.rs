@@ -15,10 +15,10 @@ use super::{
     status::Outcome,
 };
 use cpattn::{
-    Error,
+    Device, Error,
     call::{Block, Delta, Finish, Merge, RawTensor, SinkGradient, Transform},
     disjoint,
-    kernel::Kernels,
+    kernel::{Kernels, cpu},
 };
 
 const MAX_SOURCES: usize = 64;
@@ -122,6 +122,15 @@ pub unsafe extern "C" fn cpattn_sink_gradient(
         let written = [tensor("dsinks", dsinks, Axes::Sinks)];
         let ([lse, delta, sinks], [dsinks]) = given!(disjoint_tensors(at.kernels().device(), read, written, ""));
         given!(Kernels::sink_gradient(at.kernels(), &SinkGradient { lse, delta, sinks, dsinks }, stream));
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_sink_total(digits: *const cpattn_tensor, dsinks: *const cpattn_tensor) -> i32 {
+    boundary!({
+        let (read, written) = ([tensor("digits", digits, Axes::Sinks)], [tensor("dsinks", dsinks, Axes::Sinks)]);
+        let ([digits], [dsinks]) = given!(disjoint_tensors(Device::Cpu, read, written, ""));
+        given!(cpu::sink_total(&digits, &dsinks));
     })
 }
 

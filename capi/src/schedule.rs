@@ -138,13 +138,14 @@ pub unsafe extern "C" fn cpattn_schedule_create(
         if let Some(probability) = plan.problem().dropout() {
             return Err(Error::unsupported(
                 format!("the schedule of a plan with dropout {probability}"),
-                "the kernels that programs call themselves have no dropout",
+                "cpattn_attend and cpattn_attend_backward have no argument for it",
                 "run the plan on a rank, or plan without dropout",
             )
             .into());
         }
-        let made = Schedule::new(plan, rank_of(plan, rank)?, self::direction(direction)?)?;
-        let given = given_to_attention(plan, &made);
+        let made_for = self::direction(direction)?;
+        let made = Schedule::new(plan, rank_of(plan, rank)?, made_for)?;
+        let given = given_to_attention(plan, made.rank(), made_for);
         out.write(handle::create(ListedSchedule::new(plan, given, direction, &made)?));
     })
 }

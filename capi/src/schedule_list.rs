@@ -18,8 +18,8 @@ use cpattn::{
     Dtype, Error, Plan, Result, Side,
     call::{Gradients, HeadMap, QRange},
     schedule::{
-        AllToAll, AllToAllDirection, AttendOp, BackwardOp, Buf, BufferView, CallRanges, ExpandedOp, MessageView,
-        Operation, Schedule, SumBlock, TensorId,
+        AllToAll, AllToAllDirection, AttendOp, BackwardOp, Buf, BufferView, CallRanges, Direction, ExpandedOp,
+        MessageView, Operation, Schedule, SumBlock, TensorId,
     },
 };
 
@@ -98,11 +98,11 @@ struct Buffers {
 pub(super) type Given = (TensorId, [usize; 3], Dtype, bool);
 
 /// The tensors that a direction of attention uses, without those that a run may leave out.
-pub(super) fn given_to_attention(plan: &Plan, schedule: &Schedule) -> Vec<Given> {
+pub(super) fn given_to_attention(plan: &Plan, rank: usize, direction: Direction) -> Vec<Given> {
     let p = plan.problem();
     let used = |tensor: TensorId| {
-        let written = tensor.is_written(schedule.direction(), p.sinks())?;
-        Some((tensor, tensor.shape(plan, schedule.rank()), tensor.dtype(p), written))
+        let written = tensor.is_written(direction, p.sinks())?;
+        Some((tensor, tensor.shape(plan, rank), tensor.dtype(p), written))
     };
     TensorId::ALL.into_iter().filter(|tensor| !tensor.is_optional()).filter_map(used).collect()
 }

@@ -43,16 +43,16 @@ typedef struct {
   int64_t shape[3], strides[3];
 } held;
 
-enum axes { ROWS, HEAD_MAJOR, WORDS, PER_HEAD };
+enum axes { ROWS, HEAD_MAJOR, WORDS, PER_HEAD, PER_SINK };
 
 /* NULL where an operation does not have the view. */
 static const cpattn_tensor *at(const executed *r, const cpattn_view *v, enum axes axes, held *h) {
   if (v->heads == 0) return NULL;
   const cpattn_buffer *b = &r->info.buffers[v->buffer];
   const int64_t row = (int64_t)b->heads * b->dim;
-  const int64_t shapes[4][3] = {{(int64_t)v->rows, v->heads, b->dim}, {v->heads, (int64_t)v->rows, 0}, {v->heads, (int64_t)v->rows, b->dim}, {v->heads, 0, 0}};
-  const int64_t strides[4][3] = {{row, b->dim, 1}, {b->dim, row, 0}, {b->dim, row, 1}, {b->dim, 0, 0}};
-  static const int32_t dims[4] = {3, 2, 3, 1};
+  const int64_t shapes[5][3] = {{(int64_t)v->rows, v->heads, b->dim}, {v->heads, (int64_t)v->rows, 0}, {v->heads, (int64_t)v->rows, b->dim}, {v->heads, 0, 0}, {v->heads, b->dim, 0}};
+  const int64_t strides[5][3] = {{row, b->dim, 1}, {b->dim, row, 0}, {b->dim, row, 1}, {b->dim, 0, 0}, {b->dim, 1, 0}};
+  static const int32_t dims[5] = {3, 2, 3, 1, 2};
   memcpy(h->shape, shapes[axes], sizeof h->shape);
   memcpy(h->strides, strides[axes], sizeof h->strides);
   h->tensor.data = r->data[v->buffer] + ((int64_t)v->row * row + (int64_t)v->head * b->dim) * (int64_t)size_of(b->dtype);
@@ -107,12 +107,7 @@ static void sums(executed *r, const cpattn_op *op) {
     const size_t n = s->sources_end - s->sources_begin;
     for (size_t j = 0; j < n; j++) list[j] = at(r, &op->sources[s->sources_begin + j], ROWS, &sources[j]);
     if (op->kind == CPATTN_OP_SINK_TOTAL) {
-      const uint32_t words = r->info.buffers[op->sources[0].buffer].dim;
-      for (uint32_t h = 0; h < s->dst.heads; h++) {
-        double *to = (double *)r->data[s->dst.buffer] + h, *from = (double *)r->data[op->sources[0].buffer] + h * words;
-        *to = 0;
-        for (uint32_t w = 0; w < words; w++) *to += from[w];
-      }
+      OK(cpattn_sink_total(at(r, &op->sources[s->sources_begin], PER_SINK, &sources[0]), at(r, &s->dst, PER_SINK, &dst)));
     } else {
       OK(cpattn_transform(NULL, at(r, &s->dst, ROWS, &dst), list, n, NULL));
     }
@@ -180,13 +175,10 @@ static int step(executed *r, cpattn_scratch *scratch) {
     case CPATTN_OP_DELTA:
       OK(cpattn_delta(NULL, at(r, &op.o, ROWS, &h[0]), at(r, &op.d_o, ROWS, &h[1]), at(r, &op.delta, HEAD_MAJOR, &h[2]), NULL));
       break;
-    case CPATTN_OP_SINK_GRADIENT: {
-      const cpattn_buffer *b = &r->info.buffers[op.dsinks.buffer];
-      memset(r->data[op.dsinks.buffer], 0, b->rows * b->heads * b->dim * size_of(b->dtype));
-      OK(cpattn_sink_gradient(NULL, at(r, &op.lse, HEAD_MAJOR, &h[0]), at(r, &op.delta, HEAD_MAJOR, &h[1]), at(r, &op.sinks, PER_HEAD, &h[2]),
-                              at(r, &op.dsinks, PER_HEAD, &h[3]), NULL));
+    case CPATTN_OP_SINK_GRADIENT:
+      OK(cpattn_sink_gradient(NULL, at(r, &op.lse, HEAD_MAJOR, &h[0]), at(r, &op.delta, HEAD_MAJOR, &h[1]), at(r, &op.sinks, PER_SINK, &h[2]),
+                              at(r, &op.dsinks, PER_SINK, &h[3]), NULL));
       break;
-    }
     case CPATTN_OP_SINK_TOTAL:
     case CPATTN_OP_SUM: sums(r, &op); break;
     case CPATTN_OP_MERGE: merges(r, &op); break;

@@ -11,7 +11,7 @@ use std::{
 
 use cpattn::{
     Plan,
-    schedule::{Buf, BufferView, Direction, ExpandedOp, Schedule, SumBlock, TensorId},
+    schedule::{Buf, BufferView, Direction, ExpandedOp, Purpose, Schedule, SumBlock, TensorId},
 };
 
 /// The channels of a rank: to each other rank, and from each.
@@ -61,12 +61,20 @@ impl<'a> ExecutedRank<'a> {
 
     /// Executes a schedule.
     pub fn run(&mut self, schedule: &Schedule) {
+        let p = self.plan.problem();
+        assert!(
+            p.dropout().is_none() && p.sinks_per_head() <= 1,
+            "these kernels have no dropout, and one sink for each head"
+        );
         // What nothing writes must show.
         let filled = |rows: usize, heads: usize, dim: usize| vec![f64::NAN; rows * heads * dim];
         for tensor in TensorId::ALL {
-            let written = match schedule.direction() {
-                Direction::Forward => matches!(tensor, TensorId::O | TensorId::Lse),
-                Direction::Backward => matches!(tensor, TensorId::Dq | TensorId::Dk | TensorId::Dv | TensorId::Dsinks),
+            let written = match schedule.purpose() {
+                Purpose::Attention(Direction::Forward) => matches!(tensor, TensorId::O | TensorId::Lse),
+                Purpose::Attention(Direction::Backward) => {
+                    matches!(tensor, TensorId::Dq | TensorId::Dk | TensorId::Dv | TensorId::Dsinks)
+                }
+                _ => unreachable!("all-to-alls and combines have tensors of their own"),
             };
             if written {
                 let [tokens, heads, dim] = tensor.shape(self.plan, self.rank);

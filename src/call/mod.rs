@@ -394,7 +394,8 @@ pub struct SinkGradient {
     pub delta: RawTensor,
     /// f32 `[1, q heads, n]`.
     pub sinks: RawTensor,
-    /// The result, `[1, q heads, n]`, of lse's type; or the digits of exact sums, `[1, q heads, n · DIGITS]` (the CPU
-    /// only, see `sinks::DIGITS`).
+    /// The result, `[1, q heads, n]`, of lse's type; or the digits of exact sums, `[1, q heads, n ·`
+    /// [`SINK_DIGITS`](crate::schedule::Schedule::SINK_DIGITS)`]`, which `kernel::cpu::sink_total` reads (the CPU
+    /// only).
     pub dsinks: RawTensor,
 }

@@ -178,7 +178,7 @@ macro_rules! calls {
             $(#[$doc])*
             ///
             /// # Errors
-            /// As the function of this name for the CPU, in [`cpu`], [`sinks`] or [`merge`], or of [`cuda::Cuda`].
+            /// As the function of this name for the CPU, in [`cpu`], or of [`cuda::Cuda`].
             ///
             /// # Safety
             /// As there.

@@ -155,9 +155,9 @@ pub(crate) fn sink<A: Accumulator>(lse: LogSumExp<A>, sink: LogSumExp<A>) -> (A,
 
 /// Merges the partial result (`other_o`, `other_lse`) into (`o`, `lse`), row by row.
 ///
-/// o: `[tokens, heads, dim]`, lse: `[tokens, heads, 1]` or `[tokens, heads, 2]`, whatever the other's is (see
-/// [`LogSumExp`]), any token and head stride, all of the same accumulator's type (f32 or f64). What is merged is
-/// normalised, as the running result of [`crate::call::Attend`] is.
+/// o: `[tokens, heads, dim]`, lse: `[tokens, heads, 1]` or `[tokens, heads, 2]`, whatever the other's is (the
+/// second word is the rounding error of the first), any token and head stride, all of the same accumulator's type (f32
+/// or f64). What is merged is normalised, as the running result of [`crate::call::Attend`] is.
 ///
 /// # Errors
 /// [`Error::Invalid`] when shapes or types differ; nothing was written then.

@@ -212,11 +212,18 @@ fn total(digits: impl Iterator<Item = f64>, radix: Radix) -> f64 {
     sign * (lead | u128::from(more)) as f64 * power(radix.unit + radix.bits as i32 * last as i32)
 }
 
-/// `[1, heads, n · DIGITS]` to `[1, heads, n]`: what digits that were summed over ranks stand for.
+/// The gradient of `n` sinks of each head, `dsinks` `[1, heads, n]`, from the digits of its exact sum, `digits`
+/// `[1, heads, n ·` [`SINK_DIGITS`](crate::schedule::Schedule::SINK_DIGITS)`]`, both f32 or both f64. Digits come from
+/// [`sink_gradient`]; those of several ranks are added element by element, in any order, and then stand for the sum of
+/// all ranks' terms, rounded once.
+///
+/// # Errors
+///
+/// [`Error::Invalid`] for other shapes or types.
 ///
 /// # Safety
 /// The tensors describe memory that is valid for the call, `digits` for reads and `dsinks` for writes, without overlap.
-pub(crate) unsafe fn sink_total(digits: &RawTensor, dsinks: &RawTensor) -> Result<()> {
+pub unsafe fn sink_total(digits: &RawTensor, dsinks: &RawTensor) -> Result<()> {
     let dim = dsinks.dim as usize * DIGITS;
     if digits.dim as usize != dim || digits.heads != dsinks.heads || digits.dtype != dsinks.dtype {
         let found = std::format!("{} heads of {} {}", digits.heads, digits.dim, digits.dtype);

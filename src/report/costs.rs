@@ -126,11 +126,11 @@ impl Plan {
     /// # Ok::<(), cpattn::Error>(())
     /// ```
     pub fn costs(&self, rank: usize, direction: Direction) -> Result<Costs> {
-        Ok(self.costs_of(&Schedule::new(self, rank, direction)?))
+        Ok(self.costs_of(&Schedule::new(self, rank, direction)?, direction))
     }
 
-    /// The costs of a schedule of this plan.
-    pub(super) fn costs_of(&self, schedule: &Schedule) -> Costs {
+    /// The costs of a schedule of this plan in that direction.
+    pub(super) fn costs_of(&self, schedule: &Schedule, direction: Direction) -> Costs {
         let mut sizes = OpSizes::new(self, schedule);
         let mut steps: Vec<StepCost> = Vec::new();
         for (i, op) in schedule.ops.iter().enumerate() {
@@ -146,9 +146,8 @@ impl Plan {
             step.multiply_adds += sizes.call(i).map_or(0, |call| call.multiply_adds());
         }
         steps.sort_by_key(|s| (order(s.phase), s.step));
-        let (rank, direction) = (schedule.rank, schedule.direction);
         Costs {
-            rank,
+            rank: schedule.rank,
             direction,
             steps,
             workspace: schedule.workspace,

@@ -24,9 +24,9 @@ pub struct Event {
     pub rank: usize,
     /// The lane.
     pub lane: Lane,
-    /// The operation's name, from [`crate::schedule::OpKind::name`].
+    /// The operation's name, from [`Operation::name`](crate::schedule::Operation::name).
     pub name: &'static str,
-    /// The part of the run, from [`crate::schedule::Op::phase`].
+    /// The part of the run, from [`Operation::phase`](crate::schedule::Operation::phase).
     pub phase: &'static str,
     /// The ring step.
     pub step: u32,

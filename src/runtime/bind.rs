@@ -159,9 +159,16 @@ impl Bindings {
             };
             let shape = self.shape_of(tensor, raw, shape);
             expect(name, raw, dtype, shape, innermost).map_err(|error| {
+                if raw.dtype != dtype {
+                    return error
+                        .hint("the types of all tensors follow from that of the plan: convert, or plan with another");
+                }
+                let exchanged = [raw.tokens, raw.heads.into()] == [shape[1] as u64, shape[0] as u64];
+                if exchanged && shape[0] != shape[1] && !matches!(tensor, TensorId::Lse | TensorId::DLse) {
+                    return error.hint("tensors are [tokens, heads, dim], the heads of a token together");
+                }
                 // The usual reason is a tensor of the whole batch, or a cu_seqlens that ends elsewhere.
-                let tokens = raw.dtype == dtype && raw.tokens != shape[0] as u64;
-                if tokens { error.hint(expected.tokens_hint(tensor)) } else { error }
+                if raw.tokens != shape[0] as u64 { error.hint(expected.tokens_hint(tensor)) } else { error }
             })?;
             if expected.sent.contains(&tensor) && !raw.is_compact() {
                 return Err(Error::invalid(
@@ -241,7 +248,7 @@ impl ExpectedTensors {
     fn tokens_hint(&self, tensor: TensorId) -> &'static str {
         match self.run {
             Purpose::Attention(_) if matches!(tensor, TensorId::Lse | TensorId::DLse) => {
-                "lse is [heads, tokens] in C and Python; the tokens are the rank's own (cu_seqlens_q): its shard of the plan"
+                "lse is [heads, tokens] in C and Python, a head_major view in Rust; the tokens are the rank's own (cu_seqlens_q): its shard of the plan"
             }
             Purpose::Combine(_) if matches!(tensor, TensorId::PartialO | TensorId::PartialLse) => {
                 "every rank gives its part of all q tokens of the plan; lse is [heads, tokens] in C and Python"

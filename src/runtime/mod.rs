@@ -7,18 +7,18 @@
 //! and a run of a prepared plan allocates nothing. On the CPU the compute lane is the calling thread and the
 //! communication lane is a thread of the rank; on a device both lanes are streams.
 //!
-//! - [`rank`]: the rank; [`tensors`]: its typed calls, for host memory and devices; [`all_to_all`]: the two all-to-alls
-//!   as separate calls; [`handle`]: the calls that other threads may make;
-//! - [`bind`]: checks the caller's tensors; [`prepared`]: a plan as a rank keeps it; [`run`]: how a run of each purpose
+//! - `rank`: the rank; `tensors`: its typed calls, for host memory and devices; `all_to_all`: the two all-to-alls
+//!   as separate calls; `handle`: the calls that other threads may make;
+//! - `bind`: checks the caller's tensors; `prepared`: a plan as a rank keeps it; `run`: how a run of each purpose
 //!   is named and compared;
 //! - `ring`: the check of the links between ranks; `collective`: other calls of all ranks between runs: `trace`, the
 //!   trace of a group, and `shift`, labels and the like;
-//! - [`agreement`] and [`tags`]: check that all ranks run the same plan; [`failure`]: keeps a failed group failed;
-//! - [`backend`]: a rank on one kind of memory: [`host_rank`] or `device`; [`workspace`]: its memory;
-//! - [`ops`]: one operation; [`host`]: performs all operations of a schedule on the CPU, on the two [`lanes`].
+//! - `agreement` and `tags`: check that all ranks run the same plan; `failure`: keeps a failed group failed;
+//! - `backend`: a rank on one kind of memory: `host_rank` or `device`; `workspace`: its memory;
+//! - `ops`: one operation; `host`: performs all operations of a schedule on the CPU, on the two `lanes`.
 //!
-//! A run goes through [`tensors`] (untyped, as from C: [`rank`]), and then on the CPU [`host_rank`], [`host`],
-//! [`lanes`] and [`ops`] to the kernels; on a device `device` and its `sequence`, which [`ops`] recorded.
+//! A run goes through `tensors` (untyped, as from C: `rank`), and then on the CPU `host_rank`, `host`,
+//! `lanes` and `ops` to the kernels; on a device `device` and its `sequence`, which `ops` recorded.
 
 mod agreement;
 mod all_to_all;

@@ -93,7 +93,8 @@ pub enum ExpandedOp {
     Exchange {
         /// The messages.
         messages: Vec<MessageView>,
-        /// Whether each received row is in an allowed pair of the receiver.
+        /// Whether each received row is in an allowed pair of the receiver, which the proof checks; an executor has no
+        /// use for it.
         strict: bool,
     },
     /// Forward attention.

@@ -6,11 +6,11 @@
 //! Since it is data, it can be printed, drawn, and *verified*: [`Plan::verify`](crate::Plan::verify) checks the
 //! schedules of all ranks together, under the contract of transports.
 //!
-//! - [`join`](self) finds the rows that one share needs of another, [`ring_steps`] the step and the source rank of each
+//! - `join` finds the rows that one share needs of another, `ring_steps` the step and the source rank of each
 //!   row;
-//! - [`emit`] makes the lists: Ulysses exchanges tokens for heads at the beginning and back at the end, the ring runs
+//! - `emit` makes the lists: Ulysses exchanges tokens for heads at the beginning and back at the end, the ring runs
 //!   in between;
-//! - [`verify`] verifies them; [`expand`] lists an operation's blocks and messages when it is executed.
+//! - `verify` verifies them; `expand` lists an operation's blocks and messages when it is executed.
 //!
 //! Exchanges, and sums and merges of received rows, run on the communication lane, all other operations on the compute
 //! lane. Within a lane operations run in list order. Each operation names at most one predecessor in the other lane:
@@ -52,7 +52,7 @@ type KnownSteps = [Option<Arc<RingSteps>>; 2];
 /// The phase of exchanges of the ring that go from node to node; those inside a node are "ring".
 pub(crate) const BETWEEN_NODES: &str = "between nodes";
 
-/// One rank's operations in one direction.
+/// One rank's operations for one [`Purpose`]: a direction of attention, an all-to-all, or a combine.
 #[derive(Clone, Debug)]
 pub struct Schedule {
     /// This rank.
@@ -61,8 +61,8 @@ pub struct Schedule {
     pub(crate) group: core::ops::Range<usize>,
     /// Ranks of one Ulysses group; ring rank j's counterpart is `group.start + j · ulysses + place`.
     pub(crate) ulysses: usize,
-    /// Forward or backward.
-    pub(crate) direction: Direction,
+    /// What the group runs.
+    pub(crate) purpose: Purpose,
     /// Element type of the problem.
     pub(crate) dtype: Dtype,
     /// The workspace.
@@ -105,14 +105,23 @@ impl Schedule {
     /// Buffers in the workspace begin at multiples of this many bytes, and so must a workspace that is lent.
     pub const ALIGNMENT: u64 = ALIGNMENT;
 
+    /// Words of the gradient of a sink in a reproducible plan, until [`ExpandedOp::SinkTotal`]: digits of an exact sum,
+    /// as [`sink_gradient`](crate::kernel::cpu::sink_gradient) writes them.
+    pub const SINK_DIGITS: usize = SINK_DIGITS;
+
     /// The rank whose operations these are.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Forward or backward.
-    pub fn direction(&self) -> Direction {
-        self.direction
+    /// What the schedules of a group are for, the same on every rank.
+    pub fn purpose(&self) -> Purpose {
+        self.purpose
+    }
+
+    /// Whether it is the backward of attention.
+    pub(crate) fn is_backward(&self) -> bool {
+        self.purpose == Purpose::Attention(Direction::Backward)
     }
 
     /// The size of the workspace of a run, in bytes.

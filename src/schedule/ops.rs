@@ -32,7 +32,7 @@ pub struct Buffer {
     pub heads: u32,
     /// Innermost dimension.
     pub dim: u32,
-    /// First byte in the workspace; a multiple of [`ALIGNMENT`].
+    /// First byte in the workspace; a multiple of [`Schedule::ALIGNMENT`](super::Schedule::ALIGNMENT).
     pub offset: u64,
 }
 

@@ -96,7 +96,7 @@ const TABLE: [Row; TensorId::COUNT] = [
     row("v", Side::K, Problem::value_dim, Problem::dtype, [READ, READ]),
     row("o", Side::Q, Problem::value_dim, Problem::dtype, [WRITTEN, READ]),
     row("lse", Side::Q, ONE, ACCUMULATOR, [WRITTEN, READ]),
-    row("do", Side::Q, Problem::value_dim, Problem::dtype, [ABSENT, READ]),
+    row("d_o", Side::Q, Problem::value_dim, Problem::dtype, [ABSENT, READ]),
     row("dq", Side::Q, Problem::head_dim, Problem::dtype, [ABSENT, WRITTEN]),
     row("dk", Side::K, Problem::head_dim, Problem::dtype, [ABSENT, WRITTEN]),
     row("dv", Side::K, Problem::value_dim, Problem::dtype, [ABSENT, WRITTEN]),

@@ -2,9 +2,9 @@
 //! What moves memory around attention: transforms in every form, delta, finish.
 
 use crate::harness::*;
-use cpattn::call::{Block, Delta, Finish, Range, RawTensor, Transform};
+use cpattn::call::{Block, Delta, Finish, Range, RawTensor, SinkGradient, Transform};
 use cpattn::kernel::cpu::{self};
-use cpattn::{Dtype, Element};
+use cpattn::{Dtype, Element, schedule::Schedule};
 use half::{bf16, f16};
 
 #[test]
@@ -220,4 +220,51 @@ fn large_transforms() {
         assert_eq!(total[i], whole[i] + halves[i].to_f32(), "element {i}");
     }
     assert!(narrow[0].is_nan() && narrow[n + 1..].iter().all(|x| x.is_nan()));
+}
+
+/// Digits of parts of the rows, added, are the sum of all rows, rounded once; whatever the parts.
+#[test]
+fn sums_of_sinks_without_rounding() {
+    const N: usize = Schedule::SINK_DIGITS;
+    let (rows, heads, sinks) = (97, 3, 2);
+    let raw = |x: &mut [f32], tokens: usize, dim: usize| RawTensor {
+        ptr: x.as_mut_ptr().cast(),
+        token_stride: heads as i64,
+        head_stride: dim as i64,
+        tokens: tokens as u64,
+        heads: heads as u32,
+        dim: dim as u32,
+        dtype: Dtype::F32,
+    };
+    let mut random = Random::new(7);
+    let mut of = |n: usize, scale: f64| (0..n).map(|_| (scale * random.normal()) as f32).collect::<Vec<_>>();
+    let (mut lse, mut delta, mut values) = (of(rows * heads, 3.0), of(rows * heads, 1e3), of(heads * sinks, 2.0));
+    let (values_raw, mut total) = (raw(&mut values, 1, sinks), vec![0f32; heads * sinks]);
+    for cuts in [vec![0, rows], vec![0, 5, 5, 60, rows]] {
+        let mut sum = vec![0f32; heads * sinks * N];
+        for part in cuts.windows(2) {
+            let (n, from) = (part[1] - part[0], part[0] * heads);
+            let mut digits = vec![f32::NAN; heads * sinks * N];
+            let call = SinkGradient {
+                lse: raw(&mut lse[from..], n, 1),
+                delta: raw(&mut delta[from..], n, 1),
+                sinks: values_raw,
+                dsinks: raw(&mut digits, 1, sinks * N),
+            };
+            // SAFETY: all tensors are this test's, of the shapes given, and apart.
+            unsafe { cpu::sink_gradient(&call) }.unwrap();
+            sum.iter_mut().zip(&digits).for_each(|(sum, digit)| *sum += digit);
+        }
+        // SAFETY: as above.
+        unsafe { cpu::sink_total(&raw(&mut sum, 1, sinks * N), &raw(&mut total, 1, sinks)) }.unwrap();
+        for (i, &found) in total.iter().enumerate() {
+            let (h, sink) = (i / sinks, f64::from(values[i]));
+            let terms = (0..rows).map(|t| (f64::from(lse[t * heads + h]), f64::from(delta[t * heads + h])));
+            let exact: f64 = terms.map(|(lse, delta)| -(sink - lse).exp() * delta).sum();
+            assert!((f64::from(found) - exact).abs() <= 1e-7 * exact.abs(), "{i}: {found} {exact}");
+        }
+    }
+    // SAFETY: refused before anything is read.
+    let error = unsafe { cpu::sink_total(&raw(&mut [0.0; 6], 1, 2), &raw(&mut total, 1, sinks)) }.unwrap_err();
+    assert_eq!(error.to_string(), "digits is 3 heads of 2 f32, expected 3 heads of 56 f32");
 }

@@ -193,3 +193,27 @@ fn replicas_run_the_same_lists() {
         assert_eq!(first.ranks[3].traffic, second.ranks[3].traffic);
     }
 }
+
+/// Lists that a program holds are proved for what they are for, and only together with those of the same purpose.
+#[test]
+fn lists_of_every_purpose_are_proved() {
+    use cpattn::schedule::{AllToAll, Combine, CombineTo, Purpose};
+    let problem = Problem::new(pack(), 4, 2, 8, Dtype::F32);
+    let over = |ring: usize, ulysses: usize| {
+        Plan::new(&problem, Mesh::explicit(ring * ulysses, ring, ulysses).unwrap(), Layout::Zigzag).unwrap()
+    };
+    let whole = over(1, 4);
+    for all_to_all in AllToAll::both(cpattn::Side::Q, 8, Dtype::F32).unwrap() {
+        let lists: Vec<_> = (0..4).map(|r| Schedule::all_to_all(&whole, r, all_to_all).unwrap()).collect();
+        assert!(lists.iter().all(|list| list.purpose() == Purpose::AllToAll(all_to_all)));
+        assert_eq!(whole.verify_schedules(&lists).unwrap(), whole.verify_purpose(all_to_all).unwrap());
+        let mut mixed = lists;
+        mixed[2] = Schedule::new(&whole, 2, Direction::Forward).unwrap();
+        let error = whole.verify_schedules(&mixed).unwrap_err().to_string();
+        assert!(error.contains("schedules[2] is rank 2, Attention(Forward)"), "{error}");
+    }
+    let spread = over(4, 1);
+    let combine = Combine { to: CombineTo::Tokens, partial: Dtype::F32 };
+    let lists: Vec<_> = (0..4).map(|r| Schedule::combine(&spread, r, combine).unwrap()).collect();
+    assert_eq!(spread.verify_schedules(&lists).unwrap(), spread.verify_purpose(combine).unwrap());
+}

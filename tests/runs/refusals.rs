@@ -81,9 +81,13 @@ fn every_tensor_of_both_directions() {
             };
             let part = |what: &str, found: u64, expected: u64| format!("{name}.{what} is {found}, expected {expected}");
             let (t, h, d) = (raw.tokens, u64::from(raw.heads), u64::from(raw.dim));
-            with(&|r| r.dtype = Dtype::F16, &[&format!("{name}.dtype is f16, expected f32")]);
+            with(&|r| r.dtype = Dtype::F16, &[&format!("{name}.dtype is f16, expected f32"), "convert"]);
             with(&|r| r.dtype = Dtype::F64, &[&format!("{name}.dtype is f64, expected f32")]);
             with(&|r| r.tokens += 1, &[&part("tokens", t + 1, t), "its shard of the plan", "cu_seqlens"]);
+            if raw.dim > 1 {
+                // As PyTorch's scaled_dot_product_attention takes it.
+                with(&|r| (r.tokens, r.heads) = (h, t as u32), &[&part("tokens", h, t), "are [tokens, heads, dim]"]);
+            }
             with(&|r| r.tokens = 0, &[&part("tokens", 0, t)]);
             with(&|r| r.heads += 1, &[&part("heads", h + 1, h)]);
             with(&|r| r.dim += 1, &[&part("head_dim", d + 1, d)]);
@@ -391,7 +395,7 @@ fn workspaces() {
         .with(TensorId::Dq, tensor(6, 6, 8))
         .with(TensorId::Dk, tensor(7, 3, 8))
         .with(TensorId::Dv, tensor(8, 3, 8));
-    for (tensor, name) in [(TensorId::DO, "do"), (TensorId::Dq, "dq")] {
+    for (tensor, name) in [(TensorId::DO, "d_o"), (TensorId::Dq, "dq")] {
         let inside = good.with(tensor, RawTensor { ptr: start.wrapping_add(needed - 4), ..*good.get(tensor) });
         let words = ["workspace", "overlaps", name];
         // SAFETY: refused, or all of it is valid memory of this thread's.

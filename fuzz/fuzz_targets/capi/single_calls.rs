@@ -187,6 +187,7 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
             }
             6 => {
                 called(cpattn_sink_gradient(perhaps, p[5], p[8], p[7], p[13], null_mut()));
+                called(cpattn_sink_total(p[13], p[7]));
                 called(cpattn_merge(perhaps, p[3], p[5], p[12], p[8], null_mut()));
             }
             _ => {

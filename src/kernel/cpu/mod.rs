@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The CPU kernels.
 //!
-//! Seven functions, one for each structure of [`crate::call`]. Each checks what it is given (shapes, types, rows
+//! A function for each structure of [`crate::call`] (but [`merge`], which takes the four tensors of a call, and
+//! [`sink_total`]). Each checks what it is given (shapes, types, rows
 //! against tensors) and answers with a typed error before it touches memory; none allocates unless it refuses; all
 //! sums are in the accumulator's type. They are unsafe because a [`crate::call::RawTensor`] is an address: that it is
 //! valid, and in no other use while the call runs, is the caller's promise.
@@ -45,7 +46,7 @@ mod vector;
 mod workers;
 
 pub use super::merge::merge;
-pub use super::sinks::sink_gradient;
+pub use super::sinks::{sink_gradient, sink_total};
 #[cfg(cpattn_loom)]
 pub use attention::dq_order;
 pub use executor::Executor;

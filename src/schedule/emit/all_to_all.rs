@@ -14,7 +14,7 @@ use crate::{
     batch::Side,
     error::{Error, Result},
     plan::Plan,
-    schedule::{AllToAll, AllToAllDirection, Buf, BufferView, Direction, Schedule, TensorId},
+    schedule::{AllToAll, AllToAllDirection, Buf, BufferView, Schedule, TensorId},
 };
 
 impl Schedule {
@@ -35,7 +35,7 @@ impl Schedule {
             let expected = format!("at most {most}, for {} tokens of {heads} heads", p.batch().tokens(side));
             return Err(Error::invalid("dim", all_to_all.dim, expected));
         }
-        let mut b = Builder::new(plan, rank, Direction::Forward);
+        let mut b = Builder::new(plan, rank, all_to_all.into());
         b.out.dtype = all_to_all.dtype;
         let me = b.coordinates.ulysses;
         let tokens = BufferView::whole(Buf::User(TensorId::OwnTokens), b.part(side, me).1, heads as u32);

@@ -12,7 +12,7 @@ use alloc::{
 use core::ops::Range;
 
 use crate::schedule::{
-    ALIGNMENT, BlockView, Buf, Buffer, BufferView, Direction, Lane, MessageView, Op, OpKind, Schedule, TensorId,
+    ALIGNMENT, BlockView, Buf, Buffer, BufferView, Lane, MessageView, Op, OpKind, Purpose, Schedule, TensorId,
     expand::ROWS_PER_PEER, ring_steps::Holders,
 };
 use crate::{
@@ -79,7 +79,7 @@ pub(super) struct Last {
 }
 
 impl<'a> Builder<'a> {
-    pub(super) fn new(plan: &'a Plan, rank: usize, direction: Direction) -> Self {
+    pub(super) fn new(plan: &'a Plan, rank: usize, purpose: Purpose) -> Self {
         let (mesh, p) = (plan.mesh(), plan.problem());
         let (heads, kv_heads) = (p.heads() as u32, p.kv_heads() as u32);
         let coordinates = mesh.coordinates(rank);
@@ -98,7 +98,7 @@ impl<'a> Builder<'a> {
                 rank,
                 group: mesh.group_of(rank),
                 ulysses: mesh.ulysses,
-                direction,
+                purpose,
                 dtype: p.dtype(),
                 buffers: Vec::new(),
                 workspace: 0,

@@ -19,7 +19,7 @@ use crate::{
     error::{Error, Result},
     layout::cut,
     plan::Plan,
-    schedule::{BlockView, Buf, BufferView, Combine, CombineTo, Direction, Lane, OpKind, Schedule, TensorId},
+    schedule::{BlockView, Buf, BufferView, Combine, CombineTo, Lane, OpKind, Schedule, TensorId},
 };
 
 /// The phase of all operations of a combine.
@@ -58,7 +58,7 @@ impl Schedule {
             };
             return Err(Error::invalid("partial_o.dtype", combine.partial, expected));
         }
-        let mut b = Builder::new(plan, rank, Direction::Forward);
+        let mut b = Builder::new(plan, rank, combine.into());
         let (ring, me) = (plan.mesh().ring, b.coordinates.ring);
         let (tokens, heads) = (p.batch().tokens(Side::Q), b.mine().q.len());
         // Who merges what. Without a wish, whatever divides the work more evenly.

@@ -73,7 +73,7 @@ impl Schedule {
                 "run your own between the two all-to-alls of a Ulysses rank",
             ));
         }
-        let mut b = Builder::new(plan, rank, direction);
+        let mut b = Builder::new(plan, rank, direction.into());
         let (at, p) = (b.coordinates, plan.problem());
         let per_node = plan.ring_ranks_of_node();
         let ring_steps = |side, per_node: usize, splits| {

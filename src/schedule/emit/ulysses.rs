@@ -14,7 +14,7 @@ use crate::{
     batch::Side,
     element::Dtype,
     plan::Wire,
-    schedule::{Buf, BufferView, Direction, Lane, OpKind, SINK_DIGITS, TensorId},
+    schedule::{Buf, BufferView, Lane, OpKind, SINK_DIGITS, TensorId},
 };
 
 /// The rank's ring share for its own heads: the caller's tensors if there is one Ulysses rank, otherwise buffers.
@@ -118,7 +118,7 @@ impl Builder<'_> {
         let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
         let options = self.plan.options();
         let ringed = self.plan.mesh().ring > 1;
-        let backward = self.out.direction == Direction::Backward;
+        let backward = self.out.is_backward();
         let queries_travel = self.out.queries.is_some() && ringed;
         let packs_q = if backward { options.pack_inputs } else { self.plan.packs_forward_queries() };
         let pack_q = queries_travel && packs_q;
@@ -131,7 +131,7 @@ impl Builder<'_> {
         });
         let q = self.exchange_in("q", self.user(TensorId::Q), Side::Q, Heads::Q, pack_q);
         let row = row_source.map(|delta| RowSide {
-            d_o: self.exchange_in("do", self.user(TensorId::DO), Side::Q, Heads::Q, pack_q),
+            d_o: self.exchange_in("d_o", self.user(TensorId::DO), Side::Q, Heads::Q, pack_q),
             lse: self.exchange_in("lse", self.user(TensorId::Lse), Side::Q, Heads::Q, queries_travel),
             delta: self.exchange_in("delta of the share", delta, Side::Q, Heads::Q, false),
         });

@@ -33,7 +33,7 @@
 
 use alloc::{format, vec::Vec};
 
-use super::{AllToAll, Combine, Direction, Form, KnownSteps, OpKind, Purpose, Schedule, TensorId, expand::Expansion};
+use super::{Direction, Form, KnownSteps, OpKind, Purpose, Schedule, TensorId, expand::Expansion};
 use crate::{
     error::{Error, Result},
     plan::Plan,
@@ -68,29 +68,6 @@ mod transfer;
 use flaw::flaw;
 use packed::RankOps;
 pub use report::{RankReport, Report, Traffic};
-
-/// Verifies the schedules of all ranks of one group, in rank order, for one all-to-all.
-///
-/// # Errors
-/// As [`Plan::verify_schedules`].
-pub(crate) fn verify_all_to_all(schedules: &[Schedule], plan: &Plan, all_to_all: AllToAll) -> Result<Report> {
-    group_of(schedules.iter(), plan)?;
-    list_and_prove(schedules, plan, Purpose::AllToAll(all_to_all))
-}
-
-/// As [`verify_all_to_all`], for a combine.
-///
-/// # Errors
-/// As [`Plan::verify_schedules`].
-pub(crate) fn verify_combine(schedules: &[Schedule], plan: &Plan, combine: Combine) -> Result<Report> {
-    group_of(schedules.iter(), plan)?;
-    list_and_prove(schedules, plan, Purpose::Combine(combine))
-}
-
-fn list_and_prove(schedules: &[Schedule], plan: &Plan, purpose: Purpose) -> Result<Report> {
-    let ranks = schedules.iter().map(|s| check_rank(s.clone(), None, plan, purpose, &mut Expansion::default()));
-    Proof { plan, purpose, ranks: ranks.collect::<Result<_>>()?, threads: parallel::processors() }.finish()
-}
 
 /// Checks everything that involves no other rank. `written`, if given, is checked and run in place of the lists that
 /// the operations make.
@@ -178,8 +155,8 @@ impl Proof<'_> {
     }
 }
 
-/// Checks that `schedules` are those of one whole group, in order; returns their direction.
-fn group_of<'s>(schedules: impl ExactSizeIterator<Item = &'s Schedule> + Clone, plan: &Plan) -> Result<Direction> {
+/// Checks that `schedules` are those of one whole group, in order; returns their purpose.
+fn group_of<'s>(schedules: impl ExactSizeIterator<Item = &'s Schedule> + Clone, plan: &Plan) -> Result<Purpose> {
     let first = schedules.clone().next();
     let first = first.ok_or_else(|| Error::invalid("schedules", "empty", "one for each rank of a group"))?;
     let group = first.group.clone();
@@ -192,15 +169,15 @@ fn group_of<'s>(schedules: impl ExactSizeIterator<Item = &'s Schedule> + Clone, 
         ));
     }
     for (s, rank) in schedules.zip(group.clone()) {
-        if s.rank != rank || s.group != group || s.direction != first.direction || s.ulysses != plan.mesh().ulysses {
+        if s.rank != rank || s.group != group || s.purpose != first.purpose || s.ulysses != plan.mesh().ulysses {
             return Err(Error::invalid(
                 format!("schedules[{}]", rank - group.start),
-                format!("rank {}, {:?}, group {:?}, ulysses {}", s.rank, s.direction, s.group, s.ulysses),
-                format!("rank {rank}, {:?}, group {group:?}, ulysses {}", first.direction, plan.mesh().ulysses),
+                format!("rank {}, {:?}, group {:?}, ulysses {}", s.rank, s.purpose, s.group, s.ulysses),
+                format!("rank {rank}, {:?}, group {group:?}, ulysses {}", first.purpose, plan.mesh().ulysses),
             ));
         }
     }
-    Ok(first.direction)
+    Ok(first.purpose)
 }
 
 impl Plan {
@@ -239,14 +216,15 @@ impl Plan {
         Ok((forward?, backward?))
     }
 
-    /// Verifies the schedules of all ranks of one group, in rank order, for one direction.
+    /// Verifies the schedules of all ranks of one group, in rank order, for what they are for ([`Schedule::purpose`]).
     ///
     /// # Errors
     /// [`Error::Schedule`] with the first flaw found; [`Error::Invalid`] if `schedules` are not those of all ranks of
     /// one group.
     pub fn verify_schedules(&self, schedules: &[Schedule]) -> Result<Report> {
-        let direction = group_of(schedules.iter(), self)?;
-        list_and_prove(schedules, self, Purpose::Attention(direction))
+        let purpose = group_of(schedules.iter(), self)?;
+        let ranks = schedules.iter().map(|s| check_rank(s.clone(), None, self, purpose, &mut Expansion::default()));
+        Proof { plan: self, purpose, ranks: ranks.collect::<Result<_>>()?, threads: parallel::processors() }.finish()
     }
 
     /// Verifies the schedules of one replica's ranks for a purpose: a direction, an all-to-all or a combine.
@@ -261,10 +239,6 @@ impl Plan {
             Purpose::Combine(combine) => Schedule::combine(self, rank, combine),
         };
         let schedules: Vec<Schedule> = (0..self.mesh().group()).map(of_rank).collect::<Result<_>>()?;
-        match purpose {
-            Purpose::Attention(_) => self.verify_schedules(&schedules),
-            Purpose::AllToAll(all_to_all) => verify_all_to_all(&schedules, self, all_to_all),
-            Purpose::Combine(combine) => verify_combine(&schedules, self, combine),
-        }
+        self.verify_schedules(&schedules)
     }
 }

@@ -33,7 +33,7 @@ pub struct RankReport {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Traffic {
-    /// As [`Op::phase`](crate::schedule::Op::phase).
+    /// As [`Operation::phase`](crate::schedule::Operation::phase).
     pub phase: &'static str,
     /// `"exchange"`, `"fetch"` or `"return"`.
     pub kind: &'static str,

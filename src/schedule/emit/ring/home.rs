@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 
 use super::{LOCAL, Ring, phase_of};
 use crate::schedule::{
-    BufferView, Direction, OpKind,
+    BufferView, OpKind,
     emit::{
         builder::Builder,
         lanes::{PendingOp, node_return_order, return_order},
@@ -128,10 +128,7 @@ impl Builder<'_> {
             // writes them.
             let begun = begun.or_else(|| ring.begun(sums[0]));
             let rows = t.rows(ring_step, sums, arriving);
-            let kind = match self.out.direction {
-                Direction::Forward => OpKind::Merge(rows),
-                Direction::Backward => OpKind::Reduce(rows),
-            };
+            let kind = if self.out.is_backward() { OpKind::Reduce(rows) } else { OpKind::Merge(rows) };
             ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [begun, None] }));
         }
         sent

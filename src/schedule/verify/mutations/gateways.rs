@@ -24,8 +24,8 @@ fn rows_that_cross_to_each_reader() {
             .unwrap();
         let schedules: Vec<Schedule> =
             (0..s.schedules.len()).map(|r| Schedule::new(&one_level, r, direction).unwrap()).collect();
-        list_and_prove(&schedules, &one_level, s.purpose).unwrap();
-        let text = list_and_prove(&schedules, &s.plan, s.purpose).map(|_| ()).unwrap_err().to_string();
+        one_level.verify_schedules(&schedules).unwrap();
+        let text = s.plan.verify_schedules(&schedules).map(|_| ()).unwrap_err().to_string();
         assert!(text.contains(" node ") && text.contains(" again"), "{}: {text}", s.name);
         caught += 1;
     }

@@ -5,7 +5,7 @@
 use alloc::{borrow::Cow, format, string::String, vec, vec::Vec};
 use core::ops::{Index, IndexMut};
 
-use super::{Proof, check_rank, list_and_prove, promise, slices::ScheduleCheck};
+use super::{Proof, check_rank, promise, slices::ScheduleCheck};
 use crate::slice::Slice;
 use crate::{
     batch::{Batch, Side},
@@ -281,7 +281,7 @@ impl Trial {
     fn schedule(&mut self, subject: &Subject, rank: usize, site: String, change: impl FnOnce(&mut Schedule)) {
         let mut schedules = subject.schedules.clone();
         change(&mut schedules[rank]);
-        self.judge(subject, list_and_prove(&schedules, &subject.plan, subject.purpose), site);
+        self.judge(subject, subject.plan.verify_schedules(&schedules), site);
     }
 
     /// Corrupts the listed operations and proves again.
@@ -332,7 +332,7 @@ fn mutate_in(mut t: Trial, at_least: usize, mut each: impl FnMut(&mut Trial, &Su
 fn right_schedules_are_proved() {
     for s in subjects() {
         let written = proof(&s, &Changed::new(&s)).unwrap().finish().unwrap();
-        assert_eq!(list_and_prove(&s.schedules, &s.plan, s.purpose).unwrap(), written);
+        assert_eq!(s.plan.verify_schedules(&s.schedules).unwrap(), written);
     }
 }
 
