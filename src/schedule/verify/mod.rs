@@ -23,7 +23,7 @@
 //!    row crosses back twice: the bytes that cross are the minimum, whichever ranks of a node hold a head. And no
 //!    gateway carries more of these bytes than 1.1 × the mean, or than the busiest owner must.
 //!
-//! The two separate all-to-alls ([`AllToAll`]) and a [`Combine`] are verified by the same four parts; `all_to_all` and
+//! The two separate all-to-alls (`AllToAll`) and a `Combine` are verified by the same four parts; `all_to_all` and
 //! `combine` specify their inputs and outputs.
 //!
 //! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is a few steps for each range of each call,
