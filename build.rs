@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Embeds what `ptx/` holds, compressed. It compiles nothing and needs no CUDA toolkit: the PTX is checked in.
+//! Embeds the texts of `ptx/compiled`, compressed. It compiles nothing and needs no CUDA toolkit: the PTX is checked
+//! in.
 //!
 //! With `CPATTN_PTX` set, the texts in that folder take the place of those of the same name: alternatives of kernels,
 //! as `ptx/compile --with` makes them (`ptx/HARDWARE.md`).
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rerun-if-changed=ptx");
+    println!("cargo::rerun-if-changed=ptx/compiled");
     println!("cargo::rerun-if-env-changed=CPATTN_PTX");
     #[cfg(feature = "cuda")]
     embed();
@@ -20,7 +21,7 @@ fn embed() {
     use std::{env, fs};
 
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
-    let folder = Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("ptx");
+    let folder = Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("ptx/compiled");
     // Build scripts are not optimised: the best level takes seconds.
     let level = if env::var_os("PROFILE").is_some_and(|profile| profile == "release") { 9 } else { 1 };
     let texts = |folder: &Path| -> Vec<PathBuf> {
@@ -34,7 +35,7 @@ fn embed() {
         println!("cargo::rerun-if-changed={}", Path::new(&others).display());
         for other in texts(Path::new(&others)) {
             let same = files.iter_mut().find(|file| file.file_name() == other.file_name());
-            let Some(same) = same else { panic!("CPATTN_PTX: {} is no text of ptx/", other.display()) };
+            let Some(same) = same else { panic!("CPATTN_PTX: {} is no text of ptx/compiled", other.display()) };
             *same = other;
         }
     }

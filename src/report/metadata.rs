@@ -3,8 +3,8 @@
 //! is uploaded when the plan is prepared.
 //!
 //! The number of tiles of a range depends on the device's kernels. Here every tile has the fewest rows of any kernel,
-//! so that the result is an upper bound for all devices. The sizes are those of the structs in `ptx/params.cuh`; the
-//! CUDA backend asserts that they agree.
+//! so that the result is an upper bound for all devices. The sizes are those of the structs in `ptx/shared/params.cuh`;
+//! the CUDA backend asserts that they agree.
 
 use alloc::collections::BTreeSet;
 

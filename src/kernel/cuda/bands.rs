@@ -2,8 +2,8 @@
 //! The bands of a call as the kernels read them: which rows of an own tile meet which rows of a partner, by position.
 //!
 //! A kernel whose tiles are q rows reads the table of [`of_queries`], and one whose tiles are keys that of [`of_keys`].
-//! The window of the call is in each band, so that kernels know of no other mask. `ptx/ranges.cuh` computes the same
-//! from a band as [`SidedBand::reach`].
+//! The window of the call is in each band, so that kernels know of no other mask. `ptx/shared/ranges.cuh` computes the
+//! same from a band as [`SidedBand::reach`].
 
 use super::metadata_buffer::Writer;
 use super::params::SidedBand;

@@ -2,12 +2,12 @@
 //! The scheduler metadata of the fused backward, in which tiles of keys add to the dq of one tile of q rows one after
 //! the other.
 //!
-//! The device finds which tile waits for which (`ptx/dq_semaphore.cuh`): tiles of keys add in the order of k runs and
-//! of rows, and each waits for the preceding tile with the same q rows. The host must provide three things. *Which
-//! tiles share rows* must be the same on both sides, since q tiles that nothing is added to are written with zeros, and
-//! the host lists those. *The order of work* must put a tile after all tiles that it may wait for: blocks take tiles
-//! one by one in that order, so the earliest unfinished tile never waits, for any number of blocks. *The semaphores*,
-//! and the counter of the tiles that were taken, must be zero when the launch begins.
+//! The device finds which tile waits for which (`ptx/shared/dq_semaphore.cuh`): tiles of keys add in the order of k
+//! runs and of rows, and each waits for the preceding tile with the same q rows. The host must provide three things.
+//! *Which tiles share rows* must be the same on both sides, since q tiles that nothing is added to are written with
+//! zeros, and the host lists those. *The order of work* must put a tile after all tiles that it may wait for: blocks
+//! take tiles one by one in that order, so the earliest unfinished tile never waits, for any number of blocks. *The
+//! semaphores*, and the counter of the tiles that were taken, must be zero when the launch begins.
 //!
 //! Tiles that pairs connect (usually those of a document) are therefore in the order in which they wait; among
 //! unconnected tiles the longest come first. This is a merge of lists by the cost of their first entries, which equals
@@ -92,7 +92,7 @@ pub(super) fn cut_bytes(cuts: usize, (q_heads, key_heads): (u32, u32)) -> usize 
 }
 
 /// The tiles of `rows` rows of a partner that an own tile at positions `lowest..=highest` meets: `tiles_met` of
-/// `ptx/dq_semaphore.cuh`. A tile counts too if the positions in reach lie in a gap between two of its rows.
+/// `ptx/shared/dq_semaphore.cuh`. A tile counts too if the positions in reach lie in a gap between two of its rows.
 fn tiles_met(partner: &Range, band: &SidedBand, lowest: i64, highest: i64, rows: u32) -> core::ops::Range<u32> {
     let Some((first, last)) = band.reach(lowest, highest) else { return 0..0 };
     let (before, until) = (partner.rows_before(first), partner.rows_before(last + 1));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The PTX of `ptx/`, as `build.rs` packs it: a sixth of its size (release builds), inflated when a kernel is first
-//! asked for.
+//! The PTX of `ptx/compiled`, as `build.rs` packs it: a sixth of its size (release builds), inflated when a kernel is
+//! first asked for.
 //!
 //! There is one text for both element types, that of bf16. The kernel for f16 has the same instructions with the other
 //! type in their names, so it is made here. Two texts would double the library for what one replacement gives;
@@ -12,7 +12,7 @@ use alloc::vec::Vec;
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
-/// The text of the module `name`: `ptx/{name}.ptx`, or for f16 the text made from that of bf16.
+/// The text of the module `name`: `ptx/compiled/{name}.ptx`, or for f16 the text made from that of bf16.
 pub(super) fn find(name: &str) -> Option<CString> {
     if name.contains("_f16_") {
         let text = String::from_utf8(inflate(&name.replace("_f16_", "_bf16_"))?).ok()?;
@@ -21,7 +21,7 @@ pub(super) fn find(name: &str) -> Option<CString> {
     CString::from_vec_with_nul(inflate(name)?).ok()
 }
 
-/// `ptx/{name}.ptx`, with a zero byte at its end.
+/// `ptx/compiled/{name}.ptx`, with a zero byte at its end.
 fn inflate(name: &str) -> Option<Vec<u8>> {
     let at = PTX.binary_search_by(|entry| entry.0.cmp(name)).ok()?;
     let (_, bytes, packed) = PTX[at];
@@ -67,7 +67,7 @@ mod tests {
             super::PTX.iter().map(|&(_, bytes, packed)| (bytes, packed.len())).unzip();
         let (all, packed) = (all.iter().sum::<usize>(), packed.iter().sum::<usize>());
         assert!(packed * 4 < all, "{packed} of {all} bytes");
-        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("ptx");
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("ptx/compiled");
         for &(name, ..) in super::PTX {
             let text = std::fs::read(folder.join(name).with_extension("ptx")).unwrap();
             assert!(super::find(name).unwrap().as_bytes() == text, "{name}");

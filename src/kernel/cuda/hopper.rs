@@ -3,9 +3,10 @@
 //!
 //! They load through tensor maps, which the driver encodes on the host, one for each tensor. A map is encoded when a
 //! launch is put on a stream, unless one for the same addresses and strides is kept (`kept_maps`). A map has columns,
-//! rows, heads and parts (see `ptx/hopper_load.cuh`), strides that are positive multiples of 16 bytes below 2^40, and
-//! coordinates of 32 bits. For tensors that no map can describe, the kernel for `sm_80` does the launch with the same
-//! metadata and the same parameters: negative strides and strides of 0, tensors of 2^31 rows, addresses too close to 0.
+//! rows, heads and parts (see `ptx/sm90/hopper_load.cuh`), strides that are positive multiples of 16 bytes below 2^40,
+//! and coordinates of 32 bits. For tensors that no map can describe, the kernel for `sm_80` does the launch with the
+//! same metadata and the same parameters: negative strides and strides of 0, tensors of 2^31 rows, addresses too close
+//! to 0.
 
 use super::family::Family;
 use super::metadata::TileRows;
@@ -308,7 +309,7 @@ mod tests {
 
     #[test]
     fn shapes_are_those_of_the_sources() {
-        let lines: Vec<Vec<u32>> = include_str!("../../../ptx/hopper_shapes.cuh")
+        let lines: Vec<Vec<u32>> = include_str!("../../../ptx/sm90/hopper_shapes.cuh")
             .lines()
             .filter_map(|line| line.strip_prefix("HOPPER_FORWARD(")?.strip_suffix(')'))
             .map(|numbers| numbers.split(", ").filter_map(|n| n.parse().ok()).collect())

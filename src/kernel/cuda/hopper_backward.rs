@@ -71,8 +71,8 @@ impl Cuda {
 /// Rows of a box of q or do where heads share a tile, which has 16 or 32 rows of each.
 const PIECE: u32 = 16;
 
-/// Whether q heads share a tile in some step: `Round::find` of `ptx/dq_semaphore.cuh`. A tile of `queries` rows is
-/// shared where a range's last one has at most half of them, and an item has several heads.
+/// Whether q heads share a tile in some step: `Round::find` of `ptx/shared/dq_semaphore.cuh`. A tile of `queries` rows
+/// is shared where a range's last one has at most half of them, and an item has several heads.
 fn shares(call: &AttendBackward, part_heads: u32, queries: u32) -> bool {
     let is_short = |len: u32| (1..=queries / 2).contains(&(len % queries));
     !call.per_q_head && part_heads > 1 && call.ranges.q.iter().any(|q| is_short(q.range.len))
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn shapes_are_those_of_the_sources() {
-        let lines: Vec<Vec<u32>> = include_str!("../../../ptx/hopper_shapes.cuh")
+        let lines: Vec<Vec<u32>> = include_str!("../../../ptx/sm90/hopper_shapes.cuh")
             .lines()
             .filter_map(|line| line.strip_prefix("HOPPER_BACKWARD(")?.strip_suffix(')'))
             .map(|numbers| numbers.split(", ").filter_map(|n| n.parse().ok()).collect())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The parameter structs of the kernels: `ptx/params.cuh`, field by field. Strides are in bytes, addresses are device
-//! addresses. The assertions at the end are the layout that `nvcc` gives the other side.
+//! The parameter structs of the kernels: `ptx/shared/params.cuh`, field by field. Strides are in bytes, addresses are
+//! device addresses. The assertions at the end are the layout that `nvcc` gives the other side.
 
 use crate::report::metadata;
 use bytemuck::{Pod, Zeroable};
@@ -342,7 +342,7 @@ pub(super) struct MergeParams {
     pub with_lse_words: u32,
 }
 
-/// `SinkParams` of `ptx/sinks.cu`.
+/// `SinkParams` of `ptx/shared/sinks.cu`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Sinks {
@@ -427,7 +427,7 @@ const _: () = {
 mod tests {
     use super::*;
 
-    /// What `divide` in `ptx/ranges.cuh` computes.
+    /// What `divide` in `ptx/shared/ranges.cuh` computes.
     fn divide(x: u32, d: &Divisor) -> u32 {
         let t = ((u64::from(x) * u64::from(d.magic)) >> 32) as u32;
         (t + ((x - t) >> (d.shift & 1))) >> (d.shift >> 1)

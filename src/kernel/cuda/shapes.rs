@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tiles, threads and shared memory of every compiled shape: the numbers of `ptx/shapes.cuh`.
+//! Tiles, threads and shared memory of every compiled shape: the numbers of `ptx/shared/shapes.cuh`.
 
 /// How one kernel of a shape is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub(super) struct Shape {
     pub dropped: Option<Dropped>,
 }
 
-/// The kernels with dropout: `ptx/dropped_shapes.cuh`.
+/// The kernels with dropout: `ptx/sm80/dropped_shapes.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Dropped {
     pub forward: Shaped,
@@ -94,8 +94,8 @@ const fn dropped(d: u32) -> Option<Dropped> {
     })
 }
 
-/// A shape without narrow kernels; the numbers are those of its lines in `ptx/shapes.cuh` that the functions above
-/// take.
+/// A shape without narrow kernels; the numbers are those of its lines in `ptx/shared/shapes.cuh` that the functions
+/// above take.
 const fn shape(d: u32, dv: u32, f: [u32; 3], q: [u32; 4], k: [u32; 4], all: [u32; 5]) -> Shape {
     Shape {
         name: if d == dv { d } else { d * 1000 + dv },
@@ -233,9 +233,9 @@ mod tests {
         }
     }
 
-    /// The numbers of every `NAME(shape, …)` line of `ptx/shapes.cuh`.
+    /// The numbers of every `NAME(shape, …)` line of `ptx/shared/shapes.cuh`.
     fn lines(name: &str) -> Vec<Vec<u32>> {
-        include_str!("../../../ptx/shapes.cuh")
+        include_str!("../../../ptx/shared/shapes.cuh")
             .lines()
             .filter_map(|line| line.strip_prefix(name)?.strip_prefix('(')?.strip_suffix(')'))
             .map(|numbers| numbers.split(", ").filter_map(|n| n.parse().ok()).collect())

@@ -159,7 +159,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     fn kinds(file: &str, kernel: &str) -> BTreeSet<String> {
-        let path = format!("{}/../../ptx/{file}.ptx", env!("CARGO_MANIFEST_DIR"));
+        let path = format!("{}/../../ptx/compiled/{file}.ptx", env!("CARGO_MANIFEST_DIR"));
         let module = Module::parse(&std::fs::read_to_string(path).unwrap()).unwrap();
         let loaded = module.load(&mut Memory::new()).unwrap();
         let kernel = loaded.kernel(kernel).unwrap();

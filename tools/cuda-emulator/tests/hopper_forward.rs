@@ -68,7 +68,7 @@ impl Tensor {
         Self { at, numbers, width, rows }
     }
 
-    /// As `ptx/hopper_load.cuh` wants it: columns, rows, heads, parts.
+    /// As `ptx/sm90/hopper_load.cuh` wants it: columns, rows, heads, parts.
     fn map(&self, dim: usize, span: usize, rows: u32, heads: u32) -> [u8; 128] {
         let stride = self.width as u64 * 2;
         let map = TensorMap {
@@ -110,7 +110,7 @@ impl Bytes {
 
 /// o and lse of all rows, and the bytes of o.
 fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
-    let ptx = format!("{}/../../ptx/hopper_forward_bf16_{name}.ptx", env!("CARGO_MANIFEST_DIR"));
+    let ptx = format!("{}/../../ptx/compiled/hopper_forward_bf16_{name}.ptx", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(ptx).unwrap();
     // As `src/kernel/cuda/embedded.rs` makes one of the other.
     let text = if bf16 { text } else { text.replace("bf16", "f16") };

@@ -121,7 +121,8 @@ fn limits_far_away() {
 }
 
 /// A step of a tile of keys at one tile of q rows: whether it has added to it before, whether it lets the successor go
-/// on, and the number that it waits for otherwise. What `Round::meet` and `last_before` of `ptx/dq_semaphore.cuh` find.
+/// on, and the number that it waits for otherwise. What `Round::meet` and `last_before` of
+/// `ptx/shared/dq_semaphore.cuh` find.
 #[derive(Debug, PartialEq)]
 struct Visit {
     again: bool,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The parameters of the kernels of `ptx/tags.cu`, and the words that they write.
+//! The parameters of the kernels of `ptx/shared/tags.cu`, and the words that they write.
 
 use super::{Addresses, BASES, Parameters, Tensor};
 use crate::report::metadata;

@@ -14,10 +14,10 @@
 //! mutate [--only TEXT] [--kinds] [--jobs N] [PROGRAM [ARGUMENT…]]
 //! ```
 //!
-//! Without a program the registry below is built and run. `--only` tries the kernels whose file in `ptx/` and name, as
-//! in `forward_f16_64.ptx cpattn_forward`, contain TEXT, and no event waits. It begins with the tests that the registry
-//! has for these files, and ends when nothing survives that is not listed: a mutant that is listed is tried by all
-//! workloads without `--only`.
+//! Without a program the registry below is built and run. `--only` tries the kernels whose file in `ptx/compiled` and
+//! name, as in `forward_f16_64.ptx cpattn_forward`, contain TEXT, and no event waits. It begins with the tests that the
+//! registry has for these files, and ends when nothing survives that is not listed: a mutant that is listed is tried by
+//! all workloads without `--only`.
 //!
 //! `--kinds` is a slice of that, for every day: in each kernel, one mutant of each kind (each change of each opcode)
 //! has to be caught by the tests for its file, built without optimisation, in one process.

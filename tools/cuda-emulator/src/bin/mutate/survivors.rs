@@ -32,7 +32,7 @@ pub fn equivalents() -> Result<Vec<Equivalent>, String> {
 /// The shipped texts by file, in no order. A file for bf16 stands for two modules: the host makes that for f16 from it
 /// (`src/kernel/cuda/embedded.rs`), which is listed under the name that its file would have.
 fn texts() -> Vec<(String, String)> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ptx");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ptx/compiled");
     let mut out = Vec::new();
     for e in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let name = e.file_name().to_string_lossy().into_owned();
@@ -79,7 +79,7 @@ pub fn matching(text: &str) -> Result<Only, String> {
         chosen.push(file);
     }
     if kernels.is_empty() {
-        return Err(format!("--only {text}: no file and kernel of ptx/ that has mutants contains that"));
+        return Err(format!("--only {text}: no file and kernel of ptx/compiled that has mutants contains that"));
     }
     Ok(Only { kernels: kernels.join(","), files: chosen })
 }

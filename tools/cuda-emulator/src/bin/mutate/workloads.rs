@@ -148,8 +148,9 @@ mod tests {
         for (test, of) in REGISTRY.iter().filter_map(|t| Some((t, t.of?))) {
             let file = |module| root.join(format!("tests/cuda_kernels/{module}.rs"));
             let walks: String = test.filters.iter().map(|m| std::fs::read_to_string(file(m)).unwrap()).collect();
-            let names =
-                std::fs::read_dir(root.join("ptx")).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+            let names = std::fs::read_dir(root.join("ptx/compiled"))
+                .unwrap()
+                .map(|e| e.unwrap().file_name().into_string().unwrap());
             let rests: Vec<String> =
                 names.filter_map(|n| Some(n.strip_prefix(of)?.strip_suffix(".ptx")?.to_owned())).collect();
             assert!(!rests.is_empty() && rests.iter().all(|r| r.starts_with("bf16_")), "{of}: {rests:?}");

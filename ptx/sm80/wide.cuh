@@ -6,8 +6,8 @@
 // rows by four over partner rows, and in products with columns as their result two by four columns of 16 in each chunk. The result of
 // the first kind, rounded, goes through shared memory, since every warp of a row needs all of it for the second kind.
 #pragma once
-#include "score.cuh"
-#include "tile.cuh"
+#include "shared/score.cuh"
+#include "shared/tile.cuh"
 
 enum : int { CHUNK = 64, PARTS = 4 };
 

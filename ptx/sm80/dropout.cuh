@@ -8,9 +8,9 @@
 //
 // kept[r] holds the thread's row r of accumulators: bit 4 n + e is that of column 8 n + 2 t + e, so NT is at most 8.
 #pragma once
-#include "mma.cuh"
-#include "ranges.cuh"
-#include "tile.cuh"
+#include "shared/mma.cuh"
+#include "shared/ranges.cuh"
+#include "shared/tile.cuh"
 
 __device__ __forceinline__ void philox(u32 (&x)[4], u32 k0, u32 k1) {
 #pragma unroll

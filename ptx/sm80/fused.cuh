@@ -47,7 +47,7 @@
 // to the successor. Each would delay the barrier after it, so many steps are prepared at once, one by every lane.
 #pragma once
 #include "backward.cuh"
-#include "dq_semaphore.cuh"
+#include "shared/dq_semaphore.cuh"
 
 // The block's own tile, and what it took. Steps lie in two halves: one is filled while the other is worked off.
 template <u32 BATCH>

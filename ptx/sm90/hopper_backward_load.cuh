@@ -12,7 +12,7 @@
 // and the third warp have read what is to be done, and the third has seen `added`: so neither barrier is a phase ahead of one
 // that waits for it.
 #pragma once
-#include "fused.cuh"
+#include "sm80/fused.cuh"
 #include "hopper_rows.cuh"
 
 struct HopperBackwardMaps {

@@ -7,10 +7,10 @@
 // result, applies the sink and writes either the running f32 result or the element type.
 #pragma once
 #include "dropout.cuh"
-#include "log_sum_exp.cuh"
-#include "max_logit.cuh"
-#include "score.cuh"
-#include "tile.cuh"
+#include "shared/log_sum_exp.cuh"
+#include "shared/max_logit.cuh"
+#include "shared/score.cuh"
+#include "shared/tile.cuh"
 
 // One float per thread and row. With two product rows per warp the loops have no register left, and the values are spilt
 // by hand, to shared memory; they are touched once a tile.

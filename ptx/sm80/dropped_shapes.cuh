@@ -5,7 +5,7 @@
 // Four warps have 16 own rows each, half of what a warp has elsewhere: a kernel that hashes is bound by that, not by what it reads from
 // shared memory, and its text has half the size.
 #pragma once
-#include "shapes.cuh"
+#include "shared/shapes.cuh"
 
 // BM q rows by BN keys.
 template <int S>

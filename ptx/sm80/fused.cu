@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // The entry of one compilation: `compile` defines ELEMENT and SHAPE.
 #include "fused.cuh"
-#include "shapes.cuh"
+#include "shared/shapes.cuh"
 
 using Fused = BackwardFused<ELEMENT, FusedShape<SHAPE>>;
 

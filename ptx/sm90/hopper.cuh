@@ -10,7 +10,7 @@
 // Tiles in shared memory are panels of 64 columns (128 bytes), each with all rows one after the other, in the 128-byte
 // swizzle that tensor copies write: a box of a copy is a panel. A panel begins at a multiple of 1024 bytes.
 #pragma once
-#include "mma.cuh"
+#include "shared/mma.cuh"
 
 // What cuTensorMapEncodeTiled wrote.
 struct alignas(64) TensorMap {

@@ -7,7 +7,7 @@
 // tiles is shared memory, q and STAGES buffers of k and v each, in whole panels of 64 columns: a block may have 227 KB.
 // Head dim 192 would need 241 KB with 128 keys to a tile, and has 112; 256 would need 258 KB with 96, and has 80.
 #pragma once
-#include "shapes.cuh"
+#include "shared/shapes.cuh"
 
 // BM q rows, BN keys.
 template <int S>

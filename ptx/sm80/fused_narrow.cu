@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // The kernel of fused.cu for devices on which a block has 99 KB of shared memory: `compile` defines ELEMENT; head dim 128 alone has it.
 #include "fused.cuh"
-#include "shapes.cuh"
+#include "shared/shapes.cuh"
 
 using Fused = BackwardFused<ELEMENT, FusedShape<128128>>;
 

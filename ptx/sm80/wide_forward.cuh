@@ -6,8 +6,8 @@
 // and then p, through shared memory. Each keeps the sum of its own keys to the end. Everything else is as in `forward.cuh`.
 #pragma once
 #include "dropout.cuh"
-#include "log_sum_exp.cuh"
-#include "max_logit.cuh"
+#include "shared/log_sum_exp.cuh"
+#include "shared/max_logit.cuh"
 #include "wide.cuh"
 
 template <class T, class Shape, class Params = ForwardParams, bool DROPPED = false>

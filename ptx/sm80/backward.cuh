@@ -12,8 +12,8 @@
 // the registers.
 #pragma once
 #include "dropout.cuh"
-#include "score.cuh"
-#include "tile.cuh"
+#include "shared/score.cuh"
+#include "shared/tile.cuh"
 
 // lse in base-2 units. A row that attends to nothing has lse = -inf, and p = 0: +inf does that.
 __device__ __forceinline__ float exponent_base(float lse) {

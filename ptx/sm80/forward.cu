@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Entries of one compilation: `compile` defines ELEMENT and SHAPE.
 #include "forward.cuh"
-#include "shapes.cuh"
+#include "shared/shapes.cuh"
 #include "wide_forward.cuh"
 
 #if SHAPE == 576512

@@ -2,8 +2,11 @@
 // What the forward kernel of sm_90a is given, and what its loading thread leaves for the multiplying warps.
 // `src/kernel/cuda/hopper.rs` mirrors the parameters.
 #pragma once
-#include "forward.cuh"
 #include "hopper.cuh"
+#include "shared/log_sum_exp.cuh"
+#include "shared/max_logit.cuh"
+#include "shared/score.cuh"
+#include "shared/tile.cuh"
 
 struct HopperMaps {
     TensorMap q, k, v;
