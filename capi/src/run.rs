@@ -150,8 +150,8 @@ pub unsafe extern "C" fn cpattn_forward_paged(
         }
         // A product that is too large is no array's length.
         let entries = documents.saturating_mul(pages_per_document);
-        let table = given!(array("block_table", block_table, entries));
-        let pages = Pages { table, per_document: pages_per_document, size: page_size, stride: page_stride };
+        let block_table = given!(array("block_table", block_table, entries));
+        let pages = Pages { block_table, pages_per_document, page_size, page_stride };
         given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, Keys::Paged(pages), a.stream));
     })
 }

@@ -104,8 +104,9 @@ impl Bindings {
     /// as many rows as all pages together. For a forward on the CPU.
     #[must_use]
     pub fn with_pages(mut self, pages: Pages<'_>) -> Self {
-        let Pages { table, per_document, size, stride } = pages;
-        self.pages = Some(RawPages { table: table.as_ptr(), entries: table.len(), per_document, size, stride });
+        let Pages { block_table, pages_per_document, page_size, page_stride } = pages;
+        let (entries, block_table) = (block_table.len(), block_table.as_ptr());
+        self.pages = Some(RawPages { block_table, entries, pages_per_document, page_size, page_stride });
         self
     }
 

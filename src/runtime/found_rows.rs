@@ -37,21 +37,21 @@ impl FoundRows {
         // Without entries the address may be none.
         let table =
             // SAFETY: so many entries are readable (the contract).
-            if pages.entries == 0 { &[] } else { unsafe { core::slice::from_raw_parts(pages.table, pages.entries) } };
+            if pages.entries == 0 { &[] } else { unsafe { core::slice::from_raw_parts(pages.block_table, pages.entries) } };
         let documents = plan.problem().batch().documents();
-        for (name, value) in [("page_size", pages.size), ("page_stride", pages.stride)] {
-            let least = if name == "page_size" { 1 } else { pages.size };
+        for (name, value) in [("page_size", pages.page_size), ("page_stride", pages.page_stride)] {
+            let least = if name == "page_size" { 1 } else { pages.page_size };
             if value < least {
                 return Err(Error::invalid(name, value, format!("at least {least}")));
             }
         }
-        if documents.checked_mul(pages.per_document) != Some(table.len()) {
-            let expected = format!("{documents} documents of {} pages", pages.per_document);
+        if documents.checked_mul(pages.pages_per_document) != Some(table.len()) {
+            let expected = format!("{documents} documents of {} pages", pages.pages_per_document);
             return Err(Error::invalid("block_table", format!("of {} entries", table.len()), expected));
         }
         let have = [TensorId::K, TensorId::V].map(|t| tensors.get(t).tokens).into_iter().min().unwrap_or(0);
         // Pages that lie within k and v, whose rows have numbers that the kernels hold.
-        let (size, stride) = (pages.size as u64, pages.stride as u64);
+        let (size, stride) = (pages.page_size as u64, pages.page_stride as u64);
         let most = have.min(u64::from(u32::MAX));
         let all = if most < size { 0 } else { (most - size) / stride + 1 };
         self.rows.clear();
@@ -65,11 +65,11 @@ impl FoundRows {
             if failure.is_some() {
                 return;
             }
-            if page >= pages.per_document as u64 {
+            if page >= pages.pages_per_document as u64 {
                 failure = Some((doc, None));
                 return;
             }
-            match table[doc * pages.per_document + page as usize] {
+            match table[doc * pages.pages_per_document + page as usize] {
                 entry if entry >= 0 && (entry as u64) < all => self.rows.push((entry as u64 * stride + within) as u32),
                 entry => failure = Some((doc, Some((page, entry)))),
             }
@@ -84,7 +84,7 @@ impl FoundRows {
                 Err(Error::invalid(format!("block_table[{doc}][{page}]"), entry, expected))
             }
             Some((doc, None)) => {
-                let found = format!("{} pages of {size} rows", pages.per_document);
+                let found = format!("{} pages of {size} rows", pages.pages_per_document);
                 let expected = format!("room for the {} k rows of document {doc} on rank {rank}", self.listed[doc]);
                 Err(Error::invalid("block_table", found, expected))
             }

@@ -41,7 +41,7 @@ impl Rank {
     ///     max_logit: None,
     ///     dropout_seed: None,
     /// };
-    /// rank.forward_paged(&plan, tensors, Pages { table: &[1, 0], per_document: 2, size: 2, stride: 2 })?;
+    /// rank.forward_paged(&plan, tensors, Pages { block_table: &[1, 0], pages_per_document: 2, page_size: 2, page_stride: 2 })?;
     /// assert_eq!(o, [4.0, 4.0]);
     /// # Ok::<(), cpattn::Error>(())
     /// ```

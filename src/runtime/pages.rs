@@ -5,23 +5,23 @@
 #[derive(Clone, Copy, Debug)]
 pub struct Pages<'a> {
     /// `[documents, pages]`, compact: the pages that hold this rank's k rows of each document of the batch, in the
-    /// order in which the rank holds them. Row i of a document is in entry `i / size`. Entries beyond its rows are not
+    /// order in which the rank holds them. Row i of a document is in entry `i / page_size`. Entries beyond its rows are not
     /// read; documents may share pages.
-    pub table: &'a [i32],
+    pub block_table: &'a [i32],
     /// Entries of a document in the table.
-    pub per_document: usize,
+    pub pages_per_document: usize,
     /// Rows of a page.
-    pub size: usize,
-    /// Rows of k and of v from one page to the next; `size` if pages adjoin.
-    pub stride: usize,
+    pub page_size: usize,
+    /// Rows of k and of v from one page to the next; `page_size` if pages adjoin.
+    pub page_stride: usize,
 }
 
 /// [`Pages`] without a lifetime, for the duration of a run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RawPages {
-    pub(super) table: *const i32,
+    pub(super) block_table: *const i32,
     pub(super) entries: usize,
-    pub(super) per_document: usize,
-    pub(super) size: usize,
-    pub(super) stride: usize,
+    pub(super) pages_per_document: usize,
+    pub(super) page_size: usize,
+    pub(super) page_stride: usize,
 }

@@ -337,7 +337,7 @@ fn pages_are_refused() {
     let plan = Plan::new(&p, Mesh::single(), Layout::Contiguous).unwrap();
     let mut rank = Rank::new(local::group(1, Duration::from_secs(10)).unwrap().remove(0));
     let bindings = cpattn::runtime::Bindings::default()
-        .with_pages(Pages { table: &[0], per_document: 1, size: 2, stride: 2 })
+        .with_pages(Pages { block_table: &[0], pages_per_document: 1, page_size: 2, page_stride: 2 })
         .with_key_indices(KeyIndices { indices: &[0, 1], heads: 1, entries: 1 });
     // SAFETY: refused before a tensor is read.
     refused(unsafe { rank.run(&plan, cpattn::schedule::Direction::Forward, &bindings) }, &["key_indices with pages"]);

@@ -59,7 +59,12 @@ impl<T: Element> Cache<T> {
     }
 
     fn pages(&self) -> Pages<'_> {
-        Pages { table: &self.table, per_document: self.per_document, size: self.size, stride: self.stride }
+        Pages {
+            block_table: &self.table,
+            pages_per_document: self.per_document,
+            page_size: self.size,
+            page_stride: self.stride,
+        }
     }
 }
 
@@ -200,18 +205,21 @@ fn refusals() {
         outcomes.remove(0)
     };
     let one = |pages: Pages<'_>, rows| try_with(mesh(1, 1), Layout::Contiguous, Options::new(), pages, rows);
-    let good = Pages { table: &[0, 2, -1, 1, 7, 7], per_document: 3, size: 4, stride: 4 };
+    let good = Pages { block_table: &[0, 2, -1, 1, 7, 7], pages_per_document: 3, page_size: 4, page_stride: 4 };
     one(good, 12).unwrap();
     refused(one(good, 11), &["block_table[0][1] is 2, expected 0 to 1: k and v have 11 rows, pages of 4 rows"]);
-    refused(one(Pages { table: &[0, -1, 0, 1, 0, 0], ..good }, 12), &["block_table[0][1] is -1, expected 0 to 2"]);
     refused(
-        one(Pages { per_document: 2, ..good }, 12),
+        one(Pages { block_table: &[0, -1, 0, 1, 0, 0], ..good }, 12),
+        &["block_table[0][1] is -1, expected 0 to 2"],
+    );
+    refused(
+        one(Pages { pages_per_document: 2, ..good }, 12),
         &["block_table is of 6 entries, expected 2 documents of 2 pages"],
     );
-    let short = Pages { table: &[0, 2], per_document: 1, ..good };
+    let short = Pages { block_table: &[0, 2], pages_per_document: 1, ..good };
     refused(one(short, 12), &["block_table is 1 pages of 4 rows", "rows of document 0 on rank 0"]);
-    refused(one(Pages { size: 0, ..good }, 12), &["page_size is 0, expected at least 1"]);
-    refused(one(Pages { stride: 3, ..good }, 12), &["page_stride is 3, expected at least 4"]);
+    refused(one(Pages { page_size: 0, ..good }, 12), &["page_size is 0, expected at least 1"]);
+    refused(one(Pages { page_stride: 3, ..good }, 12), &["page_stride is 3, expected at least 4"]);
     refused(one(good, 0), &["block_table[0][0] is 0, expected a page of 4 rows: k and v have 0"]);
     let keys = Options::new().circulate_forward(Circulate::Keys);
     for (ring, ulysses, options) in [(2, 1, keys), (1, 2, Options::new())] {
