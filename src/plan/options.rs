@@ -11,9 +11,9 @@ pub enum Circulate {
     /// ([`Plan::circulates`](super::Plan::circulates)).
     #[default]
     Auto,
-    /// k and v; in the backward dk and dv are sent back to their owners.
+    /// k and v (pass-KV); in the backward dk and dv are sent back to their owners.
     Keys,
-    /// Backward: q, do, lse and delta; dq is sent back to its owner. Forward: q; partial o and lse, in the
+    /// q (pass-Q). Backward: q, d_o, lse and delta; dq is sent back to its owner. Forward: q; partial o and lse, in the
     /// accumulator's type, are sent back to its owner and merged there, and no row of k or v moves.
     Queries,
 }
@@ -28,9 +28,9 @@ pub enum Gather {
     /// MiB of k and v of a rank's heads. [`Plan::form`](super::Plan::form) is the choice.
     #[default]
     Auto,
-    /// Receive k and v of all other ranks at once, while the kernel computes with the rank's own.
+    /// An all-gather: receive k and v of all other ranks at once, while the kernel computes with the rank's own.
     Others,
-    /// Step by step.
+    /// Ring attention: step by step.
     Steps,
     /// Receive all at once, then make one kernel call over all keys, the rank's own included. Nothing is computed
     /// during the exchange; each row is read and written once.
