@@ -151,7 +151,7 @@ impl Kernels {
                 Ok(0)
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(stream_kernels) => stream_kernels.device().attend_bytes(call),
+            Self::Cuda(stream_kernels) => stream_kernels.attend_metadata(call),
         }
     }
 
@@ -166,7 +166,7 @@ impl Kernels {
                 Ok(0)
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(stream_kernels) => stream_kernels.device().attend_backward_bytes(call),
+            Self::Cuda(stream_kernels) => stream_kernels.attend_backward_metadata(call),
         }
     }
 }
@@ -178,7 +178,8 @@ macro_rules! calls {
             $(#[$doc])*
             ///
             /// # Errors
-            /// As the function of this name for the CPU, in [`cpu`], [`sinks`] or [`merge`], or of [`cuda::Cuda`].
+            /// As the function of this name for the CPU, in [`cpu`], [`sinks`] or [`merge`], or of
+            /// [`cuda::StreamKernels`].
             ///
             /// # Safety
             /// As there.

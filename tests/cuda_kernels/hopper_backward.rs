@@ -266,11 +266,11 @@ impl Call {
                 .map(|name| emulated_count(name).unwrap_or(0))
         };
         let before = counts();
-        let bytes = self.device.cuda.attend_backward_bytes(&call).expect("a supported call");
-        let mut staging = self.device.cuda.staging(bytes, times).expect("memory");
+        let bytes = self.device.attend_backward_bytes(&call);
+        let mut kernels = self.device.kernels(bytes, times);
         for _ in 0..times {
             // SAFETY: everything lives until the downloads below; changed tensors lie in the same memory.
-            unsafe { self.device.cuda.attend_backward(&call, &mut staging, self.device.stream) }?;
+            unsafe { self.device.attend_backward(&call, &mut kernels, self.device.stream) }?;
         }
         let found = (6..9).map(|i| self.device.download_f32(&self.memory[i])).collect();
         let after = counts();

@@ -4,26 +4,22 @@
 use super::check::{self, Checker, TensorSpec};
 use super::launch::{Launch, Launches, items};
 use super::metadata::{self, Metadata, TileRows};
-use super::metadata_buffer::MetadataBuffer;
 use super::modules::{AttentionModule, Instance};
 use super::params::{
     BackwardParams, DroppedBackwardParams, DroppedForwardParams, ForwardParams, HeadParams, SCORE_GENERAL,
     SCORE_SOFTCAP, ScoreParams, Tensor,
 };
-use super::staging::Staging;
+use super::recorded::LaunchRecorder;
 use super::{Cuda, clusters, dropped, hopper_calls};
-use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawStream, RawTensor};
+use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
 use core::f64::consts::LOG2_E;
 
 impl Cuda {
-    /// Bytes of staging that [`Cuda::attend`] needs for this call.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for types and dims there is no kernel for.
-    pub fn attend_bytes(&self, call: &Attend) -> Result<usize> {
+    /// The most bytes of metadata of [`Cuda::attend_launches`]. The call may be one that will be refused.
+    pub(super) fn attend_bytes(&self, call: &Attend) -> Result<usize> {
         if call.dropout.is_some() {
             return dropped::forward_bytes(call);
         }
@@ -34,11 +30,8 @@ impl Cuda {
         Ok(metadata::bytes(&call.ranges, tiles) + other)
     }
 
-    /// Bytes of staging that [`Cuda::attend_backward`] needs for this call.
-    ///
-    /// # Errors
-    /// As [`Cuda::attend_bytes`].
-    pub fn attend_backward_bytes(&self, call: &AttendBackward) -> Result<usize> {
+    /// The most bytes of metadata and words of [`Cuda::attend_backward_launches`].
+    pub(super) fn attend_backward_bytes(&self, call: &AttendBackward) -> Result<usize> {
         if call.dropout.is_some() {
             return dropped::backward_bytes(call);
         }
@@ -49,30 +42,14 @@ impl Cuda {
         })
     }
 
-    /// Forward attention: see [`Attend`].
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] and [`Error::Unsupported`] before anything is launched, also for a stream that is being
-    /// captured into a graph: the ring's metadata would not last for replays. [`Error::Device`] when the driver fails.
-    ///
-    /// # Safety
-    /// The stream is of the device's primary context. When the launch runs, in stream order, the rows of the ranges are
-    /// valid device memory in every tensor: for reads in q, k, v, slopes and sinks, for writes too in running,
-    /// running_lse, o, lse and max_logit, which overlap nothing (but running_lse may be lse) and which nothing else
-    /// accesses meanwhile.
-    pub unsafe fn attend(&self, call: &Attend, staging: &mut Staging, stream: RawStream) -> Result<()> {
-        // SAFETY: the launches read and write what the caller promised, and metadata in the ring.
-        unsafe { self.launch(staging, stream, |ring| self.attend_launches(call, ring)) }
-    }
-
-    /// The launches of [`Cuda::attend`], their metadata written into `buffer`.
-    pub(crate) fn attend_launches(&self, call: &Attend<'_>, buffer: &mut impl MetadataBuffer) -> Result<Launches> {
+    /// The launches of a forward, their metadata written into `recorder`.
+    pub(crate) fn attend_launches(&self, call: &Attend<'_>, recorder: &mut LaunchRecorder) -> Result<Launches> {
         let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
         let (shape, s) = (instance.index, instance.shape());
         refuse_aligned(call.aligned)?;
         check::dropout(&call.dropout, &call.ranges)?;
         check::one_row_of_slopes(call.alibi_slopes.tokens)?;
-        let checker = self.checker(buffer);
+        let checker = recorder.checker(self);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;
         check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.alibi_slopes.is_none())?;
@@ -134,8 +111,8 @@ impl Cuda {
             Some((_, (_, kernels))) => dropped::forward_tiles(kernels),
             None => TileRows { queries: s.forward.rows, keys: 0 },
         };
-        let tile_counter = if hopper.is_some() { buffer.counter()? } else { 0 };
-        let (mut writer, scratch) = buffer.begin(self.attend_bytes(call)?)?;
+        let tile_counter = if hopper.is_some() { recorder.counter()? } else { 0 };
+        let (mut writer, scratch) = recorder.begin(self.attend_bytes(call)?)?;
         let metadata = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
         params.heads.items = items(metadata.query_tiles, q_heads)?;
         if params.heads.items == 0 {
@@ -165,37 +142,18 @@ impl Cuda {
         Ok(Launches::one(writer.part(), Some(launch)))
     }
 
-    /// Backward attention: see [`AttendBackward`]. All gradients are one launch where a block of the device has the
-    /// shared memory for it (99 KB: head dims up to 64, of 97 to 128; 163 KB: up to 192; 227 KB: 256); else, and above
-    /// head dim 256 and with dropout, dq is one, dk and dv another (two from head dim 193 to 256 without dropout).
-    ///
-    /// # Errors
-    /// As [`Cuda::attend`].
-    ///
-    /// # Safety
-    /// As [`Cuda::attend`], with dq, dk and dv in the place of o.
-    pub unsafe fn attend_backward(
-        &self,
-        call: &AttendBackward,
-        staging: &mut Staging,
-        stream: RawStream,
-    ) -> Result<()> {
-        // SAFETY: as in `attend`.
-        unsafe { self.launch(staging, stream, |ring| self.attend_backward_launches(call, ring)) }
-    }
-
-    /// The launches of [`Cuda::attend_backward`], their metadata written into `buffer`.
+    /// The launches of a backward, their metadata written into `recorder`.
     pub(crate) fn attend_backward_launches(
         &self,
         call: &AttendBackward<'_>,
-        buffer: &mut impl MetadataBuffer,
+        recorder: &mut LaunchRecorder,
     ) -> Result<Launches> {
         let instance = Instance::find(call.q.dtype, call.q.dim, call.v.dim)?;
         let s = instance.shape();
         refuse_aligned(call.aligned)?;
         check::dropout(&call.dropout, &call.ranges)?;
         check::one_row_of_slopes(call.alibi_slopes.tokens)?;
-        let checker = self.checker(buffer);
+        let checker = recorder.checker(self);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;
         check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.alibi_slopes.is_none())?;
@@ -240,7 +198,7 @@ impl Cuda {
 
         let fused = self.fused(s).filter(|_| call.gradients == Gradients::All && call.dropout.is_none());
         if let Some(fused) = fused {
-            return self.fused_launches(call, instance, fused, params, window, buffer);
+            return self.fused_launches(call, instance, fused, params, window, recorder);
         }
         let (module, instance, tiles) = match &call.dropout {
             Some(_) => {
@@ -250,7 +208,7 @@ impl Cuda {
             None => (AttentionModule::Sides, instance, backward_tiles(call.gradients, s)),
         };
         let [queries, keys, values] = self.load_all(module, instance)?;
-        let (mut writer, scratch) = buffer.begin(self.attend_backward_bytes(call)?)?;
+        let (mut writer, scratch) = recorder.begin(self.attend_backward_bytes(call)?)?;
         let Metadata {
             query_tiles,
             key_tiles,

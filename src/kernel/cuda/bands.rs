@@ -5,7 +5,7 @@
 //! The window of the call is in each band, so that kernels know of no other mask. `ptx/ranges.cuh` computes the same
 //! from a band as [`SidedBand::reach`].
 
-use super::metadata_buffer::Writer;
+use super::metadata_writer::Writer;
 use super::params::SidedBand;
 use crate::call::{Band, Range, Ranges};
 

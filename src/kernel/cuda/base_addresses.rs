@@ -62,6 +62,13 @@ pub(crate) struct BaseOffset {
 }
 
 impl BaseOffset {
+    /// Where an address is: part of a base of these shapes, or, where there are none, memory. All memory is part of
+    /// base 0, whose address is 0 then.
+    pub(super) fn of(shapes: Option<&BaseShapes>, address: *mut u8) -> Self {
+        let address = address as usize as u64;
+        shapes.map_or(Self { base: 0, row: address as i64, first_head: 0 }, |shapes| shapes.locate(address))
+    }
+
     /// Its address.
     pub(crate) fn address(&self, bases: &BaseAddresses) -> u64 {
         let Tensor { ptr, token, head } = bases.0[self.base as usize];

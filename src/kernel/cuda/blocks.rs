@@ -7,12 +7,12 @@ use super::base_addresses::{self, BaseOffset};
 use super::check::{self, Checker, TensorSpec};
 use super::launch::{Launch, Launches, items};
 use super::metadata::run;
-use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part, padded};
+use super::metadata_writer::{Part, padded};
 use super::modules::Blocks;
 use super::params::{self, Parameters};
+use super::recorded::LaunchRecorder;
 use super::shapes::LARGEST;
-use super::staging::Staging;
-use crate::call::{Delta, Finish, Merge, RawStream, RawTensor, SinkGradient, Transform};
+use crate::call::{Delta, Finish, Merge, RawTensor, SinkGradient, Transform};
 use crate::device::driver::Function;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -26,43 +26,23 @@ const FINISH_STEPS: u64 = 2048;
 /// The offset of a tensor without elements.
 const NOWHERE: BaseOffset = BaseOffset { base: 0, row: 0, first_head: 0 };
 
+/// Bytes of the metadata of a transform.
+pub(super) fn transform_bytes(call: &Transform) -> usize {
+    padded(call.blocks.len() * size_of::<params::TransformBlock>())
+        + padded(call.sources.len() * size_of::<params::TransformSource>())
+}
+
+/// Bytes of the metadata of a finish.
+pub(super) fn finish_bytes(call: &Finish) -> usize {
+    let rows = finish_rows(&call.o);
+    let items: usize = call.rows.iter().map(|r| r.len.div_ceil(rows) as usize).sum();
+    padded(call.rows.len() * size_of::<params::Run>()) + padded(items * size_of::<params::Work>())
+}
+
 impl Cuda {
-    /// Bytes of staging that [`Cuda::transform`] needs for this call.
-    pub fn transform_bytes(&self, call: &Transform) -> usize {
-        padded(call.blocks.len() * size_of::<params::TransformBlock>())
-            + padded(call.sources.len() * size_of::<params::TransformSource>())
-    }
-
-    /// Bytes of staging that [`Cuda::finish`] needs for this call.
-    pub fn finish_bytes(&self, call: &Finish) -> usize {
-        let rows = finish_rows(&call.o);
-        let items: usize = call.rows.iter().map(|r| r.len.div_ceil(rows) as usize).sum();
-        padded(call.rows.len() * size_of::<params::Run>()) + padded(items * size_of::<params::Work>())
-    }
-
-    /// Copies, casts and ordered sums: see [`Transform`].
-    ///
-    /// # Errors
-    /// As [`Cuda::attend`]; f64 is refused.
-    ///
-    /// # Safety
-    /// The stream is of the device's primary context. When the launch runs, in stream order, sources are valid for
-    /// reads and blocks for writes; blocks overlap no other block and no source, but for a first source that is the
-    /// block itself, and nothing else accesses them.
-    pub unsafe fn transform(&self, call: &Transform, staging: &mut Staging, stream: RawStream) -> Result<()> {
-        // SAFETY: the launch reads and writes what the caller promised, and metadata in the ring.
-        unsafe { self.launch(staging, stream, |ring| self.transform_launches(call, ring)) }
-    }
-
-    /// The launch of [`Cuda::transform`], its metadata written into `buffer`.
-    pub(crate) fn transform_launches(
-        &self,
-        call: &Transform<'_>,
-        buffer: &mut impl MetadataBuffer,
-    ) -> Result<Launches> {
-        let checker = self.checker(buffer);
-        let address_space = buffer.address_space();
-        let is_memory = matches!(address_space, AddressSpace::Memory);
+    /// The launch of copies, casts and ordered sums, its metadata written into `recorder`.
+    pub(crate) fn transform_launches(&self, call: &Transform<'_>, recorder: &mut LaunchRecorder) -> Result<Launches> {
+        let checker = recorder.checker(self);
         for (i, block) in call.blocks.iter().enumerate() {
             let Some(sources) = call.sources.get(block.sources_begin as usize..block.sources_end as usize) else {
                 return Err(Error::invalid(
@@ -82,7 +62,7 @@ impl Cuda {
             let alone = steps.elements > u64::from(u32::MAX / 2);
             let all = || core::iter::once(&block.dst).chain(sources);
             // Counts that the kernel keeps in 32 bits.
-            if steps.count() > u64::from(u32::MAX / 2) || (alone && is_memory && !all().all(is_aligned)) {
+            if steps.count() > u64::from(u32::MAX / 2) || (alone && checker.is_memory && !all().all(is_aligned)) {
                 return Err(Error::unsupported(
                     format!("blocks[{i}] of {} rows", block.dst.tokens),
                     "a block has at most 2^31 steps of 8 elements (of one where rows are not aligned to 16 bytes)",
@@ -90,18 +70,19 @@ impl Cuda {
                 ));
             }
             if alone {
-                all().for_each(|t| buffer.must_align(t.ptr as usize as u64));
+                all().for_each(|t| recorder.must_align(t.ptr));
             }
         }
 
         let function = self.blocks()?.transform;
+        let shapes = recorder.shapes();
         let located = |t: &RawTensor| {
-            let params::Tensor { ptr, token, head } = base_addresses::bytes(t);
+            let params::Tensor { token, head, .. } = base_addresses::bytes(t);
             let BaseOffset { base, row, first_head } =
-                if BlockSteps::of(t).count() == 0 { NOWHERE } else { address_space.of(ptr) };
+                if BlockSteps::of(t).count() == 0 { NOWHERE } else { BaseOffset::of(shapes.as_ref(), t.ptr) };
             params::TransformTensor { row, token, head, first_head, base }
         };
-        let (mut writer, _) = buffer.begin(self.transform_bytes(call))?;
+        let (mut writer, _) = recorder.begin(transform_bytes(call))?;
         let (blocks, blocks_at) = writer.array::<params::TransformBlock>(call.blocks.len());
         let (sources, sources_at) = writer.array::<params::TransformSource>(call.sources.len());
         for (out, source) in sources.iter_mut().zip(call.sources) {
@@ -141,19 +122,7 @@ impl Cuda {
         Ok(Launches::one(writer.part(), launch))
     }
 
-    /// Row sums before the backward: see [`Delta`].
-    ///
-    /// # Errors
-    /// As [`Cuda::attend`].
-    ///
-    /// # Safety
-    /// As [`Cuda::attend`]: o, d_o, lse and d_lse are valid for reads, delta for writes, and delta overlaps none.
-    pub unsafe fn delta(&self, call: &Delta, stream: RawStream) -> Result<()> {
-        // SAFETY: the launch reads and writes what the caller promised.
-        unsafe { self.launch_alone(stream, |checker| self.delta_launches(call, checker)) }
-    }
-
-    /// The launch of [`Cuda::delta`]; none when there are no rows.
+    /// The launch of the row sums before a backward; none when there are no rows.
     pub(crate) fn delta_launches(&self, call: &Delta, checker: Checker) -> Result<Launches> {
         check::element(call.o.dtype)?;
         check::dim("o.dim", call.o.dim, LARGEST.1)?;
@@ -181,20 +150,9 @@ impl Cuda {
         self.launch_of_rows(|kernels| kernels.delta, params.rows, THREADS / lanes, &params)
     }
 
-    /// Rows that no pair covers: see [`Finish`].
-    ///
-    /// # Errors
-    /// As [`Cuda::attend`].
-    ///
-    /// # Safety
-    /// As [`Cuda::attend`]: the rows of o and lse are valid for writes, sinks for reads.
-    pub unsafe fn finish(&self, call: &Finish, staging: &mut Staging, stream: RawStream) -> Result<()> {
-        // SAFETY: the launch reads and writes what the caller promised, and metadata in the ring.
-        unsafe { self.launch(staging, stream, |ring| self.finish_launches(call, ring)) }
-    }
-
-    fn finish_launches(&self, call: &Finish<'_>, buffer: &mut impl MetadataBuffer) -> Result<Launches> {
-        let checker = self.checker(buffer);
+    /// The launch for rows that no pair covers, its metadata written into `recorder`; none when there are no rows.
+    pub(super) fn finish_launches(&self, call: &Finish<'_>, recorder: &mut LaunchRecorder) -> Result<Launches> {
+        let checker = recorder.checker(self);
         check::element(call.o.dtype)?;
         check::dim("o.dim", call.o.dim, LARGEST.1)?;
         let o = TensorSpec { heads: call.o.heads, dim: call.o.dim, dtype: call.o.dtype, align: 16 };
@@ -223,7 +181,7 @@ impl Cuda {
         }
 
         let function = self.blocks()?.finish;
-        let (mut writer, _) = buffer.begin(self.finish_bytes(call))?;
+        let (mut writer, _) = recorder.begin(finish_bytes(call))?;
         let (runs, runs_at) = writer.array::<params::Run>(call.rows.len());
         for (out, range) in runs.iter_mut().zip(call.rows) {
             *out = run(range, 0, 0, 0);
@@ -242,18 +200,6 @@ impl Cuda {
         let launch = (params.items > 0 && call.o.heads > 0)
             .then(|| Launch::blocks(function, params.items.into(), THREADS, &params));
         Ok(Launches::one(writer.part(), launch))
-    }
-
-    /// Merges two partial results: see [`Merge`].
-    ///
-    /// # Errors
-    /// As [`Cuda::attend`].
-    ///
-    /// # Safety
-    /// As [`Cuda::attend`]: o and lse are valid for reads and writes, the others for reads, and nothing overlaps.
-    pub unsafe fn merge(&self, call: &Merge, stream: RawStream) -> Result<()> {
-        // SAFETY: the launch reads and writes what the caller promised.
-        unsafe { self.launch_alone(stream, |checker| self.merge_launches(call, checker)) }
     }
 
     /// The launch of a merge; none when there are no rows.
@@ -282,19 +228,7 @@ impl Cuda {
         self.launch_of_rows(|kernels| kernels.merge, params.rows, THREADS / 32, &params)
     }
 
-    /// The gradient of the sinks: see [`SinkGradient`]. Everything is f32.
-    ///
-    /// # Errors
-    /// As [`Cuda::attend`].
-    ///
-    /// # Safety
-    /// As [`Cuda::attend`]: lse, delta and sinks are valid for reads, dsinks for writes, and dsinks overlaps none.
-    pub unsafe fn sink_gradient(&self, call: &SinkGradient, stream: RawStream) -> Result<()> {
-        // SAFETY: the launch reads and writes what the caller promised.
-        unsafe { self.launch_alone(stream, |checker| self.sink_gradient_launches(call, checker)) }
-    }
-
-    /// The launch of [`Cuda::sink_gradient`]; none when there are no heads.
+    /// The launch of the gradient of the sinks; none when there are no heads.
     pub(crate) fn sink_gradient_launches(&self, call: &SinkGradient, checker: Checker) -> Result<Launches> {
         if call.delta.tokens != call.lse.tokens {
             return Err(Error::invalid("delta.tokens", call.delta.tokens, call.lse.tokens));

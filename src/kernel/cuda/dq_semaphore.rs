@@ -15,7 +15,7 @@
 
 use super::bands;
 use super::metadata::{TileRows, bands_bytes, cut, inverse_len, invert, key_cost, keys_of, runs, work};
-use super::metadata_buffer::{SortBuffers, Writer, padded};
+use super::metadata_writer::{SortBuffers, Writer, padded};
 use super::params::{Partner, Run, SidedBand, WORK_ZERO, Work};
 use crate::call::{Mode, Pair, Range, Ranges};
 use alloc::vec::Vec;

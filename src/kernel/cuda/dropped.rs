@@ -4,7 +4,7 @@
 //! other calls they read the token of the first row of each run.
 
 use super::metadata::{self, TileRows};
-use super::metadata_buffer::{Writer, padded};
+use super::metadata_writer::{Writer, padded};
 use super::modules::Instance;
 use super::params::DropoutParams;
 use super::shapes::Dropped;

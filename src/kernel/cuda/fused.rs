@@ -6,9 +6,9 @@ use super::dq_semaphore::{self, DqSemaphore, TilesOfKeys};
 use super::either_backward::DealtOut;
 use super::launch::{Launch, Launches, items};
 use super::metadata::TileRows;
-use super::metadata_buffer::MetadataBuffer;
 use super::modules::{AttentionModule, Instance};
 use super::params::{BackwardParams, FusedParams as Params};
+use super::recorded::LaunchRecorder;
 use super::unread::{self, Pieces};
 use super::{Cuda, hopper_backward, shapes};
 use crate::call::AttendBackward;
@@ -62,7 +62,7 @@ impl Cuda {
         fused: shapes::Fused,
         mut params: BackwardParams,
         window: (i64, i64),
-        buffer: &mut impl MetadataBuffer,
+        recorder: &mut LaunchRecorder,
     ) -> Result<Launches> {
         let pieces = Pieces::of(&call.ranges, window);
         let ranges = pieces.as_ref().map_or(call.ranges, |pieces| pieces.ranges(call.ranges.bands));
@@ -72,7 +72,7 @@ impl Cuda {
         let kernel = self.load(module, instance)?;
         let heads = heads(call);
         let tiles = self.fused_tiles(instance.index, fused);
-        let (mut writer, scratch) = buffer.begin(self.list_bytes(call, instance.index, fused))?;
+        let (mut writer, scratch) = recorder.begin(self.list_bytes(call, instance.index, fused))?;
         let other_keys = fused.launch.rows;
         let metadata = dq_semaphore::write(scratch, &mut writer, &call.ranges, tiles, other_keys, window, heads);
         let DqSemaphore { keys_of, query_bands, query_tiles, own, other, dq_semaphore, key_semaphore, .. } = metadata;

@@ -92,8 +92,7 @@ pub(super) struct HopperParams {
     pub tiles: u32,
     pub section: u32,
     pub shared: SharedTiles,
-    /// 1 where the metadata is among the parameters: its addresses are then bytes from the beginning of
-    /// [`InlineMetadata`].
+    /// 0: the metadata is on the device, and not in [`InlineMetadata`].
     pub has_metadata: u64,
 }
 
@@ -104,15 +103,15 @@ addresses! {
     }
 }
 
-/// Bytes of metadata that a launch may have among its parameters, in place of a copy to the device before it.
-pub(super) const METADATA_BYTES: usize = 3152;
+/// Bytes of `HopperMetadata`.
+const METADATA_BYTES: usize = 3152;
 
-/// `HopperMetadata`.
+/// `HopperMetadata`: the kernel could read metadata among its parameters, but all metadata is on the device.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(16))]
-pub(super) struct InlineMetadata(pub [u8; METADATA_BYTES]);
+pub(super) struct InlineMetadata([u8; METADATA_BYTES]);
 
-/// The inline metadata of a launch whose metadata is on the device: none.
+/// The last parameter of every launch.
 pub(super) static NO_METADATA: InlineMetadata = InlineMetadata([0; METADATA_BYTES]);
 
 const _: () = {

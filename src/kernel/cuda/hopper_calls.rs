@@ -5,7 +5,7 @@ use super::Cuda;
 use super::hopper::{
     FORWARD, Hopper, HopperParams, HopperShape, MapShape, Sm80Fallback, kernel_of, other_rows, section,
 };
-use super::metadata_buffer::{SortBuffers, Writer};
+use super::metadata_writer::{SortBuffers, Writer};
 use super::modules::{AttentionModule, Instance, LoadedKernel};
 use super::params::{ForwardParams, SidedBand};
 use super::shared_tiles::{HopperTiles, Sharing};

@@ -1,24 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A launch as plain data: the kernel, its grid, and its parameters as bytes.
 //!
-//! A call is first converted into launches, and these are launched then. The conversion needs no driver, so a plan can
-//! make the launches of all its calls once and keep them ([`recorded`](super::recorded)); a single call makes its
-//! launches and puts them on a stream at once ([`Cuda::launch`]). [`MetadataBuffer`] determines where the metadata of a
-//! call is written.
+//! A call is first converted into launches, and these are launched then ([`recorded`](super::recorded)).
 
 use super::Cuda;
-use super::check::Checker;
 use super::either_backward::use_sm80_params;
-use super::hopper::{self, Hopper, InlineMetadata, METADATA_BYTES, MapShape, Maps, NO_METADATA, Sm80Fallback};
-use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part};
+use super::hopper::{Hopper, MapShape, Maps, NO_METADATA, Sm80Fallback};
+use super::metadata_writer::Part;
 use super::modules::{AttentionModule, LoadedKernel};
 use super::params::{Addresses, BASES, Parameters, Tensor};
-use super::staging::Staging;
 use crate::call::RawStream;
 use crate::device::driver::Function;
 use crate::error::{Error, Result};
 use alloc::format;
-use core::mem::offset_of;
 
 /// The most bytes of a kernel's parameters.
 pub(super) const PARAMETER_BYTES: usize = 448;
@@ -92,16 +86,6 @@ impl Launch {
         self.params[offset / 8] = word;
     }
 
-    /// Moves the addresses of metadata that lie in `bytes` bytes at `from` to `to`.
-    fn move_metadata(&mut self, from: u64, bytes: usize, to: u64) {
-        for &offset in self.addresses.metadata {
-            let at = self.word(offset);
-            if (from..from + bytes as u64).contains(&at) {
-                self.set_word(offset, at - from + to);
-            }
-        }
-    }
-
     /// Sets the tensor at a byte offset of the parameters.
     pub(super) fn set_tensor(&mut self, offset: usize, tensor: Tensor) {
         self.params[offset / 8..][..3].copy_from_slice(bytemuck::cast_slice(&[tensor]));
@@ -119,20 +103,6 @@ impl Launch {
         })
     }
 
-    /// Whether its kernel can read its metadata among the parameters.
-    fn takes_lists(&self) -> bool {
-        matches!(
-            self.kernel,
-            Kernel::Hopper(Hopper { other: Sm80Fallback { module: AttentionModule::Forward, .. }, .. })
-        )
-    }
-
-    /// Makes the kernel for `sm_90a` read its metadata, `bytes` bytes at `from`, from the parameters.
-    fn read_metadata_from_parameters(&mut self, from: u64, bytes: usize) {
-        self.move_metadata(from, bytes, 0);
-        self.set_word(offset_of!(hopper::HopperParams, has_metadata), 1);
-    }
-
     /// The kernel for `sm_90a` and its maps, if it can do the launch.
     fn hopper(&self, cuda: &Cuda) -> Result<Option<(Hopper, Maps)>> {
         let Kernel::Hopper(hopper) = self.kernel else { return Ok(None) };
@@ -148,8 +118,8 @@ impl Launch {
     /// loaded.
     pub(super) unsafe fn start(&self, cuda: &Cuda, stream: RawStream) -> Result<()> {
         if let Some(hopper) = self.hopper(cuda)? {
-            // SAFETY: the promise of this function; the metadata is on the device.
-            return unsafe { self.start_hopper(&hopper, cuda, stream, &NO_METADATA) };
+            // SAFETY: the promise of this function.
+            return unsafe { self.start_hopper(&hopper, cuda, stream) };
         }
         let mut params = self.params;
         let (function, grid, threads, shared) = match self.kernel {
@@ -175,14 +145,12 @@ impl Launch {
     /// The same by the kernel for `sm_90a`.
     ///
     /// # Safety
-    /// As [`Launch::start`], of metadata only where it is not among the parameters; `hopper` is what [`Launch::hopper`]
-    /// says of this launch.
+    /// As [`Launch::start`]; `hopper` is what [`Launch::hopper`] says of this launch.
     unsafe fn start_hopper(
         &self,
         (Hopper { kernel, cluster, items, .. }, maps): &(Hopper, Maps),
         cuda: &Cuda,
         stream: RawStream,
-        metadata: &InlineMetadata,
     ) -> Result<()> {
         let blocks = cuda.grid(*items, kernel.each, true);
         // In clusters, if there are two blocks or more; both kernels take the same parameters.
@@ -191,7 +159,7 @@ impl Launch {
             _ => (kernel, blocks),
         };
         let params =
-            [core::ptr::from_ref(maps).cast(), self.params.as_ptr().cast(), core::ptr::from_ref(metadata).cast()];
+            [core::ptr::from_ref(maps).cast(), self.params.as_ptr().cast(), core::ptr::from_ref(&NO_METADATA).cast()];
         // SAFETY: the maps are those of the tensors in the parameters, which are in a block that is not shorter than
         // the kernel's; the rest is the promise of this function.
         unsafe { kernel.function.launch(blocks, kernel.launch.threads, kernel.launch.shared, stream, params) }
@@ -208,85 +176,6 @@ pub(crate) struct Launches {
 impl Launches {
     pub(super) fn one(part: Part, launch: Option<Launch>) -> Self {
         Self { part, list: [launch, None, None] }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.list.iter().all(Option::is_none)
-    }
-}
-
-impl Cuda {
-    /// Checks calls whose tensors have the addresses that `buffer` says.
-    pub(crate) fn checker(&self, buffer: &impl MetadataBuffer) -> Checker {
-        Checker { ordinal: self.ordinal(), is_memory: matches!(buffer.address_space(), AddressSpace::Memory) }
-    }
-
-    /// Checks calls whose tensors are memory.
-    pub(super) fn memory_checker(&self) -> Checker {
-        Checker { ordinal: self.ordinal(), is_memory: true }
-    }
-
-    /// Makes the launches of a call, uploads their metadata and launches them. Metadata that the device has already is
-    /// not uploaded again, nor is what fits among the parameters of a kernel for `sm_90a`.
-    ///
-    /// # Safety
-    /// Of the launches that `make` returns, see [`Launch::start`]. Metadata live in the ring until the launches are
-    /// done.
-    pub(super) unsafe fn launch(
-        &self,
-        staging: &mut Staging,
-        stream: RawStream,
-        make: impl FnOnce(&mut Staging) -> Result<Launches>,
-    ) -> Result<()> {
-        let _entered = self.enter()?;
-        // Before the ring is touched: an event that was recorded into a capture tells nothing about when a part is
-        // free. SAFETY: a live stream of the context (the promise of this function).
-        unsafe { self.refuse_capture(stream) }?;
-        let mut launches = make(staging)?;
-        let part = launches.part;
-        if launches.is_empty() {
-            return Ok(());
-        }
-        let known = staging.known(part, stream);
-        if let Some(known) = known {
-            let (from, to) = (staging.address(part), staging.address(known));
-            launches.list.iter_mut().flatten().for_each(|l| l.move_metadata(from, part.filled + part.words, to));
-        }
-        let fits = known.is_none() && part.words == 0 && part.filled <= METADATA_BYTES;
-        if let [Some(launch), None, None] = &mut launches.list
-            && fits
-            && launch.takes_lists()
-            && let Some(hopper) = launch.hopper(self)?
-        {
-            let mut metadata = NO_METADATA;
-            metadata.0[..part.filled].copy_from_slice(staging.written(part));
-            launch.read_metadata_from_parameters(staging.address(part), part.filled);
-            // SAFETY: the promise of this function; the driver copies the metadata.
-            let done = unsafe { launch.start_hopper(&hopper, self, stream, &metadata) };
-            return done.and(staging.end(part, stream));
-        }
-        let part = known.unwrap_or(part);
-        // SAFETY: the promise of this function.
-        let start = || launches.list.iter().flatten().try_for_each(|l| unsafe { l.start(self, stream) });
-        let ready = if known.is_some() { staging.reuse(part, stream) } else { staging.upload(part, stream) };
-        let done = ready.and_then(|()| start());
-        // Also after a failed launch: the upload may still be in progress.
-        done.and(staging.end(part, stream))
-    }
-
-    /// Makes the launch of a call without metadata, and launches it.
-    ///
-    /// # Safety
-    /// See [`Launch::start`].
-    pub(super) unsafe fn launch_alone(
-        &self,
-        stream: RawStream,
-        make: impl FnOnce(Checker) -> Result<Launches>,
-    ) -> Result<()> {
-        let _entered = self.enter()?;
-        let launches = make(self.memory_checker())?;
-        // SAFETY: the promise of this function.
-        launches.list.iter().flatten().try_for_each(|launch| unsafe { launch.start(self, stream) })
     }
 }
 

@@ -5,7 +5,7 @@
 //! short. The cost of a tile is the number of partner rows it may meet, estimated from positions alone.
 
 use super::bands;
-use super::metadata_buffer::{SortBuffers, Writer, padded};
+use super::metadata_writer::{SortBuffers, Writer, padded};
 use super::params::{Divisor, Partner, Run, SidedBand, Work};
 use crate::call::{Gradients, QRange, Range, Ranges};
 

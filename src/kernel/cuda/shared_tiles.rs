@@ -11,7 +11,7 @@
 //! metadata stays small.
 
 use super::metadata::{TileRows, cut, met, work};
-use super::metadata_buffer::{SortBuffers, Writer, padded};
+use super::metadata_writer::{SortBuffers, Writer, padded};
 use super::params::{SidedBand, Work};
 use crate::call::{HeadMap, QRange, Ranges};
 use crate::report::metadata::{SHORT_ROWS, shared_tiles};
@@ -258,7 +258,7 @@ mod tests {
         let mut memory = alloc::vec![0u128; bytes(&ranges, rows).div_ceil(16)];
         let bands: Vec<SidedBand> = bands::of_queries(&ranges, window).collect();
         let mut scratch = SortBuffers::default();
-        let mut writer = Writer::new(bytemuck::cast_slice_mut(&mut memory), 0, 0, None);
+        let mut writer = Writer::new(bytemuck::cast_slice_mut(&mut memory), 0);
         let split = write(&mut scratch, &mut writer, &ranges, (&sharing, held), &bands, tile, None);
         assert!(writer.part().filled <= bytes(&ranges, rows));
         let list = |tiles: &[(u64, Work)]| tiles.iter().map(|(_, w)| (w.run, w.first)).collect::<Tiles>();

@@ -13,7 +13,7 @@
 use super::Cuda;
 use super::base_addresses::{Meaning, meaning};
 use super::launch::{Launch, Launches};
-use super::metadata_buffer::{MetadataBuffer, Part, padded};
+use super::metadata_writer::{Part, padded};
 use super::params::{
     BASES, Tensor,
     tags::{Arrived, ArrivedRange, BeginRun, Note, Tag},
@@ -106,10 +106,10 @@ impl NoteMemory {
     }
 }
 
-impl LaunchRecorder<'_> {
+impl LaunchRecorder {
     /// Keeps `count` tags, and returns their symbol.
-    pub(crate) fn tags(&mut self, count: usize) -> *mut u8 {
-        without_provenance_mut(self.array(&vec![0; count * TAG_BYTES]) as usize)
+    pub(crate) fn tags(&mut self, count: usize) -> Result<*mut u8> {
+        Ok(without_provenance_mut(self.array(&vec![0; count * TAG_BYTES])? as usize))
     }
 
     /// The launch that begins a run: it counts in `runs` and sets `count` tags, the rank's own first.
