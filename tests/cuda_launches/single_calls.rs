@@ -213,8 +213,8 @@ fn calls_ahead_of_the_device(cuda: &Arc<Cuda>) {
         assert!(missing.is_empty(), "{what}: calls {missing:?}");
         cases.iter().for_each(|case| case.to.upload(&[0xff; BYTES]).unwrap());
     };
-    // Fewer bytes than calls, and fewer events than calls: 144 bytes each.
-    for (bytes, calls) in [(3 * 144 + 64, 64), (1 << 16, 3), (144, 1)] {
+    // Fewer bytes than calls, and fewer events than calls: 160 bytes each.
+    for (bytes, calls) in [(3 * 160 + 64, 64), (1 << 16, 3), (160, 1)] {
         let mut kernels = ring(bytes, calls);
         for (i, case) in cases.iter().enumerate() {
             case.copy(&mut kernels, streams[i % 2]);
