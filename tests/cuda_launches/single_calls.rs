@@ -45,8 +45,16 @@ impl Case {
 
     /// The copy alone.
     fn copy(&self, kernels: &mut StreamKernels, stream: Stream) {
-        let blocks = [Block { dst: Self::rows(&self.to), sources_begin: 0, sources_end: 1 }];
-        let sources = [Self::rows(&self.from)];
+        self.copy_in(1, kernels, stream);
+    }
+
+    /// The copy alone, in so many blocks: one takes 160 bytes of the ring, two take 320.
+    fn copy_in(&self, blocks: usize, kernels: &mut StreamKernels, stream: Stream) {
+        let rows = TOKENS / blocks;
+        let of = |memory, i: usize| Self::rows(memory).rows((i * rows) as u64, rows as u64);
+        let block = |i: usize| Block { dst: of(&self.to, i), sources_begin: i as u32, sources_end: i as u32 + 1 };
+        let sources: Vec<_> = (0..blocks).map(|i| of(&self.from, i)).collect();
+        let blocks: Vec<_> = (0..blocks).map(block).collect();
         // SAFETY: the memory lives until the stream was waited for, and nothing else uses it until then.
         unsafe { kernels.transform(&Transform { blocks: &blocks, sources: &sources }, stream.raw()) }.unwrap();
     }
@@ -223,6 +231,14 @@ fn calls_ahead_of_the_device(cuda: &Arc<Cuda>) {
         all_copied(&format!("a ring of {bytes} bytes for {calls} calls"));
     }
 
+    // Where the end of the ring is too short for a call, what is there is older than what is at its beginning.
+    let mut kernels = ring(4 * 160, 64);
+    for (i, case) in cases.iter().enumerate() {
+        case.copy_in(1 + usize::from(i % 8 == 7), &mut kernels, streams[i % 2]);
+    }
+    kernels.wait().unwrap();
+    all_copied("calls of two sizes");
+
     // The same metadata for all calls, on both streams in turn: each stream has a copy of its own.
     let mut kernels = ring(1 << 12, 8);
     for (i, case) in cases.iter().enumerate() {
@@ -241,11 +257,12 @@ fn calls_ahead_of_the_device(cuda: &Arc<Cuda>) {
     for (i, case) in cases.iter().enumerate() {
         case.copy(&mut kernels, streams[i % 2]);
         if i % 6 == 5 {
+            // One after the other, in the place of calls that were made in the other order.
             kernels.reserve_metadata(1024 + 256 * i, 4 + i).unwrap();
             other = ring(1 << 10, 4);
-        }
-        if i % 6 == 1 {
-            case.copy(&mut other, streams[i % 2]);
+            for j in (i - 3..=i).rev() {
+                cases[j].copy(&mut other, streams[j % 2]);
+            }
         }
     }
     kernels.wait().unwrap();

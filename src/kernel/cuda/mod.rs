@@ -19,64 +19,46 @@
 //!
 //! ```text
 //! embedded  the PTX
-//! shapes    tiles and threads of the compiled kernels
-//! params    the parameters of kernels
-//! metadata  the scheduler metadata of a call: ranges as runs, partners and tiles; metadata_writer: how it is written
-//! dq_semaphore  the metadata of the fused backward, and which tile waits for which
-//! recorded  from calls to launches and their metadata; base_addresses: tensors that only a run knows
-//! check     the checks of calls
-//! attention, fused, dropped, blocks   the launches
+//! abi       what kernels and host agree on: params, the parameters of kernels; shapes, tiles and threads of the compiled
+//!           kernels; base_addresses, symbols for addresses that are known later
+//! memory    the scheduler metadata of a call: metadata, ranges as runs, partners and tiles (unread, bands); dq_semaphore,
+//!           those of the fused backward, and which tile waits for which; metadata_writer, how they are written;
+//!           metadata_ring, where those of single calls are on the device
+//! launch    a launch as data. check, the checks of calls; attention, fused, dropped, blocks, the launches of each call;
+//!           recorded, from calls to launches, for plans and single calls; stream_kernels, single calls; max_logit, the
+//!           largest scores of a run before its first launch; tags, what runs carry along, so that ranks which differ are
+//!           found
+//! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its
+//!           parameters); shared_tiles, which tiles several heads share; clusters of two blocks; kept_maps
 //! family    which forward kernels a device runs, and how that is forced
-//! max_logit the largest scores of a run before its first launch
 //! modules   the kernels that were loaded so far, and what each is compiled for; load: how each is loaded
-//! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its parameters)
-//! shared_tiles  which tiles of those kernels several heads share
-//! clusters  those for clusters of two blocks, and which calls they take
 //! shared    one device for all callers that name it
-//! tags      what runs on devices carry along, so that ranks which differ are found
-//! stream_kernels  single calls of a caller's; metadata_ring: where their metadata is on the device
+//! sm_margin multiprocessors that attention leaves free
 //! ```
 
-mod attention;
-mod bands;
-pub(crate) mod base_addresses;
-mod blocks;
-mod check;
-mod clusters;
-mod dq_semaphore;
-mod dropped;
-mod either_backward;
+mod abi;
 mod embedded;
 mod family;
-mod fused;
 mod hopper;
-mod hopper_backward;
-mod hopper_calls;
-mod kept_maps;
 pub(crate) mod launch;
 mod load;
 mod margin_requests;
-mod max_logit;
-mod metadata;
-mod metadata_ring;
-mod metadata_writer;
+mod memory;
 mod modules;
-mod params;
-pub(crate) mod recorded;
-mod shapes;
 mod shared;
-mod shared_tiles;
 pub(crate) mod sm_margin;
-mod stream_kernels;
-pub(crate) mod tags;
-mod unread;
 
-pub(crate) use check::one_row_of_slopes;
+pub(crate) use abi::base_addresses;
+pub(crate) use launch::check::one_row_of_slopes;
+pub(crate) use launch::{recorded, tags};
 
 pub use crate::device::memory::{DeviceMemory, OwnStream};
 pub use family::Family;
-pub use stream_kernels::StreamKernels;
+pub use launch::stream_kernels::StreamKernels;
 
+use abi::shapes::{self, Shape};
+use hopper::{clusters, kept_maps::KeptMaps};
+use memory::metadata_ring::SpareRings;
 use modules::{Instance, LoadedKernels};
 
 use crate::call::RawStream;
@@ -85,10 +67,7 @@ use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
-use kept_maps::KeptMaps;
 use margin_requests::MarginRequests;
-use metadata_ring::SpareRings;
-use shapes::Shape;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// One device, with the kernels that were loaded so far.

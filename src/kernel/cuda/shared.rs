@@ -5,7 +5,7 @@
 //! ask for the same device get the same one. It lives as long as a caller holds it: the table keeps no device alive.
 
 use super::Cuda;
-use super::check::Checker;
+use super::launch::check::Checker;
 use crate::call::{RawStream, RawTensor, Score};
 use crate::device::driver::Context;
 use crate::error::{Error, Result};
@@ -57,7 +57,7 @@ impl Cuda {
 
     /// Refuses numbers that the kernels, which score in f32, cannot take.
     pub(crate) fn accept_score(&self, score: &Score) -> Result<()> {
-        super::check::score(score).map(|_| ())
+        super::launch::check::score(score).map(|_| ())
     }
 
     /// Refuses a stream of another context, or one that is being captured into a graph: the kernels of a single call,

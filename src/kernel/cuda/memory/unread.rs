@@ -6,14 +6,14 @@
 //! cut: what is read, and what is not, which then has no pairs. Stripes are left whole. Without bands nothing is cut:
 //! a document's rows are all read, or its window says otherwise for whole ranges.
 
-use super::params::SidedBand;
 use crate::call::{Band, Pair, QRange, Range, Ranges};
+use crate::kernel::cuda::abi::params::SidedBand;
 use alloc::vec;
 use alloc::vec::Vec;
 
 /// The ranges of a call after cutting. A pair is as it was: what it reads lies in one piece of q and one of k.
 #[derive(Debug)]
-pub(super) struct Pieces {
+pub(in crate::kernel::cuda) struct Pieces {
     q: Vec<QRange>,
     k: Vec<Range>,
     pairs: Vec<Pair>,
@@ -65,8 +65,8 @@ fn holder(pieces: &[Rows], row: u32) -> usize {
 }
 
 /// The most cuts of [`Pieces::of`] on either side: two at each pair.
-pub(super) fn most_cuts(ranges: &Ranges) -> usize {
-    if are_whole(ranges) { 0 } else { 2 * super::metadata::inverse_len(ranges) }
+pub(in crate::kernel::cuda) fn most_cuts(ranges: &Ranges) -> usize {
+    if are_whole(ranges) { 0 } else { 2 * crate::kernel::cuda::memory::metadata::inverse_len(ranges) }
 }
 
 fn are_whole(ranges: &Ranges) -> bool {
@@ -75,11 +75,11 @@ fn are_whole(ranges: &Ranges) -> bool {
 
 impl Pieces {
     /// `None` if no row has to be cut off. Ranges were checked.
-    pub(super) fn of(ranges: &Ranges, window: (i64, i64)) -> Option<Self> {
+    pub(in crate::kernel::cuda) fn of(ranges: &Ranges, window: (i64, i64)) -> Option<Self> {
         if are_whole(ranges) {
             return None;
         }
-        let bands: Vec<SidedBand> = super::bands::of_queries(ranges, window).collect();
+        let bands: Vec<SidedBand> = crate::kernel::cuda::memory::bands::of_queries(ranges, window).collect();
         // By pair of a q range, what it reads of q and of k; and by k range.
         let mut read_rows: Vec<(Rows, Rows)> = Vec::new();
         let mut of_k: Vec<Vec<Rows>> = vec![Vec::new(); ranges.k.len()];
@@ -121,7 +121,7 @@ impl Pieces {
     }
 
     /// The ranges, with the bands of the call.
-    pub(super) fn ranges<'a>(&'a self, bands: &'a [Band]) -> Ranges<'a> {
+    pub(in crate::kernel::cuda) fn ranges<'a>(&'a self, bands: &'a [Band]) -> Ranges<'a> {
         Ranges { q: &self.q, k: &self.k, pairs: &self.pairs, bands }
     }
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The beginning of the largest scores of a run: launches raise them, so they are set to −∞ before the first.
 
-use super::Cuda;
 use crate::call::{RawStream, RawTensor};
 use crate::device::driver::call;
 use crate::error::Result;
+use crate::kernel::cuda::Cuda;
 
 impl Cuda {
     /// Sets one f32 for each head, `[1, heads, 1]`, to −∞, in stream order. The context is current.

@@ -3,38 +3,38 @@
 //! of each side (`attention` launches them). They draw the mask from the tokens that rows are, so beside the lists of
 //! other calls they read the token of the first row of each run.
 
-use super::metadata::{self, TileRows};
-use super::metadata_writer::{Writer, padded};
-use super::modules::Instance;
-use super::params::DropoutParams;
-use super::shapes::Dropped;
 use crate::call::{Attend, AttendBackward, Dropout, Range, Ranges, RawTensor};
 use crate::error::Result;
+use crate::kernel::cuda::abi::params::DropoutParams;
+use crate::kernel::cuda::abi::shapes::Dropped;
+use crate::kernel::cuda::memory::metadata::{self, TileRows};
+use crate::kernel::cuda::memory::metadata_writer::{Writer, padded};
+use crate::kernel::cuda::modules::Instance;
 
 /// The kernels of these head dims.
-pub(super) fn find(q: &RawTensor, v: &RawTensor) -> Result<(Instance, Dropped)> {
+pub(in crate::kernel::cuda) fn find(q: &RawTensor, v: &RawTensor) -> Result<(Instance, Dropped)> {
     let instance = Instance::find_dropped(q.dtype, q.dim, v.dim)?;
     Ok((instance, instance.shape().dropped.expect("as found")))
 }
 
 /// Rows of the tiles of a forward.
-pub(super) fn forward_tiles(dropped: &Dropped) -> TileRows {
+pub(in crate::kernel::cuda) fn forward_tiles(dropped: &Dropped) -> TileRows {
     TileRows { queries: dropped.forward.rows, keys: 0 }
 }
 
 /// Rows of the tiles of a backward.
-pub(super) fn backward_tiles(call: &AttendBackward, dropped: &Dropped) -> TileRows {
+pub(in crate::kernel::cuda) fn backward_tiles(call: &AttendBackward, dropped: &Dropped) -> TileRows {
     TileRows::of(call.gradients, dropped.queries.rows, dropped.keys.rows)
 }
 
 /// Bytes of the metadata of a forward.
-pub(super) fn forward_bytes(call: &Attend) -> Result<usize> {
+pub(in crate::kernel::cuda) fn forward_bytes(call: &Attend) -> Result<usize> {
     let (_, dropped) = find(&call.q, &call.v)?;
     Ok(bytes(&call.ranges, forward_tiles(&dropped)))
 }
 
 /// Bytes of the metadata of a backward.
-pub(super) fn backward_bytes(call: &AttendBackward) -> Result<usize> {
+pub(in crate::kernel::cuda) fn backward_bytes(call: &AttendBackward) -> Result<usize> {
     let (_, dropped) = find(&call.q, &call.v)?;
     Ok(bytes(&call.ranges, backward_tiles(call, &dropped)))
 }
@@ -44,7 +44,11 @@ fn bytes(ranges: &Ranges, tiles: TileRows) -> usize {
 }
 
 /// Writes the tokens of a checked call, and returns what its kernels draw from.
-pub(super) fn write_tokens(writer: &mut Writer<'_>, ranges: &Ranges, dropout: &Dropout<'_>) -> DropoutParams {
+pub(in crate::kernel::cuda) fn write_tokens(
+    writer: &mut Writer<'_>,
+    ranges: &Ranges,
+    dropout: &Dropout<'_>,
+) -> DropoutParams {
     let mut tokens = |n, of: &mut dyn Iterator<Item = &Range>, bases: &[i64]| {
         let (list, at) = writer.array::<u32>(n);
         for (out, range) in list.iter_mut().zip(of) {

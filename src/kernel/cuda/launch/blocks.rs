@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The launches of all calls but attention: transforms, delta, finish, merge, the gradient of the sinks.
 
-use super::Cuda;
-use super::attention::lse_words;
-use super::base_addresses::{self, BaseOffset};
-use super::check::{self, Checker, TensorSpec};
-use super::launch::{Launch, Launches, items};
-use super::metadata::run;
-use super::metadata_writer::{Part, padded};
-use super::modules::Blocks;
-use super::params::{self, Parameters};
-use super::recorded::LaunchRecorder;
-use super::shapes::LARGEST;
 use crate::call::{Delta, Finish, Merge, RawTensor, SinkGradient, Transform};
 use crate::device::driver::Function;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
+use crate::kernel::cuda::Cuda;
+use crate::kernel::cuda::abi::base_addresses::{self, BaseOffset};
+use crate::kernel::cuda::abi::params::{self, Parameters};
+use crate::kernel::cuda::abi::shapes::LARGEST;
+use crate::kernel::cuda::launch::attention::lse_words;
+use crate::kernel::cuda::launch::check::{self, Checker, TensorSpec};
+use crate::kernel::cuda::launch::recorded::LaunchRecorder;
+use crate::kernel::cuda::launch::{Launch, Launches, items};
+use crate::kernel::cuda::memory::metadata::run;
+use crate::kernel::cuda::memory::metadata_writer::{Part, padded};
+use crate::kernel::cuda::modules::Blocks;
 use alloc::format;
 
 const THREADS: u32 = 256;
@@ -27,13 +27,13 @@ const FINISH_STEPS: u64 = 2048;
 const NOWHERE: BaseOffset = BaseOffset { base: 0, row: 0, first_head: 0 };
 
 /// Bytes of the metadata of a transform.
-pub(super) fn transform_bytes(call: &Transform) -> usize {
+pub(in crate::kernel::cuda) fn transform_bytes(call: &Transform) -> usize {
     padded(call.blocks.len() * size_of::<params::TransformBlock>())
         + padded(call.sources.len() * size_of::<params::TransformSource>())
 }
 
 /// Bytes of the metadata of a finish.
-pub(super) fn finish_bytes(call: &Finish) -> usize {
+pub(in crate::kernel::cuda) fn finish_bytes(call: &Finish) -> usize {
     let rows = finish_rows(&call.o);
     let items: usize = call.rows.iter().map(|r| r.len.div_ceil(rows) as usize).sum();
     padded(call.rows.len() * size_of::<params::Run>()) + padded(items * size_of::<params::Work>())
@@ -151,7 +151,11 @@ impl Cuda {
     }
 
     /// The launch for rows that no pair covers, its metadata written into `recorder`; none when there are no rows.
-    pub(super) fn finish_launches(&self, call: &Finish<'_>, recorder: &mut LaunchRecorder) -> Result<Launches> {
+    pub(in crate::kernel::cuda) fn finish_launches(
+        &self,
+        call: &Finish<'_>,
+        recorder: &mut LaunchRecorder,
+    ) -> Result<Launches> {
         let checker = recorder.checker(self);
         check::element(call.o.dtype)?;
         check::dim("o.dim", call.o.dim, LARGEST.1)?;

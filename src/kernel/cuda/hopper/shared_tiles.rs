@@ -10,16 +10,16 @@
 //! [`SHORT_ROWS`] rows only a last stretch of fewer rows is considered: the others have little to gain, and the
 //! metadata stays small.
 
-use super::metadata::{TileRows, cut, met, work};
-use super::metadata_writer::{SortBuffers, Writer, padded};
-use super::params::{SidedBand, Work};
 use crate::call::{HeadMap, QRange, Ranges};
+use crate::kernel::cuda::abi::params::{SidedBand, Work};
+use crate::kernel::cuda::memory::metadata::{TileRows, cut, met, work};
+use crate::kernel::cuda::memory::metadata_writer::{SortBuffers, Writer, padded};
 use crate::report::metadata::{SHORT_ROWS, shared_tiles};
 use bytemuck::{Pod, Zeroable};
 
 /// How a call's q heads share tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Sharing {
+pub(in crate::kernel::cuda) struct Sharing {
     /// The logarithm to the base 2 of the q rows that a tile has of each of its heads.
     pub token_bits: u32,
     /// Items of a tile: all heads of the call.
@@ -34,7 +34,7 @@ pub(super) struct Sharing {
 impl Sharing {
     /// For tiles of `rows` rows. None where no two q heads read one kv head, or where kv heads would need different
     /// numbers of tiles.
-    pub(super) fn of(held: u32, heads: &HeadMap, rows: u32) -> Option<Self> {
+    pub(in crate::kernel::cuda) fn of(held: u32, heads: &HeadMap, rows: u32) -> Option<Self> {
         let group = heads.group.min(held);
         if group <= 1 {
             return None;
@@ -56,7 +56,7 @@ impl Sharing {
     }
 
     /// q rows of a tile.
-    pub(super) fn rows(&self) -> u32 {
+    pub(in crate::kernel::cuda) fn rows(&self) -> u32 {
         1 << self.token_bits
     }
 }
@@ -64,7 +64,7 @@ impl Sharing {
 /// `SharedTiles`.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct SharedTiles {
+pub(in crate::kernel::cuda) struct SharedTiles {
     pub work: u64,
     pub begin: u32,
     pub tiles: u32,
@@ -78,14 +78,14 @@ pub(super) struct SharedTiles {
 
 /// The tiles of a call: tiles of one head each, and shared tiles.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct HopperTiles {
+pub(in crate::kernel::cuda) struct HopperTiles {
     pub work: u64,
     pub tiles: usize,
     pub shared: SharedTiles,
 }
 
 /// The most bytes that [`write`] writes for tiles of `rows` rows.
-pub(super) fn bytes(ranges: &Ranges, rows: u32) -> usize {
+pub(in crate::kernel::cuda) fn bytes(ranges: &Ranges, rows: u32) -> usize {
     let single: usize = ranges.q.iter().map(|q| q.range.len.div_ceil(rows) as usize).sum();
     let shared: usize = ranges.q.iter().map(|q| shared_tiles(q.range.len) as usize).sum();
     padded(single * size_of::<Work>()) + padded(shared * size_of::<Work>())
@@ -128,7 +128,7 @@ impl TileCosts<'_> {
 }
 
 /// Writes the tiles of a call of `heads` q heads, longest first; nothing where none are shared and `same` is the list.
-pub(super) fn write(
+pub(in crate::kernel::cuda) fn write(
     scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
     ranges: &Ranges,
@@ -176,9 +176,9 @@ pub(super) fn write(
 
 #[cfg(test)]
 mod tests {
-    use super::super::bands;
     use super::*;
     use crate::call::{Band, Mode, Pair, Range};
+    use crate::kernel::cuda::memory::bands;
     use crate::report::metadata::SHARED_ROWS;
     use alloc::vec::Vec;
 

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Calls of the kernels for `sm_90a`: loading them, and the parts of a launch.
 
-use super::Cuda;
-use super::hopper::{
+use crate::call::{Attend, Range};
+use crate::kernel::cuda::Cuda;
+use crate::kernel::cuda::abi::params::{ForwardParams, SidedBand};
+use crate::kernel::cuda::hopper::shared_tiles::{HopperTiles, Sharing};
+use crate::kernel::cuda::hopper::{
     FORWARD, Hopper, HopperParams, HopperShape, MapShape, Sm80Fallback, kernel_of, other_rows, section,
 };
-use super::metadata_writer::{SortBuffers, Writer};
-use super::modules::{AttentionModule, Instance, LoadedKernel};
-use super::params::{ForwardParams, SidedBand};
-use super::shared_tiles::{HopperTiles, Sharing};
-use super::{clusters, metadata, shared_tiles};
-use crate::call::{Attend, Range};
+use crate::kernel::cuda::memory::metadata_writer::{SortBuffers, Writer};
+use crate::kernel::cuda::modules::{AttentionModule, Instance, LoadedKernel};
+use crate::kernel::cuda::{hopper::clusters, hopper::shared_tiles, memory::metadata};
 
 /// Bytes of the own list of tiles of the kernel for a shape, 0 if it uses the other kernel's list, of tiles of `rows`
 /// rows.
-pub(super) fn work_bytes(call: &Attend, shape: usize, rows: u32) -> usize {
+pub(in crate::kernel::cuda) fn work_bytes(call: &Attend, shape: usize, rows: u32) -> usize {
     let own = kernel_of(shape).launch.rows;
     if Sharing::of(call.q.heads, &call.heads, own).is_some() {
         return shared_tiles::bytes(&call.ranges, own);
@@ -24,7 +24,7 @@ pub(super) fn work_bytes(call: &Attend, shape: usize, rows: u32) -> usize {
 
 /// Writes the tiles of a call under bands of q rows. The other kernel has `tiles` of `rows` rows at `work`, which may
 /// be the same.
-pub(super) fn split(
+pub(in crate::kernel::cuda) fn split(
     call: &Attend,
     shape: usize,
     (work, tiles, rows): (u64, usize, u32),
@@ -45,25 +45,25 @@ pub(super) fn split(
 }
 
 /// The longest of some ranges.
-pub(super) fn longest<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
+pub(in crate::kernel::cuda) fn longest<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
     ranges.map(|r| r.len).max().unwrap_or(0)
 }
 
 impl Cuda {
     /// The kernel for a shape, if there is one and the device is to run it.
-    pub(super) fn hopper_shape(&self, shape: usize) -> Option<HopperShape> {
+    pub(in crate::kernel::cuda) fn hopper_shape(&self, shape: usize) -> Option<HopperShape> {
         let runs = |s: &HopperShape| s.launch.shared <= self.shared_limit && (s.is_taken || self.every_hopper);
         FORWARD[shape].filter(|s| self.hopper && runs(s))
     }
 
     /// Whether calls of a shape run in clusters if they can.
-    pub(super) fn has_clusters(&self, shape: usize) -> bool {
+    pub(in crate::kernel::cuda) fn has_clusters(&self, shape: usize) -> bool {
         self.clusters && clusters::HAS_KERNEL[shape] && self.hopper_shape(shape).is_some()
     }
 
     /// The parameters of a call for both kernels, with `params` as those of the kernel for `sm_80`; and the tensors of
     /// the maps. `split` holds the tiles of the kernel for `sm_90a`.
-    pub(super) fn hopper_params(
+    pub(in crate::kernel::cuda) fn hopper_params(
         &self,
         call: &Attend,
         (kernel, cluster): (LoadedKernel, Option<LoadedKernel>),

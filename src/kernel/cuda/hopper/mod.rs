@@ -7,16 +7,23 @@
 //! coordinates of 32 bits. For tensors that no map can describe, the kernel for `sm_80` does the launch with the same
 //! metadata and the same parameters: negative strides and strides of 0, tensors of 2^31 rows, addresses too close to 0.
 
-use super::family::Family;
-use super::metadata::TileRows;
-use super::modules::{AttentionModule, Instance, LoadedKernel};
-use super::params::{Addresses, ForwardParams, Parameters, Tensor, addresses};
-use super::shapes::{SHAPES, Shaped};
-use super::shared_tiles::SharedTiles;
+pub(super) mod clusters;
+pub(super) mod either_backward;
+pub(super) mod hopper_backward;
+pub(super) mod hopper_calls;
+pub(super) mod kept_maps;
+pub(super) mod shared_tiles;
+
 use crate::call::RawTensor;
 use crate::device::driver::{check, sys};
 use crate::element::Dtype;
 use crate::error::Result;
+use crate::kernel::cuda::abi::params::{Addresses, ForwardParams, Parameters, Tensor, addresses};
+use crate::kernel::cuda::abi::shapes::{SHAPES, Shaped};
+use crate::kernel::cuda::family::Family;
+use crate::kernel::cuda::hopper::shared_tiles::SharedTiles;
+use crate::kernel::cuda::memory::metadata::TileRows;
+use crate::kernel::cuda::modules::{AttentionModule, Instance, LoadedKernel};
 use bytemuck::{Pod, Zeroable};
 use core::mem::offset_of;
 
@@ -280,13 +287,13 @@ pub(super) fn section(l2_bytes: u64, head_bytes: u64, group: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::modules::ELEMENTS;
     use super::*;
+    use crate::kernel::cuda::modules::ELEMENTS;
     use alloc::string::String;
     use alloc::vec::Vec;
 
     fn text(name: &str) -> Option<String> {
-        super::super::embedded::find(name).map(|text| text.into_string().expect("text"))
+        crate::kernel::cuda::embedded::find(name).map(|text| text.into_string().expect("text"))
     }
 
     /// Compares the parameters that the host passes to the kernel of this module, and its launch, with the text.
@@ -307,7 +314,7 @@ mod tests {
 
     #[test]
     fn shapes_are_those_of_the_sources() {
-        let lines: Vec<Vec<u32>> = include_str!("../../../ptx/hopper_shapes.cuh")
+        let lines: Vec<Vec<u32>> = include_str!("../../../../ptx/hopper_shapes.cuh")
             .lines()
             .filter_map(|line| line.strip_prefix("HOPPER_FORWARD(")?.strip_suffix(')'))
             .map(|numbers| numbers.split(", ").filter_map(|n| n.parse().ok()).collect())
@@ -330,7 +337,9 @@ mod tests {
     /// The launch in clusters is the launch of the forward, except for the cluster's shape, which is in the text only.
     #[test]
     fn clusters_are_those_of_the_sources() {
-        for ((shape, hopper), has_kernel) in SHAPES.iter().zip(FORWARD).zip(super::super::clusters::HAS_KERNEL) {
+        for ((shape, hopper), has_kernel) in
+            SHAPES.iter().zip(FORWARD).zip(crate::kernel::cuda::hopper::clusters::HAS_KERNEL)
+        {
             for element in ELEMENTS {
                 let found = text(&format!("hopper_cluster_{element}_{}", shape.name));
                 assert_eq!(found.is_some(), has_kernel, "{}", shape.name);

@@ -2,24 +2,24 @@
 //! The launch of the fused backward: one kernel for dq, dk and dv, for either family. The metadata of both families is
 //! the same; only the lists of tiles of keys differ if the tiles of one have more keys.
 
-use super::dq_semaphore::{self, DqSemaphore, TilesOfKeys};
-use super::either_backward::DealtOut;
-use super::launch::{Launch, Launches, items};
-use super::metadata::TileRows;
-use super::modules::{AttentionModule, Instance};
-use super::params::{BackwardParams, FusedParams as Params};
-use super::recorded::LaunchRecorder;
-use super::unread::{self, Pieces};
-use super::{Cuda, hopper_backward, shapes};
 use crate::call::AttendBackward;
 use crate::error::Result;
+use crate::kernel::cuda::abi::params::{BackwardParams, FusedParams as Params};
+use crate::kernel::cuda::hopper::either_backward::DealtOut;
+use crate::kernel::cuda::launch::recorded::LaunchRecorder;
+use crate::kernel::cuda::launch::{Launch, Launches, items};
+use crate::kernel::cuda::memory::dq_semaphore::{self, DqSemaphore, TilesOfKeys};
+use crate::kernel::cuda::memory::metadata::TileRows;
+use crate::kernel::cuda::memory::unread::{self, Pieces};
+use crate::kernel::cuda::modules::{AttentionModule, Instance};
+use crate::kernel::cuda::{Cuda, abi::shapes, hopper::hopper_backward};
 
 /// Items for each block that the device runs at a time, so that the last blocks end together. With fewer items, groups
 /// of q heads are split. The split must not depend on multiprocessors left free, or the bits would.
 const ITEMS: u32 = 4;
 
 /// Heads of q, and of dk and dv.
-pub(super) fn heads(call: &AttendBackward) -> (u32, u32) {
+pub(in crate::kernel::cuda) fn heads(call: &AttendBackward) -> (u32, u32) {
     (call.q.heads, if call.per_q_head { call.q.heads } else { call.k.heads })
 }
 
@@ -31,7 +31,7 @@ fn split(group: u32, items: u32, wanted: u32) -> (u32, u32) {
 }
 
 impl shapes::Fused {
-    pub(super) const fn tiles(self) -> TileRows {
+    pub(in crate::kernel::cuda) const fn tiles(self) -> TileRows {
         TileRows { queries: self.queries, keys: self.launch.rows }
     }
 }
@@ -43,7 +43,12 @@ impl Cuda {
     }
 
     /// The most bytes of the metadata of [`Cuda::fused_launches`]. The call may be one that will be refused.
-    pub(super) fn fused_bytes(&self, call: &AttendBackward, shape: usize, fused: shapes::Fused) -> usize {
+    pub(in crate::kernel::cuda) fn fused_bytes(
+        &self,
+        call: &AttendBackward,
+        shape: usize,
+        fused: shapes::Fused,
+    ) -> usize {
         let cuts = unread::most_cuts(&call.ranges);
         let cut_bytes = if cuts == 0 { 0 } else { dq_semaphore::cut_bytes(cuts, heads(call)) };
         self.list_bytes(call, shape, fused) + cut_bytes
@@ -55,7 +60,7 @@ impl Cuda {
     }
 
     /// The launch of the fused kernel for a checked call; `params` have no metadata yet.
-    pub(super) fn fused_launches(
+    pub(in crate::kernel::cuda) fn fused_launches(
         &self,
         call: &AttendBackward,
         instance: Instance,

@@ -6,14 +6,14 @@
 //! load and allocate everything; a call that needs more is refused, with the size it needs. A call is recorded like one
 //! of a plan, and started at once. The host waits only where the metadata of calls in flight fills the ring.
 
-use super::Cuda;
-use super::launch::Launches;
-use super::metadata_ring::MetadataRing;
-use super::recorded::{COUNTER_BYTES, LaunchRecorder};
-use super::sm_margin::SmMargin;
 use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawStream, RawTensor, SinkGradient, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
+use crate::kernel::cuda::Cuda;
+use crate::kernel::cuda::launch::Launches;
+use crate::kernel::cuda::launch::recorded::{COUNTER_BYTES, LaunchRecorder};
+use crate::kernel::cuda::memory::metadata_ring::MetadataRing;
+use crate::kernel::cuda::sm_margin::SmMargin;
 use alloc::format;
 use alloc::sync::Arc;
 
@@ -167,12 +167,12 @@ impl StreamKernels {
 
     /// Bytes of the ring that [`StreamKernels::transform`] needs for this call.
     pub fn transform_metadata(&self, call: &Transform<'_>) -> usize {
-        super::blocks::transform_bytes(call)
+        crate::kernel::cuda::launch::blocks::transform_bytes(call)
     }
 
     /// Bytes of the ring that [`StreamKernels::finish`] needs for this call.
     pub fn finish_metadata(&self, call: &Finish<'_>) -> usize {
-        super::blocks::finish_bytes(call)
+        crate::kernel::cuda::launch::blocks::finish_bytes(call)
     }
 
     /// Forward attention: see [`Attend`].

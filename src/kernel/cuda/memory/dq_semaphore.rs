@@ -13,16 +13,18 @@
 //! unconnected tiles the longest come first. This is a merge of lists by the cost of their first entries, which equals
 //! a sort by the least cost of a tile and all tiles before it in its list.
 
-use super::bands;
-use super::metadata::{TileRows, bands_bytes, cut, inverse_len, invert, key_cost, keys_of, runs, work};
-use super::metadata_writer::{SortBuffers, Writer, padded};
-use super::params::{Partner, Run, SidedBand, WORK_ZERO, Work};
 use crate::call::{Mode, Pair, Range, Ranges};
+use crate::kernel::cuda::abi::params::{Partner, Run, SidedBand, WORK_ZERO, Work};
+use crate::kernel::cuda::memory::bands;
+use crate::kernel::cuda::memory::metadata::{
+    TileRows, bands_bytes, cut, inverse_len, invert, key_cost, keys_of, runs, work,
+};
+use crate::kernel::cuda::memory::metadata_writer::{SortBuffers, Writer, padded};
 use alloc::vec::Vec;
 
 /// Where the metadata lies on the device.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct DqSemaphore {
+pub(in crate::kernel::cuda) struct DqSemaphore {
     pub queries: u64,
     pub keys: u64,
     /// For each q run, its k runs.
@@ -48,7 +50,7 @@ pub(super) struct DqSemaphore {
 
 /// Tiles of keys, and where their lists lie.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct TilesOfKeys {
+pub(in crate::kernel::cuda) struct TilesOfKeys {
     /// For each k run, the number of tiles before it.
     pub before: u64,
     pub work: u64,
@@ -64,7 +66,12 @@ fn tiles_of(len: u32, rows: u32) -> usize {
 /// An upper bound of the bytes of metadata and words, for a call with these numbers of heads of q and of dk.
 ///
 /// `other_keys` are the rows of the other kernel's tiles of keys.
-pub(super) fn bytes(ranges: &Ranges, tiles: TileRows, other_keys: u32, (q_heads, key_heads): (u32, u32)) -> usize {
+pub(in crate::kernel::cuda) fn bytes(
+    ranges: &Ranges,
+    tiles: TileRows,
+    other_keys: u32,
+    (q_heads, key_heads): (u32, u32),
+) -> usize {
     let query_tiles: usize = ranges.q.iter().map(|q| tiles_of(q.range.len, tiles.queries)).sum();
     let key_tiles = |rows| ranges.k.iter().map(|k| tiles_of(k.len, rows)).sum::<usize>();
     let lists = |rows| padded(ranges.k.len() * 4) + padded((query_tiles + key_tiles(rows)) * size_of::<Work>());
@@ -84,7 +91,7 @@ pub(super) fn bytes(ranges: &Ranges, tiles: TileRows, other_keys: u32, (q_heads,
 
 /// The most bytes that so many cuts of ranges of q, and as many of k, add to [`bytes`]: each is a run more, with a tile
 /// more in either list.
-pub(super) fn cut_bytes(cuts: usize, (q_heads, key_heads): (u32, u32)) -> usize {
+pub(in crate::kernel::cuda) fn cut_bytes(cuts: usize, (q_heads, key_heads): (u32, u32)) -> usize {
     let of_lists = 2 * (2 * size_of::<Work>() + 4);
     let words = 4 * (q_heads as usize + key_heads as usize);
     // Ranges that share entries of pairs have their own when cut.
@@ -106,7 +113,7 @@ fn is_met(ranges: &Ranges, pairs: &[Pair], tiles: TileRows, bands: &[SidedBand],
 }
 
 /// Writes the metadata. Ranges were checked.
-pub(super) fn write(
+pub(in crate::kernel::cuda) fn write(
     scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
     ranges: &Ranges,

@@ -4,14 +4,14 @@
 //! Blocks start roughly in the order of the grid, so the longest tiles come first: the idle time at the end is then
 //! short. The cost of a tile is the number of partner rows it may meet, estimated from positions alone.
 
-use super::bands;
-use super::metadata_writer::{SortBuffers, Writer, padded};
-use super::params::{Divisor, Partner, Run, SidedBand, Work};
 use crate::call::{Gradients, QRange, Range, Ranges};
+use crate::kernel::cuda::abi::params::{Divisor, Partner, Run, SidedBand, Work};
+use crate::kernel::cuda::memory::bands;
+use crate::kernel::cuda::memory::metadata_writer::{SortBuffers, Writer, padded};
 
 /// Where the metadata lies on the device.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Metadata<'a> {
+pub(in crate::kernel::cuda) struct Metadata<'a> {
     pub queries: u64,
     pub keys: u64,
     /// For each q run, its k runs.
@@ -30,14 +30,14 @@ pub(super) struct Metadata<'a> {
 
 /// Rows of a tile, for the kernels that own q rows and those that own keys; 0 if there is no such kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct TileRows {
+pub(in crate::kernel::cuda) struct TileRows {
     pub queries: u32,
     pub keys: u32,
 }
 
 impl TileRows {
     /// Those of the kernels for dq and for dk and dv that make some gradients.
-    pub(super) fn of(gradients: Gradients, queries: u32, keys: u32) -> Self {
+    pub(in crate::kernel::cuda) fn of(gradients: Gradients, queries: u32, keys: u32) -> Self {
         Self {
             queries: if gradients == Gradients::Keys { 0 } else { queries },
             keys: if gradients == Gradients::Queries { 0 } else { keys },
@@ -50,7 +50,7 @@ fn count(lens: impl Iterator<Item = u32>, rows: u32) -> usize {
 }
 
 /// Bytes of the metadata.
-pub(super) fn bytes(ranges: &Ranges, tiles: TileRows) -> usize {
+pub(in crate::kernel::cuda) fn bytes(ranges: &Ranges, tiles: TileRows) -> usize {
     let query_tiles = count(ranges.q.iter().map(|q| q.range.len), tiles.queries);
     let key_tiles = count(ranges.k.iter().map(|k| k.len), tiles.keys);
     padded(ranges.q.len() * size_of::<Run>())
@@ -62,17 +62,17 @@ pub(super) fn bytes(ranges: &Ranges, tiles: TileRows) -> usize {
 }
 
 /// Bytes of a table of bands.
-pub(super) fn bands_bytes(ranges: &Ranges) -> usize {
+pub(in crate::kernel::cuda) fn bands_bytes(ranges: &Ranges) -> usize {
     padded(ranges.bands.len() * size_of::<SidedBand>())
 }
 
 /// Entries of the inverse list. Q ranges may share entries of `pairs`, so it can be longer.
-pub(super) fn inverse_len(ranges: &Ranges) -> usize {
+pub(in crate::kernel::cuda) fn inverse_len(ranges: &Ranges) -> usize {
     ranges.q.iter().map(|q| q.keys_end.saturating_sub(q.keys_begin) as usize).sum()
 }
 
 /// A range as a run. Plain ranges get block and period 1.
-pub(super) fn run(range: &Range, begin: u32, end: u32, mode: u32) -> Run {
+pub(in crate::kernel::cuda) fn run(range: &Range, begin: u32, end: u32, mode: u32) -> Run {
     let (block, period) = if range.is_plain() { (1, 1) } else { (range.block, range.period) };
     Run {
         row: range.row,
@@ -87,7 +87,7 @@ pub(super) fn run(range: &Range, begin: u32, end: u32, mode: u32) -> Run {
 }
 
 /// Writes all ranges as runs. Returns the address of the q runs, and the k runs with their address.
-pub(super) fn runs<'a>(writer: &mut Writer<'a>, ranges: &Ranges) -> (u64, (&'a mut [Run], u64)) {
+pub(in crate::kernel::cuda) fn runs<'a>(writer: &mut Writer<'a>, ranges: &Ranges) -> (u64, (&'a mut [Run], u64)) {
     let (queries, at) = writer.array::<Run>(ranges.q.len());
     let keys = writer.array::<Run>(ranges.k.len());
     for (out, q) in queries.iter_mut().zip(ranges.q) {
@@ -100,7 +100,7 @@ pub(super) fn runs<'a>(writer: &mut Writer<'a>, ranges: &Ranges) -> (u64, (&'a m
 }
 
 /// Writes the metadata. Ranges were checked.
-pub(super) fn write<'a>(
+pub(in crate::kernel::cuda) fn write<'a>(
     scratch: &mut SortBuffers,
     writer: &mut Writer<'a>,
     ranges: &Ranges,
@@ -134,7 +134,7 @@ pub(super) fn write<'a>(
 }
 
 /// Writes the list of pairs, by q run, and returns its address.
-pub(super) fn keys_of(writer: &mut Writer<'_>, ranges: &Ranges) -> u64 {
+pub(in crate::kernel::cuda) fn keys_of(writer: &mut Writer<'_>, ranges: &Ranges) -> u64 {
     let (list, at) = writer.array::<Partner>(ranges.pairs.len());
     for (out, pair) in list.iter_mut().zip(ranges.pairs) {
         *out = Partner { run: pair.k, band: pair.band };
@@ -143,7 +143,7 @@ pub(super) fn keys_of(writer: &mut Writer<'_>, ranges: &Ranges) -> u64 {
 }
 
 /// Writes the tiles of `rows` q rows, and returns their address and number. `bands` are those of q rows.
-pub(super) fn query_work(
+pub(in crate::kernel::cuda) fn query_work(
     scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
     ranges: &Ranges,
@@ -159,12 +159,12 @@ pub(super) fn query_work(
 }
 
 /// Bytes that [`query_work`] writes.
-pub(super) fn query_work_bytes(ranges: &Ranges, rows: u32) -> usize {
+pub(in crate::kernel::cuda) fn query_work_bytes(ranges: &Ranges, rows: u32) -> usize {
     padded(count(ranges.q.iter().map(|q| q.range.len), rows) * size_of::<Work>())
 }
 
 /// For each pair of a q range, how many keys its rows at positions `first..=last` may meet.
-pub(super) fn met(
+pub(in crate::kernel::cuda) fn met(
     ranges: &Ranges,
     bands: &[SidedBand],
     q: &QRange,
@@ -176,13 +176,19 @@ pub(super) fn met(
 }
 
 /// How many q rows a tile of keys may meet. `bands` are those of k rows.
-pub(super) fn key_cost(ranges: &Ranges, readers: &[Partner], bands: &[SidedBand], first: i64, last: i64) -> u64 {
+pub(in crate::kernel::cuda) fn key_cost(
+    ranges: &Ranges,
+    readers: &[Partner],
+    bands: &[SidedBand],
+    first: i64,
+    last: i64,
+) -> u64 {
     let rows = |p: &Partner| bands[p.band as usize].rows_met(&ranges.q[p.run as usize].range, first, last);
     readers.iter().map(rows).sum()
 }
 
 /// Cuts some rows of a range into tiles, with their cost.
-pub(super) fn cut(
+pub(in crate::kernel::cuda) fn cut(
     tiles: &mut alloc::vec::Vec<(u64, Work)>,
     i: usize,
     range: &Range,
@@ -199,12 +205,12 @@ pub(super) fn cut(
 }
 
 /// The tiles, longest first; those of the same cost in the order of rows, so that every run of a plan starts alike.
-pub(super) fn sort(tiles: &mut [(u64, Work)]) {
+pub(in crate::kernel::cuda) fn sort(tiles: &mut [(u64, Work)]) {
     tiles.sort_unstable_by_key(|(cost, w)| (core::cmp::Reverse(*cost), w.run, w.first));
 }
 
 /// Writes the tiles in their order.
-pub(super) fn work(tiles: &mut [(u64, Work)], writer: &mut Writer<'_>) -> (u64, usize) {
+pub(in crate::kernel::cuda) fn work(tiles: &mut [(u64, Work)], writer: &mut Writer<'_>) -> (u64, usize) {
     sort(tiles);
     let (out, at) = writer.array::<Work>(tiles.len());
     for (out, (_, work)) in out.iter_mut().zip(&*tiles) {
@@ -215,7 +221,7 @@ pub(super) fn work(tiles: &mut [(u64, Work)], writer: &mut Writer<'_>) -> (u64, 
 
 /// For each k range, the q ranges that read it, in their own order: the order in which dk and dv are summed. (The fused
 /// backward goes through the list from the end.)
-pub(super) fn invert(ranges: &Ranges, keys: &mut [Run], inverse: &mut [Partner]) {
+pub(in crate::kernel::cuda) fn invert(ranges: &Ranges, keys: &mut [Run], inverse: &mut [Partner]) {
     for q in ranges.q {
         for pair in ranges.pairs_of(q) {
             keys[pair.k as usize].end += 1;

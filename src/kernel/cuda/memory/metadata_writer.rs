@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Writes the scheduler metadata of one call: arrays, and behind them words that are zero when the launch begins.
 //!
-//! Addresses are symbols ([`base_addresses`](super::base_addresses)): where the metadata will be on the device is
+//! Addresses are symbols ([`base_addresses`](crate::kernel::cuda::abi::base_addresses)): where the metadata will be on the device is
 //! known when the whole call has been written.
 
-use super::base_addresses::{metadata_symbol, words_symbol};
-use super::params::Work;
+use crate::kernel::cuda::abi::base_addresses::{metadata_symbol, words_symbol};
+use crate::kernel::cuda::abi::params::Work;
 use alloc::vec::Vec;
 use bytemuck::Pod;
 
 /// Arrays begin at multiples of this.
-pub(super) const ALIGN: usize = 16;
+pub(in crate::kernel::cuda) const ALIGN: usize = 16;
 
 /// `bytes` rounded up to a multiple of what arrays are aligned to.
-pub(super) const fn padded(bytes: usize) -> usize {
+pub(in crate::kernel::cuda) const fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(ALIGN)
 }
 
@@ -21,9 +21,9 @@ pub(super) const fn padded(bytes: usize) -> usize {
 #[derive(Debug, Default)]
 pub(crate) struct SortBuffers {
     /// Tiles while they are sorted.
-    pub(super) tiles: Vec<(u64, Work)>,
+    pub(in crate::kernel::cuda) tiles: Vec<(u64, Work)>,
     /// Tiles that several heads share, while they are sorted.
-    pub(super) shared_tiles: Vec<(u64, Work)>,
+    pub(in crate::kernel::cuda) shared_tiles: Vec<(u64, Work)>,
     /// Runs of keys while they are joined into components: another run of the component, and the least cost so far.
     pub runs: Vec<(u32, u64)>,
 }

@@ -3,29 +3,31 @@
 //!
 //! A [`LaunchRecorder`] makes the launches of calls and writes their scheduler metadata into memory of the host. Where
 //! the metadata will be on the device is known when all of it was written; until then its addresses are symbols
-//! ([`base_addresses`](super::base_addresses)). Then the launches get its address, and are started.
+//! ([`base_addresses`](crate::kernel::cuda::abi::base_addresses)). Then the launches get its address, and are started.
 //!
 //! - The calls of a plan are recorded when it is prepared. Their tensors are symbols too. [`LaunchRecorder::keep`] puts
 //!   all metadata into one block of device memory; a run then only writes the addresses of its bases into the
 //!   parameters, clears the words that a launch counts in, and launches.
 //! - A single call has the addresses of its tensors. Its metadata goes into the ring of its
-//!   [`StreamKernels`](super::StreamKernels), whose recorder serves one call after the other and allocates nothing.
+//!   [`StreamKernels`](crate::kernel::cuda::StreamKernels), whose recorder serves one call after the other and allocates nothing.
 //!
 //! All launches of a plan that count use the same words, one after the other, since they are on one stream. All
 //! forwards for `sm_90a` take their items by one word of the metadata, which every launch leaves at zero. So they, the
 //! runs of a plan and the replays of its graphs must run one after the other too.
 
-use super::Cuda;
-use super::base_addresses::{BaseAddresses, BaseOffset, BaseShapes, Meaning, meaning, metadata_symbol};
-use super::check::Checker;
-use super::launch::{Launch, Launches};
-use super::metadata_writer::{SortBuffers, Writer, padded};
-use super::params::{Run, Tensor, Work, tags::BeginRun};
 use crate::call::{RawStream, RawTensor};
 use crate::device::driver::call;
 use crate::device::memory::DeviceMemory;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
+use crate::kernel::cuda::Cuda;
+use crate::kernel::cuda::abi::base_addresses::{
+    BaseAddresses, BaseOffset, BaseShapes, Meaning, meaning, metadata_symbol,
+};
+use crate::kernel::cuda::abi::params::{Run, Tensor, Work, tags::BeginRun};
+use crate::kernel::cuda::launch::check::Checker;
+use crate::kernel::cuda::launch::{Launch, Launches};
+use crate::kernel::cuda::memory::metadata_writer::{SortBuffers, Writer, padded};
 use alloc::format;
 use alloc::vec;
 use alloc::vec::Vec;
@@ -34,7 +36,7 @@ use alloc::vec::Vec;
 type MetadataUnit = u128;
 
 /// Bytes of metadata that [`LaunchRecorder::counter`] takes.
-pub(super) const COUNTER_BYTES: usize = padded(size_of::<u32>());
+pub(in crate::kernel::cuda) const COUNTER_BYTES: usize = padded(size_of::<u32>());
 
 /// Makes the launches of calls.
 #[derive(Debug)]
@@ -110,7 +112,7 @@ impl LaunchRecorder {
     }
 
     /// A recorder of single calls, each with at most `bytes` bytes of metadata and words. It allocates here alone.
-    pub(super) fn of_single_calls(bytes: usize) -> Self {
+    pub(in crate::kernel::cuda) fn of_single_calls(bytes: usize) -> Self {
         Self {
             shapes: None,
             metadata: vec![0; bytes.div_ceil(size_of::<MetadataUnit>())],
@@ -134,7 +136,7 @@ impl LaunchRecorder {
     }
 
     /// The shapes of the bases that tensors are parts of; `None` where tensors are memory.
-    pub(super) fn shapes(&self) -> Option<BaseShapes> {
+    pub(in crate::kernel::cuda) fn shapes(&self) -> Option<BaseShapes> {
         self.shapes
     }
 
@@ -145,7 +147,7 @@ impl LaunchRecorder {
 
     /// The symbol of a word that is zero on the device when a launch begins, and that this launch must leave at zero:
     /// nothing clears it between launches.
-    pub(super) fn counter(&mut self) -> Result<u64> {
+    pub(in crate::kernel::cuda) fn counter(&mut self) -> Result<u64> {
         if let Some(symbol) = self.counter {
             return Ok(symbol);
         }
@@ -155,7 +157,7 @@ impl LaunchRecorder {
     }
 
     /// A writer of at most `bytes` bytes, and vectors to sort in.
-    pub(super) fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)> {
+    pub(in crate::kernel::cuda) fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)> {
         let memory = extend(&mut self.metadata, self.used, bytes, self.most)?;
         Ok((Writer::new(memory, self.used), &mut self.scratch))
     }
@@ -167,7 +169,7 @@ impl LaunchRecorder {
     }
 
     /// Keeps bytes in the metadata, and returns their symbol.
-    pub(super) fn array(&mut self, bytes: &[u8]) -> Result<u64> {
+    pub(in crate::kernel::cuda) fn array(&mut self, bytes: &[u8]) -> Result<u64> {
         let at = self.used;
         let memory = extend(&mut self.metadata, at, bytes.len(), self.most)?;
         let (array, rest) = memory.split_at_mut(bytes.len());
@@ -178,7 +180,7 @@ impl LaunchRecorder {
     }
 
     /// In a plan, records a tensor whose rows must begin at multiples of 16 bytes when the call is run.
-    pub(super) fn must_align(&mut self, address: *mut u8) {
+    pub(in crate::kernel::cuda) fn must_align(&mut self, address: *mut u8) {
         if meaning(address as usize as u64) == Meaning::Base {
             self.must_align |= 1 << self.locate(address).base;
         }
@@ -224,23 +226,23 @@ impl LaunchRecorder {
     }
 
     /// Forgets all calls.
-    pub(super) fn clear(&mut self) {
+    pub(in crate::kernel::cuda) fn clear(&mut self) {
         self.launches.clear();
         (self.used, self.words, self.counter) = (0, 0, None);
     }
 
     /// Whether there are no launches.
-    pub(super) fn is_empty(&self) -> bool {
+    pub(in crate::kernel::cuda) fn is_empty(&self) -> bool {
         self.launches.is_empty()
     }
 
     /// The metadata so far.
-    pub(super) fn metadata(&self) -> &[u8] {
+    pub(in crate::kernel::cuda) fn metadata(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.metadata)[..self.used]
     }
 
     /// Bytes of the words that launches count in.
-    pub(super) fn words(&self) -> usize {
+    pub(in crate::kernel::cuda) fn words(&self) -> usize {
         self.words
     }
 
@@ -250,7 +252,7 @@ impl LaunchRecorder {
     /// Metadata and room for the words are there when the launches run, in stream order, and nothing else uses the
     /// words until they are done. The tensors of the calls are as their launches need them. `cuda` is the device of
     /// every call that was added.
-    pub(super) unsafe fn start(&mut self, begin: u64, cuda: &Cuda, stream: RawStream) -> Result<()> {
+    pub(in crate::kernel::cuda) unsafe fn start(&mut self, begin: u64, cuda: &Cuda, stream: RawStream) -> Result<()> {
         let words_at = begin + self.used as u64;
         self.launches.iter_mut().try_for_each(|launch| {
             launch.set_metadata(begin, words_at);

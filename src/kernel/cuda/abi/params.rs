@@ -7,13 +7,13 @@ use bytemuck::{Pod, Zeroable};
 use core::mem::offset_of;
 
 /// The parameter struct of a kernel.
-pub(super) trait Parameters: Pod {
+pub(in crate::kernel::cuda) trait Parameters: Pod {
     const ADDRESSES: Addresses;
 }
 
 /// Where a parameter struct holds addresses (byte offsets).
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Addresses {
+pub(in crate::kernel::cuda) struct Addresses {
     /// [`Tensor`]s: an address and two strides.
     pub tensors: &'static [usize],
     /// Addresses of metadata.
@@ -25,7 +25,7 @@ pub(super) struct Addresses {
 }
 
 impl Addresses {
-    pub(super) const NONE: Self = Self { tensors: &[], metadata: &[], bases: &[], seeds: &[] };
+    pub(in crate::kernel::cuda) const NONE: Self = Self { tensors: &[], metadata: &[], bases: &[], seeds: &[] };
 }
 
 /// Implements [`Parameters`] by the names of the fields that hold addresses. Kinds that are not named are those of
@@ -40,9 +40,9 @@ macro_rules! addresses {
         }
     )*};
 }
-pub(super) use addresses;
+pub(in crate::kernel::cuda) use addresses;
 
-pub(super) mod tags;
+pub(in crate::kernel::cuda) mod tags;
 
 /// `Tensor`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
@@ -56,7 +56,7 @@ pub(crate) struct Tensor {
 /// `Divisor`: division by a multiplication.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct Divisor {
+pub(in crate::kernel::cuda) struct Divisor {
     pub by: u32,
     pub magic: u32,
     pub shift: u32,
@@ -65,7 +65,7 @@ pub(super) struct Divisor {
 impl Divisor {
     /// The numbers for `by ≥ 1`, after Granlund and Montgomery (1994): with `l = ⌈log2 by⌉`,
     /// `magic = ⌊2³² (2^l − by) / by⌋ + 1`, shifts `min(l, 1)` and `max(l − 1, 0)`.
-    pub(super) const fn new(by: u32) -> Self {
+    pub(in crate::kernel::cuda) const fn new(by: u32) -> Self {
         let l = 32 - (by - 1).leading_zeros();
         let magic = ((1u64 << 32) * ((1u64 << l) - by as u64) / by as u64 + 1) as u32;
         let first = if l < 1 { l } else { 1 };
@@ -76,7 +76,7 @@ impl Divisor {
 /// `Run`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct Run {
+pub(in crate::kernel::cuda) struct Run {
     pub row: i64,
     pub pos: i64,
     pub len: u32,
@@ -90,7 +90,7 @@ pub(super) struct Run {
 /// `Pair`: an entry of a list of partners.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct Partner {
+pub(in crate::kernel::cuda) struct Partner {
     pub run: u32,
     pub band: u32,
 }
@@ -98,7 +98,7 @@ pub(super) struct Partner {
 /// `Band`: a [`crate::call::Band`] with the window of a call in it, as one side sees it (`bands`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct SidedBand {
+pub(in crate::kernel::cuda) struct SidedBand {
     pub own_from: i64,
     pub own_to: i64,
     pub partner_from: i64,
@@ -111,19 +111,19 @@ pub(super) struct SidedBand {
 /// `Work`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct Work {
+pub(in crate::kernel::cuda) struct Work {
     pub run: u32,
     pub first: u32,
 }
 
 /// Bits of [`ScoreParams::flags`].
-pub(super) const SCORE_GENERAL: u32 = 1;
-pub(super) const SCORE_SOFTCAP: u32 = 2;
+pub(in crate::kernel::cuda) const SCORE_GENERAL: u32 = 1;
+pub(in crate::kernel::cuda) const SCORE_SOFTCAP: u32 = 2;
 
 /// `ScoreParams`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct ScoreParams {
+pub(in crate::kernel::cuda) struct ScoreParams {
     pub exp_scale: f32,
     pub scale_log2: f32,
     pub cap_in: f32,
@@ -135,7 +135,7 @@ pub(super) struct ScoreParams {
 /// `HeadParams`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct HeadParams {
+pub(in crate::kernel::cuda) struct HeadParams {
     pub q_heads: u32,
     pub kv_heads: u32,
     pub q_offset: u32,
@@ -149,7 +149,7 @@ pub(super) struct HeadParams {
 /// `ForwardParams`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct ForwardParams {
+pub(in crate::kernel::cuda) struct ForwardParams {
     pub q: Tensor,
     pub k: Tensor,
     pub v: Tensor,
@@ -174,7 +174,7 @@ pub(super) struct ForwardParams {
 /// `Dropout`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct DropoutParams {
+pub(in crate::kernel::cuda) struct DropoutParams {
     pub q_tokens: u64,
     pub k_tokens: u64,
     pub key: [u32; 2],
@@ -185,7 +185,7 @@ pub(super) struct DropoutParams {
 /// `DroppedForwardParams`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct DroppedForwardParams {
+pub(in crate::kernel::cuda) struct DroppedForwardParams {
     pub call: ForwardParams,
     pub dropout: DropoutParams,
 }
@@ -193,7 +193,7 @@ pub(super) struct DroppedForwardParams {
 /// `DroppedBackwardParams`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct DroppedBackwardParams {
+pub(in crate::kernel::cuda) struct DroppedBackwardParams {
     pub call: BackwardParams,
     pub dropout: DropoutParams,
 }
@@ -201,7 +201,7 @@ pub(super) struct DroppedBackwardParams {
 /// `BackwardParams`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct BackwardParams {
+pub(in crate::kernel::cuda) struct BackwardParams {
     pub q: Tensor,
     pub k: Tensor,
     pub v: Tensor,
@@ -226,7 +226,7 @@ pub(super) struct BackwardParams {
 /// `FusedParams`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct FusedParams {
+pub(in crate::kernel::cuda) struct FusedParams {
     pub call: BackwardParams,
     pub keys_of: u64,
     pub query_bands: u64,
@@ -240,7 +240,7 @@ pub(super) struct FusedParams {
 }
 
 /// In [`Work::first`]: a tile of a q run that is written with zeros.
-pub(super) const WORK_ZERO: u32 = 1 << 31;
+pub(in crate::kernel::cuda) const WORK_ZERO: u32 = 1 << 31;
 
 /// Bases of a transform: plain memory, and the caller's tensors.
 pub(crate) const BASES: usize = 14;
@@ -248,7 +248,7 @@ pub(crate) const BASES: usize = 14;
 /// `TransformTensor`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct TransformTensor {
+pub(in crate::kernel::cuda) struct TransformTensor {
     pub row: i64,
     pub token: i64,
     pub head: i64,
@@ -259,7 +259,7 @@ pub(super) struct TransformTensor {
 /// `TransformBlock`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct TransformBlock {
+pub(in crate::kernel::cuda) struct TransformBlock {
     pub dst: TransformTensor,
     pub rows: u64,
     pub first_tile: u64,
@@ -276,7 +276,7 @@ pub(super) struct TransformBlock {
 /// `TransformSource`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct TransformSource {
+pub(in crate::kernel::cuda) struct TransformSource {
     pub src: TransformTensor,
     pub dtype: u32,
     pub unused: u32,
@@ -285,7 +285,7 @@ pub(super) struct TransformSource {
 /// `TransformParams`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct TransformParams {
+pub(in crate::kernel::cuda) struct TransformParams {
     pub blocks: u64,
     pub sources: u64,
     pub tiles: u64,
@@ -297,7 +297,7 @@ pub(super) struct TransformParams {
 /// `DeltaParams`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct DeltaParams {
+pub(in crate::kernel::cuda) struct DeltaParams {
     pub o: Tensor,
     pub d_o: Tensor,
     pub delta: Tensor,
@@ -313,7 +313,7 @@ pub(super) struct DeltaParams {
 /// `FinishParams`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct FinishParams {
+pub(in crate::kernel::cuda) struct FinishParams {
     pub o: Tensor,
     pub lse: Tensor,
     pub sinks: Tensor,
@@ -330,7 +330,7 @@ pub(super) struct FinishParams {
 /// `MergeParams`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct MergeParams {
+pub(in crate::kernel::cuda) struct MergeParams {
     pub o: Tensor,
     pub lse: Tensor,
     pub with_o: Tensor,
@@ -345,7 +345,7 @@ pub(super) struct MergeParams {
 /// `SinkParams` of `ptx/sinks.cu`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct Sinks {
+pub(in crate::kernel::cuda) struct Sinks {
     pub lse: Tensor,
     pub delta: Tensor,
     pub sinks: Tensor,

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The checks of a call before anything is launched: shapes, types, alignment, ranges, and the device of its memory.
 
-use super::params::Tensor;
 use crate::call::{Band, QRange, Range, Ranges, RawTensor, Score};
 use crate::device::driver::device_of;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use crate::kernel::check;
-pub(super) use crate::kernel::check::{dropout, heads, same_shape};
+pub(in crate::kernel::cuda) use crate::kernel::check::{dropout, heads, same_shape};
+use crate::kernel::cuda::abi::params::Tensor;
 use alloc::format;
 use core::f64::consts::LOG2_E;
 
@@ -20,7 +20,7 @@ const WIDE: i64 = 1 << 62;
 
 /// The requirements on a tensor of a call.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct TensorSpec {
+pub(in crate::kernel::cuda) struct TensorSpec {
     pub heads: u32,
     pub dim: u32,
     pub dtype: Dtype,
@@ -32,36 +32,36 @@ pub(super) struct TensorSpec {
 /// with addresses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Checker {
-    pub(super) ordinal: i32,
-    pub(super) is_memory: bool,
+    pub(in crate::kernel::cuda) ordinal: i32,
+    pub(in crate::kernel::cuda) is_memory: bool,
 }
 
 impl Checker {
     /// A required tensor of the call.
-    pub(super) fn needed(self, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
+    pub(in crate::kernel::cuda) fn needed(self, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
         check::tensor(name, t, expected.heads, expected.dim, expected.dtype)?;
         self.memory(name, t, expected.align)
     }
 
     /// As [`Checker::needed`], or nothing.
-    pub(super) fn optional(self, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
+    pub(in crate::kernel::cuda) fn optional(self, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
         if t.is_none() { Ok(Tensor::default()) } else { self.needed(name, t, expected) }
     }
 
     /// A table of one f32 for each head, `[1, heads, 1]`, or nothing.
-    pub(super) fn per_head(self, name: &str, t: &RawTensor, heads: u32) -> Result<Tensor> {
+    pub(in crate::kernel::cuda) fn per_head(self, name: &str, t: &RawTensor, heads: u32) -> Result<Tensor> {
         check::per_head(name, t, heads)?;
         if t.is_none() { Ok(Tensor::default()) } else { self.memory(name, t, 4) }
     }
 
     /// The sinks of each head, `[1, heads, n]`, or nothing.
-    pub(super) fn sinks(self, t: &RawTensor, heads: u32) -> Result<Tensor> {
+    pub(in crate::kernel::cuda) fn sinks(self, t: &RawTensor, heads: u32) -> Result<Tensor> {
         check::sinks(t, heads)?;
         if t.is_none() { Ok(Tensor::default()) } else { self.memory("sinks", t, 4) }
     }
 
     /// Address, strides and device of a tensor of any shape.
-    pub(super) fn memory(self, name: &str, t: &RawTensor, align: usize) -> Result<Tensor> {
+    pub(in crate::kernel::cuda) fn memory(self, name: &str, t: &RawTensor, align: usize) -> Result<Tensor> {
         let size = t.dtype.size() as i64;
         let empty = t.tokens == 0 || t.heads == 0 || t.dim == 0;
         let out = Tensor {
@@ -103,7 +103,7 @@ impl Checker {
     }
 
     /// The device of an address's memory.
-    pub(super) fn home(self, name: &str, address: *const u8) -> Result<()> {
+    pub(in crate::kernel::cuda) fn home(self, name: &str, address: *const u8) -> Result<()> {
         if !self.is_memory {
             return Ok(());
         }
@@ -124,7 +124,7 @@ impl Checker {
 }
 
 /// Element type and head dims that the kernels exist for.
-pub(super) fn element(dtype: Dtype) -> Result<()> {
+pub(in crate::kernel::cuda) fn element(dtype: Dtype) -> Result<()> {
     match dtype {
         Dtype::F16 | Dtype::Bf16 => Ok(()),
         other => Err(Error::unsupported(
@@ -148,7 +148,7 @@ pub(crate) fn one_row_of_slopes(rows: u64) -> Result<()> {
 }
 
 /// Checks one head dim; `largest` is the largest dim of the shapes.
-pub(super) fn dim(name: &str, dim: u32, largest: u32) -> Result<()> {
+pub(in crate::kernel::cuda) fn dim(name: &str, dim: u32, largest: u32) -> Result<()> {
     if dim == 0 || !dim.is_multiple_of(8) || dim > largest {
         return Err(Error::unsupported(
             format!("{name} {dim}"),
@@ -160,7 +160,7 @@ pub(super) fn dim(name: &str, dim: u32, largest: u32) -> Result<()> {
 }
 
 /// Checks the score's numbers, and returns the windows, cut to the largest distance of positions.
-pub(super) fn score(s: &Score) -> Result<(i64, i64)> {
+pub(in crate::kernel::cuda) fn score(s: &Score) -> Result<(i64, i64)> {
     check::score(s)?;
     // The kernels get products of these in f32; if a product is not finite, a score of 0 becomes NaN.
     let most = f64::from(f32::MAX) / LOG2_E;
@@ -202,12 +202,12 @@ fn range(argument: &str, i: usize, r: &Range, tokens: u64) -> Result<()> {
 }
 
 /// Rows that are finished lie within their tensors.
-pub(super) fn rows(rows: &[Range], tokens: u64) -> Result<()> {
+pub(in crate::kernel::cuda) fn rows(rows: &[Range], tokens: u64) -> Result<()> {
     rows.iter().enumerate().try_for_each(|(i, r)| range("rows", i, r, tokens))
 }
 
 /// Ranges lie within their tensors, and pairs within the ranges.
-pub(super) fn ranges(ranges: &Ranges, q_tokens: u64, k_tokens: u64, distances: bool) -> Result<()> {
+pub(in crate::kernel::cuda) fn ranges(ranges: &Ranges, q_tokens: u64, k_tokens: u64, distances: bool) -> Result<()> {
     for (i, k) in ranges.k.iter().enumerate() {
         range("ranges.k", i, k, k_tokens)?;
     }

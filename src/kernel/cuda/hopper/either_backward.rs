@@ -5,13 +5,13 @@
 //! Both read the same struct, but divide their tiles of keys over blocks differently. A launch stores those fields for
 //! both kernels; for the kernel for `sm_80` they replace the other's.
 
-use super::params::{Addresses, FusedParams, Parameters, addresses};
+use crate::kernel::cuda::abi::params::{Addresses, FusedParams, Parameters, addresses};
 use bytemuck::{Pod, Zeroable};
 
 /// `HopperBackwardParams`. It begins with the parameters of the kernel for `sm_80`, which can be launched with it.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct HopperBackwardParams {
+pub(in crate::kernel::cuda) struct HopperBackwardParams {
     pub call: FusedParams,
     pub q_span: u32,
     pub k_span: u32,
@@ -21,7 +21,7 @@ pub(super) struct HopperBackwardParams {
 /// tile.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct DealtOut {
+pub(in crate::kernel::cuda) struct DealtOut {
     pub key_tiles: u64,
     pub work: u64,
     pub items: u32,
@@ -33,7 +33,7 @@ pub(super) struct DealtOut {
 /// The parameters of a launch: the kernel's own, and those that differ for the kernel of `sm_80`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct EitherParams {
+pub(in crate::kernel::cuda) struct EitherParams {
     pub hopper: HopperBackwardParams,
     pub other: DealtOut,
 }
@@ -51,7 +51,7 @@ addresses! {
 }
 
 /// Changes the parameters of a launch into those for the kernel for `sm_80`.
-pub(super) fn use_sm80_params(params: &mut [u64]) {
+pub(in crate::kernel::cuda) fn use_sm80_params(params: &mut [u64]) {
     let params: &mut EitherParams = &mut bytemuck::cast_slice_mut(&mut params[..size_of::<EitherParams>() / 8])[0];
     let (own, other) = (&mut params.hopper.call, params.other);
     (own.key_tiles, own.call.work) = (other.key_tiles, other.work);
@@ -60,8 +60,8 @@ pub(super) fn use_sm80_params(params: &mut [u64]) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::params::{BackwardParams, HeadParams};
     use super::*;
+    use crate::kernel::cuda::abi::params::{BackwardParams, HeadParams};
     use core::mem::offset_of;
 
     #[test]

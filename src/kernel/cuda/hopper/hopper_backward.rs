@@ -7,15 +7,15 @@
 //! its own list ([`DealtOut`]); all other metadata is shared. At 256 the two multiplying warpgroups share the keys of a
 //! tile, and at other head dims each has 64 of its own.
 
-use super::Cuda;
-use super::either_backward::{DealtOut, EitherParams, HopperBackwardParams};
-use super::hopper::{Hopper, MapShape, Sm80Fallback};
-use super::hopper_calls::longest;
-use super::launch::Launch;
-use super::modules::{AttentionModule, Instance, LoadedKernel};
-use super::params::FusedParams;
-use super::shapes::{Fused, SHAPES, Shaped};
 use crate::call::AttendBackward;
+use crate::kernel::cuda::Cuda;
+use crate::kernel::cuda::abi::params::FusedParams;
+use crate::kernel::cuda::abi::shapes::{Fused, SHAPES, Shaped};
+use crate::kernel::cuda::hopper::either_backward::{DealtOut, EitherParams, HopperBackwardParams};
+use crate::kernel::cuda::hopper::hopper_calls::longest;
+use crate::kernel::cuda::hopper::{Hopper, MapShape, Sm80Fallback};
+use crate::kernel::cuda::launch::Launch;
+use crate::kernel::cuda::modules::{AttentionModule, Instance, LoadedKernel};
 
 /// Bytes of shared memory behind the tiles, for barriers.
 const CONTROL: u32 = 2560;
@@ -39,7 +39,7 @@ const fn backward(d: u32, dv: u32, m: u32, n: u32) -> Option<Fused> {
 }
 
 /// By the index of [`SHAPES`].
-pub(super) const BACKWARD: [Option<Fused>; SHAPES.len()] = [
+pub(in crate::kernel::cuda) const BACKWARD: [Option<Fused>; SHAPES.len()] = [
     backward(64, 64, 64, 128),
     None,
     backward(128, 128, 64, 128),
@@ -63,7 +63,7 @@ const _: () = {
 
 impl Cuda {
     /// The kernel for a shape, if there is one and the device is to run it.
-    pub(super) fn hopper_backward(&self, shape: usize) -> Option<Fused> {
+    pub(in crate::kernel::cuda) fn hopper_backward(&self, shape: usize) -> Option<Fused> {
         BACKWARD[shape].filter(|s| self.hopper && s.launch.shared <= self.shared_limit)
     }
 }
@@ -79,7 +79,7 @@ fn shares(call: &AttendBackward, part_heads: u32, queries: u32) -> bool {
 }
 
 /// The launch of a call whose other parameters are `params`.
-pub(super) fn launch(
+pub(in crate::kernel::cuda) fn launch(
     call: &AttendBackward,
     kernel: LoadedKernel,
     instance: Instance,
@@ -105,15 +105,15 @@ pub(super) fn launch(
 
 #[cfg(test)]
 mod tests {
-    use super::super::hopper::{BACKWARD_MAPS, Map};
-    use super::super::modules::ELEMENTS;
     use super::*;
+    use crate::kernel::cuda::hopper::{BACKWARD_MAPS, Map};
+    use crate::kernel::cuda::modules::ELEMENTS;
     use alloc::format;
     use alloc::vec::Vec;
 
     #[test]
     fn shapes_are_those_of_the_sources() {
-        let lines: Vec<Vec<u32>> = include_str!("../../../ptx/hopper_shapes.cuh")
+        let lines: Vec<Vec<u32>> = include_str!("../../../../ptx/hopper_shapes.cuh")
             .lines()
             .filter_map(|line| line.strip_prefix("HOPPER_BACKWARD(")?.strip_suffix(')'))
             .map(|numbers| numbers.split(", ").filter_map(|n| n.parse().ok()).collect())
@@ -126,7 +126,7 @@ mod tests {
             assert!(found.launch.shared <= 227 * 1024, "{found:?}");
             for element in ELEMENTS {
                 let name = format!("hopper_backward_{element}_{}", shape.name);
-                let text = super::super::embedded::find(&name).expect("embedded").into_string().expect("text");
+                let text = crate::kernel::cuda::embedded::find(&name).expect("embedded").into_string().expect("text");
                 assert!(text.contains(".target sm_90a") && text.contains(".version 8.1"));
                 let maps = BACKWARD_MAPS * size_of::<Map>();
                 assert!(text.contains(&format!("cpattn_hopper_backward_param_0[{maps}]")));
@@ -141,9 +141,9 @@ mod tests {
     /// Cycles of the tensor cores and of shared memory (128 bytes each) in a step of a block: every product stands in
     /// the text once, for one of two warpgroups. Each reads its right matrix from shared memory, and its left one where
     /// registers do not hold it; ds is written there, and q and do are copied there. `ptx/README.md` has these figures.
-    fn cycles(shape: &super::super::shapes::Shape, kernel: Fused) -> (u32, u32) {
+    fn cycles(shape: &crate::kernel::cuda::abi::shapes::Shape, kernel: Fused) -> (u32, u32) {
         let name = format!("hopper_backward_bf16_{}", shape.name);
-        let text = super::super::embedded::find(&name).expect("embedded").into_string().expect("text");
+        let text = crate::kernel::cuda::embedded::find(&name).expect("embedded").into_string().expect("text");
         let (mut tensor, mut bytes) = (0, 0);
         for line in text.lines() {
             let Some((_, product)) = line.split_once("wgmma.mma_async.sync.aligned.m64n") else { continue };

@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Forward and backward attention: from a call to one launch per kernel.
 
-use super::check::{self, Checker, TensorSpec};
-use super::launch::{Launch, Launches, items};
-use super::metadata::{self, Metadata, TileRows};
-use super::modules::{AttentionModule, Instance};
-use super::params::{
-    BackwardParams, DroppedBackwardParams, DroppedForwardParams, ForwardParams, HeadParams, SCORE_GENERAL,
-    SCORE_SOFTCAP, ScoreParams, Tensor,
-};
-use super::recorded::LaunchRecorder;
-use super::{Cuda, clusters, dropped, hopper_calls};
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
+use crate::kernel::cuda::abi::params::{
+    BackwardParams, DroppedBackwardParams, DroppedForwardParams, ForwardParams, HeadParams, SCORE_GENERAL,
+    SCORE_SOFTCAP, ScoreParams, Tensor,
+};
+use crate::kernel::cuda::launch::check::{self, Checker, TensorSpec};
+use crate::kernel::cuda::launch::recorded::LaunchRecorder;
+use crate::kernel::cuda::launch::{Launch, Launches, items};
+use crate::kernel::cuda::memory::metadata::{self, Metadata, TileRows};
+use crate::kernel::cuda::modules::{AttentionModule, Instance};
+use crate::kernel::cuda::{Cuda, hopper::clusters, hopper::hopper_calls, launch::dropped};
 use alloc::format;
 use core::f64::consts::LOG2_E;
 
 impl Cuda {
     /// The most bytes of metadata of [`Cuda::attend_launches`]. The call may be one that will be refused.
-    pub(super) fn attend_bytes(&self, call: &Attend) -> Result<usize> {
+    pub(in crate::kernel::cuda) fn attend_bytes(&self, call: &Attend) -> Result<usize> {
         if call.dropout.is_some() {
             return dropped::forward_bytes(call);
         }
@@ -31,7 +31,7 @@ impl Cuda {
     }
 
     /// The most bytes of metadata and words of [`Cuda::attend_backward_launches`].
-    pub(super) fn attend_backward_bytes(&self, call: &AttendBackward) -> Result<usize> {
+    pub(in crate::kernel::cuda) fn attend_backward_bytes(&self, call: &AttendBackward) -> Result<usize> {
         if call.dropout.is_some() {
             return dropped::backward_bytes(call);
         }
@@ -238,12 +238,12 @@ impl Cuda {
     }
 }
 
-fn backward_tiles(gradients: Gradients, shape: &super::Shape) -> TileRows {
+fn backward_tiles(gradients: Gradients, shape: &crate::kernel::cuda::Shape) -> TileRows {
     TileRows::of(gradients, shape.queries.rows, shape.keys.rows)
 }
 
 /// Words of a running lse: see [`Attend::running_lse`].
-pub(super) fn lse_words(t: &RawTensor) -> u32 {
+pub(in crate::kernel::cuda) fn lse_words(t: &RawTensor) -> u32 {
     if t.dim == 1 { 1 } else { 2 }
 }
 

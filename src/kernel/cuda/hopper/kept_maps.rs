@@ -2,9 +2,9 @@
 //! A cache of encoded tensor maps. A map depends on numbers alone (type, dims, strides, box, address), so it serves
 //! every launch with the same numbers.
 
-use super::hopper::{Map, MapShape};
-use super::params::Tensor;
 use crate::error::Result;
+use crate::kernel::cuda::abi::params::Tensor;
+use crate::kernel::cuda::hopper::{Map, MapShape};
 use alloc::boxed::Box;
 use alloc::vec;
 use std::sync::{Mutex, PoisonError};
@@ -17,7 +17,7 @@ type Key = (MapShape, Tensor);
 
 /// The maps of one device. A full set replaces its oldest entry.
 #[derive(Debug)]
-pub(super) struct KeptMaps(Mutex<Box<[Set]>>);
+pub(in crate::kernel::cuda) struct KeptMaps(Mutex<Box<[Set]>>);
 
 #[derive(Clone, Debug, Default)]
 struct Set {
@@ -27,12 +27,12 @@ struct Set {
 
 impl KeptMaps {
     /// An empty cache; without entries on devices that use no maps.
-    pub(super) fn new(is_used: bool) -> Self {
+    pub(in crate::kernel::cuda) fn new(is_used: bool) -> Self {
         Self(Mutex::new(vec![Set::default(); if is_used { SETS } else { 0 }].into_boxed_slice()))
     }
 
     /// The map of a tensor: from the cache, or made by `encode` and then cached. A result of `None` is not cached.
-    pub(super) fn find(
+    pub(in crate::kernel::cuda) fn find(
         &self,
         shape: MapShape,
         t: Tensor,

@@ -10,18 +10,18 @@
 //! The first difference is written to memory that the host reads ([`NoteMemory`]). From then on all data that this rank
 //! receives is overwritten with NaN at once: results that depend on it are NaN, here and on ranks that it is sent to.
 
-use super::Cuda;
-use super::base_addresses::{Meaning, meaning};
-use super::launch::{Launch, Launches};
-use super::metadata_writer::{Part, padded};
-use super::params::{
-    BASES, Tensor,
-    tags::{Arrived, ArrivedRange, BeginRun, Note, Tag},
-};
-use super::recorded::LaunchRecorder;
 use crate::device::driver::{call, sys};
 use crate::device::memory::{DeviceMemory, PinnedMemory};
 use crate::error::Result;
+use crate::kernel::cuda::Cuda;
+use crate::kernel::cuda::abi::base_addresses::{Meaning, meaning};
+use crate::kernel::cuda::abi::params::{
+    BASES, Tensor,
+    tags::{Arrived, ArrivedRange, BeginRun, Note, Tag},
+};
+use crate::kernel::cuda::launch::recorded::LaunchRecorder;
+use crate::kernel::cuda::launch::{Launch, Launches};
+use crate::kernel::cuda::memory::metadata_writer::{Part, padded};
 use alloc::vec;
 use core::ops::Range;
 use core::ptr::without_provenance_mut;

@@ -14,10 +14,10 @@
 //! To free memory, a driver waits until the whole device is idle. So [`SpareRings`] keeps the rings that no user has at
 //! present, for the next user of the same size.
 
-use super::metadata_writer::{ALIGN, padded};
 use crate::device::driver::{Context, CudaEvent, call, sys::CUstream};
 use crate::device::memory::{DeviceMemory, PinnedMemory};
 use crate::error::{Error, Result};
+use crate::kernel::cuda::memory::metadata_writer::{ALIGN, padded};
 use alloc::collections::VecDeque;
 use alloc::format;
 use alloc::sync::Arc;
@@ -34,7 +34,7 @@ const MAX_SEARCHED: usize = 32;
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct MetadataRing {
+pub(in crate::kernel::cuda) struct MetadataRing {
     host: PinnedMemory,
     device: DeviceMemory,
     /// Oldest first, which is the order of the ring.
@@ -62,11 +62,11 @@ unsafe impl Send for RingPart {}
 
 /// The part of one call, until [`MetadataRing::end`].
 #[derive(Clone, Copy, Debug)]
-pub(super) struct PartIndex(usize);
+pub(in crate::kernel::cuda) struct PartIndex(usize);
 
 impl MetadataRing {
     /// A ring of `bytes` bytes and at most `parts` parts.
-    pub(super) fn new(context: &Arc<Context>, bytes: usize, parts: usize) -> Result<Self> {
+    pub(in crate::kernel::cuda) fn new(context: &Arc<Context>, bytes: usize, parts: usize) -> Result<Self> {
         if bytes > MAX_BYTES {
             return Err(Error::invalid("metadata", format!("{bytes} bytes"), format!("at most {MAX_BYTES}")));
         }
@@ -89,12 +89,12 @@ impl MetadataRing {
     }
 
     /// Bytes of the ring.
-    pub(super) fn bytes(&self) -> usize {
+    pub(in crate::kernel::cuda) fn bytes(&self) -> usize {
         self.device.bytes()
     }
 
     /// The most parts.
-    pub(super) fn max_parts(&self) -> usize {
+    pub(in crate::kernel::cuda) fn max_parts(&self) -> usize {
         self.parts.len() + self.unused.len()
     }
 
@@ -104,7 +104,12 @@ impl MetadataRing {
     ///
     /// # Panics
     /// When the ring is smaller.
-    pub(super) fn place(&mut self, metadata: &[u8], words: usize, stream: CUstream) -> Result<PartIndex> {
+    pub(in crate::kernel::cuda) fn place(
+        &mut self,
+        metadata: &[u8],
+        words: usize,
+        stream: CUstream,
+    ) -> Result<PartIndex> {
         if let Some(at) = self.find(metadata, words, stream)? {
             let part = &mut self.parts[at];
             part.stream = stream;
@@ -133,12 +138,12 @@ impl MetadataRing {
     }
 
     /// The device's address of a part.
-    pub(super) fn address(&self, PartIndex(at): PartIndex) -> u64 {
+    pub(in crate::kernel::cuda) fn address(&self, PartIndex(at): PartIndex) -> u64 {
         self.device.ptr() as usize as u64 + self.parts[at].begin as u64
     }
 
     /// Marks the point of the stream after which the part is free again.
-    pub(super) fn end(&mut self, PartIndex(at): PartIndex, stream: CUstream) -> Result<()> {
+    pub(in crate::kernel::cuda) fn end(&mut self, PartIndex(at): PartIndex, stream: CUstream) -> Result<()> {
         self.parts[at].event.record(stream)
     }
 
@@ -197,11 +202,20 @@ impl MetadataRing {
         Ok(())
     }
 
+    /// Waits for all calls that use the ring, and forgets their parts.
+    fn clear(&mut self) -> Result<()> {
+        while !self.parts.is_empty() {
+            self.free_oldest()?;
+        }
+        self.head = 0;
+        Ok(())
+    }
+
     /// Waits until all calls that use the ring are done.
     ///
     /// # Errors
     /// When the driver reports the failure of an earlier launch.
-    pub(super) fn wait(&self) -> Result<()> {
+    pub(in crate::kernel::cuda) fn wait(&self) -> Result<()> {
         self.parts.iter().try_for_each(|part| part.event.wait())
     }
 }
@@ -219,11 +233,16 @@ const MAX_SPARE_BYTES: usize = 16 << 20;
 
 /// The rings of a device that no user has. No call that uses them is in flight.
 #[derive(Debug, Default)]
-pub(super) struct SpareRings(Mutex<Vec<MetadataRing>>);
+pub(in crate::kernel::cuda) struct SpareRings(Mutex<Vec<MetadataRing>>);
 
 impl SpareRings {
     /// A spare ring of this size, or a new one.
-    pub(super) fn take(&self, context: &Arc<Context>, bytes: usize, parts: usize) -> Result<MetadataRing> {
+    pub(in crate::kernel::cuda) fn take(
+        &self,
+        context: &Arc<Context>,
+        bytes: usize,
+        parts: usize,
+    ) -> Result<MetadataRing> {
         // A panic leaves the list consistent.
         let mut spares = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let is_like = |ring: &MetadataRing| (ring.bytes(), ring.max_parts()) == MetadataRing::size(bytes, parts);
@@ -234,9 +253,9 @@ impl SpareRings {
     }
 
     /// Waits for the calls that use a ring, and keeps it, or frees it where there are enough.
-    pub(super) fn put(&self, ring: MetadataRing) {
+    pub(in crate::kernel::cuda) fn put(&self, mut ring: MetadataRing) {
         // A failure means that the context is gone, and its memory with it.
-        if ring.wait().is_err() {
+        if ring.clear().is_err() {
             return;
         }
         let mut spares = self.0.lock().unwrap_or_else(PoisonError::into_inner);

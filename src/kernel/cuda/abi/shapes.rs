@@ -3,7 +3,7 @@
 
 /// How one kernel of a shape is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Shaped {
+pub(in crate::kernel::cuda) struct Shaped {
     /// Rows of its own side that one block holds.
     pub rows: u32,
     /// Threads of a block.
@@ -14,7 +14,7 @@ pub(super) struct Shaped {
 
 /// The kernels for head dims up to `head_dim` and `value_dim`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
+pub(in crate::kernel::cuda) struct Shape {
     /// As in the names of the files.
     pub name: u32,
     pub head_dim: u32,
@@ -39,7 +39,7 @@ pub(super) struct Shape {
 
 /// The kernels with dropout: `ptx/dropped_shapes.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Dropped {
+pub(in crate::kernel::cuda) struct Dropped {
     pub forward: Shaped,
     pub queries: Shaped,
     pub keys: Shaped,
@@ -47,7 +47,7 @@ pub(super) struct Dropped {
 
 /// The kernel that makes all gradients at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Fused {
+pub(in crate::kernel::cuda) struct Fused {
     /// Its rows are keys.
     pub launch: Shaped,
     /// Rows of the tiles of q that it adds to.
@@ -134,7 +134,7 @@ const fn wide(d: u32, dv: u32, m: u32, own: u32, n: u32, stages: u32) -> Shape {
 }
 
 /// All shapes, smallest first.
-pub(super) const SHAPES: [Shape; 7] = [
+pub(in crate::kernel::cuda) const SHAPES: [Shape; 7] = [
     Shape {
         narrow: Some(forward(64, 64, 128, 64, 4)),
         dropped: dropped(64),
@@ -153,15 +153,16 @@ pub(super) const SHAPES: [Shape; 7] = [
 ];
 
 /// The largest head dim and value dim of the kernels.
-pub(super) const LARGEST: (u32, u32) = (SHAPES[SHAPES.len() - 1].head_dim, SHAPES[SHAPES.len() - 1].value_dim);
+pub(in crate::kernel::cuda) const LARGEST: (u32, u32) =
+    (SHAPES[SHAPES.len() - 1].head_dim, SHAPES[SHAPES.len() - 1].value_dim);
 
 /// The smallest shape that holds these head dims.
-pub(super) fn find(head_dim: u32, value_dim: u32) -> Option<(usize, &'static Shape)> {
+pub(in crate::kernel::cuda) fn find(head_dim: u32, value_dim: u32) -> Option<(usize, &'static Shape)> {
     SHAPES.iter().enumerate().find(|(_, s)| head_dim <= s.head_dim && value_dim <= s.value_dim)
 }
 
 /// The smallest shape with kernels with dropout that holds these head dims.
-pub(super) fn find_dropped(head_dim: u32, value_dim: u32) -> Option<usize> {
+pub(in crate::kernel::cuda) fn find_dropped(head_dim: u32, value_dim: u32) -> Option<usize> {
     SHAPES.iter().position(|s| head_dim <= s.head_dim && value_dim <= s.value_dim && s.dropped.is_some())
 }
 
@@ -235,7 +236,7 @@ mod tests {
 
     /// The numbers of every `NAME(shape, …)` line of `ptx/shapes.cuh`.
     fn lines(name: &str) -> Vec<Vec<u32>> {
-        include_str!("../../../ptx/shapes.cuh")
+        include_str!("../../../../ptx/shapes.cuh")
             .lines()
             .filter_map(|line| line.strip_prefix(name)?.strip_prefix('(')?.strip_suffix(')'))
             .map(|numbers| numbers.split(", ").filter_map(|n| n.parse().ok()).collect())

@@ -1,17 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A launch as plain data: the kernel, its grid, and its parameters as bytes.
 //!
-//! A call is first converted into launches, and these are launched then ([`recorded`](super::recorded)).
+//! A call is first converted into launches, and these are launched then ([`recorded`](crate::kernel::cuda::launch::recorded)).
+
+pub(super) mod attention;
+pub(super) mod blocks;
+pub(super) mod check;
+pub(super) mod dropped;
+pub(super) mod fused;
+pub(super) mod max_logit;
+pub(crate) mod recorded;
+pub(super) mod stream_kernels;
+pub(crate) mod tags;
 
 use super::Cuda;
-use super::either_backward::use_sm80_params;
-use super::hopper::{Hopper, MapShape, Maps, NO_METADATA, Sm80Fallback};
-use super::metadata_writer::Part;
-use super::modules::{AttentionModule, LoadedKernel};
-use super::params::{Addresses, BASES, Parameters, Tensor};
 use crate::call::RawStream;
 use crate::device::driver::Function;
 use crate::error::{Error, Result};
+use crate::kernel::cuda::abi::params::{Addresses, BASES, Parameters, Tensor};
+use crate::kernel::cuda::hopper::either_backward::use_sm80_params;
+use crate::kernel::cuda::hopper::{Hopper, MapShape, Maps, NO_METADATA, Sm80Fallback};
+use crate::kernel::cuda::memory::metadata_writer::Part;
+use crate::kernel::cuda::modules::{AttentionModule, LoadedKernel};
 use alloc::format;
 
 /// The most bytes of a kernel's parameters.

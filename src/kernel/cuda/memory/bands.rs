@@ -5,9 +5,9 @@
 //! The window of the call is in each band, so that kernels know of no other mask. `ptx/ranges.cuh` computes the same
 //! from a band as [`SidedBand::reach`].
 
-use super::metadata_writer::Writer;
-use super::params::SidedBand;
 use crate::call::{Band, Range, Ranges};
+use crate::kernel::cuda::abi::params::SidedBand;
+use crate::kernel::cuda::memory::metadata_writer::Writer;
 
 /// No position is as far from 0.
 const FAR: i64 = 1 << 61;
@@ -20,7 +20,7 @@ impl SidedBand {
         Self { own_from: 0, own_to: 0, partner_from: 0, partner_to: 0, before: 0, after: 0, shift: 0 };
 
     /// A band as q rows see it, with the window of the call.
-    pub(super) fn of_queries(band: &Band, window: (i64, i64)) -> Self {
+    pub(in crate::kernel::cuda) fn of_queries(band: &Band, window: (i64, i64)) -> Self {
         let (low, high) = band.distances(window);
         let far = |x: i64| x.clamp(-FAR, FAR);
         // Of positions, the distance of a pair is less than `WIDE` either way. Both sums are exact: the shift is small.
@@ -43,7 +43,7 @@ impl SidedBand {
     }
 
     /// The band as the other side sees it.
-    pub(super) fn transposed(&self) -> Self {
+    pub(in crate::kernel::cuda) fn transposed(&self) -> Self {
         Self {
             own_from: self.partner_from,
             own_to: self.partner_to,
@@ -57,7 +57,7 @@ impl SidedBand {
 
     /// The positions of partners that own rows at `lowest..=highest` may meet, first and last; `None` if there are
     /// none.
-    pub(super) fn reach(&self, lowest: i64, highest: i64) -> Option<(i64, i64)> {
+    pub(in crate::kernel::cuda) fn reach(&self, lowest: i64, highest: i64) -> Option<(i64, i64)> {
         let (from, to) = (lowest.max(self.own_from), highest.min(self.own_to - 1));
         if from > to {
             return None;
@@ -67,19 +67,19 @@ impl SidedBand {
     }
 
     /// How many rows of a partner own rows at `lowest..=highest` may meet.
-    pub(super) fn rows_met(&self, partner: &Range, lowest: i64, highest: i64) -> u64 {
+    pub(in crate::kernel::cuda) fn rows_met(&self, partner: &Range, lowest: i64, highest: i64) -> u64 {
         self.reach(lowest, highest)
             .map_or(0, |(first, last)| partner.rows_before(last + 1).saturating_sub(partner.rows_before(first)).into())
     }
 }
 
 /// The bands of a call, as q rows see them.
-pub(super) fn of_queries(ranges: &Ranges, window: (i64, i64)) -> impl Iterator<Item = SidedBand> {
+pub(in crate::kernel::cuda) fn of_queries(ranges: &Ranges, window: (i64, i64)) -> impl Iterator<Item = SidedBand> {
     ranges.bands.iter().map(move |band| SidedBand::of_queries(band, window))
 }
 
 /// Writes a table of bands.
-pub(super) fn write<'a>(
+pub(in crate::kernel::cuda) fn write<'a>(
     writer: &mut Writer<'a>,
     ranges: &Ranges,
     bands: impl Iterator<Item = SidedBand>,

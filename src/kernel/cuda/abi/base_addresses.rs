@@ -6,9 +6,9 @@
 //! are the caller's tensors; symbols treat them as compact, so that row and head follow from the offset. No device has
 //! a symbol as an address, and a symbol is never used as one.
 
-use super::params::{BASES, Tensor};
 use crate::call::RawTensor;
 use crate::element::Dtype;
+use crate::kernel::cuda::abi::params::{BASES, Tensor};
 
 /// A symbol has a number in the upper bits, and an offset in bytes below.
 const SHIFT: u32 = 52;
@@ -21,18 +21,18 @@ const fn symbol(number: u64) -> u64 {
 }
 
 /// The symbol of byte `at` of the metadata.
-pub(super) const fn metadata_symbol(at: usize) -> u64 {
+pub(in crate::kernel::cuda) const fn metadata_symbol(at: usize) -> u64 {
     symbol(METADATA) + at as u64
 }
 
 /// The symbol of the words that are cleared before a launch.
-pub(super) const fn words_symbol() -> u64 {
+pub(in crate::kernel::cuda) const fn words_symbol() -> u64 {
     symbol(WORDS)
 }
 
 /// The kind of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Meaning {
+pub(in crate::kernel::cuda) enum Meaning {
     /// An address or null, not a symbol.
     Address,
     /// Part of a base.
@@ -43,7 +43,7 @@ pub(super) enum Meaning {
     Word(u64),
 }
 
-pub(super) const fn meaning(address: u64) -> Meaning {
+pub(in crate::kernel::cuda) const fn meaning(address: u64) -> Meaning {
     let at = address & ((1 << SHIFT) - 1);
     match address >> SHIFT {
         0 => Meaning::Address,
@@ -64,7 +64,7 @@ pub(crate) struct BaseOffset {
 impl BaseOffset {
     /// Where an address is: part of a base of these shapes, or, where there are none, memory. All memory is part of
     /// base 0, whose address is 0 then.
-    pub(super) fn of(shapes: Option<&BaseShapes>, address: *mut u8) -> Self {
+    pub(in crate::kernel::cuda) fn of(shapes: Option<&BaseShapes>, address: *mut u8) -> Self {
         let address = address as usize as u64;
         shapes.map_or(Self { base: 0, row: address as i64, first_head: 0 }, |shapes| shapes.locate(address))
     }
@@ -77,7 +77,7 @@ impl BaseOffset {
     }
 
     /// The tensor at this offset. In base 0 it has the strides of `own`.
-    pub(super) fn tensor(&self, bases: &BaseAddresses, own: Tensor) -> Tensor {
+    pub(in crate::kernel::cuda) fn tensor(&self, bases: &BaseAddresses, own: Tensor) -> Tensor {
         let Tensor { token, head, .. } = if self.base == 0 { own } else { bases.0[self.base as usize] };
         Tensor { ptr: self.address(bases), token, head }
     }
@@ -120,7 +120,7 @@ impl BaseShapes {
 
 /// The bases of one run: addresses, and strides in bytes. A row of base 0 is a byte.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct BaseAddresses(pub(super) [Tensor; BASES]);
+pub(crate) struct BaseAddresses(pub(in crate::kernel::cuda) [Tensor; BASES]);
 
 impl BaseAddresses {
     /// The workspace, and the tensors with numbers from 1 on.
@@ -135,7 +135,7 @@ impl BaseAddresses {
 }
 
 /// Address and strides in bytes.
-pub(super) fn bytes(t: &RawTensor) -> Tensor {
+pub(in crate::kernel::cuda) fn bytes(t: &RawTensor) -> Tensor {
     let size = t.dtype.size() as i64;
     Tensor {
         ptr: t.ptr as usize as u64,

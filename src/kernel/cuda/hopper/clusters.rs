@@ -7,20 +7,20 @@
 //! bits are those of the kernels without clusters, which do all other calls. The speed has not been measured, so
 //! clusters are off unless they are asked for.
 
-use super::shapes::SHAPES;
 use crate::call::Attend;
 use crate::error::{Error, Result};
+use crate::kernel::cuda::abi::shapes::SHAPES;
 use alloc::string::String;
 use std::ffi::OsString;
 
 /// The environment variable that asks for clusters.
-pub(super) const VARIABLE: &str = "CPATTN_CUDA_CLUSTER";
+pub(in crate::kernel::cuda) const VARIABLE: &str = "CPATTN_CUDA_CLUSTER";
 
 /// Whether there is such a kernel, by the index of [`SHAPES`].
-pub(super) const HAS_KERNEL: [bool; SHAPES.len()] = [false, false, true, false, false, false, false];
+pub(in crate::kernel::cuda) const HAS_KERNEL: [bool; SHAPES.len()] = [false, false, true, false, false, false, false];
 
 /// Whether the environment asks for clusters.
-pub(super) fn of_environment() -> Result<bool> {
+pub(in crate::kernel::cuda) fn of_environment() -> Result<bool> {
     from_variable(std::env::var_os(VARIABLE))
 }
 
@@ -37,7 +37,7 @@ fn from_variable(value: Option<OsString>) -> Result<bool> {
 }
 
 /// The refusal of clusters: `why` the device cannot run kernels for `sm_90a`, or none if other kernels are forced.
-pub(super) fn refused(why: Option<String>) -> Error {
+pub(in crate::kernel::cuda) fn refused(why: Option<String>) -> Error {
     let (why, way_out) = match why {
         Some(why) => (why, "unset CPATTN_CUDA_CLUSTER, or set it to 0"),
         None => (
@@ -49,7 +49,7 @@ pub(super) fn refused(why: Option<String>) -> Error {
 }
 
 /// Whether the q heads of a call are pairs, each of one kv head.
-pub(super) fn are_pairs(call: &Attend) -> bool {
+pub(in crate::kernel::cuda) fn are_pairs(call: &Attend) -> bool {
     call.heads.group.is_multiple_of(2) && call.heads.q_offset.is_multiple_of(2) && call.q.heads.is_multiple_of(2)
 }
 
