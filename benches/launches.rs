@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The host's cost of a run on devices: CPU seconds per operation, once the plan is prepared.
+//! The host's cost of a run on devices: CPU seconds per operation, once the plan is prepared; and that of single calls.
 //!
 //! It runs on the stand-in driver with its PTX interpreter off, so that only the time of this crate and of a driver
 //! that checks and counts calls is measured:
@@ -24,8 +24,11 @@ use std::{
 
 use cpattn::{
     Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side,
-    call::RawTensor,
-    kernel::cuda::{Cuda, DeviceMemory},
+    call::{
+        Attend, AttendBackward, Band, Block, Delta, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score,
+        Transform,
+    },
+    kernel::cuda::{Cuda, DeviceMemory, StreamKernels},
     runtime::Bindings,
     schedule::{Direction, Schedule, TensorId},
     transport::peer,
@@ -102,6 +105,85 @@ fn measure(cuda: &Arc<Cuda>, plan: &Plan) -> (usize, f64) {
     })
 }
 
+/// Single calls of each kind, and their number in each batch; the stream is waited for between batches.
+const CALLS: usize = 48;
+const BATCHES: usize = 200;
+const TOKENS: u32 = 1024;
+const HEADS: u32 = 8;
+const DIM: u32 = 64;
+
+/// The ranges of two documents, of which the first has `first` tokens.
+fn documents(first: u32) -> ([QRange; 2], [Range; 2]) {
+    let k = [Range::plain(0, first, 0, 0), Range::plain(first.into(), TOKENS - first, 0, 1)];
+    let q =
+        |i: u32| QRange { range: k[i as usize], document: [0; 2], keys_begin: i, keys_end: i + 1, mode: Mode::Only };
+    ([q(0), q(1)], k)
+}
+
+/// Nanoseconds of CPU of a call, of each kind.
+fn single_calls(cuda: &Arc<Cuda>) -> Vec<(&'static str, f64)> {
+    let mut kernels = StreamKernels::new(Arc::clone(cuda)).expect("memory");
+    kernels.reserve(Dtype::Bf16, DIM, DIM).expect("kernels");
+    let stream = cuda.new_stream().expect("a stream");
+    let memory: Vec<DeviceMemory> =
+        (0..10).map(|_| cuda.allocate((TOKENS * HEADS * DIM * 4) as usize).expect("memory")).collect();
+    let tensor = |i: usize, dtype, dim| RawTensor::compact(memory[i].ptr(), dtype, TOKENS.into(), HEADS, dim);
+    let [q, k, v, o, d_o] = [0, 1, 2, 3, 4].map(|i| tensor(i, Dtype::Bf16, DIM));
+    let [lse, delta] = [5, 6].map(|i| tensor(i, Dtype::F32, 1));
+    let [dq, dk, dv] = [7, 8, 9].map(|i| tensor(i, Dtype::F32, DIM));
+    let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
+    let score = Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: 0 };
+    let lists: Vec<_> = (0..200).map(|i| documents(100 + i)).collect();
+    let pairs = [0, 1].map(Pair::of);
+    let ranges = |i: usize| Ranges { q: &lists[i].0, k: &lists[i].1, pairs: &pairs, bands: &[Band::WHOLE] };
+    let forward = |i| Attend { lse, ..Attend::new([q, k, v, o], heads, score, ranges(i)) };
+    let backward =
+        |i| AttendBackward { lse, delta, dq, dk, dv, ..AttendBackward::new([q, k, v, d_o], heads, score, ranges(i)) };
+    let copies = |i: usize| {
+        let rows = |t: &RawTensor| t.rows(i as u64, 100);
+        ([Block { dst: rows(&d_o), sources_begin: 0, sources_end: 1 }], [rows(&o)])
+    };
+    let mut time = |call: &mut dyn FnMut(&mut StreamKernels, usize)| {
+        let mut begin = 0.0;
+        for batch in 0..=BATCHES {
+            // The first batch loads what is loaded late.
+            if batch == 1 {
+                begin = cpu();
+            }
+            for i in 0..CALLS {
+                call(&mut kernels, (batch * CALLS + i) % lists.len());
+            }
+            // SAFETY: a live stream of the device.
+            unsafe { cuda.synchronize(stream.handle()) }.expect("a stream");
+        }
+        (cpu() - begin) / (BATCHES * CALLS) as f64
+    };
+    let on = stream.handle();
+    // SAFETY: no kernel runs; memory and stream live until the kernels' drop, which waits.
+    unsafe {
+        vec![
+            ("forward, the same lists", time(&mut |kernels, _| kernels.attend(&forward(0), on).expect("a call"))),
+            ("forward, other lists", time(&mut |kernels, i| kernels.attend(&forward(i), on).expect("a call"))),
+            (
+                "backward, the same lists",
+                time(&mut |kernels, _| kernels.attend_backward(&backward(0), on).expect("a call")),
+            ),
+            (
+                "backward, other lists",
+                time(&mut |kernels, i| kernels.attend_backward(&backward(i), on).expect("a call")),
+            ),
+            (
+                "transform, other blocks",
+                time(&mut |kernels, i| {
+                    let (blocks, sources) = copies(i);
+                    kernels.transform(&Transform { blocks: &blocks, sources: &sources }, on).expect("a call");
+                }),
+            ),
+            ("delta", time(&mut |kernels, _| kernels.delta(&Delta::new([o, d_o, delta]), on).expect("a call"))),
+        ]
+    }
+}
+
 fn main() {
     if std::env::var("CPATTN_EMU_IDLE").as_deref() != Ok("1") {
         println!("not run: set CPATTN_EMU_IDLE=1 and LD_LIBRARY_PATH to the stand-in driver, see benches/launches.rs");
@@ -125,10 +207,16 @@ fn main() {
             each / 1e3
         );
     }
+    let mut calls = String::new();
+    for (name, each) in single_calls(&cuda) {
+        println!("{name:26} {:6.2} µs of CPU each", each / 1e3);
+        let comma = if calls.is_empty() { "" } else { "," };
+        let _ = write!(calls, "{comma}\n    {{\"call\": \"{name}\", \"cpu_us\": {:.3}}}", each / 1e3);
+    }
     if let Some(file) = std::env::args().skip(1).find(|a| !a.starts_with('-')) {
         let var = |name| std::env::var(name).unwrap_or_else(|_| "not said".into());
         let text = format!(
-            "{{\n  \"bench\": \"launches\",\n  \"machine\": \"{}\",\n  \"date\": \"{}\",\n  \"driver\": \"stand-in, CPATTN_EMU_IDLE=1\",\n  \"runs\": {RUNS},\n  \"plans\": [{json}\n  ]\n}}\n",
+            "{{\n  \"bench\": \"launches\",\n  \"machine\": \"{}\",\n  \"date\": \"{}\",\n  \"driver\": \"stand-in, CPATTN_EMU_IDLE=1\",\n  \"runs\": {RUNS},\n  \"plans\": [{json}\n  ],\n  \"calls\": [{calls}\n  ]\n}}\n",
             var("MACHINE"),
             var("DATE")
         );

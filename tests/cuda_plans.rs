@@ -19,7 +19,7 @@ use common::{Data, Results, check_on_device as check, d_lse_of, gather, referenc
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
     call::{Attend, Band, Dropout, DropoutMask, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor},
-    kernel::cuda::{Cuda, DeviceMemory},
+    kernel::cuda::{Cuda, DeviceMemory, StreamKernels},
     plan::{Circulate, Gather, Wire},
     runtime::Bindings,
     schedule::{Direction, TensorId},
@@ -265,9 +265,10 @@ fn dropout() {
     let ranges = Ranges { q: &rows, ..Ranges::default() };
     let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
     let forward = Attend { lse: lse.1, dropout, ..Attend::new([q.1, q.1, q.1, q.1], heads, p.score(), ranges) };
-    let mut staging = cuda.staging(1 << 10, 1).unwrap();
+    let mut kernels = StreamKernels::new(cuda).unwrap();
+    kernels.reserve(Dtype::F16, 32, 32).unwrap();
     // SAFETY: refused before anything is launched.
-    let error = unsafe { cuda.attend(&forward, &mut staging, std::ptr::null_mut()) }.unwrap_err().to_string();
+    let error = unsafe { kernels.attend(&forward, std::ptr::null_mut()) }.unwrap_err().to_string();
     assert!(error.starts_with("ranges.q[0] is tokens -1..=7"), "{error}");
 }
 
@@ -380,14 +381,15 @@ fn largest_scores() {
             Ranges { q: &rows, k: &keys, pairs: &pairs, bands: &bands },
         )
     };
-    let mut staging = cuda.staging(1 << 12, 1).unwrap();
+    let mut kernels = StreamKernels::new(cuda.clone()).unwrap();
+    kernels.reserve(q.1.dtype, q.1.dim, v.1.dim).unwrap();
     // SAFETY: refused before anything is launched.
-    let wrong = unsafe { cuda.attend(&call(largest.1), &mut staging, std::ptr::null_mut()) }.unwrap_err().to_string();
+    let wrong = unsafe { kernels.attend(&call(largest.1), std::ptr::null_mut()) }.unwrap_err().to_string();
     assert!(wrong.starts_with("max_logit.heads is 3, expected 2"), "{wrong}");
     // One head is above its scores, the other below all numbers.
     let one_above = Held::new(&cuda, &[1e3, f32::NEG_INFINITY], 1, 2, 1);
     // SAFETY: as above.
-    unsafe { cuda.attend(&call(one_above.1), &mut staging, std::ptr::null_mut()) }.unwrap();
+    unsafe { kernels.attend(&call(one_above.1), std::ptr::null_mut()) }.unwrap();
     // SAFETY: the default stream.
     unsafe { cuda.synchronize(std::ptr::null_mut()) }.unwrap();
     let found = one_above.read::<f32>();

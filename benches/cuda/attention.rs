@@ -9,7 +9,7 @@ use cpattn::Dtype;
 use cpattn::call::{
     Attend, AttendBackward, Band, Block, Delta, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score, Transform,
 };
-use cpattn::kernel::cuda::{DeviceMemory, Staging};
+use cpattn::kernel::cuda::{DeviceMemory, StreamKernels};
 
 /// The number of rows, and of keys, that are compared.
 const SAMPLES: usize = 12;
@@ -38,7 +38,7 @@ pub struct Heads {
     pairs: Vec<Pair>,
     sets: Vec<Set>,
     /// `None` while a call borrows it together with other fields.
-    staging: Option<Staging>,
+    kernels: Option<StreamKernels>,
 }
 
 /// Heads and dims of q, k and v.
@@ -116,8 +116,11 @@ impl Heads {
         }
         let pairs: Vec<Pair> = (0..case.lengths.len() as u32).map(Pair::of).collect();
         text(device.cuda.prepare(case.dtype, case.head_dim as u32, case.value_dim as u32))?;
-        let mut heads = Self { case: case.clone(), host, q_ranges, k_ranges, pairs, sets, staging: None };
-        heads.staging = Some(device.staging(heads.metadata_bytes(device)?)?);
+        let mut heads = Self { case: case.clone(), host, q_ranges, k_ranges, pairs, sets, kernels: None };
+        let mut kernels = device.kernels()?;
+        // For many calls, so that the host can run ahead without waiting.
+        text(kernels.reserve_metadata(heads.metadata_bytes(&kernels)? * 16, 64))?;
+        heads.kernels = Some(kernels);
         // The backward needs the results of a forward, and a merge needs running results.
         for set in 0..heads.sets.len() {
             match case.kind {
@@ -199,13 +202,13 @@ impl Heads {
     }
 
     /// Bytes of the lists of all calls of one launch.
-    fn metadata_bytes(&self, device: &Device) -> Result<usize> {
+    fn metadata_bytes(&self, kernels: &StreamKernels) -> Result<usize> {
         let set = &self.sets[0];
-        let mut bytes = text(device.cuda.attend_bytes(&self.attend(set)))?;
+        let mut bytes = text(kernels.attend_metadata(&self.attend(set)))?;
         if self.case.kind == Kind::Backward {
             let (blocks, sources) = self.casts(set);
-            bytes += text(device.cuda.attend_backward_bytes(&self.attend_backward(set)))?;
-            bytes += device.cuda.transform_bytes(&Transform { blocks: &blocks, sources: &sources });
+            bytes += text(kernels.attend_backward_metadata(&self.attend_backward(set)))?;
+            bytes += kernels.transform_metadata(&Transform { blocks: &blocks, sources: &sources });
         }
         Ok(bytes)
     }
@@ -219,32 +222,32 @@ impl Heads {
         result
     }
 
-    fn with_staging(&mut self, f: impl FnOnce(&Self, &mut Staging) -> Result<()>) -> Result<()> {
-        let mut staging = self.staging.take().ok_or("no room for lists")?;
-        let result = f(self, &mut staging);
-        self.staging = Some(staging);
+    fn with_kernels(&mut self, f: impl FnOnce(&Self, &mut StreamKernels) -> Result<()>) -> Result<()> {
+        let mut kernels = self.kernels.take().ok_or("no room for lists")?;
+        let result = f(self, &mut kernels);
+        self.kernels = Some(kernels);
         result
     }
 
     fn forward(&mut self, device: &Device, set: usize) -> Result<()> {
-        self.with_staging(|s, staging| {
+        self.with_kernels(|s, kernels| {
             let call = s.attend(&s.sets[set]);
             // SAFETY: the buffers live as long as `self`, which is dropped after the stream was waited for.
-            text(unsafe { device.cuda.attend(&call, staging, device.stream) })
+            text(unsafe { kernels.attend(&call, device.stream) })
         })
     }
 
     fn backward(&mut self, device: &Device, set: usize) -> Result<()> {
-        self.with_staging(|s, staging| {
+        self.with_kernels(|s, kernels| {
             let (call, [_, _, _, o]) = (s.attend_backward(&s.sets[set]), s.tensors(&s.sets[set]));
             let (blocks, sources) = s.casts(&s.sets[set]);
             let delta = Delta::new([o, call.d_o, call.delta]);
             let casts = Transform { blocks: &blocks, sources: &sources };
             // SAFETY: as in `forward`.
             unsafe {
-                text(device.cuda.delta(&delta, device.stream))?;
-                text(device.cuda.attend_backward(&call, staging, device.stream))?;
-                text(device.cuda.transform(&casts, staging, device.stream))
+                text(kernels.delta(&delta, device.stream))?;
+                text(kernels.attend_backward(&call, device.stream))?;
+                text(kernels.transform(&casts, device.stream))
             }
         })
     }

@@ -7,9 +7,10 @@ use core::ptr::null_mut;
 use cpattn::Dtype;
 use cpattn::call::RawStream;
 use cpattn::call::RawTensor;
-use cpattn::kernel::cuda::{Cuda, DeviceMemory, Staging};
+use cpattn::kernel::cuda::{Cuda, DeviceMemory, StreamKernels};
 use cudarc::driver::sys;
 use half::{bf16, f16};
+use std::sync::Arc;
 
 /// A driver call; the error names it.
 macro_rules! call {
@@ -28,7 +29,7 @@ pub fn text<T>(result: cpattn::Result<T>) -> Result<T> {
 }
 
 pub struct Device {
-    pub cuda: Cuda,
+    pub cuda: Arc<Cuda>,
     pub stream: RawStream,
     pub name: String,
     cache: usize,
@@ -36,7 +37,7 @@ pub struct Device {
 
 impl Device {
     pub fn open() -> Result<Self> {
-        let cuda = text(Cuda::new(0))?;
+        let cuda = Arc::new(text(Cuda::new(0))?);
         let (mut device, mut context, mut stream) = (0, null_mut(), null_mut());
         call!(cuDeviceGet(&raw mut device, 0))?;
         call!(cuDevicePrimaryCtxRetain(&raw mut context, device))?;
@@ -62,9 +63,9 @@ impl Device {
         text(self.cuda.allocate(bytes))
     }
 
-    /// Staging memory for many calls of `bytes` bytes, so that the host can run ahead without waiting.
-    pub fn staging(&self, bytes: usize) -> Result<Staging> {
-        text(self.cuda.staging(bytes * 16, 64))
+    /// What makes single calls.
+    pub fn kernels(&self) -> Result<StreamKernels> {
+        text(StreamKernels::new(Arc::clone(&self.cuda)))
     }
 
     pub fn copy(&self, to: &DeviceMemory, from: &DeviceMemory) -> Result<()> {

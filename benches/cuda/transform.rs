@@ -5,14 +5,14 @@ use crate::case::{Case, Kind};
 use crate::device::{Device, normal, tensor, text};
 use crate::{Prepared, Result};
 use cpattn::call::{Block, RawTensor, Transform};
-use cpattn::kernel::cuda::{DeviceMemory, Staging};
+use cpattn::kernel::cuda::{DeviceMemory, StreamKernels};
 
 pub struct Moves {
     case: Case,
     host: Vec<u16>,
     /// Source and destination.
     sets: Vec<[DeviceMemory; 2]>,
-    staging: Staging,
+    kernels: StreamKernels,
 }
 
 /// The blocks of one move and where they come from.
@@ -46,8 +46,11 @@ impl Moves {
             sets.push(set);
         }
         let (blocks, sources) = blocks(case, &sets[0]);
-        let staging = device.staging(device.cuda.transform_bytes(&Transform { blocks: &blocks, sources: &sources }))?;
-        Ok(Self { case: case.clone(), host, sets, staging })
+        let mut kernels = device.kernels()?;
+        let bytes = kernels.transform_metadata(&Transform { blocks: &blocks, sources: &sources });
+        // For many calls, so that the host can run ahead without waiting.
+        text(kernels.reserve_metadata(bytes * 16, 64))?;
+        Ok(Self { case: case.clone(), host, sets, kernels })
     }
 }
 
@@ -56,7 +59,7 @@ impl Prepared for Moves {
         let (blocks, sources) = blocks(&self.case, &self.sets[set]);
         let call = Transform { blocks: &blocks, sources: &sources };
         // SAFETY: the buffers live as long as `self`, which is dropped after the stream was waited for.
-        text(unsafe { device.cuda.transform(&call, &mut self.staging, device.stream) })
+        text(unsafe { self.kernels.transform(&call, device.stream) })
     }
 
     fn sets(&self) -> usize {

@@ -19,6 +19,7 @@ use crate::{
 /// The kernels of the CPU or of one device, behind the same calls.
 #[derive(Debug)]
 #[non_exhaustive]
+#[allow(clippy::large_enum_variant, reason = "a program has a few of them, each for many calls")]
 pub enum Kernels {
     /// The CPU's kernels, with the memory of their tiles.
     Cpu(cpu::Scratch),
@@ -151,7 +152,7 @@ impl Kernels {
                 Ok(0)
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(stream_kernels) => stream_kernels.device().attend_bytes(call),
+            Self::Cuda(stream_kernels) => stream_kernels.attend_metadata(call),
         }
     }
 
@@ -166,7 +167,7 @@ impl Kernels {
                 Ok(0)
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(stream_kernels) => stream_kernels.device().attend_backward_bytes(call),
+            Self::Cuda(stream_kernels) => stream_kernels.attend_backward_metadata(call),
         }
     }
 }
@@ -178,7 +179,7 @@ macro_rules! calls {
             $(#[$doc])*
             ///
             /// # Errors
-            /// As the function of this name for the CPU, in [`cpu`], or of [`cuda::Cuda`].
+            /// As the function of this name for the CPU, in [`cpu`], or of [`cuda::StreamKernels`].
             ///
             /// # Safety
             /// As there.

@@ -60,10 +60,10 @@ fn launched(device: &Device, memory: &Memory, case: &Case) -> [u64; 2] {
     let counts =
         || [c"cpattn_hopper_cluster", c"cpattn_hopper_forward"].map(|name| emulated_count(name).expect("asked before"));
     let before = counts();
-    let bytes = device.cuda.attend_bytes(&call).expect("a supported call");
-    let mut staging = device.cuda.staging(bytes, 1).expect("memory");
+    let bytes = device.attend_bytes(&call);
+    let mut kernels = device.kernels(bytes, 1);
     // SAFETY: the driver runs nothing, and the call's lists are copied before this returns.
-    unsafe { device.cuda.attend(&call, &mut staging, device.stream) }.expect("a legal call");
+    unsafe { device.attend(&call, &mut kernels, device.stream) }.expect("a legal call");
     device.synchronize();
     let after = counts();
     [0, 1].map(|i| after[i] - before[i])

@@ -42,9 +42,9 @@ fn transforms() {
                 // A copy or cast, a sum, and zeros.
                 let blocks = [block(0, 0, 1), block(1, 1, 3), block(2, 3, 3)];
                 let call = Transform { blocks: &blocks, sources: &sources };
-                let mut staging = device.cuda.staging(device.cuda.transform_bytes(&call), 1).expect("memory");
+                let mut kernels = device.kernels(64 << 10, 1);
                 // SAFETY: everything lives until the downloads below.
-                unsafe { device.cuda.transform(&call, &mut staging, device.stream) }.expect("a legal call");
+                unsafe { kernels.transform(&call, device.stream) }.expect("a legal call");
                 let expected: [&dyn Fn(usize) -> f64; 3] =
                     [&|i| a[i], &|i| f64::from(a[i] as f32 + b[i] as f32), &|_| 0.0];
                 for (out, expected) in outs.iter().zip(expected) {
@@ -69,9 +69,9 @@ fn transforms_add_in_place() {
         blocks: &[Block { dst, sources_begin: 0, sources_end: 2 }],
         sources: &[dst, b.tensor(Dtype::Bf16, 10, 4, 16, 64)],
     };
-    let mut staging = device.cuda.staging(device.cuda.transform_bytes(&call), 1).expect("memory");
+    let mut kernels = device.kernels(64 << 10, 1);
     // SAFETY: everything lives until the download below.
-    unsafe { device.cuda.transform(&call, &mut staging, device.stream) }.expect("a legal call");
+    unsafe { kernels.transform(&call, device.stream) }.expect("a legal call");
     assert_eq!(device.download_f32(&a), vec![1.5; 640]);
 }
 
@@ -90,9 +90,9 @@ fn finish_writes_rows_of_nobody() {
             sinks: if sinks.is_some() { sink.tensor(Dtype::F32, 1, heads as u32, 1, heads) } else { RawTensor::NONE },
             rows: &rows,
         };
-        let mut staging = device.cuda.staging(device.cuda.finish_bytes(&call), 1).expect("memory");
+        let mut kernels = device.kernels(64 << 10, 1);
         // SAFETY: everything lives until the downloads below.
-        unsafe { device.cuda.finish(&call, &mut staging, device.stream) }.expect("a legal call");
+        unsafe { kernels.finish(&call, device.stream) }.expect("a legal call");
         let covered = |token: usize| token == 5 || (10..310).contains(&token);
         for (i, x) in download(&device, Dtype::Bf16, &o).into_iter().enumerate() {
             assert_eq!(x, if covered(i / heads / dim) { 0.0 } else { 3.0 });
@@ -145,7 +145,7 @@ fn merge_of(device: &Device, words: (usize, usize)) {
         with_lse: shape(&with_lse, words.1),
     };
     // SAFETY: everything lives until the downloads below.
-    unsafe { device.cuda.merge(&call, device.stream) }.expect("a legal call");
+    unsafe { device.kernels(16, 1).merge(&call, device.stream) }.expect("a legal call");
     let (o, lse) = (download(device, Dtype::F32, &o), download(device, Dtype::F32, &lse));
     for row in 0..a.len() {
         let largest = a[row].max(b[row]);
@@ -178,7 +178,7 @@ fn partial_results_keep_their_digits_as_scores_grow() {
         let inputs = [row(shift, 1.0).to_vec(), keys, values.clone()].map(|x| upload(&device, Dtype::F16, &x));
         let running = upload(&device, Dtype::F32, &[f64::NAN; 8]);
         let words = upload(&device, Dtype::F32, &[f64::NAN; 2]);
-        let mut staging = device.cuda.staging(8192, 8).expect("memory");
+        let mut kernels = device.kernels(8192, 8);
         for i in 0..KEYS {
             let mode = if i == 0 { Mode::First } else { Mode::Merge };
             let q = [QRange { range: Range::plain(0, 1, 0, 0), document: [0; 2], keys_begin: 0, keys_end: 1, mode }];
@@ -199,7 +199,7 @@ fn partial_results_keep_their_digits_as_scores_grow() {
                 )
             };
             // SAFETY: everything lives until the downloads below.
-            unsafe { device.cuda.attend(&call, &mut staging, device.stream) }.expect("a legal call");
+            unsafe { device.attend(&call, &mut kernels, device.stream) }.expect("a legal call");
         }
         let weights: Vec<f64> = scores.iter().map(|s| s.exp2()).collect();
         let sum: f64 = weights.iter().sum();
@@ -264,10 +264,10 @@ fn refusals() {
     let Some(device) = Device::open() else { return };
     let small = Small::new(&device);
     let call = small.call();
-    let mut staging = device.cuda.staging(4096, 4).expect("memory");
+    let mut kernels = device.kernels(4096, 4);
     let mut run = |call: &Attend| {
         // SAFETY: refused before anything is launched, or legal.
-        unsafe { device.cuda.attend(call, &mut staging, device.stream) }
+        unsafe { device.attend(call, &mut kernels, device.stream) }
     };
     let refused = |error: Error, part: &str| {
         assert!(!matches!(error, Error::Device { .. }) && format!("{error}").contains(part), "{error}");
@@ -319,38 +319,37 @@ fn refusals() {
         "ranges.pairs",
     );
     refused(run(&Attend { ranges: Ranges { pairs: &[], ..call.ranges }, ..call }).unwrap_err(), "ranges.q[0].keys");
-    let mut none = device.cuda.staging(16, 1).expect("memory");
+    let mut none = device.kernels(16, 1);
     // What lies where a block does may only be the block itself; and rows are named as the caller names them.
     let block = [Block { dst: call.k, sources_begin: 0, sources_end: 1 }];
     let sources = [RawTensor { token_stride: 1024, ..call.k }];
     let transform = Transform { blocks: &block, sources: &sources };
     // SAFETY: refused before anything is launched.
-    let refusal = unsafe { device.cuda.transform(&transform, &mut none, device.stream) };
+    let refusal = unsafe { none.transform(&transform, device.stream) };
     refused(refusal.unwrap_err(), "blocks[0].sources[0] is f16 with strides");
     let rows = [Range::plain(0, 1, 0, 0), Range::plain(1, 3, 0, 0)];
     let finish = Finish { o: call.o, lse: call.lse, sinks: RawTensor::NONE, rows: &rows };
     // SAFETY: as above.
-    let refusal = unsafe { device.cuda.finish(&finish, &mut none, device.stream) };
+    let refusal = unsafe { none.finish(&finish, device.stream) };
     refused(refusal.unwrap_err(), "rows[1].row is 1 with len 3");
     // SAFETY: as above.
-    let refusal = unsafe { device.cuda.finish(&Finish { sinks: two, rows: &[], ..finish }, &mut none, device.stream) };
+    let refusal = unsafe { none.finish(&Finish { sinks: two, rows: &[], ..finish }, device.stream) };
     refused(refusal.unwrap_err(), "sinks.tokens is 2");
     let many = |t: RawTensor, dim| RawTensor { heads: 1 << 29, head_stride: 0, dim, ..t };
     let finish = Finish { o: many(call.o, 256), lse: many(call.lse, 1), rows: &[], ..finish };
     // SAFETY: as above.
-    let refusal = unsafe { device.cuda.finish(&finish, &mut none, device.stream) };
+    let refusal = unsafe { none.finish(&finish, device.stream) };
     refused(refusal.unwrap_err(), "o of 536870912 heads of 256");
     // SAFETY: refused before anything is launched.
     refused(
-        unsafe { device.cuda.attend(&call, &mut none, device.stream) }.unwrap_err(),
+        unsafe { device.attend(&call, &mut none, device.stream) }.unwrap_err(),
         "room for scheduler metadata is 16",
     );
-    for (bytes, launches, part) in [
-        (usize::MAX, 1, "bytes, expected at most"),
-        (usize::MAX - 14, 1, "bytes"),
-        (16, usize::MAX, "launches in flight"),
-    ] {
-        refused(device.cuda.staging(bytes, launches).unwrap_err(), part);
+    for (bytes, launches, part) in
+        [(usize::MAX, 1, "bytes, expected at most"), (usize::MAX - 14, 1, "bytes"), (16, usize::MAX, "calls in flight")]
+    {
+        let kernels = cpattn::kernel::cuda::StreamKernels::with_metadata(device.cuda.clone(), bytes, launches);
+        refused(kernels.unwrap_err(), part);
     }
     let error = device.cuda.allocate(1 << 60).unwrap_err();
     assert!(matches!(error, Error::Device { .. }), "{error}");
@@ -377,10 +376,11 @@ fn no_heads_and_no_rows_are_no_launch() {
     let nothing = |heads| RawTensor::compact(core::ptr::null_mut(), Dtype::F32, 1, heads, 1);
     let call = SinkGradient { lse: nothing(0), delta: nothing(0), sinks: nothing(0), dsinks: nothing(0) };
     // SAFETY: there is no memory to touch.
-    unsafe { device.cuda.sink_gradient(&call, device.stream) }.expect("a call over no heads");
+    unsafe { device.kernels(16, 1).sink_gradient(&call, device.stream) }.expect("a call over no heads");
     let two = RawTensor { tokens: 2, ..call.sinks };
     // SAFETY: refused, and there is no memory to touch.
-    let error = unsafe { device.cuda.sink_gradient(&SinkGradient { sinks: two, ..call }, device.stream) }.unwrap_err();
+    let error = unsafe { device.kernels(16, 1).sink_gradient(&SinkGradient { sinks: two, ..call }, device.stream) }
+        .unwrap_err();
     assert!(error.to_string().contains("sinks.tokens is 2"), "{error}");
 }
 

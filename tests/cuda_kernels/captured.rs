@@ -13,8 +13,8 @@ fn a_captured_stream_is_refused_and_nothing_is_spoilt() {
     let Some(device) = Device::open() else { return };
     let tensors = Tensors::new(&device);
     for lens in [vec![40, 50], long(&[40, 50])] {
-        let mut staging = device.cuda.staging(64 << 10, 2).expect("memory");
-        let mut forward = || tensors.try_forward(&device, &mut staging, device.stream, &lens, |_| ());
+        let mut kernels = device.kernels(64 << 10, 2);
+        let mut forward = || tensors.try_forward(&device, &mut kernels, device.stream, &lens, |_| ());
         forward().expect("a legal call");
         let expected = tensors.take_o(&device);
 

@@ -5,9 +5,10 @@ use crate::driver;
 pub use crate::driver::emulated_count;
 use core::ptr::null_mut;
 use cpattn::Dtype;
-use cpattn::call::{RawStream, RawTensor};
-use cpattn::kernel::cuda::{Cuda, Family};
+use cpattn::call::{Attend, AttendBackward, Delta, RawStream, RawTensor};
+use cpattn::kernel::cuda::{Cuda, Family, StreamKernels};
 use cudarc::driver::sys;
+use std::sync::Arc;
 
 /// Panics unless a driver call succeeded.
 macro_rules! ok {
@@ -21,7 +22,7 @@ macro_rules! ok {
 pub(crate) use ok;
 
 pub struct Device {
-    pub cuda: Cuda,
+    pub cuda: Arc<Cuda>,
     pub stream: RawStream,
 }
 
@@ -43,7 +44,56 @@ impl Device {
         ok!(cuDevicePrimaryCtxRetain(&raw mut context, 0));
         ok!(cuCtxSetCurrent(context));
         ok!(cuStreamCreate(&raw mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32));
-        Some(Self { cuda, stream: stream.cast() })
+        Some(Self { cuda: Arc::new(cuda), stream: stream.cast() })
+    }
+
+    /// What makes single calls, with a ring of this size for lists.
+    pub fn kernels(&self, bytes: usize, calls: usize) -> StreamKernels {
+        StreamKernels::with_metadata(Arc::clone(&self.cuda), bytes, calls).expect("memory")
+    }
+
+    /// Bytes of lists of a call.
+    pub fn attend_bytes(&self, call: &Attend) -> usize {
+        self.kernels(16, 1).attend_metadata(call).expect("a supported call")
+    }
+
+    pub fn attend_backward_bytes(&self, call: &AttendBackward) -> usize {
+        self.kernels(16, 1).attend_backward_metadata(call).expect("a supported call")
+    }
+
+    /// A call whose kernels are loaded if they are not.
+    ///
+    /// # Safety
+    /// As [`StreamKernels::attend`].
+    pub unsafe fn attend(
+        &self,
+        call: &Attend<'_>,
+        kernels: &mut StreamKernels,
+        stream: RawStream,
+    ) -> cpattn::Result<()> {
+        kernels.reserve(call.q.dtype, call.q.dim, call.v.dim)?;
+        // SAFETY: the promise of this function.
+        unsafe { kernels.attend(call, stream) }
+    }
+
+    /// # Safety
+    /// As [`StreamKernels::attend_backward`].
+    pub unsafe fn attend_backward(
+        &self,
+        call: &AttendBackward<'_>,
+        kernels: &mut StreamKernels,
+        stream: RawStream,
+    ) -> cpattn::Result<()> {
+        kernels.reserve(call.q.dtype, call.q.dim, call.v.dim)?;
+        // SAFETY: the promise of this function.
+        unsafe { kernels.attend_backward(call, stream) }
+    }
+
+    /// # Safety
+    /// As [`StreamKernels::delta`].
+    pub unsafe fn delta(&self, call: &Delta, stream: RawStream) -> cpattn::Result<()> {
+        // SAFETY: the promise of this function.
+        unsafe { self.kernels(16, 1).delta(call, stream) }
     }
 
     pub fn synchronize(&self) {

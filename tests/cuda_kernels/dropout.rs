@@ -155,15 +155,15 @@ fn every_pair_is_that_of_the_mask() {
             let score = Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX };
             // The call holds head 3 of the problem.
             let heads = HeadMap { q_offset: 3, kv_offset: 3, group: 1 };
-            let mut staging = device.cuda.staging(1 << 14, 4).unwrap();
+            let mut kernels = device.kernels(1 << 14, 4);
             let forward = Attend {
                 lse: lse.1,
                 dropout,
                 ..Attend::new([zeros.1, ones.1.rows(0, tk as u64), of_k.1, o.1], heads, score, ranges)
             };
             // SAFETY: all tensors live until the downloads below.
-            unsafe { device.cuda.attend(&forward, &mut staging, device.stream) }.unwrap();
-            let backward = |k: RawTensor, v: RawTensor, d_o: RawTensor, staging: &mut _| {
+            unsafe { device.attend(&forward, &mut kernels, device.stream) }.unwrap();
+            let backward = |k: RawTensor, v: RawTensor, d_o: RawTensor, kernels: &mut _| {
                 let call = AttendBackward {
                     lse: lse.1,
                     delta: delta.1,
@@ -174,12 +174,12 @@ fn every_pair_is_that_of_the_mask() {
                     ..AttendBackward::new([zeros.1, k, v, d_o], heads, score, ranges)
                 };
                 // SAFETY: as above.
-                unsafe { device.cuda.attend_backward(&call, staging, device.stream) }.unwrap();
+                unsafe { device.attend_backward(&call, kernels, device.stream) }.unwrap();
             };
             let whole = ones.1.rows(0, tk as u64);
-            backward(of_k.1, whole, ones.1.rows(0, tq as u64), &mut staging);
+            backward(of_k.1, whole, ones.1.rows(0, tq as u64), &mut kernels);
             let found_dq = device.download_f32(&dq.0);
-            backward(whole, whole, of_q.1, &mut staging);
+            backward(whole, whole, of_q.1, &mut kernels);
             let found_dv = device.download_f32(&dv.0);
             let found_o: Vec<f32> =
                 device.download(&o.0).chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect();

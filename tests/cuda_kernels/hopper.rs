@@ -11,7 +11,7 @@ use crate::run::{check, forward};
 use crate::runs_repeat_of;
 use cpattn::Dtype;
 use cpattn::call::{Attend, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
-use cpattn::kernel::cuda::{Cuda, Family, Staging};
+use cpattn::kernel::cuda::StreamKernels;
 use std::sync::Mutex;
 
 /// Tests that change how many multiprocessors are left free wait for each other here.
@@ -160,29 +160,6 @@ fn runs_repeat() {
     runs_repeat_of(&device, "hopper repeat", &EVERY, forward);
 }
 
-/// Lists among a kernel's parameters and lists on the device, which those of many documents are: the same bits. Tiles
-/// of one head and shared ones, softcap and slopes, walks over several ranges.
-#[test]
-fn lists_give_the_same_bits_wherever_they_are() {
-    let _turn = turn();
-    let Some(device) = Device::open_hopper() else { return };
-    for dims in EVERY {
-        let case = Case {
-            documents: vec![(140, 300, 160), (20, 20, 0)],
-            heads: 4,
-            kv_heads: 2,
-            held: 0..4,
-            alibi_slopes: true,
-            cut: Cut::Striped(2, 8),
-            ring_steps: 2,
-            ..Case::new("hopper lists", Dtype::Bf16, dims)
-        };
-        let first = forward(&device, &case);
-        let documents = [&case.documents[..], &[(0, 0, 0); 40]].concat();
-        assert!(forward(&device, &Case { documents, ..case }) == first, "{dims:?}");
-    }
-}
-
 /// Forward by one family and backward by the other agree on lse and o.
 #[test]
 fn gradients_follow() {
@@ -222,12 +199,12 @@ pub fn launch(device: &Device, change: impl Fn(&mut Attend)) -> Vec<f64> {
 
 /// The same of a call that may fail.
 pub fn try_launch(device: &Device, change: impl Fn(&mut Attend)) -> cpattn::Result<Vec<f64>> {
-    let mut staging = device.cuda.staging(4096, 2).expect("memory");
-    launch_with(device, &mut staging, change)
+    let mut kernels = device.kernels(4096, 2);
+    launch_with(device, &mut kernels, change)
 }
 
 /// The same with a ring of the caller's.
-fn launch_with(device: &Device, staging: &mut Staging, change: impl Fn(&mut Attend)) -> cpattn::Result<Vec<f64>> {
+fn launch_with(device: &Device, kernels: &mut StreamKernels, change: impl Fn(&mut Attend)) -> cpattn::Result<Vec<f64>> {
     const TOKENS: usize = 40;
     let input = |seed, heads: usize| {
         let numbers = random(TOKENS * heads * 64, seed);
@@ -250,13 +227,13 @@ fn launch_with(device: &Device, staging: &mut Staging, change: impl Fn(&mut Atte
     };
     change(&mut call);
     // SAFETY: everything lives until the download below; changed tensors lie in the same memory.
-    unsafe { device.cuda.attend(&call, staging, device.stream) }?;
+    unsafe { device.attend(&call, kernels, device.stream) }?;
     Ok(device.download(&o).chunks_exact(2).map(|b| decode(Dtype::Bf16, b)).collect())
 }
 
 /// A launch leaves the counter of its items at zero for the next one, and nothing is cleared in between: with blocks
-/// that take several items and with one for each, with two counters in turn, after calls that failed, after such that
-/// ran as the kernel for `sm_80`, and in a ring that was made for that kernel.
+/// that take several items and with one for each, after calls that failed, and after such that ran as the kernel for
+/// `sm_80`.
 #[test]
 fn counters_come_back_to_zero() {
     if !alone("hopper::counters_come_back_to_zero") {
@@ -264,30 +241,27 @@ fn counters_come_back_to_zero() {
     }
     let Some(device) = Device::open_hopper() else { return };
     let expected = launch(&device, |_| ());
-    let of_sm_80 = Cuda::with_family(0, Family::Sm80).expect("a device");
-    for cuda in [&device.cuda, &of_sm_80] {
-        let mut staging = cuda.staging(4096, 2).expect("memory");
-        let before = emulated_count(c"fills");
-        for n in 0..9 {
-            device.cuda.set_sm_margin(if n % 2 == 0 { u32::MAX } else { 0 });
-            match n {
-                // Nothing is launched.
-                3 | 4 => {
-                    let error = launch_with(&device, &mut staging, |call| call.o = RawTensor::NONE);
-                    assert!(error.is_err_and(|e| e.to_string().contains("a tensor: a mode")), "{n}");
-                }
-                // No map describes a stride of 0.
-                6 => {
-                    launch_with(&device, &mut staging, |call| call.k.head_stride = 0).expect("a legal call");
-                }
-                _ => {
-                    let o = launch_with(&device, &mut staging, |_| ()).expect("a legal call");
-                    assert!(o == expected, "launch {n}");
-                }
+    let mut kernels = device.kernels(4096, 2);
+    let before = emulated_count(c"fills");
+    for n in 0..9 {
+        device.cuda.set_sm_margin(if n % 2 == 0 { u32::MAX } else { 0 });
+        match n {
+            // Nothing is launched.
+            3 | 4 => {
+                let error = launch_with(&device, &mut kernels, |call| call.o = RawTensor::NONE);
+                assert!(error.is_err_and(|e| e.to_string().contains("a tensor: a mode")), "{n}");
+            }
+            // No map describes a stride of 0.
+            6 => {
+                launch_with(&device, &mut kernels, |call| call.k.head_stride = 0).expect("a legal call");
+            }
+            _ => {
+                let o = launch_with(&device, &mut kernels, |_| ()).expect("a legal call");
+                assert!(o == expected, "launch {n}");
             }
         }
-        assert_eq!(emulated_count(c"fills"), before, "nothing is cleared between launches");
     }
+    assert_eq!(emulated_count(c"fills"), before, "nothing is cleared between launches");
 }
 
 /// Devices of compute capability 9.0 take these kernels, all others those for `sm_80`, and so do calls whose tensors

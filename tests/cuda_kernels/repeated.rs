@@ -7,7 +7,7 @@ use crate::device::{Device, Memory, emulated_count};
 use crate::hopper::alone;
 use cpattn::Dtype;
 use cpattn::call::{Attend, AttendBackward, Band, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor, Score};
-use cpattn::{call::RawStream, kernel::cuda::Staging};
+use cpattn::{call::RawStream, kernel::cuda::StreamKernels};
 use cudarc::driver::sys;
 
 const TOKENS: usize = 90;
@@ -40,31 +40,19 @@ impl Tensors {
     }
 
     /// The forward of documents of so many tokens each, which leave no token out.
-    fn forward(&self, device: &Device, staging: &mut Staging, stream: RawStream, lens: &[u32]) {
-        self.forward_as(device, staging, stream, lens, |_| ());
+    fn forward(&self, device: &Device, kernels: &mut StreamKernels, stream: RawStream, lens: &[u32]) {
+        self.try_forward(device, kernels, stream, lens, |_| ()).expect("a legal call");
     }
 
-    /// The same with other tensors in the same memory. Returns the bytes of its lists.
-    fn forward_as(
-        &self,
-        device: &Device,
-        staging: &mut Staging,
-        stream: RawStream,
-        lens: &[u32],
-        change: impl Fn(&mut Attend),
-    ) -> usize {
-        self.try_forward(device, staging, stream, lens, change).expect("a legal call")
-    }
-
-    /// The same, which may be refused.
+    /// The same with other tensors in the same memory, which may be refused.
     pub fn try_forward(
         &self,
         device: &Device,
-        staging: &mut Staging,
+        kernels: &mut StreamKernels,
         stream: RawStream,
         lens: &[u32],
         change: impl Fn(&mut Attend),
-    ) -> cpattn::Result<usize> {
+    ) -> cpattn::Result<()> {
         let (q, k, pairs) = ranges(lens);
         let [q_, k_, v, _] = [0, 1, 2, 3].map(|i| self.input[i].tensor(Dtype::Bf16, TOKENS, 2, 64, 128));
         let mut call = Attend {
@@ -78,12 +66,10 @@ impl Tensors {
         };
         change(&mut call);
         // SAFETY: everything lives until the stream was waited for.
-        unsafe { device.cuda.attend(&call, staging, stream) }?;
-        // Behind the lists comes a word that counts tiles, on its own 16 bytes.
-        Ok(device.cuda.attend_bytes(&call)? - 16)
+        unsafe { device.attend(&call, kernels, stream) }
     }
 
-    fn backward(&self, device: &Device, staging: &mut Staging, lens: &[u32]) {
+    fn backward(&self, device: &Device, kernels: &mut StreamKernels, lens: &[u32]) {
         let (q, k, pairs) = ranges(lens);
         let [q_, k_, v, d_o] = [0, 1, 2, 3].map(|i| self.input[i].tensor(Dtype::Bf16, TOKENS, 2, 64, 128));
         let [dq, dk, dv] = [0, 1, 2].map(|i| self.gradients[i].tensor(Dtype::F32, TOKENS, 2, 64, 128));
@@ -102,7 +88,7 @@ impl Tensors {
             )
         };
         // SAFETY: as above.
-        unsafe { device.cuda.attend_backward(&call, staging, device.stream) }.expect("a legal call");
+        unsafe { device.attend_backward(&call, kernels, device.stream) }.expect("a legal call");
     }
 
     /// o, after everything launched so far, and nothing in its place.
@@ -163,8 +149,8 @@ fn lists_and_maps_stay() {
     }
     let maps = if std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm == "90") { 3 } else { 0 };
     let (one, two) = (Tensors::new(&device), Tensors::new(&device));
-    let mut staging = device.cuda.staging(64 << 10, 8).expect("memory");
-    let mut forward = |t: &Tensors, lens: &[u32]| counted(|| t.forward(&device, &mut staging, device.stream, lens));
+    let mut kernels = device.kernels(64 << 10, 8);
+    let mut forward = |t: &Tensors, lens: &[u32]| counted(|| t.forward(&device, &mut kernels, device.stream, lens));
     let (some, others) = (long(&[40, 50]), long(&[30, 60]));
     // Calls that follow one another, and such that another came between; nothing waits for the device.
     assert_eq!(forward(&one, &some), [1, maps]);
@@ -185,7 +171,7 @@ fn lists_and_maps_stay() {
     assert_eq!(one.take_o(&device), second);
 
     // The backward has semaphores that must be zero again.
-    let mut backward = || counted(|| one.backward(&device, &mut staging, &others))[0];
+    let mut backward = || counted(|| one.backward(&device, &mut kernels, &others))[0];
     let read = || one.gradients.each_ref().map(|m| device.download(m));
     assert_eq!(backward(), 1);
     let first = read();
@@ -194,7 +180,7 @@ fn lists_and_maps_stay() {
     assert!(read() == first, "the second backward differs");
 }
 
-/// A ring that holds one call copies each time; so does a stream while another one may be at work on the part.
+/// Lists that the ring had to give up are copied again; so are those that a launch of another stream may still read.
 #[test]
 fn what_is_not_there_is_copied() {
     if !alone("repeated::what_is_not_there_is_copied") {
@@ -206,22 +192,24 @@ fn what_is_not_there_is_copied() {
     }
     let (one, two) = (Tensors::new(&device), Tensors::new(&device));
     let lens = long(&[40, 50]);
-    let mut small = device.cuda.staging(6500, 1).expect("memory");
+    let mut small = device.kernels(6500, 1);
     for _ in 0..3 {
-        assert_eq!(counted(|| one.forward(&device, &mut small, device.stream, &lens))[0], 1);
+        for (lens, copies) in [(long(&[30, 60]), 1), (lens.clone(), 1), (lens.clone(), 0)] {
+            assert_eq!(counted(|| one.forward(&device, &mut small, device.stream, &lens))[0], copies);
+        }
     }
     let first = one.take_o(&device);
 
-    let mut staging = device.cuda.staging(64 << 10, 8).expect("memory");
+    let mut kernels = device.kernels(64 << 10, 8);
     let mut other = core::ptr::null_mut();
     // SAFETY: a context is current, the pointer is to a local.
     let code = unsafe { sys::cuStreamCreate(&raw mut other, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32) };
     assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-    assert_eq!(counted(|| one.forward(&device, &mut staging, device.stream, &lens))[0], 1);
-    assert_eq!(counted(|| two.forward(&device, &mut staging, other.cast(), &lens))[0], 1, "the first may still run");
+    assert_eq!(counted(|| one.forward(&device, &mut kernels, device.stream, &lens))[0], 1);
+    assert_eq!(counted(|| two.forward(&device, &mut kernels, other.cast(), &lens))[0], 1, "the first may still run");
     // Each stream has its own now.
-    assert_eq!(counted(|| one.forward(&device, &mut staging, device.stream, &lens))[0], 0);
-    assert_eq!(counted(|| two.forward(&device, &mut staging, other.cast(), &lens))[0], 0);
+    assert_eq!(counted(|| one.forward(&device, &mut kernels, device.stream, &lens))[0], 0);
+    assert_eq!(counted(|| two.forward(&device, &mut kernels, other.cast(), &lens))[0], 0);
     // SAFETY: the stream was made above, and is not used after this.
     unsafe {
         assert_eq!(sys::cuStreamSynchronize(other), sys::CUresult::CUDA_SUCCESS);
@@ -230,60 +218,41 @@ fn what_is_not_there_is_copied() {
     assert_eq!([one.take_o(&device), two.take_o(&device)], [first.clone(), first]);
 }
 
-/// Lists that fit into the parameters of a kernel for `sm_90a` travel there: nothing is copied, and the bits are those
-/// that lists on the device give. Lists of one more document do not fit, and the kernel for `sm_80` takes none.
+/// Calls in flight do not share what the next ones write: the ring holds one list or two, and is written anew while the
+/// stream has not reached the first call.
 #[test]
-fn short_lists_are_parameters() {
-    if !alone("repeated::short_lists_are_parameters") {
+fn calls_in_flight_keep_their_lists() {
+    if !alone("repeated::calls_in_flight_keep_their_lists") {
         return;
     }
     let Some(device) = Device::open() else { return };
     if emulated_count(COPIES).is_none() {
         return;
     }
-    const PARAMETERS: usize = 3152;
-    let on_hopper = std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm == "90");
-    let copies = |fits: bool| u64::from(!(on_hopper && fits));
-    let tensors = Tensors::new(&device);
-    let mut staging = device.cuda.staging(64 << 10, 8).expect("memory");
-    let mut o = Vec::new();
-    for empty in 0..40 {
-        let lens = [&[40, 50][..], &vec![0; empty]].concat();
-        let mut bytes = 0;
-        let made = counted(|| bytes = tensors.forward_as(&device, &mut staging, device.stream, &lens, |_| ()));
-        assert_eq!(made[0], copies(bytes <= PARAMETERS), "{bytes} bytes of lists");
-        o.push((bytes, tensors.take_o(&device)));
-    }
-    assert!(o.iter().all(|(_, o_)| *o_ == o[0].1), "other bits");
-    // As near to the limit as a document allows.
-    assert!(o.windows(2).any(|two| two[0].0 <= PARAMETERS && two[0].0 + 128 > PARAMETERS && two[1].0 > PARAMETERS));
-
-    // Calls in flight do not share what the next ones write.
-    let other = Tensors::new(&device);
+    let (tensors, other) = (Tensors::new(&device), Tensors::new(&device));
+    let mut kernels = device.kernels(64 << 10, 8);
     let lens: [&[u32]; 3] = [&[40, 50], &[30, 60], &[10, 70, 10]];
-    let mut ring = device.cuda.staging(1000, 4).expect("memory");
     let expected = lens.map(|lens| {
-        tensors.forward(&device, &mut staging, device.stream, &long(lens));
+        tensors.forward(&device, &mut kernels, device.stream, &long(lens));
         tensors.take_o(&device)
     });
+    let mut ring = device.kernels(1000, 4);
     for (lens, expected) in lens.iter().zip(&expected) {
+        let before = emulated_count(COPIES);
         tensors.forward(&device, &mut ring, device.stream, lens);
         for later in [&[90][..], &[1, 89], &[45, 45]] {
             other.forward(&device, &mut ring, device.stream, later);
         }
+        assert_eq!(emulated_count(COPIES).zip(before).map(|(after, before)| after - before), Some(4));
         assert!(tensors.take_o(&device) == *expected, "{lens:?}");
         other.take_o(&device);
     }
-
-    // Heads from the last to the first: no map says that.
+    // Heads from the last to the first, by the kernel for `sm_80`, which has the same lists: no map says that.
     let backwards = |t: &mut RawTensor| {
         t.ptr = t.ptr.wrapping_add(DIM * 2);
         t.head_stride = -(DIM as i64);
     };
-    let made = counted(|| {
-        let change = |call: &mut Attend| [&mut call.q, &mut call.k, &mut call.v].into_iter().for_each(backwards);
-        tensors.forward_as(&device, &mut staging, device.stream, &[41, 49], change);
-    });
-    assert_eq!(made[0], 1, "by the kernel for sm_80");
+    let change = |call: &mut Attend| [&mut call.q, &mut call.k, &mut call.v].into_iter().for_each(backwards);
+    tensors.try_forward(&device, &mut kernels, device.stream, &[41, 49], change).expect("a legal call");
     tensors.take_o(&device);
 }

@@ -293,12 +293,12 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
             )
         })
         .collect();
-    let bytes = calls.iter().map(|c| device.cuda.attend_bytes(c).expect("a supported call")).max().unwrap_or(0);
+    let bytes = calls.iter().map(|c| device.attend_bytes(c)).max().unwrap_or(0);
     // Room for one and a half calls: the ring wraps round and waits.
-    let mut staging = device.cuda.staging(bytes + bytes / 2, 2).expect("memory");
+    let mut kernels = device.kernels(bytes + bytes / 2, 2);
     for call in &calls {
         // SAFETY: all tensors live until the stream is synchronised, by the downloads below.
-        unsafe { device.cuda.attend(call, &mut staging, device.stream) }.expect("a legal call");
+        unsafe { device.attend(call, &mut kernels, device.stream) }.expect("a legal call");
         // The next ring step may find anything in the running o of a row that has met no key yet.
         // (Cases of three ring steps leave the device running.)
         if case.ring_steps == 2 {
@@ -339,7 +339,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
     for r in &q_side.ranges {
         let call = Delta::new([rows(&o.raw, r), rows(&d_o.raw, r), rows(&delta.raw, r)]);
         // SAFETY: as above.
-        unsafe { device.cuda.delta(&call, device.stream) }.expect("a legal call");
+        unsafe { device.delta(&call, device.stream) }.expect("a legal call");
     }
     delta.read(device, "delta", &q_side);
     // All gradients by one kernel, where there is a fused one, then queries and keys apart.
@@ -370,10 +370,10 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
             };
             for &gradients in parts {
                 let call = AttendBackward { gradients, ..call };
-                let bytes = device.cuda.attend_backward_bytes(&call).expect("a supported call");
-                let mut staging = device.cuda.staging(bytes, 1).expect("memory");
+                let bytes = device.attend_backward_bytes(&call);
+                let mut kernels = device.kernels(bytes, 1);
                 // SAFETY: as above.
-                unsafe { device.cuda.attend_backward(&call, &mut staging, device.stream) }.expect("a legal call");
+                unsafe { device.attend_backward(&call, &mut kernels, device.stream) }.expect("a legal call");
             }
         }
         let found_dq = dq.read(device, "dq", &q_side);

@@ -65,10 +65,10 @@ fn check(device: &Device, dtype: Dtype, dim: usize, job: &Job) -> [Vec<f32>; 3] 
                     Ranges { q: job.q, k: job.k, pairs: job.pairs, bands: &[Band::WHOLE] },
                 )
             };
-            let bytes = device.cuda.attend_backward_bytes(&call).expect("a supported call");
-            let mut staging = device.cuda.staging(bytes, 1).expect("memory");
+            let bytes = device.attend_backward_bytes(&call);
+            let mut kernels = device.kernels(bytes, 1);
             // SAFETY: all tensors live until the stream is synchronised, by the downloads below.
-            unsafe { device.cuda.attend_backward(&call, &mut staging, device.stream) }.expect("a legal call");
+            unsafe { device.attend_backward(&call, &mut kernels, device.stream) }.expect("a legal call");
         }
         [dq, dk, dv].map(|t| device.download_f32(&t.memory))
     };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Single calls whose [`StreamKernels`] is dropped while they run, beside work and captures of others.
+//! Single calls whose [`StreamKernels`] is dropped while they run, beside work and captures of others; and the ring of
+//! their metadata, which is written anew while earlier calls have not run.
 
 use crate::{
     device::{Counters, Stream, enter},
@@ -8,7 +9,7 @@ use crate::{
 };
 use cpattn::{
     Dtype,
-    call::{Block, Delta, Finish, Merge, RawTensor, SinkGradient, Transform},
+    call::{Block, Delta, Finish, Merge, Range, RawTensor, SinkGradient, Transform},
     kernel::cuda::{Cuda, DeviceMemory, StreamKernels},
 };
 use std::{sync::Arc, thread};
@@ -38,16 +39,48 @@ impl Case {
         Self { from, to: filled(vec![0xff; BYTES]), delta: filled(vec![0xff; TOKENS * 4]), number }
     }
 
-    fn enqueue(&self, kernels: &mut StreamKernels, stream: Stream) {
-        let rows = |m: &DeviceMemory| RawTensor::compact(m.ptr(), Dtype::Bf16, TOKENS as u64, 1, DIM as u32);
-        let (from, to) = (rows(&self.from), rows(&self.to));
-        let blocks = [Block { dst: to, sources_begin: 0, sources_end: 1 }];
-        let delta = RawTensor::compact(self.delta.ptr(), Dtype::F32, TOKENS as u64, 1, 1);
+    fn rows(memory: &DeviceMemory) -> RawTensor {
+        RawTensor::compact(memory.ptr(), Dtype::Bf16, TOKENS as u64, 1, DIM as u32)
+    }
+
+    /// The copy alone.
+    fn copy(&self, kernels: &mut StreamKernels, stream: Stream) {
+        self.copy_in(1, kernels, stream);
+    }
+
+    /// The copy alone, in so many blocks: one takes 160 bytes of the ring, two take 320.
+    fn copy_in(&self, blocks: usize, kernels: &mut StreamKernels, stream: Stream) {
+        let rows = TOKENS / blocks;
+        let of = |memory, i: usize| Self::rows(memory).rows((i * rows) as u64, rows as u64);
+        let block = |i: usize| Block { dst: of(&self.to, i), sources_begin: i as u32, sources_end: i as u32 + 1 };
+        let sources: Vec<_> = (0..blocks).map(|i| of(&self.from, i)).collect();
+        let blocks: Vec<_> = (0..blocks).map(block).collect();
         // SAFETY: the memory lives until the stream was waited for, and nothing else uses it until then.
-        unsafe {
-            kernels.transform(&Transform { blocks: &blocks, sources: &[from] }, stream.raw()).unwrap();
-            kernels.delta(&Delta::new([from, from, delta]), stream.raw()).unwrap();
-        }
+        unsafe { kernels.transform(&Transform { blocks: &blocks, sources: &sources }, stream.raw()) }.unwrap();
+    }
+
+    fn enqueue(&self, kernels: &mut StreamKernels, stream: Stream) {
+        self.copy(kernels, stream);
+        let (from, delta) =
+            (Self::rows(&self.from), RawTensor::compact(self.delta.ptr(), Dtype::F32, TOKENS as u64, 1, 1));
+        // SAFETY: the memory lives until the stream was waited for, and nothing else uses it until then.
+        unsafe { kernels.delta(&Delta::new([from, from, delta]), stream.raw()) }.unwrap();
+    }
+
+    /// Zeros, by a call whose metadata is that of every case.
+    fn finish(&self, kernels: &mut StreamKernels, stream: Stream) {
+        let lse = RawTensor::compact(self.delta.ptr(), Dtype::F32, TOKENS as u64, 1, 1);
+        let rows = [Range::plain(0, TOKENS as u32, 0, 0)];
+        let call = Finish { o: Self::rows(&self.to), lse, sinks: RawTensor::NONE, rows: &rows };
+        // SAFETY: the memory lives until the stream was waited for, and nothing else uses it until then.
+        unsafe { kernels.finish(&call, stream.raw()) }.unwrap();
+    }
+
+    /// Whether the copy was made; after the stream was waited for.
+    fn is_copied(&self) -> bool {
+        let mut rows = vec![0; BYTES];
+        self.to.download(&mut rows).unwrap();
+        rows == self.number.to_le_bytes().repeat(TOKENS * DIM)
     }
 
     /// After the stream was waited for.
@@ -101,7 +134,7 @@ fn waits_for_its_own(cuda: &Arc<Cuda>, counters: Option<Counters>) {
     if let Some(c) = counters {
         let calls = ["cuMemFree_v2", "cuMemFreeHost", "cuModuleUnload", "cuCtxSynchronize", "cuStreamSynchronize"];
         assert_eq!(calls.map(|name| c.get(name)), [0; 5], "{calls:?}");
-        assert_eq!(c.get("cuEventSynchronize"), 2, "one event of the ring, one of the call without");
+        assert_eq!(c.get("cuEventSynchronize"), 1, "the event of the stream");
     }
     // The next one has the ring.
     if let Some(c) = counters {
@@ -175,8 +208,71 @@ fn beside_a_capture(cuda: &Arc<Cuda>) {
     ok!(cuGraphExecDestroy(exec));
 }
 
+/// Many calls that nothing waits for, each with metadata of its own, on two streams in turn: through a ring that holds
+/// three of them, and through one that grows on the way; and calls that differ in no byte of it, but lie on both
+/// streams.
+fn calls_ahead_of_the_device(cuda: &Arc<Cuda>) {
+    let streams = [(); 2].map(|()| Stream::new());
+    let ring = |bytes, calls| StreamKernels::with_metadata(Arc::clone(cuda), bytes, calls).unwrap();
+    let cases: Vec<_> = (0..24).map(|i| Case::new(cuda, NUMBERS[i % 3])).collect();
+    let all_copied = |what: &str| {
+        streams.iter().for_each(|stream| stream.wait());
+        let missing: Vec<_> = (0..cases.len()).filter(|&i| !cases[i].is_copied()).collect();
+        assert!(missing.is_empty(), "{what}: calls {missing:?}");
+        cases.iter().for_each(|case| case.to.upload(&[0xff; BYTES]).unwrap());
+    };
+    // Fewer bytes than calls, and fewer events than calls: 160 bytes each.
+    for (bytes, calls) in [(3 * 160 + 64, 64), (1 << 16, 3), (160, 1)] {
+        let mut kernels = ring(bytes, calls);
+        for (i, case) in cases.iter().enumerate() {
+            case.copy(&mut kernels, streams[i % 2]);
+        }
+        kernels.wait().unwrap();
+        all_copied(&format!("a ring of {bytes} bytes for {calls} calls"));
+    }
+
+    // Where the end of the ring is too short for a call, what is there is older than what is at its beginning.
+    let mut kernels = ring(4 * 160, 64);
+    for (i, case) in cases.iter().enumerate() {
+        case.copy_in(1 + usize::from(i % 8 == 7), &mut kernels, streams[i % 2]);
+    }
+    kernels.wait().unwrap();
+    all_copied("calls of two sizes");
+
+    // The same metadata for all calls, on both streams in turn: each stream has a copy of its own.
+    let mut kernels = ring(1 << 12, 8);
+    for (i, case) in cases.iter().enumerate() {
+        case.finish(&mut kernels, streams[i % 2]);
+    }
+    kernels.wait().unwrap();
+    for (i, case) in cases.iter().enumerate() {
+        let mut rows = vec![0xff; BYTES];
+        case.to.download(&mut rows).unwrap();
+        assert!(rows.iter().all(|&byte| byte == 0), "the same metadata on two streams: call {i}");
+    }
+
+    // Larger and larger, with calls in flight in the old ring, which others take over at once.
+    let mut kernels = ring(1 << 10, 4);
+    let mut other = ring(1 << 10, 4);
+    for (i, case) in cases.iter().enumerate() {
+        case.copy(&mut kernels, streams[i % 2]);
+        if i % 6 == 5 {
+            // One after the other, in the place of calls that were made in the other order.
+            kernels.reserve_metadata(1024 + 256 * i, 4 + i).unwrap();
+            other = ring(1 << 10, 4);
+            for j in (i - 3..=i).rev() {
+                cases[j].copy(&mut other, streams[j % 2]);
+            }
+        }
+    }
+    kernels.wait().unwrap();
+    drop(other);
+    all_copied("a ring that grows");
+}
+
 pub fn run(cuda: &Arc<Cuda>) {
     enter();
+    calls_ahead_of_the_device(cuda);
     dropped_with_calls_in_flight(cuda);
     waits_for_its_own(cuda, Counters::find());
     beside_a_capture(cuda);

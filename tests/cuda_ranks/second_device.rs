@@ -30,29 +30,21 @@ fn two_devices() -> Option<[Arc<Cuda>; 2]> {
     }
 }
 
-/// A ring of another device is memory that a launch here may not be able to read, and a stream of another device is
-/// none that it can be put on.
+/// A stream of another device is none that a call here can be put on.
 #[test]
-fn rings_and_streams_of_another_device_are_refused() {
+fn streams_of_another_device_are_refused() {
     let Some([first, second]) = two_devices() else { return };
     let memory = first.allocate(64).unwrap();
     let fill =
         [Block { dst: RawTensor::compact(memory.ptr(), Dtype::F32, 1, 1, 16), sources_begin: 0, sources_end: 0 }];
     let call = Transform { blocks: &fill, sources: &[] };
-    let mut rings = [first.staging(4096, 4).unwrap(), second.staging(4096, 4).unwrap()];
-    let stream = std::ptr::null_mut();
-    // SAFETY: refused before anything is launched.
-    refused(
-        unsafe { first.transform(&call, &mut rings[1], stream) },
-        &["staging is memory of device 1", "the device that makes the call"],
-    );
-    // SAFETY: the memory lives until the call was waited for.
-    unsafe { first.transform(&call, &mut rings[0], stream) }.unwrap();
     let elsewhere = peer::group(&[second], Duration::from_secs(60)).unwrap();
     let mut kernels = StreamKernels::new(Arc::clone(&first)).unwrap();
     // SAFETY: refused before anything is launched.
     refused(unsafe { kernels.transform(&call, elsewhere[0].stream()) }, &["stream is ", "expected one of device 0"]);
-    wait(&first);
+    // SAFETY: the memory lives until the call was waited for.
+    unsafe { kernels.transform(&call, std::ptr::null_mut()) }.unwrap();
+    kernels.wait().unwrap();
 }
 
 /// Whether the machine lets device 0 use memory of device 1.

@@ -147,11 +147,6 @@ impl Context {
         }
     }
 
-    /// The driver's handle.
-    pub(crate) fn handle(&self) -> sys::CUcontext {
-        self.handle
-    }
-
     /// Refuses streams of another context, whose work could not be ordered.
     ///
     /// # Safety

@@ -87,7 +87,6 @@ functions! {
         cuDevicePrimaryCtxRelease_v2(device: CUdevice);
         cuCtxPushCurrent_v2(context: CUcontext);
         cuCtxPopCurrent_v2(context: *mut CUcontext);
-        cuCtxGetCurrent(context: *mut CUcontext);
         cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint);
         cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
         cuModuleUnload(module: CUmodule);

@@ -4,11 +4,11 @@
 //! If the driver refuses a text for `sm_90a`, the call fails. To use the kernel for `sm_80` instead would be slower,
 //! and never noticed.
 
+use super::abi::shapes::{Shape, Shaped};
 use super::family::Family;
+use super::hopper::hopper_backward::BACKWARD;
 use super::hopper::kernel_of;
-use super::hopper_backward::BACKWARD;
 use super::modules::{AttentionModule, Blocks, ELEMENTS, Instance, Loaded, LoadedKernel, LoadedModule};
-use super::shapes::{Shape, Shaped};
 use super::{Cuda, embedded};
 use crate::device::driver::Module;
 use crate::element::Dtype;

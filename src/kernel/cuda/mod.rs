@@ -3,10 +3,8 @@
 //!
 //! [`Cuda`] is one device. Its kernels are PTX for compute capability 8.0, with kernels of their own for Hopper (9.0a)
 //! in both directions, embedded in the crate; the driver compiles them when [`Cuda::prepare`] (or the first call) needs
-//! them. Tensors are device addresses, streams are raw driver handles of the device's primary context. A call checks
-//! its arguments, writes its ranges into a [`Staging`] ring buffer, copies them to the device unless an earlier call
-//! has, and launches. It waits for the device only if that ring buffer is full, and allocates nothing once the kernels
-//! are loaded. Before you drop a [`Cuda`], wait for its launches.
+//! them. Tensors are device addresses, streams are raw driver handles of the device's primary context.
+//! [`StreamKernels`] makes single calls: each is recorded like a call of a plan, and started at once.
 //!
 //! Not supported in attention, and refused with an error: f32 and f64 elements, head dims above 576, value dims above
 //! 512, or either not a multiple of 8, rows that are not aligned to 16 bytes, and
@@ -21,70 +19,46 @@
 //!
 //! ```text
 //! embedded  the PTX
-//! shapes    tiles and threads of the compiled kernels
-//! params    the parameters of kernels
-//! metadata  the scheduler metadata of a call: ranges as runs, partners and tiles; metadata_buffer: where it is written
-//! dq_semaphore  the metadata of the fused backward, and which tile waits for which
-//! staging   how metadata reaches the device, through a mirror of host and device memory
-//! check     the checks of calls
-//! attention, fused, dropped, blocks   the launches
+//! abi       what kernels and host agree on: params, the parameters of kernels; shapes, tiles and threads of the compiled
+//!           kernels; base_addresses, symbols for addresses that are known later
+//! memory    the scheduler metadata of a call: metadata, ranges as runs, partners and tiles (unread, bands); dq_semaphore,
+//!           those of the fused backward, and which tile waits for which; metadata_writer, how they are written;
+//!           metadata_ring, where those of single calls are on the device
+//! launch    a launch as data. check, the checks of calls; attention, fused, dropped, blocks, the launches of each call;
+//!           recorded, from calls to launches, for plans and single calls; stream_kernels, single calls; max_logit, the
+//!           largest scores of a run before its first launch; tags, what runs carry along, so that ranks which differ are
+//!           found
+//! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its
+//!           parameters); shared_tiles, which tiles several heads share; clusters of two blocks; kept_maps
 //! family    which forward kernels a device runs, and how that is forced
-//! max_logit the largest scores of a run before its first launch
 //! modules   the kernels that were loaded so far, and what each is compiled for; load: how each is loaded
-//! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its parameters)
-//! shared_tiles  which tiles of those kernels several heads share
-//! clusters  those for clusters of two blocks, and which calls they take
 //! shared    one device for all callers that name it
-//! tags      what runs on devices carry along, so that ranks which differ are found
-//! stream_kernels  single calls of a caller's, with the staging memory they need
-//! spare_staging, lent_staging, last_calls   shared by such calls; waits when they end
+//! sm_margin multiprocessors that attention leaves free
 //! ```
 
-mod attention;
-mod bands;
-pub(crate) mod base_addresses;
-mod blocks;
-mod check;
-mod clusters;
-mod dq_semaphore;
-mod dropped;
-mod either_backward;
+mod abi;
 mod embedded;
 mod family;
-mod fused;
 mod hopper;
-mod hopper_backward;
-mod hopper_calls;
-mod kept_maps;
-mod last_calls;
 pub(crate) mod launch;
-mod lent_staging;
 mod load;
 mod margin_requests;
-mod max_logit;
-mod metadata;
-mod metadata_buffer;
+mod memory;
 mod modules;
-mod params;
-mod pinned_mirror;
-pub(crate) mod recorded;
-mod shapes;
 mod shared;
-mod shared_tiles;
 pub(crate) mod sm_margin;
-mod spare_staging;
-mod staging;
-mod stream_kernels;
-pub(crate) mod tags;
-mod unread;
 
-pub(crate) use check::one_row_of_slopes;
+pub(crate) use abi::base_addresses;
+pub(crate) use launch::check::one_row_of_slopes;
+pub(crate) use launch::{recorded, tags};
 
 pub use crate::device::memory::{DeviceMemory, OwnStream};
 pub use family::Family;
-pub use staging::Staging;
-pub use stream_kernels::StreamKernels;
+pub use launch::stream_kernels::StreamKernels;
 
+use abi::shapes::{self, Shape};
+use hopper::{clusters, kept_maps::KeptMaps};
+use memory::metadata_ring::SpareRings;
 use modules::{Instance, LoadedKernels};
 
 use crate::call::RawStream;
@@ -93,10 +67,7 @@ use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
-use kept_maps::KeptMaps;
 use margin_requests::MarginRequests;
-use shapes::Shape;
-use spare_staging::SpareStaging;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// One device, with the kernels that were loaded so far.
@@ -108,9 +79,6 @@ pub struct Cuda {
     l2_bytes: u64,
     /// Whether this `Cuda` runs the kernels for `sm_90a`.
     hopper: bool,
-    /// Whether the device can run the kernels for `sm_90a`, even if this `Cuda` does not: a ring serves every [`Cuda`]
-    /// of its device.
-    can_be_hopper: bool,
     /// Whether also those kernels for `sm_90a` run that need to be forced.
     every_hopper: bool,
     /// Whether calls run in clusters of two blocks where they can.
@@ -118,7 +86,7 @@ pub struct Cuda {
     maps: KeptMaps,
     margin_requests: MarginRequests,
     kernels: Mutex<LoadedKernels>,
-    spare_staging: SpareStaging,
+    spare_rings: SpareRings,
 }
 
 impl Cuda {
@@ -176,8 +144,7 @@ impl Cuda {
             (9, 0) => Some(format!("the driver of device {ordinal} encodes no tensor maps")),
             _ => Some(format!("device {ordinal} has compute capability {major}.{minor}, and they run on 9.0 alone")),
         };
-        let can_be_hopper = obstacle.is_none();
-        let hopper = can_be_hopper && family != Some(Family::Sm80);
+        let hopper = obstacle.is_none() && family != Some(Family::Sm80);
         match obstacle {
             Some(why) if family == Some(Family::Sm90a) => return Err(Family::refused(why)),
             why if clusters && !hopper => return Err(clusters::refused(why)),
@@ -189,13 +156,12 @@ impl Cuda {
             shared_limit,
             l2_bytes,
             hopper,
-            can_be_hopper,
             every_hopper: family == Some(Family::Sm90a),
             clusters,
             maps: KeptMaps::new(hopper),
             margin_requests: MarginRequests::default(),
             kernels: Mutex::new(LoadedKernels::default()),
-            spare_staging: SpareStaging::default(),
+            spare_rings: SpareRings::default(),
         })
     }
 
@@ -237,15 +203,6 @@ impl Cuda {
     pub fn clusters(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<bool> {
         let shape = Instance::find(dtype, head_dim, value_dim)?.index;
         Ok(self.has_clusters(shape))
-    }
-
-    /// Allocates a ring buffer of `bytes` bytes for the scheduler metadata of calls, up to `launches` of them in
-    /// flight. [`Cuda::attend_bytes`] and similar functions return the bytes of one call.
-    ///
-    /// # Errors
-    /// [`Error::Device`] when the driver has no memory for it.
-    pub fn staging(&self, bytes: usize, launches: usize) -> Result<Staging> {
-        Staging::new(&self.context, bytes, launches, self.can_be_hopper)
     }
 
     /// Allocates `bytes` bytes (at least one), with the alignment of the driver: 256 or more.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The kernels of a device that were loaded so far, and what those of attention are compiled for.
 
-use super::shapes::{LARGEST, SHAPES, Shape, Shaped};
-use super::{check, shapes};
+use super::abi::shapes::{LARGEST, SHAPES, Shape, Shaped};
+use super::{abi::shapes, launch::check};
 use crate::device::driver::{Function, Module};
 use crate::element::Dtype;
 use crate::error::Result;

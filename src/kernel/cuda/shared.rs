@@ -5,6 +5,7 @@
 //! ask for the same device get the same one. It lives as long as a caller holds it: the table keeps no device alive.
 
 use super::Cuda;
+use super::launch::check::Checker;
 use crate::call::{RawStream, RawTensor, Score};
 use crate::device::driver::Context;
 use crate::error::{Error, Result};
@@ -38,7 +39,7 @@ impl Cuda {
     /// [`Error::Invalid`] and [`Error::Unsupported`], naming the
     /// tensor.
     pub fn accept(&self, name: &str, tensor: &RawTensor, align: usize) -> Result<()> {
-        self.memory_checker().memory(name, tensor, align).map(|_| ())
+        self.checker().memory(name, tensor, align).map(|_| ())
     }
 
     /// Refuses an address that is not memory of this device.
@@ -46,12 +47,17 @@ impl Cuda {
     /// # Errors
     /// As [`Cuda::accept`].
     pub fn accept_address(&self, name: &str, address: *const u8) -> Result<()> {
-        self.memory_checker().home(name, address)
+        self.checker().home(name, address)
+    }
+
+    /// Checks tensors of a caller's.
+    fn checker(&self) -> Checker {
+        Checker { ordinal: self.ordinal(), is_memory: true }
     }
 
     /// Refuses numbers that the kernels, which score in f32, cannot take.
     pub(crate) fn accept_score(&self, score: &Score) -> Result<()> {
-        super::check::score(score).map(|_| ())
+        super::launch::check::score(score).map(|_| ())
     }
 
     /// Refuses a stream of another context, or one that is being captured into a graph: the kernels of a single call,

@@ -78,7 +78,8 @@ unsafe impl Send for Sequence {}
 
 /// Records the calls of a schedule.
 struct Recording<'a> {
-    recorder: LaunchRecorder<'a>,
+    cuda: &'a Cuda,
+    recorder: LaunchRecorder,
     alibi_slopes: RawTensor,
     /// The symbol of the tags, if there are exchanges.
     tags: Option<*mut u8>,
@@ -91,8 +92,9 @@ struct Recording<'a> {
 
 impl Recording<'_> {
     /// Makes and lists the launches of one call.
-    fn launch(&mut self, make: impl FnOnce(&Cuda, &mut LaunchRecorder<'_>) -> Result<Launches>) -> Result<()> {
-        self.commands.extend(self.recorder.add(make)?.map(Command::Launch));
+    fn launch(&mut self, make: impl FnOnce(&Cuda, &mut LaunchRecorder) -> Result<Launches>) -> Result<()> {
+        let cuda = self.cuda;
+        self.commands.extend(self.recorder.add(|recorder| make(cuda, recorder))?.map(Command::Launch));
         Ok(())
     }
 
@@ -120,7 +122,7 @@ impl Operations for Recording<'_> {
     }
 
     unsafe fn merge(&mut self, args: &Merge) -> Result<()> {
-        self.launch(|cuda, recorder| cuda.merge_launches(args, cuda.checker(recorder)))
+        self.launch(|cuda, recorder| cuda.merge_launches(args, recorder.checker(cuda)))
     }
 
     unsafe fn merge_all(&mut self, _: &MergeAll<'_>) -> Result<()> {
@@ -128,11 +130,11 @@ impl Operations for Recording<'_> {
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {
-        self.launch(|cuda, recorder| cuda.delta_launches(args, cuda.checker(recorder)))
+        self.launch(|cuda, recorder| cuda.delta_launches(args, recorder.checker(cuda)))
     }
 
     unsafe fn sink_gradient(&mut self, args: &SinkGradient) -> Result<()> {
-        self.launch(|cuda, recorder| cuda.sink_gradient_launches(args, cuda.checker(recorder)))
+        self.launch(|cuda, recorder| cuda.sink_gradient_launches(args, recorder.checker(cuda)))
     }
 
     unsafe fn sink_total(&mut self, _: &RawTensor, _: &RawTensor) -> Result<()> {
@@ -175,12 +177,11 @@ impl Sequence {
         // A run brings another one.
         let tensors = tensors.with_dropout_seed(plan.problem().dropout().map(|_| 0));
         let shapes = BaseShapes::new(tensors.all().iter().map(|t| (t.heads, t.dim, t.dtype)));
-        let mut recorder = LaunchRecorder::new(cuda, shapes);
+        let mut recorder = LaunchRecorder::of_plan(shapes);
+        let alibi_slopes = plan.problem().alibi_slopes().map(|slopes| recorder.table(slopes)).transpose()?;
         let mut recording = Recording {
-            alibi_slopes: plan
-                .problem()
-                .alibi_slopes()
-                .map_or(RawTensor::NONE, |alibi_slopes| recorder.table(alibi_slopes)),
+            cuda,
+            alibi_slopes: alibi_slopes.unwrap_or(RawTensor::NONE),
             recorder,
             tags: None,
             disagreements,
@@ -194,8 +195,8 @@ impl Sequence {
             let tags = Tags::new(&plan, *run, schedule, &mut Expansion::new(schedule));
             disagreements.add(schedule.rank, &plan, *run, tags.senders());
             let count = 1 + tags.senders().len();
-            let at = recording.recorder.tags(count);
-            recording.recorder.add(|cuda, recorder| recorder.begin_run(cuda, fingerprint, (at, count), runs))?;
+            let at = recording.recorder.tags(count)?;
+            recording.recorder.add(|recorder| recorder.begin_run(cuda, fingerprint, (at, count), runs))?;
             recording.tags = Some(at);
             listing.tag(|_| tags.on_device(at, TAG_BYTES));
         }
@@ -215,7 +216,7 @@ impl Sequence {
         }
         let forward = *run == Purpose::Attention(Direction::Forward);
         let Recording { recorder, tags, mut messages, offsets, .. } = recording;
-        let launches = recorder.keep()?;
+        let launches = recorder.keep(cuda)?;
         for message in &mut messages {
             message.ptr = launches.metadata_address(message.ptr).unwrap_or(message.ptr);
         }
