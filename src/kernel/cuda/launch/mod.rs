@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A launch as plain data: the kernel, its grid, and its parameters as bytes.
 //!
-//! A call is first converted into launches, and these are launched then ([`recorded`](crate::kernel::cuda::launch::recorded)).
+//! A call is first converted into launches, and these are launched then
+//! ([`recorded`](crate::kernel::cuda::launch::recorded)).
 
 pub(super) mod attention;
 pub(super) mod blocks;

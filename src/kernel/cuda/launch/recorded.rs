@@ -9,7 +9,8 @@
 //!   all metadata into one block of device memory; a run then only writes the addresses of its bases into the
 //!   parameters, clears the words that a launch counts in, and launches.
 //! - A single call has the addresses of its tensors. Its metadata goes into the ring of its
-//!   [`StreamKernels`](crate::kernel::cuda::StreamKernels), whose recorder serves one call after the other and allocates nothing.
+//!   [`StreamKernels`](crate::kernel::cuda::StreamKernels), whose recorder serves one call after the other and
+//!   allocates nothing.
 //!
 //! All launches of a plan that count use the same words, one after the other, since they are on one stream. All
 //! forwards for `sm_90a` take their items by one word of the metadata, which every launch leaves at zero. So they, the

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Writes the scheduler metadata of one call: arrays, and behind them words that are zero when the launch begins.
 //!
-//! Addresses are symbols ([`base_addresses`](crate::kernel::cuda::abi::base_addresses)): where the metadata will be on the device is
-//! known when the whole call has been written.
+//! Addresses are symbols ([`base_addresses`](crate::kernel::cuda::abi::base_addresses)): where the metadata will be on
+//! the device is known when the whole call has been written.
 
 use crate::kernel::cuda::abi::base_addresses::{metadata_symbol, words_symbol};
 use crate::kernel::cuda::abi::params::Work;
