@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // What the host hands a kernel: one plain struct per kernel, passed by value.
 //
-// `src/kernel/cuda/params.rs` holds the same structs field by field and asserts their sizes. Strides are in bytes.
+// `src/kernel/cuda/abi/params.rs` holds the same structs field by field and asserts their sizes. Strides are in bytes.
 // Nothing here may gain a field of another size without its twin.
 #pragma once
 

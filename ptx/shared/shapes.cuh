@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// Tiles and warps of every compiled shape. `src/kernel/cuda/shapes.rs` mirrors these numbers.
+// Tiles and warps of every compiled shape. `src/kernel/cuda/abi/shapes.rs` mirrors these numbers.
 //
 // A shape is named by the head dims it holds: SHAPE 128 serves q, k and v of up to 128, 192128 serves q and k of up to
 // 192 with v of up to 128. What bounds the choices: no spills at 255 registers, at most 99 KB of shared memory (so that

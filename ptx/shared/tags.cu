@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// The check that runs on devices carry along: see src/kernel/cuda/tags.rs.
+// The check that runs on devices carry along: see src/kernel/cuda/launch/tags.rs.
 //
 // Both kernels run on the communication stream: `cpattn_begin_run` before the first exchange of a run,
 // `cpattn_arrived` behind every exchange that brings something. Neither waits for anything. A run that disagreed is

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // What the forward kernel of sm_90a is given, and what its loading thread leaves for the multiplying warps.
-// `src/kernel/cuda/hopper.rs` mirrors the parameters.
+// `src/kernel/cuda/hopper/mod.rs` mirrors the parameters.
 #pragma once
 #include "hopper.cuh"
 #include "shared/log_sum_exp.cuh"

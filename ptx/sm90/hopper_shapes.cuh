@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// Tiles of every shape compiled for sm_90a. `src/kernel/cuda/hopper.rs` mirrors these numbers.
+// Tiles of every shape compiled for sm_90a. `src/kernel/cuda/hopper/mod.rs` mirrors these numbers.
 //
 // Two warpgroups own 64 q rows each and have 232 registers a thread: 64 for scores, 64 for o, 32 for probabilities at head
 // dim 128; 56, 96 and 28 at 192; 40, 128 and 20 at 256. Another one loads; of its 128 threads one works, with 40 registers.
