@@ -67,6 +67,7 @@ mod metadata_buffer;
 mod modules;
 mod params;
 mod pinned_mirror;
+mod ptx_format;
 pub(crate) mod recorded;
 mod shapes;
 mod shared;
