@@ -33,6 +33,7 @@ use crate::kernel::cpu::product::{forms::TileForm, tile_engine::TileEngine};
 use crate::kernel::cpu::vector::simd::{Real, Vector};
 use core::ops::Range;
 use core::sync::atomic::AtomicUsize;
+use result::Finish;
 
 /// A forward call.
 pub(crate) struct ForwardPass<'a> {
@@ -81,11 +82,17 @@ struct ForwardTiles<'a, T, A> {
 
 impl<T, A: Real> ForwardTiles<'_, T, A> {
     /// Sets the keys that lanes see, and those that panels of `width` lanes see.
+    ///
+    /// # Safety
+    /// The instruction set of `V` is present.
     #[inline(always)]
-    fn limit(&mut self, limits: &Limits, panels: usize, width: usize) {
-        self.lanes.limit(limits);
-        for (i, of) in self.panels[..panels].iter_mut().enumerate() {
-            of.0 = self.lanes.visible_keys(i * width, width);
+    unsafe fn limit<V: Vector<T = A>>(&mut self, limits: &Limits, panels: usize, width: usize) {
+        // SAFETY: the contract.
+        unsafe {
+            self.lanes.limit::<V>(limits);
+            for (i, of) in self.panels[..panels].iter_mut().enumerate() {
+                of.0 = self.lanes.visible_keys::<V>(i * width, width);
+            }
         }
     }
 
@@ -204,9 +211,10 @@ impl ForwardPass<'_> {
         let rows = (q.range.position(unit.block.start), q.range.position(unit.block.end - 1));
         let mut stream = KeyStream::new(&c.ranges, c.ranges.pairs_of(q), &c.score, rows).through(self.table);
         let all = stream.clone();
-        if self.few && is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), &all) {
+        if !E::DENSE && self.few && is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), &all) {
             let any = stream.band().is_some();
-            t.lanes.limit(&stream.limits());
+            // SAFETY: the instruction set is present (the contract).
+            unsafe { t.lanes.limit::<E::V>(&stream.limits()) };
             t.keys[0].next(&mut stream, false, false);
             // All keys must fit one tile.
             if stream.ahead(1).is_empty() {
@@ -233,12 +241,14 @@ impl ForwardPass<'_> {
         while let Some(next) = stream.band() {
             if band != Some(next) {
                 band = Some(next);
-                t.limit(&stream.limits(), panels, E::PANEL);
+                // SAFETY: the instruction set is present (the contract).
+                unsafe { t.limit::<E::V>(&stream.limits(), panels, E::PANEL) };
             }
             let mut tiles = 0;
             // Tiles that are processed together have one band.
             while tiles < E::TILES && stream.band() == band && t.keys[tiles].next(&mut stream, c.aligned, c.aligned) {
-                t.keys[tiles].find_blocks();
+                // SAFETY: the instruction set is present (the contract).
+                unsafe { t.keys[tiles].find_blocks::<E::V>() };
                 // Perhaps only other units of the block see this tile.
                 if !t.is_seen(tiles, panels) {
                     continue;
@@ -295,19 +305,48 @@ impl ForwardPass<'_> {
     ) {
         let dv = self.call.v.dim as usize;
         let n = t.lanes.n;
-        let mut few = Small { sums: t.o, s: t.s, m: t.m, l: t.l, alpha: t.alpha, best: t.best, row: t.rows };
+        let few = Small {
+            call: self.call,
+            scoring,
+            lanes: &mut t.lanes,
+            keys: any.then_some(&t.keys[0].slots),
+            kv,
+            sums: t.o,
+            s: t.s,
+            m: t.m,
+            l: t.l,
+            alpha: t.alpha,
+            best: t.best,
+            row: t.rows,
+        };
         // SAFETY: the contract; `is_small` has looked at the lengths.
         unsafe {
-            few.clear(n, dv);
-            if any {
-                few.run::<E::V>(self.call, scoring, &mut t.lanes, &t.keys[0].slots, kv);
-            }
+            E::V::call(few);
             for first in (0..n).step_by(E::V::W) {
                 let rows = first * dv..n.min(first + E::V::W) * dv;
                 t.rows[..rows.len()].copy_from_slice(&t.o[rows]);
                 self.finish::<E>(t, scoring, first, q);
             }
         }
+    }
+
+    /// See [`Finish`].
+    ///
+    /// # Safety
+    /// The lanes' rows and heads lie within the tensors of the call; the instruction set is present.
+    #[inline(always)]
+    unsafe fn finish<E: AttentionEngine>(
+        &self,
+        t: &mut ForwardTiles<E::T, E::Sum>,
+        scoring: &Scoring<E::Sum>,
+        first: usize,
+        q: &QRange,
+    ) {
+        let (call, lanes, m, l, best) = (self.call, &t.lanes, &*t.m, &*t.l, &*t.best);
+        let store = if self.stream { E::AROUND_CACHES } else { None };
+        let (rows, others) = (&mut *t.rows, &mut *t.others);
+        // SAFETY: the contract.
+        unsafe { E::V::call(Finish { call, scoring, lanes, first, q, m, l, best, rows, others, store }) };
     }
 
     /// The keys of a tile that a panel sees, or nothing.
@@ -363,7 +402,8 @@ impl ForwardPass<'_> {
         let next = next.filter(|next| next.simple && t.panels[next.panel].2);
         let keys = &t.keys[tile];
         let first = panel * E::PANEL;
-        t.lanes.relate(first, width, keys.base, now.masked, scoring.alibi);
+        // SAFETY: the instruction set is present (the contract).
+        unsafe { t.lanes.relate::<E::V>(first, width, keys.base, now.masked, scoring.alibi) };
         let v = Values { tile: &*keys.v, finite: t.finite[tile].1, tensor: &c.v, head: kv, rows: &keys.row[..keys.n] };
         let scores = Scores {
             scoring,
@@ -408,11 +448,13 @@ impl ForwardPass<'_> {
             if changed && met {
                 rescale::<E::V>(o, dv, E::PANEL, width, t.alpha.as_ptr());
             }
-            if let Some(dropout) = &c.dropout {
-                // On vectors, p is where the scores were.
+            if E::DENSE
+                && let Some(dropout) = &c.dropout
+            {
+                // p is where the scores were.
                 let (row, lanes) = ((row, c.heads.q_offset), (&t.lanes, first, width));
-                t.kept.draw(dropout, &c.ranges, row, lanes, &keys.slots, range.clone());
-                t.kept.apply(s, E::PANEL, range.clone(), width, E::Sum::from_f64(1.0));
+                t.kept.draw::<E::V>(dropout, &c.ranges, row, lanes, &keys.slots, range.clone());
+                t.kept.apply::<E::V>(s, E::PANEL, range.clone(), width, E::Sum::from_f64(1.0));
             }
             E::weigh(&v, s, p, o, range.clone(), width);
         }

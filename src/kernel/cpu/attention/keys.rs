@@ -24,7 +24,7 @@ use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
 #[cfg(target_arch = "x86_64")]
 use crate::kernel::cpu::product::forms::TileForm;
 use crate::kernel::cpu::product::{Gemm, Skip, Store};
-use crate::kernel::cpu::vector::simd::{Real, Vector};
+use crate::kernel::cpu::vector::simd::{Real, Routine, Vector};
 use core::sync::atomic::AtomicUsize;
 
 mod tiles;
@@ -196,6 +196,25 @@ impl Keys<'_> {
         bad_k: bool,
         (turn, place): (&DqTurn, u32),
     ) {
+        // SAFETY: the contract.
+        unsafe { V::call(RangeOfRows { of: self, t, scoring, q, pairs, heads, run, bad_k, turn, place }) }
+    }
+
+    /// [`Keys::range`], inlined.
+    ///
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn range_here<V: Vector>(
+        &self,
+        t: &mut KeyTiles<V::T>,
+        scoring: &Scoring<V::T>,
+        (q, pairs): (&QRange, &[Pair]),
+        heads: core::ops::Range<u32>,
+        run: &mut Flush,
+        bad_k: bool,
+        (turn, place): (&DqTurn, u32),
+    ) {
         let c = self.call;
         let one = one_band(pairs);
         let mut reader = self.reader(q, pairs);
@@ -222,7 +241,7 @@ impl Keys<'_> {
                 // SAFETY: rows and heads are within the tensors (checked).
                 unsafe {
                     t.lanes.set(&reader.q, first, rows, heads.clone(), &c.alibi_slopes);
-                    t.lanes.limit(&reader.limits);
+                    t.lanes.limit::<V>(&reader.limits);
                     let of = (pairs[0].band, q.range.doc);
                     self.tile_pairs::<V>(t, scoring, run, (of, pos, q), bad_k, (turn, place + first + rows));
                 }
@@ -286,7 +305,9 @@ impl Keys<'_> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let keys = &t.keys;
         let lanes = vectors::<V>(t.lanes.n);
-        let Some((range, masked)) = visible_keys(&mut t.lanes, 0, lanes, &keys.slots, scoring.alibi) else { return };
+        // SAFETY: the instruction set is present (the contract).
+        let visible = unsafe { visible_keys::<V>(&mut t.lanes, 0, lanes, &keys.slots, scoring.alibi) };
+        let Some((range, masked)) = visible else { return };
         if run.before(of, pos, t.lanes.n) {
             let (nk, nv) = (keys.n * t.ldk, keys.n * t.ldv);
             flush(&mut t.dk[..nk], &mut t.dk_part[..nk]);
@@ -296,8 +317,8 @@ impl Keys<'_> {
         let skip = |bad: bool| if bad { Skip::A } else { Skip::None };
         // SAFETY: rows and heads are within the tensors; all tiles are as large as the sizes say.
         unsafe {
-            t.lanes.pack(&c.q, t.q, t.ldk, 0..lanes);
-            t.lanes.pack(&c.d_o, t.d_o, t.ldv, 0..lanes);
+            t.lanes.pack::<V>(&c.q, t.q, t.ldk, 0..lanes);
+            t.lanes.pack::<V>(&c.d_o, t.d_o, t.ldv, 0..lanes);
             for lane in (0..lanes).step_by(V::W) {
                 to_lanes::<V>(&t.q[lane * t.ldk..], t.ldk, d, t.qt, lanes, lane);
                 to_lanes::<V>(&t.d_o[lane * t.ldv..], t.ldv, dv, t.d_ot, lanes, lane);
@@ -322,8 +343,8 @@ impl Keys<'_> {
             let (s, dp) = (t.s.as_mut_ptr(), t.dp.as_mut_ptr());
             if let Some(dropout) = &c.dropout {
                 let row = (row, c.heads.q_offset);
-                t.kept.draw(dropout, &c.ranges, row, (&t.lanes, 0, lanes), &keys.slots, range.clone());
-                t.kept.apply(dp, lanes, range.clone(), lanes, V::T::from_f64(dropout.mask.factor()));
+                t.kept.draw::<V>(dropout, &c.ranges, row, (&t.lanes, 0, lanes), &keys.slots, range.clone());
+                t.kept.apply::<V>(dp, lanes, range.clone(), lanes, V::T::from_f64(dropout.mask.factor()));
             }
             for w in (0..lanes).step_by(V::W) {
                 gradients::<V>(
@@ -341,7 +362,7 @@ impl Keys<'_> {
                 );
             }
             if let Some(dropout) = &c.dropout {
-                t.kept.apply(s, lanes, range.clone(), lanes, V::T::from_f64(dropout.mask.factor()));
+                t.kept.apply::<V>(s, lanes, range.clone(), lanes, V::T::from_f64(dropout.mask.factor()));
             }
             let sums =
                 [(&t.s, &t.d_o, &mut t.dv_part, t.ldv, bad_d_o, dv), (&t.dp, &t.q, &mut t.dk_part, t.ldk, bad_q, d)];
@@ -380,5 +401,30 @@ impl Keys<'_> {
                 }
             }
         }
+    }
+}
+
+/// [`Keys::range`].
+struct RangeOfRows<'r, 'a, A> {
+    of: &'r Keys<'r>,
+    t: &'r mut KeyTiles<'a, A>,
+    scoring: &'r Scoring<A>,
+    q: &'r QRange,
+    pairs: &'r [Pair],
+    heads: core::ops::Range<u32>,
+    run: &'r mut Flush,
+    bad_k: bool,
+    turn: &'r DqTurn<'r>,
+    place: u32,
+}
+
+impl<V: Vector> Routine<V> for RangeOfRows<'_, '_, V::T> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Self { of, t, scoring, q, pairs, heads, run, bad_k, turn, place } = self;
+        // SAFETY: the contract of `Keys::range`.
+        unsafe { of.range_here::<V>(t, scoring, (q, pairs), heads, run, bad_k, (turn, place)) }
     }
 }
