@@ -29,8 +29,8 @@ fn text(name: &str) -> Option<Vec<u8>> {
     static ALL: OnceLock<Option<Vec<u8>>> = OnceLock::new();
     let at = PTX.binary_search_by(|entry| entry.0.cmp(name)).ok()?;
     let (_, bytes, lines, numbers) = PTX[at];
-    // The build wrote this data; zlib's checksum detects a defect. All texts are inflated together, since they are alike:
-    // one by one they would take a quarter more of the library.
+    // The build wrote this data; zlib's checksum detects a defect. All texts are inflated together, since they are
+    // alike: one by one they would take a quarter more of the library.
     let inflate = || miniz_oxide::inflate::decompress_to_vec_zlib_with_limit(PACKED, UNPACKED).ok();
     let all = ALL.get_or_init(inflate).as_deref()?;
     let templates: Vec<&[u8]> = all.get(..TEMPLATES)?.split(|&byte| byte == b'\n').collect();

@@ -17,7 +17,8 @@ use crate::element::{Accumulator, Dtype};
 use crate::kernel::cpu::memory::convert::runs::sum;
 use crate::kernel::cpu::memory::convert::{Convert, VectorLoop, on_best, streams};
 use crate::kernel::cpu::memory::rows::address;
-use crate::kernel::cpu::vector::simd::{Real, Routine, Vector};
+use crate::kernel::cpu::vector::routine::Routine;
+use crate::kernel::cpu::vector::simd::{Real, Vector};
 use core::ops::Range;
 
 /// Positions (or rows, where a call is not aligned) in the first stage of a sum; a multiple of a tile's keys.

@@ -11,7 +11,8 @@ use super::tile::Lanes;
 use crate::call::{Dropout, DropoutMask, MULTIPLIERS, QRange, ROUNDS, Ranges, WEYL};
 use crate::element::Accumulator;
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK};
-use crate::kernel::cpu::vector::simd::{Routine, Vector};
+use crate::kernel::cpu::vector::routine::Routine;
+use crate::kernel::cpu::vector::simd::Vector;
 use core::ops::Range;
 
 /// Lanes that are hashed together: two of the widest vectors, so that one multiplies while the other waits.

@@ -17,7 +17,7 @@ mod result;
 use super::bands::Limits;
 use super::dropout::Kept;
 use super::row_blocks::{RowUnit, RowUnits, readers, unit_rows};
-use super::small::{Small, is_small};
+use super::small::is_small;
 use super::softmax::rescale;
 use super::stream::{BLOCK, KeyStream, KeyTile};
 use super::tile::{Cover, Lanes, Scores, Scoring, VisibleKeys};
@@ -33,7 +33,6 @@ use crate::kernel::cpu::product::{forms::TileForm, tile_engine::TileEngine};
 use crate::kernel::cpu::vector::simd::{Real, Vector};
 use core::ops::Range;
 use core::sync::atomic::AtomicUsize;
-use result::Finish;
 
 /// A forward call.
 pub(crate) struct ForwardPass<'a> {
@@ -288,65 +287,6 @@ impl ForwardPass<'_> {
                 self.finish::<E>(t, scoring, first, q);
             }
         }
-    }
-
-    /// A unit of few rows with the keys of the first tile, if it has any.
-    ///
-    /// # Safety
-    /// As [`ForwardPass::unit`], of which the lanes are.
-    #[inline(always)]
-    unsafe fn small<E: AttentionEngine>(
-        &self,
-        t: &mut ForwardTiles<E::T, E::Sum>,
-        scoring: &Scoring<E::Sum>,
-        any: bool,
-        kv: u32,
-        q: &QRange,
-    ) {
-        let dv = self.call.v.dim as usize;
-        let n = t.lanes.n;
-        let few = Small {
-            call: self.call,
-            scoring,
-            lanes: &mut t.lanes,
-            keys: any.then_some(&t.keys[0].slots),
-            kv,
-            sums: t.o,
-            s: t.s,
-            m: t.m,
-            l: t.l,
-            alpha: t.alpha,
-            best: t.best,
-            row: t.rows,
-        };
-        // SAFETY: the contract; `is_small` has looked at the lengths.
-        unsafe {
-            E::V::call(few);
-            for first in (0..n).step_by(E::V::W) {
-                let rows = first * dv..n.min(first + E::V::W) * dv;
-                t.rows[..rows.len()].copy_from_slice(&t.o[rows]);
-                self.finish::<E>(t, scoring, first, q);
-            }
-        }
-    }
-
-    /// See [`Finish`].
-    ///
-    /// # Safety
-    /// The lanes' rows and heads lie within the tensors of the call; the instruction set is present.
-    #[inline(always)]
-    unsafe fn finish<E: AttentionEngine>(
-        &self,
-        t: &mut ForwardTiles<E::T, E::Sum>,
-        scoring: &Scoring<E::Sum>,
-        first: usize,
-        q: &QRange,
-    ) {
-        let (call, lanes, m, l, best) = (self.call, &t.lanes, &*t.m, &*t.l, &*t.best);
-        let store = if self.stream { E::AROUND_CACHES } else { None };
-        let (rows, others) = (&mut *t.rows, &mut *t.others);
-        // SAFETY: the contract.
-        unsafe { E::V::call(Finish { call, scoring, lanes, first, q, m, l, best, rows, others, store }) };
     }
 
     /// The keys of a tile that a panel sees, or nothing.

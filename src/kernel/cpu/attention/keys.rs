@@ -7,8 +7,8 @@
 //! over the rows in that order. Where ranges are short, several q heads are processed together; not in aligned calls,
 //! where the order of a sum must not depend on how the rows are cut.
 
-use super::backward::{FLUSH, Flush, flush, gradients, no_row, visible_keys};
-use super::bands::{Reader, by_band, one_band, union};
+use super::backward::{Flush, flush, gradients, no_row, visible_keys};
+use super::bands::{Reader, by_band};
 use super::dq_order::{DqOrder, DqTurn};
 use super::key_units::{Group, KeyUnits};
 use super::row_blocks::{FEW_ROWS, readers};
@@ -24,9 +24,10 @@ use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
 #[cfg(target_arch = "x86_64")]
 use crate::kernel::cpu::product::forms::TileForm;
 use crate::kernel::cpu::product::{Gemm, Skip, Store};
-use crate::kernel::cpu::vector::simd::{Real, Routine, Vector};
+use crate::kernel::cpu::vector::simd::{Real, Vector};
 use core::sync::atomic::AtomicUsize;
 
+mod range;
 mod tiles;
 
 use tiles::KeyTiles;
@@ -180,77 +181,6 @@ impl Keys<'_> {
         }
     }
 
-    /// The rows of a q range, with some of its pairs and some heads: blocks of rows, and for each block the bands of
-    /// the pairs. `place` is that of the first row.
-    ///
-    /// # Safety
-    /// As [`Job::work`].
-    #[inline(always)]
-    unsafe fn range<V: Vector>(
-        &self,
-        t: &mut KeyTiles<V::T>,
-        scoring: &Scoring<V::T>,
-        (q, pairs): (&QRange, &[Pair]),
-        heads: core::ops::Range<u32>,
-        run: &mut Flush,
-        bad_k: bool,
-        (turn, place): (&DqTurn, u32),
-    ) {
-        // SAFETY: the contract.
-        unsafe { V::call(RangeOfRows { of: self, t, scoring, q, pairs, heads, run, bad_k, turn, place }) }
-    }
-
-    /// [`Keys::range`], inlined.
-    ///
-    /// # Safety
-    /// As [`Job::work`].
-    #[inline(always)]
-    unsafe fn range_here<V: Vector>(
-        &self,
-        t: &mut KeyTiles<V::T>,
-        scoring: &Scoring<V::T>,
-        (q, pairs): (&QRange, &[Pair]),
-        heads: core::ops::Range<u32>,
-        run: &mut Flush,
-        bad_k: bool,
-        (turn, place): (&DqTurn, u32),
-    ) {
-        let c = self.call;
-        let one = one_band(pairs);
-        let mut reader = self.reader(q, pairs);
-        let core::ops::Range { start: mut first, end } = if one {
-            t.mark_read(&reader)
-        } else {
-            union(by_band(pairs).map(|pairs| t.keys.rows_near(&self.reader(q, pairs))))
-        };
-        while first < end {
-            let mut rows = (end - first).min(LANES_BACK as u32);
-            let pos = q.range.position(first);
-            if c.aligned {
-                let border = (pos.div_euclid(FLUSH) + 1) * FLUSH;
-                rows = rows.min(q.range.rows_before(border) - first);
-            }
-            for pairs in by_band(pairs) {
-                if !one {
-                    reader = self.reader(q, pairs);
-                    let near = t.keys.rows_near(&reader);
-                    if near.start >= first + rows || near.end <= first || t.mark_read(&reader).is_empty() {
-                        continue;
-                    }
-                }
-                // SAFETY: rows and heads are within the tensors (checked).
-                unsafe {
-                    t.lanes.set(&reader.q, first, rows, heads.clone(), &c.alibi_slopes);
-                    t.lanes.limit::<V>(&reader.limits);
-                    let of = (pairs[0].band, q.range.doc);
-                    self.tile_pairs::<V>(t, scoring, run, (of, pos, q), bad_k, (turn, place + first + rows));
-                }
-            }
-            first += rows;
-            turn.pass(place + first);
-        }
-    }
-
     /// If the document has few rows, prefetches them for the next kv head: so short a unit computes for less time than
     /// the next one's rows take to arrive from memory.
     ///
@@ -401,30 +331,5 @@ impl Keys<'_> {
                 }
             }
         }
-    }
-}
-
-/// [`Keys::range`].
-struct RangeOfRows<'r, 'a, A> {
-    of: &'r Keys<'r>,
-    t: &'r mut KeyTiles<'a, A>,
-    scoring: &'r Scoring<A>,
-    q: &'r QRange,
-    pairs: &'r [Pair],
-    heads: core::ops::Range<u32>,
-    run: &'r mut Flush,
-    bad_k: bool,
-    turn: &'r DqTurn<'r>,
-    place: u32,
-}
-
-impl<V: Vector> Routine<V> for RangeOfRows<'_, '_, V::T> {
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run(self) {
-        let Self { of, t, scoring, q, pairs, heads, run, bad_k, turn, place } = self;
-        // SAFETY: the contract of `Keys::range`.
-        unsafe { of.range_here::<V>(t, scoring, (q, pairs), heads, run, bad_k, (turn, place)) }
     }
 }

@@ -13,13 +13,14 @@ use crate::element::Accumulator;
 use crate::kernel::cpu::memory::arena::{KEYS, LANES, PANEL};
 use crate::kernel::cpu::memory::rows::widen;
 use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
-use crate::kernel::cpu::vector::simd::{Real, Routine, Vector};
+use crate::kernel::cpu::vector::routine::Routine;
+use crate::kernel::cpu::vector::simd::{Real, Vector};
 
 /// Lanes times keys up to which this is faster than panels and tiles.
 const PAIRS: usize = 256;
 
-/// Attends from some lanes to the keys of one tile of kv head `kv`. [`Small::sums`] then holds the rows of o before they
-/// are normalised.
+/// Attends from some lanes to the keys of one tile of kv head `kv`. [`Small::sums`] then holds the rows of o before
+/// they are normalised.
 ///
 /// The lanes' rows and heads, the keys' rows and `kv` lie within the tensors of the call, whose memory is valid and
 /// whose sums are `A`s; scores and sums are as long as their comments say, the other buffers as long as a panel.

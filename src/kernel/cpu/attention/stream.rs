@@ -15,7 +15,8 @@ use super::tile::SPAN;
 use crate::call::{Band, Pair, Range, Ranges, RawTensor, Score};
 use crate::kernel::cpu::memory::arena::{Arena, KEYS};
 use crate::kernel::cpu::product::engine::AttentionEngine;
-use crate::kernel::cpu::vector::simd::{Real, Routine, Vector};
+use crate::kernel::cpu::vector::routine::Routine;
+use crate::kernel::cpu::vector::simd::{Real, Vector};
 use bytemuck::Pod;
 use core::ops::Range as Span;
 

@@ -5,14 +5,11 @@
 //! softmax then needs no horizontal sum, k and v are used in the order that they have in memory, and the few rows of a
 //! short document can share a tile with other heads of the same group.
 
-use super::bands::Limits;
 use crate::call::{Range, RawTensor, Score};
-use crate::element::{Accumulator, Element};
 use crate::kernel::cpu::memory::arena::{Arena, PANEL};
 use crate::kernel::cpu::memory::panel::to_lanes;
-use crate::kernel::cpu::memory::rows::widen;
 use crate::kernel::cpu::product::{Gemm, Skip, Store};
-use crate::kernel::cpu::vector::simd::{Real, Routine, Vector};
+use crate::kernel::cpu::vector::simd::{Real, Vector};
 
 /// Positions that one tile of keys may span.
 pub(crate) const SPAN: i64 = 1 << 22;
@@ -34,12 +31,12 @@ pub(crate) struct Lanes<'a, A> {
     pub row: &'a mut [i64],
     pub head: &'a mut [u32],
     pub pos: &'a mut [i64],
-    lo: &'a mut [i64],
-    hi: &'a mut [i64],
+    pub(super) lo: &'a mut [i64],
+    pub(super) hi: &'a mut [i64],
     slope: &'a mut [A],
-    rel_lo: &'a mut [A],
-    rel_hi: &'a mut [A],
-    rel_pos: &'a mut [A],
+    pub(super) rel_lo: &'a mut [A],
+    pub(super) rel_hi: &'a mut [A],
+    pub(super) rel_pos: &'a mut [A],
 }
 
 /// Which (lane, key) pairs of a panel and some keys the mask allows.
@@ -56,10 +53,10 @@ pub(crate) enum Cover {
 /// For some lanes: bounds of the first position that a lane sees, and of the last one.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct VisibleKeys {
-    lo_min: i64,
-    lo_max: i64,
-    hi_min: i64,
-    hi_max: i64,
+    pub(super) lo_min: i64,
+    pub(super) lo_max: i64,
+    pub(super) hi_min: i64,
+    pub(super) hi_max: i64,
 }
 
 impl VisibleKeys {
@@ -135,45 +132,6 @@ impl<'a, A: Real> Lanes<'a, A> {
         self.pos[n..end].fill(0);
     }
 
-    /// Sets the positions that each lane sees.
-    ///
-    /// # Safety
-    /// The instruction set of `V` is present.
-    #[inline(always)]
-    pub(crate) unsafe fn limit<V: Vector<T = A>>(&mut self, limits: &Limits) {
-        // SAFETY: the contract.
-        unsafe { V::call(Limit { lanes: self, limits }) }
-    }
-
-    /// Bounds of the positions that lanes `first..first + width` see.
-    ///
-    /// # Safety
-    /// The instruction set of `V` is present.
-    #[inline(always)]
-    pub(crate) unsafe fn visible_keys<V: Vector<T = A>>(&self, first: usize, width: usize) -> VisibleKeys {
-        // SAFETY: the contract.
-        unsafe { V::call(Bounds { lanes: self, first, width }) }
-    }
-
-    /// Computes the positions of lanes `first..first + width` relative to `base`, for [`Scoring::apply`].
-    ///
-    /// # Safety
-    /// The instruction set of `V` is present.
-    #[inline(always)]
-    pub(crate) unsafe fn relate<V: Vector<T = A>>(
-        &mut self,
-        first: usize,
-        width: usize,
-        base: i64,
-        masked: bool,
-        alibi: bool,
-    ) {
-        if masked || alibi {
-            // SAFETY: the contract.
-            unsafe { V::call(Relate { lanes: self, first, width, base, masked, alibi }) }
-        }
-    }
-
     /// Packs a row of each lane transposed: element `d` of lane `l` to `[l / panel][d][l mod panel]`. Unused lanes get
     /// zeros. `rows` holds `V::W` rows.
     ///
@@ -200,22 +158,6 @@ impl<'a, A: Real> Lanes<'a, A> {
         }
     }
 
-    /// Packs a row of each lane of `lanes`, `ld` elements apart. Unused lanes get zeros.
-    ///
-    /// # Safety
-    /// As [`Lanes::pack_transposed`].
-    #[inline(always)]
-    pub(crate) unsafe fn pack<V: Vector<T = A>>(
-        &self,
-        t: &RawTensor,
-        dst: &mut [A],
-        ld: usize,
-        lanes: core::ops::Range<usize>,
-    ) {
-        // SAFETY: the contract.
-        unsafe { V::call(Pack { of: self, t, dst, ld, lanes }) }
-    }
-
     /// One number of each lane from a `[tokens, heads, 1]` tensor; `otherwise` for unused lanes.
     ///
     /// # Safety
@@ -225,110 +167,6 @@ impl<'a, A: Real> Lanes<'a, A> {
         for (l, d) in dst.iter_mut().enumerate() {
             // SAFETY: the lane's row and head lie within `t`, whose elements are `A`s (the contract).
             *d = if l < self.n { unsafe { *at::<A>(t, self.row[l], self.head[l]) } } else { otherwise };
-        }
-    }
-}
-
-/// [`Lanes::limit`].
-struct Limit<'l, 'a, A> {
-    lanes: &'l mut Lanes<'a, A>,
-    limits: &'l Limits,
-}
-
-impl<V: Vector> Routine<V> for Limit<'_, '_, V::T> {
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run(self) {
-        let (n, lanes) = (self.lanes.n, self.lanes);
-        for ((lo, hi), &pos) in lanes.lo[..n].iter_mut().zip(&mut lanes.hi[..n]).zip(&lanes.pos[..n]) {
-            (*lo, *hi) = self.limits.keys(pos);
-        }
-        // Unused lanes of a panel see nothing.
-        let end = n.next_multiple_of(PANEL).min(lanes.lo.len());
-        lanes.lo[n..end].fill(i64::MAX);
-        lanes.hi[n..end].fill(i64::MIN);
-    }
-}
-
-/// [`Lanes::visible_keys`].
-struct Bounds<'l, 'a, A> {
-    lanes: &'l Lanes<'a, A>,
-    first: usize,
-    width: usize,
-}
-
-impl<V: Vector> Routine<V> for Bounds<'_, '_, V::T> {
-    type Output = VisibleKeys;
-
-    #[inline(always)]
-    unsafe fn run(self) -> VisibleKeys {
-        let Self { lanes, first, width } = self;
-        let end = (first + width).min(lanes.n);
-        let mut s = VisibleKeys { lo_min: i64::MAX, lo_max: i64::MIN, hi_min: i64::MAX, hi_max: i64::MIN };
-        for (&l, &h) in lanes.lo[first..end].iter().zip(&lanes.hi[first..end]) {
-            (s.lo_min, s.lo_max) = (s.lo_min.min(l), s.lo_max.max(l));
-            (s.hi_min, s.hi_max) = (s.hi_min.min(h), s.hi_max.max(h));
-        }
-        s
-    }
-}
-
-/// [`Lanes::relate`].
-struct Relate<'l, 'a, A> {
-    lanes: &'l mut Lanes<'a, A>,
-    first: usize,
-    width: usize,
-    base: i64,
-    masked: bool,
-    alibi: bool,
-}
-
-impl<V: Vector> Routine<V> for Relate<'_, '_, V::T> {
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run(self) {
-        let Self { lanes, first, width, base, masked, alibi } = self;
-        let relative = |p: i64| V::T::from_f64(p.saturating_sub(base).clamp(-2 * SPAN, 2 * SPAN) as f64);
-        if masked {
-            for i in first..first + width {
-                lanes.rel_lo[i] = relative(lanes.lo[i]);
-                lanes.rel_hi[i] = relative(lanes.hi[i]);
-            }
-        }
-        if alibi {
-            for i in first..first + width {
-                lanes.rel_pos[i] = V::T::from_f64(lanes.pos[i].saturating_sub(base) as f64);
-            }
-        }
-    }
-}
-
-/// [`Lanes::pack`].
-struct Pack<'l, 'a, A> {
-    of: &'l Lanes<'a, A>,
-    t: &'l RawTensor,
-    dst: &'l mut [A],
-    ld: usize,
-    lanes: core::ops::Range<usize>,
-}
-
-impl<V: Vector> Routine<V> for Pack<'_, '_, V::T> {
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run(self) {
-        let Self { of, t, dst, ld, lanes } = self;
-        let dim = t.dim as usize;
-        for (i, l) in lanes.enumerate() {
-            let dst = &mut dst[i * ld..][..dim];
-            if l < of.n {
-                // SAFETY: the lane's row and head lie within `t` (the contract of `pack_transposed`).
-                unsafe { widen(t, of.row[l], of.head[l], dst) };
-            } else {
-                dst.fill(V::T::ZERO);
-            }
         }
     }
 }

@@ -2,7 +2,8 @@
 //! Transposition of rows to the lanes of a panel and back, and the check for numbers that are not finite.
 
 use crate::element::Accumulator;
-use crate::kernel::cpu::vector::simd::{Routine, Vector};
+use crate::kernel::cpu::vector::routine::Routine;
+use crate::kernel::cpu::vector::simd::Vector;
 
 /// Whether a NaN or an infinity is among `n` numbers (whole vectors).
 ///

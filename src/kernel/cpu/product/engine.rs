@@ -17,7 +17,8 @@ use crate::kernel::cpu::memory::arena::{KEYS, row};
 use crate::kernel::cpu::memory::panel::{any_non_finite, is_zero, to_lanes};
 use crate::kernel::cpu::memory::rows::widen;
 use crate::kernel::cpu::product::{Gemm, Skip, Store};
-use crate::kernel::cpu::vector::simd::{Real, Routine, Vector};
+use crate::kernel::cpu::vector::routine::Routine;
+use crate::kernel::cpu::vector::simd::{Real, Vector};
 use bytemuck::Pod;
 use core::marker::PhantomData;
 use core::ops::Range;
@@ -41,8 +42,8 @@ pub(crate) trait AttentionEngine {
     /// Tiles of keys and the rows of o are padded to a multiple of this, which divides
     /// [`crate::kernel::cpu::attention::stream::BLOCK`].
     const GRAIN: usize;
-    /// Whether operands are in the type of the sums. Only such an engine runs calls with dropout, and it never takes few
-    /// rows without packing (`small.rs`).
+    /// Whether operands are in the type of the sums. Only such an engine runs calls with dropout, and it never takes
+    /// few rows without packing (`small.rs`).
     const DENSE: bool = false;
     /// Tiles of keys that are packed together; each panel then goes through them.
     const TILES: usize = 1;

@@ -7,7 +7,8 @@
 
 #![allow(unused_unsafe, reason = "newer compilers take these intrinsics for safe where the target has NEON")]
 
-use super::simd::{Routine, Vector};
+use super::routine::Routine;
+use super::simd::Vector;
 use crate::kernel::cpu::product::Gemm;
 use crate::kernel::cpu::product::gemm::gemm;
 use core::arch::aarch64::*;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Vectors without a specific instruction set: plain arrays.
 
-use super::simd::{Real, Routine, Vector};
+use super::routine::Routine;
+use super::simd::{Real, Vector};
 use crate::kernel::cpu::product::Gemm;
 use crate::kernel::cpu::product::gemm::gemm;
 use core::array::from_fn;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The vectors of AVX2 with FMA, and of AVX-512.
 
-use super::simd::{Routine, Vector};
+use super::routine::Routine;
+use super::simd::Vector;
 use crate::kernel::cpu::product::Gemm;
 use crate::kernel::cpu::product::gemm::gemm;
 use core::arch::x86_64::*;

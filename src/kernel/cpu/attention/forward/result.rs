@@ -2,18 +2,82 @@
 //! The end of a unit of the forward: sums become rows of the result, merged and finished as the mode of their range
 //! says.
 
+use super::{ForwardPass, ForwardTiles};
 use crate::call::{Attend, QRange};
 use crate::element::{Accumulator, Element};
+use crate::kernel::cpu::attention::small::Small;
 use crate::kernel::cpu::attention::tile::{Lanes, Scoring, at};
 use crate::kernel::cpu::memory::rows::{address, narrow};
-use crate::kernel::cpu::product::engine::StoreRow;
-use crate::kernel::cpu::vector::simd::{Routine, Vector};
+use crate::kernel::cpu::product::engine::{AttentionEngine, StoreRow};
+use crate::kernel::cpu::vector::routine::Routine;
+use crate::kernel::cpu::vector::simd::Vector;
 use crate::kernel::merge::{self, LogSumExp};
 use core::sync::atomic::{AtomicU32, Ordering};
 
+impl ForwardPass<'_> {
+    /// A unit of few rows with the keys of the first tile, if it has any.
+    ///
+    /// # Safety
+    /// As [`ForwardPass::unit`], of which the lanes are.
+    #[inline(always)]
+    pub(super) unsafe fn small<E: AttentionEngine>(
+        &self,
+        t: &mut ForwardTiles<E::T, E::Sum>,
+        scoring: &Scoring<E::Sum>,
+        any: bool,
+        kv: u32,
+        q: &QRange,
+    ) {
+        let dv = self.call.v.dim as usize;
+        let n = t.lanes.n;
+        let few = Small {
+            call: self.call,
+            scoring,
+            lanes: &mut t.lanes,
+            keys: any.then_some(&t.keys[0].slots),
+            kv,
+            sums: t.o,
+            s: t.s,
+            m: t.m,
+            l: t.l,
+            alpha: t.alpha,
+            best: t.best,
+            row: t.rows,
+        };
+        // SAFETY: the contract; `is_small` has looked at the lengths.
+        unsafe {
+            E::V::call(few);
+            for first in (0..n).step_by(E::V::W) {
+                let rows = first * dv..n.min(first + E::V::W) * dv;
+                t.rows[..rows.len()].copy_from_slice(&t.o[rows]);
+                self.finish::<E>(t, scoring, first, q);
+            }
+        }
+    }
+
+    /// See [`FinishLanes`].
+    ///
+    /// # Safety
+    /// The lanes' rows and heads lie within the tensors of the call; the instruction set is present.
+    #[inline(always)]
+    pub(super) unsafe fn finish<E: AttentionEngine>(
+        &self,
+        t: &mut ForwardTiles<E::T, E::Sum>,
+        scoring: &Scoring<E::Sum>,
+        first: usize,
+        q: &QRange,
+    ) {
+        let (call, lanes, m, l, best) = (self.call, &t.lanes, &*t.m, &*t.l, &*t.best);
+        let store = if self.stream { E::AROUND_CACHES } else { None };
+        let (rows, others) = (&mut *t.rows, &mut *t.others);
+        // SAFETY: the contract.
+        unsafe { E::V::call(FinishLanes { call, scoring, lanes, first, q, m, l, best, rows, others, store }) };
+    }
+}
+
 /// Normalises up to [`Vector::W`] lanes from `first` on, whose sums are in `rows`, and merges and finishes them as the
 /// mode of their range says.
-pub(super) struct Finish<'l, 'a, A> {
+struct FinishLanes<'l, 'a, A> {
     pub call: &'l Attend<'l>,
     pub scoring: &'l Scoring<A>,
     pub lanes: &'l Lanes<'a, A>,
@@ -31,7 +95,7 @@ pub(super) struct Finish<'l, 'a, A> {
 }
 
 /// Lanes' rows and heads lie within the tensors of the call.
-impl<V: Vector> Routine<V> for Finish<'_, '_, V::T> {
+impl<V: Vector> Routine<V> for FinishLanes<'_, '_, V::T> {
     type Output = ();
 
     #[inline(always)]

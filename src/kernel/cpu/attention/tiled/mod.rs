@@ -104,7 +104,7 @@ impl Keys<'_> {
                 let one = one_band(pairs);
                 let mut reader = self.reader(q, pairs);
                 let core::ops::Range { start: mut first, end } = if one {
-                    // SAFETY: AVX-512 is present (the contract), here and below.
+                    // SAFETY: AVX-512 is present (the contract).
                     unsafe { t.rows(&reader) }
                 } else {
                     union(by_band(pairs).map(|pairs| t.rows_near(&self.reader(q, pairs))))
@@ -120,8 +120,11 @@ impl Keys<'_> {
                         if !one {
                             reader = self.reader(q, pairs);
                             let near = t.rows_near(&reader);
-                            if near.start >= first + count || near.end <= first || unsafe { t.rows(&reader) }.is_empty()
-                            {
+                            if near.start >= first + count || near.end <= first {
+                                continue;
+                            }
+                            // SAFETY: AVX-512 is present (the contract).
+                            if unsafe { t.rows(&reader) }.is_empty() {
                                 continue;
                             }
                         }
