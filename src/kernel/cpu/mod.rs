@@ -15,7 +15,7 @@
 //! product    engine: what the forward asks of a machine; gemm: products over vectors; tile_engine: matrix units (amx: whether
 //!            they are there; forms: what tiles hold; amx_interleaved: products between the vectors of the softmax;
 //!            dots: vectors in their place)
-//! vector     the vectors (simd) of each instruction set
+//! vector     the vectors (simd) of each instruction set; routine: what kernels call and do not inline
 //! memory     transform: copies, casts, ordered sums, rows that no pair covers; delta: row sums before the backward;
 //!            convert: f16, bf16, f32 as vectors of f32 and back; rows: elements to sums and back; panel: rows to lanes
 //!            and back

@@ -1,38 +1,64 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The PTX of `ptx/compiled`, as `build.rs` packs it: a sixth of its size (release builds), inflated when a kernel is
-//! first asked for.
+//! The PTX of `ptx/compiled`, as `build.rs` packs it (`ptx_format.rs`): a thirtieth of its size (release builds),
+//! inflated when a kernel is first asked for.
 //!
 //! There is one text for both element types, that of bf16. The kernel for f16 has the same instructions with the other
 //! type in their names, so it is made here. Two texts would double the library for what one replacement gives;
 //! `ptx/compile --check` compiles the sources for f16 too and compares.
 
+use super::ptx_format::{MARK, Predictor, read, read_difference};
 use alloc::ffi::CString;
 use alloc::string::String;
 use alloc::vec::Vec;
+use std::io::Write;
+use std::sync::OnceLock;
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
 /// The text of the module `name`: `ptx/compiled/{name}.ptx`, or for f16 the text made from that of bf16.
 pub(super) fn find(name: &str) -> Option<CString> {
     if name.contains("_f16_") {
-        let text = String::from_utf8(inflate(&name.replace("_f16_", "_bf16_"))?).ok()?;
-        return CString::from_vec_with_nul(text.replace("bf16", "f16").into_bytes()).ok();
+        let text = String::from_utf8(text(&name.replace("_f16_", "_bf16_"))?).ok()?;
+        return CString::new(text.replace("bf16", "f16")).ok();
     }
-    CString::from_vec_with_nul(inflate(name)?).ok()
+    CString::new(text(name)?).ok()
 }
 
-/// `ptx/compiled/{name}.ptx`, with a zero byte at its end.
-fn inflate(name: &str) -> Option<Vec<u8>> {
+/// `ptx/compiled/{name}.ptx`.
+fn text(name: &str) -> Option<Vec<u8>> {
+    static ALL: OnceLock<Option<Vec<u8>>> = OnceLock::new();
     let at = PTX.binary_search_by(|entry| entry.0.cmp(name)).ok()?;
-    let (_, bytes, packed) = PTX[at];
-    // The build wrote this data; zlib's checksum detects a defect.
-    miniz_oxide::inflate::decompress_to_vec_zlib_with_limit(packed, bytes).ok()
+    let (_, bytes, lines, numbers) = PTX[at];
+    // The build wrote this data; zlib's checksum detects a defect. All texts are inflated together, since they are
+    // alike: one by one they would take a quarter more of the library.
+    let inflate = || miniz_oxide::inflate::decompress_to_vec_zlib_with_limit(PACKED, UNPACKED).ok();
+    let all = ALL.get_or_init(inflate).as_deref()?;
+    let templates: Vec<&[u8]> = all.get(..TEMPLATES)?.split(|&byte| byte == b'\n').collect();
+    let (mut lines, mut numbers) = (all.get(lines..)?, all.get(numbers..)?);
+    let (mut text, mut predictor, mut before) = (Vec::with_capacity(bytes + 1), Predictor::default(), 0);
+    while text.len() < bytes {
+        let index = read(&mut lines)?;
+        let template = *templates.get(index as usize)?;
+        let mut slot = 0;
+        for (i, &byte) in template.iter().enumerate() {
+            if byte != MARK {
+                text.push(byte);
+                continue;
+            }
+            let (place, class) = ((before, index, slot), *template.get(i.wrapping_sub(1))?);
+            let number = read_difference(&mut numbers, predictor.expected(place, class))?;
+            predictor.note(place, class, number);
+            write!(text, "{number}").ok()?;
+            slot += 1;
+        }
+        text.push(b'\n');
+        before = index;
+    }
+    Some(text)
 }
 
 #[cfg(test)]
 mod tests {
-    use alloc::vec::Vec;
-
     #[test]
     fn every_shape_is_embedded() {
         for shape in crate::kernel::cuda::shapes::SHAPES {
@@ -62,11 +88,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_inflated_is_the_file() {
-        let (all, packed): (Vec<usize>, Vec<usize>) =
-            super::PTX.iter().map(|&(_, bytes, packed)| (bytes, packed.len())).unzip();
-        let (all, packed) = (all.iter().sum::<usize>(), packed.iter().sum::<usize>());
-        assert!(packed * 4 < all, "{packed} of {all} bytes");
+    fn what_is_embedded_is_the_file() {
+        let all: usize = super::PTX.iter().map(|entry| entry.1).sum();
+        assert!(super::PACKED.len() * 12 < all, "{} of {all} bytes", super::PACKED.len());
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("ptx/compiled");
         for &(name, ..) in super::PTX {
             let text = std::fs::read(folder.join(name).with_extension("ptx")).unwrap();

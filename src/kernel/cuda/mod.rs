@@ -18,7 +18,7 @@
 //! default stream. Memory may come from any allocator; [`Cuda::allocate`] is for programs that have none.
 //!
 //! ```text
-//! embedded  the PTX
+//! embedded  the PTX; ptx_format: how it is packed
 //! abi       what kernels and host agree on: params, the parameters of kernels; shapes, tiles and threads of the compiled
 //!           kernels; base_addresses, symbols for addresses that are known later
 //! memory    the scheduler metadata of a call: metadata, ranges as runs, partners and tiles (unread, bands); dq_semaphore,
@@ -45,6 +45,7 @@ mod load;
 mod margin_requests;
 mod memory;
 mod modules;
+mod ptx_format;
 mod shared;
 pub(crate) mod sm_margin;
 

@@ -17,6 +17,7 @@ use crate::element::{Accumulator, Dtype};
 use crate::kernel::cpu::memory::convert::runs::sum;
 use crate::kernel::cpu::memory::convert::{Convert, VectorLoop, on_best, streams};
 use crate::kernel::cpu::memory::rows::address;
+use crate::kernel::cpu::vector::routine::Routine;
 use crate::kernel::cpu::vector::simd::{Real, Vector};
 use core::ops::Range;
 
@@ -103,23 +104,48 @@ impl<I: Iterator<Item = (i64, u32)> + Clone> VectorLoop for Zeros<'_, I> {
 
 /// The keys of a tile that any of lanes `first..first + width` sees, and whether pairs of them are masked. Prepares the
 /// lanes for [`gradients`].
+///
+/// # Safety
+/// The instruction set of `V` is present.
 #[inline(always)]
-pub(crate) fn visible_keys<A: Real>(
-    lanes: &mut Lanes<A>,
+pub(crate) unsafe fn visible_keys<'a, V: Vector>(
+    lanes: &mut Lanes<'a, V::T>,
     first: usize,
     width: usize,
-    keys: &Slots<A>,
+    keys: &Slots<'a, V::T>,
     alibi: bool,
 ) -> Option<(Range<usize>, bool)> {
-    let visible = lanes.visible_keys(first, width);
-    let cover = visible.cover(keys.min, keys.max);
-    if cover == Cover::None {
-        return None;
+    // SAFETY: the contract.
+    unsafe { V::call(Visible { lanes, first, width, keys, alibi }) }
+}
+
+/// [`visible_keys`].
+struct Visible<'v, 'a, A> {
+    lanes: &'v mut Lanes<'a, A>,
+    first: usize,
+    width: usize,
+    keys: &'v Slots<'a, A>,
+    alibi: bool,
+}
+
+impl<V: Vector> Routine<V> for Visible<'_, '_, V::T> {
+    type Output = Option<(Range<usize>, bool)>;
+
+    #[inline(always)]
+    unsafe fn run(self) -> Self::Output {
+        let Self { lanes, first, width, keys, alibi } = self;
+        // SAFETY: the instruction set is present (the contract), here and below.
+        let visible = unsafe { lanes.visible_keys::<V>(first, width) };
+        let cover = visible.cover(keys.min, keys.max);
+        if cover == Cover::None {
+            return None;
+        }
+        let masked = cover == Cover::Some;
+        // SAFETY: as above.
+        unsafe { lanes.relate::<V>(first, width, keys.base, masked, alibi) };
+        let all = 0..keys.n;
+        Some((if masked { keys.seen(all, 2, visible.span()) } else { all }, masked))
     }
-    let masked = cover == Cover::Some;
-    lanes.relate(first, width, keys.base, masked, alibi);
-    let all = 0..keys.n;
-    Some((if masked { keys.seen(all, 2, visible.span()) } else { all }, masked))
 }
 
 /// One vector of lanes against all keys of a tile, in place: `s` from products to p, `dp` from `do·v` to ds.

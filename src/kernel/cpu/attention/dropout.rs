@@ -9,8 +9,10 @@
 use super::stream::Slots;
 use super::tile::Lanes;
 use crate::call::{Dropout, DropoutMask, MULTIPLIERS, QRange, ROUNDS, Ranges, WEYL};
+use crate::element::Accumulator;
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK};
-use crate::kernel::cpu::vector::simd::Real;
+use crate::kernel::cpu::vector::routine::Routine;
+use crate::kernel::cpu::vector::simd::Vector;
 use core::ops::Range;
 
 /// Lanes that are hashed together: two of the widest vectors, so that one multiplies while the other waits.
@@ -45,29 +47,75 @@ impl<'a> Kept<'a> {
 
     /// Draws the pairs of `width` lanes from `first` on with some keys of a tile. The lanes are rows of `q`; `head` is
     /// the first q head of the call.
+    ///
+    /// # Safety
+    /// The instruction set of `V` is present.
     #[inline(always)]
-    pub(crate) fn draw<A: Real>(
+    pub(crate) unsafe fn draw<V: Vector>(
         &mut self,
         dropout: &Dropout,
         ranges: &Ranges,
         (q, head): (&QRange, u32),
-        (lanes, first, width): (&Lanes<A>, usize, usize),
-        keys: &Slots<A>,
+        (lanes, first, width): (&Lanes<'a, V::T>, usize, usize),
+        keys: &Slots<'a, V::T>,
         range: Range<usize>,
     ) {
+        // SAFETY: the contract.
+        unsafe { V::call(Draw { kept: self, dropout, ranges, q, head, lanes, first, width, keys, range }) }
+    }
+
+    /// Multiplies numbers of pairs, `[key][lane]` with keys `ld` apart, by `factor`; those of dropped pairs become 0.
+    ///
+    /// # Safety
+    /// The instruction set of `V` is present; `x` has `width` numbers for each key of `range`, which [`Kept::draw`] was
+    /// called for.
+    #[inline(always)]
+    pub(crate) unsafe fn apply<V: Vector>(
+        &self,
+        x: *mut V::T,
+        ld: usize,
+        range: Range<usize>,
+        width: usize,
+        factor: V::T,
+    ) {
+        // SAFETY: the contract.
+        unsafe { V::call(Apply { kept: self, x, ld, range, width, factor }) }
+    }
+}
+
+/// [`Kept::draw`].
+struct Draw<'d, 'a, A> {
+    kept: &'d mut Kept<'a>,
+    dropout: &'d Dropout<'d>,
+    ranges: &'d Ranges<'d>,
+    q: &'d QRange,
+    head: u32,
+    lanes: &'d Lanes<'a, A>,
+    first: usize,
+    width: usize,
+    keys: &'d Slots<'a, A>,
+    range: Range<usize>,
+}
+
+impl<V: Vector> Routine<V> for Draw<'_, '_, V::T> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Self { kept, dropout, ranges, q, head, lanes, first, width, keys, range } = self;
         debug_assert!(width <= MOST && width.is_multiple_of(4));
         let base = dropout.q_tokens[q.range.doc as usize];
         let mut l = 0;
         while l < width.next_multiple_of(HASHED) {
             // Lanes that are not used have some token of their range.
             let at = (first + l).min(lanes.n - 1);
-            self.rows[l] = (base + q.range.position((lanes.row[at] - q.range.row) as u32)) as u32;
-            self.heads[l] = head + lanes.head[at];
+            kept.rows[l] = (base + q.range.position((lanes.row[at] - q.range.row) as u32)) as u32;
+            kept.heads[l] = head + lanes.head[at];
             l += 1;
         }
         let mut hashed = None;
         for j in range {
-            let pairs = &mut self.pairs[j * MOST..][..MOST];
+            let pairs = &mut kept.pairs[j * MOST..][..MOST];
             if keys.row[j] < 0 {
                 continue;
             }
@@ -78,20 +126,20 @@ impl<'a> Kept<'a> {
                 hashed = Some(four);
                 let mut l = 0;
                 while l < width {
-                    let rows: &[u32; HASHED] = self.rows[l..l + HASHED].try_into().expect("as long");
-                    let heads: &[u32; HASHED] = self.heads[l..l + HASHED].try_into().expect("as long");
+                    let rows: &[u32; HASHED] = kept.rows[l..l + HASHED].try_into().expect("as long");
+                    let heads: &[u32; HASHED] = kept.heads[l..l + HASHED].try_into().expect("as long");
                     let words = hash(rows, four, heads, &dropout.mask);
                     let mut word = 0;
                     while word < 4 {
                         let to: &mut [u64; HASHED] =
-                            (&mut self.words[word * MOST + l..][..HASHED]).try_into().expect("as long");
+                            (&mut kept.words[word * MOST + l..][..HASHED]).try_into().expect("as long");
                         *to = words[word];
                         word += 1;
                     }
                     l += HASHED;
                 }
             }
-            let (words, last) = (&self.words[(token & 3) as usize * MOST..][..MOST], dropout.mask.last_dropped());
+            let (words, last) = (&kept.words[(token & 3) as usize * MOST..][..MOST], dropout.mask.last_dropped());
             let mut l = 0;
             while l < width {
                 pairs[l] = u8::from(words[l] as u32 > last);
@@ -99,20 +147,31 @@ impl<'a> Kept<'a> {
             }
         }
     }
+}
 
-    /// Multiplies numbers of pairs, `[key][lane]` with keys `ld` apart, by `factor`; those of dropped pairs become 0.
-    ///
-    /// # Safety
-    /// `x` has `width` numbers for each key of `range`, which [`Kept::draw`] was called for.
+/// [`Kept::apply`].
+struct Apply<'d, 'a, A> {
+    kept: &'d Kept<'a>,
+    x: *mut A,
+    ld: usize,
+    range: Range<usize>,
+    width: usize,
+    factor: A,
+}
+
+impl<V: Vector> Routine<V> for Apply<'_, '_, V::T> {
+    type Output = ();
+
     #[inline(always)]
-    pub(crate) unsafe fn apply<A: Real>(&self, x: *mut A, ld: usize, range: Range<usize>, width: usize, factor: A) {
+    unsafe fn run(self) {
+        let Self { kept: all, x, ld, range, width, factor } = self;
         for j in range {
-            let kept = &self.pairs[j * MOST..][..width];
+            let kept = &all.pairs[j * MOST..][..width];
             // SAFETY: the numbers of key j (the contract).
             let x = unsafe { core::slice::from_raw_parts_mut(x.add(j * ld), width) };
             let mut l = 0;
             while l < width {
-                x[l] = if kept[l] != 0 { x[l] * factor } else { A::ZERO };
+                x[l] = if kept[l] != 0 { x[l] * factor } else { V::T::ZERO };
                 l += 1;
             }
         }

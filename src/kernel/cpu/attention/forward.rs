@@ -17,7 +17,7 @@ mod result;
 use super::bands::Limits;
 use super::dropout::Kept;
 use super::row_blocks::{RowUnit, RowUnits, readers, unit_rows};
-use super::small::{Small, is_small};
+use super::small::is_small;
 use super::softmax::rescale;
 use super::stream::{BLOCK, KeyStream, KeyTile};
 use super::tile::{Cover, Lanes, Scores, Scoring, VisibleKeys};
@@ -81,11 +81,17 @@ struct ForwardTiles<'a, T, A> {
 
 impl<T, A: Real> ForwardTiles<'_, T, A> {
     /// Sets the keys that lanes see, and those that panels of `width` lanes see.
+    ///
+    /// # Safety
+    /// The instruction set of `V` is present.
     #[inline(always)]
-    fn limit(&mut self, limits: &Limits, panels: usize, width: usize) {
-        self.lanes.limit(limits);
-        for (i, of) in self.panels[..panels].iter_mut().enumerate() {
-            of.0 = self.lanes.visible_keys(i * width, width);
+    unsafe fn limit<V: Vector<T = A>>(&mut self, limits: &Limits, panels: usize, width: usize) {
+        // SAFETY: the contract.
+        unsafe {
+            self.lanes.limit::<V>(limits);
+            for (i, of) in self.panels[..panels].iter_mut().enumerate() {
+                of.0 = self.lanes.visible_keys::<V>(i * width, width);
+            }
         }
     }
 
@@ -204,9 +210,10 @@ impl ForwardPass<'_> {
         let rows = (q.range.position(unit.block.start), q.range.position(unit.block.end - 1));
         let mut stream = KeyStream::new(&c.ranges, c.ranges.pairs_of(q), &c.score, rows).through(self.table);
         let all = stream.clone();
-        if self.few && is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), &all) {
+        if !E::DENSE && self.few && is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), &all) {
             let any = stream.band().is_some();
-            t.lanes.limit(&stream.limits());
+            // SAFETY: the instruction set is present (the contract).
+            unsafe { t.lanes.limit::<E::V>(&stream.limits()) };
             t.keys[0].next(&mut stream, false, false);
             // All keys must fit one tile.
             if stream.ahead(1).is_empty() {
@@ -233,12 +240,14 @@ impl ForwardPass<'_> {
         while let Some(next) = stream.band() {
             if band != Some(next) {
                 band = Some(next);
-                t.limit(&stream.limits(), panels, E::PANEL);
+                // SAFETY: the instruction set is present (the contract).
+                unsafe { t.limit::<E::V>(&stream.limits(), panels, E::PANEL) };
             }
             let mut tiles = 0;
             // Tiles that are processed together have one band.
             while tiles < E::TILES && stream.band() == band && t.keys[tiles].next(&mut stream, c.aligned, c.aligned) {
-                t.keys[tiles].find_blocks();
+                // SAFETY: the instruction set is present (the contract).
+                unsafe { t.keys[tiles].find_blocks::<E::V>() };
                 // Perhaps only other units of the block see this tile.
                 if !t.is_seen(tiles, panels) {
                     continue;
@@ -275,36 +284,6 @@ impl ForwardPass<'_> {
             unsafe {
                 let panel = &t.o[first / E::PANEL * o_len..][..o_len];
                 to_rows::<E::V>(panel, E::PANEL, first % E::PANEL, t.rows, dv);
-                self.finish::<E>(t, scoring, first, q);
-            }
-        }
-    }
-
-    /// A unit of few rows with the keys of the first tile, if it has any.
-    ///
-    /// # Safety
-    /// As [`ForwardPass::unit`], of which the lanes are.
-    #[inline(always)]
-    unsafe fn small<E: AttentionEngine>(
-        &self,
-        t: &mut ForwardTiles<E::T, E::Sum>,
-        scoring: &Scoring<E::Sum>,
-        any: bool,
-        kv: u32,
-        q: &QRange,
-    ) {
-        let dv = self.call.v.dim as usize;
-        let n = t.lanes.n;
-        let mut few = Small { sums: t.o, s: t.s, m: t.m, l: t.l, alpha: t.alpha, best: t.best, row: t.rows };
-        // SAFETY: the contract; `is_small` has looked at the lengths.
-        unsafe {
-            few.clear(n, dv);
-            if any {
-                few.run::<E::V>(self.call, scoring, &mut t.lanes, &t.keys[0].slots, kv);
-            }
-            for first in (0..n).step_by(E::V::W) {
-                let rows = first * dv..n.min(first + E::V::W) * dv;
-                t.rows[..rows.len()].copy_from_slice(&t.o[rows]);
                 self.finish::<E>(t, scoring, first, q);
             }
         }
@@ -363,7 +342,8 @@ impl ForwardPass<'_> {
         let next = next.filter(|next| next.simple && t.panels[next.panel].2);
         let keys = &t.keys[tile];
         let first = panel * E::PANEL;
-        t.lanes.relate(first, width, keys.base, now.masked, scoring.alibi);
+        // SAFETY: the instruction set is present (the contract).
+        unsafe { t.lanes.relate::<E::V>(first, width, keys.base, now.masked, scoring.alibi) };
         let v = Values { tile: &*keys.v, finite: t.finite[tile].1, tensor: &c.v, head: kv, rows: &keys.row[..keys.n] };
         let scores = Scores {
             scoring,
@@ -408,11 +388,13 @@ impl ForwardPass<'_> {
             if changed && met {
                 rescale::<E::V>(o, dv, E::PANEL, width, t.alpha.as_ptr());
             }
-            if let Some(dropout) = &c.dropout {
-                // On vectors, p is where the scores were.
+            if E::DENSE
+                && let Some(dropout) = &c.dropout
+            {
+                // p is where the scores were.
                 let (row, lanes) = ((row, c.heads.q_offset), (&t.lanes, first, width));
-                t.kept.draw(dropout, &c.ranges, row, lanes, &keys.slots, range.clone());
-                t.kept.apply(s, E::PANEL, range.clone(), width, E::Sum::from_f64(1.0));
+                t.kept.draw::<E::V>(dropout, &c.ranges, row, lanes, &keys.slots, range.clone());
+                t.kept.apply::<E::V>(s, E::PANEL, range.clone(), width, E::Sum::from_f64(1.0));
             }
             E::weigh(&v, s, p, o, range.clone(), width);
         }

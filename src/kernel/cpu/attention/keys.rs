@@ -7,8 +7,8 @@
 //! over the rows in that order. Where ranges are short, several q heads are processed together; not in aligned calls,
 //! where the order of a sum must not depend on how the rows are cut.
 
-use super::backward::{FLUSH, Flush, flush, gradients, no_row, visible_keys};
-use super::bands::{Reader, by_band, one_band, union};
+use super::backward::{Flush, flush, gradients, no_row, visible_keys};
+use super::bands::{Reader, by_band};
 use super::dq_order::{DqOrder, DqTurn};
 use super::key_units::{Group, KeyUnits};
 use super::row_blocks::{FEW_ROWS, readers};
@@ -27,6 +27,7 @@ use crate::kernel::cpu::product::{Gemm, Skip, Store};
 use crate::kernel::cpu::vector::simd::{Real, Vector};
 use core::sync::atomic::AtomicUsize;
 
+mod range;
 mod tiles;
 
 use tiles::KeyTiles;
@@ -180,58 +181,6 @@ impl Keys<'_> {
         }
     }
 
-    /// The rows of a q range, with some of its pairs and some heads: blocks of rows, and for each block the bands of
-    /// the pairs. `place` is that of the first row.
-    ///
-    /// # Safety
-    /// As [`Job::work`].
-    #[inline(always)]
-    unsafe fn range<V: Vector>(
-        &self,
-        t: &mut KeyTiles<V::T>,
-        scoring: &Scoring<V::T>,
-        (q, pairs): (&QRange, &[Pair]),
-        heads: core::ops::Range<u32>,
-        run: &mut Flush,
-        bad_k: bool,
-        (turn, place): (&DqTurn, u32),
-    ) {
-        let c = self.call;
-        let one = one_band(pairs);
-        let mut reader = self.reader(q, pairs);
-        let core::ops::Range { start: mut first, end } = if one {
-            t.mark_read(&reader)
-        } else {
-            union(by_band(pairs).map(|pairs| t.keys.rows_near(&self.reader(q, pairs))))
-        };
-        while first < end {
-            let mut rows = (end - first).min(LANES_BACK as u32);
-            let pos = q.range.position(first);
-            if c.aligned {
-                let border = (pos.div_euclid(FLUSH) + 1) * FLUSH;
-                rows = rows.min(q.range.rows_before(border) - first);
-            }
-            for pairs in by_band(pairs) {
-                if !one {
-                    reader = self.reader(q, pairs);
-                    let near = t.keys.rows_near(&reader);
-                    if near.start >= first + rows || near.end <= first || t.mark_read(&reader).is_empty() {
-                        continue;
-                    }
-                }
-                // SAFETY: rows and heads are within the tensors (checked).
-                unsafe {
-                    t.lanes.set(&reader.q, first, rows, heads.clone(), &c.alibi_slopes);
-                    t.lanes.limit(&reader.limits);
-                    let of = (pairs[0].band, q.range.doc);
-                    self.tile_pairs::<V>(t, scoring, run, (of, pos, q), bad_k, (turn, place + first + rows));
-                }
-            }
-            first += rows;
-            turn.pass(place + first);
-        }
-    }
-
     /// If the document has few rows, prefetches them for the next kv head: so short a unit computes for less time than
     /// the next one's rows take to arrive from memory.
     ///
@@ -286,7 +235,9 @@ impl Keys<'_> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let keys = &t.keys;
         let lanes = vectors::<V>(t.lanes.n);
-        let Some((range, masked)) = visible_keys(&mut t.lanes, 0, lanes, &keys.slots, scoring.alibi) else { return };
+        // SAFETY: the instruction set is present (the contract).
+        let visible = unsafe { visible_keys::<V>(&mut t.lanes, 0, lanes, &keys.slots, scoring.alibi) };
+        let Some((range, masked)) = visible else { return };
         if run.before(of, pos, t.lanes.n) {
             let (nk, nv) = (keys.n * t.ldk, keys.n * t.ldv);
             flush(&mut t.dk[..nk], &mut t.dk_part[..nk]);
@@ -296,8 +247,8 @@ impl Keys<'_> {
         let skip = |bad: bool| if bad { Skip::A } else { Skip::None };
         // SAFETY: rows and heads are within the tensors; all tiles are as large as the sizes say.
         unsafe {
-            t.lanes.pack(&c.q, t.q, t.ldk, 0..lanes);
-            t.lanes.pack(&c.d_o, t.d_o, t.ldv, 0..lanes);
+            t.lanes.pack::<V>(&c.q, t.q, t.ldk, 0..lanes);
+            t.lanes.pack::<V>(&c.d_o, t.d_o, t.ldv, 0..lanes);
             for lane in (0..lanes).step_by(V::W) {
                 to_lanes::<V>(&t.q[lane * t.ldk..], t.ldk, d, t.qt, lanes, lane);
                 to_lanes::<V>(&t.d_o[lane * t.ldv..], t.ldv, dv, t.d_ot, lanes, lane);
@@ -322,8 +273,8 @@ impl Keys<'_> {
             let (s, dp) = (t.s.as_mut_ptr(), t.dp.as_mut_ptr());
             if let Some(dropout) = &c.dropout {
                 let row = (row, c.heads.q_offset);
-                t.kept.draw(dropout, &c.ranges, row, (&t.lanes, 0, lanes), &keys.slots, range.clone());
-                t.kept.apply(dp, lanes, range.clone(), lanes, V::T::from_f64(dropout.mask.factor()));
+                t.kept.draw::<V>(dropout, &c.ranges, row, (&t.lanes, 0, lanes), &keys.slots, range.clone());
+                t.kept.apply::<V>(dp, lanes, range.clone(), lanes, V::T::from_f64(dropout.mask.factor()));
             }
             for w in (0..lanes).step_by(V::W) {
                 gradients::<V>(
@@ -341,7 +292,7 @@ impl Keys<'_> {
                 );
             }
             if let Some(dropout) = &c.dropout {
-                t.kept.apply(s, lanes, range.clone(), lanes, V::T::from_f64(dropout.mask.factor()));
+                t.kept.apply::<V>(s, lanes, range.clone(), lanes, V::T::from_f64(dropout.mask.factor()));
             }
             let sums =
                 [(&t.s, &t.d_o, &mut t.dv_part, t.ldv, bad_d_o, dv), (&t.dp, &t.q, &mut t.dk_part, t.ldk, bad_q, d)];

@@ -21,6 +21,7 @@ pub(crate) mod dropout;
 pub(crate) mod forward;
 pub(crate) mod key_units;
 pub(crate) mod keys;
+pub(crate) mod lane_routines;
 pub(crate) mod queries;
 pub(crate) mod row_blocks;
 #[cfg(test)]

@@ -142,7 +142,8 @@ impl Queries<'_> {
         while let Some(next) = stream.band() {
             if band != Some(next) {
                 band = Some(next);
-                t.lanes.limit(&stream.limits());
+                // SAFETY: the instruction set is present (the contract).
+                unsafe { t.lanes.limit::<V>(&stream.limits()) };
             }
             t.keys.next(&mut stream, c.aligned, false);
             // SAFETY: the ranges' rows and the kv head are within k and v (checked).
@@ -156,9 +157,9 @@ impl Queries<'_> {
             let bad = unsafe { any_non_finite::<V>(keys.k.as_ptr(), keys.n * t.ldk) };
             for first in (0..lanes).step_by(panel) {
                 let width = panel.min(lanes - first);
-                let Some((range, masked)) = visible_keys(&mut t.lanes, first, width, &keys.slots, scoring.alibi) else {
-                    continue;
-                };
+                // SAFETY: the instruction set is present (the contract).
+                let visible = unsafe { visible_keys::<V>(&mut t.lanes, first, width, &keys.slots, scoring.alibi) };
+                let Some((range, masked)) = visible else { continue };
                 let (begin, count) = (range.start, range.len());
                 // SAFETY: all tiles are as large as the sizes say; lanes from `first` on are panel `first / panel`.
                 unsafe {
@@ -176,9 +177,9 @@ impl Queries<'_> {
                     }
                     if let Some(dropout) = &c.dropout {
                         let (row, lanes) = ((q, c.heads.q_offset), (&t.lanes, first, width));
-                        t.kept.draw(dropout, &c.ranges, row, lanes, &keys.slots, range.clone());
+                        t.kept.draw::<V>(dropout, &c.ranges, row, lanes, &keys.slots, range.clone());
                         let factor = V::T::from_f64(dropout.mask.factor());
-                        t.kept.apply(t.dp.as_mut_ptr(), panel, range.clone(), width, factor);
+                        t.kept.apply::<V>(t.dp.as_mut_ptr(), panel, range.clone(), width, factor);
                     }
                     for w in (0..width).step_by(V::W) {
                         gradients::<V>(

@@ -9,16 +9,28 @@
 use super::stream::{BLOCK, KeyStream, Slots};
 use super::tile::{Cover, Lanes, Scores, Scoring};
 use crate::call::{Attend, QRange};
+use crate::element::Accumulator;
 use crate::kernel::cpu::memory::arena::{KEYS, LANES, PANEL};
 use crate::kernel::cpu::memory::rows::widen;
 use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
+use crate::kernel::cpu::vector::routine::Routine;
 use crate::kernel::cpu::vector::simd::{Real, Vector};
 
 /// Lanes times keys up to which this is faster than panels and tiles.
 const PAIRS: usize = 256;
 
-/// The buffers: o row by row, and scores as in a panel.
-pub(crate) struct Small<'a, A> {
+/// Attends from some lanes to the keys of one tile of kv head `kv`. [`Small::sums`] then holds the rows of o before
+/// they are normalised.
+///
+/// The lanes' rows and heads, the keys' rows and `kv` lie within the tensors of the call, whose memory is valid and
+/// whose sums are `A`s; scores and sums are as long as their comments say, the other buffers as long as a panel.
+pub(crate) struct Small<'a, 'l, A> {
+    pub call: &'a Attend<'a>,
+    pub scoring: &'a Scoring<A>,
+    pub lanes: &'a mut Lanes<'l, A>,
+    /// The keys, if there are any.
+    pub keys: Option<&'a Slots<'l, A>>,
+    pub kv: u32,
     /// `[lane][value_dim]`; then q, `[lane][head_dim rounded up to whole vectors]`.
     pub sums: &'a mut [A],
     /// `[key][lanes of a panel]`.
@@ -44,33 +56,31 @@ pub(crate) fn is_small<V: Vector>(c: &Attend, q: &QRange, heads: usize, stream: 
     stream.clone().at_most((PAIRS / lanes.max(1)).min(KEYS - 1))
 }
 
-impl<A: Real> Small<'_, A> {
-    /// Clears the results of `n` lanes.
-    #[inline(always)]
-    pub(crate) fn clear(&mut self, n: usize, dv: usize) {
-        let width = n.next_multiple_of(PANEL).min(self.m.len());
-        self.m[..width].fill(A::NEG_INFINITY);
-        self.l[..width].fill(A::ZERO);
-        self.best.fill(A::NEG_INFINITY);
-        self.sums[..n * dv].fill(A::ZERO);
-    }
+impl<V: Vector> Routine<V> for Small<'_, '_, V::T> {
+    type Output = ();
 
-    /// Attends from the lanes to the keys of one tile of kv head `kv`. [`Small::sums`] then holds the rows of o before
-    /// they are normalised.
-    ///
-    /// # Safety
-    /// The instruction set of `V` is present; the lanes' rows and heads, the keys' rows and `kv` lie within the tensors
-    /// of the call, whose memory is valid and whose sums are `A`s; scores and sums are as long as their comments say,
-    /// the other buffers as long as a panel.
     #[inline(always)]
-    pub(crate) unsafe fn run<V: Vector<T = A>>(
-        &mut self,
-        c: &Attend,
-        scoring: &Scoring<A>,
-        lanes: &mut Lanes<A>,
-        keys: &Slots<A>,
-        kv: u32,
-    ) {
+    unsafe fn run(mut self) {
+        let (n, dv) = (self.lanes.n, self.call.v.dim as usize);
+        let width = n.next_multiple_of(PANEL).min(self.m.len());
+        self.m[..width].fill(V::T::NEG_INFINITY);
+        self.l[..width].fill(V::T::ZERO);
+        self.best.fill(V::T::NEG_INFINITY);
+        self.sums[..n * dv].fill(V::T::ZERO);
+        if let Some(keys) = self.keys {
+            // SAFETY: the contract.
+            unsafe { self.attend::<V>(keys) };
+        }
+    }
+}
+
+impl<A: Real> Small<'_, '_, A> {
+    /// # Safety
+    /// As [`Routine::run`].
+    #[inline(always)]
+    unsafe fn attend<V: Vector<T = A>>(&mut self, keys: &Slots<A>) {
+        let (c, scoring, kv) = (self.call, self.scoring, self.kv);
+        let lanes = &mut *self.lanes;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (n, ld, panel) = (lanes.n, d.next_multiple_of(V::W), Dense::<V>::PANEL);
         let width = n.next_multiple_of(V::W);
@@ -82,7 +92,7 @@ impl<A: Real> Small<'_, A> {
         let mut dots = Dots { sums: [A::ZERO; 256], columns: [A::ZERO; 256], n: 0 };
         // SAFETY: rows, heads and lengths are those of the contract; scores have room for a panel by key.
         unsafe {
-            lanes.pack(&c.q, q, ld, 0..n);
+            lanes.pack::<V>(&c.q, q, ld, 0..n);
             let s = self.s.as_mut_ptr();
             let at = |pair: usize| s.add(pair / n * panel + pair % n);
             let mut pairs = 0;
@@ -101,7 +111,7 @@ impl<A: Real> Small<'_, A> {
                 }
             }
             dots.take::<V>(|i, dot| at(pairs + i).write(dot));
-            lanes.relate(0, width, keys.base, true, scoring.alibi);
+            lanes.relate::<V>(0, width, keys.base, true, scoring.alibi);
             let end = keys.n.next_multiple_of(BLOCK);
             let covers = [Cover::Some; KEYS / BLOCK];
             let scores = Scores { scoring, lanes, first: 0, keys: &keys.rel[..end], covers: &covers, careful: true };

@@ -15,7 +15,8 @@ use super::tile::SPAN;
 use crate::call::{Band, Pair, Range, Ranges, RawTensor, Score};
 use crate::kernel::cpu::memory::arena::{Arena, KEYS};
 use crate::kernel::cpu::product::engine::AttentionEngine;
-use crate::kernel::cpu::vector::simd::Real;
+use crate::kernel::cpu::vector::routine::Routine;
+use crate::kernel::cpu::vector::simd::{Real, Vector};
 use bytemuck::Pod;
 use core::ops::Range as Span;
 
@@ -253,7 +254,7 @@ impl<'a, A: Real> Slots<'a, A> {
     }
 
     /// Takes the next tile of the stream; false when there is none. An aligned tile may be `placed` by position.
-    #[inline(always)]
+    #[inline(never)]
     pub(crate) fn next(&mut self, stream: &mut KeyStream, aligned: bool, placed: bool) -> bool {
         debug_assert!(aligned || !placed, "positions of a tile that is not aligned need not grow");
         self.min = i64::MAX;
@@ -359,12 +360,29 @@ impl<'a, A: Real> Slots<'a, A> {
     }
 
     /// Computes the positions of each block.
+    ///
+    /// # Safety
+    /// The instruction set of `V` is present.
     #[inline(always)]
-    pub(crate) fn find_blocks(&mut self) {
-        for (block, rel) in self.blocks.iter_mut().zip(self.rel[..self.n.next_multiple_of(BLOCK)].chunks(BLOCK)) {
-            *block = KeyBlock::of(rel, self.base);
+    pub(crate) unsafe fn find_blocks<V: Vector<T = A>>(&mut self) {
+        // SAFETY: the contract.
+        unsafe { V::call(FindBlocks(self)) }
+    }
+}
+
+/// [`Slots::find_blocks`].
+struct FindBlocks<'s, 'a, A>(&'s mut Slots<'a, A>);
+
+impl<V: Vector> Routine<V> for FindBlocks<'_, '_, V::T> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self) {
+        let slots = self.0;
+        for (block, rel) in slots.blocks.iter_mut().zip(slots.rel[..slots.n.next_multiple_of(BLOCK)].chunks(BLOCK)) {
+            *block = KeyBlock::of(rel, slots.base);
         }
-        self.blocks[self.n.div_ceil(BLOCK)..].fill(KeyBlock::EMPTY);
+        slots.blocks[slots.n.div_ceil(BLOCK)..].fill(KeyBlock::EMPTY);
     }
 }
 

@@ -5,11 +5,9 @@
 //! softmax then needs no horizontal sum, k and v are used in the order that they have in memory, and the few rows of a
 //! short document can share a tile with other heads of the same group.
 
-use super::bands::Limits;
 use crate::call::{Range, RawTensor, Score};
 use crate::kernel::cpu::memory::arena::{Arena, PANEL};
 use crate::kernel::cpu::memory::panel::to_lanes;
-use crate::kernel::cpu::memory::rows::widen;
 use crate::kernel::cpu::product::{Gemm, Skip, Store};
 use crate::kernel::cpu::vector::simd::{Real, Vector};
 
@@ -33,12 +31,12 @@ pub(crate) struct Lanes<'a, A> {
     pub row: &'a mut [i64],
     pub head: &'a mut [u32],
     pub pos: &'a mut [i64],
-    lo: &'a mut [i64],
-    hi: &'a mut [i64],
+    pub(super) lo: &'a mut [i64],
+    pub(super) hi: &'a mut [i64],
     slope: &'a mut [A],
-    rel_lo: &'a mut [A],
-    rel_hi: &'a mut [A],
-    rel_pos: &'a mut [A],
+    pub(super) rel_lo: &'a mut [A],
+    pub(super) rel_hi: &'a mut [A],
+    pub(super) rel_pos: &'a mut [A],
 }
 
 /// Which (lane, key) pairs of a panel and some keys the mask allows.
@@ -55,10 +53,10 @@ pub(crate) enum Cover {
 /// For some lanes: bounds of the first position that a lane sees, and of the last one.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct VisibleKeys {
-    lo_min: i64,
-    lo_max: i64,
-    hi_min: i64,
-    hi_max: i64,
+    pub(super) lo_min: i64,
+    pub(super) lo_max: i64,
+    pub(super) hi_min: i64,
+    pub(super) hi_max: i64,
 }
 
 impl VisibleKeys {
@@ -101,7 +99,7 @@ impl<'a, A: Real> Lanes<'a, A> {
     ///
     /// # Safety
     /// `slopes` is NONE, or holds an f32 for each head: in one row, or in a row for each document.
-    #[inline(always)]
+    #[inline(never)]
     pub(crate) unsafe fn set(
         &mut self,
         range: &Range,
@@ -134,48 +132,6 @@ impl<'a, A: Real> Lanes<'a, A> {
         self.pos[n..end].fill(0);
     }
 
-    /// Sets the positions that each lane sees.
-    #[inline(always)]
-    pub(crate) fn limit(&mut self, limits: &Limits) {
-        let n = self.n;
-        for ((lo, hi), &pos) in self.lo[..n].iter_mut().zip(&mut self.hi[..n]).zip(&self.pos[..n]) {
-            (*lo, *hi) = limits.keys(pos);
-        }
-        // Unused lanes of a panel see nothing.
-        let end = n.next_multiple_of(PANEL).min(self.lo.len());
-        self.lo[n..end].fill(i64::MAX);
-        self.hi[n..end].fill(i64::MIN);
-    }
-
-    /// Bounds of the positions that lanes `first..first + width` see.
-    #[inline(always)]
-    pub(crate) fn visible_keys(&self, first: usize, width: usize) -> VisibleKeys {
-        let end = (first + width).min(self.n);
-        let mut s = VisibleKeys { lo_min: i64::MAX, lo_max: i64::MIN, hi_min: i64::MAX, hi_max: i64::MIN };
-        for (&l, &h) in self.lo[first..end].iter().zip(&self.hi[first..end]) {
-            (s.lo_min, s.lo_max) = (s.lo_min.min(l), s.lo_max.max(l));
-            (s.hi_min, s.hi_max) = (s.hi_min.min(h), s.hi_max.max(h));
-        }
-        s
-    }
-
-    /// Computes the positions of lanes `first..first + width` relative to `base`, for [`Scoring::apply`].
-    #[inline(always)]
-    pub(crate) fn relate(&mut self, first: usize, width: usize, base: i64, masked: bool, alibi: bool) {
-        let relative = |p: i64| A::from_f64(p.saturating_sub(base).clamp(-2 * SPAN, 2 * SPAN) as f64);
-        if masked {
-            for i in first..first + width {
-                self.rel_lo[i] = relative(self.lo[i]);
-                self.rel_hi[i] = relative(self.hi[i]);
-            }
-        }
-        if alibi {
-            for i in first..first + width {
-                self.rel_pos[i] = A::from_f64(self.pos[i].saturating_sub(base) as f64);
-            }
-        }
-    }
-
     /// Packs a row of each lane transposed: element `d` of lane `l` to `[l / panel][d][l mod panel]`. Unused lanes get
     /// zeros. `rows` holds `V::W` rows.
     ///
@@ -196,26 +152,8 @@ impl<'a, A: Real> Lanes<'a, A> {
             let panel_of = &mut dst[l / panel * panel * dim..][..panel * dim];
             // SAFETY: the lanes lie within `t`, and the instruction set of V is present (the contract).
             unsafe {
-                self.pack(t, rows, dim, l..l + V::W);
+                self.pack::<V>(t, rows, dim, l..l + V::W);
                 to_lanes::<V>(rows, dim, dim, panel_of, panel, l % panel);
-            }
-        }
-    }
-
-    /// Packs a row of each lane of `lanes`, `ld` elements apart. Unused lanes get zeros.
-    ///
-    /// # Safety
-    /// As [`Lanes::pack_transposed`].
-    #[inline(always)]
-    pub(crate) unsafe fn pack(&self, t: &RawTensor, dst: &mut [A], ld: usize, lanes: core::ops::Range<usize>) {
-        let dim = t.dim as usize;
-        for (i, l) in lanes.enumerate() {
-            let dst = &mut dst[i * ld..][..dim];
-            if l < self.n {
-                // SAFETY: the lane's row and head lie within `t` (the contract of `pack_transposed`).
-                unsafe { widen(t, self.row[l], self.head[l], dst) };
-            } else {
-                dst.fill(A::ZERO);
             }
         }
     }
@@ -224,7 +162,7 @@ impl<'a, A: Real> Lanes<'a, A> {
     ///
     /// # Safety
     /// As [`Lanes::pack_transposed`], with `A` the element type.
-    #[inline(always)]
+    #[inline(never)]
     pub(crate) unsafe fn gather(&self, t: &RawTensor, dst: &mut [A], otherwise: A) {
         for (l, d) in dst.iter_mut().enumerate() {
             // SAFETY: the lane's row and head lie within `t`, whose elements are `A`s (the contract).

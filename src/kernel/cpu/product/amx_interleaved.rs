@@ -72,11 +72,22 @@ impl PendingProduct {
     /// AMX is entered; v, p and o are as [`values_of`] says.
     #[inline(always)]
     pub(crate) unsafe fn finish<H: TileForm>(&mut self) {
+        if self.d < self.dim {
+            // SAFETY: the contract.
+            unsafe { self.rest::<H>() };
+        }
+        self.ahead = false;
+    }
+
+    /// # Safety
+    /// As [`PendingProduct::finish`].
+    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+    #[inline(never)]
+    unsafe fn rest<H: TileForm>(&mut self) {
         while self.d < self.dim {
             // SAFETY: one is left, and the rest is the contract.
             unsafe { H::product(&self.next::<H>()) };
         }
-        self.ahead = false;
     }
 }
 

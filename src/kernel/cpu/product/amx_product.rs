@@ -320,7 +320,8 @@ impl Apart {
     ///
     /// # Safety
     /// AVX-512 is present; C of `p` is 32 rows of 32, valid for reads and writes.
-    #[inline(always)]
+    #[target_feature(enable = "avx512f")]
+    #[inline(never)]
     pub(crate) unsafe fn add_to(&self, p: &Product) {
         for (half, c) in [p.c0, p.c1].into_iter().enumerate() {
             for row in 0..16 {

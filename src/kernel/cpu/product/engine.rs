@@ -11,12 +11,13 @@
 //! anything else.
 
 use crate::call::RawTensor;
-use crate::element::{Accumulator, Element};
+use crate::element::{Accumulator, Dtype, Element};
 use crate::kernel::cpu::attention::tile::{Lanes, Scores, at, product};
 use crate::kernel::cpu::memory::arena::{KEYS, row};
 use crate::kernel::cpu::memory::panel::{any_non_finite, is_zero, to_lanes};
-use crate::kernel::cpu::memory::rows::{narrow, widen};
+use crate::kernel::cpu::memory::rows::widen;
 use crate::kernel::cpu::product::{Gemm, Skip, Store};
+use crate::kernel::cpu::vector::routine::Routine;
 use crate::kernel::cpu::vector::simd::{Real, Vector};
 use bytemuck::Pod;
 use core::marker::PhantomData;
@@ -41,6 +42,9 @@ pub(crate) trait AttentionEngine {
     /// Tiles of keys and the rows of o are padded to a multiple of this, which divides
     /// [`crate::kernel::cpu::attention::stream::BLOCK`].
     const GRAIN: usize;
+    /// Whether operands are in the type of the sums. Only such an engine runs calls with dropout, and it never takes
+    /// few rows without packing (`small.rs`).
+    const DENSE: bool = false;
     /// Tiles of keys that are packed together; each panel then goes through them.
     const TILES: usize = 1;
     /// Whether [`AttentionEngine::interleaved`] is implemented.
@@ -107,13 +111,9 @@ pub(crate) trait AttentionEngine {
         width: usize,
     );
 
-    /// Rounds a row of results to a row of `t`; with `stream` by stores past the caches (when that pays, see
+    /// Rounds a row of results and stores it past the caches, if the engine does that (when it pays, see
     /// [`streams`](crate::kernel::cpu::memory::convert::streams)).
-    #[inline(always)]
-    unsafe fn write(row: &[Self::Sum], t: &RawTensor, token: i64, head: u32, _stream: bool) {
-        // SAFETY: token and head lie within `t`, whose row is this worker's alone.
-        unsafe { narrow(row, t, token, head) }
-    }
+    const AROUND_CACHES: Option<StoreRow<Self::Sum>> = None;
 
     /// Computes scores and p of a whole panel with the keys of a range of whole blocks, with the bits of
     /// [`AttentionEngine::scores`] and the softmax, interleaved with the deferred products and the first scores of
@@ -142,6 +142,10 @@ pub(crate) trait AttentionEngine {
     /// Computes the deferred products, and discards the scores that were computed ahead.
     unsafe fn finish(_later: &mut Self::Later) {}
 }
+
+/// Rounds a row to elements of a type at an address. The instruction set of the engine is present, and nothing else
+/// accesses them.
+pub(crate) type StoreRow<A> = unsafe fn(&[A], *mut u8, Dtype);
 
 /// The operands of the scores of a panel with some keys of a tile.
 #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "matrix units alone use all of it"))]
@@ -178,6 +182,16 @@ impl<V: Vector> Dense<V> {
     /// As [`AttentionEngine::keys`].
     #[inline(always)]
     unsafe fn rows(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [V::T]) -> bool {
+        // SAFETY: the contract.
+        unsafe { V::call(PackRows { t, head, rows, tile }) }
+    }
+
+    /// [`Dense::rows`], inlined.
+    ///
+    /// # Safety
+    /// As [`AttentionEngine::keys`].
+    #[inline(always)]
+    unsafe fn rows_here(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [V::T]) -> bool {
         let (dim, ld) = (t.dim as usize, Self::row(t.dim as usize));
         if t.dtype == V::T::DTYPE && dim.is_multiple_of(4 * V::W) {
             // SAFETY: the rows are those of [`AttentionEngine::keys`], and elements are those of the sums.
@@ -193,6 +207,24 @@ impl<V: Vector> Dense<V> {
         }
         // SAFETY: rows are apart by whole vectors.
         unsafe { !any_non_finite::<V>(tile.as_ptr(), rows.len() * ld) }
+    }
+}
+
+/// [`Dense::rows`].
+struct PackRows<'a, T> {
+    t: &'a RawTensor,
+    head: u32,
+    rows: &'a [i64],
+    tile: &'a mut [T],
+}
+
+impl<V: Vector> Routine<V> for PackRows<'_, V::T> {
+    type Output = bool;
+
+    #[inline(always)]
+    unsafe fn run(self) -> bool {
+        // SAFETY: the contract of `Dense::rows`.
+        unsafe { Dense::<V>::rows_here(self.t, self.head, self.rows, self.tile) }
     }
 }
 
@@ -236,6 +268,7 @@ impl<V: Vector> AttentionEngine for Dense<V> {
     type V = V;
     type T = V::T;
     const GRAIN: usize = 1;
+    const DENSE: bool = true;
     type Later = ();
 
     fn keys_len(dim: usize) -> usize {
@@ -265,7 +298,7 @@ impl<V: Vector> AttentionEngine for Dense<V> {
         for lane in (0..Self::PANEL).step_by(V::W) {
             // SAFETY: as above.
             unsafe {
-                lanes.pack(t, rows, dim, first + lane..first + lane + V::W);
+                lanes.pack::<V>(t, rows, dim, first + lane..first + lane + V::W);
                 to_lanes::<V>(rows, dim, dim, panel, Self::PANEL, lane);
             }
         }

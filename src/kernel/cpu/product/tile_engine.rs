@@ -20,7 +20,7 @@
 use super::amx::{configure, release};
 use super::amx_interleaved::{Panel, PendingProduct, put};
 use super::amx_product::{PANEL, TILE, scores_of, values_of};
-use super::engine::{AttentionEngine, Operands, Values};
+use super::engine::{AttentionEngine, Operands, StoreRow, Values};
 use super::forms::TileForm;
 use super::not_finite::{not_finite, row_by_row};
 use crate::call::RawTensor;
@@ -28,7 +28,7 @@ use crate::element::Dtype;
 use crate::kernel::cpu::attention::tile::{Lanes, Scores};
 use crate::kernel::cpu::memory::arena::KEYS;
 use crate::kernel::cpu::memory::convert::runs::sum;
-use crate::kernel::cpu::memory::rows::{address, narrow};
+use crate::kernel::cpu::memory::rows::address;
 use crate::kernel::cpu::vector::x86::transpose16;
 use core::arch::x86_64::*;
 use core::marker::PhantomData;
@@ -43,7 +43,8 @@ impl<H: TileForm> TileEngine<H> {
     ///
     /// # Safety
     /// As [`AttentionEngine::values`].
-    #[inline(always)]
+    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+    #[inline(never)]
     pub(crate) unsafe fn transposed<const CLEAN: bool>(
         t: &RawTensor,
         head: u32,
@@ -90,6 +91,78 @@ impl<H: TileForm> TileEngine<H> {
                             let to = ((at / 16 + half) * deep + first + block) * H::PARTS + part;
                             transpose16(pairs.as_ptr(), 16, tile.as_mut_ptr().add(to * TILE).cast(), 16);
                         }
+                    }
+                }
+            }
+            _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(H::INFINITY as i16)) == 0
+        }
+    }
+
+    /// Packs rows as they are: [`AttentionEngine::keys`].
+    ///
+    /// # Safety
+    /// As there.
+    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+    #[inline(never)]
+    unsafe fn pack_rows(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [u16]) -> bool {
+        let dim = t.dim as usize;
+        let deep = dim.div_ceil(32);
+        assert!(tile.len() >= rows.len().next_multiple_of(16) * deep * 32 * H::PARTS);
+        // SAFETY: rows are those of the tensor, the caller says; tiles are within `tile` (asserted).
+        unsafe {
+            let mut largest = _mm512_setzero_si512();
+            for (slot, &row) in rows.iter().enumerate() {
+                for i in 0..deep {
+                    let mut x = [_mm512_setzero_si512(); 3];
+                    if row >= 0 {
+                        x = H::load(address(t, row, head), 32 * i, dim);
+                    }
+                    largest = _mm512_max_epu16(largest, _mm512_and_si512(x[0], _mm512_set1_epi16(0x7fff)));
+                    for (part, x) in x[..H::PARTS].iter().enumerate() {
+                        let tile_of = (slot / 16 * deep + i) * H::PARTS + part;
+                        _mm512_storeu_si512(tile.as_mut_ptr().add(tile_of * TILE + slot % 16 * 32).cast(), *x);
+                    }
+                }
+            }
+            _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(H::INFINITY as i16)) == 0
+        }
+    }
+
+    /// Packs rows of lanes: [`AttentionEngine::queries`].
+    ///
+    /// # Safety
+    /// As there.
+    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+    #[inline(never)]
+    unsafe fn pack_panel(lanes: &Lanes<f32>, first: usize, t: &RawTensor, panel: &mut [u16]) -> bool {
+        let dim = t.dim as usize;
+        let deep = dim.div_ceil(32);
+        let mut rows = Pairs([[[0.0; 256]; 2]; 3]);
+        assert!(panel.len() >= PANEL * deep * 32 * H::PARTS);
+        // SAFETY: rows and heads of lanes are those of the tensor, the caller says; tiles are within the panel.
+        unsafe {
+            let mut largest = _mm512_setzero_si512();
+            for tile in 0..PANEL / 16 {
+                // Prefetch the rows of the next tile, and of this one if it is the first. Packing reads a line of one
+                // row after another, and would wait for each of them.
+                let here = first + 16 * tile;
+                let asked = if here == 0 { 0 } else { here + 16 };
+                prefetch_lanes::<_MM_HINT_T0>(t, lanes, asked..(here + 32).min(lanes.n));
+                for i in 0..deep {
+                    for l in 0..16 {
+                        let lane = here + l;
+                        let mut x = [_mm512_setzero_si512(); 3];
+                        if lane < lanes.n {
+                            x = H::load(address(t, lanes.row[lane], lanes.head[lane]), 32 * i, dim);
+                        }
+                        largest = _mm512_max_epu16(largest, _mm512_and_si512(x[0], _mm512_set1_epi16(0x7fff)));
+                        for (rows, x) in rows.0[..H::PARTS].iter_mut().zip(x) {
+                            _mm512_store_si512(rows[0].as_mut_ptr().add(16 * l).cast(), x);
+                        }
+                    }
+                    for (part, rows) in rows.0[..H::PARTS].iter().enumerate() {
+                        let to = panel.as_mut_ptr().add(((tile * deep + i) * H::PARTS + part) * TILE);
+                        transpose16(rows[0].as_ptr(), 16, to.cast(), 16);
                     }
                 }
             }
@@ -155,6 +228,7 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
     const TILES: usize = H::TILES;
     const INTERLEAVES: bool = H::MATRIX_UNIT;
     const WRITES_ALL: bool = true;
+    const AROUND_CACHES: Option<StoreRow<f32>> = Some(store_around_caches);
     type Later = PendingProduct;
 
     fn keys_len(dim: usize) -> usize {
@@ -189,27 +263,8 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
 
     #[inline(always)]
     unsafe fn keys(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [u16]) -> bool {
-        let dim = t.dim as usize;
-        let deep = dim.div_ceil(32);
-        assert!(tile.len() >= rows.len().next_multiple_of(16) * deep * 32 * H::PARTS);
-        // SAFETY: rows are those of the tensor, the caller says; tiles are within `tile` (asserted).
-        unsafe {
-            let mut largest = _mm512_setzero_si512();
-            for (slot, &row) in rows.iter().enumerate() {
-                for i in 0..deep {
-                    let mut x = [_mm512_setzero_si512(); 3];
-                    if row >= 0 {
-                        x = H::load(address(t, row, head), 32 * i, dim);
-                    }
-                    largest = _mm512_max_epu16(largest, _mm512_and_si512(x[0], _mm512_set1_epi16(0x7fff)));
-                    for (part, x) in x[..H::PARTS].iter().enumerate() {
-                        let tile_of = (slot / 16 * deep + i) * H::PARTS + part;
-                        _mm512_storeu_si512(tile.as_mut_ptr().add(tile_of * TILE + slot % 16 * 32).cast(), *x);
-                    }
-                }
-            }
-            _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(H::INFINITY as i16)) == 0
-        }
+        // SAFETY: the contract.
+        unsafe { Self::pack_rows(t, head, rows, tile) }
     }
 
     #[inline(always)]
@@ -226,39 +281,8 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
 
     #[inline(always)]
     unsafe fn queries(lanes: &Lanes<f32>, first: usize, t: &RawTensor, panel: &mut [u16], _: &mut [f32]) -> bool {
-        let dim = t.dim as usize;
-        let deep = dim.div_ceil(32);
-        let mut rows = Pairs([[[0.0; 256]; 2]; 3]);
-        assert!(panel.len() >= PANEL * deep * 32 * H::PARTS);
-        // SAFETY: rows and heads of lanes are those of the tensor, the caller says; tiles are within the panel.
-        unsafe {
-            let mut largest = _mm512_setzero_si512();
-            for tile in 0..PANEL / 16 {
-                // Prefetch the rows of the next tile, and of this one if it is the first. Packing reads a line of one
-                // row after another, and would wait for each of them.
-                let here = first + 16 * tile;
-                let asked = if here == 0 { 0 } else { here + 16 };
-                prefetch_lanes::<_MM_HINT_T0>(t, lanes, asked..(here + 32).min(lanes.n));
-                for i in 0..deep {
-                    for l in 0..16 {
-                        let lane = here + l;
-                        let mut x = [_mm512_setzero_si512(); 3];
-                        if lane < lanes.n {
-                            x = H::load(address(t, lanes.row[lane], lanes.head[lane]), 32 * i, dim);
-                        }
-                        largest = _mm512_max_epu16(largest, _mm512_and_si512(x[0], _mm512_set1_epi16(0x7fff)));
-                        for (rows, x) in rows.0[..H::PARTS].iter_mut().zip(x) {
-                            _mm512_store_si512(rows[0].as_mut_ptr().add(16 * l).cast(), x);
-                        }
-                    }
-                    for (part, rows) in rows.0[..H::PARTS].iter().enumerate() {
-                        let to = panel.as_mut_ptr().add(((tile * deep + i) * H::PARTS + part) * TILE);
-                        transpose16(rows[0].as_ptr(), 16, to.cast(), 16);
-                    }
-                }
-            }
-            _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(H::INFINITY as i16)) == 0
-        }
+        // SAFETY: the contract.
+        unsafe { Self::pack_panel(lanes, first, t, panel) }
     }
 
     #[inline(always)]
@@ -299,18 +323,6 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
         if !v.finite {
             // SAFETY: as above.
             unsafe { not_finite::<H>(v, p, o, keys) };
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn write(row: &[f32], t: &RawTensor, token: i64, head: u32, stream: bool) {
-        // SAFETY: token and head lie within `t`, whose row is this worker's alone.
-        unsafe {
-            if stream {
-                store_around_caches(row, address(t, token, head), t.dtype);
-            } else {
-                narrow(row, t, token, head);
-            }
         }
     }
 

@@ -8,6 +8,7 @@
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod neon;
 pub(crate) mod portable;
+pub(crate) mod routine;
 pub(crate) mod simd;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod x86;

@@ -7,6 +7,7 @@
 
 #![allow(unused_unsafe, reason = "newer compilers take these intrinsics for safe where the target has NEON")]
 
+use super::routine::Routine;
 use super::simd::Vector;
 use crate::kernel::cpu::product::Gemm;
 use crate::kernel::cpu::product::gemm::gemm;
@@ -89,6 +90,11 @@ macro_rules! vector {
             unsafe fn gemm(g: &Gemm<$t>) {
                 // SAFETY: the panels are as `Gemm` says (the contract of `gemm`).
                 unsafe { gemm::<Self>(g) }
+            }
+            #[inline(always)]
+            unsafe fn call<R: Routine<Self>>(routine: R) -> R::Output {
+                // SAFETY: the contract of `Vector`.
+                unsafe { routine.plain() }
             }
             $($own)*
         }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Vectors without a specific instruction set: plain arrays.
 
+use super::routine::Routine;
 use super::simd::{Real, Vector};
 use crate::kernel::cpu::product::Gemm;
 use crate::kernel::cpu::product::gemm::gemm;
@@ -59,5 +60,10 @@ impl<T: Real> Vector for FourLanes<T> {
     unsafe fn gemm(g: &Gemm<T>) {
         // SAFETY: the panels are as `Gemm` says (the contract of `gemm`); this type needs no instruction set.
         unsafe { gemm::<Self>(g) }
+    }
+    #[inline(always)]
+    unsafe fn call<R: Routine<Self>>(routine: R) -> R::Output {
+        // SAFETY: the contract of `Vector`.
+        unsafe { routine.plain() }
     }
 }

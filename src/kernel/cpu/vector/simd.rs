@@ -8,6 +8,7 @@
 //! Methods of [`Vector`] must be called from functions that are compiled for the instruction set: elsewhere they are
 //! not inlined and slow. `mul_add` of the standard library must not be used: without the instruction it is a call.
 
+use super::routine::Routine;
 use crate::element::Accumulator;
 
 /// An accumulator with the arithmetic of its kernels.
@@ -109,6 +110,11 @@ pub(crate) trait Vector: Copy {
     }
     /// The matrix product of `gemm.rs`, compiled for this instruction set.
     unsafe fn gemm(g: &crate::kernel::cpu::product::Gemm<Self::T>);
+    /// Runs a routine compiled for this instruction set.
+    ///
+    /// # Safety
+    /// As [`Routine::run`].
+    unsafe fn call<R: Routine<Self>>(routine: R) -> R::Output;
 }
 
 /// Lanes of the widest vector.

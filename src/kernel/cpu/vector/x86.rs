@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The vectors of AVX2 with FMA, and of AVX-512.
 
+use super::routine::Routine;
 use super::simd::Vector;
 use crate::kernel::cpu::product::Gemm;
 use crate::kernel::cpu::product::gemm::gemm;
@@ -43,7 +44,7 @@ pub(crate) fn has_avx2() -> bool {
 }
 
 macro_rules! vector {
-    ($v:ty, $t:ty, $w:literal, $mr:literal, $features:literal,
+    ($v:ty, $t:ty, $w:literal, $mr:literal, $features:literal, $routine:ident,
      $splat:ident $load:ident $store:ident $add:ident $sub:ident $mul:ident $div:ident $fma:ident
      $max:ident,
      |$i:ident, $j:ident| $any:expr, |$a:ident, $b:ident, $x:ident, $y:ident| $gt:expr; $($own:tt)*) => {
@@ -111,12 +112,17 @@ macro_rules! vector {
                 // SAFETY: the panels are as `Gemm` says and the instruction set is present (the contract of `gemm`).
                 unsafe { gemm::<Self>(g) }
             }
+            #[inline(always)]
+            unsafe fn call<R: Routine<Self>>(routine: R) -> R::Output {
+                // SAFETY: the instruction set is present (the contract of `Vector`).
+                unsafe { routine.$routine() }
+            }
             $($own)*
         }
     };
 }
 
-vector!(__m512, f32, 16, 8, "avx512f,avx512dq,avx2,fma",
+vector!(__m512, f32, 16, 8, "avx512f,avx512dq,avx2,fma", avx512,
     _mm512_set1_ps _mm512_loadu_ps _mm512_storeu_ps _mm512_add_ps _mm512_sub_ps _mm512_mul_ps _mm512_div_ps
     _mm512_fmadd_ps _mm512_max_ps,
     |a, b| _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0,
@@ -140,12 +146,12 @@ vector!(__m512, f32, 16, 8, "avx512f,avx512dq,avx2,fma",
         unsafe { transpose16(from, ld, to, to_ld) }
     }
 );
-vector!(__m512d, f64, 8, 8, "avx512f,avx512dq,avx2,fma",
+vector!(__m512d, f64, 8, 8, "avx512f,avx512dq,avx2,fma", avx512,
     _mm512_set1_pd _mm512_loadu_pd _mm512_storeu_pd _mm512_add_pd _mm512_sub_pd _mm512_mul_pd _mm512_div_pd
     _mm512_fmadd_pd _mm512_max_pd,
     |a, b| _mm512_cmp_pd_mask::<_CMP_GT_OQ>(a, b) != 0,
     |a, b, x, y| _mm512_mask_blend_pd(_mm512_cmp_pd_mask::<_CMP_GT_OQ>(a, b), y, x););
-vector!(__m256, f32, 8, 6, "avx2,fma",
+vector!(__m256, f32, 8, 6, "avx2,fma", avx2,
     _mm256_set1_ps _mm256_loadu_ps _mm256_storeu_ps _mm256_add_ps _mm256_sub_ps _mm256_mul_ps _mm256_div_ps
     _mm256_fmadd_ps _mm256_max_ps,
     |a, b| _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) != 0,
@@ -164,7 +170,7 @@ vector!(__m256, f32, 8, 6, "avx2,fma",
         unsafe { transpose8(from, ld, to, to_ld) }
     }
 );
-vector!(__m256d, f64, 4, 6, "avx2,fma",
+vector!(__m256d, f64, 4, 6, "avx2,fma", avx2,
     _mm256_set1_pd _mm256_loadu_pd _mm256_storeu_pd _mm256_add_pd _mm256_sub_pd _mm256_mul_pd _mm256_div_pd
     _mm256_fmadd_pd _mm256_max_pd,
     |a, b| _mm256_movemask_pd(_mm256_cmp_pd::<_CMP_GT_OQ>(a, b)) != 0,

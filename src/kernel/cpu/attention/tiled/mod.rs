@@ -35,6 +35,7 @@ use crate::kernel::cpu::product::amx_product::PANEL;
 use crate::kernel::cpu::product::engine::AttentionEngine;
 use crate::kernel::cpu::product::forms::TileForm;
 use crate::kernel::cpu::product::tile_engine::TileEngine;
+use core::arch::x86_64::__m512;
 use core::sync::atomic::AtomicUsize;
 use tiles::MatrixTiles;
 use weights::{PANELS, ROWS};
@@ -58,7 +59,8 @@ impl Keys<'_> {
             let mut stream = units.keys(&unit);
             t.n = 0;
             while t.n < SUPER && t.slots[t.n].next(&mut stream, false, false) {
-                t.slots[t.n].find_blocks();
+                // SAFETY: AVX-512 is present (the contract).
+                unsafe { t.slots[t.n].find_blocks::<__m512>() };
                 t.n += 1;
             }
             // SAFETY: rows and heads are within the tensors (checked); dk and dv of these keys and this kv head are
@@ -102,7 +104,8 @@ impl Keys<'_> {
                 let one = one_band(pairs);
                 let mut reader = self.reader(q, pairs);
                 let core::ops::Range { start: mut first, end } = if one {
-                    t.rows(&reader)
+                    // SAFETY: AVX-512 is present (the contract).
+                    unsafe { t.rows(&reader) }
                 } else {
                     union(by_band(pairs).map(|pairs| t.rows_near(&self.reader(q, pairs))))
                 };
@@ -117,14 +120,18 @@ impl Keys<'_> {
                         if !one {
                             reader = self.reader(q, pairs);
                             let near = t.rows_near(&reader);
-                            if near.start >= first + count || near.end <= first || t.rows(&reader).is_empty() {
+                            if near.start >= first + count || near.end <= first {
+                                continue;
+                            }
+                            // SAFETY: AVX-512 is present (the contract).
+                            if unsafe { t.rows(&reader) }.is_empty() {
                                 continue;
                             }
                         }
                         // SAFETY: rows and heads are within the tensors (checked).
                         unsafe {
                             t.lanes.set(&reader.q, first, count, head..end_head, &c.alibi_slopes);
-                            t.lanes.limit(&reader.limits);
+                            t.lanes.limit::<__m512>(&reader.limits);
                             self.rows_in_hand::<H>(t, scoring, turn, place + first + count);
                         }
                     }

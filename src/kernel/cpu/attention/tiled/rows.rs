@@ -40,7 +40,8 @@ impl Keys<'_> {
         let mut covers = [[Cover::None; BLOCKS]; PANELS];
         let mut any = false;
         for (panel, covers) in covers[..panels].iter_mut().enumerate() {
-            let sight: VisibleKeys = t.lanes.visible_keys(panel * PANEL, PANEL);
+            // SAFETY: AVX-512 is present (the contract).
+            let sight: VisibleKeys = unsafe { t.lanes.visible_keys::<__m512>(panel * PANEL, PANEL) };
             for (cover, block) in covers.iter_mut().zip(&t.blocks) {
                 *cover = match sight.cover(block.min, block.max) {
                     Cover::All if !block.full => Cover::Some,
@@ -159,7 +160,8 @@ impl Keys<'_> {
             let blocks = range.start.max(tile * EACH)..range.end.min((tile + 1) * EACH);
             let keys = (blocks.start - tile * EACH) * BLOCK..(blocks.end - tile * EACH) * BLOCK;
             let masked = fills_up || covers[blocks.clone()].contains(&Cover::Some);
-            t.lanes.relate(first, PANEL, t.slots[tile].base, masked, scoring.alibi);
+            // SAFETY: AVX-512 is present (the contract).
+            unsafe { t.lanes.relate::<__m512>(first, PANEL, t.slots[tile].base, masked, scoring.alibi) };
             // SAFETY: tiles and panels are as long as the engine says.
             unsafe {
                 let (q, d_o) = (t.q.as_ptr().add(panel * TileEngine::<H>::queries_len(d)), t.d_o.as_ptr());

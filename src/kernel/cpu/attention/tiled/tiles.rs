@@ -179,8 +179,12 @@ impl<'a> MatrixTiles<'a> {
 
     /// The rows of a q range that may see a key of the unit, by pairs of one band. Also sets the positions of keys for
     /// these (`rel`, `blocks`).
-    #[inline(always)]
-    pub(crate) fn rows(&mut self, reader: &Reader) -> core::ops::Range<u32> {
+    ///
+    /// # Safety
+    /// AVX-512 is present.
+    #[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
+    #[inline(never)]
+    pub(crate) unsafe fn rows(&mut self, reader: &Reader) -> core::ops::Range<u32> {
         if self.rows_near(reader).is_empty() {
             return 0..0;
         }

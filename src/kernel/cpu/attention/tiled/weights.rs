@@ -126,7 +126,8 @@ impl GradientInputs<'_> {
 ///
 /// # Safety
 /// As [`AttentionEngine::queries`](crate::kernel::cpu::product::engine::AttentionEngine::queries).
-#[inline(always)]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+#[inline(never)]
 pub(crate) unsafe fn pack_pairs<H: TileForm>(lanes: &Lanes<f32>, t: &RawTensor, to: &mut [u16]) -> (u128, u16) {
     let dim = t.dim as usize;
     let deep = dim.next_multiple_of(32) / 16;

@@ -8,7 +8,8 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 impl Convert for FourLanes<f32> {
-    #[inline(always)]
+    // Calls, since `half` asks for the machine's instructions in each copy.
+    #[inline(never)]
     unsafe fn load_f16(p: *const u8) -> Self {
         let (mut halves, mut wide) = ([f16::ZERO; Self::W], [0.0; Self::W]);
         // SAFETY: `p` is to W elements, the arrays have W; arrays need no instruction set, here and below.
@@ -37,7 +38,7 @@ impl Convert for FourLanes<f32> {
         unsafe { self.store(x.as_mut_ptr()) };
         (x[0] + x[2]) + (x[1] + x[3])
     }
-    #[inline(always)]
+    #[inline(never)]
     unsafe fn store_f16(self, p: *mut u8) {
         let (mut halves, mut wide) = ([f16::ZERO; Self::W], [0.0; Self::W]);
         // SAFETY: as above.
