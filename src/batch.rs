@@ -241,7 +241,7 @@ mod tests {
         let text = |r: Result<Batch>| r.unwrap_err().to_string();
         assert_eq!(
             text(Batch::new(&[1, 2])),
-            "cu_seqlens[0] is 1, expected 0: these are offsets, not lengths: 0, then the end of each document"
+            "cu_seqlens[0] is 1, expected 0; these are offsets, not lengths: 0, then the end of each document"
         );
         assert_eq!(text(Batch::new(&[0, 5, 3])), "cu_seqlens[2] is 3, expected at least cu_seqlens[1] = 5");
         assert!(text(Batch::new(&[])).starts_with("cu_seqlens is empty"));
