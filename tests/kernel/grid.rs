@@ -210,7 +210,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
     // Slices may leave all rows a single key: dk is then a sum of so many errors, and 0.
     let of_dk = if p.slices.is_some() { floor * (q_at.row_of.len() as f64).sqrt() } else { floor };
     // Of few numbers, one large error is most of the RMS.
-    let rounding = |of: &Rms| rounding::<E>(isa) * (1.0 + 6.0 / of.count.sqrt());
+    let rounding = |of: &Rms| rounding::<E>(isa) * (1.0 + 6.0 / of.count.max(1.0).sqrt());
     for (rms, (what, floor)) in rms.iter().zip([("running o", 0.0), ("dq", floor), ("dk", of_dk), ("dv", 0.0)]) {
         rms.assert_below(bound + rounding(rms), floor, &format!("{what} on {isa} of {p:?}"));
     }
