@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::call::{Band, Pair, QRange};
-use crate::kernel::cuda::metadata::{run, sort};
+use crate::kernel::cuda::memory::metadata::{run, sort};
 use alloc::vec;
 
 /// Numbers that look random.
