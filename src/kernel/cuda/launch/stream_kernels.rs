@@ -14,6 +14,7 @@ use crate::kernel::cuda::launch::Launches;
 use crate::kernel::cuda::launch::recorded::{COUNTER_BYTES, LaunchRecorder};
 use crate::kernel::cuda::memory::metadata_ring::MetadataRing;
 use crate::kernel::cuda::sm_margin::SmMargin;
+use alloc::boxed::Box;
 use alloc::format;
 use alloc::sync::Arc;
 
@@ -33,7 +34,7 @@ const CALLS: usize = 64;
 /// idle.
 #[derive(Debug)]
 pub struct StreamKernels {
-    recorder: LaunchRecorder,
+    recorder: Box<LaunchRecorder>,
     /// `None` in `drop` alone.
     ring: Option<MetadataRing>,
     margin: Option<SmMargin>,
@@ -58,7 +59,8 @@ impl StreamKernels {
     pub fn with_metadata(cuda: Arc<Cuda>, bytes: usize, calls: usize) -> Result<Self> {
         cuda.prepare_blocks()?;
         let ring = cuda.spare_rings.take(cuda.context(), bytes, calls)?;
-        Ok(Self { recorder: LaunchRecorder::of_single_calls(ring.bytes()), ring: Some(ring), margin: None, cuda })
+        let recorder = Box::new(LaunchRecorder::of_single_calls(ring.bytes()));
+        Ok(Self { recorder, ring: Some(ring), margin: None, cuda })
     }
 
     /// The device.
@@ -94,7 +96,7 @@ impl StreamKernels {
         let (bytes, calls) = (bytes.max(now.0), calls.max(now.1));
         if (bytes, calls) != now {
             let larger = self.cuda.spare_rings.take(self.cuda.context(), bytes, calls)?;
-            self.recorder = LaunchRecorder::of_single_calls(larger.bytes());
+            *self.recorder = LaunchRecorder::of_single_calls(larger.bytes());
             if let Some(old) = self.ring.replace(larger) {
                 self.cuda.spare_rings.put(old);
             }
