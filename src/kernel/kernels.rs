@@ -19,7 +19,6 @@ use crate::{
 /// The kernels of the CPU or of one device, behind the same calls.
 #[derive(Debug)]
 #[non_exhaustive]
-#[allow(clippy::large_enum_variant, reason = "a program has a few of them, each for many calls")]
 pub enum Kernels {
     /// The CPU's kernels, with the memory of their tiles.
     Cpu(cpu::Scratch),
