@@ -494,6 +494,7 @@ class Plans(unittest.TestCase):
     def test_what_it_says(self) -> None:
         the_plan = plan(layout=cpattn.Layout.STRIPED, layout_parameter=2)
         info = the_plan.describe()
+        self.assertEqual((info.world, info.layout), (3, cpattn.Layout.STRIPED))
         self.assertEqual((info.ring, info.ulysses, info.replicas, info.q_tokens), (3, 1, 1, 12))
         self.assertEqual(list(the_plan.tokens(cpattn.Side.Q, 1)), [2, 3, 8, 9])
         self.assertEqual(list(the_plan.positions(cpattn.Side.Q, 1)), [2, 3, 3, 4])

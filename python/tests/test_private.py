@@ -89,6 +89,8 @@ def missing(name: str, where: str) -> str | None:
     """What is not there."""
     module, _, inside = where.partition(":")
     found = importlib.import_module(module)
+    if name == "_attn" and hasattr(found, "ALL_ATTENTION_FUNCTIONS"):
+        return None  # from Transformers 5.24 on GPT-J and CodeGen need no adapter
     for part in inside.split(".") if inside else ():
         if not hasattr(found, part):
             return f"{module} has no {part}"

@@ -7,6 +7,7 @@ positions of this rank's tokens. Batches are cached by their documents and slice
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from array import array
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 DTYPES = dict(zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), Dtype, strict=True))
+
+# PyTorch's dtypes by those of plans and schedules.
+TORCH_DTYPES = {of_plan: dtype for dtype, of_plan in DTYPES.items()}
 
 PlanOf = Callable[[Packing], Plan]
 
@@ -349,9 +353,13 @@ class Batch(Heads, Gathering, Packed):
 
     def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor, listed: bool = False) -> Plan:
         """The plan of a kind of layer, with this batch's tokens. It packs messages if the tensors are not contiguous."""
+        for name, x, tokens in (("q", q, len(self.tokens)), ("k", k, len(self.k_tokens)), ("v", v, len(self.k_tokens))):
+            if x.shape[0] != tokens:
+                more = f": {name} is [tokens, heads, head_dim], give {name}.transpose(0, 1)" if x.shape[1] == tokens else ""
+                raise InvalidArgument(f"{name} has the shape {tuple(x.shape)}, ({tokens}, heads, head_dim) is needed{more}")
         kind = kind_of(q, k, v, DTYPES[q.dtype], sinks_of(sinks), told)
         if listed and not self._common.get("reproducible"):
-            kind |= {side: one_of(side, self._common.get(side, 0), Circulate) or Circulate.KEYS for side in ("circulate", "circulate_forward")}
+            kind |= {side: one_of(side, self._common.get(side, Circulate.AUTO), Circulate) or Circulate.KEYS for side in ("circulate", "circulate_forward")}
         if self._alone_on_ring and not all(x.is_contiguous() for x in (q, k, v, *more)):
             kind["pack_inputs"] = True
         return self._plan_of(kind)
@@ -375,6 +383,8 @@ class Batch(Heads, Gathering, Packed):
 
     def _shift(self, name: str, rows: Tensor, by: int, filling: str, fill: float) -> Tensor:
         self._check(name, rows, len(self.tokens))
+        if isinstance(fill, enum.Enum):
+            raise refused(filling, fill, "a number is needed, not a member of an enum: are two arguments exchanged?")
         if not _holds(rows.dtype, fill):
             raise refused(filling, fill, f"which {rows.dtype} cannot represent: convert {name}, or give another {filling}")
         mine = rows.detach().cpu().resolve_conj().resolve_neg().reshape(len(rows), math.prod(rows.shape[1:])).contiguous()
@@ -392,7 +402,7 @@ def _tokens_of(plan: Plan) -> str:
     """The distribution of tokens, in words."""
     info = plan.describe()
     parameter = f"({info.layout_parameter})" if info.layout_parameter else ""
-    layout = Layout(info.layout).name.lower()
+    layout = info.layout.name.lower()
     return f"layout {layout}{parameter}, ulysses {info.ulysses} x ring {info.ring}, distribution {plan.distribution:016x}"
 
 
