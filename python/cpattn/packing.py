@@ -105,7 +105,7 @@ def kind_of(q: Shaped, k: Shaped, v: Shaped, dtype: Dtype, sinks: int, told: Seq
         more = ": are q and k exchanged?" if k.shape[1] > q.shape[1] else ""
         raise InvalidArgument(
             f"q is of shape {tuple(q.shape)} and k of {tuple(k.shape)}, [tokens, heads, head_dim]: the {q.shape[1]} heads of q are no "
-            f"multiple of the {k.shape[1]} of k{more}"
+            f"multiple of the {k.shape[1]} kv_heads of k{more}"
         )
     given = {name: value for name, value in zip(_TOLD, told) if value is not None}
     kind = checked(given, q.shape[1])  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from torch import Tensor
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import Packed, PackedContext, Packing, kind_of, over_all, sinks_of
-from ..options import CHOSEN, RUNS, Circulate, Dtype, Layout, PlanOptions, Side, at_least_1, checked, kinds_of
+from ..options import CHOSEN, RUNS, Circulate, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..plan import Plan
 from ..rank import Rank
 from ..slices import Slice
@@ -30,6 +30,7 @@ from ..trace import Event
 from . import nccl, nodes, operators
 from .combine import Combining
 from .dropout import of_call
+from .dtypes import DTYPES, holds
 from .gather import Gathering
 from .gloo import Collectives, GlooTransport, Members
 from .heads import Heads
@@ -39,23 +40,12 @@ from .operators import on_device
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-DTYPES = dict(zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), Dtype, strict=True))
-
-# PyTorch's dtypes by those of plans and schedules.
-TORCH_DTYPES = {of_plan: dtype for dtype, of_plan in DTYPES.items()}
-
 PlanOf = Callable[[Packing], Plan]
 
 _numbers = itertools.count()
 
 # By group of global ranks: the open contexts, oldest first, each with the function that makes the plans that decide the distribution.
 _deciding: dict[tuple[int, ...], list[tuple[Context, PlanOf]]] = {}
-
-
-def _holds(dtype: torch.dtype, number: object) -> bool:
-    """Whether the type can represent the number, rounded if it is a float type. PyTorch would silently round it to an integer."""
-    held = attempt(lambda: torch.empty(2, dtype=dtype).fill_(number)[0].item())  # type: ignore[call-overload]
-    return held is not None and (dtype.is_floating_point or dtype.is_complex or bool(held == number))
 
 
 class Context(PackedContext, Combining):
@@ -355,8 +345,8 @@ class Batch(Heads, Gathering, Packed):
         """The plan of a kind of layer, with this batch's tokens. It packs messages if the tensors are not contiguous."""
         for name, x, tokens in (("q", q, len(self.tokens)), ("k", k, len(self.k_tokens)), ("v", v, len(self.k_tokens))):
             if x.shape[0] != tokens:
-                more = f": {name} is [tokens, heads, head_dim], give {name}.transpose(0, 1)" if x.shape[1] == tokens else ""
-                raise InvalidArgument(f"{name} has the shape {tuple(x.shape)}, ({tokens}, heads, head_dim) is needed{more}")
+                hint = f": {name} is [tokens, heads, head_dim], give {name}.transpose(0, 1)" if x.shape[1] == tokens else ""
+                raise InvalidArgument(f"{name} has the shape {tuple(x.shape)}, ({tokens}, heads, head_dim) is needed{hint}")
         kind = kind_of(q, k, v, DTYPES[q.dtype], sinks_of(sinks), told)
         if listed and not self._common.get("reproducible"):
             kind |= {side: one_of(side, self._common.get(side, Circulate.AUTO), Circulate) or Circulate.KEYS for side in ("circulate", "circulate_forward")}
@@ -385,7 +375,7 @@ class Batch(Heads, Gathering, Packed):
         self._check(name, rows, len(self.tokens))
         if isinstance(fill, enum.Enum):
             raise refused(filling, fill, "a number is needed, not a member of an enum: are two arguments exchanged?")
-        if not _holds(rows.dtype, fill):
+        if not holds(rows.dtype, fill):
             raise refused(filling, fill, f"which {rows.dtype} cannot represent: convert {name}, or give another {filling}")
         mine = rows.detach().cpu().resolve_conj().resolve_neg().reshape(len(rows), math.prod(rows.shape[1:])).contiguous()
         out, one = torch.empty_like(mine), torch.empty(1, dtype=rows.dtype).fill_(fill)
