@@ -344,9 +344,9 @@ class Batch(Heads, Gathering, Packed):
     def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor, listed: bool = False) -> Plan:
         """The plan of a kind of layer, with this batch's tokens. It packs messages if the tensors are not contiguous."""
         for name, x, tokens in (("q", q, len(self.tokens)), ("k", k, len(self.k_tokens)), ("v", v, len(self.k_tokens))):
-            if x.shape[0] != tokens:
-                hint = f": {name} is [tokens, heads, head_dim], give {name}.transpose(0, 1)" if x.shape[1] == tokens else ""
-                raise InvalidArgument(f"{name} has the shape {tuple(x.shape)}, ({tokens}, heads, head_dim) is needed{hint}")
+            if x.shape[0] != tokens == x.shape[1]:  # other wrong sizes are refused by the library
+                given = f"{name} has the shape {tuple(x.shape)}, ({tokens}, heads, head_dim) is needed"
+                raise InvalidArgument(f"{given}: {name} is [tokens, heads, head_dim], give {name}.transpose(0, 1)")
         kind = kind_of(q, k, v, DTYPES[q.dtype], sinks_of(sinks), told)
         if listed and not self._common.get("reproducible"):
             kind |= {side: one_of(side, self._common.get(side, Circulate.AUTO), Circulate) or Circulate.KEYS for side in ("circulate", "circulate_forward")}
