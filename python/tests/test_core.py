@@ -337,7 +337,7 @@ class Plans(unittest.TestCase):
             ("kv_heads is 1.0, a whole number is needed", {"kv_heads": 1.0}),
             ("ring is 4294967297, at most 4294967295 is needed", {"ring": 2**32 + 1}),
             ("window_left is -1, at least 0 is needed", {"window_left": -1}),
-            ("window_right is None, a whole number is needed", {"window_right": None}),
+            ("window_right is None, at least 0 is needed; for no limit give cpattn.UNLIMITED", {"window_right": None}),
             ("scale is nan, a finite number is needed", {"scale": float("nan")}),
             ("scale is 0.0, a number other than 0 is needed", {"scale": 0.0}),
             ("softcap is '3', a finite number is needed", {"softcap": "3"}),
