@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from cpattn import Plan, Side
 from cpattn.schedule import Gradients, Op, Schedule, Tensor
+from cpattn.torch import TORCH_DTYPES
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 DOCUMENTS = [0, 37, 37, 101, 128]
@@ -26,16 +27,17 @@ SLICES = [
     *cpattn.slices.pairs([((0, 37), (0, 37))]),
     *cpattn.slices.moved(cpattn.slices.shared_prefix(20, [44, 27]), 37),
 ]
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CASES = {
     "ulysses": {"ring": 1},
     "ring": {"ulysses": 1, "layout": "zigzag", "sinks": True},
     "ring in which q circulates": {"ulysses": 1, "circulate": "queries", "circulate_forward": "queries", "softcap": 2.0, "sinks": True},
     "hybrid, a window, stripes": {"ulysses": 2, "layout": "striped", "layout_parameter": 3, "window_left": 9, "alibi_slopes": [0.5, 0.25, 0.125, 0.0]},
+    "several sinks of a head": {"ulysses": 2, "sinks": 3},
     "two nodes": {"ulysses": 1, "ranks_per_node": 2},
     "two passes, packed inputs": {"ulysses": 1, "passes": 2, "pack_inputs": True},
     "gathered": {"ulysses": 2, "gather": "others"},
     "same bits on any number of ranks": {"ulysses": 2, "reproducible": True, "sinks": True},
+    "same bits, several sinks": {"ulysses": 1, "reproducible": True, "sinks": 3},
     "slices": {"ulysses": 1, "layout": "balanced", "layout_parameter": 2, "slices": SLICES},
     "slices, hybrid, q circulates": {"ulysses": 2, "circulate": "queries", "slices": SLICES},
 }
@@ -52,7 +54,7 @@ class Executor:
         for b in schedule.buffers:
             # What nothing writes must show.
             if b.written:
-                made = torch.full(b.shape, torch.nan, dtype=DTYPES[b.dtype])
+                made = torch.full(b.shape, torch.nan, dtype=TORCH_DTYPES[b.dtype])
                 if b.tensor is not None:
                     self.tensors[b.tensor] = made
             self.buffers.append(made if b.written else self.tensors[b.tensor])
@@ -91,10 +93,12 @@ class Executor:
     def sink_gradient(self, op: Op) -> None:
         sink, part = self.at(op.sinks), self.at(op.dsinks)
         part.zero_()
-        part[:, :, :1] = -((sink - self.at(op.lse)).exp() * self.at(op.delta)).sum(0, keepdim=True)
+        # One word for each sink, or 28, of which this program uses the first.
+        part.unflatten(2, (sink.shape[2], -1))[..., 0] = -((sink - self.at(op.lse)).exp() * self.at(op.delta)).sum(0, keepdim=True)
 
     def sink_total(self, op: Op) -> None:
-        self.at(op.sums[0].dst).copy_(self.at(op.sums[0].sources[0]).sum(2, keepdim=True))
+        dst = self.at(op.sums[0].dst)
+        dst.copy_(self.at(op.sums[0].sources[0]).unflatten(2, (dst.shape[2], -1)).sum(3))
 
     def scores(self, op: Op, q_range):
         """Of a q range: the scores of its pairs [heads, q, keys], their derivative by the product q·k, the rows of the keys in the call's
@@ -135,7 +139,7 @@ class Executor:
                 self.write_partial(op.running, op.running_lse, mine, o, lse)
                 continue
             if op.sinks:
-                sinks = self.at(op.sinks)[..., 0].expand_as(lse).to(lse.dtype)
+                sinks = self.at(op.sinks).logsumexp(2).expand_as(lse).to(lse.dtype)
                 o, lse = merge((o, lse), (torch.zeros_like(o), sinks))
             self.write_partial(op.o, op.lse, mine, o, lse)
 
@@ -186,7 +190,7 @@ def dense(inputs, options, allowed, distance):
         s = s - torch.tensor(slopes)[:, None, None] * distance.abs()
     s = s.masked_fill(~allowed, -torch.inf)
     if options.get("sinks"):
-        s = torch.cat([s, sinks[:, None, None].expand(-1, len(q), 1)], 2)
+        s = torch.cat([s, sinks[:, None].expand(-1, len(q), -1)], 2)
     lse = s.logsumexp(2)
     p = (s - lse[..., None]).exp()[:, :, : len(k)]
     o = torch.einsum("hqk,khd->qhd", p, v.repeat_interleave(group, 1))
@@ -199,13 +203,13 @@ def compare(name, rank, world, dtype=torch.float64):
     options, tokens = CASES[name], DOCUMENTS[-1]
     plan = Plan(DOCUMENTS, HEADS, HEAD_DIM, kv_heads=KV_HEADS, dtype=dtype, world=world, **options)
     random = torch.Generator().manual_seed(1)
-    shapes = ((tokens, HEADS, HEAD_DIM), (tokens, KV_HEADS, HEAD_DIM), (tokens, KV_HEADS, HEAD_DIM), (HEADS,), (tokens, HEADS, HEAD_DIM))
+    shapes = ((tokens, HEADS, HEAD_DIM), (tokens, KV_HEADS, HEAD_DIM), (tokens, KV_HEADS, HEAD_DIM), (HEADS, int(options.get("sinks", 0))), (tokens, HEADS, HEAD_DIM))
     inputs = [torch.randn(shape, generator=random, dtype=dtype) for shape in shapes]
     mine = torch.tensor(plan.tokens(Side.Q, rank), dtype=torch.long)
     q, k, v, sinks, d_o = inputs
     given = {Tensor.Q: q[mine], Tensor.K: k[mine], Tensor.V: v[mine], Tensor.D_O: d_o[mine]}
     slopes = options.get("alibi_slopes")
-    executor = Executor(given | {Tensor.SINKS: sinks[None, :, None]}, slopes and torch.tensor(slopes))
+    executor = Executor(given | {Tensor.SINKS: sinks[None]}, slopes and torch.tensor(slopes))
     executor.run(plan.schedule(rank, "forward"))
     executor.run(plan.schedule(rank, "backward"))
 
@@ -221,7 +225,7 @@ def compare(name, rank, world, dtype=torch.float64):
     expected = dense(inputs, options, allowed, distance)
     worst = 0.0
     for tensor, want in zip((Tensor.O, Tensor.LSE, Tensor.DQ, Tensor.DK, Tensor.DV, Tensor.DSINKS), expected):
-        got, want = executor.tensors[tensor], want[None, :, None] if tensor == Tensor.DSINKS else want[mine]
+        got, want = executor.tensors[tensor], want[None] if tensor == Tensor.DSINKS else want[mine]
         difference = ((got - want).abs().max() / want.abs().max()).item() if want.numel() else 0.0
         worst = max(worst, difference if difference == difference else float("inf"))
     return worst

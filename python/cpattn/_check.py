@@ -46,11 +46,16 @@ def instance(name: str, value: T, kind: Any, needed: str = "") -> T:
     return value
 
 
+def _another(value: Any) -> str:
+    """Where a member of an enum stands for a number."""
+    return f", not a member of {type(value).__name__}: are two arguments exchanged?" if isinstance(value, enum.Enum) else ""
+
+
 def whole(name: str, value: Any, low: int, high: int) -> int:
-    """A whole number of Python, NumPy or PyTorch from `low` to `high`; not a bool."""
-    number = None if isinstance(value, bool) else attempt(operator.index, value)
+    """A whole number of Python, NumPy or PyTorch from `low` to `high`; not a bool, and no member of an enum, which is another argument."""
+    number = None if isinstance(value, bool | enum.Enum) else attempt(operator.index, value)
     if number is None:
-        raise refused(name, value, "a whole number is needed")
+        raise refused(name, value, f"a whole number is needed{_another(value)}")
     if not low <= number <= high:
         raise refused(name, number, f"at {f'least {low}' if number < low else f'most {high}'} is needed")
     return number
@@ -59,26 +64,28 @@ def whole(name: str, value: Any, low: int, high: int) -> int:
 def number(name: str, value: Any) -> float:
     """A finite number; not a bool."""
     number = None
-    if not isinstance(value, bool | str | bytes):
+    if not isinstance(value, bool | str | bytes | enum.Enum):
         number = attempt(float, attempt(operator.index, value) if hasattr(value, "__index__") else value)
     if number is None or not math.isfinite(number):
-        raise refused(name, value, "a finite number is needed")
+        raise refused(name, value, f"a finite number is needed{_another(value)}")
     return number
 
 
 def flag(name: str, value: Any) -> bool:
     """True or False, 1 or 0."""
-    if not attempt(lambda: value in (0, 1)):
+    if isinstance(value, enum.Enum) or not attempt(lambda: value in (0, 1)):
         raise refused(name, value, "True or False is needed")
     return bool(value)
 
 
 def one_of(name: str, value: Any, kind: type[E]) -> E:
-    """A member of an enum, given as a member, a number or a name in upper or lower case."""
-    member = attempt(lambda: kind[value.upper()] if isinstance(value, str) else kind(whole(name, value, 0, max(kind))))
+    """A member of an enum, given as a member or by its name in upper or lower case. A bare number may be another argument."""
+    if isinstance(value, kind):
+        return value
+    member = attempt(lambda: kind[value.upper()]) if isinstance(value, str) else None
     if member is None:
         names = ", ".join(repr(member.name.lower()) for member in kind)
-        raise refused(name, value, f"one of {names} is needed, or a member of cpattn.{kind.__name__}")
+        raise refused(name, value, f"one of {names} is needed, or a member of cpattn.{kind.__name__}{_another(value)}")
     return member
 
 

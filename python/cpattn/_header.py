@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import enum
 import re
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_double, c_void_p
 from pathlib import Path
@@ -39,7 +40,9 @@ class Sized(ctypes.Structure):
     def __init__(self, **members: Any) -> None:
         for name, kind, *_ in self._fields_:
             if name in members and (kind in RANGES or kind is c_double):
-                members[name] = c_value(name, kind, members[name])
+                value = members[name]
+                # Members of enums have been checked where they were given.
+                members[name] = value.value if isinstance(value, enum.IntEnum) else c_value(name, kind, value)
         super().__init__(**self.defaults | members)
 
 

@@ -6,6 +6,8 @@ A message names the argument, the value that was found and the value that is nee
 
 from __future__ import annotations
 
+import re
+
 
 class Error(Exception):
     """A call that failed. The base of all errors of this package."""
@@ -83,4 +85,6 @@ BY_STATUS: tuple[type[Error], ...] = (
 def of_status(status: int, message: str, peer: int | None) -> Error:
     """The error of a status. `peer` is a rank that the library named."""
     kind = BY_STATUS[status - 1] if 1 <= status <= len(BY_STATUS) else Error
+    if kind is PeerError and re.search(r"rank \d+ (left|gives no answer)", message):
+        message += ". If that rank had finished: call a barrier (dist.barrier()) on all ranks before one leaves"
     return kind(message, peer) if issubclass(kind, _WithPeer) else kind(message)

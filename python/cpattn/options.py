@@ -24,7 +24,7 @@ DTYPES = dict(zip(("float16", "bfloat16", "float32", "float64"), Dtype))
 
 
 def dtype_of(dtype: Any, name: str = "dtype") -> Dtype:
-    """A `Dtype`, given as a member, its number or its name, or as a dtype of NumPy, PyTorch or JAX or its name."""
+    """A `Dtype`, given as a member or its name, or as a dtype of NumPy, PyTorch or JAX or its name."""
     known = attempt(lambda: DTYPES.get((getattr(dtype, "__name__", None) or str(dtype)).rpartition(".")[2]))
     return one_of(name, dtype, Dtype) if known is None else known
 
@@ -171,6 +171,13 @@ def _gather(name: str, value: Any) -> Gather:
     return (Gather.OTHERS if value else Gather.STEPS) if isinstance(value, bool) else one_of(name, value, Gather)
 
 
+def window(name: str, value: Any) -> int:
+    """A number of keys on one side. Other libraries have -1 or None for no limit."""
+    if value is None or (not isinstance(value, bool | enum.Enum) and attempt(lambda: -(2**63) <= value < 0)):
+        raise refused(name, value, "at least 0 is needed; for no limit give cpattn.UNLIMITED")
+    return whole(name, value, 0, UNLIMITED)
+
+
 # By option: the function that checks its value. alibi_slopes depend on heads; other options are whole numbers from 0 to UNLIMITED.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "kind": partial(one_of, kind=Kind),
@@ -182,6 +189,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("reproducible", "pack_inputs"), lambda name, value: int(flag(name, value))),
     **dict.fromkeys(("kv_heads", "value_dim"), at_least_1),
     "scale": _scale,
+    **dict.fromkeys(("window_left", "window_right"), window),
     **dict.fromkeys(("softcap", "dropout"), number),
 }
 RUNS = {"passes", "circulate", "circulate_forward", "wire", "gather", "reproducible", "pack_inputs", "ranks_per_node"}
@@ -193,6 +201,11 @@ _OPTIONAL = {"kv_heads", "value_dim", "scale", "softcap", "alibi_slopes"}
 def checked(options: PlanOptions, heads: int) -> dict[str, Any]:
     """The given options for the C interface. Refuses unknown options, and values that are invalid for this number of heads."""
     if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
+        if unknown[0] in ("causal", "is_causal"):
+            raise InvalidArgument(
+                f"{unknown[0]} is not an option of a plan: attention is causal unless window_right is given; "
+                "window_right=cpattn.UNLIMITED lets a query see all later keys of its document"
+            )
         known = ", ".join(sorted(PlanOptions.__annotations__))
         raise InvalidArgument(f"{unknown[0]} is not an option of a plan, one of these is needed: {known}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}

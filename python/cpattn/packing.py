@@ -101,6 +101,12 @@ def sinks_of(sinks: Shaped | None) -> int:
 
 def kind_of(q: Shaped, k: Shaped, v: Shaped, dtype: Dtype, sinks: int, told: Sequence[Any]) -> dict[str, Any]:
     """The keywords of `Plan` for a layer with these tensors and as many sinks for each head. Refuses invalid values."""
+    if q.shape[1] and q.shape[1] % max(k.shape[1], 1):
+        more = ": are q and k exchanged?" if k.shape[1] > q.shape[1] else ""
+        raise InvalidArgument(
+            f"q is of shape {tuple(q.shape)} and k of {tuple(k.shape)}, [tokens, heads, head_dim]: the {q.shape[1]} heads of q are no "
+            f"multiple of the {k.shape[1]} kv_heads of k{more}"
+        )
     given = {name: value for name, value in zip(_TOLD, told) if value is not None}
     kind = checked(given, q.shape[1])  # type: ignore[arg-type]
     if kind.pop("alibi_rows", None) is not None:

@@ -12,14 +12,15 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import POINTER, byref, c_int32, c_int64, c_uint64, c_void_p, pointer
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _header
 from ._check import c_array, instance, number, one_of, refused, whole
 from ._header import UNLIMITED
 from ._library import call, status_of, text_of
+from ._signature import resolved
 from .errors import InvalidArgument
-from .options import RUNS, AllToAll, CombineTo, Direction, Dtype, PlanOptions, Side, at_least_1, checked, dtype_of, kinds_of
+from .options import RUNS, AllToAll, CombineTo, Direction, Dtype, Layout, PlanOptions, Side, at_least_1, checked, dtype_of, kinds_of
 from .slices import Slice, c_slices
 from .slices import checked as checked_slices
 from .tensors import Array, Given
@@ -34,9 +35,15 @@ def _documents(cu_seqlens: Any, cu_seqlens_k: Any, q_start: Any, slices: Any, wo
     ends = c_array("cu_seqlens", c_int32, cu_seqlens)
     if not len(ends):
         raise InvalidArgument("cu_seqlens has length 0, at least 1 is needed: give [0] for no documents")
+    ends_k = None if cu_seqlens_k is None else c_array("cu_seqlens_k", c_int32, cu_seqlens_k, len(ends))
+    for name, first in (("cu_seqlens", ends), ("cu_seqlens_k", ends_k)):
+        if first is not None and first[0] != 0:
+            raise InvalidArgument(
+                f"{name}[0] is {first[0]}, 0 is needed: {name} are offsets (0, the end of the first document, ..., the number of tokens), not lengths"
+            )
     given: dict[str, Any] = {"cu_seqlens_q": ends, "documents": len(ends) - 1, "world": at_least_1("world", world)}
-    if cu_seqlens_k is not None:
-        given["cu_seqlens_k"] = c_array("cu_seqlens_k", c_int32, cu_seqlens_k, len(ends))
+    if ends_k is not None:
+        given["cu_seqlens_k"] = ends_k
     if q_start is not None:
         given["q_start"] = c_array("q_start", c_int64, q_start, len(ends) - 1)
     return given | _slices(slices)
@@ -48,6 +55,26 @@ def _slices(slices: Iterable[Slice] | None) -> dict[str, Any]:
     every = checked_slices("slices", slices)
     rows = c_slices(every)
     return {"of_slices": every, "slices": rows, "slice_count": len(rows)}
+
+
+@resolved
+class PlanInfo(NamedTuple):
+    """What `Plan.describe` returns.
+
+    world ranks are `replicas` times ring times ulysses. layout is the one in use, never AUTO. ranks_per_node is as in
+    `PlanOptions`: given there, or by the machine. q_tokens and k_tokens are of the whole batch. Equal plans have equal fingerprints.
+    """
+
+    world: int
+    replicas: int
+    ring: int
+    ulysses: int
+    layout: Layout
+    layout_parameter: int
+    ranks_per_node: int
+    q_tokens: int
+    k_tokens: int
+    fingerprint: int
 
 
 class Plan:
@@ -184,16 +211,17 @@ class Plan:
         structs = _header.Problem, _header.Options
         return [pointer(struct(**{name: given[name] for name, *_ in struct._fields_ if name in given})) for struct in structs]
 
-    def describe(self) -> _header.PlanInfo:
-        """The plan's replicas, ring, ulysses, layout, layout_parameter, ranks_per_node, q_tokens, k_tokens and fingerprint."""
+    def describe(self) -> PlanInfo:
+        """The plan's mesh, layout, tokens and fingerprint: see `PlanInfo`."""
         info = _header.PlanInfo()
         call("plan_describe", self.handle, byref(info))
-        return info
+        own = {"world": self.world, "layout": Layout(info.layout)}
+        return PlanInfo(**{name: own[name] if name in own else getattr(info, name) for name in PlanInfo._fields})
 
     @cached_property
     def fingerprint(self) -> int:
         """The number by which ranks compare their plans."""
-        return int(self.describe().fingerprint)
+        return self.describe().fingerprint
 
     @cached_property
     def distribution(self) -> int:
@@ -217,10 +245,10 @@ class Plan:
         """Verifies the schedules of all ranks. For tests: it takes time and memory."""
         call("plan_verify", self.handle)
 
-    def workspace(self, rank: int, direction: Direction) -> int:
+    def workspace(self, rank: int, direction: Direction | str) -> int:
         """The bytes of workspace of a run on a rank."""
         size = c_uint64()
-        call("plan_workspace", self.handle, rank, one_of("direction", direction, Direction), byref(size))
+        call("plan_workspace", self.handle, rank, one_of("direction", direction, Direction).value, byref(size))
         return size.value
 
     def schedule(self, rank: int, direction: Direction | str) -> Schedule:
@@ -241,28 +269,28 @@ class Plan:
 
         return Schedule.of_combine(self, rank, to, partial)
 
-    def tokens(self, side: Side, rank: int) -> array[int]:
+    def tokens(self, side: Side | str, rank: int) -> array[int]:
         """The indices in the batch of a rank's tokens, in the rank's order."""
         return self._numbers("plan_tokens", side, rank)
 
-    def positions(self, side: Side, rank: int) -> array[int]:
+    def positions(self, side: Side | str, rank: int) -> array[int]:
         """The positions of a rank's tokens in their documents, for example for rotary embeddings."""
         return self._numbers("plan_positions", side, rank)
 
-    def shard(self, side: Side, rank: int, whole: Array, local: Array) -> None:
+    def shard(self, side: Side | str, rank: int, whole: Array, local: Array) -> None:
         """Copies a rank's rows of `whole` into `local`, both on the CPU."""
         w, l = Given("whole", whole), Given("local", local, written=True)
-        call("plan_shard", self.handle, one_of("side", side, Side), rank, w.pointer, l.pointer)
+        call("plan_shard", self.handle, one_of("side", side, Side).value, rank, w.pointer, l.pointer)
 
-    def unshard(self, side: Side, rank: int, local: Array, whole: Array) -> None:
+    def unshard(self, side: Side | str, rank: int, local: Array, whole: Array) -> None:
         """Copies a rank's rows in `local` to their places in `whole`, both on the CPU."""
         w, l = Given("whole", whole, written=True), Given("local", local)
-        call("plan_unshard", self.handle, one_of("side", side, Side), rank, l.pointer, w.pointer)
+        call("plan_unshard", self.handle, one_of("side", side, Side).value, rank, l.pointer, w.pointer)
 
-    def _numbers(self, name: str, side: Side, rank: int) -> array[int]:
-        share, side = self.share(rank), one_of("side", side, Side)
-        numbers = array("q", bytes(8 * (share.q_tokens if side == Side.Q else share.k_tokens)))
+    def _numbers(self, name: str, side: Side | str, rank: int) -> array[int]:
+        share, of = self.share(rank), one_of("side", side, Side)
+        numbers = array("q", bytes(8 * (share.q_tokens if of == Side.Q else share.k_tokens)))
         # from_buffer refuses an empty array.
         room = (c_int64 * len(numbers)).from_buffer(numbers) if numbers else (c_int64 * 0)()
-        call(name, self.handle, side, rank, room, len(numbers))
+        call(name, self.handle, of.value, rank, room, len(numbers))
         return numbers

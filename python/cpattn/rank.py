@@ -76,7 +76,7 @@ class Rank:
 
     def prepare(self, plan: Plan, direction: Direction) -> None:
         """Does everything that may allocate or wait; otherwise the first run does it."""
-        self._run("rank_prepare", _handle(plan), one_of("direction", direction, Direction))
+        self._run("rank_prepare", _handle(plan), one_of("direction", direction, Direction).value)
 
     def forward(
         self,
@@ -165,7 +165,12 @@ class Rank:
         if keys is not None:
             given["key_indices"] = lists = Given("key_indices", keys)
             name, pages = f"{name}_listed", whole_numbers("key_indices", lists.pointer.contents, ("tokens", "heads", "entries"))
-        self._run(name, _handle(plan), byref(args), *pages, keep=given, stream=stream)
+        try:
+            self._run(name, _handle(plan), byref(args), *pages, keep=given, stream=stream)
+        except errors.InvalidArgument as error:
+            if ".dtype is " not in str(error):
+                raise
+            raise errors.InvalidArgument(f"{error}: convert the tensor, or make the Plan with another dtype") from error
 
     def to_heads(self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None) -> None:
         """For your own kernel that mixes whole sequences (linear attention, state space models): from this rank's tokens and all
@@ -181,7 +186,7 @@ class Rank:
     def _all_to_all(self, name: str, plan: Plan, side: Side | str, source: Array, to: Array, stream: Any) -> None:
         side, stream = one_of("side", side, Side), _address("stream", stream)
         given = Given("source", source), Given("to", to, written=True)
-        self._run(name, _handle(plan), side, *(g.pointer for g in given), stream, keep=given, stream=stream)
+        self._run(name, _handle(plan), side.value, *(g.pointer for g in given), stream, keep=given, stream=stream)
 
     def combine(
         self,
@@ -205,7 +210,7 @@ class Rank:
         to, stream = one_of("to", to, CombineTo), _address("stream", stream)
         given = all_given({"o", "lse"}, partial_o=partial_o, partial_lse=partial_lse, sinks=sinks, o=o, lse=lse)
         tensors = (given[name].pointer if name in given else None for name in ("partial_o", "partial_lse", "sinks", "o", "lse"))
-        self._run("rank_combine", _handle(plan), to, *tensors, stream, keep=given, stream=stream)
+        self._run("rank_combine", _handle(plan), to.value, *tensors, stream, keep=given, stream=stream)
 
     def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
         """Sends bytes over each link and checks them, around the ring in both directions, one link at a time.

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from . import _header
 from ._check import c_structs, number
+from ._signature import resolved
 
 
+@resolved
 class Link(NamedTuple):
     """One link, one way: `latency` in seconds, half the shortest round trip of eight bytes."""
 

@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 from . import _header
 from ._check import one_of
 from ._library import call, status_of
+from ._signature import resolved
 from .options import AllToAll, CombineTo, Direction, Dtype, Side, at_least_1, dtype_of
 from .plan import Plan
 
 
 class Tensor(enum.IntEnum):
-    """The caller's tensors, [tokens, heads, dim]. That of LSE is [tokens, heads, 1], of SINKS and DSINKS [1, heads, 1]. OWN_... are
-    of an all-to-all, PARTIAL_... of a combine."""
+    """The caller's tensors, [tokens, heads, dim]. LSE, D_LSE and PARTIAL_LSE are [tokens, heads, 1], MAX_LOGIT [1, heads, 1]. SINKS and
+    DSINKS are [1, heads, n] for n sinks of each head; in a reproducible plan the buffers before SINK_TOTAL are [1, heads, 28·n]: exact
+    sums of 28 words for each sink. OWN_... are of an all-to-all, PARTIAL_... of a combine."""
 
     Q, K, V, O, LSE, D_O, DQ, DK, DV, SINKS, DSINKS, D_LSE, MAX_LOGIT, OWN_TOKENS, OWN_HEADS, PARTIAL_O, PARTIAL_LSE = range(17)
 
@@ -61,6 +63,7 @@ class Gradients(enum.IntEnum):
     ALL, QUERIES, KEYS = range(3)
 
 
+@resolved
 class Buffer(NamedTuple):
     """[rows, heads, dim]: a tensor of the caller, or one in the workspace, compact, from byte `offset` on."""
 
@@ -78,6 +81,7 @@ class Buffer(NamedTuple):
         return self.rows, self.heads, self.dim
 
 
+@resolved
 class View(NamedTuple):
     """Rows and heads of a buffer: `buffers[view.buffer][view.place]`."""
 
@@ -92,6 +96,7 @@ class View(NamedTuple):
         return slice(self.row, self.row + self.rows), slice(self.head, self.head + self.heads)
 
 
+@resolved
 class OpMessage(NamedTuple):
     """Whole rows of a buffer, contiguous in a compact one: `bytes` bytes from `offset` on. `tag` counts the messages of the schedule from
     the sender to the receiver; both have the same."""
@@ -104,6 +109,7 @@ class OpMessage(NamedTuple):
     send: bool
 
 
+@resolved
 class Sum(NamedTuple):
     """`dst` = the sum of `sources`, in f32 or f64. Sums of one part run in any order, parts one after another."""
 
@@ -112,6 +118,7 @@ class Sum(NamedTuple):
     part: int
 
 
+@resolved
 class Range(NamedTuple):
     """Rows of a view: row `row + i` has the position pos + (i // block)·period + i % block in document `doc`."""
 
@@ -127,6 +134,7 @@ class Range(NamedTuple):
         return slice(self.row, self.row + self.len)
 
 
+@resolved
 class Band(NamedTuple):
     """A q row at position x and a k row at y are a pair if q_begin <= x < q_end, k_begin <= y < k_end, low <= y - x + shift <= high, and the
     window of the score allows this distance too."""
@@ -140,6 +148,7 @@ class Band(NamedTuple):
     shift: int
 
 
+@resolved
 class QRange(NamedTuple):
     """Rows of q, the tokens of q and k of their whole document, how their result is stored, and the k ranges that they attend to."""
 
@@ -149,6 +158,7 @@ class QRange(NamedTuple):
     pairs: tuple[tuple[Range, Band], ...]
 
 
+@resolved
 class HeadMap(NamedTuple):
     """q head h of the call is head q_offset + h of the model, and uses kv head (q_offset + h) // group - kv_offset of the call."""
 
@@ -157,6 +167,7 @@ class HeadMap(NamedTuple):
     group: int
 
 
+@resolved
 class Score(NamedTuple):
     scale: float
     softcap: float
@@ -164,6 +175,7 @@ class Score(NamedTuple):
     window_right: int
 
 
+@resolved
 @dataclass(frozen=True)
 class Op:
     """One operation. Lists and views that its kind does not have are empty and None.
@@ -203,6 +215,7 @@ class Op:
     k_ranges: tuple[Range, ...]
 
 
+@resolved
 @dataclass(frozen=True)
 class Schedule:
     """A rank's operations in one direction; None for a combine. Views name buffers by their index in `buffers`."""
@@ -217,21 +230,21 @@ class Schedule:
     def of(cls, plan: Plan, rank: int, direction: Direction | str) -> Schedule:
         """The schedule of a plan: `Plan.schedule`."""
         way, handle = one_of("direction", direction, Direction), c_void_p()
-        call("schedule_create", plan.handle, rank, way, byref(handle))
+        call("schedule_create", plan.handle, rank, way.value, byref(handle))
         return cls._copied(handle, rank, way)
 
     @classmethod
     def of_all_to_all(cls, plan: Plan, rank: int, direction: AllToAll | str, side: Side | str, dim: int, dtype: Any) -> Schedule:
         """The schedule of an all-to-all: `Plan.all_to_all_schedule`."""
         way, handle = one_of("direction", direction, AllToAll), c_void_p()
-        of = way, one_of("side", side, Side), at_least_1("dim", dim), dtype_of(dtype)
+        of = way.value, one_of("side", side, Side).value, at_least_1("dim", dim), dtype_of(dtype).value
         call("schedule_create_all_to_all", plan.handle, rank, *of, byref(handle))
         return cls._copied(handle, rank, way)
 
     @classmethod
     def of_combine(cls, plan: Plan, rank: int, to: CombineTo | str, partial: Any) -> Schedule:
         """The schedule of a combine: `Plan.combine_schedule`."""
-        handle, of = c_void_p(), (one_of("to", to, CombineTo), dtype_of(partial, "partial"))
+        handle, of = c_void_p(), (one_of("to", to, CombineTo).value, dtype_of(partial, "partial").value)
         call("schedule_create_combine", plan.handle, rank, *of, byref(handle))
         return cls._copied(handle, rank, None)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from . import _header
 from ._check import RANGES, attempt, c_structs, instances, listed, refused, whole
 from ._header import UNLIMITED
+from ._signature import resolved
 from .errors import InvalidArgument
 
 __all__ = [
@@ -41,6 +42,7 @@ _TOKENS = RANGES[c_int32][1]
 DENSE = 4096
 
 
+@resolved
 class Slice(NamedTuple):
     """Queries `q_begin`..`q_end` and keys `k_begin`..`k_end`, tokens of the whole batch, the ends excluded, and a band.
 

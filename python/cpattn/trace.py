@@ -10,8 +10,10 @@ from typing import NamedTuple
 from . import _header
 from ._check import c_structs
 from ._library import call, text_of
+from ._signature import resolved
 
 
+@resolved
 class Event(NamedTuple):
     """One operation of a rank. The times are nanoseconds of `clock`."""
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from . import _header, errors
 from ._check import RANGES, whole
 from ._library import call
+from ._signature import resolved
 
 # Results of a callback whose method raised, and of a callback after an earlier one raised. The library's messages contain
 # them: "rank 0, fetch, step 1 of the forward of plan …: rank 2 failed: the transport's exchange returned 1".
@@ -47,6 +48,7 @@ def memory_at(address: int, bytes: int) -> memoryview:
     return view
 
 
+@resolved
 class Message(NamedTuple):
     """Contiguous bytes to or from `peer`. On a device, a device address."""
 

@@ -337,7 +337,7 @@ class Plans(unittest.TestCase):
             ("kv_heads is 1.0, a whole number is needed", {"kv_heads": 1.0}),
             ("ring is 4294967297, at most 4294967295 is needed", {"ring": 2**32 + 1}),
             ("window_left is -1, at least 0 is needed", {"window_left": -1}),
-            ("window_right is None, a whole number is needed", {"window_right": None}),
+            ("window_right is None, at least 0 is needed; for no limit give cpattn.UNLIMITED", {"window_right": None}),
             ("scale is nan, a finite number is needed", {"scale": float("nan")}),
             ("scale is 0.0, a number other than 0 is needed", {"scale": 0.0}),
             ("softcap is '3', a finite number is needed", {"softcap": "3"}),
@@ -494,6 +494,7 @@ class Plans(unittest.TestCase):
     def test_what_it_says(self) -> None:
         the_plan = plan(layout=cpattn.Layout.STRIPED, layout_parameter=2)
         info = the_plan.describe()
+        self.assertEqual((info.world, info.layout), (3, cpattn.Layout.STRIPED))
         self.assertEqual((info.ring, info.ulysses, info.replicas, info.q_tokens), (3, 1, 1, 12))
         self.assertEqual(list(the_plan.tokens(cpattn.Side.Q, 1)), [2, 3, 8, 9])
         self.assertEqual(list(the_plan.positions(cpattn.Side.Q, 1)), [2, 3, 3, 4])

@@ -288,7 +288,8 @@ class Ends(unittest.TestCase):
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(program.pid, signal.SIGKILL)
-        self.assertEqual(ended.splitlines(), [f"{what} {rank} 0" for what in kinds for rank in range(2)], said)
+        lines = [line for line in ended.splitlines() if line.startswith(kinds)]  # PyTorch 2.10 writes there too
+        self.assertEqual(lines, [f"{what} {rank} 0" for what in kinds for rank in range(2)], said)
         self.assertNotIn("terminate called", said)
 
 

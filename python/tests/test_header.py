@@ -10,7 +10,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from cpattn import _header, errors, plan, rank
+from cpattn import _header, errors, options, rank
 
 FOLDER = next(path for path in (_header.HERE, Path(__file__).parents[2] / "include") if (path / "cpattn.h").exists())
 STRUCTS = {name: kind for name, kind in _header._TYPES.items() if isinstance(kind, type(ctypes.Structure))}
@@ -57,14 +57,16 @@ class Header(unittest.TestCase):
 
     def test_constants(self) -> None:
         for prefix, kind in (
-            ("", plan.Dtype),
-            ("", plan.Kind),
-            ("LAYOUT_", plan.Layout),
-            ("CIRCULATE_", plan.Circulate),
-            ("GATHER_", plan.Gather),
-            ("WIRE_", plan.Wire),
-            ("", plan.Side),
-            ("", plan.Direction),
+            ("", options.Dtype),
+            ("", options.Kind),
+            ("LAYOUT_", options.Layout),
+            ("CIRCULATE_", options.Circulate),
+            ("GATHER_", options.Gather),
+            ("WIRE_", options.Wire),
+            ("", options.Side),
+            ("", options.Direction),
+            ("", options.AllToAll),
+            ("COMBINE_TO_", options.CombineTo),
             ("ISA_", rank.Isa),
         ):
             for member in kind:

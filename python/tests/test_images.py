@@ -298,7 +298,9 @@ def _trained(model: Any, expected: torch.Tensor) -> list[str]:
         trainer = cp.trainer(Trainer, send_batches=True)(model=model, args=args, train_dataset=each, eval_dataset=each, data_collator=images.padded)
         trainer.train()
         found = torch.cat([p.detach().flatten() for p in model.parameters()])
-        logits = torch.from_numpy(trainer.predict(each).predictions)
+        found_logits = trainer.predict(each).predictions
+        # Transformers 5.20 adds the model's rope_deltas.
+        logits = torch.from_numpy(found_logits[0] if isinstance(found_logits, tuple) else found_logits)
         cp.close()
     with torch.no_grad():
         rows = images.padded(each)["attention_mask"].bool()

@@ -419,6 +419,7 @@ class Refusals(unittest.TestCase):
         ids = np.arange(50, dtype=np.uint8)
         self.refused(wrong, "ignore is -100, which uint8 cannot represent: convert ids", lambda: batch.labels(ids))
         self.refused(wrong, "fill is 1.5, which uint8 cannot represent: convert whole", lambda: batch.shard(ids, 1.5))
+        self.refused(wrong, "fill is <Side.K: 1>, a number is needed", lambda: batch.shard(ids, cpattn.Side.K))
         self.refused(wrong, "whole has the shape .50, 4, 16., .14, ", lambda: on.batch([0, 14]).shard(q))
         self.refused(wrong, "heads.*4.*kv_heads|kv_heads", lambda: attend(q, np.repeat(k, 2, 1)[:, :3], np.repeat(v, 2, 1)[:, :3]))
 

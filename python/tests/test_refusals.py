@@ -37,6 +37,15 @@ class Unknown:
     __repr__ = __eq__ = __hash__ = __iter__ = __len__ = __index__ = __float__ = refuse
 
 
+class Other(enum.IntEnum):
+    """An argument of another kind, as a rank is for a side."""
+
+    ONE = 1
+
+
+# Arguments that are members of an enum or their names: a bare number may be another argument.
+CHOICES = ("side", "direction", "to", "dtype", "partial", "isa", "kind", "layout", "circulate", "circulate_forward", "wire", "gather")
+
 WRONG: dict[str, Any] = {
     "none": None,
     "text": "x",
@@ -49,6 +58,7 @@ WRONG: dict[str, Any] = {
     "huge": 2**80,
     "endless": 10**5000,
     "truth": True,
+    "member": Other.ONE,
     "unknown": Unknown(),
 }
 
@@ -209,10 +219,11 @@ def walk(rank: int, world: int) -> list[str]:
         if missing := set(names) ^ set(good):
             wrong.append(f"{at}: in one of arguments and row only: {missing}")
         for name in names:
-            for kind in WRONG.keys() - legal.get(name, "").split():
+            tried = WRONG | ({"number": 1} if name in CHOICES else {})
+            for kind in tried.keys() - legal.get(name, "").split():
                 given = {key: value for key, value in good.items() if key not in PlanOptions.__annotations__ or value is not None}
                 try:
-                    function(**{**given, name: WRONG[kind]})
+                    function(**{**given, name: tried[kind]})
                 except cpattn.Error as error:
                     # A message of this package: for an argument, or for one of its items or members.
                     if not re.search(rf"(^|: |\W){name}\b.* (is|are|has|cannot|expected)\b|that of {name},", str(error), re.DOTALL):
@@ -224,7 +235,47 @@ def walk(rank: int, world: int) -> list[str]:
     return wrong + [f"{at} is no longer there" for at in table]
 
 
+def way_out(rank: int, world: int) -> list[str]:
+    """The messages for habits of other libraries, which must say what to give instead, and those that do not."""
+    context = cpattn.torch.Context(heads=4, head_dim=4, kv_heads=2, timeout=5.0)
+    batch, half = context.batch([0, 5]), cpattn.Plan([0, 5], 2, 4, dtype="float16")
+    q, k, array, lse = torch.zeros(5, 4, 4), torch.zeros(5, 2, 4), np.zeros((5, 2, 4), np.float32), np.zeros((2, 5), np.float32)
+    of_sdpa = [x.transpose(0, 1) for x in (q, k, k)]
+    habits: list[tuple[Callable[[], Any], str]] = [
+        (lambda: cpattn.Plan([0, 5], 2, 4, window_left=-1), "window_left is -1, .*cpattn.UNLIMITED"),
+        (lambda: cpattn.Plan([0, 5], 2, 4, window_right=None), "window_right is None, .*cpattn.UNLIMITED"),  # type: ignore[arg-type]
+        (lambda: batch.attention(q, k, k, window_left=-1), "window_left is -1, .*cpattn.UNLIMITED"),
+        (lambda: batch.reads(window_right=-1), "window_right is -1, .*cpattn.UNLIMITED"),
+        (lambda: cpattn.Plan([0, 5], 2, 4, causal=False), "causal is not an option .*window_right=cpattn.UNLIMITED"),  # type: ignore[call-arg]
+        (lambda: cpattn.local_group(1)[0].forward(half, q=array, k=array, v=array, o=array, lse=lse), "q.dtype is f32.*convert.*another dtype"),
+        (lambda: batch.attention(k, q, q), r"q is of shape \(5, 2, 4\) and k of \(5, 4, 4\).*exchanged"),
+        (lambda: batch.attention(*of_sdpa), r"q has the shape \(4, 5, 4\).*q is \[tokens, heads, head_dim\]"),
+        (lambda: cpattn.Plan([3, 2], 2, 4), r"cu_seqlens\[0\] is 3, 0 is needed: .*offsets.*not lengths"),
+        (lambda: cpattn.Plan([0, 5], 2, 4, cu_seqlens_k=[3, 2]), r"cu_seqlens_k\[0\] is 3, 0 is needed"),
+        (lambda: context.batch([3, 2]), r"cu_seqlens\[0\] is 3, .*not lengths"),
+        (lambda: half.tokens(0, cpattn.Side.Q), "rank is <Side.Q: 0>.*exchanged|side is 0, one of 'q', 'k' is needed"),  # type: ignore[arg-type]
+        (lambda: half.tokens("q", cpattn.Side.K), "rank is <Side.K: 1>.*exchanged"),
+    ]
+    said = []
+    for call, needed in habits:
+        try:
+            call()
+            said.append(f"not refused: {needed}")
+        except cpattn.InvalidArgument as error:
+            if not re.search(needed, str(error)):
+                said.append(f"{needed}: {error}")
+    return said
+
+
 class Refusals(unittest.TestCase):
+    def test_the_way_out(self) -> None:
+        self.assertEqual(run(way_out, 1)[0], [])
+
+    def test_a_rank_that_left(self) -> None:
+        for said in ("rank 1 left", "rank 1 gives no answer: it was killed, is stopped, or is cut off"):
+            self.assertIn("dist.barrier()", str(cpattn.errors.of_status(4, f"cpattn_forward: CPATTN_PEER: {said}", 1)))
+        self.assertNotIn("barrier", str(cpattn.errors.of_status(4, "rank 1 aborted the run", 1)))
+
     def test_an_old_pytorch(self) -> None:
         """PyTorch 2.9 has no such module."""
         program = "import sys, torch; sys.modules['torch._library.effects'] = None; import cpattn.torch"

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import unittest
 from collections import defaultdict
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import torch
 from processes import run
 
 import cpattn
+import cpattn.torch
 from cpattn.schedule import Lane, OpKind, OpMessage, Schedule, Tensor
 
 sys.path.append(str(Path(__file__).parents[2] / "examples/python"))
@@ -66,7 +69,7 @@ class Schedules(unittest.TestCase):
     def check_bytes(self, s: Schedule, m: OpMessage) -> None:
         """Whole rows, as contiguous bytes of a compact tensor of the buffer's shape."""
         buffer = s.buffers[m.view.buffer]
-        memory = torch.empty(buffer.shape, dtype=execute_schedule.DTYPES[buffer.dtype])
+        memory = torch.empty(buffer.shape, dtype=cpattn.torch.TORCH_DTYPES[buffer.dtype])
         view = memory[m.view.place]
         self.assertTrue(view.is_contiguous())
         self.assertEqual((view.data_ptr() - memory.data_ptr(), view.nbytes), (m.offset, m.bytes))
@@ -97,6 +100,13 @@ class Schedules(unittest.TestCase):
         # The list is a copy: it stays when the plan is gone.
         del made
         self.assertEqual(s.ops[0].name, "delta")
+
+    def test_signatures(self) -> None:
+        """help() shows types."""
+        every = [kind for kind in (*vars(cpattn.schedule).values(), cpattn.Slice, cpattn.Event, cpattn.Link, cpattn.Message) if inspect.isclass(kind)]
+        told = [str(inspect.signature(kind)) for kind in every if hasattr(kind, "_fields") or is_dataclass(kind)]
+        self.assertGreater(len(told), 14)
+        self.assertEqual([one for one in told if "ForwardRef" in one or "'" in one], [])
 
     def test_refused(self) -> None:
         with self.assertRaisesRegex(cpattn.InvalidArgument, "rank is 4, expected below the world of 4"):

@@ -10,6 +10,7 @@ documents or slices.
 
 from __future__ import annotations
 
+import enum
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -300,6 +301,8 @@ class Batch(Packed):
         given = jnp.asarray(x)
         if given.ndim == 0 or len(given) != rows:
             raise InvalidArgument(f"{name} has the shape {given.shape}, ({rows}, ...) is needed")
+        if isinstance(fill, enum.Enum):
+            raise refused(filling, fill, "a number is needed, not a member of an enum: are two arguments exchanged?")
         if not _holds(given.dtype, fill):
             raise refused(filling, fill, f"which {given.dtype} cannot represent: convert {name}, or give another {filling}")
         return given

@@ -3,6 +3,7 @@
 
 from .context import Batch, Context
 from .dropout import dropout_mask
+from .dtypes import TORCH_DTYPES
 from .gloo import GlooTransport, check_ring
 
-__all__ = ["Batch", "Context", "GlooTransport", "check_ring", "dropout_mask"]
+__all__ = ["TORCH_DTYPES", "Batch", "Context", "GlooTransport", "check_ring", "dropout_mask"]

@@ -13,6 +13,7 @@ from ..errors import InvalidArgument
 from ..packing import sinks_of
 from ..options import CombineTo
 from ..plan import Plan
+from .dtypes import DTYPES
 from .operators import _rows, _stream, on_device
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Combining:
         (j+1)*H//R on rank j of R; or "tokens", likewise. `dtype` is that of the merged o (None: of o); parts are merged in float32
         (float64). `sinks`, [heads] or [heads, n] float32, are applied once. On the CPU only.
         """
-        from .context import DTYPES, Context
+        from .context import Context
 
         assert isinstance(self, Context)
         on_device(self, "o", o, ndim=3)

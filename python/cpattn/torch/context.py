@@ -7,6 +7,7 @@ positions of this rank's tokens. Batches are cached by their documents and slice
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from array import array
@@ -19,7 +20,7 @@ from torch import Tensor
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import Packed, PackedContext, Packing, kind_of, over_all, sinks_of
-from ..options import CHOSEN, RUNS, Circulate, Dtype, Layout, PlanOptions, Side, at_least_1, checked, kinds_of
+from ..options import CHOSEN, RUNS, Circulate, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..plan import Plan
 from ..rank import Rank
 from ..slices import Slice
@@ -29,6 +30,7 @@ from ..trace import Event
 from . import nccl, nodes, operators
 from .combine import Combining
 from .dropout import of_call
+from .dtypes import DTYPES, holds
 from .gather import Gathering
 from .gloo import Collectives, GlooTransport, Members
 from .heads import Heads
@@ -38,20 +40,12 @@ from .operators import on_device
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-DTYPES = dict(zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), Dtype, strict=True))
-
 PlanOf = Callable[[Packing], Plan]
 
 _numbers = itertools.count()
 
 # By group of global ranks: the open contexts, oldest first, each with the function that makes the plans that decide the distribution.
 _deciding: dict[tuple[int, ...], list[tuple[Context, PlanOf]]] = {}
-
-
-def _holds(dtype: torch.dtype, number: object) -> bool:
-    """Whether the type can represent the number, rounded if it is a float type. PyTorch would silently round it to an integer."""
-    held = attempt(lambda: torch.empty(2, dtype=dtype).fill_(number)[0].item())  # type: ignore[call-overload]
-    return held is not None and (dtype.is_floating_point or dtype.is_complex or bool(held == number))
 
 
 class Context(PackedContext, Combining):
@@ -349,9 +343,13 @@ class Batch(Heads, Gathering, Packed):
 
     def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor, listed: bool = False) -> Plan:
         """The plan of a kind of layer, with this batch's tokens. It packs messages if the tensors are not contiguous."""
+        for name, x, tokens in (("q", q, len(self.tokens)), ("k", k, len(self.k_tokens)), ("v", v, len(self.k_tokens))):
+            if x.shape[0] != tokens == x.shape[1]:  # other wrong sizes are refused by the library
+                given = f"{name} has the shape {tuple(x.shape)}, ({tokens}, heads, head_dim) is needed"
+                raise InvalidArgument(f"{given}: {name} is [tokens, heads, head_dim], give {name}.transpose(0, 1)")
         kind = kind_of(q, k, v, DTYPES[q.dtype], sinks_of(sinks), told)
         if listed and not self._common.get("reproducible"):
-            kind |= {side: one_of(side, self._common.get(side, 0), Circulate) or Circulate.KEYS for side in ("circulate", "circulate_forward")}
+            kind |= {side: one_of(side, self._common.get(side, Circulate.AUTO), Circulate) or Circulate.KEYS for side in ("circulate", "circulate_forward")}
         if self._alone_on_ring and not all(x.is_contiguous() for x in (q, k, v, *more)):
             kind["pack_inputs"] = True
         return self._plan_of(kind)
@@ -375,7 +373,9 @@ class Batch(Heads, Gathering, Packed):
 
     def _shift(self, name: str, rows: Tensor, by: int, filling: str, fill: float) -> Tensor:
         self._check(name, rows, len(self.tokens))
-        if not _holds(rows.dtype, fill):
+        if isinstance(fill, enum.Enum):
+            raise refused(filling, fill, "a number is needed, not a member of an enum: are two arguments exchanged?")
+        if not holds(rows.dtype, fill):
             raise refused(filling, fill, f"which {rows.dtype} cannot represent: convert {name}, or give another {filling}")
         mine = rows.detach().cpu().resolve_conj().resolve_neg().reshape(len(rows), math.prod(rows.shape[1:])).contiguous()
         out, one = torch.empty_like(mine), torch.empty(1, dtype=rows.dtype).fill_(fill)
@@ -392,7 +392,7 @@ def _tokens_of(plan: Plan) -> str:
     """The distribution of tokens, in words."""
     info = plan.describe()
     parameter = f"({info.layout_parameter})" if info.layout_parameter else ""
-    layout = Layout(info.layout).name.lower()
+    layout = info.layout.name.lower()
     return f"layout {layout}{parameter}, ulysses {info.ulysses} x ring {info.ring}, distribution {plan.distribution:016x}"
 
 

@@ -20,7 +20,7 @@ from .._check import instances, one_of, whole
 from .._header import UNLIMITED
 from ..errors import Disagreement, InvalidArgument, PeerError
 from ..packing import Packing
-from ..options import Side
+from ..options import Side, window
 from ..plan import Plan
 from .gloo import Collectives
 from .operators import on_device
@@ -215,9 +215,9 @@ class Gathering:
         `side="k"` rows of k tokens, which its q tokens read; with `side="q"` rows of q tokens that read its k tokens. Cached."""
         context, side = self.context, one_of("side", side, Side)
         told = context._kind
-        left = told.get("window_left", UNLIMITED) if window_left is None else whole("window_left", window_left, 0, UNLIMITED)
+        left = told.get("window_left", UNLIMITED) if window_left is None else window("window_left", window_left)
         usual = told.get("window_right", 0 if self.packing.slices is None else UNLIMITED)
-        right = usual if window_right is None else whole("window_right", window_right, 0, UNLIMITED)
+        right = usual if window_right is None else window("window_right", window_right)
 
         def make() -> Bands:
             bands = bands_of(self.packing, left, right)

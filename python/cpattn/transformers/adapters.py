@@ -58,7 +58,9 @@ def falcon(layer: Any, hidden_states: Tensor, alibi: None, attention_mask: Any, 
 def bloom(layer: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Any, **_: Any) -> Any:
     module = sys.modules[type(layer).__module__]
     q, k, v = layer._reshape(layer.query_key_value(hidden_states))
-    slopes = module._get_alibi_slopes(layer.num_heads, q.device) * layer.beta
+    # The bias of the second of two tokens is the slope.
+    two = torch.ones(1, 2, dtype=torch.int64, device=q.device)
+    slopes = module.build_alibi_tensor(two, layer.num_heads, torch.float32)[:, 0, 1] * layer.beta
     o = _alibi(layer, q, k, v, attention_mask, slopes, layer.inv_norm_factor, layer.attention_dropout.p)
     return module.dropout_add(layer.dense(o.flatten(2)), residual, layer.hidden_dropout, layer.training), None
 

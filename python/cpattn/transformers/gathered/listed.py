@@ -18,7 +18,7 @@ from ..._header import UNLIMITED
 from ...errors import Unsupported
 from ...plan import Plan
 from ...rank import Rank, local_group
-from ...torch.context import DTYPES
+from ...torch.dtypes import DTYPES
 from ..attention import Current
 from .keys import gathered
 

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The private names of other packages that `cpattn` uses exist in the installed versions.
+
+The test finds the names in the sources. Each one has a row here, which says where the name must be; a name without a row fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+
+import cpattn
+
+# By the names: objects of which each must have the name, as module:attribute.
+HAS = {
+    "_C": ["torch:"],
+    "_current_graph_task_id": ["torch._C:"],
+    "_get_default_store": ["torch.distributed.distributed_c10d:"],
+    "_get_default_group": ["torch.distributed.distributed_c10d:"],
+    "_get_backend": ["torch.distributed:ProcessGroup"],
+    "_attn": [
+        "transformers.models.gptj.modeling_gptj:GPTJAttention",
+        "transformers.models.codegen.modeling_codegen:CodeGenAttention",
+        "transformers.models.gpt_neo.modeling_gpt_neo:GPTNeoSelfAttention",
+    ],
+    "_split_heads": ["transformers.models.falcon.modeling_falcon:FalconAttention"],
+    "_reshape": ["transformers.models.bloom.modeling_bloom:BloomAttention"],
+    "_short_conv": ["transformers.models.qwen4_exp.modeling_qwen4_exp:Qwen4ExpTextPLELayer"],
+    "_attn_implementation": ["transformers:PreTrainedConfig"],
+    "_build_accelerator_args": ["transformers:Trainer"],
+    "_precompute_ref_logps": ["trl:DPOTrainer"],
+    "_generate": ["trl:GRPOTrainer"],
+    "_generate_and_score_completions": ["trl:GRPOTrainer"],
+}
+# By the names that instances get: a module whose source must have the name.
+WRITTEN = {
+    "_attn_implementation_internal": "transformers.configuration_utils",
+    "_tp_size": "transformers.modeling_utils",
+    "_gradient_checkpointing_func": "transformers.modeling_layers",
+    "_dataloaders": "accelerate.accelerator",
+    "_is_accelerate_prepared": "accelerate.accelerator",
+    "_fsdp_flattened": "torch.distributed.fsdp._common_utils",
+    "_is_flat_param": "torch.distributed.fsdp._flat_param",
+}
+# Where only builds for CUDA have the class.
+OF_CUDA = {"_comm_ptr": ["torch.distributed:ProcessGroupNCCL"]}
+MODULES = ["torch._library.effects", "torch.utils._python_dispatch", "torch._inductor.virtualized"]
+# Public names inside modules that the documentation of Transformers and TRL does not list.
+INSIDE = [
+    "transformers.models.bloom.modeling_bloom:build_alibi_tensor",
+    "transformers.models.bloom.modeling_bloom:dropout_add",
+    "transformers.models.falcon.modeling_falcon:apply_rotary_pos_emb",
+    "transformers.masking_utils:AttentionMaskInterface",
+    "accelerate.data_loader:prepare_data_loader",
+    "accelerate.utils:recursively_apply",
+    "accelerate.utils:send_to_device",
+]
+# Documented names of Python: of named tuples, ctypes and os.
+PYTHON = {"_fields", "_field_defaults", "_replace", "_asdict", "_type_", "_fields_", "_name", "_exit", "_is_protocol"}
+
+
+def used() -> Iterator[tuple[str, str]]:
+    """The private names that the sources read or define in classes, with their places, without those that cpattn itself makes."""
+    own, read = set(), []
+    for path in Path(cpattn.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            place = f"{path.name}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Attribute):
+                if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                    own.add(node.attr)
+                else:
+                    read.append((node.attr, place))
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr") and isinstance(node.args[1], ast.Constant):
+                read.append((str(node.args[1].value), place))
+    for name, place in read:
+        if name.startswith("_") and not name.startswith("__") and name not in own:
+            yield name, place
+
+
+def missing(name: str, where: str) -> str | None:
+    """What is not there."""
+    module, _, inside = where.partition(":")
+    found = importlib.import_module(module)
+    if name == "_attn" and hasattr(found, "ALL_ATTENTION_FUNCTIONS"):
+        return None  # from Transformers 5.24 on GPT-J and CodeGen need no adapter
+    for part in inside.split(".") if inside else ():
+        if not hasattr(found, part):
+            return f"{module} has no {part}"
+        found = getattr(found, part)
+    return None if not name or hasattr(found, name) else f"{where} has no {name}"
+
+
+class Private(unittest.TestCase):
+    def test_each_name_has_a_row(self) -> None:
+        known = {*HAS, *WRITTEN, *OF_CUDA, *PYTHON}
+        self.assertEqual([f"{name} at {place}" for name, place in used() if name not in known and not name.startswith("_cpattn")], [])
+
+    def test_each_name_is_there(self) -> None:
+        try:
+            import accelerate  # noqa: F401
+            import transformers
+            import trl  # noqa: F401
+        except ImportError as error:
+            self.skipTest(str(error))
+        import torch.distributed as dist
+
+        rows = [(name, where) for name, every in HAS.items() for where in every] + [("", where) for where in [*MODULES, *INSIDE]]
+        if hasattr(dist, "ProcessGroupNCCL"):
+            rows += [(name, where) for name, every in OF_CUDA.items() for where in every]
+        gone = [said for name, where in rows if (said := missing(name, where))]
+        for name, module in WRITTEN.items():
+            if name not in inspect.getsource(importlib.import_module(module)):
+                gone.append(f"the source of {module} has no {name}")
+        self.assertEqual(gone, [], f"Transformers {transformers.__version__}")
+
+
+if __name__ == "__main__":
+    unittest.main()
