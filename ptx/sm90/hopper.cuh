@@ -24,6 +24,23 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
 #endif
 }
 
+// Declares `shared`, where the tiles of a block begin: at a multiple of 1024.
+#ifdef CPATTN_ROUND_BASE
+// No alignment is asked for. Static shared memory lies before dynamic, so the next lower multiple lies in these bytes, wherever
+// dynamic memory begins: with 16 bytes more than needed, at no multiple itself.
+#define SHARED_MEMORY                                               \
+    __shared__ char before[1024 + 16];                              \
+    extern __shared__ __align__(16) char unaligned[];               \
+    char* const shared = round_down(unaligned, before)
+__device__ __forceinline__ char* round_down(char* unaligned, const char* before) {
+    char* const begin = unaligned - (shared_address(unaligned) & 1023);
+    if (shared_address(begin) < shared_address(before)) asm volatile("trap;");
+    return begin;
+}
+#else
+#define SHARED_MEMORY extern __shared__ __align__(1024) char shared[]
+#endif
+
 // -- Barriers in shared memory. A phase ends when all arrivals and all announced bytes have come.
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
@@ -331,6 +348,8 @@ PRODUCT_COLUMNS(Bf16, "bf16", 128, SUMS64, REGISTERS64, "%64", "%65", product_ne
 PRODUCT_COLUMNS(F16, "f16", 128, SUMS64, REGISTERS64, "%64", "%65", product_add_columns, ADDED, "1")
 PRODUCT_COLUMNS(Bf16, "bf16", 128, SUMS64, REGISTERS64, "%64", "%65", product_add_columns, ADDED, "1")
 #undef PRODUCT_COLUMNS
+PRODUCTS(F16, "f16", 32, SUMS16, REGISTERS16, "%16", "%17", "%18", "%19", "%20")
+PRODUCTS(Bf16, "bf16", 32, SUMS16, REGISTERS16, "%16", "%17", "%18", "%19", "%20")
 PRODUCTS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
 PRODUCTS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
 PRODUCTS(F16, "f16", 80, SUMS40, REGISTERS40, "%40", "%41", "%42", "%43", "%44")
@@ -346,3 +365,27 @@ PRODUCTS(Bf16, "bf16", 192, SUMS96, REGISTERS96, "%96", "%97", "%98", "%99", "%1
 PRODUCTS(F16, "f16", 256, SUMS128, REGISTERS128, "%128", "%129", "%130", "%131", "%132")
 PRODUCTS(Bf16, "bf16", 256, SUMS128, REGISTERS128, "%128", "%129", "%130", "%131", "%132")
 #undef PRODUCTS
+
+// Products with B in panels of PANEL bytes, of 64 columns each, whose rows are the inner dimension. With CPATTN_PANEL_PRODUCTS each
+// panel has a product of its own, and the distance of panels is not used.
+#ifdef CPATTN_PANEL_PRODUCTS
+#define EACH_PANEL(form)                                                                          \
+    _Pragma("unroll") for (int n = 0; n + 8 <= N; n += 8)                                              \
+        form(type, *(float(*)[1][8][4])&c[0][n], a, b + n / 8 * (PANEL >> 4));                         \
+    if constexpr (N % 8 != 0) form(type, *(float(*)[1][N % 8][4])&c[0][N / 8 * 8], a, b + N / 8 * (PANEL >> 4))
+#else
+#define EACH_PANEL(form) form(type, c, a, b)
+#endif
+template <u32 PANEL, class T, int N>
+__device__ __forceinline__ void panels_add(T type, float (&c)[1][N][4], const u32 (&a)[4], u64 b) {
+    EACH_PANEL(product_add);
+}
+template <u32 PANEL, class T, int N>
+__device__ __forceinline__ void panels_new_columns(T type, float (&c)[1][N][4], u64 a, u64 b) {
+    EACH_PANEL(product_new_columns);
+}
+template <u32 PANEL, class T, int N>
+__device__ __forceinline__ void panels_add_columns(T type, float (&c)[1][N][4], u64 a, u64 b) {
+    EACH_PANEL(product_add_columns);
+}
+#undef EACH_PANEL

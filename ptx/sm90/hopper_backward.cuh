@@ -84,7 +84,7 @@ struct HopperBackward {
     }
 
     static __device__ __forceinline__ void run(const HopperBackwardMaps& maps, const HopperBackwardParams& p) {
-        extern __shared__ __align__(1024) char shared[];
+        SHARED_MEMORY;
         const Shared at(shared_address(shared));
         volatile Control& control = *(Control*)(shared + (at.control - at.k));
         if (threadIdx.x == 0) {

@@ -79,7 +79,7 @@ struct HopperBackwardProducts {
     template <int N>
     static __device__ __forceinline__ void multiply_weights(float (&c)[1][N][4], const Weights& a, u64 b) {
 #pragma unroll
-        for (int i = 0; i < BM / 16; ++i) product_add(T{}, c, a[i], b + i * (16 * 128 >> 4));
+        for (int i = 0; i < BM / 16; ++i) panels_add<Q_PANEL>(T{}, c, a[i], b + i * (16 * 128 >> 4));
     }
 
     // Rounds to a left matrix.
@@ -170,6 +170,24 @@ struct HopperBackwardProducts {
                 if (has_row && (WHOLE || n * 8 < columns))
                     add_four(to_four + n * 32, second ? x : low, second ? y : high, second ? low8 : x, second ? high8 : y);
             }
+#elif defined(CPATTN_LOAD_STORE)
+            // Four loads at a time, before the stores that they may not pass.
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int begin = 0; begin < N; begin += 4) {
+                    float2 sums[4];
+#pragma unroll
+                    for (int n = begin; n < begin + 4; ++n)
+                        if (WHOLE || (h * 8 < rows && n * 8 < columns))
+                            sums[n - begin] = *(const float2*)(to + h * 8 * p.dq.token + n * 32);
+#pragma unroll
+                    for (int n = begin; n < begin + 4; ++n)
+                        if (WHOLE || (h * 8 < rows && n * 8 < columns))
+                            *(float2*)(to + h * 8 * p.dq.token + n * 32) =
+                                make_float2(__fadd_rn(sums[n - begin].x, __fmul_rn(dq[0][n][2 * h], scale)),
+                                            __fadd_rn(sums[n - begin].y, __fmul_rn(dq[0][n][2 * h + 1], scale)));
+                }
 #else
 #pragma unroll
             for (int h = 0; h < 2; ++h)
@@ -199,9 +217,9 @@ struct HopperBackwardProducts {
         for (int i = 0; i < BN / 16; ++i) {
             const u64 x = ds + (i / 4) * (Q_PANEL >> 4) + (i % 4) * 2, y = from + i * (16 * 128 >> 4);
             if (i == 0)
-                product_new_columns(T{}, dq, x, y);
+                panels_new_columns<K_PANEL>(T{}, dq, x, y);
             else
-                product_add_columns(T{}, dq, x, y);
+                panels_add_columns<K_PANEL>(T{}, dq, x, y);
         }
     }
 

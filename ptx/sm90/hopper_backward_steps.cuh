@@ -289,10 +289,10 @@ struct HopperBackwardSteps : HopperBackwardProducts<T, Shape> {
         hold(dv);
         hold(weights);
         product_fence();
-        product_add(T{}, dv, weights[LAST], d_o + LAST * (16 * 128 >> 4));
+        panels_add<Q_PANEL>(T{}, dv, weights[LAST], d_o + LAST * (16 * 128 >> 4));
         product_commit();
 #pragma unroll
-        for (int i = 0; i < LAST; ++i) product_add(T{}, dv, weights[i], d_o + i * (16 * 128 >> 4));
+        for (int i = 0; i < LAST; ++i) panels_add<Q_PANEL>(T{}, dv, weights[i], d_o + i * (16 * 128 >> 4));
         product_commit();
         product_wait<1>();
         Scores g;

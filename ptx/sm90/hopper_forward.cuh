@@ -80,7 +80,7 @@ struct HopperForward {
     // out += P V, not waited for.
     static __device__ __forceinline__ void multiply_values(Out& out, const Weights& weights, u64 v) {
 #pragma unroll
-        for (int i = 0; i < BN / 16; ++i) product_add(T{}, out, weights[i], v + i * (16 * 128 >> 4));
+        for (int i = 0; i < BN / 16; ++i) panels_add<K_PANEL>(T{}, out, weights[i], v + i * (16 * 128 >> 4));
     }
 
     // Everything between q k and the exponent. Where registers are few, what is not needed meanwhile lies at `state`.
@@ -367,7 +367,7 @@ struct HopperForward {
     }
 
     static __device__ __forceinline__ void run(const HopperMaps& maps, const HopperForwardParams& p, const HopperMetadata& metadata) {
-        extern __shared__ __align__(1024) char shared[];
+        SHARED_MEMORY;
         const Shared at(shared_address(shared));
         volatile Control& control = *(Control*)(shared + (at.control - at.q));
         if (threadIdx.x == 0) {

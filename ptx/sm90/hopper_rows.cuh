@@ -26,8 +26,18 @@ template <int ROWS, int WIDTH>
 __device__ __forceinline__ void load_shared_rows(u32 to, const TensorMap& map, u32 span, const Run& run, u32 first, u32 end, u32 head,
                                                  u32 heads, u32 token_bits, u32 barrier) {
     const int part = (int)((u32)run.row + end);
-    barrier_expect(barrier, ROWS * WIDTH * 2);
-    for (u32 row = 0; row < ROWS; row += 16) {
+#ifdef CPATTN_NO_EMPTY_BOXES
+    // Rows that no head has are not copied: this thread stores zeros there.
+    const u32 rows = heads << token_bits;
+    for (u32 at = rows * 128; at < ROWS * 128; at += 16)
+#pragma unroll
+        for (int panel = 0; panel < WIDTH / 64; ++panel) store_shared_words(to + panel * ROWS * 128 + at, {0, 0, 0, 0});
+    fence_proxy();
+#else
+    const u32 rows = ROWS;
+#endif
+    barrier_expect(barrier, rows * WIDTH * 2);
+    for (u32 row = 0; row < rows; row += 16) {
         const u32 skipped = row >> token_bits, token = row - (skipped << token_bits);
         const bool is_there = skipped < heads;
 #pragma unroll
