@@ -45,7 +45,12 @@ fn embed() {
             *same = other;
         }
     }
-    let texts: Vec<String> = files.iter().map(|path| fs::read_to_string(path).expect("a readable file")).collect();
+    let text = |path: &PathBuf| {
+        let text = fs::read_to_string(path).expect("a readable file");
+        assert!(!text.is_empty(), "{} is empty: compile it again", path.display());
+        text
+    };
+    let texts: Vec<String> = files.iter().map(text).collect();
     let lines: Vec<Vec<Line>> = texts.iter().map(|text| parse(text)).collect();
     let templates = by_frequency(&lines);
     let mut all: Vec<u8> = templates.join(&b'\n');

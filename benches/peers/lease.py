@@ -24,7 +24,7 @@ HARDWARE = (
     "CPATTN_CUDA_FAMILY=sm_80 runs_repeat", "hopper_walks::bf16_128", "hopper_backward::bf16_128", "hopper_backward::bf16_64",
     "hopper_backward::bf16_192128", "hopper_backward::bf16_256", "hopper_walks::bf16_64", "hopper_walks::bf16_192128",
     "hopper_walks::bf16_256", "hopper_backward_shared::groups", "shared_tiles::groups", "hopper_backward::runs_repeat",
-    "hopper::lists_give_the_same_bits_wherever_they_are", "hopper::counters_come_back_to_zero", "clusters::bf16_128",
+    "hopper::counters_come_back_to_zero", "clusters::bf16_128",
     "hopper_walks::bf16_96", "hopper_walks::bf16_192", "wide::dims",
 )
 """What is run before all else, in the order of ptx/HARDWARE.md: variables, if any, and a test of cuda_kernels."""
