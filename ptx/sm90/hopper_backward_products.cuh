@@ -22,6 +22,9 @@ __device__ __forceinline__ void add_pair(char* to, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }
 
+#if defined(CPATTN_RED_V4) && defined(CPATTN_LOAD_STORE)
+#error "RED_V4 and LOAD_STORE are two ways to add to dq: give one"
+#endif
 #ifdef CPATTN_RED_V4
 __device__ __forceinline__ void add_four(char* to, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
