@@ -99,7 +99,7 @@ impl Plan {
     }
 
     /// The ring ranks of a node: all of them, unless rows cross from node to node ([`Options::ranks_per_node`]).
-    pub fn ring_ranks_of_node(&self) -> usize {
+    pub(crate) fn ring_ranks_of_node(&self) -> usize {
         self.node_ranks().ring
     }
 
@@ -116,7 +116,7 @@ impl Plan {
     /// The Ulysses ranks of a node: all of them, unless rows of k and v cross to a node once and are passed on to
     /// several of its ranks, which hold the same kv head ([`Options::ranks_per_node`]). If no ranks of a node hold the
     /// same kv head, each row crosses once anyway, but in `reproducible`, where the partials of all q heads cross.
-    pub fn ulysses_ranks_of_node(&self) -> usize {
+    pub(crate) fn ulysses_ranks_of_node(&self) -> usize {
         self.node_ranks().ulysses
     }
 
@@ -124,7 +124,7 @@ impl Plan {
     /// ([`Options::ranks_per_node`]): 1 if no two of them hold the same kv head, if the ring lies in one node, or if k
     /// and v do not circulate. Otherwise those that hold the same kv head each receive a part of its rows, and pass it
     /// on to each other.
-    pub fn ring_holders_of_node(&self) -> usize {
+    pub(crate) fn ring_holders_of_node(&self) -> usize {
         let keys =
             [Direction::Forward, Direction::Backward].map(|d| self.circulates(d)).contains(&CirculatingSide::Keys);
         if keys { self.node_ranks().ring_holders } else { 1 }
@@ -221,7 +221,7 @@ impl Plan {
     }
 
     /// The bytes per ring step in the backward, both ways, for one token of k's side and for one of q's side.
-    pub fn bytes_per_circulating_token(&self) -> (u128, u128) {
+    pub(crate) fn bytes_per_circulating_token(&self) -> (u128, u128) {
         let p = self.problem();
         let e = p.dtype().size();
         let a = p.dtype().accumulator().size();
