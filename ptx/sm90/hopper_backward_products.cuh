@@ -19,7 +19,13 @@ enum : u32 { BARRIER_BOTH = 1 };
 
 // Adds two neighbouring f32 to global memory. The semaphore orders all that are added to one address.
 __device__ __forceinline__ void add_pair(char* to, float x, float y) {
+#ifdef CPATTN_LOAD_STORE
+    // The semaphore gives the words to one block at a time, and only one of its threads adds to them.
+    const float2 old = *(const float2*)to;
+    *(float2*)to = make_float2(__fadd_rn(old.x, x), __fadd_rn(old.y, y));
+#else
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+#endif
 }
 
 #if defined(CPATTN_RED_V4) && defined(CPATTN_LOAD_STORE)
@@ -173,24 +179,6 @@ struct HopperBackwardProducts {
                 if (has_row && (WHOLE || n * 8 < columns))
                     add_four(to_four + n * 32, second ? x : low, second ? y : high, second ? low8 : x, second ? high8 : y);
             }
-#elif defined(CPATTN_LOAD_STORE)
-            // Four loads at a time, before the stores that they may not pass.
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int begin = 0; begin < N; begin += 4) {
-                    float2 sums[4];
-#pragma unroll
-                    for (int n = begin; n < begin + 4; ++n)
-                        if (WHOLE || (h * 8 < rows && n * 8 < columns))
-                            sums[n - begin] = *(const float2*)(to + h * 8 * p.dq.token + n * 32);
-#pragma unroll
-                    for (int n = begin; n < begin + 4; ++n)
-                        if (WHOLE || (h * 8 < rows && n * 8 < columns))
-                            *(float2*)(to + h * 8 * p.dq.token + n * 32) =
-                                make_float2(__fadd_rn(sums[n - begin].x, __fmul_rn(dq[0][n][2 * h], scale)),
-                                            __fadd_rn(sums[n - begin].y, __fmul_rn(dq[0][n][2 * h + 1], scale)));
-                }
 #else
 #pragma unroll
             for (int h = 0; h < 2; ++h)
