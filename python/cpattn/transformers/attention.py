@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -24,6 +25,8 @@ from ..torch.gather import Reads
 from .masks import Parts, Window, read, simplified, window_of
 
 NAME = "cpattn"
+# Modules in which a token attends to what layers before made of itself, and to no other token.
+OVER_LAYERS = ("Inkling2BlockAttentionResidual",)
 
 
 class Forward(Protocol):
@@ -123,6 +126,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention function, which Transformers calls in each layer: takes [1, heads, tokens, dim], returns [1, tokens, heads, dim]."""
     name = type(module).__name__
+    if name in OVER_LAYERS and attention_mask is None:
+        return F.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2), None
     if not isinstance(attention_mask, Mask):
         kind = "no mask" if attention_mask is None else f"a mask of the type {type(attention_mask).__name__}"
         raise Unsupported(f"{name} has {kind}, a mask of transformers.masking_utils is needed")

@@ -21,7 +21,7 @@ from ..attention import Mask
 from ..hybrids.shared import view
 
 # The names of a layer's arguments for its cache, and for the tokens of an encoder.
-CACHES = ("past_key_values", "layer_past", "past_key_value")
+CACHES = ("past_key_values", "cache", "layer_past", "past_key_value")
 ENCODER = ("encoder_hidden_states", "key_value_states")
 
 
@@ -124,6 +124,10 @@ def gathered(kind: str, layer: Any, *args: Any, change: Callable[[Any, Keys], di
     mask = keys.mask(hidden.dtype if kind == "eager" else torch.bool, hidden.device)
     taken = next(one for one in CACHES if one in given.signature.parameters)
     given.arguments |= {"attention_mask": mask, taken: Cache(keys, hidden.device)}
+    if "relative_distance" in given.arguments:  # of each query to each key
+        q, k = keys.offsets(hidden.device)
+        q, k = (torch.arange(n, device=hidden.device) + offset for n, offset in ((hidden.shape[1], q), (keys.length, k)))
+        given.arguments["relative_distance"] = q[:, None] - k
     changed = change(layer, keys) if change else {}
     if hasattr(layer, "config"):
         changed["config"] = copy.copy(layer.config)
