@@ -202,6 +202,7 @@ impl ForwardPass<'_> {
         heads: core::ops::Range<u32>,
     ) {
         let c = self.call;
+        debug_assert!(E::DENSE || c.dropout.is_none(), "calls with dropout take vectors (`choice.rs`)");
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
         let q = &c.ranges.q[unit.range];
