@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND = "cargo +nightly rustdoc -q --lib --features rayon,cuda,nccl --target-dir target/public -Zunstable-options --output-format json"
+COMMAND = "cargo +nightly rustdoc -q -p cpattn --lib --features rayon,cuda,nccl --target-dir target/public -Zunstable-options --output-format json"
 
 
 def document():
