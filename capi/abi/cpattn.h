@@ -876,7 +876,8 @@ int32_t cpattn_plan_verify_all_to_all(const cpattn_plan *plan, int32_t side, uin
  *   CPATTN_COMBINE_TO_HEADS   the own heads from j*H/R to (j+1)*H/R, rounded down: what tensor parallelism goes on with;
  *   CPATTN_COMBINE_TO_TOKENS  the tokens from j*T/R to (j+1)*T/R.
  * Parts are merged in f32 (f64), in the order of the ring ranks, and rounded once, so that every run gives the same bits. A row
- * without keys on any rank gets o 0 and lse -inf, or the sink's value. CPATTN_UNSUPPORTED on a device.
+ * without keys on any rank gets o 0 and lse -inf, or the sink's value. On a device, in the
+ * order of the stream: f16, bf16 and f32, a value_dim that is a multiple of 8, and rows of o at multiples of 16 bytes.
  *
  * partial: the type of partial_o (CPATTN_F32, ...). The other functions do for a combine what cpattn_rank_prepare,
  * cpattn_plan_verify and cpattn_plan_workspace do for attention. */

@@ -223,6 +223,19 @@ struct MergeParams {
     u32 with_lse_words;
 };
 
+struct CombineParams {
+    Tensor o, lse, sinks;
+    const TransformSource* parts;  // o of each part, then lse of each
+    u64 rows;
+    u32 part_count;
+    u32 heads;
+    u32 dim;
+    u32 dtype;  // of o
+    u32 lanes;  // threads of a row: a power of two, at most 32
+    u32 sink_count;
+    Tensor bases[TRANSFORM_BASES];
+};
+
 // What ranks compare in a run: what is run, its number in the life of the group, and a word that makes it a tag.
 struct Tag {
     u64 fingerprint;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Everything around attention that only moves memory: copies, casts and ordered sums of blocks, the row sums before the
-// backward, rows that nothing covers, and the merge of two partial results.
+// backward, rows that nothing covers, and the merge of partial results: of two, and of those of all ranks of a ring.
 //
 // All of it is bound by bandwidth, so every thread keeps several 16-byte accesses in flight, and a transform is bounded to
 // registers with which four blocks of it share a multiprocessor: 64 KB in flight there.
@@ -288,5 +288,50 @@ extern "C" __global__ void __launch_bounds__(THREADS) cpattn_merge(const __grid_
             x[i] = make_float4(wa * u.x + wb * v.x, wa * u.y + wb * v.y, wa * u.z + wb * v.z, wa * u.w + wb * v.w);
         }
         if (lane == 0) store_lse(lse_at, p.lse_words, lse);
+    }
+}
+
+// The lse of a part, or of the result, in one word.
+__device__ __forceinline__ const float* lse_at(const Tensor& x, u32 token, u32 head) {
+    return (const float*)(x.ptr + token * x.token + head * x.head);
+}
+
+// The merge of `part_count` parts of the same rows, in their order, and of the sinks. `lanes` threads a row.
+extern "C" __global__ void __launch_bounds__(THREADS) cpattn_combine(const __grid_constant__ CombineParams p) {
+    __shared__ Bases bases;
+    // Parameters are picked by constant numbers only.
+#pragma unroll
+    for (u32 i = 0; i < TRANSFORM_BASES; ++i)
+        if (threadIdx.x == i) bases.at[i] = p.bases[i];
+    __syncthreads();
+    const u32 groups = THREADS / p.lanes;
+    const u32 lane = threadIdx.x % p.lanes;
+    const TransformSource* lse_parts = p.parts + p.part_count;
+    for (u64 row = (u64)blockIdx.x * groups + threadIdx.x / p.lanes; row < p.rows; row += (u64)gridDim.x * groups) {
+        const u32 token = (u32)row / p.heads;
+        const u32 head = (u32)row - token * p.heads;
+        float weight, other;
+        LogSumExp total = {minus_infinity(), 0.0f};
+        for (u32 k = 0; k < p.part_count; ++k)
+            total = merge(total, {*lse_at(bases.locate(lse_parts[k].src), token, head), 0.0f}, weight, other);
+        if (p.sink_count) total = merge(total, load_sinks(p.sinks, head, p.sink_count), weight, other);
+        char* o = p.o.ptr + token * p.o.token + head * p.o.head;
+        for (u32 unit = lane; 8 * unit < p.dim; unit += p.lanes) {
+            float sum[8] = {};
+            for (u32 k = 0; k < p.part_count; ++k) {
+                const float lse = *lse_at(bases.locate(lse_parts[k].src), token, head);
+                // A part without keys is not read: a weight of 0 times a NaN would be one.
+                if (lse == minus_infinity()) continue;
+                const float of_part = exp2_fast(__fsub_rn(__fsub_rn(lse, total.lse), total.rest) * LOG2E);
+                const Tensor part = bases.locate(p.parts[k].src);
+                const char* from = part.ptr + token * part.token + head * part.head;
+                float x[8];
+                widen8(x, from, unit, p.parts[k].dtype);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) sum[e] = fmaf(x[e], of_part, sum[e]);
+            }
+            narrow8(o, unit, p.dtype, sum);
+        }
+        if (lane == 0) *(float*)lse_at(p.lse, token, head) = total.lse;
     }
 }

@@ -29,6 +29,31 @@ const TOGETHER: usize = 64;
 /// Every element of the tensors must be valid for reads, those of `o` and `lse` for writes, on this thread alone; `o`
 /// and `lse` overlap nothing else.
 pub(crate) unsafe fn merge_all(call: &MergeAll<'_>) -> Result<()> {
+    check_parts(call)?;
+    // SAFETY: shapes and types agree (checked above); the elements are valid, and o and lse apart (the contract).
+    unsafe {
+        match (call.o_parts[0].dtype, call.o.dtype) {
+            (Dtype::F64, Dtype::F64) => rows::<f64, f64>(call),
+            (Dtype::F32, Dtype::F32) => rows::<f32, f32>(call),
+            (Dtype::F32, Dtype::F16) => rows::<f32, half::f16>(call),
+            (Dtype::F32, Dtype::Bf16) => rows::<f32, half::bf16>(call),
+            (Dtype::F16, Dtype::F32) => rows::<half::f16, f32>(call),
+            (Dtype::F16, Dtype::F16) => rows::<half::f16, half::f16>(call),
+            (Dtype::F16, Dtype::Bf16) => rows::<half::f16, half::bf16>(call),
+            (Dtype::Bf16, Dtype::F32) => rows::<half::bf16, f32>(call),
+            (Dtype::Bf16, Dtype::F16) => rows::<half::bf16, half::f16>(call),
+            (Dtype::Bf16, Dtype::Bf16) => rows::<half::bf16, half::bf16>(call),
+            (partial, of) => unreachable!("parts of {partial} for {of} passed"),
+        }
+    }
+    Ok(())
+}
+
+/// Refuses a call whose shapes or types differ.
+///
+/// # Errors
+/// [`Error::Invalid`].
+pub(super) fn check_parts(call: &MergeAll<'_>) -> Result<()> {
     let accumulator = call.o.dtype.accumulator();
     if call.o_parts.is_empty() || call.o_parts.len() != call.lse_parts.len() {
         let found = format!("{} of o, {} of lse", call.o_parts.len(), call.lse_parts.len());
@@ -44,24 +69,10 @@ pub(crate) unsafe fn merge_all(call: &MergeAll<'_>) -> Result<()> {
             return Err(Error::invalid(format!("{name}.dtype"), t.dtype, dtype));
         }
     }
-    check::sinks(&call.sinks, call.o.heads)?;
-    // SAFETY: shapes and types agree (checked above); the elements are valid, and o and lse apart (the contract).
-    unsafe {
-        match (partial, call.o.dtype) {
-            (Dtype::F64, Dtype::F64) => rows::<f64, f64>(call),
-            (Dtype::F32, Dtype::F32) => rows::<f32, f32>(call),
-            (Dtype::F32, Dtype::F16) => rows::<f32, half::f16>(call),
-            (Dtype::F32, Dtype::Bf16) => rows::<f32, half::bf16>(call),
-            (Dtype::F16, Dtype::F32) => rows::<half::f16, f32>(call),
-            (Dtype::F16, Dtype::F16) => rows::<half::f16, half::f16>(call),
-            (Dtype::F16, Dtype::Bf16) => rows::<half::f16, half::bf16>(call),
-            (Dtype::Bf16, Dtype::F32) => rows::<half::bf16, f32>(call),
-            (Dtype::Bf16, Dtype::F16) => rows::<half::bf16, half::f16>(call),
-            (Dtype::Bf16, Dtype::Bf16) => rows::<half::bf16, half::bf16>(call),
-            (partial, of) => return Err(Error::invalid("o_parts.dtype", partial, format!("of {of}'s accumulator"))),
-        }
+    if partial.accumulator() != accumulator {
+        return Err(Error::invalid("o_parts.dtype", partial, format!("of {}'s accumulator", call.o.dtype)));
     }
-    Ok(())
+    check::sinks(&call.sinks, call.o.heads)
 }
 
 /// # Safety

@@ -6,12 +6,17 @@
 
 use core::ptr::null_mut;
 
+#[cfg(feature = "cuda")]
+use super::tensors::DeviceViews;
 use super::{
     bind::Bindings,
     rank::Rank,
     tensors::{HostViews, Views, raw_on},
 };
+#[cfg(feature = "cuda")]
+use crate::call::RawStream;
 use crate::{
+    device::Device,
     element::Element,
     error::Result,
     plan::Plan,
@@ -45,7 +50,7 @@ impl Rank {
     /// Of the plan, only the number of q tokens, the q heads, `value_dim`, the element type, the sinks and the mesh
     /// matter. Parts are merged in the order of the ring ranks, so the result has the same bits in every run and on
     /// every rank that gets it. A row that has no key on any rank gets o 0 and lse −∞, or the sink's value if there is
-    /// one.
+    /// one. On a device: `combine_on`.
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, View, ViewMut, transport::local};
@@ -80,24 +85,51 @@ impl Rank {
     ///
     /// # Errors
     /// As [`Rank::run`]; parts of a type with another accumulator than the problem's.
-    /// [`Error::Unsupported`](crate::Error::Unsupported) on a device.
     pub fn combine<P: Element, T: Element>(
         &mut self,
         plan: &Plan,
         to: CombineTo,
         tensors: CombineTensors<'_, P, T>,
     ) -> Result<()> {
-        self.expect_host("combine", "use a rank on the CPU for it, or plan attention over a ring")?;
-        let at = self.device();
-        let CombineTensors { partial_o, partial_lse, sinks, o, lse } = tensors;
-        let bindings = Bindings::default()
+        self.expect_host("combine on host views", "give device tensors to combine_on")?;
+        let bindings = tensors.bindings(self.device(), plan)?;
+        // SAFETY: during this call the views guarantee valid memory, and the exclusive ones that nothing else uses
+        // theirs.
+        unsafe { self.run_on(plan, Combine { to, partial: P::DTYPE }, &bindings, null_mut()) }
+    }
+
+    /// [`Rank::combine`] on device tensors, in the order of `stream`: see [`Rank::run_on`]. Elements are f16, bf16 or
+    /// f32, `value_dim` is a multiple of 8, and rows of o begin at multiples of 16 bytes. Weights are computed in f32,
+    /// lse in two words of it.
+    ///
+    /// # Errors
+    /// As [`Rank::run_on`]; a tensor of another device than the rank's.
+    ///
+    /// # Safety
+    /// `stream` is null or one of the driver's that was not destroyed.
+    #[cfg(feature = "cuda")]
+    pub unsafe fn combine_on<P: Element, T: Element>(
+        &mut self,
+        plan: &Plan,
+        to: CombineTo,
+        tensors: CombineTensors<'_, P, T, DeviceViews>,
+        stream: RawStream,
+    ) -> Result<()> {
+        let bindings = tensors.bindings(self.device(), plan)?;
+        // SAFETY: until the work enqueued with them is over, views guarantee valid memory, and exclusive ones that
+        // nothing else uses their memory; the stream is as promised.
+        unsafe { self.run_on(plan, Combine { to, partial: P::DTYPE }, &bindings, stream) }
+    }
+}
+
+impl<P: Element, T: Element, V: Views> CombineTensors<'_, P, T, V> {
+    fn bindings(self, at: Device, plan: &Plan) -> Result<Bindings> {
+        let Self { partial_o, partial_lse, sinks, o, lse } = self;
+        Bindings::default()
             .with(TensorId::PartialO, raw_on(at, "partial_o", partial_o)?)
             .with(TensorId::PartialLse, raw_on(at, "partial_lse", partial_lse)?)
             .with(TensorId::O, raw_on(at, "o", o)?)
             .with(TensorId::Lse, raw_on(at, "lse", lse)?)
-            .with_sinks(at, plan, TensorId::Sinks, sinks)?;
-        // SAFETY: during this call the views guarantee valid memory, and the exclusive ones that nothing else uses
-        // theirs.
-        unsafe { self.run_on(plan, Combine { to, partial: P::DTYPE }, &bindings, null_mut()) }
+            .with_sinks(at, plan, TensorId::Sinks, sinks)
     }
 }

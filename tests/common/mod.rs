@@ -2,6 +2,7 @@
 //! What the tests of whole plans share: random problems' data, one run of a plan on threads, and the error rule.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod combined;
 pub mod own;
 pub mod through;
 

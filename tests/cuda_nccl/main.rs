@@ -16,6 +16,9 @@ mod between_runs;
 mod borrowed;
 #[path = "../common/all_to_all.rs"]
 mod cases;
+mod combine;
+#[path = "../common/combined_on_device.rs"]
+mod combined_on_device;
 mod faults;
 mod group;
 mod hosts;

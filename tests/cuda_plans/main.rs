@@ -6,8 +6,12 @@
 //! these tests say so and pass; with `CPATTN_REQUIRE_CUDA` set, that is a failure.
 #![cfg(feature = "cuda")]
 
+mod combine;
+#[path = "../common/combined_on_device.rs"]
+mod combined_on_device;
+#[path = "../common/mod.rs"]
 mod common;
-#[path = "common/driver.rs"]
+#[path = "../common/driver.rs"]
 mod driver;
 
 use std::{

@@ -40,7 +40,7 @@ class Combining:
         `o` is [tokens, heads, value_dim], without sinks; `lse`, [heads, tokens], float32 (float64 with it), natural log, -inf in a
         row without keys. Returns o and lse of what `to` says: "all" rows, the same bits on every rank; "heads", heads j*H//R to
         (j+1)*H//R on rank j of R; or "tokens", likewise. `dtype` is that of the merged o (None: of o); parts are merged in float32
-        (float64). `sinks`, [heads] or [heads, n] float32, are applied once. On the CPU only.
+        (float64). `sinks`, [heads] or [heads, n] float32, are applied once.
         """
         from .context import Context
 

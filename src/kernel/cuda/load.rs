@@ -155,6 +155,7 @@ impl Cuda {
             delta: transform.function(c"cpattn_delta", 0)?,
             finish: transform.function(c"cpattn_finish", 0)?,
             merge: transform.function(c"cpattn_merge", 0)?,
+            combine: transform.function(c"cpattn_combine", 0)?,
             sinks: sinks.function(c"cpattn_sinks", 0)?,
             begin_run: tags.function(c"cpattn_begin_run", 0)?,
             arrived: tags.function(c"cpattn_arrived", 0)?,

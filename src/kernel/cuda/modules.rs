@@ -74,6 +74,7 @@ pub(super) struct Blocks {
     pub delta: Function,
     pub finish: Function,
     pub merge: Function,
+    pub combine: Function,
     pub sinks: Function,
     pub begin_run: Function,
     pub arrived: Function,

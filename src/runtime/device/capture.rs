@@ -78,7 +78,11 @@ impl DeviceRank {
                 "a graph cannot hold what preparing a plan does: the plan is not prepared in this direction",
                 "call prepare before the capture begins",
             ),
-            Purpose::AllToAll(_) | Purpose::Combine(_) => (
+            Purpose::Combine(_) => (
+                "a graph cannot hold what preparing a plan does: this combine of the plan is not prepared",
+                "call prepare_combine before the capture begins",
+            ),
+            Purpose::AllToAll(_) => (
                 "a graph cannot hold what preparing a plan does: this all-to-all of the plan is not prepared",
                 "call prepare_all_to_all before the capture begins",
             ),

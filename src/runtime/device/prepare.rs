@@ -25,20 +25,29 @@ impl DeviceRank {
     pub(super) fn check_supported(&self, plan: &Plan, run: Purpose) -> Result<()> {
         plan.fits_world(self.transport.world())?;
         let p = plan.problem();
-        if let Purpose::AllToAll(a) = run {
-            return if a.dtype == Dtype::F64 {
+        let moved = |what, dtype| match dtype {
+            Dtype::F64 => {
                 let limit = "the CUDA kernels move and sum f16, bf16 and f32";
-                Err(Error::unsupported("an all-to-all of f64 on a device", limit, "convert, or use a rank on the CPU"))
-            } else {
-                Ok(())
-            };
-        }
-        if let Purpose::Combine(_) = run {
-            return Err(Error::unsupported(
-                format!("combine on {}", self.device()),
-                "there is no CUDA kernel that merges the parts of several ranks",
-                "use a rank on the CPU for it, or plan attention over a ring, which merges in its own kernels",
-            ));
+                Err(Error::unsupported(
+                    format!("{what} of f64 on a device"),
+                    limit,
+                    "convert, or use a rank on the CPU",
+                ))
+            }
+            _ => Ok(()),
+        };
+        match run {
+            Purpose::AllToAll(a) => return moved("an all-to-all", a.dtype),
+            Purpose::Combine(_) => {
+                moved("a combine", p.dtype())?;
+                return if p.value_dim().is_multiple_of(8) {
+                    Ok(())
+                } else {
+                    let found = format!("a combine of value_dim {} on a device", p.value_dim());
+                    Err(Error::unsupported(found, "multiples of 8", "pad o with zeros, or use a rank on the CPU"))
+                };
+            }
+            Purpose::Attention(_) => {}
         }
         if plan.options().reproducible {
             return Err(Error::unsupported(

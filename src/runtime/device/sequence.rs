@@ -125,8 +125,8 @@ impl Operations for Recording<'_> {
         self.launch(|cuda, recorder| cuda.merge_launches(args, recorder.checker(cuda)))
     }
 
-    unsafe fn merge_all(&mut self, _: &MergeAll<'_>) -> Result<()> {
-        unreachable!("devices refuse a combine")
+    unsafe fn merge_all(&mut self, args: &MergeAll<'_>) -> Result<()> {
+        self.launch(|cuda, recorder| cuda.combine_launches(args, recorder))
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {

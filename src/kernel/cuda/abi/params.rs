@@ -342,6 +342,24 @@ pub(in crate::kernel::cuda) struct MergeParams {
     pub with_lse_words: u32,
 }
 
+/// `CombineParams`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(in crate::kernel::cuda) struct CombineParams {
+    pub o: Tensor,
+    pub lse: Tensor,
+    pub sinks: Tensor,
+    pub parts: u64,
+    pub rows: u64,
+    pub part_count: u32,
+    pub heads: u32,
+    pub dim: u32,
+    pub dtype: u32,
+    pub lanes: u32,
+    pub sink_count: u32,
+    pub bases: [Tensor; BASES],
+}
+
 /// `SinkParams` of `ptx/shared/sinks.cu`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
@@ -391,6 +409,7 @@ addresses! {
     DeltaParams { tensors: [o, d_o, delta, lse, d_lse], ..Addresses::NONE }
     FinishParams { tensors: [o, lse, sinks], metadata: [runs, work], ..Addresses::NONE }
     MergeParams { tensors: [o, lse, with_o, with_lse], ..Addresses::NONE }
+    CombineParams { tensors: [o, lse, sinks], metadata: [parts], bases: [bases], ..Addresses::NONE }
     Sinks { tensors: [lse, delta, sinks, dsinks], ..Addresses::NONE }
 }
 
@@ -421,6 +440,7 @@ const _: () = {
     assert!(size_of::<DeltaParams>() == 144);
     assert!(size_of::<FinishParams>() == 112);
     assert!(size_of::<MergeParams>() == 120);
+    assert!(size_of::<CombineParams>() == 448);
 };
 
 #[cfg(test)]
@@ -468,6 +488,7 @@ mod tests {
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_delta", size_of::<DeltaParams>()),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_finish", size_of::<FinishParams>()),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_merge", size_of::<MergeParams>()),
+            (crate::kernel::cuda::embedded::find("transform"), "cpattn_combine", size_of::<CombineParams>()),
             (crate::kernel::cuda::embedded::find("tags"), "cpattn_begin_run", size_of::<tags::BeginRun>()),
             (crate::kernel::cuda::embedded::find("tags"), "cpattn_arrived", size_of::<tags::Arrived>()),
         ] {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The launches of all calls but attention: transforms, delta, finish, merge, the gradient of the sinks.
+//! The launches of all calls but attention: transforms, delta, finish, merges, the gradient of the sinks.
 
-use crate::call::{Delta, Finish, Merge, RawTensor, SinkGradient, Transform};
+use crate::call::{Delta, Finish, Merge, MergeAll, RawTensor, SinkGradient, Transform};
 use crate::device::driver::Function;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use crate::kernel::cuda::Cuda;
-use crate::kernel::cuda::abi::base_addresses::{self, BaseOffset};
+use crate::kernel::cuda::abi::base_addresses::{self, BaseOffset, BaseShapes};
 use crate::kernel::cuda::abi::params::{self, Parameters};
 use crate::kernel::cuda::abi::shapes::LARGEST;
 use crate::kernel::cuda::launch::attention::lse_words;
@@ -16,6 +16,7 @@ use crate::kernel::cuda::launch::{Launch, Launches, items};
 use crate::kernel::cuda::memory::metadata::run;
 use crate::kernel::cuda::memory::metadata_writer::{Part, padded};
 use crate::kernel::cuda::modules::Blocks;
+use crate::kernel::merge_all::check_parts;
 use alloc::format;
 
 const THREADS: u32 = 256;
@@ -76,17 +77,15 @@ impl Cuda {
 
         let function = self.blocks()?.transform;
         let shapes = recorder.shapes();
-        let located = |t: &RawTensor| {
-            let params::Tensor { token, head, .. } = base_addresses::bytes(t);
-            let BaseOffset { base, row, first_head } =
-                if BlockSteps::of(t).count() == 0 { NOWHERE } else { BaseOffset::of(shapes.as_ref(), t.ptr) };
-            params::TransformTensor { row, token, head, first_head, base }
-        };
         let (mut writer, _) = recorder.begin(transform_bytes(call))?;
         let (blocks, blocks_at) = writer.array::<params::TransformBlock>(call.blocks.len());
         let (sources, sources_at) = writer.array::<params::TransformSource>(call.sources.len());
         for (out, source) in sources.iter_mut().zip(call.sources) {
-            *out = params::TransformSource { src: located(source), dtype: source.dtype as u32, unused: 0 };
+            *out = params::TransformSource {
+                src: located(shapes.as_ref(), source),
+                dtype: source.dtype as u32,
+                unused: 0,
+            };
         }
         let (mut tiles, mut count) = (0, 0);
         for block in call.blocks {
@@ -95,7 +94,7 @@ impl Cuda {
                 continue;
             }
             blocks[count] = params::TransformBlock {
-                dst: located(&block.dst),
+                dst: located(shapes.as_ref(), &block.dst),
                 rows: steps.rows,
                 first_tile: tiles,
                 heads: params::Divisor::new(block.dst.heads),
@@ -232,6 +231,52 @@ impl Cuda {
         self.launch_of_rows(|kernels| kernels.merge, params.rows, THREADS / 32, &params)
     }
 
+    /// The launch of a merge of the parts of several ranks, the list of parts written into `recorder`; none when there
+    /// are no rows.
+    pub(crate) fn combine_launches(&self, call: &MergeAll<'_>, recorder: &mut LaunchRecorder) -> Result<Launches> {
+        check_parts(call)?;
+        let checker = recorder.checker(self);
+        if !call.o.dim.is_multiple_of(8) {
+            return Err(Error::unsupported(format!("o.dim {}", call.o.dim), "multiples of 8", "pad with zeros"));
+        }
+        for (i, (o, lse)) in call.o_parts.iter().zip(call.lse_parts).enumerate() {
+            checker.memory(&format!("o_parts[{i}]"), o, 16)?;
+            checker.memory(&format!("lse_parts[{i}]"), lse, 4)?;
+            recorder.must_align(o.ptr);
+        }
+        recorder.must_align(call.o.ptr);
+        let rows = rows(&call.o)?;
+        if rows == 0 {
+            return Ok(Launches::default());
+        }
+        let lanes = (call.o.dim / 8).next_power_of_two().min(32);
+        let mut params = params::CombineParams {
+            o: checker.memory("o", &call.o, 16)?,
+            lse: checker.memory("lse", &call.lse, 4)?,
+            sinks: checker.sinks(&call.sinks, call.o.heads)?,
+            parts: 0,
+            rows,
+            part_count: call.o_parts.len() as u32,
+            heads: call.o.heads,
+            dim: call.o.dim,
+            dtype: call.o.dtype as u32,
+            lanes,
+            sink_count: if call.sinks.is_none() { 0 } else { call.sinks.dim },
+            bases: [params::Tensor::default(); params::BASES],
+        };
+        let function = self.blocks()?.combine;
+        let shapes = recorder.shapes();
+        let parts = call.o_parts.iter().chain(call.lse_parts);
+        let (mut writer, _) = recorder.begin(padded(parts.clone().count() * size_of::<params::TransformSource>()))?;
+        let (out, at) = writer.array::<params::TransformSource>(2 * call.o_parts.len());
+        params.parts = at;
+        for (out, part) in out.iter_mut().zip(parts) {
+            *out = params::TransformSource { src: located(shapes.as_ref(), part), dtype: part.dtype as u32, unused: 0 };
+        }
+        let launch = Launch::blocks(function, rows.div_ceil((THREADS / lanes).into()), THREADS, &params);
+        Ok(Launches::one(writer.part(), Some(launch)))
+    }
+
     /// The launch of the gradient of the sinks; none when there are no heads.
     pub(crate) fn sink_gradient_launches(&self, call: &SinkGradient, checker: Checker) -> Result<Launches> {
         if call.delta.tokens != call.lse.tokens {
@@ -295,6 +340,14 @@ fn rows(t: &RawTensor) -> Result<u64> {
         return Err(Error::unsupported(format!("{rows} rows"), "at most 2^32 tokens times heads", "cut the call"));
     }
     Ok(rows)
+}
+
+/// A tensor as kernels find it by its base.
+fn located(shapes: Option<&BaseShapes>, t: &RawTensor) -> params::TransformTensor {
+    let params::Tensor { token, head, .. } = base_addresses::bytes(t);
+    let BaseOffset { base, row, first_head } =
+        if BlockSteps::of(t).count() == 0 { NOWHERE } else { BaseOffset::of(shapes, t.ptr) };
+    params::TransformTensor { row, token, head, first_head, base }
 }
 
 fn movable(checker: Checker, name: &str, t: &RawTensor) -> Result<()> {
