@@ -2,7 +2,7 @@
 /*
  * Streams, memory and failures of ranks on devices: nothing is allocated after preparing, runs of one rank keep their
  * order on any streams, a transport of the caller's moves device memory or fails to, an abort ends a run, a fault on the
- * device is found by polling; and the two all-to-alls as calls of their own give the bits of the CPU.
+ * device is found by polling; and calls of their own give what the CPU gives: the two all-to-alls its bits, a combine.
  *
  *   cuda_streams         all but the last
  *   cuda_streams fault   the last, on the stand-in driver, whose context does not recover from it
@@ -177,12 +177,12 @@ static int32_t fine(void *context, int64_t *blame) {
 static void ends(void *context) { ((member *)context)->released |= 2; }
 static void released(void *context) { ((member *)context)->released |= 1; }
 
-enum { TOKENS_OWN, AT_HEADS, BACK, MOVED };
+enum { TOKENS_OWN, AT_HEADS, BACK, MOVED, PART = MOVED, PART_LSE, MERGED, MERGED_LSE, EXCHANGED };
 typedef struct {
   cpattn_rank *rank, *cpu;
   const cpattn_plan *plan, *ulysses;
   int device;
-  array a[TENSORS], moved[MOVED];
+  array a[TENSORS], moved[EXCHANGED];
 } job;
 
 /* To heads and back. */
@@ -190,6 +190,12 @@ static int32_t all_to_alls(cpattn_rank *rank, job *j, int device, void *stream) 
   array *a = j->moved;
   int32_t status = cpattn_rank_to_heads(rank, j->ulysses, CPATTN_Q, OF(TOKENS_OWN), OF(AT_HEADS), stream);
   return status ? status : cpattn_rank_to_tokens(rank, j->ulysses, CPATTN_Q, OF(AT_HEADS), OF(BACK), stream);
+}
+
+/* Parts of the same queries, merged: each rank gets the heads of the all-to-all. */
+static int32_t combine(cpattn_rank *rank, job *j, int device, void *stream) {
+  array *a = j->moved;
+  return cpattn_rank_combine(rank, j->plan, CPATTN_COMBINE_TO_HEADS, OF(PART), OF(PART_LSE), NULL, OF(MERGED), OF(MERGED_LSE), stream);
 }
 
 /* A rank on its device, and meanwhile the same one on the CPU. */
@@ -201,7 +207,9 @@ static void *both(void *argument) {
   int ok = forward(j->rank, j->plan, j->a, 1, stream) == CPATTN_OK && backward(j->rank, j->plan, j->a, 1, stream) == CPATTN_OK &&
            forward(j->cpu, j->plan, j->a, 0, NULL) == CPATTN_OK && backward(j->cpu, j->plan, j->a, 0, NULL) == CPATTN_OK &&
            cpattn_rank_prepare_all_to_all(j->rank, j->ulysses, CPATTN_Q, DIM, CPATTN_F16) == CPATTN_OK &&
-           all_to_alls(j->rank, j, 1, stream) == CPATTN_OK && all_to_alls(j->cpu, j, 0, NULL) == CPATTN_OK;
+           all_to_alls(j->rank, j, 1, stream) == CPATTN_OK && all_to_alls(j->cpu, j, 0, NULL) == CPATTN_OK &&
+           cpattn_rank_prepare_combine(j->rank, j->plan, CPATTN_COMBINE_TO_HEADS, CPATTN_F16) == CPATTN_OK &&
+           combine(j->rank, j, 1, stream) == CPATTN_OK && combine(j->cpu, j, 0, NULL) == CPATTN_OK;
   if (!ok) fprintf(stderr, "a rank: %s\n", cpattn_last_error());
   CUDA(driver.stream_wait(stream));
   CUDA(driver.stream_destroy(stream));
@@ -229,7 +237,11 @@ static void ranks(cpattn_transport **transports, const int32_t *devices, int tab
     array_make(&j->moved[TOKENS_OWN], 16, 3, (int64_t)heads.q_tokens, HEADS, DIM);
     array_make(&j->moved[AT_HEADS], 16, 3, TOKENS, heads.q_head_end - heads.q_head_begin, DIM);
     array_make(&j->moved[BACK], 16, 3, (int64_t)heads.q_tokens, HEADS, DIM);
-    for (int i = 0; i < MOVED; i++) j->moved[i].device.device.device_id = devices[r];
+    array_make(&j->moved[PART], 16, 3, TOKENS, HEADS, DIM);
+    array_make(&j->moved[PART_LSE], 32, 2, HEADS, TOKENS, 1);
+    array_make(&j->moved[MERGED], 16, 3, TOKENS, HEADS / RANKS, DIM);
+    array_make(&j->moved[MERGED_LSE], 32, 2, HEADS / RANKS, TOKENS, 1);
+    for (int i = 0; i < EXCHANGED; i++) j->moved[i].device.device.device_id = devices[r];
     j->ulysses = ulysses;
     OK(cpattn_rank_create(transports[r], table ? &options : NULL, &j->rank));
     OK(cpattn_rank_create(local[r], NULL, &j->cpu));
@@ -245,6 +257,8 @@ static void ranks(cpattn_transport **transports, const int32_t *devices, int tab
     TRUE(driver_open(devices[r]));
     for (int i = O; i < TENSORS; i++) AGREES(jobs[r].a[i], NULL, i == LSE ? 1e-5 : 2e-3);
     for (int i = AT_HEADS; i < MOVED; i++) AGREES(jobs[r].moved[i], NULL, 0);
+    AGREES(jobs[r].moved[MERGED], NULL, 2e-3);
+    AGREES(jobs[r].moved[MERGED_LSE], NULL, 1e-6);
     /* There and back is where it began. */
     TRUE(!memcmp(jobs[r].moved[BACK].host, jobs[r].moved[TOKENS_OWN].host, jobs[r].moved[BACK].bytes));
     OK(cpattn_rank_poll(jobs[r].rank));
@@ -254,7 +268,7 @@ static void ranks(cpattn_transport **transports, const int32_t *devices, int tab
     OK(cpattn_rank_destroy(jobs[r].rank));
     OK(cpattn_rank_destroy(jobs[r].cpu));
     for (int i = 0; i < TENSORS; i++) array_free(&jobs[r].a[i]);
-    for (int i = 0; i < MOVED; i++) array_free(&jobs[r].moved[i]);
+    for (int i = 0; i < EXCHANGED; i++) array_free(&jobs[r].moved[i]);
   }
   OK(cpattn_plan_destroy(plan));
   OK(cpattn_plan_destroy(ulysses));
