@@ -10,6 +10,7 @@ pub(super) mod check;
 pub(super) mod dropped;
 pub(super) mod fused;
 pub(super) mod max_logit;
+mod merges;
 pub(crate) mod recorded;
 pub(super) mod stream_kernels;
 pub(crate) mod tags;
