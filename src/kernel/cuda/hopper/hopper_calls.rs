@@ -86,8 +86,7 @@ impl Cuda {
         // Items are never more than those of the other kernel, whose number fits.
         let (tiles, items) = (tiles as u32, tiles as u32 * call.q.heads + shared.tiles * shared.parts);
         let other = Sm80Fallback { module: AttentionModule::Forward, instance, items: params.heads.items };
-        let params =
-            HopperParams { call: params, tile_counter, work, q_span, k_span, tiles, section, shared, has_metadata: 0 };
+        let params = HopperParams { call: params, tile_counter, work, q_span, k_span, tiles, section, shared };
         (params, Hopper { kernel, cluster, items, tensors, d_o: None, shared_box, other })
     }
 }

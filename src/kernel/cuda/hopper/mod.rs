@@ -100,8 +100,6 @@ pub(super) struct HopperParams {
     pub tiles: u32,
     pub section: u32,
     pub shared: SharedTiles,
-    /// 0: the metadata is on the device, and not in [`InlineMetadata`].
-    pub has_metadata: u64,
 }
 
 addresses! {
@@ -111,32 +109,15 @@ addresses! {
     }
 }
 
-/// Bytes of `HopperMetadata`.
-const METADATA_BYTES: usize = 3152;
-
-/// `HopperMetadata`: the kernel could read metadata among its parameters, but all metadata is on the device.
-#[derive(Clone, Copy, Debug)]
-#[repr(C, align(16))]
-pub(super) struct InlineMetadata([u8; METADATA_BYTES]);
-
-/// The last parameter of every launch.
-pub(super) static NO_METADATA: InlineMetadata = InlineMetadata([0; METADATA_BYTES]);
-
-const _: () = {
-    assert!(offset_of!(HopperParams, call) == 0);
-    // The limit on a kernel's parameters in PTX 8.0.
-    assert!(FORWARD_MAPS * size_of::<Map>() + size_of::<HopperParams>() + size_of::<InlineMetadata>() <= 4096);
-};
+const _: () = assert!(offset_of!(HopperParams, call) == 0);
 
 /// `TensorMap`: the bytes that the driver wrote.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub(super) struct Map(pub [u8; 128]);
 
-/// The maps of a forward, `HopperMaps`: of q, k and v, and of q for tiles that several heads share.
-pub(super) const FORWARD_MAPS: usize = 4;
-
 /// The maps of a backward, `HopperBackwardMaps`: of q, k, v and do, and of q and do for tiles that several heads share.
+/// A forward has fewer, `HopperMaps`: of q, k and v, and of q for such tiles.
 pub(super) const BACKWARD_MAPS: usize = 6;
 
 /// The maps of a launch: those that it uses, then that of q.
@@ -293,6 +274,9 @@ mod tests {
     use alloc::string::String;
     use alloc::vec::Vec;
 
+    /// Maps in `HopperMaps`.
+    const FORWARD_MAPS: usize = 4;
+
     fn text(name: &str) -> Option<String> {
         crate::kernel::cuda::embedded::find(name).map(|text| text.into_string().expect("text"))
     }
@@ -306,7 +290,6 @@ mod tests {
             ".target sm_90a\n".into(),
             parameter(0, FORWARD_MAPS * size_of::<Map>()),
             parameter(1, size_of::<HopperParams>()),
-            parameter(2, METADATA_BYTES),
             format!(".maxntid {},", launch.threads),
         ] {
             assert!(text.contains(&expected), "{kernel}: no {expected}");
