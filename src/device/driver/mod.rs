@@ -12,7 +12,7 @@ pub(crate) mod sys;
 mod table;
 
 pub(crate) use event::CudaEvent;
-pub(crate) use module::{Function, Module};
+pub(crate) use module::{Function, Image, Module};
 
 use crate::error::{Error, Result};
 use alloc::format;

@@ -1,17 +1,32 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Loaded PTX, and the kernels in it.
+//! Loaded images, PTX or compiled, and the kernels in them.
 
 use super::{Context, call, sys};
 use crate::error::{Error, Result};
+use alloc::borrow::ToOwned;
+use alloc::ffi::CString;
 use alloc::format;
+use alloc::string::String;
 use alloc::sync::Arc;
+use alloc::vec::Vec;
 use core::ffi::{CStr, c_int, c_void};
 use core::ptr::null_mut;
 
-/// Loaded PTX.
+/// What the driver loads.
+#[derive(Debug)]
+pub(crate) enum Image {
+    /// PTX, which it compiles.
+    Text(CString),
+    /// A whole ELF image for CUDA devices.
+    Cubin(Vec<u8>),
+}
+
+/// A loaded image.
 #[derive(Debug)]
 pub(crate) struct Module {
     context: Arc<Context>,
+    /// Where the image comes from.
+    file: String,
     handle: sys::CUmodule,
 }
 
@@ -21,18 +36,17 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Compiles PTX (zero-terminated) for the device.
-    pub(crate) fn new(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Self> {
+    /// Loads an image of this file, compiling it for the device if it is PTX.
+    pub(crate) fn new(context: &Arc<Context>, file: &str, image: &Image) -> Result<Self> {
         let _beside = context.enter_beside_captures()?;
         let mut handle = null_mut();
-        // SAFETY: the text is zero-terminated and outlives the call, which copies what it needs.
-        unsafe { call!(cuModuleLoadData(&raw mut handle, ptx.as_ptr().cast())) }.map_err(|error| match error {
-            Error::Device { call, code, message } => {
-                Error::Device { call, code, message: format!("{name}.ptx: {message}") }
-            }
-            other => other,
-        })?;
-        Ok(Self { context: context.clone(), handle })
+        let at: *const c_void = match image {
+            Image::Text(text) => text.as_ptr().cast(),
+            Image::Cubin(bytes) => bytes.as_ptr().cast(),
+        };
+        // SAFETY: a text is zero-terminated, an ELF image whole; it outlives the call, which copies what it needs.
+        unsafe { call!(cuModuleLoadData(&raw mut handle, at)) }.map_err(|error| of_file(file, error))?;
+        Ok(Self { context: context.clone(), file: file.to_owned(), handle })
     }
 
     /// A kernel of the module, allowed `shared` bytes of dynamic shared memory.
@@ -40,11 +54,20 @@ impl Module {
         let _entered = self.context.enter()?;
         let mut handle = null_mut();
         // SAFETY: the module is loaded, the name zero-terminated.
-        unsafe { call!(cuModuleGetFunction(&raw mut handle, self.handle, name.as_ptr())) }?;
+        unsafe { call!(cuModuleGetFunction(&raw mut handle, self.handle, name.as_ptr())) }
+            .map_err(|error| of_file(&format!("{}, {name:?}", self.file), error))?;
         let attribute = sys::FUNCTION_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function was just found.
         unsafe { call!(cuFuncSetAttribute(handle, attribute, shared as c_int)) }?;
         Ok(Function(handle))
+    }
+}
+
+/// The error with the place that it is about.
+fn of_file(file: &str, error: Error) -> Error {
+    match error {
+        Error::Device { call, code, message } => Error::Device { call, code, message: format!("{file}: {message}") },
+        other => other,
     }
 }
 

@@ -19,9 +19,19 @@ include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 pub(super) fn find(name: &str) -> Option<CString> {
     if name.contains("_f16_") {
         let text = String::from_utf8(text(&name.replace("_f16_", "_bf16_"))?).ok()?;
-        return CString::new(text.replace("bf16", "f16")).ok();
+        return CString::new(for_f16(&text)).ok();
     }
     CString::new(text(name)?).ok()
+}
+
+/// The text for f16 that one for bf16 gives.
+pub(super) fn for_f16(text: &str) -> String {
+    text.replace("bf16", "f16")
+}
+
+/// Whether there is `ptx/compiled/{name}.ptx`.
+pub(super) fn has(name: &str) -> bool {
+    PTX.binary_search_by(|entry| entry.0.cmp(name)).is_ok()
 }
 
 /// `ptx/compiled/{name}.ptx`.

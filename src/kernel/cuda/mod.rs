@@ -18,7 +18,7 @@
 //! default stream. Memory may come from any allocator; [`Cuda::allocate`] is for programs that have none.
 //!
 //! ```text
-//! embedded  the PTX; ptx_format: how it is packed
+//! embedded  the PTX; ptx_format: how it is packed; replaced: kernels from a folder in its place
 //! abi       what kernels and host agree on: params, the parameters of kernels; shapes, tiles and threads of the compiled
 //!           kernels; base_addresses, symbols for addresses that are known later
 //! memory    the scheduler metadata of a call: metadata, ranges as runs, partners and tiles (unread, bands); dq_semaphore,
@@ -46,6 +46,7 @@ mod margin_requests;
 mod memory;
 mod modules;
 mod ptx_format;
+mod replaced;
 mod shared;
 pub(crate) mod sm_margin;
 
@@ -61,6 +62,7 @@ use abi::shapes::{self, Shape};
 use hopper::{clusters, kept_maps::KeptMaps};
 use memory::metadata_ring::SpareRings;
 use modules::{Instance, LoadedKernels};
+use replaced::Replaced;
 
 use crate::call::RawStream;
 use crate::device::driver::{Context, Entered, check, sys};
@@ -84,6 +86,8 @@ pub struct Cuda {
     every_hopper: bool,
     /// Whether calls run in clusters of two blocks where they can.
     clusters: bool,
+    /// Kernels in the place of embedded ones.
+    replaced: Option<&'static Replaced>,
     maps: KeptMaps,
     margin_requests: MarginRequests,
     kernels: Mutex<LoadedKernels>,
@@ -104,6 +108,11 @@ impl Cuda {
     /// that read one kv head each (an even group, and no pair of which the call holds one head); calls in which heads
     /// share tiles, because ranges are short or end in short tiles, do not. Results have the same bits with and
     /// without.
+    ///
+    /// The variable `CPATTN_CUDA_KERNELS` names a folder, by an absolute path, whose kernels replace those of the
+    /// library: the alternatives of `ptx/HARDWARE.md`, as `ptx/compile` makes them. It is read when the program opens
+    /// its first device, and holds for all of them: a later open is refused if it has changed. Those kernels are
+    /// trusted as the library itself is. The `Debug` form of a `Cuda` shows which they are.
     ///
     /// # Errors
     /// [`Error::Unsupported`] when no driver is installed, the device is older than compute capability 8.0, or it does
@@ -126,6 +135,7 @@ impl Cuda {
 
     fn open(ordinal: i32, family: Option<Family>) -> Result<Self> {
         let clusters = clusters::of_environment()?;
+        let replaced = replaced::of_environment()?;
         let context = Context::new(ordinal)?;
         let major = context.attribute(sys::DEVICE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = context.attribute(sys::DEVICE_COMPUTE_CAPABILITY_MINOR)?;
@@ -159,6 +169,7 @@ impl Cuda {
             hopper,
             every_hopper: family == Some(Family::Sm90a),
             clusters,
+            replaced,
             maps: KeptMaps::new(hopper),
             margin_requests: MarginRequests::default(),
             kernels: Mutex::new(LoadedKernels::default()),
