@@ -57,6 +57,16 @@ struct HopperLoad {
     // Whether this block takes items from the counter.
     static __device__ __forceinline__ bool takes() { return CLUSTER == 1 || blockIdx.x % CLUSTER == 0; }
 
+    // The item that it takes after `item`, which the counter gives. With CPATTN_FIXED_ITEMS no counter is used: a block (of a
+    // cluster, the pair) has every n-th item, of n of them.
+    static __device__ __forceinline__ u32 take(u32 item, const HopperForwardParams& p, u32 items) {
+#ifdef CPATTN_FIXED_ITEMS
+        return item + (CLUSTER == 1 ? gridDim.x : fresh_clusters());
+#else
+        return (CLUSTER == 1 ? gridDim.x : fresh_clusters()) + atomicInc(p.tile_counter, items - 1);
+#endif
+    }
+
     // In a cluster of two: the item after the one that `n` counts goes to the other block, or is expected from it.
     static __device__ __forceinline__ void pass_on(const Shared& at, u32 next, const ItemState& n) {
         if (takes()) {
@@ -119,7 +129,7 @@ struct HopperLoad {
             item.mode = query.mode;
             item.meets = sweep.row != sweep.row_end;
             // The next item is taken now, so that it is there when it is needed.
-            const u32 next = takes() ? (CLUSTER == 1 ? gridDim.x : fresh_clusters()) + atomicInc(p.tile_counter, items - 1) : 0;
+            const u32 next = takes() ? take(at_item, p, items) : 0;
             // The walk to here ran beside the products of the item before.
             barrier_wait(at.q_empty(), n.parity() ^ 1);
             if (sweep.row == sweep.row_end)
