@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Embeds the texts of `ptx/compiled`, compressed. It compiles nothing and needs no CUDA toolkit: the PTX is checked
 //! in.
-//!
-//! With `CPATTN_PTX` set, the texts in that folder take the place of those of the same name: alternatives of kernels,
-//! as `ptx/compile --with` makes them (`ptx/HARDWARE.md`).
 
 #[cfg(feature = "cuda")]
 #[path = "src/kernel/cuda/ptx_format.rs"]
@@ -12,7 +9,6 @@ mod ptx_format;
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed=ptx/compiled");
-    println!("cargo::rerun-if-env-changed=CPATTN_PTX");
     #[cfg(feature = "cuda")]
     {
         println!("cargo::rerun-if-changed=src/kernel/cuda/ptx_format.rs");
@@ -30,21 +26,11 @@ fn embed() {
     let folder = Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("ptx/compiled");
     // Build scripts are not optimised: the best level takes seconds.
     let level = if env::var_os("PROFILE").is_some_and(|profile| profile == "release") { 9 } else { 1 };
-    let texts = |folder: &Path| -> Vec<PathBuf> {
-        let entries = fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
-        let paths = entries.map(|entry| entry.expect("a readable folder").path());
-        paths.filter(|path| path.extension().is_some_and(|extension| extension == "ptx")).collect()
-    };
-    let mut files = texts(&folder);
+    let entries = fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+    let paths = entries.map(|entry| entry.expect("a readable folder").path());
+    let mut files: Vec<PathBuf> =
+        paths.filter(|path| path.extension().is_some_and(|extension| extension == "ptx")).collect();
     files.sort();
-    if let Some(others) = env::var_os("CPATTN_PTX") {
-        println!("cargo::rerun-if-changed={}", Path::new(&others).display());
-        for other in texts(Path::new(&others)) {
-            let same = files.iter_mut().find(|file| file.file_name() == other.file_name());
-            let Some(same) = same else { panic!("CPATTN_PTX: {} is no text of ptx/compiled", other.display()) };
-            *same = other;
-        }
-    }
     let text = |path: &PathBuf| {
         let text = fs::read_to_string(path).expect("a readable file");
         assert!(!text.is_empty(), "{} is empty: compile it again", path.display());

@@ -203,6 +203,13 @@ pub fn try_launch(device: &Device, change: impl Fn(&mut Attend)) -> cpattn::Resu
     launch_with(device, &mut kernels, change)
 }
 
+/// o and lse of the same call.
+pub fn launch_lse(device: &Device) -> (Vec<f64>, Vec<f64>) {
+    let lse = device.upload(&[0; 40 * 2 * 4]);
+    let o = launch(device, |call| call.lse = lse.tensor(Dtype::F32, 40, 2, 1, 2));
+    (o, device.download(&lse).chunks_exact(4).map(|b| decode(Dtype::F32, b)).collect())
+}
+
 /// The same with a ring of the caller's.
 fn launch_with(device: &Device, kernels: &mut StreamKernels, change: impl Fn(&mut Attend)) -> cpattn::Result<Vec<f64>> {
     const TOKENS: usize = 40;

@@ -22,6 +22,7 @@ mod hopper_backward_shared;
 mod hopper_walks;
 mod narrow;
 mod repeated;
+mod replaced;
 mod run;
 mod sections;
 mod shared_tiles;

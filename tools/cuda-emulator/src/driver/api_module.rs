@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Modules: PTX in, functions and variables by name.
 //!
+//! An ELF image is refused, since its instructions are not those of PTX, unless it has a section of type
+//! [`SECTION_OF_PTX`]: such an image stands for a cubin in tests of programs that load some.
+//!
 //! A module that this device cannot run is refused as the driver refuses it: text that is not PTX, an architecture that
 //! is later than the device's, an instruction that the interpreter does not know. The error log says why.
 
@@ -31,7 +34,28 @@ fn load(m: &mut Machine, device: usize, text: &str) -> Result<u64, (i32, String)
     Ok(id)
 }
 
-/// Loads PTX text that ends in a zero byte.
+/// The type of an ELF section that holds PTX: one of those that the format leaves to programs.
+const SECTION_OF_PTX: u64 = 0x8000_4350;
+
+/// The PTX in an ELF image of 64 bits; like the driver, it is told no length.
+///
+/// # Safety
+/// The image is one, and whole.
+unsafe fn text_of_elf(image: *const u8) -> Option<String> {
+    let number = |at: u64, bytes: usize| {
+        // SAFETY: the header's fields, and those of sections that the header says there are.
+        let read = |i: usize| u64::from(unsafe { image.add(at as usize + i).read() }) << (8 * i);
+        (0..bytes).map(read).sum::<u64>()
+    };
+    let (table, each, sections) = (number(40, 8), number(58, 2), number(60, 2));
+    let found = (0..sections).map(|i| table + i * each).find(|&at| number(at + 4, 4) == SECTION_OF_PTX)?;
+    let (begin, bytes) = (number(found + 24, 8), number(found + 32, 8));
+    // SAFETY: the section is inside of the image.
+    let text = unsafe { std::slice::from_raw_parts(image.add(begin as usize), bytes as usize) };
+    String::from_utf8(text.to_vec()).ok()
+}
+
+/// Loads PTX text that ends in a zero byte, or an ELF image.
 unsafe fn load_image(out: *mut *mut c_void, image: *const c_void, log: Option<(*mut c_char, usize)>) -> i32 {
     in_context("cuModuleLoadData", |m, d| {
         if image.is_null() {
@@ -41,6 +65,12 @@ unsafe fn load_image(out: *mut *mut c_void, image: *const c_void, log: Option<(*
         // recognised by its first bytes.
         let bytes = unsafe { CStr::from_ptr(image.cast()) }.to_bytes();
         let done = match std::str::from_utf8(bytes) {
+            _ if bytes.starts_with(b"\x7fELF") => {
+                // SAFETY: the driver's contract asks for a whole image.
+                let text = unsafe { text_of_elf(image.cast()) };
+                let why = "the image is a cubin: this device interprets PTX and nothing else";
+                text.map_or_else(|| Err((codes::INVALID_IMAGE, why.to_owned())), |text| load(m, d, &text))
+            }
             Ok(text) if text.contains(".version") => load(m, d, text),
             _ => Err((codes::INVALID_IMAGE, "the image is not PTX: this device runs nothing else".to_owned())),
         };
