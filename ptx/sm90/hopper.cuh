@@ -33,9 +33,9 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     extern __shared__ __align__(16) char unaligned[];               \
     char* const shared = round_down(unaligned, before)
 __device__ __forceinline__ char* round_down(char* unaligned, const char* before) {
-    char* const begin = unaligned - (shared_address(unaligned) & 1023);
-    if (shared_address(begin) < shared_address(before)) asm volatile("trap;");
-    return begin;
+    const u32 begin = shared_address(unaligned) & ~1023u;
+    if (begin < shared_address(before)) asm volatile("trap;");
+    return (char*)__cvta_shared_to_generic(begin);
 }
 #else
 #define SHARED_MEMORY extern __shared__ __align__(1024) char shared[]
