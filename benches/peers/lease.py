@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 
+import alternatives
 import brought
 import peers
 import steps
@@ -20,17 +22,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 TESTS = ("cuda_kernels", "cuda_plans", "cuda_ranks", "cuda_launches", "cuda_ring", "capi_cuda")
 """Test programs of `programs`, those that fail first of all when something is wrong with the device."""
 
-HARDWARE = (
-    "CPATTN_CUDA_FAMILY=sm_80 runs_repeat", "hopper_walks::bf16_128", "hopper_backward::bf16_128", "hopper_backward::bf16_64",
-    "hopper_backward::bf16_192128", "hopper_backward::bf16_256", "hopper_walks::bf16_64", "hopper_walks::bf16_192128",
-    "hopper_walks::bf16_256", "hopper_backward_shared::groups", "shared_tiles::groups", "hopper_backward::runs_repeat",
-    "hopper::counters_come_back_to_zero", "clusters::bf16_128",
-    "hopper_walks::bf16_96", "hopper_walks::bf16_192", "wide::dims",
-)
-"""What is run before all else, in the order of ptx/HARDWARE.md: variables, if any, and a test of cuda_kernels."""
-
-HARDWARE_LIMIT_S = 30
-"""Of each of these."""
+HARDWARE_LIMIT_S, HARDWARE_S = 30, 150
+"""Of each test of alternatives.FIRST, and of all: those that did not begin by then wait for what the search finds."""
 
 LEFT_OUT = {
     "capi_cuda the_symbols_are_those_of_the_other_build": "it reads the library with nm and readelf, not with a device",
@@ -41,6 +34,9 @@ LEFT_OUT = {
 
 QUICK = {"cuda_plans": ("reproducible_plans_are_refused",), "cuda_launches": ("failures",)}
 """What is run with --tiny of programs whose first two tests take an emulated driver long."""
+
+QUICK_HARDWARE = ("hopper_backward::bf16_64", "hopper::counters_come_back_to_zero")
+"""What is run with --tiny of alternatives.FIRST."""
 
 QUICK_CASES = ("tiny-forward-bf16-64-causal", "tiny-merge-bf16-64-causal", "tiny-backward-f16-64-causal")
 """Cases that are profiled with --tiny."""
@@ -71,6 +67,15 @@ class Stage:
         self.steps.keep(missing_peers=self.missing)
         for names, why in self.missing:
             print(f"not compared with {', '.join(names)}: {why}", flush=True)
+        if options.stage != "1":
+            self.use(chosen(options.out / "lease-1.json"))
+
+    def use(self, variables):
+        """What stage 1 has chosen, for all steps from here on."""
+        if variables:
+            print("from here on: " + " ".join(f"{name}={value}" for name, value in variables.items()), flush=True)
+            self.steps.keep(variables=variables)
+            self.steps.env = variables
 
     def python(self, *words):
         return [sys.executable, *(str(word) for word in words)]
@@ -100,6 +105,19 @@ class Stage:
         return 1 if self.steps.failed() or self.steps.record["not_begun"] else 0
 
 
+def chosen(path):
+    """The variables that stage 1 has chosen; none where its record is not there. A folder of kernels that has gone since
+    ends the stage: it would measure the kernels that failed."""
+    try:
+        variables = json.loads(path.read_text()).get("alternatives", {}).get("variables") or {}
+    except OSError:
+        return {}
+    folder = variables.get(alternatives.VARIABLE)
+    if folder and not pathlib.Path(folder).is_dir():
+        sys.exit(f"{path} says to use the kernels of {folder}, which is not there: bring it back, or move the record away")
+    return variables
+
+
 def tests_of(program):
     """The names of the tests in a program that cargo built; none when it cannot be asked."""
     try:
@@ -114,10 +132,14 @@ def first(stage):
     stage.json_of("facts", stage.python(HERE / "machine.py", "facts"), 40)
     listed, others = of_hardware(tests(stage))
     hung = set()
-    if not run_tests(stage, listed, HARDWARE_LIMIT_S, hung=hung):
+    limit_s = 120 if stage.tiny else HARDWARE_LIMIT_S
+    waiting = run_tests(stage, listed.values(), limit_s, hung=hung, within_s=HARDWARE_S)
+    if waiting is None:
         names = ["jit", "conformance", *(test.name for test in others)]
         stage.steps.keep(not_begun=stage.steps.record["not_begun"] + names)
         return
+    search(stage, listed, hung)
+    others = waiting + others
     if not stage.options.ours_only:
         stage.json_of("ceilings", stage.python(HERE / "machine.py", "ceilings"), 60)
         stage.steps.run("PyTorch", stage.python(HERE / "pytorch.py"), 120, package(stage))
@@ -127,6 +149,25 @@ def first(stage):
         "conformance", [stage.bin / "conformance", "--json", stage.steps.out / "conformance.json", *only], 120
     )
     run_tests(stage, others, hung=hung)
+
+
+def search(stage, listed, hung):
+    """Where tests of ptx/HARDWARE.md failed: looks for other kernels with which they pass, and uses them from here on."""
+    steps = {step["name"]: step["ok"] for step in stage.steps.record["steps"]}
+    failed = [entry for entry, test in listed.items() if steps.get(test.name) is False]
+    if not failed:
+        return
+    limit_s = 120.0 if stage.tiny else alternatives.LIMIT_S
+    of = alternatives.Search(stage, stage.options.kernels, listed, limit_s)
+    variables, why = of.choose(failed)
+    print(f"alternatives: {why}", flush=True)
+    stage.steps.keep(alternatives={
+        "failed": [entry.line for entry in failed], "tried": of.tried(), "variables": variables, "why": why,
+        "folders": [name for name in alternatives.ALL if (stage.options.kernels / name).is_dir()],
+    })
+    stage.use(variables)
+    if variables and alternatives.VARIABLE in variables:
+        hung.clear()
 
 
 class Test:
@@ -149,7 +190,8 @@ def tests(stage):
             stage.steps.record["not_begun"].append(f"{program}: it does not list its tests")
         names = [name for name in names if f"{program} {name}" not in LEFT_OUT]
         if stage.tiny:
-            names = [name for name in names if name in QUICK.get(program, ())] or names[:2]
+            few = [name for name in names if name in QUICK.get(program, ())] or names[:2]
+            names = few + [name for name in names if program == "cuda_kernels" and name in QUICK_HARDWARE]
         for name in names:
             group = (program, name.rpartition("::")[0])
             found.append(Test(f"{program} {name}", group, [stage.bin / program, "--exact", name], brought))
@@ -168,23 +210,26 @@ def package(stage):
 
 
 def of_hardware(found):
-    """The tests of `HARDWARE` among those that came along, and the others. What is listed with variables is run without, too."""
-    named, listed = {test.name: test for test in found}, []
-    for line in HARDWARE:
-        *variables, name = line.split()
+    """The tests of alternatives.FIRST among those that came along, by their entry there, and the others. What is listed
+    with variables is run without, too."""
+    named, listed = {test.name: test for test in found}, {}
+    for entry in alternatives.FIRST:
+        *variables, name = entry.line.split()
         if test := named.get(f"cuda_kernels {name}"):
             env = test.env | dict(variable.split("=", 1) for variable in variables)
-            listed.append(Test(f"cuda_kernels {line}", test.group, test.command, env))
-    names = {test.name for test in listed}
+            listed[entry] = Test(f"cuda_kernels {entry.line}", test.group, test.command, env)
+    names = {test.name for test in listed.values()}
     return listed, [test for test in found if test.name not in names]
 
 
-def run_tests(stage, waiting, limit_s=90, late_s=15, hung=None):
+def run_tests(stage, waiting, limit_s=90, late_s=15, hung=None, within_s=float("inf")):
     """One after the other. A test that hangs takes the rest of its group to the end of the queue, where each has
     `late_s`: a kernel that hangs does so in many of them, and what has nothing to do with it is not to pay for that.
-    Such groups are added to `hung`. Returns whether the device still answers."""
-    hung, late, lost = set() if hung is None else hung, [], 0
-    while waiting or late:
+    Such groups are added to `hung`. Returns what did not begin within `within_s`, and None if the device answers no
+    more."""
+    hung, late, lost, until = set() if hung is None else hung, [], 0, time.monotonic() + within_s
+    waiting = list(waiting)
+    while (waiting or late) and time.monotonic() < until:
         last = not waiting
         test = (late if last else waiting).pop(0)
         if not last and test.group in hung:
@@ -200,8 +245,8 @@ def run_tests(stage, waiting, limit_s=90, late_s=15, hung=None):
             if lost == 2:
                 stage.steps.record["not_begun"] += [test.name for test in waiting + late]
                 stage.steps.keep(given_up="the device does not answer any more")
-                return False
-    return True
+                return None
+    return waiting + late
 
 
 def second(stage):
@@ -296,13 +341,14 @@ def main():
     parser.add_argument("stage", choices=["1", "2", "3"])
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--bin", type=pathlib.Path, required=True)
+    parser.add_argument("--kernels", type=pathlib.Path, required=True, help="the folders of alternatives.py")
     parser.add_argument("--limit-s", type=float, default=540.0)
     parser.add_argument("--tiny", action="store_true", help="little of everything, for an emulated driver")
     parser.add_argument("--ours-only", action="store_true", help="do without PyTorch")
     parser.add_argument("--ncu", default="ncu")
     parser.add_argument("--sanitizer", default="compute-sanitizer")
     options = parser.parse_args()
-    options.bin = options.bin.resolve()
+    options.bin, options.kernels = options.bin.resolve(), options.kernels.resolve()
     steps.on_signals()
     stage = Stage(options, f"lease-{options.stage}")
     try:

@@ -276,13 +276,17 @@ def main():
         if missing:
             print(f"{missing}: our kernels alone are timed, as with --ours-only", file=sys.stderr)
             about["no_peers"], options.ours_only = missing, True
+    if kernels := os.environ.get("CPATTN_CUDA_KERNELS"):
+        about["kernels"] = pathlib.Path(kernels).name
     best = json.loads(options.ceilings) if options.ceilings else None
     counts = ["1", "2"] if options.tiny else ["5", "30"]
     limit_s = options.case_limit_s
     command = (options.ours, "--serve", "--warmup", counts[0], "--repeats", counts[1])
     ours = Server(*command, limit_s=limit_s)
     forms = {name: Server(*command, env={**os.environ, variable: value}, limit_s=limit_s)
-             for name, (variable, value, _) in FORMS.items()}
+             for name, (variable, value, _) in FORMS.items()
+             # Where the kernels for sm_90a are turned off, as by a device that refutes them, they are not measured either.
+             if os.environ.get("CPATTN_CUDA_FAMILY") != "sm_80" or name == "ours-sm80"}
     others = None if options.ours_only else Others(sys.executable, str(HERE / "peers.py"), *counts, limit_s=limit_s)
     device = Device(ours, others, lambda: answers(options.ours), limit_s, forms)
     lines = (HERE / ("tiny.txt" if options.tiny else "cases.txt")).read_text().splitlines()

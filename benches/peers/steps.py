@@ -30,6 +30,9 @@ STEP_BYTES = 2 << 20
 HEAD_BYTES, END_BYTES = 8 << 20, 64 << 10
 """Bytes of a step's output that are held: its beginning and, where that is not all, its end."""
 
+KERNELS = ("CPATTN_CUDA_FAMILY", "CPATTN_CUDA_CLUSTER", "CPATTN_CUDA_KERNELS")
+"""Variables that say which kernels run: the record says for each step which it was given."""
+
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
 """Of prctl(2)."""
 
@@ -177,6 +180,8 @@ class Steps:
         self.path = self.out / f"{name}.json"
         self.log = self.out / f"{name}.log"
         self.log.write_text("")
+        self.env = {}
+        """What every step has in its environment, unless its own says otherwise."""
         self.record = {"stage": name, **about, "limit_s": limit_s, "steps": [], "not_begun": []}
         write(self.path, self.record)
 
@@ -197,7 +202,10 @@ class Steps:
             return None
         print(f"[{self.left():4.0f} s left] {name}", flush=True)
         began = time.monotonic()
+        env = self.env | (env or {})
         step = {"name": name, "command": [str(word) for word in command], "status": None}
+        if forced := {variable: env[variable] for variable in KERNELS if variable in env}:
+            step["variables"] = forced
         self.keep(running=step)
         with self.log.open("a") as log:
             log.write(f"\n==== {name}\n")
@@ -208,7 +216,7 @@ class Steps:
                 given.seek(0)
                 process = subprocess.Popen(
                     step["command"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0, stdin=given,
-                    env={**os.environ, **(env or {})}, preexec_fn=with_parent,
+                    env={**os.environ, **env}, preexec_fn=with_parent,
                 )
             step |= self.wait(process, limit_s, output)
         except OSError as error:

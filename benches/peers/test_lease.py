@@ -281,7 +281,8 @@ class Lease(Folder):
             [HERE / "lease", stage, self.folder / "out", *["--ours-only"][: int(ours_only)], "--tiny", "--ncu", tool,
              "--sanitizer", tool, *more],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "CPATTN_PEERS_BIN": str(self.folder / "bin"), "PYTHON": str(python)},
+            env={**os.environ, "CPATTN_PEERS_BIN": str(self.folder / "bin"),
+                 "CPATTN_PEERS_KERNELS": str(self.folder / "kernels"), "PYTHON": str(python)},
         )
 
     def call(self, stage, *more, **bodies):
@@ -317,21 +318,6 @@ class Lease(Folder):
         self.assertEqual([said[0][0], *said[1:3], said[3][0]], ["facts", *listed, "jit"])
         self.assertIn(("cuda_kernels runs_repeat", "runs_repeat .\n"), said[3:])
         self.assertEqual(len([name for name, _ in said if "bf16_128" in name]), 1)
-
-    def test_what_hardware_may_refute_is_what_the_page_lists(self):
-        root = HERE.parents[1]
-        page = root / "ptx/HARDWARE.md"
-        if not page.exists():
-            self.skipTest("a prepared folder has no sources")
-        table = re.search(r"## The first two minutes\n(.*?)\n## ", page.read_text(), re.S)[1]
-        rows = [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in table.splitlines() if row.startswith("| `")]
-        names = [name for row in rows for name in row if "=" not in name]
-        self.assertEqual(names, [line.split()[-1] for line in lease.HARDWARE])
-        # All tests that the page names are there.
-        for test in {*names, *re.findall(r"`([a-z_]+::\w+)`", page.read_text())}:
-            module, _, name = test.rpartition("::")
-            source = (root / f"tests/cuda_kernels/{module or 'main'}.rs").read_text()
-            self.assertRegex(source, rf"#\[test\]\nfn {name}\(\)")
 
     def test_the_tests_beside_one_that_hangs_come_last_and_are_short(self):
         class Stage:
