@@ -150,7 +150,11 @@ class Search:
                       if listed.needed and listed not in failed and touches(self.root / folder, listed)]
             if self.all_pass(folder, needed) and self.all_pass(folder, others):
                 return {VARIABLE: str(self.root / folder)}, f"all that is needed passes with {folder}"
-        why = "the device answered no more" if self.lost else "no folder was found with which all that is needed passes"
+        why = "no folder was found with which all that is needed passes"
+        if self.lost:
+            why = "the device answered no more"
+        elif not any((self.root / folder).is_dir() for folder in ALL):
+            why = f"{self.root} has no folders of kernels: benches/peers/prepare makes them"
         if any(listed.line == SM_80 for listed in failed):
             return None, f"{why}, and the kernels for sm_80 fail too"
         return {"CPATTN_CUDA_FAMILY": "sm_80"}, why

@@ -131,6 +131,11 @@ class Choice(test_lease.Folder):
                 self.assertEqual((variables, tried), (expected, {BACKWARD: {"passes": [], "fails": ["WHOLE_PANELS"]}}))
                 self.assertEqual("sm_80 fail too" in why, expected is None)
 
+    def test_without_folders_it_is_said(self):
+        variables, why, tried, order = self.search({}, {BACKWARD: [], OWN: []}, [BACKWARD])
+        self.assertEqual((variables, tried, order), ({"CPATTN_CUDA_FAMILY": "sm_80"}, {}, []))
+        self.assertIn("benches/peers/prepare makes them", why)
+
     def test_kernels_that_are_off_change_nothing_for_the_others(self):
         variables, _, tried, _ = self.search({"RELEASE": ["hopper_cluster_bf16_128.ptx"]}, {CLUSTERS: ["RELEASE"]}, [CLUSTERS])
         self.assertEqual((variables, tried), ({}, {CLUSTERS: {"passes": ["RELEASE"], "fails": []}}))
