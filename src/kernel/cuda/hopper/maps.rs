@@ -44,7 +44,8 @@ struct Ragged {
     strides: [u64; 4],
 }
 
-/// Rows of a part of a wrapped map, and the coordinate of every copy in its fifth dimension (`ptx/sm90/hopper_rows.cuh`).
+/// Rows of a part of a wrapped map, and the coordinate of every copy in its fifth dimension
+/// (`ptx/sm90/hopper_rows.cuh`).
 const WRAPPED_SPAN: u32 = 1 << 30;
 
 /// Rows of a part of maps through which ranges of up to `longest` rows are copied.
