@@ -49,8 +49,10 @@ fn embed() {
     }
     let first_number = all.len();
     all.extend(numbers);
+    let checksum = checksum(&texts);
     let mut table = format!(
-        "/// Bytes of the templates.\nconst TEMPLATES: usize = {end_of_templates};\n\
+        "/// Of all texts, in the order of names: what\n/// `cat ptx/compiled/*.ptx | cksum` prints first.\nconst CHECKSUM: u32 = {checksum};\n\
+         /// Bytes of the templates.\nconst TEMPLATES: usize = {end_of_templates};\n\
          /// Name, bytes of the text, and where its lines and its numbers begin, in the order of names.\n\
          static PTX: &[(&str, usize, usize, usize)] = &[\n",
     );
@@ -64,6 +66,24 @@ fn embed() {
     table +=
         &format!("];\nconst UNPACKED: usize = {};\nstatic PACKED: &[u8] = include_bytes!({packed:?});\n", all.len());
     fs::write(out.join("ptx.rs"), table).expect("OUT_DIR");
+}
+
+/// The checksum of POSIX's `cksum`: a CRC of all bytes, and of their number.
+#[cfg(feature = "cuda")]
+fn checksum(texts: &[String]) -> u32 {
+    let table: Vec<u32> = (0..256u32)
+        .map(|i| (0..8).fold(i << 24, |crc, _| if crc >> 31 == 1 { crc << 1 ^ 0x04c1_1db7 } else { crc << 1 }))
+        .collect();
+    let step = |crc: u32, byte: u8| crc << 8 ^ table[usize::from((crc >> 24) as u8 ^ byte)];
+    let (mut crc, mut bytes) = (0, texts.iter().map(String::len).sum::<usize>());
+    for byte in texts.iter().flat_map(|text| text.bytes()) {
+        crc = step(crc, byte);
+    }
+    while bytes > 0 {
+        crc = step(crc, bytes as u8);
+        bytes >>= 8;
+    }
+    !crc
 }
 
 /// A line: its template and its numbers.

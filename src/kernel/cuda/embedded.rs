@@ -29,6 +29,11 @@ pub(super) fn for_f16(text: &str) -> String {
     text.replace("bf16", "f16")
 }
 
+/// What tells the texts of this library from those of another.
+pub(super) fn checksum() -> u32 {
+    CHECKSUM
+}
+
 /// Whether there is `ptx/compiled/{name}.ptx`.
 pub(super) fn has(name: &str) -> bool {
     PTX.binary_search_by(|entry| entry.0.cmp(name)).is_ok()
@@ -69,6 +74,8 @@ fn text(name: &str) -> Option<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
+    use alloc::string::String;
+
     #[test]
     fn every_shape_is_embedded() {
         for shape in crate::kernel::cuda::shapes::SHAPES {
@@ -95,6 +102,17 @@ mod tests {
             assert!(!f16.contains("bf16") && !bf16.contains(".f16"), "{name}");
             assert_eq!(bf16.lines().count(), f16.lines().count(), "{name}");
         }
+    }
+
+    /// `ptx/compile` writes what `cksum` prints to folders of kernels (`replaced.rs`).
+    #[test]
+    #[cfg(unix)]
+    fn the_checksum_is_that_of_the_command() {
+        let mut shell = std::process::Command::new("sh");
+        let shell = shell.args(["-c", "cat ptx/compiled/*.ptx | cksum"]).env("LC_ALL", "C");
+        let done = shell.current_dir(env!("CARGO_MANIFEST_DIR")).output().expect("a shell");
+        let said = String::from_utf8_lossy(&done.stdout).into_owned();
+        assert_eq!(said.split(' ').next(), Some(alloc::format!("{}", super::checksum()).as_str()), "{said}");
     }
 
     #[test]

@@ -7,7 +7,9 @@
 //! - `NAME.ptx`, with the name of a text of `ptx/compiled`; as of those, that for f16 is made from that of bf16;
 //! - `NAME.cubin`, an image that no driver compiles again, for one element type: of both or of none;
 //! - `switches`, the switches of the compiler that the kernels were made with, one a line. Some change what the host
-//!   does too: it asks [`switched`].
+//!   does too: it asks [`switched`];
+//! - `library`, the checksum of `ptx/compiled` as it was when they were made: a library with other kernels refuses them,
+//!   whose parameters may be others. Folders that were made by hand need none.
 //!
 //! Kernels that the folder has not are the embedded ones.
 
@@ -30,6 +32,9 @@ pub(super) const VARIABLE: &str = "CPATTN_CUDA_KERNELS";
 
 /// The file that names the switches.
 const SWITCHES: &str = "switches";
+
+/// The file that says whose kernels these are alternatives of.
+const LIBRARY: &str = "library";
 
 const WAY_OUT: &str =
     "make the folder with ptx/compile, or unset the variable: the kernels are then those of the library";
@@ -103,6 +108,14 @@ impl Replaced {
                 }
                 continue;
             }
+            if name == LIBRARY {
+                let own = embedded::checksum();
+                if core::str::from_utf8(&bytes).ok().and_then(|text| text.trim().parse().ok()) != Some(own) {
+                    let found = of("names a library with other kernels than this one");
+                    return refused(found, &format!("{own} there: kernels of the same sources"));
+                }
+                continue;
+            }
             let kernel = name.rsplit_once('.').is_some_and(|(kernel, extension)| match extension {
                 "ptx" => embedded::has(kernel),
                 "cubin" => embedded::has(&kernel.replace("_f16_", "_bf16_")),
@@ -111,7 +124,7 @@ impl Replaced {
             if !kernel {
                 return refused(
                     of("is no file of a kernel"),
-                    "NAME.ptx for names of ptx/compiled, NAME.cubin for the same (or with f16 for bf16), and switches",
+                    "NAME.ptx for names of ptx/compiled, NAME.cubin for the same (or with f16 for bf16), switches and library",
                 );
             }
             let (whole, expected) = match name.ends_with(".ptx") {
@@ -262,11 +275,13 @@ mod tests {
     #[test]
     fn texts_and_cubins_take_the_place_of_the_same_name() {
         let (image, other) = (cubin(), [cubin(), b"more".to_vec()].concat());
-        let files: [(&str, &[u8]); 4] = [
+        let own = format!("{}\n", embedded::checksum());
+        let files: [(&str, &[u8]); 5] = [
             ("hopper_forward_bf16_64.ptx", TEXT),
             ("hopper_backward_bf16_64.cubin", &image),
             ("hopper_backward_f16_64.cubin", &other),
             ("switches", b"FENCES\nROUND_BASE\n"),
+            ("library", own.as_bytes()),
         ];
         let replaced = read("both", &files).expect("a good folder");
         let found = |name: &str| match replaced.find(name) {
@@ -299,7 +314,7 @@ mod tests {
         let mut other_machine = cubin();
         other_machine[18] = 62;
         let kernel = ("transform.ptx", TEXT);
-        let cases: [(&str, &[(&str, &[u8])], &str); 14] = [
+        let cases: [(&str, &[(&str, &[u8])], &str); 15] = [
             ("nothing", &[], "a folder with no kernel"),
             ("switches-alone", &[("switches", b"FENCES\n")], "a folder with no kernel"),
             ("stranger", &[kernel, ("notes.txt", b"x")], "\"notes.txt\" is no file of a kernel"),
@@ -315,6 +330,11 @@ mod tests {
             ("text-as-image", &[("transform.cubin", TEXT)], "\"transform.cubin\" is something else"),
             ("cut", &[("transform.cubin", &cut)], "\"transform.cubin\" is something else"),
             ("other-machine", &[("transform.cubin", &other_machine)], "\"transform.cubin\" is something else"),
+            (
+                "library",
+                &[kernel, ("library", b"123\n")],
+                "\"library\" names a library with other kernels than this one",
+            ),
             ("one-type", &[("forward_bf16_64.cubin", &image)], "forward_bf16_64.cubin and no forward_f16_64.cubin"),
             (
                 "twice",
@@ -336,6 +356,12 @@ mod tests {
             let said = said(read(name, files).expect_err(name));
             assert!(said.contains(expected), "{name}: {said}");
         }
+        // What cannot be read as a file.
+        let folder = std::env::temp_dir().join(format!("cpattn-replaced-{}-nested", std::process::id()));
+        fs::create_dir_all(folder.join("transform.ptx")).expect("a folder");
+        let nested = said(Replaced::read(&folder).expect_err("nested"));
+        assert!(nested.contains("nested/transform.ptx") && nested.contains("files that can be read"), "{nested}");
+        fs::remove_dir_all(folder).expect("the folder");
         for (folder, expected) in [("target", "an absolute path"), ("/nowhere/at/all", "a folder that can be read")] {
             let said = said(Replaced::read(Path::new(folder)).expect_err(folder));
             assert!(said.contains(folder) && said.contains(expected), "{said}");
