@@ -8,8 +8,8 @@
 //! - `NAME.cubin`, an image that no driver compiles again, for one element type: of both or of none;
 //! - `switches`, the switches of the compiler that the kernels were made with, one a line. Some change what the host
 //!   does too: it asks [`switched`];
-//! - `library`, the checksum of `ptx/compiled` as it was when they were made: a library with other kernels refuses them,
-//!   whose parameters may be others. Folders that were made by hand need none.
+//! - `library`, the checksum of `ptx/compiled` as it was when they were made: a library with other kernels refuses
+//!   them, whose parameters may be others. Folders that were made by hand need none.
 //!
 //! Kernels that the folder has not are the embedded ones.
 
