@@ -50,13 +50,16 @@ FIRST = (
 
 SWITCHES = {
     "WHOLE_PANELS": (2,),
+    "WRAPPED_MAPS": (3,),
     "LOAD_STORE": (5,),
     "FENCES": (6, 11),
     "PAUSE": (6, 18),
     "PANEL_PRODUCTS": (7,),
+    "SMALL_TILES": (7, 15),
     "ROUND_BASE": (8,),
     "NO_EMPTY_BOXES": (9,),
     "WAIT_ALL": (10,),
+    "FIXED_ITEMS": (13,),
     "RELEASE": (14,),
     "RED_V4": (16,),
     "NO_PREFETCH": (22,),

@@ -33,9 +33,9 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     extern __shared__ __align__(16) char unaligned[];               \
     char* const shared = round_down(unaligned, before)
 __device__ __forceinline__ char* round_down(char* unaligned, const char* before) {
-    char* const begin = unaligned - (shared_address(unaligned) & 1023);
-    if (shared_address(begin) < shared_address(before)) asm volatile("trap;");
-    return begin;
+    const u32 begin = shared_address(unaligned) & ~1023u;
+    if (begin < shared_address(before)) asm volatile("trap;");
+    return (char*)__cvta_shared_to_generic(begin);
 }
 #else
 #define SHARED_MEMORY extern __shared__ __align__(1024) char shared[]
@@ -113,11 +113,23 @@ __device__ __forceinline__ void named_arrive(u32 number) {
 
 // -- Tensor copies.
 
-// One box to shared memory; the barrier is told of its bytes. Coordinates: column, row, head, part (see hopper_forward.cuh).
+// The dimensions of a map, and the coordinate that is the same in every copy (see hopper_rows.cuh).
+#ifdef CPATTN_WRAPPED_MAPS
+#define MAP_DIMS "5d"
+#define FIXED_COORDINATE(operand) ", " operand
+#define FIXED_VALUE , "r"(1 << 30)
+#else
+#define MAP_DIMS "4d"
+#define FIXED_COORDINATE(operand) ""
+#define FIXED_VALUE
+#endif
+
+// One box to shared memory; the barrier is told of its bytes. Coordinates: column, row, head, part.
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int column, int row, int head, int part, u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-        "l"(&map), "r"(column), "r"(row), "r"(head), "r"(part), "r"(barrier)
+        "cp.async.bulk.tensor." MAP_DIMS ".shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
+        "%5" FIXED_COORDINATE("%7") "}], [%6];" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(head), "r"(part), "r"(barrier) FIXED_VALUE
         : "memory");
 }
 
@@ -190,9 +202,9 @@ __device__ __forceinline__ void send(u32 to, u32 word, u32 barrier, u32 rank) {
 __device__ __forceinline__ void copy_box_to(unsigned short mask, u32 to, const TensorMap& map, int column, int row, int head, int part,
                                             u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4, "
-        "%5}], [%6], %7;" ::"r"(to),
-        "l"(&map), "r"(column), "r"(row), "r"(head), "r"(part), "r"(barrier), "h"(mask)
+        "cp.async.bulk.tensor." MAP_DIMS ".shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
+        "%3, %4, %5" FIXED_COORDINATE("%8") "}], [%6], %7;" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(head), "r"(part), "r"(barrier), "h"(mask) FIXED_VALUE
         : "memory");
 }
 

@@ -26,17 +26,6 @@ struct HopperBlock {
     static constexpr u32 ROW_BITS = BM > 128 ? 8 : 7;
     static_assert(BM % GROUP_ROWS == 0 && BM <= 1 << ROW_BITS && WIDTH % 64 == 0 && DV % 32 == 0, "whole warpgroups and panels");
 
-    // Where the scheduler metadata is: on the device, or among the parameters. The loading thread has no registers for its addresses,
-    // and reads them here each time.
-    struct Metadata {
-        const Run* queries;
-        const Run* runs;  // of keys
-        const Pair* list;  // of each q run, its runs of keys
-        const Band* bands;
-        const Work* work;
-        const Work* shared_work;
-    };
-
     // One that is being multiplied, one whose epilogue may still read it, and one that the loading thread prepares.
     static constexpr u32 ITEMS = 3;
 
@@ -47,7 +36,6 @@ struct HopperBlock {
         u32 next_item;  // the loading thread's: it has no register for it
         HopperStep steps[STAGES];
         Sweep<1> sweep;
-        Metadata metadata;
         u64 item_full, item_empty;  // of a cluster: `next_item` was sent, and read
     };
     static_assert(sizeof(Control) <= Shape::CONTROL, "behind the tiles");

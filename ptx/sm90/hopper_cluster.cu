@@ -7,7 +7,6 @@ enum : u32 { CLUSTER = 2 };
 using Kernel = HopperForward<ELEMENT, HopperForwardShape<SHAPE>, CLUSTER>;
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(Kernel::THREADS, 1)
-    cpattn_hopper_cluster(const __grid_constant__ HopperMaps maps, const __grid_constant__ HopperForwardParams p,
-                          const __grid_constant__ HopperMetadata metadata) {
-    Kernel::run(maps, p, metadata);
+    cpattn_hopper_cluster(const __grid_constant__ HopperMaps maps, const __grid_constant__ HopperForwardParams p) {
+    Kernel::run(maps, p);
 }

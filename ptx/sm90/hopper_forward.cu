@@ -6,7 +6,6 @@
 using Kernel = HopperForward<ELEMENT, HopperForwardShape<SHAPE>>;
 
 extern "C" __global__ void __launch_bounds__(Kernel::THREADS, 1)
-    cpattn_hopper_forward(const __grid_constant__ HopperMaps maps, const __grid_constant__ HopperForwardParams p,
-                          const __grid_constant__ HopperMetadata metadata) {
-    Kernel::run(maps, p, metadata);
+    cpattn_hopper_forward(const __grid_constant__ HopperMaps maps, const __grid_constant__ HopperForwardParams p) {
+    Kernel::run(maps, p);
 }

@@ -366,7 +366,7 @@ struct HopperForward {
         if (group == 0) named_wait<2 * 128>(BARRIER_TURN);
     }
 
-    static __device__ __forceinline__ void run(const HopperMaps& maps, const HopperForwardParams& p, const HopperMetadata& metadata) {
+    static __device__ __forceinline__ void run(const HopperMaps& maps, const HopperForwardParams& p) {
         SHARED_MEMORY;
         const Shared at(shared_address(shared));
         volatile Control& control = *(Control*)(shared + (at.control - at.q));
@@ -375,7 +375,6 @@ struct HopperForward {
             prefetch_map(maps.k);
             prefetch_map(maps.v);
             if (p.shared.tiles) prefetch_map(maps.q_shared);
-            Load::find_metadata(control.metadata, p, p.has_metadata ? (u64)&metadata : 0);
             Block::init_barriers(at);
         }
         if (CLUSTER > 1) {

@@ -13,10 +13,16 @@
 #include "hopper_block.cuh"
 #include "hopper_rows.cuh"
 
+// What a walk reads of the other side.
+struct KeyRuns {
+    const Run* runs;
+    const Pair* list;
+    const Band* bands;
+};
+
 template <class Shape, u32 CLUSTER>
 struct HopperLoad {
     using Block = HopperBlock<Shape, CLUSTER>;
-    using Metadata = typename Block::Metadata;
     using Control = typename Block::Control;
     using Shared = typename Block::Shared;
     using PipelineState = typename Block::PipelineState;
@@ -24,44 +30,42 @@ struct HopperLoad {
     static constexpr u32 K_BYTES = Block::K_BYTES, V_BYTES = Block::V_BYTES;
     using ItemState = typename Block::ItemState;
 
-    // `from` is what addresses of metadata are counted from.
-    static __device__ __forceinline__ void find_metadata(volatile Metadata& metadata, const HopperForwardParams& p, u64 from) {
-        metadata.queries = (const Run*)(from + (u64)p.call.queries);
-        metadata.runs = (const Run*)(from + (u64)p.call.keys);
-        metadata.list = (const Pair*)(from + (u64)p.call.partners);
-        metadata.bands = (const Band*)(from + (u64)p.call.bands);
-        metadata.work = (const Work*)(from + (u64)p.work);
-        metadata.shared_work = (const Work*)(from + (u64)p.shared.work);
-    }
-
     // The shared tile that is the `at`-th of them, and the kv head it reads.
-    static __device__ __forceinline__ void begin_shared(volatile Item& item, volatile const Control& control,
-                                                        const HopperForwardParams& p, u32 at) {
+    static __device__ __forceinline__ void begin_shared(volatile Item& item, const HopperForwardParams& p, u32 at) {
         const SharedTiles& s = p.shared;
         const u32 part = at % s.parts, kv = part / s.each, skipped = (part - kv * s.each) * ((u32)BM >> s.token_bits);
         const u32 head = (kv == 0 ? 0 : s.first_heads + (kv - 1) * s.group) + skipped;
         const u32 end = min(p.call.heads.q_heads, s.first_heads + kv * s.group);
-        const Work work = control.metadata.shared_work[at / s.parts];
-        describe(item.own, control.metadata.queries[work.run], work, 1u << s.token_bits, head, kv_head_of(p.call.heads, head));
+        const Work work = p.shared.work[at / s.parts];
+        describe(item.own, p.call.queries[work.run], work, 1u << s.token_bits, head, kv_head_of(p.call.heads, head));
         item.heads = min(end - head, (u32)BM >> s.token_bits);
         item.token_bits = s.token_bits;
     }
 
     // The tile of one head that is the `at`-th of them.
-    static __device__ __forceinline__ void begin_single(volatile Item& item, volatile const Control& control,
-                                                        const HopperForwardParams& p, u32 at) {
+    static __device__ __forceinline__ void begin_single(volatile Item& item, const HopperForwardParams& p, u32 at) {
         const ForwardParams& call = p.call;
         const u32 section = at / (p.tiles * p.section), before = section * p.section;
         const u32 heads = min(p.section, call.heads.q_heads - before), inside = at - before * p.tiles;
         const u32 head = before + inside % heads;
-        const Work work = control.metadata.work[inside / heads];
-        describe(item.own, control.metadata.queries[work.run], work, BM, head, kv_head_of(call.heads, head));
+        const Work work = p.work[inside / heads];
+        describe(item.own, p.call.queries[work.run], work, BM, head, kv_head_of(call.heads, head));
         item.heads = 1;
         item.token_bits = Block::ROW_BITS;
     }
 
     // Whether this block takes items from the counter.
     static __device__ __forceinline__ bool takes() { return CLUSTER == 1 || blockIdx.x % CLUSTER == 0; }
+
+    // The item that it takes after `item`, which the counter gives. With CPATTN_FIXED_ITEMS no counter is used: a block (of a
+    // cluster, the pair) has every n-th item, of n of them.
+    static __device__ __forceinline__ u32 take(u32 item, const HopperForwardParams& p, u32 items) {
+#ifdef CPATTN_FIXED_ITEMS
+        return item + (CLUSTER == 1 ? gridDim.x : fresh_clusters());
+#else
+        return (CLUSTER == 1 ? gridDim.x : fresh_clusters()) + atomicInc(p.tile_counter, items - 1);
+#endif
+    }
 
     // In a cluster of two: the item after the one that `n` counts goes to the other block, or is expected from it.
     static __device__ __forceinline__ void pass_on(const Shared& at, u32 next, const ItemState& n) {
@@ -95,7 +99,7 @@ struct HopperLoad {
     static __device__ __forceinline__ void produce(const HopperMaps& maps, const HopperForwardParams& p, const Shared& at,
                                                    volatile Control& control) {
         const ForwardParams& call = p.call;
-        volatile const Metadata& side = control.metadata;
+        const KeyRuns side = {call.keys, call.partners, call.bands};
         const u32 general = call.score.flags & SCORE_GENERAL ? STEP_GENERAL : 0;
         const u32 shared_items = p.shared.tiles * p.shared.parts;
         const u32 items = (p.tiles * call.heads.q_heads + shared_items) / CLUSTER;
@@ -113,19 +117,19 @@ struct HopperLoad {
             }
             const bool is_shared = CLUSTER == 1 && at_item - p.shared.begin < shared_items;
             if (CLUSTER > 1)
-                begin_single(item, control, p, at_item * CLUSTER + blockIdx.x % CLUSTER);
+                begin_single(item, p, at_item * CLUSTER + blockIdx.x % CLUSTER);
             else if (is_shared)
-                begin_shared(item, control, p, at_item - p.shared.begin);
+                begin_shared(item, p, at_item - p.shared.begin);
             else
-                begin_single(item, control, p, at_item < p.shared.begin ? at_item : at_item - shared_items);
-            const Run& query = control.metadata.queries[own.run];
+                begin_single(item, p, at_item < p.shared.begin ? at_item : at_item - shared_items);
+            const Run& query = p.call.queries[own.run];
             volatile Sweep<1>& sweep = control.sweep;
             sweep.start(query.begin, query.end, own.partner, own.partner + 1, own, side);
             item.run = &query;
             item.mode = query.mode;
             item.meets = sweep.row != sweep.row_end;
             // The next item is taken now, so that it is there when it is needed.
-            const u32 next = takes() ? (CLUSTER == 1 ? gridDim.x : fresh_clusters()) + atomicInc(p.tile_counter, items - 1) : 0;
+            const u32 next = takes() ? take(at_item, p, items) : 0;
             // The walk to here ran beside the products of the item before.
             barrier_wait(at.q_empty(), n.parity() ^ 1);
             if (sweep.row == sweep.row_end)

@@ -27,14 +27,6 @@ struct SharedTiles {
     u32 unused;
 };
 
-enum : u32 { METADATA_BYTES = 3152 };
-
-// The scheduler metadata of a call where it fits, so that nothing is copied to the device before the launch. With the maps and the
-// parameters it makes less than the 4096 bytes that a kernel may be given.
-struct alignas(16) HopperMetadata {
-    char bytes[METADATA_BYTES];
-};
-
 // Begins with what the kernel of sm_80 is given, which does the call where maps cannot say what its tensors are.
 struct HopperForwardParams {
     ForwardParams call;
@@ -45,7 +37,6 @@ struct HopperForwardParams {
     u32 tiles;         // work items of one head
     u32 section;       // q heads whose tiles are taken before any of the next ones
     SharedTiles shared;
-    u64 has_metadata;  // whether it is in `HopperMetadata`: addresses of metadata are then bytes from its beginning
 };
 
 // What a block works on.

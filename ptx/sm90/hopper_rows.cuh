@@ -5,6 +5,10 @@
 // from the next; there are SPAN rows to a part, and the map begins SPAN rows before the tensor. Row SPAN - end + i of part
 // first + end is thus row first + i of the tensor, and everything from `end` on lies outside of the map and comes as zeros:
 // rows behind a range are never read. So are columns past the head dim.
+//
+// With CPATTN_WRAPPED_MAPS a map begins at the tensor, SPAN is 2^30, and what takes those rows back is a fifth dimension: 2^30 of
+// its stride, a multiple of 2^34 bytes less a row, is a multiple of 2^64 less 2^30 rows. Addresses have 64 bits. (Triton's
+// `ragged_tma.py` reads so.)
 #pragma once
 #include "hopper.cuh"
 

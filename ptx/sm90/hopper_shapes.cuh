@@ -5,7 +5,8 @@
 // dim 128; 56, 96 and 28 at 192; 40, 128 and 20 at 256. Another one loads; of its 128 threads one works, with 40 registers.
 // At head dim 64 three own 64 rows each, with 160 registers: 64 for scores, 32 for o, 32 for probabilities. What else bounds the
 // tiles is shared memory, q and STAGES buffers of k and v each, in whole panels of 64 columns: a block may have 227 KB.
-// Head dim 192 would need 241 KB with 128 keys to a tile, and has 112; 256 would need 258 KB with 96, and has 80.
+// Head dim 192 would need 241 KB with 128 keys to a tile, and has 112; 256 would need 258 KB with 96, and has 80. With
+// CPATTN_SMALL_TILES both have 64, and 145 and 193 KB.
 #pragma once
 #include "shared/shapes.cuh"
 
@@ -25,8 +26,15 @@ HOPPER_FORWARD(64, 192, 128, 2)
 HOPPER_FORWARD(96, 128, 128, 2)
 HOPPER_FORWARD(128, 128, 128, 2)
 HOPPER_FORWARD(192128, 128, 128, 2)
+#ifdef CPATTN_SMALL_TILES
+#define HOPPER_SMALL HOPPER_FORWARD
+HOPPER_SMALL(192, 128, 64, 2)
+HOPPER_SMALL(256, 128, 64, 2)
+#undef HOPPER_SMALL
+#else
 HOPPER_FORWARD(192, 128, 112, 2)
 HOPPER_FORWARD(256, 128, 80, 2)
+#endif
 #undef HOPPER_FORWARD
 
 // The backward: BM q rows by BN keys, in two buffers of q and do, and two of ds. Two warpgroups own 64 keys each and have 232

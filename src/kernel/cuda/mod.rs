@@ -29,7 +29,8 @@
 //!           largest scores of a run before its first launch; tags, what runs carry along, so that ranks which differ are
 //!           found
 //! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward; either_backward: its
-//!           parameters); shared_tiles, which tiles several heads share; clusters of two blocks; kept_maps
+//!           parameters); maps, kept_maps: tensor maps; shared_tiles, which tiles several heads share; clusters of two
+//!           blocks; switches of other kernels that the host follows
 //! family    which forward kernels a device runs, and how that is forced
 //! modules   the kernels that were loaded so far, and what each is compiled for; load: how each is loaded
 //! shared    one device for all callers that name it
@@ -151,7 +152,7 @@ impl Cuda {
         let l2_bytes = context.attribute(sys::DEVICE_L2_CACHE_SIZE)?.max(0) as u64;
         // Why it cannot run the kernels for `sm_90a`.
         let obstacle = match (major, minor) {
-            (9, 0) if hopper::driver_makes_maps() => None,
+            (9, 0) if hopper::maps::driver_makes_maps() => None,
             (9, 0) => Some(format!("the driver of device {ordinal} encodes no tensor maps")),
             _ => Some(format!("device {ordinal} has compute capability {major}.{minor}, and they run on 9.0 alone")),
         };

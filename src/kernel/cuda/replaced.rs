@@ -69,7 +69,6 @@ pub(super) fn of_environment() -> Result<Option<&'static Replaced>> {
 }
 
 /// Whether the kernels in use were compiled with this switch of the compiler.
-#[cfg_attr(not(test), expect(dead_code, reason = "no switch changes what the host does yet"))]
 pub(super) fn switched(name: &str) -> bool {
     // Where the variable is refused there is no device to launch on.
     of_environment().is_ok_and(|replaced| replaced.is_some_and(|replaced| replaced.has_switch(name)))

@@ -160,19 +160,7 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     let mut tile_counter = Bytes::default();
     tile_counter.u32s(&[0; 4]);
     let tile_counter = tile_counter.upload(&mut mem);
-    // Lists on the device, or in 3152 bytes of the parameters: their addresses are then counted from there.
-    let has_metadata = seed >= 3;
-    let mut among = Vec::new();
-    let lists = [&queries, &runs, &partners, &bands, &work].map(|list| {
-        if !has_metadata {
-            return list.upload(&mut mem);
-        }
-        let at = among.len();
-        among.extend(&list.0);
-        among.resize(among.len().next_multiple_of(16), 0xff);
-        at as u64
-    });
-    among.resize(3152, 0xff);
+    let lists = [&queries, &runs, &partners, &bands, &work].map(|list| list.upload(&mut mem));
 
     let scale = (dim as f64).sqrt().recip();
     let log2 = (scale * std::f64::consts::LOG2_E) as f32;
@@ -192,9 +180,6 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     params.u64s(&[tile_counter, lists[4]]).u32s(&[Q_ROWS as u32, KEYS[0] as u32, single.len() as u32, Q_HEADS as u32]);
     // Where they lie, the first item, how many; one item each, as all heads of the call read one kv head; 2^6 rows.
     params.u64s(&[lists[4] + single.len() as u64 * 8]).u32s(&[begin, shared.len() as u32, 1, 1, 2, 2, 6, 0]);
-    params.u64s(&[has_metadata.into()]);
-    params.0.resize(params.0.len().next_multiple_of(16), 0);
-    params.0.extend(&among);
 
     let (width, value_width) = (dim.next_multiple_of(64), value.next_multiple_of(64));
     let state = if rows_of_q > 128 { 32 * rows_of_q as usize } else { 0 };

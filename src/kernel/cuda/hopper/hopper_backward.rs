@@ -12,8 +12,9 @@ use crate::kernel::cuda::Cuda;
 use crate::kernel::cuda::abi::params::FusedParams;
 use crate::kernel::cuda::abi::shapes::{Fused, SHAPES, Shaped};
 use crate::kernel::cuda::hopper::either_backward::{DealtOut, EitherParams, HopperBackwardParams};
-use crate::kernel::cuda::hopper::hopper_calls::longest;
-use crate::kernel::cuda::hopper::{Hopper, MapShape, Sm80Fallback};
+use crate::kernel::cuda::hopper::hopper_calls::span_of;
+use crate::kernel::cuda::hopper::maps::MapShape;
+use crate::kernel::cuda::hopper::{Hopper, Sm80Fallback};
 use crate::kernel::cuda::launch::Launch;
 use crate::kernel::cuda::modules::{AttentionModule, Instance, LoadedKernel};
 
@@ -86,7 +87,7 @@ pub(in crate::kernel::cuda) fn launch(
     params: FusedParams,
     other: DealtOut,
 ) -> Launch {
-    let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
+    let (q_span, k_span) = (span_of(call.ranges.q.iter().map(|q| &q.range)), span_of(call.ranges.k.iter()));
     let queries = BACKWARD[instance.index].map_or(1, |s| s.queries);
     let keys = kernel.launch.rows;
     let of = MapShape::new;
@@ -106,7 +107,8 @@ pub(in crate::kernel::cuda) fn launch(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel::cuda::hopper::{BACKWARD_MAPS, Map};
+    use crate::kernel::cuda::hopper::BACKWARD_MAPS;
+    use crate::kernel::cuda::hopper::maps::Map;
     use crate::kernel::cuda::modules::ELEMENTS;
     use alloc::format;
     use alloc::vec::Vec;

@@ -4,9 +4,10 @@
 use crate::call::{Attend, Range};
 use crate::kernel::cuda::Cuda;
 use crate::kernel::cuda::abi::params::{ForwardParams, SidedBand};
+use crate::kernel::cuda::hopper::maps::{MapShape, span};
 use crate::kernel::cuda::hopper::shared_tiles::{HopperTiles, Sharing};
 use crate::kernel::cuda::hopper::{
-    FORWARD, Hopper, HopperParams, HopperShape, MapShape, Sm80Fallback, kernel_of, other_rows, section,
+    Hopper, HopperParams, HopperShape, Sm80Fallback, find_kernel, kernel_of, other_rows, section,
 };
 use crate::kernel::cuda::memory::metadata_writer::{SortBuffers, Writer};
 use crate::kernel::cuda::modules::{AttentionModule, Instance, LoadedKernel};
@@ -44,16 +45,16 @@ pub(in crate::kernel::cuda) fn split(
     })
 }
 
-/// The longest of some ranges.
-pub(in crate::kernel::cuda) fn longest<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
-    ranges.map(|r| r.len).max().unwrap_or(0)
+/// Rows of a part of maps for some ranges.
+pub(in crate::kernel::cuda) fn span_of<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
+    span(ranges.map(|r| r.len).max().unwrap_or(0))
 }
 
 impl Cuda {
     /// The kernel for a shape, if there is one and the device is to run it.
     pub(in crate::kernel::cuda) fn hopper_shape(&self, shape: usize) -> Option<HopperShape> {
         let runs = |s: &HopperShape| s.launch.shared <= self.shared_limit && (s.is_taken || self.every_hopper);
-        FORWARD[shape].filter(|s| self.hopper && runs(s))
+        find_kernel(shape).filter(|s| self.hopper && runs(s))
     }
 
     /// Whether calls of a shape run in clusters if they can.
@@ -72,7 +73,7 @@ impl Cuda {
         split: HopperTiles,
         tile_counter: u64,
     ) -> (HopperParams, Hopper) {
-        let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
+        let (q_span, k_span) = (span_of(call.ranges.q.iter().map(|q| &q.range)), span_of(call.ranges.k.iter()));
         let keys = kernel_of(instance.index).keys;
         let of = MapShape::new;
         let tensors = [of(&call.q, q_span, kernel.launch.rows), of(&call.k, k_span, keys), of(&call.v, k_span, keys)];
@@ -86,8 +87,7 @@ impl Cuda {
         // Items are never more than those of the other kernel, whose number fits.
         let (tiles, items) = (tiles as u32, tiles as u32 * call.q.heads + shared.tiles * shared.parts);
         let other = Sm80Fallback { module: AttentionModule::Forward, instance, items: params.heads.items };
-        let params =
-            HopperParams { call: params, tile_counter, work, q_span, k_span, tiles, section, shared, has_metadata: 0 };
+        let params = HopperParams { call: params, tile_counter, work, q_span, k_span, tiles, section, shared };
         (params, Hopper { kernel, cluster, items, tensors, d_o: None, shared_box, other })
     }
 }

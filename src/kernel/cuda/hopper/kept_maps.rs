@@ -4,7 +4,7 @@
 
 use crate::error::Result;
 use crate::kernel::cuda::abi::params::Tensor;
-use crate::kernel::cuda::hopper::{Map, MapShape};
+use crate::kernel::cuda::hopper::maps::{Map, MapShape};
 use alloc::boxed::Box;
 use alloc::vec;
 use std::sync::{Mutex, PoisonError};

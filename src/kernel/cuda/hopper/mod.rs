@@ -13,23 +13,20 @@ pub(super) mod either_backward;
 pub(super) mod hopper_backward;
 pub(super) mod hopper_calls;
 pub(super) mod kept_maps;
+pub(super) mod maps;
 pub(super) mod shared_tiles;
+mod switches;
 
-use crate::call::RawTensor;
-use crate::device::driver::{check, sys};
-use crate::element::Dtype;
 use crate::error::Result;
 use crate::kernel::cuda::abi::params::{Addresses, ForwardParams, Parameters, Tensor, addresses};
 use crate::kernel::cuda::abi::shapes::{SHAPES, Shaped};
-use crate::kernel::cuda::family::Family;
+use crate::kernel::cuda::hopper::maps::{COLUMNS, Map, MapShape};
 use crate::kernel::cuda::hopper::shared_tiles::SharedTiles;
+use crate::kernel::cuda::hopper::switches::switches;
 use crate::kernel::cuda::memory::metadata::TileRows;
 use crate::kernel::cuda::modules::{AttentionModule, Instance, LoadedKernel};
 use bytemuck::{Pod, Zeroable};
 use core::mem::offset_of;
-
-/// Columns of a box: 128 bytes.
-const COLUMNS: u32 = 64;
 
 /// Bytes of shared memory behind the tiles, for barriers.
 const CONTROL: u32 = 512;
@@ -76,9 +73,22 @@ pub(super) const FORWARD: [Option<HopperShape>; SHAPES.len()] = [
     None,
 ];
 
+/// The same with the switch `SMALL_TILES`.
+const SMALL_TILES: [Option<HopperShape>; SHAPES.len()] = {
+    let mut shapes = FORWARD;
+    shapes[4] = Some(forward(192, 192, 128, 64, 2).if_forced());
+    shapes[5] = Some(forward(256, 256, 128, 64, 2));
+    shapes
+};
+
+/// The kernel for a shape, if there is one.
+pub(super) fn find_kernel(shape: usize) -> Option<HopperShape> {
+    if switches().small_tiles { SMALL_TILES[shape] } else { FORWARD[shape] }
+}
+
 /// The kernel for a shape that has one.
 pub(super) fn kernel_of(shape: usize) -> HopperShape {
-    FORWARD[shape].expect("a shape with a kernel for sm_90a")
+    find_kernel(shape).expect("a shape with a kernel for sm_90a")
 }
 
 /// Rows of the tiles of the kernel for a shape, if they are not `rows`: it then has its own list.
@@ -100,8 +110,6 @@ pub(super) struct HopperParams {
     pub tiles: u32,
     pub section: u32,
     pub shared: SharedTiles,
-    /// 0: the metadata is on the device, and not in [`InlineMetadata`].
-    pub has_metadata: u64,
 }
 
 addresses! {
@@ -111,118 +119,14 @@ addresses! {
     }
 }
 
-/// Bytes of `HopperMetadata`.
-const METADATA_BYTES: usize = 3152;
-
-/// `HopperMetadata`: the kernel could read metadata among its parameters, but all metadata is on the device.
-#[derive(Clone, Copy, Debug)]
-#[repr(C, align(16))]
-pub(super) struct InlineMetadata([u8; METADATA_BYTES]);
-
-/// The last parameter of every launch.
-pub(super) static NO_METADATA: InlineMetadata = InlineMetadata([0; METADATA_BYTES]);
-
-const _: () = {
-    assert!(offset_of!(HopperParams, call) == 0);
-    // The limit on a kernel's parameters in PTX 8.0.
-    assert!(FORWARD_MAPS * size_of::<Map>() + size_of::<HopperParams>() + size_of::<InlineMetadata>() <= 4096);
-};
-
-/// `TensorMap`: the bytes that the driver wrote.
-#[derive(Clone, Copy, Debug)]
-#[repr(C, align(64))]
-pub(super) struct Map(pub [u8; 128]);
-
-/// The maps of a forward, `HopperMaps`: of q, k and v, and of q for tiles that several heads share.
-pub(super) const FORWARD_MAPS: usize = 4;
+const _: () = assert!(offset_of!(HopperParams, call) == 0);
 
 /// The maps of a backward, `HopperBackwardMaps`: of q, k, v and do, and of q and do for tiles that several heads share.
+/// A forward has fewer, `HopperMaps`: of q, k and v, and of q for such tiles.
 pub(super) const BACKWARD_MAPS: usize = 6;
 
 /// The maps of a launch: those that it uses, then that of q.
 pub(super) type Maps = [Map; BACKWARD_MAPS];
-
-/// A tensor without its address and strides.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct MapShape {
-    pub dtype: Dtype,
-    pub dim: u32,
-    pub heads: u32,
-    pub tokens: u64,
-    /// Rows of a part.
-    pub span: u32,
-    /// Rows and heads of a box.
-    pub rows: u32,
-    pub box_heads: u32,
-}
-
-/// The driver's arguments for a map.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Ragged {
-    address: u64,
-    /// Columns, rows, heads, parts.
-    dims: [u64; 4],
-    /// Bytes from one row, head, part to the next.
-    strides: [u64; 3],
-}
-
-impl MapShape {
-    /// Boxes of `rows` rows of one head.
-    pub(super) fn new(t: &RawTensor, span: u32, rows: u32) -> Self {
-        Self { dtype: t.dtype, dim: t.dim, heads: t.heads, tokens: t.tokens, span, rows, box_heads: 1 }
-    }
-
-    /// The arguments for a map; `None` if no map can describe the tensor.
-    fn ragged(&self, t: Tensor) -> Option<Ragged> {
-        let compact = i64::from(self.dim) * self.dtype.size() as i64;
-        let stride = |bytes: i64, used: bool| {
-            let bytes = u64::try_from(if used { bytes } else { compact }).ok()?;
-            (bytes > 0 && bytes.is_multiple_of(16) && bytes < 1 << 40).then_some(bytes)
-        };
-        let (row, head) = (stride(t.token, self.tokens > 1)?, stride(t.head, self.heads > 1)?);
-        if !(1..1 << 31).contains(&self.tokens) || !(1..1 << 31).contains(&self.heads) || self.span == 0 {
-            return None;
-        }
-        let address = t.ptr.checked_sub(u64::from(self.span).checked_mul(row)?)?;
-        Some(Ragged {
-            address: Some(address).filter(|a| a.is_multiple_of(16))?,
-            dims: [self.dim.into(), self.span.into(), self.heads.into(), self.tokens + 1],
-            strides: [row, head, row],
-        })
-    }
-
-    /// The map; `None` if no map can describe the tensor. If the driver refuses a map that can be described, this is an
-    /// error. To use the other kernel instead would be slower, and never noticed.
-    pub(super) fn encode(&self, t: Tensor) -> Result<Option<Map>> {
-        let Some(ragged) = self.ragged(t) else { return Ok(None) };
-        let mut map = Map([0; 128]);
-        let code = self.encode_into(&mut map, ragged);
-        check("cuTensorMapEncodeTiled", code).map_err(Family::with_way_out)?;
-        Ok(Some(map))
-    }
-
-    /// Encodes the map and returns the driver's status.
-    fn encode_into(&self, map: &mut Map, Ragged { address, dims, strides }: Ragged) -> sys::CUresult {
-        let element = if self.dtype == Dtype::Bf16 { sys::TENSOR_MAP_BFLOAT16 } else { sys::TENSOR_MAP_FLOAT16 };
-        // SAFETY: the map is aligned to 64 bytes and has 128; the arrays are as long as the rank says, one stride less.
-        unsafe {
-            sys::cuTensorMapEncodeTiled(
-                core::ptr::from_mut(map).cast(),
-                element,
-                4,
-                address as usize as *mut _,
-                dims.as_ptr(),
-                strides.as_ptr(),
-                [COLUMNS, self.rows, self.box_heads, 1].as_ptr(),
-                [1; 4].as_ptr(),
-                sys::TENSOR_MAP_INTERLEAVE_NONE,
-                sys::TENSOR_MAP_SWIZZLE_128B,
-                sys::TENSOR_MAP_L2_PROMOTION_256B,
-                sys::TENSOR_MAP_FILL_ZEROS,
-            )
-        }
-    }
-}
 
 /// The kernel for `sm_90a` of a launch, and the tensors of its maps.
 #[derive(Clone, Copy, Debug)]
@@ -273,13 +177,6 @@ impl Hopper {
     }
 }
 
-/// Whether the driver can encode maps at all. Drivers that cannot are too old for `sm_90a`.
-pub(super) fn driver_makes_maps() -> bool {
-    let shape = MapShape { dtype: Dtype::F16, dim: COLUMNS, heads: 1, tokens: 1, span: 1, rows: 8, box_heads: 1 };
-    let ragged = shape.ragged(Tensor { ptr: 1 << 20, token: 0, head: 0 });
-    ragged.is_some_and(|ragged| shape.encode_into(&mut Map([0; 128]), ragged) != sys::NOT_SUPPORTED)
-}
-
 /// The number of q heads whose k and v fill half of the L2 cache, with `head_bytes` bytes for each kv head.
 pub(super) fn section(l2_bytes: u64, head_bytes: u64, group: u32) -> u32 {
     let heads = l2_bytes / 2 / head_bytes.max(1);
@@ -293,8 +190,20 @@ mod tests {
     use alloc::string::String;
     use alloc::vec::Vec;
 
+    /// Maps in `HopperMaps`.
+    const FORWARD_MAPS: usize = 4;
+
     fn text(name: &str) -> Option<String> {
         crate::kernel::cuda::embedded::find(name).map(|text| text.into_string().expect("text"))
+    }
+
+    /// The numbers of the lines of the sources that begin so.
+    fn lines(macro_name: &str) -> Vec<Vec<u32>> {
+        include_str!("../../../../ptx/sm90/hopper_shapes.cuh")
+            .lines()
+            .filter_map(|line| line.strip_prefix(macro_name)?.strip_suffix(')'))
+            .map(|numbers| numbers.split(", ").filter_map(|n| n.parse().ok()).collect())
+            .collect()
     }
 
     /// Compares the parameters that the host passes to the kernel of this module, and its launch, with the text.
@@ -306,7 +215,6 @@ mod tests {
             ".target sm_90a\n".into(),
             parameter(0, FORWARD_MAPS * size_of::<Map>()),
             parameter(1, size_of::<HopperParams>()),
-            parameter(2, METADATA_BYTES),
             format!(".maxntid {},", launch.threads),
         ] {
             assert!(text.contains(&expected), "{kernel}: no {expected}");
@@ -315,11 +223,7 @@ mod tests {
 
     #[test]
     fn shapes_are_those_of_the_sources() {
-        let lines: Vec<Vec<u32>> = include_str!("../../../../ptx/sm90/hopper_shapes.cuh")
-            .lines()
-            .filter_map(|line| line.strip_prefix("HOPPER_FORWARD(")?.strip_suffix(')'))
-            .map(|numbers| numbers.split(", ").filter_map(|n| n.parse().ok()).collect())
-            .collect();
+        let lines = lines("HOPPER_FORWARD(");
         assert_eq!(lines.len(), FORWARD.iter().flatten().count());
         for (shape, hopper) in SHAPES.iter().zip(FORWARD) {
             let Some(hopper) = hopper else { continue };
@@ -333,6 +237,30 @@ mod tests {
                 assert!(!text.contains(".reqnctapercluster"));
             }
         }
+    }
+
+    #[test]
+    fn small_tiles_are_those_of_the_sources() {
+        let lines = lines("HOPPER_SMALL(");
+        let mut changed = 0;
+        for ((shape, hopper), small) in SHAPES.iter().zip(FORWARD).zip(SMALL_TILES) {
+            let Some((hopper, small)) = hopper.zip(small) else { continue };
+            match lines.iter().find(|line| line[0] == shape.name) {
+                Some(line) => {
+                    changed += 1;
+                    let same = forward(shape.head_dim, shape.value_dim, line[1], line[2], line[3]);
+                    assert_eq!((small.launch, small.keys), (same.launch, same.keys));
+                    assert!(small.launch.shared <= 193 * 1024, "{small:?}");
+                    // The lists of tiles of q are the same.
+                    assert_eq!(
+                        (small.launch.rows, small.launch.threads, small.is_taken),
+                        (hopper.launch.rows, hopper.launch.threads, hopper.is_taken)
+                    );
+                }
+                None => assert_eq!((small.launch, small.keys), (hopper.launch, hopper.keys)),
+            }
+        }
+        assert_eq!((changed, lines.len()), (2, 2));
     }
 
     /// The launch in clusters is the launch of the forward, except for the cluster's shape, which is in the text only.
@@ -350,50 +278,6 @@ mod tests {
                 assert!(text.contains(".explicitcluster\n.reqnctapercluster 2, 1, 1\n"));
             }
         }
-    }
-
-    const SHAPE: MapShape =
-        MapShape { dtype: Dtype::Bf16, dim: 128, heads: 8, tokens: 1000, span: 300, rows: 128, box_heads: 1 };
-    const TENSOR: Tensor = Tensor { ptr: 1 << 30, token: 2064, head: 256 };
-
-    #[test]
-    fn maps_are_ragged() {
-        let expected =
-            Ragged { address: (1 << 30) - 300 * 2064, dims: [128, 300, 8, 1001], strides: [2064, 256, 2064] };
-        assert_eq!(SHAPE.ragged(TENSOR), Some(expected));
-    }
-
-    #[test]
-    fn what_maps_cannot_say() {
-        let change = |f: fn(&mut MapShape, &mut Tensor)| {
-            let (mut shape, mut tensor) = (SHAPE, TENSOR);
-            f(&mut shape, &mut tensor);
-            shape.ragged(tensor)
-        };
-        for (i, f) in [
-            (|_, t| t.token = -2064) as fn(&mut MapShape, &mut Tensor),
-            |_, t| t.head = -256,
-            |_, t| t.token = 0,
-            |_, t| t.head = 0,
-            |_, t| t.token = 2056,
-            |_, t| t.head = 1 << 40,
-            |s, _| s.tokens = 1 << 31,
-            |s, _| s.tokens = 0,
-            |s, _| s.heads = 0,
-            |s, _| s.span = 0,
-            |_, t| t.ptr = 300 * 2064 - 16,
-            |_, t| t.ptr += 8,
-        ]
-        .into_iter()
-        .enumerate()
-        {
-            assert_eq!(change(f), None, "{i}");
-        }
-        // Strides of dimensions of size 1 are not used and may be anything.
-        let one = change(|s, t| (s.tokens, s.heads, t.token, t.head) = (1, 1, -5, 0)).expect("one row");
-        assert_eq!(one.strides, [256; 3]);
-        assert!(change(|_, t| t.head = (1 << 40) - 16).is_some());
-        assert!(change(|s, _| s.tokens = (1 << 31) - 1).is_some());
     }
 
     #[test]

@@ -21,7 +21,8 @@ use crate::device::driver::Function;
 use crate::error::{Error, Result};
 use crate::kernel::cuda::abi::params::{Addresses, BASES, Parameters, Tensor};
 use crate::kernel::cuda::hopper::either_backward::use_sm80_params;
-use crate::kernel::cuda::hopper::{Hopper, MapShape, Maps, NO_METADATA, Sm80Fallback};
+use crate::kernel::cuda::hopper::maps::MapShape;
+use crate::kernel::cuda::hopper::{Hopper, Maps, Sm80Fallback};
 use crate::kernel::cuda::memory::metadata_writer::Part;
 use crate::kernel::cuda::modules::{AttentionModule, LoadedKernel};
 use alloc::format;
@@ -170,8 +171,7 @@ impl Launch {
             Some(cluster) if blocks > 1 => (cluster, blocks & !1),
             _ => (kernel, blocks),
         };
-        let params =
-            [core::ptr::from_ref(maps).cast(), self.params.as_ptr().cast(), core::ptr::from_ref(&NO_METADATA).cast()];
+        let params = [core::ptr::from_ref(maps).cast(), self.params.as_ptr().cast()];
         // SAFETY: the maps are those of the tensors in the parameters, which are in a block that is not shorter than
         // the kernel's; the rest is the promise of this function.
         unsafe { kernel.function.launch(blocks, kernel.launch.threads, kernel.launch.shared, stream, params) }
