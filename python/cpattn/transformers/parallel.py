@@ -8,7 +8,7 @@ evaluation, and under gradient checkpointing. Every rank calls the model with th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ from .router import keeps_router, router_loss
 from .scores import Reader
 from .tiles import in_tiles, keeps_hidden, summed
 from .views import Views
+from .zero import at_once, refuse_parallel
 
 
 class ContextParallel(Calls):
@@ -99,13 +100,13 @@ class ContextParallel(Calls):
                 if dropout not in ("rank", "position"):
                     raise refused("dropout", dropout, "'rank' (each rank draws its own) or 'position' is needed")
                 self._dropouts = ByPlace(model) if dropout == "position" else None
-                self._try(model, len(members), replicas, gradients, tile, mixers or {}, vision)
+                self._look(model, members, replicas, gradients, tile, mixers or {}, vision)
             settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout}
-            settings["options"] = sorted(options.items())
-            settings["model"] = (type(model).__name__, self._found)
-            for name, value in settings.items():
-                need = f"{name} is {value!r} on this rank, all ranks need the same"
-                same(transport, "arguments of ContextParallel", number(repr(value).encode()), need)
+            settings |= {"options": sorted(options.items()), "model": type(model).__name__}
+            self._agree(transport, settings)  # before the trial, in which parts of parameters may come from other ranks
+            with told(transport):
+                self._try(model)
+            self._agree(transport, {"model": (type(model).__name__, self._found)})
             self._number = transport.rank
             self.replica, self.rank = divmod(self._number, self.ranks)
             self._members = members[self.replica * self.ranks :][: self.ranks]
@@ -125,11 +126,18 @@ class ContextParallel(Calls):
         model._cpattn = self
         self._hook()
 
-    def _try(
-        self, model: Any, ranks: int, replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer], vision: str
+    @staticmethod
+    def _agree(transport: GlooTransport, settings: dict[str, Any]) -> None:
+        for name, value in settings.items():
+            need = f"{name} is {value!r} on this rank, all ranks need the same"
+            same(transport, "arguments of ContextParallel", number(repr(value).encode()), need)
+
+    def _look(
+        self, model: Any, members: Sequence[int], replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer], vision: str
     ) -> None:
-        """The checks that need no other rank."""
-        refuse_owners(model)
+        """The checks that need no other rank, and change nothing."""
+        ranks = len(members)
+        refuse_owners(model, members)
         if gradients not in ("mean", "sum"):
             raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
         self.tile, self.replicas = whole("tile", tile, 0, 2**31), whole("replicas", replicas, 1, ranks)
@@ -144,7 +152,11 @@ class ContextParallel(Calls):
         self._mixers, self._adapters = Mixers(model, mixers, self._options, self.ranks), Adapters(model)
         self._images = Images(model, vision, self._mixers, self._takes)
         self._usual = model.config._attn_implementation
+
+    def _try(self, model: Any) -> None:
+        """The trial."""
         register()
+        at_once([*self._mixers.layers, *(layer for layer, *_ in self._adapters.layers)])
         self.model = model  # from here on `_restore` undoes the changes
         self._adapters.replace()
         self._attend(NAME)
@@ -194,6 +206,7 @@ class ContextParallel(Calls):
             "or cp.loader(batches) without a trainer, gives all of them that of rank 0"
         )
         with told(context.transport):
+            refuse_parallel()
             images = self._images.given(inputs)
             found, items = checked(self.model, self.config, self._found, inputs, images), inputs.get("num_items_in_batch")
             if self._kept and (images or inputs.get("input_ids") is None):
