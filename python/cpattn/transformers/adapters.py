@@ -115,26 +115,28 @@ class Adapters:
     def __init__(self, model: Any) -> None:
         self._config, self._usual = model.config, model.config._attn_implementation
         kind = "sdpa" if self._usual == "sdpa" else "eager"
-        self.layers: list[tuple[nn.Module, str, Callable[..., Any]]] = []
+        self._layers: list[tuple[nn.Module, str, Callable[..., Any]]] = []
+        self.gathered: list[nn.Module] = []
         for layer in model.modules():
             if not type(layer).__module__.startswith("transformers.models."):
                 continue
             if type(layer).__name__ in ADAPTERS:
-                self.layers.append((layer, *ADAPTERS[type(layer).__name__]))
+                self._layers.append((layer, *ADAPTERS[type(layer).__name__]))
             elif own := adapter_of(layer):
-                self.layers.append((layer, "forward", partial(own, kind)))
-        if getattr(model.config, "alibi", False) and self.layers:
+                self.gathered.append(layer)
+                self._layers.append((layer, "forward", partial(own, kind)))
+        if getattr(model.config, "alibi", False) and self._layers:
             raise Unsupported(
                 f"{type(model).__name__} has config.alibi, which is not supported: it rounds the bias to bf16, so that it depends on the "
                 "position itself and not on the distance alone"
             )
 
     def replace(self) -> None:
-        for layer, name, adapter in self.layers:
+        for layer, name, adapter in self._layers:
             vars(layer)[name] = partial(adapter, layer)
             self._config._attn_implementation_internal = NAME
 
     def restore(self) -> None:
-        for layer, name, _ in self.layers:
+        for layer, name, _ in self._layers:
             vars(layer).pop(name, None)
             self._config._attn_implementation_internal = self._usual

@@ -156,7 +156,7 @@ class ContextParallel(Calls):
     def _try(self, model: Any) -> None:
         """The trial."""
         register()
-        at_once([*self._mixers.layers, *(layer for layer, *_ in self._adapters.layers)])
+        at_once(model, {*self._mixers.layers, *self._adapters.gathered})
         self.model = model  # from here on `_restore` undoes the changes
         self._adapters.replace()
         self._attend(NAME)

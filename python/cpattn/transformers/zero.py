@@ -9,12 +9,13 @@ are there before the model) has parts, and no hooks yet: for the trial they are 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import Unsupported
 
@@ -82,12 +83,26 @@ def trial(model: nn.Module) -> Iterator[None]:
             leave(owner)
 
 
-def at_once(layers: Iterable[nn.Module]) -> None:
-    """Has ZeRO-3 gather all parameters of a layer before its forward, and none inside of it: layers that use weights of their modules
-    themselves, or call these once for each document, which ranks have different numbers of. This is what `deepspeed.utils.set_z3_leaf_module`
-    does, which would import DeepSpeed; `deepspeed.initialize` may come later, and reads the attribute."""
-    for layer in layers:
-        layer._z3_leaf = True  # type: ignore[assignment, unused-ignore]
+def at_once(model: nn.Module, layers: Set[nn.Module]) -> None:
+    """Has ZeRO-3 gather all parameters of the blocks around layers before a block's forward, and none inside of it: the layers use weights of
+    their modules themselves, or call these once for each document, which ranks have different numbers of. This is what
+    `deepspeed.utils.set_z3_leaf_module` does, which would import DeepSpeed; `deepspeed.initialize` may come later, and reads the attribute then."""
+    for block in model.children():
+        if not any(child in layers for child in block.children()):
+            at_once(block, layers)
+        elif not hasattr(block, "_z3_leaf"):
+            block._z3_leaf = True  # type: ignore[assignment, unused-ignore]
+            block.register_forward_pre_hook(_differentiable)
+
+
+def _differentiable(block: nn.Module, args: tuple[Any, ...]) -> None:
+    """ZeRO-3 reduces the gradients of such a block when those of its positional inputs are there: at once, if none of them has any."""
+    if torch.is_grad_enabled() and any(hasattr(one, "ds_id") and one.requires_grad for one in block.parameters()):
+        given = [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
+        if not given:
+            raise Unsupported(f"{type(block).__name__} is called without a positional tensor, for which ZeRO-3 would reduce its gradients too early: use FSDP2")
+        if not any(one.requires_grad for one in given):
+            given[0].requires_grad_()
 
 
 def refuse_parallel() -> None:
