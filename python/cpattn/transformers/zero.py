@@ -9,8 +9,10 @@ are there before the model) has parts, and no hooks yet: for the trial they are 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,25 +86,38 @@ def trial(model: nn.Module) -> Iterator[None]:
 
 
 def at_once(model: nn.Module, layers: Set[nn.Module]) -> None:
-    """Has ZeRO-3 gather all parameters of the blocks around layers before a block's forward, and none inside of it: the layers use weights of
-    their modules themselves, or call these once for each document, which ranks have different numbers of. This is what
+    """Has ZeRO-3 gather all parameters of the blocks around these layers before a block's forward, and none inside of it: the layers use weights
+    of their modules themselves, or call these once for each document, which ranks have different numbers of. This is what
     `deepspeed.utils.set_z3_leaf_module` does, which would import DeepSpeed; `deepspeed.initialize` may come later, and reads the attribute then."""
-    for block in model.children():
-        if not any(child in layers for child in block.children()):
-            at_once(block, layers)
-        elif not hasattr(block, "_z3_leaf"):
+    blocks = list(_blocks(model, layers))
+    owners = Counter(id(parameter) for block in blocks for parameter in block.parameters())
+    for block in blocks:
+        if not hasattr(block, "_z3_leaf"):
             block._z3_leaf = True  # type: ignore[assignment, unused-ignore]
-            block.register_forward_pre_hook(_differentiable)
+            block.register_forward_pre_hook(partial(_whole, any(owners[id(one)] > 1 for one in block.parameters())))
 
 
-def _differentiable(block: nn.Module, args: tuple[Any, ...]) -> None:
-    """ZeRO-3 reduces the gradients of such a block when those of its positional inputs are there: at once, if none of them has any."""
-    if torch.is_grad_enabled() and any(hasattr(one, "ds_id") and one.requires_grad for one in block.parameters()):
-        given = [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
-        if not given:
-            raise Unsupported(f"{type(block).__name__} is called without a positional tensor, for which ZeRO-3 would reduce its gradients too early: use FSDP2")
-        if not any(one.requires_grad for one in given):
-            given[0].requires_grad_()
+def _blocks(outer: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
+    for block in outer.children():
+        inside = [layer for layer in block.modules() if layer in layers]
+        if inside and (isinstance(outer, nn.ModuleList) or any(layer in inside for layer in block.children())):
+            yield block
+        elif inside:
+            yield from _blocks(block, layers)
+
+
+def _whole(shared: bool, block: nn.Module, args: tuple[Any, ...]) -> None:
+    """Before the forward of a block that ZeRO-3 gathers at once: it reduces the gradients when those of the block's positional inputs are there,
+    which is at once if none of them has any."""
+    if not torch.is_grad_enabled() or not any(hasattr(one, "ds_id") and one.requires_grad for one in block.parameters()):
+        return
+    name, given = type(block).__name__, [one for one in args if isinstance(one, Tensor) and one.is_floating_point()]
+    if shared:
+        raise Unsupported(f"{name} shares parameters with another block, whose gradients ZeRO-3 would reduce too early: use ZeRO-2 or FSDP2")
+    if not given:
+        raise Unsupported(f"{name} is called without a positional tensor, for which ZeRO-3 would reduce its gradients too early: use ZeRO-2 or FSDP2")
+    if not any(one.requires_grad for one in given):
+        given[0].requires_grad_()
 
 
 def refuse_parallel() -> None:
