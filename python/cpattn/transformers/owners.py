@@ -34,7 +34,8 @@ def refuse_owners(model: Any, members: Sequence[int]) -> None:
             f"the parameters of {kind} are sharded by FullyShardedDataParallel (FSDP1): ContextParallel(model) first, and then fully_shard "
             "(FSDP2), which is tested"
         )
-    taken = isinstance(model, torch.nn.Module) and all(hasattr(model, name) for name in ("config", "set_attn_implementation"))
+    deepspeed = kind.startswith("DeepSpeed") and isinstance(inside, torch.nn.Module)  # an engine, which has the attributes of its model
+    taken = isinstance(model, torch.nn.Module) and not deepspeed and all(hasattr(model, name) for name in ("config", "set_attn_implementation"))
     if not taken and isinstance(inside, torch.nn.Module):
         raise Unsupported(f"the model is a {kind} around a {type(inside).__name__}: ContextParallel(model) first, and then wrap it with {kind}")
     if not taken:

@@ -103,7 +103,7 @@ class ContextParallel(Calls):
                 self._look(model, members, replicas, gradients, tile, mixers or {}, vision)
             settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout}
             settings |= {"options": sorted(options.items()), "model": type(model).__name__}
-            self._agree(transport, settings)  # before the trial, in which parts of parameters may come from other ranks
+            self._agree(transport, settings)
             with told(transport):
                 self._try(model)
             self._agree(transport, {"model": (type(model).__name__, self._found)})
@@ -154,7 +154,7 @@ class ContextParallel(Calls):
         self._usual = model.config._attn_implementation
 
     def _try(self, model: Any) -> None:
-        """The trial."""
+        """The trial, for which parts of parameters may come from other ranks."""
         register()
         at_once(model, {*self._mixers.layers, *self._adapters.gathered})
         self.model = model  # from here on `_restore` undoes the changes
@@ -250,6 +250,8 @@ class ContextParallel(Calls):
             kept |= forward.reader.arguments(forward)
         if self._dropouts:
             self._dropouts.replace()
+        if self._kept:
+            self._kept.replace()
         return (), kept
 
     def _own(self, forward: Forward, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -322,8 +324,6 @@ class ContextParallel(Calls):
             self.model.register_forward_hook(after, with_kwargs=True),
             self.model.register_forward_hook(self._ends, always_call=True),
         ]
-        if self._kept:
-            self._kept.replace()
         if self._base is not None and hasattr(self.config, "output_router_logits"):
             self._hooks.append(self._base.register_forward_hook(keeps_router))
         if self._tiles:

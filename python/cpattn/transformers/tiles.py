@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import Unsupported
 from .attention import Current
+from .zero import in_parts
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -67,12 +68,14 @@ def tiles(
 
     # The same number on all ranks: with FSDP, each tile gathers the head's parameters.
     number = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(cp.ranks)) // size)
-    if cp.replicas > 1 and isinstance(model.get_output_embeddings(), FSDPModule):
+    head = model.get_output_embeddings()
+    owner = "fully_shard wraps the head separately" if isinstance(head, FSDPModule) else "ZeRO-3 holds the head in parts" if head is not None and in_parts(head) else ""
+    if cp.replicas > 1 and owner:
         raise Unsupported(
-            f"tile is {size} and replicas is {cp.replicas}, and fully_shard wraps the head separately: replicas with batches of "
-            "different lengths would gather the head's parameters a different number of times. Wrap the head with its parent"
+            f"tile is {size} and replicas is {cp.replicas}, and {owner}: replicas with batches of different lengths would gather the head's "
+            "parameters a different number of times. Leave tile out, use ZeRO-2, or have fully_shard wrap the head with its parent"
         )
-    if isinstance(model.get_output_embeddings(), FSDPModule) and TorchVersion(torch.__version__) < "2.11":
+    if isinstance(head, FSDPModule) and TorchVersion(torch.__version__) < "2.11":
         raise Unsupported(
             f"tile is {size}, fully_shard wraps the head separately, and torch.__version__ is {torch.__version__}, which does not gather the "
             "head's parameters again for each tile: use PyTorch 2.11 or later, or leave tile out"

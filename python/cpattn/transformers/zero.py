@@ -31,19 +31,22 @@ def shape_of(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def engaged(model: nn.Module) -> bool:
+    """Whether ZeRO-3's hooks are there already."""
+    return any(hasattr(module, "ds_id") for module in model.modules())
+
+
 def refuse_parts(model: nn.Module, members: Sequence[int]) -> None:
     """Refuses models whose parameters `trial` cannot gather."""
     if not (parts := in_parts(model)):
         return
     name = type(model).__name__
-    if any(hasattr(module, "ds_id") for module in model.modules()):
-        raise Unsupported(f"{name} is the model of a DeepSpeed engine with ZeRO-3 already: ContextParallel(model) first, and then deepspeed.initialize")
     for parameter in parts:
         holders = dist.get_process_group_ranks(parameter.ds_process_group)  # type: ignore[attr-defined]
         if set(holders) - set(members):
             raise Unsupported(
                 f"{name} has parameters that ZeRO-3 holds in parts on the ranks {holders}, and the group of this ContextParallel has the ranks "
-                f"{list(members)}: make one over all of these ranks, with replicas={len(holders) // len(members) or 1} for groups with batches of their own"
+                f"{list(members)}: make one over all of these ranks, with replicas for groups of ranks with batches of their own"
             )
 
 
@@ -51,7 +54,7 @@ def refuse_parts(model: nn.Module, members: Sequence[int]) -> None:
 def trial(model: nn.Module) -> Iterator[None]:
     """Inside of it the model runs, although its parameters are in parts: those outside of lists of layers are whole all the time, those of a
     layer while it runs. All ranks that hold parts call it."""
-    if not in_parts(model):
+    if not in_parts(model) or engaged(model):
         yield
         return
     import deepspeed  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -90,6 +93,11 @@ def at_once(model: nn.Module, layers: Set[nn.Module]) -> None:
     of their modules themselves, or call these once for each document, which ranks have different numbers of. This is what
     `deepspeed.utils.set_z3_leaf_module` does, which would import DeepSpeed; `deepspeed.initialize` may come later, and reads the attribute then."""
     blocks = list(_blocks(model, layers))
+    if any(not hasattr(block, "_z3_leaf") for block in blocks) and engaged(model):
+        raise Unsupported(
+            f"{type(model).__name__} is the model of a DeepSpeed engine with ZeRO-3 already, and has {type(blocks[0]).__name__}, which has "
+            "to be gathered at once: ContextParallel(model) first, and then deepspeed.initialize"
+        )
     owners = Counter(id(parameter) for block in blocks for parameter in block.parameters())
     for block in blocks:
         if not hasattr(block, "_z3_leaf"):
