@@ -88,13 +88,14 @@ class ContextParallel(Calls):
         self._others: list[ContextParallel] = []
         self._contexts: dict[torch.dtype, Context] = {}
         self._collectives: Collectives | None = None
+        self._everyone: Collectives | None = None
         self._options = {"timeout": timeout, "workers": workers, **options}
         self._alike = {
             **{"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "mixers": mixers, "dropout": dropout},
             **self._options,
         }
         transport = GlooTransport(group, timeout=timeout)
-        members = transport.members
+        members = self._all = transport.members
         try:
             with told(transport):
                 if dropout not in ("rank", "position"):
@@ -168,7 +169,7 @@ class ContextParallel(Calls):
         self._found = probe(model, self._takes, self._mixers, self._kept, ulysses if isinstance(ulysses, int) and ulysses > 0 else 1)
         self._base = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
-            raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
+            raise Unsupported(f"tile is {self.tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
         # Invalid options of a plan are refused here, not with the first batch.
         how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers")}
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
@@ -391,6 +392,7 @@ class ContextParallel(Calls):
     def _leave(self) -> None:
         for context in self._contexts.values():
             context.close()
-        if self._collectives is not None:
-            self._collectives.close()
-        self._collectives = None
+        for group in (self._collectives, self._everyone):
+            if group is not None:
+                group.close()
+        self._collectives = self._everyone = None

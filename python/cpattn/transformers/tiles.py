@@ -66,15 +66,11 @@ def tiles(
             forward.tile, Current.forward = None, outer
         return function(logits, labels, *weights)
 
-    # The same number on all ranks: with FSDP, each tile gathers the head's parameters.
+    # The same number on all ranks: with FSDP and ZeRO-3, each tile gathers the head's parameters, over the replicas too.
     number = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(cp.ranks)) // size)
     head = model.get_output_embeddings()
-    owner = "fully_shard wraps the head separately" if isinstance(head, FSDPModule) else "ZeRO-3 holds the head in parts" if head is not None and in_parts(head) else ""
-    if cp.replicas > 1 and owner:
-        raise Unsupported(
-            f"tile is {size} and replicas is {cp.replicas}, and {owner}: replicas with batches of different lengths would gather the head's "
-            "parameters a different number of times. Leave tile out, use ZeRO-2, or have fully_shard wrap the head with its parent"
-        )
+    if cp.replicas > 1 and (isinstance(head, FSDPModule) or in_parts(head)):
+        number = cp._most(number)
     if isinstance(head, FSDPModule) and TorchVersion(torch.__version__) < "2.11":
         raise Unsupported(
             f"tile is {size}, fully_shard wraps the head separately, and torch.__version__ is {torch.__version__}, which does not gather the "

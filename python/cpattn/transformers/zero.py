@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ..errors import Unsupported
 
 
-def in_parts(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+def in_parts(model: nn.Module | None) -> list[nn.Parameter]:
+    return [parameter for parameter in (model.parameters() if model is not None else ()) if hasattr(parameter, "ds_id")]
 
 
 def shape_of(parameter: Any) -> tuple[int, ...]:
