@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._check import attempt, refused, whole
+from .._signature import named
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
 from ..options import CHOSEN
@@ -24,7 +25,7 @@ from ..plan import Plan
 from ..torch import Context, GlooTransport
 from ..torch.gloo import Collectives, Members
 from .adapters import Adapters
-from .agree import Total, content, number, same, same_names, told
+from .agree import Total, content, number, same, same_names, same_settings, told
 from .attention import NAME, Current, register
 from .calls import Calls
 from .draws import Draws, refuse_layerdrop
@@ -44,6 +45,7 @@ from .views import Views
 from .zero import at_once, refuse_parallel
 
 
+@named("model, group=group, ulysses=2")
 class ContextParallel(Calls):
     """Makes `model` context-parallel, in place, over a process group (None: the default group; or a list of global ranks). All
     ranks make one, before DDP or FSDP wrap the model.
@@ -54,7 +56,7 @@ class ContextParallel(Calls):
 
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP) or "sum". `replicas` is the
     number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `ulysses`, `ring`,
-    `layout`, `layout_parameter`, `workers`, `timeout` are those of `cpattn.torch.Context`. With `tile`, logits exist for `tile` tokens
+    `layout`, `layout_parameter`, `workers`, `timeout`, `communicator` are those of `cpattn.torch.Context`. With `tile`, logits exist for `tile` tokens
     at a time: the loss is the same, and no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention
     run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
     With `dropout="position"` each `torch.nn.Dropout` drops by the places of tokens in the batch, so that training does not depend on the
@@ -89,7 +91,7 @@ class ContextParallel(Calls):
         self._contexts: dict[torch.dtype, Context] = {}
         self._collectives: Collectives | None = None
         self._everyone: Collectives | None = None
-        self._options = {"timeout": timeout, "workers": workers, **options}
+        self._options, self._group = {"timeout": timeout, "workers": workers, **options}, group
         self._alike = {
             **{"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "mixers": mixers, "dropout": dropout},
             **self._options,
@@ -104,10 +106,10 @@ class ContextParallel(Calls):
                 self._look(model, members, replicas, gradients, tile, mixers or {}, vision)
             settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout}
             settings |= {"options": sorted(options.items()), "model": type(model).__name__}
-            self._agree(transport, settings)
+            same_settings(transport, settings)
             with told(transport):
                 self._try(model)
-            self._agree(transport, {"model": (type(model).__name__, self._found)})
+            same_settings(transport, {"model": (type(model).__name__, self._found)})
             self._number = transport.rank
             self.replica, self.rank = divmod(self._number, self.ranks)
             self._members = members[self.replica * self.ranks :][: self.ranks]
@@ -127,12 +129,6 @@ class ContextParallel(Calls):
         model._cpattn = self
         self._hook()
 
-    @staticmethod
-    def _agree(transport: GlooTransport, settings: dict[str, Any]) -> None:
-        for name, value in settings.items():
-            need = f"{name} is {value!r} on this rank, all ranks need the same"
-            same(transport, "arguments of ContextParallel", number(repr(value).encode()), need)
-
     def _look(
         self, model: Any, members: Sequence[int], replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer], vision: str
     ) -> None:
@@ -145,6 +141,8 @@ class ContextParallel(Calls):
         self._tiles = self.tile > 0
         if ranks % replicas:
             raise InvalidArgument(f"replicas is {replicas}, which does not divide the {ranks} ranks of the group")
+        if replicas > 1 and self._options.get("communicator") == "torch":
+            raise Unsupported(f"communicator is 'torch' and replicas is {replicas}, 1 is needed: give each replica a group of dist.new_group, or leave it out")
         if getattr(model, "_cpattn", None) is not None:
             raise InvalidArgument("the model already has a ContextParallel: close it first")
         self.ranks, self.config = ranks // replicas, model.config.get_text_config()
@@ -171,7 +169,7 @@ class ContextParallel(Calls):
         if self.tile and (self._base is None or self._base is model):
             raise Unsupported(f"tile is {self.tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
         # Invalid options of a plan are refused here, not with the first batch.
-        how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers")}
+        how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers", "communicator")}
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
 
     def _attend(self, kind: str) -> None:
@@ -193,7 +191,8 @@ class ContextParallel(Calls):
             options = {**self._heads(), **self._options}
             if not any(options.get(name) for name in CHOSEN):
                 options["layers"] = self._found.told
-            self._contexts[dtype] = Context(self._members, dtype=dtype, device=self.device, **options)
+            group = self._group if options.get("communicator") == "torch" else self._members
+            self._contexts[dtype] = Context(group, dtype=dtype, device=self.device, **options)
             self._contexts[dtype]._collectives = self._collectives  # one group is enough
         return self._contexts[dtype]
 
