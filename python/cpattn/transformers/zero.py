@@ -138,7 +138,7 @@ def refuse_parallel() -> None:
             f"DeepSpeed's sequence parallelism is on, over {size} ranks (sp_size, sequence_parallel_size, UlyssesSPAttentionHF): leave it out, "
             "ContextParallel takes its place"
         )
-    split = groups._TENSOR_MODEL_PARALLEL_GROUP
+    split = getattr(groups, "_TENSOR_MODEL_PARALLEL_GROUP", None)  # from DeepSpeed 0.16.4 on
     if (size := groups._get_model_parallel_world_size() if split is None else groups.dist.get_world_size(split)) > 1:
         raise Unsupported(f"DeepSpeed's tensor parallelism is on, over {size} ranks (autotp_size, tp_model_init, mpu): leave it out")
     if groups._EXPERT_PARALLEL_GROUP:
