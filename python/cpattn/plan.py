@@ -18,7 +18,7 @@ from . import _header
 from ._check import c_array, instance, number, one_of, refused, whole
 from ._header import UNLIMITED
 from ._library import call, status_of, text_of
-from ._signature import resolved
+from ._signature import named, resolved
 from .errors import InvalidArgument
 from .options import RUNS, AllToAll, CombineTo, Direction, Dtype, Layout, PlanOptions, Side, at_least_1, checked, dtype_of, kinds_of
 from .slices import Slice, c_slices
@@ -77,6 +77,7 @@ class PlanInfo(NamedTuple):
     fingerprint: int
 
 
+@named("cu_seqlens, heads=8, kv_heads=2, head_dim=128")
 class Plan:
     """One attention over one packed batch, and how `world` ranks share it.
 

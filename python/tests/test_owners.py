@@ -46,9 +46,6 @@ def _owners(rank: int, world: int, folder: str) -> dict[str, str]:
         FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
         return model
 
-    zero = models.build("llama")
-    for number, parameter in enumerate(zero.parameters()):
-        parameter.ds_id = number  # as deepspeed.zero.Init leaves them; DeepSpeed itself is not installed here
     split = models.build("llama", num_attention_heads=4, num_key_value_heads=4, hidden_size=32)
     if rank == 0:
         split.save_pretrained(folder)
@@ -62,7 +59,6 @@ def _owners(rank: int, world: int, folder: str) -> dict[str, str]:
             ("FSDP1", FullyShardedDataParallel(models.build("llama"), device_id=torch.device("cpu"))),
             ("FSDP1, inside", inside()),
             ("FSDP1, its parameters", inside(use_orig_params=True)),
-            ("ZeRO-3", zero),
             ("tensor parallel", transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")),
             ("no model", torch.nn.Linear(2, 2)),
             ("no module", "llama"),
@@ -92,7 +88,6 @@ class Owners(unittest.TestCase):
                     ("FSDP1", "sharded by FullyShardedDataParallel (FSDP1): ContextParallel(model) first"),
                     ("FSDP1, inside", "of LlamaForCausalLM are sharded by FullyShardedDataParallel (FSDP1)"),
                     ("FSDP1, its parameters", "of LlamaForCausalLM are sharded by FullyShardedDataParallel (FSDP1)"),
-                    ("ZeRO-3", "DeepSpeed's ZeRO-3 holds in parts since the model was made: make it outside of deepspeed.zero.Init"),
                     ("tensor parallel", "tensor parallelism has split (tp_plan, parallelize_module): load it without tp_plan"),
                     ("no model", "InvalidArgument: model is Linear("),
                     ("no module", "InvalidArgument: model is 'llama', a model of Transformers is needed"),

@@ -7,8 +7,9 @@ The test finds the names in the sources. Each one has a row here, which says whe
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
+import os
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,14 @@ WRITTEN = {
 }
 # Where only builds for CUDA have the class.
 OF_CUDA = {"_comm_ptr": ["torch.distributed:ProcessGroupNCCL"]}
+# Of DeepSpeed, where it is installed.
+OF_DEEPSPEED = {
+    "_get_sequence_parallel_world_size": ["deepspeed.utils.groups:"],
+    "_get_model_parallel_world_size": ["deepspeed.utils.groups:"],
+    "_TENSOR_MODEL_PARALLEL_GROUP": ["deepspeed.utils.groups:"],
+    "_EXPERT_PARALLEL_GROUP": ["deepspeed.utils.groups:"],
+}
+WRITTEN_OF_DEEPSPEED = {"_z3_leaf": "deepspeed.utils.z3_leaf_module"}
 MODULES = ["torch._library.effects", "torch.utils._python_dispatch", "torch._inductor.virtualized"]
 # Public names inside modules that the documentation of Transformers and TRL does not list.
 INSIDE = [
@@ -100,7 +109,7 @@ def missing(name: str, where: str) -> str | None:
 
 class Private(unittest.TestCase):
     def test_each_name_has_a_row(self) -> None:
-        known = {*HAS, *WRITTEN, *OF_CUDA, *PYTHON}
+        known = {*HAS, *WRITTEN, *OF_CUDA, *OF_DEEPSPEED, *WRITTEN_OF_DEEPSPEED, *PYTHON}
         self.assertEqual([f"{name} at {place}" for name, place in used() if name not in known and not name.startswith("_cpattn")], [])
 
     def test_each_name_is_there(self) -> None:
@@ -115,8 +124,13 @@ class Private(unittest.TestCase):
         rows = [(name, where) for name, every in HAS.items() for where in every] + [("", where) for where in [*MODULES, *INSIDE]]
         if hasattr(dist, "ProcessGroupNCCL"):
             rows += [(name, where) for name, every in OF_CUDA.items() for where in every]
+        written = WRITTEN
+        if importlib.util.find_spec("deepspeed"):
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            rows += [(name, where) for name, every in OF_DEEPSPEED.items() for where in every]
+            written = WRITTEN | WRITTEN_OF_DEEPSPEED
         gone = [said for name, where in rows if (said := missing(name, where))]
-        for name, module in WRITTEN.items():
+        for name, module in written.items():
             if name not in inspect.getsource(importlib.import_module(module)):
                 gone.append(f"the source of {module} has no {name}")
         self.assertEqual(gone, [], f"Transformers {transformers.__version__}")

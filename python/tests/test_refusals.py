@@ -276,6 +276,16 @@ class Refusals(unittest.TestCase):
             self.assertIn("dist.barrier()", str(cpattn.errors.of_status(4, f"cpattn_forward: CPATTN_PEER: {said}", 1)))
         self.assertNotIn("barrier", str(cpattn.errors.of_status(4, "rank 1 aborted the run", 1)))
 
+    def test_arguments_by_position(self) -> None:
+        for job, words in (
+            (lambda: cpattn.Plan([0, 4], 4, 2, 8), "Plan takes cu_seqlens, heads, head_dim by position, and was given 4 arguments so: name the others"),  # type: ignore[misc]
+            (lambda: cpattn.torch.Context(None, 8, 64), "Context takes group by position, and was given 3 arguments so: name the others, as in Context(group, heads=8"),  # type: ignore[misc]
+        ):  # fmt: skip
+            with self.assertRaises(TypeError) as caught:
+                job()
+            self.assertIn(words, str(caught.exception))
+        self.assertEqual(list(inspect.signature(cpattn.Plan).parameters)[:4], ["cu_seqlens", "heads", "head_dim", "cu_seqlens_k"])
+
     def test_an_old_pytorch(self) -> None:
         """PyTorch 2.9 has no such module."""
         program = "import sys, torch; sys.modules['torch._library.effects'] = None; import cpattn.torch"

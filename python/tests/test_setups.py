@@ -12,6 +12,7 @@ import tempfile
 import unittest
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ except ImportError:
 
 import models
 import processes
-from cpattn import Error
+from cpattn import Error, Unsupported
 from cpattn.transformers import ContextParallel
 from torch.nn import functional as F
 
@@ -103,7 +104,15 @@ def _groups(rank: int, world: int, file: str) -> tuple[float, float] | None:
     _refused("ulysses is 3, expected a divisor of the world of 4", built, ulysses=3)
     _refused("ulysses 1 x ring 2 uses 2 of the group's 4 ranks", built, ulysses=1, ring=2)
     _refused("mesh is ulysses 10 × ring 1", built, ulysses=10, ring=1)
+    _refused("communicator is 'torch', 'own' is needed on cpu", built, communicator="torch")
+    _refused("communicator is 'torch' and replicas is 2, 1 is needed", built, communicator="torch", replicas=2)
+    _refused("communicator is 'nccl', 'own' or 'torch' is needed", built, communicator="nccl")
     _refused("sequence_parallel_size is not an option", built, sequence_parallel_size=2)
+    # On a device the context gets the process group that was given, and not its ranks.
+    with mock.patch("cpattn.transformers.parallel.Context", side_effect=Unsupported("as on a device")) as made:
+        _refused("as on a device", built, group=dist.group.WORLD, communicator="torch")
+    assert made.call_args.args == (dist.group.WORLD,) and made.call_args.kwargs["communicator"] == "torch", made.call_args
+    ContextParallel(built, communicator="own").close()
     # Nothing is left of those: the model is as it was.
     assert built.config._attn_implementation == "eager" and not built._forward_pre_hooks and getattr(built, "_cpattn", None) is None
     return found

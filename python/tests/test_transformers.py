@@ -177,14 +177,13 @@ def _wrapped(rank: int, world: int, file: str) -> dict[str, float]:
         for parameter in model.parameters():
             parameter.grad = parameter.grad.full_tensor()
         found["FSDP2, tiles"] = models.apart(models.gradients(model), references[1])
-    cp.close()
-    model, cp = sharded(replicas=world)
-    try:
-        model(**packs[1])
-    except Unsupported as error:
-        assert "Wrap the head with its parent" in str(error), error
-    else:
-        raise AssertionError("replicas with a head of FSDP2's were not refused")
+        cp.close()
+        # Replicas with other numbers of tiles.
+        model, cp = sharded(replicas=world)
+        model(**packs[cp.replica % 2]).loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.full_tensor()
+        found["FSDP2, tiles, replicas"] = models.apart(models.gradients(model), sum(references[one % 2] for one in range(world)) / world)
     cp.close()
 
     model = models.build("gpt-oss")

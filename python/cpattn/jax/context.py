@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._check import attempt, flag, instance, refused, whole
+from .._signature import named
 from ..engine import checked_timeout
 from ..errors import InvalidArgument, Unsupported
 from ..packing import Packed, PackedContext, Packing, kind_of, numbers_of, over_all, sinks_of
@@ -49,6 +50,7 @@ def _finish() -> None:
         warnings.warn(f"a call of a compiled function failed: {error}", RuntimeWarning, stacklevel=3)
 
 
+@named("heads=8, kv_heads=2, head_dim=128")
 class Context(PackedContext):
     """The devices of the axis `axis` of `mesh` as ranks, all of them CPU devices of this process; without a mesh, one rank.
 

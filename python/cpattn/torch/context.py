@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from .._check import attempt, flag, instance, one_of, refused, whole
+from .._signature import named
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import Packed, PackedContext, Packing, kind_of, over_all, sinks_of
 from ..options import CHOSEN, RUNS, Circulate, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..plan import Plan
 from ..rank import Rank
-from ..slices import Slice
-from ..slices import checked as checked_slices
+from ..slices import Slice, checked as checked_slices
 from ..slopes import refuse_per_document, slopes_of
 from ..trace import Event
 from . import nccl, nodes, operators
@@ -35,7 +35,6 @@ from .gather import Gathering
 from .gloo import Collectives, GlooTransport, Members
 from .heads import Heads
 from .lists import lists_of
-from .operators import on_device
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -48,6 +47,7 @@ _numbers = itertools.count()
 _deciding: dict[tuple[int, ...], list[tuple[Context, PlanOf]]] = {}
 
 
+@named("group, heads=8, kv_heads=2, head_dim=128")
 class Context(PackedContext, Combining):
     """This process as one rank of a process group (None: the default group; or a list of global ranks). Make one for the whole job, on
     all ranks.
@@ -315,9 +315,9 @@ class Batch(Heads, Gathering, Packed):
         context, largest = self.context, flag("return_max_logit", return_max_logit)
         wanted = (True, flag("return_lse", return_lse), largest)
         for name, tensor in (("q", q), ("k", k), ("v", v)):
-            on_device(context, name, tensor, ndim=3)
+            operators.on_device(context, name, tensor, ndim=3)
         if sinks is not None:
-            on_device(context, "sinks", sinks)
+            operators.on_device(context, "sinks", sinks)
         dtype, cast = context.dtype, torch.is_autocast_enabled(context.device.type)
         if cast and not all(x.dtype == torch.float64 for x in (q, k, v)):
             dtype = torch.get_autocast_dtype(context.device.type)
@@ -383,7 +383,7 @@ class Batch(Heads, Gathering, Packed):
         return out.reshape(rows.shape).to(rows.device)
 
     def _check(self, name: str, tensor: Tensor, rows: int) -> None:
-        on_device(self.context, name, tensor)
+        operators.on_device(self.context, name, tensor)
         if tensor.ndim == 0 or len(tensor) != rows:
             raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, ({rows}, ...) is needed")
 

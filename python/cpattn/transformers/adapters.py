@@ -116,12 +116,14 @@ class Adapters:
         self._config, self._usual = model.config, model.config._attn_implementation
         kind = "sdpa" if self._usual == "sdpa" else "eager"
         self._layers: list[tuple[nn.Module, str, Callable[..., Any]]] = []
+        self.gathered: list[nn.Module] = []
         for layer in model.modules():
             if not type(layer).__module__.startswith("transformers.models."):
                 continue
             if type(layer).__name__ in ADAPTERS:
                 self._layers.append((layer, *ADAPTERS[type(layer).__name__]))
             elif own := adapter_of(layer):
+                self.gathered.append(layer)
                 self._layers.append((layer, "forward", partial(own, kind)))
         if getattr(model.config, "alibi", False) and self._layers:
             raise Unsupported(

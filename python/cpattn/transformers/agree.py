@@ -47,6 +47,13 @@ def same(transport: EngineTransport, what: str, mine: int, need: str) -> None:
         )
 
 
+def same_settings(transport: EngineTransport, settings: Mapping[str, Any]) -> None:
+    """Compares arguments of ContextParallel, by their names."""
+    for name, value in settings.items():
+        need = f"{name} is {value!r} on this rank, all ranks need the same"
+        same(transport, "arguments of ContextParallel", number(repr(value).encode()), need)
+
+
 def same_names(transport: EngineTransport, names: Sequence[str], given: Set[str], need: str) -> None:
     """Refuses arguments that only some ranks were given, by their names: those of `names`, which are the same on all ranks."""
     bits = {name: 2 << at for at, name in enumerate(names[:62])}

@@ -7,17 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from .._check import flag, instance
 from ..errors import InvalidArgument
+from ..torch.gloo import Collectives
 from .agree import told
 from .inputs import documents
 from .scores import LogProbs, Reader, Scores, spread
 
 if TYPE_CHECKING:
     from ..torch import GlooTransport
-    from ..torch.gloo import Collectives
     from .forward import Forward
     from .pooled import Kept
     from .probe import Found
@@ -38,6 +39,9 @@ class Calls:
     _asked: Reader | None
     _others: list[Any]
     _alike: dict[str, Any]
+    _all: tuple[int, ...]
+    _everyone: Collectives | None
+    _number: int
 
     def _talk(self) -> Collectives:
         raise NotImplementedError
@@ -48,6 +52,15 @@ class Calls:
     @property
     def transport(self) -> GlooTransport:
         raise NotImplementedError
+
+    def _most(self, number: int) -> int:
+        """The largest of the numbers of all ranks, of all replicas, which all call this."""
+        if self._everyone is None:
+            self._everyone = Collectives(self._all, float(self._alike["timeout"]))
+        numbers = torch.zeros(len(self._all), dtype=torch.int64)
+        numbers[self._number] = number
+        self._everyone.sum(numbers)
+        return int(numbers.max())
 
     def gather(self, rows: Tensor, fill: float = 0) -> Tensor:
         """From rows of this rank's tokens of the last forward pass, `[1, tokens, ...]`, such as its logits, to `[rows, tokens, ...]` in

@@ -69,28 +69,28 @@ class Mixers:
     """The mixers of a model's layers: those that a user gives, by class, and those of Transformers' hybrids."""
 
     def __init__(self, model: torch.nn.Module, mixers: Mapping[type[torch.nn.Module], Mixer], options: dict[str, Any], ranks: int) -> None:
-        self._layers: dict[torch.nn.Module, Mixer] = {}
+        self.layers: dict[torch.nn.Module, Mixer] = {}
         for kind, mixer in instance("mixers", mixers, Mapping, "a mapping of classes of layers to mixers is needed").items():
             if not isinstance(kind, type) or not callable(mixer):
                 raise refused("mixers", mixers, "a mapping of classes of layers to mixers is needed")
             layers = [module for module in model.modules() if isinstance(module, kind)]
             if not layers:
                 raise InvalidArgument(f"mixers has {kind.__name__}, and {type(model).__name__} has no layer of this class")
-            self._layers |= dict.fromkeys(layers, mixer)
+            self.layers |= dict.fromkeys(layers, mixer)
         if mixers and options.setdefault("ulysses", ranks) != ranks:
             raise Unsupported(
                 f"ulysses is {options['ulysses']}, {ranks} is needed, the number of ranks: layers with mixers of `mixers` need whole "
                 "documents. Leave ulysses out"
             )
-        known = {module: found for module in model.modules() if module not in self._layers and (found := mixer_of(module))}
-        self._layers |= known
-        self._blocks = [module for module in model.modules() if any(child in self._layers for child in module.children())]
-        if self._layers and not any(one.kind == one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values()):
+        known = {module: found for module in model.modules() if module not in self.layers and (found := mixer_of(module))}
+        self.layers |= known
+        self._blocks = [module for module in model.modules() if any(child in self.layers for child in module.children())]
+        if self.layers and not any(one.kind == one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values()):
             what = "mixers are given" if mixers else f"{type(next(iter(known))).__name__} has a mixer"
             raise Unsupported(f"{what}, and {type(model).__name__}.forward takes no **kwargs: it must pass keywords on to its layers")
 
     def __bool__(self) -> bool:
-        return bool(self._layers)
+        return bool(self.layers)
 
     def arguments(self, documents: Documents) -> dict[str, Any]:
         """Further arguments for the call of the model."""
@@ -98,17 +98,17 @@ class Mixers:
             usual = vars(block).get("_gradient_checkpointing_func")
             if usual is not None and getattr(usual, "func", None) is not Mixers._checkpointed:
                 vars(block)["_gradient_checkpointing_func"] = partial(Mixers._checkpointed, usual)
-        return {ARGUMENT: documents} if self._layers else {}
+        return {ARGUMENT: documents} if self.layers else {}
 
     def replace(self) -> None:
-        for layer, mixer in self._layers.items():
+        for layer, mixer in self.layers.items():
             layer.forward = partial(self._forward, layer, mixer)
         for block in self._blocks:
             if "forward" not in vars(block):
                 block.forward = partial(self._within, block.forward)
 
     def restore(self) -> None:
-        for module in (*self._layers, *self._blocks):
+        for module in (*self.layers, *self._blocks):
             if getattr(vars(module).get("forward"), "func", None) in (Mixers._forward, Mixers._within):
                 del module.forward
         for block in self._blocks:

@@ -2,11 +2,12 @@
 """Models whose parameters something else holds already, so that ContextParallel cannot try them: refused by the name of the owner.
 
 What wraps or shards a model after ContextParallel is not looked at here. `fully_shard` (FSDP2) may come before: its parameters are whole in
-a forward pass of the model itself.
+a forward pass of the model itself. So may `deepspeed.zero.Init` (`zero`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import DataParallel
 
 from .._check import refused
 from ..errors import Unsupported
+from .zero import refuse_parallel, refuse_parts
 
 
 def _flattened(parameter: torch.nn.Parameter) -> bool:
@@ -23,7 +25,7 @@ def _flattened(parameter: torch.nn.Parameter) -> bool:
     return hasattr(parameter, "_fsdp_flattened") or getattr(parameter, "_is_flat_param", False)
 
 
-def refuse_owners(model: Any) -> None:
+def refuse_owners(model: Any, members: Sequence[int]) -> None:
     kind, inside = type(model).__name__, getattr(model, "module", None)
     if isinstance(model, DataParallel):
         raise Unsupported(f"the model is a DataParallel around a {type(inside).__name__}: give the model itself, and use a process for each device")
@@ -32,16 +34,14 @@ def refuse_owners(model: Any) -> None:
             f"the parameters of {kind} are sharded by FullyShardedDataParallel (FSDP1): ContextParallel(model) first, and then fully_shard "
             "(FSDP2), which is tested"
         )
-    taken = isinstance(model, torch.nn.Module) and all(hasattr(model, name) for name in ("config", "set_attn_implementation"))
+    deepspeed = kind.startswith("DeepSpeed") and isinstance(inside, torch.nn.Module)  # an engine, which has the attributes of its model
+    taken = isinstance(model, torch.nn.Module) and not deepspeed and all(hasattr(model, name) for name in ("config", "set_attn_implementation"))
     if not taken and isinstance(inside, torch.nn.Module):
         raise Unsupported(f"the model is a {kind} around a {type(inside).__name__}: ContextParallel(model) first, and then wrap it with {kind}")
     if not taken:
         raise refused("model", model, "a model of Transformers is needed, with config and set_attn_implementation")
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise Unsupported(
-            f"{kind} has parameters that DeepSpeed's ZeRO-3 holds in parts since the model was made: make it outside of deepspeed.zero.Init (with "
-            "Transformers: before the TrainingArguments or HfDeepSpeedConfig of stage 3), or shard it with fully_shard (FSDP2) after ContextParallel"
-        )
+    refuse_parts(model, members)
+    refuse_parallel()
     whole = {id(parameter) for module in model.modules() if isinstance(module, FSDPModule) for parameter in module.parameters()}  # type: ignore[attr-defined, unused-ignore]
     split = any(isinstance(parameter, DTensor) and id(parameter) not in whole for parameter in model.parameters())
     if split or (getattr(model, "_tp_size", None) or 1) > 1:

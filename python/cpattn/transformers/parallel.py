@@ -8,7 +8,7 @@ evaluation, and under gradient checkpointing. Every rank calls the model with th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._check import attempt, refused, whole
+from .._signature import named
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
 from ..options import CHOSEN
@@ -24,7 +25,7 @@ from ..plan import Plan
 from ..torch import Context, GlooTransport
 from ..torch.gloo import Collectives, Members
 from .adapters import Adapters
-from .agree import Total, content, number, same, same_names, told
+from .agree import Total, content, number, same, same_names, same_settings, told
 from .attention import NAME, Current, register
 from .calls import Calls
 from .draws import Draws, refuse_layerdrop
@@ -41,8 +42,10 @@ from .router import keeps_router, router_loss
 from .scores import Reader
 from .tiles import in_tiles, keeps_hidden, summed
 from .views import Views
+from .zero import at_once, refuse_parallel
 
 
+@named("model, group=group, ulysses=2")
 class ContextParallel(Calls):
     """Makes `model` context-parallel, in place, over a process group (None: the default group; or a list of global ranks). All
     ranks make one, before DDP or FSDP wrap the model.
@@ -53,7 +56,7 @@ class ContextParallel(Calls):
 
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP) or "sum". `replicas` is the
     number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `ulysses`, `ring`,
-    `layout`, `layout_parameter`, `workers`, `timeout` are those of `cpattn.torch.Context`. With `tile`, logits exist for `tile` tokens
+    `layout`, `layout_parameter`, `workers`, `timeout`, `communicator` are those of `cpattn.torch.Context`. With `tile`, logits exist for `tile` tokens
     at a time: the loss is the same, and no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention
     run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
     With `dropout="position"` each `torch.nn.Dropout` drops by the places of tokens in the batch, so that training does not depend on the
@@ -87,25 +90,26 @@ class ContextParallel(Calls):
         self._others: list[ContextParallel] = []
         self._contexts: dict[torch.dtype, Context] = {}
         self._collectives: Collectives | None = None
-        self._options = {"timeout": timeout, "workers": workers, **options}
+        self._everyone: Collectives | None = None
+        self._options, self._group = {"timeout": timeout, "workers": workers, **options}, group
         self._alike = {
             **{"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "mixers": mixers, "dropout": dropout},
             **self._options,
         }
         transport = GlooTransport(group, timeout=timeout)
-        members = transport.members
+        members = self._all = transport.members
         try:
             with told(transport):
                 if dropout not in ("rank", "position"):
                     raise refused("dropout", dropout, "'rank' (each rank draws its own) or 'position' is needed")
                 self._dropouts = ByPlace(model) if dropout == "position" else None
-                self._try(model, len(members), replicas, gradients, tile, mixers or {}, vision)
+                self._look(model, members, replicas, gradients, tile, mixers or {}, vision)
             settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout}
-            settings["options"] = sorted(options.items())
-            settings["model"] = (type(model).__name__, self._found)
-            for name, value in settings.items():
-                need = f"{name} is {value!r} on this rank, all ranks need the same"
-                same(transport, "arguments of ContextParallel", number(repr(value).encode()), need)
+            settings |= {"options": sorted(options.items()), "model": type(model).__name__}
+            same_settings(transport, settings)
+            with told(transport):
+                self._try(model)
+            same_settings(transport, {"model": (type(model).__name__, self._found)})
             self._number = transport.rank
             self.replica, self.rank = divmod(self._number, self.ranks)
             self._members = members[self.replica * self.ranks :][: self.ranks]
@@ -125,17 +129,20 @@ class ContextParallel(Calls):
         model._cpattn = self
         self._hook()
 
-    def _try(
-        self, model: Any, ranks: int, replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer], vision: str
+    def _look(
+        self, model: Any, members: Sequence[int], replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer], vision: str
     ) -> None:
-        """The checks that need no other rank."""
-        refuse_owners(model)
+        """The checks that need no other rank, and change nothing."""
+        ranks = len(members)
+        refuse_owners(model, members)
         if gradients not in ("mean", "sum"):
             raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
         self.tile, self.replicas = whole("tile", tile, 0, 2**31), whole("replicas", replicas, 1, ranks)
         self._tiles = self.tile > 0
         if ranks % replicas:
             raise InvalidArgument(f"replicas is {replicas}, which does not divide the {ranks} ranks of the group")
+        if replicas > 1 and self._options.get("communicator") == "torch":
+            raise Unsupported(f"communicator is 'torch' and replicas is {replicas}, 1 is needed: give each replica a group of dist.new_group, or leave it out")
         if getattr(model, "_cpattn", None) is not None:
             raise InvalidArgument("the model already has a ContextParallel: close it first")
         self.ranks, self.config = ranks // replicas, model.config.get_text_config()
@@ -144,7 +151,11 @@ class ContextParallel(Calls):
         self._mixers, self._adapters = Mixers(model, mixers, self._options, self.ranks), Adapters(model)
         self._images = Images(model, vision, self._mixers, self._takes)
         self._usual = model.config._attn_implementation
+
+    def _try(self, model: Any) -> None:
+        """The trial, for which parts of parameters may come from other ranks."""
         register()
+        at_once(model, {*self._mixers.layers, *self._adapters.gathered})
         self.model = model  # from here on `_restore` undoes the changes
         self._adapters.replace()
         self._attend(NAME)
@@ -156,9 +167,9 @@ class ContextParallel(Calls):
         self._found = probe(model, self._takes, self._mixers, self._kept, ulysses if isinstance(ulysses, int) and ulysses > 0 else 1)
         self._base = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
-            raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
+            raise Unsupported(f"tile is {self.tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
         # Invalid options of a plan are refused here, not with the first batch.
-        how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers")}
+        how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers", "communicator")}
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
 
     def _attend(self, kind: str) -> None:
@@ -180,7 +191,8 @@ class ContextParallel(Calls):
             options = {**self._heads(), **self._options}
             if not any(options.get(name) for name in CHOSEN):
                 options["layers"] = self._found.told
-            self._contexts[dtype] = Context(self._members, dtype=dtype, device=self.device, **options)
+            group = self._group if options.get("communicator") == "torch" else self._members
+            self._contexts[dtype] = Context(group, dtype=dtype, device=self.device, **options)
             self._contexts[dtype]._collectives = self._collectives  # one group is enough
         return self._contexts[dtype]
 
@@ -194,6 +206,7 @@ class ContextParallel(Calls):
             "or cp.loader(batches) without a trainer, gives all of them that of rank 0"
         )
         with told(context.transport):
+            refuse_parallel()
             images = self._images.given(inputs)
             found, items = checked(self.model, self.config, self._found, inputs, images), inputs.get("num_items_in_batch")
             if self._kept and (images or inputs.get("input_ids") is None):
@@ -237,6 +250,8 @@ class ContextParallel(Calls):
             kept |= forward.reader.arguments(forward)
         if self._dropouts:
             self._dropouts.replace()
+        if self._kept:
+            self._kept.replace()
         return (), kept
 
     def _own(self, forward: Forward, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -309,8 +324,6 @@ class ContextParallel(Calls):
             self.model.register_forward_hook(after, with_kwargs=True),
             self.model.register_forward_hook(self._ends, always_call=True),
         ]
-        if self._kept:
-            self._kept.replace()
         if self._base is not None and hasattr(self.config, "output_router_logits"):
             self._hooks.append(self._base.register_forward_hook(keeps_router))
         if self._tiles:
@@ -378,6 +391,7 @@ class ContextParallel(Calls):
     def _leave(self) -> None:
         for context in self._contexts.values():
             context.close()
-        if self._collectives is not None:
-            self._collectives.close()
-        self._collectives = None
+        for group in (self._collectives, self._everyone):
+            if group is not None:
+                group.close()
+        self._collectives = self._everyone = None

@@ -33,8 +33,10 @@ class Kept:
         self._hook: Any = None
 
     def replace(self) -> None:
-        if self._hook is None:
-            self._hook = self._head.register_forward_hook(self._keep)
+        """Keeps what the hooks return that the head has now: ZeRO-3 gathers its parameters again for the backward pass of that."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._head.register_forward_hook(self._keep)
 
     def restore(self) -> None:
         if self._hook is not None:

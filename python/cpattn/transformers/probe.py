@@ -27,6 +27,7 @@ from .hybrids.deal import Deal
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
 from .mixers import Mixers
 from .pooled import Kept
+from .zero import shape_of, trial
 
 TOKENS = 7
 
@@ -147,9 +148,10 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
     padding, masked = (getattr(config, name, None) for name in ("pad_token_id", "mask_token_id"))
     types, named, blocks = getattr(config, "type_vocab_size", 0), next((one for one in ARGUMENTS if one in takes), ""), None
     types = types if named == "token_type_ids" else 0
-    ids = torch.randperm(words.shape[0], generator=torch.Generator().manual_seed(1))
+    number = shape_of(words)[0]
+    ids = torch.randperm(number, generator=torch.Generator().manual_seed(1))
     ids = ids[ids != (-1 if padding is None else padding)][:TOKENS].to(words.device)
-    if masked is not None and masked < words.shape[0] and masked not in ids:
+    if masked is not None and masked < number and masked not in ids:
         ids[1] = masked  # not in `some`
     every = torch.arange(len(ids), device=words.device)
     some = every.flip(0)[::2]
@@ -191,7 +193,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
 
     most = 1e-3 if words.dtype in (torch.float32, torch.float64) else 0.2
     try:
-        with torch.no_grad(), tables:
+        with torch.no_grad(), trial(model), tables:
             usual = logits(every, None)
             # RoBERTa and its relatives count from the number after that of the padding.
             firsts = [0] if padding is None else [0, padding + 1]

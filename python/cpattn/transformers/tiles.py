@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import Unsupported
 from .attention import Current
+from .zero import in_parts
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -65,14 +66,12 @@ def tiles(
             forward.tile, Current.forward = None, outer
         return function(logits, labels, *weights)
 
-    # The same number on all ranks: with FSDP, each tile gathers the head's parameters.
+    # The same number on all ranks: with FSDP and ZeRO-3, each tile gathers the head's parameters, over the replicas too.
     number = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(cp.ranks)) // size)
-    if cp.replicas > 1 and isinstance(model.get_output_embeddings(), FSDPModule):
-        raise Unsupported(
-            f"tile is {size} and replicas is {cp.replicas}, and fully_shard wraps the head separately: replicas with batches of "
-            "different lengths would gather the head's parameters a different number of times. Wrap the head with its parent"
-        )
-    if isinstance(model.get_output_embeddings(), FSDPModule) and TorchVersion(torch.__version__) < "2.11":
+    head = model.get_output_embeddings()
+    if cp.replicas > 1 and (isinstance(head, FSDPModule) or in_parts(head)):
+        number = cp._most(number)
+    if isinstance(head, FSDPModule) and TorchVersion(torch.__version__) < "2.11":
         raise Unsupported(
             f"tile is {size}, fully_shard wraps the head separately, and torch.__version__ is {torch.__version__}, which does not gather the "
             "head's parameters again for each tile: use PyTorch 2.11 or later, or leave tile out"

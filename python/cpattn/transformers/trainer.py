@@ -57,6 +57,7 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
     class ContextParallelTrainer(kind):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            self._refuse_parallelism()
             if callable(self.compute_loss_func) or self.label_smoother is not None:
                 raise Unsupported("compute_loss_func and label smoothing are not supported: the loss is the model's own")
             for option, supported in options.items():
@@ -73,6 +74,12 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
                     f"the trainer has {self.args.world_size} processes, {cp.replicas * cp.ranks} are needed: ContextParallel has {cp.replicas} "
                     f"replicas of {cp.ranks} ranks"
                 )
+
+        def _refuse_parallelism(self) -> None:
+            """Trainer itself would split batches over the same ranks, and multiply the loss."""
+            for name in ("sp_size", "cp_size", "tp_size"):
+                if (size := getattr(getattr(self.accelerator, "parallelism_config", None), name, None) or 1) > 1:
+                    raise Unsupported(f"{name} of accelerate's ParallelismConfig is {size}, which is not supported together with ContextParallel: leave it out")
 
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
