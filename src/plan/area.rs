@@ -4,8 +4,8 @@
 //! The cost of a plan is needed before it runs, and must be cheap to compute, so nothing here loops over tokens. The
 //! number of keys that a query reads is a piecewise linear function of its position with at most four breakpoints;
 //! between two breakpoints, the sum over consecutive or striped queries has a closed form. If both ranges are striped
-//! alike, the same holds for the pairs of a block as a function of its number. Only for stripes of different periods the
-//! code loops over the blocks of one of them.
+//! alike, the same holds for the pairs of a block as a function of its number. Only for stripes of different periods
+//! the code loops over the blocks of one of them.
 
 use alloc::vec::Vec;
 
@@ -145,8 +145,8 @@ fn blocks_from(r: &Range, first: u32) -> impl Iterator<Item = Range> + '_ {
     })
 }
 
-/// Σ of `pairs` over the blocks of `r`: its pairs with `other`, where a row of `r` at x meets positions from x − left to
-/// x + right of `mask`.
+/// Σ of `pairs` over the blocks of `r`: its pairs with `other`, where a row of `r` at x meets positions from x − left
+/// to x + right of `mask`.
 fn both_striped(r: &Range, other: &Range, mask: Mask, pairs: impl Fn(&Range) -> u64) -> u64 {
     // A few blocks are sooner counted than cut into pieces.
     if r.period != other.period || r.len / r.block < 40 {
@@ -353,7 +353,8 @@ mod tests {
             }
         }
         assert!(seen > 400, "{seen}");
-        // A document as long as one can be, in stripes of 4 over two ranks: 8 i + (1 + 2 + 3 + 4) keys for block i, twice.
+        // A document as long as one can be, in stripes of 4 over two ranks: 8 i + (1 + 2 + 3 + 4) keys for block i,
+        // twice.
         let blocks = (1u64 << 28) - 1;
         let part = |pos| Range { row: 0, pos, len: 4 * blocks as u32, block: 4, period: 8, doc: 0 };
         let (own, other) = (part(0).area(&part(0), Mask::causal()), part(4).area(&part(0), Mask::causal()));
