@@ -34,6 +34,10 @@
  * a time; a second one is refused with CPATTN_BUSY. cpattn_rank_poll and cpattn_rank_abort may be called from any thread at any
  * time, in particular while another thread is inside cpattn_forward. A handle that is in use must not be destroyed.
  *
+ * FORK. A child of a process has its memory, but only the thread that forked. Plans, schedules and scratches can be used there. A
+ * rank that has prepared or run exchanges in the parent is refused with CPATTN_INVALID, and destroying it waits for nothing: make a
+ * new group in the child. The CUDA driver, NCCL and MPI do not serve a child of a process that used them.
+ *
  * MEMORY. Tensors belong to the caller. They are read and written in place; the library does not keep or free them. A
  * run's workspace is allocated by the rank, or lent by the caller (cpattn_plan_workspace, cpattn_rank_lend_workspace).
  * Everything else that a plan needs is allocated when a rank first prepares or runs it (cpattn_rank_prepare).

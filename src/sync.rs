@@ -98,6 +98,28 @@ pub(crate) fn yield_core() -> bool {
     }
 }
 
+/// A process. A thread that it starts, and whatever waits for that thread, is of no use in a process that is forked
+/// from it: of the threads the child has only the one that forked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Process(u32);
+
+impl Process {
+    /// The process that runs this.
+    pub(crate) fn this() -> Self {
+        // Elsewhere no process is forked, and some systems have no processes.
+        Self(if cfg!(unix) { std::process::id() } else { 0 })
+    }
+
+    pub(crate) fn is_this(self) -> bool {
+        self == Self::this()
+    }
+
+    /// The number that the system gives it.
+    pub(crate) const fn id(self) -> u32 {
+        self.0
+    }
+}
+
 /// Stands for memory that its owner lends to other threads. In a model, [`borrow`](Self::borrow) and [`own`](Self::own)
 /// are accesses that loom checks: it reports accesses that are not ordered. Otherwise they do nothing.
 pub(crate) struct Lent(#[cfg(cpattn_loom)] loom::cell::UnsafeCell<()>);

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
+from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -80,6 +81,8 @@ class Engine(abc.ABC):
 
 def checked_timeout(timeout: float) -> float:
     """A timeout in seconds."""
+    if isinstance(timeout, timedelta):
+        raise refused("timeout", timeout, f"a number of seconds is needed: {timeout.total_seconds()}")
     timeout = number("timeout", timeout)
     if not 1e-3 <= timeout <= 1e9:
         raise InvalidArgument(f"timeout is {timeout} seconds, 0.001 to 1e9 seconds are needed")

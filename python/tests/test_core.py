@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import datetime
 import gc
 import os
 import queue
@@ -210,6 +211,11 @@ class Transports(unittest.TestCase):
         mail = Mail(0, {})
         mail.agree = lambda first, end, number: [number]  # type: ignore[method-assign]
         self.assertRaisesRegex(cpattn.InvalidArgument, "the result of agree has length 1, 3 is needed", forward, cpattn.Rank(mail), 0)
+
+    def test_a_timeout_is_a_number_of_seconds(self) -> None:
+        engine: Any = None
+        with self.assertRaisesRegex(cpattn.InvalidArgument, r"timeout is datetime.timedelta\(seconds=90\), a number of seconds is needed: 90.0"):
+            cpattn.EngineTransport(engine, datetime.timedelta(minutes=1.5))  # type: ignore[arg-type]
 
     def test_an_interrupt_in_agree(self) -> None:
         """A signal's handler may raise anywhere in a callback of the main thread, also before its first line, where Python

@@ -3,8 +3,9 @@
 //!
 //! The cost of a plan is needed before it runs, and must be cheap to compute, so nothing here loops over tokens. The
 //! number of keys that a query reads is a piecewise linear function of its position with at most four breakpoints;
-//! between two breakpoints, the sum over consecutive or striped queries has a closed form. Only if both ranges are
-//! striped, the code loops over the blocks of one of them.
+//! between two breakpoints, the sum over consecutive or striped queries has a closed form. If both ranges are striped
+//! alike, the same holds for the pairs of a block as a function of its number. Only for stripes of different periods
+//! the code loops over the blocks of one of them.
 
 use alloc::vec::Vec;
 
@@ -20,8 +21,8 @@ use crate::{
 impl Range {
     /// The number of allowed (q, k) pairs of this range of q rows with a range of k rows of the same document.
     ///
-    /// Closed form if either range has consecutive positions; otherwise one step for each block of the range with fewer
-    /// blocks. `doc` is not compared.
+    /// Closed form if either range has consecutive positions, or both have the same period; otherwise one step for each
+    /// block of the range with fewer blocks. `doc` is not compared.
     ///
     /// ```
     /// use cpattn::{Mask, call::Range};
@@ -41,9 +42,9 @@ impl Range {
             (_, true) => stripe_area(q, k, mask),
             (true, false) => stripe_area(k, q, mask.transposed()),
             (false, false) if q.len / q.block <= k.len / k.block => {
-                blocks(q).map(|b| stripe_area(k, &b, mask.transposed())).sum()
+                both_striped(q, k, mask, |b| stripe_area(k, b, mask.transposed()))
             }
-            (false, false) => blocks(k).map(|b| stripe_area(q, &b, mask)).sum(),
+            (false, false) => both_striped(k, q, mask.transposed(), |b| stripe_area(q, b, mask)),
         }
     }
 
@@ -142,6 +143,41 @@ fn blocks_from(r: &Range, first: u32) -> impl Iterator<Item = Range> + '_ {
         period: 1,
         doc: r.doc,
     })
+}
+
+/// Σ of `pairs` over the blocks of `r`: its pairs with `other`, where a row of `r` at x meets positions from x − left
+/// to x + right of `mask`.
+fn both_striped(r: &Range, other: &Range, mask: Mask, pairs: impl Fn(&Range) -> u64) -> u64 {
+    // A few blocks are sooner counted than cut into pieces.
+    if r.period != other.period || r.len / r.block < 40 {
+        return blocks(r).map(|b| pairs(&b)).sum();
+    }
+    let (left, right) = (mask.left_limit(), mask.right_limit());
+    // The blocks with a row that has an end of `other` at one of its limits.
+    let at = |x: i64| x.saturating_sub(r.pos).div_euclid(i64::from(r.period));
+    let bends = [other.pos, other.last()].map(|end| [at(end.saturating_sub(right)), at(end.saturating_add(left))]);
+    let block = |i: u32| blocks_from(r, i * r.block).next().map_or(0, |b| pairs(&b));
+    piecewise_linear_sum(r.len.div_ceil(r.block), bends.as_flattened(), block)
+}
+
+/// f(0) + … + f(n − 1), where f is linear except within two steps of a bend, and at n − 1.
+fn piecewise_linear_sum(n: u32, bends: &[i64], f: impl Fn(u32) -> u64) -> u64 {
+    let last = n.saturating_sub(1);
+    let mut cuts: Vec<u32> = bends
+        .iter()
+        .flat_map(|bend| [bend.saturating_sub(2), bend.saturating_add(3)])
+        .map(|cut| cut.clamp(0, i64::from(last)) as u32)
+        .chain([0, last])
+        .collect();
+    cuts.sort_unstable();
+    let bent = |i: u32| bends.iter().any(|bend| bend.saturating_sub(i64::from(i)).unsigned_abs() <= 2);
+    let pieces = cuts.windows(2).map(|cut| match cut[1] - cut[0] {
+        0 => 0,
+        few @ 1..=2 => (0..few).map(|i| f(cut[0] + i)).sum(),
+        _ if bent(cut[0]) => (cut[0]..cut[1]).map(&f).sum(),
+        many => u64::from(many) * (f(cut[0]) + f(cut[1] - 1)) / 2,
+    });
+    pieces.sum::<u64>() + if n > 0 { f(last) } else { 0 }
 }
 
 /// Queries in any stripe against a plain run of keys.
@@ -297,6 +333,48 @@ mod tests {
         Mask { left: Some(1), right: None },
         Mask { left: None, right: Some(2) },
     ];
+
+    /// Long stripes of one period, whose blocks are not looped over.
+    #[test]
+    fn areas_of_stripes_of_one_period_are_the_sums_of_their_blocks() {
+        let masks = [Mask::window(700, 0), Mask::window(33, 450), Mask { left: Some(90), right: None }];
+        let mut seen = 0;
+        for (q_block, k_block, period) in [(1, 1, 2), (2, 2, 8), (4, 4, 4), (3, 1, 7), (1, 5, 5)] {
+            for (q_len, k_len) in [(300, 300), (299, 120), (97, 301), (61, 1)] {
+                for (q_pos, k_pos) in [(0, 0), (3, 1), (-40, 900), (1500, 2), (200, -1)] {
+                    let q = Range { row: 0, pos: q_pos, len: q_len, block: q_block, period, doc: 0 };
+                    let k = Range { row: 0, pos: k_pos, len: k_len, block: k_block, period, doc: 0 };
+                    for mask in MASKS.into_iter().chain(masks) {
+                        let want: u64 = blocks(&q).map(|b| b.area(&k, mask)).sum();
+                        assert_eq!(q.area(&k, mask), want, "{q:?} {k:?} {mask:?}");
+                        seen += u64::from(want > 0);
+                    }
+                }
+            }
+        }
+        assert!(seen > 400, "{seen}");
+        // A document as long as one can be, in stripes of 4 over two ranks: 8 i + (1 + 2 + 3 + 4) keys for block i,
+        // twice.
+        let blocks = (1u64 << 28) - 1;
+        let part = |pos| Range { row: 0, pos, len: 4 * blocks as u32, block: 4, period: 8, doc: 0 };
+        let (own, other) = (part(0).area(&part(0), Mask::causal()), part(4).area(&part(0), Mask::causal()));
+        let below = 16 * (blocks * (blocks - 1) / 2);
+        assert_eq!((own, other), (below + 10 * blocks, below + 16 * blocks));
+    }
+
+    #[test]
+    fn a_sum_of_many_blocks_looks_at_few_of_them() {
+        let looked = core::cell::Cell::new(0);
+        let bends = [-5, 100, 70_000, i64::MAX];
+        let f = |i: u32| {
+            looked.set(looked.get() + 1);
+            u64::from(i.clamp(100, 70_000) - 100) + u64::from(i == 1 << 20)
+        };
+        let want: u64 = (0..=1 << 20).map(f).sum();
+        looked.set(0);
+        assert_eq!(piecewise_linear_sum((1 << 20) + 1, &bends, f), want);
+        assert!(looked.get() < 30, "{}", looked.get());
+    }
 
     #[test]
     fn areas_and_edges_are_what_counting_gives() {

@@ -136,6 +136,7 @@ impl Backend for HostRank {
     }
 
     fn between_runs(&self) -> Result<Carrier<'_>> {
+        self.lanes.check_process()?;
         Ok(Carrier::Host(&*self.transport))
     }
 
@@ -165,6 +166,7 @@ impl Backend for HostRank {
     }
 
     fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
+        self.lanes.check_process()?;
         let at = self.find_or_prepare(plan, run)?;
         self.work_at(at)?;
         if host::communicates(&self.prepared[at].schedule) {
@@ -175,6 +177,7 @@ impl Backend for HostRank {
 
     unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings, stream: RawStream) -> Result<()> {
         no_stream(stream)?;
+        self.lanes.check_process()?;
         let at = self.find_or_prepare(plan, run)?;
         if tensors.pages.is_some() {
             check_supported(run, plan, &self.prepared[at].schedule)?;

@@ -24,7 +24,7 @@ use crate::{
     error::{Cause, Error, Result},
     report::trace,
     schedule::Lane,
-    sync::{self, Condvar, Mutex, MutexGuard, thread},
+    sync::{self, Condvar, Mutex, MutexGuard, Process, thread},
     transport::Transport,
 };
 
@@ -93,7 +93,8 @@ pub struct Progress {
 pub struct LaneThreads {
     progress: Arc<Progress>,
     transport: Arc<dyn Transport>,
-    thread: Option<thread::JoinHandle<()>>,
+    /// With the process that has started it.
+    thread: Option<(Process, thread::JoinHandle<()>)>,
 }
 
 impl Progress {
@@ -222,6 +223,19 @@ impl LaneThreads {
         })
     }
 
+    /// Refuses a forked process, which has no communication lane if its parent has started one, and would wait for it.
+    pub(super) fn check_process(&self) -> Result<()> {
+        match &self.thread {
+            Some((process, _)) if !process.is_this() => Err(Error::invalid(
+                "rank",
+                std::format!("of process {}", process.id()),
+                std::format!("one of this process, {}, which was forked from that one", Process::this().id()),
+            )
+            .hint("use the rank in its own process, or make a new group here")),
+            _ => Ok(()),
+        }
+    }
+
     /// Starts the communication lane's thread, once it is first needed.
     pub fn ensure_thread(&mut self) -> Result<()> {
         if self.thread.is_some() {
@@ -236,7 +250,7 @@ impl LaneThreads {
                 code: i64::from(e.raw_os_error().unwrap_or(0)),
                 message: std::format!("{e}"),
             })?;
-        self.thread = Some(spawned);
+        self.thread = Some((Process::this(), spawned));
         Ok(())
     }
 
@@ -294,10 +308,16 @@ fn communicate(progress: &Progress, transport: &dyn Transport) {
 
 impl Drop for LaneThreads {
     fn drop(&mut self) {
+        if self.check_process().is_err() {
+            // Nothing would end the wait for a thread of another process, or for a lock that it held when this one was
+            // forked.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         let mut state = self.progress.lock();
         state.leave = true;
         self.progress.wake(state, Lane::Communication);
-        if let Some(thread) = self.thread.take() {
+        if let Some((_, thread)) = self.thread.take() {
             // The lane catches its own panics; a join error could only repeat one that was already reported.
             let _ = thread.join();
         }

@@ -28,7 +28,9 @@ use crate::{kernel::cuda::Cuda, transport::DeviceTransport};
 /// One participant of a group: runs the plans that all ranks of its group run.
 ///
 /// Dropping a rank means that it leaves the group; peers that still need it get an error. On a device it first waits
-/// for the work it enqueued. One thread at a time uses a rank; an [`AbortHandle`] is for other threads.
+/// for the work it enqueued. One thread at a time uses a rank; an [`AbortHandle`] is for other threads. A process that
+/// was forked does not have the threads of its parent's ranks: what needs them is refused, and a new group is made
+/// there.
 pub struct Rank {
     pub(super) backend: Box<dyn Backend>,
 }

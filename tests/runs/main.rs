@@ -4,7 +4,7 @@
 //!
 //! - `tensor`: views of memory; `plan_refusals`, `refusals`: bad input of plans and of runs;
 //! - `context_parallel`, `nodes`, `drawn`, `accuracy`, `options`, `padding`, `ulysses`: results against the reference;
-//!   `executor`, `poison`: against other runs;
+//!   `executor`, `poison`: against other runs; `forked`: in a forked process;
 //! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
 //!   ranks do together besides runs;
 //! - `combine`: partial results merged over the ring; `paged`: k and v in pages; `listed`: keys that each token lists;
@@ -29,6 +29,8 @@ mod dropout;
 mod executor;
 mod failed_transport;
 mod few_tokens;
+#[cfg(all(unix, not(miri)))]
+mod forked;
 mod listed;
 mod max_logit;
 mod nodes;

@@ -22,7 +22,7 @@
 //! listed     each q row over the keys that a list names: calls of the attention above, row by row
 //! isa        which instruction sets there are, and which one is used
 //! choice     which documents take matrix units, and which take vectors
-//! units, workers, executor, scratch   how work is cut, spread over threads, and where it is computed
+//! units, workers, pool, executor, scratch   how work is cut, spread over threads, and where it is computed
 //! ```
 //!
 //! Results have the same bits for any number of workers. Between machines they may differ: an instruction set with
@@ -39,6 +39,8 @@ mod isa;
 mod job;
 pub(crate) mod listed;
 mod memory;
+#[cfg(feature = "rayon")]
+mod pool;
 mod product;
 mod scratch;
 mod units;

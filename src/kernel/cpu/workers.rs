@@ -9,6 +9,8 @@ use super::executor::{self, Executor};
 use super::isa::Isa;
 use super::job::{Job, SumType};
 use super::memory::arena::Line;
+#[cfg(feature = "rayon")]
+use super::pool;
 #[cfg(target_arch = "x86_64")]
 use super::product::amx::has_f16;
 #[cfg(target_arch = "x86_64")]
@@ -42,7 +44,7 @@ impl<'a> Crew<'a> {
             Some(executor) if self.lines.len() > self.each => {
                 executor::execute(executor, self.lines, self.each, worker)
             }
-            _ => split(self.lines, self.each, worker),
+            _ => on_pool(self.lines, self.each, worker),
         }
     }
 }
@@ -92,7 +94,17 @@ impl<J: Job> Units<J> {
     }
 }
 
-/// One worker for each `each` lines.
+/// One worker for each `each` lines, in rayon's pool.
+#[cfg(feature = "rayon")]
+fn on_pool(lines: &mut [Line], each: usize, worker: &(dyn Fn(&mut [Line]) + Sync)) {
+    if lines.len() / each <= 1 {
+        return worker(lines);
+    }
+    if pool::run(|| split(&mut *lines, each, worker)).is_err() {
+        worker(&mut lines[..each]);
+    }
+}
+
 #[cfg(feature = "rayon")]
 fn split(lines: &mut [Line], each: usize, f: &(dyn Fn(&mut [Line]) + Sync)) {
     let workers = lines.len() / each;
@@ -105,6 +117,6 @@ fn split(lines: &mut [Line], each: usize, f: &(dyn Fn(&mut [Line]) + Sync)) {
 
 /// Without a thread pool the first worker does everything.
 #[cfg(not(feature = "rayon"))]
-fn split(lines: &mut [Line], each: usize, f: &(dyn Fn(&mut [Line]) + Sync)) {
-    f(&mut lines[..each]);
+fn on_pool(lines: &mut [Line], each: usize, worker: &(dyn Fn(&mut [Line]) + Sync)) {
+    worker(&mut lines[..each]);
 }

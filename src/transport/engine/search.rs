@@ -30,7 +30,7 @@ use super::{
     verdict::{self, RankState, Ranks, SearchOrigin, Verdict, read},
     waits::Wait,
 };
-use crate::transport::fault::grace;
+use crate::{sync::Process, transport::fault::grace};
 
 /// The shortest timeout for the store: its process may share a core with many starting processes.
 const STORE: Duration = Duration::from_secs(10);
@@ -49,7 +49,7 @@ pub(super) struct EngineGroup<E> {
     state: Mutex<SearchState>,
     known: Condvar,
     threads: Arc<Threads>,
-    process: u32,
+    process: Process,
 }
 
 #[derive(Default)]
@@ -90,7 +90,7 @@ impl<E: Engine> EngineGroup<E> {
             state: Mutex::default(),
             known: Condvar::new(),
             threads: Arc::default(),
-            process: std::process::id(),
+            process: Process::this(),
         }
     }
 

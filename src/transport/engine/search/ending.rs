@@ -77,7 +77,7 @@ impl<E: Engine> EngineGroup<E> {
 
     /// This rank leaves; ranks that still need it find that out when they ask.
     pub(in super::super) fn leave(self: &Arc<Self>) {
-        if self.process != std::process::id() {
+        if !self.process.is_this() {
             return;
         }
         {
