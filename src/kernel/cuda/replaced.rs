@@ -260,8 +260,11 @@ mod tests {
         image
     }
 
+    /// The name of a file, and its bytes.
+    type File<'a> = (&'a str, &'a [u8]);
+
     /// What is read of a folder with these files.
-    fn read(name: &str, files: &[(&str, &[u8])]) -> Result<Replaced> {
+    fn read(name: &str, files: &[File<'_>]) -> Result<Replaced> {
         let folder = std::env::temp_dir().join(format!("cpattn-replaced-{}-{name}", std::process::id()));
         fs::create_dir_all(&folder).expect("a folder");
         for (file, bytes) in files {
@@ -276,7 +279,7 @@ mod tests {
     fn texts_and_cubins_take_the_place_of_the_same_name() {
         let (image, other) = (cubin(), [cubin(), b"more".to_vec()].concat());
         let own = format!("{}\n", embedded::checksum());
-        let files: [(&str, &[u8]); 5] = [
+        let files: [File<'_>; 5] = [
             ("hopper_forward_bf16_64.ptx", TEXT),
             ("hopper_backward_bf16_64.cubin", &image),
             ("hopper_backward_f16_64.cubin", &other),
@@ -314,7 +317,7 @@ mod tests {
         let mut other_machine = cubin();
         other_machine[18] = 62;
         let kernel = ("transform.ptx", TEXT);
-        let cases: [(&str, &[(&str, &[u8])], &str); 15] = [
+        let cases: [(&str, &[File<'_>], &str); 15] = [
             ("nothing", &[], "a folder with no kernel"),
             ("switches-alone", &[("switches", b"FENCES\n")], "a folder with no kernel"),
             ("stranger", &[kernel, ("notes.txt", b"x")], "\"notes.txt\" is no file of a kernel"),
