@@ -207,7 +207,7 @@ class Rank:
         them without Ulysses), without sinks; `partial_lse`, [own heads, tokens], is -inf in a row without keys. `o` and `lse` get what
         `to` says: "all" rows, the same bits on every rank; "heads", own heads j*H//R to (j+1)*H//R of ring rank j of R; or "tokens",
         likewise. A row without keys on any rank gets o 0 and lse -inf, or the sink's value. On a device value_dim is a multiple of 8, and
-        rows of o begin at multiples of 16 bytes."""
+        rows of o begin at multiples of 16 bytes; a graph may hold the call once the same call was made outside of a capture."""
         to, stream = one_of("to", to, CombineTo), _address("stream", stream)
         given = all_given({"o", "lse"}, partial_o=partial_o, partial_lse=partial_lse, sinks=sinks, o=o, lse=lse)
         tensors = (given[name].pointer if name in given else None for name in ("partial_o", "partial_lse", "sinks", "o", "lse"))

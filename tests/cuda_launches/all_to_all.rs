@@ -220,7 +220,7 @@ fn refusals(cuda: &Arc<Cuda>) {
         let y = DeviceViewMut::compact(here, memory.ptr().wrapping_add(1 << 15).cast(), [11, 2, 3]).unwrap();
         rank.to_heads_on(plan, Side::K, x, y, stream.raw())
     };
-    refused(captured, &["a stream that is being captured", "call prepare_all_to_all before the capture begins"]);
+    refused(captured, &["a stream that is being captured", "make the same call once before the capture begins"]);
     ok!(cuGraphExecDestroy(end(stream)));
 
     // What works on host memory names what to call instead.

@@ -78,13 +78,10 @@ impl DeviceRank {
                 "a graph cannot hold what preparing a plan does: the plan is not prepared in this direction",
                 "call prepare before the capture begins",
             ),
-            Purpose::Combine(_) => (
-                "a graph cannot hold what preparing a plan does: this combine of the plan is not prepared",
-                "call prepare_combine before the capture begins",
-            ),
-            Purpose::AllToAll(_) => (
-                "a graph cannot hold what preparing a plan does: this all-to-all of the plan is not prepared",
-                "call prepare_all_to_all before the capture begins",
+            Purpose::Combine(_) | Purpose::AllToAll(_) => (
+                "a graph cannot hold what preparing a plan does: this combine or all-to-all is not prepared",
+                "make the same call once before the capture begins, or prepare it \
+                 (Rust: Rank::prepare; C: cpattn_rank_prepare_combine, cpattn_rank_prepare_all_to_all)",
             ),
         };
         if self.tracer.is_some() {
