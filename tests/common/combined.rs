@@ -88,8 +88,9 @@ pub fn right<P: Element, T: Element<Acc = P::Acc>>(
     combined: impl Fn(&Plan, CombineTo, &Parts<P>) -> Shares<T>,
 ) {
     for (seed, &(ulysses, ring)) in meshes.iter().enumerate() {
-        for (heads, tokens, sinks) in [(6, 11, 0), (7, 3, 1), (4, 1, 3), (5, 0, 0)] {
-            let p = Problem::new(Batch::from_lengths(&[tokens]).unwrap(), heads, heads, 16, dtype).with_value_dim(72);
+        // Rows of fewer and of more than 32 threads of 8 elements.
+        for (heads, tokens, sinks, dim) in [(6, 11, 0, 72), (7, 3, 1, 264), (4, 1, 3, 576), (5, 0, 0, 72)] {
+            let p = Problem::new(Batch::from_lengths(&[tokens]).unwrap(), heads, heads, 16, dtype).with_value_dim(dim);
             let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
             let plan = Plan::new(&p.with_sinks_per_head(sinks), mesh, Layout::Contiguous).unwrap();
             let parts = parts::<P>(&plan, seed as u64);
@@ -100,7 +101,7 @@ pub fn right<P: Element, T: Element<Acc = P::Acc>>(
                 for (r, (o, lse)) in got.iter().enumerate() {
                     let (share, own) = (plan.combined_share(r, to), plan.heads_of(r).q);
                     let ranks: Vec<usize> = (0..ring).map(|j| j * ulysses + r % ulysses).collect();
-                    let (mut row, dim) = (0, 72);
+                    let mut row = 0;
                     for t in share.tokens.clone() {
                         for h in share.heads.clone() {
                             let what = format!("{to:?} rank {r} of {ulysses} x {ring}, token {t} head {h}");

@@ -7,7 +7,7 @@
 //!   lent, give the bits that a new rank gives;
 //! - `graphs`: runs that are captured and replayed with new data give the bits of runs;
 //! - `beside`: calls during a capture are refused where they would end it, and leave it valid;
-//! - `all_to_all`: the two all-to-alls as calls of their own, in all of these ways;
+//! - `all_to_all`: the two all-to-alls as calls of their own, in all of these ways; `combine`: combines in graphs;
 //! - `traces`: what a run records is what a rank on the CPU records, and costs no wait;
 //! - `agreement`: hosts meet for first runs only, and ranks that run different things find out in later ones;
 //! - `failures`: what is refused or fails leaves a rank as it was, or refused;
@@ -23,6 +23,7 @@ mod beside;
 mod bits;
 #[path = "../common/all_to_all.rs"]
 mod cases;
+mod combine;
 mod counts;
 mod device;
 #[path = "../common/driver.rs"]
@@ -49,12 +50,13 @@ static ALLOCATOR: counts::Counting = counts::Counting;
 type Part = (&'static str, fn(&Arc<Cuda>));
 
 fn main() {
-    let parts: [Part; 9] = [
+    let parts: [Part; 10] = [
         ("counts", counts::run),
         ("bits", bits::run),
         ("graphs", graphs::run),
         ("beside", beside::all),
         ("all_to_all", all_to_all::run),
+        ("combine", combine::run),
         ("traces", traces::run),
         ("agreement", agreement::run),
         ("failures", failures::run),

@@ -2,15 +2,19 @@
 //! Partial results merged over the ring on a device: against f64, with strides, sinks, rows without keys and NaN where
 //! nothing must be read; and what is refused.
 
-use super::device;
+use super::{Held, device};
 use crate::combined_on_device::of_rank;
 use crate::common::combined::{Parts, Shares, parts, right};
 use cpattn::{
-    Batch, Dtype, Element, Layout, Mesh, Plan, Problem, Rank, Result, kernel::cuda::Cuda, schedule::CombineTo,
+    Batch, Dtype, Element, Layout, Mesh, Plan, Problem, Rank, Result,
+    call::RawTensor,
+    kernel::cuda::Cuda,
+    runtime::Bindings,
+    schedule::{Combine, CombineTo, TensorId},
     transport::peer,
 };
 use half::{bf16, f16};
-use std::{sync::Arc, time::Duration};
+use std::{ptr::null_mut, sync::Arc, time::Duration};
 
 /// One run, a thread for each rank, all on one device.
 fn run<P: Element, T: Element<Acc = P::Acc>>(
@@ -34,7 +38,7 @@ fn on_device<P: Element<Acc = f32>, T: Element<Acc = f32>>(dtype: Dtype, epsilon
 
 #[test]
 fn parts_of_f32() {
-    on_device::<f32, f32>(Dtype::F32, 3e-6, &[(1, 1), (1, 2), (2, 3)]);
+    on_device::<f32, f32>(Dtype::F32, 3e-6, &[(1, 1), (1, 2), (1, 6), (2, 3)]);
 }
 
 #[test]
@@ -57,4 +61,29 @@ fn what_is_refused() {
     let plan = of(Dtype::F32, 20);
     let error = run::<f32, f32>(&cuda, &plan, CombineTo::All, &parts(&plan, 1)).unwrap_err().to_string();
     assert!(error.contains("value_dim 20") && error.contains("multiples of 8"), "{error}");
+
+    // Rows of o that begin at no multiple of 16 bytes, of any of the two.
+    let plan = of(Dtype::F32, 16);
+    let refused = |row: i64, written: i64| {
+        let mut rank =
+            Rank::on_device(peer::group(&[Arc::clone(&cuda)], Duration::from_secs(9)).unwrap().remove(0)).unwrap();
+        let (part, o) = (Held::nan::<f32>(&cuda, 4, 2, 32), Held::nan::<f32>(&cuda, 4, 2, 32));
+        let lse = [Held::nan::<f32>(&cuda, 4, 2, 1), Held::nan::<f32>(&cuda, 4, 2, 1)];
+        let rows = |held: &Held, row| RawTensor { dim: 16, token_stride: row, head_stride: 16, ..held.1 };
+        let bindings = Bindings::default()
+            .with(TensorId::PartialO, rows(&part, row))
+            .with(TensorId::PartialLse, lse[0].1)
+            .with(TensorId::O, rows(&o, written))
+            .with(TensorId::Lse, lse[1].1);
+        let combine = Combine { to: CombineTo::All, partial: Dtype::F32 };
+        // SAFETY: the memory lives until the rank is gone, and nothing else uses it.
+        let outcome = unsafe { rank.run_on(&plan, combine, &bindings, null_mut()) };
+        rank.synchronize().unwrap();
+        outcome.err().map(|error| error.to_string())
+    };
+    assert_eq!(refused(36, 40), None);
+    for (row, written, name) in [(33, 40, "partial_o"), (36, 34, "o")] {
+        let error = refused(row, written).unwrap();
+        assert!(error.starts_with(&format!("{name}.")) && error.contains("16"), "{error}");
+    }
 }

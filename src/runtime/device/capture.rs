@@ -80,8 +80,7 @@ impl DeviceRank {
             ),
             Purpose::Combine(_) | Purpose::AllToAll(_) => (
                 "a graph cannot hold what preparing a plan does: this combine or all-to-all is not prepared",
-                "make the same call once before the capture begins, or prepare it \
-                 (Rust: Rank::prepare; C: cpattn_rank_prepare_combine, cpattn_rank_prepare_all_to_all)",
+                "make the same call once before the capture begins, or prepare it",
             ),
         };
         if self.tracer.is_some() {
