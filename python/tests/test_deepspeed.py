@@ -154,6 +154,13 @@ def _others() -> dict[str, float]:
     found["generate"] = float(not torch.equal(*words))
     engine.destroy()
     cp.close()
+    model = models.build("llama")
+    cp = ContextParallel(model, gradients="sum")
+    engine = engine_of(model, {"stage": 2}, gradient_allreduce_op="sum")
+    engine.backward(engine(**pack).loss)
+    found["sums"] = models.apart(full_gradients(model), models.alone("llama", pack)[1])
+    engine.destroy()
+    cp.close()
     return found
 
 
@@ -165,8 +172,8 @@ def _said(job: Callable[[], Any]) -> str:
     return "not refused"
 
 
-def engine_of(model: Any, zero: dict[str, Any]) -> Any:
-    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=RATE), config=config(zero))[0]
+def engine_of(model: Any, zero: dict[str, Any], **more: Any) -> Any:
+    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=RATE), config={**config(zero), **more})[0]
 
 
 def _refused(rank: int) -> dict[str, str]:
@@ -194,6 +201,15 @@ def _refused(rank: int) -> dict[str, str]:
     found["shared blocks"] = _said(lambda: engine(**pack))
     engine.destroy()
     cp.close()
+    for name, zero, gradients, more in (
+        ("sum, ZeRO-3", PARTS, "sum", {}), ("sum, ZeRO-0", {"stage": 0}, "sum", {}), ("mean", {"stage": 2}, "mean", {"gradient_allreduce_op": "sum"}),
+    ):  # fmt: skip
+        model = models.build("llama")
+        cp = ContextParallel(model, gradients=gradients)
+        engine = engine_of(model, zero, **more)
+        found[name] = _said(lambda: engine(**pack))
+        engine.destroy()
+        cp.close()
     # DeepSpeed's sequence parallelism divides gradients by fewer ranks.
     from deepspeed.utils import groups
 
@@ -217,6 +233,9 @@ def _refused(rank: int) -> dict[str, str]:
 
 
 REFUSED = {
+    **dict.fromkeys(("sum, ZeRO-3", "sum, ZeRO-0"), "InvalidArgument: gradients is 'sum', and DeepSpeed takes the mean of gradients"),
+    "mean": "InvalidArgument: gradients is 'mean', and gradient_allreduce_op of DeepSpeed's config is 'sum'",
+    "summed": "Unsupported: gradient_allreduce_op of DeepSpeed's config is 'sum'",
     "shared blocks": "Unsupported: Zamba2HybridLayer shares parameters with another block, whose gradients ZeRO-3 would reduce too early",
     "a part of the ranks": "has parameters that ZeRO-3 holds in parts on the ranks [0, 1], and the group of this ContextParallel has the ranks [",
     "accelerate's": "sp_size of accelerate's ParallelismConfig is {}, which is not supported together with ContextParallel",
@@ -226,6 +245,7 @@ REFUSED = {
     "sequence parallelism before": f"DeepSpeed's sequence parallelism is on, over {WORLD} ranks",
     "tensor parallelism": f"Unsupported: DeepSpeed's tensor parallelism is on, over {WORLD} ranks",
 }
+OF_TRAINERS = ("accelerate's", "summed")
 
 
 def _all(rank: int, world: int) -> tuple[dict[str, list[float]], dict[str, float], dict[str, str]]:
@@ -281,6 +301,9 @@ def _trained(rank: int, world: int, folder: str, replicas: int, stage: int | Non
             AcceleratorState._reset_state(True)
             args = TrainingArguments(folder, use_cpu=True, deepspeed=args.deepspeed, parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=world))
             found["accelerate's"] = _said(lambda: own(model=model, args=args, train_dataset=data))
+            AcceleratorState._reset_state(True)
+            args = TrainingArguments(folder, use_cpu=True, deepspeed={**args.deepspeed, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}})
+            found["summed"] = _said(lambda: own(model=model, args=args, train_dataset=data))
             unset_hf_deepspeed_config()
         if cp:
             cp.close()
@@ -297,7 +320,7 @@ class DeepSpeed(unittest.TestCase):
                 self.assertLess(max(far), 2e-6, (name, far))
                 self.assertLess(far[2], 1e-7, (name, far))
             for name, words in REFUSED.items():
-                if name != "accelerate's":
+                if name not in OF_TRAINERS:
                     self.assertIn(words, said[name], name)
 
     def test_trainers(self) -> None:
@@ -305,7 +328,8 @@ class DeepSpeed(unittest.TestCase):
             with tempfile.TemporaryDirectory() as folder:
                 one = processes.run(_trained, 1, folder, replicas, None)[0]
                 for several in processes.run(_trained, world, folder, replicas, stage, seconds=200):
-                    self.assertIn(REFUSED["accelerate's"].format(world), several.pop("accelerate's"))
+                    for name in OF_TRAINERS:
+                        self.assertIn(REFUSED[name].format(world), several.pop(name))
                     for name, (logged, evaluated, saved) in one.items():
                         found = several[name]
                         for a, b in zip(found[0], logged, strict=True):

@@ -397,7 +397,7 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     refuse("loss", Unsupported, lambda: model(**pack))
     model.loss_function = usual
 
-    def train(model: Any) -> None:
+    def train(model: Any, cp: ContextParallel = cp) -> None:
         from transformers import Trainer, TrainingArguments
 
         with tempfile.TemporaryDirectory() as folder:
@@ -406,7 +406,8 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     refuse("another model", InvalidArgument, lambda: train(models.build("llama")))
     cp.close()
     assert not model._forward_hooks and not model._forward_pre_hooks
-    again = ContextParallel(model)
+    again = ContextParallel(model, gradients="sum")
+    refuse("sum in a trainer", InvalidArgument, lambda: train(model, again))
     cp.close()  # once more, which leaves the other one alone
     assert model(**pack).loss.isfinite()
     again.close()

@@ -42,7 +42,7 @@ from .router import keeps_router, router_loss
 from .scores import Reader
 from .tiles import in_tiles, keeps_hidden, summed
 from .views import Views
-from .zero import at_once, refuse_parallel
+from .zero import at_once, refuse_combining, refuse_parallel
 
 
 @named("model, group=group, ulysses=2")
@@ -54,7 +54,7 @@ class ContextParallel(Calls):
     (`position_ids` that start again, or `cu_seqlens`). `loss` is the loss of the whole batch on every rank. `logits` are
     those of this rank's tokens; `gather` returns the logits of all tokens.
 
-    `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP) or "sum". `replicas` is the
+    `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP, DeepSpeed) or "sum". `replicas` is the
     number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `ulysses`, `ring`,
     `layout`, `layout_parameter`, `workers`, `timeout`, `communicator` are those of `cpattn.torch.Context`. With `tile`, logits exist for `tile` tokens
     at a time: the loss is the same, and no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention
@@ -207,6 +207,8 @@ class ContextParallel(Calls):
         )
         with told(context.transport):
             refuse_parallel()
+            if torch.is_grad_enabled():
+                refuse_combining(self.model, self._alike["gradients"])
             images = self._images.given(inputs)
             found, items = checked(self.model, self.config, self._found, inputs, images), inputs.get("num_items_in_batch")
             if self._kept and (images or inputs.get("input_ids") is None):

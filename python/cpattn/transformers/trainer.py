@@ -74,6 +74,14 @@ def trainer(cp: ContextParallel, kind: type[Any], send_batches: bool = False) ->
                     f"the trainer has {self.args.world_size} processes, {cp.replicas * cp.ranks} are needed: ContextParallel has {cp.replicas} "
                     f"replicas of {cp.ranks} ranks"
                 )
+            self._refuse_sums()
+
+        def _refuse_sums(self) -> None:
+            if (given := cp._alike["gradients"]) != "mean":
+                raise InvalidArgument(f"gradients is {given!r}, and a trainer takes the mean over all processes (DDP, FSDP, DeepSpeed): 'mean' is needed")
+            plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+            if plugin is not None and (given := plugin.deepspeed_config.get("gradient_allreduce_op", "mean")) != "mean":
+                raise Unsupported(f"gradient_allreduce_op of DeepSpeed's config is {given!r}, which is not supported in a trainer: leave it out")
 
         def _refuse_parallelism(self) -> None:
             """Trainer itself would split batches over the same ranks, and multiply the loss."""

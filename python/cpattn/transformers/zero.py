@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import Unsupported
+from ..errors import InvalidArgument, Unsupported
 
 
 def in_parts(model: nn.Module | None) -> list[nn.Parameter]:
@@ -143,3 +143,30 @@ def refuse_parallel() -> None:
         raise Unsupported(f"DeepSpeed's tensor parallelism is on, over {size} ranks (autotp_size, tp_model_init, mpu): leave it out")
     if groups._EXPERT_PARALLEL_GROUP:
         raise Unsupported("DeepSpeed's expert parallelism is on (expert_parallel, deepspeed.moe), which was not tried together with this: leave it out")
+
+
+def refuse_combining(model: nn.Module, gradients: str) -> None:
+    """Refuses gradients that DeepSpeed combines in another way than ContextParallel was told, since they would be too large or too small."""
+    if (mean := _mean(model)) is None:
+        return
+    if mean and gradients == "sum":
+        raise InvalidArgument("gradients is 'sum', and DeepSpeed takes the mean of gradients over all processes: 'mean' is needed")
+    if not mean and gradients == "mean":
+        raise InvalidArgument(
+            "gradients is 'mean', and gradient_allreduce_op of DeepSpeed's config is 'sum': leave gradient_allreduce_op out, or give gradients='sum'"
+        )
+
+
+def _mean(model: nn.Module) -> bool | None:
+    """Whether the model's DeepSpeed engine takes the mean of gradients. None: there is no engine, or it cannot be seen from here (ZeRO 0 to 2
+    around a model that contains this one)."""
+    deepspeed = sys.modules.get("deepspeed")
+    if (kind := getattr(deepspeed, "DeepSpeedEngine", None)) is None:
+        return None
+    for hook in model._forward_pre_hooks.values():  # the engine's own hook holds the engine
+        for cell in getattr(hook, "__closure__", None) or ():
+            with suppress(ValueError):  # an empty cell
+                if isinstance(engine := cell.cell_contents, kind):
+                    return bool(getattr(engine, "gradient_average", True))
+    # ZeRO-3 takes nothing but the mean.
+    return True if any(hasattr(parameter, "_z3_optimizer") for parameter in model.parameters()) else None
