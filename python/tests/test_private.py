@@ -46,6 +46,7 @@ WRITTEN = {
     "_is_accelerate_prepared": "accelerate.accelerator",
     "_fsdp_flattened": "torch.distributed.fsdp._common_utils",
     "_is_flat_param": "torch.distributed.fsdp._flat_param",
+    "_forward_pre_hooks": "torch.nn.modules.module",
 }
 # Where only builds for CUDA have the class.
 OF_CUDA = {"_comm_ptr": ["torch.distributed:ProcessGroupNCCL"]}
@@ -56,7 +57,7 @@ OF_DEEPSPEED = {
     "_TENSOR_MODEL_PARALLEL_GROUP": ["deepspeed.utils.groups:"],
     "_EXPERT_PARALLEL_GROUP": ["deepspeed.utils.groups:"],
 }
-WRITTEN_OF_DEEPSPEED = {"_z3_leaf": "deepspeed.utils.z3_leaf_module"}
+WRITTEN_OF_DEEPSPEED = {"_z3_leaf": "deepspeed.utils.z3_leaf_module", "_z3_optimizer": "deepspeed.runtime.zero.stage3"}
 MODULES = ["torch._library.effects", "torch.utils._python_dispatch", "torch._inductor.virtualized"]
 # Public names inside modules that the documentation of Transformers and TRL does not list.
 INSIDE = [
