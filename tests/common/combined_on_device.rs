@@ -1,26 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One rank's combine on its device, whatever the transport: used with those of one process and with NCCL.
 
-use super::common::combined::{PADDING, Parts};
+use super::{
+    common::combined::{PADDING, Parts},
+    held::Held,
+};
 use cpattn::{
-    DeviceView, DeviceViewMut, Element, Plan, Rank, Result, Side,
-    kernel::cuda::{Cuda, DeviceMemory},
-    runtime::CombineTensors,
-    schedule::CombineTo,
+    DeviceView, DeviceViewMut, Element, Plan, Rank, Result, Side, runtime::CombineTensors, schedule::CombineTo,
 };
 use std::ptr::null_mut;
-
-fn upload<T: Element>(cuda: &Cuda, values: &[T]) -> DeviceMemory {
-    let memory = cuda.allocate(size_of_val(values)).unwrap();
-    memory.upload(bytemuck::cast_slice(values)).unwrap();
-    memory
-}
-
-fn download<T: Element>(memory: &DeviceMemory) -> Vec<T> {
-    let mut out = vec![T::from_f64(0.0); memory.bytes() / size_of::<T>()];
-    memory.download(bytemuck::cast_slice_mut(&mut out)).unwrap();
-    out
-}
 
 /// The rank's o and lse, `[tokens, heads, dim]` and `[tokens, heads]`, of the second of two runs: the first leaves
 /// nothing behind that changes it.
@@ -35,32 +23,31 @@ pub fn of_rank<P: Element, T: Element<Acc = P::Acc>>(
     let (r, share) = (rank.rank(), plan.combined_share(rank.rank(), to));
     let heads = plan.heads_of(r).q.len();
     let (n, h) = (share.tokens.len(), share.heads.len());
-    let (o_part, lse_part) = (upload(&cuda, &parts.o[r]), upload(&cuda, &parts.lse[r]));
-    let sinks = parts.sinks.as_ref().map(|sinks| upload(&cuda, sinks));
-    let nan = f64::NAN;
-    let o = upload(&cuda, &vec![T::from_f64(nan); n * h * dim]);
-    let lse = upload(&cuda, &vec![<T::Acc as Element>::from_f64(nan); n * h]);
+    let o_part = Held::new(&cuda, &parts.o[r], tokens, 1, heads * dim + PADDING);
+    let lse_part = Held::new(&cuda, &parts.lse[r], heads, 1, tokens);
+    let sinks = parts.sinks.as_ref().map(|sinks| Held::new(&cuda, sinks, 1, p.heads(), p.sinks_per_head()));
+    let (o, lse) = (Held::nan::<T>(&cuda, n, h, dim), Held::nan::<T::Acc>(&cuda, n, h, 1));
     for _ in 0..2 {
         // SAFETY: the memory has these shapes, lives until the rank is synchronized, and nothing else uses it; the
         // stream is the default one.
         unsafe {
             let strides = [heads * dim + PADDING, dim];
             let tensors = CombineTensors::<P, T, _> {
-                partial_o: DeviceView::new(at, o_part.ptr().cast::<P>(), [tokens, heads, dim], strides)?,
-                partial_lse: DeviceView::new(at, lse_part.ptr().cast(), [tokens, heads, 1], [1, tokens])?,
+                partial_o: DeviceView::new(at, o_part.1.ptr.cast::<P>(), [tokens, heads, dim], strides)?,
+                partial_lse: DeviceView::new(at, lse_part.1.ptr.cast(), [tokens, heads, 1], [1, tokens])?,
                 sinks: match &sinks {
                     Some(sinks) => {
                         let shape = [1, p.heads(), p.sinks_per_head()];
-                        Some(DeviceView::compact(at, sinks.ptr().cast(), shape)?)
+                        Some(DeviceView::compact(at, sinks.1.ptr.cast(), shape)?)
                     }
                     None => None,
                 },
-                o: DeviceViewMut::compact(at, o.ptr().cast(), [n, h, dim])?,
-                lse: DeviceViewMut::compact(at, lse.ptr().cast(), [n, h, 1])?,
+                o: DeviceViewMut::compact(at, o.1.ptr.cast(), [n, h, dim])?,
+                lse: DeviceViewMut::compact(at, lse.1.ptr.cast(), [n, h, 1])?,
             };
             rank.combine_on(plan, to, tensors, null_mut())?;
         }
     }
     rank.synchronize()?;
-    Ok((download(&o), download(&lse)))
+    Ok((o.read(), lse.read()))
 }

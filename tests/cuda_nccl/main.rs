@@ -21,6 +21,8 @@ mod combine;
 mod combined_on_device;
 mod faults;
 mod group;
+#[path = "../common/held.rs"]
+mod held;
 mod hosts;
 #[path = "../common/between_runs.rs"]
 mod one_rank;

@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
-    call::RawTensor,
-    kernel::cuda::{Cuda, DeviceMemory},
+    kernel::cuda::Cuda,
     plan::Circulate,
     runtime::Bindings,
     schedule::{Direction, TensorId},
@@ -15,6 +14,7 @@ use cpattn::{
 use half::bf16;
 
 use crate::common::{self, Data, Results};
+use crate::held::Held;
 
 pub type T = bf16;
 
@@ -52,28 +52,6 @@ pub fn plan(name: &str) -> Plan {
 
 pub fn data(plan: &Plan) -> Data<T> {
     Data::random(plan.problem(), 7)
-}
-
-/// A tensor on the device, and how it is shaped.
-struct Held(DeviceMemory, RawTensor);
-
-impl Held {
-    fn new<E: Element>(cuda: &Cuda, values: &[E], tokens: usize, heads: usize, dim: usize) -> Self {
-        let memory = cuda.allocate(size_of_val(values)).unwrap();
-        memory.upload(bytemuck::cast_slice(values)).unwrap();
-        let raw = RawTensor::compact(memory.ptr(), E::DTYPE, tokens as u64, heads as u32, dim as u32);
-        Self(memory, raw)
-    }
-
-    fn nan<E: Element>(cuda: &Cuda, tokens: usize, heads: usize, dim: usize) -> Self {
-        Self::new(cuda, &vec![E::from_f64(f64::NAN); tokens * heads * dim], tokens, heads, dim)
-    }
-
-    fn read(&self) -> Vec<u8> {
-        let mut out = vec![0; self.0.bytes()];
-        self.0.download(&mut out).unwrap();
-        out
-    }
 }
 
 /// All tensors of a rank.
@@ -129,7 +107,7 @@ impl Tensors {
     }
 
     pub fn results(&self) -> Part {
-        self.held[..7].iter().map(Held::read).collect()
+        self.held[..7].iter().map(Held::read::<u8>).collect()
     }
 }
 

@@ -13,6 +13,8 @@ mod combined_on_device;
 mod common;
 #[path = "../common/driver.rs"]
 mod driver;
+#[path = "../common/held.rs"]
+mod held;
 
 use std::{
     sync::{Arc, Mutex},
@@ -23,7 +25,7 @@ use common::{Data, Results, check_on_device as check, d_lse_of, gather, referenc
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
     call::{Attend, Band, Dropout, DropoutMask, HeadMap, Mode, Pair, QRange, Range, Ranges, RawTensor},
-    kernel::cuda::{Cuda, DeviceMemory, StreamKernels},
+    kernel::cuda::{Cuda, StreamKernels},
     plan::{Circulate, Gather, Wire},
     runtime::Bindings,
     schedule::{Direction, TensorId},
@@ -32,28 +34,7 @@ use cpattn::{
 };
 use driver::device;
 use half::{bf16, f16};
-
-/// A tensor on the device, and how it is shaped.
-struct Held(DeviceMemory, RawTensor);
-
-impl Held {
-    fn new<T: Element>(cuda: &Cuda, values: &[T], tokens: usize, heads: usize, dim: usize) -> Self {
-        let memory = cuda.allocate(size_of_val(values)).unwrap();
-        memory.upload(bytemuck::cast_slice(values)).unwrap();
-        let raw = RawTensor::compact(memory.ptr(), T::DTYPE, tokens as u64, heads as u32, dim as u32);
-        Self(memory, raw)
-    }
-
-    fn nan<T: Element>(cuda: &Cuda, tokens: usize, heads: usize, dim: usize) -> Self {
-        Self::new(cuda, &vec![T::from_f64(f64::NAN); tokens * heads * dim], tokens, heads, dim)
-    }
-
-    fn read<T: Element>(&self) -> Vec<T> {
-        let mut out = vec![T::from_f64(0.0); self.0.bytes() / size_of::<T>()];
-        self.0.download(bytemuck::cast_slice_mut(&mut out)).unwrap();
-        out
-    }
-}
+use held::Held;
 
 /// Forward and backward, one thread for each rank, all on one device.
 fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
