@@ -25,30 +25,25 @@ impl DeviceRank {
     pub(super) fn check_supported(&self, plan: &Plan, run: Purpose) -> Result<()> {
         plan.fits_world(self.transport.world())?;
         let p = plan.problem();
-        let moved = |what, dtype| match dtype {
-            Dtype::F64 => {
-                let limit = "the CUDA kernels move and sum f16, bf16 and f32";
-                Err(Error::unsupported(
-                    format!("{what} of f64 on a device"),
-                    limit,
-                    "convert, or use a rank on the CPU",
-                ))
-            }
-            _ => Ok(()),
+        let (what, dtype) = match run {
+            Purpose::Attention(_) => return self.check_attention(plan),
+            Purpose::AllToAll(a) => ("an all-to-all", a.dtype),
+            Purpose::Combine(_) => ("a combine", p.dtype()),
         };
-        match run {
-            Purpose::AllToAll(a) => return moved("an all-to-all", a.dtype),
-            Purpose::Combine(_) => {
-                moved("a combine", p.dtype())?;
-                return if p.value_dim().is_multiple_of(8) {
-                    Ok(())
-                } else {
-                    let found = format!("a combine of value_dim {} on a device", p.value_dim());
-                    Err(Error::unsupported(found, "multiples of 8", "pad o with zeros, or use a rank on the CPU"))
-                };
-            }
-            Purpose::Attention(_) => {}
+        if dtype == Dtype::F64 {
+            let (found, limit) =
+                (format!("{what} of f64 on a device"), "the CUDA kernels move and sum f16, bf16 and f32");
+            return Err(Error::unsupported(found, limit, "convert, or use a rank on the CPU"));
         }
+        if matches!(run, Purpose::Combine(_)) && !p.value_dim().is_multiple_of(8) {
+            let found = format!("{what} of value_dim {} on a device", p.value_dim());
+            return Err(Error::unsupported(found, "multiples of 8", "pad o with zeros, or use a rank on the CPU"));
+        }
+        Ok(())
+    }
+
+    fn check_attention(&self, plan: &Plan) -> Result<()> {
+        let p = plan.problem();
         if plan.options().reproducible {
             return Err(Error::unsupported(
                 "reproducible on a device",
