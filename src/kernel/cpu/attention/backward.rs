@@ -10,7 +10,7 @@
 //! rounding error grows with the square root of the run and not of the document. In an aligned call
 //! runs end at positions that are multiples of [`FLUSH`], and where the band or the document changes.
 
-use super::stream::Slots;
+use super::slots::Slots;
 use super::tile::{Cover, Lanes, Scoring, at};
 use crate::call::{AttendBackward, RawTensor};
 use crate::element::{Accumulator, Dtype};

@@ -6,7 +6,7 @@
 //! its keys are neighbours, as they are in all layouts but stripes of fewer than four tokens. The hash is written as
 //! loops over a few lanes, which the compiler makes vectors of. Nothing here is reached in a call without dropout.
 
-use super::stream::Slots;
+use super::slots::Slots;
 use super::tile::Lanes;
 use crate::call::{Dropout, DropoutMask, MULTIPLIERS, QRange, ROUNDS, Ranges, WEYL};
 use crate::element::Accumulator;

@@ -26,6 +26,7 @@ pub(crate) mod queries;
 pub(crate) mod row_blocks;
 #[cfg(test)]
 pub(crate) mod shapes;
+pub(crate) mod slots;
 pub(crate) mod small;
 pub(crate) mod softmax;
 pub(crate) mod stream;

@@ -7,7 +7,8 @@
 use super::backward::{FLUSH, Flush, flush, gradients, no_row, visible_keys};
 use super::dropout::Kept;
 use super::row_blocks::{RowUnit, RowUnits, readers};
-use super::stream::{KeyStream, KeyTile};
+use super::slots::KeyTile;
+use super::stream::KeyStream;
 use super::tile::{Lanes, Scoring, at, product};
 use crate::call::AttendBackward;
 use crate::element::{Accumulator, Element};

@@ -4,7 +4,7 @@
 //! Workers take units from a shared counter; all workers count in the same order. Each row of a unit, for each of its q
 //! heads, is a lane; k and v are packed once for all lanes. The queries' pass of the backward has the same units.
 
-use super::stream::BLOCK;
+use super::slots::BLOCK;
 use crate::call::{Attend, HeadMap, QRange, RawTensor};
 use crate::kernel::cpu::choice::Documents;
 use crate::kernel::cpu::memory::arena::{LANES, MAX_LANES};

@@ -6,7 +6,8 @@
 //! and o is summed row by row. Options, masks and the softmax are those of a panel. The order of the sums differs from
 //! that of panels and tiles, so aligned calls do not use this.
 
-use super::stream::{BLOCK, KeyStream, Slots};
+use super::slots::{BLOCK, Slots};
+use super::stream::KeyStream;
 use super::tile::{Cover, Lanes, Scores, Scoring};
 use crate::call::{Attend, QRange};
 use crate::element::Accumulator;

@@ -11,7 +11,7 @@
 //! Code with vectors must not use closures: a closure is compiled as a function without the instruction set, and every
 //! vector operation in it becomes a call.
 
-use super::stream::BLOCK;
+use super::slots::BLOCK;
 use super::tile::{Cover, Scores, Scoring};
 use crate::kernel::cpu::product::engine::AttentionEngine;
 use crate::kernel::cpu::vector::simd::{Real, Vector};

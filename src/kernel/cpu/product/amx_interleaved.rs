@@ -15,8 +15,8 @@
 use super::amx_product::{Apart, PANEL, Product, TILE, begin, end, scores_of, values_of};
 use super::engine::Operands;
 use super::forms::TileForm;
+use crate::kernel::cpu::attention::slots::BLOCK;
 use crate::kernel::cpu::attention::softmax::SLACK;
-use crate::kernel::cpu::attention::stream::BLOCK;
 use crate::kernel::cpu::attention::tile::{Cover, Scores, Scoring};
 use crate::kernel::cpu::vector::simd::Vector;
 use core::arch::x86_64::{__m512, _mm512_storeu_si512};

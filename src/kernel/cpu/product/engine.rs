@@ -40,7 +40,7 @@ pub(crate) trait AttentionEngine {
     /// Lanes of a panel.
     const PANEL: usize = 2 * Self::V::W;
     /// Tiles of keys and the rows of o are padded to a multiple of this, which divides
-    /// [`crate::kernel::cpu::attention::stream::BLOCK`].
+    /// [`crate::kernel::cpu::attention::slots::BLOCK`].
     const GRAIN: usize;
     /// Whether operands are in the type of the sums. Only such an engine runs calls with dropout, and it never takes
     /// few rows without packing (`small.rs`).

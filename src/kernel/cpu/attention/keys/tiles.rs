@@ -4,7 +4,7 @@
 use crate::call::AttendBackward;
 use crate::kernel::cpu::attention::bands::Reader;
 use crate::kernel::cpu::attention::dropout::Kept;
-use crate::kernel::cpu::attention::stream::KeyTile;
+use crate::kernel::cpu::attention::slots::KeyTile;
 use crate::kernel::cpu::attention::tile::{Lanes, at};
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK, Line};
 use crate::kernel::cpu::product::engine::Dense;

@@ -4,7 +4,7 @@
 use super::super::backward::no_row;
 use super::super::dq_order::DqTurn;
 use super::super::keys::Keys;
-use super::super::stream::BLOCK;
+use super::super::slots::BLOCK;
 use super::super::tile::{Cover, Scoring, VisibleKeys, at};
 use super::tiles::{BLOCKS, MatrixTiles, shift, weight};
 use super::weights::{GradientInputs, GradientOutputs, PANELS, not_finite_lanes, pack_pairs};

@@ -3,7 +3,7 @@
 //! keep f16 in range.
 
 use super::super::bands::{Reader, union};
-use super::super::stream::{BLOCK, KeyBlock, Slots};
+use super::super::slots::{BLOCK, KeyBlock, Slots};
 use super::super::tile::{Lanes, at};
 use super::weights::ROWS;
 use crate::call::AttendBackward;

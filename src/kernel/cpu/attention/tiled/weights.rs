@@ -2,7 +2,7 @@
 //! Single blocks of the backward pass on matrix units: p and ds of 32 keys with 32 lanes, rows packed in pairs, and
 //! products of numbers that are not finite.
 
-use super::super::stream::BLOCK;
+use super::super::slots::BLOCK;
 use super::super::tile::{Lanes, Scoring};
 use crate::call::RawTensor;
 use crate::kernel::cpu::memory::rows::address;
