@@ -7,7 +7,7 @@ use super::memory::{address, peek, poke};
 use super::shared::{How, shared};
 use super::{Access, Cx, Flow, Ins, lanes};
 use crate::mem::{SHARED_WINDOW, WINDOW_MASK};
-use crate::num::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use crate::num::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16, flush};
 use crate::ptx::Space;
 
 /// What an atomic does to a location; kept in `c` of the instruction.
@@ -87,7 +87,8 @@ impl Rmw {
         })
     }
 
-    fn apply(self, size: u32, old: u64, b: u64, c: u64) -> u64 {
+    /// Global memory takes subnormal numbers of f32 for zeros, the old one, the other and the sum; shared memory does not.
+    fn apply(self, space: Space, size: u32, old: u64, b: u64, c: u64) -> u64 {
         let signed = |v: u64| if size == 4 { i64::from(v as i32) } else { v as i64 };
         match self {
             Rmw::Add => old.wrapping_add(b),
@@ -120,7 +121,11 @@ impl Rmw {
                     old - 1
                 }
             }
-            Rmw::AddF32 => u64::from((f32::from_bits(old as u32) + f32::from_bits(b as u32)).to_bits()),
+            Rmw::AddF32 => {
+                let (x, y) = (f32::from_bits(old as u32), f32::from_bits(b as u32));
+                let sum = if space == Space::Shared { x + y } else { flush(flush(x) + flush(y)) };
+                u64::from(sum.to_bits())
+            }
             Rmw::AddF64 => (f64::from_bits(old) + f64::from_bits(b)).to_bits(),
             Rmw::AddF16x2 => halves(old, b, |x, y| f32_to_f16(f16_to_f32(x) + f16_to_f32(y))),
             Rmw::AddBf16x2 => halves(old, b, |x, y| f32_to_bf16(bf16_to_f32(x) + bf16_to_f32(y))),
@@ -176,7 +181,7 @@ pub(super) unsafe fn atomic(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         let (b, c) = (cx.get(a.rows[0], a.wide, l), cx.get(a.rows[1], a.wide, l));
         // SAFETY: the checks found `size` bytes behind the pointer.
         let old = unsafe { peek(p[l], a.size, false) };
-        let new = op.apply(a.size, old, b, c);
+        let new = op.apply(space, a.size, old, b, c);
         // SAFETY: as above.
         unsafe { poke(p[l], a.size, new) };
         if i.e == 1 {
@@ -212,7 +217,7 @@ pub(super) unsafe fn vector(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
             // SAFETY: as above.
             let old = unsafe { peek(to, a.size, false) };
             // SAFETY: as above.
-            unsafe { poke(to, a.size, op.apply(a.size, old, cx.get(a.rows[k], a.wide, l), 0)) };
+            unsafe { poke(to, a.size, op.apply(Space::Global, a.size, old, cx.get(a.rows[k], a.wide, l), 0)) };
         }
     }
     cx.grid.effect(true);
