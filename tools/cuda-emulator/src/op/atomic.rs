@@ -87,7 +87,8 @@ impl Rmw {
         })
     }
 
-    /// Global memory takes subnormal numbers of f32 for zeros, the old one, the other and the sum; shared memory does not.
+    /// In global memory subnormal numbers of f32 count as zeros: the old one, the operand and the sum. In shared memory
+    /// they are kept.
     fn apply(self, space: Space, size: u32, old: u64, b: u64, c: u64) -> u64 {
         let signed = |v: u64| if size == 4 { i64::from(v as i32) } else { v as i64 };
         match self {
