@@ -95,7 +95,7 @@ pub struct Results<T: Element> {
     pub dsinks: Vec<T::Acc>,
     /// The largest over the ranks.
     pub max_logit: Vec<f32>,
-    /// The reference's alone: the RMS error of each of `dsinks` where each number of o has an RMS error of one.
+    /// [`dsinks_of_o`], in the reference alone.
     pub dsinks_of_o: Vec<f64>,
 }
 
@@ -278,16 +278,20 @@ pub fn reference<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
     let gradient = attention.backward_of(&slices, &d_o, data.d_lse.as_deref(), &out);
     let reference::Gradient { dq, dk, dv, dsinks } = gradient;
     let max_logit = attention.max_logit_of(&slices).iter().map(|&x| x as f32).collect();
-    let dsinks_of_o = sinks.map_or(Vec::new(), |sinks| {
-        // dsinks is a sum of p·(o·do) over rows.
-        let squares: Vec<f64> = d_o.chunks(p.value_dim()).map(|row| row.iter().map(|x| x * x).sum()).collect();
-        let of_sink = |(i, sink): (usize, &f64)| {
-            let rows = (i / p.sinks_per_head()..out.lse.len()).step_by(p.heads());
-            rows.map(|row| (2.0 * (sink - out.lse[row])).exp() * squares[row]).sum::<f64>().sqrt()
-        };
-        sinks.iter().enumerate().map(of_sink).collect()
-    });
+    let dsinks_of_o = dsinks_of_o(p, data, &out.lse);
     Results { o: out.o, lse: out.lse, dq, dk, dv, dsinks, max_logit, dsinks_of_o }
+}
+
+/// For each sink, the RMS error of its gradient where each number of o has an RMS error of one: dsinks is a sum of
+/// `p · (o · d_o)` over rows.
+pub fn dsinks_of_o<T: Element>(p: &Problem, data: &Data<T>, lse: &[f64]) -> Vec<f64> {
+    let square = |row: &[T]| row.iter().map(|x| x.to_f64().powi(2)).sum::<f64>();
+    let squares: Vec<f64> = data.d_o.chunks(p.value_dim()).map(square).collect();
+    let of_sink = |(i, &sink): (usize, &f32)| {
+        let rows = (i / p.sinks_per_head()..lse.len()).step_by(p.heads());
+        rows.map(|row| (2.0 * (f64::from(sink) - lse[row])).exp() * squares[row]).sum::<f64>().sqrt()
+    };
+    data.sinks.iter().flatten().enumerate().map(of_sink).collect()
 }
 
 pub fn rms(x: impl Iterator<Item = f64>) -> f64 {

@@ -2,7 +2,7 @@
 //! Attention over listed keys, against a dense f64 computation whose mask is made of the lists: every mesh, layout and
 //! option, rows without keys, NaN in rows that no list names; and what is refused.
 
-use crate::common::{Data, Lists, Random, Results, check, error, rms, run};
+use crate::common::{Data, Lists, Random, Results, check, dsinks_of_o, error, rms, run};
 use crate::context_parallel::mesh;
 use crate::refused::refused;
 use cpattn::{
@@ -143,6 +143,7 @@ fn dense<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
             }
         }
     });
+    out.dsinks_of_o = dsinks_of_o(p, data, &out.lse);
     out
 }
 
