@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import unittest
 import unittest.mock
@@ -74,6 +75,29 @@ class Page(unittest.TestCase):
         for listed in alternatives.FIRST:
             for kernel in listed.kernels:
                 self.assertTrue(any(name.startswith(kernel) for name in compiled), kernel)
+
+
+@unittest.skipUnless(PAGE.exists(), "a prepared folder has no sources")
+class Compile(test_lease.Folder):
+    """`ptx/compile` where it needs no compiler."""
+
+    def refused(self, *words):
+        done = subprocess.run([PAGE.parent / "compile", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              env=os.environ | {"CUDA_HOME": "/nowhere"})
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        return done.stderr
+
+    def test_a_folder_that_holds_something_else_is_refused_and_left(self):
+        (self.folder / "forward_bf16_64.ptx").write_text("text")
+        for words in ["--with", "PAUSE"], ["--cubin"], ["--with", "PAUSE", "--cubin"]:
+            for folder in self.folder, PAGE.parent / "compiled", self.folder / "forward_bf16_64.ptx":
+                self.assertIn(f"{folder} is no folder of kernels that this script made", self.refused(*words, folder))
+        self.assertEqual((self.folder / "forward_bf16_64.ptx").read_text(), "text")
+
+    def test_what_is_no_switch_is_refused(self):
+        for name in "WHOLE_PANEL", "CUDA_KERNELS", ".", "PAUSE,RED":
+            self.assertIn(f"{name.rpartition(',')[2]} is no switch of the sources", self.refused("--with", name, self.folder / "new"))
+        self.assertFalse((self.folder / "new").exists())
 
 
 class Choice(test_lease.Folder):
@@ -200,7 +224,7 @@ class Stages(test_lease.Lease):
 def load_tests(loader, _, __):
     """Those of this file: what `Stages` takes over from test_lease.py runs there."""
     suite = unittest.TestSuite()
-    for case in (Page, Choice, Stages):
+    for case in (Page, Compile, Choice, Stages):
         suite.addTests(case(name) for name in loader.getTestCaseNames(case) if name in vars(case))
     return suite
 
