@@ -62,7 +62,7 @@ class Stage:
             "command": " ".join(sys.argv),
         }
         self.steps = steps.Steps(options.out, name, options.limit_s, about)
-        self.tiny = options.tiny
+        self.tiny, self.silence = options.tiny, ""
         self.missing = [] if options.ours_only else brought.missing(peers.PEERS)
         self.steps.keep(missing_peers=self.missing)
         for names, why in self.missing:
@@ -98,6 +98,7 @@ class Stage:
     def alive(self):
         """Whether the device still answers after a step that went wrong."""
         done = self.steps.run("does the device answer", [self.bin / "cuda", "--tiny", "--only", "tiny-pack-"], 30)
+        self.silence = "there is no time left" if done is None else done.get("why", "")
         return done is not None and done["ok"]
 
     def finish(self):
@@ -244,7 +245,7 @@ def run_tests(stage, waiting, limit_s=90, late_s=15, hung=None, within_s=float("
             lost += 1
             if lost == 2:
                 stage.steps.record["not_begun"] += [test.name for test in waiting + late]
-                stage.steps.keep(given_up="the device does not answer any more")
+                stage.steps.keep(given_up=f"the device does not answer: {stage.silence}")
                 return None
     return waiting + late
 

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import pathlib
+import re
 import select
 import signal
 import subprocess
@@ -32,6 +33,12 @@ HEAD_BYTES, END_BYTES = 8 << 20, 64 << 10
 
 KERNELS = ("CPATTN_CUDA_FAMILY", "CPATTN_CUDA_CLUSTER", "CPATTN_CUDA_KERNELS")
 """Variables that say which kernels run: the record says for each step which it was given."""
+
+PANIC = re.compile(r"panicked at [^\n]*:\n([^\n]+)")
+"""How a test that cargo built says why it failed."""
+
+NAMES, WORDS = 5, 300
+"""Names that the summary has of steps that did not begin; characters of a reason."""
 
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
 """Of prctl(2)."""
@@ -123,6 +130,12 @@ def end_descendants(patience_s=10.0):
         except ChildProcessError:
             pass
         time.sleep(0.02)
+
+
+def reason(text):
+    """A line of what a program printed that says why it failed: the last panic of a test, else the last line."""
+    said = PANIC.findall(text) or [line for line in text.splitlines() if line.strip()] or ["it printed nothing"]
+    return said[-1].strip()[:WORDS]
 
 
 def write(path, document):
@@ -235,13 +248,15 @@ class Steps:
         step["seconds"] = round(seconds, 3)
         step["ok"] = step["status"] == 0
         step["tail"] = text[-TAIL:]
+        if not step["ok"]:
+            step.setdefault("why", reason(step["tail"]))
         with self.log.open("a") as log:
             log.write(f"\n==== {step['name']}: status {step['status']}, {step['seconds']} s\n")
         self.record["steps"].append(step)
         del self.record["running"]
         write(self.path, self.record)
         if not step["ok"]:
-            print(f"    status {step['status']}: {step.get('why', 'see the log')}", flush=True)
+            print(f"    status {step['status']}: {step['why']}", flush=True)
         return text
 
     @staticmethod
@@ -300,7 +315,10 @@ class Steps:
         lines = [f"{self.record['stage']}: {good} of {len(self.record['steps'])} steps passed"]
         for step in self.record["steps"]:
             if not step["ok"]:
-                lines.append(f"  FAILED {step['name']}: status {step['status']} {step.get('why', '')}".rstrip())
-        if self.record["not_begun"]:
-            lines.append(f"  not begun, for lack of time: {' '.join(self.record['not_begun'])}")
+                lines.append(f"  FAILED {step['name']}: status {step['status']}: {step['why']}")
+        if "given_up" in self.record:
+            lines.append(f"  given up: {self.record['given_up']}")
+        if left := self.record["not_begun"]:
+            more = f" and {len(left) - NAMES} more, see {self.path}" if len(left) > NAMES else ""
+            lines.append(f"  {len(left)} steps not begun: {', '.join(left[:NAMES])}{more}")
         return "\n".join(lines)

@@ -93,6 +93,20 @@ class Steps(Folder):
         self.assertEqual(self.record("stage")["not_begun"], ["late"])
         self.assertIn("late", of.summary())
 
+    def test_a_failure_says_why(self):
+        of, panic = self.steps(), "running 1 test\nthread 'one' (7) panicked at tests/run.rs:204:9:\ndq: RMS error 1 over 0\nnote: run with"
+        for name, says in ("test", panic), ("program", "first\nno driver\n\n"), ("silent", ""):
+            of.run(name, ["sh", "-c", 'printf %s "$1"; exit 1', "sh", says], 20)
+        of.run("good", ["echo", "panicked at x:\nnothing"], 20)
+        why = [step.get("why") for step in self.record("stage")["steps"]]
+        self.assertEqual(why, ["dq: RMS error 1 over 0", "no driver", "it printed nothing", None])
+        of.record["not_begun"] = [f"step {i}" for i in range(7)]
+        of.keep(given_up="the device is gone")
+        said = of.summary()
+        for line in ("FAILED test: status 1: dq: RMS error 1 over 0", "given up: the device is gone", "7 steps not begun: step 0, step 1"):
+            self.assertIn(f"\n  {line}", said)
+        self.assertTrue(said.endswith(f"and 2 more, see {self.folder}/out/stage.json"), said)
+
     def test_what_left_its_group_is_ended_too(self):
         of, pids = self.steps(), self.folder / "pids"
         pids.write_text("")
@@ -302,8 +316,8 @@ class Lease(Folder):
     def test_a_device_that_answers_no_more_ends_the_stage(self):
         for names, begun in ("one two", True), ("hopper_walks::bf16_128 hopper_backward::bf16_64", False):
             listing = f'if [ "$1" = --list ]; then printf "%s: test\\n" {names}; exit; fi'
-            _, record = self.call("1", cuda="exit 1", cuda_kernels=listing + "\nexit 1")
-            self.assertIn("does not answer", record["given_up"])
+            _, record = self.call("1", cuda="echo no device here; exit 1", cuda_kernels=listing + "\nexit 1")
+            self.assertEqual(record["given_up"], "the device does not answer: no device here")
             self.assertIn("cuda_plans one", record["not_begun"])
             steps = [step["name"] for step in record["steps"]]
             self.assertFalse(any(name.startswith("cuda_plans") for name in steps))
