@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 import tarfile
@@ -14,6 +15,7 @@ import time
 
 import alternatives
 import brought
+import machine
 import peers
 import steps
 
@@ -60,6 +62,8 @@ class Stage:
         about = {
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
             "command": " ".join(sys.argv),
+            # In each record: the next stage may be another machine's.
+            "machine": {"system": platform.platform(), "device": machine.query(machine.ABOUT)},
         }
         self.steps = steps.Steps(options.out, name, options.limit_s, about)
         self.tiny, self.silence = options.tiny, ""
@@ -68,7 +72,11 @@ class Stage:
         for names, why in self.missing:
             print(f"not compared with {', '.join(names)}: {why}", flush=True)
         if options.stage != "1":
-            self.use(chosen(options.out / "lease-1.json"))
+            variables, unknown = chosen(options.out / "lease-1.json")
+            if unknown:
+                print(f"the kernels are the library's own choice: {unknown}", flush=True)
+                self.steps.keep(own_choice=unknown)
+            self.use(variables)
 
     def use(self, variables):
         """What stage 1 has chosen, for all steps from here on."""
@@ -107,16 +115,22 @@ class Stage:
 
 
 def chosen(path):
-    """The variables that stage 1 has chosen; none where its record is not there. A folder of kernels that has gone since
-    ends the stage: it would measure the kernels that failed."""
+    """The variables that stage 1 has chosen, and why it is not known whether some are needed, if so. A folder of kernels
+    that has gone since ends the stage: it would measure the kernels that failed."""
     try:
-        variables = json.loads(path.read_text()).get("alternatives", {}).get("variables") or {}
+        record = json.loads(path.read_text())
     except OSError:
-        return {}
+        return {}, f"there is no {path}, which stage 1 leaves. Give all stages one folder, also on another machine"
+    if "alternatives" not in record:
+        failed = {step["name"].removeprefix("cuda_kernels ") for step in record["steps"] if not step["ok"]}
+        failed = [entry.line for entry in alternatives.FIRST if entry.needed and entry.line in failed]
+        return {}, f"in {path}, stage 1 ended before it looked for others, and {failed[0]} failed" if failed else ""
+    variables = record["alternatives"]["variables"] or {}
     folder = variables.get(alternatives.VARIABLE)
     if folder and not pathlib.Path(folder).is_dir():
         sys.exit(f"{path} says to use the kernels of {folder}, which is not there: bring it back, or move the record away")
-    return variables
+    nothing = record["alternatives"]["variables"] is None
+    return variables, f"in {path}, {record['alternatives']['why']}" if nothing else ""
 
 
 def tests_of(program):
@@ -136,19 +150,20 @@ def first(stage):
     limit_s = 120 if stage.tiny else HARDWARE_LIMIT_S
     waiting = run_tests(stage, listed.values(), limit_s, hung=hung, within_s=HARDWARE_S)
     if waiting is None:
-        names = ["jit", "conformance", *(test.name for test in others)]
+        names = ["conformance", "jit", *(test.name for test in others)]
         stage.steps.keep(not_begun=stage.steps.record["not_begun"] + names)
         return
     search(stage, listed, hung)
     others = waiting + others
-    if not stage.options.ours_only:
-        stage.json_of("ceilings", stage.python(HERE / "machine.py", "ceilings"), 60)
-        stage.steps.run("PyTorch", stage.python(HERE / "pytorch.py"), 120, package(stage))
-    stage.json_of("jit", [stage.bin / "cuda", "--jit"], 120, {"CUDA_CACHE_DISABLE": "1"})
+    # The smallest kernels of the page: which instruction is not as was assumed.
     only = ["--only", "mma"] if stage.tiny else []
     stage.steps.run(
         "conformance", [stage.bin / "conformance", "--json", stage.steps.out / "conformance.json", *only], 120
     )
+    if not stage.options.ours_only:
+        stage.json_of("ceilings", stage.python(HERE / "machine.py", "ceilings"), 60)
+        stage.steps.run("PyTorch", stage.python(HERE / "pytorch.py"), 120, package(stage))
+    stage.json_of("jit", [stage.bin / "cuda", "--jit"], 120, {"CUDA_CACHE_DISABLE": "1"})
     run_tests(stage, others, hung=hung)
 
 

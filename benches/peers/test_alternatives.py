@@ -215,10 +215,20 @@ class Stages(test_lease.Lease):
         self.assertIn("ours-sm80", peers)
         self.assertFalse({"ours-sm90a", "ours-clusters"} & peers, "what failed is not measured")
 
+    def test_it_is_said_where_kernels_that_failed_are_used(self):
+        """Where stage 1 was ended before its search, and where nothing helped."""
+        _, record = self.broken("none")
+        path = self.folder / "out/lease-1.json"
+        for found, expected in (None, f"ended before it looked for others, and {BACKWARD} failed"), ({"variables": None, "why": "all fail"}, "all fail"):
+            path.write_text(json.dumps({name: value for name, value in record.items() if name != "alternatives"} | ({"alternatives": found} if found else {})))
+            variables, said = lease.chosen(path)
+            self.assertEqual((variables, said.startswith(f"in {path}, "), said.endswith(expected)), ({}, True, True), said)
+
     def test_where_all_pass_nothing_is_tried(self):
         done, record = self.call("1", cuda_kernels=self.LISTING)
         self.assertEqual(done.returncode, 0, done.stdout)
         self.assertFalse({"alternatives", "variables"} & set(record))
+        self.assertEqual(lease.chosen(self.folder / "out/lease-1.json"), ({}, ""))
 
 
 def load_tests(loader, _, __):

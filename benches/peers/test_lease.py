@@ -329,7 +329,7 @@ class Lease(Folder):
         said = [(step["name"], step["tail"]) for step in record["steps"]]
         listed = [("cuda_kernels CPATTN_CUDA_FAMILY=sm_80 runs_repeat", "runs_repeat sm_80.\n"),
                   ("cuda_kernels hopper_walks::bf16_128", "hopper_walks::bf16_128 .\n")]
-        self.assertEqual([said[0][0], *said[1:3], said[3][0]], ["facts", *listed, "jit"])
+        self.assertEqual([said[0][0], *said[1:3], said[3][0]], ["facts", *listed, "conformance"])
         self.assertIn(("cuda_kernels runs_repeat", "runs_repeat .\n"), said[3:])
         self.assertEqual(len([name for name, _ in said if "bf16_128" in name]), 1)
 
@@ -384,6 +384,10 @@ class Lease(Folder):
     def test_the_benchmark_leaves_rows(self):
         done, record = self.call("2")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual(set(record["machine"]), {"system", "device"})
+        # Nothing was there to say which kernels are wrong.
+        self.assertIn(f"there is no {self.folder}/out/lease-1.json", record["own_choice"])
+        self.assertIn(f"the kernels are the library's own choice: {record['own_choice']}", done.stdout)
         self.assertEqual(record["rows"], len(json.loads((self.folder / "out/rows.json").read_text())))
         self.assertGreater(record["rows"], 5)
 
