@@ -3,10 +3,12 @@
 
 import argparse
 import datetime
+import glob
 import json
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -287,9 +289,25 @@ def lines_of(name):
     return {line.split()[0]: line for line in (HERE / name).read_text().splitlines() if line and not line.startswith("#")}
 
 
+PLACES = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*", "/usr/local/cuda*/compute-sanitizer", "/usr/local/NVIDIA-Nsight-Compute*")
+"""Where NVIDIA's tools are when they are not on the path."""
+
+
+def tool(stage, name, what):
+    """The program `name`: as it was given, else where it usually is. None if it is not there, which is said: its steps are
+    then no failures, but were not begun."""
+    found = shutil.which(name) or next((str(path) for place in PLACES for path in sorted(glob.glob(f"{place}/{name}"), reverse=True)), None)
+    if found is None:
+        print(f"no {what}: there is no {name} on the path nor in {', '.join(PLACES)}; --ncu and --sanitizer name one", flush=True)
+        stage.steps.record["not_begun"].append(f"{what}: there is no {name}")
+    return found
+
+
 def third(stage):
     """Counters of our kernels and the peers', then the sanitizer. Reports of Nsight Compute are large: their tables are
     kept as text, the reports packed as far as there is room."""
+    ncu = tool(stage, stage.options.ncu, "counters")
+    sanitizer = tool(stage, stage.options.sanitizer, "compute-sanitizer")
     cases = [(name, line) for name, line in lines_of("tiny.txt").items() if name in QUICK_CASES] if stage.tiny else [
         (name, line) for name, line in lines_of("cases.txt").items() if name in PROFILED
     ]
@@ -297,22 +315,21 @@ def third(stage):
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         ours = [stage.bin / "cuda", "--serve", "--warmup", "0", "--repeats", "1"]
-        for name, line in cases:
-            counters(stage, folder, name, "ours", ours, line)
+        for name, line in cases if ncu else ():
+            counters(stage, ncu, folder, name, "ours", ours, line)
         # The clustered form shows by its traffic from L2, not by its time alone.
-        for name, line in cases:
+        for name, line in cases if ncu else ():
             if "ours-clusters" in peers.Case(line).peers:
-                counters(stage, folder, name, "ours-clusters", ours, line, {"CPATTN_CUDA_CLUSTER": "1"})
-        for name, line in cases[:2]:
+                counters(stage, ncu, folder, name, "ours-clusters", ours, line, {"CPATTN_CUDA_CLUSTER": "1"})
+        for name, line in cases[:2] if ncu else ():
             lacking = {peer for names, _ in stage.missing for peer in names}
             here = [] if stage.options.ours_only else [peer for peer in peers.Case(line).peers if peer in COUNTED]
             for peer in [peer for peer in here if peer not in lacking]:
                 command = stage.python(HERE / "peers.py", 1, 1)
-                counters(stage, folder, name, peer, command, f"{peer} {line}")
-        for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
-            sanitizer = stage.options.sanitizer
-            command = [sanitizer, "--tool", tool, "--error-exitcode", 9, stage.bin / "cuda", "--tiny"]
-            stage.steps.run(f"compute-sanitizer {tool}", command, 90)
+                counters(stage, ncu, folder, name, peer, command, f"{peer} {line}")
+        for check in ("memcheck", "racecheck", "synccheck", "initcheck") if sanitizer else ():
+            command = [sanitizer, "--tool", check, "--error-exitcode", 9, stage.bin / "cuda", "--tiny"]
+            stage.steps.run(f"compute-sanitizer {check}", command, 90)
             pack(folder, stage.steps.out / "profile.tar.xz")
         pack(folder, stage.steps.out / "profile.tar.xz")
 
@@ -322,11 +339,10 @@ def kernels_of(case):
     return "cpattn_(delta|transform|.*backward)" if case.kind == "backward" else "cpattn"
 
 
-def counters(stage, folder, name, whose, command, line, env=None):
+def counters(stage, ncu, folder, name, whose, command, line, env=None):
     """One case of one library under Nsight Compute."""
     report = folder / f"{name}.{whose}"
     kernels = kernels_of(peers.Case(line)) if whose.startswith("ours") else "fmha|flash|attention|cudnn|device_kernel"
-    ncu = stage.options.ncu
     done = stage.steps.run(
         f"counters {name} {whose}",
         [ncu, "--clock-control", "none", "--set", "full", "--import-source", "no", "--kernel-name", f"regex:{kernels}",

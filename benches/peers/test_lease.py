@@ -414,6 +414,21 @@ class Lease(Folder):
         self.assertEqual(kinds, [".csv", ".ncu-rep"])
         self.assertEqual(sum(step["name"].startswith("compute-sanitizer") for step in record["steps"]), 4)
 
+    def test_a_tool_that_is_missing_costs_its_own_steps_and_one_that_is_off_the_path_is_found(self):
+        with unittest.mock.patch.object(lease, "PLACES", (f"{self.folder}/cuda*/bin",)):
+            stage = unittest.mock.Mock()
+            stage.steps.record = {"not_begun": []}
+            self.assertIsNone(lease.tool(stage, "ncu-of-nobody", "counters"))
+            self.assertEqual(stage.steps.record["not_begun"], ["counters: there is no ncu-of-nobody"])
+            for version in "12", "13":
+                program(self.folder / f"cuda-{version}/bin/ncu-of-nobody", "exit 0")
+            self.assertEqual(lease.tool(stage, "ncu-of-nobody", "counters"), f"{self.folder}/cuda-13/bin/ncu-of-nobody")
+        # The stand-in is named before; the last name counts.
+        done, record = self.call("3", "--ncu", "ncu-of-nobody")
+        names = [step["name"] for step in record["steps"]]
+        self.assertEqual((done.returncode, len(names), record["not_begun"]), (1, 4, ["counters: there is no ncu-of-nobody"]))
+        self.assertIn("no counters: there is no ncu-of-nobody on the path", done.stdout)
+
     def test_a_stage_leaves_at_most_eight_files(self):
         for stage in "123":
             self.call(stage)
