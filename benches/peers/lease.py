@@ -4,6 +4,7 @@
 import argparse
 import datetime
 import glob
+import importlib.util
 import json
 import os
 import pathlib
@@ -105,6 +106,18 @@ class Stage:
                 return found
         return None
 
+    def has_torch(self, step):
+        """Whether there is a PyTorch for a step, which else was not begun."""
+        there = importlib.util.find_spec("torch") is not None
+        if not there:
+            self.steps.record["not_begun"].append(f"{step}: there is no PyTorch in {sys.executable}")
+        return there
+
+    def ceilings(self):
+        if self.has_torch("ceilings"):
+            return self.json_of("ceilings", self.python(HERE / "machine.py", "ceilings"), 60)
+        return None
+
     def alive(self):
         """Whether the device still answers after a step that went wrong."""
         done = self.steps.run("does the device answer", [self.bin / "cuda", "--tiny", "--only", "tiny-pack-"], 30)
@@ -163,8 +176,9 @@ def first(stage):
         "conformance", [stage.bin / "conformance", "--json", stage.steps.out / "conformance.json", *only], 120
     )
     if not stage.options.ours_only:
-        stage.json_of("ceilings", stage.python(HERE / "machine.py", "ceilings"), 60)
-        stage.steps.run("PyTorch", stage.python(HERE / "pytorch.py"), 120, package(stage))
+        stage.ceilings()
+        if stage.has_torch("PyTorch"):
+            stage.steps.run("PyTorch", stage.python(HERE / "pytorch.py"), 120, package(stage))
     stage.json_of("jit", [stage.bin / "cuda", "--jit"], 120, {"CUDA_CACHE_DISABLE": "1"})
     run_tests(stage, others, hung=hung)
 
@@ -270,7 +284,7 @@ def run_tests(stage, waiting, limit_s=90, late_s=15, hung=None, within_s=float("
 def second(stage):
     """The benchmark. It restarts its own servers; what it has measured is on disk after each case."""
     # Measured here too: clocks and heat of another hour, or another machine, are not those of these rows.
-    ceilings = None if stage.options.ours_only else stage.json_of("ceilings", stage.python(HERE / "machine.py", "ceilings"), 60)
+    ceilings = None if stage.options.ours_only else stage.ceilings()
     rows = stage.steps.out / "rows.json"
     more = [word for word, wanted in (("--tiny", stage.tiny), ("--ours-only", stage.options.ours_only)) if wanted]
     more += ["--ceilings", json.dumps(ceilings)] if ceilings else []

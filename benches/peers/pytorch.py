@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""PyTorch's CUDA tensors in one process on one device: a step of `lease`. Each check prints a line; a failure does not stop the others. With `--device cpu` the same checks run without a GPU, except those of NCCL and of graphs.
+"""PyTorch's CUDA tensors in one process on one device: a step of `lease`. Each check prints a line; a failure does not stop the others.
+With `--device cpu` the same checks run without a GPU, except those of NCCL and of graphs.
 
     PYTHONPATH=python CPATTN_LIBRARY=... python3 benches/peers/pytorch.py [--device cpu]
 
@@ -21,8 +22,7 @@ try:
     import torch
     import torch.distributed as dist
 except ImportError as error:
-    print(f"not run: {error}")
-    sys.exit(0)
+    sys.exit(f"not run: {error}")
 
 HERE = pathlib.Path(__file__).resolve().parent
 # In the repository, and in a folder that `prepare` made.

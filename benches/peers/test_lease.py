@@ -401,10 +401,20 @@ class Lease(Folder):
             self.assertIn("not compared with fa3, fa3-varlen: CPATTN_FA3 is not there.", done.stdout)
             self.assertIn("not compared with triton: ", done.stdout)
             self.assertEqual(record["missing_peers"][0][0], ["fa3", "fa3-varlen"])
+            if stage == "1":
+                self.assertRegex(done.stdout, r"FAILED ceilings: status 1: .*there is no PyTorch in this Python")
+                self.assertIn("FAILED PyTorch: status 1: not run: a stand-in", done.stdout)
         # Stage 2, whose PyTorch does not come up, times ours and has tried the ceilings.
         record = self.record("lease-2")
         self.assertEqual(record["ceilings"], {"failed": "there is no PyTorch in this Python"})
         self.assertGreater(record["rows"], 5)
+
+    def test_without_pytorch_its_steps_are_not_begun(self):
+        python = program(self.folder / "python", f'exec {sys.executable} -S "$@"')
+        for stage, left in ("1", ["ceilings", "PyTorch"]), ("2", ["ceilings"]):
+            done, record = self.call(stage, python=python, ours_only=False)
+            why = f": there is no PyTorch in {sys.executable}"
+            self.assertEqual((done.returncode, record["not_begun"]), (1, [name + why for name in left]), done.stdout)
 
     def test_reports_are_packed(self):
         done, record = self.call("3")
