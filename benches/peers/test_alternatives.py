@@ -42,6 +42,18 @@ class Page(unittest.TestCase):
             source = (PAGE.parents[1] / f"tests/cuda_kernels/{module or 'main'}.rs").read_text()
             self.assertRegex(source, rf"#\[test\]\nfn {name}\(\)")
 
+    def test_what_the_page_names_is_where_it_says(self):
+        root, found = PAGE.parents[1], re.findall(r"((?:`[^`]+`(?:,| and)?\s+)+)\(`([\w/]+\.(?:cuh|rs))`\)", self.page)
+        self.assertGreater(len(found), 5)
+        for names, file in found:
+            path = root / file if "/" in file else next((root / "ptx").glob(f"*/{file}"))
+            for name in re.findall(r"`([^`]+)`", names):
+                self.assertTrue(re.search(rf"\b{name.rpartition('::')[2]}\b", path.read_text()), f"{name} in {file}")
+        table = "".join(path.read_text() for path in (root / "tools/cuda-emulator/tests/instructions/table").glob("*.rs"))
+        for group in re.findall(r"conformance ((?:`[^`]+`(?: and\s+)?)+)", self.page):
+            for name in re.findall(r"`([a-z ]+)`", group):
+                self.assertIn(name, table)
+
     def test_the_items_of_each_test_are_the_page_s(self):
         expected = {}
         for tests, what in self.rows:
