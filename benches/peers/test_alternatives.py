@@ -15,6 +15,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import alternatives
+import kernels
 import lease
 import steps
 import test_lease
@@ -105,6 +106,25 @@ class Compile(test_lease.Folder):
             for folder in self.folder, PAGE.parent / "compiled", self.folder / "forward_bf16_64.ptx":
                 self.assertIn(f"{folder} is no folder of kernels that this script made", self.refused(*words, folder))
         self.assertEqual((self.folder / "forward_bf16_64.ptx").read_text(), "text")
+
+    def test_folders_of_kernels_go_into_an_empty_folder_or_stay_where_they_are_made(self):
+        (self.folder / "other").mkdir()
+        (self.folder / "other/file").write_text("")
+        with self.assertRaises(SystemExit) as refused:
+            kernels.main(self.folder / "other")
+        self.assertIn("is not an empty folder", str(refused.exception))
+
+        def compiles(name, switches, of):
+            made = self.folder / "made" / name
+            made.mkdir(parents=True, exist_ok=True)
+            (made / KERNEL).write_text(name)
+            return made, ""
+
+        with unittest.mock.patch.object(kernels, "make", compiles), unittest.mock.patch.object(sys, "stderr"):
+            kernels.main()
+            self.assertEqual({path.name for path in self.folder.iterdir()}, {"other", "made"})
+            kernels.main(self.folder / "to")
+        self.assertEqual({path.name for path in (self.folder / "to").iterdir()}, set(alternatives.ALL))
 
     def test_what_is_no_switch_is_refused(self):
         for name in "WHOLE_PANEL", "CUDA_KERNELS", ".", "PAUSE,RED":
