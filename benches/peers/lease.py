@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The three stages of an hour with a GPU; `lease` starts this and says what they are for."""
+"""The three stages of half an hour with a GPU; `lease` starts this and says what they are for."""
 
 import argparse
 import datetime
@@ -75,7 +75,7 @@ class Stage:
         for names, why in self.missing:
             print(f"not compared with {', '.join(names)}: {why}", flush=True)
         if options.stage != "1":
-            variables, unknown = chosen(options.out / "lease-1.json")
+            variables, unknown = chosen(options.out / "lease-1.json", options.kernels)
             if unknown:
                 print(f"the kernels are the library's own choice: {unknown}", flush=True)
                 self.steps.keep(own_choice=unknown)
@@ -129,9 +129,9 @@ class Stage:
         return 1 if self.steps.failed() or self.steps.record["not_begun"] else 0
 
 
-def chosen(path):
+def chosen(path, kernels):
     """The variables that stage 1 has chosen, and why it is not known whether some are needed, if so. A folder of kernels
-    that has gone since ends the stage: it would measure the kernels that failed."""
+    that is neither where it was nor in `kernels` ends the stage: it would measure the kernels that failed."""
     try:
         record = json.loads(path.read_text())
     except OSError:
@@ -143,6 +143,10 @@ def chosen(path):
     variables = record["alternatives"]["variables"] or {}
     folder = variables.get(alternatives.VARIABLE)
     if folder and not pathlib.Path(folder).is_dir():
+        # On another machine, the prepared folder may be elsewhere.
+        here = kernels / pathlib.Path(folder).name
+        if here.is_dir():
+            return variables | {alternatives.VARIABLE: str(here)}, ""
         sys.exit(f"{path} says to use the kernels of {folder}, which is not there: bring it back, or move the record away")
     nothing = record["alternatives"]["variables"] is None
     return variables, f"in {path}, {record['alternatives']['why']}" if nothing else ""
@@ -189,12 +193,14 @@ def search(stage, listed, hung):
     failed = [entry for entry, test in listed.items() if steps.get(test.name) is False]
     if not failed:
         return
+    for entry in failed:
+        print(f"{entry.line} is the first to need items {', '.join(map(str, entry.items))} of HARDWARE.md", flush=True)
     limit_s = 120.0 if stage.tiny else alternatives.LIMIT_S
     of = alternatives.Search(stage, stage.options.kernels, listed, limit_s)
     variables, why = of.choose(failed)
     print(f"alternatives: {why}", flush=True)
     stage.steps.keep(alternatives={
-        "failed": [entry.line for entry in failed], "tried": of.tried(), "variables": variables, "why": why,
+        "failed": [entry.line for entry in failed], "items": {entry.line: entry.items for entry in failed}, "tried": of.tried(), "variables": variables, "why": why,
         "folders": [name for name in alternatives.ALL if (stage.options.kernels / name).is_dir()],
     })
     stage.use(variables)
@@ -283,7 +289,7 @@ def run_tests(stage, waiting, limit_s=90, late_s=15, hung=None, within_s=float("
 
 def second(stage):
     """The benchmark. It restarts its own servers; what it has measured is on disk after each case."""
-    # Measured here too: clocks and heat of another hour, or another machine, are not those of these rows.
+    # Measured here too: clocks and heat of another time, or another machine, are not those of these rows.
     ceilings = None if stage.options.ours_only else stage.ceilings()
     rows = stage.steps.out / "rows.json"
     more = [word for word, wanted in (("--tiny", stage.tiny), ("--ours-only", stage.options.ours_only)) if wanted]

@@ -222,6 +222,8 @@ class Stages(test_lease.Lease):
         chosen = {"CPATTN_CUDA_KERNELS": str(self.folder / "kernels/WHOLE_PANELS")}
         found = record["alternatives"]
         self.assertEqual((found["failed"], found["variables"], found["folders"]), ([BACKWARD], chosen, ["WHOLE_PANELS"]))
+        self.assertEqual(found["items"], {BACKWARD: [2]})
+        self.assertIn(f"{BACKWARD} is the first to need items 2 of HARDWARE.md", done.stdout)
         self.assertIn(f"from here on: CPATTN_CUDA_KERNELS={chosen['CPATTN_CUDA_KERNELS']}", done.stdout)
         ran = {step["name"]: step.get("variables") for step in record["steps"]}
         self.assertEqual([ran[f"cuda_kernels {BACKWARD}"], ran["jit"], ran["cuda_plans two"]], [None, chosen, chosen])
@@ -230,6 +232,11 @@ class Stages(test_lease.Lease):
         self.assertEqual((record["variables"], record["steps"][-1]["variables"]), (chosen, chosen))
         rows = json.loads((self.folder / "out/rows.json").read_text())
         self.assertEqual({row["kernels"] for row in rows}, {"WHOLE_PANELS"})
+        # The prepared folder may be elsewhere, as on another machine.
+        (self.folder / "kernels").rename(self.folder / "moved")
+        variables, said = lease.chosen(self.folder / "out/lease-1.json", self.folder / "moved")
+        self.assertEqual((variables, said), ({alternatives.VARIABLE: str(self.folder / "moved/WHOLE_PANELS")}, ""))
+        (self.folder / "moved").rename(self.folder / "kernels")
         # Without the folder the kernels would be those that failed.
         (self.folder / "kernels").rename(self.folder / "gone")
         self.begin("3", [])
@@ -253,14 +260,14 @@ class Stages(test_lease.Lease):
         path = self.folder / "out/lease-1.json"
         for found, expected in (None, f"ended before it looked for others, and {BACKWARD} failed"), ({"variables": None, "why": "all fail"}, "all fail"):
             path.write_text(json.dumps({name: value for name, value in record.items() if name != "alternatives"} | ({"alternatives": found} if found else {})))
-            variables, said = lease.chosen(path)
+            variables, said = lease.chosen(path, self.folder)
             self.assertEqual((variables, said.startswith(f"in {path}, "), said.endswith(expected)), ({}, True, True), said)
 
     def test_where_all_pass_nothing_is_tried(self):
         done, record = self.call("1", cuda_kernels=self.LISTING)
         self.assertEqual(done.returncode, 0, done.stdout)
         self.assertFalse({"alternatives", "variables"} & set(record))
-        self.assertEqual(lease.chosen(self.folder / "out/lease-1.json"), ({}, ""))
+        self.assertEqual(lease.chosen(self.folder / "out/lease-1.json", self.folder), ({}, ""))
 
 
 def load_tests(loader, _, __):
