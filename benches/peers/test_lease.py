@@ -403,7 +403,8 @@ class Lease(Folder):
             self.assertEqual(record["missing_peers"][0][0], ["fa3", "fa3-varlen"])
             if stage == "1":
                 self.assertRegex(done.stdout, r"FAILED ceilings: status 1: .*there is no PyTorch in this Python")
-                self.assertIn("FAILED PyTorch: status 1: not run: a stand-in", done.stdout)
+                for communicator in "own", "torch":
+                    self.assertIn(f"FAILED PyTorch, communicator {communicator}: status 1: not run: a stand-in", done.stdout)
         # Stage 2, whose PyTorch does not come up, times ours and has tried the ceilings.
         record = self.record("lease-2")
         self.assertEqual(record["ceilings"], {"failed": "there is no PyTorch in this Python"})
