@@ -126,7 +126,7 @@ class Stage:
 
     def finish(self):
         print(self.steps.summary())
-        return 1 if self.steps.failed() or self.steps.record["not_begun"] else 0
+        return 1 if self.steps.failed() or self.steps.record["not_begun"] or self.steps.unwritten else 0
 
 
 def chosen(path, kernels):

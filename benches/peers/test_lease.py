@@ -107,6 +107,18 @@ class Steps(Folder):
             self.assertIn(f"\n  {line}", said)
         self.assertTrue(said.endswith(f"and 2 more, see {self.folder}/out/stage.json"), said)
 
+    def test_a_full_disk_ends_no_steps(self):
+        of = self.steps()
+        of.run("before", ["true"], 20)
+        full = OSError(28, "No space left on device")
+        with unittest.mock.patch.object(pathlib.Path, "write_text", side_effect=full), unittest.mock.patch.object(pathlib.Path, "open", side_effect=full):
+            self.assertTrue(of.run("full", ["echo", "said"], 20)["ok"])
+            self.assertIn("stage.json lacks what came after this: [Errno 28]", of.summary())
+        self.assertEqual([step["name"] for step in self.record("stage")["steps"]], ["before"])
+        of.run("after", ["true"], 20)
+        self.assertEqual([step["name"] for step in self.record("stage")["steps"]], ["before", "full", "after"])
+        self.assertNotIn("lacks", of.summary())
+
     def test_what_left_its_group_is_ended_too(self):
         of, pids = self.steps(), self.folder / "pids"
         pids.write_text("")
@@ -226,6 +238,15 @@ class Servers(Folder):
         self.assertEqual({(row["ours_s"], row["ceiling_share"]) for row in rows}, {(1.0, 0.25)})
         self.assertTrue(all("there is no PyTorch" in row["no_peers"] for row in rows))
         self.assertIn("there is no PyTorch in this Python; nothing to compare with: our kernels alone are timed", done.stderr)
+
+    def test_rows_that_cannot_be_written_end_no_measurement(self):
+        ours = program(self.folder / "ours", f"while read -r line; do echo '{json.dumps(ANSWER)}'; done")
+        done = subprocess.run(
+            [sys.executable, HERE / "measure.py", "--ours", ours, "--json", self.folder / "nowhere/rows.json", "--tiny", "--ours-only"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        self.assertEqual((done.returncode, done.stderr.count("not written: ")), (1, len(lease.lines_of("tiny.txt")) + 1))
+        self.assertIn("tiny-unpack-bf16", done.stdout)
 
     def test_forms_are_forced_by_the_environment(self):
         answer = json.dumps(ANSWER | {"family": "F", "clusters": "C"}).replace('"F"', '"\'${CPATTN_CUDA_FAMILY:-sm_90a}\'"')
