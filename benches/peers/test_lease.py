@@ -241,10 +241,16 @@ class Servers(Folder):
 
     def test_rows_that_cannot_be_written_end_no_measurement(self):
         ours = program(self.folder / "ours", f"while read -r line; do echo '{json.dumps(ANSWER)}'; done")
-        done = subprocess.run(
-            [sys.executable, HERE / "measure.py", "--ours", ours, "--json", self.folder / "nowhere/rows.json", "--tiny", "--ours-only"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
+
+        def measured(file):
+            command = [sys.executable, HERE / "measure.py", "--ours", ours, "--json", self.folder / file, "--tiny", "--ours-only"]
+            return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+        for what in "cpu", "gpu", "conformance":
+            done = subprocess.run([HERE / "run", what, "--json", self.folder / "nowhere/rows.json"], stderr=subprocess.PIPE, text=True)
+            self.assertEqual((done.returncode, "whose folder is not there" in done.stderr), (2, True), done.stderr)
+        (self.folder / "rows.json").mkdir()
+        done = measured("rows.json")
         self.assertEqual((done.returncode, done.stderr.count("not written: ")), (1, len(lease.lines_of("tiny.txt")) + 1))
         self.assertIn("tiny-unpack-bf16", done.stdout)
 
