@@ -83,6 +83,19 @@ class Page(unittest.TestCase):
         cubins = tuple(sorted(n for n, text in items.items() if re.search(r"\bbuilt: .*\bcubins\b|^built: cubins", text)))
         self.assertEqual(alternatives.CUBIN_ITEMS, cubins)
 
+    def test_instructions_are_those_of_the_kernels(self):
+        """Those without switches, as `ptx/compile --check` counts them, here and in ptx/README.md."""
+        lines = (PAGE.parent / "loops.txt").read_text()
+        counts = {(kind, shape): int(n) for kind, shape, n in re.findall(r"^hopper_(\w+)_bf16_(\d+): (\d+) ", lines, re.M)}
+        shapes = {"backward": ("64", "128", "192128", "256"), "forward": ("64", "96", "128", "192", "192128", "256")}
+        expected = {kind: [counts[kind, shape] for shape in of] for kind, of in shapes.items()}
+        expected["forward"].append(counts["cluster", "128"])
+        said = [[int(n) for n in row.split(", ")] for row in re.findall(r"\(without: ([\d, ]+)\)", self.page)]
+        self.assertEqual(said, [expected["backward"], expected["forward"]])
+        text = re.search(r"^## The backward for `sm_90a`\n(.*?)^### ", (PAGE.parent / "README.md").read_text(), re.M | re.S)[1]
+        for count in expected["backward"]:
+            self.assertRegex(text, rf"\b{count}( instructions|,)")
+
     def test_tests_run_kernels_that_there_are(self):
         compiled = [path.name for path in (PAGE.parent / "compiled").iterdir()]
         for listed in alternatives.FIRST:
