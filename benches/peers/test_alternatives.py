@@ -55,6 +55,12 @@ class Page(unittest.TestCase):
             for name in re.findall(r"`([a-z ]+)`", group):
                 self.assertIn(name, table)
 
+    def test_tests_of_sm_90a_are_there(self):
+        folder = PAGE.parents[1] / "tests/cuda_kernels"
+        for start in lease.OF_SM_90A:
+            module, _, name = start.rpartition("::")
+            self.assertRegex((folder / f"{module}.rs").read_text(), rf"#\[test\]\nfn {name}")
+
     def test_the_items_of_each_test_are_the_page_s(self):
         expected = {}
         for tests, what in self.rows:
@@ -221,7 +227,7 @@ class Choice(test_lease.Folder):
 class Stages(test_lease.Lease):
     """`lease` over stand-ins: kernels of which one fails but with some folder."""
 
-    LISTING = f'if [ "$1" = --list ]; then printf "%s: test\\n" runs_repeat one {BACKWARD}; exit; fi\n'
+    LISTING = f'if [ "$1" = --list ]; then printf "%s: test\\n" runs_repeat clusters::grids {BACKWARD} one; exit; fi\n'
 
     def broken(self, good):
         folder = self.folder / "kernels/WHOLE_PANELS"
@@ -239,6 +245,7 @@ class Stages(test_lease.Lease):
         self.assertIn(f"{BACKWARD} is the first to need items 2 of HARDWARE.md", done.stdout)
         self.assertIn(f"from here on: CPATTN_CUDA_KERNELS={chosen['CPATTN_CUDA_KERNELS']}", done.stdout)
         ran = {step["name"]: step.get("variables") for step in record["steps"]}
+        self.assertNotIn("cuda_kernels clusters::grids", record["left_out"])
         self.assertEqual([ran[f"cuda_kernels {BACKWARD}"], ran["jit"], ran["cuda_plans two"]], [None, chosen, chosen])
         self.assertEqual(done.returncode, 1, "the library's own kernel has failed")
         _, record = self.call("2")
@@ -262,6 +269,8 @@ class Stages(test_lease.Lease):
         self.assertEqual(record["alternatives"]["variables"], {"CPATTN_CUDA_FAMILY": "sm_80"})
         self.assertEqual(record["alternatives"]["tried"], {BACKWARD: {"passes": [], "fails": ["WHOLE_PANELS"]}})
         self.assertEqual(record["steps"][-1]["variables"], {"CPATTN_CUDA_FAMILY": "sm_80"})
+        self.assertIn("turned off", record["left_out"]["cuda_kernels clusters::grids"])
+        self.assertNotIn("cuda_kernels clusters::grids", [step["name"] for step in record["steps"]])
         _, record = self.call("2")
         peers = {row["peer"] for row in json.loads((self.folder / "out/rows.json").read_text())}
         self.assertIn("ours-sm80", peers)
