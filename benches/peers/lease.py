@@ -41,7 +41,8 @@ OF_SM_90A = (
     "clusters::", "replaced::a_", "replaced::an_", "bench_cases::cases_that_ask_for_clusters_have_them",
     "family::a_driver_that_refuses_", "family::families_follow_device_and_head_dims",
     "family::the_other_forward_is_loaded_when_it_is_needed", "hopper_backward::a_driver_that_refuses_the_text_is_not_hidden",
-    "hopper_backward::the_family_follows_device_dims_and_tensors", "slices::drawn_slices_in_clusters",
+    "hopper_backward::the_family_follows_device_dims_and_tensors", "repeated::lists_and_maps_stay",
+    "slices::drawn_slices_in_clusters",
 )
 """How the names of tests of cuda_kernels begin that fail where CPATTN_CUDA_FAMILY turns the kernels for sm_90a off: that is
 what they are about."""
