@@ -26,8 +26,8 @@ use std::thread;
 use std::time::Duration;
 use table::case::Case;
 
-/// For one case, its compilation by the driver included. A kernel that never ends costs itself and the cases behind it: the
-/// device is not free before the process ends.
+/// For one case, its compilation by the driver included. A kernel that never ends costs itself and the cases behind it:
+/// the device is not free before the process ends.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 #[derive(Default)]
