@@ -157,7 +157,7 @@ class Search:
         if self.lost:
             why = "the device answered no more"
         elif not any((self.root / folder).is_dir() for folder in ALL):
-            why = f"{self.root} has no folders of kernels: benches/peers/prepare makes them"
+            why = f"{self.root} has no folders of kernels: benches/peers/prepare makes them, in the repository benches/peers/kernels.py"
         if any(listed.line == SM_80 for listed in failed):
             return None, f"{why}, and the kernels for sm_80 fail too"
         return {"CPATTN_CUDA_FAMILY": "sm_80"}, why

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Makes the folders of kernels that `lease 1` tries (alternatives.py): kernels.py FOLDER
+"""Makes the folders of kernels that `lease 1` tries (alternatives.py): kernels.py [FOLDER]
 
-Each is compiled by ptx/compile, below target/kernels, and copied; one that the sources have not changed since is not
-compiled again. It takes the compiler of ptx/requirements.txt and a C++ compiler: here, since the machine with a GPU may
-have neither."""
+Each is compiled by ptx/compile, below target/kernels, where `lease` of the repository looks for them, and copied into FOLDER;
+one that the sources have not changed since is not compiled again. It takes the compiler of ptx/requirements.txt and a C++
+compiler: here, since the machine with a GPU may have neither.
+"""
 
 import hashlib
 import pathlib
@@ -28,7 +29,7 @@ def digest():
 def make(name, switches, of):
     """Compiles one folder: where it is, none if it was not made, and what the compiler said if it found a flaw."""
     made, stamp = ROOT / "target/kernels" / name, ROOT / "target/kernels" / f"{name}.of"
-    if stamp.exists() and stamp.read_text().splitlines()[:1] == [of]:
+    if made.is_dir() and stamp.exists() and stamp.read_text().splitlines()[:1] == [of]:
         return made, stamp.read_text().partition("\n")[2]
     how = ["--with", ",".join(switches)] if switches else ["--cubin"]
     stamp.unlink(missing_ok=True)
@@ -41,21 +42,23 @@ def make(name, switches, of):
     return made, said
 
 
-def main(to):
+def main(to=None):
+    if to and to.exists() and (not to.is_dir() or any(to.iterdir())):
+        sys.exit(f"{to} is not an empty folder")
     of = digest()
     (ROOT / "target/kernels").mkdir(parents=True, exist_ok=True)
-    to.mkdir(parents=True, exist_ok=True)
     for name, switches in alternatives.ALL.items():
         made, said = make(name, switches, of)
         if made is None:
             print(f"not taken along: kernels of {name}, which ptx/compile does not make here:\n{said}", file=sys.stderr, flush=True)
             continue
-        shutil.copytree(made, to / name)
+        if to:
+            shutil.copytree(made, to / name)
         print(f"{name}: {len(list(made.glob('*.*')))} kernels", *([f"with flaws:\n{said}"] if said else []), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+    if len(sys.argv) > 2 or sys.argv[1:] and sys.argv[1].startswith("-"):
         print(__doc__, file=sys.stderr)
         sys.exit(2)
-    main(pathlib.Path(sys.argv[1]))
+    main(*map(pathlib.Path, sys.argv[1:]))

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The three stages of an hour with a GPU; `lease` starts this and says what they are for."""
+"""The three stages of half an hour with a GPU; `lease` starts this and says what they are for."""
 
 import argparse
 import datetime
+import glob
+import importlib.util
 import json
 import os
 import pathlib
+import platform
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,6 +18,7 @@ import time
 
 import alternatives
 import brought
+import machine
 import peers
 import steps
 
@@ -31,6 +36,16 @@ LEFT_OUT = {
     "capi_cuda python_over_nccl": "as ranks_over_nccl",
 }
 """Tests that are not run here, and why. The record has them."""
+
+OF_SM_90A = (
+    "clusters::", "replaced::a_", "replaced::an_", "bench_cases::cases_that_ask_for_clusters_have_them",
+    "family::a_driver_that_refuses_", "family::families_follow_device_and_head_dims",
+    "family::the_other_forward_is_loaded_when_it_is_needed", "hopper_backward::a_driver_that_refuses_the_text_is_not_hidden",
+    "hopper_backward::the_family_follows_device_dims_and_tensors", "repeated::lists_and_maps_stay",
+    "slices::drawn_slices_in_clusters",
+)
+"""How the names of tests of cuda_kernels begin that fail where CPATTN_CUDA_FAMILY turns the kernels for sm_90a off: that is
+what they are about."""
 
 QUICK = {"cuda_plans": ("reproducible_plans_are_refused",), "cuda_launches": ("failures",)}
 """What is run with --tiny of programs whose first two tests take an emulated driver long."""
@@ -60,15 +75,21 @@ class Stage:
         about = {
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
             "command": " ".join(sys.argv),
+            # In each record: the next stage may be another machine's.
+            "machine": {"system": platform.platform(), "device": machine.query(machine.ABOUT)},
         }
         self.steps = steps.Steps(options.out, name, options.limit_s, about)
-        self.tiny = options.tiny
+        self.tiny, self.silence = options.tiny, ""
         self.missing = [] if options.ours_only else brought.missing(peers.PEERS)
         self.steps.keep(missing_peers=self.missing)
         for names, why in self.missing:
             print(f"not compared with {', '.join(names)}: {why}", flush=True)
         if options.stage != "1":
-            self.use(chosen(options.out / "lease-1.json"))
+            variables, unknown = chosen(options.out / "lease-1.json", options.kernels)
+            if unknown:
+                print(f"the kernels are the library's own choice: {unknown}", flush=True)
+                self.steps.keep(own_choice=unknown)
+            self.use(variables)
 
     def use(self, variables):
         """What stage 1 has chosen, for all steps from here on."""
@@ -95,27 +116,50 @@ class Stage:
                 return found
         return None
 
+    def has_torch(self, step):
+        """Whether there is a PyTorch for a step, which else was not begun."""
+        there = importlib.util.find_spec("torch") is not None
+        if not there:
+            self.steps.record["not_begun"].append(f"{step}: there is no PyTorch in {sys.executable}")
+        return there
+
+    def ceilings(self):
+        if self.has_torch("ceilings"):
+            return self.json_of("ceilings", self.python(HERE / "machine.py", "ceilings"), 60)
+        return None
+
     def alive(self):
         """Whether the device still answers after a step that went wrong."""
         done = self.steps.run("does the device answer", [self.bin / "cuda", "--tiny", "--only", "tiny-pack-"], 30)
+        self.silence = "there is no time left" if done is None else done.get("why", "")
         return done is not None and done["ok"]
 
     def finish(self):
         print(self.steps.summary())
-        return 1 if self.steps.failed() or self.steps.record["not_begun"] else 0
+        return 1 if self.steps.failed() or self.steps.record["not_begun"] or self.steps.unwritten else 0
 
 
-def chosen(path):
-    """The variables that stage 1 has chosen; none where its record is not there. A folder of kernels that has gone since
-    ends the stage: it would measure the kernels that failed."""
+def chosen(path, kernels):
+    """The variables that stage 1 has chosen, and why it is not known whether some are needed, if so. A folder of kernels
+    that is neither where it was nor in `kernels` ends the stage: it would measure the kernels that failed."""
     try:
-        variables = json.loads(path.read_text()).get("alternatives", {}).get("variables") or {}
+        record = json.loads(path.read_text())
     except OSError:
-        return {}
+        return {}, f"there is no {path}, which stage 1 leaves. Give all stages one folder, also on another machine"
+    if "alternatives" not in record:
+        failed = {step["name"].removeprefix("cuda_kernels ") for step in record["steps"] if not step["ok"]}
+        failed = [entry.line for entry in alternatives.FIRST if entry.needed and entry.line in failed]
+        return {}, f"in {path}, stage 1 ended before it looked for others, and {failed[0]} failed" if failed else ""
+    variables = record["alternatives"]["variables"] or {}
     folder = variables.get(alternatives.VARIABLE)
     if folder and not pathlib.Path(folder).is_dir():
+        # On another machine, the prepared folder may be elsewhere.
+        here = kernels / pathlib.Path(folder).name
+        if here.is_dir():
+            return variables | {alternatives.VARIABLE: str(here)}, ""
         sys.exit(f"{path} says to use the kernels of {folder}, which is not there: bring it back, or move the record away")
-    return variables
+    nothing = record["alternatives"]["variables"] is None
+    return variables, f"in {path}, {record['alternatives']['why']}" if nothing else ""
 
 
 def tests_of(program):
@@ -135,19 +179,24 @@ def first(stage):
     limit_s = 120 if stage.tiny else HARDWARE_LIMIT_S
     waiting = run_tests(stage, listed.values(), limit_s, hung=hung, within_s=HARDWARE_S)
     if waiting is None:
-        names = ["jit", "conformance", *(test.name for test in others)]
+        names = ["conformance", "jit", *(test.name for test in others)]
         stage.steps.keep(not_begun=stage.steps.record["not_begun"] + names)
         return
     search(stage, listed, hung)
-    others = waiting + others
-    if not stage.options.ours_only:
-        stage.json_of("ceilings", stage.python(HERE / "machine.py", "ceilings"), 60)
-        stage.steps.run("PyTorch", stage.python(HERE / "pytorch.py"), 120, package(stage))
-    stage.json_of("jit", [stage.bin / "cuda", "--jit"], 120, {"CUDA_CACHE_DISABLE": "1"})
+    others = without_sm_90a(stage, waiting + others)
+    # The smallest kernels of the page: which instruction is not as was assumed.
     only = ["--only", "mma"] if stage.tiny else []
     stage.steps.run(
         "conformance", [stage.bin / "conformance", "--json", stage.steps.out / "conformance.json", *only], 120
     )
+    if not stage.options.ours_only:
+        stage.ceilings()
+        if stage.has_torch("PyTorch"):
+            # The second goes through what is private to PyTorch: if it hangs, the first has been there.
+            for communicator, limit_s in ("own", 120), ("torch", 60):
+                command = stage.python(HERE / "pytorch.py", "--communicator", communicator)
+                stage.steps.run(f"PyTorch, communicator {communicator}", command, limit_s, package(stage))
+    stage.json_of("jit", [stage.bin / "cuda", "--jit"], 120, {"CUDA_CACHE_DISABLE": "1"})
     run_tests(stage, others, hung=hung)
 
 
@@ -157,17 +206,29 @@ def search(stage, listed, hung):
     failed = [entry for entry, test in listed.items() if steps.get(test.name) is False]
     if not failed:
         return
+    for entry in failed:
+        print(f"{entry.line} is the first to need items {', '.join(map(str, entry.items))} of HARDWARE.md", flush=True)
     limit_s = 120.0 if stage.tiny else alternatives.LIMIT_S
     of = alternatives.Search(stage, stage.options.kernels, listed, limit_s)
     variables, why = of.choose(failed)
     print(f"alternatives: {why}", flush=True)
     stage.steps.keep(alternatives={
-        "failed": [entry.line for entry in failed], "tried": of.tried(), "variables": variables, "why": why,
+        "failed": [entry.line for entry in failed], "items": {entry.line: entry.items for entry in failed}, "tried": of.tried(), "variables": variables, "why": why,
         "folders": [name for name in alternatives.ALL if (stage.options.kernels / name).is_dir()],
     })
     stage.use(variables)
     if variables and alternatives.VARIABLE in variables:
         hung.clear()
+
+
+def without_sm_90a(stage, waiting):
+    """Tests without those that are about kernels which the search has turned off."""
+    if stage.steps.env.get("CPATTN_CUDA_FAMILY") != "sm_80":
+        return waiting
+    off = [test for test in waiting if test.name.removeprefix("cuda_kernels ").startswith(OF_SM_90A)]
+    why = "it is about the kernels for sm_90a, which are turned off since some of them fail"
+    stage.steps.keep(left_out=stage.steps.record["left_out"] | {test.name: why for test in off})
+    return [test for test in waiting if test not in off]
 
 
 class Test:
@@ -244,15 +305,15 @@ def run_tests(stage, waiting, limit_s=90, late_s=15, hung=None, within_s=float("
             lost += 1
             if lost == 2:
                 stage.steps.record["not_begun"] += [test.name for test in waiting + late]
-                stage.steps.keep(given_up="the device does not answer any more")
+                stage.steps.keep(given_up=f"the device does not answer: {stage.silence}")
                 return None
     return waiting + late
 
 
 def second(stage):
     """The benchmark. It restarts its own servers; what it has measured is on disk after each case."""
-    # Measured here too: clocks and heat of another hour, or another machine, are not those of these rows.
-    ceilings = None if stage.options.ours_only else stage.json_of("ceilings", stage.python(HERE / "machine.py", "ceilings"), 60)
+    # Measured here too: clocks and heat of another time, or another machine, are not those of these rows.
+    ceilings = None if stage.options.ours_only else stage.ceilings()
     rows = stage.steps.out / "rows.json"
     more = [word for word, wanted in (("--tiny", stage.tiny), ("--ours-only", stage.options.ours_only)) if wanted]
     more += ["--ceilings", json.dumps(ceilings)] if ceilings else []
@@ -271,9 +332,25 @@ def lines_of(name):
     return {line.split()[0]: line for line in (HERE / name).read_text().splitlines() if line and not line.startswith("#")}
 
 
+PLACES = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*", "/usr/local/cuda*/compute-sanitizer", "/usr/local/NVIDIA-Nsight-Compute*")
+"""Where NVIDIA's tools are when they are not on the path."""
+
+
+def tool(stage, name, what):
+    """The program `name`: as it was given, else where it usually is. None if it is not there, which is said: its steps are
+    then no failures, but were not begun."""
+    found = shutil.which(name) or next((str(path) for place in PLACES for path in sorted(glob.glob(f"{place}/{name}"), reverse=True)), None)
+    if found is None:
+        print(f"no {what}: there is no {name} on the path nor in {', '.join(PLACES)}; --ncu and --sanitizer name one", flush=True)
+        stage.steps.record["not_begun"].append(f"{what}: there is no {name}")
+    return found
+
+
 def third(stage):
     """Counters of our kernels and the peers', then the sanitizer. Reports of Nsight Compute are large: their tables are
     kept as text, the reports packed as far as there is room."""
+    ncu = tool(stage, stage.options.ncu, "counters")
+    sanitizer = tool(stage, stage.options.sanitizer, "compute-sanitizer")
     cases = [(name, line) for name, line in lines_of("tiny.txt").items() if name in QUICK_CASES] if stage.tiny else [
         (name, line) for name, line in lines_of("cases.txt").items() if name in PROFILED
     ]
@@ -281,22 +358,21 @@ def third(stage):
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         ours = [stage.bin / "cuda", "--serve", "--warmup", "0", "--repeats", "1"]
-        for name, line in cases:
-            counters(stage, folder, name, "ours", ours, line)
+        for name, line in cases if ncu else ():
+            counters(stage, ncu, folder, name, "ours", ours, line)
         # The clustered form shows by its traffic from L2, not by its time alone.
-        for name, line in cases:
+        for name, line in cases if ncu else ():
             if "ours-clusters" in peers.Case(line).peers:
-                counters(stage, folder, name, "ours-clusters", ours, line, {"CPATTN_CUDA_CLUSTER": "1"})
-        for name, line in cases[:2]:
+                counters(stage, ncu, folder, name, "ours-clusters", ours, line, {"CPATTN_CUDA_CLUSTER": "1"})
+        for name, line in cases[:2] if ncu else ():
             lacking = {peer for names, _ in stage.missing for peer in names}
             here = [] if stage.options.ours_only else [peer for peer in peers.Case(line).peers if peer in COUNTED]
             for peer in [peer for peer in here if peer not in lacking]:
                 command = stage.python(HERE / "peers.py", 1, 1)
-                counters(stage, folder, name, peer, command, f"{peer} {line}")
-        for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
-            sanitizer = stage.options.sanitizer
-            command = [sanitizer, "--tool", tool, "--error-exitcode", 9, stage.bin / "cuda", "--tiny"]
-            stage.steps.run(f"compute-sanitizer {tool}", command, 90)
+                counters(stage, ncu, folder, name, peer, command, f"{peer} {line}")
+        for check in ("memcheck", "racecheck", "synccheck", "initcheck") if sanitizer else ():
+            command = [sanitizer, "--tool", check, "--error-exitcode", 9, stage.bin / "cuda", "--tiny"]
+            stage.steps.run(f"compute-sanitizer {check}", command, 90)
             pack(folder, stage.steps.out / "profile.tar.xz")
         pack(folder, stage.steps.out / "profile.tar.xz")
 
@@ -306,11 +382,10 @@ def kernels_of(case):
     return "cpattn_(delta|transform|.*backward)" if case.kind == "backward" else "cpattn"
 
 
-def counters(stage, folder, name, whose, command, line, env=None):
+def counters(stage, ncu, folder, name, whose, command, line, env=None):
     """One case of one library under Nsight Compute."""
     report = folder / f"{name}.{whose}"
     kernels = kernels_of(peers.Case(line)) if whose.startswith("ours") else "fmha|flash|attention|cudnn|device_kernel"
-    ncu = stage.options.ncu
     done = stage.steps.run(
         f"counters {name} {whose}",
         [ncu, "--clock-control", "none", "--set", "full", "--import-source", "no", "--kernel-name", f"regex:{kernels}",

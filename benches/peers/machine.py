@@ -131,4 +131,6 @@ if __name__ == "__main__":
     what = {"facts": facts, "ceilings": ceilings}.get(sys.argv[1] if len(sys.argv) > 1 else "")
     if not what:
         sys.exit("machine.py facts|ceilings")
-    print(json.dumps(what()))
+    found = what()
+    print(json.dumps(found))
+    sys.exit(1 if "failed" in found else 0)

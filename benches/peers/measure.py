@@ -267,6 +267,19 @@ def probed(limit_s=60.0):
     return json.loads(done.stdout.splitlines()[-1]), None
 
 
+def kept(options, rows, picture=None):
+    """Writes the rows, and their plot. A full disk ends no measurement: the table is on the output too."""
+    path = pathlib.Path(options.json)
+    try:
+        steps.write(path, rows)
+        if picture is not None:
+            (pathlib.Path(options.svg) if options.svg else path.with_suffix(".svg")).write_text(picture)
+    except OSError as error:
+        print(f"not written: {error}", file=sys.stderr)
+        return False
+    return True
+
+
 def main():
     options = arguments()
     start = time.monotonic()
@@ -300,7 +313,7 @@ def main():
                 rows += [row | report.share(row, best) | {"clocks": gauge.medians(mark)} for row in new]
                 mark = gauge.mark()
                 # Whatever happens later, what was measured is on disk.
-                steps.write(pathlib.Path(options.json), rows)
+                kept(options, rows)
         device.close()
     except steps.Terminated as ended:
         # What was measured still gets its table and its plot; the programs are not waited for.
@@ -310,10 +323,9 @@ def main():
         device.stop(0.0)
     wrong = list(dict.fromkeys(f"{row['case']}: {row['ours_failed']}" for row in rows if "ours_failed" in row))
     name = next((row["device"] for row in rows if row["device"]), "no device")
-    steps.write(pathlib.Path(options.json), rows)
     picture = report.plot(rows, f"{name}, {about['date']}")
-    svg = pathlib.Path(options.svg) if options.svg else pathlib.Path(options.json).with_suffix(".svg")
-    svg.write_text(picture)
+    if not kept(options, rows, picture):
+        status = status or 1
     if options.keep and rows and not wrong and not status:
         if options.tiny or "emulator" in name:
             print("an emulated or tiny run says nothing about speed: not kept", file=sys.stderr)

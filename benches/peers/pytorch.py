@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""PyTorch's CUDA tensors in one process on one device: a step of `lease`. Each check prints a line; a failure does not stop the others. With `--device cpu` the same checks run without a GPU, except those of NCCL and of graphs.
+"""PyTorch's CUDA tensors in one process on one device: a step of `lease`. Each check prints a line; a failure does not stop the others.
+With `--device cpu` the same checks run without a GPU, except those of NCCL and of graphs.
 
-    PYTHONPATH=python CPATTN_LIBRARY=... python3 benches/peers/pytorch.py [--device cpu]
+    PYTHONPATH=python CPATTN_LIBRARY=... python3 benches/peers/pytorch.py [--device cpu] [--only CHECK] [--communicator own]
 
     dense      o and the gradients of q, k, v beside f64, for head dims of 64, 128 and 256
     losses     examples/python/train.py under autocast, bf16 and f16: those of PyTorch alone, with each communicator; the example sums
@@ -21,8 +22,7 @@ try:
     import torch
     import torch.distributed as dist
 except ImportError as error:
-    print(f"not run: {error}")
-    sys.exit(0)
+    sys.exit(f"not run: {error}")
 
 HERE = pathlib.Path(__file__).resolve().parent
 # In the repository, and in a folder that `prepare` made.
@@ -148,9 +148,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", choices=sorted(CHECKS), action="append", help="this check; may be given more than once")
+    parser.add_argument("--communicator", choices=["own", "torch"], help="this one alone, of the two that there are on CUDA")
     given = parser.parse_args()
     device = given.device
     on_cuda = device == "cuda"
+    if given.communicator and not on_cuda:
+        parser.error(f"--communicator is {given.communicator}, and --device {device}: only CUDA tensors are sent over NCCL")
     if on_cuda and not torch.cuda.is_available():
         sys.exit("PyTorch finds no CUDA device")
     failed = []
@@ -158,7 +161,8 @@ def main():
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=0, world_size=1)
         for what in given.only or [name for name in CHECKS if on_cuda or name != "graph"]:
-            for communicator in ("own", "torch") if on_cuda and what != "threads" else ("own",):
+            both = ("own", "torch") if on_cuda and what != "threads" else ("own",)
+            for communicator in [name for name in both if given.communicator in (None, name)]:
                 check, name = CHECKS[what], f"{what}, communicator {communicator}"
                 print(name, flush=True)
                 try:

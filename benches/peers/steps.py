@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import pathlib
+import re
 import select
 import signal
 import subprocess
@@ -32,6 +33,12 @@ HEAD_BYTES, END_BYTES = 8 << 20, 64 << 10
 
 KERNELS = ("CPATTN_CUDA_FAMILY", "CPATTN_CUDA_CLUSTER", "CPATTN_CUDA_KERNELS")
 """Variables that say which kernels run: the record says for each step which it was given."""
+
+PANIC = re.compile(r"panicked at [^\n]*:\n([^\n]+)")
+"""How a test that cargo built says why it failed."""
+
+NAMES, WORDS = 5, 300
+"""Names that the summary has of steps that did not begin; characters of a reason."""
 
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
 """Of prctl(2)."""
@@ -125,11 +132,30 @@ def end_descendants(patience_s=10.0):
         time.sleep(0.02)
 
 
+def reason(text):
+    """A line of what a program printed that says why it failed: the last panic of a test, else the last line."""
+    said = PANIC.findall(text) or [line for line in text.splitlines() if line.strip()] or ["it printed nothing"]
+    return said[-1].strip()[:WORDS]
+
+
 def write(path, document):
     """All of it or what was there before."""
     beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(document, indent=1) + "\n")
-    os.replace(beside, path)
+    try:
+        beside.write_text(json.dumps(document, indent=1) + "\n")
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def append(log, some):
+    """To the log, where there is room: a full disk is no reason to end."""
+    try:
+        with log.open("ab") as file:
+            file.write(some)
+    except OSError:
+        pass
 
 
 class Output:
@@ -148,8 +174,7 @@ class Output:
 
     def write(self, some):
         self.logged += len(some)
-        with self.log.open("ab") as log:
-            log.write(some)
+        append(self.log, some)
 
     def close(self):
         """The end of what the log has no room for."""
@@ -183,6 +208,8 @@ class Steps:
         self.env = {}
         """What every step has in its environment, unless its own says otherwise."""
         self.record = {"stage": name, **about, "limit_s": limit_s, "steps": [], "not_begun": []}
+        self.unwritten = None
+        """Why the record on disk is not all that is known."""
         write(self.path, self.record)
 
     def left(self):
@@ -191,14 +218,24 @@ class Steps:
     def keep(self, **more):
         """Adds to the record."""
         self.record.update(more)
-        write(self.path, self.record)
+        self.save()
+
+    def save(self):
+        """The record, to disk. Where that is full the steps go on, and what they find is on the output alone."""
+        try:
+            write(self.path, self.record)
+            self.unwritten = None
+        except OSError as error:
+            if not self.unwritten:
+                print(f"    not written: {error}. The steps go on; make room, or keep this output", flush=True)
+            self.unwritten = str(error)
 
     def run(self, name, command, limit_s, env=None, stdin=None, least_s=5.0):
         """Runs one step; its entry of the record, with `output` beside what is written. None if there is no time."""
         limit_s = min(limit_s, self.left())
         if limit_s < least_s:
             self.record["not_begun"].append(name)
-            write(self.path, self.record)
+            self.save()
             return None
         print(f"[{self.left():4.0f} s left] {name}", flush=True)
         began = time.monotonic()
@@ -207,8 +244,7 @@ class Steps:
         if forced := {variable: env[variable] for variable in KERNELS if variable in env}:
             step["variables"] = forced
         self.keep(running=step)
-        with self.log.open("a") as log:
-            log.write(f"\n==== {name}\n")
+        append(self.log, f"\n==== {name}\n".encode())
         output = Output(self.log)
         try:
             with tempfile.TemporaryFile() as given:
@@ -235,13 +271,14 @@ class Steps:
         step["seconds"] = round(seconds, 3)
         step["ok"] = step["status"] == 0
         step["tail"] = text[-TAIL:]
-        with self.log.open("a") as log:
-            log.write(f"\n==== {step['name']}: status {step['status']}, {step['seconds']} s\n")
+        if not step["ok"]:
+            step.setdefault("why", reason(step["tail"]))
+        append(self.log, f"\n==== {step['name']}: status {step['status']}, {step['seconds']} s\n".encode())
         self.record["steps"].append(step)
         del self.record["running"]
-        write(self.path, self.record)
+        self.save()
         if not step["ok"]:
-            print(f"    status {step['status']}: {step.get('why', 'see the log')}", flush=True)
+            print(f"    status {step['status']}: {step['why']}", flush=True)
         return text
 
     @staticmethod
@@ -300,7 +337,12 @@ class Steps:
         lines = [f"{self.record['stage']}: {good} of {len(self.record['steps'])} steps passed"]
         for step in self.record["steps"]:
             if not step["ok"]:
-                lines.append(f"  FAILED {step['name']}: status {step['status']} {step.get('why', '')}".rstrip())
-        if self.record["not_begun"]:
-            lines.append(f"  not begun, for lack of time: {' '.join(self.record['not_begun'])}")
+                lines.append(f"  FAILED {step['name']}: status {step['status']}: {step['why']}")
+        if "given_up" in self.record:
+            lines.append(f"  given up: {self.record['given_up']}")
+        if left := self.record["not_begun"]:
+            more = f" and {len(left) - NAMES} more, see {self.path}" if len(left) > NAMES else ""
+            lines.append(f"  {len(left)} steps not begun: {', '.join(left[:NAMES])}{more}")
+        if self.unwritten:
+            lines.append(f"  {self.path} lacks what came after this: {self.unwritten}")
         return "\n".join(lines)

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import unittest
 import unittest.mock
@@ -14,6 +15,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import alternatives
+import kernels
 import lease
 import steps
 import test_lease
@@ -40,6 +42,24 @@ class Page(unittest.TestCase):
             module, _, name = test.rpartition("::")
             source = (PAGE.parents[1] / f"tests/cuda_kernels/{module or 'main'}.rs").read_text()
             self.assertRegex(source, rf"#\[test\]\nfn {name}\(\)")
+
+    def test_what_the_page_names_is_where_it_says(self):
+        root, found = PAGE.parents[1], re.findall(r"((?:`[^`]+`(?:,| and)?\s+)+)\(`([\w/]+\.(?:cuh|rs))`\)", self.page)
+        self.assertGreater(len(found), 5)
+        for names, file in found:
+            path = root / file if "/" in file else next((root / "ptx").glob(f"*/{file}"))
+            for name in re.findall(r"`([^`]+)`", names):
+                self.assertTrue(re.search(rf"\b{name.rpartition('::')[2]}\b", path.read_text()), f"{name} in {file}")
+        table = "".join(path.read_text() for path in (root / "tools/cuda-emulator/tests/instructions/table").glob("*.rs"))
+        for group in re.findall(r"conformance ((?:`[^`]+`(?: and\s+)?)+)", self.page):
+            for name in re.findall(r"`([a-z ]+)`", group):
+                self.assertIn(name, table)
+
+    def test_tests_of_sm_90a_are_there(self):
+        folder = PAGE.parents[1] / "tests/cuda_kernels"
+        for start in lease.OF_SM_90A:
+            module, _, name = start.rpartition("::")
+            self.assertRegex((folder / f"{module}.rs").read_text(), rf"#\[test\]\nfn {name}")
 
     def test_the_items_of_each_test_are_the_page_s(self):
         expected = {}
@@ -69,11 +89,66 @@ class Page(unittest.TestCase):
         cubins = tuple(sorted(n for n, text in items.items() if re.search(r"\bbuilt: .*\bcubins\b|^built: cubins", text)))
         self.assertEqual(alternatives.CUBIN_ITEMS, cubins)
 
+    def test_instructions_are_those_of_the_kernels(self):
+        """Those without switches, as `ptx/compile --check` counts them, here and in ptx/README.md."""
+        lines = (PAGE.parent / "loops.txt").read_text()
+        counts = {(kind, shape): int(n) for kind, shape, n in re.findall(r"^hopper_(\w+)_bf16_(\d+): (\d+) ", lines, re.M)}
+        shapes = {"backward": ("64", "128", "192128", "256"), "forward": ("64", "96", "128", "192", "192128", "256")}
+        expected = {kind: [counts[kind, shape] for shape in of] for kind, of in shapes.items()}
+        expected["forward"].append(counts["cluster", "128"])
+        said = [[int(n) for n in row.split(", ")] for row in re.findall(r"\(without: ([\d, ]+)\)", self.page)]
+        self.assertEqual(said, [expected["backward"], expected["forward"]])
+        text = re.search(r"^## The backward for `sm_90a`\n(.*?)^### ", (PAGE.parent / "README.md").read_text(), re.M | re.S)[1]
+        for count in expected["backward"]:
+            self.assertRegex(text, rf"\b{count}( instructions|,)")
+
     def test_tests_run_kernels_that_there_are(self):
         compiled = [path.name for path in (PAGE.parent / "compiled").iterdir()]
         for listed in alternatives.FIRST:
             for kernel in listed.kernels:
                 self.assertTrue(any(name.startswith(kernel) for name in compiled), kernel)
+
+
+@unittest.skipUnless(PAGE.exists(), "a prepared folder has no sources")
+class Compile(test_lease.Folder):
+    """`ptx/compile` where it needs no compiler."""
+
+    def refused(self, *words):
+        done = subprocess.run([PAGE.parent / "compile", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              env=os.environ | {"CUDA_HOME": "/nowhere"})
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        return done.stderr
+
+    def test_a_folder_that_holds_something_else_is_refused_and_left(self):
+        (self.folder / "forward_bf16_64.ptx").write_text("text")
+        for words in ["--with", "PAUSE"], ["--cubin"], ["--with", "PAUSE", "--cubin"]:
+            for folder in self.folder, PAGE.parent / "compiled", self.folder / "forward_bf16_64.ptx":
+                self.assertIn(f"{folder} is no folder of kernels that this script made", self.refused(*words, folder))
+        self.assertEqual((self.folder / "forward_bf16_64.ptx").read_text(), "text")
+
+    def test_folders_of_kernels_go_into_an_empty_folder_or_stay_where_they_are_made(self):
+        (self.folder / "other").mkdir()
+        (self.folder / "other/file").write_text("")
+        with self.assertRaises(SystemExit) as refused:
+            kernels.main(self.folder / "other")
+        self.assertIn("is not an empty folder", str(refused.exception))
+
+        def compiles(name, switches, of):
+            made = self.folder / "made" / name
+            made.mkdir(parents=True, exist_ok=True)
+            (made / KERNEL).write_text(name)
+            return made, ""
+
+        with unittest.mock.patch.object(kernels, "make", compiles), unittest.mock.patch.object(sys, "stderr"):
+            kernels.main()
+            self.assertEqual({path.name for path in self.folder.iterdir()}, {"other", "made"})
+            kernels.main(self.folder / "to")
+        self.assertEqual({path.name for path in (self.folder / "to").iterdir()}, set(alternatives.ALL))
+
+    def test_what_is_no_switch_is_refused(self):
+        for name in "WHOLE_PANEL", "CUDA_KERNELS", ".", "PAUSE,RED":
+            self.assertIn(f"{name.rpartition(',')[2]} is no switch of the sources", self.refused("--with", name, self.folder / "new"))
+        self.assertFalse((self.folder / "new").exists())
 
 
 class Choice(test_lease.Folder):
@@ -152,7 +227,7 @@ class Choice(test_lease.Folder):
 class Stages(test_lease.Lease):
     """`lease` over stand-ins: kernels of which one fails but with some folder."""
 
-    LISTING = f'if [ "$1" = --list ]; then printf "%s: test\\n" runs_repeat one {BACKWARD}; exit; fi\n'
+    LISTING = f'if [ "$1" = --list ]; then printf "%s: test\\n" runs_repeat clusters::grids {BACKWARD} one; exit; fi\n'
 
     def broken(self, good):
         folder = self.folder / "kernels/WHOLE_PANELS"
@@ -166,14 +241,22 @@ class Stages(test_lease.Lease):
         chosen = {"CPATTN_CUDA_KERNELS": str(self.folder / "kernels/WHOLE_PANELS")}
         found = record["alternatives"]
         self.assertEqual((found["failed"], found["variables"], found["folders"]), ([BACKWARD], chosen, ["WHOLE_PANELS"]))
+        self.assertEqual(found["items"], {BACKWARD: [2]})
+        self.assertIn(f"{BACKWARD} is the first to need items 2 of HARDWARE.md", done.stdout)
         self.assertIn(f"from here on: CPATTN_CUDA_KERNELS={chosen['CPATTN_CUDA_KERNELS']}", done.stdout)
         ran = {step["name"]: step.get("variables") for step in record["steps"]}
+        self.assertNotIn("cuda_kernels clusters::grids", record["left_out"])
         self.assertEqual([ran[f"cuda_kernels {BACKWARD}"], ran["jit"], ran["cuda_plans two"]], [None, chosen, chosen])
         self.assertEqual(done.returncode, 1, "the library's own kernel has failed")
         _, record = self.call("2")
         self.assertEqual((record["variables"], record["steps"][-1]["variables"]), (chosen, chosen))
         rows = json.loads((self.folder / "out/rows.json").read_text())
         self.assertEqual({row["kernels"] for row in rows}, {"WHOLE_PANELS"})
+        # The prepared folder may be elsewhere, as on another machine.
+        (self.folder / "kernels").rename(self.folder / "moved")
+        variables, said = lease.chosen(self.folder / "out/lease-1.json", self.folder / "moved")
+        self.assertEqual((variables, said), ({alternatives.VARIABLE: str(self.folder / "moved/WHOLE_PANELS")}, ""))
+        (self.folder / "moved").rename(self.folder / "kernels")
         # Without the folder the kernels would be those that failed.
         (self.folder / "kernels").rename(self.folder / "gone")
         self.begin("3", [])
@@ -186,21 +269,33 @@ class Stages(test_lease.Lease):
         self.assertEqual(record["alternatives"]["variables"], {"CPATTN_CUDA_FAMILY": "sm_80"})
         self.assertEqual(record["alternatives"]["tried"], {BACKWARD: {"passes": [], "fails": ["WHOLE_PANELS"]}})
         self.assertEqual(record["steps"][-1]["variables"], {"CPATTN_CUDA_FAMILY": "sm_80"})
+        self.assertIn("turned off", record["left_out"]["cuda_kernels clusters::grids"])
+        self.assertNotIn("cuda_kernels clusters::grids", [step["name"] for step in record["steps"]])
         _, record = self.call("2")
         peers = {row["peer"] for row in json.loads((self.folder / "out/rows.json").read_text())}
         self.assertIn("ours-sm80", peers)
         self.assertFalse({"ours-sm90a", "ours-clusters"} & peers, "what failed is not measured")
 
+    def test_it_is_said_where_kernels_that_failed_are_used(self):
+        """Where stage 1 was ended before its search, and where nothing helped."""
+        _, record = self.broken("none")
+        path = self.folder / "out/lease-1.json"
+        for found, expected in (None, f"ended before it looked for others, and {BACKWARD} failed"), ({"variables": None, "why": "all fail"}, "all fail"):
+            path.write_text(json.dumps({name: value for name, value in record.items() if name != "alternatives"} | ({"alternatives": found} if found else {})))
+            variables, said = lease.chosen(path, self.folder)
+            self.assertEqual((variables, said.startswith(f"in {path}, "), said.endswith(expected)), ({}, True, True), said)
+
     def test_where_all_pass_nothing_is_tried(self):
         done, record = self.call("1", cuda_kernels=self.LISTING)
         self.assertEqual(done.returncode, 0, done.stdout)
         self.assertFalse({"alternatives", "variables"} & set(record))
+        self.assertEqual(lease.chosen(self.folder / "out/lease-1.json", self.folder), ({}, ""))
 
 
 def load_tests(loader, _, __):
     """Those of this file: what `Stages` takes over from test_lease.py runs there."""
     suite = unittest.TestSuite()
-    for case in (Page, Choice, Stages):
+    for case in (Page, Compile, Choice, Stages):
         suite.addTests(case(name) for name in loader.getTestCaseNames(case) if name in vars(case))
     return suite
 

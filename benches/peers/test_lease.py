@@ -93,6 +93,32 @@ class Steps(Folder):
         self.assertEqual(self.record("stage")["not_begun"], ["late"])
         self.assertIn("late", of.summary())
 
+    def test_a_failure_says_why(self):
+        of, panic = self.steps(), "running 1 test\nthread 'one' (7) panicked at tests/run.rs:204:9:\ndq: RMS error 1 over 0\nnote: run with"
+        for name, says in ("test", panic), ("program", "first\nno driver\n\n"), ("silent", ""):
+            of.run(name, ["sh", "-c", 'printf %s "$1"; exit 1', "sh", says], 20)
+        of.run("good", ["echo", "panicked at x:\nnothing"], 20)
+        why = [step.get("why") for step in self.record("stage")["steps"]]
+        self.assertEqual(why, ["dq: RMS error 1 over 0", "no driver", "it printed nothing", None])
+        of.record["not_begun"] = [f"step {i}" for i in range(7)]
+        of.keep(given_up="the device is gone")
+        said = of.summary()
+        for line in ("FAILED test: status 1: dq: RMS error 1 over 0", "given up: the device is gone", "7 steps not begun: step 0, step 1"):
+            self.assertIn(f"\n  {line}", said)
+        self.assertTrue(said.endswith(f"and 2 more, see {self.folder}/out/stage.json"), said)
+
+    def test_a_full_disk_ends_no_steps(self):
+        of = self.steps()
+        of.run("before", ["true"], 20)
+        full = OSError(28, "No space left on device")
+        with unittest.mock.patch.object(pathlib.Path, "write_text", side_effect=full), unittest.mock.patch.object(pathlib.Path, "open", side_effect=full):
+            self.assertTrue(of.run("full", ["echo", "said"], 20)["ok"])
+            self.assertIn("stage.json lacks what came after this: [Errno 28]", of.summary())
+        self.assertEqual([step["name"] for step in self.record("stage")["steps"]], ["before"])
+        of.run("after", ["true"], 20)
+        self.assertEqual([step["name"] for step in self.record("stage")["steps"]], ["before", "full", "after"])
+        self.assertNotIn("lacks", of.summary())
+
     def test_what_left_its_group_is_ended_too(self):
         of, pids = self.steps(), self.folder / "pids"
         pids.write_text("")
@@ -213,6 +239,21 @@ class Servers(Folder):
         self.assertTrue(all("there is no PyTorch" in row["no_peers"] for row in rows))
         self.assertIn("there is no PyTorch in this Python; nothing to compare with: our kernels alone are timed", done.stderr)
 
+    def test_rows_that_cannot_be_written_end_no_measurement(self):
+        ours = program(self.folder / "ours", f"while read -r line; do echo '{json.dumps(ANSWER)}'; done")
+
+        def measured(file):
+            command = [sys.executable, HERE / "measure.py", "--ours", ours, "--json", self.folder / file, "--tiny", "--ours-only"]
+            return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+        for what in "cpu", "gpu", "conformance":
+            done = subprocess.run([HERE / "run", what, "--json", self.folder / "nowhere/rows.json"], stderr=subprocess.PIPE, text=True)
+            self.assertEqual((done.returncode, "whose folder is not there" in done.stderr), (2, True), done.stderr)
+        (self.folder / "rows.json").mkdir()
+        done = measured("rows.json")
+        self.assertEqual((done.returncode, done.stderr.count("not written: ")), (1, len(lease.lines_of("tiny.txt")) + 1))
+        self.assertIn("tiny-unpack-bf16", done.stdout)
+
     def test_forms_are_forced_by_the_environment(self):
         answer = json.dumps(ANSWER | {"family": "F", "clusters": "C"}).replace('"F"', '"\'${CPATTN_CUDA_FAMILY:-sm_90a}\'"')
         answer = answer.replace('"C"', "'$clusters'")
@@ -302,8 +343,8 @@ class Lease(Folder):
     def test_a_device_that_answers_no_more_ends_the_stage(self):
         for names, begun in ("one two", True), ("hopper_walks::bf16_128 hopper_backward::bf16_64", False):
             listing = f'if [ "$1" = --list ]; then printf "%s: test\\n" {names}; exit; fi'
-            _, record = self.call("1", cuda="exit 1", cuda_kernels=listing + "\nexit 1")
-            self.assertIn("does not answer", record["given_up"])
+            _, record = self.call("1", cuda="echo no device here; exit 1", cuda_kernels=listing + "\nexit 1")
+            self.assertEqual(record["given_up"], "the device does not answer: no device here")
             self.assertIn("cuda_plans one", record["not_begun"])
             steps = [step["name"] for step in record["steps"]]
             self.assertFalse(any(name.startswith("cuda_plans") for name in steps))
@@ -315,7 +356,7 @@ class Lease(Folder):
         said = [(step["name"], step["tail"]) for step in record["steps"]]
         listed = [("cuda_kernels CPATTN_CUDA_FAMILY=sm_80 runs_repeat", "runs_repeat sm_80.\n"),
                   ("cuda_kernels hopper_walks::bf16_128", "hopper_walks::bf16_128 .\n")]
-        self.assertEqual([said[0][0], *said[1:3], said[3][0]], ["facts", *listed, "jit"])
+        self.assertEqual([said[0][0], *said[1:3], said[3][0]], ["facts", *listed, "conformance"])
         self.assertIn(("cuda_kernels runs_repeat", "runs_repeat .\n"), said[3:])
         self.assertEqual(len([name for name, _ in said if "bf16_128" in name]), 1)
 
@@ -370,6 +411,10 @@ class Lease(Folder):
     def test_the_benchmark_leaves_rows(self):
         done, record = self.call("2")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual(set(record["machine"]), {"system", "device"})
+        # Nothing was there to say which kernels are wrong.
+        self.assertIn(f"there is no {self.folder}/out/lease-1.json", record["own_choice"])
+        self.assertIn(f"the kernels are the library's own choice: {record['own_choice']}", done.stdout)
         self.assertEqual(record["rows"], len(json.loads((self.folder / "out/rows.json").read_text())))
         self.assertGreater(record["rows"], 5)
 
@@ -383,10 +428,21 @@ class Lease(Folder):
             self.assertIn("not compared with fa3, fa3-varlen: CPATTN_FA3 is not there.", done.stdout)
             self.assertIn("not compared with triton: ", done.stdout)
             self.assertEqual(record["missing_peers"][0][0], ["fa3", "fa3-varlen"])
+            if stage == "1":
+                self.assertRegex(done.stdout, r"FAILED ceilings: status 1: .*there is no PyTorch in this Python")
+                for communicator in "own", "torch":
+                    self.assertIn(f"FAILED PyTorch, communicator {communicator}: status 1: not run: a stand-in", done.stdout)
         # Stage 2, whose PyTorch does not come up, times ours and has tried the ceilings.
         record = self.record("lease-2")
         self.assertEqual(record["ceilings"], {"failed": "there is no PyTorch in this Python"})
         self.assertGreater(record["rows"], 5)
+
+    def test_without_pytorch_its_steps_are_not_begun(self):
+        python = program(self.folder / "python", f'exec {sys.executable} -S "$@"')
+        for stage, left in ("1", ["ceilings", "PyTorch"]), ("2", ["ceilings"]):
+            done, record = self.call(stage, python=python, ours_only=False)
+            why = f": there is no PyTorch in {sys.executable}"
+            self.assertEqual((done.returncode, record["not_begun"]), (1, [name + why for name in left]), done.stdout)
 
     def test_reports_are_packed(self):
         done, record = self.call("3")
@@ -395,6 +451,21 @@ class Lease(Folder):
             kinds = sorted({pathlib.Path(name).suffix for name in archive.getnames()})
         self.assertEqual(kinds, [".csv", ".ncu-rep"])
         self.assertEqual(sum(step["name"].startswith("compute-sanitizer") for step in record["steps"]), 4)
+
+    def test_a_tool_that_is_missing_costs_its_own_steps_and_one_that_is_off_the_path_is_found(self):
+        with unittest.mock.patch.object(lease, "PLACES", (f"{self.folder}/cuda*/bin",)):
+            stage = unittest.mock.Mock()
+            stage.steps.record = {"not_begun": []}
+            self.assertIsNone(lease.tool(stage, "ncu-of-nobody", "counters"))
+            self.assertEqual(stage.steps.record["not_begun"], ["counters: there is no ncu-of-nobody"])
+            for version in "12", "13":
+                program(self.folder / f"cuda-{version}/bin/ncu-of-nobody", "exit 0")
+            self.assertEqual(lease.tool(stage, "ncu-of-nobody", "counters"), f"{self.folder}/cuda-13/bin/ncu-of-nobody")
+        # The stand-in is named before; the last name counts.
+        done, record = self.call("3", "--ncu", "ncu-of-nobody")
+        names = [step["name"] for step in record["steps"]]
+        self.assertEqual((done.returncode, len(names), record["not_begun"]), (1, 4, ["counters: there is no ncu-of-nobody"]))
+        self.assertIn("no counters: there is no ncu-of-nobody on the path", done.stdout)
 
     def test_a_stage_leaves_at_most_eight_files(self):
         for stage in "123":

@@ -178,10 +178,12 @@ static void refusals(void) {
   m.ranges.q = many, m.ranges.q_count = MANY;
   OK(cpattn_attend_metadata(gpu, &m, &bytes));
   TRUE(bytes > 8000 * 56 && bytes < 8000 * 80);
-  char number[48];
-  snprintf(number, sizeof number, "expected at least %llu", (unsigned long long)bytes);
   REFUSED(CPATTN_INVALID, "room for scheduler metadata is 262144 bytes", cpattn_attend(gpu, &m));
-  REFUSED(CPATTN_INVALID, number, cpattn_attend(gpu, &m));
+  /* The kernels for sm_80 do without the 16 bytes of a counter. */
+  const char *least = strstr(cpattn_last_error(), "expected at least ");
+  unsigned long long needed = 0;
+  TRUE(least && sscanf(least, "expected at least %llu for this call", &needed) == 1);
+  TRUE(needed == bytes || needed + 16 == bytes);
   many[0].keys_end = MANY + 1; /* what is wrong with the ranges is said first */
   REFUSED(CPATTN_INVALID, "ranges.q[0].keys", cpattn_attend(gpu, &m));
   many[0].keys_end = 1;

@@ -20,7 +20,15 @@ mod table;
 use driver::Device;
 use record::{Entry, Outcome};
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::Duration;
 use table::case::Case;
+
+/// For one case, its compilation by the driver included. A kernel that never ends costs itself and the cases behind it:
+/// the device is not free before the process ends.
+const PATIENCE: Duration = Duration::from_secs(20);
 
 #[derive(Default)]
 struct Arguments {
@@ -85,6 +93,26 @@ fn attempt(device: &Device, case: Case) -> Result<Entry, String> {
     Ok(Entry { case, emulated, device: outcome, agrees })
 }
 
+/// What the device's thread sends for each case, as far as it does within `patience` each. What does not has failed.
+fn collected(cases: &[Case], sent: &Receiver<Result<Entry, String>>, patience: Duration) -> Result<Vec<Entry>, String> {
+    let mut entries = Vec::with_capacity(cases.len());
+    for case in cases {
+        match sent.recv_timeout(patience) {
+            Ok(entry) => entries.push(entry?),
+            Err(RecvTimeoutError::Disconnected) => return Err(format!("{}: its thread has ended", case.name)),
+            Err(RecvTimeoutError::Timeout) => {
+                let why = format!("no answer within {} s, and the cases behind it were not run", patience.as_secs());
+                eprintln!("{}: {why}", case.name);
+                let emulated = table::run::interpret(case, 0, false)
+                    .map_err(|e| format!("{}: {why}; the interpreter: {e}", case.name))?;
+                entries.push(Entry { case: case.clone(), emulated, device: Outcome::Failed(why), agrees: false });
+                break;
+            }
+        }
+    }
+    Ok(entries)
+}
+
 fn run() -> Result<bool, String> {
     let args = arguments()?;
     let wanted =
@@ -102,19 +130,37 @@ fn run() -> Result<bool, String> {
         println!("{} kernels in {folder}", cases.len());
         return Ok(true);
     }
-    let device = Device::open()?;
-    let entries = cases.into_iter().map(|c| attempt(&device, c)).collect::<Result<Vec<Entry>, String>>()?;
+    let cases = Arc::new(cases);
+    let (opened, is_open) = channel();
+    let (send, sent) = channel();
+    let of_device = Arc::clone(&cases);
+    // A context belongs to the thread that it was made current in.
+    thread::spawn(move || {
+        let device = match Device::open() {
+            Ok(device) => device,
+            Err(error) => return opened.send(Err(error)).unwrap_or_default(),
+        };
+        let about = (device.name.clone(), device.sm, device.driver.clone());
+        opened.send(Ok(about)).unwrap_or_default();
+        for case in of_device.iter() {
+            if send.send(attempt(&device, case.clone())).is_err() {
+                break; // nobody listens any more
+            }
+        }
+    });
+    let (name, sm, driver) = is_open.recv().map_err(|_| "the device's thread has ended")??;
+    let entries = collected(&cases, &sent, PATIENCE)?;
     let date = record::now();
-    let capability = format!("{}.{}", device.sm / 10, device.sm % 10);
-    let machine = [("device", &device.name[..]), ("compute_capability", &capability), ("driver", &device.driver)];
+    let capability = format!("{}.{}", sm / 10, sm % 10);
+    let machine = [("device", &name[..]), ("compute_capability", &capability), ("driver", &driver)];
     let text = record::json(&date, machine, &entries);
     if let Some(path) = args.json {
         std::fs::write(&path, &text).map_err(|e| format!("{path}: {e}"))?;
     }
     match args.keep {
-        Some(_) if device.name.contains("emulator") => eprintln!("an emulated device proves nothing: not kept"),
+        Some(_) if name.contains("emulator") => eprintln!("an emulated device proves nothing: not kept"),
         Some(folder) => {
-            let path = format!("{folder}/{}.conformance.json", record::file_name(&device.name, &date));
+            let path = format!("{folder}/{}.conformance.json", record::file_name(&name, &date));
             let written = std::fs::create_dir_all(&folder).and_then(|()| std::fs::write(&path, &text));
             written.map_err(|e| format!("{path}: {e}"))?;
         }
@@ -123,11 +169,12 @@ fn run() -> Result<bool, String> {
     let agree = entries.iter().filter(|e| e.agrees).count();
     let skipped = entries.iter().filter(|e| matches!(e.device, Outcome::Skipped)).count();
     let differ = entries.len() - agree - skipped;
-    println!(
-        "{}: {agree} of {} cases agree, {differ} differ, {skipped} need a later device",
-        device.name,
-        entries.len()
-    );
+    let left = cases.len() - entries.len();
+    let more = if left > 0 { format!(", {left} were not run") } else { String::new() };
+    println!("{name}: {agree} of {} cases agree, {differ} differ, {skipped} need a later device{more}", cases.len());
+    if left > 0 {
+        driver::leave_at_once();
+    }
     Ok(differ == 0 && agree > 0)
 }
 
@@ -139,5 +186,31 @@ fn main() -> ExitCode {
             eprintln!("{e}");
             ExitCode::FAILURE
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_case_without_an_answer_has_failed_and_those_before_it_are_kept() {
+        let cases: Vec<Case> = table::all().into_iter().take(3).collect();
+        let entry = |case: &Case| {
+            let emulated = table::run::interpret(case, 0, false).expect("a case that runs");
+            Entry { case: case.clone(), device: Outcome::Ran(emulated.clone()), emulated, agrees: true }
+        };
+        let (send, sent) = channel();
+        send.send(Ok(entry(&cases[0]))).expect("heard");
+        let entries = collected(&cases, &sent, Duration::from_millis(10)).expect("entries");
+        assert_eq!(entries.iter().map(|e| e.agrees).collect::<Vec<_>>(), [true, false]);
+        assert!(matches!(&entries[1].device, Outcome::Failed(why) if why.starts_with("no answer within")));
+        assert!(record::json("now", [("device", "none"); 3], &entries).contains("\"error\": \"no answer within"));
+
+        // A device that could not begin anew, and a thread that is gone.
+        send.send(Err("no device".into())).expect("heard");
+        assert_eq!(collected(&cases, &sent, PATIENCE).err().expect("an error"), "no device");
+        drop(send);
+        assert!(collected(&cases, &sent, PATIENCE).err().expect("an error").ends_with("its thread has ended"));
     }
 }
