@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Transformers of Diffusers on several processes: the results of one process, whatever the lengths, masks and heads."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+try:
+    import diffusers
+except ImportError:
+    raise unittest.SkipTest("diffusers is not installed") from None
+
+import diffusion
+import processes
+import programs
+from cpattn import Disagreement, InvalidArgument, InvalidHandle, Unsupported
+from cpattn.diffusers import ContextParallel
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from torch.nn.parallel import DistributedDataParallel
+
+diffusers.utils.logging.set_verbosity_error()
+
+# Of results of f32, whose sums are in another order: each is below 2e-6 (sweep_diffusers.py prints them).
+BOUND = 1e-5
+GRADIENT_BOUND = 3e-5
+SHOW = "CPATTN_SHOW" in os.environ
+MESHES: dict[int, list[dict[str, int]]] = {2: [{}], 3: [{"ring": 3}, {"ulysses": 3}]}
+
+
+def _alike(rank: int, world: int, file: str, cases: list[str]) -> list[str]:
+    """Every case. Returns the errors."""
+    expected, wrong = torch.load(file), []
+    for case in cases:
+        for mesh in MESHES[world]:
+            model, inputs = diffusion.build(case)
+            with torch.no_grad():
+                cp = ContextParallel(model, timeout=60, **mesh)
+                found = diffusion.results(model(**inputs))
+                distance = diffusion.apart(found, expected[case])
+                if rank == 0 and SHOW:
+                    print(f"results {case} on {world}, {mesh}: {distance:.1e}", flush=True)
+                if not distance <= BOUND:
+                    wrong.append(f"{case} on {world} ranks, {mesh}: {distance:.1e}")
+                cp.close()
+                if not all(map(torch.equal, diffusion.results(model(**inputs)), expected[case])):
+                    wrong.append(f"{case} is another model after close")
+    return wrong
+
+
+def alone(cases: list[str]) -> dict[str, list[torch.Tensor]]:
+    found = {}
+    for case in cases:
+        model, inputs = diffusion.build(case)
+        with torch.no_grad():
+            found[case] = diffusion.results(model(**inputs))
+    return found
+
+
+def _refusals(rank: int, world: int) -> list[str]:
+    """What is refused, on all ranks alike, after which the model goes on."""
+    wrong = []
+
+    def check(name: str, kind: type[Exception], text: str, job: Any) -> None:
+        try:
+            with torch.no_grad():
+                job()
+        except kind as error:
+            if text not in str(error):
+                wrong.append(f"{name}: {error}")
+        except Exception as error:  # noqa: BLE001 (reported to the test)
+            wrong.append(f"{name}: {type(error).__name__}: {error}")
+        else:
+            wrong.append(f"{name} is not refused")
+
+    def made(case: str, **more: Any) -> tuple[Any, Any]:
+        model, inputs = diffusion.build(case)
+        cp = ContextParallel(model, timeout=60)
+        return cp, lambda **changed: model(**{**inputs, **more, **changed})
+
+    cp, flux = made("Flux")
+    shape = (1, 15, 4)
+    other = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+    check("other inputs", Disagreement, "differ from those of rank 0", lambda: flux(hidden_states=other))
+    check("other shapes", Disagreement, "differ from those of rank 0", lambda: flux(encoder_hidden_states=torch.zeros(1, 7 + rank, 24), txt_ids=torch.zeros(7 + rank, 3)))
+    check("of one rank", Unsupported if rank else InvalidArgument, "unknown has tensors" if rank else "ranks [1] of this group refused", lambda: flux(**({"unknown": other} if rank else {})))
+    check("dims", Unsupported, "img_ids has the shape (1, 15, 3)", lambda: flux(img_ids=torch.zeros(1, 15, 3)))
+    flux()
+    cp.model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+    check("cache", Unsupported, "disable_cache", flux)
+    cp.model.disable_cache()
+    cp.model.set_attention_backend("native")
+    check("backend", Unsupported, "set_attention_backend was called", flux)
+    cp.close()
+    cp.close()
+    check("closed", InvalidHandle, "is closed", lambda: cp.off().__enter__())
+
+    cp, flux = made("Flux")
+    cp.model.set_attn_processor(FluxAttnProcessor())
+    check("processors", Unsupported, "a processor was set", flux)
+    cp.close()
+    cp, flux2 = made("Flux2")
+    check("kv_cache_mode", Unsupported, "kv_cache_mode", lambda: flux2(kv_cache_mode="extract", num_ref_tokens=3))
+    cp.close()
+    cp, ltx2 = made("LTX2")
+    check("pairs", Unsupported, "video_self_attention_mask", lambda: ltx2(video_self_attention_mask=torch.ones(2, 30, 30)))
+    check("weights", Unsupported, "weighs keys", lambda: ltx2(encoder_attention_mask=torch.full((2, 7), 0.5)))
+    check("all keys", Unsupported, "hides all keys", lambda: ltx2(encoder_attention_mask=torch.zeros(2, 7)))
+    cp.close()
+    cp, qwen = made("QwenImage")
+    check("ControlNet of one row", Unsupported, "controlnet_block_samples has the shape (15, 48)", lambda: qwen(controlnet_block_samples=[torch.zeros(15, 48)]))
+    cp.close()
+
+    def make(model: Any, **options: Any) -> None:
+        ContextParallel(model, timeout=60, **options).close()
+
+    flux_model, wan = diffusion.build("Flux")[0], diffusion.build("Wan")[0]
+    twice = ContextParallel(flux_model, timeout=60)
+    check("twice", InvalidArgument, "already has a ContextParallel", lambda: make(flux_model))
+    twice.close()
+    check("no model", InvalidArgument, "a model of Diffusers is needed", lambda: make(torch.nn.Linear(3, 3)))
+    check("gradients", InvalidArgument, "gradients is 'both'", lambda: make(wan, gradients="both"))
+    check("layout", InvalidArgument, "layout is given", lambda: make(wan, layout="zigzag"))
+    check("options of one rank", InvalidArgument, "arguments of ContextParallel" if rank else "gradients", lambda: make(wan, gradients="mean" if rank else "other"))
+    check("other options", Disagreement, "gradients", lambda: make(wan, gradients="sum" if rank else "mean"))
+    check("ulysses", InvalidArgument, "ulysses", lambda: (ContextParallel(wan, timeout=60, ulysses=5), wan(**diffusion.build("Wan")[1])))
+    wan = diffusion.build("Wan")[0]
+    check("plan", InvalidArgument, "has no module there", lambda: make(wan, plan={"there": diffusion.rows_of(1)}))
+    check("argument of plan", InvalidArgument, "names rows", lambda: make(wan, plan={"blocks.0": {"rows": wan._cp_plan["blocks.0"]["hidden_states"]}}))
+    check("history", Unsupported, "is_amplify_history", lambda: make(diffusion._helios(is_amplify_history=True)[0]))
+    dit = diffusers.DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=1, sample_size=8, norm_num_groups=1)
+    check("no plan", Unsupported, "DiTTransformer2DModel has no _cp_plan", lambda: make(dit))
+    check("processor", Unsupported, "has the processor AttnProcessor2_0", lambda: make(dit, plan={"": diffusion.rows_of(1)}))
+    return wrong
+
+
+def _off(rank: int, world: int) -> bool:
+    """The model as it was, each rank for itself, and over the ranks again."""
+    model, inputs = diffusion.build("Flux")
+    with torch.no_grad():
+        expected = diffusion.results(model(**inputs))
+        cp = ContextParallel(model, timeout=60)
+        with cp.off():
+            own = {**inputs, "hidden_states": inputs["hidden_states"] + rank}
+            model(**own)
+            before = diffusion.results(model(**inputs))
+        after = diffusion.results(model(**inputs))
+    return all(map(torch.equal, before, expected)) and 0 < diffusion.apart(after, expected) <= BOUND
+
+
+def gradients(model: Any, inputs: Any) -> list[torch.Tensor]:
+    """Of all parameters, for a loss of all results."""
+    torch.manual_seed(11)
+    found = diffusion.results(model(**inputs))
+    torch.stack([(one * torch.randn(one.shape)).mean() for one in found]).sum().backward()
+    return [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
+
+
+def _gradients(rank: int, world: int, file: str, cases: list[str]) -> list[str]:
+    """Every case, with its gradients summed or as DDP averages them. Returns the errors."""
+    expected, wrong = torch.load(file), []
+    for number, case in enumerate(cases):
+        model, inputs = diffusion.build(case)
+        cp = ContextParallel(model, timeout=60, gradients=("mean", "sum")[number % 2])
+        if number % 3 == 1:
+            model.enable_gradient_checkpointing()
+        if number % 2:
+            found = gradients(model, inputs)
+            for one in found:
+                dist.all_reduce(one)
+        else:
+            found = gradients(DistributedDataParallel(model, find_unused_parameters=True), inputs)
+        # In units of the largest of a parameter, or of a hundredth of the largest of all: smaller ones are sums that cancel.
+        most = max(one.abs().max().item() for one in expected[case])
+        distance = max(((a - b).abs().max() / b.abs().max().clamp_min(1e-2 * most)).item() for a, b in zip(found, expected[case], strict=True))
+        if not distance <= GRADIENT_BOUND:
+            wrong.append(f"{case} on {world} ranks: {distance:.1e}")
+        if rank == 0 and SHOW:
+            print(f"gradients {case} on {world}: {distance:.1e}", flush=True)
+        cp.close()
+    return wrong
+
+
+def _pipeline(rank: int, world: int) -> float:
+    """A pipeline around the model, two steps with true guidance: how far its latents are from those of one process."""
+    transformer, _ = diffusion.build("Flux")
+    torch.manual_seed(2)
+    vae = diffusers.AutoencoderKL(block_out_channels=(4,), in_channels=3, out_channels=3, latent_channels=1, norm_num_groups=1)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipe = diffusers.FluxPipeline(scheduler, vae, None, None, None, None, transformer)
+    pipe.set_progress_bar_config(disable=True)
+    words = {f"{name}prompt_embeds": torch.randn(1, 5, 24) for name in ("", "negative_")}
+    words |= {f"{name}pooled_prompt_embeds": torch.randn(1, 24) for name in ("", "negative_")}
+
+    def latents() -> torch.Tensor:
+        draw = torch.Generator().manual_seed(4)
+        found: torch.Tensor = pipe(height=10, width=14, num_inference_steps=2, true_cfg_scale=2.0, generator=draw, output_type="latent", **words).images
+        return found
+
+    expected = latents()
+    cp = ContextParallel(pipe.transformer, timeout=60)
+    found = latents()
+    cp.close()
+    return diffusion.apart([found], [expected])
+
+
+class Models(unittest.TestCase):
+    def test_a_pipeline(self) -> None:
+        for distance in processes.run(_pipeline, 2):
+            self.assertTrue(0 < distance <= BOUND, distance)
+
+    def test_the_example(self) -> None:
+        done = programs.run(str(Path(__file__).parents[2] / "examples/python/diffusion.py"), 3)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("3 ranks, 4 steps: the result of one process", done.stdout)
+
+    def test_gradients_of_one_process(self) -> None:
+        cases = [case for case in diffusion.CASES if processes.LONG or "," not in case or "masks" in case or "tokens" in case]
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder) / "alone")
+            torch.set_num_threads(1)
+            torch.save({case: gradients(*diffusion.build(case)) for case in cases}, file)
+            for world in MESHES:
+                with self.subTest(world=world):
+                    for wrong in processes.run(_gradients, world, file, cases, seconds=200):
+                        self.assertEqual(wrong, [])
+
+    def test_refusals(self) -> None:
+        for wrong in processes.run(_refusals, 2, seconds=200):
+            self.assertEqual(wrong, [])
+
+    def test_off(self) -> None:
+        self.assertEqual(processes.run(_off, 2), [True, True])
+
+    def test_results_of_one_process(self) -> None:
+        cases = list(diffusion.CASES)
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder) / "alone")
+            torch.set_num_threads(1)
+            torch.save(alone(cases), file)
+            for world in MESHES:
+                with self.subTest(world=world):
+                    for wrong in processes.run(_alike, world, file, cases, seconds=200):
+                        self.assertEqual(wrong, [])
+
+
+if __name__ == "__main__":
+    unittest.main()
