@@ -23,6 +23,9 @@ import programs
 from cpattn import Disagreement, InvalidArgument, InvalidHandle, Unsupported
 from cpattn.diffusers import ContextParallel
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 diffusers.utils.logging.set_verbosity_error()
@@ -162,6 +165,12 @@ def gradients(model: Any, inputs: Any) -> list[torch.Tensor]:
     return [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
 
 
+def distance_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """In units of the largest of a parameter, or of a hundredth of the largest of all: smaller ones are sums that cancel."""
+    most = max(one.abs().max().item() for one in expected)
+    return max(((a - b).abs().max() / b.abs().max().clamp_min(1e-2 * most)).item() for a, b in zip(found, expected, strict=True))
+
+
 def _gradients(rank: int, world: int, file: str, cases: list[str]) -> list[str]:
     """Every case, with its gradients summed or as DDP averages them. Returns the errors."""
     expected, wrong = torch.load(file), []
@@ -176,15 +185,62 @@ def _gradients(rank: int, world: int, file: str, cases: list[str]) -> list[str]:
                 dist.all_reduce(one)
         else:
             found = gradients(DistributedDataParallel(model, find_unused_parameters=True), inputs)
-        # In units of the largest of a parameter, or of a hundredth of the largest of all: smaller ones are sums that cancel.
-        most = max(one.abs().max().item() for one in expected[case])
-        distance = max(((a - b).abs().max() / b.abs().max().clamp_min(1e-2 * most)).item() for a, b in zip(found, expected[case], strict=True))
+        distance = distance_of(found, expected[case])
         if not distance <= GRADIENT_BOUND:
             wrong.append(f"{case} on {world} ranks: {distance:.1e}")
         if rank == 0 and SHOW:
             print(f"gradients {case} on {world}: {distance:.1e}", flush=True)
         cp.close()
     return wrong
+
+
+def _wrapped(rank: int, world: int) -> list[str]:
+    """Under fully_shard, made before and after it; with compiled blocks; in bfloat16 and under autocast. Returns the errors."""
+    wrong = []
+
+    def check(what: str, distance: float, bound: float) -> None:
+        if not distance <= bound:
+            wrong.append(f"{what}: {distance:.1e}")
+
+    mesh = init_device_mesh("cpu", (world,))
+    for case, first in (("Flux", True), ("Wan", False), ("Wan", True)):
+        expected = gradients(*diffusion.build(case))
+        model, inputs = diffusion.build(case)
+        cp = ContextParallel(model, timeout=60) if first else None
+        for block in [module for name, module in model.named_modules() if name.rpartition(".")[0].endswith("blocks")]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        cp = cp or ContextParallel(model, timeout=60)
+        found = [one.full_tensor() if isinstance(one, DTensor) else one for one in gradients(model, inputs)]
+        check(f"fully_shard, {case}, first: {first}", distance_of(found, expected), GRADIENT_BOUND)
+        cp.close()
+    model, inputs = diffusion.build("Flux")
+    with torch.no_grad():
+        expected = diffusion.results(model(**inputs))
+        cp = ContextParallel(model, timeout=60)
+        whole = torch.compile(model, backend="aot_eager", dynamic=False)
+        check("compiled", diffusion.apart(diffusion.results(whole(**inputs)), expected), BOUND)
+        model.compile_repeated_blocks(backend="aot_eager", dynamic=False)
+        check("compiled blocks", diffusion.apart(diffusion.results(model(**inputs)), expected), BOUND)
+        cp.close()
+        for case in ("Flux", "LTX"):
+            model, inputs = diffusion.build(case)
+            exact = diffusion.results(model(**inputs))
+            few = {name: one.bfloat16() if name.endswith("hidden_states") or name == "pooled_projections" else one for name, one in inputs.items()}
+            for what, run in {
+                "autocast": lambda model=model, inputs=inputs: under_autocast(model, inputs),
+                "bfloat16": lambda model=model, few=few: model.bfloat16()(**few),
+            }.items():
+                bound = 1.5 * diffusion.apart([one.float() for one in diffusion.results(run())], exact)
+                cp = ContextParallel(model, timeout=60)
+                check(f"{what}, {case}", diffusion.apart([one.float() for one in diffusion.results(run())], exact), bound)
+                cp.close()
+    return wrong
+
+
+def under_autocast(model: Any, inputs: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(**inputs)
 
 
 def _pipeline(rank: int, world: int) -> float:
@@ -211,6 +267,10 @@ def _pipeline(rank: int, world: int) -> float:
 
 
 class Models(unittest.TestCase):
+    def test_wrapped(self) -> None:
+        for wrong in processes.run(_wrapped, 2):
+            self.assertEqual(wrong, [])
+
     def test_a_pipeline(self) -> None:
         for distance in processes.run(_pipeline, 2):
             self.assertTrue(0 < distance <= BOUND, distance)

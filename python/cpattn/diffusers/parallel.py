@@ -22,7 +22,7 @@ from ..torch import GlooTransport
 from ..torch.agree import content, heard, number, same, same_settings, told
 from ..torch.gloo import Collectives, Members
 from .attention import Attention, Settings, backend
-from .plans import Place, Split, plan_of, refuse
+from .plans import Place, Split, class_of, plan_of, refuse
 from .sequence import Divided, Whole, part
 
 _NEED = "every rank calls the model with the same inputs: give all ranks one seed (generator=torch.Generator().manual_seed(…)), or send them those of one rank"
@@ -66,7 +66,7 @@ class ContextParallel:
                 self._refuse_other(model)
                 self._processors = list(self._find(model))
             self._sum = gradients == "sum"
-            told_names = {"model": type(model).__name__, "gradients": gradients, "options": sorted(options.items())}
+            told_names = {"model": class_of(model), "gradients": gradients, "options": sorted(options.items())}
             same_settings(self.transport, told_names | {"plan": [(p.name, p.inputs, p.outputs, p.gathered) for p in self._places]})
             self._talk = Collectives(self.transport.members, timeout)
             self._attend = Attention(group, self.transport, self._talk, {"timeout": timeout, **options})
@@ -98,7 +98,7 @@ class ContextParallel:
                 found += 1
                 yield processor
         if not found:
-            raise Unsupported(f"{type(model).__name__} has no attention processor, whose attention would go over the ranks")
+            raise Unsupported(f"{class_of(model)} has no attention processor, whose attention would go over the ranks")
 
     # The model, changed and as it was.
 
@@ -152,8 +152,9 @@ class ContextParallel:
     # Hooks
 
     def _hook(self) -> None:
-        self._handles.append(self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
-        self._handles.append(self.model.register_forward_hook(self._after, always_call=True))
+        out_of_graphs: Any = torch.compiler.disable
+        self._handles.append(self.model.register_forward_pre_hook(out_of_graphs(self._before), with_kwargs=True, prepend=True))
+        self._handles.append(self.model.register_forward_hook(out_of_graphs(self._after), always_call=True))
         for place in self._places:
             if place.module is not self.model and place.inputs:
                 self._handles.append(place.module.register_forward_pre_hook(self._splits(place), with_kwargs=True))
@@ -171,7 +172,7 @@ class ContextParallel:
             if getattr(model, "is_cache_enabled", False):
                 raise Unsupported("enable_cache was called on the model, which then leaves out layers by what one rank sees: call model.disable_cache()")
             if self._known is not None:
-                refuse(type(model).__name__, self._known, inputs, kwargs)
+                refuse(class_of(model), self._known, inputs, kwargs)
             made = {name: self._split(name, kwargs[name], how) for name, how in inputs.items() if kwargs.get(name) is not None}
             mine = number(content(kwargs).encode())
         same(self.transport, "inputs", mine, _NEED)
@@ -183,7 +184,7 @@ class ContextParallel:
         if not inside or self.attention is None or output is None:
             return None
         if not self._attend.calls:
-            raise Unsupported(f"no attention of {type(model).__name__} went over the ranks, so each has seen its own tokens only: its processors, or plan, are not supported")
+            raise Unsupported(f"no attention of {class_of(model)} went over the ranks, so each has seen its own tokens only: its processors, or plan, are not supported")
         return self._divided(output) if self._sum and torch.is_grad_enabled() else None
 
     def _divided(self, output: Any) -> Any:

@@ -101,9 +101,14 @@ MODELS: dict[str, Known] = {
 }  # fmt: skip
 
 
+def class_of(model: Any) -> str:
+    """The name of the model's class, without that which fully_shard makes of it."""
+    return next(kind.__name__ for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
 def plan_of(model: Any, plan: Mapping[str, Any] | None) -> tuple[list[Place], Known | None]:
     """The places of a model, and what is known of its class: nothing if the caller gives the plan."""
-    name = type(model).__name__
+    name = class_of(model)
     if not isinstance(model, ModelMixin):
         raise InvalidArgument(f"model is {name}, a model of Diffusers is needed, such as pipe.transformer")
     known = None
