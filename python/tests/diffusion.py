@@ -8,6 +8,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 
 Inputs = dict[str, Any]
 
@@ -29,7 +30,25 @@ def _flux_controlled() -> tuple[Any, Inputs]:
     return model, inputs | {"controlnet_block_samples": [_random(1, 15, 48)], "controlnet_single_block_samples": (_random(1, 15, 48),) * 2}
 
 
-def _flux2(ids: bool = True) -> tuple[Any, Inputs]:
+def _flux_adapted() -> tuple[Any, Inputs]:
+    """With an IP-Adapter, to whose tokens images attend too."""
+    model, inputs = _flux(batch=2)
+    for block in model.transformer_blocks:
+        block.attn.set_processor(FluxIPAdapterAttnProcessor(hidden_size=48, cross_attention_dim=16, num_tokens=(4,), scale=0.7))
+    return model, inputs | {"joint_attention_kwargs": {"ip_hidden_states": [_random(2, 4, 16)]}}
+
+
+def _joint(kind: str) -> tuple[Any, Inputs]:
+    model = getattr(diffusers, kind)(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=3,
+        joint_attention_dim=24, axes_dims_rope=[4, 4, 8], **({"out_channels": 4} if kind.startswith("Ovis") else {}),
+    )  # fmt: skip
+    inputs = _flux()[1]
+    del inputs["pooled_projections"]
+    return model, inputs
+
+
+def _flux2() -> tuple[Any, Inputs]:
     model = diffusers.Flux2Transformer2DModel(
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=3, joint_attention_dim=24,
         timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4),
@@ -57,6 +76,11 @@ def _qwen(masked: bool = False, batch: int = 1, **more: Any) -> tuple[Any, Input
     return model, inputs
 
 
+def _qwen_controlled() -> tuple[Any, Inputs]:
+    model, inputs = _qwen()
+    return model, inputs | {"controlnet_block_samples": [_random(1, 15, 48), _random(1, 15, 48)]}
+
+
 def _wan(batch: int = 1, tokens: bool = False, image: bool = False, kind: str = "WanTransformer3DModel") -> tuple[Any, Inputs]:
     more: dict[str, Any] = {"image_dim": 16, "added_kv_proj_dim": 36} if image else {}
     model = getattr(diffusers, kind)(
@@ -69,6 +93,17 @@ def _wan(batch: int = 1, tokens: bool = False, image: bool = False, kind: str = 
     if image:
         inputs["encoder_hidden_states_image"] = _random(batch, 5, 16)
     return model, inputs
+
+
+def _vace() -> tuple[Any, Inputs]:
+    model = diffusers.WanVACETransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32,
+        num_layers=3, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32, vace_layers=[0, 2], vace_in_channels=8,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": _random(1, 4, 3, 6, 10), "timestep": torch.tensor([400]), "encoder_hidden_states": _random(1, 7, 16),
+        "control_hidden_states": _random(1, 8, 3, 6, 10), "control_hidden_states_scale": torch.tensor([0.7, 1.3]),
+    }  # fmt: skip
 
 
 def _ltx(tokens: bool = False) -> tuple[Any, Inputs]:
@@ -150,9 +185,13 @@ CASES: dict[str, Callable[[], tuple[Any, Inputs]]] = {
     "Flux, 2 in a batch": lambda: _flux(batch=2),
     "Flux, 2 words": lambda: _flux(text=2),
     "Flux, ControlNet": _flux_controlled,
+    "Flux, IP-Adapter": _flux_adapted,
     "Flux2": _flux2,
+    "OvisImage": lambda: _joint("OvisImageTransformer2DModel"),
+    "LongCatImage": lambda: _joint("LongCatImageTransformer2DModel"),
     "QwenImage": _qwen,
     "QwenImage, masks": lambda: _qwen(masked=True, batch=3),
+    "QwenImage, ControlNet": _qwen_controlled,
     "QwenImage, edit": lambda: _qwen(zero_cond_t=True),
     "Wan": _wan,
     "Wan, 2 in a batch": lambda: _wan(batch=2),
@@ -160,6 +199,7 @@ CASES: dict[str, Callable[[], tuple[Any, Inputs]]] = {
     "Wan, image": lambda: _wan(image=True),
     "ChronoEdit": lambda: _wan(kind="ChronoEditTransformer3DModel", image=True),
     "ChronoEdit, timesteps of tokens": lambda: _wan(kind="ChronoEditTransformer3DModel", tokens=True),
+    "WanVACE": _vace,
     "LTX": _ltx,
     "LTX, timesteps of tokens": lambda: _ltx(tokens=True),
     "LTX2": _ltx2,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffusers import ModelMixin
+from diffusers import FluxTransformer2DModel, ModelMixin, WanTransformer3DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import Tensor, nn
 
@@ -41,11 +41,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Known:
-    """What a class's plan does not say. `whole` are arguments of which each rank needs all; `more` completes the plan; `refused` are
+    """What a class's plan does not say. `whole` are arguments of which each rank needs all; `plan` is that of a class without one, `more` completes it; `refused` are
     arguments, and `config` values of the configuration, that would be wrong, each with the reason; `local` are attention modules, by parts of
     their names, whose keys and values each rank has whole."""
 
     whole: tuple[str, ...]
+    plan: Mapping[str, Any] | None = None
     more: Mapping[str, Mapping[str | int, Split]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
@@ -56,6 +57,7 @@ _ROWS = Split({3: 1})
 _TIMES = Split({2: 1, 3: 1}, broadcast=True)
 _ROPES: Mapping[str | int, Split] = {0: Split({3: 1, 4: 2}), 1: Split({3: 1, 4: 2})}
 _KV = "its attention, to a cache of reference images, does not go over the ranks: leave it out"
+_JOINT = FluxTransformer2DModel._cp_plan
 _VIDEO = ("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image")
 
 # The classes that python/tests/sweep_diffusers.py compares with one process.
@@ -74,6 +76,13 @@ MODELS: dict[str, Known] = {
     ),
     "WanTransformer3DModel": Known(whole=_VIDEO),
     "ChronoEditTransformer3DModel": Known(whole=_VIDEO, more={"": {"timestep": Split({2: 1})}}),
+    "WanVACETransformer3DModel": Known(
+        whole=(*_VIDEO, "control_hidden_states", "control_hidden_states_scale"),
+        plan={name: WanTransformer3DModel._cp_plan[name] for name in ("rope", "blocks.0", "proj_out")},
+        more={"vace_blocks.*": {"hidden_states": _ROWS}, "vace_blocks.0": {"control_hidden_states": _ROWS}},
+    ),
+    "OvisImageTransformer2DModel": Known(whole=("timestep",), plan=_JOINT),
+    "LongCatImageTransformer2DModel": Known(whole=("timestep", "guidance"), plan=_JOINT),
     "LTXVideoTransformer3DModel": Known(whole=("timestep", "rope_interpolation_scale", "video_coords"), more={"": {"timestep": _TIMES}}),
     "LTX2VideoTransformer3DModel": Known(
         whole=(
@@ -113,7 +122,8 @@ def plan_of(model: Any, plan: Mapping[str, Any] | None) -> tuple[list[Place], Kn
         raise InvalidArgument(f"model is {name}, a model of Diffusers is needed, such as pipe.transformer")
     known = None
     if plan is None:
-        known, plan = MODELS.get(name), model._cp_plan
+        known = MODELS.get(name)
+        plan = model._cp_plan or (known.plan if known else None)
         if known is None or not plan:
             why = "has no _cp_plan" if not plan else "has a _cp_plan, but was not compared with one process"
             raise Unsupported(
