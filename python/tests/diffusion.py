@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Small random transformers of Diffusers, and inputs for them whose lengths divide by nothing."""
+"""Small random transformers of Diffusers, and inputs for them whose lengths 2, 3 and 5 do not divide."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 Inputs = dict[str, Any]
 
 
-def _flux(text: int = 7, height: int = 3, width: int = 5, batch: int = 1) -> tuple[Any, Inputs]:
+def _flux(text: int = 7, height: int = 7, width: int = 11, batch: int = 1) -> tuple[Any, Inputs]:
     model = diffusers.FluxTransformer2DModel(
         patch_size=1, in_channels=4, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=3, joint_attention_dim=24,
         pooled_projection_dim=24, axes_dims_rope=(4, 4, 8),
@@ -27,7 +27,7 @@ def _flux(text: int = 7, height: int = 3, width: int = 5, batch: int = 1) -> tup
 
 def _flux_controlled() -> tuple[Any, Inputs]:
     model, inputs = _flux()
-    return model, inputs | {"controlnet_block_samples": [_random(1, 15, 48)], "controlnet_single_block_samples": (_random(1, 15, 48),) * 2}
+    return model, inputs | {"controlnet_block_samples": [_random(1, 77, 48)], "controlnet_single_block_samples": (_random(1, 77, 48),) * 2}
 
 
 def _flux_adapted() -> tuple[Any, Inputs]:
@@ -53,10 +53,10 @@ def _flux2() -> tuple[Any, Inputs]:
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=3, joint_attention_dim=24,
         timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4),
     )  # fmt: skip
-    grid = torch.cartesian_prod(torch.zeros(1), torch.arange(3.0), torch.arange(5.0), torch.zeros(1))[None]
+    grid = torch.cartesian_prod(torch.zeros(1), torch.arange(7.0), torch.arange(11.0), torch.zeros(1))[None]
     words = torch.cartesian_prod(torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.arange(7.0))[None]
     return model, {
-        "hidden_states": _random(1, 15, 4), "encoder_hidden_states": _random(1, 7, 24), "timestep": torch.tensor([0.7]),
+        "hidden_states": _random(1, 77, 4), "encoder_hidden_states": _random(1, 7, 24), "timestep": torch.tensor([0.7]),
         "img_ids": grid, "txt_ids": words, "guidance": torch.tensor([3.5]),
     }  # fmt: skip
 
@@ -66,7 +66,7 @@ def _qwen(masked: bool = False, batch: int = 1, **more: Any) -> tuple[Any, Input
         patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=3, joint_attention_dim=16,
         axes_dims_rope=(8, 4, 4), **more,
     )  # fmt: skip
-    shapes = [[(1, 3, 5), (1, 2, 3)] if more.get("zero_cond_t") else [(1, 3, 5)]] * batch
+    shapes = [[(1, 7, 7), (1, 2, 2)] if more.get("zero_cond_t") else [(1, 7, 7)]] * batch
     inputs = {
         "hidden_states": _random(batch, sum(f * h * w for f, h, w in shapes[0]), 16), "encoder_hidden_states": _random(batch, 7, 16),
         "timestep": torch.full((batch,), 0.7), "img_shapes": shapes,
@@ -78,7 +78,7 @@ def _qwen(masked: bool = False, batch: int = 1, **more: Any) -> tuple[Any, Input
 
 def _qwen_controlled() -> tuple[Any, Inputs]:
     model, inputs = _qwen()
-    return model, inputs | {"controlnet_block_samples": [_random(1, 15, 48), _random(1, 15, 48)]}
+    return model, inputs | {"controlnet_block_samples": [_random(1, 49, 48), _random(1, 49, 48)]}
 
 
 def _wan(batch: int = 1, tokens: bool = False, image: bool = False, kind: str = "WanTransformer3DModel") -> tuple[Any, Inputs]:
@@ -87,7 +87,7 @@ def _wan(batch: int = 1, tokens: bool = False, image: bool = False, kind: str = 
         patch_size=(1, 2, 2), num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32,
         num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32, **more,
     )  # fmt: skip
-    inputs = {"hidden_states": _random(batch, 4, 3, 6, 10), "timestep": torch.full((batch, 45), 400.0) if tokens else torch.full((batch,), 400), "encoder_hidden_states": _random(batch, 512 if image else 7, 16)}
+    inputs = {"hidden_states": _random(batch, 4, 7, 2, 14), "timestep": torch.full((batch, 49), 400.0) if tokens else torch.full((batch,), 400), "encoder_hidden_states": _random(batch, 512 if image else 7, 16)}
     if tokens:
         inputs["timestep"][:, ::3] = 0.0
     if image:
@@ -101,8 +101,8 @@ def _vace() -> tuple[Any, Inputs]:
         num_layers=3, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32, vace_layers=[0, 2], vace_in_channels=8,
     )  # fmt: skip
     return model, {
-        "hidden_states": _random(1, 4, 3, 6, 10), "timestep": torch.tensor([400]), "encoder_hidden_states": _random(1, 7, 16),
-        "control_hidden_states": _random(1, 8, 3, 6, 10), "control_hidden_states_scale": torch.tensor([0.7, 1.3]),
+        "hidden_states": _random(1, 4, 7, 2, 14), "timestep": torch.tensor([400]), "encoder_hidden_states": _random(1, 7, 16),
+        "control_hidden_states": _random(1, 8, 7, 2, 14), "control_hidden_states_scale": torch.tensor([0.7, 1.3]),
     }  # fmt: skip
 
 
@@ -112,12 +112,12 @@ def _ltx(tokens: bool = False) -> tuple[Any, Inputs]:
     )
     mask = torch.ones(2, 7)
     mask[0, 4:] = 0
-    times = torch.full((2, 30 if tokens else 1), 400.0)
+    times = torch.full((2, 49 if tokens else 1), 400.0)
     if tokens:
         times[:, ::3] = 0.0
     return model, {
-        "hidden_states": _random(2, 30, 4), "encoder_hidden_states": _random(2, 7, 16), "encoder_attention_mask": mask,
-        "timestep": times, "num_frames": 2, "height": 3, "width": 5,
+        "hidden_states": _random(2, 49, 4), "encoder_hidden_states": _random(2, 7, 16), "encoder_attention_mask": mask,
+        "timestep": times, "num_frames": 7, "height": 1, "width": 7,
     }  # fmt: skip
 
 
@@ -130,9 +130,9 @@ def _ltx2(tokens: bool = False, rope: str = "interleaved", masked: bool = True, 
     mask = torch.ones(2, 7)
     mask[0, 4:] = 0
     inputs = {
-        "hidden_states": _random(2, 30, 4), "audio_hidden_states": _random(2, 5, 4), "encoder_hidden_states": _random(2, 7, 16),
-        "audio_encoder_hidden_states": _random(2, 7, 16), "timestep": torch.full((2, 30) if tokens else (2,), 400.0),
-        "audio_timestep": torch.full((2,), 300.0), "num_frames": 2, "height": 3, "width": 5, "fps": 25.0, "audio_num_frames": 5,
+        "hidden_states": _random(2, 49, 4), "audio_hidden_states": _random(2, 5, 4), "encoder_hidden_states": _random(2, 7, 16),
+        "audio_encoder_hidden_states": _random(2, 7, 16), "timestep": torch.full((2, 49) if tokens else (2,), 400.0),
+        "audio_timestep": torch.full((2,), 300.0), "num_frames": 7, "height": 1, "width": 7, "fps": 25.0, "audio_num_frames": 5,
     }  # fmt: skip
     if tokens:
         inputs["timestep"][:, ::3] = 0.0
@@ -144,13 +144,13 @@ def _helios(history: bool = True, **more: Any) -> tuple[Any, Inputs]:
         patch_size=(1, 2, 2), num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32,
         num_layers=2, rope_dim=(4, 4, 4), has_multi_term_memory_patch=True, zero_history_timestep=True, **more,
     )  # fmt: skip
-    inputs = {"hidden_states": _random(1, 4, 2, 6, 10), "timestep": torch.tensor([400]), "encoder_hidden_states": _random(1, 7, 16)}
+    inputs = {"hidden_states": _random(1, 4, 7, 2, 14), "timestep": torch.tensor([400]), "encoder_hidden_states": _random(1, 7, 16)}
     if history:
         inputs |= {
-            "indices_hidden_states": torch.arange(6, 8)[None], "indices_latents_history_short": torch.arange(5, 6)[None],
+            "indices_hidden_states": torch.arange(6, 13)[None], "indices_latents_history_short": torch.arange(5, 6)[None],
             "indices_latents_history_mid": torch.arange(3, 5)[None], "indices_latents_history_long": torch.arange(0, 3)[None],
-            "latents_history_short": _random(1, 4, 1, 6, 10), "latents_history_mid": _random(1, 4, 2, 6, 10),
-            "latents_history_long": _random(1, 4, 3, 6, 10),
+            "latents_history_short": _random(1, 4, 1, 2, 14), "latents_history_mid": _random(1, 4, 2, 2, 14),
+            "latents_history_long": _random(1, 4, 3, 2, 14),
         }  # fmt: skip
     return model, inputs
 
@@ -160,7 +160,7 @@ def _minimax() -> tuple[Any, Inputs]:
         num_attention_heads=3, attention_head_dim=16, hidden_size=24, num_layers=2, num_refiner_layers=1, ffn_dim=32, in_channels=3,
         audio_in_channels=6, patch_size=(1, 2, 2), text_dim=16, freq_dim=32, time_embed_hidden_dim=24, time_embed_dim=24, rope_freq_dim=2,
     )  # fmt: skip
-    text, video, audio = 7, 15, 5
+    text, video, audio = 7, 17, 5
     tags = torch.tensor([1] * text + [0] * video + [2] * audio)
     places = torch.stack([torch.arange(len(tags)), torch.arange(len(tags)) % 3, torch.arange(len(tags)) % 5], 1)
     return model, {

@@ -9,7 +9,6 @@ of one call.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +16,16 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 
-from ..errors import Disagreement, InvalidArgument, Unsupported
+from ..errors import Unsupported
 from ..torch import Context, GlooTransport
-from ..torch.agree import heard, told
+from ..torch.agree import told
 from ..torch.gloo import Collectives, Members
+from .counts import counts
 from .masks import keys_of, slices_of
 from .sequence import exchanged
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel
-
-# The bits of a rank's number of tokens in what the ranks tell each other.
-_BITS = 24
-
 
 class Attention:
     """Attention over the ranks of a group. All ranks make one, and make the same calls."""
@@ -41,20 +37,14 @@ class Attention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         """o of this rank's queries, of q's type."""
-        rank, world, usual = self._transport.rank, self._transport.world, q.dtype
+        usual = q.dtype
         self.calls += 1
         with told(self._transport):
             kept = None if mask is None else keys_of(mask, q, k)
-            if max(q.shape[1], k.shape[1]) >> _BITS:
-                raise InvalidArgument(f"q has {q.shape[1]} tokens and k {k.shape[1]} on one rank, fewer than {1 << _BITS} are needed")
             if torch.is_autocast_enabled(q.device.type):
                 q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
         kind = (q.shape[0], *q.shape[2:], *k.shape[2:], v.shape[3], str(q.dtype), scale, kept is not None)
-        digest = int.from_bytes(hashlib.blake2b(repr(kind).encode(), digest_size=8).digest(), "little") >> (2 * _BITS + 1)
-        said = heard(self._transport, "attention", 1 | q.shape[1] << 1 | k.shape[1] << (_BITS + 1) | digest << (2 * _BITS + 1))
-        if others := [one for one, number in enumerate(said) if number >> (2 * _BITS + 1) != digest]:
-            raise Disagreement(f"ranks {others} of this group are at another layer than rank {rank}, or have another batch: this rank has {kind}", others[0])
-        every_q, every_k = ([number >> shift & (1 << _BITS) - 1 for number in said] for shift in (1, _BITS + 1))
+        every_q, every_k = counts(self._transport, "attention", kind, q.shape[1], k.shape[1])
         read = self._read(kept, q.shape[0], every_k)
         if not max(every_q):
             return q.new_empty(*q.shape[:3], v.shape[3])

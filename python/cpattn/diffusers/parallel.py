@@ -18,13 +18,20 @@ from torch import Tensor, nn
 from .._check import refused
 from .._signature import named
 from ..errors import InvalidArgument, InvalidHandle, Unsupported
+from ..packing import over_all
+from ..plan import Plan
 from ..torch import GlooTransport
-from ..torch.agree import content, heard, number, same, same_settings, told
+from ..torch.agree import content, number, same, same_settings, told
 from ..torch.gloo import Collectives, Members
 from .attention import Attention, Settings, backend
+from .counts import counts
 from .plans import Place, Split, class_of, plan_of, refuse
 from .sequence import Divided, Whole, part
 
+# Those of `Context` that do not change what is computed, nor where tokens are.
+TAKEN = frozenset(
+    "ulysses ring ranks_per_node gather passes circulate circulate_forward wire reproducible plans workers communicator".split()
+)
 _NEED = "every rank calls the model with the same inputs: give all ranks one seed (generator=torch.Generator().manual_seed(…)), or send them those of one rank"
 
 
@@ -38,7 +45,7 @@ class ContextParallel:
 
     `gradients` is how gradients of parameters are combined over the ranks, if any are: "mean" (DDP, FSDP) or "sum". `plan` says where the
     sequence is split and gathered, in the form of the model's own `_cp_plan`, for a class that has none. `ulysses`, `ring`, `timeout`,
-    `workers`, `communicator` and others are those of `cpattn.torch.Context`.
+    `workers`, `communicator` and others are those of `cpattn.torch.Context` (`TAKEN`).
 
     Raises Unsupported for a model or an argument that would be wrong, with the reason.
     """
@@ -59,9 +66,12 @@ class ContextParallel:
             with told(self.transport):
                 if gradients not in ("mean", "sum"):
                     raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
-                for name in ("layout", "layout_parameter", "own_tokens"):
-                    if name in options:
-                        raise InvalidArgument(f"{name} is given: each rank has consecutive tokens of each sequence, leave it out")
+                for name in options.keys() - TAKEN:
+                    why = "each rank has consecutive tokens of each sequence" if name.startswith("layout") else "it is no option here"
+                    raise InvalidArgument(f"{name} is given, and {why}: leave it out. Options are {', '.join(sorted(TAKEN))}")
+                # Invalid options are refused here, not with the first call.
+                how = {name: value for name, value in options.items() if name not in ("plans", "workers", "communicator")}
+                over_all(Plan([0, 1], world=self.world, heads=64 * self.world, head_dim=16, layout="contiguous", **how))
                 self._places, self._known = plan_of(model, plan)
                 self._refuse_other(model)
                 self._processors = list(self._find(model))
@@ -248,6 +258,6 @@ class ContextParallel:
         return x if how.broadcast and x.shape[dim] == 1 else part(x, dim, self.rank, self.world)
 
     def _gathered(self, x: Tensor, dim: int) -> Tensor:
-        said = heard(self.transport, "outputs", 1 | x.shape[dim] << 1)
-        rows: Tensor = Whole.apply(x.transpose(0, dim), [one >> 1 for one in said], self.rank, self._check_open())  # type: ignore[no-untyped-call]
+        (each,) = counts(self.transport, "outputs", (dim, str(x.dtype), x.shape[:dim], x.shape[dim + 1 :]), x.shape[dim])
+        rows: Tensor = Whole.apply(x.transpose(0, dim), each, self.rank, self._check_open())  # type: ignore[no-untyped-call]
         return rows.transpose(0, dim)
