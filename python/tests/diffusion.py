@@ -38,25 +38,25 @@ def _flux_adapted() -> tuple[Any, Inputs]:
     return model, inputs | {"joint_attention_kwargs": {"ip_hidden_states": [_random(2, 4, 16)]}}
 
 
-def _joint(kind: str) -> tuple[Any, Inputs]:
+def _joint(kind: str, text: int = 7) -> tuple[Any, Inputs]:
     model = getattr(diffusers, kind)(
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=3,
         joint_attention_dim=24, axes_dims_rope=[4, 4, 8], **({"out_channels": 4} if kind.startswith("Ovis") else {}),
     )  # fmt: skip
-    inputs = _flux()[1]
+    inputs = _flux(text)[1]
     del inputs["pooled_projections"]
     return model, inputs
 
 
-def _flux2() -> tuple[Any, Inputs]:
+def _flux2(text: int = 7) -> tuple[Any, Inputs]:
     model = diffusers.Flux2Transformer2DModel(
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=3, joint_attention_dim=24,
         timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4),
     )  # fmt: skip
     grid = torch.cartesian_prod(torch.zeros(1), torch.arange(7.0), torch.arange(11.0), torch.zeros(1))[None]
-    words = torch.cartesian_prod(torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.arange(7.0))[None]
+    words = torch.cartesian_prod(torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.arange(float(text)))[None]
     return model, {
-        "hidden_states": _random(1, 77, 4), "encoder_hidden_states": _random(1, 7, 24), "timestep": torch.tensor([0.7]),
+        "hidden_states": _random(1, 77, 4), "encoder_hidden_states": _random(1, text, 24), "timestep": torch.tensor([0.7]),
         "img_ids": grid, "txt_ids": words, "guidance": torch.tensor([3.5]),
     }  # fmt: skip
 
@@ -187,8 +187,11 @@ CASES: dict[str, Callable[[], tuple[Any, Inputs]]] = {
     "Flux, ControlNet": _flux_controlled,
     "Flux, IP-Adapter": _flux_adapted,
     "Flux2": _flux2,
+    "Flux2, 2 words": lambda: _flux2(text=2),
     "OvisImage": lambda: _joint("OvisImageTransformer2DModel"),
+    "OvisImage, 2 words": lambda: _joint("OvisImageTransformer2DModel", text=2),
     "LongCatImage": lambda: _joint("LongCatImageTransformer2DModel"),
+    "LongCatImage, 2 words": lambda: _joint("LongCatImageTransformer2DModel", text=2),
     "QwenImage": _qwen,
     "QwenImage, masks": lambda: _qwen(masked=True, batch=3),
     "QwenImage, ControlNet": _qwen_controlled,

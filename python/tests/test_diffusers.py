@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
+import time
 import unittest
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ except ImportError:
 import diffusion
 import processes
 import programs
-from cpattn import Disagreement, InvalidArgument, InvalidHandle, Unsupported
+from cpattn import Disagreement, InvalidArgument, InvalidHandle, PeerError, Unsupported
 from cpattn.diffusers import ContextParallel
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -64,6 +67,48 @@ def alone(cases: list[str]) -> dict[str, list[torch.Tensor]]:
         with torch.no_grad():
             found[case] = diffusion.results(model(**inputs))
     return found
+
+
+def _attention(rank: int, world: int) -> list[str]:
+    """The backend alone, in f64: ranks without queries or keys, groups of heads, other lengths and dims of k and v, and each kind of mask."""
+    wrong = []
+    model, _ = diffusion.build("Flux")
+    cp = ContextParallel(model, timeout=60)
+    of_k = [3, 0, 4]
+    torch.manual_seed(6)
+    kept = torch.tensor([[1, 0, 1, 1, 0, 0, 1], [1] * 7, [1, 0, 1, 1, 0, 0, 1]], dtype=torch.bool)
+    added = torch.where(kept, 0.0, -1e4).double()
+    masks = {
+        "none": None, "[batch, keys]": kept, "[batch, 1, 1, keys]": kept[:, None, None], "[1, 1, 1, keys]": kept[:1, None, None], "added": added[:, None, None],
+        "lowest": added[:, None, None].clamp(max=0).mul(1e300),
+        "of all heads and queries": kept[:, None, None].expand(3, 6, 7, 7),
+    }  # fmt: skip
+    for name, mask in masks.items():
+        of_q = [1, 4, 2] if "queries" in name else [0, 5, 2]
+        whole = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((3, 7, 6, 16), (3, 7, 2, 16), (3, 7, 2, 24))]
+        wide = mask[:, None, None] if mask is not None and mask.ndim == 2 else mask
+        expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in whole), wide, scale=0.3, enable_gqa=True).transpose(1, 2)
+        weights = torch.randn_like(expected)
+        exact = torch.autograd.grad((expected * weights).sum(), whole)
+        at_q, at_k = sum(of_q[:rank]), sum(of_k[:rank])
+        mine = [x.detach()[:, at : at + many[rank]].clone().requires_grad_() for x, at, many in zip(whole, (at_q, at_k, at_k), (of_q, of_k, of_k), strict=True)]
+        own = None if mask is None else mask[..., at_k : at_k + of_k[rank]]
+        if own is not None and own.ndim == 4 and own.shape[2] > 1:
+            own = own[:, :, at_q : at_q + of_q[rank]]
+        processor = model.transformer_blocks[0].attn.processor
+        settings, chosen = processor._parallel_config, processor._attention_backend
+        o = dispatch_attention_fn(*mine, attn_mask=own, scale=0.3, enable_gqa=True, backend=chosen, parallel_config=settings)
+        gradients_ = torch.autograd.grad((o * weights[:, at_q : at_q + of_q[rank]]).sum(), mine)
+        parts = [(o, expected, at_q), *((a, b, at) for a, b, at in zip(gradients_, exact, (at_q, at_k, at_k), strict=True))]
+        for what, (found, all_, at) in zip(("o", "dq", "dk", "dv"), parts, strict=True):
+            distance = (found - all_[:, at : at + found.shape[1]]).abs().amax().item() if found.numel() else 0.0
+            if not distance <= 1e-12 or found.shape[1] != (of_q if what in ("o", "dq") else of_k)[rank]:
+                wrong.append(f"{what} with mask {name}: {distance:.1e}")
+        # Other attention, to keys that each rank has whole, is that of one process.
+        alone = dispatch_attention_fn(*whole, attn_mask=wide, scale=0.3, enable_gqa=True, backend=chosen)
+        if not torch.equal(alone, expected):
+            wrong.append(f"attention of whole keys with mask {name}")
+    return wrong
 
 
 def _refusals(rank: int, world: int) -> list[str]:
@@ -132,6 +177,12 @@ def _refusals(rank: int, world: int) -> list[str]:
     check("layout", InvalidArgument, "layout is given", lambda: make(wan, layout="zigzag"))
     check("options of one rank", InvalidArgument, "arguments of ContextParallel" if rank else "gradients", lambda: make(wan, gradients="mean" if rank else "other"))
     check("other options", Disagreement, "gradients", lambda: make(wan, gradients="sum" if rank else "mean"))
+    cp, ltx = made("LTX")
+    check("one word", Unsupported, "encoder_hidden_states has 1 tokens", lambda: ltx(encoder_hidden_states=torch.zeros(2, 1, 16), encoder_attention_mask=torch.ones(2, 1)))
+    cp.close()
+    cp, flux = made("Flux")
+    check("one token", Unsupported, "hidden_states has 1 tokens", lambda: flux(hidden_states=torch.zeros(1, 1, 4), img_ids=torch.zeros(1, 3)))
+    cp.close()
     check("ulysses", InvalidArgument, "ulysses", lambda: make(wan, ulysses=5))
     check("window", InvalidArgument, "window_left is given", lambda: make(wan, window_left=5))
     check("parts of the group", InvalidArgument, "all are needed", lambda: make(wan, ulysses=1, ring=1))
@@ -162,6 +213,23 @@ def _broken(rank: int, world: int) -> str:
     return "no error"
 
 
+def _silent(rank: int, world: int) -> str:
+    """A rank that fails in the middle of a call, and does nothing more."""
+    model, inputs = diffusion.build("Flux")
+    cp = ContextParallel(model, timeout=4)
+    with torch.no_grad():
+        model(**inputs)
+        if rank == 1:
+            model.single_transformer_blocks[0].register_forward_pre_hook(lambda *_: 1 // 0)
+        try:
+            model(**inputs)
+        except (ZeroDivisionError, PeerError) as error:
+            time.sleep(8 * rank)
+            cp.close()
+            return type(error).__name__
+    return "no error"
+
+
 def _off(rank: int, world: int) -> bool:
     """The model as it was, each rank for itself, and over the ranks again."""
     model, inputs = diffusion.build("Flux")
@@ -177,11 +245,13 @@ def _off(rank: int, world: int) -> bool:
 
 
 def gradients(model: Any, inputs: Any) -> list[torch.Tensor]:
-    """Of all parameters, for a loss of all results."""
+    """Of all parameters that have one, and of hidden_states, for a loss of all results."""
     torch.manual_seed(11)
+    inputs = {**inputs, "hidden_states": inputs["hidden_states"].clone().requires_grad_()}
     found = diffusion.results(model(**inputs))
     torch.stack([(one * torch.randn(one.shape)).mean() for one in found]).sum().backward()
-    return [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
+    every = [*(one for one in model.parameters() if one.requires_grad), inputs["hidden_states"]]
+    return [torch.zeros_like(one) if one.grad is None else one.grad for one in every]
 
 
 def distance_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -204,6 +274,7 @@ def _gradients(rank: int, world: int, file: str, cases: list[str]) -> list[str]:
                 dist.all_reduce(one)
         else:
             found = gradients(DistributedDataParallel(model, find_unused_parameters=True), inputs)
+            dist.all_reduce(found[-1].div_(world))  # which DDP leaves to the caller
         distance = distance_of(found, expected[case])
         if not distance <= GRADIENT_BOUND:
             wrong.append(f"{case} on {world} ranks: {distance:.1e}")
@@ -213,8 +284,22 @@ def _gradients(rank: int, world: int, file: str, cases: list[str]) -> list[str]:
     return wrong
 
 
+def add_lora(model: Any) -> None:
+    from peft import LoraConfig
+
+    torch.manual_seed(3)
+    model.add_adapter(LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v", "proj_out", "x_embedder"]))
+
+
+def adapted() -> tuple[Any, Any]:
+    """With LoRA, whose parameters alone are trained."""
+    model, inputs = diffusion.build("Flux")
+    add_lora(model)
+    return model, inputs
+
+
 def _wrapped(rank: int, world: int) -> list[str]:
-    """Under fully_shard, made before and after it; with compiled blocks; in bfloat16 and under autocast. Returns the errors."""
+    """Under fully_shard, made before and after it; with LoRA; with compiled blocks; in bfloat16 and under autocast. Returns the errors."""
     wrong = []
 
     def check(what: str, distance: float, bound: float) -> None:
@@ -231,7 +316,28 @@ def _wrapped(rank: int, world: int) -> list[str]:
         fully_shard(model, mesh=mesh)
         cp = cp or ContextParallel(model, timeout=60)
         found = [one.full_tensor() if isinstance(one, DTensor) else one for one in gradients(model, inputs)]
+        dist.all_reduce(found[-1].div_(world))
         check(f"fully_shard, {case}, first: {first}", distance_of(found, expected), GRADIENT_BOUND)
+        cp.close()
+    if importlib.util.find_spec("peft"):
+        expected = gradients(*adapted())
+        model, inputs = adapted()
+        cp = ContextParallel(model, timeout=60, gradients="sum")
+        found = gradients(model, inputs)
+        for one in found:
+            dist.all_reduce(one)
+        check("LoRA", distance_of(found, expected), GRADIENT_BOUND)
+        cp.close()
+        model, inputs = diffusion.build("Flux")
+        cp = ContextParallel(model, timeout=60)
+        add_lora(model)
+        try:
+            model(**inputs)
+        except Unsupported as error:
+            if "proj_out was replaced" not in str(error):
+                wrong.append(str(error))
+        else:
+            wrong.append("a module that is replaced afterwards is not refused")
         cp.close()
     model, inputs = diffusion.build("Flux")
     with torch.no_grad():
@@ -311,6 +417,10 @@ class Models(unittest.TestCase):
                     for wrong in processes.run(_gradients, world, file, some, seconds=200):
                         self.assertEqual(wrong, [])
 
+    def test_attention(self) -> None:
+        for wrong in processes.run(_attention, 3):
+            self.assertEqual(wrong, [])
+
     def test_refusals(self) -> None:
         for wrong in processes.run(_refusals, 2, seconds=200):
             self.assertEqual(wrong, [])
@@ -318,6 +428,9 @@ class Models(unittest.TestCase):
     def test_a_rank_at_another_place(self) -> None:
         for said in processes.run(_broken, 2):
             self.assertRegex(said, "^Disagreement: .*(at another place of the model|differ from those of rank 0)")
+
+    def test_a_rank_that_does_nothing_more(self) -> None:
+        self.assertEqual(processes.run(_silent, 2), ["PeerError", "ZeroDivisionError"])
 
     def test_off(self) -> None:
         self.assertEqual(processes.run(_off, 2), [True, True])

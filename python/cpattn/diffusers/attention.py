@@ -87,7 +87,7 @@ class Attention:
         first_q, first_k = self._transport.rank * most_q, self._transport.rank * most_k
         assert batch_.tokens.tolist() == list(range(first_q, first_q + most_q)) and batch_.k_tokens.tolist() == list(range(first_k, first_k + most_k))
         o: Tensor = batch_.attention(q, k, v, scale=scale)
-        return o[:tokens].view(tokens, batch, heads, -1).transpose(0, 1)
+        return o[:tokens].view(tokens, batch, heads, o.shape[2]).transpose(0, 1)
 
     def _context(self, q: Tensor, k: Tensor, v: Tensor) -> Context:
         key = (q.dtype, q.device, *q.shape[2:], *k.shape[2:], v.shape[3])

@@ -36,6 +36,10 @@ def keys_of(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
             f"attn_mask has the shape {given}, and attention of this rank is {needed} (batch, heads, queries, keys): a mask of keys is needed, "
             "split as the keys are"
         )
+    if not keys:
+        return torch.zeros(batch, 0, dtype=torch.bool)
+    if not every.numel():
+        raise Unsupported(f"attn_mask has the shape {given}, without a query, and so does not say which keys are read: a mask of keys [batch, keys] is needed")
     first = every[:, :1, :1]
     if not bool((every == first).all()):
         raise Unsupported(f"attn_mask, of the shape {given}, differs between queries or between heads, a mask of keys [batch, keys] is needed: {_OUT}")

@@ -25,7 +25,7 @@ from ..torch.agree import content, number, same, same_settings, told
 from ..torch.gloo import Collectives, Members
 from .attention import Attention, Settings, backend
 from .counts import counts
-from .plans import Place, Split, class_of, plan_of, refuse
+from .plans import Place, Split, class_of, modules_of, plan_of, refuse
 from .sequence import Divided, Whole, part
 
 # Those of `Context` that do not change what is computed, nor where tokens are.
@@ -178,7 +178,7 @@ class ContextParallel:
         top = next((place for place in self._places if place.module is model), None)
         inputs = {} if top is None else top.inputs
         with told(self.transport):
-            self._check_processors()
+            self._check_modules()
             if getattr(model, "is_cache_enabled", False):
                 raise Unsupported("enable_cache was called on the model, which then leaves out layers by what one rank sees: call model.disable_cache()")
             if self._known is not None:
@@ -205,11 +205,15 @@ class ContextParallel:
             return type(output)(**{name: self._divided(one) for name, one in output.items()})
         return type(output)(map(self._divided, output)) if isinstance(output, list | tuple) else output
 
-    def _check_processors(self) -> None:
-        """Processors that were set after this was made would compute the attention of one rank's tokens."""
+    def _check_modules(self) -> None:
+        """Processors that were set after this was made would compute the attention of one rank's tokens, and other modules split nothing."""
         found = list(self._find(self.model))
         if len(found) != len(self._processors) or any(a is not b or a._parallel_config is not self._settings for a, b in zip(found, self._processors, strict=True)):
             raise Unsupported("a processor was set after ContextParallel was made: close the ContextParallel, set the processor, and make it again")
+
+        for place in self._places:
+            if dict(modules_of(self.model, place.name)).get(place.name) is not place.module:
+                raise Unsupported(f"{place.name} was replaced after ContextParallel was made, as add_adapter does: make the ContextParallel afterwards")
 
     def _splits(self, place: Place) -> Any:
         names = list(inspect.signature(place.module.forward).parameters)
@@ -255,7 +259,11 @@ class ContextParallel:
             if x.ndim <= min(how.dims.values()):  # it has no such dim, as timesteps of the whole batch
                 return x
             raise Unsupported(f"{name} has the shape {tuple(x.shape)}, {' or '.join(map(str, how.dims))} dims are needed, of which the tokens' is split")
-        return x if how.broadcast and x.shape[dim] == 1 else part(x, dim, self.rank, self.world)
+        if how.broadcast and x.shape[dim] == 1:
+            return x
+        if x.shape[dim] < self.world and not (self._known and name in self._known.short):
+            raise Unsupported(f"{name} has {x.shape[dim]} tokens, and each of the {self.world} ranks needs one: use fewer ranks, or lengthen it")
+        return part(x, dim, self.rank, self.world)
 
     def _gathered(self, x: Tensor, dim: int) -> Tensor:
         (each,) = counts(self.transport, "outputs", (dim, str(x.dtype), x.shape[:dim], x.shape[dim + 1 :]), x.shape[dim])

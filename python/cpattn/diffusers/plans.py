@@ -43,7 +43,8 @@ class Place:
 class Known:
     """What a class's plan does not say. `whole` are arguments of which each rank needs all; `plan` is that of a class without one, `more` completes it; `refused` are
     arguments, and `config` values of the configuration, that would be wrong, each with the reason; `local` are attention modules, by parts of
-    their names, whose keys and values each rank has whole."""
+    their names, whose keys and values each rank has whole; `short` are
+    what may have fewer rows than there are ranks. Others may not, since much code of models cannot do without a row."""
 
     whole: tuple[str, ...]
     plan: Mapping[str, Any] | None = None
@@ -51,11 +52,13 @@ class Known:
     refused: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
     local: tuple[str, ...] = ()
+    short: tuple[str, ...] = ()
 
 
 _ROWS = Split({3: 1})
 _TIMES = Split({2: 1, 3: 1}, broadcast=True)
 _ROPES: Mapping[str | int, Split] = {0: Split({3: 1, 4: 2}), 1: Split({3: 1, 4: 2})}
+_WORDS = ("encoder_hidden_states", "txt_ids")
 _KV = "its attention, to a cache of reference images, does not go over the ranks: leave it out"
 _JOINT = FluxTransformer2DModel._cp_plan
 _VIDEO = ("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image")
@@ -65,10 +68,12 @@ MODELS: dict[str, Known] = {
     "FluxTransformer2DModel": Known(
         whole=("pooled_projections", "timestep", "guidance", "joint_attention_kwargs"),
         more={"": {"controlnet_block_samples": _ROWS, "controlnet_single_block_samples": _ROWS}},
+        short=_WORDS,
     ),
     "Flux2Transformer2DModel": Known(
         whole=("timestep", "guidance"),
         refused={"kv_cache": _KV, "kv_cache_mode": _KV, "num_ref_tokens": _KV},
+        short=_WORDS,
     ),
     "QwenImageTransformer2DModel": Known(
         whole=("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "timestep", "guidance", "additional_t_cond"),
@@ -81,8 +86,8 @@ MODELS: dict[str, Known] = {
         plan={name: WanTransformer3DModel._cp_plan[name] for name in ("rope", "blocks.0", "proj_out")},
         more={"vace_blocks.*": {"hidden_states": _ROWS}, "vace_blocks.0": {"control_hidden_states": _ROWS}},
     ),
-    "OvisImageTransformer2DModel": Known(whole=("timestep",), plan=_JOINT),
-    "LongCatImageTransformer2DModel": Known(whole=("timestep", "guidance"), plan=_JOINT),
+    "OvisImageTransformer2DModel": Known(whole=("timestep",), plan=_JOINT, short=_WORDS),
+    "LongCatImageTransformer2DModel": Known(whole=("timestep", "guidance"), plan=_JOINT, short=_WORDS),
     "LTXVideoTransformer3DModel": Known(whole=("timestep", "rope_interpolation_scale", "video_coords"), more={"": {"timestep": _TIMES}}),
     "LTX2VideoTransformer3DModel": Known(
         whole=(
