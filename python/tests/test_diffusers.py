@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import tempfile
@@ -20,6 +21,7 @@ except ImportError:
     raise unittest.SkipTest("diffusers is not installed") from None
 
 import diffusion
+import held
 import processes
 import programs
 from cpattn import Disagreement, InvalidArgument, InvalidHandle, PeerError, Unsupported
@@ -230,6 +232,23 @@ def _silent(rank: int, world: int) -> str:
     return "no error"
 
 
+def _closed(rank: int, world: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """What this process holds after one ContextParallel is closed, and after four: one that was refused too."""
+    found = []
+    for times in (1, 3):
+        for _ in range(times):
+            model, inputs = diffusion.build("LTX")
+            cp = ContextParallel(model, timeout=60)
+            model(**inputs)
+            dist.barrier()
+            cp.close()
+            with contextlib.suppress(InvalidArgument):
+                ContextParallel(model, timeout=60, gradients="both")
+            del model, cp
+        found.append(held.now())
+    return found[0], found[1]
+
+
 def _off(rank: int, world: int) -> bool:
     """The model as it was, each rank for itself, and over the ranks again."""
     model, inputs = diffusion.build("Flux")
@@ -299,7 +318,8 @@ def adapted() -> tuple[Any, Any]:
 
 
 def _wrapped(rank: int, world: int) -> list[str]:
-    """Under fully_shard, made before and after it; with LoRA; with compiled blocks; in bfloat16 and under autocast. Returns the errors."""
+    """Under fully_shard, made before and after it; with LoRA; with compiled blocks; with a plan of the caller; in bfloat16 and under autocast.
+    Returns the errors."""
     wrong = []
 
     def check(what: str, distance: float, bound: float) -> None:
@@ -347,6 +367,10 @@ def _wrapped(rank: int, world: int) -> list[str]:
         check("compiled", diffusion.apart(diffusion.results(whole(**inputs)), expected), BOUND)
         model.compile_repeated_blocks(backend="aot_eager", dynamic=False)
         check("compiled blocks", diffusion.apart(diffusion.results(model(**inputs)), expected), BOUND)
+        cp.close()
+        model, inputs = diffusion.build("Flux")
+        cp = ContextParallel(model, timeout=60, plan=diffusers.FluxTransformer2DModel._cp_plan)
+        check("a plan that is given", diffusion.apart(diffusion.results(model(**inputs)), expected), BOUND)
         cp.close()
         for case in ("Flux", "LTX"):
             model, inputs = diffusion.build(case)
@@ -431,6 +455,10 @@ class Models(unittest.TestCase):
 
     def test_a_rank_that_does_nothing_more(self) -> None:
         self.assertEqual(processes.run(_silent, 2), ["PeerError", "ZeroDivisionError"])
+
+    def test_close_leaves_nothing(self) -> None:
+        for once, often in processes.run(_closed, 2):
+            self.assertEqual(once, often)
 
     def test_off(self) -> None:
         self.assertEqual(processes.run(_off, 2), [True, True])
