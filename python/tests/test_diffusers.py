@@ -174,6 +174,17 @@ def _refusals(rank: int, world: int) -> list[str]:
     twice = ContextParallel(flux_model, timeout=60)
     check("twice", InvalidArgument, "already has a ContextParallel", lambda: make(flux_model))
     twice.close()
+    processor = flux_model.transformer_blocks[0].attn.processor
+    twice = ContextParallel(flux_model, timeout=60)
+    qkv = [torch.zeros(1, 3, 3, 16)] * 3
+    how: dict[str, Any] = {"backend": processor._attention_backend, "parallel_config": processor._parallel_config}
+    check("dropout", Unsupported, "dropout_p is 0.1", lambda: dispatch_attention_fn(*qkv, dropout_p=0.1, **how))
+    check("causal", Unsupported, "is_causal is True", lambda: dispatch_attention_fn(*qkv, is_causal=True, **how))
+    check("mask of pairs", Unsupported, "differs between queries", lambda: dispatch_attention_fn(*qkv, attn_mask=torch.ones(3, 3).tril().bool(), **how))
+    check("mask of others", Unsupported, "attn_mask has the shape (1, 1, 1, 5)", lambda: dispatch_attention_fn(*qkv, attn_mask=torch.ones(1, 1, 1, 5).bool(), **how))
+    twice.close()
+    flux_model._parallel_config = "another"
+    check("Diffusers' own", Unsupported, "enable_parallelism was called", lambda: make(flux_model))
     check("no model", InvalidArgument, "a model of Diffusers is needed", lambda: make(torch.nn.Linear(3, 3)))
     check("gradients", InvalidArgument, "gradients is 'both'", lambda: make(wan, gradients="both"))
     check("layout", InvalidArgument, "layout is given", lambda: make(wan, layout="zigzag"))
@@ -230,6 +241,25 @@ def _silent(rank: int, world: int) -> str:
             cp.close()
             return type(error).__name__
     return "no error"
+
+
+def _groups(rank: int, world: int) -> list[float]:
+    """Two groups with their own inputs, by their ranks; and a backend that was chosen before, which attention to whole keys keeps."""
+    far = []
+    group = [0, 1] if rank < 2 else [2, 3]
+    for case in ("Flux", "Wan"):
+        model, inputs = diffusion.build(case)
+        model.set_attention_backend("_native_math")
+        inputs["hidden_states"] = inputs["hidden_states"] * (1 + group[0])
+        with torch.no_grad():
+            expected = diffusion.results(model(**inputs))
+            cp = ContextParallel(model, group=group, timeout=60)
+            seen = {name: module.processor._attention_backend.value for name, module in model.named_modules() if hasattr(module, "processor")}
+            far.append(diffusion.apart(diffusion.results(model(**inputs)), expected))
+            cp.close()
+        again = {name: module.processor._attention_backend.value for name, module in model.named_modules() if hasattr(module, "processor")}
+        assert set(seen.values()) == {"cpattn__native_math"} and set(again.values()) == {"_native_math"}, (seen, again)
+    return far
 
 
 def _closed(rank: int, world: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -455,6 +485,10 @@ class Models(unittest.TestCase):
 
     def test_a_rank_that_does_nothing_more(self) -> None:
         self.assertEqual(processes.run(_silent, 2), ["PeerError", "ZeroDivisionError"])
+
+    def test_groups(self) -> None:
+        for far in processes.run(_groups, 4):
+            self.assertLessEqual(max(far), BOUND)
 
     def test_close_leaves_nothing(self) -> None:
         for once, often in processes.run(_closed, 2):
