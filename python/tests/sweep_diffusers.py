@@ -4,7 +4,7 @@
     python3 python/tests/sweep_diffusers.py [--worlds 2 3 5]
 
 It prints the distances of each case of diffusion.py, the largest of each class, which is the table of docs/diffusers.md, and the classes that
-are refused. It ends with 1 if a class with a `_cp_plan` has no case, or one is further apart than test_diffusers.py allows.
+are refused. It ends with 1 if a class with a `_cp_plan` has no case, or one is further apart than the tests allow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from cpattn import Unsupported
 from cpattn.diffusers import ContextParallel
 from cpattn.diffusers.plans import MODELS, plan_of
 from diffusers.models import transformers
-from test_diffusers import BOUND, GRADIENT_BOUND, distance_of, gradients
+from diffusion import BOUND, GRADIENT_BOUND
+from test_diffusers import distance_of, gradients
 
 diffusers.utils.logging.set_verbosity_error()
 

@@ -210,7 +210,6 @@ class ContextParallel:
         found = list(self._find(self.model))
         if len(found) != len(self._processors) or any(a is not b or a._parallel_config is not self._settings for a, b in zip(found, self._processors, strict=True)):
             raise Unsupported("a processor was set after ContextParallel was made: close the ContextParallel, set the processor, and make it again")
-
         for place in self._places:
             if dict(modules_of(self.model, place.name)).get(place.name) is not place.module:
                 raise Unsupported(f"{place.name} was replaced after ContextParallel was made, as add_adapter does: make the ContextParallel afterwards")
