@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import time
 import unittest
 from typing import Any
 
@@ -18,28 +15,13 @@ except ImportError:
     raise unittest.SkipTest("transformers is not installed") from None
 
 import cpattn.torch
+import held
 import models
 import processes
 from cpattn import InvalidArgument
 from cpattn.transformers import ContextParallel
-from torch.distributed import distributed_c10d as c10d
 
 transformers.utils.logging.set_verbosity_error()
-
-
-def held() -> tuple[int, int, int]:
-    """Descriptors, threads and PyTorch's groups of this process, once those that are ending have ended, on all ranks: a rank that
-    returned alone would be in another collective than those that look again."""
-    gc.collect()
-    found = (0, 0, 0)
-    for _ in range(50):
-        before, found = found, (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(c10d._world.pg_names))
-        changed = torch.tensor([found != before])
-        dist.all_reduce(changed, op=dist.ReduceOp.MAX)
-        if not changed:
-            break
-        time.sleep(0.1)
-    return found
 
 
 def _closes(rank: int, world: int) -> dict[str, Any]:
@@ -74,10 +56,10 @@ def _closes(rank: int, world: int) -> dict[str, Any]:
 
     for job in (whole, refused, context):
         job()  # what is made once in a process is not counted
-        before = held()
+        before = held.now()
         for _ in range(3):
             job()
-        found[job.__name__] = (before, held())
+        found[job.__name__] = (before, held.now())
     return found
 
 

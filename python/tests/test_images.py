@@ -25,8 +25,8 @@ import images
 import models
 import processes
 from cpattn import Disagreement, Error, InvalidArgument, Unsupported
+from cpattn.torch.agree import content
 from cpattn.transformers import ContextParallel
-from cpattn.transformers.agree import content
 from cpattn.transformers.images import Rows, _alone
 from cpattn.transformers.towers import Features, deal
 from torch.distributed.fsdp import fully_shard

@@ -57,6 +57,30 @@ OF_DEEPSPEED = {
     "_TENSOR_MODEL_PARALLEL_GROUP": ["deepspeed.utils.groups:"],
     "_EXPERT_PARALLEL_GROUP": ["deepspeed.utils.groups:"],
 }
+# Of Diffusers, where it is installed.
+OF_DIFFUSERS = {
+    "_backends": ["diffusers.models.attention_dispatch:_AttentionBackendRegistry"],
+    "_supported_arg_names": ["diffusers.models.attention_dispatch:_AttentionBackendRegistry"],
+    "_cp_plan": ["diffusers:ModelMixin"],
+    "_parallel_config": [
+        "diffusers:ModelMixin",
+        *(
+            f"diffusers.models.transformers.transformer_{name}"
+            for name in (
+                "flux:FluxAttnProcessor", "flux:FluxIPAdapterAttnProcessor", "flux2:Flux2AttnProcessor", "flux2:Flux2ParallelSelfAttnProcessor",
+                "qwenimage:QwenDoubleStreamAttnProcessor2_0", "wan:WanAttnProcessor", "ltx:LTXVideoAttnProcessor",
+                "ltx2:LTX2AudioVideoAttnProcessor", "ltx2:LTX2PerturbedAttnProcessor", "helios:HeliosAttnProcessor",
+                "minimax_h3:MiniMaxH3AttnProcessor", "chronoedit:WanAttnProcessor",
+            )
+        ),
+    ],
+    "_attention_backend": ["diffusers.models.transformers.transformer_flux:FluxAttnProcessor"],
+}  # fmt: skip
+INSIDE_DIFFUSERS = [
+    "diffusers.models.attention_dispatch:AttentionBackendName",
+    "diffusers.models._modeling_parallel:ContextParallelInput",
+    "diffusers.models._modeling_parallel:ContextParallelOutput",
+]
 WRITTEN_OF_DEEPSPEED = {"_z3_leaf": "deepspeed.utils.z3_leaf_module", "_z3_optimizer": "deepspeed.runtime.zero.stage3"}
 MODULES = ["torch._library.effects", "torch.utils._python_dispatch", "torch._inductor.virtualized"]
 # Public names inside modules that the documentation of Transformers and TRL does not list.
@@ -69,8 +93,8 @@ INSIDE = [
     "accelerate.utils:recursively_apply",
     "accelerate.utils:send_to_device",
 ]
-# Documented names of Python: of named tuples, ctypes and os.
-PYTHON = {"_fields", "_field_defaults", "_replace", "_asdict", "_type_", "_fields_", "_name", "_exit", "_is_protocol"}
+# Documented names of Python: of enums, named tuples, ctypes and os.
+PYTHON = {"_name_", "_value_", "_fields", "_field_defaults", "_replace", "_asdict", "_type_", "_fields_", "_name", "_exit", "_is_protocol"}
 
 
 def used() -> Iterator[tuple[str, str]]:
@@ -110,7 +134,7 @@ def missing(name: str, where: str) -> str | None:
 
 class Private(unittest.TestCase):
     def test_each_name_has_a_row(self) -> None:
-        known = {*HAS, *WRITTEN, *OF_CUDA, *OF_DEEPSPEED, *WRITTEN_OF_DEEPSPEED, *PYTHON}
+        known = {*HAS, *WRITTEN, *OF_CUDA, *OF_DEEPSPEED, *WRITTEN_OF_DEEPSPEED, *OF_DIFFUSERS, *PYTHON}
         self.assertEqual([f"{name} at {place}" for name, place in used() if name not in known and not name.startswith("_cpattn")], [])
 
     def test_each_name_is_there(self) -> None:
@@ -130,6 +154,8 @@ class Private(unittest.TestCase):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             rows += [(name, where) for name, every in OF_DEEPSPEED.items() for where in every]
             written = WRITTEN | WRITTEN_OF_DEEPSPEED
+        if importlib.util.find_spec("diffusers"):
+            rows += [(name, where) for name, every in OF_DIFFUSERS.items() for where in every] + [("", where) for where in INSIDE_DIFFUSERS]
         gone = [said for name, where in rows if (said := missing(name, where))]
         for name, module in written.items():
             if name not in inspect.getsource(importlib.import_module(module)):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .._check import flag, instance
 from ..errors import InvalidArgument
+from ..torch.agree import told
 from ..torch.gloo import Collectives
-from .agree import told
 from .inputs import documents
 from .scores import LogProbs, Reader, Scores, spread
 

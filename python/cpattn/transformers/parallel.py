@@ -23,9 +23,9 @@ from ..packing import over_all
 from ..options import CHOSEN
 from ..plan import Plan
 from ..torch import Context, GlooTransport
+from ..torch.agree import Total, content, number, same, same_names, same_settings, told
 from ..torch.gloo import Collectives, Members
 from .adapters import Adapters
-from .agree import Total, content, number, same, same_names, same_settings, told
 from .attention import NAME, Current, register
 from .calls import Calls
 from .draws import Draws, refuse_layerdrop

@@ -28,8 +28,8 @@ def number(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") | 1
 
 
-def _said(transport: EngineTransport, what: str, mine: int) -> Sequence[int]:
-    """The odd numbers of all ranks."""
+def heard(transport: EngineTransport, what: str, mine: int) -> Sequence[int]:
+    """The odd numbers of all ranks, in their order. All ranks call it; `what` they are numbers of."""
     said = transport.agree(0, transport.world, mine)
     if refusing := [rank for rank, one in enumerate(said) if one == REFUSED]:
         raise InvalidArgument(f"ranks {refusing} of this group refused their {what}: see the error of these ranks")
@@ -40,7 +40,7 @@ def _said(transport: EngineTransport, what: str, mine: int) -> Sequence[int]:
 
 def same(transport: EngineTransport, what: str, mine: int, need: str) -> None:
     """Compares a number over the ranks, and raises unless it is equal on all of them."""
-    said = _said(transport, what, mine)
+    said = heard(transport, what, mine)
     if others := [rank for rank, one in enumerate(said) if one != said[0]]:
         raise Disagreement(
             f"the {what} of ranks {others} of this group differ from those of rank 0 (this is rank {transport.rank}): {need}", others[0]
@@ -57,7 +57,7 @@ def same_settings(transport: EngineTransport, settings: Mapping[str, Any]) -> No
 def same_names(transport: EngineTransport, names: Sequence[str], given: Set[str], need: str) -> None:
     """Refuses arguments that only some ranks were given, by their names: those of `names`, which are the same on all ranks."""
     bits = {name: 2 << at for at, name in enumerate(names[:62])}
-    said = _said(transport, "inputs", 1 + sum(bit for name, bit in bits.items() if name in given))
+    said = heard(transport, "inputs", 1 + sum(bit for name, bit in bits.items() if name in given))
     for name, bit in bits.items():
         if others := [rank for rank, one in enumerate(said) if bool(one & bit) != bool(said[0] & bit)]:
             have, lack = ([rank for rank, one in enumerate(said) if bool(one & bit) == has] for has in (True, False))

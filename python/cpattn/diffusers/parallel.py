@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""`ContextParallel`: a transformer of Diffusers whose forward pass the ranks of a group share.
+
+Hooks before and after modules split the model's sequence and bring it together again, and the attention of its processors goes over the
+ranks. Every rank calls the model with the same whole inputs, and gets the same whole output.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._check import refused
+from .._signature import named
+from ..errors import InvalidArgument, InvalidHandle, Unsupported
+from ..packing import over_all
+from ..plan import Plan
+from ..torch import GlooTransport
+from ..torch.agree import content, number, same, same_settings, told
+from ..torch.gloo import Collectives, Members
+from .attention import Attention, Settings, backend
+from .counts import counts
+from .plans import Place, Split, class_of, modules_of, plan_of, refuse
+from .sequence import Divided, Whole, part
+
+# Those of `Context` that do not change what is computed, nor where tokens are.
+TAKEN = frozenset(
+    "ulysses ring ranks_per_node gather passes circulate circulate_forward wire reproducible plans workers communicator".split()
+)
+_NEED = "every rank calls the model with the same inputs: give all ranks one seed (generator=torch.Generator().manual_seed(…)), or send them those of one rank"
+
+
+@named("model, group=group, ulysses=2")
+class ContextParallel:
+    """Makes `model`, a transformer of Diffusers, context-parallel, in place, over a process group (None: the default group; or a list of
+    global ranks). All ranks make one.
+
+    Afterwards every rank calls the model, or the pipeline it belongs to, with the same inputs, and gets the whole output, as one
+    process does. Lengths and heads need not divide anything.
+
+    `gradients` is how gradients of parameters are combined over the ranks, if any are: "mean" (DDP, FSDP) or "sum". `plan` says where the
+    sequence is split and gathered, in the form of the model's own `_cp_plan`, for a class that has none. `ulysses`, `ring`, `timeout`,
+    `workers`, `communicator` and others are those of `cpattn.torch.Context` (`TAKEN`).
+
+    Raises Unsupported for a model or an argument that would be wrong, with the reason.
+    """
+
+    def __init__(
+        self, model: Any, *, group: Members = None, plan: Mapping[str, Any] | None = None, gradients: str = "mean", timeout: float = 300.0, **options: Any
+    ) -> None:
+        self.model: Any = model
+        self.attention: Attention | None = None
+        self._handles: list[Any] = []
+        self._talk: Collectives | None = None
+        self._former: list[tuple[Any, Any, Any]] = []
+        self._inside = False
+        self.transport = GlooTransport(group, timeout=timeout)
+        self.rank, self.world = self.transport.rank, self.transport.world
+        self._settings = Settings(self)
+        try:
+            with told(self.transport):
+                if gradients not in ("mean", "sum"):
+                    raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
+                for name in options.keys() - TAKEN:
+                    why = "each rank has consecutive tokens of each sequence" if name.startswith("layout") else "it is no option here"
+                    raise InvalidArgument(f"{name} is given, and {why}: leave it out. Options are {', '.join(sorted(TAKEN))}")
+                # Invalid options are refused here, not with the first call.
+                how = {name: value for name, value in options.items() if name not in ("plans", "workers", "communicator")}
+                over_all(Plan([0, 1], world=self.world, heads=64 * self.world, head_dim=16, layout="contiguous", **how))
+                self._places, self._known = plan_of(model, plan)
+                self._refuse_other(model)
+                self._processors = list(self._find(model))
+            self._sum = gradients == "sum"
+            told_names = {"model": class_of(model), "gradients": gradients, "options": sorted(options.items())}
+            same_settings(self.transport, told_names | {"plan": [(p.name, p.inputs, p.outputs, p.gathered) for p in self._places]})
+            self._talk = Collectives(self.transport.members, timeout)
+            self._attend = Attention(group, self.transport, self._talk, {"timeout": timeout, **options})
+        except BaseException:
+            self._leave()
+            raise
+        self._hook()
+        self._on()
+
+    def _refuse_other(self, model: Any) -> None:
+        if getattr(model, "_cpattn", None) is not None:
+            raise InvalidArgument("the model already has a ContextParallel: close it first")
+        if getattr(model, "_parallel_config", None) is not None:
+            raise Unsupported("enable_parallelism was called on the model, which splits it already: load the model without it")
+
+    def _find(self, model: nn.Module) -> Iterator[Any]:
+        """The processors whose attention goes over the ranks."""
+        found = 0
+        for name, module in model.named_modules():
+            if (processor := getattr(module, "processor", None)) is None:
+                continue
+            if not hasattr(processor, "_parallel_config") or not hasattr(processor, "_attention_backend"):
+                raise Unsupported(
+                    f"{name} has the processor {type(processor).__name__}, which does not leave attention to Diffusers' dispatch (it has no "
+                    "_parallel_config): set another processor"
+                )
+            local = self._known.local if self._known else ()
+            if not any(one in f".{name}" or name.startswith(one) for one in local):
+                found += 1
+                yield processor
+        if not found:
+            raise Unsupported(f"{class_of(model)} has no attention processor, whose attention would go over the ranks")
+
+    # The model, changed and as it was.
+
+    def _on(self) -> None:
+        self.attention = self._attend
+        self.model._cpattn = self
+        seen: set[int] = set()
+        for processor in self._processors:
+            if id(processor) not in seen:
+                seen.add(id(processor))
+                self._former.append((processor, processor._attention_backend, processor._parallel_config))
+                processor._attention_backend, processor._parallel_config = backend(processor._attention_backend), self._settings
+
+    def _off(self) -> None:
+        self.attention = None
+        for processor, usual, settings in self._former:
+            processor._attention_backend, processor._parallel_config = usual, settings
+        self._former.clear()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """`with cp.off():` the model is as before, each rank for itself."""
+        self._check_open()
+        self._off()
+        try:
+            yield
+        finally:
+            self._on()
+
+    def close(self) -> None:
+        """Gives the model its own attention back, and leaves the group."""
+        if self._talk is not None:
+            self._off()
+            for handle in self._handles:
+                handle.remove()
+            self.model._cpattn = None
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._talk is not None:
+            self._attend.close()
+            self._talk.close()
+            self._talk = None
+        self.transport.release()
+
+    def _check_open(self) -> Collectives:
+        if self._talk is None:
+            raise InvalidHandle("the ContextParallel is closed: make a new one, on all ranks of a group")
+        return self._talk
+
+    # Hooks
+
+    def _hook(self) -> None:
+        out_of_graphs: Any = torch.compiler.disable
+        self._handles.append(self.model.register_forward_pre_hook(out_of_graphs(self._before), with_kwargs=True, prepend=True))
+        self._handles.append(self.model.register_forward_hook(out_of_graphs(self._after), always_call=True))
+        for place in self._places:
+            if place.module is not self.model and place.inputs:
+                self._handles.append(place.module.register_forward_pre_hook(self._splits(place), with_kwargs=True))
+            if place.outputs or place.gathered:
+                self._handles.append(place.module.register_forward_hook(self._results(place)))
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.attention is None:
+            return None
+        kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+        top = next((place for place in self._places if place.module is model), None)
+        inputs = {} if top is None else top.inputs
+        with told(self.transport):
+            self._check_modules()
+            if getattr(model, "is_cache_enabled", False):
+                raise Unsupported("enable_cache was called on the model, which then leaves out layers by what one rank sees: call model.disable_cache()")
+            if self._known is not None:
+                refuse(class_of(model), self._known, inputs, kwargs)
+            made = {name: self._split(name, kwargs[name], how) for name, how in inputs.items() if kwargs.get(name) is not None}
+            mine = number(content(kwargs).encode())
+        same(self.transport, "inputs", mine, _NEED)
+        self._inside, self._attend.calls = True, 0
+        return (), {**kwargs, **made}
+
+    def _after(self, model: nn.Module, _: Any, output: Any) -> Any:
+        inside, self._inside = self._inside, False
+        if not inside or self.attention is None or output is None:
+            return None
+        if not self._attend.calls:
+            raise Unsupported(f"no attention of {class_of(model)} went over the ranks, so each has seen its own tokens only: its processors, or plan, are not supported")
+        return self._divided(output) if self._sum and torch.is_grad_enabled() else None
+
+    def _divided(self, output: Any) -> Any:
+        """The output, of which each rank's loss counts as one part."""
+        if isinstance(output, Tensor):
+            return Divided.apply(output, self.world) if output.requires_grad else output  # type: ignore[no-untyped-call]
+        if isinstance(output, Mapping):
+            return type(output)(**{name: self._divided(one) for name, one in output.items()})
+        return type(output)(map(self._divided, output)) if isinstance(output, list | tuple) else output
+
+    def _check_modules(self) -> None:
+        """Processors that were set after this was made would compute the attention of one rank's tokens, and other modules split nothing."""
+        found = list(self._find(self.model))
+        if len(found) != len(self._processors) or any(a is not b or a._parallel_config is not self._settings for a, b in zip(found, self._processors, strict=True)):
+            raise Unsupported("a processor was set after ContextParallel was made: close the ContextParallel, set the processor, and make it again")
+        for place in self._places:
+            if dict(modules_of(self.model, place.name)).get(place.name) is not place.module:
+                raise Unsupported(f"{place.name} was replaced after ContextParallel was made, as add_adapter does: make the ContextParallel afterwards")
+
+    def _splits(self, place: Place) -> Any:
+        names = list(inspect.signature(place.module.forward).parameters)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self.attention is None:
+                return None
+            positions, named_ = list(args), dict(kwargs)
+            for name, how in place.inputs.items():
+                at = names.index(name)
+                if named_.get(name) is not None:
+                    named_[name] = self._split(name, named_[name], how)
+                elif at < len(positions) and positions[at] is not None:
+                    positions[at] = self._split(name, positions[at], how)
+            return tuple(positions), named_
+
+        return before
+
+    def _results(self, place: Place) -> Any:
+        @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+        def after(_: nn.Module, __: Any, output: Any) -> Any:
+            if self.attention is None:
+                return None
+            results: list[Any] = [output] if isinstance(output, Tensor) else list(output)
+            for at, how in place.outputs.items():
+                if at >= len(results):
+                    raise InvalidArgument(f"{place.name} has {len(results)} outputs, and plan splits the one with the number {at}")
+                results[at] = self._split(f"output {at} of {place.name}", results[at], how)
+            if place.gathered and len(results) != len(place.gathered):
+                raise InvalidArgument(f"{place.name} has {len(results)} outputs, and plan gathers {len(place.gathered)}")
+            results = [one if dim is None else self._gathered(one, dim) for one, dim in zip(results, place.gathered, strict=True)] if place.gathered else results
+            return results[0] if isinstance(output, Tensor) else tuple(results)
+
+        return after
+
+    def _split(self, name: str, x: Any, how: Split) -> Any:
+        if isinstance(x, list | tuple):
+            return type(x)(self._split(name, one, how) for one in x)
+        if not isinstance(x, Tensor):
+            raise InvalidArgument(f"{name} is of the type {type(x).__name__}, a tensor is needed")
+        if (dim := how.dims.get(x.ndim)) is None:
+            if x.ndim <= min(how.dims.values()):  # it has no such dim, as timesteps of the whole batch
+                return x
+            raise Unsupported(f"{name} has the shape {tuple(x.shape)}, {' or '.join(map(str, how.dims))} dims are needed, of which the tokens' is split")
+        if how.broadcast and x.shape[dim] == 1:
+            return x
+        if x.shape[dim] < self.world and not (self._known and name in self._known.short):
+            raise Unsupported(f"{name} has {x.shape[dim]} tokens, and each of the {self.world} ranks needs one: use fewer ranks, or lengthen it")
+        return part(x, dim, self.rank, self.world)
+
+    def _gathered(self, x: Tensor, dim: int) -> Tensor:
+        (each,) = counts(self.transport, "outputs", (dim, str(x.dtype), x.shape[:dim], x.shape[dim + 1 :]), x.shape[dim])
+        rows: Tensor = Whole.apply(x.transpose(0, dim), each, self.rank, self._check_open())  # type: ignore[no-untyped-call]
+        return rows.transpose(0, dim)
