@@ -55,17 +55,19 @@
  * tensors stay in use until the stream has executed the work. To order other streams, use events, as with any kernel.
  * The library makes the context current during a call and then restores the previous one.
  *
- * CUDA GRAPHS. A run of a rank can be captured, but not yet over NCCL, where it is refused. Before the capture begins,
- * call cpattn_rank_prepare (for an all-to-all, cpattn_rank_prepare_all_to_all). Then call cpattn_forward, cpattn_backward, cpattn_rank_to_heads or
+ * CUDA GRAPHS. A run of a rank can be captured; over NCCL only one of a plan without exchanges, as that of a single
+ * rank: others are refused. Before the capture begins, call cpattn_rank_prepare (for an all-to-all,
+ * cpattn_rank_prepare_all_to_all). Then call cpattn_forward, cpattn_backward, cpattn_rank_to_heads or
  * cpattn_rank_to_tokens with the stream that is being captured. While a run of the rank is being captured, calls that
  * would invalidate the capture are refused with CPATTN_UNSUPPORTED, and the capture stays valid: lending workspace or
- * taking it back, preparing a plan that is not prepared, cpattn_rank_record with a capacity other than 0, and a run on a
- * stream outside of the capture. cpattn_rank_poll is allowed. Each replay reads and writes the tensors and the
+ * taking it back, preparing a plan that is not prepared, cpattn_rank_record with a capacity other than 0, and a run on
+ * a stream outside of the capture. cpattn_rank_poll is allowed. Each replay reads and writes the tensors and the
  * workspace of the captured run. Replays and runs of one rank must not overlap: the rank orders those that are launched
- * one after the other, so do not launch them from several threads at the same time. The rank must live, and a lent workspace must stay valid, until the last replay is
- * done. Ranks of a cpattn_peer_group are captured into one graph, all of them, their streams joined by events: a run
- * that finds a peer in another graph, or in none, ends the group, and later calls report it. Over a caller's own
- * transport table, and for kernels called directly, a stream that is being captured is refused.
+ * one after the other, so do not launch them from several threads at the same time. The rank must live, and a lent
+ * workspace must stay valid, until the last replay is done. Ranks of a cpattn_peer_group are captured into one graph,
+ * all of them, their streams joined by events: a run that finds a peer in another graph, or in none, ends the group,
+ * and later calls report it. Over a caller's own transport table, and for kernels called directly, a stream that is
+ * being captured is refused.
  *
  * STRUCTS OF OPTIONS begin with `struct_size`. Initialise them with the INIT macro of the same name, never by hand: a
  * program then works with older and newer libraries. A shorter struct, from an earlier header, gets the default for

@@ -27,6 +27,7 @@ from .sequence import exchanged
 if TYPE_CHECKING:
     from .parallel import ContextParallel
 
+
 class Attention:
     """Attention over the ranks of a group. All ranks make one, and make the same calls."""
 
