@@ -237,7 +237,7 @@ def _closed(rank: int, world: int) -> tuple[tuple[int, int, int], tuple[int, int
 
 
 def _off(rank: int, world: int) -> bool:
-    """The model as it was, each rank for itself, and over the ranks again."""
+    """The model as it was, each rank for itself, and over the ranks again; one `off` in another, and a close inside."""
     model, inputs = diffusion.build("Flux")
     with torch.no_grad():
         expected = diffusion.results(model(**inputs))
@@ -246,8 +246,15 @@ def _off(rank: int, world: int) -> bool:
             own = {**inputs, "hidden_states": inputs["hidden_states"] + rank}
             model(**own)
             before = diffusion.results(model(**inputs))
+            with cp.off():
+                pass
+            model(**own)
         after = diffusion.results(model(**inputs))
-    return all(map(torch.equal, before, expected)) and 0 < diffusion.apart(after, expected) <= BOUND
+        with cp.off():
+            cp.close()
+        closed = diffusion.results(model(**inputs))
+        ContextParallel(model, timeout=60).close()
+    return all(map(torch.equal, [*before, *closed], [*expected, *expected])) and 0 < diffusion.apart(after, expected) <= BOUND
 
 
 class Calls(unittest.TestCase):

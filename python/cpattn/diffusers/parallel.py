@@ -132,11 +132,14 @@ class ContextParallel:
     def off(self) -> Iterator[None]:
         """`with cp.off():` the model is as before, each rank for itself."""
         self._check_open()
+        was_on = self.attention is not None
         self._off()
         try:
             yield
         finally:
-            self._on()
+            # An outer `off` lasts, and so does a close.
+            if was_on and self._talk is not None:
+                self._on()
 
     def close(self) -> None:
         """Gives the model its own attention back, and leaves the group."""
