@@ -21,6 +21,7 @@ import held
 import processes
 from cpattn import Disagreement, InvalidArgument, InvalidHandle, PeerError, Unsupported
 from cpattn.diffusers import ContextParallel
+from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_first_block_cache, apply_layer_skip
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusion import BOUND
@@ -102,6 +103,14 @@ def _refusals(rank: int, world: int) -> list[str]:
     cp.model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
     check("cache", Unsupported, "disable_cache", flux)
     cp.model.disable_cache()
+    apply_layer_skip(cp.model, LayerSkipConfig(indices=[1], fqn="transformer_blocks"))
+    check("skipped layers", Unsupported, "transformer_blocks.1 has the hook layer_skip_hook", flux)
+    HookRegistry.check_if_exists_or_initialize(cp.model).remove_hook("layer_skip_hook", recurse=True)
+    apply_first_block_cache(cp.model, diffusers.FirstBlockCacheConfig(threshold=0.1))
+    check("hooks of a cache", Unsupported, "transformer_blocks.0 has the hook fbc_leader_block_hook", flux)
+    for hook in ("fbc_leader_block_hook", "fbc_block_hook"):
+        HookRegistry.check_if_exists_or_initialize(cp.model).remove_hook(hook, recurse=True)
+    flux()
     cp.model.set_attention_backend("native")
     check("backend", Unsupported, "set_attention_backend was called", flux)
     cp.close()
@@ -121,6 +130,9 @@ def _refusals(rank: int, world: int) -> list[str]:
     check("all keys", Unsupported, "hides all keys", lambda: ltx2(encoder_attention_mask=torch.zeros(2, 7)))
     cp.close()
     cp, qwen = made("QwenImage")
+    apply_layer_skip(cp.model, LayerSkipConfig(indices=[0], fqn="transformer_blocks", skip_attention=False, skip_attention_scores=True, skip_ff=False))
+    check("skipped scores", Unsupported, "transformer_blocks.0.attn has the hook layer_skip_hook", qwen)
+    HookRegistry.check_if_exists_or_initialize(cp.model).remove_hook("layer_skip_hook", recurse=True)
     check("ControlNet of one row", Unsupported, "controlnet_block_samples has the shape (15, 48)", lambda: qwen(controlnet_block_samples=[torch.zeros(15, 48)]))
     cp.close()
 
