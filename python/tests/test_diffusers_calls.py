@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 import unittest
 from typing import Any
@@ -110,6 +111,7 @@ def _refusals(rank: int, world: int) -> list[str]:
     check("hooks of a cache", Unsupported, "transformer_blocks.0 has the hook fbc_leader_block_hook", flux)
     for hook in ("fbc_leader_block_hook", "fbc_block_hook"):
         HookRegistry.check_if_exists_or_initialize(cp.model).remove_hook(hook, recurse=True)
+    check("a copy", Unsupported, "close it before you copy", lambda: copy.deepcopy(cp.model))
     flux()
     cp.model.set_attention_backend("native")
     check("backend", Unsupported, "set_attention_backend was called", flux)
@@ -154,6 +156,7 @@ def _refusals(rank: int, world: int) -> list[str]:
     twice.close()
     flux_model._parallel_config = "another"
     check("Diffusers' own", Unsupported, "enable_parallelism was called", lambda: make(flux_model))
+    check("compiled before", InvalidArgument, "wrap or compile it afterwards", lambda: make(torch.compile(flux_model)))
     check("no model", InvalidArgument, "a model of Diffusers is needed", lambda: make(torch.nn.Linear(3, 3)))
     check("gradients", InvalidArgument, "gradients is 'both'", lambda: make(wan, gradients="both"))
     check("layout", InvalidArgument, "layout is given", lambda: make(wan, layout="zigzag"))

@@ -159,6 +159,9 @@ class ContextParallel:
             self._talk = None
         self.transport.release()
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise Unsupported("the model has a ContextParallel, which cannot be copied: close it before you copy the model, and make one for each")
+
     def _check_open(self) -> Collectives:
         if self._talk is None:
             raise InvalidHandle("the ContextParallel is closed: make a new one, on all ranks of a group")
