@@ -119,6 +119,17 @@ def _refusals(rank: int, world: int) -> list[str]:
     cp.close()
     check("closed", InvalidHandle, "is closed", lambda: cp.off().__enter__())
 
+    # Hooks that move weights change no result.
+    for case in ("Flux", "Wan"):
+        model, inputs = diffusion.build(case)
+        with torch.no_grad():
+            expected = diffusion.results(model(**inputs))
+            cp, call = made(case)
+            cp.model.enable_group_offload(onload_device=torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
+            cp.model.enable_layerwise_casting(storage_dtype=torch.float64, compute_dtype=torch.float32)
+            if not (far := diffusion.apart(diffusion.results(call()), expected)) <= BOUND:
+                wrong.append(f"offloading {case}: {far:.1e}")
+        cp.close()
     cp, flux = made("Flux")
     cp.model.set_attn_processor(FluxAttnProcessor())
     check("processors", Unsupported, "a processor was set", flux)
