@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 import unittest
 from typing import Any
@@ -21,6 +22,7 @@ import held
 import processes
 from cpattn import Disagreement, InvalidArgument, InvalidHandle, PeerError, Unsupported
 from cpattn.diffusers import ContextParallel
+from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_first_block_cache, apply_layer_skip
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusion import BOUND
@@ -102,12 +104,32 @@ def _refusals(rank: int, world: int) -> list[str]:
     cp.model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
     check("cache", Unsupported, "disable_cache", flux)
     cp.model.disable_cache()
+    apply_layer_skip(cp.model, LayerSkipConfig(indices=[1], fqn="transformer_blocks"))
+    check("skipped layers", Unsupported, "transformer_blocks.1 has the hook layer_skip_hook", flux)
+    HookRegistry.check_if_exists_or_initialize(cp.model).remove_hook("layer_skip_hook", recurse=True)
+    apply_first_block_cache(cp.model, diffusers.FirstBlockCacheConfig(threshold=0.1))
+    check("hooks of a cache", Unsupported, "transformer_blocks.0 has the hook fbc_leader_block_hook", flux)
+    for hook in ("fbc_leader_block_hook", "fbc_block_hook"):
+        HookRegistry.check_if_exists_or_initialize(cp.model).remove_hook(hook, recurse=True)
+    check("a copy", Unsupported, "close it before you copy", lambda: copy.deepcopy(cp.model))
+    flux()
     cp.model.set_attention_backend("native")
     check("backend", Unsupported, "set_attention_backend was called", flux)
     cp.close()
     cp.close()
     check("closed", InvalidHandle, "is closed", lambda: cp.off().__enter__())
 
+    # Hooks that move weights change no result.
+    for case in ("Flux", "Wan"):
+        model, inputs = diffusion.build(case)
+        with torch.no_grad():
+            expected = diffusion.results(model(**inputs))
+            cp, call = made(case)
+            cp.model.enable_group_offload(onload_device=torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
+            cp.model.enable_layerwise_casting(storage_dtype=torch.float64, compute_dtype=torch.float32)
+            if not (far := diffusion.apart(diffusion.results(call()), expected)) <= BOUND:
+                wrong.append(f"offloading {case}: {far:.1e}")
+        cp.close()
     cp, flux = made("Flux")
     cp.model.set_attn_processor(FluxAttnProcessor())
     check("processors", Unsupported, "a processor was set", flux)
@@ -121,6 +143,9 @@ def _refusals(rank: int, world: int) -> list[str]:
     check("all keys", Unsupported, "hides all keys", lambda: ltx2(encoder_attention_mask=torch.zeros(2, 7)))
     cp.close()
     cp, qwen = made("QwenImage")
+    apply_layer_skip(cp.model, LayerSkipConfig(indices=[0], fqn="transformer_blocks", skip_attention=False, skip_attention_scores=True, skip_ff=False))
+    check("skipped scores", Unsupported, "transformer_blocks.0.attn has the hook layer_skip_hook", qwen)
+    HookRegistry.check_if_exists_or_initialize(cp.model).remove_hook("layer_skip_hook", recurse=True)
     check("ControlNet of one row", Unsupported, "controlnet_block_samples has the shape (15, 48)", lambda: qwen(controlnet_block_samples=[torch.zeros(15, 48)]))
     cp.close()
 
@@ -142,6 +167,7 @@ def _refusals(rank: int, world: int) -> list[str]:
     twice.close()
     flux_model._parallel_config = "another"
     check("Diffusers' own", Unsupported, "enable_parallelism was called", lambda: make(flux_model))
+    check("compiled before", InvalidArgument, "wrap or compile it afterwards", lambda: make(torch.compile(flux_model)))
     check("no model", InvalidArgument, "a model of Diffusers is needed", lambda: make(torch.nn.Linear(3, 3)))
     check("gradients", InvalidArgument, "gradients is 'both'", lambda: make(wan, gradients="both"))
     check("layout", InvalidArgument, "layout is given", lambda: make(wan, layout="zigzag"))
@@ -237,7 +263,7 @@ def _closed(rank: int, world: int) -> tuple[tuple[int, int, int], tuple[int, int
 
 
 def _off(rank: int, world: int) -> bool:
-    """The model as it was, each rank for itself, and over the ranks again."""
+    """The model as it was, each rank for itself, and over the ranks again; one `off` in another, and a close inside."""
     model, inputs = diffusion.build("Flux")
     with torch.no_grad():
         expected = diffusion.results(model(**inputs))
@@ -246,8 +272,15 @@ def _off(rank: int, world: int) -> bool:
             own = {**inputs, "hidden_states": inputs["hidden_states"] + rank}
             model(**own)
             before = diffusion.results(model(**inputs))
+            with cp.off():
+                pass
+            model(**own)
         after = diffusion.results(model(**inputs))
-    return all(map(torch.equal, before, expected)) and 0 < diffusion.apart(after, expected) <= BOUND
+        with cp.off():
+            cp.close()
+        closed = diffusion.results(model(**inputs))
+        ContextParallel(model, timeout=60).close()
+    return all(map(torch.equal, [*before, *closed], [*expected, *expected])) and 0 < diffusion.apart(after, expected) <= BOUND
 
 
 class Calls(unittest.TestCase):

@@ -32,6 +32,8 @@ from .sequence import Divided, Whole, part
 TAKEN = frozenset(
     "ulysses ring ranks_per_node gather passes circulate circulate_forward wire reproducible plans workers communicator".split()
 )
+# Hooks of Diffusers that move weights, and change nothing of what is computed.
+MOVES = frozenset("group_offloading layer_execution_tracker lazy_prefetch_group_offloading layerwise_casting peft_autocast_disable".split())
 _NEED = "every rank calls the model with the same inputs: give all ranks one seed (generator=torch.Generator().manual_seed(…)), or send them those of one rank"
 
 
@@ -132,11 +134,14 @@ class ContextParallel:
     def off(self) -> Iterator[None]:
         """`with cp.off():` the model is as before, each rank for itself."""
         self._check_open()
+        was_on = self.attention is not None
         self._off()
         try:
             yield
         finally:
-            self._on()
+            # An outer `off` lasts, and so does a close.
+            if was_on and self._talk is not None:
+                self._on()
 
     def close(self) -> None:
         """Gives the model its own attention back, and leaves the group."""
@@ -153,6 +158,9 @@ class ContextParallel:
             self._talk.close()
             self._talk = None
         self.transport.release()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise Unsupported("the model has a ContextParallel, which cannot be copied: close it before you copy the model, and make one for each")
 
     def _check_open(self) -> Collectives:
         if self._talk is None:
@@ -178,9 +186,9 @@ class ContextParallel:
         top = next((place for place in self._places if place.module is model), None)
         inputs = {} if top is None else top.inputs
         with told(self.transport):
-            self._check_modules()
             if getattr(model, "is_cache_enabled", False):
                 raise Unsupported("enable_cache was called on the model, which then leaves out layers by what one rank sees: call model.disable_cache()")
+            self._check_modules()
             if self._known is not None:
                 refuse(class_of(model), self._known, inputs, kwargs)
             made = {name: self._split(name, kwargs[name], how) for name, how in inputs.items() if kwargs.get(name) is not None}
@@ -206,10 +214,18 @@ class ContextParallel:
         return type(output)(map(self._divided, output)) if isinstance(output, list | tuple) else output
 
     def _check_modules(self) -> None:
-        """Processors that were set after this was made would compute the attention of one rank's tokens, and other modules split nothing."""
+        """Processors that were set after this was made would compute the attention of one rank's tokens, other modules split nothing, and
+        hooks of Diffusers compute something else by what one rank has."""
         found = list(self._find(self.model))
         if len(found) != len(self._processors) or any(a is not b or a._parallel_config is not self._settings for a, b in zip(found, self._processors, strict=True)):
             raise Unsupported("a processor was set after ContextParallel was made: close the ContextParallel, set the processor, and make it again")
+        for name, module in self.model.named_modules():
+            for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}):
+                if hook not in MOVES:
+                    raise Unsupported(
+                        f"{name or 'the model'} has the hook {hook} of Diffusers, which may leave out layers by what one rank sees, or attention that goes "
+                        "over the ranks: remove it"
+                    )
         for place in self._places:
             if dict(modules_of(self.model, place.name)).get(place.name) is not place.module:
                 raise Unsupported(f"{place.name} was replaced after ContextParallel was made, as add_adapter does: make the ContextParallel afterwards")

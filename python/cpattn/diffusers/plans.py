@@ -124,7 +124,7 @@ def plan_of(model: Any, plan: Mapping[str, Any] | None) -> tuple[list[Place], Kn
     """The places of a model, and what is known of its class: nothing if the caller gives the plan."""
     name = class_of(model)
     if not isinstance(model, ModelMixin):
-        raise InvalidArgument(f"model is {name}, a model of Diffusers is needed, such as pipe.transformer")
+        raise InvalidArgument(f"model is {name}, a model of Diffusers is needed, such as pipe.transformer: wrap or compile it afterwards")
     known = None
     if plan is None:
         known = MODELS.get(name)
