@@ -63,16 +63,17 @@ impl Rank {
     }
 
     /// [`Rank::forward_paged`] on device tensors, with a table in device memory, in the order of `stream`: see
-    /// [`Rank::run_on`]. The first call of a plan prepares it; captured graphs read the table anew in each replay. A block
-    /// of the kernel walks over all keys of a document, so few q rows over a long cache leave multiprocessors idle.
+    /// [`Rank::run_on`]. The first call of a plan prepares it; captured graphs read the table anew in each replay. A
+    /// block of the kernel walks over all keys of a document, so few q rows over a long cache leave multiprocessors
+    /// idle.
     ///
     /// # Errors
-    /// As [`Rank::run_on`]; a table that is too small for the rank's rows; [`Error::Unsupported`](crate::Error::Unsupported)
-    /// for the plans that [`Rank::forward_paged`] refuses.
+    /// As [`Rank::run_on`]; a table that is too small for the rank's rows;
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for the plans that [`Rank::forward_paged`] refuses.
     ///
     /// # Safety
-    /// As [`Rank::forward_on`]. When the run executes, the table is valid for reads and its entries for the rank's rows are
-    /// pages of k and v: the kernels read where they say.
+    /// As [`Rank::forward_on`]. When the run executes, the table is valid for reads and its entries for the rank's rows
+    /// are pages of k and v: the kernels read where they say.
     #[cfg(feature = "cuda")]
     pub unsafe fn forward_paged_on<T: Element>(
         &mut self,

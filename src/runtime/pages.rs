@@ -24,9 +24,9 @@ pub struct Pages<'a> {
 #[cfg(feature = "cuda")]
 #[derive(Clone, Copy, Debug)]
 pub struct DevicePages {
-    /// The device address of `[documents, pages]`, compact, as [`Pages::block_table`], aligned to 4 bytes. It is read when
-    /// the run reaches it in stream order, by each replay of a graph too. The entries of a document's rows must be pages
-    /// of k and v: the kernels read where they say.
+    /// The device address of `[documents, pages]`, compact, as [`Pages::block_table`], aligned to 4 bytes. It is read
+    /// when the run reaches it in stream order, by each replay of a graph too. The entries of a document's rows must be
+    /// pages of k and v: the kernels read where they say.
     pub block_table: *const i32,
     /// Entries of a document in the table.
     pub pages_per_document: usize,

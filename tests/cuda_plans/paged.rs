@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! k and v in pages on a device: against f64, on one rank and over a ring whose q circulates, with pages in any order, NaN
-//! in every row that no page of the batch holds and entries of −1 that nothing reads; the same bits for every size of
-//! pages and in later runs; and what is refused.
+//! k and v in pages on a device: against f64, on one rank and over a ring whose q circulates, with pages in any order,
+//! NaN in every row that no page of the batch holds and entries of −1 that nothing reads; the same bits for every size
+//! of pages and in later runs; and what is refused.
 
 use super::{Held, device, of_forward};
 use crate::cache::Cache;
@@ -118,8 +118,8 @@ fn on_ranks<T: Element<Acc = f32>>(
     Ok(all.into_inner().unwrap())
 }
 
-/// The error of o at most that of a run without pages, whose tiles are other ones, and half as much; lse and the largest
-/// scores as those of other runs.
+/// The error of o at most that of a run without pages, whose tiles are other ones, and half as much; lse and the
+/// largest scores as those of other runs.
 fn check<T: Element<Acc = f32>>(what: &str, p: &Problem, data: &Data<T>, got: &Found<T>, plain: &Found<T>) {
     let want = reference(p, data);
     let (e, e1) = (error(&got.o, &want.o), error(&plain.o, &want.o));

@@ -2,8 +2,8 @@
 //! What forwards over k and v in pages have of their own, on every device: a kernel for `sm_80` with the tiles of that
 //! with dropout. It finds each row through a table in device memory.
 //!
-//! Where the rows of a run lie in their document is known when the plan is prepared, and is metadata. The table, and the
-//! size of pages, are those of a run.
+//! Where the rows of a run lie in their document is known when the plan is prepared, and is metadata. The table, and
+//! the size of pages, are those of a run.
 
 use crate::call::{Attend, Ranges};
 use crate::error::{Error, Result};
