@@ -802,14 +802,16 @@ int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);
 
 /* A forward over k and v that lie in pages, without copying them: k and v of `args` have the rows of all pages, [rows, kv_heads, dim]
- * (an array of [pages, page_size, kv_heads, dim] seen as rows). block_table is [documents, pages_per_document], on the CPU: row i
- * of this rank's k rows of document d, in the rank's order, is row
+ * (an array of [pages, page_size, kv_heads, dim] seen as rows). block_table is [documents, pages_per_document], in memory of the rank's
+ * device: row i of this rank's k rows of document d, in the rank's order, is row
  *   block_table[d * pages_per_document + i / page_size] * page_stride + i % page_size
  * of k and v. page_stride is page_size if pages adjoin, more if something lies between them. Entries beyond a document's rows are
  * not read; documents may share pages. On one rank this is the block_table of vLLM and FlashAttention, with the lengths of the
- * sequences as the batch's k side; over a ring each rank has a table of the pages of its own rows. The result has the bits of a
- * forward whose k and v have these rows one after another.
- * CPATTN_UNSUPPORTED: a plan that copies or sends k and v (Ulysses ranks; a ring whose k circulates) or has dropout, a device. */
+ * sequences as the batch's k side; over a ring each rank has a table of the pages of its own rows. On the CPU the result has the bits
+ * of a forward whose k and v have these rows one after another, and entries are checked. On a device the kernels read the table when
+ * the run executes, in each replay of a graph too, and read where its entries say: they must be pages of k and v. The first call of a
+ * plan prepares it; make one before a capture begins.
+ * CPATTN_UNSUPPORTED: a plan that copies or sends k and v (Ulysses ranks; a ring whose k circulates) or has dropout. */
 int32_t cpattn_forward_paged(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
     const int32_t *block_table, size_t documents, size_t pages_per_document, size_t page_size, size_t page_stride);
 

@@ -11,8 +11,10 @@ use super::{
     rank::{RankState, cpattn_rank},
     status::Outcome,
 };
+#[cfg(feature = "cuda")]
+use cpattn::runtime::DevicePages;
 use cpattn::{
-    Error, Plan,
+    Device, Error, Plan,
     runtime::{Bindings, KeyIndices, Pages},
     schedule::{AllToAll, AllToAllDirection, Direction, TensorId},
 };
@@ -71,8 +73,8 @@ const BACKWARD: [TensorId; 12] = {
 enum Keys<'a> {
     /// All that the mask allows, in k and v.
     All,
-    /// All that the mask allows, in pages.
-    Paged(Pages<'a>),
+    /// All that the mask allows, in pages: the table, its entries, and the sizes.
+    Paged(*const i32, usize, [usize; 3]),
     /// Those that each token lists.
     Listed(KeyIndices<'a>),
 }
@@ -85,6 +87,24 @@ unsafe fn listed<'a>(indices: *const i32, [tokens, heads, entries]: [usize; 3]) 
     // A product that is too large is no array's length.
     let all = tokens.saturating_mul(heads).saturating_mul(entries);
     Ok(Keys::Listed(KeyIndices { indices: given!(array("key_indices", indices, all)), heads, entries }))
+}
+
+/// Says where k and v lie: the table is in memory of the rank's device.
+///
+/// # Safety
+/// The header's promise about arrays.
+unsafe fn with_pages(
+    bindings: Bindings, at: Device, block_table: *const i32, entries: usize,
+    [pages_per_document, page_size, page_stride]: [usize; 3],
+) -> Outcome<Bindings> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(_) = at {
+        let pages = DevicePages { block_table, pages_per_document, page_size, page_stride };
+        return Ok(bindings.with_device_pages(pages));
+    }
+    let _ = at;
+    let block_table = given!(array("block_table", block_table, entries));
+    Ok(bindings.with_pages(Pages { block_table, pages_per_document, page_size, page_stride }))
 }
 
 /// Reads the tensors of a run and runs it.
@@ -118,7 +138,7 @@ unsafe fn run(
     }
     let bindings = match keys {
         Keys::All => bindings,
-        Keys::Paged(pages) => bindings.with_pages(pages),
+        Keys::Paged(table, entries, sizes) => given!(with_pages(bindings, at, table, entries, sizes)),
         Keys::Listed(keys) => bindings.with_key_indices(keys),
     };
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
@@ -150,9 +170,8 @@ pub unsafe extern "C" fn cpattn_forward_paged(
         }
         // A product that is too large is no array's length.
         let entries = documents.saturating_mul(pages_per_document);
-        let block_table = given!(array("block_table", block_table, entries));
-        let pages = Pages { block_table, pages_per_document, page_size, page_stride };
-        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, Keys::Paged(pages), a.stream));
+        let keys = Keys::Paged(block_table, entries, [pages_per_document, page_size, page_stride]);
+        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, keys, a.stream));
     })
 }
 

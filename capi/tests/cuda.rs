@@ -71,6 +71,11 @@ fn four_ranks_on_a_device() {
 
 /// Two processes, each with a device as on a host of its own.
 #[test]
+fn keys_in_pages_on_a_device() {
+    program("capi/tests/cuda_pages.c", &[]);
+}
+
+#[test]
 fn ranks_over_nccl() {
     // SAFETY: a library by its fixed name, whose constructors are its own.
     if let Err(e) = unsafe { libloading::Library::new("libnccl.so.2") } {

@@ -115,6 +115,26 @@ struct DroppedForwardParams : ForwardParams {
     Dropout dropout;
 };
 
+// Where a run of k rows lies in its document, among the rows that the rank has of it.
+struct PageRun {
+    u32 document;
+    u32 first;  // its first row
+};
+
+// Pages of k and v: row i of a document is row table[document * per_document + i / size] * stride + i % size of both.
+struct Pages {
+    const PageRun* runs;  // of each k run
+    const int* table;
+    Divisor size;
+    u32 stride;
+    u32 per_document;
+    u32 unused;
+};
+
+struct PagedForwardParams : ForwardParams {
+    Pages pages;
+};
+
 struct BackwardParams {
     Tensor q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes;
     const Run* queries;

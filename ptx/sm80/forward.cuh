@@ -7,6 +7,7 @@
 // result, applies the sink and writes either the running f32 result or the element type.
 #pragma once
 #include "dropout.cuh"
+#include "pages.cuh"
 #include "shared/log_sum_exp.cuh"
 #include "shared/max_logit.cuh"
 #include "shared/score.cuh"
@@ -30,8 +31,9 @@ struct PerRow<ROWS, THREADS, true> {
     __device__ __forceinline__ void set(int r, float y) { store_shared(at + (r * THREADS + fresh_thread()) * 4, y); }
 };
 
-// With DROPPED, probabilities of some pairs are dropped before they meet v: the sum of a row has them all.
-template <class T, class Shape, class Params = ForwardParams, bool DROPPED = false>
+// With DROPPED, probabilities of some pairs are dropped before they meet v: the sum of a row has them all. Keys finds rows of k
+// and v.
+template <class T, class Shape, class Params = ForwardParams, bool DROPPED = false, class Keys = Adjoining>
 struct Forward {
     static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, WARPS = Shape::WARPS;
     static constexpr int THREADS = Shape::THREADS, MT = Shape::MT, NT = BN / 8;
@@ -55,7 +57,7 @@ struct Forward {
         volatile const Own& own = control.own;
         load_tile<BM, D, THREADS>(sq, p.q.ptr + own.head * p.q.head + own.row * p.q.token, (int)p.q.token,
                                   (int)own.rows, (int)p.heads.dim);
-        if (control.steps[0].rows) load_keys<D>(sk, control.steps[0].a, p.k, control.steps[0], p.heads.dim);
+        if (control.steps[0].rows) load_keys<D>(p, sk, control.steps[0].a, p.k, control.steps[0], p.heads.dim);
         copy_commit();
 
         float out[MT][DV / 8][4];
@@ -71,7 +73,7 @@ struct Forward {
             volatile const Step& step = control.steps[at];
             copy_wait<0>();
             __syncthreads();
-            load_keys<DV>(sv, step.b, p.v, step, p.heads.value);
+            load_keys<DV>(p, sv, step.b, p.v, step, p.heads.value);
             copy_commit();
             if (threadIdx.x < 32) control.template prepare<BN>(at, side);
             __syncwarp();
@@ -92,7 +94,7 @@ struct Forward {
             copy_wait<0>();
             __syncthreads();
             volatile const Step& next = control.steps[at];
-            if (next.rows) load_keys<D>(sk, next.a, p.k, next, p.heads.dim);
+            if (next.rows) load_keys<D>(p, sk, next.a, p.k, next, p.heads.dim);
             copy_commit();
 
             softmax(s, out, row_max, row_sum, p.score.exp_scale);
@@ -109,9 +111,9 @@ struct Forward {
     static __device__ __forceinline__ int warp_row() { return (fresh_thread() >> 5) * 16 * MT; }
 
     template <int WIDTH>
-    static __device__ __forceinline__ void load_keys(u32 to, const char* from, const Tensor& x, volatile const Step& step,
-                                                     u32 dim) {
-        load_tile<BN, WIDTH, THREADS>(to, from, (int)x.token, (int)step.rows, (int)dim);
+    static __device__ __forceinline__ void load_keys(const Params& p, u32 to, const char* from, const Tensor& x,
+                                                     volatile const Step& step, u32 dim) {
+        Keys(p).template load<BN, WIDTH, THREADS>(to, step, from, (int)x.token, (int)step.rows, x, 0, (int)dim);
     }
 
     // Everything between q k and the exponent.

@@ -6,6 +6,7 @@
 // rows by four over partner rows, and in products with columns as their result two by four columns of 16 in each chunk. The result of
 // the first kind, rounded, goes through shared memory, since every warp of a row needs all of it for the second kind.
 #pragma once
+#include "pages.cuh"
 #include "shared/score.cuh"
 #include "shared/tile.cuh"
 
@@ -32,8 +33,8 @@ __device__ __forceinline__ void load_own(u32 to, const char* from, i64 token, u3
 }
 
 // What loads the chunks of every step in the order in which they are multiplied: PASSES passes over the partner's tensors, of which the
-// passes with a bit in SECOND are over the second one (v, or do).
-template <int STAGES, int PASSES, int SECOND, int THREADS, class Control>
+// passes with a bit in SECOND are over the second one (v, or do). Keys finds their rows.
+template <int STAGES, int PASSES, int SECOND, int THREADS, class Control, class Keys = Adjoining>
 struct Feed {
     u32 ring;
     u32 at;     // step, of the chunk that is loaded next
@@ -41,8 +42,10 @@ struct Feed {
     int chunk;
     u32 load;   // buffers that are next to be filled, and to be read
     u32 read;
+    Keys keys;
 
-    __device__ __forceinline__ explicit Feed(u32 ring) : ring(ring), at(0), pass(0), chunk(0), load(0), read(0) {}
+    __device__ __forceinline__ explicit Feed(u32 ring, Keys keys = Keys())
+        : ring(ring), at(0), pass(0), chunk(0), load(0), read(0), keys(keys) {}
 
     static __device__ __forceinline__ u32 after(u32 buffer) { return buffer + 1 == STAGES ? 0 : buffer + 1; }
 
@@ -52,8 +55,10 @@ struct Feed {
         if (step.rows) {
             const bool second = SECOND >> pass & 1;
             const int width = (int)(second ? value : dim);
-            load_tile<CHUNK, CHUNK, THREADS>(ring + load * Chunk<CHUNK>::BYTES, (second ? step.b : step.a) + chunk * CHUNK * 2,
-                                             (int)(second ? b.token : a.token), (int)step.rows, width - chunk * CHUNK);
+            keys.template load<CHUNK, CHUNK, THREADS>(ring + load * Chunk<CHUNK>::BYTES, step,
+                                                      (second ? step.b : step.a) + chunk * CHUNK * 2,
+                                                      (int)(second ? b.token : a.token), (int)step.rows, second ? b : a,
+                                                      chunk * CHUNK * 2, width - chunk * CHUNK);
             load = after(load);
             chunk += 1;
             if (chunk * CHUNK >= width) {

@@ -10,13 +10,13 @@
 #include "shared/max_logit.cuh"
 #include "wide.cuh"
 
-template <class T, class Shape, class Params = ForwardParams, bool DROPPED = false>
+template <class T, class Shape, class Params = ForwardParams, bool DROPPED = false, class Keys = Adjoining>
 struct WideForward {
     static constexpr int DV = Shape::DV, BM = Shape::BM, THREADS = Shape::THREADS, MT = BM / 32, COLUMNS = DV / CHUNK;
     static constexpr int ROWS = 2 * MT;  // of a thread
     static constexpr u32 OWN = Chunk<BM>::BYTES;
     using Control = ::Control<Shape::BATCH>;
-    using Chunks = Feed<Shape::STAGES, 2, 2, THREADS, Control>;
+    using Chunks = Feed<Shape::STAGES, 2, 2, THREADS, Control, Keys>;
     static_assert(Shape::BN == CHUNK && THREADS == 64 * PARTS, "two by four warps");
 
     // The row of a tile that is the thread's r-th.
@@ -30,7 +30,7 @@ struct WideForward {
         volatile const Own& own = control.own;
         const u32 dim = p.heads.dim, value = p.heads.value;
         load_own<BM, THREADS>(sq, p.q.ptr + own.head * p.q.head + own.row * p.q.token, p.q.token, own.rows, dim);
-        Chunks chunks(ring);
+        Chunks chunks(ring, Keys(p));
 #pragma unroll
         for (int i = 0; i < Shape::STAGES - 1; ++i) chunks.next(control, p.k, p.v, dim, value);
 

@@ -100,15 +100,16 @@ class Rank:
         is the default stream).
 
         `max_logit`, [heads] f32, is written too, if given: the largest score of each head over the pairs that this rank computed,
-        -inf where there is none. The largest over the ranks is that of the batch. Devices refuse it.
+        -inf where there is none. The largest over the ranks is that of the batch.
 
         A plan with dropout needs a `dropout_seed`, from 0 to 2^64 - 1: another one for each layer and step, the same on all ranks, which
         is checked as plans are.
 
-        With `block_table`, int32 [documents, pages] on the CPU, k and v lie in pages and are not copied: they have the rows of all
-        pages, [rows, kv_heads, dim], and row i of this rank's k rows of document d, in its order, is row
+        With `block_table`, int32 [documents, pages] on the rank's device, k and v lie in pages and are not copied: they have the rows of
+        all pages, [rows, kv_heads, dim], and row i of this rank's k rows of document d, in its order, is row
         block_table[d, i // page_size] * page_stride + i % page_size (None: page_size). A plan that copies or sends k and v is
-        refused: a ring needs circulate_forward="queries", and no Ulysses ranks. Devices and dropout refuse it.
+        refused: a ring needs circulate_forward="queries", and no Ulysses ranks. Dropout refuses it. On a device entries are not checked:
+        those of a document's rows must be pages of k and v.
 
         With `key_indices`, int32 [tokens, heads, entries] on the CPU, each of this rank's q tokens attends only to the keys that it lists:
         positions in its document, each at most once, that the mask allows; -1 is none. heads is 1, for lists that all kv heads share, or
@@ -125,7 +126,7 @@ class Rank:
         size = whole("page_size", page_size, 1, (1 << 31) - 1)
         stride = size if page_stride is None else whole("page_stride", page_stride, 1, (1 << 31) - 1)
         given["block_table"] = table = Given("block_table", block_table)
-        pages = (*whole_numbers("block_table", table.pointer.contents, ("documents", "pages")), size, stride)
+        pages = (*whole_numbers("block_table", table.pointer.contents, ("documents", "pages"), given["k"].pointer.contents.device.device_type), size, stride)
         self._attend("forward_paged", _header.ForwardArgs, plan, stream, given, dropout_seed, pages=pages)
 
     def backward(

@@ -100,11 +100,12 @@ def all_given(written: set[str], **arrays: Array | None) -> dict[str, Given]:
     return {name: Given(name, array, written=name in written) for name, array in arrays.items() if array is not None}
 
 
-def whole_numbers(name: str, given: Any, dims: Sequence[str]) -> tuple[Any, ...]:
-    """The address of a compact int32 array on the CPU, and its size in each of `dims`."""
+def whole_numbers(name: str, given: Any, dims: Sequence[str], device: int = DEVICE_CPU) -> tuple[Any, ...]:
+    """The address of a compact int32 array on a device of DLPack type `device`, and its size in each of `dims`."""
     shape, kind = tuple(given.shape[: given.ndim]), (given.dtype.code, given.dtype.bits, given.device.device_type)
-    if kind != (0, 32, DEVICE_CPU):
-        raise InvalidArgument(f"{name} is of DLPack type {kind[0]}, {kind[1]} bits, on device type {kind[2]}, int32 on the CPU is needed")
+    if kind != (0, 32, device):
+        needed = "the CPU" if device == DEVICE_CPU else f"device type {device}, where k is,"
+        raise InvalidArgument(f"{name} is of DLPack type {kind[0]}, {kind[1]} bits, on device type {kind[2]}, int32 on {needed} is needed")
     if len(shape) != len(dims):
         raise InvalidArgument(f"{name} is of shape {shape}, [{', '.join(dims)}] is needed")
     if given.strides and math.prod(shape):

@@ -3,6 +3,8 @@
 
 use std::{format, vec::Vec};
 
+#[cfg(feature = "cuda")]
+use super::pages::DevicePages;
 use super::{
     key_indices::{KeyIndices, RawKeyIndices},
     pages::{Pages, RawPages},
@@ -101,12 +103,22 @@ impl Bindings {
     }
 
     /// Says that k and v lie in pages. The table must be valid for reads during runs with these tensors; k and v have
-    /// as many rows as all pages together. For a forward on the CPU.
+    /// as many rows as all pages together. For a forward on the CPU; on a device: `with_device_pages`.
     #[must_use]
     pub fn with_pages(mut self, pages: Pages<'_>) -> Self {
         let Pages { block_table, pages_per_document, page_size, page_stride } = pages;
-        let (entries, block_table) = (block_table.len(), block_table.as_ptr());
+        let (entries, block_table) = (Some(block_table.len()), block_table.as_ptr());
         self.pages = Some(RawPages { block_table, entries, pages_per_document, page_size, page_stride });
+        self
+    }
+
+    /// Says that k and v lie in pages, through a table in device memory: it and the pages that its entries name must be
+    /// valid for reads when runs with these tensors execute. For a forward on a device.
+    #[cfg(feature = "cuda")]
+    #[must_use]
+    pub fn with_device_pages(mut self, pages: DevicePages) -> Self {
+        let DevicePages { block_table, pages_per_document, page_size, page_stride } = pages;
+        self.pages = Some(RawPages { block_table, entries: None, pages_per_document, page_size, page_stride });
         self
     }
 

@@ -34,17 +34,15 @@ impl FoundRows {
     /// # Safety
     /// The table is valid for reads.
     pub(super) unsafe fn list(&mut self, plan: &Plan, rank: usize, tensors: &Bindings, pages: RawPages) -> Result<()> {
+        let Some(entries) = pages.entries else {
+            return Err(Error::invalid("block_table", "in memory of a device", "in memory of the host, on the CPU"));
+        };
         // Without entries the address may be none.
         let table =
             // SAFETY: so many entries are readable (the contract).
-            if pages.entries == 0 { &[] } else { unsafe { core::slice::from_raw_parts(pages.block_table, pages.entries) } };
+            if entries == 0 { &[] } else { unsafe { core::slice::from_raw_parts(pages.block_table, entries) } };
         let documents = plan.problem().batch().documents();
-        for (name, value) in [("page_size", pages.page_size), ("page_stride", pages.page_stride)] {
-            let least = if name == "page_size" { 1 } else { pages.page_size };
-            if value < least {
-                return Err(Error::invalid(name, value, format!("at least {least}")));
-            }
-        }
+        pages.check_sizes()?;
         if documents.checked_mul(pages.pages_per_document) != Some(table.len()) {
             let expected = format!("{documents} documents of {} pages", pages.pages_per_document);
             return Err(Error::invalid("block_table", format!("of {} entries", table.len()), expected));
@@ -83,11 +81,7 @@ impl FoundRows {
                 };
                 Err(Error::invalid(format!("block_table[{doc}][{page}]"), entry, expected))
             }
-            Some((doc, None)) => {
-                let found = format!("{} pages of {size} rows", pages.pages_per_document);
-                let expected = format!("room for the {} k rows of document {doc} on rank {rank}", self.listed[doc]);
-                Err(Error::invalid("block_table", found, expected))
-            }
+            Some((doc, None)) => Err(pages.too_few(self.listed[doc], doc, rank)),
         }
     }
 }

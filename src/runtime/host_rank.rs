@@ -77,7 +77,7 @@ impl HostRank {
     /// Those of planning; an instruction set that the CPU lacks, so that no run begins with it.
     fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
         self.scratch.isa()?;
-        if let Some(i) = self.prepared.reuse(plan, run) {
+        if let Some(i) = self.prepared.reuse(plan, run, false) {
             return Ok(i);
         }
         plan.fits_world(self.transport.world())?;

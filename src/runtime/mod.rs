@@ -59,6 +59,8 @@ pub use bind::Bindings;
 pub use combine::CombineTensors;
 pub use handle::AbortHandle;
 pub use key_indices::KeyIndices;
+#[cfg(feature = "cuda")]
+pub use pages::DevicePages;
 pub use pages::Pages;
 pub use shift::ShiftedRows;
 #[cfg(feature = "cuda")]

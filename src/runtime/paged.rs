@@ -7,7 +7,11 @@
 //!
 //! Only kernels look rows up: a plan that copies or sends k and v is refused.
 
+#[cfg(feature = "cuda")]
+use super::{pages::DevicePages, tensors::DeviceForward};
 use super::{pages::Pages, rank::Rank, tensors::Forward};
+#[cfg(feature = "cuda")]
+use crate::call::RawStream;
 use crate::{element::Element, error::Result, plan::Plan, schedule::Direction};
 
 impl Rank {
@@ -49,12 +53,38 @@ impl Rank {
     /// # Errors
     /// As [`Rank::forward`]; a table that does not fit the plan, an entry that is no page of k and v;
     /// [`Error::Unsupported`](crate::Error::Unsupported) for a plan that has dropout, or copies or sends k and v
-    /// (Ulysses ranks; a ring whose k circulates), and on a device.
+    /// (Ulysses ranks; a ring whose k circulates). On a device: `forward_paged_on`.
     pub fn forward_paged<T: Element>(&mut self, plan: &Plan, tensors: Forward<'_, T>, pages: Pages<'_>) -> Result<()> {
-        self.expect_host("forward_paged", "gather the pages into k and v, and call forward_on")?;
+        self.expect_host("forward_paged", "call forward_paged_on, with a table in device memory")?;
         let bindings = tensors.bindings(self.device(), plan)?.with_pages(pages);
         // SAFETY: during this call the views guarantee valid memory, the exclusive ones that nothing else uses theirs,
         // and the table is borrowed.
         unsafe { self.run(plan, Direction::Forward, &bindings) }
+    }
+
+    /// [`Rank::forward_paged`] on device tensors, with a table in device memory, in the order of `stream`: see
+    /// [`Rank::run_on`]. The first call of a plan prepares it; captured graphs read the table anew in each replay. A
+    /// block of the kernel walks over all keys of a document, so few q rows over a long cache leave multiprocessors
+    /// idle.
+    ///
+    /// # Errors
+    /// As [`Rank::run_on`]; a table that is too small for the rank's rows;
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for the plans that [`Rank::forward_paged`] refuses.
+    ///
+    /// # Safety
+    /// As [`Rank::forward_on`]. When the run executes, the table is valid for reads and its entries for the rank's rows
+    /// are pages of k and v: the kernels read where they say.
+    #[cfg(feature = "cuda")]
+    pub unsafe fn forward_paged_on<T: Element>(
+        &mut self,
+        plan: &Plan,
+        tensors: DeviceForward<'_, T>,
+        pages: DevicePages,
+        stream: RawStream,
+    ) -> Result<()> {
+        let bindings = tensors.bindings(self.device(), plan)?.with_device_pages(pages);
+        // SAFETY: until the work enqueued with them is over, views guarantee valid memory, and exclusive ones that
+        // nothing else uses their memory; table and stream are as promised.
+        unsafe { self.run_on(plan, Direction::Forward, &bindings, stream) }
     }
 }

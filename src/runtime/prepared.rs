@@ -22,6 +22,8 @@ pub(super) struct Prepared {
     pub dropout_seed: Option<u64>,
     /// Heads and entries of the lists of keys of the run that begins, if it has any.
     pub key_indices: Option<[usize; 2]>,
+    /// Whether it is prepared for k and v in pages. On the CPU a run decides.
+    pub over_pages: bool,
 }
 
 impl Prepared {
@@ -38,6 +40,7 @@ impl Prepared {
             schedule,
             dropout_seed: None,
             key_indices: None,
+            over_pages: false,
         })
     }
 
@@ -73,8 +76,8 @@ impl Prepared {
         self.run.describe_with(&self.plan, self.dropout_seed, self.key_indices)
     }
 
-    pub(super) fn is(&self, plan: &Plan, run: Purpose) -> bool {
-        self.run == run && self.plan == *plan
+    pub(super) fn is(&self, plan: &Plan, run: Purpose, over_pages: bool) -> bool {
+        self.run == run && self.over_pages == over_pages && self.plan == *plan
     }
 }
 
@@ -106,14 +109,14 @@ impl<E: Entry> Default for PlanCache<E> {
 }
 
 impl<E: Entry> PlanCache<E> {
-    /// Index of a run's schedule.
-    pub(super) fn find(&self, plan: &Plan, run: Purpose) -> Option<usize> {
-        self.entries.iter().position(|(_, e)| e.prepared().is(plan, run))
+    /// Index of a run's schedule; `over_pages` as it was prepared.
+    pub(super) fn find(&self, plan: &Plan, run: Purpose, over_pages: bool) -> Option<usize> {
+        self.entries.iter().position(|(_, e)| e.prepared().is(plan, run, over_pages))
     }
 
     /// As [`find`](Self::find), and records a use.
-    pub(super) fn reuse(&mut self, plan: &Plan, run: Purpose) -> Option<usize> {
-        let at = self.find(plan, run)?;
+    pub(super) fn reuse(&mut self, plan: &Plan, run: Purpose, over_pages: bool) -> Option<usize> {
+        let at = self.find(plan, run, over_pages)?;
         self.uses += 1;
         self.entries[at].0 = self.uses;
         Some(at)
@@ -198,9 +201,9 @@ mod tests {
             assert_eq!(all.least_recent(), None, "{tokens}");
             all.push(mark(tokens, false));
         }
-        let place = |all: &PlanCache<Mark>, tokens| all.find(&plan(tokens), run);
+        let place = |all: &PlanCache<Mark>, tokens| all.find(&plan(tokens), run, false);
         assert_eq!(all.least_recent(), place(&all, 21));
-        assert!(all.reuse(&plan(21), run).is_some());
+        assert!(all.reuse(&plan(21), run, false).is_some());
         assert_eq!(all.least_recent(), place(&all, 22));
         all.remove(place(&all, 22).unwrap());
         assert_eq!((all.least_recent(), place(&all, 22)), (None, None));

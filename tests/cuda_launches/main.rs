@@ -7,7 +7,8 @@
 //!   lent, give the bits that a new rank gives;
 //! - `graphs`: runs that are captured and replayed with new data give the bits of runs;
 //! - `beside`: calls during a capture are refused where they would end it, and leave it valid;
-//! - `all_to_all`: the two all-to-alls as calls of their own, in all of these ways; `combine`: combines in graphs;
+//! - `all_to_all`: the two all-to-alls as calls of their own, in all of these ways; `combine`: combines in graphs,
+//!   `paged`: forwards over pages;
 //! - `traces`: what a run records is what a rank on the CPU records, and costs no wait;
 //! - `agreement`: hosts meet for first runs only, and ranks that run different things find out in later ones;
 //! - `failures`: what is refused or fails leaves a rank as it was, or refused;
@@ -30,6 +31,7 @@ mod device;
 mod driver;
 mod failures;
 mod graphs;
+mod paged;
 mod plans;
 #[path = "../common/refused.rs"]
 mod refused;
@@ -50,13 +52,14 @@ static ALLOCATOR: counts::Counting = counts::Counting;
 type Part = (&'static str, fn(&Arc<Cuda>));
 
 fn main() {
-    let parts: [Part; 10] = [
+    let parts: [Part; 11] = [
         ("counts", counts::run),
         ("bits", bits::run),
         ("graphs", graphs::run),
         ("beside", beside::all),
         ("all_to_all", all_to_all::run),
         ("combine", combine::run),
+        ("paged", paged::run),
         ("traces", traces::run),
         ("agreement", agreement::run),
         ("failures", failures::run),

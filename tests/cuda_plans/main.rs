@@ -6,6 +6,8 @@
 //! these tests say so and pass; with `CPATTN_REQUIRE_CUDA` set, that is a failure.
 #![cfg(feature = "cuda")]
 
+#[path = "../common/cache.rs"]
+mod cache;
 mod combine;
 #[path = "../common/combined_on_device.rs"]
 mod combined_on_device;
@@ -15,6 +17,7 @@ mod common;
 mod driver;
 #[path = "../common/held.rs"]
 mod held;
+mod paged;
 
 use std::{
     sync::{Arc, Mutex},

@@ -18,6 +18,8 @@
 mod accuracy;
 mod agreement;
 mod between_runs;
+#[path = "../common/cache.rs"]
+mod cache;
 mod combine;
 #[path = "../common/mod.rs"]
 mod common;

@@ -2,6 +2,7 @@
 //! k and v in pages: the bits of the same call without pages, on one rank and over a ring, with pages in any order that
 //! documents share, and NaN in every row that no page of the batch holds.
 
+use crate::cache::Cache;
 use crate::common::Random;
 use crate::context_parallel::mesh;
 use crate::refused::refused;
@@ -11,62 +12,6 @@ use cpattn::{
 };
 use half::bf16;
 use std::time::Duration;
-
-/// A cache of one rank: its pages, in an order that has nothing to do with the documents.
-struct Cache<T> {
-    k: Vec<T>,
-    v: Vec<T>,
-    rows: usize,
-    table: Vec<i32>,
-    per_document: usize,
-    size: usize,
-    stride: usize,
-}
-
-impl<T: Element> Cache<T> {
-    /// Of a rank's rows of k and v. Entries that no row needs are −1, rows that no entry names are NaN.
-    fn new(plan: &Plan, rank: usize, [k, v]: [&[T]; 2], size: usize, stride: usize, r: &mut Random) -> Self {
-        let p = plan.problem();
-        let mut held = vec![Vec::new(); p.batch().documents()];
-        let mut row = 0;
-        plan.local_tokens(Side::K, rank).for_each(|_, _, doc| {
-            held[doc].push(row);
-            row += 1;
-        });
-        let per_document = 2 + held.iter().map(|rows| rows.len().div_ceil(size)).max().unwrap_or(0);
-        let used: usize = held.iter().map(|rows| rows.len().div_ceil(size)).sum();
-        let pages = used + 3;
-        let mut free: Vec<usize> = (0..pages).collect();
-        (1..pages).for_each(|i| free.swap(i, r.below(i + 1)));
-        let rows = if pages == 0 { 0 } else { (pages - 1) * stride + size };
-        let widths = [p.kv_heads() * p.head_dim(), p.kv_heads() * p.value_dim()];
-        let mut pool = widths.map(|width| vec![T::from_f64(f64::NAN); rows * width]);
-        let mut table = vec![-1; per_document * held.len()];
-        for (doc, own) in held.iter().enumerate() {
-            for (i, &row) in own.iter().enumerate() {
-                let entry = &mut table[doc * per_document + i / size];
-                if i % size == 0 {
-                    *entry = free.pop().unwrap() as i32;
-                }
-                let to = *entry as usize * stride + i % size;
-                for ((pool, from), width) in pool.iter_mut().zip([k, v]).zip(widths) {
-                    pool[to * width..][..width].copy_from_slice(&from[row * width..][..width]);
-                }
-            }
-        }
-        let [k, v] = pool;
-        Self { k, v, rows, table, per_document, size, stride }
-    }
-
-    fn pages(&self) -> Pages<'_> {
-        Pages {
-            block_table: &self.table,
-            pages_per_document: self.per_document,
-            page_size: self.size,
-            page_stride: self.stride,
-        }
-    }
-}
 
 /// o, lse.
 type Outputs<T> = (Vec<T>, Vec<<T as Element>::Acc>);

@@ -114,6 +114,9 @@ impl Cuda {
                 let keys = self.function(&text, c"cpattn_dropped_keys", dropped.keys)?;
                 Ok(Loaded { kernels: [Some(queries), Some(keys), None], _modules: [text] })
             }
+            AttentionModule::PagedForward => {
+                one("paged_forward", c"cpattn_paged_forward", shape.dropped.expect("as found").forward)
+            }
             AttentionModule::HopperForward => {
                 one("hopper_forward", c"cpattn_hopper_forward", kernel_of(instance.index).launch)
                     .map_err(Family::with_way_out)

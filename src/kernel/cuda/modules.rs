@@ -29,7 +29,7 @@ impl Instance {
         Ok(Self { element: usize::from(dtype == Dtype::Bf16), index })
     }
 
-    /// That of the kernels with dropout for these head dims.
+    /// That of the kernels with dropout, and of the forward over pages, for these head dims.
     pub(super) fn find_dropped(dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Self> {
         let instance = Self::find(dtype, head_dim, value_dim)?;
         let index = shapes::find_dropped(head_dim, value_dim).expect("the largest shape has them");
@@ -56,6 +56,8 @@ pub(super) enum AttentionModule {
     DroppedForward,
     /// The kernels for dq, and for dk and dv.
     DroppedSides,
+    /// Over k and v in pages, for the same instances.
+    PagedForward,
 }
 
 /// One kernel, ready to launch.
@@ -93,7 +95,7 @@ pub(super) type LoadedModule = Loaded<[Option<LoadedKernel>; 3], 1>;
 #[derive(Debug, Default)]
 pub(super) struct LoadedKernels {
     /// By [`AttentionModule`] and [`Instance`].
-    attention: [[[Option<LoadedModule>; SHAPES.len()]; ELEMENTS.len()]; 8],
+    attention: [[[Option<LoadedModule>; SHAPES.len()]; ELEMENTS.len()]; 9],
     pub blocks: Option<Loaded<Blocks, 3>>,
 }
 

@@ -71,9 +71,13 @@ impl DeviceRank {
     }
 
     /// Refuses a run that cannot be captured.
-    pub(super) fn capturable(&self, plan: &Plan, run: Purpose) -> Result<()> {
+    pub(super) fn capturable(&self, plan: &Plan, run: Purpose, over_pages: bool) -> Result<()> {
         let refusal = |limit, hint| Err(Error::unsupported(CAPTURED, limit, hint));
         let (unprepared, prepare) = match run {
+            Purpose::Attention(_) if over_pages => (
+                "a graph cannot hold what preparing a plan does: the plan is not prepared for k and v in pages",
+                "make the same call once before the capture begins",
+            ),
             Purpose::Attention(_) => (
                 "a graph cannot hold what preparing a plan does: the plan is not prepared in this direction",
                 "call prepare before the capture begins",
@@ -95,7 +99,7 @@ impl DeviceRank {
                 "run plans with dropout outside of the capture",
             );
         }
-        match self.prepared.find(plan, run) {
+        match self.prepared.find(plan, run, over_pages) {
             None => refusal(unprepared, prepare),
             Some(at) if self.workspace.is_short(self.prepared[at].prepared.schedule.workspace) => {
                 refusal("the rank has no workspace for the plan yet, and a graph cannot hold its allocation", prepare)

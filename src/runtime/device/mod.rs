@@ -39,7 +39,7 @@ use crate::{
     error::{Cause, Result},
     kernel::{
         cpu,
-        cuda::{Cuda, DeviceMemory, sm_margin::SmMargin, tags::RunCount},
+        cuda::{Cuda, DeviceMemory, PageTable, sm_margin::SmMargin, tags::RunCount},
         no_isa,
     },
     plan::Plan,
@@ -55,6 +55,7 @@ use crate::{
 mod capture;
 mod disagreements;
 mod memory;
+mod pages;
 mod prepare;
 mod sequence;
 mod tracer;
@@ -157,7 +158,7 @@ impl DeviceRank {
     unsafe fn enqueue(
         &mut self,
         at: usize,
-        tensors: &Bindings,
+        (tensors, pages): (&Bindings, Option<PageTable>),
         workspace: *mut u8,
         stream: RawStream,
         capturing: bool,
@@ -172,6 +173,9 @@ impl DeviceRank {
         begin.make_stream_wait(other)?;
         let compared = self.prepared[at].prepared.compared();
         let (sequence, tracer) = (&mut self.prepared[at].sequence, self.tracer.as_deref_mut());
+        if let Some(pages) = pages {
+            sequence.set_pages(pages);
+        }
         // SAFETY: the promise of this function; both streams wait for the rank's earlier runs (above), and the rank's
         // next run waits for both streams (below).
         unsafe { sequence.enqueue((tensors, compared), workspace, [stream, other], cuda, &*transport, tracer) }?;
@@ -260,7 +264,7 @@ impl Backend for DeviceRank {
     }
 
     fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
-        match self.prepared.find(plan, run) {
+        match self.prepared.find(plan, run, false) {
             Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
             None => {
                 self.check_supported(plan, run)?;
@@ -282,7 +286,7 @@ impl Backend for DeviceRank {
         if !self.is_ready(plan, run) {
             self.beside_no_capture("prepare")?;
         }
-        let at = self.find_or_prepare(plan, run)?;
+        let at = self.find_or_prepare(plan, run, false)?;
         self.work_at(at).map(|_| ())
     }
 
@@ -296,14 +300,7 @@ impl Backend for DeviceRank {
         let capture = unsafe { self.capture_of_run(stream) }?;
         let capturing = capture.is_some();
         if capturing {
-            self.capturable(plan, run)?;
-        }
-        if tensors.pages.is_some() {
-            return Err(crate::error::Error::unsupported(
-                std::format!("pages of k and v on {}", self.device()),
-                "no CUDA kernel looks rows up in a table of pages",
-                "gather the pages into k and v first, or use a rank on the CPU",
-            ));
+            self.capturable(plan, run, tensors.pages.is_some())?;
         }
         if tensors.key_indices.is_some() {
             return Err(crate::error::Error::unsupported(
@@ -312,9 +309,10 @@ impl Backend for DeviceRank {
                 "use a rank on the CPU",
             ));
         }
-        let at = self.find_or_prepare(plan, run)?;
+        let at = self.find_or_prepare(plan, run, tensors.pages.is_some())?;
         let OnDevice { prepared, sequence, .. } = &self.prepared[at];
         tensors.check(&prepared.expected)?;
+        let pages = tensors.pages.map(|pages| self.page_table(&pages, sequence)).transpose()?;
         let attention = matches!(run, Purpose::Attention(_));
         for (tensor, name, raw) in prepared.expected.used(tensors) {
             // Attention reads and writes 16 bytes at a time, on every mesh. Other tensors are only copied, which needs
@@ -342,7 +340,7 @@ impl Backend for DeviceRank {
             transport.begin_run(capture);
             // SAFETY: the tensors fit the plan (checked) and are as the caller promised, the workspace is large enough,
             // and the marks order this run behind those before it.
-            unsafe { self.enqueue(at, tensors, workspace, stream, capturing) }
+            unsafe { self.enqueue(at, (tensors, pages), workspace, stream, capturing) }
         });
         let Prepared { run, plan, .. } = &self.prepared[at].prepared;
         let outcome = outcome.map_err(|error| error.of_run(run.name(plan)));

@@ -10,14 +10,14 @@ use crate::{
     error::{Error, Result},
     kernel::cuda::{one_row_of_slopes, tags::RunCount},
     plan::Plan,
-    runtime::{backend::Backend, ops::Listing, prepared::Prepared},
+    runtime::{backend::Backend, found_rows, ops::Listing, prepared::Prepared},
     schedule::Purpose,
 };
 
 impl DeviceRank {
     /// Whether a run of a plan needs no preparation and no larger workspace.
     pub(super) fn is_ready(&self, plan: &Plan, run: Purpose) -> bool {
-        let found = self.prepared.find(plan, run);
+        let found = self.prepared.find(plan, run, false);
         found.is_some_and(|at| !self.workspace.is_short(self.prepared[at].prepared.schedule.workspace))
     }
 
@@ -56,20 +56,25 @@ impl DeviceRank {
         self.gpu().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
     }
 
-    pub(super) fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
-        if let Some(i) = self.prepared.reuse(plan, run) {
+    /// The entry of a plan; `over_pages` for a forward over k and v in pages.
+    pub(super) fn find_or_prepare(&mut self, plan: &Plan, run: Purpose, over_pages: bool) -> Result<usize> {
+        if let Some(i) = self.prepared.reuse(plan, run, over_pages) {
             return Ok(i);
         }
         self.check_supported(plan, run)?;
         let p = plan.problem();
         let cuda = Arc::clone(self.transport.device());
         match run {
-            // The kernels with dropout are loaded when their launches are recorded.
-            Purpose::Attention(_) if p.dropout().is_some() => cuda.prepare_blocks()?,
+            // The kernels with dropout, and those over pages, are loaded when their launches are recorded.
+            Purpose::Attention(_) if p.dropout().is_some() || over_pages => cuda.prepare_blocks()?,
             Purpose::Attention(_) => cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?,
             Purpose::AllToAll(_) | Purpose::Combine(_) => cuda.prepare_blocks()?,
         }
         let mut prepared = Prepared::new(plan, self.transport.rank(), run)?;
+        prepared.over_pages = over_pages;
+        if over_pages {
+            found_rows::check_supported(run, plan, &prepared.schedule)?;
+        }
         self.agreements.reserve(&prepared.schedule.group);
         let group = &prepared.schedule.group;
         if group.len() > 1 && !self.counts.iter().any(|(of, _)| of == group) {
@@ -82,8 +87,11 @@ impl DeviceRank {
         if let Some(oldest) = self.prepared.least_recent() {
             // Its runs may have recorded disagreements: they are read first.
             self.synchronize()?;
-            let gone = self.prepared.remove(oldest);
-            self.marks.disagreements.remove(gone.prepared.fingerprint());
+            let gone = self.prepared.remove(oldest).prepared.fingerprint();
+            // With and without pages a plan has one fingerprint.
+            if !self.prepared.iter().any(|left| left.prepared.fingerprint() == gone) {
+                self.marks.disagreements.remove(gone);
+            }
         }
         Ok(self.prepared.push(OnDevice { prepared, sequence, captured: false }))
     }

@@ -13,11 +13,12 @@ use super::{
     tracer::{Named, Tracer},
 };
 use crate::{
+    batch::Side,
     call::{Attend, AttendBackward, Delta, Merge, MergeAll, RawStream, RawTensor, SinkGradient, Transform},
     device::driver::CudaEvent,
     error::Result,
     kernel::cuda::{
-        Cuda,
+        Cuda, HeldDocuments, HeldRows, PageTable,
         base_addresses::{BaseAddresses, BaseOffset, BaseShapes},
         launch::Launches,
         recorded::{LaunchRecorder, RecordedLaunches},
@@ -71,6 +72,8 @@ pub(super) struct Sequence {
     messages: Vec<Message>,
     /// The messages whose addresses a run sets, and where their bytes are. The addresses of tags are fixed.
     offsets: Vec<(usize, BaseOffset)>,
+    /// The document of which the rank has the most k rows, and how many; for a forward over pages.
+    longest: (usize, u64),
 }
 
 // SAFETY: the addresses in the messages are left from the last run; the next run overwrites them before it uses them.
@@ -178,6 +181,11 @@ impl Sequence {
         let tensors = tensors.with_dropout_seed(plan.problem().dropout().map(|_| 0));
         let shapes = BaseShapes::new(tensors.all().iter().map(|t| (t.heads, t.dim, t.dtype)));
         let mut recorder = LaunchRecorder::of_plan(shapes);
+        let mut longest = (0, 0);
+        if prepared.over_pages {
+            let (held, most) = held_documents(&plan, prepared.schedule.rank);
+            (recorder, longest) = (recorder.over_pages(held), most);
+        }
         let alibi_slopes = plan.problem().alibi_slopes().map(|slopes| recorder.table(slopes)).transpose()?;
         let mut recording = Recording {
             cuda,
@@ -220,7 +228,17 @@ impl Sequence {
         for message in &mut messages {
             message.ptr = launches.metadata_address(message.ptr).unwrap_or(message.ptr);
         }
-        Ok(Self { has_tags: tags.is_some(), forward, ops, launches, messages, offsets })
+        Ok(Self { has_tags: tags.is_some(), forward, ops, launches, messages, offsets, longest })
+    }
+
+    /// The document of which the rank has the most k rows, and how many, of a forward over pages.
+    pub(super) fn longest(&self) -> (usize, u64) {
+        self.longest
+    }
+
+    /// Sets the table of pages of the run that is enqueued next.
+    pub(super) fn set_pages(&mut self, table: PageTable) {
+        self.launches.set_pages(table);
     }
 
     /// Bytes that the sequence keeps on the device.
@@ -305,4 +323,16 @@ impl Sequence {
         }
         Ok(())
     }
+}
+
+/// Where the k rows of a rank lie in their documents; and the document of which it has the most, with their number.
+fn held_documents(plan: &Plan, rank: usize) -> (HeldDocuments, (usize, u64)) {
+    let mut counts = std::vec![0; plan.problem().batch().documents()];
+    let mut runs = Vec::new();
+    plan.local_tokens(Side::K, rank).for_each_run(|row, _, rows, document| {
+        runs.push(HeldRows { row: row as u64, document: document as u32, first: counts[document] as u32 });
+        counts[document] += rows as u64;
+    });
+    let longest = counts.into_iter().enumerate().max_by_key(|&(_, rows)| rows).unwrap_or((0, 0));
+    (HeldDocuments::new(runs), longest)
 }

@@ -22,10 +22,13 @@ pub(in crate::kernel::cuda) struct Addresses {
     pub bases: &'static [usize],
     /// Keys of Philox, which are the seed of a run.
     pub seeds: &'static [usize],
+    /// Tables of pages, which are those of a run.
+    pub pages: &'static [usize],
 }
 
 impl Addresses {
-    pub(in crate::kernel::cuda) const NONE: Self = Self { tensors: &[], metadata: &[], bases: &[], seeds: &[] };
+    pub(in crate::kernel::cuda) const NONE: Self =
+        Self { tensors: &[], metadata: &[], bases: &[], seeds: &[], pages: &[] };
 }
 
 /// Implements [`Parameters`] by the names of the fields that hold addresses. Kinds that are not named are those of
@@ -196,6 +199,41 @@ pub(in crate::kernel::cuda) struct DroppedForwardParams {
     pub dropout: DropoutParams,
 }
 
+/// `PageRun`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub(in crate::kernel::cuda) struct PageRun {
+    pub document: u32,
+    pub first: u32,
+}
+
+/// `Pages` without its runs: what a run of a plan brings.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(crate) struct PageTable {
+    pub(in crate::kernel::cuda) address: u64,
+    pub(in crate::kernel::cuda) size: Divisor,
+    pub(in crate::kernel::cuda) stride: u32,
+    pub(in crate::kernel::cuda) per_document: u32,
+    pub(in crate::kernel::cuda) unused: u32,
+}
+
+/// `Pages`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(in crate::kernel::cuda) struct PageParams {
+    pub runs: u64,
+    pub table: PageTable,
+}
+
+/// `PagedForwardParams`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(in crate::kernel::cuda) struct PagedForwardParams {
+    pub call: ForwardParams,
+    pub pages: PageParams,
+}
+
 /// `DroppedBackwardParams`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
@@ -269,6 +307,11 @@ addresses! {
         seeds: [dropout.key],
         ..ForwardParams::ADDRESSES
     }
+    PagedForwardParams {
+        metadata: [call.queries, call.keys, call.partners, call.bands, call.work, pages.runs],
+        pages: [pages.table],
+        ..ForwardParams::ADDRESSES
+    }
     DroppedBackwardParams {
         metadata: [
             call.queries, call.keys, call.partners, call.bands, call.work, dropout.q_tokens, dropout.k_tokens,
@@ -286,7 +329,7 @@ addresses! {
 }
 
 const _: () = {
-    assert!(offset_of!(FusedParams, call) == 0);
+    assert!(offset_of!(FusedParams, call) == 0 && offset_of!(PagedForwardParams, call) == 0);
     assert!(offset_of!(DroppedForwardParams, call) == 0 && offset_of!(DroppedBackwardParams, call) == 0);
     // Plans report these sizes as memory of a device.
     assert!(size_of::<Run>() as u64 == metadata::RUN && size_of::<Work>() as u64 == metadata::WORK);
@@ -299,6 +342,7 @@ const _: () = {
     assert!(size_of::<ForwardParams>() == 344);
     assert!(size_of::<BackwardParams>() == 344);
     assert!(size_of::<FusedParams>() == 408);
+    assert!(size_of::<PagedForwardParams>() == 384 && size_of::<PageTable>() == 32);
     assert!(size_of::<DroppedForwardParams>() == 376 && size_of::<DroppedBackwardParams>() == 376);
 };
 
@@ -337,6 +381,11 @@ mod tests {
                 crate::kernel::cuda::embedded::find("dropped_forward_f16_64"),
                 "cpattn_dropped_forward",
                 size_of::<DroppedForwardParams>(),
+            ),
+            (
+                crate::kernel::cuda::embedded::find("paged_forward_bf16_128"),
+                "cpattn_paged_forward",
+                size_of::<PagedForwardParams>(),
             ),
             (
                 crate::kernel::cuda::embedded::find("dropped_backward_bf16_128"),

@@ -33,7 +33,8 @@ pub(in crate::kernel::cuda) struct Shape {
     /// The same kernel with v in registers, for devices with too little shared memory for `fused`. It has the same
     /// tiles.
     pub narrow_fused: Option<Fused>,
-    /// The kernels with dropout; head dims of a shape without them run as the next larger one with them.
+    /// The kernels with dropout; head dims of a shape without them run as the next larger one with them. The forward
+    /// over pages exists for the same shapes, with the tiles of the forward with dropout.
     pub dropped: Option<Dropped>,
 }
 

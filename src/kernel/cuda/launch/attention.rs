@@ -5,15 +5,15 @@ use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use crate::kernel::cuda::abi::params::{
-    BackwardParams, DroppedBackwardParams, DroppedForwardParams, ForwardParams, HeadParams, SCORE_GENERAL,
-    SCORE_SOFTCAP, ScoreParams, Tensor,
+    BackwardParams, DroppedBackwardParams, DroppedForwardParams, ForwardParams, HeadParams, PagedForwardParams,
+    SCORE_GENERAL, SCORE_SOFTCAP, ScoreParams, Tensor,
 };
 use crate::kernel::cuda::launch::check::{self, Checker, TensorSpec};
 use crate::kernel::cuda::launch::recorded::LaunchRecorder;
 use crate::kernel::cuda::launch::{Launch, Launches, items};
 use crate::kernel::cuda::memory::metadata::{self, Metadata, TileRows};
 use crate::kernel::cuda::modules::{AttentionModule, Instance};
-use crate::kernel::cuda::{Cuda, hopper::clusters, hopper::hopper_calls, launch::dropped};
+use crate::kernel::cuda::{Cuda, hopper::clusters, hopper::hopper_calls, launch::dropped, launch::paged};
 use alloc::format;
 use core::f64::consts::LOG2_E;
 
@@ -95,8 +95,12 @@ impl Cuda {
             Some(dropout) => Some((dropout, dropped::find(&call.q, &call.v)?)),
             None => None,
         };
+        let pages = match recorder.pages() {
+            Some(held) => Some((held, dropped::find(&call.q, &call.v)?)),
+            None => None,
+        };
         // A call without keys only finishes merged results; there are no keys for a tensor map to describe.
-        let has_map = dropout.is_none() && !call.ranges.k.is_empty();
+        let has_map = dropout.is_none() && pages.is_none() && !call.ranges.k.is_empty();
         let hopper = match self.hopper_shape(shape).filter(|_| has_map) {
             Some(_) => {
                 let cluster = match self.has_clusters(shape) && clusters::are_pairs(call) {
@@ -107,12 +111,13 @@ impl Cuda {
             }
             None => None,
         };
-        let tiles = match &dropout {
-            Some((_, (_, kernels))) => dropped::forward_tiles(kernels),
-            None => TileRows { queries: s.forward.rows, keys: 0 },
+        let tiles = match (&dropout, &pages) {
+            (Some((_, (_, kernels))), _) | (None, Some((_, (_, kernels)))) => dropped::forward_tiles(kernels),
+            (None, None) => TileRows { queries: s.forward.rows, keys: 0 },
         };
         let tile_counter = if hopper.is_some() { recorder.counter()? } else { 0 };
-        let (mut writer, scratch) = recorder.begin(self.attend_bytes(call)?)?;
+        let bytes = if pages.is_some() { paged::forward_bytes(call) } else { self.attend_bytes(call) }?;
+        let (mut writer, scratch) = recorder.begin(bytes)?;
         let metadata = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
         params.heads.items = items(metadata.query_tiles, q_heads)?;
         if params.heads.items == 0 {
@@ -121,17 +126,22 @@ impl Cuda {
         (params.queries, params.keys) = (metadata.queries, metadata.keys);
         (params.partners, params.bands) = (metadata.keys_of, metadata.query_bands);
         params.work = metadata.query_work;
-        let launch = match (hopper, dropout) {
-            (_, Some((dropout, (instance, _)))) => {
+        let launch = match (hopper, dropout, pages) {
+            (_, _, Some((held, (instance, _)))) => {
+                let kernel = self.load(AttentionModule::PagedForward, instance)?;
+                let pages = paged::write_runs(&mut writer, &call.ranges, &held);
+                Launch::tiles(kernel, params.heads.items, false, &PagedForwardParams { call: params, pages })
+            }
+            (_, Some((dropout, (instance, _))), None) => {
                 let kernel = self.load(AttentionModule::DroppedForward, instance)?;
                 let dropout = dropped::write_tokens(&mut writer, &call.ranges, dropout);
                 Launch::tiles(kernel, params.heads.items, false, &DroppedForwardParams { call: params, dropout })
             }
-            (None, None) => {
+            (None, None, None) => {
                 let kernel = self.load(AttentionModule::Forward, instance)?;
                 Launch::tiles(kernel, params.heads.items, false, &params)
             }
-            (Some(hopper), None) => {
+            (Some(hopper), None, None) => {
                 let same = (metadata.query_work, metadata.query_tiles, s.forward.rows);
                 let bands = metadata.of_queries;
                 let split = hopper_calls::split(call, shape, same, scratch, &mut writer, bands);

@@ -11,6 +11,7 @@ pub(super) mod dropped;
 pub(super) mod fused;
 pub(super) mod max_logit;
 mod merges;
+pub(crate) mod paged;
 pub(crate) mod recorded;
 pub(super) mod stream_kernels;
 pub(crate) mod tags;
@@ -19,7 +20,7 @@ use super::Cuda;
 use crate::call::RawStream;
 use crate::device::driver::Function;
 use crate::error::{Error, Result};
-use crate::kernel::cuda::abi::params::{Addresses, BASES, Parameters, Tensor};
+use crate::kernel::cuda::abi::params::{Addresses, BASES, PageTable, Parameters, Tensor};
 use crate::kernel::cuda::hopper::either_backward::use_sm80_params;
 use crate::kernel::cuda::hopper::maps::MapShape;
 use crate::kernel::cuda::hopper::{Hopper, Maps, Sm80Fallback};
@@ -107,6 +108,11 @@ impl Launch {
     /// Sets all bases at a byte offset of the parameters.
     pub(super) fn set_bases(&mut self, offset: usize, bases: &[Tensor; BASES]) {
         self.params[offset / 8..][..3 * BASES].copy_from_slice(bytemuck::cast_slice(bases));
+    }
+
+    /// Sets the table of pages at a byte offset of the parameters.
+    pub(super) fn set_pages(&mut self, offset: usize, table: PageTable) {
+        self.params[offset / 8..][..4].copy_from_slice(bytemuck::cast_slice(&[table]));
     }
 
     fn first_tensors(&self) -> [Tensor; 4] {

@@ -25,8 +25,9 @@ use crate::kernel::cuda::Cuda;
 use crate::kernel::cuda::abi::base_addresses::{
     BaseAddresses, BaseOffset, BaseShapes, Meaning, meaning, metadata_symbol,
 };
-use crate::kernel::cuda::abi::params::{Run, Tensor, Work, tags::BeginRun};
+use crate::kernel::cuda::abi::params::{PageTable, Run, Tensor, Work, tags::BeginRun};
 use crate::kernel::cuda::launch::check::Checker;
+use crate::kernel::cuda::launch::paged::HeldDocuments;
 use crate::kernel::cuda::launch::{Launch, Launches};
 use crate::kernel::cuda::memory::metadata_writer::{SortBuffers, Writer, padded};
 use alloc::format;
@@ -55,6 +56,8 @@ pub(crate) struct LaunchRecorder {
     launches: Vec<RecordedLaunch>,
     scratch: SortBuffers,
     must_align: u32,
+    /// Where the rank's k rows lie in their documents, if k and v of forwards lie in pages.
+    pages: Option<HeldDocuments>,
 }
 
 /// One launch.
@@ -109,7 +112,18 @@ impl LaunchRecorder {
             launches: Vec::new(),
             scratch: SortBuffers::default(),
             must_align: 0,
+            pages: None,
         }
+    }
+
+    /// The same for a plan whose k and v lie in pages.
+    pub(crate) fn over_pages(self, rows: HeldDocuments) -> Self {
+        Self { pages: Some(rows), ..self }
+    }
+
+    /// Where the rank's k rows lie in their documents, if k and v lie in pages.
+    pub(in crate::kernel::cuda) fn pages(&self) -> Option<HeldDocuments> {
+        self.pages.clone()
     }
 
     /// A recorder of single calls, each with at most `bytes` bytes of metadata and words. It allocates here alone.
@@ -128,6 +142,7 @@ impl LaunchRecorder {
                 runs: Vec::with_capacity(bytes / size_of::<Run>()),
             },
             must_align: 0,
+            pages: None,
         }
     }
 
@@ -329,6 +344,13 @@ impl RecordedLaunches {
                 // The key of Philox: the low half, then the high one.
                 launch.set_word(offset, bytemuck::cast([seed as u32, (seed >> 32) as u32]));
             }
+        }
+    }
+
+    /// Writes the table of pages of a run into all launches.
+    pub(crate) fn set_pages(&mut self, table: PageTable) {
+        for RecordedLaunch { launch, .. } in &mut self.launches {
+            launch.addresses.pages.iter().for_each(|&offset| launch.set_pages(offset, table));
         }
     }
 

@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! k and v in pages on a device: against f64, on one rank and over a ring whose q circulates, with pages in any order,
+//! NaN in every row that no page of the batch holds and entries of −1 that nothing reads; the same bits for every size
+//! of pages and in later runs; and what is refused.
+
+use super::{Held, device, of_forward};
+use crate::cache::Cache;
+use crate::common::{Data, Random, error, gather, reference, scatter};
+use cpattn::{
+    Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side, Slice,
+    kernel::cuda::{Cuda, DeviceMemory},
+    plan::Circulate,
+    runtime::{Bindings, DevicePages, Pages},
+    schedule::{Direction, TensorId},
+    transport::peer,
+};
+use half::{bf16, f16};
+use std::{
+    ptr::null_mut,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+/// o, lse and the largest scores of the whole batch.
+#[derive(Clone, Debug, PartialEq)]
+struct Found<T> {
+    o: Vec<T>,
+    lse: Vec<f32>,
+    max_logit: Vec<f32>,
+}
+
+/// A cache on a device, and its table.
+struct DeviceCache {
+    k: Held,
+    v: Held,
+    /// As long as `pages` is used.
+    _table: DeviceMemory,
+    pages: DevicePages,
+}
+
+impl DeviceCache {
+    fn new<T: Element>(cuda: &Cuda, p: &Problem, cache: &Cache<T>) -> Self {
+        let (k, v) = (&cache.k, &cache.v);
+        let table = cuda.allocate(4 * cache.table.len().max(1)).unwrap();
+        table.upload(bytemuck::cast_slice(&cache.table)).unwrap();
+        let pages = DevicePages {
+            block_table: table.ptr().cast(),
+            pages_per_document: cache.per_document,
+            page_size: cache.size,
+            page_stride: cache.stride,
+        };
+        let k = Held::new(cuda, k, cache.rows, p.kv_heads(), p.head_dim());
+        let v = Held::new(cuda, v, cache.rows, p.kv_heads(), p.value_dim());
+        Self { k, v, _table: table, pages }
+    }
+}
+
+fn on_ranks<T: Element<Acc = f32>>(
+    cuda: &Arc<Cuda>,
+    plan: &Plan,
+    data: &Data<T>,
+    pages: Option<(usize, usize)>,
+) -> Result<Found<T>> {
+    let p = plan.problem();
+    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
+    let tokens = p.batch().tokens(Side::Q);
+    let all = Mutex::new(Found {
+        o: vec![T::from_f64(f64::NAN); tokens * hq * dv],
+        lse: vec![f32::NAN; tokens * hq],
+        max_logit: vec![f32::NEG_INFINITY; hq],
+    });
+    let one = |peer| -> Result<()> {
+        let mut rank = Rank::on_device(peer)?;
+        let r = rank.rank();
+        let [tq, tk] = [Side::Q, Side::K].map(|side| plan.local_tokens(side, r).indices());
+        let q = Held::new(cuda, &gather(&data.q, &tq, hq * d), tq.len(), hq, d);
+        let (own_k, own_v) = (gather(&data.k, &tk, hk * d), gather(&data.v, &tk, hk * dv));
+        let (o, lse) = (Held::nan::<T>(cuda, tq.len(), hq, dv), Held::nan::<f32>(cuda, tq.len(), hq, 1));
+        let largest = Held::new(cuda, &vec![f32::MAX; hq], 1, hq, 1);
+        let sinks = data.sinks.as_ref().map(|s| Held::new(cuda, s, 1, hq, p.sinks_per_head()));
+        let rows = |[k, v]: [&Held; 2]| {
+            let bindings = of_forward([&q, k, v, &o, &lse]).with(TensorId::MaxLogit, largest.1);
+            sinks.iter().fold(bindings, |bindings, sinks| bindings.with(TensorId::Sinks, sinks.1))
+        };
+        let cache = pages.map(|(size, stride)| {
+            let mut random = Random::new(1 + r as u64);
+            DeviceCache::new(cuda, p, &Cache::new(plan, r, [&own_k, &own_v], size, stride, &mut random))
+        });
+        let plain = [Held::new(cuda, &own_k, tk.len(), hk, d), Held::new(cuda, &own_v, tk.len(), hk, dv)];
+        let mut run = |bindings: &Bindings| -> Result<_> {
+            // SAFETY: the memory lives until the rank is gone, and the entries of the table are pages.
+            unsafe { rank.run_on(plan, Direction::Forward, bindings, null_mut()) }?;
+            rank.synchronize()?;
+            Ok((o.read::<T>(), lse.read::<f32>(), largest.read::<f32>()))
+        };
+        let (found, found_lse, found_largest) = match &cache {
+            None => run(&rows([&plain[0], &plain[1]]))?,
+            Some(cache) => {
+                let paged = rows([&cache.k, &cache.v]).with_device_pages(cache.pages);
+                let first = run(&paged)?;
+                // A run without pages between two others changes nothing.
+                run(&rows([&plain[0], &plain[1]]))?;
+                assert!(run(&paged)? == first, "another run has other bits");
+                first
+            }
+        };
+        let mut all = all.lock().unwrap();
+        scatter(&mut all.o, &found, &tq, hq * dv);
+        scatter(&mut all.lse, &found_lse, &tq, hq);
+        all.max_logit.iter_mut().zip(found_largest).for_each(|(all, own)| *all = all.max(own));
+        Ok(())
+    };
+    let peers = peer::group(&vec![Arc::clone(cuda); plan.mesh().world()], Duration::from_secs(120))?;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = peers.into_iter().map(|peer| scope.spawn(move || one(peer))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Result<Vec<()>>>()
+    })?;
+    Ok(all.into_inner().unwrap())
+}
+
+/// The error of o at most that of a run without pages, whose tiles are other ones, and half as much; lse and the
+/// largest scores as those of other runs.
+fn check<T: Element<Acc = f32>>(what: &str, p: &Problem, data: &Data<T>, got: &Found<T>, plain: &Found<T>) {
+    let want = reference(p, data);
+    let (e, e1) = (error(&got.o, &want.o), error(&plain.o, &want.o));
+    assert!(e <= 1.5 * e1 + 1e-6, "{what}: RMS error of o is {e:e}, without pages {e1:e}");
+    for (i, (&g, &w)) in got.lse.iter().zip(&want.lse).enumerate() {
+        let close = (f64::from(g) - w).abs() <= 1e-5 * w.abs().max(1.0);
+        assert!(f64::from(g) == w || close, "{what}: lse[{i}] is {g}, expected {w}");
+    }
+    for (h, (&g, &w)) in got.max_logit.iter().zip(&want.max_logit).enumerate() {
+        assert!(g == w || (g - w).abs() <= 2e-6 * w.abs().max(1.0), "{what}: max_logit[{h}] is {g}, expected {w}");
+    }
+}
+
+fn ends(lengths: &[i32]) -> Vec<i32> {
+    lengths.iter().fold(vec![0], |mut ends, n| {
+        ends.push(ends[ends.len() - 1] + n);
+        ends
+    })
+}
+
+/// New tokens of sequences, of which some have no new ones or no keys; and slices.
+fn batches() -> [Batch; 3] {
+    let cached = [150, 17, 0, 64, 131];
+    let sliced = Batch::cross(&ends(&[20, 9]), &ends(&[110, 90]), None).unwrap().with_slices(&[
+        Slice::new(0..20, 0..110).causal(),
+        Slice::new(5..25, 120..160),
+        Slice::new(20..29, 60..100),
+    ]);
+    [
+        Batch::cross(&ends(&[1; 5]), &ends(&cached), None).unwrap(),
+        Batch::cross(&ends(&[70, 3, 2, 0, 9]), &ends(&cached), None).unwrap(),
+        sliced.unwrap(),
+    ]
+}
+
+fn every_way<T: Element<Acc = f32>>(dims: &[(usize, usize, usize, usize)], sizes: &[(usize, usize)]) {
+    let Some(cuda) = device() else { return };
+    let queries = Options::new().circulate_forward(Circulate::Queries);
+    for (i, batch) in batches().into_iter().enumerate() {
+        for &(heads, kv_heads, d, dv) in dims {
+            let p = Problem::new(batch.clone(), heads, kv_heads, d, T::DTYPE).with_value_dim(dv);
+            let slopes: Vec<f32> = (0..heads).map(|h| 0.02 * (1 + h) as f32).collect();
+            let p = match i {
+                0 => p.with_mask(Mask::sliding(90)),
+                1 => p.with_sinks_per_head(2).with_softcap(8.0),
+                _ => p.with_alibi_slopes(&slopes),
+            };
+            let data = Data::<T>::random(&p, 10 + i as u64);
+            for (ring, layout) in [(1, Layout::Contiguous), (3, Layout::Striped { stripe: 8 }), (2, Layout::Zigzag)] {
+                let options = if ring > 1 { queries } else { Options::new() };
+                let mesh = Mesh::ring(ring).unwrap();
+                let plan = Plan::builder(&p).mesh(mesh).layout(layout).options(options).build().unwrap();
+                let plain = on_ranks(&cuda, &plan, &data, None).unwrap();
+                let mut first = None;
+                for &(size, stride) in sizes {
+                    let what = format!("{} {i} {heads}:{kv_heads} {d}/{dv} ring {ring} pages of {size}", T::DTYPE);
+                    let got =
+                        on_ranks(&cuda, &plan, &data, Some((size, stride))).unwrap_or_else(|e| panic!("{what}: {e}"));
+                    check(&what, &p, &data, &got, &plain);
+                    assert!(*first.get_or_insert(got.clone()) == got, "{what}: other bits than the first size");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn pages_of_bf16() {
+    every_way::<bf16>(&[(4, 2, 64, 64)], &[(16, 16), (1, 1), (5, 7), (64, 128)]);
+    every_way::<bf16>(&[(3, 1, 128, 96)], &[(16, 16), (7, 9)]);
+}
+
+#[test]
+fn pages_of_f16() {
+    every_way::<f16>(&[(2, 1, 40, 24)], &[(16, 16), (3, 3)]);
+}
+
+/// MLA in its latent form: v is the first columns of k, in the same pages.
+#[test]
+fn pages_of_latent_heads() {
+    every_way::<bf16>(&[(2, 1, 576, 512)], &[(64, 64)]);
+}
+
+#[test]
+fn what_is_refused() {
+    let Some(cuda) = device() else { return };
+    let batch = Batch::cross(&[0, 1, 2], &[0, 5, 7], None).unwrap();
+    let p = Problem::new(batch, 2, 2, 16, Dtype::Bf16);
+    let table = cuda.allocate(64).unwrap();
+    table.upload(bytemuck::cast_slice(&[0i32, 2, -1, 1, 7, 7])).unwrap();
+    let good = DevicePages { block_table: table.ptr().cast(), pages_per_document: 3, page_size: 4, page_stride: 4 };
+    let run = |plan: &Plan, direction, change: &(dyn Fn(Bindings) -> Bindings + Sync)| -> Result<()> {
+        let one = |peer| -> Result<()> {
+            let mut rank = Rank::on_device(peer)?;
+            let (h, kv) = (p.heads(), p.kv_heads());
+            let n = plan.local_tokens(Side::Q, rank.rank()).len();
+            let [q, o] = [n, n].map(|n| Held::new(&cuda, &vec![bf16::ONE; n * h * 16], n, h, 16));
+            let [k, v] = [12, 12].map(|n| Held::new(&cuda, &vec![bf16::ONE; n * kv * 16], n, kv, 16));
+            let lse = Held::new(&cuda, &vec![0.0f32; n * h], n, h, 1);
+            let bindings = change(of_forward([&q, &k, &v, &o, &lse]));
+            // SAFETY: the memory lives until the rank is gone.
+            unsafe { rank.run_on(plan, direction, &bindings, null_mut()) }?;
+            rank.synchronize()?;
+            assert!(o.read::<bf16>().iter().all(|&x| x == bf16::ONE), "a mean of equal values");
+            Ok(())
+        };
+        let one = &one;
+        let peers = peer::group(&vec![Arc::clone(&cuda); plan.mesh().world()], Duration::from_secs(60))?;
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = peers.into_iter().map(|peer| scope.spawn(move || one(peer))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    };
+    let plan_of = |p: &Problem, ulysses: usize, ring: usize, options| {
+        let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+        Plan::builder(p).mesh(mesh).layout(Layout::Contiguous).options(options).build().unwrap()
+    };
+    let plan = plan_of(&p, 1, 1, Options::new());
+    // Without the pointer, which threads cannot share.
+    let over = |pages: DevicePages| {
+        let (at, [each, size, stride]) =
+            (pages.block_table as usize, [pages.pages_per_document, pages.page_size, pages.page_stride]);
+        move |bindings: Bindings| {
+            bindings.with_device_pages(DevicePages {
+                block_table: at as *const i32,
+                pages_per_document: each,
+                page_size: size,
+                page_stride: stride,
+            })
+        }
+    };
+    let with = |pages: DevicePages| run(&plan, Direction::Forward, &over(pages));
+    with(good).unwrap();
+    let refused = |outcome: Result<()>, words: &[&str]| {
+        let error = outcome.unwrap_err().to_string();
+        assert!(words.iter().all(|word| error.contains(word)), "{error}");
+    };
+    let host = Pages { block_table: &[0, 2, -1, 1, 7, 7], pages_per_document: 3, page_size: 4, page_stride: 4 };
+    let on_host = run(&plan, Direction::Forward, &|bindings| bindings.with_pages(host));
+    refused(on_host, &["block_table is in memory of the host, expected in memory of CUDA device 0"]);
+    refused(with(DevicePages { page_size: 0, ..good }), &["page_size is 0, expected at least 1"]);
+    refused(with(DevicePages { page_stride: 3, ..good }), &["page_stride is 3, expected at least 4"]);
+    refused(
+        with(DevicePages { pages_per_document: 1, ..good }),
+        &["1 pages of 4 rows", "5 k rows of document 0 on rank 0"],
+    );
+    let unaligned = good.block_table.cast::<u8>().wrapping_add(2).cast();
+    refused(with(DevicePages { block_table: unaligned, ..good }), &["block_table is at", "a multiple of 4 bytes"]);
+    let wide = DevicePages { page_stride: 1 << 32, ..good };
+    refused(with(wide), &["page_stride is 4294967296, expected at most 4294967295 on a device"]);
+    let none = DevicePages { block_table: std::ptr::null(), ..good };
+    refused(with(none), &["block_table"]);
+
+    let paged = over(good);
+    let dropped = plan_of(&p.clone().with_dropout(0.25), 1, 1, Options::new());
+    let of_dropout = run(&dropped, Direction::Forward, &|bindings| paged(bindings).with_dropout_seed(Some(1)));
+    refused(of_dropout, &["dropout 0.25 with pages is not supported"]);
+    refused(run(&plan, Direction::Backward, &paged), &["a backward with pages is not supported"]);
+    let keys = Options::new().circulate_forward(Circulate::Keys);
+    for (ulysses, ring, options) in [(1, 2, keys), (2, 1, Options::new())] {
+        let moved = run(&plan_of(&p, ulysses, ring, options), Direction::Forward, &paged);
+        refused(moved, &["pages in a plan that copies or sends k and v"]);
+    }
+}
