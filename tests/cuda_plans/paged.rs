@@ -113,7 +113,7 @@ fn on_ranks<T: Element<Acc = f32>>(
     let peers = peer::group(&vec![Arc::clone(cuda); plan.mesh().world()], Duration::from_secs(120))?;
     std::thread::scope(|scope| {
         let threads: Vec<_> = peers.into_iter().map(|peer| scope.spawn(move || one(peer))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Result<Vec<()>>>()
+        threads.into_iter().try_for_each(|thread| thread.join().unwrap())
     })?;
     Ok(all.into_inner().unwrap())
 }
@@ -230,7 +230,7 @@ fn what_is_refused() {
         let peers = peer::group(&vec![Arc::clone(&cuda); plan.mesh().world()], Duration::from_secs(60))?;
         std::thread::scope(|scope| {
             let threads: Vec<_> = peers.into_iter().map(|peer| scope.spawn(move || one(peer))).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            threads.into_iter().try_for_each(|thread| thread.join().unwrap())
         })
     };
     let plan_of = |p: &Problem, ulysses: usize, ring: usize, options| {
