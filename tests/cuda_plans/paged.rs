@@ -8,6 +8,7 @@ use crate::cache::Cache;
 use crate::common::{Data, Random, error, gather, reference, scatter};
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side, Slice,
+    call::RawTensor,
     kernel::cuda::{Cuda, DeviceMemory},
     plan::Circulate,
     runtime::{Bindings, DevicePages, Pages},
@@ -20,6 +21,11 @@ use std::{
     sync::{Arc, Mutex},
     time::Duration,
 };
+
+/// Whether v is the first columns of k.
+fn is_latent(p: &Problem) -> bool {
+    p.head_dim() == 576
+}
 
 /// o, lse and the largest scores of the whole batch.
 #[derive(Clone, Debug, PartialEq)]
@@ -50,7 +56,12 @@ impl DeviceCache {
             page_stride: cache.stride,
         };
         let k = Held::new(cuda, k, cache.rows, p.kv_heads(), p.head_dim());
-        let v = Held::new(cuda, v, cache.rows, p.kv_heads(), p.value_dim());
+        let mut v = Held::new(cuda, v, cache.rows, p.kv_heads(), p.value_dim());
+        if is_latent(p) {
+            // The first columns of k, in its memory; v's own holds what must not be read.
+            v.0.upload(&vec![0xff; v.0.bytes()]).unwrap();
+            v.1 = RawTensor { dim: p.value_dim() as u32, ..k.1 };
+        }
         Self { k, v, _table: table, pages }
     }
 }
@@ -145,8 +156,9 @@ fn batches() -> [Batch; 3] {
     let cached = [150, 17, 0, 64, 131];
     let sliced = Batch::cross(&ends(&[20, 9]), &ends(&[110, 90]), None).unwrap().with_slices(&[
         Slice::new(0..20, 0..110).causal(),
+        // Keys of both documents.
         Slice::new(5..25, 120..160),
-        Slice::new(20..29, 60..100),
+        Slice::new(20..29, 60..120),
     ]);
     [
         Batch::cross(&ends(&[1; 5]), &ends(&cached), None).unwrap(),
@@ -167,7 +179,10 @@ fn every_way<T: Element<Acc = f32>>(dims: &[(usize, usize, usize, usize)], sizes
                 1 => p.with_sinks_per_head(2).with_softcap(8.0),
                 _ => p.with_alibi_slopes(&slopes),
             };
-            let data = Data::<T>::random(&p, 10 + i as u64);
+            let mut data = Data::<T>::random(&p, 10 + i as u64);
+            if is_latent(&p) {
+                data.v = data.k.chunks(d).flat_map(|row| &row[..dv]).copied().collect();
+            }
             for (ring, layout) in [(1, Layout::Contiguous), (3, Layout::Striped { stripe: 8 }), (2, Layout::Zigzag)] {
                 let options = if ring > 1 { queries } else { Options::new() };
                 let mesh = Mesh::ring(ring).unwrap();
