@@ -126,7 +126,9 @@ class Rank:
         size = whole("page_size", page_size, 1, (1 << 31) - 1)
         stride = size if page_stride is None else whole("page_stride", page_stride, 1, (1 << 31) - 1)
         given["block_table"] = table = Given("block_table", block_table)
-        pages = (*whole_numbers("block_table", table.pointer.contents, ("documents", "pages"), given["k"].pointer.contents.device.device_type), size, stride)
+        # A missing k is refused by the library.
+        device = given["k"].pointer.contents.device.device_type if "k" in given else _header.DEVICE_CPU
+        pages = (*whole_numbers("block_table", table.pointer.contents, ("documents", "pages"), device), size, stride)
         self._attend("forward_paged", _header.ForwardArgs, plan, stream, given, dropout_seed, pages=pages)
 
     def backward(
