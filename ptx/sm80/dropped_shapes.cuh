@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// Tiles of the kernels with dropout, and of the forward over pages, for head dims up to 64 and up to 128; those of `wide.cuh` serve all above.
-// `src/kernel/cuda/abi/shapes.rs` mirrors these numbers.
+// Tiles of the kernels with dropout, and of the forward over pages, for head dims up to 64 and up to 128; those of `wide.cuh` serve
+// all above. `src/kernel/cuda/abi/shapes.rs` mirrors these numbers.
 //
 // Four warps have 16 own rows each, half of what a warp has elsewhere: a kernel that hashes is bound by that, not by what it reads from
 // shared memory, and its text has half the size.

@@ -131,6 +131,26 @@ impl Bindings {
         self
     }
 
+    /// Refuses pages and lists of keys of a run without keys, where nothing would read them.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for an all-to-all and a combine.
+    pub(super) fn check_keys(&self, run: Purpose) -> Result<()> {
+        let what = match run {
+            Purpose::Attention(_) => return Ok(()),
+            Purpose::AllToAll(_) => "an all-to-all",
+            Purpose::Combine(_) => "a combine",
+        };
+        let keys = [
+            ("pages", "leave pages out", self.pages.is_some()),
+            ("key_indices", "leave key_indices out", self.key_indices.is_some()),
+        ];
+        if let Some((name, way_out, _)) = keys.into_iter().find(|&(_, _, given)| given) {
+            return Err(Error::unsupported(format!("{name} in {what}"), "it has no keys", way_out));
+        }
+        Ok(())
+    }
+
     /// The shape that a tensor must have: k and v in pages may have any number of rows.
     pub(super) fn shape_of(&self, tensor: TensorId, raw: &RawTensor, [tokens, heads, dim]: [usize; 3]) -> [usize; 3] {
         let paged = self.pages.is_some() && matches!(tensor, TensorId::K | TensorId::V);

@@ -178,6 +178,7 @@ impl Backend for HostRank {
     unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings, stream: RawStream) -> Result<()> {
         no_stream(stream)?;
         self.lanes.check_process()?;
+        tensors.check_keys(run)?;
         let at = self.find_or_prepare(plan, run)?;
         if tensors.pages.is_some() {
             check_supported(run, plan, &self.prepared[at].schedule)?;

@@ -12,7 +12,7 @@ use cpattn::{
     kernel::cuda::{Cuda, DeviceMemory},
     plan::Circulate,
     runtime::{Bindings, DevicePages, Pages},
-    schedule::{Direction, TensorId},
+    schedule::{Combine, CombineTo, Direction, Purpose, TensorId},
     transport::peer,
 };
 use half::{bf16, f16};
@@ -226,7 +226,7 @@ fn what_is_refused() {
     let table = cuda.allocate(64).unwrap();
     table.upload(bytemuck::cast_slice(&[0i32, 2, -1, 1, 7, 7])).unwrap();
     let good = DevicePages { block_table: table.ptr().cast(), pages_per_document: 3, page_size: 4, page_stride: 4 };
-    let run = |plan: &Plan, direction, change: &(dyn Fn(Bindings) -> Bindings + Sync)| -> Result<()> {
+    let run_as = |plan: &Plan, run: Purpose, change: &(dyn Fn(Bindings) -> Bindings + Sync)| -> Result<()> {
         let one = |peer| -> Result<()> {
             let mut rank = Rank::on_device(peer)?;
             let (h, kv) = (p.heads(), p.kv_heads());
@@ -236,7 +236,7 @@ fn what_is_refused() {
             let lse = Held::new(&cuda, &vec![0.0f32; n * h], n, h, 1);
             let bindings = change(of_forward([&q, &k, &v, &o, &lse]));
             // SAFETY: the memory lives until the rank is gone.
-            unsafe { rank.run_on(plan, direction, &bindings, null_mut()) }?;
+            unsafe { rank.run_on(plan, run, &bindings, null_mut()) }?;
             rank.synchronize()?;
             assert!(o.read::<bf16>().iter().all(|&x| x == bf16::ONE), "a mean of equal values");
             Ok(())
@@ -247,6 +247,9 @@ fn what_is_refused() {
             let threads: Vec<_> = peers.into_iter().map(|peer| scope.spawn(move || one(peer))).collect();
             threads.into_iter().try_for_each(|thread| thread.join().unwrap())
         })
+    };
+    let run = |plan: &Plan, direction, change: &(dyn Fn(Bindings) -> Bindings + Sync)| {
+        run_as(plan, Purpose::Attention(direction), change)
     };
     let plan_of = |p: &Problem, ulysses: usize, ring: usize, options| {
         let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
@@ -293,6 +296,8 @@ fn what_is_refused() {
     let of_dropout = run(&dropped, Direction::Forward, &|bindings| paged(bindings).with_dropout_seed(Some(1)));
     refused(of_dropout, &["dropout 0.25 with pages is not supported"]);
     refused(run(&plan, Direction::Backward, &paged), &["a backward with pages is not supported"]);
+    let of_combine = run_as(&plan, Purpose::Combine(Combine { to: CombineTo::All, partial: Dtype::Bf16 }), &paged);
+    refused(of_combine, &["pages in a combine is not supported"]);
     let keys = Options::new().circulate_forward(Circulate::Keys);
     for (ulysses, ring, options) in [(1, 2, keys), (2, 1, Options::new())] {
         let moved = run(&plan_of(&p, ulysses, ring, options), Direction::Forward, &paged);

@@ -11,6 +11,7 @@ use cpattn::{
     call::DropoutMask,
     plan::{Circulate, Gather},
     runtime::{KeyIndices, Pages},
+    schedule::{AllToAll, AllToAllDirection, Combine, CombineTo},
     transport::local,
 };
 use half::{bf16, f16};
@@ -331,7 +332,7 @@ fn what_is_refused() {
     }
 }
 
-/// Lists and pages are two ways to find rows.
+/// Lists and pages are two ways to find rows, of runs that have keys.
 #[test]
 fn pages_are_refused() {
     let p = Problem::new(Batch::from_lengths(&[2]).unwrap(), 1, 1, 2, Dtype::F32);
@@ -342,6 +343,17 @@ fn pages_are_refused() {
         .with_key_indices(KeyIndices { indices: &[0, 1], heads: 1, entries: 1 });
     // SAFETY: refused before a tensor is read.
     refused(unsafe { rank.run(&plan, cpattn::schedule::Direction::Forward, &bindings) }, &["key_indices with pages"]);
+    let combine = Combine { to: CombineTo::All, partial: Dtype::F32 };
+    let to_heads = AllToAll { direction: AllToAllDirection::ToHeads, side: Side::Q, dim: 2, dtype: Dtype::F32 };
+    // SAFETY: as above.
+    refused(
+        unsafe { rank.run(&plan, combine, &bindings) },
+        &["pages in a combine is not supported", "leave pages out"],
+    );
+    let listed =
+        cpattn::runtime::Bindings::default().with_key_indices(KeyIndices { indices: &[0], heads: 1, entries: 1 });
+    // SAFETY: as above.
+    refused(unsafe { rank.run(&plan, to_heads, &listed) }, &["key_indices in an all-to-all is not supported"]);
 }
 
 /// Ranks whose lists have other shapes, or of which one has none, are found in the first run, and in a later one.

@@ -296,6 +296,7 @@ impl Backend for DeviceRank {
             unsafe { self.gpu().owns(stream) }?;
             self.accepted = Some(stream);
         }
+        tensors.check_keys(run)?;
         // SAFETY: a live stream, as promised.
         let capture = unsafe { self.capture_of_run(stream) }?;
         let capturing = capture.is_some();
