@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import cpattn
 from cpattn.torch import Context, GlooTransport
-from cpattn.torch.gloo import Gloo
+from cpattn.torch.gloo import Collectives, Gloo
 from cpattn.transport import Message
 
 TIMEOUT = 2.0
@@ -416,6 +416,38 @@ class Store(unittest.TestCase):
                 self.assertRegex(said, "^None: .*rank 0, making the transport, step 0: no transport was made, after .* that holds the store does not answer")
                 with holder() as (port, of):
                     self.assertEqual(run(orphan, 1, port, of, number, True)[0], "None: ")
+
+
+def on_one_processor() -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def hurried(rank: int, world: int, rounds: int) -> bool:
+    """Ranks that leave each group as soon as they have it, as a rank does whose next argument is refused. Odd ones get little time."""
+    on_one_processor()
+    os.nice(10 * (rank % 2))
+    for _ in range(rounds):
+        Collectives(tuple(range(world)), 60.0).close()
+        GlooTransport(timeout=60.0).release()
+    return True
+
+
+def spin() -> None:
+    on_one_processor()
+    while True:
+        pass
+
+
+class Connecting(unittest.TestCase):
+    def test_ranks_that_leave_at_once(self) -> None:
+        """On a loaded machine: a rank is still connecting when another one has its group and leaves it."""
+        load = [processes.fork(spin) for _ in range(3)]
+        try:
+            self.assertEqual(run(hurried, 4, 5), [True] * 4)
+        finally:
+            for process in load:
+                process.kill()
+                process.join()
 
 
 if __name__ == "__main__":

@@ -67,12 +67,17 @@ def _next_name(members: tuple[int, ...]) -> str:
 def connected(name: str, rank: int, world: int, timeout: timedelta) -> Any:
     """A gloo group, once all its ranks are connected. Its connections are closed with its last reference.
 
+    gloo returns on a rank whose own connections are made: if this rank closed the group now, as a refusal of a later argument does,
+    another rank that is still connecting would fail instead of being refused. Hence the barrier.
+
     Uses a separate connection to the store: an interrupted call still continues until the timeout, and a wait in a store blocks all
     other calls over the same connection."""
     store: Any = c10d._get_default_store()
     with suppress(AttributeError, RuntimeError, NotImplementedError):
         store = store.clone()
-    return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, world, timeout)
+    group = c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, world, timeout)
+    group.barrier().wait()
+    return group
 
 
 class Collectives:
@@ -168,6 +173,6 @@ class GlooTransport(EngineTransport):
 def check_ring(group: Members = None, *, timeout: float = 60.0, bytes: int = 4 << 20) -> list[Link]:
     """Runs `cpattn.check_ring` over a new gloo group with the ranks of `group`. All ranks of `group` call it. `timeout` is in
     seconds, `bytes` is the size of the large message."""
-    # Checked first: a rank that is refused after connecting leaves while others may still be connecting.
+    # Refused before anything is connected.
     bytes = rank.ring_bytes(bytes)
     return rank.check_ring(GlooTransport(group, timeout=timeout), bytes)
