@@ -69,12 +69,12 @@ fn four_ranks_on_a_device() {
     program("examples/c/cuda_ranks.c", &[]);
 }
 
-/// Two processes, each with a device as on a host of its own.
 #[test]
 fn keys_in_pages_on_a_device() {
     program("capi/tests/cuda_pages.c", &[]);
 }
 
+/// Two processes, each with a device as on a host of its own.
 #[test]
 fn ranks_over_nccl() {
     // SAFETY: a library by its fixed name, whose constructors are its own.
