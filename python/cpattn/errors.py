@@ -37,7 +37,10 @@ class Disagreement(_WithPeer):
     """Ranks of a group run different plans. In the first run of a plan and direction this is found before any data moves, and
     all ranks may continue. In later runs the group has failed; on a device, results that depend on the other rank are then NaN.
 
-    `peer` is one of two ranks that run different plans, or None if it is not known. The message names both.
+    Or they make their calls and PyTorch's collectives in different orders over its communicator (communicator="torch" with
+    TORCH_DISTRIBUTED_DEBUG=DETAIL), which is found before the call sends anything.
+
+    `peer` is one of two ranks that differ, or None if it is not known. The message names both.
     """
 
 

@@ -43,7 +43,10 @@ class Owner:
 
     def __init__(self, store: Any, driver: Driver) -> None:
         self.store, self.driver, self.connects = store, driver, 0
-        self.comm = ctypes.c_void_p()
+        self.comm, self.collectives = ctypes.c_void_p(), 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.collectives
 
     def _comm_ptr(self) -> int:
         return self.comm.value or 0
@@ -65,6 +68,7 @@ class Owner:
     def sum(self, number: float) -> Any:
         """Enqueues a sum over the ranks, on a stream of its own; nothing waits for it. Returns its memory."""
         stream = ctypes.c_void_p()
+        self.collectives += 1
         self.driver.call("cuStreamCreate", ctypes.byref(stream), 1)
         array = self.driver.array((4,), 32)
         address = ctypes.c_uint64(array.tensor.data)
@@ -128,6 +132,26 @@ def runs(owner: Owner, driver: Driver, whole: dict[str, bytes], want: dict[str, 
     context.close()
 
 
+def orders(owner: Owner, driver: Driver, whole: dict[str, bytes], want: dict[str, bytes]) -> None:
+    """Where PyTorch compares the order of collectives, another order is refused on both ranks, and nothing was enqueued."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    context, sums = over_torch(), []
+    plan = context.plan(DOCUMENTS)
+    if NUMBER == 0:
+        sums.append(owner.sum(1))
+    counts = (owner.collectives, owner.collectives + 1) if NUMBER else (owner.collectives, owner.collectives - 1)
+    words = f"after {counts[0]} collectives of the process group on rank {NUMBER} and after {counts[1]} on rank {1 - NUMBER}: enqueue"
+    refused(cpattn.Disagreement, words, lambda: part(driver, plan, whole, want, NUMBER, context.rank))
+    if NUMBER == 1:
+        sums.append(owner.sum(2))
+    # In one order again: the sum, then the call.
+    report(NUMBER, part(driver, plan, whole, want, NUMBER, context.rank))
+    assert owner.summed(*sums[0]) == (3.0,) * 4
+    dist.barrier()
+    context.close()
+    dist.set_debug_level(dist.DebugLevel.OFF)
+
+
 def a_rank_is_missing(owner: Owner, driver: Driver, whole: dict[str, bytes], want: dict[str, bytes]) -> None:
     """The call fails at the deadline on the rank that waits, and its stream goes on once the owner has aborted the communicator."""
     context = over_torch(timeout=1.0)
@@ -160,6 +184,7 @@ def main() -> None:
     current._of_torch = lambda: (2, 14, 3)
     whole = batch()
     given = owner, driver, whole, on_cpu(whole)
+    orders(*given)
     runs(*given)
     a_rank_is_missing(*given)
     dist.destroy_process_group()

@@ -49,7 +49,7 @@ WRITTEN = {
     "_forward_pre_hooks": "torch.nn.modules.module",
 }
 # Where only builds for CUDA have the class.
-OF_CUDA = {"_comm_ptr": ["torch.distributed:ProcessGroupNCCL"]}
+OF_CUDA = {name: ["torch.distributed:ProcessGroupNCCL"] for name in ("_comm_ptr", "_get_sequence_number_for_group")}
 # Of DeepSpeed, where it is installed.
 OF_DEEPSPEED = {
     "_get_sequence_parallel_world_size": ["deepspeed.utils.groups:"],

@@ -3,7 +3,8 @@
 
 PyTorch makes the communicator of a group at the group's first collective and owns it: it is never aborted or freed here. NCCL runs
 the operations of a communicator one after the other, in the order in which they were enqueued, whatever streams they are in, so that
-order must be the same on all ranks. Tensors are ordered by the current stream: PyTorch's collectives and the calls of a context
+order must be the same on all ranks. PyTorch compares it between ranks for its own collectives if TORCH_DISTRIBUTED_DEBUG is DETAIL;
+then calls of a context do so too. Tensors are ordered by the current stream: PyTorch's collectives and the calls of a context
 begin after what is in it, and what comes later in it waits for the context's calls, and for collectives once they are waited for.
 """
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from .._check import attempt, refused
 from ..engine import EngineTransport
-from ..errors import Error, InvalidArgument, InvalidHandle, Unsupported
+from ..errors import Disagreement, Error, InvalidArgument, InvalidHandle, Unsupported
 from ..rank import Rank, nccl_group, nccl_transport, nccl_unique_id
 
 CHOICES = ("own", "torch")
@@ -60,7 +61,7 @@ def rank_on(device: torch.device, communicator: str, transport: EngineTransport,
         raise Unsupported(f"communicator='torch' is refused on rank {failed.index(1)}: see the error of that rank")
     comm = _address(backend, device) or _connected(backend, device)
     made = nccl_transport(None, comm, False, rank=number, world=world, device=device.index, deadline_ms=deadline)
-    return Borrowing(made, backend, device, comm)
+    return Borrowing(made, backend, device, comm, transport)
 
 
 def _unique_id(transport: EngineTransport) -> bytes:
@@ -80,11 +81,11 @@ def _unique_id(transport: EngineTransport) -> bytes:
 
 
 class Borrowing(Rank):
-    """A rank over the communicator of a process group, which PyTorch may end earlier."""
+    """A rank over the communicator of a process group, which PyTorch may end earlier. `between` carries what the ranks compare."""
 
-    def __init__(self, transport: ctypes.c_void_p, backend: Any, device: torch.device, comm: int) -> None:
+    def __init__(self, transport: ctypes.c_void_p, backend: Any, device: torch.device, comm: int, between: EngineTransport) -> None:
         super().__init__(transport)
-        self._backend, self._device, self._comm = backend, device, comm
+        self._backend, self._device, self._comm, self._between = backend, device, comm, between
 
     def _run(self, name: str, *arguments: object, keep: object = None, stream: object = None) -> None:
         if attempt(_address, self._backend, self._device) != self._comm:
@@ -92,7 +93,20 @@ class Borrowing(Rank):
                 "PyTorch has ended the NCCL communicator of the context: close a context before dist.destroy_process_group, and make a new "
                 "one, on all ranks, for a new group"
             )
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            self._compare_order(name)
         super()._run(name, *arguments, keep=keep, stream=stream)
+
+    def _compare_order(self, name: str) -> None:
+        """Waits for all ranks. By PyTorch's own count of collectives, which all ranks make."""
+        ours, mine = self._between, self._backend._get_sequence_number_for_group()
+        counts = ours.agree(0, ours.world, mine)
+        if (other := next((rank for rank, count in enumerate(counts) if count != mine), None)) is not None:
+            raise Disagreement(
+                f"cpattn_{name} comes after {mine} collectives of the process group on rank {ours.rank} and after {counts[other]} on rank "
+                f"{other}: enqueue collectives and calls of the context in the same order on all ranks, {_OTHERWISE}",
+                other,
+            )
 
 
 def _backend(group: Any, device: torch.device) -> Any:
