@@ -6,6 +6,8 @@ use cpattn::{
     Element,
     call::RawTensor,
     kernel::cuda::{Cuda, DeviceMemory},
+    runtime::Bindings,
+    schedule::TensorId,
 };
 
 /// A tensor on the device, and how it is shaped.
@@ -29,4 +31,10 @@ impl Held {
         self.0.download(bytemuck::cast_slice_mut(&mut out)).unwrap();
         out
     }
+}
+
+/// The tensors q, k, v, o and lse of a forward.
+pub fn of_forward(tensors: [&Held; 5]) -> Bindings {
+    let ids = [TensorId::Q, TensorId::K, TensorId::V, TensorId::O, TensorId::Lse];
+    ids.into_iter().zip(tensors).fold(Bindings::default(), |bindings, (id, held)| bindings.with(id, held.1))
 }

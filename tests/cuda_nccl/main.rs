@@ -14,6 +14,8 @@ mod agreement;
 mod all_to_all;
 mod between_runs;
 mod borrowed;
+#[path = "../common/cache.rs"]
+mod cache;
 #[path = "../common/all_to_all.rs"]
 mod cases;
 mod combine;
@@ -26,6 +28,9 @@ mod held;
 mod hosts;
 #[path = "../common/between_runs.rs"]
 mod one_rank;
+mod paged;
+#[path = "../common/paged_on_device.rs"]
+mod paged_on_device;
 mod plans;
 mod processes;
 mod raw;

@@ -18,6 +18,8 @@ mod driver;
 #[path = "../common/held.rs"]
 mod held;
 mod paged;
+#[path = "../common/paged_on_device.rs"]
+mod paged_on_device;
 
 use std::{
     sync::{Arc, Mutex},
@@ -37,7 +39,7 @@ use cpattn::{
 };
 use driver::device;
 use half::{bf16, f16};
-use held::Held;
+use held::{Held, of_forward};
 
 /// Forward and backward, one thread for each rank, all on one device.
 fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
@@ -316,12 +318,6 @@ fn seeds_of_dropout() {
         let told = matches!(error, cpattn::Error::Peer { .. });
         assert!(told || found && text.contains(&format!("dropout_seed {own}")), "{error:?}");
     });
-}
-
-/// The tensors q, k, v, o and lse of a forward.
-fn of_forward(tensors: [&Held; 5]) -> Bindings {
-    let ids = [TensorId::Q, TensorId::K, TensorId::V, TensorId::O, TensorId::Lse];
-    ids.into_iter().zip(tensors).fold(Bindings::default(), |bindings, (id, held)| bindings.with(id, held.1))
 }
 
 /// The largest scores, of a run that is asked for them and one that is not, in memory of strides of its own; a single
