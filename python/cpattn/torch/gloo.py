@@ -75,7 +75,7 @@ def connected(name: str, rank: int, world: int, timeout: timedelta) -> Any:
     store: Any = c10d._get_default_store()
     with suppress(AttributeError, RuntimeError, NotImplementedError):
         store = store.clone()
-    group = c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, world, timeout)
+    group: Any = c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, world, timeout)
     group.barrier().wait()
     return group
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from .._check import attempt, refused
 from ..engine import EngineTransport
@@ -93,7 +94,7 @@ class Borrowing(Rank):
                 "PyTorch has ended the NCCL communicator of the context: close a context before dist.destroy_process_group, and make a new "
                 "one, on all ranks, for a new group"
             )
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        if c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
             self._compare_order(name)
         super()._run(name, *arguments, keep=keep, stream=stream)
 
@@ -113,7 +114,7 @@ def _backend(group: Any, device: torch.device) -> Any:
     """The NCCL backend of a group."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise refused("group", group, f"a process group is needed for communicator='torch': make one with dist.new_group, {_OTHERWISE}")
-    every: Any = dist.distributed_c10d._get_default_group() if group is None else group
+    every: Any = c10d._get_default_group() if group is None else group
     if (backend := attempt(every._get_backend, torch.device(device.type))) is None:
         raise Unsupported(f"group has no backend for {device.type}: give init_process_group the backend 'cpu:gloo,cuda:nccl', {_OTHERWISE}")
     # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a group that checks calls around it.
