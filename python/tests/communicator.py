@@ -138,10 +138,11 @@ def orders(owner: Owner, driver: Driver, whole: dict[str, bytes], want: dict[str
     context, sums = over_torch(), []
     plan = context.plan(DOCUMENTS)
     if NUMBER == 0:
+        context.rank.prepare(plan, cpattn.Direction.FORWARD)  # waits for no other rank
         sums.append(owner.sum(1))
     counts = (owner.collectives, owner.collectives + 1) if NUMBER else (owner.collectives, owner.collectives - 1)
     words = f"after {counts[0]} collectives of the process group on rank {NUMBER} and after {counts[1]} on rank {1 - NUMBER}: enqueue"
-    refused(cpattn.Disagreement, words, lambda: part(driver, plan, whole, want, NUMBER, context.rank))
+    refused(cpattn.Disagreement, words, context.trace)
     if NUMBER == 1:
         sums.append(owner.sum(2))
     # In one order again: the sum, then the call.

@@ -94,7 +94,8 @@ class Borrowing(Rank):
                 "PyTorch has ended the NCCL communicator of the context: close a context before dist.destroy_process_group, and make a new "
                 "one, on all ranks, for a new group"
             )
-        if c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
+        # A rank may prepare a plan by itself.
+        if name != "rank_prepare" and c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
             self._compare_order(name)
         super()._run(name, *arguments, keep=keep, stream=stream)
 
