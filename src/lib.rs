@@ -71,9 +71,10 @@
 
 extern crate alloc;
 
-/// The programs of the README are compiled and run as tests.
+/// The programs of the README and of docs/rust.md are compiled and run as tests.
 #[cfg(all(doctest, feature = "std"))]
 #[doc = include_str!("../README.md")]
+#[doc = include_str!("../docs/rust.md")]
 struct Readme;
 
 mod batch;

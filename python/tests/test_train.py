@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """examples/python/train.py, finetune.py, grpo.py and newest_kinds.py: one process and several have the same losses, and the user's code
-stays short. The program of the README runs under torchrun, the others as programs.py says."""
+stays short. The programs of the README and of docs/pytorch.md run under torchrun, the others as programs.py says."""
 
 from __future__ import annotations
 
@@ -104,10 +104,24 @@ class Train(unittest.TestCase):
         self.assertEqual(len(said), 1, done.stderr)
         self.assertTrue(said[0].startswith("error: "), said)
 
-    def test_the_readme(self) -> None:
-        """Its program for PyTorch, unchanged."""
-        text = (EXAMPLES.parents[1] / "README.md").read_text().split("## From PyTorch")[1]
-        program = text.split("```python\n")[1].split("```")[0] + (
+    def test_the_pages(self) -> None:
+        """The program of docs/pytorch.md, and the three lines of the README in the place of its own, unchanged."""
+        page = (EXAMPLES.parents[1] / "docs/pytorch.md").read_text().split("## A first program")[1]
+        program = page.split("```python\n")[1].split("```")[0]
+        readme = (EXAMPLES.parents[1] / "README.md").read_text().split("## From PyTorch")[1]
+        lines = readme.split("```python\n")[1].split("```")[0].split("# A model of")[0].splitlines()
+        self.assertEqual([line.split(" = ")[0] for line in lines], ["context", "batch", "o"])
+        own = {line.split(" = ")[0]: line for line in program.splitlines()}
+        of_readme = program
+        for line in lines:
+            of_readme = of_readme.replace(own[line.split(" = ")[0]], line)
+        self.assertNotEqual(of_readme, program)
+        for text in program, of_readme:
+            self.runs_on_two(text)
+
+    def runs_on_two(self, program: str) -> None:
+        """Two ranks share the 80 tokens, and the ends of both documents."""
+        program += (
             # One write: lines of two processes do not mix.
             "import os\nos.write(1, f'tokens {len(ids)} last {(labels == -100).sum().item()}\\n'.encode())\n"
         )
