@@ -287,16 +287,3 @@ def joined(key: str, each: list[dict[str, torch.Tensor]]) -> torch.Tensor:
 def packed(each: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     made = {key: joined(key, each) for key in dict.fromkeys(key for one in each for key in one)}
     return made | {"cu_seqlens": F.pad(torch.tensor([one["input_ids"].shape[1] for one in each]).cumsum(0), (1, 0))}
-
-
-def table(rows: dict[str, list[Any]]) -> list[str]:
-    """Lines of a table of the results on texts alone and with images: class, verdict and details by name."""
-    lines = ["| model | class | texts alone | with images |", "|---|---|---|---|"]
-    for kind in dict.fromkeys(name.partition(":")[2] for name in rows):
-        cells = []
-        for of in ("texts", "images"):
-            _, verdict, detail = rows.get(f"{of}:{kind}", ["", "", ""])
-            cells.append(f"{verdict}: {detail}".replace("|", "/").replace("<", "&lt;"))
-        made = rows[next(name for name in rows if name.endswith(f":{kind}"))][0]
-        lines.append(f"| `{kind}` | {made if isinstance(made, str) else made[0]} | {' | '.join(cells)} |")
-    return lines

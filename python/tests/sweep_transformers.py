@@ -2,7 +2,7 @@
 """Every causal and every masked language model of Transformers, and every model of images and texts with images and without, from a small
 config, on four processes: right, or refused by name.
 
-    python3 sweep_transformers.py --table ../../docs/transformers_models.md
+    python3 sweep_transformers.py --table transformers_models.md
     python3 sweep_transformers.py --only llama,opt,masked:bert,texts:qwen3_vl,images:qwen3_vl
 
 A model is right if loss and gradients are those of one process (1e-5 and 1e-4 relative, in f32). One process runs the documents one
@@ -18,7 +18,6 @@ import contextlib
 import datetime
 import gc
 import json
-import platform
 import signal
 import tempfile
 import threading
@@ -43,6 +42,7 @@ from transformers.models.auto.modeling_auto import (
 import models
 import processes
 import sweep_images
+import sweep_table
 from cpattn import Error
 
 transformers.utils.logging.set_verbosity_error()
@@ -342,7 +342,7 @@ def sweep(kinds: list[str], each: Callable[[str, str, str], None]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tries every causal and every masked language model of Transformers.")
     parser.add_argument("--only", default="", help="names, separated by commas")
-    parser.add_argument("--table", type=Path, help="a Markdown file for the table")
+    parser.add_argument("--table", type=Path, help="the page whose rows are replaced: transformers_models.md")
     given = parser.parse_args()
     chosen = given.only.split(",") if given.only else [*sorted({**MORE, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}), *(MASKED + kind for kind in sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES))]
     if not given.only:
@@ -353,31 +353,10 @@ def main() -> None:
         rows.append((kind, CLASSES[kind], verdict, detail))
         print(f"{len(rows)}/{len(chosen)} {kind}: {verdict}: {detail}", flush=True)
         if given.table:
-            given.table.write_text(table(rows, len(chosen)))
+            named = [(kind, made if isinstance(made, str) else made[0], verdict, detail) for kind, made, verdict, detail in rows]
+            given.table.write_text(sweep_table.updated(given.table.read_text(), named, str(datetime.date.today())))
 
     sweep(chosen, each)
-
-
-def table(rows: list[tuple[str, str, str, str]], of: int) -> str:
-    count = {v: sum(row[2] == v for row in rows) for v in sorted({row[2] for row in rows})}
-    lines = [
-        "# Language models of Transformers",
-        "",
-        f"Transformers {transformers.__version__}, PyTorch {torch.__version__}, four processes over gloo, {platform.machine()}, "
-        f"{datetime.date.today()}: {len(rows)} of {of} models; " + ", ".join(f"{n} {verdict}" for verdict, n in count.items()) + ".",
-        "",
-        "Made by `python3 python/tests/sweep_transformers.py --table docs/transformers_models.md`, from small configs in f32. *right*: loss and "
-        "gradients are those of one process that runs the documents one by one. *refused*: `ContextParallel` raises the error shown. *not tried*: "
-        "the model cannot be made from the script's small config, or cannot run it on one process.",
-    ]
-    for masked, title in enumerate(("Causal language models", "Masked language models")):
-        lines += ["", f"## {title}", "", "| model | class | result | |", "|---|---|---|---|"]
-        for kind, name, verdict, detail in rows:
-            text = detail.replace("|", "/").replace("<", "&lt;")
-            if masked == kind.startswith(MASKED) and not kind.startswith((TEXTS, IMAGES)):
-                lines.append(f"| `{kind.removeprefix(MASKED)}` | {name if isinstance(name, str) else name[0]} | {verdict} | {text} |")
-    lines += ["", "## Models of images and texts", "", *sweep_images.table({kind: row for kind, *row in rows if kind.startswith((TEXTS, IMAGES))}), ""]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":
