@@ -90,7 +90,7 @@ class Page(unittest.TestCase):
         self.assertEqual(alternatives.CUBIN_ITEMS, cubins)
 
     def test_instructions_are_those_of_the_kernels(self):
-        """Those without switches, as `ptx/compile --check` counts them, here and in ptx/README.md."""
+        """Those without switches, as `ptx/compile --check` counts them, here and in ptx/DESIGN.md."""
         lines = (PAGE.parent / "loops.txt").read_text()
         counts = {(kind, shape): int(n) for kind, shape, n in re.findall(r"^hopper_(\w+)_bf16_(\d+): (\d+) ", lines, re.M)}
         shapes = {"backward": ("64", "128", "192128", "256"), "forward": ("64", "96", "128", "192", "192128", "256")}
@@ -98,7 +98,7 @@ class Page(unittest.TestCase):
         expected["forward"].append(counts["cluster", "128"])
         said = [[int(n) for n in row.split(", ")] for row in re.findall(r"\(without: ([\d, ]+)\)", self.page)]
         self.assertEqual(said, [expected["backward"], expected["forward"]])
-        text = re.search(r"^## The backward for `sm_90a`\n(.*?)^### ", (PAGE.parent / "README.md").read_text(), re.M | re.S)[1]
+        text = re.search(r"^## The backward for `sm_90a`\n(.*?)^### ", (PAGE.parent / "DESIGN.md").read_text(), re.M | re.S)[1]
         for count in expected["backward"]:
             self.assertRegex(text, rf"\b{count}( instructions|,)")
 

@@ -104,9 +104,9 @@ fn cases_that_ask_for_clusters_have_them() {
 }
 
 /// The share of the steps of a causal backward for `sm_90a` that heads save by sharing steps (tiles of 64 q rows by 128
-/// keys), for the packs of the bench: `ptx/README.md` prints these figures.
+/// keys), for the packs of the bench: `ptx/DESIGN.md` prints these figures.
 #[test]
-fn steps_that_heads_save_are_those_of_the_readme() {
+fn steps_that_heads_save_are_those_of_the_page() {
     let Some(text) = cases() else { return };
     let mut found = Vec::new();
     for line in text.lines().filter(|line| line.starts_with("packed-forward-bf16-128-gqa64")) {
@@ -125,8 +125,8 @@ fn steps_that_heads_save_are_those_of_the_readme() {
         }
         found.push(format!("{:.1} %", 100.0 * (single - shared) as f64 / single as f64));
     }
-    let readme = include_str!("../../ptx/README.md");
-    let said = readme.split("with eight q heads to a kv head: ").nth(1).expect("the sentence");
+    let page = include_str!("../../ptx/DESIGN.md");
+    let said = page.split("with eight q heads to a kv head: ").nth(1).expect("the sentence");
     let mut said = said.split_inclusive('%').map(|part| part.rsplit(char::is_whitespace).nth(1).expect("a number"));
     assert!(
         found.len() == 4 && found.iter().all(|share| share.starts_with(said.next().expect("a share"))),

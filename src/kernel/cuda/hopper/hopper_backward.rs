@@ -142,7 +142,7 @@ mod tests {
 
     /// Cycles of the tensor cores and of shared memory (128 bytes each) in a step of a block: every product stands in
     /// the text once, for one of two warpgroups. Each reads its right matrix from shared memory, and its left one where
-    /// registers do not hold it; ds is written there, and q and do are copied there. `ptx/README.md` has these figures.
+    /// registers do not hold it; ds is written there, and q and do are copied there. `ptx/DESIGN.md` has these figures.
     fn cycles(shape: &crate::kernel::cuda::abi::shapes::Shape, kernel: Fused) -> (u32, u32) {
         let name = format!("hopper_backward_bf16_{}", shape.name);
         let text = crate::kernel::cuda::embedded::find(&name).expect("embedded").into_string().expect("text");
