@@ -189,10 +189,10 @@ MESHES = (
 )
 
 
-def drawn_plan(seed, dtype="f64", meshes=MESHES, masks=MASKS, **options):
+def drawn_plan(seed, dtype="f64", meshes=MESHES, masks=MASKS, heads_of=((4, 2), (3, 3), (6, 2)), **options):
     """A plan of 4 ranks with drawn documents, heads, mask and mesh."""
     draw = random.Random(seed)
-    heads, kv_heads = draw.choice(((4, 2), (3, 3), (6, 2)))
+    heads, kv_heads = draw.choice(heads_of)
     mesh, mask = draw.choice(meshes), draw.choice(masks)
     ends = [0, 37, 37, 101, 128]
     if "slices" not in mask:

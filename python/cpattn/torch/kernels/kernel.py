@@ -31,7 +31,7 @@ class Honours:
 
     `devices` are device types, None: all. `head_dim` is the largest, `head_dim_multiple` what q's, k's and v's are padded to with
     columns of zeros. `returns_f32`: o comes back in f32 (f64 for f64) and is not rounded to the inputs' type. `group`: q heads per kv
-    head may be more than one."""
+    head may be more than one. `strides`: rows and heads of q, k, v and d_o may have any, else these are contiguous."""
 
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[str, ...] | None = None
@@ -44,6 +44,7 @@ class Honours:
     group: bool = True
     returns_f32: bool = False
     deterministic: bool = False
+    strides: bool = False
     backward: bool = True
     max_logit: bool = False
 

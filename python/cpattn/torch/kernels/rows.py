@@ -77,6 +77,12 @@ def rows_before(r: Range, place: Tensor) -> Tensor:
     return (t if r.block >= r.len else whole).clamp(max=r.len)
 
 
+def rows_before_one(r: Range, place: int) -> int:
+    """As `rows_before`, of one position."""
+    t = max(0, place - r.pos)
+    return min(r.len, t if r.block >= r.len else t // r.period * r.block + min(t % r.period, r.block))
+
+
 def interval(q: Range, k: Range, band: Band, score: Score) -> tuple[Tensor, Tensor]:
     """For each row of `q`, where its rows of `k` begin and end. Rows without keys have an empty interval."""
     low, high = limits(band, score)

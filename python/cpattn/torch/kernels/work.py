@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InvalidArgument
+from ...errors import InvalidArgument, Unsupported
 from ...schedule import Gradients, Op, View
 from .kernel import Kernel
 from .math import accumulator
+from .packed import ByRectangles
 from .rows import Rows, groups_of
 
 
@@ -36,17 +37,20 @@ class Work:
         self.accumulator = accumulator(dtype)
         self.q, self.k, self.v = op.q, op.k, op.v
         self.rows, self.count = rows_of(op, self.device)
-        self._runner = ByRows(self, slopes)
+        self.gradients = gradients_of(op)
+        self._runner = (ByRows if kernel.form == "rows" else ByRectangles)(self, slopes)
         self.calls = self._runner.calls
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """o [rows, heads, value dim] and lse [heads, rows], in f32 (f64 for f64), of `rows`, from the views of q, k and v. Rows without
         keys have o = 0 and lse = -inf."""
-        return self._runner.forward(self._mine(q), k, v)
+        return self._runner.forward(q, k, v)
 
     def forward_with_max(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `forward`, with the largest score of each head, -inf without any. For kernels that honour `max_logit`."""
-        return self._runner.forward_with_max(self._mine(q), k, v)
+        if not isinstance(self._runner, ByRows) or not self.kernel.honours.max_logit:
+            raise Unsupported(f"kernels={self.kernel.name!r} returns no largest scores: return_max_logit is True, False is needed")
+        return self._runner.forward_with_max(q, k, v)
 
     def backward(
         self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor, delta: Tensor, lse_gradient: bool = False
@@ -56,13 +60,11 @@ class Work:
 
         d_o [rows, heads, value dim], lse and delta [rows, heads] are the operation's q view, of any strides: final ones, delta less the
         gradient of lse. `lse_gradient` says that the loss has one, without which delta is 0 where d_o is. `o` is not used."""
-        mine = (self._mine(x) for x in (d_o, q, lse, delta))
-        d_o, q, lse, delta = mine
-        dq, dk, dv = self._runner.backward(d_o, q, k, v, lse.T, delta.T, lse_gradient)
-        queries, keys = gradients_of(self.op)
+        dq, dk, dv = self._runner.backward(d_o, q, k, v, lse, delta, lse_gradient)
+        queries, keys = self.gradients
         return dq if queries else None, dk if keys else None, dv if keys else None
 
-    def _mine(self, x: Tensor) -> Tensor:
+    def mine(self, x: Tensor) -> Tensor:
         """The rows of a q view that this work computes, in its order."""
         return x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
 
@@ -72,7 +74,7 @@ class ByRows:
 
     def __init__(self, work: Work, slopes: Tensor | None):
         self.work, self.kernel, op = work, work.kernel, work.op
-        queries, keys = gradients_of(op)
+        queries, keys = work.gradients
         groups = groups_of(op, work.device, slopes)
         self.call = Rows(
             groups, kv_of(op, work.q).to(work.device), op.score.scale, op.score.softcap, bool(op.per_q_head), queries, keys
@@ -81,17 +83,18 @@ class ByRows:
         self.calls = [{"kernel": self.kernel.name, "rows": rows, "groups": len(groups), "copied": 0}] if groups else []
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.kernel.forward(q, k, v, self.call)
+        return self.kernel.forward(self.work.mine(q), k, v, self.call)
 
     def forward_with_max(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         kernel: Any = self.kernel
-        result: tuple[Tensor, Tensor, Tensor] = kernel.forward_with_max(q, k, v, self.call)
+        result: tuple[Tensor, Tensor, Tensor] = kernel.forward_with_max(self.work.mine(q), k, v, self.call)
         return result
 
     def backward(
         self, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, lse_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.kernel.backward(d_o, q, k, v, None, lse, self.call, delta=delta)
+        d_o, q, lse, delta = (self.work.mine(x) for x in (d_o, q, lse, delta))
+        return self.kernel.backward(d_o, q, k, v, None, lse.T, self.call, delta=delta.T)
 
 
 def kv_of(op: Op, q: View) -> Tensor:
