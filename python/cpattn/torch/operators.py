@@ -36,6 +36,7 @@ from .dropout import seed_of
 
 if TYPE_CHECKING:
     from .context import Batch, Context
+    from .executor import Executor
 
 # Contexts by their numbers.
 CONTEXTS: WeakValueDictionary[int, Context] = WeakValueDictionary()
@@ -278,7 +279,7 @@ class AllToAll(torch.autograd.Function):
     """From this rank's tokens and all heads to all tokens and its own heads, or back. The gradient of one is the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rank: Rank, number: int, plan: Plan, side: Side, to_heads: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rank: Rank | Executor, number: int, plan: Plan, side: Side, to_heads: bool) -> Tensor:
         ctx.rest, x = (rank, number, plan, side, not to_heads), _rows(x)
         share = plan.share(number)
         heads = share.q_head_end - share.q_head_begin if side == Side.Q else share.kv_head_end - share.kv_head_begin
