@@ -26,8 +26,9 @@ from .attention import Current
 from .hybrids.deal import Deal
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
 from .mixers import Mixers
+from .owners import trial
 from .pooled import Kept
-from .zero import shape_of, trial
+from .zero import shape_of
 
 TOKENS = 7
 
