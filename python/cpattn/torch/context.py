@@ -127,7 +127,7 @@ class Context(PackedContext, Combining):
         except BaseException:
             self.transport.release()
             raise
-        self.key = next(_numbers)
+        self.key, self.runs = next(_numbers), 0  # forward passes of attention, also of compiled graphs
         operators.CONTEXTS[self.key] = self
         # The rank for tensors on the CPU; with a device, for `shift` only.
         self._host = self.rank = Rank(self.transport, workers=workers)

@@ -26,6 +26,11 @@ AT_A_TIME = {"cpu": 1 << 16}
 ELSEWHERE = 1 << 22
 # An odd number of 64 bits (of the golden ratio), as a signed one.
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+# What a user can do.
+NEED = (
+    "load the same weights on all ranks, or draw them with the same seed; give compare_weights=False where something makes them equal afterwards "
+    "(DDP, deepspeed.initialize)"
+)
 # What differs in the lists below, in errors.
 WHAT = "parameters and buffers"
 
@@ -101,7 +106,7 @@ def hashes(tensors: Sequence[Tensor]) -> list[int]:
     return numbers
 
 
-def same_weights(transport: EngineTransport, model: nn.Module, need: str) -> None:
+def same_weights(transport: EngineTransport, model: nn.Module, need: str = NEED) -> None:
     """Raises Disagreement on all ranks unless their models have the same parameters and buffers with equal content, with the name of the first that
     differs; the sentence ends with `need`, what a user can do. All ranks of the transport call it."""
     if transport.world == 1:

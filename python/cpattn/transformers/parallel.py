@@ -34,6 +34,7 @@ from .dropout import ByPlace
 from .forward import Forward
 from .images import Images
 from .inputs import checked
+from .integrity import Integrity, configs_of
 from .mixers import Mixer, Mixers
 from .owners import refuse_owners
 from .pack import TAKEN
@@ -45,11 +46,6 @@ from .scores import Reader
 from .tiles import keeps_hidden
 from .views import Views
 from .zero import at_once, refuse_combining, refuse_parallel
-
-WEIGHTS = (
-    "load the same weights on all ranks, or draw them with the same seed; give compare_weights=False where something makes them equal afterwards "
-    "(DDP, deepspeed.initialize)"
-)
 
 
 @named("model, group=group, ulysses=2")
@@ -121,7 +117,7 @@ class ContextParallel(Calls):
             settings |= {"options": sorted(options.items()), "model": type(model).__name__}
             same_settings(transport, settings)
             if compare_weights:
-                same_weights(transport, model, WEIGHTS)
+                same_weights(transport, model)
             with told(transport):
                 self._try(model)
             same_settings(transport, {"model": (type(model).__name__, self._found)})
@@ -180,6 +176,9 @@ class ContextParallel(Calls):
             self._kept.replace()
         ulysses = self._options.get("ulysses")  # which other layers than those with kernels do not limit
         self._found = probe(model, self._takes, self._mixers, self._kept, ulysses if isinstance(ulysses, int) and ulysses > 0 else 1)
+        if self._kept:
+            self._kept.restore()
+        self._integrity = Integrity(self)
         self._base = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
             raise Unsupported(f"tile is {self.tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
@@ -189,6 +188,9 @@ class ContextParallel(Calls):
 
     def _attend(self, kind: str) -> None:
         self.model.set_attn_implementation(kind)
+        if self.model.config.get_text_config()._attn_implementation == kind:
+            for _, config in configs_of(self.model, self._images.towers):
+                config._attn_implementation_internal = kind
         self._images.keep_attention()
 
     def _heads(self) -> dict[str, Any]:
@@ -222,6 +224,7 @@ class ContextParallel(Calls):
         )
         with told(context.transport):
             refuse_parallel()
+            self._integrity.check()
             if torch.is_grad_enabled():
                 refuse_combining(self.model, self._alike["gradients"])
             images = self._images.given(inputs)
@@ -255,6 +258,7 @@ class ContextParallel(Calls):
         if args:
             kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
         forward = self.last = Current.forward = self.shard(kwargs)
+        self._integrity.begin()
         draws = partial(Draws, self._number, self.replica, self.device, self.transport, forward.tokens, forward.batch.plan.distribution)
         if self._images.given(kwargs):
             kept = self._images.arguments(forward, kwargs, draws)
@@ -287,6 +291,8 @@ class ContextParallel(Calls):
     def _after(self, model: Any, args: Any, kwargs: Any, out: Any) -> Any:
         if (forward := self._whole()) is None:
             return out
+        with told(self.transport):
+            self._integrity.end()
         if self._dropouts and forward.draws is not None:
             self._dropouts.check(forward.draws)
         if forward.outer:
@@ -296,6 +302,8 @@ class ContextParallel(Calls):
     def _ends(self, *_: Any) -> None:
         if (forward := self._whole()) is not None:
             forward.hidden = forward.router = Current.forward = None
+            if self._kept:
+                self._kept.restore()
             if forward.draws is not None:
                 forward.draws.end()
 
