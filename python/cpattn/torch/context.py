@@ -133,7 +133,7 @@ class Context(PackedContext, Combining):
         except BaseException:
             self.transport.release()
             raise
-        self.key = next(_numbers)
+        self.key, self.runs = next(_numbers), 0  # forward passes of attention, also of compiled graphs
         operators.CONTEXTS[self.key] = self
         # The rank for tensors on the CPU; with a device, for `shift` only. None with another kernel.
         self._host: Rank | None = None

@@ -100,6 +100,7 @@ def _forward(
     if keys is not None:
         given["key_indices"] = keys
     plan = batch._plan_for(q, k, v, sinks, told, listed=keys is not None)
+    batch.context.runs += 1
     batch.context.rank.forward(plan, _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **given)
     return o, lse, max_logit
 
