@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._check import refused
+from .._check import flag, refused
 from .._signature import named
 from ..errors import Disagreement, InvalidArgument, InvalidHandle, Unsupported
 from ..packing import over_all
@@ -23,6 +23,7 @@ from ..plan import Plan
 from ..torch import GlooTransport
 from ..torch.agree import content, heard, number, same, same_settings, told
 from ..torch.gloo import Collectives, Members
+from ..torch.weights import same_weights
 from .attention import Attention, Settings, backend
 from .comparison import FACTOR, distance, moved, repeatable, reshard, tensors
 from .counts import counts
@@ -36,6 +37,10 @@ TAKEN = frozenset(
 # Hooks of Diffusers that move weights, and change nothing of what is computed.
 MOVES = frozenset("group_offloading layer_execution_tracker lazy_prefetch_group_offloading layerwise_casting peft_autocast_disable".split())
 _NEED = "every rank calls the model with the same inputs: give all ranks one seed (generator=torch.Generator().manual_seed(…)), or send them those of one rank"
+_WEIGHTS = (
+    "load the same weights on all ranks, or draw them with the same seed, those of LoRA too; give compare_weights=False where something makes them "
+    "equal afterwards (DDP)"
+)
 
 
 @named("model, group=group, ulysses=2")
@@ -50,6 +55,9 @@ class ContextParallel:
     sequence is split and gathered, in the form of the model's own `_cp_plan`, for a class that has none. `ulysses`, `ring`, `timeout`,
     `workers`, `communicator` and others are those of `cpattn.torch.Context` (`TAKEN`).
 
+    The ranks compare hashes of their models' weights, of shards with those of ranks that hold the same shards; `compare_weights=False` leaves
+    it out.
+
     Under such a plan, or with processors that are not of Diffusers, the first call with each kind of inputs is compared with the model alone
     (`check`), which takes three more passes and the memory of one device: to spare them, call `check` with shorter inputs before.
 
@@ -57,7 +65,15 @@ class ContextParallel:
     """
 
     def __init__(
-        self, model: Any, *, group: Members = None, plan: Mapping[str, Any] | None = None, gradients: str = "mean", timeout: float = 300.0, **options: Any
+        self,
+        model: Any,
+        *,
+        group: Members = None,
+        plan: Mapping[str, Any] | None = None,
+        gradients: str = "mean",
+        timeout: float = 300.0,
+        compare_weights: bool = True,
+        **options: Any,
     ) -> None:
         self.model: Any = model
         self.attention: Attention | None = None
@@ -74,6 +90,7 @@ class ContextParallel:
             with told(self.transport):
                 if gradients not in ("mean", "sum"):
                     raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
+                compare_weights = flag("compare_weights", compare_weights)
                 for name in options.keys() - TAKEN:
                     why = "each rank has consecutive tokens of each sequence" if name.startswith("layout") else "it is no option here"
                     raise InvalidArgument(f"{name} is given, and {why}: leave it out. Options are {', '.join(sorted(TAKEN))}")
@@ -85,15 +102,19 @@ class ContextParallel:
                 self._processors = list(self._find(model))
                 self._unknown = plan is not None or any(not type(one).__module__.startswith("diffusers.") for one in self._processors)
             self._sum = gradients == "sum"
-            told_names = {"model": class_of(model), "gradients": gradients, "options": sorted(options.items())}
+            told_names = {"model": class_of(model), "gradients": gradients, "options": sorted(options.items()), "compare_weights": compare_weights}
             told_names["plan"] = [(p.name, p.inputs, p.outputs, p.gathered) for p in self._places]
             same_settings(self.transport, told_names | {"processors": [type(one).__qualname__ for one in self._processors]})
+            if compare_weights:
+                same_weights(self.transport, model, _WEIGHTS)
             self._talk = Collectives(self.transport.members, timeout)
             self._attend = Attention(group, self.transport, self._talk, {"timeout": timeout, **options})
         except BaseException:
             self._leave()
             raise
         self._hook()
+        # Looked up before the hooks, which are functions that nobody could pickle.
+        model.__reduce_ex__ = self.__reduce_ex__
         self._on()
 
     def _refuse_other(self, model: Any) -> None:
@@ -200,6 +221,7 @@ class ContextParallel:
             self._off()
             for handle in self._handles:
                 handle.remove()
+            del self.model.__reduce_ex__
             self.model._cpattn = None
             self._leave()
 
@@ -211,7 +233,10 @@ class ContextParallel:
         self.transport.release()
 
     def __reduce_ex__(self, _: Any) -> Any:
-        raise Unsupported("the model has a ContextParallel, which cannot be copied: close it before you copy the model, and make one for each")
+        raise Unsupported(
+            "the model has a ContextParallel, which can be neither copied nor pickled: close it before you copy the model or save it whole "
+            "(torch.save), and make one for each; state_dict and save_pretrained are as without it"
+        )
 
     def _check_open(self) -> Collectives:
         if self._talk is None:
