@@ -319,7 +319,8 @@ class Batch(Heads, Gathering, Packed):
         in models in evaluation: give 0 there. Which pairs are dropped depends on the tokens' places in the batch, the head and
         `dropout_seed`, a number from 0 to 2^64 - 1 or one of an int64 tensor, and not on the ranks: it is as on one process, and in
         `cpattn.torch.dropout_mask`. All ranks give the same seed, which is checked, and another one for each call. Without a seed it is drawn
-        from PyTorch's generator for the CPU, whose state must then be equal on all ranks, as after torch.manual_seed. A capture into a
+        from PyTorch's generator for the CPU, whose state must then be equal on all ranks, as after torch.manual_seed; gradient checkpointing that does not restore that state is refused in
+        the backward pass. A capture into a
         CUDA graph is refused.
 
         With `key_indices`, int32 or int64 [tokens, entries] or [tokens, kv_heads, entries], a query attends only to the keys that it lists:

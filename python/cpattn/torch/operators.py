@@ -32,7 +32,7 @@ from ..options import Side
 from ..plan import Plan
 from ..rank import Rank
 from ..slopes import slopes_of
-from .dropout import seed_of
+from .dropout import known, seed_of
 
 if TYPE_CHECKING:
     from .context import Batch, Context
@@ -96,7 +96,7 @@ def _forward(
     sinks = None if sinks is None else sinks.detach().contiguous()
     given: dict[str, Any] = {"max_logit": max_logit} if largest else {}
     if seed is not None:
-        given["dropout_seed"] = seed_of("dropout_seed", seed)
+        given["dropout_seed"] = known(seed_of("dropout_seed", seed))
     if keys is not None:
         given["key_indices"] = keys
     plan = batch._plan_for(q, k, v, sinks, told, listed=keys is not None)
