@@ -78,33 +78,23 @@ impl Worker {
         let (q, k, v, d_o) = (view(q)?, view(k)?, view(v)?, view(d_o)?);
         let [o, lse, dq, dk, dv] = &mut self.outputs;
         if direction == Direction::Forward {
-            let forward = Forward {
-                q,
-                k,
-                v,
-                sinks: None,
-                o: ViewMut::new(o, n, HEADS, HEAD_DIM)?,
-                lse: ViewMut::head_major(lse, n, HEADS)?,
-                max_logit: None,
-                dropout_seed: None,
-            };
+            let forward =
+                Forward::new(q, k, v, ViewMut::new(o, n, HEADS, HEAD_DIM)?, ViewMut::head_major(lse, n, HEADS)?);
             return self.rank.forward(&self.plan, forward);
         }
-        let backward = Backward {
+        let backward = Backward::new(
             q,
             k,
             v,
-            sinks: None,
-            o: View::new(o, n, HEADS, HEAD_DIM)?,
-            lse: View::head_major(lse, n, HEADS)?,
+            View::new(o, n, HEADS, HEAD_DIM)?,
+            View::head_major(lse, n, HEADS)?,
             d_o,
-            d_lse: None,
-            dropout_seed: None,
-            dq: ViewMut::new(dq, n, HEADS, HEAD_DIM)?,
-            dk: ViewMut::new(dk, n, HEADS, HEAD_DIM)?,
-            dv: ViewMut::new(dv, n, HEADS, HEAD_DIM)?,
-            dsinks: None,
-        };
+            [
+                ViewMut::new(dq, n, HEADS, HEAD_DIM)?,
+                ViewMut::new(dk, n, HEADS, HEAD_DIM)?,
+                ViewMut::new(dv, n, HEADS, HEAD_DIM)?,
+            ],
+        );
         self.rank.backward(&self.plan, backward)
     }
 }

@@ -51,23 +51,21 @@ impl Tensors {
         let (q, k, v) = (view(q, HEADS)?, view(k, KV_HEADS)?, view(v, KV_HEADS)?);
         if forward {
             let (o, lse) = (ViewMut::new(o, n, HEADS, DIM)?, ViewMut::head_major(lse, n, HEADS)?);
-            return rank.forward(plan, Forward { q, k, v, sinks: None, o, lse, max_logit: None, dropout_seed: None });
+            return rank.forward(plan, Forward::new(q, k, v, o, lse));
         }
-        let backward = Backward {
+        let backward = Backward::new(
             q,
             k,
             v,
-            sinks: None,
-            o: view(o, HEADS)?,
-            lse: View::head_major(lse, n, HEADS)?,
-            d_o: view(d_o, HEADS)?,
-            d_lse: None,
-            dropout_seed: None,
-            dq: ViewMut::new(dq, n, HEADS, DIM)?,
-            dk: ViewMut::new(dk, n, KV_HEADS, DIM)?,
-            dv: ViewMut::new(dv, n, KV_HEADS, DIM)?,
-            dsinks: None,
-        };
+            view(o, HEADS)?,
+            View::head_major(lse, n, HEADS)?,
+            view(d_o, HEADS)?,
+            [
+                ViewMut::new(dq, n, HEADS, DIM)?,
+                ViewMut::new(dk, n, KV_HEADS, DIM)?,
+                ViewMut::new(dv, n, KV_HEADS, DIM)?,
+            ],
+        );
         rank.backward(plan, backward)
     }
 }

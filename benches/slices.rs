@@ -45,23 +45,21 @@ impl<T: Element<Acc = f32>> Tensors<T> {
         let (q, k, v) = (view(q, HEADS)?, view(k, KV_HEADS)?, view(v, KV_HEADS)?);
         let begin = Instant::now();
         let (out, sums) = (ViewMut::new(o, TOKENS, HEADS, DIM)?, ViewMut::head_major(lse, TOKENS, HEADS)?);
-        rank.forward(plan, Forward { q, k, v, sinks: None, o: out, lse: sums, max_logit: None, dropout_seed: None })?;
+        rank.forward(plan, Forward::new(q, k, v, out, sums))?;
         let forward = begin.elapsed();
-        let backward = Backward {
+        let backward = Backward::new(
             q,
             k,
             v,
-            sinks: None,
-            o: view(o, HEADS)?,
-            lse: View::head_major(lse, TOKENS, HEADS)?,
-            d_o: view(d_o, HEADS)?,
-            d_lse: None,
-            dropout_seed: None,
-            dq: ViewMut::new(dq, TOKENS, HEADS, DIM)?,
-            dk: ViewMut::new(dk, TOKENS, KV_HEADS, DIM)?,
-            dv: ViewMut::new(dv, TOKENS, KV_HEADS, DIM)?,
-            dsinks: None,
-        };
+            view(o, HEADS)?,
+            View::head_major(lse, TOKENS, HEADS)?,
+            view(d_o, HEADS)?,
+            [
+                ViewMut::new(dq, TOKENS, HEADS, DIM)?,
+                ViewMut::new(dk, TOKENS, KV_HEADS, DIM)?,
+                ViewMut::new(dv, TOKENS, KV_HEADS, DIM)?,
+            ],
+        );
         rank.backward(plan, backward)?;
         Ok([forward, begin.elapsed() - forward].map(|time| time.as_secs_f64()))
     }

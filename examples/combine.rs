@@ -61,13 +61,12 @@ fn main() -> Result<()> {
         let heads = plan.combined_share(rank.rank(), CombineTo::Heads).heads;
         let (mut merged, mut merged_lse) =
             (vec![0.0f32; tokens * heads.len() * DIM], vec![0.0f32; tokens * heads.len()]);
-        let tensors = CombineTensors {
-            partial_o: View::new(&o, tokens, HEADS, DIM)?,
-            partial_lse: View::new(&lse, tokens, HEADS, 1)?,
-            sinks: None,
-            o: ViewMut::new(&mut merged, tokens, heads.len(), DIM)?,
-            lse: ViewMut::new(&mut merged_lse, tokens, heads.len(), 1)?,
-        };
+        let tensors = CombineTensors::new(
+            View::new(&o, tokens, HEADS, DIM)?,
+            View::new(&lse, tokens, HEADS, 1)?,
+            ViewMut::new(&mut merged, tokens, heads.len(), DIM)?,
+            ViewMut::new(&mut merged_lse, tokens, heads.len(), 1)?,
+        );
         rank.combine(plan, CombineTo::Heads, tensors)?;
         Ok((heads, merged, merged_lse))
     })?;

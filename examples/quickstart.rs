@@ -51,18 +51,6 @@ fn own(mut rank: Rank, plan: &Plan, [q, k, v]: [&[f32]; 3]) -> Result<Vec<f32>> 
     let (mut o, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; n * HEADS]);
     let [k, v] = [View::new(&k, n, KV_HEADS, DIM)?, View::new(&v, n, KV_HEADS, DIM)?];
     let (out, scores) = (ViewMut::new(&mut o, n, HEADS, DIM)?, ViewMut::head_major(&mut lse, n, HEADS)?);
-    rank.forward(
-        plan,
-        Forward {
-            q: View::new(&q, n, HEADS, DIM)?,
-            k,
-            v,
-            sinks: None,
-            o: out,
-            lse: scores,
-            max_logit: None,
-            dropout_seed: None,
-        },
-    )?;
+    rank.forward(plan, Forward::new(View::new(&q, n, HEADS, DIM)?, k, v, out, scores))?;
     Ok(o)
 }

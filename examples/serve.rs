@@ -124,18 +124,6 @@ fn forward(rank: &mut Rank, plan: &Plan, q: &[f32], k: &[f32], v: &[f32]) -> Res
     let (mut o, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; n * HEADS]);
     let [k, v] = [View::new(k, m, KV_HEADS, DIM)?, View::new(v, m, KV_HEADS, DIM)?];
     let (out, scores) = (ViewMut::new(&mut o, n, HEADS, DIM)?, ViewMut::head_major(&mut lse, n, HEADS)?);
-    rank.forward(
-        plan,
-        Forward {
-            q: View::new(q, n, HEADS, DIM)?,
-            k,
-            v,
-            sinks: None,
-            o: out,
-            lse: scores,
-            max_logit: None,
-            dropout_seed: None,
-        },
-    )?;
+    rank.forward(plan, Forward::new(View::new(q, n, HEADS, DIM)?, k, v, out, scores))?;
     Ok(o)
 }

@@ -15,7 +15,7 @@
 //! when the program runs.
 //!
 //! ```no_run
-//! use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, cudarc, runtime::DeviceForward, transport::peer};
+//! use cpattn::{Batch, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, Side, cudarc, transport::peer};
 //! use ::cudarc::driver::CudaContext;
 //! use half::bf16;
 //! use std::time::Duration;
@@ -35,9 +35,9 @@
 //!         cudarc::StreamSliceMut::compact(&mut o, &stream, [n, 4, 64])?,
 //!         cudarc::StreamSliceMut::new(&mut lse, &stream, 0, [n, 4, 1], [1, n])?, // [heads, tokens]
 //!     );
-//!     let tensors = DeviceForward { q: q.view(), k: k.view(), v: v.view(), sinks: None, o: o.view(), lse: lse.view(), max_logit: None, dropout_seed: None };
+//!     let call = Forward::new(q.view(), k.view(), v.view(), o.view(), lse.view());
 //!     // SAFETY: the stream was not destroyed.
-//!     unsafe { rank.forward_on(&plan, tensors, cudarc::stream(&stream)) }?;
+//!     rank.forward(&plan, unsafe { call.on(cudarc::stream(&stream)) })?;
 //! }
 //! let o: Vec<bf16> = stream.clone_dtoh(&o)?; // waits for the run, as for a kernel of your own
 //! # Ok::<(), Box<dyn std::error::Error>>(())

@@ -38,16 +38,9 @@
 //!     let n = plan.local_tokens(Side::Q, rank.rank()).len(); // this rank's own tokens: plan.local_tokens(…).indices()
 //!     let (q, k, v) = (vec![0.1f32; n * 4 * 64], vec![0.2; n * 2 * 64], vec![0.3; n * 2 * 64]);
 //!     let (mut o, mut lse) = (vec![f32::NAN; n * 4 * 64], vec![f32::NAN; n * 4]);
-//!     rank.forward(plan, Forward {
-//!         q: View::new(&q, n, 4, 64)?,
-//!         k: View::new(&k, n, 2, 64)?,
-//!         v: View::new(&v, n, 2, 64)?,
-//!         sinks: None,
-//!         o: ViewMut::new(&mut o, n, 4, 64)?,
-//!         lse: ViewMut::head_major(&mut lse, n, 4)?,
-//!         max_logit: None,
-//!         dropout_seed: None,
-//!     })?;
+//!     let (q, k, v) = (View::new(&q, n, 4, 64)?, View::new(&k, n, 2, 64)?, View::new(&v, n, 2, 64)?);
+//!     let (out, sums) = (ViewMut::new(&mut o, n, 4, 64)?, ViewMut::head_major(&mut lse, n, 4)?);
+//!     rank.forward(plan, Forward::new(q, k, v, out, sums))?;
 //!     Ok(o)
 //! })?;
 //! assert_eq!(outputs.concat().len(), 12 * 4 * 64);

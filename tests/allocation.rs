@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! After `prepare`, running a plan allocates nothing on any thread, and stays within the workspace it asked for.
 //!
-//! The workspace is lent with exactly the bytes that `workspace_bytes` names for each direction, every one of them
+//! The workspace is lent with exactly the bytes that `workspace().bytes` names for each direction, every one of them
 //! poison, between guards; a byte less is refused. The allocator counts for the whole process, so this is a program of
 //! its own: the usual harness allocates on a thread of its own at moments of its own.
 
@@ -75,7 +75,7 @@ impl Memory {
         assert!(bytes as usize <= self.bytes);
         let start = self.units.as_mut_ptr().cast::<u8>().wrapping_add(GUARD);
         // SAFETY: the memory outlives the rank's use of it (see `one_rank`), and only its guards are read meanwhile.
-        unsafe { rank.lend_workspace(start, bytes as usize) }.unwrap();
+        unsafe { rank.workspace().lend(start, bytes as usize) }.unwrap();
     }
 
     /// Whether everything outside `GUARD..GUARD + bytes` is still poison.
@@ -114,7 +114,7 @@ fn play<T: Element>(what: &str, plan: &Plan) {
         let mut rank = Rank::new(end);
         let mut own = Own::new(plan, &data, rank.rank(), style);
         let both = [Direction::Forward, Direction::Backward];
-        let bytes = both.map(|d| rank.workspace_bytes(plan, d).unwrap());
+        let bytes = both.map(|d| rank.workspace().bytes(plan, d).unwrap());
         // The smaller of the two first, so that a direction that writes too far meets a guard.
         let mut memory = [Memory::new(bytes[0]), Memory::new(bytes[1])];
         for (d, m) in both.into_iter().zip(&mut memory) {

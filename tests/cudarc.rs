@@ -4,7 +4,6 @@
 #![allow(missing_docs, reason = "tests have no users")]
 
 use ::cudarc::driver::{CudaContext, CudaSlice};
-use cpattn::runtime::{DeviceBackward, DeviceForward};
 use cpattn::transport::{local, peer};
 use cpattn::{Backward, Batch, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, cudarc};
 use fastrand::Rng;
@@ -50,36 +49,22 @@ fn on_the_host(plan: &Plan) -> Vec<Outputs> {
         let view = |t, heads| View::new(t, n, heads, DIM);
         let (q, k, v, d_o) = (view(&q, HEADS)?, view(&k, KV_HEADS)?, view(&v, KV_HEADS)?, view(&d_o, HEADS)?);
         let out = ViewMut::new(&mut o, n, HEADS, DIM)?;
-        rank.forward(
-            plan,
-            Forward {
-                q,
-                k,
-                v,
-                sinks: None,
-                o: out,
-                lse: ViewMut::head_major(&mut lse, n, HEADS)?,
-                max_logit: None,
-                dropout_seed: None,
-            },
-        )?;
+        rank.forward(plan, Forward::new(q, k, v, out, ViewMut::head_major(&mut lse, n, HEADS)?))?;
         rank.backward(
             plan,
-            Backward {
+            Backward::new(
                 q,
                 k,
                 v,
-                sinks: None,
-                o: View::new(&o, n, HEADS, DIM)?,
-                lse: View::head_major(&lse, n, HEADS)?,
+                View::new(&o, n, HEADS, DIM)?,
+                View::head_major(&lse, n, HEADS)?,
                 d_o,
-                d_lse: None,
-                dropout_seed: None,
-                dq: ViewMut::new(&mut dq, n, HEADS, DIM)?,
-                dk: ViewMut::new(&mut dk, n, KV_HEADS, DIM)?,
-                dv: ViewMut::new(&mut dv, n, KV_HEADS, DIM)?,
-                dsinks: None,
-            },
+                [
+                    ViewMut::new(&mut dq, n, HEADS, DIM)?,
+                    ViewMut::new(&mut dk, n, KV_HEADS, DIM)?,
+                    ViewMut::new(&mut dv, n, KV_HEADS, DIM)?,
+                ],
+            ),
         )?;
         Ok([o, dq, dk, dv])
     })
@@ -107,18 +92,9 @@ fn over_slices(context: &Arc<CudaContext>, plan: &Plan, end: peer::Peer) -> Outp
             .map(|(t, heads)| cudarc::StreamSlice::compact(t, &stream, [n, heads, DIM]).unwrap());
         let mut o = cudarc::StreamSliceMut::new(&mut o, &stream, 64, [n, HEADS, DIM], strides).unwrap();
         let mut lse = cudarc::StreamSliceMut::new(&mut lse, &stream, 0, [n, HEADS, 1], [1, n]).unwrap();
-        let tensors = DeviceForward {
-            q: q.view(),
-            k: k.view(),
-            v: v.view(),
-            sinks: None,
-            o: o.view(),
-            lse: lse.view(),
-            max_logit: None,
-            dropout_seed: None,
-        };
+        let tensors = Forward::new(q.view(), k.view(), v.view(), o.view(), lse.view());
         // SAFETY: the stream lives.
-        unsafe { rank.forward_on(plan, tensors, cudarc::stream(&stream)) }.unwrap();
+        unsafe { rank.forward(plan, tensors.on(cudarc::stream(&stream))) }.unwrap();
     }
     {
         let [q, k, v, d_o] = [(&q, HEADS), (&k, KV_HEADS), (&v, KV_HEADS), (&d_o, HEADS)]
@@ -128,23 +104,17 @@ fn over_slices(context: &Arc<CudaContext>, plan: &Plan, end: peer::Peer) -> Outp
         let mut dq = cudarc::StreamSliceMut::compact(&mut dq, &stream, [n, HEADS, DIM]).unwrap();
         let [mut dk, mut dv] =
             [&mut dk, &mut dv].map(|t| cudarc::StreamSliceMut::compact(t, &stream, [n, KV_HEADS, DIM]).unwrap());
-        let tensors = DeviceBackward {
-            q: q.view(),
-            k: k.view(),
-            v: v.view(),
-            sinks: None,
-            o: o.view(),
-            lse: lse.view(),
-            d_o: d_o.view(),
-            d_lse: None,
-            dropout_seed: None,
-            dq: dq.view(),
-            dk: dk.view(),
-            dv: dv.view(),
-            dsinks: None,
-        };
+        let tensors = Backward::new(
+            q.view(),
+            k.view(),
+            v.view(),
+            o.view(),
+            lse.view(),
+            d_o.view(),
+            [dq.view(), dk.view(), dv.view()],
+        );
         // SAFETY: the stream lives.
-        unsafe { rank.backward_on(plan, tensors, cudarc::stream(&stream)) }.unwrap();
+        unsafe { rank.backward(plan, tensors.on(cudarc::stream(&stream))) }.unwrap();
     }
     // Copies on the other stream wait for the run by the events that the slices recorded.
     let o = before.clone_dtoh(&o).unwrap();

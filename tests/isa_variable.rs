@@ -62,20 +62,17 @@ fn refused_before_a_run(named: &str) {
                     let view = || View::new(&x, n, 2, 16).unwrap();
                     rank.forward(
                         plan,
-                        Forward {
-                            q: view(),
-                            k: view(),
-                            v: view(),
-                            sinks: None,
-                            o: ViewMut::new(&mut o, n, 2, 16).unwrap(),
-                            lse: ViewMut::head_major(&mut lse, n, 2).unwrap(),
-                            max_logit: None,
-                            dropout_seed: None,
-                        },
+                        Forward::new(
+                            view(),
+                            view(),
+                            view(),
+                            ViewMut::new(&mut o, n, 2, 16).unwrap(),
+                            ViewMut::head_major(&mut lse, n, 2).unwrap(),
+                        ),
                     )
                 };
                 refused(rank.prepare(plan, Direction::Forward));
-                refused(rank.workspace_bytes(plan, Direction::Forward).map(|_| ()));
+                refused(rank.workspace().bytes(plan, Direction::Forward).map(|_| ()));
                 refused(forward(&mut rank));
                 refused(rank.set_isa(None));
                 rank.poll().unwrap();

@@ -57,7 +57,7 @@ pub unsafe extern "C" fn cpattn_rank_combine(
         let combine = Combine { to, partial: bindings.get(TensorId::PartialO).dtype };
         // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
         // shapes are checked against the plan.
-        unsafe { rank.run_on(plan, combine, &bindings, stream) }?;
+        unsafe { rank.run(plan, combine, &bindings.on(stream)) }?;
     })
 }
 

@@ -171,14 +171,14 @@ pub unsafe extern "C" fn cpattn_rank_lend_workspace(
             if bytes > 0 {
                 return Err(Error::invalid("workspace", "NULL", "an address, or 0 bytes to take it back").into());
             }
-            rank.claim()?.take_workspace_back()?;
+            rank.claim()?.workspace().take_back()?;
             return Ok(());
         }
         if workspace.addr().checked_add(bytes).is_none_or(|end| end > isize::MAX as usize) {
             return Err(Error::invalid("bytes", bytes, "memory that stays within the address space").into());
         }
         // SAFETY: lent until another is lent or the rank is destroyed, by the header's promise.
-        unsafe { rank.claim()?.lend_workspace(workspace.cast(), bytes) }?;
+        unsafe { rank.claim()?.workspace().lend(workspace.cast(), bytes) }?;
     })
 }
 

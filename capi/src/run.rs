@@ -11,11 +11,9 @@ use super::{
     rank::{RankState, cpattn_rank},
     status::Outcome,
 };
-#[cfg(feature = "cuda")]
-use cpattn::runtime::DevicePages;
 use cpattn::{
     Device, Error, Plan,
-    runtime::{Bindings, KeyIndices, Pages},
+    runtime::{Bindings, BlockTable, KeyIndices, Keys, Pages},
     schedule::{AllToAll, AllToAllDirection, Direction, TensorId},
 };
 
@@ -69,14 +67,13 @@ const BACKWARD: [TensorId; 12] = {
     [Q, K, V, Sinks, O, Lse, DO, Dq, Dk, Dv, Dsinks, DLse]
 };
 
-/// The keys of a run.
-enum Keys<'a> {
-    /// All that the mask allows, in k and v.
+/// The keys of a run, as arguments of a function.
+enum KeyArguments {
     All,
-    /// All that the mask allows, in pages: the table, its entries, and the sizes.
+    /// The table, its entries, and the sizes.
     Paged(*const i32, usize, [usize; 3]),
-    /// Those that each token lists.
-    Listed(KeyIndices<'a>),
+    /// The lists, and their shape.
+    Listed(*const i32, [usize; 3]),
 }
 
 /// The lists of a rank's tokens.
@@ -89,22 +86,20 @@ unsafe fn listed<'a>(indices: *const i32, [tokens, heads, entries]: [usize; 3]) 
     Ok(Keys::Listed(KeyIndices { indices: given!(array("key_indices", indices, all)), heads, entries }))
 }
 
-/// Says where k and v lie: the table is in memory of the rank's device.
+/// Where k and v lie: the table is in memory of the rank's device.
 ///
 /// # Safety
 /// The header's promise about arrays.
-unsafe fn with_pages(
-    bindings: Bindings, at: Device, block_table: *const i32, entries: usize,
-    [pages_per_document, page_size, page_stride]: [usize; 3],
-) -> Outcome<Bindings> {
-    #[cfg(feature = "cuda")]
-    if let Device::Cuda(_) = at {
-        let pages = DevicePages { block_table, pages_per_document, page_size, page_stride };
-        return Ok(bindings.with_device_pages(pages));
-    }
-    let _ = at;
-    let block_table = given!(array("block_table", block_table, entries));
-    Ok(bindings.with_pages(Pages { block_table, pages_per_document, page_size, page_stride }))
+unsafe fn paged<'a>(
+    at: Device, block_table: *const i32, entries: usize, [pages_per_document, page_size, page_stride]: [usize; 3],
+) -> Outcome<Keys<'a>> {
+    let block_table = match at {
+        #[cfg(feature = "cuda")]
+        // SAFETY: valid when the run executes, with pages as entries, by the header's promise.
+        Device::Cuda(_) => unsafe { BlockTable::on_device(block_table) },
+        _ => BlockTable::new(given!(array("block_table", block_table, entries))),
+    };
+    Ok(Keys::Pages(Pages { block_table, pages_per_document, page_size, page_stride }))
 }
 
 /// Reads the tensors of a run and runs it.
@@ -113,7 +108,7 @@ unsafe fn with_pages(
 /// The header's promise about handles and tensors; streams are the driver's.
 unsafe fn run(
     rank: &RankState, plan: &Plan, direction: Direction, tensors: &[*const cpattn_tensor], dropout_seed: *const u64,
-    keys: Keys<'_>, stream: *mut c_void,
+    keys: KeyArguments, stream: *mut c_void,
 ) -> Outcome {
     runs(plan)?;
     let (mut rank, mut bindings) = (rank.claim()?, Bindings::default());
@@ -136,13 +131,13 @@ unsafe fn run(
     if !dropout_seed.is_null() {
         bindings = bindings.with_dropout_seed(Some(given!(array("dropout_seed", dropout_seed, 1))[0]));
     }
-    let bindings = match keys {
-        Keys::All => bindings,
-        Keys::Paged(table, entries, sizes) => given!(with_pages(bindings, at, table, entries, sizes)),
-        Keys::Listed(keys) => bindings.with_key_indices(keys),
+    let keys = match keys {
+        KeyArguments::All => Keys::All,
+        KeyArguments::Paged(table, entries, sizes) => given!(paged(at, table, entries, sizes)),
+        KeyArguments::Listed(indices, shape) => given!(listed(indices, shape)),
     };
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
-    Ok(unsafe { rank.run_on(plan, direction, &bindings, stream) }?)
+    Ok(unsafe { rank.run(plan, direction, &bindings.with_keys(keys).on(stream)) }?)
 }
 
 #[unsafe(no_mangle)]
@@ -152,7 +147,7 @@ pub unsafe extern "C" fn cpattn_forward(
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.max_logit];
-        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, Keys::All, a.stream));
+        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, KeyArguments::All, a.stream));
     })
 }
 
@@ -170,7 +165,7 @@ pub unsafe extern "C" fn cpattn_forward_paged(
         }
         // A product that is too large is no array's length.
         let entries = documents.saturating_mul(pages_per_document);
-        let keys = Keys::Paged(block_table, entries, [pages_per_document, page_size, page_stride]);
+        let keys = KeyArguments::Paged(block_table, entries, [pages_per_document, page_size, page_stride]);
         given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, keys, a.stream));
     })
 }
@@ -182,7 +177,7 @@ pub unsafe extern "C" fn cpattn_backward(
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks, a.d_lse];
-        given!(run(rank, plan, Direction::Backward, &tensors, a.dropout_seed, Keys::All, a.stream));
+        given!(run(rank, plan, Direction::Backward, &tensors, a.dropout_seed, KeyArguments::All, a.stream));
     })
 }
 
@@ -194,7 +189,7 @@ pub unsafe extern "C" fn cpattn_forward_listed(
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.max_logit];
-        let keys = given!(listed(key_indices, [tokens, heads, entries]));
+        let keys = KeyArguments::Listed(key_indices, [tokens, heads, entries]);
         given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, keys, a.stream));
     })
 }
@@ -207,7 +202,7 @@ pub unsafe extern "C" fn cpattn_backward_listed(
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks, a.d_lse];
-        let keys = given!(listed(key_indices, [tokens, heads, entries]));
+        let keys = KeyArguments::Listed(key_indices, [tokens, heads, entries]);
         given!(run(rank, plan, Direction::Backward, &tensors, a.dropout_seed, keys, a.stream));
     })
 }
@@ -232,7 +227,7 @@ unsafe fn all_to_all(
     let tensors = Bindings::default().with(TensorId::OwnTokens, tokens).with(TensorId::OwnHeads, held);
     // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
     // shapes are checked against the plan.
-    Ok(unsafe { rank.run_on(plan, all_to_all, &tensors, stream) }?)
+    Ok(unsafe { rank.run(plan, all_to_all, &tensors.on(stream)) }?)
 }
 
 #[unsafe(no_mangle)]

@@ -72,7 +72,7 @@ pub unsafe extern "C" fn cpattn_rank_shift(
         // Beside the bytes of a row, its type, dimensions and runs must be equal on all ranks.
         let (dtype, runs) = (from.dtype, if from.ndim == 3 { rows.parts as u64 } else { 1 });
         let kind = u64::from(dtype.code) | u64::from(dtype.bits) << 8 | (from.ndim as u64) << 16 | runs << 24;
-        let mut shifted = Shifted { kind, rows, out, fill: fill.cast() };
-        rank.shift_rows(plan, by, &mut shifted)?;
+        let shifted = Shifted { kind, rows, out, fill: fill.cast() };
+        rank.shift(plan, by, shifted)?;
     })
 }

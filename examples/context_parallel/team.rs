@@ -251,36 +251,29 @@ pub fn part<T: Element>(
     let mut laps = Vec::with_capacity(2 * how.repeat);
     for _ in 0..how.repeat {
         let began = Instant::now();
-        let forward = Forward {
-            q,
-            k,
-            v,
-            sinks,
-            o: ViewMut::new(&mut out.o, nq, heads, dv)?,
-            lse: ViewMut::new(&mut out.lse, nq, heads, 1)?,
-            max_logit: None,
-            dropout_seed: None,
-        };
+        let forward =
+            Forward::new(q, k, v, ViewMut::new(&mut out.o, nq, heads, dv)?, ViewMut::new(&mut out.lse, nq, heads, 1)?)
+                .sinks(sinks);
         rank.forward(plan, forward)?;
         laps.push(Lap { direction: Direction::Forward, wall: began.elapsed(), events: rank.trace().events() });
         (how.tick)();
 
         let began = Instant::now();
-        let backward = Backward {
+        let backward = Backward::new(
             q,
             k,
             v,
-            sinks,
-            o: View::new(&out.o, nq, heads, dv)?,
-            lse: View::new(&out.lse, nq, heads, 1)?,
+            View::new(&out.o, nq, heads, dv)?,
+            View::new(&out.lse, nq, heads, 1)?,
             d_o,
-            d_lse: None,
-            dropout_seed: None,
-            dq: ViewMut::new(&mut out.dq, nq, heads, d)?,
-            dk: ViewMut::new(&mut out.dk, nk, kv_heads, d)?,
-            dv: ViewMut::new(&mut out.dv, nk, kv_heads, dv)?,
-            dsinks: sinks.map(|_| out.dsinks.as_mut_slice()),
-        };
+            [
+                ViewMut::new(&mut out.dq, nq, heads, d)?,
+                ViewMut::new(&mut out.dk, nk, kv_heads, d)?,
+                ViewMut::new(&mut out.dv, nk, kv_heads, dv)?,
+            ],
+        )
+        .sinks(sinks)
+        .dsinks(sinks.map(|_| out.dsinks.as_mut_slice()));
         rank.backward(plan, backward)?;
         laps.push(Lap { direction: Direction::Backward, wall: began.elapsed(), events: rank.trace().events() });
         (how.tick)();

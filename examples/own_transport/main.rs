@@ -84,16 +84,13 @@ mod processes {
             plan.local_tokens(Side::K, r).shard(v, KV_HEADS * DIM)?,
         ];
         let (mut o, mut lse) = (vec![f32::NAN; n * HEADS * DIM], vec![f32::NAN; n * HEADS]);
-        let tensors = Forward {
-            q: View::new(&q, n, HEADS, DIM)?,
-            k: View::new(&k, n, KV_HEADS, DIM)?,
-            v: View::new(&v, n, KV_HEADS, DIM)?,
-            sinks: None,
-            o: ViewMut::new(&mut o, n, HEADS, DIM)?,
-            lse: ViewMut::head_major(&mut lse, n, HEADS)?,
-            max_logit: None,
-            dropout_seed: None,
-        };
+        let tensors = Forward::new(
+            View::new(&q, n, HEADS, DIM)?,
+            View::new(&k, n, KV_HEADS, DIM)?,
+            View::new(&v, n, KV_HEADS, DIM)?,
+            ViewMut::new(&mut o, n, HEADS, DIM)?,
+            ViewMut::head_major(&mut lse, n, HEADS)?,
+        );
         rank.forward(plan, tensors)?;
         Ok(o)
     }

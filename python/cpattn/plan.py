@@ -200,6 +200,7 @@ class Plan:
         """Pointers to problem and options for the library, from checked arguments. The plan keeps some of them, and gets a handle."""
         self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), given["world"]
         given |= checked(options, self.heads)
+        self.settings: dict[str, Any] = {**{name: given[name] for name in RUNS & given.keys()}, **options}
         self.slices: tuple[Slice, ...] | None = given.get("of_slices")
         if self.slices is not None:
             given.setdefault("window_right", UNLIMITED)

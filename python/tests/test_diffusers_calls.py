@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
+import pickle
 import time
 import unittest
 from typing import Any
@@ -26,6 +28,7 @@ from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_first_block_cac
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusion import BOUND
+from torch.nn.parallel import DistributedDataParallel
 
 diffusers.utils.logging.set_verbosity_error()
 
@@ -111,12 +114,20 @@ def _refusals(rank: int, world: int) -> list[str]:
     check("hooks of a cache", Unsupported, "transformer_blocks.0 has the hook fbc_leader_block_hook", flux)
     for hook in ("fbc_leader_block_hook", "fbc_block_hook"):
         HookRegistry.check_if_exists_or_initialize(cp.model).remove_hook(hook, recurse=True)
-    check("a copy", Unsupported, "close it before you copy", lambda: copy.deepcopy(cp.model))
+    wrapped = DistributedDataParallel(cp.model)
+    for what in (cp.model, wrapped, cp, cp.model.transformer_blocks[0]):
+        for how in (copy.deepcopy, copy.copy, pickle.dumps, lambda what: torch.save(what, io.BytesIO())):
+            if what in (cp.model, cp) or how is not copy.copy and (what is wrapped or how is not copy.deepcopy):
+                check("a copy", Unsupported, "close it before you copy", lambda how=how, what=what: how(what))
+    del wrapped
     flux()
     cp.model.set_attention_backend("native")
     check("backend", Unsupported, "set_attention_backend was called", flux)
     cp.close()
     cp.close()
+    again = pickle.loads(pickle.dumps(cp.model))
+    if not torch.equal(again.proj_out.weight, cp.model.proj_out.weight):
+        wrong.append("a copy after close")
     check("closed", InvalidHandle, "is closed", lambda: cp.off().__enter__())
 
     # Hooks that move weights change no result.
@@ -171,6 +182,13 @@ def _refusals(rank: int, world: int) -> list[str]:
     check("no model", InvalidArgument, "a model of Diffusers is needed", lambda: make(torch.nn.Linear(3, 3)))
     check("gradients", InvalidArgument, "gradients is 'both'", lambda: make(wan, gradients="both"))
     check("layout", InvalidArgument, "layout is given", lambda: make(wan, layout="zigzag"))
+    with torch.no_grad():
+        wan.proj_out.bias[3] += rank
+    check("other weights", Disagreement, "proj_out.bias differs over the ranks", lambda: make(wan))
+    make(wan, compare_weights=False)
+    with torch.no_grad():
+        wan.proj_out.bias[3] -= rank
+    check("compare_weights", InvalidArgument, "compare_weights is 'no'", lambda: make(wan, compare_weights="no"))
     check("options of one rank", InvalidArgument, "arguments of ContextParallel" if rank else "gradients", lambda: make(wan, gradients="mean" if rank else "other"))
     check("other options", Disagreement, "gradients", lambda: make(wan, gradients="sum" if rank else "mean"))
     cp, ltx = made("LTX")

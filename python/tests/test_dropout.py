@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import random
 import unittest
 from typing import Any
@@ -114,6 +115,8 @@ def drawn_seeds(rank: int, world: int) -> None:
         torch.rand(3)
         results.append([o, *gradients(o, torch.ones_like(o), mine)])
     assert all(torch.equal(a, b) for a, b in zip(*results))
+    for wrong in not_restored(batch, (q, k, v)):
+        raise AssertionError(wrong)
     torch.manual_seed(rank)
     try:
         batch.attention(q, k, v)
@@ -123,6 +126,34 @@ def drawn_seeds(rank: int, world: int) -> None:
         raise AssertionError("ranks with different seeds were not refused")
     dist.barrier()
     context.close()
+
+
+def not_restored(batch: Any, tensors: tuple[torch.Tensor, ...]) -> list[str]:
+    """Checkpoints whose recomputation draws, or is given, another seed are refused; with one seed gradients are those without a checkpoint."""
+    wrong = []
+    compiled = torch.compile(batch.attention, backend="aot_eager", dynamic=False)
+    for name, attend, right in (
+        ("drawn", lambda *given: batch.attention(*given, dropout_p=P), False),
+        ("compiled", lambda *given: compiled(*given, dropout_p=P), False),
+        ("counted", lambda *given, count=itertools.count(50): batch.attention(*given, dropout_seed=next(count)), False),
+        ("a context's, one seed", lambda *given: batch.attention(*given, dropout_seed=77), True),
+        ("without", lambda *given: batch.attention(*given, dropout_p=0.0), True),
+    ):
+        for reentrant in (False, True):
+            mine = [x.clone().requires_grad_() for x in tensors]
+            try:
+                checkpoint(attend, *mine, use_reentrant=reentrant, preserve_rng_state=False).sum().backward()
+            except cpattn.Unsupported as error:
+                if right or "give dropout_seed" not in str(error):
+                    wrong.append(f"{name}: {error}")
+                continue
+            if not right:
+                wrong.append(f"{name}, reentrant {reentrant}: not refused")
+                continue
+            exact = gradients(attend(*mine), torch.ones_like(tensors[0]), mine)
+            if not all(torch.equal(x.grad, want) for x, want in zip(mine, exact)):  # type: ignore[arg-type]
+                wrong.append(f"{name}: gradients differ")
+    return wrong
 
 
 def refusals(rank: int, world: int) -> None:

@@ -532,10 +532,15 @@ def subgroups(rank: int, world: int) -> None:
 def refusals(rank: int, world: int) -> None:
     """Messages name the argument of the caller, the value found and the value needed."""
     shape = {"heads": 2, "head_dim": 4}
-    refused(cpattn.Unsupported, "device is meta, cpu or cuda is needed", Context, **shape, device="meta")
-    refused(cpattn.InvalidArgument, "workers is 2", Context, **shape, device="cuda", workers=2)
+    refused(cpattn.Unsupported, "device is meta, which has no memory", Context, **shape, device="meta")
+    refused(cpattn.Unsupported, "device is xpu, cpu or cuda is needed with kernels='cpattn'", Context, **shape, device="xpu", kernels="cpattn")
+    refused(cpattn.InvalidArgument, "workers is 2", Context, **shape, device="cuda", kernels="cpattn", workers=2)
+    refused(cpattn.InvalidArgument, "workers is 2, 1 is needed with kernels='math'", Context, **shape, kernels="math", workers=2)
+    refused(cpattn.InvalidArgument, "kernels is 'maths', ", Context, **shape, kernels="maths")
+    refused(cpattn.InvalidArgument, "kernels is 3, 'cpattn', ", Context, **shape, kernels=3)
+    refused(cpattn.InvalidArgument, "communicator is 'own', 'torch' or None is needed", Context, **shape, kernels="math", communicator="own")
     # No NCCL in this library, or no driver. Without NCCL rank 0 says so, and the others that it did.
-    refused(cpattn.Unsupported, "cpattn_nccl_", Context, **shape, device="cuda")
+    refused(cpattn.Unsupported, "cpattn_nccl_", Context, **shape, device="cuda", kernels="cpattn")
     refused(cpattn.InvalidArgument, "dtype is torch.int32", Context, **shape, dtype=torch.int32)
     refused(cpattn.InvalidArgument, "timeout is 0", Context, **shape, timeout=0)
     refused(cpattn.InvalidArgument, "heads is 0", Context, **{**shape, "heads": 0})
@@ -553,7 +558,7 @@ def refusals(rank: int, world: int) -> None:
         ("timeout is '5', a finite number is needed", {"timeout": "5"}),
         ("timeout is 1e+300 seconds, 0.001 to 1e9 seconds are needed", {"timeout": 1e300}),
         ("workers is 2.5, a whole number is needed", {"workers": 2.5}),
-        ("device is 'gpu', cpu or cuda is needed", {"device": "gpu"}),
+        ("device is 'gpu', a device of PyTorch is needed", {"device": "gpu"}),
         ("dtype is 'f32', one of torch.float16, ", {"dtype": "f32"}),
         (f"group is 'world', a process group, None or ascending global ranks below {world} are needed", {"group": "world"}),
     ):

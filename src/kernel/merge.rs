@@ -35,14 +35,14 @@ impl<A: Accumulator> LogSumExp<A> {
     pub(crate) const NOTHING: Self = Self { lse: A::NEG_INFINITY, rest: A::ZERO };
 
     /// Of a number with the digits of both words; those of an f64 are one word.
-    #[inline]
-    pub(crate) fn of(x: f64) -> Self {
+    #[cfg(test)]
+    fn of(x: f64) -> Self {
         Self::sum(x, 0.0)
     }
 
-    /// `high + low`.
+    /// `high + low`, with what is lost of `low` where `high` is large.
     #[inline]
-    fn sum(high: f64, low: f64) -> Self {
+    pub(crate) fn sum(high: f64, low: f64) -> Self {
         let lse = A::from_f64(high + low);
         let rest = (high - lse.to_f64()) + low;
         Self { lse, rest: if lse.to_f64().is_finite() { A::from_f64(rest) } else { A::ZERO } }

@@ -146,6 +146,14 @@ impl Attention<'_> {
         slopes[document.expect("every token has a document") * self.heads + head]
     }
 
+    /// The largest of some scores and sinks, and the sum of all exponentials above it. Nothing if there is none.
+    fn total(scores: &[f64], sinks: &[f64]) -> Option<(f64, f64)> {
+        // NaN if one of them is, which `f64::max` would leave out.
+        let larger = |m: f64, &s: &f64| if m.is_nan() || s <= m { m } else { s };
+        let max = scores.iter().chain(sinks).fold(f64::NEG_INFINITY, larger);
+        (max != f64::NEG_INFINITY).then(|| (max, sinks.iter().chain(scores).map(|s| (s - max).exp()).sum()))
+    }
+
     /// The factor of a probability: 0 if it is dropped.
     fn kept(&self, i: usize, j: usize, head: usize) -> f64 {
         let factor = |mask: DropoutMask| if mask.keeps(i as u32, j as u32, head as u32) { mask.factor() } else { 0.0 };
@@ -179,13 +187,7 @@ impl Attention<'_> {
                 let kv = h / (self.heads / self.kv_heads);
                 let scores: Vec<f64> = keys.iter().map(|&key| self.score(i, key, h).0).collect();
                 let sinks = self.sinks_of(h);
-                // NaN if one of them is, which `f64::max` would leave out.
-                let larger = |m: f64, &s: &f64| if m.is_nan() || s <= m { m } else { s };
-                let max = scores.iter().chain(sinks).fold(f64::NEG_INFINITY, larger);
-                if max == f64::NEG_INFINITY {
-                    continue;
-                }
-                let sum = sinks.iter().chain(&scores).map(|s| (s - max).exp()).sum::<f64>();
+                let Some((max, sum)) = Self::total(&scores, sinks) else { continue };
                 lse[i * self.heads + h] = max + sum.ln();
                 for (&(j, _), s) in keys.iter().zip(&scores) {
                     let p = (s - max).exp() / sum * self.kept(i, j, h);
@@ -227,22 +229,21 @@ impl Attention<'_> {
             let keys = self.keys(slices, i);
             for h in 0..self.heads {
                 let kv = h / (self.heads / self.kv_heads);
-                let lse = out.lse[i * self.heads + h];
-                if lse == f64::NEG_INFINITY {
-                    continue;
-                }
+                let scores: Vec<_> = keys.iter().map(|&key| self.score(i, key, h)).collect();
+                let sinks = self.sinks_of(h);
+                let only: Vec<f64> = scores.iter().map(|s| s.0).collect();
+                // Not by lse, which is a rounded number: what it lost of the sum would be a factor of every probability.
+                let Some((max, sum)) = Self::total(&only, sinks) else { continue };
                 let d_o = &d_o[self.o_row(i, h)];
                 let delta = dot(d_o, &out.o[self.o_row(i, h)]);
                 // A score changes lse by its probability.
                 let d_lse = d_lse.map_or(0.0, |d_lse| d_lse[i * self.heads + h]);
-                let sinks = self.sinks_of(h);
                 for (i, sink) in sinks.iter().enumerate() {
-                    g.dsinks[h * sinks.len() + i] += (sink - lse).exp() * (d_lse - delta);
+                    g.dsinks[h * sinks.len() + i] += (sink - max).exp() / sum * (d_lse - delta);
                 }
-                for &(j, distance) in &keys {
-                    let (s, derivative) = self.score(i, (j, distance), h);
+                for (&(j, _), (s, derivative)) in keys.iter().zip(scores) {
                     let (kj, vj) = (self.k_row(j, kv), self.v_row(j, kv));
-                    let p = (s - lse).exp();
+                    let p = (s - max).exp() / sum;
                     let kept = self.kept(i, j, h);
                     let ds = p * (kept * dot(d_o, &self.v[vj.clone()]) - delta + d_lse) * derivative;
                     g.dv[vj].iter_mut().zip(d_o).for_each(|(x, y)| *x += kept * p * y);

@@ -7,115 +7,91 @@
 //! with a ring is then refused.
 
 use core::ptr::null_mut;
-use std::{vec, vec::Vec};
+use std::{format, vec, vec::Vec};
 
 use super::{
-    bind::Bindings,
     failure::watched,
+    operands::{Input, Operand, Output},
     rank::Rank,
-    tensors::{AnyView, raw_on},
+    tensors::TypedTensors,
 };
-#[cfg(feature = "cuda")]
-use crate::tensor::{DeviceView, DeviceViewMut};
 use crate::{
     batch::Side,
-    call::RawStream,
+    call::{RawStream, RawTensor},
+    device::Device,
     element::Element,
-    error::Result,
+    error::{Error, Result},
     heads::HeadShare,
     plan::Plan,
     schedule::{AllToAll, AllToAllDirection, TensorId},
     tensor::{View, ViewMut},
 };
 
+/// The all-to-alls of a rank over a plan: [`Rank::all_to_all`].
+#[derive(Debug)]
+pub struct AllToAlls<'a> {
+    rank: &'a mut Rank,
+    plan: &'a Plan,
+    stream: RawStream,
+}
+
 impl Rank {
+    /// The all-to-alls over a plan, as calls of their own.
+    pub fn all_to_all<'a>(&'a mut self, plan: &'a Plan) -> AllToAlls<'a> {
+        AllToAlls { rank: self, plan, stream: null_mut() }
+    }
+}
+
+impl AllToAlls<'_> {
+    /// As [`Forward::on`](crate::Forward::on).
+    ///
+    /// # Safety
+    /// As [`Forward::on`](crate::Forward::on).
+    #[must_use]
+    pub unsafe fn on(mut self, stream: RawStream) -> Self {
+        self.stream = stream;
+        self
+    }
+
     /// From `[local tokens, heads, dim]` to `[tokens of the ring share, own heads, dim]`: all tokens of the rank's ring
     /// share (the whole batch, if the ring is 1), in the layout's order, for the heads that [`Plan::heads_of`] returns.
-    /// `side` says whether rows and heads are those of q or those of k and v. `to` must be compact. On a device:
-    /// `to_heads_on`.
+    /// `side` says whether rows and heads are those of q or those of k and v. `to` must be compact. On a device
+    /// elements are f16, bf16 or f32.
     ///
     /// # Errors
-    /// As [`Rank::run`].
-    pub fn to_heads<T: Element>(
+    /// As [`Rank::forward`].
+    pub fn to_heads<'t, T: Element>(
         &mut self,
-        plan: &Plan,
         side: Side,
-        from: View<'_, T>,
-        to: ViewMut<'_, T>,
+        from: impl Input<'t, Element = T>,
+        to: impl Output<'t, Element = T>,
     ) -> Result<()> {
-        self.expect_host("to_heads on host views", "give device tensors to to_heads_on")?;
-        // SAFETY: during this call the views guarantee valid memory, and the exclusive one that nothing else uses its
-        // memory.
-        unsafe { self.all_to_all_of(plan, AllToAllDirection::ToHeads, side, from, to, null_mut()) }
+        // SAFETY: the views guarantee valid memory, and the exclusive one that nothing else uses its memory, during the
+        // call, on a device until the work enqueued with them is over.
+        unsafe { self.run(AllToAllDirection::ToHeads, side, from, to) }
     }
 
     /// Back from `[tokens of the ring share, own heads, dim]` to `[local tokens, heads, dim]`. If several ranks hold a
     /// kv head, the result is the sum over them, in rank order, as a gradient needs. `from` must be compact. On a
-    /// device: `to_tokens_on`.
+    /// device elements are f16, bf16 or f32; a sum of several ranks' heads is made in f32 and rounded once.
     ///
     /// # Errors
-    /// As [`Rank::run`].
-    pub fn to_tokens<T: Element>(
+    /// As [`Rank::forward`].
+    pub fn to_tokens<'t, T: Element>(
         &mut self,
-        plan: &Plan,
         side: Side,
-        from: View<'_, T>,
-        to: ViewMut<'_, T>,
+        from: impl Input<'t, Element = T>,
+        to: impl Output<'t, Element = T>,
     ) -> Result<()> {
-        self.expect_host("to_tokens on host views", "give device tensors to to_tokens_on")?;
-        // SAFETY: during this call the views guarantee valid memory, and the exclusive one that nothing else uses its
-        // memory.
-        unsafe { self.all_to_all_of(plan, AllToAllDirection::ToTokens, side, from, to, null_mut()) }
+        // SAFETY: the views guarantee valid memory, and the exclusive one that nothing else uses its memory, during the
+        // call, on a device until the work enqueued with them is over.
+        unsafe { self.run(AllToAllDirection::ToTokens, side, from, to) }
     }
 
-    /// [`Rank::to_heads`] on device tensors, in the order of `stream`: see [`Rank::run_on`]. Elements are f16, bf16 or
-    /// f32.
-    ///
-    /// # Errors
-    /// As [`Rank::run_on`]; a tensor of another device than the rank's.
-    ///
-    /// # Safety
-    /// `stream` is null or one of the driver's that was not destroyed.
-    #[cfg(feature = "cuda")]
-    pub unsafe fn to_heads_on<T: Element>(
-        &mut self,
-        plan: &Plan,
-        side: Side,
-        from: DeviceView<'_, T>,
-        to: DeviceViewMut<'_, T>,
-        stream: RawStream,
-    ) -> Result<()> {
-        // SAFETY: until the work enqueued with them is over, the views guarantee valid memory, and the exclusive one
-        // that nothing else uses its memory; the stream is as promised.
-        unsafe { self.all_to_all_of(plan, AllToAllDirection::ToHeads, side, from, to, stream) }
-    }
-
-    /// [`Rank::to_tokens`] on device tensors, in the order of `stream`: see [`Rank::run_on`]. Elements are f16, bf16 or
-    /// f32; a sum of several ranks' heads is made in f32 and rounded once.
-    ///
-    /// # Errors
-    /// As [`Rank::to_heads_on`].
-    ///
-    /// # Safety
-    /// As [`Rank::to_heads_on`].
-    #[cfg(feature = "cuda")]
-    pub unsafe fn to_tokens_on<T: Element>(
-        &mut self,
-        plan: &Plan,
-        side: Side,
-        from: DeviceView<'_, T>,
-        to: DeviceViewMut<'_, T>,
-        stream: RawStream,
-    ) -> Result<()> {
-        // SAFETY: until the work enqueued with them is over, the views guarantee valid memory, and the exclusive one
-        // that nothing else uses its memory; the stream is as promised.
-        unsafe { self.all_to_all_of(plan, AllToAllDirection::ToTokens, side, from, to, stream) }
-    }
-
-    /// Calls [`Rank::to_heads`] for every input, runs `local` on whole sequences, and calls [`Rank::to_tokens`] for
-    /// every output. Inputs and outputs are given with their side. The call allocates the tensors in between; use the
-    /// two calls directly to keep them. For host memory only: on a device, call `to_heads_on` and `to_tokens_on` around
-    /// your kernel, on its stream.
+    /// Calls [`to_heads`](Self::to_heads) for every input, runs `local` on whole sequences, and calls
+    /// [`to_tokens`](Self::to_tokens) for every output. Inputs and outputs are given with their side. The call allocates the tensors in between; use the
+    /// two calls directly to keep them. For host memory only: on a device, call the two around your kernel, on its
+    /// stream.
     ///
     /// ```
     /// # use cpattn::{transport::local, *};
@@ -132,7 +108,7 @@ impl Rank {
     ///             let (x, mut y) = (vec![1.0f32; n * 2 * 4], vec![0.0; n * 2 * 4]);
     ///             let x = View::new(&x, n, 2, 4).unwrap();
     ///             let out = ViewMut::new(&mut y, n, 2, 4).unwrap();
-    ///             rank.ulysses(plan, &[(Side::Q, x)], &mut [(Side::Q, out)], |_, x, y| {
+    ///             rank.all_to_all(plan).ulysses(&[(Side::Q, x)], &mut [(Side::Q, out)], |_, x, y| {
     ///                 for document in plan.problem().batch().cu_seqlens(Side::Q).windows(2) {
     ///                     let mut sum = 0.0;
     ///                     for t in document[0] as usize..document[1] as usize {
@@ -155,14 +131,20 @@ impl Rank {
     /// they wait for this one. [`Error::Unsupported`](crate::Error::Unsupported) on a device.
     pub fn ulysses<T: Element>(
         &mut self,
-        plan: &Plan,
         inputs: &[(Side, View<'_, T>)],
         outputs: &mut [(Side, ViewMut<'_, T>)],
         local: impl FnOnce(&HeadShare, &[View<'_, T>], &mut [ViewMut<'_, T>]) -> Result<()>,
     ) -> Result<()> {
-        self.expect_host("ulysses", "call to_heads_on and to_tokens_on around your kernel, on its stream")?;
-        plan.fits_world(self.world())?;
-        let (rank, share) = (self.rank(), plan.heads_of(self.rank()));
+        if let device @ Device::Cuda(_) = self.rank.device() {
+            return Err(Error::unsupported(
+                format!("ulysses of a rank on {device}"),
+                "it works on host memory",
+                "call to_heads and to_tokens around your kernel, on its stream",
+            ));
+        }
+        let plan = self.plan;
+        plan.fits_world(self.rank.world())?;
+        let (rank, share) = (self.rank.rank(), plan.heads_of(self.rank.rank()));
         // Rows and heads of a side that this rank holds between the two all-to-alls.
         let shape = |side: Side| {
             let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
@@ -177,7 +159,7 @@ impl Rank {
         let (mut seen, mut written) = (Vec::new(), Vec::new());
         for ((side, x), held) in inputs.iter().zip(&mut gathered) {
             let (rows, heads) = shape(*side);
-            self.to_heads(plan, *side, *x, ViewMut::new(held, rows, heads, x.dim())?)?;
+            self.to_heads(*side, *x, ViewMut::new(held, rows, heads, x.dim())?)?;
             seen.push(View::new(held, rows, heads, x.dim())?);
         }
         for ((side, y), held) in outputs.iter().zip(&mut made) {
@@ -186,37 +168,31 @@ impl Rank {
         }
         // If `local` fails or panics, only `watched` tells the other ranks: code that catches the panic may keep the
         // rank, which is then not dropped.
-        watched(self.backend.transport(), self.backend.failure(), || local(&share, &seen, &mut written))?;
+        watched(self.rank.backend.transport(), self.rank.backend.failure(), || local(&share, &seen, &mut written))?;
         for ((side, y), held) in outputs.iter_mut().zip(&written) {
-            self.to_tokens(plan, *side, held.as_view(), y.reborrow())?;
+            self.to_tokens(*side, held.as_view(), y.reborrow())?;
         }
         Ok(())
     }
 
-    /// One all-to-all of tensors given as views.
+    /// One all-to-all.
     ///
     /// # Errors
-    /// As [`Rank::run_on`]; a tensor of another device than the rank's.
+    /// As [`Rank::forward`].
     ///
     /// # Safety
-    /// As [`Rank::run_on`].
-    unsafe fn all_to_all_of(
-        &mut self,
-        plan: &Plan,
-        way: AllToAllDirection,
-        side: Side,
-        from: impl AnyView,
-        to: impl AnyView,
-        stream: RawStream,
-    ) -> Result<()> {
-        let (from, to) = (raw_on(self.device(), "from", from)?, raw_on(self.device(), "to", to)?);
-        let all_to_all = AllToAll { direction: way, side, dim: from.dim, dtype: from.dtype };
-        let (tokens, held) = match way {
-            AllToAllDirection::ToHeads => (from, to),
-            AllToAllDirection::ToTokens => (to, from),
+    /// As [`Rank::run`], for the memory of both tensors.
+    unsafe fn run(&mut self, way: AllToAllDirection, side: Side, from: impl Operand, to: impl Operand) -> Result<()> {
+        let (tokens, heads) = (TensorId::OwnTokens, TensorId::OwnHeads);
+        let (source, target) = match way {
+            AllToAllDirection::ToHeads => (tokens, heads),
+            AllToAllDirection::ToTokens => (heads, tokens),
         };
-        let tensors = Bindings::default().with(TensorId::OwnTokens, tokens).with(TensorId::OwnHeads, held);
-        // SAFETY: the two tensors and the stream are as `run_on` asks for them (the contract of this function).
-        unsafe { self.run_on(plan, all_to_all, &tensors, stream) }
+        let tensors = TypedTensors::default().with_name(source, "from", from).with_name(target, "to", to);
+        let bindings = tensors.bindings(self.rank.device(), self.plan)?.on(self.stream);
+        let RawTensor { dim, dtype, .. } = *bindings.get(source);
+        // SAFETY: the two tensors are as `run` asks for them (the contract of this function), and the stream as
+        // promised to `on`.
+        unsafe { self.rank.run(self.plan, AllToAll { direction: way, side, dim, dtype }, &bindings) }
     }
 }

@@ -14,7 +14,6 @@ use super::{bind::Bindings, failure::FirstFailure, handle::AbortHandle};
 #[cfg(feature = "cuda")]
 use crate::kernel::cuda::Cuda;
 use crate::{
-    call::RawStream,
     device::Device,
     error::Result,
     kernel::cpu,
@@ -71,7 +70,7 @@ pub(super) trait Backend: Send {
     fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64>;
 
     /// # Safety
-    /// As [`Rank::lend_workspace`](super::Rank::lend_workspace).
+    /// As [`RankWorkspace::lend`](super::RankWorkspace::lend).
     unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()>;
 
     fn take_workspace_back(&mut self) -> Result<()>;
@@ -79,6 +78,6 @@ pub(super) trait Backend: Send {
     fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()>;
 
     /// # Safety
-    /// As [`Rank::run_on`](super::Rank::run_on).
-    unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings, stream: RawStream) -> Result<()>;
+    /// As [`Rank::run`](super::Rank::run).
+    unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings) -> Result<()>;
 }

@@ -3,14 +3,9 @@
 
 use std::{format, vec::Vec};
 
-#[cfg(feature = "cuda")]
-use super::pages::DevicePages;
-use super::{
-    key_indices::{KeyIndices, RawKeyIndices},
-    pages::{Pages, RawPages},
-};
+use super::keys::{Keys, RawKeyIndices, RawKeys, RawPages};
 use crate::{
-    call::RawTensor,
+    call::{RawStream, RawTensor},
     element::Dtype,
     error::{Error, Result},
     plan::Plan,
@@ -18,7 +13,8 @@ use crate::{
     tensor::{disjoint, expect},
 };
 
-/// One tensor for each name, and the seed of dropout; [`RawTensor::NONE`] for those that a direction does not use.
+/// One tensor for each name, [`RawTensor::NONE`] for those that a direction does not use; the seed of dropout, the keys
+/// and the stream of a run.
 ///
 /// Forward reads q, k, v (and sinks) and writes o and lse. Backward reads q, k, v, o, lse, do (and sinks, d_lse) and
 /// writes dq, dk, dv (and dsinks). Shapes are those of the rank's own tokens, and a rank without any gives tensors of 0
@@ -39,11 +35,14 @@ use crate::{
 pub struct Bindings {
     tensors: [RawTensor; PLACES],
     dropout_seed: Option<u64>,
-    /// Where the rows of k and v lie, if they lie in pages.
-    pub(super) pages: Option<RawPages>,
-    /// The keys that each q token attends to, if they are listed.
-    pub(super) key_indices: Option<RawKeyIndices>,
+    pub(super) keys: RawKeys,
+    pub(super) stream: RawStream,
 }
+
+// SAFETY: addresses and numbers; a run, which reads through them, is unsafe and rules out races itself.
+unsafe impl Send for Bindings {}
+// SAFETY: as above.
+unsafe impl Sync for Bindings {}
 
 /// The places of a run's tensors.
 const PLACES: usize = TensorId::MaxLogit as usize + 1;
@@ -62,7 +61,8 @@ pub(super) const fn place_of(tensor: TensorId) -> usize {
 
 impl Default for Bindings {
     fn default() -> Self {
-        Self { tensors: [RawTensor::NONE; PLACES], dropout_seed: None, pages: None, key_indices: None }
+        let tensors = [RawTensor::NONE; PLACES];
+        Self { tensors, dropout_seed: None, keys: RawKeys::All, stream: core::ptr::null_mut() }
     }
 }
 
@@ -102,33 +102,36 @@ impl Bindings {
         &self.tensors
     }
 
-    /// Says that k and v lie in pages. The table must be valid for reads during runs with these tensors; k and v have
-    /// as many rows as all pages together. For a forward on the CPU; on a device: `with_device_pages`.
+    /// Sets the keys of a forward or a backward, and where they lie. A table of pages and lists must be valid for reads
+    /// during runs with these tensors; on a device until the runs with it are complete.
     #[must_use]
-    pub fn with_pages(mut self, pages: Pages<'_>) -> Self {
-        let Pages { block_table, pages_per_document, page_size, page_stride } = pages;
-        let (entries, block_table) = (Some(block_table.len()), block_table.as_ptr());
-        self.pages = Some(RawPages { block_table, entries, pages_per_document, page_size, page_stride });
+    pub fn with_keys(mut self, keys: Keys<'_>) -> Self {
+        self.keys = keys.into();
         self
     }
 
-    /// Says that k and v lie in pages, through a table in device memory: it and the pages that its entries name must be
-    /// valid for reads when runs with these tensors execute. For a forward on a device.
-    #[cfg(feature = "cuda")]
+    /// Sets the stream of runs with these tensors on a device; otherwise they are in the order of the legacy default
+    /// stream.
     #[must_use]
-    pub fn with_device_pages(mut self, pages: DevicePages) -> Self {
-        let DevicePages { block_table, pages_per_document, page_size, page_stride } = pages;
-        self.pages = Some(RawPages { block_table, entries: None, pages_per_document, page_size, page_stride });
+    pub fn on(mut self, stream: RawStream) -> Self {
+        self.stream = stream;
         self
     }
 
-    /// Sets the keys that each q token attends to. They must be valid for reads during runs with these tensors. For
-    /// runs on the CPU; see [`Rank::forward_listed`](crate::Rank::forward_listed).
-    #[must_use]
-    pub fn with_key_indices(mut self, keys: KeyIndices<'_>) -> Self {
-        let KeyIndices { indices, heads, entries } = keys;
-        self.key_indices = Some(RawKeyIndices { indices: indices.as_ptr(), len: indices.len(), heads, entries });
-        self
+    /// Where the rows of k and v lie, if they lie in pages.
+    pub(super) fn pages(&self) -> Option<RawPages> {
+        match self.keys {
+            RawKeys::Pages(pages) => Some(pages),
+            RawKeys::All | RawKeys::Listed(_) => None,
+        }
+    }
+
+    /// The keys that each q token attends to, if they are listed.
+    pub(super) fn key_indices(&self) -> Option<RawKeyIndices> {
+        match self.keys {
+            RawKeys::Listed(lists) => Some(lists),
+            RawKeys::All | RawKeys::Pages(_) => None,
+        }
     }
 
     /// Refuses pages and lists of keys of a run without keys, where nothing would read them.
@@ -141,19 +144,17 @@ impl Bindings {
             Purpose::AllToAll(_) => "an all-to-all",
             Purpose::Combine(_) => "a combine",
         };
-        let keys = [
-            ("pages", "leave pages out", self.pages.is_some()),
-            ("key_indices", "leave key_indices out", self.key_indices.is_some()),
-        ];
-        if let Some((name, way_out, _)) = keys.into_iter().find(|&(_, _, given)| given) {
-            return Err(Error::unsupported(format!("{name} in {what}"), "it has no keys", way_out));
-        }
-        Ok(())
+        let (name, way_out) = match self.keys {
+            RawKeys::All => return Ok(()),
+            RawKeys::Pages(_) => ("pages", "leave pages out"),
+            RawKeys::Listed(_) => ("key_indices", "leave key_indices out"),
+        };
+        Err(Error::unsupported(format!("{name} in {what}"), "it has no keys", way_out))
     }
 
     /// The shape that a tensor must have: k and v in pages may have any number of rows.
     pub(super) fn shape_of(&self, tensor: TensorId, raw: &RawTensor, [tokens, heads, dim]: [usize; 3]) -> [usize; 3] {
-        let paged = self.pages.is_some() && matches!(tensor, TensorId::K | TensorId::V);
+        let paged = self.pages().is_some() && matches!(tensor, TensorId::K | TensorId::V);
         [if paged { raw.tokens as usize } else { tokens }, heads, dim]
     }
 

@@ -4,42 +4,65 @@
 //! A server that spreads a cache over ranks has the same queries on all of them. Each rank attends to its own part of
 //! the keys, with any kernel that returns lse, and the parts are merged: decode context parallelism.
 
-use core::ptr::null_mut;
+use core::marker::PhantomData;
 
-#[cfg(feature = "cuda")]
-use super::tensors::DeviceViews;
 use super::{
-    bind::Bindings,
+    operands::{Input, Output},
     rank::Rank,
-    tensors::{HostViews, Views, raw_on},
+    tensors::TypedTensors,
 };
-#[cfg(feature = "cuda")]
-use crate::call::RawStream;
 use crate::{
-    device::Device,
+    call::RawStream,
     element::Element,
     error::Result,
     plan::Plan,
     schedule::{Combine, CombineTo, TensorId},
 };
 
-/// The tensors of a combine: a partial result of type `P`, and the merged result of type `T`.
+/// The tensors of a combine: a partial result, of any type, and the merged result of type `T`.
 ///
 /// Both types have one accumulator: parts of f16, bf16 or f32 are merged in f32, each once, and the result is rounded
 /// once to the type of the plan's problem.
 #[derive(Debug)]
-pub struct CombineTensors<'a, P: Element, T: Element, V: Views = HostViews> {
-    /// This rank's o of all q tokens of the batch, `[tokens, own heads, value_dim]`, normalised over the keys that this
-    /// rank has, without sinks. It is not read where the lse is −∞.
-    pub partial_o: V::Read<'a, P>,
-    /// Its natural log-sum-exp, `[tokens, own heads, 1]`; −∞ in a row that has no key on this rank.
-    pub partial_lse: V::Read<'a, T::Acc>,
+pub struct CombineTensors<'a, T: Element> {
+    tensors: TypedTensors,
+    memory: PhantomData<&'a mut T>,
+}
+
+impl<'a, T: Element> CombineTensors<'a, T> {
+    /// A combine of this rank's o of all q tokens of the batch, `[tokens, own heads, value_dim]`, normalised over the
+    /// keys that this rank has, without sinks, and its natural log-sum-exp, `[tokens, own heads, 1]`: −∞ in a row that
+    /// has no key on this rank, whose o is not read. It writes the merged o of [`Plan::combined_share`], and its lse.
+    pub fn new(
+        partial_o: impl Input<'a>,
+        partial_lse: impl Input<'a, Element = T::Acc>,
+        o: impl Output<'a, Element = T>,
+        lse: impl Output<'a, Element = T::Acc>,
+    ) -> Self {
+        let tensors = TypedTensors::default()
+            .with(TensorId::PartialO, partial_o)
+            .with(TensorId::PartialLse, partial_lse)
+            .with(TensorId::O, o)
+            .with(TensorId::Lse, lse);
+        Self { tensors, memory: PhantomData }
+    }
+
     /// One logit for each q head of the problem, when it has sinks; `[heads, n]` with several.
-    pub sinks: Option<V::PerHead<'a, f32>>,
-    /// Written: the merged o of [`Plan::combined_share`].
-    pub o: V::Written<'a, T>,
-    /// Written: its lse.
-    pub lse: V::Written<'a, T::Acc>,
+    #[must_use]
+    pub fn sinks(mut self, sinks: impl Input<'a, Element = f32>) -> Self {
+        self.tensors = self.tensors.with(TensorId::Sinks, sinks);
+        self
+    }
+
+    /// As [`Forward::on`](crate::Forward::on).
+    ///
+    /// # Safety
+    /// As [`Forward::on`](crate::Forward::on).
+    #[must_use]
+    pub unsafe fn on(mut self, stream: RawStream) -> Self {
+        self.tensors.bindings = self.tensors.bindings.on(stream);
+        self
+    }
 }
 
 impl Rank {
@@ -50,7 +73,8 @@ impl Rank {
     /// Of the plan, only the number of q tokens, the q heads, `value_dim`, the element type, the sinks and the mesh
     /// matter. Parts are merged in the order of the ring ranks, so the result has the same bits in every run and on
     /// every rank that gets it. A row that has no key on any rank gets o 0 and lse −∞, or the sink's value if there is
-    /// one. On a device: `combine_on`.
+    /// one. On a device elements are f16, bf16 or f32, `value_dim` is a multiple of 8, and rows of o begin at multiples
+    /// of 16 bytes; weights are computed in f32, lse in two words of it.
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, View, ViewMut, transport::local};
@@ -68,13 +92,12 @@ impl Rank {
     ///             let o = [[1.0f32, f32::NAN], [3.0, 7.0]][rank.rank()];
     ///             let lse = [[0.5, f32::NEG_INFINITY], [0.5, 2.0]][rank.rank()];
     ///             let (mut merged, mut merged_lse) = ([0.0f32; 2], [0.0; 2]);
-    ///             let tensors = CombineTensors {
-    ///                 partial_o: View::new(&o, 1, 2, 1).unwrap(),
-    ///                 partial_lse: View::new(&lse, 1, 2, 1).unwrap(),
-    ///                 sinks: None,
-    ///                 o: ViewMut::new(&mut merged, 1, 2, 1).unwrap(),
-    ///                 lse: ViewMut::new(&mut merged_lse, 1, 2, 1).unwrap(),
-    ///             };
+    ///             let tensors = CombineTensors::new(
+    ///                 View::new(&o, 1, 2, 1).unwrap(),
+    ///                 View::new(&lse, 1, 2, 1).unwrap(),
+    ///                 ViewMut::new(&mut merged, 1, 2, 1).unwrap(),
+    ///                 ViewMut::new(&mut merged_lse, 1, 2, 1).unwrap(),
+    ///             );
     ///             rank.combine(plan, CombineTo::All, tensors).unwrap();
     ///             assert_eq!((merged, merged_lse[1]), ([2.0, 7.0], 2.0));
     ///         });
@@ -84,52 +107,12 @@ impl Rank {
     /// ```
     ///
     /// # Errors
-    /// As [`Rank::run`]; parts of a type with another accumulator than the problem's.
-    pub fn combine<P: Element, T: Element>(
-        &mut self,
-        plan: &Plan,
-        to: CombineTo,
-        tensors: CombineTensors<'_, P, T>,
-    ) -> Result<()> {
-        self.expect_host("combine on host views", "give device tensors to combine_on")?;
-        let bindings = tensors.bindings(self.device(), plan)?;
-        // SAFETY: during this call the views guarantee valid memory, and the exclusive ones that nothing else uses
-        // theirs.
-        unsafe { self.run_on(plan, Combine { to, partial: P::DTYPE }, &bindings, null_mut()) }
-    }
-
-    /// [`Rank::combine`] on device tensors, in the order of `stream`: see [`Rank::run_on`]. Elements are f16, bf16 or
-    /// f32, `value_dim` is a multiple of 8, and rows of o begin at multiples of 16 bytes. Weights are computed in f32,
-    /// lse in two words of it.
-    ///
-    /// # Errors
-    /// As [`Rank::run_on`]; a tensor of another device than the rank's.
-    ///
-    /// # Safety
-    /// `stream` is null or one of the driver's that was not destroyed.
-    #[cfg(feature = "cuda")]
-    pub unsafe fn combine_on<P: Element, T: Element>(
-        &mut self,
-        plan: &Plan,
-        to: CombineTo,
-        tensors: CombineTensors<'_, P, T, DeviceViews>,
-        stream: RawStream,
-    ) -> Result<()> {
-        let bindings = tensors.bindings(self.device(), plan)?;
-        // SAFETY: until the work enqueued with them is over, views guarantee valid memory, and exclusive ones that
-        // nothing else uses their memory; the stream is as promised.
-        unsafe { self.run_on(plan, Combine { to, partial: P::DTYPE }, &bindings, stream) }
-    }
-}
-
-impl<P: Element, T: Element, V: Views> CombineTensors<'_, P, T, V> {
-    fn bindings(self, at: Device, plan: &Plan) -> Result<Bindings> {
-        let Self { partial_o, partial_lse, sinks, o, lse } = self;
-        Bindings::default()
-            .with(TensorId::PartialO, raw_on(at, "partial_o", partial_o)?)
-            .with(TensorId::PartialLse, raw_on(at, "partial_lse", partial_lse)?)
-            .with(TensorId::O, raw_on(at, "o", o)?)
-            .with(TensorId::Lse, raw_on(at, "lse", lse)?)
-            .with_sinks(at, plan, TensorId::Sinks, sinks)
+    /// As [`Rank::forward`]; parts of a type with another accumulator than the problem's.
+    pub fn combine<T: Element>(&mut self, plan: &Plan, to: CombineTo, call: CombineTensors<'_, T>) -> Result<()> {
+        let bindings = call.tensors.bindings(self.device(), plan)?;
+        let partial = bindings.get(TensorId::PartialO).dtype;
+        // SAFETY: as long as `call` lives, on a device until the work enqueued with it is over, views guarantee valid
+        // memory, and exclusive ones that nothing else uses their memory; the stream is as promised to `on`.
+        unsafe { self.run(plan, Combine { to, partial }, &bindings) }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::{format, vec::Vec};
 
-use super::{bind::Bindings, pages::RawPages};
+use super::{bind::Bindings, keys::RawPages};
 use crate::{
     batch::Side,
     error::{Error, Result},

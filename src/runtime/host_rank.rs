@@ -15,6 +15,7 @@ use super::{
     handle::AbortHandle,
     host::{self, KeyRows},
     key_lists::{self, RankLists},
+    keys::RawKeys,
     lanes::LaneThreads,
     ops::BufferAddresses,
     prepared::{Entry, PlanCache, Prepared},
@@ -22,7 +23,6 @@ use super::{
     workspace::{HostMemory, OwnMemory, Workspace},
 };
 use crate::{
-    call::RawStream,
     device::Device,
     error::Result,
     kernel::{cpu, no_sm_margin, no_stream},
@@ -175,24 +175,24 @@ impl Backend for HostRank {
         Ok(())
     }
 
-    unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings, stream: RawStream) -> Result<()> {
-        no_stream(stream)?;
+    unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings) -> Result<()> {
+        no_stream(tensors.stream)?;
         self.lanes.check_process()?;
         tensors.check_keys(run)?;
         let at = self.find_or_prepare(plan, run)?;
-        if tensors.pages.is_some() {
+        if tensors.pages().is_some() {
             check_supported(run, plan, &self.prepared[at].schedule)?;
         }
-        if tensors.key_indices.is_some() {
-            key_lists::check_supported(run, plan, &self.prepared[at].schedule, tensors)?;
+        if tensors.key_indices().is_some() {
+            key_lists::check_supported(run, plan, &self.prepared[at].schedule)?;
         }
         tensors.check(&self.prepared[at].expected)?;
-        if let Some(given) = tensors.key_indices {
-            // SAFETY: the lists are valid (promised to `Bindings::with_key_indices`).
+        if let Some(given) = tensors.key_indices() {
+            // SAFETY: the lists are valid (promised to `Bindings::with_keys`).
             unsafe { self.lists.check(plan, self.transport.rank(), given) }?;
         }
-        if let Some(pages) = tensors.pages {
-            // SAFETY: the table is valid (promised to `Bindings::with_pages`).
+        if let Some(pages) = tensors.pages() {
+            // SAFETY: the table is valid (promised to `Bindings::with_keys`).
             unsafe { self.found_rows.list(plan, self.transport.rank(), tensors, pages) }?;
         }
         let workspace = self.work_at(at)?;
@@ -201,24 +201,24 @@ impl Backend for HostRank {
         self.workspace.check_disjoint(prepared.schedule.workspace, used)?;
         self.failure.check(&*self.transport)?;
         prepared.dropout_seed = tensors.dropout_seed();
-        prepared.key_indices = tensors.key_indices.map(|given| given.shape());
+        prepared.key_indices = tensors.key_indices().map(|given| given.shape());
         if let Some((fingerprint, run)) = self.agreements.begin_run(prepared, &*self.transport, &self.failure)? {
             prepared.communication.tags.begin(fingerprint, run, prepared.dropout_seed, prepared.key_indices);
         }
         let memory = BufferAddresses { tensors: *tensors, workspace };
         let transport = &*self.transport;
         let outcome = abort_on_unwind(transport, &self.failure, || {
-            let keys = match (tensors.pages, tensors.key_indices) {
-                (_, Some(given)) => {
-                    // SAFETY: the lists are valid (promised to `Bindings::with_key_indices`), and were checked above.
+            let keys = match tensors.keys {
+                RawKeys::Listed(given) => {
+                    // SAFETY: the lists are valid (promised to `Bindings::with_keys`), and were checked above.
                     let exchanged = || unsafe { self.lists.exchange(plan, transport, given) };
                     watched(transport, &self.failure, exchanged)?;
-                    // SAFETY: the lists are valid (promised to `Bindings::with_key_indices`).
+                    // SAFETY: the lists are valid (promised to `Bindings::with_keys`).
                     let (lists, scratch) = unsafe { self.lists.of_calls(plan, given) };
                     KeyRows::Listed(lists, scratch)
                 }
-                (Some(_), None) => KeyRows::Paged(self.found_rows.rows()),
-                (None, None) => KeyRows::Own,
+                RawKeys::Pages(_) => KeyRows::Paged(self.found_rows.rows()),
+                RawKeys::All => KeyRows::Own,
             };
             // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the
             // call (the contract of this function); the workspace is as large as the schedule needs (`work_at`).

@@ -3,7 +3,7 @@
 
 use std::{format, string::String, vec::Vec};
 
-use super::{bind::Bindings, key_indices::RawKeyIndices};
+use super::keys::RawKeyIndices;
 use crate::{
     batch::Side,
     call::Score,
@@ -164,19 +164,12 @@ fn expected(doc: usize, keys: usize, limits: Option<(i64, Score)>) -> String {
 }
 
 /// Refuses runs whose calls have other q rows than the rank's, or whose keys are not those of a document.
-pub(super) fn check_supported(run: Purpose, plan: &Plan, schedule: &Schedule, tensors: &Bindings) -> Result<()> {
+pub(super) fn check_supported(run: Purpose, plan: &Plan, schedule: &Schedule) -> Result<()> {
     if plan.problem().batch().slices().is_some() {
         return Err(Error::unsupported(
             "key_indices in a batch with slices",
             "a position is that of a key in the token's document",
             "give documents alone, and list the keys that the slices allow",
-        ));
-    }
-    if tensors.pages.is_some() {
-        return Err(Error::unsupported(
-            "key_indices with pages",
-            "rows are found either by a table of pages or by lists",
-            "gather the pages into k and v",
         ));
     }
     if plan.options().reproducible {

@@ -7,10 +7,11 @@
 //! and a run of a prepared plan allocates nothing. On the CPU the compute lane is the calling thread and the
 //! communication lane is a thread of the rank; on a device both lanes are streams.
 //!
-//! - `rank`: the rank; `tensors`: its typed calls, for host memory and devices; `all_to_all`: the two all-to-alls
-//!   as separate calls; `handle`: the calls that other threads may make;
-//! - `bind`: checks the caller's tensors; `prepared`: a plan as a rank keeps it; `run`: how a run of each purpose
-//!   is named and compared;
+//! - `rank`: the rank; `tensors`: its typed calls, of the views that `operands` lists; `keys`: the keys of such a call;
+//!   `combine` and `all_to_all`: these runs as calls; `rank_workspace`: its memory as a caller sees it; `handle`: the
+//!   calls that other threads may make;
+//! - `bind`: checks the caller's tensors; `found_rows` and `key_lists`: the tables of pages and the lists of keys;
+//!   `prepared`: a plan as a rank keeps it; `run`: how a run of each purpose is named and compared;
 //! - `ring`: the check of the links between ranks; `collective`: other calls of all ranks between runs: `trace`, the
 //!   trace of a group, and `shift`, labels and the like;
 //! - `agreement` and `tags`: check that all ranks run the same plan; `failure`: keeps a failed group failed;
@@ -33,20 +34,19 @@ mod found_rows;
 mod handle;
 mod host;
 mod host_rank;
-mod key_indices;
 mod key_lists;
+mod keys;
 #[cfg(not(cpattn_loom))]
 #[allow(unreachable_pub, reason = "public for the models of .ci/loom alone")]
 mod lanes;
 #[cfg(cpattn_loom)]
 #[allow(missing_debug_implementations, reason = "public for the models of .ci/loom alone")]
 pub mod lanes;
-mod listed;
+mod operands;
 mod ops;
-mod paged;
-mod pages;
 mod prepared;
 pub(crate) mod rank;
+mod rank_workspace;
 mod ring;
 mod run;
 mod shift;
@@ -55,15 +55,12 @@ pub(crate) mod tensors;
 mod trace;
 mod workspace;
 
+pub use all_to_all::AllToAlls;
 pub use bind::Bindings;
 pub use combine::CombineTensors;
 pub use handle::AbortHandle;
-pub use key_indices::KeyIndices;
-#[cfg(feature = "cuda")]
-pub use pages::DevicePages;
-pub use pages::Pages;
-pub use shift::ShiftedRows;
-#[cfg(feature = "cuda")]
-pub use tensors::{DeviceBackward, DeviceForward, DeviceViews};
-pub use tensors::{HostViews, Views};
+pub use keys::{BlockTable, KeyIndices, Keys, Pages};
+pub use operands::{Input, Output};
+pub use rank_workspace::RankWorkspace;
+pub use shift::{ShiftedRows, SliceRows};
 pub use trace::RankTrace;

@@ -9,11 +9,12 @@ use std::{boxed::Box, sync::Arc, vec::Vec};
 
 #[cfg(feature = "cuda")]
 use super::device::DeviceRank;
-use super::{backend::Backend, bind::Bindings, handle::AbortHandle, host_rank::HostRank};
+use super::{
+    backend::Backend, bind::Bindings, handle::AbortHandle, host_rank::HostRank, rank_workspace::RankWorkspace,
+};
 use crate::{
-    call::RawStream,
     device::Device,
-    error::{Error, Result},
+    error::Result,
     kernel::cpu,
     plan::Plan,
     schedule::Purpose,
@@ -94,9 +95,8 @@ impl Rank {
     /// Two ranks on one device, each a thread; usually each has a device of its own:
     ///
     /// ```no_run
-    /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Result, Side, transport::peer};
+    /// use cpattn::{Batch, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, transport::peer};
     /// use cpattn::kernel::cuda::Cuda;
-    /// use cpattn::runtime::DeviceForward;
     /// use cpattn::{DeviceView, DeviceViewMut};
     /// use half::bf16;
     /// use std::{ptr::null_mut, time::Duration};
@@ -115,21 +115,18 @@ impl Rank {
     ///         let (q, k, v) = (room(4, 64, 2)?, room(2, 64, 2)?, room(2, 64, 2)?);
     ///         let (o, lse) = (room(4, 64, 2)?, room(4, 1, 4)?);
     ///         // SAFETY: the memory lives until the rank was waited for, and nothing else uses it.
-    ///         let tensors = unsafe {
-    ///             DeviceForward {
-    ///                 q: DeviceView::<bf16>::compact(at, q.ptr().cast(), [n, 4, 64])?,
-    ///                 k: DeviceView::compact(at, k.ptr().cast(), [n, 2, 64])?,
-    ///                 v: DeviceView::compact(at, v.ptr().cast(), [n, 2, 64])?,
-    ///                 sinks: None,
-    ///                 o: DeviceViewMut::compact(at, o.ptr().cast(), [n, 4, 64])?,
-    ///                 lse: DeviceViewMut::compact(at, lse.ptr().cast(), [n, 4, 1])?,
-    ///                 max_logit: None,
-    ///                 dropout_seed: None,
-    ///             }
+    ///         let call = unsafe {
+    ///             Forward::new(
+    ///                 DeviceView::<bf16>::compact(at, q.ptr().cast(), [n, 4, 64])?,
+    ///                 DeviceView::compact(at, k.ptr().cast(), [n, 2, 64])?,
+    ///                 DeviceView::compact(at, v.ptr().cast(), [n, 2, 64])?,
+    ///                 DeviceViewMut::compact(at, o.ptr().cast(), [n, 4, 64])?,
+    ///                 DeviceViewMut::compact(at, lse.ptr().cast(), [n, 4, 1])?,
+    ///             )
     ///         };
     ///         let stream = null_mut(); // the legacy default stream, or a cudaStream_t of the caller's, cast
     ///         // SAFETY: there is always a default stream.
-    ///         unsafe { rank.forward_on(&plan, tensors, stream) }?;
+    ///         rank.forward(&plan, unsafe { call.on(stream) })?;
     ///         rank.synchronize()?;
     ///         rank.poll() // whether anything failed meanwhile, on any rank
     ///     };
@@ -202,46 +199,9 @@ impl Rank {
         self.backend.synchronize()
     }
 
-    /// Bytes of workspace for a run of `plan` on this rank, without the kernels' tiles: for a direction of attention,
-    /// or an all-to-all or a combine. Allocates nothing on a device, so that a caller who lends the workspace does not
-    /// need memory for two.
-    ///
-    /// # Errors
-    /// As [`Rank::prepare`], except those about memory and the driver.
-    pub fn workspace_bytes(&mut self, plan: &Plan, purpose: impl Into<Purpose>) -> Result<u64> {
-        self.backend.workspace_bytes(plan, purpose.into())
-    }
-
-    /// Lends the rank a workspace, in host memory or on the rank's device, instead of its own. On a device it waits for
-    /// the work that the rank enqueued.
-    ///
-    /// # Safety
-    /// The `bytes` at `ptr` must stay valid and not be used by anything else until another workspace is lent, this one
-    /// is [taken back](Rank::take_workspace_back), or the rank is dropped.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if `ptr` is not a multiple of
-    /// [`Schedule::ALIGNMENT`](crate::schedule::Schedule::ALIGNMENT), or, on a device, the first or last byte is not
-    /// memory of that device.
-    pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
-        // SAFETY: the memory is valid for as long as it is lent (promised).
-        unsafe { self.backend.lend_workspace(ptr, bytes) }
-    }
-
-    /// Takes a lent workspace back: the rank then uses its own, which [`Rank::prepare`] or the next run allocates. On a
-    /// device it waits for the work that the rank enqueued.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn take_workspace_back(&mut self) -> Result<()> {
-        self.backend.take_workspace_back()
-    }
-
-    /// Bytes of scheduler metadata that the rank keeps on its device, for all plans that it keeps: its last 16 plans
-    /// and directions, and all that were captured into a graph. [`Plan::explain`] prints a bound for each plan. 0 on
-    /// the CPU.
-    pub fn metadata_bytes(&self) -> u64 {
-        self.backend.metadata_bytes()
+    /// The memory that its runs work in: its own, or lent by the caller.
+    pub fn workspace(&mut self) -> RankWorkspace<'_> {
+        RankWorkspace::new(&mut *self.backend)
     }
 
     /// Allocates, loads and uploads everything that a run of `plan` needs, for a direction of attention, or an
@@ -259,19 +219,6 @@ impl Rank {
         self.backend.prepare(plan, purpose.into())
     }
 
-    /// Runs a plan on untyped tensors: [`Rank::run_on`] with a null stream, which on a device is the legacy default
-    /// stream.
-    ///
-    /// # Errors
-    /// As [`Rank::run_on`].
-    ///
-    /// # Safety
-    /// As [`Rank::run_on`].
-    pub unsafe fn run(&mut self, plan: &Plan, purpose: impl Into<Purpose>, tensors: &Bindings) -> Result<()> {
-        // SAFETY: the tensors are as promised, and there is always a default stream.
-        unsafe { self.run_on(plan, purpose, tensors, core::ptr::null_mut()) }
-    }
-
     /// Runs a plan on untyped tensors: attention in a direction, an all-to-all (`TensorId::OwnTokens` and
     /// `TensorId::OwnHeads`) or a combine (`TensorId::PartialO`, `TensorId::PartialLse`, o, lse, and sinks if the
     /// problem has some; on the CPU).
@@ -285,11 +232,11 @@ impl Rank {
     /// rank with a peer that differs overwrites the data it receives with NaN, so the results that depend on it are
     /// NaN.
     ///
-    /// On a device the run is enqueued on `stream` in stream order, and after this rank's earlier runs. The call
-    /// returns when all of it is enqueued, and does not wait for the device.
+    /// On a device the run is enqueued on the stream of the tensors ([`Bindings::on`]) in stream order, and after this
+    /// rank's earlier runs. The call returns when all of it is enqueued, and does not wait for the device.
     ///
     /// # CUDA graphs
-    /// While `stream` is being captured, the run becomes part of the graph: each replay reads and writes the tensors
+    /// While the stream is being captured, the run becomes part of the graph: each replay reads and writes the tensors
     /// and the workspace of the captured run, after the rank's runs and replays that were enqueued before it. Call
     /// [`Rank::prepare`] before the capture begins. The rank keeps what its graphs use until it is dropped: the last
     /// replay must be complete by then, and a lent workspace must stay valid. Replays and runs of one rank must not
@@ -313,27 +260,10 @@ impl Rank {
     /// # Safety
     /// The tensors describe memory that is valid for reads (inputs) or writes (outputs) and used by nothing else during
     /// the call; on a device this must hold, in stream order, from the start of the run's work to its end, and in each
-    /// replay of a graph that captured it. `stream` is null or one of the driver's that was not destroyed.
-    pub unsafe fn run_on(
-        &mut self,
-        plan: &Plan,
-        purpose: impl Into<Purpose>,
-        tensors: &Bindings,
-        stream: RawStream,
-    ) -> Result<()> {
-        // SAFETY: the tensors and the stream are as this function asks for them.
-        unsafe { self.backend.run(plan, purpose.into(), tensors, stream) }
-    }
-
-    /// Refuses a call for which the rank must be on the CPU, with the way out.
-    pub(super) fn expect_host(&self, what: &'static str, way_out: &'static str) -> Result<()> {
-        match self.device() {
-            Device::Cpu => Ok(()),
-            device @ Device::Cuda(_) => Err(Error::unsupported(
-                std::format!("{what} of a rank on {device}"),
-                "it works on host memory",
-                way_out,
-            )),
-        }
+    /// replay of a graph that captured it. So must a table of pages and lists of keys, and the entries of a table in
+    /// device memory must be pages of k and v. The stream is null or one of the driver's that was not destroyed.
+    pub unsafe fn run(&mut self, plan: &Plan, purpose: impl Into<Purpose>, tensors: &Bindings) -> Result<()> {
+        // SAFETY: the tensors and their stream are as this function asks for them.
+        unsafe { self.backend.run(plan, purpose.into(), tensors) }
     }
 }

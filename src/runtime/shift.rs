@@ -24,8 +24,39 @@ use crate::{
 /// The number that ranks compare first: "shift", and the version of the protocol.
 const SHIFT: [u64; 2] = [u64::from_le_bytes(*b"shift\0\0\0"), 1];
 
-/// A rank's rows before and after a [`Rank::shift_rows`], in any storage: strided, of a framework's tensors, on disk.
+/// A rank's rows before and after a [`Rank::shift`], in any storage: strided, of a framework's tensors, on disk.
 /// Before and after the shift they are as many as the rank has q tokens.
+///
+/// ```
+/// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, runtime::ShiftedRows, transport::local};
+///
+/// /// Labels in every second byte.
+/// struct Labels([u8; 8]);
+/// impl ShiftedRows for Labels {
+///     fn row_bytes(&self) -> usize {
+///         1
+///     }
+///     fn kind(&self) -> u64 {
+///         0
+///     }
+///     fn read(&self, row: usize, to: &mut [u8]) {
+///         to[0] = self.0[2 * row];
+///     }
+///     fn write(&mut self, row: usize, from: &[u8]) {
+///         self.0[2 * row + 1] = from[0];
+///     }
+///     fn fill(&mut self, row: usize) {
+///         self.0[2 * row + 1] = u8::MAX;
+///     }
+/// }
+///
+/// let problem = Problem::new(Batch::from_lengths(&[3, 1])?, 1, 1, 4, Dtype::F32);
+/// let plan = Plan::new(&problem, Mesh::single(), Layout::Contiguous)?;
+/// let mut rank = Rank::new(local::group(1, std::time::Duration::from_secs(1))?.remove(0));
+/// let labels = rank.shift(&plan, 1, Labels([1, 0, 2, 0, 3, 0, 4, 0]))?;
+/// assert_eq!(labels.0, [1, 2, 2, 3, 3, u8::MAX, 4, u8::MAX]);
+/// # Ok::<(), cpattn::Error>(())
+/// ```
 pub trait ShiftedRows {
     /// Bytes of a row.
     fn row_bytes(&self) -> usize;
@@ -42,17 +73,39 @@ pub trait ShiftedRows {
 
     /// Writes a row of the result for which the document has no source.
     fn fill(&mut self, row: usize);
+
+    /// Refuses a number of tokens, those of `rank`, that is not the number of rows; called before anything else.
+    ///
+    /// # Errors
+    /// The refusal, which [`Rank::shift`] returns. Without an implementation every number is accepted.
+    fn check(&self, tokens: usize, rank: usize) -> Result<()> {
+        let _ = (tokens, rank);
+        Ok(())
+    }
 }
 
-/// Rows of a slice.
-struct Slices<'a, T> {
+/// Rows of a slice, `[tokens, row_len]`, compact, and the shifted rows.
+#[derive(Debug)]
+pub struct SliceRows<'a, T> {
     rows: &'a [T],
     row_len: usize,
     /// Begins as rows of the fill value, which rows without a source keep.
-    out: Vec<T>,
+    shifted: Vec<T>,
 }
 
-impl<T: Pod> ShiftedRows for Slices<'_, T> {
+impl<'a, T: Pod> SliceRows<'a, T> {
+    /// Rows of `row_len` elements, and the element for those that the shift does not fill.
+    pub fn new(rows: &'a [T], row_len: usize, fill: T) -> Self {
+        Self { rows, row_len, shifted: vec![fill; rows.len()] }
+    }
+
+    /// The shifted rows, of the shape of `rows`.
+    pub fn into_shifted(self) -> Vec<T> {
+        self.shifted
+    }
+}
+
+impl<T: Pod> ShiftedRows for SliceRows<'_, T> {
     fn row_bytes(&self) -> usize {
         self.row_len * size_of::<T>()
     }
@@ -66,24 +119,34 @@ impl<T: Pod> ShiftedRows for Slices<'_, T> {
     }
 
     fn write(&mut self, row: usize, from: &[u8]) {
-        bytemuck::cast_slice_mut(&mut self.out[row * self.row_len..][..self.row_len]).copy_from_slice(from);
+        bytemuck::cast_slice_mut(&mut self.shifted[row * self.row_len..][..self.row_len]).copy_from_slice(from);
     }
 
     fn fill(&mut self, _row: usize) {}
+
+    fn check(&self, tokens: usize, rank: usize) -> Result<()> {
+        if tokens.checked_mul(self.row_len) == Some(self.rows.len()) {
+            return Ok(());
+        }
+        let expected = format!("{} for each of {tokens} tokens of rank {rank}", self.row_len);
+        Err(Error::invalid("rows", format!("of length {}", self.rows.len()), expected))
+    }
 }
 
 impl Rank {
-    /// For each of this rank's q tokens, in its order, returns the row that is `by` tokens later in its document
-    /// (earlier, if `by` is negative), which another rank may hold; a row of `fill` if the document has no such token.
-    /// `rows` is `[tokens, row_len]`, compact, and so is the result. All ranks of the plan's group call it, between
-    /// runs. With `by` 1 and `fill` the loss function's ignore index these are the labels of next-token prediction.
+    /// For each of this rank's q tokens, in its order, finds the row that is `by` tokens later in its document
+    /// (earlier, if `by` is negative), which another rank may hold; a row of the fill value if the document has no such
+    /// token. Rows are those of a slice ([`SliceRows`]) or in any other storage ([`ShiftedRows`]), which is returned
+    /// with the result. Nothing is written before the ranks have agreed. All ranks of the plan's group call it, between
+    /// runs. With `by` 1 and the loss function's ignore index as fill value the result is the labels of next-token
+    /// prediction.
     ///
     /// Rows are in host memory, also for a rank on a device, which first waits for the work it enqueued. The time is
     /// proportional to the number of contiguous pieces of all ranks' tokens, which is a few for each document and rank
     /// with all layouts except striped.
     ///
     /// ```
-    /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, transport::local};
+    /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, runtime::SliceRows, transport::local};
     /// use std::time::Duration;
     ///
     /// let problem = Problem::new(Batch::from_lengths(&[8])?, 2, 2, 4, Dtype::F32);
@@ -94,7 +157,7 @@ impl Rank {
     ///         scope.spawn(move || {
     ///             let mut rank = Rank::new(end);
     ///             let mine = plan.local_tokens(Side::Q, rank.rank()).shard(&ids, 1).unwrap();
-    ///             let labels = rank.shift(plan, &mine, 1, -100, 1).unwrap();
+    ///             let labels = rank.shift(plan, 1, SliceRows::new(&mine, 1, -100)).unwrap().into_shifted();
     ///             assert_eq!(labels, plan.local_tokens(Side::Q, rank.rank()).shift(&ids, -100, 1).unwrap());
     ///         });
     ///     }
@@ -106,57 +169,10 @@ impl Rank {
     /// A `rows` whose length is not `tokens · row_len`, a plan for another world; [`Error::Disagreement`] if another
     /// rank makes a different call or shifts differently, after which the group stays usable; a peer that failed; on a
     /// device, a run of this rank that is being captured.
-    pub fn shift<T: Pod>(&mut self, plan: &Plan, rows: &[T], row_len: usize, fill: T, by: i64) -> Result<Vec<T>> {
-        plan.fits_world(self.world())?;
-        let tokens = plan.local_tokens(Side::Q, self.rank()).len();
-        if tokens.checked_mul(row_len) != Some(rows.len()) {
-            let expected = format!("{row_len} for each of {tokens} tokens of rank {}", self.rank());
-            return Err(Error::invalid("rows", format!("of length {}", rows.len()), expected));
-        }
-        let mut slices = Slices { rows, row_len, out: vec![fill; rows.len()] };
-        self.shift_rows(plan, by, &mut slices)?;
-        Ok(slices.out)
-    }
-
-    /// As [`Rank::shift`], of rows in any storage. Nothing is written before the ranks have agreed.
-    ///
-    /// ```
-    /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, runtime::ShiftedRows, transport::local};
-    ///
-    /// /// Labels in every second byte.
-    /// struct Labels([u8; 8]);
-    /// impl ShiftedRows for Labels {
-    ///     fn row_bytes(&self) -> usize {
-    ///         1
-    ///     }
-    ///     fn kind(&self) -> u64 {
-    ///         0
-    ///     }
-    ///     fn read(&self, row: usize, to: &mut [u8]) {
-    ///         to[0] = self.0[2 * row];
-    ///     }
-    ///     fn write(&mut self, row: usize, from: &[u8]) {
-    ///         self.0[2 * row + 1] = from[0];
-    ///     }
-    ///     fn fill(&mut self, row: usize) {
-    ///         self.0[2 * row + 1] = u8::MAX;
-    ///     }
-    /// }
-    ///
-    /// let problem = Problem::new(Batch::from_lengths(&[3, 1])?, 1, 1, 4, Dtype::F32);
-    /// let plan = Plan::new(&problem, Mesh::single(), Layout::Contiguous)?;
-    /// let mut rank = Rank::new(local::group(1, std::time::Duration::from_secs(1))?.remove(0));
-    /// let mut labels = Labels([1, 0, 2, 0, 3, 0, 4, 0]);
-    /// rank.shift_rows(&plan, 1, &mut labels)?;
-    /// assert_eq!(labels.0, [1, 2, 2, 3, 3, u8::MAX, 4, u8::MAX]);
-    /// # Ok::<(), cpattn::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// As [`Rank::shift`].
-    pub fn shift_rows(&mut self, plan: &Plan, by: i64, rows: &mut dyn ShiftedRows) -> Result<()> {
+    pub fn shift<R: ShiftedRows>(&mut self, plan: &Plan, by: i64, mut rows: R) -> Result<R> {
         plan.fits_world(self.world())?;
         let rank = self.rank();
+        rows.check(plan.local_tokens(Side::Q, rank).len(), rank)?;
         let (carrier, failure) = (self.backend.between_runs()?, self.backend.failure());
         let messages = plan.shift_messages(rank, by)?;
         let (bytes, fingerprint) = (rows.row_bytes(), plan.fingerprint());
@@ -165,8 +181,9 @@ impl Rank {
         let group = plan.mesh().group_of(rank);
         collective::agreed(carrier.end(), failure, group, number, what, || {
             (0..plan.local_tokens(Side::Q, rank).len()).for_each(|row| rows.fill(row));
-            if bytes == 0 { Ok(()) } else { moved(carrier, &messages, rows) }
-        })
+            if bytes == 0 { Ok(()) } else { moved(carrier, &messages, &mut rows) }
+        })?;
+        Ok(rows)
     }
 }
 

@@ -1,255 +1,179 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The typed calls of attention: their tensors, in host memory or on a device, and how a rank takes them.
 //!
-//! [`Forward`] and [`Backward`] are the same for both: [`Views`] says which views they hold. On the CPU a call is safe.
-//! On a device it takes a stream, which only the caller can vouch for.
+//! A call is made of the tensors that every run of its direction has; what a run may have besides is added by a method
+//! of the call. So an option that comes later changes no call that does not use it.
 
-use core::{fmt::Debug, ptr::null_mut};
+use core::marker::PhantomData;
 
-use super::{bind::Bindings, rank::Rank};
-#[cfg(feature = "cuda")]
-use crate::{
-    call::RawStream,
-    tensor::{DeviceView, DeviceViewMut},
+use super::{
+    bind::Bindings,
+    keys::Keys,
+    operands::{Input, Operand, Output},
+    rank::Rank,
 };
 use crate::{
-    call::RawTensor,
+    call::{RawStream, RawTensor},
     device::Device,
     element::Element,
     error::{Error, Result},
     plan::Plan,
     schedule::{Direction, Purpose, TensorId},
-    tensor::{View, ViewMut},
 };
 
-/// The views of tensors in one kind of memory: [`HostViews`], or `DeviceViews`.
-pub trait Views: Debug {
-    /// A tensor that is read.
-    type Read<'a, T: Element>: AnyView;
-    /// A tensor that is written.
-    type Written<'a, T: Element>: AnyView;
-    /// An entry for each q head, read.
-    type PerHead<'a, T: Element>: AnyView;
-    /// An entry for each q head, written.
-    type PerHeadWritten<'a, T: Element>: AnyView;
-}
-
-/// Views of host memory; tables by q head are slices.
-#[derive(Debug)]
-pub enum HostViews {}
-
-impl Views for HostViews {
-    type Read<'a, T: Element> = View<'a, T>;
-    type Written<'a, T: Element> = ViewMut<'a, T>;
-    type PerHead<'a, T: Element> = &'a [T];
-    type PerHeadWritten<'a, T: Element> = &'a mut [T];
-}
-
-/// Views of memory of a device; tables by q head are tensors of `[1, heads, 1]`, or `[1, heads, n]` where a head has
-/// `n` sinks.
-#[cfg(feature = "cuda")]
-#[derive(Debug)]
-pub enum DeviceViews {}
-
-#[cfg(feature = "cuda")]
-impl Views for DeviceViews {
-    type Read<'a, T: Element> = DeviceView<'a, T>;
-    type Written<'a, T: Element> = DeviceViewMut<'a, T>;
-    type PerHead<'a, T: Element> = DeviceView<'a, T>;
-    type PerHeadWritten<'a, T: Element> = DeviceViewMut<'a, T>;
-}
-
-/// The tensors of a forward: this rank's own tokens (see [`Plan::local_tokens`]), all heads.
+/// The tensors of a forward: this rank's own tokens (see [`Plan::local_tokens`]), all heads; and its options.
 ///
-/// If the literal is not an argument of the call and a field needs a coercion, such as from a vector to a slice, write
-/// the element type: `Forward::<f32> { … }`.
+/// All are in the memory of the rank: views of the host on the CPU, device views on a device.
 #[derive(Debug)]
-pub struct Forward<'a, T: Element, V: Views = HostViews> {
-    /// `[tokens, heads, head_dim]`.
-    pub q: V::Read<'a, T>,
-    /// `[k tokens, kv_heads, head_dim]`.
-    pub k: V::Read<'a, T>,
-    /// `[k tokens, kv_heads, value_dim]`.
-    pub v: V::Read<'a, T>,
-    /// One logit for each q head, when the problem has sinks; `[heads, n]` with several
-    /// ([`with_sinks_per_head`](crate::Problem::with_sinks_per_head)).
-    pub sinks: Option<V::PerHead<'a, f32>>,
-    /// Written: `[tokens, heads, value_dim]`.
-    pub o: V::Written<'a, T>,
-    /// Written: `[tokens, heads, 1]`; natural log. [`ViewMut::head_major`], or on a device the strides `[1, tokens]`,
-    /// are the usual `[heads, tokens]`.
-    pub lse: V::Written<'a, T::Acc>,
-    /// Written, if it is given: the largest score of each q head, after scale, softcap and ALiBi, over the pairs that
-    /// this rank computed, without sinks; −∞ for a head of which it computed none. The largest over the group is that
-    /// of the whole batch: the ranks reduce it as often as they need it. Ranks may differ in whether they give it.
-    pub max_logit: Option<V::PerHeadWritten<'a, f32>>,
+pub struct Forward<'a, T: Element> {
+    tensors: TypedTensors,
+    memory: PhantomData<&'a mut T>,
+}
+
+/// The tensors of a backward, and its options. It repeats the forward's exchanges, so besides the inputs only o and lse
+/// have to be kept.
+#[derive(Debug)]
+pub struct Backward<'a, T: Element> {
+    tensors: TypedTensors,
+    memory: PhantomData<&'a mut T>,
+}
+
+impl<'a, T: Element> Forward<'a, T> {
+    /// A forward of q, `[tokens, heads, head_dim]`, k, `[k tokens, kv_heads, head_dim]`, and v, `[k tokens, kv_heads,
+    /// value_dim]`. It writes o, `[tokens, heads, value_dim]`, and lse, `[tokens, heads, 1]`, natural log:
+    /// [`ViewMut::head_major`](crate::ViewMut::head_major), or on a device the strides `[1, tokens]`, are the usual
+    /// `[heads, tokens]`.
+    pub fn new(
+        q: impl Input<'a, Element = T>,
+        k: impl Input<'a, Element = T>,
+        v: impl Input<'a, Element = T>,
+        o: impl Output<'a, Element = T>,
+        lse: impl Output<'a, Element = T::Acc>,
+    ) -> Self {
+        let tensors = TypedTensors::default()
+            .with(TensorId::Q, q)
+            .with(TensorId::K, k)
+            .with(TensorId::V, v)
+            .with(TensorId::O, o)
+            .with(TensorId::Lse, lse);
+        Self { tensors, memory: PhantomData }
+    }
+
+    /// When the problem has sinks: one logit for each q head; `[heads, n]` with several
+    /// ([`with_sinks_per_head`](crate::Problem::with_sinks_per_head)). On a device a tensor of `[1, heads, n]`.
+    #[must_use]
+    pub fn sinks(mut self, sinks: impl Input<'a, Element = f32>) -> Self {
+        self.tensors = self.tensors.with(TensorId::Sinks, sinks);
+        self
+    }
+
+    /// Written: the largest score of each q head, after scale, softcap and ALiBi, over the pairs that this rank
+    /// computed, without sinks; −∞ for a head of which it computed none. The largest over the group is that of the
+    /// whole batch: the ranks reduce it as often as they need it. Ranks may differ in whether they give it. On a device
+    /// a tensor of `[1, heads, 1]`.
+    #[must_use]
+    pub fn max_logit(mut self, max_logit: impl Output<'a, Element = f32>) -> Self {
+        self.tensors = self.tensors.with(TensorId::MaxLogit, max_logit);
+        self
+    }
+
     /// When the problem has [dropout](crate::Problem::with_dropout): the seed of the pairs that are dropped, another
     /// one for each layer and step. All ranks of the group give the same, which is checked as their plans are.
-    pub dropout_seed: Option<u64>,
+    #[must_use]
+    pub fn dropout_seed(mut self, seed: impl Into<Option<u64>>) -> Self {
+        self.tensors.bindings = self.tensors.bindings.with_dropout_seed(seed.into());
+        self
+    }
+
+    /// The keys that are read, and where they lie: [`Keys::All`], unless it is given.
+    #[must_use]
+    pub fn keys(mut self, keys: Keys<'a>) -> Self {
+        self.tensors.bindings = self.tensors.bindings.with_keys(keys);
+        self
+    }
+
+    /// On a device, the stream in whose order the run is enqueued, instead of the legacy default stream: see
+    /// [`Rank::run`].
+    ///
+    /// # Safety
+    /// When the call runs, `stream` is null or one of the driver's that was not destroyed.
+    #[must_use]
+    pub unsafe fn on(mut self, stream: RawStream) -> Self {
+        self.tensors.bindings = self.tensors.bindings.on(stream);
+        self
+    }
 }
 
-/// The tensors of a backward. It repeats the forward's exchanges, so besides the inputs only o and lse have to be kept.
-#[derive(Debug)]
-pub struct Backward<'a, T: Element, V: Views = HostViews> {
+impl<'a, T: Element> Backward<'a, T> {
+    /// The backward of a forward: q, k and v as it was given, o and lse as it wrote them, and the gradient of o. It
+    /// writes the gradients of q, k and v, of their shapes.
+    pub fn new(
+        q: impl Input<'a, Element = T>,
+        k: impl Input<'a, Element = T>,
+        v: impl Input<'a, Element = T>,
+        o: impl Input<'a, Element = T>,
+        lse: impl Input<'a, Element = T::Acc>,
+        d_o: impl Input<'a, Element = T>,
+        [dq, dk, dv]: [impl Output<'a, Element = T>; 3],
+    ) -> Self {
+        let tensors = TypedTensors::default()
+            .with(TensorId::Q, q)
+            .with(TensorId::K, k)
+            .with(TensorId::V, v)
+            .with(TensorId::O, o)
+            .with(TensorId::Lse, lse)
+            .with(TensorId::DO, d_o)
+            .with(TensorId::Dq, dq)
+            .with(TensorId::Dk, dk)
+            .with(TensorId::Dv, dv);
+        Self { tensors, memory: PhantomData }
+    }
+
     /// As given to the forward.
-    pub q: V::Read<'a, T>,
+    #[must_use]
+    pub fn sinks(mut self, sinks: impl Input<'a, Element = f32>) -> Self {
+        self.tensors = self.tensors.with(TensorId::Sinks, sinks);
+        self
+    }
+
+    /// Written, when the problem has sinks, and needed then: their gradient, summed over all ranks of the group, the
+    /// same on each.
+    #[must_use]
+    pub fn dsinks(mut self, dsinks: impl Output<'a, Element = T::Acc>) -> Self {
+        self.tensors = self.tensors.with(TensorId::Dsinks, dsinks);
+        self
+    }
+
+    /// Gradient of lse, of its shape, if more than o was used. It is not read where lse is −∞. Ranks may differ in
+    /// whether they give it.
+    #[must_use]
+    pub fn d_lse(mut self, d_lse: impl Input<'a, Element = T::Acc>) -> Self {
+        self.tensors = self.tensors.with(TensorId::DLse, d_lse);
+        self
+    }
+
     /// As given to the forward.
-    pub k: V::Read<'a, T>,
+    #[must_use]
+    pub fn dropout_seed(mut self, seed: impl Into<Option<u64>>) -> Self {
+        self.tensors.bindings = self.tensors.bindings.with_dropout_seed(seed.into());
+        self
+    }
+
     /// As given to the forward.
-    pub v: V::Read<'a, T>,
-    /// As given to the forward.
-    pub sinks: Option<V::PerHead<'a, f32>>,
-    /// As the forward wrote it.
-    pub o: V::Read<'a, T>,
-    /// As the forward wrote it.
-    pub lse: V::Read<'a, T::Acc>,
-    /// Gradient of o.
-    pub d_o: V::Read<'a, T>,
-    /// Gradient of lse, of its shape; `None` if nothing but o was used. It is not read where lse is −∞. Ranks may
-    /// differ in whether they give it.
-    pub d_lse: Option<V::Read<'a, T::Acc>>,
-    /// As given to the forward.
-    pub dropout_seed: Option<u64>,
-    /// Written: gradient of q.
-    pub dq: V::Written<'a, T>,
-    /// Written: gradient of k.
-    pub dk: V::Written<'a, T>,
-    /// Written: gradient of v.
-    pub dv: V::Written<'a, T>,
-    /// Written, when the problem has sinks: their gradient, summed over all ranks of the group, the same on each.
-    pub dsinks: Option<V::PerHeadWritten<'a, T::Acc>>,
-}
-
-/// [`Forward`] on a device.
-#[cfg(feature = "cuda")]
-pub type DeviceForward<'a, T> = Forward<'a, T, DeviceViews>;
-
-/// [`Backward`] on a device.
-#[cfg(feature = "cuda")]
-pub type DeviceBackward<'a, T> = Backward<'a, T, DeviceViews>;
-
-mod sealed {
-    use super::{Debug, Device, RawTensor};
-
-    /// A view as runs take it.
-    pub trait AnyView: Debug + Sized {
-        fn device(&self) -> Device;
-        fn into_raw(self) -> RawTensor;
-    }
-}
-pub(super) use sealed::AnyView;
-
-macro_rules! tensors {
-    ($($view:ident on $device:expr;)*) => {$(
-        impl<T: Element> AnyView for $view<'_, T> {
-            fn device(&self) -> Device {
-                let device: fn(&Self) -> Device = $device;
-                device(self)
-            }
-
-            fn into_raw(self) -> RawTensor {
-                self.raw()
-            }
-        }
-    )*};
-}
-
-tensors! {
-    View on |_| Device::Cpu;
-    ViewMut on |_| Device::Cpu;
-}
-
-#[cfg(feature = "cuda")]
-tensors! {
-    DeviceView on Self::device;
-    DeviceViewMut on Self::device;
-}
-
-impl<T: Element> AnyView for &[T] {
-    fn device(&self) -> Device {
-        Device::Cpu
+    #[must_use]
+    pub fn keys(mut self, keys: Keys<'a>) -> Self {
+        self.tensors.bindings = self.tensors.bindings.with_keys(keys);
+        self
     }
 
-    fn into_raw(self) -> RawTensor {
-        RawTensor::compact(self.as_ptr().cast_mut().cast(), T::DTYPE, 1, self.len() as u32, 1)
-    }
-}
-
-impl<T: Element> AnyView for &mut [T] {
-    fn device(&self) -> Device {
-        Device::Cpu
-    }
-
-    fn into_raw(self) -> RawTensor {
-        RawTensor::compact(self.as_mut_ptr().cast(), T::DTYPE, 1, self.len() as u32, 1)
-    }
-}
-
-/// The tensor for a rank on `device`; refused if it lies elsewhere.
-pub(super) fn raw_on(device: Device, name: &'static str, tensor: impl AnyView) -> Result<RawTensor> {
-    if tensor.device() == device {
-        return Ok(tensor.into_raw());
-    }
-    Err(Error::invalid(name, tensor.device(), format!("{device}, where the rank is")))
-}
-
-impl Bindings {
-    /// As [`Bindings::with_view`], for the sinks of a plan or their gradient: slices of the host hold all sinks of a
-    /// head side by side.
-    pub(super) fn with_sinks(
-        self,
-        device: Device,
-        plan: &Plan,
-        id: TensorId,
-        view: Option<impl AnyView>,
-    ) -> Result<Self> {
-        let Some(view) = view else { return Ok(self) };
-        let raw = raw_on(device, id.name(), view)?;
-        let count = plan.problem().sinks_per_head().max(1) as u32;
-        if device != Device::Cpu || !raw.heads.is_multiple_of(count) {
-            return Ok(self.with(id, raw));
-        }
-        Ok(self.with(id, RawTensor::compact(raw.ptr, raw.dtype, 1, raw.heads / count, count)))
-    }
-
-    /// Sets the tensor of a view, for a rank on `device`; an optional tensor may be left out.
-    fn with_view(self, device: Device, id: TensorId, view: Option<impl AnyView>) -> Result<Self> {
-        view.map_or(Ok(self), |view| Ok(self.with(id, raw_on(device, id.name(), view)?)))
-    }
-}
-
-impl<T: Element, V: Views> Forward<'_, T, V> {
-    /// The tensors without their types, for a rank on `at`.
-    pub(super) fn bindings(self, at: Device, plan: &Plan) -> Result<Bindings> {
-        Bindings::default()
-            .with_dropout_seed(self.dropout_seed)
-            .with_view(at, TensorId::Q, Some(self.q))?
-            .with_view(at, TensorId::K, Some(self.k))?
-            .with_view(at, TensorId::V, Some(self.v))?
-            .with_view(at, TensorId::O, Some(self.o))?
-            .with_view(at, TensorId::Lse, Some(self.lse))?
-            .with_view(at, TensorId::MaxLogit, self.max_logit)?
-            .with_sinks(at, plan, TensorId::Sinks, self.sinks)
-    }
-}
-
-impl<T: Element, V: Views> Backward<'_, T, V> {
-    /// The tensors without their types, for a rank on `at`.
-    pub(super) fn bindings(self, at: Device, plan: &Plan) -> Result<Bindings> {
-        Bindings::default()
-            .with_dropout_seed(self.dropout_seed)
-            .with_view(at, TensorId::Q, Some(self.q))?
-            .with_view(at, TensorId::K, Some(self.k))?
-            .with_view(at, TensorId::V, Some(self.v))?
-            .with_view(at, TensorId::O, Some(self.o))?
-            .with_view(at, TensorId::Lse, Some(self.lse))?
-            .with_view(at, TensorId::DO, Some(self.d_o))?
-            .with_view(at, TensorId::DLse, self.d_lse)?
-            .with_view(at, TensorId::Dq, Some(self.dq))?
-            .with_view(at, TensorId::Dk, Some(self.dk))?
-            .with_view(at, TensorId::Dv, Some(self.dv))?
-            .with_sinks(at, plan, TensorId::Sinks, self.sinks)?
-            .with_sinks(at, plan, TensorId::Dsinks, self.dsinks)
+    /// As [`Forward::on`].
+    ///
+    /// # Safety
+    /// As [`Forward::on`].
+    #[must_use]
+    pub unsafe fn on(mut self, stream: RawStream) -> Self {
+        self.tensors.bindings = self.tensors.bindings.on(stream);
+        self
     }
 }
 
@@ -258,13 +182,12 @@ impl Rank {
     /// it, with equal plans in the same order.
     ///
     /// # Errors
-    /// As [`Rank::run`].
-    pub fn forward<T: Element>(&mut self, plan: &Plan, t: Forward<'_, T>) -> Result<()> {
-        self.expect_host("forward on host views", "give device tensors to forward_on")?;
-        let bindings = t.bindings(Device::Cpu, plan)?;
-        // SAFETY: as long as `t` lives, views guarantee valid memory, and exclusive ones that nothing else uses their
-        // memory.
-        unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings, null_mut()) }
+    /// As [`Rank::run`]; a tensor of another device than the rank's.
+    pub fn forward<T: Element>(&mut self, plan: &Plan, call: Forward<'_, T>) -> Result<()> {
+        let bindings = call.tensors.bindings(self.device(), plan)?;
+        // SAFETY: as long as `call` lives, on a device until the work enqueued with it is over, views guarantee valid
+        // memory, and exclusive ones that nothing else uses their memory; the stream is as promised to `on`.
+        unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings) }
     }
 
     /// dq, dk, dv of this rank's tokens (and the sinks' gradients). All ranks of the group call it, as the forward.
@@ -283,33 +206,17 @@ impl Rank {
     ///     let (mut o, mut lse) = (tensor(heads, 0.0), vec![0.0; heads * n]);
     ///     let (mut dq, mut dk, mut dv) = (tensor(heads, 0.0), tensor(kv_heads, 0.0), tensor(kv_heads, 0.0));
     ///     let (sinks, mut dsinks) = (vec![0.5; heads], vec![0.0; heads]);
-    ///     let q = View::new(&q, n, heads, dim)?;
+    ///     let (q, d_o) = (View::new(&q, n, heads, dim)?, View::new(&d_o, n, heads, dim)?);
     ///     let (k, v) = (View::new(&k, n, kv_heads, dim)?, View::new(&v, n, kv_heads, dim)?);
-    ///     rank.forward(plan, Forward {
-    ///         q,
-    ///         k,
-    ///         v,
-    ///         sinks: Some(&sinks),
-    ///         o: ViewMut::new(&mut o, n, heads, dim)?,
-    ///         lse: ViewMut::head_major(&mut lse, n, heads)?,
-    ///         max_logit: None,
-    ///         dropout_seed: None,
-    ///     })?;
-    ///     rank.backward(plan, Backward {
-    ///         q,
-    ///         k,
-    ///         v,
-    ///         sinks: Some(&sinks),
-    ///         o: View::new(&o, n, heads, dim)?,
-    ///         lse: View::head_major(&lse, n, heads)?,
-    ///         d_o: View::new(&d_o, n, heads, dim)?,
-    ///         d_lse: None,
-    ///         dropout_seed: None,
-    ///         dq: ViewMut::new(&mut dq, n, heads, dim)?,
-    ///         dk: ViewMut::new(&mut dk, n, kv_heads, dim)?,
-    ///         dv: ViewMut::new(&mut dv, n, kv_heads, dim)?,
-    ///         dsinks: Some(&mut dsinks),
-    ///     })?;
+    ///     let (out, sums) = (ViewMut::new(&mut o, n, heads, dim)?, ViewMut::head_major(&mut lse, n, heads)?);
+    ///     rank.forward(plan, Forward::new(q, k, v, out, sums).sinks(&sinks))?;
+    ///     let (o, lse) = (View::new(&o, n, heads, dim)?, View::head_major(&lse, n, heads)?);
+    ///     let gradients = [
+    ///         ViewMut::new(&mut dq, n, heads, dim)?,
+    ///         ViewMut::new(&mut dk, n, kv_heads, dim)?,
+    ///         ViewMut::new(&mut dv, n, kv_heads, dim)?,
+    ///     ];
+    ///     rank.backward(plan, Backward::new(q, k, v, o, lse, d_o, gradients).sinks(&sinks).dsinks(&mut dsinks))?;
     ///     Ok(dsinks)
     /// })?;
     /// assert!(all_dsinks[0] == all_dsinks[1] && all_dsinks[0].iter().all(|x| *x < 0.0)); // sums over all ranks
@@ -317,52 +224,65 @@ impl Rank {
     /// ```
     ///
     /// # Errors
-    /// As [`Rank::run`].
-    pub fn backward<T: Element>(&mut self, plan: &Plan, t: Backward<'_, T>) -> Result<()> {
-        self.expect_host("backward on host views", "give device tensors to backward_on")?;
-        let bindings = t.bindings(Device::Cpu, plan)?;
-        // SAFETY: as long as `t` lives, views guarantee valid memory, and exclusive ones that nothing else uses their
-        // memory.
-        unsafe { self.backend.run(plan, Purpose::Attention(Direction::Backward), &bindings, null_mut()) }
+    /// As [`Rank::forward`].
+    pub fn backward<T: Element>(&mut self, plan: &Plan, call: Backward<'_, T>) -> Result<()> {
+        let bindings = call.tensors.bindings(self.device(), plan)?;
+        // SAFETY: as long as `call` lives, on a device until the work enqueued with it is over, views guarantee valid
+        // memory, and exclusive ones that nothing else uses their memory; the stream is as promised to `on`.
+        unsafe { self.backend.run(plan, Purpose::Attention(Direction::Backward), &bindings) }
+    }
+}
+
+/// The tensors of a typed call: without their types, with the devices that they are on.
+#[derive(Debug, Default)]
+pub(super) struct TypedTensors {
+    pub(super) bindings: Bindings,
+    /// The first tensor, by name, and its device; and the first one that is on another.
+    first: Option<(&'static str, Device)>,
+    elsewhere: Option<(&'static str, Device)>,
+}
+
+impl TypedTensors {
+    /// Sets a tensor, unless it is left out.
+    #[must_use]
+    pub(super) fn with(self, id: TensorId, tensor: impl Operand) -> Self {
+        self.with_name(id, id.name(), tensor)
     }
 
-    /// [`Rank::forward`] on device tensors, in the order of `stream`: see [`Rank::run_on`].
-    ///
-    /// # Errors
-    /// As [`Rank::run_on`]; a tensor of another device than the rank's.
-    ///
-    /// # Safety
-    /// `stream` is null or one of the driver's that was not destroyed.
-    #[cfg(feature = "cuda")]
-    pub unsafe fn forward_on<T: Element>(
-        &mut self,
-        plan: &Plan,
-        t: DeviceForward<'_, T>,
-        stream: RawStream,
-    ) -> Result<()> {
-        let bindings = t.bindings(self.device(), plan)?;
-        // SAFETY: until the work enqueued with them is over, views guarantee valid memory, and exclusive ones that
-        // nothing else uses their memory; the stream is as promised.
-        unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings, stream) }
+    /// As [`TypedTensors::with`], of a tensor that errors of the call name otherwise.
+    #[must_use]
+    pub(super) fn with_name(mut self, id: TensorId, name: &'static str, tensor: impl Operand) -> Self {
+        let Some((device, raw)) = tensor.operand() else {
+            self.bindings.set(id, RawTensor::NONE);
+            return self;
+        };
+        match self.first {
+            None => self.first = Some((name, device)),
+            Some((_, at)) if at != device && self.elsewhere.is_none() => self.elsewhere = Some((name, device)),
+            Some(_) => {}
+        }
+        self.bindings.set(id, raw);
+        self
     }
 
-    /// [`Rank::backward`] on device tensors, in the order of `stream`: see [`Rank::run_on`].
+    /// The tensors for a rank on `device`. Sinks and their gradient, which a slice of the host holds side by side,
+    /// become rows of a head.
     ///
     /// # Errors
-    /// As [`Rank::forward_on`].
-    ///
-    /// # Safety
-    /// As [`Rank::forward_on`].
-    #[cfg(feature = "cuda")]
-    pub unsafe fn backward_on<T: Element>(
-        &mut self,
-        plan: &Plan,
-        t: DeviceBackward<'_, T>,
-        stream: RawStream,
-    ) -> Result<()> {
-        let bindings = t.bindings(self.device(), plan)?;
-        // SAFETY: until the work enqueued with them is over, views guarantee valid memory, and exclusive ones that
-        // nothing else uses their memory; the stream is as promised.
-        unsafe { self.backend.run(plan, Purpose::Attention(Direction::Backward), &bindings, stream) }
+    /// A tensor that lies elsewhere.
+    pub(super) fn bindings(self, device: Device, plan: &Plan) -> Result<Bindings> {
+        let wrong = self.first.filter(|&(_, at)| at != device).or(self.elsewhere);
+        if let Some((name, at)) = wrong {
+            return Err(Error::invalid(name, at, std::format!("{device}, where the rank is")));
+        }
+        let (mut bindings, count) = (self.bindings, plan.problem().sinks_per_head().max(1) as u32);
+        for id in [TensorId::Sinks, TensorId::Dsinks] {
+            let raw = *bindings.get(id);
+            let flat = device == Device::Cpu && raw.tokens == 1 && raw.dim == 1 && raw.is_compact();
+            if flat && raw.heads.is_multiple_of(count) {
+                bindings.set(id, RawTensor::compact(raw.ptr, raw.dtype, 1, raw.heads / count, count));
+            }
+        }
+        Ok(bindings)
     }
 }

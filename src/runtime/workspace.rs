@@ -28,7 +28,7 @@ pub(super) struct Workspace<M> {
     lent: Option<(*mut u8, usize)>,
 }
 
-// SAFETY: lent memory is the rank's alone while it is lent (the promise of `Rank::lend_workspace`), so it may move
+// SAFETY: lent memory is the rank's alone while it is lent (the promise of `RankWorkspace::lend`), so it may move
 // between threads with the rank; memory of the rank's own is `Send` itself.
 unsafe impl<M: Send> Send for Workspace<M> {}
 

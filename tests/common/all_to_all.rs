@@ -71,10 +71,10 @@ pub fn on_the_cpu<T: Element>(plan: &Plan, side: Side, dim: usize, seed: u64) ->
             (vec![T::from_f64(f64::NAN); count(held)], vec![T::from_f64(0.0); count(tokens)]);
         let (view, out) =
             (View::<T>::new(&x, tokens[0], tokens[1], dim), ViewMut::new(&mut at_heads, held[0], held[1], dim));
-        rank.to_heads(plan, side, view.unwrap(), out.unwrap()).unwrap();
+        rank.all_to_all(plan).to_heads(side, view.unwrap(), out.unwrap()).unwrap();
         let (view, out) =
             (View::<T>::new(&y, held[0], held[1], dim), ViewMut::new(&mut back, tokens[0], tokens[1], dim));
-        rank.to_tokens(plan, side, view.unwrap(), out.unwrap()).unwrap();
+        rank.all_to_all(plan).to_tokens(side, view.unwrap(), out.unwrap()).unwrap();
         [at_heads, back].map(|list| bytemuck::cast_slice(&list).to_vec())
     };
     local::run(plan.mesh().world(), Duration::from_secs(60), |end| Ok(run(end))).unwrap()
@@ -184,9 +184,9 @@ impl Tensors {
         // SAFETY: memory of these tensors, which nothing else uses until the stream was waited for (promised).
         unsafe {
             let (x, at_heads) = (self.x.view::<T>(self.device), self.at_heads.view_mut::<T>(self.device));
-            rank.to_heads_on(plan, self.side, x, at_heads, stream)?;
+            rank.all_to_all(plan).on(stream).to_heads(self.side, x, at_heads)?;
             let (y, back) = (self.y.view::<T>(self.device), self.back.view_mut::<T>(self.device));
-            rank.to_tokens_on(plan, self.side, y, back, stream)
+            rank.all_to_all(plan).on(stream).to_tokens(self.side, y, back)
         }
     }
 

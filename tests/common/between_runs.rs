@@ -6,13 +6,10 @@ use cpattn::{
     Batch, Dtype, Error, Layout, Mesh, Plan, Problem, Rank, Side,
     call::RawTensor,
     report::trace::Event,
-    runtime::Bindings,
+    runtime::{Bindings, SliceRows},
     schedule::{Direction, Lane, TensorId},
 };
-use std::{
-    ptr::null_mut,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 /// A rank's part; all ranks of a group of `world` call it. Epochs are apart, as those of processes.
 pub fn one_rank(mut rank: Rank, world: usize, began: Instant) {
@@ -23,12 +20,12 @@ pub fn one_rank(mut rank: Rank, world: usize, began: Instant) {
     let mine = plan.local_tokens(Side::Q, r).shard(&ids, 1).unwrap();
     for by in [1, -2, 25, 1000] {
         assert_eq!(
-            rank.shift(plan, &mine, 1, -100, by).unwrap(),
+            rank.shift(plan, by, SliceRows::new(&mine, 1, -100)).unwrap().into_shifted(),
             plan.local_tokens(Side::Q, r).shift(&ids, -100, by).unwrap(),
             "{by}"
         );
     }
-    let error = rank.shift(plan, &mine, 1, -100, r.min(1) as i64).unwrap_err();
+    let error = rank.shift(plan, r.min(1) as i64, SliceRows::new(&mine, 1, -100)).unwrap_err();
     assert!(matches!(error, Error::Disagreement { .. }), "{error}");
 
     let epoch = began - Duration::from_secs(r as u64);
@@ -47,7 +44,7 @@ pub fn one_rank(mut rank: Rank, world: usize, began: Instant) {
         .with(TensorId::Lse, at(4, Dtype::F32, 2, 1));
     let from = began.elapsed();
     // SAFETY: the memory lives until the rank was waited for, which the gathering does, and nothing else uses it.
-    unsafe { rank.run_on(plan, Direction::Forward, &tensors, null_mut()) }.unwrap();
+    unsafe { rank.run(plan, Direction::Forward, &tensors) }.unwrap();
     let events = rank.trace().gather(epoch).unwrap();
     let to = began.elapsed();
     assert_eq!(rank.trace().gather(epoch).unwrap(), [], "taken");

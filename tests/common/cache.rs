@@ -2,7 +2,10 @@
 //! A cache of one rank in pages, for tests of forwards that find rows of k and v through a table.
 
 use crate::common::Random;
-use cpattn::{Element, Plan, Side, runtime::Pages};
+use cpattn::{
+    Element, Plan, Side,
+    runtime::{BlockTable, Pages},
+};
 
 /// A cache of one rank: its pages, in an order that has nothing to do with the documents.
 pub struct Cache<T> {
@@ -55,7 +58,7 @@ impl<T: Element> Cache<T> {
     #[allow(dead_code, reason = "each test binary uses its part")]
     pub fn pages(&self) -> Pages<'_> {
         Pages {
-            block_table: &self.table,
+            block_table: BlockTable::new(&self.table),
             pages_per_document: self.per_document,
             page_size: self.size,
             page_stride: self.stride,

@@ -8,7 +8,6 @@ use super::{
 use cpattn::{
     DeviceView, DeviceViewMut, Element, Plan, Rank, Result, Side, runtime::CombineTensors, schedule::CombineTo,
 };
-use std::ptr::null_mut;
 
 /// The rank's o and lse, `[tokens, heads, dim]` and `[tokens, heads]`, of the second of two runs: the first leaves
 /// nothing behind that changes it.
@@ -32,20 +31,20 @@ pub fn of_rank<P: Element, T: Element<Acc = P::Acc>>(
         // stream is the default one.
         unsafe {
             let strides = [heads * dim + PADDING, dim];
-            let tensors = CombineTensors::<P, T, _> {
-                partial_o: DeviceView::new(at, o_part.1.ptr.cast::<P>(), [tokens, heads, dim], strides)?,
-                partial_lse: DeviceView::new(at, lse_part.1.ptr.cast(), [tokens, heads, 1], [1, tokens])?,
-                sinks: match &sinks {
-                    Some(sinks) => {
-                        let shape = [1, p.heads(), p.sinks_per_head()];
-                        Some(DeviceView::compact(at, sinks.1.ptr.cast(), shape)?)
-                    }
-                    None => None,
-                },
-                o: DeviceViewMut::compact(at, o.1.ptr.cast(), [n, h, dim])?,
-                lse: DeviceViewMut::compact(at, lse.1.ptr.cast(), [n, h, 1])?,
-            };
-            rank.combine_on(plan, to, tensors, null_mut())?;
+            let tensors = CombineTensors::<T>::new(
+                DeviceView::new(at, o_part.1.ptr.cast::<P>(), [tokens, heads, dim], strides)?,
+                DeviceView::new(at, lse_part.1.ptr.cast(), [tokens, heads, 1], [1, tokens])?,
+                DeviceViewMut::compact(at, o.1.ptr.cast(), [n, h, dim])?,
+                DeviceViewMut::compact(at, lse.1.ptr.cast(), [n, h, 1])?,
+            )
+            .sinks(match &sinks {
+                Some(sinks) => {
+                    let shape = [1, p.heads(), p.sinks_per_head()];
+                    Some(DeviceView::compact(at, sinks.1.ptr.cast(), shape)?)
+                }
+                None => None,
+            });
+            rank.combine(plan, to, tensors)?;
         }
     }
     rank.synchronize()?;

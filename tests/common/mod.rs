@@ -10,7 +10,10 @@ use std::{sync::Mutex, time::Duration};
 
 use cpattn::{
     Backward, Element, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, Slice, View, ViewMut,
-    call::DropoutMask, kernel::reference, runtime::KeyIndices, transport::local,
+    call::DropoutMask,
+    kernel::reference,
+    runtime::{KeyIndices, Keys},
+    transport::local,
 };
 
 /// Numbers that look random; a seed gives the same ones everywhere.
@@ -162,49 +165,44 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
                     let mut max_logit = vec![f32::MAX; hq];
                     let lists = data.key_indices.as_ref();
                     let own = lists.map(|lists| gather(&lists.all, &tq, lists.heads * lists.entries));
-                    let keys = lists.zip(own.as_deref()).map(|(&Lists { heads, entries, .. }, indices)| KeyIndices {
-                        indices,
-                        heads,
-                        entries,
-                    });
-                    let tensors = Forward::<T> {
+                    let keys =
+                        lists.zip(own.as_deref()).map_or(Keys::All, |(&Lists { heads, entries, .. }, indices)| {
+                            Keys::Listed(KeyIndices { indices, heads, entries })
+                        });
+                    let tensors = Forward::<T>::new(
                         q,
                         k,
                         v,
-                        sinks,
-                        o: ViewMut::new(&mut o, tq.len(), hq, dv)?,
-                        lse: ViewMut::head_major(&mut lse, tq.len(), hq)?,
-                        max_logit: Some(max_logit.as_mut_slice()),
-                        dropout_seed: data.dropout_seed,
-                    };
-                    match keys {
-                        Some(keys) => rank.forward_listed(&plan, tensors, keys)?,
-                        None => rank.forward(&plan, tensors)?,
-                    }
+                        ViewMut::new(&mut o, tq.len(), hq, dv)?,
+                        ViewMut::head_major(&mut lse, tq.len(), hq)?,
+                    )
+                    .sinks(sinks)
+                    .max_logit(max_logit.as_mut_slice())
+                    .dropout_seed(data.dropout_seed);
+                    rank.forward(&plan, tensors.keys(keys))?;
                     let d_lse = data.d_lse.as_ref().map(|all| d_lse_of(all, &tq, &lse, hq));
                     let mut dq = vec![nan; tq.len() * hq * d];
                     let mut dk = vec![nan; tk.len() * hk * d];
                     let mut d_v = vec![nan; tk.len() * hk * dv];
                     let mut dsinks = vec![acc_nan; sinks.map_or(0, <[f32]>::len)];
-                    let tensors = Backward::<T> {
+                    let tensors = Backward::<T>::new(
                         q,
                         k,
                         v,
-                        sinks,
-                        o: View::new(&o, tq.len(), hq, dv)?,
-                        lse: View::head_major(&lse, tq.len(), hq)?,
-                        d_o: View::new(&d_o, tq.len(), hq, dv)?,
-                        d_lse: d_lse.as_ref().map(|x| View::head_major(x, tq.len(), hq)).transpose()?,
-                        dropout_seed: data.dropout_seed,
-                        dq: ViewMut::new(&mut dq, tq.len(), hq, d)?,
-                        dk: ViewMut::new(&mut dk, tk.len(), hk, d)?,
-                        dv: ViewMut::new(&mut d_v, tk.len(), hk, dv)?,
-                        dsinks: sinks.map(|_| dsinks.as_mut_slice()),
-                    };
-                    match keys {
-                        Some(keys) => rank.backward_listed(&plan, tensors, keys)?,
-                        None => rank.backward(&plan, tensors)?,
-                    }
+                        View::new(&o, tq.len(), hq, dv)?,
+                        View::head_major(&lse, tq.len(), hq)?,
+                        View::new(&d_o, tq.len(), hq, dv)?,
+                        [
+                            ViewMut::new(&mut dq, tq.len(), hq, d)?,
+                            ViewMut::new(&mut dk, tk.len(), hk, d)?,
+                            ViewMut::new(&mut d_v, tk.len(), hk, dv)?,
+                        ],
+                    )
+                    .sinks(sinks)
+                    .d_lse(d_lse.as_ref().map(|x| View::head_major(x, tq.len(), hq)).transpose()?)
+                    .dropout_seed(data.dropout_seed)
+                    .dsinks(sinks.map(|_| dsinks.as_mut_slice()));
+                    rank.backward(&plan, tensors.keys(keys))?;
                     let mut all = all.lock().unwrap();
                     scatter(&mut all.o, &o, &tq, hq * dv);
                     let lse: Vec<_> = (0..tq.len() * hq).map(|i| lse[i % hq * tq.len() + i / hq]).collect();

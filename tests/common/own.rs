@@ -155,35 +155,27 @@ impl<T: Element> Own<T> {
     }
 
     pub fn forward(&mut self, rank: &mut Rank, plan: &Plan) -> Result<()> {
-        let tensors = Forward {
-            q: self.q.view(),
-            k: self.k.view(),
-            v: self.v.view(),
-            sinks: self.sinks.as_deref(),
-            o: self.o.view_mut(),
-            lse: self.lse.view_mut(),
-            max_logit: self.max_logit.as_deref_mut(),
-            dropout_seed: self.dropout_seed,
-        };
+        let tensors = Forward::new(self.q.view(), self.k.view(), self.v.view(), self.o.view_mut(), self.lse.view_mut())
+            .sinks(self.sinks.as_deref())
+            .max_logit(self.max_logit.as_deref_mut())
+            .dropout_seed(self.dropout_seed);
         rank.forward(plan, tensors)
     }
 
     pub fn backward(&mut self, rank: &mut Rank, plan: &Plan) -> Result<()> {
-        let tensors = Backward {
-            q: self.q.view(),
-            k: self.k.view(),
-            v: self.v.view(),
-            sinks: self.sinks.as_deref(),
-            o: self.o.view(),
-            lse: self.lse.view(),
-            d_o: self.d_o.view(),
-            d_lse: self.d_lse.as_ref().map(Slot::view),
-            dropout_seed: self.dropout_seed,
-            dq: self.dq.view_mut(),
-            dk: self.dk.view_mut(),
-            dv: self.dv.view_mut(),
-            dsinks: self.dsinks.as_deref_mut(),
-        };
+        let tensors = Backward::new(
+            self.q.view(),
+            self.k.view(),
+            self.v.view(),
+            self.o.view(),
+            self.lse.view(),
+            self.d_o.view(),
+            [self.dq.view_mut(), self.dk.view_mut(), self.dv.view_mut()],
+        )
+        .sinks(self.sinks.as_deref())
+        .d_lse(self.d_lse.as_ref().map(Slot::view))
+        .dropout_seed(self.dropout_seed)
+        .dsinks(self.dsinks.as_deref_mut());
         rank.backward(plan, tensors)
     }
 

@@ -11,10 +11,9 @@ use cpattn::{
     Element, Plan, Problem, Rank, Result, Side,
     call::RawTensor,
     kernel::cuda::{Cuda, DeviceMemory},
-    runtime::{Bindings, DevicePages},
+    runtime::{Bindings, BlockTable, Keys, Pages},
     schedule::{Direction, TensorId},
 };
-use std::ptr::null_mut;
 
 /// Whether v is the first columns of k.
 pub fn is_latent(p: &Problem) -> bool {
@@ -35,7 +34,7 @@ struct DeviceCache {
     v: Held,
     /// As long as `pages` is used.
     _table: DeviceMemory,
-    pages: DevicePages,
+    pages: Pages<'static>,
 }
 
 impl DeviceCache {
@@ -43,8 +42,9 @@ impl DeviceCache {
         let (k, v) = (&cache.k, &cache.v);
         let table = cuda.allocate(4 * cache.table.len().max(1)).unwrap();
         table.upload(bytemuck::cast_slice(&cache.table)).unwrap();
-        let pages = DevicePages {
-            block_table: table.ptr().cast(),
+        let pages = Pages {
+            // SAFETY: the table lives as long as the cache, and its entries are pages of k and v.
+            block_table: unsafe { BlockTable::on_device(table.ptr().cast()) },
             pages_per_document: cache.per_document,
             page_size: cache.size,
             page_stride: cache.stride,
@@ -88,12 +88,12 @@ pub fn of_rank<T: Element<Acc = f32>>(
     let plain = [Held::new(cuda, &own_k, tk.len(), hk, d), Held::new(cuda, &own_v, tk.len(), hk, dv)];
     let mut run = |bindings: &Bindings| -> Result<_> {
         // SAFETY: the memory lives until the rank is gone, and the entries of the table are pages.
-        unsafe { rank.run_on(plan, Direction::Forward, bindings, null_mut()) }?;
+        unsafe { rank.run(plan, Direction::Forward, bindings) }?;
         rank.synchronize()?;
         Ok(Found { o: o.read::<T>(), lse: lse.read::<f32>(), max_logit: largest.read::<f32>() })
     };
     let Some(cache) = &cache else { return run(&rows([&plain[0], &plain[1]])) };
-    let paged = rows([&cache.k, &cache.v]).with_device_pages(cache.pages);
+    let paged = rows([&cache.k, &cache.v]).with_keys(Keys::Pages(cache.pages));
     let first = run(&paged)?;
     // A run without pages between two others changes nothing.
     run(&rows([&plain[0], &plain[1]]))?;

@@ -72,7 +72,7 @@ impl<'a> Own<'a> {
 
     fn run(&self, rank: &mut Rank, direction: Direction) -> Result<()> {
         // SAFETY: the tensors live until the stream was waited for.
-        unsafe { rank.run_on(self.plan, direction, &self.tensors.bindings(), self.stream.raw().cast()) }
+        unsafe { rank.run(self.plan, direction, &self.tensors.bindings().on(self.stream.raw().cast())) }
     }
 
     fn both(&self, rank: &mut Rank) {

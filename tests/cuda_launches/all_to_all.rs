@@ -160,7 +160,7 @@ fn refusals(cuda: &Arc<Cuda>) {
         unsafe {
             let x = DeviceView::compact(from, at.cast_const(), [11, 4, 8]).unwrap();
             let y = DeviceViewMut::new(to, out, shape, strides).unwrap();
-            rank.to_heads_on(plan, Side::Q, x, y, stream.raw())
+            rank.all_to_all(plan).on(stream.raw()).to_heads(Side::Q, x, y)
         }
     };
     refused(
@@ -181,7 +181,7 @@ fn refusals(cuda: &Arc<Cuda>) {
     let double = unsafe {
         let x = DeviceView::<f64>::compact(here, memory.ptr().cast_const().cast(), [11, 4, 8]).unwrap();
         let y = DeviceViewMut::compact(here, memory.ptr().wrapping_add(1 << 15).cast(), [11, 4, 8]).unwrap();
-        rank.to_heads_on(plan, Side::Q, x, y, stream.raw())
+        rank.all_to_all(plan).on(stream.raw()).to_heads(Side::Q, x, y)
     };
     refused(double, &["f64", "f16, bf16 and f32"]);
     refused(prepare(&mut rank, plan, Side::K, 8, Dtype::F64), &["f64"]);
@@ -192,22 +192,22 @@ fn refusals(cuda: &Arc<Cuda>) {
     let mut ends = peer::group(&vec![Arc::clone(cuda); 2], Duration::from_secs(60)).unwrap();
     let (_other, mut first) = (ends.pop(), Rank::on_device(ends.remove(0)).unwrap());
     let both = AllToAll::both(Side::Q, 16, T::DTYPE).unwrap();
-    let needed = both.map(|call| first.workspace_bytes(two, call).unwrap()).into_iter().max().unwrap() as usize;
+    let needed = both.map(|call| first.workspace().bytes(two, call).unwrap()).into_iter().max().unwrap() as usize;
     assert!(needed > 0);
     let lent = cuda.allocate(needed).unwrap();
     // SAFETY: the memory outlives the rank, which runs nothing.
-    unsafe { first.lend_workspace(lent.ptr(), needed - 1) }.unwrap();
+    unsafe { first.workspace().lend(lent.ptr(), needed - 1) }.unwrap();
     let words = format!("at least {needed} bytes");
     refused(prepare(&mut first, two, Side::Q, 16, T::DTYPE), &[&words]);
     // SAFETY: as above.
-    unsafe { first.lend_workspace(lent.ptr(), needed) }.unwrap();
+    unsafe { first.workspace().lend(lent.ptr(), needed) }.unwrap();
     prepare(&mut first, two, Side::Q, 16, T::DTYPE).unwrap();
     let [tokens, held] = cases::shapes(two, 0, Side::Q, 16);
     // SAFETY: refused.
     let overlapping = unsafe {
         let x = DeviceView::<T>::compact(here, lent.ptr().cast_const().cast(), tokens).unwrap();
         let y = DeviceViewMut::compact(here, memory.ptr().cast(), held).unwrap();
-        first.to_heads_on(two, Side::Q, x, y, stream.raw())
+        first.all_to_all(two).on(stream.raw()).to_heads(Side::Q, x, y)
     };
     refused(overlapping, &["from", "overlaps", "workspace"]);
     drop(first);
@@ -218,22 +218,21 @@ fn refusals(cuda: &Arc<Cuda>) {
     let captured = unsafe {
         let x = DeviceView::<f32>::compact(here, memory.ptr().cast_const().cast(), [11, 2, 3]).unwrap();
         let y = DeviceViewMut::compact(here, memory.ptr().wrapping_add(1 << 15).cast(), [11, 2, 3]).unwrap();
-        rank.to_heads_on(plan, Side::K, x, y, stream.raw())
+        rank.all_to_all(plan).on(stream.raw()).to_heads(Side::K, x, y)
     };
     refused(captured, &["a stream that is being captured", "make the same call once before the capture begins"]);
     ok!(cuGraphExecDestroy(end(stream)));
 
-    // What works on host memory names what to call instead.
+    // Views of the host are refused; what works on host memory alone names what to call instead.
     let host = [T::ZERO; 11 * 4 * 8];
     let mut out = host;
     let view = || View::new(&host, 11, 4, 8).unwrap();
-    let words = ["of a rank on CUDA device 0", "give device tensors to to_heads_on"];
-    refused(rank.to_heads(plan, Side::Q, view(), ViewMut::new(&mut out, 11, 4, 8).unwrap()), &words);
-    let words = ["of a rank on CUDA device 0", "give device tensors to to_tokens_on"];
-    refused(rank.to_tokens(plan, Side::Q, view(), ViewMut::new(&mut out, 11, 4, 8).unwrap()), &words);
+    let words = ["from is the CPU, expected CUDA device 0, where the rank is"];
+    refused(rank.all_to_all(plan).to_heads(Side::Q, view(), ViewMut::new(&mut out, 11, 4, 8).unwrap()), &words);
+    refused(rank.all_to_all(plan).to_tokens(Side::Q, view(), ViewMut::new(&mut out, 11, 4, 8).unwrap()), &words);
     let outputs = &mut [(Side::Q, ViewMut::new(&mut out, 11, 4, 8).unwrap())];
-    let around = rank.ulysses(plan, &[(Side::Q, view())], outputs, |_, _, _| panic!("called"));
-    refused(around, &["ulysses of a rank on CUDA device 0", "to_heads_on and to_tokens_on around your kernel"]);
+    let around = rank.all_to_all(plan).ulysses(&[(Side::Q, view())], outputs, |_, _, _| panic!("called"));
+    refused(around, &["ulysses of a rank on CUDA device 0", "to_heads and to_tokens around your kernel"]);
     rank.poll().unwrap();
 }
 

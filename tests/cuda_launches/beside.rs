@@ -38,7 +38,7 @@ fn prepared(cuda: &Arc<Cuda>, plan: &Plan) -> Rank {
 
 fn run(rank: &mut Rank, plan: &Plan, direction: Direction, tensors: &Tensors, stream: Stream) -> Result<()> {
     // SAFETY: the tensors live until the stream, or the last replay of what is captured, was waited for.
-    unsafe { rank.run_on(plan, direction, &tensors.bindings(), stream.raw().cast()) }
+    unsafe { rank.run(plan, direction, &tensors.bindings().on(stream.raw().cast())) }
 }
 
 /// Refused by name, with the way out.
@@ -69,7 +69,7 @@ fn own_capture(cuda: &Arc<Cuda>) {
         ("lend_workspace", |rank, _, cuda| {
             let memory = cuda.allocate(1 << 20)?;
             // SAFETY: refused; the memory would have to live on otherwise.
-            unsafe { rank.lend_workspace(memory.ptr(), memory.bytes()) }
+            unsafe { rank.workspace().lend(memory.ptr(), memory.bytes()) }
         }),
         ("prepare", |rank, other, _| rank.prepare(other, Forward)),
         ("prepare", |rank, other, _| rank.prepare(other, AllToAll::both(cpattn::Side::Q, 8, cpattn::Dtype::Bf16)?[0])),
@@ -90,10 +90,10 @@ fn own_capture(cuda: &Arc<Cuda>) {
             None => {
                 rank.poll().unwrap();
                 rank.prepare(plan, Forward).unwrap();
-                rank.take_workspace_back().unwrap();
+                rank.workspace().take_back().unwrap();
                 rank.trace().record(Instant::now(), 0).unwrap();
                 assert!(rank.trace().events().is_empty());
-                rank.workspace_bytes(other, Forward).unwrap();
+                rank.workspace().bytes(other, Forward).unwrap();
                 "calls that do not wait"
             }
         };
@@ -116,17 +116,17 @@ fn own_capture(cuda: &Arc<Cuda>) {
 
     // Memory that is lent cannot be taken back meanwhile.
     let mut rank = alone(cuda);
-    let needed = BOTH.map(|d| rank.workspace_bytes(plan, d).unwrap()).into_iter().max().unwrap();
+    let needed = BOTH.map(|d| rank.workspace().bytes(plan, d).unwrap()).into_iter().max().unwrap();
     let lent = cuda.allocate(needed as usize).unwrap();
     // SAFETY: the memory lives until it is taken back.
-    unsafe { rank.lend_workspace(lent.ptr(), lent.bytes()) }.unwrap();
+    unsafe { rank.workspace().lend(lent.ptr(), lent.bytes()) }.unwrap();
     BOTH.iter().for_each(|&d| rank.prepare(plan, d).unwrap());
     begin(stream);
     BOTH.iter().for_each(|&d| run(&mut rank, plan, d, &tensors, stream).unwrap());
-    refused(rank.take_workspace_back(), ["take_workspace_back while a run of the rank", ENDS]);
+    refused(rank.workspace().take_back(), ["take_workspace_back while a run of the rank", ENDS]);
     let exec = end(stream);
     replay(cuda, plan, &tensors, exec, stream, "take_workspace_back");
-    rank.take_workspace_back().unwrap();
+    rank.workspace().take_back().unwrap();
 }
 
 /// All calls of a rank that has no part in a capture leave it valid: one of the thread that captures, and one of
@@ -151,8 +151,8 @@ fn capture_of_others(cuda: &Arc<Cuda>) {
             assert!(!rank.trace().events().is_empty());
         }
         // SAFETY: the memory lives until it is taken back.
-        unsafe { rank.lend_workspace(lent.ptr(), lent.bytes()) }.unwrap();
-        rank.take_workspace_back().unwrap();
+        unsafe { rank.workspace().lend(lent.ptr(), lent.bytes()) }.unwrap();
+        rank.workspace().take_back().unwrap();
         // SAFETY: a live stream.
         unsafe { cuda.synchronize(stream.raw().cast()) }.unwrap();
         drop(rank);

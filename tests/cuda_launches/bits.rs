@@ -36,7 +36,7 @@ pub fn ranks<T: Send>(cuda: &Arc<Cuda>, world: usize, each: impl Fn(Rank) -> T +
 pub fn both(rank: &mut Rank, plan: &Plan, tensors: &Tensors, stream: Stream) {
     for direction in [Direction::Forward, Direction::Backward] {
         // SAFETY: the tensors live until the stream was waited for.
-        unsafe { rank.run_on(plan, direction, &tensors.bindings(), stream.raw().cast()) }.unwrap();
+        unsafe { rank.run(plan, direction, &tensors.bindings().on(stream.raw().cast())) }.unwrap();
     }
     stream.wait();
 }
@@ -70,13 +70,13 @@ pub fn run(cuda: &Arc<Cuda>) {
             let directions = [Direction::Forward, Direction::Backward];
             let needed = |rank: &mut Rank| {
                 let all = list.iter().flat_map(|(_, plan)| directions.map(|d| (plan, d)));
-                all.map(|(plan, d)| rank.workspace_bytes(plan, d).unwrap()).max().unwrap() as usize
+                all.map(|(plan, d)| rank.workspace().bytes(plan, d).unwrap()).max().unwrap() as usize
             };
             let lent: Vec<_> = (0..2).map(|_| cuda.allocate(needed(&mut rank)).unwrap()).collect();
             for round in 0..4 {
                 if round >= 2 {
                     // SAFETY: the memory lives until the rank is dropped, and is the rank's alone.
-                    unsafe { rank.lend_workspace(lent[round - 2].ptr(), lent[round - 2].bytes()) }.unwrap();
+                    unsafe { rank.workspace().lend(lent[round - 2].ptr(), lent[round - 2].bytes()) }.unwrap();
                 }
                 for ((name, plan), (seed, expected)) in list.iter().zip(&expected) {
                     let awkward = awkward(plan);

@@ -59,7 +59,7 @@ impl Member {
         let names = [TensorId::PartialO, TensorId::PartialLse, TensorId::O, TensorId::Lse];
         let bindings = names.iter().zip(&self.tensors).fold(Bindings::default(), |all, (&name, t)| all.with(name, t.1));
         // SAFETY: the promise of this function; a live stream.
-        unsafe { self.rank.run_on(plan, COMBINE, &bindings, stream.raw()) }
+        unsafe { self.rank.run(plan, COMBINE, &bindings.on(stream.raw())) }
     }
 
     fn result(&self) -> [Vec<u8>; 2] {

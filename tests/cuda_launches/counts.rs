@@ -114,7 +114,7 @@ fn world(cuda: &Arc<Cuda>, counters: Option<Counters>, world: usize) {
                     }
                     ready.push((plan, compact, other));
                 }
-                let kept = rank.metadata_bytes();
+                let kept = rank.workspace().metadata_bytes();
                 assert!(kept > 0 && kept <= bound, "{kept} bytes of lists, at most {bound}");
                 let mut runs = Vec::new();
                 for (plan, compact, other) in &ready {
@@ -127,7 +127,7 @@ fn world(cuda: &Arc<Cuda>, counters: Option<Counters>, world: usize) {
                 }
                 // A stream is looked at when it is new to the rank.
                 // SAFETY: the tensors live until the stream was waited for, below; so they do for the runs after it.
-                unsafe { rank.run_on(runs[0].0, runs[0].1, &runs[0].2, stream.raw().cast()) }.unwrap();
+                unsafe { rank.run(runs[0].0, runs[0].1, &runs[0].2.on(stream.raw().cast())) }.unwrap();
                 stream.wait();
                 barrier.wait();
                 barrier.wait();
@@ -135,13 +135,13 @@ fn world(cuda: &Arc<Cuda>, counters: Option<Counters>, world: usize) {
                 for (plan, direction, bindings) in &runs {
                     // SAFETY: as above.
                     outcome =
-                        outcome.and_then(|()| unsafe { rank.run_on(plan, *direction, bindings, stream.raw().cast()) });
+                        outcome.and_then(|()| unsafe { rank.run(plan, *direction, &bindings.on(stream.raw().cast())) });
                 }
                 barrier.wait();
                 barrier.wait();
                 outcome.unwrap();
                 stream.wait();
-                assert_eq!(rank.metadata_bytes(), kept);
+                assert_eq!(rank.workspace().metadata_bytes(), kept);
             });
         }
         between(&barrier, counters)
@@ -176,7 +176,7 @@ pub fn run(cuda: &Arc<Cuda>) {
     }
     ARMED.store(true, SeqCst);
     // SAFETY: the tensors live until the stream was waited for.
-    let outcome = unsafe { rank.run_on(plan, Direction::Forward, &tensors.bindings(), stream.raw().cast()) };
+    let outcome = unsafe { rank.run(plan, Direction::Forward, &tensors.bindings().on(stream.raw().cast())) };
     ARMED.store(false, SeqCst);
     outcome.unwrap();
     stream.wait();

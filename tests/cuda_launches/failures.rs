@@ -42,7 +42,7 @@ fn half_way(cuda: &Arc<Cuda>) {
                         let stream = Stream::new();
                         let mut run = |direction| {
                             // SAFETY: the tensors live until the stream was waited for.
-                            unsafe { rank.run_on(plan, direction, &tensors.bindings(), stream.raw().cast()) }
+                            unsafe { rank.run(plan, direction, &tensors.bindings().on(stream.raw().cast())) }
                         };
                         let first = run(Direction::Forward).and_then(|()| run(Direction::Backward));
                         let (second, poll) = (run(Direction::Forward), rank.poll());
@@ -82,7 +82,7 @@ fn refused(cuda: &Arc<Cuda>) {
         let wrong = bindings.with(TensorId::K, RawTensor { ptr, ..k });
         // SAFETY: refused.
         let error =
-            unsafe { rank.run_on(plan, Direction::Forward, &wrong, stream.raw().cast()) }.unwrap_err().to_string();
+            unsafe { rank.run(plan, Direction::Forward, &wrong.on(stream.raw().cast())) }.unwrap_err().to_string();
         assert!(error.contains(word), "{error}");
         check(&mut rank, word);
     }

@@ -65,7 +65,7 @@ fn alone(cuda: &Arc<Cuda>) {
         begin(stream);
         for direction in BOTH {
             // SAFETY: the tensors live until the last replay was waited for.
-            unsafe { rank.run_on(plan, direction, &tensors.bindings(), stream.raw().cast()) }.unwrap();
+            unsafe { rank.run(plan, direction, &tensors.bindings().on(stream.raw().cast())) }.unwrap();
             watched(&rank);
         }
         captured.push((*name, plan, tensors, end(stream)));
@@ -90,7 +90,7 @@ fn alone(cuda: &Arc<Cuda>) {
             // And a replay right behind that run, without a wait between.
             for direction in BOTH {
                 // SAFETY: the tensors live until the streams were waited for.
-                unsafe { rank.run_on(plan, direction, &beside.bindings(), other.raw().cast()) }.unwrap();
+                unsafe { rank.run(plan, direction, &beside.bindings().on(other.raw().cast())) }.unwrap();
             }
             ok!(cuGraphLaunch(*exec, stream.0));
             stream.wait();
@@ -104,7 +104,7 @@ fn alone(cuda: &Arc<Cuda>) {
         }
     }
     // Other plans push what is remembered out, but not what graphs use.
-    let lists = rank.metadata_bytes();
+    let lists = rank.workspace().metadata_bytes();
     let bytes = |plan: &Plan| plan.costs(0, Direction::Forward).unwrap().device_metadata;
     for tokens in 1..20 {
         let p =
@@ -114,7 +114,7 @@ fn alone(cuda: &Arc<Cuda>) {
         rank.prepare(&plan, Direction::Backward).unwrap();
         assert!(bytes(&plan) > 0);
     }
-    assert!(rank.metadata_bytes() > lists);
+    assert!(rank.workspace().metadata_bytes() > lists);
     for (name, plan, tensors, exec) in &captured {
         tensors.fill(77, 0);
         ok!(cuGraphLaunch(*exec, stream.0));
@@ -149,7 +149,7 @@ fn together(cuda: &Arc<Cuda>, world: usize) {
                     enter();
                     for direction in BOTH {
                         // SAFETY: the tensors live until the last replay was waited for.
-                        unsafe { rank.run_on(plan, direction, &tensors.bindings(), stream.raw().cast()) }.unwrap();
+                        unsafe { rank.run(plan, direction, &tensors.bindings().on(stream.raw().cast())) }.unwrap();
                     }
                 });
             }
@@ -180,7 +180,7 @@ fn refusals(cuda: &Arc<Cuda>) {
     let refused = |rank: &mut Rank, plan: &Plan, tensors: &Tensors, word: &str| {
         // SAFETY: refused.
         let error =
-            unsafe { rank.run_on(plan, Direction::Forward, &tensors.bindings(), stream.raw().cast()) }.unwrap_err();
+            unsafe { rank.run(plan, Direction::Forward, &tensors.bindings().on(stream.raw().cast())) }.unwrap_err();
         assert!(matches!(error, cpattn::Error::Unsupported { .. }), "{error:?}");
         let text = error.to_string();
         assert!(text.contains("a stream that is being captured") && text.contains(word), "{text}");
@@ -235,7 +235,7 @@ fn apart(cuda: &Arc<Cuda>) {
                 ok!(cuStreamBeginCapture_v2(stream.0, sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED));
             }
             // SAFETY: what is captured is never launched, and what is not is waited for.
-            let outcome = unsafe { rank.run_on(plan, Direction::Forward, &tensors.bindings(), stream.raw().cast()) };
+            let outcome = unsafe { rank.run(plan, Direction::Forward, &tensors.bindings().on(stream.raw().cast())) };
             if captured[me] {
                 let mut graph = null_mut();
                 // SAFETY: the stream is being captured. A capture that others did not join back gives no graph.
@@ -245,7 +245,7 @@ fn apart(cuda: &Arc<Cuda>) {
                 stream.wait();
             }
             // SAFETY: as above: refused, or waited for.
-            let later = unsafe { rank.run_on(plan, Direction::Forward, &tensors.bindings(), stream.raw().cast()) };
+            let later = unsafe { rank.run(plan, Direction::Forward, &tensors.bindings().on(stream.raw().cast())) };
             [outcome, later, rank.poll()].map(|outcome| outcome.expect_err("two graphs became one"))
         });
         // The first refusal says how to capture; what comes later, that the group has ended.

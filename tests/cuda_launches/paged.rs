@@ -9,9 +9,9 @@ use crate::{
     refused::refused,
 };
 use cpattn::{
-    Batch, DeviceView, DeviceViewMut, Dtype, Layout, Mesh, Plan, Problem, Rank, Result,
+    Batch, DeviceView, DeviceViewMut, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, Result,
     kernel::cuda::{Cuda, DeviceMemory},
-    runtime::{DeviceForward, DevicePages},
+    runtime::{BlockTable, Keys, Pages},
     transport::peer,
 };
 use half::bf16;
@@ -70,8 +70,9 @@ impl Case {
 
     fn forward(&mut self, stream: Stream) -> Result<()> {
         let at = self.rank.device();
-        let pages = DevicePages {
-            block_table: self.table.ptr().cast(),
+        let pages = Pages {
+            // SAFETY: the table lives as long as the case, and its entries are pages of k and v.
+            block_table: unsafe { BlockTable::on_device(self.table.ptr().cast()) },
             pages_per_document: EACH,
             page_size: PAGE,
             page_stride: PAGE,
@@ -82,17 +83,14 @@ impl Case {
         };
         // SAFETY: as above; the entries of the tables are pages, and the stream is live.
         unsafe {
-            let tensors = DeviceForward {
-                q: of(&self.q, 3)?,
-                k: of(&self.k, PAGE * PAGES)?,
-                v: of(&self.v, PAGE * PAGES)?,
-                sinks: None,
-                o: DeviceViewMut::compact(at, self.o.ptr().cast(), [3, HEADS, DIM])?,
-                lse: DeviceViewMut::compact(at, self.lse.ptr().cast(), [3, HEADS, 1])?,
-                max_logit: None,
-                dropout_seed: None,
-            };
-            self.rank.forward_paged_on(&self.plan, tensors, pages, stream.raw())
+            let tensors = Forward::new(
+                of(&self.q, 3)?,
+                of(&self.k, PAGE * PAGES)?,
+                of(&self.v, PAGE * PAGES)?,
+                DeviceViewMut::compact(at, self.o.ptr().cast(), [3, HEADS, DIM])?,
+                DeviceViewMut::compact(at, self.lse.ptr().cast(), [3, HEADS, 1])?,
+            );
+            self.rank.forward(&self.plan, tensors.keys(Keys::Pages(pages)).on(stream.raw()))
         }
     }
 }

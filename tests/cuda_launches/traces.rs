@@ -51,32 +51,30 @@ fn on_the_cpu(plan: &Plan) -> Vec<Vec<Event>> {
         let sinks = p.sinks().then_some(&sinks[..]);
         rank.trace().record(Instant::now(), 10_000).unwrap();
         assert_eq!(rank.trace().accuracy(), Duration::ZERO);
-        let forward = Forward {
-            q: View::new(&q, nq, h, d).unwrap(),
-            k: View::new(&k, nk, hk, d).unwrap(),
-            v: View::new(&v, nk, hk, dv).unwrap(),
-            sinks,
-            o: ViewMut::new(&mut out, nq, h, dv).unwrap(),
-            lse: ViewMut::new(&mut lse, nq, h, 1).unwrap(),
-            max_logit: None,
-            dropout_seed: None,
-        };
+        let forward = Forward::new(
+            View::new(&q, nq, h, d).unwrap(),
+            View::new(&k, nk, hk, d).unwrap(),
+            View::new(&v, nk, hk, dv).unwrap(),
+            ViewMut::new(&mut out, nq, h, dv).unwrap(),
+            ViewMut::new(&mut lse, nq, h, 1).unwrap(),
+        )
+        .sinks(sinks);
         rank.forward(plan, forward).unwrap();
-        let backward = Backward {
-            q: View::new(&q, nq, h, d).unwrap(),
-            k: View::new(&k, nk, hk, d).unwrap(),
-            v: View::new(&v, nk, hk, dv).unwrap(),
-            sinks,
-            o: View::new(&out, nq, h, dv).unwrap(),
-            lse: View::new(&lse, nq, h, 1).unwrap(),
-            d_o: View::new(&d_o, nq, h, dv).unwrap(),
-            d_lse: None,
-            dropout_seed: None,
-            dq: ViewMut::new(&mut dq, nq, h, d).unwrap(),
-            dk: ViewMut::new(&mut dk, nk, hk, d).unwrap(),
-            dv: ViewMut::new(&mut d_v, nk, hk, dv).unwrap(),
-            dsinks: p.sinks().then_some(&mut dsinks[..]),
-        };
+        let backward = Backward::new(
+            View::new(&q, nq, h, d).unwrap(),
+            View::new(&k, nk, hk, d).unwrap(),
+            View::new(&v, nk, hk, dv).unwrap(),
+            View::new(&out, nq, h, dv).unwrap(),
+            View::new(&lse, nq, h, 1).unwrap(),
+            View::new(&d_o, nq, h, dv).unwrap(),
+            [
+                ViewMut::new(&mut dq, nq, h, d).unwrap(),
+                ViewMut::new(&mut dk, nk, hk, d).unwrap(),
+                ViewMut::new(&mut d_v, nk, hk, dv).unwrap(),
+            ],
+        )
+        .sinks(sinks)
+        .dsinks(p.sinks().then_some(&mut dsinks[..]));
         rank.backward(plan, backward).unwrap();
         rank.trace().events()
     };
@@ -149,7 +147,7 @@ fn room(cuda: &Arc<Cuda>) {
     for _ in 0..5 {
         for direction in [Direction::Forward, Direction::Backward] {
             // SAFETY: the tensors live until the stream was waited for.
-            unsafe { rank.run_on(plan, direction, &tensors.bindings(), stream.raw().cast()) }.unwrap();
+            unsafe { rank.run(plan, direction, &tensors.bindings().on(stream.raw().cast())) }.unwrap();
         }
         events.extend(rank.trace().events());
     }
@@ -160,13 +158,13 @@ fn room(cuda: &Arc<Cuda>) {
     // A graph would leave no times behind.
     begin(stream);
     // SAFETY: refused.
-    let captured = unsafe { rank.run_on(plan, Direction::Forward, &tensors.bindings(), stream.raw().cast()) };
+    let captured = unsafe { rank.run(plan, Direction::Forward, &tensors.bindings().on(stream.raw().cast())) };
     let Err(error @ Error::Unsupported { .. }) = captured else { panic!("{captured:?}") };
     assert!(error.to_string().contains("the rank records a trace"), "{error}");
     assert!(error.to_string().contains("record with a capacity of 0"), "{error}");
     rank.trace().record(Instant::now(), 0).unwrap();
     // SAFETY: the tensors live until the replay was waited for.
-    unsafe { rank.run_on(plan, Direction::Forward, &tensors.bindings(), stream.raw().cast()) }.unwrap();
+    unsafe { rank.run(plan, Direction::Forward, &tensors.bindings().on(stream.raw().cast())) }.unwrap();
     let exec = end(stream);
     ok!(cuGraphLaunch(exec, stream.0));
     stream.wait();
@@ -194,7 +192,7 @@ fn asked(cuda: &Arc<Cuda>, counters: Option<Counters>, capacity: usize) -> (Opti
                 barrier.wait();
                 barrier.wait();
                 // SAFETY: the tensors live until the stream was waited for.
-                let outcome = unsafe { rank.run_on(plan, Direction::Backward, &bindings, stream.raw().cast()) };
+                let outcome = unsafe { rank.run(plan, Direction::Backward, &bindings.on(stream.raw().cast())) };
                 barrier.wait();
                 barrier.wait();
                 outcome.unwrap();

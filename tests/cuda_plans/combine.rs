@@ -14,7 +14,7 @@ use cpattn::{
     transport::peer,
 };
 use half::{bf16, f16};
-use std::{ptr::null_mut, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 /// One run, a thread for each rank, all on one device.
 fn run<P: Element, T: Element<Acc = P::Acc>>(
@@ -77,7 +77,7 @@ fn what_is_refused() {
             .with(TensorId::Lse, lse[1].1);
         let combine = Combine { to: CombineTo::All, partial: Dtype::F32 };
         // SAFETY: the memory lives until the rank is gone, and nothing else uses it.
-        let outcome = unsafe { rank.run_on(&plan, combine, &bindings, null_mut()) };
+        let outcome = unsafe { rank.run(&plan, combine, &bindings) };
         rank.synchronize().unwrap();
         outcome.err().map(|error| error.to_string())
     };

@@ -74,7 +74,7 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                     bindings = bindings.with_dropout_seed(data.dropout_seed);
                     let stream = std::ptr::null_mut::<core::ffi::c_void>();
                     // SAFETY: the tensors live until the stream was waited for; the default stream is the context's.
-                    unsafe { rank.run_on(&plan, Direction::Forward, &bindings, stream) }?;
+                    unsafe { rank.run(&plan, Direction::Forward, &bindings.on(stream)) }?;
                     let (dq, dk) = (Held::nan::<T>(cuda, nq, hq, d), Held::nan::<T>(cuda, nk, hk, d));
                     let (d_v, dsinks) =
                         (Held::nan::<T>(cuda, nk, hk, dv), Held::nan::<f32>(cuda, 1, hq, p.sinks_per_head()));
@@ -94,7 +94,7 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                         .with(TensorId::Dv, d_v.1)
                         .with(TensorId::Dsinks, if sinks.is_some() { dsinks.1 } else { RawTensor::NONE });
                     // SAFETY: as above.
-                    unsafe { rank.run_on(&plan, Direction::Backward, &bindings, stream) }?;
+                    unsafe { rank.run(&plan, Direction::Backward, &bindings.on(stream)) }?;
                     // SAFETY: the default stream.
                     unsafe { cuda.synchronize(stream) }?;
                     let mut all = all.lock().unwrap();

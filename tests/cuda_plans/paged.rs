@@ -10,12 +10,12 @@ use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side, Slice,
     kernel::cuda::Cuda,
     plan::Circulate,
-    runtime::{Bindings, DevicePages, Pages},
+    runtime::{Bindings, BlockTable, Keys, Pages},
     schedule::{Combine, CombineTo, Direction, Purpose},
     transport::peer,
 };
 use half::{bf16, f16};
-use std::{ptr::null_mut, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 fn on_ranks<T: Element<Acc = f32>>(
     cuda: &Arc<Cuda>,
@@ -113,7 +113,10 @@ fn what_is_refused() {
     let p = Problem::new(batch, 2, 2, 16, Dtype::Bf16);
     let table = cuda.allocate(64).unwrap();
     table.upload(bytemuck::cast_slice(&[0i32, 2, -1, 1, 7, 7])).unwrap();
-    let good = DevicePages { block_table: table.ptr().cast(), pages_per_document: 3, page_size: 4, page_stride: 4 };
+    // SAFETY: the table lives until the end, and its entries for rows are pages; what a run refuses is not read.
+    let at = |table: *const i32| unsafe { BlockTable::on_device(table) };
+    let block_table = at(table.ptr().cast());
+    let good = Pages { block_table, pages_per_document: 3, page_size: 4, page_stride: 4 };
     let run_as = |plan: &Plan, run: Purpose, change: &(dyn Fn(Bindings) -> Bindings + Sync)| -> Result<()> {
         let one = |peer| -> Result<()> {
             let mut rank = Rank::on_device(peer)?;
@@ -124,7 +127,7 @@ fn what_is_refused() {
             let lse = Held::new(&cuda, &vec![0.0f32; n * h], n, h, 1);
             let bindings = change(of_forward([&q, &k, &v, &o, &lse]));
             // SAFETY: the memory lives until the rank is gone.
-            unsafe { rank.run_on(plan, run, &bindings, null_mut()) }?;
+            unsafe { rank.run(plan, run, &bindings) }?;
             rank.synchronize()?;
             assert!(o.read::<bf16>().iter().all(|&x| x == bf16::ONE), "a mean of equal values");
             Ok(())
@@ -144,39 +147,29 @@ fn what_is_refused() {
         Plan::builder(p).mesh(mesh).layout(Layout::Contiguous).options(options).build().unwrap()
     };
     let plan = plan_of(&p, 1, 1, Options::new());
-    // Without the pointer, which threads cannot share.
-    let over = |pages: DevicePages| {
-        let (at, [each, size, stride]) =
-            (pages.block_table as usize, [pages.pages_per_document, pages.page_size, pages.page_stride]);
-        move |bindings: Bindings| {
-            bindings.with_device_pages(DevicePages {
-                block_table: at as *const i32,
-                pages_per_document: each,
-                page_size: size,
-                page_stride: stride,
-            })
-        }
-    };
-    let with = |pages: DevicePages| run(&plan, Direction::Forward, &over(pages));
+    let over = |pages: Pages<'static>| move |bindings: Bindings| bindings.with_keys(Keys::Pages(pages));
+    let with = |pages: Pages<'static>| run(&plan, Direction::Forward, &over(pages));
     with(good).unwrap();
     let refused = |outcome: Result<()>, words: &[&str]| {
         let error = outcome.unwrap_err().to_string();
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
     };
-    let host = Pages { block_table: &[0, 2, -1, 1, 7, 7], pages_per_document: 3, page_size: 4, page_stride: 4 };
-    let on_host = run(&plan, Direction::Forward, &|bindings| bindings.with_pages(host));
+    let host = Pages {
+        block_table: BlockTable::new(&[0, 2, -1, 1, 7, 7]),
+        pages_per_document: 3,
+        page_size: 4,
+        page_stride: 4,
+    };
+    let on_host = run(&plan, Direction::Forward, &|bindings| bindings.with_keys(Keys::Pages(host)));
     refused(on_host, &["block_table is in memory of the host, expected in memory of CUDA device 0"]);
-    refused(with(DevicePages { page_size: 0, ..good }), &["page_size is 0, expected at least 1"]);
-    refused(with(DevicePages { page_stride: 3, ..good }), &["page_stride is 3, expected at least 4"]);
-    refused(
-        with(DevicePages { pages_per_document: 1, ..good }),
-        &["1 pages of 4 rows", "5 k rows of document 0 on rank 0"],
-    );
-    let unaligned = good.block_table.cast::<u8>().wrapping_add(2).cast();
-    refused(with(DevicePages { block_table: unaligned, ..good }), &["block_table is at", "a multiple of 4 bytes"]);
-    let wide = DevicePages { page_stride: 1 << 32, ..good };
+    refused(with(Pages { page_size: 0, ..good }), &["page_size is 0, expected at least 1"]);
+    refused(with(Pages { page_stride: 3, ..good }), &["page_stride is 3, expected at least 4"]);
+    refused(with(Pages { pages_per_document: 1, ..good }), &["1 pages of 4 rows", "5 k rows of document 0 on rank 0"]);
+    let unaligned = at(table.ptr().wrapping_add(2).cast());
+    refused(with(Pages { block_table: unaligned, ..good }), &["block_table is at", "a multiple of 4 bytes"]);
+    let wide = Pages { page_stride: 1 << 32, ..good };
     refused(with(wide), &["page_stride is 4294967296, expected at most 4294967295 on a device"]);
-    let none = DevicePages { block_table: std::ptr::null(), ..good };
+    let none = Pages { block_table: at(std::ptr::null()), ..good };
     refused(with(none), &["block_table"]);
 
     let paged = over(good);

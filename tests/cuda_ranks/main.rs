@@ -19,14 +19,14 @@ use std::{
 };
 
 use cpattn::{
-    Batch, Cause, Device, DeviceView, DeviceViewMut, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, Result,
-    Side, View, ViewMut,
+    Backward, Batch, Cause, Device, DeviceView, DeviceViewMut, Dtype, Error, Forward, Layout, Mesh, Plan, Problem,
+    Rank, Result, Side, View, ViewMut,
     call::RawTensor,
     kernel::{
         cpu::Isa,
         cuda::{Cuda, DeviceMemory},
     },
-    runtime::{Bindings, DeviceBackward, DeviceForward},
+    runtime::Bindings,
     schedule::{Direction, Schedule, TensorId},
     transport::{DeviceTransport, Label, Message, Transport, peer},
 };
@@ -99,10 +99,10 @@ fn plans_are_refused_before_the_group_meets() {
         (Problem::new(Batch::from_lengths(&[4]).unwrap(), 2, 2, 16, Dtype::F64), "dtype f64"),
     ] {
         refused(rank.prepare(&alone(&p), forward), &[words]);
-        refused(rank.workspace_bytes(&alone(&p), forward), &[words]);
+        refused(rank.workspace().bytes(&alone(&p), forward), &[words]);
     }
     let two = Plan::new(&problem(4), Mesh::ring(2).unwrap(), Layout::Contiguous).unwrap();
-    refused(rank.workspace_bytes(&two, forward), &["mesh", "world of 1"]);
+    refused(rank.workspace().bytes(&two, forward), &["mesh", "world of 1"]);
     rank.prepare(&alone(&problem(4)), forward).unwrap();
     refused(rank.set_isa(Some(Isa::Portable)), &["instruction set portable on CUDA device 0", "leave it out"]);
     rank.set_isa(None).unwrap();
@@ -117,14 +117,14 @@ fn workspaces_are_lent_whole_and_apart() {
 
     // To ask takes no memory: no device has the 200 TB that this plan would take.
     let huge = alone(&Problem::new(Batch::from_lengths(&[i32::MAX as usize]).unwrap(), 96, 96, 256, Dtype::F16));
-    let bytes = rank.workspace_bytes(&huge, Direction::Backward).unwrap();
+    let bytes = rank.workspace().bytes(&huge, Direction::Backward).unwrap();
     assert_eq!(bytes, Schedule::new(&huge, 0, Direction::Backward).unwrap().workspace_bytes());
     assert!(bytes > 100 << 40, "{bytes}");
 
-    let needed = rank.workspace_bytes(&plan, Direction::Backward).unwrap() as usize;
+    let needed = rank.workspace().bytes(&plan, Direction::Backward).unwrap() as usize;
     let memory = cuda.allocate(needed + Schedule::ALIGNMENT as usize).unwrap();
     // SAFETY: refused, or `memory` outlives the rank; here and below.
-    let lend = |rank: &mut Rank, bytes| unsafe { rank.lend_workspace(memory.ptr(), bytes) };
+    let lend = |rank: &mut Rank, bytes| unsafe { rank.workspace().lend(memory.ptr(), bytes) };
     refused(lend(&mut rank, 1 << 50), &["workspace is 1125899906842624 bytes", "memory of device 0: the last, at "]);
     lend(&mut rank, needed - 1).unwrap();
     let words = format!("at least {needed} bytes");
@@ -269,32 +269,18 @@ fn typed_views() {
     let written =
         |t: TensorId| unsafe { DeviceViewMut::<f16>::compact(here, bindings.get(t).ptr.cast(), shape(t)).unwrap() };
     let lse = bindings.get(TensorId::Lse).ptr.cast::<f32>();
-    let forward = |at| DeviceForward {
-        q: read(TensorId::Q, at),
-        k: read(TensorId::K, here),
-        v: read(TensorId::V, here),
-        sinks: None,
-        o: written(TensorId::O),
+    let forward = |at| {
+        let [q, k, v] = [(TensorId::Q, at), (TensorId::K, here), (TensorId::V, here)].map(|(t, at)| read(t, at));
         // SAFETY: as above.
-        lse: unsafe { DeviceViewMut::compact(here, lse, [12, 2, 1]) }.unwrap(),
-        max_logit: None,
-        dropout_seed: None,
+        let lse = unsafe { DeviceViewMut::compact(here, lse, [12, 2, 1]) }.unwrap();
+        Forward::new(q, k, v, written(TensorId::O), lse)
     };
-    let backward = || DeviceBackward {
-        q: read(TensorId::Q, here),
-        k: read(TensorId::K, here),
-        v: read(TensorId::V, here),
-        sinks: None,
-        o: read(TensorId::O, here),
+    let backward = || {
+        let [q, k, v, o, d_o] =
+            [TensorId::Q, TensorId::K, TensorId::V, TensorId::O, TensorId::DO].map(|t| read(t, here));
         // SAFETY: as above.
-        lse: unsafe { DeviceView::compact(here, lse.cast_const(), [12, 2, 1]) }.unwrap(),
-        d_o: read(TensorId::DO, here),
-        d_lse: None,
-        dropout_seed: None,
-        dq: written(TensorId::Dq),
-        dk: written(TensorId::Dk),
-        dv: written(TensorId::Dv),
-        dsinks: None,
+        let lse = unsafe { DeviceView::compact(here, lse.cast_const(), [12, 2, 1]) }.unwrap();
+        Backward::new(q, k, v, o, lse, d_o, [TensorId::Dq, TensorId::Dk, TensorId::Dv].map(written))
     };
     let stream = std::ptr::null_mut();
     let values: Vec<f16> = (0..12 * 2 * 16).map(|i| f16::from_f32(((i * 37) % 19) as f32 / 9.0 - 1.0)).collect();
@@ -313,8 +299,8 @@ fn typed_views() {
     };
     // SAFETY: the default stream, which is waited for.
     unsafe {
-        rank.forward_on(&plan, forward(here), stream).unwrap();
-        rank.backward_on(&plan, backward(), stream).unwrap();
+        rank.forward(&plan, forward(here).on(stream)).unwrap();
+        rank.backward(&plan, backward().on(stream)).unwrap();
     }
     rank.synchronize().unwrap();
     wait(&cuda);
@@ -330,30 +316,24 @@ fn typed_views() {
     assert!(results() == typed, "typed and untyped tensors differ");
 
     // SAFETY: refused.
-    refused(unsafe { rank.forward_on(&plan, forward(Device::Cpu), stream) }, &["q is the CPU", "CUDA device 0"]);
+    refused(unsafe { rank.forward(&plan, forward(Device::Cpu).on(stream)) }, &["q is the CPU", "CUDA device 0"]);
     let host = vec![f16::ZERO; 12 * 2 * 16];
     let (view, mut out) = (View::new(&host, 12, 2, 16).unwrap(), vec![f16::ZERO; 12 * 2 * 16]);
     let mut lse = vec![0f32; 24];
     let o = ViewMut::new(&mut out, 12, 2, 16).unwrap();
-    let tensors = Forward {
-        q: view,
-        k: view,
-        v: view,
-        sinks: None,
-        o,
-        lse: ViewMut::new(&mut lse, 12, 2, 1).unwrap(),
-        max_logit: None,
-        dropout_seed: None,
-    };
-    refused(rank.forward(&plan, tensors), &["forward on host views of a rank on CUDA device 0"]);
+    let tensors = Forward::new(view, view, view, o, ViewMut::new(&mut lse, 12, 2, 1).unwrap());
+    refused(rank.forward(&plan, tensors), &["q is the CPU, expected CUDA device 0, where the rank is"]);
     let to = ViewMut::new(&mut out, 12, 2, 16).unwrap();
-    refused(rank.to_heads(&plan, Side::Q, view, to), &["to_heads on host views of a rank on CUDA device 0"]);
+    refused(
+        rank.all_to_all(&plan).to_heads(Side::Q, view, to),
+        &["from is the CPU, expected CUDA device 0, where the rank is"],
+    );
     // A rank on the CPU takes neither a stream nor tensors of a device.
     let mut cpu = Rank::new(cpattn::transport::local::group(1, Duration::from_secs(9)).unwrap().remove(0));
     assert_eq!((cpu.device(), cpu.synchronize()), (Device::Cpu, Ok(())));
     // SAFETY: refused.
-    refused(unsafe { cpu.forward_on(&plan, forward(here), stream) }, &["q is CUDA device 0, expected the CPU"]);
+    refused(unsafe { cpu.forward(&plan, forward(here).on(stream)) }, &["q is CUDA device 0, expected the CPU"]);
     // SAFETY: refused.
-    let streamed = unsafe { cpu.run_on(&plan, Direction::Forward, &bindings, std::ptr::without_provenance_mut(16)) };
+    let streamed = unsafe { cpu.run(&plan, Direction::Forward, &bindings.on(std::ptr::without_provenance_mut(16))) };
     refused(streamed, &["the CPU has no streams"]);
 }

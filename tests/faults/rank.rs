@@ -42,16 +42,14 @@ pub fn forward(rank: &mut Rank, plan: &Plan, data: &Data<f32>) -> Result<Parts> 
     let k = plan.local_tokens(Side::K, r).shard(&data.k, hk * d)?;
     let v = plan.local_tokens(Side::K, r).shard(&data.v, hk * dv)?;
     let (mut o, mut lse) = (vec![f32::NAN; tq * hq * dv], vec![f32::NAN; tq * hq]);
-    let tensors = Forward {
-        q: View::new(&q, tq, hq, d)?,
-        k: View::new(&k, tk, hk, d)?,
-        v: View::new(&v, tk, hk, dv)?,
-        sinks: data.sinks.as_deref(),
-        o: ViewMut::new(&mut o, tq, hq, dv)?,
-        lse: ViewMut::head_major(&mut lse, tq, hq)?,
-        max_logit: None,
-        dropout_seed: None,
-    };
+    let tensors = Forward::new(
+        View::new(&q, tq, hq, d)?,
+        View::new(&k, tk, hk, d)?,
+        View::new(&v, tk, hk, dv)?,
+        ViewMut::new(&mut o, tq, hq, dv)?,
+        ViewMut::head_major(&mut lse, tq, hq)?,
+    )
+    .sinks(data.sinks.as_deref());
     rank.forward(plan, tensors)?;
     Ok(vec![o, lse])
 }
@@ -67,21 +65,17 @@ pub fn backward(rank: &mut Rank, plan: &Plan, data: &Data<f32>, made: &Parts) ->
     let d_o = plan.local_tokens(Side::Q, r).shard(&data.d_o, hq * dv)?;
     let (mut dq, mut dk) = (vec![f32::NAN; tq * hq * d], vec![f32::NAN; tk * hk * d]);
     let (mut d_v, mut dsinks) = (vec![f32::NAN; tk * hk * dv], vec![f32::NAN; if p.sinks() { hq } else { 0 }]);
-    let tensors = Backward {
-        q: View::new(&q, tq, hq, d)?,
-        k: View::new(&k, tk, hk, d)?,
-        v: View::new(&v, tk, hk, dv)?,
-        sinks: data.sinks.as_deref(),
-        o: View::new(&made[0], tq, hq, dv)?,
-        lse: View::head_major(&made[1], tq, hq)?,
-        d_o: View::new(&d_o, tq, hq, dv)?,
-        d_lse: None,
-        dropout_seed: None,
-        dq: ViewMut::new(&mut dq, tq, hq, d)?,
-        dk: ViewMut::new(&mut dk, tk, hk, d)?,
-        dv: ViewMut::new(&mut d_v, tk, hk, dv)?,
-        dsinks: p.sinks().then_some(&mut dsinks[..]),
-    };
+    let tensors = Backward::new(
+        View::new(&q, tq, hq, d)?,
+        View::new(&k, tk, hk, d)?,
+        View::new(&v, tk, hk, dv)?,
+        View::new(&made[0], tq, hq, dv)?,
+        View::head_major(&made[1], tq, hq)?,
+        View::new(&d_o, tq, hq, dv)?,
+        [ViewMut::new(&mut dq, tq, hq, d)?, ViewMut::new(&mut dk, tk, hk, d)?, ViewMut::new(&mut d_v, tk, hk, dv)?],
+    )
+    .sinks(data.sinks.as_deref())
+    .dsinks(p.sinks().then_some(&mut dsinks[..]));
     rank.backward(plan, tensors)?;
     Ok(vec![dq, dk, d_v, dsinks])
 }

@@ -15,6 +15,7 @@ mod dropout;
 mod grid;
 mod growing;
 mod harness;
+mod huge_scores;
 mod large_results;
 mod large_scores;
 mod parts;

@@ -210,32 +210,17 @@ fn run(rank: &mut Rank, plan: &Plan) -> Vec<Vec<u32>> {
     let (mut o, mut lse) = (vec![f32::NAN; nq * 96], vec![f32::NAN; nq * 6]);
     let (mut dq, mut dk, mut dv) = (vec![f32::NAN; nq * 96], vec![f32::NAN; nk * 48], vec![f32::NAN; nk * 48]);
     let (q, k, v, d_o) = (view(&q, nq, 6, 16), view(&k, nk, 3, 16), view(&v, nk, 3, 16), view(&d_o, nq, 6, 16));
-    let forward = Forward {
-        q,
-        k,
-        v,
-        sinks: None,
-        o: write(&mut o, nq, 6, 16),
-        lse: write(&mut lse, nq, 6, 1),
-        max_logit: None,
-        dropout_seed: None,
-    };
+    let forward = Forward::new(q, k, v, write(&mut o, nq, 6, 16), write(&mut lse, nq, 6, 1));
     rank.forward(plan, forward).unwrap();
-    let backward = Backward {
+    let backward = Backward::new(
         q,
         k,
         v,
-        sinks: None,
-        o: view(&o, nq, 6, 16),
-        lse: view(&lse, nq, 6, 1),
+        view(&o, nq, 6, 16),
+        view(&lse, nq, 6, 1),
         d_o,
-        d_lse: None,
-        dropout_seed: None,
-        dq: write(&mut dq, nq, 6, 16),
-        dk: write(&mut dk, nk, 3, 16),
-        dv: write(&mut dv, nk, 3, 16),
-        dsinks: None,
-    };
+        [write(&mut dq, nq, 6, 16), write(&mut dk, nk, 3, 16), write(&mut dv, nk, 3, 16)],
+    );
     rank.backward(plan, backward).unwrap();
     [o, lse, dq, dk, dv].into_iter().map(|x| x.into_iter().map(f32::to_bits).collect()).collect()
 }

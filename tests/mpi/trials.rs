@@ -65,16 +65,13 @@ pub fn forward(rank: &mut Rank, plan: &Plan) -> Result<Vec<u32>> {
     let (mut o, mut lse) = (vec![f32::NAN; n * 64], vec![f32::NAN; n * 4]);
     rank.forward(
         plan,
-        Forward {
-            q: View::new(&q, n, 4, 16)?,
-            k: View::new(&k, n, 2, 16)?,
-            v: View::new(&v, n, 2, 16)?,
-            sinks: None,
-            o: ViewMut::new(&mut o, n, 4, 16)?,
-            lse: ViewMut::new(&mut lse, n, 4, 1)?,
-            max_logit: None,
-            dropout_seed: None,
-        },
+        Forward::new(
+            View::new(&q, n, 4, 16)?,
+            View::new(&k, n, 2, 16)?,
+            View::new(&v, n, 2, 16)?,
+            ViewMut::new(&mut o, n, 4, 16)?,
+            ViewMut::new(&mut lse, n, 4, 1)?,
+        ),
     )?;
     Ok(o.into_iter().map(f32::to_bits).collect())
 }

@@ -305,7 +305,11 @@ fn all_to_alls() {
     let all_to_all = |rank: &mut Rank, side: Side, dim: usize| {
         let n = n(rank);
         let (x, mut y) = (vec![1.0f32; n * 4 * dim], vec![0.0f32; 12 * 2 * dim]);
-        rank.to_heads(&job.plan, side, View::new(&x, n, 4, dim).unwrap(), ViewMut::new(&mut y, 12, 2, dim).unwrap())
+        rank.all_to_all(&job.plan).to_heads(
+            side,
+            View::new(&x, n, 4, dim).unwrap(),
+            ViewMut::new(&mut y, 12, 2, dim).unwrap(),
+        )
     };
     for other in [(Side::K, 8), (Side::Q, 4)] {
         let errors = on_ranks(2, FAR, |mut rank| {

@@ -8,6 +8,7 @@ use crate::common::through::{Fault, Hook, Through};
 use cpattn::{
     Batch, Cause, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut,
     report::trace::Event,
+    runtime::SliceRows,
     schedule::Lane,
     transport::{
         Label, Message, Transport,
@@ -83,14 +84,20 @@ fn a_shift_of_shares_is_that_of_the_whole() {
                     let mine = plan.local_tokens(Side::Q, r).shard(&whole(r), 1).unwrap();
                     for by in [1, -1, 0, 3, 70, -64, i64::MAX, i64::MIN] {
                         let want = plan.local_tokens(Side::Q, r).shift(&whole(r), -7, by).unwrap();
-                        assert_eq!(rank.shift(plan, &mine, 1, -7, by).unwrap(), want, "by {by}, {}", plan.explain());
+                        assert_eq!(
+                            rank.shift(plan, by, SliceRows::new(&mine, 1, -7)).unwrap().into_shifted(),
+                            want,
+                            "by {by}, {}",
+                            plan.explain()
+                        );
                         // Rows of three values, and rows of none.
                         let wide: Vec<[u8; 3]> = mine.iter().map(|x| [*x as u8, 1, 2]).collect();
-                        let shifted = rank.shift(plan, wide.as_flattened(), 3, 9, by).unwrap();
+                        let shifted =
+                            rank.shift(plan, by, SliceRows::new(wide.as_flattened(), 3, 9)).unwrap().into_shifted();
                         let want: Vec<[u8; 3]> =
                             want.iter().map(|x| if *x == -7 { [9; 3] } else { [*x as u8, 1, 2] }).collect();
                         assert_eq!(shifted, want.as_flattened());
-                        assert_eq!(rank.shift::<u64>(plan, &[], 0, 0, by).unwrap(), Vec::<u64>::new());
+                        assert_eq!(rank.shift(plan, by, SliceRows::<u64>::new(&[], 0, 0)).unwrap().into_shifted(), []);
                     }
                     rank.poll().unwrap();
                 },
@@ -105,16 +112,13 @@ fn forward(rank: &mut Rank, plan: &Plan) -> Result<()> {
     let (mut o, mut lse) = (vec![0f32; n * 4 * 8], vec![0f32; n * 4]);
     rank.forward(
         plan,
-        Forward {
-            q: View::new(&q, n, 4, 8)?,
-            k: View::new(&kv, n, 2, 8)?,
-            v: View::new(&kv, n, 2, 8)?,
-            sinks: None,
-            o: ViewMut::new(&mut o, n, 4, 8)?,
-            lse: ViewMut::head_major(&mut lse, n, 4)?,
-            max_logit: None,
-            dropout_seed: None,
-        },
+        Forward::new(
+            View::new(&q, n, 4, 8)?,
+            View::new(&kv, n, 2, 8)?,
+            View::new(&kv, n, 2, 8)?,
+            ViewMut::new(&mut o, n, 4, 8)?,
+            ViewMut::head_major(&mut lse, n, 4)?,
+        ),
     )
 }
 
@@ -137,19 +141,19 @@ fn ranks_that_call_different_things_find_out() {
             };
             let (by, at) = (if odd { 2 } else { 1 }, if odd { other } else { plan });
             let mine = vec![7u32; at.local_tokens(Side::Q, rank.rank()).len()];
-            let said = words(rank.shift(plan, &rows, 1, 0, by).unwrap_err());
+            let said = words(rank.shift(plan, by, SliceRows::new(&rows, 1, 0)).unwrap_err());
             assert!(said.contains(&format!("runs a shift by {by} of rows of 4 bytes over plan")), "{said}");
-            words(rank.shift(at, &mine, 1, 0, 1).unwrap_err());
+            words(rank.shift(at, 1, SliceRows::new(&mine, 1, 0)).unwrap_err());
             // As many bytes, of another size of element.
             words(if odd {
-                rank.shift(plan, &halves, 2, 0, 1).unwrap_err()
+                rank.shift(plan, 1, SliceRows::new(&halves, 2, 0)).unwrap_err()
             } else {
-                rank.shift(plan, &rows, 1, 0, 1).unwrap_err()
+                rank.shift(plan, 1, SliceRows::new(&rows, 1, 0)).unwrap_err()
             });
             words(if odd {
                 rank.trace().gather(Instant::now()).unwrap_err()
             } else {
-                rank.shift(plan, &rows, 1, 0, 1).unwrap_err()
+                rank.shift(plan, 1, SliceRows::new(&rows, 1, 0)).unwrap_err()
             });
             let said = words(if odd {
                 forward(&mut rank, plan).unwrap_err()
@@ -158,14 +162,14 @@ fn ranks_that_call_different_things_find_out() {
             });
             assert!(odd || said.contains("runs the gathering of a trace"), "{said}");
             forward(&mut rank, plan).unwrap();
-            rank.shift(plan, &rows, 1, 0, 1).unwrap();
+            rank.shift(plan, 1, SliceRows::new(&rows, 1, 0)).unwrap();
             rank.trace().gather(Instant::now()).unwrap();
             // What is this rank's own mistake is refused on it alone.
-            let said = rank.shift(plan, &rows[1..], 1, 0, 1).unwrap_err().to_string();
+            let said = rank.shift(plan, 1, SliceRows::new(&rows[1..], 1, 0)).unwrap_err().to_string();
             assert!(said.contains(&format!("expected 1 for each of {n} tokens of rank {}", rank.rank())), "{said}");
-            assert!(rank.shift(plan, &rows, usize::MAX, 0, 1).is_err());
+            assert!(rank.shift(plan, 1, SliceRows::new(&rows, usize::MAX, 0)).is_err());
             let wide = Plan::new(plan.problem(), Mesh::ring(4).unwrap(), Layout::Zigzag).unwrap();
-            assert!(rank.shift(&wide, &rows, 1, 0, 1).unwrap_err().to_string().contains("world"));
+            assert!(rank.shift(&wide, 1, SliceRows::new(&rows, 1, 0)).unwrap_err().to_string().contains("world"));
             rank.poll().unwrap();
         },
     );
@@ -184,7 +188,7 @@ fn a_rank_that_leaves_ends_the_call_on_all_others() {
             let rows = vec![0u8; plan.local_tokens(Side::Q, rank.rank()).len()];
             let once = |rank: &mut Rank| match gathers {
                 true => rank.trace().gather(Instant::now()).map(drop),
-                false => rank.shift(plan, &rows, 1, 0, 1).map(drop),
+                false => rank.shift(plan, 1, SliceRows::new(&rows, 1, 0)).map(drop),
             };
             // Rank 1 may have given what it has when rank 2 leaves: it learns of it at its next call.
             let error = match once(&mut rank) {

@@ -31,13 +31,13 @@ fn run<P: Element, T: Element<Acc = P::Acc>>(
             let mut lse = vec![<T::Acc as Element>::from_f64(f64::NAN); n * h];
             // Twice: a run leaves nothing behind that changes the next.
             for _ in 0..2 {
-                let tensors = CombineTensors {
-                    partial_o: View::strided(&parts.o[r], [tokens, heads, dim], [heads * dim + PADDING, dim]).unwrap(),
-                    partial_lse: View::head_major(&parts.lse[r], tokens, heads).unwrap(),
-                    sinks: parts.sinks.as_deref(),
-                    o: ViewMut::new(&mut o, n, h, dim).unwrap(),
-                    lse: ViewMut::new(&mut lse, n, h, 1).unwrap(),
-                };
+                let tensors = CombineTensors::new(
+                    View::strided(&parts.o[r], [tokens, heads, dim], [heads * dim + PADDING, dim]).unwrap(),
+                    View::head_major(&parts.lse[r], tokens, heads).unwrap(),
+                    ViewMut::new(&mut o, n, h, dim).unwrap(),
+                    ViewMut::new(&mut lse, n, h, 1).unwrap(),
+                )
+                .sinks(parts.sinks.as_deref());
                 rank.combine(plan, to, tensors).unwrap();
             }
             (o, lse)
@@ -125,13 +125,13 @@ fn refusals() {
     let (x, l) = ([0.0f32; 64], [0.0f32; 8]);
     let mut run = |tokens: usize, lse: usize, out: usize, sinks: Option<&[f32]>| {
         let (mut o, mut out_lse) = ([0.0f32; 64], [0.0f32; 8]);
-        let tensors = CombineTensors {
-            partial_o: View::new(&x[..tokens * 16], tokens, 2, 8).unwrap(),
-            partial_lse: View::new(&l[..lse * 2], lse, 2, 1).unwrap(),
-            sinks,
-            o: ViewMut::new(&mut o[..out * 16], out, 2, 8).unwrap(),
-            lse: ViewMut::new(&mut out_lse, 4, 2, 1).unwrap(),
-        };
+        let tensors = CombineTensors::new(
+            View::new(&x[..tokens * 16], tokens, 2, 8).unwrap(),
+            View::new(&l[..lse * 2], lse, 2, 1).unwrap(),
+            ViewMut::new(&mut o[..out * 16], out, 2, 8).unwrap(),
+            ViewMut::new(&mut out_lse, 4, 2, 1).unwrap(),
+        )
+        .sinks(sinks);
         rank.combine(&plan, CombineTo::All, tensors)
     };
     run(4, 4, 4, None).unwrap();

@@ -53,35 +53,30 @@ fn bits<T: Element>(workers: usize, executor: Option<Arc<dyn Executor>>) -> Vec<
     let pair = |x| View::new(x, n, 2, DIM).unwrap();
     rank.forward(
         &plan,
-        Forward {
-            q: view(&q),
-            k: pair(&k),
-            v: pair(&v),
-            sinks: None,
-            o: ViewMut::new(&mut o, n, HEADS, DIM).unwrap(),
-            lse: ViewMut::new(&mut lse, n, HEADS, 1).unwrap(),
-            max_logit: None,
-            dropout_seed: None,
-        },
+        Forward::new(
+            view(&q),
+            pair(&k),
+            pair(&v),
+            ViewMut::new(&mut o, n, HEADS, DIM).unwrap(),
+            ViewMut::new(&mut lse, n, HEADS, 1).unwrap(),
+        ),
     )
     .unwrap();
     rank.backward(
         &plan,
-        Backward {
-            q: view(&q),
-            k: pair(&k),
-            v: pair(&v),
-            sinks: None,
-            o: view(&o),
-            lse: View::new(&lse, n, HEADS, 1).unwrap(),
-            d_o: view(&d_o),
-            d_lse: None,
-            dropout_seed: None,
-            dq: ViewMut::new(&mut dq, n, HEADS, DIM).unwrap(),
-            dk: ViewMut::new(&mut dk, n, 2, DIM).unwrap(),
-            dv: ViewMut::new(&mut dv, n, 2, DIM).unwrap(),
-            dsinks: None,
-        },
+        Backward::new(
+            view(&q),
+            pair(&k),
+            pair(&v),
+            view(&o),
+            View::new(&lse, n, HEADS, 1).unwrap(),
+            view(&d_o),
+            [
+                ViewMut::new(&mut dq, n, HEADS, DIM).unwrap(),
+                ViewMut::new(&mut dk, n, 2, DIM).unwrap(),
+                ViewMut::new(&mut dv, n, 2, DIM).unwrap(),
+            ],
+        ),
     )
     .unwrap();
     let all = [o, dq, dk, dv].concat();

@@ -32,32 +32,27 @@ fn own(mut rank: Rank, plan: &Plan, [q, k, v, d_o]: &[Vec<f32>; 4]) -> [Vec<f32>
         let [mut o, mut dq] = [(); 2].map(|()| vec![f32::NAN; q.len()]);
         let [mut dk, mut dv] = [(); 2].map(|()| vec![f32::NAN; k.len()]);
         let mut lse = vec![f32::NAN; n * HEADS];
-        let forward = Forward {
-            q: rows(&q, HEADS),
-            k: rows(&k, KV_HEADS),
-            v: rows(&v, KV_HEADS),
-            sinks: None,
-            o: ViewMut::new(&mut o, n, HEADS, DIM).unwrap(),
-            lse: ViewMut::head_major(&mut lse, n, HEADS).unwrap(),
-            max_logit: None,
-            dropout_seed: None,
-        };
+        let forward = Forward::new(
+            rows(&q, HEADS),
+            rows(&k, KV_HEADS),
+            rows(&v, KV_HEADS),
+            ViewMut::new(&mut o, n, HEADS, DIM).unwrap(),
+            ViewMut::head_major(&mut lse, n, HEADS).unwrap(),
+        );
         rank.forward(plan, forward).unwrap();
-        let backward = Backward {
-            q: rows(&q, HEADS),
-            k: rows(&k, KV_HEADS),
-            v: rows(&v, KV_HEADS),
-            sinks: None,
-            o: rows(&o, HEADS),
-            lse: View::head_major(&lse, n, HEADS).unwrap(),
-            d_o: rows(&d_o, HEADS),
-            d_lse: None,
-            dropout_seed: None,
-            dq: ViewMut::new(&mut dq, n, HEADS, DIM).unwrap(),
-            dk: ViewMut::new(&mut dk, n, KV_HEADS, DIM).unwrap(),
-            dv: ViewMut::new(&mut dv, n, KV_HEADS, DIM).unwrap(),
-            dsinks: None,
-        };
+        let backward = Backward::new(
+            rows(&q, HEADS),
+            rows(&k, KV_HEADS),
+            rows(&v, KV_HEADS),
+            rows(&o, HEADS),
+            View::head_major(&lse, n, HEADS).unwrap(),
+            rows(&d_o, HEADS),
+            [
+                ViewMut::new(&mut dq, n, HEADS, DIM).unwrap(),
+                ViewMut::new(&mut dk, n, KV_HEADS, DIM).unwrap(),
+                ViewMut::new(&mut dv, n, KV_HEADS, DIM).unwrap(),
+            ],
+        );
         rank.backward(plan, backward).unwrap();
         [o, dq, dk, dv]
     });

@@ -31,16 +31,7 @@ fn forward(ranks: &mut [Rank]) -> Result<Vec<Vec<f32>>> {
         let x = View::new(&x, n, HEADS, DIM)?;
         rank.forward(
             plan,
-            Forward {
-                q: x,
-                k: x,
-                v: x,
-                sinks: None,
-                o: ViewMut::new(&mut o, n, HEADS, DIM)?,
-                lse: ViewMut::new(&mut lse, n, HEADS, 1)?,
-                max_logit: None,
-                dropout_seed: None,
-            },
+            Forward::new(x, x, x, ViewMut::new(&mut o, n, HEADS, DIM)?, ViewMut::new(&mut lse, n, HEADS, 1)?),
         )?;
         Ok(o)
     };

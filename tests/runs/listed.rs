@@ -10,8 +10,8 @@ use cpattn::{
     ViewMut,
     call::DropoutMask,
     plan::{Circulate, Gather},
-    runtime::{KeyIndices, Pages},
-    schedule::{AllToAll, AllToAllDirection, Combine, CombineTo},
+    runtime::{Bindings, BlockTable, KeyIndices, Keys, Pages},
+    schedule::{AllToAll, AllToAllDirection, Combine, CombineTo, Purpose},
     transport::local,
 };
 use half::{bf16, f16};
@@ -271,17 +271,14 @@ fn forward(plan: &Plan, rank: &mut Rank, keys: KeyIndices<'_>) -> Result<()> {
     let (h, hk, d) = (p.heads(), p.kv_heads(), p.head_dim());
     let (q, k, v) = (vec![0.5f32; n * h * d], vec![0.5; m * hk * d], vec![0.5; m * hk * d]);
     let (mut o, mut lse) = (vec![0.0; n * h * d], vec![0.0; n * h]);
-    let tensors = Forward {
-        q: View::new(&q, n, h, d)?,
-        k: View::new(&k, m, hk, d)?,
-        v: View::new(&v, m, hk, d)?,
-        sinks: None,
-        o: ViewMut::new(&mut o, n, h, d)?,
-        lse: ViewMut::new(&mut lse, n, h, 1)?,
-        max_logit: None,
-        dropout_seed: None,
-    };
-    rank.forward_listed(plan, tensors, keys)
+    let tensors = Forward::new(
+        View::new(&q, n, h, d)?,
+        View::new(&k, m, hk, d)?,
+        View::new(&v, m, hk, d)?,
+        ViewMut::new(&mut o, n, h, d)?,
+        ViewMut::new(&mut lse, n, h, 1)?,
+    );
+    rank.forward(plan, tensors.keys(Keys::Listed(keys)))
 }
 
 #[test]
@@ -332,28 +329,25 @@ fn what_is_refused() {
     }
 }
 
-/// Lists and pages are two ways to find rows, of runs that have keys.
+/// Pages and lists are refused in runs that have no keys.
 #[test]
-fn pages_are_refused() {
+fn runs_without_keys() {
     let p = Problem::new(Batch::from_lengths(&[2]).unwrap(), 1, 1, 2, Dtype::F32);
     let plan = Plan::new(&p, Mesh::single(), Layout::Contiguous).unwrap();
     let mut rank = Rank::new(local::group(1, Duration::from_secs(10)).unwrap().remove(0));
-    let bindings = cpattn::runtime::Bindings::default()
-        .with_pages(Pages { block_table: &[0], pages_per_document: 1, page_size: 2, page_stride: 2 })
-        .with_key_indices(KeyIndices { indices: &[0, 1], heads: 1, entries: 1 });
-    // SAFETY: refused before a tensor is read.
-    refused(unsafe { rank.run(&plan, cpattn::schedule::Direction::Forward, &bindings) }, &["key_indices with pages"]);
-    let combine = Combine { to: CombineTo::All, partial: Dtype::F32 };
-    let to_heads = AllToAll { direction: AllToAllDirection::ToHeads, side: Side::Q, dim: 2, dtype: Dtype::F32 };
-    // SAFETY: as above.
-    refused(
-        unsafe { rank.run(&plan, combine, &bindings) },
-        &["pages in a combine is not supported", "leave pages out"],
-    );
-    let listed =
-        cpattn::runtime::Bindings::default().with_key_indices(KeyIndices { indices: &[0], heads: 1, entries: 1 });
-    // SAFETY: as above.
-    refused(unsafe { rank.run(&plan, to_heads, &listed) }, &["key_indices in an all-to-all is not supported"]);
+    let combine = Purpose::from(Combine { to: CombineTo::All, partial: Dtype::F32 });
+    let direction = AllToAllDirection::ToHeads;
+    let to_heads = Purpose::from(AllToAll { direction, side: Side::Q, dim: 2, dtype: Dtype::F32 });
+    let block_table = BlockTable::new(&[0]);
+    let pages = Keys::Pages(Pages { block_table, pages_per_document: 1, page_size: 2, page_stride: 2 });
+    let lists = Keys::Listed(KeyIndices { indices: &[0], heads: 1, entries: 1 });
+    for (keys, name) in [(pages, "pages"), (lists, "key_indices")] {
+        for (run, what) in [(combine, "a combine"), (to_heads, "an all-to-all")] {
+            let words = [&*format!("{name} in {what} is not supported"), &*format!("leave {name} out")];
+            // SAFETY: refused before a tensor is read.
+            refused(unsafe { rank.run(&plan, run, &Bindings::default().with_keys(keys)) }, &words);
+        }
+    }
 }
 
 /// Ranks whose lists have other shapes, or of which one has none, are found in the first run, and in a later one.

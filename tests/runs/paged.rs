@@ -8,7 +8,9 @@ use crate::context_parallel::mesh;
 use crate::refused::refused;
 use cpattn::{
     Batch, Dtype, Element, Forward, Layout, Mask, Options, Plan, Problem, Rank, Result, Side, Slice, View, ViewMut,
-    plan::Circulate, runtime::Pages, transport::local,
+    plan::Circulate,
+    runtime::{BlockTable, Keys, Pages},
+    transport::local,
 };
 use half::bf16;
 use std::time::Duration;
@@ -37,18 +39,17 @@ fn both<T: Element>(plan: &Plan, size: usize, stride: usize, seed: u64) -> Vec<[
             let (mut o, mut lse) = (vec![T::from_f64(f64::NAN); n * h * dv], vec![nan; n * h]);
             let mut largest = vec![0.0; h];
             let ((k, v), rows) = if paged { ((&cache.k, &cache.v), cache.rows) } else { ((&k, &v), m) };
-            let tensors = Forward::<T> {
-                q: View::new(&q, n, h, d)?,
-                k: View::new(k, rows, hk, d)?,
-                v: View::new(v, rows, hk, dv)?,
-                sinks: p.sinks().then_some(&sinks[..]),
-                o: ViewMut::new(&mut o, n, h, dv)?,
-                lse: ViewMut::head_major(&mut lse, n, h)?,
-                max_logit: Some(&mut largest[..]),
-                dropout_seed: None,
-            };
+            let tensors = Forward::<T>::new(
+                View::new(&q, n, h, d)?,
+                View::new(k, rows, hk, d)?,
+                View::new(v, rows, hk, dv)?,
+                ViewMut::new(&mut o, n, h, dv)?,
+                ViewMut::head_major(&mut lse, n, h)?,
+            )
+            .sinks(p.sinks().then_some(&sinks[..]))
+            .max_logit(&mut largest[..]);
             match paged {
-                true => rank.forward_paged(plan, tensors, cache.pages())?,
+                true => rank.forward(plan, tensors.keys(Keys::Pages(cache.pages())))?,
                 false => rank.forward(plan, tensors)?,
             }
             lse.extend(largest.iter().map(|&x| <T::Acc as Element>::from_f64(f64::from(x))));
@@ -134,34 +135,36 @@ fn refusals() {
             let n = plan.local_tokens(Side::Q, rank.rank()).len();
             let (q, x) = (vec![0.0f32; n * 8], vec![0.0f32; rows * 8]);
             let (mut o, mut lse) = (q.clone(), vec![0.0f32; n * 2]);
-            let tensors = Forward {
-                q: View::new(&q, n, 2, 4)?,
-                k: View::new(&x, rows, 2, 4)?,
-                v: View::new(&x, rows, 2, 4)?,
-                sinks: None,
-                o: ViewMut::new(&mut o, n, 2, 4)?,
-                lse: ViewMut::head_major(&mut lse, n, 2)?,
-                max_logit: None,
-                dropout_seed: None,
-            };
-            Ok(rank.forward_paged(&plan, tensors, pages))
+            let tensors = Forward::new(
+                View::new(&q, n, 2, 4)?,
+                View::new(&x, rows, 2, 4)?,
+                View::new(&x, rows, 2, 4)?,
+                ViewMut::new(&mut o, n, 2, 4)?,
+                ViewMut::head_major(&mut lse, n, 2)?,
+            );
+            Ok(rank.forward(&plan, tensors.keys(Keys::Pages(pages))))
         })
         .unwrap();
         outcomes.remove(0)
     };
     let one = |pages: Pages<'_>, rows| try_with(mesh(1, 1), Layout::Contiguous, Options::new(), pages, rows);
-    let good = Pages { block_table: &[0, 2, -1, 1, 7, 7], pages_per_document: 3, page_size: 4, page_stride: 4 };
+    let good = Pages {
+        block_table: BlockTable::new(&[0, 2, -1, 1, 7, 7]),
+        pages_per_document: 3,
+        page_size: 4,
+        page_stride: 4,
+    };
     one(good, 12).unwrap();
     refused(one(good, 11), &["block_table[0][1] is 2, expected 0 to 1: k and v have 11 rows, pages of 4 rows"]);
     refused(
-        one(Pages { block_table: &[0, -1, 0, 1, 0, 0], ..good }, 12),
+        one(Pages { block_table: BlockTable::new(&[0, -1, 0, 1, 0, 0]), ..good }, 12),
         &["block_table[0][1] is -1, expected 0 to 2"],
     );
     refused(
         one(Pages { pages_per_document: 2, ..good }, 12),
         &["block_table is of 6 entries, expected 2 documents of 2 pages"],
     );
-    let short = Pages { block_table: &[0, 2], pages_per_document: 1, ..good };
+    let short = Pages { block_table: BlockTable::new(&[0, 2]), pages_per_document: 1, ..good };
     refused(one(short, 12), &["block_table is 1 pages of 4 rows", "rows of document 0 on rank 0"]);
     refused(one(Pages { page_size: 0, ..good }, 12), &["page_size is 0, expected at least 1"]);
     refused(one(Pages { page_stride: 3, ..good }, 12), &["page_stride is 3, expected at least 4"]);
@@ -176,17 +179,15 @@ fn refusals() {
     let outcome = local::run(1, Duration::from_secs(10), |end| {
         let (q, x) = (vec![0.0f32; 16], vec![0.0f32; 12 * 8]);
         let (mut o, mut lse) = (q.clone(), vec![0.0f32; 4]);
-        let tensors = Forward {
-            q: View::new(&q, 2, 2, 4)?,
-            k: View::new(&x, 12, 2, 4)?,
-            v: View::new(&x, 12, 2, 4)?,
-            sinks: None,
-            o: ViewMut::new(&mut o, 2, 2, 4)?,
-            lse: ViewMut::head_major(&mut lse, 2, 2)?,
-            max_logit: None,
-            dropout_seed: Some(1),
-        };
-        Ok(Rank::new(end).forward_paged(&plan, tensors, good))
+        let tensors = Forward::new(
+            View::new(&q, 2, 2, 4)?,
+            View::new(&x, 12, 2, 4)?,
+            View::new(&x, 12, 2, 4)?,
+            ViewMut::new(&mut o, 2, 2, 4)?,
+            ViewMut::head_major(&mut lse, 2, 2)?,
+        )
+        .dropout_seed(1);
+        Ok(Rank::new(end).forward(&plan, tensors.keys(Keys::Pages(good))))
     });
     refused(outcome.unwrap().remove(0), &["dropout 0.25 with pages is not supported", "plan without dropout"]);
 }

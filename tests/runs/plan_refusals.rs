@@ -69,7 +69,7 @@ fn meshes_and_layouts() {
     refused(Schedule::new(&plan, 2, Direction::Forward), &["rank is 2", "world of 2"]);
     let mut rank = Rank::new(local::group(3, Duration::from_secs(9)).unwrap().remove(0));
     refused(rank.prepare(&plan, Direction::Forward), &["mesh", "= 2 ranks", "world of 3"]);
-    refused(rank.workspace_bytes(&plan, Direction::Backward), &["world of 3"]);
+    refused(rank.workspace().bytes(&plan, Direction::Backward), &["world of 3"]);
 }
 
 #[test]

@@ -28,13 +28,13 @@ fn play<T: Element>(plan: &Plan, data: &Data<T>, style: Style, poison: bool) -> 
         let mut own = Own::new(plan, data, rank.rank(), style);
         let mut bytes = 0;
         for direction in [Direction::Forward, Direction::Backward] {
-            bytes = rank.workspace_bytes(plan, direction).unwrap().max(bytes);
+            bytes = rank.workspace().bytes(plan, direction).unwrap().max(bytes);
         }
         let mut memory = vec![Unit([0xff; Schedule::ALIGNMENT as usize]); bytes.div_ceil(Schedule::ALIGNMENT) as usize];
         let mut fill = |rank: &mut Rank| {
             memory.fill(Unit([0xff; Schedule::ALIGNMENT as usize]));
             // SAFETY: `memory` outlives the rank and is filled between runs only.
-            unsafe { rank.lend_workspace(memory.as_mut_ptr().cast(), bytes as usize) }.unwrap();
+            unsafe { rank.workspace().lend(memory.as_mut_ptr().cast(), bytes as usize) }.unwrap();
         };
         if poison {
             fill(&mut rank);
@@ -138,35 +138,12 @@ fn fused_buffers_are_packed() {
                 }
                 let all = View::new(&fused, n, 8, 8).unwrap();
                 let (q, k, v) = (all.heads_range(0..4), all.heads_range(4..6), all.heads_range(6..8));
-                let forward = Forward {
-                    q,
-                    k,
-                    v,
-                    sinks: None,
-                    o: own.o.view_mut(),
-                    lse: own.lse.view_mut(),
-                    max_logit: None,
-                    dropout_seed: None,
-                };
+                let forward = Forward::new(q, k, v, own.o.view_mut(), own.lse.view_mut());
                 rank.forward(&plan, forward).unwrap();
                 let mut gradients = vec![f32::NAN; fused.len()];
                 let (dq, rest) = ViewMut::new(&mut gradients, n, 8, 8).unwrap().split_heads(4);
                 let (dk, dv) = rest.split_heads(2);
-                let backward = Backward {
-                    q,
-                    k,
-                    v,
-                    sinks: None,
-                    o: own.o.view(),
-                    lse: own.lse.view(),
-                    d_o: own.d_o.view(),
-                    d_lse: None,
-                    dropout_seed: None,
-                    dq,
-                    dk,
-                    dv,
-                    dsinks: None,
-                };
+                let backward = Backward::new(q, k, v, own.o.view(), own.lse.view(), own.d_o.view(), [dq, dk, dv]);
                 rank.backward(&plan, backward).unwrap();
                 let all = View::new(&gradients, n, 8, 8).unwrap();
                 for (slot, first) in [(&mut own.dq, 0), (&mut own.dk, 4), (&mut own.dv, 6)] {

@@ -359,13 +359,13 @@ fn margins_where_there_are_no_multiprocessors() {
 fn workspaces() {
     let plan = Plan::new(&problem(), ring(2), Layout::Zigzag).unwrap();
     let mut rank = Rank::new(local::group(2, Duration::from_secs(9)).unwrap().remove(0));
-    let needed = rank.workspace_bytes(&plan, Direction::Forward).unwrap();
+    let needed = rank.workspace().bytes(&plan, Direction::Forward).unwrap();
     let mut memory = vec![0u8; needed as usize + 2 * Schedule::ALIGNMENT as usize];
     let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(Schedule::ALIGNMENT as usize));
     // SAFETY: nothing runs on what is lent here, and `memory` outlives the rank's use of it.
-    refused(unsafe { rank.lend_workspace(start.wrapping_add(8), 8) }, &["workspace", "multiple of 256"]);
+    refused(unsafe { rank.workspace().lend(start.wrapping_add(8), 8) }, &["workspace", "multiple of 256"]);
     // SAFETY: as above.
-    unsafe { rank.lend_workspace(start, needed as usize - 1) }.unwrap();
+    unsafe { rank.workspace().lend(start, needed as usize - 1) }.unwrap();
     let mut own = Own::new(&plan, &Data::<f32>::random(&problem(), 5), 0, compact);
     let words = [format!("workspace is {} bytes", needed - 1), format!("at least {needed} bytes")];
     let words = [&*words[0], &*words[1], "for its workspace, and lend the largest"];
@@ -376,12 +376,12 @@ fn workspaces() {
     // A tensor in the part of the workspace that the run uses would be lost, or read as something else.
     let alone = Plan::new(&problem(), Mesh::single(), Layout::Contiguous).unwrap();
     let mut rank = Rank::new(local::group(1, Duration::from_secs(9)).unwrap().remove(0));
-    let needed = rank.workspace_bytes(&alone, Direction::Backward).unwrap() as usize;
+    let needed = rank.workspace().bytes(&alone, Direction::Backward).unwrap() as usize;
     let mut memory = vec![0f32; (needed + Schedule::ALIGNMENT as usize) / 4 + 11 * 6 * 8];
     let start = memory.as_mut_ptr().cast::<u8>();
     let start = start.wrapping_add(start.align_offset(Schedule::ALIGNMENT as usize));
     // SAFETY: `memory` outlives the rank; where a tensor lies in it, the run is refused or does not work there.
-    unsafe { rank.lend_workspace(start, needed) }.unwrap();
+    unsafe { rank.workspace().lend(start, needed) }.unwrap();
     let mut buffers = vec![vec![0f32; 11 * 6 * 8]; 9];
     let mut tensor =
         |i: usize, heads, dim| RawTensor::compact(buffers[i].as_mut_ptr().cast(), Dtype::F32, 11, heads, dim);

@@ -40,16 +40,13 @@ fn forward(plan: &Plan, q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
         let [k, v] = [k, v].map(|x| plan.local_tokens(Side::K, r).shard(x, KV_HEADS * DIM).unwrap());
         let (n, m) = (rows("q", &q, HEADS), rows("k", &k, KV_HEADS));
         let (mut o, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; n * HEADS]);
-        let tensors = Forward {
-            q: View::new(&q, n, HEADS, DIM)?,
-            k: View::new(&k, m, KV_HEADS, DIM)?,
-            v: View::new(&v, m, KV_HEADS, DIM)?,
-            sinks: None,
-            o: ViewMut::new(&mut o, n, HEADS, DIM)?,
-            lse: ViewMut::head_major(&mut lse, n, HEADS)?,
-            max_logit: None,
-            dropout_seed: None,
-        };
+        let tensors = Forward::new(
+            View::new(&q, n, HEADS, DIM)?,
+            View::new(&k, m, KV_HEADS, DIM)?,
+            View::new(&v, m, KV_HEADS, DIM)?,
+            ViewMut::new(&mut o, n, HEADS, DIM)?,
+            ViewMut::head_major(&mut lse, n, HEADS)?,
+        );
         rank.forward(plan, tensors)?;
         Ok(o)
     });

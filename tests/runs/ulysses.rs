@@ -79,12 +79,13 @@ fn linear_attention_between_two_all_to_alls() {
                 let k = View::new(&k, n, kv_heads, D).unwrap();
                 let out = ViewMut::new(&mut y, n, heads, D).unwrap();
                 let inputs = [(Side::Q, q), (Side::K, k), (Side::K, k)];
-                rank.ulysses(plan, &inputs, &mut [(Side::Q, out)], |share, x, y| {
-                    let first = (share.q.start as usize, share.kv.start as usize);
-                    linear_attention(&cu, group, first, &x[0], &x[1], &x[2], &mut y[0]);
-                    Ok(())
-                })
-                .unwrap();
+                rank.all_to_all(plan)
+                    .ulysses(&inputs, &mut [(Side::Q, out)], |share, x, y| {
+                        let first = (share.q.start as usize, share.kv.start as usize);
+                        linear_attention(&cu, group, first, &x[0], &x[1], &x[2], &mut y[0]);
+                        Ok(())
+                    })
+                    .unwrap();
                 for (i, &t) in tokens.iter().enumerate() {
                     assert_eq!(y[i * heads * D..(i + 1) * heads * D], o[t * heads * D..(t + 1) * heads * D]);
                 }
@@ -108,10 +109,10 @@ fn the_way_back_is_the_transpose_of_the_way_there() {
                 let rows = plan.tokens_between_all_to_alls(side, rank.rank());
                 let mut held = vec![f64::NAN; rows * own * D];
                 let from = View::new(&x, n, heads, D).unwrap();
-                rank.to_heads(plan, side, from, ViewMut::new(&mut held, rows, own, D).unwrap()).unwrap();
+                rank.all_to_all(plan).to_heads(side, from, ViewMut::new(&mut held, rows, own, D).unwrap()).unwrap();
                 let mut back = vec![f64::NAN; x.len()];
                 let held = View::new(&held, rows, own, D).unwrap();
-                rank.to_tokens(plan, side, held, ViewMut::new(&mut back, n, heads, D).unwrap()).unwrap();
+                rank.all_to_all(plan).to_tokens(side, held, ViewMut::new(&mut back, n, heads, D).unwrap()).unwrap();
                 for (i, (b, x)) in back.iter().zip(&x).enumerate() {
                     let head = (i / D % heads) as u32;
                     let holders = (0..ulysses)
@@ -143,7 +144,7 @@ fn a_local_kernel_that_fails_ends_the_run_everywhere() {
         let x = View::new(&x, n, 4, D).unwrap();
         let out = ViewMut::new(&mut y, n, 4, D).unwrap();
         let fails = rank.rank() == 1;
-        let outcome = rank.ulysses(plan, &[(Side::Q, x)], &mut [(Side::Q, out)], |_, _, _| {
+        let outcome = rank.all_to_all(plan).ulysses(&[(Side::Q, x)], &mut [(Side::Q, out)], |_, _, _| {
             if fails { Err(cpattn::Error::invalid("local", "a failure", "none")) } else { Ok(()) }
         });
         let text = outcome.unwrap_err().to_string();
@@ -166,7 +167,7 @@ fn a_local_kernel_that_panics_ends_the_run_everywhere() {
         let panics = rank.rank() == 1;
         let began = std::time::Instant::now();
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            rank.ulysses(plan, &[(Side::Q, x)], &mut [(Side::Q, out)], |_, _, _| {
+            rank.all_to_all(plan).ulysses(&[(Side::Q, x)], &mut [(Side::Q, out)], |_, _, _| {
                 assert!(!panics, "on purpose");
                 Ok(())
             })
@@ -192,9 +193,9 @@ fn tensors_lie_apart_from_a_lent_workspace() {
     let mut memory = vec![0f64; bytes / 8 + Schedule::ALIGNMENT as usize];
     let start = memory.as_ptr().cast::<u8>().align_offset(Schedule::ALIGNMENT as usize) / 8;
     // SAFETY: `memory` outlives the rank, which refuses to run while a tensor lies there.
-    unsafe { rank.lend_workspace(memory[start..].as_mut_ptr().cast(), bytes) }.unwrap();
+    unsafe { rank.workspace().lend(memory[start..].as_mut_ptr().cast(), bytes) }.unwrap();
     let (mut held, tokens) = (vec![0f64; n], View::new(&memory[start..start + n], 4, 4, D).unwrap());
-    let refused = rank.to_heads(&plan, Side::Q, tokens, ViewMut::new(&mut held, 8, 2, D).unwrap());
+    let refused = rank.all_to_all(&plan).to_heads(Side::Q, tokens, ViewMut::new(&mut held, 8, 2, D).unwrap());
     let text = refused.unwrap_err().to_string();
     assert!(text.contains("from") && text.contains("overlaps") && text.contains("workspace"), "{text}");
     drop(rank);
@@ -212,10 +213,10 @@ fn dims_are_refused_by_name() {
     let dim = u32::MAX as usize;
     for call in AllToAll::both(Side::Q, dim, Dtype::F32).unwrap() {
         assert_eq!(rank.prepare(&plan, call).unwrap_err().to_string(), words);
-        assert_eq!(rank.workspace_bytes(&plan, call).unwrap_err().to_string(), words);
+        assert_eq!(rank.workspace().bytes(&plan, call).unwrap_err().to_string(), words);
     }
     for call in AllToAll::both(Side::Q, most as usize, Dtype::F32).unwrap() {
-        assert_eq!(rank.workspace_bytes(&plan, call), Ok(0));
+        assert_eq!(rank.workspace().bytes(&plan, call), Ok(0));
     }
     let above = AllToAll::both(Side::Q, dim + 1, Dtype::F32).unwrap_err().to_string();
     assert_eq!(above, "dim is 4294967296, expected at most 4294967295");
@@ -224,7 +225,7 @@ fn dims_are_refused_by_name() {
     let plan = Plan::new(&small, Mesh::single(), Layout::Contiguous).unwrap();
     let (from, mut to) = ([0f32; 24], [0f32; 30]);
     let (from, to) = (View::new(&from, 3, 2, 4).unwrap(), ViewMut::new(&mut to, 3, 2, 5).unwrap());
-    let error = rank.to_tokens(&plan, Side::Q, from, to).unwrap_err().to_string();
+    let error = rank.all_to_all(&plan).to_tokens(Side::Q, from, to).unwrap_err().to_string();
     assert!(error.starts_with("to.dim is 5, expected 4"), "{error}");
 }
 

@@ -62,16 +62,13 @@ fn a_transport_that_panics_in_abort_hangs_nobody() {
                 let (q, kv) = (vec![1.0f32; n * 4 * 8], vec![1.0f32; n * 2 * 8]);
                 let (mut o, mut lse) = (vec![0.0f32; n * 4 * 8], vec![0.0f32; n * 4]);
                 let kv = View::new(&kv, n, 2, 8).unwrap();
-                let t = Forward {
-                    q: View::new(&q, n, 4, 8).unwrap(),
-                    k: kv,
-                    v: kv,
-                    sinks: None,
-                    o: ViewMut::new(&mut o, n, 4, 8).unwrap(),
-                    lse: ViewMut::head_major(&mut lse, n, 4).unwrap(),
-                    max_logit: None,
-                    dropout_seed: None,
-                };
+                let t = Forward::new(
+                    View::new(&q, n, 4, 8).unwrap(),
+                    kv,
+                    kv,
+                    ViewMut::new(&mut o, n, 4, 8).unwrap(),
+                    ViewMut::head_major(&mut lse, n, 4).unwrap(),
+                );
                 let outcome = catch_unwind(AssertUnwindSafe(|| rank.forward(&plan, t)));
                 told.send(outcome.map_err(drop)).unwrap();
             }
@@ -101,6 +98,7 @@ fn a_rank_outside_the_mesh_is_nobody() {
         assert_eq!(panic.downcast_ref::<String>().unwrap(), "rank is 4, expected below the world of 4");
     }
     let last = local::group(5, Duration::from_secs(1)).unwrap().pop().unwrap();
-    let text = Rank::new(last).ulysses::<f32>(&plan, &[], &mut [], |_, _, _| Ok(())).unwrap_err().to_string();
+    let text =
+        Rank::new(last).all_to_all(&plan).ulysses::<f32>(&[], &mut [], |_, _, _| Ok(())).unwrap_err().to_string();
     assert!(text.contains("= 4 ranks") && text.contains("world of 5"), "{text}");
 }

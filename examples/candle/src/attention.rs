@@ -62,16 +62,7 @@ impl CustomOp3 for Attention {
         let [tokens, heads, dim] = [q.tokens(), q.heads(), v.dim()];
         let (mut o, mut lse) = (vec![0.0; tokens * heads * dim], vec![0.0; tokens * heads]);
         let scores = ViewMut::head_major(&mut lse, tokens, heads).map_err(Error::wrap)?;
-        let call = Forward {
-            q,
-            k,
-            v,
-            sinks: None,
-            o: out(&mut o, [tokens, heads, dim])?,
-            lse: scores,
-            max_logit: None,
-            dropout_seed: None,
-        };
+        let call = Forward::new(q, k, v, out(&mut o, [tokens, heads, dim])?, scores);
         self.rank.lock().unwrap_or_else(PoisonError::into_inner).forward(&self.plan, call).map_err(Error::wrap)?;
         *self.lse.lock().unwrap_or_else(PoisonError::into_inner) = lse;
         Ok((CpuStorage::F32(o), Shape::from((tokens, heads, dim))))
@@ -92,21 +83,7 @@ impl CustomOp3 for Attention {
         let [q_view, k_view, v_view, o_view, d_o_view] = views[..] else { bail!("five tensors have five views") };
         let lse = self.lse.lock().unwrap_or_else(PoisonError::into_inner);
         let [mut dq, mut dk, mut dv] = [q, k, v].map(|of| vec![0.0; of.elem_count()]);
-        let call = Backward {
-            q: q_view,
-            k: k_view,
-            v: v_view,
-            sinks: None,
-            o: o_view,
-            lse: View::head_major(&lse, q_view.tokens(), q_view.heads()).map_err(Error::wrap)?,
-            d_o: d_o_view,
-            d_lse: None,
-            dropout_seed: None,
-            dq: out(&mut dq, q_view.shape())?,
-            dk: out(&mut dk, k_view.shape())?,
-            dv: out(&mut dv, v_view.shape())?,
-            dsinks: None,
-        };
+        let call = Backward::new(q_view, k_view, v_view, o_view, View::head_major(&lse, q_view.tokens(), q_view.heads()).map_err(Error::wrap)?, d_o_view, [out(&mut dq, q_view.shape())?, out(&mut dk, k_view.shape())?, out(&mut dv, v_view.shape())?]);
         self.rank.lock().unwrap_or_else(PoisonError::into_inner).backward(&self.plan, call).map_err(Error::wrap)?;
         let tensor = |data, like: &Tensor| Tensor::from_vec(data, like.shape(), &Device::Cpu).map(Some);
         Ok((tensor(dq, q)?, tensor(dk, k)?, tensor(dv, v)?))

@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._check import refused
+from .._check import flag, refused
 from .._signature import named
-from ..errors import InvalidArgument, InvalidHandle, Unsupported
+from ..errors import Disagreement, InvalidArgument, InvalidHandle, Unsupported
 from ..packing import over_all
 from ..plan import Plan
 from ..torch import GlooTransport
-from ..torch.agree import content, number, same, same_settings, told
+from ..torch.agree import content, heard, number, same, same_settings, told
 from ..torch.gloo import Collectives, Members
+from ..torch.weights import same_weights
 from .attention import Attention, Settings, backend
+from .comparison import FACTOR, distance, moved, repeatable, reshard, tensors
 from .counts import counts
-from .plans import Place, Split, class_of, modules_of, plan_of, refuse
+from .plans import Place, Split, class_of, has_tensors, modules_of, plan_of, refuse
 from .sequence import Divided, Whole, part
 
 # Those of `Context` that do not change what is computed, nor where tokens are.
@@ -35,6 +37,10 @@ TAKEN = frozenset(
 # Hooks of Diffusers that move weights, and change nothing of what is computed.
 MOVES = frozenset("group_offloading layer_execution_tracker lazy_prefetch_group_offloading layerwise_casting peft_autocast_disable".split())
 _NEED = "every rank calls the model with the same inputs: give all ranks one seed (generator=torch.Generator().manual_seed(…)), or send them those of one rank"
+_WEIGHTS = (
+    "load the same weights on all ranks, or draw them with the same seed, those of LoRA too; give compare_weights=False where something makes them "
+    "equal afterwards (DDP)"
+)
 
 
 @named("model, group=group, ulysses=2")
@@ -49,11 +55,25 @@ class ContextParallel:
     sequence is split and gathered, in the form of the model's own `_cp_plan`, for a class that has none. `ulysses`, `ring`, `timeout`,
     `workers`, `communicator` and others are those of `cpattn.torch.Context` (`TAKEN`).
 
+    The ranks compare hashes of their models' weights, of shards with those of ranks that hold the same shards; `compare_weights=False` leaves
+    it out.
+
+    Under such a plan, or with processors that are not of Diffusers, the first call with each kind of inputs is compared with the model alone
+    (`check`), which takes three more passes and the memory of one device: to spare them, call `check` with shorter inputs before.
+
     Raises Unsupported for a model or an argument that would be wrong, with the reason.
     """
 
     def __init__(
-        self, model: Any, *, group: Members = None, plan: Mapping[str, Any] | None = None, gradients: str = "mean", timeout: float = 300.0, **options: Any
+        self,
+        model: Any,
+        *,
+        group: Members = None,
+        plan: Mapping[str, Any] | None = None,
+        gradients: str = "mean",
+        timeout: float = 300.0,
+        compare_weights: bool = True,
+        **options: Any,
     ) -> None:
         self.model: Any = model
         self.attention: Attention | None = None
@@ -61,6 +81,8 @@ class ContextParallel:
         self._talk: Collectives | None = None
         self._former: list[tuple[Any, Any, Any]] = []
         self._inside = False
+        self._comparing = False
+        self._compared: set[str] = set()
         self.transport = GlooTransport(group, timeout=timeout)
         self.rank, self.world = self.transport.rank, self.transport.world
         self._settings = Settings(self)
@@ -68,6 +90,7 @@ class ContextParallel:
             with told(self.transport):
                 if gradients not in ("mean", "sum"):
                     raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
+                compare_weights = flag("compare_weights", compare_weights)
                 for name in options.keys() - TAKEN:
                     why = "each rank has consecutive tokens of each sequence" if name.startswith("layout") else "it is no option here"
                     raise InvalidArgument(f"{name} is given, and {why}: leave it out. Options are {', '.join(sorted(TAKEN))}")
@@ -77,15 +100,21 @@ class ContextParallel:
                 self._places, self._known = plan_of(model, plan)
                 self._refuse_other(model)
                 self._processors = list(self._find(model))
+                self._unknown = plan is not None or any(not type(one).__module__.startswith("diffusers.") for one in self._processors)
             self._sum = gradients == "sum"
-            told_names = {"model": class_of(model), "gradients": gradients, "options": sorted(options.items())}
-            same_settings(self.transport, told_names | {"plan": [(p.name, p.inputs, p.outputs, p.gathered) for p in self._places]})
+            told_names = {"model": class_of(model), "gradients": gradients, "options": sorted(options.items()), "compare_weights": compare_weights}
+            told_names["plan"] = [(p.name, p.inputs, p.outputs, p.gathered) for p in self._places]
+            same_settings(self.transport, told_names | {"processors": [type(one).__qualname__ for one in self._processors]})
+            if compare_weights:
+                same_weights(self.transport, model, _WEIGHTS)
             self._talk = Collectives(self.transport.members, timeout)
             self._attend = Attention(group, self.transport, self._talk, {"timeout": timeout, **options})
         except BaseException:
             self._leave()
             raise
         self._hook()
+        # Looked up before the hooks, which are functions that nobody could pickle.
+        model.__reduce_ex__ = self.__reduce_ex__
         self._on()
 
     def _refuse_other(self, model: Any) -> None:
@@ -143,12 +172,56 @@ class ContextParallel:
             if was_on and self._talk is not None:
                 self._on()
 
+    def check(self, *args: Any, **kwargs: Any) -> float:
+        """Calls the model over the ranks and alone, with the same inputs, and compares the results. All ranks call it, at any time. Returns
+        the distance, in units of the results' root mean square; raises Unsupported, on all ranks, if rounding does not explain it.
+
+        Each rank computes the whole sequence, without gradients and in evaluation: give inputs that one device has memory for. In
+        float32 it notices what bfloat16 hides."""
+        self._check_open()
+        if self.attention is None:
+            raise InvalidArgument("check was called inside of off(), where the model is not over the ranks: call it outside")
+        return self._check(self._named(args, kwargs), inside=False)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(inspect.signature(self.model.forward).parameters, args, strict=False)), **kwargs}
+
+    def _check(self, inputs: dict[str, Any], inside: bool) -> float:
+        self._comparing = True
+        try:
+            with repeatable(self.model):
+                found = tensors(self.model(**inputs))
+                with told(self.transport), self.off():
+                    alone = tensors(self.model(**inputs))
+                    with moved(self.model):
+                        bound = FACTOR * distance(tensors(self.model(**inputs)), alone)
+            apart = distance(found, alone)
+        finally:
+            self._comparing = False
+            reshard(self.model, inside)
+        wrong = not apart <= bound
+        place = number(b"check") & ~2
+        said = heard(self.transport, "check", place | wrong << 1)
+        if others := [rank for rank, one in enumerate(said) if one & ~2 != place]:
+            raise Disagreement(f"ranks {others} of this group are at another place of the model than rank {self.rank}, which compares it with the model alone", others[0])
+        if every := [rank for rank, one in enumerate(said) if one & 2]:
+            shapes = "" if apart < float("inf") else f" (results {[tuple(one.shape) for one in found]} for {[tuple(one.shape) for one in alone]})"
+            raise Unsupported(
+                f"the results of {class_of(self.model)} over the ranks are {apart:.1e} from those of the model alone, at most {bound:.1e} is due to "
+                f"rounding{shapes}, on the ranks {every}: a sequence that the plan leaves whole on each rank, such as a text, counts once for each "
+                "rank in attention over the ranks, and a processor that computes attention itself sees one rank's tokens. Split each sequence of "
+                "joint attention in plan, gather all outputs, and give all ranks the same weights"
+            )
+        self._compared.add(_kind(inputs))
+        return apart
+
     def close(self) -> None:
         """Gives the model its own attention back, and leaves the group."""
         if self._talk is not None:
             self._off()
             for handle in self._handles:
                 handle.remove()
+            del self.model.__reduce_ex__
             self.model._cpattn = None
             self._leave()
 
@@ -160,7 +233,10 @@ class ContextParallel:
         self.transport.release()
 
     def __reduce_ex__(self, _: Any) -> Any:
-        raise Unsupported("the model has a ContextParallel, which cannot be copied: close it before you copy the model, and make one for each")
+        raise Unsupported(
+            "the model has a ContextParallel, which can be neither copied nor pickled: close it before you copy the model or save it whole "
+            "(torch.save), and make one for each; state_dict and save_pretrained are as without it"
+        )
 
     def _check_open(self) -> Collectives:
         if self._talk is None:
@@ -182,7 +258,9 @@ class ContextParallel:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.attention is None:
             return None
-        kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+        kwargs = self._named(args, kwargs)
+        if self._unknown and not self._comparing and _kind(kwargs) not in self._compared:
+            self._check(kwargs, inside=True)
         top = next((place for place in self._places if place.module is model), None)
         inputs = {} if top is None else top.inputs
         with told(self.transport):
@@ -284,3 +362,8 @@ class ContextParallel:
         (each,) = counts(self.transport, "outputs", (dim, str(x.dtype), x.shape[:dim], x.shape[dim + 1 :]), x.shape[dim])
         rows: Tensor = Whole.apply(x.transpose(0, dim), each, self.rank, self._check_open())  # type: ignore[no-untyped-call]
         return rows.transpose(0, dim)
+
+
+def _kind(inputs: Mapping[str, Any]) -> str:
+    """Which inputs have tensors, and of how many dims and which type: what decides which parts of a model run."""
+    return repr(sorted((name, [(one.ndim, one.dtype) for one in tensors(value)]) for name, value in inputs.items() if has_tensors(value)))

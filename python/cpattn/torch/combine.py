@@ -18,6 +18,7 @@ from .operators import _rows, _stream, on_device
 
 if TYPE_CHECKING:
     from ..rank import Rank
+    from .executor import Executor
 
 # Plans that a context keeps: one for each number of tokens in a step.
 KEPT = 256
@@ -26,7 +27,7 @@ KEPT = 256
 class Combining:
     """The method of a context that merges partial results."""
 
-    rank: Rank
+    rank: Rank | Executor
     number: int
     world: int
     _combines: dict[tuple[Any, ...], Plan]

@@ -27,13 +27,15 @@ from ..rank import Rank
 from ..slices import Slice, checked as checked_slices
 from ..slopes import refuse_per_document, slopes_of
 from ..trace import Event
-from . import nccl, nodes, operators
+from . import choice, nccl, nodes, operators
 from .combine import Combining
 from .dropout import of_call
 from .dtypes import DTYPES, holds
-from .gather import Gathering
+from .executor import Executor, Network
+from .gather import Gathering, Talk
 from .gloo import Collectives, GlooTransport, Members
 from .heads import Heads
+from .kernels import Kernel
 from .lists import lists_of
 
 if TYPE_CHECKING:
@@ -64,7 +66,12 @@ class Context(PackedContext, Combining):
     For a model with several kinds of layers, give `layers`, kinds as for `Plan.auto_for`: the automatic choice of mesh and layout then
     considers all of them. It excludes ulysses, ring and layout.
 
-    On CUDA messages go over NCCL: over a communicator of the context's own, or with `communicator="torch"` over that of the process
+    `kernels` says what computes. "cpattn", the default on the CPU: the kernels of this library, on the CPU and on CUDA. "torch", the
+    default on any other device, "math", another name of `cpattn.torch.kernels`, or a `Kernel` of your own: then this library only
+    plans. Attention is that kernel's, everything else is operators of PyTorch, and messages are point-to-point batches over the
+    group's own backend, on any device that PyTorch has. What a kernel does not honour is refused by name.
+
+    With kernels="cpattn" on CUDA messages go over NCCL: over a communicator of the context's own, or with `communicator="torch"` over that of the process
     group, which PyTorch owns. Then collectives of the group and calls of the context are enqueued in one order, the same on all
     ranks, by one thread at a time; after a failure the group is not aborted; and the context is closed before the group is destroyed.
 
@@ -88,7 +95,8 @@ class Context(PackedContext, Combining):
         plans: int = 16,
         own_tokens: bool = False,
         layers: Sequence[tuple[int, Mapping[str, Any]]] = (),
-        communicator: str = "own",
+        communicator: str | None = None,
+        kernels: str | Kernel | None = None,
         **options: Unpack[PlanOptions],
     ) -> None:
         heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
@@ -106,15 +114,11 @@ class Context(PackedContext, Combining):
         if (known := attempt(DTYPES.get, dtype)) is None:
             raise refused("dtype", dtype, f"one of {', '.join(map(str, DTYPES))} is needed")
         if isinstance(device, bool) or (on := attempt(torch.device, device)) is None:
-            raise refused("device", device, "cpu or cuda is needed")
+            raise refused("device", device, "a device of PyTorch is needed, such as cpu or cuda")
         self.dtype, self.device, self.workers = dtype, on, workers
-        if self.device.type not in ("cpu", "cuda"):
-            raise Unsupported(f"device is {self.device}, cpu or cuda is needed")
-        if self.device.type == "cuda" and workers != 1:
-            raise InvalidArgument(f"workers is {workers}, 1 is needed on {self.device}: workers are CPU threads")
-        communicator = nccl.checked(communicator, self.device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+        kernels = choice.checked(kernels, on, workers)
+        communicator = choice.communicator(communicator, kernels, on, group)
+        self.device = choice.numbered(on)
         self.transport, self._timeout = GlooTransport(group, timeout=timeout), timeout
         self._collectives: Collectives | None = None
         self._combines: dict[tuple[Any, ...], Plan] = {}
@@ -123,20 +127,31 @@ class Context(PackedContext, Combining):
         try:
             options["ranks_per_node"], self._from_torchrun = nodes.agreed(self.transport, self._members, options)
             self._kind: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "dtype": known, **options}
+            # None: the kernels of this library.
+            self.kernel = choice.agreed(self.transport, kernels, self.device)
             nodes.together(self.transport, lambda: over_all(self._first(Packing((0, 1)))))
         except BaseException:
             self.transport.release()
             raise
-        self.key = next(_numbers)
+        self.key, self.runs = next(_numbers), 0  # forward passes of attention, also of compiled graphs
         operators.CONTEXTS[self.key] = self
-        # The rank for tensors on the CPU; with a device, for `shift` only.
-        self._host = self.rank = Rank(self.transport, workers=workers)
-        if self.device.type == "cuda":
+        # The rank for tensors on the CPU; with a device, for `shift` only. None with another kernel.
+        self._host: Rank | None = None
+        self.rank: Rank | Executor
+        if self.kernel is not None:
             try:
-                self.rank = nccl.rank_on(self.device, communicator, self.transport, group, timeout)
+                self.rank = Executor(self.transport, Network(choice.process_group(group), self._members, self.device, timeout), self.kernel)
             except BaseException:
-                self._host.close()
+                self.transport.release()
                 raise
+        else:
+            self._host = self.rank = Rank(self.transport, workers=workers)
+            if self.device.type == "cuda":
+                try:
+                    self.rank = nccl.rank_on(self.device, communicator, self.transport, group, timeout)
+                except BaseException:
+                    self._host.close()
+                    raise
         open_ones = _deciding.setdefault(self._members, [])
         self._decides: PlanOf | None = open_ones[0][1] if open_ones and not own_tokens else None
         if not own_tokens:
@@ -204,6 +219,12 @@ class Context(PackedContext, Combining):
             self._collectives = Collectives(self._members, self._timeout)
         return self._collectives
 
+    def talk(self) -> Talk | None:
+        """What brings rows of other ranks: nothing, if there are none. All ranks call it."""
+        if isinstance(self.rank, Executor):
+            return self.rank
+        return self.collectives() if self.world > 1 else None
+
     def record(self, capacity: int = 1 << 16) -> None:
         """Starts to record this rank's operations, at most `capacity` of them, for `trace`."""
         self.check_open()
@@ -223,7 +244,7 @@ class Context(PackedContext, Combining):
             self._collectives.close()
         _deciding[self._members] = [pair for pair in _deciding.get(self._members, []) if pair[0] is not self]
         self.rank.close()
-        self._host.close()
+        (self.transport.release if self._host is None else self._host.close)()
 
 
 class Batch(Heads, Gathering, Packed):
@@ -298,7 +319,8 @@ class Batch(Heads, Gathering, Packed):
         in models in evaluation: give 0 there. Which pairs are dropped depends on the tokens' places in the batch, the head and
         `dropout_seed`, a number from 0 to 2^64 - 1 or one of an int64 tensor, and not on the ranks: it is as on one process, and in
         `cpattn.torch.dropout_mask`. All ranks give the same seed, which is checked, and another one for each call. Without a seed it is drawn
-        from PyTorch's generator for the CPU, whose state must then be equal on all ranks, as after torch.manual_seed. A capture into a
+        from PyTorch's generator for the CPU, whose state must then be equal on all ranks, as after torch.manual_seed; gradient checkpointing that does not restore that state is refused in
+        the backward pass. A capture into a
         CUDA graph is refused.
 
         With `key_indices`, int32 or int64 [tokens, entries] or [tokens, kv_heads, entries], a query attends only to the keys that it lists:
@@ -377,9 +399,12 @@ class Batch(Heads, Gathering, Packed):
             raise refused(filling, fill, "a number is needed, not a member of an enum: are two arguments exchanged?")
         if not holds(rows.dtype, fill):
             raise refused(filling, fill, f"which {rows.dtype} cannot represent: convert {name}, or give another {filling}")
+        host = self.context._host
+        if host is None:
+            return self._from_others(rows, by, fill)
         mine = rows.detach().cpu().resolve_conj().resolve_neg().reshape(len(rows), math.prod(rows.shape[1:])).contiguous()
         out, one = torch.empty_like(mine), torch.empty(1, dtype=rows.dtype).fill_(fill)
-        self.context._host.shift(self.plan, by, one, mine, out)
+        host.shift(self.plan, by, one, mine, out)
         return out.reshape(rows.shape).to(rows.device)
 
     def _check(self, name: str, tensor: Tensor, rows: int) -> None:

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Dropout of attention: the seed of a call, and the mask that it stands for."""
+"""Dropout of attention: the seed of a call, and the mask that it stands for.
+
+A layer that gradient checkpointing computes again in the backward pass must drop what it dropped before. If its generator is not restored
+it would draw another seed, and gradients would be those of neither. So seeds of forward passes are kept, and a forward inside of a
+backward needs one of them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,12 @@ from torch import Tensor
 
 from .. import dropout
 from .._check import number, refused, whole
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, Unsupported
+
+# Seeds are kept of so many calls: those between a forward pass and its backward are fewer.
+CALLS = 1 << 16
+# The seeds, the latest last.
+_seeds: dict[int, None] = {}
 
 
 def dropout_mask(p: float, seed: int | Tensor, heads: int, q_tokens: int, k_tokens: int | None = None) -> Tensor:
@@ -58,3 +68,17 @@ def of_call(p: float | None, seed: int | Tensor | None, of_context: float) -> Te
     if not p:
         return None
     return torch.randint(2**63 - 1, (), dtype=torch.int64) if seed is None else seed
+
+
+def known(seed: int) -> int:
+    """The seed of a forward, which inside of a backward pass is that of an earlier forward."""
+    if seed not in _seeds and torch._C._current_graph_task_id() != -1:
+        raise Unsupported(
+            "attention with dropout is computed again in the backward pass with another seed than before, as gradient checkpointing with "
+            "preserve_rng_state=False makes it draw one: give dropout_seed, the same number both times, or leave preserve_rng_state=False out"
+        )
+    _seeds.pop(seed, None)
+    _seeds[seed] = None
+    if len(_seeds) > CALLS:
+        del _seeds[next(iter(_seeds))]
+    return seed

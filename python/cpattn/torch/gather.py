@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from ..errors import Disagreement, InvalidArgument, PeerError
 from ..packing import Packing
 from ..options import Side, window
 from ..plan import Plan
-from .gloo import Collectives
 from .operators import on_device
 from .reads import Bands, Runs
 
@@ -30,6 +29,14 @@ if TYPE_CHECKING:
     from .context import Context
 
 Exchange = Callable[[Tensor, Tensor, list[int], list[int]], None]
+
+
+class Talk(Protocol):
+    """What brings rows of bytes on a device: `gloo.Collectives`, or the executor of a kernel of others."""
+
+    device: torch.device
+
+    def exchange(self, to: Tensor, sent: Tensor, arriving: list[int], leaving: list[int]) -> None: ...
 
 
 class Gathered(NamedTuple):
@@ -56,7 +63,7 @@ class Reads:
 
     `tokens`, `positions` and `documents` are as in `Gathered`. `given` is the number of rows that `gather` takes."""
 
-    def __init__(self, bands: Bands, readers: Sequence[Runs], held: Sequence[Runs], rank: int, own: Tensor, talk: Collectives | None) -> None:
+    def __init__(self, bands: Bands, readers: Sequence[Runs], held: Sequence[Runs], rank: int, own: Tensor, talk: Talk | None) -> None:
         self.rank, self._talk, self._bands, self._own = rank, talk, bands, own
         found = list(map(bands.read, readers))
         self._rows = mine = found[rank]
@@ -65,6 +72,8 @@ class Reads:
         # The rows given here that each rank needs, and the places of those that come from each rank.
         self._send = [one.given(held[rank]) for one in found]
         self._place = [mine.taken(one) for one in held]
+        self._home = torch.device("cpu") if talk is None else talk.device
+        self._leaving, self._arriving = torch.cat(self._send).to(self._home), torch.cat(self._place).to(self._home)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -111,30 +120,42 @@ class Reads:
         there = self.positions[at][:, None] >= back
         return Halo(rows, torch.where(there, at[:, None] - back, len(self)).to(rows.device))
 
+    def shifted(self, by: int) -> tuple[Tensor, Tensor]:
+        """Which of this rank's tokens, by their places, have a token `by` later in their document, and the places of those in the rows
+        read, on the device of the rows."""
+        mine, ends = self._own, self._bands.ends
+        document = self._bands.documents(mine)
+        at = mine + by
+        there = ((at >= ends[document]) & (at < ends[document + 1])).nonzero().flatten() if len(mine) else mine
+        return there.to(self._home), self._rows.places(at[there]).to(self._home)
+
     def _there(self, x: Sequence[Tensor]) -> list[Tensor]:
         device = x[0].device
-        data = torch.cat([_bytes(one) for one in x], 1).cpu()
-        got = self._exchange(data[torch.cat(self._send)], self._send, self._place)
-        rows = torch.empty(len(self), data.shape[1], dtype=torch.uint8)
-        rows[torch.cat(self._place)] = got
+        data = torch.cat([_bytes(one) for one in x], 1).to(self._home)
+        got = self._exchange(data[self._leaving], self._send, self._place)
+        rows = torch.empty(len(self), data.shape[1], dtype=torch.uint8, device=self._home)
+        rows[self._arriving] = got
         return _values(rows.to(device), x)
 
     def _back(self, x: Sequence[Tensor]) -> list[Tensor]:
         device = x[0].device
-        data = torch.cat([_bytes(one) for one in x], 1).cpu()
-        got = self._exchange(data[torch.cat(self._place)], self._place, self._send).to(device)
+        data = torch.cat([_bytes(one) for one in x], 1).to(self._home)
+        got = self._exchange(data[self._arriving], self._place, self._send).to(device)
         sums = [one.new_zeros(self.given, *one.shape[1:], dtype=_wide(one.dtype)) for one in x]
-        for rows, block in zip(self._send, torch.split(got, list(map(len, self._send))), strict=True):
+        lengths = list(map(len, self._send))
+        for rows, block in zip(torch.split(self._leaving.to(device), lengths), torch.split(got, lengths), strict=True):
             for total, part in zip(sums, _values(block, x), strict=True):
-                total.index_add_(0, rows.to(device), part.to(total.dtype))
+                total.index_add_(0, rows, part.to(total.dtype))
         return [total.to(one.dtype) for total, one in zip(sums, x, strict=True)]
 
     def _exchange(self, data: Tensor, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> Tensor:
         """Rows of bytes for each rank, in the order of the ranks; returns those from each."""
         width = data.shape[1]
-        if self._talk is None or not width:
+        if self._talk is None:
             return data
-        got = torch.empty(sum(map(len, arriving)), width, dtype=torch.uint8)
+        if not width:
+            return data.new_empty(sum(map(len, arriving)), 0)
+        got = torch.empty(sum(map(len, arriving)), width, dtype=torch.uint8, device=self._home)
         try:
             self._talk.exchange(got.view(-1), data.reshape(-1), *([len(rows) * width for rows in way] for way in (arriving, leaving)))
         except RuntimeError as error:
@@ -229,7 +250,7 @@ class Gathering:
         known: dict[Any, Reads] = self.__dict__.setdefault("_known_reads", {})
         if key not in known:
             own = (self.tokens if readers == Side.Q else self.k_tokens).cpu()
-            talk = self.context.collectives() if self.context.world > 1 else None
+            talk = self.context.talk()
             known[key] = Reads(make(), held(self.plan, readers), held(self.plan, side), self.context.number, own, talk)
         return known[key]
 
@@ -264,6 +285,17 @@ class Gathering:
         """The rows of `halo`. Cached."""
         taps, alone = whole("taps", taps, 0, 2**31), Packing(self.packing.cu_seqlens)
         return self._reads(("halo", taps), Side.Q, Side.Q, lambda: bands_of(alone, taps, 0))
+
+    def _from_others(self, rows: Tensor, by: int, fill: float) -> Tensor:
+        """`Batch.shift` over the backend of the group, on the device of the rows."""
+        alone = Packing(self.packing.cu_seqlens)
+        reads = self._reads(("shift", by), Side.Q, Side.Q, lambda: bands_of(alone, -by, by))
+        (found,) = self._gathered(reads, ("shift", by), (rows.detach(),))
+        there, places = reads.shifted(by)
+        out = torch.full_like(rows, fill, memory_format=torch.contiguous_format)
+        out[there] = found[places]
+        made: Tensor = out
+        return made
 
     def _gathered(self, reads: Reads, what: tuple[Any, ...], x: Sequence[Tensor]) -> tuple[Tensor, ...]:
         context = self.context

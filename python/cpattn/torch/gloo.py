@@ -83,6 +83,8 @@ def connected(name: str, rank: int, world: int, timeout: timedelta) -> Any:
 class Collectives:
     """Sums and broadcasts over a gloo group of its own with these global ranks, in the manner of torch.distributed, until `close`."""
 
+    device = torch.device("cpu")
+
     def __init__(self, members: tuple[int, ...], timeout: float) -> None:
         self._group = connected(_next_name(members), members.index(dist.get_rank()), len(members), timedelta(seconds=timeout))
 

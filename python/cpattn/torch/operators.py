@@ -32,10 +32,11 @@ from ..options import Side
 from ..plan import Plan
 from ..rank import Rank
 from ..slopes import slopes_of
-from .dropout import seed_of
+from .dropout import known, seed_of
 
 if TYPE_CHECKING:
     from .context import Batch, Context
+    from .executor import Executor
 
 # Contexts by their numbers.
 CONTEXTS: WeakValueDictionary[int, Context] = WeakValueDictionary()
@@ -95,10 +96,11 @@ def _forward(
     sinks = None if sinks is None else sinks.detach().contiguous()
     given: dict[str, Any] = {"max_logit": max_logit} if largest else {}
     if seed is not None:
-        given["dropout_seed"] = seed_of("dropout_seed", seed)
+        given["dropout_seed"] = known(seed_of("dropout_seed", seed))
     if keys is not None:
         given["key_indices"] = keys
     plan = batch._plan_for(q, k, v, sinks, told, listed=keys is not None)
+    batch.context.runs += 1
     batch.context.rank.forward(plan, _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, **given)
     return o, lse, max_logit
 
@@ -278,7 +280,7 @@ class AllToAll(torch.autograd.Function):
     """From this rank's tokens and all heads to all tokens and its own heads, or back. The gradient of one is the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rank: Rank, number: int, plan: Plan, side: Side, to_heads: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rank: Rank | Executor, number: int, plan: Plan, side: Side, to_heads: bool) -> Tensor:
         ctx.rest, x = (rank, number, plan, side, not to_heads), _rows(x)
         share = plan.share(number)
         heads = share.q_head_end - share.q_head_begin if side == Side.Q else share.kv_head_end - share.kv_head_begin

@@ -9,7 +9,7 @@ linear in the key's position, is a product of two more dims of q and k: the head
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -114,29 +114,37 @@ class Adapters:
 
     def __init__(self, model: Any) -> None:
         self._config, self._usual = model.config, model.config._attn_implementation
-        kind = "sdpa" if self._usual == "sdpa" else "eager"
-        self._layers: list[tuple[nn.Module, str, Callable[..., Any]]] = []
-        self.gathered: list[nn.Module] = []
-        for layer in model.modules():
-            if not type(layer).__module__.startswith("transformers.models."):
-                continue
-            if type(layer).__name__ in ADAPTERS:
-                self._layers.append((layer, *ADAPTERS[type(layer).__name__]))
-            elif own := adapter_of(layer):
-                self.gathered.append(layer)
-                self._layers.append((layer, "forward", partial(own, kind)))
-        if getattr(model.config, "alibi", False) and self._layers:
+        self._model = model
+        self.gathered = [layer for layer, *_ in self._layers() if type(layer).__name__ not in ADAPTERS]
+        if getattr(model.config, "alibi", False) and self._layers():
             raise Unsupported(
                 f"{type(model).__name__} has config.alibi, which is not supported: it rounds the bias to bf16, so that it depends on the "
                 "position itself and not on the distance alone"
             )
 
+    def _layers(self) -> list[tuple[nn.Module, str, Callable[..., Any]]]:
+        """Each layer with the method that is replaced, and what replaces it. Looked up each time: PEFT may copy a layer."""
+        kind, found = "sdpa" if self._usual == "sdpa" else "eager", list[tuple[nn.Module, str, Callable[..., Any]]]()
+        for layer in self._model.modules():
+            if not type(layer).__module__.startswith("transformers.models."):
+                continue
+            if type(layer).__name__ in ADAPTERS:
+                found.append((layer, *ADAPTERS[type(layer).__name__]))
+            elif own := adapter_of(layer):
+                found.append((layer, "forward", partial(own, kind)))
+        return found
+
+    def replaced(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """Each layer, its method, and the function of the partial that replaces it."""
+        for layer, name, adapter in self._layers():
+            yield layer, name, adapter.func if isinstance(adapter, partial) else adapter
+
     def replace(self) -> None:
-        for layer, name, adapter in self._layers:
+        for layer, name, adapter in self._layers():
             vars(layer)[name] = partial(adapter, layer)
             self._config._attn_implementation_internal = NAME
 
     def restore(self) -> None:
-        for layer, name, _ in self._layers:
+        for layer, name, _ in self._layers():
             vars(layer).pop(name, None)
             self._config._attn_implementation_internal = self._usual

@@ -79,21 +79,21 @@ class Images:
         if self._shards and FEATURES not in self._methods:
             raise Unsupported(f"vision is 'shard', and {self._name} has no method {FEATURES}: leave vision out")
         # The attention of towers stays what it is.
-        self._towers: list[tuple[Any, Any]] = []
+        self.towers: list[tuple[Any, Any]] = []
         if self._decoder is not None:
             inside = {id(one) for module in self._decoder.modules() if (one := getattr(module, "config", None)) is not None}
             text, own = model.config.get_text_config(), [*_configs(model.config)]
             own += [one for module in model.modules() if (one := getattr(module, "config", None)) is not None and hasattr(one, "sub_configs")]
             for one in {id(one): one for one in own}.values():
                 if id(one) not in inside and all(inner is not text for inner in _configs(one)):
-                    self._towers.append((one, one._attn_implementation))
+                    self.towers.append((one, one._attn_implementation))
 
     def __bool__(self) -> bool:
         return self._decoder is not None
 
     def keep_attention(self) -> None:
         """After the model's attention was set, which sets that of its towers too."""
-        for config, usual in self._towers:
+        for config, usual in self.towers:
             config._attn_implementation_internal = usual
 
     def given(self, inputs: Mapping[str, Any]) -> frozenset[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -106,6 +106,10 @@ class Mixers:
         for block in self._blocks:
             if "forward" not in vars(block):
                 block.forward = partial(self._within, block.forward)
+
+    def replaced(self) -> Iterator[tuple[torch.nn.Module, str, Any]]:
+        """Each layer, its method, and the function of the partial that replaces it."""
+        yield from ((layer, "forward", Mixers._forward) for layer in self.layers)
 
     def restore(self) -> None:
         for module in (*self.layers, *self._blocks):

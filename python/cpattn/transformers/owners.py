@@ -2,12 +2,13 @@
 """Models whose parameters something else holds already, so that ContextParallel cannot try them: refused by the name of the owner.
 
 What wraps or shards a model after ContextParallel is not looked at here. `fully_shard` (FSDP2) may come before: its parameters are whole in
-a forward pass of the model itself. So may `deepspeed.zero.Init` (`zero`).
+a forward pass of the model itself. So may `deepspeed.zero.Init` (`zero`). A trial leaves both as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import DataParallel
 
 from .._check import refused
 from ..errors import Unsupported
-from .zero import refuse_parallel, refuse_parts
+from .zero import refuse_parallel, refuse_parts, whole_parts
 
 
 def _flattened(parameter: torch.nn.Parameter) -> bool:
@@ -49,3 +50,34 @@ def refuse_owners(model: Any, members: Sequence[int]) -> None:
             f"{kind} has parameters that tensor parallelism has split (tp_plan, parallelize_module): load it without tp_plan, and use "
             "ContextParallel on all ranks, with fully_shard (FSDP2) where parameters do not fit"
         )
+
+
+@contextmanager
+def trial(model: Any) -> Iterator[None]:
+    """Inside of it the model runs, also with parameters in parts; afterwards each owner holds its parts as before.
+
+    FSDP2 keeps the root's parameters whole after a forward pass, for a backward pass that does not come here, and so all parameters if a pass fails or with
+    reshard_after_forward=False. An optimizer that is made then would get tensors that FSDP2 drops with the next backward pass."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        with whole_parts(model):
+            yield
+    except BaseException:
+        for module in sharded:
+            _end(module)
+        raise
+    finally:
+        for module in sharded:
+            module.reshard()
+
+
+def _end(module: Any) -> None:
+    """Ends a forward pass of FSDP2 that has failed: as long as it takes a module to be in one, `reshard` may do nothing. PyTorch has no public
+    function for it."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = module._get_fsdp_state()
+    state._state_ctx.iter_forward_root = None
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for one in (state, *filter(None, groups)):
+        one._training_state = TrainingState.IDLE

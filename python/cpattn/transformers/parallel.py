@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._check import attempt, refused, whole
+from .._check import attempt, flag, refused, whole
 from .._signature import named
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
 from ..options import CHOSEN
 from ..plan import Plan
 from ..torch import Context, GlooTransport
-from ..torch.agree import Total, content, number, same, same_names, same_settings, told
+from ..torch.agree import content, number, same, same_names, same_settings, told
 from ..torch.gloo import Collectives, Members
+from ..torch.weights import same_weights
 from .adapters import Adapters
 from .attention import NAME, Current, register
 from .calls import Calls
@@ -33,16 +34,23 @@ from .dropout import ByPlace
 from .forward import Forward
 from .images import Images
 from .inputs import checked
+from .integrity import Integrity, configs_of
 from .mixers import Mixer, Mixers
 from .owners import refuse_owners
 from .pack import TAKEN
 from .pooled import Kept, pools, reader_of
 from .probe import probe
-from .router import keeps_router, router_loss
+from .results import results
+from .router import keeps_router
 from .scores import Reader
-from .tiles import in_tiles, keeps_hidden, summed
+from .tiles import keeps_hidden
 from .views import Views
 from .zero import at_once, refuse_combining, refuse_parallel
+
+WEIGHTS = (
+    "load the same weights on all ranks, or draw them with the same seed; give compare_weights=False where something makes them equal afterwards "
+    "(DDP, deepspeed.initialize)"
+)
 
 
 @named("model, group=group, ulysses=2")
@@ -61,6 +69,9 @@ class ContextParallel(Calls):
     run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
     With `dropout="position"` each `torch.nn.Dropout` drops by the places of tokens in the batch, so that training does not depend on the
     number of ranks; otherwise each rank draws its own. (Attention drops by places always.)
+    The ranks compare hashes of their models' weights first, of shards with those of ranks that hold the same shards; `compare_weights=False`
+    leaves it out, for weights that something makes equal afterwards (DDP, `deepspeed.initialize` and accelerate's FSDP with
+    `cpu_ram_efficient_loading` send those of rank 0).
 
     Raises Unsupported for a model that would be wrong, with the reason.
     """
@@ -78,6 +89,7 @@ class ContextParallel(Calls):
         workers: int = 1,
         mixers: Mapping[type[torch.nn.Module], Mixer] | None = None,
         dropout: str = "rank",
+        compare_weights: bool = True,
         **options: Any,
     ) -> None:
         self.model: Any = None
@@ -94,6 +106,7 @@ class ContextParallel(Calls):
         self._options, self._group = {"timeout": timeout, "workers": workers, **options}, group
         self._alike = {
             **{"group": group, "replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "mixers": mixers, "dropout": dropout},
+            "compare_weights": compare_weights,
             **self._options,
         }
         transport = GlooTransport(group, timeout=timeout)
@@ -104,9 +117,12 @@ class ContextParallel(Calls):
                     raise refused("dropout", dropout, "'rank' (each rank draws its own) or 'position' is needed")
                 self._dropouts = ByPlace(model) if dropout == "position" else None
                 self._look(model, members, replicas, gradients, tile, mixers or {}, vision)
-            settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout}
+                compare_weights = flag("compare_weights", compare_weights)
+            settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout, "compare_weights": compare_weights}
             settings |= {"options": sorted(options.items()), "model": type(model).__name__}
             same_settings(transport, settings)
+            if compare_weights:
+                same_weights(transport, model)
             with told(transport):
                 self._try(model)
             same_settings(transport, {"model": (type(model).__name__, self._found)})
@@ -165,6 +181,9 @@ class ContextParallel(Calls):
             self._kept.replace()
         ulysses = self._options.get("ulysses")  # which other layers than those with kernels do not limit
         self._found = probe(model, self._takes, self._mixers, self._kept, ulysses if isinstance(ulysses, int) and ulysses > 0 else 1)
+        if self._kept:
+            self._kept.restore()
+        self._integrity = Integrity(self)
         self._base = getattr(model, model.base_model_prefix, None)
         if self.tile and (self._base is None or self._base is model):
             raise Unsupported(f"tile is {self.tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
@@ -174,6 +193,9 @@ class ContextParallel(Calls):
 
     def _attend(self, kind: str) -> None:
         self.model.set_attn_implementation(kind)
+        if self.model.config.get_text_config()._attn_implementation == kind:
+            for _, config in configs_of(self.model, self._images.towers):
+                config._attn_implementation_internal = kind
         self._images.keep_attention()
 
     def _heads(self) -> dict[str, Any]:
@@ -207,6 +229,7 @@ class ContextParallel(Calls):
         )
         with told(context.transport):
             refuse_parallel()
+            self._integrity.check()
             if torch.is_grad_enabled():
                 refuse_combining(self.model, self._alike["gradients"])
             images = self._images.given(inputs)
@@ -240,6 +263,7 @@ class ContextParallel(Calls):
         if args:
             kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
         forward = self.last = Current.forward = self.shard(kwargs)
+        self._integrity.begin()
         draws = partial(Draws, self._number, self.replica, self.device, self.transport, forward.tokens, forward.batch.plan.distribution)
         if self._images.given(kwargs):
             kept = self._images.arguments(forward, kwargs, draws)
@@ -269,44 +293,22 @@ class ContextParallel(Calls):
             kept[self._found.named] = forward.pack.types[mine][None]
         return kept
 
-    # Outputs
-
     def _after(self, model: Any, args: Any, kwargs: Any, out: Any) -> Any:
         if (forward := self._whole()) is None:
             return out
+        with told(self.transport):
+            self._integrity.end()
         if self._dropouts and forward.draws is not None:
             self._dropouts.check(forward.draws)
         if forward.outer:
             raise Unsupported(f"{type(model).__name__} did not call its text model with the batch: images are not supported in it")
-        weighted = None
-        if isinstance(out.get("aux_loss"), Tensor):
-            out["aux_loss"], weighted = router_loss(self, forward, out["aux_loss"], self.factor)
-        if forward.reader is not None:
-            aux, out = out.get("aux_loss"), forward.reader.result(model, forward, out, kwargs)
-            if aux is not None:
-                out["aux_loss"] = aux
-        else:
-            self._losses(model, forward, out, kwargs)
-        if weighted is not None and out.get("loss") is not None:
-            out["loss"] = out["loss"] + weighted
-        return out
-
-    def _losses(self, model: Any, forward: Forward, out: Any, kwargs: dict[str, Any]) -> None:
-        logits = out.logits
-        if not len(forward.batch.tokens):
-            out["logits"] = logits[:, :0]
-        if forward.labels is None:
-            return
-        if forward.hidden is None:
-            part = summed(logits[0], forward.labels, forward.weights)
-        else:
-            out["logits"], part = None, in_tiles(self, model, forward, kwargs)
-        items = forward.items if forward.items is not None else forward.pack.count
-        out["loss"] = Total.apply(part, forward.batch.context.transport, self.factor) / items  # type: ignore[no-untyped-call]
+        return results(self, model, forward, out, kwargs)
 
     def _ends(self, *_: Any) -> None:
         if (forward := self._whole()) is not None:
             forward.hidden = forward.router = Current.forward = None
+            if self._kept:
+                self._kept.restore()
             if forward.draws is not None:
                 forward.draws.end()
 

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 
 def pools(model: Any) -> bool:
-    return type(model).__name__.endswith("ForSequenceClassification") and isinstance(getattr(model, "score", None), torch.nn.Module)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    return type(inner).__name__.endswith("ForSequenceClassification") and isinstance(getattr(model, "score", None), torch.nn.Module)
 
 
 class Kept:
-    """The scores of the last forward pass of a head."""
+    """The scores of a pass of a model's head, which has a hook during the pass alone: PEFT may wrap, replace or copy a head between two passes."""
 
     def __init__(self, model: Any) -> None:
-        self._head: torch.nn.Module = model.score
+        self._model = model
         self.scores: Tensor | None = None
         self._hook: Any = None
 
@@ -36,7 +37,7 @@ class Kept:
         """Keeps what the hooks return that the head has now: ZeRO-3 gathers its parameters again for the backward pass of that."""
         if self._hook is not None:
             self._hook.remove()
-        self._hook = self._head.register_forward_hook(self._keep)
+        self._hook = self._model.score.register_forward_hook(self._keep)
 
     def restore(self) -> None:
         if self._hook is not None:

@@ -26,8 +26,9 @@ from .attention import Current
 from .hybrids.deal import Deal
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
 from .mixers import Mixers
+from .owners import trial
 from .pooled import Kept
-from .zero import shape_of, trial
+from .zero import shape_of
 
 TOKENS = 7
 
@@ -116,7 +117,8 @@ class Tables(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 class Found(NamedTuple):
     """The kinds of a model's layers, each with the number of its layers; the first position of a document; the number of positions
     from there on that the model has; whether it counts no tokens with the padding's id; the number of token types, 0 if it takes none,
-    the name of their argument, and the blocks that they make in its masks; whether the head reads one token of a row."""
+    the name of their argument, and the blocks that they make in its masks; whether the head reads one token of a row; and how
+    often a pass runs attention with kernels."""
 
     layers: list[tuple[int, dict[str, int]]]
     first: int
@@ -126,6 +128,7 @@ class Found(NamedTuple):
     named: str
     blocks: Blocks | None
     pooled: bool
+    runs: int
 
     @property
     def told(self) -> list[tuple[int, dict[str, int]]]:
@@ -221,6 +224,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
         Current.forward = None
         for module in training:
             module.training = True
+    runs = sum(count // counted for count in kinds.values())
     if not kinds and (mixers or forward.gathered):
         # No attention with kernels: any kind of layer will do for the distribution of tokens.
         left, right = forward.gathered or (UNLIMITED, 0)
@@ -239,7 +243,7 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
             "spaces) need mixers"
         )
     layers = [(count // counted, dict(kind)) for kind, count in kinds.items()]
-    return Found(layers, first, rows, skips, types, named, blocks, kept is not None)
+    return Found(layers, first, rows, skips, types, named, blocks, kept is not None, runs)
 
 
 def _skips(logits: Callable[..., Tensor], ids: Tensor, order: Tensor, first: int) -> bool:

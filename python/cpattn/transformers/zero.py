@@ -37,7 +37,7 @@ def engaged(model: nn.Module) -> bool:
 
 
 def refuse_parts(model: nn.Module, members: Sequence[int]) -> None:
-    """Refuses models whose parameters `trial` cannot gather."""
+    """Refuses models whose parameters `whole_parts` cannot gather."""
     if not (parts := in_parts(model)):
         return
     name = type(model).__name__
@@ -51,7 +51,7 @@ def refuse_parts(model: nn.Module, members: Sequence[int]) -> None:
 
 
 @contextmanager
-def trial(model: nn.Module) -> Iterator[None]:
+def whole_parts(model: nn.Module) -> Iterator[None]:
     """Inside of it the model runs, although its parameters are in parts: those outside of lists of layers are whole all the time, those of a
     layer while it runs. All ranks that hold parts call it."""
     if not in_parts(model) or engaged(model):

@@ -60,7 +60,7 @@ impl CudaEvent {
     /// For a stream that is being captured: makes each replay of the graph wait for the last mark of the point before
     /// it.
     pub(crate) fn hold_in_replays(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: as in `hold`; the graph's owner keeps the event alive (see `Rank::run_on`).
+        // SAFETY: as in `hold`; the graph's owner keeps the event alive (see `Rank::run`).
         unsafe { call!(cuStreamWaitEvent(stream, self.handle, sys::EVENT_WAIT_EXTERNAL)) }
     }
 

@@ -290,7 +290,8 @@ impl Backend for DeviceRank {
         self.work_at(at).map(|_| ())
     }
 
-    unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings, stream: RawStream) -> Result<()> {
+    unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings) -> Result<()> {
+        let stream = tensors.stream;
         if self.accepted != Some(stream) {
             // SAFETY: a live stream, as promised.
             unsafe { self.gpu().owns(stream) }?;
@@ -301,19 +302,19 @@ impl Backend for DeviceRank {
         let capture = unsafe { self.capture_of_run(stream) }?;
         let capturing = capture.is_some();
         if capturing {
-            self.capturable(plan, run, tensors.pages.is_some())?;
+            self.capturable(plan, run, tensors.pages().is_some())?;
         }
-        if tensors.key_indices.is_some() {
+        if tensors.key_indices().is_some() {
             return Err(crate::error::Error::unsupported(
                 std::format!("key_indices on {}", self.device()),
                 "no CUDA kernel attends to listed keys",
                 "use a rank on the CPU",
             ));
         }
-        let at = self.find_or_prepare(plan, run, tensors.pages.is_some())?;
+        let at = self.find_or_prepare(plan, run, tensors.pages().is_some())?;
         let OnDevice { prepared, sequence, .. } = &self.prepared[at];
         tensors.check(&prepared.expected)?;
-        let pages = tensors.pages.map(|pages| self.page_table(&pages, sequence)).transpose()?;
+        let pages = tensors.pages().map(|pages| self.page_table(&pages, sequence)).transpose()?;
         let attention = matches!(run, Purpose::Attention(_));
         for (tensor, name, raw) in prepared.expected.used(tensors) {
             // Attention reads and writes 16 bytes at a time, on every mesh. Other tensors are only copied, which needs

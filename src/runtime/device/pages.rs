@@ -5,7 +5,7 @@ use super::{DeviceRank, sequence::Sequence};
 use crate::{
     error::{Error, Result},
     kernel::cuda::PageTable,
-    runtime::{backend::Backend, pages::RawPages},
+    runtime::{backend::Backend, keys::RawPages},
     transport::Transport,
 };
 

@@ -35,16 +35,13 @@ fn forward(end: impl Transport + 'static) -> Vec<f32> {
     let (q, k, v) = (numbers(n * 4 * 64, 1), numbers(n * 2 * 64, 2), numbers(n * 2 * 64, 3));
     let (mut o, mut lse) = (vec![0.0f32; n * 4 * 64], vec![0.0f32; n * 4]);
     for _ in 0..3 {
-        let t = Forward {
-            q: View::new(&q, n, 4, 64).unwrap(),
-            k: View::new(&k, n, 2, 64).unwrap(),
-            v: View::new(&v, n, 2, 64).unwrap(),
-            sinks: None,
-            o: ViewMut::new(&mut o, n, 4, 64).unwrap(),
-            lse: ViewMut::head_major(&mut lse, n, 4).unwrap(),
-            max_logit: None,
-            dropout_seed: None,
-        };
+        let t = Forward::new(
+            View::new(&q, n, 4, 64).unwrap(),
+            View::new(&k, n, 2, 64).unwrap(),
+            View::new(&v, n, 2, 64).unwrap(),
+            ViewMut::new(&mut o, n, 4, 64).unwrap(),
+            ViewMut::head_major(&mut lse, n, 4).unwrap(),
+        );
         rank.forward(&plan, t).unwrap();
     }
     o

@@ -171,6 +171,7 @@ pub(crate) unsafe fn gradients<V: Vector>(
         let zero = V::splat(V::T::ZERO);
         let tiny = V::splat(V::T::TINY);
         let (lse, delta) = (V::load(lse), V::load(delta));
+        let most = most_above(lse, V::splat(-V::T::NEG_INFINITY));
         for (j, &key) in keys.iter().enumerate() {
             let (s, dp) = (s.add(j * ld), dp.add(j * ld));
             if !valid(j) {
@@ -179,7 +180,8 @@ pub(crate) unsafe fn gradients<V: Vector>(
                 continue;
             }
             let (score, slope) = scoring.apply(V::load(s), lanes, lane, key, masked);
-            let mut p = score.sub(lse).exp();
+            let above = score.sub(lse);
+            let mut p = V::gt(above, most, most, above).exp();
             if masked {
                 // Masked keys get p = 0 even if lse is NaN; a NaN reaches only keys that the row sees.
                 p = V::gt(V::splat(V::T::LOWEST), score, zero, p);
@@ -189,6 +191,21 @@ pub(crate) unsafe fn gradients<V: Vector>(
             // A key with p = 0 must not contribute, even if its k or v is NaN: 0 · NaN would be NaN.
             V::gt(tiny, p, zero, ds).store(dp);
         }
+    }
+}
+
+/// The most that a score may exceed its lse by. No key has more weight than 1, but an lse of the caller's may be that of
+/// some keys only. From [`Real::WHOLE`] on it is rounded by more than the logarithm of any sum, and so p would be any
+/// number up to infinity: 0 there, `otherwise` for other lanes.
+///
+/// # Safety
+/// The instruction set of `V` is present.
+#[inline(always)]
+pub(crate) unsafe fn most_above<V: Vector>(lse: V, otherwise: V) -> V {
+    // SAFETY: the contract.
+    unsafe {
+        let zero = V::splat(V::T::ZERO);
+        V::gt(V::max(lse, zero.sub(lse)), V::splat(V::T::WHOLE), zero, otherwise)
     }
 }
 

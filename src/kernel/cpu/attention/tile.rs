@@ -10,6 +10,7 @@ use crate::kernel::cpu::memory::arena::{Arena, PANEL};
 use crate::kernel::cpu::memory::panel::to_lanes;
 use crate::kernel::cpu::product::{Gemm, Skip, Store};
 use crate::kernel::cpu::vector::simd::{Real, Vector};
+use crate::kernel::merge::LogSumExp;
 
 /// Positions that one tile of keys may span.
 pub(crate) const SPAN: i64 = 1 << 22;
@@ -207,10 +208,12 @@ impl<A: Real> Scoring<A> {
 
     /// The natural logarithm of the sum of exponentials of a lane with reference `m` and sum `l`. Computed in f64, and
     /// corrected for the rounding of `m · log2` that is contained in l, so that its error does not grow with the
-    /// scores.
-    pub(crate) fn lse(&self, m: A, l: A) -> f64 {
-        let rounding = m.to_f64() * self.log2.to_f64() - (m * self.log2).to_f64();
-        m.to_f64() * self.natural + l.to_f64().ln() - rounding * core::f64::consts::LN_2
+    /// scores. Large lanes have no such rounding (`softmax.rs`).
+    pub(crate) fn lse(&self, m: A, l: A) -> LogSumExp<A> {
+        let units = (m * self.log2).to_f64();
+        let large = units.abs() > A::WHOLE.to_f64();
+        let rounding = if large { 0.0 } else { m.to_f64() * self.log2.to_f64() - units };
+        LogSumExp::sum(m.to_f64() * self.natural, l.to_f64().ln() - rounding * core::f64::consts::LN_2)
     }
 
     /// The final score of a score as the softmax has it: if plain, of a product.

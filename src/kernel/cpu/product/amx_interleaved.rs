@@ -10,13 +10,14 @@
 //!
 //! The maximum score of a lane is known only after all blocks. p is therefore computed with the lane's current
 //! reference, and discarded in the rare case that the reference has to be raised (`softmax.rs` says when). An accepted
-//! tile has the same operations in the same order as without interleaving, and so the same bits.
+//! tile has the same operations in the same order as without interleaving, and so the same bits. Lanes with a reference
+//! so large that scores are subtracted from it first are left to the softmax without interleaving.
 
 use super::amx_product::{Apart, PANEL, Product, TILE, begin, end, scores_of, values_of};
 use super::engine::Operands;
 use super::forms::TileForm;
 use crate::kernel::cpu::attention::slots::BLOCK;
-use crate::kernel::cpu::attention::softmax::SLACK;
+use crate::kernel::cpu::attention::softmax::{SLACK, near_whole};
 use crate::kernel::cpu::attention::tile::{Cover, Scores, Scoring};
 use crate::kernel::cpu::vector::simd::Vector;
 use core::arch::x86_64::{__m512, _mm512_storeu_si512};
@@ -175,7 +176,7 @@ struct Running {
 
 impl Panel<'_> {
     /// Computes p of the panel with the keys, and the lanes' sums, while products of `later` run. Returns false if the
-    /// reference of some lane has to be raised; then only `s` and `p` have changed.
+    /// reference of some lane is large or has to be raised; then only `s` and `p` have changed.
     ///
     /// # Safety
     /// AMX with products of `H` is entered; tiles and panels are as long as the engine says; `keys` are whole blocks.
@@ -193,6 +194,10 @@ impl Panel<'_> {
                 let m = __m512::load(self.m.add(16 * w));
                 limit[w] = m.mul(log2).add(__m512::splat(SLACK as f32));
                 r.shift[w] = zero.sub(__m512::gt(m, never, m.mul(log2), zero));
+                let size = __m512::max(r.shift[w], zero.sub(r.shift[w]));
+                if __m512::any_gt(size, __m512::splat(near_whole())) {
+                    return false;
+                }
                 w += 1;
             }
             let blocks = self.of.keys.len() / BLOCK;

@@ -117,8 +117,8 @@ pub(crate) trait AttentionEngine {
 
     /// Computes scores and p of a whole panel with the keys of a range of whole blocks, with the bits of
     /// [`AttentionEngine::scores`] and the softmax, interleaved with the deferred products and the first scores of
-    /// `next`. Scores must be plain and finite. Returns false if the reference of some lane has to be raised; then only
-    /// `s` and `p` have changed.
+    /// `next`. Scores must be plain and finite. Returns false if the reference of some lane is large or has to be
+    /// raised; then only `s` and `p` have changed.
     unsafe fn interleaved(
         _scores: &Scores<Self::Sum>,
         _of: &Operands<Self::T>,

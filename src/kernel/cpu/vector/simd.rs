@@ -19,6 +19,8 @@ pub(crate) trait Real:
     const TINY: Self;
     /// The smallest finite number.
     const LOWEST: Self;
+    /// From here on numbers are whole: what is larger is off by more than 1 where it was rounded.
+    const WHOLE: Self;
 
     /// `self · b + c`, rounded once where the target does that.
     fn fma(self, b: Self, c: Self) -> Self;
@@ -147,6 +149,7 @@ const EXP2_LEAST: f32 = -127.0;
 
 impl Real for f32 {
     const LOWEST: Self = Self::MIN;
+    const WHOLE: Self = 16_777_216.0;
     const TINY: Self = Self::from_bits(1);
 
     #[inline(always)]
@@ -225,6 +228,7 @@ impl Real for f32 {
 
 impl Real for f64 {
     const LOWEST: Self = Self::MIN;
+    const WHOLE: Self = 9_007_199_254_740_992.0;
     const TINY: Self = Self::from_bits(1);
 
     #[inline(always)]

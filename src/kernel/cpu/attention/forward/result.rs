@@ -120,7 +120,7 @@ impl<V: Vector> Routine<V> for FinishLanes<'_, '_, V::T> {
             if m == V::T::NEG_INFINITY && l == V::T::ZERO {
                 row.fill(V::T::ZERO);
             } else {
-                lse = LogSumExp::of(self.scoring.lse(m, l));
+                lse = self.scoring.lse(m, l);
                 let inverse = V::T::from_f64(c.dropout.map_or(1.0, |dropout| dropout.mask.factor())) / l;
                 for x in row.iter_mut() {
                     // Adding 0 makes −0 (a product that underflowed) the 0 it would be with one more masked key.

@@ -17,6 +17,7 @@ use crate::kernel::cpu::product::engine::{AttentionEngine, Values};
 use crate::kernel::cpu::product::forms::TileForm;
 use crate::kernel::cpu::product::not_finite::add_where_not_finite;
 use crate::kernel::cpu::product::tile_engine::{TileEngine, prefetch_lanes};
+use crate::kernel::cpu::vector::simd::Real;
 use core::arch::x86_64::*;
 
 impl Keys<'_> {
@@ -58,8 +59,9 @@ impl Keys<'_> {
             t.lanes.gather(&c.lse, t.lse, f32::NEG_INFINITY);
             t.lanes.gather(&c.delta, t.delta, 0.0);
             no_row(t.lse);
+            let rounded = |lse: &f32| lse.is_nan() || (lse.abs() > <f32 as Real>::WHOLE && lse.is_finite());
             let mut tame =
-                t.finite_k && t.finite_v && t.lse.iter().zip(&*t.delta).all(|(l, d)| !l.is_nan() && d.is_finite());
+                t.finite_k && t.finite_v && t.lse.iter().zip(&*t.delta).all(|(l, d)| !rounded(l) && d.is_finite());
             for lse in t.lse.iter_mut() {
                 *lse = *lse * core::f32::consts::LOG2_E - shift::<H>() as f32;
             }
@@ -198,6 +200,7 @@ impl Keys<'_> {
                         s: s.add(at),
                         dp: dp.add(at),
                         lse: t.lse.as_ptr().add(first),
+                        shift: shift::<H>() as f32,
                         delta: t.delta.as_ptr().add(first),
                         factor: t.factor / weight::<H>(),
                         masked: fills_up || covers[block] != Cover::All,

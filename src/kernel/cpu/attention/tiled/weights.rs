@@ -2,6 +2,7 @@
 //! Single blocks of the backward pass on matrix units: p and ds of 32 keys with 32 lanes, rows packed in pairs, and
 //! products of numbers that are not finite.
 
+use super::super::backward::most_above;
 use super::super::slots::BLOCK;
 use super::super::tile::{Lanes, Scoring};
 use crate::call::RawTensor;
@@ -32,8 +33,10 @@ pub(crate) struct GradientInputs<'a> {
     pub rel: &'a [f32],
     pub s: *const f32,
     pub dp: *const f32,
-    /// Logarithms to the base 2.
+    /// Logarithms to the base 2, less the shift.
     pub lse: *const f32,
+    /// The logarithm to the base 2 of what p is multiplied by.
+    pub shift: f32,
     /// −delta times the factor.
     pub delta: *const f32,
     pub factor: f32,
@@ -104,7 +107,11 @@ impl GradientInputs<'_> {
             } else if MASKED && self.masked {
                 s = Scoring::mask(s, self.lanes, lanes, self.rel[j]);
             }
-            let x = s.fma(__m512::splat(self.scoring.log2), zero.sub(lse));
+            let mut x = s.fma(__m512::splat(self.scoring.log2), zero.sub(lse));
+            if CAREFUL {
+                let most = most_above(lse, __m512::splat(f32::INFINITY)).add(__m512::splat(self.shift));
+                x = __m512::gt(x, most, most, x);
+            }
             let p = x.exp2();
             let difference = dp.fma(__m512::splat(self.factor), delta);
             let ds = p.mul(difference);

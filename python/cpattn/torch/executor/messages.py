@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Messages between the ranks of a process group: point-to-point batches of `torch.distributed`, over whatever backend the group has.
+
+Backends that have tags (gloo, MPI) match a message by its tag, which is made of the plan and the number of the message: should ranks
+run different plans, their messages never meet, and the run ends with the timeout, not with other ranks' bytes. Backends without
+tags (NCCL) match by order.
+
+On the CPU a wait is the host's, with the context's timeout. On a device it is the stream's: the host goes on, and the timeout is
+the group's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import PeerError, Unsupported
+from ...schedule import Op, OpMessage
+from .rows import Buffers
+
+# Tags of backends whose limit may be the least that MPI allows.
+_SMALL_TAGS, _TAGS = 1 << 15, 1 << 30
+
+
+class Network:
+    """The group's own backend for tensors of a device. All ranks make one."""
+
+    def __init__(self, group: dist.ProcessGroup | None, members: Sequence[int], device: torch.device, timeout: float) -> None:
+        every: Any = dist.group.WORLD if group is None else group
+        self.group, self.rank, self.world, self.device = every, members.index(dist.get_rank()), len(members), device
+        self._members = members
+        self._wait: tuple[timedelta, ...] = (timedelta(seconds=timeout),) if device.type == "cpu" else ()
+        try:
+            backend = every._get_backend(torch.device(device.type))
+        except RuntimeError as error:
+            raise Unsupported(
+                f"group has no backend for {device.type}: give init_process_group one for this device, such as 'cpu:gloo,cuda:nccl'"
+            ) from error
+        self._tags = _TAGS if "gloo" in type(backend).__name__.lower() else _SMALL_TAGS
+        if device.type != "cpu" and self.world > 1:
+            # A communicator is made by its first collective, in which all ranks must take part.
+            dist.all_reduce(torch.zeros(1, device=device), group=every)
+
+    def post(self, messages: Sequence[tuple[Tensor, int, int, bool]]) -> list[Any]:
+        """Begins to move tensors, each with the rank of its peer, a tag, and whether it is sent."""
+        batch = [
+            dist.P2POp(dist.isend if send else dist.irecv, tensor, self._members[peer], self.group, tag % self._tags)
+            for tensor, peer, tag, send in messages
+        ]
+        works: list[Any] = dist.batch_isend_irecv(batch)
+        return works
+
+    def wait(self, works: Sequence[Any]) -> None:
+        for work in works:
+            work.wait(*self._wait)
+
+    def all_to_all(self, to: Tensor, data: Tensor, arriving: Sequence[int], leaving: Sequence[int], tag: int) -> None:
+        """Sends parts of a contiguous tensor, of these lengths, to each rank, and receives one from each."""
+        into, out = torch.split(to, list(arriving)), torch.split(data, list(leaving))
+        into[self.rank].copy_(out[self.rank])
+        others = [peer for peer in range(self.world) if peer != self.rank]
+        messages = [(out[peer], peer, tag, True) for peer in others if leaving[peer]] + [(into[peer], peer, tag, False) for peer in others if arriving[peer]]
+        if messages:
+            self.wait(self.post(messages))
+
+
+class Arrival(NamedTuple):
+    """A message that came to memory which no backend can write: rows of the caller with strides."""
+
+    there: Tensor
+    from_peer: Tensor
+
+
+class Flight:
+    """Messages under way: `land` waits for them."""
+
+    def __init__(self, network: Network, works: list[Any], sent: list[Tensor], arrivals: list[Arrival]) -> None:
+        self._network, self._works, self._arrivals = network, works, arrivals
+        self._sent = sent  # copies of strided tensors, until they are gone
+
+    def land(self) -> None:
+        self._network.wait(self._works)
+        for there, from_peer in self._arrivals:
+            there.copy_(from_peer)
+
+
+class Exchange:
+    """EXCHANGE."""
+
+    def __init__(self, op: Op, network: Network, salt: int) -> None:
+        self._network, own = network, network.rank
+        self._messages = [(m.view, m.peer, salt + m.tag, m.send) for m in op.messages if m.peer != own]
+        self._copies = copies([m for m in op.messages if m.peer == own])
+        self.peers = sorted({peer for _, peer, _, _ in self._messages})
+
+    def run(self, buffers: Buffers) -> Flight | None:
+        """Begins the exchange; what it moves must not be touched before `land`."""
+        for dst, source in self._copies:
+            buffers.at(dst).copy_(buffers.at(source))
+        if not self._messages:
+            return None
+        moved, sent, arrivals = [], [], []
+        for view, peer, tag, send in self._messages:
+            tensor = buffers.at(view)
+            if not tensor.is_contiguous():
+                compact = tensor.contiguous() if send else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                sent.append(compact)
+                if not send:
+                    arrivals.append(Arrival(tensor, compact))
+                tensor = compact
+            moved.append((tensor, peer, tag, send))
+        return Flight(self._network, self._network.post(moved), sent, arrivals)
+
+
+def copies(messages: Sequence[OpMessage]) -> list[tuple[Any, Any]]:
+    """Messages of a rank to itself, by their tags: destination and source."""
+    sources = {m.tag: m.view for m in messages if m.send}
+    return [(m.view, sources[m.tag]) for m in messages if not m.send]
+
+
+def failure(network: Network, place: str, peers: Sequence[int], error: BaseException) -> PeerError:
+    """What PyTorch knows of a failed exchange: one peer, or one of several."""
+    of = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(map(str, peers))}"
+    return PeerError(f"rank {network.rank}: {place} with {of} failed: {error}", peers[0] if len(peers) == 1 else None)

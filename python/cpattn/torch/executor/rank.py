@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""A rank that runs plans with PyTorch alone. It has the methods of `cpattn.Rank` that a context uses, on tensors of PyTorch.
+
+A plan and a direction become a `Program` at their first run: then the ranks compare what they are about to run, over the
+transport of the context, before anything moves, and one whose preparation fails tells the others. Programs are kept as long as
+their plans; the workspace is one for all of them, since runs come one after another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..._check import attempt
+from ..._header import UNLIMITED
+from ...engine import EngineTransport
+from ...errors import Busy, Disagreement, Error, InvalidArgument, InvalidHandle, PeerError, Unsupported
+from ...options import AllToAll, CombineTo, Direction, Side
+from ...plan import Plan
+from ...schedule import Schedule
+from ...schedule import Tensor as Of
+from ..agree import REFUSED, number
+from ..dtypes import DTYPES, TORCH_DTYPES
+from ..kernels import Kernel, refuse
+from .messages import Network
+from .program import Attention, Program, Streams, calls
+
+# What a caller knows a tensor by.
+_NAMES = {Of.OWN_TOKENS: "x", Of.OWN_HEADS: "x", Of.PARTIAL_O: "o", Of.PARTIAL_LSE: "lse"}
+_LSES = (Of.LSE, Of.D_LSE, Of.PARTIAL_LSE)
+
+
+class Executor:
+    """One participant. `transport` is that of the context, over which ranks compare plans; `network` moves tensors."""
+
+    def __init__(self, transport: EngineTransport, network: Network, kernel: Kernel) -> None:
+        self.transport, self.network, self.kernel = transport, network, kernel
+        self.device = network.device
+        self._programs: WeakKeyDictionary[Plan, dict[Any, Program]] = WeakKeyDictionary()
+        self._compared: set[int] = set()
+        self._streams = Streams.of(self.device)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._lock, self._failed, self._closed = Lock(), "", False
+
+    def forward(
+        self,
+        plan: Plan,
+        stream: object = None,
+        *,
+        max_logit: Tensor | None = None,
+        dropout_seed: object = None,
+        key_indices: object = None,
+        **tensors: Tensor | None,
+    ) -> None:
+        """Writes o and lse of this rank's tokens, and max_logit if it is there. q, k, v, sinks, o, lse: as for `Rank.forward`."""
+        self._refuse({"return_max_logit": max_logit is not None, "key_indices": key_indices})
+        program = self._program(plan, Direction.FORWARD)
+        if max_logit is not None:
+            max_logit.fill_(-torch.inf)
+        self._run(program, tensors, max_logit=max_logit)
+
+    def backward(
+        self, plan: Plan, stream: object = None, *, d_lse: Tensor | None = None, dropout_seed: object = None, key_indices: object = None, **tensors: Tensor | None
+    ) -> None:
+        """Writes dq, dk, dv (and dsinks, summed over all ranks): as `Rank.backward`. Either all ranks have a d_lse, or none has one."""
+        self._refuse({"key_indices": key_indices})
+        program = self._program(plan, Direction.BACKWARD, d_lse is not None)
+        self._run(program, tensors, d_lse=None if d_lse is None else of_lse(d_lse))
+
+    def to_heads(self, plan: Plan, side: Side, source: Tensor, to: Tensor, stream: object = None) -> None:
+        """From this rank's tokens and all heads to all tokens and this rank's heads."""
+        self._run(self._all_to_all(plan, AllToAll.TO_HEADS, side, source), {"own_tokens": source, "own_heads": to})
+
+    def to_tokens(self, plan: Plan, side: Side, source: Tensor, to: Tensor, stream: object = None) -> None:
+        """The inverse of `to_heads`."""
+        self._run(self._all_to_all(plan, AllToAll.TO_TOKENS, side, source), {"own_heads": source, "own_tokens": to})
+
+    def _all_to_all(self, plan: Plan, way: AllToAll, side: Side, x: Tensor) -> Program:
+        if (dtype := DTYPES.get(x.dtype)) is None:
+            raise InvalidArgument(f"x.dtype is {x.dtype}, one of {', '.join(map(str, DTYPES))} is needed")
+        key = way, side, x.shape[2], dtype
+        return self._made(plan, key, lambda: (plan.all_to_all_schedule(self.network.rank, way, side, key[2], dtype), None))
+
+    def combine(
+        self, plan: Plan, to: CombineTo, stream: object = None, *, partial_o: Tensor, partial_lse: Tensor, o: Tensor, lse: Tensor, sinks: Tensor | None = None
+    ) -> None:
+        """Merges partial results of the same queries: as `Rank.combine`."""
+        partial = DTYPES[partial_o.dtype]
+        program = self._made(plan, ("combine", to, partial), lambda: (plan.combine_schedule(self.network.rank, to, partial), None))
+        self._run(program, {"partial_o": partial_o, "partial_lse": partial_lse, "o": o, "lse": lse, "sinks": sinks})
+
+    def prepare(self, plan: Plan, direction: Direction) -> None:
+        """Makes the program of a plan; ranks compare it at its first run."""
+        self._program(plan, direction, compare=False)
+
+    def explain(self, plan: Plan, direction: Direction) -> str:
+        """The calls of the kernel on this rank, operation by operation."""
+        every = calls(self._program(plan, direction, compare=False).steps)
+        lines = [f"kernels={self.kernel.name!r}, {direction.name.lower()} of rank {self.network.rank}: {sum(map(len, every))} calls in {len(every)} operations"]
+        lines += [f"  operation {at}: " + (", ".join(f"{name} {value}" for name, value in call.items())) for at, one in enumerate(every) for call in one]
+        return "\n".join(lines)
+
+    def exchange(self, to: Tensor, sent: Tensor, arriving: list[int], leaving: list[int]) -> None:
+        """Sends parts of a tensor, of these lengths, to each rank, and receives one from each, for `gather`."""
+        self._check_open()
+        try:
+            self.network.all_to_all(to, sent, arriving, leaving, 1)
+        except RuntimeError as error:
+            raise self._fail(PeerError(f"gathering rows failed on rank {self.network.rank}: {error}")) from error
+
+    def record(self, capacity: int) -> None:
+        raise Unsupported(f"record is of cpattn's kernels, and kernels is {self.kernel.name!r}: use torch.profiler")
+
+    def gather_trace(self) -> list[Any]:
+        return []
+
+    def poll(self) -> None:
+        """Raises if this rank has failed, or another one of the transport."""
+        self._check_open()
+        self.transport.poll()
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def close(self) -> None:
+        self._closed = True
+        self._programs = WeakKeyDictionary()
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def _refuse(self, of_call: Mapping[str, Any]) -> None:
+        """Refuses arguments of a call that change no message, on this rank alone."""
+        self._check_open()
+        refuse(self.kernel, {**of_call, "device": self.device})
+
+    def _program(self, plan: Plan, direction: Direction, lse_gradient: bool = False, compare: bool = True) -> Program:
+        def make() -> tuple[Schedule, Attention]:
+            dtype, slopes = TORCH_DTYPES[plan.dtype], plan.settings.get("alibi_slopes")
+            backward = {"backward": True} if direction == Direction.BACKWARD else {}
+            refuse(self.kernel, {**settings_of(plan), **backward, "device": self.device, "dtype": dtype})
+            table = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device="cpu")
+            return plan.schedule(self.network.rank, direction), Attention(self.kernel, dtype, table, lse_gradient)
+
+        return self._made(plan, (direction, lse_gradient), make, compare)
+
+    def _made(self, plan: Plan, key: Any, make: Callable[[], tuple[Schedule, Attention | None]], compare: bool = True) -> Program:
+        """The program of a plan. Its first run compares the plans of the ranks."""
+        self._check_open()
+        of_plan, name = self._programs.setdefault(plan, {}), name_of(plan, key)
+        if (program := of_plan.get(key)) is None:
+            try:
+                # Tables that were made in inference mode would be of no use outside of it.
+                with torch.inference_mode(False):
+                    schedule, attention = make()
+                    program = of_plan[key] = Program(schedule, self.network, name >> 8, attention)
+            except Exception:
+                if compare and self.network.world > 1 and name not in self._compared:
+                    with suppress(Error):  # the first error is raised
+                        self.transport.agree(0, self.network.world, REFUSED)
+                raise
+        if compare:
+            self._compare(name, plan, key)
+        return program
+
+    def _compare(self, name: int, plan: Plan, key: Any) -> None:
+        """Once for each plan and direction, by value: ranks that make the same calls compare at the same calls."""
+        if name in self._compared or self.network.world == 1:
+            return
+        own, said = self.network.rank, self.transport.agree(0, self.network.world, name)
+        if refusing := [rank for rank, one in enumerate(said) if one == REFUSED]:
+            raise Disagreement(f"ranks {refusing} of this group refused the call that rank {own} makes: see the error of these ranks", refusing[0])
+        if others := [rank for rank, one in enumerate(said) if one != said[own]]:
+            raise Disagreement(
+                f"rank {others[0]} runs another plan than rank {own}, or in another direction or with other results ({key[0]}, fingerprint "
+                f"{plan.fingerprint:016x} on rank {own}): make the same calls on all ranks, with the same documents and options",
+                others[0],
+            )
+        self._compared.add(name)
+
+    def _run(self, program: Program, tensors: Mapping[str, Tensor | None], d_lse: Tensor | None = None, max_logit: Tensor | None = None) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise Busy(f"a call of another thread uses rank {self.network.rank} of the context: make one call at a time")
+        buffers = program.buffers
+        try:
+            self._bind(program, tensors)
+            buffers.d_lse, buffers.max_logit = d_lse, max_logit
+            self._room(program.schedule.workspace_bytes)
+            program.place(self._workspace)
+            with torch.no_grad(), self._exact():
+                program.run(self._streams)
+        except PeerError as error:
+            raise self._fail(error) from error.__cause__
+        finally:
+            for at, b in enumerate(buffers.buffers):
+                if b.tensor is not None:
+                    buffers.tensors[at] = _NONE
+            buffers.d_lse = buffers.max_logit = None
+            self._lock.release()
+
+    def _exact(self) -> AbstractContextManager[Any]:
+        """Without autocast, which would round partial results."""
+        kind = self.device.type
+        on = attempt(torch.is_autocast_enabled, kind)  # raises for a device without autocast
+        return torch.autocast(kind, enabled=False) if on else nullcontext()
+
+    def _bind(self, program: Program, tensors: Mapping[str, Tensor | None]) -> None:
+        """Gives a program the tensors of a call. They must be as the plan says."""
+        for at, b in enumerate(program.schedule.buffers):
+            if b.tensor is None:
+                continue
+            name = b.tensor.name.lower()
+            if (tensor := tensors.get(name)) is None:
+                raise InvalidArgument(f"{name} is None, a tensor is needed: the plan has {name}")
+            name = _NAMES.get(b.tensor, name)
+            rows = of_lse(tensor) if b.tensor in _LSES else tensor.reshape(1, b.heads, -1) if b.tensor in (Of.SINKS, Of.DSINKS) and tensor.numel() == b.heads * b.dim else tensor
+            if tuple(rows.shape) != b.shape:
+                needed = (b.heads, b.rows) if b.tensor in _LSES else b.shape
+                dims = "[heads, tokens]" if b.tensor in _LSES else "[tokens, heads, dim]"
+                raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, {needed} is needed: {dims}")
+            if tensor.dtype != TORCH_DTYPES[b.dtype]:
+                raise InvalidArgument(f"{name}.dtype is {tensor.dtype}, {TORCH_DTYPES[b.dtype]} is needed: convert the tensor, or make the Plan with another dtype")
+            if tensor.device != self.device:
+                raise InvalidArgument(f"{name}.device is {tensor.device}, {self.device} is needed, the device of the context")
+            program.buffers.tensors[at] = rows.detach()
+
+    def _room(self, size: int) -> None:
+        if self._workspace.numel() < size:
+            with torch.inference_mode(False):
+                self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+                if self._streams is not None:
+                    self._workspace.record_stream(self._streams.communication)
+
+    def _fail(self, error: PeerError) -> PeerError:
+        """The error with what the transport knows, which may be the rank at fault. This rank's later calls are refused."""
+        self._failed = str(error)
+        found: PeerError = error
+        try:
+            self.transport.poll()
+        except PeerError as of_transport:
+            found = PeerError(f"{error}. {of_transport}", of_transport.peer if of_transport.peer is not None else error.peer)
+        except Error:
+            pass
+        with suppress(Error):
+            self.transport.abort()
+        return found
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidHandle("this rank is closed: make a new one")
+        if self._failed:
+            raise PeerError(f"the group has failed: make a new context on every rank. Its first error was: {self._failed}")
+
+
+_NONE = torch.empty(0, device="cpu")
+
+
+def of_lse(lse: Tensor) -> Tensor:
+    """[heads, tokens] as the rows of a schedule, [tokens, heads, 1]."""
+    return lse.detach().t().unsqueeze(2)
+
+
+def name_of(plan: Plan, key: Any) -> int:
+    """A number of what ranks are about to run, equal for equal runs."""
+    return number(hashlib.blake2b(repr((plan.fingerprint, key)).encode(), digest_size=8).digest())
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """The options of a plan as `kernels.refuse` takes them: those that limit nothing are left out."""
+    found: dict[str, Any] = {"heads": plan.heads, "kv_heads": plan.kv_heads, "head_dim": plan.head_dim, "value_dim": plan.value_dim}
+    found |= {name: plan.settings.get(name) for name in ("softcap", "dropout", "alibi_slopes", "reproducible")}
+    found |= {name: limit for name in ("window_left", "window_right") if (limit := plan.settings.get(name)) is not None and limit < UNLIMITED}
+    if torch.are_deterministic_algorithms_enabled():
+        found["deterministic"] = True
+    return found

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Attention kernels of others in cpattn's schedules: `Context(..., kernels="torch")`, or an object of one's own.
+
+A plan says which rows of q attend to which rows of k. A `Kernel` computes that on tensors of PyTorch. `Work` stands between the
+two: made once for an attention operation of a schedule, it turns the operation's ranges and bands into what kernels take, and a
+kernel's results into f32 partial results.
+
+| name | what computes | where |
+|---|---|---|
+| "math" | PyTorch's products and softmax, f32 or f64 | any device |
+"""
+
+from .kernel import Honours, Kernel, refuse
+from .math import Math
+from .names import find
+from .work import Work
+
+__all__ = ["Honours", "Kernel", "Math", "Work", "find", "refuse"]

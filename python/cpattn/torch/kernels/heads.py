@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Heads of an operation for kernels, which map q head h to kv head h // (heads / kv heads).
+
+A rank may hold some q heads of a kv head only, so that heads do not divide; the gradients of k and v may be wanted for each q head; or a
+kernel has no groups. Then k and v are expanded to the heads of q, and gradients summed over the q heads of each kv head, in their order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...schedule import Op
+
+
+class HeadMap:
+    """`expands`: k and v are copied for each q head."""
+
+    def __init__(self, op: Op, heads: int, kv_heads: int, groups: bool):
+        self.of_q = [(op.heads.q_offset + h) // op.heads.group - op.heads.kv_offset for h in range(heads)]
+        divides = heads % kv_heads == 0 and self.of_q == [h // (heads // kv_heads) for h in range(heads)]
+        self.expands = heads != kv_heads and (not divides or not groups or op.per_q_head)
+        self._sums = self.expands and not op.per_q_head
+        # Heads of dk and dv.
+        self.kv_heads = heads if op.per_q_head else kv_heads
+        self._index: dict[torch.device, Tensor] = {}
+        self._runs = [(head, self.of_q.index(head), self.of_q.count(head)) for head in sorted(set(self.of_q))]
+
+    def expanded(self, x: Tensor) -> Tensor:
+        if not self.expands:
+            return x
+        if x.device not in self._index:
+            self._index[x.device] = torch.tensor(self.of_q, device=x.device)
+        return x.index_select(1, self._index[x.device])
+
+    def summed(self, gradient: Tensor) -> Tensor:
+        """A gradient by q heads as one by kv heads."""
+        if not self._sums:
+            return gradient
+        total = gradient.new_zeros(gradient.shape[0], self.kv_heads, gradient.shape[2])
+        for head, first, count in self._runs:
+            total[:, head] = gradient[:, first : first + count].sum(1)
+        return total
