@@ -75,7 +75,8 @@ impl Rank {
     /// same one.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) if the machine lacks it, or the rank is on a device; nothing is changed then.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) if the machine lacks it, or the rank is on a device; nothing
+    /// is changed then.
     pub fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()> {
         self.backend.set_isa(isa)
     }
