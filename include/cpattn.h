@@ -267,9 +267,9 @@ typedef struct cpattn_problem {
   double scale;              /* 0: 1 / sqrt(head_dim) */
   double softcap;            /* 0: none */
   const float *alibi_slopes; /* alibi_rows x heads entries, -1e18 to 1e18; NULL: none. Distances above 2^24 are rounded in f32 */
-  int32_t sinks;             /* learnable sinks of each q head, 0 to 4096, given with each run: finite, or -inf for none. +inf
-                                takes all weight: in its head o is 0, lse +inf, dq 0, dk and dv get nothing, and its
-                                own gradient is NaN. NaN makes all results of its head NaN */
+  int32_t sinks;             /* learnable sinks of each q head, 0 to 4096; their values come with each run: finite, or
+                                -inf for none. +inf takes all weight of its head: o is 0, lse +inf, dq 0, dk and dv get
+                                nothing, its own gradient is NaN. NaN makes all results of its head NaN */
   int32_t alibi_rows;        /* 0: alibi_slopes has one row, for all documents; documents: a row for each, and a pair has the slope of
                                 its q token's document (CPU only) */
   const cpattn_slice *slices; /* slice_count entries; NULL: each document attends to itself */
@@ -538,10 +538,10 @@ typedef struct cpattn_message {
  * occur. One exchange has at most eight messages to each peer and at most eight from it, so requests can be allocated once.
  * agree on one rank and exchange on another may run at the same time: they need different tags or communicators. `peer` is a
  * rank number in the transport's group, not in the job. Nothing may hang: when a peer dies, fails or does not answer within a
- * timeout that the transport chooses, this call and all later calls fail. The timeout must be longer than the longest time that
- * a peer computes between two exchanges. (A rank on the CPU does not need the later calls to fail: after the first failure it
- * calls abort, makes no other call, and returns that failure from then on.) When a call has returned, also with a failure, the
- * transport no longer accesses the memory of its messages: posted receives are cancelled, or go to the transport's own memory.
+ * timeout that the transport chooses, this call and all later calls fail. The timeout must be longer than a peer computes between two
+ * exchanges. (A rank on the CPU calls abort after the first failure, makes no other call, and returns that failure from then on: for it
+ * the later calls need not fail.) When a call has returned, also with a failure, the transport no longer accesses the memory of its
+ * messages: posted receives are cancelled, or go to the transport's own memory.
  *
  * For a rank on a device, `exchange` gets one of the rank's own streams, enqueues the batch there and returns, as ncclSend
  * and ncclRecv between ncclGroupStart and ncclGroupEnd do. The device's primary context is current during the call. A
@@ -801,24 +801,26 @@ typedef struct cpattn_backward_args {
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args);
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);
 
-/* A forward over k and v that lie in pages, without copying them: k and v of `args` have the rows of all pages, [rows, kv_heads, dim]
- * (an array of [pages, page_size, kv_heads, dim] seen as rows). block_table is [documents, pages_per_document], in memory of the rank's
- * device: row i of this rank's k rows of document d, in the rank's order, is row
+/* A forward over k and v that lie in pages, without copying them. k and v of `args` have the rows of all pages, [rows, kv_heads, dim]:
+ * an array of [pages, page_size, kv_heads, dim] seen as rows. block_table is [documents, pages_per_document], in memory of the rank's
+ * device. It is the block_table of vLLM and FlashAttention, with the lengths of the sequences as the batch's k side; over a ring each
+ * rank has a table of the pages of its own rows. This rank's k row i of document d, in the rank's order, is row
  *   block_table[d * pages_per_document + i / page_size] * page_stride + i % page_size
- * of k and v. page_stride is page_size if pages adjoin, more if something lies between them. Entries beyond a document's rows are
- * not read; documents may share pages. On one rank this is the block_table of vLLM and FlashAttention, with the lengths of the
- * sequences as the batch's k side; over a ring each rank has a table of the pages of its own rows. On the CPU the result has the bits
- * of a forward whose k and v have these rows one after another, and entries are checked. On a device the kernels read the table when
- * the run executes, in each replay of a graph too, and read where its entries say: they must be pages of k and v. The first call of a
- * plan prepares it; make one before a capture begins.
+ * of k and v. page_stride is page_size if pages adjoin, more if something lies between them. Documents may share pages. Entries
+ * beyond a document's rows are not read.
+ * On the CPU entries are checked, and the result has the bits of a forward whose k and v have these rows one after another. On a device
+ * the kernels read the table when the run executes, in each replay of a graph too, and trust it: entries must be pages of k and v. The
+ * first call of a plan prepares it; make one before a capture begins.
  * CPATTN_UNSUPPORTED: a plan that copies or sends k and v (Ulysses ranks; a ring whose k circulates) or has dropout. */
 int32_t cpattn_forward_paged(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args,
     const int32_t *block_table, size_t documents, size_t pages_per_document, size_t page_size, size_t page_stride);
 
-/* A forward and a backward where each q token attends only to keys that it lists: the results of dense calls whose mask has these
- * pairs alone. key_indices is [tokens, heads, entries], compact, on the CPU, a row for each of this rank's q tokens (q_tokens of
- * cpattn_share) in the rank's order: positions of keys in the token's document, from 0, each at most once in a list, in any order; -1
- * for none. heads is 1 for lists that all kv heads share, or kv_heads. All ranks have the same heads and entries.
+/* A forward and a backward where each q token attends only to keys that it lists. The results are those of dense calls whose mask has
+ * these pairs alone. key_indices is [tokens, heads, entries], compact, on the CPU:
+ *   tokens   this rank's q tokens (q_tokens of cpattn_share), in the rank's order
+ *   heads    1 for lists that all kv heads share, or kv_heads
+ *   entries  positions of keys in the token's document, from 0, in any order, each at most once; -1 for none
+ * All ranks have the same heads and entries.
  * A token without keys gets o 0 and lse -inf, or the sinks' values. Rows of k and v that no token lists may hold anything, and get
  * gradients 0. k and v go to the ranks whose tokens may read them by the plan's mask, whatever is listed.
  * CPATTN_INVALID: a key outside the document or the mask of its token, named by token, head and entry.
@@ -833,8 +835,8 @@ int32_t cpattn_backward_listed(cpattn_rank *rank, const cpattn_plan *plan, const
  * q_begin + i keeps k token k_begin + j, and 0 if it drops it. Tokens are places in the whole batch; head is a q head of the
  * whole problem. probability is above 0.
  *
- * The rule: Philox 4x32-10 with the counter (q token, k token / 4, head, 0) and the key (seed's low 32 bits, its high ones); of the
- * four words that result, number k token mod 4 decides: below probability * 2^32 drops. */
+ * The rule is Philox 4x32-10. Its counter is (q token, k token / 4, head, 0), its key (the seed's low 32 bits, its high 32 bits). Of
+ * the four words that result, number (k token mod 4) decides: the pair is dropped if it is below probability * 2^32. */
 int32_t cpattn_dropout_mask(double probability, uint64_t seed, uint32_t q_begin, uint32_t q_count, uint32_t k_begin,
     uint32_t k_count, uint32_t head, uint8_t *kept);
 
@@ -1091,8 +1093,11 @@ int32_t cpattn_scratch_set_isa(cpattn_scratch *scratch, int32_t isa);
 
 /* On a device: enlarges the ring buffer to `calls` calls in flight (1 to 65536) whose metadata takes `bytes` in all. The
  * metadata of one call must fit into it; while it is full, a call waits for the oldest call in flight, and for nothing else.
- * cpattn_attend_metadata and cpattn_attend_backward_metadata return the bytes of a call; cpattn_finish takes at most 80 bytes
- * for each range and 8 for each row, cpattn_transform at most 4096, the others none. Enlarging waits for the calls in flight. */
+ *   cpattn_attend, cpattn_attend_backward   what cpattn_attend_metadata and cpattn_attend_backward_metadata return
+ *   cpattn_finish                           at most 80 bytes for each range and 8 for each row
+ *   cpattn_transform                        at most 4096
+ *   others                                  none
+ * Enlarging waits for the calls in flight. */
 int32_t cpattn_scratch_reserve_metadata(cpattn_scratch *scratch, uint64_t bytes, uint32_t calls);
 
 /* acc: f32, or f64 if q is f64. *: any number of rows, those that the ranges refer to. */

@@ -19,6 +19,7 @@ from cpattn.schedule import Lane, OpKind, OpMessage, Schedule, Tensor
 
 sys.path.append(str(Path(__file__).parents[2] / "examples/python"))
 import execute_schedule
+import who_sends_what
 
 WORLD = 4
 
@@ -51,6 +52,10 @@ class Schedules(unittest.TestCase):
         for rank, worst in enumerate(run(job, WORLD)):
             for name, difference in zip([*execute_schedule.CASES, "all-to-all"], worst, strict=True):
                 self.assertLess(difference, 1e-13, f"{name} on rank {rank}")
+
+    def test_the_picture_of_a_mesh(self) -> None:
+        page = Path(__file__).parents[2] / "docs/mesh.svg"
+        self.assertEqual("\n".join(who_sends_what.picture()) + "\n", page.read_text(), "examples/python/who_sends_what.py > docs/mesh.svg")
 
     def test_messages_of_all_ranks_match(self) -> None:
         for direction in cpattn.Direction:

@@ -23,9 +23,9 @@ pub enum Circulate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Gather {
-    /// [`Steps`](Self::Steps), or [`Together`](Self::Together) if there are many short documents, each cut for every
-    /// rank: at least 32, in a ring step fewer than 64 keys for each q row on average, and over all ranks at most 16
-    /// MiB of k and v of a rank's heads. [`Plan::form`](super::Plan::form) is the choice.
+    /// [`Together`](Self::Together) for many short documents, each cut for every rank; [`Steps`](Self::Steps)
+    /// otherwise. Many are at least 32, with fewer than 64 keys for each q row in a ring step on average; and k and v
+    /// of a rank's heads, of all ranks, take at most 16 MiB. [`Plan::form`](super::Plan::form) is the choice.
     #[default]
     Auto,
     /// An all-gather: receive k and v of all other ranks at once, while the kernel computes with the rank's own.
@@ -51,13 +51,17 @@ pub enum Wire {
     /// The accumulator's: f32 (f64 for f64). No rounding.
     #[default]
     Full,
-    /// bf16: half the bytes, and each partial is rounded once to 8 bits before it is summed. Measured on f32 inputs
-    /// (one document of 200 tokens, full mask, CPU): a relative RMS error of 1.5e-3 to 1.9e-3 in the gradients that are
-    /// sent, on a ring of 8 and on Ulysses 4 × ring 2, against 4e-7 with `Full`;
-    /// `cargo test --test runs bf16_wire -- --nocapture`. Over several nodes only what crosses is bf16: the sum over a
-    /// node. bf16 has the exponents of f32: a gradient underflows where f32 does, below 2⁻¹²⁶, where it loses digits or
-    /// becomes 0. The sums of an f64 plan are rounded the same way, so they underflow there too and overflow above
-    /// 3.4e38.
+    /// bf16: half the bytes, and each partial is rounded once to 8 bits before it is summed. Over several nodes only
+    /// what crosses is bf16: the sum over a node.
+    ///
+    /// | gradients that are sent | relative RMS error |
+    /// |---|---|
+    /// | bf16 | 1.5e-3 to 1.9e-3 |
+    /// | `Full` | 4e-7 |
+    ///
+    /// (f32, one document of 200 tokens, full mask, a ring of 8 and Ulysses 4 × ring 2, on the CPU: `cargo test --test
+    /// runs bf16_wire -- --nocapture`.) bf16 has the exponents of f32, so gradients underflow below 2⁻¹²⁶ as in f32;
+    /// those of an f64 plan do too, and overflow above 3.4e38.
     Bf16,
 }
 
@@ -82,19 +86,19 @@ pub struct Options {
     pub wire: Wire,
     /// The same bits for any number of ranks: see [`Form::Ordered`](super::Form::Ordered).
     pub reproducible: bool,
-    /// Allows any strides for k and v (and for q's side, if that is sent): they are packed before they are sent, also
-    /// where they are compact, which takes a copy and workspace. Without it, tensors that are sent in place must be
-    /// compact: on a mesh without Ulysses those of the side that is sent. So set it where k and v are slices of a fused
-    /// projection, or heads first, whichever mesh an automatic choice takes.
+    /// Allows any strides for k and v (and for q's side, if that is sent). Set it where k and v are slices of a fused
+    /// projection, or heads first: tensors that a ring sends in place must be compact. They are then packed before they
+    /// are sent, also where they are compact, which takes a copy and workspace.
     pub pack_inputs: bool,
-    /// Ranks of a node (or of whatever a slow link joins), 0 if all links are alike. Node n has ranks
-    /// `n · ranks_per_node ..`; [`ranks_per_node`](super::ranks_per_node) makes the number of a list. Then each row
-    /// that other nodes need crosses to each of them once, and is passed on inside it; gradients are summed inside a
-    /// node before they cross back. The option matters on a ring over several nodes if a node has several ring ranks,
-    /// or ranks that hold the same kv head; and in an all-to-all over several nodes if ranks of one node hold the same
-    /// kv head. Otherwise schedules are the same, and so they are if the number is that of all ranks or larger: then
-    /// there is one node. An automatic mesh keeps Ulysses inside a node, so with 1 it is a ring, and
-    /// counts a byte from another node [`Choice::INTER_NODE_FACTOR`](super::Choice::INTER_NODE_FACTOR) times.
+    /// Ranks of a node (or of whatever a slow link joins); 0 if all links are alike. Node n has ranks
+    /// `n · ranks_per_node ..`; [`ranks_per_node`](super::ranks_per_node) makes the number of a list.
+    ///
+    /// A row that another node needs then crosses to it once, and is passed on inside it; gradients are summed inside a
+    /// node before they cross back. Where no row has two readers in a node, schedules stay as they are: a ring with one
+    /// ring rank in each node, an all-to-all whose ranks of a node hold different kv heads, or one node in all.
+    ///
+    /// An automatic mesh keeps Ulysses inside a node, so with 1 it is a ring. It counts a byte from another node
+    /// [`Choice::INTER_NODE_FACTOR`](super::Choice::INTER_NODE_FACTOR) times.
     pub ranks_per_node: usize,
 }
 

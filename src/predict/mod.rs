@@ -127,10 +127,14 @@ pub struct Outlook {
     pub on_cores: bool,
     /// Bytes of memory of a rank of the machine.
     pub memory: f64,
-    /// The candidates: first those that were simulated, then the rest; in each group those that fit in memory first, by
-    /// time. The two models are not compared with each other: times of the aggregate one are up to 16 % too
-    /// short for zigzag layouts, and up to 51 % too long with two levels and rows of a few neighbours; on cores they
-    /// are up to 1.9 times too long with a mask.
+    /// The candidates: first those that were simulated, then the rest by the aggregate model; in each group those that
+    /// fit in memory first, by time. Do not compare times of the two groups:
+    ///
+    /// | the aggregate time, beside the simulated one | at worst |
+    /// |---|---|
+    /// | zigzag layouts | 16 % too short |
+    /// | two levels, and rows of a few neighbours | 51 % too long |
+    /// | on cores, with a mask | 1.9 times |
     pub candidates: Vec<MeshTime>,
 }
 

@@ -89,9 +89,9 @@ impl AllToAlls<'_> {
     }
 
     /// Calls [`to_heads`](Self::to_heads) for every input, runs `local` on whole sequences, and calls
-    /// [`to_tokens`](Self::to_tokens) for every output. Inputs and outputs are given with their side. The call allocates the tensors in between; use the
-    /// two calls directly to keep them. For host memory only: on a device, call the two around your kernel, on its
-    /// stream.
+    /// [`to_tokens`](Self::to_tokens) for every output. Inputs and outputs are given with their side. The call
+    /// allocates the tensors in between; use the two calls directly to keep them. For host memory only: on a device,
+    /// call the two around your kernel, on its stream.
     ///
     /// ```
     /// # use cpattn::{transport::local, *};

@@ -75,7 +75,8 @@ impl Rank {
     /// same one.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the machine lacks it, or the rank is on a device; nothing is changed then.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) if the machine lacks it, or the rank is on a device; nothing
+    /// is changed then.
     pub fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()> {
         self.backend.set_isa(isa)
     }
@@ -174,13 +175,13 @@ impl Rank {
         self.backend.failure().poll(self.backend.transport())
     }
 
-    /// As [`Link::check_all`], with ranks. All ranks of the group call it,
-    /// between runs. On a device it waits for the work that this rank enqueued, and messages go from device to device.
-    /// A failure ends the group.
+    /// Sends test messages over every link of the ring and measures them ([`Link::check_all`]). Collective: all ranks
+    /// of the group call it, between runs. On a device it waits for the work that this rank enqueued, and messages go
+    /// from device to device. A failure ends the group.
     ///
     /// # Errors
-    /// As there; [`RingFault::Failed`] without a link if the group has failed before, or one of this rank's runs is
-    /// being captured.
+    /// The errors of [`Link::check_all`]; [`RingFault::Failed`] without a link if the group has failed before, or one
+    /// of this rank's runs is being captured.
     pub fn check_ring(&mut self, bytes: usize) -> Result<Vec<Link>, RingFault> {
         self.backend.check_ring(bytes)
     }
@@ -248,14 +249,14 @@ impl Rank {
     /// group has failed.
     ///
     /// # Errors
-    /// A tensor that does not fit the plan or shares memory with another that is written; ranks that run different
-    /// plans; a peer that failed; on the CPU, a stream; on a device, a capture of a plan that is not prepared or over a
-    /// transport whose exchanges cannot be captured, and the driver's: after these, none of the run's work is left on
-    /// the device, and no peer still reads the tensors. An error about one rank's own tensors is returned on that rank
-    /// only: the others wait for it until their deadline, unless it calls again or aborts. After
-    /// [`Error::Disagreement`](crate::Error::Disagreement) in a first run the group stays usable, and the ranks may
-    /// plan again. After any other error of a run that has begun the group stays failed, and the rank returns its first
-    /// error from then on: make new ranks.
+    /// | error | afterwards |
+    /// |---|---|
+    /// | a tensor that does not fit the plan, or shares memory with another that is written | on this rank alone: the others wait for it until their deadline, unless it calls again or aborts |
+    /// | on the CPU, a stream; on a device, a capture of a plan that is not prepared, or over a transport whose exchanges cannot be captured | the same |
+    /// | [`Error::Disagreement`](crate::Error::Disagreement) in the first run of a plan | the group stays usable, and the ranks may plan again |
+    /// | any other error of a run that has begun: ranks that run different plans, a peer that failed, the driver's | the group stays failed, and the rank returns its first error from then on: make new ranks |
+    ///
+    /// On a device none of the run's work is left there after an error, and no peer still reads the tensors.
     ///
     /// # Safety
     /// The tensors describe memory that is valid for reads (inputs) or writes (outputs) and used by nothing else during

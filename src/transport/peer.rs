@@ -6,12 +6,14 @@
 //! its copies can be enqueued. They synchronise over transport [`local`], once for each exchange: the second of the two
 //! to arrive enqueues the copies in both directions, also on the other's stream, so that the first parks at most once.
 //!
-//! 1. each rank records its event `ready` after the work that writes the bytes it sends, and enters the exchange;
-//! 2. for each pair of ranks, the second to arrive makes the receiver's stream wait for the sender's `ready`, enqueues
-//!    the copies on the receiver's stream, and records the pair's event `done` after them;
-//! 3. when all copies from and to a rank are enqueued, it has its own stream wait for `done` of all that it sent to, so
-//!    that the bytes are not overwritten too early. (These waits come behind its own receives: both ways of a link copy
-//!    at the same time.) A pair's `done` is recorded anew in an exchange that the sender has come to, hence after this.
+//! 1. Each rank records its event `ready` after the work that writes the bytes it sends, and enters the exchange.
+//! 2. For each pair of ranks, the second to arrive makes the receiver's stream wait for the sender's `ready`. It
+//!    enqueues the copies on the receiver's stream and records the pair's event `done` after them.
+//! 3. When all copies from and to a rank are enqueued, its own stream waits for `done` of all that it sent to, so that
+//!    the bytes are not overwritten too early. These waits come behind its own receives: both ways of a link copy at
+//!    the same time.
+//!
+//! A pair's `done` is recorded again in the next exchange only, which the sender enters after its wait.
 //!
 //! A rank that fails also waits for `done` before its run returns the error: after that, no copy from or to its memory
 //! is enqueued or in progress.

@@ -13,9 +13,9 @@
 //! - After any failure the engine is closed on every rank: posted messages end with an error, so that nothing writes
 //!   into the caller's memory afterwards. The group stays failed.
 //! - Errors name the rank at fault if it can be determined: the ranks ask each other through the store (`search`,
-//!   `verdict`), which usually takes another half of the deadline, at least 0.5 s and at most 5 s; twice that and 1 s
-//!   more if the store does not answer. Nothing waits without a limit: a call into the engine that may not return is
-//!   made on a separate thread that nothing joins.
+//!   `verdict`). That takes another half of the deadline, at least 0.5 s and at most 5 s; if the store does not answer,
+//!   twice that and 1 s. Nothing waits without a limit: a call into the engine that may not return is made on a
+//!   separate thread that nothing joins.
 
 mod contract;
 mod moves;
