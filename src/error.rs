@@ -287,6 +287,18 @@ impl Error {
         Self::Disagreement { rank, peer, ours, theirs, what: String::new(), runs: None }
     }
 
+    /// A thread that the system did not start.
+    #[cfg(feature = "std")]
+    pub(crate) fn of_thread(what: &str, error: &std::io::Error) -> Self {
+        Self::Device {
+            call: "thread spawn",
+            code: error.raw_os_error().unwrap_or(-1).into(),
+            message: format!(
+                "the thread of {what} did not start ({error}): allow this process more threads (ulimit -u, pids.max)"
+            ),
+        }
+    }
+
     /// The other rank that the error names, if any: the rank at fault, or a rank that runs another plan.
     pub const fn peer(&self) -> Option<usize> {
         match self {

@@ -91,6 +91,12 @@ impl HostRank {
         Ok(self.prepared.push(prepared))
     }
 
+    /// Starts the threads of a run that are not there yet.
+    fn start_threads(&mut self, at: usize) -> Result<()> {
+        self.scratch.start_threads()?;
+        if host::communicates(&self.prepared[at].schedule) { self.lanes.ensure_thread() } else { Ok(()) }
+    }
+
     /// The workspace of a prepared run. The rank's own memory grows to the size that the run needs.
     fn work_at(&mut self, at: usize) -> Result<*mut u8> {
         let needed = self.prepared[at].schedule.workspace;
@@ -169,10 +175,7 @@ impl Backend for HostRank {
         self.lanes.check_process()?;
         let at = self.find_or_prepare(plan, run)?;
         self.work_at(at)?;
-        if host::communicates(&self.prepared[at].schedule) {
-            self.lanes.ensure_thread()?;
-        }
-        Ok(())
+        self.start_threads(at)
     }
 
     unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings, stream: RawStream) -> Result<()> {
@@ -200,6 +203,14 @@ impl Backend for HostRank {
         let used = prepared.expected.used(tensors).map(|(_, name, raw)| (name, *raw));
         self.workspace.check_disjoint(prepared.schedule.workspace, used)?;
         self.failure.check(&*self.transport)?;
+        match self.start_threads(at) {
+            // The other ranks come, and must not wait for this one.
+            Err(error) if self.prepared[at].schedule.group.len() > 1 => {
+                return watched(&*self.transport, &self.failure, || Err(error));
+            }
+            threads => threads?,
+        }
+        let prepared = &mut self.prepared[at];
         prepared.dropout_seed = tensors.dropout_seed();
         prepared.key_indices = tensors.key_indices.map(|given| given.shape());
         if let Some((fingerprint, run)) = self.agreements.begin_run(prepared, &*self.transport, &self.failure)? {

@@ -86,7 +86,8 @@ pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
 /// ranks. `deadline` as there.
 ///
 /// # Errors
-/// Of [`group`]. If ranks fail, the error of the lowest rank that failed by itself. An error that only names another
+/// Of [`group`]; [`Error::Device`] if a thread cannot start. If ranks fail, the error of the lowest rank that failed by
+/// itself. An error that only names another
 /// rank ([`Error::Peer`]) is returned if there is no other.
 ///
 /// # Panics
@@ -106,9 +107,20 @@ pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
 pub fn run<T: Send>(world: usize, deadline: Duration, rank: impl Fn(Local) -> Result<T> + Sync) -> Result<Vec<T>> {
     let ends = group(world, deadline)?;
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(|| rank(end))).collect();
-        let joined: Vec<_> = threads.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
-        joined.into_iter().map(|joined| joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        let start = |end: Local| {
+            let (shared, number, rank) = (Arc::clone(&end.shared), end.rank, &rank);
+            std::thread::Builder::new().spawn_scoped(scope, move || rank(end)).map_err(|error| {
+                // The ranks that have started must not wait for this one.
+                shared.fail(&mut lock(&shared.board), GroupFailure::of(number, Cause::Failed));
+                Error::of_thread(&std::format!("rank {number}"), &error)
+            })
+        };
+        let threads: Vec<_> = ends.into_iter().map(start).collect();
+        let joined: Vec<_> =
+            threads.into_iter().map(|thread| thread.map(std::thread::ScopedJoinHandle::join)).collect();
+        let result =
+            |joined: std::thread::Result<Result<T>>| joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        joined.into_iter().map(|joined| joined.and_then(result)).collect()
     });
     let by_itself = |result: &Result<T>| matches!(result, Err(error) if error.peer().is_none());
     match results.iter().position(by_itself) {

@@ -30,6 +30,8 @@ mod drawn;
 mod dropout;
 mod executor;
 mod failed_transport;
+#[cfg(all(target_os = "linux", not(miri)))]
+mod few_threads;
 mod few_tokens;
 #[cfg(all(unix, not(miri)))]
 mod forked;

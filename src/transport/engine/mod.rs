@@ -95,19 +95,26 @@ impl<E: Engine> EngineTransport<E> {
     /// [`abort`](Transport::abort) and a failure of any rank end the wait.
     ///
     /// # Errors
-    /// [`Fault::Found`] if not all ranks connect in time. The group has then failed.
+    /// [`Fault::Found`] if not all ranks connect in time; [`Error::Device`] if this rank cannot start a thread, of which
+    /// it notifies the others. The group has then failed.
     pub fn connect(&self) -> Result<()> {
         let (group, began) = (&self.group, Instant::now());
         let deadline = group.deadline;
         let after = |what: &str| format!("{what}, after {} (deadline {})", seconds(began.elapsed()), seconds(deadline));
-        match group.within(deadline, |group| group.open()) {
+        let thread = |has_opened: bool, error: std::io::Error| {
+            group.set_failed("this rank could not start a thread");
+            group.give_up(has_opened);
+            group.engine.close();
+            Error::of_thread("a transport over an engine", &error)
+        };
+        match group.within(deadline, |group| group.open()).map_err(|error| thread(false, error))? {
             None if group.has_ended() => return Err(self.failed_before(MAKING)),
             None => {
                 let verdict = Verdict::unknown("the process that holds the store does not answer");
                 group.publish(verdict.clone());
                 return Err(self.failed(after("no transport was made"), &verdict, None));
             }
-            Some(Ok(None)) => group.listen(),
+            Some(Ok(None)) => group.listen().map_err(|error| thread(true, error))?,
             Some(Ok(Some(late))) => {
                 let what = "the others gave up before this rank made its transport".to_string();
                 group.publish(late.clone());
@@ -118,7 +125,8 @@ impl<E: Engine> EngineTransport<E> {
             }
         }
         group.set_wait(Some(Wait::MEETING));
-        let failed = match group.within(2 * deadline, |group| group.engine.connect()) {
+        let connected = group.within(2 * deadline, |group| group.engine.connect());
+        let failed = match connected.map_err(|error| thread(true, error))? {
             Some(Ok(())) => {
                 group.set_wait(None);
                 group.set_connected();
