@@ -214,16 +214,18 @@ impl Backend for HostRank {
         prepared.dropout_seed = tensors.dropout_seed();
         prepared.key_indices = tensors.key_indices.map(|given| given.shape());
         if let Some((fingerprint, run)) = self.agreements.begin_run(prepared, &*self.transport, &self.failure)? {
+            prepared.communication.begin(fingerprint);
             prepared.communication.tags.begin(fingerprint, run, prepared.dropout_seed, prepared.key_indices);
         }
-        let memory = BufferAddresses { tensors: *tensors, workspace };
+        let (memory, run_name) = (BufferAddresses { tensors: *tensors, workspace }, prepared.communication.run());
         let transport = &*self.transport;
         let outcome = abort_on_unwind(transport, &self.failure, || {
             let keys = match (tensors.pages, tensors.key_indices) {
                 (_, Some(given)) => {
                     // SAFETY: the lists are valid (promised to `Bindings::with_key_indices`), and were checked above.
-                    let exchanged = || unsafe { self.lists.exchange(plan, transport, given) };
-                    watched(transport, &self.failure, exchanged)?;
+                    let exchanged = unsafe { self.lists.exchange(plan, run_name, transport, given) };
+                    let exchanged = exchanged.map_err(|error| error.described(|| prepared.describe()));
+                    watched(transport, &self.failure, || exchanged)?;
                     // SAFETY: the lists are valid (promised to `Bindings::with_key_indices`).
                     let (lists, scratch) = unsafe { self.lists.of_calls(plan, given) };
                     KeyRows::Listed(lists, scratch)
@@ -235,7 +237,9 @@ impl Backend for HostRank {
             // call (the contract of this function); the workspace is as large as the schedule needs (`work_at`).
             unsafe { host::run(&mut self.lanes, transport, prepared, &memory, keys, &mut self.scratch) }
         });
-        outcome.map_err(|error| error.of_run(prepared.run.name(&prepared.plan))).inspect_err(|e| self.failure.keep(e))
+        outcome
+            .map_err(|error| error.of_run(prepared.run.name(&prepared.plan)).described(|| prepared.describe()))
+            .inspect_err(|e| self.failure.keep(e))
     }
 }
 

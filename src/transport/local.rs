@@ -24,7 +24,8 @@
 //!   wait for each other in different groups, as with plans of different numbers of replicas, both get that error at
 //!   once, and the group fails.
 //! - If a rank's exchange needs a peer that waits in an `agree` with this rank, neither call can end: both fail at
-//!   once, without waiting for the deadline.
+//!   once, without waiting for the deadline. If the exchange belongs to a run, every rank gets the error that says that
+//!   the two run different things.
 
 mod board;
 #[cfg(any(feature = "cuda", cpattn_loom))]
@@ -275,14 +276,15 @@ impl Transport for Local {
         rules::check_group(rank, shared.world, &group)?;
         let label = Label::new(AGREEMENT, 0);
         let mut board = lock(&shared.board);
-        board.enter(rank, label)?;
-        if board.offer(rank, group.clone(), fingerprint) {
+        board.enter(rank, label, Some(fingerprint))?;
+        if board.offer(rank, group.clone()) {
             group.for_each(|peer| shared.wake(&mut board, peer));
         } else if let Some((peer, theirs)) = board.other_group(rank) {
             // Both get the error that says what they run. The group fails: other ranks may wait for one of the two.
             board.answer(peer, (rank, fingerprint));
             board.ranks[rank].phase = Phase::Idle;
-            shared.fail(&mut board, GroupFailure::crossed(rank, peer));
+            let failure = GroupFailure::crossed(rank, peer).of_runs(Some(fingerprint), Some(theirs));
+            shared.fail(&mut board, failure);
             return Err(Error::disagreement(rank, peer, fingerprint, theirs));
         }
         let mut progress = WaitProgress::new(board.ranks[rank].moved);
@@ -307,7 +309,7 @@ impl Transport for Local {
         self.check(sends, recvs)?;
         let (rank, shared) = (self.rank, &*self.shared);
         let mut board = lock(&shared.board);
-        board.enter(rank, label)?;
+        board.enter(rank, label, label.number())?;
         shared.memory[rank].own();
         board.post(rank, sends, recvs);
         for send in sends {

@@ -37,6 +37,7 @@ mod few_tokens;
 mod forked;
 mod listed;
 mod max_logit;
+mod new_plan;
 mod nodes;
 mod options;
 mod padding;
