@@ -11,7 +11,7 @@ use std::{format, vec, vec::Vec};
 
 use super::{
     failure::watched,
-    operands::{Input, Operand, Output},
+    operands::{InputTensor, Operand, OutputTensor},
     rank::Rank,
     tensors::TypedTensors,
 };
@@ -63,8 +63,8 @@ impl AllToAlls<'_> {
     pub fn to_heads<'t, T: Element>(
         &mut self,
         side: Side,
-        from: impl Input<'t, Element = T>,
-        to: impl Output<'t, Element = T>,
+        from: impl InputTensor<'t, Element = T>,
+        to: impl OutputTensor<'t, Element = T>,
     ) -> Result<()> {
         // SAFETY: the views guarantee valid memory, and the exclusive one that nothing else uses its memory, during the
         // call, on a device until the work enqueued with them is over.
@@ -80,8 +80,8 @@ impl AllToAlls<'_> {
     pub fn to_tokens<'t, T: Element>(
         &mut self,
         side: Side,
-        from: impl Input<'t, Element = T>,
-        to: impl Output<'t, Element = T>,
+        from: impl InputTensor<'t, Element = T>,
+        to: impl OutputTensor<'t, Element = T>,
     ) -> Result<()> {
         // SAFETY: the views guarantee valid memory, and the exclusive one that nothing else uses its memory, during the
         // call, on a device until the work enqueued with them is over.
@@ -89,9 +89,9 @@ impl AllToAlls<'_> {
     }
 
     /// Calls [`to_heads`](Self::to_heads) for every input, runs `local` on whole sequences, and calls
-    /// [`to_tokens`](Self::to_tokens) for every output. Inputs and outputs are given with their side. The call allocates the tensors in between; use the
-    /// two calls directly to keep them. For host memory only: on a device, call the two around your kernel, on its
-    /// stream.
+    /// [`to_tokens`](Self::to_tokens) for every output. Inputs and outputs are given with their side. The call
+    /// allocates the tensors in between; use the two calls directly to keep them. For host memory only: on a device,
+    /// call the two around your kernel, on its stream.
     ///
     /// ```
     /// # use cpattn::{transport::local, *};
