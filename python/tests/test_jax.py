@@ -429,7 +429,7 @@ class Refusals(unittest.TestCase):
         self.refused(wrong, "axis is 'tp', one of the mesh's axes is needed: 'cp'", lambda: cpattn.jax.Context(mesh(2), "tp", heads=2, head_dim=8))
         self.refused(wrong, "give both, or neither", lambda: cpattn.jax.Context(mesh(2), heads=2, head_dim=8))
         self.refused(wrong, "timeout", lambda: context(2, timeout=0))
-        self.refused(wrong, "windows is not an option of a plan", lambda: context(2, windows=3))
+        self.refused(wrong, "windows is no argument of Context: is window_left meant", lambda: context(2, windows=3))
         on = context(1)
         on.close()
         self.refused(cpattn.InvalidHandle, "is closed", lambda: whole(on))

@@ -50,7 +50,7 @@ def _finish() -> None:
         warnings.warn(f"a call of a compiled function failed: {error}", RuntimeWarning, stacklevel=3)
 
 
-@named("heads=8, kv_heads=2, head_dim=128")
+@named("heads=8, kv_heads=2, head_dim=128", PlanOptions)
 class Context(PackedContext):
     """The devices of the axis `axis` of `mesh` as ranks, all of them CPU devices of this process; without a mesh, one rank.
 
