@@ -13,10 +13,13 @@ import inspect
 import re
 import subprocess
 import sys
+import time
 import unittest
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,6 +29,7 @@ import cpattn
 import cpattn.ring
 import cpattn.torch
 from cpattn.options import PlanOptions
+from cpattn.torch import gloo
 
 
 class Unknown:
@@ -301,6 +305,22 @@ class Refusals(unittest.TestCase):
         project = (Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8")
         self.assertIn(f'version = "{cpattn.__version__}"', project)
         self.assertEqual(cpattn.__version__, cpattn.library_version())
+
+    def test_a_silent_name_server(self) -> None:
+        """A connection to the store that takes long is said while it does; others are not."""
+
+        class Store:
+            def clone(self) -> str:
+                time.sleep(self.seconds)
+                return "clone"
+
+        store = Store()
+        for store.seconds, said in ((0.0, 0), (1.0, 1)):  # type: ignore[attr-defined]
+            with mock.patch.object(gloo, "SLOW", 0.3), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self.assertEqual(gloo.another(store), "clone")
+            self.assertEqual(len(caught), said)
+            self.assertTrue(all("RES_OPTIONS" in str(one.message) for one in caught))
 
     def test_an_old_pytorch(self) -> None:
         """PyTorch 2.9 has no such module."""
