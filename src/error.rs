@@ -35,9 +35,10 @@ pub enum Error {
         /// The way out.
         hint: &'static str,
     },
-    /// Two ranks make different calls or run different plans. In the first run of a plan in a direction this is found
-    /// before any data moves, and the group stays usable. In later runs it is found with the first message between two
-    /// ranks, and the group has failed.
+    /// Two ranks make different calls or run different plans. If the plan and direction are new to all ranks of the
+    /// group, this is found before any data moves, and the group stays usable. Otherwise it is found with the first
+    /// message between two ranks, or when one of them compares a plan that is new to it while the other runs one that
+    /// was compared before; the group has then failed.
     Disagreement {
         /// The rank that reports.
         rank: usize,
@@ -99,6 +100,18 @@ impl Label {
         Self { operation, step, run: None }
     }
 
+    /// The same call of a run in which the ranks compare `fingerprint`.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn comparing(self, fingerprint: u64) -> Self {
+        Self { run: self.run.map(|run| run.comparing(fingerprint)), ..self }
+    }
+
+    /// What the ranks compare in the run that the call belongs to.
+    #[cfg(feature = "std")]
+    pub(crate) fn number(self) -> Option<u64> {
+        self.run.and_then(|run| run.fingerprint)
+    }
+
     /// The error of `rank` when `peer` made an exchange with this label fail.
     pub const fn error(self, rank: usize, peer: usize, cause: Cause) -> Error {
         Error::Peer { rank, at: self, fault: Fault::One { peer, cause } }
@@ -113,7 +126,7 @@ impl Label {
 impl fmt::Display for Label {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}, step {}", self.operation, self.step)?;
-        self.run.map_or(Ok(()), |RunName { kind, plan }| write!(f, " of the {kind} of plan {plan:016x}"))
+        self.run.map_or(Ok(()), |RunName { kind, plan, .. }| write!(f, " of the {kind} of plan {plan:016x}"))
     }
 }
 
@@ -190,19 +203,36 @@ impl fmt::Display for RunKind {
 }
 
 /// Which run of a rank, as errors name it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct RunName {
     /// Its kind.
     pub kind: RunKind,
     /// The fingerprint of its plan, which [`Plan::explain`](crate::Plan::explain) begins with.
     pub plan: u64,
+    /// The fingerprint that the ranks compare before the run, inside of which transports are called. It is no part of
+    /// the name: two runs of one kind and plan may differ in it.
+    pub(crate) fingerprint: Option<u64>,
 }
+
+impl PartialEq for RunName {
+    fn eq(&self, other: &Self) -> bool {
+        (self.kind, self.plan) == (other.kind, other.plan)
+    }
+}
+
+impl Eq for RunName {}
 
 impl RunName {
     /// A run of the plan with this fingerprint.
     pub const fn new(kind: RunKind, plan: u64) -> Self {
-        Self { kind, plan }
+        Self { kind, plan, fingerprint: None }
+    }
+
+    /// The same run, in which the ranks compare `fingerprint`.
+    #[cfg(feature = "std")]
+    pub(crate) const fn comparing(self, fingerprint: u64) -> Self {
+        Self { fingerprint: Some(fingerprint), ..self }
     }
 }
 
@@ -240,8 +270,8 @@ pub enum Cause {
     },
     /// Its own operation failed; its own error says how.
     Failed,
-    /// The peer found that ranks differ, or differs itself: it runs another plan; or it compares a new plan while
-    /// another rank runs one that was compared before; or two other ranks have different sizes for a message.
+    /// The peer found that ranks differ, or differs itself: it runs another plan, makes another call, or two other
+    /// ranks have different sizes for a message.
     Disagreed {
         /// The other of the two ranks that differ.
         with: usize,
@@ -287,6 +317,18 @@ impl Error {
         Self::Disagreement { rank, peer, ours, theirs, what: String::new(), runs: None }
     }
 
+    /// A thread that the system did not start.
+    #[cfg(feature = "std")]
+    pub(crate) fn of_thread(what: &str, error: &std::io::Error) -> Self {
+        Self::Device {
+            call: "thread spawn",
+            code: error.raw_os_error().unwrap_or(-1).into(),
+            message: format!(
+                "the thread of {what} did not start ({error}): allow this process more threads (ulimit -u, pids.max)"
+            ),
+        }
+    }
+
     /// The other rank that the error names, if any: the rank at fault, or a rank that runs another plan.
     pub const fn peer(&self) -> Option<usize> {
         match self {
@@ -301,6 +343,18 @@ impl Error {
     pub fn of_run(mut self, name: RunName) -> Self {
         if let Self::Peer { at, .. } = &mut self {
             at.run.get_or_insert(name);
+        }
+        self
+    }
+
+    /// Adds the run of this rank in words to a disagreement, if it has none yet.
+    #[cfg(feature = "std")]
+    #[must_use]
+    pub(crate) fn described(mut self, in_words: impl FnOnce() -> String) -> Self {
+        if let Self::Disagreement { what, .. } = &mut self
+            && what.is_empty()
+        {
+            *what = in_words();
         }
         self
     }

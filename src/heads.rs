@@ -23,11 +23,12 @@ pub struct HeadShare {
 }
 
 impl HeadShare {
-    /// Rank `u` of `ulysses`; needs `ulysses ≤ heads` and `kv_heads` dividing `heads`.
+    /// Rank `u` of `ulysses`; needs `u < ulysses ≤ heads` and `kv_heads` dividing `heads`, without which the result has
+    /// no meaning.
     pub fn new(u: usize, ulysses: usize, heads: u32, kv_heads: u32) -> Self {
-        let cut = |i: usize| (i as u64 * u64::from(heads) / ulysses as u64) as u32;
-        let group = heads / kv_heads;
-        let q = cut(u)..cut(u + 1);
+        let cut = |i: usize| (i as u128 * u128::from(heads) / ulysses.max(1) as u128) as u32;
+        let group = heads.checked_div(kv_heads).unwrap_or(0).max(1);
+        let q = cut(u)..cut(u.saturating_add(1));
         let kv = q.start / group..q.end.div_ceil(group);
         Self { q, kv }
     }
@@ -107,6 +108,17 @@ pub(crate) fn imbalance(ulysses: usize, heads: u32) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_without_a_meaning_have_a_share() {
+        let some = [0, 1, 7, u32::MAX];
+        for (u, ulysses) in some.into_iter().flat_map(|u| some.map(|n| (u as usize, n as usize))) {
+            for (heads, kv_heads) in some.into_iter().flat_map(|h| some.map(|kv| (h, kv))) {
+                let _ = HeadShare::new(u, ulysses, heads, kv_heads);
+            }
+        }
+        let _ = HeadShare::new(usize::MAX, 0, 1, 1);
+    }
 
     #[test]
     fn shares_cover_every_head_once_and_every_kv_head_they_read() {

@@ -74,8 +74,8 @@ impl Mask {
     /// How many keys of positions `0..len_k` a query at `q_pos` reads.
     pub fn row_area(self, q_pos: i64, len_k: i64) -> i64 {
         let low = q_pos.saturating_sub(self.left_limit()).max(0);
-        let high = q_pos.saturating_add(self.right_limit()).min(len_k - 1);
-        (high - low + 1).max(0)
+        let high = q_pos.saturating_add(self.right_limit()).min(len_k.saturating_sub(1));
+        high.saturating_sub(low).saturating_add(1).max(0)
     }
 
     /// The number of allowed (q, k) pairs between queries at positions `a..b` and keys at `0..len_k`. Accepts any
@@ -117,6 +117,17 @@ impl Mask {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_of_any_position_have_an_area() {
+        for mask in [Mask::full(), Mask::causal(), Mask::window(u32::MAX, 3)] {
+            for q_pos in [i64::MIN, -1, 0, i64::MAX] {
+                for len_k in [i64::MIN, 0, 5, i64::MAX] {
+                    assert!((0..=len_k.max(0)).contains(&mask.row_area(q_pos, len_k)), "{mask:?} {q_pos} {len_k}");
+                }
+            }
+        }
+    }
 
     #[test]
     fn area_is_the_sum_of_its_rows() {

@@ -82,33 +82,39 @@ impl Mesh {
 
     /// The number of ranks.
     pub const fn world(&self) -> usize {
-        self.replicas * self.ring * self.ulysses
+        self.replicas.saturating_mul(self.group())
     }
 
     /// The number of ranks that share one batch.
     pub const fn group(&self) -> usize {
-        self.ring * self.ulysses
+        self.ring.saturating_mul(self.ulysses)
     }
 
     /// A rank's coordinates.
     pub const fn coordinates(&self, rank: usize) -> Coordinates {
         Coordinates {
-            replica: rank / self.group(),
-            ring: rank / self.ulysses % self.ring,
-            ulysses: rank % self.ulysses,
+            replica: rank / at_least_1(self.group()),
+            ring: rank / at_least_1(self.ulysses) % at_least_1(self.ring),
+            ulysses: rank % at_least_1(self.ulysses),
         }
     }
 
     /// The rank at these coordinates.
     pub const fn rank(&self, at: Coordinates) -> usize {
-        (at.replica * self.ring + at.ring) * self.ulysses + at.ulysses
+        let ring = at.replica.saturating_mul(self.ring).saturating_add(at.ring);
+        ring.saturating_mul(self.ulysses).saturating_add(at.ulysses)
     }
 
     /// The ranks that share `rank`'s batch.
     pub const fn group_of(&self, rank: usize) -> core::ops::Range<usize> {
-        let first = rank / self.group() * self.group();
-        first..first + self.group()
+        let first = rank - rank % at_least_1(self.group());
+        first..first.saturating_add(self.group())
     }
+}
+
+/// The fields of a mesh are public, so any of them may be 0 until a plan refuses it.
+const fn at_least_1(n: usize) -> usize {
+    if n == 0 { 1 } else { n }
 }
 
 impl core::fmt::Display for Mesh {
@@ -148,6 +154,22 @@ fn world_is(world: usize) -> Result<()> {
 mod tests {
     use super::*;
     use alloc::string::ToString;
+
+    /// The fields are public: whatever they are, no function panics.
+    #[test]
+    fn an_unchecked_mesh_can_be_asked_anything() {
+        let some = [0, 1, 3, usize::MAX];
+        for (replicas, ring, ulysses) in
+            some.into_iter().flat_map(|a| some.map(|b| (a, b))).flat_map(|(a, b)| some.map(|c| (a, b, c)))
+        {
+            let mesh = Mesh { replicas, ring, ulysses };
+            for rank in some {
+                let (at, group) = (mesh.coordinates(rank), mesh.group_of(rank));
+                assert!(at.ulysses <= rank && group.start <= rank && mesh.rank(at) <= rank.max(mesh.world()));
+            }
+            assert!(mesh.group() <= mesh.world() || replicas == 0, "{mesh}");
+        }
+    }
 
     #[test]
     fn decompositions_users_know() {

@@ -249,7 +249,7 @@ impl Problem {
 
     /// q heads per kv head.
     pub fn group(&self) -> usize {
-        self.heads / self.kv_heads
+        self.heads.checked_div(self.kv_heads).unwrap_or(0)
     }
 
     /// q heads and kv heads, as the functions of [`heads`](crate::heads) take them.
@@ -310,8 +310,12 @@ impl Problem {
     }
 }
 
-/// `1/√x` without std: Newton's iteration from above, to the last bit or two of f64.
+/// `1/√x` without std: Newton's iteration from above, to the last bit or two of f64. It is infinite for 0, which it
+/// would not reach.
 pub(super) fn inverse_sqrt(x: f64) -> f64 {
+    if x == 0.0 {
+        return f64::INFINITY;
+    }
     let mut root = if x > 1.0 { x } else { 1.0 };
     loop {
         let next = 0.5 * (root + x / root);
@@ -331,6 +335,22 @@ mod tests {
         for d in 1..=Problem::MAX_HEAD_DIM {
             let exact = 1.0 / (d as f64).sqrt();
             assert!((inverse_sqrt(d as f64) - exact).abs() <= 2.0 * f64::EPSILON * exact, "{d}");
+        }
+    }
+
+    /// A problem is checked when a plan is made of it: until then its functions take any numbers.
+    #[test]
+    fn an_unchecked_problem_can_be_asked_anything() {
+        for numbers in [[0, 0, 0], [0, 1, 4], [4, 0, 4], [4, 8, 0], [usize::MAX; 3]] {
+            for lengths in [&[][..], &[0], &[3, 0, 5]] {
+                let batch = Batch::from_lengths(lengths).unwrap();
+                let p = Problem::new(batch, numbers[0], numbers[1], numbers[2], Dtype::F32);
+                assert!(p.score().scale >= 0.0);
+                assert_eq!(p.group(), numbers[0].checked_div(numbers[1]).unwrap_or(0));
+                assert!(p.area() <= 9 + 25 && p.alibi_rows() == 1);
+                let plan = crate::plan::Plan::new(&p, crate::Mesh::single(), crate::Layout::Contiguous);
+                assert!(plan.is_err(), "{numbers:?}");
+            }
         }
     }
 }

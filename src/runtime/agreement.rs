@@ -50,8 +50,8 @@ impl Agreements {
     /// number, or `None` if the rank runs it alone.
     ///
     /// # Errors
-    /// [`Error::Disagreement`], with the runs in words; the ranks may plan again after it. Any other error is kept in
-    /// `failure`, and the peers are notified.
+    /// [`Error::Disagreement`], with the runs in words; the ranks may plan again after it, unless the transport has
+    /// failed. Any other error is kept in `failure`, and the peers are notified.
     pub(super) fn begin_run(
         &mut self,
         prepared: &Prepared,
@@ -68,7 +68,7 @@ impl Agreements {
             let begun = self.begin(transport, &prepared.schedule.group, fingerprint, compared);
             transport.announce(None);
             let begun = begun.map(|run| Some((compared, run))).map_err(|error| error.of_run(name()));
-            described(begun, || prepared.describe())
+            described(transport, begun, || prepared.describe())
         })?
     }
 

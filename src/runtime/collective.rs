@@ -32,7 +32,7 @@ pub(super) fn agreed<R>(
     failure.check(transport)?;
     watched(transport, failure, || {
         let agreed = if group.len() > 1 { transport.agree(group, number) } else { Ok(()) };
-        match described(agreed, what)? {
+        match described(transport, agreed, what)? {
             Ok(()) => work().map(Ok),
             Err(disagreement) => Ok(Err(disagreement)),
         }

@@ -8,6 +8,7 @@
 //! hint: make a new group.
 //!
 //! Different numbers in `agree` are not a failure: every rank of the group gets the error before any data has moved.
+//! They are one if another rank does not agree but runs what was agreed on before; the transport has then failed.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -128,12 +129,17 @@ pub(super) fn watched<T>(
     })
 }
 
-/// The outcome of an agreement inside of [`watched`], where a disagreement does not end the group: it is given the call
-/// in words.
-pub(super) fn described<T>(agreed: Result<T>, in_words: impl FnOnce() -> String) -> Result<Result<T>> {
+/// The outcome of an agreement inside of [`watched`], where a disagreement does not end the group unless `transport` has
+/// failed: it is given the call in words.
+pub(super) fn described<T>(
+    transport: &dyn Transport,
+    agreed: Result<T>,
+    in_words: impl FnOnce() -> String,
+) -> Result<Result<T>> {
     match agreed {
-        Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
-            Ok(Err(Error::Disagreement { rank, peer, ours, theirs, what: in_words(), runs }))
+        Err(error @ Error::Disagreement { .. }) => {
+            let error = error.described(in_words);
+            if transport.poll().is_ok() { Ok(Err(error)) } else { Err(error) }
         }
         other => other.map(Ok),
     }

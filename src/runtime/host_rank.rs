@@ -91,6 +91,12 @@ impl HostRank {
         Ok(self.prepared.push(prepared))
     }
 
+    /// Starts the threads of a run that are not there yet.
+    fn start_threads(&mut self, at: usize) -> Result<()> {
+        self.scratch.start_threads()?;
+        if host::communicates(&self.prepared[at].schedule) { self.lanes.ensure_thread() } else { Ok(()) }
+    }
+
     /// The workspace of a prepared run. The rank's own memory grows to the size that the run needs.
     fn work_at(&mut self, at: usize) -> Result<*mut u8> {
         let needed = self.prepared[at].schedule.workspace;
@@ -169,10 +175,7 @@ impl Backend for HostRank {
         self.lanes.check_process()?;
         let at = self.find_or_prepare(plan, run)?;
         self.work_at(at)?;
-        if host::communicates(&self.prepared[at].schedule) {
-            self.lanes.ensure_thread()?;
-        }
-        Ok(())
+        self.start_threads(at)
     }
 
     unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings) -> Result<()> {
@@ -200,19 +203,29 @@ impl Backend for HostRank {
         let used = prepared.expected.used(tensors).map(|(_, name, raw)| (name, *raw));
         self.workspace.check_disjoint(prepared.schedule.workspace, used)?;
         self.failure.check(&*self.transport)?;
+        match self.start_threads(at) {
+            // The other ranks come, and must not wait for this one.
+            Err(error) if self.prepared[at].schedule.group.len() > 1 => {
+                return watched(&*self.transport, &self.failure, || Err(error));
+            }
+            threads => threads?,
+        }
+        let prepared = &mut self.prepared[at];
         prepared.dropout_seed = tensors.dropout_seed();
         prepared.key_indices = tensors.key_indices().map(|given| given.shape());
         if let Some((fingerprint, run)) = self.agreements.begin_run(prepared, &*self.transport, &self.failure)? {
+            prepared.communication.begin(fingerprint);
             prepared.communication.tags.begin(fingerprint, run, prepared.dropout_seed, prepared.key_indices);
         }
-        let memory = BufferAddresses { tensors: *tensors, workspace };
+        let (memory, run_name) = (BufferAddresses { tensors: *tensors, workspace }, prepared.communication.run());
         let transport = &*self.transport;
         let outcome = abort_on_unwind(transport, &self.failure, || {
             let keys = match tensors.keys {
                 RawKeys::Listed(given) => {
                     // SAFETY: the lists are valid (promised to `Bindings::with_keys`), and were checked above.
-                    let exchanged = || unsafe { self.lists.exchange(plan, transport, given) };
-                    watched(transport, &self.failure, exchanged)?;
+                    let exchanged = unsafe { self.lists.exchange(plan, run_name, transport, given) };
+                    let exchanged = exchanged.map_err(|error| error.described(|| prepared.describe()));
+                    watched(transport, &self.failure, || exchanged)?;
                     // SAFETY: the lists are valid (promised to `Bindings::with_keys`).
                     let (lists, scratch) = unsafe { self.lists.of_calls(plan, given) };
                     KeyRows::Listed(lists, scratch)
@@ -224,7 +237,9 @@ impl Backend for HostRank {
             // call (the contract of this function); the workspace is as large as the schedule needs (`work_at`).
             unsafe { host::run(&mut self.lanes, transport, prepared, &memory, keys, &mut self.scratch) }
         });
-        outcome.map_err(|error| error.of_run(prepared.run.name(&prepared.plan))).inspect_err(|e| self.failure.keep(e))
+        outcome
+            .map_err(|error| error.of_run(prepared.run.name(&prepared.plan)).described(|| prepared.describe()))
+            .inspect_err(|e| self.failure.keep(e))
     }
 }
 

@@ -7,7 +7,7 @@ use super::keys::RawKeyIndices;
 use crate::{
     batch::Side,
     call::Score,
-    error::{Error, Result},
+    error::{Error, Result, RunName},
     kernel::cpu::listed::{KeyLists, ListScratch},
     plan::Plan,
     schedule::{AttendPart, BufferView, CirculatingSide, Direction, OpKind, Purpose, Schedule},
@@ -89,13 +89,14 @@ impl RankLists {
     /// Gives this rank's lists to the Ulysses ranks of its ring share, and takes theirs.
     ///
     /// # Errors
-    /// Those of the exchange.
+    /// Those of the exchange, which belongs to `run`.
     ///
     /// # Safety
     /// The lists are valid for reads, and were checked.
     pub(super) unsafe fn exchange(
         &mut self,
         plan: &Plan,
+        run: Option<RunName>,
         transport: &dyn Transport,
         given: RawKeyIndices,
     ) -> Result<()> {
@@ -130,7 +131,7 @@ impl RankLists {
             return Ok(());
         }
         // SAFETY: what is sent is valid for reads (the contract), and what is received is borrowed alone.
-        unsafe { transport.exchange(Label::new("exchange of key_indices", 0), &sends, &recvs) }
+        unsafe { transport.exchange(Label { run, ..Label::new("exchange of key_indices", 0) }, &sends, &recvs) }
     }
 
     /// The lists of the q rows of the run's calls: those of the rank's tokens, or of its ring share once they were

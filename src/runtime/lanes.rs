@@ -236,7 +236,7 @@ impl LaneThreads {
         }
     }
 
-    /// Starts the communication lane's thread, once it is first needed.
+    /// Starts the communication lane's thread, once it is first needed. If it cannot start, a later call tries again.
     pub fn ensure_thread(&mut self) -> Result<()> {
         if self.thread.is_some() {
             return Ok(());
@@ -245,11 +245,7 @@ impl LaneThreads {
         let spawned = thread::Builder::new()
             .name(std::format!("cpattn-comm-{}", self.transport.rank()))
             .spawn(move || communicate(&progress, &*transport))
-            .map_err(|e| Error::Device {
-                call: "thread spawn",
-                code: i64::from(e.raw_os_error().unwrap_or(0)),
-                message: std::format!("{e}"),
-            })?;
+            .map_err(|error| Error::of_thread("the rank's communication", &error))?;
         self.thread = Some((Process::this(), spawned));
         Ok(())
     }

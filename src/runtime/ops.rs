@@ -137,6 +137,16 @@ impl Listing {
         self.dropout.as_ref().zip(seed).map(|(tokens, seed)| tokens.with_seed(seed))
     }
 
+    /// Sets the fingerprint that the ranks compare in the run that begins: transports get it with each exchange.
+    pub(super) fn begin(&mut self, fingerprint: u64) {
+        self.run = self.run.map(|run| run.comparing(fingerprint));
+    }
+
+    /// How errors name the run, with that fingerprint.
+    pub(super) fn run(&self) -> Option<RunName> {
+        self.run
+    }
+
     /// Sets the tags, made by `tags`, and reserves room for their messages.
     pub(super) fn tag(&mut self, tags: impl FnOnce(&mut Expansion) -> Tags) {
         self.tags = tags(&mut self.expansion);

@@ -24,7 +24,8 @@
 //!   wait for each other in different groups, as with plans of different numbers of replicas, both get that error at
 //!   once, and the group fails.
 //! - If a rank's exchange needs a peer that waits in an `agree` with this rank, neither call can end: both fail at
-//!   once, without waiting for the deadline.
+//!   once, without waiting for the deadline. If the exchange belongs to a run, every rank gets the error that says that
+//!   the two run different things.
 
 mod board;
 #[cfg(any(feature = "cuda", cpattn_loom))]
@@ -86,7 +87,8 @@ pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
 /// ranks. `deadline` as there.
 ///
 /// # Errors
-/// Of [`group`]. If ranks fail, the error of the lowest rank that failed by itself. An error that only names another
+/// Of [`group`]; [`Error::Device`] if a thread cannot start. If ranks fail, the error of the lowest rank that failed by
+/// itself. An error that only names another
 /// rank ([`Error::Peer`]) is returned if there is no other.
 ///
 /// # Panics
@@ -106,9 +108,20 @@ pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
 pub fn run<T: Send>(world: usize, deadline: Duration, rank: impl Fn(Local) -> Result<T> + Sync) -> Result<Vec<T>> {
     let ends = group(world, deadline)?;
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(|| rank(end))).collect();
-        let joined: Vec<_> = threads.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
-        joined.into_iter().map(|joined| joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        let start = |end: Local| {
+            let (shared, number, rank) = (Arc::clone(&end.shared), end.rank, &rank);
+            std::thread::Builder::new().spawn_scoped(scope, move || rank(end)).map_err(|error| {
+                // The ranks that have started must not wait for this one.
+                shared.fail(&mut lock(&shared.board), GroupFailure::of(number, Cause::Failed));
+                Error::of_thread(&std::format!("rank {number}"), &error)
+            })
+        };
+        let threads: Vec<_> = ends.into_iter().map(start).collect();
+        let joined: Vec<_> =
+            threads.into_iter().map(|thread| thread.map(std::thread::ScopedJoinHandle::join)).collect();
+        let result =
+            |joined: std::thread::Result<Result<T>>| joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        joined.into_iter().map(|joined| joined.and_then(result)).collect()
     });
     let by_itself = |result: &Result<T>| matches!(result, Err(error) if error.peer().is_none());
     match results.iter().position(by_itself) {
@@ -263,14 +276,15 @@ impl Transport for Local {
         rules::check_group(rank, shared.world, &group)?;
         let label = Label::new(AGREEMENT, 0);
         let mut board = lock(&shared.board);
-        board.enter(rank, label)?;
-        if board.offer(rank, group.clone(), fingerprint) {
+        board.enter(rank, label, Some(fingerprint))?;
+        if board.offer(rank, group.clone()) {
             group.for_each(|peer| shared.wake(&mut board, peer));
         } else if let Some((peer, theirs)) = board.other_group(rank) {
             // Both get the error that says what they run. The group fails: other ranks may wait for one of the two.
             board.answer(peer, (rank, fingerprint));
             board.ranks[rank].phase = Phase::Idle;
-            shared.fail(&mut board, GroupFailure::crossed(rank, peer));
+            let failure = GroupFailure::crossed(rank, peer).of_runs(Some(fingerprint), Some(theirs));
+            shared.fail(&mut board, failure);
             return Err(Error::disagreement(rank, peer, fingerprint, theirs));
         }
         let mut progress = WaitProgress::new(board.ranks[rank].moved);
@@ -295,7 +309,7 @@ impl Transport for Local {
         self.check(sends, recvs)?;
         let (rank, shared) = (self.rank, &*self.shared);
         let mut board = lock(&shared.board);
-        board.enter(rank, label)?;
+        board.enter(rank, label, label.number())?;
         shared.memory[rank].own();
         board.post(rank, sends, recvs);
         for send in sends {

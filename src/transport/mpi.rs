@@ -19,8 +19,9 @@
 //!   from the last piece that moved. Finding the peer at fault then takes another half of the deadline (0.25 to 5 s) if
 //!   that peer does not answer. The error names the nearest peer, along the chain of ranks that wait for each other,
 //!   that does not answer or that has only just started to wait, because it computed or was stopped for too long. A
-//!   rank that is dropped notifies all others; those that still need it report that it left. If all ranks answer, and
-//!   some wait in `agree` and others in `exchange`, they run different plans; each names a rank of the other kind.
+//!   rank that is dropped notifies all others; those that still need it report that it left.
+//! - If a rank's exchange needs a peer that waits in an `agree` with this rank, they run different things. This is found
+//!   within a fraction of a second, without waiting for the deadline, and reported on every rank.
 //! - By default MPI ends the whole job when a process dies: `mpirun` kills the others, and there is no error to return.
 //!   If MPI lets them continue (Open MPI: `mpirun --enable-recovery`; MPICH: `mpiexec -disable-auto-cleanup`, with each
 //!   process in a shell that ignores SIGUSR1), each gets its error after its deadline. After a failure do not call
@@ -71,7 +72,7 @@ use pipes::Pipes;
 use raw::Comm;
 
 /// The version of the messages between two libraries.
-const PROTOCOL: u64 = 4;
+const PROTOCOL: u64 = 5;
 
 /// What a rank compares in an agreement: its number, and first and end of the group.
 type Compared = [u64; 3];
@@ -110,7 +111,7 @@ impl Calls {
         let sends: Vec<_> = group.clone().filter_map(|peer| message(peer, out)).collect();
         let recvs: Vec<_> = group.clone().zip(&mut all).filter_map(|(peer, theirs)| message(peer, theirs)).collect();
         // SAFETY: the words live until the call has returned, and nothing else uses them before.
-        unsafe { self.agreements.carry(own, &sends, &recvs) }?;
+        unsafe { self.agreements.carry(own, &sends, &recvs, Some(&self.exchanges)) }?;
         Ok(group.zip(all).find(|&(_, theirs)| theirs != ours))
     }
 }
@@ -246,11 +247,11 @@ impl Mpi {
         }
     }
 
-    /// Begins a call that waits.
-    fn enter(&self, label: Label) -> Result<MutexGuard<'_, Calls>> {
+    /// Begins a call that waits, in which the ranks compare `number`, if anything.
+    fn enter(&self, label: Label, number: Option<u64>) -> Result<MutexGuard<'_, Calls>> {
         let calls = rules::begin_call(self, &self.calls, label, || Some(self.group.label()))?;
         environment::usable()?;
-        self.group.set_label(label);
+        self.group.set_label(label, number);
         match self.group.check() {
             Some(failure) => Err(self.group.error(label, failure)),
             None => Ok(calls),
@@ -271,7 +272,7 @@ impl Transport for Mpi {
         let MpiGroup { rank, world, .. } = self.group;
         rules::check_group(rank, world, &group)?;
         let label = Label::new(AGREEMENT, 0);
-        let mut calls = self.enter(label)?;
+        let mut calls = self.enter(label, Some(fingerprint))?;
         match calls.compare(&self.group, group.clone(), [fingerprint, group.start as u64, group.end as u64]) {
             Ok(None) => Ok(()),
             Ok(Some((peer, theirs))) => {
@@ -287,9 +288,9 @@ impl Transport for Mpi {
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         rules::check_messages(self.group.rank, self.group.world, sends, recvs)?;
-        let mut calls = self.enter(label)?;
+        let mut calls = self.enter(label, label.number())?;
         // SAFETY: the messages' bytes are valid until this returns (the contract of `Transport::exchange`).
-        let outcome = unsafe { calls.exchanges.carry(&self.group, sends, recvs) };
+        let outcome = unsafe { calls.exchanges.carry(&self.group, sends, recvs, None) };
         outcome.map_err(|failure| self.group.error(label, failure))
     }
 

@@ -4,6 +4,8 @@
 //! What shows it first depends on timing: the tag in front of the first message, a message of another size, or what
 //! another rank tells. Each says which two ranks differ, and the odd one is always one of them.
 
+use std::time::Instant;
+
 use cpattn::{Batch, Cause, Dtype, Error, Fault, Layout, Mesh, Plan, Problem, Rank, transport::mpi::Mpi};
 
 use crate::{
@@ -34,6 +36,36 @@ pub fn named() {
             other => panic!("{other:?}"),
         };
         assert_eq!(differ.iter().filter(|&&rank| rank == odd).count(), 1, "rank {me}, of which {odd} is odd: {error}");
+    }
+    println!("{FINE}");
+}
+
+/// A rank that runs a plan which is new to it, where the others run what all agreed on before: found without a deadline,
+/// on every rank.
+pub fn new() {
+    let (_universe, comm) = init();
+    let plan = |tokens: usize, layout: Layout| {
+        let problem = Problem::new(Batch::from_lengths(&[tokens]).unwrap(), 4, 2, 16, Dtype::F32);
+        Plan::new(&problem, Mesh::ring(3).unwrap(), layout).unwrap()
+    };
+    for round in 0..9 {
+        let layout = if round < 6 { Layout::Zigzag } else { Layout::Contiguous };
+        let (odd, tokens) = (round % 3, if round < 3 { 60 } else { 3000 });
+        let (old, new) = (plan(tokens, layout), plan(tokens + 6, layout));
+        let mut rank = Rank::new(Mpi::new(&comm, LONG).unwrap());
+        let (me, began) = (rank.rank(), Instant::now());
+        // A rank that is still in the first run gets the error there if the others go on.
+        let first = forward(&mut rank, &old).err();
+        let mine = if me == odd { &new } else { &old };
+        // A rank that needs nothing of the odd one finds it in a later run.
+        let error = first.or_else(|| (0..50).find_map(|_| forward(&mut rank, mine).err())).unwrap();
+        assert_eq!(rank.poll(), Err(error.clone()));
+        assert!(began.elapsed() < LONG / 2, "rank {me} of which {odd} is odd: {error}");
+        let Error::Disagreement { rank, peer, ours, theirs, ref what, runs: None } = error else {
+            panic!("rank {me} of which {odd} is odd: {error}")
+        };
+        assert!(rank == me && ours != theirs && (peer == odd) != (me == odd), "{odd} is odd: {error}");
+        assert!(what.contains(&format!("the forward of {} tokens", tokens + if me == odd { 6 } else { 0 })), "{what}");
     }
     println!("{FINE}");
 }

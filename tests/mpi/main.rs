@@ -42,6 +42,7 @@ const TRIALS: &[Trial] = &[
     Trial { name: "a_circle_of_waiting_ranks", world: 3, rank: failure::circle, ends: Ends::Well },
     Trial { name: "ranks_that_run_different_things", world: 3, rank: failure::different, ends: Ends::Well },
     Trial { name: "another_plan_that_was_agreed_on", world: 3, rank: later_plan::named, ends: Ends::Well },
+    Trial { name: "a_new_plan_against_an_old_one", world: 3, rank: later_plan::new, ends: Ends::Well },
     Trial { name: "abort_and_a_new_group", world: 3, rank: failure::abort, ends: Ends::Well },
     Trial { name: "a_rank_that_leaves_is_said_to_have_left", world: 3, rank: failure::leaves, ends: Ends::Well },
     Trial { name: "a_process_stopped_for_a_while", world: 3, rank: failure::stopped_for_a_while, ends: Ends::Well },

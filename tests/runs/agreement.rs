@@ -32,7 +32,7 @@ pub const FAR: Duration = Duration::from_secs(120);
 const SOON: Duration = Duration::from_secs(40);
 
 /// One rank's part of a test.
-fn on_ranks<T: Send>(world: usize, deadline: Duration, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
+pub fn on_ranks<T: Send>(world: usize, deadline: Duration, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     let start = Instant::now();
     let results = local::run(world, deadline, |end| Ok(body(Rank::new(end)))).unwrap();
     assert!(start.elapsed() < SOON, "the ranks waited for a deadline");
@@ -46,7 +46,7 @@ pub struct Job {
 }
 
 impl Job {
-    fn new(lengths: &[usize], heads: [usize; 2], mesh: Mesh, layout: Layout, options: Options) -> Self {
+    pub fn new(lengths: &[usize], heads: [usize; 2], mesh: Mesh, layout: Layout, options: Options) -> Self {
         let batch = Batch::from_lengths(lengths).unwrap();
         let p = Problem::new(batch, heads[0], heads[1], 8, Dtype::F32).with_mask(Mask::full());
         let plan = Plan::builder(&p).mesh(mesh).layout(layout).options(options).build().unwrap();
@@ -62,7 +62,7 @@ impl Job {
     }
 
     /// Both directions, so that both are agreed on.
-    fn both(&self, rank: &mut Rank) {
+    pub fn both(&self, rank: &mut Rank) {
         let mut own = self.own(rank);
         own.forward(rank, &self.plan).unwrap();
         own.backward(rank, &self.plan).unwrap();
@@ -73,7 +73,7 @@ impl Job {
     }
 
     /// A backward of tensors that no forward has filled: it moves what a right one moves.
-    fn backward(&self, rank: &mut Rank) -> Result<()> {
+    pub fn backward(&self, rank: &mut Rank) -> Result<()> {
         self.own(rank).backward(rank, &self.plan)
     }
 }
@@ -273,29 +273,6 @@ fn a_run_that_no_other_rank_makes() {
     }
 }
 
-/// One rank has to agree on its plan where the others run one that was agreed on: neither can go on, and both say so.
-#[test]
-fn a_new_plan_against_one_that_was_agreed_on() {
-    for world in [2, 3] {
-        let (ours, new) = (Job::ring(&[30, 6], world), Job::ring(&[31, 6], world));
-        for odd in 0..world {
-            let errors = on_ranks(world, FAR, |mut rank| {
-                ours.both(&mut rank);
-                let job = if rank.rank() == odd { &new } else { &ours };
-                job.forward(&mut rank).unwrap_err()
-            });
-            // Every rank hears of the two that differ, and names the one of them that it is not.
-            let disagreed = |(r, e): (usize, &Error)| match *e {
-                Error::Peer { fault: Fault::One { peer, cause: Cause::Disagreed { with } }, .. } => {
-                    r != peer && (peer == odd) != (with == odd)
-                }
-                _ => false,
-            };
-            assert!(errors.iter().enumerate().all(disagreed), "{errors:?}");
-        }
-    }
-}
-
 /// All-to-alls of tensors of other sides and dims are jobs of their own.
 #[test]
 fn all_to_alls() {
@@ -325,7 +302,7 @@ fn all_to_alls() {
 }
 
 /// Plans of different numbers of replicas have different groups, so that ranks wait for each other in different
-/// agreements: found at once. The two ranks that find it say what they run, and the others name these two.
+/// agreements: found at once, and every rank says what it runs. The two ranks that find it name each other.
 #[test]
 fn another_number_of_replicas() {
     let ours = Job::ring(&[11, 6], 4);
@@ -340,11 +317,9 @@ fn another_number_of_replicas() {
             let pair = [odd, other_of_two];
             match error {
                 Error::Disagreement { rank, peer, what, .. } => {
-                    assert!(pair.contains(&r) && *rank == r && *peer == r ^ 1, "rank {odd} is odd: {error}");
+                    assert_eq!(*rank, r, "rank {odd} is odd: {error}");
+                    assert_eq!(*peer, if pair.contains(&r) { r ^ 1 } else { odd }, "rank {odd} is odd: {error}");
                     assert_eq!(what.contains("2 replicas"), r == odd, "rank {odd} is odd: {error}");
-                }
-                Error::Peer { fault: Fault::One { peer, cause: Cause::Disagreed { with } }, .. } => {
-                    assert!(!pair.contains(&r) && pair.contains(peer) && pair.contains(with), "{odd}: {error}");
                 }
                 error => panic!("rank {odd} is odd: {error:?}"),
             }

@@ -97,7 +97,9 @@ fn a_shift_of_shares_is_that_of_the_whole() {
                         let want: Vec<[u8; 3]> =
                             want.iter().map(|x| if *x == -7 { [9; 3] } else { [*x as u8, 1, 2] }).collect();
                         assert_eq!(shifted, want.as_flattened());
-                        assert_eq!(rank.shift(plan, by, SliceRows::<u64>::new(&[], 0, 0)).unwrap().into_shifted(), []);
+                        assert!(
+                            rank.shift(plan, by, SliceRows::<u64>::new(&[], 0, 0)).unwrap().into_shifted().is_empty()
+                        );
                     }
                     rank.poll().unwrap();
                 },

@@ -9,32 +9,34 @@ use std::time::Duration;
 const HEADS: usize = 4;
 const DIM: usize = 40;
 const WORLD: usize = 2;
-const WORKERS: usize = if cfg!(feature = "rayon") { 3 } else { 1 };
+pub const WORKERS: usize = if cfg!(feature = "rayon") { 3 } else { 1 };
 
-fn group() -> Vec<Rank> {
+pub fn group() -> Vec<Rank> {
     let ends = local::group(WORLD, Duration::from_secs(60)).unwrap();
     ends.into_iter().map(|end| Rank::with_workers(end, WORKERS)).collect()
 }
 
-fn plan() -> Plan {
+pub fn plan() -> Plan {
     let problem = Problem::new(Batch::new(&[0, 700, 701, 1100]).unwrap(), HEADS, HEADS, DIM, Dtype::F32);
     Plan::new(&problem, Mesh::ring(WORLD).unwrap(), Layout::Zigzag).unwrap()
 }
 
-/// Each rank's o.
-fn forward(ranks: &mut [Rank]) -> Result<Vec<Vec<f32>>> {
+/// A rank's o.
+pub fn one(rank: &mut Rank) -> Result<Vec<f32>> {
     let plan = &plan();
-    let one = |rank: &mut Rank| {
-        let n = plan.local_tokens(Side::Q, rank.rank()).len();
-        let x: Vec<f32> = (0..n * HEADS * DIM).map(|i| (i % 7) as f32 - 3.0).collect();
-        let (mut o, mut lse) = (vec![f32::NAN; x.len()], vec![f32::NAN; n * HEADS]);
-        let x = View::new(&x, n, HEADS, DIM)?;
-        rank.forward(
-            plan,
-            Forward::new(x, x, x, ViewMut::new(&mut o, n, HEADS, DIM)?, ViewMut::new(&mut lse, n, HEADS, 1)?),
-        )?;
-        Ok(o)
-    };
+    let n = plan.local_tokens(Side::Q, rank.rank()).len();
+    let x: Vec<f32> = (0..n * HEADS * DIM).map(|i| (i % 7) as f32 - 3.0).collect();
+    let (mut o, mut lse) = (vec![f32::NAN; x.len()], vec![f32::NAN; n * HEADS]);
+    let x = View::new(&x, n, HEADS, DIM)?;
+    rank.forward(
+        plan,
+        Forward::new(x, x, x, ViewMut::new(&mut o, n, HEADS, DIM)?, ViewMut::new(&mut lse, n, HEADS, 1)?),
+    )?;
+    Ok(o)
+}
+
+/// Each rank's o.
+pub fn forward(ranks: &mut [Rank]) -> Result<Vec<Vec<f32>>> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = ranks.iter_mut().map(|rank| scope.spawn(|| one(rank))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -42,7 +44,7 @@ fn forward(ranks: &mut [Rank]) -> Result<Vec<Vec<f32>>> {
 }
 
 /// Runs `job` in a child of this process; whatever waits without end there is ended after a minute.
-fn in_a_child(job: impl FnOnce()) -> i32 {
+pub fn in_a_child(job: impl FnOnce()) -> i32 {
     // SAFETY: the child runs code of this test alone, and ends without unwinding into the harness.
     match unsafe { libc::fork() } {
         0 => {
@@ -80,4 +82,29 @@ fn a_forked_process_needs_ranks_of_its_own() {
     });
     assert_eq!(status, 0, "14 is a wait without end");
     assert_eq!(forward(&mut ranks).unwrap(), expected);
+}
+
+/// A child that is the first to use the library, of a program that has used rayon: rayon's global pool has no threads in
+/// the child, and the library cannot know that it had any.
+#[cfg(feature = "rayon")]
+#[test]
+fn a_forked_process_may_be_the_first() {
+    use rayon::prelude::*;
+    const FRESH: &str = "CPATTN_TEST_FRESH_PROCESS";
+    if std::env::var_os(FRESH).is_none() {
+        let mut fresh = std::process::Command::new(std::env::current_exe().unwrap());
+        fresh.args(["forked::a_forked_process_may_be_the_first", "--exact"]).env(FRESH, "1");
+        let output = fresh.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    }
+    assert_eq!((0..10_000).into_par_iter().map(|i| i % 7).filter(|&i| i == 3).count(), 1429);
+    let forward_of_own = || forward(&mut group()).unwrap();
+    assert_eq!(in_a_child(|| _ = forward_of_own()), 0, "14 is a wait without end");
+    // Nor does it matter that the parent follows, and is the parent of another.
+    let expected = forward_of_own();
+    assert_eq!(in_a_child(|| assert_eq!(forward_of_own(), expected)), 0);
+    // A pool of the program's own, which a child does not have either, is used where the caller is in it.
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+    assert_eq!(pool.install(forward_of_own), expected);
 }

@@ -30,11 +30,14 @@ mod drawn;
 mod dropout;
 mod executor;
 mod failed_transport;
+#[cfg(all(target_os = "linux", not(miri)))]
+mod few_threads;
 mod few_tokens;
 #[cfg(all(unix, not(miri)))]
 mod forked;
 mod listed;
 mod max_logit;
+mod new_plan;
 mod nodes;
 mod options;
 mod padding;

@@ -47,10 +47,6 @@ from .tiles import keeps_hidden
 from .views import Views
 from .zero import at_once, refuse_combining, refuse_parallel
 
-WEIGHTS = (
-    "load the same weights on all ranks, or draw them with the same seed; give compare_weights=False where something makes them equal afterwards "
-    "(DDP, deepspeed.initialize)"
-)
 
 
 @named("model, group=group, ulysses=2")

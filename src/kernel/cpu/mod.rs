@@ -120,6 +120,7 @@ pub(crate) unsafe fn attend_through(call: &Attend, table: &[u32], scratch: &mut 
 unsafe fn attend_rows(seen: &Attend, call: &Attend, table: &[u32], scratch: &mut Scratch) -> Result<()> {
     let dims = check::attend(seen)?;
     let isa = scratch.isa()?;
+    scratch.start_threads()?;
     let crew = memory(scratch, &dims)?;
     // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
     unsafe { by_sums!(call.q.dtype, forward(call, table, isa, crew)) };
@@ -153,6 +154,7 @@ unsafe fn forward<'a, A: SumType>(call: &'a Attend<'a>, table: &'a [u32], isa: I
 pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> Result<()> {
     let dims = check::backward(call)?;
     let isa = scratch.isa()?;
+    scratch.start_threads()?;
     let crew = memory(scratch, &dims)?;
     // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
     unsafe { by_sums!(call.q.dtype, gradients(call, isa, crew)) };

@@ -1,39 +1,88 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Rayon's pool for the workers of a call, also in a process that was forked.
+//! The threads for the workers of a call: a pool of this crate in each process.
 //!
-//! A fork copies the memory of a process, but of its threads only the one that forks. Rayon's global pool has no
-//! threads in the child and does not know it, so a job that is given to it is never begun. A child of the process that
-//! first used the pool here therefore gets a pool of its own.
+//! Rayon's global pool is not used. A fork copies the memory of a process, but of its threads only the one that forks:
+//! in a child of a program that has used the global pool, that pool has no threads and does not know it, so a job that
+//! is given to it is never begun; and nothing tells whether the program has used it. If its threads cannot start it is
+//! lost for the whole process. So the pool is made with the first call of a process that has several workers, also in
+//! a process that was forked, and made again by the next call if its threads cannot start. Rayon decides on its size:
+//! `RAYON_NUM_THREADS`, else the number of cores.
+//!
+//! There is no lock here, which a fork could copy while it is held.
 
-use crate::sync::Process;
+use crate::{
+    error::{Error, Result},
+    sync::Process,
+};
+use core::ptr::null_mut;
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::{
+    boxed::Box,
+    io,
+    sync::atomic::{AtomicPtr, Ordering},
+};
 
-/// Runs `job` where `rayon::join` has threads; or gives it back if no thread can be started.
-pub(super) fn run<J: FnOnce() + Send>(job: J) -> Result<(), J> {
-    static FIRST: OnceLock<Process> = OnceLock::new();
-    // A thread of a pool takes back what no other thread of it begins.
-    if rayon::current_thread_index().is_some() || FIRST.get_or_init(Process::this).is_this() {
-        job();
-        return Ok(());
-    }
-    match own() {
-        Some(pool) => pool.install(job),
-        None => return Err(job),
-    }
-    Ok(())
+/// The pool of the process that made it.
+struct OwnPool {
+    process: Process,
+    threads: ThreadPool,
 }
 
-/// The pool of this process, as large as the global one.
-fn own() -> Option<Arc<ThreadPool>> {
-    static OWN: Mutex<Option<(Process, Arc<ThreadPool>)>> = Mutex::new(None);
-    let mut own = OWN.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((process, pool)) = &*own
-        && process.is_this()
-    {
-        return Some(Arc::clone(pool));
+/// Makes sure that [`run`] has threads.
+///
+/// # Errors
+/// [`Error::Device`] if a thread cannot start; the next call tries again.
+pub(super) fn ready() -> Result<()> {
+    if is_in_a_pool() {
+        return Ok(());
     }
-    let pool = ThreadPoolBuilder::new().num_threads(rayon::current_num_threads()).build().ok()?;
-    let (_, pool) = own.insert((Process::this(), Arc::new(pool)));
-    Some(Arc::clone(pool))
+    own().map(|_| ())
+}
+
+/// Runs `job` where `rayon::join` has threads; on this thread alone if none can start.
+pub(super) fn run(job: impl FnOnce() + Send) {
+    match if is_in_a_pool() { None } else { own().ok() } {
+        Some(pool) => pool.install(job),
+        None => job(),
+    }
+}
+
+/// Whether this thread belongs to a pool, such as one of the caller's: its other threads take part, and what none of
+/// them begins it does itself.
+fn is_in_a_pool() -> bool {
+    rayon::current_thread_index().is_some()
+}
+
+fn own() -> Result<&'static ThreadPool> {
+    static OWN: AtomicPtr<OwnPool> = AtomicPtr::new(null_mut());
+    let seen = OWN.load(Ordering::Acquire);
+    // SAFETY: what is stored below is never freed.
+    if let Some(pool) = unsafe { seen.as_ref() }
+        && pool.process.is_this()
+    {
+        return Ok(&pool.threads);
+    }
+    let threads = build()?;
+    let made = Box::into_raw(Box::new(OwnPool { process: Process::this(), threads }));
+    // The pool of a parent stays where it is: its end would wait for locks that another thread held at the fork.
+    match OWN.compare_exchange(seen, made, Ordering::AcqRel, Ordering::Acquire) {
+        // SAFETY: it was stored, and is never freed.
+        Ok(_) => Ok(unsafe { &(*made).threads }),
+        Err(first) => {
+            // SAFETY: nobody else has seen it.
+            drop(unsafe { Box::from_raw(made) });
+            // SAFETY: what was stored is never freed. Another thread of this process stored it, just now.
+            Ok(unsafe { &(*first).threads })
+        }
+    }
+}
+
+fn build() -> Result<ThreadPool> {
+    ThreadPoolBuilder::new().thread_name(|i| std::format!("cpattn-worker-{i}")).build().map_err(|error| {
+        let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref::<io::Error>());
+        match source {
+            Some(source) => Error::of_thread("a worker of the kernels", source),
+            None => Error::of_thread("a worker of the kernels", &io::Error::other(error)),
+        }
+    })
 }

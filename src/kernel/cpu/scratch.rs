@@ -45,7 +45,9 @@ impl core::fmt::Debug for Scratch {
 
 impl Scratch {
     /// Memory for `workers` (at least one) parallel workers; results do not depend on their number. More than one need
-    /// the feature `rayon` or an [`Executor`]: without, every call is refused.
+    /// the feature `rayon` or an [`Executor`]: without, every call is refused. With the feature they run in a pool of
+    /// this crate, which the first such call of a process starts; if its threads cannot start, that call fails with
+    /// [`Error::Device`], and the next one tries again.
     ///
     /// Calls run on [`Isa::chosen`]. If that is an error (the environment asks for an instruction set that the machine
     /// lacks), every call returns it.
@@ -91,6 +93,18 @@ impl Scratch {
             ));
         }
         self.isa.clone()
+    }
+
+    /// Starts the threads of the workers, if there are several and no executor has threads for them.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a thread cannot start. A later call tries again.
+    pub(crate) fn start_threads(&self) -> Result<()> {
+        #[cfg(feature = "rayon")]
+        if self.workers > 1 && self.executor.is_none() {
+            return super::pool::ready();
+        }
+        Ok(())
     }
 
     /// Grows to the size that calls with this element type of q, k and v and these head dims need, forward or backward.

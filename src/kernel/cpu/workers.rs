@@ -94,15 +94,13 @@ impl<J: Job> Units<J> {
     }
 }
 
-/// One worker for each `each` lines, in rayon's pool.
+/// One worker for each `each` lines, in a pool of rayon's.
 #[cfg(feature = "rayon")]
 fn on_pool(lines: &mut [Line], each: usize, worker: &(dyn Fn(&mut [Line]) + Sync)) {
     if lines.len() / each <= 1 {
         return worker(lines);
     }
-    if pool::run(|| split(&mut *lines, each, worker)).is_err() {
-        worker(&mut lines[..each]);
-    }
+    pool::run(|| split(lines, each, worker));
 }
 
 #[cfg(feature = "rayon")]

@@ -310,7 +310,7 @@ impl Sequence {
                         let (sends, recvs) = (&self.messages[sends.clone()], &self.messages[recvs.clone()]);
                         // SAFETY: as of the launches: the transport's stream waits for all work on the memory that the
                         // exchange sends or overwrites, and readers of that memory wait for the transport's stream.
-                        unsafe { transport.exchange(*label, sends, recvs) }?;
+                        unsafe { transport.exchange(label.comparing(compared), sends, recvs) }?;
                     }
                 }
             }

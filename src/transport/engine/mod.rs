@@ -8,7 +8,8 @@
 //! - Small messages to one peer are sent as one packet (`packets`). Each packet begins with a header: the number and
 //!   the sizes of its messages, and what its sender runs. The receiver has room for the header and a small packet; a
 //!   larger packet is sent separately, after the receiver has compared the sizes. Engines need not compare them.
-//! - `agree` and `exchange` of different ranks can overlap in time, so they have different tags.
+//! - `agree` and `exchange` of different ranks can overlap in time. They use one order of messages between two ranks: if
+//!   one of the two agrees and the other exchanges, both find it with the first header that arrives.
 //! - The deadline goes to [`Engine::wait`]: a call fails once it has waited that long for one of its messages.
 //! - After any failure the engine is closed on every rank: posted messages end with an error, so that nothing writes
 //!   into the caller's memory afterwards. The group stays failed.
@@ -23,6 +24,7 @@ mod packets;
 mod pulse;
 mod search;
 mod verdict;
+mod wait_for_all;
 mod waits;
 
 use std::{
@@ -95,19 +97,26 @@ impl<E: Engine> EngineTransport<E> {
     /// [`abort`](Transport::abort) and a failure of any rank end the wait.
     ///
     /// # Errors
-    /// [`Fault::Found`] if not all ranks connect in time. The group has then failed.
+    /// [`Fault::Found`] if not all ranks connect in time; [`Error::Device`] if this rank cannot start a thread, of which
+    /// it notifies the others. The group has then failed.
     pub fn connect(&self) -> Result<()> {
         let (group, began) = (&self.group, Instant::now());
         let deadline = group.deadline;
         let after = |what: &str| format!("{what}, after {} (deadline {})", seconds(began.elapsed()), seconds(deadline));
-        match group.within(deadline, |group| group.open()) {
+        let thread = |has_opened: bool, error: std::io::Error| {
+            group.set_failed("this rank could not start a thread");
+            group.give_up(has_opened);
+            group.engine.close();
+            Error::of_thread("a transport over an engine", &error)
+        };
+        match group.within(deadline, |group| group.open()).map_err(|error| thread(false, error))? {
             None if group.has_ended() => return Err(self.failed_before(MAKING)),
             None => {
                 let verdict = Verdict::unknown("the process that holds the store does not answer");
                 group.publish(verdict.clone());
                 return Err(self.failed(after("no transport was made"), &verdict, None));
             }
-            Some(Ok(None)) => group.listen(),
+            Some(Ok(None)) => group.listen().map_err(|error| thread(true, error))?,
             Some(Ok(Some(late))) => {
                 let what = "the others gave up before this rank made its transport".to_string();
                 group.publish(late.clone());
@@ -118,7 +127,8 @@ impl<E: Engine> EngineTransport<E> {
             }
         }
         group.set_wait(Some(Wait::MEETING));
-        let failed = match group.within(2 * deadline, |group| group.engine.connect()) {
+        let connected = group.within(2 * deadline, |group| group.engine.connect());
+        let failed = match connected.map_err(|error| thread(true, error))? {
             Some(Ok(())) => {
                 group.set_wait(None);
                 group.set_connected();
@@ -141,6 +151,16 @@ impl<E: Engine> EngineTransport<E> {
     pub fn gather(&self, ranks: Range<usize>, number: u64, all: &mut [u64]) -> Result<()> {
         let EngineGroup { rank, world, .. } = *self.group;
         rules::check_group(rank, world, &ranks)?;
+        self.gather_in(self.announced(), ranks, number, all)
+    }
+
+    /// The run that the rank has announced.
+    fn announced(&self) -> Option<RunName> {
+        *self.run.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`gather`](Self::gather), of a rank that begins `run`.
+    fn gather_in(&self, run: Option<RunName>, ranks: Range<usize>, number: u64, all: &mut [u64]) -> Result<()> {
         if all.len() != ranks.len() {
             return Err(Error::invalid(
                 "all",
@@ -148,8 +168,7 @@ impl<E: Engine> EngineTransport<E> {
                 format_args!("{}: one for each rank", ranks.len()),
             ));
         }
-        let label = Label { run: *self.run.lock().unwrap_or_else(PoisonError::into_inner), ..AGREEMENT };
-        self.moving(label, |moves| moves.gather(ranks, number, all))
+        self.moving(Label { run, ..AGREEMENT }, |moves| moves.gather(ranks, number, all))
     }
 
     /// Begins a call that waits.
@@ -172,7 +191,7 @@ impl<E: Engine> EngineTransport<E> {
     /// Runs a call that waits. After a failure, closes the engine and searches for the rank at fault.
     fn moving(&self, label: Label, run: impl FnOnce(&mut Moves<'_, E>) -> Result<(), Stop>) -> Result<()> {
         let mut rooms = self.enter(label)?;
-        let (group, began) = (&*self.group, Instant::now());
+        let (group, began) = (&self.group, Instant::now());
         let watch = CloseOnUnwind(group);
         let outcome = run(&mut Moves { group, label, rooms: &mut rooms });
         core::mem::forget(watch);
@@ -230,6 +249,9 @@ impl<E: Engine> EngineTransport<E> {
     }
 
     fn error(&self, label: Label, what: &str, verdict: Option<&Verdict>, failed: Option<&Failed>) -> Error {
+        if let Some(error) = verdict.and_then(|verdict| verdict.disagreement(self.group.rank, label.number())) {
+            return error;
+        }
         let engine = failed.map(|failed| format!("engine: {}", failed.text));
         let said = [what, verdict.map_or("", |v| &v.text), engine.as_deref().unwrap_or("")];
         let said: Vec<_> = said.into_iter().filter(|text| !text.is_empty()).collect();
@@ -270,7 +292,8 @@ impl<E: Engine> Transport for EngineTransport<E> {
         let EngineGroup { rank, world, .. } = *self.group;
         rules::check_group(rank, world, &group)?;
         let mut all = std::vec![!fingerprint; group.len()];
-        self.gather(group.clone(), fingerprint, &mut all)?;
+        let run = self.announced().map(|run| run.comparing(fingerprint));
+        self.gather_in(run, group.clone(), fingerprint, &mut all)?;
         rules::compare(rank, group, fingerprint, &all)
     }
 

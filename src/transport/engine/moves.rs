@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The messages that one call posts and waits for.
 //!
+//! Agreements and exchanges use one order of messages between two ranks. Two ranks that make the same calls make them in
+//! the same order, so the header that arrives next belongs to the call that this rank is in.
+//!
 //! Headers and joined messages use the transport's own memory, which the next call reuses. After a failure this memory
 //! is not reused, although the engine was closed: that is an extra safeguard.
 
 use core::ops::Range;
-use std::{format, vec, vec::Vec};
+use std::{format, string::String, sync::Arc, vec, vec::Vec};
 
 use super::{
     super::{Label, Message},
@@ -13,11 +16,11 @@ use super::{
     packets::{Header, Packet, SMALL, packets},
     search::EngineGroup,
     verdict::Verdict,
+    wait_for_all::wait_for_all,
     waits::Wait,
 };
 
 // The tags of messages; messages of one tag match in their order.
-const AGREEMENT: u32 = 7001;
 const HEADERS: u32 = 7002;
 const BODIES: u32 = 7003;
 
@@ -69,15 +72,36 @@ impl MessageBuffers {
 
 /// The messages of one call.
 pub(super) struct Moves<'a, E> {
-    pub(super) group: &'a EngineGroup<E>,
+    pub(super) group: &'a Arc<EngineGroup<E>>,
     pub(super) label: Label,
     pub(super) rooms: &'a mut MessageBuffers,
 }
 
 /// A message that was posted.
-struct PostedMessage {
+pub(super) struct PostedMessage {
     wait: Wait,
-    number: u64,
+    pub(super) number: u64,
+}
+
+/// A header that a peer sends, with a small packet behind it if it is that of an exchange.
+pub(super) struct Arriving {
+    pub(super) peer: usize,
+    room: *mut u8,
+    pub(super) posted: PostedMessage,
+}
+
+// SAFETY: an address and numbers; the room is read only after its message has moved.
+unsafe impl Sync for Arriving {}
+
+impl Arriving {
+    /// The header: bytes that have arrived, or zeros.
+    fn header(&self) -> Header {
+        let mut bytes = [0; Header::BYTES];
+        // SAFETY: the room has space for a header, and lives as long as the call; its message has moved, so nothing
+        // writes it.
+        unsafe { self.room.copy_to_nonoverlapping(bytes.as_mut_ptr(), Header::BYTES) };
+        Header::from_bytes(bytes)
+    }
 }
 
 impl<E: Engine> Moves<'_, E> {
@@ -101,37 +125,41 @@ impl<E: Engine> Moves<'_, E> {
         Ok(PostedMessage { wait, number })
     }
 
-    fn wait(&self, posted: &PostedMessage) -> Result<(), Failed> {
+    pub(super) fn wait(&self, posted: &PostedMessage) -> Result<(), Failed> {
         self.group.set_wait(Some(posted.wait));
         self.group.engine.wait(posted.number, self.group.deadline)
     }
 
-    /// An all-gather of one number over `ranks`, to `all`.
+    /// An all-gather of one number over `ranks`, to `all`: each rank sends a header to every other. So a peer that
+    /// exchanges instead is found by the first header of its exchange, and finds this rank by its.
     pub(super) fn gather(&mut self, ranks: Range<usize>, number: u64, all: &mut [u64]) -> Result<(), Stop> {
-        let (own, peers) = (self.group.rank, ranks.clone().filter(|&peer| peer != self.group.rank));
-        let (to, from) = (self.rooms.large(8), self.rooms.large(8 * ranks.len()));
-        let (bytes, place) = (number.to_ne_bytes(), |peer: usize| 8 * (peer - ranks.start));
-        // SAFETY: a room of eight bytes.
-        unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), 8) };
-        let mut posted = Vec::with_capacity(2 * ranks.len());
-        for peer in peers.clone() {
-            // SAFETY: each rank has eight bytes of the room, which lives until the messages have moved or the engine is
-            // closed.
-            posted.push(unsafe { self.post(MessageDirection::Receive, peer, AGREEMENT, from.add(place(peer)), 8, 8) }?);
+        let own = self.group.rank;
+        let header = Header::of_agreement(number, self.label.run);
+        let to = self.rooms.small();
+        // SAFETY: a room with space for a header.
+        unsafe { to.copy_from_nonoverlapping(header.to_bytes().as_ptr(), Header::BYTES) };
+        let (mut arriving, mut sent) = (Vec::with_capacity(ranks.len()), Vec::with_capacity(ranks.len()));
+        for peer in ranks.clone().filter(|&peer| peer != own) {
+            let (room, bytes) = (self.rooms.small(), Header::BYTES + SMALL);
+            // SAFETY: a room of these bytes, which lives until the message has moved or the engine is closed.
+            let posted = unsafe { self.post(MessageDirection::Receive, peer, HEADERS, room, bytes, 8) }?;
+            arriving.push(Arriving { peer, room, posted });
         }
-        for peer in peers {
-            // SAFETY: as above; it is only read.
-            posted.push(unsafe { self.post(MessageDirection::Send, peer, AGREEMENT, to, 8, 8) }?);
+        for peer in ranks.clone().filter(|&peer| peer != own) {
+            // SAFETY: the room lives until the message has moved or the engine is closed; it is only read.
+            sent.push(unsafe { self.post(MessageDirection::Send, peer, HEADERS, to, Header::BYTES, 8) }?);
         }
-        for one in &posted {
+        let check = |one: &Arriving| match header.compare(&one.header(), own, one.peer, String::new) {
+            Some(verdict) => Err(Stop::Differs(verdict)),
+            None => Ok(()),
+        };
+        wait_for_all(self, &arriving, &check)?;
+        for one in &sent {
             self.wait(one)?;
         }
-        for (peer, theirs) in ranks.clone().zip(all) {
-            *theirs = number;
-            if peer != own {
-                // SAFETY: inside of the room, where the message of each other rank has arrived.
-                *theirs = unsafe { from.add(place(peer)).cast::<u64>().read_unaligned() };
-            }
+        all.fill(number);
+        for one in &arriving {
+            all[one.peer - ranks.start] = one.header().number();
         }
         Ok(())
     }
@@ -148,7 +176,7 @@ impl<E: Engine> Moves<'_, E> {
             let (room, bytes, told) = (self.rooms.small(), Header::BYTES + SMALL, packet.bytes());
             // SAFETY: a room of these bytes, which lives until the message has moved or the engine is closed.
             let posted = unsafe { self.post(MessageDirection::Receive, packet.peer, HEADERS, room, bytes, told) }?;
-            heads.push((packet, room, posted));
+            heads.push((packet, Arriving { peer: packet.peer, room, posted }));
         }
         let mut sent = Vec::with_capacity(2 * outgoing.len());
         for packet in &outgoing {
@@ -156,15 +184,13 @@ impl<E: Engine> Moves<'_, E> {
             unsafe { self.send(packet, &mut sent) }?;
         }
         let mut bodies = Vec::new();
-        for (packet, room, posted) in &heads {
-            self.wait(posted)?;
-            let mut theirs = [0; Header::BYTES];
-            // SAFETY: the room begins with a header: bytes that have arrived, or zeros.
-            unsafe { room.copy_to_nonoverlapping(theirs.as_mut_ptr(), Header::BYTES) };
+        for (packet, arriving) in &heads {
+            self.wait(&arriving.posted)?;
+            let room = arriving.room;
             let (Label { operation, step, run }, rank) = (self.label, self.group.rank);
             let expected = Header::new(packet, run);
             let call = || format!("{operation}, step {step}");
-            if let Some(verdict) = expected.compare(&Header::from_bytes(theirs), rank, packet.peer, call) {
+            if let Some(verdict) = expected.compare(&arriving.header(), rank, packet.peer, call) {
                 return Err(Stop::Differs(verdict));
             }
             if packet.is_small() {

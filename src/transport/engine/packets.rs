@@ -4,6 +4,9 @@
 //! A separate message costs an engine tens of microseconds; a copy of some kilobytes costs much less. So consecutive
 //! small messages to one peer are joined. Sender and receiver join in the same way, since sizes and order are the same
 //! on both; the header is compared to check this before the rest of the packet is used.
+//!
+//! An agreement sends a header alone, in the same order of messages: so a rank that exchanges finds a peer that agrees,
+//! and the other way round, with the first header that arrives.
 
 use std::{format, string::String, vec, vec::Vec};
 
@@ -94,48 +97,77 @@ pub(super) fn packets(list: &[Message]) -> Vec<Packet> {
 /// The purpose of a packet, and the run of its sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
+    /// 0 in an exchange, 1 in an agreement.
+    agreeing: u64,
     bytes: u64,
     messages: u64,
-    /// A hash of the size of each message, in their order.
+    /// A hash of the size of each message, in their order; in an agreement the number that is gathered.
     sizes: u64,
     /// 0 for none, otherwise 1 plus the index of the kind in `KINDS`.
     kind: u64,
     plan: u64,
+    /// What the ranks compare in the run; 0 if that is not known.
+    fingerprint: u64,
 }
 
 const KINDS: [RunKind; 5] =
     [RunKind::Forward, RunKind::Backward, RunKind::ToHeads, RunKind::ToTokens, RunKind::Combine];
 
 impl Header {
-    pub(super) const BYTES: usize = 40;
+    pub(super) const BYTES: usize = 56;
 
     pub(super) fn new(packet: &Packet, run: Option<RunName>) -> Self {
         let mut sizes = Fingerprint::new();
         packet.messages.iter().for_each(|m| sizes.word(m.bytes as u64));
-        let place = |kind| KINDS.iter().position(|&k| k == kind).map_or(0, |at| at as u64 + 1);
         Self {
             bytes: packet.bytes() as u64,
             messages: packet.messages.len() as u64,
             sizes: sizes.finish(),
-            kind: run.map_or(0, |run| place(run.kind)),
-            plan: run.map_or(0, |run| run.plan),
+            ..Self::of_run(run)
         }
     }
 
+    /// The header of an agreement, in which this rank gives `number`.
+    pub(super) fn of_agreement(number: u64, run: Option<RunName>) -> Self {
+        Self { agreeing: 1, sizes: number, ..Self::of_run(run) }
+    }
+
+    fn of_run(run: Option<RunName>) -> Self {
+        let place = |kind| KINDS.iter().position(|&k| k == kind).map_or(0, |at| at as u64 + 1);
+        Self {
+            agreeing: 0,
+            bytes: 0,
+            messages: 0,
+            sizes: 0,
+            kind: run.map_or(0, |run| place(run.kind)),
+            plan: run.map_or(0, |run| run.plan),
+            fingerprint: run.and_then(|run| run.fingerprint).unwrap_or_default(),
+        }
+    }
+
+    /// The number that a peer gives in an agreement.
+    pub(super) fn number(&self) -> u64 {
+        self.sizes
+    }
+
     pub(super) fn to_bytes(self) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        for (to, word) in bytes.chunks_exact_mut(8).zip([self.bytes, self.messages, self.sizes, self.kind, self.plan]) {
+        let Self { agreeing, bytes, messages, sizes, kind, plan, fingerprint } = self;
+        let words = [agreeing, bytes, messages, sizes, kind, plan, fingerprint];
+        let mut all = [0; Self::BYTES];
+        for (to, word) in all.chunks_exact_mut(8).zip(words) {
             to.copy_from_slice(&word.to_le_bytes());
         }
-        bytes
+        all
     }
 
     pub(super) fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         let word = |at: usize| u64::from_le_bytes(core::array::from_fn(|i| bytes[8 * at + i]));
-        Self { bytes: word(0), messages: word(1), sizes: word(2), kind: word(3), plan: word(4) }
+        let [agreeing, bytes, messages, sizes, kind, plan, fingerprint] = core::array::from_fn(word);
+        Self { agreeing, bytes, messages, sizes, kind, plan, fingerprint }
     }
 
-    /// The error of `rank` if `peer` sends `theirs` and `rank` expects `self`; `None` if they are equal.
+    /// The error of `rank` if `peer` sends `theirs` and `rank` expects `self`; `None` if they fit together. Two
+    /// agreements do: their numbers are compared later.
     pub(super) fn compare(
         &self,
         theirs: &Self,
@@ -143,7 +175,11 @@ impl Header {
         peer: usize,
         call: impl FnOnce() -> String,
     ) -> Option<Verdict> {
-        if self == theirs {
+        if (self.agreeing, theirs.agreeing) != (0, 0) {
+            return (self.agreeing != theirs.agreeing).then(|| self.crossed(theirs, rank, peer));
+        }
+        // What differs in the fingerprint alone is found by the runtime, which can say what it is.
+        if *self == (Self { fingerprint: self.fingerprint, ..*theirs }) {
             return None;
         }
         let alike = (self.bytes, self.messages) == (theirs.bytes, theirs.messages);
@@ -158,7 +194,22 @@ impl Header {
             super::verdict::SAME,
         );
         let differ = (self.kind, self.plan) != (theirs.kind, theirs.plan);
-        Some(Verdict { peer: Some(peer), text, other: Some(rank), differ })
+        Some(Verdict { peer: Some(peer), text, other: Some(rank), differ, runs: None })
+    }
+
+    /// One rank agrees and the other exchanges.
+    fn crossed(&self, theirs: &Self, rank: usize, peer: usize) -> Verdict {
+        let doing = |header: &Self| if header.agreeing == 1 { "compares" } else { "exchanges for" };
+        let text = format!(
+            "rank {peer} {} {}, rank {rank} {} {}: {}",
+            doing(theirs),
+            theirs.running(),
+            doing(self),
+            self.running(),
+            super::verdict::SAME,
+        );
+        let runs = [theirs.fingerprint, self.fingerprint];
+        Verdict { peer: Some(peer), text, other: Some(rank), differ: true, runs: (!runs.contains(&0)).then_some(runs) }
     }
 
     fn counted(&self) -> String {
@@ -173,7 +224,7 @@ impl Header {
 
 /// The run of a rank, in words.
 pub(super) fn running(run: Option<RunName>) -> String {
-    run.map_or_else(|| "no plan".into(), |RunName { kind, plan }| format!("the {kind} of plan {plan:016x}"))
+    run.map_or_else(|| "no plan".into(), |RunName { kind, plan, .. }| format!("the {kind} of plan {plan:016x}"))
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 use crate::transport::fault::Clock;
 use std::{
     boxed::Box,
+    io,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
@@ -40,13 +41,11 @@ impl Pulse {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to count; without a thread it is an ordinary clock.
-    pub(super) fn start(self: &Arc<Self>) {
+    /// Begins to count.
+    pub(super) fn start(self: &Arc<Self>) -> io::Result<()> {
         self.state().running = true;
         let pulse = self.clone();
-        if !detached("cpattn pulse", Box::new(move || pulse.run())) {
-            self.state().running = false;
-        }
+        detached("cpattn pulse", Box::new(move || pulse.run())).inspect_err(|_| self.state().running = false)
     }
 
     fn run(&self) {
@@ -77,10 +76,10 @@ impl Pulse {
     }
 }
 
-/// Runs a job on a thread that is never joined; false if no thread can be started.
-pub(super) fn detached(name: &str, job: Box<dyn FnOnce() + Send>) -> bool {
+/// Runs a job on a thread that is never joined.
+pub(super) fn detached(name: &str, job: Box<dyn FnOnce() + Send>) -> io::Result<()> {
     // Boxed, so that the code of a spawn, some kilobytes, exists once.
-    thread::Builder::new().name(name.into()).spawn(job).is_ok()
+    thread::Builder::new().name(name.into()).spawn(job).map(|_| ())
 }
 
 #[cfg(test)]

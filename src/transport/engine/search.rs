@@ -16,7 +16,7 @@ mod ending;
 
 use std::{
     boxed::Box,
-    format,
+    format, io,
     string::{String, ToString},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
     thread,
@@ -175,11 +175,14 @@ impl<E: Engine> EngineGroup<E> {
     /// Runs `job` on a thread of its own and returns its result. `None` if it does not return within `time` and the
     /// grace (at least [`STORE`]), or if the group fails meanwhile: the thread then continues without a reader. If the
     /// process is stopped meanwhile, one interval of the pulse counts at most.
+    ///
+    /// # Errors
+    /// If the thread cannot start.
     pub(super) fn within<T: Send + 'static>(
         self: &Arc<Self>,
         time: Duration,
         job: impl FnOnce(&Self) -> T + Send + 'static,
-    ) -> Option<T> {
+    ) -> io::Result<Option<T>> {
         let (done, outcome) = mpsc::channel();
         let (group, every) = (self.clone(), self.pulse.every);
         let run = move || {
@@ -190,19 +193,17 @@ impl<E: Engine> EngineGroup<E> {
             // The receiver may be gone.
             let _ = done.send(outcome);
         };
-        if !detached("cpattn engine", Box::new(run)) {
-            return None;
-        }
+        detached("cpattn engine", Box::new(run))?;
         let looks = (time + self.grace()).max(STORE).as_micros().div_ceil(every.as_micros());
         for _ in 0..looks {
             match outcome.recv_timeout(every) {
-                Ok(outcome) => return Some(outcome),
-                Err(mpsc::RecvTimeoutError::Disconnected) => return None,
-                Err(mpsc::RecvTimeoutError::Timeout) if self.has_failed() => return None,
+                Ok(outcome) => return Ok(Some(outcome)),
+                Err(mpsc::RecvTimeoutError::Disconnected) => return Ok(None),
+                Err(mpsc::RecvTimeoutError::Timeout) if self.has_failed() => return Ok(None),
                 Err(mpsc::RecvTimeoutError::Timeout) => {}
             }
         }
-        None
+        Ok(None)
     }
 
     /// Writes to the store that this rank has started. Returns the verdict, if there is one already.
@@ -216,7 +217,7 @@ impl<E: Engine> EngineGroup<E> {
     }
 
     /// Starts a thread that this rank waits for when it leaves.
-    fn spawn(self: &Arc<Self>, name: &str, job: impl FnOnce(&Arc<Self>) + Send + 'static) -> bool {
+    fn spawn(self: &Arc<Self>, name: &str, job: impl FnOnce(&Arc<Self>) + Send + 'static) -> io::Result<()> {
         let (group, threads) = (self.clone(), self.threads.clone());
         *lock(&threads.count) += 1;
         let run = move || {
@@ -226,23 +227,48 @@ impl<E: Engine> EngineGroup<E> {
             *lock(&threads.count) -= 1;
             threads.fewer.notify_all();
         };
-        let spawned = detached(name, Box::new(run));
-        if !spawned {
-            *lock(&self.threads.count) -= 1;
+        detached(name, Box::new(run)).inspect_err(|_| *lock(&self.threads.count) -= 1)
+    }
+
+    /// The same for a job that must be done: on this thread if none can start, where it may wait for the store.
+    fn spawn_or_run(self: &Arc<Self>, name: &str, job: impl FnOnce(&Arc<Self>) + Send + 'static) {
+        let once = Arc::new(Mutex::new(Some(job)));
+        let take = once.clone();
+        let run = move |group: &Arc<Self>| {
+            let job = lock(&take).take();
+            if let Some(job) = job {
+                job(group);
+            }
+        };
+        if self.spawn(name, run).is_err()
+            && let Some(job) = lock(&once).take()
+        {
+            job(self);
         }
-        spawned
     }
 
     /// Starts to answer questions.
-    pub(super) fn listen(self: &Arc<Self>) {
+    ///
+    /// # Errors
+    /// If a thread cannot start. The other ranks then have no answer from this one: it must end the group.
+    pub(super) fn listen(self: &Arc<Self>) -> io::Result<()> {
         if self.world > 1 {
+            self.pulse.start()?;
             self.state().listening = true;
-            if self.spawn("cpattn listener", |group| group.answer_query()) {
-                self.pulse.start();
-            } else {
-                self.state().listening = false;
-            }
+            self.spawn("cpattn listener", |group| group.answer_query())
+                .inspect_err(|_| self.state().listening = false)?;
         }
+        Ok(())
+    }
+
+    /// Ends a group that is being made, on all ranks, because this one cannot start a thread. The verdict.
+    pub(super) fn give_up(&self, has_opened: bool) -> Verdict {
+        let found = Verdict::of(self.rank, "could not start a thread; see its own error");
+        // On this thread, for want of another: if the store does not answer, this waits as long as the engine does.
+        let opened = if has_opened { Ok(None) } else { self.open() };
+        let _ = opened.and_then(|_| self.write_query(true, Some(found.clone())));
+        self.publish(found.clone());
+        found
     }
 
     fn answer_query(&self) {
@@ -300,7 +326,8 @@ impl<E: Engine> EngineGroup<E> {
     /// made. `found`: the verdict that this rank already has.
     pub(super) fn start_search(self: &Arc<Self>, joining: bool, found: Option<Verdict>) -> Verdict {
         let asked = found.clone();
-        if self.is_searching() && self.spawn("cpattn question", move |group| _ = group.write_query(joining, asked)) {
+        if self.is_searching() {
+            self.spawn_or_run("cpattn question", move |group| _ = group.write_query(joining, asked));
             self.wait_until_known();
         }
         let verdict = self.state().verdict.clone();

@@ -15,7 +15,10 @@ use std::{
 };
 
 use super::contract::{Failed, LONGEST_VALUE};
-use crate::transport::fault::{Answer, AtFault, Search};
+use crate::{
+    error::{Error, Label},
+    transport::fault::{Answer, AtFault, GroupFailure, Search},
+};
 
 pub(super) const SAME: &str = concat!(
     "all ranks of a group must make the same calls in the same order, with the same documents and options, and one version of cpattn (",
@@ -71,6 +74,8 @@ pub(super) struct Verdict {
     pub(super) other: Option<usize>,
     /// Whether the two differ in their runs or calls.
     pub(super) differ: bool,
+    /// What `peer` and `other` run, by the fingerprints that ranks compare, if that is known.
+    pub(super) runs: Option<[u64; 2]>,
 }
 
 impl Verdict {
@@ -82,18 +87,32 @@ impl Verdict {
         Self { peer: Some(rank), text: format!("rank {rank} {what}"), ..Self::default() }
     }
 
+    /// The disagreement as `rank` reports it, in whose call the ranks compare `number`; none if it is not known what
+    /// the two ranks run.
+    pub(super) fn disagreement(&self, rank: usize, number: Option<u64>) -> Option<Error> {
+        let (Some(peer), Some(other), true) = (self.peer, self.other, self.differ) else { return None };
+        let failure = GroupFailure::crossed(peer, other).of_runs(self.runs.map(|r| r[0]), self.runs.map(|r| r[1]));
+        let error = failure.error(rank, Label::new("agree", 0), number);
+        matches!(error, Error::Disagreement { .. }).then_some(error)
+    }
+
     /// The rank that `rank` names.
     pub(super) fn on(&self, rank: usize) -> Option<usize> {
         if self.peer == Some(rank) { self.other.or(self.peer) } else { self.peer }
     }
 
     pub(super) fn write(&self) -> Vec<u8> {
-        lines([&number(self.peer), &number(self.other), if self.differ { "1" } else { "" }, &self.text])
+        let runs = self.runs.map_or_else(String::new, |[of_peer, of_other]| format!("{of_peer} {of_other}"));
+        lines([&number(self.peer), &number(self.other), if self.differ { "1" } else { "" }, &runs, &self.text])
     }
 
     pub(super) fn read(bytes: &[u8]) -> Option<Self> {
-        let [peer, other, differ, text] = fields(bytes)?;
-        Some(Self { peer: optional(peer)?, other: optional(other)?, differ: differ == "1", text: text.into() })
+        let [peer, other, differ, runs, text] = fields(bytes)?;
+        let runs = match runs.split_once(' ') {
+            Some((of_peer, of_other)) => Some([of_peer.parse().ok()?, of_other.parse().ok()?]),
+            None => None,
+        };
+        Some(Self { peer: optional(peer)?, other: optional(other)?, differ: differ == "1", runs, text: text.into() })
     }
 }
 
@@ -202,6 +221,7 @@ impl From<AtFault<String>> for Verdict {
                 text: format!("rank {first} is in {call}, rank {other} is in {theirs}: {SAME}"),
                 other: Some(first),
                 differ: true,
+                runs: None,
             },
             AtFault::Circle(_) => Self::unknown("ranks wait for each other"),
         }

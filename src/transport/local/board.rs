@@ -72,7 +72,9 @@ pub(super) struct RankOnBoard {
     /// Counts the messages that left or reached it: a rank whose count grows is not stuck.
     pub(super) moved: u64,
     group: Range<usize>,
-    number: u64,
+    /// What the ranks compare in its current or last call: in an agreement, or in a run. None in an exchange outside of
+    /// runs.
+    number: Option<u64>,
     /// The first rank with another number, and that number.
     pub(super) verdict: Option<(usize, u64)>,
 }
@@ -108,7 +110,7 @@ impl Board {
             copying: false,
             moved: 0,
             group: 0..0,
-            number: 0,
+            number: None,
             verdict: None,
         };
         Self {
@@ -119,13 +121,14 @@ impl Board {
         }
     }
 
-    /// Starts a call of `rank`, unless the group has failed or the rank is in another call.
-    pub(super) fn enter(&mut self, rank: usize, label: Label) -> Result<()> {
+    /// Starts a call of `rank`, unless the group has failed or the rank is in another call. The ranks compare `number`
+    /// in it, if any.
+    pub(super) fn enter(&mut self, rank: usize, label: Label, number: Option<u64>) -> Result<()> {
         let place = &mut self.ranks[rank];
         if place.phase != Phase::Idle {
             return Err(rules::not_serial(label, rank, Some(place.label)));
         }
-        place.label = label;
+        (place.label, place.number) = (label, number);
         self.error(rank, label).map_or(Ok(()), Err)
     }
 
@@ -200,22 +203,23 @@ impl Board {
         place.readers == 0 && (place.unread == 0 || place.phase == Phase::Ending)
     }
 
-    /// Posts the number of `rank`; true if the group is now complete, and every rank of it has its verdict.
-    pub(super) fn offer(&mut self, rank: usize, group: Range<usize>, number: u64) -> bool {
+    /// Posts that the number of `rank` is for `group`; true if the group is now complete, and every rank of it has its
+    /// verdict.
+    pub(super) fn offer(&mut self, rank: usize, group: Range<usize>) -> bool {
         let place = &mut self.ranks[rank];
         place.phase = Phase::Agree;
         place.group = group.clone();
-        place.number = number;
         let members = &mut self.ranks[group.clone()];
         if members.iter().any(|member| member.phase != Phase::Agree || member.group != group) {
             return false;
         }
-        let first = (group.start, members[0].number);
-        let other = members.iter().position(|member| member.number != first.1);
-        let other = other.map(|at| (group.start + at, members[at].number));
+        let number = |member: &RankOnBoard| member.number.unwrap_or_default();
+        let first = (group.start, number(&members[0]));
+        let other = members.iter().position(|member| number(member) != first.1);
+        let other = other.map(|at| (group.start + at, number(&members[at])));
         for member in members {
             member.phase = Phase::Answered;
-            member.verdict = other.map(|other| if member.number == first.1 { other } else { first });
+            member.verdict = other.map(|other| if number(member) == first.1 { other } else { first });
         }
         true
     }
@@ -236,6 +240,6 @@ impl Board {
 
     /// The failure as `rank` reports it.
     pub(super) fn error(&self, rank: usize, label: Label) -> Option<Error> {
-        self.failure.map(|failure| failure.error(rank, label))
+        self.failure.map(|failure| failure.error(rank, label, self.ranks[rank].number))
     }
 }

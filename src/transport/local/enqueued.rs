@@ -73,7 +73,7 @@ impl Local {
     ) -> Result<()> {
         let (rank, shared) = (self.rank, &*self.shared);
         let mut board = lock(&shared.board);
-        board.enter(rank, label)?;
+        board.enter(rank, label, label.number())?;
         board.post(rank, sends, recvs);
         let mut progress = WaitProgress::new(board.ranks[rank].moved);
         // Begins all messages whose peer is here; a peer that comes later begins its own.

@@ -30,7 +30,8 @@ pub(super) struct MpiGroup {
     pub world: usize,
     pub notices: Notices,
     deadline: AtomicU64,
-    label: Mutex<Label>,
+    /// The call that this rank is in or was in last, and what the ranks compare in it.
+    label: Mutex<(Label, Option<u64>)>,
     failure: OnceLock<GroupFailure>,
     questions: AtomicU64,
 }
@@ -42,7 +43,7 @@ impl MpiGroup {
             world,
             notices,
             deadline: AtomicU64::new(0),
-            label: Mutex::new(Label::new("start", 0)),
+            label: Mutex::new((Label::new("start", 0), None)),
             failure: OnceLock::new(),
             questions: AtomicU64::new(0),
         }
@@ -54,11 +55,16 @@ impl MpiGroup {
 
     /// The call that this rank is in, or was in last.
     pub(super) fn label(&self) -> Label {
-        *self.label.lock().unwrap_or_else(PoisonError::into_inner)
+        self.label.lock().unwrap_or_else(PoisonError::into_inner).0
     }
 
-    pub(super) fn set_label(&self, label: Label) {
-        *self.label.lock().unwrap_or_else(PoisonError::into_inner) = label;
+    /// What the ranks compare in that call, if anything.
+    pub(super) fn number(&self) -> Option<u64> {
+        self.label.lock().unwrap_or_else(PoisonError::into_inner).1
+    }
+
+    pub(super) fn set_label(&self, label: Label, number: Option<u64>) {
+        *self.label.lock().unwrap_or_else(PoisonError::into_inner) = (label, number);
     }
 
     pub(super) fn has_failed(&self) -> bool {
@@ -67,7 +73,7 @@ impl MpiGroup {
 
     /// The failure as this rank reports it.
     pub(super) fn error(&self, label: Label, failure: GroupFailure) -> Error {
-        failure.error(self.rank, label)
+        failure.error(self.rank, label, self.number())
     }
 
     /// Records a failure unless there is an earlier one, and notifies all ranks; the first failure.

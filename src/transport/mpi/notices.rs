@@ -5,6 +5,10 @@
 //! A receive from any rank is always posted for notices. Calls that wait check it, and so does `poll`; a rank that
 //! computes gets a failure at its next call. A rank whose deadline has passed asks the peer it waits for which rank
 //! that peer waits for, and so on: the search of [`fault`](crate::transport::fault).
+//!
+//! A rank whose exchange has waited for a moment says to its peers which message it needs. A peer that agrees with it,
+//! and has not sent or received that message in an exchange before, runs something else: neither call can end, and both
+//! find it at once. Messages between two ranks are numbered, so this is certain however late a notice arrives.
 
 use std::{
     boxed::Box,
@@ -40,7 +44,18 @@ type Asked = (usize, u64);
 const TAG: c_int = 2;
 
 /// A notice as it is sent.
-type Words = [u64; 5];
+type Words = [u64; 7];
+
+/// A message that the exchange of rank `from` needs: its number in the order of all messages between the two ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Need {
+    pub from: usize,
+    /// Whether `from` waits to receive it; otherwise it waits for the other to receive.
+    pub receives: bool,
+    pub number: u64,
+    /// What the ranks compare in the run of `from`; 0 if it is in none.
+    pub fingerprint: u64,
+}
 
 /// A notice that has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,12 +68,14 @@ pub(super) enum Notice {
     Waits { question: u64, wait: WaitsFor, ms: u64 },
     /// Rank `from` was dropped, in good order: nothing comes from it any more.
     Left { from: usize },
+    /// Another rank has waited for a while for a message of its exchange.
+    Needs(Need),
 }
 
 impl Notice {
     fn encode(self) -> Words {
         match self {
-            Self::Over(GroupFailure { peer, cause, other }) => {
+            Self::Over(GroupFailure { peer, cause, other, runs }) => {
                 let (kind, a, b) = match cause {
                     Cause::Deadline { ms, bytes } => (1, ms, bytes),
                     Cause::Panicked => (2, 0, 0),
@@ -69,16 +86,22 @@ impl Notice {
                     // A code that another process's own function returned has no meaning here.
                     _ => (6, 0, 0),
                 };
-                [kind, a, b, peer as u64, other as u64]
+                // Fingerprints are not 0.
+                let [of_peer, of_other] = runs.unwrap_or_default();
+                [kind, a, b, peer as u64, other as u64, of_peer, of_other]
             }
-            Self::Ask { from, question } => [16, from as u64, question, 0, 0],
-            Self::Waits { question, wait, ms } => [17, question, wait.on as u64, ms, wait.agreeing.into()],
-            Self::Left { from } => [18, from as u64, 0, 0, 0],
+            Self::Ask { from, question } => [16, from as u64, question, 0, 0, 0, 0],
+            Self::Waits { question, wait, ms } => [17, question, wait.on as u64, ms, wait.agreeing.into(), 0, 0],
+            Self::Left { from } => [18, from as u64, 0, 0, 0, 0, 0],
+            Self::Needs(Need { from, receives, number, fingerprint }) => {
+                [19, from as u64, receives.into(), number, fingerprint, 0, 0]
+            }
         }
     }
 
-    fn decode([kind, a, b, c, d]: Words) -> Option<Self> {
-        let over = |cause| Some(Self::Over(GroupFailure { peer: c as usize, cause, other: d as usize }));
+    fn decode([kind, a, b, c, d, of_peer, of_other]: Words) -> Option<Self> {
+        let runs = (of_peer != 0 && of_other != 0).then_some([of_peer, of_other]);
+        let over = |cause| Some(Self::Over(GroupFailure { peer: c as usize, cause, other: d as usize, runs }));
         match kind {
             1 => over(Cause::Deadline { ms: a, bytes: b }),
             2 => over(Cause::Panicked),
@@ -90,6 +113,7 @@ impl Notice {
             16 => Some(Self::Ask { from: a as usize, question: b }),
             17 => Some(Self::Waits { question: a, wait: WaitsFor { on: b as usize, agreeing: d != 0 }, ms: c }),
             18 => Some(Self::Left { from: a as usize }),
+            19 => Some(Self::Needs(Need { from: a as usize, receives: b != 0, number: c, fingerprint: d })),
             _ => None,
         }
     }
@@ -113,6 +137,8 @@ struct Questions {
     asked: Vec<Asked>,
     /// The last answer, behind its question.
     answer: Option<(u64, WaitsFor, u64)>,
+    /// The last need of each rank and way.
+    needs: Vec<Need>,
 }
 
 impl Notices {
@@ -193,6 +219,11 @@ impl Notices {
                         None => questions.asked.push((from, question)),
                     }
                 }
+                Some(Notice::Needs(need)) => {
+                    let needs = &mut self.questions().needs;
+                    needs.retain(|old| (old.from, old.receives) != (need.from, need.receives));
+                    needs.push(need);
+                }
                 Some(Notice::Waits { question, wait, ms }) => self.questions().answer = Some((question, wait, ms)),
                 Some(Notice::Left { from }) => {
                     if let Some(left) = self.left.get(from) {
@@ -208,6 +239,13 @@ impl Notices {
     /// The answer to a question, if it has come: for which rank the other one waits, and for how many milliseconds.
     pub(super) fn answer(&self, question: u64) -> Option<(WaitsFor, u64)> {
         self.questions().answer.filter(|a| a.0 == question).map(|a| (a.1, a.2))
+    }
+
+    /// The needs of other ranks for which `stands` is true. The others are forgotten: they were met.
+    pub(super) fn needs(&self, stands: impl Fn(&Need) -> bool) -> Vec<Need> {
+        let needs = &mut self.questions().needs;
+        needs.retain(stands);
+        needs.clone()
     }
 
     /// Sends a notice, and does not wait for it. An error is ignored: a rank that misses a notice reaches its own
@@ -257,17 +295,21 @@ mod tests {
             Cause::Disagreed { with: 5 },
         ];
         for cause in causes {
-            let over = Notice::Over(GroupFailure { peer: 3, cause, other: 4 });
-            assert_eq!(Notice::decode(over.encode()), Some(over));
+            for runs in [None, Some([8, u64::MAX])] {
+                let over = Notice::Over(GroupFailure { peer: 3, cause, other: 4, runs });
+                assert_eq!(Notice::decode(over.encode()), Some(over));
+            }
         }
         let foreign = Cause::Returned { function: "exchange", code: 9 };
-        let over = Notice::Over(GroupFailure { peer: 3, cause: foreign, other: 3 });
-        let told = Notice::Over(GroupFailure { peer: 3, cause: Cause::Failed, other: 3 });
+        let over = Notice::Over(GroupFailure { peer: 3, cause: foreign, other: 3, runs: None });
+        let told = Notice::Over(GroupFailure { peer: 3, cause: Cause::Failed, other: 3, runs: None });
         assert_eq!(Notice::decode(over.encode()), Some(told));
         let waits = |agreeing| Notice::Waits { question: 8, wait: WaitsFor { on: 2, agreeing }, ms: 70 };
-        for notice in [Notice::Ask { from: 5, question: 6 }, waits(false), waits(true), Notice::Left { from: 3 }] {
+        let needs = |receives| Notice::Needs(Need { from: 5, receives, number: 7, fingerprint: u64::MAX });
+        let others = [Notice::Ask { from: 5, question: 6 }, waits(false), waits(true), Notice::Left { from: 3 }];
+        for notice in others.into_iter().chain([needs(false), needs(true)]) {
             assert_eq!(Notice::decode(notice.encode()), Some(notice));
         }
-        assert_eq!(Notice::decode([99, 0, 0, 0, 0]), None);
+        assert_eq!(Notice::decode([99, 0, 0, 0, 0, 0, 0]), None);
     }
 }

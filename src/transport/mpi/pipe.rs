@@ -104,6 +104,11 @@ impl Pipe {
         self.complete.message == self.list.len()
     }
 
+    /// How many messages have moved so far, in all calls.
+    pub(super) fn moved(&self) -> u64 {
+        self.complete.number
+    }
+
     /// Bytes that have not moved.
     pub(super) fn waiting(&self) -> u64 {
         let all: u64 = self.list[self.complete.message..].iter().map(|m| m.bytes as u64).sum();

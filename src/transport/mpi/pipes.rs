@@ -6,7 +6,7 @@ use std::{ffi::c_int, vec::Vec};
 use super::{
     group::MpiGroup,
     in_flight::poll_until,
-    notices::WaitsFor,
+    notices::{Need, Notice, WaitsFor},
     pipe::{self, Broken, Pipe},
     raw::Comm,
 };
@@ -39,7 +39,7 @@ impl Pipes {
         Self { comm, agreeing, active: Vec::with_capacity(all.len()), all, piece }
     }
 
-    /// Moves messages.
+    /// Moves messages; of an agreement, beside the pipes of `exchanges`.
     ///
     /// # Safety
     /// As [`Transport::exchange`](crate::transport::Transport::exchange).
@@ -48,6 +48,7 @@ impl Pipes {
         own: &MpiGroup,
         sends: &[Message],
         recvs: &[Message],
+        exchanges: Option<&Self>,
     ) -> Result<(), GroupFailure> {
         let listed = || recvs.iter().map(|m| (m.peer, m)).chain(sends.iter().map(|m| (own.world + m.peer, m)));
         self.active.clear();
@@ -57,7 +58,7 @@ impl Pipes {
             }
         }
         // SAFETY: the messages' bytes are valid until this returns (the contract of this function).
-        let outcome = unsafe { self.travel(own) };
+        let outcome = unsafe { self.travel(own, exchanges) };
         listed().for_each(|(at, _)| self.all[at].clear());
         own.notices.wait_for_none();
         if outcome.is_err() {
@@ -73,7 +74,7 @@ impl Pipes {
     ///
     /// # Safety
     /// As [`Pipes::carry`].
-    unsafe fn travel(&mut self, own: &MpiGroup) -> Result<(), GroupFailure> {
+    unsafe fn travel(&mut self, own: &MpiGroup, exchanges: Option<&Self>) -> Result<(), GroupFailure> {
         let (mut state, mut failed) = (own.deadline_state(), None);
         while !self.active.is_empty() {
             let (mut moved, mut at) = (false, 0);
@@ -102,6 +103,11 @@ impl Pipes {
             if let Some(failure) = failed {
                 return Err(failure);
             }
+            match exchanges {
+                Some(exchanges) => self.check_needs(own, exchanges)?,
+                None if state.is_slow() => self.notify_needs(own),
+                None => {}
+            }
             // Receives first: a rank that waits to send waits for a peer that has not come to receive.
             if let Some(first) = self.active.iter().find(|&&at| at < own.world).or(self.active.first()) {
                 let wait = WaitsFor { on: first % own.world, agreeing: self.agreeing };
@@ -110,5 +116,27 @@ impl Pipes {
             }
         }
         Ok(())
+    }
+
+    /// Says to the peers of an exchange which messages this rank waits for.
+    fn notify_needs(&self, own: &MpiGroup) {
+        for &at in &self.active {
+            let fingerprint = own.number().unwrap_or_default();
+            let (receives, number) = (at < own.world, self.all[at].moved());
+            let need = Need { from: own.rank, receives, number, fingerprint };
+            own.notices.send(at % own.world, Notice::Needs(need));
+        }
+    }
+
+    /// In an agreement: fails if a peer that has not agreed needs a message that no exchange has moved.
+    fn check_needs(&self, own: &MpiGroup, exchanges: &Self) -> Result<(), GroupFailure> {
+        let stands = |need: &Need| {
+            let at = if need.receives { own.world + need.from } else { need.from };
+            need.number >= exchanges.all[at].moved()
+        };
+        let needs = own.notices.needs(stands);
+        let Some(need) = needs.into_iter().find(|need| self.active.contains(&need.from)) else { return Ok(()) };
+        let fingerprint = Some(need.fingerprint).filter(|&fingerprint| fingerprint != 0);
+        Err(own.fail(GroupFailure::crossed(own.rank, need.from).of_runs(own.number(), fingerprint)))
     }
 }

@@ -24,6 +24,9 @@ const YIELDS: u32 = 64;
 const SHORTEST: Duration = Duration::from_micros(10);
 const LONGEST: Duration = Duration::from_micros(200);
 
+/// How long an exchange waits before it says to its peers what it waits for: longer than most of them take.
+const SLOW: Duration = Duration::from_millis(50);
+
 /// How long a call still polls for messages of a rank that has left.
 const LEFT: Duration = Duration::from_millis(50);
 
@@ -50,13 +53,15 @@ pub(super) struct DeadlineState {
     left: Option<Instant>,
     yields: u32,
     sleeps: u32,
+    /// [`is_slow`](Self::is_slow) was true.
+    slow: bool,
     question: Option<Question>,
 }
 
 impl DeadlineState {
     pub(super) fn new(deadline: Duration) -> Self {
         let clock = Clock::new(STOPPED);
-        Self { deadline, since: clock.seen(), clock, left: None, yields: 0, sleeps: 0, question: None }
+        Self { deadline, since: clock.seen(), clock, left: None, yields: 0, sleeps: 0, slow: false, question: None }
     }
 
     /// Records a poll. If the process was stopped since the last one, extends the deadline by the gap, and returns the
@@ -93,6 +98,13 @@ impl DeadlineState {
     /// Whether the deadline had passed at the last poll; the process may have been stopped since then.
     pub(super) fn is_over(&self) -> bool {
         self.seen().duration_since(self.since) >= self.deadline
+    }
+
+    /// Whether nothing has moved for [`SLOW`]: true once.
+    pub(super) fn is_slow(&mut self) -> bool {
+        let slow = !self.slow && self.seen().saturating_duration_since(self.since) >= SLOW;
+        self.slow |= slow;
+        slow
     }
 
     /// Yields the core, or sleeps.

@@ -146,11 +146,7 @@ impl Nccl {
             let watch = Arc::clone(&watch);
             move || watch.run()
         });
-        let watchdog = watchdog.map_err(|error| Error::Device {
-            call: "std::thread::spawn",
-            code: error.raw_os_error().unwrap_or(-1).into(),
-            message: format!("the thread that watches exchanges did not start: {error}"),
-        })?;
+        let watchdog = watchdog.map_err(|error| Error::of_thread("a transport that watches its exchanges", &error))?;
         let numbers = Mutex::new(Numbers { device: ManuallyDrop::new(device), host: Vec::with_capacity(world) });
         let (cuda, watchdog) = (Arc::clone(cuda), Some(watchdog));
         Ok(Self { rank, world, watch, watchdog, stream, cuda, numbers })

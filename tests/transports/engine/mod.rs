@@ -155,6 +155,54 @@ fn plans_that_differ_are_a_disagreement() {
     assert_eq!(outcomes.into_values().collect::<Vec<_>>(), [Some(1), Some(0), Some(1)]);
 }
 
+/// Plans of ranks of which one runs what is new to it: every rank says so at once, whichever messages the others wait
+/// for. In a causal plan over contiguous tokens nobody waits for the last rank: it finds by itself that others exchange.
+#[test]
+fn a_new_plan_against_an_old_one_is_a_disagreement_at_once() {
+    let plan = |tokens: usize, layout: Layout| {
+        let p = Problem::new(Batch::from_lengths(&[tokens]).unwrap(), 4, 2, 64, Dtype::F32);
+        Plan::new(&p, Mesh::ring(4).unwrap(), layout).unwrap()
+    };
+    let run = |rank: &mut Rank, plan: &Plan| {
+        let n = plan.local_tokens(Side::Q, rank.rank()).len();
+        let x = vec![0.25f32; n * 4 * 64];
+        let (mut o, mut lse) = (vec![0.0f32; n * 4 * 64], vec![0.0f32; n * 4]);
+        let t = Forward::new(
+            View::new(&x, n, 4, 64).unwrap(),
+            View::new(&x[..n * 2 * 64], n, 2, 64).unwrap(),
+            View::new(&x[..n * 2 * 64], n, 2, 64).unwrap(),
+            ViewMut::new(&mut o, n, 4, 64).unwrap(),
+            ViewMut::head_major(&mut lse, n, 4).unwrap(),
+        );
+        rank.forward(plan, t)
+    };
+    for (layout, tokens) in [(Layout::Zigzag, 40), (Layout::Zigzag, 2000), (Layout::Contiguous, 4000)] {
+        let (old, new) = (plan(tokens, layout), plan(tokens + 8, layout));
+        for odd in [0, 3] {
+            let errors = play(4, LONG, &[0, 1, 2, 3], |r, end, _| {
+                end.connect().unwrap();
+                let mut rank = Rank::new(end);
+                // The first run of all ranks ends by itself only if the others do not go on meanwhile.
+                let began = Instant::now();
+                let first = run(&mut rank, &old).err();
+                // Ranks that need nothing of the odd one find it in a later run.
+                let later = || (0..50).find_map(|_| run(&mut rank, if r == odd { &new } else { &old }).err());
+                let error = first.or_else(later).unwrap();
+                assert!(began.elapsed() < LONG / 2, "{error}");
+                assert_eq!(rank.poll(), Err(error.clone()));
+                error
+            });
+            for (r, error) in errors {
+                let Error::Disagreement { rank, peer, ours, theirs, ref what, runs: None } = error else {
+                    panic!("{layout:?}, rank {odd} is odd: {error}")
+                };
+                assert!(rank == r && ours != theirs && (peer == odd) != (r == odd), "rank {odd} is odd: {error}");
+                assert!(what.contains(&format!("the forward of {} tokens", tokens + if r == odd { 8 } else { 0 })));
+            }
+        }
+    }
+}
+
 #[test]
 fn what_breaks_the_contract_is_refused_and_touches_nothing() {
     play(2, LONG, &[0, 1], |rank, end, _| {

@@ -47,7 +47,7 @@ impl<E: Engine> EngineGroup<E> {
     fn notify(self: &Arc<Self>) -> Receiver<()> {
         let (ending, ended) = mpsc::channel();
         if self.state().listening {
-            self.spawn("cpattn question", move |group| {
+            self.spawn_or_run("cpattn question", move |group| {
                 let _ending = ending;
                 // A rank that the store does not reach cannot be notified.
                 let _ = group
@@ -88,7 +88,7 @@ impl<E: Engine> EngineGroup<E> {
         }
         self.pulse.close();
         if self.is_searching() {
-            self.spawn("cpattn leaving", |group| {
+            self.spawn_or_run("cpattn leaving", |group| {
                 // Without the store no other rank can ask either.
                 let _ = group.publish_state();
                 let _ = group.engine.put(&format!("ask/{}", group.rank), THERE);

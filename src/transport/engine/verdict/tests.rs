@@ -156,15 +156,16 @@ fn what_is_written_is_read() {
     }
     for verdict in [
         Verdict::unknown("nothing"),
-        Verdict { peer: Some(1), text: "rank 1 sends".into(), other: Some(0), differ: true },
+        Verdict { peer: Some(1), text: "rank 1 sends".into(), other: Some(0), differ: true, runs: Some([7, u64::MAX]) },
+        Verdict { peer: Some(1), text: "rank 1 sends".into(), other: Some(0), differ: true, runs: None },
     ] {
         assert_eq!(Verdict::read(&verdict.write()), Some(verdict));
     }
     let long = RankState { ended: Some("é".repeat(10_000)), ..RankState::default() };
     assert!(long.write().len() <= LONGEST_VALUE && RankState::read(&long.write()).is_some());
-    for wrong in [&b""[..], b"1\n2", b"\xff", b"x\n\n\n", b"\n\n\n\n\n\n\n\n\n"] {
+    for wrong in [&b""[..], b"1\n2", b"\xff", b"x\n\n\n\n", b"\n\n\n\n\n\n\n\n\n"] {
         assert_eq!((Verdict::read(wrong), RankState::read(wrong)), (None, None));
     }
-    let no_lines = vec![b'\n'; 3];
+    let no_lines = vec![b'\n'; 4];
     assert_eq!(Verdict::read(&no_lines), Some(Verdict::default()));
 }

@@ -48,7 +48,7 @@ impl Board {
             let place = &self.ranks[*peer];
             place.phase == Phase::Agree && place.group != *group && place.group.contains(&rank)
         };
-        group.clone().find(differs).map(|peer| (peer, self.ranks[peer].number))
+        group.clone().find(differs).map(|peer| (peer, self.ranks[peer].number.unwrap_or_default()))
     }
 
     /// The failure if `rank` and a peer wait for each other, one in an agreement and the other in an exchange: neither
@@ -56,12 +56,15 @@ impl Board {
     pub(in crate::transport::local) fn crossed(&self, rank: usize) -> Option<GroupFailure> {
         let agrees_with = |a: usize, b: usize| self.ranks[a].phase == Phase::Agree && self.ranks[a].group.contains(&b);
         let exchanges = |a: usize| self.ranks[a].phase == Phase::Exchange;
+        let crossed = |agreeing: usize, exchanging: usize| {
+            let [agreed, runs] = [agreeing, exchanging].map(|rank| self.ranks[rank].number);
+            GroupFailure::crossed(agreeing, exchanging).of_runs(agreed, runs)
+        };
         self.waits_for(rank).find_map(|peer| {
             if exchanges(rank) {
-                agrees_with(peer, rank).then(|| GroupFailure::crossed(peer, rank))
+                agrees_with(peer, rank).then(|| crossed(peer, rank))
             } else {
-                (exchanges(peer) && self.waits_for(peer).any(|other| other == rank))
-                    .then(|| GroupFailure::crossed(rank, peer))
+                (exchanges(peer) && self.waits_for(peer).any(|other| other == rank)).then(|| crossed(rank, peer))
             }
         })
     }
