@@ -70,6 +70,7 @@ fn main() {
         stream: null_mut(),
         max_logit: null_mut(),
         dropout_seed: core::ptr::null(),
+        keys: core::ptr::null(),
     };
     let problem = cpattn_problem {
         struct_size: size_of::<cpattn_problem>(),

@@ -4,7 +4,7 @@
 use core::ffi::c_void;
 
 use super::{
-    dlpack::{Axes, cpattn_tensor, one, tensor},
+    dlpack::{cpattn_tensor, one, tensor},
     handle::{self, Exclusive as _},
     input::{one_of, result},
     plan::{cpattn_plan, rank_of},
@@ -20,7 +20,7 @@ use cpattn::{
 };
 
 /// The direction of its schedules.
-const COMBINE: i32 = 4;
+pub(super) const COMBINE: i32 = 4;
 
 fn to(value: i32) -> Result<CombineTo> {
     let names = [
@@ -31,8 +31,9 @@ fn to(value: i32) -> Result<CombineTo> {
     one_of("to", value, &names)
 }
 
-fn combine_of(to: i32, partial: i32) -> Result<Combine> {
-    Ok(Combine { to: self::to(to)?, partial: one_of("partial", partial, &DTYPES)? })
+/// A combine of parts of this type, which is an argument of that name.
+pub(super) fn combine_of(to: i32, (name, partial): (&'static str, i32)) -> Result<Combine> {
+    Ok(Combine { to: self::to(to)?, partial: one_of(name, partial, &DTYPES)? })
 }
 
 #[unsafe(no_mangle)]
@@ -45,14 +46,15 @@ pub unsafe extern "C" fn cpattn_rank_combine(
         let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
         let (mut rank, to) = (rank.claim()?, self::to(to)?);
         let (at, mut bindings) = (rank.device(), Bindings::default());
-        for (id, given) in [
-            (TensorId::PartialO, tensor("partial_o", partial_o, Axes::Rows)),
-            (TensorId::PartialLse, tensor("partial_lse", partial_lse, Axes::HeadMajor)),
-            (TensorId::Sinks, tensor("sinks", sinks, Axes::Sinks).optional()),
-            (TensorId::O, tensor("o", o, Axes::Rows)),
-            (TensorId::Lse, tensor("lse", lse, Axes::HeadMajor)),
+        for (id, of) in [
+            (TensorId::PartialO, partial_o),
+            (TensorId::PartialLse, partial_lse),
+            (TensorId::Sinks, sinks),
+            (TensorId::O, o),
+            (TensorId::Lse, lse),
         ] {
-            bindings.set(id, given!(one(at, &given)));
+            let of = tensor(id.name(), of, id.axes().into());
+            bindings.set(id, given!(one(at, &if id.is_of_sinks() { of.optional() } else { of })));
         }
         let combine = Combine { to, partial: bindings.get(TensorId::PartialO).dtype };
         // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises;
@@ -62,19 +64,9 @@ pub unsafe extern "C" fn cpattn_rank_combine(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cpattn_rank_prepare_combine(
-    rank: *mut cpattn_rank, plan: *const cpattn_plan, to: i32, partial: i32,
-) -> i32 {
-    boundary!({
-        let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
-        rank.claim()?.prepare(plan, combine_of(to, partial)?)?;
-    })
-}
-
-#[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_verify_combine(plan: *const cpattn_plan, to: i32, partial: i32) -> i32 {
     boundary!({
-        given!(handle::borrow(plan)).verify_purpose(combine_of(to, partial)?)?;
+        given!(handle::borrow(plan)).verify_purpose(combine_of(to, ("partial", partial))?)?;
     })
 }
 
@@ -84,7 +76,9 @@ pub unsafe extern "C" fn cpattn_plan_combine_workspace(
 ) -> i32 {
     boundary!({
         let (plan, bytes) = given!(handle::borrow(plan), result("bytes", bytes));
-        bytes.write(Schedule::combine(plan, rank_of(plan, rank)?, combine_of(to, partial)?)?.workspace_bytes());
+        bytes.write(
+            Schedule::combine(plan, rank_of(plan, rank)?, combine_of(to, ("partial", partial))?)?.workspace_bytes(),
+        );
     })
 }
 
@@ -94,7 +88,7 @@ pub unsafe extern "C" fn cpattn_schedule_create_combine(
 ) -> i32 {
     boundary!({
         let (plan, out) = given!(handle::borrow(plan), result("schedule", schedule));
-        let (rank, combine) = (rank_of(plan, rank)?, combine_of(to, partial)?);
+        let (rank, combine) = (rank_of(plan, rank)?, combine_of(to, ("partial", partial))?);
         let made = Schedule::combine(plan, rank, combine)?;
         out.write(handle::create(ListedSchedule::new(plan, given(plan, rank, combine), COMBINE, &made)?));
     })

@@ -15,7 +15,7 @@ use super::input::renamed;
 use super::status::without;
 #[cfg(feature = "cuda")]
 use cpattn::kernel::cuda::Cuda;
-use cpattn::{Device, Dtype, Error, Result, call::RawTensor, disjoint};
+use cpattn::{Device, Dtype, Error, Result, call::RawTensor, disjoint, schedule::TensorAxes};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
@@ -59,6 +59,17 @@ pub(super) enum Axes {
     Sinks,
     /// `[heads]` or `[documents, heads]`.
     Slopes,
+}
+
+impl From<TensorAxes> for Axes {
+    fn from(axes: TensorAxes) -> Self {
+        match axes {
+            TensorAxes::Rows => Self::Rows,
+            TensorAxes::RowNumbers => Self::HeadMajor,
+            TensorAxes::HeadNumbers => Self::PerHead,
+            TensorAxes::HeadSinks => Self::Sinks,
+        }
+    }
 }
 
 const CPU: i32 = 1;

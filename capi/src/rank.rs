@@ -7,17 +7,25 @@
 use core::ffi::c_void;
 use std::{collections::VecDeque, sync::Mutex};
 
-#[cfg(feature = "cuda")]
-use super::{dlpack::device, table::DeviceTableTransport};
 use super::{
+    combine::{COMBINE, combine_of},
     dlpack::device_of,
     handle::{self, Exclusive, Handle, HandleKind},
     input::{one_of, renamed, reserved, result, sized},
-    plan::{cpattn_plan, direction, side},
+    plan::{cpattn_plan, side},
     problem::DTYPES,
+    status::Outcome,
     transport::{Any, cpattn_transport},
 };
-use cpattn::{Device, Error, Rank, Result, kernel::cpu::Isa, report::trace, runtime::AbortHandle, schedule::AllToAll};
+#[cfg(feature = "cuda")]
+use super::{dlpack::device, table::DeviceTableTransport};
+use cpattn::{
+    Device, Error, Rank, Result,
+    kernel::cpu::Isa,
+    report::trace,
+    runtime::AbortHandle,
+    schedule::{AllToAll, Direction, Purpose},
+};
 
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -31,7 +39,20 @@ pub struct cpattn_rank_options {
     pub reserved: i32,
 }
 
-versioned! { cpattn_rank_options through sm_margin; }
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_purpose {
+    pub struct_size: usize,
+    pub side: i32,
+    pub dim: u32,
+    pub dtype: i32,
+    pub to: i32,
+}
+
+versioned! {
+    cpattn_rank_options through sm_margin;
+    cpattn_purpose through to;
+}
 
 /// The content of a rank's handle.
 #[doc(hidden)]
@@ -153,14 +174,54 @@ pub unsafe extern "C" fn cpattn_rank_destroy(rank: *mut cpattn_rank) -> i32 {
     boundary!({ given!(handle::destroy_idle(rank)) })
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cpattn_rank_prepare(rank: *mut cpattn_rank, plan: *const cpattn_plan, direction: i32) -> i32 {
-    boundary!({
-        let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
-        rank.claim()?.prepare(plan, self::direction(direction)?)?;
-    })
+/// What is prepared: a direction of attention, or an all-to-all or a combine of what `of` says.
+///
+/// # Safety
+/// The header's promise about structs.
+unsafe fn purpose(direction: i32, of: *const cpattn_purpose) -> Outcome<Purpose> {
+    let directions = [
+        ("CPATTN_FORWARD", Some(Direction::Forward)),
+        ("CPATTN_BACKWARD", Some(Direction::Backward)),
+        ("CPATTN_TO_HEADS", None),
+        ("CPATTN_TO_TOKENS", None),
+        ("CPATTN_COMBINE", None),
+    ];
+    if let Some(attention) = one_of("direction", direction, &directions)? {
+        if !of.is_null() {
+            let expected = format!("NULL: {} is of the plan alone", directions[direction as usize].0);
+            return Err(Error::invalid("purpose", "given", expected).into());
+        }
+        return Ok(attention.into());
+    }
+    let cpattn_purpose { side, dim, dtype, to, .. } = given!(sized("purpose", of));
+    let unused = |name: &str, unused: bool| match unused {
+        true => Ok(()),
+        false => {
+            let expected = format!("0 in {}", directions[direction as usize].0);
+            Err(Error::invalid(format!("purpose.{name}"), "given", expected))
+        }
+    };
+    if direction == COMBINE {
+        unused("side", side == 0)?;
+        unused("dim", dim == 0)?;
+        return Ok(combine_of(to, ("dtype", dtype))?.into());
+    }
+    unused("to", to == 0)?;
+    let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
+    let [to_heads, to_tokens] = AllToAll::both(side, dim as usize, dtype)?;
+    Ok(if direction == COMBINE - 2 { to_heads } else { to_tokens }.into())
 }
 
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_prepare(
+    rank: *mut cpattn_rank, plan: *const cpattn_plan, direction: i32, purpose: *const cpattn_purpose,
+) -> i32 {
+    boundary!({
+        let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
+        let purpose = given!(self::purpose(direction, purpose));
+        rank.claim()?.prepare(plan, purpose)?;
+    })
+}
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_lend_workspace(
     rank: *mut cpattn_rank, workspace: *mut c_void, bytes: usize,
@@ -179,20 +240,6 @@ pub unsafe extern "C" fn cpattn_rank_lend_workspace(
         }
         // SAFETY: lent until another is lent or the rank is destroyed, by the header's promise.
         unsafe { rank.claim()?.workspace().lend(workspace.cast(), bytes) }?;
-    })
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cpattn_rank_prepare_all_to_all(
-    rank: *mut cpattn_rank, plan: *const cpattn_plan, side: i32, dim: u32, dtype: i32,
-) -> i32 {
-    boundary!({
-        let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
-        let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
-        let mut rank = rank.claim()?;
-        for all_to_all in AllToAll::both(side, dim as usize, dtype)? {
-            rank.prepare(plan, all_to_all)?;
-        }
     })
 }
 

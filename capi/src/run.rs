@@ -6,9 +6,9 @@ use core::ffi::c_void;
 use super::{
     dlpack::{Axes, cpattn_tensor, one, tensor},
     handle::{self, Exclusive as _},
-    input::{array, sized},
+    input::{Versioned, array, one_of, reserved, sized},
     plan::{cpattn_plan, runs, side},
-    rank::{RankState, cpattn_rank},
+    rank::cpattn_rank,
     status::Outcome,
 };
 use cpattn::{
@@ -16,6 +16,23 @@ use cpattn::{
     runtime::{Bindings, BlockTable, KeyIndices, Keys, Pages},
     schedule::{AllToAll, AllToAllDirection, Direction, TensorId},
 };
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_keys {
+    pub struct_size: usize,
+    pub kind: i32,
+    pub reserved: i32,
+    pub block_table: *const i32,
+    pub documents: usize,
+    pub pages_per_document: usize,
+    pub page_size: usize,
+    pub page_stride: usize,
+    pub key_indices: *const i32,
+    pub tokens: usize,
+    pub heads: usize,
+    pub entries: usize,
+}
 
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -30,6 +47,7 @@ pub struct cpattn_forward_args {
     pub stream: *mut c_void,
     pub max_logit: *const cpattn_tensor,
     pub dropout_seed: *const u64,
+    pub keys: *const cpattn_keys,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -50,161 +68,133 @@ pub struct cpattn_backward_args {
     pub stream: *mut c_void,
     pub d_lse: *const cpattn_tensor,
     pub dropout_seed: *const u64,
+    pub keys: *const cpattn_keys,
 }
 
 versioned! {
+    cpattn_keys through entries;
     cpattn_forward_args through lse;
     cpattn_backward_args through dsinks;
 }
 
-/// The tensors of a forward and of a backward, in the order of their structs.
-const FORWARD: [TensorId; 7] = {
-    use TensorId::{K, Lse, MaxLogit, O, Q, Sinks, V};
-    [Q, K, V, Sinks, O, Lse, MaxLogit]
-};
-const BACKWARD: [TensorId; 12] = {
-    use TensorId::{DLse, DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
-    [Q, K, V, Sinks, O, Lse, DO, Dq, Dk, Dv, Dsinks, DLse]
-};
-
-/// The keys of a run, as arguments of a function.
-enum KeyArguments {
-    All,
-    /// The table, its entries, and the sizes.
-    Paged(*const i32, usize, [usize; 3]),
-    /// The lists, and their shape.
-    Listed(*const i32, [usize; 3]),
-}
-
-/// The lists of a rank's tokens.
+/// The keys of a run, of a rank on `at`.
 ///
 /// # Safety
-/// The header's promise about arrays.
-unsafe fn listed<'a>(indices: *const i32, [tokens, heads, entries]: [usize; 3]) -> Outcome<Keys<'a>> {
-    // A product that is too large is no array's length.
-    let all = tokens.saturating_mul(heads).saturating_mul(entries);
-    Ok(Keys::Listed(KeyIndices { indices: given!(array("key_indices", indices, all)), heads, entries }))
+/// The header's promises about structs and arrays.
+unsafe fn keys<'a>(keys: *const cpattn_keys, plan: &Plan, at: Device) -> Outcome<Keys<'a>> {
+    if keys.is_null() {
+        return Ok(Keys::All);
+    }
+    let a = given!(sized("keys", keys));
+    reserved("keys.reserved", a.reserved == 0)?;
+    let kinds = [("CPATTN_KEYS_ALL", 0), ("CPATTN_KEYS_PAGES", 1), ("CPATTN_KEYS_LISTED", 2)];
+    let kind = one_of("keys.kind", a.kind, &kinds)?;
+    let pages = [a.documents, a.pages_per_document, a.page_size, a.page_stride];
+    let lists = [a.tokens, a.heads, a.entries];
+    for (name, of, unused) in [
+        ("block_table", 1, a.block_table.is_null() && pages == [0; 4]),
+        ("key_indices", 2, a.key_indices.is_null() && lists == [0; 3]),
+    ] {
+        if kind != of && !unused {
+            let expected = format!("NULL, its sizes 0: keys.kind is {}", kinds[kind].0);
+            return Err(Error::invalid(format!("keys.{name}"), "given", expected).into());
+        }
+    }
+    match kind {
+        1 => {
+            let documents = plan.problem().batch().documents();
+            if a.documents != documents {
+                let expected = format!("{documents}, those of the plan");
+                return Err(Error::invalid("documents", a.documents, expected)
+                    .hint("block_table has a row for each")
+                    .into());
+            }
+            let block_table = match at {
+                #[cfg(feature = "cuda")]
+                // SAFETY: valid when the run executes, with pages as entries, by the header's promise.
+                Device::Cuda(_) => unsafe { BlockTable::on_device(a.block_table) },
+                // A product that is too large is no array's length.
+                _ => {
+                    let entries = documents.saturating_mul(a.pages_per_document);
+                    BlockTable::new(given!(array("block_table", a.block_table, entries)))
+                }
+            };
+            let [_, pages_per_document, page_size, page_stride] = pages;
+            Ok(Keys::Pages(Pages { block_table, pages_per_document, page_size, page_stride }))
+        }
+        2 => {
+            let all = lists.into_iter().fold(1, usize::saturating_mul);
+            let indices = given!(array("key_indices", a.key_indices, all));
+            Ok(Keys::Listed(KeyIndices { indices, heads: a.heads, entries: a.entries }))
+        }
+        _ => Ok(Keys::All),
+    }
 }
 
-/// Where k and v lie: the table is in memory of the rank's device.
-///
-/// # Safety
-/// The header's promise about arrays.
-unsafe fn paged<'a>(
-    at: Device, block_table: *const i32, entries: usize, [pages_per_document, page_size, page_stride]: [usize; 3],
-) -> Outcome<Keys<'a>> {
-    let block_table = match at {
-        #[cfg(feature = "cuda")]
-        // SAFETY: valid when the run executes, with pages as entries, by the header's promise.
-        Device::Cuda(_) => unsafe { BlockTable::on_device(block_table) },
-        _ => BlockTable::new(given!(array("block_table", block_table, entries))),
-    };
-    Ok(Keys::Pages(Pages { block_table, pages_per_document, page_size, page_stride }))
+/// Arguments of a direction of attention: words, of which the table of tensors says the places of tensors.
+trait Arguments: Versioned {
+    const DIRECTION: Direction;
+
+    /// The stream, the seed of dropout and the keys.
+    fn others(&self) -> (*mut c_void, *const u64, *const cpattn_keys);
+}
+
+macro_rules! arguments {
+    ($($name:ident: $direction:expr;)*) => {$(
+        impl Arguments for $name {
+            const DIRECTION: Direction = $direction;
+
+            fn others(&self) -> (*mut c_void, *const u64, *const cpattn_keys) {
+                (self.stream, self.dropout_seed, self.keys)
+            }
+        }
+    )*};
+}
+
+arguments! {
+    cpattn_forward_args: Direction::Forward;
+    cpattn_backward_args: Direction::Backward;
 }
 
 /// Reads the tensors of a run and runs it.
 ///
 /// # Safety
 /// The header's promise about handles and tensors; streams are the driver's.
-unsafe fn run(
-    rank: &RankState, plan: &Plan, direction: Direction, tensors: &[*const cpattn_tensor], dropout_seed: *const u64,
-    keys: KeyArguments, stream: *mut c_void,
-) -> Outcome {
+unsafe fn run<A: Arguments>(rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const A) -> Outcome {
+    let (rank, plan, args) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
     runs(plan)?;
     let (mut rank, mut bindings) = (rank.claim()?, Bindings::default());
     let at = rank.device();
-    let ids: &[TensorId] = match direction {
-        Direction::Forward => &FORWARD,
-        Direction::Backward => &BACKWARD,
-    };
-    for (&id, &given) in ids.iter().zip(tensors) {
-        let name = if id == TensorId::DO { "d_o" } else { id.name() };
-        let given = match id {
-            TensorId::Sinks | TensorId::Dsinks => tensor(name, given, Axes::Sinks).optional(),
-            TensorId::MaxLogit => tensor(name, given, Axes::PerHead).optional(),
-            TensorId::Lse => tensor(name, given, Axes::HeadMajor),
-            TensorId::DLse => tensor(name, given, Axes::HeadMajor).optional(),
-            _ => tensor(name, given, Axes::Rows),
-        };
-        bindings.set(id, given!(one(at, &given)));
+    for id in TensorId::ALL {
+        let Some(member) = id.member(A::DIRECTION) else { continue };
+        assert!(member < size_of::<A>() / size_of::<usize>());
+        // SAFETY: a member of the struct, which is an address (`header.rs` compares places and types).
+        let of = unsafe { (&raw const args).cast::<*const cpattn_tensor>().add(member).read() };
+        let of = tensor(id.name(), of, id.axes().into());
+        let of = if id.is_optional() || id.is_of_sinks() { of.optional() } else { of };
+        bindings.set(id, given!(one(at, &of)));
     }
+    let (stream, dropout_seed, keys) = args.others();
     if !dropout_seed.is_null() {
         bindings = bindings.with_dropout_seed(Some(given!(array("dropout_seed", dropout_seed, 1))[0]));
     }
-    let keys = match keys {
-        KeyArguments::All => Keys::All,
-        KeyArguments::Paged(table, entries, sizes) => given!(paged(at, table, entries, sizes)),
-        KeyArguments::Listed(indices, shape) => given!(listed(indices, shape)),
-    };
+    let keys = given!(self::keys(keys, plan, at));
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
-    Ok(unsafe { rank.run(plan, direction, &bindings.with_keys(keys).on(stream)) }?)
+    Ok(unsafe { rank.run(plan, A::DIRECTION, &bindings.with_keys(keys).on(stream)) }?)
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_forward(
     rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const cpattn_forward_args,
 ) -> i32 {
-    boundary!({
-        let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
-        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.max_logit];
-        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, KeyArguments::All, a.stream));
-    })
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cpattn_forward_paged(
-    rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const cpattn_forward_args, block_table: *const i32,
-    documents: usize, pages_per_document: usize, page_size: usize, page_stride: usize,
-) -> i32 {
-    boundary!({
-        let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
-        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.max_logit];
-        if documents != plan.problem().batch().documents() {
-            let expected = format!("{}, those of the plan", plan.problem().batch().documents());
-            return Err(Error::invalid("documents", documents, expected).hint("block_table has a row for each").into());
-        }
-        // A product that is too large is no array's length.
-        let entries = documents.saturating_mul(pages_per_document);
-        let keys = KeyArguments::Paged(block_table, entries, [pages_per_document, page_size, page_stride]);
-        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, keys, a.stream));
-    })
+    boundary!({ given!(run(rank, plan, args)) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_backward(
     rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const cpattn_backward_args,
 ) -> i32 {
-    boundary!({
-        let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
-        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks, a.d_lse];
-        given!(run(rank, plan, Direction::Backward, &tensors, a.dropout_seed, KeyArguments::All, a.stream));
-    })
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cpattn_forward_listed(
-    rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const cpattn_forward_args, key_indices: *const i32,
-    tokens: usize, heads: usize, entries: usize,
-) -> i32 {
-    boundary!({
-        let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
-        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.max_logit];
-        let keys = KeyArguments::Listed(key_indices, [tokens, heads, entries]);
-        given!(run(rank, plan, Direction::Forward, &tensors, a.dropout_seed, keys, a.stream));
-    })
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cpattn_backward_listed(
-    rank: *mut cpattn_rank, plan: *const cpattn_plan, args: *const cpattn_backward_args, key_indices: *const i32,
-    tokens: usize, heads: usize, entries: usize,
-) -> i32 {
-    boundary!({
-        let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
-        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks, a.d_lse];
-        let keys = KeyArguments::Listed(key_indices, [tokens, heads, entries]);
-        given!(run(rank, plan, Direction::Backward, &tensors, a.dropout_seed, keys, a.stream));
-    })
+    boundary!({ given!(run(rank, plan, args)) })
 }
 
 /// One all-to-all.

@@ -111,9 +111,17 @@ static void *run(void *argument) {
     LOCKED(REFUSED(CPATTN_INVALID, "side is 2", cpattn_plan_verify_all_to_all(plan, 2, DIM, CPATTN_F32)));
     LOCKED(REFUSED(CPATTN_INVALID, "dtype is 9", cpattn_plan_verify_all_to_all(plan, CPATTN_Q, DIM, 9)));
     LOCKED(REFUSED(CPATTN_INVALID, "dim is 0", cpattn_plan_verify_all_to_all(plan, CPATTN_Q, 0, CPATTN_F32)));
-    LOCKED(OK(cpattn_rank_prepare_all_to_all(rank, plan, CPATTN_Q, DIM, CPATTN_F32)));
-    LOCKED(REFUSED(CPATTN_INVALID, "dim is 0", cpattn_rank_prepare_all_to_all(rank, plan, CPATTN_Q, 0, CPATTN_F32)));
-    LOCKED(REFUSED(CPATTN_INVALID, "dtype is 9", cpattn_rank_prepare_all_to_all(rank, plan, CPATTN_Q, DIM, 9)));
+    cpattn_purpose purpose = CPATTN_PURPOSE_INIT;
+    purpose.side = CPATTN_Q, purpose.dim = DIM, purpose.dtype = CPATTN_F32;
+    LOCKED(OK(cpattn_rank_prepare(rank, plan, CPATTN_TO_HEADS, &purpose)));
+    LOCKED(OK(cpattn_rank_prepare(rank, plan, CPATTN_TO_TOKENS, &purpose)));
+    purpose.to = 1;
+    LOCKED(REFUSED(CPATTN_INVALID, "purpose.to is given, expected 0 in CPATTN_TO_HEADS",
+                   cpattn_rank_prepare(rank, plan, CPATTN_TO_HEADS, &purpose)));
+    purpose.to = 0, purpose.dim = 0;
+    LOCKED(REFUSED(CPATTN_INVALID, "dim is 0", cpattn_rank_prepare(rank, plan, CPATTN_TO_HEADS, &purpose)));
+    purpose.dim = DIM, purpose.dtype = 9;
+    LOCKED(REFUSED(CPATTN_INVALID, "dtype is 9", cpattn_rank_prepare(rank, plan, CPATTN_TO_TOKENS, &purpose)));
     LOCKED(REFUSED(CPATTN_INVALID, "side is 2", cpattn_plan_all_to_all_workspace(plan, 0, 2, DIM, CPATTN_F32, &bytes)));
     LOCKED(REFUSED(CPATTN_INVALID, "bytes is NULL", cpattn_plan_all_to_all_workspace(plan, 0, CPATTN_Q, DIM, CPATTN_F32, NULL)));
     LOCKED(REFUSED(CPATTN_INVALID, "rank is 2", cpattn_plan_all_to_all_workspace(plan, 2, CPATTN_Q, DIM, CPATTN_F32, &bytes)));

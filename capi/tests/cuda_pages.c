@@ -15,7 +15,11 @@ static int32_t forward(int device, const int32_t *table, size_t stride) {
   cpattn_forward_args f = CPATTN_FORWARD_ARGS_INIT;
 #define OF(x) (device ? &x.device : &x.cpu)
   f.q = OF(q), f.k = OF(k), f.v = OF(v), f.o = OF(o), f.lse = OF(lse);
-  return cpattn_forward_paged(device ? rank : cpu, plan, &f, table, DOCUMENTS, EACH, PAGE, stride);
+  cpattn_keys in_pages = CPATTN_KEYS_INIT;
+  in_pages.kind = CPATTN_KEYS_PAGES, in_pages.block_table = table, in_pages.documents = DOCUMENTS;
+  in_pages.pages_per_document = EACH, in_pages.page_size = PAGE, in_pages.page_stride = stride;
+  f.keys = &in_pages;
+  return cpattn_forward(device ? rank : cpu, plan, &f);
 }
 
 /* The rows of `pool` from `first` on, as many as `rows`. */

@@ -118,7 +118,7 @@ static void tensors(int devices) {
                           plan_of(problem(CPATTN_F16, 12), 0), plan_of(problem(CPATTN_F16, 520), 0), plan_of(problem(CPATTN_F16, DIM), 1)};
   const char *words[] = {"dtype f32", "dtype f64", "head_dim 12", "value_dim 520", "reproducible on a device"};
   for (int i = 0; i < 5; i++) {
-    REFUSED(CPATTN_UNSUPPORTED, words[i], cpattn_rank_prepare(rank, plans[i], CPATTN_FORWARD));
+    REFUSED(CPATTN_UNSUPPORTED, words[i], cpattn_rank_prepare(rank, plans[i], CPATTN_FORWARD, NULL));
     cpattn_forward_args a = args();
     REFUSED(CPATTN_UNSUPPORTED, words[i], cpattn_forward(rank, plans[i], &a));
     OK(cpattn_plan_destroy(plans[i]));
@@ -199,9 +199,9 @@ static void tensors(int devices) {
   OK(cpattn_rank_lend_workspace(rank, NULL, 0)); /* what cudaMalloc gives for 0 bytes */
   REFUSED(CPATTN_INVALID, "workspace is NULL", cpattn_rank_lend_workspace(rank, NULL, 256));
   OK(cpattn_rank_lend_workspace(rank, (void *)(uintptr_t)memory, (size_t)bytes - 1));
-  REFUSED(CPATTN_INVALID, "workspace is", cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD));
+  REFUSED(CPATTN_INVALID, "workspace is", cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD, NULL));
   OK(cpattn_rank_lend_workspace(rank, (void *)(uintptr_t)memory, (size_t)bytes));
-  OK(cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD));
+  OK(cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD, NULL));
 
   a = args(); /* on NULL, the legacy default stream */
   OK(cpattn_forward(rank, plan, &a));

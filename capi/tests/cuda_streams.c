@@ -64,8 +64,8 @@ static void one_rank(void) {
   for (int i = 0; i < 2; i++) CUDA(driver.stream_create(&streams[i], 1));
   OK(cpattn_peer_group(1, device, 1000, &transport));
   OK(cpattn_rank_create(transport, NULL, &rank));
-  OK(cpattn_rank_prepare(rank, plan, CPATTN_FORWARD));
-  OK(cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD));
+  OK(cpattn_rank_prepare(rank, plan, CPATTN_FORWARD, NULL));
+  OK(cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD, NULL));
   arrays_make(a, TOKENS);
   size_t before = available();
   for (int i = 0; i < 3; i++) {
@@ -204,11 +204,15 @@ static void *both(void *argument) {
   void *stream = NULL;
   if (!driver_open(j->device)) return (void *)1;
   CUDA(driver.stream_create(&stream, 1));
+  cpattn_purpose moved = CPATTN_PURPOSE_INIT, merged = CPATTN_PURPOSE_INIT;
+  moved.side = CPATTN_Q, moved.dim = DIM, moved.dtype = CPATTN_F16;
+  merged.to = CPATTN_COMBINE_TO_HEADS, merged.dtype = CPATTN_F16;
   int ok = forward(j->rank, j->plan, j->a, 1, stream) == CPATTN_OK && backward(j->rank, j->plan, j->a, 1, stream) == CPATTN_OK &&
            forward(j->cpu, j->plan, j->a, 0, NULL) == CPATTN_OK && backward(j->cpu, j->plan, j->a, 0, NULL) == CPATTN_OK &&
-           cpattn_rank_prepare_all_to_all(j->rank, j->ulysses, CPATTN_Q, DIM, CPATTN_F16) == CPATTN_OK &&
+           cpattn_rank_prepare(j->rank, j->ulysses, CPATTN_TO_HEADS, &moved) == CPATTN_OK &&
+           cpattn_rank_prepare(j->rank, j->ulysses, CPATTN_TO_TOKENS, &moved) == CPATTN_OK &&
            all_to_alls(j->rank, j, 1, stream) == CPATTN_OK && all_to_alls(j->cpu, j, 0, NULL) == CPATTN_OK &&
-           cpattn_rank_prepare_combine(j->rank, j->plan, CPATTN_COMBINE_TO_HEADS, CPATTN_F16) == CPATTN_OK &&
+           cpattn_rank_prepare(j->rank, j->plan, CPATTN_COMBINE, &merged) == CPATTN_OK &&
            combine(j->rank, j, 1, stream) == CPATTN_OK && combine(j->cpu, j, 0, NULL) == CPATTN_OK;
   if (!ok) fprintf(stderr, "a rank: %s\n", cpattn_last_error());
   CUDA(driver.stream_wait(stream));
@@ -329,8 +333,8 @@ static void failing_transport(void) {
   OK(cpattn_rank_create(transport, &options, &rank)); /* still the caller's after the refusal */
   OK(cpattn_plan_share(plan, 0, &share));
   arrays_make(a, (int64_t)share.q_tokens);
-  OK(cpattn_rank_prepare(rank, plan, CPATTN_FORWARD));
-  OK(cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD));
+  OK(cpattn_rank_prepare(rank, plan, CPATTN_FORWARD, NULL));
+  OK(cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD, NULL));
   TRUE(m.released == 0);
   int32_t status = forward(rank, plan, a, 1, NULL);
   if (status == CPATTN_OK) status = backward(rank, plan, a, 1, NULL); /* the first rank may need no other to go forward */
@@ -353,14 +357,14 @@ static void aborts(void) {
   arrays_make(alone.a, (int64_t)share.q_tokens);
   OK(cpattn_rank_create(transports[0], NULL, &alone.rank));
   alone.plan = plan;
-  OK(cpattn_rank_prepare(alone.rank, plan, CPATTN_FORWARD));
+  OK(cpattn_rank_prepare(alone.rank, plan, CPATTN_FORWARD, NULL));
   TRUE(!pthread_create(&thread, NULL, wait_for_peer, NULL));
   /* A second call is refused as soon as the first is inside; until then it succeeds. */
   int32_t status = CPATTN_OK;
   struct timespec pause = {0, 1000000};
   for (int i = 0; i < 10000 && status != CPATTN_BUSY; i++) {
     nanosleep(&pause, NULL);
-    status = cpattn_rank_prepare(alone.rank, plan, CPATTN_FORWARD);
+    status = cpattn_rank_prepare(alone.rank, plan, CPATTN_FORWARD, NULL);
   }
   REFUSED(CPATTN_BUSY, "one call at a time", cpattn_rank_destroy(alone.rank));
   OK(cpattn_rank_poll(alone.rank));

@@ -238,8 +238,10 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_engine_table: struct_size, context, rank, world, open, connect, post, wait, close, put, get, wait_for, release;
     cpattn_link: from, to, latency, bytes_per_second;
     cpattn_rank_options: struct_size, workers, device_type, device_id, sm_margin, isa, reserved;
-    cpattn_forward_args: struct_size, q, k, v, sinks, o, lse, stream, max_logit, dropout_seed;
-    cpattn_backward_args: struct_size, q, k, v, sinks, o, lse, d_o, dq, dk, dv, dsinks, stream, d_lse, dropout_seed;
+    cpattn_purpose: struct_size, side, dim, dtype, to;
+    cpattn_keys: struct_size, kind, reserved, block_table, documents, pages_per_document, page_size, page_stride, key_indices, tokens, heads, entries;
+    cpattn_forward_args: struct_size, q, k, v, sinks, o, lse, stream, max_logit, dropout_seed, keys;
+    cpattn_backward_args: struct_size, q, k, v, sinks, o, lse, d_o, dq, dk, dv, dsinks, stream, d_lse, dropout_seed, keys;
     cpattn_event: name, phase, start_ns, end_ns, bytes, rank, step, lane, reserved;
     cpattn_range: row, pos, len, block, period, doc;
     cpattn_q_range: range, document, keys_begin, keys_end, mode, reserved;
@@ -283,6 +285,47 @@ fn the_c_compiler_lays_structs_out_alike() {
         .output()
         .expect("a C compiler");
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+}
+
+/// The table of tensors against the header: which member of a struct each is, what may be NULL, what is written, and the
+/// numbers of tensors in schedules.
+#[test]
+fn tensors_are_those_of_the_table() {
+    use cpattn::schedule::{Direction, TensorId};
+    let (structs, text, defines) = (header_structs(), read("include/cpattn.h"), header());
+    for (name, direction) in
+        [("cpattn_forward_args", Direction::Forward), ("cpattn_backward_args", Direction::Backward)]
+    {
+        let members = &structs[name];
+        let ids: Vec<_> = TensorId::ALL.into_iter().filter(|id| id.is_written(direction, true).is_some()).collect();
+        for id in &ids {
+            let place = id.member(direction).unwrap_or_else(|| panic!("{id:?} has no place in {name}"));
+            assert_eq!(members[place], (id.name().into(), "*const cpattn_tensor".into()), "{name}");
+        }
+        let tensors = members.iter().filter(|(_, kind)| kind == "*const cpattn_tensor").count();
+        assert_eq!(tensors, ids.len(), "{name} has tensors without a row");
+        // The comment of a member says whether it is read or written, and whether it may be left out.
+        let body = text.split_once(&format!("typedef struct {name} {{")).unwrap().1.split_once("\n}").unwrap().0;
+        for id in ids {
+            let declaration = format!("const cpattn_tensor *{};", id.name());
+            let (before, after) = body.split_once(&declaration).unwrap();
+            let beside = after.split('\n').next().unwrap();
+            let comment = if beside.contains("/*") {
+                after.split_once("/*").unwrap().1
+            } else {
+                before.rsplit("/*").next().unwrap()
+            };
+            let comment = one_line(&comment.split_once("*/").unwrap().0.replace(" * ", " "));
+            let written = id.is_written(direction, true).unwrap();
+            assert!(comment.starts_with(if written { "written" } else { "read" }), "{name}.{}: {comment}", id.name());
+            let optional = id.is_optional() || id.is_of_sinks();
+            assert_eq!(comment.contains("NULL"), optional, "{name}.{}: {comment}", id.name());
+        }
+    }
+    for id in TensorId::ALL {
+        let name = format!("#define CPATTN_TENSOR_{} {}", id.name().to_uppercase().replace(' ', "_"), id as usize);
+        assert!(defines.lines().any(|line| line.trim_end() == name), "{name}");
+    }
 }
 
 /// The string literals of the call that begins at `text`, up to its closing parenthesis.

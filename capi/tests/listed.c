@@ -27,6 +27,27 @@ static int apart(const float *a, const float *b, int n) {
   return found;
 }
 
+static cpattn_keys lists(const int32_t *indices, size_t tokens, size_t heads, size_t entries) {
+  cpattn_keys keys = CPATTN_KEYS_INIT;
+  keys.kind = CPATTN_KEYS_LISTED, keys.key_indices = indices;
+  keys.tokens = tokens, keys.heads = heads, keys.entries = entries;
+  return keys;
+}
+
+static int32_t forward_over(cpattn_rank *rank, const cpattn_plan *plan, cpattn_forward_args args, const int32_t *indices,
+                            size_t tokens, size_t heads, size_t entries) {
+  cpattn_keys keys = lists(indices, tokens, heads, entries);
+  args.keys = &keys;
+  return cpattn_forward(rank, plan, &args);
+}
+
+static int32_t backward_over(cpattn_rank *rank, const cpattn_plan *plan, cpattn_backward_args args, const int32_t *indices,
+                             size_t tokens, size_t heads, size_t entries) {
+  cpattn_keys keys = lists(indices, tokens, heads, entries);
+  args.keys = &keys;
+  return cpattn_backward(rank, plan, &args);
+}
+
 int main(void) {
   cpattn_transport *own = NULL;
   cpattn_rank *rank = NULL;
@@ -68,23 +89,43 @@ int main(void) {
       most[t * TOKENS + i] = i <= t && t - i != 1 ? t - i : -1;
     }
   }
-  OK(cpattn_forward_listed(rank, plan, &forward, all, TOKENS, 1, TOKENS));
-  OK(cpattn_backward_listed(rank, plan, &backward, all, TOKENS, 1, TOKENS));
+  OK(forward_over(rank, plan, forward, all, TOKENS, 1, TOKENS));
+  OK(backward_over(rank, plan, backward, all, TOKENS, 1, TOKENS));
   failures += apart(o, dense[0], ALL) + apart(dq, dense[1], ALL) + apart(dk, dense[2], ALL) + apart(dv, dense[3], ALL);
 
   for (int i = 0; i < HEADS * DIM; i++) k[HEADS * DIM + i] = v[HEADS * DIM + i] = NAN;
-  OK(cpattn_forward_listed(rank, plan, &forward, most, TOKENS, 1, TOKENS));
-  OK(cpattn_backward_listed(rank, plan, &backward, most, TOKENS, 1, TOKENS));
+  OK(forward_over(rank, plan, forward, most, TOKENS, 1, TOKENS));
+  OK(backward_over(rank, plan, backward, most, TOKENS, 1, TOKENS));
   for (int i = 0; i < ALL; i++) failures += !(isfinite(o[i]) && isfinite(dq[i]) && isfinite(dk[i]) && isfinite(dv[i]));
   for (int i = 0; i < HEADS * DIM; i++) failures += dk[HEADS * DIM + i] != 0 || dv[HEADS * DIM + i] != 0;
   failures += !apart(o, dense[0], ALL);
 
   all[1] = 3;
-  REFUSED(CPATTN_INVALID, "key_indices[0][0][1] is 3", cpattn_forward_listed(rank, plan, &forward, all, TOKENS, 1, TOKENS));
-  REFUSED(CPATTN_INVALID, "key_indices[0][0][1] is 3", cpattn_backward_listed(rank, plan, &backward, all, TOKENS, 1, TOKENS));
-  REFUSED(CPATTN_INVALID, "key_indices is NULL", cpattn_forward_listed(rank, plan, &forward, NULL, TOKENS, 1, TOKENS));
-  REFUSED(CPATTN_INVALID, "key_indices.heads is 3", cpattn_forward_listed(rank, plan, &forward, all, 1, 3, TOKENS));
-  REFUSED(CPATTN_INVALID, "key_indices is of 20 entries", cpattn_forward_listed(rank, plan, &forward, all, 4, 1, TOKENS));
+  REFUSED(CPATTN_INVALID, "key_indices[0][0][1] is 3", forward_over(rank, plan, forward, all, TOKENS, 1, TOKENS));
+  REFUSED(CPATTN_INVALID, "key_indices[0][0][1] is 3", backward_over(rank, plan, backward, all, TOKENS, 1, TOKENS));
+  REFUSED(CPATTN_INVALID, "key_indices is NULL", forward_over(rank, plan, forward, NULL, TOKENS, 1, TOKENS));
+  REFUSED(CPATTN_INVALID, "key_indices.heads is 3", forward_over(rank, plan, forward, all, 1, 3, TOKENS));
+  REFUSED(CPATTN_INVALID, "key_indices is of 20 entries", forward_over(rank, plan, forward, all, 4, 1, TOKENS));
+  /* What a kind of keys does not use is left out. */
+  cpattn_keys keys = lists(most, TOKENS, 1, TOKENS);
+  keys.block_table = most, forward.keys = &keys;
+  REFUSED(CPATTN_INVALID, "keys.block_table is given, expected NULL, its sizes 0: keys.kind is CPATTN_KEYS_LISTED",
+          cpattn_forward(rank, plan, &forward));
+  keys.block_table = NULL, keys.page_size = 1;
+  REFUSED(CPATTN_INVALID, "keys.block_table", cpattn_forward(rank, plan, &forward));
+  keys.page_size = 0, keys.kind = CPATTN_KEYS_ALL;
+  REFUSED(CPATTN_INVALID, "keys.key_indices is given", cpattn_forward(rank, plan, &forward));
+  keys.kind = 3;
+  REFUSED(CPATTN_INVALID, "keys.kind is 3", cpattn_forward(rank, plan, &forward));
+  keys.kind = CPATTN_KEYS_PAGES, keys.key_indices = NULL, keys.tokens = keys.heads = keys.entries = 0;
+  keys.block_table = all, keys.documents = 1, keys.pages_per_document = 1, keys.page_size = keys.page_stride = TOKENS;
+  backward.keys = &keys, all[0] = 0;
+  REFUSED(CPATTN_UNSUPPORTED, "a backward with pages", cpattn_backward(rank, plan, &backward));
+  forward.keys = &keys;
+  OK(cpattn_forward(rank, plan, &forward));
+  cpattn_keys none = CPATTN_KEYS_INIT;
+  forward.keys = &none;
+  OK(cpattn_forward(rank, plan, &forward));
   OK(cpattn_plan_destroy(plan));
   OK(cpattn_rank_destroy(rank));
   return failures != 0;

@@ -443,10 +443,10 @@ static void tensors(void) {
   cpattn_forward_args none = args();
   OK(cpattn_forward(rank, plan, &none));
   OK(cpattn_plan_workspace(plan, 0, CPATTN_BACKWARD, &bytes));
-  REFUSED(CPATTN_INVALID, "workspace is 0 bytes", cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD));
+  REFUSED(CPATTN_INVALID, "workspace is 0 bytes", cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD, NULL));
   /* Taken back: the rank has memory of its own. */
   OK(cpattn_rank_lend_workspace(rank, NULL, 0));
-  OK(cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD));
+  OK(cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD, NULL));
   OK(cpattn_rank_destroy(rank));
   REFUSED(CPATTN_INVALID_HANDLE, "destroyed", cpattn_rank_destroy(rank));
   REFUSED(CPATTN_INVALID_HANDLE, "destroyed", cpattn_rank_abort(rank));
@@ -503,9 +503,9 @@ static void aborts(void) {
   struct timespec pause = {0, 1000000};
   for (int i = 0; i < 10000 && status != CPATTN_BUSY; i++) {
     nanosleep(&pause, NULL);
-    status = cpattn_rank_prepare(waiting, pair_plan, CPATTN_BACKWARD);
+    status = cpattn_rank_prepare(waiting, pair_plan, CPATTN_BACKWARD, NULL);
   }
-  REFUSED(CPATTN_BUSY, "one call at a time", cpattn_rank_prepare(waiting, pair_plan, CPATTN_BACKWARD));
+  REFUSED(CPATTN_BUSY, "one call at a time", cpattn_rank_prepare(waiting, pair_plan, CPATTN_BACKWARD, NULL));
   REFUSED(CPATTN_BUSY, "one call at a time", cpattn_rank_destroy(waiting));
   OK(cpattn_rank_poll(waiting));
   OK(cpattn_rank_abort(waiting));

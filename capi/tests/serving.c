@@ -46,6 +46,15 @@ static cpattn_plan *plan_of(const int32_t *q, const int32_t *k, uint32_t world, 
   return plan;
 }
 
+static int32_t over_pages(cpattn_rank *rank, const cpattn_plan *plan, cpattn_forward_args args, const int32_t *table,
+                          size_t documents, size_t each, size_t size, size_t stride) {
+  cpattn_keys keys = CPATTN_KEYS_INIT;
+  keys.kind = CPATTN_KEYS_PAGES, keys.block_table = table, keys.documents = documents;
+  keys.pages_per_document = each, keys.page_size = size, keys.page_stride = stride;
+  args.keys = &keys;
+  return cpattn_forward(rank, plan, &args);
+}
+
 static void attend(cpattn_rank *rank, int first, int keys, float *o, float *lse, int paged) {
   const int32_t cu_q[] = {0, 1}, cu_k[] = {0, keys};
   cpattn_plan *plan = plan_of(cu_q, cu_k, 1, 0);
@@ -68,12 +77,12 @@ static void attend(cpattn_rank *rank, int first, int keys, float *o, float *lse,
   cpattn_forward_args args = CPATTN_FORWARD_ARGS_INIT;
   args.q = &tq, args.k = &tk, args.v = &tv, args.o = &to, args.lse = &tl;
   if (paged) {
-    LOCKED(REFUSED(CPATTN_INVALID, "documents is 2", cpattn_forward_paged(rank, plan, &args, table, 2, 4, PAGE, PAGE)));
-    LOCKED(REFUSED(CPATTN_INVALID, "block_table is NULL", cpattn_forward_paged(rank, plan, &args, NULL, 1, 4, PAGE, PAGE)));
-    LOCKED(REFUSED(CPATTN_INVALID, "page_size is 0", cpattn_forward_paged(rank, plan, &args, table, 1, 4, 0, PAGE)));
+    LOCKED(REFUSED(CPATTN_INVALID, "documents is 2", over_pages(rank, plan, args, table, 2, 4, PAGE, PAGE)));
+    LOCKED(REFUSED(CPATTN_INVALID, "block_table is NULL", over_pages(rank, plan, args, NULL, 1, 4, PAGE, PAGE)));
+    LOCKED(REFUSED(CPATTN_INVALID, "page_size is 0", over_pages(rank, plan, args, table, 1, 4, 0, PAGE)));
     LOCKED(REFUSED(CPATTN_INVALID, "block_table[0][0] is 3",
-                   cpattn_forward_paged(rank, plan, &args, table, 1, 4, PAGE, 2 * PAGE)));
-    LOCKED(OK(cpattn_forward_paged(rank, plan, &args, table, 1, 4, PAGE, PAGE)));
+                   over_pages(rank, plan, args, table, 1, 4, PAGE, 2 * PAGE)));
+    LOCKED(OK(over_pages(rank, plan, args, table, 1, 4, PAGE, PAGE)));
   } else {
     LOCKED(OK(cpattn_forward(rank, plan, &args)));
   }
@@ -98,7 +107,16 @@ static void *run(void *argument) {
   LOCKED(REFUSED(CPATTN_INVALID, "o.heads is 4",
                  cpattn_rank_combine(rank, merge, CPATTN_COMBINE_TO_HEADS, &to, &tl, NULL, &ta, &tal, NULL)));
   LOCKED(REFUSED(CPATTN_INVALID, "sinks", cpattn_rank_combine(rank, merge, 0, &to, &tl, &tl, &ta, &tal, NULL)));
-  LOCKED(OK(cpattn_rank_prepare_combine(rank, merge, CPATTN_COMBINE_TO_ALL, CPATTN_F32)));
+  cpattn_purpose purpose = CPATTN_PURPOSE_INIT;
+  purpose.to = CPATTN_COMBINE_TO_ALL, purpose.dtype = CPATTN_F32;
+  LOCKED(OK(cpattn_rank_prepare(rank, merge, CPATTN_COMBINE, &purpose)));
+  purpose.dim = DIM;
+  LOCKED(REFUSED(CPATTN_INVALID, "purpose.dim is given, expected 0 in CPATTN_COMBINE",
+                 cpattn_rank_prepare(rank, merge, CPATTN_COMBINE, &purpose)));
+  LOCKED(REFUSED(CPATTN_INVALID, "purpose is NULL", cpattn_rank_prepare(rank, merge, CPATTN_COMBINE, NULL)));
+  LOCKED(REFUSED(CPATTN_INVALID, "purpose is given, expected NULL: CPATTN_FORWARD is of the plan alone",
+                 cpattn_rank_prepare(rank, merge, CPATTN_FORWARD, &purpose)));
+  LOCKED(REFUSED(CPATTN_INVALID, "direction is 5", cpattn_rank_prepare(rank, merge, 5, NULL)));
   int32_t first = cpattn_rank_combine(rank, merge, CPATTN_COMBINE_TO_ALL, &to, &tl, NULL, &ta, &tal, NULL);
   LOCKED(OK(first));
   int32_t second = cpattn_rank_combine(rank, merge, CPATTN_COMBINE_TO_HEADS, &to, &tl, NULL, &th, &thl, NULL);

@@ -97,8 +97,8 @@ static void *device_rank(void *argument) {
   CUDA(driver.stream_create(&stream, 1 /* not ordered with the default stream */));
 
   TRY(cpattn_rank_create(transports[r], NULL, &rank)); /* on the device of its transport */
-  TRY(cpattn_rank_prepare(rank, plan, CPATTN_FORWARD));
-  TRY(cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD));
+  TRY(cpattn_rank_prepare(rank, plan, CPATTN_FORWARD, NULL));
+  TRY(cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD, NULL));
   uint64_t forward = 0, backward = 0;
   TRY(cpattn_plan_workspace(plan, r, CPATTN_FORWARD, &forward));
   TRY(cpattn_plan_workspace(plan, r, CPATTN_BACKWARD, &backward));

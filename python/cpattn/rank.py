@@ -76,7 +76,7 @@ class Rank:
 
     def prepare(self, plan: Plan, direction: Direction) -> None:
         """Does everything that may allocate or wait; otherwise the first run does it."""
-        self._run("rank_prepare", _handle(plan), one_of("direction", direction, Direction).value)
+        self._run("rank_prepare", _handle(plan), one_of("direction", direction, Direction).value, None)
 
     def forward(
         self,
@@ -116,20 +116,16 @@ class Rank:
         the kv heads. All ranks give the same heads and entries. Rows that no token lists may hold anything. A ring needs
         circulate_forward="keys" (backward: circulate="keys"). Devices, slices, pages and reproducible plans refuse it."""
         given = all_given({"o", "lse", "max_logit"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, max_logit=max_logit)
-        if key_indices is not None and block_table is not None:
-            raise errors.Unsupported("key_indices and block_table are both given: gather the pages into k and v")
-        if block_table is None:
-            for name, value in (("page_size", page_size), ("page_stride", page_stride)):
-                if value is not None:
-                    raise errors.InvalidArgument(f"block_table is None, and {name} is {value!r}: give both, or none")
-            return self._attend("forward", _header.ForwardArgs, plan, stream, given, dropout_seed, key_indices)
-        size = whole("page_size", page_size, 1, (1 << 31) - 1)
-        stride = size if page_stride is None else whole("page_stride", page_stride, 1, (1 << 31) - 1)
-        given["block_table"] = table = Given("block_table", block_table)
-        # A missing k is refused by the library.
-        device = given["k"].pointer.contents.device.device_type if "k" in given else _header.DEVICE_CPU
-        pages = (*whole_numbers("block_table", table.pointer.contents, ("documents", "pages"), device), size, stride)
-        self._attend("forward_paged", _header.ForwardArgs, plan, stream, given, dropout_seed, pages=pages)
+        keys = None
+        if block_table is not None:
+            if key_indices is not None:
+                raise errors.Unsupported("key_indices and block_table are both given: gather the pages into k and v")
+            keys = _pages(given, block_table, page_size, page_stride)
+        elif (lonely := [f"{name} is {value!r}" for name, value in (("page_size", page_size), ("page_stride", page_stride)) if value is not None]):
+            raise errors.InvalidArgument(f"block_table is None, and {lonely[0]}: give both, or none")
+        elif key_indices is not None:
+            keys = _lists(given, key_indices)
+        self._attend("forward", _header.ForwardArgs, plan, stream, given, dropout_seed, keys)
 
     def backward(
         self,
@@ -156,20 +152,18 @@ class Rank:
         `key_indices` are those of the forward; rows of k and v that no token lists get gradients 0."""
         tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks, d_lse=d_lse)
         given = all_given({"dq", "dk", "dv", "dsinks"}, **tensors)
-        self._attend("backward", _header.BackwardArgs, plan, stream, given, dropout_seed, key_indices)
+        keys = None if key_indices is None else _lists(given, key_indices)
+        self._attend("backward", _header.BackwardArgs, plan, stream, given, dropout_seed, keys)
 
-    def _attend(
-        self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given], seed: int | None, keys: Array | None = None, pages: tuple[Any, ...] = ()
-    ) -> None:
-        stream = _address("stream", stream)
-        args = struct(stream=stream, **{name: g.pointer for name, g in given.items() if name != "block_table"})
+    def _attend(self, name: str, struct: Any, plan: Plan, stream: Any, given: dict[str, Given], seed: int | None, keys: Any) -> None:
+        stream, members = _address("stream", stream), {name for name, *_ in struct._fields_}
+        args = struct(stream=stream, **{name: g.pointer for name, g in given.items() if name in members})
         if seed is not None:
             args.dropout_seed = pointer(c_uint64(whole("dropout_seed", seed, *RANGES[c_uint64])))
         if keys is not None:
-            given["key_indices"] = lists = Given("key_indices", keys)
-            name, pages = f"{name}_listed", whole_numbers("key_indices", lists.pointer.contents, ("tokens", "heads", "entries"))
+            args.keys = pointer(keys)
         try:
-            self._run(name, _handle(plan), byref(args), *pages, keep=given, stream=stream)
+            self._run(name, _handle(plan), byref(args), keep=given, stream=stream)
         except errors.InvalidArgument as error:
             if ".dtype is " not in str(error):
                 raise
@@ -298,6 +292,25 @@ class Rank:
             raise errors.InvalidHandle(f"cpattn_{name}: this rank is closed: make a new one")
         self._interruptible.check_process()
         self._kept.call(name, self._handle, *arguments)
+
+
+def _pages(given: dict[str, Given], block_table: Array, page_size: int | None, page_stride: int | None) -> Any:
+    """k and v in pages, for C; the table is kept in `given`."""
+    size = whole("page_size", page_size, 1, (1 << 31) - 1)
+    stride = size if page_stride is None else whole("page_stride", page_stride, 1, (1 << 31) - 1)
+    given["block_table"] = table = Given("block_table", block_table)
+    # A missing k is refused by the library.
+    device = given["k"].pointer.contents.device.device_type if "k" in given else _header.DEVICE_CPU
+    address, documents, pages = whole_numbers("block_table", table.pointer.contents, ("documents", "pages"), device)
+    members = dict(documents=documents, pages_per_document=pages, page_size=size, page_stride=stride)
+    return _header.Keys(kind=_header.KEYS_PAGES, block_table=address, **members)
+
+
+def _lists(given: dict[str, Given], key_indices: Array) -> Any:
+    """The keys that each token lists, for C; the lists are kept in `given`."""
+    given["key_indices"] = lists = Given("key_indices", key_indices)
+    address, tokens, heads, entries = whole_numbers("key_indices", lists.pointer.contents, ("tokens", "heads", "entries"))
+    return _header.Keys(kind=_header.KEYS_LISTED, key_indices=address, tokens=tokens, heads=heads, entries=entries)
 
 
 def _address(name: str, value: object) -> int | None:

@@ -11,7 +11,7 @@ use std::{format, vec, vec::Vec};
 
 use super::{
     failure::watched,
-    operands::{Input, Operand, Output},
+    operands::{InputTensor, Operand, OutputTensor},
     rank::Rank,
     tensors::TypedTensors,
 };
@@ -63,8 +63,8 @@ impl AllToAlls<'_> {
     pub fn to_heads<'t, T: Element>(
         &mut self,
         side: Side,
-        from: impl Input<'t, Element = T>,
-        to: impl Output<'t, Element = T>,
+        from: impl InputTensor<'t, Element = T>,
+        to: impl OutputTensor<'t, Element = T>,
     ) -> Result<()> {
         // SAFETY: the views guarantee valid memory, and the exclusive one that nothing else uses its memory, during the
         // call, on a device until the work enqueued with them is over.
@@ -80,8 +80,8 @@ impl AllToAlls<'_> {
     pub fn to_tokens<'t, T: Element>(
         &mut self,
         side: Side,
-        from: impl Input<'t, Element = T>,
-        to: impl Output<'t, Element = T>,
+        from: impl InputTensor<'t, Element = T>,
+        to: impl OutputTensor<'t, Element = T>,
     ) -> Result<()> {
         // SAFETY: the views guarantee valid memory, and the exclusive one that nothing else uses its memory, during the
         // call, on a device until the work enqueued with them is over.

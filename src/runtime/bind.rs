@@ -9,7 +9,7 @@ use crate::{
     element::Dtype,
     error::{Error, Result},
     plan::Plan,
-    schedule::{ALIGNMENT, Buf, OpKind, Purpose, Schedule, TensorForm, TensorId},
+    schedule::{ALIGNMENT, Buf, OpKind, Purpose, Schedule, TensorForm, TensorId, run_trait::RunTrait},
     tensor::{disjoint, expect},
 };
 
@@ -134,22 +134,13 @@ impl Bindings {
         }
     }
 
-    /// Refuses pages and lists of keys of a run without keys, where nothing would read them.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for an all-to-all and a combine.
-    pub(super) fn check_keys(&self, run: Purpose) -> Result<()> {
-        let what = match run {
-            Purpose::Attention(_) => return Ok(()),
-            Purpose::AllToAll(_) => "an all-to-all",
-            Purpose::Combine(_) => "a combine",
-        };
-        let (name, way_out) = match self.keys {
-            RawKeys::All => return Ok(()),
-            RawKeys::Pages(_) => ("pages", "leave pages out"),
-            RawKeys::Listed(_) => ("key_indices", "leave key_indices out"),
-        };
-        Err(Error::unsupported(format!("{name} in {what}"), "it has no keys", way_out))
+    /// What a run with these tensors has by its keys.
+    pub(super) fn key_trait(&self) -> Option<RunTrait> {
+        match self.keys {
+            RawKeys::All => None,
+            RawKeys::Pages(_) => Some(RunTrait::Pages),
+            RawKeys::Listed(_) => Some(RunTrait::KeyIndices),
+        }
     }
 
     /// The shape that a tensor must have: k and v in pages may have any number of rows.

@@ -7,7 +7,7 @@
 use core::marker::PhantomData;
 
 use super::{
-    operands::{Input, Output},
+    operands::{InputTensor, OutputTensor},
     rank::Rank,
     tensors::TypedTensors,
 };
@@ -34,10 +34,10 @@ impl<'a, T: Element> CombineTensors<'a, T> {
     /// keys that this rank has, without sinks, and its natural log-sum-exp, `[tokens, own heads, 1]`: −∞ in a row that
     /// has no key on this rank, whose o is not read. It writes the merged o of [`Plan::combined_share`], and its lse.
     pub fn new(
-        partial_o: impl Input<'a>,
-        partial_lse: impl Input<'a, Element = T::Acc>,
-        o: impl Output<'a, Element = T>,
-        lse: impl Output<'a, Element = T::Acc>,
+        partial_o: impl InputTensor<'a>,
+        partial_lse: impl InputTensor<'a, Element = T::Acc>,
+        o: impl OutputTensor<'a, Element = T>,
+        lse: impl OutputTensor<'a, Element = T::Acc>,
     ) -> Self {
         let tensors = TypedTensors::default()
             .with(TensorId::PartialO, partial_o)
@@ -49,7 +49,7 @@ impl<'a, T: Element> CombineTensors<'a, T> {
 
     /// One logit for each q head of the problem, when it has sinks; `[heads, n]` with several.
     #[must_use]
-    pub fn sinks(mut self, sinks: impl Input<'a, Element = f32>) -> Self {
+    pub fn sinks(mut self, sinks: impl InputTensor<'a, Element = f32>) -> Self {
         self.tensors = self.tensors.with(TensorId::Sinks, sinks);
         self
     }

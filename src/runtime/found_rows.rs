@@ -8,7 +8,7 @@ use crate::{
     batch::Side,
     error::{Error, Result},
     plan::Plan,
-    schedule::{Buf, Direction, OpKind, Purpose, Schedule, TensorId},
+    schedule::{Buf, OpKind, Schedule, TensorId},
 };
 
 /// Where each k row of a rank lies; room that is kept from run to run.
@@ -87,17 +87,7 @@ impl FoundRows {
 }
 
 /// Refuses runs that need k and v elsewhere than in kernels.
-pub(super) fn check_supported(run: Purpose, plan: &Plan, schedule: &Schedule) -> Result<()> {
-    if run == Purpose::Attention(Direction::Backward) {
-        let limit = "gradients of k and v have no pages";
-        return Err(Error::unsupported("a backward with pages", limit, "gather k and v for a backward"));
-    }
-    // A pair is dropped by the places of its tokens, which the kernel derives from rows of ranges.
-    if let Some(probability) = plan.problem().dropout() {
-        let limit = "a row that is found through a table does not say the place of its token";
-        let what = format!("dropout {probability} with pages");
-        return Err(Error::unsupported(what, limit, "plan without dropout, or gather the pages into k and v"));
-    }
+pub(super) fn check_supported(schedule: &Schedule) -> Result<()> {
     let is_kv = |buf: Buf| matches!(buf, Buf::User(TensorId::K | TensorId::V));
     let moved = schedule.sources.iter().any(|v| is_kv(v.buf)) || schedule.messages.iter().any(|m| is_kv(m.view.buf));
     let only_kernels = schedule.ops.iter().all(|op| match &op.kind {

@@ -28,7 +28,7 @@ use crate::{
     kernel::{cpu, no_sm_margin, no_stream},
     plan::Plan,
     report::trace,
-    schedule::Purpose,
+    schedule::{Purpose, run_trait::refuse_clashes},
     transport::{
         Transport,
         carrier::Carrier,
@@ -181,10 +181,10 @@ impl Backend for HostRank {
     unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings) -> Result<()> {
         no_stream(tensors.stream)?;
         self.lanes.check_process()?;
-        tensors.check_keys(run)?;
+        refuse_clashes(plan, run, &[tensors.key_trait()])?;
         let at = self.find_or_prepare(plan, run)?;
         if tensors.pages().is_some() {
-            check_supported(run, plan, &self.prepared[at].schedule)?;
+            check_supported(&self.prepared[at].schedule)?;
         }
         if tensors.key_indices().is_some() {
             key_lists::check_supported(run, plan, &self.prepared[at].schedule)?;

@@ -164,22 +164,8 @@ fn expected(doc: usize, keys: usize, limits: Option<(i64, Score)>) -> String {
     format!("-1, or {first} to {last}, which the mask allows to the token at position {position} of document {doc}")
 }
 
-/// Refuses runs whose calls have other q rows than the rank's, or whose keys are not those of a document.
+/// Refuses runs whose calls have other q rows than the rank's.
 pub(super) fn check_supported(run: Purpose, plan: &Plan, schedule: &Schedule) -> Result<()> {
-    if plan.problem().batch().slices().is_some() {
-        return Err(Error::unsupported(
-            "key_indices in a batch with slices",
-            "a position is that of a key in the token's document",
-            "give documents alone, and list the keys that the slices allow",
-        ));
-    }
-    if plan.options().reproducible {
-        return Err(Error::unsupported(
-            "key_indices in a reproducible plan",
-            "its backward sends q to the keys, without the lists",
-            "plan without reproducible: a run repeats bit for bit on the same mesh all the same",
-        ));
-    }
     let (side, way_out) = match run {
         Purpose::Attention(Direction::Backward) => (plan.circulates(Direction::Backward), "plan with circulate keys"),
         _ => (plan.circulates(Direction::Forward), "plan with circulate_forward keys"),

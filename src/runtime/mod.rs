@@ -60,7 +60,7 @@ pub use bind::Bindings;
 pub use combine::CombineTensors;
 pub use handle::AbortHandle;
 pub use keys::{BlockTable, KeyIndices, Keys, Pages};
-pub use operands::{Input, Output};
+pub use operands::{InputTensor, OutputTensor};
 pub use rank_workspace::RankWorkspace;
 pub use shift::{ShiftedRows, SliceRows};
 pub use trace::RankTrace;

@@ -29,7 +29,7 @@ pub(super) use sealed::Operand;
 /// A tensor that a call reads: a [`View`] of host memory, or a `DeviceView`; for a table with an entry for each q head
 /// also a slice, a vector or an array of the host, by reference. An `Option` of one leaves out a tensor that is
 /// optional.
-pub trait Input<'a>: Operand {
+pub trait InputTensor<'a>: Operand {
     /// The type of its elements.
     type Element: Element;
 }
@@ -37,7 +37,7 @@ pub trait Input<'a>: Operand {
 /// A tensor that a call writes: a [`ViewMut`] of host memory, or a `DeviceViewMut`; for a table with an entry for each
 /// q head also a slice, a vector or an array of the host, by exclusive reference. An `Option` of one leaves out a
 /// tensor that is optional.
-pub trait Output<'a>: Operand {
+pub trait OutputTensor<'a>: Operand {
     /// The type of its elements.
     type Element: Element;
 }
@@ -58,14 +58,14 @@ macro_rules! views {
 }
 
 views! {
-    Input: View on |_| Device::Cpu;
-    Output: ViewMut on |_| Device::Cpu;
+    InputTensor: View on |_| Device::Cpu;
+    OutputTensor: ViewMut on |_| Device::Cpu;
 }
 
 #[cfg(feature = "cuda")]
 views! {
-    Input: DeviceView on Self::device;
-    Output: DeviceViewMut on Self::device;
+    InputTensor: DeviceView on Self::device;
+    OutputTensor: DeviceViewMut on Self::device;
 }
 
 /// An entry for each q head.
@@ -87,11 +87,11 @@ macro_rules! tables {
             }
         }
 
-        impl<'a, T: Element, $($length)*> Input<'a> for &'a $table {
+        impl<'a, T: Element, $($length)*> InputTensor<'a> for &'a $table {
             type Element = T;
         }
 
-        impl<'a, T: Element, $($length)*> Output<'a> for &'a mut $table {
+        impl<'a, T: Element, $($length)*> OutputTensor<'a> for &'a mut $table {
             type Element = T;
         }
     )*};
@@ -109,10 +109,10 @@ impl<X: Operand> Operand for Option<X> {
     }
 }
 
-impl<'a, X: Input<'a>> Input<'a> for Option<X> {
+impl<'a, X: InputTensor<'a>> InputTensor<'a> for Option<X> {
     type Element = X::Element;
 }
 
-impl<'a, X: Output<'a>> Output<'a> for Option<X> {
+impl<'a, X: OutputTensor<'a>> OutputTensor<'a> for Option<X> {
     type Element = X::Element;
 }

@@ -9,7 +9,7 @@ use core::marker::PhantomData;
 use super::{
     bind::Bindings,
     keys::Keys,
-    operands::{Input, Operand, Output},
+    operands::{InputTensor, Operand, OutputTensor},
     rank::Rank,
 };
 use crate::{
@@ -44,11 +44,11 @@ impl<'a, T: Element> Forward<'a, T> {
     /// [`ViewMut::head_major`](crate::ViewMut::head_major), or on a device the strides `[1, tokens]`, are the usual
     /// `[heads, tokens]`.
     pub fn new(
-        q: impl Input<'a, Element = T>,
-        k: impl Input<'a, Element = T>,
-        v: impl Input<'a, Element = T>,
-        o: impl Output<'a, Element = T>,
-        lse: impl Output<'a, Element = T::Acc>,
+        q: impl InputTensor<'a, Element = T>,
+        k: impl InputTensor<'a, Element = T>,
+        v: impl InputTensor<'a, Element = T>,
+        o: impl OutputTensor<'a, Element = T>,
+        lse: impl OutputTensor<'a, Element = T::Acc>,
     ) -> Self {
         let tensors = TypedTensors::default()
             .with(TensorId::Q, q)
@@ -62,7 +62,7 @@ impl<'a, T: Element> Forward<'a, T> {
     /// When the problem has sinks: one logit for each q head; `[heads, n]` with several
     /// ([`with_sinks_per_head`](crate::Problem::with_sinks_per_head)). On a device a tensor of `[1, heads, n]`.
     #[must_use]
-    pub fn sinks(mut self, sinks: impl Input<'a, Element = f32>) -> Self {
+    pub fn sinks(mut self, sinks: impl InputTensor<'a, Element = f32>) -> Self {
         self.tensors = self.tensors.with(TensorId::Sinks, sinks);
         self
     }
@@ -72,7 +72,7 @@ impl<'a, T: Element> Forward<'a, T> {
     /// whole batch: the ranks reduce it as often as they need it. Ranks may differ in whether they give it. On a device
     /// a tensor of `[1, heads, 1]`.
     #[must_use]
-    pub fn max_logit(mut self, max_logit: impl Output<'a, Element = f32>) -> Self {
+    pub fn max_logit(mut self, max_logit: impl OutputTensor<'a, Element = f32>) -> Self {
         self.tensors = self.tensors.with(TensorId::MaxLogit, max_logit);
         self
     }
@@ -108,13 +108,13 @@ impl<'a, T: Element> Backward<'a, T> {
     /// The backward of a forward: q, k and v as it was given, o and lse as it wrote them, and the gradient of o. It
     /// writes the gradients of q, k and v, of their shapes.
     pub fn new(
-        q: impl Input<'a, Element = T>,
-        k: impl Input<'a, Element = T>,
-        v: impl Input<'a, Element = T>,
-        o: impl Input<'a, Element = T>,
-        lse: impl Input<'a, Element = T::Acc>,
-        d_o: impl Input<'a, Element = T>,
-        [dq, dk, dv]: [impl Output<'a, Element = T>; 3],
+        q: impl InputTensor<'a, Element = T>,
+        k: impl InputTensor<'a, Element = T>,
+        v: impl InputTensor<'a, Element = T>,
+        o: impl InputTensor<'a, Element = T>,
+        lse: impl InputTensor<'a, Element = T::Acc>,
+        d_o: impl InputTensor<'a, Element = T>,
+        [dq, dk, dv]: [impl OutputTensor<'a, Element = T>; 3],
     ) -> Self {
         let tensors = TypedTensors::default()
             .with(TensorId::Q, q)
@@ -131,7 +131,7 @@ impl<'a, T: Element> Backward<'a, T> {
 
     /// As given to the forward.
     #[must_use]
-    pub fn sinks(mut self, sinks: impl Input<'a, Element = f32>) -> Self {
+    pub fn sinks(mut self, sinks: impl InputTensor<'a, Element = f32>) -> Self {
         self.tensors = self.tensors.with(TensorId::Sinks, sinks);
         self
     }
@@ -139,7 +139,7 @@ impl<'a, T: Element> Backward<'a, T> {
     /// Written, when the problem has sinks, and needed then: their gradient, summed over all ranks of the group, the
     /// same on each.
     #[must_use]
-    pub fn dsinks(mut self, dsinks: impl Output<'a, Element = T::Acc>) -> Self {
+    pub fn dsinks(mut self, dsinks: impl OutputTensor<'a, Element = T::Acc>) -> Self {
         self.tensors = self.tensors.with(TensorId::Dsinks, dsinks);
         self
     }
@@ -147,7 +147,7 @@ impl<'a, T: Element> Backward<'a, T> {
     /// Gradient of lse, of its shape, if more than o was used. It is not read where lse is −∞. Ranks may differ in
     /// whether they give it.
     #[must_use]
-    pub fn d_lse(mut self, d_lse: impl Input<'a, Element = T::Acc>) -> Self {
+    pub fn d_lse(mut self, d_lse: impl InputTensor<'a, Element = T::Acc>) -> Self {
         self.tensors = self.tensors.with(TensorId::DLse, d_lse);
         self
     }

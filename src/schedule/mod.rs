@@ -30,6 +30,7 @@ mod join;
 mod ops;
 mod purpose;
 pub(crate) mod ring_steps;
+pub(crate) mod run_trait;
 #[cfg(test)]
 mod slice_tests;
 mod sweep;
@@ -44,7 +45,7 @@ pub use ops::{AttendOp, AttendPart, BackwardOp, Buf, Buffer, BufferView, Lane, M
 pub use purpose::Purpose;
 pub(crate) use purpose::TensorForm;
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
-pub use tensor_id::TensorId;
+pub use tensor_id::{TensorAxes, TensorId};
 
 /// The ring steps of k's side and of q's side, if they have been computed already.
 type KnownSteps = [Option<Arc<RingSteps>>; 2];

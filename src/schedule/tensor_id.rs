@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The caller's tensors: one table with name, side, heads, dim and type of each, and the direction that reads or writes
-//! it. All code uses this table, except the verifier, which has its own on purpose.
+//! The caller's tensors: one table with name, side, axes, dim and type of each, the direction that reads or writes it,
+//! and its place in the C structs of both directions. All code uses this table, except the verifier, which has its own
+//! on purpose: runs check tensors by it, the C interface reads its structs by it, and tests compare the header with it.
+//! What does not go together with what is in [`run_trait`](super::run_trait).
 
 use super::Direction;
 use crate::{
@@ -53,18 +55,30 @@ pub enum TensorId {
     PartialLse,
 }
 
+/// What the dimensions of a tensor are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TensorAxes {
+    /// `[tokens, heads, dim]`.
+    Rows,
+    /// One number for each token and head, `[tokens, heads, 1]`; in C and Python `[heads, tokens]`.
+    RowNumbers,
+    /// One number for each head of the problem, `[1, heads, 1]`; in C and Python `[heads]`.
+    HeadNumbers,
+    /// The sinks of each head, `[1, heads, n]`; in C and Python `[heads, n]`, or `[heads]` for one.
+    HeadSinks,
+}
+
 struct Row {
     name: &'static str,
     /// Whether its tokens and heads are those of q or those of k and v.
     side: Side,
+    axes: TensorAxes,
     dim: fn(&Problem) -> usize,
     dtype: fn(&Problem) -> Dtype,
     /// Forward, backward: whether the direction writes it; `None` if it does not use it.
     written: [Option<bool>; 2],
-    /// It has one row for the whole problem.
-    per_head: bool,
-    /// It exists only if the problem has sinks.
-    sinks: bool,
+    /// Forward, backward: its place among the members of the C struct, each a word; 0 if it has none.
+    member: [u8; 2],
     /// A run may leave it out.
     optional: bool,
 }
@@ -72,43 +86,60 @@ struct Row {
 const UNKNOWN: fn(&Problem) -> usize = |_| 0;
 const ONE: fn(&Problem) -> usize = |_| 1;
 const ACCUMULATOR: fn(&Problem) -> Dtype = |p| p.dtype().accumulator();
+const FLOAT: fn(&Problem) -> Dtype = |_| Dtype::F32;
 const ABSENT: Option<bool> = None;
 const READ: Option<bool> = Some(false);
 const WRITTEN: Option<bool> = Some(true);
 
-const fn row(
+const fn rows(
     name: &'static str,
     side: Side,
     dim: fn(&Problem) -> usize,
+    written: [Option<bool>; 2],
+    member: [u8; 2],
+) -> Row {
+    Row { name, side, axes: TensorAxes::Rows, dim, dtype: Problem::dtype, written, member, optional: false }
+}
+
+/// Numbers of q's rows or heads.
+const fn numbers(
+    name: &'static str,
+    axes: TensorAxes,
     dtype: fn(&Problem) -> Dtype,
     written: [Option<bool>; 2],
+    member: [u8; 2],
 ) -> Row {
-    Row { name, side, dim, dtype, written, per_head: false, sinks: false, optional: false }
+    let dim = if matches!(axes, TensorAxes::HeadSinks) { Problem::sinks_per_head } else { ONE };
+    Row { axes, dtype, ..rows(name, Side::Q, dim, written, member) }
 }
 
-const fn of_sinks(name: &'static str, dtype: fn(&Problem) -> Dtype, written: [Option<bool>; 2]) -> Row {
-    Row { per_head: true, sinks: true, ..row(name, Side::Q, Problem::sinks_per_head, dtype, written) }
+const fn optional(row: Row) -> Row {
+    Row { optional: true, ..row }
 }
 
-const TABLE: [Row; TensorId::COUNT] = [
-    row("q", Side::Q, Problem::head_dim, Problem::dtype, [READ, READ]),
-    row("k", Side::K, Problem::head_dim, Problem::dtype, [READ, READ]),
-    row("v", Side::K, Problem::value_dim, Problem::dtype, [READ, READ]),
-    row("o", Side::Q, Problem::value_dim, Problem::dtype, [WRITTEN, READ]),
-    row("lse", Side::Q, ONE, ACCUMULATOR, [WRITTEN, READ]),
-    row("d_o", Side::Q, Problem::value_dim, Problem::dtype, [ABSENT, READ]),
-    row("dq", Side::Q, Problem::head_dim, Problem::dtype, [ABSENT, WRITTEN]),
-    row("dk", Side::K, Problem::head_dim, Problem::dtype, [ABSENT, WRITTEN]),
-    row("dv", Side::K, Problem::value_dim, Problem::dtype, [ABSENT, WRITTEN]),
-    of_sinks("sinks", |_| Dtype::F32, [READ, READ]),
-    of_sinks("dsinks", ACCUMULATOR, [ABSENT, WRITTEN]),
-    Row { optional: true, ..row("d_lse", Side::Q, ONE, ACCUMULATOR, [ABSENT, READ]) },
-    Row { optional: true, per_head: true, ..row("max_logit", Side::Q, ONE, |_| Dtype::F32, [WRITTEN, ABSENT]) },
-    row("own tokens", Side::Q, UNKNOWN, Problem::dtype, [ABSENT, ABSENT]),
-    row("own heads", Side::Q, UNKNOWN, Problem::dtype, [ABSENT, ABSENT]),
-    row("partial_o", Side::Q, Problem::value_dim, Problem::dtype, [ABSENT, ABSENT]),
-    row("partial_lse", Side::Q, ONE, ACCUMULATOR, [ABSENT, ABSENT]),
-];
+const TABLE: [Row; TensorId::COUNT] = {
+    use TensorAxes::{HeadNumbers, HeadSinks, RowNumbers};
+    let (key_dim, value_dim) = (Problem::head_dim, Problem::value_dim);
+    [
+        rows("q", Side::Q, key_dim, [READ, READ], [1, 1]),
+        rows("k", Side::K, key_dim, [READ, READ], [2, 2]),
+        rows("v", Side::K, value_dim, [READ, READ], [3, 3]),
+        rows("o", Side::Q, value_dim, [WRITTEN, READ], [5, 5]),
+        numbers("lse", RowNumbers, ACCUMULATOR, [WRITTEN, READ], [6, 6]),
+        rows("d_o", Side::Q, value_dim, [ABSENT, READ], [0, 7]),
+        rows("dq", Side::Q, key_dim, [ABSENT, WRITTEN], [0, 8]),
+        rows("dk", Side::K, key_dim, [ABSENT, WRITTEN], [0, 9]),
+        rows("dv", Side::K, value_dim, [ABSENT, WRITTEN], [0, 10]),
+        numbers("sinks", HeadSinks, FLOAT, [READ, READ], [4, 4]),
+        numbers("dsinks", HeadSinks, ACCUMULATOR, [ABSENT, WRITTEN], [0, 11]),
+        optional(numbers("d_lse", RowNumbers, ACCUMULATOR, [ABSENT, READ], [0, 13])),
+        optional(numbers("max_logit", HeadNumbers, FLOAT, [WRITTEN, ABSENT], [8, 0])),
+        rows("own tokens", Side::Q, UNKNOWN, [ABSENT, ABSENT], [0, 0]),
+        rows("own heads", Side::Q, UNKNOWN, [ABSENT, ABSENT], [0, 0]),
+        rows("partial_o", Side::Q, value_dim, [ABSENT, ABSENT], [0, 0]),
+        numbers("partial_lse", RowNumbers, ACCUMULATOR, [ABSENT, ABSENT], [0, 0]),
+    ]
+};
 
 impl TensorId {
     /// The number of tensors.
@@ -135,15 +166,28 @@ impl TensorId {
         self.row().side
     }
 
+    /// What its dimensions are.
+    pub const fn axes(self) -> TensorAxes {
+        self.row().axes
+    }
+
     /// Whether it has one row for the whole problem, and no tokens.
     pub const fn is_per_head(self) -> bool {
-        self.row().per_head
+        matches!(self.axes(), TensorAxes::HeadNumbers | TensorAxes::HeadSinks)
+    }
+
+    /// Its place among the members of the C interface's struct of a direction, each of them a word; `None` if it has
+    /// none.
+    pub const fn member(self, direction: Direction) -> Option<usize> {
+        match self.row().member[direction as usize] {
+            0 => None,
+            place => Some(place as usize),
+        }
     }
 
     /// Whether it exists only if the problem has sinks.
-    #[cfg_attr(not(feature = "std"), expect(dead_code, reason = "runs need std"))]
-    pub(crate) const fn is_of_sinks(self) -> bool {
-        self.row().sinks
+    pub const fn is_of_sinks(self) -> bool {
+        matches!(self.axes(), TensorAxes::HeadSinks)
     }
 
     /// Whether a run may leave it out, on each rank by itself.
@@ -180,7 +224,7 @@ impl TensorId {
     /// not use it.
     pub const fn is_written(self, direction: Direction, sinks: bool) -> Option<bool> {
         let row = self.row();
-        if row.sinks && !sinks { None } else { row.written[direction as usize] }
+        if self.is_of_sinks() && !sinks { None } else { row.written[direction as usize] }
     }
 }
 

@@ -223,7 +223,7 @@ fn slopes_of_documents_are_refused() {
         run(&cuda, &plan, &Data::<f16>::random(&p, 1))
     };
     let error = outcome(&[9, 4, 2]).unwrap_err().to_string();
-    assert!(error.starts_with("alibi_slopes of 3 documents is not supported"), "{error}");
+    assert!(error.starts_with("alibi_slopes of 3 documents on a device is not supported"), "{error}");
     assert!(error.contains("use the CPU kernels"), "{error}");
     outcome(&[9]).unwrap();
 }

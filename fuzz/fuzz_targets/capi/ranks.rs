@@ -140,6 +140,7 @@ pub fn run(w: &mut World, b: &mut Bytes) {
                 stream: if b.rarely() { p[0].cast_mut().cast() } else { null_mut() },
                 max_logit: if b.rarely() { p[5] } else { core::ptr::null() },
                 dropout_seed,
+                keys: core::ptr::null(),
             };
             called(cpattn_forward(rank, plan, &args));
         } else {
@@ -159,6 +160,7 @@ pub fn run(w: &mut World, b: &mut Bytes) {
                 stream: null_mut(),
                 d_lse: if b.rarely() { p[5] } else { core::ptr::null() },
                 dropout_seed,
+                keys: core::ptr::null(),
             };
             called(cpattn_backward(rank, plan, &args));
         }
@@ -167,7 +169,7 @@ pub fn run(w: &mut World, b: &mut Bytes) {
             called(cpattn_rank_abort(rank));
         }
         if b.rarely() {
-            called(cpattn_rank_prepare(rank, plan, b.number(2) as i32));
+            called(cpattn_rank_prepare(rank, plan, b.number(2) as i32, core::ptr::null()));
         }
     }
 }
@@ -192,7 +194,8 @@ pub fn all_to_all(w: &mut World, b: &mut Bytes) {
         called(cpattn_plan_all_to_all_workspace(plan, at, side, dim, dtype, out));
         // What is prepared allocates its workspace, and what is verified a table of all rows.
         if dim < 64 {
-            called(cpattn_rank_prepare_all_to_all(rank, plan, side, dim, dtype));
+            let purpose = cpattn_purpose { struct_size: size_of::<cpattn_purpose>(), side, dim, dtype, to: 0 };
+            called(cpattn_rank_prepare(rank, plan, 2 + b.number(2) as i32, &raw const purpose));
             if nq < 100 && nk < 100 {
                 let status = called(cpattn_plan_verify_all_to_all(plan, side, dim, dtype));
                 let fine = [CPATTN_OK, CPATTN_INVALID, CPATTN_INVALID_HANDLE];

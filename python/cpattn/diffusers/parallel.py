@@ -32,7 +32,7 @@ from .sequence import Divided, Whole, part
 
 # Those of `Context` that do not change what is computed, nor where tokens are.
 TAKEN = frozenset(
-    "ulysses ring ranks_per_node gather passes circulate circulate_forward wire reproducible plans workers communicator".split()
+    "ulysses ring ranks_per_node gather passes circulate circulate_forward wire reproducible plans workers communicator kernels".split()
 )
 # Hooks of Diffusers that move weights, and change nothing of what is computed.
 MOVES = frozenset("group_offloading layer_execution_tracker lazy_prefetch_group_offloading layerwise_casting peft_autocast_disable".split())
@@ -53,7 +53,7 @@ class ContextParallel:
 
     `gradients` is how gradients of parameters are combined over the ranks, if any are: "mean" (DDP, FSDP) or "sum". `plan` says where the
     sequence is split and gathered, in the form of the model's own `_cp_plan`, for a class that has none. `ulysses`, `ring`, `timeout`,
-    `workers`, `communicator` and others are those of `cpattn.torch.Context` (`TAKEN`).
+    `workers`, `communicator`, `kernels` and others are those of `cpattn.torch.Context` (`TAKEN`).
 
     The ranks compare hashes of their models' weights, of shards with those of ranks that hold the same shards; `compare_weights=False` leaves
     it out.
@@ -95,7 +95,7 @@ class ContextParallel:
                     why = "each rank has consecutive tokens of each sequence" if name.startswith("layout") else "it is no option here"
                     raise InvalidArgument(f"{name} is given, and {why}: leave it out. Options are {', '.join(sorted(TAKEN))}")
                 # Invalid options are refused here, not with the first call.
-                how = {name: value for name, value in options.items() if name not in ("plans", "workers", "communicator")}
+                how = {name: value for name, value in options.items() if name not in ("plans", "workers", "communicator", "kernels")}
                 over_all(Plan([0, 1], world=self.world, heads=64 * self.world, head_dim=16, layout="contiguous", **how))
                 self._places, self._known = plan_of(model, plan)
                 self._refuse_other(model)

@@ -22,6 +22,9 @@ from .kernels import Kernel, find
 
 OWN = "cpattn"
 
+# Groups of global ranks, by these and by the default group that they belong to.
+_groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
+
 
 def checked(kernels: str | Kernel | None, device: torch.device, workers: int) -> str | Kernel:
     """The argument `kernels`, or its default on this device."""
@@ -43,23 +46,28 @@ def shown(kernels: str | Kernel) -> str:
     return repr(kernels.name if isinstance(kernels, Kernel) else kernels)
 
 
-def communicator(communicator: str | None, kernels: str | Kernel, device: torch.device, group: Members) -> str:
+def communicator(communicator: str | None, kernels: str | Kernel, device: torch.device) -> str:
     """The argument `communicator`. With a kernel of others messages go over the group's backend."""
     if kernels == OWN:
         return nccl.checked("own" if communicator is None else communicator, device)
     if communicator == "own":
         raise InvalidArgument(f"communicator is 'own', 'torch' or None is needed with kernels={shown(kernels)}: messages go over the backend of the group")
-    process_group(group)
     return nccl.checked("torch" if communicator is None else communicator, torch.device("cuda"))
 
 
 def process_group(group: Members) -> dist.ProcessGroup | None:
-    """The group whose backend moves tensors; None is the default group."""
+    """The group whose backend moves tensors; None is the default group. For global ranks that are not all, one is made, which their
+    members alone call, and kept for the next context."""
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
-    if members_of(group) == tuple(range(dist.get_world_size())):
+    members = members_of(group)
+    if members == tuple(range(dist.get_world_size())):
         return None
-    raise refused("group", group, "a process group is needed unless kernels is 'cpattn': make one with dist.new_group")
+    key = members, id(dist.group.WORLD)
+    if key not in _groups:
+        made: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)
+        _groups[key] = made
+    return _groups[key]
 
 
 def numbered(device: torch.device) -> torch.device:

@@ -117,7 +117,7 @@ class Context(PackedContext, Combining):
             raise refused("device", device, "a device of PyTorch is needed, such as cpu or cuda")
         self.dtype, self.device, self.workers = dtype, on, workers
         kernels = choice.checked(kernels, on, workers)
-        communicator = choice.communicator(communicator, kernels, on, group)
+        communicator = choice.communicator(communicator, kernels, on)
         self.device = choice.numbered(on)
         self.transport, self._timeout = GlooTransport(group, timeout=timeout), timeout
         self._collectives: Collectives | None = None

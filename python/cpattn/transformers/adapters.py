@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Attention layers of Transformers that do not use its AttentionInterface: GPT-J, GPT-Neo, CodeGen, XGLM, Falcon, BLOOM, MPT and GIT;
-and those that run their own attention on gathered keys (`gathered`).
+those that run their own attention on gathered keys (`gathered`); and those that count the tokens of their row (`positions`, Llama 4).
 
 An adapter runs instead of the layer's own attention, and calls the function that is registered for the others. ALiBi, a bias that is
 linear in the key's position, is a product of two more dims of q and k: the head's slope times the position in the document.
@@ -82,6 +82,19 @@ def git(layer: Any, hidden_states: Tensor, attention_mask: Any = None, past_key_
     return o.flatten(2), None
 
 
+def tempered(layer: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    """Llama 4, whose layers without rotary embeddings scale q by the place of a token in the row: here by its position, as the row alone would have it."""
+    tuning, places = layer.attn_temperature_tuning, attention_mask.forward.places if isinstance(attention_mask, Mask) else None
+    if not tuning or layer.use_rope or places is None:
+        return type(layer).forward(layer, hidden_states, position_embeddings, attention_mask, **kwargs)
+    scale = torch.log1p(torch.floor((places.to(hidden_states.device).float() + 1) / layer.floor_scale)) * layer.attn_scale + 1
+    layer.attn_temperature_tuning = False
+    try:
+        return type(layer).forward(layer, hidden_states, position_embeddings, attention_mask, **kwargs, query_scale=scale)
+    finally:
+        layer.attn_temperature_tuning = tuning
+
+
 def _alibi(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Tensor, scale: float, dropout: float) -> Tensor:
     """Attention with a bias of slope · position: softmax does not see what all keys of a query have in common. The position is two
     numbers, each exact in bf16. Eight dims instead of two, so that rows stay aligned."""
@@ -104,6 +117,7 @@ ADAPTERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "BloomAttention": ("forward", bloom),
     "MptAttention": ("forward", mpt),
     "GitSelfAttention": ("forward", git),
+    "Llama4TextAttention": ("forward", tempered),
     **dict.fromkeys(TABLES, ("forward", positions)),
 }
 

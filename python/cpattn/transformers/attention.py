@@ -122,9 +122,11 @@ def attention(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    query_scale: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function, which Transformers calls in each layer: takes [1, heads, tokens, dim], returns [1, tokens, heads, dim]."""
+    """The attention function, which Transformers calls in each layer: takes [1, heads, tokens, dim], returns [1, tokens, heads, dim].
+    `query_scale` is a factor of each query, from an adapter."""
     name = type(module).__name__
     if name in OVER_LAYERS and attention_mask is None:
         return F.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2), None
@@ -145,6 +147,8 @@ def attention(
         raise Unsupported(
             f"{name} has queries {tuple(query.shape)} and keys {tuple(key.shape)}, [1, heads, tokens, dim] with equal tokens is needed"
         )
+    if query_scale is not None:
+        query = (query * query_scale[:, None]).to(query.dtype)
     o = attention_mask.forward.attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

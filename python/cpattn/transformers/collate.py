@@ -34,7 +34,8 @@ class SharedPrefixCollator:
     `shared="each"` a token of several answers counts once for each, as if every answer were a row with a copy of all tokens before it;
     with "once" it counts once.
 
-    The result has `input_ids`, `position_ids`, `labels`, `slices` and, unless all factors are 1, `loss_weights`.
+    The result has `input_ids`, `position_ids`, `labels`, `slices` and, unless all factors are 1, `loss_weights`; and `router_weights`, unless all are 1: how
+    often a token counts in the loss of a router of experts, which is for each answer or once too, whatever its factor.
     """
 
     def __init__(self, *, prompt: float = 0.0, shared: str = "each") -> None:
@@ -56,6 +57,8 @@ class SharedPrefixCollator:
         out = {name: torch.tensor([row], dtype=torch.int64) for name, row in made.items()}
         if any(weight != 1 for weight, label in zip(pack.weights, pack.labels) if label != -100):
             out["loss_weights"] = torch.tensor([pack.weights], dtype=torch.float32)
+        if any(count != 1 for count in pack.counts):
+            out["router_weights"] = torch.tensor([pack.counts], dtype=torch.float32)
         return out | {"slices": encode_slices(slices)}
 
     def _add(self, name: str, feature: Mapping[str, Any], pack: _Pack) -> tuple[list[int | None], list[int]]:
@@ -81,11 +84,12 @@ class SharedPrefixCollator:
                 starts[i] = starts[parent] + len(tokens[parent])
                 if len(children[parent]) > 1:
                     last = pack.held[parent] if i == children[parent][0] else (pack.held[parent][0], 0.0)
-                    pack.add(starts[i] - 1, [last], -1)
+                    first = i == children[parent][0]
+                    pack.add(starts[i] - 1, [last], -1, leaves[i] if self.shared == "each" else int(first))
             if len(children[i]) > 1:
                 pack.held[i] = (own[-1][0], own[-1][1] if starts[i] + len(own) > 1 else 0.0)
                 own = own[:-1]
-            pack.add(starts[i], own, 0 if parent is None else -1)
+            pack.add(starts[i], own, 0 if parent is None else -1, times)
             runs[i] = len(lengths)
             lengths.append(len(pack.ids) - before)
             above.append(None if parent is None else runs[parent])
@@ -138,13 +142,15 @@ class _Pack:
         self.positions: list[int] = []
         self.labels: list[int] = []
         self.weights: list[float] = []
+        self.counts: list[int] = []
         self.held: dict[int, tuple[int, float]] = {}
 
-    def add(self, position: int, tokens: list[tuple[int, float]], first: int) -> None:
-        """Tokens with their factors. Without a factor, and at the place `first`, a token has no label."""
+    def add(self, position: int, tokens: list[tuple[int, float]], first: int, count: int) -> None:
+        """Tokens with their factors, which count so often for a router. Without a factor, and at the place `first`, a token has no label."""
         for at, (token, weight) in enumerate(tokens):
             labeled = weight != 0 and at != first
             self.ids.append(token)
             self.positions.append(position + at)
             self.labels.append(token if labeled else -100)
             self.weights.append(weight if labeled else 0.0)
+            self.counts.append(count)

@@ -16,7 +16,7 @@ from .._header import UNLIMITED
 from ..errors import InvalidArgument, Unsupported
 from .attention import _tensors
 from .masks import ARGUMENTS
-from .pack import TAKEN, Pack, pack, within
+from .pack import TAKEN, Pack, pack, shared, within
 from .probe import Found
 
 _OWN = "each rank computes its own tokens only. For generate, use `with cp.off():`"
@@ -72,6 +72,11 @@ def checked(model: Any, config: Any, known: Found, inputs: Mapping[str, Any], im
         raise Unsupported(
             f"model.loss_function is {loss}, {' or '.join(LOSSES)} is needed: give no labels, and compute the loss of this rank's tokens "
             "from the logits"
+        )
+    if found.slices is not None and asked("output_router_logits") and found.router_weights is None and shared(found):
+        raise Unsupported(
+            "slices are given whose tokens are shared by several answers, and output_router_logits is set: a token counts in the router's loss as often as it "
+            "has answers, so give router_weights, as SharedPrefixCollator does, or set model.config.output_router_logits = False"
         )
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
     some = found.ids

@@ -27,7 +27,8 @@ from .masks import ARGUMENTS
 ENDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cu_seqlens")
 TAKEN = (
-    "input_ids", "inputs_embeds", "position_ids", *ARGUMENTS, "attention_mask", "labels", "shift_labels", "loss_weights", "slices", "num_items_in_batch",
+    "input_ids", "inputs_embeds", "position_ids", *ARGUMENTS, "attention_mask", "labels", "shift_labels", "loss_weights", "router_weights", "slices",
+    "num_items_in_batch",
     *BOUNDARIES,
 )  # fmt: skip
 
@@ -37,7 +38,7 @@ class Pack:
     """The documents of a forward call, on every rank of the group. `kept` are the places of their tokens in the flattened rows,
     `shape` is the shape of input_ids. `labels` are the labels of the tokens, -100 for none, and `types` their token types. The first
     token of a document has the position `first`. `slices` say what attends to what, if they are given, and `weights` are the factors of the
-    labels' losses. `by_positions` if only position_ids say what documents are."""
+    labels' losses, `router_weights` say how often a token counts in the loss of a router. `by_positions` if only position_ids say what documents are."""
 
     cu_seqlens: tuple[int, ...]
     ids: Tensor
@@ -50,6 +51,7 @@ class Pack:
     slices: tuple[Slice, ...] | None = None
     weights: Tensor | None = None
     by_positions: bool = False
+    router_weights: Tensor | None = None
 
     @property
     def count(self) -> float:
@@ -71,7 +73,7 @@ class Pack:
 
     def bytes(self) -> bytes:
         """Bytes that are equal for equal packs."""
-        tensors = (self.ids, self.positions, self.labels, self.kept, self.types, self.weights)
+        tensors = (self.ids, self.positions, self.labels, self.kept, self.types, self.weights, self.router_weights)
         parts = (b"-" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors)
         return b"".join((repr((self.cu_seqlens, self.shape, self.slices)).encode(), *parts))
 
@@ -131,16 +133,44 @@ def slices_given(inputs: Mapping[str, Any], tokens: int, padded: bool) -> tuple[
     return slices
 
 
-def _weights(inputs: Mapping[str, Any], shape: tuple[int, int]) -> Tensor | None:
-    if (given := inputs.get("loss_weights")) is None:
+def shared(pack: Pack) -> bool:
+    """Whether tokens of a pack are shared: two tokens that slices connect, also over others, have one position, as those of answers to one prompt."""
+    slices = [one for one in pack.slices or () if one.q_begin < one.q_end and one.k_begin < one.k_end]
+    ends = sorted({0, len(pack.ids), *(end for one in slices for end in one[:4])})
+    at = {end: i for i, end in enumerate(ends)}
+    above = list(range(len(ends)))  # of the parts between two ends: one that it is connected with, or itself
+    joined = list(range(len(ends)))  # the last part of a run of parts that are connected already
+
+    def root(of: list[int], i: int) -> int:
+        while of[i] != i:
+            of[i] = of[of[i]]
+            i = of[i]
+        return i
+
+    for one in slices:
+        for begin, end in ((at[one.q_begin], at[one.q_end] - 1), (at[one.k_begin], at[one.k_end] - 1)):
+            while (i := root(joined, begin)) < end:
+                above[root(above, i)] = root(above, i + 1)
+                joined[i] = i + 1
+        above[root(above, at[one.q_begin])] = root(above, at[one.k_begin])
+    counts = [b - a for a, b in pairwise(ends)]
+    group = torch.tensor([root(above, i) for i in range(len(counts))]).repeat_interleave(torch.tensor(counts))
+    both = torch.stack([group, pack.positions.cpu()], 1)
+    return len(both.unique(dim=0)) < len(both)
+
+
+def _weights(name: str, inputs: Mapping[str, Any], shape: tuple[int, int]) -> Tensor | None:
+    if (given := inputs.get(name)) is None:
         return None
     if not isinstance(given, Tensor) or given.shape != shape or given.is_complex() or given.dtype == torch.bool:
         kind = f"has the shape {tuple(given.shape)} and the type {given.dtype}" if isinstance(given, Tensor) else f"is a {type(given).__name__}"
-        raise InvalidArgument(f"loss_weights {kind}, numbers of the shape {shape} are needed, one for each token of input_ids")
-    if inputs.get("labels") is None and inputs.get("shift_labels") is None:
+        raise InvalidArgument(f"{name} {kind}, numbers of the shape {shape} are needed, one for each token of input_ids")
+    if name == "loss_weights" and inputs.get("labels") is None and inputs.get("shift_labels") is None:
         raise InvalidArgument("loss_weights are given without labels, whose losses they multiply: give labels, or leave loss_weights out")
     if not bool(torch.isfinite(given).all()):
-        raise InvalidArgument("loss_weights has numbers that are not finite, finite ones are needed")
+        raise InvalidArgument(f"{name} has numbers that are not finite, finite ones are needed")
+    if name == "router_weights" and (bool((given < 0).any()) or not bool(given.any())):
+        raise InvalidArgument("router_weights has negative numbers or no other than 0, numbers from 0 on are needed: how often each token counts in a router's loss")
     return given.float()
 
 
@@ -241,7 +271,7 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips:
     if slices is not None and (rows != 1 or (padded and not kept[0, 0])):
         where = ", with padding at the left" * padded
         raise Unsupported(f"slices are given, and input_ids has {rows} rows{where}: one row is needed, with padding at the right")
-    weights = _weights(inputs, (rows, length))
+    weights, counts = (_weights(name, inputs, (rows, length)) for name in ("loss_weights", "router_weights"))
     labels = inputs.get("shift_labels")
     if labels is not None and not shifted:
         raise Unsupported("shift_labels is given to a model of masked words, whose labels are not shifted: give labels")
@@ -263,4 +293,4 @@ def pack(inputs: Mapping[str, Any], first: int = 0, shifted: bool = True, skips:
     positions = positions.flatten()[places]
     positions = positions + first if slices is not None else _from(first, tokens, positions, begins, given, skips)
     ends = (*begins.tolist(), len(places))
-    return Pack(ends, tokens, positions, labels, places, (rows, length), types, first, slices, weights, given and not told)
+    return Pack(ends, tokens, positions, labels, places, (rows, length), types, first, slices, weights, given and not told, None if counts is None else counts.flatten()[places])

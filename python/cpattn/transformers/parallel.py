@@ -60,8 +60,8 @@ class ContextParallel(Calls):
 
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP, DeepSpeed) or "sum". `replicas` is the
     number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `ulysses`, `ring`,
-    `layout`, `layout_parameter`, `workers`, `timeout`, `communicator` are those of `cpattn.torch.Context`. With `tile`, logits exist for `tile` tokens
-    at a time: the loss is the same, and no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention
+    `layout`, `layout_parameter`, `workers`, `timeout`, `communicator`, `kernels` are those of `cpattn.torch.Context`. With `tile`, logits exist for
+    `tile` tokens at a time: the loss is the same, and no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention
     run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
     With `dropout="position"` each `torch.nn.Dropout` drops by the places of tokens in the batch, so that training does not depend on the
     number of ranks; otherwise each rank draws its own. (Attention drops by places always.)
@@ -184,7 +184,7 @@ class ContextParallel(Calls):
         if self.tile and (self._base is None or self._base is model):
             raise Unsupported(f"tile is {self.tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
         # Invalid options of a plan are refused here, not with the first batch.
-        how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers", "communicator")}
+        how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers", "communicator", "kernels")}
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
 
     def _attend(self, kind: str) -> None:

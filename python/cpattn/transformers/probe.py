@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._header import UNLIMITED
 from ..errors import Error, Unsupported
@@ -27,6 +26,7 @@ from .hybrids.deal import Deal
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule
 from .mixers import Mixers
 from .owners import trial
+from .places import Places, beyond
 from .pooled import Kept
 from .zero import shape_of
 
@@ -101,19 +101,6 @@ class Alone:
         return Deal(self.cu_seqlens, [torch.arange(self.cu_seqlens[-1])], 0, 1, None)
 
 
-class Tables(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """The number of rows that tables of embeddings have for positions."""
-
-    positions, rows = torch.zeros(0), UNLIMITED
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.embedding.default and args[1].numel() == self.positions.numel():
-            before = (args[1].flatten() - self.positions).unique().tolist()
-            if len(before) == 1:
-                self.rows = min(self.rows, len(args[0]) - int(before[0]))
-        return func(*args, **kwargs or {})
-
-
 class Found(NamedTuple):
     """The kinds of a model's layers, each with the number of its layers; the first position of a document; the number of positions
     from there on that the model has; whether it counts no tokens with the padding's id; the number of token types, 0 if it takes none,
@@ -162,13 +149,13 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
     training = [module for module in model.modules() if module.training]
     model.eval()
     forward, calls = Alone(), 0
-    tables = Tables()  # type: ignore[no-untyped-call, unused-ignore]
+    tables = Places()  # type: ignore[no-untyped-call, unused-ignore]
 
     def logits(order: Tensor, first: int | Tensor | None, of: Tensor | None = None, ids: Tensor = ids) -> Tensor:
         """Of these tokens, with positions from `first`, or without position_ids; with types of their own."""
         nonlocal calls
         Current.forward, calls = forward, calls + 1
-        tables.positions, tables.rows = order, UNLIMITED
+        tables.begin(order)
         forward.cu_seqlens = tuple(range(len(order) + 1))
         forward.places = None if first is None else order + first
         where = {} if first is None else {"position_ids": (order + first)[None]}
@@ -211,6 +198,8 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
             if any(bool((one >= 0).any()) for one in forward.numbers):
                 raise Unsupported("its mask has blocks of tokens that do not come from token types, which is not supported: use cpattn.torch")
             rows, counted, kinds = tables.rows, calls, forward.kinds.copy()
+            if first is not None and (far := beyond(config, rows) - len(every)) > first:
+                distance = max(distance, _far(logits, every, some, far, tables, apart))
             skips = bool(first) and _skips(logits, ids, every, first or 0)
             if named and not types:
                 types, blocks = _typed(forward, logits, torch.arange(len(SAMPLE), device=words.device) % len(ids), first or 0, most)
@@ -244,6 +233,18 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers, kept: Kept | None =
         )
     layers = [(count // counted, dict(kind)) for kind, count in kinds.items()]
     return Found(layers, first, rows, skips, types, named, blocks, kept is not None, runs)
+
+
+def _far(logits: Callable[..., Tensor], every: Tensor, some: Tensor, far: int, places: Places, apart: Callable[[Tensor, Tensor], float]) -> float:
+    """What tokens in another order, and the model's own numbers of their places, change at positions that only long documents have."""
+    usual = logits(every, far)
+    counted = places.counted
+    distance = apart(logits(some, far), usual[some])
+    if counted:
+        places.moved, places.by = counted, far
+        distance = max(distance, apart(logits(every, far), usual))
+        places.moved = frozenset()
+    return distance
 
 
 def _skips(logits: Callable[..., Tensor], ids: Tensor, order: Tensor, first: int) -> bool:

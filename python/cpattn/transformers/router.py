@@ -2,7 +2,8 @@
 """The loss of a router of experts, over the tokens of all ranks.
 
 In Transformers it is a product of two means over tokens, for each expert: how many tokens choose it, and the router's probability for
-it. The product of the means over all tokens is not the mean of the ranks' products, so the ranks add up the sums first. Each rank
+it. The product of the means over all tokens is not the mean of the ranks' products, so the ranks add up the sums first. A token that several
+answers share counts as often as it would in rows (`router_weights`). Each rank
 compares the formula with the model's own result for its own tokens: a model with another formula is refused.
 """
 
@@ -53,16 +54,18 @@ def _asked(cp: ContextParallel, names: tuple[str, ...], config: bool) -> Any:
     return next((value for value in found if value is not None), None)
 
 
-def _sums(layers: list[Tensor], chosen: int) -> Tensor:
-    """For each expert the number of tokens that choose it and the sum of its probabilities, over the layers; and the number of rows."""
+def _sums(layers: list[Tensor], chosen: int, weights: Tensor | None = None) -> Tensor:
+    """For each expert the number of tokens that choose it and the sum of its probabilities, over the layers; and the number of rows. Each token
+    counts as often as its weight says."""
     experts, device = layers[0].shape[-1], layers[0].device
     # f64: the number of tokens times layers may exceed 2**24.
     counts, total = torch.zeros(experts, dtype=torch.float64, device=device), torch.zeros(experts, dtype=torch.float64, device=device)
+    each = torch.ones(len(layers[0]), dtype=torch.float64, device=device) if weights is None else weights.to(device, torch.float64)
     for logits in layers:
         shares = logits.softmax(-1)
-        counts = counts + shares.topk(chosen, dim=-1).indices.flatten().bincount(minlength=experts)
-        total = total + shares.double().sum(0)
-    return torch.cat([counts, total, total.new_tensor([sum(len(logits) for logits in layers)])])
+        counts = counts + shares.topk(chosen, dim=-1).indices.flatten().bincount(each.repeat_interleave(chosen), minlength=experts)
+        total = total + each @ shares.double()
+    return torch.cat([counts, total, each.sum()[None] * len(layers)])
 
 
 def _loss(sums: Tensor) -> Tensor:
@@ -89,5 +92,7 @@ def router_loss(cp: ContextParallel, forward: Forward, given: Tensor, factor: fl
             f"output_router_logits is set, and the router's loss of {type(cp.model).__name__} is not that of Transformers' load_balancing_loss_func, "
             "which is supported: set model.config.output_router_logits = False, and router_aux_loss_coef=0.0 in the arguments of a TRL trainer"
         )
-    whole = _loss(Sum.apply(_sums([forward.held(logits) for logits in layers], chosen), forward.group, factor))  # type: ignore[no-untyped-call]
+    weights = None if (every := forward.pack.router_weights) is None else every[forward.batch.tokens]
+    parts = _sums([forward.held(logits) for logits in layers], chosen, weights)
+    whole = _loss(Sum.apply(parts, forward.group, factor))  # type: ignore[no-untyped-call]
     return whole.to(given.dtype), (whole * weight).to(given.dtype)

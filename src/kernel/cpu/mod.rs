@@ -178,7 +178,7 @@ unsafe fn gradients<A: SumType>(call: &AttendBackward, isa: Isa, mut crew: Crew<
         return;
     }
     let workers = crew.workers();
-    let job = |documents| keys::Keys { call, documents, queries: together, workers, order: DqOrder::new() };
+    let job = |documents| keys::KeyPass { call, documents, queries: together, workers, order: DqOrder::new() };
     // SAFETY: as above.
     unsafe { run::<A, _>(crew, EngineChoice::backward(call, isa), call.q.dtype, job) }
 }
@@ -339,7 +339,7 @@ mod tests {
         // SAFETY: the tensors are the vectors above; the caller has the instruction set.
         unsafe {
             // The backward first, while lse is the reference's.
-            let job = keys::Keys { call: &backward, documents, queries: true, workers: 1, order: DqOrder::new() };
+            let job = keys::KeyPass { call: &backward, documents, queries: true, workers: 1, order: DqOrder::new() };
             job.work::<Dense<V>>(lines, &AtomicUsize::new(0));
             forward_pass::ForwardPass {
                 call: &forward,

@@ -53,7 +53,6 @@ pub(crate) mod sm_margin;
 
 pub(crate) use abi::base_addresses;
 pub(crate) use abi::params::PageTable;
-pub(crate) use launch::check::one_row_of_slopes;
 pub(crate) use launch::paged::{HeldDocuments, HeldRows};
 pub(crate) use launch::{recorded, tags};
 

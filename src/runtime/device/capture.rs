@@ -93,12 +93,6 @@ impl DeviceRank {
                 "stop recording before the capture begins: record with a capacity of 0",
             );
         }
-        if matches!(run, Purpose::Attention(_)) && plan.problem().dropout().is_some() {
-            return refusal(
-                "a graph would keep the seed of dropout, and each replay drop the same pairs",
-                "run plans with dropout outside of the capture",
-            );
-        }
         match self.prepared.find(plan, run, over_pages) {
             None => refusal(unprepared, prepare),
             Some(at) if self.workspace.is_short(self.prepared[at].prepared.schedule.workspace) => {

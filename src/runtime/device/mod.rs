@@ -44,7 +44,10 @@ use crate::{
     },
     plan::Plan,
     report::trace,
-    schedule::{Purpose, TensorId},
+    schedule::{
+        Purpose, TensorId,
+        run_trait::{RunTrait, refuse_clashes},
+    },
     transport::{
         DeviceTransport, Transport,
         carrier::Carrier,
@@ -297,19 +300,13 @@ impl Backend for DeviceRank {
             unsafe { self.gpu().owns(stream) }?;
             self.accepted = Some(stream);
         }
-        tensors.check_keys(run)?;
         // SAFETY: a live stream, as promised.
         let capture = unsafe { self.capture_of_run(stream) }?;
         let capturing = capture.is_some();
+        let captured = capturing.then_some(RunTrait::Capture);
+        refuse_clashes(plan, run, &[Some(RunTrait::Device), captured, tensors.key_trait()])?;
         if capturing {
             self.capturable(plan, run, tensors.pages().is_some())?;
-        }
-        if tensors.key_indices().is_some() {
-            return Err(crate::error::Error::unsupported(
-                std::format!("key_indices on {}", self.device()),
-                "no CUDA kernel attends to listed keys",
-                "use a rank on the CPU",
-            ));
         }
         let at = self.find_or_prepare(plan, run, tensors.pages().is_some())?;
         let OnDevice { prepared, sequence, .. } = &self.prepared[at];

@@ -8,10 +8,13 @@ use super::{DeviceRank, OnDevice, sequence::Sequence};
 use crate::{
     element::Dtype,
     error::{Error, Result},
-    kernel::cuda::{one_row_of_slopes, tags::RunCount},
+    kernel::cuda::tags::RunCount,
     plan::Plan,
     runtime::{backend::Backend, found_rows, ops::Listing, prepared::Prepared},
-    schedule::Purpose,
+    schedule::{
+        Purpose,
+        run_trait::{RunTrait, refuse_clashes},
+    },
 };
 
 impl DeviceRank {
@@ -24,6 +27,7 @@ impl DeviceRank {
     /// Refuses plans that a device cannot run, before any run of them begins.
     pub(super) fn check_supported(&self, plan: &Plan, run: Purpose) -> Result<()> {
         plan.fits_world(self.transport.world())?;
+        refuse_clashes(plan, run, &[Some(RunTrait::Device)])?;
         let p = plan.problem();
         let (what, dtype) = match run {
             Purpose::Attention(_) => return self.check_attention(plan),
@@ -44,14 +48,6 @@ impl DeviceRank {
 
     fn check_attention(&self, plan: &Plan) -> Result<()> {
         let p = plan.problem();
-        if plan.options().reproducible {
-            return Err(Error::unsupported(
-                "reproducible on a device",
-                "the CUDA kernels do not align tiles to positions",
-                "run it on the CPU, or plan without it: runs still repeat bit for bit on one mesh",
-            ));
-        }
-        one_row_of_slopes(p.alibi_rows() as u64)?;
         self.gpu().accept_score(&p.score())?;
         self.gpu().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
     }
@@ -73,7 +69,7 @@ impl DeviceRank {
         let mut prepared = Prepared::new(plan, self.transport.rank(), run)?;
         prepared.over_pages = over_pages;
         if over_pages {
-            found_rows::check_supported(run, plan, &prepared.schedule)?;
+            found_rows::check_supported(&prepared.schedule)?;
         }
         self.agreements.reserve(&prepared.schedule.group);
         let group = &prepared.schedule.group;

@@ -12,7 +12,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ...schedule import Buffer, Op, Sum, View
+from ...schedule import Buffer, Op, OpKind, Sum, View
 from .partials import merge, wide, words
 from .rows import Buffers, Rows, Run
 
@@ -64,6 +64,8 @@ class Merges:
     def __init__(self, op: Op, buffers: Sequence[Buffer], device: torch.device) -> None:
         of_o, of_lse = (blocks(op.sums[at::2], buffers, device) for at in (0, 1))
         self._blocks, self._sinks = list(zip(of_o, of_lse, strict=True)), op.sinks
+        # Partial results of callers may hold anything in rows without keys.
+        self._of_callers = op.kind == OpKind.COMBINE
         self._words = [buffers[lse.number].dim for _, (lse, _) in self._blocks]
 
     def run(self, buffers: Buffers) -> None:
@@ -72,7 +74,8 @@ class Merges:
             parts = []
             for of_o, of_lse in zip(os, lses, strict=True):
                 logs = of_lse.read(buffers)
-                parts.append((of_o.read(buffers).to(logs.dtype), logs))
+                values = of_o.read(buffers).to(logs.dtype)
+                parts.append((values.masked_fill(logs[..., :1] == -torch.inf, 0.0) if self._of_callers else values, logs))
             values, log, error = merge(parts, sinks)
             o.write(buffers, values)
             lse.write(buffers, words(log, error, count))

@@ -22,7 +22,7 @@ from ..._check import attempt
 from ..._header import UNLIMITED
 from ...engine import EngineTransport
 from ...errors import Busy, Disagreement, Error, InvalidArgument, InvalidHandle, PeerError, Unsupported
-from ...options import AllToAll, CombineTo, Direction, Side
+from ...options import AllToAll, CombineTo, Direction, Dtype, Side
 from ...plan import Plan
 from ...schedule import Schedule
 from ...schedule import Tensor as Of
@@ -83,8 +83,7 @@ class Executor:
         self._run(self._all_to_all(plan, AllToAll.TO_TOKENS, side, source), {"own_heads": source, "own_tokens": to})
 
     def _all_to_all(self, plan: Plan, way: AllToAll, side: Side, x: Tensor) -> Program:
-        if (dtype := DTYPES.get(x.dtype)) is None:
-            raise InvalidArgument(f"x.dtype is {x.dtype}, one of {', '.join(map(str, DTYPES))} is needed")
+        dtype = dtype_of("x", x)
         key = way, side, x.shape[2], dtype
         return self._made(plan, key, lambda: (plan.all_to_all_schedule(self.network.rank, way, side, key[2], dtype), None))
 
@@ -92,7 +91,7 @@ class Executor:
         self, plan: Plan, to: CombineTo, stream: object = None, *, partial_o: Tensor, partial_lse: Tensor, o: Tensor, lse: Tensor, sinks: Tensor | None = None
     ) -> None:
         """Merges partial results of the same queries: as `Rank.combine`."""
-        partial = DTYPES[partial_o.dtype]
+        partial = dtype_of("o", partial_o)
         program = self._made(plan, ("combine", to, partial), lambda: (plan.combine_schedule(self.network.rank, to, partial), None))
         self._run(program, {"partial_o": partial_o, "partial_lse": partial_lse, "o": o, "lse": lse, "sinks": sinks})
 
@@ -258,6 +257,13 @@ class Executor:
 
 
 _NONE = torch.empty(0, device="cpu")
+
+
+def dtype_of(name: str, x: Tensor) -> Dtype:
+    """The type of a tensor as plans have it."""
+    if (known := DTYPES.get(x.dtype)) is None:
+        raise InvalidArgument(f"{name}.dtype is {x.dtype}, one of {', '.join(map(str, DTYPES))} is needed")
+    return known
 
 
 def of_lse(lse: Tensor) -> Tensor:

@@ -8,11 +8,17 @@ kernel's results into f32 partial results.
 | name | what computes | where |
 |---|---|---|
 | "math" | PyTorch's products and softmax, f32 or f64 | any device |
+| "torch" | PyTorch's flash and memory-efficient attention | CPU and devices |
+| "flash_attn", "flash_attn_3", "flash_attn_4" | FlashAttention's packages, or Hugging Face's `kernels` | their devices |
+| `varlen(forward, backward)` | two functions of the usual signature | theirs |
 """
 
 from .kernel import Honours, Kernel, refuse
 from .math import Math
-from .names import find
+from .names import find, of_model
+from .rectangles import Rectangles
+from .rows import Rows
+from .varlen import varlen
 from .work import Work
 
-__all__ = ["Honours", "Kernel", "Math", "Work", "find", "refuse"]
+__all__ = ["Honours", "Kernel", "Math", "Rectangles", "Rows", "Work", "find", "of_model", "refuse", "varlen"]

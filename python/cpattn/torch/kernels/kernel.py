@@ -31,7 +31,8 @@ class Honours:
 
     `devices` are device types, None: all. `head_dim` is the largest, `head_dim_multiple` what q's, k's and v's are padded to with
     columns of zeros. `returns_f32`: o comes back in f32 (f64 for f64) and is not rounded to the inputs' type. `group`: q heads per kv
-    head may be more than one. `strides`: rows and heads of q, k, v and d_o may have any, else these are contiguous."""
+    head may be more than one. `strides`: rows and heads of q, k, v and d_o may have any, else these are contiguous.
+    `windows`: any limits, else none or 0 on the right. `takes_delta`: its backward reads delta and no o."""
 
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[str, ...] | None = None
@@ -45,6 +46,7 @@ class Honours:
     returns_f32: bool = False
     deterministic: bool = False
     strides: bool = False
+    takes_delta: bool = False
     backward: bool = True
     max_logit: bool = False
 
@@ -69,6 +71,10 @@ class Kernel:
         """dq, dk and dv with p = exp(s - lse) and ds = p·(dp - delta): `lse` and `delta` [heads, rows] are those of whole rows, of which
         a call may have a part of the keys. `o` is some tensor with rowsum(o·d_o) = delta, for kernels that compute delta themselves."""
         raise NotImplementedError
+
+    def of(self, dtype: torch.dtype) -> Kernel:
+        """The kernel for inputs of a type."""
+        return self
 
     def __repr__(self) -> str:
         return f"<kernel {self.name!r}>"

@@ -8,18 +8,43 @@ from collections.abc import Callable
 import torch
 
 from ..._check import refused
+from .flash import FlashAttention2, FlashAttention3, FlashAttention4
 from .kernel import Kernel
 from .math import Math
 from .torch_cpu import TorchCpu
+from .torch_device import TorchDevice
 
 
 
 def torch_kernel(device: torch.device) -> Kernel:
     """PyTorch's own for a device."""
-    return TorchCpu()
+    return TorchCpu() if device.type == "cpu" else TorchDevice()
 
 
-KERNELS: dict[str, Callable[[torch.device], Kernel]] = {"math": lambda _: Math(), "torch": torch_kernel}
+KERNELS: dict[str, Callable[[torch.device], Kernel]] = {
+    "math": lambda _: Math(),
+    "torch": torch_kernel,
+    "flash_attn": lambda _: FlashAttention2(),
+    "flash_attn_3": lambda _: FlashAttention3(),
+    "flash_attn_4": lambda _: FlashAttention4(),
+}
+
+# What Transformers calls kernels.
+OF_MODELS = {
+    "eager": "math",
+    "sdpa": "torch",
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_3",
+    "flash_attention_4": "flash_attn_4",
+}
+
+
+def of_model(implementation: str, device: torch.device | str) -> Kernel:
+    """The kernel of what a model's `attn_implementation` names: kernels="model"."""
+    if implementation not in OF_MODELS:
+        known = ", ".join(map(repr, OF_MODELS))
+        raise refused("attn_implementation", implementation, f"one of {known} is needed for kernels='model': name a kernel, or give one")
+    return find(OF_MODELS[implementation], device)
 
 
 def find(kernel: str | Kernel, device: torch.device | str) -> Kernel:

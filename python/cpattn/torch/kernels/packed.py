@@ -21,8 +21,7 @@ from ...errors import Unsupported
 from ...schedule import Op
 from .heads import HeadMap
 from .kernel import HALF
-from .rectangles import Rectangle, Rectangles, rectangles_of, rows_of_runs
-from .stripes import Run
+from .rectangles import Rectangle, Rectangles, causal, rectangles_of, rows_of_runs
 from .trial import returned, returned_gradients
 
 if TYPE_CHECKING:
@@ -96,6 +95,9 @@ class ByRectangles:
         self.able = self.kernel.honours
         self.heads = HeadMap(op, work.q.heads, work.k.heads, self.able.group)
         found = rectangles_of(op, in_order=slopes is not None)
+        if not self.able.windows:
+            found = [part for one in found for part in causal(one)]
+            refuse_windows(self.kernel.name, found)
         if slopes is not None:
             refuse_corners(self.kernel.name, found)
         # The longest first, and all of one pair of limits in one call.
@@ -181,7 +183,7 @@ class ByRectangles:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """`lse` and `delta` are [rows, heads] of the q view."""
         work = self.work
-        columns = columns_of_delta(q.dtype) if lse_gradient else 0
+        columns = columns_of_delta(q.dtype) if lse_gradient and not self.able.takes_delta else 0
         dims = self._dims(q, v, columns)
         queries, keys = work.gradients
         of_k = self.heads.kv_heads
@@ -191,8 +193,11 @@ class ByRectangles:
         for call in self._calls:
             d, logs, of_rows = (take(x, call.q) for x in (d_o, lse, delta))
             mine = self._inputs(take(q, call.q), take(k, call.k), take(v, call.k), dims)
-            d, o = with_delta(d, of_rows, columns)
-            d, o = self._strided(padded(d, dims[1])), padded(o, dims[1]).contiguous()
+            o = None
+            if not self.able.takes_delta:
+                d, o = with_delta(d, of_rows, columns)
+                o = padded(o, dims[1]).contiguous()
+            d = self._strided(padded(d, dims[1]))
             parts = self.kernel.backward(
                 d, *mine, o, logs.T.contiguous(), call.arguments, delta=of_rows.T.contiguous()
             )
@@ -227,6 +232,14 @@ class ByRectangles:
 
     def _strided(self, x: Tensor) -> Tensor:
         return x if self.able.strides and x.stride(-1) == 1 else x.contiguous()
+
+
+def refuse_windows(name: str, rectangles: Iterable[Rectangle]) -> None:
+    for one in rectangles:
+        if one.left is not None:
+            raise Unsupported(
+                f"kernels={name!r} has no limit on the left, and window_left, or a band of the slices, needs one: use kernels=\"flex\", \"math\" or \"cpattn\""
+            )
 
 
 def refuse_corners(name: str, rectangles: Iterable[Rectangle]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,13 @@ class Rectangles:
     scale: float
     softcap: float = 0.0
     slopes: Tensor | None = None
-    deterministic: bool = True
+    # What adapters keep for the next run of the plan.
+    tables: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether PyTorch is told to use deterministic algorithms."""
+        return torch.are_deterministic_algorithms_enabled()
 
 
 def trimmed(piece: Piece, document: int = 0) -> Rectangle | None:
@@ -160,6 +167,15 @@ def joined(rectangles: list[Rectangle]) -> list[Rectangle]:
                 whole[keys] = replace(one, k=keys, corner=None if len(keys) > 1 else one.corner)
         made += rest
     return [*made, *whole.values()]
+
+
+def causal(one: Rectangle) -> list[Rectangle]:
+    """A rectangle without a left limit as ones whose limit on the right is 0 or none: the last `right` rows see all keys."""
+    if one.left is not None or not one.right:
+        return [one]
+    rows = one.rows - one.right
+    first, rest = (replace(one, q=tuple(part(one.q, *ends)), corner=None) for ends in ((0, rows), (rows, one.rows)))
+    return [replace(first, right=0), replace(rest, right=None)]
 
 
 def rectangles_of(op: Op, in_order: bool) -> list[Rectangle]:

@@ -33,12 +33,12 @@ class Work:
     def __init__(self, kernel: Kernel, op: Op, device: torch.device | str, dtype: torch.dtype, slopes: Tensor | None = None):
         if op.q is None or op.k is None or op.v is None:
             raise InvalidArgument(f"op.kind is {op.kind.name}, ATTEND or ATTEND_BACKWARD is needed")
-        self.kernel, self.op, self.device, self.dtype = kernel, op, torch.device(device), dtype
+        self.kernel, self.op, self.device, self.dtype = kernel.of(dtype), op, torch.device(device), dtype
         self.accumulator = accumulator(dtype)
         self.q, self.k, self.v = op.q, op.k, op.v
         self.rows, self.count = rows_of(op, self.device)
         self.gradients = gradients_of(op)
-        self._runner = (ByRows if kernel.form == "rows" else ByRectangles)(self, slopes)
+        self._runner = (ByRows if self.kernel.form == "rows" else ByRectangles)(self, slopes)
         self.calls = self._runner.calls
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ mod tiles;
 use tiles::KeyTiles;
 
 /// The keys' pass of a call.
-pub(crate) struct Keys<'a> {
+pub(crate) struct KeyPass<'a> {
     pub call: &'a AttendBackward<'a>,
     pub documents: Documents<'a>,
     /// Add to dq as well, which holds a value in every row.
@@ -44,7 +44,7 @@ pub(crate) struct Keys<'a> {
     pub order: DqOrder,
 }
 
-impl Job for Keys<'_> {
+impl Job for KeyPass<'_> {
     #[inline(always)]
     unsafe fn work<E: AttentionEngine>(&self, lines: &mut [Line], next: &AtomicUsize) {
         // SAFETY: the lines are large enough and each unit is handed out once (the contract of `Job::work`).
@@ -59,7 +59,7 @@ impl Job for Keys<'_> {
     }
 }
 
-impl Keys<'_> {
+impl KeyPass<'_> {
     /// Takes units until none is left, with vectors `V`.
     ///
     /// # Safety
@@ -90,7 +90,7 @@ impl Keys<'_> {
     }
 }
 
-impl Keys<'_> {
+impl KeyPass<'_> {
     /// Whether any row may see a key of the current tile.
     fn reached<A: Real>(&self, t: &mut KeyTiles<A>, group: &Group) -> bool {
         let mut reaches = |q: &QRange, pairs: &[Pair]| !t.mark_read(&self.reader(q, pairs)).is_empty();

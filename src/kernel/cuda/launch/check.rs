@@ -136,7 +136,7 @@ pub(in crate::kernel::cuda) fn element(dtype: Dtype) -> Result<()> {
 }
 
 /// Refuses slopes for each document, which the kernels do not have.
-pub(crate) fn one_row_of_slopes(rows: u64) -> Result<()> {
+pub(super) fn one_row_of_slopes(rows: u64) -> Result<()> {
     if rows <= 1 {
         return Ok(());
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One q range with the current tile of keys.
 
-use super::Keys;
+use super::KeyPass;
 use super::tiles::KeyTiles;
 use crate::call::{Pair, QRange};
 use crate::kernel::cpu::attention::backward::{FLUSH, Flush};
@@ -12,7 +12,7 @@ use crate::kernel::cpu::memory::arena::LANES_BACK;
 use crate::kernel::cpu::vector::routine::Routine;
 use crate::kernel::cpu::vector::simd::Vector;
 
-impl Keys<'_> {
+impl KeyPass<'_> {
     /// The rows of a q range, with some of its pairs and some heads: blocks of rows, and for each block the bands of
     /// the pairs. `place` is that of the first row.
     ///
@@ -34,9 +34,9 @@ impl Keys<'_> {
     }
 }
 
-/// [`Keys::range`].
+/// [`KeyPass::range`].
 struct RangeOfRows<'r, 'a, A> {
-    of: &'r Keys<'r>,
+    of: &'r KeyPass<'r>,
     t: &'r mut KeyTiles<'a, A>,
     scoring: &'r Scoring<A>,
     q: &'r QRange,

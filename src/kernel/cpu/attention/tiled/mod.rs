@@ -27,7 +27,7 @@ pub(crate) use tiles::{SUPER, bytes};
 use super::bands::{by_band, one_band, union};
 use super::dq_order::DqTurn;
 use super::key_units::{Group, KeyUnits};
-use super::keys::Keys;
+use super::keys::KeyPass;
 use super::row_blocks::readers;
 use super::tile::Scoring;
 use crate::kernel::cpu::memory::arena::Line;
@@ -40,7 +40,7 @@ use core::sync::atomic::AtomicUsize;
 use tiles::MatrixTiles;
 use weights::{PANELS, ROWS};
 
-impl Keys<'_> {
+impl KeyPass<'_> {
     /// Takes units until none is left.
     ///
     /// # Safety
@@ -74,7 +74,7 @@ impl Keys<'_> {
     /// Processes the current keys with all rows of their group.
     ///
     /// # Safety
-    /// As [`Keys::tiled`], entered.
+    /// As [`KeyPass::tiled`], entered.
     #[inline(always)]
     unsafe fn unit<H: TileForm>(
         &self,

@@ -3,7 +3,7 @@
 
 use super::super::backward::no_row;
 use super::super::dq_order::DqTurn;
-use super::super::keys::Keys;
+use super::super::keys::KeyPass;
 use super::super::slots::BLOCK;
 use super::super::tile::{Cover, Scoring, VisibleKeys, at};
 use super::tiles::{BLOCKS, MatrixTiles, shift, weight};
@@ -20,11 +20,11 @@ use crate::kernel::cpu::product::tile_engine::{TileEngine, prefetch_lanes};
 use crate::kernel::cpu::vector::simd::Real;
 use core::arch::x86_64::*;
 
-impl Keys<'_> {
+impl KeyPass<'_> {
     /// Processes the current lanes with the current keys.
     ///
     /// # Safety
-    /// As [`Keys::tiled`], entered.
+    /// As [`KeyPass::tiled`], entered.
     #[inline(always)]
     pub(crate) unsafe fn rows_in_hand<H: TileForm>(
         &self,
@@ -138,7 +138,7 @@ impl Keys<'_> {
     /// p and ds of a panel with the blocks of keys `range`.
     ///
     /// # Safety
-    /// As [`Keys::rows_in_hand`].
+    /// As [`KeyPass::rows_in_hand`].
     #[inline(always)]
     unsafe fn scores<H: TileForm>(
         &self,
@@ -221,7 +221,7 @@ impl Keys<'_> {
     /// them.
     ///
     /// # Safety
-    /// As [`Keys::rows_in_hand`].
+    /// As [`KeyPass::rows_in_hand`].
     #[inline(always)]
     unsafe fn add_queries<H: TileForm>(
         &self,

@@ -144,7 +144,7 @@ impl<'a> MatrixTiles<'a> {
     /// Packs k and v of the current keys.
     ///
     /// # Safety
-    /// As [`super::Keys::tiled`].
+    /// As [`super::KeyPass::tiled`].
     #[inline(always)]
     pub(crate) unsafe fn load<H: TileForm>(&mut self, c: &AttendBackward, kv: u32) {
         (self.finite_k, self.finite_v) = (true, true);
@@ -152,7 +152,7 @@ impl<'a> MatrixTiles<'a> {
         for (i, slots) in self.slots[..self.n].iter().enumerate() {
             let rows = &slots.row[..slots.n.next_multiple_of(BLOCK)];
             // SAFETY: the keys' rows lie within k and v, and the tiles hold a block of them (the contract of
-            // `Keys::tiled`).
+            // `KeyPass::tiled`).
             unsafe {
                 self.finite_k &= TileEngine::<H>::keys(&c.k, kv, rows, &mut self.k[i * k_len..][..k_len]);
                 self.finite_v &= TileEngine::<H>::keys(&c.v, kv, rows, &mut self.v[i * v_len..][..v_len]);
@@ -259,7 +259,7 @@ impl<'a> MatrixTiles<'a> {
                     // contiguous.
                     let dst = unsafe { core::slice::from_raw_parts_mut(at::<f32>(tensor, row, head), dim) };
                     let sums = &sums[key * dim.next_multiple_of(32)..][..dim];
-                    // SAFETY: AVX-512 is present (the contract of `Keys::tiled`); with `stream` rows are whole lines
+                    // SAFETY: AVX-512 is present (the contract of `KeyPass::tiled`); with `stream` rows are whole lines
                     // (`streams`).
                     unsafe { write_row(dst, sums, scale, c.accumulate_keys, self.stream) }
                 }

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What a run of the executor does besides its results: whom it waits for, in which order it enqueues, how it fails."""
+
+from __future__ import annotations
+
+import unittest
+from typing import Any
+
+import torch
+from mail import Office, Post, Talk, group, on_all
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cpattn
+from cpattn import Plan, Side
+from cpattn.schedule import Lane
+from cpattn.torch.executor import Executor
+from cpattn.torch.executor.partials import merge
+from cpattn.torch.executor.program import Streams
+from cpattn.torch.kernels import Math, find
+
+CU, HEADS, KV, DIM = [0, 9, 9, 31, 64], 4, 2, 8
+MATH = find("math", "cpu")
+OPTIONS: list[dict[str, Any]] = [
+    {"ring": 4, "layout": "zigzag", "sinks": 1},
+    {"ulysses": 2, "ring": 2, "sinks": 2, "softcap": 2.0},
+    {"ring": 4, "circulate": "queries", "circulate_forward": "queries"},
+    {"ulysses": 2, "ring": 2, "gather": "together", "passes": 2},
+    {"ring": 4, "ranks_per_node": 2, "layout": "balanced", "layout_parameter": 2},
+]
+
+
+def plan_of(options: dict[str, Any]) -> Plan:
+    return Plan(CU, HEADS, DIM, kv_heads=KV, world=4, **options)
+
+
+def tensors(plan: Plan, number: int) -> dict[str, Tensor]:
+    """Those of a forward and a backward on a rank."""
+    random = torch.Generator().manual_seed(number)
+    q, k = (len(plan.tokens(side, number)) for side in (Side.Q, Side.K))
+    shapes = {"q": (q, HEADS, DIM), "k": (k, KV, DIM), "v": (k, KV, DIM), "d_o": (q, HEADS, DIM)}
+    made = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    if sinks := plan.settings.get("sinks"):
+        made["sinks"] = torch.linspace(-1, 1, HEADS * sinks).view(HEADS, sinks)
+    return made
+
+
+def step(plan: Plan, number: int, rank: Executor, made: dict[str, Tensor], d_lse: Tensor | None = None) -> list[Tensor]:
+    """A forward and a backward."""
+    q, more = made["q"], {name: made[name] for name in made if name == "sinks"}
+    results = {"o": torch.empty_like(q), "lse": torch.empty(HEADS, len(q))}
+    inputs = {name: made[name] for name in ("q", "k", "v")} | more
+    rank.forward(plan, **inputs, **results)
+    of_inputs = {"d" + name: torch.empty_like(x) for name, x in inputs.items()}
+    rank.backward(plan, **inputs, **results, **of_inputs, d_o=made["d_o"], d_lse=d_lse)
+    return [*results.values(), *of_inputs.values()]
+
+
+class NoWaits(TorchDispatchMode):
+    """Refuses what would make a host wait for its device."""
+
+    refused = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "is_nonzero", "_pin_memory", "bincount")
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        assert not any(name.startswith(one) for one in self.refused), f"{name} waits for the device"
+        if name in ("index", "index_put", "index_put_"):
+            assert not any(x is not None and x.dtype == torch.bool for x in args[1]), "a mask as an index waits for the device"
+        assert "device" not in (kwargs or {}) or name != "_to_copy", "a copy between devices waits"
+        return function(*args, **(kwargs or {}))
+
+
+class Stream:
+    """A stream that notes what it is told."""
+
+    def __init__(self, lane: Lane, log: list[tuple[str, Lane, Any]]) -> None:
+        self.lane, self.log = lane, log
+
+    def wait_event(self, event: Any) -> None:
+        assert event.recorded
+        self.log.append(("wait", self.lane, event.recorded))
+
+    def __enter__(self) -> None:
+        self.log.append(("enter", self.lane, None))
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class Event:
+    recorded: Any = None
+
+    def record(self, stream: Stream) -> None:
+        self.recorded = object()
+        stream.log.append(("record", stream.lane, self.recorded))
+
+
+class Runs(unittest.TestCase):
+    def test_no_wait_of_the_host(self) -> None:
+        for options in OPTIONS:
+            plan = plan_of(options)
+
+            def job(number: int, rank: Executor, plan: Plan = plan) -> None:
+                made, d_lse = tensors(plan, number), torch.ones(HEADS, len(plan.tokens(Side.Q, number)))
+                first = step(plan, number, rank, made, d_lse)
+                with NoWaits():
+                    again = step(plan, number, rank, made, d_lse)
+                assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+            with self.subTest(options=options):
+                on_all(group(4, MATH), job)
+        with self.assertRaisesRegex(AssertionError, "waits for the device"), NoWaits():
+            torch.ones(1).item()
+
+    def test_a_workspace_that_stays(self) -> None:
+        """Also where plans of several sizes take turns."""
+        plans = [plan_of(options) for options in OPTIONS[:3]]
+
+        def job(number: int, rank: Executor) -> None:
+            for plan in plans:
+                step(plan, number, rank, tensors(plan, number))
+            there = rank._workspace.data_ptr()
+            for plan in plans:
+                step(plan, number, rank, tensors(plan, number))
+            assert rank._workspace.data_ptr() == there
+            assert rank._workspace.numel() == max(plan.workspace(number, way) for plan in plans for way in cpattn.Direction)
+
+        on_all(group(4, MATH), job)
+
+    def test_order_of_streams(self) -> None:
+        """Each operation comes after the one that it is to come after, by an event, and the caller's stream after all."""
+        for options in OPTIONS:
+            plan = plan_of(options)
+
+            def job(number: int, rank: Executor, plan: Plan = plan) -> None:
+                made = tensors(plan, number)
+                want = step(plan, number, rank, made)
+                log: list[tuple[str, Lane, Any]] = []
+                compute, communication = (Stream(lane, log) for lane in (Lane.COMPUTE, Lane.COMMUNICATION))
+                rank._streams = Streams(communication, Event, lambda: compute)
+                rank._workspace.record_stream = lambda stream: None  # type: ignore[method-assign]
+                for a, b in zip(want, step(plan, number, rank, made), strict=True):
+                    assert torch.equal(a, b)
+                for program in rank._programs[plan].values():
+                    ops = program.schedule.ops
+                    check(log[: entries(log, len(ops))], ops)
+                    del log[: entries(log, len(ops))]
+                assert not log
+
+            with self.subTest(options=options):
+                on_all(group(4, MATH), job)
+
+    def test_refused_by_name(self) -> None:
+        plan, rank = Plan(CU, HEADS, DIM, kv_heads=KV), group(1, MATH)[0]
+        made = tensors(plan, 0) | {"o": torch.empty(64, HEADS, DIM), "lse": torch.empty(HEADS, 64)}
+        del made["d_o"]
+        for words, changed in (
+            ("q has the shape \\(63, 4, 8\\), \\(64, 4, 8\\) is needed: \\[tokens, heads, dim\\]", {"q": made["q"][1:]}),
+            ("lse has the shape \\(64, 4\\), \\(4, 64\\) is needed: \\[heads, tokens\\]", {"lse": made["lse"].t()}),
+            ("k.dtype is torch.float64, torch.float32 is needed", {"k": made["k"].double()}),
+            ("v.device is meta, cpu is needed", {"v": made["v"].to("meta")}),
+            ("v is None, a tensor is needed", {"v": None}),
+        ):
+            with self.assertRaisesRegex(cpattn.InvalidArgument, words):
+                rank.forward(plan, **{**made, **changed})
+        for words, options in (("reproducible is True", {"reproducible": True}), ("dropout is 0.1", {"dropout": 0.1})):
+            with self.assertRaisesRegex(cpattn.Unsupported, words):
+                rank.forward(Plan(CU, HEADS, DIM, kv_heads=KV, **options), **made)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(cpattn.Unsupported, "key_indices is set"):
+            rank.forward(plan, **made, key_indices=torch.zeros(64, 1, 3, dtype=torch.int32))
+        rank.forward(plan, **made)
+
+    def test_other_ranks_hear_of_a_refusal(self) -> None:
+        """One rank's plan is refused, or another one: all ranks raise before anything moves, and go on."""
+        good, other, odd = plan_of(OPTIONS[0]), plan_of({"ring": 4, "layout": "contiguous", "sinks": 1}), Plan(CU, HEADS, DIM, kv_heads=KV, world=4, ring=4, reproducible=True)
+        for wrong, kinds, words in (
+            (odd, (cpattn.Unsupported, cpattn.Disagreement), "ranks \\[2\\] of this group refused the call"),
+            (other, (cpattn.Disagreement, cpattn.Disagreement), "rank . runs another plan than rank"),
+        ):
+
+            def job(number: int, rank: Executor, wrong: Plan = wrong, kinds: Any = kinds, words: str = words) -> None:
+                plan = wrong if number == 2 else good
+                made = tensors(good, number)
+                with self.assertRaises(kinds[number != 2]) as caught:
+                    step(plan, number, rank, made)
+                if number != 2:
+                    self.assertRegex(str(caught.exception), words)
+                assert isinstance(rank.network, Post) and not rank.network.posted
+                step(good, number, rank, made)
+
+            on_all(group(4, MATH), job)
+
+    def test_a_kernel_that_raises(self) -> None:
+        """The error is the kernel's; a rank that was to get its messages is not left in doubt about who failed."""
+
+        class Broken(Math):
+            def forward(self, *_: Any) -> Any:
+                raise ValueError("a kernel's own words")
+
+        rank = Executor(Talk(Office(1), 0), Post(Office(1), 0), Broken())  # type: ignore[arg-type]
+        plan = Plan(CU, HEADS, DIM, kv_heads=KV)
+        with self.assertRaisesRegex(ValueError, "a kernel's own words"):
+            step(plan, 0, rank, tensors(plan, 0))
+
+    def test_explained(self) -> None:
+        plan, rank = plan_of(OPTIONS[0]), group(4, MATH)[1]
+        text = rank.explain(plan, cpattn.Direction.FORWARD)
+        self.assertIn("kernels='math', forward of rank 1", text)
+
+    def test_merges_of_large_scores(self) -> None:
+        """Two words of an lse keep weights exact where one would err by |lse|·2⁻²⁴."""
+        random = torch.Generator().manual_seed(3)
+        values = torch.randn(6, 5, 2, 4, generator=random)
+        logs = 4000 + torch.randn(6, 5, 2, dtype=torch.float64, generator=random)
+        high = logs.float()
+        lse = torch.stack([high, (logs - high).float()], -1)
+        o, of_o = values[0], lse[0]
+        for at in range(1, 6):
+            o, value, error = merge([(o, of_o), (values[at], lse[at])])
+            of_o = torch.stack([value, error], -1)
+        weights = (logs - logs.logsumexp(0)).exp()
+        self.assertLess((o - (weights[..., None] * values).sum(0)).abs().max().item(), 1e-6)
+        self.assertLess((of_o.double().sum(-1) - logs.logsumexp(0)).abs().max().item(), 1e-6)
+
+
+def entries(log: list[tuple[str, Lane, Any]], ops: int) -> int:
+    """How many entries a run of so many operations has: up to the second wait after its last operation."""
+    entered = [at for at, (what, *_) in enumerate(log) if what == "enter"][ops - 1]
+    return next(at for at in range(entered, len(log)) if log[at][0] == "wait") + 1
+
+
+def check(log: list[tuple[str, Lane, Any]], ops: Any) -> None:
+    """Each lane's clock has what happened before: a number of operations of each lane."""
+    clocks: dict[Lane, dict[Lane, int]] = {lane: dict.fromkeys(Lane, -1) for lane in Lane}
+    events: dict[Any, dict[Lane, int]] = {}
+    at = 0
+    for what, lane, event in log:
+        if what == "record":
+            events[event] = dict(clocks[lane])
+        elif what == "wait":
+            clocks[lane] = {one: max(clocks[lane][one], events[event][one]) for one in Lane}
+        else:
+            op = ops[at]
+            assert op.lane == lane
+            assert op.after is None or clocks[lane][ops[op.after].lane] >= op.after, at
+            clocks[lane][lane] = at
+            at += 1
+    last = [number for number, op in enumerate(ops) if op.lane == Lane.COMMUNICATION]
+    assert at == len(ops) and clocks[Lane.COMPUTE][Lane.COMMUNICATION] == (last[-1] if last else -1)
+
+
+if __name__ == "__main__":
+    unittest.main()
