@@ -361,8 +361,8 @@ int32_t cpattn_plan_create_on(const cpattn_problem *problem, const cpattn_option
                               cpattn_plan **plan);
 
 /* Makes a plan for another kind of layer over the same documents, with the tokens of `base`: its mesh, its layout and, where
- * that goes by mask area, its chunks. Heads, dims, dtype, mask and score options of `problem` are free. Two plans made one by
- * one may give a rank other tokens, often in equal numbers, which no shape tells: make all plans of a model from one.
+ * that goes by mask area, its chunks. Heads, dims, dtype, mask and score options of `problem` are free. Two plans that were made
+ * separately may give a rank other tokens even when all shapes match: make all plans of a model from one.
  * `problem` gives the documents of `base`, or none: cu_seqlens_q, cu_seqlens_k and q_start NULL, documents 0. Slices need not be
  * those of `base`: `problem` gives its own; with no documents and no slices it has the slices of `base`, if there are any; with
  * documents and no slices, none. `options` may be NULL: those of `base`. Otherwise world, ulysses, ring and layout are 0 or those
@@ -635,8 +635,8 @@ typedef struct cpattn_engine_table {
 int32_t cpattn_engine_group(const cpattn_engine_table *table, uint64_t deadline_ms, cpattn_transport **transport);
 
 /* Waits for all ranks to call it and to connect. It fails as soon as the engine's connect fails. If that call does not
- * return, it fails after twice the deadline plus half of it (the half at most 5 s), and at least 10 s; opening the store and
- * the search for the rank at fault are not counted. cpattn_engine_abort on another thread ends the wait, and so does a failure of another rank. */
+ * return, it fails after 2.5 deadlines (the half at most 5 s), and at least 10 s; opening the store and the search for the rank at
+ * fault are not counted. cpattn_engine_abort on another thread ends the wait, and so does a failure of another rank. */
 int32_t cpattn_engine_connect(cpattn_transport *transport);
 
 /* A second handle of the same transport: one becomes a rank, the other is for the calls below, between runs. This rank leaves

@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -21,7 +21,6 @@ import threading
 import time
 from collections import Counter
 from subprocess import Popen
-from typing import Any
 
 import torch
 from dense import dense, error, gradients

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import cpattn
 import torch
 import torch.distributed as dist
 from cpattn.torch import Context

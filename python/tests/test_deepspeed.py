@@ -31,7 +31,7 @@ import test_gathered
 import test_preference
 import torch
 import torch.distributed as dist
-from cpattn import Error, Unsupported
+from cpattn import Error
 from cpattn.transformers import ContextParallel
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config

@@ -19,7 +19,6 @@ except ImportError:
 
 import models
 import processes
-from cpattn import Unsupported
 from cpattn.transformers import ContextParallel
 from cpattn.transformers.gathered.listed import attend
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -66,7 +66,7 @@ class Schedules(unittest.TestCase):
                     self.assertEqual(bool(op.messages), op.kind == OpKind.EXCHANGE)
                     for m in op.messages:
                         ends = (s.rank, m.peer) if m.send else (m.peer, s.rank)
-                        (sent if m.send else received)[*ends, m.tag] = (m.bytes, s.buffers[m.view.buffer].dtype)
+                        (sent if m.send else received)[(*ends, m.tag)] = (m.bytes, s.buffers[m.view.buffer].dtype)
                         self.check_bytes(s, m)
             self.assertEqual(sent, received)
             self.assertGreater(len(sent), WORLD)

@@ -181,7 +181,7 @@ macro_rules! calls {
             /// As the function of this name for the CPU, in [`cpu`], or of [`cuda::StreamKernels`].
             ///
             /// # Safety
-            /// As there.
+            /// As the function of this name, on either.
             pub unsafe fn $name(&mut self, $args: &$type, stream: RawStream) -> Result<()> {
                 match self {
                     Self::Cpu($scratch) => {

@@ -63,7 +63,7 @@ pub(super) trait Operations {
     /// See [`Transport::exchange`](crate::transport::Transport::exchange).
     ///
     /// # Safety
-    /// As there.
+    /// As [`Transport::exchange`](crate::transport::Transport::exchange).
     unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()>;
     /// The problem's ALiBi slopes, `[1 or documents, heads, 1]` f32, where the backend can read them.
     fn alibi_slopes(&self, plan: &Plan) -> RawTensor;

@@ -40,8 +40,8 @@ pub fn named() {
     println!("{FINE}");
 }
 
-/// A rank that runs a plan which is new to it, where the others run what all agreed on before: found without a deadline,
-/// on every rank.
+/// A rank that runs a plan which is new to it, where the others run what all agreed on before: found without a
+/// deadline, on every rank.
 pub fn new() {
     let (_universe, comm) = init();
     let plan = |tokens: usize, layout: Layout| {

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,7 +34,6 @@ from jax.interpreters import ad, batching, mlir
 from .._check import attempt, refused
 from ..errors import InvalidArgument, Unsupported
 from ..packing import Packing, Told, sinks_of
-from ..options import DTYPES
 from ..plan import Plan
 from ..rank import Rank
 from ..slices import Slice

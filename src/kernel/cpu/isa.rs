@@ -3,10 +3,13 @@
 //!
 //! It is the fastest one of this machine, unless the caller sets another: with [`super::Scratch::with_isa`], or for the
 //! whole program with the environment variable [`Isa::VARIABLE`]. An instruction set that the machine lacks is refused
-//! before anything runs. [`Isa::Amx`] is the fastest wherever it is available. For bf16 dot products availability does
-//! not decide: on an Intel Xeon with AMX `vdpbf16ps` does half as many operations a second as f32 multiply-adds, and
-//! [`Isa::Avx512Bf16`] takes 1.2 to 1.6 times as long as [`Isa::Avx512`]; on a Zen 5 it is 1.7 and 2.0 times as fast
-//! (`benches/NOTES.md`). The choice between the two is made by the processor's vendor and family.
+//! before anything runs. [`Isa::Amx`] is the fastest wherever it is available. Bf16 dot products are not:
+//! the processor's vendor and family choose between [`Isa::Avx512Bf16`] and [`Isa::Avx512`] (`benches/NOTES.md`).
+//!
+//! | | time with dot products, of that without |
+//! |---|---|
+//! | Intel Xeon with AMX, whose `vdpbf16ps` does half as many operations a second as f32 multiply-adds | 1.2 to 1.6 |
+//! | Zen 5 | 0.5 to 0.6 |
 
 use crate::element::Dtype;
 use crate::error::{Error, Result};

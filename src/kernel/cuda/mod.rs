@@ -99,17 +99,22 @@ pub struct Cuda {
 impl Cuda {
     /// Opens the device with this number. The environment variable [`Family::VARIABLE`], which is read only here,
     /// selects its attention kernels. Without it, devices of compute capability 9.0 use the kernels for `sm_90a` and
-    /// all others those for `sm_80`. Compute capability 9.0 also uses the kernels for `sm_80` where the larger of head
-    /// dim and value dim is 65 to 96, or the value dim is 129 to 192 and the head dim at most 192: the forwards for
-    /// `sm_90a` were not measured there yet, and there is no such backward. Above 256 there is neither.
+    /// all others those for `sm_80`. There are kernels for `sm_90a` at these head dims; the others run those for
+    /// `sm_80` there too:
+    ///
+    /// | larger of head dim and value dim | kernels for `sm_90a` |
+    /// |---|---|
+    /// | up to 64, of 97 to 128, of 193 to 256 | used |
+    /// | of 129 to 192, with a value dim of up to 128 | used |
+    /// | of 65 to 96, other of 129 to 192 | a forward, used only if the variable forces it: not measured yet; no backward |
+    /// | above 256 | none |
     ///
     /// The variable `CPATTN_CUDA_CLUSTER`, which [`Cuda::with_family`] reads too, asks with `1` for clusters of two
-    /// blocks that share what they copy of k and v, in the forward for `sm_90a` (`0`, empty or unset: no clusters;
-    /// their speed has not been measured). Where the kernels for `sm_90a` cannot run, or those for `sm_80` are forced,
-    /// `1` is refused. Calls take them whose larger head dim is 97 to 128, and whose q heads are pairs
-    /// that read one kv head each (an even group, and no pair of which the call holds one head); calls in which heads
-    /// share tiles, because ranges are short or end in short tiles, do not. Results have the same bits with and
-    /// without.
+    /// blocks that share what they copy of k and v, in the forward for `sm_90a`. They are used if the larger head dim
+    /// is 97 to 128, the call holds whole pairs of q heads of a kv head, and no heads share tiles (as they do where
+    /// ranges are short or end in short tiles). Results have the same bits; the speed has not been measured. `0`, empty
+    /// or unset means no clusters. Where the kernels for `sm_90a` cannot run, or those for `sm_80` are forced, `1` is
+    /// refused.
     ///
     /// The variable `CPATTN_CUDA_KERNELS` names a folder, by an absolute path, whose kernels replace those of the
     /// library: the alternatives of `ptx/HARDWARE.md`, as `ptx/compile` makes them. It is read when the program opens

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The messages that one call posts and waits for.
 //!
-//! Agreements and exchanges use one order of messages between two ranks. Two ranks that make the same calls make them in
-//! the same order, so the header that arrives next belongs to the call that this rank is in.
+//! Agreements and exchanges use one order of messages between two ranks. Two ranks that make the same calls make them
+//! in the same order, so the header that arrives next belongs to the call that this rank is in.
 //!
 //! Headers and joined messages use the transport's own memory, which the next call reuses. After a failure this memory
 //! is not reused, although the engine was closed: that is an extra safeguard.

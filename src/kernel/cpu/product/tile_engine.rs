@@ -101,7 +101,7 @@ impl<H: TileForm> TileEngine<H> {
     /// Packs rows as they are: [`AttentionEngine::keys`].
     ///
     /// # Safety
-    /// As there.
+    /// As [`AttentionEngine::keys`].
     #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
     #[inline(never)]
     unsafe fn pack_rows(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [u16]) -> bool {
@@ -131,7 +131,7 @@ impl<H: TileForm> TileEngine<H> {
     /// Packs rows of lanes: [`AttentionEngine::queries`].
     ///
     /// # Safety
-    /// As there.
+    /// As [`AttentionEngine::queries`].
     #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
     #[inline(never)]
     unsafe fn pack_panel(lanes: &Lanes<f32>, first: usize, t: &RawTensor, panel: &mut [u16]) -> bool {

@@ -195,8 +195,16 @@ impl StreamKernels {
     }
 
     /// Backward attention: see [`AttendBackward`]. All gradients are one launch where a block of the device has the
-    /// shared memory for it (99 KB: head dims up to 64, of 97 to 128; 163 KB: up to 192; 227 KB: 256); else, and above
-    /// head dim 256 and with dropout, dq is one, dk and dv another (two from head dim 193 to 256 without dropout).
+    /// shared memory for it:
+    ///
+    /// | shared memory of a block | head dims |
+    /// |---|---|
+    /// | 99 KB | up to 64, and of 97 to 128 |
+    /// | 163 KB | up to 192 |
+    /// | 227 KB | up to 256 |
+    ///
+    /// Otherwise, and with dropout, dq is one launch, dk and dv another. (At head dims of 193 to 256 without dropout
+    /// they are one each.)
     ///
     /// # Errors
     /// As [`StreamKernels::attend`].
