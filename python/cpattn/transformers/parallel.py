@@ -25,6 +25,7 @@ from ..plan import Plan
 from ..torch import Context, GlooTransport
 from ..torch.agree import Total, content, number, same, same_names, same_settings, told
 from ..torch.gloo import Collectives, Members
+from ..torch.kernels import of_model
 from .adapters import Adapters
 from .attention import NAME, Current, register
 from .calls import Calls
@@ -56,9 +57,9 @@ class ContextParallel(Calls):
 
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP, DeepSpeed) or "sum". `replicas` is the
     number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `ulysses`, `ring`,
-    `layout`, `layout_parameter`, `workers`, `timeout`, `communicator`, `kernels` are those of `cpattn.torch.Context`. With `tile`, logits exist for
-    `tile` tokens at a time: the loss is the same, and no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention
-    run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
+    `layout`, `layout_parameter`, `workers`, `timeout`, `communicator`, `kernels` are those of `cpattn.torch.Context`. `kernels="model"` are
+    those that the model has (`attn_implementation`). With `tile`, logits exist for `tile` tokens at a time: the loss is the same, and no
+    logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
     With `dropout="position"` each `torch.nn.Dropout` drops by the places of tokens in the batch, so that training does not depend on the
     number of ranks; otherwise each rank draws its own. (Attention drops by places always.)
 
@@ -192,6 +193,8 @@ class ContextParallel(Calls):
             if not any(options.get(name) for name in CHOSEN):
                 options["layers"] = self._found.told
             group = self._group if options.get("communicator") == "torch" else self._members
+            if options.get("kernels") == "model":
+                options["kernels"] = of_model(self._usual, self.device)
             self._contexts[dtype] = Context(group, dtype=dtype, device=self.device, **options)
             self._contexts[dtype]._collectives = self._collectives  # one group is enough
         return self._contexts[dtype]
