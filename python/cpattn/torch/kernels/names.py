@@ -15,7 +15,6 @@ from .torch_cpu import TorchCpu
 from .torch_device import TorchDevice
 
 
-
 def torch_kernel(device: torch.device) -> Kernel:
     """PyTorch's own for a device."""
     return TorchCpu() if device.type == "cpu" else TorchDevice()

@@ -22,7 +22,7 @@ from ...schedule import Op
 from .heads import HeadMap
 from .kernel import HALF
 from .rectangles import Rectangle, Rectangles, causal, rectangles_of, rows_of_runs
-from .trial import returned, returned_gradients
+from .trial import returned, returned_gradients, tried
 
 if TYPE_CHECKING:
     from .work import Work
@@ -93,6 +93,7 @@ class ByRectangles:
     def __init__(self, work: Work, slopes: Tensor | None):
         self.work, self.kernel, op = work, work.kernel, work.op
         self.able = self.kernel.honours
+        tried(self.kernel, work.device, work.dtype)
         self.heads = HeadMap(work.kv.tolist(), work.k.heads, op.per_q_head, self.able.group)
         found = rectangles_of(op, in_order=slopes is not None)
         if not self.able.windows:
