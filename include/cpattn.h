@@ -850,10 +850,11 @@ typedef struct cpattn_backward_args {
 /* Run a plan. All ranks of the group make the same calls with equal plans in the same order, each rank on its own thread or
  * process, and wait for each other.
  *
- * CPATTN_DISAGREEMENT: ranks differ. The first time that a plan runs in a direction, this is found before any data moves, and
- * the group stays usable. Later it is found with the first message between two ranks, and the group has failed; on a device
- * cpattn_rank_poll and the next run report it, and results that depend on the other rank are NaN. Later, a difference can also
- * be reported as CPATTN_PEER: with both sizes if a message had another size, or with both ranks if two other ranks differ.
+ * CPATTN_DISAGREEMENT: ranks differ. If the plan and direction are new to all ranks of the group, this is found before any data
+ * moves, and the group stays usable. If they are new to some ranks only, while the others repeat what all have run, every rank
+ * gets it at once, and the group has failed. If none is new, it is found with the first message between two ranks, and the group
+ * has failed; on a device cpattn_rank_poll and the next run report it, and results that depend on the other rank are NaN. Then
+ * it can also be reported as CPATTN_PEER: with both sizes if a message had another size, or with both ranks if two others differ.
  * CPATTN_INVALID: a tensor does not fit, or overlaps one that is written. The peers of a rank that is refused wait until
  * their deadline passes or the rank calls again.
  *

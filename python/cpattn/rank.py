@@ -9,14 +9,14 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import byref, c_int32, c_size_t, c_uint8, c_uint64, c_void_p, pointer
 from functools import partial
 from typing import Any, TypeVar
 
 from . import _header, errors
 from .arguments import RANGES, c_array, flag, instance, instances, one_of, refused, whole
-from ._interruptible import ENDING, Interruptible
+from ._interruptible import ENDING, Interruptible, no_thread
 from ._library import call, status_of
 from .engine import EngineTransport
 from .options import CombineTo, Direction, Side
@@ -406,7 +406,8 @@ def nccl_transport(
 
 
 def on_all(ranks: Sequence[Rank], job: Callable[[int, Rank], T]) -> list[T]:
-    """Runs job(number, rank) on a thread for each rank, and returns the results. If a job fails, raises its exception."""
+    """Runs job(number, rank) on a thread for each rank, and returns the results. If a job fails, raises its exception. If a thread
+    cannot start, raises DeviceError, and the ranks whose threads have started are aborted."""
 
     def guarded(number: int, rank: Rank) -> T:
         try:
@@ -419,8 +420,16 @@ def on_all(ranks: Sequence[Rank], job: Callable[[int, Rank], T]) -> list[T]:
         raise refused("job", job, "a function of a rank's number and a Rank is needed")
     if not (ranks := instances("ranks", ranks, Rank)):
         raise errors.InvalidArgument("ranks has length 0, at least 1 is needed")
+    futures: list[Future[T]] = []
     with ThreadPoolExecutor(len(ranks)) as pool:
-        futures = [pool.submit(guarded, number, rank) for number, rank in enumerate(ranks)]
+        try:
+            futures.extend(pool.submit(guarded, number, rank) for number, rank in enumerate(ranks))
+        except RuntimeError as error:
+            # The pool has queued the job whose thread did not start.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for rank in ranks:
+                rank.abort()
+            raise no_thread(f"rank {len(futures)}", error) from error
     failed = [error for error in (f.exception() for f in futures) if error]
     # Errors of the other ranks only say that this rank aborted.
     failed.sort(key=lambda error: isinstance(error, errors.PeerError))
