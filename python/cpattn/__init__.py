@@ -5,7 +5,7 @@ A `Plan` says what is computed and which rank holds which tokens. A `Rank` runs 
 other library with DLPack. A `Transport` is your own communicator. `cpattn.torch` is for PyTorch, `cpattn.jax` for JAX.
 """
 
-from . import schedule, slices
+from . import _header, schedule, slices
 from ._header import UNLIMITED
 from ._library import library_version
 from .dropout import dropout_mask
@@ -22,6 +22,7 @@ from .errors import (
     PeerError,
     ScheduleError,
     Unsupported,
+    WrongCall,
 )
 from .options import AllToAll, Circulate, CombineTo, Direction, Dtype, Gather, Kind, Layout, PlanOptions, Side, Wire, ranks_per_node
 from .plan import Plan
@@ -31,6 +32,9 @@ from .slices import Slice
 from .tensors import Array, Memory, SupportsDLPack
 from .trace import Event, chrome_trace, clock, timeline_svg
 from .transport import FAILED_BEFORE, RAISED, Message, Transport
+
+# Of this package; the library's is `library_version()`.
+__version__ = f"{_header.VERSION_MAJOR}.{_header.VERSION_MINOR}.{_header.VERSION_PATCH}"
 
 __all__ = [
     "FAILED_BEFORE",
@@ -71,6 +75,7 @@ __all__ = [
     "Transport",
     "Unsupported",
     "Wire",
+    "WrongCall",
     "check_ring",
     "chrome_trace",
     "clock",

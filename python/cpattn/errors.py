@@ -21,6 +21,10 @@ class InvalidArgument(Error, ValueError):
     """An argument is invalid, or contradicts another one. Nothing was written."""
 
 
+class WrongCall(InvalidArgument, TypeError):
+    """An argument that a function does not take, too many by position, or a missing one: as Python's TypeError, and one of this package."""
+
+
 class Unsupported(Error, NotImplementedError):
     """Valid, but not supported by this build, device or mode."""
 

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from ._check import attempt, c_array, flag, number, one_of, refused, whole
 from ._header import UNLIMITED
 from ._library import call
+from ._signature import misspelt
 from .errors import InvalidArgument
 from .slopes import c_slopes
 
@@ -201,13 +202,7 @@ _OPTIONAL = {"kv_heads", "value_dim", "scale", "softcap", "alibi_slopes"}
 def checked(options: PlanOptions, heads: int) -> dict[str, Any]:
     """The given options for the C interface. Refuses unknown options, and values that are invalid for this number of heads."""
     if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
-        if unknown[0] in ("causal", "is_causal"):
-            raise InvalidArgument(
-                f"{unknown[0]} is not an option of a plan: attention is causal unless window_right is given; "
-                "window_right=cpattn.UNLIMITED lets a query see all later keys of its document"
-            )
-        known = ", ".join(sorted(PlanOptions.__annotations__))
-        raise InvalidArgument(f"{unknown[0]} is not an option of a plan, one of these is needed: {known}")
+        raise misspelt("a plan", unknown, PlanOptions.__annotations__)
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}
     for name, value in list(given.items()):
         if name == "alibi_slopes":
@@ -233,4 +228,7 @@ def kinds_of(name: str, kinds: Any) -> list[tuple[int, dict[str, Any]]]:
     for _, kind in pairs:
         if common := [option for option in (*CHOSEN, *sorted(RUNS)) if option in kind]:
             raise InvalidArgument(f"{name}: a kind of layer has {common[0]}, which all kinds share: give it as a separate argument")
+        names = {"heads", "head_dim", "slices", "dtype"} | PlanOptions.__annotations__.keys() - {*CHOSEN, *RUNS}
+        if unknown := kind.keys() - names:
+            raise misspelt(f"a kind of layer in {name}", map(str, unknown), names)
     return [(at_least_1("layers", count), kind) for count, kind in pairs]

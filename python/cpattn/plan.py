@@ -18,7 +18,7 @@ from . import _header
 from ._check import c_array, instance, number, one_of, refused, whole
 from ._header import UNLIMITED
 from ._library import call, status_of, text_of
-from ._signature import named, resolved
+from ._signature import named, resolved, spelled
 from .errors import InvalidArgument
 from .options import RUNS, AllToAll, CombineTo, Direction, Dtype, Layout, PlanOptions, Side, at_least_1, checked, dtype_of, kinds_of
 from .slices import Slice, c_slices
@@ -77,7 +77,7 @@ class PlanInfo(NamedTuple):
     fingerprint: int
 
 
-@named("cu_seqlens, heads=8, kv_heads=2, head_dim=128")
+@named("cu_seqlens, heads=8, kv_heads=2, head_dim=128", PlanOptions)
 class Plan:
     """One attention over one packed batch, and how `world` ranks share it.
 
@@ -106,6 +106,7 @@ class Plan:
         call("plan_create", *self._describe(given, heads, head_dim, dtype, options), byref(self.handle))
 
     @classmethod
+    @spelled(PlanOptions)
     def auto_on(
         cls,
         cu_seqlens: Sequence[int],
@@ -137,6 +138,7 @@ class Plan:
         return plan
 
     @classmethod
+    @spelled(PlanOptions)
     def with_tokens_of(
         cls,
         base: Plan,
@@ -161,6 +163,7 @@ class Plan:
         return plan
 
     @classmethod
+    @spelled(PlanOptions)
     def auto_for(
         cls,
         cu_seqlens: Sequence[int],

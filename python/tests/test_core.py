@@ -359,7 +359,9 @@ class Plans(unittest.TestCase):
             ("cu_seqlens[1] is 3.5, a whole number is needed", {"cu_seqlens": [0, 3.5]}),
             ("cu_seqlens is 7, a sequence of numbers is needed", {"cu_seqlens": 7}),
             ("alibi_slopes[1] is 'x', a finite number is needed", {"alibi_slopes": [0.5, "x"]}),
-            ("nonsense is not an option of a plan, one of these is needed: alibi_slopes, ", {"nonsense": 1}),
+            ("nonsense is no argument of Plan; its arguments are alibi_slopes, circulate, circulate_forward, cu_seqlens, cu_seqlens_k, ", {"nonsense": 1}),
+            ("cu_seqlen_k is no argument of Plan: is cu_seqlens_k meant?; its arguments are ", {"cu_seqlen_k": [0, 3]}),
+            ("is_causal is no argument of Plan: attention is causal unless window_right is given", {"is_causal": True}),
         ):
             with self.subTest(words), self.assertRaises(cpattn.InvalidArgument) as caught:
                 cpattn.Plan(**{"cu_seqlens": [0, 3], "heads": 2, "head_dim": 4, **options})

@@ -429,7 +429,7 @@ class Refusals(unittest.TestCase):
         self.refused(wrong, "axis is 'tp', one of the mesh's axes is needed: 'cp'", lambda: cpattn.jax.Context(mesh(2), "tp", heads=2, head_dim=8))
         self.refused(wrong, "give both, or neither", lambda: cpattn.jax.Context(mesh(2), heads=2, head_dim=8))
         self.refused(wrong, "timeout", lambda: context(2, timeout=0))
-        self.refused(wrong, "windows is not an option of a plan", lambda: context(2, windows=3))
+        self.refused(wrong, "windows is no argument of Context: is window_left meant", lambda: context(2, windows=3))
         on = context(1)
         on.close()
         self.refused(cpattn.InvalidHandle, "is closed", lambda: whole(on))
@@ -468,16 +468,17 @@ class Programs(unittest.TestCase):
         self.run_program("-c", "import sys, cpattn; assert 'jax' not in sys.modules")
 
     def test_calls_in_flight(self) -> None:
-        """A program that closes the context before it has read a result: the calls run before."""
+        """A program that closes the context before it has read a result, or that ends without: the calls run before."""
         program = """
-import os
+import os, sys
 os.environ |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=3", "JAX_PLATFORMS": "cpu"}
-import jax, numpy as np, cpattn.jax
+import jax, numpy as np, cpattn.jax, time
 spec = jax.sharding.PartitionSpec("cp")
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("cp",))
 on = cpattn.jax.Context(mesh, "cp", heads=3, head_dim=8)
 ranks, runs = on.on_ranks, []
 def counted(job):
+    time.sleep(1)
     results = ranks(job)
     os.write(1, b"ran ")
     return results
@@ -485,11 +486,17 @@ on.on_ranks = counted
 x = on.batch([0, 5, 20]).shard(np.ones((20, 3, 8), np.float32))
 attend = jax.jit(jax.shard_map(lambda q: on.attention(q, q, q, [0, 5, 20]), mesh=mesh, in_specs=spec, out_specs=spec))
 jax.jit(jax.grad(lambda q: attend(q).sum()))(x)
-on.close()
+if sys.argv[1] == "close":
+    on.close()
+elif sys.argv[1] == "raise":
+    raise KeyError("of the program")
 """
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
-        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "ran ran ", ""))
+        for how in ("close", *(() if sys.version_info[:2] == (3, 12) else ("end", "raise"))):
+            with self.subTest(how):
+                done = subprocess.run([sys.executable, "-c", program, how], env=environment, capture_output=True, text=True, timeout=120)
+                self.assertEqual((done.returncode, done.stdout), (how == "raise", "ran ran "), done.stderr)
+                self.assertEqual(done.stderr.splitlines()[-1:], ["KeyError: 'of the program'"] if how == "raise" else [])
 
     def test_the_example(self) -> None:
         self.assertIn("ok", self.run_program(str(ROOT / "examples/python/jax_ranks.py")))

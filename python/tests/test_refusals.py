@@ -13,10 +13,13 @@ import inspect
 import re
 import subprocess
 import sys
+import time
 import unittest
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,6 +29,7 @@ import cpattn
 import cpattn.ring
 import cpattn.torch
 from cpattn.options import PlanOptions
+from cpattn.torch import gloo
 
 
 class Unknown:
@@ -246,7 +250,7 @@ def way_out(rank: int, world: int) -> list[str]:
         (lambda: cpattn.Plan([0, 5], 2, 4, window_right=None), "window_right is None, .*cpattn.UNLIMITED"),  # type: ignore[arg-type]
         (lambda: batch.attention(q, k, k, window_left=-1), "window_left is -1, .*cpattn.UNLIMITED"),
         (lambda: batch.reads(window_right=-1), "window_right is -1, .*cpattn.UNLIMITED"),
-        (lambda: cpattn.Plan([0, 5], 2, 4, causal=False), "causal is not an option .*window_right=cpattn.UNLIMITED"),  # type: ignore[call-arg]
+        (lambda: cpattn.Plan([0, 5], 2, 4, causal=False), "causal is no argument of Plan: .*window_right=cpattn.UNLIMITED"),  # type: ignore[call-arg]
         (lambda: cpattn.local_group(1)[0].forward(half, q=array, k=array, v=array, o=array, lse=lse), "q.dtype is f32.*convert.*another dtype"),
         (lambda: batch.attention(k, q, q), r"q is of shape \(5, 2, 4\) and k of \(5, 4, 4\).*exchanged"),
         (lambda: batch.attention(*of_sdpa), r"q has the shape \(4, 5, 4\).*q is \[tokens, heads, head_dim\]"),
@@ -276,15 +280,47 @@ class Refusals(unittest.TestCase):
             self.assertIn("dist.barrier()", str(cpattn.errors.of_status(4, f"cpattn_forward: CPATTN_PEER: {said}", 1)))
         self.assertNotIn("barrier", str(cpattn.errors.of_status(4, "rank 1 aborted the run", 1)))
 
-    def test_arguments_by_position(self) -> None:
-        for job, words in (
+    def test_calls_that_no_signature_takes(self) -> None:
+        """By position, without an argument, and with keywords that are misspelt: refused with the names of that function."""
+        plan = cpattn.Plan([0, 4], 2, 8)
+        calls: list[tuple[Any, str]] = [
             (lambda: cpattn.Plan([0, 4], 4, 2, 8), "Plan takes cu_seqlens, heads, head_dim by position, and was given 4 arguments so: name the others"),  # type: ignore[misc]
             (lambda: cpattn.torch.Context(None, 8, 64), "Context takes group by position, and was given 3 arguments so: name the others, as in Context(group, heads=8"),  # type: ignore[misc]
-        ):  # fmt: skip
-            with self.assertRaises(TypeError) as caught:
-                job()
-            self.assertIn(words, str(caught.exception))
+            (lambda: cpattn.Plan([0, 4], heads=2), "Plan needs head_dim, which was not given: an example is Plan(cu_seqlens, heads=8"),  # type: ignore[call-arg]
+            (lambda: cpattn.Plan([0, 4], head=2, head_dim=8), "head is no argument of Plan: is heads meant?; its arguments are alibi_slopes"),  # type: ignore[call-arg]
+            (lambda: cpattn.torch.Context(heads=2, head_dim=8, time_out=3), "time_out is no argument of Context: is timeout meant?"),  # type: ignore[call-arg]
+            (lambda: cpattn.Plan.with_tokens_of(plan, 2, 8, ulyses=2), "ulyses is no argument of Plan.with_tokens_of: is ulysses meant?; its arguments are alibi_slopes, base"),  # type: ignore[call-arg]
+            (lambda: cpattn.Plan.auto_on([0, 4], 2, 8, "x", wurld=2), "wurld is no argument of Plan.auto_on: is world meant?"),  # type: ignore[call-arg]
+            (lambda: cpattn.Plan.auto_for([0, 4], [(1, {"heads": 2, "head_dim": 8})], wrld=2), "wrld is no argument of Plan.auto_for: is world meant?"),  # type: ignore[call-arg]
+            (lambda: cpattn.Plan.auto_for([0, 4], [(1, {"head": 2, "head_dim": 8})]), "head is no argument of a kind of layer in kinds: is heads meant?; its arguments are "),
+        ]  # fmt: skip
+        for job, words in calls:
+            for kind in (TypeError, cpattn.InvalidArgument):
+                with self.assertRaises(kind) as caught:
+                    job()
+                self.assertIn(words, str(caught.exception))
         self.assertEqual(list(inspect.signature(cpattn.Plan).parameters)[:4], ["cu_seqlens", "heads", "head_dim", "cu_seqlens_k"])
+
+    def test_the_version(self) -> None:
+        project = (Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8")
+        self.assertIn(f'version = "{cpattn.__version__}"', project)
+        self.assertEqual(cpattn.__version__, cpattn.library_version())
+
+    def test_a_silent_name_server(self) -> None:
+        """A connection to the store that takes long is said while it does; others are not."""
+
+        class Store:
+            def clone(self) -> str:
+                time.sleep(self.seconds)
+                return "clone"
+
+        store = Store()
+        for store.seconds, said in ((0.0, 0), (1.0, 1)):  # type: ignore[attr-defined]
+            with mock.patch.object(gloo, "SLOW", 0.3), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self.assertEqual(gloo.another(store), "clone")
+            self.assertEqual(len(caught), said)
+            self.assertTrue(all("RES_OPTIONS" in str(one.message) for one in caught))
 
     def test_an_old_pytorch(self) -> None:
         """PyTorch 2.9 has no such module."""

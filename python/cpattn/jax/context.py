@@ -50,7 +50,12 @@ def _finish() -> None:
         warnings.warn(f"a call of a compiled function failed: {error}", RuntimeWarning, stacklevel=3)
 
 
-@named("heads=8, kv_heads=2, head_dim=128")
+# When a program ends with calls in flight, which JAX runs to their end, Python refuses new threads once it has ended those of its pools. This
+# comes before: functions that are registered here run in reverse order, and `cpattn.rank` has imported the pools.
+threading._register_atexit(_finish)  # type: ignore[attr-defined]
+
+
+@named("heads=8, kv_heads=2, head_dim=128", PlanOptions)
 class Context(PackedContext):
     """The devices of the axis `axis` of `mesh` as ranks, all of them CPU devices of this process; without a mesh, one rank.
 
@@ -202,10 +207,15 @@ class Context(PackedContext):
 
         try:
             results = on_all(group, inside)
-        except BaseException:
+        except BaseException as error:
             # All ranks of the group have been aborted.
             for rank in group:
                 rank.close()
+            if isinstance(error, RuntimeError) and "interpreter shutdown" in str(error):  # Python 3.12
+                raise Unsupported(
+                    "the program ends while calls of cpattn.jax are under way, and this Python starts no threads then: close the context "
+                    "before the end, or read all results"
+                ) from error
             raise
         with self._lock:
             self._groups.append(group)
@@ -214,8 +224,8 @@ class Context(PackedContext):
         return results
 
     def close(self) -> None:
-        """Waits for calls in flight and frees the ranks. Further calls are refused. Close a context before the program ends, or read all
-        results: later Python starts no threads. A callback of JAX must not call it, since it would wait for itself. JAX keeps the
+        """Waits for calls in flight and frees the ranks. Further calls are refused. A program that ends waits for its calls too; on Python
+        3.12, which then starts no threads, close the context before the end, or read all results. A callback of JAX must not call it, since it would wait for itself. JAX keeps the
         context alive with the functions that were compiled with it."""
         if not getattr(_inside, "on", False):
             _finish()

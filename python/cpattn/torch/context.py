@@ -49,7 +49,7 @@ _numbers = itertools.count()
 _deciding: dict[tuple[int, ...], list[tuple[Context, PlanOf]]] = {}
 
 
-@named("group, heads=8, kv_heads=2, head_dim=128")
+@named("group, heads=8, kv_heads=2, head_dim=128", PlanOptions)
 class Context(PackedContext, Combining):
     """This process as one rank of a process group (None: the default group; or a list of global ranks). Make one for the whole job, on
     all ranks.

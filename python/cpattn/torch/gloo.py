@@ -13,6 +13,8 @@ library compares sizes, and receives a message only if it fits.
 from __future__ import annotations
 
 import pickle
+import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -35,6 +37,8 @@ _made: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
 # A group of PyTorch's, or None, the default group, or the global ranks of one.
 Members = dist.ProcessGroup | Sequence[int] | None
 _FOREVER = timedelta(days=30)
+# Seconds after which a connection to the store is slow.
+SLOW = 2.0
 _NEVER = 7000  # a tag that no message uses
 
 
@@ -64,6 +68,28 @@ def _next_name(members: tuple[int, ...]) -> str:
     return f"cpattn/{','.join(map(str, members))}/{next(_made[members])}"
 
 
+def another(store: Any) -> Any:
+    """A store over a connection of its own. PyTorch asks a name server for the names of both ends: that takes 5 seconds or more where it
+    does not answer, which is said meanwhile, since nothing else would tell why a program stands still."""
+    said = threading.Timer(SLOW, _say)
+    said.daemon = True
+    with suppress(RuntimeError):  # no thread can start
+        said.start()
+    try:
+        return store.clone()
+    finally:
+        said.cancel()
+
+
+def _say() -> None:
+    warnings.warn(
+        f"connecting to the store of torch.distributed takes longer than {SLOW:g} s: PyTorch asks the machine's name server about each connection, and "
+        "a context makes three. If it does not answer: RES_OPTIONS='timeout:1 attempts:1' in the environment, or the address in /etc/hosts",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
 def connected(name: str, rank: int, world: int, timeout: timedelta) -> Any:
     """A gloo group, once all its ranks are connected. Its connections are closed with its last reference.
 
@@ -74,7 +100,7 @@ def connected(name: str, rank: int, world: int, timeout: timedelta) -> Any:
     other calls over the same connection."""
     store: Any = c10d._get_default_store()
     with suppress(AttributeError, RuntimeError, NotImplementedError):
-        store = store.clone()
+        store = another(store)
     group: Any = c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, world, timeout)
     group.barrier().wait()
     return group
@@ -124,7 +150,7 @@ class Gloo(Engine):
     def open(self) -> None:
         base: Any = c10d._get_default_store()
         try:
-            self._heard, self._said = (c10d.PrefixStore(f"{self._name}/blame", base.clone()) for _ in range(2))
+            self._heard, self._said = (c10d.PrefixStore(f"{self._name}/blame", another(base)) for _ in range(2))
         except AttributeError as error:  # stores of some versions have no clone
             raise RuntimeError(str(error)) from error
 

@@ -19,6 +19,7 @@ import cpattn
 # By the names: objects of which each must have the name, as module:attribute.
 HAS = {
     "_C": ["torch:"],
+    "_register_atexit": ["threading:"],
     "_current_graph_task_id": ["torch._C:"],
     "_get_default_store": ["torch.distributed.distributed_c10d:"],
     "_get_default_group": ["torch.distributed.distributed_c10d:"],

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from .._check import attempt, flag, refused, whole
-from .._signature import named
+from .._signature import keywords, misspelt, named
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import over_all
-from ..options import CHOSEN
+from ..options import CHOSEN, RUNS, PlanOptions
 from ..plan import Plan
 from ..torch import Context, GlooTransport
 from ..torch.agree import content, number, same, same_names, same_settings, told
@@ -184,6 +184,9 @@ class ContextParallel(Calls):
         if self.tile and (self._base is None or self._base is model):
             raise Unsupported(f"tile is {self.tile}: {type(model).__name__} has no base model separate from its head: leave tile out")
         # Invalid options of a plan are refused here, not with the first batch.
+        names = {*keywords(ContextParallel), *CHOSEN, *RUNS, "plans", "own_tokens", "communicator", "kernels"}
+        if unknown := self._options.keys() - names - PlanOptions.__annotations__.keys():
+            raise misspelt("ContextParallel", unknown, names)
         how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers", "communicator", "kernels")}
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._check import flag, refused
-from .._signature import named
+from .._signature import keywords, misspelt, named
 from ..errors import Disagreement, InvalidArgument, InvalidHandle, Unsupported
 from ..packing import over_all
 from ..plan import Plan
@@ -91,9 +91,10 @@ class ContextParallel:
                 if gradients not in ("mean", "sum"):
                     raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
                 compare_weights = flag("compare_weights", compare_weights)
-                for name in options.keys() - TAKEN:
-                    why = "each rank has consecutive tokens of each sequence" if name.startswith("layout") else "it is no option here"
-                    raise InvalidArgument(f"{name} is given, and {why}: leave it out. Options are {', '.join(sorted(TAKEN))}")
+                if name := next((name for name in options if name.startswith("layout")), None):
+                    raise InvalidArgument(f"{name} is given, and each rank has consecutive tokens of each sequence: leave it out")
+                if unknown := options.keys() - TAKEN:
+                    raise misspelt("ContextParallel", unknown, TAKEN.union(keywords(ContextParallel)))
                 # Invalid options are refused here, not with the first call.
                 how = {name: value for name, value in options.items() if name not in ("plans", "workers", "communicator", "kernels")}
                 over_all(Plan([0, 1], world=self.world, heads=64 * self.world, head_dim=16, layout="contiguous", **how))
