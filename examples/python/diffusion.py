@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Denoises with a small random Flux of Diffusers, on one process or over several, and shows that the results are the same.
 
-    pip install './python[diffusers]' transformers accelerate
+    pip install ./python './python-hf[diffusers]' transformers accelerate
     torchrun --nproc-per-node 3 examples/python/diffusion.py
 
 Each rank has a third of 187 image tokens and 17 words, and 3 heads. Rank 0 prints how far the result is from that of the model alone,
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
-from cpattn.diffusers import ContextParallel
+from cpattn_hf.diffusers import ContextParallel
 
 HEIGHT, WIDTH, WORDS, STEPS = 11, 17, 17, 4
 

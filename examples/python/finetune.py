@@ -2,7 +2,7 @@
 """Fine-tunes a small gpt-oss and a small Gemma 3 with TRL's SFTTrainer and packing, and shows that several processes have the
 losses of one.
 
-    pip install './python[transformers]' trl datasets
+    pip install ./python './python-hf[transformers]' trl datasets
     python3 examples/python/finetune.py --json one.json
     torchrun --nproc-per-node 4 examples/python/finetune.py --json four.json --against one.json --plot both.svg
 
@@ -27,7 +27,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 
 WORDS = "the a small old red fox dog cat house river sees finds likes leaves and but then near under".split()
 SIZES = {

@@ -2,7 +2,7 @@
 """Reinforcement learning with TRL's GRPOTrainer on a toy reward: a small model learns to write names of animals only.
 Several processes share each forward and backward pass, and have the rewards of one.
 
-    pip install './python[transformers]' trl datasets
+    pip install ./python './python-hf[transformers]' trl datasets
     python3 examples/python/grpo.py --json one.json
     torchrun --nproc-per-node 4 examples/python/grpo.py --json four.json --against one.json --plot both.svg
 
@@ -27,7 +27,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 
 ANIMALS = {"fox", "dog", "cat"}
 WORDS = "fox dog cat house river tree".split()

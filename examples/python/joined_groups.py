@@ -19,7 +19,7 @@ from torch import nn
 
 import cpattn
 import cpattn.torch
-from cpattn.transformers import balanced
+from cpattn_hf.transformers import balanced
 
 HEADS, HEAD_DIM, WORDS, ROOM = 4, 16, 97, 64
 LENGTHS = [30, 128, 7, 256, 90, 200, 64, 64, 12, 50, 100, 21]

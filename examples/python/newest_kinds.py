@@ -5,7 +5,7 @@
 - `nemotron_h`: Mamba-2 layers beside attention;
 - `deepseek_v32`: latent attention, of which an indexer lists the keys of each query.
 
-    pip install './python[transformers]'
+    pip install ./python './python-hf[transformers]'
     python3 examples/python/newest_kinds.py deepseek_v32 --json one.json
     torchrun --nproc-per-node 3 examples/python/newest_kinds.py deepseek_v32 --json three.json --against one.json --plot both.svg
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 
 WORDS = 24
 SMALL = {

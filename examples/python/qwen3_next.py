@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """A hybrid model, Qwen3-Next, on several processes: with the losses and gradients of one.
 
-    pip install './python[transformers]'
+    pip install ./python './python-hf[transformers]'
     torchrun --nproc-per-node 3 examples/python/qwen3_next.py
 
 Three of its four layers have a convolution and the gated delta rule, which mix the tokens of whole documents. What such a layer
@@ -22,7 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
 )
 
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 
 
 # >>> context parallelism

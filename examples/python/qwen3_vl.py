@@ -2,7 +2,7 @@
 """Trains a small Qwen3-VL, vision tower included, on documents with two images of different sizes, and shows that several processes have the
 losses of one.
 
-    pip install './python[transformers]'
+    pip install ./python './python-hf[transformers]'
     python3 examples/python/qwen3_vl.py --json one.json
     torchrun --nproc-per-node 3 examples/python/qwen3_vl.py --json three.json --against one.json --plot both.svg
 
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments
 
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 
 COLORS = {"red": (0.9, 0.1, 0.1), "green": (0.1, 0.8, 0.2), "blue": (0.1, 0.2, 0.9), "yellow": (0.9, 0.9, 0.1), "white": (1.0, 1.0, 1.0)}
 WORDS = ["<pad>", "<image>", "<begin>", "<end>", "the", "first", "second", "is", "and", ".", *COLORS]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Time and memory of a hybrid's layer, a gated delta net of Qwen3.5, beside an all_to_all by hand, over gloo; not a test.
 
-    capi/build && PYTHONPATH=python python3 python/tests/measure_hybrid.py [--rounds N]
+    capi/build && PYTHONPATH=python:python-hf:python/tests python3 python-hf/tests/measure_hybrid.py [--rounds N]
 
 By hand each process has the same number of consecutive tokens of one document and half of the heads, as is simplest. Here tokens are where the
 model's attention layers have them. Both run Transformers' functions in PyTorch, forward and backward. Time is that of the CPU, of both
@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 import hybrids
-from cpattn.transformers import ContextParallel
-from cpattn.transformers.mixers import ARGUMENT
+from cpattn_hf.transformers import ContextParallel
+from cpattn_hf.transformers.mixers import ARGUMENT
 from peak import peak
 from processes import run
 

@@ -9,7 +9,7 @@ from importlib import import_module
 
 LATER = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx", "torch.distributed.fsdp", "cpattn.torch"]
 if "transformers" in sys.modules or "programs" in sys.modules:
-    LATER += ["transformers.trainer", "cpattn.transformers", "models", "trl", "peft", "datasets"]
+    LATER += ["transformers.trainer", "cpattn_hf.transformers", "models", "trl", "peft", "datasets"]
 for name in LATER:
     with suppress(ImportError):
         import_module(name)

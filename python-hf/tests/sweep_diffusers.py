@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Every transformer of the installed Diffusers, by hand: the results and gradients of one process, or the reason of its refusal.
 
-    python3 python/tests/sweep_diffusers.py [--worlds 2 3 5]
+    python3 python-hf/tests/sweep_diffusers.py [--worlds 2 3 5]
 
 It prints the distances of each case of diffusion.py, the largest of each class, which is the table of docs/diffusers.md, and the classes that
 are refused. It ends with 1 if a class with a `_cp_plan` has no case, or one is further apart than the tests allow.
@@ -21,8 +21,8 @@ import processes
 import torch
 import torch.distributed as dist
 from cpattn import Unsupported
-from cpattn.diffusers import ContextParallel
-from cpattn.diffusers.plans import MODELS, plan_of
+from cpattn_hf.diffusers import ContextParallel
+from cpattn_hf.diffusers.plans import MODELS, plan_of
 from diffusers.models import transformers
 from diffusion import BOUND, GRADIENT_BOUND
 from test_diffusers import distance_of, gradients

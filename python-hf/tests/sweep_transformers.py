@@ -237,7 +237,7 @@ def _alone(kind: str) -> tuple[Any, dict[str, torch.Tensor], float, torch.Tensor
 def _try(kind: str) -> tuple[str, str]:
     import torch.distributed as dist
 
-    from cpattn.transformers import ContextParallel
+    from cpattn_hf.transformers import ContextParallel
 
     of = next((one for one in (TEXTS, IMAGES) if kind.startswith(one)), None)
     types: dict[str, torch.Tensor] = {}
@@ -278,7 +278,7 @@ def _try(kind: str) -> tuple[str, str]:
 
 def _refused(kind: str, why: str) -> tuple[str, str]:
     """Of a model of images and texts that the script cannot run on one process: whether it is refused."""
-    from cpattn.transformers import ContextParallel
+    from cpattn_hf.transformers import ContextParallel
 
     try:
         model = sweep_images.build(kind, SMALL, OWN)

@@ -20,7 +20,7 @@ except ImportError:
 import models
 import processes
 from cpattn import Unsupported
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 transformers.utils.logging.set_verbosity_error()

@@ -16,8 +16,8 @@ except ImportError:
 from processes import run
 
 from cpattn import InvalidArgument
-from cpattn.transformers import balanced
-from cpattn.transformers.balance import causal_area
+from cpattn_hf.transformers import balanced
+from cpattn_hf.transformers.balance import causal_area
 
 sys.path.append(str(Path(__file__).parents[2] / "examples/python"))
 import joined_groups

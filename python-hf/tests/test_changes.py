@@ -22,7 +22,7 @@ import hybrids
 import models
 import processes
 from cpattn import Error
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 transformers.utils.logging.set_verbosity_error()

@@ -19,7 +19,7 @@ import held
 import models
 import processes
 from cpattn import InvalidArgument
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 
 transformers.utils.logging.set_verbosity_error()
 

@@ -32,7 +32,7 @@ import test_preference
 import torch
 import torch.distributed as dist
 from cpattn import Error
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

@@ -22,7 +22,7 @@ import diffusion
 import processes
 import programs
 from cpattn import Unsupported
-from cpattn.diffusers import ContextParallel
+from cpattn_hf.diffusers import ContextParallel
 from diffusion import BOUND, GRADIENT_BOUND
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

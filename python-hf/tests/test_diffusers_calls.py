@@ -23,7 +23,7 @@ import diffusion
 import held
 import processes
 from cpattn import Disagreement, InvalidArgument, InvalidHandle, PeerError, Unsupported
-from cpattn.diffusers import ContextParallel
+from cpattn_hf.diffusers import ContextParallel
 from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_first_block_cache, apply_layer_skip
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor

@@ -19,7 +19,7 @@ except ImportError:
 import diffusion
 import processes
 from cpattn import Disagreement, InvalidArgument, Unsupported
-from cpattn.diffusers import ContextParallel
+from cpattn_hf.diffusers import ContextParallel
 from diffusers.models._modeling_parallel import ContextParallelInput
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusion import BOUND

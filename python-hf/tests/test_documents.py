@@ -19,8 +19,8 @@ except ImportError:
 import models
 import processes
 from cpattn import InvalidArgument
-from cpattn.transformers import ContextParallel
-from cpattn.transformers.pack import pack
+from cpattn_hf.transformers import ContextParallel
+from cpattn_hf.transformers.pack import pack
 
 transformers.utils.logging.set_verbosity_error()
 LENGTH = 200

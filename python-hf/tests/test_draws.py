@@ -18,7 +18,7 @@ except ImportError:
 import models
 import processes
 from cpattn import Unsupported
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, OPTConfig, set_seed
 
 transformers.utils.logging.set_verbosity_error()

@@ -21,7 +21,7 @@ except ImportError:
 import models
 import processes
 from cpattn import Disagreement, InvalidArgument
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 
 transformers.utils.logging.set_verbosity_error()
 OPTIONS: dict[str, Any] = {

@@ -19,8 +19,8 @@ except ImportError:
 
 import models
 import processes
-from cpattn.transformers import ContextParallel
-from cpattn.transformers.gathered.listed import attend
+from cpattn_hf.transformers import ContextParallel
+from cpattn_hf.transformers.gathered.listed import attend
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 

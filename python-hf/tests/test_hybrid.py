@@ -23,7 +23,7 @@ import models
 import processes
 import qwen3_next
 from cpattn import InvalidArgument, Unsupported
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 from torch import nn
 
 transformers.utils.logging.set_verbosity_error()

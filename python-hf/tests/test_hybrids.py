@@ -20,8 +20,8 @@ except ImportError:
 import hybrids
 import models
 import processes
-from cpattn.transformers import ContextParallel
-from cpattn.transformers.hybrids import mixer_of
+from cpattn_hf.transformers import ContextParallel
+from cpattn_hf.transformers.hybrids import mixer_of
 from torch.distributed.fsdp import fully_shard
 
 transformers.utils.logging.set_verbosity_error()

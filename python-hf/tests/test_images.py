@@ -26,9 +26,9 @@ import models
 import processes
 from cpattn import Disagreement, Error, InvalidArgument, Unsupported
 from cpattn.torch.agree import content
-from cpattn.transformers import ContextParallel
-from cpattn.transformers.images import Rows, _alone
-from cpattn.transformers.towers import Features, deal
+from cpattn_hf.transformers import ContextParallel
+from cpattn_hf.transformers.images import Rows, _alone
+from cpattn_hf.transformers.towers import Features, deal
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel

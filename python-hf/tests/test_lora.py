@@ -17,7 +17,7 @@ except ImportError:
 import models
 import processes
 from cpattn import Unsupported
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 from transformers import Trainer, TrainingArguments
 
 transformers.utils.logging.set_verbosity_error()

@@ -26,9 +26,9 @@ import models
 import processes
 from blocks import LENGTHS, build, one_by_one, types
 from cpattn import Error, InvalidArgument, Slice, Unsupported, slices
-from cpattn.transformers import ContextParallel, SharedPrefixCollator, encode_slices
-from cpattn.transformers.masks import SAMPLE, Blocks, read, rule, simplified, slices_of
-from cpattn.transformers.pack import pack
+from cpattn_hf.transformers import ContextParallel, SharedPrefixCollator, encode_slices
+from cpattn_hf.transformers.masks import SAMPLE, Blocks, read, rule, simplified, slices_of
+from cpattn_hf.transformers.pack import pack
 from dense import allowed_by
 from torch.nn import functional as F
 from transformers import masking_utils as of

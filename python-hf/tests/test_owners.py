@@ -20,7 +20,7 @@ except ImportError:
 import models
 import processes
 from cpattn import Error
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 
 transformers.utils.logging.set_verbosity_error()
 

@@ -18,7 +18,7 @@ except ImportError:
 import models
 import processes
 from cpattn import Error
-from cpattn.transformers import ContextParallel, adapters
+from cpattn_hf.transformers import ContextParallel, adapters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 transformers.utils.logging.set_verbosity_error()

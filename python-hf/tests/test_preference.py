@@ -22,7 +22,7 @@ import models
 import processes
 import torch
 from cpattn import InvalidArgument, Unsupported
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 transformers.utils.logging.set_verbosity_error()

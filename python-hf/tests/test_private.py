@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cpattn
+import cpattn_hf
 
 # By the names: objects of which each must have the name, as module:attribute.
 HAS = {
@@ -102,7 +103,7 @@ PYTHON = {"_name_", "_value_", "_fields", "_field_defaults", "_replace", "_asdic
 def used() -> Iterator[tuple[str, str]]:
     """The private names that the sources read or define in classes, with their places, without those that cpattn itself makes."""
     own, read = set(), []
-    for path in Path(cpattn.__file__).parent.rglob("*.py"):
+    for path in (path for package in (cpattn, cpattn_hf) for path in Path(package.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             place = f"{path.name}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Attribute):

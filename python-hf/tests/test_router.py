@@ -18,7 +18,7 @@ import models
 import processes
 from cpattn import Error
 from cpattn.slices import documents, prefix_lm
-from cpattn.transformers import ContextParallel, SharedPrefixCollator, encode_slices
+from cpattn_hf.transformers import ContextParallel, SharedPrefixCollator, encode_slices
 
 transformers.utils.logging.set_verbosity_error()
 PROMPT, ANSWERS = [5, 8, 13, 4, 9, 2], [[21, 34, 2], [55, 2, 7, 7], [3, 2]]

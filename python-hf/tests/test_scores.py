@@ -18,8 +18,8 @@ import processes
 import torch
 import torch.distributed as dist
 from cpattn import InvalidArgument, Unsupported
-from cpattn.transformers import ContextParallel
-from cpattn.transformers.evaluate import gathered
+from cpattn_hf.transformers import ContextParallel
+from cpattn_hf.transformers.evaluate import gathered
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F

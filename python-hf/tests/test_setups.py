@@ -25,7 +25,7 @@ except ImportError:
 import models
 import processes
 from cpattn import Error, Unsupported
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 from torch.nn import functional as F
 
 transformers.utils.logging.set_verbosity_error()
@@ -109,7 +109,7 @@ def _groups(rank: int, world: int, file: str) -> tuple[float, float] | None:
     _refused("communicator is 'nccl', 'own' or 'torch' is needed", built, communicator="nccl")
     _refused("sequence_parallel_size is not an option", built, sequence_parallel_size=2)
     # On a device the context gets the process group that was given, and not its ranks.
-    with mock.patch("cpattn.transformers.parallel.Context", side_effect=Unsupported("as on a device")) as made:
+    with mock.patch("cpattn_hf.transformers.parallel.Context", side_effect=Unsupported("as on a device")) as made:
         _refused("as on a device", built, group=dist.group.WORLD, communicator="torch")
     assert made.call_args.args == (dist.group.WORLD,) and made.call_args.kwargs["communicator"] == "torch", made.call_args
     ContextParallel(built, communicator="own").close()

@@ -19,7 +19,7 @@ except ImportError:
 import models
 import processes
 from cpattn import Unsupported
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -21,7 +21,7 @@ except ImportError:
 import models
 import processes
 from cpattn import Disagreement, InvalidArgument, Unsupported
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 
 transformers.utils.logging.set_verbosity_error()
 PACK = [23, 1, 17, 9, 40]
@@ -469,7 +469,7 @@ class Others(unittest.TestCase):
                 self.assertIn(word, said[name])
 
     def test_several_tables_of_embeddings(self) -> None:
-        from cpattn.transformers.probe import probe
+        from cpattn_hf.transformers.probe import probe
         from transformers.models.musicgen.modeling_musicgen import MusicgenDecoderConfig, MusicgenForCausalLM
 
         config = MusicgenDecoderConfig(vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4, num_codebooks=1)

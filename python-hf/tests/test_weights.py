@@ -20,7 +20,7 @@ import models
 import processes
 from cpattn import Error
 from cpattn.torch.weights import hashes
-from cpattn.transformers import ContextParallel
+from cpattn_hf.transformers import ContextParallel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

@@ -16,7 +16,7 @@ from ctypes import CFUNCTYPE, POINTER, c_char_p, c_double, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ._check import RANGES, c_value
+from .arguments import RANGES, c_value
 
 HERE = Path(__file__).resolve().parent
 # An installed package contains the header; a checkout has it in include/.

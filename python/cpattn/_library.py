@@ -16,7 +16,7 @@ from ctypes import byref, c_char_p, c_int32, c_int64, c_size_t, c_uint32
 from typing import Any
 
 from . import _header, errors
-from ._check import RANGES, c_value
+from .arguments import RANGES, c_value
 
 _OWN, _BUILT = _header.HERE / "libcpattn.so", _header.HERE.parents[1] / "target/capi/lib/libcpattn.so"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ctypes import c_uint8
 
-from ._check import number, whole
+from .arguments import number, whole
 from ._library import call
 from .errors import InvalidArgument
 

@@ -26,7 +26,7 @@ from itertools import count
 from typing import Any
 
 from . import _header
-from ._check import c_structs, instance, number, refused, whole
+from .arguments import c_structs, instance, number, refused, whole
 from ._interruptible import ENDING, Interruptible
 from ._library import call, status_of
 from .errors import InvalidArgument

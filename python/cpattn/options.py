@@ -9,7 +9,7 @@ from ctypes import byref, c_uint32, c_uint64
 from functools import partial
 from typing import Any, TypedDict
 
-from ._check import attempt, c_array, flag, number, one_of, refused, whole
+from .arguments import attempt, c_array, flag, number, one_of, refused, whole
 from ._header import UNLIMITED
 from ._library import call
 from ._signature import misspelt

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ._check import attempt, refused
+from .arguments import attempt, refused
 from .errors import InvalidArgument, InvalidHandle
 from .options import Dtype, at_least_1, checked
 from .plan import Plan

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _header
-from ._check import c_array, instance, number, one_of, refused, whole
+from .arguments import c_array, instance, number, one_of, refused, whole
 from ._header import UNLIMITED
 from ._library import call, status_of, text_of
 from ._signature import named, resolved, spelled

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from . import _header, errors
-from ._check import RANGES, c_array, flag, instance, instances, one_of, refused, whole
+from .arguments import RANGES, c_array, flag, instance, instances, one_of, refused, whole
 from ._interruptible import ENDING, Interruptible
 from ._library import call, status_of
 from .engine import EngineTransport

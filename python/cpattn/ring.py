@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from . import _header
-from ._check import c_structs, number
+from .arguments import c_structs, number
 from ._signature import resolved
 
 

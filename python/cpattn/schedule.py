@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import _header
-from ._check import one_of
+from .arguments import one_of
 from ._library import call, status_of
 from ._signature import resolved
 from .options import AllToAll, CombineTo, Direction, Dtype, Side, at_least_1, dtype_of

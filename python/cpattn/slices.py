@@ -14,14 +14,16 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from . import _header
-from ._check import RANGES, attempt, c_structs, instances, listed, refused, whole
+from .arguments import RANGES, attempt, c_structs, instances, listed, refused, whole
 from ._header import UNLIMITED
 from ._signature import resolved
 from .errors import InvalidArgument
 
 __all__ = [
+    "Slice",
     "block_causal",
     "block_diffusion",
+    "checked",
     "chunks",
     "documents",
     "from_dense",

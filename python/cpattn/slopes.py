@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ctypes import c_float
 from typing import Any
 
-from ._check import attempt, c_array, listed, number
+from .arguments import attempt, c_array, listed, number
 from .errors import InvalidArgument
 
 Slopes = tuple[float, ...] | tuple[tuple[float, ...], ...]

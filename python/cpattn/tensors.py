@@ -10,7 +10,7 @@ from ctypes import c_char_p, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_v
 from typing import Any, Protocol
 
 from . import _header
-from ._check import RANGES, c_array, whole
+from .arguments import RANGES, c_array, whole
 from ._header import DEVICE_CPU, DEVICE_CUDA, DlDevice, DlDtype, TensorP
 from .errors import InvalidArgument
 

@@ -8,7 +8,7 @@ from ctypes import byref, c_uint64
 from typing import NamedTuple
 
 from . import _header
-from ._check import c_structs
+from .arguments import c_structs
 from ._library import call, text_of
 from ._signature import resolved
 

@@ -27,7 +27,7 @@ from ctypes import byref, c_size_t, c_ssize_t, c_uint64, c_void_p, py_object
 from typing import Any, NamedTuple
 
 from . import _header, errors
-from ._check import RANGES, whole
+from .arguments import RANGES, whole
 from ._library import call
 from ._signature import resolved
 

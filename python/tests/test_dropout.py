@@ -212,7 +212,7 @@ def in_transformers(rank: int, world: int) -> None:
     import models
     from transformers import set_seed
 
-    from cpattn.transformers import ContextParallel
+    from cpattn_hf.transformers import ContextParallel
 
     pack = models.batch([61])
     for kind in ("bert", "gpt2", "llama"):
@@ -260,7 +260,7 @@ def by_place(rank: int, world: int) -> None:
     import models
     from transformers import AutoModelForCausalLM, OPTConfig, set_seed
 
-    from cpattn.transformers import ContextParallel
+    from cpattn_hf.transformers import ContextParallel
 
     pack = models.batch([33, 28])
     for kind in ("bert", "gpt2", *(("lora",) if importlib.util.find_spec("peft") else ())):
@@ -308,7 +308,7 @@ def passes(rank: int, world: int) -> None:
     import models
     from transformers import set_seed
 
-    from cpattn.transformers import ContextParallel
+    from cpattn_hf.transformers import ContextParallel
 
     model = model_of("gpt2", P)
     cp = ContextParallel(model, replicas=world)
@@ -340,7 +340,7 @@ def towers(rank: int, world: int) -> None:
     import models
     from transformers import set_seed
 
-    from cpattn.transformers import ContextParallel
+    from cpattn_hf.transformers import ContextParallel
 
     each, results = images.documents("gemma3"), []
     pack = {**images.packed(each), "cu_seqlens": images.ends(each)}
@@ -368,7 +368,7 @@ def towers(rank: int, world: int) -> None:
 
 
 def the_hash(rank: int, world: int) -> None:
-    from cpattn.transformers.dropout import hashed
+    from cpattn_hf.transformers.dropout import hashed
 
     tokens, seed = torch.tensor([0, 5, 2**31 - 1]), 0xFEDCBA9876543210
     found = hashed(tokens, 7, seed)

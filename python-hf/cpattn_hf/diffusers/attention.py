@@ -16,10 +16,10 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 
-from ..errors import Unsupported
-from ..torch import Context, GlooTransport
-from ..torch.agree import told
-from ..torch.gloo import Collectives, Members
+from cpattn.errors import Unsupported
+from cpattn.torch import Context, GlooTransport
+from cpattn.torch.group import refusing
+from cpattn.torch.group import Collectives, Members
 from .counts import counts
 from .masks import keys_of, slices_of
 from .sequence import exchanged
@@ -40,7 +40,7 @@ class Attention:
         """o of this rank's queries, of q's type."""
         usual = q.dtype
         self.calls += 1
-        with told(self._transport):
+        with refusing(self._transport):
             kept = None if mask is None else keys_of(mask, q, k)
             if torch.is_autocast_enabled(q.device.type):
                 q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))

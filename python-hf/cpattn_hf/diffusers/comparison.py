@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-# The largest ratio of the models in python/tests/diffusion.py on 2 and 3 ranks is 0.8 in float32, 0.3 under autocast to bfloat16.
+# The largest ratio of the models in python-hf/tests/diffusion.py on 2 and 3 ranks is 0.8 in float32, 0.3 under autocast to bfloat16.
 FACTOR = 4.0
 # What products of float32 may be rounded to, by PyTorch's setting.
 _PRODUCTS = {"highest": 0.0, "high": 2.0**-11, "medium": 2.0**-8}

@@ -14,8 +14,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ..errors import InvalidArgument, Unsupported
-from ..slices import Slice
+from cpattn.errors import InvalidArgument, Unsupported
+from cpattn.slices import Slice
 
 # What is added to the score of a hidden key, at most: -10000 in bfloat16 is -9984.
 HIDDEN = -9000.0

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._check import flag, refused
-from .._signature import keywords, misspelt, named
-from ..errors import Disagreement, InvalidArgument, InvalidHandle, Unsupported
-from ..packing import over_all
-from ..plan import Plan
-from ..torch import GlooTransport
-from ..torch.agree import content, heard, number, same, same_settings, told
-from ..torch.gloo import Collectives, Members
-from ..torch.weights import same_weights
+from cpattn.arguments import flag, refused
+from cpattn.arguments import keywords, misspelt, named
+from cpattn.errors import Disagreement, InvalidArgument, InvalidHandle, Unsupported
+from cpattn.packing import over_all
+from cpattn.plan import Plan
+from cpattn.torch import GlooTransport
+from cpattn.torch.group import content, digests, digest, compare, compare_settings, refusing
+from cpattn.torch.group import Collectives, Members
+from cpattn.torch.group import same_weights
 from .attention import Attention, Settings, backend
 from .comparison import FACTOR, distance, moved, repeatable, reshard, tensors
 from .counts import counts
@@ -87,7 +87,7 @@ class ContextParallel:
         self.rank, self.world = self.transport.rank, self.transport.world
         self._settings = Settings(self)
         try:
-            with told(self.transport):
+            with refusing(self.transport):
                 if gradients not in ("mean", "sum"):
                     raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
                 compare_weights = flag("compare_weights", compare_weights)
@@ -105,7 +105,7 @@ class ContextParallel:
             self._sum = gradients == "sum"
             told_names = {"model": class_of(model), "gradients": gradients, "options": sorted(options.items()), "compare_weights": compare_weights}
             told_names["plan"] = [(p.name, p.inputs, p.outputs, p.gathered) for p in self._places]
-            same_settings(self.transport, told_names | {"processors": [type(one).__qualname__ for one in self._processors]})
+            compare_settings(self.transport, told_names | {"processors": [type(one).__qualname__ for one in self._processors]})
             if compare_weights:
                 same_weights(self.transport, model, _WEIGHTS)
             self._talk = Collectives(self.transport.members, timeout)
@@ -192,7 +192,7 @@ class ContextParallel:
         try:
             with repeatable(self.model):
                 found = tensors(self.model(**inputs))
-                with told(self.transport), self.off():
+                with refusing(self.transport), self.off():
                     alone = tensors(self.model(**inputs))
                     with moved(self.model):
                         bound = FACTOR * distance(tensors(self.model(**inputs)), alone)
@@ -201,8 +201,8 @@ class ContextParallel:
             self._comparing = False
             reshard(self.model, inside)
         wrong = not apart <= bound
-        place = number(b"check") & ~2
-        said = heard(self.transport, "check", place | wrong << 1)
+        place = digest(b"check") & ~2
+        said = digests(self.transport, "check", place | wrong << 1)
         if others := [rank for rank, one in enumerate(said) if one & ~2 != place]:
             raise Disagreement(f"ranks {others} of this group are at another place of the model than rank {self.rank}, which compares it with the model alone", others[0])
         if every := [rank for rank, one in enumerate(said) if one & 2]:
@@ -264,15 +264,15 @@ class ContextParallel:
             self._check(kwargs, inside=True)
         top = next((place for place in self._places if place.module is model), None)
         inputs = {} if top is None else top.inputs
-        with told(self.transport):
+        with refusing(self.transport):
             if getattr(model, "is_cache_enabled", False):
                 raise Unsupported("enable_cache was called on the model, which then leaves out layers by what one rank sees: call model.disable_cache()")
             self._check_modules()
             if self._known is not None:
                 refuse(class_of(model), self._known, inputs, kwargs)
             made = {name: self._split(name, kwargs[name], how) for name, how in inputs.items() if kwargs.get(name) is not None}
-            mine = number(content(kwargs).encode())
-        same(self.transport, "inputs", mine, _NEED)
+            mine = digest(content(kwargs).encode())
+        compare(self.transport, "inputs", mine, _NEED)
         self._inside, self._attend.calls = True, 0
         return (), {**kwargs, **made}
 

@@ -17,7 +17,7 @@ from diffusers import FluxTransformer2DModel, ModelMixin, WanTransformer3DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import Tensor, nn
 
-from ..errors import InvalidArgument, Unsupported
+from cpattn.errors import InvalidArgument, Unsupported
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ _KV = "its attention, to a cache of reference images, does not go over the ranks
 _JOINT = FluxTransformer2DModel._cp_plan
 _VIDEO = ("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image")
 
-# The classes that python/tests/sweep_diffusers.py compares with one process.
+# The classes that python-hf/tests/sweep_diffusers.py compares with one process.
 MODELS: dict[str, Known] = {
     "FluxTransformer2DModel": Known(
         whole=("pooled_projections", "timestep", "guidance", "joint_attention_kwargs"),

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import PeerError
-from ..torch.gloo import Collectives
+from cpattn.errors import PeerError
+from cpattn.torch.group import Collectives
 
 
 def bounds(length: int, rank: int, world: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import Unsupported
+from cpattn.errors import Unsupported
 from .attention import NAME, Mask, attention
 from .gathered import adapter_of
 from .positions import NAMES as TABLES

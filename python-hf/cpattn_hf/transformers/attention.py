@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..errors import Unsupported
-from ..torch.gather import Reads
+from cpattn.errors import Unsupported
+from cpattn.torch.group import Reads
 from .masks import Parts, Window, read, simplified, window_of
 
 NAME = "cpattn"

@@ -7,9 +7,9 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
-from .._check import attempt, refused, whole
-from ..errors import InvalidArgument
-from ..packing import numbers_of
+from cpattn.arguments import attempt, refused, whole
+from cpattn.errors import InvalidArgument
+from cpattn.packing import numbers_of
 
 
 def causal_area(length: int) -> float:

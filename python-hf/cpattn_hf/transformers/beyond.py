@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
 
-from ..errors import InvalidArgument, Unsupported
+from cpattn.errors import InvalidArgument, Unsupported
 from .attention import NAME
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._check import flag, instance
-from ..errors import InvalidArgument
-from ..torch.agree import told
-from ..torch.gloo import Collectives
+from cpattn.arguments import flag, instance
+from cpattn.errors import InvalidArgument
+from cpattn.torch.group import refusing
+from cpattn.torch.group import Collectives
 from .inputs import documents
 from .scores import LogProbs, Reader, Scores, spread
 
 if TYPE_CHECKING:
-    from ..torch import GlooTransport
+    from cpattn.torch import GlooTransport
     from .forward import Forward
     from .pooled import Kept
     from .probe import Found
@@ -82,7 +82,7 @@ class Calls:
         divided by nothing that has to do with ranks; each rank's gradients are then its part, as those of the model's own loss.
         All ranks call it."""
         self._talk()
-        with told(self.transport):
+        with refusing(self.transport):
             instance("inputs", inputs, Mapping, BATCH)
             reader = LogProbs(self, self.factor, temperature, flag("entropy", entropy), inputs)  # type: ignore[arg-type]
         self._keep_hidden()

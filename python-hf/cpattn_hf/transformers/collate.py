@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._check import attempt, listed, refused
-from ..errors import InvalidArgument
-from ..slices import Slice, checked, moved, tree
+from cpattn.arguments import attempt, listed, refused
+from cpattn.errors import InvalidArgument
+from cpattn.slices import Slice, checked, moved, tree
 
 
 def encode_slices(slices: Iterable[Slice]) -> Tensor:

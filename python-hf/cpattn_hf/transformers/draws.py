@@ -21,8 +21,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ..engine import EngineTransport
-from ..errors import Unsupported
+from cpattn.engine import EngineTransport
+from cpattn.errors import Unsupported
 
 # Options with which a model leaves out layers at random: all ranks must run the same layers.
 LAYERS = ("layerdrop", "decoder_layerdrop")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import Unsupported
+from cpattn.errors import Unsupported
 from .attention import Current
 from .draws import Draws, Seed, seed_of_call
 from .images import decoder_of

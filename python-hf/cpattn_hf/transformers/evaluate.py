@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import Disagreement
+from cpattn.errors import Disagreement
 
 if TYPE_CHECKING:
     from .parallel import ContextParallel

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..options import Side
-from ..torch import Batch
-from ..torch.gloo import Collectives
+from cpattn.options import Side
+from cpattn.torch import Batch
+from cpattn.torch.group import Collectives
 from .draws import Draws, seed_of_call
 from .gathered.forward import Gathers
 from .hybrids.deal import Deal

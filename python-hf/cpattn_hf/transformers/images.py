@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .._check import refused
-from ..errors import InvalidArgument, Unsupported
+from cpattn.arguments import refused
+from cpattn.errors import InvalidArgument, Unsupported
 from .attention import Current, _tensors
 from .draws import Draws
 from .masks import ARGUMENTS

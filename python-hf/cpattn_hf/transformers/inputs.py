@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from .._header import UNLIMITED
-from ..errors import InvalidArgument, Unsupported
+from cpattn import UNLIMITED
+from cpattn.errors import InvalidArgument, Unsupported
 from .attention import _tensors
 from .masks import ARGUMENTS
 from .pack import TAKEN, Pack, pack, shared, within

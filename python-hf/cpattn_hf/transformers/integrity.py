@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..errors import Unsupported
+from cpattn.errors import Unsupported
 from .attention import NAME
 
 if TYPE_CHECKING:

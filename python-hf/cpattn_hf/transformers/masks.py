@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._header import UNLIMITED
-from ..errors import InvalidArgument, Unsupported
-from ..slices import Slice
+from cpattn import UNLIMITED
+from cpattn.errors import InvalidArgument, Unsupported
+from cpattn.slices import Slice
 
 # The number of keys before its own key that a query sees, and the number of keys after it (0: causal).
 Window = tuple[int, int]

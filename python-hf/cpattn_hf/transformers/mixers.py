@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._check import instance, refused
-from ..errors import InvalidArgument, Unsupported
-from ..torch.gather import Gathered, Halo
+from cpattn.arguments import instance, refused
+from cpattn.errors import InvalidArgument, Unsupported
+from cpattn.torch.group import Gathered, Halo
 from .attention import Current
 from .hybrids import mixer_of
 from .hybrids.deal import Deal

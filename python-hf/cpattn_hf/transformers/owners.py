@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import DataParallel
 
-from .._check import refused
-from ..errors import Unsupported
+from cpattn.arguments import refused
+from cpattn.errors import Unsupported
 from .zero import refuse_parallel, refuse_parts, whole_parts
 
 

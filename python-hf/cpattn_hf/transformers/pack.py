@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._check import attempt, refused
-from ..errors import InvalidArgument, Unsupported
-from ..slices import Slice, checked
+from cpattn.arguments import attempt, refused
+from cpattn.errors import InvalidArgument, Unsupported
+from cpattn.slices import Slice, checked
 from .masks import ARGUMENTS
 
 # Arguments of a forward call for the ends of documents. The first three have the ends, each the same if several are given.
@@ -156,7 +156,7 @@ def shared(pack: Pack) -> bool:
     counts = [b - a for a, b in pairwise(ends)]
     group = torch.tensor([root(above, i) for i in range(len(counts))]).repeat_interleave(torch.tensor(counts))
     both = torch.stack([group, pack.positions.cpu()], 1)
-    return len(both.unique(dim=0)) < len(both)
+    return len(torch.unique(both, dim=0)) < len(both)
 
 
 def _weights(name: str, inputs: Mapping[str, Any], shape: tuple[int, int]) -> Tensor | None:

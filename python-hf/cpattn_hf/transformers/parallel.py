@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._check import attempt, flag, refused, whole
-from .._signature import keywords, misspelt, named
-from ..errors import Error, InvalidArgument, Unsupported
-from ..packing import over_all
-from ..options import CHOSEN, RUNS, PlanOptions
-from ..plan import Plan
-from ..torch import Context, GlooTransport
-from ..torch.agree import content, number, same, same_names, same_settings, told
-from ..torch.gloo import Collectives, Members
-from ..torch.weights import same_weights
+from cpattn.arguments import attempt, flag, refused, whole
+from cpattn.arguments import keywords, misspelt, named
+from cpattn.errors import Error, InvalidArgument, Unsupported
+from cpattn.packing import over_all
+from cpattn.options import CHOSEN, RUNS, PlanOptions
+from cpattn.plan import Plan
+from cpattn.torch import Context, GlooTransport
+from cpattn.torch.group import content, digest, compare, compare_names, compare_settings, refusing
+from cpattn.torch.group import Collectives, Members
+from cpattn.torch.group import same_weights
 from .adapters import Adapters
 from .attention import NAME, Current, register
 from .calls import Calls
@@ -108,7 +108,7 @@ class ContextParallel(Calls):
         transport = GlooTransport(group, timeout=timeout)
         members = self._all = transport.members
         try:
-            with told(transport):
+            with refusing(transport):
                 if dropout not in ("rank", "position"):
                     raise refused("dropout", dropout, "'rank' (each rank draws its own) or 'position' is needed")
                 self._dropouts = ByPlace(model) if dropout == "position" else None
@@ -116,12 +116,12 @@ class ContextParallel(Calls):
                 compare_weights = flag("compare_weights", compare_weights)
             settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "vision": vision, "dropout": dropout, "compare_weights": compare_weights}
             settings |= {"options": sorted(options.items()), "model": type(model).__name__}
-            same_settings(transport, settings)
+            compare_settings(transport, settings)
             if compare_weights:
                 same_weights(transport, model)
-            with told(transport):
+            with refusing(transport):
                 self._try(model)
-            same_settings(transport, {"model": (type(model).__name__, self._found)})
+            compare_settings(transport, {"model": (type(model).__name__, self._found)})
             self._number = transport.rank
             self.replica, self.rank = divmod(self._number, self.ranks)
             self._members = members[self.replica * self.ranks :][: self.ranks]
@@ -214,7 +214,8 @@ class ContextParallel(Calls):
                 options["layers"] = self._found.told
             group = self._group if options.get("communicator") == "torch" else self._members
             self._contexts[dtype] = Context(group, dtype=dtype, device=self.device, **options)
-            self._contexts[dtype]._collectives = self._collectives  # one group is enough
+            if self._collectives is not None:
+                self._contexts[dtype].use_collectives(self._collectives)
         return self._contexts[dtype]
 
     # Inputs
@@ -226,7 +227,7 @@ class ContextParallel(Calls):
             "all ranks of a group need the same batch. Where each draws its own (random crops or words), cp.trainer(kind, send_batches=True), "
             "or cp.loader(batches) without a trainer, gives all of them that of rank 0"
         )
-        with told(context.transport):
+        with refusing(context.transport):
             refuse_parallel()
             self._integrity.check()
             if torch.is_grad_enabled():
@@ -249,8 +250,8 @@ class ContextParallel(Calls):
             more = reader.bytes() if reader else b""
             more += content(self._images.compared(inputs, images)).encode()
         if self._images:
-            same_names(context.transport, self._images.names, images, need)
-        same(context.transport, "inputs", number(found.bytes() + repr(items).encode() + more), need)
+            compare_names(context.transport, self._images.names, images, need)
+        compare(context.transport, "inputs", digest(found.bytes() + repr(items).encode() + more), need)
         views = Views(found, lambda dtype: self._context(dtype).batch(found.cu_seqlens, slices=found.slices), self._found.blocks)
         forward = Forward(found, views, views.batch(self.model.dtype), items, found.labels, found.weights, reader, group=self._talk())
         forward.size = reader.tile if reader else self.tile if found.labels is not None else 0
@@ -295,7 +296,7 @@ class ContextParallel(Calls):
     def _after(self, model: Any, args: Any, kwargs: Any, out: Any) -> Any:
         if (forward := self._whole()) is None:
             return out
-        with told(self.transport):
+        with refusing(self.transport):
             self._integrity.end()
         if self._dropouts and forward.draws is not None:
             self._dropouts.check(forward.draws)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._header import UNLIMITED
+from cpattn import UNLIMITED
 
 # Names in configs of the number of positions of a model.
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
@@ -90,6 +90,6 @@ class Places(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         if func is not aten.embedding.default and size < LEAST:
             return
         if isinstance(index, Tensor) and index.dtype != torch.bool and index.numel() == self._positions.numel():
-            before = (index.flatten() - self._positions).unique().tolist()
+            before = torch.unique(index.flatten() - self._positions).tolist()
             if len(before) == 1:
                 self.rows = min(self.rows, size - int(before[0]))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import InvalidArgument, Unsupported
+from cpattn.errors import InvalidArgument, Unsupported
 from .scores import Fused, Reader
 
 if TYPE_CHECKING:

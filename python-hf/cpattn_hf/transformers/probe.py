@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._header import UNLIMITED
-from ..errors import Error, Unsupported
-from ..packing import Packing
-from ..torch.gather import Gathered, Halo, Reads, bands_of
-from ..torch.reads import Runs
+from cpattn import UNLIMITED
+from cpattn.errors import Error, Unsupported
+from cpattn.packing import Packing
+from cpattn.torch.group import Gathered, Halo, Reads, bands_of
+from cpattn.torch.group import Runs
 from .attention import Current
 from .hybrids.deal import Deal
 from .masks import ARGUMENTS, SAMPLE, TYPES, Blocks, Parts, Window, rule

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..torch.agree import Total
+from cpattn.torch.group import Total
 from .router import router_loss
 from .tiles import in_tiles, summed
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import Unsupported
+from cpattn.errors import Unsupported
 from .attention import Current
 
 if TYPE_CHECKING:

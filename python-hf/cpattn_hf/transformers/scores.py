@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils.generic import ModelOutput
 
-from .._check import number
-from ..errors import InvalidArgument, Unsupported
-from ..torch.gloo import Collectives
+from cpattn.arguments import number
+from cpattn.errors import InvalidArgument, Unsupported
+from cpattn.torch.group import Collectives
 from .pack import Pack
 from .tiles import TILE, tiles
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import Unsupported
+from cpattn.errors import Unsupported
 from .attention import Current
 from .zero import in_parts
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from ..errors import InvalidArgument, Unsupported
+from cpattn.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
-    from ..torch.gloo import Collectives
+    from cpattn.torch.group import Collectives
     from .forward import Forward
 
 GRIDS = "image_grid_thw"

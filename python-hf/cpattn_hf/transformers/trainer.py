@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer
 
-from ..errors import InvalidArgument, Unsupported
+from cpattn.errors import InvalidArgument, Unsupported
 from .beyond import MODULES, SFT, beyond, fused
 from .evaluate import Preprocess, gathered
 

@@ -13,10 +13,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .._header import UNLIMITED
-from ..errors import InvalidArgument, Unsupported
-from ..slices import Slice
-from ..torch import Batch
+from cpattn import UNLIMITED
+from cpattn.errors import InvalidArgument, Unsupported
+from cpattn.slices import Slice
+from cpattn.torch import Batch
 from .masks import Blocks, Expression, Parts, Window, chunked, has, slices_of
 from .pack import Pack
 

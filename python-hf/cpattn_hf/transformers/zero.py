@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import InvalidArgument, Unsupported
+from cpattn.errors import InvalidArgument, Unsupported
 
 
 def in_parts(model: nn.Module | None) -> list[nn.Parameter]:

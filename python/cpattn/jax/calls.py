@@ -31,7 +31,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._check import attempt, refused
+from ..arguments import attempt, refused
 from ..errors import InvalidArgument, Unsupported
 from ..packing import Packing, Told, sinks_of
 from ..plan import Plan

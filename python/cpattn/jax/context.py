@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._check import attempt, flag, instance, refused, whole
+from ..arguments import attempt, flag, instance, refused, whole
 from .._signature import named
 from ..engine import checked_timeout
 from ..errors import InvalidArgument, Unsupported

@@ -23,12 +23,12 @@ from ..errors import Disagreement, Error, InvalidArgument
 REFUSED = 2
 
 
-def number(data: bytes) -> int:
+def digest(data: bytes) -> int:
     """An odd number that is equal for equal bytes."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") | 1
 
 
-def heard(transport: EngineTransport, what: str, mine: int) -> Sequence[int]:
+def digests(transport: EngineTransport, what: str, mine: int) -> Sequence[int]:
     """The odd numbers of all ranks, in their order. All ranks call it; `what` they are numbers of."""
     said = transport.agree(0, transport.world, mine)
     if refusing := [rank for rank, one in enumerate(said) if one == REFUSED]:
@@ -38,26 +38,26 @@ def heard(transport: EngineTransport, what: str, mine: int) -> Sequence[int]:
     return said
 
 
-def same(transport: EngineTransport, what: str, mine: int, need: str) -> None:
+def compare(transport: EngineTransport, what: str, mine: int, need: str) -> None:
     """Compares a number over the ranks, and raises unless it is equal on all of them."""
-    said = heard(transport, what, mine)
+    said = digests(transport, what, mine)
     if others := [rank for rank, one in enumerate(said) if one != said[0]]:
         raise Disagreement(
             f"the {what} of ranks {others} of this group differ from those of rank 0 (this is rank {transport.rank}): {need}", others[0]
         )
 
 
-def same_settings(transport: EngineTransport, settings: Mapping[str, Any]) -> None:
+def compare_settings(transport: EngineTransport, settings: Mapping[str, Any]) -> None:
     """Compares arguments of ContextParallel, by their names."""
     for name, value in settings.items():
         need = f"{name} is {value!r} on this rank, all ranks need the same"
-        same(transport, "arguments of ContextParallel", number(repr(value).encode()), need)
+        compare(transport, "arguments of ContextParallel", digest(repr(value).encode()), need)
 
 
-def same_names(transport: EngineTransport, names: Sequence[str], given: Set[str], need: str) -> None:
+def compare_names(transport: EngineTransport, names: Sequence[str], given: Set[str], need: str) -> None:
     """Refuses arguments that only some ranks were given, by their names: those of `names`, which are the same on all ranks."""
     bits = {name: 2 << at for at, name in enumerate(names[:62])}
-    said = heard(transport, "inputs", 1 + sum(bit for name, bit in bits.items() if name in given))
+    said = digests(transport, "inputs", 1 + sum(bit for name, bit in bits.items() if name in given))
     for name, bit in bits.items():
         if others := [rank for rank, one in enumerate(said) if bool(one & bit) != bool(said[0] & bit)]:
             have, lack = ([rank for rank, one in enumerate(said) if bool(one & bit) == has] for has in (True, False))
@@ -80,7 +80,7 @@ def content(value: Any) -> str:
 
 
 @contextmanager
-def told(transport: EngineTransport) -> Iterator[None]:
+def refusing(transport: EngineTransport) -> Iterator[None]:
     """Tells the other ranks, which wait in `same`, if this one raises."""
     try:
         yield

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._check import refused
+from ..arguments import refused
 from ..engine import EngineTransport
 from ..errors import InvalidArgument, Unsupported
 from . import nccl
-from .agree import number, same, told
+from .agree import digest, compare, refusing
 from .gloo import Members, members_of
 from .kernels import Kernel, find
 
@@ -81,8 +81,8 @@ def numbered(device: torch.device) -> torch.device:
 
 def agreed(transport: EngineTransport, kernels: str | Kernel, device: torch.device) -> Kernel | None:
     """The kernel, or None for those of this library. All ranks call it, and are refused if they have different ones."""
-    with told(transport):
+    with refusing(transport):
         kernel = None if kernels == OWN else find(kernels, device)
     name = OWN if kernel is None else kernel.name
-    same(transport, "kernels", number(name.encode()), f"kernels is {name!r} on this rank, all ranks need the same")
+    compare(transport, "kernels", digest(name.encode()), f"kernels is {name!r} on this rank, all ranks need the same")
     return kernel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._check import attempt, one_of, refused
+from ..arguments import attempt, one_of, refused
 from ..errors import InvalidArgument
 from ..packing import sinks_of
 from ..options import CombineTo

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._check import attempt, flag, instance, one_of, refused, whole
+from ..arguments import attempt, flag, instance, one_of, refused, whole
 from .._signature import named
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import Packed, PackedContext, Packing, kind_of, over_all, sinks_of
@@ -121,6 +121,7 @@ class Context(PackedContext, Combining):
         self.device = choice.numbered(on)
         self.transport, self._timeout = GlooTransport(group, timeout=timeout), timeout
         self._collectives: Collectives | None = None
+        self._own_collectives = True
         self._combines: dict[tuple[Any, ...], Plan] = {}
         self.number, self.world = self.transport.rank, self.transport.world
         self._members = self.transport.members
@@ -225,6 +226,11 @@ class Context(PackedContext, Combining):
             return self.rank
         return self.collectives() if self.world > 1 else None
 
+    def use_collectives(self, collectives: Collectives) -> None:
+        """Takes a group that is already there for rows of other ranks, so that one group serves all contexts of a model. Whoever made it
+        closes it, after this context."""
+        self._collectives, self._own_collectives = collectives, False
+
     def record(self, capacity: int = 1 << 16) -> None:
         """Starts to record this rank's operations, at most `capacity` of them, for `trace`."""
         self.check_open()
@@ -240,7 +246,7 @@ class Context(PackedContext, Combining):
         """Leaves the group. Peers that still need this rank get an error, so call dist.barrier on all ranks before."""
         self._closed = True
         self._batches.clear()
-        if self._collectives is not None:
+        if self._collectives is not None and self._own_collectives:
             self._collectives.close()
         _deciding[self._members] = [pair for pair in _deciding.get(self._members, []) if pair[0] is not self]
         self.rank.close()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import dropout
-from .._check import number, refused, whole
+from ..arguments import number, refused, whole
 from ..errors import InvalidArgument, Unsupported
 
 # Seeds are kept of so many calls: those between a forward pass and its backward are fewer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from .._check import attempt
+from ..arguments import attempt
 from ..options import Dtype
 
 DTYPES = dict(zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), Dtype, strict=True))

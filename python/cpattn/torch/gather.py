@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .._check import instances, one_of, whole
+from ..arguments import instances, one_of, whole
 from .._header import UNLIMITED
 from ..errors import Disagreement, InvalidArgument, PeerError
 from ..packing import Packing

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .. import rank
-from .._check import attempt, refused, whole
+from ..arguments import attempt, refused, whole
 from ..engine import Engine, EngineTransport, checked_timeout
 from ..errors import InvalidArgument, Unsupported
 from ..ring import Link

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .._check import one_of
+from ..arguments import one_of
 from ..options import Kind, Side, at_least_1
 from ..plan import Plan
 from . import operators

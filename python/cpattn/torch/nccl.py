@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from .._check import attempt, refused
+from ..arguments import attempt, refused
 from ..engine import EngineTransport
 from ..errors import Disagreement, Error, InvalidArgument, InvalidHandle, Unsupported
 from ..rank import Rank, nccl_group, nccl_transport, nccl_unique_id

@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any, TypeVar
 
-from .._check import attempt, refused, whole
+from ..arguments import attempt, refused, whole
 from ..engine import EngineTransport
 from ..errors import Error, InvalidArgument
 from ..options import ranks_per_node

@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError(f"torch.__version__ is {torch.__version__}, 2.10 or later is needed for cpattn.torch: pip install 'torch>=2.10'") from error
 
-from .._check import instance
+from ..arguments import instance
 from ..errors import InvalidArgument, InvalidHandle, Unsupported
 from ..packing import Packing, Told
 from ..options import Side

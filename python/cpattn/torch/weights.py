@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..engine import EngineTransport
 from ..errors import Disagreement
-from .agree import heard, number, told
+from .agree import digests, digest, refusing
 
 # Words that are hashed at a time: their products are of 64 bits.
 AT_A_TIME = {"cpu": 1 << 16}
@@ -111,7 +111,7 @@ def same_weights(transport: EngineTransport, model: nn.Module, need: str = NEED)
     differs; the sentence ends with `need`, what a user can do. All ranks of the transport call it."""
     if transport.world == 1:
         return
-    with told(transport):
+    with refusing(transport):
         items = list(items_of(model))
         numbers = dict(zip((one.name for one in items), hashes([one.local for one in items]), strict=True))
     kinds = [repr((*one[:3], one.place is None)).encode() for one in items]
@@ -123,7 +123,7 @@ def same_weights(transport: EngineTransport, model: nn.Module, need: str = NEED)
     if (at := _first(transport, [numbers[one.name].to_bytes(8, "little") for one in whole], everyone)) is not None:
         _differ(transport, f"{whole[at].name} differs over the ranks of this group (this is rank {transport.rank})", need)
     if shards:
-        holders = heard(transport, WHAT, number(repr([one.place for one in shards]).encode()))
+        holders = digests(transport, WHAT, digest(repr([one.place for one in shards]).encode()))
         if (at := _first(transport, [numbers[one.name].to_bytes(8, "little") for one in shards], holders)) is not None:
             _differ(transport, f"{shards[at].name} differs over ranks of this group that hold the same shard (this is rank {transport.rank})", need)
 
@@ -134,10 +134,10 @@ def _differ(transport: EngineTransport, what: str, need: str) -> None:
 
 def _first(transport: EngineTransport, mine: list[bytes], classes: Sequence[int]) -> int | None:
     """The first entry of the ranks' lists that is not equal on all ranks of a class, None if there is none."""
-    prefixes = [1, *accumulate((number(one) for one in mine), lambda before, one: number(f"{before} {one}".encode()))]
+    prefixes = [1, *accumulate((digest(one) for one in mine), lambda before, one: digest(f"{before} {one}".encode()))]
 
     def differ(length: int) -> bool:
-        said = heard(transport, WHAT, prefixes[min(length, len(mine))])
+        said = digests(transport, WHAT, prefixes[min(length, len(mine))])
         known: dict[int, int] = {}
         return any(known.setdefault(of, one) != one for of, one in zip(classes, said, strict=True))
 

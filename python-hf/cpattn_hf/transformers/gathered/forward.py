@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...errors import Unsupported
-from ...torch import Batch
-from ...torch.gather import Gathered, Halo, Reads
+from cpattn.errors import Unsupported
+from cpattn.torch import Batch
+from cpattn.torch.group import Gathered, Halo, Reads
 from ..masks import Parts, Window
 from ..pack import Pack
 

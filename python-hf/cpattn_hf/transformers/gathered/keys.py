@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import Unsupported
+from cpattn.errors import Unsupported
 from ..attention import Mask
 from ..hybrids.shared import view
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from ..._header import UNLIMITED
-from ...errors import Unsupported
-from ...plan import Plan
-from ...rank import Rank, local_group
-from ...torch.dtypes import DTYPES
+from cpattn import UNLIMITED
+from cpattn.errors import Unsupported
+from cpattn.plan import Plan
+from cpattn.rank import Rank, local_group
+from cpattn.torch.group import DTYPES
 from ..attention import Current
 from .keys import gathered
 

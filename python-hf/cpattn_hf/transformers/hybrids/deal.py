@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import PeerError, Unsupported
-from ...torch.gloo import Collectives
+from cpattn.errors import PeerError, Unsupported
+from cpattn.torch.group import Collectives
 
 
 class Deal:

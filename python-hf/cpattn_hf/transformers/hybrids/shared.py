@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...errors import Unsupported
-from ...torch.gather import Halo
+from cpattn.errors import Unsupported
+from cpattn.torch.group import Halo
 from .deal import Deal
 
 M = TypeVar("M", bound=nn.Module)

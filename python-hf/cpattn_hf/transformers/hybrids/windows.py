@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import Unsupported
+from cpattn.errors import Unsupported
 from .shared import Documents, _taker, view
 
 

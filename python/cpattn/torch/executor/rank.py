@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..._check import attempt
+from ...arguments import attempt
 from ..._header import UNLIMITED
 from ...engine import EngineTransport
 from ...errors import Busy, Disagreement, Error, InvalidArgument, InvalidHandle, PeerError, Unsupported
@@ -26,7 +26,7 @@ from ...options import AllToAll, CombineTo, Direction, Dtype, Side
 from ...plan import Plan
 from ...schedule import Schedule
 from ...schedule import Tensor as Of
-from ..agree import REFUSED, number
+from ..agree import REFUSED, digest
 from ..dtypes import DTYPES, TORCH_DTYPES
 from ..kernels import Kernel, refuse
 from .messages import Network
@@ -273,7 +273,7 @@ def of_lse(lse: Tensor) -> Tensor:
 
 def name_of(plan: Plan, key: Any) -> int:
     """A number of what ranks are about to run, equal for equal runs."""
-    return number(hashlib.blake2b(repr((plan.fingerprint, key)).encode(), digest_size=8).digest())
+    return digest(hashlib.blake2b(repr((plan.fingerprint, key)).encode(), digest_size=8).digest())
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:

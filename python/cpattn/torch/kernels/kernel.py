@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..._check import instance
+from ...arguments import instance
 from ...errors import Unsupported
 
 HALF = (torch.float16, torch.bfloat16)

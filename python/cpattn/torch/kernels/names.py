@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..._check import refused
+from ...arguments import refused
 from .flash import FlashAttention2, FlashAttention3, FlashAttention4
 from .kernel import Kernel
 from .math import Math

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._check import refused
+from ...arguments import refused
 from .kernel import HALF, Honours, Kernel
 from .rectangles import Rectangles
 

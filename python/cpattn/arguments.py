@@ -14,7 +14,23 @@ from collections.abc import Callable, Iterable
 from ctypes import c_double, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from typing import Any, TypeVar
 
+from ._signature import keywords, misspelt, named
 from .errors import InvalidArgument
+
+__all__ = [
+    "attempt",
+    "flag",
+    "instance",
+    "instances",
+    "keywords",
+    "listed",
+    "misspelt",
+    "named",
+    "number",
+    "one_of",
+    "refused",
+    "whole",
+]
 
 E = TypeVar("E", bound=enum.IntEnum)
 T = TypeVar("T")
