@@ -153,7 +153,7 @@ fn distribution(tokens: usize, rounds: usize) {
     let batch = Batch::from_lengths(&[tokens]).expect("a length");
     let problem = Problem::new(batch, HEADS, HEADS, HEAD_DIM, Dtype::F32);
     let plan = |ulysses, ring, layout| {
-        let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).expect("a mesh");
+        let mesh = Mesh { replicas: 1, ring, ulysses };
         let plan = Plan::new(&problem, mesh, layout).expect("a plan");
         (format!("{mesh}, {layout}"), mesh, Team::new(&plan))
     };

@@ -196,7 +196,7 @@ fn main() {
     for (name, ulysses, ring) in
         [("one rank", 1, 1), ("Ulysses 2", 2, 1), ("ring 4", 1, 4), ("Ulysses 2 × ring 4", 2, 4)]
     {
-        let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).expect("a mesh");
+        let mesh = Mesh { replicas: 1, ring, ulysses };
         let plan = Plan::new(&problem, mesh, Layout::Zigzag).expect("a plan");
         let (ops, each) = measure(&cuda, &plan);
         println!("{name:20} {ops:8} operations, {:6.2} µs of CPU each", each / 1e3);

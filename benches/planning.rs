@@ -107,7 +107,7 @@ fn choices(c: &mut Criterion) {
         for n in [1000, 10_000, 100_000] {
             let problem = of(n, 1 << 20);
             group.bench_function(BenchmarkId::new(format!("automatic, {world} ranks"), n), |b| {
-                b.iter(|| Choice::new(world, black_box(&problem), Choice::BALANCE, 0).unwrap());
+                b.iter(|| Choice::new(black_box(&problem), world, Choice::BALANCE, 0).unwrap());
             });
             let machine = Machine::parse(include_str!("../machines/h100_8x400g.machine")).unwrap();
             group.bench_function(BenchmarkId::new(format!("by a machine, {world} ranks"), n), |b| {
@@ -155,7 +155,7 @@ fn sliced(c: &mut Criterion) {
     ] {
         for world in [8, 1024] {
             bench.bench_function(BenchmarkId::new(format!("automatic, {world} ranks"), name), |b| {
-                b.iter(|| Choice::new(world, black_box(problem), Choice::BALANCE, 0).unwrap());
+                b.iter(|| Choice::new(black_box(problem), world, Choice::BALANCE, 0).unwrap());
             });
         }
         let mesh = Mesh { replicas: 1, ring: 8, ulysses: 1 };

@@ -19,7 +19,7 @@ fn main() -> Result<()> {
     let inputs: [Vec<f32>; 3] = [wave(HEADS, 0.37), wave(KV_HEADS, 0.71), wave(KV_HEADS, 0.13)];
 
     let problem = Problem::new(batch, HEADS, KV_HEADS, DIM, Dtype::F32);
-    let plan = Plan::new(&problem, Mesh::explicit(4, 2, 2)?, Layout::Zigzag)?; // Ulysses 2 × ring 2
+    let plan = Plan::new(&problem, Mesh { replicas: 1, ring: 2, ulysses: 2 }, Layout::Zigzag)?;
     println!("{}", plan.explain());
 
     let many = attention(&plan, &inputs)?;

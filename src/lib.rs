@@ -31,7 +31,7 @@
 //!
 //! // Two documents of 5 and 7 tokens, 4 q heads, 2 kv heads, head_dim 64; causal by default.
 //! let problem = Problem::new(Batch::new(&[0, 5, 12])?, 4, 2, 64, Dtype::F32);
-//! let plan = &Plan::new(&problem, Mesh::explicit(4, 2, 2)?, Layout::Zigzag)?; // ulysses 2 × ring 2
+//! let plan = &Plan::new(&problem, Mesh { replicas: 1, ring: 2, ulysses: 2 }, Layout::Zigzag)?;
 //! // Ranks as threads of one process; over MPI, NCCL or gloo each process has one.
 //! let outputs = local::run(4, Duration::from_secs(10), |end| {
 //!     let mut rank = Rank::new(end);

@@ -8,7 +8,8 @@ use alloc::{format, string::String};
 
 use crate::error::{Error, Result};
 
-/// A decomposition of the world.
+/// A decomposition of the world. A literal names its parts: `Mesh { replicas: 1, ring: 2, ulysses: 4 }`; a plan refuses
+/// one without ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Mesh {
     /// Independent groups, each with its own batch.
@@ -62,9 +63,13 @@ impl Mesh {
         Ok(Self { replicas: 1, ring: world, ulysses: 1 })
     }
 
-    /// `ulysses × ring`, repeated in replicas when the world is larger.
-    pub fn explicit(world: usize, ulysses: usize, ring: usize) -> Result<Self> {
+    /// The same `ulysses × ring`, repeated in as many replicas as fill a world.
+    ///
+    /// # Errors
+    /// A world that is not a whole number of `ulysses × ring`.
+    pub fn in_world(self, world: usize) -> Result<Self> {
         world_is(world)?;
+        let Self { ring, ulysses, .. } = self;
         let group = ulysses
             .checked_mul(ring)
             .filter(|&g| g > 0)
@@ -177,11 +182,12 @@ mod tests {
         assert_eq!(Mesh::gcd(9, 6).unwrap(), mesh(3, 2));
         assert_eq!(Mesh::gcd(9, 3).unwrap(), mesh(3, 1));
         assert_eq!(Mesh::gcd(9, 4).unwrap(), mesh(1, 4));
-        assert_eq!(Mesh::explicit(8, 4, 2).unwrap(), mesh(4, 2));
-        assert_eq!(Mesh::explicit(8, 2, 2).unwrap().replicas, 2);
-        let text = Mesh::explicit(8, 3, 2).unwrap_err().to_string();
+        assert_eq!(mesh(4, 2).in_world(8).unwrap(), mesh(4, 2));
+        assert_eq!(mesh(2, 2).in_world(8).unwrap().replicas, 2);
+        assert_eq!(mesh(2, 2).in_world(8).unwrap().in_world(4).unwrap(), mesh(2, 2));
+        let text = mesh(3, 2).in_world(8).unwrap_err().to_string();
         assert!(text.contains("ulysses 3 × ring 2 = 6") && text.contains("world of 8"), "{text}");
-        assert!(Mesh::explicit(8, 0, 2).is_err() && Mesh::ring(0).is_err());
+        assert!(mesh(0, 2).in_world(8).is_err() && Mesh::ring(0).is_err());
         assert_eq!(Mesh::gcd(0, 4).unwrap_err().to_string(), "heads is 0, expected at least 1");
     }
 

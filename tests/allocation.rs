@@ -181,7 +181,7 @@ fn play<T: Element>(what: &str, plan: &Plan) {
 }
 
 fn main() {
-    let mesh = |u, r| Mesh::explicit(u * r, u, r).unwrap();
+    let mesh = |u, r| Mesh { replicas: 1, ring: r, ulysses: u };
     let o = Options::new;
     let forms = [
         o().circulate(Circulate::Keys),

@@ -46,7 +46,7 @@ fn instruction_sets_that_the_machine_lacks() {
 
 fn refused_before_a_run(named: &str) {
     let problem = Problem::new(Batch::new(&[0, 5, 12]).unwrap(), 2, 2, 16, Dtype::F32);
-    let plan = &Plan::new(&problem, Mesh::explicit(2, 1, 2).unwrap(), Layout::Contiguous).unwrap();
+    let plan = &Plan::new(&problem, Mesh { replicas: 1, ring: 2, ulysses: 1 }, Layout::Contiguous).unwrap();
     thread::scope(|scope| {
         for end in local::group(2, Duration::from_secs(60)).unwrap() {
             scope.spawn(move || {

@@ -161,7 +161,8 @@ pub fn all<T: Transport + 'static>(name: &str, end: T, counts: bool, options: Op
     let mut lines = Vec::new();
     for (mesh, ulysses, ring, layout) in [("ring", 1, world, Layout::Zigzag), ("ulysses", world, 1, Layout::Contiguous)]
     {
-        let plan = Plan::new(&problem, Mesh::explicit(world, ulysses, ring).expect("a mesh"), layout).expect("a plan");
+        let plan = Plan::new(&problem, Mesh { replicas: 1, ring, ulysses }.in_world(world).expect("a mesh"), layout)
+            .expect("a plan");
         let tensors = Tensors::new(&plan, tap.rank());
         let mut rank = Rank::new(tap.clone());
         for direction in [Direction::Forward, Direction::Backward] {

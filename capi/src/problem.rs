@@ -324,9 +324,13 @@ fn given_or_chosen(problem: &Problem, o: &cpattn_options) -> Result<Plan> {
                 let name = if ring == 0 { "options.ulysses" } else { "options.ring" };
                 return Err(Error::invalid(name, n, format!("a divisor of the world of {world}")));
             }
-            Some(if ring == 0 { Mesh::explicit(world, n, world / n)? } else { Mesh::explicit(world, world / n, n)? })
+            Some(if ring == 0 {
+                Mesh { replicas: 1, ring: world / n, ulysses: n }.in_world(world)?
+            } else {
+                Mesh { replicas: 1, ring: n, ulysses: world / n }.in_world(world)?
+            })
         }
-        (u, r) => Some(Mesh::explicit(world, u, r)?),
+        (u, r) => Some(Mesh { replicas: 1, ring: r, ulysses: u }.in_world(world)?),
     };
     let plan = Plan::builder(problem).world(world).options(options);
     let plan = mesh.map_or(plan, |mesh| plan.mesh(mesh));

@@ -133,7 +133,7 @@ impl<'a> Expected<'a> {
     /// The reference `want`, and the errors that one rank has against it.
     pub fn new<T: Element>(p: &Problem, inputs: &Arc<Inputs<T>>, want: &'a Results<f64>) -> Result<Self, String> {
         let mut expected = Self { want, mixed: mixed_scores(p, inputs), alone: Vec::new() };
-        let one = Mesh::explicit(1, 1, 1).and_then(|mesh| Plan::new(p, mesh, Layout::Contiguous));
+        let one = Ok(Mesh { replicas: 1, ring: 1, ulysses: 1 }).and_then(|mesh| Plan::new(p, mesh, Layout::Contiguous));
         let one = one.map_err(|e| e.to_string())?;
         let how = How { repeat: 1, record: false, tick: Arc::new(|| ()) };
         let outcome = Team::new(1, Duration::from_secs(600))?.run(&one, inputs, &how)?;
@@ -244,7 +244,7 @@ mod tests {
         fn of<T: Element>() {
             for (head_dim, ulysses, ring) in [(32, 1, 1), (128, 1, 1), (128, 2, 2)] {
                 let (problem, inputs) = large_scores::<T>(head_dim);
-                let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+                let mesh = Mesh { replicas: 1, ring, ulysses };
                 let plan = Plan::new(&problem, mesh, Layout::Contiguous).unwrap();
                 let want = reference(&problem, &inputs, || ());
                 assert!(max_of(&want.lse) > 60.0);
@@ -273,7 +273,7 @@ mod tests {
             for x in [&mut inputs.v, &mut inputs.d_o] {
                 x.fill_with(|| T::from_f64(random.normal()));
             }
-            let plan = Plan::new(&problem, Mesh::explicit(1, 1, 1).unwrap(), Layout::Contiguous).unwrap();
+            let plan = Plan::new(&problem, Mesh { replicas: 1, ring: 1, ulysses: 1 }, Layout::Contiguous).unwrap();
             let want = reference(&problem, &inputs, || ());
             let rounded = |x: &[f64]| x.iter().map(|&x| T::from_f64(bf16::from_f64(x).to_f64())).collect::<Vec<T>>();
             let got = Results {
@@ -313,7 +313,7 @@ mod tests {
         let (inputs, want) = (Arc::new(inputs.clone()), reference(&problem, &inputs, || ()));
         let expected = Expected::new(&problem, &inputs, &want).unwrap();
         assert!(max_of(&want.lse) > 300.0 && expected.mixed < 60.0, "{}", expected.mixed);
-        let mesh = Mesh::explicit(4, 2, 2).unwrap();
+        let mesh = Mesh { replicas: 1, ring: 2, ulysses: 2 };
         let plan = Plan::new(&problem, mesh, Layout::Zigzag).unwrap();
         let how = How { repeat: 1, record: false, tick: Arc::new(|| ()) };
         let team = Team::new(4, Duration::from_secs(600)).unwrap();

@@ -306,11 +306,11 @@ impl Arguments {
             (Some(MeshRule::Gcd), ..) => Mesh::gcd(p.heads(), world),
             (Some(MeshRule::Ulysses), ..) => Mesh::ulysses(world),
             (Some(MeshRule::Ring), ..) => Mesh::ring(world),
-            (None, Some(u), Some(r)) => Mesh::explicit(world, u, r),
-            (None, Some(u), None) => Mesh::explicit(world, u, (world / u.max(1)).max(1)),
-            (None, None, Some(r)) => Mesh::explicit(world, (world / r.max(1)).max(1), r),
-            (None, None, None) if fixture && world == 8 => Mesh::explicit(8, 4, 2),
-            (Some(MeshRule::Auto) | None, ..) => Ok(Mesh::auto(world, p)?),
+            (None, Some(u), Some(r)) => Mesh { replicas: 1, ring: r, ulysses: u }.in_world(world),
+            (None, Some(u), None) => Mesh { replicas: 1, ring: (world / u.max(1)).max(1), ulysses: u }.in_world(world),
+            (None, None, Some(r)) => Mesh { replicas: 1, ring: r, ulysses: (world / r.max(1)).max(1) }.in_world(world),
+            (None, None, None) if fixture && world == 8 => Ok(Mesh { replicas: 1, ring: 2, ulysses: 4 }),
+            (Some(MeshRule::Auto) | None, ..) => Ok(Mesh::auto(p, world)?),
         }
     }
 
@@ -336,7 +336,7 @@ impl Arguments {
     fn plan_for(&self, p: &Problem, fixture: bool) -> cpattn::Result<Plan> {
         let mesh = self.mesh(p, fixture)?;
         let layout = match self.layout {
-            LayoutRule::Auto => Layout::auto(mesh.ring, p)?,
+            LayoutRule::Auto => Layout::auto(p, mesh.ring)?,
             LayoutRule::Given(layout) => layout,
         };
         let options = Options::new()

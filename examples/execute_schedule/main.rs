@@ -121,7 +121,7 @@ fn difference(a: &[f64], b: &[f64]) -> f64 {
 fn main() -> Result<()> {
     let problem = Problem::new(Batch::from_lengths(&[40, 7, 90])?, 6, 2, 16, Dtype::F64).with_sinks(true);
     let inputs = Inputs::new(&problem);
-    let plan = Plan::new(&problem, Mesh::explicit(6, 2, 3)?, Layout::Zigzag)?;
+    let plan = Plan::new(&problem, Mesh { replicas: 1, ring: 3, ulysses: 2 }, Layout::Zigzag)?;
     let schedule = Schedule::new(&plan, 0, Direction::Backward)?;
     println!("the backward of rank 0 of {}:", plan.mesh());
     for (i, op) in schedule.operations().enumerate() {

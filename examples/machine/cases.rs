@@ -114,7 +114,7 @@ fn case(
     (name, lengths, [heads, kv_heads, dim], dtype, mask, [ulysses, ring], layout, options): Spec<'_>,
 ) -> Result<Case> {
     let problem = Problem::new(Batch::from_lengths(lengths)?, heads, kv_heads, dim, dtype).with_mask(mask);
-    let mesh = Mesh::explicit(ulysses * ring, ulysses, ring)?;
+    let mesh = Mesh { replicas: 1, ring, ulysses };
     Ok(Case { name, plan: Plan::builder(&problem).mesh(mesh).layout(layout).options(options).build()? })
 }
 

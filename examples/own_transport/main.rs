@@ -65,7 +65,7 @@ mod processes {
         let inputs: [Vec<f32>; 3] = [wave(HEADS, 0.37), wave(KV_HEADS, 0.71), wave(KV_HEADS, 0.13)];
         let problem = Problem::new(batch, HEADS, KV_HEADS, DIM, Dtype::F32);
 
-        let plan = Plan::new(&problem, Mesh::explicit(WORLD, 2, 2)?, Layout::Zigzag)?;
+        let plan = Plan::new(&problem, Mesh { replicas: 1, ring: 2, ulysses: 2 }.in_world(WORLD)?, Layout::Zigzag)?;
         let mine = attention(&mut Rank::new(transport), &plan, &inputs)?;
         let single = Plan::new(&problem, Mesh::single(), Layout::Contiguous)?;
         let whole = local::run(1, DEADLINE, |end| attention(&mut Rank::new(end), &single, &inputs))?;

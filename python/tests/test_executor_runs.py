@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cpattn
 from cpattn import Plan, Side
 from cpattn.schedule import Lane
-from cpattn.torch.executor import Executor
+from cpattn.torch.executor import Executor, explain
 from cpattn.torch.executor.partials import merge
 from cpattn.torch.executor.program import Streams
 from cpattn.torch.kernels import Math, find
@@ -203,9 +203,14 @@ class Runs(unittest.TestCase):
             step(plan, 0, rank, tensors(plan, 0))
 
     def test_explained(self) -> None:
-        plan, rank = plan_of(OPTIONS[0]), group(4, MATH)[1]
-        text = rank.explain(plan, cpattn.Direction.FORWARD)
-        self.assertIn("kernels='math', forward of rank 1", text)
+        """The calls of a kernel, what is done outside, and what it does not honour."""
+        plan, cpu = Plan(CU, HEADS, DIM, kv_heads=KV, world=4, ring=4, layout="zigzag", dtype="bfloat16"), torch.device("cpu")
+        text = explain(plan, 1, find("torch", cpu), cpu)
+        for words in ("kernels='torch' on rank 1", "half a bit is lost", "forward: 4 operations with a kernel", "rows merged into earlier parts", "operation 2, attend"):
+            self.assertIn(words, text)
+        self.assertNotIn("half a bit", explain(plan, 1, MATH, cpu))
+        with self.assertRaisesRegex(cpattn.Unsupported, "softcap is 2.0"):
+            explain(Plan(CU, HEADS, DIM, kv_heads=KV, world=4, softcap=2.0), 1, find("torch", cpu), cpu)
 
     def test_merges_of_large_scores(self) -> None:
         """Two words of an lse keep weights exact where one would err by |lse|·2⁻²⁴."""

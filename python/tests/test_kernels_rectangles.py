@@ -175,6 +175,47 @@ class WrongKernelTest(unittest.TestCase):
             with self.assertRaisesRegex(InvalidArgument, f"kernels='plain': {text}"):
                 check(self, kernel, op, 1)
 
+    def test_wrong_values_are_named_before_a_plan_runs(self):
+        op = drawn_op(random.Random(1), heads=(2, 1, 0, 0, 2))
+
+        class Wrong(Plain):
+            name = "wrong"
+
+            def forward(self, q, k, v, call):
+                o, lse = super().forward(q, k, v, call)
+                return self.change(o, lse, q, k, v, call)
+
+            def backward(self, d_o, *others, **options):
+                return super().backward(d_o * self.factor, *others, **options)
+
+        def top_left(o, lse, q, k, v, call):
+            """Limits from the other corner, as before FlashAttention 2.1."""
+            if call.window_right is None:
+                return o, lse
+            padded = [(rows, rows) if keys > rows else (rows, keys) for rows, keys in call.lengths]
+            keep = torch.cat([torch.arange(b) + a for a, (_, b) in zip(call.cu_seqlens_k.tolist(), padded)])
+            cu = torch.tensor([0, *(b for _, b in padded)]).cumsum(0).int()
+            other = call.max_seqlen_q, max(b for _, b in padded), call.scale, call.window_left or -1, call.window_right
+            return plain.forward(q, k[keep], v[keep], call.cu_seqlens_q, cu, *other)
+
+        for change, text in (
+            (lambda o, lse, *_: (o, lse / torch.tensor(2.0).log()), "lse is to base 2, a natural logarithm is needed"),
+            (lambda o, lse, *_: (o, lse.masked_fill(lse == lse.max(), torch.nan)), "lse is NaN in rows that have keys"),
+            (lambda o, lse, *_: (o * 1.5, lse), "o is off by "),
+            (top_left, r"lse is off by .* with the window \(None, 0\), .* bottom-right corner"),
+        ):
+            kernel = Wrong()
+            kernel.change, kernel.factor = change, 1
+            with self.assertRaisesRegex(InvalidArgument, f"kernels='wrong': {text}"):
+                kernels.Work(kernel, op, "cpu", torch.float32)
+        kernel = Wrong()
+        kernel.change, kernel.factor = (lambda o, lse, *_: (o, lse)), 2
+        with self.assertRaisesRegex(InvalidArgument, "kernels='wrong': dq is off by"):
+            kernels.Work(kernel, op, "cpu", torch.bfloat16)
+        kernel.change = lambda *_: 1 / 0
+        with self.assertRaisesRegex(Unsupported, "kernels='wrong' failed on cpu .*ZeroDivisionError"):
+            kernels.Work(kernel, op, "cpu", torch.float16)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -76,7 +76,7 @@ pub struct Choice {
 
 impl Layout {
     /// The automatic layout for `ring` ranks: rule 3 of [`Choice`].
-    pub fn auto(ring: usize, problem: &Problem) -> Result<Self> {
+    pub fn auto(problem: &Problem, ring: usize) -> Result<Self> {
         problem.check()?;
         if ring == 0 {
             return Err(Error::invalid("ring", 0, "at least 1"));
@@ -174,34 +174,34 @@ impl Choice {
     /// ```
     /// use cpattn::{Batch, Dtype, Mesh, Problem, plan::Choice};
     /// let problem = Problem::new(Batch::from_lengths(&[8192])?, 8, 8, 64, Dtype::Bf16);
-    /// let choice = Choice::new(8, &problem, Choice::BALANCE, 0)?;
+    /// let choice = Choice::new(&problem, 8, Choice::BALANCE, 0)?;
     /// assert_eq!(choice.mesh, Mesh::ulysses(8)?);
     /// assert_eq!(choice.candidates.len(), 4);
     /// let first = &choice.candidates[0];
     /// let sent = first.bytes + u128::from(Choice::MESSAGE_COST_BYTES) * u128::from(first.messages);
     /// assert_eq!(first.cost, first.multiply_adds + u128::from(Choice::BALANCE) * sent);
     /// // A link that costs nothing leaves the balance of work to decide.
-    /// assert!(Choice::new(8, &problem, 0, 0)?.mesh.ulysses > 0);
+    /// assert!(Choice::new(&problem, 8, 0, 0)?.mesh.ulysses > 0);
     ///
     /// // Two nodes of eight: all-to-alls inside each of them, a ring across.
     /// let problem = Problem::new(Batch::from_lengths(&[1 << 17])?, 32, 8, 128, Dtype::Bf16);
-    /// let choice = Choice::new(16, &problem, Choice::BALANCE, 8)?;
+    /// let choice = Choice::new(&problem, 16, Choice::BALANCE, 8)?;
     /// assert_eq!((choice.mesh.ulysses, choice.mesh.ring), (8, 2));
     /// let best = &choice.candidates[0];
-    /// let alike = Choice::new(16, &problem, Choice::BALANCE, 0)?;
+    /// let alike = Choice::new(&problem, 16, Choice::BALANCE, 0)?;
     /// let same = alike.candidates.iter().find(|c| c.mesh == best.mesh).unwrap();
     /// let weight = u128::from(Choice::BALANCE * (Choice::INTER_NODE_FACTOR - 1));
     /// assert_eq!(best.cost - same.cost, weight * best.bytes_between);
     /// # Ok::<(), cpattn::Error>(())
     /// ```
-    pub fn new(world: usize, problem: &Problem, balance: u32, ranks_per_node: usize) -> Result<Self> {
-        Self::among(world, problem, balance, ranks_per_node, None)
+    pub fn new(problem: &Problem, world: usize, balance: u32, ranks_per_node: usize) -> Result<Self> {
+        Self::among(problem, world, balance, ranks_per_node, None)
     }
 
     /// As [`Choice::new`], of the meshes with `layout` if one is given.
     pub(super) fn among(
-        world: usize,
         problem: &Problem,
+        world: usize,
         balance: u32,
         ranks_per_node: usize,
         layout: Option<Layout>,
@@ -260,8 +260,8 @@ pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &LayoutLoad, balance: u32,
 
 impl Mesh {
     /// The mesh that [`Choice::new`] takes for `world` ranks with [`Choice::BALANCE`], of which all links are alike.
-    pub fn auto(world: usize, problem: &Problem) -> Result<Self> {
-        Ok(Choice::new(world, problem, Choice::BALANCE, 0)?.mesh)
+    pub fn auto(problem: &Problem, world: usize) -> Result<Self> {
+        Ok(Choice::new(problem, world, Choice::BALANCE, 0)?.mesh)
     }
 }
 
@@ -331,7 +331,7 @@ mod tests {
 
     #[test]
     fn the_layout_follows_the_work() {
-        let layout = |p: &Problem, ring| Layout::auto(ring, p).unwrap();
+        let layout = |p: &Problem, ring| Layout::auto(p, ring).unwrap();
         let long = problem(&[1 << 16], 8, 8);
         assert_eq!(layout(&long, 1), Layout::Contiguous);
         // Causal: the last of contiguous ranks works twice the mean; a zigzag is even.
@@ -355,7 +355,7 @@ mod tests {
         }
         let p = problem(&lengths, 8, 8);
         for ring in [2, 3, 8, 16] {
-            let chosen = layout_load(&p, Layout::auto(ring, &p).unwrap(), ring).unwrap();
+            let chosen = layout_load(&p, Layout::auto(&p, ring).unwrap(), ring).unwrap();
             for layout in Choice::LAYOUTS {
                 let other = layout_load(&p, layout, ring).unwrap();
                 assert_eq!(u128::from(other.total.area), p.area());

@@ -101,7 +101,7 @@ impl<'a> PlanBuilder<'a> {
                 (mesh, layout)
             }
             (None, Some(world)) => {
-                let choice = Choice::among(world, problem, Choice::BALANCE, options.ranks_per_node, self.layout)?;
+                let choice = Choice::among(problem, world, Choice::BALANCE, options.ranks_per_node, self.layout)?;
                 (choice.mesh, choice.layout)
             }
             (None, None) => {
@@ -182,16 +182,16 @@ mod tests {
     #[test]
     fn parts_not_given_are_chosen() {
         let p = problem();
-        let choice = Choice::new(4, &p, Choice::BALANCE, 0).unwrap();
+        let choice = Choice::new(&p, 4, Choice::BALANCE, 0).unwrap();
         assert_eq!(Plan::auto(&p, 4).unwrap(), Plan::new(&p, choice.mesh, choice.layout).unwrap());
         let mesh = Mesh::ring(3).unwrap();
         let plan = Plan::builder(&p).mesh(mesh).world(3).build().unwrap();
-        assert_eq!((plan.mesh(), plan.layout()), (mesh, Layout::auto(3, &p).unwrap()));
+        assert_eq!((plan.mesh(), plan.layout()), (mesh, Layout::auto(&p, 3).unwrap()));
         // With a layout, the mesh that is best with it: contiguous shares of a causal document are best cut by heads.
         for layout in Choice::LAYOUTS {
             let plan = Plan::builder(&p).world(4).layout(layout).build().unwrap();
             let [best, found] = [Mesh::ulysses(4).unwrap(), plan.mesh()].map(|mesh| {
-                Choice::among(4, &p, Choice::BALANCE, 0, Some(layout))
+                Choice::among(&p, 4, Choice::BALANCE, 0, Some(layout))
                     .unwrap()
                     .candidates
                     .iter()

@@ -95,7 +95,7 @@ mod tests {
         let (mesh, layout) = (Mesh::ring(4).unwrap(), Layout::Zigzag);
         assert!(together_pays(&at, mesh, layout) && !together_pays(&above, mesh, layout));
         // Each Ulysses rank has one head.
-        assert!(together_pays(&above, Mesh::explicit(8, 2, 4).unwrap(), layout));
+        assert!(together_pays(&above, Mesh { replicas: 1, ring: 4, ulysses: 2 }, layout));
     }
 
     #[test]
@@ -130,7 +130,7 @@ mod tests {
         let lengths: alloc::vec::Vec<usize> = (0..MANY_DOCUMENTS + 3).map(|i| i * 7 % 13).collect();
         let p = Problem::new(Batch::from_lengths(&lengths).unwrap(), 4, 2, 8, Dtype::Bf16);
         for (mesh, layout) in [((1, 3), Layout::Zigzag), ((2, 2), Layout::Striped { stripe: 1 })] {
-            let mesh = Mesh::explicit(mesh.0 * mesh.1, mesh.0, mesh.1).unwrap();
+            let mesh = Mesh { replicas: 1, ring: mesh.1, ulysses: mesh.0 };
             let plan = Plan::new(&p, mesh, layout).unwrap();
             assert_eq!(plan.form(), Form::Together);
             let (forward, backward) = plan.verify().unwrap();

@@ -258,7 +258,7 @@ fn rules_of_thumb_weigh_what_crosses_nodes() {
             for world in [16, 32] {
                 let batch = Batch::from_lengths(lengths).unwrap();
                 let p = Problem::new(batch, heads, kv_heads, head_dim, Dtype::Bf16).with_value_dim(128);
-                let choice = Choice::new(world, &p, Choice::BALANCE, 8).unwrap();
+                let choice = Choice::new(&p, world, Choice::BALANCE, 8).unwrap();
                 assert!(expected.is_none_or(|ulysses| ulysses == choice.mesh.ulysses), "{world}: {}", choice.mesh);
                 // Among the same meshes, the choice for links of one kind.
                 let weight =

@@ -274,7 +274,7 @@ fn bytes_and_times_are_conserved() {
 #[test]
 fn a_faster_machine_is_never_slower() {
     let p = Problem::new(Batch::from_lengths(&[100, 30]).unwrap(), 4, 2, 8, Dtype::F32);
-    let plan = Plan::new(&p, Mesh::explicit(4, 2, 2).unwrap(), Layout::Zigzag).unwrap();
+    let plan = Plan::new(&p, Mesh { replicas: 1, ring: 2, ulysses: 2 }, Layout::Zigzag).unwrap();
     let base = machine(2, 1, None);
     let before = plan.simulate(Direction::Backward, &base).unwrap().makespan;
     let mut faster = [base.clone(), base.clone(), base.clone()];

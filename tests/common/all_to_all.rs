@@ -15,7 +15,7 @@ use cpattn::{
 pub fn plans(world: usize) -> Vec<(&'static str, Plan)> {
     let plan = |lengths: &[usize], heads, kv_heads, ulysses, layout| {
         let p = Problem::new(Batch::from_lengths(lengths).unwrap(), heads, kv_heads, 16, Dtype::Bf16);
-        Plan::new(&p, Mesh::explicit(world, ulysses, world / ulysses).unwrap(), layout).unwrap()
+        Plan::new(&p, Mesh { replicas: 1, ring: world / ulysses, ulysses }.in_world(world).unwrap(), layout).unwrap()
     };
     match world {
         1 => vec![("one rank", plan(&[5, 6], 4, 2, 1, Layout::Contiguous))],

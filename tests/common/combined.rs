@@ -91,7 +91,7 @@ pub fn right<P: Element, T: Element<Acc = P::Acc>>(
         // Rows of fewer and of more than 32 threads of 8 elements.
         for (heads, tokens, sinks, dim) in [(6, 11, 0, 72), (7, 3, 1, 264), (4, 1, 3, 576), (5, 0, 0, 72)] {
             let p = Problem::new(Batch::from_lengths(&[tokens]).unwrap(), heads, heads, 16, dtype).with_value_dim(dim);
-            let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+            let mesh = Mesh { replicas: 1, ring, ulysses };
             let plan = Plan::new(&p.with_sinks_per_head(sinks), mesh, Layout::Contiguous).unwrap();
             let parts = parts::<P>(&plan, seed as u64);
             let all = combined(&plan, CombineTo::All, &parts);

@@ -189,7 +189,7 @@ fn one_run_more(cuda: &Arc<Cuda>) {
 fn handed_on(cuda: &Arc<Cuda>) {
     let world = 4;
     // Ranks 0 and 3 never meet: what each has reaches the other through rank 1 or 2.
-    let mesh = || Mesh::explicit(world, 2, 2).unwrap();
+    let mesh = || Mesh { replicas: 1, ring: 2, ulysses: 2 }.in_world(world).unwrap();
     let of = |scale| scaled(scale, &[18], mesh(), Layout::Contiguous, Options::new().circulate(Circulate::Keys));
     let (ours, other) = (of(0.2), of(0.3));
     let said = on_ranks(cuda, world, |mut rank, barrier| {

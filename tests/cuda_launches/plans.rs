@@ -11,7 +11,7 @@ fn problem(lengths: &[usize], heads: usize, kv_heads: usize, dim: usize) -> Prob
 }
 
 fn plan(p: &Problem, ulysses: usize, ring: usize, layout: Layout, options: Options) -> Plan {
-    let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+    let mesh = Mesh { replicas: 1, ring, ulysses };
     Plan::builder(p).mesh(mesh).layout(layout).options(options).build().unwrap()
 }
 

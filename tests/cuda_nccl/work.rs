@@ -41,12 +41,12 @@ pub fn plan(name: &str) -> Plan {
         }
         "two replicas" => {
             // Four ranks, of which each pair does the same work.
-            let mesh = Mesh::explicit(4, 2, 1).unwrap();
+            let mesh = Mesh { replicas: 2, ring: 1, ulysses: 2 };
             return Plan::new(&causal, mesh, Layout::Contiguous).unwrap();
         }
         _ => panic!("no plan {name}"),
     };
-    let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+    let mesh = Mesh { replicas: 1, ring, ulysses };
     Plan::builder(&p).mesh(mesh).layout(layout).options(options).build().unwrap()
 }
 

@@ -124,7 +124,7 @@ fn every_way<T: Element<Acc = f32>>(what: &str, p: &Problem, ways: &[(usize, usi
     let one = run(&cuda, &Plan::new(p, Mesh::single(), Layout::Contiguous).unwrap(), &data).unwrap();
     check(&format!("{what}, one rank"), &one, &one, &want, 0.0);
     for &(ulysses, ring, layout, options) in ways {
-        let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+        let mesh = Mesh { replicas: 1, ring, ulysses };
         let plan = Plan::builder(p).mesh(mesh).layout(layout).options(options).build().unwrap();
         let what = format!("{what}, {mesh}, {layout}, {options:?}");
         let got = run(&cuda, &plan, &data).unwrap_or_else(|e| panic!("{what}: {e}"));

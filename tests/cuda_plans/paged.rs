@@ -143,7 +143,7 @@ fn what_is_refused() {
         run_as(plan, Purpose::Attention(direction), change)
     };
     let plan_of = |p: &Problem, ulysses: usize, ring: usize, options| {
-        let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+        let mesh = Mesh { replicas: 1, ring, ulysses };
         Plan::builder(p).mesh(mesh).layout(Layout::Contiguous).options(options).build().unwrap()
     };
     let plan = plan_of(&p, 1, 1, Options::new());

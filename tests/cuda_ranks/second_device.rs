@@ -75,7 +75,7 @@ fn ranks_on_two_devices() {
     let Some([first, second]) = two_devices() else { return };
     let p = Problem::new(Batch::from_lengths(&[9, 0, 23]).unwrap(), 2, 2, 16, Dtype::F16);
     for (ulysses, ring) in [(1, 2), (2, 1)] {
-        let plan = Plan::new(&p, Mesh::explicit(2, ulysses, ring).unwrap(), Layout::Zigzag).unwrap();
+        let plan = Plan::new(&p, Mesh { replicas: 1, ring, ulysses }.in_world(2).unwrap(), Layout::Zigzag).unwrap();
         let results = |devices: [&Arc<Cuda>; 2]| -> Vec<Vec<Vec<u8>>> {
             let ends = peer::group(&devices.map(Arc::clone), Duration::from_secs(60)).unwrap();
             let run = |end: peer::Peer| {

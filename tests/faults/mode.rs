@@ -107,7 +107,7 @@ impl Mode {
 pub fn modes() -> Vec<Mode> {
     let batch = Batch::from_lengths(&[13, 0, 6, 9]).unwrap();
     let p = || Problem::new(batch.clone(), 4, 2, 8, Dtype::F32);
-    let mesh = |u, r| Mesh::explicit(u * r, u, r).unwrap();
+    let mesh = |u, r| Mesh { replicas: 1, ring: r, ulysses: u };
     let o = Options::new;
     vec![
         Mode::new("Ulysses", p(), mesh(3, 1), o()),
@@ -120,6 +120,6 @@ pub fn modes() -> Vec<Mode> {
         Mode::new("reproducible", p(), mesh(2, 2), o().reproducible(true)),
         Mode::new("passes", p(), mesh(1, 3), o().passes(2)),
         Mode::new("sinks", p().with_sinks(true).with_softcap(2.0), mesh(2, 2), o()),
-        Mode::new("replicas", p(), Mesh::explicit(4, 1, 2).unwrap(), o()),
+        Mode::new("replicas", p(), Mesh { replicas: 2, ring: 2, ulysses: 1 }, o()),
     ]
 }

@@ -231,7 +231,7 @@ pub fn plans() {
     let mut rank = Rank::new(Mpi::new(&comm, LONG).unwrap());
     let world = rank.world();
     for (ulysses, ring, layout) in [(4, 1, Layout::Contiguous), (1, 4, Layout::Zigzag), (2, 2, Layout::ZigzagPack)] {
-        let plan = Plan::new(&problem(), Mesh::explicit(world, ulysses, ring).unwrap(), layout).unwrap();
+        let plan = Plan::new(&problem(), Mesh { replicas: 1, ring, ulysses }.in_world(world).unwrap(), layout).unwrap();
         let ours = run(&mut rank, &plan);
         let threads: Vec<_> = cpattn::transport::local::group(world, LONG)
             .unwrap()

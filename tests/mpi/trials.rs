@@ -50,7 +50,7 @@ fn draw(seed: u64) -> (Act, usize, usize, Duration) {
 
 fn plan(layout: Layout) -> Plan {
     let problem = Problem::new(Batch::from_lengths(&[190, 66]).unwrap(), 4, 2, 16, Dtype::F32);
-    Plan::new(&problem, Mesh::explicit(WORLD, 2, 2).unwrap(), layout).unwrap()
+    Plan::new(&problem, Mesh { replicas: 1, ring: 2, ulysses: 2 }.in_world(WORLD).unwrap(), layout).unwrap()
 }
 
 /// o of this rank, of a plan of 256 tokens.

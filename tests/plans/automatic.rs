@@ -14,7 +14,7 @@ fn problem(lengths: &[usize], heads: usize, kv_heads: usize) -> Problem {
 #[test]
 fn candidates_are_all_meshes_that_fit_the_heads() {
     let meshes = |world, heads| {
-        let c = Choice::new(world, &problem(&[4096], heads, heads), Choice::BALANCE, 0).unwrap();
+        let c = Choice::new(&problem(&[4096], heads, heads), world, Choice::BALANCE, 0).unwrap();
         c.candidates.iter().map(|c| (c.mesh.ulysses, c.mesh.ring)).collect::<Vec<_>>()
     };
     assert_eq!(meshes(12, 5), [(4, 3), (3, 4), (2, 6), (1, 12)]);
@@ -26,7 +26,7 @@ fn candidates_are_all_meshes_that_fit_the_heads() {
 fn uneven_heads_cost_what_the_busiest_rank_does() {
     // Bytes for nothing: five heads on four ranks cost 2·4/5 of an even share, a ring of four costs nothing extra.
     let p = problem(&[1 << 14], 5, 5);
-    let c = Choice::new(4, &p, 0, 0).unwrap();
+    let c = Choice::new(&p, 4, 0, 0).unwrap();
     let of = |u: usize| *c.candidates.iter().find(|c| c.mesh.ulysses == u).unwrap();
     assert_eq!(c.mesh.ulysses, 1);
     let over = of(4).multiply_adds as f64 / (p.area() * 5 * 7 * 64 / 4) as f64;
@@ -37,7 +37,7 @@ fn uneven_heads_cost_what_the_busiest_rank_does() {
 #[test]
 fn equal_costs_go_to_the_larger_ulysses() {
     // Nothing to compute and nothing to send: all candidates cost 0.
-    let c = Choice::new(6, &problem(&[0, 0], 6, 2), Choice::BALANCE, 0).unwrap();
+    let c = Choice::new(&problem(&[0, 0], 6, 2), 6, Choice::BALANCE, 0).unwrap();
     assert!(c.candidates.iter().all(|c| c.cost == 0));
     assert_eq!(c.mesh.ulysses, 6);
 }
@@ -45,10 +45,10 @@ fn equal_costs_go_to_the_larger_ulysses() {
 #[test]
 fn what_cannot_be_merged_stays_on_ulysses() {
     let p = problem(&[4096], 8, 8).with_kind(AttentionKind::Other);
-    assert_eq!(Mesh::auto(4, &p).unwrap(), Mesh::ulysses(4).unwrap());
-    let text = Mesh::auto(16, &p).unwrap_err().to_string();
+    assert_eq!(Mesh::auto(&p, 4).unwrap(), Mesh::ulysses(4).unwrap());
+    let text = Mesh::auto(&p, 16).unwrap_err().to_string();
     assert!(text.contains("world of 16") && text.contains("8 heads"), "{text}");
-    assert!(Mesh::auto(0, &p).is_err());
+    assert!(Mesh::auto(&p, 0).is_err());
 }
 
 #[test]

@@ -121,7 +121,7 @@ fn nine_heads_on_four_ranks() {
 
 #[test]
 fn nine_heads_on_eight_ranks_four_by_two() {
-    let mesh = Mesh::explicit(8, 4, 2).unwrap();
+    let mesh = Mesh { replicas: 1, ring: 2, ulysses: 4 };
     assert_eq!((mesh.ulysses, mesh.ring), (4, 2));
     assert_eq!(grid(&pack(), 9, 3, mesh), 714);
 }
@@ -145,7 +145,7 @@ fn awkward_lengths_on_eight_ranks() {
     // The batches of one and three tokens cover the second and the fourth, which run only with `CPATTN_LONG`.
     let long = std::env::var_os("CPATTN_LONG").is_some();
     for batch in batches.iter().enumerate().filter(|&(i, _)| long || i != 1 && i != 3).map(|(_, batch)| batch) {
-        for mesh in [Mesh::ring(8).unwrap(), Mesh::explicit(8, 4, 2).unwrap()] {
+        for mesh in [Mesh::ring(8).unwrap(), Mesh { replicas: 1, ring: 2, ulysses: 4 }] {
             assert_eq!(grid(batch, 4, 2, mesh), 7 * 6 * 16);
         }
     }
@@ -160,7 +160,7 @@ fn cross_attention_and_prefixes() {
         Batch::cross(&[0, 0, 0], &[0, 5, 9], None).unwrap(),
     ];
     for batch in &batches {
-        for mesh in [Mesh::ring(5).unwrap(), Mesh::explicit(6, 3, 2).unwrap()] {
+        for mesh in [Mesh::ring(5).unwrap(), Mesh { replicas: 1, ring: 2, ulysses: 3 }] {
             assert_eq!(grid(batch, 4, 2, mesh), 7 * 6 * 16);
         }
     }
@@ -170,7 +170,7 @@ fn cross_attention_and_prefixes() {
 fn query_groups_of_every_ratio() {
     for (heads, kv_heads) in [(1, 1), (5, 1), (6, 2), (6, 3), (6, 6), (7, 7), (12, 4)] {
         for ulysses in [1, heads.min(3), heads.min(5), heads] {
-            let mesh = Mesh::explicit(2 * ulysses, ulysses, 2).unwrap();
+            let mesh = Mesh { replicas: 1, ring: 2, ulysses };
             let problem = Problem::new(pack(), heads, kv_heads, 8, Dtype::Bf16).with_sinks(true);
             for o in options().into_iter().filter(|o| o.passes <= kv_heads) {
                 verify(&problem, mesh, Layout::Zigzag, o);
@@ -181,7 +181,7 @@ fn query_groups_of_every_ratio() {
 
 #[test]
 fn replicas_run_the_same_lists() {
-    let mesh = Mesh::explicit(8, 2, 2).unwrap();
+    let mesh = Mesh { replicas: 2, ring: 2, ulysses: 2 };
     let plan = Plan::new(&Problem::new(pack(), 4, 2, 8, Dtype::F32), mesh, Layout::Zigzag).unwrap();
     for direction in [Direction::Forward, Direction::Backward] {
         let of = |ranks: std::ops::Range<usize>| {
@@ -200,7 +200,7 @@ fn lists_of_every_purpose_are_proved() {
     use cpattn::schedule::{AllToAll, Combine, CombineTo, Purpose};
     let problem = Problem::new(pack(), 4, 2, 8, Dtype::F32);
     let over = |ring: usize, ulysses: usize| {
-        Plan::new(&problem, Mesh::explicit(ring * ulysses, ring, ulysses).unwrap(), Layout::Zigzag).unwrap()
+        Plan::new(&problem, Mesh { replicas: 1, ring: ulysses, ulysses: ring }, Layout::Zigzag).unwrap()
     };
     let whole = over(1, 4);
     for all_to_all in AllToAll::both(cpattn::Side::Q, 8, Dtype::F32).unwrap() {

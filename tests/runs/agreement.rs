@@ -116,7 +116,7 @@ fn only_first_runs_agree() {
 /// Replicas run as many batches as they like between two runs of the whole world.
 #[test]
 fn groups_count_for_themselves() {
-    let mesh = Mesh::explicit(4, 1, 2).unwrap();
+    let mesh = Mesh { replicas: 2, ring: 2, ulysses: 1 };
     let small = Job::new(&[11], [4, 2], mesh, Layout::Contiguous, Options::new());
     let large = Job::ring(&[23], 4);
     on_ranks(4, FAR, |mut rank| {
@@ -306,7 +306,7 @@ fn all_to_alls() {
 #[test]
 fn another_number_of_replicas() {
     let ours = Job::ring(&[11, 6], 4);
-    let other = Job::new(&[11, 6], [4, 2], Mesh::explicit(4, 1, 2).unwrap(), Layout::Zigzag, Options::new());
+    let other = Job::new(&[11, 6], [4, 2], Mesh { replicas: 2, ring: 2, ulysses: 1 }, Layout::Zigzag, Options::new());
     for odd in 0..4 {
         let errors = on_ranks(4, FAR, |mut rank| {
             let job = if rank.rank() == odd { &other } else { &ours };

@@ -18,7 +18,7 @@ pub const LAYOUTS: [Layout; 6] = [
 ];
 
 pub fn mesh(ulysses: usize, ring: usize) -> Mesh {
-    Mesh::explicit(ulysses * ring, ulysses, ring).unwrap()
+    Mesh { replicas: 1, ring, ulysses }
 }
 
 pub fn forms() -> [Options; 10] {
@@ -79,7 +79,7 @@ fn nine_heads_on_four_ranks_by_gcd() {
 
 #[test]
 fn nine_heads_on_eight_ranks_by_hand() {
-    set_up(Mesh::explicit(8, 4, 2).unwrap(), 4, 2);
+    set_up(Mesh { replicas: 1, ring: 2, ulysses: 4 }, 4, 2);
 }
 
 #[test]
@@ -226,7 +226,7 @@ fn a_token_moves_q_and_partial_results() {
 fn replicas_run_the_same_plan_on_their_own() {
     let p = nine_and_three();
     let data = Data::<f32>::random(&p, 1);
-    let plan = Plan::new(&p, Mesh::explicit(8, 2, 2).unwrap(), Layout::Zigzag).unwrap();
+    let plan = Plan::new(&p, Mesh { replicas: 2, ring: 2, ulysses: 2 }, Layout::Zigzag).unwrap();
     assert_eq!(plan.mesh().replicas, 2);
     check("two replicas", &run(&plan, &data).unwrap(), &one_rank(&p, &data), &reference(&p, &data));
 }

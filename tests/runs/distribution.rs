@@ -16,7 +16,9 @@ fn layouts() -> impl Iterator<Item = Layout> {
 fn meshes() -> impl Iterator<Item = Mesh> {
     (1..=8).flat_map(|world| {
         let fits = move |u: &usize| world % u == 0 && *u <= 4;
-        (1..=world).filter(fits).map(move |u| Mesh::explicit(world, u, world / u).unwrap())
+        (1..=world)
+            .filter(fits)
+            .map(move |u| Mesh { replicas: 1, ring: world / u, ulysses: u }.in_world(world).unwrap())
     })
 }
 
@@ -73,7 +75,7 @@ fn derived_plans_hold_the_same_tokens_and_are_proved() {
 fn derived_plans_run_as_one_rank_does() {
     let batch = Batch::from_lengths(&[40, 3, 0, 57, 21]).unwrap();
     for (world, ulysses) in [(4, 1), (4, 2), (6, 2)] {
-        let mesh = Mesh::explicit(world, ulysses, world / ulysses).unwrap();
+        let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses }.in_world(world).unwrap();
         for layout in [Layout::Balanced { chunks: 4 }, Layout::Zigzag, Layout::Striped { stripe: 3 }] {
             let base = Plan::new(&problem(batch.clone()), mesh, layout).unwrap();
             for (problem, options) in kinds(base.problem()) {
@@ -93,7 +95,7 @@ fn a_distribution_is_what_the_ranks_hold_not_how_it_came_about() {
     let of = |mesh, layout| Plan::new(&p, mesh, layout).unwrap().distribution();
     let (ring, ulysses) = (Mesh::ring(4).unwrap(), Mesh::ulysses(4).unwrap());
     assert_eq!(of(ring, Layout::Contiguous), of(ulysses, Layout::Zigzag));
-    assert_eq!(of(ring, Layout::Contiguous), of(Mesh::explicit(8, 4, 1).unwrap(), Layout::Contiguous));
+    assert_eq!(of(ring, Layout::Contiguous), of(Mesh { replicas: 2, ring: 1, ulysses: 4 }, Layout::Contiguous));
     assert_ne!(of(ring, Layout::Contiguous), of(ring, Layout::ZigzagPack));
     assert_ne!(of(ring, Layout::Contiguous), of(Mesh::ring(2).unwrap(), Layout::Contiguous));
     // The same tokens by number, of other documents.

@@ -35,7 +35,7 @@ fn several_nodes() {
             every_way::<f32>(what, &p, &[mesh], &LAYOUTS, &forms.map(|form| form.ranks_per_node(ranks)));
         }
     }
-    let two_batches = Mesh::explicit(8, 1, 4).unwrap();
+    let two_batches = Mesh { replicas: 2, ring: 4, ulysses: 1 };
     every_way::<f32>("replicas", &base, &[two_batches], &LAYOUTS, &forms.map(|form| form.ranks_per_node(2)));
 }
 
@@ -64,7 +64,7 @@ fn all_to_alls_over_several_nodes() {
     }
     let bf16_problem = Problem::new(batch(), 8, 2, 8, Dtype::Bf16);
     every_way::<bf16>("bf16", &bf16_problem, &[mesh(8, 1), mesh(4, 2)], &CHUNKS, &[o().ranks_per_node(2)]);
-    let two_batches = Mesh::explicit(8, 4, 1).unwrap();
+    let two_batches = Mesh { replicas: 2, ring: 1, ulysses: 4 };
     every_way::<f32>("replicas", &problem(4, 1), &[two_batches], &CHUNKS, &[o().ranks_per_node(2)]);
 }
 
@@ -97,7 +97,7 @@ fn rings_over_nodes_whose_ranks_hold_the_same_heads() {
     let nodes = [o().ranks_per_node(4).circulate(Circulate::Keys)];
     every_way::<bf16>("bf16", &of(8, 2, Dtype::Bf16), &[mesh(4, 2), mesh(2, 4)], &LAYOUTS, &nodes);
     every_way::<f64>("f64", &of(9, 3, Dtype::F64), &[mesh(4, 3)], &LAYOUTS, &nodes);
-    let two_batches = Mesh::explicit(16, 4, 2).unwrap();
+    let two_batches = Mesh { replicas: 2, ring: 2, ulysses: 4 };
     every_way::<f32>("replicas", &problem(4, 1), &[two_batches], &[Layout::Zigzag], &nodes);
 }
 

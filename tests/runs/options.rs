@@ -32,7 +32,7 @@ fn all() -> Vec<Options> {
 }
 
 fn mesh(ulysses: usize, ring: usize) -> Mesh {
-    Mesh::explicit(ulysses * ring, ulysses, ring).unwrap()
+    Mesh { replicas: 1, ring, ulysses }
 }
 
 #[test]

@@ -55,9 +55,9 @@ fn problems() {
 
 #[test]
 fn meshes_and_layouts() {
-    refused(Mesh::explicit(8, 3, 2), &["ulysses 3 × ring 2 = 6", "world of 8"]);
-    refused(Mesh::explicit(8, 0, 2), &["ulysses 0 × ring 2"]);
-    refused(Mesh::explicit(8, usize::MAX, 2), &["mesh"]);
+    refused(Mesh { replicas: 1, ring: 2, ulysses: 3 }.in_world(8), &["ulysses 3 × ring 2 = 6", "world of 8"]);
+    refused(Mesh { replicas: 1, ring: 2, ulysses: 0 }.in_world(8), &["ulysses 0 × ring 2"]);
+    refused(Mesh { replicas: 1, ring: 2, ulysses: usize::MAX }.in_world(8), &["mesh"]);
     refused(Mesh::ring(0), &["world is 0"]);
     let on = |mesh, layout| Plan::new(&problem(), mesh, layout);
     refused(on(Mesh::ulysses(7).unwrap(), Layout::Zigzag), &["mesh.ulysses is 7", "heads = 6", "ring"]);

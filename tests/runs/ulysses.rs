@@ -99,7 +99,7 @@ fn linear_attention_between_two_all_to_alls() {
 fn the_way_back_is_the_transpose_of_the_way_there() {
     let p = Problem::new(Batch::new(&[0, 10, 23]).unwrap(), 9, 3, D, Dtype::F64);
     for (ulysses, ring) in [(1, 1), (4, 1), (4, 2), (9, 1), (2, 3)] {
-        let plan = Plan::new(&p, Mesh::explicit(ulysses * ring, ulysses, ring).unwrap(), Layout::Zigzag).unwrap();
+        let plan = Plan::new(&p, Mesh { replicas: 1, ring, ulysses }, Layout::Zigzag).unwrap();
         ranks(&plan, |plan, rank| {
             for (side, heads) in [(Side::Q, 9), (Side::K, 3)] {
                 let n = plan.local_tokens(side, rank.rank()).len();

@@ -51,7 +51,7 @@ impl Transport for Hopeless {
 #[test]
 fn a_transport_that_panics_in_abort_hangs_nobody() {
     let p = Problem::new(Batch::new(&[0, 9, 21]).unwrap(), 4, 2, 8, Dtype::F32);
-    let plan = Plan::new(&p, Mesh::explicit(4, 2, 2).unwrap(), Layout::Zigzag).unwrap();
+    let plan = Plan::new(&p, Mesh { replicas: 1, ring: 2, ulysses: 2 }, Layout::Zigzag).unwrap();
     let (told, ends) = mpsc::channel();
     for end in local::group(4, Duration::from_secs(30)).unwrap() {
         let (plan, told) = (plan.clone(), told.clone());
@@ -85,7 +85,7 @@ fn a_transport_that_panics_in_abort_hangs_nobody() {
 #[test]
 fn a_rank_outside_the_mesh_is_nobody() {
     let p = Problem::new(Batch::new(&[0, 9, 21]).unwrap(), 4, 2, 8, Dtype::F32);
-    let plan = Plan::new(&p, Mesh::explicit(4, 2, 2).unwrap(), Layout::Zigzag).unwrap();
+    let plan = Plan::new(&p, Mesh { replicas: 1, ring: 2, ulysses: 2 }, Layout::Zigzag).unwrap();
     let calls: [&dyn Fn(usize) -> usize; 4] = [
         &|rank| plan.local_tokens(Side::Q, rank).len(),
         &|rank| plan.local_tokens(Side::K, rank).indices().len(),

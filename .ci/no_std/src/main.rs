@@ -61,7 +61,7 @@ fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
 
 fn operations() -> cpattn::Result<usize> {
     let problem = Problem::new(Batch::new(&[0, 5, 5, 36])?, 9, 3, 64, Dtype::Bf16);
-    let plan = Plan::new(&problem, Mesh::explicit(8, 4, 2)?, Layout::Zigzag)?;
+    let plan = Plan::new(&problem, Mesh { replicas: 1, ring: 2, ulysses: 4 }, Layout::Zigzag)?;
     Ok(Schedule::new(&plan, 3, Direction::Backward)?.operations().len())
 }
 

@@ -41,7 +41,7 @@ fn main() -> Result<()> {
 
     let single = plan_of(Mesh::single())?;
     let alone = train(&single, 0, &ids, &dense, &|own| Ok(own))?;
-    let plan = plan_of(Mesh::explicit(4, 2, 2).map_err(candle_core::Error::wrap)?)?; // Ulysses 2 × ring 2
+    let plan = plan_of(Mesh { replicas: 1, ring: 2, ulysses: 2 })?;
     let shared = on_four(&Arc::new(plan), &ids)?;
 
     for (step, (a, b)) in shared.losses.iter().zip(&alone.losses).enumerate() {

@@ -23,6 +23,7 @@ from cpattn.packing import over_all
 from cpattn.options import CHOSEN, RUNS, PlanOptions
 from cpattn.plan import Plan
 from cpattn.torch import Context, GlooTransport
+from cpattn.torch.kernels import of_model
 from cpattn.torch.group import content, digest, compare, compare_names, compare_settings, refusing
 from cpattn.torch.group import Collectives, Members
 from cpattn.torch.group import same_weights
@@ -60,9 +61,9 @@ class ContextParallel(Calls):
 
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP, DeepSpeed) or "sum". `replicas` is the
     number of parts of the group, each with its own batches (data parallel); ranks of a replica are consecutive. `ulysses`, `ring`,
-    `layout`, `layout_parameter`, `workers`, `timeout`, `communicator`, `kernels` are those of `cpattn.torch.Context`. With `tile`, logits exist for
-    `tile` tokens at a time: the loss is the same, and no logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention
-    run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
+    `layout`, `layout_parameter`, `workers`, `timeout`, `communicator`, `kernels` are those of `cpattn.torch.Context`. `kernels="model"` are
+    those that the model has (`attn_implementation`). With `tile`, logits exist for `tile` tokens at a time: the loss is the same, and no
+    logits are returned. Layers of Transformers' hybrids that mix tokens outside of attention run on any mesh; `mixers` are functions for other classes of such layers, or instead (Ulysses over all ranks): see docs/training.md.
     With `dropout="position"` each `torch.nn.Dropout` drops by the places of tokens in the batch, so that training does not depend on the
     number of ranks; otherwise each rank draws its own. (Attention drops by places always.)
     The ranks compare hashes of their models' weights first, of shards with those of ranks that hold the same shards; `compare_weights=False`
@@ -213,6 +214,8 @@ class ContextParallel(Calls):
             if not any(options.get(name) for name in CHOSEN):
                 options["layers"] = self._found.told
             group = self._group if options.get("communicator") == "torch" else self._members
+            if options.get("kernels") == "model":
+                options["kernels"] = of_model(self._usual, self.device)
             self._contexts[dtype] = Context(group, dtype=dtype, device=self.device, **options)
             if self._collectives is not None:
                 self._contexts[dtype].use_collectives(self._collectives)

@@ -26,6 +26,7 @@ LEAST = 128
 aten = torch.ops.aten
 # Calls that take rows from a table by numbers.
 TAKES = (aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default)
+INDEXES = (*TAKES, aten.scatter.src, aten.index_add.default, aten.index_put.default, aten.index_put_.default, aten.index_copy.default)
 COUNTS = (aten.arange.default, aten.arange.start)
 
 
@@ -47,8 +48,8 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 class Places(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """The number of `rows` that tables have for positions; and which calls of arange in a pass, `counted`, become numbers that are no whole ones.
-    Those of `moved` count from `by`."""
+    """The number of `rows` that tables have for positions, and which calls of arange a model computes with, `counted`. Those of `moved` count from
+    `by`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
@@ -57,27 +58,39 @@ class Places(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
     def begin(self, positions: Tensor) -> None:
         """A pass with these positions, counted from any number."""
-        self._positions, self.rows, self.counted = positions, UNLIMITED, frozenset[int]()
-        self._calls, self._of = 0, dict[int, tuple[Tensor, int]]()
+        self._positions, self.rows = positions, UNLIMITED
+        self._counted = self._rows = frozenset[int]()
+        self._calls, self._of = 0, dict[int, tuple[Tensor, frozenset[int]]]()
+
+    @property
+    def counted(self) -> frozenset[int]:
+        """The calls of arange in the pass that become numbers that are no whole ones, and choose no rows of a tensor."""
+        return self._counted - self._rows
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in TAKES:
             self._take(func, args)
         made = func(*args, **kwargs)
+        if func in INDEXES:
+            self._rows |= self._known(args[1] if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) else args)
         if func in COUNTS and made.numel() == self._positions.numel() and not made.is_floating_point():
             self._calls += 1
             made = made + self.by if self._calls in self.moved else made
-            self._of[id(made)] = made, self._calls
-        elif isinstance(made, Tensor) and self._of:
-            for one in args:
-                # Kept, so that no other tensor gets its id.
-                if isinstance(one, Tensor) and id(one) in self._of and self._of[id(one)][0] is one:
-                    if made.is_floating_point():
-                        self.counted |= {self._of[id(one)][1]}
-                    elif made.dtype != torch.bool:
-                        self._of[id(made)] = made, self._of[id(one)][1]
+            self._of[id(made)] = made, frozenset((self._calls,))
+        elif isinstance(made, Tensor) and self._of and made.dtype != torch.bool:
+            # Kept with the tensor, so that no other one gets its id. Several numbers may cancel out: they are moved together.
+            if calls := self._known(args):
+                if made.is_floating_point():
+                    self._counted |= calls
+                else:
+                    self._of[id(made)] = made, calls
         return made
+
+    def _known(self, tensors: Any) -> frozenset[int]:
+        """The calls of arange that tensors come from."""
+        known = (self._of.get(id(one)) for one in tensors if isinstance(one, Tensor))
+        return frozenset[int]().union(*(one[1] for one in known if one is not None))
 
     def _take(self, func: Any, args: Any) -> None:
         table, index, size = args[0], args[1], len(args[0]) if args[0].ndim else 0

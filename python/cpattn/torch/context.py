@@ -21,7 +21,7 @@ from ..arguments import attempt, flag, instance, one_of, refused, whole
 from .._signature import named
 from ..errors import Error, InvalidArgument, Unsupported
 from ..packing import Packed, PackedContext, Packing, kind_of, over_all, sinks_of
-from ..options import CHOSEN, RUNS, Circulate, PlanOptions, Side, at_least_1, checked, kinds_of
+from ..options import CHOSEN, RUNS, Circulate, Layout, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..plan import Plan
 from ..rank import Rank
 from ..slices import Slice, checked as checked_slices
@@ -31,11 +31,11 @@ from . import choice, nccl, nodes, operators
 from .combine import Combining
 from .dropout import of_call
 from .dtypes import DTYPES, holds
-from .executor import Executor, Network
+from .executor import Executor, Network, explain
 from .gather import Gathering, Talk
 from .gloo import Collectives, GlooTransport, Members
 from .heads import Heads
-from .kernels import Kernel
+from .kernels import Kernel, find
 from .lists import lists_of
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Context(PackedContext, Combining):
         cu_seqlens, told = packing.cu_seqlens, packing.documents
         if not self._layers:
             try:
-                return Plan(cu_seqlens, world=self.world, **told, **self._kind)
+                return self._in_long_runs(Plan(cu_seqlens, world=self.world, **told, **self._kind), packing)
             except Error as error:
                 if not self._from_torchrun or "node" not in str(error):
                     raise
@@ -193,7 +193,18 @@ class Context(PackedContext, Combining):
                 raise type(error)(f"{error}. {given}") from error
         how = {name: self._kind[name] for name in RUNS & self._kind.keys()}
         kinds = [(count, {"dtype": self._kind["dtype"], **kind}) for count, kind in self._layers]
-        return Plan.with_tokens_of(Plan.auto_for(cu_seqlens, kinds, world=self.world, **told, **how)[0], **self._kind)
+        chosen = Plan.auto_for(cu_seqlens, kinds, world=self.world, **told, **how)[0]
+        return Plan.with_tokens_of(self._in_long_runs(chosen, packing), **self._kind)
+
+    def _in_long_runs(self, plan: Plan, packing: Packing) -> Plan:
+        """The plan, or one without the stripes that it chose, for a kernel that would have to gather their rows."""
+        info = plan.describe()
+        explicit = one_of("layout", self._kind.get("layout", Layout.AUTO), Layout) != Layout.AUTO
+        if self.kernel is None or self.kernel.form != "rectangles" or explicit or info.layout != Layout.STRIPED:
+            return plan
+        layout = Layout.ZIGZAG if len(packing.cu_seqlens) <= 2 else Layout.ZIGZAG_PACK
+        mesh: dict[str, Any] = {"ulysses": info.ulysses, "ring": info.ring, "layout": layout, "layout_parameter": 0}
+        return Plan(packing.cu_seqlens, world=self.world, **packing.documents, **{**self._kind, **mesh})
 
     def plan(self, cu_seqlens: Sequence[int] | Packing) -> Plan:
         """A plan for these documents over the ranks of the group."""
@@ -368,6 +379,12 @@ class Batch(Heads, Gathering, Packed):
             results = operators.Attention.apply(q, k, v, sinks, self, largest, seed, keys, told)  # type: ignore[no-untyped-call]
         returned = tuple(x for x, want in zip(results, wanted) if want)
         return returned if len(returned) > 1 else returned[0]
+
+    def explain(self, kernels: str | Kernel | None = None) -> str:
+        """`Plan.explain` of the batch, and the calls of a kernel on this rank: the context's, unless another one is given."""
+        context, text = self.context, self.plan.explain()
+        kernel = context.kernel if kernels is None else find(kernels, context.device)
+        return text if kernel is None else f"{text}\n{explain(self.plan, context.number, kernel, context.device)}"
 
     def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor, listed: bool = False) -> Plan:
         """The plan of a kind of layer, with this batch's tokens. It packs messages if the tensors are not contiguous."""

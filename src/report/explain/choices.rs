@@ -45,7 +45,7 @@ impl Plan {
                 let _ = writeln!(out, "  {line}");
             });
         }
-        match Choice::new(mesh.group(), self.problem(), Choice::BALANCE, self.options().ranks_per_node) {
+        match Choice::new(self.problem(), mesh.group(), Choice::BALANCE, self.options().ranks_per_node) {
             Ok(choice) => self.describe_choice(out, &choice),
             Err(e) => {
                 let _ = writeln!(out, "  no automatic mesh: {e}");

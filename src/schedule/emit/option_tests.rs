@@ -66,7 +66,7 @@ fn schedules_show_their_options() {
     let mut shown = 0;
     for options in list {
         for (ulysses, ring) in [(3, 1), (1, 3), (2, 2)] {
-            let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+            let mesh = Mesh { replicas: 1, ring, ulysses };
             // Refusals have tests of their own.
             let Ok(plan) = Plan::builder(&p).mesh(mesh).layout(Layout::Zigzag).options(options).build() else {
                 continue;

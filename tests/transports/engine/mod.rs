@@ -26,7 +26,7 @@ use mail::{Mail, Office};
 
 fn forward(end: impl Transport + 'static) -> Vec<f32> {
     let p = Problem::new(Batch::new(&[0, 9, 700]).unwrap(), 4, 2, 64, Dtype::F32);
-    let plan = Plan::new(&p, Mesh::explicit(4, 2, 2).unwrap(), Layout::Zigzag).unwrap();
+    let plan = Plan::new(&p, Mesh { replicas: 1, ring: 2, ulysses: 2 }, Layout::Zigzag).unwrap();
     let mut rank = Rank::new(end);
     let n = plan.local_tokens(Side::Q, rank.rank()).len();
     let numbers = |count: usize, seed: usize| -> Vec<f32> {

@@ -148,7 +148,3 @@ class Program:
         op = self.schedule.ops[at]
         return failure(self._network, f"operation {at} ({op.name}, {op.phase}, step {op.step})", self.steps[at].peers, error)
 
-
-def calls(steps: Sequence[Any]) -> list[list[dict[str, Any]]]:
-    """The calls of the kernel in each attention operation."""
-    return [step.work.calls if step.work else [] for step in steps if isinstance(step, Attend | AttendBackward)]

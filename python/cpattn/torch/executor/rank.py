@@ -30,7 +30,7 @@ from ..agree import REFUSED, digest
 from ..dtypes import DTYPES, TORCH_DTYPES
 from ..kernels import Kernel, refuse
 from .messages import Network
-from .program import Attention, Program, Streams, calls
+from .program import Attention, Program, Streams
 
 # What a caller knows a tensor by.
 _NAMES = {Of.OWN_TOKENS: "x", Of.OWN_HEADS: "x", Of.PARTIAL_O: "o", Of.PARTIAL_LSE: "lse"}
@@ -99,13 +99,6 @@ class Executor:
         """Makes the program of a plan; ranks compare it at its first run."""
         self._program(plan, direction, compare=False)
 
-    def explain(self, plan: Plan, direction: Direction) -> str:
-        """The calls of the kernel on this rank, operation by operation."""
-        every = calls(self._program(plan, direction, compare=False).steps)
-        lines = [f"kernels={self.kernel.name!r}, {direction.name.lower()} of rank {self.network.rank}: {sum(map(len, every))} calls in {len(every)} operations"]
-        lines += [f"  operation {at}: " + (", ".join(f"{name} {value}" for name, value in call.items())) for at, one in enumerate(every) for call in one]
-        return "\n".join(lines)
-
     def exchange(self, to: Tensor, sent: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """Sends parts of a tensor, of these lengths, to each rank, and receives one from each, for `gather`."""
         self._check_open()
@@ -140,11 +133,10 @@ class Executor:
 
     def _program(self, plan: Plan, direction: Direction, lse_gradient: bool = False, compare: bool = True) -> Program:
         def make() -> tuple[Schedule, Attention]:
-            dtype, slopes = TORCH_DTYPES[plan.dtype], plan.settings.get("alibi_slopes")
+            dtype = TORCH_DTYPES[plan.dtype]
             backward = {"backward": True} if direction == Direction.BACKWARD else {}
             refuse(self.kernel, {**settings_of(plan), **backward, "device": self.device, "dtype": dtype})
-            table = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device="cpu")
-            return plan.schedule(self.network.rank, direction), Attention(self.kernel, dtype, table, lse_gradient)
+            return plan.schedule(self.network.rank, direction), Attention(self.kernel, dtype, slopes_of(plan), lse_gradient)
 
         return self._made(plan, (direction, lse_gradient), make, compare)
 
@@ -274,6 +266,12 @@ def of_lse(lse: Tensor) -> Tensor:
 def name_of(plan: Plan, key: Any) -> int:
     """A number of what ranks are about to run, equal for equal runs."""
     return digest(hashlib.blake2b(repr((plan.fingerprint, key)).encode(), digest_size=8).digest())
+
+
+def slopes_of(plan: Plan) -> Tensor | None:
+    """The slopes of a plan, [heads] or [documents, heads]."""
+    slopes = plan.settings.get("alibi_slopes")
+    return None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device="cpu")
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:

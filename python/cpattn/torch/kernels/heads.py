@@ -10,19 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...schedule import Op
-
 
 class HeadMap:
     """`expands`: k and v are copied for each q head."""
 
-    def __init__(self, op: Op, heads: int, kv_heads: int, groups: bool):
-        self.of_q = [(op.heads.q_offset + h) // op.heads.group - op.heads.kv_offset for h in range(heads)]
-        divides = heads % kv_heads == 0 and self.of_q == [h // (heads // kv_heads) for h in range(heads)]
-        self.expands = heads != kv_heads and (not divides or not groups or op.per_q_head)
-        self._sums = self.expands and not op.per_q_head
+    def __init__(self, of_q: list[int], kv_heads: int, per_q_head: bool, groups: bool = True):
+        """`of_q` is the kv head of each q head; without `groups` a kernel has as many kv heads as q heads."""
+        heads = len(of_q)
+        divides = heads % kv_heads == 0 and of_q == [h // (heads // kv_heads) for h in range(heads)]
+        self.of_q, self.expands = of_q, heads != kv_heads and (not divides or not groups or per_q_head)
+        self._sums = self.expands and not per_q_head
         # Heads of dk and dv.
-        self.kv_heads = heads if op.per_q_head else kv_heads
+        self.kv_heads = heads if per_q_head else kv_heads
         self._index: dict[torch.device, Tensor] = {}
         self._runs = [(head, self.of_q.index(head), self.of_q.count(head)) for head in sorted(set(self.of_q))]
 

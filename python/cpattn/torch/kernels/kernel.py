@@ -72,6 +72,9 @@ class Kernel:
         a call may have a part of the keys. `o` is some tensor with rowsum(o·d_o) = delta, for kernels that compute delta themselves."""
         raise NotImplementedError
 
+    def prepare(self, call: Any) -> None:
+        """Called once for each call of a plan, before the first run."""
+
     def of(self, dtype: torch.dtype) -> Kernel:
         """The kernel for inputs of a type."""
         return self

@@ -15,15 +15,22 @@ from .torch_cpu import TorchCpu
 from .torch_device import TorchDevice
 
 
-
 def torch_kernel(device: torch.device) -> Kernel:
     """PyTorch's own for a device."""
     return TorchCpu() if device.type == "cpu" else TorchDevice()
 
 
+def flex_kernel(device: torch.device) -> Kernel:
+    # Its import takes a second.
+    from .flex import Flex
+
+    return Flex(device)
+
+
 KERNELS: dict[str, Callable[[torch.device], Kernel]] = {
     "math": lambda _: Math(),
     "torch": torch_kernel,
+    "flex": flex_kernel,
     "flash_attn": lambda _: FlashAttention2(),
     "flash_attn_3": lambda _: FlashAttention3(),
     "flash_attn_4": lambda _: FlashAttention4(),
@@ -33,6 +40,7 @@ KERNELS: dict[str, Callable[[torch.device], Kernel]] = {
 OF_MODELS = {
     "eager": "math",
     "sdpa": "torch",
+    "flex_attention": "flex",
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_3",
     "flash_attention_4": "flash_attn_4",

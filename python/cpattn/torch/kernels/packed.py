@@ -22,7 +22,7 @@ from ...schedule import Op
 from .heads import HeadMap
 from .kernel import HALF
 from .rectangles import Rectangle, Rectangles, causal, rectangles_of, rows_of_runs
-from .trial import returned, returned_gradients
+from .trial import returned, returned_gradients, tried
 
 if TYPE_CHECKING:
     from .work import Work
@@ -93,7 +93,8 @@ class ByRectangles:
     def __init__(self, work: Work, slopes: Tensor | None):
         self.work, self.kernel, op = work, work.kernel, work.op
         self.able = self.kernel.honours
-        self.heads = HeadMap(op, work.q.heads, work.k.heads, self.able.group)
+        tried(self.kernel, work.device, work.dtype)
+        self.heads = HeadMap(work.kv.tolist(), work.k.heads, op.per_q_head, self.able.group)
         found = rectangles_of(op, in_order=slopes is not None)
         if not self.able.windows:
             found = [part for one in found for part in causal(one)]
@@ -108,6 +109,8 @@ class ByRectangles:
         of_q = Places(work.count, work.device, merges=True)
         of_k = Places(work.k.rows, work.device)
         self._calls = [self._call(op, limits, group, rows, of_q, of_k, slopes) for limits, group in groups.items()]
+        for call in self._calls:
+            self.kernel.prepare(call.arguments)
         self.calls = [self._describe(call, group) for call, group in zip(self._calls, groups.values())]
         # A result that is the whole of one call needs no copy.
         turns = self._calls[0].of_q if len(self._calls) == 1 else []

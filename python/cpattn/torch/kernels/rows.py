@@ -8,7 +8,8 @@ are tables made once for a plan; a kernel compares them with row numbers on the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,11 +48,14 @@ class Rows:
 
     groups: tuple[Group, ...]
     kv: Tensor
+    kv_heads: int
     scale: float
     softcap: float
     per_q_head: bool
     queries: bool
     keys: bool
+    # What kernels keep for the next run of the plan.
+    tables: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 def positions(r: Range) -> Tensor:

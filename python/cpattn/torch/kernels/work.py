@@ -37,7 +37,7 @@ class Work:
         self.accumulator = accumulator(dtype)
         self.q, self.k, self.v = op.q, op.k, op.v
         self.rows, self.count = rows_of(op, self.device)
-        self.gradients = gradients_of(op)
+        self.gradients, self.kv = gradients_of(op), kv_of(op, op.q)
         self._runner = (ByRows if self.kernel.form == "rows" else ByRectangles)(self, slopes)
         self.calls = self._runner.calls
 
@@ -76,9 +76,9 @@ class ByRows:
         self.work, self.kernel, op = work, work.kernel, work.op
         queries, keys = work.gradients
         groups = groups_of(op, work.device, slopes)
-        self.call = Rows(
-            groups, kv_of(op, work.q).to(work.device), op.score.scale, op.score.softcap, bool(op.per_q_head), queries, keys
-        )
+        score = op.score
+        self.call = Rows(groups, work.kv.to(work.device), work.k.heads, score.scale, score.softcap, bool(op.per_q_head), queries, keys)
+        self.kernel.prepare(self.call)
         rows = sum(len(group.rows) for group in groups)
         self.calls = [{"kernel": self.kernel.name, "rows": rows, "groups": len(groups), "copied": 0}] if groups else []
 

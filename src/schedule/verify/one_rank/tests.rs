@@ -64,7 +64,7 @@ fn plans() -> Vec<Plan> {
                     o().reproducible(true),
                 ] {
                     let p = Problem::new(batch.clone(), 6, 2, 4, Dtype::Bf16).with_mask(mask).with_sinks(ring == 3);
-                    let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+                    let mesh = Mesh { replicas: 1, ring, ulysses };
                     plans.extend(Plan::builder(&p).mesh(mesh).layout(layout).options(options).build());
                 }
             }
@@ -250,7 +250,7 @@ fn the_cost_on_big_plans() {
     let p = Problem::new(Batch::from_lengths(&lengths).unwrap(), 32, 8, 128, Dtype::Bf16);
     for (mesh, layout) in [
         (Mesh::ring(64).unwrap(), Layout::Zigzag),
-        (Mesh::explicit(64, 8, 8).unwrap(), Layout::Zigzag),
+        (Mesh { replicas: 1, ring: 8, ulysses: 8 }, Layout::Zigzag),
         (Mesh::ring(64).unwrap(), Layout::Striped { stripe: 64 }),
     ] {
         let plan = Plan::new(&p, mesh, layout).unwrap();
