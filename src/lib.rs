@@ -49,8 +49,8 @@
 //! ```
 //!
 //! With `cudarc` the slices, contexts and streams of that crate are used as they are: module `cudarc` has a program.
-//! The repository's README has the programs in C and Python, tables of what is supported, measurements and limits; its
-//! folder `docs` one page for each subject.
+//! In the repository `docs/README.md` is the index of its pages by task: C, Python, transports, several nodes, what is
+//! supported where. `benches/NOTES.md` has measurements.
 //!
 //! ## Limits
 //! - No real GPU has run the CUDA kernels or NCCL yet: stand-ins interpret the PTX and report races and bad accesses.

@@ -288,8 +288,8 @@ fn the_c_compiler_lays_structs_out_alike() {
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
 }
 
-/// The table of tensors against the header: which member of a struct each is, what may be NULL, what is written, and the
-/// numbers of tensors in schedules.
+/// The table of tensors against the header: which member of a struct each is, what may be NULL, what is written, and
+/// the numbers of tensors in schedules.
 #[test]
 fn tensors_are_those_of_the_table() {
     use cpattn::schedule::{Direction, TensorId};

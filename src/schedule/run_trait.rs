@@ -2,9 +2,9 @@
 //! What a run may have, and what of it does not go together: one table for both kinds of memory, the refusals of a run
 //! and the table of support in `docs/support.md`.
 //!
-//! An option of a run has a row here: what no pair of the table names is honoured in every mode. A pair stands once, and
-//! is refused before a run touches anything. Limits of numbers (head dims, rows, element types) and of a schedule's form
-//! (a plan that sends k over a ring) are refused where they are known.
+//! An option of a run has a row here: what no pair of the table names is honoured in every mode. A pair stands once,
+//! and is refused before a run touches anything. Limits of numbers (head dims, rows, element types) and of a schedule's
+//! form (a plan that sends k over a ring) are refused where they are known.
 
 use alloc::{format, string::String};
 
