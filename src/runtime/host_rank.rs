@@ -182,6 +182,9 @@ impl Backend for HostRank {
         no_stream(stream)?;
         self.lanes.check_process()?;
         tensors.check_keys(run)?;
+        // The lists stay with their tokens, so k and v come to them wherever the plan leaves the choice to itself.
+        let listed = tensors.key_indices.and_then(|_| plan.for_listed_keys(run));
+        let plan = listed.as_ref().unwrap_or(plan);
         let at = self.find_or_prepare(plan, run)?;
         if tensors.pages.is_some() {
             check_supported(run, plan, &self.prepared[at].schedule)?;
@@ -227,7 +230,7 @@ impl Backend for HostRank {
                     let exchanged = exchanged.map_err(|error| error.described(|| prepared.describe()));
                     watched(transport, &self.failure, || exchanged)?;
                     // SAFETY: the lists are valid (promised to `Bindings::with_key_indices`).
-                    let (lists, scratch) = unsafe { self.lists.of_calls(plan, given) };
+                    let (lists, scratch) = unsafe { self.lists.of_calls(plan, transport.rank(), given) };
                     KeyRows::Listed(lists, scratch)
                 }
                 (Some(_), None) => KeyRows::Paged(self.found_rows.rows()),

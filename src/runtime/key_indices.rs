@@ -9,7 +9,7 @@ pub struct KeyIndices<'a> {
     pub indices: &'a [i32],
     /// 1 for lists that all kv heads share, or the problem's kv heads.
     pub heads: usize,
-    /// Entries of a list. All ranks have the same number.
+    /// Entries of a list; 0 for lists of no key. All ranks have the same number.
     pub entries: usize,
 }
 

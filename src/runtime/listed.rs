@@ -48,8 +48,8 @@ impl Rank {
     /// # Errors
     /// As [`Rank::forward`]; lists of another shape; a key that is not in the token's document or that the mask does
     /// not allow, or that a list has twice; [`Error::Unsupported`](crate::Error::Unsupported) for batches with slices,
-    /// plans that are reproducible, a ring whose q circulates (plan with
-    /// [`circulate_forward`](crate::Options::circulate_forward) keys), and on a device.
+    /// plans that are reproducible, plans made with [`circulate_forward`](crate::Options::circulate_forward) queries,
+    /// and on a device. Where a plan may choose the side, k and v circulate.
     pub fn forward_listed<T: Element>(
         &mut self,
         plan: &Plan,
