@@ -332,7 +332,7 @@ typedef struct cpattn_options {
   int32_t reproducible;      /* 1: bit-equal results for any number of ranks; CPU only */
   int32_t pack_inputs;       /* 1: tensors that are sent may have any strides; 0: they must be compact */
   uint32_t ranks_per_node;   /* ranks that share a node: rank r is in node r / ranks_per_node, and a row crosses from one node
-                                to another once; 0, or as many as all ranks: all links are alike. See cpattn_ranks_per_node */
+                                to another once; 0, or as many as all ranks or more: all links are alike. See cpattn_ranks_per_node */
   int32_t circulate_forward; /* CPATTN_CIRCULATE_... */
   int32_t reserved;          /* 0 */
 } cpattn_options;
@@ -745,7 +745,7 @@ int32_t cpattn_rank_ring_check(cpattn_rank *rank, size_t bytes, cpattn_link *lin
 /* Lends a workspace of `bytes` in the memory of the rank's device (or the CPU). It must be as large as the largest
  * cpattn_plan_workspace and cpattn_plan_all_to_all_workspace of the plans to run. Nothing else may use it until another one
  * is lent, it is taken back or the rank is destroyed; on a device these three wait for enqueued work. NULL and 0 bytes take
- * it back: the rank then allocates its own workspace, as it does without this call. */
+ * it back: the rank then allocates its own workspace, as it does without this call. CPATTN_INVALID: one of the two alone. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
 
 /* Which keys a run of attention reads, and where they lie. Members of other kinds are NULL and 0.
@@ -771,8 +771,8 @@ int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t by
  * forward. A token without keys gets o 0 and lse -inf, or the sinks' values. Rows of k and v that no token lists may hold anything,
  * and get gradients 0. k and v go to the ranks whose tokens may read them by the plan's mask, whatever is listed.
  * CPATTN_INVALID: a key outside the document or the mask of its token, named by token, head and entry.
- * CPATTN_UNSUPPORTED: a batch with slices, a reproducible plan, a device, a ring whose q circulates (plan with circulate_forward and
- * circulate CPATTN_CIRCULATE_KEYS). */
+ * CPATTN_UNSUPPORTED: a batch with slices, a reproducible plan, a device, a plan made with circulate_forward or circulate
+ * CPATTN_CIRCULATE_QUERIES. Where the plan may choose the side (CPATTN_CIRCULATE_AUTO), k and v circulate. entries may be 0. */
 #define CPATTN_KEYS_ALL 0
 #define CPATTN_KEYS_PAGES 1
 #define CPATTN_KEYS_LISTED 2

@@ -229,6 +229,8 @@ pub(super) struct ExpectedTensors {
     sent: Vec<TensorId>,
     /// Whether the run has dropout.
     dropout: bool,
+    /// Whether it may have a seed: with a probability of 0 too.
+    takes_seed: bool,
 }
 
 impl ExpectedTensors {
@@ -239,8 +241,10 @@ impl ExpectedTensors {
             Purpose::AllToAll(_) => std::vec![TensorId::OwnHeads],
             Purpose::Combine(_) => Vec::new(),
         };
-        let dropout = matches!(run, Purpose::Attention(_)) && plan.problem().dropout().is_some();
-        Self { run, forms: TensorId::ALL.map(|t| run.form(plan, schedule.rank, t)), sent, dropout }
+        let attention = matches!(run, Purpose::Attention(_));
+        let dropout = attention && plan.problem().dropout().is_some();
+        let takes_seed = attention && plan.problem().takes_seed();
+        Self { run, forms: TensorId::ALL.map(|t| run.form(plan, schedule.rank, t)), sent, dropout, takes_seed }
     }
 
     /// A seed if there is dropout, and none otherwise.
@@ -252,7 +256,7 @@ impl ExpectedTensors {
                 "a number for this layer and step, the same on all ranks",
             )
             .hint("the problem of the plan has dropout; without, plan a problem that has none")),
-            Some(seed) if !self.dropout => {
+            Some(seed) if !self.takes_seed => {
                 Err(Error::invalid("dropout_seed", seed, "none, since the problem has no dropout")
                     .hint("plan a problem that has dropout"))
             }

@@ -182,6 +182,12 @@ impl Backend for HostRank {
         no_stream(tensors.stream)?;
         self.lanes.check_process()?;
         refuse_clashes(plan, run, &[tensors.key_trait()])?;
+        // The lists stay with their tokens, so k and v come to them wherever the plan leaves the choice to itself.
+        let listed = match (tensors.key_indices(), run) {
+            (Some(_), Purpose::Attention(direction)) => plan.for_listed_keys(direction),
+            _ => None,
+        };
+        let plan = listed.as_ref().unwrap_or(plan);
         let at = self.find_or_prepare(plan, run)?;
         if tensors.pages().is_some() {
             check_supported(&self.prepared[at].schedule)?;
@@ -227,7 +233,7 @@ impl Backend for HostRank {
                     let exchanged = exchanged.map_err(|error| error.described(|| prepared.describe()));
                     watched(transport, &self.failure, || exchanged)?;
                     // SAFETY: the lists are valid (promised to `Bindings::with_keys`).
-                    let (lists, scratch) = unsafe { self.lists.of_calls(plan, given) };
+                    let (lists, scratch) = unsafe { self.lists.of_calls(plan, transport.rank(), given) };
                     KeyRows::Listed(lists, scratch)
                 }
                 RawKeys::Pages(_) => KeyRows::Paged(self.found_rows.rows()),

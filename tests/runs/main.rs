@@ -4,8 +4,9 @@
 //!
 //! - `tensor`: views of memory; `plan_refusals`, `refusals`: bad input of plans and of runs;
 //! - `context_parallel`, `nodes`, `drawn`, `accuracy`, `options`, `padding`, `ulysses`: results against the reference;
-//!   `executor`, `poison`: against other runs; `forked`: in a forked process;
-//! - `agreement`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
+//!   `executor`, `poison`: against other runs; `forked`: in a forked process; `few_threads`: where no more
+//!   threads may start;
+//! - `agreement`, `new_plan`: ranks that do not run the same; `failed_transport`: one that is not used again; `between_runs`: what
 //!   ranks do together besides runs;
 //! - `combine`: partial results merged over the ring; `paged`: k and v in pages; `listed`: keys that each token lists;
 //! - `d_lse`, `max_logit`, `dropout`, `slopes`: the gradient of lse, the largest scores, dropout by token, ALiBi slopes
@@ -20,6 +21,9 @@ mod agreement;
 mod between_runs;
 #[path = "../common/cache.rs"]
 mod cache;
+#[cfg(all(unix, not(miri)))]
+#[path = "../common/child.rs"]
+mod child;
 mod combine;
 #[path = "../common/mod.rs"]
 mod common;
