@@ -84,7 +84,7 @@ pub(super) struct PostedMessage {
 /// A header that a peer sends, with a small packet behind it if it is that of an exchange.
 pub(super) struct Arriving {
     pub(super) peer: usize,
-    room: *mut u8,
+    pub(super) room: *mut u8,
     pub(super) posted: PostedMessage,
 }
 
